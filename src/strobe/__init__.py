@@ -1,0 +1,34 @@
+"""Strobe: flash attention for PyTorch in pure Python, and the instruments that show why it is fast."""
+
+from strobe.api import (
+    attention,
+    explain,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    supports,
+)
+from strobe.dispatch import BACKENDS
+from strobe.masks import Causal, Document, Full, Mask, Prefix, Window
+from strobe.scores import Score
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BACKENDS",
+    "Causal",
+    "Document",
+    "Full",
+    "Mask",
+    "Prefix",
+    "Score",
+    "Window",
+    "attention",
+    "explain",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "supports",
+]

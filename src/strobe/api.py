@@ -1,0 +1,355 @@
+"""What users call. Every argument is checked here, before anything is launched: one sentence, what was given, what is
+allowed. flash-attn's functions keep flash-attn's signatures, layouts and returns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from strobe import dispatch, ops
+from strobe.device import arch_of
+from strobe.masks import Causal, Mask, Window
+from strobe.scores import Score
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    score: Score | None = None,
+    scale: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention, softmax(score(scale * q k^T), mask) v, differentiable in q, k, v, with its LSE if asked.
+
+    Args:
+        q: [batch, seqlen_q, heads_q, head_dim]; packed: [total_q, heads_q, head_dim]. float16, bfloat16, float32 (float64
+            on a CPU). Any strides with a contiguous last dim; head_dim a multiple of 8 up to 256.
+        k: as q, with seqlen_kv and heads_kv, which divides heads_q (GQA, MQA).
+        v: as k; its head dim may differ.
+        mask: Full() (the default), Causal(), Window(...), Prefix(...), Document(...), or several joined by `&`.
+            Aligned bottom-right: the last query stands on the last key.
+        score: Score(softcap=..., alibi=...).
+        scale: default 1 / sqrt(head_dim).
+        cu_seqlens_q, cu_seqlens_kv: int32 [batch + 1] on q's device: the bounds of packed sequences.
+        max_seqlen_q, max_seqlen_kv: the longest sequences; default: the totals, which is safe and launches more.
+        return_lse: also return log(sum(exp(scores))), float32, [batch, heads_q, seqlen_q] or [heads_q, total_q];
+            it has a gradient.
+        backend: a name from `strobe.BACKENDS` to run that one or fail; None lets Strobe choose (see `explain`).
+
+    Returns:
+        out, shaped as q with v's head dim; or (out, lse). A row that sees no key gives 0, LSE -inf and zero gradients.
+
+    Raises:
+        ValueError, TypeError: naming the argument, before any launch.
+    """
+    options = _options(q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, backend)
+    out, lse = torch.ops.strobe.forward(q, k, v, *options.arguments())
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, backend: str | None = None, **keywords
+) -> dispatch.Explanation:
+    """Print, and return, which kernel runs `attention(q, k, v, **keywords)`, with what config, and why the others do not.
+
+    With inputs that require gradients, the choice for the backward is printed and returned as `.backward`.
+    """
+    options = _options_of(q, k, v, backend=backend, **keywords)
+    explanation = dispatch.explain_problem(ops.describe(q, k, v, options), arch_of(q.device), backend)
+    if _wants_gradient(q, k, v):
+        backward = dispatch.explain_problem(ops.describe(q, k, v, options, "backward"), arch_of(q.device), backend)
+        explanation = replace(explanation, backward=backward)
+    print(explanation)
+    return explanation
+
+
+def supports(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, backend: str | None = None, **keywords
+) -> tuple[bool, list[str]]:
+    """Whether `attention(q, k, v, **keywords)` runs here (or on `backend`), and each backend's reason if it does not.
+
+    Bad arguments are a reason too; this never raises for them.
+    """
+    try:
+        options = _options_of(q, k, v, backend=backend, **keywords)
+    except (TypeError, ValueError) as error:
+        return False, [str(error)]
+    explanation = dispatch.explain_problem(ops.describe(q, k, v, options), arch_of(q.device), backend)
+    return explanation.chosen is not None, [f"{name}: {reason}" for name, reason in explanation.refusals]
+
+
+def flash_attn_func(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """flash-attn's function of this name. q [batch, seqlen_q, heads_q, D], k and v [batch, seqlen_k, heads_kv, D].
+
+    causal=True forces the window's right side to 0, as flash-attn does. Strobe's backward is deterministic always.
+    Returns out, or (out, softmax_lse, S_dmask) with return_attn_probs, where S_dmask is empty (there is no dropout).
+    """
+    _no_dropout(dropout_p)
+    mask = _flash_mask(causal, window_size)
+    result = attention(q, k, v, mask=mask, score=_score(softcap, alibi_slopes), scale=softmax_scale, return_lse=True)
+    return _flash_result(result, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """flash-attn's function of this name. qkv [batch, seqlen, 3, heads, D]; nothing is copied."""
+    _check_packed("qkv", qkv, 3)
+    return flash_attn_func(
+        qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """flash-attn's function of this name. q [batch, seqlen_q, heads_q, D], kv [batch, seqlen_k, 2, heads_kv, D]."""
+    _check_packed("kv", kv, 2)
+    return flash_attn_func(
+        q, kv[:, :, 0], kv[:, :, 1], dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
+):  # fmt: skip
+    """flash-attn's function of this name. q [total_q, heads_q, D], k and v [total_k, heads_kv, D], packed sequences.
+
+    softmax_lse is [heads_q, total_q]. Rows of q that belong to no sequence give 0.
+    """
+    _no_dropout(dropout_p)
+    if block_table is not None:
+        raise ValueError("block_table must be None: paged keys are not supported yet")
+    for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if value is None:
+            raise TypeError(f"{name} must be an int32 tensor, got None")
+    result = attention(
+        q, k, v, mask=_flash_mask(causal, window_size), score=_score(softcap, alibi_slopes), scale=softmax_scale,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_k,
+        return_lse=True,
+    )  # fmt: skip
+    return _flash_result(result, return_attn_probs)
+
+
+# ---- flash-attn's arguments in Strobe's terms
+
+
+def _flash_mask(causal: bool, window_size: Sequence[int]) -> Mask:
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}") from None
+    for side in (left, right):
+        if not isinstance(side, int) or isinstance(side, bool):
+            raise TypeError(f"window_size must hold two ints, got {window_size!r}")
+        if side < -1:
+            raise ValueError(f"window_size must hold -1 (no bound) or sizes >= 0, got {window_size!r}")
+    window = Window(left if left >= 0 else None, right if right >= 0 else None)
+    return window & Causal() if causal else window
+
+
+def _score(softcap: float, alibi_slopes: torch.Tensor | None) -> Score:
+    if not isinstance(softcap, (int, float)):
+        raise TypeError(f"softcap must be a number, got {type(softcap).__name__}")
+    return Score(softcap=float(softcap), alibi=alibi_slopes)
+
+
+def _no_dropout(dropout_p: float) -> None:
+    if dropout_p != 0.0:
+        raise ValueError(f"dropout_p must be 0.0, got {dropout_p}: dropout is not implemented yet, and never ignored")
+
+
+def _flash_result(result, return_attn_probs: bool):
+    out, lse = result
+    return (out, lse, out.new_empty(0)) if return_attn_probs else out
+
+
+def _check_packed(name: str, x: torch.Tensor, parts: int) -> None:
+    _check_tensor(name, x)
+    if x.dim() != 5 or x.shape[2] != parts:
+        raise ValueError(f"{name} must have shape [batch, seqlen, {parts}, heads, head_dim], got {list(x.shape)}")
+
+
+# ---- checks
+
+
+def _options_of(
+    q, k, v, *, mask=None, score=None, scale=None, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None,
+    max_seqlen_kv=None, return_lse=False, backend=None,
+) -> ops.Options:  # fmt: skip
+    """`_options` from `attention`'s keywords, for `explain` and `supports`."""
+    return _options(q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, backend)
+
+
+def _options(
+    q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, backend
+) -> ops.Options:
+    """Checked arguments of the operator."""
+    mask = Mask() if mask is None else mask
+    score = Score() if score is None else score
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be a strobe mask such as Causal(), got {type(mask).__name__}")
+    if not isinstance(score, Score):
+        raise TypeError(f"score must be a strobe.Score, got {type(score).__name__}")
+    packed = cu_seqlens_q is not None or cu_seqlens_kv is not None
+    _check_qkv(q, k, v, packed)
+    if packed:
+        _check_cu_seqlens(q, cu_seqlens_q, cu_seqlens_kv)
+        max_seqlen_q = _max_seqlen("max_seqlen_q", max_seqlen_q, q.shape[0])
+        max_seqlen_kv = _max_seqlen("max_seqlen_k", max_seqlen_kv, k.shape[0])
+    elif max_seqlen_q is not None or max_seqlen_kv is not None:
+        raise ValueError("max_seqlen_q and max_seqlen_kv go with cu_seqlens; for dense q, k, v leave them None")
+    documents = _check_documents(mask, q, k, packed)
+    batch = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
+    _check_alibi(score.alibi, batch, q)
+    if backend is not None:
+        _check_backend(backend, q, k, v)
+    return ops.Options(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        max_q=max_seqlen_q or 0,
+        max_kv=max_seqlen_kv or 0,
+        scale=_check_scale(scale, q.shape[-1]),
+        left=mask.left,
+        right=mask.right,
+        prefix=mask.prefix,
+        document_q=documents.q if documents else None,
+        document_kv=documents.kv if documents else None,
+        softcap=score.softcap,
+        alibi=score.alibi,
+        backend=backend,
+    )
+
+
+def _check_tensor(name: str, x) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
+def _check_qkv(q, k, v, packed: bool) -> None:
+    rank, layout = (3, "[total, heads, head_dim]") if packed else (4, "[batch, seqlen, heads, head_dim]")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, x)
+        if x.dim() != rank:
+            raise ValueError(f"{name} must have shape {layout}, got {list(x.shape)}")
+        if x.dtype not in _DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+        if x.shape[-1] % 8 or not 8 <= x.shape[-1] <= 256:
+            raise ValueError(f"{name}: head dim must be a multiple of 8 from 8 to 256, got {x.shape[-1]}")
+        if x.stride(-1) != 1:
+            raise ValueError(f"{name} must be contiguous in its last dim (stride 1), got stride {x.stride(-1)}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k must have q's head dim {q.shape[-1]}, got {k.shape[-1]}")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(f"v must have k's shape but for the head dim, got {list(v.shape)} for k {list(k.shape)}")
+    if not packed and k.shape[0] != q.shape[0]:
+        raise ValueError(f"k must have q's batch {q.shape[0]}, got {k.shape[0]}")
+    heads_q, heads_kv = q.shape[-2], k.shape[-2]
+    if heads_q < 1 or heads_kv < 1 or heads_q % heads_kv:
+        raise ValueError(f"q's heads must be a multiple of k's, got {heads_q} and {heads_kv}")
+
+
+def _check_cu_seqlens(q, cu_seqlens_q, cu_seqlens_kv) -> None:
+    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_kv)):
+        _check_tensor(name, cu)
+        if cu.dtype != torch.int32:
+            raise TypeError(f"{name} must be int32, got {cu.dtype}")
+        if cu.dim() != 1 or cu.shape[0] < 1 or not cu.is_contiguous():
+            raise ValueError(f"{name} must be contiguous with shape [batch + 1], got {list(cu.shape)}")
+        if cu.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {cu.device}")
+    if cu_seqlens_q.shape != cu_seqlens_kv.shape:
+        raise ValueError(
+            f"cu_seqlens_k must have cu_seqlens_q's shape {list(cu_seqlens_q.shape)}, got {list(cu_seqlens_kv.shape)}"
+        )
+
+
+def _max_seqlen(name: str, value, total: int) -> int:
+    if value is None:
+        return total
+    if isinstance(value, (bool, float, torch.Tensor)):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{name} must be 0 or more, got {value}")
+    return value
+
+
+def _check_documents(mask: Mask, q, k, packed: bool):
+    documents = mask.documents
+    if documents is None:
+        return None
+    if packed:
+        raise ValueError("mask: Document goes with dense q, k, v; packed sequences are separate documents already")
+    for name, ids, like in (("q", documents.q, q), ("kv", documents.kv, k)):
+        if tuple(ids.shape) != tuple(like.shape[:2]):
+            raise ValueError(f"mask: Document's {name} must have shape {list(like.shape[:2])}, got {list(ids.shape)}")
+        if ids.device != q.device:
+            raise ValueError(f"mask: Document's {name} must be on q's device {q.device}, got {ids.device}")
+    return documents
+
+
+def _check_alibi(alibi: torch.Tensor | None, batch: int, q) -> None:
+    if alibi is None:
+        return
+    _check_tensor("alibi_slopes", alibi)
+    if alibi.dtype != torch.float32:
+        raise TypeError(f"alibi_slopes must be float32, got {alibi.dtype}")
+    heads = q.shape[-2]
+    if tuple(alibi.shape) not in ((heads,), (batch, heads)):
+        raise ValueError(f"alibi_slopes must have shape [{heads}] or [{batch}, {heads}], got {list(alibi.shape)}")
+    if alibi.device != q.device:
+        raise ValueError(f"alibi_slopes must be on q's device {q.device}, got {alibi.device}")
+    if alibi.requires_grad:
+        raise ValueError(
+            "alibi_slopes must not require a gradient: Strobe has none for them; pass alibi_slopes.detach()"
+        )
+
+
+def _check_scale(scale, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"softmax_scale must be a number or None, got {type(scale).__name__}")
+    if not math.isfinite(scale):
+        raise ValueError(f"softmax_scale must be finite, got {scale}")
+    return float(scale)
+
+
+def _wants_gradient(q, k, v) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
+def _check_backend(backend: str, q, k, v) -> None:
+    if backend not in dispatch.BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(dispatch.BACKENDS)} or None, got {backend!r}")
+    if backend in dispatch.FORWARD_ONLY and _wants_gradient(q, k, v):
+        raise ValueError(
+            f"backend {backend!r} has no backward, and q, k or v require gradients: call it under torch.no_grad(), "
+            "or leave backend=None and the best backward is chosen"
+        )

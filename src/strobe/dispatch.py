@@ -1,0 +1,98 @@
+"""problem + arch -> kernel, or the reasons why not.
+
+Selection is candidates -> legal -> ranked. Each backend is a module that stands beside its kernel and says
+
+    refuses(problem, arch) -> str | None     the reason why it cannot run this, or None
+    config(problem, arch)                    what it would run with (printed by `explain`)
+    forward(problem, operands)               -> out, lse
+    backward(problem, operands, out, lse, dout, dlse) -> dq, dk, dv
+
+Modules are imported when first asked, so that `import strobe` costs no Triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from dataclasses import dataclass
+from types import ModuleType
+
+from strobe.device import Arch
+from strobe.problem import AttentionProblem
+
+log = logging.getLogger("strobe")
+
+BACKENDS: dict[str, str] = {
+    "sm90": "strobe.kernels.sm90.backend",
+    "portable": "strobe.kernels.portable.backend",
+    "torch_cpu": "strobe.reference.torch_cpu",
+    "tiled": "strobe.reference.tiled",
+}
+"""Name -> module, the fastest first: the first that does not refuse runs."""
+
+FORWARD_ONLY = ("sm90",)
+"""They run the forward; the backward of the same call goes to the first of the others that does not refuse."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel runs a problem on an arch, with what config, and why the others do not."""
+
+    problem: AttentionProblem
+    arch: Arch
+    chosen: str | None
+    config: object
+    refusals: tuple[tuple[str, str], ...]
+    backward: Explanation | None = None
+    """The choice for the backward, if one was asked about."""
+
+    def __str__(self) -> str:
+        lines = [f"problem   {self.problem}", f"device    {self.arch}", f"chosen    {self.chosen or 'none'}"]
+        if self.config is not None:
+            lines.append(f"config    {self.config}")
+        lines += [f"refused   {name}: {reason}" for name, reason in self.refusals]
+        if self.backward is not None:
+            lines += ["", str(self.backward)]
+        return "\n".join(lines)
+
+
+def backend_module(name: str) -> ModuleType:
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {name!r}")
+    return importlib.import_module(BACKENDS[name])
+
+
+def _refusal(name: str, problem: AttentionProblem, arch: Arch) -> str | None:
+    return backend_module(name).refuses(problem, arch)
+
+
+def explain_problem(problem: AttentionProblem, arch: Arch, backend: str | None = None) -> Explanation:
+    """The choice for a problem; `chosen` is None if every candidate (or the one asked for) refuses."""
+    refusals, chosen = [], None
+    for name in BACKENDS if backend is None else (backend,):
+        reason = _refusal(name, problem, arch)
+        if reason is not None:
+            refusals.append((name, reason))
+        elif chosen is None:
+            chosen = name
+    config = backend_module(chosen).config(problem, arch) if chosen else None
+    return Explanation(problem, arch, chosen, config, tuple(refusals))
+
+
+def select(problem: AttentionProblem, arch: Arch, backend: str | None = None) -> ModuleType:
+    """The backend that runs a problem. ValueError with every reason if none does, or if the one asked for does not."""
+    refusals: list[tuple[str, str]] = []
+    for name in BACKENDS if backend is None else (backend,):
+        reason = _refusal(name, problem, arch)
+        if reason is None:
+            _log_choice(name, problem, refusals)
+            return backend_module(name)
+        refusals.append((name, reason))
+    asked = f"backend {backend!r} refuses" if backend else "no backend runs"
+    raise ValueError(f"{asked} [{problem}] on {arch}: " + "; ".join(f"{name}: {reason}" for name, reason in refusals))
+
+
+def _log_choice(name: str, problem: AttentionProblem, refusals: list[tuple[str, str]]) -> None:
+    if log.isEnabledFor(logging.INFO):
+        passed_over = "; ".join(f"{other}: {reason}" for other, reason in refusals) or "nothing"
+        log.info("%s runs [%s]; refused before it: %s", name, problem, passed_over)

@@ -1,0 +1,245 @@
+"""Masks: which keys a query may see.
+
+Every mask here is one conjunction in normal form, a band around the diagonal, a bidirectional prefix and document
+numbers, so that `Causal() & Window(left=1024) & Document(ids)` is again a `Mask` and a kernel has one thing to read.
+
+Positions. Query row i of a sequence with n_q queries and n_kv keys stands at position p = i + n_kv - n_q among the
+keys: the last query stands on the last key ("bottom-right" alignment). In these terms key j is visible to row p if
+
+    p - left <= j <= p + right        (a bound that is None does not apply)
+    j <= p  or  j < prefix            (where a prefix is given)
+    document_q[i] == document_kv[j]   (where documents are given)
+
+The five functions below are plain arithmetic on purpose. The host calls them with integers or torch tensors, and the
+kernels call *the same source*, compiled by Triton or Gluon (`kernels/common/masks.py`), where a bound that is None
+disappears at compile time. What is proven about them on the CPU therefore holds on the GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+
+
+def visible(p, j, n_kv, left, right, prefix):
+    """Whether the row at position p sees key j; broadcasts p against j. Documents are compared by the caller."""
+    seen = (j >= 0) & (j < n_kv)
+    if right is not None:
+        seen = seen & (j <= p + right)
+    if left is not None:
+        seen = seen & (j >= p - left)
+    if prefix is not None:
+        seen = seen & ((j <= p) | (j < prefix))
+    return seen
+
+
+def kv_range(p_first, p_last, n_kv, left, right, prefix):
+    """[begin, end) of the keys that some row of p_first..p_last sees (empty: end <= begin)."""
+    begin = p_first * 0
+    end = n_kv
+    if right is not None:
+        end = min(end, p_last + right + 1)
+    if prefix is not None:
+        end = min(end, max(p_last + 1, prefix))
+    if left is not None:
+        begin = max(begin, p_first - left)
+    return begin, end
+
+
+def kv_full(p_first, p_last, n_kv, left, right, prefix):
+    """[begin, end) of the keys that every row of p_first..p_last sees (empty: end <= begin)."""
+    begin = p_first * 0
+    end = n_kv
+    if right is not None:
+        end = min(end, p_first + right + 1)
+    if prefix is not None:
+        end = min(end, max(p_first + 1, prefix))
+    if left is not None:
+        begin = max(begin, p_last - left)
+    return begin, end
+
+
+def q_range(j_first, j_last, p_begin, p_end, left, right, prefix):
+    """[begin, end) of the positions in [p_begin, p_end) whose rows see some key of j_first..j_last."""
+    begin = p_begin
+    end = p_end
+    if right is not None:
+        begin = max(begin, j_first - right)
+    if prefix is not None:
+        begin = max(begin, j_first if j_first >= prefix else begin)
+    if left is not None:
+        end = min(end, j_last + left + 1)
+    return begin, end
+
+
+def q_full(j_first, j_last, p_begin, p_end, left, right, prefix):
+    """[begin, end) of the positions in [p_begin, p_end) whose rows see every key of j_first..j_last."""
+    begin = p_begin
+    end = p_end
+    if right is not None:
+        begin = max(begin, j_last - right)
+    if prefix is not None:
+        begin = max(begin, j_last if j_last >= prefix else begin)
+    if left is not None:
+        end = min(end, j_first + left + 1)
+    return begin, end
+
+
+class TileClass(Enum):
+    """What a mask leaves of a tile of scores: kernels skip EMPTY tiles and run FULL ones without a mask."""
+
+    EMPTY = "empty"
+    PARTIAL = "partial"
+    FULL = "full"
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Document numbers of the queries, [batch, n_q], and of the keys, [batch, n_kv]: int32, on the tensors' device."""
+
+    q: torch.Tensor
+    kv: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A conjunction of a band (left, right), a prefix and documents; `&` gives the conjunction of two masks."""
+
+    left: int | None = None
+    right: int | None = None
+    prefix: int | None = None
+    documents: Documents | None = None
+
+    def __post_init__(self):
+        for name in ("left", "right", "prefix"):
+            value = getattr(self, name)
+            if value is None or isinstance(value, torch.SymInt):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"mask: {name} must be an int or None, got {value!r}")
+            if value < 0:
+                raise ValueError(f"mask: {name} must be 0 or more (None for no bound), got {value}")
+
+    def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        if self.documents is not None and other.documents is not None and self.documents is not other.documents:
+            raise ValueError("mask: a conjunction can hold one Document mask, got two; combine their numbers into one")
+        return Mask(
+            left=_least(self.left, other.left),
+            right=_least(self.right, other.right),
+            prefix=_least(self.prefix, other.prefix),
+            documents=self.documents if self.documents is not None else other.documents,
+        )
+
+    def __str__(self) -> str:
+        parts = []
+        if self.right == 0 and self.left is None:
+            parts.append("causal")
+        elif self.left is not None or self.right is not None:
+            parts.append(f"window(left={self.left}, right={self.right})")
+        if self.prefix is not None:
+            parts.append(f"prefix({self.prefix})")
+        if self.documents is not None:
+            parts.append("documents")
+        return " & ".join(parts) or "full"
+
+    @property
+    def band(self) -> tuple[int | None, int | None, int | None]:
+        """(left, right, prefix): the part of the mask that is arithmetic, as the functions above take it."""
+        return self.left, self.right, self.prefix
+
+    @property
+    def is_causal(self) -> bool:
+        """True for exactly the causal mask, with nothing else in the conjunction."""
+        return self == Causal()
+
+    def dense(self, n_q: int, n_kv: int, batch: int | None = None, device=None) -> torch.Tensor:
+        """The specification: bool, True where visible; [n_q, n_kv], or [batch, n_q, n_kv] if there are documents."""
+        i = torch.arange(n_q, device=device)[:, None]
+        j = torch.arange(n_kv, device=device)[None, :]
+        return self.tile(i, j, n_q, n_kv)
+
+    def tile(self, i: torch.Tensor, j: torch.Tensor, n_q: int, n_kv: int) -> torch.Tensor:
+        """`dense` for some rows i [rows, 1] and keys j [1, keys]."""
+        seen = visible(i + (n_kv - n_q), j, n_kv, *self.band).expand(i.shape[0], j.shape[1])
+        if self.documents is not None:
+            seen = seen & (self.documents.q[:, i[:, 0], None] == self.documents.kv[:, None, j[0]])
+        return seen
+
+    def kv_range(self, row_first: int, row_last: int, n_q: int, n_kv: int) -> tuple[int, int]:
+        """[begin, end) of the keys that some row of row_first..row_last may see; documents are not looked at."""
+        shift = n_kv - n_q
+        begin, end = kv_range(row_first + shift, row_last + shift, n_kv, *self.band)
+        return begin, max(begin, end)
+
+    def tile_class(
+        self, row_first: int, row_last: int, key_first: int, key_last: int, n_q: int, n_kv: int
+    ) -> TileClass:
+        """The class of the tile rows x keys (bounds inclusive); with documents never FULL."""
+        begin, end = self.kv_range(row_first, row_last, n_q, n_kv)
+        if key_last < begin or key_first >= end:
+            return TileClass.EMPTY
+        shift = n_kv - n_q
+        begin, end = kv_full(row_first + shift, row_last + shift, n_kv, *self.band)
+        if begin <= key_first and key_last < end and self.documents is None:
+            return TileClass.FULL
+        return TileClass.PARTIAL
+
+    def count(self, n_q: int, n_kv: int) -> int:
+        """How many (row, key) pairs are visible, for FLOPs; with documents, the mean over the batch, rounded."""
+        if self.documents is not None:
+            return round(self.dense(n_q, n_kv).sum().item() / max(1, self.documents.q.shape[0]))
+        p = torch.arange(n_kv - n_q, n_kv)
+        end = torch.full_like(p, n_kv)
+        if self.right is not None:
+            end = end.minimum(p + self.right + 1)
+        if self.prefix is not None:
+            end = end.minimum((p + 1).clamp(min=self.prefix))
+        begin = torch.zeros_like(p) if self.left is None else (p - self.left).clamp(min=0)
+        return int((end - begin).clamp(min=0).sum())
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)
+
+
+def Full() -> Mask:
+    """Every query sees every key."""
+    return Mask()
+
+
+def Causal() -> Mask:
+    """A query sees the keys up to its own position; bottom-right aligned when n_q != n_kv, as flash-attn since 2.1."""
+    return Mask(right=0)
+
+
+def Window(left: int | None = None, right: int | None = None) -> Mask:
+    """A query at position p sees the keys p - left .. p + right; None leaves that side open."""
+    return Mask(left=left, right=right)
+
+
+def Prefix(length: int) -> Mask:
+    """The first `length` keys are seen by all queries, the others causally (a prefix language model)."""
+    return Mask(prefix=length)
+
+
+def Document(q: torch.Tensor, kv: torch.Tensor | None = None) -> Mask:
+    """A query sees the keys of its own document: integer tensors [batch, n_q] and [batch, n_kv] (kv=None: the same)."""
+    kv = q if kv is None else kv
+    for name, ids in (("q", q), ("kv", kv)):
+        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(
+                f"Document: {name} must be an int32 or int64 tensor, got {getattr(ids, 'dtype', type(ids).__name__)}"
+            )
+        if ids.dim() != 2:
+            raise ValueError(f"Document: {name} must have shape [batch, length], got {list(ids.shape)}")
+    q32 = q.to(torch.int32)
+    return Mask(documents=Documents(q32, q32 if kv is q else kv.to(torch.int32)))
+
+
+def with_documents(mask: Mask, q: torch.Tensor | None, kv: torch.Tensor | None) -> Mask:
+    """The mask with its documents set from tensors that may be absent (how operators hand them over)."""
+    return mask if q is None or kv is None else replace(mask, documents=Documents(q, kv))

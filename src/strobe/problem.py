@@ -1,0 +1,109 @@
+"""AttentionProblem: the one description of an attention that every part of Strobe takes.
+
+It holds what the host knows without asking the GPU. The values of cu_seqlens stay on the device; document numbers and
+ALiBi slopes ride along as tensors inside the mask and the score, which only the reference reads on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+
+from strobe.masks import Mask
+from strobe.scores import Score
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """q [batch, seqlen_q, heads_q, head_dim], k and v [batch, seqlen_kv, heads_kv, ...]."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_kv: int
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, {self.seqlen_q} x {self.seqlen_kv}"
+
+
+@dataclass(frozen=True)
+class Varlen:
+    """Sequences packed one after the other: q [total_q, heads_q, head_dim], k and v [total_kv, heads_kv, ...].
+
+    Sequence b is rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1]; no sequence is longer than max_q (queries), max_kv (keys).
+    """
+
+    batch: int
+    total_q: int
+    total_kv: int
+    max_q: int
+    max_kv: int
+
+    @property
+    def seqlen_q(self) -> int:
+        """The longest sequence, which is what a grid is sized for."""
+        return self.max_q
+
+    @property
+    def seqlen_kv(self) -> int:
+        return self.max_kv
+
+    def __str__(self) -> str:
+        return f"{self.batch} packed sequences of at most {self.max_q} x {self.max_kv}, {self.total_q} x {self.total_kv} in all"
+
+
+Lengths = Dense | Varlen
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """out = softmax(score(scale * q k^T), mask) v, for heads_q query heads that share heads_kv key heads (GQA)."""
+
+    lengths: Lengths
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    scale: float
+    mask: Mask = field(default_factory=Mask)
+    score: Score = field(default_factory=Score)
+    phase: Phase = "forward"
+    unaligned: tuple[str, ...] = ()
+    """Names of the tensors that a TMA descriptor cannot address (base or a stride not a multiple of 16 bytes)."""
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def varlen(self) -> bool:
+        return isinstance(self.lengths, Varlen)
+
+    def __str__(self) -> str:
+        dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}, {self.head_dim_v}"
+        return (
+            f"{self.phase}, {self.lengths}, heads {self.heads_q}/{self.heads_kv}, head dim {dims}, "
+            f"{str(self.dtype).removeprefix('torch.')}, mask {self.mask}, score {self.score}"
+        )
+
+
+class Operands(NamedTuple):
+    """The tensors of a problem; cu_seqlens only if it is varlen."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_kv: torch.Tensor | None = None
+
+
+def lse_shape(problem: AttentionProblem) -> tuple[int, ...]:
+    """[batch, heads_q, seqlen_q], or [heads_q, total_q] for varlen (flash-attn's layouts)."""
+    if isinstance(problem.lengths, Varlen):
+        return problem.heads_q, problem.lengths.total_q
+    return problem.lengths.batch, problem.heads_q, problem.lengths.seqlen_q

@@ -1,0 +1,217 @@
+"""The one list of attention problems that everything is tested on, and what "right" means.
+
+Right: the error against the float64 reference is at most 2x (outputs) or 3x (gradients) that of the same formula in
+PyTorch at the same precision, plus one rounding of the result (and of the LSE that a backward starts from).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+import strobe
+from strobe import api, ops
+from strobe.masks import Mask
+from strobe.problem import Operands
+from strobe.reference import dense
+from strobe.scores import Score
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem in words; `tensors` makes its inputs. mask: "full", "causal", "window", "prefix", "documents", "all"."""
+
+    n_q: int
+    n_kv: int
+    batch: int = 2
+    heads_q: int = 2
+    heads_kv: int = 2
+    head_dim: int = 32
+    head_dim_v: int | None = None
+    mask: str = "full"
+    softcap: float = 0.0
+    alibi: bool = False
+    packed: bool = False
+    logits: float = 1.0
+    """Standard deviation of q: 1 is ordinary, 30 makes softmax nearly an argmax."""
+
+    def __str__(self) -> str:
+        head_dim = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v else "")
+        parts = [f"{self.n_q}x{self.n_kv}", f"b{self.batch}", f"h{self.heads_q}.{self.heads_kv}", head_dim, self.mask]
+        parts += ["softcap"] * bool(self.softcap) + ["alibi"] * self.alibi + ["packed"] * self.packed
+        return "-".join(parts + [f"logits{self.logits:g}"] * (self.logits != 1))
+
+
+CASES = (
+    Case(64, 64),
+    Case(129, 129, mask="causal"),
+    Case(100, 260, mask="causal"),
+    Case(260, 100, mask="causal"),  # the first rows see nothing
+    Case(1, 77, mask="causal"),
+    Case(77, 1),
+    Case(0, 5),
+    Case(5, 0),
+    Case(0, 0),
+    Case(5, 5, batch=0),
+    Case(130, 70, heads_q=6, heads_kv=2, mask="causal"),
+    Case(65, 200, heads_q=4, heads_kv=1, head_dim=64),
+    Case(70, 70, head_dim=8),
+    Case(70, 90, head_dim=40, mask="causal"),
+    Case(50, 70, head_dim=96, mask="window"),
+    Case(40, 50, head_dim=128, batch=1, mask="causal"),
+    Case(33, 40, head_dim=256, batch=1),
+    Case(33, 40, head_dim=192, head_dim_v=128, batch=1, mask="causal"),
+    Case(150, 150, mask="window"),
+    Case(90, 200, mask="window"),
+    Case(200, 90, mask="window"),
+    Case(150, 150, mask="prefix"),
+    Case(60, 150, mask="prefix"),
+    Case(150, 150, mask="documents"),
+    Case(140, 140, mask="all"),
+    Case(80, 100, softcap=5.0, mask="causal"),
+    Case(80, 100, alibi=True, mask="causal"),
+    Case(80, 100, alibi=True, softcap=3.0),
+    Case(60, 70, packed=True, batch=4, mask="causal"),
+    Case(60, 70, packed=True, batch=3, heads_q=4, alibi=True),
+    Case(60, 70, packed=True, batch=5, mask="window"),
+    Case(80, 90, logits=30.0, mask="causal"),
+    Case(80, 90, logits=300.0),
+)
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The inputs of a case: q, k, v and the keywords of `strobe.attention`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    keywords: dict
+
+    def with_gradients(self) -> Tensors:
+        q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v)
+
+
+def tensors(case: Case, dtype=torch.float32, device="cpu", seed: int = 0) -> Tensors:
+    """Random inputs of a case, the same for the same seed on every device."""
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=random) * scale).to(device, dtype)
+
+    keywords: dict = {}
+    if case.packed:
+        lengths_q, lengths_kv = (_lengths(case.batch, n, random) for n in (case.n_q, case.n_kv))
+        leading_q, leading_kv = (int(lengths_q.sum()),), (int(lengths_kv.sum()),)
+        keywords |= dict(
+            cu_seqlens_q=_cumulative(lengths_q).to(device), cu_seqlens_kv=_cumulative(lengths_kv).to(device)
+        )
+        keywords |= dict(max_seqlen_q=case.n_q, max_seqlen_kv=case.n_kv)
+    else:
+        leading_q, leading_kv = (case.batch, case.n_q), (case.batch, case.n_kv)
+    q = normal(*leading_q, case.heads_q, case.head_dim, scale=case.logits)
+    k = normal(*leading_kv, case.heads_kv, case.head_dim)
+    v = normal(*leading_kv, case.heads_kv, case.head_dim_v or case.head_dim)
+    slopes = torch.rand(case.batch, case.heads_q, generator=random).to(device) if case.alibi else None
+    keywords |= dict(mask=_mask(case, random, device), score=Score(case.softcap, slopes))
+    return Tensors(q, k, v, keywords)
+
+
+def _lengths(batch: int, longest: int, random: torch.Generator) -> torch.Tensor:
+    """Lengths from 0 to longest, both among them."""
+    lengths = torch.randint(0, longest + 1, (batch,), generator=random)
+    lengths[0], lengths[-1] = longest, 0
+    return lengths[torch.randperm(batch, generator=random)]
+
+
+def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32)
+
+
+def _mask(case: Case, random: torch.Generator, device) -> Mask:
+    if case.mask in ("documents", "all"):
+        ids_q = torch.randint(0, 3, (case.batch, case.n_q), generator=random).sort(-1).values.to(device)
+        ids_kv = torch.randint(0, 3, (case.batch, case.n_kv), generator=random).sort(-1).values.to(device)
+        documents = strobe.Document(ids_q, ids_kv)
+    if case.mask == "documents":
+        return documents
+    if case.mask == "all":
+        return strobe.Window(90, 20) & strobe.Prefix(30) & documents
+    masks = {
+        "full": strobe.Full(),
+        "causal": strobe.Causal(),
+        "window": strobe.Window(37, 11),
+        "prefix": strobe.Prefix(41),
+    }
+    return masks[case.mask]
+
+
+def describe(t: Tensors, phase="forward"):
+    """The AttentionProblem and the Operands of some inputs."""
+    options = api._options_of(t.q, t.k, t.v, **t.keywords)
+    operands = Operands(t.q, t.k, t.v, options.cu_seqlens_q, options.cu_seqlens_kv)
+    return ops.describe(t.q, t.k, t.v, options, phase), operands
+
+
+@dataclass(frozen=True)
+class Results:
+    """out, lse and the gradients (of q, k, v) for the upstream gradients that `upstream` makes."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+    FIELDS = ("out", "lse", "dq", "dk", "dv")
+
+
+def upstream(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fixed random gradients of out and of lse (0 where the row sees nothing)."""
+    random = torch.Generator().manual_seed(1)
+    dout, dlse = (torch.randn(x.shape, generator=random).to(x.device, x.dtype) for x in (out, lse))
+    return dout, torch.where(torch.isfinite(lse), dlse, 0.0)
+
+
+def run(t: Tensors, backend: str | None) -> Results:
+    """strobe.attention and its gradients."""
+    t = t.with_gradients()
+    out, lse = strobe.attention(t.q, t.k, t.v, return_lse=True, backend=backend, **t.keywords)
+    return Results(out.detach(), lse.detach(), *torch.autograd.grad((out, lse), (t.q, t.k, t.v), upstream(out, lse)))
+
+
+def formula(t: Tensors, dtype: torch.dtype = torch.float64) -> Results:
+    """The specification's formula and its gradients by autograd, computed in dtype (float64: the reference)."""
+    upstream_of = upstream
+    t = replace(t, q=t.q.to(dtype), k=t.k.to(dtype), v=t.v.to(dtype)).with_gradients()
+    problem, operands = describe(t)
+    out, lse = dense.attention(problem, operands, dtype)
+    return Results(out.detach(), lse.detach(), *torch.autograd.grad((out, lse), (t.q, t.k, t.v), upstream_of(out, lse)))
+
+
+def check(results: Results, t: Tensors, fields=Results.FIELDS) -> None:
+    """Assert that results are right for the inputs t."""
+    exact, same_precision = formula(t), formula(t, t.q.dtype)
+    rounding = torch.finfo(t.q.dtype).eps
+    # A flash backward recomputes P = exp(s - LSE) from an LSE kept in float32.
+    from_lse = (
+        4 * torch.finfo(torch.float32).eps * exact.lse.nan_to_num(neginf=0.0).abs().max().item()
+        if exact.lse.numel()
+        else 0.0
+    )
+    for name in fields:
+        got, want, usual = (getattr(r, name).double() for r in (results, exact, same_precision))
+        assert got.shape == want.shape, f"{name}: shape {list(got.shape)}, not {list(want.shape)}"
+        nothing = torch.isneginf(want)
+        assert torch.equal(torch.isneginf(got), nothing), f"{name}: -inf in other places than the reference"
+        got, want, usual = (torch.where(nothing, 0.0, x) for x in (got, want, usual))
+        assert bool(torch.isfinite(got).all()), f"{name}: not finite"
+        if not want.numel():
+            continue
+        gradient = name not in ("out", "lse")
+        factor, recomputed = (3.0, from_lse) if gradient else (2.0, 0.0)
+        allowed = factor * (usual - want).abs().max() + (rounding + recomputed) * want.abs().max() + 1e-6
+        error = (got - want).abs().max()
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
