@@ -105,9 +105,7 @@ def tensors(case: Case, dtype=torch.float32, device="cpu", seed: int = 0) -> Ten
     if case.packed:
         lengths_q, lengths_kv = (_lengths(case.batch, n, random) for n in (case.n_q, case.n_kv))
         leading_q, leading_kv = (int(lengths_q.sum()),), (int(lengths_kv.sum()),)
-        keywords |= dict(
-            cu_seqlens_q=_cumulative(lengths_q).to(device), cu_seqlens_kv=_cumulative(lengths_kv).to(device)
-        )
+        keywords |= dict(cu_seqlens_q=_cumulative(lengths_q).to(device), cu_seqlens_kv=_cumulative(lengths_kv).to(device))
         keywords |= dict(max_seqlen_q=case.n_q, max_seqlen_kv=case.n_kv)
     else:
         leading_q, leading_kv = (case.batch, case.n_q), (case.batch, case.n_kv)
@@ -197,9 +195,7 @@ def check(results: Results, t: Tensors, fields=Results.FIELDS) -> None:
     rounding = torch.finfo(t.q.dtype).eps
     # A flash backward recomputes P = exp(s - LSE) from an LSE kept in float32.
     from_lse = (
-        4 * torch.finfo(torch.float32).eps * exact.lse.nan_to_num(neginf=0.0).abs().max().item()
-        if exact.lse.numel()
-        else 0.0
+        4 * torch.finfo(torch.float32).eps * exact.lse.nan_to_num(neginf=0.0).abs().max().item() if exact.lse.numel() else 0.0
     )
     for name in fields:
         got, want, usual = (getattr(r, name).double() for r in (results, exact, same_precision))

@@ -203,9 +203,7 @@ def _options_of(
     return _options(q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, backend)
 
 
-def _options(
-    q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, backend
-) -> ops.Options:
+def _options(q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, backend) -> ops.Options:
     """Checked arguments of the operator."""
     mask = Mask() if mask is None else mask
     score = Score() if score is None else score
@@ -326,9 +324,7 @@ def _check_alibi(alibi: torch.Tensor | None, batch: int, q) -> None:
     if alibi.device != q.device:
         raise ValueError(f"alibi_slopes must be on q's device {q.device}, got {alibi.device}")
     if alibi.requires_grad:
-        raise ValueError(
-            "alibi_slopes must not require a gradient: Strobe has none for them; pass alibi_slopes.detach()"
-        )
+        raise ValueError("alibi_slopes must not require a gradient: Strobe has none for them; pass alibi_slopes.detach()")
 
 
 def _check_scale(scale, head_dim: int) -> float:

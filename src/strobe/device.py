@@ -75,19 +75,13 @@ KNOWN: dict[str, Arch] = {
     arch.name: arch
     for arch in (
         _gpu(_SM75, "T4", 40, 1590, 65, 8.1, 320, 16, 4, "NVIDIA T4 data sheet; Turing architecture white paper"),
-        _gpu(
-            _SM80, "A100", 108, 1410, 312, 19.5, 2039, 80, 40, "A100 80GB SXM data sheet; A100 architecture white paper"
-        ),
+        _gpu(_SM80, "A100", 108, 1410, 312, 19.5, 2039, 80, 40, "A100 80GB SXM data sheet; A100 architecture white paper"),
         _gpu(_SM86, "A10", 72, 1695, 125, 31.2, 600, 24, 6, "NVIDIA A10 data sheet; GA102 white paper"),
         _gpu(_SM86, "RTX 3090", 82, 1695, 71, 35.6, 936, 24, 6, "Ampere GA102 architecture white paper"),
         _gpu(_SM89, "L4", 58, 2040, 121, 30.3, 300, 24, 48, "NVIDIA L4 data sheet; Ada architecture white paper"),
         _gpu(_SM89, "RTX 4090", 128, 2520, 165.2, 82.6, 1008, 24, 72, "Ada GPU architecture white paper"),
-        _gpu(
-            _SM90, "H100", 132, 1830, 989.4, 66.9, 3350, 80, 50, "H100 SXM5 data sheet; H100 architecture white paper"
-        ),
-        _gpu(
-            _SM90, "H200", 132, 1830, 989.4, 66.9, 4800, 141, 50, "H200 SXM data sheet; H100 architecture white paper"
-        ),
+        _gpu(_SM90, "H100", 132, 1830, 989.4, 66.9, 3350, 80, 50, "H100 SXM5 data sheet; H100 architecture white paper"),
+        _gpu(_SM90, "H200", 132, 1830, 989.4, 66.9, 4800, 141, 50, "H200 SXM data sheet; H100 architecture white paper"),
         _gpu(_SM100, "B200", 148, 1850, 2250, 75, 8000, 180, 126, "HGX B200 data sheet; Blackwell architecture brief"),
         _gpu(_SM120, "RTX 5090", 170, 2407, 209.5, 104.8, 1792, 32, 96, "RTX Blackwell GPU architecture white paper"),
     )

@@ -175,9 +175,7 @@ class Mask:
         begin, end = kv_range(row_first + shift, row_last + shift, n_kv, *self.band)
         return begin, max(begin, end)
 
-    def tile_class(
-        self, row_first: int, row_last: int, key_first: int, key_last: int, n_q: int, n_kv: int
-    ) -> TileClass:
+    def tile_class(self, row_first: int, row_last: int, key_first: int, key_last: int, n_q: int, n_kv: int) -> TileClass:
         """The class of the tile rows x keys (bounds inclusive); with documents never FULL."""
         begin, end = self.kv_range(row_first, row_last, n_q, n_kv)
         if key_last < begin or key_first >= end:

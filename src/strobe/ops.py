@@ -126,9 +126,7 @@ def _check_cu_seqlens(problem: AttentionProblem, operands: Operands) -> None:
 
 def _fake_forward(q, k, v, *options):
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = (
-        (q.shape[1], q.shape[0]) if Options(*options).cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
-    )
+    lse = (q.shape[1], q.shape[0]) if Options(*options).cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
     return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(lse, dtype=lse_dtype)
 
 

@@ -20,9 +20,7 @@ class Sequence(NamedTuple):
 
 def sequences(problem: AttentionProblem, operands: Operands) -> Iterator[Sequence]:
     """The sequences of a packed problem; reads cu_seqlens on the host."""
-    assert (
-        isinstance(problem.lengths, Varlen) and operands.cu_seqlens_q is not None and operands.cu_seqlens_kv is not None
-    )
+    assert isinstance(problem.lengths, Varlen) and operands.cu_seqlens_q is not None and operands.cu_seqlens_kv is not None
     bounds_q, bounds_kv = operands.cu_seqlens_q.tolist(), operands.cu_seqlens_kv.tolist()
     for b in range(problem.lengths.batch):
         yield Sequence(b, slice(bounds_q[b], bounds_q[b + 1]), slice(bounds_kv[b], bounds_kv[b + 1]))
