@@ -4,8 +4,14 @@ import triton
 
 from strobe import masks
 
-visible = triton.jit(masks.visible)
-kv_range = triton.jit(masks.kv_range)
-kv_full = triton.jit(masks.kv_full)
-q_range = triton.jit(masks.q_range)
-q_full = triton.jit(masks.q_full)
+
+def _on_device(function):
+    """Triton's interpreter calls a plain function as it is; a jitted one it takes only from a file that imports `tl`."""
+    return function if triton.knobs.runtime.interpret else triton.jit(function)
+
+
+visible = _on_device(masks.visible)
+kv_range = _on_device(masks.kv_range)
+kv_full = _on_device(masks.kv_full)
+q_range = _on_device(masks.q_range)
+q_full = _on_device(masks.q_full)

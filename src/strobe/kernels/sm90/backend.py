@@ -1,2 +1,57 @@
-def refuses(problem, arch):
-    return "todo"
+"""The Hopper backend: forward only, for problems that its TMA descriptors and tiles can take."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from strobe.device import Arch
+from strobe.kernels.sm90.config import Config, choose
+from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
+
+HEAD_DIMS = (64, 128, 256)
+
+
+def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
+    if arch.capability != 90:
+        return f"needs a Hopper GPU (sm_90), not {arch}"
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton, which is not installed"
+    if problem.phase == "backward":
+        return "has no backward yet"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
+    if problem.head_dim not in HEAD_DIMS or problem.head_dim_v != problem.head_dim:
+        return f"takes head dims 64, 128 and 256, the same for k and v, not {problem.head_dim} and {problem.head_dim_v}"
+    if isinstance(problem.lengths, Varlen):
+        return "takes no packed sequences yet"
+    if problem.mask.documents is not None:
+        return "takes no documents yet"
+    if str(problem.score) != "plain":
+        return f"takes no score but the plain one yet, not {problem.score}"
+    if problem.unaligned:
+        return (
+            f"needs bases and strides in multiples of 16 bytes and no dim expanded with stride 0 (for TMA), "
+            f"which {', '.join(problem.unaligned)} lacks"
+        )
+    return None
+
+
+def config(problem: AttentionProblem, arch: Arch) -> Config:
+    return choose(problem)
+
+
+def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    q = operands.q
+    if 0 in q.shape or operands.k.shape[1] == 0:
+        return torch.zeros(q.shape, dtype=q.dtype, device=q.device), torch.full(
+            lse_shape(problem), -torch.inf, dtype=torch.float32, device=q.device
+        )
+    from strobe.kernels.portable.forward import redo
+    from strobe.kernels.sm90.forward import launch
+
+    out, lse, notes = launch(problem, operands, choose(problem))
+    if notes is not None:
+        redo(problem, operands, out, notes)
+    return out, lse

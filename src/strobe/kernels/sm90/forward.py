@@ -1,0 +1,388 @@
+"""Attention forward for Hopper in Gluon: TMA, wgmma, warp specialisation.
+
+One CTA computes `tile_q` query rows of one head. Its warps have roles:
+
+    role       warps          work
+    producer   1              copies Q once, then the blocks of K and V, from global to shared memory (TMA)
+    consumer   4 a group      64 query rows: S = Q K^T and O += P V on the tensor cores (wgmma), softmax in between
+
+    shared memory    shape                           filled by    read by
+    q                [groups, 64, head_dim]          producer     group w its own 64 rows; O leaves through it
+    k, v (Channel)   [num_stages, tile_kv, head_dim] producer     all groups
+
+    barrier              arrivals             says
+    q_full[w]            TMA bytes            group w's rows of Q are there
+    k.full, v.full       TMA bytes            a block is there
+    k.empty, v.empty     one a group          every group has read the block
+
+Blocks of keys run from right to left, so that the blocks which a causal mask cuts come first, and the loop falls into
+three: masked blocks at the right edge, full ones without any mask, masked ones at the left edge (of a window). Block i
+has position g = block_end - 1 - i in the rings.
+
+A consumer keeps two products in flight: step g issues S(g) = Q K(g)^T and then O += P(g - 1) V(g - 1), and turns S(g)
+into P(g) while the second still runs. The softmax is the online one (see reference/tiled.py), in powers of two.
+
+The accumulator layout gives a row to the four lanes of a quad. Row sums stay within the lane until the end; row maxima
+cross it in every block.
+"""
+
+import torch
+import triton
+
+from strobe.kernels.common.channel import make_barriers, make_channel
+from strobe.kernels.common.gluon_masks import kv_full, kv_range, visible
+from strobe.kernels.gluon import (
+    TensorDescriptor,
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    partition_barrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
+from strobe.problem import AttentionProblem, Dense, Operands, lse_shape
+
+LOG2_E = 1.4426950408889634
+LN_2 = gl.constexpr(0.6931471805599453)
+ROWS = gl.constexpr(ROWS_PER_GROUP)
+GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+# ---- layouts
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """A 64 x columns result of a wgmma, over the four warps of a group."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.constexpr_function
+def rows_of(columns):
+    """A vector of one value a row of such a result."""
+    return gl.SliceLayout(1, accumulator(columns))
+
+
+# ---- the work of a CTA
+
+
+@aggregate
+class Band:
+    """The lengths and the bounds of `strobe.masks`, of which those that the mask does not have are None."""
+
+    n_q: gl.tensor
+    n_kv: gl.tensor
+    left: (gl.tensor, gl.constexpr)
+    right: (gl.tensor, gl.constexpr)
+    prefix: (gl.tensor, gl.constexpr)
+
+    @gluon.constexpr_function
+    def __init__(self, n_q, n_kv, left, right, prefix):
+        self.n_q = n_q
+        self.n_kv = n_kv
+        self.left = gl.constexpr(None) if left is None else left
+        self.right = gl.constexpr(None) if right is None else right
+        self.prefix = gl.constexpr(None) if prefix is None else prefix
+
+
+@aggregate
+class Work:
+    """One tile of queries: its place, and the key blocks [begin, end) that it sees, [full_begin, full_end) without a mask."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    row: gl.tensor
+    begin: gl.tensor
+    full_begin: gl.tensor
+    full_end: gl.tensor
+    end: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, batch, head, row, begin, full_begin, full_end, end):
+        self.batch = batch
+        self.head = head
+        self.row = row
+        self.begin = begin
+        self.full_begin = full_begin
+        self.full_end = full_end
+        self.end = end
+
+    @gluon.jit
+    def position(self, i):
+        """The place of key block i in the rings."""
+        return self.end - 1 - i
+
+
+@gluon.jit
+def locate(band, heads, heads_at_once, C: gl.constexpr):
+    """This CTA's Work. CTAs start in the order of their number: under a causal mask the tiles with the most keys come
+    first, so that short ones fill the end, within bundles of heads whose K and V fit the L2 cache together."""
+    tiles = (band.n_q + C.tile_q - 1) // C.tile_q
+    pid = gl.program_id(0)
+    bundle = pid // (heads_at_once * tiles)
+    within = pid - bundle * heads_at_once * tiles
+    width = gl.minimum(heads_at_once, gl.num_programs(0) // tiles - bundle * heads_at_once)
+    row = (tiles - 1 - within // width) * C.tile_q
+    batch_head = bundle * heads_at_once + within % width
+
+    shift = band.n_kv - band.n_q
+    first, last = row + shift, gl.minimum(row + C.tile_q, band.n_q) - 1 + shift
+    key_begin, key_end = kv_range(first, last, band.n_kv, band.left, band.right, band.prefix)
+    begin = key_begin // C.tile_kv
+    end = gl.maximum((key_end + C.tile_kv - 1) // C.tile_kv, begin + 1)  # a tile that sees nothing masks one block
+    key_begin, key_end = kv_full(first, last, band.n_kv, band.left, band.right, band.prefix)
+    full_end = gl.minimum(gl.maximum(key_end // C.tile_kv, begin), end)
+    full_begin = gl.minimum((key_begin + C.tile_kv - 1) // C.tile_kv, full_end)
+    return Work(batch_head // heads, batch_head % heads, row, begin, full_begin, full_end, end)
+
+
+# ---- producer
+
+
+@gluon.jit
+def producer(work, descriptors, group_size, q_s, q_full, k, v, C: gl.constexpr):
+    q_desc, k_desc, v_desc = descriptors
+    kv_head = work.head // group_size
+    GROUPS: gl.constexpr = C.groups
+    for w in gl.static_range(GROUPS):
+        mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
+        tma_load(q_desc, [work.batch, work.head, work.row + w * ROWS, 0], q_full.index(w),
+                 q_s.index(w).reshape(q_desc.block_type.shape))  # fmt: skip
+    for i in range(work.end - 1, work.begin - 1, -1):
+        k.fill(work.position(i), k_desc, [work.batch, kv_head, i * C.tile_kv, 0])
+        v.fill(work.position(i), v_desc, [work.batch, kv_head, i * C.tile_kv, 0])
+
+
+# ---- consumer
+
+
+@gluon.jit
+def turn(what: gl.constexpr, w: gl.constexpr, C: gl.constexpr):
+    """ "sync" takes group w's turn at the tensor cores, "arrive" hands it over: named barriers 8 + w of two groups each.
+    While one group multiplies, another does its softmax. Gluon has no named barriers, so this is inline PTX."""
+    if C.turns:
+        gl.inline_asm_elementwise(f"bar.{what} {8 + w % C.groups}, 256; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)],
+                                  dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def scores_of(q, k, C: gl.constexpr):
+    """S = Q K^T, started."""
+    zero = gl.full([ROWS, C.tile_kv], 0.0, gl.float32, accumulator(C.tile_kv))
+    return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def apply_mask(s, w: gl.constexpr, i, work, band, C: gl.constexpr):
+    """-inf where a row does not see a key of block i."""
+    rows = work.row + w * ROWS + gl.arange(0, ROWS, rows_of(C.tile_kv))
+    keys = i * C.tile_kv + gl.arange(0, C.tile_kv, gl.SliceLayout(0, accumulator(C.tile_kv)))
+    seen = visible((rows + (band.n_kv - band.n_q))[:, None], keys[None, :], band.n_kv, band.left, band.right, band.prefix)
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def lane_sums(p):
+    """Row sums within each lane: [rows, columns] -> [rows, 4], a column for each lane of the quad that has the row."""
+    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def softmax(s, row_max, scale, MASKED: gl.constexpr, C: gl.constexpr):
+    """Scores -> the new maxima (in powers of two, scaled), the factor for older sums, P."""
+    new_max = gl.maximum(row_max, gl.max(s, 1) * scale)
+    shift = new_max
+    if MASKED:  # a row that has seen no key yet: 2^(-inf - 0) = 0, where -inf - -inf would be NaN
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    return new_max, gl.exp2(row_max - shift), gl.exp2(s * scale - shift[:, None])
+
+
+@gluon.jit
+def operand(p, dtype: gl.constexpr, C: gl.constexpr):
+    """P as the register operand of the next product: the accumulator's registers are already in its order."""
+    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(operand_index=0, parent=accumulator(C.head_dim), k_width=2))
+
+
+@gluon.jit
+def step(w: gl.constexpr, i, state, q, k, v, work, band, scale, MASKED: gl.constexpr, C: gl.constexpr):
+    """The scores of block i and, beside them, P V of the block before."""
+    acc, row_max, row_sum, p = state
+    g = work.position(i)
+    k.wait(g)
+    turn("sync", w, C)
+    s = scores_of(q, k.buffer(g), C)
+    v.wait(g - 1)
+    acc = warpgroup_mma(p, v.buffer(g - 1), acc, is_async=True)
+    turn("arrive", w + 1, C)
+    s = warpgroup_mma_wait(1, deps=[s])
+    k.release(g)
+    if MASKED:
+        s = apply_mask(s, w, i, work, band, C)
+    row_max, rescale, new_p = softmax(s, row_max, scale, MASKED, C)
+    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + lane_sums(new_p)
+    p = operand(new_p, v.buffers.dtype, C)
+    # Complete already, so it costs nothing; but ptxas moves no later wait above it, and P V stays hidden under exp2.
+    v.wait(g - 1)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    v.release(g - 1)
+    acc = acc * gl.convert_layout(rescale, rows_of(C.head_dim))[:, None]
+    return acc, row_max, row_sum, p
+
+
+@gluon.jit
+def consumer(w: gl.constexpr, work, band, q_s, q_full, k, v, outputs, scale, TAIL: gl.constexpr, C: gl.constexpr):
+    RIGHT: gl.constexpr = band.right is not None or band.prefix is not None
+    LEFT: gl.constexpr = band.left is not None
+    if w == C.groups - 1:
+        turn("arrive", w + 1, C)  # group 0 begins
+    q = q_s.index(w)
+    mbarrier.wait(q_full.index(w), 0)
+    k.wait(0)
+    turn("sync", w, C)
+    s = scores_of(q, k.buffer(0), C)
+    turn("arrive", w + 1, C)
+    s = warpgroup_mma_wait(0, deps=[s])
+    k.release(0)
+    MASKED: gl.constexpr = RIGHT or LEFT or TAIL
+    if MASKED:
+        s = apply_mask(s, w, work.end - 1, work, band, C)
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, rows_of(C.tile_kv))
+    row_max, _rescale, p = softmax(s, row_max, scale, MASKED, C)
+    acc = gl.full([ROWS, C.head_dim], 0.0, gl.float32, accumulator(C.head_dim))
+    state = (acc, row_max, lane_sums(p), operand(p, v.buffers.dtype, C))
+
+    full_end = gl.minimum(work.full_end, work.end - 1)
+    full_begin = gl.minimum(work.full_begin, full_end)
+    if RIGHT:
+        for i in range(work.end - 2, full_end - 1, -1):
+            state = step(w, i, state, q, k, v, work, band, scale, True, C)
+    for i in range(full_end - 1, full_begin - 1, -1):
+        state = step(w, i, state, q, k, v, work, band, scale, False, C)
+    if LEFT:
+        for i in range(full_begin - 1, work.begin - 1, -1):
+            state = step(w, i, state, q, k, v, work, band, scale, True, C)
+
+    if w == 0:
+        turn("sync", w, C)  # takes the last hand-over, so that no arrival is left behind
+    acc, row_max, row_sum, p = state
+    last = work.position(work.begin)
+    v.wait(last)
+    acc = warpgroup_mma(p, v.buffer(last), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    epilogue(w, acc, row_max, row_sum, work, band, q, outputs, C)
+
+
+@gluon.jit
+def epilogue(w: gl.constexpr, acc, row_max, row_sum, work, band, o_s, outputs, C: gl.constexpr):
+    """Normalise; write O through Q's buffer, the LSE, and a note if a masked tile came out with a NaN or an infinity."""
+    o_desc, lse_ptr, notes_ptr, heads = outputs
+    row = work.row + w * ROWS
+    rows = row + gl.arange(0, ROWS, rows_of(C.tile_kv))
+    batch_head = work.batch * heads + work.head
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), rows_of(C.tile_kv))
+    lse = (gl.where(row_sum == 0.0, 0.0, row_max) + gl.log2(row_sum)) * LN_2
+    gl.store(lse_ptr + batch_head.to(gl.int64) * band.n_q + rows, lse, mask=rows < band.n_q)
+    o = acc * gl.convert_layout(gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum), rows_of(C.head_dim))[:, None]
+    if notes_ptr is not None:
+        broken = gl.sum(o * 0.0, 1) != 0.0
+        note = batch_head * ((band.n_q + 127) // 128) + row // 128
+        gl.store(notes_ptr + note + gl.full([ROWS], 0, gl.int32, rows_of(C.head_dim)), 1, mask=broken)
+    o_s.store(o.to(o_desc.dtype))
+    fence_async_shared()
+    partition_barrier()
+    tma_store(o_desc, [work.batch, work.head, row, 0], o_s.reshape(o_desc.block_type.shape))
+    tma_store_wait(0)
+
+
+# ---- entry and launcher
+
+
+@gluon.jit(do_not_specialize=["heads", "group_size", "heads_at_once", "n_q", "n_kv", "left", "right", "prefix"])
+def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, notes_ptr, heads, group_size, heads_at_once, n_q, n_kv,
+                   left, right, prefix, scale, TAIL: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    dtype: gl.constexpr = q_desc.dtype
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    q_s = gl.allocate_shared_memory(dtype, [C.groups, ROWS, C.head_dim], layout)
+    q_full = make_barriers(C.groups, 1)
+    k = make_channel(dtype, layout, C.num_stages, C.tile_kv, C.head_dim, C.groups)
+    v = make_channel(dtype, layout, C.num_stages, C.tile_kv, C.head_dim, C.groups)
+    fence_async_shared()
+
+    band = Band(n_q, n_kv, left, right, prefix)
+    work = locate(band, heads, heads_at_once, C)
+    outputs = (o_desc, lse_ptr, notes_ptr, heads)
+    inputs = (q_desc, k_desc, v_desc)
+    if C.groups == 2:
+        gl.warp_specialize([
+            (consumer, (0, work, band, q_s, q_full, k, v, outputs, scale, TAIL, C)),
+            (consumer, (1, work, band, q_s, q_full, k, v, outputs, scale, TAIL, C)),
+            (producer, (work, inputs, group_size, q_s, q_full, k, v, C)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (0, work, band, q_s, q_full, k, v, outputs, scale, TAIL, C)),
+            (consumer, (1, work, band, q_s, q_full, k, v, outputs, scale, TAIL, C)),
+            (consumer, (2, work, band, q_s, q_full, k, v, outputs, scale, TAIL, C)),
+            (producer, (work, inputs, group_size, q_s, q_full, k, v, C)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+
+
+def launch(
+    problem: AttentionProblem, operands: Operands, config: Config
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """out, lse and the notes: None, or int32 [batch * heads_q * ceil(seqlen_q / 128)], non-zero where 128 rows of a
+    masked problem hold a NaN or an infinity that a masked-out value may have caused."""
+    lengths = problem.lengths
+    assert isinstance(lengths, Dense)
+    q, k, v = operands[:3]
+    left, right, prefix = problem.mask.band
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(lse_shape(problem), dtype=torch.float32, device=q.device)
+    heads = lengths.batch * problem.heads_q
+    notes = None
+    if problem.mask.band != (None, None, None):
+        notes = torch.zeros(heads * triton.cdiv(lengths.seqlen_q, 128), dtype=torch.int32, device=q.device)
+    tiles = triton.cdiv(lengths.seqlen_q, config.tile_q)
+    forward_kernel[(tiles * heads,)](
+        _descriptor(q, ROWS_PER_GROUP),
+        _descriptor(k, config.tile_kv),
+        _descriptor(v, config.tile_kv),
+        _descriptor(out, ROWS_PER_GROUP),
+        lse,
+        notes,
+        problem.heads_q,
+        problem.group,
+        _heads_at_once(problem, lengths),
+        lengths.seqlen_q,
+        lengths.seqlen_kv,
+        left,
+        right,
+        prefix,
+        problem.scale * LOG2_E,
+        TAIL=lengths.seqlen_kv % config.tile_kv != 0,
+        C=config,
+        num_warps=4,
+    )
+    return out, lse, notes
+
+
+def _heads_at_once(problem: AttentionProblem, lengths: Dense) -> int:
+    """How many query heads' K and V fit in half the L2 together (see `locate`)."""
+    kv_bytes = 2 * lengths.seqlen_kv * problem.head_dim * 2
+    return max(1, min(lengths.batch * problem.heads_q, problem.group * int(30e6) // kv_bytes))
+
+
+def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """A TMA descriptor of [batch, n, heads, head_dim] in blocks of `rows` rows of one head."""
+    block = [1, 1, rows, x.shape[3]]
+    batch, n, heads, _ = x.stride()
+    # A dim of size 1 is never stepped along, but its stride must be a legal one.
+    shape = [x.shape[0], x.shape[2], x.shape[1], x.shape[3]]
+    strides = [s if size > 1 else x.shape[3] for s, size in zip((batch, heads, n), shape[:3], strict=True)]
+    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[x.dtype])
+    return TensorDescriptor(x, shape, [*strides, 1], block, layout)
