@@ -1,0 +1,455 @@
+"""Strobe beside its peers: one process, the same inputs, correctness first, interleaved rounds, medians.
+
+Protocol.
+1. Gate. What a contender computes is compared with float64 before it is timed (all rows of a sample of heads for
+   gradients, a sample of rows for outputs); one that is further off than `BOUNDS` is rejected, and its error printed.
+2. Launches alone. On a GPU each contender is captured in a CUDA graph, so that Python does not count; `host_us` tells
+   what Python costs. If capture fails, plain calls are timed, and the result says so.
+3. Cold L2. The inputs of successive launches differ (`sets` of them) until together they exceed the L2 cache twice.
+4. Rounds. In each round every contender runs once, for `seconds`; the order is a balanced one (`balanced_order`), since
+   a card that ran hot slows whoever comes next. The median over the rounds is quoted; the extremes are kept.
+5. A ceiling. cuBLAS multiplies square matrices in the same run, before and after.
+Everything that failed, refused or was missing is in the result with its reason.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
+
+from strobe.device import arch_of
+from strobe.dispatch import explain_problem
+from strobe.lab.cost import Cost
+from strobe.lab.gate import BOUNDS, gradient_error, out_error
+from strobe.lab.machine import Telemetry, Watchdog, describe
+from strobe.lab.peers import Call, Peer, peers_for, strobe_peer
+from strobe.lab.plan import DTYPES, Inputs, Plan, Point, input_sets
+from strobe.lab.report import default_path, show
+
+FIRST_CALL_SECONDS, HANG_SECONDS = 180.0, 60.0
+"""How long a first call (which may compile) and any other step may take before the run is called hung."""
+
+
+# ---- statistics
+
+
+def balanced_order(n: int, rounds: int) -> list[list[int]]:
+    """Orders of n contenders in which each follows each other equally often, after n rounds (2n if n is odd).
+
+    A zigzag 0, 1, n-1, 2, n-2, ... shifted by one each round, and for odd n then reversed (Williams 1949, "Experimental
+    designs balanced for the estimation of residual effects of treatments").
+    """
+    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(n)]
+    orders = []
+    for r in range(rounds):
+        order = [(place + r) % n for place in zigzag]
+        orders.append(order[::-1] if n % 2 and (r // n) % 2 else order)
+    return orders
+
+
+def summary(flops: float, seconds: list[float]) -> dict:
+    """TFLOP/s of the rounds: median, extremes and all of them in order."""
+    rates = [flops / s / 1e12 for s in seconds]
+    return {"tflops": median(rates), "min": min(rates), "max": max(rates), "rounds": rates}
+
+
+# ---- clocks
+
+
+class CudaClock:
+    """Times launches by CUDA events. All work runs on one side stream, as graph capture and autograd demand."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+
+    def running(self):
+        return torch.cuda.stream(self.stream)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def seconds(self, run: Callable[[], object], count: int) -> float:
+        """Of one `run`, the mean over `count` in a row."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(count):
+            run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / count
+
+    def captured(self, calls: list[Call]) -> tuple[Callable[[], object], list]:
+        """All calls as one CUDA graph, and what they return, which each replay overwrites."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            results = [call() for call in calls]
+        return graph.replay, results
+
+
+class CpuClock:
+    """Times calls by the wall clock."""
+
+    def running(self):
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        pass
+
+    def seconds(self, run: Callable[[], object], count: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(count):
+            run()
+        return (time.perf_counter() - begin) / count
+
+
+Clock = CudaClock | CpuClock
+
+
+# ---- one contender at one point
+
+
+@dataclass
+class Contender:
+    """A peer made ready for a point: `run` launches once for each set of inputs and leaves `results`."""
+
+    peer: Peer
+    calls: list[Call]
+    run: Callable[[], object]
+    results: list
+    timed: str = "calls"
+    note: str | None = None
+    error: float = math.inf
+    count: int = 1
+    """Runs in one timing."""
+    seconds: list[float] = field(default_factory=list)
+    """Of one launch, by round."""
+
+
+def _native(x: torch.Tensor, peer: Peer) -> torch.Tensor:
+    """A contiguous copy in the peer's layout."""
+    return (x.transpose(1, 2) if peer.heads_first else x).clone(memory_format=torch.contiguous_format)
+
+
+def _standard(x: torch.Tensor, peer: Peer) -> torch.Tensor:
+    """[B, S, H, D] from the peer's layout."""
+    return x.transpose(1, 2) if peer.heads_first else x
+
+
+def bind(peer: Peer, point: Point, inputs: Inputs) -> Call:
+    """The call to be timed: the forward without autograd, or the backward alone (through autograd, as users get it)."""
+    q, k, v, dout = (_native(x, peer) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    if not point.backward:
+        return peer.prepare(q, k, v, point.causal)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = peer.prepare(q, k, v, point.causal)()
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+
+def enter(peer: Peer, point: Point, sets: list[Inputs], clock: Clock) -> Contender:
+    """Prepare, run, capture and check a contender. Raises what the peer raises, or ValueError if it is wrong."""
+    with peer.context():
+        calls = [bind(peer, point, inputs) for inputs in sets]
+        results = [call() for call in calls]
+        clock.synchronize()
+        contender = Contender(peer, calls, lambda: [call() for call in calls], results)
+        if isinstance(clock, CudaClock):
+            _capture(contender, clock)
+        contender.run()
+        clock.synchronize()
+    bound = BOUNDS[point.dtype] * (2 if point.backward else 1)
+    contender.error = _error(contender, point, sets[-1])
+    if not contender.error <= bound:
+        raise ValueError(f"wrong: relative error {contender.error:.1e} against float64, allowed {bound:.0e}")
+    return contender
+
+
+def _capture(contender: Contender, clock: CudaClock) -> None:
+    try:
+        contender.run, contender.results = clock.captured(contender.calls)
+        contender.timed = "CUDA graph"
+    except Exception as error:
+        clock.synchronize()
+        contender.note = f"no CUDA graph: {compact(error)}"
+
+
+def _error(contender: Contender, point: Point, inputs: Inputs) -> float:
+    last = contender.results[-1]
+    if not point.backward:
+        return out_error(_standard(last, contender.peer), inputs, point.causal)
+    return gradient_error(tuple(_standard(x, contender.peer) for x in last), inputs, point.causal)
+
+
+def measure(contender: Contender, clock: Clock) -> float:
+    """Seconds of one launch in one timing."""
+    with contender.peer.context():
+        return clock.seconds(contender.run, contender.count) / len(contender.calls)
+
+
+def warm_up(contender: Contender, clock: Clock, seconds: float) -> None:
+    """Finds how many runs fill `seconds`, twice: the first estimate is of a cold launch."""
+    for _ in range(2):
+        run_seconds = measure(contender, clock) * len(contender.calls)
+        contender.count = max(1, round(seconds / max(run_seconds, 1e-7)))
+
+
+def compact(error: BaseException) -> str:
+    """An error in one line: its type, its first words, and where it was raised."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    words = (lines[0] if lines else "")[:240]
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {words}{where}"
+
+
+@contextmanager
+def _reasons() -> Iterator[list[str]]:
+    """Collects warnings: PyTorch tells by them why each of its kernels refused."""
+    reasons: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield reasons
+    for warning in caught:
+        line = str(warning.message).splitlines()[0].split(" (Triggered internally", 1)[0]
+        if line not in reasons:
+            reasons.append(line[:160])
+
+
+# ---- the run
+
+
+class Run:
+    """A measurement under way. `report` is valid JSON at every moment, so that it can be saved when a contender hangs.
+
+    on_step(points done, what comes) is called before each step; on_hang(report) from another thread, when one hung.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        command: str,
+        on_step: Callable[[int, str], None] = lambda done, what: None,
+        on_hang: Callable[[dict], None] = lambda report: None,
+    ):
+        self.plan, self.device, self._on_step, self._on_hang = plan, device, on_step, on_hang
+        self.clock: Clock = CudaClock(device) if device.type == "cuda" else CpuClock()
+        self.started = time.monotonic()
+        self.watchdog, self.telemetry = Watchdog(self._hung), Telemetry(device)
+        self.peers = contenders_of(plan, device)
+        self.report: dict = {
+            "schema": 1,
+            "what": "backward" if plan.backward else "forward",
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": command,
+            "stopped": "not finished",
+            "device": describe(device),
+            "protocol": {
+                "rounds": plan.rounds,
+                "seconds": plan.seconds,
+                "clock": "CUDA events" if device.type == "cuda" else "wall clock",
+                "flops": "4 B H S S D, half if causal; backward 2.5x",
+                "gate": BOUNDS,
+            },
+            "contenders": [peer.name for peer in self.peers],
+            "host_us": {},
+            "ceiling": {},
+            "points": [],
+        }
+
+    def run(self) -> dict:
+        """Measures everything and returns the report, whose "stopped" is None if nothing is missing from the plan."""
+        stopped: str | None
+        with self.clock.running(), self.watchdog, self.telemetry:
+            try:
+                self._ceiling("before")
+                self._host_times()
+                stopped = self._points()
+                self._ceiling("after")
+            except _Poisoned as error:
+                stopped = f"the GPU failed: {error}"
+            except KeyboardInterrupt:
+                stopped = "interrupted"
+        self.report["stopped"] = stopped
+        return self.report
+
+    def _step(self, what: str, seconds: float) -> None:
+        """A step begins; on a GPU it is hung if it takes longer than `seconds` (a CPU is slow, and never hangs)."""
+        self._on_step(max(0, len(self.report["points"]) - 1), what)
+        if self.device.type == "cuda":
+            self.watchdog.expect(what, seconds)
+
+    def _hung(self, what: str) -> None:
+        self.report["stopped"] = f"hung: {what}"
+        self._on_hang(self.report)
+
+    def _out_of_time(self) -> bool:
+        return time.monotonic() - self.started > self.plan.max_seconds
+
+    def _points(self) -> str | None:
+        """Measures the points; the reason if it stopped before the last of them."""
+        points = self.plan.points()
+        for number, point in enumerate(points):
+            if self._out_of_time():
+                return f"out of time after {number} of {len(points)} points"
+            self._point(point)
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return None
+
+    def _point(self, point: Point) -> None:
+        sets, problem = input_sets(point, self.device), point.problem()
+        facts = asdict(point) | {"flops": Cost(problem).quoted_flops, "sets": len(sets), "telemetry": {}, "results": {}}
+        self.report["points"].append(facts)
+        entered = []
+        for peer in self.peers:
+            self._step(f"{point}: {peer.name}, first call", FIRST_CALL_SECONDS)
+            with self._guard(peer.name, facts["results"]):
+                contender = enter(peer, point, sets, self.clock)
+                warm_up(contender, self.clock, self.plan.seconds)
+                entered.append(contender)
+        start = time.monotonic()
+        for number, order in enumerate(balanced_order(len(entered), self.plan.rounds)):
+            if number and self._out_of_time():
+                break
+            for contender in (entered[place] for place in order):
+                self._time(contender, point, number, facts)
+        facts["telemetry"] = self.telemetry.since(start)
+
+    def _time(self, contender: Contender, point: Point, number: int, facts: dict) -> None:
+        """One contender in one round; its result stands in the report from the first round on."""
+        name = contender.peer.name
+        if "refused" in facts["results"].get(name, {}):
+            return
+        self._step(f"{point}: {name}, round {number + 1}", HANG_SECONDS)
+        with self._guard(name, facts["results"]):
+            contender.seconds.append(measure(contender, self.clock))
+            facts["results"][name] = self._result(contender, point, facts["flops"])
+
+    def _result(self, contender: Contender, point: Point, flops: float) -> dict:
+        result = summary(flops, contender.seconds) | {"error": contender.error, "timed": contender.timed}
+        if contender.note:
+            result["note"] = contender.note
+        if contender.peer.name == "strobe":
+            result["backend"] = explain_problem(point.problem(), arch_of(self.device)).chosen
+        return result
+
+    @contextmanager
+    def _guard(self, name: str, results: dict[str, dict]) -> Iterator[None]:
+        """A contender's failure becomes its result; only an error that poisons the GPU goes on."""
+        failed = None
+        with _reasons() as reasons:
+            try:
+                yield
+            except Exception as error:
+                failed = compact(error)
+        if failed:
+            results[name] = {"refused": "; ".join([failed, *reasons[:4]])}
+            try:
+                self.clock.synchronize()
+            except Exception as error:
+                raise _Poisoned(f"{name}: {failed}") from error
+
+    def _host_times(self) -> None:
+        """CPU time of a call on a tiny problem, microseconds: GPU only, where launches return before they finish."""
+        if self.device.type != "cuda":
+            return
+        tiny = replace(self.plan.points()[0], batch=1, length=128, heads=1, heads_kv=1)
+        inputs = input_sets(tiny, self.device)[0]
+        for peer in self.peers:
+            self._step(f"host time of {peer.name}", FIRST_CALL_SECONDS)
+            with self._guard(peer.name, self.report["host_us"]), peer.context():
+                self.report["host_us"][peer.name] = {"us": host_us(bind(peer, tiny, inputs), self.clock)}
+
+    def _ceiling(self, when: str) -> None:
+        """TFLOP/s of a large square matrix product in the plan's first dtype."""
+        self._step("matrix product", HANG_SECONDS)
+        size = 8192 if self.device.type == "cuda" else 2048
+        a, b = (torch.randn(size, size, device=self.device).to(DTYPES[self.plan.dtypes[0]]) for _ in range(2))
+        once = [self.clock.seconds(lambda: a @ b, 1) for _ in range(2)][-1]
+        seconds = self.clock.seconds(lambda: a @ b, max(1, round(self.plan.seconds / once)))
+        self.report["ceiling"][when] = 2 * size**3 / seconds / 1e12
+        self.report["ceiling"]["matmul"] = f"{size} x {size} x {size}, {self.plan.dtypes[0]}"
+
+
+class _Poisoned(Exception):
+    """The GPU answers every call with an error from now on."""
+
+
+def host_us(call: Call, clock: Clock, count: int = 100) -> float:
+    """Microseconds until a call returns; median of five batches, the queue empty before each."""
+    batches = []
+    for _ in range(6):
+        clock.synchronize()
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        batches.append((time.perf_counter() - begin) / count * 1e6)
+    clock.synchronize()
+    return median(batches[1:])
+
+
+def contenders_of(plan: Plan, device: torch.device) -> list[Peer]:
+    """Strobe first, then its named backends, then the peers asked for. ValueError for a name that is no peer here."""
+    known = peers_for(device)
+    names = [name for name in known if name != "flex"] if plan.peers is None else list(plan.peers)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"peers must be some of {', '.join(known)}, got {name!r}")
+    strobes = [strobe_peer(), *(strobe_peer(backend) for backend in plan.backends)]
+    return strobes + [known[name] for name in names]
+
+
+# ---- what a user sees
+
+
+def bench(plan: Plan, device: torch.device, command: str, path: Path | None = None) -> int:
+    """Measures, writes JSON and a picture beside it, prints a table. Exit status: 0, or 1 if Strobe failed somewhere.
+
+    path: of the JSON; None: benchmarks/results/<what>-<device>-<date>.json here. A hang saves what there is and ends the
+    process with status 3.
+    """
+    console = Console(stderr=True)
+
+    def save(report: dict) -> Path:
+        target = path or default_path(report)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(report, indent=1) + "\n")
+        return target
+
+    def on_hang(report: dict) -> None:
+        console.print(f"{report['stopped']}; what was measured is in {save(report)}", markup=False)
+        os._exit(3)
+
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console, refresh_per_second=4) as progress:
+        task = progress.add_task("", total=len(plan.points()))
+
+        def on_step(done: int, what: str) -> None:
+            progress.update(task, completed=done, description=what)
+
+        report = Run(plan, device, command, on_step, on_hang).run()
+        progress.update(task, completed=len(report["points"]), description="measured")
+    target = save(report)
+    show(report)
+    console.print(f"written: {target}", markup=False)
+    if report["points"]:
+        from strobe.lab.plot import draw
+
+        console.print(f"written: {draw(report, target.with_suffix('.png'))}", markup=False)
+    failed = any("refused" in point["results"].get("strobe", {}) for point in report["points"])
+    return 1 if failed or (report["stopped"] or "").startswith("the GPU failed") else 0
