@@ -15,34 +15,48 @@ _BARRIER = 8
 @dataclass(frozen=True)
 class Config:
     """head_dim: of q, k and v. groups: consumer warpgroups, 64 query rows each. tile_kv: keys a block.
-    num_stages: blocks in the ring of K and in that of V. turns: groups take turns at the tensor cores."""
+    num_stages: blocks in the ring of K, and in that of V."""
 
     head_dim: int
     groups: int
     tile_kv: int
     num_stages: int
-    turns: bool
 
     @property
     def tile_q(self) -> int:
         return self.groups * ROWS_PER_GROUP
 
+    @property
+    def consumer_registers(self) -> int:
+        """Registers a thread that a consumer sets for itself (setmaxnreg): what 65536 leave beside the producer's."""
+        return 240 if self.groups == 2 else 160
+
+    @property
+    def producer_registers(self) -> int:
+        return 24
+
     def smem_bytes(self) -> int:
-        """Q and the two rings, in 2-byte elements, and 8 bytes a barrier; O leaves through Q's buffer."""
+        """Q and the two rings, in 2-byte elements, and 8 bytes a barrier; O leaves through Q's buffer. The compiler
+        adds its own scratch (reductions across warps, the hand-over to the warp roles), some hundred bytes."""
         tiles = 2 * self.head_dim * (self.tile_q + 2 * self.num_stages * self.tile_kv)
         barriers = _BARRIER * (self.groups + 4 * self.num_stages)
         return tiles + barriers
 
-    def registers(self) -> tuple[int, int]:
-        """Registers a thread that a consumer and the producer set for themselves (setmaxnreg)."""
-        return (240, 24) if self.groups == 2 else (160, 24)
+    def __str__(self) -> str:
+        return (
+            f"tile {self.tile_q} x {self.tile_kv}, {self.groups} consumer groups, {self.num_stages} stages, "
+            f"{self.smem_bytes() / 1024:.0f} KiB shared memory"
+        )
 
 
 def choose(problem: AttentionProblem) -> Config:
-    """The config for a problem."""
+    """The config for a problem. Measured on an H200, bf16, 16k tokens, S = 1024 / 4096 / 16384, TFLOP/s:"""
     head_dim = problem.head_dim
     if head_dim == 256:
-        return Config(head_dim, groups=2, tile_kv=64, num_stages=2, turns=False)
+        return Config(head_dim, groups=2, tile_kv=64, num_stages=2)  # all that fits
     if head_dim == 128:
-        return Config(head_dim, groups=2, tile_kv=128, num_stages=2, turns=True)
-    return Config(head_dim, groups=3, tile_kv=128, num_stages=3, turns=True)
+        return Config(head_dim, groups=2, tile_kv=128, num_stages=2)  # 497/603/652; tile_kv 64, 4 stages: 428/481/518
+    if problem.mask.band == (None, None, None):
+        return Config(head_dim, groups=3, tile_kv=128, num_stages=3)  # 363/470/525; 2 groups: 354/423/446
+    # A second, masked loop leaves too few registers for 3 groups: 352 for causal at S = 16384 against 428.
+    return Config(head_dim, groups=2, tile_kv=128, num_stages=4)

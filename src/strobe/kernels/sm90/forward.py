@@ -162,15 +162,6 @@ def producer(work, descriptors, group_size, q_s, q_full, k, v, C: gl.constexpr):
 
 
 @gluon.jit
-def turn(what: gl.constexpr, w: gl.constexpr, C: gl.constexpr):
-    """ "sync" takes group w's turn at the tensor cores, "arrive" hands it over: named barriers 8 + w of two groups each.
-    While one group multiplies, another does its softmax. Gluon has no named barriers, so this is inline PTX."""
-    if C.turns:
-        gl.inline_asm_elementwise(f"bar.{what} {8 + w % C.groups}, 256; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)],
-                                  dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
-
-
-@gluon.jit
 def scores_of(q, k, C: gl.constexpr):
     """S = Q K^T, started."""
     zero = gl.full([ROWS, C.tile_kv], 0.0, gl.float32, accumulator(C.tile_kv))
@@ -214,11 +205,9 @@ def step(w: gl.constexpr, i, state, q, k, v, work, band, scale, MASKED: gl.const
     acc, row_max, row_sum, p = state
     g = work.position(i)
     k.wait(g)
-    turn("sync", w, C)
     s = scores_of(q, k.buffer(g), C)
     v.wait(g - 1)
     acc = warpgroup_mma(p, v.buffer(g - 1), acc, is_async=True)
-    turn("arrive", w + 1, C)
     s = warpgroup_mma_wait(1, deps=[s])
     k.release(g)
     if MASKED:
@@ -238,14 +227,10 @@ def step(w: gl.constexpr, i, state, q, k, v, work, band, scale, MASKED: gl.const
 def consumer(w: gl.constexpr, work, band, q_s, q_full, k, v, outputs, scale, TAIL: gl.constexpr, C: gl.constexpr):
     RIGHT: gl.constexpr = band.right is not None or band.prefix is not None
     LEFT: gl.constexpr = band.left is not None
-    if w == C.groups - 1:
-        turn("arrive", w + 1, C)  # group 0 begins
     q = q_s.index(w)
     mbarrier.wait(q_full.index(w), 0)
     k.wait(0)
-    turn("sync", w, C)
     s = scores_of(q, k.buffer(0), C)
-    turn("arrive", w + 1, C)
     s = warpgroup_mma_wait(0, deps=[s])
     k.release(0)
     MASKED: gl.constexpr = RIGHT or LEFT or TAIL
@@ -267,8 +252,6 @@ def consumer(w: gl.constexpr, work, band, q_s, q_full, k, v, outputs, scale, TAI
         for i in range(full_begin - 1, work.begin - 1, -1):
             state = step(w, i, state, q, k, v, work, band, scale, True, C)
 
-    if w == 0:
-        turn("sync", w, C)  # takes the last hand-over, so that no arrival is left behind
     acc, row_max, row_sum, p = state
     last = work.position(work.begin)
     v.wait(last)
@@ -322,36 +305,55 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, notes_ptr, heads, gr
             (consumer, (0, work, band, q_s, q_full, k, v, outputs, scale, TAIL, C)),
             (consumer, (1, work, band, q_s, q_full, k, v, outputs, scale, TAIL, C)),
             (producer, (work, inputs, group_size, q_s, q_full, k, v, C)),
-        ], [4, 1], [240, 24])  # fmt: skip
+        ], [4, 1], [C.consumer_registers, C.producer_registers])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (0, work, band, q_s, q_full, k, v, outputs, scale, TAIL, C)),
             (consumer, (1, work, band, q_s, q_full, k, v, outputs, scale, TAIL, C)),
             (consumer, (2, work, band, q_s, q_full, k, v, outputs, scale, TAIL, C)),
             (producer, (work, inputs, group_size, q_s, q_full, k, v, C)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+        ], [4, 4, 1], [C.consumer_registers, C.consumer_registers, C.producer_registers])  # fmt: skip
 
 
 def launch(
     problem: AttentionProblem, operands: Operands, config: Config
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """out, lse and the notes: None, or int32 [batch * heads_q * ceil(seqlen_q / 128)], non-zero where 128 rows of a
-    masked problem hold a NaN or an infinity that a masked-out value may have caused."""
-    lengths = problem.lengths
-    assert isinstance(lengths, Dense)
-    q, k, v = operands[:3]
-    left, right, prefix = problem.mask.band
+    masked problem hold a NaN or an infinity, which a masked-out value may have caused."""
+    q = operands.q
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(lse_shape(problem), dtype=torch.float32, device=q.device)
-    heads = lengths.batch * problem.heads_q
     notes = None
     if problem.mask.band != (None, None, None):
-        notes = torch.zeros(heads * triton.cdiv(lengths.seqlen_q, 128), dtype=torch.int32, device=q.device)
-    tiles = triton.cdiv(lengths.seqlen_q, config.tile_q)
-    forward_kernel[(tiles * heads,)](
-        _descriptor(q, ROWS_PER_GROUP),
-        _descriptor(k, config.tile_kv),
-        _descriptor(v, config.tile_kv),
+        tiles = triton.cdiv(problem.lengths.seqlen_q, 128)
+        notes = torch.zeros(lse.shape[0] * lse.shape[1] * tiles, dtype=torch.int32, device=q.device)
+    grid, arguments, constants = _arguments(problem, operands, out, lse, notes, config)
+    forward_kernel[grid](*arguments, **constants)
+    return out, lse, notes
+
+
+def compile_only(problem: AttentionProblem, config: Config):
+    """The compiled kernel that `launch` would run, from shapes alone (see strobe.lab.offline)."""
+    lengths = problem.lengths
+    assert isinstance(lengths, Dense)
+    q = torch.empty(lengths.batch, lengths.seqlen_q, problem.heads_q, problem.head_dim, dtype=problem.dtype, device="meta")
+    k = torch.empty(lengths.batch, lengths.seqlen_kv, problem.heads_kv, problem.head_dim, dtype=problem.dtype, device="meta")
+    lse = torch.empty(lse_shape(problem), dtype=torch.float32, device="meta")
+    notes = None if problem.mask.band == (None, None, None) else torch.empty(1, dtype=torch.int32, device="meta")
+    grid, arguments, constants = _arguments(problem, Operands(q, k, k), q, lse, notes, config)
+    return forward_kernel.warmup(*arguments, grid=grid, **constants)
+
+
+def _arguments(problem: AttentionProblem, operands: Operands, out, lse, notes, config: Config):
+    """The kernel's grid, arguments and compile-time constants."""
+    lengths = problem.lengths
+    assert isinstance(lengths, Dense)
+    left, right, prefix = problem.mask.band
+    grid = (triton.cdiv(lengths.seqlen_q, config.tile_q) * lengths.batch * problem.heads_q,)
+    arguments = (
+        _descriptor(operands.q, ROWS_PER_GROUP),
+        _descriptor(operands.k, config.tile_kv),
+        _descriptor(operands.v, config.tile_kv),
         _descriptor(out, ROWS_PER_GROUP),
         lse,
         notes,
@@ -364,11 +366,8 @@ def launch(
         right,
         prefix,
         problem.scale * LOG2_E,
-        TAIL=lengths.seqlen_kv % config.tile_kv != 0,
-        C=config,
-        num_warps=4,
     )
-    return out, lse, notes
+    return grid, arguments, {"TAIL": lengths.seqlen_kv % config.tile_kv != 0, "C": config, "num_warps": 4, "enable_fp_fusion": True}
 
 
 def _heads_at_once(problem: AttentionProblem, lengths: Dense) -> int:
