@@ -1,2 +1,77 @@
-def refuses(problem, arch):
-    return "todo"
+"""The portable backend: plain Triton, for any GPU that Triton supports, and for its interpreter on a CPU.
+
+Nothing here imports Triton before a kernel runs, so that `refuses` answers on a machine without it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from strobe.device import Arch
+from strobe.kernels.portable.config import config
+from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
+
+__all__ = ["backward", "config", "forward", "refuses"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_ROWS = 1 << 30
+
+
+def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton, which is not installed"
+    if problem.dtype not in _DTYPES:
+        return f"takes float16, bfloat16 and float32, not {str(problem.dtype).removeprefix('torch.')}"
+    if not arch.is_gpu and not (arch.name == "CPU" and _interpreting()):
+        return "needs a GPU; on a CPU it runs in Triton's interpreter only, with TRITON_INTERPRET=1 set before Triton's import"
+    if arch.is_gpu and arch.capability < 75:
+        return f"needs compute capability 7.5 or newer, not {arch.capability / 10:.1f}"
+    if problem.dtype == torch.bfloat16 and arch.capability == 75:
+        return "needs compute capability 8.0 or newer for bfloat16"
+    if max(_rows(problem)) >= _MAX_ROWS:
+        return f"counts rows in int32 and takes fewer than 2^30 of them, not {max(_rows(problem))}"
+    return None
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+
+def _rows(problem: AttentionProblem) -> tuple[int, ...]:
+    lengths = problem.lengths
+    packed = (lengths.total_q, lengths.total_kv) if isinstance(lengths, Varlen) else ()
+    return (lengths.seqlen_q, lengths.seqlen_kv, *packed)
+
+
+def _is_empty(problem: AttentionProblem) -> bool:
+    """Whether there is no pair of a query and a key."""
+    return 0 in (problem.lengths.batch, *_rows(problem))
+
+
+def _allocate(problem: AttentionProblem, x: torch.Tensor, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Tensors of x's dtype that hold 0 where no kernel writes: in rows of no sequence, or everywhere."""
+    make = x.new_zeros if problem.varlen or _is_empty(problem) else x.new_empty
+    return [make(shape) for shape in shapes]
+
+
+def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    q, v = operands.q, operands.v
+    (out,) = _allocate(problem, q, (*q.shape[:-1], v.shape[-1]))
+    lse = torch.full(lse_shape(problem), -torch.inf, dtype=torch.float32, device=q.device)
+    if not _is_empty(problem):
+        from strobe.kernels.portable.forward import launch
+
+        launch(problem, operands, out, lse)
+    return out, lse
+
+
+def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse):
+    dq, dk, dv = _allocate(problem, operands.q, *(x.shape for x in operands[:3]))
+    if not _is_empty(problem):
+        from strobe.kernels.portable.backward import launch
+
+        launch(problem, operands, out, lse, dout, dlse, dq, dk, dv)
+    return dq, dk, dv

@@ -1,8 +1,8 @@
-"""Flash attention's forward in plain Triton (`reference/tiled.py` is the same algorithm, in torch).
+"""Flash attention's forward in plain Triton: the algorithm of `reference/tiled.py`, one program per tile of rows.
 
-One program owns tile_q rows of one query head. The keys that they see lie in up to three phases: tiles that need the
-mask, tiles that all rows see whole, tiles that need it again. Only the first and the last pay for the mask, the bounds
-and the guard against NaN in masked-out values.
+A program owns tile_q rows of one query head. The keys that its rows see lie in up to three phases: tiles that need the
+mask, tiles that every row sees whole, tiles that need the mask again. Only the masked ones pay for the mask, the bounds
+and the guard against a NaN in a masked-out value.
 """
 
 from __future__ import annotations
@@ -12,83 +12,146 @@ import triton
 import triton.language as tl
 
 from strobe.device import arch_of
-from strobe.kernels.common.masks import kv_full, kv_range
+from strobe.kernels.common.device_function import device_function
 from strobe.kernels.portable import arguments, interpreter
 from strobe.kernels.portable.config import choose
 from strobe.kernels.portable.tiles import (
+    LENGTHS_AND_BOUNDS,
     LN2,
-    address,
+    Mask,
+    kv_phases,
     load_ids,
     load_tile,
     masked_product,
-    offsets,
     product,
     score_of,
     seen_in,
     sequence,
     slope_of,
     store_tile,
+    store_vector,
+    stream,
+    vector_stream,
 )
 from strobe.problem import AttentionProblem, Operands
 
 interpreter.mend()
 
-NOTED_ROWS = 128
-"""Rows that one note of `launch` stands for."""
 
-
-@triton.jit
-def phases(p_first, p_last, n_kv, band, documents, TILE_KV: tl.constexpr):
-    """(begin, full_begin, full_end, end) of the keys that rows p_first..p_last see, all but end on bounds of tiles."""
-    begin, end = kv_range(p_first, p_last, n_kv, band[0], band[1], band[2])
-    full_begin, full_end = kv_full(p_first, p_last, n_kv, band[0], band[1], band[2])
-    begin = begin // TILE_KV * TILE_KV
-    end = tl.maximum(end, begin)
-    full_begin = tl.minimum(tl.cdiv(full_begin, TILE_KV), tl.cdiv(end, TILE_KV)) * TILE_KV
-    full_end = tl.maximum(full_end // TILE_KV * TILE_KV, full_begin)
-    if documents is not None:
-        full_begin = begin
-        full_end = begin
-    return begin, full_begin, full_end, end
-
-
-@triton.jit
+@device_function
 def _attend(
-    state, q, keys, rows, band, score, begin, end,
-    DIMS: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr,
+    state, q_tile, k, v, p, ids_q, slope, batch, n_kv, mask, score, begin, end,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Run the online softmax over the keys [begin, end), in tiles. state: (accumulator, row_max, row_sum)."""
+    """The online softmax over the keys [begin, end), in tiles. state: (accumulator, row_max, row_sum)."""
     acc, row_max, row_sum = state
-    k, k_at, k_row, v, v_at, v_row, n_kv, document_kv, batch = keys
-    p, ids_q, slope = rows
-    for start in tl.range(begin, end, TILE_KV):
-        first = tl.cast(start, tl.int64)
+    for first in tl.range(begin, end, TILE_KV):
         remaining = None
         if MASKED:
-            remaining = n_kv - start
-        k_tile = load_tile(k + first * k_row + k_at, remaining, TILE_KV, DIMS[0], DIMS[1])
-        j = start + tl.arange(0, TILE_KV)
-        s = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
+            remaining = n_kv - first
+        j = first + tl.arange(0, TILE_KV)
+        k_tile = load_tile(k, first, remaining, DIM)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         s, _ = score_of(s, p[:, None], j[None, :], score, slope)
         if MASKED:
-            ids_kv = None
-            if document_kv is not None:
-                ids_kv = load_ids(document_kv, batch, start, remaining, TILE_KV)[None, :]
-            seen = seen_in(p[:, None], j[None, :], n_kv, band, ids_q, ids_kv)
-            s = tl.where(seen, s, -float("inf"))
+            ids_kv = load_ids(mask.document_kv, batch, first, n_kv, TILE_KV)
+            seen = seen_in(p[:, None], j[None, :], n_kv, mask, ids_q[:, None], ids_kv[None, :])
+            s = tl.where(seen, s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1))
         shift = new_max
         if MASKED:
             # A row that has seen nothing yet has the maximum -inf, and -inf - -inf is no number: shift by 0 instead.
-            shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(s - shift[:, None])
         rescale = tl.exp2(row_max - shift)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         acc = acc * rescale[:, None]
-        v_tile = load_tile(v + first * v_row + v_at, remaining, TILE_KV, DIMS[2], DIMS[3])
-        if MASKED:
-            acc = masked_product(weights, v_tile, seen, acc)
-        else:
-            acc = product(weights, v_tile, acc)
+        v_tile = load_tile(v, first, remaining, DIM_V)
+        acc = masked_product(weights, v_tile, seen, acc) if MASKED else product(weights, v_tile, acc)
         row_max = new_max
     return acc, row_max, row_sum
+
+
+@triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
+def _forward(
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, n_q, n_kv, total_q, total_kv,
+    left, right, prefix, document_q, document_kv, score, notes, heads_q, group,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, NOTED_ROWS: tl.constexpr,
+):  # fmt: skip
+    # The last rows first: under a causal mask they see the most keys, and the longest program should not start last.
+    tiles = tl.cdiv(n_q, TILE_Q)
+    first = (tiles - 1 - tl.program_id(0) % tiles) * TILE_Q
+    head = tl.program_id(0) // tiles % heads_q
+    batch = tl.program_id(0) // tiles // heads_q
+    if notes is not None:
+        note = (batch * heads_q + head) * tl.cdiv(n_q, NOTED_ROWS) + first // NOTED_ROWS
+        if tl.load(notes + note) == 0:
+            return
+    start_q, n_q = sequence(cu_seqlens_q, batch, n_q, total_q)
+    start_kv, n_kv = sequence(cu_seqlens_kv, batch, n_kv, total_kv)
+    if first >= n_q:
+        return
+
+    mask = Mask(left, right, prefix, document_q, document_kv)
+    p_first = first + n_kv - n_q
+    p_last = tl.minimum(first + TILE_Q, n_q) - 1 + n_kv - n_q
+    begin, full_begin, full_end, end = kv_phases(p_first, p_last, n_kv, mask, TILE_KV)
+    p = p_first + tl.arange(0, TILE_Q)
+    ids_q = load_ids(document_q, batch, first, n_q, TILE_Q)
+    slope = slope_of(score, batch, head)
+    q_stream = stream(q, batch, start_q, head, TILE_Q, PADDED)
+    k_stream = stream(k, batch, start_kv, head // group, TILE_KV, PADDED)
+    v_stream = stream(v, batch, start_kv, head // group, TILE_KV, PADDED_V)
+    q_tile = load_tile(q_stream, first, n_q - first, DIM)
+
+    acc = tl.zeros((TILE_Q, PADDED_V), tl.float32)
+    state = (acc, tl.full((TILE_Q,), float("-inf"), tl.float32), tl.zeros((TILE_Q,), tl.float32))
+    if left is not None and document_q is None:
+        state = _attend(
+            state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, n_kv, mask, score, begin, full_begin,
+            DIM, DIM_V, TILE_KV, True,
+        )  # fmt: skip
+    if document_q is None:
+        state = _attend(
+            state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, n_kv, mask, score, full_begin, full_end,
+            DIM, DIM_V, TILE_KV, False,
+        )  # fmt: skip
+    acc, row_max, row_sum = _attend(
+        state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, n_kv, mask, score, full_end, end,
+        DIM, DIM_V, TILE_KV, True,
+    )  # fmt: skip
+
+    empty = row_sum == 0.0
+    row_sum = tl.where(empty, 1.0, row_sum)
+    acc = acc / row_sum[:, None]
+    store_tile(stream(out, batch, start_q, head, TILE_Q, PADDED_V), first, n_q - first, acc, DIM_V)
+    log_sum = tl.where(empty, float("-inf"), (row_max + tl.log2(row_sum)) * LN2)
+    store_vector(vector_stream(lse, batch, start_q, head, TILE_Q), first, n_q - first, log_sum)
+
+
+NOTED_ROWS = 128
+"""Rows that one note of `launch` stands for."""
+
+
+def launch(
+    problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor, notes: torch.Tensor | None = None
+) -> None:
+    """Write out and lse, at least one query and one key given; rows that belong to no sequence are left alone.
+
+    notes: int32 [batch * heads_q * ceil(seqlen_q / 128)]; only the blocks of 128 rows whose note
+    [(b * heads_q + h) * ceil(seqlen_q / 128) + row // 128] is not 0 are written.
+    """
+    config = choose("forward", problem, arch_of(out.device))
+    lengths = problem.lengths
+    grid = (triton.cdiv(lengths.seqlen_q, config.tile_q) * problem.heads_q * lengths.batch,)
+    with torch.cuda.device_of(out):
+        _forward[grid](
+            **arguments.of_problem(problem, operands),
+            out=arguments.matrix(out),
+            lse=arguments.vector(lse),
+            notes=notes,
+            heads_q=problem.heads_q,
+            NOTED_ROWS=NOTED_ROWS,
+            **arguments.of_config(config),
+        )

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
-from strobe.kernels.common.masks import visible
+from strobe.kernels.common.device_function import device_function
+from strobe.kernels.common.masks import kv_full, kv_range, q_full, q_range, visible
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
+LENGTHS_AND_BOUNDS = ("n_q", "n_kv", "total_q", "total_kv", "left", "right", "prefix")
+"""Arguments that no kernel is specialised for: another length or window does not recompile."""
+
 
 class Matrix(NamedTuple):
-    """A tensor as a kernel sees it: rows of a batch and a head. The strides are in elements; the last dim has stride 1."""
+    """A tensor: rows by batch and head. Strides in elements; the last dim, where there is one, has stride 1."""
 
     pointer: Any
     batch: Any
@@ -26,7 +29,7 @@ class Matrix(NamedTuple):
 
 
 class Score(NamedTuple):
-    """s = inner * q.k, or outer * tanh(inner * q.k) where outer is not None, - slope * |p - j|; all times log2(e)."""
+    """s = inner * q.k, or outer * tanh(inner * q.k) where outer is not None; then - slope * |p - j|, where slopes is not."""
 
     inner: Any
     outer: Any
@@ -35,7 +38,25 @@ class Score(NamedTuple):
     slope_head: Any
 
 
-@triton.jit
+class Mask(NamedTuple):
+    """The band of `strobe.masks` and the document numbers, each None where it does not apply."""
+
+    left: Any
+    right: Any
+    prefix: Any
+    document_q: Any
+    document_kv: Any
+
+
+class Stream(NamedTuple):
+    """The rows of one sequence and head: where they begin, offsets [TILE, PADDED] of a tile's elements, a row's stride."""
+
+    base: Any
+    at: Any
+    row: Any
+
+
+@device_function
 def sequence(cu_seqlens, batch, n, total):
     """(first row, length) of a sequence. Bounds are clamped to the rows that exist, so no value reads outside of them."""
     first = n * 0
@@ -45,53 +66,88 @@ def sequence(cu_seqlens, batch, n, total):
     return first, n
 
 
-@triton.jit
+@device_function
 def address(matrix, batch, row, head):
     """Where a row begins, in 64 bits."""
     at = tl.cast(batch, tl.int64) * matrix.batch + tl.cast(row, tl.int64) * matrix.row + tl.cast(head, tl.int64) * matrix.head
     return matrix.pointer + at
 
 
-@triton.jit
-def offsets(matrix, TILE: tl.constexpr, PADDED: tl.constexpr):
-    """[TILE, PADDED] offsets of the elements of a tile from its first row."""
+@device_function
+def stream(matrix, batch, row, head, TILE: tl.constexpr, PADDED: tl.constexpr):
+    """The rows of a matrix from `row` on, for tiles of TILE of them."""
     rows = tl.arange(0, TILE).to(tl.int64) * matrix.row
-    return rows[:, None] + tl.arange(0, PADDED)[None, :]
+    return Stream(address(matrix, batch, row, head), rows[:, None] + tl.arange(0, PADDED)[None, :], matrix.row)
 
 
-@triton.jit
-def load_tile(pointers, remaining, TILE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """A tile [TILE, PADDED]: 0 from row `remaining` on (None: every row is there) and beyond head dim DIM."""
-    columns = tl.arange(0, PADDED)[None, :] < DIM
+@device_function
+def vector_stream(matrix, batch, row, head, TILE: tl.constexpr):
+    """The same for a matrix with one number per row (LSE, delta, document numbers)."""
+    return Stream(address(matrix, batch, row, head), tl.arange(0, TILE).to(tl.int64) * matrix.row, matrix.row)
+
+
+@device_function
+def pointers_of(stream, first):
+    """Pointers to the tile that begins at row `first` of a stream."""
+    return stream.base + tl.cast(first, tl.int64) * stream.row + stream.at
+
+
+@device_function
+def load_tile(stream, first, remaining, DIM: tl.constexpr):
+    """Rows first.. of a stream: 0 from the `remaining`th on (None: all are there) and beyond head dim DIM."""
+    TILE: tl.constexpr = stream.at.shape[0]
+    PADDED: tl.constexpr = stream.at.shape[1]
+    rows = tl.arange(0, TILE)[:, None]
+    columns = tl.arange(0, PADDED)[None, :]
     if remaining is not None:
-        rows = tl.arange(0, TILE)[:, None] < remaining
         if DIM == PADDED:
-            tile = tl.load(pointers, mask=rows, other=0.0)
+            tile = tl.load(pointers_of(stream, first), mask=rows < remaining, other=0.0)
         else:
-            tile = tl.load(pointers, mask=rows & columns, other=0.0)
+            tile = tl.load(pointers_of(stream, first), mask=(rows < remaining) & (columns < DIM), other=0.0)
     elif DIM == PADDED:
-        tile = tl.load(pointers)
+        tile = tl.load(pointers_of(stream, first))
     else:
-        tile = tl.load(pointers, mask=columns, other=0.0)
+        tile = tl.load(pointers_of(stream, first), mask=columns < DIM, other=0.0)
     return tile
 
 
-@triton.jit
-def store_tile(pointers, tile, remaining, TILE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Store the first `remaining` rows and the first DIM columns of a tile."""
-    rows = tl.arange(0, TILE)[:, None] < remaining
-    columns = tl.arange(0, PADDED)[None, :] < DIM
-    tl.store(pointers, tile.to(pointers.dtype.element_ty), mask=rows & columns)
+@device_function
+def store_tile(stream, first, remaining, tile, DIM: tl.constexpr):
+    """Store a tile's first `remaining` rows, and its first DIM columns, as rows first.. of a stream."""
+    TILE: tl.constexpr = stream.at.shape[0]
+    PADDED: tl.constexpr = stream.at.shape[1]
+    stored = (tl.arange(0, TILE)[:, None] < remaining) & (tl.arange(0, PADDED)[None, :] < DIM)
+    tl.store(pointers_of(stream, first), tile.to(stream.base.dtype.element_ty), mask=stored)
 
 
-@triton.jit
-def load_ids(documents, batch, first, remaining, TILE: tl.constexpr):
-    """Document numbers of TILE rows; what lies beyond `remaining` is masked by its position."""
-    rows = tl.arange(0, TILE)
-    return tl.load(address(documents, batch, first, 0) + rows * documents.row, mask=rows < remaining, other=0)
+@device_function
+def load_vector(stream, first, remaining):
+    """Numbers first.. of a stream: 0 from the `remaining`th on (None: all are there)."""
+    TILE: tl.constexpr = stream.at.shape[0]
+    if remaining is None:
+        vector = tl.load(pointers_of(stream, first))
+    else:
+        vector = tl.load(pointers_of(stream, first), mask=tl.arange(0, TILE) < remaining, other=0)
+    return vector
 
 
-@triton.jit
+@device_function
+def store_vector(stream, first, remaining, vector):
+    """Store the first `remaining` numbers as numbers first.. of a stream."""
+    TILE: tl.constexpr = stream.at.shape[0]
+    tl.store(pointers_of(stream, first), vector, mask=tl.arange(0, TILE) < remaining)
+
+
+@device_function
+def load_ids(documents, batch, first, n, TILE: tl.constexpr):
+    """Document numbers of rows first..first + TILE (0 where there are no documents). Rows from n on: masked by position."""
+    ids = tl.zeros((TILE,), tl.int32)
+    if documents is not None:
+        ids = load_vector(vector_stream(documents, batch, 0, 0, TILE), first, n - first)
+    return ids
+
+
+@device_function
 def slope_of(score, batch, head):
     """The ALiBi slope of a head, in units of log2 (0 where there is none)."""
     slope = 0.0
@@ -100,24 +156,24 @@ def slope_of(score, batch, head):
     return slope
 
 
-@triton.jit
+@device_function
 def tanh(x):
     """Accurate near 0 too, where (1 - e) / (1 + e) would cancel: Lambert's continued fraction."""
     x2 = x * x
     near = x * (10395.0 + x2 * (1260.0 + 21.0 * x2)) / (10395.0 + x2 * (4725.0 + x2 * (210.0 + x2)))
-    e = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+    e = tl.exp2(tl.abs(x) * LOG2E * -2.0)
     far = (1.0 - e) / (1.0 + e)
     return tl.where(x2 < 0.25, near, tl.where(x < 0, -far, far))
 
 
-@triton.jit
-def score_of(product, p, j, score, slope):
-    """q.k -> (score in units of log2, the factor that softcap puts on its gradient); p and j broadcast to a tile."""
+@device_function
+def score_of(raw, p, j, score, slope):
+    """q.k -> (score in units of log2, the factor that softcap puts on its gradient); p and j broadcast to the tile."""
     factor = 1.0
     if score.outer is None:
-        s = product * score.inner
+        s = raw * score.inner
     else:
-        t = tanh(product * score.inner)
+        t = tanh(raw * score.inner)
         s = t * score.outer
         factor = 1.0 - t * t
     if score.slopes is not None:
@@ -125,28 +181,67 @@ def score_of(product, p, j, score, slope):
     return s, factor
 
 
-@triton.jit
-def seen_in(p, j, n_kv, band, ids_q, ids_kv):
-    """Which pairs of a tile are visible; p and j broadcast to it, and so do the document numbers, where there are any."""
-    seen = visible(p, j, n_kv, band[0], band[1], band[2])
-    if ids_q is not None:
+@device_function
+def kv_phases(p_first, p_last, n_kv, mask, TILE_KV: tl.constexpr):
+    """(begin, full_begin, full_end, end): the keys that rows p_first..p_last see, and those that all of them see.
+
+    All but end are bounds of tiles.
+    """
+    begin, end = kv_range(p_first, p_last, n_kv, mask.left, mask.right, mask.prefix)
+    begin = begin // TILE_KV * TILE_KV
+    end = tl.maximum(end, begin)
+    if mask.document_q is None:
+        full_begin, full_end = kv_full(p_first, p_last, n_kv, mask.left, mask.right, mask.prefix)
+        full_begin = tl.minimum(tl.cdiv(full_begin, TILE_KV), tl.cdiv(end, TILE_KV)) * TILE_KV
+        full_end = tl.maximum(full_end // TILE_KV * TILE_KV, full_begin)
+    else:
+        full_begin = begin
+        full_end = begin
+    return begin, full_begin, full_end, end
+
+
+@device_function
+def q_phases(j_first, j_last, n_q, n_kv, mask, TILE_Q: tl.constexpr):
+    """(begin, full_begin, full_end, end): the rows that see keys of j_first..j_last, and those that see them all.
+
+    All but end are bounds of tiles.
+    """
+    shift = n_kv - n_q
+    begin, end = q_range(j_first, j_last, shift, n_kv, mask.left, mask.right, mask.prefix)
+    begin = (begin - shift) // TILE_Q * TILE_Q
+    end = tl.maximum(end - shift, begin)
+    if mask.document_q is None:
+        full_begin, full_end = q_full(j_first, j_last, shift, n_kv, mask.left, mask.right, mask.prefix)
+        full_begin = tl.minimum(tl.cdiv(full_begin - shift, TILE_Q), tl.cdiv(end, TILE_Q)) * TILE_Q
+        full_end = tl.maximum((full_end - shift) // TILE_Q * TILE_Q, full_begin)
+    else:
+        full_begin = begin
+        full_end = begin
+    return begin, full_begin, full_end, end
+
+
+@device_function
+def seen_in(p, j, n_kv, mask, ids_q, ids_kv):
+    """Which pairs of a tile are visible; p and j broadcast to it, as do the document numbers."""
+    seen = visible(p, j, n_kv, mask.left, mask.right, mask.prefix)
+    if mask.document_q is not None:
         seen = seen & (ids_q == ids_kv)
     return seen
 
 
-@triton.jit
+@device_function
 def product(a, b, acc):
     """acc + a b, with a in b's type; float32 without TF32."""
     return tl.dot(a.to(b.dtype), b, acc, input_precision="ieee")
 
 
-@triton.jit
+@device_function
 def masked_product(a, b, seen, acc):
     """acc + a b where a is 0 at pairs not seen, and stays so: 0 * NaN must not reach a row that does not see the NaN.
 
     Only where b holds a NaN or an infinity is it split: its finite part goes to all rows, the rest to rows that see some.
     """
-    # In float32: the interpreter knows bfloat16 by its bits only.
+    # In float32 because the interpreter knows bfloat16 by its bits only.
     broken = (tl.abs(b.to(tl.float32)) < float("inf")) == 0
     if tl.max(tl.max(broken.to(tl.int32), 1), 0) == 0:
         acc = product(a, b, acc)

@@ -1,0 +1,79 @@
+"""How the host hands tensors and a problem to the kernels: tuples of pointers and strides, and numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from strobe.kernels.portable.config import Config
+from strobe.kernels.portable.tiles import LOG2E, Matrix, Score
+from strobe.problem import AttentionProblem, Operands, Varlen
+
+MAX_ROWS = 1 << 30
+"""Positions and bounds of the band are int32 on the device; this leaves room for their sums."""
+
+
+def matrix(x: torch.Tensor) -> Matrix:
+    """[batch, n, heads, D], or packed [total, heads, D] (whose sequences the kernels find by cu_seqlens)."""
+    return Matrix(x, *((0,) if x.dim() == 3 else ()), *x.stride()[:-1])
+
+
+def vector(x: torch.Tensor) -> Matrix:
+    """One number per row, laid out as the LSE: [batch, heads, n], or packed [heads, total]."""
+    batch, head, row = (0, *x.stride()) if x.dim() == 2 else x.stride()
+    return Matrix(x, batch, row, head)
+
+
+def ids(x: torch.Tensor) -> Matrix:
+    """Document numbers [batch, n]."""
+    return Matrix(x, x.stride(0), x.stride(1), 0)
+
+
+def score(problem: AttentionProblem) -> Score:
+    """The problem's score with log2(e) folded into its factors."""
+    softcap, slopes = problem.score.softcap, problem.score.alibi
+    inner, outer = problem.scale * LOG2E.value, None
+    if softcap:
+        inner, outer = problem.scale / softcap, softcap * LOG2E.value
+    if slopes is None:
+        return Score(inner, outer, None, 0, 0)
+    batch, head = slopes.stride() if slopes.dim() == 2 else (0, slopes.stride(0))
+    return Score(inner, outer, slopes, batch, head)
+
+
+def of_problem(problem: AttentionProblem, operands: Operands) -> dict:
+    """The arguments, by name, that all kernels over tiles of scores take."""
+    lengths, mask = problem.lengths, problem.mask
+    left, right, prefix = (bound if bound is None else min(bound, MAX_ROWS) for bound in mask.band)
+    packed = isinstance(lengths, Varlen)
+    return dict(
+        q=matrix(operands.q),
+        k=matrix(operands.k),
+        v=matrix(operands.v),
+        cu_seqlens_q=operands.cu_seqlens_q,
+        cu_seqlens_kv=operands.cu_seqlens_kv,
+        n_q=lengths.seqlen_q,
+        n_kv=lengths.seqlen_kv,
+        total_q=lengths.total_q if packed else 0,
+        total_kv=lengths.total_kv if packed else 0,
+        left=left,
+        right=right,
+        prefix=prefix,
+        document_q=None if mask.documents is None else ids(mask.documents.q),
+        document_kv=None if mask.documents is None else ids(mask.documents.kv),
+        score=score(problem),
+        group=problem.group,
+        DIM=problem.head_dim,
+        DIM_V=problem.head_dim_v,
+    )
+
+
+def of_config(config: Config) -> dict:
+    """The arguments, by name, that a Config decides."""
+    return dict(
+        TILE_Q=config.tile_q,
+        TILE_KV=config.tile_kv,
+        PADDED=config.head_dim,
+        PADDED_V=config.head_dim_v,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

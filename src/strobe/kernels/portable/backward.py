@@ -1,0 +1,279 @@
+"""Flash attention's backward in plain Triton: three kernels, no atomics, so the same bits at every run.
+
+    delta   rowsum(dO * O) - dLSE                       one program per tile of rows
+    dkdv    dV += P^T dO,  dK += scale * dS^T Q         one program per tile of keys and key head
+    dq      dQ += scale * dS K                          one program per tile of rows
+
+P = exp(s - LSE) and dS = P * (dO V^T - delta) are recomputed from q, k, v and the LSE. As in the forward, tiles that
+need the mask and tiles that are seen whole run in separate phases.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from strobe.device import arch_of
+from strobe.kernels.common.device_function import device_function
+from strobe.kernels.portable import arguments, interpreter
+from strobe.kernels.portable.config import choose, padded
+from strobe.kernels.portable.tiles import (
+    LENGTHS_AND_BOUNDS,
+    LOG2E,
+    Mask,
+    kv_phases,
+    load_ids,
+    load_tile,
+    load_vector,
+    masked_product,
+    product,
+    q_phases,
+    score_of,
+    seen_in,
+    sequence,
+    slope_of,
+    store_tile,
+    store_vector,
+    stream,
+    vector_stream,
+)
+from strobe.problem import AttentionProblem, Operands
+
+interpreter.mend()
+
+TILE_DELTA = 64
+"""Rows of a program of the delta kernel, which only streams memory."""
+
+
+@triton.jit(do_not_specialize=("n",))
+def _delta(
+    out, dout, dlse, delta, n, heads,
+    DIM_V: tl.constexpr, PADDED_V: tl.constexpr, TILE_Q: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(n, TILE_Q)
+    first = tl.program_id(0) % tiles * TILE_Q
+    head = tl.program_id(0) // tiles % heads
+    batch = tl.program_id(0) // tiles // heads
+    o_tile = load_tile(stream(out, batch, 0, head, TILE_Q, PADDED_V), first, n - first, DIM_V)
+    do_tile = load_tile(stream(dout, batch, 0, head, TILE_Q, PADDED_V), first, n - first, DIM_V)
+    sums = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    if dlse is not None:
+        sums -= load_vector(vector_stream(dlse, batch, 0, head, TILE_Q), first, n - first)
+    store_vector(vector_stream(delta, batch, 0, head, TILE_Q), first, n - first, sums)
+
+
+@device_function
+def _shift_of(lse):
+    """What to subtract from the scores, in units of log2. Rows that see nothing have an LSE of -inf: shift them by 0."""
+    return tl.where(lse == float("-inf"), 0.0, lse * LOG2E)
+
+
+@device_function
+def _gradients(s, factor, shift, dp, delta, seen, MASKED: tl.constexpr):
+    """P and dS / scale of a tile."""
+    weights = tl.exp2(s - shift)
+    ds = weights * (dp - delta) * factor
+    if MASKED:
+        weights = tl.where(seen, weights, 0.0)
+        ds = tl.where(seen, ds, 0.0)
+    return weights, ds
+
+
+@device_function
+def _keys_from_rows(
+    state, k_tile, v_tile, q, dout, lse, delta, j, ids_kv, slope, batch, n_q, n_kv, mask, score, begin, end,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_Q: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add what the rows [begin, end) of one query head give to dK and dV of a tile of keys. Tiles are [keys, rows]."""
+    dk, dv = state
+    for first in tl.range(begin, end, TILE_Q):
+        remaining = None
+        if MASKED:
+            remaining = n_q - first
+        rows = first + tl.arange(0, TILE_Q)
+        p = rows + (n_kv - n_q)
+        q_tile = load_tile(q, first, remaining, DIM)
+        s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+        s, factor = score_of(s, p[None, :], j[:, None], score, slope)
+        shift = _shift_of(load_vector(lse, first, remaining))
+        do_tile = load_tile(dout, first, remaining, DIM_V)
+        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
+        seen = None
+        if MASKED:
+            ids_q = load_ids(mask.document_q, batch, first, n_q, TILE_Q)
+            seen = seen_in(p[None, :], j[:, None], n_kv, mask, ids_q[None, :], ids_kv[:, None]) & (rows[None, :] < n_q)
+        weights, ds = _gradients(s, factor, shift[None, :], dp, load_vector(delta, first, remaining)[None, :], seen, MASKED)
+        if MASKED:
+            dv = masked_product(weights, do_tile, seen, dv)
+            dk = masked_product(ds, q_tile, seen, dk)
+        else:
+            dv = product(weights, do_tile, dv)
+            dk = product(ds, q_tile, dk)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
+def _dkdv(
+    q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_kv, n_q, n_kv, total_q, total_kv,
+    left, right, prefix, document_q, document_kv, score, scale, heads_kv, group,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(n_kv, TILE_KV)
+    first = tl.program_id(0) % tiles * TILE_KV
+    head_kv = tl.program_id(0) // tiles % heads_kv
+    batch = tl.program_id(0) // tiles // heads_kv
+    start_q, n_q = sequence(cu_seqlens_q, batch, n_q, total_q)
+    start_kv, n_kv = sequence(cu_seqlens_kv, batch, n_kv, total_kv)
+    if first >= n_kv:
+        return
+
+    mask = Mask(left, right, prefix, document_q, document_kv)
+    last = tl.minimum(first + TILE_KV, n_kv) - 1
+    begin, full_begin, full_end, end = q_phases(first, last, n_q, n_kv, mask, TILE_Q)
+    j = first + tl.arange(0, TILE_KV)
+    ids_kv = load_ids(document_kv, batch, first, n_kv, TILE_KV)
+    k_tile = load_tile(stream(k, batch, start_kv, head_kv, TILE_KV, PADDED), first, n_kv - first, DIM)
+    v_tile = load_tile(stream(v, batch, start_kv, head_kv, TILE_KV, PADDED_V), first, n_kv - first, DIM_V)
+
+    state = (tl.zeros((TILE_KV, PADDED), tl.float32), tl.zeros((TILE_KV, PADDED_V), tl.float32))
+    for head in tl.range(head_kv * group, head_kv * group + group):
+        slope = slope_of(score, batch, head)
+        q_rows = stream(q, batch, start_q, head, TILE_Q, PADDED)
+        do_rows = stream(dout, batch, start_q, head, TILE_Q, PADDED_V)
+        lse_rows = vector_stream(lse, batch, start_q, head, TILE_Q)
+        delta_rows = vector_stream(delta, batch, start_q, head, TILE_Q)
+        if document_q is None:
+            state = _keys_from_rows(
+                state, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, n_q, n_kv, mask,
+                score, begin, full_begin, DIM, DIM_V, TILE_Q, True,
+            )  # fmt: skip
+            state = _keys_from_rows(
+                state, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, n_q, n_kv, mask,
+                score, full_begin, full_end, DIM, DIM_V, TILE_Q, False,
+            )  # fmt: skip
+        state = _keys_from_rows(
+            state, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, n_q, n_kv, mask,
+            score, full_end, end, DIM, DIM_V, TILE_Q, True,
+        )  # fmt: skip
+    dk_sum, dv_sum = state
+    store_tile(stream(dk, batch, start_kv, head_kv, TILE_KV, PADDED), first, n_kv - first, dk_sum * scale, DIM)
+    store_tile(stream(dv, batch, start_kv, head_kv, TILE_KV, PADDED_V), first, n_kv - first, dv_sum, DIM_V)
+
+
+@device_function
+def _rows_from_keys(
+    dq, q_tile, do_tile, shift, delta, k, v, p, ids_q, slope, batch, n_kv, mask, score, begin, end,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add what the keys [begin, end) give to dQ of a tile of rows. Tiles are [rows, keys]."""
+    for first in tl.range(begin, end, TILE_KV):
+        remaining = None
+        if MASKED:
+            remaining = n_kv - first
+        j = first + tl.arange(0, TILE_KV)
+        k_tile = load_tile(k, first, remaining, DIM)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        s, factor = score_of(s, p[:, None], j[None, :], score, slope)
+        dp = tl.dot(do_tile, tl.trans(load_tile(v, first, remaining, DIM_V)), input_precision="ieee")
+        seen = None
+        if MASKED:
+            ids_kv = load_ids(mask.document_kv, batch, first, n_kv, TILE_KV)
+            seen = seen_in(p[:, None], j[None, :], n_kv, mask, ids_q[:, None], ids_kv[None, :])
+        _, ds = _gradients(s, factor, shift[:, None], dp, delta[:, None], seen, MASKED)
+        dq = masked_product(ds, k_tile, seen, dq) if MASKED else product(ds, k_tile, dq)
+    return dq
+
+
+@triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
+def _dq(
+    q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_kv, n_q, n_kv, total_q, total_kv,
+    left, right, prefix, document_q, document_kv, score, scale, heads_q, group,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(n_q, TILE_Q)
+    first = (tiles - 1 - tl.program_id(0) % tiles) * TILE_Q
+    head = tl.program_id(0) // tiles % heads_q
+    batch = tl.program_id(0) // tiles // heads_q
+    start_q, n_q = sequence(cu_seqlens_q, batch, n_q, total_q)
+    start_kv, n_kv = sequence(cu_seqlens_kv, batch, n_kv, total_kv)
+    if first >= n_q:
+        return
+
+    mask = Mask(left, right, prefix, document_q, document_kv)
+    p_first = first + n_kv - n_q
+    p_last = tl.minimum(first + TILE_Q, n_q) - 1 + n_kv - n_q
+    begin, full_begin, full_end, end = kv_phases(p_first, p_last, n_kv, mask, TILE_KV)
+    p = p_first + tl.arange(0, TILE_Q)
+    ids_q = load_ids(document_q, batch, first, n_q, TILE_Q)
+    slope = slope_of(score, batch, head)
+    q_tile = load_tile(stream(q, batch, start_q, head, TILE_Q, PADDED), first, n_q - first, DIM)
+    do_tile = load_tile(stream(dout, batch, start_q, head, TILE_Q, PADDED_V), first, n_q - first, DIM_V)
+    shift = _shift_of(load_vector(vector_stream(lse, batch, start_q, head, TILE_Q), first, n_q - first))
+    delta_rows = load_vector(vector_stream(delta, batch, start_q, head, TILE_Q), first, n_q - first)
+    keys = stream(k, batch, start_kv, head // group, TILE_KV, PADDED)
+    values = stream(v, batch, start_kv, head // group, TILE_KV, PADDED_V)
+
+    acc = tl.zeros((TILE_Q, PADDED), tl.float32)
+    if left is not None and document_q is None:
+        acc = _rows_from_keys(
+            acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, n_kv, mask, score,
+            begin, full_begin, DIM, DIM_V, TILE_KV, True,
+        )  # fmt: skip
+    if document_q is None:
+        acc = _rows_from_keys(
+            acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, n_kv, mask, score,
+            full_begin, full_end, DIM, DIM_V, TILE_KV, False,
+        )  # fmt: skip
+    acc = _rows_from_keys(
+        acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, n_kv, mask, score,
+        full_end, end, DIM, DIM_V, TILE_KV, True,
+    )  # fmt: skip
+    store_tile(stream(dq, batch, start_q, head, TILE_Q, PADDED), first, n_q - first, acc * scale, DIM)
+
+
+def launch(
+    problem: AttentionProblem, operands: Operands, out, lse, dout, dlse: torch.Tensor | None,
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
+) -> None:  # fmt: skip
+    """Write dq, dk, dv, at least one query and one key given; rows that belong to no sequence are left alone."""
+    arch, lengths = arch_of(out.device), problem.lengths
+    delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
+    of_problem = arguments.of_problem(problem, operands) | dict(
+        dout=arguments.matrix(dout), lse=arguments.vector(lse), delta=arguments.vector(delta), scale=problem.scale
+    )
+    with torch.cuda.device_of(out):
+        _launch_delta(problem, out, dout, dlse, delta)
+        dkdv = choose("dkdv", problem, arch)
+        _dkdv[(triton.cdiv(lengths.seqlen_kv, dkdv.tile_kv) * problem.heads_kv * lengths.batch,)](
+            **of_problem,
+            dk=arguments.matrix(dk),
+            dv=arguments.matrix(dv),
+            heads_kv=problem.heads_kv,
+            **arguments.of_config(dkdv),
+        )
+        config = choose("dq", problem, arch)
+        _dq[(triton.cdiv(lengths.seqlen_q, config.tile_q) * problem.heads_q * lengths.batch,)](
+            **of_problem,
+            dq=arguments.matrix(dq),
+            heads_q=problem.heads_q,
+            **arguments.of_config(config),
+        )
+
+
+def _launch_delta(problem: AttentionProblem, out, dout, dlse: torch.Tensor | None, delta) -> None:
+    """Over all rows, packed or not: those of no sequence get a number that nobody reads."""
+    n, batch = (out.shape[0], 1) if problem.varlen else (out.shape[1], out.shape[0])
+    _delta[(triton.cdiv(n, TILE_DELTA) * problem.heads_q * batch,)](
+        arguments.matrix(out),
+        arguments.matrix(dout),
+        None if dlse is None else arguments.vector(dlse),
+        arguments.vector(delta),
+        n,
+        problem.heads_q,
+        DIM_V=problem.head_dim_v,
+        PADDED_V=padded(problem.head_dim_v),
+        TILE_Q=TILE_DELTA,
+    )
