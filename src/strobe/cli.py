@@ -1,0 +1,219 @@
+"""The command line. What a command needs is imported inside it, so that `strobe --help` answers at once."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from strobe.device import Arch
+    from strobe.masks import Mask
+    from strobe.problem import AttentionProblem
+
+app = typer.Typer(
+    help="Flash attention for PyTorch in pure Python, and the instruments that show why it is fast.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def demo() -> None:
+    """Run a real text encoder on Strobe, beside PyTorch's attention."""
+    from strobe.demo import main
+
+    main()
+
+
+@app.command()
+def explain(
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    seqlen_q: Annotated[int, typer.Option(help="Queries of a sequence.")] = 4096,
+    seqlen_kv: Annotated[int | None, typer.Option(help="Keys of a sequence; default: as many as queries.")] = None,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
+    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 128,
+    head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
+    window: Annotated[str | None, typer.Option(help="Sliding window LEFT,RIGHT; -1 leaves a side open.")] = None,
+    softcap: Annotated[float, typer.Option(help="Softcap of the scores; 0: none.")] = 0.0,
+    backward: Annotated[bool, typer.Option("--backward", help="Ask about the backward.")] = False,
+    arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...) or CPU; default: this machine's.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Ask about one backend only.")] = None,
+) -> None:
+    """Which kernel runs a problem on a GPU, why the others do not, and what the problem costs at least."""
+    from strobe.dispatch import BACKENDS, explain_problem
+    from strobe.problem import AttentionProblem, Dense
+    from strobe.scores import Score
+
+    _at_least(0, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+    _at_least(1, heads=heads, heads_kv=heads_kv)
+    if heads % (heads_kv or heads):
+        raise typer.BadParameter(f"heads must be a multiple of heads-kv, got {heads} and {heads_kv}")
+    for name, dim in (("head-dim", head_dim), ("head-dim-v", head_dim_v)):
+        if dim is not None and (dim % 8 or not 8 <= dim <= 256):
+            raise typer.BadParameter(f"{name} must be a multiple of 8 from 8 to 256, got {dim}")
+    if not softcap >= 0:
+        raise typer.BadParameter(f"softcap must be 0 (none) or positive, got {softcap}")
+    if backend is not None:
+        _one_of("backend", backend, BACKENDS)
+    problem = AttentionProblem(
+        lengths=Dense(batch, seqlen_q, seqlen_q if seqlen_kv is None else seqlen_kv),
+        heads_q=heads,
+        heads_kv=heads_kv or heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v or head_dim,
+        dtype=_dtype(dtype),
+        scale=head_dim**-0.5,
+        mask=_mask(causal, window),
+        score=Score(softcap),
+        phase="backward" if backward else "forward",
+    )
+    on = _arch(arch)
+    typer.echo(explain_problem(problem, on, backend))
+    typer.echo(f"at least  {_at_least_time(problem, on)}")
+
+
+@app.command()
+def bench(
+    head_dims: Annotated[str | None, typer.Option(help="Comma-separated; default: 64,128,256.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Comma-separated; default: 1024,4096,16384.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Batch x length; default: 16384.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads; default: 2048 / head dim.")] = None,
+    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of bf16, fp16, fp32, comma-separated; default: bf16.")] = None,
+    causal: Annotated[bool | None, typer.Option("--causal/--full", help="One mask only; default: both.")] = None,
+    backward: Annotated[bool, typer.Option("--backward", help="Time the backward.")] = False,
+    rounds: Annotated[int | None, typer.Option(help="Rounds, of which the median is taken; default: 6.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Of one contender in one round; default: 0.1.")] = None,
+    max_seconds: Annotated[float | None, typer.Option(help="Stop then, with what was measured.")] = None,
+    backends: Annotated[str | None, typer.Option(help="Strobe's backends to time by name too, comma-separated.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Peers, comma-separated; default: all but flex.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")] = None,
+    json: Annotated[str | None, typer.Option(help="Default: benchmarks/results/<what>-<gpu>-<date>.json.")] = None,
+) -> None:
+    """Time Strobe beside the attentions that are installed, after checking all of them. On a CPU the defaults are smaller."""
+    from dataclasses import replace
+    from pathlib import Path
+
+    from strobe.dispatch import BACKENDS
+    from strobe.lab.bench import bench as run
+    from strobe.lab.peers import peers_for
+    from strobe.lab.plan import CPU_PLAN, Plan
+
+    _at_least(1, tokens=tokens, heads=heads, heads_kv=heads_kv, rounds=rounds)
+    where = _device(device)
+    given: dict[str, Any] = {
+        "head_dims": _numbers("head-dims", head_dims),
+        "lengths": _numbers("lengths", lengths),
+        "tokens": tokens,
+        "heads": heads,
+        "heads_kv": heads_kv,
+        "dtypes": _names("dtype", dtype, ("bf16", "fp16", "fp32")),
+        "masks": None if causal is None else (("causal",) if causal else ("full",)),
+        "backward": backward,
+        "rounds": rounds,
+        "seconds": _positive("seconds", seconds),
+        "max_seconds": _positive("max-seconds", max_seconds),
+        "backends": _names("backends", backends, BACKENDS),
+        "peers": _names("peers", peers, peers_for(where)),
+    }
+    plan = replace(CPU_PLAN if where.type == "cpu" else Plan(), **{k: v for k, v in given.items() if v is not None})
+    for dim in plan.head_dims:
+        if dim % 8 or not 8 <= dim <= 256:
+            raise typer.BadParameter(f"head-dims must be multiples of 8 from 8 to 256, got {dim}")
+        if (plan.heads or max(1, 2048 // dim)) % (plan.heads_kv or 1):
+            raise typer.BadParameter(
+                f"heads must be a multiple of heads-kv, got {plan.heads or 2048 // dim} and {plan.heads_kv}"
+            )
+    command = " ".join(["strobe", *sys.argv[1:]])
+    raise typer.Exit(run(plan, where, command, Path(json) if json else None))
+
+
+# ---- options as values; a wrong one is one sentence and exit status 2
+
+
+def _at_least(least: int, **options: int | None) -> None:
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise typer.BadParameter(f"{name.replace('_', '-')} must be {least} or more, got {value}")
+
+
+def _positive(name: str, value: float | None) -> float | None:
+    if value is not None and not value > 0:
+        raise typer.BadParameter(f"{name} must be more than 0, got {value}")
+    return value
+
+
+def _one_of(name: str, value: str, allowed) -> str:
+    if value not in allowed:
+        raise typer.BadParameter(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+    return value
+
+
+def _names(name: str, text: str | None, allowed) -> tuple[str, ...] | None:
+    return None if text is None else tuple(_one_of(name, part.strip(), allowed) for part in text.split(","))
+
+
+def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{name} must be comma-separated integers, got {text!r}") from None
+    _at_least(1, **{name: min(numbers)})
+    return numbers
+
+
+def _dtype(name: str) -> torch.dtype:
+    from strobe.lab.plan import DTYPES
+
+    return DTYPES[_one_of("dtype", name, DTYPES)]
+
+
+def _mask(causal: bool, window: str | None) -> Mask:
+    from strobe.masks import Causal, Full, Window
+
+    mask = Causal() if causal else Full()
+    if window is None:
+        return mask
+    try:
+        left, right = (int(part) for part in window.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"window must be LEFT,RIGHT, such as 1024,0, got {window!r}") from None
+    _at_least(-1, window=min(left, right))
+    return mask & Window(None if left == -1 else left, None if right == -1 else right)
+
+
+def _arch(name: str | None) -> Arch:
+    from strobe.device import CPU, KNOWN, arch_of
+
+    if name is None:
+        return arch_of(_device(None))
+    known = {key.lower(): arch for key, arch in KNOWN.items()} | {"cpu": CPU}
+    if name.lower() not in known:
+        raise typer.BadParameter(f"arch must be one of {', '.join([*KNOWN, 'CPU'])}, got {name!r}")
+    return known[name.lower()]
+
+
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    available = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
+    return torch.device(_one_of("device", name or available[0], available))
+
+
+def _at_least_time(problem: AttentionProblem, arch: Arch) -> str:
+    from strobe.lab.cost import Cost
+
+    try:
+        return str(Cost(problem).lower_bound(arch))
+    except ValueError as error:
+        return f"unknown: {error}"

@@ -1,0 +1,197 @@
+"""`python -m strobe.lab.readme` rewrites the generated blocks of README.md in the current folder.
+
+A block stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`:
+
+measured   the newest benchmarks/results/forward-*.json (by its date) that was measured on a GPU, and its picture
+support    what each backend refuses, asked of the backend itself
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from strobe.device import CPU, KNOWN, Arch
+from strobe.dispatch import backend_module
+from strobe.lab.report import number, ratio
+from strobe.masks import Causal, Document, Prefix, Window
+from strobe.problem import AttentionProblem, Dense, Varlen
+from strobe.scores import Score
+
+RESULTS = Path("benchmarks/results")
+
+BASE = AttentionProblem(
+    lengths=Dense(2, 4096, 4096), heads_q=16, heads_kv=16, head_dim=128, head_dim_v=128, dtype=torch.bfloat16, scale=128**-0.5
+)
+"""The problem that every row of the support matrix changes in one thing."""
+
+
+def _dims(d: int, dv: int) -> dict:
+    return {"head_dim": d, "head_dim_v": dv, "scale": d**-0.5}
+
+
+FEATURES: dict[str, dict] = {
+    "forward": {},
+    "backward": {"phase": "backward"},
+    "causal": {"mask": Causal()},
+    "sliding window": {"mask": Window(1024, 0)},
+    "prefix": {"mask": Prefix(1024)},
+    "documents": {"mask": Document(torch.zeros(2, 4096, dtype=torch.int32))},
+    "softcap": {"score": Score(softcap=30.0)},
+    "ALiBi": {"score": Score(alibi=torch.ones(16))},
+    "GQA, MQA": {"heads_kv": 2},
+    "packed sequences (varlen)": {"lengths": Varlen(2, 8192, 8192, 4096, 4096)},
+    "head dim 64": _dims(64, 64),
+    "head dim 96": _dims(96, 96),
+    "head dim 128": _dims(128, 128),
+    "head dim 256": _dims(256, 256),
+    "head dim 192, 128 for v": _dims(192, 128),
+    "fp16": {"dtype": torch.float16},
+    "bf16": {"dtype": torch.bfloat16},
+    "fp32": {"dtype": torch.float32},
+}
+"""Row of the support matrix -> what it changes in BASE."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A backend and the devices that it is asked about."""
+
+    backend: str
+    archs: tuple[Arch, ...]
+
+    @property
+    def title(self) -> str:
+        return f"`{self.backend}` on {', '.join(arch.name for arch in self.archs)}"
+
+
+COLUMNS = (
+    Column("sm90", (KNOWN["H200"],)),
+    Column("portable", (KNOWN["A100"], KNOWN["RTX 4090"], KNOWN["H200"])),
+    Column("torch_cpu", (CPU,)),
+    Column("tiled", (CPU,)),
+)
+
+
+class Footnotes:
+    """Numbers for texts: the same text has the same number."""
+
+    def __init__(self):
+        self._texts: list[str] = []
+
+    def mark(self, text: str) -> str:
+        if text not in self._texts:
+            self._texts.append(text)
+        return f"<sup>{self._texts.index(text) + 1}</sup>"
+
+    def lines(self) -> list[str]:
+        return [f"{i}. {text}" for i, text in enumerate(self._texts, 1)]
+
+
+def support() -> str:
+    """The support matrix; its footnotes are the backends' own words."""
+    notes = Footnotes()
+    lines = [_row(["", *(column.title for column in COLUMNS)]), _row(["---", *(":---:" for _ in COLUMNS)])]
+    for feature, changes in FEATURES.items():
+        problem = replace(BASE, **changes)
+        lines.append(_row([feature, *(_cell(column, problem, notes) for column in COLUMNS)]))
+    legend = "Every row is one change to a dense bf16 forward with head dim 128. ✓ runs, ✗ is refused with the reason below."
+    return "\n".join([*lines, "", legend, "", *notes.lines()])
+
+
+def _cell(column: Column, problem: AttentionProblem, notes: Footnotes) -> str:
+    """One mark if all archs agree, else a mark for each. "forward only" where the backward of this row alone is refused."""
+    by_arch = {arch.name: _mark(column.backend, arch, problem, notes) for arch in column.archs}
+    if len(set(by_arch.values())) == 1:
+        return next(iter(by_arch.values()))
+    return ", ".join(f"{mark} {name}" for name, mark in by_arch.items())
+
+
+def _mark(backend: str, arch: Arch, problem: AttentionProblem, notes: Footnotes) -> str:
+    refuses = backend_module(backend).refuses
+    reason = refuses(problem, arch)
+    if reason is not None:
+        return f"✗{notes.mark(reason)}"
+    reason = refuses(replace(problem, phase="backward"), arch)
+    if reason is None or reason == refuses(replace(BASE, phase="backward"), arch):
+        return "✓"
+    return f"✓ forward only{notes.mark(reason)}"
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def newest(root: Path) -> Path | None:
+    """The newest result of the forward on a GPU under root, or None."""
+    dated = []
+    for path in (root / RESULTS).glob("forward-*.json"):
+        report = json.loads(path.read_text())
+        if report["device"]["kind"] == "cuda":
+            dated.append((report["date"], path))
+    return max(dated)[1] if dated else None
+
+
+def measured(root: Path) -> str:
+    """The picture, the table and where they come from; says so if nothing was measured yet."""
+    path = newest(root)
+    if path is None:
+        return "No measurement on a GPU is published yet."
+    report = json.loads(path.read_text())
+    names = [name for name in report["contenders"] if _was_timed(report, name)]
+    relative = path.relative_to(root)
+    lines = [f"![TFLOP/s against sequence length]({relative.with_suffix('.png')})", "", _origin(report, relative), ""]
+    lines += [_row(["D", "mask", "S", *names, "strobe / best peer"]), _row(["---:", "---", *("---:" for _ in [*names, 0, 0])])]
+    for point in report["points"]:
+        cells = [number(point["results"].get(name, {}).get("tflops"), ".0f") for name in names]
+        head_dim = str(point["head_dim"]) + ("" if point["dtype"] == "bf16" else f" {point['dtype']}")
+        mask = "causal" if point["causal"] else "full"
+        lines.append(_row([head_dim, mask, str(point["length"]), *cells, number(ratio(point["results"]), ".2f")]))
+    return "\n".join(lines)
+
+
+def _was_timed(report: dict, name: str) -> bool:
+    return any("tflops" in point["results"].get(name, {}) for point in report["points"])
+
+
+def _origin(report: dict, path: Path) -> str:
+    """Date, device, versions, protocol, command: a sentence each."""
+    device, ceiling = report["device"], report["ceiling"]
+    versions = f"torch {device['packages']['torch']}, Triton {device['packages']['triton']}, cuDNN {device['cudnn']}"
+    commit = f", commit {device['commit']}" if device["commit"] else ""
+    parts = [
+        f"Attention {report['what']} in TFLOP/s (causal counted as half), {device['name']}, {report['date'][:10]}{commit}.",
+        f"Driver {device['driver']}, {versions}. Median of {report['protocol']['rounds']} interleaved rounds, launches alone.",
+        f"A matrix product ({ceiling['matmul']}) ran at {ceiling['before']:.0f} in the same process.",
+        f"Reproduce with `{report['command']}`; all figures are in [{path.name}]({path}).",
+    ]
+    if report["stopped"]:
+        parts.append(f"The run is incomplete: {report['stopped']}.")
+    return " ".join(parts)
+
+
+BLOCKS: dict[str, Callable[[Path], str]] = {"measured": measured, "support": lambda root: support()}
+
+
+def rewritten(text: str, root: Path) -> str:
+    """README's text with its generated blocks made anew. ValueError where a block has no markers."""
+    for name, make in BLOCKS.items():
+        markers = re.search(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", text, re.DOTALL)
+        if markers is None:
+            raise ValueError(f"README.md must hold <!-- begin: {name} --> and <!-- end: {name} --> on lines of their own")
+        text = f"{text[: markers.end(1)]}{make(root)}\n{text[markers.start(2) :]}"
+    return text
+
+
+def main() -> None:
+    readme = Path("README.md")
+    readme.write_text(rewritten(readme.read_text(), Path()))
+
+
+if __name__ == "__main__":
+    main()

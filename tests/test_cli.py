@@ -1,0 +1,96 @@
+"""The command line, through its own door."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from strobe.cli import app
+
+
+def run(*arguments: str):
+    return CliRunner(env={"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"}).invoke(app, list(arguments))
+
+
+def test_help_lists_the_commands():
+    result = run("--help")
+    assert result.exit_code == 0
+    assert all(command in result.output for command in ("demo", "explain", "bench"))
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from typer.testing import CliRunner; from strobe.cli import app; "
+        "assert CliRunner().invoke(app, ['explain', '--help']).exit_code == 0; "
+        "print([name for name in ('triton', 'matplotlib', 'transformers', 'strobe.lab.bench') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_explain_answers_for_a_gpu_that_is_not_here():
+    result = run("explain", "--arch", "h200", "--seqlen-q", "16384")
+    assert result.exit_code == 0
+    assert "device    H200 (sm_90)" in result.output and "refused   torch_cpu: runs on a CPU only" in result.output
+    assert "at least  2.22 ms, bound by matmul" in result.output
+
+
+def test_explain_builds_the_problem_it_was_asked_about():
+    options = (
+        "--arch CPU --batch 3 --seqlen-q 100 --seqlen-kv 200 --heads 8 --heads-kv 2 --head-dim 192 --head-dim-v 128 "
+        "--dtype fp16 --causal --window 64,-1 --softcap 30 --backward --backend tiled"
+    )
+    result = run("explain", *options.split())
+    expected = (
+        "backward, batch 3, 100 x 200, heads 8/2, head dim 192, 128, float16, mask window(left=64, right=0), score softcap(30)"
+    )
+    assert expected in result.output
+    assert "chosen    tiled" in result.output and "at least  unknown: cost: no peak rates of CPU" in result.output
+
+
+def test_explain_asks_one_backend():
+    result = run("explain", "--arch", "CPU", "--backend", "torch_cpu", "--softcap", "1")
+    assert "chosen    none" in result.output and "tiled" not in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("explain --arch T9", "arch must be one of T4, A100"),
+        ("explain --window 3", "window must be LEFT,RIGHT, such as 1024,0, got '3'"),
+        ("explain --window=-2,0", "window must be -1 or more, got -2"),
+        ("explain --heads 6 --heads-kv 4", "heads must be a multiple of heads-kv, got 6 and 4"),
+        ("explain --heads 0", "heads must be 1 or more, got 0"),
+        ("explain --seqlen-kv=-1", "seqlen-kv must be 0 or more, got -1"),
+        ("explain --head-dim 100", "head-dim must be a multiple of 8 from 8 to 256, got 100"),
+        ("explain --head-dim-v 264", "head-dim-v must be a multiple of 8 from 8 to 256, got 264"),
+        ("explain --dtype int8", "dtype must be one of bf16, fp16, fp32, got 'int8'"),
+        ("explain --softcap=-1", "softcap must be 0 (none) or positive, got -1.0"),
+        ("explain --backend sm80", "backend must be one of sm90, portable"),
+        ("bench --device cpu --lengths 1,x", "lengths must be comma-separated integers, got '1,x'"),
+        ("bench --device cpu --lengths 0", "lengths must be 1 or more, got 0"),
+        ("bench --device cpu --head-dims 64,100", "head-dims must be multiples of 8 from 8 to 256, got 100"),
+        ("bench --device cpu --heads 6 --heads-kv 4", "heads must be a multiple of heads-kv, got 6 and 4"),
+        ("bench --device cpu --dtype bf16,int8", "dtype must be one of bf16, fp16, fp32, got 'int8'"),
+        ("bench --device cpu --backends triton", "backends must be one of sm90, portable"),
+        ("bench --device cpu --peers FA9", "peers must be one of SDPA flash, SDPA math, got 'FA9'"),
+        ("bench --device cpu --rounds 0", "rounds must be 1 or more, got 0"),
+        ("bench --device cpu --seconds 0", "seconds must be more than 0, got 0.0"),
+        ("bench --device tpu", "device must be one of"),
+    ],
+)
+def test_wrong_options_are_one_sentence_and_status_2(arguments, words):
+    result = run(*arguments.split())
+    assert result.exit_code == 2
+    assert words in result.output and "Traceback" not in result.output
+
+
+def test_bench_measures_and_writes(tmp_path):
+    path = tmp_path / "result.json"
+    options = "--device cpu --head-dims 32 --lengths 64 --tokens 64 --heads 2 --causal --rounds 1 --seconds 0.001 --dtype fp32"
+    result = run("bench", *options.split(), "--json", str(path))
+    assert result.exit_code == 0, result.output
+    report = json.loads(path.read_text())
+    assert [(p["length"], p["causal"], p["heads"]) for p in report["points"]] == [(64, True, 2)]
+    assert report["points"][0]["results"]["SDPA math"]["tflops"] > 0

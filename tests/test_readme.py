@@ -1,0 +1,72 @@
+"""The README's generated blocks are what their generator makes, so they cannot go stale."""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_bench import report
+
+from strobe.lab import readme
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_readme_is_up_to_date():
+    text = (ROOT / "README.md").read_text()
+    assert readme.rewritten(text, ROOT) == text, "run `make readme`"
+
+
+def test_nothing_is_claimed_before_it_was_measured(tmp_path):
+    assert readme.measured(tmp_path) == "No measurement on a GPU is published yet."
+
+
+def write(root: Path, name: str, **changes) -> None:
+    path = root / readme.RESULTS / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report() | changes))
+
+
+def test_measured_block_is_the_newest_gpu_result(tmp_path):
+    write(tmp_path, "forward-old.json", date="2025-12-31T00:00:00+00:00", command="old")
+    write(tmp_path, "forward-new.json", command="strobe bench --seconds 1")
+    write(tmp_path, "forward-cpu.json", date="2027-01-01T00:00:00+00:00", device={"kind": "cpu"})
+    text = readme.measured(tmp_path)
+    assert "(benchmarks/results/forward-new.png)" in text and "`strobe bench --seconds 1`" in text
+    assert "2026-01-02" in text and "commit abc" in text and "NVIDIA H200" in text and "at 800" in text
+    assert "| D | mask | S | strobe | cuDNN | strobe / best peer |" in text, "contenders that never ran have no column"
+    assert "| 128 | full | 1024 | 600 | 500 | 1.20 |" in text
+    assert "| 128 | causal | 1024 | 300 | - | - |" in text
+    assert "incomplete" not in text
+
+
+def test_an_incomplete_run_says_so(tmp_path):
+    write(tmp_path, "forward-h200.json", stopped="out of time after 1 of 2 points")
+    assert "The run is incomplete: out of time after 1 of 2 points." in readme.measured(tmp_path)
+
+
+def test_support_quotes_the_refusals_of_the_backends():
+    text = readme.support()
+    sliding = next(line for line in text.splitlines() if line.startswith("| sliding window"))
+    number = sliding.split("|")[4].strip().removeprefix("✗<sup>").removesuffix("</sup>")
+    assert f"\n{number}. takes no mask but full and causal, not window(left=1024, right=0)" in text
+    assert sliding.split("|")[5].strip() == "✓"
+
+
+def test_support_marks_archs_that_differ_and_backwards_that_are_refused(monkeypatch):
+    class Backend:
+        @staticmethod
+        def refuses(problem, arch):
+            if arch.name == "A100" and problem.head_dim == 256:
+                return "too wide"
+            return "no gradient of softcap" if problem.phase == "backward" and problem.score.softcap else None
+
+    monkeypatch.setattr(readme, "backend_module", lambda name: Backend)
+    lines = {line.split("|")[1].strip(): line.split("|")[3].strip() for line in readme.support().splitlines() if "|" in line}
+    assert lines["head dim 256"] == "✗<sup>2</sup> A100, ✓ RTX 4090, ✓ H200"
+    assert lines["softcap"] == "✓ forward only<sup>1</sup>"
+    assert lines["causal"] == "✓"
+
+
+def test_missing_markers_are_an_error():
+    with pytest.raises(ValueError, match="begin: measured"):
+        readme.rewritten("# nothing", ROOT)
