@@ -151,7 +151,7 @@ def prepare_flaky(q, k, v, causal):
 
     def call():
         calls.append(1)
-        if len(calls) > 5:  # two to enter, two to warm up, one in the first round
+        if len(calls) == 6:  # two to enter, two to warm up, one in the first round: this is the second round
             raise RuntimeError("out of patience\nand more lines")
         return strobe.attention(q, k, v)
 
@@ -161,12 +161,54 @@ def prepare_flaky(q, k, v, causal):
 def test_peers_that_fail_are_reported_and_stop_nobody(monkeypatch):
     peers = {f.__name__: Peer(f.__name__, f) for f in (prepare_wrong, prepare_missing, prepare_flaky)}
     monkeypatch.setattr(bench, "peers_for", lambda device: peers)
-    result = bench.Run(replace(TINY, masks=("full",), seconds=1e-9), CPU, "strobe bench").run()
+    result = bench.Run(replace(TINY, masks=("full",), seconds=1e-9, rounds=3), CPU, "strobe bench").run()
     results = result["points"][0]["results"]
     assert "wrong: relative error 1.0e+00 against float64, allowed 1e-04" in results["prepare_wrong"]["refused"]
     assert "No module named 'no_such_package'" in results["prepare_missing"]["refused"]
     assert results["prepare_flaky"]["refused"].startswith("RuntimeError: out of patience (test_bench.py:")
     assert results["strobe"]["tflops"] > 0 and result["stopped"] is None
+
+
+class GraphClock(bench.CudaClock):
+    """A CUDA clock without CUDA, whose graphs return what it is told to."""
+
+    def __init__(self, result):
+        self.result = result
+
+    def synchronize(self):
+        pass
+
+    def captured(self, calls):
+        if isinstance(self.result, Exception):
+            raise self.result
+        return lambda: None, [self.result]
+
+
+def test_what_a_graph_computes_passes_the_gate():
+    point = TINY.points()[0]
+    sets = input_sets(point, CPU)
+    right = strobe.attention(sets[0].q, sets[0].k, sets[0].v)
+    assert bench.enter(bench.strobe_peer(), point, sets, GraphClock(right)).timed == "CUDA graph"
+    with pytest.raises(ValueError, match="wrong: relative error"):
+        bench.enter(bench.strobe_peer(), point, sets, GraphClock(right * 1.01))
+
+
+def test_without_a_graph_calls_are_timed_and_it_says_so():
+    point = TINY.points()[0]
+    contender = bench.enter(bench.strobe_peer(), point, input_sets(point, CPU), GraphClock(RuntimeError("not capturable")))
+    assert contender.timed == "calls" and contender.note.startswith("no CUDA graph: RuntimeError: not capturable")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_run_on_a_gpu(backward):
+    plan = Plan(head_dims=(64,), lengths=(256,), tokens=512, rounds=2, seconds=0.005, backward=backward)
+    result = bench.Run(plan, torch.device("cuda"), "strobe bench").run()
+    assert result["stopped"] is None and result["host_us"]["strobe"]["us"] > 0
+    for point in result["points"]:
+        assert point["sets"] > 1, "inputs that fit into L2 must rotate"
+        assert point["results"]["strobe"]["tflops"] > 0 and point["results"]["SDPA flash"]["tflops"] > 0
+        assert point["results"]["strobe"]["timed"] == "CUDA graph"
 
 
 def test_warnings_are_part_of_the_reason():

@@ -36,7 +36,7 @@ from strobe.device import arch_of
 from strobe.dispatch import explain_problem
 from strobe.lab.cost import Cost
 from strobe.lab.gate import BOUNDS, gradient_error, out_error
-from strobe.lab.machine import Telemetry, Watchdog, describe
+from strobe.lab.machine import Telemetry, Watchdog, describe, snapshot
 from strobe.lab.peers import Call, Peer, peers_for, strobe_peer
 from strobe.lab.plan import DTYPES, Inputs, Plan, Point, input_sets
 from strobe.lab.report import default_path, show
@@ -184,7 +184,8 @@ def _capture(contender: Contender, clock: CudaClock) -> None:
         contender.timed = "CUDA graph"
     except Exception as error:
         clock.synchronize()
-        contender.note = f"no CUDA graph: {compact(error)}"
+        # Leaving a broken capture raises too; the first error is the one that says why.
+        contender.note = f"no CUDA graph: {compact(error.__context__ or error)}"
 
 
 def _error(contender: Contender, point: Point, inputs: Inputs) -> float:
@@ -221,7 +222,7 @@ def _reasons() -> Iterator[list[str]]:
     """Collects warnings: PyTorch tells by them why each of its kernels refused."""
     reasons: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")
         yield reasons
     for warning in caught:
         line = str(warning.message).splitlines()[0].split(" (Triggered internally", 1)[0]
@@ -268,6 +269,7 @@ class Run:
             "contenders": [peer.name for peer in self.peers],
             "host_us": {},
             "ceiling": {},
+            "telemetry": {},
             "points": [],
         }
 
@@ -276,10 +278,10 @@ class Run:
         stopped: str | None
         with self.clock.running(), self.watchdog, self.telemetry:
             try:
-                self._ceiling("before")
+                self._around("before")
                 self._host_times()
                 stopped = self._points()
-                self._ceiling("after")
+                self._around("after")
             except _Poisoned as error:
                 stopped = f"the GPU failed: {error}"
             except KeyboardInterrupt:
@@ -376,13 +378,14 @@ class Run:
             with self._guard(peer.name, self.report["host_us"]), peer.context():
                 self.report["host_us"][peer.name] = {"us": host_us(bind(peer, tiny, inputs), self.clock)}
 
-    def _ceiling(self, when: str) -> None:
-        """TFLOP/s of a large square matrix product in the plan's first dtype."""
+    def _around(self, when: str) -> None:
+        """Before and after all points: clocks and temperature, and a large square matrix product in the first dtype."""
         self._step("matrix product", HANG_SECONDS)
         size = 8192 if self.device.type == "cuda" else 2048
         a, b = (torch.randn(size, size, device=self.device).to(DTYPES[self.plan.dtypes[0]]) for _ in range(2))
         once = [self.clock.seconds(lambda: a @ b, 1) for _ in range(2)][-1]
         seconds = self.clock.seconds(lambda: a @ b, max(1, round(self.plan.seconds / once)))
+        self.report["telemetry"][when] = snapshot(self.device)
         self.report["ceiling"][when] = 2 * size**3 / seconds / 1e12
         self.report["ceiling"]["matmul"] = f"{size} x {size} x {size}, {self.plan.dtypes[0]}"
 

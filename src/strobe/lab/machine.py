@@ -76,6 +76,13 @@ def _nvidia_smi(fields: list[str], device: torch.device) -> list[str | None]:
     return [part.strip() for part in line.split(",")]
 
 
+def snapshot(device: torch.device) -> dict[str, float]:
+    """Clock, power and temperature of a GPU now, as far as it reports them; {} on a CPU."""
+    if device.type != "cuda":
+        return {}
+    return parse_sample(",".join(value or "" for value in _nvidia_smi(list(_FIELDS.values()), device)))
+
+
 @dataclass(frozen=True)
 class _Sample:
     when: float
