@@ -319,7 +319,8 @@ def _check_alibi(alibi: torch.Tensor | None, batch: int, q) -> None:
     if alibi.dtype != torch.float32:
         raise TypeError(f"alibi_slopes must be float32, got {alibi.dtype}")
     heads = q.shape[-2]
-    if tuple(alibi.shape) not in ((heads,), (batch, heads)):
+    by_sequence = alibi.dim() == 2 and alibi.shape[0] == batch
+    if not (alibi.dim() == 1 or by_sequence) or alibi.shape[-1] != heads:
         raise ValueError(f"alibi_slopes must have shape [{heads}] or [{batch}, {heads}], got {list(alibi.shape)}")
     if alibi.device != q.device:
         raise ValueError(f"alibi_slopes must be on q's device {q.device}, got {alibi.device}")

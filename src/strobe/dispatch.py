@@ -28,7 +28,7 @@ BACKENDS: dict[str, str] = {
     "torch_cpu": "strobe.reference.torch_cpu",
     "tiled": "strobe.reference.tiled",
 }
-"""Name -> module, the fastest first: the first that does not refuse runs."""
+"""Name -> module, the fastest on a GPU first."""
 
 FORWARD_ONLY = ("sm90",)
 """They run the forward; the backward of the same call goes to the first of the others that does not refuse."""
@@ -66,10 +66,17 @@ def _refusal(name: str, problem: AttentionProblem, arch: Arch) -> str | None:
     return backend_module(name).refuses(problem, arch)
 
 
+def ranked(arch: Arch) -> list[str]:
+    """The backends in the order of preference: the first that does not refuse runs."""
+    if arch.is_gpu:
+        return list(BACKENDS)
+    return sorted(BACKENDS, key=lambda name: name == "portable")  # on a CPU it is an interpreter, made for tests
+
+
 def explain_problem(problem: AttentionProblem, arch: Arch, backend: str | None = None) -> Explanation:
     """The choice for a problem; `chosen` is None if every candidate (or the one asked for) refuses."""
     refusals, chosen = [], None
-    for name in BACKENDS if backend is None else (backend,):
+    for name in ranked(arch) if backend is None else [backend]:
         reason = _refusal(name, problem, arch)
         if reason is not None:
             refusals.append((name, reason))
@@ -82,7 +89,7 @@ def explain_problem(problem: AttentionProblem, arch: Arch, backend: str | None =
 def select(problem: AttentionProblem, arch: Arch, backend: str | None = None) -> ModuleType:
     """The backend that runs a problem. ValueError with every reason if none does, or if the one asked for does not."""
     refusals: list[tuple[str, str]] = []
-    for name in BACKENDS if backend is None else (backend,):
+    for name in ranked(arch) if backend is None else [backend]:
         reason = _refusal(name, problem, arch)
         if reason is None:
             _log_choice(name, problem, refusals)

@@ -1,0 +1,162 @@
+"""The public door: flash-attn's signatures and returns, explain, supports, what an import costs."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+from problems import Case, check, formula, run, tensors
+
+import strobe
+
+FLASH_TAIL = {
+    "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None,
+    "deterministic": False, "return_attn_probs": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "function, head, tail",
+    [
+        ("flash_attn_func", ["q", "k", "v"], {}),
+        ("flash_attn_qkvpacked_func", ["qkv"], {}),
+        ("flash_attn_kvpacked_func", ["q", "kv"], {}),
+        (
+            "flash_attn_varlen_func",
+            ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"],
+            {"block_table": None},
+        ),
+    ],
+)
+def test_signatures_are_flash_attns(function, head, tail):
+    parameters = inspect.signature(getattr(strobe, function)).parameters
+    assert list(parameters) == [*head, *FLASH_TAIL, *tail]
+    assert {name: parameters[name].default for name in (*FLASH_TAIL, *tail)} == {**FLASH_TAIL, **tail}
+
+
+def test_flash_attn_func_and_packed_forms_agree():
+    qkv = torch.randn(2, 20, 3, 4, 32)
+    q, k, v = qkv.unbind(2)
+    out, lse, probabilities = strobe.flash_attn_func(q, k, v, causal=True, window_size=(7, 3), return_attn_probs=True)
+    want, want_lse = strobe.attention(q, k, v, mask=strobe.Causal() & strobe.Window(7), return_lse=True)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse) and lse.shape == (2, 4, 20) and probabilities.numel() == 0
+    assert torch.equal(strobe.flash_attn_qkvpacked_func(qkv, causal=True, window_size=(7, 3)), out)
+    assert torch.equal(strobe.flash_attn_kvpacked_func(q, qkv[:, :, 1:], causal=True, window_size=(7, 3)), out)
+
+
+def test_varlen_is_each_sequence_alone():
+    t = tensors(Case(30, 40, packed=True, batch=4, heads_q=4, heads_kv=2, mask="causal"))
+    cu_q, cu_k = t.keywords["cu_seqlens_q"], t.keywords["cu_seqlens_kv"]
+    out, lse, _ = strobe.flash_attn_varlen_func(
+        t.q, t.k, t.v, cu_q, cu_k, 30, 40, causal=True, return_attn_probs=True, softmax_scale=0.3
+    )
+    assert lse.shape == (4, t.q.shape[0])
+    for b in range(4):
+        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        one, one_lse = strobe.attention(
+            t.q[None, rows], t.k[None, keys], t.v[None, keys], mask=strobe.Causal(), scale=0.3, return_lse=True
+        )
+        torch.testing.assert_close(out[rows], one[0])
+        torch.testing.assert_close(lse[:, rows], one_lse[0])
+
+
+def test_rows_outside_every_sequence_give_zero():
+    q = torch.randn(10, 2, 16, requires_grad=True)
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+    out, lse = strobe.attention(q, q, q, cu_seqlens_q=cu, cu_seqlens_kv=cu, return_lse=True)
+    assert not out[7:].any() and torch.isneginf(lse[:, 7:]).all() and torch.isfinite(lse[:, :7]).all()
+    (gradient,) = torch.autograd.grad(out.sum(), q)
+    assert not gradient[7:].any()
+
+
+def test_lse_alone_has_a_gradient():
+    q, k = (torch.randn(1, 9, 2, 16, requires_grad=True) for _ in range(2))
+    _, lse = strobe.attention(q, k, k.detach(), return_lse=True, mask=strobe.Causal())
+    got = torch.autograd.grad(lse.sum(), (q, k))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4
+    want = torch.autograd.grad(scores.masked_fill(~strobe.Causal().dense(9, 9), -torch.inf).logsumexp(-1).sum(), (q, k))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("layout", ["heads first", "sliced", "expanded heads", "offset by one element"])
+def test_strides(layout):
+    t = tensors(Case(37, 37, heads_q=4, heads_kv=4, mask="causal"))
+
+    def laid_out(x):
+        if layout == "heads first":
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        if layout == "sliced":
+            return torch.stack([x, x + 1], -2)[..., 0, :]
+        if layout == "expanded heads":
+            return x[:, :, :1].expand(-1, -1, 4, -1)
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+    strided = type(t)(laid_out(t.q), laid_out(t.k), laid_out(t.v), t.keywords)
+    check(run(strided, None), strided)
+
+
+def test_explain_prints_choice_and_refusals(capsys):
+    q = torch.randn(1, 8, 2, 16, requires_grad=True)
+    explanation = strobe.explain(q, q, q, mask=strobe.Window(3))
+    printed = capsys.readouterr().out
+    assert explanation.chosen == "tiled" and explanation.backward.chosen == "tiled"
+    assert "chosen    tiled" in printed and "refused   sm90: needs a Hopper GPU" in printed
+    assert "takes no mask but full and causal" in dict(explanation.refusals)["torch_cpu"]
+
+
+def test_supports_and_what_runs_are_one():
+    q = torch.randn(1, 8, 2, 16)
+    assert strobe.supports(q, q, q) == (True, strobe.supports(q, q, q)[1])
+    ok, reasons = strobe.supports(q, q, q, mask=strobe.Window(3), backend="torch_cpu")
+    assert not ok and reasons[0].startswith("torch_cpu: takes no mask")
+    with pytest.raises(ValueError, match="takes no mask"):
+        strobe.attention(q, q, q, mask=strobe.Window(3), backend="torch_cpu")
+
+
+def test_the_choice_is_logged(caplog):
+    q = torch.randn(1, 8, 2, 16)
+    with caplog.at_level("INFO", "strobe"):
+        strobe.attention(q, q, q, score=strobe.Score(softcap=3.0))
+    assert "tiled runs" in caplog.text and "torch_cpu: takes no score" in caplog.text
+
+
+def test_import_is_light():
+    """No Triton, no compiler, no lab behind `import strobe`, and little time beside `import torch`."""
+    code = (
+        "import torch, sys, time; before = set(sys.modules); start = time.perf_counter(); import strobe;"
+        "took = time.perf_counter() - start; new = {m.split('.')[0] for m in set(sys.modules) - before};"
+        "print(took, *sorted(new)); assert not torch.cuda.is_initialized()"
+    )
+    took, *new = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    heavy = {"triton", "numpy", "transformers", "matplotlib", "rich", "typer", "pytest"}
+    assert "strobe" in new and not heavy & set(new)
+    assert float(took) < 1.0
+
+
+def test_poison_in_keys_that_no_row_sees():
+    """NaN and infinity in masked-out keys and values reach nothing, forward and backward."""
+    case = Case(50, 90, heads_q=4, heads_kv=2, mask="window")
+    t = tensors(case)
+    t.keywords["mask"] = strobe.Window(left=20, right=0)
+    unseen = ~t.keywords["mask"].dense(50, 90).any(0)
+    assert unseen.any()
+    clean = formula(t)
+    for poison in (float("nan"), float("inf"), -float("inf")):
+        bad = type(t)(t.q, t.k.clone(), t.v.clone(), t.keywords)
+        bad.k[:, unseen] = poison
+        bad.v[:, unseen] = poison
+        got = run(bad, None)
+        for name in got.FIELDS:
+            torch.testing.assert_close(getattr(got, name).double(), getattr(clean, name), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "torch_cpu"])
+def test_poison_reaches_only_rows_that_see_it(backend):
+    t = tensors(Case(40, 40, mask="causal"))
+    clean = run(t, backend).out
+    t.v[:, 25] = float("nan")
+    out = run(t, backend).out
+    torch.testing.assert_close(out[:, :25], clean[:, :25])
+    assert out[:, 25:].isnan().all()

@@ -1,0 +1,121 @@
+"""Bad input: one clear ValueError or TypeError that names the argument, before any launch. The table of them."""
+
+import pytest
+import torch
+
+import strobe
+
+
+def x(*shape, dtype=torch.float32, device="cpu"):
+    return torch.zeros(*shape, dtype=dtype, device=device)
+
+
+Q = x(2, 8, 4, 32)
+T = x(10, 4, 32)
+CU = torch.tensor([0, 4, 10], dtype=torch.int32)
+
+
+def cu(*values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype)
+
+
+def varlen(q=T, k=T, v=T, cu_q=CU, cu_k=CU, max_q=6, max_k=6, **keywords):
+    return strobe.flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, **keywords)
+
+
+def flash(q=Q, k=Q, v=Q, **keywords):
+    return strobe.flash_attn_func(q, k, v, **keywords)
+
+
+def attend(q=Q, k=Q, v=Q, **keywords):
+    return strobe.attention(q, k, v, **keywords)
+
+
+BAD = {
+    # what: (call, error, what the message says)
+    "q is no tensor": (lambda: attend(q=[1.0]), TypeError, "q must be a tensor, got list"),
+    "q of rank 3": (lambda: attend(q=x(8, 4, 32)), ValueError, r"q must have shape \[batch, seqlen, heads, head_dim\]"),
+    "v of rank 5": (lambda: attend(v=x(1, 2, 8, 4, 32)), ValueError, "v must have shape"),
+    "integers": (lambda: attend(q=x(2, 8, 4, 32, dtype=torch.int32)), TypeError, "q must be float16, bfloat16"),
+    "mixed dtypes": (lambda: attend(k=x(2, 8, 4, 32, dtype=torch.float16)), TypeError, "k must have q's dtype"),
+    "mixed devices": (lambda: attend(v=x(2, 8, 4, 32, device="meta")), ValueError, "v must be on q's device cpu"),
+    "head dim not a multiple of 8": (lambda: attend(*[x(2, 8, 4, 36)] * 3), ValueError, "multiple of 8 from 8 to 256, got 36"),
+    "head dim too large": (lambda: attend(*[x(2, 8, 4, 264)] * 3), ValueError, "from 8 to 256, got 264"),
+    "head dim 0": (lambda: attend(*[x(2, 8, 4, 0)] * 3), ValueError, "from 8 to 256, got 0"),
+    "head dims differ": (lambda: attend(k=x(2, 8, 4, 64)), ValueError, "k must have q's head dim 32, got 64"),
+    "k and v lengths differ": (lambda: attend(v=x(2, 9, 4, 32)), ValueError, "v must have k's shape"),
+    "batches differ": (lambda: attend(k=x(3, 8, 4, 32), v=x(3, 8, 4, 32)), ValueError, "k must have q's batch 2, got 3"),
+    "heads not divisible": (lambda: attend(k=x(2, 8, 3, 32), v=x(2, 8, 3, 32)), ValueError, "multiple of k's, got 4 and 3"),
+    "no heads": (lambda: attend(k=x(2, 8, 0, 32), v=x(2, 8, 0, 32)), ValueError, "multiple of k's, got 4 and 0"),
+    "last dim strided": (lambda: attend(q=x(2, 8, 32, 4).mT), ValueError, "q must be contiguous in its last dim"),
+    "scale not a number": (lambda: flash(softmax_scale="1"), TypeError, "softmax_scale must be a number"),
+    "scale NaN": (lambda: flash(softmax_scale=float("nan")), ValueError, "softmax_scale must be finite"),
+    "dropout": (lambda: flash(dropout_p=0.1), ValueError, "dropout_p must be 0.0, got 0.1"),
+    "dropout, varlen": (lambda: varlen(dropout_p=0.1), ValueError, "dropout_p must be 0.0"),
+    "window of three": (lambda: flash(window_size=(1, 2, 3)), ValueError, "window_size must be a pair"),
+    "window of one int": (lambda: flash(window_size=3), ValueError, "window_size must be a pair"),
+    "window of floats": (lambda: flash(window_size=(1.5, 0)), TypeError, "window_size must hold two ints"),
+    "window below -1": (lambda: flash(window_size=(-2, 0)), ValueError, "window_size must hold -1"),
+    "causal, window below -1": (lambda: flash(causal=True, window_size=(4, -3)), ValueError, "window_size must hold -1"),
+    "negative Window": (lambda: strobe.Window(left=-1), ValueError, "left must be 0 or more"),
+    "negative Prefix": (lambda: strobe.Prefix(-4), ValueError, "prefix must be 0 or more"),
+    "softcap negative": (lambda: flash(softcap=-1.0), ValueError, "softcap must be 0"),
+    "softcap no number": (lambda: flash(softcap="1"), TypeError, "softcap must be a number"),
+    "mask no mask": (lambda: attend(mask="causal"), TypeError, "mask must be a strobe mask"),
+    "score no score": (lambda: attend(score=30.0), TypeError, "score must be a strobe.Score"),
+    "alibi of wrong dtype": (lambda: flash(alibi_slopes=x(4, dtype=torch.float16)), TypeError, "alibi_slopes must be float32"),
+    "alibi of wrong shape": (lambda: flash(alibi_slopes=x(3)), ValueError, r"alibi_slopes must have shape \[4\] or \[2, 4\]"),
+    "alibi on another device": (lambda: flash(alibi_slopes=x(4, device="meta")), ValueError, "alibi_slopes must be on"),
+    "alibi with gradient": (lambda: flash(alibi_slopes=x(4).requires_grad_()), ValueError, "alibi_slopes must not require"),
+    "documents of wrong dtype": (lambda: strobe.Document(x(2, 8)), TypeError, "Document: q must be an int32"),
+    "documents of wrong rank": (lambda: strobe.Document(cu(0, 1)), ValueError, "Document: q must have shape"),
+    "documents of wrong shape": (
+        lambda: attend(mask=strobe.Document(torch.zeros(2, 7, dtype=torch.int32))), ValueError, "Document's q must have shape",
+    ),
+    "documents with packed sequences": (
+        lambda: attend(T, T, T, cu_seqlens_q=CU, cu_seqlens_kv=CU, mask=strobe.Document(cu(0).view(1, 1))),
+        ValueError, "Document goes with dense",
+    ),
+    "cu_seqlens of wrong dtype": (lambda: varlen(cu_q=CU.long()), TypeError, "cu_seqlens_q must be int32, got torch.int64"),
+    "cu_seqlens of wrong rank": (lambda: varlen(cu_k=CU.view(1, 3)), ValueError, "cu_seqlens_k must be contiguous with shape"),
+    "cu_seqlens of other length": (lambda: varlen(cu_k=cu(0, 10)), ValueError, "cu_seqlens_k must have cu_seqlens_q's shape"),
+    "cu_seqlens decreasing": (lambda: varlen(cu_q=cu(0, 7, 5)), ValueError, "cu_seqlens_q must start at 0 and never decrease"),
+    "cu_seqlens not from 0": (lambda: varlen(cu_k=cu(1, 4, 10)), ValueError, "cu_seqlens_k must start at 0"),
+    "cu_seqlens too large": (lambda: varlen(cu_q=cu(0, 4, 11), max_q=9), ValueError, "cu_seqlens_q must not exceed the 10 rows"),
+    "cu_seqlens empty": (lambda: varlen(cu_q=CU[:0], cu_k=CU[:0]), ValueError, "cu_seqlens_q must be contiguous with shape"),
+    "cu_seqlens missing": (lambda: varlen(cu_k=None), TypeError, "cu_seqlens_k must be an int32 tensor, got None"),
+    "cu_seqlens on another device": (lambda: varlen(cu_q=CU.to("meta")), ValueError, "cu_seqlens_q must be on q's device"),
+    "max_seqlen too small": (lambda: varlen(max_q=5), ValueError, "cu_seqlens_q must have no sequence longer than max_seqlen = 5"),
+    "max_seqlen a tensor": (lambda: varlen(max_k=torch.tensor(6)), TypeError, "max_seqlen_k must be an int"),
+    "max_seqlen negative": (lambda: varlen(max_q=-1), ValueError, "max_seqlen_q must be 0 or more"),
+    "max_seqlen for dense": (lambda: attend(max_seqlen_q=8), ValueError, "max_seqlen_q and max_seqlen_kv go with cu_seqlens"),
+    "packed q of rank 4": (lambda: varlen(q=Q), ValueError, r"q must have shape \[total, heads, head_dim\]"),
+    "block table": (lambda: varlen(block_table=cu(0)), ValueError, "block_table must be None"),
+    "qkv of wrong shape": (lambda: strobe.flash_attn_qkvpacked_func(x(2, 8, 2, 4, 32)), ValueError, "qkv must have shape"),
+    "kv of wrong shape": (lambda: strobe.flash_attn_kvpacked_func(Q, x(2, 8, 3, 4, 32)), ValueError, "kv must have shape"),
+    "unknown backend": (lambda: attend(backend="fastest"), ValueError, "backend must be one of sm90, portable"),
+    "backend that refuses": (lambda: attend(backend="sm90"), ValueError, "backend 'sm90' refuses .*needs a Hopper GPU"),
+    "backend without backward": (
+        lambda: attend(q=x(2, 8, 4, 32).requires_grad_(), backend="sm90"), ValueError, "'sm90' has no backward",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input(what):
+    call, error, message = BAD[what]
+    with pytest.raises(error, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_supports_gives_the_reason_instead():
+    ok, reasons = strobe.supports(Q, Q[..., :16], Q)
+    assert not ok and reasons == ["k must have q's head dim 32, got 16"]
+
+
+def test_second_gradient_is_refused():
+    q = torch.randn(1, 4, 1, 8, requires_grad=True)
+    (gradient,) = torch.autograd.grad(strobe.attention(q, q, q).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        gradient.sum().backward()

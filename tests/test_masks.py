@@ -1,0 +1,106 @@
+"""Every face of a mask agrees with its definition, exhaustively on small sizes; kernels run the same source."""
+
+import itertools
+
+import pytest
+import torch
+
+import strobe
+from strobe import masks
+from strobe.masks import Mask, TileClass
+
+BOUNDS = (None, 0, 1, 3)
+BANDS = [Mask(left, right, prefix) for left, right, prefix in itertools.product(BOUNDS, BOUNDS, (None, 0, 2, 5))]
+SIZES = [(n_q, n_kv) for n_q in (1, 2, 5) for n_kv in (1, 3, 6)]
+
+
+def defined(mask: Mask, i: int, j: int, n_q: int, n_kv: int) -> bool:
+    """The definition in words of one pair."""
+    p = i + n_kv - n_q
+    return (
+        (mask.left is None or j >= p - mask.left)
+        and (mask.right is None or j <= p + mask.right)
+        and (mask.prefix is None or j <= p or j < mask.prefix)
+    )
+
+
+def table(mask: Mask, n_q: int, n_kv: int) -> torch.Tensor:
+    return torch.tensor([[defined(mask, i, j, n_q, n_kv) for j in range(n_kv)] for i in range(n_q)])
+
+
+def spans(n: int):
+    """All (first, last) within n."""
+    return ((first, last) for first in range(n) for last in range(first, n))
+
+
+@pytest.mark.parametrize("mask", BANDS, ids=str)
+def test_faces_agree_with_the_definition(mask):
+    for n_q, n_kv in SIZES:
+        want = table(mask, n_q, n_kv)
+        assert torch.equal(mask.dense(n_q, n_kv), want)
+        assert mask.count(n_q, n_kv) == int(want.sum())
+        for first, last in spans(n_q):
+            rows = want[first : last + 1]
+            begin, end = mask.kv_range(first, last, n_q, n_kv)
+            assert set(rows.any(0).nonzero().flatten().tolist()) <= set(range(begin, end))
+            for key_first, key_last in spans(n_kv):
+                tile = rows[:, key_first : key_last + 1]
+                got = mask.tile_class(first, last, key_first, key_last, n_q, n_kv)
+                if got is TileClass.EMPTY:
+                    assert not tile.any()
+                assert (got is TileClass.FULL) == bool(tile.all())
+
+
+@pytest.mark.parametrize("mask", BANDS, ids=str)
+def test_ranges_of_rows_agree_with_the_definition(mask):
+    for n_q, n_kv in SIZES:
+        want, shift = table(mask, n_q, n_kv), n_kv - n_q
+        for first, last in spans(n_kv):
+            columns = want[:, first : last + 1]
+            begin, end = masks.q_range(first, last, shift, n_kv, *mask.band)
+            assert set((columns.any(1).nonzero().flatten() + shift).tolist()) <= set(range(begin, end))
+            begin, end = masks.q_full(first, last, shift, n_kv, *mask.band)
+            assert set((columns.all(1).nonzero().flatten() + shift).tolist()) == set(range(begin, end))
+
+
+def test_ranges_leave_out_what_causal_and_window_hide():
+    """Bounds must not only be safe: tiles beyond the band are not visited."""
+    mask = strobe.Window(left=10, right=0)
+    assert mask.kv_range(100, 199, 1000, 1000) == (90, 200)
+    assert masks.q_range(100, 199, 0, 1000, *mask.band) == (100, 210)
+
+
+@pytest.mark.parametrize("a", BANDS[::5], ids=str)
+@pytest.mark.parametrize("b", BANDS[::7], ids=str)
+def test_conjunction(a, b):
+    for n_q, n_kv in SIZES:
+        assert torch.equal((a & b).dense(n_q, n_kv), table(a, n_q, n_kv) & table(b, n_q, n_kv))
+
+
+def test_documents():
+    q, kv = torch.tensor([[0, 0, 1], [2, 1, 1]]), torch.tensor([[0, 1, 1, 1], [1, 1, 2, 2]])
+    mask = strobe.Document(q, kv) & strobe.Causal()
+    want = (q[:, :, None] == kv[:, None, :]) & table(strobe.Causal(), 3, 4)
+    assert torch.equal(mask.dense(3, 4), want)
+    assert mask.tile_class(2, 2, 0, 0, 3, 4) is not TileClass.FULL
+    assert str(mask) == "causal & documents"
+    with pytest.raises(ValueError, match="one Document"):
+        mask & strobe.Document(q, kv)
+
+
+def test_bottom_right():
+    """With fewer queries than keys the last query sees every key; with more, the first queries see none."""
+    assert strobe.Causal().dense(2, 4).tolist() == [[True, True, True, False], [True] * 4]
+    assert strobe.Causal().dense(3, 2).tolist() == [[False, False], [True, False], [True, True]]
+
+
+def test_names():
+    assert str(strobe.Full()) == "full"
+    assert str(strobe.Causal() & strobe.Window(5)) == "window(left=5, right=0)"
+    assert str(strobe.Prefix(7) & strobe.Window(5)) == "window(left=5, right=None) & prefix(7)"
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, True, "2"])
+def test_bad_bounds(bad):
+    with pytest.raises((TypeError, ValueError), match="mask: left"):
+        strobe.Window(left=bad)

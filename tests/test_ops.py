@@ -1,0 +1,117 @@
+"""The operators under torch's own machinery: opcheck, compile, export, CUDA graphs."""
+
+import pytest
+import torch
+from conftest import HAS_GPU
+from problems import Case, run, tensors
+
+import strobe
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+CASES = (
+    Case(40, 50, heads_q=4, heads_kv=2, head_dim=64, mask="causal"),
+    Case(40, 50, mask="all"),
+    Case(40, 50, packed=True, batch=3, mask="window", alibi=True, softcap=3.0),
+)
+
+
+def dtype_of(device):
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_opcheck(case, device):
+    from strobe import api
+
+    t = tensors(case, dtype_of(device), device).with_gradients()
+    options = api._options_of(t.q, t.k, t.v, **t.keywords)
+    # bfloat16 is compared loosely: opcheck runs the operator twice, and its own rounding is not what it is about.
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if device == "cpu" else {"atol": 5e-2, "rtol": 5e-2}
+    torch.library.opcheck(torch.ops.strobe.forward, (t.q, t.k, t.v, *options.arguments()), **tolerance)
+    out, lse = strobe.attention(t.q, t.k, t.v, return_lse=True, **t.keywords)
+    q, k, v, out, lse = (x.detach() for x in (t.q, t.k, t.v, out, lse))
+    torch.library.opcheck(
+        torch.ops.strobe.backward, (torch.randn_like(out), torch.zeros_like(lse), q, k, v, out, lse, *options.arguments())
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compile_without_graph_breaks(case, device):
+    t = tensors(case, dtype_of(device), device).with_gradients()
+
+    def step(q, k, v):
+        out, lse = strobe.attention(q * 2, k, v, return_lse=True, **t.keywords)
+        return (out.float() ** 2).sum() + lse.nan_to_num(neginf=0.0).sin().sum()
+
+    want = torch.autograd.grad(step(t.q, t.k, t.v), (t.q, t.k, t.v))
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    got = torch.autograd.grad(compiled(t.q, t.k, t.v), (t.q, t.k, t.v))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=3e-2 if device == "cuda" else 1e-4, rtol=3e-2 if device == "cuda" else 1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compile_through_flash_attns_door_with_changing_lengths(device):
+    compiled = torch.compile(
+        lambda q, k, v: strobe.flash_attn_func(q, k, v, causal=True), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for n in (16, 24, 33):
+        q, k, v = torch.randn(3, 2, n, 4, 64, device=device, dtype=dtype_of(device))
+        torch.testing.assert_close(compiled(q, k, v), strobe.flash_attn_func(q, k, v, causal=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_export(device):
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return strobe.attention(q, k, v, mask=strobe.Causal() & strobe.Window(9))
+
+    q, k, v = torch.randn(3, 1, 40, 2, 64, device=device, dtype=dtype_of(device))
+    length = torch.export.Dim("length", min=2, max=512)
+    program = torch.export.export(Attention(), (q, k, v), dynamic_shapes=[{1: length}] * 3)
+    assert "strobe.forward" in str(program.graph)
+    q, k, v = torch.randn(3, 1, 70, 2, 64, device=device, dtype=dtype_of(device))
+    torch.testing.assert_close(program.module()(q, k, v), Attention()(q, k, v))
+
+
+def test_no_gradient_no_saved_tensors():
+    t = tensors(Case(8, 8))
+    assert strobe.attention(t.q, t.k, t.v).grad_fn is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cuda_graph(case):
+    """Forward and backward are captured and replay on new inputs."""
+    t = tensors(case, torch.bfloat16, "cuda")
+    run(t, None)  # warm-up: compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(t, None)
+    fresh = tensors(case, torch.bfloat16, "cuda", seed=1)
+    for old, new in zip((t.q, t.k, t.v), (fresh.q, fresh.k, fresh.v), strict=True):
+        old.copy_(new if old.shape == new.shape else old.roll(1, 0))
+    graph.replay()
+    want = run(t, None)
+    for name in want.FIELDS:
+        assert torch.equal(getattr(captured, name), getattr(want, name)), name
+
+
+@pytest.mark.gpu
+def test_no_host_sync():
+    t = tensors(CASES[0], torch.bfloat16, "cuda")
+    run(t, None)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        q, k, v = (x.detach().requires_grad_() for x in (t.q, t.k, t.v))
+        out = strobe.attention(q, k, v, mask=strobe.Causal())
+        out.backward(out.detach())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_gpu_is_seen():
+    assert HAS_GPU == torch.cuda.is_available()
