@@ -226,6 +226,13 @@ def test_run_stops_in_time_and_says_so():
     assert result["stopped"] == "out of time after 0 of 2 points" and result["points"] == []
 
 
+def test_a_point_cut_short_keeps_its_rounds_and_the_report_says_so(monkeypatch):
+    monkeypatch.setattr(bench.Run, "_out_of_time", lambda run: bool(run.report["points"]))
+    result = bench.Run(TINY, CPU, "strobe bench").run()
+    assert result["stopped"] == "out of time in point 1 of 2"
+    assert len(result["points"][0]["results"]["strobe"]["rounds"]) == 1
+
+
 def test_unknown_peer_is_refused():
     with pytest.raises(ValueError, match="SDPA flash, SDPA math, got 'cuDNN'"):
         bench.Run(replace(TINY, peers=("cuDNN",)), CPU, "")

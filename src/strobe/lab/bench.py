@@ -308,13 +308,16 @@ class Run:
         for number, point in enumerate(points):
             if self._out_of_time():
                 return f"out of time after {number} of {len(points)} points"
-            self._point(point)
+            whole = self._point(point)
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+            if not whole:
+                return f"out of time in point {number + 1} of {len(points)}"
         return None
 
-    def _point(self, point: Point) -> None:
+    def _point(self, point: Point) -> bool:
+        """Measures a point into the report; False if time ran out before its last round."""
         sets, problem = input_sets(point, self.device), point.problem()
         facts = asdict(point) | {"flops": Cost(problem).quoted_flops, "sets": len(sets), "telemetry": {}, "results": {}}
         self.report["points"].append(facts)
@@ -325,13 +328,15 @@ class Run:
                 contender = enter(peer, point, sets, self.clock)
                 warm_up(contender, self.clock, self.plan.seconds)
                 entered.append(contender)
-        start = time.monotonic()
+        start, cut = time.monotonic(), False
         for number, order in enumerate(balanced_order(len(entered), self.plan.rounds)):
-            if number and self._out_of_time():
+            cut = number > 0 and self._out_of_time()
+            if cut:
                 break
             for contender in (entered[place] for place in order):
                 self._time(contender, point, number, facts)
         facts["telemetry"] = self.telemetry.since(start)
+        return not cut
 
     def _time(self, contender: Contender, point: Point, number: int, facts: dict) -> None:
         """One contender in one round; its result stands in the report from the first round on."""

@@ -34,9 +34,7 @@ def show(report: dict) -> None:
     """The table of a report, then everything that did not run, with its reason."""
     device, ceiling = report["device"], report["ceiling"]
     console = Console()
-    table = Table(
-        title=f"{report['what']}, {device['name']}, TFLOP/s, median (min-max) of {report['protocol']['rounds']} rounds"
-    )
+    table = Table(title=f"{report['what']}, {device['name']}, TFLOP/s, median of {report['protocol']['rounds']} rounds")
     for heading in ("dtype", "D", "mask", "S"):
         table.add_column(heading)
     for name in (*report["contenders"], "strobe / best peer"):
