@@ -18,7 +18,7 @@ CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**DECODER),
     "mistral": lambda: transformers.MistralConfig(**DECODER, sliding_window=7),
     "gemma2": lambda: transformers.Gemma2Config(
-        **DECODER, head_dim=16, sliding_window=7, attn_logit_softcapping=2.0, query_pre_attn_scalar=16
+        **DECODER, head_dim=16, sliding_window=7, attn_logit_softcapping=2.0, query_pre_attn_scalar=25
     ),
 }
 if VERSION >= (5, 0):  # before, BERT had no attention interface
@@ -26,8 +26,10 @@ if VERSION >= (5, 0):  # before, BERT had no attention interface
 DECODERS = ("llama", "mistral", "gemma2")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def registered():
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    # The CPU backends, as a user gets them, not Triton's interpreter, which the other tests run kernels in.
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     register()
 
 
@@ -144,6 +146,24 @@ def test_autocast():
     torch.testing.assert_close(got[real], want[real], atol=0.05, rtol=0.05)
 
 
+def test_autocast_of_mixed_inputs():
+    q, k, v = torch.randn(3, 1, 2, 9, 16)
+    attention = transformers.AttentionInterface()["strobe"]
+    with torch.autocast("cpu", torch.bfloat16):
+        got, _ = attention(torch.nn.Module(), q, k, v.bfloat16(), None, is_causal=True)
+    want = torch.nn.functional.scaled_dot_product_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), is_causal=True)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want.transpose(1, 2), atol=0.02, rtol=0.02)
+
+
+def test_compiles():
+    _, strobe = models("llama")
+    torch._dynamo.reset()
+    compiled = torch.compile(strobe, backend="eager")
+    inputs = batch("right")
+    torch.testing.assert_close(compiled(**inputs).last_hidden_state, strobe(**inputs).last_hidden_state)
+
+
 def test_padding_is_not_read():
     _, strobe = models("llama")
     inputs = batch("left")
@@ -200,8 +220,6 @@ def test_refuses_dropout_in_training_only():
 
 
 def test_refuses_attention_weights():
-    from strobe.integrations.transformers import _attention
-
     q = torch.zeros(1, 2, 4, 16)
     with pytest.raises(ValueError, match="output_attentions"):
-        _attention(torch.nn.Module(), q, q, q, None, output_attentions=True)
+        transformers.AttentionInterface()["strobe"](torch.nn.Module(), q, q, q, None, output_attentions=True)
