@@ -1,7 +1,8 @@
 """PyTorch's own CPU flash kernel (C++, vectorised), where it computes exactly what is asked.
 
-It beats `tiled` by the margins in docs/cpu.md. It knows no mask but its top-left causal one, no score, and it lets a
-NaN in a masked-out value reach rows that do not see it, so a result that is not finite is done again by `tiled`.
+It beats `tiled` by the margins in docs/cpu.md. It knows one mask, the top-left causal one; every other goes to it as a
+dense bias of 0 and -inf. It has no score, and it lets a NaN in a masked-out key or value reach rows that do not see it,
+so a result that is not finite is done again by `tiled`.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import torch
 
 from strobe.device import Arch
+from strobe.masks import Full
 from strobe.problem import AttentionProblem, Dense, Operands
 from strobe.reference import tiled
 
 NAME = "torch_cpu"
+_MAX_BIAS = 1 << 24
+"""Pairs of a row and a key that a dense mask may have (64 MiB in float32); beyond, `tiled` needs no such memory."""
 
 
 def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
@@ -21,10 +25,8 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return "runs on a CPU only"
     if not isinstance(lengths, Dense):
         return "takes no packed sequences"
-    if problem.mask.documents is not None or str(problem.mask) not in ("full", "causal"):
-        return f"takes no mask but full and causal, not {problem.mask}"
-    if problem.mask.is_causal and lengths.seqlen_q != lengths.seqlen_kv:
-        return "its causal mask is aligned top-left, so queries and keys must be equally many"
+    if not _knows(problem) and _pairs(problem) > _MAX_BIAS:
+        return f"takes the mask {problem.mask} as a dense one, of at most 2^24 pairs, not {_pairs(problem)}"
     if str(problem.score) != "plain":
         return f"takes no score but the plain one, not {problem.score}"
     if problem.head_dim != problem.head_dim_v:
@@ -32,6 +34,17 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
     if 0 in (lengths.batch, lengths.seqlen_q, lengths.seqlen_kv, problem.heads_q):
         return "needs at least one query and one key"
     return None
+
+
+def _knows(problem: AttentionProblem) -> bool:
+    """Whether the kernel has the mask itself. Its causal one is aligned top-left, so lengths must be equal."""
+    lengths = problem.lengths
+    return problem.mask == Full() or (problem.mask.is_causal and lengths.seqlen_q == lengths.seqlen_kv)
+
+
+def _pairs(problem: AttentionProblem) -> int:
+    lengths = problem.lengths
+    return lengths.seqlen_q * lengths.seqlen_kv * (1 if problem.mask.documents is None else lengths.batch)
 
 
 def config(problem: AttentionProblem, arch: Arch) -> str:
@@ -42,12 +55,31 @@ def _transposed(operands: Operands) -> list[torch.Tensor]:
     return [x.transpose(1, 2) for x in operands[:3]]
 
 
+def _seen(problem: AttentionProblem) -> torch.Tensor | None:
+    """The mask as bool [batch or 1, 1, n_q, n_kv], True where visible; None where the kernel has it itself."""
+    if _knows(problem):
+        return None
+    seen = problem.mask.dense(problem.lengths.seqlen_q, problem.lengths.seqlen_kv)
+    return seen[:, None] if seen.dim() == 3 else seen[None, None]
+
+
+def _mask_arguments(problem: AttentionProblem, seen: torch.Tensor | None) -> tuple[bool, torch.Tensor | None]:
+    """The kernel's is_causal and attn_mask."""
+    if seen is None:
+        return problem.mask.is_causal, None
+    return False, torch.zeros(seen.shape, dtype=problem.dtype).masked_fill_(~seen, -torch.inf)
+
+
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    seen = _seen(problem)
+    causal, bias = _mask_arguments(problem, seen)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *_transposed(operands), 0.0, problem.mask.is_causal, scale=problem.scale
+        *_transposed(operands), 0.0, causal, attn_mask=bias, scale=problem.scale
     )
     if not bool(torch.isfinite(out).all()):
         return tiled.forward(problem, operands)
+    if seen is not None:
+        lse = torch.where(seen.any(-1), lse, -torch.inf)  # the kernel says 0 of a row that sees nothing
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
 
@@ -55,13 +87,15 @@ def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse
     finite = all(bool(torch.isfinite(x).all()) for x in (*operands[:3], out, dout))
     if not finite or (dlse is not None and bool(dlse.any())):
         return tiled.backward(problem, operands, out, lse, dout, dlse)
+    causal, bias = _mask_arguments(problem, _seen(problem))
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout.transpose(1, 2),
         *_transposed(operands),
         out.transpose(1, 2),
-        lse,
+        torch.where(lse == -torch.inf, 0.0, lse),
         0.0,
-        problem.mask.is_causal,
+        causal,
+        attn_mask=bias,
         scale=problem.scale,
     )
     return tuple(g.transpose(1, 2).contiguous() for g in grads)
