@@ -1,12 +1,16 @@
 """The README's generated blocks are what their generator makes, so they cannot go stale."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from test_bench import report
 
+import strobe
+from strobe.device import CPU
 from strobe.lab import readme
+from strobe.reference import torch_cpu
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,10 +50,11 @@ def test_an_incomplete_run_says_so(tmp_path):
 
 def test_support_quotes_the_refusals_of_the_backends():
     text = readme.support()
-    sliding = next(line for line in text.splitlines() if line.startswith("| sliding window"))
-    number = sliding.split("|")[4].strip().removeprefix("✗<sup>").removesuffix("</sup>")
-    assert f"\n{number}. takes no mask but full and causal, not window(left=1024, right=0)" in text
-    assert sliding.split("|")[5].strip() == "✓"
+    softcap = next(line for line in text.splitlines() if line.startswith("| softcap")).split("|")
+    reason = torch_cpu.refuses(replace(readme.BASE, score=strobe.Score(softcap=30.0)), CPU)
+    number = softcap[4].strip().removeprefix("✗<sup>").removesuffix("</sup>")
+    assert f"\n{number}. {reason}" in text
+    assert softcap[5].strip() == "✓"
 
 
 def test_support_marks_archs_that_differ_and_backwards_that_are_refused(monkeypatch):

@@ -26,7 +26,7 @@ from strobe.scores import Score
 RESULTS = Path("benchmarks/results")
 
 BASE = AttentionProblem(
-    lengths=Dense(2, 4096, 4096), heads_q=16, heads_kv=16, head_dim=128, head_dim_v=128, dtype=torch.bfloat16, scale=128**-0.5
+    lengths=Dense(2, 1024, 1024), heads_q=16, heads_kv=16, head_dim=128, head_dim_v=128, dtype=torch.bfloat16, scale=128**-0.5
 )
 """The problem that every row of the support matrix changes in one thing."""
 
@@ -39,13 +39,13 @@ FEATURES: dict[str, dict] = {
     "forward": {},
     "backward": {"phase": "backward"},
     "causal": {"mask": Causal()},
-    "sliding window": {"mask": Window(1024, 0)},
-    "prefix": {"mask": Prefix(1024)},
-    "documents": {"mask": Document(torch.zeros(2, 4096, dtype=torch.int32))},
+    "sliding window": {"mask": Window(256, 0)},
+    "prefix": {"mask": Prefix(256)},
+    "documents": {"mask": Document(torch.zeros(2, 1024, dtype=torch.int32))},
     "softcap": {"score": Score(softcap=30.0)},
     "ALiBi": {"score": Score(alibi=torch.ones(16))},
     "GQA, MQA": {"heads_kv": 2},
-    "packed sequences (varlen)": {"lengths": Varlen(2, 8192, 8192, 4096, 4096)},
+    "packed sequences (varlen)": {"lengths": Varlen(2, 2048, 2048, 1024, 1024)},
     "head dim 64": _dims(64, 64),
     "head dim 96": _dims(96, 96),
     "head dim 128": _dims(128, 128),
