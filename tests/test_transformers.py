@@ -159,9 +159,16 @@ def test_autocast_of_mixed_inputs():
 def test_compiles():
     _, strobe = models("llama")
     torch._dynamo.reset()
-    compiled = torch.compile(strobe, backend="eager")
-    inputs = batch("right")
+    inputs, attentions = batch("right"), []
+
+    def count(graph, example_inputs):
+        calls = (torch.ops.strobe.forward, torch.ops.strobe.forward.default)
+        attentions.append(sum(node.target in calls for node in graph.graph.nodes))
+        return graph
+
+    compiled = torch.compile(strobe, backend=count)
     torch.testing.assert_close(compiled(**inputs).last_hidden_state, strobe(**inputs).last_hidden_state)
+    assert attentions[-1] == 2 and len(attentions) <= 3, "one break for the mask, then all layers in one graph"
 
 
 def test_padding_is_not_read():
