@@ -99,20 +99,21 @@ def test_strides(layout):
 
 def test_explain_prints_choice_and_refusals(capsys):
     q = torch.randn(1, 8, 2, 16, requires_grad=True)
-    explanation = strobe.explain(q, q, q, mask=strobe.Window(3))
+    explanation = strobe.explain(q, q, q, score=strobe.Score(softcap=3.0))
     printed = capsys.readouterr().out
     assert explanation.chosen == "tiled" and explanation.backward.chosen == "tiled"
     assert "chosen    tiled" in printed and "refused   sm90: needs a Hopper GPU" in printed
-    assert "takes no mask but full and causal" in dict(explanation.refusals)["torch_cpu"]
+    assert "takes no score" in dict(explanation.refusals)["torch_cpu"]
 
 
 def test_supports_and_what_runs_are_one():
     q = torch.randn(1, 8, 2, 16)
     assert strobe.supports(q, q, q) == (True, strobe.supports(q, q, q)[1])
-    ok, reasons = strobe.supports(q, q, q, mask=strobe.Window(3), backend="torch_cpu")
-    assert not ok and reasons[0].startswith("torch_cpu: takes no mask")
-    with pytest.raises(ValueError, match="takes no mask"):
-        strobe.attention(q, q, q, mask=strobe.Window(3), backend="torch_cpu")
+    score = strobe.Score(softcap=3.0)
+    ok, reasons = strobe.supports(q, q, q, score=score, backend="torch_cpu")
+    assert not ok and reasons[0].startswith("torch_cpu: takes no score")
+    with pytest.raises(ValueError, match="takes no score"):
+        strobe.attention(q, q, q, score=score, backend="torch_cpu")
 
 
 def test_the_choice_is_logged(caplog):
