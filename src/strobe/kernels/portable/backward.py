@@ -22,11 +22,14 @@ from strobe.kernels.portable.tiles import (
     LENGTHS_AND_BOUNDS,
     LOG2E,
     Mask,
+    count_broken,
+    count_broken_keys,
+    finite_part,
     kv_phases,
     load_ids,
     load_tile,
     load_vector,
-    masked_product,
+    poisoned,
     product,
     q_phases,
     score_of,
@@ -83,11 +86,11 @@ def _gradients(s, factor, shift, dp, delta, seen, MASKED: tl.constexpr):
 @device_function
 def _keys_from_rows(
     state, k_tile, v_tile, q, dout, lse, delta, j, ids_kv, slope, batch, n_q, n_kv, mask, score, begin, end,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_Q: tl.constexpr, MASKED: tl.constexpr,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_Q: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """Add what the rows [begin, end) of one query head give to dK and dV of a tile of keys. Tiles are [keys, rows]."""
     dk, dv = state
-    for first in tl.range(begin, end, TILE_Q):
+    for first in tl.range(begin, end, TILE_Q, num_stages=1 if FINITE else None):
         remaining = None
         if MASKED:
             remaining = n_q - first
@@ -104,13 +107,29 @@ def _keys_from_rows(
             ids_q = load_ids(mask.document_q, batch, first, n_q, TILE_Q)
             seen = seen_in(p[None, :], j[:, None], n_kv, mask, ids_q[None, :], ids_kv[:, None]) & (rows[None, :] < n_q)
         weights, ds = _gradients(s, factor, shift[None, :], dp, load_vector(delta, first, remaining)[None, :], seen, MASKED)
-        if MASKED:
-            dv = masked_product(weights, do_tile, seen, dv)
-            dk = masked_product(ds, q_tile, seen, dk)
-        else:
-            dv = product(weights, do_tile, dv)
-            dk = product(ds, q_tile, dk)
+        if FINITE:
+            do_tile = finite_part(do_tile)
+            q_tile = finite_part(q_tile)
+        dv = product(weights, do_tile, dv)
+        dk = product(ds, q_tile, dk)
     return dk, dv
+
+
+@device_function
+def _count_broken_rows(
+    counts, q, dout, j, ids_kv, batch, n_q, n_kv, mask, begin, end,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_Q: tl.constexpr,
+):  # fmt: skip
+    """How many entries of q, and of dout, that are not finite each key is seen by, by column; added to counts."""
+    in_q, in_dout = counts
+    for first in tl.range(begin, end, TILE_Q, num_stages=1):
+        rows = first + tl.arange(0, TILE_Q)
+        p = rows + (n_kv - n_q)
+        ids_q = load_ids(mask.document_q, batch, first, n_q, TILE_Q)
+        seen = seen_in(p[None, :], j[:, None], n_kv, mask, ids_q[None, :], ids_kv[:, None])
+        in_q = count_broken(seen, load_tile(q, first, n_q - first, DIM), in_q)
+        in_dout = count_broken(seen, load_tile(dout, first, n_q - first, DIM_V), in_dout)
+    return in_q, in_dout
 
 
 @triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
@@ -137,7 +156,8 @@ def _dkdv(
     k_tile = load_tile(stream(k, batch, start_kv, head_kv, TILE_KV, PADDED), first, n_kv - first, DIM)
     v_tile = load_tile(stream(v, batch, start_kv, head_kv, TILE_KV, PADDED_V), first, n_kv - first, DIM_V)
 
-    state = (tl.zeros((TILE_KV, PADDED), tl.float32), tl.zeros((TILE_KV, PADDED_V), tl.float32))
+    nothing = (tl.zeros((TILE_KV, PADDED), tl.float32), tl.zeros((TILE_KV, PADDED_V), tl.float32))
+    state = nothing
     for head in tl.range(head_kv * group, head_kv * group + group):
         slope = slope_of(score, batch, head)
         q_rows = stream(q, batch, start_q, head, TILE_Q, PADDED)
@@ -147,17 +167,35 @@ def _dkdv(
         if document_q is None:
             state = _keys_from_rows(
                 state, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, n_q, n_kv, mask,
-                score, begin, full_begin, DIM, DIM_V, TILE_Q, True,
+                score, begin, full_begin, DIM, DIM_V, TILE_Q, True, False,
             )  # fmt: skip
             state = _keys_from_rows(
                 state, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, n_q, n_kv, mask,
-                score, full_begin, full_end, DIM, DIM_V, TILE_Q, False,
+                score, full_begin, full_end, DIM, DIM_V, TILE_Q, False, False,
             )  # fmt: skip
         state = _keys_from_rows(
             state, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, n_q, n_kv, mask,
-            score, full_end, end, DIM, DIM_V, TILE_Q, True,
+            score, full_end, end, DIM, DIM_V, TILE_Q, True, False,
         )  # fmt: skip
     dk_sum, dv_sum = state
+    if poisoned(mask, dk_sum) or poisoned(mask, dv_sum):
+        finite = nothing
+        broken = nothing
+        for head in tl.range(head_kv * group, head_kv * group + group):
+            slope = slope_of(score, batch, head)
+            q_rows = stream(q, batch, start_q, head, TILE_Q, PADDED)
+            do_rows = stream(dout, batch, start_q, head, TILE_Q, PADDED_V)
+            lse_rows = vector_stream(lse, batch, start_q, head, TILE_Q)
+            delta_rows = vector_stream(delta, batch, start_q, head, TILE_Q)
+            finite = _keys_from_rows(
+                finite, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, n_q, n_kv, mask,
+                score, begin, end, DIM, DIM_V, TILE_Q, True, True,
+            )  # fmt: skip
+            broken = _count_broken_rows(
+                broken, q_rows, do_rows, j, ids_kv, batch, n_q, n_kv, mask, begin, end, DIM, DIM_V, TILE_Q
+            )
+        dk_sum = tl.where(broken[0] > 0, dk_sum, finite[0])
+        dv_sum = tl.where(broken[1] > 0, dv_sum, finite[1])
     store_tile(stream(dk, batch, start_kv, head_kv, TILE_KV, PADDED), first, n_kv - first, dk_sum * scale, DIM)
     store_tile(stream(dv, batch, start_kv, head_kv, TILE_KV, PADDED_V), first, n_kv - first, dv_sum, DIM_V)
 
@@ -165,10 +203,10 @@ def _dkdv(
 @device_function
 def _rows_from_keys(
     dq, q_tile, do_tile, shift, delta, k, v, p, ids_q, slope, batch, n_kv, mask, score, begin, end,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys [begin, end) give to dQ of a tile of rows. Tiles are [rows, keys]."""
-    for first in tl.range(begin, end, TILE_KV):
+    for first in tl.range(begin, end, TILE_KV, num_stages=1 if FINITE else None):
         remaining = None
         if MASKED:
             remaining = n_kv - first
@@ -182,7 +220,9 @@ def _rows_from_keys(
             ids_kv = load_ids(mask.document_kv, batch, first, n_kv, TILE_KV)
             seen = seen_in(p[:, None], j[None, :], n_kv, mask, ids_q[:, None], ids_kv[None, :])
         _, ds = _gradients(s, factor, shift[:, None], dp, delta[:, None], seen, MASKED)
-        dq = masked_product(ds, k_tile, seen, dq) if MASKED else product(ds, k_tile, dq)
+        if FINITE:
+            k_tile = finite_part(k_tile)
+        dq = product(ds, k_tile, dq)
     return dq
 
 
@@ -220,17 +260,24 @@ def _dq(
     if left is not None and document_q is None:
         acc = _rows_from_keys(
             acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, n_kv, mask, score,
-            begin, full_begin, DIM, DIM_V, TILE_KV, True,
+            begin, full_begin, DIM, DIM_V, TILE_KV, True, False,
         )  # fmt: skip
     if document_q is None:
         acc = _rows_from_keys(
             acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, n_kv, mask, score,
-            full_begin, full_end, DIM, DIM_V, TILE_KV, False,
+            full_begin, full_end, DIM, DIM_V, TILE_KV, False, False,
         )  # fmt: skip
     acc = _rows_from_keys(
         acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, n_kv, mask, score,
-        full_end, end, DIM, DIM_V, TILE_KV, True,
+        full_end, end, DIM, DIM_V, TILE_KV, True, False,
     )  # fmt: skip
+    if poisoned(mask, acc):
+        finite = _rows_from_keys(
+            tl.zeros((TILE_Q, PADDED), tl.float32), q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope,
+            batch, n_kv, mask, score, begin, end, DIM, DIM_V, TILE_KV, True, True,
+        )  # fmt: skip
+        broken = count_broken_keys(keys, p, ids_q, batch, n_kv, mask, begin, end, TILE_Q, DIM, PADDED, TILE_KV)
+        acc = tl.where(broken > 0, acc, finite)
     store_tile(stream(dq, batch, start_q, head, TILE_Q, PADDED), first, n_q - first, acc * scale, DIM)
 
 

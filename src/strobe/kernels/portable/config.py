@@ -74,10 +74,12 @@ def _tiles(kernel: str, widest: int, float32: bool) -> list[tuple[int, int, int]
     if float32:
         # No tensor core: products are unrolled into multiply-adds, so a tile costs instructions as well as registers.
         return [(32, 32, 4), (32, 16, 4), (16, 16, 4)] if widest <= 128 else [(16, 16, 4)]
-    if kernel == "forward":
-        return [(128, 64, 4 if widest <= 64 else 8), (64, 32, 4), (32, 32, 4)]
-    if kernel == "dq":
-        first = (128, 64, 8) if widest <= 128 else (64, 32, 4)
-        return [first, (64, 32, 4), (32, 32, 4), (16, 16, 4)]
-    first = (64, 128, 8) if widest <= 128 else (32, 64, 8)
-    return [first, (32, 64, 4), (32, 32, 4), (16, 16, 4)]
+    if widest > 128:
+        return (
+            [(32, 64, 8), (32, 32, 4), (16, 16, 4)]
+            if kernel == "dkdv"
+            else [(64, 64, 8), (64, 32, 8), (32, 32, 4), (16, 16, 4)]
+        )
+    if kernel == "dkdv":
+        return [(64, 128, 8), (32, 64, 4), (32, 32, 4), (16, 16, 4)]
+    return [(128, 64, 8), (64, 32, 4), (32, 32, 4), (16, 16, 4)]

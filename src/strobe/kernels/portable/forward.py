@@ -1,8 +1,10 @@
 """Flash attention's forward in plain Triton: the algorithm of `reference/tiled.py`, one program per tile of rows.
 
 A program owns tile_q rows of one query head. The keys that its rows see lie in up to three phases: tiles that need the
-mask, tiles that every row sees whole, tiles that need the mask again. Only the masked ones pay for the mask, the bounds
-and the guard against a NaN in a masked-out value.
+mask, tiles that every row sees whole, tiles that need the mask again. Only the masked ones pay for the mask and bounds.
+
+A masked-out value weighs 0, but 0 * NaN = NaN. A guard in the loop would cost every user registers, so a program that
+finds a NaN in its result computes the result of the finite values too, and gives it to the rows that see no other.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from strobe.kernels.portable.tiles import (
     LENGTHS_AND_BOUNDS,
     LN2,
     Mask,
+    count_broken_keys,
+    finite_part,
     kv_phases,
     load_ids,
     load_tile,
-    masked_product,
+    poisoned,
     product,
     score_of,
     seen_in,
@@ -41,11 +45,14 @@ interpreter.mend()
 @device_function
 def _attend(
     state, q_tile, k, v, p, ids_q, slope, batch, n_kv, mask, score, begin, end,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the keys [begin, end), in tiles. state: (accumulator, row_max, row_sum)."""
+    """The online softmax over the keys [begin, end), in tiles. state: (accumulator, row_max, row_sum).
+
+    MASKED: some pairs may not be visible. FINITE: take values that are not finite as 0.
+    """
     acc, row_max, row_sum = state
-    for first in tl.range(begin, end, TILE_KV):
+    for first in tl.range(begin, end, TILE_KV, num_stages=1 if FINITE else None):
         remaining = None
         if MASKED:
             remaining = n_kv - first
@@ -67,7 +74,9 @@ def _attend(
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         acc = acc * rescale[:, None]
         v_tile = load_tile(v, first, remaining, DIM_V)
-        acc = masked_product(weights, v_tile, seen, acc) if MASKED else product(weights, v_tile, acc)
+        if FINITE:
+            v_tile = finite_part(v_tile)
+        acc = product(weights, v_tile, acc)
         row_max = new_max
     return acc, row_max, row_sum
 
@@ -105,22 +114,33 @@ def _forward(
     v_stream = stream(v, batch, start_kv, head // group, TILE_KV, PADDED_V)
     q_tile = load_tile(q_stream, first, n_q - first, DIM)
 
-    acc = tl.zeros((TILE_Q, PADDED_V), tl.float32)
-    state = (acc, tl.full((TILE_Q,), float("-inf"), tl.float32), tl.zeros((TILE_Q,), tl.float32))
+    nothing = (
+        tl.zeros((TILE_Q, PADDED_V), tl.float32),
+        tl.full((TILE_Q,), float("-inf"), tl.float32),
+        tl.zeros((TILE_Q,), tl.float32),
+    )
+    state = nothing
     if left is not None and document_q is None:
         state = _attend(
             state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, n_kv, mask, score, begin, full_begin,
-            DIM, DIM_V, TILE_KV, True,
+            DIM, DIM_V, TILE_KV, True, False,
         )  # fmt: skip
     if document_q is None:
         state = _attend(
             state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, n_kv, mask, score, full_begin, full_end,
-            DIM, DIM_V, TILE_KV, False,
+            DIM, DIM_V, TILE_KV, False, False,
         )  # fmt: skip
     acc, row_max, row_sum = _attend(
         state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, n_kv, mask, score, full_end, end,
-        DIM, DIM_V, TILE_KV, True,
+        DIM, DIM_V, TILE_KV, True, False,
     )  # fmt: skip
+    if poisoned(mask, acc):
+        finite, _, _ = _attend(
+            nothing, q_tile, k_stream, v_stream, p, ids_q, slope, batch, n_kv, mask, score, begin, end,
+            DIM, DIM_V, TILE_KV, True, True,
+        )  # fmt: skip
+        broken = count_broken_keys(v_stream, p, ids_q, batch, n_kv, mask, begin, end, TILE_Q, DIM_V, PADDED_V, TILE_KV)
+        acc = tl.where(broken > 0, acc, finite)
 
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)

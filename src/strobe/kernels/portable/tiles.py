@@ -236,18 +236,43 @@ def product(a, b, acc):
 
 
 @device_function
-def masked_product(a, b, seen, acc):
-    """acc + a b where a is 0 at pairs not seen, and stays so: 0 * NaN must not reach a row that does not see the NaN.
+def poisoned(mask, tile):
+    """Whether a NaN may have reached a result from a pair that is not visible: never if all are, else if there is one."""
+    found = False
+    if mask.left is not None or mask.right is not None or mask.prefix is not None or mask.document_q is not None:
+        found = tl.max(tl.max((tile != tile).to(tl.int32), 1), 0) > 0
+    return found
 
-    Only where b holds a NaN or an infinity is it split: its finite part goes to all rows, the rest to rows that see some.
-    """
-    # In float32 because the interpreter knows bfloat16 by its bits only.
-    broken = (tl.abs(b.to(tl.float32)) < float("inf")) == 0
-    if tl.max(tl.max(broken.to(tl.int32), 1), 0) == 0:
-        acc = product(a, b, acc)
-    else:
-        touched = tl.dot(seen.to(b.dtype), broken.to(b.dtype), input_precision="ieee") > 0
-        rest = tl.dot(a.to(b.dtype), tl.where(broken, b, 0.0), input_precision="ieee")
-        acc = product(a, tl.where(broken, 0.0, b), acc)
-        acc = tl.where(touched, acc + rest, acc)
-    return acc
+
+@device_function
+def is_finite(tile):
+    """Which entries are neither NaN nor infinite; in float32 because the interpreter knows bfloat16 by its bits only."""
+    return tl.abs(tile.to(tl.float32)) < float("inf")
+
+
+@device_function
+def finite_part(tile):
+    """The tile with 0 for NaN and infinities."""
+    return tl.where(is_finite(tile), tile, 0.0)
+
+
+@device_function
+def count_broken(seen, tile, acc):
+    """acc + for each row of `seen` and column of the tile, how many entries that are not finite the row sees."""
+    broken = tl.where(is_finite(tile), 0.0, 1.0)
+    return tl.dot(seen.to(tl.float16), broken.to(tl.float16), acc)
+
+
+@device_function
+def count_broken_keys(
+    stream, p, ids_q, batch, n_kv, mask, begin, end,
+    TILE_Q: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, TILE_KV: tl.constexpr,
+):  # fmt: skip
+    """[TILE_Q, PADDED]: how many entries of keys (or values) that are not finite each row sees, by column."""
+    counts = tl.zeros((TILE_Q, PADDED), tl.float32)
+    for first in tl.range(begin, end, TILE_KV, num_stages=1):
+        j = first + tl.arange(0, TILE_KV)
+        ids_kv = load_ids(mask.document_kv, batch, first, n_kv, TILE_KV)
+        seen = seen_in(p[:, None], j[None, :], n_kv, mask, ids_q[:, None], ids_kv[None, :])
+        counts = count_broken(seen, load_tile(stream, first, n_kv - first, DIM), counts)
+    return counts

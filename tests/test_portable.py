@@ -1,0 +1,205 @@
+"""The portable Triton kernels: in Triton's interpreter where there is no GPU, on the GPU where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from problems import CASES, Case, check, describe, run, tensors, upstream
+
+import strobe
+from strobe.device import CPU, KNOWN
+from strobe.kernels.portable import backend
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LARGE = (
+    Case(1024, 1024, head_dim=64, mask="causal"),
+    Case(1000, 1100, heads_q=8, heads_kv=2, head_dim=128, mask="causal"),
+    Case(1000, 1100, head_dim=128),
+    Case(1000, 1100, head_dim=256, mask="window"),
+    Case(700, 900, head_dim=128, packed=True, batch=5, mask="causal"),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_against_reference(case, dtype):
+    t = tensors(case, dtype, DEVICE)
+    check(run(t, "portable"), t)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_against_reference(case, dtype):
+    t = tensors(case, dtype, "cuda")
+    check(run(t, "portable"), t)
+
+
+# ---- a NaN reaches the rows that see it, and no others
+
+POISON = Case(100, 100, batch=1, heads_q=2, heads_kv=1, head_dim=16, mask="causal")
+ROW = 70
+
+
+def poisoned(name: str, value: float, dtype, mask=None):
+    """(clean results, results) of a causal problem where one entry of row ROW of q, k or v is not finite."""
+    t = tensors(POISON, dtype, DEVICE)
+    keywords = t.keywords if mask is None else {**t.keywords, "mask": mask}
+    clean = replace(t, keywords=keywords)
+    broken = getattr(t, name).clone()
+    broken[0, ROW, 0, 3] = value
+    return run(clean, "portable"), run(replace(clean, **{name: broken}), "portable")
+
+
+def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_value_reaches_only_rows_that_see_it(dtype, value):
+    clean, got = poisoned("v", value, dtype)
+    assert_same(got.out[:, :ROW], clean.out[:, :ROW])
+    assert_same(got.lse, clean.lse)
+    assert not torch.isfinite(got.out[:, ROW:, :, 3]).any()
+    assert_same(got.out[..., 4:], clean.out[..., 4:])
+    assert torch.isfinite(got.dq[:, :ROW]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_key_reaches_only_rows_that_see_it(dtype):
+    clean, got = poisoned("k", float("nan"), dtype)
+    assert_same(got.out[:, :ROW], clean.out[:, :ROW])
+    assert_same(got.lse[:, :, :ROW], clean.lse[:, :, :ROW])
+    assert got.out[:, ROW:].isnan().all() and got.lse[:, :, ROW:].isnan().all()
+    assert_same(got.dq[:, :ROW], clean.dq[:, :ROW])
+    assert got.dq[:, ROW:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_query_reaches_only_keys_that_it_sees(dtype):
+    clean, got = poisoned("q", float("nan"), dtype)
+    others = [row for row in range(POISON.n_q) if row != ROW]
+    assert_same(got.out[:, others], clean.out[:, others])
+    assert got.out[:, ROW, 0].isnan().all()
+    assert_same(got.dq[:, others], clean.dq[:, others])
+    for name in ("dk", "dv"):
+        grad, want = getattr(got, name), getattr(clean, name)
+        assert_same(grad[:, ROW + 1 :], want[:, ROW + 1 :])
+        assert grad[:, : ROW + 1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_upstream_gradient_reaches_only_keys_that_its_row_sees(dtype):
+    t = tensors(POISON, dtype, DEVICE).with_gradients()
+    out, lse = strobe.attention(t.q, t.k, t.v, return_lse=True, backend="portable", **t.keywords)
+    dout, dlse = upstream(out, lse)
+    broken = dout.clone()
+    broken[0, ROW, 0, 3] = float("nan")
+    clean, got = (torch.autograd.grad((out, lse), (t.q, t.k, t.v), (d, dlse), retain_graph=True) for d in (dout, broken))
+    assert_same(got[1][:, ROW + 1 :], clean[1][:, ROW + 1 :])
+    assert got[1][:, : ROW + 1].isnan().all()
+    assert_same(got[2][:, ROW + 1 :], clean[2][:, ROW + 1 :])
+    assert got[2][:, : ROW + 1, :, 3].isnan().all()
+    assert_same(got[2][..., 4:], clean[2][..., 4:])
+
+
+def test_nan_of_another_document_is_not_seen():
+    ids = torch.arange(POISON.n_q, device=DEVICE)[None] // 40
+    clean, got = poisoned("v", float("nan"), torch.float32, strobe.Document(ids))
+    elsewhere = ids[0] != ids[0, ROW]
+    assert_same(got.out[:, elsewhere], clean.out[:, elsewhere])
+    assert_same(got.dk[:, elsewhere], clean.dk[:, elsewhere])
+
+
+# ---- layouts
+
+
+def strided(t, how: str):
+    """The same numbers with other strides."""
+    if how == "transposed":  # [batch, heads, n, D] in memory
+        return (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (t.q, t.k, t.v))
+    if how == "sliced":  # a part of wider rows, at an odd offset
+        return (torch.nn.functional.pad(x, (3, 5))[..., 3 : 3 + x.shape[-1]] for x in (t.q, t.k, t.v))
+    return (t.q, *(x[:, :, :1].expand(-1, -1, 2, -1) for x in (t.k, t.v)))  # one head, repeated with stride 0
+
+
+@pytest.mark.parametrize("how", ["transposed", "sliced", "expanded"])
+def test_strides(how):
+    t = tensors(Case(70, 90, head_dim=24, mask="causal"), torch.float32, DEVICE)
+    q, k, v = strided(t, how)
+    t = replace(t, q=q, k=k, v=v)
+    check(run(t, "portable"), t)
+
+
+def test_results_are_contiguous():
+    t = tensors(Case(33, 40), torch.float32, DEVICE)
+    q, k, v = strided(t, "transposed")
+    results = run(replace(t, q=q, k=k, v=v), "portable")
+    assert all(getattr(results, name).is_contiguous() for name in results.FIELDS)
+
+
+def test_rows_of_no_sequence_are_zero():
+    t = tensors(Case(40, 50), torch.float32, DEVICE)
+    q, k, v = (x.flatten(0, 1) for x in (t.q, t.k, t.v))
+    cu_q, cu_kv = (torch.tensor(cu, dtype=torch.int32, device=DEVICE) for cu in ([0, 30, 55], [0, 20, 60]))
+    keywords = dict(cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, max_seqlen_q=30, max_seqlen_kv=40)
+    got = run(replace(t, q=q, k=k, v=v, keywords=keywords), "portable")
+    assert not got.out[55:].any() and got.lse[:, 55:].isneginf().all() and not got.dq[55:].any()
+    assert not got.dk[60:].any() and not got.dv[60:].any()
+    assert got.out[:55].any(-1).all() and got.dk[:60].any(-1).all()
+
+
+# ---- the notes
+
+
+def test_only_noted_rows_are_written():
+    from strobe.kernels.portable.forward import launch
+
+    t = tensors(Case(300, 140, heads_q=2, mask="causal"), torch.float32, DEVICE)
+    problem, operands = describe(t)
+    want, want_lse = backend.forward(problem, operands)
+    out, lse = torch.full_like(want, 7.0), torch.full_like(want_lse, 7.0)
+    notes = torch.zeros(2, 2, 3, dtype=torch.int32, device=DEVICE)
+    notes[1, 0, 1] = notes[0, 1, 2] = 1
+    launch(problem, operands, out, lse, notes.flatten())
+    noted = notes.bool().repeat_interleave(128, 2)[:, :, :300]
+    assert_same(lse, torch.where(noted, want_lse, 7.0))
+    assert_same(out, torch.where(noted.transpose(1, 2)[..., None], want, 7.0))
+
+
+# ---- refusals
+
+
+def problem(dtype=torch.float16, **changes):
+    return replace(describe(tensors(Case(8, 8), dtype))[0], **changes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "arch", "reason"),
+    [
+        (problem(torch.float64), KNOWN["A100"], "float64"),
+        (problem(), replace(KNOWN["T4"], capability=70), "7.5"),
+        (problem(torch.bfloat16), KNOWN["T4"], "bfloat16"),
+        (problem(lengths=replace(problem().lengths, seqlen_kv=1 << 30)), KNOWN["A100"], "2\\^30"),
+        (problem(), replace(CPU, name="xpu"), "GPU"),
+    ],
+)
+def test_refusals(asked, arch, reason):
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(backend.refuses(asked, arch))
+
+
+def test_cpu_needs_the_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert backend.refuses(problem(), CPU) is None
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "TRITON_INTERPRET=1" in backend.refuses(problem(), CPU)
+
+
+@pytest.mark.parametrize("arch", [KNOWN["T4"], KNOWN["A100"], KNOWN["RTX 4090"], KNOWN["H200"]], ids=str)
+def test_takes_float16(arch):
+    assert backend.refuses(problem(), arch) is None
