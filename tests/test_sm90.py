@@ -235,7 +235,9 @@ def test_past_two_to_the_31_elements(backend_name):
 
 @pytest.mark.gpu
 def test_streams_do_not_disturb_each_other():
-    cases = [tensors(Case(900, 900, heads_q=8, heads_kv=8, head_dim=128, mask="causal"), torch.bfloat16, "cuda", s) for s in (0, 1)]
+    cases = [
+        tensors(Case(900, 900, heads_q=8, heads_kv=8, head_dim=128, mask="causal"), torch.bfloat16, "cuda", s) for s in (0, 1)
+    ]
     want = [forward(t).out for t in cases]
     streams = [torch.cuda.Stream() for _ in cases]
     torch.cuda.synchronize()
