@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from problems import Case, run, tensors
+from problems import Case, Results, run, tensors, upstream
 
 import strobe
 
@@ -84,18 +84,23 @@ def test_no_gradient_no_saved_tensors():
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_cuda_graph(case):
     """Forward and backward are captured and replay on new inputs."""
-    t = tensors(case, torch.bfloat16, "cuda")
-    run(t, None)  # warm-up: compiles
+    t = tensors(case, torch.bfloat16, "cuda").with_gradients()
+    dout = upstream(*strobe.attention(t.q, t.k, t.v, return_lse=True, **t.keywords))
+
+    def step():
+        out, lse = strobe.attention(t.q, t.k, t.v, return_lse=True, **t.keywords)
+        return out, lse, *torch.autograd.grad((out, lse), (t.q, t.k, t.v), dout)
+
+    step()  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = run(t, None)
-    fresh = tensors(case, torch.bfloat16, "cuda", seed=1)
-    for old, new in zip((t.q, t.k, t.v), (fresh.q, fresh.k, fresh.v), strict=True):
-        old.copy_(new if old.shape == new.shape else old.roll(1, 0))
+        captured = step()
+    with torch.no_grad():
+        for x in (t.q, t.k, t.v):
+            x.copy_(torch.randn_like(x))
     graph.replay()
-    want = run(t, None)
-    for name in want.FIELDS:
-        assert torch.equal(getattr(captured, name), getattr(want, name)), name
+    for name, got, want in zip(Results.FIELDS, captured, step(), strict=True):
+        assert torch.equal(got, want), name
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ import strobe
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 BACKENDS = ("sm90", "portable", "tiled") if HAS_GPU else ("portable", "tiled", "torch_cpu")
+pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 EXAMPLES = 150 if HAS_GPU else 25
 LENGTHS = st.sampled_from([0, 1, 2, 15, 16, 17, 63, 64, 65, 100] + ([127, 128, 129, 255, 300, 777] if HAS_GPU else []))
 HEADS = st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 2), (3, 1)])
