@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from strobe.device import Arch
-from strobe.masks import Full
+from strobe.masks import Full, Mask
 from strobe.problem import AttentionProblem, Dense, Operands
 from strobe.reference import tiled
 
@@ -56,11 +56,20 @@ def _transposed(operands: Operands) -> list[torch.Tensor]:
 
 
 def _seen(problem: AttentionProblem) -> torch.Tensor | None:
-    """The mask as bool [batch or 1, 1, n_q, n_kv], True where visible; None where the kernel has it itself."""
+    """The mask as bool [batch or 1, 1, n_q or 1, n_kv], True where visible; None where the kernel has it itself."""
     if _knows(problem):
         return None
-    seen = problem.mask.dense(problem.lengths.seqlen_q, problem.lengths.seqlen_kv)
+    mask, lengths = problem.mask, problem.lengths
+    rows = torch.arange(1 if _rows_are_alike(mask) else lengths.seqlen_q)[:, None]
+    seen = mask.tile(rows, torch.arange(lengths.seqlen_kv)[None, :], lengths.seqlen_q, lengths.seqlen_kv)
     return seen[:, None] if seen.dim() == 3 else seen[None, None]
+
+
+def _rows_are_alike(mask: Mask) -> bool:
+    """Whether all rows of a sequence see the same keys, as in a padded batch of an encoder."""
+    if mask.documents is None or mask.band != Full().band:
+        return False
+    return bool((mask.documents.q == mask.documents.q[:, :1]).all())
 
 
 def _mask_arguments(problem: AttentionProblem, seen: torch.Tensor | None) -> tuple[bool, torch.Tensor | None]:
