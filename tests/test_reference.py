@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from problems import CASES, check, run, tensors
+from problems import CASES, Case, check, run, tensors
 
 import strobe
 
@@ -15,3 +15,18 @@ def test_against_reference(case, dtype, backend):
     if not strobe.supports(t.q, t.k, t.v, backend=backend, **t.keywords)[0]:
         pytest.skip("refused")
     check(run(t, backend), t)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "torch_cpu"])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_what_is_masked_out_is_not_read(backend, poison):
+    t = tensors(Case(9, 9, mask="full"))
+    ids = torch.zeros(2, 9, dtype=torch.int32)
+    hidden = ids.clone()
+    hidden[:, 4:6] = 1
+    t.keywords["mask"] = strobe.Document(ids, hidden)
+    want = run(t, backend)
+    t.k[:, 4], t.v[:, 5] = poison, poison
+    got = run(t, backend)
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        torch.testing.assert_close(getattr(got, name), getattr(want, name))
