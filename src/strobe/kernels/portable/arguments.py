@@ -69,6 +69,8 @@ def of_problem(problem: AttentionProblem, operands: Operands) -> dict:
 
 def of_config(config: Config) -> dict:
     """The arguments, by name, that a Config decides."""
+    # Without a bound ptxas was seen to settle for 32 registers and spill thousands of bytes. AMD has no such option.
+    registers = {} if torch.version.hip else dict(maxnreg=255)
     return dict(
         TILE_Q=config.tile_q,
         TILE_KV=config.tile_kv,
@@ -76,4 +78,5 @@ def of_config(config: Config) -> dict:
         PADDED_V=config.head_dim_v,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **registers,
     )

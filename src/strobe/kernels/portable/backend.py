@@ -31,6 +31,9 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return f"needs compute capability 7.5 or newer, not {arch.capability / 10:.1f}"
     if problem.dtype == torch.bfloat16 and arch.capability == 75:
         return "needs compute capability 8.0 or newer for bfloat16"
+    wide = max(problem.head_dim, problem.head_dim_v) > 128
+    if wide and problem.dtype == torch.float32 and problem.phase == "backward" and arch.capability == 75:
+        return "has too little shared memory for the backward of float32 at head dims over 128"
     if max(_rows(problem)) >= _MAX_ROWS:
         return f"counts rows in int32 and takes fewer than 2^30 of them, not {max(_rows(problem))}"
     return None

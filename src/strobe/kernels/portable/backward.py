@@ -22,6 +22,7 @@ from strobe.kernels.portable.tiles import (
     LENGTHS_AND_BOUNDS,
     LOG2E,
     Mask,
+    any_nan,
     count_broken,
     count_broken_keys,
     finite_part,
@@ -29,7 +30,6 @@ from strobe.kernels.portable.tiles import (
     load_ids,
     load_tile,
     load_vector,
-    poisoned,
     product,
     q_phases,
     score_of,
@@ -178,24 +178,27 @@ def _dkdv(
             score, full_end, end, DIM, DIM_V, TILE_Q, True, False,
         )  # fmt: skip
     dk_sum, dv_sum = state
-    if poisoned(mask, dk_sum) or poisoned(mask, dv_sum):
-        finite = nothing
-        broken = nothing
-        for head in tl.range(head_kv * group, head_kv * group + group):
-            slope = slope_of(score, batch, head)
-            q_rows = stream(q, batch, start_q, head, TILE_Q, PADDED)
-            do_rows = stream(dout, batch, start_q, head, TILE_Q, PADDED_V)
-            lse_rows = vector_stream(lse, batch, start_q, head, TILE_Q)
-            delta_rows = vector_stream(delta, batch, start_q, head, TILE_Q)
-            finite = _keys_from_rows(
-                finite, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, n_q, n_kv, mask,
-                score, begin, end, DIM, DIM_V, TILE_Q, True, True,
-            )  # fmt: skip
-            broken = _count_broken_rows(
-                broken, q_rows, do_rows, j, ids_kv, batch, n_q, n_kv, mask, begin, end, DIM, DIM_V, TILE_Q
-            )
-        dk_sum = tl.where(broken[0] > 0, dk_sum, finite[0])
-        dv_sum = tl.where(broken[1] > 0, dv_sum, finite[1])
+    # Where every pair is visible there is nothing to keep out, and nothing is compiled for it.
+    CUTS: tl.constexpr = left is not None or right is not None or prefix is not None or document_q is not None
+    if CUTS:
+        if any_nan(dk_sum) or any_nan(dv_sum):
+            finite = nothing
+            broken = nothing
+            for head in tl.range(head_kv * group, head_kv * group + group):
+                slope = slope_of(score, batch, head)
+                q_rows = stream(q, batch, start_q, head, TILE_Q, PADDED)
+                do_rows = stream(dout, batch, start_q, head, TILE_Q, PADDED_V)
+                lse_rows = vector_stream(lse, batch, start_q, head, TILE_Q)
+                delta_rows = vector_stream(delta, batch, start_q, head, TILE_Q)
+                finite = _keys_from_rows(
+                    finite, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, n_q, n_kv, mask,
+                    score, begin, end, DIM, DIM_V, TILE_Q, True, True,
+                )  # fmt: skip
+                broken = _count_broken_rows(
+                    broken, q_rows, do_rows, j, ids_kv, batch, n_q, n_kv, mask, begin, end, DIM, DIM_V, TILE_Q
+                )
+            dk_sum = tl.where(broken[0] > 0, dk_sum, finite[0])
+            dv_sum = tl.where(broken[1] > 0, dv_sum, finite[1])
     store_tile(stream(dk, batch, start_kv, head_kv, TILE_KV, PADDED), first, n_kv - first, dk_sum * scale, DIM)
     store_tile(stream(dv, batch, start_kv, head_kv, TILE_KV, PADDED_V), first, n_kv - first, dv_sum, DIM_V)
 
@@ -271,13 +274,16 @@ def _dq(
         acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, n_kv, mask, score,
         full_end, end, DIM, DIM_V, TILE_KV, True, False,
     )  # fmt: skip
-    if poisoned(mask, acc):
-        finite = _rows_from_keys(
-            tl.zeros((TILE_Q, PADDED), tl.float32), q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope,
-            batch, n_kv, mask, score, begin, end, DIM, DIM_V, TILE_KV, True, True,
-        )  # fmt: skip
-        broken = count_broken_keys(keys, p, ids_q, batch, n_kv, mask, begin, end, TILE_Q, DIM, PADDED, TILE_KV)
-        acc = tl.where(broken > 0, acc, finite)
+    # Where every pair is visible there is nothing to keep out, and nothing is compiled for it.
+    CUTS: tl.constexpr = left is not None or right is not None or prefix is not None or document_q is not None
+    if CUTS:
+        if any_nan(acc):
+            finite = _rows_from_keys(
+                tl.zeros((TILE_Q, PADDED), tl.float32), q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope,
+                batch, n_kv, mask, score, begin, end, DIM, DIM_V, TILE_KV, True, True,
+            )  # fmt: skip
+            broken = count_broken_keys(keys, p, ids_q, batch, n_kv, mask, begin, end, TILE_Q, DIM, PADDED, TILE_KV)
+            acc = tl.where(broken > 0, acc, finite)
     store_tile(stream(dq, batch, start_q, head, TILE_Q, PADDED), first, n_q - first, acc * scale, DIM)
 
 

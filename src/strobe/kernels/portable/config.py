@@ -11,30 +11,42 @@ from strobe.problem import AttentionProblem
 
 @dataclass(frozen=True)
 class Config:
-    """How one kernel runs. A program owns tile_q rows and streams tiles of tile_kv keys, or (dK, dV) the other way round."""
+    """How one kernel runs. A program owns tile_q rows and streams tiles of tile_kv keys; in "dkdv" it is the other way."""
 
+    kernel: str
+    """"forward", "dq" or "dkdv"."""
     tile_q: int
     tile_kv: int
     num_warps: int
     num_stages: int
-    kernel: str = "forward"
-    """"forward", "dq" or "dkdv"."""
-    head_dim: int = 128
-    """Padded to a power of two that the tensor core takes, as is head_dim_v."""
-    head_dim_v: int = 128
-    itemsize: int = 2
+    head_dim: int
+    """Padded to what a Triton tensor can have, as is head_dim_v."""
+    head_dim_v: int
+    itemsize: int
+    """Bytes of an element in shared memory."""
+    mma: str
+    """What products compile to: "fma" (no tensor core), "mma.sync", "wgmma" or "tcgen05"."""
 
     def smem_bytes(self) -> int:
-        """An upper bound of a program's shared memory: the tiles it owns, the stages it streams, P (and dS)."""
-        both = self.head_dim + self.head_dim_v
-        owned, streamed = (self.tile_kv, self.tile_q) if self.kernel == "dkdv" else (self.tile_q, self.tile_kv)
+        """An upper bound of a program's shared memory: tiles that it owns, stages that it streams, P and dS."""
+        both, wider = self.head_dim + self.head_dim_v, max(self.head_dim, self.head_dim_v)
+        rows, streamed_rows = (self.tile_kv, self.tile_q) if self.kernel == "dkdv" else (self.tile_q, self.tile_kv)
+        owned = rows * (self.head_dim if self.kernel == "forward" else both)
+        resident = owned
+        if self.mma == "mma.sync":  # operands come from registers: a tile that is owned need not stay in shared memory
+            resident = 0 if self.kernel == "forward" else rows * wider
+        if self.mma == "tcgen05" and self.kernel != "forward":  # accumulators pass through shared memory
+            resident += owned
+        # One stage, too, has room for two: the tile and its transpose.
+        streamed = max(self.num_stages, 2) * streamed_rows * both
         scores = self.tile_q * self.tile_kv * (1 if self.kernel == "forward" else 2)
-        return (owned * both + self.num_stages * streamed * both + scores) * self.itemsize
+        vectors = 8 * self.num_stages * self.tile_q + 1024
+        return max(owned, rows * wider, resident + streamed + scores) * self.itemsize + vectors
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """The backward's two kernels."""
+    """The backward's two kernels over tiles of scores."""
 
     dkdv: Config
     dq: Config
@@ -53,33 +65,42 @@ def config(problem: AttentionProblem, arch: Arch) -> Config | BackwardConfig:
 
 
 def choose(kernel: str, problem: AttentionProblem, arch: Arch) -> Config:
-    """The first (largest) candidate whose shared memory an arch has; on a CPU small tiles, so that there are several."""
-    dims = dict(head_dim=padded(problem.head_dim), head_dim_v=padded(problem.head_dim_v), itemsize=problem.dtype.itemsize)
+    """The first (largest) candidate that an arch's shared memory holds; on a CPU small tiles, so that there are several."""
+    candidates = list(_candidates(kernel, problem, arch))
     if not arch.is_gpu:
-        return Config(64, 32, 4, 1, kernel, **dims)
-    candidates = [replace(candidate, **dims) for candidate in _candidates(kernel, problem)]
+        return replace(candidates[0], tile_q=64, tile_kv=32, num_stages=1)
     return next((c for c in candidates if c.smem_bytes() <= arch.smem_per_block), candidates[-1])
 
 
-def _candidates(kernel: str, problem: AttentionProblem) -> Iterator[Config]:
-    """Largest first: the stages go before the tiles."""
-    widest = padded(max(problem.head_dim, problem.head_dim_v))
-    for tile_q, tile_kv, num_warps in _tiles(kernel, widest, problem.dtype.itemsize == 4):
+def _candidates(kernel: str, problem: AttentionProblem, arch: Arch) -> Iterator[Config]:
+    """Largest first: stages go before tiles."""
+    head_dim, head_dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    mma = _mma(problem, arch)
+    for tile_q, tile_kv, num_warps in _tiles(kernel, max(head_dim, head_dim_v), mma):
         for num_stages in (3, 2, 1):
-            yield Config(tile_q, tile_kv, num_warps, num_stages, kernel)
+            yield Config(
+                kernel, tile_q, tile_kv, num_warps, num_stages, head_dim, head_dim_v,
+                itemsize=4 if mma == "fma" else problem.dtype.itemsize,
+                mma=mma,
+            )  # fmt: skip
 
 
-def _tiles(kernel: str, widest: int, float32: bool) -> list[tuple[int, int, int]]:
-    """(tile_q, tile_kv, num_warps): accumulators, which are float32, must stay in the registers of the warps."""
-    if float32:
-        # No tensor core: products are unrolled into multiply-adds, so a tile costs instructions as well as registers.
+def _mma(problem: AttentionProblem, arch: Arch) -> str:
+    """Triton has no tensor core instruction for float32 without TF32, nor for Turing."""
+    if problem.dtype.itemsize == 4 or arch.capability < 80:
+        return "fma"
+    return {9: "wgmma", 10: "tcgen05"}.get(arch.capability // 10, "mma.sync")
+
+
+def _tiles(kernel: str, widest: int, mma: str) -> list[tuple[int, int, int]]:
+    """(tile_q, tile_kv, num_warps), chosen so that ptxas spills little or nothing in the loops that users wait for."""
+    if mma == "fma":
+        # Multiply-adds one by one: a tile costs instructions (and time to compile) as well as registers.
         return [(32, 32, 4), (32, 16, 4), (16, 16, 4)] if widest <= 128 else [(16, 16, 4)]
-    if widest > 128:
-        return (
-            [(32, 64, 8), (32, 32, 4), (16, 16, 4)]
-            if kernel == "dkdv"
-            else [(64, 64, 8), (64, 32, 8), (32, 32, 4), (16, 16, 4)]
-        )
     if kernel == "dkdv":
-        return [(64, 128, 8), (32, 64, 4), (32, 32, 4), (16, 16, 4)]
-    return [(128, 64, 8), (64, 32, 4), (32, 32, 4), (16, 16, 4)]
+        first = (64, 128, 8) if widest <= 64 else (64, 64, 8) if widest <= 128 else (32, 64, 8)
+        if mma == "tcgen05" and widest > 128:
+            first = (32, 32, 4)  # two accumulators of 64 rows would take all of tensor memory; this one is mma.sync
+        return [first, (32, 32, 4), (16, 16, 4)]
+    first = (128, 64, 8) if widest <= 128 else (64, 64, 8)
+    return [first, (64, 32, 8 if widest > 128 else 4), (32, 32, 4), (16, 16, 4)]

@@ -21,12 +21,12 @@ from strobe.kernels.portable.tiles import (
     LENGTHS_AND_BOUNDS,
     LN2,
     Mask,
+    any_nan,
     count_broken_keys,
     finite_part,
     kv_phases,
     load_ids,
     load_tile,
-    poisoned,
     product,
     score_of,
     seen_in,
@@ -134,13 +134,16 @@ def _forward(
         state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, n_kv, mask, score, full_end, end,
         DIM, DIM_V, TILE_KV, True, False,
     )  # fmt: skip
-    if poisoned(mask, acc):
-        finite, _, _ = _attend(
-            nothing, q_tile, k_stream, v_stream, p, ids_q, slope, batch, n_kv, mask, score, begin, end,
-            DIM, DIM_V, TILE_KV, True, True,
-        )  # fmt: skip
-        broken = count_broken_keys(v_stream, p, ids_q, batch, n_kv, mask, begin, end, TILE_Q, DIM_V, PADDED_V, TILE_KV)
-        acc = tl.where(broken > 0, acc, finite)
+    # Where every pair is visible there is nothing to keep out, and nothing is compiled for it.
+    CUTS: tl.constexpr = left is not None or right is not None or prefix is not None or document_q is not None
+    if CUTS:
+        if any_nan(acc):
+            finite, _, _ = _attend(
+                nothing, q_tile, k_stream, v_stream, p, ids_q, slope, batch, n_kv, mask, score, begin, end,
+                DIM, DIM_V, TILE_KV, True, True,
+            )  # fmt: skip
+            broken = count_broken_keys(v_stream, p, ids_q, batch, n_kv, mask, begin, end, TILE_Q, DIM_V, PADDED_V, TILE_KV)
+            acc = tl.where(broken > 0, acc, finite)
 
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)
