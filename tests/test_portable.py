@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -203,3 +208,66 @@ def test_cpu_needs_the_interpreter(monkeypatch):
 @pytest.mark.parametrize("arch", [KNOWN["T4"], KNOWN["A100"], KNOWN["RTX 4090"], KNOWN["H200"]], ids=str)
 def test_takes_float16(arch):
     assert backend.refuses(problem(), arch) is None
+
+
+# ---- the compiler takes what the interpreter takes, and what it needs of a GPU is there
+
+COMPILE = """
+import json, sys
+import torch
+from triton.runtime.jit import JITFunction
+from problems import Case, describe, tensors
+from strobe.device import KNOWN
+from strobe.kernels.portable import backend, backward, config, forward
+from strobe.lab.offline import pretend_gpu
+
+arch, dtype, compiled = KNOWN[sys.argv[1]], getattr(torch, sys.argv[2]), {}
+launch = JITFunction.run
+
+def compile_only(self, *args, warmup, **keywords):
+    compiled[self.__name__] = launch(self, *args, warmup=True, **keywords)
+
+JITFunction.run = compile_only
+forward.arch_of = backward.arch_of = lambda device: arch
+for head_dim in map(int, sys.argv[4].split(",")):
+    t = tensors(Case(8, 8, batch=1, head_dim=head_dim, mask=sys.argv[3]), dtype)
+    problem, operands = describe(t)
+    with pretend_gpu(arch.capability):
+        out, lse = backend.forward(problem, operands)
+        backend.backward(problem, operands, out, lse, out, lse)
+    for kernel in ("forward", "dkdv", "dq"):
+        made = compiled[f"_{kernel}"]
+        bound = config.choose(kernel, problem, arch).smem_bytes()
+        print(json.dumps([head_dim, kernel, made.metadata.shared, bound, "trap;" in made.asm["ptx"]]))
+"""
+ROOT = Path(__file__).parent.parent
+OLDEST_TRITON = ROOT / ".venv" / "triton-3.6"
+
+
+@pytest.mark.parametrize("triton", [None, OLDEST_TRITON], ids=["installed", "3.6"])
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "mask", "head_dims"),
+    [
+        ("T4", "float16", "causal", "64"),
+        ("A100", "bfloat16", "full", "128"),
+        ("A100", "float32", "causal", "64"),
+        ("RTX 4090", "bfloat16", "causal", "256"),
+        ("H200", "bfloat16", "window", "128"),
+        ("B200", "bfloat16", "causal", "256"),
+        ("RTX 5090", "float16", "documents", "128"),
+    ],
+)
+def test_compiles(gpu, dtype, mask, head_dims, triton):
+    if triton is not None and not triton.exists():
+        pytest.skip(f"no Triton 3.6 in {triton}: `make test` installs it")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(triton or ""), str(ROOT / "tests")])}
+    env.pop("TRITON_INTERPRET", None)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE, gpu, dtype, mask, head_dims], capture_output=True, text=True, env=env
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    kernels = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(kernels) == 3 * len(head_dims.split(","))
+    for head_dim, kernel, shared, bound, traps in kernels:
+        assert shared <= bound <= KNOWN[gpu].smem_per_block, f"{kernel}, head dim {head_dim}: {shared} bytes, bound {bound}"
+        assert not traps, f"{kernel}, head dim {head_dim}: the compiler gave up and made a kernel that traps"

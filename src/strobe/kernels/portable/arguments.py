@@ -8,8 +8,8 @@ from strobe.kernels.portable.config import Config
 from strobe.kernels.portable.tiles import LOG2E, Matrix, Score
 from strobe.problem import AttentionProblem, Operands, Varlen
 
-MAX_ROWS = 1 << 30
-"""Positions and bounds of the band are int32 on the device; this leaves room for their sums."""
+MAX_BOUND = 1 << 30
+"""No sequence is longer (the backend refuses), and sums of a position and a bound must stay within int32."""
 
 
 def matrix(x: torch.Tensor) -> Matrix:
@@ -43,8 +43,8 @@ def score(problem: AttentionProblem) -> Score:
 def of_problem(problem: AttentionProblem, operands: Operands) -> dict:
     """The arguments, by name, that all kernels over tiles of scores take."""
     lengths, mask = problem.lengths, problem.mask
-    left, right, prefix = (bound if bound is None else min(bound, MAX_ROWS) for bound in mask.band)
-    packed = isinstance(lengths, Varlen)
+    left, right, prefix = (bound if bound is None else min(bound, MAX_BOUND) for bound in mask.band)
+    total_q, total_kv = (lengths.total_q, lengths.total_kv) if isinstance(lengths, Varlen) else (0, 0)
     return dict(
         q=matrix(operands.q),
         k=matrix(operands.k),
@@ -53,8 +53,8 @@ def of_problem(problem: AttentionProblem, operands: Operands) -> dict:
         cu_seqlens_kv=operands.cu_seqlens_kv,
         n_q=lengths.seqlen_q,
         n_kv=lengths.seqlen_kv,
-        total_q=lengths.total_q if packed else 0,
-        total_kv=lengths.total_kv if packed else 0,
+        total_q=total_q,
+        total_kv=total_kv,
         left=left,
         right=right,
         prefix=prefix,
