@@ -35,6 +35,13 @@ def test_against_reference(case, dtype):
     check(run(t, "portable"), t)
 
 
+def test_bfloat16_is_rounded_to_nearest_even():
+    """Two keys of the same score: the mean of their values, which has more bits than bfloat16."""
+    t = tensors(Case(1, 2, head_dim=64, logits=0.0), torch.bfloat16, DEVICE)
+    out = strobe.attention(t.q, t.k, t.v, backend="portable")
+    assert_same(out[:, 0], t.v.float().mean(1).to(torch.bfloat16))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", LARGE, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
