@@ -169,7 +169,7 @@ def test_rows_of_no_sequence_are_zero():
 
 
 def test_only_noted_rows_are_written():
-    from strobe.kernels.portable.forward import launch
+    from strobe.kernels.portable.forward import redo
 
     t = tensors(Case(300, 140, heads_q=2, mask="causal"), torch.float32, DEVICE)
     problem, operands = describe(t)
@@ -177,7 +177,7 @@ def test_only_noted_rows_are_written():
     out, lse = torch.full_like(want, 7.0), torch.full_like(want_lse, 7.0)
     notes = torch.zeros(2, 2, 3, dtype=torch.int32, device=DEVICE)
     notes[1, 0, 1] = notes[0, 1, 2] = 1
-    launch(problem, operands, out, lse, notes.flatten())
+    redo(problem, operands, out, lse, notes.flatten())
     noted = notes.bool().repeat_interleave(128, 2)[:, :, :300]
     assert_same(lse, torch.where(noted, want_lse, 7.0))
     assert_same(out, torch.where(noted.transpose(1, 2)[..., None], want, 7.0))
@@ -242,9 +242,10 @@ for head_dim in map(int, sys.argv[4].split(",")):
     with pretend_gpu(arch.capability):
         out, lse = backend.forward(problem, operands)
         backend.backward(problem, operands, out, lse, out, lse)
-    for kernel in ("forward", "dkdv", "dq"):
+        forward.redo(problem, operands, out, lse, torch.zeros(8, dtype=torch.int32))
+    for kernel in ("forward", "redo", "dkdv", "dq"):
         made = compiled[f"_{kernel}"]
-        bound = config.choose(kernel, problem, arch).smem_bytes()
+        bound = config.choose("forward" if kernel == "redo" else kernel, problem, arch).smem_bytes()
         print(json.dumps([head_dim, kernel, made.metadata.shared, bound, "trap;" in made.asm["ptx"]]))
 """
 ROOT = Path(__file__).parent.parent
@@ -274,7 +275,7 @@ def test_compiles(gpu, dtype, mask, head_dims, triton):
     )
     assert run.returncode == 0, run.stderr[-3000:]
     kernels = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(kernels) == 3 * len(head_dims.split(","))
+    assert len(kernels) == 4 * len(head_dims.split(","))
     for head_dim, kernel, shared, bound, traps in kernels:
         assert shared <= bound <= KNOWN[gpu].smem_per_block, f"{kernel}, head dim {head_dim}: {shared} bytes, bound {bound}"
         assert not traps, f"{kernel}, head dim {head_dim}: the compiler gave up and made a kernel that traps"

@@ -5,12 +5,12 @@ Nothing here imports Triton before a kernel runs, so that `refuses` answers on a
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import torch
 
 from strobe.device import Arch
+from strobe.kernels import has_triton
 from strobe.kernels.portable.config import config
 from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
 
@@ -21,7 +21,7 @@ _MAX_ROWS = 1 << 30
 
 
 def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "needs Triton, which is not installed"
     if problem.dtype not in _DTYPES:
         return f"takes float16, bfloat16 and float32, not {str(problem.dtype).removeprefix('torch.')}"

@@ -16,7 +16,7 @@ import triton.language as tl
 from strobe.device import arch_of
 from strobe.kernels.common.device_function import device_function
 from strobe.kernels.portable import arguments, interpreter
-from strobe.kernels.portable.config import choose
+from strobe.kernels.portable.config import Config, choose
 from strobe.kernels.portable.tiles import (
     LENGTHS_AND_BOUNDS,
     LN2,
@@ -81,33 +81,20 @@ def _attend(
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
-def _forward(
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, n_q, n_kv, total_q, total_kv,
-    left, right, prefix, document_q, document_kv, score, notes, heads_q, group,
+@device_function
+def _rows(
+    first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, out, lse,
+    left, right, prefix, document_q, document_kv, score, group,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, NOTED_ROWS: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
 ):  # fmt: skip
-    # The last rows first: under a causal mask they see the most keys, and the longest program should not start last.
-    tiles = tl.cdiv(n_q, TILE_Q)
-    first = (tiles - 1 - tl.program_id(0) % tiles) * TILE_Q
-    head = tl.program_id(0) // tiles % heads_q
-    batch = tl.program_id(0) // tiles // heads_q
-    if notes is not None:
-        note = (batch * heads_q + head) * tl.cdiv(n_q, NOTED_ROWS) + first // NOTED_ROWS
-        if tl.load(notes + note) == 0:
-            return
-    start_q, n_q = sequence(cu_seqlens_q, batch, n_q, total_q)
-    start_kv, n_kv = sequence(cu_seqlens_kv, batch, n_kv, total_kv)
-    if first >= n_q:
-        return
-
-    mask = Mask(left, right, prefix, document_q, document_kv)
+    """Write out and lse of the TILE_Q rows from `first` on of one head of one sequence."""
+    mask = Mask(left, right, prefix, document_q, document_kv)  # not an argument: Triton 3.6 passes it on only once
     p_first = first + n_kv - n_q
     p_last = tl.minimum(first + TILE_Q, n_q) - 1 + n_kv - n_q
     begin, full_begin, full_end, end = kv_phases(p_first, p_last, n_kv, mask, TILE_KV)
     p = p_first + tl.arange(0, TILE_Q)
-    ids_q = load_ids(document_q, batch, first, n_q, TILE_Q)
+    ids_q = load_ids(mask.document_q, batch, first, n_q, TILE_Q)
     slope = slope_of(score, batch, head)
     q_stream = stream(q, batch, start_q, head, TILE_Q, PADDED)
     k_stream = stream(k, batch, start_kv, head // group, TILE_KV, PADDED)
@@ -120,12 +107,12 @@ def _forward(
         tl.zeros((TILE_Q,), tl.float32),
     )
     state = nothing
-    if left is not None and document_q is None:
+    if mask.left is not None and mask.document_q is None:
         state = _attend(
             state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, n_kv, mask, score, begin, full_begin,
             DIM, DIM_V, TILE_KV, True, False,
         )  # fmt: skip
-    if document_q is None:
+    if mask.document_q is None:
         state = _attend(
             state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, n_kv, mask, score, full_begin, full_end,
             DIM, DIM_V, TILE_KV, False, False,
@@ -135,7 +122,9 @@ def _forward(
         DIM, DIM_V, TILE_KV, True, False,
     )  # fmt: skip
     # Where every pair is visible there is nothing to keep out, and nothing is compiled for it.
-    CUTS: tl.constexpr = left is not None or right is not None or prefix is not None or document_q is not None
+    CUTS: tl.constexpr = (
+        mask.left is not None or mask.right is not None or mask.prefix is not None or mask.document_q is not None
+    )
     if CUTS:
         if any_nan(acc):
             finite, _, _ = _attend(
@@ -153,28 +142,87 @@ def _forward(
     store_vector(vector_stream(lse, batch, start_q, head, TILE_Q), first, n_q - first, log_sum)
 
 
+@triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
+def _forward(
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, n_q, n_kv, total_q, total_kv,
+    left, right, prefix, document_q, document_kv, score, heads_q, group,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
+):  # fmt: skip
+    # The last rows first: under a causal mask they see the most keys, and the longest program should not start last.
+    tiles = tl.cdiv(n_q, TILE_Q)
+    first = (tiles - 1 - tl.program_id(0) % tiles) * TILE_Q
+    head = tl.program_id(0) // tiles % heads_q
+    batch = tl.program_id(0) // tiles // heads_q
+    start_q, n_q = sequence(cu_seqlens_q, batch, n_q, total_q)
+    start_kv, n_kv = sequence(cu_seqlens_kv, batch, n_kv, total_kv)
+    if first >= n_q:
+        return
+    _rows(
+        first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, out, lse,
+        left, right, prefix, document_q, document_kv, score, group,
+        DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=(*LENGTHS_AND_BOUNDS, "number"))
+def _redo(
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, n_q, n_kv, total_q, total_kv,
+    left, right, prefix, document_q, document_kv, score, heads_q, group, notes, number,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, NOTED_ROWS: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    # Each program reads SHARE notes at once. Normally none is set, and few programs that look at many notes cost less
+    # than one program a tile, of which only one at a time finds room on a multiprocessor.
+    share = tl.program_id(0) * SHARE
+    places = share + tl.arange(0, SHARE)
+    if tl.max(tl.load(notes + places, mask=places < number, other=0), 0) == 0:
+        return
+    blocks = tl.cdiv(n_q, NOTED_ROWS)
+    for note in tl.range(share, tl.minimum(share + SHARE, number)):
+        if tl.load(notes + note) != 0:
+            for within in tl.range(0, NOTED_ROWS, TILE_Q):
+                _rows(
+                    note % blocks * NOTED_ROWS + within, note // blocks % heads_q, note // blocks // heads_q, 0, 0, n_q, n_kv,
+                    q, k, v, out, lse, left, right, prefix, document_q, document_kv, score, group,
+                    DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV,
+                )  # fmt: skip
+
+
 NOTED_ROWS = 128
-"""Rows that one note of `launch` stands for."""
+"""Rows that one note of `redo` stands for."""
+
+_SHARE = 32
 
 
-def launch(
-    problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor, notes: torch.Tensor | None = None
-) -> None:
-    """Write out and lse, at least one query and one key given; rows that belong to no sequence are left alone.
-
-    notes: int32 [batch * heads_q * ceil(seqlen_q / 128)]; only the blocks of 128 rows whose note
-    [(b * heads_q + h) * ceil(seqlen_q / 128) + row // 128] is not 0 are written.
-    """
-    config = choose("forward", problem, arch_of(out.device))
+def launch(problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Write out and lse, at least one query and one key given; rows that belong to no sequence are left alone."""
     lengths = problem.lengths
+    config, keywords = _keywords(problem, operands, out, lse)
     grid = (triton.cdiv(lengths.seqlen_q, config.tile_q) * problem.heads_q * lengths.batch,)
     with torch.cuda.device_of(out):
-        _forward[grid](
-            **arguments.of_problem(problem, operands),
-            out=arguments.matrix(out),
-            lse=arguments.vector(lse),
-            notes=notes,
-            heads_q=problem.heads_q,
-            NOTED_ROWS=NOTED_ROWS,
-            **arguments.of_config(config),
-        )
+        _forward[grid](**keywords)
+
+
+def redo(problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor, notes: torch.Tensor) -> None:
+    """Write out and lse of those blocks of 128 rows of a dense problem whose note is not 0.
+
+    notes: int32 [batch * heads_q * ceil(seqlen_q / 128)], where block r of head h of batch b has the place
+    (b * heads_q + h) * ceil(seqlen_q / 128) + r.
+    """
+    _, keywords = _keywords(problem, operands, out, lse)
+    number = notes.numel()
+    with torch.cuda.device_of(out):
+        _redo[(triton.cdiv(number, _SHARE),)](**keywords, notes=notes, number=number, NOTED_ROWS=NOTED_ROWS, SHARE=_SHARE)
+
+
+def _keywords(problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor) -> tuple[Config, dict]:
+    """The config, and the arguments that both kernels take."""
+    config = choose("forward", problem, arch_of(out.device))
+    return config, {
+        **arguments.of_problem(problem, operands),
+        "out": arguments.matrix(out),
+        "lse": arguments.vector(lse),
+        "heads_q": problem.heads_q,
+        **arguments.of_config(config),
+    }

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
 from strobe.device import Arch
+from strobe.kernels import has_triton
 from strobe.kernels.sm90.config import Config, choose
 from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
 
@@ -16,7 +15,7 @@ HEAD_DIMS = (64, 128, 256)
 def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
     if arch.capability != 90:
         return f"needs a Hopper GPU (sm_90), not {arch}"
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "needs Triton, which is not installed"
     if problem.phase == "backward":
         return "has no backward yet"
@@ -53,5 +52,5 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
 
     out, lse, notes = launch(problem, operands, choose(problem))
     if notes is not None:
-        portable.launch(problem, operands, out, lse, notes)  # exits at once where there is no note
+        portable.redo(problem, operands, out, lse, notes)  # exits at once where there is no note
     return out, lse

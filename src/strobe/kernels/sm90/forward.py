@@ -26,6 +26,8 @@ The accumulator layout gives a row to the four lanes of a quad. Row sums stay wi
 cross it in every block.
 """
 
+import functools
+
 import torch
 import triton
 
@@ -385,5 +387,10 @@ def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     # A dim of size 1 is never stepped along, but its stride must be a legal one.
     shape = [x.shape[0], x.shape[2], x.shape[1], x.shape[3]]
     strides = [s if size > 1 else x.shape[3] for s, size in zip((batch, heads, n), shape[:3], strict=True)]
-    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[x.dtype])
-    return TensorDescriptor(x, shape, [*strides, 1], block, layout)
+    return TensorDescriptor(x, shape, [*strides, 1], block, _layout(rows, x.shape[3], x.dtype))
+
+
+@functools.cache
+def _layout(rows: int, head_dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """The swizzle of a block; finding it takes as long as the rest of a descriptor."""
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], GLUON_DTYPES[dtype])
