@@ -50,13 +50,16 @@ class Config:
 
 
 def choose(problem: AttentionProblem) -> Config:
-    """The config for a problem. Measured on an H200, bf16, 16k tokens, S = 1024 / 4096 / 16384, TFLOP/s:"""
+    """The config for a problem. Figures: TFLOP/s on an H200, bf16, 16k tokens in all (`strobe bench --backends sm90`)."""
     head_dim = problem.head_dim
     if head_dim == 256:
         return Config(head_dim, groups=2, tile_kv=64, num_stages=2)  # all that fits
     if head_dim == 128:
-        return Config(head_dim, groups=2, tile_kv=128, num_stages=2)  # 497/603/652; tile_kv 64, 4 stages: 428/481/518
+        # Full, S = 1024 / 4096: 497 / 615; tile_kv 64 with 3 stages: 437 / 523.
+        return Config(head_dim, groups=2, tile_kv=128, num_stages=2)
     if problem.mask.band == (None, None, None):
-        return Config(head_dim, groups=3, tile_kv=128, num_stages=3)  # 363/470/525; 2 groups: 354/423/446
-    # A second, masked loop leaves too few registers for 3 groups: 352 for causal at S = 16384 against 428.
-    return Config(head_dim, groups=2, tile_kv=128, num_stages=4)
+        # S = 1024 / 4096: 357 / 472; 2 groups with 2 stages: 358 / 429.
+        return Config(head_dim, groups=3, tile_kv=128, num_stages=3)
+    # Causal, S = 1024 / 4096: 237 / 374; 4 stages: 232 / 365. A second, masked loop leaves 3 groups too few registers:
+    # 166 / 289.
+    return Config(head_dim, groups=2, tile_kv=128, num_stages=2)
