@@ -132,8 +132,7 @@ def bench(
             raise typer.BadParameter(
                 f"heads must be a multiple of heads-kv, got {plan.heads or 2048 // dim} and {plan.heads_kv}"
             )
-    command = " ".join(["strobe", *sys.argv[1:]])
-    raise typer.Exit(run(plan, where, command, Path(json) if json else None))
+    raise typer.Exit(run(plan, where, _command(sys.argv[1:]), Path(json) if json else None))
 
 
 # ---- options as values; a wrong one is one sentence and exit status 2
@@ -217,3 +216,12 @@ def _at_least_time(problem: AttentionProblem, arch: Arch) -> str:
         return str(Cost(problem).lower_bound(arch))
     except ValueError as error:
         return f"unknown: {error}"
+
+
+def _command(arguments: list[str]) -> str:
+    """The command that reproduces a benchmark: as it was given, but for where its result went."""
+    kept = list(arguments)
+    if "--json" in kept:
+        place = kept.index("--json")
+        del kept[place : place + 2]
+    return " ".join(["strobe", *kept])
