@@ -1,5 +1,9 @@
 """Bad input: one clear ValueError or TypeError that names the argument, before any launch. The table of them."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -119,3 +123,24 @@ def test_second_gradient_is_refused():
     (gradient,) = torch.autograd.grad(strobe.attention(q, q, q).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         gradient.sum().backward()
+
+
+BAD_CU_SEQLENS_ON_A_GPU = """
+import torch, strobe
+q = torch.randn(10, 2, 64, dtype=torch.bfloat16, device="cuda")
+cu = torch.tensor([0, 7, 5, 400], dtype=torch.int32, device="cuda")
+out = strobe.flash_attn_varlen_func(q, q, q, cu, cu, 10, 10)
+torch.cuda.synchronize()
+print("ran", bool(torch.isfinite(out).all()))
+"""
+
+
+@pytest.mark.gpu
+def test_cu_seqlens_on_a_gpu_are_checked_with_the_debug_switch_and_harmless_without():
+    def run(debug):
+        environment = {**os.environ, "STROBE_DEBUG": debug}
+        return subprocess.run([sys.executable, "-c", BAD_CU_SEQLENS_ON_A_GPU], capture_output=True, text=True, env=environment)
+
+    assert "ran True" in run("0").stdout
+    checked = run("1")
+    assert checked.returncode != 0 and "cu_seqlens_q must start at 0 and never decrease" in checked.stderr
