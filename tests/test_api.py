@@ -97,6 +97,16 @@ def test_strides(layout):
     check(run(strided, None), strided)
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.7, 3.0])
+def test_any_finite_scale(scale):
+    """0 weighs all keys alike; a negative one prefers the least similar."""
+    t = tensors(Case(40, 50, mask="causal"))
+    t.keywords["scale"] = scale
+    for backend in ("torch_cpu", "tiled", "portable"):
+        if strobe.supports(t.q, t.k, t.v, backend=backend)[0]:
+            check(run(t, backend), t)
+
+
 def test_explain_prints_choice_and_refusals(capsys):
     q = torch.randn(1, 8, 2, 16, requires_grad=True)
     explanation = strobe.explain(q, q, q, score=strobe.Score(softcap=3.0))

@@ -107,6 +107,8 @@ def problem(**changes) -> AttentionProblem:
         ({"head_dim_v": 64}, "the same for k and v"),
         ({"phase": "backward"}, "no backward"),
         ({"score": strobe.Score(softcap=3.0)}, "no score but the plain one yet, not softcap"),
+        ({"scale": -0.1}, "positive scale.*not -0.1"),
+        ({"scale": 0.0}, "positive scale.*not 0"),
         ({"unaligned": ("k",)}, "multiples of 16 bytes.*which k lacks"),
         ({"mask": strobe.Document(torch.zeros(2, 512, dtype=torch.int32))}, "no documents"),
     ],

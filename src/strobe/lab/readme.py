@@ -163,7 +163,7 @@ def _origin(report: dict, path: Path) -> str:
     """Date, device, versions, protocol, command: a sentence each."""
     device, ceiling = report["device"], report["ceiling"]
     versions = f"torch {device['packages']['torch']}, Triton {device['packages']['triton']}, cuDNN {device['cudnn']}"
-    commit = f", commit {device['commit']}" if device["commit"] else ""
+    commit = f", commit {device['commit'][:10]}" if device["commit"] else ""
     parts = [
         f"Attention {report['what']} in TFLOP/s (causal counted as half), {device['name']}, {report['date'][:10]}{commit}.",
         f"Driver {device['driver']}, {versions}. Median of {report['protocol']['rounds']} interleaved rounds, launches alone.",

@@ -29,6 +29,8 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return "takes no documents yet"
     if str(problem.score) != "plain":
         return f"takes no score but the plain one yet, not {problem.score}"
+    if not problem.scale > 0:
+        return f"takes a positive scale (it takes maxima before it scales), not {problem.scale:g}"
     if problem.unaligned:
         return (
             f"needs bases and strides in multiples of 16 bytes and no dim expanded with stride 0 (for TMA), "
