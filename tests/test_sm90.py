@@ -26,9 +26,9 @@ AUDIT = """
 import dataclasses, itertools, json, torch, triton
 from strobe.lab.offline import audit_sm90_forward
 audits = [
-    {"head_dim": d, "causal": c, **dataclasses.asdict(audit_sm90_forward(d, c, dtype, length))}
+    {"head_dim": d, "causal": c, "length": length, **dataclasses.asdict(audit_sm90_forward(d, c, dtype, length))}
     for d, c, dtype, length in (
-        (64, False, torch.bfloat16, 4096), (64, True, torch.float16, 4096), (128, False, torch.float16, 4096),
+        (64, False, torch.bfloat16, 4096), (64, True, torch.float16, 4096), (64, True, torch.bfloat16, 1000), (128, False, torch.float16, 4096),
         (128, True, torch.bfloat16, 4096), (128, False, torch.bfloat16, 1000), (256, False, torch.bfloat16, 4096),
         (256, True, torch.bfloat16, 1000),
     )
@@ -53,7 +53,8 @@ def audits(request):
 
 def config_of(audit) -> Config:
     mask = strobe.Causal() if audit["causal"] else strobe.Full()
-    return choose(problem(head_dim=audit["head_dim"], head_dim_v=audit["head_dim"], mask=mask))
+    lengths = Dense(1, audit["length"], audit["length"])
+    return choose(problem(lengths=lengths, head_dim=audit["head_dim"], head_dim_v=audit["head_dim"], mask=mask))
 
 
 def test_shared_memory_is_what_config_says(audits):
@@ -63,25 +64,23 @@ def test_shared_memory_is_what_config_says(audits):
         assert audit["smem_bytes"] <= KNOWN["H200"].smem_per_block
 
 
-def test_nothing_spills_in_the_loop(audits):
-    """At head dim 64 with 3 groups the newest Triton keeps up to 3 registers (24 bytes) in memory, outside the loop."""
+def test_spills(audits):
+    """At head dim 64 with 3 groups, which have 160 registers a thread, the newest Triton spills up to 9 of them."""
     for audit in audits:
-        assert audit["spill_bytes"] <= (24 if config_of(audit).groups == 3 else 0), audit["name"]
+        assert audit["spill_bytes"] <= (72 if config_of(audit).groups == 3 else 0), audit["name"]
 
 
 def test_tensor_cores_run_unhindered(audits):
     for audit in audits:
         counts, config = audit["instructions"], config_of(audit)
         assert not audit["warnings"], audit["warnings"]  # ptxas's C75xx: a wgmma made serial
-        # Products of 16 in K: S takes head_dim / 16 of them and P V tile_kv / 16, in the prologue, each loop, the end.
-        loops = 2 if audit["causal"] else 1
-        bodies = loops + 1
-        expected = bodies * (config.head_dim // 16 + config.tile_kv // 16)
+        # Products of 16 in K: S takes head_dim / 16 of them and P V tile_kv / 16; each stands in the loop and outside it.
+        expected = 2 * (config.head_dim // 16 + config.tile_kv // 16)
         copies = counts["HGMMA"] / expected
         assert 2 <= copies <= 3, (audit["name"], copies)  # groups; the compiler may merge two of three
         assert counts["UTMALDG"] and counts["UTMASTG"]
         # One exponential a score: 2 scores a lane and 8 keys, and 2 rows to rescale.
-        assert counts["MUFU.EX2"] >= config.groups * bodies * config.tile_kv // 2
+        assert counts["MUFU.EX2"] >= config.groups * 2 * config.tile_kv // 2
 
 
 def test_registers_fit_the_file():
@@ -131,7 +130,14 @@ HOPPER_CASES = [
     for head_dim in (64, 128, 256)
     for mask in ("full", "causal", "window", "prefix")
     for n_q, n_kv, heads_q, heads_kv in ((512, 512, 4, 4), (1, 300, 4, 1), (333, 777, 4, 2), (777, 333, 2, 2), (1, 1, 1, 1))
-] + [Case(700, 700, head_dim=128, mask="causal", logits=logits) for logits in (10.0, 100.0)]
+] + [
+    *(Case(700, 700, head_dim=128, mask="causal", logits=logits) for logits in (10.0, 100.0)),
+    *(
+        Case(2048 + 77, n_kv, batch=1, head_dim=64, mask=mask)
+        for n_kv in (2100, 2300)
+        for mask in ("causal", "window", "prefix")
+    ),
+]
 
 
 def forward(t, backend="sm90") -> Results:

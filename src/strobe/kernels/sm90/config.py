@@ -57,9 +57,8 @@ def choose(problem: AttentionProblem) -> Config:
     if head_dim == 128:
         # Full, S = 1024 / 4096: 497 / 615; tile_kv 64 with 3 stages: 437 / 523.
         return Config(head_dim, groups=2, tile_kv=128, num_stages=2)
-    if problem.mask.band == (None, None, None):
-        # S = 1024 / 4096: 357 / 472; 2 groups with 2 stages: 358 / 429.
-        return Config(head_dim, groups=3, tile_kv=128, num_stages=3)
-    # Causal, S = 1024 / 4096: 237 / 374; 4 stages: 232 / 365. A second, masked loop leaves 3 groups too few registers:
-    # 166 / 289.
-    return Config(head_dim, groups=2, tile_kv=128, num_stages=2)
+    if problem.mask.band != (None, None, None) and problem.lengths.seqlen_q < 2048:
+        # Causal, S = 1024: 240; 3 groups: 219, too many rows for the few blocks that they see.
+        return Config(head_dim, groups=2, tile_kv=128, num_stages=2)
+    # Full, S = 1024 / 4096: 357 / 472; 2 groups: 358 / 429. Causal, S = 4096 / 16384: 402 / 502; 2 groups: 380 / 429.
+    return Config(head_dim, groups=3, tile_kv=128, num_stages=3)
