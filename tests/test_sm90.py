@@ -28,7 +28,8 @@ from strobe.lab.offline import audit_sm90_forward
 audits = [
     {"head_dim": d, "causal": c, "length": length, **dataclasses.asdict(audit_sm90_forward(d, c, dtype, length))}
     for d, c, dtype, length in (
-        (64, False, torch.bfloat16, 4096), (64, True, torch.float16, 4096), (64, True, torch.bfloat16, 1000), (128, False, torch.float16, 4096),
+        (64, False, torch.bfloat16, 4096), (64, True, torch.float16, 4096), (64, True, torch.bfloat16, 1000),
+        (128, False, torch.float16, 4096),
         (128, True, torch.bfloat16, 4096), (128, False, torch.bfloat16, 1000), (256, False, torch.bfloat16, 4096),
         (256, True, torch.bfloat16, 1000),
     )
