@@ -257,3 +257,15 @@ def test_streams_do_not_disturb_each_other():
                 got.append(forward(t).out)
     torch.cuda.synchronize()
     assert all(torch.equal(x, want[i % 2]) for i, x in enumerate(got))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("head_dim", [40, 128])
+def test_tensors_on_another_gpu_than_the_current_one(head_dim):
+    case = Case(300, 300, head_dim=head_dim, mask="causal")
+    first, second = (tensors(case, torch.bfloat16, device) for device in ("cuda:0", "cuda:1"))
+    assert torch.cuda.current_device() == 0
+    want, got = run(first, None), run(second, None)
+    for name in want.FIELDS:
+        assert torch.equal(getattr(want, name).cpu(), getattr(got, name).cpu()), name

@@ -323,7 +323,8 @@ def launch(
         tiles = triton.cdiv(problem.lengths.seqlen_q, 128)
         notes = torch.zeros(lse.shape[0] * lse.shape[1] * tiles, dtype=torch.int32, device=q.device)
     grid, arguments, constants = _arguments(problem, operands, out, lse, notes, config)
-    forward_kernel[grid](*arguments, **constants)
+    with torch.cuda.device_of(q):  # Triton launches on the current device, which need not be q's
+        forward_kernel[grid](*arguments, **constants)
     return out, lse, notes
 
 
