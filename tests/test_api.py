@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from conftest import HAS_GPU
 from problems import Case, check, formula, run, tensors
 
 import strobe
@@ -105,6 +106,16 @@ def test_any_finite_scale(scale):
     for backend in ("torch_cpu", "tiled", "portable"):
         if strobe.supports(t.q, t.k, t.v, backend=backend)[0]:
             check(run(t, backend), t)
+
+
+@pytest.mark.parametrize("mask", [strobe.Window(right=2**31 - 1), strobe.Window(left=2**40), strobe.Prefix(2**31)], ids=str)
+def test_bounds_beyond_int32_hide_nothing(mask):
+    """On the device positions are int32, and a bound added to one must not wrap around."""
+    q = torch.randn(1, 150, 2, 64).to(torch.float16 if HAS_GPU else torch.float32).to("cuda" if HAS_GPU else "cpu")
+    want = strobe.attention(q, q, q)
+    for backend in strobe.BACKENDS:
+        if strobe.supports(q, q, q, mask=mask, backend=backend)[0]:
+            torch.testing.assert_close(strobe.attention(q, q, q, mask=mask, backend=backend), want, atol=2e-3, rtol=2e-3)
 
 
 def test_explain_prints_choice_and_refusals(capsys):

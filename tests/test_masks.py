@@ -104,3 +104,8 @@ def test_names():
 def test_bad_bounds(bad):
     with pytest.raises((TypeError, ValueError), match="mask: left"):
         strobe.Window(left=bad)
+
+
+def test_bounds_on_the_device_fit_int32():
+    mask = strobe.Window(2**40, 7) & strobe.Prefix(2**31)
+    assert mask.device_band == (masks.MAX_BOUND, 7, masks.MAX_BOUND) and 2 * masks.MAX_BOUND - 1 < 2**31

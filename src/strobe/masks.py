@@ -87,6 +87,10 @@ def q_full(j_first, j_last, p_begin, p_end, left, right, prefix):
     return begin, end
 
 
+MAX_BOUND = 1 << 30
+"""Positions and bounds are int32 on the device: no sequence may be this long, so a larger bound says no more than this."""
+
+
 class TileClass(Enum):
     """What a mask leaves of a tile of scores: kernels skip EMPTY tiles and run FULL ones without a mask."""
 
@@ -150,6 +154,12 @@ class Mask:
     def band(self) -> tuple[int | None, int | None, int | None]:
         """(left, right, prefix): the part of the mask that is arithmetic, as the functions above take it."""
         return self.left, self.right, self.prefix
+
+    @property
+    def device_band(self) -> tuple[int | None, int | None, int | None]:
+        """`band` as kernels take it: the sum of a bound and a position stays within int32."""
+        left, right, prefix = (None if bound is None else min(bound, MAX_BOUND) for bound in self.band)
+        return left, right, prefix
 
     @property
     def is_causal(self) -> bool:

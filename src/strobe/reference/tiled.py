@@ -30,8 +30,6 @@ from strobe.masks import Mask, TileClass
 from strobe.problem import AttentionProblem, Operands, lse_shape
 from strobe.reference.sequences import score_of, sequences
 
-NAME = "tiled"
-
 
 @dataclass(frozen=True)
 class Config:

@@ -14,7 +14,6 @@ from strobe.masks import Full, Mask
 from strobe.problem import AttentionProblem, Dense, Operands
 from strobe.reference import tiled
 
-NAME = "torch_cpu"
 _MAX_BIAS = 1 << 24
 """Pairs of a row and a key that a dense mask may have (64 MiB in float32); beyond, `tiled` needs no such memory."""
 

@@ -8,9 +8,6 @@ from strobe.kernels.portable.config import Config
 from strobe.kernels.portable.tiles import LOG2E, Matrix, Score
 from strobe.problem import AttentionProblem, Operands, Varlen
 
-MAX_BOUND = 1 << 30
-"""No sequence is longer (the backend refuses), and sums of a position and a bound must stay within int32."""
-
 
 def matrix(x: torch.Tensor) -> Matrix:
     """[batch, n, heads, D], or packed [total, heads, D] (whose sequences the kernels find by cu_seqlens)."""
@@ -43,7 +40,7 @@ def score(problem: AttentionProblem) -> Score:
 def of_problem(problem: AttentionProblem, operands: Operands) -> dict:
     """The arguments, by name, that all kernels over tiles of scores take."""
     lengths, mask = problem.lengths, problem.mask
-    left, right, prefix = (bound if bound is None else min(bound, MAX_BOUND) for bound in mask.band)
+    left, right, prefix = mask.device_band
     total_q, total_kv = (lengths.total_q, lengths.total_kv) if isinstance(lengths, Varlen) else (0, 0)
     return dict(
         q=matrix(operands.q),

@@ -12,12 +12,12 @@ import torch
 from strobe.device import Arch
 from strobe.kernels import has_triton
 from strobe.kernels.portable.config import config
+from strobe.masks import MAX_BOUND
 from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
 
 __all__ = ["backward", "config", "forward", "refuses"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MAX_ROWS = 1 << 30
 
 
 def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
@@ -34,7 +34,7 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
     wide = max(problem.head_dim, problem.head_dim_v) > 128
     if wide and problem.dtype == torch.float32 and problem.phase == "backward" and arch.capability == 75:
         return "has too little shared memory for the backward of float32 at head dims over 128"
-    if max(_rows(problem)) >= _MAX_ROWS:
+    if max(_rows(problem)) >= MAX_BOUND:
         return f"counts rows in int32 and takes fewer than 2^30 of them, not {max(_rows(problem))}"
     return None
 

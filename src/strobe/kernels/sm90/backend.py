@@ -7,6 +7,7 @@ import torch
 from strobe.device import Arch
 from strobe.kernels import has_triton
 from strobe.kernels.sm90.config import Config, choose
+from strobe.masks import MAX_BOUND
 from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
 
 HEAD_DIMS = (64, 128, 256)
@@ -25,6 +26,8 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return f"takes head dims 64, 128 and 256, the same for k and v, not {problem.head_dim} and {problem.head_dim_v}"
     if isinstance(problem.lengths, Varlen):
         return "takes no packed sequences yet"
+    if max(problem.lengths.seqlen_q, problem.lengths.seqlen_kv) >= MAX_BOUND:
+        return "counts rows in int32 and takes fewer than 2^30 of them"
     if problem.mask.documents is not None:
         return "takes no documents yet"
     if str(problem.score) != "plain":

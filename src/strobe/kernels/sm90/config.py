@@ -50,7 +50,11 @@ class Config:
 
 
 def choose(problem: AttentionProblem) -> Config:
-    """The config for a problem. Figures: TFLOP/s on an H200, bf16, 16k tokens in all (`strobe bench --backends sm90`)."""
+    """The config for a problem.
+
+    Figures: TFLOP/s of the kernel alone, H200, bf16, 16k tokens in all, 2026-11-21, each line from one interleaved run
+    that timed `forward.launch` with either Config. `strobe bench` times the one that is chosen.
+    """
     head_dim = problem.head_dim
     if head_dim == 256:
         return Config(head_dim, groups=2, tile_kv=64, num_stages=2)  # all that fits

@@ -344,7 +344,7 @@ def _arguments(problem: AttentionProblem, operands: Operands, out, lse, notes, c
     """The kernel's grid, arguments and compile-time constants."""
     lengths = problem.lengths
     assert isinstance(lengths, Dense)
-    left, right, prefix = problem.mask.band
+    left, right, prefix = problem.mask.device_band
     grid = (triton.cdiv(lengths.seqlen_q, config.tile_q) * lengths.batch * problem.heads_q,)
     arguments = (
         _descriptor(operands.q, ROWS_PER_GROUP),
