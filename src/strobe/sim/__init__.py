@@ -1,0 +1,1 @@
+"""Runs Gluon kernels, their source unchanged, on a CPU."""

@@ -1,0 +1,17 @@
+"""The machine that runs now: what a simulated Gluon call acts on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from strobe.sim.machine import Machine
+
+running: list[Machine] = []
+
+
+def machine() -> Machine:
+    """The Machine that runs now. RuntimeError outside a simulation."""
+    if not running:
+        raise RuntimeError("a simulated Gluon function was called outside a simulation")
+    return running[-1]
