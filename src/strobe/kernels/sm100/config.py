@@ -1,0 +1,189 @@
+"""What the Blackwell forward runs with, and what that costs in shared memory, tensor memory and registers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from strobe.problem import AttentionProblem
+
+ROWS_PER_STAGE = 128
+"""Query rows of a Q stage in one CTA: the lanes of tensor memory, and the M of a tcgen05.mma (256 by two CTAs)."""
+
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
+"""Pairs of head_dim and head_dim_v that the kernel takes."""
+
+TMEM_COLUMNS = 512
+SMEM_BYTES = 227 * 1024
+
+_BARRIER = 8
+_SCRATCH = 512
+"""Bytes that the compiler may add: what the warp roles are handed, and their states."""
+
+
+class Buffer(NamedTuple):
+    """A buffer in the shared memory of one CTA."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+class Columns(NamedTuple):
+    """A range of the 32-bit columns of tensor memory, in all 128 lanes."""
+
+    name: str
+    first: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernel runs.
+
+    head_dim, head_dim_v: of q and k, and of v; one of HEAD_DIMS.
+    q_stages: tiles of 128 query rows that a CTA has in flight, each with its own softmax warpgroup.
+    tile_kv: keys a block. kv_stages: slots of the one ring that holds blocks of K and V in turn.
+    correction: warps of their own rescale and write O; without, the softmax warps do it between their blocks.
+    split_p: three quarters of P go to the tensor core while the last is computed.
+    emulated: of each 16 exponentials in the middle half of a block, how many are polynomials on the FMA pipe.
+    rescale_threshold: O is rescaled once a row maximum has grown by more than this many powers of two; 0: always.
+    two_ctas: a pair of CTAs works as one on twice the rows, each holding half of every block of K and V.
+    persistent: as many CTAs as fit the GPU take tiles in turn; otherwise a CTA a tile.
+    splits: parts of the keys that are attended to separately, to be combined afterwards.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    q_stages: int = 2
+    tile_kv: int = 128
+    kv_stages: int = 3
+    correction: bool = True
+    split_p: bool = True
+    emulated: int = 4
+    rescale_threshold: float = 8.0
+    two_ctas: bool = False
+    persistent: bool = True
+    splits: int = 1
+
+    def __post_init__(self):
+        if (self.head_dim, self.head_dim_v) not in HEAD_DIMS:
+            raise ValueError(f"head_dim and head_dim_v must be one of {HEAD_DIMS}, got {(self.head_dim, self.head_dim_v)}")
+        if self.q_stages not in (1, 2):
+            raise ValueError(f"q_stages must be 1 or 2, got {self.q_stages}")
+        if self.tile_kv not in (64, 128):
+            raise ValueError(f"tile_kv must be 64 or 128, got {self.tile_kv}")
+        if self.kv_stages < 2:
+            raise ValueError(f"kv_stages must be 2 or more (a block of K beside one of V), got {self.kv_stages}")
+        if self.emulated not in (0, 1, 2, 4, 8, 16):
+            raise ValueError(f"emulated must be 0, 1, 2, 4, 8 or 16 of 16 exponentials, got {self.emulated}")
+        if not 0.0 <= self.rescale_threshold <= 8.0:
+            raise ValueError(f"rescale_threshold must be 0 to 8 powers of two, got {self.rescale_threshold}")
+        if self.splits < 1:
+            raise ValueError(f"splits must be 1 or more, got {self.splits}")
+        if self.tmem_columns() > TMEM_COLUMNS:
+            raise ValueError(f"tensor memory has {TMEM_COLUMNS} columns, this config needs {self.tmem_columns()}: {self}")
+        if self.smem_bytes() > SMEM_BYTES - _SCRATCH:
+            raise ValueError(
+                f"a CTA has {SMEM_BYTES} bytes of shared memory, {_SCRATCH} of them the compiler's, "
+                f"this config needs {self.smem_bytes()}: {self}"
+            )
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that work on one tile together."""
+        return 2 if self.two_ctas else 1
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a Q stage, over its CTAs."""
+        return ROWS_PER_STAGE * self.ctas
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows of a tile: what a CTA, or a pair of them, works on at a time."""
+        return self.q_stages * self.rows
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """head_dim as a sum of powers of two, the sizes that a tensor may have."""
+        return _chunks(self.head_dim)
+
+    @property
+    def chunks_v(self) -> tuple[int, ...]:
+        """head_dim_v likewise."""
+        return _chunks(self.head_dim_v)
+
+    @property
+    def narrow_stages(self) -> int:
+        """Slots for the second chunk of a block: as many as there are slots, or two if only K has a second chunk."""
+        return self.kv_stages if len(self.chunks_v) == 2 else 2 if len(self.chunks) == 2 else 0
+
+    @property
+    def o_in_q(self) -> bool:
+        """Whether O leaves through Q's buffer, because one of its own does not fit."""
+        return self.head_dim > 128
+
+    @property
+    def softmax_registers(self) -> int:
+        """Registers a thread, by setmaxnreg: four warpgroups share 512 a thread."""
+        return 192 if self.correction else 224
+
+    @property
+    def correction_registers(self) -> int:
+        return 80
+
+    @property
+    def other_registers(self) -> int:
+        """Of the load, MMA and epilogue warps, which share a warpgroup with the padding warp."""
+        return 48
+
+    def smem_map(self) -> list[Buffer]:
+        """The buffers of one CTA, in 2-byte elements but for the float32 row statistics and 8-byte barriers."""
+        rows, slot = ROWS_PER_STAGE, self.tile_kv // self.ctas
+        buffers = [Buffer("sQ", (self.q_stages, rows, self.head_dim), 2 * self.q_stages * rows * self.head_dim)]
+        wide, narrow = self.chunks[0], self.chunks[1] if len(self.chunks) == 2 else 0
+        ring = 2 * slot * (self.kv_stages * wide + self.narrow_stages * narrow)
+        buffers.append(Buffer("sK/sV", (self.kv_stages, slot, self.head_dim), ring))
+        o_bytes = 0 if self.o_in_q else 2 * self.q_stages * rows * self.head_dim_v
+        buffers.append(Buffer("sO", (self.q_stages, rows, self.head_dim_v), o_bytes))
+        buffers.append(Buffer("sScale", (self.q_stages, 2, rows), 4 * self.q_stages * 2 * rows))
+        barriers = 2 * self.kv_stages + 11 * self.q_stages
+        buffers.append(Buffer("barriers", (barriers,), _BARRIER * barriers))
+        return buffers
+
+    def tmem_map(self) -> list[Columns]:
+        """S, P and O of each stage; P is 16-bit and lies in the second half of its S."""
+        stages, s = range(self.q_stages), self.tile_kv
+        o_first = self.q_stages * s
+        return [
+            *(Columns(f"S{i}", i * s, s) for i in stages),
+            *(Columns(f"P{i}", i * s + s // 2, s // 2) for i in stages),
+            *(Columns(f"O{i}", o_first + i * self.head_dim_v, self.head_dim_v) for i in stages),
+        ]
+
+    def smem_bytes(self) -> int:
+        """The sum of `smem_map`; the compiler adds some hundred bytes of its own."""
+        return sum(buffer.bytes for buffer in self.smem_map())
+
+    def tmem_columns(self) -> int:
+        """Columns in use; the hardware allocates the next power of two."""
+        return max(columns.first + columns.columns for columns in self.tmem_map())
+
+    def __str__(self) -> str:
+        return (
+            f"tile {self.tile_q} x {self.tile_kv}, {self.q_stages} Q stages, {self.kv_stages} K/V stages, "
+            f"{'2 CTAs' if self.two_ctas else '1 CTA'}, {self.smem_bytes() / 1024:.0f} KiB shared memory, "
+            f"{self.tmem_columns()} columns of tensor memory"
+        )
+
+
+def _chunks(head_dim: int) -> tuple[int, ...]:
+    wide = 1 << (head_dim.bit_length() - 1)
+    return (wide,) if wide == head_dim else (wide, head_dim - wide)
+
+
+def choose(problem: AttentionProblem) -> Config:
+    """The config for a problem: as many K/V stages, up to 6, as fit. Never timed on a Blackwell GPU."""
+    kv_stages = {64: 6, 96: 5, 128: 3, 192: 3}[problem.head_dim]
+    return Config(problem.head_dim, problem.head_dim_v, kv_stages=kv_stages)
