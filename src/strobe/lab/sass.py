@@ -1,6 +1,10 @@
 """What the compiler made of a kernel: registers, spills, shared memory and the machine instructions that matter.
 
 Uses the ptxas and nvdisasm that Triton's own package carries, so it needs neither a GPU nor a CUDA toolkit.
+
+A warp-specialised kernel is counted role by role. Triton gives the first partition the kernel's own path; the other warps
+wait in a loop, and an indirect branch (BRX) takes each to its partition, in the order of `gl.warp_specialize`'s list. So a
+role is what the control flow reaches from its branch target without going back through that loop.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,29 +21,53 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Audit:
     """name of the kernel and its arch; registers a thread at launch; bytes of shared memory and of spill stores and
-    loads; counts of SASS mnemonics up to the first dot, and of MUFU by function; ptxas's warnings; seconds to compile."""
+    loads; counts of SASS mnemonics up to the first dot, and of MUFU by function; the same for each role, if the roles were
+    named (code that roles share counts for each of them); ptxas's warnings; seconds to compile."""
 
     name: str
     registers: int
     smem_bytes: int
     spill_bytes: int
     instructions: dict[str, int]
+    roles: dict[str, dict[str, int]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     seconds: float = field(default=0.0, compare=False)
 
+    def __str__(self) -> str:
+        """The numbers, and a table of the roles' instructions that matter."""
+        shown = [name for name in MATTERS if self.instructions.get(name)]
+        width = max([len(role) for role in self.roles], default=0)
+        lines = [
+            f"{self.name}: {self.registers} registers, {self.smem_bytes} bytes of shared memory, {self.spill_bytes} of spills"
+        ]
+        if self.roles:
+            lines.append(" " * width + "".join(f"{name:>10}" for name in shown))
+        for role, counts in self.roles.items():
+            lines.append(f"{role:{width}}" + "".join(f"{counts.get(name, 0):>10}" for name in shown))
+        return "\n".join(lines + [f"warning: {warning}" for warning in self.warnings])
 
-def audit(compiled, name: str, seconds: float = 0.0) -> Audit:
-    """The Audit of a kernel that Triton compiled."""
+
+MATTERS = (
+    *("HGMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "LDTM", "STTM", "MUFU.EX2", "FFMA", "FFMA2", "SHFL", "LDS", "STS"),
+    *("BAR", "SYNCS", "UTCBAR", "LDL", "STL"),
+)
+"""Of tensor cores, TMA, tensor memory, exponentials, shuffles, shared memory, barriers; LDL and STL are spills."""
+
+
+def audit(compiled, name: str, seconds: float = 0.0, roles: tuple[str, ...] = ()) -> Audit:
+    """The Audit of a kernel that Triton compiled. roles: names of its warp partitions, in the order of their list."""
     capability = compiled.metadata.target.arch
     report = _ptxas_report(compiled.asm["ptx"], capability)
     used = re.search(r"Used (\d+) registers", report)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+    sass = disassemble(compiled.asm["cubin"])
     return Audit(
         name=name,
         registers=int(used.group(1)) if used else 0,
         smem_bytes=compiled.metadata.shared,
         spill_bytes=sum(map(int, spills)),
-        instructions=count_instructions(disassemble(compiled.asm["cubin"])),
+        instructions=count_instructions(sass),
+        roles=count_by_role(sass, roles) if roles else {},
         warnings=tuple(line for line in report.splitlines() if "warning" in line.lower() or re.search(r"C75\d\d", line)),
         seconds=seconds,
     )
@@ -54,16 +83,99 @@ def disassemble(cubin: bytes) -> str:
         return _run(knobs.nvidia.nvdisasm.path, "-c", str(path))
 
 
-_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)", re.MULTILINE)
+_INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)(.*)")
+_LABEL = re.compile(r"(\S+):\s*$")
 
 
 def count_instructions(sass: str) -> dict[str, int]:
     """How often each instruction stands in the text, most frequent first: "HGMMA", "UTMALDG", "MUFU.EX2", ..."""
-    counts: Counter[str] = Counter()
-    for match in _INSTRUCTION.finditer(sass):
-        mnemonic, *modifiers = match.group(1).split(".")
-        counts[f"{mnemonic}.{modifiers[0]}" if mnemonic == "MUFU" and modifiers else mnemonic] += 1
-    return dict(counts.most_common())
+    found = (_INSTRUCTION.match(line) for line in sass.splitlines())
+    return _counted(_name(match[2]) for match in found if match)
+
+
+def _counted(names: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(names).most_common())
+
+
+def _name(mnemonic: str) -> str:
+    name, *modifiers = mnemonic.split(".")
+    return f"{name}.{modifiers[0]}" if name == "MUFU" and modifiers else name
+
+
+# ---- roles
+
+
+@dataclass
+class Block:
+    """Instructions that run one after the other, the labels that the last ones name, and whether the next block follows."""
+
+    names: list[str] = field(default_factory=list)
+    targets: list[str] = field(default_factory=list)
+    falls_through: bool = True
+
+
+def count_by_role(sass: str, roles: tuple[str, ...]) -> dict[str, dict[str, int]]:
+    """The instructions of each warp partition, the first of which is the default one, with the kernel's set-up. ValueError
+    if the kernel does not branch to that many."""
+    blocks, labels = _blocks(sass)
+    switches = [i for i, block in enumerate(blocks) if "BRX" in block.names]
+    workers = [labels[label] for label in blocks[switches[0]].targets] if len(switches) == 1 else []
+    if len(workers) < len(roles) - 1:
+        raise ValueError(
+            f"{len(roles)} roles were named, but the kernel has {len(switches)} switches to {len(workers)} of them"
+        )
+    successors = [_successors(i, block, labels) for i, block in enumerate(blocks)]
+    loop = _waiting_loop(successors, switches[0])
+    entries = [0, *workers]
+    return {
+        role: _counted(name for i in sorted(_reached(successors, entry, loop)) for name in blocks[i].names)
+        for role, entry in zip(roles, entries, strict=False)  # beyond the roles: padding warps, and the exit
+    }
+
+
+def _blocks(sass: str) -> tuple[list[Block], dict[str, int]]:
+    """The blocks in the order of the text, and the labels of those that have one."""
+    blocks, labels = [Block()], {}
+    for line in sass.splitlines():
+        label, instruction = _LABEL.match(line), _INSTRUCTION.match(line)
+        if label:
+            if blocks[-1].names:
+                blocks.append(Block())
+            labels[label[1]] = len(blocks) - 1
+        elif instruction:
+            guard, mnemonic, operands = instruction.groups()
+            block = blocks[-1]
+            block.names.append(_name(mnemonic))
+            if block.names[-1] != "RET":  # which names the function that it is in
+                block.targets += re.findall(r"`\((\S+?)\)", operands) + re.findall(r"\.L_x_\d+(?=[,\"])", operands)
+            if block.names[-1] in ("BRA", "BRX", "EXIT", "RET"):
+                # A branch may be conditional by its guard or by a predicate among its operands (BRA.U UP0, ...).
+                conditional = guard or re.match(r"\s+!?U?P", operands)
+                block.falls_through = bool(conditional)
+                blocks.append(Block())
+    return blocks, labels
+
+
+def _successors(i: int, block: Block, labels: dict[str, int]) -> set[int]:
+    return {labels[target] for target in block.targets} | ({i + 1} if block.falls_through and block.names else set())
+
+
+def _reached(successors: list[set[int]], start: int, without: set[int]) -> set[int]:
+    """The blocks that control flow from `start` comes to, not going through those in `without`."""
+    seen: set[int] = set()
+    left = [start]
+    while left:
+        i = left.pop()
+        if i not in seen and i not in without and i < len(successors):
+            seen.add(i)
+            left += successors[i]
+    return seen
+
+
+def _waiting_loop(successors: list[set[int]], switch: int) -> set[int]:
+    """The loop around a switch: what every path from the kernel's entry to it must pass, and what it comes back to."""
+    returns = _reached(successors, switch, set())
+    return {i for i in returns if switch not in _reached(successors, 0, {i})}
 
 
 def _ptxas_report(ptx: str, capability: int) -> str:
