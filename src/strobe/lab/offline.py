@@ -50,9 +50,14 @@ def pretend_gpu(capability: int) -> Iterator[None]:
 
 
 def audit_sm90_forward(
-    head_dim: int = 128, causal: bool = True, dtype: torch.dtype = torch.bfloat16, length: int = 4096
+    head_dim: int = 128,
+    causal: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    length: int = 4096,
+    traced: bool = False,
 ) -> Audit:
-    """Compile the Hopper forward for one problem, and audit it. Takes no GPU; 1 to 5 seconds on two CPU cores."""
+    """Compile the Hopper forward for one problem, and audit it. traced: the one that `forward.launch_traced` runs.
+    Takes no GPU; 1 to 5 seconds on two CPU cores."""
     from strobe.kernels.sm90 import backend, forward
 
     problem = AttentionProblem(
@@ -68,6 +73,7 @@ def audit_sm90_forward(
     config = backend.config(problem, KNOWN["H200"])
     start = time.perf_counter()
     with pretend_gpu(90):
-        compiled = forward.compile_only(problem, config)
+        compiled = forward.compile_only(problem, config, traced)
     name = f"sm90 forward, head dim {head_dim}, {'causal' if causal else 'full'}, {str(dtype).removeprefix('torch.')}"
-    return audit(compiled, name, time.perf_counter() - start)
+    roles = (*(f"consumer {w}" for w in range(config.groups)), "producer")
+    return audit(compiled, name, time.perf_counter() - start, roles)

@@ -28,12 +28,14 @@ cross it in every block.
 """
 
 import functools
+import math
 
 import torch
 import triton
 
 from strobe.kernels.common.channel import make_barriers, make_channel
 from strobe.kernels.common.gluon_masks import kv_full, kv_range, visible
+from strobe.kernels.common.stamp import COUNT, ROLES, stamp
 from strobe.kernels.gluon import (
     TensorDescriptor,
     aggregate,
@@ -95,7 +97,8 @@ class Band:
 
 @aggregate
 class Work:
-    """One tile of queries: its place, and the key blocks [begin, end) that it sees, [full_begin, full_end) without a mask."""
+    """One tile of queries: its place, and the key blocks [begin, end) that it sees, [full_begin, full_end) without a mask.
+    trace: where its stamps go, or None (see `common.stamp`)."""
 
     batch: gl.tensor
     head: gl.tensor
@@ -104,9 +107,10 @@ class Work:
     full_begin: gl.tensor
     full_end: gl.tensor
     end: gl.tensor
+    trace: (gl.tensor, gl.constexpr)
 
     @gluon.constexpr_function
-    def __init__(self, batch, head, row, begin, full_begin, full_end, end):
+    def __init__(self, batch, head, row, begin, full_begin, full_end, end, trace):
         self.batch = batch
         self.head = head
         self.row = row
@@ -114,6 +118,7 @@ class Work:
         self.full_begin = full_begin
         self.full_end = full_end
         self.end = end
+        self.trace = gl.constexpr(None) if trace is None else trace
 
     @gluon.jit
     def position(self, i):
@@ -122,7 +127,7 @@ class Work:
 
 
 @gluon.jit
-def locate(band, heads, heads_at_once, C: gl.constexpr):
+def locate(band, heads, heads_at_once, trace, C: gl.constexpr):
     """This CTA's Work. CTAs start in the order of their number: under a causal mask the tiles with the most keys come
     first, so that short ones fill the end, within bundles of heads whose K and V fit the L2 cache together."""
     tiles = (band.n_q + C.tile_q - 1) // C.tile_q
@@ -141,7 +146,7 @@ def locate(band, heads, heads_at_once, C: gl.constexpr):
     key_begin, key_end = kv_full(first, last, band.n_kv, band.left, band.right, band.prefix)
     full_end = gl.minimum(gl.maximum(key_end // C.tile_kv, begin), end)
     full_begin = gl.minimum((key_begin + C.tile_kv - 1) // C.tile_kv, full_end)
-    return Work(batch_head // heads, batch_head % heads, row, begin, full_begin, full_end, end)
+    return Work(batch_head // heads, batch_head % heads, row, begin, full_begin, full_end, end, trace)
 
 
 # ---- producer
@@ -157,8 +162,11 @@ def producer(work, descriptors, group_size, q_s, q_full, k, v, C: gl.constexpr):
         tma_load(q_desc, [work.batch, work.head, work.row + w * ROWS, 0], q_full.index(w),
                  q_s.index(w).reshape(q_desc.block_type.shape))  # fmt: skip
     for i in range(work.end - 1, work.begin - 1, -1):
-        k.fill(work.position(i), k_desc, [work.batch, kv_head, i * C.tile_kv, 0])
-        v.fill(work.position(i), v_desc, [work.batch, kv_head, i * C.tile_kv, 0])
+        g = work.position(i)
+        k.fill(g, k_desc, [work.batch, kv_head, i * C.tile_kv, 0])
+        stamp(work.trace, GROUPS, "k_issued", g)
+        v.fill(g, v_desc, [work.batch, kv_head, i * C.tile_kv, 0])
+        stamp(work.trace, GROUPS, "v_issued", g)
 
 
 # ---- consumer
@@ -207,11 +215,14 @@ def step(w: gl.constexpr, i, state, q, k, v, work, band, scale, MASKED: gl.const
     """The scores of block i and, beside them, P V of the block before."""
     acc, row_max, row_sum, p = state
     g = work.position(i)
+    stamp(work.trace, w, "begin", g)
     k.wait(g)
+    stamp(work.trace, w, "k_ready", g)
     s = scores_of(q, k.buffer(g), C)
     v.wait(g - 1)
     acc = warpgroup_mma(p, v.buffer(g - 1), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
+    stamp(work.trace, w, "s_ready", g)
     k.release(g)
     if MASKED:
         if (i >= work.full_end) | (i < work.full_begin):
@@ -221,7 +232,9 @@ def step(w: gl.constexpr, i, state, q, k, v, work, band, scale, MASKED: gl.const
     p = operand(new_p, v.buffers.dtype, C)
     # Complete already, so it costs nothing; but ptxas moves no later wait above it, and P V stays hidden under exp2.
     v.wait(g - 1)
+    stamp(work.trace, w, "p_ready", g)
     acc = warpgroup_mma_wait(0, deps=[acc])
+    stamp(work.trace, w, "o_ready", g - 1)
     v.release(g - 1)
     acc = acc * gl.convert_layout(rescale, rows_of(C.head_dim))[:, None]
     return acc, row_max, row_sum, p
@@ -231,10 +244,13 @@ def step(w: gl.constexpr, i, state, q, k, v, work, band, scale, MASKED: gl.const
 def consumer(w: gl.constexpr, work, band, q_s, q_full, k, v, outputs, scale, TAIL: gl.constexpr, C: gl.constexpr):
     BAND: gl.constexpr = band.left is not None or band.right is not None or band.prefix is not None
     q = q_s.index(w)
+    stamp(work.trace, w, "begin", 0)
     mbarrier.wait(q_full.index(w), 0)
     k.wait(0)
+    stamp(work.trace, w, "k_ready", 0)
     s = scores_of(q, k.buffer(0), C)
     s = warpgroup_mma_wait(0, deps=[s])
+    stamp(work.trace, w, "s_ready", 0)
     k.release(0)
     MASKED: gl.constexpr = BAND or TAIL
     if MASKED:
@@ -243,6 +259,7 @@ def consumer(w: gl.constexpr, work, band, q_s, q_full, k, v, outputs, scale, TAI
     row_max, _rescale, p = softmax(s, row_max, scale, MASKED, C)
     acc = gl.full([ROWS, C.head_dim], 0.0, gl.float32, accumulator(C.head_dim))
     state = (acc, row_max, lane_sums(p), operand(p, v.buffers.dtype, C))
+    stamp(work.trace, w, "p_ready", 0)
 
     for i in range(work.end - 2, work.begin - 1, -1):
         state = step(w, i, state, q, k, v, work, band, scale, BAND, C)
@@ -252,6 +269,8 @@ def consumer(w: gl.constexpr, work, band, q_s, q_full, k, v, outputs, scale, TAI
     v.wait(last)
     acc = warpgroup_mma(p, v.buffer(last), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
+    stamp(work.trace, w, "o_ready", last)
+    stamp(work.trace, w, "epilogue", 0)
     epilogue(w, acc, row_max, row_sum, work, band, q, outputs, C)
 
 
@@ -275,14 +294,15 @@ def epilogue(w: gl.constexpr, acc, row_max, row_sum, work, band, o_s, outputs, C
     partition_barrier()
     tma_store(o_desc, [work.batch, work.head, row, 0], o_s.reshape(o_desc.block_type.shape))
     tma_store_wait(0)
+    stamp(work.trace, w, "end", 0)
 
 
 # ---- entry and launcher
 
 
 @gluon.jit(do_not_specialize=["heads", "group_size", "heads_at_once", "n_q", "n_kv", "left", "right", "prefix"])
-def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, notes_ptr, heads, group_size, heads_at_once, n_q, n_kv,
-                   left, right, prefix, scale, TAIL: gl.constexpr, C: gl.constexpr):  # fmt: skip
+def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, notes_ptr, trace, heads, group_size, heads_at_once, n_q,
+                   n_kv, left, right, prefix, scale, TAIL: gl.constexpr, C: gl.constexpr):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_s = gl.allocate_shared_memory(dtype, [C.groups, ROWS, C.head_dim], layout)
@@ -292,7 +312,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, notes_ptr, heads, gr
     fence_async_shared()
 
     band = Band(n_q, n_kv, left, right, prefix)
-    work = locate(band, heads, heads_at_once, C)
+    work = locate(band, heads, heads_at_once, trace, C)
     outputs = (o_desc, lse_ptr, notes_ptr, heads)
     inputs = (q_desc, k_desc, v_desc)
     if C.groups == 2:
@@ -315,6 +335,25 @@ def launch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """out, lse and the notes: None, or int32 [batch * heads_q * ceil(seqlen_q / 128)], non-zero where 128 rows of a
     masked problem hold a NaN or an infinity, which a masked-out value may have caused."""
+    return _run(problem, operands, config, None)
+
+
+def launch_traced(problem: AttentionProblem, operands: Operands, config: Config) -> torch.Tensor:
+    """A launch that stamps: int64 [CTAs, roles, events, key blocks] (see `common.stamp`; the roles are the consumers and
+    then the producer), 0 where a role does not pass an event. It computes the same as `launch`, a little slower.
+
+    ValueError if the stamps are 2^31 or more: the kernel counts them in int32."""
+    _, heads, rows = lse_shape(problem)
+    blocks = triton.cdiv(problem.lengths.seqlen_kv, config.tile_kv)
+    shape = (blocks, problem.lengths.batch * heads * triton.cdiv(rows, config.tile_q), ROLES.value, COUNT.value)
+    if math.prod(shape) >= 2**31:
+        raise ValueError(f"a traced launch takes fewer than 2^31 stamps, got {shape[0]} key blocks in {shape[1]} CTAs")
+    trace = torch.zeros(shape, dtype=torch.int64, device=operands.q.device)
+    _run(problem, operands, config, trace)
+    return trace.permute(1, 2, 3, 0)
+
+
+def _run(problem: AttentionProblem, operands: Operands, config: Config, trace: torch.Tensor | None):
     q = operands.q
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(lse_shape(problem), dtype=torch.float32, device=q.device)
@@ -322,25 +361,26 @@ def launch(
     if problem.mask.band != (None, None, None):
         tiles = triton.cdiv(problem.lengths.seqlen_q, 128)
         notes = torch.zeros(lse.shape[0] * lse.shape[1] * tiles, dtype=torch.int32, device=q.device)
-    grid, arguments, constants = _arguments(problem, operands, out, lse, notes, config)
+    grid, arguments, constants = _arguments(problem, operands, out, lse, notes, config, trace)
     with torch.cuda.device_of(q):  # Triton launches on the current device, which need not be q's
         forward_kernel[grid](*arguments, **constants)
     return out, lse, notes
 
 
-def compile_only(problem: AttentionProblem, config: Config):
-    """The compiled kernel that `launch` would run, from shapes alone (see strobe.lab.offline)."""
+def compile_only(problem: AttentionProblem, config: Config, traced: bool = False):
+    """The compiled kernel that `launch` (or `launch_traced`) would run, from shapes alone (see strobe.lab.offline)."""
     lengths = problem.lengths
     assert isinstance(lengths, Dense)
     q = torch.empty(lengths.batch, lengths.seqlen_q, problem.heads_q, problem.head_dim, dtype=problem.dtype, device="meta")
     k = torch.empty(lengths.batch, lengths.seqlen_kv, problem.heads_kv, problem.head_dim, dtype=problem.dtype, device="meta")
     lse = torch.empty(lse_shape(problem), dtype=torch.float32, device="meta")
     notes = None if problem.mask.band == (None, None, None) else torch.empty(1, dtype=torch.int32, device="meta")
-    grid, arguments, constants = _arguments(problem, Operands(q, k, k), q, lse, notes, config)
+    trace = torch.empty(1, dtype=torch.int64, device="meta") if traced else None
+    grid, arguments, constants = _arguments(problem, Operands(q, k, k), q, lse, notes, config, trace)
     return forward_kernel.warmup(*arguments, grid=grid, **constants)
 
 
-def _arguments(problem: AttentionProblem, operands: Operands, out, lse, notes, config: Config):
+def _arguments(problem: AttentionProblem, operands: Operands, out, lse, notes, config: Config, trace=None):
     """The kernel's grid, arguments and compile-time constants."""
     lengths = problem.lengths
     assert isinstance(lengths, Dense)
@@ -353,6 +393,7 @@ def _arguments(problem: AttentionProblem, operands: Operands, out, lse, notes, c
         _descriptor(out, ROWS_PER_GROUP),
         lse,
         notes,
+        trace,
         problem.heads_q,
         problem.group,
         _heads_at_once(problem, lengths),
