@@ -84,6 +84,15 @@ def test_tensor_cores_run_unhindered(audits):
         assert counts["MUFU.EX2"] >= config.groups * 2 * config.tile_kv // 2
 
 
+def test_roles_do_their_own_work_only(audits):
+    for audit in audits:
+        *consumers, producer = audit["roles"].values()
+        assert list(audit["roles"]) == [*(f"consumer {w}" for w in range(config_of(audit).groups)), "producer"]
+        assert producer["UTMALDG"] and not {"HGMMA", "MUFU.EX2", "UTMASTG"} & set(producer), audit["name"]
+        for counts in consumers:
+            assert counts["HGMMA"] and counts["MUFU.EX2"] and counts["UTMASTG"] and "UTMALDG" not in counts, audit["name"]
+
+
 def test_registers_fit_the_file():
     for groups in (2, 3):
         config = Config(64, groups=groups, tile_kv=128, num_stages=3)
