@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from strobe.kernels.maps import Buffer, Columns, k_major, mn_major, stored, total_bytes
 from strobe.problem import AttentionProblem
 
 ROWS_PER_STAGE = 128
@@ -19,22 +19,6 @@ SMEM_BYTES = 227 * 1024
 _BARRIER = 8
 _SCRATCH = 512
 """Bytes that the compiler may add: what the warp roles are handed, and their states."""
-
-
-class Buffer(NamedTuple):
-    """A buffer in the shared memory of one CTA."""
-
-    name: str
-    shape: tuple[int, ...]
-    bytes: int
-
-
-class Columns(NamedTuple):
-    """A range of the 32-bit columns of tensor memory, in all 128 lanes."""
-
-    name: str
-    first: int
-    columns: int
 
 
 @dataclass(frozen=True)
@@ -139,16 +123,23 @@ class Config:
         return 48
 
     def smem_map(self) -> list[Buffer]:
-        """The buffers of one CTA, in 2-byte elements but for the float32 row statistics and 8-byte barriers."""
-        rows, slot = ROWS_PER_STAGE, self.tile_kv // self.ctas
-        buffers = [Buffer("sQ", (self.q_stages, rows, self.head_dim), 2 * self.q_stages * rows * self.head_dim)]
-        wide, narrow = self.chunks[0], self.chunks[1] if len(self.chunks) == 2 else 0
-        ring = 2 * slot * (self.kv_stages * wide + self.narrow_stages * narrow)
-        buffers.append(Buffer("sK/sV", (self.kv_stages, slot, self.head_dim), ring))
-        o_bytes = 0 if self.o_in_q else 2 * self.q_stages * rows * self.head_dim_v
-        buffers.append(Buffer("sO", (self.q_stages, rows, self.head_dim_v), o_bytes))
-        buffers.append(Buffer("sScale", (self.q_stages, 2, rows), 4 * self.q_stages * 2 * rows))
-        barriers = 2 * self.kv_stages + 11 * self.q_stages
+        """The buffers of one CTA: 16-bit elements, float32 row statistics, 8-byte barriers. Each chunk of a head dim is a
+        buffer of its own. K and V take turns in one ring; a CTA of two holds half the rows of K, half the columns of V."""
+        rows, keys, q_stages = ROWS_PER_STAGE, self.tile_kv // self.ctas, self.q_stages
+        buffers, ring = [], (self.kv_stages, self.narrow_stages)
+        for name, chunk in _named("sQ", self.chunks):
+            buffers.append(Buffer(name, k_major(rows, chunk, q_stages), 2 * q_stages * rows * chunk))
+        for (name, chunk), stages in zip(_named("sK", self.chunks), ring, strict=False):
+            buffers.append(Buffer(name, k_major(keys, chunk, stages), 2 * stages * keys * chunk))
+        places = [name for name, _ in _named("sK", self.chunks)]
+        for (name, chunk), stages, place in zip(_named("sV", self.chunks_v), ring, places, strict=False):
+            shape = mn_major(self.tile_kv, chunk // self.ctas, stages)
+            buffers.append(Buffer(name, shape, 2 * stages * keys * chunk, over=place))
+        for name, chunk in _named("sO", self.chunks_v):
+            over = _named("sQ", self.chunks)[0][0] if self.o_in_q else ""
+            buffers.append(Buffer(name, stored(rows, chunk, q_stages), 2 * q_stages * rows * chunk, over))
+        buffers.append(Buffer("sScale", (q_stages, 2, rows), 4 * q_stages * 2 * rows))
+        barriers = 2 * self.kv_stages + 11 * q_stages
         buffers.append(Buffer("barriers", (barriers,), _BARRIER * barriers))
         return buffers
 
@@ -164,11 +155,16 @@ class Config:
 
     def smem_bytes(self) -> int:
         """The sum of `smem_map`; the compiler adds some hundred bytes of its own."""
-        return sum(buffer.bytes for buffer in self.smem_map())
+        return total_bytes(self.smem_map())
 
     def tmem_columns(self) -> int:
-        """Columns in use; the hardware allocates the next power of two."""
+        """Columns in use."""
         return max(columns.first + columns.columns for columns in self.tmem_map())
+
+    @property
+    def tmem_allocation(self) -> int:
+        """Columns that the hardware allocates for them: a power of two."""
+        return 1 << (self.tmem_columns() - 1).bit_length()
 
     def __str__(self) -> str:
         return (
@@ -181,6 +177,14 @@ class Config:
 def _chunks(head_dim: int) -> tuple[int, ...]:
     wide = 1 << (head_dim.bit_length() - 1)
     return (wide,) if wide == head_dim else (wide, head_dim - wide)
+
+
+def _named(name: str, chunks: tuple[int, ...]) -> list[tuple[str, int]]:
+    """The buffers that hold the chunks of a head dim: one by its name, or one for each range of columns."""
+    if len(chunks) == 1:
+        return [(name, chunks[0])]
+    ends = [sum(chunks[: i + 1]) for i in range(len(chunks))]
+    return [(f"{name}[{end - chunk}:{end}]", chunk) for end, chunk in zip(ends, chunks, strict=True)]
 
 
 def choose(problem: AttentionProblem) -> Config:

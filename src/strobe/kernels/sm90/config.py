@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from strobe.kernels.maps import Buffer, total_bytes
 from strobe.problem import AttentionProblem
 
 ROWS_PER_GROUP = 64
@@ -35,12 +37,24 @@ class Config:
     def producer_registers(self) -> int:
         return 24
 
+    def smem_map(self) -> list[Buffer]:
+        """Q and the two rings, in 2-byte elements, and 8 bytes a barrier; O leaves through Q's buffer."""
+        barriers = self.groups + 4 * self.num_stages
+        buffers = {
+            "sQ": (self.groups, ROWS_PER_GROUP, self.head_dim),
+            "sK": (self.num_stages, self.tile_kv, self.head_dim),
+            "sV": (self.num_stages, self.tile_kv, self.head_dim),
+        }
+        return [
+            *(Buffer(name, shape, 2 * math.prod(shape)) for name, shape in buffers.items()),
+            Buffer("sO", buffers["sQ"], 2 * math.prod(buffers["sQ"]), over="sQ"),
+            Buffer("barriers", (barriers,), _BARRIER * barriers),
+        ]
+
     def smem_bytes(self) -> int:
-        """Q and the two rings, in 2-byte elements, and 8 bytes a barrier; O leaves through Q's buffer. The compiler
-        adds its own scratch (reductions across warps, the hand-over to the warp roles), some hundred bytes."""
-        tiles = 2 * self.head_dim * (self.tile_q + 2 * self.num_stages * self.tile_kv)
-        barriers = _BARRIER * (self.groups + 4 * self.num_stages)
-        return tiles + barriers
+        """The sum of `smem_map`. The compiler adds its own scratch (reductions across warps, the hand-over to the warp
+        roles), some hundred bytes."""
+        return total_bytes(self.smem_map())
 
     def __str__(self) -> str:
         return (
