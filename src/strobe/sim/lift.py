@@ -1,0 +1,254 @@
+"""Makes a kernel callable on the CPU without touching its source.
+
+A jitted function is compiled Python that Triton reads and never runs. Here its code object runs, over globals and closure
+cells in which every name of Gluon's is replaced by what simulates it (`language`), and every jitted function, aggregate and
+constexpr by its lifted self. What is made for one launch is dropped with it: nothing is shared with the next.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Callable
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+from triton.runtime.jit import JITCallable
+
+from strobe.sim import registers
+from strobe.sim.context import where
+from strobe.sim.errors import IllegalOperation, Unsupported
+from strobe.sim.language import TYPES, simulated, unwrap
+from strobe.sim.tensor import Value
+
+_HOST = {*sys.stdlib_module_names, "torch", "numpy"}
+"""Packages whose functions run as they are."""
+
+_registered: dict[int, tuple[Any, Callable]] = {}
+
+
+def register(function, implementation: Callable) -> None:
+    """Simulate a jitted function by `implementation`, called in its place with simulated tensors: for inline assembly.
+
+    TypeError if `function` is no jitted function or `implementation` is not callable.
+    """
+    if not isinstance(function, JITCallable):
+        raise TypeError(f"register takes a jitted function, got {function!r}")
+    if not callable(implementation):
+        raise TypeError(f"the implementation of {function.__name__} must be callable, got {implementation!r}")
+    _registered[id(function)] = (function, implementation)
+
+
+def lift(thing, overrides: dict[Any, Callable] | None = None) -> Any:
+    """`thing` as simulated code sees it. overrides: jitted function -> implementation, for this call alone."""
+    return _Lifter({id(function): (function, body) for function, body in (overrides or {}).items()}).lift(thing)
+
+
+class _Lifter:
+    """What has been lifted for one launch: id of the original -> it (so that the id stays its own) and its lifted self."""
+
+    def __init__(self, overrides: dict[int, tuple[Any, Callable]]):
+        self._done: dict[int, tuple[Any, Any]] = {**_registered, **overrides}
+        self._globals: dict[int, dict[str, Any]] = {}
+
+    def lift(self, thing) -> Any:
+        thing = unwrap(thing)
+        if isinstance(thing, (int, float, str, Value)) or thing is None:
+            return thing
+        if id(thing) in self._done:
+            return self._done[id(thing)][1]
+        if isinstance(thing, (tuple, list)):
+            return self._sequence(thing)
+        if isinstance(thing, ModuleType):
+            return thing if _package(thing.__name__) in _HOST else self._remember(thing, _Module(thing, self))
+        if getattr(thing, "__triton_aggregate__", False) and isinstance(thing, type):
+            return self._aggregate(thing)
+        if isinstance(thing, type):
+            return self._class(thing)
+        if callable(thing):
+            return self._callable(thing)
+        return thing
+
+    def _remember(self, original, lifted):
+        self._done[id(original)] = (original, lifted)
+        return lifted
+
+    def _sequence(self, items):
+        """A copy only if something in it changes: kernels may compare tables by identity."""
+        lifted = [self.lift(item) for item in items]
+        if all(a is b for a, b in zip(lifted, items, strict=True)):
+            return items
+        return type(items)(*lifted) if hasattr(items, "_fields") else type(items)(lifted)
+
+    def _class(self, cls):
+        if cls in TYPES:
+            return TYPES[cls]
+        if _package(cls.__module__) == "triton":
+            return simulated(cls.__module__, cls.__name__) or cls
+        return cls
+
+    # ---- functions
+
+    def _callable(self, thing):
+        module, name = getattr(thing, "__module__", None) or "", getattr(thing, "__name__", "")
+        if isinstance(thing, JITCallable):
+            module = thing.fn.__module__
+        if _package(module) == "triton":
+            found = simulated(module, name) if ".amd." not in module else None
+            if found is not None:
+                return self._remember(thing, found)
+        if type(thing).__name__ == "ConstexprFunction":
+            return self._remember(thing, self._constexpr_function(thing.fn))
+        if getattr(thing, "__triton_builtin__", False):
+            return self._remember(thing, _without_model(f"{module}.{name}"))
+        if isinstance(thing, JITCallable) or type(thing).__name__ == "InterpretedFunction":
+            return self._function(thing.fn, thing)
+        if isinstance(thing, FunctionType) and _package(module) not in (*_HOST, "triton", "strobe_sim"):
+            return thing if module.startswith("strobe.sim") else self._function(thing, thing)
+        if isinstance(thing, BuiltinFunctionType):
+            return _BUILTINS.get(name, thing) if thing is getattr(builtins, name, None) else thing
+        return thing
+
+    def _constexpr_function(self, function: FunctionType) -> Callable:
+        """Runs as it is, on plain values; what it returns may name things to lift."""
+
+        def run(*args, **kwargs):
+            values = function(*map(unwrap, args), **{name: unwrap(value) for name, value in kwargs.items()})
+            return self.lift(values)
+
+        run.__name__ = function.__name__
+        return run
+
+    def _function(self, function: FunctionType, key) -> FunctionType:
+        cells = tuple(CellType() for _ in function.__closure__ or ())
+        names = self._globals_of(function)
+        lifted = FunctionType(function.__code__, names, function.__name__, None, cells)
+        lifted.__qualname__, lifted.__module__, lifted.__doc__ = function.__qualname__, function.__module__, function.__doc__
+        self._remember(key, lifted)
+        if function is not key:
+            self._remember(function, lifted)
+        lifted.__defaults__ = function.__defaults__ and tuple(self.lift(value) for value in function.__defaults__)
+        lifted.__kwdefaults__ = function.__kwdefaults__ and {k: self.lift(v) for k, v in function.__kwdefaults__.items()}
+        for name in _names(function.__code__):
+            if name in function.__globals__ and name not in names:
+                names[name] = self.lift(function.__globals__[name])
+        for cell, original in zip(cells, function.__closure__ or (), strict=True):
+            cell.cell_contents = self.lift(original.cell_contents)
+        return lifted
+
+    def _globals_of(self, function: FunctionType) -> dict[str, Any]:
+        """The names that lifted functions of one module share, filled as functions need them."""
+        original = function.__globals__
+        if id(original) not in self._globals:
+            self._globals[id(original)] = {"__builtins__": _BUILTINS, "__name__": function.__module__}
+            self._remember(original, self._globals[id(original)])
+        return self._globals[id(original)]
+
+    # ---- aggregates
+
+    def _aggregate(self, original: type) -> type:
+        """A plain class with the aggregate's fields and lifted methods."""
+        cls = type(original.__name__, (_Aggregate,), {"__module__": original.__module__, "__doc__": original.__doc__})
+        self._remember(original, cls)
+        init: Any = original.hash_attrs[0]  # type: ignore[attr-defined]
+        if getattr(init, "__triton_builtin__", False) or init is object.__init__:
+            fields = getattr(original, "__aggregate_fields__", None) or tuple(original.__annotations__)
+            defaults = getattr(original, "__aggregate_defaults__", {})
+            setattr(cls, "__init__", _initialiser(fields, {name: self.lift(value) for name, value in defaults.items()}))
+        else:
+            function = getattr(init, "fn", init)
+            setattr(cls, "__init__", self._function(function, function))
+        for name, member in vars(original).items():
+            if type(member).__name__ == "ConstexprFunction":
+                setattr(cls, name, self._constexpr_function(member.fn))
+            elif isinstance(member, (JITCallable, FunctionType)) and name not in _INFRASTRUCTURE:
+                setattr(cls, name, self.lift(member))
+        return cls
+
+
+_INFRASTRUCTURE = {
+    "__new__",
+    "__init__",
+    "__setattr__",
+    "_get_instance",
+    "_set_name",
+    "_flatten_ir",
+    "__annotate__",
+    "__annotate_func__",
+}
+
+
+class _Aggregate:
+    """Fields hold plain values: a constexpr is unwrapped when it is assigned."""
+
+    def __setattr__(self, name: str, value) -> None:
+        object.__setattr__(self, name, unwrap(value))
+
+    @property
+    def type(self):
+        return self
+
+
+def _initialiser(fields, defaults) -> Callable:
+    def initialise(self, *args, **kwargs):
+        given = {**defaults, **dict(zip(fields, args, strict=False)), **kwargs}
+        if len(args) > len(fields) or set(given) != set(fields):
+            raise IllegalOperation(
+                f"{where()}: {type(self).__name__} has the fields {', '.join(fields)}, got {', '.join(given)}"
+            )
+        for name, value in given.items():
+            setattr(self, name, value)
+
+    return initialise
+
+
+class _Module:
+    """A module whose attributes are lifted when they are used."""
+
+    def __init__(self, module: ModuleType, lifter: _Lifter):
+        self.__dict__["_lifted"] = (module, lifter)
+
+    def __getattr__(self, name: str):
+        module, lifter = self.__dict__["_lifted"]
+        value = lifter.lift(getattr(module, name))
+        self.__dict__[name] = value
+        return value
+
+
+def _without_model(name: str) -> Callable:
+    def raise_unsupported(*_, **__):
+        raise Unsupported(f"{where()}: the simulator has no model of {name}")
+
+    return raise_unsupported
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _names(code: CodeType) -> set[str]:
+    """The global names that a code object may use, those of its nested functions included."""
+    return set(code.co_names).union(*(_names(const) for const in code.co_consts if isinstance(const, CodeType)))
+
+
+def _chosen(plain: Callable, simulated_: Callable) -> Callable:
+    """Python's min or max; of simulated values Gluon's."""
+
+    def choose(*args, **kwargs):
+        if not any(isinstance(x, Value) for x in args):
+            return plain(*args, **kwargs)
+        result, *rest = args
+        for x in rest:
+            result = simulated_(result, x)
+        return result
+
+    return choose
+
+
+_BUILTINS: dict[str, Any] = {
+    **vars(builtins),
+    "min": _chosen(builtins.min, registers.minimum),
+    "max": _chosen(builtins.max, registers.maximum),
+    "range": registers.steps,
+    "abs": lambda x: registers.absolute(x) if isinstance(x, Value) else builtins.abs(x),
+}
