@@ -1,8 +1,19 @@
 """Stamps, timelines and unit costs: what compiles, what is drawn, what is tabulated."""
 
+import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from strobe.cli import app
+from strobe.kernels.common.stamp import EVENTS, ROLES
+from strobe.lab import timeline, tracing
+from strobe.sim.trace import Event, Span, Timeline, phases, timeline_of
 
 # ---- stamps
 
@@ -26,3 +37,122 @@ def test_stamps_stand_in_a_traced_kernel_only():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", CLOCKS], capture_output=True, text=True, env=environment)
     assert done.stdout.splitlines()[-1] == "[0, 26] 26 [0, 0] [(), ()]", done.stdout + done.stderr
+
+
+# ---- from stamps to timelines
+
+BLOCKS, CTAS = 8, 12
+WAIT_K, S, P, WAIT_O, CORRECT = 30, 700, 800, 50, 100
+PERIOD = WAIT_K + S + P + WAIT_O + CORRECT
+NAMES = ["consumer 0", "consumer 1", "producer"]
+
+
+def stamps() -> torch.Tensor:
+    """[CTAs, roles, events, blocks] of a machine that takes exactly the times above; the second consumer is 500 later, and
+    odd CTAs see half of the blocks."""
+    trace = torch.zeros(CTAS, ROLES.value, len(EVENTS), BLOCKS, dtype=torch.int64)
+
+    def note(cta, role, event, g, clock):
+        trace[cta, role, EVENTS.index(event), g] = clock
+
+    for cta in range(CTAS):
+        origin, blocks = 10**12 + 10**6 * cta, BLOCKS // (1 + cta % 2)
+        for w in range(2):
+            for g in range(blocks):
+                clock = origin + 500 * w + PERIOD * g
+                note(cta, w, "begin", g, clock)
+                note(cta, w, "k_ready", g, clock + WAIT_K)
+                note(cta, w, "s_ready", g, clock + WAIT_K + S)
+                note(cta, w, "p_ready", g, clock + WAIT_K + S + P)
+                note(cta, w, "o_ready", g, clock + WAIT_K + S + P + WAIT_O + PERIOD)
+            end = origin + 500 * w + PERIOD * (blocks + 1)
+            note(cta, w, "epilogue", 0, end)
+            note(cta, w, "end", 0, end + 900)
+        for g in range(blocks):
+            note(cta, 2, "k_issued", g, origin + PERIOD * g + 1)
+            note(cta, 2, "v_issued", g, origin + PERIOD * g + 600)
+    return trace
+
+
+def whole() -> Timeline:
+    return timeline_of(tracing._of_cta(stamps(), NAMES, 0), "a CTA")
+
+
+def test_phases_are_those_of_the_machine():
+    of = tracing._of_cta(stamps(), NAMES, 0)
+    expected = {"period": PERIOD, "wait for K": WAIT_K, "S": S, "softmax": P, "wait for O": WAIT_O, "correct": CORRECT}
+    assert phases(of["consumer 0"]) == phases(of["consumer 1"]) == expected
+    with pytest.raises(ValueError, match="five key blocks or more, got 4"):
+        phases(tracing._of_cta(stamps(), NAMES, 1)["consumer 0"])
+
+
+def test_timeline_has_every_block_of_every_role():
+    timeline_ = whole()
+    products = [span.name for span in timeline_.spans if span.track == "consumer 1: products"]
+    assert sorted(products) == sorted(f"{letter}{g}" for letter in "SO" for g in range(BLOCKS))
+    work = {span.name: span for span in timeline_.spans if span.track == "consumer 1" and span.kind == "work"}
+    begin = 1 + 500 + 3 * PERIOD + WAIT_K + S  # clocks count from 1, since 0 says "not passed"
+    assert work["P3"] == Span("consumer 1", "P3", begin - 1, begin - 1 + P)
+    assert {event.name for event in timeline_.events} == {f"{letter}{g}" for letter in "KV" for g in range(BLOCKS)}
+    assert Event("producer", "V2", 2 * PERIOD + 600) in timeline_.events
+
+
+def test_spans_of_a_track_leave_no_gap_and_do_not_overlap():
+    for track in ("consumer 0", "consumer 1"):
+        spans = sorted((span for span in whole().spans if span.track == track), key=lambda span: span.start)
+        assert all(a.end == b.start for a, b in pairwise(spans[:-1]))
+
+
+def test_cut_clips():
+    part = whole().cut(PERIOD, 2 * PERIOD)
+    assert min(span.start for span in part.spans) == PERIOD and max(span.end for span in part.spans) == 2 * PERIOD
+    assert all(PERIOD <= event.time <= 2 * PERIOD for event in part.events)
+
+
+def test_busy_counts_overlaps_once():
+    spans = (Span("a", "S0", 0, 60), Span("a", "S1", 40, 80), Span("a", "P0", 80, 100, "wait"), Span("b", "P0", 0, 50))
+    assert timeline.busy(Timeline("", spans)) == {"a": 0.8, "b": 0.5}
+    assert timeline.period(whole(), "consumer 0", "P") == PERIOD
+
+
+# ---- reports
+
+
+@pytest.fixture
+def report() -> dict:
+    steady = tracing._steady(stamps(), NAMES)
+    assert [cta for cta, _ in steady] == list(range(0, CTAS, 2))
+    typical = {str(cta): tracing._of_cta(stamps(), NAMES, cta) for cta in tracing._typical(steady)}
+    point = {
+        "head_dim": 128,
+        "mask": "full",
+        "length": 1024,
+        "tile_q": 128,
+        "tile_kv": 128,
+        "telemetry": {"sm_clock_mhz": 1700.0},
+    }
+    point |= {"steady": tracing._spread([sample for _, sample in steady]), "typical": typical}
+    return {"device": {"name": "A GPU"}, "points": [point, point]}
+
+
+def test_table_and_picture_of_a_report(report, tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report))
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["timeline", "--report", str(path)])
+    assert result.exit_code == 0, result.output
+    assert f"{PERIOD} ({PERIOD}-{PERIOD})" in result.output and "2048" in result.output
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    svg = timeline.draw(timeline.measured(report), tmp_path / "report.svg").read_text()
+    assert svg.lstrip().startswith("<?xml")
+
+
+def test_perfetto_has_every_span(report):
+    trace = timeline.perfetto(whole())["traceEvents"]
+    assert len(trace) == len(whole().spans) + len(whole().events)
+    assert {"name": "P0", "cat": "work", "ph": "X", "ts": WAIT_K + S, "dur": P, "pid": "a CTA", "tid": "consumer 0"} in trace
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_one_sentence():
+    result = CliRunner(env={"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"}).invoke(app, ["timeline"])
+    assert result.exit_code == 2 and "needs a Hopper GPU (sm_90), not CPU" in result.output

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     import torch
 
     from strobe.device import Arch
@@ -46,8 +48,11 @@ def explain(
     backward: Annotated[bool, typer.Option("--backward", help="Ask about the backward.")] = False,
     arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...) or CPU; default: this machine's.")] = None,
     backend: Annotated[str | None, typer.Option(help="Ask about one backend only.")] = None,
+    config: Annotated[str | None, typer.Option(help="Change the config, such as kv_stages=6,two_ctas=true.")] = None,
 ) -> None:
     """Which kernel runs a problem on a GPU, why the others do not, and what the problem costs at least."""
+    from dataclasses import replace
+
     from strobe.dispatch import BACKENDS, explain_problem
     from strobe.problem import AttentionProblem, Dense
     from strobe.scores import Score
@@ -76,7 +81,12 @@ def explain(
         phase="backward" if backward else "forward",
     )
     on = _arch(arch)
-    typer.echo(explain_problem(problem, on, backend))
+    explanation = explain_problem(problem, on, backend)
+    if config is not None:
+        if explanation.config is None:
+            raise typer.BadParameter(f"no kernel runs this, so there is no config to change: {explanation.refusals[0][1]}")
+        explanation = replace(explanation, config=_changed(explanation.config, config, keep=vars(problem)))
+    typer.echo(explanation)
     typer.echo(f"at least  {_at_least_time(problem, on)}")
 
 
@@ -135,6 +145,40 @@ def bench(
     raise typer.Exit(run(plan, where, _command(sys.argv[1:]), Path(json) if json else None))
 
 
+@app.command()
+def timeline(
+    head_dims: Annotated[str, typer.Option(help="Comma-separated.")] = "64,128",
+    length: Annotated[int, typer.Option(help="Sequence length.")] = 4096,
+    causal: Annotated[bool | None, typer.Option("--causal/--full", help="One mask only; default: both.")] = None,
+    report: Annotated[str | None, typer.Option(help="Draw this JSON instead of measuring.")] = None,
+    json: Annotated[str | None, typer.Option(help="Default: benchmarks/results/timeline-<gpu>-<date>.json.")] = None,
+) -> None:
+    """What each warp role of the forward does when, in cycles, measured on this Hopper GPU; a table and a picture."""
+    from json import dumps, loads
+    from pathlib import Path
+
+    from strobe.lab.report import default_path
+    from strobe.lab.timeline import draw, measured, table
+
+    _at_least(1, length=length)
+    if report is not None:
+        path, measurement = Path(report), loads(Path(report).read_text())
+    else:
+        from strobe.lab.tracing import measure
+
+        masks = ("full", "causal") if causal is None else (("causal",) if causal else ("full",))
+        try:
+            measurement = measure(_numbers("head-dims", head_dims) or (), masks, length, _command(sys.argv[1:]))
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        path = Path(json) if json else default_path(measurement)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dumps(measurement) + "\n")
+        typer.echo(f"written: {path}")
+    typer.echo(table(measurement))
+    typer.echo(f"written: {draw(measured(measurement), path.with_suffix('.png'))}")
+
+
 # ---- options as values; a wrong one is one sentence and exit status 2
 
 
@@ -169,6 +213,33 @@ def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
         raise typer.BadParameter(f"{name} must be comma-separated integers, got {text!r}") from None
     _at_least(1, **{name: min(numbers)})
     return numbers
+
+
+def _changed(config: Any, text: str, keep: Container[str]) -> Any:
+    """A kernel's config with other values, NAME=VALUE,NAME=VALUE, of names not in `keep`. What it refuses to be is an error."""
+    from dataclasses import fields, replace
+
+    known = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in keep}
+    changes = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in known or not value:
+            raise typer.BadParameter(f"config must be NAME=VALUE with a NAME of {', '.join(known)}, got {part!r}")
+        kind = type(known[name])
+        try:
+            changes[name] = _boolean(value) if kind is bool else kind(value)
+        except ValueError:
+            raise typer.BadParameter(f"config's {name} must be of type {kind.__name__}, got {value!r}") from None
+    try:
+        return replace(config, **changes)
+    except ValueError as error:
+        raise typer.BadParameter(f"config: {error}") from None
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -1,0 +1,167 @@
+"""Draws timelines: a row for each role, blocks for what it works on, pale ones for what it waits for.
+
+One Timeline or several below each other, as PNG or SVG; a table of how busy each track is; a trace for Perfetto.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from strobe.sim.trace import PHASES, Span, Timeline, timeline_of
+
+COLORS = {
+    "S": ("#0072B2", "S = Q K\u1d40"),
+    "O": ("#56B4E9", "O += P V"),
+    "P": ("#E69F00", "softmax: P"),
+    "correct": ("#CC79A7", "rescale O"),
+    "epilogue": ("#009E73", "epilogue"),
+    "K": ("#7F7F7F", "copy of K"),
+    "V": ("#B0B0B0", "copy of V"),
+    "wait": ("#EFEFEF", "waiting"),
+}
+"""Okabe and Ito's palette, which the colour-blind can tell apart, by the first letter of a span's name or by the name."""
+
+ROW, GAP = 0.8, 1.0
+BLOCKS_SHOWN = 4
+
+
+def kind_of(name: str) -> str:
+    """Which of COLORS a span or event called `name` has: "P12" is a "P"."""
+    return name if name in COLORS else name.rstrip("0123456789,-+in ")[:1] or name[:1]
+
+
+def draw(timelines: Sequence[Timeline], path: Path) -> Path:
+    """Writes the picture, PNG or SVG by the path's suffix; returns the path. Its times start where the timelines do."""
+    heights = [len(timeline.tracks()) + 1.2 for timeline in timelines]
+    figure, axes = plt.subplots(
+        len(timelines), 1, figsize=(14, 0.42 * sum(heights) + 0.7), squeeze=False, height_ratios=heights, layout="constrained"
+    )
+    for panel, timeline in zip(axes[:, 0], timelines, strict=True):
+        _panel(panel, timeline)
+    kinds = {kind_of(s.name) if s.kind == "work" else "wait" for t in timelines for s in t.spans}
+    kinds |= {kind_of(event.name) for timeline in timelines for event in timeline.events}
+    handles = [
+        Patch(facecolor=color, edgecolor="#555555", label=label) for kind, (color, label) in COLORS.items() if kind in kinds
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    figure.savefig(path, dpi=120, facecolor="white", metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
+    plt.close(figure)
+    return path
+
+
+def _panel(panel: Axes, timeline: Timeline) -> None:
+    tracks = timeline.tracks()
+    begin = min([s.start for s in timeline.spans] + [e.time for e in timeline.events])
+    end = max([s.end for s in timeline.spans] + [e.time for e in timeline.events])
+    for span in timeline.spans:
+        _block(panel, span, len(tracks) - 1 - tracks.index(span.track), begin, end)
+    for event in timeline.events:
+        y, color = len(tracks) - 1 - tracks.index(event.track), COLORS.get(kind_of(event.name), ("#000000", ""))[0]
+        panel.plot([event.time - begin] * 2, [y - ROW / 2, y + ROW / 2], color=color, linewidth=2)
+        panel.annotate(event.name, (event.time - begin, y), (3, 0), textcoords="offset points", va="center", fontsize=8)
+    panel.set_yticks(range(len(tracks)), list(reversed(tracks)), fontsize=9)
+    panel.set_ylim(-0.6, len(tracks) - 0.4)
+    panel.set_xlim(0, end - begin)
+    panel.set_title(timeline.title, fontsize=10, loc="left")
+    panel.set_xlabel(timeline.unit, fontsize=9)
+    panel.tick_params(length=0)
+    panel.grid(axis="x", color="#E5E5E5", linewidth=0.6)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _block(panel: Axes, span: Span, y: float, begin: float, end: float) -> None:
+    """A span; its name only where it fits."""
+    color = COLORS["wait" if span.kind == "wait" else kind_of(span.name)][0] if kind_of(span.name) in COLORS else "#FFFFFF"
+    length = span.end - span.start
+    panel.barh(y, length, left=span.start - begin, height=ROW, color=color, edgecolor="#555555", linewidth=0.5)
+    if span.kind == "work" and length / (end - begin) > 0.008 * len(span.name):
+        dark = color in ("#0072B2", "#009E73")
+        middle = span.start - begin + length / 2
+        panel.text(middle, y, span.name, ha="center", va="center", fontsize=8, color="white" if dark else "black")
+
+
+# ---- tables
+
+
+def busy(timeline: Timeline) -> dict[str, float]:
+    """The part of the whole time in which each track works; spans of a track that overlap count once."""
+    spans = [span for span in timeline.spans if span.kind == "work"]
+    whole = max(span.end for span in timeline.spans) - min(span.start for span in timeline.spans)
+    result = {}
+    for track in timeline.tracks():
+        total, reached = 0.0, float("-inf")
+        for start, end in sorted((span.start, span.end) for span in spans if span.track == track):
+            total += max(0.0, end - max(start, reached))
+            reached = max(reached, end)
+        result[track] = total / whole
+    return result
+
+
+def period(timeline: Timeline, track: str, letter: str) -> float | None:
+    """The median time between the starts of a track's spans called letter0, letter1, ...; None if there are fewer than two."""
+    starts = [
+        span.start for span in timeline.spans if span.track == track and kind_of(span.name) == letter and span.kind == "work"
+    ]
+    steps = sorted(b - a for a, b in pairwise(sorted(starts)))
+    return steps[len(steps) // 2] if steps else None
+
+
+def table(report: dict) -> str:
+    """The steady state of every point of a measured report: medians over CTAs in cycles, tenth to ninetieth percentile."""
+    head = ("D", "mask", "tile", "period", *PHASES, "products", "exp2")
+    rows = [head]
+    for point in report["points"]:
+        steady = point["steady"]
+        cells = [
+            f"{one['median']:.0f} ({one['p10']:.0f}-{one['p90']:.0f})" for one in (steady[name] for name in ("period", *PHASES))
+        ]
+        tile = f"{point['tile_q']} x {point['tile_kv']}"
+        least = 4 * point["tile_q"] * point["tile_kv"] * point["head_dim"] / 4096, point["tile_q"] * point["tile_kv"] / 16
+        rows.append((str(point["head_dim"]), point["mask"], tile, *cells, *(f"{cycles:.0f}" for cycles in least)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+# ---- measured reports and other tools
+
+
+def measured(report: dict) -> list[Timeline]:
+    """The Timelines of a report (see `strobe.lab.tracing`): of each point a typical CTA, a few blocks in its steady state."""
+    clock = report["points"][0]["telemetry"].get("sm_clock_mhz")
+    at = f", {clock:.0f} MHz" if clock else ""
+    result = []
+    for point in report["points"]:
+        cta, stamps = next(iter(point["typical"].items()))
+        title = (
+            f"{report['device']['name']}{at}: head dim {point['head_dim']}, {point['mask']}, S = {point['length']}, "
+            f"CTA {cta}: {point['steady']['period']['median']:.0f} cycles a block of {point['tile_kv']} keys"
+        )
+        whole = timeline_of(stamps, title)
+        begins = [clock for clock in stamps["consumer 0"]["begin"] if clock]
+        first = len(begins) // 2
+        last = min(first + BLOCKS_SHOWN, len(begins) - 1)
+        result.append(whole.cut(begins[first] - 1, begins[last] - 1))
+    return result
+
+
+def perfetto(timeline: Timeline) -> dict:
+    """The Timeline as a Chrome trace, for ui.perfetto.dev; a cycle is shown as a microsecond."""
+    spans = [
+        {"name": s.name, "cat": s.kind, "ph": "X", "ts": s.start, "dur": s.end - s.start, "pid": timeline.title, "tid": s.track}
+        for s in timeline.spans
+    ]
+    events = [
+        {"name": e.name, "ph": "i", "s": "t", "ts": e.time, "pid": timeline.title, "tid": e.track} for e in timeline.events
+    ]
+    return {"traceEvents": spans + events}

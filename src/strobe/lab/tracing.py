@@ -1,0 +1,150 @@
+"""Measures where a kernel's cycles go: runs it with stamps on a GPU, and keeps what its roles did when.
+
+The stamps of a traced launch come back as one report: for each problem the steady state of the consumers over all CTAs
+(see `strobe.sim.trace.phases`), and the stamps of a few typical CTAs, which `strobe.lab.timeline` draws.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from statistics import median, quantiles
+
+import torch
+
+from strobe.device import arch_of
+from strobe.lab.machine import Telemetry, describe
+from strobe.masks import Causal, Full
+from strobe.problem import AttentionProblem, Dense, Operands
+from strobe.sim.trace import Stamps, phases
+
+TOKENS = 16384
+SAMPLED, KEPT = 256, 3
+"""CTAs whose steady state is computed, spread over the grid; CTAs whose stamps are kept."""
+WARM_SECONDS = 0.3
+
+
+def measure(head_dims: Sequence[int], masks: Sequence[str], length: int, command: str) -> dict:
+    """The report of a forward of TOKENS tokens, bf16, for each head dim and mask ("full", "causal") on the current GPU.
+
+    ValueError if there is no Hopper GPU, or it takes no such problem.
+    """
+    from strobe.kernels.sm90 import backend
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    problems = [(head_dim, mask, _problem(head_dim, mask, length)) for head_dim in head_dims for mask in masks]
+    for _, _, problem in problems:
+        reason = backend.refuses(problem, arch_of(device))
+        if reason:
+            raise ValueError(f"sm90 {reason}")
+    report: dict = {
+        "what": "timeline",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "device": describe(device),
+        "points": [],
+    }
+    with Telemetry(device) as telemetry:
+        for head_dim, mask, problem in problems:
+            facts = {"head_dim": head_dim, "mask": mask, "length": length, "tokens": TOKENS, "heads": problem.heads_q}
+            report["points"].append(facts | _point(problem, device, telemetry))
+    return report
+
+
+def _problem(head_dim: int, mask: str, length: int) -> AttentionProblem:
+    heads = max(1, 2048 // head_dim)
+    return AttentionProblem(
+        lengths=Dense(max(1, TOKENS // length), length, length),
+        heads_q=heads,
+        heads_kv=heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=torch.bfloat16,
+        scale=head_dim**-0.5,
+        mask=Causal() if mask == "causal" else Full(),
+    )
+
+
+def _point(problem: AttentionProblem, device: torch.device, telemetry: Telemetry) -> dict:
+    from strobe.kernels.sm90 import backend
+    from strobe.kernels.sm90.forward import launch, launch_traced
+
+    lengths, config = problem.lengths, backend.config(problem, arch_of(device))
+    assert isinstance(lengths, Dense)
+    shape = (lengths.batch, lengths.seqlen_q, problem.heads_q, problem.head_dim)
+    operands = Operands(*(torch.randn(shape, device=device).to(problem.dtype) for _ in range(3)))
+    start = time.monotonic()
+    while time.monotonic() - start < WARM_SECONDS:
+        launch(problem, operands, config)
+        torch.cuda.synchronize()
+    plain = _milliseconds(lambda: launch(problem, operands, config))
+    traced = _milliseconds(lambda: launch_traced(problem, operands, config))
+    stamps = launch_traced(problem, operands, config).cpu()
+    roles = [f"consumer {w}" for w in range(config.groups)] + ["producer"]
+    steady = _steady(stamps, roles)
+    return {
+        "config": str(config),
+        "tile_q": config.tile_q,
+        "tile_kv": config.tile_kv,
+        "milliseconds": {"plain": plain, "traced, with the zeroing of its trace": traced},
+        "telemetry": telemetry.since(start),
+        "ctas": stamps.shape[0],
+        "steady": _spread([s for _, s in steady]),
+        "cta_cycles": _spread([{"cta": _duration(stamps, cta)} for cta, _ in steady])["cta"],
+        "typical": {str(cta): _of_cta(stamps, roles, cta) for cta in _typical(steady)},
+    }
+
+
+def _milliseconds(call: Callable[[], object], rounds: int = 20) -> float:
+    """Median of single calls by CUDA events."""
+    taken = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end))
+    return round(median(taken), 4)
+
+
+def _of_cta(stamps: torch.Tensor, roles: list[str], cta: int) -> Stamps:
+    """The stamps of a CTA from [CTAs, roles, events, blocks], clocks counted from its first one; 0 stays "not passed"."""
+    from strobe.kernels.common.stamp import EVENTS
+
+    mine = stamps[cta, : len(roles)]
+    since = torch.where(mine == 0, 0, mine - mine[mine > 0].min() + 1)
+    return {role: dict(zip(EVENTS, events, strict=True)) for role, events in zip(roles, since.tolist(), strict=True)}
+
+
+def _duration(stamps: torch.Tensor, cta: int) -> float:
+    mine = stamps[cta]
+    return float(mine.max() - mine[mine > 0].min())
+
+
+def _steady(stamps: torch.Tensor, roles: list[str]) -> list[tuple[int, dict[str, float]]]:
+    """(CTA, phases of all its consumers) of CTAs spread over the grid, those with too few blocks left out."""
+    ctas = stamps.shape[0]
+    found = []
+    for cta in range(0, ctas, max(1, ctas // SAMPLED)):
+        of = _of_cta(stamps, roles, cta)
+        try:
+            each = [phases(of[role]) for role in roles[:-1]]
+        except ValueError:
+            continue
+        found.append((cta, {name: sum(one[name] for one in each) / len(each) for name in each[0]}))
+    return found
+
+
+def _spread(samples: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Over samples: median, tenth and ninetieth percentile of each quantity."""
+    columns = {name: [sample[name] for sample in samples] for name in samples[0]}
+    tenths = {name: quantiles(column, n=10, method="inclusive") for name, column in columns.items()}
+    return {name: {"median": median(columns[name]), "p10": cuts[0], "p90": cuts[-1]} for name, cuts in tenths.items()}
+
+
+def _typical(steady: list[tuple[int, dict[str, float]]]) -> list[int]:
+    """The CTAs whose periods are the closest to the median."""
+    middle = median(sample["period"] for _, sample in steady)
+    return [cta for cta, _ in sorted(steady, key=lambda item: abs(item[1]["period"] - middle))[:KEPT]]
