@@ -2,13 +2,23 @@
 
 Kernels import everything of Gluon's from here. What moved: `thread_barrier` became `barrier` (3.7), the TMA copies
 became `tma.async_load` and `tma.async_store` (3.8; the old names raise from 3.9 on), cp.async `async_copy.async_load`,
-`aggregate` went public.
+`aggregate` went public. Names of Blackwell's that came with 3.8 are None before; the kernel that needs them is refused
+there.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language.nvidia import blackwell
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    allocate_tensor_memory,
+    tcgen05_commit,
+    tcgen05_mma,
+    tensor_memory_descriptor,
+    tensor_memory_descriptor_type,
+)
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -17,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import PropagateNan
 
 if hasattr(gluon, "aggregate"):
     aggregate = gluon.aggregate
@@ -28,17 +39,44 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+fma2 = getattr(blackwell, "fma2", None)
+mul2 = getattr(blackwell, "mul2", None)
+
+if hasattr(tensor_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        """The same memory, shared or tensor, as another type."""
+        return memory.reinterpret(dtype, shape, layout)
+
+else:
+
+    @gluon.jit
+    def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        """The same memory, shared or tensor, as another type."""
+        return memory._reinterpret(dtype, shape, layout)
+
 
 __all__ = [
     "GluonASTSource",
+    "PropagateNan",
     "TensorDescriptor",
+    "TensorMemoryLayout",
     "aggregate",
+    "allocate_tensor_memory",
     "cp_async",
     "fence_async_shared",
+    "fma2",
     "gl",
     "gluon",
     "mbarrier",
+    "mul2",
     "partition_barrier",
+    "reinterpret",
+    "tcgen05_commit",
+    "tcgen05_mma",
+    "tensor_memory_descriptor",
+    "tensor_memory_descriptor_type",
     "tma_load",
     "tma_store",
     "tma_store_wait",

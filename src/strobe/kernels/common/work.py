@@ -1,0 +1,129 @@
+"""Work: the tiles of an attention, and which of them a CTA takes at its turn."""
+
+from strobe.kernels.common.gluon_masks import kv_full, kv_range
+from strobe.kernels.gluon import aggregate, gl, gluon
+
+
+@aggregate
+class Lengths:
+    """Numbers of queries and keys, the same for every sequence, or (`cu_q`, `cu_kv`) the most that a sequence has, with
+    pointers to the first rows of packed sequences; and the bounds of `strobe.masks`, None where the mask has none."""
+
+    n_q: gl.tensor
+    n_kv: gl.tensor
+    cu_q: (gl.tensor, gl.constexpr)
+    cu_kv: (gl.tensor, gl.constexpr)
+    left: (gl.tensor, gl.constexpr)
+    right: (gl.tensor, gl.constexpr)
+    prefix: (gl.tensor, gl.constexpr)
+
+    @gluon.constexpr_function
+    def __init__(self, n_q, n_kv, cu_q, cu_kv, left, right, prefix):
+        self.n_q = n_q
+        self.n_kv = n_kv
+        self.cu_q = gl.constexpr(None) if cu_q is None else cu_q
+        self.cu_kv = gl.constexpr(None) if cu_kv is None else cu_kv
+        self.left = gl.constexpr(None) if left is None else left
+        self.right = gl.constexpr(None) if right is None else right
+        self.prefix = gl.constexpr(None) if prefix is None else prefix
+
+
+@aggregate
+class Heads:
+    """heads: of queries, in all tiles of one batch entry; group: query heads a key head; at_once: heads whose tiles
+    come together, so that their K and V stay in the L2 cache; tiles: of the whole problem."""
+
+    heads: gl.tensor
+    group: gl.tensor
+    at_once: gl.tensor
+    tiles: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, heads, group, at_once, tiles):
+        self.heads = heads
+        self.group = group
+        self.at_once = at_once
+        self.tiles = tiles
+
+
+@aggregate
+class Work:
+    """One tile of queries of one head: its place, and the key blocks [begin, end) that it sees, [full_begin, full_end)
+    without a mask. Its sequence has n_q queries from row `start_q` on, n_kv keys from `start_kv` on (0 if not packed)."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    split: gl.tensor
+    row: gl.tensor
+    n_q: gl.tensor
+    n_kv: gl.tensor
+    start_q: (gl.tensor, gl.constexpr)
+    start_kv: (gl.tensor, gl.constexpr)
+    begin: gl.tensor
+    full_begin: gl.tensor
+    full_end: gl.tensor
+    end: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, batch, head, split, row, n_q, n_kv, start_q, start_kv, begin, full_begin, full_end, end):
+        self.batch = batch
+        self.head = head
+        self.split = split
+        self.row = row
+        self.n_q = n_q
+        self.n_kv = n_kv
+        self.start_q = start_q
+        self.start_kv = start_kv
+        self.begin = begin
+        self.full_begin = full_begin
+        self.full_end = full_end
+        self.end = end
+
+    @gluon.jit
+    def blocks(self):
+        """How many blocks of keys: 0 for a tile beyond the end of its packed sequence, else 1 or more."""
+        return self.end - self.begin
+
+
+@gluon.jit
+def sequence(cu_seqlens, batch, n):
+    """First row and length of one sequence."""
+    if cu_seqlens is None:
+        return gl.constexpr(0), n
+    else:
+        start = gl.load(cu_seqlens + batch).to(gl.int32)
+        return start, gl.load(cu_seqlens + batch + 1).to(gl.int32) - start
+
+
+@gluon.jit
+def locate(tile, lengths, heads, C: gl.constexpr):
+    """The Work of the tile-th tile. Under a causal mask those with the most keys come first, so that short ones fill
+    the end, within bundles of heads whose K and V fit the L2 cache together."""
+    split = tile % C.splits
+    tile = tile // C.splits
+    tiles = (lengths.n_q + C.tile_q - 1) // C.tile_q
+    bundle = tile // (heads.at_once * tiles)
+    within = tile - bundle * heads.at_once * tiles
+    width = gl.minimum(heads.at_once, heads.tiles // (tiles * C.splits) - bundle * heads.at_once)
+    row = (tiles - 1 - within // width) * C.tile_q
+    batch_head = bundle * heads.at_once + within % width
+    batch = batch_head // heads.heads
+
+    start_q, n_q = sequence(lengths.cu_q, batch, lengths.n_q)
+    start_kv, n_kv = sequence(lengths.cu_kv, batch, lengths.n_kv)
+    shift = n_kv - n_q
+    first, last = row + shift, gl.minimum(row + C.tile_q, n_q) - 1 + shift
+    key_begin, key_end = kv_range(first, last, n_kv, lengths.left, lengths.right, lengths.prefix)
+    begin = key_begin // C.tile_kv
+    end = gl.maximum((key_end + C.tile_kv - 1) // C.tile_kv, begin + 1)  # a tile that sees nothing masks one block
+    key_begin, key_end = kv_full(first, last, n_kv, lengths.left, lengths.right, lengths.prefix)
+    if C.splits > 1:  # as even as can be; a split that gets no block masks one
+        share = (end - begin + C.splits - 1) // C.splits
+        begin = begin + split * share
+        end = gl.maximum(gl.minimum(begin + share, end), begin + 1)
+    if lengths.cu_q is not None:
+        end = gl.where(row < n_q, end, begin)
+    full_end = gl.minimum(gl.maximum(key_end // C.tile_kv, begin), end)
+    full_begin = gl.minimum((key_begin + C.tile_kv - 1) // C.tile_kv, full_end)
+    return Work(batch, batch_head % heads.heads, split, row, n_q, n_kv, start_q, start_kv,
+                begin, full_begin, full_end, end)  # fmt: skip

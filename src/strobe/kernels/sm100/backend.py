@@ -1,0 +1,85 @@
+"""The Blackwell backend: forward only, for problems that its TMA descriptors and tiles can take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from strobe.device import Arch, arch_of
+from strobe.kernels import has_triton, triton_version
+from strobe.kernels.sm100.config import HEAD_DIMS, Config, choose
+from strobe.kernels.splits import choose_splits
+from strobe.masks import MAX_BOUND
+from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
+
+UNPROVEN = "compiled and simulated, never yet run on a Blackwell GPU"
+
+OLDEST_TRITON = (3, 8)
+
+
+def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
+    if arch.capability not in (100, 103):
+        return f"needs a data-center Blackwell GPU (sm_100, sm_103), not {arch}"
+    if not has_triton():
+        return "needs Triton, which is not installed"
+    if triton_version() < OLDEST_TRITON:
+        return f"needs Triton {_dotted(OLDEST_TRITON)} or newer, not {_dotted(triton_version())}"
+    if problem.phase == "backward":
+        return "has no backward yet"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
+    dims = problem.head_dim, problem.head_dim_v
+    if dims not in HEAD_DIMS:
+        return f"takes head dims 64, 96 and 128, the same for k and v, or 192 and 128, not {dims[0]} and {dims[1]}"
+    if max(_rows(problem)) >= MAX_BOUND:
+        return "counts rows in int32 and takes fewer than 2^30 of them"
+    if problem.mask.documents is not None:
+        return "takes no documents yet"
+    if str(problem.score) != "plain":
+        return f"takes no score but the plain one yet, not {problem.score}"
+    if not problem.scale > 0:
+        return f"takes a positive scale (it takes maxima before it scales), not {problem.scale:g}"
+    if problem.unaligned:
+        return (
+            f"needs bases and strides in multiples of 16 bytes and no dim expanded with stride 0 (for TMA), "
+            f"which {', '.join(problem.unaligned)} lacks"
+        )
+    return None
+
+
+def config(problem: AttentionProblem, arch: Arch) -> Config:
+    """What `choose` picks, with the keys split into parts where the tiles of queries alone leave the GPU idle."""
+    chosen = choose(problem)
+    lengths = problem.lengths
+    if isinstance(lengths, Varlen) or not lengths.seqlen_q:
+        return chosen  # only the device knows how long the sequences are
+    tiles = -(-lengths.seqlen_q // chosen.tile_q) * lengths.batch * problem.heads_q
+    last = lengths.seqlen_q - 1
+    begin, end = problem.mask.kv_range(max(0, last - chosen.tile_q + 1), last, lengths.seqlen_q, lengths.seqlen_kv)
+    blocks = -(-max(0, end - begin) // chosen.tile_kv)
+    return replace(chosen, splits=choose_splits(tiles, blocks, arch.sms // chosen.ctas))
+
+
+def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    q, v = operands.q, operands.v
+    if 0 in (*q.shape, problem.lengths.batch, operands.k.shape[-3]):
+        out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+        return out, torch.full(lse_shape(problem), -torch.inf, dtype=torch.float32, device=q.device)
+    from strobe.kernels.portable import forward as portable
+    from strobe.kernels.sm100.forward import launch
+
+    out, lse, notes = launch(problem, operands, config(problem, arch_of(q.device)))
+    if notes is not None:
+        portable.redo(problem, operands, out, lse, notes)  # exits at once where there is no note
+    return out, lse
+
+
+def _rows(problem: AttentionProblem) -> tuple[int, ...]:
+    lengths = problem.lengths
+    packed = (lengths.total_q, lengths.total_kv) if isinstance(lengths, Varlen) else ()
+    return (lengths.seqlen_q, lengths.seqlen_kv, *packed)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
