@@ -14,7 +14,7 @@ import triton.language.core as tl
 import triton.language.standard
 from triton.experimental.gluon import language as gl
 
-from strobe.sim import registers
+from strobe.sim import addresses, program, reductions, registers
 from strobe.sim.tensor import Value
 
 
@@ -37,32 +37,42 @@ def unwrap(value):
     return value
 
 
+def _entries(module, names: str) -> dict[str, Callable]:
+    return {name: getattr(module, name) for name in names.split()}
+
+
 REGISTERS: dict[str, Callable] = {
-    **{name: getattr(registers, name) for name in (
-        "add", "add2", "aggregate_replace", "arange", "argmax", "argmin", "associative_scan", "assume", "atomic_add",
-        "atomic_and", "atomic_cas", "atomic_load", "atomic_max", "atomic_min", "atomic_or", "atomic_store", "atomic_xchg",
-        "atomic_xor", "broadcast", "broadcast_to", "cast", "cat", "cdiv", "ceil", "clamp", "convert_layout", "cos", "cumprod",
-        "cumsum", "device_assert", "device_print", "dot_fma", "erf", "exp", "exp2", "expect_zero", "fdiv", "flip", "floor",
-        "fma", "fma2", "full", "full_like", "gather", "histogram", "inline_asm", "interleave", "join", "load", "log", "log2",
-        "map_elementwise", "max2", "maximum", "min2", "minimum", "mma_v2", "mul", "mul2", "multiple_of", "num_ctas",
-        "num_programs", "num_warps", "permute", "program_id", "ravel", "reduce", "reduce_or", "reshape", "rsqrt",
-        "set_auto_layout", "sigmoid", "sin", "split", "sqrt", "static_assert", "static_print", "static_range", "store", "sub",
-        "sub2", "to_tensor", "trans", "umulhi", "xor_sum", "zeros", "zeros_like",
-    )},
+    **_entries(
+        registers,
+        "add add2 arange broadcast broadcast_to cast cat cdiv ceil clamp convert_layout cos dot_fma erf exp exp2 fdiv flip "
+        "floor fma fma2 full full_like gather histogram interleave join log log2 max2 maximum min2 minimum mma_v2 mul mul2 "
+        "permute ravel reshape rsqrt set_auto_layout sigmoid sin split sqrt sub sub2 to_tensor trans umulhi zeros zeros_like",
+    ),
+    **_entries(reductions, "argmax argmin associative_scan cumprod cumsum map_elementwise reduce reduce_or xor_sum"),
+    **_entries(
+        addresses,
+        "atomic_add atomic_and atomic_cas atomic_load atomic_max atomic_min atomic_or atomic_store atomic_xchg atomic_xor load "
+        "store",
+    ),
+    **_entries(
+        program,
+        "aggregate_replace assume device_assert device_print expect_zero inline_asm multiple_of num_ctas num_programs "
+        "num_warps program_id static_assert static_print static_range",
+    ),
     "abs": registers.absolute,
     "div_rn": registers.fdiv,
     "expand_dims": registers.expand_dims_,
-    "inline_asm_elementwise": registers.inline_asm,
-    "max": registers.max_,
-    "max_constancy": registers.promised,
-    "max_contiguous": registers.promised,
-    "min": registers.min_,
-    "range": registers.steps,
+    "inline_asm_elementwise": program.inline_asm,
+    "max": reductions.max_,
+    "max_constancy": program.promised,
+    "max_contiguous": program.promised,
+    "min": reductions.min_,
+    "range": program.steps,
     "sqrt_rn": registers.sqrt,
-    "sum": registers.sum_,
+    "sum": reductions.sum_,
     "view": registers.reshape,
     "where": registers.where_,
-}  # fmt: skip
+}
 
 MACHINE: dict[str, Callable] = {}
 """What acts on the machine: filled by strobe.sim.units."""

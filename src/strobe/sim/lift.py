@@ -15,7 +15,7 @@ from typing import Any
 
 from triton.runtime.jit import JITCallable
 
-from strobe.sim import registers
+from strobe.sim import program, registers
 from strobe.sim.context import where
 from strobe.sim.errors import IllegalOperation, Unsupported
 from strobe.sim.language import TYPES, simulated, unwrap
@@ -23,6 +23,8 @@ from strobe.sim.tensor import Value
 
 _HOST = {*sys.stdlib_module_names, "torch", "numpy"}
 """Packages whose functions run as they are."""
+
+_HERE = __name__.rpartition(".")[0]
 
 _registered: dict[int, tuple[Any, Callable]] = {}
 
@@ -91,8 +93,9 @@ class _Lifter:
 
     def _callable(self, thing):
         module, name = getattr(thing, "__module__", None) or "", getattr(thing, "__name__", "")
-        if isinstance(thing, JITCallable):
-            module = thing.fn.__module__
+        jitted = isinstance(getattr(thing, "fn", None), FunctionType)  # by Gluon, by Triton, or by its interpreter
+        if jitted:
+            module, name = thing.fn.__module__, thing.fn.__name__
         if _package(module) == "triton":
             found = simulated(module, name) if ".amd." not in module else None
             if found is not None:
@@ -101,10 +104,10 @@ class _Lifter:
             return self._remember(thing, self._constexpr_function(thing.fn))
         if getattr(thing, "__triton_builtin__", False):
             return self._remember(thing, _without_model(f"{module}.{name}"))
-        if isinstance(thing, JITCallable) or type(thing).__name__ == "InterpretedFunction":
+        if jitted:
             return self._function(thing.fn, thing)
-        if isinstance(thing, FunctionType) and _package(module) not in (*_HOST, "triton", "strobe_sim"):
-            return thing if module.startswith("strobe.sim") else self._function(thing, thing)
+        if isinstance(thing, FunctionType) and _package(module) not in _HOST | {"triton"} and not module.startswith(_HERE):
+            return self._function(thing, thing)
         if isinstance(thing, BuiltinFunctionType):
             return _BUILTINS.get(name, thing) if thing is getattr(builtins, name, None) else thing
         return thing
@@ -133,7 +136,8 @@ class _Lifter:
             if name in function.__globals__ and name not in names:
                 names[name] = self.lift(function.__globals__[name])
         for cell, original in zip(cells, function.__closure__ or (), strict=True):
-            cell.cell_contents = self.lift(original.cell_contents)
+            if _filled(original):
+                cell.cell_contents = self.lift(original.cell_contents)
         return lifted
 
     def _globals_of(self, function: FunctionType) -> dict[str, Any]:
@@ -154,10 +158,11 @@ class _Lifter:
         if getattr(init, "__triton_builtin__", False) or init is object.__init__:
             fields = getattr(original, "__aggregate_fields__", None) or tuple(original.__annotations__)
             defaults = getattr(original, "__aggregate_defaults__", {})
-            setattr(cls, "__init__", _initialiser(fields, {name: self.lift(value) for name, value in defaults.items()}))
+            initialise: Callable = _initialiser(fields, {name: self.lift(value) for name, value in defaults.items()})
         else:
             function = getattr(init, "fn", init)
-            setattr(cls, "__init__", self._function(function, function))
+            initialise = self._function(function, function)
+        cls.__init__ = initialise  # type: ignore[misc]
         for name, member in vars(original).items():
             if type(member).__name__ == "ConstexprFunction":
                 setattr(cls, name, self._constexpr_function(member.fn))
@@ -231,6 +236,13 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*(_names(const) for const in code.co_consts if isinstance(const, CodeType)))
 
 
+def _filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is cell.cell_contents
+    except ValueError:
+        return False
+
+
 def _chosen(plain: Callable, simulated_: Callable) -> Callable:
     """Python's min or max; of simulated values Gluon's."""
 
@@ -249,6 +261,6 @@ _BUILTINS: dict[str, Any] = {
     **vars(builtins),
     "min": _chosen(builtins.min, registers.minimum),
     "max": _chosen(builtins.max, registers.maximum),
-    "range": registers.steps,
+    "range": program.steps,
     "abs": lambda x: registers.absolute(x) if isinstance(x, Value) else builtins.abs(x),
 }

@@ -1,4 +1,4 @@
-"""Gluon's functions on registers: arithmetic, reductions, shapes, and loads and stores of global memory by threads.
+"""Gluon's functions on registers: arithmetic, conversions, shapes.
 
 Names and arguments are Gluon's own. Approximate instructions (ex2.approx, div.full) are computed to float32 precision.
 """
@@ -6,43 +6,32 @@ Names and arguments are Gluon's own. Approximate instructions (ex2.approx, div.f
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 from triton.experimental.gluon import language as gl
 
 from strobe.sim.context import machine, where
-from strobe.sim.errors import IllegalOperation, SimulationError, Unsupported
+from strobe.sim.dtypes import Inferred, constant, gluon_dtype, round_to, torch_dtype
+from strobe.sim.errors import IllegalOperation, Unsupported
+from strobe.sim.operators import ADD, MAXIMUM, MINIMUM, MUL, SUB
 from strobe.sim.tensor import (
-    ADD,
-    MAXIMUM,
-    MINIMUM,
-    MUL,
-    SUB,
-    DecidesPerElement,
-    Inferred,
     Pointer,
     Scalar,
-    Shape,
     Tensor,
     Value,
     binary,
     broadcast_shape,
     compute,
-    constant,
     expand_dims,
     fit,
-    gluon_dtype,
     kind_of,
     layout_of,
     promote,
-    round_to,
     scalar,
-    torch_dtype,
 )
 
 
-def _one(tensor: Tensor) -> Scalar:
+def only(tensor: Tensor) -> Scalar:
     """The Scalar in a tensor of one element. A partition that has it in hand has waited for it."""
     machine().needs(tensor)
     return Scalar(tensor.data.item(), tensor.data.dtype)
@@ -221,7 +210,7 @@ def _fused(x, y, z, kind: torch.dtype) -> torch.Tensor:
 def fma(x, y, z, pipe: str = "fma"):
     if not any(isinstance(v, Tensor) for v in (x, y, z)):
         tensors = [Tensor(torch.tensor([v.value], dtype=v.kind)) for v in map(scalar, (x, y, z))]
-        return _one(fma(*tensors))
+        return only(fma(tensors[0], tensors[1], tensors[2]))
     kind = kind_of(_widest(x, y, z))
     numbers = [v.value if isinstance(v, Scalar) else v for v in (x, y, z)]
     tensors = [v for v in (x, y, z) if isinstance(v, Tensor)]
@@ -293,201 +282,21 @@ def dot_fma(a, b, acc) -> Tensor:
     return _product("fma", torch.Tensor.float, a, b, acc)
 
 
-# ---- reductions and scans
+# ---- shapes
 
 
-def _reduced(x: Tensor, axis, keep_dims, pipe: str, function):
-    """`function(data, axis)` drops the axis; all axes: a Scalar."""
-    if not isinstance(x, Tensor):
-        raise IllegalOperation(f"{where()}: a reduction of {x!r}, which is no tensor")
-    rank = x.data.dim()
-    if axis is None:
-        result = compute(pipe, lambda data: function(data.reshape(-1), 0), x, elements=x.numel)
-        return _kept(result, [1] * rank) if keep_dims else _one(result)
-    axis = _axis(axis, rank)
-    layout = gl.SliceLayout(axis, x.layout or Inferred(rank)) if rank > 1 else None
-    result = compute(pipe, lambda data: function(data, axis), x, layout=layout, elements=x.numel)
-    if keep_dims:
-        return expand_dims(result, axis) if rank > 1 else _kept(result, [1])
-    return result if rank > 1 else _one(result)
-
-
-def _axis(axis, rank: int) -> int:
+def axis_of(axis, rank: int) -> int:
     axis = int(axis)
     if not -rank <= axis < rank:
         raise IllegalOperation(f"{where()}: axis {axis} of a tensor of rank {rank}")
     return axis % rank
 
 
-def _kept(x: Tensor, shape: list[int]) -> Tensor:
+def kept(x: Tensor, shape: list[int]) -> Tensor:
     return compute("free", lambda data: data.reshape(shape), x, layout=Inferred(len(shape)))
 
 
-def sum_(input, axis=None, keep_dims=False, dtype=None):
-    """gl.sum: of integers narrower than 32 bits as int32 or uint32."""
-    kind = input.data.dtype
-    if dtype is None and not kind.is_floating_point and kind.itemsize < 4:
-        dtype = gl.int32 if kind in (torch.int8, torch.int16) else gl.uint32
-    if dtype is not None:
-        input = input.to(dtype)
-    kind = input.data.dtype
-    wide = torch.int64 if kind in (torch.uint16, torch.uint32) else kind
-    pipe = "fma" if kind.is_floating_point else "alu"
-    return _reduced(input, axis, keep_dims, pipe, lambda data, dim: data.to(wide).sum(dim, dtype=wide).to(kind))
-
-
-def _without_nan(data: torch.Tensor, axis: int, largest: bool) -> torch.Tensor:
-    """amax or amin that ignores NaN, as the instruction does, unless there is nothing else."""
-    extreme, limit = (torch.amax, -math.inf) if largest else (torch.amin, math.inf)
-    if not data.dtype.is_floating_point:
-        wide = data.to(torch.int64) if data.dtype in (torch.uint16, torch.uint32) else data
-        return extreme(wide, axis).to(data.dtype)
-    result = extreme(data, axis)
-    if bool(result.isnan().any()):
-        nothing = data.isnan().all(axis)
-        result = torch.where(nothing, math.nan, extreme(data.nan_to_num(nan=limit, posinf=math.inf, neginf=-math.inf), axis))
-    return result
-
-
-def _arg_extreme(data: torch.Tensor, axis: int, largest: bool) -> torch.Tensor:
-    """The first place of the extreme, int32."""
-    best = _without_nan(data, axis, largest).unsqueeze(axis)
-    places = torch.arange(data.shape[axis]).reshape([-1 if i == axis else 1 for i in range(data.dim())])
-    return torch.where(data == best, places, data.shape[axis]).amin(axis).to(torch.int32)
-
-
-def _extreme_reduction(largest: bool):
-    def reduction(input, axis=None, return_indices=False, return_indices_tie_break_left=True, keep_dims=False):
-        values = _reduced(input, axis, keep_dims, "alu", partial(_without_nan, largest=largest))
-        if not return_indices:
-            return values
-        return values, _reduced(input, axis, keep_dims, "alu", partial(_arg_extreme, largest=largest))
-
-    return reduction
-
-
-max_, min_ = _extreme_reduction(True), _extreme_reduction(False)
-
-
-def argmax(input, axis, tie_break_left=True, keep_dims=False):
-    return _reduced(input, axis, keep_dims, "alu", partial(_arg_extreme, largest=True))
-
-
-def argmin(input, axis, tie_break_left=True, keep_dims=False):
-    return _reduced(input, axis, keep_dims, "alu", partial(_arg_extreme, largest=False))
-
-
-def _inputs(input) -> list[Tensor]:
-    return list(input) if isinstance(input, (tuple, list)) else [input]
-
-
-def _results(values, input):
-    return tuple(values) if isinstance(input, (tuple, list)) else values[0]
-
-
-def reduce(input, axis, combine_fn, keep_dims=False):
-    """Neighbours are combined first, in log2(n) steps; `combine_fn` must be associative."""
-    tensors = _inputs(input)
-    shape, layout = list(tensors[0].data.shape), tensors[0].layout
-    if axis is None:
-        tensors, axis = [_kept(x, [x.numel]) for x in tensors], 0
-    axis = _axis(axis, tensors[0].data.dim())
-    state = [Tensor(x.data.movedim(axis, -1), None, x.ready, x.pending) for x in tensors]
-    while (n := state[0].data.shape[-1]) > 1:
-        if n % 2:
-            raise IllegalOperation(f"{where()}: a reduction over {n} elements: the sizes of tensors are powers of two")
-        halves = [compute("free", lambda data, first=first: data[..., first::2], x) for first in (0, 1) for x in state]
-        state = mapped(combine_fn, halves)
-    rank = tensors[0].data.dim()
-    if rank == 1:
-        return _results([_kept(x, [1] * len(shape)) if keep_dims else _one(x) for x in state], input)
-    sliced = gl.SliceLayout(axis, layout or Inferred(rank))
-    state = [compute("free", lambda data: data.squeeze(-1), x, layout=sliced) for x in state]
-    return _results([expand_dims(x, axis) if keep_dims else x for x in state], input)
-
-
-def associative_scan(input, axis, combine_fn, reverse=False):
-    """Inclusive: element i combines elements 0 .. i, or i .. n - 1 with `reverse`."""
-    tensors = _inputs(input)
-    axis = _axis(axis, tensors[0].data.dim())
-
-    def turned(data):
-        data = data.movedim(axis, -1)
-        return data.flip(-1) if reverse else data
-
-    def restored(data):
-        return (data.flip(-1) if reverse else data).movedim(-1, axis)
-
-    state = [compute("free", turned, x) for x in tensors]
-    step = 1
-    while step < state[0].data.shape[-1]:
-        before = [compute("free", lambda data, n=step: data[..., :-n], x) for x in state]
-        after = [compute("free", lambda data, n=step: data[..., n:], x) for x in state]
-        combined = mapped(combine_fn, before + after)
-        state = [
-            compute("free", lambda new, old, n=step: torch.cat([old[..., :n], new], -1), new, old)
-            for new, old in zip(combined, state, strict=True)
-        ]
-        step *= 2
-    layouts = [x.layout for x in tensors]
-    return _results([compute("free", restored, x, layout=layout) for x, layout in zip(state, layouts, strict=True)], input)
-
-
-def cumsum(input, axis=0, reverse=False, dtype=None):
-    kind = input.data.dtype
-    if dtype is None and not kind.is_floating_point and kind.itemsize < 4:
-        dtype = gl.int32 if kind in (torch.int8, torch.int16) else gl.uint32
-    return associative_scan(input if dtype is None else input.to(dtype), axis, lambda a, b: a + b, reverse)
-
-
-def cumprod(input, axis=0, reverse=False, dtype=None):
-    return associative_scan(input if dtype is None else input.to(dtype), axis, lambda a, b: a * b, reverse)
-
-
-def xor_sum(input, axis=None, keep_dims=False):
-    return reduce(input, axis, lambda a, b: a ^ b, keep_dims)
-
-
-def reduce_or(input, axis, keep_dims=False):
-    return reduce(input, axis, lambda a, b: a | b, keep_dims)
-
-
-def mapped(function, tensors: list[Tensor]) -> list[Tensor]:
-    """`function` of tensors at once; element by element if it branches on them."""
-    try:
-        result = function(*tensors)
-    except DecidesPerElement:
-        shape = tensors[0].data.shape
-        flat = [x.data.reshape(-1).tolist() for x in tensors]
-        rows = []
-        for values in zip(*flat, strict=True):
-            got = function(*(Scalar(v, x.data.dtype) for v, x in zip(values, tensors, strict=True)))
-            rows.append(got if isinstance(got, tuple) else (got,))
-        columns = [[scalar(v) for v in column] for column in zip(*rows, strict=True)]
-        made = [torch.tensor([v.value for v in column], dtype=column[0].kind).reshape(shape) for column in columns]
-        ready = machine().issue("alu", len(rows), [x.ready for x in tensors])
-        return [Tensor(data, tensors[0].layout, ready) for data in made]
-    return list(result) if isinstance(result, (tuple, list)) else [result]
-
-
-def map_elementwise(scalar_fn, *args, pack=1):
-    """`pack` neighbours of each argument go to one call of the function."""
-    tensors = _broadcast_all(args)
-    shape, layout, pack = tensors[0].data.shape, layout_of(*tensors), int(pack)
-    if pack > 1:
-        tensors = [compute("free", lambda data, j=j: data.reshape(-1, pack)[:, j], x) for x in tensors for j in range(pack)]
-    results = mapped(scalar_fn, tensors)
-    if pack > 1:
-        groups = [results[i : i + pack] for i in range(0, len(results), pack)]
-        results = [compute("free", lambda *parts: torch.stack(parts, -1).reshape(shape), *group) for group in groups]
-    results = [Tensor(x.data, layout, x.ready, x.pending) for x in results]
-    return results[0] if len(results) == 1 else tuple(results)
-
-
-# ---- shapes
-
-
-def _broadcast_all(values) -> list[Tensor]:
+def broadcast_all(values) -> list[Tensor]:
     tensors = [v for v in values if isinstance(v, Tensor)]
     if not tensors:
         raise IllegalOperation(f"{where()}: no tensor among the arguments")
@@ -505,8 +314,8 @@ def _viewed(x, function, layout):
     return compute("free", function, x, layout=layout)
 
 
-def broadcast_to(x, *shape):
-    shape = _listed(shape)
+def broadcast_to(x, *sizes):
+    shape = _listed(sizes)
     if isinstance(x, Scalar):
         return full(shape, x, x.dtype)
     if list(broadcast_shape(x.shape, shape)) != shape:
@@ -515,11 +324,11 @@ def broadcast_to(x, *shape):
 
 
 def broadcast(input, other) -> tuple:
-    return tuple(_broadcast_all((input, other)))
+    return tuple(broadcast_all((input, other)))
 
 
-def reshape(x, *shape, can_reorder=False):
-    shape = _listed(shape)
+def reshape(x, *sizes, can_reorder=False):
+    shape = _listed(sizes)
     if math.prod(shape) != math.prod(x.shape):
         raise IllegalOperation(f"{where()}: {list(x.shape)} cannot be reshaped to {shape}")
     return _viewed(x, lambda data: data.reshape(shape), Inferred(len(shape)))
@@ -529,8 +338,8 @@ def ravel(x, can_reorder=False):
     return reshape(x, [math.prod(x.shape)])
 
 
-def permute(x, *dims):
-    dims = _listed(dims)
+def permute(x, *axes):
+    dims = _listed(axes)
     return _viewed(x, lambda data: data.permute(dims), Inferred(len(dims)))
 
 
@@ -544,7 +353,7 @@ def expand_dims_(input, axis):
 
 
 def join(a, b) -> Tensor:
-    a, b = _broadcast_all((a, b))
+    a, b = broadcast_all((a, b))
     return compute("free", lambda x, y: torch.stack((x, y), -1), a, b, layout=Inferred(a.data.dim() + 1))
 
 
@@ -561,11 +370,11 @@ def cat(input, other, can_reorder=False, dim=0, layout=None) -> Tensor:
 
 def interleave(a, b):
     joined = join(a, b)
-    return reshape(joined, Shape(joined.shape[:-2]) + [2 * joined.shape[-2]])
+    return reshape(joined, [*joined.shape[:-2], 2 * joined.shape[-2]])
 
 
 def flip(x, dim=None) -> Tensor:
-    axis = _axis(-1 if dim is None else dim, x.data.dim())
+    axis = axis_of(-1 if dim is None else dim, x.data.dim())
     return compute("shuffle", lambda data: data.flip(axis), x, layout=x.layout)
 
 
@@ -589,198 +398,3 @@ def convert_layout(value, layout, assert_trivial=False) -> Tensor:
 
 def set_auto_layout(value, layout) -> Tensor:
     return compute("free", lambda data: data, value, layout=layout)
-
-
-# ---- global memory
-
-
-def _lanes(mask, pointer: Pointer) -> torch.Tensor | None:
-    if mask is None or mask is True:
-        return None
-    shape = pointer.offsets().shape
-    if isinstance(mask, Tensor):
-        return broadcast_to(mask, shape).data.bool()
-    return torch.full(shape, bool(mask))
-
-
-def _ready(pointer: Pointer, *others) -> list:
-    tensors = [x for x in (pointer.offset, *others) if isinstance(x, Tensor)]
-    for x in tensors:
-        x.check_ready()
-    return [x.ready for x in tensors]
-
-
-def _addresses(pointer, verb: str) -> Pointer:
-    if not isinstance(pointer, Pointer):
-        raise IllegalOperation(f"{where()} {verb} {pointer!r}, which is no pointer")
-    return pointer
-
-
-def _like(value, pointer: Pointer) -> torch.Tensor:
-    """A value as elements of the pointer's array, of the pointer's shape."""
-    kind, shape = pointer.array.flat.dtype, pointer.offsets().shape
-    if isinstance(value, Tensor):
-        return round_to(broadcast_to(value, shape).data, kind)
-    number = value.value if isinstance(value, Scalar) else value
-    return constant(number if kind.is_floating_point or kind is torch.bool else int(number), kind).expand(shape)
-
-
-def _loaded(values: torch.Tensor, pointer: Pointer, ready):
-    tensor = Tensor(values, pointer.layout, ready)
-    return tensor if pointer.shape else _one(tensor)
-
-
-def _poison(kind: torch.dtype):
-    return math.nan if kind.is_floating_point else 1 if kind is torch.bool else torch.iinfo(kind).max - 4
-
-
-def load(pointer, mask=None, other=None, **_cache):
-    """Lanes that the mask leaves out hold `other`, or NaN (for integers: a large odd number)."""
-    pointer = _addresses(pointer, "loads from")
-    lanes, array = _lanes(mask, pointer), pointer.array
-    ready = machine().issue("global", pointer.offsets().numel(), _ready(pointer, mask, other))
-    values = machine().read_global(array, pointer.offsets(), lanes, where())
-    if lanes is not None:
-        values = torch.where(lanes, values, _like(_poison(values.dtype) if other is None else other, pointer))
-    return _loaded(values, pointer, ready)
-
-
-def store(pointer, value, mask=None, **_cache) -> None:
-    pointer = _addresses(pointer, "stores to")
-    machine().issue("global", pointer.offsets().numel(), _ready(pointer, value, mask))
-    machine().write_global(pointer.array, pointer.offsets(), _like(value, pointer), _lanes(mask, pointer), where())
-
-
-def _atomic(operation):
-    def atomic(pointer, val, mask=None, sem=None, scope=None):
-        pointer = _addresses(pointer, "updates")
-        ready = machine().issue("global", pointer.offsets().numel(), _ready(pointer, val, mask))
-        lanes, values = _lanes(mask, pointer), _like(val, pointer)
-        return _loaded(
-            machine().atomic_global(pointer.array, pointer.offsets(), values, lanes, operation, where()), pointer, ready
-        )
-
-    return atomic
-
-
-atomic_add = _atomic(lambda old, new: old + new)
-atomic_max = _atomic(torch.maximum)
-atomic_min = _atomic(torch.minimum)
-atomic_and = _atomic(lambda old, new: old & new)
-atomic_or = _atomic(lambda old, new: old | new)
-atomic_xor = _atomic(lambda old, new: old ^ new)
-atomic_xchg = _atomic(lambda old, new: new)
-
-
-def atomic_load(pointer, mask=None, sem=None, scope=None):
-    return _atomic(lambda old, new: old)(pointer, 0, mask)
-
-
-def atomic_store(pointer, value, mask=None, sem=None, scope=None) -> None:
-    atomic_xchg(pointer, value, mask)
-
-
-def atomic_cas(pointer, cmp, val, sem=None, scope=None):
-    expected, new = (_like(v, pointer).reshape(-1) for v in (cmp, val))
-    number = torch.arange(expected.numel()).reshape(pointer.offsets().shape)
-    ready = machine().issue("global", pointer.offsets().numel(), _ready(pointer, cmp, val))
-
-    def exchange(old, i):
-        return new[int(i)] if bool(old == expected[int(i)]) else old
-
-    return _loaded(machine().atomic_global(pointer.array, pointer.offsets(), number, None, exchange, where()), pointer, ready)
-
-
-# ---- the program, hints and assertions
-
-
-def program_id(axis) -> Scalar:
-    return Scalar(machine().program_id(int(axis)), torch.int32)
-
-
-def num_programs(axis) -> Scalar:
-    return Scalar(machine().num_programs(int(axis)), torch.int32)
-
-
-def num_warps() -> int:
-    return machine().partition.warps
-
-
-def num_ctas() -> int:
-    return machine().num_ctas
-
-
-def _holds(condition) -> bool:
-    return bool(condition.data.all()) if isinstance(condition, Tensor) else bool(condition)
-
-
-def static_assert(cond, msg="") -> None:
-    if not cond:
-        raise IllegalOperation(f"{where()}: static_assert failed: {msg}")
-
-
-def device_assert(cond, msg="", mask=None) -> None:
-    if mask is not None:
-        cond = cond | ~scalar(mask)
-    if not _holds(cond):
-        raise SimulationError(f"{where()}: device_assert failed: {msg}")
-
-
-def assume(cond) -> None:
-    if not _holds(cond):
-        raise SimulationError(f"{where()}: assume is given what does not hold")
-
-
-def expect_zero(x, mask):
-    if not _holds((x == 0.0) | ~scalar(mask)):
-        raise SimulationError(f"{where()}: expect_zero is given what is not zero")
-    return x
-
-
-def multiple_of(input, values):
-    factor = values[0] if isinstance(values, (list, tuple)) else values
-    if isinstance(input, Scalar) and int(input) % int(factor):
-        raise SimulationError(f"{where()}: {input} is no multiple of {factor}")
-    return input
-
-
-def promised(input, values):
-    """max_contiguous, max_constancy: what only the compiler uses."""
-    return input
-
-
-def static_print(*values, sep=" ", end="\n", file=None, flush=False) -> None:
-    print(*values, sep=sep, end=end)
-
-
-def device_print(prefix, *args, hex=False) -> None:
-    print(prefix, *(x.data if isinstance(x, Tensor) else x for x in args))
-
-
-def steps(*bounds, **_hints):
-    """range in a kernel: its variable is a Scalar, int32 or as wide as the bounds."""
-    numbers = [int(bound) for bound in bounds]
-    kind = torch.int64 if any(kind_of(bound) is torch.int64 for bound in bounds) else torch.int32
-    for i in range(*numbers):
-        yield Scalar(i, kind)
-
-
-def static_range(*bounds) -> range:
-    return range(*(int(bound) for bound in bounds))
-
-
-def inline_asm(*_, **__):
-    raise Unsupported(
-        f"{where()}: the simulator runs no PTX; strobe.sim.register(function, implementation) gives it Python for the function "
-        f"that holds this assembly"
-    )
-
-
-def aggregate_replace(instance, **changes):
-    copy = object.__new__(type(instance))
-    copy.__dict__.update(instance.__dict__)
-    for name, value in changes.items():
-        if name not in copy.__dict__:
-            raise IllegalOperation(f"{where()}: {type(instance).__name__} has no field {name}")
-        copy.__dict__[name] = value
-    return copy

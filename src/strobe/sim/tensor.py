@@ -14,88 +14,35 @@ import ctypes
 import math
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._layouts import DistributedLayout
 from triton.language.semantic import TritonSemantic
 
 from strobe.sim.context import machine, where
+from strobe.sim.dtypes import (
+    FLOAT8,
+    GLUON,
+    RANGE,
+    TORCH,
+    UNSIGNED,
+    WIDE_UNSIGNED,
+    Inferred,
+    Shape,
+    TensorType,
+    check_range,
+    constant,
+    gluon_dtype,
+    round_to,
+    torch_dtype,
+)
 from strobe.sim.errors import IllegalOperation, Unfinished, Unsupported
+from strobe.sim.operators import DIVIDE, LSHIFT, OPERATORS, RSHIFT, SIMPLE, SUB, XOR, Op
 
-# ---- types
-
-_TORCH = {
-    "int1": torch.bool, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64,
-    "uint8": torch.uint8, "uint16": torch.uint16, "uint32": torch.uint32, "uint64": torch.uint64,
-    "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2,
-    "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64,
-}  # fmt: skip
-_GLUON = {kind: getattr(gl, {"fp8e4nv": "float8e4nv", "fp8e5": "float8e5"}.get(name, str(kind).removeprefix("torch.")), gl.int1)
-          for name, kind in _TORCH.items()}  # fmt: skip
-_RANGE = {kind: (torch.iinfo(kind).min, torch.iinfo(kind).max) for kind in _TORCH.values()
-          if kind is not torch.bool and not kind.is_floating_point}  # fmt: skip
-_RANGE[torch.bool] = (0, 1)
-_WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch stores them, numpy computes with them
-_UNSIGNED = (*_WIDE_UNSIGNED, torch.uint8)
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_INT32_MIN, _INT32_MAX = _RANGE[torch.int32]
-
-
-def torch_dtype(dtype) -> torch.dtype:
-    """torch's name of a Gluon dtype. Unsupported if torch has no such type."""
-    if type(dtype) is torch.dtype:
-        return dtype
-    if dtype.name not in _TORCH:
-        raise Unsupported(f"{where()}: the simulator has no numbers of type {dtype}")
-    return _TORCH[dtype.name]
-
-
-def gluon_dtype(kind: torch.dtype):
-    """Gluon's name of a torch dtype."""
-    return _GLUON[kind]
-
-
-class TensorType(gl.distributed_type):
-    """What `x.type` tells of a tensor; its layout may be one that only the simulator knows."""
-
-    def __init__(self, element_ty, shape, layout):
-        gl.block_type.__init__(self, element_ty, list(shape))
-        self.layout = layout
-
-
-@dataclass(frozen=True)
-class Inferred(DistributedLayout):
-    """A layout that the compiler would derive and the simulator does not."""
-
-    dims: int
-
-    @property
-    def rank(self) -> int:
-        return self.dims
-
-
-class Shape(tuple):
-    """A tuple that lists can be added to, as kernels do."""
-
-    def __add__(self, other):
-        return Shape((*self, *other))
-
-    def __radd__(self, other):
-        return Shape((*other, *self))
-
-    def __getitem__(self, index):
-        value = super().__getitem__(index)
-        return Shape(value) if isinstance(index, slice) else value
-
-    def __eq__(self, other):
-        return tuple(self) == tuple(other) if isinstance(other, (list, tuple)) else NotImplemented
-
-    __hash__ = tuple.__hash__
+__all__ = ["Pointer", "Scalar", "Tensor", "Value", "compute", "gluon_dtype", "torch_dtype"]
 
 
 class Value:
@@ -114,84 +61,6 @@ class Value:
 
 # ---- operators
 
-
-class Op(NamedTuple):
-    """A binary operator. torch, numpy: of tensors; host: of numbers. takes_number: torch's may have a number on the right."""
-
-    name: str
-    symbol: str
-    torch: Callable
-    numpy: Callable
-    host: Callable
-    float_pipe: str = "alu"
-    takes_number: bool = False
-    compares: bool = False
-    integers: bool = False
-    divides: bool = False
-
-
-def _quotient(a: int, b: int) -> int:
-    return a // b if (a < 0) == (b < 0) or a % b == 0 else a // b + 1
-
-
-def _ratio(a: float, b: float) -> float:
-    return float(np.divide(np.float64(a), np.float64(b)))
-
-
-def _remainder(a, b):
-    return math.fmod(a, b) if isinstance(a, float) else a - b * _quotient(a, b)
-
-
-def _some(divisor: torch.Tensor) -> torch.Tensor:
-    """The divisor with 1 for 0: lanes that a mask leaves out may divide by zero, and the hardware does not trap."""
-    return divisor if bool((divisor != 0).all()) else torch.where(divisor == 0, 1, divisor)
-
-
-def _shift(a: torch.Tensor, b: torch.Tensor, left: bool) -> torch.Tensor:
-    """PTX: an amount beyond the width shifts all bits out."""
-    bits = a.element_size() * 8
-    amount = torch.where((b < 0) | (b >= bits), bits, b)
-    if left:
-        return torch.where(amount == bits, 0, torch.bitwise_left_shift(a, amount.clamp(max=bits - 1))).to(a.dtype)
-    return torch.bitwise_right_shift(a, amount.clamp(max=bits - 1))
-
-
-def _smaller(a, b):
-    return b if a != a else a if b != b else min(a, b)
-
-
-def _larger(a, b):
-    return b if a != a else a if b != b else max(a, b)
-
-
-def _extreme(of_floats, of_integers):
-    return lambda a, b: (of_floats if a.dtype.is_floating_point else of_integers)(a, b)
-
-
-ADD = Op("add", "+", torch.add, np.add, operator.add, "fma", True)
-SUB = Op("sub", "-", torch.sub, np.subtract, operator.sub, "fma", True)
-MUL = Op("mul", "*", torch.mul, np.multiply, operator.mul, "fma", True)
-DIVIDE = Op("truediv", "/", torch.true_divide, np.true_divide, _ratio, "mufu", divides=True)
-FLOORDIV = Op("floordiv", "//", lambda a, b: torch.div(a, _some(b), rounding_mode="trunc"),
-              lambda a, b: a // np.where(b == 0, 1, b), _quotient, divides=True, integers=True)  # fmt: skip
-MOD = Op("mod", "%", lambda a, b: torch.fmod(a, b if a.dtype.is_floating_point else _some(b)),
-         lambda a, b: a % np.where(b == 0, 1, b), _remainder, divides=True)  # fmt: skip
-AND = Op("and", "&", torch.bitwise_and, np.bitwise_and, operator.and_, integers=True)
-OR = Op("or", "|", torch.bitwise_or, np.bitwise_or, operator.or_, integers=True)
-XOR = Op("xor", "^", torch.bitwise_xor, np.bitwise_xor, operator.xor, integers=True)
-LSHIFT = Op("lshift", "<<", partial(_shift, left=True), np.left_shift, lambda a, b: a << min(b, 64), integers=True)
-RSHIFT = Op("rshift", ">>", partial(_shift, left=False), np.right_shift, operator.rshift, integers=True)
-LESS = Op("lt", "<", torch.lt, np.less, operator.lt, takes_number=True, compares=True)
-LESS_EQUAL = Op("le", "<=", torch.le, np.less_equal, operator.le, takes_number=True, compares=True)
-GREATER = Op("gt", ">", torch.gt, np.greater, operator.gt, takes_number=True, compares=True)
-GREATER_EQUAL = Op("ge", ">=", torch.ge, np.greater_equal, operator.ge, takes_number=True, compares=True)
-EQUAL = Op("eq", "==", torch.eq, np.equal, operator.eq, takes_number=True, compares=True)
-NOT_EQUAL = Op("ne", "!=", torch.ne, np.not_equal, operator.ne, takes_number=True, compares=True)
-MINIMUM = Op("minimum", "min", _extreme(torch.fmin, torch.minimum), np.minimum, _smaller)
-MAXIMUM = Op("maximum", "max", _extreme(torch.fmax, torch.maximum), np.maximum, _larger)
-OPERATORS = (ADD, SUB, MUL, DIVIDE, FLOORDIV, MOD, AND, OR, XOR, LSHIFT, RSHIFT,
-             LESS, LESS_EQUAL, GREATER, GREATER_EQUAL, EQUAL, NOT_EQUAL)  # fmt: skip
-
 _rules: Any = object.__new__(TritonSemantic)  # for its rules of promotion, which use no builder
 _promoted: dict[tuple, torch.dtype] = {}
 
@@ -206,7 +75,7 @@ def kind_of(x) -> torch.dtype:
         return torch.bool
     if isinstance(x, int):
         kinds = (torch.int32, torch.uint32, torch.int64, torch.uint64)
-        kind = next((kind for kind in kinds if _RANGE[kind][0] <= x <= _RANGE[kind][1]), None)
+        kind = next((kind for kind in kinds if RANGE[kind][0] <= x <= RANGE[kind][1]), None)
         if kind is None:
             raise IllegalOperation(f"{where()}: {x} fits no integer type")
         return kind
@@ -220,40 +89,11 @@ def promote(a, b, divides: bool = False) -> torch.dtype:
     key = (a_kind, b_kind, a_number, b_number, divides)
     if key not in _promoted:
         try:
-            result = _rules.computation_type_impl(_GLUON[a_kind], a_number, _GLUON[b_kind], b_number, divides)
+            result = _rules.computation_type_impl(GLUON[a_kind], a_number, GLUON[b_kind], b_number, divides)
         except TypeError as error:
             raise IllegalOperation(f"{where()}: {error}") from None
-        _promoted[key] = _TORCH[result.name]
+        _promoted[key] = TORCH[result.name]
     return _promoted[key]
-
-
-def constant(value, kind: torch.dtype) -> torch.Tensor:
-    """A number as a 0-d tensor. IllegalOperation if an integer does not fit."""
-    _check_range(value, kind)
-    if kind in FLOAT8:
-        return round_to(torch.tensor(float(value)), kind)
-    return torch.tensor(value, dtype=kind)
-
-
-def _check_range(value, kind: torch.dtype) -> None:
-    low, high = _RANGE.get(kind, (value, value))
-    if not low <= value <= high and value == value:
-        raise IllegalOperation(f"{where()}: {value} is no {_GLUON[kind]}")
-
-
-def round_to(data: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """`data` as `kind`: to nearest for floats, truncated and saturated from float to integer, wrapped between integers."""
-    if data.dtype is kind:
-        return data
-    if kind in FLOAT8:
-        limit = torch.finfo(kind).max
-        return data.float().clamp(-limit, limit).to(kind)
-    if data.dtype.is_floating_point and kind in _RANGE and kind is not torch.bool:
-        low, high = _RANGE[kind]
-        wide = data.double().nan_to_num(nan=0.0)
-        inside = wide.clamp(low, min(high, 2.0**63 - 1024)).to(torch.int64)
-        return torch.where(wide >= high, torch.tensor(min(high, 2**63 - 1)), inside).to(kind)
-    return data.to(kind)
 
 
 def _evaluate(op: Op, kind: torch.dtype, a, b) -> torch.Tensor:
@@ -262,10 +102,10 @@ def _evaluate(op: Op, kind: torch.dtype, a, b) -> torch.Tensor:
     if isinstance(b, torch.Tensor):
         b = b if b.dtype is kind else round_to(b, kind)
     elif op.takes_number and kind in (torch.float32, torch.int32, torch.int64):
-        _check_range(b, kind)
+        check_range(b, kind)
     else:
         b = constant(b, kind)
-    if kind in _WIDE_UNSIGNED:
+    if kind in WIDE_UNSIGNED:
         return torch.from_numpy(np.asarray(op.numpy(a.numpy(), b.numpy())))
     if kind in FLOAT8:
         result = op.torch(a.float(), b.float())
@@ -284,7 +124,7 @@ def binary(op: Op, a, b) -> Any:
     if op is DIVIDE and not kind.is_floating_point:
         kind = torch.float32
     if op.integers and kind.is_floating_point:
-        raise IllegalOperation(f"{where()}: {op.symbol} of {_GLUON[kind]}")
+        raise IllegalOperation(f"{where()}: {op.symbol} of {GLUON[kind]}")
     if kind is torch.bool and not (op.integers or op.compares):
         raise Unsupported(f"{where()}: {op.symbol} of int1; convert to int32 first")
     if type(a) is Tensor and type(b) is Tensor and a.data.shape != b.data.shape:
@@ -346,8 +186,8 @@ class Scalar(Value):
         self.value = value
         self.kind = dtype if type(dtype) is torch.dtype else torch_dtype(dtype)
 
-    dtype = property(lambda self: _GLUON[self.kind])
-    type = property(lambda self: _GLUON[self.kind])
+    dtype = property(lambda self: GLUON[self.kind])
+    type = property(lambda self: GLUON[self.kind])
     shape = property(lambda self: Shape())
     numel = property(lambda self: 1)
 
@@ -380,7 +220,7 @@ class Scalar(Value):
     def __invert__(self) -> Scalar:
         if self.kind.is_floating_point:
             raise IllegalOperation(f"{where()}: ~ of {self.dtype}")
-        low, high = _RANGE[self.kind]
+        low, high = RANGE[self.kind]
         return Scalar(type(self.value)(~self.value if low else high - self.value), self.kind)
 
     def to(self, dtype, fp_downcast_rounding=None, bitcast=False) -> Scalar:
@@ -405,7 +245,7 @@ def argument(value: int | float) -> Scalar:
     """A number that a launch passes: int32, or int64 if it must be; float32."""
     kind = torch.bool if isinstance(value, bool) else torch.float32 if isinstance(value, float) else None
     if kind is None:
-        kind = next((k for k in (torch.int32, torch.int64, torch.uint64) if _RANGE[k][0] <= value <= _RANGE[k][1]), None)
+        kind = next((k for k in (torch.int32, torch.int64, torch.uint64) if RANGE[k][0] <= value <= RANGE[k][1]), None)
     if kind is None:
         raise ValueError(f"an argument must fit 64 bits, got {value}")
     return Scalar(fit(value, kind, "=", value), kind)
@@ -419,12 +259,12 @@ def fit(value, kind: torch.dtype, symbol: str, *operands):
         return float(value)
     if kind.is_floating_point:
         return round_to(torch.tensor(value, dtype=torch.float32), kind).item()
-    low, high = _RANGE[kind]
+    low, high = RANGE[kind]
     if low <= value <= high:
         return bool(value) if kind is torch.bool else value
-    if kind in _UNSIGNED or symbol == "<<":
+    if kind in UNSIGNED or symbol == "<<":
         return (value - low) % (high - low + 1) + low
-    raise IllegalOperation(f"{where()}: {_GLUON[kind]} overflow: {f' {symbol} '.join(map(str, operands))} = {value}")
+    raise IllegalOperation(f"{where()}: {GLUON[kind]} overflow: {f' {symbol} '.join(map(str, operands))} = {value}")
 
 
 def _scalar_binary(op: Op, a, b) -> Scalar:
@@ -432,39 +272,35 @@ def _scalar_binary(op: Op, a, b) -> Scalar:
     if op is DIVIDE and not kind.is_floating_point:
         kind = torch.float32
     if op.integers and kind.is_floating_point:
-        raise IllegalOperation(f"{where()}: {op.symbol} of {_GLUON[kind]}")
+        raise IllegalOperation(f"{where()}: {op.symbol} of {GLUON[kind]}")
     x, y = (v.value if type(v) is Scalar else v for v in (a, b))
     if kind.is_floating_point:
         x, y = fit(float(x), kind, op.symbol), fit(float(y), kind, op.symbol)
     else:
         for v in (x, y):
-            _check_range(v, kind)
+            check_range(v, kind)
         if y == 0 and op.divides:
             raise IllegalOperation(f"{where()}: {a} {op.symbol} 0")
         if op in (LSHIFT, RSHIFT) and y < 0:
             raise IllegalOperation(f"{where()}: {a} {op.symbol} {b}")
-    if op is MOD and kind.is_floating_point and (y == 0.0 or math.isinf(x)):
-        result = math.nan
-    else:
-        result = op.host(x, y)
+    result = op.host(x, y)
     return Scalar(result, torch.bool) if op.compares else Scalar(fit(result, kind, op.symbol, a, b), kind)
 
 
 def _define_scalar(op: Op) -> None:
+    """The operators of a Scalar, with a short way for int32: phases and indices are computed thousands of times."""
     host, compares = op.host, op.compares
-    simple = op in (ADD, SUB, MUL, AND, OR, XOR) or compares
+    low, high = RANGE[torch.int32]
 
     def forward(self, other):
-        if simple and self.kind is torch.int32:
-            if type(other) is int and _INT32_MIN <= other <= _INT32_MAX:
-                result = host(self.value, other)
-            elif type(other) is Scalar and other.kind is torch.int32:
-                result = host(self.value, other.value)
-            else:
-                return binary(op, self, other)
-            if compares:
-                return Scalar(result, torch.bool)
-            if _INT32_MIN <= result <= _INT32_MAX:
+        value = other if type(other) is int else other.value if type(other) is Scalar and other.kind is torch.int32 else None
+        if value is None or self.kind is not torch.int32 or not low <= value <= high:
+            return binary(op, self, other)
+        if compares:
+            return Scalar(host(self.value, value), torch.bool)
+        if op in SIMPLE or (self.value >= 0 and value > 0 and op is not DIVIDE):
+            result = host(self.value, value)
+            if low <= result <= high:
                 return Scalar(result, torch.int32)
         return binary(op, self, other)
 
@@ -485,7 +321,7 @@ class Tensor(Value):
     def __init__(self, data: torch.Tensor, layout=None, ready=None, pending=None):
         self.data, self.layout, self.ready, self.pending = data, layout, ready, pending
 
-    dtype = property(lambda self: _GLUON[self.data.dtype])
+    dtype = property(lambda self: GLUON[self.data.dtype])
     shape = property(lambda self: Shape(self.data.shape))
     numel = property(lambda self: self.data.numel())
     type = property(lambda self: TensorType(self.dtype, self.shape, self.layout or gl.AutoLayout()))
@@ -526,7 +362,7 @@ class Tensor(Value):
         return result
 
     def __neg__(self) -> Tensor:
-        return compute("alu", torch.neg, self, layout=self.layout) if self.data.dtype not in _UNSIGNED else binary(SUB, 0, self)
+        return compute("alu", torch.neg, self, layout=self.layout) if self.data.dtype not in UNSIGNED else binary(SUB, 0, self)
 
     def __pos__(self) -> Tensor:
         return self
@@ -534,15 +370,16 @@ class Tensor(Value):
     def __invert__(self) -> Tensor:
         if self.data.dtype.is_floating_point:
             raise IllegalOperation(f"{where()}: ~ of {self.dtype}")
-        if self.data.dtype in _WIDE_UNSIGNED:
-            return binary(XOR, self, _RANGE[self.data.dtype][1])
+        if self.data.dtype in WIDE_UNSIGNED:
+            return binary(XOR, self, RANGE[self.data.dtype][1])
         return compute("alu", torch.bitwise_not, self, layout=self.layout)
 
     def to(self, dtype, fp_downcast_rounding=None, bitcast=False) -> Tensor:
         """Converted, or with `bitcast` its bits seen as another type of the same width."""
         kind = torch_dtype(dtype)
         if bitcast:
-            if kind.itemsize != self.data.dtype.itemsize or torch.bool in (kind, self.data.dtype) and kind != self.data.dtype:
+            kinds = {kind, self.data.dtype}
+            if len(kinds) == 2 and (len({k.itemsize for k in kinds}) == 2 or torch.bool in kinds):
                 raise IllegalOperation(f"{where()}: bitcast of {self.dtype} to {dtype}, which has another width")
             return compute("free", lambda x: x.contiguous().view(kind), self, layout=self.layout)
         if kind is self.data.dtype:
@@ -600,7 +437,7 @@ class Pointer(Value):
 
     @property
     def dtype(self):
-        return gl.pointer_type(_GLUON[self.array.flat.dtype])
+        return gl.pointer_type(GLUON[self.array.flat.dtype])
 
     @property
     def type(self):
@@ -622,11 +459,8 @@ class Pointer(Value):
     def __add__(self, other) -> Pointer:
         if not isinstance(other, (Tensor, Scalar, int)) or kind_of(other).is_floating_point:
             return NotImplemented
-        if type(other) is Tensor:
-            other = other.to(gl.int64)
-        else:
-            other = int(other)
-        return Pointer(self.array, self.offset + other)
+        distance: Any = other.to(gl.int64) if type(other) is Tensor else int(other)
+        return Pointer(self.array, self.offset + distance)
 
     __radd__ = __add__
 
