@@ -1,1 +1,37 @@
 """Runs Gluon kernels, their source unchanged, on a CPU."""
+
+from strobe.sim.errors import (
+    BarrierMisuse,
+    Deadlock,
+    DoubleWrite,
+    IllegalOperation,
+    MissingFence,
+    OutOfBounds,
+    Race,
+    SimulationError,
+    Unfinished,
+    Uninitialised,
+    Unsupported,
+)
+from strobe.sim.launch import Launch, simulate
+from strobe.sim.lift import register
+from strobe.sim.machine import ORDERS, Report
+
+__all__ = [
+    "ORDERS",
+    "BarrierMisuse",
+    "Deadlock",
+    "DoubleWrite",
+    "IllegalOperation",
+    "Launch",
+    "MissingFence",
+    "OutOfBounds",
+    "Race",
+    "Report",
+    "SimulationError",
+    "Unfinished",
+    "Uninitialised",
+    "Unsupported",
+    "register",
+    "simulate",
+]

@@ -1,0 +1,41 @@
+"""What a multiprocessor does beside computing in registers: memories, copies, tensor cores, control."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from strobe.sim import barriers
+from strobe.sim.units import control, cp_async, shared, tcgen05, tensor_memory, tma, wgmma
+
+MODELS: dict[str, Callable] = {
+    "allocate_shared_memory": shared.allocate,
+    "allocate_tensor_memory": tensor_memory.allocate,
+    "async_copy.async_copy_global_to_shared": cp_async.copy,
+    "async_copy.async_load": cp_async.copy,
+    "async_copy.commit_group": cp_async.commit_group,
+    "async_copy.mbarrier_arrive": cp_async.mbarrier_arrive,
+    "async_copy.wait_group": cp_async.wait_group,
+    "barrier": control.barrier,
+    "fence_async_shared": control.fence_async_shared,
+    "mbarrier.allocate_mbarrier": barriers.allocate,
+    "mbarrier.arrive": barriers.arrive,
+    "mbarrier.expect": barriers.expect,
+    "mbarrier.init": barriers.init,
+    "mbarrier.invalidate": barriers.invalidate,
+    "mbarrier.wait": barriers.wait,
+    "tcgen05_commit": tcgen05.commit,
+    "tcgen05_mma": tcgen05.mma,
+    "thread_barrier": control.barrier,
+    "tma.async_atomic_add": tma.reduce_add,
+    "tma.async_copy_global_to_shared": tma.load,
+    "tma.async_copy_shared_to_global": tma.store,
+    "tma.async_load": tma.load,
+    "tma.async_store": tma.store,
+    "tma.make_tensor_descriptor": tma.make_descriptor,
+    "tma.store_wait": tma.store_wait,
+    "warp_specialize": control.warp_specialize,
+    "warpgroup_mma": wgmma.mma,
+    "warpgroup_mma_init": wgmma.init,
+    "warpgroup_mma_wait": wgmma.wait,
+}
+"""Gluon's names, of old and new Triton, and what simulates them."""

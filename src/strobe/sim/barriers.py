@@ -1,0 +1,196 @@
+"""mbarriers, as the PTX ISA describes them, and named barriers.
+
+An mbarrier counts pending arrivals and bytes of copies. When both are used up its phase is over: the next begins with
+the full count. A wait names the parity of a phase and goes on if that phase is over: on a fresh barrier, parity 1 is. With a phase
+goes the knowledge of all who arrived in it.
+"""
+
+from __future__ import annotations
+
+from strobe.sim.clocks import Knowledge
+from strobe.sim.context import machine, where
+from strobe.sim.errors import BarrierMisuse
+
+
+class Barrier:
+    """One mbarrier of `count` arrivals a phase."""
+
+    def __init__(self, name: str, count: int):
+        self.name, self.count = name, count
+        self.pending, self.bytes, self.phase = count, 0, 0
+        self.knows, self.handed_on = Knowledge(), Knowledge()
+        self.time = self.completed = 0.0
+
+    def __str__(self) -> str:
+        return self.name
+
+    def state(self) -> str:
+        bytes_ = f", {self.bytes} bytes to come" if self.bytes else ""
+        return f"phase {self.phase} has {self.count - self.pending} of {self.count} arrivals{bytes_}"
+
+    @property
+    def in_use(self) -> bool:
+        return self.pending != self.count or self.bytes != 0
+
+    def over(self, parity: int) -> bool:
+        """Whether the latest phase of this parity is over."""
+        return self.phase & 1 != parity
+
+    def arrive(self, count: int, knows: Knowledge | None, what: str, bytes_: int = 0, time: float = 0.0) -> None:
+        """`count` arrivals and `bytes_` more to wait for (negative: copied)."""
+        if count > self.pending:
+            raise BarrierMisuse(f"{what} arrives {count} times at {self}, of which {self.state()}")
+        self.pending -= count
+        self.bytes += bytes_
+        self.time = max(self.time, time)
+        if knows is not None:
+            self.knows.join(knows)
+        if self.pending == 0 and self.bytes == 0:
+            self.phase += 1
+            self.pending = self.count
+            self.handed_on, self.knows = self.knows, self.knows.copy()
+            self.completed = self.time
+
+
+def at(view) -> Barrier:
+    """The Barrier that lives in a view of shared memory."""
+    barrier = machine().cta.barriers.get(_key(view))
+    if barrier is None:
+        raise BarrierMisuse(f"{where()} uses the mbarrier {view.name}, which is not initialised")
+    return barrier
+
+
+def _key(view) -> tuple[int, int]:
+    return id(view.buffer), view.data.storage_offset()
+
+
+# ---- what kernels call
+
+
+def allocate(batch=None, two_ctas=False):
+    """mbarrier.allocate_mbarrier: one barrier, or `batch` of them."""
+    from triton.experimental.gluon import language as gl
+
+    from strobe.sim.units.shared import allocate as allocate_shared
+
+    ctas = machine().num_ctas // (2 if two_ctas else 1)
+    return allocate_shared(gl.int64, [ctas] if batch is None else [int(batch), ctas])
+
+
+def init(mbarrier, count) -> None:
+    barriers, key = machine().cta.barriers, _key(mbarrier)
+    if key in barriers:
+        raise BarrierMisuse(f"{where()} initialises the mbarrier {mbarrier.name} again")
+    if int(count) < 1:
+        raise BarrierMisuse(f"{where()} initialises the mbarrier {mbarrier.name} with a count of {int(count)}")
+    barriers[key] = Barrier(mbarrier.name, int(count))
+
+
+def invalidate(mbarrier) -> None:
+    barrier = at(mbarrier)
+    if barrier.in_use:
+        raise BarrierMisuse(f"{where()} invalidates {barrier} in use: {barrier.state()}")
+    del machine().cta.barriers[_key(mbarrier)]
+
+
+def arrive(mbarrier, count=1, pred=True, **_) -> None:
+    running = machine()
+    running.spend(running.costs.arrive)
+    running.pause()
+    if pred:
+        partition = running.partition
+        at(mbarrier).arrive(int(count), partition.knows, f"{partition.name} at {where()}", time=partition.time)
+        partition.tick()
+
+
+def expect(mbarrier, bytes_per_cta=None, pred=True, bytes=None, **_) -> None:
+    """One arrival that also announces bytes of copies."""
+    running = machine()
+    running.spend(running.costs.arrive)
+    running.pause()
+    if pred:
+        partition, number = running.partition, int(bytes if bytes_per_cta is None else bytes_per_cta)
+        at(mbarrier).arrive(1, partition.knows, f"{partition.name} at {where()}", number, partition.time)
+        partition.tick()
+
+
+def wait(mbarrier, phase, pred=True, deps=()) -> None:
+    if not pred:
+        return
+    running, barrier, parity, place = machine(), at(mbarrier), int(phase) & 1, where()
+    running.wait(
+        lambda: barrier.over(parity),
+        lambda: f"parity {parity} of {barrier} at {place} ({barrier.state()})",
+        lambda: barrier.completed + running.costs.wait,
+    )
+    running.partition.knows.join(barrier.handed_on)
+
+
+# ---- named barriers (bar.sync, bar.arrive)
+
+
+class NamedBarrier:
+    """Barrier `number` of a CTA, for `threads` threads."""
+
+    def __init__(self, number: int, threads: int):
+        self.number, self.threads = number, threads
+        self.arrived, self.round = 0, 0
+        self.knows, self.handed_on = Knowledge(), Knowledge()
+        self.time = self.completed = 0.0
+
+    @property
+    def in_use(self) -> bool:
+        return self.arrived != 0
+
+    def __str__(self) -> str:
+        return f"named barrier {self.number}"
+
+    def state(self) -> str:
+        return f"{self.arrived} of {self.threads} threads are there"
+
+    def arrive(self, threads: int) -> int:
+        """The round that this arrival belongs to."""
+        partition, mine = machine().partition, self.round
+        self.arrived += threads
+        if self.arrived > self.threads:
+            raise BarrierMisuse(f"{partition.name} at {where()} brings {threads} threads to {self}: more than {self.threads}")
+        self.knows.join(partition.knows)
+        self.time = max(self.time, partition.time)
+        partition.tick()
+        if self.arrived == self.threads:
+            self.arrived, self.round, self.completed = 0, self.round + 1, self.time
+            self.handed_on, self.knows = self.knows, Knowledge()
+        return mine
+
+
+def _named(number, threads) -> NamedBarrier:
+    barriers, number, threads = machine().cta.barriers, int(number), int(threads)
+    if not 0 <= number < 16 or threads % 32:
+        raise BarrierMisuse(f"{where()}: named barriers are 0 to 15 and take whole warps, got {number} and {threads} threads")
+    barrier = barriers.setdefault(("named", number), NamedBarrier(number, threads))
+    if barrier.threads != threads and barrier.in_use:
+        raise BarrierMisuse(f"{where()} uses {barrier} for {threads} threads while {barrier.state()}")
+    barrier.threads = threads
+    return barrier
+
+
+def named_arrive(number, threads) -> None:
+    """bar.arrive: this partition's threads are there, and go on."""
+    running = machine()
+    running.spend(running.costs.arrive)
+    running.pause()
+    _named(number, threads).arrive(32 * running.partition.warps)
+
+
+def named_sync(number, threads) -> None:
+    """bar.sync: wait until all threads are there."""
+    running, place = machine(), where()
+    running.pause()
+    barrier = _named(number, threads)
+    mine = barrier.arrive(32 * running.partition.warps)
+    running.wait(
+        lambda: barrier.round > mine,
+        lambda: f"{barrier} at {place} ({barrier.state()})",
+        lambda: barrier.completed + running.costs.named_barrier,
+    )
+    running.partition.knows.join(barrier.handed_on)

@@ -1,0 +1,104 @@
+"""The door of the simulator: launch a Gluon kernel here instead of on a GPU."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from strobe.sim import context
+from strobe.sim.language import MACHINE
+from strobe.sim.lift import lift
+from strobe.sim.machine import Machine, Report
+from strobe.sim.tensor import Pointer, Scalar, kind_of
+from strobe.sim.timing import costs_of
+from strobe.sim.units import MODELS
+from strobe.sim.units.tma import descriptor_of
+
+MACHINE.update(MODELS)
+
+
+@dataclass
+class Launch:
+    """What `kernel[grid](*args, **kwargs)` would launch, and how to check its results: `check()` raises AssertionError.
+
+    arch: 80, 90 or 100. rewritable: names of arguments whose elements may be written more than once.
+    """
+
+    kernel: Any
+    grid: Sequence[int]
+    args: Sequence[Any]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    arch: int = 90
+    rewritable: Sequence[str] = ()
+    check: Callable[[], None] = lambda: None
+
+    def simulate(self, order: str = "in_order", seed: int = 0) -> Report:
+        options = {"order": order, "seed": seed, "arch": self.arch, "rewritable": self.rewritable}
+        return simulate(self.kernel, self.grid, *self.args, **options, **self.kwargs)
+
+
+def simulate(
+    kernel, grid: Sequence[int], *args, order: str = "in_order", seed: int = 0, arch: int = 90, rewritable: Sequence[str] = (),
+    num_warps: int = 4, num_ctas: int = 1, **kwargs,
+) -> Report:  # fmt: skip
+    """Run a Gluon kernel, its source unchanged, over `grid` on tensors of the CPU, which it changes as on a GPU.
+
+    args, kwargs: as for `kernel[grid](*args, **kwargs)`; options of the compiler are ignored. order, seed: in what order
+    asynchronous work finishes and partitions take turns (see `machine`). arch: 80, 90 or 100. Raises a SimulationError
+    for the first mistake that it finds; ValueError or TypeError for arguments that no launch takes.
+    """
+    bound = _bind(kernel, args, kwargs)
+    machine = Machine(order, seed, arch, num_warps, num_ctas, [int(n) for n in grid], costs_of(arch))
+    context.running.append(machine)
+    try:
+        function = lift(kernel)
+        arguments = {name: _argument(machine, name, value, name in rewritable) for name, value in bound.items()}
+        for program in _programs(machine.grid):
+            machine.run(program, function.__name__, lambda: function(**arguments))
+    finally:
+        context.running.pop()
+    return machine.report
+
+
+def _programs(grid):
+    return ((x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0]))
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """A compile-time argument."""
+
+    value: Any
+
+
+def _bind(kernel, args, kwargs) -> dict[str, Any]:
+    """The kernel's parameters by name; options of the compiler, which are no parameters, are left out."""
+    signature = inspect.signature(kernel.fn)
+    known = {name: value for name, value in kwargs.items() if name in signature.parameters}
+    bound = signature.bind(*args, **known)
+    bound.apply_defaults()
+    constexpr = {name for name, parameter in signature.parameters.items() if "constexpr" in str(parameter.annotation)}
+    return {name: _Constant(value) if name in constexpr else value for name, value in bound.arguments.items()}
+
+
+def _argument(machine: Machine, name: str, value: Any, rewritable: bool) -> Any:
+    """What the kernel sees of an argument."""
+    if isinstance(value, _Constant):
+        return getattr(value.value, "value", value.value) if type(value.value).__name__ == "constexpr" else value.value
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        return Pointer(machine.array_of(value, name, rewritable), value.storage_offset())
+    if hasattr(value, "block_shape"):
+        return descriptor_of(value, name, rewritable)
+    if isinstance(value, bool | int | float):
+        return Scalar(value, torch.float32 if isinstance(value, float) else kind_of(value))
+    if isinstance(value, tuple):
+        return tuple(_argument(machine, f"{name}[{i}]", item, rewritable) for i, item in enumerate(value))
+    raise TypeError(
+        f"argument {name} must be a tensor, a TensorDescriptor, a number, None or a tuple of them, got {type(value)}"
+    )

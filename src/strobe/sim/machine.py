@@ -1,0 +1,330 @@
+"""The machine: partitions of warps that take turns, and asynchronous units that finish when the order of the run says so.
+
+Every warp partition of a CTA is a coroutine. It runs until it meets something that another one could observe (a barrier, a
+copy, a memory access); there the scheduler decides who goes on, and which asynchronous work (TMA copies, tensor core) finishes:
+
+    in_order   partitions take turns; work finishes in the order in which it was issued
+    random     any of them, drawn with the seed
+    late       work finishes only when no partition can go on, the newest first
+    early      work finishes at once
+    timed      whichever comes first on the clock of `costs`
+
+A CTA runs to its end before the next begins: what CTAs may share is global memory, and `memory.GlobalArray` needs no
+interleaving to see that nothing orders them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from greenlet import getcurrent, greenlet
+
+from strobe.sim.clocks import CAPACITY, Knowledge
+from strobe.sim.context import where
+from strobe.sim.errors import BarrierMisuse, Deadlock, IllegalOperation, SimulationError, Unfinished
+from strobe.sim.memory import Access, GlobalArray
+from strobe.sim.pipes import Pipes, Ready
+from strobe.sim.trace import Span
+
+ORDERS = ("in_order", "random", "late", "early", "timed")
+
+
+@dataclass(eq=False)
+class AsyncWork:
+    """Issued, not yet finished. `time`: when it finishes, in cycles, in a timed run."""
+
+    what: str
+    finish: Callable[[], None]
+    time: float
+    number: int
+
+
+class Partition:
+    """Some warps of a CTA that run one function together."""
+
+    def __init__(self, cta: Cta, name: str, body: Callable[[], Any], warps: int, knows: Knowledge, time: float):
+        self.cta, self.name, self.warps = cta, name, warps
+        self.agent = cta.new_agent()
+        self.knows = knows
+        self.tick()
+        self.time = time
+        self.ready: Callable[[], bool] | None = None
+        self.waits_for: Callable[[], str] = str
+        self.result: Any = None
+        self.done = False
+        self.units: dict[str, Any] = {}
+        """What works asynchronously for this partition: its wgmma groups, its tcgen05 queue, its bulk stores, its cp.async."""
+        self.routine = greenlet(self._run, cta.machine.scheduler)  # where control goes when it ends
+        self._body = body
+
+    def _run(self) -> None:
+        self.result = self._body()
+        for unit in self.units.values():
+            unit.at_exit()
+        self.done = True
+
+    def tick(self) -> None:
+        """Begin a new tick: what comes is not covered by knowledge that was handed out before."""
+        self.knows.seen[self.agent] += 1
+
+    def access(self, generic: bool = True, what: str = "") -> Access:
+        # What it knows may be kept by reference: this tick's knowledge only grows, and is compared at once.
+        tick = int(self.knows.seen[self.agent])
+        return Access(self.agent, tick, self.knows, f"{what}{self.name} at {where()}", generic)
+
+
+class Cta:
+    """One program of the grid while it runs."""
+
+    def __init__(self, machine: Machine, index: int, program: tuple[int, int, int]):
+        self.machine, self.index, self.program = machine, index, program
+        self.partitions: list[Partition] = []
+        self.queues: dict[Any, deque[AsyncWork]] = {}
+        self.barriers: dict[Any, Any] = {}
+        self.named_barriers: dict[int, Any] = {}
+        self.must_know: dict[int, tuple[int, str]] = {}
+        """agent -> tick and description of its latest work, which somebody must have waited for at exit."""
+        self.smem_bytes = self.tmem_columns = 0
+        self.pipes = Pipes(machine.costs)
+        self._agents = itertools.count()
+        self._slots: list[tuple[int, int]] = []
+
+    def new_agent(self) -> int:
+        agent = next(self._agents)
+        if agent >= CAPACITY:
+            raise IllegalOperation(f"more than {CAPACITY} operations in flight that nobody is known to wait for")
+        return agent
+
+    def new_slot(self, knows: Knowledge) -> tuple[int, int]:
+        """An agent, and its tick, for a single operation: one whose operation before is known to be over, or a new one."""
+        for i, (agent, tick) in enumerate(self._slots):
+            if knows.seen[agent] >= tick:
+                self._slots[i] = (agent, tick + 1)
+                return agent, tick + 1
+        self._slots.append((self.new_agent(), 1))
+        return self._slots[-1]
+
+    def post(self, queue: Any, what: str, finish: Callable[[], None], time: float = 0.0) -> AsyncWork:
+        """Work that finishes later; the work of one queue finishes in order."""
+        work = AsyncWork(what, finish, time, self.machine.next_number())
+        self.queues.setdefault(queue, deque()).append(work)
+        return work
+
+
+@dataclass
+class Report:
+    """What a simulation saw. spans: who did what when, in cycles (timed runs only); stamps: (cta, role, event, index, cycle)."""
+
+    ctas: int = 0
+    steps: int = 0
+    smem_bytes: int = 0
+    tmem_columns: int = 0
+    cycles: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+    stamps: list[tuple[int, int, int, int, float]] = field(default_factory=list)
+
+
+class Machine:
+    """A GPU with one multiprocessor, which runs the programs of a launch one after the other."""
+
+    def __init__(self, order: str, seed: int, arch: int, num_warps: int, num_ctas: int, grid: Sequence[int], costs):
+        if order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
+        self.order, self.arch, self.num_warps, self.num_ctas = order, arch, num_warps, num_ctas
+        self.grid = (*grid, 1, 1, 1)[:3]
+        self.costs, self.timed = costs, order == "timed"
+        self.random = random.Random(seed)
+        self.arrays: dict[int, GlobalArray] = {}
+        self.report = Report()
+        self.max_steps = 20_000_000
+        self._numbers = itertools.count()
+        self._turn = 0
+
+    # ---- what simulated calls use
+
+    @property
+    def partition(self) -> Partition:
+        return self._current
+
+    def next_number(self) -> int:
+        return next(self._numbers)
+
+    def pause(self) -> None:
+        """Let others go on."""
+        self.scheduler.switch()
+
+    def wait(self, ready: Callable[[], bool], waits_for: Callable[[], str], since: Callable[[], float] | None = None) -> None:
+        """Wait until `ready()`. `since()`: the time at which it became so."""
+        partition = self._current
+        begin = partition.time
+        partition.ready, partition.waits_for = ready, waits_for
+        self.scheduler.switch()
+        if since is not None and self.timed:
+            partition.time = max(partition.time, since())
+            if partition.time > begin:
+                self.span(partition.name, waits_for(), begin, partition.time, "wait")
+
+    def spend(self, cycles: float) -> None:
+        """The current partition is busy for some cycles."""
+        self._current.time += cycles
+
+    def span(self, track: str, name: str, start: float, end: float, kind: str = "work") -> None:
+        if self.timed:
+            self.report.spans.append(Span(track, name, start, end, kind))
+
+    def issue(self, pipe: str, elements: int, operands: Sequence[Ready | None]) -> Ready | None:
+        """When the result of a register operation is there (timed runs only)."""
+        if not self.timed:
+            return None
+        return self._cta.pipes.issue(self._current, pipe, elements, [ready for ready in operands if ready is not None])
+
+    def needs(self, *operands: Any) -> None:
+        """The current partition goes on only when these register tensors are there."""
+        if self.timed:
+            ends = [tensor.ready.end for tensor in operands if getattr(tensor, "ready", None) is not None]
+            self._current.time = max([self._current.time, *ends])
+
+    def program_id(self, axis: int) -> int:
+        return self._cta.program[axis]
+
+    def num_programs(self, axis: int) -> int:
+        return self.grid[axis]
+
+    @property
+    def cta(self) -> Cta:
+        return self._cta
+
+    # ---- global memory
+
+    def array_of(self, tensor: torch.Tensor, name: str, rewritable: bool = False) -> GlobalArray:
+        key = tensor.untyped_storage().data_ptr()
+        if key not in self.arrays:
+            self.arrays[key] = GlobalArray(name, tensor, rewritable)
+        array = self.arrays[key]
+        if array.flat.dtype.itemsize != tensor.dtype.itemsize:
+            raise IllegalOperation(f"{name} and {array.name} share memory but not the size of their elements")
+        return array
+
+    def read_global(self, array: GlobalArray, offsets: torch.Tensor, mask: torch.Tensor | None, what: str) -> torch.Tensor:
+        self.pause()
+        chosen = _chosen(offsets, mask)
+        array.read(chosen, self._cta.index, self._current.access(what=f"load of {array.name} by "))
+        safe = offsets if mask is None else torch.where(mask, offsets, int(chosen[0]) if chosen.size else 0)
+        return array.flat[safe]
+
+    def write_global(self, array: GlobalArray, offsets: torch.Tensor, values: torch.Tensor, mask, what: str) -> None:
+        self.pause()
+        chosen = _chosen(offsets, mask)
+        array.write(chosen, self._cta.index, self._current.access(what=f"store to {array.name} by "))
+        values = values.expand(offsets.shape) if mask is None else values.expand(offsets.shape)[mask.expand(offsets.shape)]
+        array.flat[torch.from_numpy(chosen)] = values.reshape(-1).to(array.flat.dtype)
+
+    def atomic_global(self, array: GlobalArray, offsets, values, mask, operation, what: str) -> torch.Tensor:
+        """Element by element, in the order of the lanes; atomics race with nothing but plain accesses."""
+        self.pause()
+        old = torch.zeros(offsets.shape, dtype=array.flat.dtype)
+        lanes = torch.ones(offsets.shape, dtype=torch.bool) if mask is None else mask.expand(offsets.shape)
+        values = values.expand(offsets.shape)
+        for lane in lanes.nonzero():
+            at = tuple(lane.tolist())
+            place = int(offsets[at])
+            old[at] = array.flat[place]
+            array.flat[place] = operation(array.flat[place], values[at])
+        return old
+
+    # ---- running
+
+    def run(self, program: tuple[int, int, int], name: str, body: Callable[[], Any]) -> None:
+        """One CTA from start to end."""
+        self._cta = Cta(self, self.report.ctas, program)
+        self.report.ctas += 1
+        self.scheduler = getcurrent()
+        main = self.spawn(name, body, self.num_warps, Knowledge(), 0.0)
+        try:
+            self._schedule()
+            self._check_exit(main)
+        finally:
+            self._stop()
+        report, cta = self.report, self._cta
+        report.smem_bytes = max(report.smem_bytes, cta.smem_bytes)
+        report.tmem_columns = max(report.tmem_columns, cta.tmem_columns)
+        report.cycles = max(report.cycles, main.time)
+
+    def spawn(self, name: str, body: Callable[[], Any], warps: int, knows: Knowledge, time: float) -> Partition:
+        partition = Partition(self._cta, name, body, warps, knows, time)
+        self._cta.partitions.append(partition)
+        return partition
+
+    def _schedule(self) -> None:
+        cta = self._cta
+        while True:
+            live = [p for p in cta.partitions if not p.done]
+            able = [p for p in live if p.ready is None or p.ready()]
+            work = [queue for queue in cta.queues.values() if queue]
+            if not live and not work:
+                return
+            if not able and not work:
+                raise Deadlock("; ".join(f"{p.name} waits for {p.waits_for()}" for p in live))
+            self.report.steps += 1
+            if self.report.steps > self.max_steps:
+                raise Deadlock(f"no end after {self.max_steps} steps")
+            chosen = self._choose(able, work)
+            if isinstance(chosen, Partition):
+                self._resume(chosen)
+            else:
+                chosen.popleft().finish()
+
+    def _resume(self, partition: Partition) -> None:
+        self._current = partition
+        partition.ready = None
+        try:
+            partition.routine.switch()
+        except SimulationError as error:
+            if not error.args or "[" not in str(error.args[0])[:1]:
+                error.args = (f"[cta {self._cta.index}] {error}",)
+            raise
+
+    def _choose(self, able: list[Partition], work: list[deque[AsyncWork]]) -> Partition | deque[AsyncWork]:
+        if self.order == "timed":
+            soonest = min(work, key=lambda queue: queue[0].time, default=None)
+            partition = min(able, key=lambda p: p.time, default=None)
+            if soonest is None or (partition is not None and partition.time <= soonest[0].time):
+                return partition  # type: ignore[return-value]
+            return soonest
+        if self.order == "random":
+            return self.random.choice([*able, *work])
+        if self.order == "early":
+            return min(work, key=lambda queue: queue[0].number) if work else able[0]
+        if self.order == "late":
+            return self.random.choice(able) if able else max(work, key=lambda queue: queue[0].number)
+        self._turn += 1
+        if work and (not able or self._turn % (len(able) + 1) == 0):
+            return min(work, key=lambda queue: queue[0].number)
+        return able[self._turn % len(able)]
+
+    def _check_exit(self, main: Partition) -> None:
+        cta = self._cta
+        for agent, (tick, what) in cta.must_know.items():
+            if main.knows.seen[agent] < tick:
+                raise Unfinished(f"the CTA exits and nobody has waited for {what}")
+        for barrier in cta.barriers.values():
+            if barrier.in_use:
+                raise BarrierMisuse(f"{barrier} is left in use at exit: {barrier.state()}")
+
+    def _stop(self) -> None:
+        """End coroutines that an error left in the middle."""
+        for partition in self._cta.partitions:
+            if not partition.done and partition.routine:
+                partition.routine.throw()
+
+
+def _chosen(offsets: torch.Tensor, mask: torch.Tensor | None) -> np.ndarray:
+    flat = offsets if mask is None else offsets[mask.expand(offsets.shape)]
+    return flat.reshape(-1).numpy()

@@ -1,0 +1,207 @@
+"""Shared, tensor and global memory: bytes that remember who touched them.
+
+A `Buffer` is one allocation. Views of it (index, slice, permute, reshape, reinterpret) share its bytes, so aliases are
+real: P written over S overwrites S. Every access goes through `Buffer.touch`, which compares it with the accesses before
+it that it overlaps: two of them, at least one a write, that no chain of barriers orders are a race.
+
+The hardware reaches shared memory by two ways: threads through the generic proxy; TMA, wgmma and tcgen05 through the async
+proxy. What a thread wrote is visible to the async proxy only after a fence (PTX ISA, "Async proxy").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from strobe.sim.clocks import Knowledge
+from strobe.sim.errors import IllegalOperation, MissingFence, OutOfBounds, Race, Uninitialised
+
+
+@dataclass(frozen=True)
+class Access:
+    """Of `agent` at its `tick`, with what it knew then. generic: through the generic proxy, by a thread."""
+
+    agent: int
+    tick: int
+    knows: Knowledge
+    what: str
+    generic: bool = True
+
+    def __str__(self) -> str:
+        return self.what
+
+
+@dataclass(frozen=True, eq=False)
+class Footprint:
+    """The cells of a buffer that a view covers: [begin, end), or only those in `cells` if it has gaps."""
+
+    begin: int
+    end: int
+    cells: np.ndarray | None = None
+
+    def indices(self):
+        return slice(self.begin, self.end) if self.cells is None else self.cells
+
+    def overlaps(self, other: Footprint) -> bool:
+        if self.end <= other.begin or other.end <= self.begin:
+            return False
+        if self.cells is None and other.cells is None:
+            return True
+        return bool(np.isin(self._all(), other._all(), assume_unique=True).any())
+
+    def covers(self, other: Footprint) -> bool:
+        if self.begin > other.begin or self.end < other.end:
+            return False
+        return self.cells is None or bool(np.isin(other._all(), self.cells, assume_unique=True).all())
+
+    def _all(self) -> np.ndarray:
+        return np.arange(self.begin, self.end) if self.cells is None else self.cells
+
+
+@dataclass(eq=False)
+class _Record:
+    footprint: Footprint
+    access: Access
+    write: bool
+
+
+class Buffer:
+    """One allocation of `cells` cells (bytes of shared memory, columns of tensor memory)."""
+
+    def __init__(self, name: str, space: str, cells: int):
+        self.name, self.space = name, space
+        self.defined = np.zeros(cells, bool)
+        self.log: list[_Record] = []
+        self._footprints: dict[tuple, Footprint] = {}
+        self._relations: dict[tuple[int, int], tuple[bool, bool, bool]] = {}
+
+    def footprint(self, key: tuple, make) -> Footprint:
+        """The one Footprint of a key, so that relations between footprints are computed once."""
+        if key not in self._footprints:
+            self._footprints[key] = make()
+        return self._footprints[key]
+
+    def touch(self, footprint: Footprint, access: Access, write: bool, name: str = "") -> None:
+        """Note an access. Race, MissingFence or Uninitialised if it may not be made."""
+        kept = []
+        for record in self.log:
+            overlaps, covers, covered = self._relation(footprint, record.footprint)
+            if overlaps and (write or record.write):
+                self._check(record, access, write, name)
+            same = record.access.agent == access.agent and write == record.write
+            if not (covers and (write or same)):
+                kept.append(record)
+        if not write and not self.defined[footprint.indices()].all():
+            raise Uninitialised(f"{access} reads {name or self.name}, part of which nothing has written")
+        if write:
+            self.defined[footprint.indices()] = True
+        kept.append(_Record(footprint, access, write))
+        self.log = kept
+
+    def _relation(self, a: Footprint, b: Footprint) -> tuple[bool, bool, bool]:
+        key = (id(a), id(b))
+        if key not in self._relations:
+            self._relations[key] = (a.overlaps(b), a.covers(b), b.covers(a))
+        return self._relations[key]
+
+    def _check(self, record: _Record, access: Access, write: bool, name: str) -> None:
+        before, name = record.access, name or self.name
+        verb, was = ("writes" if write else "reads"), ("write" if record.write else "read")
+        if access.knows.seen[before.agent] < before.tick:
+            raise Race(f"{access} {verb} {name}; nothing orders it after the {was} by {before}")
+        fenced = access.knows.fenced[before.agent] >= before.tick
+        if self.space == "shared" and record.write and before.generic and not access.generic and not fenced:
+            raise MissingFence(
+                f"{access} {verb} {name} through the async proxy, written by {before}, with no fence_async_shared"
+            )
+
+
+# ---- global memory
+
+
+@dataclass(eq=False)
+class _Writer:
+    cta: int
+    access: Access
+
+
+class GlobalArray:
+    """The memory of one tensor that the host gave to the kernel; offsets count its elements from its storage's start."""
+
+    def __init__(self, name: str, tensor: torch.Tensor, rewritable: bool = False):
+        if tensor.device.type != "cpu":
+            raise ValueError(f"the simulator takes tensors on the CPU, got {name} on {tensor.device}")
+        self.name, self.rewritable = name, rewritable
+        self.flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # all of it, one-dimensional
+        self.writer = np.zeros(self.flat.numel(), np.int32)
+        self.reader = np.zeros(self.flat.numel(), np.int32)
+        self.accesses: list[_Writer | None] = [None]
+
+    def read(self, offsets: np.ndarray, cta: int, access: Access) -> None:
+        self._check(self.writer[offsets], "write", cta, access, "reads")
+        self.reader[offsets] = self._number(cta, access)
+
+    def write(self, offsets: np.ndarray, cta: int, access: Access) -> None:
+        """`offsets` of one access; the same element twice is a double write as well."""
+        from strobe.sim.errors import DoubleWrite
+
+        self._check(self.reader[offsets], "read", cta, access, "writes")
+        if not self.rewritable:
+            before = self.writer[offsets]
+            if before.any():
+                other = self.accesses[before.max()]
+                raise DoubleWrite(f"{access} writes an element of {self.name} that {other.access} wrote already")
+            if np.unique(offsets).size != offsets.size:
+                raise DoubleWrite(f"{access} writes an element of {self.name} twice at once")
+        else:
+            self._check(self.writer[offsets], "write", cta, access, "writes")
+        self.writer[offsets] = self._number(cta, access)
+
+    def _number(self, cta: int, access: Access) -> int:
+        self.accesses.append(_Writer(cta, access))
+        return len(self.accesses) - 1
+
+    def _check(self, numbers: np.ndarray, was: str, cta: int, access: Access, verb: str) -> None:
+        for number in np.unique(numbers):
+            before = self.accesses[number]
+            if before is None:
+                continue
+            ordered = before.cta == cta and access.knows.seen[before.access.agent] >= before.access.tick
+            if not ordered and not (self.rewritable and was == "write" and verb == "writes"):
+                raise Race(f"{access} {verb} {self.name}; nothing orders it after the {was} by {before.access}")
+
+
+# ---- views of shared memory
+
+
+def dense_footprint(tensor: torch.Tensor) -> Footprint:
+    """The bytes of a strided view of shared memory."""
+    size = tensor.element_size()
+    begin = tensor.storage_offset() * size
+    extents = sorted((stride, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    reach = 1
+    for stride, n in extents:
+        if stride != reach:
+            break
+        reach *= n
+    else:
+        return Footprint(begin, begin + reach * size)
+    elements = np.zeros(1, np.int64)
+    for stride, n in extents:
+        elements = (elements[:, None] + np.arange(n)[None, :] * stride).reshape(-1)
+    cells = np.unique((begin + elements[:, None] * size + np.arange(size)[None, :]).reshape(-1))
+    return Footprint(int(cells[0]), int(cells[-1]) + 1, cells)
+
+
+def bounds_check(index: int, length: int, what: str) -> None:
+    if not 0 <= index < length:
+        raise OutOfBounds(f"index {index} of {what}, which has {length}")
+
+
+def reshaped(tensor: torch.Tensor, shape: list[int], what: str) -> torch.Tensor:
+    try:
+        return tensor.view(shape)
+    except RuntimeError:
+        raise IllegalOperation(f"{what} of shape {list(tensor.shape)} cannot be viewed as {shape}") from None

@@ -1,0 +1,153 @@
+"""Shared memory: allocations and the views of them that kernels hold."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from strobe.sim.context import machine, where
+from strobe.sim.errors import IllegalOperation
+from strobe.sim.memory import Access, Buffer, Footprint, bounds_check, dense_footprint, reshaped
+from strobe.sim.names import assigned_name
+from strobe.sim.tensor import Tensor, torch_dtype
+
+CAPACITY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024, 120: 99 * 1024}
+"""Bytes of shared memory that a CTA may have (CUDA C++ Programming Guide, technical specifications per compute capability)."""
+
+
+class SharedView:
+    """A typed, strided view of a buffer: what Gluon calls a shared_memory_descriptor."""
+
+    def __init__(self, buffer: Buffer, data: torch.Tensor, dtype, layout, name: str):
+        self.buffer, self.data, self.dtype, self.layout, self.name = buffer, data, dtype, layout, name
+
+    # ---- what a descriptor tells
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    @property
+    def type(self) -> SharedView:
+        return self
+
+    @property
+    def element_ty(self):
+        return self.dtype
+
+    @property
+    def rank(self) -> int:
+        return self.data.dim()
+
+    @property
+    def numel(self) -> int:
+        return self.data.numel()
+
+    @property
+    def nbytes_per_cta(self) -> int:
+        return self.data.numel() * self.data.element_size() // machine().num_ctas
+
+    # ---- views
+
+    def _view(self, data: torch.Tensor, name: str | None = None) -> SharedView:
+        return SharedView(self.buffer, data, self.dtype, self.layout, name or self.name)
+
+    def index(self, index) -> SharedView:
+        index = int(index)
+        bounds_check(index, self.data.shape[0], f"{self.name} at {where()}")
+        return self._view(self.data[index], f"{self.name}[{index}]")
+
+    def slice(self, start, length, dim=0) -> SharedView:
+        start, length, dim = int(start), int(length), int(dim)
+        bounds_check(start + length - 1, self.data.shape[dim], f"dim {dim} of {self.name} at {where()}")
+        return self._view(self.data.narrow(dim, start, length), f"{self.name}[{start}:{start + length}]")
+
+    def permute(self, order) -> SharedView:
+        return self._view(self.data.permute([int(axis) for axis in order]))
+
+    def reshape(self, shape) -> SharedView:
+        return self._view(reshaped(self.data, [int(n) for n in shape], self.name))
+
+    def reinterpret(self, dtype=None, shape=None, layout=None) -> SharedView:
+        dtype = self.dtype if dtype is None else dtype
+        shape = self.shape if shape is None else [int(n) for n in shape]
+        bytes_ = self.data.contiguous().view(-1) if not self.data.is_contiguous() else self.data.view(-1)
+        if not self.data.is_contiguous():
+            raise IllegalOperation(f"{where()} reinterprets a view of {self.name} that has gaps")
+        wanted = math.prod(shape) * dtype.primitive_bitwidth // 8
+        if wanted > bytes_.numel() * bytes_.element_size():
+            raise IllegalOperation(
+                f"{where()} reinterprets {self.name}, {self.shape} {self.dtype}, as {shape} {dtype}: too long"
+            )
+        data = bytes_.view(torch.uint8)[:wanted].view(torch_dtype(dtype)).view(shape)
+        return SharedView(self.buffer, data, dtype, layout or self.layout, self.name)
+
+    _reinterpret = reinterpret
+
+    def _keep_alive(self) -> None:
+        pass
+
+    # ---- accesses
+
+    def footprint(self) -> Footprint:
+        data = self.data
+        key = (data.storage_offset() * data.element_size(), data.element_size(), tuple(data.shape), data.stride())
+        return self.buffer.footprint(key, lambda: dense_footprint(data))
+
+    def touch(self, access: Access, write: bool) -> None:
+        self.buffer.touch(self.footprint(), access, write, self.name)
+
+    def load(self, layout=None) -> Tensor:
+        running = machine()
+        running.pause()
+        self.touch(running.partition.access(), write=False)
+        ready = running.issue("shared", self.numel * self.data.element_size(), [])
+        return Tensor(self.data.clone(), layout, ready)
+
+    def store(self, value: Tensor) -> None:
+        running = machine()
+        running.needs(value)
+        running.pause()
+        if list(value.data.shape) != self.shape or value.data.dtype != self.data.dtype:
+            raise IllegalOperation(
+                f"{where()} stores {list(value.data.shape)} {value.data.dtype} to {self.name}, {self.shape} {self.data.dtype}"
+            )
+        value.check_ready()
+        self.touch(running.partition.access(), write=True)
+        ready = running.issue("shared", self.numel * self.data.element_size(), [value.ready] if value.ready else [])
+        self.data.copy_(value.data)
+        if ready is not None:
+            running.partition.time = max(running.partition.time, ready.end)
+
+    def gather(self, indices: Tensor, axis) -> Tensor:
+        running = machine()
+        running.pause()
+        self.touch(running.partition.access(), write=False)
+        chosen = torch.gather(self.data, int(axis), indices.data.long())
+        return Tensor(chosen, indices.layout, running.issue("shared", chosen.numel() * chosen.element_size(), []))
+
+    def scatter(self, values: Tensor, indices: Tensor, axis) -> None:
+        running = machine()
+        running.pause()
+        self.touch(running.partition.access(), write=True)
+        shape = torch.broadcast_shapes(values.data.shape, indices.data.shape)
+        self.data.scatter_(int(axis), indices.data.expand(shape).long(), values.data.expand(shape))
+
+
+def allocate(element_ty, shape, layout=None, value: Tensor | None = None) -> SharedView:
+    """gl.allocate_shared_memory: uninitialised bytes (a pattern that is no number), or a copy of `value`."""
+    running, name = machine(), assigned_name()
+    shape, dtype = [int(n) for n in shape], torch_dtype(element_ty)
+    size = math.prod(shape) * dtype.itemsize
+    running.cta.smem_bytes += size // running.num_ctas
+    limit = CAPACITY.get(running.arch, 227 * 1024)
+    if running.cta.smem_bytes > limit:
+        raise IllegalOperation(
+            f"{where()} allocates {name}: {running.cta.smem_bytes} bytes of shared memory in all, of {limit}"
+        )
+    data = torch.full((size,), 0xFF, dtype=torch.uint8).view(dtype).view(shape)  # 0xFF..: a NaN in every float type
+    view = SharedView(Buffer(name, "shared", size), data, element_ty, layout, name)
+    if value is not None:
+        view.store(value)
+    return view

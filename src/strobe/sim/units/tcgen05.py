@@ -1,0 +1,112 @@
+"""tcgen05 (sm_100): matrix products that one thread issues, from shared or tensor memory into tensor memory.
+
+The products of one thread run in order. `commit` lets an mbarrier know when all that it issued so far are done; nothing else
+tells. Operands in shared memory are read through the async proxy.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from strobe.sim import barriers
+from strobe.sim.clocks import Knowledge
+from strobe.sim.context import machine, where
+from strobe.sim.errors import IllegalOperation
+from strobe.sim.machine import Partition
+from strobe.sim.memory import Access
+from strobe.sim.units.tensor_memory import TensorMemoryView
+
+
+class Queue:
+    """The products of one partition: an agent whose ticks count them."""
+
+    def __init__(self, partition: Partition):
+        self.agent = partition.cta.new_agent()
+        self.knows = Knowledge()
+        self.issued = 0
+        self.time = 0.0
+
+    def at_exit(self) -> None:
+        """Whether its last product has been waited for shows when the CTA ends."""
+
+
+def _queue() -> Queue:
+    partition = machine().partition
+    if "tcgen05" not in partition.units:
+        partition.units["tcgen05"] = Queue(partition)
+    return partition.units["tcgen05"]
+
+
+def mma(a, b, acc, use_acc=True, pred=True, multicast=False, mbarriers=None, mbarrier_preds=None) -> None:
+    running, place = machine(), where()
+    running.spend(running.costs.mma_issue)
+    running.pause()
+    if pred:
+        _product(a, b, acc, bool(use_acc), place)
+    for i, barrier in enumerate(mbarriers or ()):
+        if mbarrier_preds is None or mbarrier_preds[i]:
+            commit(barrier, pred)
+
+
+def _product(a, b, acc, use_acc: bool, place: str) -> None:
+    running = machine()
+    _check(a, b, acc, place)
+    queue, partition = _queue(), running.partition
+    queue.issued += 1
+    queue.knows.join(partition.knows)
+    queue.knows.learn(queue.agent, queue.issued)
+    what = f"tcgen05.mma of {partition.name} at {place}"
+    access = Access(queue.agent, queue.issued, queue.knows.copy(), what, generic=False)
+    a.touch(access, write=False)
+    b.touch(access, write=False)
+    if use_acc:
+        acc.touch(access, write=False)
+    acc.touch(access, write=True)
+    partition.tick()
+    running.cta.must_know[queue.agent] = (queue.issued, what)
+    begin, queue.time = _time(a, b, partition, queue)
+
+    def finish() -> None:
+        product = a.data.float() @ b.data.float()
+        acc.data.copy_(product + acc.data if use_acc else product)
+
+    running.cta.post(("tcgen05", queue.agent), what, finish, queue.time)
+    running.span("tensor core", f"{acc.name} from {a.name}, {b.name}", begin, queue.time)
+
+
+def commit(barrier, pred=True, descs=()) -> None:
+    """tcgen05_commit: one arrival when all products issued so far are done."""
+    running, place = machine(), where()
+    running.pause()
+    if not pred:
+        return
+    queue, at, partition = _queue(), barriers.at(barrier), running.partition
+    knows = queue.knows.copy()
+    knows.join(partition.knows)
+    partition.tick()
+    time = max(queue.time, partition.time) + running.costs.commit_latency
+    what = f"tcgen05.commit of {partition.name} at {place}"
+    running.cta.post(("tcgen05", queue.agent), what, lambda: at.arrive(1, knows, what, time=time), time)
+
+
+def _check(a, b, acc, place: str) -> None:
+    running = machine()
+    if running.arch // 10 not in (10, 11):
+        raise IllegalOperation(f"{place} uses tcgen05, which sm_{running.arch} does not have")
+    (m, k), (k_b, n) = a.shape, b.shape
+    if k != k_b or acc.shape != [m, n] or acc.data.dtype != torch.float32:
+        raise IllegalOperation(f"{place} multiplies [{m}, {k}] by [{k_b}, {n}] into {acc.shape} of {acc.dtype}")
+    if isinstance(b, TensorMemoryView):
+        raise IllegalOperation(f"{place}: the second operand of tcgen05.mma is in shared memory, {b.name} is in tensor memory")
+    if not isinstance(acc, TensorMemoryView):
+        raise IllegalOperation(f"{place}: tcgen05.mma accumulates in tensor memory, {acc.name} is not there")
+
+
+def _time(a, b, partition: Partition, queue: Queue) -> tuple[float, float]:
+    running = machine()
+    if not running.timed:
+        return 0.0, 0.0
+    (m, k), n = a.shape, b.shape[1]
+    cycles = running.costs.mma_cycles(m, n, k, b.data.element_size(), isinstance(a, TensorMemoryView))
+    earliest = max(partition.time + running.costs.mma_latency, queue.time)
+    return running.cta.pipes["tensor core"].reserve(earliest, cycles)

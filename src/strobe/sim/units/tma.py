@@ -1,0 +1,188 @@
+"""TMA: copies of boxes between global and shared memory, which the async proxy makes on its own.
+
+A load signals its bytes at an mbarrier, those outside the tensor included, for which it writes zeros. Stores are grouped;
+`store_wait(n)` waits until at most the n newest are still reading shared memory. Copies finish in any order.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from strobe.sim import barriers
+from strobe.sim.context import machine, where
+from strobe.sim.errors import IllegalOperation, Unfinished
+from strobe.sim.memory import Access, GlobalArray
+from strobe.sim.tensor import Pointer, gluon_dtype
+
+
+class Descriptor:
+    """A tensor in global memory, read and written in boxes of `block_shape`."""
+
+    def __init__(self, array: GlobalArray, offset: int, shape, strides, block_shape, layout, name: str):
+        self.array, self.offset, self.name, self.layout = array, offset, name, layout
+        self.shape = [int(n) for n in shape]
+        self.strides = [int(n) for n in strides]
+        self.block_shape = [int(n) for n in block_shape]
+        self.dtype = gluon_dtype(array.flat.dtype)
+        self.nbytes_per_cta = math.prod(self.block_shape) * array.flat.element_size()
+        self.block_type = SimpleNamespace(shape=self.block_shape, nbytes=self.nbytes_per_cta, element_ty=self.dtype)
+        self._check()
+
+    @property
+    def type(self) -> Descriptor:
+        return self
+
+    def _check(self) -> None:
+        size = self.array.flat.element_size()
+        if self.offset * size % 16 or any(stride * size % 16 for stride in self.strides[:-1]) or self.strides[-1] != 1:
+            raise IllegalOperation(
+                f"a TMA descriptor needs a base and strides in multiples of 16 bytes and a last stride of 1, "
+                f"{self.name} has strides {self.strides} of {size} bytes from element {self.offset}"
+            )
+        if any(not 1 <= n <= 256 for n in self.block_shape):
+            raise IllegalOperation(f"a TMA box has 1 to 256 elements a dim, that of {self.name} has {self.block_shape}")
+        end = self.offset + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)) + 1
+        if min(self.shape) > 0 and end > self.array.flat.numel():
+            raise IllegalOperation(f"{self.name} of shape {self.shape} reaches beyond its memory")
+
+    def box(self, coordinates: list[int]) -> tuple[np.ndarray, tuple[slice, ...]]:
+        """Offsets of the elements of a box that lie inside the tensor, and where in the box they are."""
+        offsets, inside = np.full((1,) * len(self.shape), self.offset), []
+        for axis, (at, n, stride, block) in enumerate(
+            zip(coordinates, self.shape, self.strides, self.block_shape, strict=True)
+        ):
+            low, high = max(0, at), min(n, at + block)
+            inside.append(slice(low - at, max(low, high) - at))
+            along = np.arange(low, max(low, high)) * stride
+            offsets = offsets + along.reshape([-1 if i == axis else 1 for i in range(len(self.shape))])
+        return offsets, tuple(inside)
+
+
+def descriptor_of(tensor_descriptor, name: str, rewritable: bool = False) -> Descriptor:
+    """From the host's TensorDescriptor."""
+    base = tensor_descriptor.base
+    array = machine().array_of(base, name, rewritable)
+    return Descriptor(
+        array, base.storage_offset(), tensor_descriptor.shape, tensor_descriptor.strides,
+        tensor_descriptor.block_shape, tensor_descriptor.layout, name,
+    )  # fmt: skip
+
+
+def make_descriptor(base: Pointer, shape, strides, block_shape, layout=None, **_) -> Descriptor:
+    """tma.make_tensor_descriptor: from a pointer, in the kernel."""
+    return Descriptor(base.array, int(base.offset), shape, strides, block_shape, layout, base.array.name)
+
+
+def load(tensor_desc: Descriptor, coord, barrier, result, pred=True, multicast=False, **_) -> None:
+    running = machine()
+    running.spend(running.costs.tma_issue)
+    running.pause()
+    if not pred:
+        return
+    place, at, coordinates = where(), barriers.at(barrier), [int(c) for c in coord]
+    if result.shape != tensor_desc.block_shape or result.dtype != tensor_desc.dtype:
+        raise IllegalOperation(
+            f"{place} copies boxes {tensor_desc.block_shape} of {tensor_desc.dtype} to {result.name}, {result.shape} of {result.dtype}"
+        )
+    access = _begin(f"TMA load of {tensor_desc.name} by {running.partition.name} at {place}")
+    offsets, inside = tensor_desc.box(coordinates)
+    tensor_desc.array.read(offsets.reshape(-1), running.cta.index, access)
+    result.touch(access, write=True)
+    begin, end = _time(tensor_desc.nbytes_per_cta)
+
+    def finish() -> None:
+        result.data.zero_()
+        if offsets.size:
+            result.data[inside] = tensor_desc.array.flat[torch.from_numpy(offsets)]
+        at.arrive(0, access.knows, access.what, -tensor_desc.nbytes_per_cta * running.num_ctas, end)
+
+    running.cta.post(("TMA load", access.agent), access.what, finish, end)
+    running.span("TMA", f"load {result.name}", begin, end)
+
+
+class BulkStores:
+    """The stores of one partition that it has not waited for."""
+
+    def __init__(self) -> None:
+        self.open: list[SimpleNamespace] = []
+
+    def at_exit(self) -> None:
+        if self.open:
+            raise Unfinished(f"{machine().partition.name} ends and has not waited for the {self.open[0].access}")
+
+
+def store(tensor_desc: Descriptor, coord, src, **_) -> None:
+    _store(tensor_desc, coord, src, None)
+
+
+def reduce_add(tensor_desc: Descriptor, coord, src, **_) -> None:
+    """tma.async_atomic_add: adds the box to what is there."""
+    _store(tensor_desc, coord, src, torch.add)
+
+
+def _store(tensor_desc: Descriptor, coord, src, operation) -> None:
+    running = machine()
+    running.spend(running.costs.tma_issue)
+    running.pause()
+    partition, place = running.partition, where()
+    if src.shape != tensor_desc.block_shape or src.dtype != tensor_desc.dtype:
+        raise IllegalOperation(
+            f"{place} copies {src.name}, {src.shape} of {src.dtype}, to boxes {tensor_desc.block_shape} of {tensor_desc.dtype}"
+        )
+    access = _begin(f"TMA store to {tensor_desc.name} by {partition.name} at {place}")
+    offsets, inside = tensor_desc.box([int(c) for c in coord])
+    src.touch(access, write=False)
+    if operation is None:
+        tensor_desc.array.write(offsets.reshape(-1), running.cta.index, access)
+    begin, end = _time(tensor_desc.nbytes_per_cta)
+    entry = SimpleNamespace(access=access, done=False, time=end)
+
+    def finish() -> None:
+        if offsets.size:
+            where_, values = torch.from_numpy(offsets), src.data[inside]
+            flat = tensor_desc.array.flat
+            flat[where_] = values if operation is None else operation(flat[where_], values)
+        entry.done = True
+
+    running.cta.post(("TMA store", access.agent), access.what, finish, end)
+    running.span("TMA", f"store {src.name}", begin, end)
+    partition.units.setdefault("bulk stores", BulkStores()).open.append(entry)
+
+
+def store_wait(pendings=0, read_only=True, **_) -> None:
+    running, place = machine(), where()
+    stores = running.partition.units.setdefault("bulk stores", BulkStores())
+    first = stores.open[: len(stores.open) - int(pendings)]
+    running.wait(
+        lambda: all(entry.done for entry in first),
+        lambda: f"its TMA stores at {place}",
+        lambda: max((entry.time for entry in first), default=0.0),
+    )
+    for entry in first:
+        running.partition.knows.learn(entry.access.agent, entry.access.tick)
+    stores.open = stores.open[len(first) :]
+
+
+def _begin(what: str) -> Access:
+    """The access of a copy that begins now: an agent of its own, which knows what the partition knows."""
+    running = machine()
+    knows = running.partition.knows.copy()
+    agent, tick = running.cta.new_slot(running.partition.knows)
+    knows.learn(agent, tick)
+    running.partition.tick()
+    running.cta.must_know[agent] = (tick, what)
+    return Access(agent, tick, knows, what, generic=False)
+
+
+def _time(bytes_: int) -> tuple[float, float]:
+    """When a copy of so many bytes begins to move them, and when it is over."""
+    running = machine()
+    if not running.timed:
+        return 0.0, 0.0
+    costs, now = running.costs, running.partition.time
+    begin, end = running.cta.pipes["TMA"].reserve(now, bytes_ / costs.tma_bytes)
+    return begin, end + costs.tma_latency
