@@ -1,14 +1,14 @@
 # On a fresh machine with Python >= 3.10 and pip: `make demo` and `make test` set themselves up in .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-OLDEST_TRITON := .venv/triton-3.6
+OTHER_TRITONS := .venv/triton-3.6 .venv/triton-3.8
 
 .PHONY: demo test lint gpu-test bench readme clean
 
 demo: .venv/demo
 	$(BIN)/strobe demo
 
-test: .venv/dev $(OLDEST_TRITON)
+test: .venv/dev $(OTHER_TRITONS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -33,9 +33,9 @@ readme: .venv/dev
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
 	touch $@ .venv/demo
 
-# The Gluon kernels are compiled on the oldest Triton that Strobe supports as well as on the one installed.
-$(OLDEST_TRITON): .venv/dev
-	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --target $@ 'triton==3.6.*'
+# The Gluon kernels are compiled on the oldest Triton that they support (3.8: Blackwell's) as well as on the one installed.
+.venv/triton-%: .venv/dev
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --target $@ 'triton==$*.*'
 	touch $@
 
 clean:

@@ -97,7 +97,7 @@ BAD = {
     "block table": (lambda: varlen(block_table=cu(0)), ValueError, "block_table must be None"),
     "qkv of wrong shape": (lambda: strobe.flash_attn_qkvpacked_func(x(2, 8, 2, 4, 32)), ValueError, "qkv must have shape"),
     "kv of wrong shape": (lambda: strobe.flash_attn_kvpacked_func(Q, x(2, 8, 3, 4, 32)), ValueError, "kv must have shape"),
-    "unknown backend": (lambda: attend(backend="fastest"), ValueError, "backend must be one of sm90, portable"),
+    "unknown backend": (lambda: attend(backend="fastest"), ValueError, "backend must be one of sm100, sm90, portable"),
     "backend that refuses": (lambda: attend(backend="sm90"), ValueError, "backend 'sm90' refuses .*needs a Hopper GPU"),
     "backend without backward": (
         lambda: attend(q=x(2, 8, 4, 32).requires_grad_(), backend="sm90"), ValueError, "'sm90' has no backward",

@@ -7,6 +7,10 @@ Selection is candidates -> legal -> ranked. Each backend is a module that stands
     forward(problem, operands)               -> out, lse
     backward(problem, operands, out, lse, dout, dlse) -> dq, dk, dv
 
+and, if its kernel never ran on the hardware that it is for,
+
+    UNPROVEN                                 what was done instead, in words: it runs only when asked for by name
+
 Modules are imported when first asked, so that `import strobe` costs no Triton.
 """
 
@@ -18,11 +22,13 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from strobe.device import Arch
+from strobe.kernels import maps
 from strobe.problem import AttentionProblem
 
 log = logging.getLogger("strobe")
 
 BACKENDS: dict[str, str] = {
+    "sm100": "strobe.kernels.sm100.backend",
     "sm90": "strobe.kernels.sm90.backend",
     "portable": "strobe.kernels.portable.backend",
     "torch_cpu": "strobe.reference.torch_cpu",
@@ -30,7 +36,7 @@ BACKENDS: dict[str, str] = {
 }
 """Name -> module, the fastest on a GPU first."""
 
-FORWARD_ONLY = ("sm90",)
+FORWARD_ONLY = ("sm100", "sm90")
 """They run the forward; the backward of the same call goes to the first of the others that does not refuse."""
 
 
@@ -45,11 +51,15 @@ class Explanation:
     refusals: tuple[tuple[str, str], ...]
     backward: Explanation | None = None
     """The choice for the backward, if one was asked about."""
+    warning: str | None = None
+    """What to know before trusting the chosen kernel."""
 
     def __str__(self) -> str:
         lines = [f"problem   {self.problem}", f"device    {self.arch}", f"chosen    {self.chosen or 'none'}"]
+        if self.warning is not None:
+            lines.append(f"warning   {self.warning}")
         if self.config is not None:
-            lines.append(f"config    {self.config}")
+            lines += [f"config    {self.config}", *maps.lines(self.config)]
         lines += [f"refused   {name}: {reason}" for name, reason in self.refusals]
         if self.backward is not None:
             lines += ["", str(self.backward)]
@@ -62,8 +72,16 @@ def backend_module(name: str) -> ModuleType:
     return importlib.import_module(BACKENDS[name])
 
 
-def _refusal(name: str, problem: AttentionProblem, arch: Arch) -> str | None:
-    return backend_module(name).refuses(problem, arch)
+def _unproven(name: str) -> str | None:
+    return getattr(backend_module(name), "UNPROVEN", None)
+
+
+def _refusal(name: str, problem: AttentionProblem, arch: Arch, by_name: bool) -> str | None:
+    """Why a backend does not run a problem: its own reason, or that nobody asked for it and it is unproven."""
+    reason = backend_module(name).refuses(problem, arch)
+    if reason is None and not by_name and _unproven(name):
+        return f"{_unproven(name)}, so it runs only by name: backend={name!r}"
+    return reason
 
 
 def ranked(arch: Arch) -> list[str]:
@@ -77,20 +95,21 @@ def explain_problem(problem: AttentionProblem, arch: Arch, backend: str | None =
     """The choice for a problem; `chosen` is None if every candidate (or the one asked for) refuses."""
     refusals, chosen = [], None
     for name in ranked(arch) if backend is None else [backend]:
-        reason = _refusal(name, problem, arch)
+        reason = _refusal(name, problem, arch, backend is not None)
         if reason is not None:
             refusals.append((name, reason))
         elif chosen is None:
             chosen = name
     config = backend_module(chosen).config(problem, arch) if chosen else None
-    return Explanation(problem, arch, chosen, config, tuple(refusals))
+    warning = _unproven(chosen) if chosen else None
+    return Explanation(problem, arch, chosen, config, tuple(refusals), warning=warning)
 
 
 def select(problem: AttentionProblem, arch: Arch, backend: str | None = None) -> ModuleType:
     """The backend that runs a problem. ValueError with every reason if none does, or if the one asked for does not."""
     refusals: list[tuple[str, str]] = []
     for name in ranked(arch) if backend is None else [backend]:
-        reason = _refusal(name, problem, arch)
+        reason = _refusal(name, problem, arch, backend is not None)
         if reason is None:
             _log_choice(name, problem, refusals)
             return backend_module(name)

@@ -8,3 +8,12 @@ import importlib.util
 def has_triton() -> bool:
     """Whether Triton is installed. Looking takes longer than a launch, so it is looked for once."""
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def triton_version() -> tuple[int, int]:
+    """(major, minor) of the installed Triton, which this imports."""
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)

@@ -32,6 +32,13 @@ class Columns(NamedTuple):
     first: int
     columns: int
 
+    @property
+    def last(self) -> int:
+        return self.first + self.columns - 1
+
+    def covers(self, other: Columns) -> bool:
+        return self.first <= other.first and other.last <= self.last
+
 
 def total_bytes(buffers: list[Buffer]) -> int:
     return sum(buffer.bytes for buffer in buffers if not buffer.over)
@@ -64,8 +71,11 @@ def lines(config) -> list[str]:
     for buffer in config.smem_map() if hasattr(config, "smem_map") else []:
         size = f"in {buffer.over}" if buffer.over else f"{buffer.bytes} bytes"
         texts.append(f"shared    {buffer.name:<12} {_text(buffer.shape):<30} {size}")
-    for columns in config.tmem_map() if hasattr(config, "tmem_map") else []:
-        texts.append(f"tensor    {columns.name:<12} columns {columns.first} to {columns.first + columns.columns - 1}")
+    ranges = config.tmem_map() if hasattr(config, "tmem_map") else []
+    for columns in ranges:
+        within = next((other.name for other in ranges if other is not columns and other.covers(columns)), "")
+        place = f"columns {columns.first} to {columns.last}"
+        texts.append(f"tensor    {columns.name:<12} {place:<30} {f'in {within}' if within else ''}".rstrip())
     return texts
 
 

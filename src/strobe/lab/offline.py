@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -56,24 +57,55 @@ def audit_sm90_forward(
     length: int = 4096,
     traced: bool = False,
 ) -> Audit:
-    """Compile the Hopper forward for one problem, and audit it. traced: the one that `forward.launch_traced` runs.
-    Takes no GPU; 1 to 5 seconds on two CPU cores."""
+    """Compile the Hopper forward for one problem (traced: with its stamps), and audit it. Takes no GPU; 1 to 5 seconds on
+    two CPU cores."""
     from strobe.kernels.sm90 import backend, forward
 
-    problem = AttentionProblem(
-        lengths=Dense(1, length, length),
-        heads_q=1,
-        heads_kv=1,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        dtype=dtype,
-        scale=head_dim**-0.5,
-        mask=Causal() if causal else Full(),
-    )
+    problem = _forward_problem((head_dim, head_dim), causal, dtype, length)
     config = backend.config(problem, KNOWN["H200"])
     start = time.perf_counter()
     with pretend_gpu(90):
         compiled = forward.compile_only(problem, config, traced)
-    name = f"sm90 forward, head dim {head_dim}, {'causal' if causal else 'full'}, {str(dtype).removeprefix('torch.')}"
     roles = (*(f"consumer {w}" for w in range(config.groups)), "producer")
-    return audit(compiled, name, time.perf_counter() - start, roles)
+    return audit(compiled, _name("sm90", problem), time.perf_counter() - start, roles)
+
+
+SM100_ROLES = ("softmax 0", "softmax 1", "correction", "mma", "epilogue", "load")
+
+
+def audit_sm100_forward(
+    head_dims: tuple[int, int] = (128, 128),
+    causal: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    length: int = 4096,
+    **changes,
+) -> Audit:
+    """Compile the Blackwell forward for one problem, with `changes` of its config, and audit it. head_dims: of k and of v.
+    Takes no GPU; 4 to 20 seconds on two CPU cores."""
+    from strobe.kernels.sm100 import backend, forward
+
+    problem = _forward_problem(head_dims, causal, dtype, length)
+    config = replace(backend.config(problem, KNOWN["B200"]), **changes)
+    start = time.perf_counter()
+    with pretend_gpu(100):
+        compiled = forward.compile_only(problem, config)
+    return audit(compiled, _name("sm100", problem), time.perf_counter() - start, SM100_ROLES)
+
+
+def _forward_problem(head_dims: tuple[int, int], causal: bool, dtype: torch.dtype, length: int) -> AttentionProblem:
+    """Enough tiles of one head, in many sequences, to fill any GPU."""
+    return AttentionProblem(
+        lengths=Dense(256, length, length),
+        heads_q=1,
+        heads_kv=1,
+        head_dim=head_dims[0],
+        head_dim_v=head_dims[1],
+        dtype=dtype,
+        scale=head_dims[0] ** -0.5,
+        mask=Causal() if causal else Full(),
+    )
+
+
+def _name(kernel: str, problem: AttentionProblem) -> str:
+    dims = f"{problem.head_dim}" + (f", {problem.head_dim_v}" if problem.head_dim != problem.head_dim_v else "")
+    return f"{kernel} forward, head dim {dims}, {problem.mask}, {str(problem.dtype).removeprefix('torch.')}"

@@ -71,6 +71,7 @@ class Column:
 
 
 COLUMNS = (
+    Column("sm100", (KNOWN["B200"],)),
     Column("sm90", (KNOWN["H200"],)),
     Column("portable", (KNOWN["A100"], KNOWN["RTX 4090"], KNOWN["H200"])),
     Column("torch_cpu", (CPU,)),
@@ -101,7 +102,13 @@ def support() -> str:
         problem = replace(BASE, **changes)
         lines.append(_row([feature, *(_cell(column, problem, notes) for column in COLUMNS)]))
     legend = "Every row is one change to a dense bf16 forward with head dim 128. ✓ runs, ✗ is refused with the reason below."
-    return "\n".join([*lines, "", legend, "", *notes.lines()])
+    return "\n".join([*lines, "", " ".join([legend, *_unproven()]), "", *notes.lines()])
+
+
+def _unproven() -> list[str]:
+    """A sentence for each backend whose kernel never ran on its hardware."""
+    known = {column.backend: getattr(backend_module(column.backend), "UNPROVEN", None) for column in COLUMNS}
+    return [f"`{name}` is {words}: it runs by name only, `backend={name!r}`." for name, words in known.items() if words]
 
 
 def _cell(column: Column, problem: AttentionProblem, notes: Footnotes) -> str:

@@ -32,6 +32,8 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
     dims = problem.head_dim, problem.head_dim_v
     if dims not in HEAD_DIMS:
         return f"takes head dims 64, 96 and 128, the same for k and v, or 192 and 128, not {dims[0]} and {dims[1]}"
+    if isinstance(problem.lengths, Varlen):
+        return "takes no packed sequences yet"
     if max(_rows(problem)) >= MAX_BOUND:
         return "counts rows in int32 and takes fewer than 2^30 of them"
     if problem.mask.documents is not None:
