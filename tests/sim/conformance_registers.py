@@ -109,6 +109,12 @@ def powers_of_two(x, out, N: gl.constexpr):
 
 
 @gluon.jit
+def powers_that_vanish(x, out, N: gl.constexpr):
+    i = gl.arange(0, N, VECTOR)
+    gl.store(out + i, (gl.exp2(gl.load(x + i)) > 0.0).to(gl.int32))
+
+
+@gluon.jit
 def logarithms(x, out, N: gl.constexpr):
     i = gl.arange(0, N, VECTOR)
     gl.store(out + i, gl.log2(gl.load(x + i)))
@@ -285,6 +291,13 @@ CASES = [
     ),
     vector("NaN compares as unordered", comparisons, (ORDINARY, UNORDERED), torch.tensor([10, 8, 8, 8], dtype=torch.int32), 4),
     vector("exp2 at its ends", powers_of_two, (EXPONENTS,), torch.exp2(EXPONENTS), 16, tolerance=1e-6),
+    vector(
+        "exp2 flushes denormal results to zero",
+        powers_that_vanish,
+        (torch.tensor([-126.0, -127.0, -140.0, -200.0]),),
+        torch.tensor([1, 0, 0, 0], dtype=torch.int32),
+        4,
+    ),
     vector("log2 at its ends", logarithms, (POSITIVE,), torch.log2(POSITIVE), 8, tolerance=1e-6),
     vector("denormal numbers are kept", small_numbers, (TINY,), torch.cat([TINY * 0.5, TINY + TINY]), 4),
     vector(
