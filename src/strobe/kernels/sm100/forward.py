@@ -207,7 +207,7 @@ def shared_chunks(dtype: gl.constexpr, stages: gl.constexpr, rows: gl.constexpr,
     """[stages, rows, columns] of shared memory for each chunk of columns."""
     buffers = ()
     for c in gl.static_range(len(chunks)):
-        buffers = buffers + (gl.allocate_shared_memory(dtype, [stages, rows, chunks[c]], swizzled(chunks[c])),)
+        buffers += (gl.allocate_shared_memory(dtype, [stages, rows, chunks[c]], swizzled(chunks[c])),)
     return buffers
 
 
@@ -216,35 +216,33 @@ def at(buffers, index):
     """The index-th of each chunk's buffers."""
     chosen = ()
     for c in gl.static_range(len(buffers)):
-        chosen = chosen + (buffers[c].index(index),)
+        chosen += (buffers[c].index(index),)
     return chosen
 
 
 @gluon.jit
-def columns(tmem, first: gl.constexpr, number: gl.constexpr):
-    """Columns of tensor memory as a matrix of its own."""
-    return reinterpret(tmem.slice(first, number), gl.float32, [ROWS, number], columns_layout(number))
-
-
-@gluon.jit
-def o_columns(tmem, first: gl.constexpr, chunks: gl.constexpr):
-    if len(chunks) == 1:
-        return (columns(tmem, first, chunks[0]),)
-    else:
-        return (columns(tmem, first, chunks[0]), columns(tmem, first + chunks[0], chunks[1]))
+def columns(tmem, dtype: gl.constexpr, first: gl.constexpr, number: gl.constexpr):
+    """Elements of tensor memory from 32-bit column `first` on, `number` a row. (Triton 3.8 reinterprets no slices.)"""
+    PACKED: gl.constexpr = 32 // dtype.primitive_bitwidth
+    whole = reinterpret(tmem, dtype, [ROWS, PACKED * tmem.shape[1]], columns_layout(number))
+    return whole.slice(PACKED * first, number)
 
 
 @gluon.jit
 def make_stage(index: gl.constexpr, q, out, stats, tmem, dtype: gl.constexpr, C: gl.constexpr):
-    s = columns(tmem, index * C.tile_kv, C.tile_kv)
-    p = reinterpret(columns(tmem, index * C.tile_kv + C.tile_kv // 2, C.tile_kv // 2), dtype, [ROWS, C.tile_kv],
-                    columns_layout(C.tile_kv))  # fmt: skip
-    o = o_columns(tmem, C.q_stages * C.tile_kv + index * C.head_dim_v, C.chunks_v)
+    S_FIRST: gl.constexpr = index * C.tile_kv
+    O_FIRST: gl.constexpr = C.q_stages * C.tile_kv + index * C.head_dim_v
+    s = columns(tmem, gl.float32, S_FIRST, C.tile_kv)
+    p = columns(tmem, dtype, S_FIRST + C.tile_kv // 2, C.tile_kv)
+    o = (columns(tmem, gl.float32, O_FIRST, C.chunks_v[0]),)
+    if len(C.chunks_v) == 2:
+        o = (o[0], columns(tmem, gl.float32, O_FIRST + C.chunks_v[0], C.chunks_v[1]))
     b = gl.allocate_shared_memory(gl.int64, [10, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(10):
         mbarrier.init(b.index(i), count=2 if i == 3 and C.correction else 1)
-    return Stage(at(q, index), s, p, o, at(out, index), stats.index(2 * index), stats.index(2 * index + 1), b.index(0), b.index(1), b.index(2), b.index(3),
-                 b.index(4), b.index(5), b.index(6), b.index(7), b.index(8), b.index(9))  # fmt: skip
+    return Stage(at(q, index), s, p, o, at(out, index), stats.index(2 * index), stats.index(2 * index + 1),
+                 b.index(0), b.index(1), b.index(2), b.index(3), b.index(4), b.index(5), b.index(6), b.index(7),
+                 b.index(8), b.index(9))  # fmt: skip
 
 
 @aggregate
@@ -393,7 +391,7 @@ def apply_mask(s, w: gl.constexpr, i, work, lengths, C: gl.constexpr):
     masked = ()
     for part in gl.static_range(4):
         seen = visible(rows[:, None], (keys + part * SIZE)[None, :], work.n_kv, lengths.left, lengths.right, lengths.prefix)
-        masked = masked + (gl.where(seen, s[part], float("-inf")),)
+        masked += (gl.where(seen, s[part], float("-inf")),)
     return masked
 
 
