@@ -31,6 +31,8 @@ from strobe.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from strobe.kernels.sm90 import forward
+from strobe.kernels.sm90.config import Config
 from strobe.lab.machine import describe, snapshot
 
 LAUNCHES = 9
@@ -114,15 +116,39 @@ def row_max_kernel(out, sink, n, a, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def softmax_kernel(out, sink, n, a, scale, C: gl.constexpr):
+    """n times what a consumer of the Hopper forward does with the scores of a block, alone on its SM."""
+    layout: gl.constexpr = forward.accumulator(C.tile_kv)
+    s = gl.arange(0, C.tile_kv, gl.SliceLayout(0, layout))[None, :] * a + gl.full([64, C.tile_kv], 0.0, gl.float32, layout)
+    row_max = gl.full([64], float("-inf"), gl.float32, forward.rows_of(C.tile_kv))
+    row_sum = forward.lane_sums(s)
+    partition_barrier()
+    begin = clock()
+    for _ in range(n):
+        row_max, rescale, p = forward.softmax(s, row_max, scale, False, C)
+        row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + forward.lane_sums(p)
+        s = p
+    partition_barrier()
+    gl.store(out + gl.program_id(0), clock() - begin)
+    gl.store(sink, gl.max(gl.max(row_sum, 1), 0) + gl.max(gl.max(s, 1), 0))
+
+
+@gluon.jit
 def synchronise_kernel(out, n, WHAT: gl.constexpr):
-    """n times a barrier of all warps, or a fence of the async proxy."""
+    """n times a barrier of all warps, a fence of the async proxy, an arrival at an mbarrier, or a wait that is over."""
+    bar = make_barriers(1, 1).index(0)
+    fence_async_shared()
     partition_barrier()
     begin = clock()
     for _ in range(n):
         if WHAT == "barrier":
             partition_barrier()
-        else:
+        elif WHAT == "fence":
             fence_async_shared()
+        elif WHAT == "arrive":
+            mbarrier.arrive(bar, count=1)
+        else:
+            mbarrier.wait(bar, 1)
     gl.store(out + gl.program_id(0), clock() - begin)
 
 
@@ -189,20 +215,22 @@ def store_kernel(out, desc, n, WARPS: gl.constexpr):
 
 @gluon.jit
 def shared_kernel(out, sink, n, STORE: gl.constexpr):
-    """n times 64 float32 of every thread to shared memory, or from it, 16 bytes at a time and free of bank conflicts."""
+    """n times 32 float32 of every thread to shared memory, or from it, 16 bytes at a time and free of bank conflicts. Two
+    buffers take turns, else the compiler would load once."""
     warps: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(vec=4, per_phase=1, max_phase=1, order=[1, 0])
-    x = gl.full([16 * warps, 128], 1.0, gl.float32, layout)
-    buffer = gl.allocate_shared_memory(gl.float32, [16 * warps, 128], shared)
-    buffer.store(x)
+    x = gl.full([8 * warps, 128], 1.0, gl.float32, layout)
+    buffers = gl.allocate_shared_memory(gl.float32, [2, 8 * warps, 128], shared)
+    buffers.index(0).store(x)
+    buffers.index(1).store(x)
     partition_barrier()
     begin = clock()
-    for _ in range(n):
+    for i in range(n):
         if STORE:
-            buffer.store(x)
+            buffers.index(i & 1).store(x)
         else:
-            x = x + buffer.load(layout)
+            x = x + buffers.index(i & 1).load(layout)
     partition_barrier()
     gl.store(out + gl.program_id(0), clock() - begin)
     gl.store(sink, gl.max(gl.max(x, 1), 0))
@@ -244,13 +272,13 @@ def tensor_core(sink: torch.Tensor) -> dict[str, dict]:
     results = {}
     for m, n, k, registers in (
         (64, 64, 64, False), (64, 128, 64, False), (64, 128, 128, False), (64, 256, 64, False), (64, 64, 128, True),
-        (64, 128, 128, True), (64, 256, 64, True), (128, 128, 128, False), (128, 128, 128, True), (128, 128, 16, False),
+        (64, 128, 128, True), (64, 256, 64, True), (128, 128, 128, False), (128, 128, 128, True),
     ):  # fmt: skip
 
         def of(count, m=m, n=n, k=k, registers=registers):
             return cycles(lambda out: wgmma_kernel[(1,)](out, sink, count, m, n, k, registers, num_warps=m // 16))
 
-        fitted = line(of, (1, 2, 4, 8))
+        fitted = line(of, (1, 2, 4))  # from 8 on with A in registers, the compiler waits between them
         name = f"{m} x {n} x {k}, A in {'registers' if registers else 'shared memory'}"
         results[name] = fitted | {"flop_per_cycle": round(2 * m * n * k / fitted["each"])}
     return results
@@ -274,12 +302,18 @@ def registers(sink: torch.Tensor) -> dict[str, dict]:
             lambda n, columns=columns: cycles(lambda out: row_max_kernel[(1,)](out, sink, n, 0.001, columns, num_warps=4)),
             (8, 16, 32, 64),
         )  # fmt: skip
+    for columns in (64, 128):
+        config = Config(64, groups=2, tile_kv=columns, num_stages=2)
+        results[f"softmax of 64 x {columns}"] = line(
+            lambda n, c=config: cycles(lambda out: softmax_kernel[(1,)](out, sink, n, 0.001, 0.1, c, num_warps=4)),
+            (8, 16, 32, 64),
+        )  # fmt: skip
     return results
 
 
 def synchronisation() -> dict[str, dict]:
     results = {}
-    for what in ("barrier", "fence"):
+    for what in ("barrier", "fence", "arrive", "passing wait"):
         for warps in (1, 4, 8):
             results[f"{what}, {warps} warps"] = line(
                 lambda n, what=what, warps=warps: cycles(lambda out: synchronise_kernel[(1,)](out, n, what, num_warps=warps)),
@@ -343,7 +377,7 @@ def memories(sink: torch.Tensor) -> dict[str, dict]:
                 return cycles(lambda out: shared_kernel[(1,)](out, sink, n, store, num_warps=warps))
 
             fitted = line(of, (8, 16, 32, 64))
-            bytes_each = 32 * warps * 64 * 4
+            bytes_each = 32 * warps * 32 * 4
             name = f"shared memory {'store' if store else 'load'}, {warps} warps"
             results[name] = fitted | {"bytes_per_cycle": round(bytes_each / fitted["each"], 1)}
     links = (torch.arange(1 << 16, dtype=torch.int32, device="cuda") + 32) % (1 << 16)

@@ -22,7 +22,8 @@ from strobe.sim.trace import Stamps, phases
 TOKENS = 16384
 SAMPLED, KEPT = 256, 3
 """CTAs whose steady state is computed, spread over the grid; CTAs whose stamps are kept."""
-WARM_SECONDS = 0.3
+LOAD_SECONDS = 1.0
+"""Of launches without a pause before the measurement: clocks and power settle, and the telemetry sees them."""
 
 
 def measure(head_dims: Sequence[int], masks: Sequence[str], length: int, command: str) -> dict:
@@ -74,9 +75,13 @@ def _point(problem: AttentionProblem, device: torch.device, telemetry: Telemetry
     assert isinstance(lengths, Dense)
     shape = (lengths.batch, lengths.seqlen_q, problem.heads_q, problem.head_dim)
     operands = Operands(*(torch.randn(shape, device=device).to(problem.dtype) for _ in range(3)))
+    launch(problem, operands, config)
+    launch_traced(problem, operands, config)
+    torch.cuda.synchronize()
     start = time.monotonic()
-    while time.monotonic() - start < WARM_SECONDS:
-        launch(problem, operands, config)
+    while time.monotonic() - start < LOAD_SECONDS:
+        for _ in range(20):
+            launch(problem, operands, config)
         torch.cuda.synchronize()
     plain = _milliseconds(lambda: launch(problem, operands, config))
     traced = _milliseconds(lambda: launch_traced(problem, operands, config))
