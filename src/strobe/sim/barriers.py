@@ -1,8 +1,8 @@
 """mbarriers, as the PTX ISA describes them, and named barriers.
 
 An mbarrier counts pending arrivals and bytes of copies. When both are used up its phase is over: the next begins with
-the full count. A wait names the parity of a phase and goes on if that phase is over: on a fresh barrier, parity 1 is. With a phase
-goes the knowledge of all who arrived in it.
+the full count. A wait names the parity of a phase and goes on if that phase is over: on a fresh barrier, parity 1 is. With
+a phase goes the knowledge of all who arrived in it.
 """
 
 from __future__ import annotations

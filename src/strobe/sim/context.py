@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import triton
@@ -26,7 +27,7 @@ _NOT_THE_KERNEL = (str(Path(__file__).parent), str(Path(triton.__file__).parent)
 
 def where() -> str:
     """The line of the kernel that runs now: "file.py:12 in function"."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_KERNEL):
         frame = frame.f_back
     if frame is None:

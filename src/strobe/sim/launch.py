@@ -37,7 +37,7 @@ class Launch:
     check: Callable[[], None] = lambda: None
 
     def simulate(self, order: str = "in_order", seed: int = 0) -> Report:
-        options = {"order": order, "seed": seed, "arch": self.arch, "rewritable": self.rewritable}
+        options: dict[str, Any] = {"order": order, "seed": seed, "arch": self.arch, "rewritable": self.rewritable}
         return simulate(self.kernel, self.grid, *self.args, **options, **self.kwargs)
 
 
@@ -92,7 +92,7 @@ def _argument(machine: Machine, name: str, value: Any, rewritable: bool) -> Any:
     if value is None:
         return None
     if isinstance(value, torch.Tensor):
-        return Pointer(machine.array_of(value, name, rewritable), value.storage_offset())
+        return Pointer(machine.array_of(value, name, rewritable), int(value.storage_offset()))
     if hasattr(value, "block_shape"):
         return descriptor_of(value, name, rewritable)
     if isinstance(value, bool | int | float):

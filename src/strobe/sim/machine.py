@@ -20,7 +20,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -120,7 +120,7 @@ class Cta:
 
 @dataclass
 class Report:
-    """What a simulation saw. spans: who did what when, in cycles (timed runs only); stamps: (cta, role, event, index, cycle)."""
+    """What a simulation saw. Of timed runs, in cycles: spans, who did what when; stamps, (cta, role, event, index, cycle)."""
 
     ctas: int = 0
     steps: int = 0
@@ -175,7 +175,7 @@ class Machine:
         """The current partition is busy for some cycles."""
         self._current.time += cycles
 
-    def span(self, track: str, name: str, start: float, end: float, kind: str = "work") -> None:
+    def span(self, track: str, name: str, start: float, end: float, kind: Literal["work", "wait"] = "work") -> None:
         if self.timed:
             self.report.spans.append(Span(track, name, start, end, kind))
 
@@ -291,12 +291,13 @@ class Machine:
                 error.args = (f"[cta {self._cta.index}] {error}",)
             raise
 
-    def _choose(self, able: list[Partition], work: list[deque[AsyncWork]]) -> Partition | deque[AsyncWork]:
+    def _choose(self, able: list[Partition], work: list[deque[AsyncWork]]) -> Any:
+        """The Partition to go on, or the queue whose first work finishes."""
         if self.order == "timed":
             soonest = min(work, key=lambda queue: queue[0].time, default=None)
             partition = min(able, key=lambda p: p.time, default=None)
             if soonest is None or (partition is not None and partition.time <= soonest[0].time):
-                return partition  # type: ignore[return-value]
+                return partition
             return soonest
         if self.order == "random":
             return self.random.choice([*able, *work])

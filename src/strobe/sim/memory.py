@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from strobe.sim.clocks import Knowledge
-from strobe.sim.errors import IllegalOperation, MissingFence, OutOfBounds, Race, Uninitialised
+from strobe.sim.errors import DoubleWrite, IllegalOperation, MissingFence, OutOfBounds, Race, Uninitialised
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Buffer:
         self.defined = np.zeros(cells, bool)
         self.log: list[_Record] = []
         self._footprints: dict[tuple, Footprint] = {}
-        self._relations: dict[tuple[int, int], tuple[bool, bool, bool]] = {}
+        self._relations: dict[tuple[int, int], tuple[bool, bool]] = {}
 
     def footprint(self, key: tuple, make) -> Footprint:
         """The one Footprint of a key, so that relations between footprints are computed once."""
@@ -87,7 +87,7 @@ class Buffer:
         """Note an access. Race, MissingFence or Uninitialised if it may not be made."""
         kept = []
         for record in self.log:
-            overlaps, covers, covered = self._relation(footprint, record.footprint)
+            overlaps, covers = self._relation(footprint, record.footprint)
             if overlaps and (write or record.write):
                 self._check(record, access, write, name)
             same = record.access.agent == access.agent and write == record.write
@@ -100,10 +100,10 @@ class Buffer:
         kept.append(_Record(footprint, access, write))
         self.log = kept
 
-    def _relation(self, a: Footprint, b: Footprint) -> tuple[bool, bool, bool]:
+    def _relation(self, a: Footprint, b: Footprint) -> tuple[bool, bool]:
         key = (id(a), id(b))
         if key not in self._relations:
-            self._relations[key] = (a.overlaps(b), a.covers(b), b.covers(a))
+            self._relations[key] = (a.overlaps(b), a.covers(b))
         return self._relations[key]
 
     def _check(self, record: _Record, access: Access, write: bool, name: str) -> None:
@@ -145,8 +145,6 @@ class GlobalArray:
 
     def write(self, offsets: np.ndarray, cta: int, access: Access) -> None:
         """`offsets` of one access; the same element twice is a double write as well."""
-        from strobe.sim.errors import DoubleWrite
-
         self._check(self.reader[offsets], "read", cta, access, "writes")
         if not self.rewritable:
             before = self.writer[offsets]
@@ -179,7 +177,7 @@ class GlobalArray:
 def dense_footprint(tensor: torch.Tensor) -> Footprint:
     """The bytes of a strided view of shared memory."""
     size = tensor.element_size()
-    begin = tensor.storage_offset() * size
+    begin = int(tensor.storage_offset()) * size
     extents = sorted((stride, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
     reach = 1
     for stride, n in extents:
@@ -188,7 +186,7 @@ def dense_footprint(tensor: torch.Tensor) -> Footprint:
         reach *= n
     else:
         return Footprint(begin, begin + reach * size)
-    elements = np.zeros(1, np.int64)
+    elements: np.ndarray = np.zeros(1, np.int64)
     for stride, n in extents:
         elements = (elements[:, None] + np.arange(n)[None, :] * stride).reshape(-1)
     cells = np.unique((begin + elements[:, None] * size + np.arange(size)[None, :]).reshape(-1))

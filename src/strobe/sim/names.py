@@ -6,6 +6,7 @@ import linecache
 import re
 import sys
 from pathlib import Path
+from types import FrameType
 
 _HERE = str(Path(__file__).parent)
 _ASSIGNED = re.compile(r"\s*([A-Za-z_]\w*)\s*(?::[^=]+)?=[^=]")
@@ -18,7 +19,7 @@ def assigned_name() -> str:
     says the least ("buffers", "barriers").
     """
     names: list[str] = []
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if not code.co_filename.startswith(_HERE):

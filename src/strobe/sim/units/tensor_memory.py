@@ -77,7 +77,7 @@ class TensorMemoryView:
         columns = shape[-1] * dtype.primitive_bitwidth // 32
         if shape[:-1] != list(self.words.shape[:-1]) or columns > self.words.shape[-1]:
             raise IllegalOperation(
-                f"{where()} reinterprets {self.name}, {self.shape} {self.dtype}, as {shape} {dtype}: it has other rows or columns"
+                f"{where()} reinterprets {self.name}, {self.shape} {self.dtype}, as {shape} {dtype}: other rows or columns"
             )
         return TensorMemoryView(
             self.buffer, self.words[..., :columns], self.begin, dtype, layout or self.layout, shape, self.name

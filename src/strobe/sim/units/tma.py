@@ -86,7 +86,8 @@ def load(tensor_desc: Descriptor, coord, barrier, result, pred=True, multicast=F
     place, at, coordinates = where(), barriers.at(barrier), [int(c) for c in coord]
     if result.shape != tensor_desc.block_shape or result.dtype != tensor_desc.dtype:
         raise IllegalOperation(
-            f"{place} copies boxes {tensor_desc.block_shape} of {tensor_desc.dtype} to {result.name}, {result.shape} of {result.dtype}"
+            f"{place} copies boxes {tensor_desc.block_shape} of {tensor_desc.dtype} to {result.name}, {result.shape} of "
+            f"{result.dtype}"
         )
     access = _begin(f"TMA load of {tensor_desc.name} by {running.partition.name} at {place}")
     offsets, inside = tensor_desc.box(coordinates)
