@@ -120,7 +120,8 @@ class Cta:
 
 @dataclass
 class Report:
-    """What a simulation saw. Of timed runs, in cycles: spans, who did what when; stamps, (cta, role, event, index, cycle)."""
+    """What a simulation saw. Of timed runs, in cycles: spans, who did what when in the first CTA; stamps,
+    (cta, role, event, index, cycle)."""
 
     ctas: int = 0
     steps: int = 0
@@ -163,27 +164,34 @@ class Machine:
     def wait(self, ready: Callable[[], bool], waits_for: Callable[[], str], since: Callable[[], float] | None = None) -> None:
         """Wait until `ready()`. `since()`: the time at which it became so."""
         partition = self._current
-        begin = partition.time
+        begin, description = partition.time, waits_for() if self.timed else ""
         partition.ready, partition.waits_for = ready, waits_for
         self.scheduler.switch()
         if since is not None and self.timed:
             partition.time = max(partition.time, since())
             if partition.time > begin:
-                self.span(partition.name, waits_for(), begin, partition.time, "wait")
+                self.span(partition.name, description.split(" at ")[0], begin, partition.time, "wait")
 
     def spend(self, cycles: float) -> None:
         """The current partition is busy for some cycles."""
         self._current.time += cycles
 
     def span(self, track: str, name: str, start: float, end: float, kind: Literal["work", "wait"] = "work") -> None:
-        if self.timed:
+        if self.timed and self._cta.index == 0:
             self.report.spans.append(Span(track, name, start, end, kind))
 
     def issue(self, pipe: str, elements: int, operands: Sequence[Ready | None]) -> Ready | None:
         """When the result of a register operation is there (timed runs only)."""
         if not self.timed:
             return None
+        if self._ahead():
+            self.pause()
         return self._cta.pipes.issue(self._current, pipe, elements, [ready for ready in operands if ready is not None])
+
+    def _ahead(self) -> bool:
+        """Whether another partition that could go on is behind the current one: pipes serve who comes first."""
+        now = self._current.time
+        return any(p.time < now and not p.done and p.ready is None for p in self._cta.partitions)
 
     def needs(self, *operands: Any) -> None:
         """The current partition goes on only when these register tensors are there."""
@@ -232,6 +240,7 @@ class Machine:
         old = torch.zeros(offsets.shape, dtype=array.flat.dtype)
         lanes = torch.ones(offsets.shape, dtype=torch.bool) if mask is None else mask.expand(offsets.shape)
         values = values.expand(offsets.shape)
+        array.inside(_chosen(offsets, mask), self._current.access(what=f"atomic on {array.name} by "))
         for lane in lanes.nonzero():
             at = tuple(lane.tolist())
             place = int(offsets[at])

@@ -140,11 +140,13 @@ class GlobalArray:
         self.accesses: list[_Writer | None] = [None]
 
     def read(self, offsets: np.ndarray, cta: int, access: Access) -> None:
+        self.inside(offsets, access)
         self._check(self.writer[offsets], "write", cta, access, "reads")
         self.reader[offsets] = self._number(cta, access)
 
     def write(self, offsets: np.ndarray, cta: int, access: Access) -> None:
         """`offsets` of one access; the same element twice is a double write as well."""
+        self.inside(offsets, access)
         self._check(self.reader[offsets], "read", cta, access, "writes")
         if not self.rewritable:
             before = self.writer[offsets]
@@ -156,6 +158,12 @@ class GlobalArray:
         else:
             self._check(self.writer[offsets], "write", cta, access, "writes")
         self.writer[offsets] = self._number(cta, access)
+
+    def inside(self, offsets: np.ndarray, access: Access) -> None:
+        """OutOfBounds if an offset lies outside."""
+        outside = offsets[(offsets < 0) | (offsets >= self.flat.numel())]
+        if outside.size:
+            raise OutOfBounds(f"{access} reaches element {outside[0]} of {self.name}, which has {self.flat.numel()}")
 
     def _number(self, cta: int, access: Access) -> int:
         self.accesses.append(_Writer(cta, access))
