@@ -166,7 +166,15 @@ def _float_function(name: str, function, pipe: str = "mufu", keeps_integers: boo
     return apply
 
 
-exp2 = _float_function("exp2", torch.exp2)
+LARGEST_DENORMAL = 2.0**-126 - 2.0**-149
+
+
+def _exp2(data: torch.Tensor) -> torch.Tensor:
+    """ex2.approx.ftz: denormal results are zero."""
+    return torch.nn.functional.threshold(torch.exp2(data), LARGEST_DENORMAL, 0.0)
+
+
+exp2 = _float_function("exp2", _exp2)
 exp = _float_function("exp", torch.exp)
 log2 = _float_function("log2", torch.log2)
 log = _float_function("log", torch.log)
