@@ -46,11 +46,11 @@ def check(case: Case, launch: Callable[..., Any], device: str) -> None:
 
 
 def plain(*inputs: torch.Tensor, out: torch.Tensor) -> Callable[[str], tuple[tuple, torch.Tensor]]:
-    """Arguments that are tensors: the inputs, and last a copy of `out`, which holds the answer."""
+    """Arguments that are tensors: copies of the inputs, and last one of `out`, which holds the answer."""
 
     def arguments(device: str) -> tuple[tuple, torch.Tensor]:
         answer = out.clone().to(device)
-        return (*(x.to(device) for x in inputs), answer), answer
+        return (*(x.clone().to(device) for x in inputs), answer), answer
 
     return arguments
 

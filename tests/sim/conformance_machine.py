@@ -177,7 +177,8 @@ TMA_INPUT = integers(52, 72, seed=4, dtype=torch.float16) + 5  # no zeros: those
 
 
 def descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, gl.float16))
+    dtype = {torch.float16: gl.float16, torch.float32: gl.float32}[x.dtype]
+    return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
 
 
 def box(x: torch.Tensor, top: int, left: int, rows: int = 16, columns: int = 64) -> torch.Tensor:
@@ -186,12 +187,12 @@ def box(x: torch.Tensor, top: int, left: int, rows: int = 16, columns: int = 64)
     return padded[top + 100 : top + 100 + rows, left + 100 : left + 100 + columns].clone()
 
 
-def reads(*coordinates: int, shape: tuple[int, ...] = (16, 64)):
-    """Arguments: the descriptor of TMA_INPUT, coordinates, and room for an answer."""
+def reads(*coordinates: int, shape: tuple[int, ...] = (16, 64), source: torch.Tensor = TMA_INPUT):
+    """Arguments: a descriptor of `source` in blocks of the answer's last two sides, coordinates, and room for the answer."""
 
     def arguments(device):
-        out = blank(*shape, dtype=torch.float16).to(device)
-        return (descriptor(TMA_INPUT.to(device), [16, 64]), *coordinates, out), out
+        out = blank(*shape, dtype=source.dtype).to(device)
+        return (descriptor(source.to(device), list(shape[-2:])), *coordinates, out), out
 
     return arguments
 
@@ -463,6 +464,12 @@ CASES = [
     yes(fresh_barrier, "a fresh mbarrier lets pass who waits for the phase before the first"),
     yes(arrivals_and_phases, "an mbarrier counts arrivals, and its phase flips"),
     Case("TMA loads a box", load_box, reads(4, 8), box(TMA_INPUT, 4, 8)),
+    Case(
+        "TMA loads float32",
+        load_box,
+        reads(40, 60, shape=(32, 16), source=TMA_INPUT.float()),
+        box(TMA_INPUT, 40, 60, 32, 16).float(),
+    ),
     Case("TMA fills with zeros beyond the end, and counts their bytes", load_box, reads(44, 40), box(TMA_INPUT, 44, 40)),
     Case("TMA fills with zeros before the start", load_box, reads(-3, -8), box(TMA_INPUT, -3, -8)),
     Case("a box that lies outside is zeros", load_box, reads(52, 0), torch.zeros(16, 64, dtype=torch.float16)),

@@ -5,7 +5,7 @@ from conformance import Case, blank, integers, plain
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from strobe.kernels.gluon import PropagateNan
+from strobe.kernels.gluon import PropagateNan, partition_barrier
 
 VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 BLOCK = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
@@ -62,6 +62,22 @@ def wrapped(x: torch.Tensor) -> torch.Tensor:
 A = torch.tensor([2**31 - 1, -(2**31), 12345678, -9], dtype=torch.int64)
 B = torch.tensor([1, -1, 87654321, 100], dtype=torch.int64)
 INTEGER_RESULTS = torch.cat([wrapped(x) for x in (A + B, A * B, A << 5, A >> 3, (A ^ B) & 255 | 256, A * B >> 32)])
+
+
+@gluon.jit
+def steps_to_one(x, out, N: gl.constexpr):
+    """Scalars in loops and branches: how often n is halved or becomes 3 n + 1 until it is 1."""
+    for i in range(N - 1, -1, -1):
+        n = gl.load(x + i)
+        steps = 0
+        while n != 1:
+            if n % 2 == 0:  # noqa: SIM108
+                n = n // 2
+            else:
+                n = 3 * n + 1
+            steps += 1
+        gl.store(out + i, steps)
+
 
 # ---- floats
 
@@ -125,6 +141,17 @@ POSITIVE = torch.tensor([0.0, -1.0, INF, NAN, 1.0, 8.0, 0.1, 1e30])
 
 
 @gluon.jit
+def functions(x, out, N: gl.constexpr):
+    i = gl.arange(0, N, VECTOR)
+    value = gl.load(x + i)
+    gl.store(out + i, gl.exp(value))
+    gl.store(out + N + i, gl.log(value))
+    gl.store(out + 2 * N + i, gl.sqrt(value))
+    gl.store(out + 3 * N + i, gl.rsqrt(value))
+    gl.store(out + 4 * N + i, gl.floor(-value) + gl.ceil(value) * 16 + gl.abs(-value))
+
+
+@gluon.jit
 def small_numbers(x, out, N: gl.constexpr):
     i = gl.arange(0, N, VECTOR)
     value = gl.load(x + i)
@@ -132,6 +159,8 @@ def small_numbers(x, out, N: gl.constexpr):
     gl.store(out + N + i, value + value)
 
 
+SOME = torch.tensor([0.25, 1.0, 2.5, 7.75])
+FUNCTIONS = torch.cat([SOME.exp(), SOME.log(), SOME.sqrt(), SOME.rsqrt(), (-SOME).floor() + SOME.ceil() * 16 + SOME])
 TINY = torch.tensor([2.0**-126, 2.0**-140, 2.0**-149, 3 * 2.0**-149])
 
 
@@ -196,6 +225,16 @@ REDUCED = torch.cat(
 
 
 @gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def running_sums(x, out, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    gl.store(out + block_offsets(ROWS, COLUMNS), gl.associative_scan(gl.load(x + block_offsets(ROWS, COLUMNS)), 1, add))
+
+
+@gluon.jit
 def maximum_beside_nan(x, out, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     value = gl.load(x + block_offsets(ROWS, COLUMNS))
     gl.store(out + gl.arange(0, ROWS, gl.SliceLayout(1, BLOCK)), gl.max(value, 1))
@@ -227,6 +266,17 @@ def masked_access(x, out, N: gl.constexpr):
     i = gl.arange(0, N, VECTOR)
     value = gl.load(x + i, mask=i % 3 != 0, other=5)
     gl.store(out + i, value, mask=i < N - 2)
+
+
+@gluon.jit
+def written_and_read_again(x, out, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """After a barrier a thread reads from global memory what another one of its CTA wrote there."""
+    gl.store(x + block_offsets(ROWS, COLUMNS), gl.load(x + block_offsets(ROWS, COLUMNS)) + 1)
+    partition_barrier()
+    rows = gl.arange(0, ROWS, gl.SliceLayout(0, BLOCK))
+    columns = gl.arange(0, COLUMNS, gl.SliceLayout(1, BLOCK))
+    transposed = gl.load(x + columns[:, None] + rows[None, :] * COLUMNS)
+    gl.store(out + columns[:, None] * ROWS + rows[None, :], transposed)
 
 
 @gluon.jit
@@ -269,6 +319,13 @@ CASES = [
     vector("// and % of scalars truncate toward zero", scalar_division, (DIVIDENDS, DIVISORS), QUOTIENTS, 8),
     vector("int32 wraps, shifts, widens", integer_arithmetic, (A.int(), B.int()), INTEGER_RESULTS, 4),
     vector(
+        "loops and branches of scalars",
+        steps_to_one,
+        (torch.tensor([1, 8, 27, 97], dtype=torch.int32),),
+        torch.tensor([0, 3, 111, 118], dtype=torch.int32),
+        4,
+    ),
+    vector(
         "float32 rounds to nearest even in bfloat16 and float16",
         float_conversions,
         (FLOATS,),
@@ -299,6 +356,7 @@ CASES = [
         4,
     ),
     vector("log2 at its ends", logarithms, (POSITIVE,), torch.log2(POSITIVE), 8, tolerance=1e-6),
+    vector("exp, log, sqrt, rsqrt, floor, ceil, abs", functions, (SOME,), FUNCTIONS, 4, tolerance=1e-6),
     vector("denormal numbers are kept", small_numbers, (TINY,), torch.cat([TINY * 0.5, TINY + TINY]), 4),
     vector(
         "fma rounds once",
@@ -326,6 +384,8 @@ CASES = [
     vector("integers divide to a float", division, (DIVIDENDS, DIVISORS), DIVIDENDS / DIVISORS, 8, tolerance=1e-6),
     vector("types meet in the wider one", promotion, (torch.arange(1, 5).bfloat16(), torch.arange(1, 5) / 256), PROMOTED, 4),
     matrix("sums, maxima, own reductions over an axis", reductions, RATIOS, REDUCED, tolerance=1e-5),
+    matrix("running sums along an axis", running_sums, GRID, GRID.cumsum(1).flatten()),
+    matrix("global memory is read again after a barrier", written_and_read_again, GRID, (GRID + 1).T.flatten()),
     matrix("a maximum over an axis passes NaN by", maximum_beside_nan, WITH_NAN, torch.tensor([3.0, NAN, -INF, 2.0])),
     matrix("reshape, join, split and permute keep the row-major order", reshapes, GRID, RESHAPED),
     vector(

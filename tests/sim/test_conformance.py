@@ -1,22 +1,58 @@
 """The simulator gives the answers that a GPU gives: the same small kernels run in one and on the other."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import conformance_machine
 import conformance_registers
 import pytest
 import torch
 from conformance import check
 
+from strobe.sim import ORDERS, simulate
+
 CASES = [*conformance_registers.CASES, *conformance_machine.CASES]
+OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_in_the_simulator(case):
-    from strobe.sim import simulate
+def test_in_the_simulator(case, order):
+    """In whatever order asynchronous work finishes."""
 
     def launch(kernel, grid, *arguments, **options):
-        simulate(kernel, grid, *arguments, arch=case.arch, **options)
+        simulate(kernel, grid, *arguments, arch=case.arch, order=order, seed=3, **options)
 
     check(case, launch, "cpu")
+
+
+COMPILE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import conformance_machine, conformance_registers
+from strobe.lab.offline import pretend_gpu
+for case in conformance_registers.CASES + conformance_machine.CASES:
+    for capability in {case.arch, 90}:
+        with pretend_gpu(capability):
+            case.kernel.warmup(*case.arguments("cpu")[0], grid=case.grid, **case.options())
+    print("compiled", case)
+"""
+
+
+@pytest.mark.parametrize("triton", ["oldest Triton", "installed Triton"])
+def test_the_compiler_takes_them(triton):
+    """All of them, for the oldest GPU that they ask about and for Hopper."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if triton == "oldest Triton":
+        if not OLDEST_TRITON.exists():
+            pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
+        environment["PYTHONPATH"] = str(OLDEST_TRITON)
+    command = [sys.executable, "-c", COMPILE, str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("compiled") == len(CASES)
 
 
 @pytest.mark.gpu
