@@ -9,6 +9,8 @@ role is what the control flow reaches from its branch target without going back 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import subprocess
 import tempfile
@@ -56,8 +58,7 @@ MATTERS = (
 
 def audit(compiled, name: str, seconds: float = 0.0, roles: tuple[str, ...] = ()) -> Audit:
     """The Audit of a kernel that Triton compiled. roles: names of its warp partitions, in the order of their list."""
-    capability = compiled.metadata.target.arch
-    report = _ptxas_report(compiled.asm["ptx"], capability)
+    report = _ptxas_report(compiled)
     used = re.search(r"Used (\d+) registers", report)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
     sass = disassemble(compiled.asm["cubin"])
@@ -178,16 +179,21 @@ def _waiting_loop(successors: list[set[int]], switch: int) -> set[int]:
     return {i for i in returns if switch not in _reached(successors, 0, {i})}
 
 
-def _ptxas_report(ptx: str, capability: int) -> str:
-    from triton.backends.nvidia.compiler import get_ptxas
+def _ptxas_report(compiled) -> str:
+    """What ptxas says when Triton compiles this kernel's PTX once more: its options decide about registers, and differ
+    between versions of Triton."""
+    from triton import knobs
+    from triton.compiler.compiler import make_backend
 
-    suffix = "a" if capability >= 90 else ""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
-        return _run(
-            get_ptxas(capability).path, "-v", f"-arch=sm_{capability}{suffix}", str(path), "-o", f"{folder}/kernel.cubin"
-        )
+    target = compiled.metadata.target
+    backend = make_backend(target)
+    asked = compiled.metadata._asdict()
+    options = backend.parse_options({name: asked[name] for name in ("enable_fp_fusion", "ptx_options") if name in asked})
+    said = io.StringIO()
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(said):
+        knobs.nvidia.dump_ptxas_log = True
+        backend.make_cubin(compiled.asm["ptx"], {}, options, target.arch)
+    return said.getvalue()
 
 
 def _run(*command: str) -> str:
