@@ -146,12 +146,15 @@ class Config:
     def tmem_map(self) -> list[Columns]:
         """S, P and O of each stage; P is 16-bit and lies in the second half of its S."""
         stages, s = range(self.q_stages), self.tile_kv
-        o_first = self.q_stages * s
         return [
             *(Columns(f"S{i}", i * s, s) for i in stages),
             *(Columns(f"P{i}", i * s + s // 2, s // 2) for i in stages),
-            *(Columns(f"O{i}", o_first + i * self.head_dim_v, self.head_dim_v) for i in stages),
+            *(Columns(f"O{i}", self.o_first(i), self.head_dim_v) for i in stages),
         ]
+
+    def o_first(self, stage: int) -> int:
+        """The first column of a stage's O, a multiple of the power of two that holds its head_dim_v."""
+        return self.q_stages * self.tile_kv + stage * (1 << (self.head_dim_v - 1).bit_length())
 
     def smem_bytes(self) -> int:
         """The sum of `smem_map`; the compiler adds some hundred bytes of its own."""

@@ -231,7 +231,7 @@ def columns(tmem, dtype: gl.constexpr, first: gl.constexpr, number: gl.constexpr
 @gluon.jit
 def make_stage(index: gl.constexpr, q, out, stats, tmem, dtype: gl.constexpr, C: gl.constexpr):
     S_FIRST: gl.constexpr = index * C.tile_kv
-    O_FIRST: gl.constexpr = C.q_stages * C.tile_kv + index * C.head_dim_v
+    O_FIRST: gl.constexpr = C.o_first(index)
     s = columns(tmem, gl.float32, S_FIRST, C.tile_kv)
     p = columns(tmem, dtype, S_FIRST + C.tile_kv // 2, C.tile_kv)
     o = (columns(tmem, gl.float32, O_FIRST, C.chunks_v[0]),)
@@ -485,10 +485,10 @@ def rescale(stage, factor):
     """O times a factor a row, unless all are 1."""
     if gl.min(factor, 0) < 1.0:
         for c in gl.static_range(len(stage.o)):
-            for j in gl.static_range(stage.o[c].shape[1] // 32):
-                o = stage.o[c].slice(j * 32, 32)
-                old = o.load(thread_rows(32))
-                o.store(mul2(old, gl.convert_layout(factor, rows_of(32))[:, None]))
+            for j in gl.static_range(stage.o[c].shape[1] // 16):
+                o = stage.o[c].slice(j * 16, 16)
+                old = o.load(thread_rows(16))
+                o.store(mul2(old, gl.convert_layout(factor, rows_of(16))[:, None]))
 
 
 @gluon.jit
