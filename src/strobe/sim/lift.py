@@ -187,7 +187,11 @@ class _Aggregate:
     """Fields hold plain values: a constexpr is unwrapped when it is assigned."""
 
     def __setattr__(self, name: str, value) -> None:
-        object.__setattr__(self, name, unwrap(value))
+        value = unwrap(value)
+        for view in value if isinstance(value, tuple) else (value,):
+            if hasattr(view, "label"):
+                view.label(name)
+        object.__setattr__(self, name, value)
 
     @property
     def type(self):

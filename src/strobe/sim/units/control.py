@@ -18,12 +18,12 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
         raise IllegalOperation(f"{where()} names {len(workers)} roles beside the first and warps for {len(warps)}")
     if sum(warps) + parent.warps > 32 * 2:
         raise IllegalOperation(f"{where()} takes {sum(warps) + parent.warps} warps: more than a multiprocessor has")
+    parent.name = _unique(function.__name__)
     started = []
     for (role, role_arguments), n in zip(workers, warps, strict=True):
         name = _unique(role.__name__)
         started.append(running.spawn(name, partial(role, *role_arguments), n, parent.knows.copy(), parent.time))
     parent.tick()
-    parent.name = _unique(function.__name__)
     result = function(*arguments)
     running.wait(
         lambda: all(partition.done for partition in started),

@@ -48,6 +48,14 @@ class SharedView:
     def nbytes_per_cta(self) -> int:
         return self.data.numel() * self.data.element_size() // machine().num_ctas
 
+    def label(self, field: str) -> None:
+        """An aggregate holds this view as `field`: "stage0.p_full" says more in a message than "stage0[3]"."""
+        if not self.name.endswith(field):
+            self.name = f"{self.buffer.name}.{field}"
+            barrier = machine().cta.barriers.get((id(self.buffer), self.data.storage_offset()))
+            if barrier is not None and self.numel == 1:
+                barrier.name = self.name
+
     # ---- views
 
     def _view(self, data: torch.Tensor, name: str | None = None) -> SharedView:

@@ -25,7 +25,11 @@ class TensorMemoryView:
 
     def __init__(self, buffer: Buffer, words: torch.Tensor, begin: int, dtype, layout, shape: list[int], name: str):
         self.buffer, self.words, self.begin = buffer, words, begin
-        self.dtype, self.layout, self.shape, self.name = dtype, layout, shape, name
+        self.dtype, self.layout, self.shape, self.allocation = dtype, layout, shape, name
+
+    @property
+    def name(self) -> str:
+        return f"{self.allocation}, columns {self.begin} to {self.begin + self.columns - 1},"
 
     @property
     def type(self) -> TensorMemoryView:
@@ -53,9 +57,7 @@ class TensorMemoryView:
         index = int(index)
         bounds_check(index, self.shape[0], f"{self.name} at {where()}")
         begin = self.begin + index * self.words.shape[-1]
-        return TensorMemoryView(
-            self.buffer, self.words[index], begin, self.dtype, self.layout, self.shape[1:], f"{self.name}[{index}]"
-        )
+        return TensorMemoryView(self.buffer, self.words[index], begin, self.dtype, self.layout, self.shape[1:], self.allocation)
 
     def slice(self, start, length, dim=1) -> TensorMemoryView:
         start, length, bits = int(start), int(length), self.dtype.primitive_bitwidth
@@ -65,10 +67,9 @@ class TensorMemoryView:
             raise IllegalOperation(f"{where()} slices {self.name} from {start}, {length} long: no whole 32-bit columns")
         bounds_check(start + length - 1, self.shape[-1], f"columns of {self.name} at {where()}")
         first, n = start * bits // 32, length * bits // 32
-        name = f"{self.name}[:, {start}:{start + length}]"
         words = self.words[..., first : first + n]
         return TensorMemoryView(
-            self.buffer, words, self.begin + first, self.dtype, self.layout, [*self.shape[:-1], length], name
+            self.buffer, words, self.begin + first, self.dtype, self.layout, [*self.shape[:-1], length], self.allocation
         )
 
     def reinterpret(self, dtype=None, shape=None, layout=None) -> TensorMemoryView:
