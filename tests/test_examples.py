@@ -99,6 +99,15 @@ def test_in_the_simulator(name, order):
     check(c, a, b)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU they run there")
+@pytest.mark.parametrize("name", SMALL)
+def test_as_a_script(name):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, GEMM / f"{name}.py"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "needs a GPU" in done.stdout and done.stdout.count("the same as torch") == 5
+
+
 # ---- on a GPU
 
 

@@ -91,4 +91,4 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    check(matmul, oldest=(8, 0), newest=(12, 1))
+    check(matmul, matmul_kernel, launch_arguments, oldest=(8, 0), newest=(12, 1))
