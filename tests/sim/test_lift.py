@@ -98,11 +98,16 @@ def powers(x, N: gl.constexpr):
 @gluon.jit
 def loops(n):
     total = n * 0
-    for i in range(n, 0, -1):
+    for i in range(n, -n, -1):
         total += i // 2
-    while total > 100:
-        total -= 100
+    while total > 10:
+        total -= 10
     return max(min(total, 50), n), abs(-total)
+
+
+@gluon.jit
+def bounded(x, low):
+    return max(min(x, 2), low)
 
 
 def outer(factor):
@@ -209,8 +214,9 @@ def test_constexpr_functions_run_as_they_are_on_plain_values():
 
 
 def test_loops_and_builtins_of_python():
-    total, size = lift(loops)(i32(30))
-    assert total.value == 30 and size.value == 25  # 2 (0 + 1 + ... + 14) + 15 = 225
+    bounded_total, total = lift(loops)(i32(30))
+    assert bounded_total.value == 30 and total.value == 5  # all but 30 // 2 cancel, as -3 // 2 is -1
+    assert lift(bounded)(tensor([0.0, 1.0, 3.0]), i32(1)).data.tolist() == [1.0, 1.0, 2.0]
 
 
 def test_closures():

@@ -213,6 +213,11 @@ def test_conversions():
         tensor([1.0]).to(gl.int64, bitcast=True)
 
 
+def test_pairs_of_fp4_in_a_byte():
+    values = registers.fp4_to_fp(tensor([[0x20, 0xF9]], torch.uint8), gl.bfloat16, 1).data
+    assert values.dtype == torch.bfloat16 and values.tolist() == [[0.0, 1.0, -0.5, -6.0]]
+
+
 def test_every_type_has_a_name_on_both_sides():
     for kind in KINDS:
         assert torch_dtype(gluon_dtype(kind)) is kind
@@ -237,7 +242,7 @@ def test_a_tensor_is_no_condition():
         bool(x and x)
     with pytest.raises(IllegalOperation, match="None and : alone"):
         x[0]
-    assert (x & x | ~x).data.all()
+    assert (x & x | ~x).data.all() and not x.logical_and(~x).data.any() and x.logical_or(~x).data.all()
 
 
 def test_layouts_follow_the_data():
@@ -287,6 +292,7 @@ def test_where_broadcasts_and_promotes():
 def test_nan_in_minima_and_maxima():
     x, y = tensor([math.nan, 1.0, math.nan]), tensor([2.0, math.nan, math.nan])
     assert registers.maximum(x, y).data[:2].tolist() == [2.0, 1.0]
+    assert registers.minimum(x, y).data[:2].tolist() == [2.0, 1.0]
     assert registers.minimum(x, y, propagate_nan="ALL").data.isnan().all()
     m = tensor([[math.nan, 3.0], [math.nan, math.nan], [1.0, -math.inf]])
     assert reductions.max_(m, 1).data[[0, 2]].tolist() == [3.0, 1.0] and reductions.max_(m, 1).data[1].isnan()
@@ -390,6 +396,7 @@ def test_work_goes_to_the_right_pipe(machine):  # noqa: F811
     for make, pipe, elements in (
         (lambda: x * 2.0, "fma", 64), (lambda: i * 2, "alu", 64), (lambda: x > 1.0, "alu", 64), (lambda: x[None], "free", 64),
         (lambda: registers.exp2(x), "mufu", 64), (lambda: 1.0 / x, "mufu", 64), (lambda: registers.fma2(x, x, x), "fma2", 64),
+        (lambda: registers.add2(x, 1.0), "fma2", 64), (lambda: registers.max2(x, x), "alu", 64),
         (lambda: reductions.sum_(x, 1), "fma", 64), (lambda: reductions.max_(x, 0), "alu", 64),
         (lambda: registers.mma_v2(x, x, x), "mma", 512), (lambda: x.to(gl.bfloat16), "alu", 64),
         (lambda: registers.convert_layout(x, MATRIX), "shuffle", 64), (lambda: registers.convert_layout(x, None), "free", 64),

@@ -45,8 +45,9 @@ REGISTERS: dict[str, Callable] = {
     **_entries(
         registers,
         "add add2 arange broadcast broadcast_to cast cat cdiv ceil clamp convert_layout cos dot_fma erf exp exp2 fdiv flip "
-        "floor fma fma2 full full_like gather histogram interleave join log log2 max2 maximum min2 minimum mma_v2 mul mul2 "
-        "permute ravel reshape rsqrt set_auto_layout sigmoid sin split sqrt sub sub2 to_tensor trans umulhi zeros zeros_like",
+        "floor fma fma2 full full_like fp4_to_fp gather histogram interleave join log log2 logical_and "
+        "logical_or max2 maximum min2 minimum mma_v2 mul mul2 permute "
+        "ravel reshape rsqrt set_auto_layout sigmoid sin split sqrt sub sub2 to_tensor trans umulhi zeros zeros_like",
     ),
     **_entries(reductions, "argmax argmin associative_scan cumprod cumsum map_elementwise reduce reduce_or xor_sum"),
     **_entries(
@@ -77,7 +78,7 @@ REGISTERS: dict[str, Callable] = {
 MACHINE: dict[str, Callable] = {}
 """What acts on the machine: filled by strobe.sim.units."""
 
-TYPES: dict[Any, Any] = {gl.tensor: Value, tl.tensor: Value, gl.constexpr: Constexpr, gl.tuple: tuple, tl.tuple: tuple}
+TYPES: dict[Any, Any] = {gl.tensor: Value, gl.constexpr: Constexpr, gl.tuple: tuple}
 """Classes of Gluon's that kernels name (`isinstance(x, gl.tensor)`)."""
 
 

@@ -164,9 +164,7 @@ class _Lifter:
             initialise = self._function(function, function)
         cls.__init__ = initialise  # type: ignore[misc]
         for name, member in vars(original).items():
-            if type(member).__name__ == "ConstexprFunction":
-                setattr(cls, name, self._constexpr_function(member.fn))
-            elif isinstance(member, (JITCallable, FunctionType)) and name not in _INFRASTRUCTURE:
+            if isinstance(member, (JITCallable, FunctionType)) and name not in _INFRASTRUCTURE:
                 setattr(cls, name, self.lift(member))
         return cls
 
@@ -184,10 +182,9 @@ _INFRASTRUCTURE = {
 
 
 class _Aggregate:
-    """Fields hold plain values: a constexpr is unwrapped when it is assigned."""
+    """What lifted aggregates share. A buffer is called as the field that holds it."""
 
     def __setattr__(self, name: str, value) -> None:
-        value = unwrap(value)
         for view in value if isinstance(value, tuple) else (value,):
             if hasattr(view, "label"):
                 view.label(name)

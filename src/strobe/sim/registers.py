@@ -257,6 +257,28 @@ def fma2(lhs, rhs, acc, dtype=None):
     return result if dtype is None else result.to(dtype)
 
 
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def fp4_to_fp(src, elem_type, axis) -> Tensor:
+    """Two e2m1 numbers in each byte, the lower half first, side by side along `axis`."""
+    axis = axis_of(axis, src.data.dim())
+
+    def unpacked(data):
+        halves = torch.stack((_FP4[(data & 15).long()], _FP4[(data >> 4 & 15).long()]), axis + 1)
+        return round_to(halves.flatten(axis, axis + 1), torch_dtype(elem_type))
+
+    return compute("alu", unpacked, src, layout=Inferred(src.data.dim()))
+
+
+def logical_and(x, y):
+    return cast(x, gl.int1) & cast(y, gl.int1)
+
+
+def logical_or(x, y):
+    return cast(x, gl.int1) | cast(y, gl.int1)
+
+
 def cast(input, dtype, fp_downcast_rounding=None, bitcast=False):
     return scalar(input).to(dtype, fp_downcast_rounding, bitcast)
 
