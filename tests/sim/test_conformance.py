@@ -11,16 +11,15 @@ import pytest
 import torch
 from conformance import check
 
-from strobe.sim import ORDERS, simulate
-
 CASES = [*conformance_registers.CASES, *conformance_machine.CASES]
 OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ["in_order", "random", "late", "early", "timed"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_in_the_simulator(case, order):
     """In whatever order asynchronous work finishes."""
+    from strobe.sim import simulate  # the tests on a GPU take no simulator
 
     def launch(kernel, grid, *arguments, **options):
         simulate(kernel, grid, *arguments, arch=case.arch, order=order, seed=3, **options)
