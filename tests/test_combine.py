@@ -1,6 +1,10 @@
 """The merge of attention over parts of the keys: the law, and that it is attention over all of them."""
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,6 +127,49 @@ def test_attention_over_parts_is_attention():
     ]
     got = merge(*(torch.stack(x).float() for x in zip(*found, strict=True)))
     assert_same(got, (x.float() for x in dense.attention(problem, operands, torch.float64)), 1e-5)
+
+
+@pytest.mark.gpu
+def test_large_on_the_gpu():
+    """9.4e8 elements of parts; the last rows are compared with the formula in float64."""
+    random = torch.Generator("cuda").manual_seed(0)
+    o = torch.randn(7, 2, 4096, 128, 128, device="cuda", generator=random)
+    lse = torch.randn(7, 2, 128, 4096, device="cuda", generator=random)
+    out, total = merge(o, lse)
+    rows = slice(4000, None)
+    weights = (lse[..., rows].double() - lse[..., rows].double().logsumexp(0)).exp().transpose(2, 3)[..., None]
+    torch.testing.assert_close(out[:, rows], (weights * o[:, :, rows]).sum(0).float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(total, lse.logsumexp(0), atol=1e-5, rtol=1e-5)
+
+
+COMPILE = """
+import torch
+from strobe.kernels import combine as c
+from strobe.kernels.portable.arguments import matrix, vector
+from strobe.lab.offline import pretend_gpu
+from strobe.lab.sass import audit
+for capability in (80, 90, 100):
+    o = torch.empty(6, 64, 8, 96, device="meta")
+    out = torch.empty(2, 64, 8, 96, device="meta", dtype=torch.bfloat16)
+    lse_parts, lse = (torch.empty(batch, 8, 64, device="meta") for batch in (6, 2))
+    with pretend_gpu(capability):
+        compiled = c._combine.warmup(
+            matrix(o), vector(lse_parts), matrix(out), vector(lse), 3, 2, 8, 64, DIM=96, PADDED=128, TILE=c.TILE_ROWS, grid=(1,)
+        )
+    print(capability, audit(compiled, "combine").spill_bytes)
+"""
+
+
+@pytest.mark.parametrize("folder", ["triton-3.6", None], ids=["oldest Triton", "installed Triton"])
+def test_compiles_for_gpus_that_are_not_there(folder):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if folder is not None:
+        if not (Path(sys.prefix) / folder).exists():
+            pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
+        environment["PYTHONPATH"] = str(Path(sys.prefix) / folder)
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["80 0", "90 0", "100 0"]
 
 
 # ---- into how many parts
