@@ -16,6 +16,7 @@ import strobe
 from strobe.device import KNOWN
 from strobe.kernels.sm90 import backend
 from strobe.kernels.sm90.config import Config, choose
+from strobe.lab.sass import count_by_role
 from strobe.problem import AttentionProblem, Dense
 
 OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
@@ -93,6 +94,11 @@ def test_roles_do_their_own_work_only(audits):
         assert producer["UTMALDG"] and not {"HGMMA", "MUFU.EX2", "UTMASTG"} & set(producer), audit["name"]
         for counts in consumers:
             assert counts["HGMMA"] and counts["MUFU.EX2"] and counts["UTMASTG"] and "UTMALDG" not in counts, audit["name"]
+
+
+def test_roles_that_the_kernel_does_not_have():
+    with pytest.raises(ValueError, match="2 roles were named, the kernel branches to 0 besides the first"):
+        count_by_role("", ("consumer", "producer"))
 
 
 def test_registers_fit_the_file():
