@@ -52,7 +52,7 @@ def full(shape, value, dtype, layout=None) -> Tensor:
     number = value.value if isinstance(value, Scalar) else value
     if not kind.is_floating_point and isinstance(number, float):
         number = int(number)
-    return compute("free", lambda: constant(number, kind).repeat(_listed([shape])), layout=layout or gl.AutoLayout())
+    return compute("free", lambda: constant(number, kind).expand(_listed([shape])).clone(), layout=layout or gl.AutoLayout())
 
 
 def zeros(shape, dtype, layout=None) -> Tensor:
@@ -332,7 +332,7 @@ def broadcast_all(values) -> list[Tensor]:
         raise IllegalOperation(f"{where()}: no tensor among the arguments")
     shape = tensors[0].data.shape
     for x in tensors[1:]:
-        shape = broadcast_shape(shape, x.data.shape)
+        shape = torch.Size(broadcast_shape(shape, x.data.shape))
     layout = layout_of(*tensors)
     return [broadcast_to(v, shape) if isinstance(v, Tensor) else full(shape, v, scalar(v).dtype, layout) for v in values]
 
@@ -348,7 +348,7 @@ def broadcast_to(x, *sizes):
     shape = _listed(sizes)
     if isinstance(x, Scalar):
         return full(shape, x, x.dtype)
-    if list(broadcast_shape(x.shape, shape)) != shape:
+    if broadcast_shape(x.shape, shape) != shape:
         raise IllegalOperation(f"{where()}: shape {list(x.shape)} does not broadcast to {shape}")
     return _viewed(x, lambda data: data.expand(shape), x.layout)
 

@@ -135,11 +135,11 @@ def binary(op: Op, a, b) -> Any:
     return compute(pipe, partial(_evaluate, op, kind), left, right, layout=layout_of(a, b))
 
 
-def broadcast_shape(a, b) -> torch.Size:
+def broadcast_shape(a, b) -> list[int]:
     """The common shape of two tensors. Gluon broadcasts dimensions of size 1 and adds none."""
     if len(a) != len(b) or any(m != n and 1 not in (m, n) for m, n in zip(a, b, strict=True)):
         raise IllegalOperation(f"{where()}: shapes {list(a)} and {list(b)} do not broadcast: same rank, equal sizes or 1")
-    return torch.broadcast_shapes(a, b)
+    return [n if m == 1 else m for m, n in zip(a, b, strict=True)]
 
 
 def layout_of(*operands):
