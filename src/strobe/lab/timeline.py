@@ -138,13 +138,11 @@ def table(report: dict) -> str:
 
 def measured(report: dict) -> list[Timeline]:
     """The Timelines of a report (see `strobe.lab.tracing`): of each point a typical CTA, a few blocks in its steady state."""
-    clock = report["points"][0]["telemetry"].get("sm_clock_mhz")
-    at = f", {clock:.0f} MHz" if clock else ""
     result = []
     for point in report["points"]:
         cta, stamps = next(iter(point["typical"].items()))
         title = (
-            f"{report['device']['name']}{at}: head dim {point['head_dim']}, {point['mask']}, S = {point['length']}, "
+            f"{report['device']['name']}: head dim {point['head_dim']}, {point['mask']}, S = {point['length']}, "
             f"CTA {cta}: {point['steady']['period']['median']:.0f} cycles a block of {point['tile_kv']} keys"
         )
         whole = timeline_of(stamps, title)

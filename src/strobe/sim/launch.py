@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from strobe.sim import context
+from strobe.sim.costs import costs_of
 from strobe.sim.language import MACHINE
 from strobe.sim.lift import lift
 from strobe.sim.machine import Machine, Report
 from strobe.sim.tensor import Pointer, Scalar, kind_of
-from strobe.sim.timing import costs_of
 from strobe.sim.units import MODELS
 from strobe.sim.units.tma import descriptor_of
 
