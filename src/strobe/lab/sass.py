@@ -121,10 +121,8 @@ def count_by_role(sass: str, roles: tuple[str, ...]) -> dict[str, dict[str, int]
     blocks, labels = _blocks(sass)
     switches = [i for i, block in enumerate(blocks) if "BRX" in block.names]
     workers = [labels[label] for label in blocks[switches[0]].targets] if len(switches) == 1 else []
-    if len(workers) < len(roles) - 1:
-        raise ValueError(
-            f"{len(roles)} roles were named, but the kernel has {len(switches)} switches to {len(workers)} of them"
-        )
+    if not workers or len(workers) < len(roles) - 1:
+        raise ValueError(f"{len(roles)} roles were named, the kernel branches to {len(workers)} besides the first")
     successors = [_successors(i, block, labels) for i, block in enumerate(blocks)]
     loop = _waiting_loop(successors, switches[0])
     entries = [0, *workers]
