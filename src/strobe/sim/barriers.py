@@ -122,6 +122,7 @@ def wait(mbarrier, phase, pred=True, deps=()) -> None:
         lambda: barrier.over(parity),
         lambda: f"parity {parity} of {barrier} at {place} ({barrier.state()})",
         lambda: barrier.completed + running.costs.wait,
+        running.costs.passing_wait,
     )
     running.partition.knows.join(barrier.handed_on)
 

@@ -54,7 +54,7 @@ class Partition:
         self.agent = cta.new_agent()
         self.knows = knows
         self.tick()
-        self.time = time
+        self.born = self.time = time
         self.ready: Callable[[], bool] | None = None
         self.waits_for: Callable[[], str] = str
         self.result: Any = None
@@ -120,8 +120,8 @@ class Cta:
 
 @dataclass
 class Report:
-    """What a simulation saw. Of timed runs, in cycles: spans, who did what when in the first CTA; stamps,
-    (cta, role, event, index, cycle)."""
+    """What a simulation saw. Of timed runs, in cycles: of the first CTA spans, who did what or waited
+    when, and lives, from when to when each partition ran; stamps, (cta, role, event, index, cycle)."""
 
     ctas: int = 0
     steps: int = 0
@@ -129,7 +129,8 @@ class Report:
     tmem_columns: int = 0
     cycles: float = 0.0
     spans: list[Span] = field(default_factory=list)
-    stamps: list[tuple[int, int, int, int, float]] = field(default_factory=list)
+    lives: dict[str, tuple[float, float]] = field(default_factory=dict)
+    stamps: list[tuple[int, int, str, int, float]] = field(default_factory=list)
 
 
 class Machine:
@@ -161,15 +162,18 @@ class Machine:
         """Let others go on."""
         self.scheduler.switch()
 
-    def wait(self, ready: Callable[[], bool], waits_for: Callable[[], str], since: Callable[[], float] | None = None) -> None:
-        """Wait until `ready()`. `since()`: the time at which it became so."""
+    def wait(
+        self, ready: Callable[[], bool], waits_for: Callable[[], str], since: Callable[[], float], least: float = 0.0
+    ) -> None:
+        """Wait until `ready()`. `since()`: the time at which a waiter knows of it; `least`: cycles that even a wait for what is
+        over takes."""
         partition = self._current
         begin, description = partition.time, waits_for() if self.timed else ""
         partition.ready, partition.waits_for = ready, waits_for
         self.scheduler.switch()
-        if since is not None and self.timed:
-            partition.time = max(partition.time, since())
-            if partition.time > begin:
+        if self.timed:
+            partition.time = max(partition.time + least, since())
+            if partition.time > begin + least:
                 self.span(partition.name, description.split(" at ")[0], begin, partition.time, "wait")
 
     def spend(self, cycles: float) -> None:
@@ -265,6 +269,8 @@ class Machine:
         report.smem_bytes = max(report.smem_bytes, cta.smem_bytes)
         report.tmem_columns = max(report.tmem_columns, cta.tmem_columns)
         report.cycles = max(report.cycles, main.time)
+        if cta.index == 0:
+            report.lives = {partition.name: (partition.born, partition.time) for partition in cta.partitions}
 
     def spawn(self, name: str, body: Callable[[], Any], warps: int, knows: Knowledge, time: float) -> Partition:
         partition = Partition(self._cta, name, body, warps, knows, time)

@@ -1,8 +1,8 @@
 """When register operations are done: the execution pipes of a multiprocessor, which all its warps share (timed runs).
 
 An operation on n elements takes n / rate cycles of its pipe. It may begin when the first elements of its operands are there
-and ends a latency after their last ones: compilers interleave dependent operations on a tile, so that they run as a chain of
-vector operations does. The partition itself moves on as soon as it has issued the instructions.
+and ends a latency after their last ones, as in a chain of vector operations; a reduction gives nothing before it has all. Warps
+issue in order: the partition moves on when the pipe has taken the last instruction.
 """
 
 from __future__ import annotations
@@ -73,8 +73,13 @@ class Pipes:
         end = max([partition.time, *(ready.end for ready in operands)])
         if pipe == "free":
             return Ready(start, end)
+        reduces = pipe.startswith("reduce ")
+        pipe = pipe.removeprefix("reduce ")
         cycles, latency = elements / self.costs.rate(pipe), self.costs.register_latency
         issue = elements / (32 * min(4, partition.warps)) / self.costs.per_instruction(pipe)
-        partition.time += issue
         begin, done = self[self.costs.unit(pipe)].reserve(start, cycles)
+        partition.time = max(partition.time + issue, done)
+        if reduces:  # nothing is there before all is
+            latency = self.costs.reduction_latency + elements * self.costs.reduction_cycles
+            begin = max(done, end)
         return Ready(begin + latency, max(done, end) + latency)

@@ -21,11 +21,11 @@ def _reduced(x: Tensor, axis, keep_dims, pipe: str, function):
         raise IllegalOperation(f"{where()}: a reduction of {x!r}, which is no tensor")
     rank = x.data.dim()
     if axis is None:
-        result = compute(pipe, lambda data: function(data.reshape(-1), 0), x, elements=x.numel)
+        result = compute(f"reduce {pipe}", lambda data: function(data.reshape(-1), 0), x, elements=x.numel)
         return kept(result, [1] * rank) if keep_dims else only(result)
     axis = axis_of(axis, rank)
     layout = gl.SliceLayout(axis, x.layout or Inferred(rank)) if rank > 1 else None
-    result = compute(pipe, lambda data: function(data, axis), x, layout=layout, elements=x.numel)
+    result = compute(f"reduce {pipe}", lambda data: function(data, axis), x, layout=layout, elements=x.numel)
     if keep_dims:
         return expand_dims(result, axis) if rank > 1 else kept(result, [1])
     return result if rank > 1 else only(result)

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from strobe.sim.context import machine, where
 from strobe.sim.dtypes import Inferred, constant, gluon_dtype, round_to, torch_dtype
 from strobe.sim.errors import IllegalOperation, Unsupported
+from strobe.sim.layouts import same_place
 from strobe.sim.operators import ADD, MAXIMUM, MINIMUM, MUL, SUB
 from strobe.sim.tensor import (
     Pointer,
@@ -421,8 +422,8 @@ def histogram(input, num_bins, mask=None, layout=None) -> Tensor:
 
 
 def convert_layout(value, layout, assert_trivial=False) -> Tensor:
-    """Registers change hands through shared memory, unless both layouts are known and the same."""
-    pipe = "free" if assert_trivial or value.layout is layout or value.layout == layout else "shuffle"
+    """Registers change hands, unless every thread has its elements already."""
+    pipe = "free" if assert_trivial or same_place(value.layout, layout, value.data.shape) else "shuffle"
     return compute(pipe, lambda data: data, value, layout=layout, elements=value.numel)
 
 

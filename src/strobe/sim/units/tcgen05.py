@@ -108,5 +108,6 @@ def _time(a, b, partition: Partition, queue: Queue) -> tuple[float, float]:
         return 0.0, 0.0
     (m, k), n = a.shape, b.shape[1]
     cycles = running.costs.mma_cycles(m, n, k, b.data.element_size(), isinstance(a, TensorMemoryView))
-    earliest = max(partition.time + running.costs.mma_latency, queue.time)
-    return running.cta.pipes["tensor core"].reserve(earliest, cycles)
+    steps = k * b.data.element_size() / 32  # instructions, each of 32 bytes along k, which wait for each other's accumulator
+    earliest = max(partition.time, queue.time)
+    return running.cta.pipes["tensor core"].reserve(earliest, cycles + steps * running.costs.mma_latency)

@@ -1,0 +1,63 @@
+"""Our attention kernels in the simulator: the same kernels and argument builders as on a GPU, tensors on the CPU."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from strobe.kernels.sm90 import config as sm90_config
+from strobe.kernels.sm90 import forward as sm90_forward
+from strobe.kernels.sm100 import config as sm100_config
+from strobe.kernels.sm100 import forward as sm100_forward
+from strobe.problem import AttentionProblem, Operands, lse_shape
+from strobe.sim.launch import Launch
+from strobe.sim.machine import Report
+
+BACKENDS = {"sm90": (sm90_forward, sm90_config.choose, 90), "sm100": (sm100_forward, sm100_config.choose, 100)}
+_ROWS_PER_NOTE = 128
+
+
+class Forward(NamedTuple):
+    """out, lse and notes as the backend's `launch` gives them (notes: None, or non-zero where rows hold a NaN or infinity)."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    notes: torch.Tensor | None
+    report: Report
+
+
+def simulate_forward(
+    problem: AttentionProblem, operands: Operands, backend: str = "sm90", config=None, order: str = "in_order", seed: int = 0,
+    ctas: int = 1,
+) -> Forward:  # fmt: skip
+    """The forward kernel of a backend over operands on the CPU.
+
+    config: the backend's Config; None: what it chooses. order, seed: see `strobe.sim.machine`. ctas: how many CTAs share the
+    tiles if the kernel is persistent (sm100), so that one computes several; others have one a tile. ValueError for another
+    backend or an empty problem; a SimulationError for a mistake in the kernel.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    kernels, choose, arch = BACKENDS[backend]
+    launch, out, lse, notes = forward_launch(kernels, arch, problem, operands, config or choose(problem), ctas)
+    return Forward(out, lse, notes, launch.simulate(order, seed))
+
+
+def forward_launch(
+    kernels: ModuleType, arch: int, problem: AttentionProblem, operands: Operands, config, ctas: int = 1
+) -> tuple[Launch, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The launch of a module's `forward_kernel`, and what it fills: out, lse (both NaN until then) and notes."""
+    if 0 in (*operands.q.shape, *operands.k.shape):
+        raise ValueError(f"no kernel runs for q {list(operands.q.shape)} and k {list(operands.k.shape)}: one is empty")
+    out = torch.full((*operands.q.shape[:-1], problem.head_dim_v), torch.nan, dtype=problem.dtype)
+    lse = torch.full(lse_shape(problem), torch.nan)
+    notes = None
+    if problem.mask.band != (None, None, None):
+        tiles = -(-problem.lengths.seqlen_q // _ROWS_PER_NOTE)
+        notes = torch.zeros(problem.lengths.batch * problem.heads_q * tiles, dtype=torch.int32)
+    grid, arguments, constants = kernels.kernel_arguments(problem, operands, out, lse, notes, config)
+    if getattr(config, "persistent", False):
+        grid = (min(ctas, *grid),)
+    return Launch(kernels.forward_kernel, grid, arguments, constants, arch, ("notes_ptr",)), out, lse, notes
