@@ -16,6 +16,8 @@ GUIDE = "CUDA C++ Programming Guide, throughput of native arithmetic instruction
 FA4 = "Zadouri et al., FlashAttention-4 (arXiv 2603.05451)"
 B200_CHAINS = "AndreSlavescu/flashinfer-competition, microbenchmarks/utcmma: dependent tcgen05.mma on a B200"
 
+B300_CHAINS = "256 dependent instructions run at 16.4 TFLOP/s an SM on a B300 (Antoniomv7/gb300-microbench), the full rate"
+
 
 class Cost(float):
     """A number that knows its source. assumed: neither measured here nor published for this arch; `source` says what for."""
@@ -41,9 +43,8 @@ class Costs:
     tma_issue: of one copy; tma_latency: from issue to completion of a small copy from L2, tma_latency_memory: from memory
     while all SMs load; tma_bytes: a cycle and SM. cp_async_latency: likewise.
     mma_flops: of 2-byte operands, a cycle; mma_issue; mma_latency: what a product takes beyond its mma_cycles (wgmma: until
-    its wait is over; tcgen05: each instruction of 32 bytes along k, until the next may begin on the same accumulator);
-    commit_latency: from a product's end to the arrival that tcgen05.commit makes; operand_bytes: of shared memory a cycle,
-    for the operands that are read there.
+    its wait is over; tcgen05: until the next may begin on the same accumulator); commit_latency: from a product's end to the
+    arrival that tcgen05.commit makes; operand_bytes: of shared memory a cycle, for the operands that are read there.
     register_latency: of a dependent register operation; reduction_latency, and reduction_cycles for each element: what a
     reduction takes beyond the work of its pipe, as its steps wait for each other.
     rates: work a cycle, by pipe: elements of "fma", "fma2" (packed pairs), "alu" (integers, compare, maximum, select), "mufu",
@@ -171,7 +172,7 @@ _SM100 = _carried(SM90, 100)
 SM100 = replace(
     _SM100,
     mma_flops=Cost(8192, f"HGX B200 data sheet: 2250 TFLOP/s on 148 SMs at 1.85 GHz; {FA4}"),
-    mma_latency=Cost(10, f"{B200_CHAINS}: 128 x 128 x 16 in 74 cycles, 64 of arithmetic; 128 x 256 x 16 in 138, 128"),
+    mma_latency=Cost(10, f"{B200_CHAINS}: 128 x 128 x 16 in 74 cycles, 64 of arithmetic. Once a product: {B300_CHAINS}"),
     commit_latency=Cost(22, f"{B200_CHAINS}: commit and wait take 52 cycles, less `wait`"),
     operand_bytes=Cost(128, f"{FA4}: shared memory, 128 bytes a cycle"),
     rates=_with_rates(
