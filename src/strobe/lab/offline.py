@@ -70,9 +70,6 @@ def audit_sm90_forward(
     return audit(compiled, _name("sm90", problem), time.perf_counter() - start, roles)
 
 
-SM100_ROLES = ("softmax 0", "softmax 1", "correction", "mma", "epilogue", "load")
-
-
 def audit_sm100_forward(
     head_dims: tuple[int, int] = (128, 128),
     causal: bool = True,
@@ -89,7 +86,9 @@ def audit_sm100_forward(
     start = time.perf_counter()
     with pretend_gpu(100):
         compiled = forward.compile_only(problem, config)
-    return audit(compiled, _name("sm100", problem), time.perf_counter() - start, SM100_ROLES)
+    softmax = (f"softmax {w}" for w in range(config.q_stages))
+    roles = (*softmax, *(["correction"] if config.correction else []), "mma", "epilogue", "load")
+    return audit(compiled, _name("sm100", problem), time.perf_counter() - start, roles)
 
 
 def _forward_problem(head_dims: tuple[int, int], causal: bool, dtype: torch.dtype, length: int) -> AttentionProblem:
