@@ -106,7 +106,7 @@ class Config:
     @property
     def o_in_q(self) -> bool:
         """Whether O leaves through Q's buffer, because one of its own does not fit."""
-        return self.head_dim > 128
+        return self.head_dim > 128 and self.splits == 1
 
     @property
     def softmax_registers(self) -> int:
@@ -122,6 +122,17 @@ class Config:
         """Of the load, MMA and epilogue warps, which share a warpgroup with the padding warp."""
         return 48
 
+    @property
+    def worker_warps(self) -> list[int]:
+        """Warps of the roles after softmax0: softmax1, correction, mma, epilogue, load."""
+        return [4] * (self.q_stages - 1 + self.correction) + [1, 1, 1]
+
+    @property
+    def worker_registers(self) -> list[int]:
+        """Registers a thread of these."""
+        softmax = [self.softmax_registers] * (self.q_stages - 1)
+        return softmax + [self.correction_registers] * self.correction + [self.other_registers] * 3
+
     def smem_map(self) -> list[Buffer]:
         """The buffers of one CTA: 16-bit elements, float32 row statistics, 8-byte barriers. Each chunk of a head dim is a
         buffer of its own. K and V take turns in one ring; a CTA of two holds half the rows of K, half the columns of V."""
@@ -135,11 +146,11 @@ class Config:
         for (name, chunk), stages, place in zip(_named("sV", self.chunks_v), ring, places, strict=False):
             shape = mn_major(self.tile_kv, chunk // self.ctas, stages)
             buffers.append(Buffer(name, shape, 2 * stages * keys * chunk, over=place))
-        for name, chunk in _named("sO", self.chunks_v):
+        for name, chunk in _named("sO", self.chunks_v) if self.splits == 1 else ():  # else it goes straight to global memory
             over = _named("sQ", self.chunks)[0][0] if self.o_in_q else ""
             buffers.append(Buffer(name, stored(rows, chunk, q_stages), 2 * q_stages * rows * chunk, over))
         buffers.append(Buffer("sScale", (q_stages, 2, rows), 4 * q_stages * 2 * rows))
-        barriers = 2 * self.kv_stages + 11 * q_stages
+        barriers = 2 * self.kv_stages + 10 * q_stages
         buffers.append(Buffer("barriers", (barriers,), _BARRIER * barriers))
         return buffers
 
