@@ -286,7 +286,8 @@ def epilogue(w: gl.constexpr, acc, row_max, row_sum, work, band, o_s, outputs, C
     gl.store(lse_ptr + batch_head.to(gl.int64) * band.n_q + rows, lse, mask=rows < band.n_q)
     o = acc * gl.convert_layout(gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum), rows_of(C.head_dim))[:, None]
     if notes_ptr is not None:
-        broken = gl.sum(o * 0.0, 1) != 0.0
+        exists = row + gl.arange(0, ROWS, rows_of(C.head_dim)) < band.n_q  # the rows beyond may have no note
+        broken = exists & (gl.sum(o * 0.0, 1) != 0.0)
         note = batch_head * ((band.n_q + 127) // 128) + row // 128
         gl.store(notes_ptr + note + gl.full([ROWS], 0, gl.int32, rows_of(C.head_dim)), 1, mask=broken)
     o_s.store(o.to(o_desc.dtype))
@@ -361,7 +362,7 @@ def _run(problem: AttentionProblem, operands: Operands, config: Config, trace: t
     if problem.mask.band != (None, None, None):
         tiles = triton.cdiv(problem.lengths.seqlen_q, 128)
         notes = torch.zeros(lse.shape[0] * lse.shape[1] * tiles, dtype=torch.int32, device=q.device)
-    grid, arguments, constants = _arguments(problem, operands, out, lse, notes, config, trace)
+    grid, arguments, constants = kernel_arguments(problem, operands, out, lse, notes, config, trace)
     with torch.cuda.device_of(q):  # Triton launches on the current device, which need not be q's
         forward_kernel[grid](*arguments, **constants)
     return out, lse, notes
@@ -376,11 +377,11 @@ def compile_only(problem: AttentionProblem, config: Config, traced: bool = False
     lse = torch.empty(lse_shape(problem), dtype=torch.float32, device="meta")
     notes = None if problem.mask.band == (None, None, None) else torch.empty(1, dtype=torch.int32, device="meta")
     trace = torch.empty(1, dtype=torch.int64, device="meta") if traced else None
-    grid, arguments, constants = _arguments(problem, Operands(q, k, k), q, lse, notes, config, trace)
+    grid, arguments, constants = kernel_arguments(problem, Operands(q, k, k), q, lse, notes, config, trace)
     return forward_kernel.warmup(*arguments, grid=grid, **constants)
 
 
-def _arguments(problem: AttentionProblem, operands: Operands, out, lse, notes, config: Config, trace=None):
+def kernel_arguments(problem: AttentionProblem, operands: Operands, out, lse, notes, config: Config, trace=None):
     """The kernel's grid, arguments and compile-time constants."""
     lengths = problem.lengths
     assert isinstance(lengths, Dense)
