@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import sys
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -113,11 +114,18 @@ class _Lifter:
         return thing
 
     def _constexpr_function(self, function: FunctionType) -> Callable:
-        """Runs as it is, on plain values; what it returns may name things to lift."""
+        """Runs as it is, on plain values, once in a launch for the same ones (Gluon searches long for some layouts); what it
+        returns may name things to lift."""
+        known: dict[tuple, Any] = {}
 
         def run(*args, **kwargs):
-            values = function(*map(unwrap, args), **{name: unwrap(value) for name, value in kwargs.items()})
-            return self.lift(values)
+            values = tuple(map(unwrap, args))
+            if kwargs or not all(map(_constant, values)):
+                return self.lift(function(*values, **{name: unwrap(value) for name, value in kwargs.items()}))
+            key = (*values, *map(type, values))
+            if key not in known:
+                known[key] = self.lift(function(*values))
+            return known[key]
 
         run.__name__ = function.__name__
         return run
@@ -226,6 +234,11 @@ def _without_model(name: str) -> Callable:
         raise Unsupported(f"{where()}: the simulator has no model of {name}")
 
     return raise_unsupported
+
+
+def _constant(value) -> bool:
+    """Whether equal values stay equal: integers, and dataclasses whose hash says so."""
+    return type(value) in (int, bool) or (is_dataclass(value) and type(value).__hash__ not in (None, object.__hash__))
 
 
 def _package(module: str) -> str:
