@@ -397,13 +397,26 @@ def test_work_goes_to_the_right_pipe(machine):  # noqa: F811
         (lambda: x * 2.0, "fma", 64), (lambda: i * 2, "alu", 64), (lambda: x > 1.0, "alu", 64), (lambda: x[None], "free", 64),
         (lambda: registers.exp2(x), "mufu", 64), (lambda: 1.0 / x, "mufu", 64), (lambda: registers.fma2(x, x, x), "fma2", 64),
         (lambda: registers.add2(x, 1.0), "fma2", 64), (lambda: registers.max2(x, x), "alu", 64),
-        (lambda: reductions.sum_(x, 1), "fma", 64), (lambda: reductions.max_(x, 0), "alu", 64),
+        (lambda: reductions.sum_(x, 1), "reduce fma", 64), (lambda: reductions.max_(x, 0), "reduce alu", 64),
         (lambda: registers.mma_v2(x, x, x), "mma", 512), (lambda: x.to(gl.bfloat16), "alu", 64),
         (lambda: registers.convert_layout(x, MATRIX), "shuffle", 64), (lambda: registers.convert_layout(x, None), "free", 64),
     ):  # fmt: skip
         machine.issued.clear()
         make()
         assert machine.issued == [(pipe, elements)], pipe
+
+
+def test_what_a_change_of_layout_costs(machine):  # noqa: F811
+    def accumulator(columns):
+        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+    operand = gl.DotOperandLayout(operand_index=0, parent=accumulator(64), k_width=2)
+    blocked = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    p, rows = Tensor(torch.ones(64, 128), accumulator(128)), Tensor(torch.ones(64), gl.SliceLayout(1, accumulator(128)))
+    machine.issued.clear()
+    for x, layout in ((p, operand), (p, blocked), (rows, gl.SliceLayout(1, accumulator(64))), (rows, Inferred(1))):
+        assert registers.convert_layout(x, layout).layout == layout
+    assert machine.issued == [("free", 64 * 128), ("shuffle", 64 * 128), ("free", 64), ("shuffle", 64)]
 
 
 # ---- pointers
