@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from strobe.cli import app
 from strobe.kernels.common.stamp import EVENTS, ROLES
 from strobe.lab import timeline, tracing
 from strobe.sim.trace import Event, Span, Timeline, phases, timeline_of
+
+ROOT = Path(__file__).parents[1]
 
 # ---- stamps
 
@@ -158,3 +161,24 @@ def test_perfetto_has_every_span(report):
 def test_without_a_gpu_there_is_one_sentence():
     result = CliRunner(env={"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"}).invoke(app, ["timeline"])
     assert result.exit_code == 2 and "needs a Hopper GPU (sm_90), not CPU" in result.output
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_simulated_timeline_is_near_the_measured_one(mask):
+    """The committed measurement, an H200: the simulator's period of a block is within 20% of it, and not below the products."""
+    measured = json.loads((ROOT / "benchmarks/results/timeline-h200-2026-11-21.json").read_text())
+    for head_dim in (64, 128):
+        point = tracing.simulate((head_dim,), (mask,), 2048, "")["points"][0]
+        (reference,) = (p for p in measured["points"] if (p["head_dim"], p["mask"]) == (head_dim, mask))
+        period = point["steady"]["period"]["median"]
+        assert period == pytest.approx(reference["steady"]["period"]["median"], rel=0.2)
+        assert period >= 4 * point["tile_q"] * point["tile_kv"] * head_dim / 4096
+
+
+def test_a_timeline_is_simulated_without_a_gpu(tmp_path):
+    path = tmp_path / "simulated.json"
+    options = ["timeline", "--simulate", "--head-dims", "64", "--full", "--length", "1024", "--json", str(path)]
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, options)
+    assert result.exit_code == 0, result.output
+    assert json.loads(path.read_text())["device"]["name"] == "simulated sm_90"
+    assert (tmp_path / "simulated.png").exists()

@@ -150,10 +150,11 @@ def timeline(
     head_dims: Annotated[str, typer.Option(help="Comma-separated.")] = "64,128",
     length: Annotated[int, typer.Option(help="Sequence length.")] = 4096,
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="One mask only; default: both.")] = None,
+    simulate: Annotated[bool, typer.Option("--simulate", help="By the simulator's clock; needs no GPU.")] = False,
     report: Annotated[str | None, typer.Option(help="Draw this JSON instead of measuring.")] = None,
     json: Annotated[str | None, typer.Option(help="Default: benchmarks/results/timeline-<gpu>-<date>.json.")] = None,
 ) -> None:
-    """What each warp role of the forward does when, in cycles, measured on this Hopper GPU; a table and a picture."""
+    """What each warp role of the Hopper forward does when, in cycles, on this GPU or simulated; a table and a picture."""
     from json import dumps, loads
     from pathlib import Path
 
@@ -164,11 +165,12 @@ def timeline(
     if report is not None:
         path, measurement = Path(report), loads(Path(report).read_text())
     else:
-        from strobe.lab.tracing import measure
+        from strobe.lab import tracing
 
         masks = ("full", "causal") if causal is None else (("causal",) if causal else ("full",))
         try:
-            measurement = measure(_numbers("head-dims", head_dims) or (), masks, length, _command(sys.argv[1:]))
+            run = tracing.simulate if simulate else tracing.measure
+            measurement = run(_numbers("head-dims", head_dims) or (), masks, length, _command(sys.argv[1:]))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         path = Path(json) if json else default_path(measurement)

@@ -1,6 +1,6 @@
-"""Measures where a kernel's cycles go: runs it with stamps on a GPU, and keeps what its roles did when.
+"""Where a kernel's cycles go: runs it with stamps, on a GPU or in the simulator, and keeps what its roles did when.
 
-The stamps of a traced launch come back as one report: for each problem the steady state of the consumers over all CTAs
+The stamps come back as one report: for each problem the steady state of the consumers over all CTAs
 (see `strobe.sim.trace.phases`), and the stamps of a few typical CTAs, which `strobe.lab.timeline` draws.
 """
 
@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from statistics import median, quantiles
 
 import torch
 
-from strobe.device import arch_of
-from strobe.lab.machine import Telemetry, describe
+from strobe.device import KNOWN, arch_of
+from strobe.kernels.sm90.config import Config
+from strobe.lab.machine import Telemetry, commit, describe
 from strobe.masks import Causal, Full
-from strobe.problem import AttentionProblem, Dense, Operands
+from strobe.problem import AttentionProblem, Dense, Operands, lse_shape
 from strobe.sim.trace import Stamps, phases
 
 TOKENS = 16384
@@ -53,6 +55,37 @@ def measure(head_dims: Sequence[int], masks: Sequence[str], length: int, command
     return report
 
 
+def simulate(head_dims: Sequence[int], masks: Sequence[str], length: int, command: str) -> dict:
+    """The same report without a GPU: from the simulator's clock, for the last query tile of one head."""
+    return {
+        "what": "timeline, simulated",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "device": {"name": "simulated sm_90", "commit": commit()},
+        "points": [_simulated_point(head_dim, mask, length) for head_dim in head_dims for mask in masks],
+    }
+
+
+def _simulated_point(head_dim: int, mask: str, length: int) -> dict:
+    from strobe import sim
+    from strobe.kernels.common.stamp import COUNT, ROLES, clock
+    from strobe.kernels.sm90 import backend
+    from strobe.kernels.sm90.forward import forward_kernel, kernel_arguments
+    from strobe.sim.context import machine
+    from strobe.sim.tensor import Scalar
+
+    sim.register(clock, lambda: Scalar(1 + int(machine().partition.time), torch.int64))  # 0 says "not passed"
+    config = backend.config(_problem(head_dim, mask, length), KNOWN["H200"])
+    problem = replace(_problem(head_dim, mask, length), lengths=Dense(1, config.tile_q, length), heads_q=1, heads_kv=1)
+    q, k, v = (torch.randn(1, n, 1, head_dim).to(problem.dtype) for n in (config.tile_q, length, length))
+    lse, notes = torch.empty(lse_shape(problem)), torch.zeros(2, dtype=torch.int32) if mask == "causal" else None
+    trace = torch.zeros(-(-length // config.tile_kv), 1, ROLES.value, COUNT.value, dtype=torch.int64)
+    grid, arguments, constants = kernel_arguments(problem, Operands(q, k, v), torch.empty_like(q), lse, notes, config, trace)
+    report = sim.simulate(forward_kernel, (*grid, 1, 1), *arguments, order="timed", rewritable=("notes_ptr",), **constants)
+    facts = {"head_dim": head_dim, "mask": mask, "length": length, "cycles": report.cycles}
+    return facts | _analysis(trace.permute(1, 2, 3, 0), config)
+
+
 def _problem(head_dim: int, mask: str, length: int) -> AttentionProblem:
     heads = max(1, 2048 // head_dim)
     return AttentionProblem(
@@ -86,14 +119,18 @@ def _point(problem: AttentionProblem, device: torch.device, telemetry: Telemetry
     plain = _milliseconds(lambda: launch(problem, operands, config))
     traced = _milliseconds(lambda: launch_traced(problem, operands, config))
     stamps = launch_traced(problem, operands, config).cpu()
+    milliseconds = {"plain": plain, "traced, with the zeroing of its trace": traced}
+    return {"milliseconds": milliseconds, "telemetry": telemetry.since(start)} | _analysis(stamps, config)
+
+
+def _analysis(stamps: torch.Tensor, config: Config) -> dict:
+    """What a report says of the stamps of a launch."""
     roles = [f"consumer {w}" for w in range(config.groups)] + ["producer"]
     steady = _steady(stamps, roles)
     return {
         "config": str(config),
         "tile_q": config.tile_q,
         "tile_kv": config.tile_kv,
-        "milliseconds": {"plain": plain, "traced, with the zeroing of its trace": traced},
-        "telemetry": telemetry.since(start),
         "ctas": stamps.shape[0],
         "steady": _spread([s for _, s in steady]),
         "cta_cycles": _spread([{"cta": _duration(stamps, cta)} for cta, _ in steady])["cta"],
@@ -145,7 +182,7 @@ def _steady(stamps: torch.Tensor, roles: list[str]) -> list[tuple[int, dict[str,
 def _spread(samples: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     """Over samples: median, tenth and ninetieth percentile of each quantity."""
     columns = {name: [sample[name] for sample in samples] for name in samples[0]}
-    tenths = {name: quantiles(column, n=10, method="inclusive") for name, column in columns.items()}
+    tenths = {name: quantiles(column * 2, n=10, method="inclusive") for name, column in columns.items()}  # 2: one is too few
     return {name: {"median": median(columns[name]), "p10": cuts[0], "p90": cuts[-1]} for name, cuts in tenths.items()}
 
 
