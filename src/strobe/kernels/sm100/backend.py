@@ -32,8 +32,6 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
     dims = problem.head_dim, problem.head_dim_v
     if dims not in HEAD_DIMS:
         return f"takes head dims 64, 96 and 128, the same for k and v, or 192 and 128, not {dims[0]} and {dims[1]}"
-    if isinstance(problem.lengths, Varlen):
-        return "takes no packed sequences yet"
     if max(_rows(problem)) >= MAX_BOUND:
         return "counts rows in int32 and takes fewer than 2^30 of them"
     if problem.mask.documents is not None:
@@ -68,10 +66,16 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
     if 0 in (*q.shape, problem.lengths.batch, operands.k.shape[-3]):
         out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
         return out, torch.full(lse_shape(problem), -torch.inf, dtype=torch.float32, device=q.device)
+    from strobe.kernels.combine import combine
     from strobe.kernels.portable import forward as portable
     from strobe.kernels.sm100.forward import launch
 
-    out, lse, notes = launch(problem, operands, config(problem, arch_of(q.device)))
+    chosen = config(problem, arch_of(q.device))
+    out, lse, notes = launch(problem, operands, chosen)
+    if chosen.splits > 1:
+        out_parts, lse_parts = out, lse
+        out, lse = torch.empty_like(out[0], dtype=q.dtype), torch.empty_like(lse[0])
+        combine(out_parts, lse_parts, out, lse)
     if notes is not None:
         portable.redo(problem, operands, out, lse, notes)  # exits at once where there is no note
     return out, lse

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from strobe.kernels.maps import Buffer, Columns, k_major, mn_major, stored, total_bytes
 from strobe.problem import AttentionProblem
@@ -181,9 +181,13 @@ class Config:
         return 1 << (self.tmem_columns() - 1).bit_length()
 
     def __str__(self) -> str:
+        """Every field is in it: Triton's cache tells compiled kernels apart by this text."""
+        switches = {field.name: getattr(self, field.name) for field in fields(self)[5:]}
+        switches = {name: value for name, value in switches.items() if value != getattr(Config, name)}
+        others = "".join(f", {name} {value}" for name, value in switches.items())
         return (
-            f"tile {self.tile_q} x {self.tile_kv}, {self.q_stages} Q stages, {self.kv_stages} K/V stages, "
-            f"{'2 CTAs' if self.two_ctas else '1 CTA'}, {self.smem_bytes() / 1024:.0f} KiB shared memory, "
+            f"tile {self.tile_q} x {self.tile_kv}, head dims {self.head_dim} and {self.head_dim_v}, {self.q_stages} Q stages, "
+            f"{self.kv_stages} K/V stages{others}, {self.smem_bytes() / 1024:.0f} KiB shared memory, "
             f"{self.tmem_columns()} columns of tensor memory"
         )
 

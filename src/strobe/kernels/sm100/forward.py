@@ -438,10 +438,11 @@ def write_part(stage, factor, partial, place, exists, C: gl.constexpr):
 def epilogue(K):
     turn = 0
     for tile in range(gl.program_id(0), K.heads.tiles, gl.num_programs(0)):
-        work = K.locate(tile)
-        if (work.blocks() > 0) & (K.C.splits == 1):
-            epilogue_tile(K, work, turn)
-            turn += 1
+        if K.C.splits == 1:
+            work = K.locate(tile)
+            if work.blocks() > 0:
+                epilogue_tile(K, work, turn)
+                turn += 1
 
 
 @gluon.jit
@@ -498,17 +499,20 @@ def launch(
     """out, lse and notes.
 
     With one split, out is laid out as q and lse as `lse_shape` says; with more, both are float32 with the splits in front,
-    to be combined. Packed rows that belong to no sequence are left alone. notes: None, or int32 [batch * heads_q *
-    ceil(seqlen_q / 128)], non-zero where 128 rows of a masked problem hold a NaN or an infinity, which a masked-out value
-    may have caused.
+    to be combined. Packed rows that belong to no sequence get 0 and -inf. notes: None, or int32 [batch * heads_q *
+    ceil(seqlen_q / 128)], non-zero where 128 rows of a masked or packed problem hold a NaN or an infinity, which a
+    masked-out value may have caused.
     """
     q, lengths = operands.q, problem.lengths
     splits = () if config.splits == 1 else (config.splits,)
     dtype = q.dtype if config.splits == 1 else torch.float32
-    out = torch.empty(*splits, *q.shape[:-1], problem.head_dim_v, dtype=dtype, device=q.device)
-    lse = torch.empty(*splits, *lse_shape(problem), dtype=torch.float32, device=q.device)
+    make = torch.zeros if problem.varlen else torch.empty
+    out = make(*splits, *q.shape[:-1], problem.head_dim_v, dtype=dtype, device=q.device)
+    lse = make(*splits, *lse_shape(problem), dtype=torch.float32, device=q.device)
+    if problem.varlen:
+        lse.fill_(-torch.inf)
     notes = None
-    if problem.mask.band != (None, None, None):
+    if problem.mask.band != (None, None, None) or problem.varlen:  # the neighbours of a packed sequence are masked out too
         tiles = lengths.batch * problem.heads_q * triton.cdiv(lengths.seqlen_q, 128)
         notes = torch.zeros(tiles, dtype=torch.int32, device=q.device)
     grid, arguments, constants = kernel_arguments(problem, operands, out, lse, notes, config)
