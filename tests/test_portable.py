@@ -16,6 +16,7 @@ from problems import CASES, Case, check, describe, run, tensors, upstream
 import strobe
 from strobe.device import CPU, KNOWN
 from strobe.kernels.portable import backend
+from strobe.kernels.portable import forward as portable_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -168,19 +169,34 @@ def test_rows_of_no_sequence_are_zero():
 # ---- the notes
 
 
-def test_only_noted_rows_are_written():
-    from strobe.kernels.portable.forward import redo
+NOTED = (
+    Case(300, 300, heads_q=4, heads_kv=2, mask="causal"),
+    Case(300, 200, heads_q=2, heads_kv=1, packed=True, batch=4, mask="causal"),
+    Case(150, 260, packed=True, batch=3),
+)
 
-    t = tensors(Case(300, 140, heads_q=2, mask="causal"), torch.float32, DEVICE)
+
+@pytest.mark.parametrize("case", NOTED, ids=str)
+def test_only_noted_rows_are_written(case):
+    t = tensors(case, torch.float32, DEVICE)
     problem, operands = describe(t)
-    want, want_lse = backend.forward(problem, operands)
-    out, lse = torch.full_like(want, 7.0), torch.full_like(want_lse, 7.0)
-    notes = torch.zeros(2, 2, 3, dtype=torch.int32, device=DEVICE)
-    notes[1, 0, 1] = notes[0, 1, 2] = 1
-    redo(problem, operands, out, lse, notes.flatten())
-    noted = notes.bool().repeat_interleave(128, 2)[:, :, :300]
+    want_out, want_lse = backend.forward(problem, operands)
+    blocks = -(-case.n_q // portable_forward.NOTED_ROWS)
+    notes = torch.zeros(case.batch * case.heads_q * blocks, dtype=torch.int32, device=DEVICE)
+    notes[::3] = 1
+    out, lse = torch.full_like(want_out, 7.0), torch.full_like(want_lse, 7.0)
+    portable_forward.redo(problem, operands, out, lse, notes)
+    noted = torch.zeros_like(want_lse, dtype=torch.bool)
+    starts = t.keywords["cu_seqlens_q"].tolist() if case.packed else None
+    for note in notes.nonzero().flatten().tolist():
+        batch, head, first = note // blocks // case.heads_q, note // blocks % case.heads_q, note % blocks * 128
+        if starts is None:
+            noted[batch, head, first : first + 128] = True
+        else:
+            noted[head, starts[batch] + first : min(starts[batch] + first + 128, starts[batch + 1])] = True
+    assert noted.any() and not noted.all()
     assert_same(lse, torch.where(noted, want_lse, 7.0))
-    assert_same(out, torch.where(noted.transpose(1, 2)[..., None], want, 7.0))
+    assert_same(out, torch.where(noted.transpose(-1, -2)[..., None], want_out, 7.0))
 
 
 # ---- refusals

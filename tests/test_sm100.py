@@ -217,7 +217,7 @@ def test_a_hopper_config_has_a_map_too():
         ({"unaligned": ("k", "v")}, "multiples of 16 bytes.*which k, v lacks"),
         ({"mask": strobe.Document(torch.zeros(2, 4096, dtype=torch.int32))}, "no documents"),
         ({"lengths": Dense(1, 1, 1 << 30)}, "fewer than 2\\^30"),
-        ({"lengths": Varlen(2, 10, 10, 5, 5)}, "no packed sequences yet"),
+        ({"lengths": Varlen(2, 1 << 30, 10, 5, 5)}, "fewer than 2\\^30"),
     ],
 )
 def test_refusals(changes, reason):
@@ -233,6 +233,10 @@ def test_accepts(dims, mask):
             backend.refuses(problem(head_dim=dims[0], head_dim_v=dims[1], mask=mask), replace(B200, capability=capability))
             is None
         )
+
+
+def test_accepts_packed_sequences():
+    assert backend.refuses(problem(lengths=Varlen(2, 10, 10, 5, 5)), B200) is None
 
 
 def test_other_gpus_are_refused():

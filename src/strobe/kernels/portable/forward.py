@@ -181,9 +181,12 @@ def _redo(
     blocks = tl.cdiv(n_q, NOTED_ROWS)
     for note in tl.range(share, tl.minimum(share + SHARE, number)):
         if tl.load(notes + note) != 0:
+            batch = note // blocks // heads_q
+            start_q, rows = sequence(cu_seqlens_q, batch, n_q, total_q)
+            start_kv, keys = sequence(cu_seqlens_kv, batch, n_kv, total_kv)
             for within in tl.range(0, NOTED_ROWS, TILE_Q):
                 _rows(
-                    note % blocks * NOTED_ROWS + within, note // blocks % heads_q, note // blocks // heads_q, 0, 0, n_q, n_kv,
+                    note % blocks * NOTED_ROWS + within, note // blocks % heads_q, batch, start_q, start_kv, rows, keys,
                     q, k, v, out, lse, left, right, prefix, document_q, document_kv, score, group,
                     DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV,
                 )  # fmt: skip
@@ -205,10 +208,10 @@ def launch(problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse
 
 
 def redo(problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor, notes: torch.Tensor) -> None:
-    """Write out and lse of those blocks of 128 rows of a dense problem whose note is not 0.
+    """Write out and lse of those blocks of 128 rows whose note is not 0.
 
-    notes: int32 [batch * heads_q * ceil(seqlen_q / 128)], where block r of head h of batch b has the place
-    (b * heads_q + h) * ceil(seqlen_q / 128) + r.
+    notes: int32 [batch * heads_q * ceil(seqlen_q / 128)], where block r of head h of batch entry (or sequence) b has the
+    place (b * heads_q + h) * ceil(seqlen_q / 128) + r.
     """
     _, keywords = _keywords(problem, operands, out, lse)
     number = notes.numel()
