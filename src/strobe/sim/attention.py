@@ -20,7 +20,8 @@ _ROWS_PER_NOTE = 128
 
 
 class Forward(NamedTuple):
-    """out, lse and notes as the backend's `launch` gives them (notes: None, or non-zero where rows hold a NaN or infinity)."""
+    """out, lse and notes as the backend's `launch` gives them: notes None, or non-zero where rows hold a NaN or an infinity;
+    of a Config with splits, out and lse float32 with the splits in front."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -51,8 +52,10 @@ def forward_launch(
     """The launch of a module's `forward_kernel`, and what it fills: out, lse (both NaN until then) and notes."""
     if 0 in (*operands.q.shape, *operands.k.shape):
         raise ValueError(f"no kernel runs for q {list(operands.q.shape)} and k {list(operands.k.shape)}: one is empty")
-    out = torch.full((*operands.q.shape[:-1], problem.head_dim_v), torch.nan, dtype=problem.dtype)
-    lse = torch.full(lse_shape(problem), torch.nan)
+    splits = getattr(config, "splits", 1)
+    parts, dtype = ((), problem.dtype) if splits == 1 else ((splits,), torch.float32)
+    out = torch.full((*parts, *operands.q.shape[:-1], problem.head_dim_v), torch.nan, dtype=dtype)
+    lse = torch.full((*parts, *lse_shape(problem)), torch.nan)
     notes = None
     if problem.mask.band != (None, None, None):
         tiles = -(-problem.lengths.seqlen_q // _ROWS_PER_NOTE)
@@ -60,4 +63,4 @@ def forward_launch(
     grid, arguments, constants = kernels.kernel_arguments(problem, operands, out, lse, notes, config)
     if getattr(config, "persistent", False):
         grid = (min(ctas, *grid),)
-    return Launch(kernels.forward_kernel, grid, arguments, constants, arch, ("notes_ptr",)), out, lse, notes
+    return Launch(kernels.forward_kernel, grid, arguments, constants, arch, ("notes_ptr", "notes")), out, lse, notes

@@ -47,8 +47,9 @@ class Costs:
     arrival that tcgen05.commit makes; operand_bytes: of shared memory a cycle, for the operands that are read there.
     register_latency: of a dependent register operation; reduction_latency, and reduction_cycles for each element: what a
     reduction takes beyond the work of its pipe, as its steps wait for each other.
-    rates: work a cycle, by pipe: elements of "fma", "fma2" (packed pairs), "alu" (integers, compare, maximum, select), "mufu",
-    "shuffle", "global" and "cp_async", multiply-adds of "mma" (mma.sync), bytes of "shared", "tmem_load" and "tmem_store".
+    rates: work a cycle, by pipe: elements of "fma", "fma2" (packed pairs), "alu" (integers, compare, maximum, select),
+    "convert" (float32 to 16 bits), "mufu", "shuffle", "global" and "cp_async", multiply-adds of "mma" (mma.sync), bytes of
+    "shared", "tmem_load" and "tmem_store".
     """
 
     arch: int
@@ -76,12 +77,12 @@ class Costs:
         return self.rates[pipe]
 
     def unit(self, pipe: str) -> str:
-        """The unit that a pipe's work occupies: packed pairs run where single ones do."""
-        return "fma" if pipe == "fma2" else pipe
+        """The unit that a pipe's work occupies: packed pairs run where single ones do, conversions with the integers."""
+        return {"fma2": "fma", "convert": "alu"}.get(pipe, pipe)
 
     def per_instruction(self, pipe: str) -> int:
-        """Elements of a thread that one instruction takes."""
-        return 2 if pipe == "fma2" else 1
+        """Elements of a thread that one instruction takes, of memories bytes."""
+        return {"fma2": 2, "convert": 2, "shared": 16, "tmem_load": 128, "tmem_store": 128}.get(pipe, 1)
 
     def mma_cycles(self, m: int, n: int, k: int, element_size: int, a_is_near: bool) -> float:
         """Of a product [m, k] @ [k, n] on the tensor core of one SM, a_is_near: A comes from registers or tensor memory.
@@ -124,6 +125,7 @@ SM90 = Costs(
             "fma": Cost(128, f"{GUIDE}; {MEASURED}: 120 with a loop around it"),
             "fma2": Cost(128, "sm_90 has no packed instruction: two single ones"),
             "alu": Cost(64, f"{MEASURED}: maximum; {GUIDE}"),
+            "convert": Cost(128, f"{MEASURED}: convert to bf16, packed in pairs"),
             "mufu": Cost(16, f"{MEASURED}: exp2; {GUIDE}"),
             "shuffle": Cost(32, GUIDE),
             "mma": Cost(1024, "half the rate of wgmma", assumed=True),

@@ -14,7 +14,7 @@ from strobe.sim.costs import costs_of
 from strobe.sim.language import MACHINE
 from strobe.sim.lift import lift
 from strobe.sim.machine import Machine, Report
-from strobe.sim.tensor import Pointer, Scalar, kind_of
+from strobe.sim.tensor import Pointer, argument
 from strobe.sim.units import MODELS
 from strobe.sim.units.tma import descriptor_of
 
@@ -88,7 +88,7 @@ def _bind(kernel, args, kwargs) -> dict[str, Any]:
 def _argument(machine: Machine, name: str, value: Any, rewritable: bool) -> Any:
     """What the kernel sees of an argument."""
     if isinstance(value, _Constant):
-        return getattr(value.value, "value", value.value) if type(value.value).__name__ == "constexpr" else value.value
+        return lift(value.value)
     if value is None:
         return None
     if isinstance(value, torch.Tensor):
@@ -96,7 +96,7 @@ def _argument(machine: Machine, name: str, value: Any, rewritable: bool) -> Any:
     if hasattr(value, "block_shape"):
         return descriptor_of(value, name, rewritable)
     if isinstance(value, bool | int | float):
-        return Scalar(value, torch.float32 if isinstance(value, float) else kind_of(value))
+        return argument(value)
     if isinstance(value, tuple):
         return tuple(_argument(machine, f"{name}[{i}]", item, rewritable) for i, item in enumerate(value))
     raise TypeError(

@@ -12,9 +12,9 @@ from strobe.sim.dtypes import Inferred
 
 
 def same_place(a, b, shape) -> bool:
-    """Whether every thread holds the same elements under both layouts, in whatever registers. A layout that nobody knows
-    (Inferred, AutoLayout, None) is the same as its equal alone."""
-    if a is b or a == b:
+    """Whether every thread holds the same elements under both layouts, in whatever registers. A layout that the
+    compiler would infer from views (Inferred) is taken to be; of AutoLayout and None nobody knows."""
+    if a is b or a == b or isinstance(a, Inferred):
         return True
     return _known(a) and _known(b) and _trivial(a, b, tuple(shape))
 

@@ -386,7 +386,8 @@ class Tensor(Value):
             return self
         if fp_downcast_rounding == "rtz":
             return compute("alu", lambda x: _toward_zero(x, kind), self, layout=self.layout)
-        return compute("alu", lambda x: round_to(x, kind), self, layout=self.layout)
+        narrows = self.data.dtype is torch.float32 and kind in (torch.float16, torch.bfloat16)
+        return compute("convert" if narrows else "alu", lambda x: round_to(x, kind), self, layout=self.layout)
 
 
 class DecidesPerElement(IllegalOperation):

@@ -45,12 +45,10 @@ class Descriptor:
             )
         if any(not 1 <= n <= 256 for n in self.block_shape):
             raise IllegalOperation(f"a TMA box has 1 to 256 elements a dim, that of {self.name} has {self.block_shape}")
-        end = self.offset + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)) + 1
-        if min(self.shape) > 0 and end > self.array.flat.numel():
-            raise IllegalOperation(f"{self.name} of shape {self.shape} reaches beyond its memory")
 
     def box(self, coordinates: list[int]) -> tuple[np.ndarray, tuple[slice, ...]]:
-        """Offsets of the elements of a box that lie inside the tensor, and where in the box they are."""
+        """Offsets of the elements of a box that lie inside the tensor, and where in the box they are. Offsets wrap around
+        as 64-bit addresses do, which descriptors of ragged tensors make use of; whoever uses one checks where it lies."""
         offsets, inside = np.full((1,) * len(self.shape), self.offset), []
         for axis, (at, n, stride, block) in enumerate(
             zip(coordinates, self.shape, self.strides, self.block_shape, strict=True)
@@ -139,6 +137,8 @@ def _store(tensor_desc: Descriptor, coord, src, operation) -> None:
     src.touch(access, write=False)
     if operation is None:
         tensor_desc.array.write(offsets.reshape(-1), running.cta.index, access)
+    else:
+        tensor_desc.array.inside(offsets.reshape(-1), access)
     begin, end = _time(tensor_desc.nbytes_per_cta)
     entry = SimpleNamespace(access=access, done=False, time=end)
 
