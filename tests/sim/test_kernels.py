@@ -1,0 +1,222 @@
+"""Every Gluon kernel of ours, its source unchanged, in the simulator: right numbers, and no mistake found, in every order."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from problems import Case, Results, check, describe, tensors
+
+from strobe.kernels import triton_version
+from strobe.kernels.sm90.config import Config as Hopper
+from strobe.kernels.sm100.config import Config as Blackwell
+from strobe.sim import simulate
+from strobe.sim.attention import simulate_forward
+
+FP16, BF16 = torch.float16, torch.bfloat16
+ORDERS = (("in_order", 0), ("random", 1), ("random", 2), ("late", 0), ("early", 0))
+RANDOM = tuple(("random", seed) for seed in range(20))
+needs_tcgen05 = pytest.mark.skipif(triton_version() < (3, 8), reason="the Blackwell kernel needs Triton 3.8 or newer")
+
+
+def case(n_q, n_kv, heads=(1, 1), batch=1, **more) -> Case:
+    return Case(n_q, n_kv, batch, *heads, **more)
+
+
+def short(value) -> str:
+    """The name of a test: what differs from a config's defaults is read in the list."""
+    return "" if isinstance(value, Hopper | Blackwell) else str(value).removeprefix("torch.")
+
+
+def assert_right(case: Case, dtype, backend: str, config, order: str, seed: int, ctas: int = 1):
+    t = tensors(case, dtype)
+    out, lse, notes, report = simulate_forward(*describe(t), backend, config, order, seed, ctas)
+    check(Results(out, lse, None, None, None), t, ("out", "lse"))
+    assert notes is None or not notes.any()
+    return report
+
+
+# ---- Hopper
+
+HOPPER = [
+    (case(64, 64, head_dim=64), FP16, Hopper(64, 2, 64, 2)),
+    (case(150, 333, heads=(2, 1), head_dim=64), BF16, Hopper(64, 2, 64, 2)),
+    (case(150, 333, head_dim=64, mask="causal"), FP16, Hopper(64, 3, 64, 3)),
+    (case(200, 90, head_dim=64, mask="causal"), BF16, Hopper(64, 2, 64, 2)),  # the first rows see nothing
+    (case(1, 77, heads=(4, 2), head_dim=64, mask="causal"), FP16, Hopper(64, 2, 64, 2)),
+    (case(77, 1, head_dim=64), BF16, Hopper(64, 2, 64, 2)),
+    (case(130, 300, batch=2, head_dim=64, mask="window"), FP16, Hopper(64, 2, 64, 2)),
+    (case(300, 130, head_dim=64, mask="window"), BF16, Hopper(64, 2, 64, 3)),
+    (case(130, 200, heads=(3, 1), head_dim=64, mask="prefix"), FP16, Hopper(64, 2, 64, 2)),
+    (case(130, 200, head_dim=64, logits=30.0), FP16, Hopper(64, 2, 64, 2)),
+    (case(200, 260, heads=(2, 1), head_dim=128, mask="causal"), BF16, Hopper(128, 2, 128, 2)),
+    (case(140, 140, head_dim=128, mask="prefix"), FP16, Hopper(128, 2, 64, 2)),
+    (case(130, 150, head_dim=256), FP16, Hopper(256, 2, 64, 2)),
+    (case(70, 150, head_dim=256, mask="causal"), BF16, Hopper(256, 2, 64, 2)),
+]
+
+
+@pytest.mark.parametrize("order, seed", ORDERS)
+@pytest.mark.parametrize("case, dtype, config", HOPPER, ids=short)
+def test_hopper(case, dtype, config, order, seed):
+    assert_right(case, dtype, "sm90", config, order, seed)
+
+
+@pytest.mark.parametrize("order, seed", RANDOM)
+def test_no_false_alarm_on_hopper(order, seed):
+    assert_right(case(150, 260, head_dim=64, mask="causal"), FP16, "sm90", Hopper(64, 2, 64, 2), order, seed)
+
+
+# ---- Blackwell
+
+
+def blackwell(head_dim=64, head_dim_v=None, tile_kv=64, kv_stages=3, **more) -> Blackwell:
+    return Blackwell(head_dim, head_dim_v or head_dim, tile_kv=tile_kv, kv_stages=kv_stages, **more)
+
+
+THREE_TILES = case(150, 170, heads=(3, 1), head_dim=64)
+BLACKWELL = [
+    (case(256, 128, head_dim=64), FP16, blackwell()),
+    (case(300, 333, heads=(2, 1), head_dim=64), BF16, blackwell(tile_kv=128)),
+    (case(300, 333, heads=(2, 2), head_dim=64, mask="causal"), FP16, blackwell()),
+    (case(300, 90, head_dim=64, mask="causal"), BF16, blackwell()),  # the first rows see nothing
+    (case(1, 77, heads=(4, 2), head_dim=64, mask="causal"), FP16, blackwell()),
+    (case(77, 1, batch=3, head_dim=64), BF16, blackwell()),
+    (case(130, 300, batch=2, head_dim=64, mask="window"), FP16, blackwell()),
+    (case(300, 130, head_dim=64, mask="window"), BF16, blackwell(kv_stages=6)),
+    (case(130, 200, heads=(3, 1), head_dim=64, mask="prefix"), FP16, blackwell(kv_stages=2)),
+    (case(300, 200, heads=(2, 1), head_dim=96, mask="causal"), BF16, blackwell(96)),
+    (case(130, 200, head_dim=96), FP16, blackwell(96, tile_kv=128)),
+    (case(300, 300, heads=(2, 1), head_dim=128, mask="causal"), BF16, blackwell(128, tile_kv=128)),
+    (case(130, 150, heads=(3, 3), head_dim=128), FP16, blackwell(128)),
+    (case(300, 150, heads=(2, 1), head_dim=192, head_dim_v=128, mask="causal"), FP16, blackwell(192, 128)),
+    (case(130, 333, batch=3, head_dim=192, head_dim_v=128), BF16, blackwell(192, 128, tile_kv=128)),
+    (case(150, 200, heads=(2, 1), batch=4, head_dim=64, packed=True), FP16, blackwell()),
+    (case(300, 200, batch=3, head_dim=64, mask="causal", packed=True), BF16, blackwell()),
+    (case(150, 170, batch=3, head_dim=96, mask="window", packed=True), FP16, blackwell(96)),
+    (case(150, 170, batch=3, head_dim=192, head_dim_v=128, mask="causal", packed=True), BF16, blackwell(192, 128)),
+    # Each switch of Config; logits of 30 make every block rescale O, those of 1 almost none.
+    (THREE_TILES, FP16, blackwell(rescale_threshold=0.0)),
+    (case(150, 300, heads=(3, 1), head_dim=64, logits=30.0), FP16, blackwell()),
+    (case(150, 300, heads=(3, 1), head_dim=64, logits=30.0, mask="causal"), BF16, blackwell(rescale_threshold=0.0)),
+    (THREE_TILES, FP16, blackwell(emulated=0)),
+    (THREE_TILES, BF16, blackwell(emulated=16)),
+    (THREE_TILES, FP16, blackwell(split_p=False)),
+    (THREE_TILES, FP16, blackwell(correction=False)),
+    (THREE_TILES, FP16, blackwell(q_stages=1)),
+    (case(150, 300, heads=(2, 1), head_dim=64, logits=30.0, mask="causal"), FP16, blackwell(correction=False, split_p=False)),
+    (case(300, 170, heads=(2, 1), head_dim=64, mask="window"), BF16, blackwell(q_stages=1, correction=False)),
+    (case(150, 170, heads=(2, 1), head_dim=192, head_dim_v=128), FP16, blackwell(192, 128, q_stages=1)),
+    (case(150, 170, heads=(2, 1), head_dim=192, head_dim_v=128), FP16, blackwell(192, 128, correction=False)),
+    (THREE_TILES, FP16, blackwell(persistent=False)),
+]
+
+
+@needs_tcgen05
+@pytest.mark.parametrize("order, seed", ORDERS)
+@pytest.mark.parametrize("case, dtype, config", BLACKWELL, ids=short)
+def test_blackwell(case, dtype, config, order, seed):
+    """All tiles in one CTA."""
+    report = assert_right(case, dtype, "sm100", config, order, seed)
+    assert report.tmem_columns == config.tmem_allocation
+    assert report.smem_bytes <= config.smem_bytes()
+
+
+@needs_tcgen05
+@pytest.mark.parametrize("order, seed", RANDOM)
+def test_no_false_alarm_on_blackwell(order, seed):
+    config = blackwell(kv_stages=2, rescale_threshold=0.0)
+    assert_right(case(150, 170, heads=(2, 1), head_dim=64, mask="causal"), FP16, "sm100", config, order, seed)
+
+
+SPLIT = [
+    (case(150, 333, heads=(2, 1), head_dim=64), FP16, blackwell(splits=2)),
+    (case(300, 300, head_dim=64, mask="causal"), BF16, blackwell(splits=3)),  # of some rows a part sees nothing
+    (case(130, 200, heads=(2, 1), head_dim=96, mask="window"), FP16, blackwell(96, splits=2)),
+    (case(1, 300, heads=(4, 1), head_dim=192, head_dim_v=128), BF16, blackwell(192, 128, splits=5)),
+    (case(150, 200, batch=3, head_dim=64, mask="causal", packed=True), FP16, blackwell(splits=2)),
+]
+
+
+@needs_tcgen05
+@pytest.mark.parametrize("order, seed", ORDERS)
+@pytest.mark.parametrize("case, dtype, config", SPLIT, ids=short)
+def test_blackwell_splits_keys(case, dtype, config, order, seed):
+    """The parts, merged, are the whole."""
+    t = tensors(case, dtype)
+    parts, lses, notes, _ = simulate_forward(*describe(t), "sm100", config, order, seed)
+    assert len(parts) == len(lses) == config.splits
+    assert notes is None or not notes.any()
+    lse = torch.logsumexp(lses, 0)
+    share = torch.exp(lses - torch.where(lse.isneginf(), 0.0, lse)).transpose(-1, -2)
+    out = (share[..., None] * parts).sum(0).to(dtype)
+    check(Results(out, lse, None, None, None), t, ("out", "lse"))
+
+
+@needs_tcgen05
+def test_blackwell_on_two_ctas():
+    """Which share the tiles."""
+    assert assert_right(THREE_TILES, FP16, "sm100", blackwell(), "in_order", 0, ctas=2).ctas == 2
+
+
+# ---- both
+
+
+@pytest.mark.parametrize("backend, config, n_q, noted", [
+    ("sm90", Hopper(64, 2, 64, 2), 300, [0, 0, 1]),
+    ("sm90", Hopper(64, 3, 64, 2), 1, [1]),
+    pytest.param("sm100", blackwell(), 300, [0, 0, 1], marks=needs_tcgen05),
+    pytest.param("sm100", blackwell(), 1, [1], marks=needs_tcgen05),
+], ids=short)  # fmt: skip
+def test_a_nan_leaves_notes(backend, config, n_q, noted):
+    """Of the 128 rows around those that may see it; the rows beyond the last, which a tile has, write none."""
+    t = tensors(case(n_q, 300, head_dim=64, mask="causal"), FP16)
+    t.v[:, 280] = torch.nan
+    _, _, notes, _ = simulate_forward(*describe(t), backend, config)
+    assert notes.tolist() == noted
+
+
+@pytest.mark.parametrize("backend, shape, says", [
+    ("sm70", (64, 64), "backend must be one of sm90, sm100, got 'sm70'"),
+    ("sm90", (0, 64), "no kernel runs for q [1, 0, 1, 64] and k [1, 64, 1, 64]: one is empty"),
+])  # fmt: skip
+def test_what_it_refuses(backend, shape, says):
+    with pytest.raises(ValueError) as raised:
+        simulate_forward(*describe(tensors(case(*shape, head_dim=64), FP16)), backend)
+    assert says in str(raised.value)
+
+
+# ---- the GEMMs
+
+GEMM = Path(__file__).parent.parent.parent / "examples" / "gemm"
+TILES = {
+    "sm80": {"block_m": 64, "block_n": 64, "block_k": 64},
+    "sm90": {"block_n": 64, "ctas": 2},
+    "sm100": {"block_n": 128, "ctas": 2},
+}
+
+
+def gemm(name: str):
+    sys.path.insert(0, str(GEMM))
+    try:
+        spec = importlib.util.spec_from_file_location(f"gemm_{name}", GEMM / f"{name}.py")
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.remove(str(GEMM))
+
+
+@pytest.mark.parametrize("order, seed", ORDERS)
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=short)
+@pytest.mark.parametrize("name", ["sm80", "sm90", pytest.param("sm100", marks=needs_tcgen05)])
+def test_gemm(name, dtype, order, seed):
+    """Sides that no tile divides; several tiles for each CTA where it is persistent."""
+    module = gemm(name)
+    a, b = (torch.randn(rows, 200, generator=torch.Generator().manual_seed(rows)).to(dtype) for rows in (300, 264))
+    c = torch.full((300, 264), torch.nan, dtype=dtype)
+    grid, arguments, constants = module.launch_arguments(a, b, c, **TILES[name])
+    simulate(module.matmul_kernel, grid, *arguments, order=order, seed=seed, arch=int(name[2:]), **constants)
+    torch.testing.assert_close(c, (a.double() @ b.double().T).to(dtype))
