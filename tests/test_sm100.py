@@ -21,7 +21,8 @@ from strobe.kernels import triton_version
 from strobe.kernels.maps import Buffer, Columns, lines
 from strobe.kernels.sm100 import backend
 from strobe.kernels.sm100.config import HEAD_DIMS, Config, choose
-from strobe.problem import AttentionProblem, Dense, Varlen
+from strobe.problem import AttentionProblem, Dense, Operands, Varlen
+from strobe.sim import simulate
 
 B200 = KNOWN["B200"]
 TRITON_3_8 = Path(sys.prefix) / "triton-3.8"
@@ -302,6 +303,79 @@ def test_few_queries_of_many_keys_are_split():
 def test_what_a_mask_hides_is_not_counted():
     assert splits(1, 65536, mask=strobe.Window(200, 0)) == 1
     assert splits(1, 65536, mask=strobe.Causal()) == splits(1, 65536)
+
+
+# ---- all of it, the Gluon kernel in the simulator and the Triton kernels in Triton's interpreter
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """On tensors of the CPU, the backend's forward runs as on a B200."""
+    from strobe.kernels.sm100 import forward as kernels
+
+    kernel = kernels.forward_kernel
+
+    class Simulated:
+        def __getitem__(self, grid):
+            return lambda *args, **options: simulate(kernel, grid, *args, arch=100, rewritable=("notes",), **options)
+
+    monkeypatch.setattr(kernels, "forward_kernel", Simulated())
+    monkeypatch.setattr(backend, "arch_of", lambda device: B200)
+
+
+WHOLE = (
+    Case(150, 150, batch=1, head_dim=64, mask="causal"),
+    Case(3, 900, batch=1, heads_q=2, heads_kv=1, head_dim=64),  # in 8 parts
+    Case(3, 900, batch=1, head_dim=192, head_dim_v=128, mask="causal"),
+    Case(70, 140, batch=3, packed=True, head_dim=64),
+    Case(70, 140, batch=3, packed=True, head_dim=96, mask="causal"),
+)
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+
+
+@without_gpu
+@pytest.mark.parametrize("case", WHOLE, ids=str)
+def test_the_whole_forward(simulated, case):
+    t = tensors(case, torch.float16)
+    out, lse = backend.forward(*describe(t))
+    check(Results(out, lse, out, out, out), t, ("out", "lse"))
+
+
+@without_gpu
+def test_the_whole_forward_splits_where_it_should():
+    assert backend.config(describe(tensors(WHOLE[1], torch.float16))[0], B200).splits == 8
+
+
+@without_gpu
+@pytest.mark.parametrize("case", [WHOLE[0], WHOLE[2]], ids=str)
+def test_a_nan_in_a_masked_value_is_redone(simulated, case):
+    """Of the last key, which the last row alone sees."""
+    t = tensors(case, torch.float16)
+    clean = formula(t)
+    t.v[:, -1] = torch.nan
+    out, lse = backend.forward(*describe(t))
+    torch.testing.assert_close(out[:, :-1].double(), clean.out[:, :-1], atol=5e-3, rtol=5e-3)
+    torch.testing.assert_close(lse.double(), clean.lse, atol=1e-4, rtol=1e-4)
+    assert out[:, -1].isnan().all()
+
+
+@without_gpu
+@pytest.mark.parametrize("mask", [strobe.Full(), strobe.Causal()], ids=str)
+def test_a_nan_of_a_neighbour_is_not_read(simulated, mask):
+    """In packed values: sequence 1 is NaN altogether, the others do not see it; rows of no sequence are 0 and -inf."""
+    lengths = torch.tensor([0, 40, 70, 150], dtype=torch.int32)
+    q, k, v = torch.randn(3, 160, 1, 64, dtype=torch.float16, generator=torch.Generator().manual_seed(0))
+    keywords = dict(cu_seqlens_q=lengths, cu_seqlens_kv=lengths, max_seqlen_q=80, max_seqlen_kv=80, mask=mask)
+    want, want_lse = strobe.attention(q, k, v, return_lse=True, backend="tiled", **keywords)
+    v[40:70] = torch.nan
+    options = strobe.api._options_of(q, k, v, **keywords)
+    packed = strobe.ops.describe(q, k, v, options)
+    out, lse = backend.forward(packed, Operands(q, k, v, lengths, lengths))
+    assert out[40:70].isnan().all()
+    out[40:70] = want[40:70]
+    torch.testing.assert_close(out, want, atol=5e-3, rtol=5e-3)
+    torch.testing.assert_close(lse, want_lse, atol=1e-4, rtol=1e-4)
+    assert not out[150:].any() and lse[:, 150:].isneginf().all()
 
 
 # ---- on a Blackwell GPU: what must pass before `backend.UNPROVEN` may go

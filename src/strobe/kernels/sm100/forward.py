@@ -500,8 +500,8 @@ def launch(
 
     With one split, out is laid out as q and lse as `lse_shape` says; with more, both are float32 with the splits in front,
     to be combined. Packed rows that belong to no sequence get 0 and -inf. notes: None, or int32 [batch * heads_q *
-    ceil(seqlen_q / 128)], non-zero where 128 rows of a masked or packed problem hold a NaN or an infinity, which a
-    masked-out value may have caused.
+    ceil(seqlen_q / 128)], non-zero where 128 rows of a masked problem hold a NaN or an infinity, which a masked-out value
+    may have caused.
     """
     q, lengths = operands.q, problem.lengths
     splits = () if config.splits == 1 else (config.splits,)
@@ -512,7 +512,7 @@ def launch(
     if problem.varlen:
         lse.fill_(-torch.inf)
     notes = None
-    if problem.mask.band != (None, None, None) or problem.varlen:  # the neighbours of a packed sequence are masked out too
+    if problem.mask.band != (None, None, None):  # TMA reads nothing of a packed sequence's neighbours
         tiles = lengths.batch * problem.heads_q * triton.cdiv(lengths.seqlen_q, 128)
         notes = torch.zeros(tiles, dtype=torch.int32, device=q.device)
     grid, arguments, constants = kernel_arguments(problem, operands, out, lse, notes, config)
