@@ -100,8 +100,9 @@ class Config:
 
     @property
     def narrow_stages(self) -> int:
-        """Slots for the second chunk of a block: as many as there are slots, or two if only K has a second chunk."""
-        return self.kv_stages if len(self.chunks_v) == 2 else 2 if len(self.chunks) == 2 else 0
+        """Slots for the second chunk of a block: one a slot of the ring, or, if only K has a second chunk, one for each block
+        of K among as many blocks in turn as the ring holds."""
+        return self.kv_stages if len(self.chunks_v) == 2 else (self.kv_stages + 1) // 2 if len(self.chunks) == 2 else 0
 
     @property
     def o_in_q(self) -> bool:

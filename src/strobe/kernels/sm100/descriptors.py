@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from strobe.kernels.gluon import TensorDescriptor, gl, gluon, mbarrier, tma_load, tma_store
+from strobe.kernels.gluon import TensorDescriptor, gl, gluon, mbarrier, reinterpret, tma_load, tma_store
 from strobe.kernels.sm100.config import Config
 
 FAR = gl.constexpr(1 << 30)
@@ -24,20 +24,29 @@ def coordinates(descriptor, start, n, batch, head, row, column):
 
 
 @gluon.jit
+def as_block(chunk, descriptor):
+    """[rows, columns] of shared memory in the descriptor's block shape."""
+    if len(descriptor.layout.cga_layout) == 0:
+        return chunk.reshape(descriptor.block_type.shape)
+    else:
+        return reinterpret(chunk, descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
+
+
+@gluon.jit
 def copy_in(descriptors, chunks, barrier, start, n, batch, head, row):
     """Start the copy of rows of one head; the barrier expects their bytes. Rows from n on come as 0."""
     NUMBER: gl.constexpr = len(descriptors)
     mbarrier.expect(barrier, descriptors[0].nbytes_per_cta + (descriptors[1].nbytes_per_cta if NUMBER == 2 else 0))
     for c in gl.static_range(NUMBER):
         place = coordinates(descriptors[c], start, n, batch, head, row, c * chunks[0].shape[1])
-        tma_load(descriptors[c], place, barrier, chunks[c].reshape(descriptors[c].block_type.shape))
+        tma_load(descriptors[c], place, barrier, as_block(chunks[c], descriptors[c]))
 
 
 @gluon.jit
 def copy_out(descriptors, chunks, work, row):
     for c in gl.static_range(len(descriptors)):
         place = coordinates(descriptors[c], work.start_q, work.n_q, work.batch, work.head, row, c * chunks[0].shape[1])
-        tma_store(descriptors[c], place, chunks[c].reshape(descriptors[c].block_type.shape))
+        tma_store(descriptors[c], place, as_block(chunks[c], descriptors[c]))
 
 
 def descriptors(

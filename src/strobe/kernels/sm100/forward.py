@@ -346,13 +346,21 @@ def correct_tile(K, work, done, turn):
 
 @gluon.jit
 def rescale(stage, factor, C: gl.constexpr):
-    """O times a factor a row, unless all are 1."""
-    if gl.min(factor, 0) < 1.0:
-        for c in gl.static_range(len(stage.o)):
-            for j in gl.static_range(stage.o[c].shape[1] // 16):
-                o = stage.o[c].slice(j * 16, 16)
-                old = o.load(thread_rows(16, C))
-                o.store(mul2(old, gl.convert_layout(factor, rows_of(16, C))[:, None]))
+    """O times a factor a row, unless all are 1. Two CTAs do not ask: they would have to agree, across the cluster."""
+    if C.two_ctas:
+        scale_rows(stage, factor, C)
+    else:
+        if gl.min(factor, 0) < 1.0:
+            scale_rows(stage, factor, C)
+
+
+@gluon.jit
+def scale_rows(stage, factor, C: gl.constexpr):
+    for c in gl.static_range(len(stage.o)):
+        for j in gl.static_range(stage.o[c].shape[1] // 16):
+            o = stage.o[c].slice(j * 16, 16)
+            old = o.load(thread_rows(16, C))
+            o.store(mul2(old, gl.convert_layout(factor, rows_of(16, C))[:, None]))
 
 
 @gluon.jit
