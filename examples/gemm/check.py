@@ -31,13 +31,25 @@ def timed(matmul: Callable) -> None:
 
 
 def simulated(kernel: Callable, launch_arguments: Callable, arch: int) -> None:
-    from strobe.sim import ORDERS, simulate
+    from strobe.sim import ORDERS
+
+    for order in ORDERS:
+        launch = small_launch(kernel, launch_arguments, arch)
+        launch.simulate(order)
+        launch.check()
+        print(f"asynchronous work in the order {order!r}: the same as torch")
+
+
+def small_launch(kernel: Callable, launch_arguments: Callable, arch: int):
+    """A launch for the simulator: no size is a multiple of a tile, and persistent CTAs have several tiles."""
+    from strobe.sim import Launch
 
     m, n, k = 300, 520, 264
-    for order in ORDERS:
-        a, b = operands(m, n, k, "cpu")
-        c = torch.full((m, n), float("nan"), dtype=a.dtype)
-        grid, arguments, constants = launch_arguments(a, b, c)
-        simulate(kernel, grid, *arguments, arch=arch, order=order, **constants)
+    a, b = operands(m, n, k, "cpu")
+    c = torch.full((m, n), float("nan"), dtype=a.dtype)
+    grid, arguments, constants = launch_arguments(a, b, c)
+
+    def compare() -> None:
         torch.testing.assert_close(c.float(), a.float() @ b.float().T, atol=0.1, rtol=0.01)
-        print(f"[{m}, {k}] @ [{k}, {n}], asynchronous work in the order {order!r}: the same as torch")
+
+    return Launch(kernel, grid, arguments, constants, arch, check=compare)

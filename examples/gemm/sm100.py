@@ -25,9 +25,11 @@ tiles of a CTA, tiles by i: the p-th use of a ring of S buffers is of buffer p %
 phase flips with every use.
 """
 
+from functools import partial
+
 import torch
 import triton
-from check import check
+from check import check, small_launch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import (
@@ -154,10 +156,15 @@ def launch_arguments(a, b, c, ctas=148, block_n=256, block_k=64, stages=4):
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [M, K], b [N, K] -> a b^T [M, N], on a Blackwell GPU. AssertionError if a row is no multiple of 16 bytes."""
     c = torch.empty(a.shape[0], b.shape[0], dtype=a.dtype, device=a.device)
-    ctas = torch.cuda.get_device_properties(a.device).multi_processor_i
+    ctas = torch.cuda.get_device_properties(a.device).multi_processor_count
     grid, arguments, constants = launch_arguments(a, b, c, ctas)
     matmul_kernel[grid](*arguments, **constants)
     return c
+
+
+def simulation():
+    """For `strobe simulate`."""
+    return small_launch(matmul_kernel, partial(launch_arguments, ctas=2), arch=100)
 
 
 if __name__ == "__main__":

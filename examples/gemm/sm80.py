@@ -14,7 +14,7 @@ k - 1, whose buffer then takes block k + STAGES - 1. Lanes beyond the ends of th
 
 import torch
 import triton
-from check import check
+from check import check, small_launch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -88,6 +88,11 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     grid, arguments, constants = launch_arguments(a, b, c)
     matmul_kernel[grid](*arguments, **constants)
     return c
+
+
+def simulation():
+    """For `strobe simulate`."""
+    return small_launch(matmul_kernel, launch_arguments, arch=80)
 
 
 if __name__ == "__main__":

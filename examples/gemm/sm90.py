@@ -21,9 +21,11 @@ and a barrier's phase flips with every use. So the producer runs ahead into the 
 A consumer keeps one product in flight: it gives back a stage when the product after it has been issued.
 """
 
+from functools import partial
+
 import torch
 import triton
-from check import check
+from check import check, small_launch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -133,6 +135,11 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     grid, arguments, constants = launch_arguments(a, b, c, ctas)
     matmul_kernel[grid](*arguments, **constants)
     return c
+
+
+def simulation():
+    """For `strobe simulate`."""
+    return small_launch(matmul_kernel, partial(launch_arguments, ctas=2), arch=90)
 
 
 if __name__ == "__main__":

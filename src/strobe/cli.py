@@ -181,6 +181,58 @@ def timeline(
     typer.echo(f"written: {draw(measured(measurement), path.with_suffix('.png'))}")
 
 
+@app.command()
+def simulate(
+    file: Annotated[str | None, typer.Argument(help="A Python file whose simulation() returns a strobe.sim.Launch.")] = None,
+    backend: Annotated[str, typer.Option(help="Without a file: which of our forward kernels, sm90 or sm100.")] = "sm90",
+    seqlen_q: Annotated[int, typer.Option(help="Queries of a sequence.")] = 300,
+    seqlen_kv: Annotated[int | None, typer.Option(help="Keys of a sequence; default: as many as queries.")] = None,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 2,
+    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 64,
+    head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
+    window: Annotated[str | None, typer.Option(help="Sliding window LEFT,RIGHT; -1 leaves a side open.")] = None,
+    config: Annotated[str | None, typer.Option(help="Change the config, such as q_stages=1,split_p=false.")] = None,
+    orders: Annotated[str, typer.Option(help="Of in_order, random, late, early.")] = "in_order,random,late,early",
+    seeds: Annotated[int, typer.Option(help="Runs of each order that draws lots.")] = 3,
+    timeline: Annotated[str | None, typer.Option(help="Draw what each role does when, by the cost model, to this PNG.")] = None,
+) -> None:
+    """Run a Gluon kernel on the CPU: are its numbers right, and is there a race, a deadlock or a missing fence in it?"""
+    from pathlib import Path
+
+    from strobe.lab.simulate import attention, draw_timeline, launches_of, simulate_all
+    from strobe.problem import AttentionProblem, Dense
+    from strobe.sim.attention import BACKENDS
+
+    _at_least(1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads=heads, heads_kv=heads_kv, seeds=seeds)
+    chosen = _names("orders", orders, ("in_order", "random", "late", "early")) or ()
+    _one_of("backend", backend, BACKENDS)
+    try:
+        if file is not None:
+            factory = launches_of(Path(file))
+        else:
+            problem = AttentionProblem(
+                lengths=Dense(1, seqlen_q, seqlen_q if seqlen_kv is None else seqlen_kv),
+                heads_q=heads,
+                heads_kv=heads_kv or heads,
+                head_dim=head_dim,
+                head_dim_v=head_dim_v or head_dim,
+                dtype=_dtype(dtype),
+                scale=head_dim**-0.5,
+                mask=_mask(causal, window),
+            )
+            changed = _changed(BACKENDS[backend][1](problem), config, ("head_dim", "head_dim_v")) if config else None
+            factory = attention(problem, backend, changed)
+        status = simulate_all(factory, chosen, seeds)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if timeline is not None:
+        typer.echo(f"written: {draw_timeline(factory, Path(timeline))}")
+    raise typer.Exit(status)
+
+
 # ---- options as values; a wrong one is one sentence and exit status 2
 
 

@@ -27,6 +27,9 @@ COLORS = {
     "epilogue": ("#009E73", "epilogue"),
     "K": ("#7F7F7F", "copy of K"),
     "V": ("#B0B0B0", "copy of V"),
+    "product": ("#0072B2", "matrix product"),
+    "copy": ("#7F7F7F", "copy"),
+    "work": ("#E69F00", "working"),
     "wait": ("#EFEFEF", "waiting"),
 }
 """Okabe and Ito's palette, which the colour-blind can tell apart, by the first letter of a span's name or by the name."""

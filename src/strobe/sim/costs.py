@@ -45,8 +45,8 @@ class Costs:
     mma_flops: of 2-byte operands, a cycle; mma_issue; mma_latency: what a product takes beyond its mma_cycles (wgmma: until
     its wait is over; tcgen05: until the next may begin on the same accumulator); commit_latency: from a product's end to the
     arrival that tcgen05.commit makes; operand_bytes: of shared memory a cycle, for the operands that are read there.
-    register_latency: of a dependent register operation; reduction_latency, and reduction_cycles for each element: what a
-    reduction takes beyond the work of its pipe, as its steps wait for each other.
+    register_latency: of a dependent register operation; reduction_latency: what a reduction takes beyond the work
+    of its pipe, as its steps wait for each other.
     rates: work a cycle, by pipe: elements of "fma", "fma2" (packed pairs), "alu" (integers, compare, maximum, select),
     "convert" (float32 to 16 bits), "mufu", "shuffle", "global" and "cp_async", multiply-adds of "mma" (mma.sync), bytes of
     "shared", "tmem_load" and "tmem_store".
@@ -70,7 +70,6 @@ class Costs:
     operand_bytes: Cost
     register_latency: Cost
     reduction_latency: Cost
-    reduction_cycles: Cost
     rates: Mapping[str, Cost]
 
     def rate(self, pipe: str) -> float:
@@ -119,7 +118,6 @@ SM90 = Costs(
     operand_bytes=Cost(128, f"{MEASURED}: 64 x 64 x 64 at full rate reads 16 KiB in 128 cycles"),
     register_latency=Cost(4, "Jia et al., Dissecting the Volta architecture (arXiv 1804.06826): dependent issue", assumed=True),
     reduction_latency=Cost(73, f"{MEASURED}: row maxima of 64 x 64 and 64 x 128: 201 and 329 cycles, in a line"),
-    reduction_cycles=Cost(0, f"{MEASURED}: the slope of that line, 1 / 32, is that of the pipe: two maxima an element"),
     rates=MappingProxyType(
         {
             "fma": Cost(128, f"{GUIDE}; {MEASURED}: 120 with a loop around it"),

@@ -80,6 +80,6 @@ class Pipes:
         begin, done = self[self.costs.unit(pipe)].reserve(start, cycles)
         partition.time = max(partition.time + issue, done)
         if reduces:  # nothing is there before all is
-            latency = self.costs.reduction_latency + elements * self.costs.reduction_cycles
+            latency = self.costs.reduction_latency
             begin = max(done, end)
         return Ready(begin + latency, max(done, end) + latency)
