@@ -17,7 +17,7 @@ TMEM_COLUMNS = 512
 SMEM_BYTES = 227 * 1024
 
 _BARRIER = 8
-_SCRATCH = 704
+_SCRATCH = 768
 """Bytes that the compiler may add: what the warp roles are handed, and their states."""
 
 
