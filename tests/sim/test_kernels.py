@@ -16,7 +16,6 @@ from strobe.sim.attention import simulate_forward
 
 FP16, BF16 = torch.float16, torch.bfloat16
 ORDERS = (("in_order", 0), ("random", 1), ("random", 2), ("late", 0), ("early", 0))
-RANDOM = tuple(("random", seed) for seed in range(20))
 needs_tcgen05 = pytest.mark.skipif(triton_version() < (3, 8), reason="the Blackwell kernel needs Triton 3.8 or newer")
 
 
@@ -61,11 +60,6 @@ HOPPER = [
 @pytest.mark.parametrize("case, dtype, config", HOPPER, ids=short)
 def test_hopper(case, dtype, config, order, seed):
     assert_right(case, dtype, "sm90", config, order, seed)
-
-
-@pytest.mark.parametrize("order, seed", RANDOM)
-def test_no_false_alarm_on_hopper(order, seed):
-    assert_right(case(150, 260, head_dim=64, mask="causal"), FP16, "sm90", Hopper(64, 2, 64, 2), order, seed)
 
 
 # ---- Blackwell
@@ -121,13 +115,6 @@ def test_blackwell(case, dtype, config, order, seed):
     report = assert_right(case, dtype, "sm100", config, order, seed)
     assert report.tmem_columns == config.tmem_allocation
     assert report.smem_bytes <= config.smem_bytes()
-
-
-@needs_tcgen05
-@pytest.mark.parametrize("order, seed", RANDOM)
-def test_no_false_alarm_on_blackwell(order, seed):
-    config = blackwell(kv_stages=2, rescale_threshold=0.0)
-    assert_right(case(150, 170, heads=(2, 1), head_dim=64, mask="causal"), FP16, "sm100", config, order, seed)
 
 
 SPLIT = [

@@ -50,11 +50,12 @@ class SharedView:
 
     def label(self, field: str) -> None:
         """An aggregate holds this view as `field`: "stage0.p_full" says more in a message than "stage0[3]"."""
-        if not self.name.endswith(field):
-            self.name = f"{self.buffer.name}.{field}"
-            barrier = machine().cta.barriers.get((id(self.buffer), self.data.storage_offset()))
-            if barrier is not None and self.numel == 1:
-                barrier.name = self.name
+        if self.name.endswith(field):
+            return
+        self.name, begin = f"{self.buffer.name}.{field}", self.data.storage_offset()
+        for (buffer, offset), barrier in machine().cta.barriers.items():
+            if buffer == id(self.buffer) and 0 <= offset - begin < self.numel:
+                barrier.name = self.name if self.numel == 1 else f"{self.name}[{offset - begin}]"
 
     # ---- views
 

@@ -81,7 +81,7 @@ class TensorMemoryView:
                 f"{where()} reinterprets {self.name}, {self.shape} {self.dtype}, as {shape} {dtype}: other rows or columns"
             )
         return TensorMemoryView(
-            self.buffer, self.words[..., :columns], self.begin, dtype, layout or self.layout, shape, self.name
+            self.buffer, self.words[..., :columns], self.begin, dtype, layout or self.layout, shape, self.allocation
         )
 
     _reinterpret = reinterpret

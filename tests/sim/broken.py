@@ -1,0 +1,114 @@
+"""Attention kernels with a mistake in them: text of their source is replaced, and the result is a module of its own."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from problems import Case, Results, check, describe, tensors
+
+from strobe.sim import SimulationError
+from strobe.sim.attention import forward_launch
+
+ORDERS = (("in_order", 0), ("random", 1), ("random", 2), ("late", 0), ("early", 0))
+"""Orders, with seeds, in each of which a mistake must be found."""
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A module with a `forward_kernel`, and what it usually runs here."""
+
+    module: str
+    arch: int
+    case: Case
+    config: Any
+
+
+@dataclass(frozen=True)
+class Bug:
+    """In `module`, the kernel's own or one that it uses, a text that occurs once becomes another, for each of `edits`.
+
+    errors: one of which a simulation raises; none if only the numbers show it. says: words of every message. case, config:
+    what differs from the kernel's usual.
+    """
+
+    what: str
+    kernel: Kernel
+    module: str
+    edits: tuple[tuple[str, str], ...]
+    errors: tuple[type[SimulationError], ...]
+    says: tuple[str, ...] = ()
+    case: Case | None = None
+    config: dict = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.what
+
+
+def assert_right_unless_broken(kernel: Kernel, folder: Path) -> None:
+    """A copy without a mistake gives the right numbers, in every order and with many seeds."""
+    run = _run(Bug("none", kernel, kernel.module, (), ()), folder)
+    for order, seed in (*ORDERS, *(("random", seed) for seed in range(3, 20))):
+        run(order, seed)
+
+
+def assert_found(bug: Bug, folder: Path) -> None:
+    """In every order."""
+    run = _run(bug, folder)
+    for order, seed in ORDERS:
+        with pytest.raises(bug.errors or AssertionError) as raised:
+            run(order, seed)
+        missing = [words for words in bug.says if words not in str(raised.value)]
+        assert not missing, f"{order} {seed}: {raised.value}"
+
+
+def _run(bug: Bug, folder: Path):
+    """Runs the broken kernel in an order and checks its numbers."""
+    kernel = _altered(bug.module, bug.edits, folder)
+    if bug.module != bug.kernel.module:
+        kernel = _with_helper(bug.kernel.module, bug.module, kernel, folder)
+    t = tensors(bug.case or bug.kernel.case, torch.float16)
+    config = replace(bug.kernel.config, **bug.config)
+
+    def run(order: str, seed: int) -> None:
+        launch, out, lse, _ = forward_launch(kernel, bug.kernel.arch, *describe(t), config)
+        launch.simulate(order, seed)
+        check(Results(out, lse, None, None, None), t, ("out", "lse"))  # type: ignore[arg-type]
+
+    return run
+
+
+def _altered(module: str, edits: tuple[tuple[str, str], ...], folder: Path) -> ModuleType:
+    """A copy of a module with other text. AssertionError if a text does not occur in it exactly once."""
+    source = Path(str(importlib.import_module(module).__file__)).read_text()
+    for before, after in edits:
+        assert source.count(before) == 1, f"{module} has this {source.count(before)} times, not once: {before!r}"
+        source = source.replace(before, after)
+    name = f"altered_{next(_numbers)}_{module.replace('.', '_')}"
+    path = folder / f"{name}.py"  # on disk, because Triton and the simulator's messages read the source
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
+
+
+def _with_helper(module: str, helper: str, altered: ModuleType, folder: Path) -> ModuleType:
+    """A copy of a module that uses an altered copy of a helper."""
+    kernel, original = _altered(module, (), folder), vars(importlib.import_module(helper))
+    names = [name for name, value in vars(altered).items() if value is not original.get(name) and hasattr(kernel, name)]
+    changed = [name for name in names if not name.startswith("__") and getattr(kernel, name) is original.get(name)]
+    assert changed, f"{module} uses nothing of {helper}"
+    for name in changed:
+        setattr(kernel, name, getattr(altered, name))
+    return kernel
