@@ -492,7 +492,6 @@ CASES = [
     ),
     Case("a box of a strided tensor ends where its head ends", strided_box, heads_arguments, box(HEADS[0, :, 2], 8, 0)),
     Case("TMA stores a box and clips it at the end", store_box, writes(VALUES[:16], 44, 40), written(VALUES[:16], 44, 40)),
-    Case("TMA stores a box and clips it at the start", store_box, writes(VALUES[:16], -3, -8), written(VALUES[:16], -3, -8)),
     Case("a buffer is free after its store was waited for", store_and_overwrite, writes(VALUES), written(VALUES, 0, 0)),
     seen(
         copy_groups,

@@ -1,6 +1,7 @@
 """TMA: copies of boxes between global and shared memory, which the async proxy makes on its own.
 
-A load signals its bytes at an mbarrier, those outside the tensor included, for which it writes zeros. Stores are grouped;
+A load signals its bytes at an mbarrier, those outside the tensor included, for which it writes zeros. A store leaves out what
+lies beyond the tensor's end, and may not begin before its start. Stores are grouped;
 `store_wait(n)` waits until at most the n newest are still reading shared memory. Copies finish in any order.
 """
 
@@ -14,7 +15,7 @@ import torch
 
 from strobe.sim import barriers
 from strobe.sim.context import machine, where
-from strobe.sim.errors import IllegalOperation, Unfinished
+from strobe.sim.errors import IllegalOperation, OutOfBounds, Unfinished
 from strobe.sim.memory import Access, GlobalArray
 from strobe.sim.tensor import Pointer, gluon_dtype
 
@@ -132,8 +133,11 @@ def _store(tensor_desc: Descriptor, coord, src, operation) -> None:
         raise IllegalOperation(
             f"{place} copies {src.name}, {src.shape} of {src.dtype}, to boxes {tensor_desc.block_shape} of {tensor_desc.dtype}"
         )
+    coordinates = [int(c) for c in coord]
+    if min(coordinates) < 0:  # an H200 answers with an illegal instruction; loads may begin there
+        raise OutOfBounds(f"{place} stores a box at {coordinates} of {tensor_desc.name}: before its start")
     access = _begin(f"TMA store to {tensor_desc.name} by {partition.name} at {place}")
-    offsets, inside = tensor_desc.box([int(c) for c in coord])
+    offsets, inside = tensor_desc.box(coordinates)
     src.touch(access, write=False)
     if operation is None:
         tensor_desc.array.write(offsets.reshape(-1), running.cta.index, access)
