@@ -12,6 +12,7 @@ from strobe.kernels.sm90 import forward as sm90_forward
 from strobe.kernels.sm100 import config as sm100_config
 from strobe.kernels.sm100 import forward as sm100_forward
 from strobe.problem import AttentionProblem, Operands, lse_shape
+from strobe.sim.costs import Costs
 from strobe.sim.launch import Launch
 from strobe.sim.machine import Report
 
@@ -31,19 +32,19 @@ class Forward(NamedTuple):
 
 def simulate_forward(
     problem: AttentionProblem, operands: Operands, backend: str = "sm90", config=None, order: str = "in_order", seed: int = 0,
-    ctas: int = 1,
+    ctas: int = 1, costs: Costs | None = None,
 ) -> Forward:  # fmt: skip
     """The forward kernel of a backend over operands on the CPU.
 
     config: the backend's Config; None: what it chooses. order, seed: see `strobe.sim.machine`. ctas: how many CTAs share the
-    tiles if the kernel is persistent (sm100), so that one computes several; others have one a tile. ValueError for another
-    backend or an empty problem; a SimulationError for a mistake in the kernel.
+    tiles if the kernel is persistent (sm100), so that one computes several; others have one a tile. costs: of a timed run; None
+    means the arch's own. ValueError for another backend or an empty problem; a SimulationError for a mistake in the kernel.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     kernels, choose, arch = BACKENDS[backend]
     launch, out, lse, notes = forward_launch(kernels, arch, problem, operands, config or choose(problem), ctas)
-    return Forward(out, lse, notes, launch.simulate(order, seed))
+    return Forward(out, lse, notes, launch.simulate(order, seed, costs))
 
 
 def forward_launch(

@@ -96,6 +96,7 @@ def invalidate(mbarrier) -> None:
 def arrive(mbarrier, count=1, pred=True, **_) -> None:
     running = machine()
     running.spend(running.costs.arrive)
+    running.count_barrier_use("arrive")
     running.pause()
     if pred:
         partition = running.partition
@@ -107,6 +108,7 @@ def expect(mbarrier, bytes_per_cta=None, pred=True, bytes=None, **_) -> None:
     """One arrival that also announces bytes of copies."""
     running = machine()
     running.spend(running.costs.arrive)
+    running.count_barrier_use("arrive")
     running.pause()
     if pred:
         partition, number = running.partition, int(bytes if bytes_per_cta is None else bytes_per_cta)
@@ -118,6 +120,7 @@ def wait(mbarrier, phase, pred=True, deps=()) -> None:
     if not pred:
         return
     running, barrier, parity, place = machine(), at(mbarrier), int(phase) & 1, where()
+    running.count_barrier_use("wait")
     running.wait(
         lambda: barrier.over(parity),
         lambda: f"parity {parity} of {barrier} at {place} ({barrier.state()})",

@@ -46,7 +46,8 @@ class Costs:
     its wait is over; tcgen05: until the next may begin on the same accumulator); commit_latency: from a product's end to the
     arrival that tcgen05.commit makes; operand_bytes: of shared memory a cycle, for the operands that are read there.
     register_latency: of a dependent register operation; reduction_latency: what a reduction takes beyond the work
-    of its pipe, as its steps wait for each other.
+    of its pipe, as its steps wait for each other. interleaving: how much of the time that an
+    operation keeps its pipe the compiler fills with later operations of the same warps: 0 none, 1 all.
     rates: work a cycle, by pipe: elements of "fma", "fma2" (packed pairs), "alu" (integers, compare, maximum, select),
     "convert" (float32 to 16 bits), "mufu", "shuffle", "global" and "cp_async", multiply-adds of "mma" (mma.sync), bytes of
     "shared", "tmem_load" and "tmem_store".
@@ -70,6 +71,7 @@ class Costs:
     operand_bytes: Cost
     register_latency: Cost
     reduction_latency: Cost
+    interleaving: Cost
     rates: Mapping[str, Cost]
 
     def rate(self, pipe: str) -> float:
@@ -118,6 +120,7 @@ SM90 = Costs(
     operand_bytes=Cost(128, f"{MEASURED}: 64 x 64 x 64 at full rate reads 16 KiB in 128 cycles"),
     register_latency=Cost(4, "Jia et al., Dissecting the Volta architecture (arXiv 1804.06826): dependent issue", assumed=True),
     reduction_latency=Cost(73, f"{MEASURED}: row maxima of 64 x 64 and 64 x 128: 201 and 329 cycles, in a line"),
+    interleaving=Cost(0, "with none the periods of the Hopper forward already come out too short", assumed=True),
     rates=MappingProxyType(
         {
             "fma": Cost(128, f"{GUIDE}; {MEASURED}: 120 with a loop around it"),

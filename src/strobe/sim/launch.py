@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from strobe.sim import context
-from strobe.sim.costs import costs_of
+from strobe.sim.costs import Costs, costs_of
 from strobe.sim.language import MACHINE
 from strobe.sim.lift import lift
 from strobe.sim.machine import Machine, Report
@@ -36,23 +36,26 @@ class Launch:
     rewritable: Sequence[str] = ()
     check: Callable[[], None] = lambda: None
 
-    def simulate(self, order: str = "in_order", seed: int = 0) -> Report:
-        options: dict[str, Any] = {"order": order, "seed": seed, "arch": self.arch, "rewritable": self.rewritable}
+    def simulate(self, order: str = "in_order", seed: int = 0, costs: Costs | None = None) -> Report:
+        options: dict[str, Any] = {
+            "order": order, "seed": seed, "arch": self.arch, "rewritable": self.rewritable, "costs": costs,
+        }  # fmt: skip
         return simulate(self.kernel, self.grid, *self.args, **options, **self.kwargs)
 
 
 def simulate(
     kernel, grid: Sequence[int], *args, order: str = "in_order", seed: int = 0, arch: int = 90, rewritable: Sequence[str] = (),
-    num_warps: int = 4, num_ctas: int = 1, **kwargs,
+    num_warps: int = 4, num_ctas: int = 1, costs: Costs | None = None, **kwargs,
 ) -> Report:  # fmt: skip
     """Run a Gluon kernel, its source unchanged, over `grid` on tensors of the CPU, which it changes as on a GPU.
 
     args, kwargs: as for `kernel[grid](*args, **kwargs)`; options of the compiler are ignored. order, seed: in what order
-    asynchronous work finishes and partitions take turns (see `machine`). arch: 80, 90 or 100. Raises a SimulationError
+    asynchronous work finishes and partitions take turns (see `machine`). arch: 80, 90 or 100. costs: of a timed run; None:
+    the arch's own. Raises a SimulationError
     for the first mistake that it finds; ValueError or TypeError for arguments that no launch takes.
     """
     bound = _bind(kernel, args, kwargs)
-    machine = Machine(order, seed, arch, num_warps, num_ctas, [int(n) for n in grid], costs_of(arch))
+    machine = Machine(order, seed, arch, num_warps, num_ctas, [int(n) for n in grid], costs or costs_of(arch))
     context.running.append(machine)
     try:
         function = lift(kernel)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -121,7 +121,8 @@ class Cta:
 @dataclass
 class Report:
     """What a simulation saw. Of timed runs, in cycles: of the first CTA spans, who did what or waited
-    when, and lives, from when to when each partition ran; stamps, (cta, role, event, index, cycle)."""
+    when, lives, from when to when each partition ran, and busy, how long each unit worked; stamps, (cta, role, event, index,
+    cycle). barrier_uses: (partition, "wait", "arrive" or "commit") of all CTAs."""
 
     ctas: int = 0
     steps: int = 0
@@ -130,7 +131,9 @@ class Report:
     cycles: float = 0.0
     spans: list[Span] = field(default_factory=list)
     lives: dict[str, tuple[float, float]] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)
     stamps: list[tuple[int, int, str, int, float]] = field(default_factory=list)
+    barrier_uses: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
 class Machine:
@@ -179,6 +182,9 @@ class Machine:
     def spend(self, cycles: float) -> None:
         """The current partition is busy for some cycles."""
         self._current.time += cycles
+
+    def count_barrier_use(self, what: str) -> None:
+        self.report.barrier_uses[self._current.name, what] += 1
 
     def span(self, track: str, name: str, start: float, end: float, kind: Literal["work", "wait"] = "work") -> None:
         if self.timed and self._cta.index == 0:
@@ -271,6 +277,7 @@ class Machine:
         report.cycles = max(report.cycles, main.time)
         if cta.index == 0:
             report.lives = {partition.name: (partition.born, partition.time) for partition in cta.partitions}
+            report.busy = cta.pipes.busy()
 
     def spawn(self, name: str, body: Callable[[], Any], warps: int, knows: Knowledge, time: float) -> Partition:
         partition = Partition(self._cta, name, body, warps, knows, time)

@@ -2,7 +2,8 @@
 
 An operation on n elements takes n / rate cycles of its pipe. It may begin when the first elements of its operands are there
 and ends a latency after their last ones, as in a chain of vector operations; a reduction gives nothing before it has all. Warps
-issue in order: the partition moves on when the pipe has taken the last instruction.
+issue in order: the partition moves on when the pipe has taken the last instruction, or, as far as the costs say that the
+compiler interleaves operations, before.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ class Pipe:
         self._fill(first_gap, i - 1, first, now)
         return first, now
 
+    def busy(self) -> float:
+        return sum(self._ends) - sum(self._begins)
+
     def _fill(self, low: int, high: int, first: float, last: float) -> None:
         """Note that [first, last) is busy: all gaps between were filled, so busy stretches low .. high - 1 merge with it."""
         if low < high:
@@ -68,6 +72,10 @@ class Pipes:
     def __getitem__(self, name: str) -> Pipe:
         return self._pipes.setdefault(name, Pipe())
 
+    def busy(self) -> dict[str, float]:
+        """Cycles that each unit has worked."""
+        return {name: pipe.busy() for name, pipe in self._pipes.items()}
+
     def issue(self, partition, pipe: str, elements: int, operands: list[Ready]) -> Ready:
         start = max([partition.time, *(ready.start for ready in operands)])
         end = max([partition.time, *(ready.end for ready in operands)])
@@ -78,7 +86,8 @@ class Pipes:
         cycles, latency = elements / self.costs.rate(pipe), self.costs.register_latency
         issue = elements / (32 * min(4, partition.warps)) / self.costs.per_instruction(pipe)
         begin, done = self[self.costs.unit(pipe)].reserve(start, cycles)
-        partition.time = max(partition.time + issue, done)
+        stall = max(0.0, done - partition.time) * (1 - self.costs.interleaving)
+        partition.time += max(issue, stall)
         if reduces:  # nothing is there before all is
             latency = self.costs.reduction_latency
             begin = max(done, end)

@@ -77,6 +77,7 @@ def _product(a, b, acc, use_acc: bool, place: str) -> None:
 def commit(barrier, pred=True, descs=()) -> None:
     """tcgen05_commit: one arrival when all products issued so far are done."""
     running, place = machine(), where()
+    running.count_barrier_use("commit")
     running.pause()
     if not pred:
         return
