@@ -29,7 +29,7 @@ class TensorMemoryView:
 
     @property
     def name(self) -> str:
-        return f"{self.allocation}, columns {self.begin} to {self.begin + self.columns - 1},"
+        return f"{self.allocation} (columns {self.begin} to {self.begin + self.columns - 1})"
 
     @property
     def type(self) -> TensorMemoryView:
