@@ -182,14 +182,15 @@ class Config:
         return 1 << (self.tmem_columns() - 1).bit_length()
 
     def __str__(self) -> str:
-        """Every field is in it: Triton's cache tells compiled kernels apart by this text."""
+        """Every field is in it, and the registers: Triton's cache tells compiled kernels apart by this text."""
         switches = {field.name: getattr(self, field.name) for field in fields(self)[5:]}
         switches = {name: value for name, value in switches.items() if value != getattr(Config, name)}
         others = "".join(f", {name} {value}" for name, value in switches.items())
+        registers = "/".join(map(str, sorted({self.softmax_registers, *self.worker_registers}, reverse=True)))
         return (
             f"tile {self.tile_q} x {self.tile_kv}, head dims {self.head_dim} and {self.head_dim_v}, {self.q_stages} Q stages, "
             f"{self.kv_stages} K/V stages{others}, {self.smem_bytes() / 1024:.0f} KiB shared memory, "
-            f"{self.tmem_columns()} columns of tensor memory"
+            f"{self.tmem_columns()} columns of tensor memory, {registers} registers"
         )
 
 
