@@ -16,7 +16,7 @@ import strobe
 from strobe.device import KNOWN
 from strobe.kernels.sm90 import backend
 from strobe.kernels.sm90.config import Config, choose
-from strobe.lab.sass import count_by_role
+from strobe.lab.sass import list_by_role
 from strobe.problem import AttentionProblem, Dense
 
 OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
@@ -98,7 +98,7 @@ def test_roles_do_their_own_work_only(audits):
 
 def test_roles_that_the_kernel_does_not_have():
     with pytest.raises(ValueError, match="2 roles were named, the kernel branches to 0 besides the first"):
-        count_by_role("", ("consumer", "producer"))
+        list_by_role("", ("consumer", "producer"))
 
 
 def test_registers_fit_the_file():

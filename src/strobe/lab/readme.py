@@ -188,11 +188,16 @@ BLOCKS: dict[str, Callable[[Path], str]] = {"measured": measured, "support": lam
 def rewritten(text: str, root: Path) -> str:
     """README's text with its generated blocks made anew. ValueError where a block has no markers."""
     for name, make in BLOCKS.items():
-        markers = re.search(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", text, re.DOTALL)
-        if markers is None:
-            raise ValueError(f"README.md must hold <!-- begin: {name} --> and <!-- end: {name} --> on lines of their own")
-        text = f"{text[: markers.end(1)]}{make(root)}\n{text[markers.start(2) :]}"
+        text = with_block(text, name, make(root), "README.md")
     return text
+
+
+def with_block(text: str, name: str, block: str, file: str) -> str:
+    """The text of a file with one generated block made anew."""
+    markers = re.search(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", text, re.DOTALL)
+    if markers is None:
+        raise ValueError(f"{file} must hold <!-- begin: {name} --> and <!-- end: {name} --> on lines of their own")
+    return f"{text[: markers.end(1)]}{block}\n{text[markers.start(2) :]}"
 
 
 def main() -> None:

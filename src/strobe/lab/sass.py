@@ -24,7 +24,8 @@ from pathlib import Path
 class Audit:
     """name of the kernel and its arch; registers a thread at launch; bytes of shared memory and of spill stores and
     loads; counts of SASS mnemonics up to the first dot, and of MUFU by function; the same for each role, if the roles were
-    named (code that roles share counts for each of them); ptxas's warnings; seconds to compile."""
+    named (code that roles share counts for each of them); listings, each role's mnemonics in the order of the text; ptxas's
+    warnings; seconds to compile."""
 
     name: str
     registers: int
@@ -32,6 +33,7 @@ class Audit:
     spill_bytes: int
     instructions: dict[str, int]
     roles: dict[str, dict[str, int]] = field(default_factory=dict)
+    listings: dict[str, list[str]] = field(default_factory=dict, repr=False)
     warnings: tuple[str, ...] = ()
     seconds: float = field(default=0.0, compare=False)
 
@@ -62,13 +64,15 @@ def audit(compiled, name: str, seconds: float = 0.0, roles: tuple[str, ...] = ()
     used = re.search(r"Used (\d+) registers", report)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
     sass = disassemble(compiled.asm["cubin"])
+    listings = list_by_role(sass, roles) if roles else {}
     return Audit(
         name=name,
         registers=int(used.group(1)) if used else 0,
         smem_bytes=compiled.metadata.shared,
         spill_bytes=sum(map(int, spills)),
         instructions=count_instructions(sass),
-        roles=count_by_role(sass, roles) if roles else {},
+        roles={role: _counted(names) for role, names in listings.items()},
+        listings=listings,
         warnings=tuple(line for line in report.splitlines() if "warning" in line.lower() or re.search(r"C75\d\d", line)),
         seconds=seconds,
     )
@@ -115,7 +119,7 @@ class Block:
     falls_through: bool = True
 
 
-def count_by_role(sass: str, roles: tuple[str, ...]) -> dict[str, dict[str, int]]:
+def list_by_role(sass: str, roles: tuple[str, ...]) -> dict[str, list[str]]:
     """The instructions of each warp partition, the first of which is the default one, with the kernel's set-up. ValueError
     if the kernel does not branch to that many."""
     blocks, labels = _blocks(sass)
@@ -127,7 +131,7 @@ def count_by_role(sass: str, roles: tuple[str, ...]) -> dict[str, dict[str, int]
     loop = _waiting_loop(successors, switches[0])
     entries = [0, *workers]
     return {
-        role: _counted(name for i in sorted(_reached(successors, entry, loop)) for name in blocks[i].names)
+        role: [name for i in sorted(_reached(successors, entry, loop)) for name in blocks[i].names]
         for role, entry in zip(roles, entries, strict=False)  # beyond the roles: padding warps, and the exit
     }
 
