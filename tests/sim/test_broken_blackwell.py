@@ -183,6 +183,12 @@ WAIT_K = "            if w == 0:\n                kv.wait(k)\n"
 NEXT_SCORES = "            start_scores(stages[w], kv.k(k), C)\n"
 
 S_AND_P = [
+    kernel(
+        "both softmax roles work on stage 0",
+        "    stage = K.stages[w]\n    last = done",
+        "    stage = K.stages[0]\n    last = done",
+        WRONG_PHASE,
+    ),
     kernel("S is not waited for", S_FULL_WAIT, "pass", TOO_EARLY),
     kernel("the other phase of S is waited for", S_FULL_WAIT, S_FULL_WAIT.replace("& 1)", "& 1 ^ 1)"), WRONG_PHASE),
     kernel("nobody says that S is there", S_FULL, "", (Deadlock,), says=("softmax waits for parity 0 of",)),
@@ -351,6 +357,7 @@ OUT = [
     kernel("O is written over the one that has not left", OUT_EMPTY_WAIT, "", (Race, BarrierMisuse)),
     kernel("a store too few is waited for", STORE_WAIT, STORE_WAIT.replace("- 1 - w", "- w"), (Race, Unfinished)),
     kernel("stores are not waited for", STORE_WAIT, "", (Race, Unfinished)),
+    kernel("O is said to have left before it has", STORE_WAIT + OUT_EMPTY, OUT_EMPTY + STORE_WAIT, (Race,)),
     kernel("nobody says that O has left", OUT_EMPTY, "", (Deadlock,), says=("waits for parity 0 of",)),
     kernel("O has left twice", OUT_EMPTY, OUT_EMPTY.replace("count=1", "count=2"), (BarrierMisuse,), says=("arrives 2 times",)),
     kernel(
