@@ -49,6 +49,15 @@ def copy_out(descriptors, chunks, work, row):
         tma_store(descriptors[c], place, as_block(chunks[c], descriptors[c]))
 
 
+@gluon.jit
+def one_or_two(first, second):
+    """The descriptors of all chunks."""
+    if second is None:
+        return (first,)
+    else:
+        return (first, second)
+
+
 def descriptors(
     x: torch.Tensor, rows: int, chunks: tuple[int, ...], halved: int, config: Config
 ) -> list[TensorDescriptor | None]:

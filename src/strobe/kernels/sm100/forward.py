@@ -35,6 +35,12 @@ a block is started right after the P V whose P lies in the same columns.
 Blocks of keys run from right to left, so that the blocks which a causal mask cuts come first. Only blocks outside
 [full_begin, full_end) are masked. Two Q stages give the tensor core work on one while the other is in its softmax.
 
+Two CTAs (`two_ctas`) work as one on tiles of twice the rows: a product spans both, each keeps its rows of Q, S, P and O,
+half the keys of K and half the columns of V. Every tensor here has the rows of both; the mma warp of the first alone
+starts products, on barriers that count the arrivals of both, and commits arrive in both.
+
+With `splits`, a tile attends to one part of its keys, and the correction warps write float32 O to global memory.
+
 A row maximum that grows by less than 2^8 is left alone: P is then at most 2^8, which 16 bits hold as well as 1, and O
 needs no rescaling (FlashAttention-4's idea, as are the roles, the polynomial exp2 and the early start on P).
 """
@@ -58,7 +64,7 @@ from strobe.kernels.gluon import (
     tma_store_wait,
 )
 from strobe.kernels.sm100.config import Config
-from strobe.kernels.sm100.descriptors import copy_in, copy_out, descriptors
+from strobe.kernels.sm100.descriptors import copy_in, copy_out, descriptors, one_or_two
 from strobe.kernels.sm100.memory import Ring, commit, make_ring, make_stages, rows_of, thread_rows
 from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
 
@@ -72,7 +78,7 @@ ENDLESS = 0x7FFF0000
 class Outputs:
     """lse: [batch, heads, n_q] or packed [heads, rows]; notes as in `launch`, or None. partial: float32 O in the layout of
     the output, [splits, rows, heads, head_dim_v], or None if there is one split, whose O goes through `descriptors`.
-    rows: query rows in all; PACKED: whether they are those of packed sequences."""
+    rows: query rows in all."""
 
     descriptors: gl.tuple
     partial: (gl.tensor, gl.constexpr)
@@ -466,14 +472,6 @@ def epilogue_tile(K, work, turn):
 
 
 # ---- entry and launcher
-
-
-@gluon.jit
-def one_or_two(first, second):
-    if second is None:
-        return (first,)
-    else:
-        return (first, second)
 
 
 @gluon.jit(do_not_specialize=["heads", "group", "at_once", "tiles", "rows", "n_q", "n_kv", "left", "right", "prefix"])
