@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from strobe.sim.clusters import own_lanes
 from strobe.sim.context import machine, where
 from strobe.sim.dtypes import constant, round_to
 from strobe.sim.errors import IllegalOperation
@@ -14,12 +15,13 @@ from strobe.sim.tensor import Pointer, Scalar, Tensor
 
 
 def _lanes(mask, pointer: Pointer) -> torch.Tensor | None:
-    if mask is None or mask is True:
-        return None
+    """The lanes of an access: those of the mask, and in a cluster those that are this CTA's; None: all."""
     shape = pointer.offsets().shape
-    if isinstance(mask, Tensor):
-        return broadcast_to(mask, shape).data.bool()
-    return torch.full(shape, bool(mask))
+    mine = own_lanes(pointer.layout, shape)
+    if mask is None or mask is True:
+        return mine
+    chosen = broadcast_to(mask, shape).data.bool() if isinstance(mask, Tensor) else torch.full(shape, bool(mask))
+    return chosen if mine is None else chosen & mine
 
 
 def _ready(pointer: Pointer, *others) -> list:

@@ -52,16 +52,24 @@ class Barrier:
             self.completed = self.time
 
 
-def at(view) -> Barrier:
-    """The Barrier that lives in a view of shared memory."""
-    barrier = machine().cta.barriers.get(_key(view))
+def at(view, rank: int | None = None) -> Barrier:
+    """The Barrier that lives in a view of shared memory, of the CTA of `rank`, by default of the one that runs."""
+    barrier = machine().cta.barriers.get(_key(view, rank))
     if barrier is None:
         raise BarrierMisuse(f"{where()} uses the mbarrier {view.name}, which is not initialised")
     return barrier
 
 
-def _key(view) -> tuple[int, int]:
-    return id(view.buffer), view.data.storage_offset()
+def _key(view, rank: int | None = None) -> tuple[int, int]:
+    running = machine()
+    places = view.data.reshape(-1)
+    chosen = (running.rank if rank is None else rank) if running.num_ctas > 1 and not _of_both(view) else 0
+    return id(view.buffer), int(places[chosen].storage_offset())
+
+
+def _of_both(view) -> bool:
+    """Whether the CTAs of a cluster share this barrier, which then lives in the first of them."""
+    return machine().num_ctas > 1 and view.numel == 1
 
 
 # ---- what kernels call
@@ -78,12 +86,17 @@ def allocate(batch=None, two_ctas=False):
 
 
 def init(mbarrier, count) -> None:
-    barriers, key = machine().cta.barriers, _key(mbarrier)
+    """A barrier that two CTAs share counts the arrivals of both, and the first of them initialises it."""
+    running, both = machine(), _of_both(mbarrier)
+    if both and running.rank:
+        return
+    barriers, key = running.cta.barriers, _key(mbarrier)
     if key in barriers:
         raise BarrierMisuse(f"{where()} initialises the mbarrier {mbarrier.name} again")
     if int(count) < 1:
         raise BarrierMisuse(f"{where()} initialises the mbarrier {mbarrier.name} with a count of {int(count)}")
-    barriers[key] = Barrier(mbarrier.name, int(count))
+    name = mbarrier.name if running.num_ctas == 1 or both else f"{mbarrier.name} of CTA {running.rank}"
+    barriers[key] = Barrier(name, int(count) * (running.num_ctas if both else 1))
 
 
 def invalidate(mbarrier) -> None:
@@ -117,7 +130,8 @@ def expect(mbarrier, bytes_per_cta=None, pred=True, bytes=None, **_) -> None:
 
 
 def wait(mbarrier, phase, pred=True, deps=()) -> None:
-    if not pred:
+    """At a barrier that two CTAs share only the first waits."""
+    if not pred or (_of_both(mbarrier) and machine().rank):
         return
     running, barrier, parity, place = machine(), at(mbarrier), int(phase) & 1, where()
     running.count_barrier_use("wait")
@@ -168,10 +182,11 @@ class NamedBarrier:
 
 
 def _named(number, threads) -> NamedBarrier:
-    barriers, number, threads = machine().cta.barriers, int(number), int(threads)
+    running, number, threads = machine(), int(number), int(threads)
+    barriers, key = running.cta.named_barriers, (running.rank, number)
     if not 0 <= number < 16 or threads % 32:
         raise BarrierMisuse(f"{where()}: named barriers are 0 to 15 and take whole warps, got {number} and {threads} threads")
-    barrier = barriers.setdefault(("named", number), NamedBarrier(number, threads))
+    barrier = barriers.setdefault(key, NamedBarrier(number, threads))
     if barrier.threads != threads and barrier.in_use:
         raise BarrierMisuse(f"{where()} uses {barrier} for {threads} threads while {barrier.state()}")
     barrier.threads = threads
@@ -195,6 +210,20 @@ def named_sync(number, threads) -> None:
     running.wait(
         lambda: barrier.round > mine,
         lambda: f"{barrier} at {place} ({barrier.state()})",
+        lambda: barrier.completed + running.costs.named_barrier,
+    )
+    running.partition.knows.join(barrier.handed_on)
+
+
+def cluster_sync() -> None:
+    """All CTAs of a cluster meet, outside specialised warps."""
+    running, place = machine(), where()
+    threads = 32 * running.partition.warps
+    barrier = running.cta.named_barriers.setdefault("cluster", NamedBarrier(0, threads * running.num_ctas))
+    mine = barrier.arrive(threads)
+    running.wait(
+        lambda: barrier.round > mine,
+        lambda: f"the other CTA of its cluster at {place}",
         lambda: barrier.completed + running.costs.named_barrier,
     )
     running.partition.knows.join(barrier.handed_on)

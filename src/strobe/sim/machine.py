@@ -49,8 +49,8 @@ class AsyncWork:
 class Partition:
     """Some warps of a CTA that run one function together."""
 
-    def __init__(self, cta: Cta, name: str, body: Callable[[], Any], warps: int, knows: Knowledge, time: float):
-        self.cta, self.name, self.warps = cta, name, warps
+    def __init__(self, cta: Cta, name: str, body: Callable[[], Any], warps: int, knows: Knowledge, time: float, rank: int):
+        self.cta, self.name, self.warps, self.rank = cta, name, warps, rank
         self.agent = cta.new_agent()
         self.knows = knows
         self.tick()
@@ -81,20 +81,35 @@ class Partition:
 
 
 class Cta:
-    """One program of the grid while it runs."""
+    """One program of the grid while it runs: a CTA, or a cluster of two, whose CTAs have a rank (see `clusters`)."""
 
     def __init__(self, machine: Machine, index: int, program: tuple[int, int, int]):
         self.machine, self.index, self.program = machine, index, program
         self.partitions: list[Partition] = []
         self.queues: dict[Any, deque[AsyncWork]] = {}
         self.barriers: dict[Any, Any] = {}
-        self.named_barriers: dict[int, Any] = {}
-        self.must_know: dict[int, tuple[int, str]] = {}
-        """agent -> tick and description of its latest work, which somebody must have waited for at exit."""
+        self.named_barriers: dict[Any, Any] = {}
+        self.must_know: dict[int, tuple[int, str, tuple[int, ...]]] = {}
+        """agent -> tick and description of its latest work, and which CTAs must have waited for it at exit."""
+        self.allocations: list[Any] = []
+        self._allocated = [0] * machine.num_ctas
         self.smem_bytes = self.tmem_columns = 0
-        self.pipes = Pipes(machine.costs)
+        self._pipes = [Pipes(machine.costs) for _ in range(machine.num_ctas)]
         self._agents = itertools.count()
         self._slots: list[tuple[int, int]] = []
+
+    @property
+    def pipes(self) -> Pipes:
+        """Of the multiprocessor of the CTA that runs now."""
+        return self._pipes[self.machine.rank]
+
+    def allocated(self, make: Callable[[], Any]) -> Any:
+        """What `make()` allocates. The CTAs of a cluster make the same allocations in the same order: each is made once."""
+        rank = self.machine.rank
+        if self._allocated[rank] == len(self.allocations):
+            self.allocations.append(make())
+        self._allocated[rank] += 1
+        return self.allocations[self._allocated[rank] - 1]
 
     def new_agent(self) -> int:
         agent = next(self._agents)
@@ -158,6 +173,11 @@ class Machine:
     def partition(self) -> Partition:
         return self._current
 
+    @property
+    def rank(self) -> int:
+        """Of the CTA in its cluster."""
+        return self._current.rank
+
     def next_number(self) -> int:
         return next(self._numbers)
 
@@ -176,7 +196,7 @@ class Machine:
         self.scheduler.switch()
         if self.timed:
             partition.time = max(partition.time + least, since())
-            if partition.time > begin + least:
+            if partition.time > begin:
                 self.span(partition.name, description.split(" at ")[0], begin, partition.time, "wait")
 
     def spend(self, cycles: float) -> None:
@@ -265,22 +285,22 @@ class Machine:
         self._cta = Cta(self, self.report.ctas, program)
         self.report.ctas += 1
         self.scheduler = getcurrent()
-        main = self.spawn(name, body, self.num_warps, Knowledge(), 0.0)
+        mains = [self.spawn(name, body, self.num_warps, Knowledge(), 0.0, rank) for rank in range(self.num_ctas)]
         try:
             self._schedule()
-            self._check_exit(main)
+            self._check_exit(mains)
         finally:
             self._stop()
         report, cta = self.report, self._cta
         report.smem_bytes = max(report.smem_bytes, cta.smem_bytes)
         report.tmem_columns = max(report.tmem_columns, cta.tmem_columns)
-        report.cycles = max(report.cycles, main.time)
+        report.cycles = max([report.cycles, *(main.time for main in mains)])
         if cta.index == 0:
             report.lives = {partition.name: (partition.born, partition.time) for partition in cta.partitions}
-            report.busy = cta.pipes.busy()
+            report.busy = cta._pipes[0].busy()
 
-    def spawn(self, name: str, body: Callable[[], Any], warps: int, knows: Knowledge, time: float) -> Partition:
-        partition = Partition(self._cta, name, body, warps, knows, time)
+    def spawn(self, name: str, body: Callable[[], Any], warps: int, knows: Knowledge, time: float, rank: int) -> Partition:
+        partition = Partition(self._cta, name, body, warps, knows, time, rank)
         self._cta.partitions.append(partition)
         return partition
 
@@ -332,12 +352,18 @@ class Machine:
             return min(work, key=lambda queue: queue[0].number)
         return able[self._turn % len(able)]
 
-    def _check_exit(self, main: Partition) -> None:
+    def _check_exit(self, mains: list[Partition]) -> None:
         cta = self._cta
-        for agent, (tick, what) in cta.must_know.items():
-            if main.knows.seen[agent] < tick:
-                raise Unfinished(f"the CTA exits and nobody has waited for {what}")
-        for barrier in cta.barriers.values():
+        for agent, (tick, what, ranks) in cta.must_know.items():
+            for rank in ranks:
+                if mains[rank].knows.seen[agent] < tick:
+                    who = (
+                        "the CTA exits and nobody"
+                        if self.num_ctas == 1
+                        else f"CTA {rank} of the cluster exits and nobody in it"
+                    )
+                    raise Unfinished(f"{who} has waited for {what}")
+        for barrier in (*cta.barriers.values(), *cta.named_barriers.values()):
             if barrier.in_use:
                 raise BarrierMisuse(f"{barrier} is left in use at exit: {barrier.state()}")
 

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from strobe.sim.clusters import only_own, own
 from strobe.sim.context import machine, where
 from strobe.sim.errors import IllegalOperation
 from strobe.sim.memory import Access, Buffer, Footprint, bounds_check, dense_footprint, reshaped
@@ -99,20 +100,25 @@ class SharedView:
 
     # ---- accesses
 
-    def footprint(self) -> Footprint:
-        data = self.data
+    def footprint(self, data: torch.Tensor) -> Footprint:
         key = (data.storage_offset() * data.element_size(), data.element_size(), tuple(data.shape), data.stride())
         return self.buffer.footprint(key, lambda: dense_footprint(data))
 
-    def touch(self, access: Access, write: bool) -> None:
-        self.buffer.touch(self.footprint(), access, write, self.name)
+    def touch(self, access: Access, write: bool, part: torch.Tensor | None = None) -> None:
+        """An access to all of it, or to a part."""
+        self.buffer.touch(self.footprint(self.data if part is None else part), access, write, self.name)
+
+    def own(self) -> torch.Tensor:
+        """What of it lies in the CTA that runs now."""
+        return own(self.layout, self.data)
 
     def load(self, layout=None) -> Tensor:
         running = machine()
         running.pause()
-        self.touch(running.partition.access(), write=False)
-        ready = running.issue("shared", self.numel * self.data.element_size(), [])
-        return Tensor(self.data.clone(), layout, ready)
+        mine = self.own()
+        self.touch(running.partition.access(), write=False, part=mine)
+        ready = running.issue("shared", mine.numel() * mine.element_size(), [])
+        return Tensor(only_own(self.layout, self.data), layout, ready)
 
     def store(self, value: Tensor) -> None:
         running = machine()
@@ -123,9 +129,10 @@ class SharedView:
                 f"{where()} stores {list(value.data.shape)} {value.data.dtype} to {self.name}, {self.shape} {self.data.dtype}"
             )
         value.check_ready()
-        self.touch(running.partition.access(), write=True)
-        ready = running.issue("shared", self.numel * self.data.element_size(), [value.ready] if value.ready else [])
-        self.data.copy_(value.data)
+        mine = self.own()
+        self.touch(running.partition.access(), write=True, part=mine)
+        ready = running.issue("shared", mine.numel() * mine.element_size(), [value.ready] if value.ready else [])
+        mine.copy_(own(self.layout, value.data))
         if ready is not None:
             running.partition.time = max(running.partition.time, ready.end)
 
@@ -146,7 +153,15 @@ class SharedView:
 
 def allocate(element_ty, shape, layout=None, value: Tensor | None = None) -> SharedView:
     """gl.allocate_shared_memory: uninitialised bytes (a pattern that is no number), or a copy of `value`."""
-    running, name = machine(), assigned_name()
+    name = assigned_name()
+    view = machine().cta.allocated(lambda: _allocate(element_ty, shape, layout, name))
+    if value is not None:
+        view.store(value)
+    return view
+
+
+def _allocate(element_ty, shape, layout, name: str) -> SharedView:
+    running = machine()
     shape, dtype = [int(n) for n in shape], torch_dtype(element_ty)
     size = math.prod(shape) * dtype.itemsize
     running.cta.smem_bytes += size // running.num_ctas
@@ -156,7 +171,4 @@ def allocate(element_ty, shape, layout=None, value: Tensor | None = None) -> Sha
             f"{where()} allocates {name}: {running.cta.smem_bytes} bytes of shared memory in all, of {limit}"
         )
     data = torch.full((size,), 0xFF, dtype=torch.uint8).view(dtype).view(shape)  # 0xFF..: a NaN in every float type
-    view = SharedView(Buffer(name, "shared", size), data, element_ty, layout, name)
-    if value is not None:
-        view.store(value)
-    return view
+    return SharedView(Buffer(name, "shared", size), data, element_ty, layout, name)

@@ -38,14 +38,16 @@ def _queue() -> Queue:
 
 
 def mma(a, b, acc, use_acc=True, pred=True, multicast=False, mbarriers=None, mbarrier_preds=None) -> None:
+    """In a cluster the CTA of rank 0 issues for both, and both are told."""
     running, place = machine(), where()
     running.spend(running.costs.mma_issue)
     running.pause()
-    if pred:
-        _product(a, b, acc, bool(use_acc), place)
+    if not pred or running.rank:
+        return
+    _product(a, b, acc, bool(use_acc), place)
     for i, barrier in enumerate(mbarriers or ()):
         if mbarrier_preds is None or mbarrier_preds[i]:
-            commit(barrier, pred)
+            _commit(barrier, range(running.num_ctas))
 
 
 def _product(a, b, acc, use_acc: bool, place: str) -> None:
@@ -57,13 +59,14 @@ def _product(a, b, acc, use_acc: bool, place: str) -> None:
     queue.knows.learn(queue.agent, queue.issued)
     what = f"tcgen05.mma of {partition.name} at {place}"
     access = Access(queue.agent, queue.issued, queue.knows.copy(), what, generic=False)
-    a.touch(access, write=False)
-    b.touch(access, write=False)
+    everywhere = tuple(range(running.num_ctas))
+    _touch(a, access, False, everywhere)
+    _touch(b, access, False, everywhere)
     if use_acc:
-        acc.touch(access, write=False)
-    acc.touch(access, write=True)
+        _touch(acc, access, False, everywhere)
+    _touch(acc, access, True, everywhere)
     partition.tick()
-    running.cta.must_know[queue.agent] = (queue.issued, what)
+    running.cta.must_know[queue.agent] = (queue.issued, what, everywhere)
     begin, queue.time = _time(a, b, partition, queue)
 
     def finish() -> None:
@@ -75,19 +78,36 @@ def _product(a, b, acc, use_acc: bool, place: str) -> None:
 
 
 def commit(barrier, pred=True, descs=()) -> None:
-    """tcgen05_commit: one arrival when all products issued so far are done."""
+    """tcgen05_commit: one arrival when all products issued so far are done; in both CTAs of a cluster if `descs` are given."""
+    running = machine()
+    running.pause()
+    if pred and running.rank == 0:
+        _commit(barrier, range(running.num_ctas if len(descs) else 1))
+
+
+def _commit(barrier, ranks) -> None:
     running, place = machine(), where()
     running.count_barrier_use("commit")
-    running.pause()
-    if not pred:
-        return
-    queue, at, partition = _queue(), barriers.at(barrier), running.partition
+    queue, partition = _queue(), running.partition
+    told = dict.fromkeys(barriers.at(barrier, rank) for rank in ranks)  # both have one barrier, or each its own
     knows = queue.knows.copy()
     knows.join(partition.knows)
     partition.tick()
     time = max(queue.time, partition.time) + running.costs.commit_latency
     what = f"tcgen05.commit of {partition.name} at {place}"
-    running.cta.post(("tcgen05", queue.agent), what, lambda: at.arrive(1, knows, what, time=time), time)
+
+    def finish() -> None:
+        for at in told:
+            at.arrive(1, knows, what, time=time)
+
+    running.cta.post(("tcgen05", queue.agent), what, finish, time)
+
+
+def _touch(operand, access: Access, write: bool, ranks: tuple[int, ...]) -> None:
+    if isinstance(operand, TensorMemoryView):
+        operand.touch(access, write, ranks)
+    else:
+        operand.touch(access, write)
 
 
 def _check(a, b, acc, place: str) -> None:
@@ -108,6 +128,7 @@ def _time(a, b, partition: Partition, queue: Queue) -> tuple[float, float]:
     if not running.timed:
         return 0.0, 0.0
     (m, k), n = a.shape, b.shape[1]
+    m //= running.num_ctas  # each CTA's tensor core computes its own rows
     cycles = running.costs.mma_cycles(m, n, k, b.data.element_size(), isinstance(a, TensorMemoryView))
     steps = k * b.data.element_size() / 32  # instructions, each of 32 bytes along k, which wait for each other's accumulator
     earliest = max(partition.time, queue.time)

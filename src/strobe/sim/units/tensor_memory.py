@@ -7,13 +7,16 @@ columns of the S that it lies over.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 
+from strobe.sim.clusters import only_own, own
 from strobe.sim.context import machine, where
 from strobe.sim.errors import IllegalOperation
 from strobe.sim.memory import Access, Buffer, Footprint, bounds_check
 from strobe.sim.names import assigned_name
+from strobe.sim.pipes import Ready
 from strobe.sim.tensor import Tensor, torch_dtype
 
 COLUMNS = 512
@@ -91,19 +94,23 @@ class TensorMemoryView:
 
     # ---- accesses
 
-    def footprint(self) -> Footprint:
-        key = (self.begin, self.columns)
-        return self.buffer.footprint(key, lambda: Footprint(self.begin, self.begin + self.columns))
+    def footprint(self, rank: int) -> Footprint:
+        """Its columns in one CTA of the cluster."""
+        begin = self.begin + rank * COLUMNS
+        return self.buffer.footprint((begin, self.columns), lambda: Footprint(begin, begin + self.columns))
 
-    def touch(self, access: Access, write: bool) -> None:
-        self.buffer.touch(self.footprint(), access, write, self.name)
+    def touch(self, access: Access, write: bool, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self.buffer.touch(self.footprint(rank), access, write, self.name)
 
     def load(self, layout=None, **_) -> Tensor:
         running = machine()
         self._check_warps()
         running.pause()
-        self.touch(running.partition.access(), write=False)
-        return Tensor(self.data.clone(), layout, running.issue("tmem_load", self._bytes(), []))
+        self.touch(running.partition.access(), write=False, ranks=(running.rank,))
+        ready = running.issue("tmem_load", self._bytes(), [])
+        self._note("load", ready)
+        return Tensor(only_own(self.layout, self.data), layout, ready)
 
     def load_max(self, layout=None, abs=False, **_) -> tuple[Tensor, Tensor]:
         values = self.load(layout)
@@ -125,14 +132,20 @@ class TensorMemoryView:
                 f"{where()} stores {list(value.data.shape)} {value.data.dtype} to {self.name}, {self.shape} {self.dtype}"
             )
         value.check_ready()
-        self.touch(running.partition.access(), write=True)
+        self.touch(running.partition.access(), write=True, ranks=(running.rank,))
         ready = running.issue("tmem_store", self._bytes(), [value.ready] if value.ready else [])
-        self.data.copy_(value.data)
+        own(self.layout, self.data).copy_(own(self.layout, value.data))
         if ready is not None:  # the compiler waits for the store (tcgen05.wait::st) before anything else can know of it
             running.partition.time = max(running.partition.time, ready.end)
+        self._note("store", ready)
+
+    def _note(self, what: str, ready: Ready | None) -> None:
+        if ready is not None:
+            running = machine()
+            running.span("tensor memory", f"{running.partition.name}: {what} {self.name}", ready.start, ready.end)
 
     def _bytes(self) -> int:
-        return self.words.numel() * 4
+        return self.words.numel() * 4 // machine().num_ctas
 
     def _check_warps(self) -> None:
         partition = machine().partition
@@ -145,11 +158,19 @@ class TensorMemoryView:
 
 def allocate(element_ty, shape, layout, value: Tensor | None = None) -> TensorMemoryView:
     """allocate_tensor_memory."""
-    running, name = machine(), assigned_name()
+    name = assigned_name()
+    view = machine().cta.allocated(lambda: _allocate(element_ty, shape, layout, name))
+    if value is not None:
+        view.store(value)
+    return view
+
+
+def _allocate(element_ty, shape, layout, name: str) -> TensorMemoryView:
+    running = machine()
     if running.arch // 10 not in (10, 11):
         raise IllegalOperation(f"{where()} allocates tensor memory, which sm_{running.arch} does not have")
     shape = [int(n) for n in shape]
-    rows = 128 * (2 if getattr(layout, "two_ctas", False) else 1)
+    rows = 128 * running.num_ctas
     blocks = max(1, shape[-2] // rows)
     columns = blocks * shape[-1] * element_ty.primitive_bitwidth * getattr(layout, "col_stride", 1) // 32
     lead = math.prod(shape[:-2])
@@ -159,7 +180,4 @@ def allocate(element_ty, shape, layout, value: Tensor | None = None) -> TensorMe
             f"{where()} allocates {name}: {running.cta.tmem_columns} columns of tensor memory in all, of {COLUMNS}"
         )
     words = torch.full((*shape[:-1], columns // blocks), -1, dtype=torch.int32)  # 0xFFFFFFFF: a NaN in every float type
-    view = TensorMemoryView(Buffer(name, "tensor", lead * columns), words, 0, element_ty, layout, shape, name)
-    if value is not None:
-        view.store(value)
-    return view
+    return TensorMemoryView(Buffer(name, "tensor", COLUMNS * running.num_ctas), words, 0, element_ty, layout, shape, name)

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from strobe.sim import barriers
+from strobe.sim.clusters import halved_dim, own
 from strobe.sim.context import machine, where
-from strobe.sim.errors import IllegalOperation, OutOfBounds, Unfinished
+from strobe.sim.errors import IllegalOperation, OutOfBounds, Unfinished, Unsupported
 from strobe.sim.memory import Access, GlobalArray
 from strobe.sim.tensor import Pointer, gluon_dtype
 
@@ -29,8 +30,10 @@ class Descriptor:
         self.strides = [int(n) for n in strides]
         self.block_shape = [int(n) for n in block_shape]
         self.dtype = gluon_dtype(array.flat.dtype)
-        self.nbytes_per_cta = math.prod(self.block_shape) * array.flat.element_size()
-        self.block_type = SimpleNamespace(shape=self.block_shape, nbytes=self.nbytes_per_cta, element_ty=self.dtype)
+        nbytes = math.prod(self.block_shape) * array.flat.element_size()
+        self.halved = None if machine().num_ctas == 1 else halved_dim(layout, len(self.block_shape))
+        self.nbytes_per_cta = nbytes if self.halved is None else nbytes // 2
+        self.block_type = SimpleNamespace(shape=self.block_shape, nbytes=nbytes, element_ty=self.dtype)
         self._check()
 
     @property
@@ -47,13 +50,20 @@ class Descriptor:
         if any(not 1 <= n <= 256 for n in self.block_shape):
             raise IllegalOperation(f"a TMA box has 1 to 256 elements a dim, that of {self.name} has {self.block_shape}")
 
-    def box(self, coordinates: list[int]) -> tuple[np.ndarray, tuple[slice, ...]]:
+    def own_box(self, coordinates: list[int]) -> tuple[np.ndarray, tuple[slice, ...]]:
+        """`box` of the half that is this CTA's, if two halve it."""
+        if self.halved is None:
+            return self.box(coordinates, self.block_shape)
+        corner, block = list(coordinates), list(self.block_shape)
+        block[self.halved] //= 2
+        corner[self.halved] += machine().rank * block[self.halved]
+        return self.box(corner, block)
+
+    def box(self, coordinates: list[int], block_shape: list[int]) -> tuple[np.ndarray, tuple[slice, ...]]:
         """Offsets of the elements of a box that lie inside the tensor, and where in the box they are. Offsets wrap around
         as 64-bit addresses do, which descriptors of ragged tensors make use of; whoever uses one checks where it lies."""
         offsets, inside = np.full((1,) * len(self.shape), self.offset), []
-        for axis, (at, n, stride, block) in enumerate(
-            zip(coordinates, self.shape, self.strides, self.block_shape, strict=True)
-        ):
+        for axis, (at, n, stride, block) in enumerate(zip(coordinates, self.shape, self.strides, block_shape, strict=True)):
             low, high = max(0, at), min(n, at + block)
             inside.append(slice(low - at, max(low, high) - at))
             along = np.arange(low, max(low, high)) * stride
@@ -88,17 +98,20 @@ def load(tensor_desc: Descriptor, coord, barrier, result, pred=True, multicast=F
             f"{place} copies boxes {tensor_desc.block_shape} of {tensor_desc.dtype} to {result.name}, {result.shape} of "
             f"{result.dtype}"
         )
+    if multicast:
+        raise Unsupported(f"{place}: the simulator has no model of multicast copies")
     access = _begin(f"TMA load of {tensor_desc.name} by {running.partition.name} at {place}")
-    offsets, inside = tensor_desc.box(coordinates)
+    mine = own(tensor_desc.layout, result.data)
+    offsets, inside = tensor_desc.own_box(coordinates)
     tensor_desc.array.read(offsets.reshape(-1), running.cta.index, access)
-    result.touch(access, write=True)
+    result.touch(access, write=True, part=mine)
     begin, end = _time(tensor_desc.nbytes_per_cta)
 
     def finish() -> None:
-        result.data.zero_()
+        mine.zero_()
         if offsets.size:
-            result.data[inside] = tensor_desc.array.flat[torch.from_numpy(offsets)]
-        at.arrive(0, access.knows, access.what, -tensor_desc.nbytes_per_cta * running.num_ctas, end)
+            mine[inside] = tensor_desc.array.flat[torch.from_numpy(offsets)]
+        at.arrive(0, access.knows, access.what, -tensor_desc.nbytes_per_cta, end)
 
     running.cta.post(("TMA load", access.agent), access.what, finish, end)
     running.span("TMA", f"load {result.name}", begin, end)
@@ -137,8 +150,9 @@ def _store(tensor_desc: Descriptor, coord, src, operation) -> None:
     if min(coordinates) < 0:  # an H200 answers with an illegal instruction; loads may begin there
         raise OutOfBounds(f"{place} stores a box at {coordinates} of {tensor_desc.name}: before its start")
     access = _begin(f"TMA store to {tensor_desc.name} by {partition.name} at {place}")
-    offsets, inside = tensor_desc.box(coordinates)
-    src.touch(access, write=False)
+    mine = own(tensor_desc.layout, src.data)
+    offsets, inside = tensor_desc.own_box(coordinates)
+    src.touch(access, write=False, part=mine)
     if operation is None:
         tensor_desc.array.write(offsets.reshape(-1), running.cta.index, access)
     else:
@@ -148,7 +162,7 @@ def _store(tensor_desc: Descriptor, coord, src, operation) -> None:
 
     def finish() -> None:
         if offsets.size:
-            where_, values = torch.from_numpy(offsets), src.data[inside]
+            where_, values = torch.from_numpy(offsets), mine[inside]
             flat = tensor_desc.array.flat
             flat[where_] = values if operation is None else operation(flat[where_], values)
         entry.done = True
@@ -179,7 +193,7 @@ def _begin(what: str) -> Access:
     agent, tick = running.cta.new_slot(running.partition.knows)
     knows.learn(agent, tick)
     running.partition.tick()
-    running.cta.must_know[agent] = (tick, what)
+    running.cta.must_know[agent] = (tick, what, (running.rank,))
     return Access(agent, tick, knows, what, generic=False)
 
 

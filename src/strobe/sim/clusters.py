@@ -1,0 +1,66 @@
+"""Clusters: two CTAs that run one program together.
+
+A Gluon program for two CTAs is written once, over tensors that they share: `cga_layout` of a layout says which dimension
+they halve. Here each CTA runs all roles itself, as coroutines of its own, over tensors of the full shape of which only its
+own half means anything: memory is touched there alone, and what it loads has NaN elsewhere. So the two may drift apart as on
+a GPU, and what one reads of the other's without a barrier is a race.
+
+What is barred by the compiler is not looked for: reductions and layout conversions that would cross CTAs.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from strobe.sim.context import machine, where
+from strobe.sim.errors import Unsupported
+
+
+def halved_dim(layout, rank: int) -> int | None:
+    """Which of `rank` dimensions two CTAs halve; None if each has all of it. Layouts speak of the last dimensions."""
+    basis = _basis(layout)
+    if basis is None or not any(basis):
+        return None
+    return rank - len(basis) + next(i for i, step in enumerate(basis) if step)
+
+
+def _basis(layout) -> list[int] | None:
+    if isinstance(layout, gl.SliceLayout):
+        parent = _basis(layout.parent)
+        return None if parent is None else parent[: layout.dim] + parent[layout.dim + 1 :]
+    bases = getattr(layout, "block_bases", None) or getattr(layout, "cga_layout", None)
+    return list(bases[0]) if bases else None
+
+
+def own(layout, data: torch.Tensor) -> torch.Tensor:
+    """This CTA's part of a tensor: all of it where there is no cluster."""
+    running = machine()
+    if running.num_ctas == 1:
+        return data
+    dim = halved_dim(layout, data.dim())
+    if dim is None:
+        raise Unsupported(f"{where()}: memory of {list(data.shape)} of which each CTA of a cluster has a copy of its own")
+    half = data.shape[dim] // 2
+    return data.narrow(dim, running.rank * half, half)
+
+
+def only_own(layout, data: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor with NaN (or -1) where it is not this CTA's."""
+    if machine().num_ctas == 1:
+        return data.clone()
+    copy = torch.full_like(data, torch.nan if data.dtype.is_floating_point else -1)
+    own(layout, copy).copy_(own(layout, data))
+    return copy
+
+
+def own_lanes(layout, shape: torch.Size) -> torch.Tensor | None:
+    """Which elements of a register tensor are this CTA's; None: all."""
+    running = machine()
+    dim = None if running.num_ctas == 1 else halved_dim(layout, len(shape))
+    if dim is None:
+        return None
+    half = shape[dim] // 2
+    lanes = torch.zeros(shape, dtype=torch.bool)
+    lanes.narrow(dim, running.rank * half, half).fill_(True)
+    return lanes
