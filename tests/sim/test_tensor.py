@@ -398,7 +398,7 @@ def test_work_goes_to_the_right_pipe(machine):  # noqa: F811
         (lambda: registers.exp2(x), "mufu", 64), (lambda: 1.0 / x, "mufu", 64), (lambda: registers.fma2(x, x, x), "fma2", 64),
         (lambda: registers.add2(x, 1.0), "fma2", 64), (lambda: registers.max2(x, x), "alu", 64),
         (lambda: reductions.sum_(x, 1), "reduce fma", 64), (lambda: reductions.max_(x, 0), "reduce alu", 64),
-        (lambda: registers.mma_v2(x, x, x), "mma", 512), (lambda: x.to(gl.bfloat16), "alu", 64),
+        (lambda: registers.mma_v2(x, x, x), "mma", 512), (lambda: x.to(gl.bfloat16), "convert", 64),
         (lambda: registers.convert_layout(x, MATRIX), "shuffle", 64), (lambda: registers.convert_layout(x, None), "free", 64),
     ):  # fmt: skip
         machine.issued.clear()
