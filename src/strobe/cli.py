@@ -233,6 +233,18 @@ def simulate(
     raise typer.Exit(status)
 
 
+@app.command()
+def blackwell() -> None:
+    """The Blackwell forward with its ideas switched off one by one, simulated; writes the tables and pictures of its page."""
+    from pathlib import Path
+
+    from strobe.lab.blackwell_page import PAGE, make
+
+    if not PAGE.exists():
+        raise typer.BadParameter(f"strobe blackwell must run in the repository, where {PAGE} is")
+    make(Path())
+
+
 # ---- options as values; a wrong one is one sentence and exit status 2
 
 

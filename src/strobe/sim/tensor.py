@@ -170,7 +170,12 @@ def compute(pipe: str, function: Callable, *operands, layout=None, elements: int
         else:
             data.append(x)
     result = function(*data)
-    return Tensor(result, layout, machine().issue(pipe, result.numel() if elements is None else elements, ready))
+    return Tensor(result, layout, machine().issue(pipe, _own_share(result.numel() if elements is None else elements), ready))
+
+
+def _own_share(elements: int) -> int:
+    """The CTAs of a cluster share a tensor's elements; a scalar each has to itself."""
+    return max(1, elements // machine().num_ctas)
 
 
 # ---- scalars
