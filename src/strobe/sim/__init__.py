@@ -1,5 +1,7 @@
 """Runs Gluon kernels, their source unchanged, on a CPU."""
 
+from strobe.sim.barriers import named_arrive as named_barrier_arrive
+from strobe.sim.barriers import named_sync as named_barrier_sync
 from strobe.sim.errors import (
     BarrierMisuse,
     Deadlock,
@@ -32,6 +34,8 @@ __all__ = [
     "Unfinished",
     "Uninitialised",
     "Unsupported",
+    "named_barrier_arrive",
+    "named_barrier_sync",
     "register",
     "simulate",
 ]

@@ -194,7 +194,8 @@ def _named(number, threads) -> NamedBarrier:
 
 
 def named_arrive(number, threads) -> None:
-    """bar.arrive: this partition's threads are there, and go on."""
+    """bar.arrive: this partition's threads are there, and go on. number: 0 to 15; threads: how many meet in all, whole warps.
+    With specialised warps the compiler takes the lowest numbers itself."""
     running = machine()
     running.spend(running.costs.arrive)
     running.pause()
@@ -202,7 +203,7 @@ def named_arrive(number, threads) -> None:
 
 
 def named_sync(number, threads) -> None:
-    """bar.sync: wait until all threads are there."""
+    """bar.sync: wait until all threads are there. number, threads: as for `named_arrive`."""
     running, place = machine(), where()
     running.pause()
     barrier = _named(number, threads)

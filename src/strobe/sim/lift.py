@@ -33,6 +33,14 @@ _registered: dict[int, tuple[Any, Callable]] = {}
 def register(function, implementation: Callable) -> None:
     """Simulate a jitted function by `implementation`, called in its place with simulated tensors: for inline assembly.
 
+    A kernel's assembly stands in a small jitted function, whose parameters are the implementation's. For bar.sync:
+
+        @gluon.jit
+        def sync(NUMBER: gl.constexpr, THREADS: gl.constexpr):
+            gl.inline_asm_elementwise(f"bar.sync {NUMBER}, {THREADS}; mov.u32 $0, 0;", ...)
+
+        register(sync, strobe.sim.named_barrier_sync)
+
     TypeError if `function` is no jitted function or `implementation` is not callable.
     """
     if not isinstance(function, JITCallable):

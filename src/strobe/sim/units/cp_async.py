@@ -97,7 +97,8 @@ def wait_group(num_outstanding=0) -> None:
 
 
 def mbarrier_arrive(mbarrier, increment_count=True) -> None:
-    """Arrive when the copies issued so far are done."""
+    """Each thread arrives when the copies that it issued so far are done: one arrival more to wait for, or, without
+    increment_count, one of those that the barrier counts."""
     running, groups, barrier = machine(), _groups(), barriers.at(mbarrier)
     running.pause()
     partition, what = running.partition, f"cp.async of {running.partition.name} at {where()}"
@@ -107,12 +108,12 @@ def mbarrier_arrive(mbarrier, increment_count=True) -> None:
     groups.current += 1
     groups.waited = groups.current - 1
     groups.filled = False
-    number = groups.current - 1
+    number, threads = groups.current - 1, 32 * partition.warps
     if increment_count:
-        barrier.pending += 1
+        barrier.pending += threads
 
     def finish() -> None:
         groups.finished = number
-        barrier.arrive(1, knows, what, time=groups.times.get(number, 0.0))
+        barrier.arrive(threads, knows, what, time=groups.times.get(number, 0.0))
 
     running.cta.post(("cp.async", groups.agent), what, finish, partition.time)

@@ -147,7 +147,7 @@ def _store(tensor_desc: Descriptor, coord, src, operation) -> None:
             f"{place} copies {src.name}, {src.shape} of {src.dtype}, to boxes {tensor_desc.block_shape} of {tensor_desc.dtype}"
         )
     coordinates = [int(c) for c in coord]
-    if min(coordinates) < 0:  # an H200 answers with an illegal instruction; loads may begin there
+    if min(coordinates) < 0:  # in whichever dim, an H200 answers with an illegal instruction; loads may begin there
         raise OutOfBounds(f"{place} stores a box at {coordinates} of {tensor_desc.name}: before its start")
     access = _begin(f"TMA store to {tensor_desc.name} by {partition.name} at {place}")
     mine = own(tensor_desc.layout, src.data)
