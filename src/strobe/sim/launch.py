@@ -51,18 +51,23 @@ def simulate(
 
     args, kwargs: as for `kernel[grid](*args, **kwargs)`; options of the compiler are ignored. order, seed: in what order
     asynchronous work finishes and partitions take turns (see `machine`). arch: 80, 90 or 100. costs: of a timed run; None:
-    the arch's own. Raises a SimulationError
-    for the first mistake that it finds; ValueError or TypeError for arguments that no launch takes.
+    the arch's own. num_ctas: 1, or 2 for a cluster. Raises a SimulationError for the first mistake that it finds; ValueError or
+    TypeError for arguments that no launch takes.
     """
+    if num_ctas not in (1, 2):
+        raise ValueError(f"num_ctas must be 1 or 2, got {num_ctas}")
     bound = _bind(kernel, args, kwargs)
     machine = Machine(order, seed, arch, num_warps, num_ctas, [int(n) for n in grid], costs or costs_of(arch))
     context.running.append(machine)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiles are small: handing them to threads took up to ten times as long
     try:
         function = lift(kernel)
         arguments = {name: _argument(machine, name, value, name in rewritable) for name, value in bound.items()}
         for program in _programs(machine.grid):
             machine.run(program, function.__name__, lambda: function(**arguments))
     finally:
+        torch.set_num_threads(threads)
         context.running.pop()
     return machine.report
 

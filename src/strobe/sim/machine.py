@@ -93,6 +93,7 @@ class Cta:
         """agent -> tick and description of its latest work, and which CTAs must have waited for it at exit."""
         self.allocations: list[Any] = []
         self._allocated = [0] * machine.num_ctas
+        self._names: dict[tuple[str, Any], str] = {}
         self.smem_bytes = self.tmem_columns = 0
         self._pipes = [Pipes(machine.costs) for _ in range(machine.num_ctas)]
         self._agents = itertools.count()
@@ -110,6 +111,13 @@ class Cta:
             self.allocations.append(make())
         self._allocated[rank] += 1
         return self.allocations[self._allocated[rank] - 1]
+
+    def unique_name(self, name: str, thing: Any) -> str:
+        """Of a thing: "stages.q_full", or "stages.q_full 1" if another one is called so."""
+        if (name, thing) not in self._names:
+            number = sum(taken == name for taken, _ in self._names)
+            self._names[name, thing] = f"{name} {number}" if number else name
+        return self._names[name, thing]
 
     def new_agent(self) -> int:
         agent = next(self._agents)

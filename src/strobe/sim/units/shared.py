@@ -53,8 +53,9 @@ class SharedView:
         """An aggregate holds this view as `field`: "stage0.p_full" says more in a message than "stage0[3]"."""
         if self.name.endswith(field):
             return
-        self.name, begin = f"{self.buffer.name}.{field}", self.data.storage_offset()
-        for (buffer, offset), barrier in machine().cta.barriers.items():
+        cta, begin = machine().cta, self.data.storage_offset()
+        self.name = cta.unique_name(f"{self.buffer.name}.{field}", (id(self.buffer), begin))
+        for (buffer, offset), barrier in cta.barriers.items():
             if buffer == id(self.buffer) and 0 <= offset - begin < self.numel:
                 barrier.name = self.name if self.numel == 1 else f"{self.name}[{offset - begin}]"
 
