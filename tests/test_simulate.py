@@ -1,0 +1,80 @@
+"""`strobe simulate`: our kernels and a user's file, right and wrong."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from strobe.cli import app
+
+GEMM = Path(__file__).parent.parent / "examples" / "gemm"
+
+
+def run(*arguments: str):
+    return CliRunner(env={"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"}).invoke(app, ["simulate", *arguments])
+
+
+def test_our_kernel_in_every_order():
+    result = run("--seqlen-q", "70", "--seqlen-kv", "130", "--causal", "--heads", "2", "--heads-kv", "1", "--seeds", "2")
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.splitlines()[1:]]
+    assert [row[:2] for row in rows] == [[*pair] for pair in (
+        ("in_order", "0"), ("random", "0"), ("random", "1"), ("late", "0"), ("late", "1"), ("early", "0"),
+    )]  # fmt: skip
+    assert all(row[-1] == "right" for row in rows)
+
+
+def test_a_file_and_its_timeline(tmp_path):
+    picture = tmp_path / "gemm.png"
+    result = run(str(GEMM / "sm80.py"), "--orders", "in_order", "--timeline", str(picture))
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[1].split()[-1] == "right"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def broken(tmp_path: Path, before: str, after: str) -> str:
+    """The Hopper GEMM with one change."""
+    text = (GEMM / "sm90.py").read_text()
+    assert text.count(before) == 1
+    (tmp_path / "check.py").write_text((GEMM / "check.py").read_text())
+    path = tmp_path / "broken.py"
+    path.write_text(text.replace(before, after))
+    return str(path)
+
+
+def test_a_mistake_is_told_with_its_line(tmp_path):
+    path = broken(tmp_path, "        fence_async_shared()\n        partition_barrier()", "        partition_barrier()")
+    result = run(path, "--orders", "early")
+    assert result.exit_code == 1
+    assert "MissingFence" in result.output.splitlines()[1]
+    assert "broken.py:" in result.output and "no fence_async_shared" in result.output
+
+
+def test_wrong_numbers_are_told(tmp_path):
+    result = run(broken(tmp_path, "acc.to(c_desc.dtype)", "(acc * 2.0).to(c_desc.dtype)"), "--orders", "early")
+    assert result.exit_code == 1
+    assert "wrong numbers" in result.output.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nowhere.py"], "FILE must be a Python file, got nowhere.py"),
+        (["--backend", "sm80"], "backend must be one of sm90, sm100, got 'sm80'"),
+        (["--orders", "timed"], "orders must be one of in_order, random, late, early, got 'timed'"),
+        (["--seeds", "0"], "seeds must be 1 or more, got 0"),
+        (["--backend", "sm100", "--config", "q_stages=3"], "q_stages must be 1 or 2, got 3"),
+    ],
+)
+def test_wrong_options(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_file_without_a_launch(tmp_path):
+    path = tmp_path / "empty.py"
+    path.write_text("")
+    result = run(str(path))
+    assert result.exit_code == 2
+    assert "must define simulation()" in result.output
