@@ -5,7 +5,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from strobe.cli import app
@@ -18,15 +17,6 @@ pytestmark = pytest.mark.skipif(triton_version() < (3, 8), reason="the Blackwell
 if triton_version() >= (3, 8):
     from strobe.lab import blackwell, blackwell_page, blackwell_pictures
     from strobe.lab.blackwell import BASE, EVERY, SCHEDULES, WITHOUT, Experiment
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiles are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def cycles(changes, schedule, **others) -> float:
@@ -72,7 +62,7 @@ def test_two_ctas_do_the_same_work_and_copy_half():
 
 def test_how_often_o_is_rescaled():
     assert blackwell.rescales(8.0, 8) == 0 and blackwell.rescales(8.0, 8, growing=True) == 1
-    assert blackwell.rescales(0.0, 8) > 0.9
+    assert 0.9 < blackwell.rescales(0.0, 64) < 1
 
 
 # ---- pictures

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -38,7 +37,6 @@ def make(root: Path) -> None:
 
     page, console = root / PAGE, Console()
     text = page.read_text()
-    torch.set_num_threads(1)  # tiles are small
     with console.status("") as status:
         for step, found in blackwell.report(root):  # noqa: B007
             status.update(f"simulating: {step}")
