@@ -281,6 +281,21 @@ def stores_over(x, a, b):
     tile.store(gl.full([64, 64], 1.0, gl.float16, BLOCK))
 
 
+@mistake(Race, "[cta 0] TMA load of b by reads_back at <> reads b; nothing orders it after the write by TMA store to b by")
+@gluon.jit
+def reads_back(x, a, b):
+    """The wait tells that shared memory was read, not that global memory was written."""
+    tile = gl.allocate_shared_memory(gl.float16, [64, 64], SWIZZLED)
+    ready = barrier_of(1)
+    tile.store(gl.full([64, 64], 0.0, gl.float16, BLOCK))
+    fence_async_shared()
+    tma_store(b, [0, 0], tile)
+    tma_store_wait(0)
+    mbarrier.expect(ready, b.block_type.nbytes)
+    tma_load(b, [0, 0], ready, tile)
+    mbarrier.wait(ready, 0)
+
+
 @mistake(Race, "[cta 0] waits_for_the_wrong_group at <> reads memory; nothing orders it after the write by cp.async", arch=80)
 @gluon.jit
 def waits_for_the_wrong_group(x, a, b):

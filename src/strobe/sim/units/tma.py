@@ -8,6 +8,7 @@ lies beyond the tensor's end, and may not begin before its start. Stores are gro
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from strobe.sim import barriers
 from strobe.sim.clusters import halved_dim, own
 from strobe.sim.context import machine, where
 from strobe.sim.errors import IllegalOperation, OutOfBounds, Unfinished, Unsupported
+from strobe.sim.machine import Partition
 from strobe.sim.memory import Access, GlobalArray
 from strobe.sim.tensor import Pointer, gluon_dtype
 
@@ -118,10 +120,12 @@ def load(tensor_desc: Descriptor, coord, barrier, result, pred=True, multicast=F
 
 
 class BulkStores:
-    """The stores of one partition that it has not waited for."""
+    """The stores of one partition that it has not waited for. Their writes to global memory are an agent of its own, as a
+    wait that only asks whether shared memory was read (read_only) tells nothing of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, partition: Partition) -> None:
         self.open: list[SimpleNamespace] = []
+        self.agent, self.issued = partition.cta.new_agent(), 0
 
     def at_exit(self) -> None:
         if self.open:
@@ -153,12 +157,15 @@ def _store(tensor_desc: Descriptor, coord, src, operation) -> None:
     mine = own(tensor_desc.layout, src.data)
     offsets, inside = tensor_desc.own_box(coordinates)
     src.touch(access, write=False, part=mine)
+    stores = _bulk_stores()
+    stores.issued += 1
     if operation is None:
-        tensor_desc.array.write(offsets.reshape(-1), running.cta.index, access)
+        written = replace(access, agent=stores.agent, tick=stores.issued)
+        tensor_desc.array.write(offsets.reshape(-1), running.cta.index, written)
     else:
         tensor_desc.array.inside(offsets.reshape(-1), access)
     begin, end = _time(tensor_desc.nbytes_per_cta)
-    entry = SimpleNamespace(access=access, done=False, time=end)
+    entry = SimpleNamespace(access=access, number=stores.issued, done=False, time=end)
 
     def finish() -> None:
         if offsets.size:
@@ -169,12 +176,12 @@ def _store(tensor_desc: Descriptor, coord, src, operation) -> None:
 
     running.cta.post(("TMA store", access.agent), access.what, finish, end)
     running.span("TMA", f"store {src.name}", begin, end)
-    partition.units.setdefault("bulk stores", BulkStores()).open.append(entry)
+    stores.open.append(entry)
 
 
 def store_wait(pendings=0, read_only=True, **_) -> None:
-    running, place = machine(), where()
-    stores = running.partition.units.setdefault("bulk stores", BulkStores())
+    """Wait until at most the newest `pendings` stores still read shared memory; without `read_only`, write global memory."""
+    running, place, stores = machine(), where(), _bulk_stores()
     first = stores.open[: len(stores.open) - int(pendings)]
     running.wait(
         lambda: all(entry.done for entry in first),
@@ -183,7 +190,16 @@ def store_wait(pendings=0, read_only=True, **_) -> None:
     )
     for entry in first:
         running.partition.knows.learn(entry.access.agent, entry.access.tick)
+        if not read_only:
+            running.partition.knows.learn(stores.agent, entry.number)
     stores.open = stores.open[len(first) :]
+
+
+def _bulk_stores() -> BulkStores:
+    partition = machine().partition
+    if "bulk stores" not in partition.units:
+        partition.units["bulk stores"] = BulkStores(partition)
+    return partition.units["bulk stores"]
 
 
 def _begin(what: str) -> Access:
