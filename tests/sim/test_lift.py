@@ -365,3 +365,18 @@ def test_the_oldest_triton():
     files = [str(Path(__file__)), str(Path(registers_machine.__file__).parent / "test_tensor.py")]
     run = subprocess.run([sys.executable, "-m", "pytest", "-q", *files], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
+
+
+@gluon.jit
+def what_it_holds(x):
+    memory = gl.allocate_shared_memory(gl.float32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    kind = 1 if isinstance(memory, gl.shared_memory_descriptor) else 2
+    gl.store(x, kind)
+
+
+def test_a_kernel_asks_for_the_class_of_a_buffer():
+    from strobe.sim import simulate
+
+    x = torch.zeros(1, dtype=torch.int32)
+    simulate(what_it_holds, (1,), x)
+    assert x.item() == 1

@@ -23,8 +23,10 @@ MODELS: dict[str, Callable] = {
     "mbarrier.init": barriers.init,
     "mbarrier.invalidate": barriers.invalidate,
     "mbarrier.wait": barriers.wait,
+    "shared_memory_descriptor": shared.SharedView,
     "tcgen05_commit": tcgen05.commit,
     "tcgen05_mma": tcgen05.mma,
+    "tensor_memory_descriptor": tensor_memory.TensorMemoryView,
     "thread_barrier": control.barrier,
     "tma.async_atomic_add": tma.reduce_add,
     "tma.async_copy_global_to_shared": tma.load,
@@ -38,4 +40,4 @@ MODELS: dict[str, Callable] = {
     "warpgroup_mma_init": wgmma.init,
     "warpgroup_mma_wait": wgmma.wait,
 }
-"""Gluon's names, of old and new Triton, and what simulates them."""
+"""Gluon's names, of old and new Triton, and what simulates them: functions, and classes for `isinstance`."""

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from strobe.sim.clusters import only_own, own
+from strobe.sim.clusters import halved_dim, only_own, own, transposed
 from strobe.sim.context import machine, where
 from strobe.sim.errors import IllegalOperation
 from strobe.sim.memory import Access, Buffer, Footprint, bounds_check, dense_footprint, reshaped
@@ -75,7 +75,8 @@ class SharedView:
         return self._view(self.data.narrow(dim, start, length), f"{self.name}[{start}:{start + length}]")
 
     def permute(self, order) -> SharedView:
-        return self._view(self.data.permute([int(axis) for axis in order]))
+        axes = [int(axis) for axis in order]
+        return SharedView(self.buffer, self.data.permute(axes), self.dtype, transposed(self.layout, axes), self.name)
 
     def reshape(self, shape) -> SharedView:
         return self._view(reshaped(self.data, [int(n) for n in shape], self.name))
@@ -108,6 +109,22 @@ class SharedView:
     def touch(self, access: Access, write: bool, part: torch.Tensor | None = None) -> None:
         """An access to all of it, or to a part."""
         self.buffer.touch(self.footprint(self.data if part is None else part), access, write, self.name)
+        if machine().num_ctas > 1:
+            self._touch_halves(access, write)
+
+    def _touch_halves(self, access: Access, write: bool) -> None:
+        """Two CTAs that halve a buffer read it by the halves by which it was written: each has only its own half's bytes."""
+        dim = halved_dim(self.layout, self.data.dim())
+        if dim is None:
+            return
+        size, last = self.data.element_size(), sum((n - 1) * s for n, s in zip(self.shape, self.data.stride(), strict=True))
+        begin, step = self.data.storage_offset() * size, self.data.stride(dim) * size
+        mine = (begin, begin + (last + 1) * size, step)
+        others = [other for other in self.buffer.halves if other[0] < mine[1] and mine[0] < other[1] and other[2] != step]
+        if write:
+            self.buffer.halves = {other for other in self.buffer.halves if other not in others} | {mine}
+        elif others:
+            raise IllegalOperation(f"{access} reads halves of {self.name} other than those that the CTAs of its cluster wrote")
 
     def own(self) -> torch.Tensor:
         """What of it lies in the CTA that runs now."""

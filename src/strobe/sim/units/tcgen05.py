@@ -10,6 +10,7 @@ import torch
 
 from strobe.sim import barriers
 from strobe.sim.clocks import Knowledge
+from strobe.sim.clusters import halved_dim
 from strobe.sim.context import machine, where
 from strobe.sim.errors import IllegalOperation
 from strobe.sim.machine import Partition
@@ -119,6 +120,10 @@ def _check(a, b, acc, place: str) -> None:
         raise IllegalOperation(f"{place} multiplies [{m}, {k}] by [{k_b}, {n}] into {acc.shape} of {acc.dtype}")
     if isinstance(b, TensorMemoryView):
         raise IllegalOperation(f"{place}: the second operand of tcgen05.mma is in shared memory, {b.name} is in tensor memory")
+    if running.num_ctas > 1:
+        for operand, dim, of in ((a, 0, "rows"), (b, 1, "columns"), (acc, 0, "rows")):
+            if halved_dim(operand.layout, 2) != dim:
+                raise IllegalOperation(f"{place}: of a product of two CTAs each takes half the {of} of {operand.name}")
     if not isinstance(acc, TensorMemoryView):
         raise IllegalOperation(f"{place}: tcgen05.mma accumulates in tensor memory, {acc.name} is not there")
 

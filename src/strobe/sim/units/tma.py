@@ -17,7 +17,7 @@ import torch
 from strobe.sim import barriers
 from strobe.sim.clusters import halved_dim, own
 from strobe.sim.context import machine, where
-from strobe.sim.errors import IllegalOperation, OutOfBounds, Unfinished, Unsupported
+from strobe.sim.errors import IllegalOperation, OutOfBounds, Unfinished
 from strobe.sim.machine import Partition
 from strobe.sim.memory import Access, GlobalArray
 from strobe.sim.tensor import Pointer, gluon_dtype
@@ -100,8 +100,6 @@ def load(tensor_desc: Descriptor, coord, barrier, result, pred=True, multicast=F
             f"{place} copies boxes {tensor_desc.block_shape} of {tensor_desc.dtype} to {result.name}, {result.shape} of "
             f"{result.dtype}"
         )
-    if multicast:
-        raise Unsupported(f"{place}: the simulator has no model of multicast copies")
     access = _begin(f"TMA load of {tensor_desc.name} by {running.partition.name} at {place}")
     mine = own(tensor_desc.layout, result.data)
     offsets, inside = tensor_desc.own_box(coordinates)
