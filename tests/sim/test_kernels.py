@@ -147,6 +147,44 @@ def test_blackwell_on_two_ctas():
     assert assert_right(THREE_TILES, FP16, "sm100", blackwell(), "in_order", 0, ctas=2).ctas == 2
 
 
+# ---- Blackwell, two CTAs a tile
+
+
+def pair(*dims, kv_stages=4, **more) -> Blackwell:
+    return blackwell(*dims, kv_stages=kv_stages, two_ctas=True, **more)
+
+
+PAIRS = [
+    (case(512, 128, head_dim=64), FP16, pair(64)),
+    (case(700, 333, heads=(2, 1), head_dim=64, mask="causal"), BF16, pair(64, tile_kv=128)),
+    (case(300, 90, head_dim=64, mask="causal"), FP16, pair(64)),  # the first rows see nothing
+    (case(130, 300, batch=2, head_dim=64, mask="window"), BF16, pair(64, kv_stages=6)),
+    (case(1, 77, heads=(4, 2), head_dim=64, mask="causal"), FP16, pair(64)),
+    (case(520, 200, head_dim=96), BF16, pair(96)),
+    (case(300, 300, heads=(2, 1), head_dim=96, mask="causal"), FP16, pair(96, tile_kv=128)),
+    (case(600, 300, heads=(2, 1), head_dim=128, mask="causal"), BF16, pair(128, tile_kv=128)),
+    (case(300, 170, batch=3, head_dim=128, mask="window"), FP16, pair(128)),
+    (case(300, 150, heads=(2, 1), head_dim=192, head_dim_v=128, mask="causal"), FP16, pair(192, 128)),
+    (case(530, 333, head_dim=192, head_dim_v=128), BF16, pair(192, 128, tile_kv=128)),
+    (case(300, 170, batch=2, head_dim=192, head_dim_v=128, mask="window"), BF16, pair(192, 128)),
+    (case(300, 200, batch=3, head_dim=64, mask="causal", packed=True), BF16, pair(64)),
+    (case(300, 300, heads=(2, 1), head_dim=64, logits=30.0), FP16, pair(64, rescale_threshold=0.0)),
+    (case(300, 300, heads=(2, 1), head_dim=64), FP16, pair(64, correction=False)),
+    (case(300, 300, heads=(2, 1), head_dim=64), FP16, pair(64, q_stages=1)),
+    (case(300, 300, heads=(2, 1), head_dim=64), FP16, pair(64, split_p=False)),
+    (case(300, 300, heads=(2, 1), head_dim=64), FP16, pair(64, persistent=False)),
+]
+
+
+@needs_tcgen05
+@pytest.mark.parametrize("order, seed", [*ORDERS, ("timed", 0)])
+@pytest.mark.parametrize("case, dtype, config", PAIRS, ids=short)
+def test_blackwell_in_pairs(case, dtype, config, order, seed):
+    """All tiles in one pair, each CTA of which runs all roles."""
+    report = assert_right(case, dtype, "sm100", config, order, seed)
+    assert report.smem_bytes <= config.smem_bytes()
+
+
 # ---- both
 
 

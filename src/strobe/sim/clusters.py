@@ -10,6 +10,8 @@ What is barred by the compiler is not looked for: reductions and layout conversi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from triton.experimental.gluon import language as gl
 
@@ -31,6 +33,14 @@ def _basis(layout) -> list[int] | None:
         return None if parent is None else parent[: layout.dim] + parent[layout.dim + 1 :]
     bases = getattr(layout, "block_bases", None) or getattr(layout, "cga_layout", None)
     return list(bases[0]) if bases else None
+
+
+def transposed(layout, order: list[int]):
+    """The layout of a transposed view, as far as it says what two CTAs halve."""
+    basis = _basis(layout)
+    if machine().num_ctas == 1 or basis is None or len(basis) != len(order):
+        return layout
+    return replace(layout, cga_layout=[[basis[dim] for dim in order]])
 
 
 def own(layout, data: torch.Tensor) -> torch.Tensor:

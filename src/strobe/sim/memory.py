@@ -74,6 +74,8 @@ class Buffer:
         self.name, self.space = name, space
         self.defined = np.zeros(cells, bool)
         self.log: list[_Record] = []
+        self.halves: set[tuple[int, int, int]] = set()
+        """In a cluster: begin and end of what was written, and the stride, in bytes, of the dim that its CTAs halve."""
         self._footprints: dict[tuple, Footprint] = {}
         self._relations: dict[tuple[int, int], tuple[bool, bool]] = {}
 

@@ -117,8 +117,9 @@ class SharedView:
         dim = halved_dim(self.layout, self.data.dim())
         if dim is None:
             return
-        size, last = self.data.element_size(), sum((n - 1) * s for n, s in zip(self.shape, self.data.stride(), strict=True))
-        begin, step = self.data.storage_offset() * size, self.data.stride(dim) * size
+        size = self.data.element_size()
+        last = sum((n - 1) * int(stride) for n, stride in zip(self.shape, self.data.stride(), strict=True))
+        begin, step = int(self.data.storage_offset()) * size, int(self.data.stride(dim)) * size
         mine = (begin, begin + (last + 1) * size, step)
         others = [other for other in self.buffer.halves if other[0] < mine[1] and mine[0] < other[1] and other[2] != step]
         if write:
