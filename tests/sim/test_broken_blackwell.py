@@ -126,8 +126,8 @@ KV = [
     ),
     kernel(
         "a block more is copied than there are",
-        "for g in range(done, done + work.blocks()):\n        row",
-        "for g in range(done, done + work.blocks() + 1):\n        row",
+        "for g in tl.range(done, done + work.blocks(), disable_licm=True):\n        row",
+        "for g in tl.range(done, done + work.blocks() + 1, disable_licm=True):\n        row",
         (Deadlock, Unfinished, Race, BarrierMisuse),
     ),
     kernel(
@@ -141,7 +141,7 @@ KV = [
 Q_FULL_WAIT = "mbarrier.wait(stages[w].q_full, turn & 1)"
 Q_EMPTY_WAIT = "mbarrier.wait(K.stages[w].q_empty, (turn & 1) ^ 1)"
 Q_EMPTY = "            commit(stages[w].q_empty, stages[w].q, C)\n"
-FIRST_LOOP = "    kv.release(2 * first)\n    for g in range(first, last):\n"
+FIRST_LOOP = "    kv.release(2 * first)\n    for g in tl.range(first, last, disable_licm=True):\n"
 COPY_Q = "copy_in(q, K.stages[w].q, K.stages[w].q_full"
 
 Q = [
@@ -173,6 +173,7 @@ Q = [
 ]
 
 S_FULL_WAIT = "mbarrier.wait(stage.s_full, g & 1)"
+CHUNKS_OF_Q = "    for c in gl.static_range(len(stage.q)):\n        if c > 0:\n            partition_barrier()\n"
 S_FULL = "    commit(stage.s_full, stage.q, C)\n"
 START_S = "        tcgen05_mma(stage.q[c], k[c].permute((1, 0)), stage.s, use_acc=c > 0, mbarriers=[])\n"
 P_FULL_WAIT = "mbarrier.wait(stage.p_full, phase)"
@@ -194,8 +195,8 @@ S_AND_P = [
     kernel("nobody says that S is there", S_FULL, "", (Deadlock,), says=("softmax waits for parity 0 of",)),
     kernel(
         "S's commit comes before its product",
-        "    for c in gl.static_range(len(stage.q)):\n" + START_S + S_FULL,
-        S_FULL + "    for c in gl.static_range(len(stage.q)):\n" + START_S,
+        CHUNKS_OF_Q + START_S + S_FULL,
+        S_FULL + CHUNKS_OF_Q + START_S,
         TOO_EARLY,
     ),
     kernel("S signals another barrier", S_FULL, S_FULL.replace("s_full", "o_full"), WRONG_PHASE),
@@ -370,7 +371,7 @@ OUT = [
     kernel("rows beyond the last have an LSE", "lse, mask=exists)", "lse)", (DoubleWrite, OutOfBounds)),
     kernel(
         "rows beyond the last have a part of O",
-        "new, mask=mask[:, None])",
+        "new, mask=exists[:, None])",
         "new)",
         (DoubleWrite, OutOfBounds),
         config={"splits": 2},

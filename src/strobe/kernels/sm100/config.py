@@ -116,12 +116,12 @@ class Config:
 
     @property
     def correction_registers(self) -> int:
-        return 80
+        return 88
 
     @property
     def other_registers(self) -> int:
         """Of the load, MMA and epilogue warps, which share a warpgroup with the padding warp."""
-        return 48
+        return 40
 
     @property
     def worker_warps(self) -> list[int]:

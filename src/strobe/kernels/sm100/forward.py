@@ -43,10 +43,14 @@ With `splits`, a tile attends to one part of its keys, and the correction warps 
 
 A row maximum that grows by less than 2^8 is left alone: P is then at most 2^8, which 16 bits hold as well as 1, and O
 needs no rescaling (FlashAttention-4's idea, as are the roles, the polynomial exp2 and the early start on P).
+
+Loops disable LICM, the hoisting of what does not change: the addresses of a whole tile, computed before its loop, would
+take more registers than a role has, and spill.
 """
 
 import torch
 import triton
+import triton.language as tl
 
 from strobe.device import arch_of
 from strobe.kernels.common.exp2 import exp2_mixed
@@ -60,6 +64,7 @@ from strobe.kernels.gluon import (
     gluon,
     mbarrier,
     mul2,
+    partition_barrier,
     tcgen05_mma,
     tma_store_wait,
 )
@@ -113,7 +118,7 @@ class Kernel:
 def load(K):
     done = 0
     turn = 0
-    for tile in range(gl.program_id(0), K.heads.tiles, gl.num_programs(0)):
+    for tile in tl.range(gl.program_id(0), K.heads.tiles, gl.num_programs(0), disable_licm=True):
         work = K.locate(tile)
         if work.blocks() > 0:
             load_tile(K, work, done, turn)
@@ -125,7 +130,7 @@ def load(K):
 def load_tile(K, work, done, turn):
     q, k, v = K.inputs
     head = work.head // K.heads.group
-    for g in range(done, done + work.blocks()):
+    for g in tl.range(done, done + work.blocks(), disable_licm=True):
         row = (work.end - 1 - (g - done)) * K.C.tile_kv
         copy_in(k, K.kv.k(2 * g), K.kv.acquire(2 * g), work.start_kv, work.n_kv, work.batch, head, row)
         if g == done:
@@ -141,8 +146,11 @@ def load_tile(K, work, done, turn):
 
 @gluon.jit
 def start_scores(stage, k, C: gl.constexpr):
-    """S = Q K^T."""
+    """S = Q K^T, by chunks between barriers of this one warp, or the compiler would prepare all descriptors at once, more
+    than there are uniform registers."""
     for c in gl.static_range(len(stage.q)):
+        if c > 0:
+            partition_barrier()
         tcgen05_mma(stage.q[c], k[c].permute((1, 0)), stage.s, use_acc=c > 0, mbarriers=[])
     commit(stage.s_full, stage.q, C)
 
@@ -164,7 +172,7 @@ def start_output(stage, v, use_acc, phase, C: gl.constexpr):
 def mma(K):
     done = 0
     turn = 0
-    for tile in range(gl.program_id(0), K.heads.tiles, gl.num_programs(0)):
+    for tile in tl.range(gl.program_id(0), K.heads.tiles, gl.num_programs(0), disable_licm=True):
         blocks = K.locate(tile).blocks()
         if blocks > 0:
             mma_tile(K.stages, K.kv, done, done + blocks - 1, turn, K.C)
@@ -180,7 +188,7 @@ def mma_tile(stages, kv, first, last, turn, C: gl.constexpr):
         mbarrier.wait(stages[w].q_full, turn & 1)
         start_scores(stages[w], kv.k(2 * first), C)
     kv.release(2 * first)
-    for g in range(first, last):
+    for g in tl.range(first, last, disable_licm=True):
         v = 2 * g + 1
         k = 2 * g + 2
         kv.wait(v)
@@ -267,7 +275,7 @@ def store_weights(stage, s, shift, scale, C: gl.constexpr):
 def softmax(w: gl.constexpr, K):
     done = 0
     turn = 0
-    for tile in range(gl.program_id(0), K.heads.tiles, gl.num_programs(0)):
+    for tile in tl.range(gl.program_id(0), K.heads.tiles, gl.num_programs(0), disable_licm=True):
         work = K.locate(tile)
         if work.blocks() > 0:
             softmax_tile(w, K, work, done, turn)
@@ -282,7 +290,7 @@ def softmax_tile(w: gl.constexpr, K, work, done, turn):
     last = done + work.blocks() - 1
     row_max = gl.full([K.C.rows], float("-inf"), gl.float32, LAYOUT)
     row_sum = gl.full([K.C.rows], 0.0, gl.float32, LAYOUT)
-    for g in range(done, last + 1):
+    for g in tl.range(done, last + 1, disable_licm=True):
         mbarrier.wait(stage.s_full, g & 1)
         s = load_scores(stage.s, K.C)
         if K.MASKED:
@@ -319,7 +327,7 @@ def send(stage, message, first, second):
 def correction(K):
     done = 0
     turn = 0
-    for tile in range(gl.program_id(0), K.heads.tiles, gl.num_programs(0)):
+    for tile in tl.range(gl.program_id(0), K.heads.tiles, gl.num_programs(0), disable_licm=True):
         work = K.locate(tile)
         if work.blocks() > 0:
             correct_tile(K, work, done, turn)
@@ -333,7 +341,7 @@ def correct_tile(K, work, done, turn):
     last = done + work.blocks() - 1
     for w in gl.static_range(len(K.stages)):
         mbarrier.arrive(K.stages[w].p_full, count=1)  # the first P V overwrites O
-    for message in range(done, last):
+    for message in tl.range(done, last, disable_licm=True):
         for w in gl.static_range(len(K.stages)):
             stage = K.stages[w]
             mbarrier.wait(stage.stats_full, message & 1)
@@ -411,21 +419,22 @@ def origin(K, work):
 
 @gluon.jit
 def normalised(o, j: gl.constexpr, factor, C: gl.constexpr):
-    """64 columns (or all of fewer) of O, times a factor a row; and per row 0, or a NaN if there is a NaN or an infinity."""
-    SIZE: gl.constexpr = min(o.shape[1], 64)
-    old = o.slice(j * SIZE, SIZE).load(thread_rows(SIZE, C))
-    new = mul2(old, gl.convert_layout(factor, rows_of(SIZE, C))[:, None])
-    return new, gl.convert_layout(gl.sum(new * 0.0, 1), rows_of(32, C))
+    """32 columns of O, times a factor a row; and per row 0, or a NaN if there is a NaN or an infinity. (The barrier keeps the
+    compiler from loading more of O, before this is stored, than there are registers.)"""
+    partition_barrier()
+    old = o.slice(j * 32, 32).load(thread_rows(32, C))
+    new = mul2(old, factor[:, None])
+    return new, gl.sum(new * 0.0, 1)
 
 
 @gluon.jit
 def normalise(stage, factor, C: gl.constexpr):
-    """O to shared memory, in pieces of a swizzle's width; per row 0 or NaN."""
+    """O to shared memory; per row 0 or NaN."""
     zero = gl.full([C.rows], 0.0, gl.float32, rows_of(32, C))
     for c in gl.static_range(len(stage.o)):
-        for j in gl.static_range((stage.o[c].shape[1] + 63) // 64):
+        for j in gl.static_range(stage.o[c].shape[1] // 32):
             new, check = normalised(stage.o[c], j, factor, C)
-            stage.out[c].slice(j * 64, new.shape[1], dim=1).store(new.to(stage.out[c].dtype))
+            stage.out[c].slice(j * 32, 32, dim=1).store(new.to(stage.out[c].dtype))
             zero += check
     return zero
 
@@ -435,12 +444,10 @@ def write_part(stage, factor, partial, place, exists, C: gl.constexpr):
     """O of one split to global memory, float32; per row 0 or NaN."""
     zero = gl.full([C.rows], 0.0, gl.float32, rows_of(32, C))
     for c in gl.static_range(len(stage.o)):
-        for j in gl.static_range((stage.o[c].shape[1] + 63) // 64):
+        for j in gl.static_range(stage.o[c].shape[1] // 32):
             new, check = normalised(stage.o[c], j, factor, C)
-            rows = gl.convert_layout(place, rows_of(new.shape[1], C))
-            mask = gl.convert_layout(exists, rows_of(new.shape[1], C))
-            keys = c * C.chunks_v[0] + j * 64 + gl.arange(0, new.shape[1], gl.SliceLayout(0, thread_rows(new.shape[1], C)))
-            gl.store(partial + rows[:, None] + keys[None, :], new, mask=mask[:, None])
+            columns = c * C.chunks_v[0] + j * 32 + gl.arange(0, 32, gl.SliceLayout(0, thread_rows(32, C)))
+            gl.store(partial + place[:, None] + columns[None, :], new, mask=exists[:, None])
             zero += check
     return zero
 
@@ -451,7 +458,7 @@ def write_part(stage, factor, partial, place, exists, C: gl.constexpr):
 @gluon.jit
 def epilogue(K):
     turn = 0
-    for tile in range(gl.program_id(0), K.heads.tiles, gl.num_programs(0)):
+    for tile in tl.range(gl.program_id(0), K.heads.tiles, gl.num_programs(0), disable_licm=True):
         if K.C.splits == 1:
             work = K.locate(tile)
             if work.blocks() > 0:
