@@ -8,9 +8,9 @@ import torch
 
 from strobe.device import Arch, arch_of
 from strobe.kernels import has_triton, triton_version
+from strobe.kernels.common.refusals import gluon_forward_refuses
 from strobe.kernels.sm100.config import HEAD_DIMS, Config, choose
 from strobe.kernels.splits import choose_splits
-from strobe.masks import MAX_BOUND
 from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
 
 UNPROVEN = "compiled and simulated, never yet run on a Blackwell GPU"
@@ -25,27 +25,10 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return "needs Triton, which is not installed"
     if triton_version() < OLDEST_TRITON:
         return f"needs Triton {_dotted(OLDEST_TRITON)} or newer, not {_dotted(triton_version())}"
-    if problem.phase == "backward":
-        return "has no backward yet"
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
     dims = problem.head_dim, problem.head_dim_v
     if dims not in HEAD_DIMS:
         return f"takes head dims 64, 96 and 128, the same for k and v, or 192 and 128, not {dims[0]} and {dims[1]}"
-    if max(_rows(problem)) >= MAX_BOUND:
-        return "counts rows in int32 and takes fewer than 2^30 of them"
-    if problem.mask.documents is not None:
-        return "takes no documents yet"
-    if str(problem.score) != "plain":
-        return f"takes no score but the plain one yet, not {problem.score}"
-    if not problem.scale > 0:
-        return f"takes a positive scale (it takes maxima before it scales), not {problem.scale:g}"
-    if problem.unaligned:
-        return (
-            f"needs bases and strides in multiples of 16 bytes and no dim expanded with stride 0 (for TMA), "
-            f"which {', '.join(problem.unaligned)} lacks"
-        )
-    return None
+    return gluon_forward_refuses(problem)
 
 
 def config(problem: AttentionProblem, arch: Arch) -> Config:
@@ -79,12 +62,6 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
     if notes is not None:
         portable.redo(problem, operands, out, lse, notes)  # exits at once where there is no note
     return out, lse
-
-
-def _rows(problem: AttentionProblem) -> tuple[int, ...]:
-    lengths = problem.lengths
-    packed = (lengths.total_q, lengths.total_kv) if isinstance(lengths, Varlen) else ()
-    return (lengths.seqlen_q, lengths.seqlen_kv, *packed)
 
 
 def _dotted(version: tuple[int, ...]) -> str:

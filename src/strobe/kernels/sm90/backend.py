@@ -6,8 +6,8 @@ import torch
 
 from strobe.device import Arch
 from strobe.kernels import has_triton
+from strobe.kernels.common.refusals import gluon_forward_refuses
 from strobe.kernels.sm90.config import Config, choose
-from strobe.masks import MAX_BOUND
 from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
 
 HEAD_DIMS = (64, 128, 256)
@@ -18,28 +18,11 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return f"needs a Hopper GPU (sm_90), not {arch}"
     if not has_triton():
         return "needs Triton, which is not installed"
-    if problem.phase == "backward":
-        return "has no backward yet"
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
     if problem.head_dim not in HEAD_DIMS or problem.head_dim_v != problem.head_dim:
         return f"takes head dims 64, 128 and 256, the same for k and v, not {problem.head_dim} and {problem.head_dim_v}"
     if isinstance(problem.lengths, Varlen):
         return "takes no packed sequences yet"
-    if max(problem.lengths.seqlen_q, problem.lengths.seqlen_kv) >= MAX_BOUND:
-        return "counts rows in int32 and takes fewer than 2^30 of them"
-    if problem.mask.documents is not None:
-        return "takes no documents yet"
-    if str(problem.score) != "plain":
-        return f"takes no score but the plain one yet, not {problem.score}"
-    if not problem.scale > 0:
-        return f"takes a positive scale (it takes maxima before it scales), not {problem.scale:g}"
-    if problem.unaligned:
-        return (
-            f"needs bases and strides in multiples of 16 bytes and no dim expanded with stride 0 (for TMA), "
-            f"which {', '.join(problem.unaligned)} lacks"
-        )
-    return None
+    return gluon_forward_refuses(problem)
 
 
 def config(problem: AttentionProblem, arch: Arch) -> Config:

@@ -1,0 +1,36 @@
+"""What our Gluon forwards have in common that they do not take (yet)."""
+
+from __future__ import annotations
+
+import torch
+
+from strobe.masks import MAX_BOUND
+from strobe.problem import AttentionProblem, Varlen
+
+
+def gluon_forward_refuses(problem: AttentionProblem) -> str | None:
+    """The reason for which no forward in Gluon runs a problem, whatever its head dims and lengths; or None."""
+    if problem.phase == "backward":
+        return "has no backward yet"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
+    if max(_rows(problem)) >= MAX_BOUND:
+        return "counts rows in int32 and takes fewer than 2^30 of them"
+    if problem.mask.documents is not None:
+        return "takes no documents yet"
+    if str(problem.score) != "plain":
+        return f"takes no score but the plain one yet, not {problem.score}"
+    if not problem.scale > 0:
+        return f"takes a positive scale (it takes maxima before it scales), not {problem.scale:g}"
+    if problem.unaligned:
+        return (
+            f"needs bases and strides in multiples of 16 bytes and no dim expanded with stride 0 (for TMA), "
+            f"which {', '.join(problem.unaligned)} lacks"
+        )
+    return None
+
+
+def _rows(problem: AttentionProblem) -> tuple[int, ...]:
+    lengths = problem.lengths
+    packed = (lengths.total_q, lengths.total_kv) if isinstance(lengths, Varlen) else ()
+    return (lengths.seqlen_q, lengths.seqlen_kv, *packed)
