@@ -45,14 +45,18 @@ audits = [
 print(json.dumps({"triton": triton.__version__, "audits": audits}))
 """
 
-AUDIT_SPILLS = """
+AUDIT_OTHERS = """
 import json, triton
 from strobe.lab.offline import audit_sm100_forward
 cases = [*(((dim, 128 if dim == 192 else dim), False, {}) for dim in (64, 96, 128, 192)),
          ((128, 128), False, {"splits": 4}), ((192, 128), True, {"splits": 4}),
          ((128, 128), False, {"two_ctas": True}), ((128, 128), True, {"two_ctas": True})]
-audits = [(f"{dims} {'causal' if causal else 'full'} {changes}", "two_ctas" in changes and causal,
-           audit_sm100_forward(dims, causal, **changes).spill_bytes) for dims, causal, changes in cases]
+def one(dims, causal, changes):
+    audit = audit_sm100_forward(dims, causal, **changes)
+    owners = {name: [role for role, counts in audit.roles.items() if name in counts] for name in ("UTCHMMA", "UTMALDG")}
+    name = f"{dims} {'causal' if causal else 'full'} {changes}"
+    return name, "two_ctas" in changes and causal, audit.spill_bytes, owners
+audits = [one(*case) for case in cases]
 print(json.dumps({"triton": triton.__version__, "audits": audits}))
 """
 
@@ -63,8 +67,8 @@ def audits(request):
 
 
 @pytest.fixture(scope="module", params=["Triton 3.8", "installed Triton"])
-def spills(request):
-    return audited(request.param, AUDIT_SPILLS)
+def other_audits(request):
+    return audited(request.param, AUDIT_OTHERS)
 
 
 def audited(triton: str, script: str) -> list:
@@ -99,10 +103,11 @@ def test_nothing_spills(audits):
         assert audit["spill_bytes"] == 0, (audit["name"], spilling)
 
 
-def test_other_configs_spill_no_more(spills):
+def test_other_configs(other_audits):
     """Two CTAs under a mask keep two words of the kernel's start in local memory; each role loads them before its loop."""
-    for name, two_ctas_masked, spilled in spills:
+    for name, two_ctas_masked, spilled, owners in other_audits:
         assert spilled <= (56 if two_ctas_masked else 0), (name, spilled)
+        assert owners == {"UTCHMMA": ["mma"], "UTMALDG": ["load"]}, (name, owners)
 
 
 def test_roles_do_their_own_work_only(audits):

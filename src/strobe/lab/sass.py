@@ -125,6 +125,8 @@ def list_by_role(sass: str, roles: tuple[str, ...]) -> dict[str, list[str]]:
     blocks, labels = _blocks(sass)
     switches = [i for i, block in enumerate(blocks) if "BRX" in block.names]
     workers = [labels[label] for label in blocks[switches[0]].targets] if len(switches) == 1 else []
+    # In a cluster the first case is no role: there the waiting warps take part in a barrier of the whole cluster.
+    workers = [worker for worker in workers if "UCGABAR_ARV" not in blocks[worker].names]
     if not workers or len(workers) < len(roles) - 1:
         raise ValueError(f"{len(roles)} roles were named, the kernel branches to {len(workers)} besides the first")
     successors = [_successors(i, block, labels) for i, block in enumerate(blocks)]
