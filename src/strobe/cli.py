@@ -59,11 +59,7 @@ def explain(
 
     _at_least(0, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
     _at_least(1, heads=heads, heads_kv=heads_kv)
-    if heads % (heads_kv or heads):
-        raise typer.BadParameter(f"heads must be a multiple of heads-kv, got {heads} and {heads_kv}")
-    for name, dim in (("head-dim", head_dim), ("head-dim-v", head_dim_v)):
-        if dim is not None and (dim % 8 or not 8 <= dim <= 256):
-            raise typer.BadParameter(f"{name} must be a multiple of 8 from 8 to 256, got {dim}")
+    _heads_and_dims(heads, heads_kv, head_dim, head_dim_v)
     if not softcap >= 0:
         raise typer.BadParameter(f"softcap must be 0 (none) or positive, got {softcap}")
     if backend is not None:
@@ -202,11 +198,14 @@ def simulate(
     """Run a Gluon kernel on the CPU: are its numbers right, and is there a race, a deadlock or a missing fence in it?"""
     from pathlib import Path
 
+    from strobe.device import KNOWN
+    from strobe.dispatch import backend_module
     from strobe.lab.simulate import attention, draw_timeline, launches_of, simulate_all
     from strobe.problem import AttentionProblem, Dense
     from strobe.sim.attention import BACKENDS
 
     _at_least(1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads=heads, heads_kv=heads_kv, seeds=seeds)
+    _heads_and_dims(heads, heads_kv, head_dim, head_dim_v)
     chosen = _names("orders", orders, ("in_order", "random", "late", "early")) or ()
     _one_of("backend", backend, BACKENDS)
     try:
@@ -223,6 +222,9 @@ def simulate(
                 scale=head_dim**-0.5,
                 mask=_mask(causal, window),
             )
+            reason = backend_module(backend).refuses(problem, KNOWN["H200" if backend == "sm90" else "B200"])
+            if reason is not None:
+                raise typer.BadParameter(f"{backend} {reason}")
             changed = _changed(BACKENDS[backend][1](problem), config, ("head_dim", "head_dim_v")) if config else None
             factory = attention(problem, backend, changed)
         status = simulate_all(factory, chosen, seeds)
@@ -252,6 +254,14 @@ def _at_least(least: int, **options: int | None) -> None:
     for name, value in options.items():
         if value is not None and value < least:
             raise typer.BadParameter(f"{name.replace('_', '-')} must be {least} or more, got {value}")
+
+
+def _heads_and_dims(heads: int, heads_kv: int | None, head_dim: int, head_dim_v: int | None) -> None:
+    if heads % (heads_kv or heads):
+        raise typer.BadParameter(f"heads must be a multiple of heads-kv, got {heads} and {heads_kv}")
+    for name, dim in (("head-dim", head_dim), ("head-dim-v", head_dim_v)):
+        if dim is not None and (dim % 8 or not 8 <= dim <= 256):
+            raise typer.BadParameter(f"{name} must be a multiple of 8 from 8 to 256, got {dim}")
 
 
 def _positive(name: str, value: float | None) -> float | None:
