@@ -38,15 +38,14 @@ class RegistersMachine:
     def num_programs(self, axis):
         return 100 + axis
 
-    def read_global(self, array, offsets, mask, place):
-        self.place = place
+    def read_global(self, array, offsets, mask):
         return array.flat[offsets if mask is None else torch.where(mask, offsets, 0)]
 
-    def write_global(self, array, offsets, values, mask, place):
+    def write_global(self, array, offsets, values, mask):
         lanes = torch.ones_like(offsets, dtype=torch.bool) if mask is None else mask
         array.flat[offsets[lanes]] = values.expand(offsets.shape)[lanes]
 
-    def atomic_global(self, array, offsets, values, mask, operation, place):
+    def atomic_global(self, array, offsets, values, mask, operation):
         old = array.flat[offsets].clone()
         for lane, place_ in enumerate(offsets.reshape(-1).tolist()):
             array.flat[place_] = operation(array.flat[place_], values.reshape(-1)[lane])

@@ -60,7 +60,7 @@ def load(pointer, mask=None, other=None, **_cache):
     pointer = _addresses(pointer, "loads from")
     lanes, array = _lanes(mask, pointer), pointer.array
     ready = machine().issue("global", pointer.offsets().numel(), _ready(pointer, mask, other))
-    values = machine().read_global(array, pointer.offsets(), lanes, where())
+    values = machine().read_global(array, pointer.offsets(), lanes)
     if lanes is not None:
         values = torch.where(lanes, values, _like(_poison(values.dtype) if other is None else other, pointer))
     return _loaded(values, pointer, ready)
@@ -69,7 +69,7 @@ def load(pointer, mask=None, other=None, **_cache):
 def store(pointer, value, mask=None, **_cache) -> None:
     pointer = _addresses(pointer, "stores to")
     machine().issue("global", pointer.offsets().numel(), _ready(pointer, value, mask))
-    machine().write_global(pointer.array, pointer.offsets(), _like(value, pointer), _lanes(mask, pointer), where())
+    machine().write_global(pointer.array, pointer.offsets(), _like(value, pointer), _lanes(mask, pointer))
 
 
 def _atomic(operation):
@@ -77,9 +77,7 @@ def _atomic(operation):
         pointer = _addresses(pointer, "updates")
         ready = machine().issue("global", pointer.offsets().numel(), _ready(pointer, val, mask))
         lanes, values = _lanes(mask, pointer), _like(val, pointer)
-        return _loaded(
-            machine().atomic_global(pointer.array, pointer.offsets(), values, lanes, operation, where()), pointer, ready
-        )
+        return _loaded(machine().atomic_global(pointer.array, pointer.offsets(), values, lanes, operation), pointer, ready)
 
     return atomic
 
@@ -109,4 +107,4 @@ def atomic_cas(pointer, cmp, val, sem=None, scope=None):
     def exchange(old, i):
         return new[int(i)] if bool(old == expected[int(i)]) else old
 
-    return _loaded(machine().atomic_global(pointer.array, pointer.offsets(), number, None, exchange, where()), pointer, ready)
+    return _loaded(machine().atomic_global(pointer.array, pointer.offsets(), number, None, exchange), pointer, ready)

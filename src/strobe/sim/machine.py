@@ -143,9 +143,9 @@ class Cta:
 
 @dataclass
 class Report:
-    """What a simulation saw. Of timed runs, in cycles: of the first CTA spans, who did what or waited
-    when, lives, from when to when each partition ran, and busy, how long each unit worked; stamps, (cta, role, event, index,
-    cycle). barrier_uses: (partition, "wait", "arrive" or "commit") of all CTAs."""
+    """What a simulation saw. Of timed runs, in cycles, of the first CTA: spans, who did what or waited when; lives, from when
+    to when each partition ran; busy, how long each unit worked.
+    barrier_uses: (partition, "wait", "arrive" or "commit"), of all CTAs."""
 
     ctas: int = 0
     steps: int = 0
@@ -155,7 +155,6 @@ class Report:
     spans: list[Span] = field(default_factory=list)
     lives: dict[str, tuple[float, float]] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
-    stamps: list[tuple[int, int, str, int, float]] = field(default_factory=list)
     barrier_uses: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
@@ -258,21 +257,21 @@ class Machine:
             raise IllegalOperation(f"{name} and {array.name} share memory but not the size of their elements")
         return array
 
-    def read_global(self, array: GlobalArray, offsets: torch.Tensor, mask: torch.Tensor | None, what: str) -> torch.Tensor:
+    def read_global(self, array: GlobalArray, offsets: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         self.pause()
         chosen = _chosen(offsets, mask)
         array.read(chosen, self._cta.index, self._current.access(what=f"load of {array.name} by "))
         safe = offsets if mask is None else torch.where(mask, offsets, int(chosen[0]) if chosen.size else 0)
         return array.flat[safe]
 
-    def write_global(self, array: GlobalArray, offsets: torch.Tensor, values: torch.Tensor, mask, what: str) -> None:
+    def write_global(self, array: GlobalArray, offsets: torch.Tensor, values: torch.Tensor, mask) -> None:
         self.pause()
         chosen = _chosen(offsets, mask)
         array.write(chosen, self._cta.index, self._current.access(what=f"store to {array.name} by "))
         values = values.expand(offsets.shape) if mask is None else values.expand(offsets.shape)[mask.expand(offsets.shape)]
         array.flat[torch.from_numpy(chosen)] = values.reshape(-1).to(array.flat.dtype)
 
-    def atomic_global(self, array: GlobalArray, offsets, values, mask, operation, what: str) -> torch.Tensor:
+    def atomic_global(self, array: GlobalArray, offsets, values, mask, operation) -> torch.Tensor:
         """Element by element, in the order of the lanes; atomics race with nothing but plain accesses."""
         self.pause()
         old = torch.zeros(offsets.shape, dtype=array.flat.dtype)
