@@ -176,24 +176,29 @@ NOTED = (
 )
 
 
+@pytest.mark.parametrize("share", [2, 128])
 @pytest.mark.parametrize("case", NOTED, ids=str)
-def test_only_noted_rows_are_written(case):
+def test_only_noted_rows_are_written(case, share, monkeypatch):
+    """However many notes a program looks at in one go."""
+    monkeypatch.setattr(portable_forward, "_SHARE", share)
     t = tensors(case, torch.float32, DEVICE)
     problem, operands = describe(t)
     want_out, want_lse = backend.forward(problem, operands)
     blocks = -(-case.n_q // portable_forward.NOTED_ROWS)
     notes = torch.zeros(case.batch * case.heads_q * blocks, dtype=torch.int32, device=DEVICE)
     notes[::3] = 1
+    set_notes, counter = notes.nonzero().flatten().tolist(), torch.tensor([5], dtype=torch.int32, device=DEVICE)
     out, lse = torch.full_like(want_out, 7.0), torch.full_like(want_lse, 7.0)
-    portable_forward.redo(problem, operands, out, lse, notes)
+    portable_forward.redo(problem, operands, out, lse, notes, counter)
+    assert not notes.any() and counter.item() == 5 + len(set_notes)
     noted = torch.zeros_like(want_lse, dtype=torch.bool)
     starts = t.keywords["cu_seqlens_q"].tolist() if case.packed else None
-    for note in notes.nonzero().flatten().tolist():
-        batch, head, first = note // blocks // case.heads_q, note // blocks % case.heads_q, note % blocks * 128
+    for note in set_notes:
+        batch, head, first = note // blocks // case.heads_q, note // blocks % case.heads_q, note % blocks * 64
         if starts is None:
-            noted[batch, head, first : first + 128] = True
+            noted[batch, head, first : first + 64] = True
         else:
-            noted[head, starts[batch] + first : min(starts[batch] + first + 128, starts[batch + 1])] = True
+            noted[head, starts[batch] + first : min(starts[batch] + first + 64, starts[batch + 1])] = True
     assert noted.any() and not noted.all()
     assert_same(lse, torch.where(noted, want_lse, 7.0))
     assert_same(out, torch.where(noted.transpose(-1, -2)[..., None], want_out, 7.0))
@@ -258,10 +263,10 @@ for head_dim in map(int, sys.argv[4].split(",")):
     with pretend_gpu(arch.capability):
         out, lse = backend.forward(problem, operands)
         backend.backward(problem, operands, out, lse, out, lse)
-        forward.redo(problem, operands, out, lse, torch.zeros(8, dtype=torch.int32))
+        forward.redo(problem, operands, out, lse, torch.zeros(8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
     for kernel in ("forward", "redo", "dkdv", "dq"):
         made = compiled[f"_{kernel}"]
-        bound = config.choose("forward" if kernel == "redo" else kernel, problem, arch).smem_bytes()
+        bound = config.choose(kernel, problem, arch).smem_bytes()
         print(json.dumps([head_dim, kernel, made.metadata.shared, bound, "trap;" in made.asm["ptx"]]))
 """
 ROOT = Path(__file__).parent.parent

@@ -17,7 +17,7 @@ from strobe.sim.launch import Launch
 from strobe.sim.machine import Report
 
 BACKENDS = {"sm90": (sm90_forward, sm90_config.choose, 90), "sm100": (sm100_forward, sm100_config.choose, 100)}
-_ROWS_PER_NOTE = 128
+_ROWS_PER_NOTE = 64
 
 
 class Forward(NamedTuple):

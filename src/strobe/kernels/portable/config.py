@@ -14,7 +14,7 @@ class Config:
     """How one kernel runs. A program owns tile_q rows and streams tiles of tile_kv keys; in "dkdv" it is the other way."""
 
     kernel: str
-    """"forward", "dq" or "dkdv"."""
+    """"forward", "redo", "dq" or "dkdv"."""
     tile_q: int
     tile_kv: int
     num_warps: int
@@ -29,17 +29,18 @@ class Config:
 
     def smem_bytes(self) -> int:
         """An upper bound of a program's shared memory: tiles that it owns, stages that it streams, P and dS."""
+        forward = self.kernel in ("forward", "redo")
         both, wider = self.head_dim + self.head_dim_v, max(self.head_dim, self.head_dim_v)
         rows, streamed_rows = (self.tile_kv, self.tile_q) if self.kernel == "dkdv" else (self.tile_q, self.tile_kv)
-        owned = rows * (self.head_dim if self.kernel == "forward" else both)
+        owned = rows * (self.head_dim if forward else both)
         resident = owned
         if self.mma == "mma.sync":  # operands come from registers: a tile that is owned need not stay in shared memory
-            resident = 0 if self.kernel == "forward" else rows * wider
-        if self.mma == "tcgen05" and self.kernel != "forward":  # accumulators pass through shared memory
+            resident = 0 if forward else rows * wider
+        if self.mma == "tcgen05" and not forward:  # accumulators pass through shared memory
             resident += owned
         # One stage, too, has room for two: the tile and its transpose.
         streamed = max(self.num_stages, 2) * streamed_rows * both
-        scores = self.tile_q * self.tile_kv * (1 if self.kernel == "forward" else 2)
+        scores = self.tile_q * self.tile_kv * (1 if forward else 2)
         vectors = 8 * self.num_stages * self.tile_q + 1024
         return max(owned, rows * wider, resident + streamed + scores) * self.itemsize + vectors
 
@@ -102,5 +103,7 @@ def _tiles(kernel: str, widest: int, mma: str) -> list[tuple[int, int, int]]:
         if mma == "tcgen05" and widest > 128:
             first = (32, 32, 4)  # two accumulators of 64 rows would take all of tensor memory; this one is mma.sync
         return [first, (32, 32, 4), (16, 16, 4)]
+    if kernel == "redo":  # one note is one tile
+        return [(64, 64, 4 if widest <= 128 else 8), (64, 32, 4), (32, 32, 4), (16, 16, 4)]
     first = (128, 64, 8) if widest <= 128 else (64, 64, 8)
     return [first, (64, 32, 8 if widest > 128 else 4), (32, 32, 4), (16, 16, 4)]

@@ -165,63 +165,83 @@ def _forward(
     )  # fmt: skip
 
 
+NOTED_ROWS = 64
+"""Rows that one note of `redo` stands for."""
+
+_SHARE = 128
+
+
 @triton.jit(do_not_specialize=(*LENGTHS_AND_BOUNDS, "number"))
 def _redo(
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, n_q, n_kv, total_q, total_kv,
-    left, right, prefix, document_q, document_kv, score, heads_q, group, notes, number,
+    left, right, prefix, document_q, document_kv, score, heads_q, group, notes, number, counter,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, NOTED_ROWS: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    # Each program reads SHARE notes at once. Normally none is set, and few programs that look at many notes cost less
-    # than one program a tile, of which only one at a time finds room on a multiprocessor.
-    share = tl.program_id(0) * SHARE
-    places = share + tl.arange(0, SHARE)
-    if tl.max(tl.load(notes + places, mask=places < number, other=0), 0) == 0:
-        return
+    # Program p of P looks at the notes p, p + P, ..., SHARE of them at once: blocks that are noted together, as those of one
+    # head with an outlier, go to different programs. Normally no note is set, and few programs cost less than many.
+    programs = tl.num_programs(0)
     blocks = tl.cdiv(n_q, NOTED_ROWS)
-    for note in tl.range(share, tl.minimum(share + SHARE, number)):
-        if tl.load(notes + note) != 0:
-            batch = note // blocks // heads_q
-            start_q, rows = sequence(cu_seqlens_q, batch, n_q, total_q)
-            start_kv, keys = sequence(cu_seqlens_kv, batch, n_kv, total_kv)
-            for within in tl.range(0, NOTED_ROWS, TILE_Q):
-                _rows(
-                    note % blocks * NOTED_ROWS + within, note // blocks % heads_q, batch, start_q, start_kv, rows, keys,
-                    q, k, v, out, lse, left, right, prefix, document_q, document_kv, score, group,
-                    DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV,
-                )  # fmt: skip
-
-
-NOTED_ROWS = 128
-"""Rows that one note of `redo` stands for."""
-
-_SHARE = 32
+    redone = 0
+    for begin in tl.range(tl.program_id(0), number, programs * SHARE, num_stages=1):
+        places = begin + programs * tl.arange(0, SHARE)
+        if tl.max(tl.load(notes + places, mask=places < number, other=0), 0) != 0:
+            for note in tl.range(begin, tl.minimum(begin + programs * SHARE, number), programs):
+                if tl.load(notes + note) != 0:
+                    batch = note // blocks // heads_q
+                    start_q, rows = sequence(cu_seqlens_q, batch, n_q, total_q)
+                    start_kv, keys = sequence(cu_seqlens_kv, batch, n_kv, total_kv)
+                    for within in tl.range(0, NOTED_ROWS, TILE_Q):
+                        _rows(
+                            note % blocks * NOTED_ROWS + within, note // blocks % heads_q, batch, start_q, start_kv, rows,
+                            keys, q, k, v, out, lse, left, right, prefix, document_q, document_kv, score, group,
+                            DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV,
+                        )  # fmt: skip
+                    tl.store(notes + note, 0)
+                    redone += 1
+    if counter is not None:
+        if redone != 0:
+            tl.atomic_add(counter, redone, sem="relaxed")
 
 
 def launch(problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write out and lse, at least one query and one key given; rows that belong to no sequence are left alone."""
     lengths = problem.lengths
-    config, keywords = _keywords(problem, operands, out, lse)
+    config, keywords = _keywords("forward", problem, operands, out, lse)
     grid = (triton.cdiv(lengths.seqlen_q, config.tile_q) * problem.heads_q * lengths.batch,)
     with torch.cuda.device_of(out):
         _forward[grid](**keywords)
 
 
-def redo(problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor, notes: torch.Tensor) -> None:
-    """Write out and lse of those blocks of 128 rows whose note is not 0.
+def redo(
+    problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor, notes: torch.Tensor,
+    counter: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write out and lse of those blocks of 64 rows whose note is not 0, and set their notes back to 0.
 
-    notes: int32 [batch * heads_q * ceil(seqlen_q / 128)], where block r of head h of batch entry (or sequence) b has the
-    place (b * heads_q + h) * ceil(seqlen_q / 128) + r.
+    notes: int32 [batch * heads_q * ceil(seqlen_q / 64)], where block r of head h of batch entry (or sequence) b has the
+        place (b * heads_q + h) * ceil(seqlen_q / 64) + r. As it is all 0 again afterwards, one buffer serves all launches
+        of a stream, and all replays of a graph.
+    counter: int32 [1], to which the number of blocks is added that were redone.
     """
-    _, keywords = _keywords(problem, operands, out, lse)
+    _, keywords = _keywords("redo", problem, operands, out, lse)
     number = notes.numel()
     with torch.cuda.device_of(out):
-        _redo[(triton.cdiv(number, _SHARE),)](**keywords, notes=notes, number=number, NOTED_ROWS=NOTED_ROWS, SHARE=_SHARE)
+        _redo[(min(number, 2 * _multiprocessors(out.device)),)](
+            **keywords, notes=notes, number=number, counter=counter, NOTED_ROWS=NOTED_ROWS, SHARE=_SHARE
+        )
 
 
-def _keywords(problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor) -> tuple[Config, dict]:
+def _multiprocessors(device: torch.device) -> int:
+    """Of a device; on a CPU few, so that a program has several notes."""
+    return arch_of(device).sms or 4
+
+
+def _keywords(
+    kernel: str, problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[Config, dict]:
     """The config, and the arguments that both kernels take."""
-    config = choose("forward", problem, arch_of(out.device))
+    config = choose(kernel, problem, arch_of(out.device))
     return config, {
         **arguments.of_problem(problem, operands),
         "out": arguments.matrix(out),

@@ -401,8 +401,8 @@ def finish(w: gl.constexpr, K, work, row_sum, row_max, turn):
         place = ((row_zero + rows) * K.heads.heads + work.head) * K.C.head_dim_v
         zero = write_part(stage, factor, K.outputs.partial, place, exists, K.C)
     if K.outputs.notes is not None:
-        notes = (K.lengths.n_q + 127) // 128
-        note = (work.batch * K.heads.heads + work.head) * notes + rows // 128
+        notes = (K.lengths.n_q + 63) // 64
+        note = (work.batch * K.heads.heads + work.head) * notes + rows // 64
         gl.store(K.outputs.notes + note, 1, mask=exists & (zero != 0.0))
 
 
@@ -513,7 +513,7 @@ def launch(
 
     With one split, out is laid out as q and lse as `lse_shape` says; with more, both are float32 with the splits in front,
     to be combined. Packed rows that belong to no sequence get 0 and -inf. notes: None, or int32 [batch * heads_q *
-    ceil(seqlen_q / 128)], non-zero where 128 rows of a masked problem hold a NaN or an infinity, which a masked-out value
+    ceil(seqlen_q / 64)], non-zero where 64 rows of a masked problem hold a NaN or an infinity, which a masked-out value
     may have caused.
     """
     q, lengths = operands.q, problem.lengths
@@ -526,7 +526,7 @@ def launch(
         lse.fill_(-torch.inf)
     notes = None
     if problem.mask.band != (None, None, None):  # TMA reads nothing of a packed sequence's neighbours
-        tiles = lengths.batch * problem.heads_q * triton.cdiv(lengths.seqlen_q, 128)
+        tiles = lengths.batch * problem.heads_q * triton.cdiv(lengths.seqlen_q, 64)
         notes = torch.zeros(tiles, dtype=torch.int32, device=q.device)
     grid, arguments, constants = kernel_arguments(problem, operands, out, lse, notes, config)
     with torch.cuda.device_of(q):  # Triton launches on the current device, which need not be q's

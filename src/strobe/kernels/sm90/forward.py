@@ -288,7 +288,7 @@ def epilogue(w: gl.constexpr, acc, row_max, row_sum, work, band, o_s, outputs, C
     if notes_ptr is not None:
         exists = row + gl.arange(0, ROWS, rows_of(C.head_dim)) < band.n_q  # the rows beyond may have no note
         broken = exists & (gl.sum(o * 0.0, 1) != 0.0)
-        note = batch_head * ((band.n_q + 127) // 128) + row // 128
+        note = batch_head * ((band.n_q + 63) // 64) + row // 64
         gl.store(notes_ptr + note + gl.full([ROWS], 0, gl.int32, rows_of(C.head_dim)), 1, mask=broken)
     o_s.store(o.to(o_desc.dtype))
     fence_async_shared()
@@ -334,7 +334,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, notes_ptr, trace, he
 def launch(
     problem: AttentionProblem, operands: Operands, config: Config
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """out, lse and the notes: None, or int32 [batch * heads_q * ceil(seqlen_q / 128)], non-zero where 128 rows of a
+    """out, lse and the notes: None, or int32 [batch * heads_q * ceil(seqlen_q / 64)], non-zero where 64 rows of a
     masked problem hold a NaN or an infinity, which a masked-out value may have caused."""
     return _run(problem, operands, config, None)
 
@@ -360,7 +360,7 @@ def _run(problem: AttentionProblem, operands: Operands, config: Config, trace: t
     lse = torch.empty(lse_shape(problem), dtype=torch.float32, device=q.device)
     notes = None
     if problem.mask.band != (None, None, None):
-        tiles = triton.cdiv(problem.lengths.seqlen_q, 128)
+        tiles = triton.cdiv(problem.lengths.seqlen_q, 64)
         notes = torch.zeros(lse.shape[0] * lse.shape[1] * tiles, dtype=torch.int32, device=q.device)
     grid, arguments, constants = kernel_arguments(problem, operands, out, lse, notes, config, trace)
     with torch.cuda.device_of(q):  # Triton launches on the current device, which need not be q's
