@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from strobe.masks import Mask, TileClass
+from strobe.masks import kv_full
 from strobe.problem import AttentionProblem, Operands, lse_shape
 from strobe.reference.sequences import score_of, sequences
 
@@ -87,23 +87,21 @@ def key_blocks(problem: AttentionProblem, rows: range, n_q: int, n_kv: int, tile
     """The blocks of keys that some of the rows see, in the order of the visit; the first fixes the reference.
 
     The leftmost block that every row sees whole leads: each row has tile_kv keys to be judged by, and under a causal mask the
-    attention sinks are among them. Where there is none the rightmost leads, with the diagonal of a causal mask; so it does
-    under ALiBi, which favours near keys. The others follow from right to left.
+    attention sinks are among them. Where there is none, the block with the last key of the first row leads, of which every
+    row sees some, unless a window is narrower than the tile. Under ALiBi, which favours near keys, the rightmost leads. The
+    others follow from right to left.
     """
     begin, end = problem.mask.kv_range(rows[0], rows[-1], n_q, n_kv)
-    blocks = [range(first, min(first + tile_kv, n_kv)) for first in range(begin - begin % tile_kv, end, tile_kv)]
-    blocks.reverse()
-    whole = [keys for keys in blocks if _whole(problem.mask, rows, keys, n_q, n_kv, tile_kv)]
-    if whole and problem.score.alibi is None:
-        blocks.remove(whole[-1])
-        blocks.insert(0, whole[-1])
-    return blocks
-
-
-def _whole(mask: Mask, rows: range, keys: range, n_q: int, n_kv: int, tile_kv: int) -> bool:
-    """Whether every row sees every key of a block, and the block has tile_kv of them."""
-    full = mask.tile_class(rows[0], rows[-1], keys[0], keys[-1], n_q, n_kv) is TileClass.FULL
-    return full and len(keys) == tile_kv
+    first, last = begin // tile_kv, -(-end // tile_kv) - 1
+    shift = n_kv - n_q
+    full_begin, full_end = kv_full(rows[0] + shift, rows[-1] + shift, n_kv, *problem.mask.band)
+    lead = max(first, -(-full_begin // tile_kv))
+    if problem.score.alibi is not None:
+        lead = last
+    elif (lead + 1) * tile_kv > full_end:
+        lead = min(max(first, (full_end - 1) // tile_kv), last)
+    visit = [lead, *(block for block in range(last, first - 1, -1) if block != lead)] if end > begin else []
+    return [range(block * tile_kv, min((block + 1) * tile_kv, n_kv)) for block in visit]
 
 
 def _dense(problem: AttentionProblem, tiles: _Tiles, q, k, v, out, lse, noted) -> None:
