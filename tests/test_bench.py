@@ -1,34 +1,42 @@
 """The benchmark: its order, its gate, its report, and a whole run on the CPU."""
 
 import json
+import subprocess
+import sys
 import time
 import warnings
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import pytest
 import torch
 
 import strobe
-from strobe.lab import bench, gate, machine, plot
-from strobe.lab.peers import Peer, peers_for
-from strobe.lab.plan import CPU_PLAN, Plan, input_sets
-from strobe.lab.report import best_peer, default_path, ratio, refusals, show
+from strobe.lab import bench, check, gate, machine, plot, warm
+from strobe.lab.peers import Peer, _band, peers_for
+from strobe.lab.plan import BACKWARD, FORWARD, MASKS, Grid, Plan, Point, input_sets
+from strobe.lab.report import best_peer, default_path, load, ratio, refusals, show
 
 CPU = torch.device("cpu")
-TINY = replace(CPU_PLAN, head_dims=(32,), lengths=(64,), tokens=128, heads=4, heads_kv=2, rounds=2, seconds=0.001)
+SMALL = Grid(((32, 32),), (64,), tokens=128, heads=4, heads_kv=2, dtypes=("fp32",), masks=("full", "causal"))
+TINY = Plan((SMALL,), rounds=2, seconds=0.001)
+FULL = replace(TINY, grids=(replace(SMALL, masks=("full",)),))
 
 
 def report() -> dict:
     """A report of two points: the peer has no number at the second, and another one was never installed."""
-    point = {"batch": 16, "length": 1024, "heads": 16, "heads_kv": 16, "head_dim": 128, "dtype": "bf16", "backward": False}
+    shape = {"batch": 16, "length": 1024, "heads": 16, "heads_kv": 16, "head_dim": 128, "head_dim_v": 128}
+    point = shape | {"dtype": "bf16", "backward": False, "finished": True, "telemetry": {"sm_clock_mhz": 1500.0}}
     missing = {"FA4": {"refused": "ModuleNotFoundError: No module named 'flash_attn'"}}
     full = {"strobe": bench.summary(6e14, [1.0, 1.2, 0.8]), "cuDNN": bench.summary(5e14, [1.0])} | missing
     causal = {"strobe": bench.summary(3e14, [1.0]), "cuDNN": {"refused": "wrong"}} | missing
     packages = {"torch": "2.11.0", "triton": "3.6.0"}
-    device = {"kind": "cuda", "name": "NVIDIA H200", "driver": "570", "cudnn": 91900, "commit": "abc", "packages": packages}
+    device = {"kind": "cuda", "name": "NVIDIA H200", "driver": "570", "cudnn": 91900, "commit": "abc", "sms": 132}
+    device |= {"packages": packages}
     return {
+        "schema": 2,
+        "not installed": ["FA3"],
         "what": "forward",
         "date": "2026-01-02T03:04:05+00:00",
         "command": "strobe bench",
@@ -38,7 +46,7 @@ def report() -> dict:
         "contenders": ["strobe", "cuDNN", "FA4"],
         "host_us": {"strobe": {"us": 30.0}, "FA4": {"refused": "missing"}},
         "ceiling": {"before": 800.0, "after": 790.0, "matmul": "8192 x 8192 x 8192, bf16"},
-        "points": [point | {"causal": False, "results": full}, point | {"causal": True, "results": causal}],
+        "points": [point | {"mask": "full", "results": full}, point | {"mask": "causal", "results": causal}],
     }
 
 
@@ -63,95 +71,156 @@ def test_summary_keeps_median_extremes_and_order():
     assert result == {"tflops": 1.0, "min": 0.5, "max": 2.0, "rounds": [1.0, 2.0, 0.5]}
 
 
-def test_plan_makes_one_point_of_each_combination():
-    points = Plan(head_dims=(64, 128), lengths=(1024, 32768), dtypes=("bf16", "fp16"), masks=("causal",)).points()
+def test_grid_makes_one_point_of_each_combination():
+    grid = Grid(((64, 64), (192, 128)), (1024, 32768), dtypes=("bf16", "fp16"), masks=("causal",))
+    points = grid.points(backward=False)
     assert len(points) == len(set(points)) == 8
-    assert {(p.head_dim, p.heads, p.heads_kv) for p in points} == {(64, 32, 32), (128, 16, 16)}
+    assert {(p.head_dim, p.head_dim_v, p.heads, p.heads_kv) for p in points} == {(64, 64, 32, 32), (192, 128, 10, 10)}
     assert {(p.length, p.batch) for p in points} == {(1024, 16), (32768, 1)}
-    assert all(p.causal for p in points)
+
+
+def test_forward_is_measured_at_every_point_of_the_evidence():
+    points = Plan().points()
+    assert len(points) == len(set(points)) == sum(len(grid.points(False)) for grid in FORWARD)
+    lengths = (512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
+    for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
+        for dtype, wanted in (("bf16", lengths), ("fp16", (1024, 4096, 16384))):
+            for mask in MASKS:
+                shapes = [p for p in points if (p.head_dim, p.head_dim_v, p.dtype, p.mask) == (*dims, dtype, mask)]
+                found = [p.length for p in shapes if p.heads == p.heads_kv == 2048 // p.head_dim]
+                assert found == [n for n in wanted if mask != "window" or n > 1024]
+    grouped = [p for p in points if p.heads != p.heads_kv]
+    assert {(p.heads, p.heads_kv, p.head_dim) for p in grouped} == {(64, 8, 128)} and len(grouped) == 8 + 8 + 6
+    assert all(p.batch * p.length == max(16384, p.length) for p in points)
+    assert {p.dtype for p in points} == {"bf16", "fp16", "fp8"} and not any(p.backward for p in points)
+    assert all(p.backward for p in Plan(BACKWARD, backward=True).points())
+
+
+def test_a_window_is_1024_keys_and_its_flops_are_counted():
+    point = replace(TINY.points()[0], mask="window", length=4096, batch=1)
+    seen = MASKS["window"].dense(4096, 4096)
+    assert seen[2000].sum() == 1024 and seen[2000, 2000] and not seen[2000, 2001] and seen[5].sum() == 6
+    assert point.flops == 4 * 4 * 32 * seen.sum().item()
+    assert _band(MASKS["window"], None) == (1023, 0) and _band(MASKS["full"], -1) == (-1, -1)
+    with pytest.raises(ValueError, match="window_size cannot express"):
+        _band(strobe.Prefix(3), -1)
+
+
+def test_a_point_says_its_shape():
+    point = Point(1, 1024, 64, 8, 192, 128, "bf16", "window", False)
+    assert str(point) == "bf16 D=192/128 heads 64/8 window S=1024"
+    assert Point.of({"results": {}} | vars(point)) == point and point.family == replace(point, length=1)
+
+
+def test_long_launches_have_fewer_rounds():
+    plan = replace(TINY, rounds=6, seconds=0.03)
+    assert [bench.rounds_of(seconds, plan) for seconds in (1e-4, 0.15, 0.25, 0.9)] == [6, 6, 4, 3]
+
+
+def test_expected_time_grows_with_points_contenders_and_lengths():
+    points = Plan().points()
+    times = [bench.expected_seconds(points, contenders, Plan()) for contenders in (1, 2)]
+    assert times[1] == 2 * times[0] and 60 < times[0] < 600
+    longest = [p for p in points if p.length == 131072 and p.mask == "full"]
+    assert bench.expected_seconds(longest, 1, Plan()) / len(longest) > 2 * times[0] / len(points)
 
 
 # ---- the gate
 
 
-@pytest.fixture(params=[False, True], ids=["full", "causal"])
-def causal(request):
+WINDOW = strobe.Window(left=20, right=0)
+
+
+@pytest.fixture(params=[strobe.Full(), strobe.Causal(), WINDOW], ids=str)
+def mask(request):
     return request.param
 
 
-def gqa_inputs(causal):
-    point = replace(TINY, lengths=(96,), masks=("causal" if causal else "full",)).points()[0]
-    return input_sets(point, CPU)[0]
+def gqa_inputs(backward=False):
+    return input_sets(replace(SMALL, head_dims=((32, 16),), lengths=(96,)).points(backward)[0], CPU)[0]
 
 
-def test_gate_knows_the_exact_output(causal):
-    inputs = gqa_inputs(causal)
-    mask = strobe.Causal() if causal else strobe.Full()
+def test_gate_knows_the_exact_output(mask):
+    inputs = gqa_inputs()
     out = strobe.attention(inputs.q.double(), inputs.k.double(), inputs.v.double(), mask=mask)
-    assert gate.out_error(out, inputs, causal) < 1e-12
+    assert out.shape == (1, 96, 4, 16) and gate.out_error(out, inputs, mask) < 1e-12
     out[-1, 50, -1] *= 1.001
-    assert 0.5e-3 < gate.out_error(out, inputs, causal) < 2e-3
+    assert 0.5e-3 < gate.out_error(out, inputs, mask) < 2e-3
     out[-1, 50, -1] = torch.nan
-    assert gate.out_error(out, inputs, causal) == float("inf")
+    assert gate.out_error(out, inputs, mask) == float("inf")
 
 
-def test_gate_knows_the_exact_gradients(causal):
-    inputs = gqa_inputs(causal)
+def test_gate_sees_a_window_that_is_one_key_too_long():
+    inputs = gqa_inputs()
+    longer = strobe.attention(inputs.q.double(), inputs.k.double(), inputs.v.double(), mask=strobe.Window(21, 0))
+    assert gate.out_error(longer, inputs, WINDOW) > gate.BOUNDS["fp8"]
+
+
+def test_gate_takes_fp8():
+    inputs = input_sets(replace(SMALL.points(False)[0], dtype="fp8"), CPU)[0]
+    assert inputs.q.dtype == torch.float8_e4m3fn
+    out = strobe.attention(inputs.q.double(), inputs.k.double(), inputs.v.double())
+    assert gate.out_error(out, inputs, strobe.Full()) < 1e-12
+
+
+def test_gate_knows_the_exact_gradients(mask):
+    inputs = gqa_inputs(backward=True)
     q, k, v = (x.double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    out = strobe.attention(q, k, v, mask=strobe.Causal() if causal else strobe.Full())
+    out = strobe.attention(q, k, v, mask=mask)
     gradients = torch.autograd.grad(out, (q, k, v), inputs.dout.double())
-    assert gate.gradient_error(gradients, inputs, causal) < 1e-12
-    chunked = gate.exact_gradients(inputs, causal, 0, 1, chunk=40)
-    whole = gate.exact_gradients(inputs, causal, 0, 1)
+    assert gate.gradient_error(gradients, inputs, mask) < 1e-12
+    chunked = gate.exact_gradients(inputs, mask, 0, 1, chunk=40)
+    whole = gate.exact_gradients(inputs, mask, 0, 1)
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(chunked, whole, strict=True))
     for i in range(3):
         spoiled = tuple(g * 1.01 if i == j else g for j, g in enumerate(gradients))
-        assert gate.gradient_error(spoiled, inputs, causal) == pytest.approx(0.01)
+        assert gate.gradient_error(spoiled, inputs, mask) == pytest.approx(0.01)
 
 
 # ---- a whole run on the CPU
 
 
-def test_run_measures_everyone_on_the_cpu():
+def test_run_measures_everyone_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(bench, "ALSO_RAN", float("inf"))
     points = bench.Run(replace(TINY, backends=("tiled",)), CPU, "strobe bench").run()["points"]
-    assert [p["causal"] for p in points] == [False, True]
+    assert [p["mask"] for p in points] == ["full", "causal"] and all(p["finished"] for p in points)
     for point in points:
         assert set(point["results"]) == {"strobe", "strobe tiled", "SDPA flash", "SDPA math"}
         for result in point["results"].values():
             assert result["min"] <= result["tflops"] <= result["max"] and len(result["rounds"]) == 2
             assert result["error"] < 1e-5 and result["timed"] == "calls"
         assert point["results"]["strobe"]["backend"] in ("torch_cpu", "portable")  # portable: in Triton's interpreter
-        assert point["flops"] == 4 * 2 * 4 * 64 * 64 * 32 // (2 if point["causal"] else 1)
+        assert point["flops"] == 4 * 2 * 4 * 64 * 64 * 32 // (2 if point["mask"] == "causal" else 1)
 
 
 def test_run_measures_the_backward():
-    result = bench.Run(replace(TINY, backward=True, masks=("causal",)), CPU, "strobe bench").run()
+    result = bench.Run(replace(TINY, backward=True), CPU, "strobe bench").run()
     assert result["what"] == "backward" and result["stopped"] is None
     assert all(r["error"] < 1e-5 and r["tflops"] > 0 for r in result["points"][0]["results"].values())
 
 
 def test_report_is_json_and_says_what_it_was_made_with():
-    result = bench.Run(replace(TINY, peers=(), masks=("full",)), CPU, "strobe bench --peers x").run()
+    result = bench.Run(replace(FULL, peers=()), CPU, "strobe bench --peers x").run()
     again = json.loads(json.dumps(result))
-    assert again["schema"] == 1 and again["command"] == "strobe bench --peers x" and again["contenders"] == ["strobe"]
+    assert again["schema"] == 2 and again["command"] == "strobe bench --peers x" and again["contenders"] == ["strobe"]
     assert again["device"]["packages"]["torch"] == torch.__version__ and again["device"]["strobe"] == strobe.__version__
     assert set(again["ceiling"]) == {"before", "after", "matmul"}
 
 
-def prepare_wrong(q, k, v, causal):
+def prepare_wrong(q, k, v, mask):
     return lambda: torch.zeros_like(q)
 
 
-def prepare_missing(q, k, v, causal):
+def prepare_missing(q, k, v, mask):
     import no_such_package  # noqa: F401
 
 
-def prepare_flaky(q, k, v, causal):
+def prepare_flaky(q, k, v, mask):
     calls = []
 
     def call():
         calls.append(1)
-        if len(calls) == 6:  # two to enter, two to warm up, one in the first round: this is the second round
+        if len(calls) == 5:  # two to enter, one to warm up, one in the first round: this is the second round
             raise RuntimeError("out of patience\nand more lines")
         return strobe.attention(q, k, v)
 
@@ -161,12 +230,162 @@ def prepare_flaky(q, k, v, causal):
 def test_peers_that_fail_are_reported_and_stop_nobody(monkeypatch):
     peers = {f.__name__: Peer(f.__name__, f) for f in (prepare_wrong, prepare_missing, prepare_flaky)}
     monkeypatch.setattr(bench, "peers_for", lambda device: peers)
-    result = bench.Run(replace(TINY, masks=("full",), seconds=1e-9, rounds=3), CPU, "strobe bench").run()
+    result = bench.Run(replace(FULL, seconds=1e-9, rounds=3), CPU, "strobe bench").run()
     results = result["points"][0]["results"]
     assert "wrong: relative error 1.0e+00 against float64, allowed 1e-04" in results["prepare_wrong"]["refused"]
     assert "No module named 'no_such_package'" in results["prepare_missing"]["refused"]
     assert results["prepare_flaky"]["refused"].startswith("RuntimeError: out of patience (test_bench.py:")
     assert results["strobe"]["tflops"] > 0 and result["stopped"] is None
+
+
+def test_who_is_far_behind_is_timed_in_one_round_unless_it_is_strobe(monkeypatch):
+    launches = {"strobe": 0.005, "fast": 0.001, "near": 0.002, "slow": 0.0021}
+    peers = {name: Peer(name, lambda q, k, v, mask: lambda: strobe.attention(q, k, v)) for name in launches if name != "strobe"}
+    monkeypatch.setattr(bench, "peers_for", lambda device: peers)
+    monkeypatch.setattr(bench, "warm_up", lambda contender, clock, seconds: launches[contender.peer.name])
+    results = bench.Run(replace(FULL, rounds=3), CPU, "strobe bench").run()["points"][0]["results"]
+    assert {name: len(results[name]["rounds"]) for name in results} == {"strobe": 3, "fast": 3, "near": 3, "slow": 1}
+
+
+def test_peers_that_are_not_installed_are_left_out_and_named(monkeypatch):
+    peers = {"here": Peer("here", prepare_wrong), "gone": Peer("gone", prepare_missing, module="no_such_package.inside")}
+    monkeypatch.setattr(bench, "peers_for", lambda device: peers)
+    run = bench.Run(FULL, CPU, "strobe bench")
+    assert run.report["contenders"] == ["strobe", "here"] and run.report["not installed"] == ["gone"]
+    named = bench.Run(replace(FULL, peers=("gone",)), CPU, "strobe bench").run()
+    assert "No module named 'no_such_package'" in named["points"][0]["results"]["gone"]["refused"]
+
+
+def test_a_contender_that_would_hang_is_not_called(monkeypatch):
+    entered, enter = [], bench.enter
+    unusable = {("SDPA math", FULL.points()[0]): "it hung"}
+    monkeypatch.setattr(bench, "warm", lambda *_: unusable)
+    monkeypatch.setattr(bench, "enter", lambda peer, *rest: (entered.append(peer.name), enter(peer, *rest))[1])
+    results = bench.Run(FULL, CPU, "strobe bench").run()["points"][0]["results"]
+    assert results["SDPA math"] == {"refused": "it hung"} and entered == ["strobe", "SDPA flash"]
+
+
+# ---- compilers first
+
+
+def test_what_a_process_began_and_did_not_finish_is_unusable_from_there_on():
+    points = Plan().points()[:3]
+    began = "begin\tstrobe\t2\nsome words\nbegin\tFA4\t0\nbegin\tFA4\t1\n"
+    assert warm.unfinished(began, points, "dead") == {("FA4", points[1]): "dead", ("FA4", points[2]): "dead"}
+    assert warm.unfinished(began + "done\n", points, "dead") == {} == warm.unfinished("", points, "dead")
+
+
+def test_a_process_calls_every_contender_at_every_point(monkeypatch):
+    points = TINY.points()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    job = {"device": "cpu", "names": ["strobe tiled", "SDPA math"], "points": [asdict(point) for point in points]}
+    code = "import torch; torch.cuda.synchronize = lambda device: None; from strobe.lab.warm import main; main()"
+    ran = subprocess.run([sys.executable, "-c", code], input=json.dumps(job), capture_output=True, text=True, check=True)
+    begun = [f"begin\t{name}\t{number}" for name in job["names"] for number in range(2)]
+    assert ran.stdout.splitlines() == [*begun, "done"]
+
+
+def test_a_process_that_takes_too_long_is_ended(monkeypatch):
+    monkeypatch.setattr(warm, "SECONDS", 0.01)
+    assert warm._family(TINY.points(), ["strobe"], CPU) == {}, "it had begun nothing"
+
+
+def test_nothing_is_compiled_ahead_on_a_cpu():
+    assert warm.warm(TINY.points(), [bench.strobe_peer()], CPU, pytest.fail) == {}
+
+
+# ---- resuming, checking
+
+
+def test_resume_keeps_finished_points_and_measures_the_others(tmp_path):
+    path = tmp_path / "result.json"
+    assert bench.bench(TINY, CPU, "strobe bench", path) == 0
+    first = load(path)
+    first["points"][1]["finished"] = False
+    first["points"][0]["results"]["mark"] = {"refused": "kept"}
+    path.write_text(json.dumps(first))
+    assert bench.bench(TINY, CPU, "strobe bench", path, resume=True) == 0
+    again = load(path)["points"]
+    assert [p["mask"] for p in again] == ["full", "causal"] and all(p["finished"] for p in again)
+    assert "mark" in again[0]["results"] and again[1]["results"] != first["points"][1]["results"]
+    path.write_text(json.dumps(first | {"device": first["device"] | {"commit": "other"}}))
+    with pytest.raises(ValueError, match="resume needs the same commit as in"):
+        bench.bench(TINY, CPU, "strobe bench", path, resume=True)
+
+
+def test_json_is_written_after_each_point(tmp_path, monkeypatch):
+    path, seen, point = tmp_path / "result.json", [], bench.Run._point
+
+    def look(run, which):
+        seen.append(len(load(path)["points"]) if path.exists() else 0)
+        return point(run, which)
+
+    monkeypatch.setattr(bench.Run, "_point", look)
+    bench.bench(TINY, CPU, "strobe bench", path)
+    assert seen == [0, 1]
+
+
+def against(rates: dict, **changes) -> dict:
+    """A report of one point, D = 64, S = 4096, with these TFLOP/s."""
+    facts = vars(Point(4, 4096, 32, 32, 64, 64, "bf16", "full", False)) | changes
+    results = {name: {"tflops": rate} for name, rate in rates.items()}
+    return report() | {"points": [facts | {"results": results, "finished": True}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "least"),
+    [
+        ({}, 1.10),
+        ({"length": 2048}, 1.05),
+        ({"length": 512, "head_dim": 128, "head_dim_v": 128}, 1.05),
+        ({"length": 131072, "head_dim": 128, "head_dim_v": 128, "heads_kv": 8}, 1.10),
+        ({"head_dim": 96, "head_dim_v": 96}, 1.03),
+        ({"head_dim": 192, "head_dim_v": 128}, 1.03),
+        ({"head_dim": 256, "head_dim_v": 256}, 1.03),
+        ({"dtype": "fp8"}, 1.0),
+    ],
+)
+def test_each_point_has_its_floor(changes, least):
+    assert check.shortfalls(against({"strobe": 501 * least, "a": 500.0, "b": 400.0}, **changes)) == []
+    lines = check.shortfalls(against({"strobe": 499 * least, "a": 500.0, "b": 400.0}, **changes))
+    assert len(lines) == 1 and f"of a, under {least:.2f}" in lines[0] and lines[0].startswith(changes.get("dtype", "bf16"))
+
+
+def test_one_floor_for_all_points():
+    rates = {"strobe": 540.0, "a": 500.0}
+    assert check.shortfalls(against(rates), 1.07) == []
+    assert check.shortfalls(against(rates), 1.09) == ["bf16 D=64 full S=4096: 1.080 of a, under 1.09 (540 and 500 TFLOP/s)"]
+
+
+def test_a_point_without_our_number_falls_short_and_one_without_peers_does_not():
+    assert check.shortfalls(against({"strobe": 1.0})) == []
+    assert check.shortfalls(against({"a": 1.0})) == ["bf16 D=64 full S=4096: no number, not measured"]
+
+
+def test_fp8_without_a_peer_is_measured_against_our_bf16():
+    both = against({"strobe": 500.0, "a": 400.0})
+    both["points"] += against({"strobe": 700.0}, dtype="fp8")["points"]
+    assert [line.split(" (")[0] for line in check.shortfalls(both)] == [
+        "fp8 D=64 full S=4096: 1.400 of strobe in bf16, under 1.50"
+    ]
+
+
+def test_check_says_how_many_and_exits(tmp_path, capsys):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(report()))
+    assert check.check(path) == 0 and "2 points, none falls short" in capsys.readouterr().out
+    path.write_text(json.dumps(report() | {"stopped": "interrupted"}))
+    assert check.check(path) == 1 and "the report is incomplete: interrupted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["not json", "[]", "{}", '{"schema": 1, "points": []}'])
+def test_a_file_that_is_no_report_is_refused(tmp_path, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="a result of strobe bench must"):
+        load(path)
+    with pytest.raises(ValueError, match=r"got .*absent"):
+        load(tmp_path / "absent")
 
 
 class GraphClock(bench.CudaClock):
@@ -203,7 +422,8 @@ def test_without_a_graph_calls_are_timed_and_it_says_so():
 @pytest.mark.gpu
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_run_on_a_gpu(backward):
-    plan = Plan(head_dims=(64,), lengths=(256,), tokens=512, rounds=2, seconds=0.005, backward=backward)
+    grid = Grid(((64, 64),), (256,), tokens=512, masks=("full", "causal"))
+    plan = Plan((grid,), backward, rounds=2, seconds=0.005)
     result = bench.Run(plan, torch.device("cuda"), "strobe bench").run()
     assert result["stopped"] is None and result["host_us"]["strobe"]["us"] > 0
     for point in result["points"]:
@@ -240,7 +460,7 @@ def test_unknown_peer_is_refused():
 
 
 def test_peers_have_unique_names():
-    assert {"cuDNN", "FA4", "FA2", "SDPA flash", "SDPA efficient"} <= set(peers_for(torch.device("cuda")))
+    assert {"cuDNN", "FA4", "FA3", "FA2", "SDPA flash"} == set(peers_for(torch.device("cuda")))
 
 
 # ---- report, picture, machine
@@ -248,7 +468,7 @@ def test_peers_have_unique_names():
 
 def test_ratio_is_to_the_best_peer_and_not_to_strobe_itself():
     results = {"strobe": {"tflops": 6.0}, "strobe tiled": {"tflops": 9.0}, "a": {"tflops": 3.0}, "b": {"tflops": 4.0}}
-    assert best_peer(results) == 4.0 and ratio(results) == 1.5
+    assert best_peer(results) == ("b", 4.0) and ratio(results) == 1.5
     assert ratio({"strobe": {"tflops": 6.0}, "a": {"refused": "no"}}) is None
 
 
@@ -258,7 +478,7 @@ def test_terminal_shows_numbers_and_every_refusal(capsys):
     assert "600" in text and "1.20" in text and "800 before, 790 after" in text
     assert "FA4: ModuleNotFoundError: No module named 'flash_attn'" in text
     assert "cuDNN: wrong [bf16 D=128 causal S=1024]" in text
-    assert "us: strobe 30" in text
+    assert "us: strobe 30" in text and "not installed: FA3" in text
 
 
 def test_refusals_name_their_points_only_if_not_everywhere():
@@ -273,13 +493,28 @@ def test_default_path_names_what_device_and_date():
 
 
 def test_picture_from_json(tmp_path):
-    path = plot.draw(json.loads(json.dumps(report())), tmp_path / "a.png")
-    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+    measured = report()
+    measured["points"] += [point | {"dtype": "fp16", "length": 4096} for point in measured["points"]]
+    paths = plot.draw(json.loads(json.dumps(measured)), tmp_path / "a.png")
+    assert [path.name for path in paths] == ["a.png", "a-fp16.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000 for path in paths)
+
+
+def test_ceilings_follow_the_measured_clock_and_exp2_shows_where_it_binds():
+    def found(head_dim, clock=1500.0):
+        facts = against({"strobe": 1.0}, head_dim=head_dim, head_dim_v=head_dim)["points"][0]
+        return plot.ceilings([facts | {"telemetry": {"sm_clock_mhz": clock} if clock else {}}], report())
+
+    tensor = 4096 * 132 * 1500e6 / 1e12
+    assert found(64) == {"cuBLAS": ([4096], [795.0]), "MMA = exp2": ([4096], [pytest.approx(tensor)])}
+    assert set(found(128)) == {"cuBLAS", "MMA"}
+    assert found(48)["exp2"] == ([4096], [pytest.approx(tensor * 0.75)])
+    assert set(found(64, clock=None)) == {"cuBLAS"}
 
 
 def test_bench_writes_json_and_picture(tmp_path, capsys):
     path = tmp_path / "deep" / "result.json"
-    assert bench.bench(replace(TINY, masks=("full",)), CPU, "strobe bench", path) == 0
+    assert bench.bench(FULL, CPU, "strobe bench", path) == 0
     assert json.loads(path.read_text())["stopped"] is None and path.with_suffix(".png").exists()
     assert "forward, CPU, TFLOP/s" in capsys.readouterr().out
 

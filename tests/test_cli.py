@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from test_bench import report as bench_report
 from typer.testing import CliRunner
 
 from strobe.cli import app
@@ -68,16 +69,23 @@ def test_explain_asks_one_backend():
         ("explain --dtype int8", "dtype must be one of bf16, fp16, fp32, got 'int8'"),
         ("explain --softcap=-1", "softcap must be 0 (none) or positive, got -1.0"),
         ("explain --backend sm80", "backend must be one of sm100, sm90, portable"),
-        ("bench --device cpu --lengths 1,x", "lengths must be comma-separated integers, got '1,x'"),
-        ("bench --device cpu --lengths 0", "lengths must be 1 or more, got 0"),
-        ("bench --device cpu --head-dims 64,100", "head-dims must be multiples of 8 from 8 to 256, got 100"),
-        ("bench --device cpu --heads 6 --heads-kv 4", "heads must be a multiple of heads-kv, got 6 and 4"),
-        ("bench --device cpu --dtype bf16,int8", "dtype must be one of bf16, fp16, fp32, got 'int8'"),
-        ("bench --device cpu --backends triton", "backends must be one of sm100, sm90, portable"),
-        ("bench --device cpu --peers FA9", "peers must be one of SDPA flash, SDPA math, got 'FA9'"),
-        ("bench --device cpu --rounds 0", "rounds must be 1 or more, got 0"),
-        ("bench --device cpu --seconds 0", "seconds must be more than 0, got 0.0"),
-        ("bench --device tpu", "device must be one of"),
+        ("bench forward --device cpu --lengths 1,x", "lengths must be comma-separated integers, got '1,x'"),
+        ("bench forward --device cpu --lengths 0", "lengths must be 1 or more, got 0"),
+        (
+            "bench forward --device cpu --head-dims 64,100",
+            "multiples of 8 from 8 to 256, or two joined by /, got 100",
+        ),
+        ("bench forward --device cpu --heads 6 --heads-kv 4", "heads must be a multiple of heads-kv, got 6 and 4"),
+        ("bench forward --device cpu --dtype bf16,int8", "dtype must be one of bf16, fp16, fp32, fp8, got 'int8'"),
+        ("bench forward --device cpu --mask causal,all", "mask must be one of full, causal, window, got 'all'"),
+        ("bench forward --device cpu --head-dims 64/64/64", "or two joined by /, got 64/64/64"),
+        ("bench backward --device cpu --resume", "resume needs --json with a file that is there, got None"),
+        ("bench check nowhere.json", "a result of strobe bench must be a JSON file, got nowhere.json"),
+        ("bench forward --device cpu --backends triton", "backends must be one of sm100, sm90, portable"),
+        ("bench forward --device cpu --peers FA9", "peers must be one of SDPA flash, SDPA math, got 'FA9'"),
+        ("bench forward --device cpu --rounds 0", "rounds must be 1 or more, got 0"),
+        ("bench forward --device cpu --seconds 0", "seconds must be more than 0, got 0.0"),
+        ("bench forward --device tpu", "device must be one of"),
     ],
 )
 def test_wrong_options_are_one_sentence_and_status_2(arguments, words):
@@ -86,11 +94,32 @@ def test_wrong_options_are_one_sentence_and_status_2(arguments, words):
     assert words in result.output and "Traceback" not in result.output
 
 
-def test_bench_measures_and_writes(tmp_path):
+TINY = "--device cpu --head-dims 32/16 --lengths 64 --tokens 64 --heads 2 --mask causal --rounds 1 --seconds 0.001 --dtype fp32"
+
+
+def test_bench_measures_writes_and_resumes(tmp_path):
     path = tmp_path / "result.json"
-    options = "--device cpu --head-dims 32 --lengths 64 --tokens 64 --heads 2 --causal --rounds 1 --seconds 0.001 --dtype fp32"
-    result = run("bench", *options.split(), "--json", str(path))
+    result = run("bench", "forward", *TINY.split(), "--peers", "all", "--json", str(path))
     assert result.exit_code == 0, result.output
     report = json.loads(path.read_text())
-    assert [(p["length"], p["causal"], p["heads"]) for p in report["points"]] == [(64, True, 2)]
-    assert report["points"][0]["results"]["SDPA math"]["tflops"] > 0
+    assert [(p["length"], p["mask"], p["heads"], p["head_dim_v"]) for p in report["points"]] == [(64, "causal", 2, 16)]
+    assert report["points"][0]["results"]["SDPA math"]["tflops"] > 0 and report["what"] == "forward"
+    result = run("bench", "forward", *TINY.split(), "--json", str(path), "--resume")
+    assert result.exit_code == 0 and "0 points" in result.output
+    assert json.loads(path.read_text())["points"] == report["points"]
+
+
+def test_bench_backward(tmp_path):
+    path = tmp_path / "result.json"
+    result = run("bench", "backward", *TINY.replace("32/16", "32").split(), "--peers", "SDPA math", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    assert json.loads(path.read_text())["what"] == "backward"
+
+
+def test_bench_check_lists_shortfalls_and_says_so_by_its_status(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(bench_report()))
+    below = run("bench", "check", str(path), "--at-least", "1.25")
+    assert below.exit_code == 1 and "bf16 D=128 full S=1024: 1.200 of cuDNN, under 1.25" in below.output
+    above = run("bench", "check", str(path), "--at-least", "1.19")
+    assert above.exit_code == 0 and above.output.startswith("2 points, none falls short")

@@ -39,10 +39,21 @@ def test_measured_block_is_the_newest_gpu_result(tmp_path):
     text = readme.measured(tmp_path)
     assert "(benchmarks/results/forward-new.png)" in text and "`strobe bench --seconds 1`" in text
     assert "2026-01-02" in text and "commit abc" in text and "NVIDIA H200" in text and "at 800" in text
-    assert "| D | mask | S | strobe | cuDNN | strobe / best peer |" in text, "contenders that never ran have no column"
-    assert "| 128 | full | 1024 | 600 | 500 | 1.20 |" in text
-    assert "| 128 | causal | 1024 | 300 | - | - |" in text
+    assert "over the best of cuDNN." in text, "contenders that never ran are not named"
+    assert "|  | mask | 1k |" in text
+    assert "| bf16 D=128 | full | 600 (1.20) |" in text
+    assert "| bf16 D=128 | causal | 300 |" in text
     assert "incomplete" not in text
+
+
+def test_a_row_holds_all_lengths_of_one_shape(tmp_path):
+    point = report()["points"][0]
+    longer = point | {"length": 16384, "results": {"cuDNN": {"tflops": 640.0}, "strobe": {"refused": "too long"}}}
+    write(tmp_path, "forward-h200.json", points=[longer, point, longer | {"head_dim_v": 64}])
+    text = readme.measured(tmp_path)
+    assert "|  | mask | 1k | 16k |" in text
+    assert "| bf16 D=128 | full | 600 (1.20) | - (cuDNN 640) |" in text
+    assert "| bf16 D=128/64 | full |  | - (cuDNN 640) |" in text
 
 
 def test_an_incomplete_run_says_so(tmp_path):

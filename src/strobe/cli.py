@@ -86,59 +86,93 @@ def explain(
     typer.echo(f"at least  {_at_least_time(problem, on)}")
 
 
-@app.command()
-def bench(
-    head_dims: Annotated[str | None, typer.Option(help="Comma-separated; default: 64,128,256.")] = None,
-    lengths: Annotated[str | None, typer.Option(help="Comma-separated; default: 1024,4096,16384.")] = None,
+bench = typer.Typer(help="Time Strobe beside the attentions that are installed, and check the result.")
+app.add_typer(bench, name="bench")
+
+
+@bench.callback(invoke_without_command=True)
+def _bench(context: typer.Context) -> None:
+    """Time Strobe beside the attentions that are installed, and check the result. Alone: `strobe bench forward`."""
+    if context.invoked_subcommand is None:
+        measure(context)
+
+
+@bench.command("forward")
+@bench.command("backward")
+def measure(
+    context: typer.Context,
+    head_dims: Annotated[str | None, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Comma-separated sequence lengths.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Batch x length; default: 16384.")] = None,
     heads: Annotated[int | None, typer.Option(help="Query heads; default: 2048 / head dim.")] = None,
     heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of bf16, fp16, fp32, comma-separated; default: bf16.")] = None,
-    causal: Annotated[bool | None, typer.Option("--causal/--full", help="One mask only; default: both.")] = None,
-    backward: Annotated[bool, typer.Option("--backward", help="Time the backward.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="Of bf16, fp16, fp32, fp8, comma-separated.")] = None,
+    mask: Annotated[str | None, typer.Option(help="Of full, causal, window (1024 keys), comma-separated.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds, of which the median is taken; default: 6.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Of one contender in one round; default: 0.1.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Of one contender in one round; default: 0.03.")] = None,
     max_seconds: Annotated[float | None, typer.Option(help="Stop then, with what was measured.")] = None,
     backends: Annotated[str | None, typer.Option(help="Strobe's backends to time by name too, comma-separated.")] = None,
-    peers: Annotated[str | None, typer.Option(help="Peers, comma-separated; default: all but flex.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Comma-separated, or all that are installed (the default).")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")] = None,
     json: Annotated[str | None, typer.Option(help="Default: benchmarks/results/<what>-<gpu>-<date>.json.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the finished points of the file that --json names.")] = False,
 ) -> None:
-    """Time Strobe beside the attentions that are installed, after checking all of them. On a CPU the defaults are smaller."""
+    """Check and time everyone at the points of docs/bench.md, or at those that the options name; fewer on a CPU."""
     from dataclasses import replace
     from pathlib import Path
 
     from strobe.dispatch import BACKENDS
+    from strobe.lab import plan as plans
     from strobe.lab.bench import bench as run
     from strobe.lab.peers import peers_for
-    from strobe.lab.plan import CPU_PLAN, Plan
 
     _at_least(1, tokens=tokens, heads=heads, heads_kv=heads_kv, rounds=rounds)
-    where = _device(device)
-    given: dict[str, Any] = {
-        "head_dims": _numbers("head-dims", head_dims),
-        "lengths": _numbers("lengths", lengths),
-        "tokens": tokens,
-        "heads": heads,
-        "heads_kv": heads_kv,
-        "dtypes": _names("dtype", dtype, ("bf16", "fp16", "fp32")),
-        "masks": None if causal is None else (("causal",) if causal else ("full",)),
-        "backward": backward,
-        "rounds": rounds,
-        "seconds": _positive("seconds", seconds),
-        "max_seconds": _positive("max-seconds", max_seconds),
-        "backends": _names("backends", backends, BACKENDS),
-        "peers": _names("peers", peers, peers_for(where)),
-    }
-    plan = replace(CPU_PLAN if where.type == "cpu" else Plan(), **{k: v for k, v in given.items() if v is not None})
-    for dim in plan.head_dims:
-        if dim % 8 or not 8 <= dim <= 256:
-            raise typer.BadParameter(f"head-dims must be multiples of 8 from 8 to 256, got {dim}")
-        if (plan.heads or max(1, 2048 // dim)) % (plan.heads_kv or 1):
-            raise typer.BadParameter(
-                f"heads must be a multiple of heads-kv, got {plan.heads or 2048 // dim} and {plan.heads_kv}"
-            )
-    raise typer.Exit(run(plan, where, _command(sys.argv[1:]), Path(json) if json else None))
+    where, backward = _device(device), context.info_name == "backward"
+    shape = _given(
+        head_dims=_head_dims(head_dims),
+        lengths=_numbers("lengths", lengths),
+        tokens=tokens,
+        heads=heads,
+        heads_kv=heads_kv,
+        dtypes=_names("dtype", dtype, plans.DTYPES),
+        masks=_names("mask", mask, plans.MASKS),
+    )
+    timing = _given(
+        rounds=rounds,
+        seconds=_positive("seconds", seconds),
+        max_seconds=_positive("max-seconds", max_seconds),
+        backends=_names("backends", backends, BACKENDS),
+        peers=None if peers == "all" else _names("peers", peers, peers_for(where)),
+    )
+    grids = plans.CPU if where.type == "cpu" else plans.BACKWARD if backward else plans.FORWARD
+    grids = (replace(grids[0], **shape),) if shape else grids
+    for dim, _ in grids[0].head_dims:
+        _heads_and_dims(grids[0].heads or max(1, 2048 // dim), grids[0].heads_kv, dim, None)
+    path = Path(json) if json else None
+    if resume and not (path and path.exists()):
+        raise typer.BadParameter(f"resume needs --json with a file that is there, got {json}")
+    try:
+        status = run(plans.Plan(grids, backward, **timing), where, _command(sys.argv[1:]), path, resume)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(status)
+
+
+@bench.command()
+def check(
+    file: Annotated[str, typer.Argument(help="JSON of strobe bench.")],
+    at_least: Annotated[float | None, typer.Option(help="One floor for all points; default: each point's own.")] = None,
+) -> None:
+    """List the points at which Strobe is not as far ahead of the best peer as it should be; status 1 if there are any."""
+    from pathlib import Path
+
+    from strobe.lab.check import check as run
+
+    try:
+        status = run(Path(file), _positive("at-least", at_least))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(status)
 
 
 @app.command()
@@ -280,6 +314,24 @@ def _names(name: str, text: str | None, allowed) -> tuple[str, ...] | None:
     return None if text is None else tuple(_one_of(name, part.strip(), allowed) for part in text.split(","))
 
 
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _head_dims(text: str | None) -> tuple[tuple[int, int], ...] | None:
+    """64,192/128 as ((64, 64), (192, 128))."""
+    if text is None:
+        return None
+    pairs = []
+    for part in text.split(","):
+        dims = _numbers("head-dims", part.replace("/", ",")) or ()
+        if len(dims) > 2 or any(dim % 8 or dim > 256 for dim in dims):
+            raise typer.BadParameter(f"head-dims must be multiples of 8 from 8 to 256, or two joined by /, got {part}")
+        pairs.append((dims[0], dims[-1]))
+    return tuple(pairs)
+
+
 def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
@@ -321,7 +373,7 @@ def _boolean(text: str) -> bool:
 def _dtype(name: str) -> torch.dtype:
     from strobe.lab.plan import DTYPES
 
-    return DTYPES[_one_of("dtype", name, DTYPES)]
+    return DTYPES[_one_of("dtype", name, ("bf16", "fp16", "fp32"))]
 
 
 def _mask(causal: bool, window: str | None) -> Mask:
@@ -371,4 +423,5 @@ def _command(arguments: list[str]) -> str:
     if "--json" in kept:
         place = kept.index("--json")
         del kept[place : place + 2]
+    kept = [argument for argument in kept if argument != "--resume"]
     return " ".join(["strobe", *kept])

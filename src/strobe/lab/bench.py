@@ -1,13 +1,15 @@
 """Strobe beside its peers: one process, the same inputs, correctness first, interleaved rounds, medians.
 
 Protocol.
+0. Compilers first. What compiles its kernels does so before, in other processes (`strobe.lab.warm`).
 1. Gate. What a contender computes is compared with float64 before it is timed (all rows of a sample of heads for
    gradients, a sample of rows for outputs); one that is further off than `BOUNDS` is rejected, and its error printed.
 2. Launches alone. On a GPU each contender is captured in a CUDA graph, so that Python does not count; `host_us` tells
    what Python costs. If capture fails, plain calls are timed, and the result says so.
 3. Cold L2. The inputs of successive launches differ (`sets` of them) until together they exceed the L2 cache twice.
 4. Rounds. In each round every contender runs once, for `seconds`; the order is a balanced one (`balanced_order`), since
-   a card that ran hot slows whoever comes next. The median over the rounds is quoted; the extremes are kept.
+   a card that ran hot slows whoever comes next. The median over the rounds is quoted; all of them are kept. Who is less
+   than half as fast as the fastest is timed in the first round only: it decides nothing, and would take most of the time.
 5. A ceiling. cuBLAS multiplies square matrices in the same run, before and after.
 Everything that failed, refused or was missing is in the result with its reason.
 """
@@ -19,9 +21,7 @@ import json
 import math
 import os
 import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -34,15 +34,25 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from strobe.device import arch_of
 from strobe.dispatch import explain_problem
-from strobe.lab.cost import Cost
+from strobe.lab.failures import compact, reasons
 from strobe.lab.gate import BOUNDS, gradient_error, out_error
 from strobe.lab.machine import Telemetry, Watchdog, describe, snapshot
-from strobe.lab.peers import Call, Peer, peers_for, strobe_peer
-from strobe.lab.plan import DTYPES, Inputs, Plan, Point, input_sets
-from strobe.lab.report import default_path, show
+from strobe.lab.peers import Call, Peer, bind, peers_for, standard, strobe_peer
+from strobe.lab.plan import DTYPES, MASKS, Inputs, Plan, Point, input_sets
+from strobe.lab.report import SCHEMA, default_path, load, show
+from strobe.lab.warm import Unusable, warm
 
 FIRST_CALL_SECONDS, HANG_SECONDS = 180.0, 60.0
 """How long a first call (which may compile) and any other step may take before the run is called hung."""
+
+ALSO_RAN = 2.0
+"""Who takes this many times as long as the fastest is timed in one round only."""
+
+LONG_SECONDS = 1.0
+"""A contender whose launches are long has so many rounds of them, but three at least."""
+
+ENTER_SECONDS, RATE = 0.25, 4e14
+"""For the estimate alone: seconds until a contender is ready at a point, and FLOP/s while it is timed."""
 
 
 # ---- statistics
@@ -140,26 +150,6 @@ class Contender:
     """Of one launch, by round."""
 
 
-def _native(x: torch.Tensor, peer: Peer) -> torch.Tensor:
-    """A contiguous copy in the peer's layout."""
-    return (x.transpose(1, 2) if peer.heads_first else x).clone(memory_format=torch.contiguous_format)
-
-
-def _standard(x: torch.Tensor, peer: Peer) -> torch.Tensor:
-    """[B, S, H, D] from the peer's layout."""
-    return x.transpose(1, 2) if peer.heads_first else x
-
-
-def bind(peer: Peer, point: Point, inputs: Inputs) -> Call:
-    """The call to be timed: the forward without autograd, or the backward alone (through autograd, as users get it)."""
-    q, k, v, dout = (_native(x, peer) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
-    if not point.backward:
-        return peer.prepare(q, k, v, point.causal)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = peer.prepare(q, k, v, point.causal)()
-    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-
-
 def enter(peer: Peer, point: Point, sets: list[Inputs], clock: Clock) -> Contender:
     """Prepare, run, capture and check a contender. Raises what the peer raises, or ValueError if it is wrong."""
     with peer.context():
@@ -189,10 +179,10 @@ def _capture(contender: Contender, clock: CudaClock) -> None:
 
 
 def _error(contender: Contender, point: Point, inputs: Inputs) -> float:
-    last = contender.results[-1]
+    last, mask = contender.results[-1], MASKS[point.mask]
     if not point.backward:
-        return out_error(_standard(last, contender.peer), inputs, point.causal)
-    return gradient_error(tuple(_standard(x, contender.peer) for x in last), inputs, point.causal)
+        return out_error(standard(last, contender.peer), inputs, mask)
+    return gradient_error(tuple(standard(x, contender.peer) for x in last), inputs, mask)
 
 
 def measure(contender: Contender, clock: Clock) -> float:
@@ -201,33 +191,15 @@ def measure(contender: Contender, clock: Clock) -> float:
         return clock.seconds(contender.run, contender.count) / len(contender.calls)
 
 
-def warm_up(contender: Contender, clock: Clock, seconds: float) -> None:
-    """Finds how many runs fill `seconds`, twice: the first estimate is of a cold launch."""
+def warm_up(contender: Contender, clock: Clock, seconds: float) -> float:
+    """Seconds of one launch, and how many runs fill `seconds`: twice if there are several, since the first one is cold."""
+    launch = measure(contender, clock)
     for _ in range(2):
-        run_seconds = measure(contender, clock) * len(contender.calls)
-        contender.count = max(1, round(seconds / max(run_seconds, 1e-7)))
-
-
-def compact(error: BaseException) -> str:
-    """An error in one line: its type, its first words, and where it was raised."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    words = (lines[0] if lines else "")[:240]
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {words}{where}"
-
-
-@contextmanager
-def _reasons() -> Iterator[list[str]]:
-    """Collects warnings: PyTorch tells by them why each of its kernels refused."""
-    reasons: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        yield reasons
-    for warning in caught:
-        line = str(warning.message).splitlines()[0].split(" (Triggered internally", 1)[0]
-        if line not in reasons:
-            reasons.append(line[:160])
+        contender.count = max(1, round(seconds / max(launch * len(contender.calls), 1e-7)))
+        if contender.count == 1:
+            break
+        launch = measure(contender, clock)
+    return launch
 
 
 # ---- the run
@@ -236,7 +208,8 @@ def _reasons() -> Iterator[list[str]]:
 class Run:
     """A measurement under way. `report` is valid JSON at every moment, so that it can be saved when a contender hangs.
 
-    on_step(points done, what comes) is called before each step; on_hang(report) from another thread, when one hung.
+    on_step(points done, what comes) is called before each step; on_point(report) after each point; on_hang(report) from
+    another thread, when a contender hung. done: points of an earlier report, which are kept and not measured again.
     """
 
     def __init__(
@@ -245,15 +218,21 @@ class Run:
         device: torch.device,
         command: str,
         on_step: Callable[[int, str], None] = lambda done, what: None,
+        on_point: Callable[[dict], object] = lambda report: None,
         on_hang: Callable[[dict], None] = lambda report: None,
+        done: Sequence[dict] = (),
     ):
-        self.plan, self.device, self._on_step, self._on_hang = plan, device, on_step, on_hang
+        self.plan, self.device = plan, device
+        self._on_step, self._on_point, self._on_hang = on_step, on_point, on_hang
         self.clock: Clock = CudaClock(device) if device.type == "cuda" else CpuClock()
         self.started = time.monotonic()
         self.watchdog, self.telemetry = Watchdog(self._hung), Telemetry(device)
         self.peers = contenders_of(plan, device)
+        known = {Point.of(facts) for facts in done}
+        self.points = [point for point in plan.points() if point not in known]
+        self.unusable: Unusable = {}
         self.report: dict = {
-            "schema": 1,
+            "schema": SCHEMA,
             "what": "backward" if plan.backward else "forward",
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": command,
@@ -263,19 +242,22 @@ class Run:
                 "rounds": plan.rounds,
                 "seconds": plan.seconds,
                 "clock": "CUDA events" if device.type == "cuda" else "wall clock",
-                "flops": "4 B H S S D, half if causal; backward 2.5x",
+                "flops": "2 (D + Dv) a visible pair, causal half of all; backward 2 (3 D + 2 Dv)",
                 "gate": BOUNDS,
+                "also ran": ALSO_RAN,
             },
             "contenders": [peer.name for peer in self.peers],
+            "not installed": [peer.name for peer in peers_for(device).values() if not peer.installed],
             "host_us": {},
             "ceiling": {},
             "telemetry": {},
-            "points": [],
+            "points": list(done),
         }
 
     def run(self) -> dict:
         """Measures everything and returns the report, whose "stopped" is None if nothing is missing from the plan."""
         stopped: str | None
+        self.unusable = warm(self.points, self.peers, self.device, lambda what: self._on_step(0, what))
         with self.clock.running(), self.watchdog, self.telemetry:
             try:
                 self._around("before")
@@ -291,7 +273,7 @@ class Run:
 
     def _step(self, what: str, seconds: float) -> None:
         """A step begins; on a GPU it is hung if it takes longer than `seconds` (a CPU is slow, and never hangs)."""
-        self._on_step(max(0, len(self.report["points"]) - 1), what)
+        self._on_step(sum(facts["finished"] for facts in self.report["points"]), what)
         if self.device.type == "cuda":
             self.watchdog.expect(what, seconds)
 
@@ -304,39 +286,51 @@ class Run:
 
     def _points(self) -> str | None:
         """Measures the points; the reason if it stopped before the last of them."""
-        points = self.plan.points()
-        for number, point in enumerate(points):
+        for number, point in enumerate(self.points):
             if self._out_of_time():
-                return f"out of time after {number} of {len(points)} points"
+                return f"out of time after {number} of {len(self.points)} points"
             whole = self._point(point)
+            self._on_point(self.report)
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             if not whole:
-                return f"out of time in point {number + 1} of {len(points)}"
+                return f"out of time in point {number + 1} of {len(self.points)}"
         return None
 
     def _point(self, point: Point) -> bool:
         """Measures a point into the report; False if time ran out before its last round."""
-        sets, problem = input_sets(point, self.device), point.problem()
-        facts = asdict(point) | {"flops": Cost(problem).quoted_flops, "sets": len(sets), "telemetry": {}, "results": {}}
+        sets = input_sets(point, self.device)
+        facts = asdict(point) | {"flops": point.flops, "sets": len(sets), "telemetry": {}, "results": {}, "finished": False}
         self.report["points"].append(facts)
+        launches: dict[str, float] = {}
         entered = []
         for peer in self.peers:
+            if (peer.name, point) in self.unusable:
+                facts["results"][peer.name] = {"refused": self.unusable[peer.name, point]}
+                continue
             self._step(f"{point}: {peer.name}, first call", FIRST_CALL_SECONDS)
             with self._guard(peer.name, facts["results"]):
                 contender = enter(peer, point, sets, self.clock)
-                warm_up(contender, self.clock, self.plan.seconds)
+                launches[peer.name] = warm_up(contender, self.clock, self.plan.seconds)
                 entered.append(contender)
-        start, cut = time.monotonic(), False
-        for number, order in enumerate(balanced_order(len(entered), self.plan.rounds)):
-            cut = number > 0 and self._out_of_time()
-            if cut:
+        if not entered:
+            facts["finished"] = True
+            return True
+        fast = ALSO_RAN * min(launches.values())
+        racing = [c for c in entered if launches[c.peer.name] <= fast or c.peer.name == "strobe"]
+        others = [c for c in entered if c not in racing]
+        rounds = rounds_of(max(launches[c.peer.name] for c in racing), self.plan)
+        start = time.monotonic()
+        for number, order in enumerate(balanced_order(len(racing), rounds)):
+            if number > 0 and self._out_of_time():
                 break
-            for contender in (entered[place] for place in order):
+            for contender in [racing[place] for place in order] + (others if number == 0 else []):
                 self._time(contender, point, number, facts)
+        else:
+            facts["finished"] = True
         facts["telemetry"] = self.telemetry.since(start)
-        return not cut
+        return facts["finished"]
 
     def _time(self, contender: Contender, point: Point, number: int, facts: dict) -> None:
         """One contender in one round; its result stands in the report from the first round on."""
@@ -360,13 +354,13 @@ class Run:
     def _guard(self, name: str, results: dict[str, dict]) -> Iterator[None]:
         """A contender's failure becomes its result; only an error that poisons the GPU goes on."""
         failed = None
-        with _reasons() as reasons:
+        with reasons() as found:
             try:
                 yield
             except Exception as error:
                 failed = compact(error)
         if failed:
-            results[name] = {"refused": "; ".join([failed, *reasons[:4]])}
+            results[name] = {"refused": "; ".join([failed, *found[:4]])}
             try:
                 self.clock.synchronize()
             except Exception as error:
@@ -374,29 +368,45 @@ class Run:
 
     def _host_times(self) -> None:
         """CPU time of a call on a tiny problem, microseconds: GPU only, where launches return before they finish."""
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or not self.points:
             return
-        tiny = replace(self.plan.points()[0], batch=1, length=128, heads=1, heads_kv=1)
+        tiny = replace(self.points[0], batch=1, length=128, heads=1, heads_kv=1)
         inputs = input_sets(tiny, self.device)[0]
         for peer in self.peers:
+            if (peer.name, self.points[0]) in self.unusable:
+                continue
             self._step(f"host time of {peer.name}", FIRST_CALL_SECONDS)
             with self._guard(peer.name, self.report["host_us"]), peer.context():
                 self.report["host_us"][peer.name] = {"us": host_us(bind(peer, tiny, inputs), self.clock)}
 
     def _around(self, when: str) -> None:
-        """Before and after all points: clocks and temperature, and a large square matrix product in the first dtype."""
+        """Before and after all points: clocks and temperature, and a large square matrix product."""
         self._step("matrix product", HANG_SECONDS)
-        size = 8192 if self.device.type == "cuda" else 2048
-        a, b = (torch.randn(size, size, device=self.device).to(DTYPES[self.plan.dtypes[0]]) for _ in range(2))
+        size, dtype = (8192, "bf16") if self.device.type == "cuda" else (2048, "fp32")
+        a, b = (torch.randn(size, size, device=self.device).to(DTYPES[dtype]) for _ in range(2))
         once = [self.clock.seconds(lambda: a @ b, 1) for _ in range(2)][-1]
         seconds = self.clock.seconds(lambda: a @ b, max(1, round(self.plan.seconds / once)))
         self.report["telemetry"][when] = snapshot(self.device)
         self.report["ceiling"][when] = 2 * size**3 / seconds / 1e12
-        self.report["ceiling"]["matmul"] = f"{size} x {size} x {size}, {self.plan.dtypes[0]}"
+        self.report["ceiling"]["matmul"] = f"{size} x {size} x {size}, {dtype}"
 
 
 class _Poisoned(Exception):
     """The GPU answers every call with an error from now on."""
+
+
+def rounds_of(launch: float, plan: Plan) -> int:
+    """How many rounds of launches that take so many seconds."""
+    return min(plan.rounds, max(3, round(LONG_SECONDS / max(launch, plan.seconds))))
+
+
+def expected_seconds(points: Sequence[Point], contenders: int, plan: Plan) -> float:
+    """Of a GPU at H200's speed, roughly, if every contender takes part everywhere."""
+    total = 0.0
+    for point in points:
+        launch = point.flops / RATE
+        total += contenders * (ENTER_SECONDS + max(plan.seconds, launch) * (3 + rounds_of(launch, plan)))
+    return total
 
 
 def host_us(call: Call, clock: Clock, count: int = 100) -> float:
@@ -415,7 +425,7 @@ def host_us(call: Call, clock: Clock, count: int = 100) -> float:
 def contenders_of(plan: Plan, device: torch.device) -> list[Peer]:
     """Strobe first, then its named backends, then the peers asked for. ValueError for a name that is no peer here."""
     known = peers_for(device)
-    names = [name for name in known if name != "flex"] if plan.peers is None else list(plan.peers)
+    names = [name for name in known if known[name].installed] if plan.peers is None else list(plan.peers)
     for name in names:
         if name not in known:
             raise ValueError(f"peers must be some of {', '.join(known)}, got {name!r}")
@@ -426,11 +436,12 @@ def contenders_of(plan: Plan, device: torch.device) -> list[Peer]:
 # ---- what a user sees
 
 
-def bench(plan: Plan, device: torch.device, command: str, path: Path | None = None) -> int:
-    """Measures, writes JSON and a picture beside it, prints a table. Exit status: 0, or 1 if Strobe failed somewhere.
+def bench(plan: Plan, device: torch.device, command: str, path: Path | None = None, resume: bool = False) -> int:
+    """Measures, writes JSON as it goes and pictures beside it, prints a table. Exit status: 0, or 1 if Strobe failed somewhere.
 
-    path: of the JSON; None: benchmarks/results/<what>-<device>-<date>.json here. A hang saves what there is and ends the
-    process with status 3.
+    path: of the JSON; None: benchmarks/results/<what>-<device>-<date>.json here. resume: keep the finished points of the
+    JSON that is there; ValueError if it is of another device or commit. A hang saves what there is and ends the process
+    with status 3.
     """
     console = Console(stderr=True)
 
@@ -450,7 +461,10 @@ def bench(plan: Plan, device: torch.device, command: str, path: Path | None = No
         def on_step(done: int, what: str) -> None:
             progress.update(task, completed=done, description=what)
 
-        report = Run(plan, device, command, on_step, on_hang).run()
+        done = finished(path, device) if resume and path else ()
+        run = Run(plan, device, command, on_step, save, on_hang, done)
+        console.print(_announcement(run), markup=False, highlight=False)
+        report = run.run()
         progress.update(task, completed=len(report["points"]), description="measured")
     target = save(report)
     show(report)
@@ -458,6 +472,23 @@ def bench(plan: Plan, device: torch.device, command: str, path: Path | None = No
     if report["points"]:
         from strobe.lab.plot import draw
 
-        console.print(f"written: {draw(report, target.with_suffix('.png'))}", markup=False)
+        for picture in draw(report, target.with_suffix(".png")):
+            console.print(f"written: {picture}", markup=False)
     failed = any("refused" in point["results"].get("strobe", {}) for point in report["points"])
     return 1 if failed or (report["stopped"] or "").startswith("the GPU failed") else 0
+
+
+def _announcement(run: Run) -> str:
+    names = ", ".join(run.report["contenders"])
+    seconds = expected_seconds(run.points, len(run.peers), run.plan)
+    time_needed = f", at most {seconds / 60:.0f} minutes and the compilers' time" if run.device.type == "cuda" else ""
+    return f"{len(run.points)} points, {names}{time_needed}"
+
+
+def finished(path: Path, device: torch.device) -> list[dict]:
+    """The finished points of a report. ValueError if it was not made by this commit on such a device."""
+    report, here = load(path), describe(device)
+    for what in ("name", "commit"):
+        if report["device"].get(what) != here.get(what):
+            raise ValueError(f"resume needs the same {what} as in {path}, {report['device'].get(what)}, got {here.get(what)}")
+    return [facts for facts in report["points"] if facts["finished"]]

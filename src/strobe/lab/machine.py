@@ -18,12 +18,13 @@ import torch
 
 import strobe
 
+PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend")
 _FIELDS = {"sm_clock_mhz": "clocks.sm", "power_w": "power.draw", "temperature_c": "temperature.gpu"}
 
 
 def describe(device: torch.device) -> dict:
     """The device and the versions of all that takes part, as a JSON object."""
-    packages = {name: _version(name) for name in ("torch", "triton", "flash-attn", "flash-attn-4")}
+    packages = {name: _version(name) for name in PACKAGES}
     facts: dict = {"kind": device.type, "python": platform.python_version(), "packages": packages, "strobe": strobe.__version__}
     facts |= {"commit": commit()}
     if device.type == "cpu":

@@ -1,11 +1,15 @@
 """The attentions that Strobe is measured beside, and Strobe itself: one registry, one way to call them.
 
-`prepare(q, k, v, causal)` takes tensors in the peer's own layout and returns the call to be timed, which returns out in
-the same layout. It imports the peer, so a missing one raises ImportError here and is reported with that reason.
+`prepare(q, k, v, mask)` takes tensors in the peer's own layout and returns the call to be timed, which returns out in
+the same layout. It raises where the peer is missing or does not take the problem; the report holds the reason.
+PyTorch's memory-efficient backend is not among them: its flash backend was about twice as fast in every measurement.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,69 +18,180 @@ from typing import Any
 import torch
 
 import strobe
+from strobe.lab.plan import MASKS, Inputs, Point
+from strobe.masks import Mask
 
 Call = Callable[[], Any]
 """Returns out."""
 
+FP8 = torch.float8_e4m3fn
+FP8_OUT_SCALE = 64.0
+"""A kernel that can only write fp8 writes out * this: an average of many values is small, and e4m3 has no small numbers."""
+
 
 @dataclass(frozen=True)
 class Peer:
-    """One contender. heads_first: takes [B, H, S, D], else [B, S, H, D]. Its calls run inside `context()`."""
+    """One contender. Its calls run inside `context()`."""
 
     name: str
-    prepare: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], Call]
+    prepare: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Mask], Call]
     heads_first: bool = False
+    """Takes [B, H, S, D], else [B, S, H, D]."""
     context: Callable[[], AbstractContextManager] = nullcontext
+    compiles: bool = False
+    """Compiles a kernel for each kind of problem, and keeps it in a cache on disk."""
+    module: str | None = None
+    """Of a package that must be installed; None: comes with PyTorch."""
+
+    @property
+    def installed(self) -> bool:
+        """Found without importing it: a peer's import may take seconds."""
+        try:
+            return self.module is None or importlib.util.find_spec(self.module) is not None
+        except ModuleNotFoundError:
+            return False
+
+
+def bind(peer: Peer, point: Point, inputs: Inputs) -> Call:
+    """The call to be timed: the forward without autograd, or the backward alone (through autograd, as users get it)."""
+
+    def native(x: torch.Tensor) -> torch.Tensor:
+        return (x.transpose(1, 2) if peer.heads_first else x).clone(memory_format=torch.contiguous_format)
+
+    q, k, v = (native(x) for x in (inputs.q, inputs.k, inputs.v))
+    mask = MASKS[point.mask]
+    if inputs.dout is None:
+        return peer.prepare(q, k, v, mask)
+    dout = native(inputs.dout)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = peer.prepare(q, k, v, mask)()
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+
+def standard(x: torch.Tensor, peer: Peer) -> torch.Tensor:
+    """[B, S, H, D] from what a peer returned."""
+    x = x.float() / FP8_OUT_SCALE if x.dtype == FP8 else x
+    return x.transpose(1, 2) if peer.heads_first else x
 
 
 def strobe_peer(backend: str | None = None) -> Peer:
     """Strobe with the kernel that dispatch picks, or with one backend by name."""
 
-    def prepare(q, k, v, causal) -> Call:
-        mask = strobe.Causal() if causal else strobe.Full()
+    def prepare(q, k, v, mask) -> Call:
         return lambda: strobe.attention(q, k, v, mask=mask, backend=backend)
 
-    return Peer(f"strobe {backend}" if backend else "strobe", prepare)
+    return Peer(f"strobe {backend}" if backend else "strobe", prepare, compiles=True)
 
 
-def _sdpa(name: str, backend: str) -> Peer:
-    """One backend of PyTorch's scaled_dot_product_attention."""
+def _sdpa(name: str, backend: str, window: Callable | None = None) -> Peer:
+    """One backend of PyTorch's scaled_dot_product_attention; window: what prepares the problems that it cannot express."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def prepare(q, k, v, causal) -> Call:
-        options = {"is_causal": causal, "enable_gqa": q.shape[1] != k.shape[1]}
+    def prepare(q, k, v, mask) -> Call:
+        if q.dtype == FP8 or not (mask == strobe.Full() or mask.is_causal):
+            if window is None:
+                raise ValueError(f"scaled_dot_product_attention takes no {'fp8' if q.dtype == FP8 else mask} with {name}")
+            return window(q, k, v, mask)
+        options = {"is_causal": mask.is_causal, "enable_gqa": q.shape[1] != k.shape[1]}
         return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
     return Peer(name, prepare, heads_first=True, context=lambda: sdpa_kernel(getattr(SDPBackend, backend)))
 
 
-def _flash_attn_2(q, k, v, causal) -> Call:
+def _torch_flash_window(q, k, v, mask) -> Call:
+    """The kernel of SDPA's flash backend under a window, which only PyTorch's internal operator takes."""
+    if q.dtype == FP8:
+        raise ValueError("PyTorch's flash attention takes fp16 and bf16, not fp8")
+    left, right = _band(mask, -1)
+    flash = torch.ops.aten._flash_attention_forward
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    sizes = (None, None, q.shape[1], k.shape[1], 0.0, False, False)
+    return lambda: flash(q, k, v, *sizes, window_size_left=left, window_size_right=right)[0].transpose(1, 2)
+
+
+@functools.cache
+def _cudnn_handle() -> Any:
+    import cudnn
+
+    return cudnn.create_handle()
+
+
+def _cudnn_graph(q, k, v, mask) -> Call:
+    """cuDNN by its own Python package, nvidia-cudnn-frontend, for what PyTorch cannot ask it: windows and fp8."""
+    import cudnn
+
+    if mask.prefix is not None or mask.right not in (None, 0):
+        raise ValueError(f"cuDNN takes full, causal and causal windows, not {mask}")
+    types = {
+        torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF, FP8: cudnn.data_type.FP8_E4M3,
+        torch.float32: cudnn.data_type.FLOAT,
+    }  # fmt: skip
+    handle, single = _cudnn_handle(), cudnn.data_type.FLOAT
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+    options = {"io_data_type": types[q.dtype], "intermediate_data_type": single, "compute_data_type": single}
+    graph = cudnn.pygraph(**options, handle=handle)
+    buffers: dict = {}
+
+    def tensor(x: torch.Tensor) -> Any:
+        described = graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=types[x.dtype])
+        buffers[described] = x
+        return described
+
+    def scalar(value: float) -> Any:
+        return tensor(torch.full((1, 1, 1, 1), value, device=q.device))
+
+    common = {"attn_scale": q.shape[-1] ** -0.5, "generate_stats": False, "use_causal_mask": mask.right == 0}
+    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
+    if q.dtype == FP8:
+        if mask.left is not None:
+            raise ValueError(f"cuDNN takes no {mask} in fp8")
+        # P lies in [0, 1] and is stored times 256, below e4m3's largest number, 448.
+        scales = [scalar(value) for value in (1.0, 1.0, 1.0, 1 / 256, 256.0, FP8_OUT_SCALE)]
+        described, _, *largest = graph.sdpa_fp8(tensor(q), tensor(k), tensor(v), *scales, **common)
+        for amax in largest:
+            buffers[amax] = torch.empty(1, 1, 1, 1, device=q.device)
+            amax.set_output(True).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1]).set_data_type(single)
+    else:
+        length = None if mask.left is None else mask.left + 1
+        described, _ = graph.sdpa(tensor(q), tensor(k), tensor(v), sliding_window_length=length, **common)
+    described.set_output(True).set_dim(list(out.shape)).set_stride(list(out.stride()))
+    buffers[described] = out
+    graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=q.device)
+
+    def call() -> torch.Tensor:
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+        graph.execute(buffers, workspace, handle=handle)
+        return out
+
+    return call
+
+
+def _flash_attn_2(q, k, v, mask) -> Call:
     from flash_attn import flash_attn_func
 
-    return lambda: flash_attn_func(q, k, v, causal=causal)
+    return lambda: flash_attn_func(q, k, v, causal=mask.right == 0, window_size=_band(mask, -1))
 
 
-def _flash_attn_3(q, k, v, causal) -> Call:
+def _flash_attn_3(q, k, v, mask) -> Call:
     from flash_attn_interface import flash_attn_func
 
-    return lambda: _first(flash_attn_func(q, k, v, causal=causal))
+    return lambda: _first(flash_attn_func(q, k, v, causal=mask.right == 0, window_size=_band(mask, -1)))
 
 
-def _flash_attn_4(q, k, v, causal) -> Call:
+def _flash_attn_4(q, k, v, mask) -> Call:
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read when it is imported
     from flash_attn.cute.interface import flash_attn_func
 
-    return lambda: _first(flash_attn_func(q, k, v, causal=causal))
+    return lambda: _first(flash_attn_func(q, k, v, causal=mask.is_causal, window_size=_band(mask, None)))
 
 
-def _flex(q, k, v, causal) -> Call:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    def visible(batch, head, i, j):
-        return i >= j
-
-    mask = create_block_mask(visible, None, None, q.shape[2], k.shape[2], device=q.device) if causal else None
-    attend = torch.compile(flex_attention, fullgraph=True, dynamic=False)
-    return lambda: attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+def _band(mask: Mask, unbounded: Any) -> tuple:
+    """flash-attn's window_size. ValueError for a mask that is more than a band."""
+    left, right, prefix = mask.band
+    if prefix is not None or mask.documents is not None:
+        raise ValueError(f"a window_size cannot express {mask}")
+    return tuple(unbounded if bound is None else bound for bound in (left, right))
 
 
 def _first(result) -> torch.Tensor:
@@ -90,12 +205,10 @@ def peers_for(device: torch.device) -> dict[str, Peer]:
         peers = [_sdpa("SDPA flash", "FLASH_ATTENTION"), _sdpa("SDPA math", "MATH")]
     else:
         peers = [
-            _sdpa("cuDNN", "CUDNN_ATTENTION"),
-            Peer("FA4", _flash_attn_4),
-            Peer("FA3", _flash_attn_3),
-            Peer("FA2", _flash_attn_2),
-            _sdpa("SDPA flash", "FLASH_ATTENTION"),
-            _sdpa("SDPA efficient", "EFFICIENT_ATTENTION"),
-            Peer("flex", _flex, heads_first=True),
+            _sdpa("cuDNN", "CUDNN_ATTENTION", _cudnn_graph),
+            Peer("FA4", _flash_attn_4, compiles=True, module="flash_attn.cute"),
+            Peer("FA3", _flash_attn_3, module="flash_attn_interface"),
+            Peer("FA2", _flash_attn_2, module="flash_attn.flash_attn_interface"),
+            _sdpa("SDPA flash", "FLASH_ATTENTION", _torch_flash_window),
         ]
     return {peer.name: peer for peer in peers}

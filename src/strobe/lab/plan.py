@@ -3,73 +3,57 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from strobe.device import arch_of
 from strobe.lab.cost import Cost
-from strobe.masks import Causal, Full
+from strobe.masks import Causal, Full, Mask, Window
 from strobe.problem import AttentionProblem, Dense
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 
+MASKS: dict[str, Mask] = {"full": Full(), "causal": Causal(), "window": Window(left=1023, right=0)}
+"""A window is 1024 keys: a query's own and the 1023 before it, which is window_size=(1023, 0) of flash-attn. Where that cuts
+nothing off, the problem is the causal one and is left out."""
 
-@dataclass(frozen=True)
-class Plan:
-    """What to measure: every dtype x mask x head dim x length, at `tokens` = batch x length (at least one sequence)."""
-
-    head_dims: tuple[int, ...] = (64, 128, 256)
-    lengths: tuple[int, ...] = (1024, 4096, 16384)
-    tokens: int = 16384
-    heads: int | None = None
-    """Query heads; None: 2048 / head dim."""
-    heads_kv: int | None = None
-    """Key heads; None: as many as query heads."""
-    dtypes: tuple[str, ...] = ("bf16",)
-    masks: tuple[str, ...] = ("full", "causal")
-    backward: bool = False
-    rounds: int = 6
-    seconds: float = 0.1
-    """Of one timing: one contender in one round."""
-    max_seconds: float = math.inf
-    """The run stops at this age, with what was measured."""
-    backends: tuple[str, ...] = ()
-    """Strobe's backends to measure by name, beside what dispatch picks."""
-    peers: tuple[str, ...] | None = None
-    """Names of peers; None: all but flex, which compiles for every shape."""
-
-    def points(self) -> list[Point]:
-        points = []
-        for dtype in self.dtypes:
-            for head_dim in self.head_dims:
-                for mask in self.masks:
-                    heads = self.heads or max(1, 2048 // head_dim)
-                    shapes = [(max(1, self.tokens // n), n) for n in self.lengths]
-                    common = (heads, self.heads_kv or heads, head_dim, dtype, mask == "causal", self.backward)
-                    points += [Point(batch, length, *common) for batch, length in shapes]
-        return points
-
-
-CPU_PLAN = Plan(head_dims=(64, 128), lengths=(512, 2048), tokens=2048, dtypes=("fp32",), rounds=3)
-"""The defaults on a CPU: the same shapes, smaller."""
+Dims = tuple[int, int]
+"""Head dims of q and k, and of v."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One problem of a plan: one place on one axis of the picture."""
+    """One problem: one place on one axis of the picture."""
 
     batch: int
     length: int
     heads: int
     heads_kv: int
     head_dim: int
+    head_dim_v: int
     dtype: str
-    causal: bool
+    mask: str
     backward: bool
 
+    @classmethod
+    def of(cls, facts: dict) -> Point:
+        """The point that an entry of a report was measured at."""
+        return cls(**{field.name: facts[field.name] for field in fields(cls)})
+
     def __str__(self) -> str:
-        return f"{self.dtype} D={self.head_dim} {'causal' if self.causal else 'full'} S={self.length}"
+        return f"{self.dtype} {self.heading} {self.mask} S={self.length}"
+
+    @property
+    def heading(self) -> str:
+        """What is left of the shape without the length: D=128, D=192/128, or D=128 heads 64/8."""
+        dims = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        return f"D={dims}" + ("" if self.heads == self.heads_kv else f" heads {self.heads}/{self.heads_kv}")
+
+    @property
+    def family(self) -> Point:
+        """The same for all points that differ in their length (and batch) alone."""
+        return replace(self, batch=1, length=1)
 
     def problem(self) -> AttentionProblem:
         return AttentionProblem(
@@ -77,30 +61,102 @@ class Point:
             heads_q=self.heads,
             heads_kv=self.heads_kv,
             head_dim=self.head_dim,
-            head_dim_v=self.head_dim,
+            head_dim_v=self.head_dim_v,
             dtype=DTYPES[self.dtype],
             scale=self.head_dim**-0.5,
-            mask=Causal() if self.causal else Full(),
+            mask=MASKS[self.mask],
             phase="backward" if self.backward else "forward",
         )
+
+    @property
+    def flops(self) -> int:
+        """As quoted: causal counts half of full, a window its visible pairs."""
+        return Cost(self.problem()).quoted_flops
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Every dtype x head dims x mask x length, at `tokens` = batch x length (at least one sequence)."""
+
+    head_dims: tuple[Dims, ...] = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
+    tokens: int = 16384
+    heads: int | None = None
+    """Query heads; None: 2048 / head dim, rounded down."""
+    heads_kv: int | None = None
+    """Key heads; None: as many as query heads."""
+    dtypes: tuple[str, ...] = ("bf16",)
+    masks: tuple[str, ...] = ("full", "causal", "window")
+
+    def points(self, backward: bool) -> list[Point]:
+        points = []
+        for dtype in self.dtypes:
+            for head_dim, head_dim_v in self.head_dims:
+                heads = self.heads or max(1, 2048 // head_dim)
+                for mask in self.masks:
+                    for length in self.lengths:
+                        if (MASKS[mask].left or 0) >= length - 1:
+                            continue
+                        shape = max(1, self.tokens // length), length, heads, self.heads_kv or heads, head_dim, head_dim_v
+                        points.append(Point(*shape, dtype, mask, backward))
+        return points
+
+
+_THREE = (1024, 4096, 16384)
+
+FORWARD = (
+    Grid(),
+    Grid(head_dims=((128, 128),), heads=64, heads_kv=8),
+    Grid(dtypes=("fp16",), lengths=_THREE),
+    Grid(dtypes=("fp8",), lengths=_THREE, head_dims=((64, 64), (128, 128), (256, 256)), masks=("full", "causal")),
+)
+"""The forward's evidence: bf16 in full, with and without GQA (Llama 3's heads); fp16 and fp8 at three lengths."""
+
+BACKWARD = (Grid(head_dims=((64, 64), (128, 128), (256, 256)), lengths=_THREE, masks=("full", "causal")),)
+
+CPU = (Grid(head_dims=((64, 64), (128, 128)), lengths=(512, 2048), tokens=2048, dtypes=("fp32",), masks=("full", "causal")),)
+"""The same on a CPU, smaller."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, and how long."""
+
+    grids: tuple[Grid, ...] = FORWARD
+    backward: bool = False
+    rounds: int = 6
+    """Fewer, but at least three, where one launch takes long."""
+    seconds: float = 0.03
+    """Of one timing: one contender in one round."""
+    max_seconds: float = math.inf
+    """The run stops at this age, with what was measured."""
+    backends: tuple[str, ...] = ()
+    """Strobe's backends to measure by name, beside what dispatch picks."""
+    peers: tuple[str, ...] | None = None
+    """Names of peers; None: all that are installed."""
+
+    def points(self) -> list[Point]:
+        return [point for grid in self.grids for point in grid.points(self.backward)]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """q and dout [B, S, H, D], k and v [B, S, Hkv, D]."""
+    """q [B, S, H, D], k [B, S, Hkv, D], v [B, S, Hkv, Dv] and dout [B, S, H, Dv], which only a backward has."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    dout: torch.Tensor
+    dout: torch.Tensor | None
 
     @classmethod
     def random(cls, point: Point, device: torch.device, generator: torch.Generator) -> Inputs:
-        def normal(heads: int) -> torch.Tensor:
-            shape = (point.batch, point.length, heads, point.head_dim)
+        def normal(heads: int, dim: int) -> torch.Tensor:
+            shape = (point.batch, point.length, heads, dim)
             return torch.randn(shape, device=device, dtype=torch.float32, generator=generator).to(DTYPES[point.dtype])
 
-        return cls(normal(point.heads), normal(point.heads_kv), normal(point.heads_kv), normal(point.heads))
+        q, k = normal(point.heads, point.head_dim), normal(point.heads_kv, point.head_dim)
+        v = normal(point.heads_kv, point.head_dim_v)
+        return cls(q, k, v, normal(point.heads, point.head_dim_v) if point.backward else None)
 
 
 def input_sets(point: Point, device: torch.device) -> list[Inputs]:

@@ -1,4 +1,4 @@
-"""The picture of a benchmark: TFLOP/s against length, a panel for each head dim and mask, a line for each contender."""
+"""The picture of a benchmark: TFLOP/s against length, a panel for each shape and mask, a line for each contender."""
 
 from __future__ import annotations
 
@@ -13,85 +13,126 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from strobe.device import KNOWN
+from strobe.lab.plan import Point
+from strobe.lab.report import timed
+
 STROBE = "#D55E00"
-PEERS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F7F7F", "#000000")
-MARKERS = ("s", "^", "D", "v", "P", "X", "*")
-"""Okabe and Ito's palette, which the colour-blind can tell apart, and a marker for each for those who print in grey."""
+PEERS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+"""Okabe and Ito's palette, which the colour-blind can tell apart; names at the lines tell them apart in grey."""
+
+CEILING = "#888888"
+FLOPS_PER_CLOCK = {"bf16": 4096, "fp16": 4096, "fp8": 8192}
+"""Of a Hopper multiprocessor's tensor cores."""
 
 
-def draw(report: dict, path: Path) -> Path:
-    """Writes the picture of a report (see `strobe.lab.bench`) as PNG; returns the path."""
-    points = report["points"]
-    rows = list(dict.fromkeys((point["dtype"], point["causal"]) for point in points))
-    columns = list(dict.fromkeys(point["head_dim"] for point in points))
-    size = (1.2 + 3.6 * len(columns), 1.5 + 2.7 * len(rows))
-    figure, axes = plt.subplots(len(rows), len(columns), figsize=size, squeeze=False, sharey=True)
-    styles = _styles(_measured(report))
-    for row, (dtype, causal) in enumerate(rows):
-        for column, head_dim in enumerate(columns):
+def draw(report: dict, path: Path) -> list[Path]:
+    """Writes a picture for each dtype of a report as PNG: at `path`, the others with their dtype in the name."""
+    dtypes = list(dict.fromkeys(facts["dtype"] for facts in report["points"]))
+    paths = [path if n == 0 else path.with_stem(f"{path.stem}-{dtype}") for n, dtype in enumerate(dtypes)]
+    for dtype, target in zip(dtypes, paths, strict=True):
+        _draw(report, [facts for facts in report["points"] if facts["dtype"] == dtype], target)
+    return paths
+
+
+def _draw(report: dict, entries: list[dict], path: Path) -> None:
+    """One dtype: masks are rows, head dims (and GQA) columns; the scale is one for a row."""
+    rows = list(dict.fromkeys(facts["mask"] for facts in entries))
+    columns = list(dict.fromkeys(Point.of(facts).heading for facts in entries))
+    size = (0.8 + 3.2 * len(columns), 1.0 + 2.8 * len(rows))
+    figure, axes = plt.subplots(len(rows), len(columns), figsize=size, squeeze=False, sharey="row")
+    styles = _styles(timed(report))
+    for row, mask in enumerate(rows):
+        for column, heading in enumerate(columns):
             panel = axes[row][column]
-            mine = [p for p in points if (p["dtype"], p["causal"], p["head_dim"]) == (dtype, causal, head_dim)]
-            _panel(panel, mine, styles, report["ceiling"])
-            panel.set_title(f"D = {head_dim}, {'causal' if causal else 'full'}, {dtype}", fontsize=10)
-            if row == len(rows) - 1:
-                panel.set_xlabel("sequence length")
+            mine = [facts for facts in entries if facts["mask"] == mask and Point.of(facts).heading == heading]
+            _panel(panel, sorted(mine, key=lambda facts: facts["length"]), styles, report)
+            panel.set_title(f"{heading}, {mask}", fontsize=10)
         axes[row][0].set_ylabel("TFLOP/s")
-    _legend(figure, report)
-    figure.savefig(path, dpi=150, bbox_inches="tight", facecolor="white")
+        for panel in axes[row]:
+            _names_at_the_ends(panel)
+    for panel in axes[-1]:
+        panel.set_xlabel("sequence length")
+    _title(figure, report, entries[0]["dtype"])
+    figure.savefig(path, dpi=130, bbox_inches="tight", facecolor="white")
     plt.close(figure)
-    return path
-
-
-def _measured(report: dict) -> list[str]:
-    """The contenders with a number somewhere."""
-    timed = {name for point in report["points"] for name, result in point["results"].items() if "tflops" in result}
-    return [name for name in report["contenders"] if name in timed]
 
 
 def _styles(names: list[str]) -> dict[str, dict]:
-    peers = [name for name in names if name != "strobe"]
-    line = {"linewidth": 1.5, "markersize": 5, "zorder": 2}
-    looks = zip(peers, cycle(PEERS), cycle(MARKERS), strict=False)
-    styles: dict[str, dict] = {name: {"color": color, "marker": marker} | line for name, color, marker in looks}
-    if "strobe" in names:
-        styles["strobe"] = {"color": STROBE, "marker": "o", "linewidth": 2.8, "markersize": 7, "zorder": 3}
-    return styles
+    """Name -> how its line looks: ours thick and above the peers."""
+    peers = (name for name in names if name != "strobe")
+    styles: dict[str, dict] = {
+        name: {"color": color, "linewidth": 1.2} for name, color in zip(peers, cycle(PEERS), strict=False)
+    }
+    return styles | {"strobe": {"color": STROBE, "linewidth": 3.0, "zorder": 3}}
 
 
-def _panel(panel: Axes, points: list[dict], styles: dict[str, dict], ceiling: dict) -> None:
-    """Medians as lines, extremes as thin bars, the matrix product as a dashed line; lengths evenly spaced."""
-    lengths = sorted({point["length"] for point in points})
+def _panel(panel: Axes, entries: list[dict], styles: dict[str, dict], report: dict) -> None:
+    """Medians as lines, all rounds as faint dots, ceilings dashed; lengths on a logarithmic axis."""
     for name, style in styles.items():
-        timed = sorted((p["length"], p["results"][name]) for p in points if "tflops" in p["results"].get(name, {}))
-        if not timed:
+        shown = [(facts["length"], facts["results"][name]) for facts in entries if "tflops" in facts["results"].get(name, {})]
+        if not shown:
             continue
-        x = [lengths.index(length) for length, _ in timed]
-        y = [result["tflops"] for _, result in timed]
-        down = [result["tflops"] - result["min"] for _, result in timed]
-        up = [result["max"] - result["tflops"] for _, result in timed]
-        panel.errorbar(x, y, yerr=(down, up), label=name, elinewidth=0.8, capsize=2, **style)
-    if "before" in ceiling:
-        panel.axhline(ceiling["before"], color="#999999", linestyle="--", linewidth=1, label="matrix product", zorder=1)
-    panel.set_xticks(range(len(lengths)), [_short(length) for length in lengths])
-    panel.set_xlim(-0.3, len(lengths) - 0.7)
+        panel.plot([x for x, _ in shown], [result["tflops"] for _, result in shown], label=name, **style)
+        dots = [(x, rate) for x, result in shown for rate in result["rounds"]]
+        panel.scatter(*zip(*dots, strict=True), s=2, color=style["color"], alpha=0.5, linewidths=0)
+    for name, (lengths, rates) in ceilings(entries, report).items():
+        panel.plot(lengths, rates, color=CEILING, linewidth=0.8, linestyle=(0, (4, 3)), label=name, zorder=1)
+    lengths = [facts["length"] for facts in entries]
+    panel.set_xscale("log", base=2)
+    panel.minorticks_off()
+    panel.set_xticks(lengths, [_short(length) for length in lengths], fontsize=8)
+    if len(lengths) > 1:
+        panel.set_xlim(lengths[0] * 0.85, lengths[-1] * (lengths[-1] / lengths[0]) ** 0.45)  # room for the names
     panel.set_ylim(bottom=0)
     panel.grid(axis="y", color="#E5E5E5", linewidth=0.8)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
 
 
+def ceilings(entries: list[dict], report: dict) -> dict[str, tuple[list[int], list[float]]]:
+    """Name -> lengths and TFLOP/s that nothing exceeds: the run's matrix product, and what tensor cores and exp2 units can
+    do at the clock that was measured at each point. exp2 only where it is near the others: above them it bounds nothing."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    lengths, matmul, device = [facts["length"] for facts in entries], report["ceiling"], report["device"]
+    if "before" in matmul and entries[0]["dtype"] in matmul["matmul"]:
+        found["cuBLAS"] = lengths, [(matmul["before"] + matmul.get("after", matmul["before"])) / 2] * len(lengths)
+    clocked = [facts for facts in entries if "sm_clock_mhz" in facts["telemetry"]]
+    hopper = any(arch.name in device["name"] and arch.capability == 90 for arch in KNOWN.values())
+    if not clocked or not hopper or entries[0]["dtype"] not in FLOPS_PER_CLOCK:
+        return found
+    tensor = FLOPS_PER_CLOCK[entries[0]["dtype"]]
+    exp2 = 16 * 2 * (entries[0]["head_dim"] + entries[0]["head_dim_v"])
+    names = {"MMA": tensor} if exp2 > 1.2 * tensor else {"MMA": tensor, "exp2": exp2}
+    if exp2 == tensor:
+        names = {"MMA = exp2": tensor}
+    for name, per_clock in names.items():
+        rates = [per_clock * device["sms"] * facts["telemetry"]["sm_clock_mhz"] * 1e-6 for facts in clocked]
+        found[name] = [facts["length"] for facts in clocked], rates
+    return found
+
+
+def _names_at_the_ends(panel: Axes) -> None:
+    """Writes each line's name beside its last point, moved apart where they would overlap."""
+    top = panel.get_ylim()[1]
+    step, floor = top * 0.062, 0.0
+    for line in sorted(panel.get_lines(), key=lambda line: line.get_ydata()[-1]):
+        x, y = line.get_xdata()[-1], line.get_ydata()[-1]
+        floor = max(floor, y)
+        ours = line.get_label() == "strobe"
+        panel.annotate(
+            str(line.get_label()), (x, floor), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7.5,
+            color=line.get_color(), weight="bold" if ours else "normal", annotation_clip=False,
+        )  # fmt: skip
+        floor += step
+
+
 def _short(length: int) -> str:
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
-def _legend(figure: Figure, report: dict) -> None:
+def _title(figure: Figure, report: dict, dtype: str) -> None:
     device = report["device"]
-    handles: dict = {}
-    for other in figure.axes:
-        for handle, label in zip(*other.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    order = sorted(handles, key=lambda name: (name != "strobe", name == "matrix product"))
-    title = f"Attention {report['what']}, {device['name']}, {report['date'][:10]}"
+    title = f"Attention {report['what']}, {dtype}, {device['name']}, {report['date'][:10]}"
     figure.suptitle(title + (" (incomplete)" if report["stopped"] else ""), fontsize=12)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.legend([handles[n] for n in order], order, loc="lower center", ncols=min(len(order), 5), frameon=False)
+    figure.tight_layout()

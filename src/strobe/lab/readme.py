@@ -8,7 +8,6 @@ support    what each backend refuses, asked of the backend itself
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +17,8 @@ import torch
 
 from strobe.device import CPU, KNOWN, Arch
 from strobe.dispatch import backend_module
-from strobe.lab.report import number, ratio
+from strobe.lab.plan import Point
+from strobe.lab.report import best_peer, load, ratio, timed
 from strobe.masks import Causal, Document, Prefix, Window
 from strobe.problem import AttentionProblem, Dense, Varlen
 from strobe.scores import Score
@@ -138,7 +138,7 @@ def newest(root: Path) -> Path | None:
     """The newest result of the forward on a GPU under root, or None."""
     dated = []
     for path in (root / RESULTS).glob("forward-*.json"):
-        report = json.loads(path.read_text())
+        report = load(path)
         if report["device"]["kind"] == "cuda":
             dated.append((report["date"], path))
     return max(dated)[1] if dated else None
@@ -149,31 +149,44 @@ def measured(root: Path) -> str:
     path = newest(root)
     if path is None:
         return "No measurement on a GPU is published yet."
-    report = json.loads(path.read_text())
-    names = [name for name in report["contenders"] if _was_timed(report, name)]
+    report = load(path)
     relative = path.relative_to(root)
+    lengths = sorted({facts["length"] for facts in report["points"]})
     lines = [f"![TFLOP/s against sequence length]({relative.with_suffix('.png')})", "", _origin(report, relative), ""]
-    lines += [_row(["D", "mask", "S", *names, "strobe / best peer"]), _row(["---:", "---", *("---:" for _ in [*names, 0, 0])])]
-    for point in report["points"]:
-        cells = [number(point["results"].get(name, {}).get("tflops"), ".0f") for name in names]
-        head_dim = str(point["head_dim"]) + ("" if point["dtype"] == "bf16" else f" {point['dtype']}")
-        mask = "causal" if point["causal"] else "full"
-        lines.append(_row([head_dim, mask, str(point["length"]), *cells, number(ratio(point["results"]), ".2f")]))
+    lines += [_row(["", "mask", *(_short(length) for length in lengths)]), _row(["---", "---", *("---:" for _ in lengths)])]
+    families: dict[Point, dict[int, dict]] = {}
+    for facts in report["points"]:
+        families.setdefault(Point.of(facts).family, {})[facts["length"]] = facts["results"]
+    for family, by_length in families.items():
+        cells = [_rate(by_length[length]) if length in by_length else "" for length in lengths]
+        lines.append(_row([f"{family.dtype} {family.heading}", family.mask, *cells]))
     return "\n".join(lines)
 
 
-def _was_timed(report: dict, name: str) -> bool:
-    return any("tflops" in point["results"].get(name, {}) for point in report["points"])
+def _rate(results: dict[str, dict]) -> str:
+    """Our TFLOP/s, and in brackets how many times as fast as the best peer that is."""
+    ours, compared = results.get("strobe", {}).get("tflops"), ratio(results)
+    if ours is None:
+        best = best_peer(results)
+        return f"- ({best[0]} {best[1]:.0f})" if best else "-"
+    return f"{ours:.0f}" + ("" if compared is None else f" ({compared:.2f})")
+
+
+def _short(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
 def _origin(report: dict, path: Path) -> str:
     """Date, device, versions, protocol, command: a sentence each."""
-    device, ceiling = report["device"], report["ceiling"]
-    versions = f"torch {device['packages']['torch']}, Triton {device['packages']['triton']}, cuDNN {device['cudnn']}"
+    device, ceiling, packages = report["device"], report["ceiling"], report["device"]["packages"]
+    versions = f"torch {packages['torch']}, Triton {packages['triton']}, cuDNN {device['cudnn']}"
+    versions += f", flash-attn-4 {packages['flash-attn-4']}" if packages.get("flash-attn-4") else ""
+    peers = ", ".join(name for name in timed(report) if not name.startswith("strobe"))
     commit = f", commit {device['commit'][:10]}" if device["commit"] else ""
     parts = [
-        f"Attention {report['what']} in TFLOP/s (causal counted as half), {device['name']}, {report['date'][:10]}{commit}.",
-        f"Driver {device['driver']}, {versions}. Median of {report['protocol']['rounds']} interleaved rounds, launches alone.",
+        f"Attention {report['what']} in TFLOP/s (causal counted as half) and, in brackets, over the best of {peers}.",
+        f"{device['name']}, {report['date'][:10]}{commit}, driver {device['driver']}, {versions}.",
+        f"Median of {report['protocol']['rounds']} interleaved rounds (fewer of long launches), launches alone.",
         f"A matrix product ({ceiling['matmul']}) ran at {ceiling['before']:.0f} in the same process.",
         f"Reproduce with `{report['command']}`; all figures are in [{path.name}]({path}).",
     ]

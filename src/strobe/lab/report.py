@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from strobe.lab.plan import Point
+
+SCHEMA = 2
+
+
+def load(path: Path) -> dict:
+    """A report of `strobe bench`. ValueError for anything else."""
+    try:
+        report = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"a result of strobe bench must be a JSON file, got {path}: {error}") from None
+    if not isinstance(report, dict) or report.get("schema") != SCHEMA or "points" not in report:
+        raise ValueError(f"a result of strobe bench must hold schema {SCHEMA} and points, got {path} without them")
+    return report
 
 
 def default_path(report: dict) -> Path:
@@ -14,20 +30,29 @@ def default_path(report: dict) -> Path:
     return Path("benchmarks/results") / f"{report['what']}-{name}-{report['date'][:10]}.json"
 
 
-def best_peer(results: dict[str, dict]) -> float | None:
-    """TFLOP/s of the fastest contender that is not Strobe."""
-    rates = [r["tflops"] for name, r in results.items() if not name.startswith("strobe") and "tflops" in r]
-    return max(rates, default=None)
+def best_peer(results: dict[str, dict]) -> tuple[str, float] | None:
+    """Name and TFLOP/s of the fastest contender that is not Strobe."""
+    rates = [(r["tflops"], name) for name, r in results.items() if not name.startswith("strobe") and "tflops" in r]
+    if not rates:
+        return None
+    rate, name = max(rates)
+    return name, rate
 
 
 def ratio(results: dict[str, dict]) -> float | None:
     """Strobe's speed over that of the best peer at one point."""
     ours, best = results.get("strobe", {}).get("tflops"), best_peer(results)
-    return ours / best if ours and best else None
+    return ours / best[1] if ours and best else None
 
 
 def number(value: float | None, form: str = ".3g") -> str:
     return "-" if value is None else format(value, form)
+
+
+def timed(report: dict) -> list[str]:
+    """The contenders with a number somewhere."""
+    names = {name for point in report["points"] for name, result in point["results"].items() if "tflops" in result}
+    return [name for name in report["contenders"] if name in names]
 
 
 def show(report: dict) -> None:
@@ -35,21 +60,22 @@ def show(report: dict) -> None:
     device, ceiling = report["device"], report["ceiling"]
     console = Console()
     table = Table(title=f"{report['what']}, {device['name']}, TFLOP/s, median of {report['protocol']['rounds']} rounds")
-    for heading in ("dtype", "D", "mask", "S"):
-        table.add_column(heading)
-    for name in (*report["contenders"], "strobe / best peer"):
+    names = timed(report)
+    table.add_column("point")
+    for name in (*names, "strobe / best peer"):
         table.add_column(name, justify="right")
-    for point in report["points"]:
-        mask, results = "causal" if point["causal"] else "full", point["results"]
-        cells = [number(results.get(name, {}).get("tflops")) for name in report["contenders"]]
-        cells.append(number(ratio(results), ".2f"))
-        table.add_row(point["dtype"], str(point["head_dim"]), mask, str(point["length"]), *cells)
+    for facts in report["points"]:
+        results = facts["results"]
+        cells = [number(results.get(name, {}).get("tflops")) for name in names]
+        table.add_row(str(Point.of(facts)), *cells, number(ratio(results), ".2f"))
     console.print(table)
     rates = ", ".join(f"{ceiling[when]:.4g} {when}" for when in ("before", "after") if when in ceiling)
     console.print(f"matrix product {ceiling.get('matmul', '')}: {rates} TFLOP/s", markup=False, highlight=False)
     host = [f"{name} {result['us']:.0f}" for name, result in report["host_us"].items() if "us" in result]
     if host:
         console.print(f"CPU time of a call, us: {', '.join(host)}", markup=False, highlight=False)
+    if report["not installed"]:
+        console.print(f"not installed: {', '.join(report['not installed'])}", markup=False, highlight=False)
     for line in refusals(report):
         console.print(line, markup=False, highlight=False)
     if report["stopped"]:
@@ -59,14 +85,16 @@ def show(report: dict) -> None:
 def refusals(report: dict) -> list[str]:
     """One line for each contender and reason, with the points that it holds for (if not all of them)."""
     where: dict[tuple[str, str], list[str]] = {}
-    for point in report["points"]:
-        shape = f"{point['dtype']} D={point['head_dim']} {'causal' if point['causal'] else 'full'} S={point['length']}"
-        for name, result in point["results"].items():
+    for facts in report["points"]:
+        for name, result in facts["results"].items():
             for kind in ("refused", "note"):
                 if kind in result:
-                    where.setdefault((name, result[kind]), []).append(shape)
-    everywhere = len(report["points"])
-    return [
-        f"{name}: {reason}" + ("" if len(shapes) == everywhere else f" [{'; '.join(shapes)}]")
-        for (name, reason), shapes in where.items()
-    ]
+                    where.setdefault((name, result[kind]), []).append(str(Point.of(facts)))
+    return [f"{name}: {reason}" + _of(shapes, len(report["points"])) for (name, reason), shapes in where.items()]
+
+
+def _of(shapes: list[str], everywhere: int) -> str:
+    if len(shapes) == everywhere:
+        return ""
+    more = f"; and {len(shapes) - 4} more" if len(shapes) > 5 else ""
+    return f" [{'; '.join(shapes[: 4 if more else 5])}{more}]"
