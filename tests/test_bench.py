@@ -220,7 +220,7 @@ def prepare_flaky(q, k, v, mask):
 
     def call():
         calls.append(1)
-        if len(calls) == 5:  # two to enter, one to warm up, one in the first round: this is the second round
+        if len(calls) == 4:  # one to enter, one to warm up, one in the first round: this is the second round
             raise RuntimeError("out of patience\nand more lines")
         return strobe.attention(q, k, v)
 
@@ -389,34 +389,59 @@ def test_a_file_that_is_no_report_is_refused(tmp_path, text):
 
 
 class GraphClock(bench.CudaClock):
-    """A CUDA clock without CUDA, whose graphs return what it is told to."""
+    """A CUDA clock without CUDA, whose graphs return what it is told to; a launch takes `launches` seconds, by way."""
 
-    def __init__(self, result):
-        self.result = result
+    def __init__(self, result, calls=1e-4, graph=1e-5):
+        self.result, self.calls, self.graph = result, calls, graph
 
     def synchronize(self):
         pass
 
-    def captured(self, calls):
+    def captured(self, calls, times):
         if isinstance(self.result, Exception):
             raise self.result
-        held = torch.full_like(self.result, torch.nan)  # a graph's results are nothing before its first replay
-        return lambda: held.copy_(self.result), [held]
+        self.times, held = times, torch.full_like(self.result, torch.nan)  # nothing is in it before the first replay
+        self.replay = lambda: held.copy_(self.result)
+        return self.replay, [held]
+
+    def seconds(self, run, count):
+        graph = run is getattr(self, "replay", None)
+        return self.graph * self.times if graph else self.calls
 
 
-def test_what_a_graph_computes_passes_the_gate():
+def entered(clock, seconds=0.03):
     point = TINY.points()[0]
     sets = input_sets(point, CPU)
     right = strobe.attention(sets[0].q, sets[0].k, sets[0].v)
-    assert bench.enter(bench.strobe_peer(), point, sets, GraphClock(right)).timed == "CUDA graph"
+    if clock.result is not None and not isinstance(clock.result, Exception):
+        clock.result = right * clock.result
+    return bench.enter(bench.strobe_peer(), point, sets, clock, seconds)
+
+
+def test_what_a_graph_computes_passes_the_gate():
+    assert [way.name for way in entered(GraphClock(1.0)).ways] == ["calls", "CUDA graph"]
     with pytest.raises(ValueError, match="wrong: relative error"):
-        bench.enter(bench.strobe_peer(), point, sets, GraphClock(right * 1.01))
+        entered(GraphClock(1.01))
+
+
+@pytest.mark.parametrize(("graph", "way", "count"), [(1e-5, "CUDA graph", 150), (1.1e-4, "calls", 300)])
+def test_the_faster_way_is_timed(graph, way, count):
+    clock = GraphClock(1.0, calls=1e-4, graph=graph)
+    contender = entered(clock)
+    assert contender.ways[1].launches == clock.times == 20, "2 ms of launches that take 0.1 ms"
+    assert bench.warm_up(contender, clock, 0.03) == pytest.approx(min(graph, 1e-4))
+    assert contender.way.name == way and contender.count == count
+
+
+def test_a_launch_that_fills_a_timing_needs_no_graph():
+    contender = entered(GraphClock(RuntimeError("not asked for"), calls=0.04))
+    assert [way.name for way in contender.ways] == ["calls"] and contender.note is None
 
 
 def test_without_a_graph_calls_are_timed_and_it_says_so():
-    point = TINY.points()[0]
-    contender = bench.enter(bench.strobe_peer(), point, input_sets(point, CPU), GraphClock(RuntimeError("not capturable")))
-    assert contender.timed == "calls" and contender.note.startswith("no CUDA graph: RuntimeError: not capturable")
+    contender = entered(GraphClock(RuntimeError("not capturable")))
+    assert [way.name for way in contender.ways] == ["calls"]
+    assert contender.note.startswith("no CUDA graph: RuntimeError: not capturable")
 
 
 @pytest.mark.gpu
@@ -429,7 +454,7 @@ def test_run_on_a_gpu(backward):
     for point in result["points"]:
         assert point["sets"] > 1, "inputs that fit into L2 must rotate"
         assert point["results"]["strobe"]["tflops"] > 0 and point["results"]["SDPA flash"]["tflops"] > 0
-        assert point["results"]["strobe"]["timed"] == "CUDA graph"
+        assert "note" not in point["results"]["strobe"], "it must be capturable"
 
 
 def test_warnings_are_part_of_the_reason():

@@ -4,8 +4,9 @@ Protocol.
 0. Compilers first. What compiles its kernels does so before, in other processes (`strobe.lab.warm`).
 1. Gate. What a contender computes is compared with float64 before it is timed (all rows of a sample of heads for
    gradients, a sample of rows for outputs); one that is further off than `BOUNDS` is rejected, and its error printed.
-2. Launches alone. On a GPU each contender is captured in a CUDA graph, so that Python does not count; `host_us` tells
-   what Python costs. If capture fails, plain calls are timed, and the result says so.
+2. Launches alone. On a GPU a contender is timed as a CUDA graph of many launches and as calls in a row, and in the rounds
+   in the way that was faster for it: neither Python nor what a kernel needs to be captured counts. `timed` says which;
+   `host_us` tells what Python costs. Where one launch fills a timing there is no graph.
 3. Cold L2. The inputs of successive launches differ (`sets` of them) until together they exceed the L2 cache twice.
 4. Rounds. In each round every contender runs once, for `seconds`; the order is a balanced one (`balanced_order`), since
    a card that ran hot slows whoever comes next. The median over the rounds is quoted; all of them are kept. Who is less
@@ -50,6 +51,9 @@ ALSO_RAN = 2.0
 
 LONG_SECONDS = 1.0
 """A contender whose launches are long has so many rounds of them, but three at least."""
+
+GRAPH_SECONDS = 0.002
+"""A CUDA graph holds about so many seconds of launches: between two replays the GPU idles for microseconds."""
 
 ENTER_SECONDS, RATE = 0.25, 4e14
 """For the estimate alone: seconds until a contender is ready at a point, and FLOP/s while it is timed."""
@@ -103,11 +107,12 @@ class CudaClock:
         end.synchronize()
         return begin.elapsed_time(end) / 1e3 / count
 
-    def captured(self, calls: list[Call]) -> tuple[Callable[[], object], list]:
-        """All calls as one CUDA graph, and what they return, which each replay overwrites."""
+    def captured(self, calls: list[Call], times: int) -> tuple[Callable[[], object], list]:
+        """All calls, so many times, as one CUDA graph, and what they return at last, which each replay overwrites."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
-            results = [call() for call in calls]
+            for _ in range(times):
+                results = [call() for call in calls]
         return graph.replay, results
 
 
@@ -134,14 +139,23 @@ Clock = CudaClock | CpuClock
 
 
 @dataclass
+class Way:
+    """A way to launch: `run` does so many launches, and leaves one of `results` for each set of inputs."""
+
+    name: str
+    run: Callable[[], object]
+    launches: int
+    results: list
+
+
+@dataclass
 class Contender:
-    """A peer made ready for a point: `run` launches once for each set of inputs and leaves `results`."""
+    """A peer made ready for a point."""
 
     peer: Peer
-    calls: list[Call]
-    run: Callable[[], object]
-    results: list
-    timed: str = "calls"
+    ways: list[Way]
+    way: Way
+    """The one that is timed: the fastest."""
     note: str | None = None
     error: float = math.inf
     count: int = 1
@@ -150,55 +164,67 @@ class Contender:
     """Of one launch, by round."""
 
 
-def enter(peer: Peer, point: Point, sets: list[Inputs], clock: Clock) -> Contender:
-    """Prepare, run, capture and check a contender. Raises what the peer raises, or ValueError if it is wrong."""
+def enter(peer: Peer, point: Point, sets: list[Inputs], clock: Clock, seconds: float) -> Contender:
+    """Prepare, run, capture (unless a launch alone fills `seconds`) and check a contender.
+
+    Raises what the peer raises, or ValueError if it is wrong.
+    """
     with peer.context():
         calls = [bind(peer, point, inputs) for inputs in sets]
-        results = [call() for call in calls]
+        plain = Way("calls", lambda: [call() for call in calls], len(calls), [call() for call in calls])
         clock.synchronize()
-        contender = Contender(peer, calls, lambda: [call() for call in calls], results)
+        contender = Contender(peer, [plain], plain)
         if isinstance(clock, CudaClock):
-            _capture(contender, clock)
-        contender.run()
-        clock.synchronize()
+            launch = clock.seconds(plain.run, 1) / len(calls)
+            if launch < seconds:
+                _capture(contender, clock, calls, launch)
     bound = BOUNDS[point.dtype] * (2 if point.backward else 1)
-    contender.error = _error(contender, point, sets[-1])
+    contender.error = max(_error(way, point, sets[-1], peer) for way in contender.ways)
     if not contender.error <= bound:
         raise ValueError(f"wrong: relative error {contender.error:.1e} against float64, allowed {bound:.0e}")
     return contender
 
 
-def _capture(contender: Contender, clock: CudaClock) -> None:
+def _capture(contender: Contender, clock: CudaClock, calls: list[Call], launch: float) -> None:
+    """Adds a CUDA graph to the ways."""
+    times = max(1, min(32, round(GRAPH_SECONDS / (launch * len(calls)))))
     try:
-        contender.run, contender.results = clock.captured(contender.calls)
-        contender.timed = "CUDA graph"
+        run, results = clock.captured(calls, times)
+        run()
+        clock.synchronize()
+        contender.ways.append(Way("CUDA graph", run, times * len(calls), results))
     except Exception as error:
         clock.synchronize()
         # Leaving a broken capture raises too; the first error is the one that says why.
         contender.note = f"no CUDA graph: {compact(error.__context__ or error)}"
 
 
-def _error(contender: Contender, point: Point, inputs: Inputs) -> float:
-    last, mask = contender.results[-1], MASKS[point.mask]
+def _error(way: Way, point: Point, inputs: Inputs, peer: Peer) -> float:
+    last, mask = way.results[-1], MASKS[point.mask]
     if not point.backward:
-        return out_error(standard(last, contender.peer), inputs, mask)
-    return gradient_error(tuple(standard(x, contender.peer) for x in last), inputs, mask)
+        return out_error(standard(last, peer), inputs, mask)
+    return gradient_error(tuple(standard(x, peer) for x in last), inputs, mask)
 
 
 def measure(contender: Contender, clock: Clock) -> float:
     """Seconds of one launch in one timing."""
     with contender.peer.context():
-        return clock.seconds(contender.run, contender.count) / len(contender.calls)
+        return clock.seconds(contender.way.run, contender.count) / contender.way.launches
 
 
 def warm_up(contender: Contender, clock: Clock, seconds: float) -> float:
-    """Seconds of one launch, and how many runs fill `seconds`: twice if there are several, since the first one is cold."""
-    launch = measure(contender, clock)
-    for _ in range(2):
-        contender.count = max(1, round(seconds / max(launch * len(contender.calls), 1e-7)))
-        if contender.count == 1:
-            break
+    """Chooses the fastest way and how many runs of it fill `seconds`; returns the seconds of one launch."""
+    found = []
+    for way in contender.ways:
+        contender.way, contender.count = way, 1
         launch = measure(contender, clock)
+        for _ in range(2):  # twice if there are several, since the first one is cold
+            contender.count = max(1, round(seconds / max(launch * way.launches, 1e-7)))
+            if contender.count == 1:
+                break
+            launch = measure(contender, clock)
+        found.append((launch, contender.count, way))
+    launch, contender.count, contender.way = min(found, key=lambda settled: settled[0])
     return launch
 
 
@@ -311,7 +337,7 @@ class Run:
                 continue
             self._step(f"{point}: {peer.name}, first call", FIRST_CALL_SECONDS)
             with self._guard(peer.name, facts["results"]):
-                contender = enter(peer, point, sets, self.clock)
+                contender = enter(peer, point, sets, self.clock, self.plan.seconds)
                 launches[peer.name] = warm_up(contender, self.clock, self.plan.seconds)
                 entered.append(contender)
         if not entered:
@@ -343,7 +369,7 @@ class Run:
             facts["results"][name] = self._result(contender, point, facts["flops"])
 
     def _result(self, contender: Contender, point: Point, flops: float) -> dict:
-        result = summary(flops, contender.seconds) | {"error": contender.error, "timed": contender.timed}
+        result = summary(flops, contender.seconds) | {"error": contender.error, "timed": contender.way.name}
         if contender.note:
             result["note"] = contender.note
         if contender.peer.name == "strobe":

@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -75,7 +76,7 @@ def _panel(panel: Axes, entries: list[dict], styles: dict[str, dict], report: di
             continue
         panel.plot([x for x, _ in shown], [result["tflops"] for _, result in shown], label=name, **style)
         dots = [(x, rate) for x, result in shown for rate in result["rounds"]]
-        panel.scatter(*zip(*dots, strict=True), s=2, color=style["color"], alpha=0.5, linewidths=0)
+        panel.scatter([x for x, _ in dots], [y for _, y in dots], s=2, color=style["color"], alpha=0.5, linewidths=0)
     for name, (lengths, rates) in ceilings(entries, report).items():
         panel.plot(lengths, rates, color=CEILING, linewidth=0.8, linestyle=(0, (4, 3)), label=name, zorder=1)
     lengths = [facts["length"] for facts in entries]
@@ -114,15 +115,13 @@ def ceilings(entries: list[dict], report: dict) -> dict[str, tuple[list[int], li
 
 def _names_at_the_ends(panel: Axes) -> None:
     """Writes each line's name beside its last point, moved apart where they would overlap."""
-    top = panel.get_ylim()[1]
-    step, floor = top * 0.062, 0.0
-    for line in sorted(panel.get_lines(), key=lambda line: line.get_ydata()[-1]):
-        x, y = line.get_xdata()[-1], line.get_ydata()[-1]
-        floor = max(floor, y)
-        ours = line.get_label() == "strobe"
+    step, floor = panel.get_ylim()[1] * 0.062, 0.0
+    ends = {line: np.asarray(line.get_xydata())[-1] for line in panel.get_lines()}
+    for line, (x, y) in sorted(ends.items(), key=lambda end: end[1][1]):
+        name, floor = str(line.get_label()), max(floor, y)
         panel.annotate(
-            str(line.get_label()), (x, floor), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7.5,
-            color=line.get_color(), weight="bold" if ours else "normal", annotation_clip=False,
+            name, (x, floor), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7.5,
+            color=line.get_color(), weight="bold" if name == "strobe" else "normal", annotation_clip=False,
         )  # fmt: skip
         floor += step
 
