@@ -176,6 +176,24 @@ def check(
 
 
 @app.command()
+def tune(
+    head_dims: Annotated[str | None, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="At few lengths.")] = False,
+    json: Annotated[str | None, typer.Option(help="The table; default: your own, in your cache folder.")] = None,
+) -> None:
+    """Time the Hopper forward's configs on this GPU, and write the table that its choices come from (docs/tuning.md)."""
+    from pathlib import Path
+
+    from strobe.lab.tune import tune as run
+
+    try:
+        status = run(_head_dims(head_dims), quick, _command(sys.argv[1:]), Path(json) if json else None)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(status)
+
+
+@app.command()
 def timeline(
     head_dims: Annotated[str, typer.Option(help="Comma-separated.")] = "64,128",
     length: Annotated[int, typer.Option(help="Sequence length.")] = 4096,

@@ -1,0 +1,139 @@
+"""Tuning tables: which configs of a kernel were how fast where, and the rule that ranks them for other shapes.
+
+A table is JSON, written by `strobe tune`. For each pair of head dims it holds `points`, measured problems with the TFLOP/s of
+every config that was timed, and `kept`, the few configs that between them are (nearly) the fastest everywhere: kernels run
+with these alone, so that few are compiled. A config is written as on the command line: "groups=2,tile_kv=128".
+
+What is read, for a pair of head dims: the user's table if it has them, else the shipped one. The user's is the file that
+$STROBE_TUNING names, else the one that `strobe tune` writes, in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strobe.problem import Dense, Lengths
+
+SCHEMA = 1
+
+Dims = tuple[int, int]
+"""Head dims of q and k, and of v, as the kernel pads them."""
+
+Band = tuple[int | None, int | None, int | None]
+"""left, right and prefix of a `Mask`."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the choice of a config depends on, beside the head dims. keys: the most that a row sees, whose walk a tile makes.
+    sequences: of `length` queries each (packed ones count with their mean length). heads: of queries."""
+
+    mask: str
+    keys: int
+    sequences: int
+    length: int
+    heads: int
+
+    @classmethod
+    def of(cls, lengths: Lengths, heads: int, band: Band, by_pair: bool = False) -> Shape:
+        """band, by_pair: of the `Mask`."""
+        if isinstance(lengths, Dense):
+            n_q, n_kv = lengths.seqlen_q, lengths.seqlen_kv
+        else:
+            n_q, n_kv = (-(-total // max(1, lengths.batch)) for total in (lengths.total_q, lengths.total_kv))
+        return cls(*mask_class(band, by_pair, n_kv), max(1, lengths.batch), max(1, n_q), heads)
+
+    def share(self, tile_q: int, sms: int) -> float:
+        """Of the rows that a GPU has time for until the last tile is done, the share that are rows of the problem: small
+        where a few large tiles leave multiprocessors idle, or reach beyond the ends of sequences."""
+        tiles = self.sequences * self.heads * -(-self.length // tile_q)
+        return self.sequences * self.heads * self.length / (-(-tiles // sms) * sms * tile_q)
+
+
+def mask_class(band: Band, by_pair: bool, n_kv: int) -> tuple[str, int]:
+    """("full", "causal" or "window", the most keys that a row sees). A band that is bounded on both sides is a window if it
+    is narrower than the sequence; whatever else cuts anything off counts as causal."""
+    left, right, _ = band
+    if left is not None and right is not None and left + right + 1 < n_kv:
+        return "window", left + right + 1
+    return "causal" if by_pair or band != (None, None, None) else "full", max(1, n_kv)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A shape and the TFLOP/s of each config, by its name, at it."""
+
+    shape: Shape
+    tflops: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """All that one table says of a pair of head dims. source: where it was measured, in words."""
+
+    kept: tuple[str, ...]
+    points: tuple[Measured, ...]
+    source: str
+
+    def nearest(self, shape: Shape) -> Measured:
+        """The measured point whose keys are nearest by ratio, among those of the same mask class (of any, if there is none)."""
+        alike = [point for point in self.points if point.shape.mask == shape.mask] or self.points
+        return min(alike, key=lambda point: abs(math.log2(point.shape.keys / shape.keys)))
+
+
+def fields_of(name: str) -> dict[str, Any]:
+    """A config's fields from its name, such as "groups=2,tile_kv=128"."""
+    return {field: int(value) for field, _, value in (part.partition("=") for part in name.split(","))}
+
+
+def name_of(fields: dict[str, int]) -> str:
+    return ",".join(f"{field}={value}" for field, value in fields.items())
+
+
+def shipped(arch: str) -> Path:
+    return Path(__file__).parent / "tables" / f"{arch}.json"
+
+
+def users(arch: str) -> Path:
+    """The user's own table, which need not be there; its schema is in the name, so that no later Strobe trips over it."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "strobe" / f"tuning-{arch}-v{SCHEMA}.json"
+
+
+@functools.cache
+def entries(arch: str) -> dict[Dims, Entry]:
+    """What is known of each pair of head dims, read once in a process. ValueError for a file that is not a table."""
+    named = os.environ.get("STROBE_TUNING")
+    own = Path(named) if named else users(arch)
+    paths = [path for path in (shipped(arch), own) if path.exists() or path == Path(named or "")]
+    return {dims: entry for path in paths for dims, entry in read(path, arch).items()}
+
+
+def read(path: Path, arch: str) -> dict[Dims, Entry]:
+    """The entries of a table. ValueError, which names the file, if it is not one of this schema and arch."""
+    try:
+        table = json.loads(path.read_text())
+        if (table["schema"], table["arch"]) != (SCHEMA, arch):
+            raise ValueError(f"it holds schema {table['schema']} of {table['arch']}")
+        source = f"{table['device']['name']}, {table['date'][:10]}, {path.name}"
+        return {(of["head_dim"], of["head_dim_v"]): _entry(of, source) for of in table["head_dims"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ValueError(
+            f"a tuning table must be JSON of schema {SCHEMA} for {arch}, by strobe tune, got {path}: {reason}"
+        ) from error
+
+
+def _entry(of: dict, source: str) -> Entry:
+    points = tuple(
+        Measured(Shape(p["mask"], p["keys"], p["batch"], p["length"], p["heads"]), p["tflops"]) for p in of["points"]
+    )
+    if not of["kept"] or not points or any(not set(of["kept"]) <= set(point.tflops) for point in points):
+        raise ValueError("it must have kept configs, with a speed at every point")
+    return Entry(tuple(of["kept"]), points, source)
