@@ -13,14 +13,15 @@ import torch
 import strobe
 from strobe import api, ops
 from strobe.masks import Mask
-from strobe.problem import Operands
+from strobe.problem import without_gradient
 from strobe.reference import dense
 from strobe.scores import Score
 
 
 @dataclass(frozen=True)
 class Case:
-    """A problem in words; `tensors` makes its inputs. mask: "full", "causal", "window", "prefix", "documents", "all"."""
+    """A problem in words; `tensors` makes its inputs. mask: "full", "causal", "window", "prefix", "documents", "all",
+    "function", "functions" (two of them, and a window)."""
 
     n_q: int
     n_kv: int
@@ -32,14 +33,19 @@ class Case:
     mask: str = "full"
     softcap: float = 0.0
     alibi: bool = False
+    bias: bool = False
+    sinks: bool = False
+    function: bool = False
     packed: bool = False
+    seqused: bool = False
     logits: float = 1.0
     """Standard deviation of q: 1 is ordinary, 30 makes softmax nearly an argmax."""
 
     def __str__(self) -> str:
         head_dim = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v else "")
         parts = [f"{self.n_q}x{self.n_kv}", f"b{self.batch}", f"h{self.heads_q}.{self.heads_kv}", head_dim, self.mask]
-        parts += ["softcap"] * bool(self.softcap) + ["alibi"] * self.alibi + ["packed"] * self.packed
+        parts += ["softcap"] * bool(self.softcap)
+        parts += [name for name in ("alibi", "bias", "sinks", "function", "packed", "seqused") if getattr(self, name)]
         return "-".join(parts + [f"logits{self.logits:g}"] * (self.logits != 1))
 
 
@@ -77,7 +83,28 @@ CASES = (
     Case(60, 70, packed=True, batch=5, mask="window"),
     Case(80, 90, logits=30.0, mask="causal"),
     Case(80, 90, logits=300.0),
-)
+    # The forward alone, as yet.
+    Case(80, 100, heads_q=4, bias=True, mask="causal"),
+    Case(80, 100, bias=True),
+    Case(40, 150, heads_q=4, sinks=True, mask="causal"),
+    Case(150, 40, sinks=True, mask="causal"),  # the first rows see their sink alone
+    Case(70, 90, sinks=True, mask="window", packed=True, batch=4),
+    Case(30, 0, sinks=True),
+    Case(80, 100, heads_q=4, function=True, mask="causal"),
+    Case(80, 100, function=True, packed=True, batch=3),
+    Case(80, 100, heads_q=4, mask="function"),
+    Case(150, 130, mask="functions"),
+    Case(70, 90, mask="function", packed=True, batch=3),
+    Case(90, 120, seqused=True, batch=4),
+    Case(90, 120, seqused=True, batch=4, mask="causal", heads_q=4, sinks=True),
+    Case(90, 120, seqused=True, batch=4, mask="documents"),
+    Case(60, 70, seqused=True, packed=True, batch=5, mask="causal"),
+    Case(
+        100, 110, heads_q=4, softcap=4.0, alibi=True, bias=True, sinks=True, function=True, seqused=True, batch=3,
+        mask="functions",
+    ),
+    Case(80, 100, softcap=4.0, alibi=True, sinks=True, function=True, seqused=True, packed=True, batch=3, mask="function"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,8 +139,9 @@ def tensors(case: Case, dtype=torch.float32, device="cpu", seed: int = 0) -> Ten
     q = normal(*leading_q, case.heads_q, case.head_dim, scale=case.logits)
     k = normal(*leading_kv, case.heads_kv, case.head_dim)
     v = normal(*leading_kv, case.heads_kv, case.head_dim_v or case.head_dim)
-    slopes = torch.rand(case.batch, case.heads_q, generator=random).to(device) if case.alibi else None
-    keywords |= dict(mask=_mask(case, random, device), score=Score(case.softcap, slopes))
+    if case.seqused:
+        keywords |= _seqused(case, keywords, random, device)
+    keywords |= dict(mask=_mask(case, random, device), score=_score(case, random, device))
     return Tensors(q, k, v, keywords)
 
 
@@ -122,6 +150,54 @@ def _lengths(batch: int, longest: int, random: torch.Generator) -> torch.Tensor:
     lengths = torch.randint(0, longest + 1, (batch,), generator=random)
     lengths[0], lengths[-1] = longest, 0
     return lengths[torch.randperm(batch, generator=random)]
+
+
+def _seqused(case: Case, keywords: dict, random: torch.Generator, device) -> dict:
+    """How much is used: anything from nothing to all of each entry, both among them."""
+    used = {}
+    for name, n in (("q", case.n_q), ("kv", case.n_kv)):
+        full = keywords[f"cu_seqlens_{name}"].diff().cpu() if case.packed else torch.full((case.batch,), n)
+        share = torch.rand(case.batch, generator=random)
+        share[0], share[-1] = 1.0, 0.0
+        used[f"seqused_{name}"] = (full * share[torch.randperm(case.batch, generator=random)]).to(device, torch.int32)
+    return used
+
+
+def _score(case: Case, random: torch.Generator, device) -> Score:
+    def uniform(*shape):
+        return torch.rand(*shape, generator=random).to(device)
+
+    bias = sinks = None
+    slopes = uniform(case.batch, case.heads_q) if case.alibi else None
+    if case.bias:
+        bias = 4 * uniform(case.batch, 1, case.n_q, case.n_kv)
+        bias[..., ::5] = -torch.inf
+        bias[:, :, 3] = -torch.inf
+        bias = bias.transpose(0, 1).contiguous().transpose(0, 1)
+    if case.sinks:
+        sinks = 6 * uniform(case.heads_q) - 3
+    return Score(case.softcap, slopes, bias, sinks, _score_function if case.function else None)
+
+
+STEP = 0.25
+
+
+def _distance(a, b):
+    return abs(a - b) * STEP
+
+
+def _score_function(score, batch, head, q_index, kv_index):
+    """Of all its arguments, a number and a function of this module."""
+    near = strobe.math.where(_distance(q_index, kv_index) < 4.0, 1.5 * strobe.math.tanh(score), score)
+    return near - 0.01 * max(kv_index, 20) * strobe.math.exp2(-(head + 1.0)) + strobe.math.sqrt(batch + 2.0)
+
+
+def _mask_function(batch, head, q_index, kv_index):
+    return ((q_index + kv_index * (head + 1)) % 3 != 0) & (kv_index != 7 + batch)
+
+
+def _other_mask_function(batch, head, q_index, kv_index):
+    return (q_index < 20) | (kv_index > 2)
 
 
 def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
@@ -142,6 +218,8 @@ def _mask(case: Case, random: torch.Generator, device) -> Mask:
         "causal": strobe.Causal(),
         "window": strobe.Window(37, 11),
         "prefix": strobe.Prefix(41),
+        "function": strobe.Visible(_mask_function),
+        "functions": strobe.Visible(_mask_function) & strobe.Visible(_other_mask_function) & strobe.Window(90, 60),
     }
     return masks[case.mask]
 
@@ -149,19 +227,19 @@ def _mask(case: Case, random: torch.Generator, device) -> Mask:
 def describe(t: Tensors, phase="forward"):
     """The AttentionProblem and the Operands of some inputs."""
     options = api._options_of(t.q, t.k, t.v, **t.keywords)
-    operands = Operands(t.q, t.k, t.v, options.cu_seqlens_q, options.cu_seqlens_kv)
-    return ops.describe(t.q, t.k, t.v, options, phase), operands
+    return ops.describe(t.q, t.k, t.v, options, phase), ops.operands_of(t.q, t.k, t.v, options)
 
 
 @dataclass(frozen=True)
 class Results:
-    """out, lse and the gradients (of q, k, v) for the upstream gradients that `upstream` makes."""
+    """out, lse and the gradients (of q, k, v) for the upstream gradients that `upstream` makes; None where no backend has
+    them yet."""
 
     out: torch.Tensor
     lse: torch.Tensor
-    dq: torch.Tensor
-    dk: torch.Tensor
-    dv: torch.Tensor
+    dq: torch.Tensor | None = None
+    dk: torch.Tensor | None = None
+    dv: torch.Tensor | None = None
 
     FIELDS = ("out", "lse", "dq", "dk", "dv")
 
@@ -174,7 +252,9 @@ def upstream(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def run(t: Tensors, backend: str | None) -> Results:
-    """strobe.attention and its gradients."""
+    """strobe.attention and its gradients, where it has some."""
+    if without_gradient(describe(t, "backward")[0]):
+        return Results(*strobe.attention(t.q, t.k, t.v, return_lse=True, backend=backend, **t.keywords))
     t = t.with_gradients()
     out, lse = strobe.attention(t.q, t.k, t.v, return_lse=True, backend=backend, **t.keywords)
     return Results(out.detach(), lse.detach(), *torch.autograd.grad((out, lse), (t.q, t.k, t.v), upstream(out, lse)))
@@ -198,6 +278,8 @@ def check(results: Results, t: Tensors, fields=Results.FIELDS) -> None:
         4 * torch.finfo(torch.float32).eps * exact.lse.nan_to_num(neginf=0.0).abs().max().item() if exact.lse.numel() else 0.0
     )
     for name in fields:
+        if getattr(results, name) is None:
+            continue
         got, want, usual = (getattr(r, name).double() for r in (results, exact, same_precision))
         assert got.shape == want.shape, f"{name}: shape {list(got.shape)}, not {list(want.shape)}"
         nothing = torch.isneginf(want)

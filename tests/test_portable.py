@@ -248,6 +248,7 @@ from problems import Case, describe, tensors
 from strobe.device import KNOWN
 from strobe.kernels.portable import backend, backward, config, forward
 from strobe.lab.offline import pretend_gpu
+from strobe.problem import without_gradient
 
 arch, dtype, compiled = KNOWN[sys.argv[1]], getattr(torch, sys.argv[2]), {}
 launch = JITFunction.run
@@ -258,45 +259,52 @@ def compile_only(self, *args, warmup, **keywords):
 JITFunction.run = compile_only
 forward.arch_of = backward.arch_of = lambda device: arch
 for head_dim in map(int, sys.argv[4].split(",")):
-    t = tensors(Case(8, 8, batch=1, head_dim=head_dim, mask=sys.argv[3]), dtype)
+    t = tensors(Case(8, 8, head_dim=head_dim, mask=sys.argv[3], **json.loads(sys.argv[5])), dtype)
     problem, operands = describe(t)
+    kernels = ["forward", "redo"]
     with pretend_gpu(arch.capability):
         out, lse = backend.forward(problem, operands)
-        backend.backward(problem, operands, out, lse, out, lse)
         forward.redo(problem, operands, out, lse, torch.zeros(8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
-    for kernel in ("forward", "redo", "dkdv", "dq"):
+        if without_gradient(describe(t, "backward")[0]) is None:
+            backend.backward(problem, operands, out, lse, out, lse)
+            kernels += ["dkdv", "dq"]
+    for kernel in kernels:
         made = compiled[f"_{kernel}"]
         bound = config.choose(kernel, problem, arch).smem_bytes()
         print(json.dumps([head_dim, kernel, made.metadata.shared, bound, "trap;" in made.asm["ptx"]]))
 """
 ROOT = Path(__file__).parent.parent
 OLDEST_TRITON = ROOT / ".venv" / "triton-3.6"
+EVERYTHING = {"softcap": 4.0, "alibi": True, "bias": True, "sinks": True, "function": True, "seqused": True}
 
 
 @pytest.mark.parametrize("triton", [None, OLDEST_TRITON], ids=["installed", "3.6"])
 @pytest.mark.parametrize(
-    ("gpu", "dtype", "mask", "head_dims"),
+    ("gpu", "dtype", "mask", "head_dims", "features"),
     [
-        ("T4", "float16", "causal", "64"),
-        ("A100", "bfloat16", "full", "128"),
-        ("A100", "float32", "causal", "64"),
-        ("RTX 4090", "bfloat16", "causal", "256"),
-        ("H200", "bfloat16", "window", "128"),
-        ("B200", "bfloat16", "causal", "256"),
-        ("RTX 5090", "float16", "documents", "128"),
+        ("T4", "float16", "causal", "64", {}),
+        ("A100", "bfloat16", "full", "128", {}),
+        ("A100", "float32", "causal", "64", {}),
+        ("RTX 4090", "bfloat16", "causal", "256", {}),
+        ("H200", "bfloat16", "window", "128", {}),
+        ("B200", "bfloat16", "causal", "256", {}),
+        ("RTX 5090", "float16", "documents", "128", {}),
+        ("A100", "bfloat16", "functions", "128", EVERYTHING),
+        ("H200", "bfloat16", "causal", "128", EVERYTHING),
+        ("H200", "bfloat16", "function", "64", {"packed": True, "sinks": True, "seqused": True}),
+        ("B200", "float16", "functions", "64", EVERYTHING),
     ],
 )
-def test_compiles(gpu, dtype, mask, head_dims, triton):
+def test_compiles(gpu, dtype, mask, head_dims, features, triton):
     if triton is not None and not triton.exists():
         pytest.skip(f"no Triton 3.6 in {triton}: `make test` installs it")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(triton or ""), str(ROOT / "tests")])}
     env.pop("TRITON_INTERPRET", None)
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILE, gpu, dtype, mask, head_dims], capture_output=True, text=True, env=env
-    )
+    arguments = [gpu, dtype, mask, head_dims, json.dumps(features)]
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE, *arguments], capture_output=True, text=True, env=env)
     assert run.returncode == 0, run.stderr[-3000:]
     kernels = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(kernels) == 4 * len(head_dims.split(","))
+    assert len(kernels) == (2 if features else 4) * len(head_dims.split(","))
     for head_dim, kernel, shared, bound, traps in kernels:
         assert shared <= bound <= KNOWN[gpu].smem_per_block, f"{kernel}, head dim {head_dim}: {shared} bytes, bound {bound}"
         assert not traps, f"{kernel}, head dim {head_dim}: the compiler gave up and made a kernel that traps"

@@ -10,7 +10,7 @@ from strobe.api import (
     supports,
 )
 from strobe.dispatch import BACKENDS
-from strobe.masks import Causal, Document, Full, Mask, Prefix, Window
+from strobe.masks import Causal, Document, Full, Mask, Prefix, Visible, Window
 from strobe.scores import Score
 
 __version__ = "0.1.0"
@@ -23,6 +23,7 @@ __all__ = [
     "Mask",
     "Prefix",
     "Score",
+    "Visible",
     "Window",
     "attention",
     "explain",

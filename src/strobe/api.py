@@ -12,6 +12,7 @@ import torch
 
 from strobe import dispatch, ops
 from strobe.device import arch_of
+from strobe.functions import Function
 from strobe.masks import Causal, Mask, Window
 from strobe.scores import Score
 
@@ -30,6 +31,8 @@ def attention(
     cu_seqlens_kv: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_kv: torch.Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -40,23 +43,28 @@ def attention(
             on a CPU). Any strides with a contiguous last dim; head_dim a multiple of 8 up to 256.
         k: as q, with seqlen_kv and heads_kv, which divides heads_q (GQA, MQA).
         v: as k; its head dim may differ.
-        mask: Full() (the default), Causal(), Window(...), Prefix(...), Document(...), or several joined by `&`.
-            Aligned bottom-right: the last query stands on the last key.
-        score: Score(softcap=..., alibi=...).
+        mask: Full() (the default), Causal(), Window(...), Prefix(...), Document(...), Visible(function), or several
+            joined by `&`. Aligned bottom-right: the last query stands on the last key.
+        score: Score(softcap=..., alibi=..., bias=..., sinks=..., function=...).
         scale: default 1 / sqrt(head_dim).
         cu_seqlens_q, cu_seqlens_kv: int32 [batch + 1] on q's device: the bounds of packed sequences.
         max_seqlen_q, max_seqlen_kv: the longest sequences; default: the totals, which is safe and launches more.
+        seqused_q, seqused_kv: int32 [batch] on q's device: how many rows of q, and keys, of each batch entry (or packed
+            sequence) are used. Masks are aligned to these; rows of q beyond give 0 and LSE -inf, keys beyond are not read.
         return_lse: also return log(sum(exp(scores))), float32, [batch, heads_q, seqlen_q] or [heads_q, total_q];
             it has a gradient.
         backend: a name from `strobe.BACKENDS` to run that one or fail; None lets Strobe choose (see `explain`).
 
     Returns:
-        out, shaped as q with v's head dim; or (out, lse). A row that sees no key gives 0, LSE -inf and zero gradients.
+        out, shaped as q with v's head dim; or (out, lse). A row that sees no key gives 0, LSE -inf (with sinks: its sink) and
+        zero gradients. Gradients with a bias, sinks, functions or seqused are refused, when they are asked for.
 
     Raises:
         ValueError, TypeError: naming the argument, before any launch.
     """
-    options = _options(q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, backend)
+    options = _options(
+        q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, backend
+    )
     out, lse = torch.ops.strobe.forward(q, k, v, *options.arguments())
     return (out, lse) if return_lse else out
 
@@ -94,16 +102,18 @@ def supports(
 
 def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-    deterministic=False, return_attn_probs=False,
+    deterministic=False, return_attn_probs=False, *, learnable_sink=None,
 ):  # fmt: skip
     """flash-attn's function of this name. q [batch, seqlen_q, heads_q, D], k and v [batch, seqlen_k, heads_kv, D].
 
     causal=True forces the window's right side to 0, as flash-attn does. Strobe's backward is deterministic always.
+    learnable_sink: FlashAttention-4's argument, [heads_q], the sinks of `strobe.Score`.
     Returns out, or (out, softmax_lse, S_dmask) with return_attn_probs, where S_dmask is empty (there is no dropout).
     """
     _no_dropout(dropout_p)
     mask = _flash_mask(causal, window_size)
-    result = attention(q, k, v, mask=mask, score=_score(softcap, alibi_slopes), scale=softmax_scale, return_lse=True)
+    score = _score(softcap, alibi_slopes, learnable_sink)
+    result = attention(q, k, v, mask=mask, score=score, scale=softmax_scale, return_lse=True)
     return _flash_result(result, return_attn_probs)
 
 
@@ -134,10 +144,13 @@ def flash_attn_kvpacked_func(
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
+    *, seqused_q=None, seqused_k=None, learnable_sink=None,
 ):  # fmt: skip
     """flash-attn's function of this name. q [total_q, heads_q, D], k and v [total_k, heads_kv, D], packed sequences.
 
-    softmax_lse is [heads_q, total_q]. Rows of q that belong to no sequence give 0.
+    seqused_q, seqused_k: FlashAttention-3's arguments, int32 [batch], the rows and keys of each sequence that are used.
+    learnable_sink: FlashAttention-4's, [heads_q], the sinks of `strobe.Score`.
+    softmax_lse is [heads_q, total_q]. Rows of q that belong to no sequence, or are not used, give 0.
     """
     _no_dropout(dropout_p)
     if block_table is not None:
@@ -146,9 +159,9 @@ def flash_attn_varlen_func(
         if value is None:
             raise TypeError(f"{name} must be an int32 tensor, got None")
     result = attention(
-        q, k, v, mask=_flash_mask(causal, window_size), score=_score(softcap, alibi_slopes), scale=softmax_scale,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_k,
-        return_lse=True,
+        q, k, v, mask=_flash_mask(causal, window_size), score=_score(softcap, alibi_slopes, learnable_sink),
+        scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+        max_seqlen_kv=max_seqlen_k, seqused_q=seqused_q, seqused_kv=seqused_k, return_lse=True,
     )  # fmt: skip
     return _flash_result(result, return_attn_probs)
 
@@ -170,10 +183,10 @@ def _flash_mask(causal: bool, window_size: Sequence[int]) -> Mask:
     return window & Causal() if causal else window
 
 
-def _score(softcap: float, alibi_slopes: torch.Tensor | None) -> Score:
+def _score(softcap: float, alibi_slopes: torch.Tensor | None, learnable_sink: torch.Tensor | None) -> Score:
     if not isinstance(softcap, (int, float)):
         raise TypeError(f"softcap must be a number, got {type(softcap).__name__}")
-    return Score(softcap=float(softcap), alibi=alibi_slopes)
+    return Score(softcap=float(softcap), alibi=alibi_slopes, sinks=learnable_sink)
 
 
 def _no_dropout(dropout_p: float) -> None:
@@ -197,13 +210,17 @@ def _check_packed(name: str, x: torch.Tensor, parts: int) -> None:
 
 def _options_of(
     q, k, v, *, mask=None, score=None, scale=None, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None,
-    max_seqlen_kv=None, return_lse=False, backend=None,
+    max_seqlen_kv=None, seqused_q=None, seqused_kv=None, return_lse=False, backend=None,
 ) -> ops.Options:  # fmt: skip
     """`_options` from `attention`'s keywords, for `explain` and `supports`."""
-    return _options(q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, backend)
+    return _options(
+        q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, backend
+    )
 
 
-def _options(q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, backend) -> ops.Options:
+def _options(
+    q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, backend
+) -> ops.Options:
     """Checked arguments of the operator."""
     mask = Mask() if mask is None else mask
     score = Score() if score is None else score
@@ -221,7 +238,11 @@ def _options(q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqle
         raise ValueError("max_seqlen_q and max_seqlen_kv go with cu_seqlens; for dense q, k, v leave them None")
     documents = _check_documents(mask, q, k, packed)
     batch = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
+    _check_seqused("seqused_q", seqused_q, batch, q)
+    _check_seqused("seqused_k", seqused_kv, batch, q)
     _check_alibi(score.alibi, batch, q)
+    _check_bias(score.bias, q, k, packed)
+    _check_sinks(score.sinks, q)
     if backend is not None:
         _check_backend(backend, q, k, v)
     return ops.Options(
@@ -229,14 +250,20 @@ def _options(q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqle
         cu_seqlens_kv=cu_seqlens_kv,
         max_q=max_seqlen_q or 0,
         max_kv=max_seqlen_kv or 0,
+        seqused_q=seqused_q,
+        seqused_kv=seqused_kv,
         scale=_check_scale(scale, q.shape[-1]),
         left=mask.left,
         right=mask.right,
         prefix=mask.prefix,
         document_q=documents.q if documents else None,
         document_kv=documents.kv if documents else None,
+        mask_function=None if mask.function is None else mask.function.key,
         softcap=score.softcap,
         alibi=score.alibi,
+        bias=score.bias,
+        sinks=score.sinks,
+        score_function=score.function.key if isinstance(score.function, Function) else None,
         backend=backend,
     )
 
@@ -326,6 +353,53 @@ def _check_alibi(alibi: torch.Tensor | None, batch: int, q) -> None:
         raise ValueError(f"alibi_slopes must be on q's device {q.device}, got {alibi.device}")
     if alibi.requires_grad:
         raise ValueError("alibi_slopes must not require a gradient: Strobe has none for them; pass alibi_slopes.detach()")
+
+
+def _check_bias(bias: torch.Tensor | None, q, k, packed: bool) -> None:
+    if bias is None:
+        return
+    _check_tensor("bias", bias)
+    if packed:
+        raise ValueError("bias goes with dense q, k, v, got packed sequences: a score function may compute it instead")
+    if bias.dtype not in (q.dtype, torch.float32):
+        raise TypeError(f"bias must be float32 or have q's dtype {q.dtype}, got {bias.dtype}")
+    shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if bias.dim() != 4 or any(n not in (1, full) for n, full in zip(bias.shape, shape, strict=True)):
+        raise ValueError(f"bias must have shape {list(shape)}, any of which may be 1, got {list(bias.shape)}")
+    _check_parameter("bias", bias, q)
+
+
+def _check_sinks(sinks: torch.Tensor | None, q) -> None:
+    if sinks is None:
+        return
+    _check_tensor("sinks", sinks)
+    if sinks.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"sinks must be float32, bfloat16 or float16, got {sinks.dtype}")
+    if tuple(sinks.shape) != (q.shape[-2],):
+        raise ValueError(f"sinks must have shape [{q.shape[-2]}], got {list(sinks.shape)}")
+    _check_parameter("sinks", sinks, q)
+
+
+def _check_parameter(name: str, x: torch.Tensor, q) -> None:
+    """A tensor that a model may have learned."""
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} must not require a gradient: Strobe has none for it yet; use torch.no_grad() or {name}.detach()"
+        )
+
+
+def _check_seqused(name: str, used: torch.Tensor | None, batch: int, q) -> None:
+    if used is None:
+        return
+    _check_tensor(name, used)
+    if used.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {used.dtype}")
+    if tuple(used.shape) != (batch,) or not used.is_contiguous():
+        raise ValueError(f"{name} must be contiguous with shape [{batch}], got {list(used.shape)}")
+    if used.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {used.device}")
 
 
 def _check_scale(scale, head_dim: int) -> float:

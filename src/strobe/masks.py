@@ -1,7 +1,7 @@
 """Masks: which keys a query may see.
 
-Every mask here is one conjunction in normal form, a band around the diagonal, a bidirectional prefix and document
-numbers, so that `Causal() & Window(left=1024) & Document(ids)` is again a `Mask` and a kernel has one thing to read.
+Every mask here is one conjunction in normal form, a band around the diagonal, a bidirectional prefix, document numbers and
+a function, so that `Causal() & Window(left=1024) & Document(ids)` is again a `Mask` and a kernel has one thing to read.
 
 Positions. Query row i of a sequence with n_q queries and n_kv keys stands at position p = i + n_kv - n_q among the
 keys: the last query stands on the last key ("bottom-right" alignment). In these terms key j is visible to row p if
@@ -9,6 +9,7 @@ keys: the last query stands on the last key ("bottom-right" alignment). In these
     p - left <= j <= p + right        (a bound that is None does not apply)
     j <= p  or  j < prefix            (where a prefix is given)
     document_q[i] == document_kv[j]   (where documents are given)
+    f(b, h, i, j)                     (where a function is given)
 
 The five functions below are plain arithmetic on purpose. The host calls them with integers or torch tensors, and the
 kernels call *the same source*, compiled by Triton or Gluon (`kernels/common/masks.py`), where a bound that is None
@@ -17,14 +18,17 @@ disappears at compile time. What is proven about them on the CPU therefore holds
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 
+from strobe.functions import Function, both, mask_function
+
 
 def visible(p, j, n_kv, left, right, prefix):
-    """Whether the row at position p sees key j; broadcasts p against j. Documents are compared by the caller."""
+    """Whether the row at position p sees key j; broadcasts p against j. Documents and functions are the caller's."""
     seen = (j >= 0) & (j < n_kv)
     if right is not None:
         seen = seen & (j <= p + right)
@@ -109,12 +113,13 @@ class Documents:
 
 @dataclass(frozen=True)
 class Mask:
-    """A conjunction of a band (left, right), a prefix and documents; `&` gives the conjunction of two masks."""
+    """A conjunction of a band (left, right), a prefix, documents and a function; `&` gives the conjunction of two masks."""
 
     left: int | None = None
     right: int | None = None
     prefix: int | None = None
     documents: Documents | None = None
+    function: Function | None = None
 
     def __post_init__(self):
         for name in ("left", "right", "prefix"):
@@ -136,6 +141,9 @@ class Mask:
             right=_least(self.right, other.right),
             prefix=_least(self.prefix, other.prefix),
             documents=self.documents if self.documents is not None else other.documents,
+            function=both(self.function, other.function)
+            if self.function and other.function
+            else self.function or other.function,
         )
 
     def __str__(self) -> str:
@@ -148,6 +156,8 @@ class Mask:
             parts.append(f"prefix({self.prefix})")
         if self.documents is not None:
             parts.append("documents")
+        if self.function is not None:
+            parts.append(f"function {self.function}")
         return " & ".join(parts) or "full"
 
     @property
@@ -166,40 +176,64 @@ class Mask:
         """True for exactly the causal mask, with nothing else in the conjunction."""
         return self == Causal()
 
-    def dense(self, n_q: int, n_kv: int, batch: int | None = None, device=None) -> torch.Tensor:
-        """The specification: bool, True where visible; [n_q, n_kv], or [batch, n_q, n_kv] if there are documents."""
+    @property
+    def by_pair(self) -> bool:
+        """Whether pairs are compared one by one, so that no tile is known to be seen whole."""
+        return self.documents is not None or self.function is not None
+
+    def of_batch(self, number: int) -> Mask:
+        """The mask of one batch entry, whose documents have a batch of 1; its function is not told the number."""
+        if self.documents is None:
+            return self
+        one = slice(number, number + 1)
+        return replace(self, documents=Documents(self.documents.q[one], self.documents.kv[one]))
+
+    def dense(self, n_q: int, n_kv: int, batch: int = 1, heads: int = 1, device=None) -> torch.Tensor:
+        """The specification: bool, True where visible; [n_q, n_kv], or [batch, n_q, n_kv] if there are documents (which know
+        the batch), or [batch, heads, n_q, n_kv] if there is a function."""
         i = torch.arange(n_q, device=device)[:, None]
         j = torch.arange(n_kv, device=device)[None, :]
-        return self.tile(i, j, n_q, n_kv)
+        return self.tile(i, j, n_q, n_kv, range(batch), range(heads))
 
-    def tile(self, i: torch.Tensor, j: torch.Tensor, n_q: int, n_kv: int) -> torch.Tensor:
-        """`dense` for some rows i [rows, 1] and keys j [1, keys]."""
+    def tile(
+        self, i: torch.Tensor, j: torch.Tensor, n_q: int, n_kv: int, batches: range = range(1), heads: range = range(1)
+    ) -> torch.Tensor:
+        """`dense` for some rows i [rows, 1] and keys j [1, keys]. batches, heads: what a function is told of them; those of
+        documents are all that they have."""
         seen = visible(i + (n_kv - n_q), j, n_kv, *self.band).expand(i.shape[0], j.shape[1])
         if self.documents is not None:
             seen = seen & (self.documents.q[:, i[:, 0], None] == self.documents.kv[:, None, j[0]])
+            batches = range(batches.start, batches.start + seen.shape[0])
+        if self.function is not None:
+            batch = torch.arange(batches.start, batches.stop, device=i.device)[:, None, None, None]
+            head = torch.arange(heads.start, heads.stop, device=i.device)[:, None, None]
+            seen = (seen[:, None] if seen.dim() == 3 else seen) & self.function(batch, head, i, j)
+            seen = seen.expand(len(batches), len(heads), i.shape[0], j.shape[1])
         return seen
 
     def kv_range(self, row_first: int, row_last: int, n_q: int, n_kv: int) -> tuple[int, int]:
-        """[begin, end) of the keys that some row of row_first..row_last may see; documents are not looked at."""
+        """[begin, end) of the keys that some row of row_first..row_last may see; documents and functions are not looked at."""
         shift = n_kv - n_q
         begin, end = kv_range(row_first + shift, row_last + shift, n_kv, *self.band)
         return begin, max(begin, end)
 
     def tile_class(self, row_first: int, row_last: int, key_first: int, key_last: int, n_q: int, n_kv: int) -> TileClass:
-        """The class of the tile rows x keys (bounds inclusive); with documents never FULL."""
+        """The class of the tile rows x keys (bounds inclusive); with documents or a function never FULL."""
         begin, end = self.kv_range(row_first, row_last, n_q, n_kv)
         if key_last < begin or key_first >= end:
             return TileClass.EMPTY
         shift = n_kv - n_q
         begin, end = kv_full(row_first + shift, row_last + shift, n_kv, *self.band)
-        if begin <= key_first and key_last < end and self.documents is None:
+        if begin <= key_first and key_last < end and not self.by_pair:
             return TileClass.FULL
         return TileClass.PARTIAL
 
-    def count(self, n_q: int, n_kv: int) -> int:
-        """How many (row, key) pairs are visible, for FLOPs; with documents, the mean over the batch, rounded."""
-        if self.documents is not None:
-            return round(self.dense(n_q, n_kv).sum().item() / max(1, self.documents.q.shape[0]))
+    def count(self, n_q: int, n_kv: int, batch: int = 1, heads: int = 1) -> int:
+        """How many (row, key) pairs are visible, for FLOPs; where that differs, the mean over batch and heads, rounded.
+
+        With documents, over their batch; with a function, over `batch` and `heads`."""
+        if self.by_pair:
+            return round(self._count_pairs(n_q, n_kv, range(batch), range(heads)))
         p = torch.arange(n_kv - n_q, n_kv)
         end = torch.full_like(p, n_kv)
         if self.right is not None:
@@ -208,6 +242,15 @@ class Mask:
             end = end.minimum((p + 1).clamp(min=self.prefix))
         begin = torch.zeros_like(p) if self.left is None else (p - self.left).clamp(min=0)
         return int((end - begin).clamp(min=0).sum())
+
+    def _count_pairs(self, n_q: int, n_kv: int, batches: range, heads: range) -> float:
+        """`count`, by looking at every pair, some rows at a time."""
+        device = None if self.documents is None else self.documents.q.device
+        j, total = torch.arange(n_kv, device=device)[None, :], 0.0
+        for i in torch.arange(n_q, device=device).split(1024):
+            seen = self.tile(i[:, None], j, n_q, n_kv, batches, heads)
+            total += seen.sum().item() / max(1, seen.shape[:-2].numel())
+        return total
 
 
 def _least(a: int | None, b: int | None) -> int | None:
@@ -232,6 +275,16 @@ def Window(left: int | None = None, right: int | None = None) -> Mask:
 def Prefix(length: int) -> Mask:
     """The first `length` keys are seen by all queries, the others causally (a prefix language model)."""
     return Mask(prefix=length)
+
+
+def Visible(function: Callable) -> Mask:
+    """A query sees the keys for which f(batch, head, q_index, kv_index) is True.
+
+    function: a Python function of arithmetic, comparisons and `strobe.math` (see docs/masks.md), given int tensors that
+        broadcast to a tile, which returns a bool one. Indices count from 0 in each sequence: unlike `Causal()`, a function
+        aligns what it compares itself.
+    """
+    return Mask(function=mask_function(function))
 
 
 def Document(q: torch.Tensor, kv: torch.Tensor | None = None) -> Mask:

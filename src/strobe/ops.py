@@ -7,19 +7,23 @@ from the AttentionProblem that the arguments describe. Nothing here waits for th
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from strobe import dispatch
 from strobe.device import arch_of
+from strobe.functions import known
 from strobe.masks import Mask, with_documents
 from strobe.problem import AttentionProblem, Dense, Operands, Varlen
 from strobe.scores import Score
 
 _OPTIONS = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, SymInt max_q, SymInt max_kv, float scale, SymInt? left, SymInt? right, "
-    "SymInt? prefix, Tensor? document_q, Tensor? document_kv, float softcap, Tensor? alibi, str? backend"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, SymInt max_q, SymInt max_kv, Tensor? seqused_q, Tensor? seqused_kv, "
+    "float scale, SymInt? left, SymInt? right, SymInt? prefix, Tensor? document_q, Tensor? document_kv, str? mask_function, "
+    "float softcap, Tensor? alibi, Tensor? bias, Tensor? sinks, str? score_function, str? backend"
 )
 _library = torch.library.Library("strobe", "DEF")
 _library.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor lse)")
@@ -37,22 +41,36 @@ class Options:
     cu_seqlens_kv: torch.Tensor | None = None
     max_q: int = 0
     max_kv: int = 0
+    seqused_q: torch.Tensor | None = None
+    seqused_kv: torch.Tensor | None = None
     scale: float = 1.0
     left: int | None = None
     right: int | None = None
     prefix: int | None = None
     document_q: torch.Tensor | None = None
     document_kv: torch.Tensor | None = None
+    mask_function: str | None = None
+    """The key of a `strobe.functions.Function`, as is score_function."""
     softcap: float = 0.0
     alibi: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    score_function: str | None = None
     backend: str | None = None
 
     def arguments(self) -> tuple:
         """As the operators take them."""
         return (
-            self.cu_seqlens_q, self.cu_seqlens_kv, self.max_q, self.max_kv, self.scale, self.left, self.right, self.prefix,
-            self.document_q, self.document_kv, self.softcap, self.alibi, self.backend,
+            self.cu_seqlens_q, self.cu_seqlens_kv, self.max_q, self.max_kv, self.seqused_q, self.seqused_kv, self.scale,
+            self.left, self.right, self.prefix, self.document_q, self.document_kv, self.mask_function, self.softcap, self.alibi,
+            self.bias, self.sinks, self.score_function, self.backend,
         )  # fmt: skip
+
+
+_TENSORS = (
+    "cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "document_q", "document_kv", "alibi", "bias", "sinks",
+)  # fmt: skip
+"""Those of the options that are tensors."""
 
 
 def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, phase="forward") -> AttentionProblem:
@@ -71,11 +89,20 @@ def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
         head_dim_v=v.shape[-1],
         dtype=q.dtype,
         scale=options.scale,
-        mask=with_documents(Mask(options.left, options.right, options.prefix), options.document_q, options.document_kv),
-        score=Score(options.softcap, options.alibi),
+        mask=with_documents(
+            Mask(options.left, options.right, options.prefix, function=known(options.mask_function)),
+            options.document_q,
+            options.document_kv,
+        ),
+        score=Score(options.softcap, options.alibi, options.bias, options.sinks, known(options.score_function)),
         phase=phase,
         unaligned=tuple(name for name, x in (("q", q), ("k", k), ("v", v)) if not _aligned(x)),
+        seqused=options.seqused_q is not None or options.seqused_kv is not None,
     )
+
+
+def operands_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Operands:
+    return Operands(q, k, v, options.cu_seqlens_q, options.cu_seqlens_kv, options.seqused_q, options.seqused_kv)
 
 
 def _aligned(x: torch.Tensor) -> bool:
@@ -86,42 +113,49 @@ def _aligned(x: torch.Tensor) -> bool:
 
 def _run_forward(q, k, v, *options):
     opts = Options(*options)
-    problem, operands = describe(q, k, v, opts), Operands(q, k, v, opts.cu_seqlens_q, opts.cu_seqlens_kv)
-    _check_cu_seqlens(problem, operands)
+    problem, operands = describe(q, k, v, opts), operands_of(q, k, v, opts)
+    _check_lengths(problem, operands)
     return dispatch.select(problem, arch_of(q.device), opts.backend).forward(problem, operands)
 
 
 def _run_backward(dout, dlse, q, k, v, out, lse, *options):
     opts = Options(*options)
-    problem, operands = describe(q, k, v, opts, "backward"), Operands(q, k, v, opts.cu_seqlens_q, opts.cu_seqlens_kv)
+    problem, operands = describe(q, k, v, opts, "backward"), operands_of(q, k, v, opts)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     chosen = dispatch.select(problem, arch_of(q.device), opts.backend)
     return chosen.backward(problem, operands, out, lse, dout, dlse)
 
 
-def _check_cu_seqlens(problem: AttentionProblem, operands: Operands) -> None:
-    """Order and range of cu_seqlens: on the CPU always; on a GPU only with STROBE_DEBUG=1, by asserts on the device."""
-    lengths = problem.lengths
-    if not isinstance(lengths, Varlen):
+def _check_lengths(problem: AttentionProblem, operands: Operands) -> None:
+    """Order and range of cu_seqlens and seqused: on the CPU always; on a GPU only with STROBE_DEBUG=1, by asserts there."""
+    if not problem.varlen and not problem.seqused:
         return
     on_cpu = operands.q.device.type == "cpu"
     if not on_cpu and os.environ.get("STROBE_DEBUG", "0") != "1":
         return
-    for name, cu, total, longest in (
-        ("cu_seqlens_q", operands.cu_seqlens_q, lengths.total_q, lengths.max_q),
-        ("cu_seqlens_k", operands.cu_seqlens_kv, lengths.total_kv, lengths.max_kv),
+    for name, lengths, good, rule in _rules(problem, operands):
+        if on_cpu and not bool(good):
+            raise ValueError(f"{name} must {rule}, got {lengths.tolist()}")
+        if not on_cpu:
+            torch._assert_async(good, f"{name} must {rule}")
+
+
+def _rules(problem: AttentionProblem, operands: Operands) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, str]]:
+    """Of the lengths that a problem's tensors hold: name, tensor, whether it keeps a rule (a tensor), the rule in words."""
+    lengths = problem.lengths
+    total_q, total_kv = (lengths.total_q, lengths.total_kv) if isinstance(lengths, Varlen) else (0, 0)
+    for side, cu, used, total, longest in (
+        ("q", operands.cu_seqlens_q, operands.seqused_q, total_q, lengths.seqlen_q),
+        ("k", operands.cu_seqlens_kv, operands.seqused_kv, total_kv, lengths.seqlen_kv),
     ):
-        assert cu is not None
-        steps = cu.diff()
-        for good, rule in (
-            ((cu[:1] == 0).all() & (steps >= 0).all(), "start at 0 and never decrease"),
-            ((cu <= total).all(), f"not exceed the {total} rows given"),
-            ((steps <= longest).all(), f"have no sequence longer than max_seqlen = {longest}"),
-        ):
-            if on_cpu and not bool(good):
-                raise ValueError(f"{name} must {rule}, got {cu.tolist()}")
-            if not on_cpu:
-                torch._assert_async(good, f"{name} must {rule}")
+        if cu is not None:
+            name, steps = f"cu_seqlens_{side}", cu.diff()
+            yield name, cu, (cu[:1] == 0).all() & (steps >= 0).all(), "start at 0 and never decrease"
+            yield name, cu, (cu <= total).all(), f"not exceed the {total} rows given"
+            yield name, cu, (steps <= longest).all(), f"have no sequence longer than max_seqlen = {longest}"
+        if used is not None:
+            most = longest if cu is None else cu.diff()
+            yield f"seqused_{side}", used, ((used >= 0) & (used <= most)).all(), "be from 0 to the length of each sequence"
 
 
 def _fake_forward(q, k, v, *options):
@@ -137,17 +171,15 @@ def _fake_backward(dout, dlse, q, k, v, out, lse, *options):
 def _save(ctx, inputs, output):
     q, k, v, *rest = inputs
     options = Options(*rest)
-    tensors = (options.cu_seqlens_q, options.cu_seqlens_kv, options.document_q, options.document_kv, options.alibi)
-    ctx.save_for_backward(q, k, v, *output, *tensors)
-    ctx.options = replace(options, cu_seqlens_q=None, cu_seqlens_kv=None, document_q=None, document_kv=None, alibi=None)
+    ctx.save_for_backward(q, k, v, *output, *(getattr(options, name) for name in _TENSORS))
+    without_tensors: dict[str, Any] = dict.fromkeys(_TENSORS)
+    ctx.options = replace(options, **without_tensors)
     ctx.set_materialize_grads(False)
 
 
 def _gradient(ctx, dout, dlse):
-    q, k, v, out, lse, cu_q, cu_kv, document_q, document_kv, alibi = ctx.saved_tensors
-    options = replace(
-        ctx.options, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, document_q=document_q, document_kv=document_kv, alibi=alibi
-    )
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    options = replace(ctx.options, **dict(zip(_TENSORS, tensors, strict=True)))
     dout = torch.zeros_like(out) if dout is None else dout
     grads = torch.ops.strobe.backward(dout, dlse, q, k, v, out, lse, *options.arguments())
     return (*grads, *(None for _ in options.arguments()))

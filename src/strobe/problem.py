@@ -1,7 +1,8 @@
 """AttentionProblem: the one description of an attention that every part of Strobe takes.
 
-It holds what the host knows without asking the GPU. The values of cu_seqlens stay on the device; document numbers and
-ALiBi slopes ride along as tensors inside the mask and the score, which only the reference reads on the host.
+It holds what the host knows without asking the GPU. The values of cu_seqlens and seqused stay on the device; document
+numbers, slopes, biases and sinks ride along as tensors inside the mask and the score, which only the reference reads on the
+host.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class AttentionProblem:
     phase: Phase = "forward"
     unaligned: tuple[str, ...] = ()
     """Names of the tensors that a TMA descriptor cannot address (base or a stride not a multiple of 16 bytes)."""
+    seqused: bool = False
+    """Whether the operands say how many rows or keys of each batch entry (or sequence) are used."""
 
     @property
     def group(self) -> int:
@@ -88,18 +91,33 @@ class AttentionProblem:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}, {self.head_dim_v}"
         return (
             f"{self.phase}, {self.lengths}, heads {self.heads_q}/{self.heads_kv}, head dim {dims}, "
-            f"{str(self.dtype).removeprefix('torch.')}, mask {self.mask}, score {self.score}"
+            f"{str(self.dtype).removeprefix('torch.')}, mask {self.mask}, score {self.score}" + ", seqused" * self.seqused
         )
 
 
 class Operands(NamedTuple):
-    """The tensors of a problem; cu_seqlens only if it is varlen."""
+    """The tensors of a problem; cu_seqlens only if it is varlen, seqused (either or both) only if it says so."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_kv: torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
+    seqused_kv: torch.Tensor | None = None
+
+
+def without_gradient(problem: AttentionProblem) -> str | None:
+    """Why no backward takes a problem yet: the features that only the forward has; or None."""
+    features = {
+        "a bias": problem.score.bias,
+        "sinks": problem.score.sinks,
+        "a score function": problem.score.function,
+        "a mask function": problem.mask.function,
+        "seqused": problem.seqused or None,
+    }
+    named = [name for name, given in features.items() if given is not None]
+    return f"has no gradient with {', '.join(named)} yet" if named and problem.phase == "backward" else None
 
 
 def lse_shape(problem: AttentionProblem) -> tuple[int, ...]:

@@ -1,45 +1,141 @@
-"""Scores: what happens to q.k between the product and the softmax.
+"""Scores: what happens to q.k between the product and the softmax, in this order.
 
 s = scale * q.k
 s = softcap * tanh(s / softcap)      where softcap > 0    (Gemma 2; flash-attn's order: before the slopes)
 s = s - slope[h] * |p - j|           where ALiBi slopes are given; p is the row's position among the keys
+s = s + bias[b, h, i, j]             where a bias is given
+s = f(s, b, h, i, j)                 where a function is given
+
+and to the softmax itself: where there are sinks, exp(sink[h]) is one more term of every row's sum, which has no value
+(gpt-oss; Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks"). A key with a score of -inf weighs
+nothing, and a row that sees no other is as one that sees none.
+
+The functions at the end are plain arithmetic, as those of `strobe.masks`: kernels compile the same source with Triton and
+Gluon (`kernels/common/scores.py`, `gluon_scores.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
+
+from strobe import math
+from strobe.functions import Function, score_function
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
 
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """softcap: a positive bound, or 0 for none. alibi: float32 slopes, [heads_q] or [batch, heads_q], or None."""
+    """Changes of the scores, of which any may be combined.
+
+    softcap: a positive bound, or 0 for none.
+    alibi: float32 slopes, [heads_q] or [batch, heads_q].
+    bias: [batch, heads_q, seqlen_q, seqlen_kv], any of which may be 1, with any strides, of q's dtype or float32.
+    sinks: [heads_q], of float32, bfloat16 or float16.
+    function: f(score, batch, head, q_index, kv_index) -> score, a Python function of arithmetic and `strobe.math` (see
+        docs/masks.md), given tensors that broadcast to a tile of scores; indices count from 0 in each sequence.
+    """
 
     softcap: float = 0.0
     alibi: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    function: Function | Callable | None = None
 
     def __post_init__(self):
         if not self.softcap >= 0.0:
             raise ValueError(f"score: softcap must be 0 (none) or positive, got {self.softcap}")
+        if self.function is not None:
+            object.__setattr__(self, "function", score_function(self.function))
 
     def __str__(self) -> str:
         parts = [f"softcap({self.softcap:g})"] if self.softcap else []
-        parts += ["alibi"] if self.alibi is not None else []
+        parts += [name for name in ("alibi", "bias", "sinks") if getattr(self, name) is not None]
+        parts += [f"function {self.function}"] if self.function is not None else []
         return " + ".join(parts) or "plain"
 
-    def apply(self, s: torch.Tensor, i: torch.Tensor, j: torch.Tensor, n_q: int, n_kv: int) -> torch.Tensor:
-        """Scaled products s [batch, heads_q, rows, keys] -> scores, for rows i [rows, 1] and keys j [1, keys]."""
+    def of_batch(self, number: int) -> Score:
+        """The score of one batch entry (or sequence), whose tensors have a batch of 1; its function is not told the number."""
+        alibi = self.alibi if self.alibi is None or self.alibi.dim() == 1 else self.alibi[number : number + 1]
+        bias = self.bias if self.bias is None or self.bias.shape[0] == 1 else self.bias[number : number + 1]
+        return replace(self, alibi=alibi, bias=bias)
+
+    def apply(
+        self, s: torch.Tensor, i: torch.Tensor, j: torch.Tensor, n_q: int, n_kv: int, first_batch: int = 0
+    ) -> torch.Tensor:
+        """Scaled products s [batch, heads_q, rows, keys] -> scores, for rows i [rows, 1] and keys j [1, keys].
+
+        first_batch: what the function is told of the first batch entry.
+        """
         if self.softcap:
             s = self.softcap * torch.tanh(s / self.softcap)
         if self.alibi is not None:
             slopes = self.alibi.to(s.dtype)
             slopes = (slopes if slopes.dim() == 2 else slopes[None])[:, :, None, None]
             s = s - slopes * (i + (n_kv - n_q) - j).abs()
+        if self.bias is not None:
+            rows, keys = (
+                x.flatten() if size > 1 else x.new_zeros(1) for x, size in zip((i, j), self.bias.shape[2:], strict=True)
+            )
+            s = s + self.bias[:, :, rows][..., keys].to(s.dtype)
+        if isinstance(self.function, Function):
+            batch = torch.arange(first_batch, first_batch + s.shape[0], device=s.device)[:, None, None, None]
+            head = torch.arange(s.shape[1], device=s.device)[None, :, None, None]
+            s = self.function(s, batch, head, i, j).to(s.dtype).expand(s.shape).contiguous()
         return s
 
     def gradient(self, ds: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        """d loss / d (scaled product) from ds = d loss / d score, given the scaled product s."""
+        """d loss / d (scaled product) from ds = d loss / d score, given the scaled product s; without a function."""
         if self.softcap:
             ds = ds * (1.0 - torch.tanh(s / self.softcap) ** 2)
         return ds
+
+
+# ---- the arithmetic of kernels
+
+
+def tanh(x):
+    """Accurate near 0 too, where (1 - e) / (1 + e) would cancel: Lambert's continued fraction."""
+    x2 = x * x
+    near = x * (10395.0 + x2 * (1260.0 + 21.0 * x2)) / (10395.0 + x2 * (4725.0 + x2 * (210.0 + x2)))
+    e = math.exp2(math.abs(x) * (-2.0 * LOG2E))
+    far = (1.0 - e) / (1.0 + e)
+    return math.where(x2 < 0.25, near, math.where(x < 0, -far, far))
+
+
+def score_and_factor(raw, p, j, inner, outer, slope):
+    """q.k -> (score, the factor that softcap puts on its gradient); p and j broadcast to the tile.
+
+    s = inner * q.k, or outer * tanh(inner * q.k) where outer is not None; then - slope * |p - j| where slope is not None.
+    In units of log2 if log2(e) is folded into the last factor of the product and into the slope.
+    """
+    factor = 1.0
+    if outer is None:
+        s = raw * inner
+    else:
+        t = tanh(raw * inner)
+        s = t * outer
+        factor = 1.0 - t * t
+    if slope is not None:
+        s = s - slope * math.abs(p - j)
+    return s, factor
+
+
+def score_of(raw, p, j, inner, outer, slope):
+    """The score of `score_and_factor` alone."""
+    s, _ = score_and_factor(raw, p, j, inner, outer, slope)
+    return s
+
+
+def with_bias(s, bias):
+    """Scores in units of log2 and a bias that is not."""
+    return s + bias * LOG2E
+
+
+def with_function(s, function, batch, head, i, j):
+    """Scores in units of log2, through a user's function, which knows natural ones; row i of the sequence, not position p."""
+    return function(s * LN2, batch, head, i, j) * LOG2E

@@ -1,4 +1,5 @@
-"""A packed (varlen) problem, one sequence at a time: how the plain-torch backends read cu_seqlens."""
+"""What the plain-torch backends compute at once: the whole of a dense problem, or one sequence (or batch entry) after the
+other where their lengths differ. Reads cu_seqlens and seqused on the host."""
 
 from __future__ import annotations
 
@@ -6,28 +7,47 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from strobe.problem import AttentionProblem, Operands, Varlen
-from strobe.scores import Score
 
 
-class Sequence(NamedTuple):
-    """Sequence `number` of a packed problem: its rows of q and of k, v."""
+class Part(NamedTuple):
+    """A dense part of a problem: what to index tensors by for views of it, which have a batch dim; its first batch entry;
+    its problem, whose mask and score hold the tensors of its own entries only. Only the lengths are those of the whole."""
 
-    number: int
-    q: slice
-    kv: slice
-
-
-def sequences(problem: AttentionProblem, operands: Operands) -> Iterator[Sequence]:
-    """The sequences of a packed problem; reads cu_seqlens on the host."""
-    assert isinstance(problem.lengths, Varlen) and operands.cu_seqlens_q is not None and operands.cu_seqlens_kv is not None
-    bounds_q, bounds_kv = operands.cu_seqlens_q.tolist(), operands.cu_seqlens_kv.tolist()
-    for b in range(problem.lengths.batch):
-        yield Sequence(b, slice(bounds_q[b], bounds_q[b + 1]), slice(bounds_kv[b], bounds_kv[b + 1]))
+    rows: tuple
+    """Of q, out, dout."""
+    keys: tuple
+    lse: tuple
+    batch: int
+    problem: AttentionProblem
 
 
-def score_of(score: Score, index: int) -> Score:
-    """The score for one sequence: its row of ALiBi slopes, where they differ by sequence."""
-    if score.alibi is None or score.alibi.dim() == 1:
-        return score
-    return replace(score, alibi=score.alibi[index])
+def parts(problem: AttentionProblem, operands: Operands) -> Iterator[Part]:
+    """The parts of a problem."""
+    if not problem.varlen and not problem.seqused:
+        yield Part((), (), (), 0, problem)
+        return
+    bounds_q = _bounds(problem, operands.cu_seqlens_q, operands.seqused_q, problem.lengths.seqlen_q)
+    bounds_kv = _bounds(problem, operands.cu_seqlens_kv, operands.seqused_kv, problem.lengths.seqlen_kv)
+    for b, (rows, keys) in enumerate(zip(bounds_q, bounds_kv, strict=True)):
+        one = replace(problem, mask=problem.mask.of_batch(b), score=problem.score.of_batch(b))
+        if problem.varlen:
+            yield Part((None, rows), (None, keys), (None, slice(None), rows), b, one)
+        else:
+            entry = slice(b, b + 1)
+            yield Part((entry, rows), (entry, keys), (entry, slice(None), rows), b, one)
+
+
+def _bounds(problem: AttentionProblem, cu: torch.Tensor | None, used: torch.Tensor | None, length: int) -> list[slice]:
+    """First and last of the rows, or keys, that each batch entry (or sequence) uses."""
+    batch = problem.lengths.batch
+    ends = [length] * batch
+    starts = [0] * batch
+    if isinstance(problem.lengths, Varlen):
+        assert cu is not None
+        starts, ends = cu[:-1].tolist(), cu[1:].tolist()
+    if used is not None:
+        ends = [start + n for start, n in zip(starts, used.tolist(), strict=True)]
+    return [slice(start, end) for start, end in zip(starts, ends, strict=True)]

@@ -6,7 +6,8 @@ unnormalised output O. A new tile with maximum m' moves the reference from m to 
     rescale = exp(m - m_new)      l <- l * rescale + rowsum(exp(s - m_new))      O <- O * rescale + exp(s - m_new) V
 
 and one division O / l at the end gives softmax(s) V exactly, whatever the tiles. LSE = m + log(l) is all that the
-backward needs to know of the softmax: P = exp(s - LSE), recomputed tile by tile, so memory is O(length).
+backward needs to know of the softmax: P = exp(s - LSE), recomputed tile by tile, so memory is O(length). A sink is a score
+without a value: a row begins with m = sink and l = 1.
 
 Backward. With delta = rowsum(dO * O) - dLSE:
 
@@ -20,15 +21,15 @@ Query heads that share a key head (GQA) are stacked along the rows of one produc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from strobe.device import Arch
-from strobe.masks import Mask, TileClass
-from strobe.problem import AttentionProblem, Operands, lse_shape
-from strobe.reference.sequences import score_of, sequences
+from strobe.masks import TileClass
+from strobe.problem import AttentionProblem, Operands, lse_shape, without_gradient
+from strobe.reference.sequences import Part, parts
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class Config:
 
 
 def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
-    if problem.varlen and arch.name != "CPU":
-        return "reads cu_seqlens on the host, so packed sequences run on a CPU only"
-    return None
+    if (problem.varlen or problem.seqused) and arch.name != "CPU":
+        return "reads cu_seqlens and seqused on the host, so sequences of different lengths run on a CPU only"
+    return without_gradient(problem)
 
 
 def config(problem: AttentionProblem, arch: Arch) -> Config:
@@ -54,12 +55,8 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
     q, k, v = operands[:3]
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full(lse_shape(problem), -torch.inf, dtype=_wide(q.dtype))
-    if not problem.varlen:
-        _forward(problem, q, k, v, out, lse)
-        return out, lse
-    for index, rows, keys in sequences(problem, operands):
-        one = replace(problem, score=score_of(problem.score, index))
-        _forward(one, q[None, rows], k[None, keys], v[None, keys], out[None, rows], lse[None, :, rows])
+    for part in parts(problem, operands):
+        _forward(part, q[part.rows], k[part.keys], v[part.keys], out[part.rows], lse[part.lse])
     return out, lse
 
 
@@ -67,15 +64,9 @@ def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse
     q, k, v = operands[:3]
     dq, dk, dv = (torch.zeros(x.shape, dtype=_wide(x.dtype), device=x.device) for x in (q, k, v))
     delta = _delta(problem, out, dout, dlse)
-    if not problem.varlen:
-        _backward(problem, _Saved(q, k, v, lse, dout, delta), dq, dk, dv)
-    else:
-        for index, rows, keys in sequences(problem, operands):
-            one = replace(problem, score=score_of(problem.score, index))
-            saved = _Saved(
-                q[None, rows], k[None, keys], v[None, keys], lse[None, :, rows], dout[None, rows], delta[None, :, rows]
-            )
-            _backward(one, saved, dq[None, rows], dk[None, keys], dv[None, keys])
+    for part in parts(problem, operands):
+        saved = _Saved(q[part.rows], k[part.keys], v[part.keys], lse[part.lse], dout[part.rows], delta[part.lse])
+        _backward(part, saved, dq[part.rows], dk[part.keys], dv[part.keys])
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -94,8 +85,10 @@ class _Tile(NamedTuple):
     j: torch.Tensor
 
 
-def _kv_tiles(mask: Mask, rows: slice, n_q: int, n_kv: int, tile_kv: int, device) -> Iterator[_Tile]:
+def _kv_tiles(part: Part, batch: int, rows: slice, n_q: int, n_kv: int, tile_kv: int, device) -> Iterator[_Tile]:
     """The tiles of keys that some of these rows may see; empty ones are not visited."""
+    mask, heads = part.problem.mask, part.problem.heads_q
+    batches = range(part.batch, part.batch + batch)
     i = torch.arange(rows.start, rows.stop, device=device)[:, None]
     begin, end = mask.kv_range(rows.start, rows.stop - 1, n_q, n_kv)
     for first in range(begin - begin % tile_kv, end, tile_kv):
@@ -103,9 +96,11 @@ def _kv_tiles(mask: Mask, rows: slice, n_q: int, n_kv: int, tile_kv: int, device
         j = torch.arange(keys.start, keys.stop, device=device)[None, :]
         seen = None
         if mask.tile_class(rows.start, rows.stop - 1, keys.start, keys.stop - 1, n_q, n_kv) is not TileClass.FULL:
-            seen = mask.tile(i, j, n_q, n_kv)
-            # [rows, keys] or [batch, rows, keys] -> broadcasts against [batch, heads_kv, group, rows, keys]
+            seen = mask.tile(i, j, n_q, n_kv, batches, range(heads))
+            # [rows, keys], [batch, rows, keys] or [batch, heads_q, rows, keys] -> broadcasts against
+            # [batch, heads_kv, group, rows, keys]
             seen = seen[:, None, None] if seen.dim() == 3 else seen
+            seen = seen.unflatten(1, (-1, part.problem.group)) if seen.dim() == 4 else seen
         yield _Tile(rows, keys, seen, i, j)
 
 
@@ -137,17 +132,17 @@ def _product(a: torch.Tensor, b: torch.Tensor, seen: torch.Tensor | None) -> tor
     return torch.where(touched, full, a @ torch.where(broken, 0.0, b))
 
 
-def _forward(problem: AttentionProblem, q, k, v, out, lse) -> None:
+def _forward(part: Part, q, k, v, out, lse) -> None:
     """One dense batch, written into out [B, n_q, heads_q, Dv] and lse [B, heads_q, n_q]."""
-    cfg, group = Config(), problem.group
+    cfg, problem, group = Config(), part.problem, part.problem.group
     n_q, n_kv = q.shape[1], k.shape[1]
     for rows in _q_tiles(n_q, cfg.tile_q):
         q_tile = _heads(q[:, rows], group) * problem.scale
-        row_max = q_tile.new_full((*q_tile.shape[:-1], 1), -torch.inf)
-        row_sum = torch.zeros_like(row_max)
+        row_max = _sinks(problem, q_tile)
+        row_sum = torch.where(row_max == -torch.inf, 0.0, 1.0).to(row_max.dtype)
         acc = q_tile.new_zeros(*q_tile.shape[:-1], v.shape[-1])
-        for tile in _kv_tiles(problem.mask, rows, n_q, n_kv, cfg.tile_kv, q.device):
-            s = _scores(problem, q_tile, k, tile, n_q, n_kv)
+        for tile in _kv_tiles(part, q.shape[0], rows, n_q, n_kv, cfg.tile_kv, q.device):
+            s = _scores(part, q_tile, k, tile, n_q, n_kv)
             new_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
             # A row that has seen nothing yet has the maximum -inf, and -inf - -inf is no number: shift by 0 instead.
             shift = torch.where(new_max == -torch.inf, 0.0, new_max)
@@ -162,16 +157,24 @@ def _forward(problem: AttentionProblem, q, k, v, out, lse) -> None:
         lse[:, :, rows] = log_sum.squeeze(-1).flatten(1, 2)
 
 
-def _scores(problem: AttentionProblem, q_tile, k, tile: _Tile, n_q: int, n_kv: int) -> torch.Tensor:
+def _sinks(problem: AttentionProblem, q_tile: torch.Tensor) -> torch.Tensor:
+    """The score that each row begins with, [B, heads_kv, group, rows, 1]: its head's sink, or -inf."""
+    start = q_tile.new_full((*q_tile.shape[:-1], 1), -torch.inf)
+    if problem.score.sinks is not None:
+        start[:] = problem.score.sinks.to(start.dtype).unflatten(0, (-1, problem.group))[..., None, None]
+    return start
+
+
+def _scores(part: Part, q_tile, k, tile: _Tile, n_q: int, n_kv: int) -> torch.Tensor:
     """Scores [B, heads_kv, group, rows, keys] of a tile from scaled queries; -inf where not seen."""
     s = q_tile @ _heads(k[:, tile.keys], 1).transpose(-1, -2)
-    s = _apply_score(problem, s, tile, n_q, n_kv)
+    s = _apply_score(part, s, tile, n_q, n_kv)
     return s if tile.seen is None else torch.where(tile.seen, s, -torch.inf)
 
 
-def _apply_score(problem: AttentionProblem, s, tile: _Tile, n_q: int, n_kv: int) -> torch.Tensor:
+def _apply_score(part: Part, s, tile: _Tile, n_q: int, n_kv: int) -> torch.Tensor:
     """The score works on [B, heads_q, rows, keys]."""
-    by_head = problem.score.apply(s.flatten(1, 2), tile.i, tile.j, n_q, n_kv)
+    by_head = part.problem.score.apply(s.flatten(1, 2), tile.i, tile.j, n_q, n_kv, part.batch)
     return by_head.unflatten(1, s.shape[1:3])
 
 
@@ -193,18 +196,18 @@ def _delta(problem: AttentionProblem, out, dout, dlse) -> torch.Tensor:
     return delta if dlse is None else delta - dlse.to(wide)
 
 
-def _backward(problem: AttentionProblem, saved: _Saved, dq, dk, dv) -> None:
+def _backward(part: Part, saved: _Saved, dq, dk, dv) -> None:
     """One dense batch, added into dq, dk, dv (in the wide type)."""
-    cfg, group = Config(), problem.group
+    cfg, problem, group = Config(), part.problem, part.problem.group
     n_q, n_kv = saved.q.shape[1], saved.k.shape[1]
     for rows in _q_tiles(n_q, cfg.tile_q):
         q_tile, dout = _heads(saved.q[:, rows], group), _heads(saved.dout[:, rows], group)
         lse, delta = _by_rows(saved.lse[:, :, rows], group), _by_rows(saved.delta[:, :, rows], group)
         shift = torch.where(lse == -torch.inf, 0.0, lse)
-        for tile in _kv_tiles(problem.mask, rows, n_q, n_kv, cfg.tile_kv, dq.device):
+        for tile in _kv_tiles(part, dq.shape[0], rows, n_q, n_kv, cfg.tile_kv, dq.device):
             k_tile, v_tile = _heads(saved.k[:, tile.keys], 1), _heads(saved.v[:, tile.keys], 1)
             raw = (q_tile * problem.scale) @ k_tile.transpose(-1, -2)
-            p = torch.exp(_apply_score(problem, raw, tile, n_q, n_kv) - shift)
+            p = torch.exp(_apply_score(part, raw, tile, n_q, n_kv) - shift)
             dp = dout @ v_tile.transpose(-1, -2)
             ds = problem.score.gradient(p * (dp - delta), raw) * problem.scale
             seen_t = None

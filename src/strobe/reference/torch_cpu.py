@@ -24,6 +24,10 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return "runs on a CPU only"
     if not isinstance(lengths, Dense):
         return "takes no packed sequences"
+    if problem.seqused:
+        return "takes no seqused"
+    if problem.mask.function is not None:
+        return f"takes no mask function, such as {problem.mask.function}"
     if not _knows(problem) and _pairs(problem) > _MAX_BIAS:
         return f"takes the mask {problem.mask} as a dense one, of at most 2^24 pairs, not {_pairs(problem)}"
     if str(problem.score) != "plain":

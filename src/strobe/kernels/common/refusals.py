@@ -18,6 +18,10 @@ def gluon_forward_refuses(problem: AttentionProblem) -> str | None:
         return "counts rows in int32 and takes fewer than 2^30 of them"
     if problem.mask.documents is not None:
         return "takes no documents yet"
+    if problem.mask.function is not None:
+        return "takes no mask function yet"
+    if problem.seqused:
+        return "takes no seqused yet"
     if str(problem.score) != "plain":
         return f"takes no score but the plain one yet, not {problem.score}"
     if not problem.scale > 0:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from strobe.kernels.common import triton_math
 from strobe.kernels.portable.config import Config
-from strobe.kernels.portable.tiles import LOG2E, Matrix, Score
+from strobe.kernels.portable.tiles import LOG2E, Bias, Matrix, Score
 from strobe.problem import AttentionProblem, Operands, Varlen
 
 
@@ -27,14 +28,24 @@ def ids(x: torch.Tensor) -> Matrix:
 
 def score(problem: AttentionProblem) -> Score:
     """The problem's score with log2(e) folded into its factors."""
-    softcap, slopes = problem.score.softcap, problem.score.alibi
+    softcap, slopes, bias, sinks = problem.score.softcap, problem.score.alibi, problem.score.bias, problem.score.sinks
     inner, outer = problem.scale * LOG2E.value, None
     if softcap:
         inner, outer = problem.scale / softcap, softcap * LOG2E.value
-    if slopes is None:
-        return Score(inner, outer, None, 0, 0)
-    batch, head = slopes.stride() if slopes.dim() == 2 else (0, slopes.stride(0))
-    return Score(inner, outer, slopes, batch, head)
+    return Score(
+        inner,
+        outer,
+        None if slopes is None else Matrix(slopes, slopes.stride(0) if slopes.dim() == 2 else 0, 0, slopes.stride(-1)),
+        None if bias is None else _bias(bias),
+        None if sinks is None else Matrix(sinks, 0, 0, sinks.stride(0)),
+        triton_math.of_user(problem.score.function),
+        triton_math.of_user(problem.mask.function),
+    )
+
+
+def _bias(x: torch.Tensor) -> Bias:
+    """[batch or 1, heads or 1, rows or 1, keys or 1]: what there is one of is repeated by a stride of 0."""
+    return Bias(x, *(stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True)))
 
 
 def of_problem(problem: AttentionProblem, operands: Operands) -> dict:
@@ -48,6 +59,8 @@ def of_problem(problem: AttentionProblem, operands: Operands) -> dict:
         v=matrix(operands.v),
         cu_seqlens_q=operands.cu_seqlens_q,
         cu_seqlens_kv=operands.cu_seqlens_kv,
+        seqused_q=operands.seqused_q,
+        seqused_kv=operands.seqused_kv,
         n_q=lengths.seqlen_q,
         n_kv=lengths.seqlen_kv,
         total_q=total_q,

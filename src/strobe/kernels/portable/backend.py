@@ -13,7 +13,7 @@ from strobe.device import Arch
 from strobe.kernels import has_triton
 from strobe.kernels.portable.config import config
 from strobe.masks import MAX_BOUND
-from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
+from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape, without_gradient
 
 __all__ = ["backward", "config", "forward", "refuses"]
 
@@ -36,7 +36,7 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return "has too little shared memory for the backward of float32 at head dims over 128"
     if max(_rows(problem)) >= MAX_BOUND:
         return f"counts rows in int32 and takes fewer than 2^30 of them, not {max(_rows(problem))}"
-    return None
+    return without_gradient(problem)
 
 
 def _interpreting() -> bool:
@@ -55,8 +55,8 @@ def _is_empty(problem: AttentionProblem) -> bool:
 
 
 def _allocate(problem: AttentionProblem, x: torch.Tensor, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Tensors of x's dtype that hold 0 where no kernel writes: in rows of no sequence, or everywhere."""
-    make = x.new_zeros if problem.varlen or _is_empty(problem) else x.new_empty
+    """Tensors of x's dtype that hold 0 where no kernel writes: in rows of no sequence or not used, or everywhere."""
+    make = x.new_zeros if problem.varlen or problem.seqused or _is_empty(problem) else x.new_empty
     return [make(shape) for shape in shapes]
 
 
@@ -64,7 +64,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
     q, v = operands.q, operands.v
     (out,) = _allocate(problem, q, (*q.shape[:-1], v.shape[-1]))
     lse = torch.full(lse_shape(problem), -torch.inf, dtype=torch.float32, device=q.device)
-    if not _is_empty(problem):
+    if q.numel() and (problem.score.sinks is not None or not _is_empty(problem)):  # without keys a row still has its sink
         from strobe.kernels.portable.forward import launch
 
         launch(problem, operands, out, lse)

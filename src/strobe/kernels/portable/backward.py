@@ -16,6 +16,7 @@ import triton.language as tl
 
 from strobe.device import arch_of
 from strobe.kernels.common.device_function import device_function
+from strobe.kernels.common.scores import score_and_factor
 from strobe.kernels.portable import arguments, interpreter
 from strobe.kernels.portable.config import choose, padded
 from strobe.kernels.portable.tiles import (
@@ -32,7 +33,6 @@ from strobe.kernels.portable.tiles import (
     load_vector,
     product,
     q_phases,
-    score_of,
     seen_in,
     sequence,
     slope_of,
@@ -85,7 +85,7 @@ def _gradients(s, factor, shift, dp, delta, seen, MASKED: tl.constexpr):
 
 @device_function
 def _keys_from_rows(
-    state, k_tile, v_tile, q, dout, lse, delta, j, ids_kv, slope, batch, n_q, n_kv, mask, score, begin, end,
+    state, k_tile, v_tile, q, dout, lse, delta, j, ids_kv, slope, batch, head, n_q, n_kv, mask, score, begin, end,
     DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_Q: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """Add what the rows [begin, end) of one query head give to dK and dV of a tile of keys. Tiles are [keys, rows]."""
@@ -98,14 +98,15 @@ def _keys_from_rows(
         p = rows + (n_kv - n_q)
         q_tile = load_tile(q, first, remaining, DIM)
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
-        s, factor = score_of(s, p[None, :], j[:, None], score, slope)
+        s, factor = score_and_factor(s, p[None, :], j[:, None], score.inner, score.outer, slope)
         shift = _shift_of(load_vector(lse, first, remaining))
         do_tile = load_tile(dout, first, remaining, DIM_V)
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
         seen = None
         if MASKED:
             ids_q = load_ids(mask.document_q, batch, first, n_q, TILE_Q)
-            seen = seen_in(p[None, :], j[:, None], n_kv, mask, ids_q[None, :], ids_kv[:, None]) & (rows[None, :] < n_q)
+            seen = seen_in(p[None, :], j[:, None], n_q, n_kv, mask, score, ids_q[None, :], ids_kv[:, None], batch, head)
+            seen = seen & (rows[None, :] < n_q)
         weights, ds = _gradients(s, factor, shift[None, :], dp, load_vector(delta, first, remaining)[None, :], seen, MASKED)
         if FINITE:
             do_tile = finite_part(do_tile)
@@ -117,7 +118,7 @@ def _keys_from_rows(
 
 @device_function
 def _count_broken_rows(
-    counts, q, dout, j, ids_kv, batch, n_q, n_kv, mask, begin, end,
+    counts, q, dout, j, ids_kv, batch, head, n_q, n_kv, mask, score, begin, end,
     DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_Q: tl.constexpr,
 ):  # fmt: skip
     """How many entries of q, and of dout, that are not finite each key is seen by, by column; added to counts."""
@@ -126,7 +127,7 @@ def _count_broken_rows(
         rows = first + tl.arange(0, TILE_Q)
         p = rows + (n_kv - n_q)
         ids_q = load_ids(mask.document_q, batch, first, n_q, TILE_Q)
-        seen = seen_in(p[None, :], j[:, None], n_kv, mask, ids_q[None, :], ids_kv[:, None])
+        seen = seen_in(p[None, :], j[:, None], n_q, n_kv, mask, score, ids_q[None, :], ids_kv[:, None], batch, head)
         in_q = count_broken(seen, load_tile(q, first, n_q - first, DIM), in_q)
         in_dout = count_broken(seen, load_tile(dout, first, n_q - first, DIM_V), in_dout)
     return in_q, in_dout
@@ -134,7 +135,7 @@ def _count_broken_rows(
 
 @triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
 def _dkdv(
-    q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_kv, n_q, n_kv, total_q, total_kv,
+    q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
     left, right, prefix, document_q, document_kv, score, scale, heads_kv, group,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
@@ -143,14 +144,14 @@ def _dkdv(
     first = tl.program_id(0) % tiles * TILE_KV
     head_kv = tl.program_id(0) // tiles % heads_kv
     batch = tl.program_id(0) // tiles // heads_kv
-    start_q, n_q = sequence(cu_seqlens_q, batch, n_q, total_q)
-    start_kv, n_kv = sequence(cu_seqlens_kv, batch, n_kv, total_kv)
+    start_q, n_q = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
+    start_kv, n_kv = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
     if first >= n_kv:
         return
 
     mask = Mask(left, right, prefix, document_q, document_kv)
     last = tl.minimum(first + TILE_KV, n_kv) - 1
-    begin, full_begin, full_end, end = q_phases(first, last, n_q, n_kv, mask, TILE_Q)
+    begin, full_begin, full_end, end = q_phases(first, last, n_q, n_kv, mask, score, TILE_Q)
     j = first + tl.arange(0, TILE_KV)
     ids_kv = load_ids(document_kv, batch, first, n_kv, TILE_KV)
     k_tile = load_tile(stream(k, batch, start_kv, head_kv, TILE_KV, PADDED), first, n_kv - first, DIM)
@@ -166,15 +167,15 @@ def _dkdv(
         delta_rows = vector_stream(delta, batch, start_q, head, TILE_Q)
         if document_q is None:
             state = _keys_from_rows(
-                state, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, n_q, n_kv, mask,
+                state, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, head, n_q, n_kv, mask,
                 score, begin, full_begin, DIM, DIM_V, TILE_Q, True, False,
             )  # fmt: skip
             state = _keys_from_rows(
-                state, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, n_q, n_kv, mask,
+                state, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, head, n_q, n_kv, mask,
                 score, full_begin, full_end, DIM, DIM_V, TILE_Q, False, False,
             )  # fmt: skip
         state = _keys_from_rows(
-            state, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, n_q, n_kv, mask,
+            state, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, head, n_q, n_kv, mask,
             score, full_end, end, DIM, DIM_V, TILE_Q, True, False,
         )  # fmt: skip
     dk_sum, dv_sum = state
@@ -191,11 +192,11 @@ def _dkdv(
                 lse_rows = vector_stream(lse, batch, start_q, head, TILE_Q)
                 delta_rows = vector_stream(delta, batch, start_q, head, TILE_Q)
                 finite = _keys_from_rows(
-                    finite, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, n_q, n_kv, mask,
-                    score, begin, end, DIM, DIM_V, TILE_Q, True, True,
+                    finite, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, head, n_q, n_kv,
+                    mask, score, begin, end, DIM, DIM_V, TILE_Q, True, True,
                 )  # fmt: skip
                 broken = _count_broken_rows(
-                    broken, q_rows, do_rows, j, ids_kv, batch, n_q, n_kv, mask, begin, end, DIM, DIM_V, TILE_Q
+                    broken, q_rows, do_rows, j, ids_kv, batch, head, n_q, n_kv, mask, score, begin, end, DIM, DIM_V, TILE_Q
                 )
             dk_sum = tl.where(broken[0] > 0, dk_sum, finite[0])
             dv_sum = tl.where(broken[1] > 0, dv_sum, finite[1])
@@ -205,7 +206,7 @@ def _dkdv(
 
 @device_function
 def _rows_from_keys(
-    dq, q_tile, do_tile, shift, delta, k, v, p, ids_q, slope, batch, n_kv, mask, score, begin, end,
+    dq, q_tile, do_tile, shift, delta, k, v, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, begin, end,
     DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys [begin, end) give to dQ of a tile of rows. Tiles are [rows, keys]."""
@@ -216,12 +217,12 @@ def _rows_from_keys(
         j = first + tl.arange(0, TILE_KV)
         k_tile = load_tile(k, first, remaining, DIM)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        s, factor = score_of(s, p[:, None], j[None, :], score, slope)
+        s, factor = score_and_factor(s, p[:, None], j[None, :], score.inner, score.outer, slope)
         dp = tl.dot(do_tile, tl.trans(load_tile(v, first, remaining, DIM_V)), input_precision="ieee")
         seen = None
         if MASKED:
             ids_kv = load_ids(mask.document_kv, batch, first, n_kv, TILE_KV)
-            seen = seen_in(p[:, None], j[None, :], n_kv, mask, ids_q[:, None], ids_kv[None, :])
+            seen = seen_in(p[:, None], j[None, :], n_q, n_kv, mask, score, ids_q[:, None], ids_kv[None, :], batch, head)
         _, ds = _gradients(s, factor, shift[:, None], dp, delta[:, None], seen, MASKED)
         if FINITE:
             k_tile = finite_part(k_tile)
@@ -231,7 +232,7 @@ def _rows_from_keys(
 
 @triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
 def _dq(
-    q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_kv, n_q, n_kv, total_q, total_kv,
+    q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
     left, right, prefix, document_q, document_kv, score, scale, heads_q, group,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
@@ -240,15 +241,15 @@ def _dq(
     first = (tiles - 1 - tl.program_id(0) % tiles) * TILE_Q
     head = tl.program_id(0) // tiles % heads_q
     batch = tl.program_id(0) // tiles // heads_q
-    start_q, n_q = sequence(cu_seqlens_q, batch, n_q, total_q)
-    start_kv, n_kv = sequence(cu_seqlens_kv, batch, n_kv, total_kv)
+    start_q, n_q = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
+    start_kv, n_kv = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
     if first >= n_q:
         return
 
     mask = Mask(left, right, prefix, document_q, document_kv)
     p_first = first + n_kv - n_q
     p_last = tl.minimum(first + TILE_Q, n_q) - 1 + n_kv - n_q
-    begin, full_begin, full_end, end = kv_phases(p_first, p_last, n_kv, mask, TILE_KV)
+    begin, full_begin, full_end, end = kv_phases(p_first, p_last, n_kv, mask, score, TILE_KV)
     p = p_first + tl.arange(0, TILE_Q)
     ids_q = load_ids(document_q, batch, first, n_q, TILE_Q)
     slope = slope_of(score, batch, head)
@@ -262,16 +263,16 @@ def _dq(
     acc = tl.zeros((TILE_Q, PADDED), tl.float32)
     if left is not None and document_q is None:
         acc = _rows_from_keys(
-            acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, n_kv, mask, score,
+            acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, head, n_q, n_kv, mask, score,
             begin, full_begin, DIM, DIM_V, TILE_KV, True, False,
         )  # fmt: skip
     if document_q is None:
         acc = _rows_from_keys(
-            acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, n_kv, mask, score,
+            acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, head, n_q, n_kv, mask, score,
             full_begin, full_end, DIM, DIM_V, TILE_KV, False, False,
         )  # fmt: skip
     acc = _rows_from_keys(
-        acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, n_kv, mask, score,
+        acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, head, n_q, n_kv, mask, score,
         full_end, end, DIM, DIM_V, TILE_KV, True, False,
     )  # fmt: skip
     # Where every pair is visible there is nothing to keep out, and nothing is compiled for it.
@@ -280,9 +281,11 @@ def _dq(
         if any_nan(acc):
             finite = _rows_from_keys(
                 tl.zeros((TILE_Q, PADDED), tl.float32), q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope,
-                batch, n_kv, mask, score, begin, end, DIM, DIM_V, TILE_KV, True, True,
+                batch, head, n_q, n_kv, mask, score, begin, end, DIM, DIM_V, TILE_KV, True, True,
             )  # fmt: skip
-            broken = count_broken_keys(keys, p, ids_q, batch, n_kv, mask, begin, end, TILE_Q, DIM, PADDED, TILE_KV)
+            broken = count_broken_keys(
+                keys, p, ids_q, batch, head, n_q, n_kv, mask, score, begin, end, TILE_Q, DIM, PADDED, TILE_KV
+            )
             acc = tl.where(broken > 0, acc, finite)
     store_tile(stream(dq, batch, start_q, head, TILE_Q, PADDED), first, n_q - first, acc * scale, DIM)
 

@@ -24,6 +24,8 @@ class Config:
     head_dim_v: int
     itemsize: int
     """Bytes of an element in shared memory."""
+    bias_itemsize: int
+    """Bytes of an element of the bias, 0 if there is none."""
     mma: str
     """What products compile to: "fma" (no tensor core), "mma.sync", "wgmma" or "tcgen05"."""
 
@@ -41,8 +43,9 @@ class Config:
         # One stage, too, has room for two: the tile and its transpose.
         streamed = max(self.num_stages, 2) * streamed_rows * both
         scores = self.tile_q * self.tile_kv * (1 if forward else 2)
+        bias = self.num_stages * self.tile_q * self.tile_kv * self.bias_itemsize
         vectors = 8 * self.num_stages * self.tile_q + 1024
-        return max(owned, rows * wider, resident + streamed + scores) * self.itemsize + vectors
+        return max(owned, rows * wider, resident + streamed + scores) * self.itemsize + bias + vectors
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ def _candidates(kernel: str, problem: AttentionProblem, arch: Arch) -> Iterator[
             yield Config(
                 kernel, tile_q, tile_kv, num_warps, num_stages, head_dim, head_dim_v,
                 itemsize=4 if mma == "fma" else problem.dtype.itemsize,
+                bias_itemsize=0 if problem.score.bias is None else problem.score.bias.dtype.itemsize,
                 mma=mma,
             )  # fmt: skip
 

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from strobe.device import arch_of
 from strobe.kernels.common.device_function import device_function
+from strobe.kernels.common.scores import score_of
 from strobe.kernels.portable import arguments, interpreter
 from strobe.kernels.portable.config import Config, choose
 from strobe.kernels.portable.tiles import (
@@ -22,15 +23,16 @@ from strobe.kernels.portable.tiles import (
     LN2,
     Mask,
     any_nan,
+    changed,
     count_broken_keys,
     finite_part,
     kv_phases,
     load_ids,
     load_tile,
     product,
-    score_of,
     seen_in,
     sequence,
+    sink_of,
     slope_of,
     store_tile,
     store_vector,
@@ -44,7 +46,7 @@ interpreter.mend()
 
 @device_function
 def _attend(
-    state, q_tile, k, v, p, ids_q, slope, batch, n_kv, mask, score, begin, end,
+    state, q_tile, k, v, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, begin, end,
     DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the keys [begin, end), in tiles. state: (accumulator, row_max, row_sum).
@@ -59,14 +61,15 @@ def _attend(
         j = first + tl.arange(0, TILE_KV)
         k_tile = load_tile(k, first, remaining, DIM)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        s, _ = score_of(s, p[:, None], j[None, :], score, slope)
+        s = score_of(s, p[:, None], j[None, :], score.inner, score.outer, slope)
+        s = changed(s, p[:, None] - (n_kv - n_q), j[None, :], n_q, n_kv, score, batch, head)
         if MASKED:
             ids_kv = load_ids(mask.document_kv, batch, first, n_kv, TILE_KV)
-            seen = seen_in(p[:, None], j[None, :], n_kv, mask, ids_q[:, None], ids_kv[None, :])
+            seen = seen_in(p[:, None], j[None, :], n_q, n_kv, mask, score, ids_q[:, None], ids_kv[None, :], batch, head)
             s = tl.where(seen, s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1))
         shift = new_max
-        if MASKED:
+        if MASKED or score.bias is not None or score.function is not None:
             # A row that has seen nothing yet has the maximum -inf, and -inf - -inf is no number: shift by 0 instead.
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(s - shift[:, None])
@@ -92,7 +95,7 @@ def _rows(
     mask = Mask(left, right, prefix, document_q, document_kv)  # not an argument: Triton 3.6 passes it on only once
     p_first = first + n_kv - n_q
     p_last = tl.minimum(first + TILE_Q, n_q) - 1 + n_kv - n_q
-    begin, full_begin, full_end, end = kv_phases(p_first, p_last, n_kv, mask, TILE_KV)
+    begin, full_begin, full_end, end = kv_phases(p_first, p_last, n_kv, mask, score, TILE_KV)
     p = p_first + tl.arange(0, TILE_Q)
     ids_q = load_ids(mask.document_q, batch, first, n_q, TILE_Q)
     slope = slope_of(score, batch, head)
@@ -101,37 +104,39 @@ def _rows(
     v_stream = stream(v, batch, start_kv, head // group, TILE_KV, PADDED_V)
     q_tile = load_tile(q_stream, first, n_q - first, DIM)
 
-    nothing = (
-        tl.zeros((TILE_Q, PADDED_V), tl.float32),
-        tl.full((TILE_Q,), float("-inf"), tl.float32),
-        tl.zeros((TILE_Q,), tl.float32),
-    )
+    row_max = tl.full((TILE_Q,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((TILE_Q,), tl.float32)
+    if score.sinks is not None:  # a score without a value
+        row_max = tl.zeros((TILE_Q,), tl.float32) + sink_of(score, head)
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+    nothing = (tl.zeros((TILE_Q, PADDED_V), tl.float32), row_max, row_sum)
     state = nothing
-    if mask.left is not None and mask.document_q is None:
+    BY_PAIR: tl.constexpr = mask.document_q is not None or score.visible is not None
+    if mask.left is not None and not BY_PAIR:
         state = _attend(
-            state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, n_kv, mask, score, begin, full_begin,
+            state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, begin, full_begin,
             DIM, DIM_V, TILE_KV, True, False,
         )  # fmt: skip
-    if mask.document_q is None:
+    if not BY_PAIR:
         state = _attend(
-            state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, n_kv, mask, score, full_begin, full_end,
+            state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, full_begin, full_end,
             DIM, DIM_V, TILE_KV, False, False,
         )  # fmt: skip
     acc, row_max, row_sum = _attend(
-        state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, n_kv, mask, score, full_end, end,
+        state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, full_end, end,
         DIM, DIM_V, TILE_KV, True, False,
     )  # fmt: skip
     # Where every pair is visible there is nothing to keep out, and nothing is compiled for it.
-    CUTS: tl.constexpr = (
-        mask.left is not None or mask.right is not None or mask.prefix is not None or mask.document_q is not None
-    )
+    CUTS: tl.constexpr = mask.left is not None or mask.right is not None or mask.prefix is not None or BY_PAIR
     if CUTS:
         if any_nan(acc):
             finite, _, _ = _attend(
-                nothing, q_tile, k_stream, v_stream, p, ids_q, slope, batch, n_kv, mask, score, begin, end,
+                nothing, q_tile, k_stream, v_stream, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, begin, end,
                 DIM, DIM_V, TILE_KV, True, True,
             )  # fmt: skip
-            broken = count_broken_keys(v_stream, p, ids_q, batch, n_kv, mask, begin, end, TILE_Q, DIM_V, PADDED_V, TILE_KV)
+            broken = count_broken_keys(
+                v_stream, p, ids_q, batch, head, n_q, n_kv, mask, score, begin, end, TILE_Q, DIM_V, PADDED_V, TILE_KV
+            )
             acc = tl.where(broken > 0, acc, finite)
 
     empty = row_sum == 0.0
@@ -144,7 +149,7 @@ def _rows(
 
 @triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
 def _forward(
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, n_q, n_kv, total_q, total_kv,
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
     left, right, prefix, document_q, document_kv, score, heads_q, group,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
@@ -154,8 +159,8 @@ def _forward(
     first = (tiles - 1 - tl.program_id(0) % tiles) * TILE_Q
     head = tl.program_id(0) // tiles % heads_q
     batch = tl.program_id(0) // tiles // heads_q
-    start_q, n_q = sequence(cu_seqlens_q, batch, n_q, total_q)
-    start_kv, n_kv = sequence(cu_seqlens_kv, batch, n_kv, total_kv)
+    start_q, n_q = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
+    start_kv, n_kv = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
     if first >= n_q:
         return
     _rows(
@@ -173,7 +178,7 @@ _SHARE = 128
 
 @triton.jit(do_not_specialize=(*LENGTHS_AND_BOUNDS, "number"))
 def _redo(
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, n_q, n_kv, total_q, total_kv,
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
     left, right, prefix, document_q, document_kv, score, heads_q, group, notes, number, counter,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, NOTED_ROWS: tl.constexpr, SHARE: tl.constexpr,
@@ -189,8 +194,8 @@ def _redo(
             for note in tl.range(begin, tl.minimum(begin + programs * SHARE, number), programs):
                 if tl.load(notes + note) != 0:
                     batch = note // blocks // heads_q
-                    start_q, rows = sequence(cu_seqlens_q, batch, n_q, total_q)
-                    start_kv, keys = sequence(cu_seqlens_kv, batch, n_kv, total_kv)
+                    start_q, rows = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
+                    start_kv, keys = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
                     for within in tl.range(0, NOTED_ROWS, TILE_Q):
                         _rows(
                             note % blocks * NOTED_ROWS + within, note // blocks % heads_q, batch, start_q, start_kv, rows,

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from strobe.kernels.common.device_function import device_function
 from strobe.kernels.common.masks import kv_full, kv_range, q_full, q_range, visible
+from strobe.kernels.common.scores import with_bias, with_function
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -28,14 +29,28 @@ class Matrix(NamedTuple):
     head: Any
 
 
+class Bias(NamedTuple):
+    """A tensor with a number for every pair; strides in elements, 0 where it is repeated."""
+
+    pointer: Any
+    batch: Any
+    head: Any
+    row: Any
+    key: Any
+
+
 class Score(NamedTuple):
-    """s = inner * q.k, or outer * tanh(inner * q.k) where outer is not None; then - slope * |p - j|, where slopes is not."""
+    """The factors of `strobe.scores.score_and_factor`; slopes and sinks (a Matrix each, by head), bias; a user's functions of
+    scores and of masks, compiled (the latter is no field of Mask, for a tuple that a kernel makes cannot hold one). Each is
+    None where there is none."""
 
     inner: Any
     outer: Any
     slopes: Any
-    slope_batch: Any
-    slope_head: Any
+    bias: Any
+    sinks: Any
+    function: Any
+    visible: Any
 
 
 class Mask(NamedTuple):
@@ -57,12 +72,14 @@ class Stream(NamedTuple):
 
 
 @device_function
-def sequence(cu_seqlens, batch, n, total):
-    """(first row, length) of a sequence. Bounds are clamped to the rows that exist, so no value reads outside of them."""
+def sequence(cu_seqlens, seqused, batch, n, total):
+    """(first row, used length) of a sequence. Both are clamped to the rows that exist, so no value reads outside of them."""
     first = n * 0
     if cu_seqlens is not None:
         first = tl.minimum(tl.maximum(tl.load(cu_seqlens + batch), 0), total)
         n = tl.maximum(tl.minimum(tl.load(cu_seqlens + batch + 1), total) - first, 0)
+    if seqused is not None:
+        n = tl.maximum(tl.minimum(tl.load(seqused + batch), n), 0)
     return first, n
 
 
@@ -149,40 +166,37 @@ def load_ids(documents, batch, first, n, TILE: tl.constexpr):
 
 @device_function
 def slope_of(score, batch, head):
-    """The ALiBi slope of a head, in units of log2 (0 where there is none)."""
-    slope = 0.0
+    """The ALiBi slope of a head, in units of log2, or None."""
+    slope = None
     if score.slopes is not None:
-        slope = tl.load(score.slopes + batch * score.slope_batch + head * score.slope_head) * LOG2E
+        slope = tl.load(address(score.slopes, batch, 0, head)) * LOG2E
     return slope
 
 
 @device_function
-def tanh(x):
-    """Accurate near 0 too, where (1 - e) / (1 + e) would cancel: Lambert's continued fraction."""
-    x2 = x * x
-    near = x * (10395.0 + x2 * (1260.0 + 21.0 * x2)) / (10395.0 + x2 * (4725.0 + x2 * (210.0 + x2)))
-    e = tl.exp2(tl.abs(x) * LOG2E * -2.0)
-    far = (1.0 - e) / (1.0 + e)
-    return tl.where(x2 < 0.25, near, tl.where(x < 0, -far, far))
+def sink_of(score, head):
+    """The sink of a head, in units of log2; -inf where there is none."""
+    sink = float("-inf")
+    if score.sinks is not None:
+        sink = tl.load(address(score.sinks, 0, 0, head)).to(tl.float32) * LOG2E
+    return sink
 
 
 @device_function
-def score_of(raw, p, j, score, slope):
-    """q.k -> (score in units of log2, the factor that softcap puts on its gradient); p and j broadcast to the tile."""
-    factor = 1.0
-    if score.outer is None:
-        s = raw * score.inner
-    else:
-        t = tanh(raw * score.inner)
-        s = t * score.outer
-        factor = 1.0 - t * t
-    if score.slopes is not None:
-        s -= slope * tl.abs(p - j)
-    return s, factor
+def changed(s, i, j, n_q, n_kv, score, batch, head):
+    """Scores of rows i and keys j, [rows, 1] and [1, keys], with the bias and through the user's function."""
+    if score.bias is not None:
+        bias = score.bias
+        at = tl.cast(batch, tl.int64) * bias.batch + tl.cast(head, tl.int64) * bias.head
+        at += i.to(tl.int64) * bias.row + j.to(tl.int64) * bias.key
+        s = with_bias(s, tl.load(bias.pointer + at, mask=(i < n_q) & (j < n_kv), other=0.0).to(tl.float32))
+    if score.function is not None:
+        s = tl.zeros_like(s) + with_function(s, score.function, batch, head, i, j)
+    return s
 
 
 @device_function
-def kv_phases(p_first, p_last, n_kv, mask, TILE_KV: tl.constexpr):
+def kv_phases(p_first, p_last, n_kv, mask, score, TILE_KV: tl.constexpr):
     """(begin, full_begin, full_end, end): the keys that rows p_first..p_last see, and those that all of them see.
 
     All but end are bounds of tiles.
@@ -190,7 +204,7 @@ def kv_phases(p_first, p_last, n_kv, mask, TILE_KV: tl.constexpr):
     begin, end = kv_range(p_first, p_last, n_kv, mask.left, mask.right, mask.prefix)
     begin = begin // TILE_KV * TILE_KV
     end = tl.maximum(end, begin)
-    if mask.document_q is None:
+    if mask.document_q is None and score.visible is None:
         full_begin, full_end = kv_full(p_first, p_last, n_kv, mask.left, mask.right, mask.prefix)
         full_begin = tl.minimum(tl.cdiv(full_begin, TILE_KV), tl.cdiv(end, TILE_KV)) * TILE_KV
         full_end = tl.maximum(full_end // TILE_KV * TILE_KV, full_begin)
@@ -201,7 +215,7 @@ def kv_phases(p_first, p_last, n_kv, mask, TILE_KV: tl.constexpr):
 
 
 @device_function
-def q_phases(j_first, j_last, n_q, n_kv, mask, TILE_Q: tl.constexpr):
+def q_phases(j_first, j_last, n_q, n_kv, mask, score, TILE_Q: tl.constexpr):
     """(begin, full_begin, full_end, end): the rows that see keys of j_first..j_last, and those that see them all.
 
     All but end are bounds of tiles.
@@ -210,7 +224,7 @@ def q_phases(j_first, j_last, n_q, n_kv, mask, TILE_Q: tl.constexpr):
     begin, end = q_range(j_first, j_last, shift, n_kv, mask.left, mask.right, mask.prefix)
     begin = (begin - shift) // TILE_Q * TILE_Q
     end = tl.maximum(end - shift, begin)
-    if mask.document_q is None:
+    if mask.document_q is None and score.visible is None:
         full_begin, full_end = q_full(j_first, j_last, shift, n_kv, mask.left, mask.right, mask.prefix)
         full_begin = tl.minimum(tl.cdiv(full_begin - shift, TILE_Q), tl.cdiv(end, TILE_Q)) * TILE_Q
         full_end = tl.maximum((full_end - shift) // TILE_Q * TILE_Q, full_begin)
@@ -221,11 +235,13 @@ def q_phases(j_first, j_last, n_q, n_kv, mask, TILE_Q: tl.constexpr):
 
 
 @device_function
-def seen_in(p, j, n_kv, mask, ids_q, ids_kv):
+def seen_in(p, j, n_q, n_kv, mask, score, ids_q, ids_kv, batch, head):
     """Which pairs of a tile are visible; p and j broadcast to it, as do the document numbers."""
     seen = visible(p, j, n_kv, mask.left, mask.right, mask.prefix)
     if mask.document_q is not None:
         seen = seen & (ids_q == ids_kv)
+    if score.visible is not None:
+        seen = seen & score.visible(batch, head, p - (n_kv - n_q), j)
     return seen
 
 
@@ -263,7 +279,7 @@ def count_broken(seen, tile, acc):
 
 @device_function
 def count_broken_keys(
-    stream, p, ids_q, batch, n_kv, mask, begin, end,
+    stream, p, ids_q, batch, head, n_q, n_kv, mask, score, begin, end,
     TILE_Q: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, TILE_KV: tl.constexpr,
 ):  # fmt: skip
     """[TILE_Q, PADDED]: how many entries of keys (or values) that are not finite each row sees, by column."""
@@ -271,6 +287,6 @@ def count_broken_keys(
     for first in tl.range(begin, end, TILE_KV, num_stages=1):
         j = first + tl.arange(0, TILE_KV)
         ids_kv = load_ids(mask.document_kv, batch, first, n_kv, TILE_KV)
-        seen = seen_in(p[:, None], j[None, :], n_kv, mask, ids_q[:, None], ids_kv[None, :])
+        seen = seen_in(p[:, None], j[None, :], n_q, n_kv, mask, score, ids_q[:, None], ids_kv[None, :], batch, head)
         counts = count_broken(seen, load_tile(stream, first, n_kv - first, DIM), counts)
     return counts

@@ -1,0 +1,246 @@
+"""Functions that users pass: one plain Python function, run over torch tensors by the references and compiled into kernels.
+
+Such a function may use its arguments, numbers, Python's operators and comparisons (with `&`, `|`, `~` between them), `abs`,
+`min`, `max`, `strobe.math`, and functions of the same kind. What it names from outside, numbers of its module or of the
+function that made it, is read when the Score or the Mask is made: so one `def` with other numbers is another function.
+
+The same source serves everyone (`translated`): a copy of the function whose globals and closure hold, in place of
+`strobe.math`, the module of that name for torch, Triton or Gluon.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from strobe import math
+
+_MODULES = ("strobe.math", "triton.language")
+"""Modules that stand for `strobe.math`: a function that is written for Triton already may keep its names."""
+
+_BUILTINS = {"abs": "abs", "min": "minimum", "max": "maximum"}
+"""Python's name -> that of `strobe.math`, which takes tensors."""
+
+_MAY_USE = f"numbers, {', '.join(_BUILTINS)}, strobe.math and functions of the same kind"
+
+
+@dataclass(frozen=True)
+class Function:
+    """A user's function. Two with the same source and the same numbers are equal."""
+
+    name: str
+    key: str
+    """Its name in operators, whose arguments cannot be functions; made of its source, so the same in every process."""
+    python: FunctionType = field(compare=False, repr=False)
+    """As the user wrote it, with the names that it had when it was given."""
+
+    def __call__(self, *arguments):
+        """On torch tensors."""
+        return _on_tensors(self)(*arguments)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_known: dict[str, Function] = {}
+
+
+def score_function(given) -> Function:
+    """The Function of what a user gave for a score. TypeError where it is none."""
+    return _function("score", given, ("score", "batch", "head", "q_index", "kv_index"))
+
+
+def mask_function(given) -> Function:
+    """The Function of what a user gave for a mask. TypeError where it is none."""
+    return _function("mask", given, ("batch", "head", "q_index", "kv_index"))
+
+
+def both(first: Function, second: Function) -> Function:
+    """The mask function that is true where two are."""
+    if first == second:
+        return first
+    a, b = first.python, second.python
+
+    def both(batch, head, q_index, kv_index):
+        return a(batch, head, q_index, kv_index) & b(batch, head, q_index, kv_index)
+
+    return mask_function(both)
+
+
+def known(key: str | None) -> Function | None:
+    """The Function of a key, None for None. ValueError if this process has not made it."""
+    if key is None:
+        return None
+    if key not in _known:
+        name = key.partition("@")[0]
+        raise ValueError(f"function {name} is unknown in this process: make the strobe.Score or strobe.Visible that holds it")
+    return _known[key]
+
+
+# ---- from what a user gives to a Function
+
+
+def _function(kind: str, given, parameters: tuple[str, ...]) -> Function:
+    if isinstance(given, Function):
+        return given
+    what, python = f"{kind}: function", _unwrapped(given)
+    if not isinstance(python, FunctionType) or python.__name__ == "<lambda>":
+        raise TypeError(f"{what} must be a Python function made by def (or triton.jit of one), got {given!r}")
+    taken = inspect.signature(python).parameters.values()
+    plain = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in taken)
+    if len(taken) != len(parameters) or not plain:
+        raise TypeError(f"{what} must take ({', '.join(parameters)}), got {python.__name__}{inspect.signature(python)}")
+    key = _key(what, python)
+    if key not in _known:
+        function = Function(python.__name__, key, _frozen(python))
+        _try(what, function, parameters)
+        _known[key] = function
+    return _known[key]
+
+
+def _unwrapped(given):
+    """The Python function within triton.jit or gluon.jit."""
+    inner = getattr(given, "fn", given)
+    return inner if isinstance(inner, FunctionType) else given
+
+
+def _key(what: str, function: FunctionType) -> str:
+    """name@hash of its source and of all that it names."""
+    digest = hashlib.sha256(_source(what, function.__code__).encode())
+    for name, value in sorted(_outside(function).items()):
+        digest.update(f"{name}={_described(what, function, name, value)}\n".encode())
+    return f"{function.__name__}@{digest.hexdigest()[:16]}"
+
+
+@functools.cache
+def _source(what: str, code: CodeType) -> str:
+    if any(isinstance(constant, CodeType) for constant in code.co_consts):
+        raise TypeError(f"{what} must not define functions within itself (nor use comprehensions), as {code.co_name} does")
+    try:
+        return inspect.getsource(code)
+    except OSError:
+        raise TypeError(f"{what} must be defined in a file, for kernels are compiled from its source: {code.co_name}") from None
+
+
+def _described(what: str, function: FunctionType, name: str, value) -> str:
+    """What a name stands for, as text. TypeError if it is nothing that kernels know."""
+    if isinstance(value, (bool, int, float)):
+        return repr(value)
+    if isinstance(value, ModuleType) and value.__name__ in ("strobe", *_MODULES):
+        return value.__name__
+    if _in_math(value) is not None:
+        return f"strobe.math.{_in_math(value)}"
+    helper = _unwrapped(value)
+    if isinstance(helper, FunctionType):
+        return _key(what, helper)
+    raise TypeError(f"{what} {function.__name__} uses {name}, a {type(value).__name__}: it may use {_MAY_USE}")
+
+
+def _in_math(value) -> str | None:
+    """The name in `strobe.math` of a function of that module, of Triton's of that name, or of a Python builtin."""
+    name = getattr(value, "__name__", "")
+    if name in _BUILTINS and value is getattr(builtins, name):
+        return _BUILTINS[name]
+    if name in math.__all__:
+        if value is getattr(math, name) or (getattr(value, "__module__", None) or "").startswith("triton.language"):
+            return name
+    return None
+
+
+@functools.cache
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    return tuple({one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
+
+
+def _outside(function: FunctionType) -> dict[str, Any]:
+    """The names that a function uses and does not make, with their values now."""
+    known_names = vars(builtins) | function.__globals__
+    names = {name: known_names[name] for name in _global_names(function.__code__) if name in known_names}
+    return names | _cells(function)
+
+
+def _cells(function: FunctionType) -> dict[str, Any]:
+    closure = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, closure, strict=True)}
+
+
+def _frozen(function: FunctionType) -> FunctionType:
+    """A copy that keeps the values which its names have now."""
+
+    def change(value):
+        helper = _unwrapped(value)
+        return _frozen(helper) if isinstance(helper, FunctionType) and _in_math(value) is None else value
+
+    return _copy(function, change)
+
+
+def _copy(function: FunctionType, change: Callable[[Any], Any]) -> FunctionType:
+    """A copy of a function in which every value that it names from outside is changed."""
+    names, cells = {name: change(value) for name, value in _outside(function).items()}, _cells(function)
+    scope = {"__name__": function.__module__, "__builtins__": builtins, **names}
+    closure = tuple(CellType(names[name]) for name in cells)
+    copy = FunctionType(function.__code__, scope, function.__name__, None, closure)
+    copy.__qualname__ = function.__qualname__
+    return copy
+
+
+def _try(what: str, function: Function, parameters: tuple[str, ...]) -> None:
+    """Call it for a tile of 2 rows and 3 keys. TypeError if it fails, or does not return what it should."""
+    tile = {"score": torch.zeros(1, 1, 2, 3), "q_index": torch.arange(2)[:, None], "kv_index": torch.arange(3)[None, :]}
+    number = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    try:
+        result = function(*(tile.get(name, number) for name in parameters))
+    except Exception as error:
+        raise TypeError(
+            f"{what} {function} fails on tensors ({type(error).__name__}: {error}); it may use {_MAY_USE}"
+        ) from error
+    returned = result.dtype if isinstance(result, torch.Tensor) else type(result).__name__
+    if "score" in parameters and not (isinstance(returned, torch.dtype) and returned.is_floating_point):
+        raise TypeError(f"{what} {function} must return a floating point tensor, got {returned}")
+    if "score" not in parameters and returned != torch.bool:
+        raise TypeError(f"{what} {function} must return a bool tensor, got {returned}")
+
+
+# ---- from a Function to what runs
+
+
+def translated(
+    function: FunctionType,
+    namespace: ModuleType,
+    compiled: Callable[[FunctionType], Any] = lambda f: f,
+    constant: Callable[[Any], Any] = lambda x: x,
+):
+    """`compiled` of a copy of the function that has `namespace` for `strobe.math`, `constant(x)` for numbers x, and its own
+    copies, translated alike, of the functions that it calls."""
+
+    def change(value):
+        if isinstance(value, (bool, int, float)):
+            return constant(value)
+        if isinstance(value, ModuleType):
+            return _package_with(namespace) if value.__name__ == "strobe" else namespace
+        if _in_math(value) is not None:
+            return getattr(namespace, _in_math(value) or "")
+        return translated(_unwrapped(value), namespace, compiled, constant)
+
+    return compiled(_copy(function, change))
+
+
+def _package_with(namespace: ModuleType) -> ModuleType:
+    """What `strobe` stands for: the package, of which there is `strobe.math` alone."""
+    package = ModuleType("strobe")
+    package.math = namespace  # type: ignore[attr-defined]
+    return package
+
+
+@functools.cache
+def _on_tensors(function: Function):
+    return translated(function.python, math)
