@@ -4,13 +4,14 @@ Protocol.
 0. Compilers first. What compiles its kernels does so before, in other processes (`strobe.lab.warm`).
 1. Gate. What a contender computes is compared with float64 before it is timed (all rows of a sample of heads for
    gradients, a sample of rows for outputs); one that is further off than `BOUNDS` is rejected, and its error printed.
-2. Launches alone. On a GPU a contender is timed as a CUDA graph of many launches and as calls in a row, and in the rounds
-   in the way that was faster for it: neither Python nor what a kernel needs to be captured counts. `timed` says which;
+2. Launches alone. On a GPU a contender is tried as a CUDA graph of many launches and as calls in a row, and timed as calls
+   if they are clearly faster: neither Python nor what a kernel needs to be captured counts. `timed` says which;
    `host_us` tells what Python costs. Where one launch fills a timing there is no graph.
 3. Cold L2. The inputs of successive launches differ (`sets` of them) until together they exceed the L2 cache twice.
-4. Rounds. In each round every contender runs once, for `seconds`; the order is a balanced one (`balanced_order`), since
-   a card that ran hot slows whoever comes next. The median over the rounds is quoted; all of them are kept. Who is less
-   than half as fast as the fastest is timed in the first round only: it decides nothing, and would take most of the time.
+4. Rounds. In each round every contender runs once, for `seconds` after a lead as long; the order is a balanced one
+   (`balanced_order`), since a card that ran hot slows whoever comes next. The median over the rounds is quoted; all of
+   them are kept. Who takes 1.5 times as long as the fastest is timed in the first round only: it decides nothing, cools the
+   card, and would take most of the time.
 5. A ceiling. cuBLAS multiplies square matrices in the same run, before and after.
 Everything that failed, refused or was missing is in the result with its reason.
 """
@@ -46,8 +47,11 @@ from strobe.lab.warm import Unusable, warm
 FIRST_CALL_SECONDS, HANG_SECONDS = 180.0, 60.0
 """How long a first call (which may compile) and any other step may take before the run is called hung."""
 
-ALSO_RAN = 2.0
+ALSO_RAN = 1.5
 """Who takes this many times as long as the fastest is timed in one round only."""
+
+GRAPH_LOSES = 0.97
+"""Calls in a row are timed instead of a graph if they take less than this part of its time."""
 
 LONG_SECONDS = 1.0
 """A contender whose launches are long has so many rounds of them, but three at least."""
@@ -154,8 +158,9 @@ class Contender:
 
     peer: Peer
     ways: list[Way]
+    """Calls in a row, then perhaps a CUDA graph."""
     way: Way
-    """The one that is timed: the fastest."""
+    """The one that is timed."""
     note: str | None = None
     error: float = math.inf
     count: int = 1
@@ -207,13 +212,16 @@ def _error(way: Way, point: Point, inputs: Inputs, peer: Peer) -> float:
 
 
 def measure(contender: Contender, clock: Clock) -> float:
-    """Seconds of one launch in one timing."""
+    """Seconds of one launch in one timing. As many runs go before, untimed: the card's clock answers to its power of the last
+    tens of milliseconds, which would else be that of whoever ran before. A single long run needs no such lead."""
     with contender.peer.context():
+        for _ in range(contender.count if contender.count > 1 else 0):
+            contender.way.run()
         return clock.seconds(contender.way.run, contender.count) / contender.way.launches
 
 
 def warm_up(contender: Contender, clock: Clock, seconds: float) -> float:
-    """Chooses the fastest way and how many runs of it fill `seconds`; returns the seconds of one launch."""
+    """Chooses the way and how many runs of it fill `seconds`; returns the seconds of one launch."""
     found = []
     for way in contender.ways:
         contender.way, contender.count = way, 1
@@ -224,7 +232,9 @@ def warm_up(contender: Contender, clock: Clock, seconds: float) -> float:
                 break
             launch = measure(contender, clock)
         found.append((launch, contender.count, way))
-    launch, contender.count, contender.way = min(found, key=lambda settled: settled[0])
+    launch, contender.count, contender.way = found[-1]
+    if found[0][0] < GRAPH_LOSES * launch:
+        launch, contender.count, contender.way = found[0]
     return launch
 
 
@@ -346,7 +356,7 @@ class Run:
         fast = ALSO_RAN * min(launches.values())
         racing = [c for c in entered if launches[c.peer.name] <= fast or c.peer.name == "strobe"]
         others = [c for c in entered if c not in racing]
-        rounds = rounds_of(max(launches[c.peer.name] for c in racing), self.plan)
+        rounds = rounds_of(max(launches[c.peer.name] for c in racing), len(racing), self.plan)
         start = time.monotonic()
         for number, order in enumerate(balanced_order(len(racing), rounds)):
             if number > 0 and self._out_of_time():
@@ -421,9 +431,12 @@ class _Poisoned(Exception):
     """The GPU answers every call with an error from now on."""
 
 
-def rounds_of(launch: float, plan: Plan) -> int:
-    """How many rounds of launches that take so many seconds."""
-    return min(plan.rounds, max(3, round(LONG_SECONDS / max(launch, plan.seconds))))
+def rounds_of(launch: float, contenders: int, plan: Plan) -> int:
+    """How many rounds of launches that take so many seconds: as many as a balanced order needs, fewer of long launches."""
+    if launch > plan.seconds:
+        return min(plan.rounds, max(3, round(LONG_SECONDS / launch)))
+    cycle = contenders if contenders % 2 == 0 else 2 * contenders
+    return plan.rounds if plan.rounds < cycle else -(-plan.rounds // cycle) * cycle
 
 
 def expected_seconds(points: Sequence[Point], contenders: int, plan: Plan) -> float:
@@ -431,7 +444,8 @@ def expected_seconds(points: Sequence[Point], contenders: int, plan: Plan) -> fl
     total = 0.0
     for point in points:
         launch = point.flops / RATE
-        total += contenders * (ENTER_SECONDS + max(plan.seconds, launch) * (3 + rounds_of(launch, plan)))
+        timing = launch if launch > plan.seconds else 2 * plan.seconds
+        total += contenders * (ENTER_SECONDS + timing * (3 + rounds_of(launch, contenders, plan)))
     return total
 
 

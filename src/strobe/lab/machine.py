@@ -48,17 +48,20 @@ def _version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+" if its source was changed since; outside a checkout $STROBE_COMMIT, or None."""
+    """$STROBE_COMMIT, for copies without their repository; else the checkout's commit, with "+" if its source was changed
+    since; else None."""
     source = Path(strobe.__file__).parent
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", str(source), *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
+    if given := os.environ.get("STROBE_COMMIT"):
+        return given
     try:
         git("ls-files", "--error-unmatch", "__init__.py")
         return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("STROBE_COMMIT")
+        return None
 
 
 def _selector(device: torch.device) -> list[str]:

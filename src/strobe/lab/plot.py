@@ -47,6 +47,9 @@ def _draw(report: dict, entries: list[dict], path: Path) -> None:
         for column, heading in enumerate(columns):
             panel = axes[row][column]
             mine = [facts for facts in entries if facts["mask"] == mask and Point.of(facts).heading == heading]
+            if not mine:
+                panel.set_axis_off()
+                continue
             _panel(panel, sorted(mine, key=lambda facts: facts["length"]), styles, report)
             panel.set_title(f"{heading}, {mask}", fontsize=10)
         axes[row][0].set_ylabel("TFLOP/s")
