@@ -46,21 +46,20 @@ def inputs(length: int, head_dim: int, percent: int) -> list[torch.Tensor]:
     return [q, k, v]
 
 
-def captured(qkv: list[torch.Tensor], optimistic: bool) -> Callable[[], None]:
-    """A CUDA graph of LAUNCHES calls, as a function that replays it."""
+def launches(qkv: list[torch.Tensor], optimistic: bool) -> tuple[Callable[[], None], int]:
+    """A CUDA graph of LAUNCHES calls, as a function that replays it, and how many blocks one call computes again."""
     strobe.use_optimistic_softmax(optimistic)
     try:
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            strobe.attention(*qkv, backend="sm90")
-        torch.cuda.synchronize()
+        before = strobe.redone_blocks("cuda")
+        strobe.attention(*qkv, backend="sm90")
+        redone = strobe.redone_blocks("cuda") - before
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph):
             for _ in range(LAUNCHES):
                 strobe.attention(*qkv, backend="sm90")
     finally:
         strobe.use_optimistic_softmax(True)
-    return graph.replay
+    return graph.replay, redone
 
 
 def milliseconds(run: Callable[[], None]) -> float:
@@ -73,21 +72,13 @@ def milliseconds(run: Callable[[], None]) -> float:
     return begin.elapsed_time(end) / LAUNCHES
 
 
-def redone(run: Callable[[], None]) -> float:
-    """Blocks that one launch computes again."""
-    torch.cuda.synchronize()
-    before = strobe.redone_blocks("cuda")
-    run()
-    torch.cuda.synchronize()
-    return (strobe.redone_blocks("cuda") - before) / LAUNCHES
-
-
 def point(length: int, head_dim: int) -> dict:
     """Medians of all contestants, which take turns."""
     blocks = TOKENS // ROWS * (WIDTH // head_dim)
-    contestants = {f"{percent} %": captured(inputs(length, head_dim, percent), True) for percent in PERCENTS}
-    contestants["safe"] = captured(inputs(length, head_dim, 0), False)
-    shares = {name: redone(run) / blocks for name, run in contestants.items()}
+    prepared = {f"{percent} %": launches(inputs(length, head_dim, percent), True) for percent in PERCENTS}
+    prepared["safe"] = launches(inputs(length, head_dim, 0), False)
+    contestants = {name: run for name, (run, _) in prepared.items()}
+    shares = {name: redone / blocks for name, (_, redone) in prepared.items()}
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(ROUNDS):
         names = list(contestants)
