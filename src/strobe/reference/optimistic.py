@@ -95,24 +95,22 @@ def _rows(part: Part, tiles: _Tiles, rows: range, q, k, v):
     """O [B, heads, rows, Dv], LSE [B, heads, rows] of one tile, and which of its rows cannot be trusted."""
     bounds, problem = tiles.bounds, part.problem
     acc = torch.zeros(q.shape[0], q.shape[2], len(rows), v.shape[3], device=q.device)
-    row_sum, keys_seen = torch.zeros_like(acc[..., :1]), torch.zeros_like(acc[..., :1])
-    sinks = problem.score.sinks
-    unjudged = torch.zeros_like(row_sum) if sinks is None else (LOG2E * sinks.float()[:, None, None]).expand_as(row_sum)
-    m = unjudged
+    row_sum, keys_seen, m = (torch.zeros_like(acc[..., :1]) for _ in range(3))
     for number, keys in enumerate(key_blocks(problem, rows, q.shape[1], k.shape[1], tiles.kv)):
         x, seen = _exponents(part, q, k, rows, keys)
         if number == 0:
             first_max = x.amax(-1, keepdim=True).float()
-            m = torch.where(first_max == -torch.inf, unjudged, first_max)
+            m = torch.where(first_max == -torch.inf, 0.0, first_max)
         p = torch.exp2((x - m).float())
         row_sum += p.sum(-1, keepdim=True)
         acc += p.to(q.dtype).float() @ v[:, keys.start : keys.stop].transpose(1, 2).float()
         keys_seen += seen.expand_as(p).sum(-1, keepdim=True)
 
-    least = torch.where(m == unjudged, keys_seen * bounds.least_by_key, bounds.least)
-    trusted = row_sum >= least
-    if sinks is not None:
-        row_sum += torch.exp2(unjudged - m)
+    trusted = row_sum >= torch.where(m == 0.0, keys_seen * bounds.least_by_key, bounds.least)
+    if problem.score.sinks is not None:
+        sink = LOG2E * problem.score.sinks.float()[:, None, None]
+        m = torch.where(row_sum == 0.0, sink, m)
+        row_sum += torch.exp2(sink - m)
     nothing = row_sum == 0.0
     o = acc * torch.where(nothing, 0.0, 1.0 / row_sum)
     lse = torch.where(nothing, -torch.inf, (m + torch.log2(row_sum)) * LN2)
