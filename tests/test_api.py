@@ -184,3 +184,102 @@ def test_poison_reaches_only_rows_that_see_it(backend):
     out = run(t, backend).out
     torch.testing.assert_close(out[:, :25], clean[:, :25])
     assert out[:, 25:].isnan().all()
+
+
+# ---- biases, sinks, and lengths that are used
+
+
+def on_every_backend(t, **keywords):
+    """The results of all backends of this machine that take a problem."""
+    for backend in strobe.BACKENDS:
+        if strobe.supports(t.q, t.k, t.v, backend=backend, **keywords)[0]:
+            yield strobe.attention(t.q, t.k, t.v, backend=backend, return_lse=True, **keywords)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 4, 40, 50), (1, 4, 1, 50), (2, 1, 40, 1), (1, 1, 1, 1), (1, 4, 40, 50)], ids=str)
+def test_biases_broadcast(shape, dtype):
+    t = tensors(Case(40, 50, heads_q=4, mask="causal"), torch.bfloat16)
+    bias = torch.randn(shape, dtype=dtype)
+    keywords = {**t.keywords, "score": strobe.Score(bias=bias)}
+    whole = {**t.keywords, "score": strobe.Score(bias=bias.expand(2, 4, 40, 50).contiguous())}
+    ran = list(zip(on_every_backend(t, **keywords), on_every_backend(t, **whole), strict=True))
+    assert len(ran) >= 2 or HAS_GPU
+    for got, want in ran:
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_a_bias_of_minus_infinity_is_a_mask():
+    t = tensors(Case(40, 50, mask="causal"))
+    bias = torch.where(strobe.Causal().dense(40, 50), 0.0, -torch.inf)[None, None]
+    bias[:, :, 5] = -torch.inf
+    want, want_lse = strobe.attention(t.q, t.k, t.v, mask=strobe.Causal(), return_lse=True)
+    for out, lse in on_every_backend(t, score=strobe.Score(bias=bias)):
+        assert not out[:, 5].any() and lse[..., 5].isneginf().all()
+        rows = [row for row in range(40) if row != 5]
+        torch.testing.assert_close(out[:, rows], want[:, rows])
+        torch.testing.assert_close(lse[..., rows], want_lse[..., rows])
+
+
+def test_a_sink_takes_weight_and_has_no_value():
+    t = tensors(Case(30, 40, heads_q=4, mask="causal"))
+    sinks = torch.tensor([-torch.inf, -2.0, 0.0, 5.0])
+    plain, plain_lse = strobe.attention(t.q, t.k, t.v, return_lse=True, mask=strobe.Causal())
+    keywords = dict(mask=strobe.Causal(), score=strobe.Score(sinks=sinks))
+    for out, lse in on_every_backend(t, **keywords):
+        torch.testing.assert_close(lse, torch.logaddexp(plain_lse, sinks[:, None]))
+        torch.testing.assert_close(out, plain * (plain_lse - lse).exp().transpose(1, 2)[..., None])
+    out = strobe.flash_attn_func(t.q, t.k, t.v, causal=True, learnable_sink=sinks)
+    torch.testing.assert_close(out, strobe.attention(t.q, t.k, t.v, **keywords))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_not_used_is_as_if_it_were_not_there(packed):
+    """NaN in it reaches nothing; masks are aligned to what is used; rows that are not used give 0 and -inf."""
+    t = tensors(Case(30, 40, batch=3, packed=packed))
+    used_q, used_kv = torch.tensor([30, 11, 0], dtype=torch.int32), torch.tensor([17, 40, 5], dtype=torch.int32)
+    keywords = {**t.keywords, "mask": strobe.Causal(), "score": strobe.Score(sinks=torch.tensor([0.5, 1.0]))}
+    starts_q, starts_kv = torch.arange(3) * 30, torch.arange(3) * 40
+    q, k, v = t.q, t.k, t.v
+    if packed:
+        bounds_q, bounds_kv = keywords["cu_seqlens_q"], keywords["cu_seqlens_kv"]
+        used_q, used_kv = used_q.minimum(bounds_q.diff()), used_kv.minimum(bounds_kv.diff())
+        starts_q, starts_kv = bounds_q[:-1], bounds_kv[:-1]
+    flat = [x.flatten(0, -3).clone() for x in (q, k, v)]
+    rows, keys = (torch.cat([torch.arange(n) + s for s, n in zip(*pair, strict=True)]) for pair in (
+        (starts_q, used_q), (starts_kv, used_kv),
+    ))  # fmt: skip
+    for x, kept in zip(flat, (rows, keys, keys), strict=True):
+        unused = torch.ones(x.shape[0], dtype=torch.bool)
+        unused[kept] = False
+        x[unused] = torch.nan
+    bad = type(t)(*(x.view(y.shape) for x, y in zip(flat, (q, k, v), strict=True)), keywords)
+    for out, lse in on_every_backend(bad, **keywords, seqused_q=used_q, seqused_kv=used_kv):
+        out, lse = out.flatten(0, -3), (lse if packed else lse.transpose(0, 1).flatten(1))
+        unused = torch.ones(out.shape[0], dtype=torch.bool)
+        unused[rows] = False
+        assert not out[unused].any() and lse[:, unused].isneginf().all()
+        for b in range(3):
+            mine = slice(starts_q[b], starts_q[b] + used_q[b])
+            k_b, v_b = (x[starts_kv[b] : starts_kv[b] + used_kv[b]][None] for x in flat[1:])
+            want = strobe.attention(
+                flat[0][None, mine], k_b, v_b, mask=keywords["mask"], score=keywords["score"], return_lse=True
+            )
+            torch.testing.assert_close(out[mine], want[0][0])
+            torch.testing.assert_close(lse[:, mine], want[1][0])
+
+
+def test_seqused_through_flash_attns_door():
+    t = tensors(Case(30, 40, packed=True, batch=3))
+    cu_q, cu_k = t.keywords["cu_seqlens_q"], t.keywords["cu_seqlens_kv"]
+    used = (cu_k.diff() // 2).to(torch.int32)
+    out = strobe.flash_attn_varlen_func(t.q, t.k, t.v, cu_q, cu_k, 30, 40, causal=True, seqused_k=used)
+    want = strobe.attention(t.q, t.k, t.v, **{**t.keywords, "mask": strobe.Causal()}, seqused_kv=used)
+    assert torch.equal(out, want)
+
+
+def test_explain_names_what_has_no_gradient(capsys):
+    q = torch.randn(1, 8, 2, 16, requires_grad=True)
+    explanation = strobe.explain(q, q, q, score=strobe.Score(sinks=torch.zeros(2)))
+    assert explanation.chosen == "tiled" and explanation.backward.chosen is None
+    assert dict(explanation.backward.refusals)["portable"] == "has no gradient with sinks yet"

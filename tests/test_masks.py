@@ -88,6 +88,48 @@ def test_documents():
         mask & strobe.Document(q, kv)
 
 
+def of_its_head(batch, head, q_index, kv_index):
+    return (q_index + kv_index + batch) % (head + 2) == 0
+
+
+def not_the_first(batch, head, q_index, kv_index):
+    return kv_index > 0
+
+
+def test_functions():
+    mask = strobe.Visible(of_its_head) & strobe.Causal() & strobe.Visible(not_the_first)
+    assert str(mask) == "causal & function both"
+    want = torch.zeros(2, 3, 4, 5, dtype=torch.bool)
+    for b, h, i, j in itertools.product(*map(range, want.shape)):
+        want[b, h, i, j] = (i + j + b) % (h + 2) == 0 and 0 < j <= i + 1
+    assert torch.equal(mask.dense(4, 5, batch=2, heads=3), want)
+    assert mask.count(4, 5, batch=2, heads=3) == round(want.sum().item() / 6)
+    rows, keys = torch.arange(1, 3)[:, None], torch.arange(2, 5)[None, :]
+    assert torch.equal(mask.tile(rows, keys, 4, 5, range(1, 2), range(3)), want[1:, :, 1:3, 2:5])
+    assert mask.kv_range(0, 1, 4, 5) == (0, 3)
+    assert mask.tile_class(0, 0, 2, 4, 4, 5) is TileClass.EMPTY
+    assert strobe.Visible(not_the_first).tile_class(0, 3, 1, 4, 4, 5) is TileClass.PARTIAL
+    assert strobe.Visible(not_the_first).count(3000, 2) == 3000
+
+
+def test_functions_beside_documents():
+    """The batch is that of the documents."""
+    ids = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
+    mask = strobe.Visible(of_its_head) & strobe.Document(ids)
+    seen = mask.dense(4, 4, heads=2)
+    assert torch.equal(seen, strobe.Document(ids).dense(4, 4)[:, None] & strobe.Visible(of_its_head).dense(4, 4, 2, 2))
+    assert torch.equal(mask.of_batch(1).tile(*grid(4), 4, 4, range(1, 2), range(2)), seen[1:])
+
+
+def grid(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(n)[:, None], torch.arange(n)[None, :]
+
+
+def test_the_same_function_twice_is_itself():
+    mask = strobe.Visible(of_its_head)
+    assert mask & mask == mask
+
+
 def test_bottom_right():
     """With fewer queries than keys the last query sees every key; with more, the first queries see none."""
     assert strobe.Causal().dense(2, 4).tolist() == [[True, True, True, False], [True] * 4]

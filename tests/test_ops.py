@@ -5,6 +5,7 @@ import torch
 from problems import Case, Results, run, tensors, upstream
 
 import strobe
+from strobe import api
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CASES = (
@@ -12,6 +13,11 @@ CASES = (
     Case(40, 50, mask="all"),
     Case(40, 50, packed=True, batch=3, mask="window", alibi=True, softcap=3.0),
 )
+FORWARD_CASES = (
+    Case(40, 50, bias=True, sinks=True, function=True, seqused=True, mask="functions"),
+    Case(40, 50, packed=True, batch=3, sinks=True, function=True, seqused=True, mask="function"),
+)
+"""Of what has no gradient yet."""
 
 
 def dtype_of(device):
@@ -21,8 +27,6 @@ def dtype_of(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_opcheck(case, device):
-    from strobe import api
-
     t = tensors(case, dtype_of(device), device).with_gradients()
     options = api._options_of(t.q, t.k, t.v, **t.keywords)
     # bfloat16 is compared loosely: opcheck runs the operator twice, and its own rounding is not what it is about.
@@ -49,6 +53,27 @@ def test_compile_without_graph_breaks(case, device):
     got = torch.autograd.grad(compiled(t.q, t.k, t.v), (t.q, t.k, t.v))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=3e-2 if device == "cuda" else 1e-4, rtol=3e-2 if device == "cuda" else 1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", FORWARD_CASES, ids=str)
+def test_opcheck_of_the_forward_alone(case, device):
+    t = tensors(case, dtype_of(device), device)
+    options = api._options_of(t.q, t.k, t.v, **t.keywords)
+    torch.library.opcheck(torch.ops.strobe.forward, (t.q, t.k, t.v, *options.arguments()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", FORWARD_CASES, ids=str)
+def test_compile_of_the_forward_alone(case, device):
+    t = tensors(case, dtype_of(device), device)
+
+    def step(q, k, v):
+        return strobe.attention(q * 2, k, v, return_lse=True, **t.keywords)
+
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(t.q, t.k, t.v)
+    for a, b in zip(got, step(t.q, t.k, t.v), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -128,6 +128,16 @@ def test_nan_of_another_document_is_not_seen():
     assert_same(got.dk[:, elsewhere], clean.dk[:, elsewhere])
 
 
+def not_the_poisoned(batch, head, q_index, kv_index):
+    return (kv_index != ROW) | (q_index < 5)
+
+
+def test_nan_that_a_function_hides_is_not_seen():
+    clean, got = poisoned("v", float("nan"), torch.float32, strobe.Visible(not_the_poisoned))
+    assert_same(got.out[:, 5:], clean.out[:, 5:])
+    assert got.out[:, :5, :, 3].isnan().all()
+
+
 # ---- layouts
 
 
@@ -173,6 +183,7 @@ NOTED = (
     Case(300, 300, heads_q=4, heads_kv=2, mask="causal"),
     Case(300, 200, heads_q=2, heads_kv=1, packed=True, batch=4, mask="causal"),
     Case(150, 260, packed=True, batch=3),
+    Case(150, 130, softcap=4.0, alibi=True, bias=True, sinks=True, function=True, mask="functions"),
 )
 
 

@@ -19,7 +19,7 @@ from strobe.device import CPU, KNOWN, Arch
 from strobe.dispatch import backend_module
 from strobe.lab.plan import Point
 from strobe.lab.report import best_peer, load, ratio, timed
-from strobe.masks import Causal, Document, Prefix, Window
+from strobe.masks import Causal, Document, Prefix, Visible, Window
 from strobe.problem import AttentionProblem, Dense, Varlen
 from strobe.scores import Score
 
@@ -35,6 +35,14 @@ def _dims(d: int, dv: int) -> dict:
     return {"head_dim": d, "head_dim_v": dv, "scale": d**-0.5}
 
 
+def _every_other_key(batch, head, q_index, kv_index):
+    return kv_index % 2 == 0
+
+
+def _halved(score, batch, head, q_index, kv_index):
+    return score * 0.5
+
+
 FEATURES: dict[str, dict] = {
     "forward": {},
     "backward": {"phase": "backward"},
@@ -42,10 +50,15 @@ FEATURES: dict[str, dict] = {
     "sliding window": {"mask": Window(256, 0)},
     "prefix": {"mask": Prefix(256)},
     "documents": {"mask": Document(torch.zeros(2, 1024, dtype=torch.int32))},
+    "mask function": {"mask": Visible(_every_other_key)},
     "softcap": {"score": Score(softcap=30.0)},
     "ALiBi": {"score": Score(alibi=torch.ones(16))},
+    "bias": {"score": Score(bias=torch.zeros(1, 16, 1024, 1024))},
+    "attention sinks": {"score": Score(sinks=torch.zeros(16))},
+    "score function": {"score": Score(function=_halved)},
     "GQA, MQA": {"heads_kv": 2},
     "packed sequences (varlen)": {"lengths": Varlen(2, 2048, 2048, 1024, 1024)},
+    "used lengths (seqused)": {"seqused": True},
     "head dim 64": _dims(64, 64),
     "head dim 96": _dims(96, 96),
     "head dim 128": _dims(128, 128),
