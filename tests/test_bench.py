@@ -121,7 +121,7 @@ def test_rounds_make_the_order_balanced_and_are_fewer_of_long_launches():
 def test_expected_time_grows_with_points_contenders_and_lengths():
     points = Plan().points()
     times = [bench.expected_seconds(points, contenders, Plan()) for contenders in (1, 2)]
-    assert times[1] == 2 * times[0] and 60 < times[0] < 600
+    assert times[1] == 2 * times[0] and 60 < times[0] < 600, "two race, each as long as one alone"
     longest = [p for p in points if p.length == 131072 and p.mask == "full"]
     assert bench.expected_seconds(longest, 1, Plan()) / len(longest) > 2 * times[0] / len(points)
 

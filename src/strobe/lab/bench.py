@@ -59,8 +59,8 @@ LONG_SECONDS = 1.0
 GRAPH_SECONDS = 0.002
 """A CUDA graph holds about so many seconds of launches: between two replays the GPU idles for microseconds."""
 
-ENTER_SECONDS, RATE = 0.25, 4e14
-"""For the estimate alone: seconds until a contender is ready at a point, and FLOP/s while it is timed."""
+ENTER_SECONDS, RACING, RATE = 0.2, 3, 5e14
+"""For the estimate alone: seconds until a contender is ready at a point, how many race, and FLOP/s while they do."""
 
 
 # ---- statistics
@@ -222,19 +222,22 @@ def measure(contender: Contender, clock: Clock) -> float:
 
 def warm_up(contender: Contender, clock: Clock, seconds: float) -> float:
     """Chooses the way and how many runs of it fill `seconds`; returns the seconds of one launch."""
+
+    def runs(way: Way, launch: float, seconds: float) -> int:
+        return max(1, round(seconds / max(launch * way.launches, 1e-7)))
+
     found = []
     for way in contender.ways:
         contender.way, contender.count = way, 1
         launch = measure(contender, clock)
-        for _ in range(2):  # twice if there are several, since the first one is cold
-            contender.count = max(1, round(seconds / max(launch * way.launches, 1e-7)))
-            if contender.count == 1:
-                break
+        contender.count = runs(way, launch, seconds / 3)
+        if contender.count > 1:  # the first one was cold
             launch = measure(contender, clock)
-        found.append((launch, contender.count, way))
-    launch, contender.count, contender.way = found[-1]
+        found.append((launch, way))
+    launch, contender.way = found[-1]
     if found[0][0] < GRAPH_LOSES * launch:
-        launch, contender.count, contender.way = found[0]
+        launch, contender.way = found[0]
+    contender.count = runs(contender.way, launch, seconds)
     return launch
 
 
@@ -440,12 +443,12 @@ def rounds_of(launch: float, contenders: int, plan: Plan) -> int:
 
 
 def expected_seconds(points: Sequence[Point], contenders: int, plan: Plan) -> float:
-    """Of a GPU at H200's speed, roughly, if every contender takes part everywhere."""
+    """Of an H200, roughly, without the compilers."""
     total = 0.0
     for point in points:
-        launch = point.flops / RATE
+        launch, racing = point.flops / RATE, min(contenders, RACING)
         timing = launch if launch > plan.seconds else 2 * plan.seconds
-        total += contenders * (ENTER_SECONDS + timing * (3 + rounds_of(launch, contenders, plan)))
+        total += contenders * (ENTER_SECONDS + 2 * timing) + racing * rounds_of(launch, racing, plan) * timing
     return total
 
 
@@ -521,7 +524,7 @@ def bench(plan: Plan, device: torch.device, command: str, path: Path | None = No
 def _announcement(run: Run) -> str:
     names = ", ".join(run.report["contenders"])
     seconds = expected_seconds(run.points, len(run.peers), run.plan)
-    time_needed = f", at most {seconds / 60:.0f} minutes and the compilers' time" if run.device.type == "cuda" else ""
+    time_needed = f", about {seconds / 60:.0f} minutes and the compilers' time" if run.device.type == "cuda" else ""
     return f"{len(run.points)} points, {names}{time_needed}"
 
 

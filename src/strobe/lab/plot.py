@@ -66,9 +66,10 @@ def _styles(names: list[str]) -> dict[str, dict]:
     """Name -> how its line looks: ours thick and above the peers."""
     peers = (name for name in names if name != "strobe")
     styles: dict[str, dict] = {
-        name: {"color": color, "linewidth": 1.2} for name, color in zip(peers, cycle(PEERS), strict=False)
+        name: {"color": color, "linewidth": 1.2, "marker": "o", "markersize": 2}
+        for name, color in zip(peers, cycle(PEERS), strict=False)
     }
-    return styles | {"strobe": {"color": STROBE, "linewidth": 3.0, "zorder": 3}}
+    return styles | {"strobe": {"color": STROBE, "linewidth": 3.0, "marker": "o", "markersize": 4, "zorder": 3}}
 
 
 def _panel(panel: Axes, entries: list[dict], styles: dict[str, dict], report: dict) -> None:
