@@ -76,6 +76,30 @@ def test_compile_of_the_forward_alone(case, device):
         torch.testing.assert_close(a, b)
 
 
+def halved(score, batch, head, q_index, kv_index):
+    return score * 0.5
+
+
+def before(bound):
+    def early(batch, head, q_index, kv_index):
+        return kv_index < bound
+
+    return early
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_functions_may_be_given_within_what_is_compiled(device):
+    q = torch.randn(1, 20, 2, 32, device=device, dtype=dtype_of(device))
+
+    def step(q):
+        mask = strobe.Visible(before(9)) & strobe.Window(right=30)
+        return strobe.attention(q, q, q, mask=mask, score=strobe.Score(function=halved))
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    want = strobe.attention(q, q[:, :9], q[:, :9], scale=0.5 * 32**-0.5)
+    torch.testing.assert_close(compiled(q), want)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_compile_through_flash_attns_door_with_changing_lengths(device):
     compiled = torch.compile(

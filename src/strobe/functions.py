@@ -54,11 +54,13 @@ class Function:
 _known: dict[str, Function] = {}
 
 
+@torch.compiler.assume_constant_result
 def score_function(given) -> Function:
     """The Function of what a user gave for a score. TypeError where it is none."""
     return _function("score", given, ("score", "batch", "head", "q_index", "kv_index"))
 
 
+@torch.compiler.assume_constant_result
 def mask_function(given) -> Function:
     """The Function of what a user gave for a mask. TypeError where it is none."""
     return _function("mask", given, ("batch", "head", "q_index", "kv_index"))
