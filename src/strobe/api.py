@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from strobe import dispatch, ops
+from strobe import dispatch, eager, ops
 from strobe.device import arch_of
 from strobe.functions import Function
 from strobe.masks import Causal, Mask, Window
@@ -62,10 +62,10 @@ def attention(
     Raises:
         ValueError, TypeError: naming the argument, before any launch.
     """
-    options = _options(
-        q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, backend
-    )
-    out, lse = torch.ops.strobe.forward(q, k, v, *options.arguments())
+    call = (
+        q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, backend,
+    )  # fmt: skip
+    out, lse = eager.attention(_options, *call) or torch.ops.strobe.forward(q, k, v, *_options(*call).arguments())
     return (out, lse) if return_lse else out
 
 

@@ -1,4 +1,4 @@
-"""A table that keeps the entries which were used last."""
+"""A bounded table that keeps what is in use."""
 
 from __future__ import annotations
 
@@ -9,25 +9,33 @@ Value = TypeVar("Value")
 
 
 class Recent(Generic[Value]):
-    """The entries that were used last, at most `size`. Threads may share it: at worst one makes an entry again."""
+    """At most `size` entries, of which the unused go first: the oldest one that nobody got since it was last spared (the
+    "clock" approximation of least recently used, for which getting costs one look-up).
+
+    Threads may share it: at worst one makes an entry again."""
 
     def __init__(self, size: int):
         self._size = size
-        self._entries: dict[Hashable, Value] = {}
+        self._entries: dict[Hashable, list] = {}
+        """Key -> [entry, whether it was got]."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def get(self, key: Hashable) -> Value | None:
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self._entries[key] = entry  # dicts keep the order of insertion: what was used last is last
-        return entry
+        found = self._entries.get(key)
+        if found is None:
+            return None
+        found[1] = True
+        return found[0]
 
     def put(self, key: Hashable, entry: Value) -> None:
-        self._entries[key] = entry
+        self._entries[key] = [entry, False]
         while len(self._entries) > self._size:
-            self._entries.pop(next(iter(self._entries)), None)
+            oldest = next(iter(self._entries))
+            found = self._entries.pop(oldest, None)
+            if found is not None and found[1]:  # dicts keep the order of insertion: it comes last now
+                self._entries[oldest] = [found[0], False]
 
     def clear(self) -> None:
         self._entries.clear()

@@ -26,7 +26,8 @@ import torch
 log = logging.getLogger("strobe")
 
 Launch = Callable[..., None]
-"""launch(stream, *tensors): the handle of the current stream; tensors in place of those that it was prepared with."""
+"""launch(stream, *addresses): the handle of the current stream; addresses of tensors in place of those that it was prepared
+with, None for None."""
 
 Tensors = Sequence["torch.Tensor | None"]
 
@@ -45,11 +46,11 @@ class Unknown(Exception):
 
 
 def prepare(kernel, grid: Sequence[int], tensors: Tensors, *arguments, **keywords) -> Launch:
-    """`kernel[grid](*arguments, **keywords)`, compiled but not launched, to be called with other tensors.
+    """`kernel[grid](*arguments, **keywords)`, compiled but not launched, to be called with the addresses of other tensors.
 
-    tensors: all those in the arguments, also in tuples and TMA descriptors, each an object of its own; and None where
-        a caller has an optional one. The tensors of a call must have the same shapes, strides and dtypes as these, addresses
-        that are multiples of 16 where these have such, and the same device, which must be the current one.
+    tensors: all those in the arguments, also in tuples and TMA descriptors, each an object of its own; and None where a
+        caller has an optional one. The others must have the same shapes, strides and dtypes, addresses that are multiples of
+        16 where these have such, and the same device, which must be the current one.
 
     ValueError if an argument holds a tensor that is not in `tensors`.
     """
@@ -200,7 +201,7 @@ class PreparedLaunch:
         descriptors = [place for place, (_, value) in enumerate(found) if isinstance(value, Descriptor)]
         addresses = [place for place, (_, value) in enumerate(found) if isinstance(value, torch.Tensor)]
         numbers = [place for place in range(len(found)) if place not in {*descriptors, *addresses}]
-        self._encoded = [(_slot(found[i].value.given.base, tensors), encoder(found[i].value)) for i in descriptors]
+        self._described = [(_slot(found[i].value.given.base, tensors), encoder(found[i].value)) for i in descriptors]
         self._addressed = [_slot(found[i].value, tensors) for i in addresses]
         self._written = struct.Struct(f"<QQI12x{_DESCRIPTOR * len(descriptors)}{len(addresses)}{_ADDRESS}")
         self._numbers = [(found[i].code, found[i].value or 0) for i in numbers]
@@ -210,7 +211,7 @@ class PreparedLaunch:
         self._size = 64 + sum(sizes)
         self._frames = [self._frame()]
 
-    def __call__(self, stream: int, *tensors: Any) -> None:
+    def __call__(self, stream: int, *addresses: Any) -> None:
         if self._empty:
             return
         try:
@@ -218,9 +219,10 @@ class PreparedLaunch:
         except IndexError:  # as many threads are in here as there are frames
             frame = self._frame()
         memory, begin, config, pointers = frame
-        values: list[bytes | int] = [encode(tensors[slot].data_ptr()) for slot, encode in self._encoded]
-        values += [tensors[slot].data_ptr() for slot in self._addressed]
-        self._written.pack_into(memory, begin, stream, self._attributes, self._number, *values)
+        described = [encode(addresses[slot]) for slot, encode in self._described]
+        self._written.pack_into(
+            memory, begin, stream, self._attributes, self._number, *described, *[addresses[slot] for slot in self._addressed]
+        )
         status = self._driver.launch(config, self._function, pointers, None)
         if status:
             self._driver.call("cuLaunchKernelEx", config, self._function, pointers, None, status=status)
@@ -253,25 +255,35 @@ def _attributes(metadata) -> ctypes.Array:
     return (ctypes.c_char * len(packed)).from_buffer_copy(packed)
 
 
+class _At:
+    """A tensor as Triton sees one."""
+
+    def __init__(self, like: torch.Tensor, address: int):
+        self.dtype, self._address = like.dtype, address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
 def _through_triton(kernel, grid: Sequence[int], tensors: Tensors, arguments, keywords) -> Launch:
     """A Launch by Triton's own way."""
 
-    def launch(stream: int, *now: Any) -> None:
-        current = {id(before): after for before, after in zip(tensors, now, strict=True)}
-        swapped = {name: _swap(value, current) for name, value in keywords.items()}
-        kernel[grid](*_swap(tuple(arguments), current), **swapped)
+    def launch(stream: int, *addresses: int | None) -> None:
+        now = {id(x): _At(x, at) for x, at in zip(tensors, addresses, strict=True) if x is not None and at is not None}
+        swapped = {name: _swap(value, now) for name, value in keywords.items()}
+        kernel[grid](*_swap(tuple(arguments), now), **swapped)
 
     return launch
 
 
-def _swap(value, current: dict[int, torch.Tensor | None]):
+def _swap(value, now: dict[int, _At]):
     """An argument with other tensors."""
     if isinstance(value, torch.Tensor):
-        return current[id(value)]
+        return now[id(value)]
     if isinstance(value, tuple):
-        parts = [_swap(part, current) for part in value]
+        parts = [_swap(part, now) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return replace(value, base=current[id(value.base)]) if hasattr(value, "block_shape") else value
+    return replace(value, base=now[id(value.base)]) if hasattr(value, "block_shape") else value
 
 
 # ---- the driver

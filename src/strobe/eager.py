@@ -1,0 +1,161 @@
+"""The short way from `strobe.attention` to a kernel, for plain tensors in eager mode.
+
+The checks, the choice of a backend, its config and most of a launch follow from shapes, strides, dtypes, the mask and a few
+numbers; and an operator's dispatch serves compilers, subclasses and transforms. A call that needs none of those, and was
+seen before in all that matters, finds its plan in a table: the backend's launches, ready but for the tensors' addresses.
+
+A backend takes part by a function beside its `forward`:
+
+    plan(problem, operands, tensors) -> Plan | None     None: such calls are left to the operator
+
+`tensors` are q, k, v and, or None, those of `OPTIONAL`. They are what `problem` and `operands` hold, each an object of its own,
+even if the caller's are not. A Plan is called with the tensors of a later call that looks the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from strobe import dispatch, ops
+from strobe.device import arch_of
+from strobe.masks import Mask
+from strobe.recent import Recent
+from strobe.scores import Score
+
+OPTIONAL = (
+    "cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "document_q", "document_kv", "alibi", "bias", "sinks",
+)  # fmt: skip
+"""The tensors of a call beside q, k and v, by their names in Options."""
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+
+Plan = Callable[..., Outputs]
+"""plan(stream, *tensors) -> out, lse, on the current device and its current stream, given as the driver's handle (CPU: 0)."""
+
+
+class Prepared(NamedTuple):
+    """What is known of calls that look the same. plan: None if they are the operator's. options: without tensors."""
+
+    plan: Plan | None
+    differentiable: bool
+    options: ops.Options
+
+
+_prepared: Recent[Prepared] = Recent(1024)
+_PLAIN = (torch.Tensor, Parameter)
+_NONE = (None,) * len(OPTIONAL)
+
+
+def forget() -> None:
+    """Drop all plans: for whatever changes the choice of a backend or of a config."""
+    _prepared.clear()
+
+
+def attention(check: Callable[..., ops.Options], *call) -> Outputs | None:
+    """out and lse, or None if the call is the operator's. check(*call): the checks, and what they make of a call."""
+    if torch.compiler.is_compiling() or _transformed():
+        return None
+    q, k, v, mask, score, scale, cu_q, cu_kv, max_q, max_kv, used_q, used_kv, backend = call
+    rules: tuple = ()
+    optional: tuple = _NONE
+    if mask is not None:
+        if not isinstance(mask, Mask):
+            return None
+        rules = (mask.left, mask.right, mask.prefix, mask.function)
+    if score is not None:
+        if not isinstance(score, Score):
+            return None
+        rules = (rules, score.softcap, score.function)
+    if cu_q is not None or cu_kv is not None or used_q is not None or used_kv is not None or _has_tensors(mask, score):
+        documents = (None, None) if mask is None or mask.documents is None else (mask.documents.q, mask.documents.kv)
+        changes = (None, None, None) if score is None else (score.alibi, score.bias, score.sinks)
+        optional = (cu_q, cu_kv, used_q, used_kv, *documents, *changes)
+    likenesses: tuple = (_likeness(q), _likeness(k), _likeness(v))
+    if optional is not _NONE:
+        likenesses += tuple([None if x is None else _likeness(x) for x in optional])
+    if False in likenesses:
+        return None
+    device = q.get_device()
+    if device >= 0 and device != torch._C._cuda_getDevice():
+        return None
+    numbers = None
+    if scale is not None or max_q is not None or max_kv is not None:  # 1 and True are equal, but not the same to `check`
+        numbers = (scale, type(scale), max_q, type(max_q), max_kv, type(max_kv))
+    key = (likenesses, rules, numbers, backend, torch.is_grad_enabled())
+    try:
+        prepared = _prepared.get(key)
+    except TypeError:  # a number that is a list, say
+        return None
+    if prepared is None:
+        prepared = _prepare(check(*call), (q, k, v, *optional))
+        _prepared.put(key, prepared)
+    if prepared.plan is None:
+        return None
+    stream = torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
+    if prepared.differentiable:
+        return _Differentiable.apply(prepared, stream, q, k, v)
+    return prepared.plan(stream, q, k, v, *optional)
+
+
+def _transformed() -> bool:
+    """Whether something stands between a call and its kernels: a mode, a transform of functorch, forward gradients."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
+
+
+def _has_tensors(mask: Mask | None, score: Score | None) -> bool:
+    if mask is not None and mask.documents is not None:
+        return True
+    return score is not None and not (score.alibi is None and score.bias is None and score.sinks is None)
+
+
+def _likeness(x) -> tuple | bool:
+    """What the checks and plans depend on, or False if x is no plain tensor."""
+    if type(x) not in _PLAIN:
+        return False
+    return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16, x.requires_grad
+
+
+def _prepare(options: ops.Options, tensors: tuple) -> Prepared:
+    """For calls that look like this one, whose options are checked."""
+    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    nothing: dict[str, Any] = dict.fromkeys(OPTIONAL)
+    bare = replace(options, **nothing)
+    own: tuple[Any, ...] = tuple(None if x is None else x.detach() for x in tensors)
+    options = replace(options, **dict(zip(OPTIONAL, own[3:], strict=True)))
+    q, k, v = own[:3]
+    problem = ops.describe(q, k, v, options)
+    backend = dispatch.select(problem, arch_of(q.device), options.backend)
+    # Lengths that live on the device are checked there, in every call; gradients beside other tensors are the operator's.
+    asserts = (problem.varlen or problem.seqused) and os.environ.get("STROBE_DEBUG", "0") == "1"
+    if not hasattr(backend, "plan") or asserts or (differentiable and any(x is not None for x in own[3:])):
+        return Prepared(None, differentiable, bare)
+    return Prepared(backend.plan(problem, ops.operands_of(q, k, v, options), own), differentiable, bare)
+
+
+class _Differentiable(torch.autograd.Function):
+    """A plan of q, k and v alone, with the operator's gradient."""
+
+    @staticmethod
+    def forward(ctx, prepared: Prepared, stream: int, q, k, v):
+        assert prepared.plan is not None
+        outputs = prepared.plan(stream, q, k, v, *_NONE)
+        ctx.save_for_backward(q, k, v, *outputs, *(None for _ in ops._TENSORS))
+        ctx.options = prepared.options
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        return None, None, *ops._gradient(ctx, dout, dlse)[:3]

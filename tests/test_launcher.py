@@ -1,0 +1,365 @@
+"""Prepared launches: the driver is given what the compiled kernel takes (no GPU needed); on a GPU they do what Triton's do."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import strobe
+from strobe import eager
+
+OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
+
+# ---- offline: the driver's part is played by a recorder, on the oldest and on the installed Triton
+
+RECORD = """
+import ctypes, json, struct, sys
+import torch, triton
+sys.path.insert(0, TESTS)
+import launch_kernels as kernels
+from strobe.kernels import launcher
+from strobe.lab.offline import pretend_gpu
+
+launches, encoded = [], []
+
+
+class Recorder:
+    def launch(self, config, function, pointers, extra):
+        sizes = launcher.ptx_sizes(self.compiled.asm["ptx"], self.compiled.name)
+        assert len(sizes) == len(pointers) and extra is None
+        values = [ctypes.string_at(pointer, size).hex() for pointer, size in zip(pointers, sizes)]
+        aligned = all(pointer % min(size, 64) == 0 for pointer, size in zip(pointers, sizes))
+        config = struct.unpack("<7I4xQQI", ctypes.string_at(config, 52))
+        attributes = ctypes.string_at(config[8], 72 * config[9]).hex()
+        launches.append(dict(config=config[:8], attributes=attributes, function=function.value, values=values, aligned=aligned))
+        return 0
+
+    def call(self, name, start, element_type, rank, address, sizes, strides, box, steps, *rest):
+        assert name == "cuTensorMapEncodeTiled" and start % 64 == 0
+        encoded.append([element_type, rank, address, list(sizes), list(strides), list(box), list(steps), *rest])
+        ctypes.memmove(start, struct.pack("<Q", address) * 16, 128)
+
+
+recorder = Recorder()
+launcher._driver = lambda: recorder
+
+
+def prepared(kernel, grid, tensors, arguments, keywords):
+    compiled = kernel.warmup(*arguments, grid=grid, **keywords)
+    compiled.function = 4321
+    recorder.compiled = compiled
+    values = {**dict(zip(compiled.src.signature, arguments)), **keywords}
+    values = [values.get(name) for name in compiled.src.signature]
+    return launcher.PreparedLaunch(compiled, (*grid, 1, 1)[:3], values, tensors)
+
+
+result = {"triton": triton.__version__, "encoded": encoded, "launches": launches}
+with pretend_gpu(90):
+    x, y, sums = kernels.rows(130, "cpu")
+    grid, arguments, keywords = kernels.scale_rows_arguments(x, y, sums)
+    launch = prepared(kernels.scale_rows, grid, (x, None, y, sums), arguments, keywords)
+    others = tuple(torch.empty_like(t) for t in (x, y, sums))
+    addresses = [[t.data_ptr() for t in three] for three in ((x, y, sums), others)]
+    for stream, (x, y, sums) in ((77, addresses[0]), (78, addresses[1]), (79, addresses[1])):
+        launch(stream, x, None, y, sums)
+    result["addresses"] = addresses[1]
+    result["shared"] = recorder.compiled.metadata.shared
+
+    x, y = torch.zeros(3, 5), torch.zeros(5, 3).t()
+    grid, arguments, keywords = kernels.add_one_arguments(x, y)
+    prepared(kernels.add_one, grid, (x, y), arguments, {**keywords, "launch_pdl": True})(0, x.data_ptr(), y.data_ptr())
+    result["matrices"] = [x.data_ptr(), y.data_ptr()]
+    prepared(kernels.add_one, (0,), (x, y), arguments, keywords)(0, x.data_ptr(), y.data_ptr())  # launches nothing
+    try:
+        prepared(kernels.add_one, grid, (x,), arguments, keywords)
+    except ValueError as error:
+        result["missing"] = str(error)
+    compiled = kernels.add_one.warmup(*arguments, grid=grid, **keywords)
+    compiled.asm["ptx"] = compiled.asm["ptx"].replace(".param .u32 add_one_param_1", ".param .u64 add_one_param_1")
+    try:
+        launcher.PreparedLaunch(compiled, (1, 1, 1), [*arguments, False, 8], (x, y))
+    except launcher.Unknown as error:
+        result["unknown"] = str(error)
+print(json.dumps(result))
+"""
+
+
+@pytest.fixture(scope="module", params=["oldest Triton", "installed Triton"])
+def recorded(request):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if request.param == "oldest Triton":
+        if not OLDEST_TRITON.exists():
+            pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(OLDEST_TRITON), environment.get("PYTHONPATH")]))
+    script = RECORD.replace("TESTS", repr(str(Path(__file__).parent)))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (request.param == "oldest Triton") == result["triton"].startswith("3.6")
+    return result
+
+
+def packed(code, *values):
+    return [struct.pack(f"<{code}", value).hex() for value in values]
+
+
+def test_parameters_of_a_gluon_kernel(recorded):
+    x, y, sums = recorded["addresses"]
+    shape, strides, nothing = packed("i", 130, 64), packed("q", 64, 1), packed("Q", 0, 0)
+    _, second, third = recorded["launches"][:3]
+    assert second["values"] == [
+        *[struct.pack("<Q", x).hex() * 16, *shape, *strides],
+        *packed("Q", sums),
+        *[*packed("i", 130), *packed("q", 2**40 + 3), *packed("f", 2.0)],
+        *[struct.pack("<Q", y).hex() * 16, *shape, *strides],
+        *nothing,  # Triton's scratch buffers
+    ]
+    assert third["values"] == second["values"]
+    assert second["config"] == [3, 1, 1, 128, 1, 1, recorded["shared"], 78] and third["config"][-1] == 79
+    assert second["function"] == 4321 and second["attributes"] == "" and all(one["aligned"] for one in recorded["launches"])
+
+
+def test_descriptors_are_encoded_once_for_an_address(recorded):
+    """bfloat16 (9), innermost dim first, strides in bytes; no interleave, swizzle of 128 bytes (3), L2 by 128 bytes (2)."""
+    assert len(recorded["encoded"]) == 4
+    by_address = {one[2]: one for one in recorded["encoded"]}
+    for address in recorded["addresses"][:2]:
+        assert by_address[address] == [9, 2, address, [64, 130], [128], [64, 64], [1, 1], 0, 3, 2, 0]
+
+
+def test_parameters_of_tuples_and_attributes(recorded):
+    """A number that is 1 is no parameter; programmatic serialization is attribute 6."""
+    assert len(recorded["launches"]) == 4  # none for an empty grid
+    last = recorded["launches"][3]
+    x, y = recorded["matrices"]
+    assert last["values"] == [*packed("Q", x), *packed("i", 5), *packed("Q", y), *packed("i", 3, 5), *packed("Q", 0, 0)]
+    assert last["attributes"] == struct.pack("<I4xI60x", 6, 1).hex()
+
+
+def test_what_cannot_be_prepared(recorded):
+    assert "every tensor of a prepared launch must be given" in recorded["missing"]
+    assert "not laid out as those of Triton 3.6 to 3.9" in recorded["unknown"]
+
+
+COUNT = """
+import torch
+from strobe.kernels.sm90.config import choose
+from strobe.kernels.sm90.forward import compile_only, forward_kernel
+from strobe.lab.offline import pretend_gpu
+from strobe.masks import Causal
+from strobe.problem import AttentionProblem, Dense
+
+
+def problem(batch, n_q, n_kv, heads, group):
+    heads_kv = heads // group
+    return AttentionProblem(Dense(batch, n_q, n_kv), heads, heads_kv, 128, 128, torch.bfloat16, 0.1, mask=Causal())
+
+
+config = choose(problem(1, 4096, 4096, 4, 1))
+with pretend_gpu(90):
+    for sizes in ((1, 4096, 4096, 4, 1), (1, 1, 1, 1, 1), (3, 17, 333, 4, 2), (1, 512, 4096, 16, 16), (5, 2048, 2049, 3, 1)):
+        compile_only(problem(*sizes), config)
+    (cache, *_), = forward_kernel.device_caches.values()
+    print(len(cache))
+"""
+
+
+def test_lengths_batch_and_heads_compile_nothing():
+    """The Hopper forward of one config and one kind of mask is one kernel."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "1"
+
+
+# ---- on the GPU
+
+gpu = pytest.mark.gpu
+
+
+@pytest.fixture
+def kernels():
+    import launch_kernels
+
+    return launch_kernels
+
+
+def start(launch, *tensors) -> None:
+    launch(torch.cuda.current_stream().cuda_stream, *(x.data_ptr() for x in tensors))
+
+
+def scaled(kernels, n):
+    """x, y, sums, and a prepared launch for (x, y, sums)."""
+    from strobe.kernels.launcher import prepare
+
+    x, y, sums = kernels.rows(n, "cuda")
+    grid, arguments, keywords = kernels.scale_rows_arguments(x, y, sums)
+    return x, y, sums, prepare(kernels.scale_rows, grid, (x, y, sums), *arguments, **keywords)
+
+
+def by_triton(kernels, x):
+    y, sums = torch.zeros_like(x), torch.zeros(x.shape[0], device="cuda")
+    grid, arguments, keywords = kernels.scale_rows_arguments(x, y, sums)
+    kernels.scale_rows[grid](*arguments, **keywords)
+    return y, sums
+
+
+@gpu
+@pytest.mark.parametrize("n", [1, 64, 1000])
+def test_same_as_triton(kernels, n):
+    from strobe.kernels.launcher import PreparedLaunch
+
+    x, y, sums, launch = scaled(kernels, n)
+    assert isinstance(launch, PreparedLaunch)
+    for _ in range(100):  # more addresses than descriptors are kept
+        x, y, sums = (torch.zeros_like(t) for t in (x, y, sums))
+        x.normal_()
+        start(launch, x, y, sums)
+        for got, want in zip((y, sums), by_triton(kernels, x), strict=True):
+            assert torch.equal(got, want)
+
+
+@gpu
+def test_triton_launches_what_is_unknown(kernels, monkeypatch, caplog):
+    from strobe.kernels import launcher
+
+    monkeypatch.setattr(launcher, "ptx_sizes", lambda ptx, name: [])
+    launcher._warn.cache_clear()
+    _, y, sums, launch = scaled(kernels, 200)
+    scaled(kernels, 200)
+    assert [record.message for record in caplog.records if "launched by Triton" in record.message][1:] == []
+    assert "scale_rows is launched by Triton" in caplog.text
+    other = torch.randn(200, 64, device="cuda").bfloat16()
+    start(launch, other, y, sums)
+    assert torch.equal(y, by_triton(kernels, other)[0])
+
+
+@gpu
+def test_descriptors_are_tritons(kernels):
+    """Byte for byte, but for the bit that newer Tritons clear for small tensors, which Hopper does not read."""
+    import ctypes
+
+    from triton.backends.nvidia import driver
+
+    from strobe.kernels.launcher import Descriptor, encoder
+
+    x, y, sums = kernels.rows(70_000, "cuda")
+    grid, arguments, keywords = kernels.scale_rows_arguments(x, y, sums)
+    compiled = kernels.scale_rows.warmup(*arguments, grid=grid, **keywords)
+    meta = compiled.metadata.tensordesc_meta[0]
+    made = encoder(Descriptor(arguments[0], meta))(x.data_ptr())
+    make = driver.make_tensordesc_arg
+    theirs = make(arguments[0], meta, None) if make.__code__.co_argcount == 3 else make(arguments[0], meta)
+    start = -(-(id(theirs[0]) + 16) // 128) * 128
+    assert made == ctypes.string_at(start, 128)
+
+
+@gpu
+def test_a_graph_of_prepared_launches(kernels):
+    x, y, sums, launch = scaled(kernels, 500)
+    start(launch, x, y, sums)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        start(launch, x, y, sums)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x.normal_()
+        graph.replay()
+        assert torch.equal(y, by_triton(kernels, x)[0])
+
+
+@gpu
+def test_threads_share_a_launch(kernels):
+    """Among them threads that never used the GPU before."""
+    x, _, _, launch = scaled(kernels, 300)
+    wrong, started = [], threading.Barrier(8)
+
+    def work(seed):
+        started.wait()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                mine = torch.full_like(x, seed)
+                y, sums = torch.zeros_like(x), torch.zeros(300, device="cuda")
+                start(launch, mine, y, sums)
+                if not (y == 2 * seed + 5).all():  # 2^40 + 3 is 5 modulo 7
+                    wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# ---- on the GPU: attention
+
+
+@gpu
+def test_attention_by_plans_is_the_operators(monkeypatch):
+    cases = [
+        (1, 300, 300, 4, 4, 128, strobe.Causal()),
+        (2, 1000, 700, 4, 2, 64, None),
+        (3, 70, 900, 8, 1, 128, strobe.Window(left=100)),
+    ]
+    eager.forget()
+    for batch, n_q, n_kv, heads_q, heads_kv, dim, mask in cases:
+        q = torch.randn(batch, n_q, heads_q, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        k, v = torch.randn(2, batch, n_kv, heads_kv, dim, device="cuda", dtype=torch.bfloat16).unbind()
+
+        def both(q=q, k=k, v=v, mask=mask):
+            out, lse = strobe.attention(q, k, v, mask=mask, return_lse=True)
+            return out, lse, *torch.autograd.grad(out.sum() + lse.sum(), q)
+
+        first, again = both(), both()
+        assert any(entry.plan is not None for entry in eager._prepared._entries.values())
+        with monkeypatch.context() as patch:
+            patch.setattr(eager, "attention", lambda *call: None)
+            want = both()
+        for x, y, z in zip(first, again, want, strict=True):
+            assert torch.equal(x, z) and torch.equal(y, z)
+
+
+@gpu
+def test_attention_by_plans_in_graphs_and_streams():
+    q, k, v = torch.randn(3, 2, 600, 4, 128, device="cuda", dtype=torch.bfloat16).unbind()
+    want = strobe.attention(q, k, v, mask=strobe.Causal())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = strobe.attention(q, k, v, mask=strobe.Causal())
+    for _ in range(3):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    outs = []
+    for turn in range(20):
+        with torch.cuda.stream(streams[turn % 4]):
+            outs.append(strobe.attention(q, k, v, mask=strobe.Causal()))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, want) for out in outs)
+
+
+@gpu
+def test_strides_and_addresses_compile_nothing():
+    from strobe.kernels.sm90.forward import forward_kernel
+
+    def compiled() -> int:
+        return len(forward_kernel.device_caches[torch.cuda.current_device()][0])
+
+    q, k, v = torch.randn(3, 2, 500, 4, 128, device="cuda", dtype=torch.bfloat16).unbind()
+    strobe.attention(q, k, v, mask=strobe.Causal(), backend="sm90")
+    before, plans = compiled(), len(eager._prepared)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    wide = torch.randn(2, 500, 3, 4, 128, device="cuda", dtype=torch.bfloat16).unbind(2)
+    shifted = [torch.cat([x.flatten()[:8], x.flatten()])[8:].view(x.shape) for x in (q, k, v)]
+    for other in (turned, wide, shifted, [x[:1] for x in (q, k, v)]):
+        strobe.attention(*other, mask=strobe.Causal(), backend="sm90")
+    assert len(eager._prepared) >= plans + 3 and compiled() == before
