@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -127,7 +128,7 @@ def excess(problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor) -> float
     """The largest distance of a row's maximum from that of its first block, in powers of two, where that sees a key."""
     n_q, n_kv = q.shape[1], k.shape[1]
     k = k.repeat_interleave(problem.group, dim=2)
-    x = problem.scale * optimistic.LOG2_E * torch.einsum("bihd,bjhd->bhij", q.float(), k.float())
+    x = problem.scale * math.log2(math.e) * torch.einsum("bihd,bjhd->bhij", q.float(), k.float())
     x = x.masked_fill(~problem.mask.dense(n_q, n_kv, device=q.device), -torch.inf)
     worst, (tile_q, tile_kv) = 0.0, tiles_of(problem)
     for first in range(0, n_q, tile_q):
