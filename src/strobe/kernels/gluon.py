@@ -39,6 +39,7 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+tensor_descriptor = tma.tensor_descriptor
 fma2 = getattr(blackwell, "fma2", None)
 mul2 = getattr(blackwell, "mul2", None)
 
@@ -75,6 +76,7 @@ __all__ = [
     "reinterpret",
     "tcgen05_commit",
     "tcgen05_mma",
+    "tensor_descriptor",
     "tensor_memory_descriptor",
     "tensor_memory_descriptor_type",
     "tma_load",

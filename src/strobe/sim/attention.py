@@ -11,6 +11,7 @@ from strobe.kernels.sm90 import config as sm90_config
 from strobe.kernels.sm90 import forward as sm90_forward
 from strobe.kernels.sm100 import config as sm100_config
 from strobe.kernels.sm100 import forward as sm100_forward
+from strobe.kernels.workspace import Workspace
 from strobe.problem import AttentionProblem, Operands, lse_shape
 from strobe.sim.costs import Costs
 from strobe.sim.launch import Launch
@@ -37,7 +38,7 @@ def simulate_forward(
     """The forward kernel of a backend over operands on the CPU.
 
     config: the backend's Config; None: what it chooses. order, seed: see `strobe.sim.machine`. ctas: how many CTAs share the
-    tiles if the kernel is persistent (sm100), so that one computes several; others have one a tile. costs: of a timed run; None
+    tiles if the kernel is persistent, so that one computes several; others have one a tile. costs: of a timed run; None
     means the arch's own. ValueError for another backend or an empty problem; a SimulationError for a mistake in the kernel.
     """
     if backend not in BACKENDS:
@@ -57,11 +58,18 @@ def forward_launch(
     parts, dtype = ((), problem.dtype) if splits == 1 else ((splits,), torch.float32)
     out = torch.full((*parts, *operands.q.shape[:-1], problem.head_dim_v), torch.nan, dtype=dtype)
     lse = torch.full((*parts, *lse_shape(problem)), torch.nan)
-    notes = None
-    if problem.mask.band != (None, None, None):
-        tiles = -(-problem.lengths.seqlen_q // _ROWS_PER_NOTE)
-        notes = torch.zeros(problem.lengths.batch * problem.heads_q * tiles, dtype=torch.int32)
-    grid, arguments, constants = kernels.kernel_arguments(problem, operands, out, lse, notes, config)
+    number = problem.lengths.batch * problem.heads_q * -(-problem.lengths.seqlen_q // _ROWS_PER_NOTE)
+    notes = torch.zeros(number, dtype=torch.int32)
+    if kernels is sm90_forward:
+        if sm90_forward.has_blind_tiles(problem):
+            out.zero_()
+            lse.fill_(-torch.inf)
+        space = Workspace(torch.zeros(16, dtype=torch.int32), notes)
+        grid, arguments, constants = kernels.kernel_arguments(problem, operands, out, lse, space, config)
+    else:
+        masked = problem.mask.band != (None, None, None)
+        notes = notes if masked else None
+        grid, arguments, constants = kernels.kernel_arguments(problem, operands, out, lse, notes, config)
     if getattr(config, "persistent", False):
         grid = (min(ctas, *grid),)
-    return Launch(kernels.forward_kernel, grid, arguments, constants, arch, ("notes_ptr", "notes")), out, lse, notes
+    return Launch(kernels.forward_kernel, grid, arguments, constants, arch, ("notes", "counters")), out, lse, notes

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from triton.runtime.jit import JITFunction
 
 from strobe.sim import context
 from strobe.sim.costs import Costs, costs_of
@@ -105,8 +106,10 @@ def _argument(machine: Machine, name: str, value: Any, rewritable: bool) -> Any:
         return descriptor_of(value, name, rewritable)
     if isinstance(value, bool | int | float):
         return argument(value)
+    if isinstance(value, JITFunction):
+        return lift(value)
     if isinstance(value, tuple):
         return tuple(_argument(machine, f"{name}[{i}]", item, rewritable) for i, item in enumerate(value))
     raise TypeError(
-        f"argument {name} must be a tensor, a TensorDescriptor, a number, None or a tuple of them, got {type(value)}"
+        f"argument {name} must be a tensor, a TensorDescriptor, a jitted function, a number, None or a tuple of them, got {type(value)}"
     )

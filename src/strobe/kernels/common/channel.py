@@ -4,56 +4,80 @@ Positions count 0, 1, 2, ... over the whole life of a CTA. Position g uses buffe
 time, and a barrier's phase flips with every use: that is all the bookkeeping there is, and both sides derive it from g.
 """
 
-from strobe.kernels.gluon import aggregate, gl, gluon, mbarrier, tma_load
+from strobe.kernels.gluon import aggregate, gl, gluon, mbarrier
 
 
 @aggregate
 class Channel:
-    """buffers [stages, rows, columns]; `full` counts the arrival of a TMA copy, `empty` those of all consumers."""
+    """chunks: a tuple of [stages, rows, columns], the chunks of columns of a block. `full` counts the arrival of TMA copies,
+    `empty` those of all consumers."""
 
-    buffers: gl.shared_memory_descriptor
+    chunks: gl.tuple
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     stages: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, buffers, full, empty, stages):
-        self.buffers = buffers
+    def __init__(self, chunks, full, empty, stages):
+        self.chunks = chunks
         self.full = full
         self.empty = empty
         self.stages = gl.constexpr(stages)
 
     @gluon.jit
-    def fill(self, position, descriptor, coordinates):
-        """Producer: wait until the position's buffer is empty, then start the copy of one block into it."""
+    def block(self, position):
+        """The chunks of a position, [rows, columns] each."""
+        return at(self.chunks, position % self.stages)
+
+    @gluon.jit
+    def acquire(self, position):
+        """Producer: wait until the position is empty; the barrier that says when it is full."""
         slot = position % self.stages
         mbarrier.wait(self.empty.index(slot), ((position // self.stages) & 1) ^ 1)
-        mbarrier.expect(self.full.index(slot), descriptor.block_type.nbytes)
-        tma_load(descriptor, coordinates, self.full.index(slot), self.buffers.index(slot).reshape(descriptor.block_type.shape))
+        return self.full.index(slot)
 
     @gluon.jit
-    def wait(self, position):
-        """Consumer: wait until the position has been filled."""
-        mbarrier.wait(self.full.index(position % self.stages), (position // self.stages) & 1)
+    def wait(self, position, pred=True):
+        """Consumer: wait until the position is full; not if `pred` is false."""
+        mbarrier.wait(self.full.index(position % self.stages), (position // self.stages) & 1, pred=pred)
 
     @gluon.jit
-    def buffer(self, position):
-        return self.buffers.index(position % self.stages)
-
-    @gluon.jit
-    def release(self, position):
-        """Consumer: this one has read the position's buffer."""
-        mbarrier.arrive(self.empty.index(position % self.stages), count=1)
+    def release(self, position, pred=True):
+        """Consumer: this one has read the position; not if `pred` is false."""
+        mbarrier.arrive(self.empty.index(position % self.stages), count=1, pred=pred)
 
 
 @gluon.jit
-def make_channel(dtype: gl.constexpr, layout: gl.constexpr, stages: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr,
+def at(chunks, index):
+    """The index-th buffer of each chunk."""
+    chosen = ()
+    for c in gl.static_range(len(chunks)):
+        chosen += (chunks[c].index(index),)
+    return chosen
+
+
+@gluon.jit
+def make_chunks(dtype: gl.constexpr, number: gl.constexpr, rows: gl.constexpr, wide: gl.constexpr, narrow: gl.constexpr):
+    """[number, rows, wide] of shared memory, and [number, rows, narrow] if `narrow` is not 0, swizzled as TMA writes and the
+    tensor core reads it."""
+    chunks = (gl.allocate_shared_memory(dtype, [number, rows, wide], swizzled(dtype, wide)),)
+    if narrow > 0:
+        chunks += (gl.allocate_shared_memory(dtype, [number, rows, narrow], swizzled(dtype, narrow)),)
+    return chunks
+
+
+@gluon.constexpr_function
+def swizzled(dtype, columns):
+    bits = dtype.primitive_bitwidth
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(columns * bits // 8, 128), element_bitwidth=bits, rank=2)
+
+
+@gluon.jit
+def make_channel(dtype: gl.constexpr, stages: gl.constexpr, rows: gl.constexpr, wide: gl.constexpr, narrow: gl.constexpr,
                  consumers: gl.constexpr):  # fmt: skip
     """A channel of empty buffers that each of `consumers` warpgroups must release. The caller fences."""
-    buffers = gl.allocate_shared_memory(dtype, [stages, rows, columns], layout)
-    full = make_barriers(stages, 1)
-    empty = make_barriers(stages, consumers)
-    return Channel(buffers, full, empty, stages)
+    chunks = make_chunks(dtype, stages, rows, wide, narrow)
+    return Channel(chunks, make_barriers(stages, 1), make_barriers(stages, consumers), stages)
 
 
 @gluon.jit

@@ -16,6 +16,16 @@ def gluon_forward_refuses(problem: AttentionProblem) -> str | None:
         return f"takes float16 and bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
     if max(_rows(problem)) >= MAX_BOUND:
         return "counts rows in int32 and takes fewer than 2^30 of them"
+    if problem.unaligned:
+        return (
+            f"needs bases and strides in multiples of 16 bytes and no dim expanded with stride 0 (for TMA), "
+            f"which {', '.join(problem.unaligned)} lacks"
+        )
+    return None
+
+
+def changed_scores_refused(problem: AttentionProblem) -> str | None:
+    """The reason for which a kernel of plain scores and bands alone does not run a problem; or None."""
     if problem.mask.documents is not None:
         return "takes no documents yet"
     if problem.mask.function is not None:
@@ -26,11 +36,6 @@ def gluon_forward_refuses(problem: AttentionProblem) -> str | None:
         return f"takes no score but the plain one yet, not {problem.score}"
     if not problem.scale > 0:
         return f"takes a positive scale (it takes maxima before it scales), not {problem.scale:g}"
-    if problem.unaligned:
-        return (
-            f"needs bases and strides in multiples of 16 bytes and no dim expanded with stride 0 (for TMA), "
-            f"which {', '.join(problem.unaligned)} lacks"
-        )
     return None
 
 

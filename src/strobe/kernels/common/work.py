@@ -7,7 +7,8 @@ from strobe.kernels.gluon import aggregate, gl, gluon
 @aggregate
 class Lengths:
     """Numbers of queries and keys, the same for every sequence, or (`cu_q`, `cu_kv`) the most that a sequence has, with
-    pointers to the first rows of packed sequences; and the bounds of `strobe.masks`, None where the mask has none."""
+    pointers to the first rows of packed sequences; the bounds of `strobe.masks`, None where the mask has none; pointers to how
+    many queries and keys of each sequence are used, None where all are. VARY: whether sequences differ."""
 
     n_q: gl.tensor
     n_kv: gl.tensor
@@ -16,9 +17,12 @@ class Lengths:
     left: (gl.tensor, gl.constexpr)
     right: (gl.tensor, gl.constexpr)
     prefix: (gl.tensor, gl.constexpr)
+    used_q: (gl.tensor, gl.constexpr)
+    used_kv: (gl.tensor, gl.constexpr)
+    VARY: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, n_q, n_kv, cu_q, cu_kv, left, right, prefix):
+    def __init__(self, n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q=None, used_kv=None):
         self.n_q = n_q
         self.n_kv = n_kv
         self.cu_q = gl.constexpr(None) if cu_q is None else cu_q
@@ -26,6 +30,9 @@ class Lengths:
         self.left = gl.constexpr(None) if left is None else left
         self.right = gl.constexpr(None) if right is None else right
         self.prefix = gl.constexpr(None) if prefix is None else prefix
+        self.used_q = gl.constexpr(None) if used_q is None else used_q
+        self.used_kv = gl.constexpr(None) if used_kv is None else used_kv
+        self.VARY = gl.constexpr(any(x is not None for x in (cu_q, used_q, used_kv)))
 
 
 @aggregate
@@ -86,19 +93,22 @@ class Work:
 
 
 @gluon.jit
-def sequence(cu_seqlens, batch, n):
-    """First row and length of one sequence."""
-    if cu_seqlens is None:
-        return gl.constexpr(0), n
-    else:
+def sequence(cu_seqlens, used, batch, n):
+    """First row and (used) length of one sequence."""
+    start = gl.constexpr(0)
+    if cu_seqlens is not None:
         start = gl.load(cu_seqlens + batch).to(gl.int32)
-        return start, gl.load(cu_seqlens + batch + 1).to(gl.int32) - start
+        n = gl.load(cu_seqlens + batch + 1).to(gl.int32) - start
+    if used is not None:
+        n = gl.minimum(gl.load(used + batch).to(gl.int32), n)
+    return start, n
 
 
 @gluon.jit
-def locate(tile, lengths, heads, C: gl.constexpr):
-    """The Work of the tile-th tile. Under a causal mask those with the most keys come first, so that short ones fill
-    the end, within bundles of heads whose K and V fit the L2 cache together."""
+def locate(tile, lengths, heads, C: gl.constexpr, EMPTY: gl.constexpr = False):
+    """The Work of the tile-th tile. One that sees no key has no blocks if EMPTY, else one, all masked. Under a causal mask
+    those with the most keys come first, so that short ones fill the end, within bundles of heads whose K and V fit the L2
+    cache together."""
     split = tile % C.splits
     tile = tile // C.splits
     tiles = (lengths.n_q + C.tile_q - 1) // C.tile_q
@@ -109,19 +119,20 @@ def locate(tile, lengths, heads, C: gl.constexpr):
     batch_head = bundle * heads.at_once + within % width
     batch = batch_head // heads.heads
 
-    start_q, n_q = sequence(lengths.cu_q, batch, lengths.n_q)
-    start_kv, n_kv = sequence(lengths.cu_kv, batch, lengths.n_kv)
+    start_q, n_q = sequence(lengths.cu_q, lengths.used_q, batch, lengths.n_q)
+    start_kv, n_kv = sequence(lengths.cu_kv, lengths.used_kv, batch, lengths.n_kv)
     shift = n_kv - n_q
     first, last = row + shift, gl.minimum(row + C.tile_q, n_q) - 1 + shift
     key_begin, key_end = kv_range(first, last, n_kv, lengths.left, lengths.right, lengths.prefix)
     begin = key_begin // C.tile_kv
-    end = gl.maximum((key_end + C.tile_kv - 1) // C.tile_kv, begin + 1)  # a tile that sees nothing masks one block
+    end = (key_end + C.tile_kv - 1) // C.tile_kv
+    end = gl.maximum(end, begin if EMPTY else begin + 1)
     key_begin, key_end = kv_full(first, last, n_kv, lengths.left, lengths.right, lengths.prefix)
     if C.splits > 1:  # as even as can be; a split that gets no block masks one
         share = (end - begin + C.splits - 1) // C.splits
         begin = begin + split * share
         end = gl.maximum(gl.minimum(begin + share, end), begin + 1)
-    if lengths.cu_q is not None:
+    if lengths.VARY:
         end = gl.where(row < n_q, end, begin)
     full_end = gl.minimum(gl.maximum(key_end // C.tile_kv, begin), end)
     full_begin = gl.minimum((key_begin + C.tile_kv - 1) // C.tile_kv, full_end)

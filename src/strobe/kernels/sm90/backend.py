@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from strobe.device import Arch
+from strobe.device import Arch, arch_of
 from strobe.kernels import has_triton
 from strobe.kernels.common.refusals import gluon_forward_refuses
 from strobe.kernels.sm90.config import Config, choose
-from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
+from strobe.problem import AttentionProblem, Operands, lse_shape
 
-HEAD_DIMS = (64, 128, 256)
+_optimistic = True
+
+
+def use_optimistic_softmax(use: bool) -> None:
+    """Whether Hopper's forward may take the optimistic softmax (it does by default): False for the safe one, with a running
+    maximum, from the next call on. The results agree within the precision of the dtype (docs/optimistic_softmax.md)."""
+    global _optimistic
+    if not isinstance(use, bool):
+        raise TypeError(f"use_optimistic_softmax takes True or False, got {use!r}")
+    _optimistic = use
 
 
 def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
@@ -18,27 +29,42 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return f"needs a Hopper GPU (sm_90), not {arch}"
     if not has_triton():
         return "needs Triton, which is not installed"
-    if problem.head_dim not in HEAD_DIMS or problem.head_dim_v != problem.head_dim:
-        return f"takes head dims 64, 128 and 256, the same for k and v, not {problem.head_dim} and {problem.head_dim_v}"
-    if isinstance(problem.lengths, Varlen):
-        return "takes no packed sequences yet"
+    if not problem.scale > 0 and not problem.score.softcap:
+        return f"takes a positive scale (it takes maxima before it scales), not {problem.scale:g}"
     return gluon_forward_refuses(problem)
 
 
 def config(problem: AttentionProblem, arch: Arch) -> Config:
-    return choose(problem)
+    return replace(choose(problem), optimistic=_optimistic and may_be_optimistic(problem))
+
+
+def may_be_optimistic(problem: AttentionProblem) -> bool:
+    """Whether a tile's first block is likely to say how large its scores are. Documents, functions and biases may put what
+    counts anywhere; slopes favour near keys, which lead under a causal mask alone."""
+    score, mask = problem.score, problem.mask
+    near = score.alibi is None or mask.right == 0
+    return near and score.bias is None and score.function is None and not mask.by_pair
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     q = operands.q
-    if 0 in q.shape or operands.k.shape[1] == 0:
-        return torch.zeros(q.shape, dtype=q.dtype, device=q.device), torch.full(
-            lse_shape(problem), -torch.inf, dtype=torch.float32, device=q.device
-        )
+    if 0 in q.shape or operands.k.shape[0] == 0 or problem.lengths.seqlen_kv == 0:
+        return _without_keys(problem, q)
     from strobe.kernels.portable import forward as portable
     from strobe.kernels.sm90.forward import launch
+    from strobe.kernels.workspace import workspace
 
-    out, lse, notes = launch(problem, operands, choose(problem))
-    if notes is not None:
-        portable.redo(problem, operands, out, lse, notes)  # exits at once where there is no note
+    out, lse, notes = launch(problem, operands, config(problem, arch_of(q.device)))
+    redone = workspace(q.device, 0).counters[2:3]
+    portable.redo(problem, operands, out, lse, notes, redone)  # exits at once where there is no note
+    return out, lse
+
+
+def _without_keys(problem: AttentionProblem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nothing to attend to, or nobody who does."""
+    from strobe.kernels.sm90.forward import fill_blind
+
+    out = torch.empty(*q.shape[:-1], problem.head_dim_v, dtype=q.dtype, device=q.device)
+    lse = torch.empty(lse_shape(problem), dtype=torch.float32, device=q.device)
+    fill_blind(problem, out, lse)
     return out, lse

@@ -2,27 +2,89 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from strobe.kernels.maps import Buffer, total_bytes
 from strobe.problem import AttentionProblem
+from strobe.tuning.table import Shape, entries, fields_of
 
 ROWS_PER_GROUP = 64
 """Query rows of a consumer warpgroup: the M of a wgmma."""
 
-_BARRIER = 8
+SMEM_BYTES = 227 * 1024
+"""Of a CTA on Hopper."""
+
+SMS = 132
+"""Multiprocessors of an H100 SXM and an H200; the Hopper GPUs with fewer choose as if they had these."""
+
+_SCRATCH = 1024
+"""Shared memory that the compiler adds: for the hand-over to the warp roles, for sums across warps."""
+
+_BARRIER, _TILE_FIELDS = 8, 11
+_CHUNKS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}
+
+
+def padded(head_dim: int) -> int:
+    """The head dim that the kernel computes with, for one up to 256: columns beyond the given ones are 0 (TMA fills them)."""
+    return next(dim for dim in _CHUNKS if dim >= head_dim)
 
 
 @dataclass(frozen=True)
 class Config:
-    """head_dim: of q, k and v. groups: consumer warpgroups, 64 query rows each. tile_kv: keys a block.
-    num_stages: blocks in the ring of K, and in that of V."""
+    """head_dim, head_dim_v: of q and k, and of v, padded. groups: consumer warpgroups, 64 query rows each. tile_kv: keys a
+    block. num_stages: blocks in the ring of K, and in that of V. q_stages: with 2, the Q of the next tile comes early.
+    o_buffers: pieces of 64 rows and o_columns columns that a group may have on their way out. optimistic: whether the softmax
+    is (docs/optimistic_softmax.md), or has a running maximum."""
 
     head_dim: int
+    head_dim_v: int
     groups: int
     tile_kv: int
     num_stages: int
+    q_stages: int = 2
+    o_buffers: int = 1
+    optimistic: bool = True
+
+    @property
+    def wide(self) -> int:
+        """Columns of Q and K come in chunks, powers of two: a wide one and perhaps (not 0) a narrow one."""
+        return _CHUNKS[self.head_dim][0]
+
+    @property
+    def narrow(self) -> int:
+        return _CHUNKS[self.head_dim][1]
+
+    @property
+    def wide_v(self) -> int:
+        """As `wide`, of V and O."""
+        return _CHUNKS[self.head_dim_v][0]
+
+    @property
+    def narrow_v(self) -> int:
+        return _CHUNKS[self.head_dim_v][1]
+
+    @property
+    def products_v(self) -> int:
+        """Products of P V, one a chunk."""
+        return 2 if self.narrow_v else 1
+
+    @property
+    def o_columns(self) -> int:
+        return self.narrow_v or 64
+
+    @property
+    def splits(self) -> int:
+        """Parts that the keys of a tile are shared out to."""
+        return 1
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a CTA computes several tiles."""
+        return True
 
     @property
     def tile_q(self) -> int:
@@ -38,45 +100,144 @@ class Config:
         return 24
 
     def smem_map(self) -> list[Buffer]:
-        """Q and the two rings, in 2-byte elements, and 8 bytes a barrier; O leaves through Q's buffer."""
-        barriers = self.groups + 4 * self.num_stages
+        """Q, the two rings and O, in 2-byte elements; 4 bytes for each number of a tile, 8 a barrier."""
+        q_buffers = self.q_stages * self.groups
+        barriers = 2 * q_buffers + 4 * self.num_stages + 4
         buffers = {
-            "sQ": (self.groups, ROWS_PER_GROUP, self.head_dim),
+            "sQ": (q_buffers, ROWS_PER_GROUP, self.head_dim),
             "sK": (self.num_stages, self.tile_kv, self.head_dim),
-            "sV": (self.num_stages, self.tile_kv, self.head_dim),
+            "sV": (self.num_stages, self.tile_kv, self.head_dim_v),
+            "sO": (self.groups * self.o_buffers, ROWS_PER_GROUP, self.o_columns),
         }
         return [
             *(Buffer(name, shape, 2 * math.prod(shape)) for name, shape in buffers.items()),
-            Buffer("sO", buffers["sQ"], 2 * math.prod(buffers["sQ"]), over="sQ"),
+            Buffer("tiles", (2, _TILE_FIELDS), 4 * 2 * _TILE_FIELDS),
             Buffer("barriers", (barriers,), _BARRIER * barriers),
         ]
 
     def smem_bytes(self) -> int:
-        """The sum of `smem_map`. The compiler adds its own scratch (reductions across warps, the hand-over to the warp
-        roles), some hundred bytes."""
+        """The sum of `smem_map`. The compiler adds its own scratch, some hundred bytes."""
         return total_bytes(self.smem_map())
 
     def __str__(self) -> str:
+        softmax = "optimistic" if self.optimistic else "safe"
         return (
-            f"tile {self.tile_q} x {self.tile_kv}, {self.groups} consumer groups, {self.num_stages} stages, "
+            f"dims {self.head_dim}, {self.head_dim_v}, tile {self.tile_q} x {self.tile_kv}, {self.groups} consumer groups, "
+            f"{self.num_stages} stages, {self.q_stages} of Q, {self.o_buffers} of O, {softmax} softmax, "
             f"{self.smem_bytes() / 1024:.0f} KiB shared memory"
         )
 
 
-def choose(problem: AttentionProblem) -> Config:
-    """The config for a problem.
+# ---- which configs there are
 
-    Figures: TFLOP/s of the kernel alone, H200, bf16, 16k tokens in all, 2026-11-21, each line from one interleaved run
-    that timed `forward.launch` with either Config. `strobe bench` times the one that is chosen.
-    """
-    head_dim = problem.head_dim
-    if head_dim == 256:
-        return Config(head_dim, groups=2, tile_kv=64, num_stages=2)  # all that fits
-    if head_dim == 128:
-        # Full, S = 1024 / 4096: 497 / 615; tile_kv 64 with 3 stages: 437 / 523.
-        return Config(head_dim, groups=2, tile_kv=128, num_stages=2)
-    if problem.mask.band != (None, None, None) and problem.lengths.seqlen_q < 2048:
-        # Causal, S = 1024: 240; 3 groups: 219, too many rows for the few blocks that they see.
-        return Config(head_dim, groups=2, tile_kv=128, num_stages=2)
-    # Full, S = 1024 / 4096: 357 / 472; 2 groups: 358 / 429. Causal, S = 4096 / 16384: 402 / 502; 2 groups: 380 / 429.
-    return Config(head_dim, groups=3, tile_kv=128, num_stages=3)
+
+_RING_KEYS = 512
+"""A ring of more keys than this hides no more latency: at head dim 64 it would hold whole short sequences."""
+
+_SPARE_REGISTERS = 30
+"""Of a consumer, for all but its parts of O, S and P."""
+
+
+def candidates(head_dim: int, head_dim_v: int) -> list[Config]:
+    """The configs that are worth timing, the best guess first: of those that fit, the ones that leave nothing on the table, as
+    more stages, Q stages or O buffers never hurt unless one is paid for with another."""
+    dims = padded(head_dim), padded(head_dim_v)
+    choices = itertools.product((2, 3), (64, 128), range(2, 9), (1, 2), (1, 2, 3))
+    fitting = [config for config in (Config(*dims, *choice) for choice in choices) if _fits(config)]
+    worthwhile = [config for config in fitting if not any(_dominates(other, config) for other in fitting)]
+    return sorted(worthwhile, key=_guess, reverse=True)
+
+
+def _fits(config: Config) -> bool:
+    """Whether shared memory holds it, and the registers of a consumer O, S and P (4, 4 and 2 bytes, over 128 threads)."""
+    live = config.head_dim_v // 2 + config.tile_kv // 2 + config.tile_kv // 4
+    return (
+        live + _SPARE_REGISTERS <= config.consumer_registers
+        and config.smem_bytes() + _SCRATCH <= SMEM_BYTES
+        and config.num_stages * config.tile_kv <= _RING_KEYS
+        and config.head_dim_v // config.o_columns % config.o_buffers == 0  # a piece finds its buffer as the last tile left it
+    )
+
+
+def _dominates(one: Config, other: Config) -> bool:
+    """Whether one has the tile of the other, and more of something and less of nothing."""
+
+    def amounts(config: Config) -> tuple[int, int, int]:
+        return config.num_stages, config.q_stages, config.o_buffers
+
+    same_tile = (one.groups, one.tile_kv) == (other.groups, other.tile_kv)
+    return same_tile and one != other and all(a >= b for a, b in zip(amounts(one), amounts(other), strict=True))
+
+
+def _guess(config: Config) -> tuple:
+    """For head dims that nobody measured: what the measured ones like, the most important first."""
+    return config.groups == 2, config.tile_kv, min(config.num_stages, 3), config.q_stages, config.o_buffers
+
+
+# ---- which one a problem gets
+
+
+def choose(problem: AttentionProblem) -> Config:
+    """The config for a problem: of those that the tuning table keeps for its head dims, the one with the most TFLOP/s at the
+    nearest measured point (mask class, then keys a row sees), corrected for the share of the GPU that its grid of tiles keeps
+    busy here and did there. Without a measurement, the first of the candidates. Scores that are changed pair by pair have a
+    kernel of their own, and take a small block."""
+    return _choice(problem).config
+
+
+def origin(problem: AttentionProblem) -> str:
+    """Where the choice comes from, in words."""
+    return _choice(problem).origin
+
+
+class Choice(NamedTuple):
+    config: Config
+    origin: str
+
+
+def _choice(problem: AttentionProblem) -> Choice:
+    mask, score = problem.mask, problem.score
+    if mask.by_pair or score.function is not None or score.softcap or score.alibi is not None or score.bias is not None:
+        return _spacious(padded(problem.head_dim), padded(problem.head_dim_v))
+    return _ranked(problem.head_dim, problem.head_dim_v, problem.heads_q, problem.lengths, mask.left, mask.right, mask.prefix)
+
+
+@functools.cache
+def _spacious(head_dim: int, head_dim_v: int) -> Choice:
+    """For what is computed of each pair: its numbers need registers, which fewer keys leave free."""
+    small = (config for config in candidates(head_dim, head_dim_v) if (config.groups, config.tile_kv) == (2, 64))
+    return Choice(next(small), "the tile that leaves most registers to changed scores")
+
+
+@functools.lru_cache(maxsize=4096)
+def _ranked(head_dim, head_dim_v, heads, lengths, left, right, prefix) -> Choice:
+    """`_choice`, of a key that is fast to compare and keeps no tensor alive."""
+    head_dim, head_dim_v = padded(head_dim), padded(head_dim_v)
+    entry = entries("sm90").get((head_dim, head_dim_v))
+    if entry is None:
+        ranked = candidates(head_dim, head_dim_v)
+        return Choice(ranked[0], f"no measurement for these head dims: the first of {len(ranked)} candidates by arithmetic")
+    shape = Shape.of(lengths, heads, (left, right, prefix))
+    nearest = entry.nearest(shape)
+
+    def speed(name: str) -> float:
+        tile_q = _parsed(head_dim, head_dim_v, name).tile_q
+        return nearest.tflops[name] * shape.share(tile_q, SMS) / nearest.shape.share(tile_q, SMS)
+
+    best = max(entry.kept, key=speed)
+    where = f"{nearest.shape.mask}, {nearest.shape.keys} keys a row"
+    return Choice(_parsed(head_dim, head_dim_v, best), f"the fastest of {len(entry.kept)} by {entry.source}, at {where}")
+
+
+@functools.cache
+def _parsed(head_dim: int, head_dim_v: int, name: str) -> Config:
+    """ValueError for a config that the kernel cannot run: a table may be of another version."""
+    try:
+        config = Config(head_dim, head_dim_v, **fields_of(name))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a tuning table must name configs of the Hopper forward, got {name!r}: {error}") from None
+    if not _fits(config):
+        raise ValueError(
+            f"a tuning table must name configs that fit a Hopper GPU, got {name!r} for head dims {head_dim}, {head_dim_v}"
+        )
+    return config

@@ -1,49 +1,60 @@
-"""Attention forward for Hopper in Gluon: TMA, wgmma, warp specialisation.
+"""Attention forward for Hopper in Gluon: TMA, wgmma, warp specialisation, an optimistic softmax.
 
-One CTA computes `tile_q` query rows of one head. Its warps have roles:
+The grid is persistent: a CTA takes tiles of `tile_q` query rows of one head, one after the other. Its warps have roles:
 
     role       warps          work
-    producer   1              copies Q once, then the blocks of K and V, from global to shared memory (TMA)
+    producer   1              takes tiles from a counter, tells the consumers; copies Q and blocks of K and V in (TMA)
     consumer   4 a group      64 query rows: S = Q K^T and O += P V on the tensor cores (wgmma), softmax in between
 
-    shared memory    shape                           filled by    read by
-    q                [groups, 64, head_dim]          producer     group w its own 64 rows; O leaves through it
-    k, v (Channel)   [num_stages, tile_kv, head_dim] producer     all groups
+    shared memory     shape                             filled by    read by
+    q                 [q_stages * groups, 64, head_dim] producer     group w its own 64 rows
+    k, v (Channel)    [num_stages, tile_kv, head_dim]   producer     all groups
+    tiles             [2, fields]                       producer     all groups: where the tile is, and its key blocks
+    o                 [o_buffers * groups, 64, o_columns] consumers    the TMA, which writes it to global memory
 
     barrier              arrivals             says
-    q_full[w]            TMA bytes            group w's rows of Q are there
+    q_full[stage, w]     TMA bytes            group w's rows of Q are there
+    q_empty[stage, w]    group w              its last product with them is done
     k.full, v.full       TMA bytes            a block is there
     k.empty, v.empty     one a group          every group has read the block
+    tile_full[slot]      producer             the next tile is known
+    tile_empty[slot]     one a group          every group has read it
 
-Blocks of keys run from right to left, so that the blocks which a causal mask cuts come first. Block i has position
-g = end - 1 - i in the rings. Only blocks outside [full_begin, full_end) are masked, by a branch that all threads take
-together; loops of their own for masked blocks were tried and cost registers (head dim 64, causal, S = 16384: 422
-TFLOP/s with three loops, 502 with one, which leaves room for a third group).
+The work of a consumer is one stream of key blocks g = 0, 1, 2 ... across its tiles. Step g issues S = Q K(g)^T and
+O += P(g - 1) V(g - 1) together, and turns S into P(g) while the second still runs. At a tile's end Q and K(g) are those
+of the next tile: the tensor cores see no boundary. With one Q stage they do, as Q has to come first.
 
-A consumer keeps two products in flight: step g issues S(g) = Q K(g)^T and then O += P(g - 1) V(g - 1), and turns S(g)
-into P(g) while the second still runs. The softmax is the online one (see reference/tiled.py), in powers of two.
+The softmax is optimistic (docs/optimistic_softmax.md). Any reference m gives the same quotient, sum 2^(s - m) v over
+sum 2^(s - m): m is the row maximum of the tile's first block, and stays. There is no running maximum, no rescaling of O,
+and nothing to wait for before the first exponential. A sum that leaves its range is seen at the tile's end and noted;
+another kernel computes those rows again. The first block is the leftmost that all rows see whole: it has enough keys to
+judge by, and often the ones that all rows like. The others follow from right to left.
 
-The accumulator layout gives a row to the four lanes of a quad. Row sums stay within the lane until the end; row maxima
-cross it in every block.
+Only blocks outside [full_begin, full_end) are masked, by a branch that all threads take together.
+
+The accumulator layout gives a row to the four lanes of a quad. Row sums stay within the lane until the end.
 """
 
-import functools
 import math
 
 import torch
 import triton
+import triton.language as tl
 
-from strobe.kernels.common.channel import make_barriers, make_channel
-from strobe.kernels.common.gluon_masks import kv_full, kv_range, visible
+from strobe.device import arch_of
+from strobe.kernels.common import gluon_math
+from strobe.kernels.common.channel import at, make_barriers, make_channel, make_chunks
+from strobe.kernels.common.optimistic import BOUNDS
 from strobe.kernels.common.stamp import COUNT, ROLES, stamp
+from strobe.kernels.common.work import Heads, Lengths
 from strobe.kernels.gluon import (
-    TensorDescriptor,
     aggregate,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
     partition_barrier,
+    tensor_descriptor,
     tma_load,
     tma_store,
     tma_store_wait,
@@ -51,141 +62,185 @@ from strobe.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
-from strobe.problem import AttentionProblem, Dense, Operands, lse_shape
+from strobe.kernels.sm90.descriptors import coordinates, descriptors, one_or_two
+from strobe.kernels.sm90.layouts import ROWS, accumulator, rows_of
+from strobe.kernels.sm90.scores import Score, apply_mask, scores_of, seen_by, sink_of
+from strobe.kernels.sm90.tiles import (
+    FIELDS,
+    SLOTS,
+    fetch,
+    first_block,
+    later_block,
+    next_tile,
+    place_of,
+    publish,
+    whole_blocks,
+    with_keys,
+)
+from strobe.kernels.workspace import Workspace, workspace
+from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
 
 LOG2_E = 1.4426950408889634
 LN_2 = gl.constexpr(0.6931471805599453)
-ROWS = gl.constexpr(ROWS_PER_GROUP)
-GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-# ---- layouts
 
 
 @gluon.constexpr_function
-def accumulator(columns):
-    """A 64 x columns result of a wgmma, over the four warps of a group."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+def bounds_of(dtype):
+    return BOUNDS["bfloat16" if dtype == gl.bfloat16 else "float16"]
 
 
-@gluon.constexpr_function
-def rows_of(columns):
-    """A vector of one value a row of such a result."""
-    return gl.SliceLayout(1, accumulator(columns))
-
-
-# ---- the work of a CTA
+# ---- what the roles share
 
 
 @aggregate
-class Band:
-    """The lengths and the bounds of `strobe.masks`, of which those that the mask does not have are None."""
+class Outputs:
+    """descriptor: of O, in pieces of o_columns. lse: float32 as `lse_shape` says. notes: int32, one for 64 rows. rows: query
+    rows in all (packed)."""
 
-    n_q: gl.tensor
-    n_kv: gl.tensor
-    left: (gl.tensor, gl.constexpr)
-    right: (gl.tensor, gl.constexpr)
-    prefix: (gl.tensor, gl.constexpr)
+    descriptor: tensor_descriptor
+    lse: gl.tensor
+    notes: gl.tensor
+    rows: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, n_q, n_kv, left, right, prefix):
-        self.n_q = n_q
-        self.n_kv = n_kv
-        self.left = gl.constexpr(None) if left is None else left
-        self.right = gl.constexpr(None) if right is None else right
-        self.prefix = gl.constexpr(None) if prefix is None else prefix
+    def __init__(self, descriptor, lse, notes, rows):
+        self.descriptor = descriptor
+        self.lse = lse
+        self.notes = notes
+        self.rows = rows
 
 
 @aggregate
-class Work:
-    """One tile of queries: its place, and the key blocks [begin, end) that it sees, [full_begin, full_end) without a mask.
-    trace: where its stamps go, or None (see `common.stamp`)."""
+class Memory:
+    """The shared memory of a CTA: see the table above. q is a tuple of chunks."""
 
-    batch: gl.tensor
-    head: gl.tensor
-    row: gl.tensor
-    begin: gl.tensor
-    full_begin: gl.tensor
-    full_end: gl.tensor
-    end: gl.tensor
-    trace: (gl.tensor, gl.constexpr)
+    q: gl.tuple
+    o: gl.shared_memory_descriptor
+    tiles: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    tile_full: gl.shared_memory_descriptor
+    tile_empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, batch, head, row, begin, full_begin, full_end, end, trace):
-        self.batch = batch
-        self.head = head
-        self.row = row
-        self.begin = begin
-        self.full_begin = full_begin
-        self.full_end = full_end
-        self.end = end
-        self.trace = gl.constexpr(None) if trace is None else trace
-
-    @gluon.jit
-    def position(self, i):
-        """The place of key block i in the rings."""
-        return self.end - 1 - i
-
-
-@gluon.jit
-def locate(band, heads, heads_at_once, trace, C: gl.constexpr):
-    """This CTA's Work. CTAs start in the order of their number: under a causal mask the tiles with the most keys come
-    first, so that short ones fill the end, within bundles of heads whose K and V fit the L2 cache together."""
-    tiles = (band.n_q + C.tile_q - 1) // C.tile_q
-    pid = gl.program_id(0)
-    bundle = pid // (heads_at_once * tiles)
-    within = pid - bundle * heads_at_once * tiles
-    width = gl.minimum(heads_at_once, gl.num_programs(0) // tiles - bundle * heads_at_once)
-    row = (tiles - 1 - within // width) * C.tile_q
-    batch_head = bundle * heads_at_once + within % width
-
-    shift = band.n_kv - band.n_q
-    first, last = row + shift, gl.minimum(row + C.tile_q, band.n_q) - 1 + shift
-    key_begin, key_end = kv_range(first, last, band.n_kv, band.left, band.right, band.prefix)
-    begin = key_begin // C.tile_kv
-    end = gl.maximum((key_end + C.tile_kv - 1) // C.tile_kv, begin + 1)  # a tile that sees nothing masks one block
-    key_begin, key_end = kv_full(first, last, band.n_kv, band.left, band.right, band.prefix)
-    full_end = gl.minimum(gl.maximum(key_end // C.tile_kv, begin), end)
-    full_begin = gl.minimum((key_begin + C.tile_kv - 1) // C.tile_kv, full_end)
-    return Work(batch_head // heads, batch_head % heads, row, begin, full_begin, full_end, end, trace)
+    def __init__(self, q, o, tiles, q_full, q_empty, tile_full, tile_empty):
+        self.q = q
+        self.o = o
+        self.tiles = tiles
+        self.q_full = q_full
+        self.q_empty = q_empty
+        self.tile_full = tile_full
+        self.tile_empty = tile_empty
 
 
 # ---- producer
 
 
 @gluon.jit
-def producer(work, descriptors, group_size, q_s, q_full, k, v, C: gl.constexpr):
-    q_desc, k_desc, v_desc = descriptors
-    kv_head = work.head // group_size
+def copy_in(descriptors, chunks, barrier, start, n, batch, head, row):
+    """Start the copy of rows of one head; the barrier expects their bytes. Rows from n on come as 0."""
+    NUMBER: gl.constexpr = len(descriptors)
+    BYTES: gl.constexpr = descriptors[0].block_type.nbytes + (descriptors[1].block_type.nbytes if NUMBER == 2 else 0)
+    mbarrier.expect(barrier, BYTES)
+    for c in gl.static_range(NUMBER):
+        place = coordinates(descriptors[c], start, n, batch, head, row, c * chunks[0].shape[1])
+        tma_load(descriptors[c], place, barrier, chunks[c].reshape(descriptors[c].block_type.shape))
+
+
+@gluon.jit
+def producer(inputs, counters, lengths, heads, score, memory, k, v, trace, C: gl.constexpr):
+    q_desc, k_desc, v_desc = inputs
     GROUPS: gl.constexpr = C.groups
-    for w in gl.static_range(GROUPS):
-        mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
-        tma_load(q_desc, [work.batch, work.head, work.row + w * ROWS, 0], q_full.index(w),
-                 q_s.index(w).reshape(q_desc.block_type.shape))  # fmt: skip
-    for i in range(work.end - 1, work.begin - 1, -1):
-        g = work.position(i)
-        k.fill(g, k_desc, [work.batch, kv_head, i * C.tile_kv, 0])
-        stamp(work.trace, GROUPS, "k_issued", g)
-        v.fill(g, v_desc, [work.batch, kv_head, i * C.tile_kv, 0])
-        stamp(work.trace, GROUPS, "v_issued", g)
+    turn = 0
+    g = 0
+    tile, work = with_keys(gl.program_id(0), counters, lengths, heads, C)
+    publish(turn, tile, work, lengths, heads, score, memory)
+    while tile < heads.tiles:
+        kv_head = work.head // heads.group
+        for w in gl.static_range(GROUPS):
+            slot = (turn % C.q_stages) * GROUPS + w
+            mbarrier.wait(memory.q_empty.index(slot), ((turn // C.q_stages) & 1) ^ 1)
+            copy_in(q_desc, at(memory.q, slot), memory.q_full.index(slot), work.start_q, work.n_q, work.batch, work.head,
+                    work.row + w * ROWS)  # fmt: skip
+        full_begin, full_end = whole_blocks(work, score)
+        lead = first_block(work.begin, work.end, full_begin, full_end, score)
+        i = lead
+        copy_in(k_desc, k.block(g), k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, i * C.tile_kv)
+        stamp(trace, GROUPS, "k_issued", g)
+        for j in tl.range(1, work.blocks()):
+            g += 1
+            next = later_block(j, lead, work.end)
+            copy_in(k_desc, k.block(g), k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, next * C.tile_kv)
+            stamp(trace, GROUPS, "k_issued", g)
+            copy_in(v_desc, v.block(g - 1), v.acquire(g - 1), work.start_kv, work.n_kv, work.batch, kv_head, i * C.tile_kv)
+            stamp(trace, GROUPS, "v_issued", g - 1)
+            i = next
+        # The next tile is asked for as late as may be, or the CTAs would not end together.
+        turn += 1
+        n_kv = work.n_kv
+        start_kv = work.start_kv
+        batch = work.batch
+        tile, work = with_keys(next_tile(counters), counters, lengths, heads, C)
+        publish(turn, tile, work, lengths, heads, score, memory)
+        copy_in(v_desc, v.block(g), v.acquire(g), start_kv, n_kv, batch, kv_head, i * C.tile_kv)
+        stamp(trace, GROUPS, "v_issued", g)
+        g += 1
+    # The last CTA to end leaves the counters as it found them, for the next launch.
+    if gl.atomic_add(counters + 1, 1) == gl.num_programs(0) - 1:
+        gl.atomic_xchg(counters, 0)
+        gl.atomic_xchg(counters + 1, 0)
 
 
 # ---- consumer
 
 
 @gluon.jit
-def scores_of(q, k, C: gl.constexpr):
-    """S = Q K^T, started."""
-    zero = gl.full([ROWS, C.tile_kv], 0.0, gl.float32, accumulator(C.tile_kv))
-    return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+def pass_over(channel, begin, end):
+    """Release the positions begin..end, which only other groups look at. (They have to be full first: a release would count for
+    the block before.)"""
+    for position in tl.range(begin, end, disable_licm=True):
+        channel.wait(position)
+        channel.release(position)
 
 
 @gluon.jit
-def apply_mask(s, w: gl.constexpr, i, work, band, C: gl.constexpr):
-    """-inf where a row does not see a key of block i."""
-    rows = work.row + w * ROWS + gl.arange(0, ROWS, rows_of(C.tile_kv))
-    keys = i * C.tile_kv + gl.arange(0, C.tile_kv, gl.SliceLayout(0, accumulator(C.tile_kv)))
-    seen = visible((rows + (band.n_kv - band.n_q))[:, None], keys[None, :], band.n_kv, band.left, band.right, band.prefix)
-    return gl.where(seen, s, float("-inf"))
+def start_scores(q, k, C: gl.constexpr):
+    """S = Q K^T."""
+    s = gl.full([ROWS, C.tile_kv], 0.0, gl.float32, accumulator(C.tile_kv))
+    for c in gl.static_range(len(q)):
+        s = warpgroup_mma(q[c], k[c].permute((1, 0)), s, use_acc=c > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def start_output(acc, p, v):
+    """O += P V."""
+    new = ()
+    for c in gl.static_range(len(v)):
+        new += (warpgroup_mma(operand(p, v[c].shape[1], v[c].dtype), v[c], acc[c], is_async=True),)
+    return new
+
+
+@gluon.jit
+def operand(p, columns: gl.constexpr, dtype: gl.constexpr):
+    """P as the register operand of a product: the accumulator's registers are already in its order."""
+    return gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=accumulator(columns), k_width=2))
+
+
+@gluon.jit
+def wait_output(acc):
+    done = ()
+    for c in gl.static_range(len(acc)):
+        done += (warpgroup_mma_wait(0, deps=[acc[c]]),)
+    return done
+
+
+@gluon.jit
+def no_output(C: gl.constexpr):
+    acc = (gl.full([ROWS, C.wide_v], 0.0, gl.float32, accumulator(C.wide_v)),)
+    if C.narrow_v > 0:
+        acc += (gl.full([ROWS, C.narrow_v], 0.0, gl.float32, accumulator(C.narrow_v)),)
+    return acc
 
 
 @gluon.jit
@@ -195,153 +250,376 @@ def lane_sums(p):
 
 
 @gluon.jit
-def softmax(s, row_max, scale, MASKED: gl.constexpr, C: gl.constexpr):
-    """Scores -> the new maxima (in powers of two, scaled), the factor for older sums, P."""
-    new_max = gl.maximum(row_max, gl.max(s, 1) * scale)
-    shift = new_max
-    if MASKED:  # a row that has seen no key yet: 2^(-inf - 0) = 0, where -inf - -inf would be NaN
-        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-    return new_max, gl.exp2(row_max - shift), gl.exp2(s * scale - shift[:, None])
+def row_max(s, C: gl.constexpr):
+    """gl.max(s, 1) in eight chains a thread instead of two: a maximum waits for the one before it."""
+    x = gl.reshape(s, [s.shape[0], 4, s.shape[1] // 32, 4, 2])
+    return gl.convert_layout(gl.max(gl.max(gl.max(gl.max(x, 2), 3), 1), 1), rows_of(C.tile_kv))
 
 
 @gluon.jit
-def operand(p, dtype: gl.constexpr, C: gl.constexpr):
-    """P as the register operand of the next product: the accumulator's registers are already in its order."""
-    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(operand_index=0, parent=accumulator(C.head_dim), k_width=2))
+def shift_of(m, GUARDED: gl.constexpr):
+    """What to count exponents from, given a maximum: not from that of a row which has seen nothing, as -inf - -inf is NaN."""
+    if GUARDED:
+        return gl.where(m == float("-inf"), 0.0, m)
+    else:
+        return m
 
 
 @gluon.jit
-def step(w: gl.constexpr, i, state, q, k, v, work, band, scale, MASKED: gl.constexpr, C: gl.constexpr):
-    """The scores of block i and, beside them, P V of the block before."""
-    acc, row_max, row_sum, p = state
-    g = work.position(i)
-    stamp(work.trace, w, "begin", g)
+def weights(s, m, scale):
+    """P = 2^(scale S - m)."""
+    return gl.exp2(s * scale - m[:, None])
+
+
+@gluon.jit
+def masked_scores(s, i, tile, lengths, score, MASKED: gl.constexpr, C: gl.constexpr):
+    """q.k of block i -> (scores, by what they have yet to be multiplied); -inf where a row does not see a key."""
+    s, scale = scores_of(s, i, tile, lengths, score, C)
+    if MASKED:
+        if (i >= tile.full_end) | (i < tile.full_begin):
+            s = apply_mask(s, i, tile, lengths, score, C)
+    return s, scale
+
+
+@gluon.jit
+def first_weights(s, tile, lengths, score, dtype: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+    """Of a tile's first block: (m, row sums), P. m is what exponents are counted from, or with the safe softmax the maximum."""
+    GUARDED: gl.constexpr = MASKED or score.CHANGED
+    s, scale = masked_scores(s, tile.lead, tile, lengths, score, MASKED, C)
+    m = row_max(s, C) * scale
+    shift = shift_of(m, GUARDED)
+    p = weights(s, shift, scale)
+    if C.optimistic:
+        return (shift, lane_sums(p)), p.to(dtype)
+    else:
+        return (m, lane_sums(p)), p.to(dtype)
+
+
+@gluon.jit
+def later_weights(state, s, i, tile, lengths, score, MASKED: gl.constexpr, C: gl.constexpr):
+    """Of a later block: the state with it, P, and the factor of what was summed before (with the safe softmax)."""
+    m, row_sum = state
+    s, scale = masked_scores(s, i, tile, lengths, score, MASKED, C)
+    if C.optimistic:
+        p = weights(s, m, scale)
+        return (m, row_sum + lane_sums(p)), p, m
+    else:
+        GUARDED: gl.constexpr = MASKED or score.CHANGED
+        new_m = gl.maximum(m, row_max(s, C) * scale)
+        shift = shift_of(new_m, GUARDED)
+        factor = gl.exp2(m - shift)
+        p = weights(s, shift, scale)
+        factors = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+        return (new_m, row_sum * factors + lane_sums(p)), p, factor
+
+
+@gluon.jit
+def step(w: gl.constexpr, before, g, i, acc, state, p, q, k, v, tile, memory, lengths, score, trace, last,
+         MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """The scores of block i, which is at position g, and beside them P V of the last position `before`."""
+    dtype: gl.constexpr = q[0].dtype
+    stamp(trace, w, "begin", g)
+    if MASKED:
+        pass_over(k, before + 1, g)
     k.wait(g)
-    stamp(work.trace, w, "k_ready", g)
-    s = scores_of(q, k.buffer(g), C)
-    v.wait(g - 1)
-    acc = warpgroup_mma(p, v.buffer(g - 1), acc, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
-    stamp(work.trace, w, "s_ready", g)
+    stamp(trace, w, "k_ready", g)
+    v.wait(before)
+    s = start_scores(q, k.block(g), C)
+    acc = start_output(acc, p, v.block(before))
+    s = warpgroup_mma_wait(C.products_v, deps=[s])
+    stamp(trace, w, "s_ready", g)
     k.release(g)
+    if C.q_stages == 1:  # the next Q may come as soon as the last product with this one is done
+        mbarrier.arrive(memory.q_empty.index(w), count=1, pred=last)
+    state, new_p, factor = later_weights(state, s, i, tile, lengths, score, MASKED, C)
+    p = new_p.to(dtype)
+    # Complete already, so it costs little; but ptxas moves no later wait above it, and P V stays hidden under exp2.
+    v.wait(before)
+    stamp(trace, w, "p_ready", g)
+    acc = wait_output(acc)
+    stamp(trace, w, "o_ready", before)
+    v.release(before)
     if MASKED:
-        if (i >= work.full_end) | (i < work.full_begin):
-            s = apply_mask(s, w, i, work, band, C)
-    row_max, rescale, new_p = softmax(s, row_max, scale, MASKED, C)
-    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + lane_sums(new_p)
-    p = operand(new_p, v.buffers.dtype, C)
-    # Complete already, so it costs nothing; but ptxas moves no later wait above it, and P V stays hidden under exp2.
-    v.wait(g - 1)
-    stamp(work.trace, w, "p_ready", g)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    stamp(work.trace, w, "o_ready", g - 1)
-    v.release(g - 1)
-    acc = acc * gl.convert_layout(rescale, rows_of(C.head_dim))[:, None]
-    return acc, row_max, row_sum, p
+        pass_over(v, before + 1, g)
+    if not C.optimistic:
+        acc = rescaled(acc, factor)
+    return acc, state, p
 
 
 @gluon.jit
-def consumer(w: gl.constexpr, work, band, q_s, q_full, k, v, outputs, scale, TAIL: gl.constexpr, C: gl.constexpr):
-    BAND: gl.constexpr = band.left is not None or band.right is not None or band.prefix is not None
-    q = q_s.index(w)
-    stamp(work.trace, w, "begin", 0)
-    mbarrier.wait(q_full.index(w), 0)
-    k.wait(0)
-    stamp(work.trace, w, "k_ready", 0)
-    s = scores_of(q, k.buffer(0), C)
+def rescaled(acc, factor):
+    new = ()
+    for c in gl.static_range(len(acc)):
+        new += (acc[c] * gl.convert_layout(factor, rows_of(acc[c].shape[1]))[:, None],)
+    return new
+
+
+@gluon.jit
+def first_scores(w: gl.constexpr, turn, g, tile, k, memory, C: gl.constexpr):
+    """The scores of a tile's first block when nothing runs beside; if there is no tile, of leftovers, to be dropped (cheaper
+    than a branch around a product)."""
+    slot = (turn % C.q_stages) * C.groups + w
+    mbarrier.wait(memory.q_full.index(slot), (turn // C.q_stages) & 1, pred=tile.go)
+    k.wait(g, tile.go)
+    s = start_scores(at(memory.q, slot), k.block(g), C)
     s = warpgroup_mma_wait(0, deps=[s])
-    stamp(work.trace, w, "s_ready", 0)
-    k.release(0)
-    MASKED: gl.constexpr = BAND or TAIL
-    if MASKED:
-        s = apply_mask(s, w, work.end - 1, work, band, C)
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, rows_of(C.tile_kv))
-    row_max, _rescale, p = softmax(s, row_max, scale, MASKED, C)
-    acc = gl.full([ROWS, C.head_dim], 0.0, gl.float32, accumulator(C.head_dim))
-    state = (acc, row_max, lane_sums(p), operand(p, v.buffers.dtype, C))
-    stamp(work.trace, w, "p_ready", 0)
-
-    for i in range(work.end - 2, work.begin - 1, -1):
-        state = step(w, i, state, q, k, v, work, band, scale, BAND, C)
-
-    acc, row_max, row_sum, p = state
-    last = work.position(work.begin)
-    v.wait(last)
-    acc = warpgroup_mma(p, v.buffer(last), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    stamp(work.trace, w, "o_ready", last)
-    stamp(work.trace, w, "epilogue", 0)
-    epilogue(w, acc, row_max, row_sum, work, band, q, outputs, C)
+    k.release(g, tile.go)
+    if C.q_stages == 1:
+        mbarrier.arrive(memory.q_empty.index(w), count=1, pred=tile.go & (tile.blocks == 1))
+    return s
 
 
 @gluon.jit
-def epilogue(w: gl.constexpr, acc, row_max, row_sum, work, band, o_s, outputs, C: gl.constexpr):
-    """Normalise; write O through Q's buffer, the LSE, and a note if a masked tile came out with a NaN or an infinity."""
-    o_desc, lse_ptr, notes_ptr, heads = outputs
-    row = work.row + w * ROWS
-    rows = row + gl.arange(0, ROWS, rows_of(C.tile_kv))
-    batch_head = work.batch * heads + work.head
-    row_sum = gl.convert_layout(gl.sum(row_sum, 1), rows_of(C.tile_kv))
-    lse = (gl.where(row_sum == 0.0, 0.0, row_max) + gl.log2(row_sum)) * LN_2
-    gl.store(lse_ptr + batch_head.to(gl.int64) * band.n_q + rows, lse, mask=rows < band.n_q)
-    o = acc * gl.convert_layout(gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum), rows_of(C.head_dim))[:, None]
-    if notes_ptr is not None:
-        exists = row + gl.arange(0, ROWS, rows_of(C.head_dim)) < band.n_q  # the rows beyond may have no note
-        broken = exists & (gl.sum(o * 0.0, 1) != 0.0)
-        note = batch_head * ((band.n_q + 63) // 64) + row // 64
-        gl.store(notes_ptr + note + gl.full([ROWS], 0, gl.int32, rows_of(C.head_dim)), 1, mask=broken)
-    o_s.store(o.to(o_desc.dtype))
-    fence_async_shared()
-    partition_barrier()
-    tma_store(o_desc, [work.batch, work.head, row, 0], o_s.reshape(o_desc.block_type.shape))
+def consumer(w: gl.constexpr, outputs, lengths, heads, score, memory, k, v, trace, MASKED: gl.constexpr, C: gl.constexpr):
+    tile = fetch(w, 0, memory, lengths, score, MASKED, C)
+    if tile.go:
+        consume(w, tile, outputs, lengths, heads, score, memory, k, v, trace, MASKED, C)
+
+
+@gluon.jit
+def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, memory, k, v, trace, MASKED: gl.constexpr,
+            C: gl.constexpr):  # fmt: skip
+    """This CTA's tiles, of which there is one at least."""
+    dtype: gl.constexpr = outputs.descriptor.dtype
+    turn = 0
+    g = 0
+    s = first_scores(w, turn, g, tile, k, memory, C)
+    state, p = first_weights(s, tile, lengths, score, dtype, MASKED, C)
+    acc = no_output(C)
+    while tile.go:
+        # state and p are those of the tile's first block, at position g; acc is 0
+        slot = (turn % C.q_stages) * C.groups + w
+        q = at(memory.q, slot)
+        skip = tile.between if MASKED else 0
+        for j in tl.range(1, tile.blocks, disable_licm=True):
+            before = g
+            g += 1 + skip
+            skip = 0
+            i = later_block(j, tile.lead, tile.end)
+            acc, state, p = step(w, before, g, i, acc, state, p, q, k, v, tile, memory, lengths, score, trace,
+                                 j == tile.blocks - 1, MASKED, C)  # fmt: skip
+        # The boundary: the last P V of this tile, beside the first scores of the next.
+        if C.q_stages > 1:
+            mbarrier.arrive(memory.q_empty.index(slot), count=1)
+        turn += 1
+        before = g
+        after = tile.after if MASKED else 0
+        old_state = state
+        tile = fetch(w, turn, memory, lengths, score, MASKED, C)
+        g += 1 + skip + after
+        if MASKED:
+            pass_over(k, before + 1, g)
+        v.wait(before)
+        if C.q_stages > 1:
+            slot = (turn % C.q_stages) * C.groups + w
+            mbarrier.wait(memory.q_full.index(slot), (turn // C.q_stages) & 1, pred=tile.go)
+            k.wait(g, tile.go)
+            s = start_scores(at(memory.q, slot), k.block(g), C)
+            acc = start_output(acc, p, v.block(before))
+            s = warpgroup_mma_wait(C.products_v, deps=[s])
+            k.release(g, tile.go)
+            state, p = first_weights(s, tile, lengths, score, dtype, MASKED, C)
+        else:
+            acc = start_output(acc, p, v.block(before))
+        acc = wait_output(acc)
+        v.release(before)
+        if MASKED:
+            pass_over(v, before + 1, g)
+        epilogue(w, acc, old_state, (turn - 1) % SLOTS, lengths, heads, score, memory, outputs, C)
+        if C.q_stages == 1:
+            s = first_scores(w, turn, g, tile, k, memory, C)
+            state, p = first_weights(s, tile, lengths, score, dtype, MASKED, C)
+        acc = no_output(C)
     tma_store_wait(0)
-    stamp(work.trace, w, "end", 0)
 
 
-# ---- entry and launcher
+@gluon.jit
+def epilogue(w: gl.constexpr, acc, state, slot, lengths, heads, score, memory, outputs, C: gl.constexpr):
+    """Normalise; write the LSE, a note where the optimism went wrong, and O by way of shared memory."""
+    m, row_sum = state
+    LAYOUT: gl.constexpr = rows_of(C.tile_kv)
+    place = place_of(w, slot, lengths, memory)
+    mbarrier.arrive(memory.tile_empty.index(slot), count=1)
+    batch, head, row, n_q, n_kv, _start = place
+    rows = row + gl.arange(0, ROWS, LAYOUT)
+    exists = rows < n_q
+
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), LAYOUT)
+    BOUNDS: gl.constexpr = bounds_of(outputs.descriptor.dtype)
+    broken = not_finite(acc, C)
+    if C.optimistic:
+        broken = broken | is_too_small(row_sum, m, rows + (n_kv - n_q), n_kv, lengths, BOUNDS)
+    if score.sinks is not None:
+        sink = sink_of(head, score)
+        m = gl.where(row_sum == 0.0, gl.where(sink == float("-inf"), 0.0, sink), m)
+        row_sum += gl.exp2(sink - m)
+    m = gl.where(row_sum == 0.0, 0.0, m)
+    gl.store(outputs.lse + lse_row(place, lengths, heads, outputs) + rows, (m + gl.log2(row_sum)) * LN_2, mask=exists)
+    o = rescaled(acc, gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum))
+    note = (batch * heads.heads + head) * ((lengths.n_q + ROWS - 1) // ROWS) + row // ROWS
+    broken = broken | (row_sum >= BOUNDS.most) | (row_sum != row_sum)
+    gl.store(outputs.notes + note + gl.full([ROWS], 0, gl.int32, LAYOUT), 1, mask=broken & exists)
+    for c in gl.static_range(len(o)):
+        if lengths.used_q is not None:  # rows that exist and are not used
+            used = gl.convert_layout(exists, rows_of(o[c].shape[1]))[:, None]
+            copy_out(w, gl.where(used, o[c], 0.0), place, memory, outputs.descriptor, c * C.wide_v, C)
+        else:
+            copy_out(w, o[c], place, memory, outputs.descriptor, c * C.wide_v, C)
 
 
-@gluon.jit(do_not_specialize=["heads", "group_size", "heads_at_once", "n_q", "n_kv", "left", "right", "prefix"])
-def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, notes_ptr, trace, heads, group_size, heads_at_once, n_q,
-                   n_kv, left, right, prefix, scale, TAIL: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    dtype: gl.constexpr = q_desc.dtype
-    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q_s = gl.allocate_shared_memory(dtype, [C.groups, ROWS, C.head_dim], layout)
-    q_full = make_barriers(C.groups, 1)
-    k = make_channel(dtype, layout, C.num_stages, C.tile_kv, C.head_dim, C.groups)
-    v = make_channel(dtype, layout, C.num_stages, C.tile_kv, C.head_dim, C.groups)
+@gluon.jit
+def is_too_small(row_sum, m, p, n_kv, lengths, BOUNDS: gl.constexpr):
+    """Whether a row sum is less than docs/optimistic_softmax.md proves to be enough. m is 0 of rows that the first block could
+    not judge."""
+    begin, end = seen_by(p, n_kv, lengths)
+    least = gl.where(m == 0.0, gl.maximum(end - begin, 0) * BOUNDS.least_by_key, BOUNDS.least)
+    return row_sum < least
+
+
+@gluon.jit
+def lse_row(place, lengths, heads, outputs):
+    """Where the LSE of the sequence's first row is."""
+    batch, head, _row, _n_q, _n_kv, start_q = place
+    if lengths.cu_q is None:
+        return (batch * heads.heads + head).to(gl.int64) * lengths.n_q
+    else:
+        return head.to(gl.int64) * outputs.rows + start_q
+
+
+@gluon.jit
+def not_finite(o, C: gl.constexpr):
+    """Whether a row of O has a NaN or an infinity."""
+    check = gl.full([ROWS], 0.0, gl.float32, rows_of(C.tile_kv))
+    for c in gl.static_range(len(o)):
+        check += gl.convert_layout(gl.sum(o[c] * 0.0, 1), rows_of(C.tile_kv))
+    return check != 0.0
+
+
+@gluon.jit
+def copy_out(w: gl.constexpr, o, place, memory, descriptor, column: gl.constexpr, C: gl.constexpr):
+    """Some columns of O to global memory, from `column` on, by pieces of o_columns."""
+    if o.shape[1] > C.o_columns:
+        HALF: gl.constexpr = o.shape[1] // 2
+        left, right = o.reshape([ROWS, 2, HALF]).permute(0, 2, 1).split()
+        copy_out(w, gl.convert_layout(left, accumulator(HALF)), place, memory, descriptor, column, C)
+        copy_out(w, gl.convert_layout(right, accumulator(HALF)), place, memory, descriptor, column + HALF, C)
+    else:
+        BUFFER: gl.constexpr = (column // C.o_columns) % C.o_buffers
+        o_s = memory.o.index(w * C.o_buffers + BUFFER)
+        tma_store_wait(C.o_buffers - 1)  # what was in the buffer has left
+        partition_barrier()
+        o_s.store(o.to(descriptor.dtype))
+        fence_async_shared()
+        partition_barrier()
+        batch, head, row, n_q, _n_kv, start_q = place
+        corner = coordinates(descriptor, start_q, n_q, batch, head, row, column)
+        tma_store(descriptor, corner, o_s.reshape(descriptor.block_type.shape))
+
+
+# ---- entry
+
+
+NUMBERS = (
+    *("heads", "group", "at_once", "tiles", "rows", "n_q", "n_kv", "left", "right", "prefix"),
+    *("slope_batch", "slope_head", "bias_batch", "bias_head", "bias_row", "bias_key", "sink_stride"),
+    *("document_q_batch", "document_q_row", "document_kv_batch", "document_kv_row"),
+)
+"""Arguments that no kernel is specialised for: other lengths, bounds and strides do not recompile."""
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def forward_kernel(
+    q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, o_desc, lse, notes, counters, trace,
+    cu_q, cu_kv, used_q, used_kv, heads, group, at_once, tiles, rows, n_q, n_kv, left, right, prefix, inner, outer,
+    slopes, slope_batch, slope_head, bias, bias_batch, bias_head, bias_row, bias_key, sinks, sink_stride, function, visible,
+    document_q, document_q_batch, document_q_row, document_kv, document_kv_batch, document_kv_row,
+    MASKED: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_wide.dtype
+    Q_BUFFERS: gl.constexpr = C.q_stages * C.groups
+    O_BUFFERS: gl.constexpr = C.o_buffers * C.groups
+    memory = Memory(
+        make_chunks(dtype, Q_BUFFERS, ROWS, C.wide, C.narrow),
+        make_chunks(o_desc.dtype, O_BUFFERS, ROWS, C.o_columns, 0)[0],
+        gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+        make_barriers(Q_BUFFERS, 1),
+        make_barriers(Q_BUFFERS, 1),
+        make_barriers(SLOTS, 1),
+        make_barriers(SLOTS, C.groups),
+    )
+    k = make_channel(dtype, C.num_stages, C.tile_kv, C.wide, C.narrow, C.groups)
+    v = make_channel(dtype, C.num_stages, C.tile_kv, C.wide_v, C.narrow_v, C.groups)
     fence_async_shared()
-
-    band = Band(n_q, n_kv, left, right, prefix)
-    work = locate(band, heads, heads_at_once, trace, C)
-    outputs = (o_desc, lse_ptr, notes_ptr, heads)
-    inputs = (q_desc, k_desc, v_desc)
+    inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow))
+    outputs = Outputs(o_desc, lse, notes, rows)
+    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv)
+    heads = Heads(heads, group, at_once, tiles)
+    score = Score(inner, outer, slopes, (slope_batch, slope_head), bias, (bias_batch, bias_head, bias_row, bias_key), sinks,
+                  sink_stride, function, visible, document_q, document_kv,
+                  (document_q_batch, document_q_row, document_kv_batch, document_kv_row))  # fmt: skip
     if C.groups == 2:
         gl.warp_specialize([
-            (consumer, (0, work, band, q_s, q_full, k, v, outputs, scale, TAIL, C)),
-            (consumer, (1, work, band, q_s, q_full, k, v, outputs, scale, TAIL, C)),
-            (producer, (work, inputs, group_size, q_s, q_full, k, v, C)),
+            (consumer, (0, outputs, lengths, heads, score, memory, k, v, trace, MASKED, C)),
+            (consumer, (1, outputs, lengths, heads, score, memory, k, v, trace, MASKED, C)),
+            (producer, (inputs, counters, lengths, heads, score, memory, k, v, trace, C)),
         ], [4, 1], [C.consumer_registers, C.producer_registers])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (0, work, band, q_s, q_full, k, v, outputs, scale, TAIL, C)),
-            (consumer, (1, work, band, q_s, q_full, k, v, outputs, scale, TAIL, C)),
-            (consumer, (2, work, band, q_s, q_full, k, v, outputs, scale, TAIL, C)),
-            (producer, (work, inputs, group_size, q_s, q_full, k, v, C)),
+            (consumer, (0, outputs, lengths, heads, score, memory, k, v, trace, MASKED, C)),
+            (consumer, (1, outputs, lengths, heads, score, memory, k, v, trace, MASKED, C)),
+            (consumer, (2, outputs, lengths, heads, score, memory, k, v, trace, MASKED, C)),
+            (producer, (inputs, counters, lengths, heads, score, memory, k, v, trace, C)),
         ], [4, 4, 1], [C.consumer_registers, C.consumer_registers, C.producer_registers])  # fmt: skip
 
 
+# ---- launcher
+
+
 def launch(
-    problem: AttentionProblem, operands: Operands, config: Config
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """out, lse and the notes: None, or int32 [batch * heads_q * ceil(seqlen_q / 64)], non-zero where 64 rows of a
-    masked problem hold a NaN or an infinity, which a masked-out value may have caused."""
-    return _run(problem, operands, config, None)
+    problem: AttentionProblem, operands: Operands, config: Config, trace: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out, lse and the notes: int32 [batch * heads_q * ceil(seqlen_q / 64)], non-zero where 64 rows have to be computed again,
+    as their sums left the range that an optimistic softmax may use, or a NaN or an infinity came out, which a masked-out
+    value may have caused. The notes are the workspace's (see `kernels.workspace`): who redoes a block clears its note."""
+    q = operands.q
+    rows = triton.cdiv(problem.lengths.seqlen_q, ROWS_PER_GROUP)
+    space = workspace(q.device, problem.lengths.batch * problem.heads_q * rows)
+    out, lse = outputs_of(problem, operands)
+    grid, arguments, constants = kernel_arguments(problem, operands, out, lse, space, config, trace)
+    with torch.cuda.device_of(q):  # Triton launches on the current device, which need not be q's
+        forward_kernel[grid](*arguments, **constants)
+    return out, lse, space.notes
+
+
+def outputs_of(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, to be filled."""
+    q = operands.q
+    out = torch.empty(*q.shape[:-1], problem.head_dim_v, dtype=q.dtype, device=q.device)
+    lse = torch.empty(lse_shape(problem), dtype=torch.float32, device=q.device)
+    if has_blind_tiles(problem):
+        fill_blind(problem, out, lse)
+    return out, lse
+
+
+def fill_blind(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """What rows are to have that see nothing: 0, and -inf or what a sink alone gives."""
+    out.zero_()
+    lse.fill_(-torch.inf)
+    if problem.score.sinks is not None:
+        lse.copy_(problem.score.sinks[:, None].expand(lse.shape))
+
+
+def has_blind_tiles(problem: AttentionProblem) -> bool:
+    """Whether there may be tiles, or packed rows of no sequence, that see nothing: they never run, so out and lse have to say
+    so from the start."""
+    lengths = problem.lengths
+    early = lengths.seqlen_q > lengths.seqlen_kv  # the first rows stand before the first key
+    return problem.varlen or problem.seqused or (early and problem.mask.band != (None, None, None))
 
 
 def launch_traced(problem: AttentionProblem, operands: Operands, config: Config) -> torch.Tensor:
     """A launch that stamps: int64 [CTAs, roles, events, key blocks] (see `common.stamp`; the roles are the consumers and
-    then the producer), 0 where a role does not pass an event. It computes the same as `launch`, a little slower.
+    then the producer), 0 where a role does not pass an event. Each CTA has one tile.
 
     ValueError if the stamps are 2^31 or more: the kernel counts them in int32."""
     _, heads, rows = lse_shape(problem)
@@ -350,83 +628,108 @@ def launch_traced(problem: AttentionProblem, operands: Operands, config: Config)
     if math.prod(shape) >= 2**31:
         raise ValueError(f"a traced launch takes fewer than 2^31 stamps, got {shape[0]} key blocks in {shape[1]} CTAs")
     trace = torch.zeros(shape, dtype=torch.int64, device=operands.q.device)
-    _run(problem, operands, config, trace)
+    launch(problem, operands, config, trace)
     return trace.permute(1, 2, 3, 0)
-
-
-def _run(problem: AttentionProblem, operands: Operands, config: Config, trace: torch.Tensor | None):
-    q = operands.q
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(lse_shape(problem), dtype=torch.float32, device=q.device)
-    notes = None
-    if problem.mask.band != (None, None, None):
-        tiles = triton.cdiv(problem.lengths.seqlen_q, 64)
-        notes = torch.zeros(lse.shape[0] * lse.shape[1] * tiles, dtype=torch.int32, device=q.device)
-    grid, arguments, constants = kernel_arguments(problem, operands, out, lse, notes, config, trace)
-    with torch.cuda.device_of(q):  # Triton launches on the current device, which need not be q's
-        forward_kernel[grid](*arguments, **constants)
-    return out, lse, notes
 
 
 def compile_only(problem: AttentionProblem, config: Config, traced: bool = False):
     """The compiled kernel that `launch` (or `launch_traced`) would run, from shapes alone (see strobe.lab.offline)."""
     lengths = problem.lengths
-    assert isinstance(lengths, Dense)
-    q = torch.empty(lengths.batch, lengths.seqlen_q, problem.heads_q, problem.head_dim, dtype=problem.dtype, device="meta")
-    k = torch.empty(lengths.batch, lengths.seqlen_kv, problem.heads_kv, problem.head_dim, dtype=problem.dtype, device="meta")
-    lse = torch.empty(lse_shape(problem), dtype=torch.float32, device="meta")
-    notes = None if problem.mask.band == (None, None, None) else torch.empty(1, dtype=torch.int32, device="meta")
-    trace = torch.empty(1, dtype=torch.int64, device="meta") if traced else None
-    grid, arguments, constants = kernel_arguments(problem, Operands(q, k, k), q, lse, notes, config, trace)
+
+    def empty(*shape: int, dtype: torch.dtype = problem.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    if isinstance(lengths, Varlen):
+        rows_q, rows_kv = [lengths.total_q], [lengths.total_kv]
+        cu = empty(lengths.batch + 1, dtype=torch.int32)
+    else:
+        rows_q, rows_kv, cu = [lengths.batch, lengths.seqlen_q], [lengths.batch, lengths.seqlen_kv], None
+    operands = Operands(
+        empty(*rows_q, problem.heads_q, problem.head_dim),
+        empty(*rows_kv, problem.heads_kv, problem.head_dim),
+        empty(*rows_kv, problem.heads_kv, problem.head_dim_v),
+        cu,
+        cu,
+    )
+    out = empty(*rows_q, problem.heads_q, problem.head_dim_v)
+    lse = empty(*lse_shape(problem), dtype=torch.float32)
+    trace = empty(1, dtype=torch.int64) if traced else None
+    space = Workspace(empty(16, dtype=torch.int32), empty(1, dtype=torch.int32))
+    grid, arguments, constants = kernel_arguments(problem, operands, out, lse, space, config, trace)
     return forward_kernel.warmup(*arguments, grid=grid, **constants)
 
 
-def kernel_arguments(problem: AttentionProblem, operands: Operands, out, lse, notes, config: Config, trace=None):
-    """The kernel's grid, arguments and compile-time constants."""
+def kernel_arguments(
+    problem: AttentionProblem, operands: Operands, out, lse, space: Workspace, config: Config, trace=None
+):  # fmt: skip
+    """The kernel's grid, arguments and compile-time constants. With a trace every tile has a CTA of its own."""
     lengths = problem.lengths
-    assert isinstance(lengths, Dense)
     left, right, prefix = problem.mask.device_band
-    grid = (triton.cdiv(lengths.seqlen_q, config.tile_q) * lengths.batch * problem.heads_q,)
+    tiles = triton.cdiv(lengths.seqlen_q, config.tile_q) * lengths.batch * problem.heads_q
     arguments = (
-        _descriptor(operands.q, ROWS_PER_GROUP),
-        _descriptor(operands.k, config.tile_kv),
-        _descriptor(operands.v, config.tile_kv),
-        _descriptor(out, ROWS_PER_GROUP),
+        *descriptors(operands.q, ROWS_PER_GROUP, (config.wide, config.narrow)),
+        *descriptors(operands.k, config.tile_kv, (config.wide, config.narrow)),
+        *descriptors(operands.v, config.tile_kv, (config.wide_v, config.narrow_v)),
+        *descriptors(out, ROWS_PER_GROUP, (config.o_columns,)),
         lse,
-        notes,
+        space.notes,
+        space.counters,
         trace,
+        operands.cu_seqlens_q,
+        operands.cu_seqlens_kv,
+        operands.seqused_q,
+        operands.seqused_kv,
         problem.heads_q,
         problem.group,
-        _heads_at_once(problem, lengths),
+        _heads_at_once(problem),
+        tiles,
+        operands.q.shape[:-2].numel(),
         lengths.seqlen_q,
         lengths.seqlen_kv,
         left,
         right,
         prefix,
-        problem.scale * LOG2_E,
+        *_score_arguments(problem),
     )
-    # Fusion is asked for because Triton 3.10 turns it off: the exponent of every score is one multiply-add.
-    constants = {"TAIL": lengths.seqlen_kv % config.tile_kv != 0, "C": config, "num_warps": 4, "enable_fp_fusion": True}
-    return grid, arguments, constants
+    mask = problem.mask
+    cut = mask.band != (None, None, None) or mask.by_pair or lengths.seqlen_kv % config.tile_kv != 0
+    constants = {
+        "MASKED": cut or problem.varlen or problem.seqused,
+        "C": config,
+        "num_warps": 4,
+        "enable_fp_fusion": True,  # Triton 3.10 turns it off
+    }
+    ctas = arch_of(operands.q.device).sms
+    return (min(tiles, ctas) if ctas and trace is None else tiles,), arguments, constants
 
 
-def _heads_at_once(problem: AttentionProblem, lengths: Dense) -> int:
+def _score_arguments(problem: AttentionProblem) -> tuple:
+    """From `inner` on."""
+    score, documents = problem.score, problem.mask.documents
+    inner, outer = problem.scale * LOG2_E, None
+    if score.softcap:
+        inner, outer = problem.scale / score.softcap, score.softcap * LOG2_E
+    slopes, bias, sinks = score.alibi, score.bias, score.sinks
+    return (
+        inner,
+        outer,
+        *((None, 0, 0) if slopes is None else (slopes, slopes.stride(0) if slopes.dim() == 2 else 0, slopes.stride(-1))),
+        *((None, 0, 0, 0, 0) if bias is None else (bias, *_repeated(bias))),
+        *((None, 0) if sinks is None else (sinks, sinks.stride(0))),
+        gluon_math.of_user(score.function),
+        gluon_math.of_user(problem.mask.function),
+        *((None, 0, 0) if documents is None else (documents.q, *documents.q.stride())),
+        *((None, 0, 0) if documents is None else (documents.kv, *documents.kv.stride())),
+    )
+
+
+def _repeated(bias: torch.Tensor) -> list[int]:
+    """Strides of a bias: 0 where its one number stands for all."""
+    return [stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True)]
+
+
+def _heads_at_once(problem: AttentionProblem) -> int:
     """How many query heads' K and V fit in half the L2 together (see `locate`)."""
-    kv_bytes = 2 * lengths.seqlen_kv * problem.head_dim * 2
+    lengths = problem.lengths
+    kv_bytes = max(1, lengths.seqlen_kv) * (problem.head_dim + problem.head_dim_v) * 2
     return max(1, min(lengths.batch * problem.heads_q, problem.group * int(30e6) // kv_bytes))
-
-
-def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """A TMA descriptor of [batch, n, heads, head_dim] in blocks of `rows` rows of one head."""
-    block = [1, 1, rows, x.shape[3]]
-    batch, n, heads, _ = x.stride()
-    # A dim of size 1 is never stepped along, but its stride must be a legal one.
-    shape = [x.shape[0], x.shape[2], x.shape[1], x.shape[3]]
-    strides = [s if size > 1 else x.shape[3] for s, size in zip((batch, heads, n), shape[:3], strict=True)]
-    return TensorDescriptor(x, shape, [*strides, 1], block, _layout(rows, x.shape[3], x.dtype))
-
-
-@functools.cache
-def _layout(rows: int, head_dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """The swizzle of a block; finding it takes as long as the rest of a descriptor."""
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], GLUON_DTYPES[dtype])

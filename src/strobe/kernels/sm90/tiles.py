@@ -1,0 +1,186 @@
+"""Tiles of queries, from the producer, which takes them from a counter, to the consumers, through shared memory."""
+
+from strobe.kernels.common.gluon_masks import kv_range
+from strobe.kernels.common.work import locate
+from strobe.kernels.gluon import aggregate, gl, gluon, mbarrier
+from strobe.kernels.sm90.layouts import ROWS, one
+
+SLOTS = gl.constexpr(2)
+"""Tiles that are known at a time: one is worked on, one is next."""
+
+FIELDS = gl.constexpr(11)
+GO, BATCH, HEAD, ROW, N_Q, N_KV, START_Q, BEGIN, END, FULL_BEGIN, FULL_END = (gl.constexpr(i) for i in range(11))
+
+
+@aggregate
+class Tile:
+    """What a group of consumers keeps of a tile, in registers: None where it is not needed.
+
+    go: whether there is a tile. The group works on `blocks` key blocks: `lead` first, then the others below `end` from right to
+    left. With a mask: p is the position of the group's first row among the keys; blocks outside [full_begin, full_end) are
+    masked; only other groups see the `between` blocks after the lead, and the `after` at the end. batch, head, n_q: where
+    scores depend on them. n_q, n_kv: where sequences differ.
+    """
+
+    go: gl.tensor
+    blocks: gl.tensor
+    lead: gl.tensor
+    end: gl.tensor
+    p: (gl.tensor, gl.constexpr)
+    full_begin: (gl.tensor, gl.constexpr)
+    full_end: (gl.tensor, gl.constexpr)
+    between: (gl.tensor, gl.constexpr)
+    after: (gl.tensor, gl.constexpr)
+    batch: (gl.tensor, gl.constexpr)
+    head: (gl.tensor, gl.constexpr)
+    n_q: (gl.tensor, gl.constexpr)
+    n_kv: (gl.tensor, gl.constexpr)
+
+    @gluon.constexpr_function
+    def __init__(self, go, blocks, lead, end, masked, places, lengths):
+        self.go = go
+        self.blocks = blocks
+        self.lead = lead
+        self.end = end
+        nothing = gl.constexpr(None)
+        self.p, self.full_begin, self.full_end, self.between, self.after = masked or [nothing] * 5
+        self.batch, self.head = places or [nothing] * 2
+        self.n_q, self.n_kv = lengths or [nothing] * 2
+
+
+@gluon.jit
+def whole_blocks(work, score):
+    """[begin, end) of the key blocks that need no mask: none where pairs are compared one by one."""
+    if score.BY_PAIR:
+        return work.end, work.end
+    else:
+        return work.full_begin, work.full_end
+
+
+@gluon.jit
+def first_block(begin, end, full_begin, full_end, score):
+    """The block that leads, which the optimistic softmax goes by: the leftmost that all rows see whole. Without one, the one
+    before: its last keys are the last that all rows see, unless a window is narrower than a tile. With slopes, which
+    favour near keys, the rightmost."""
+    if score.slopes is not None:
+        return end - 1
+    else:
+        return gl.where(full_begin < full_end, full_begin, gl.minimum(gl.maximum(full_end, begin), end - 1))
+
+
+@gluon.jit
+def later_block(j, lead, end):
+    """The j-th block, j > 0: from right to left, without the lead."""
+    i = end - j
+    return i - (i <= lead).to(gl.int32)
+
+
+# ---- producer
+
+
+@gluon.jit
+def next_tile(counter):
+    return gl.atomic_add(counter, 1) + gl.num_programs(0)
+
+
+@gluon.jit
+def with_keys(tile, counter, lengths, heads, C: gl.constexpr):
+    """The first tile from this one on that sees any key, and its Work. (The others never run.)"""
+    work = locate(gl.minimum(tile, heads.tiles - 1), lengths, heads, C, EMPTY=True)
+    while (tile < heads.tiles) & (work.blocks() <= 0):
+        tile = next_tile(counter)
+        work = locate(gl.minimum(tile, heads.tiles - 1), lengths, heads, C, EMPTY=True)
+    return tile, work
+
+
+@gluon.jit
+def publish(turn, tile, work, lengths, heads, score, memory):
+    """The turn-th tile of this CTA, to the consumers."""
+    slot = turn % SLOTS
+    mbarrier.wait(memory.tile_empty.index(slot), ((turn // SLOTS) & 1) ^ 1)
+    put(memory.tiles, slot, GO, (tile < heads.tiles).to(gl.int32))
+    put(memory.tiles, slot, BATCH, work.batch)
+    put(memory.tiles, slot, HEAD, work.head)
+    put(memory.tiles, slot, ROW, work.row)
+    if lengths.VARY:
+        put(memory.tiles, slot, N_Q, work.n_q)
+        put(memory.tiles, slot, N_KV, work.n_kv)
+        put(memory.tiles, slot, START_Q, work.start_q)
+    full_begin, full_end = whole_blocks(work, score)
+    put(memory.tiles, slot, BEGIN, work.begin)
+    put(memory.tiles, slot, END, work.end)
+    put(memory.tiles, slot, FULL_BEGIN, full_begin)
+    put(memory.tiles, slot, FULL_END, full_end)
+    mbarrier.arrive(memory.tile_full.index(slot), count=1)
+
+
+@gluon.jit
+def put(tiles, slot, field: gl.constexpr, value):
+    tiles.index(slot * FIELDS + field).store(gl.full([1], 0, gl.int32, one(1)) + value)
+
+
+# ---- consumers
+
+
+@gluon.jit
+def get(tiles, slot, field: gl.constexpr):
+    return gl.max(tiles.index(slot * FIELDS + field).load(one(4)), 0)
+
+
+@gluon.jit
+def lengths_of(slot, lengths, memory):
+    """(n_q, n_kv, first row among the packed) of the sequence of the tile in `slot`."""
+    if lengths.VARY:
+        return get(memory.tiles, slot, N_Q), get(memory.tiles, slot, N_KV), get(memory.tiles, slot, START_Q)
+    else:
+        return lengths.n_q, lengths.n_kv, 0
+
+
+@gluon.jit
+def fetch(w: gl.constexpr, turn, memory, lengths, score, MASKED: gl.constexpr, C: gl.constexpr):
+    """The turn-th tile of this CTA, as group w sees it. It stays known until `forget`."""
+    slot = turn % SLOTS
+    mbarrier.wait(memory.tile_full.index(slot), (turn // SLOTS) & 1)
+    begin = get(memory.tiles, slot, BEGIN)
+    end = get(memory.tiles, slot, END)
+    full_begin = get(memory.tiles, slot, FULL_BEGIN)
+    full_end = get(memory.tiles, slot, FULL_END)
+    lead = first_block(begin, end, full_begin, full_end, score)
+    go = get(memory.tiles, slot, GO)
+    own_begin = begin
+    own_end = end
+    masked = None
+    places = None
+    sequence = None
+    n_q, n_kv, _start = lengths_of(slot, lengths, memory)
+    if MASKED or score.CHANGED:
+        p = get(memory.tiles, slot, ROW) + w * ROWS + (n_kv - n_q)
+        if MASKED:
+            key_begin, key_end = kv_range(p, p + ROWS - 1, n_kv, lengths.left, lengths.right, lengths.prefix)
+            # No more than half a ring is passed over: its blocks of V wait for the product before them.
+            most: gl.constexpr = C.num_stages // 2
+            own_begin = gl.maximum(gl.minimum(gl.minimum(key_begin // C.tile_kv, lead), begin + most), begin)
+            own_end = gl.minimum(gl.maximum(gl.maximum((key_end + C.tile_kv - 1) // C.tile_kv, lead + 1), end - most), end)
+        masked = (p, full_begin, full_end, go * (end - own_end), go * (own_begin - begin))
+    if score.CHANGED or score.BY_PAIR:
+        places = (get(memory.tiles, slot, BATCH), get(memory.tiles, slot, HEAD))
+    if lengths.VARY:
+        sequence = (n_q, n_kv)
+    return Tile(go != 0, own_end - own_begin, lead, own_end, masked, places, sequence)
+
+
+@gluon.jit
+def numbers(tile, lengths):
+    """n_q and n_kv of the tile's sequence."""
+    if lengths.VARY:
+        return tile.n_q, tile.n_kv
+    else:
+        return lengths.n_q, lengths.n_kv
+
+
+@gluon.jit
+def place_of(w: gl.constexpr, slot, lengths, memory):
+    """Where group w's rows of the tile in `slot` are: (batch, head, row, n_q, n_kv, first row among the packed)."""
+    n_q, n_kv, start_q = lengths_of(slot, lengths, memory)
+    row = get(memory.tiles, slot, ROW) + w * ROWS
+    return get(memory.tiles, slot, BATCH), get(memory.tiles, slot, HEAD), row, n_q, n_kv, start_q
