@@ -64,6 +64,14 @@ def test_a_plan_serves_calls_that_look_the_same(plans):
     assert not torch.equal(*out)
 
 
+def test_one_tensor_given_thrice_plans_for_three(plans):
+    q, k, v = torch.randn(3, 1, 8, 2, 16).unbind()
+    strobe.attention(q, q, q, backend="tiled")
+    got = strobe.attention(q, k, v, backend="tiled")
+    assert (plans.made, plans.called) == (1, 2)
+    torch.testing.assert_close(got, strobe.attention(q, k, v, backend="torch_cpu"))
+
+
 @pytest.mark.parametrize(
     "change",
     [
