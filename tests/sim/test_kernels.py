@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from problems import Case, Results, check, describe, tensors
 
 from strobe.kernels import triton_version
+from strobe.kernels.sm90 import forward as sm90_forward
 from strobe.kernels.sm90.config import Config as Hopper
+from strobe.kernels.sm90.config import padded
 from strobe.kernels.sm100.config import Config as Blackwell
 from strobe.sim import simulate
-from strobe.sim.attention import simulate_forward
+from strobe.sim.attention import forward_launch, simulate_forward
 
 FP16, BF16 = torch.float16, torch.bfloat16
 ORDERS = (("in_order", 0), ("random", 1), ("random", 2), ("late", 0), ("early", 0))
@@ -38,28 +41,72 @@ def assert_right(case: Case, dtype, backend: str, config, order: str, seed: int,
 
 # ---- Hopper
 
+
+def hopper(head_dim=64, head_dim_v=None, groups=2, tile_kv=64, num_stages=2, **more) -> Hopper:
+    return Hopper(head_dim, head_dim_v or head_dim, groups, tile_kv, num_stages, **more)
+
+
+SEVERAL = case(300, 333, heads=(2, 1), head_dim=64)
 HOPPER = [
-    (case(64, 64, head_dim=64), FP16, Hopper(64, 2, 64, 2)),
-    (case(150, 333, heads=(2, 1), head_dim=64), BF16, Hopper(64, 2, 64, 2)),
-    (case(150, 333, head_dim=64, mask="causal"), FP16, Hopper(64, 3, 64, 3)),
-    (case(200, 90, head_dim=64, mask="causal"), BF16, Hopper(64, 2, 64, 2)),  # the first rows see nothing
-    (case(1, 77, heads=(4, 2), head_dim=64, mask="causal"), FP16, Hopper(64, 2, 64, 2)),
-    (case(77, 1, head_dim=64), BF16, Hopper(64, 2, 64, 2)),
-    (case(130, 300, batch=2, head_dim=64, mask="window"), FP16, Hopper(64, 2, 64, 2)),
-    (case(300, 130, head_dim=64, mask="window"), BF16, Hopper(64, 2, 64, 3)),
-    (case(130, 200, heads=(3, 1), head_dim=64, mask="prefix"), FP16, Hopper(64, 2, 64, 2)),
-    (case(130, 200, head_dim=64, logits=30.0), FP16, Hopper(64, 2, 64, 2)),
-    (case(200, 260, heads=(2, 1), head_dim=128, mask="causal"), BF16, Hopper(128, 2, 128, 2)),
-    (case(140, 140, head_dim=128, mask="prefix"), FP16, Hopper(128, 2, 64, 2)),
-    (case(130, 150, head_dim=256), FP16, Hopper(256, 2, 64, 2)),
-    (case(70, 150, head_dim=256, mask="causal"), BF16, Hopper(256, 2, 64, 2)),
+    (case(64, 64, head_dim=64), FP16, hopper()),
+    (case(128, 64, head_dim=64), BF16, hopper()),  # a block a tile, all of it seen
+    (case(150, 333, heads=(2, 1), head_dim=64), BF16, hopper(tile_kv=128, num_stages=3)),
+    (case(150, 333, head_dim=64, mask="causal"), FP16, hopper(groups=3, num_stages=3)),
+    (case(200, 90, head_dim=64, mask="causal"), BF16, hopper()),  # the first rows see nothing
+    (case(500, 90, heads=(2, 1), head_dim=64, mask="causal"), FP16, hopper()),  # whole tiles see nothing
+    (case(1, 77, heads=(4, 2), head_dim=64, mask="causal"), FP16, hopper()),
+    (case(77, 1, head_dim=64), BF16, hopper()),
+    (case(1, 1, batch=3, heads=(2, 2), head_dim=64, mask="causal"), BF16, hopper()),
+    (case(130, 300, batch=2, head_dim=64, mask="window"), FP16, hopper()),  # narrower than a tile
+    (case(300, 130, head_dim=64, mask="window"), BF16, hopper(num_stages=3)),
+    (case(200, 500, heads=(2, 1), head_dim=64, mask="window"), BF16, hopper(groups=3, num_stages=5)),
+    (case(130, 200, heads=(3, 1), head_dim=64, mask="prefix"), FP16, hopper()),
+    (case(200, 260, heads=(2, 1), head_dim=128, mask="causal"), BF16, hopper(128, tile_kv=128)),
+    (case(140, 140, head_dim=128, mask="prefix"), FP16, hopper(128)),
+    # Every head dim that is padded, in its chunks.
+    *((case(130, 150, head_dim=d, mask="causal"), FP16, hopper(padded(d))) for d in (8, 40, 72, 80, 96, 104)),
+    *((case(130, 150, head_dim=d), BF16, hopper(padded(d), q_stages=1)) for d in (136, 192, 200, 256)),
+    # V's own head dim, less and more than that of K.
+    (case(150, 200, heads=(2, 1), head_dim=192, head_dim_v=128, mask="causal"), BF16, hopper(192, 128)),
+    (case(150, 200, head_dim=64, head_dim_v=256, mask="window"), FP16, hopper(64, 256, q_stages=1)),
+    (case(150, 200, head_dim=128, head_dim_v=40), FP16, hopper(128, 64)),
+    (case(150, 200, head_dim=64, head_dim_v=88, mask="causal"), BF16, hopper(64, 96)),
+    # Packed sequences, some empty.
+    (case(150, 200, heads=(2, 1), batch=4, head_dim=64, packed=True), FP16, hopper()),
+    (case(300, 200, batch=3, head_dim=64, mask="causal", packed=True), BF16, hopper(groups=3)),
+    (case(150, 170, batch=3, head_dim=96, mask="window", packed=True), FP16, hopper(96)),
+    (case(150, 170, batch=3, head_dim=192, head_dim_v=128, mask="prefix", packed=True), BF16, hopper(192, 128, q_stages=1)),
+    # Each switch of Config.
+    (SEVERAL, FP16, hopper(q_stages=1)),
+    (replace(SEVERAL, mask="causal"), BF16, hopper(q_stages=1, groups=3)),
+    (replace(SEVERAL, head_dim=128), FP16, hopper(128, o_buffers=2)),
+    (replace(SEVERAL, head_dim=96, mask="window"), BF16, hopper(96, o_buffers=3)),
+    (replace(SEVERAL, head_dim=256, n_kv=100), BF16, hopper(256, q_stages=1, o_buffers=2)),
+    (SEVERAL, FP16, hopper(optimistic=False)),
+    (replace(SEVERAL, logits=30.0), FP16, hopper(optimistic=False)),
+    (replace(SEVERAL, logits=30.0, mask="causal"), BF16, hopper(optimistic=False, q_stages=1, groups=3)),
+    (replace(SEVERAL, logits=30.0, mask="window", head_dim=96), BF16, hopper(96, optimistic=False)),
+    (replace(SEVERAL, logits=10.0, mask="causal"), BF16, hopper()),
 ]
 
 
+@pytest.mark.parametrize("ctas", [1, 2])
 @pytest.mark.parametrize("order, seed", ORDERS)
 @pytest.mark.parametrize("case, dtype, config", HOPPER, ids=short)
-def test_hopper(case, dtype, config, order, seed):
-    assert_right(case, dtype, "sm90", config, order, seed)
+def test_hopper(case, dtype, config, order, seed, ctas):
+    """All tiles in one CTA, or two that share them."""
+    report = assert_right(case, dtype, "sm90", config, order, seed, ctas)
+    assert report.smem_bytes == config.smem_bytes()
+
+
+def test_hopper_leaves_its_counters_as_they_were():
+    """However many CTAs there are, with or without a tile for each."""
+    for ctas in (1, 3, 12):
+        launch, *_ = forward_launch(sm90_forward, 90, *describe(tensors(SEVERAL, FP16)), hopper(), ctas)
+        counters = next(x for x in launch.args if isinstance(x, torch.Tensor) and x.shape == (16,))
+        for seed in range(3):
+            launch.simulate("random", seed)
+            assert not counters.any()
 
 
 # ---- Blackwell
@@ -189,8 +236,8 @@ def test_blackwell_in_pairs(case, dtype, config, order, seed):
 
 
 @pytest.mark.parametrize("backend, config, n_q, noted", [
-    ("sm90", Hopper(64, 2, 64, 2), 300, [0, 0, 0, 0, 1]),
-    ("sm90", Hopper(64, 3, 64, 2), 1, [1]),
+    ("sm90", hopper(), 300, [0, 0, 0, 0, 1]),
+    ("sm90", hopper(groups=3), 1, [1]),
     pytest.param("sm100", blackwell(), 300, [0, 0, 0, 0, 1], marks=needs_tcgen05),
     pytest.param("sm100", blackwell(), 1, [1], marks=needs_tcgen05),
 ], ids=short)  # fmt: skip

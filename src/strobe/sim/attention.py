@@ -59,16 +59,17 @@ def forward_launch(
     out = torch.full((*parts, *operands.q.shape[:-1], problem.head_dim_v), torch.nan, dtype=dtype)
     lse = torch.full((*parts, *lse_shape(problem)), torch.nan)
     number = problem.lengths.batch * problem.heads_q * -(-problem.lengths.seqlen_q // _ROWS_PER_NOTE)
-    notes = torch.zeros(number, dtype=torch.int32)
+    notes: torch.Tensor | None = None
     if kernels is sm90_forward:
         if sm90_forward.has_blind_tiles(problem):
             out.zero_()
             lse.fill_(-torch.inf)
-        space = Workspace(torch.zeros(16, dtype=torch.int32), notes)
+        space = Workspace(torch.zeros(16, dtype=torch.int32), torch.zeros(number, dtype=torch.int32))
+        notes = space.notes
         grid, arguments, constants = kernels.kernel_arguments(problem, operands, out, lse, space, config)
     else:
-        masked = problem.mask.band != (None, None, None)
-        notes = notes if masked else None
+        if problem.mask.band != (None, None, None):
+            notes = torch.zeros(number, dtype=torch.int32)
         grid, arguments, constants = kernels.kernel_arguments(problem, operands, out, lse, notes, config)
     if getattr(config, "persistent", False):
         grid = (min(ctas, *grid),)

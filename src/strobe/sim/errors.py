@@ -14,7 +14,7 @@ class MissingFence(SimulationError):
 
 
 class Uninitialised(SimulationError):
-    """A read of memory that nothing has written."""
+    """A read of memory that nothing has written. (A product of it may be made if nothing depends on it.)"""
 
 
 class Deadlock(SimulationError):

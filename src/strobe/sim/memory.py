@@ -86,7 +86,7 @@ class Buffer:
         return self._footprints[key]
 
     def touch(self, footprint: Footprint, access: Access, write: bool, name: str = "") -> None:
-        """Note an access. Race, MissingFence or Uninitialised if it may not be made."""
+        """Note an access. Race or MissingFence if it may not be made; Uninitialised, once noted, if there is nothing to read."""
         kept = []
         for record in self.log:
             overlaps, covers = self._relation(footprint, record.footprint)
@@ -95,12 +95,12 @@ class Buffer:
             same = record.access.agent == access.agent and write == record.write
             if not (covers and (write or same)):
                 kept.append(record)
-        if not write and not self.defined[footprint.indices()].all():
-            raise Uninitialised(f"{access} reads {name or self.name}, part of which nothing has written")
-        if write:
-            self.defined[footprint.indices()] = True
         kept.append(_Record(footprint, access, write))
         self.log = kept
+        if write:
+            self.defined[footprint.indices()] = True
+        elif not self.defined[footprint.indices()].all():
+            raise Uninitialised(f"{access} reads {name or self.name}, part of which nothing has written")
 
     def _relation(self, a: Footprint, b: Footprint) -> tuple[bool, bool]:
         key = (id(a), id(b))

@@ -35,6 +35,7 @@ from strobe.sim.tensor import (
 def only(tensor: Tensor) -> Scalar:
     """The Scalar in a tensor of one element. A partition that has it in hand has waited for it."""
     machine().needs(tensor)
+    tensor.check_ready()
     return Scalar(tensor.data.item(), tensor.data.dtype)
 
 

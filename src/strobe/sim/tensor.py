@@ -39,7 +39,7 @@ from strobe.sim.dtypes import (
     round_to,
     torch_dtype,
 )
-from strobe.sim.errors import IllegalOperation, Unfinished, Unsupported
+from strobe.sim.errors import IllegalOperation, Unfinished, Uninitialised, Unsupported
 from strobe.sim.operators import DIVIDE, LSHIFT, OPERATORS, RSHIFT, SIMPLE, SUB, XOR, Op
 
 __all__ = ["Pointer", "Scalar", "Tensor", "Value", "compute", "gluon_dtype", "torch_dtype"]
@@ -160,17 +160,19 @@ def compute(pipe: str, function: Callable, *operands, layout=None, elements: int
     division), "shuffle" (across lanes), "mma", "free" (views). elements: work of the pipe, by default one for each element of
     the result. Unfinished if an operand is the result of asynchronous work that nobody waited for.
     """
-    ready, data = [], []
+    ready, data, undefined = [], [], None
     for x in operands:
         if type(x) is Tensor:
             if x.pending is not None:
-                x.check_ready()
+                x.check_finished()
             ready.append(x.ready)
             data.append(x.data)
+            undefined = undefined or x.undefined
         else:
             data.append(x)
     result = function(*data)
-    return Tensor(result, layout, machine().issue(pipe, _own_share(result.numel() if elements is None else elements), ready))
+    issued = machine().issue(pipe, _own_share(result.numel() if elements is None else elements), ready)
+    return Tensor(result, layout, issued, undefined=undefined)
 
 
 def _own_share(elements: int) -> int:
@@ -185,7 +187,7 @@ class Scalar(Value):
     """A number that all threads hold: program ids, lengths, phases. kind: its torch dtype."""
 
     __slots__ = ("kind", "value")
-    ready = pending = layout = None
+    ready = pending = layout = undefined = None
 
     def __init__(self, value, dtype):
         self.value = value
@@ -319,12 +321,13 @@ def _define_scalar(op: Op) -> None:
 
 class Tensor(Value):
     """A tensor in registers. ready: when it is there (timed runs). pending: unfinished asynchronous work that writes it, with
-    `.finished` and `.description`."""
+    `.finished` and `.description`. undefined: the Uninitialised read that it comes from, an error once something depends
+    on it."""
 
-    __slots__ = ("data", "layout", "pending", "ready")
+    __slots__ = ("data", "layout", "pending", "ready", "undefined")
 
-    def __init__(self, data: torch.Tensor, layout=None, ready=None, pending=None):
-        self.data, self.layout, self.ready, self.pending = data, layout, ready, pending
+    def __init__(self, data: torch.Tensor, layout=None, ready=None, pending=None, undefined: Uninitialised | None = None):
+        self.data, self.layout, self.ready, self.pending, self.undefined = data, layout, ready, pending, undefined
 
     dtype = property(lambda self: GLUON[self.data.dtype])
     shape = property(lambda self: Shape(self.data.shape))
@@ -335,10 +338,16 @@ class Tensor(Value):
     def T(self) -> Tensor:
         return compute("free", lambda x: x.transpose(-1, -2), self, layout=Inferred(self.data.dim()))
 
-    def check_ready(self) -> None:
+    def check_finished(self) -> None:
         """Unfinished if asynchronous work that nobody waited for still writes this tensor."""
         if self.pending is not None and not self.pending.finished:
             raise Unfinished(f"{where()} uses the result of {self.pending.description}, which nobody has waited for")
+
+    def check_ready(self) -> None:
+        """Before it goes to memory or decides something: Unfinished as above, Uninitialised if it holds nothing."""
+        self.check_finished()
+        if self.undefined is not None:
+            raise self.undefined
 
     def __bool__(self) -> bool:
         raise DecidesPerElement(

@@ -1,7 +1,8 @@
 """wgmma (sm_90): a warpgroup's matrix products, asynchronous and in order; the accumulator is in registers.
 
 The operands in shared memory are read through the async proxy until the product is done, which only `warpgroup_mma_wait` tells;
-until then the accumulator holds nothing that may be used, except by the next product.
+until then the accumulator holds nothing that may be used, except by the next product. A product of memory that nobody has written
+is undefined, which is a mistake as soon as anything comes to depend on it: a kernel may drop it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from strobe.sim.clocks import Knowledge
 from strobe.sim.context import machine, where
-from strobe.sim.errors import IllegalOperation, Unfinished
+from strobe.sim.errors import IllegalOperation, Unfinished, Uninitialised
 from strobe.sim.machine import Partition
 from strobe.sim.memory import Access
 from strobe.sim.pipes import Ready
@@ -51,12 +52,17 @@ def mma(a, b, acc: Tensor, use_acc=True, precision=None, max_num_imprecise_acc=N
     products.knows.join(partition.knows)
     products.knows.learn(products.agent, number)
     access = Access(products.agent, number, products.knows.copy(), f"wgmma of {partition.name} at {place}", generic=False)
+    undefined = acc.undefined if keep else None
     for operand in (a, b):
         if isinstance(operand, Tensor):
-            operand.check_ready()
+            operand.check_finished()
             running.needs(operand)
+            undefined = undefined or operand.undefined
         else:
-            operand.touch(access, write=False)
+            try:
+                operand.touch(access, write=False)
+            except Uninitialised as error:
+                undefined = undefined or error
     partition.tick()
     result = torch.full(acc.data.shape, torch.nan, dtype=acc.data.dtype)
     work = SimpleNamespace(finished=False, description=f"wgmma at {place}", time=0.0)
@@ -71,7 +77,7 @@ def mma(a, b, acc: Tensor, use_acc=True, precision=None, max_num_imprecise_acc=N
     running.cta.post(("wgmma", products.agent), access.what, finish, work.time)
     running.span("tensor core", f"{partition.name} {place.split(' ')[-1]}", begin, work.time)
     products.open.append(work)
-    tensor = Tensor(result, acc.layout, Ready(work.time, work.time) if running.timed else None, work)
+    tensor = Tensor(result, acc.layout, Ready(work.time, work.time) if running.timed else None, work, undefined)
     return tensor if is_async else wait(0, [tensor])
 
 
@@ -96,7 +102,10 @@ def wait(num_outstanding=0, deps=None):
         work.finished = True
         products.open.popleft()
     running.partition.knows.learn(products.agent, target)
-    waited = [Tensor(t.data, t.layout, t.ready, None if t.pending is None or t.pending.finished else t.pending) for t in deps]
+    waited = [
+        Tensor(t.data, t.layout, t.ready, None if t.pending is None or t.pending.finished else t.pending, t.undefined)
+        for t in deps
+    ]
     return waited[0] if len(waited) == 1 else tuple(waited)
 
 
