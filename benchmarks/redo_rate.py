@@ -171,7 +171,7 @@ def measure(folder: Path, most: int, device: torch.device) -> list[Count]:
 
 def table(counts: list[Count]) -> Table:
     """A row for each model, dtype and mask: all its layers together."""
-    result = Table(width=120, title=f"blocks of {optimistic.NOTED_ROWS} rows to redo")
+    result = Table(title=f"blocks of {optimistic.NOTED_ROWS} rows to redo")
     for heading in ("model", "dtype", "mask", "blocks", "noted", "redone by the kernel", "largest excess, powers of two"):
         result.add_column(heading, justify="left" if heading in ("model", "dtype", "mask") else "right")
     groups: dict[tuple[str, str, str], list[Count]] = {}
@@ -187,12 +187,12 @@ def table(counts: list[Count]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, action="append", help="a folder that transformers can load; may be repeated")
-    parser.add_argument("--passages", type=int, default=32, help="at most so many for each model (default 32)")
+    parser.add_argument("--passages", type=int, default=8, help="at most so many for each model (default 8)")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/redo-rate.json")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     counts = [c for folder in options.model or [model_folder()] for c in measure(folder, options.passages, device)]
-    Console().print(table(counts))
+    Console(width=120).print(table(counts))
     path = options.json or ROOT / "benchmarks/results/redo-rate.json"
     path.write_text(
         json.dumps({"device": describe(device), "passages": options.passages, "counts": [asdict(c) for c in counts]}, indent=1)
