@@ -10,6 +10,8 @@ from strobe.api import (
     supports,
 )
 from strobe.dispatch import BACKENDS
+from strobe.kernels.sm90.backend import use_optimistic_softmax
+from strobe.kernels.workspace import redone_blocks
 from strobe.masks import Causal, Document, Full, Mask, Prefix, Visible, Window
 from strobe.scores import Score
 
@@ -31,5 +33,7 @@ __all__ = [
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "redone_blocks",
     "supports",
+    "use_optimistic_softmax",
 ]

@@ -54,13 +54,19 @@ class Function:
 _known: dict[str, Function] = {}
 
 
-@torch.compiler.assume_constant_result
+def _constant_when_compiled(function):
+    """What `torch.compiler.assume_constant_result` does, but that imports the whole compiler, and with it Triton."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@_constant_when_compiled
 def score_function(given) -> Function:
     """The Function of what a user gave for a score. TypeError where it is none."""
     return _function("score", given, ("score", "batch", "head", "q_index", "kv_index"))
 
 
-@torch.compiler.assume_constant_result
+@_constant_when_compiled
 def mask_function(given) -> Function:
     """The Function of what a user gave for a mask. TypeError where it is none."""
     return _function("mask", given, ("batch", "head", "q_index", "kv_index"))

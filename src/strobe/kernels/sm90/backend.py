@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +13,9 @@ from strobe.kernels import has_triton
 from strobe.kernels.common.refusals import gluon_forward_refuses
 from strobe.kernels.sm90.config import Config, choose
 from strobe.problem import AttentionProblem, Operands, lse_shape
+
+if TYPE_CHECKING:
+    from strobe.kernels.sm90.plan import ForwardPlan
 
 _optimistic = True
 
@@ -22,6 +27,9 @@ def use_optimistic_softmax(use: bool) -> None:
     if not isinstance(use, bool):
         raise TypeError(f"use_optimistic_softmax takes True or False, got {use!r}")
     _optimistic = use
+    from strobe import eager
+
+    eager.forget()
 
 
 def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
@@ -58,6 +66,15 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
     redone = workspace(q.device, 0).counters[2:3]
     portable.redo(problem, operands, out, lse, notes, redone)  # exits at once where there is no note
     return out, lse
+
+
+def plan(problem: AttentionProblem, operands: Operands, tensors: Sequence[torch.Tensor | None]) -> ForwardPlan | None:
+    """See `strobe.eager`."""
+    if 0 in operands.q.shape or operands.k.shape[0] == 0 or problem.lengths.seqlen_kv == 0:
+        return None
+    from strobe.kernels.sm90.plan import ForwardPlan
+
+    return ForwardPlan(problem, operands, tensors, config(problem, arch_of(operands.q.device)))
 
 
 def _without_keys(problem: AttentionProblem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
