@@ -87,6 +87,16 @@ HOPPER = [
     (replace(SEVERAL, logits=30.0, mask="causal"), BF16, hopper(optimistic=False, q_stages=1, groups=3)),
     (replace(SEVERAL, logits=30.0, mask="window", head_dim=96), BF16, hopper(96, optimistic=False)),
     (replace(SEVERAL, logits=10.0, mask="causal"), BF16, hopper()),
+    # What changes scores, and what masks pair by pair.
+    (replace(SEVERAL, softcap=3.0, mask="causal"), FP16, hopper()),
+    (replace(SEVERAL, alibi=True, mask="causal"), BF16, hopper(optimistic=False)),
+    (replace(SEVERAL, bias=True, batch=2), FP16, hopper(optimistic=False)),
+    (replace(SEVERAL, sinks=True, n_kv=100, mask="causal"), BF16, hopper()),
+    (replace(SEVERAL, function=True), FP16, hopper(optimistic=False)),
+    (replace(SEVERAL, mask="documents", batch=2), BF16, hopper()),
+    (replace(SEVERAL, mask="functions"), FP16, hopper(groups=3)),
+    (replace(SEVERAL, seqused=True, batch=4, mask="window"), BF16, hopper()),
+    (replace(SEVERAL, seqused=True, packed=True, sinks=True, batch=4), FP16, hopper(q_stages=1)),
 ]
 
 

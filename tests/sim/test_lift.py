@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from strobe import masks
 from strobe.kernels.common import gluon_masks
 from strobe.kernels.gluon import aggregate
-from strobe.kernels.sm90 import forward
+from strobe.kernels.sm90 import forward, layouts, scores
 from strobe.sim import IllegalOperation, Unsupported, register
 from strobe.sim.lift import lift
 from strobe.sim.tensor import Scalar, Tensor
@@ -335,26 +335,24 @@ def test_mask_arithmetic_is_the_hosts(name, band):
 
 
 def test_softmax_of_the_hopper_kernel():
-    layout = forward.accumulator(128)
+    layout, config = layouts.accumulator(128), SimpleNamespace(tile_kv=128)
     s = Tensor(3 * torch.randn(64, 128), layout)
-    row_max = Tensor(torch.full((64,), -math.inf), forward.rows_of(128))
-    new_max, rescale, p = lift(forward.softmax)(s, row_max, Scalar(0.5, gl.float32), True, None)
-    expected = torch.exp2(0.5 * s.data - 0.5 * s.data.amax(1, keepdim=True))
+    m = lift(forward.row_max)(s, config)
+    assert torch.equal(m.data, s.data.amax(1)) and m.layout == layouts.rows_of(128)
+    p = lift(forward.weights)(s, m, Scalar(0.5, gl.float32))
+    expected = torch.exp2(0.5 * s.data - s.data.amax(1, keepdim=True))
     torch.testing.assert_close(p.data, expected)
-    assert torch.equal(new_max.data, 0.5 * s.data.amax(1)) and not rescale.data.any() and new_max.layout == forward.rows_of(128)
     sums = lift(forward.lane_sums)(p)
     assert sums.shape == (64, 4)
     torch.testing.assert_close(sums.data[:, 0], expected.reshape(64, 16, 4, 2)[:, :, 0].sum((1, 2)))
 
 
 def test_mask_of_the_hopper_kernel():
-    band = SimpleNamespace(n_q=i32(250), n_kv=i32(250), left=None, right=i32(0), prefix=None)
+    lengths = SimpleNamespace(n_q=i32(250), n_kv=i32(250), left=None, right=i32(0), prefix=None, VARY=False)
     s = torch.randn(64, 64)
-    mask = lift(forward.apply_mask)
-    result = mask(
-        Tensor(s, forward.accumulator(64)), 1, i32(2), SimpleNamespace(row=i32(128)), band, SimpleNamespace(tile_kv=64)
-    )
-    rows, keys = 128 + 64 + torch.arange(64)[:, None], 2 * 64 + torch.arange(64)[None, :]
+    arguments = Tensor(s, layouts.accumulator(64)), i32(2), SimpleNamespace(p=i32(192)), lengths, SimpleNamespace(BY_PAIR=False)
+    result = lift(scores.apply_mask)(*arguments, SimpleNamespace(tile_kv=64))
+    rows, keys = 192 + torch.arange(64)[:, None], 2 * 64 + torch.arange(64)[None, :]
     assert torch.equal(result.data, torch.where((keys <= rows) & (keys < 250), s, -math.inf))
 
 

@@ -335,6 +335,26 @@ def uses_a_product_too_early(x, a, b):
     acc + 1.0
 
 
+@mistake(Uninitialised, "[cta 0] wgmma of stores_a_product_of_nothing at <> reads tile, part of which nothing has written")
+@gluon.jit
+def stores_a_product_of_nothing(x, a, b):
+    tile = gl.allocate_shared_memory(gl.float16, [64, 64], SWIZZLED)
+    acc = gl.full([64, 64], 0.0, gl.float32, PRODUCT)
+    acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(tile, tile, acc, is_async=True)])
+    gl.store(x + gl.arange(0, 64, gl.SliceLayout(1, PRODUCT)), gl.max(acc * 2.0, 1))
+
+
+@gluon.jit
+def drops_a_product_of_nothing(x):
+    tile = gl.allocate_shared_memory(gl.float16, [64, 64], SWIZZLED)
+    acc = gl.full([64, 64], 0.0, gl.float32, PRODUCT)
+    warpgroup_mma_wait(0, deps=[warpgroup_mma(tile, tile, acc, is_async=True)]) * 2.0
+
+
+def test_a_product_of_nothing_may_be_dropped():
+    simulate(drops_a_product_of_nothing, (1,), torch.zeros(128))
+
+
 @mistake(
     Race, "[cta 0] writes_an_operand at <> writes tile; nothing orders it after the read by wgmma of writes_an_operand at <>"
 )

@@ -62,7 +62,7 @@ def forward_launch(
     notes: torch.Tensor | None = None
     if kernels is sm90_forward:
         if sm90_forward.has_blind_tiles(problem):
-            sm90_forward.fill_blind(problem, out, lse)
+            sm90_forward.fill_blind(out, lse, problem.score.sinks, operands.cu_seqlens_q, operands.seqused_q)
         space = Workspace(torch.zeros(16, dtype=torch.int32), torch.zeros(number, dtype=torch.int32))
         notes = space.notes
         grid, arguments, constants = kernels.kernel_arguments(problem, operands, out, lse, space, config)

@@ -111,5 +111,6 @@ def _argument(machine: Machine, name: str, value: Any, rewritable: bool) -> Any:
     if isinstance(value, tuple):
         return tuple(_argument(machine, f"{name}[{i}]", item, rewritable) for i, item in enumerate(value))
     raise TypeError(
-        f"argument {name} must be a tensor, a TensorDescriptor, a jitted function, a number, None or a tuple of them, got {type(value)}"
+        f"argument {name} must be a tensor, a TensorDescriptor, a jitted function, a number, None or a tuple of them, "
+        f"got {type(value)}"
     )

@@ -86,7 +86,7 @@ class Buffer:
         return self._footprints[key]
 
     def touch(self, footprint: Footprint, access: Access, write: bool, name: str = "") -> None:
-        """Note an access. Race or MissingFence if it may not be made; Uninitialised, once noted, if there is nothing to read."""
+        """Note an access. Race or MissingFence if it may not be made; Uninitialised, once noted, if it reads nothing."""
         kept = []
         for record in self.log:
             overlaps, covers = self._relation(footprint, record.footprint)

@@ -57,7 +57,7 @@ def may_be_optimistic(problem: AttentionProblem) -> bool:
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     q = operands.q
     if 0 in q.shape or operands.k.shape[0] == 0 or problem.lengths.seqlen_kv == 0:
-        return _without_keys(problem, q)
+        return _without_keys(problem, operands)
     from strobe.kernels.portable import forward as portable
     from strobe.kernels.sm90.forward import launch
     from strobe.kernels.workspace import workspace
@@ -77,11 +77,12 @@ def plan(problem: AttentionProblem, operands: Operands, tensors: Sequence[torch.
     return ForwardPlan(problem, operands, tensors, config(problem, arch_of(operands.q.device)))
 
 
-def _without_keys(problem: AttentionProblem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _without_keys(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     """Nothing to attend to, or nobody who does."""
     from strobe.kernels.sm90.forward import fill_blind
 
+    q = operands.q
     out = torch.empty(*q.shape[:-1], problem.head_dim_v, dtype=q.dtype, device=q.device)
     lse = torch.empty(lse_shape(problem), dtype=torch.float32, device=q.device)
-    fill_blind(problem, out, lse)
+    fill_blind(out, lse, problem.score.sinks, operands.cu_seqlens_q, operands.seqused_q)
     return out, lse

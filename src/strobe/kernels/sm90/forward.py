@@ -597,16 +597,32 @@ def outputs_of(problem: AttentionProblem, operands: Operands) -> tuple[torch.Ten
     out = torch.empty(*q.shape[:-1], problem.head_dim_v, dtype=q.dtype, device=q.device)
     lse = torch.empty(lse_shape(problem), dtype=torch.float32, device=q.device)
     if has_blind_tiles(problem):
-        fill_blind(problem, out, lse)
+        fill_blind(out, lse, problem.score.sinks, operands.cu_seqlens_q, operands.seqused_q)
     return out, lse
 
 
-def fill_blind(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """What rows are to have that see nothing: 0, and -inf or what a sink alone gives."""
+def fill_blind(
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, cu_q: torch.Tensor | None, used_q: torch.Tensor | None
+) -> None:
+    """What rows are to have that see nothing: 0, and -inf or, in a sequence, what its sink alone gives."""
     out.zero_()
-    lse.fill_(-torch.inf)
-    if problem.score.sinks is not None:
-        lse.copy_(problem.score.sinks[:, None].expand(lse.shape))
+    if sinks is None:
+        lse.fill_(-torch.inf)
+        return
+    lse.copy_(sinks[:, None].expand(lse.shape))
+    if cu_q is not None or used_q is not None:
+        lse.masked_fill_(~_used_rows(lse.shape[-1], cu_q, used_q), -torch.inf)
+
+
+def _used_rows(rows: int, cu_q: torch.Tensor | None, used_q: torch.Tensor | None) -> torch.Tensor:
+    """Which rows a sequence has and uses, as a bool to be broadcast against an LSE."""
+    if cu_q is None:
+        assert used_q is not None
+        return torch.arange(rows, device=used_q.device) < used_q[:, None, None]
+    row = torch.arange(rows, dtype=cu_q.dtype, device=cu_q.device)
+    ends = cu_q[1:] if used_q is None else cu_q[:-1] + used_q
+    sequence = torch.searchsorted(cu_q[1:].contiguous(), row, right=True).clamp(max=len(ends) - 1)
+    return row < ends[sequence]
 
 
 def has_blind_tiles(problem: AttentionProblem) -> bool:

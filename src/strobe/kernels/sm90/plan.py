@@ -8,7 +8,7 @@ from strobe.kernels import workspace
 from strobe.kernels.launcher import Tensors, prepare
 from strobe.kernels.portable import forward as portable
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
-from strobe.kernels.sm90.forward import forward_kernel, has_blind_tiles, kernel_arguments, outputs_of
+from strobe.kernels.sm90.forward import fill_blind, forward_kernel, has_blind_tiles, kernel_arguments, outputs_of
 from strobe.problem import AttentionProblem, Operands
 from strobe.recent import Recent
 
@@ -42,9 +42,8 @@ class ForwardPlan:
         out = torch.empty_like(self._out_like, memory_format=torch.contiguous_format)
         lse = torch.empty_like(self._lse_like, memory_format=torch.contiguous_format)
         if self._blind:
-            out.zero_()
-            sinks = tensors[-1]
-            lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks[:, None].expand(lse.shape))
+            _q, _k, _v, cu_q, _cu_kv, used_q, *_others, sinks = tensors
+            fill_blind(out, lse, sinks, cu_q, used_q)
         _space, of_space = self._space(stream)
         addresses = [*[None if x is None else x.data_ptr() for x in tensors], out.data_ptr(), lse.data_ptr(), *of_space]
         self._forward(stream, *addresses)

@@ -1,8 +1,8 @@
 """wgmma (sm_90): a warpgroup's matrix products, asynchronous and in order; the accumulator is in registers.
 
 The operands in shared memory are read through the async proxy until the product is done, which only `warpgroup_mma_wait` tells;
-until then the accumulator holds nothing that may be used, except by the next product. A product of memory that nobody has written
-is undefined, which is a mistake as soon as anything comes to depend on it: a kernel may drop it.
+until then the accumulator holds nothing that may be used, except by the next product. A product of memory that nobody has
+written is undefined, which is a mistake as soon as anything comes to depend on it: a kernel may drop it.
 """
 
 from __future__ import annotations
