@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -41,7 +42,7 @@ from strobe.tuning.table import SCHEMA, Dims, Shape, name_of, users
 
 ARCH = "sm90"
 
-HEAD_DIMS: tuple[Dims, ...] = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+HEAD_DIMS: tuple[Dims, ...] = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
 TOKENS, ROUNDS, SECONDS = 16384, 6, 0.01
 """Batch x length of a point; timings of each config at it, and how long one is."""
@@ -221,35 +222,52 @@ def keep(rates: Sequence[dict[str, float]], tolerance: float = TOLERANCE) -> lis
 
 
 def tune(head_dims: Sequence[Dims] | None, quick: bool, command: str, path: Path | None = None) -> int:
-    """Measures, writes the table and prints it. path: of the JSON; None: the user's own table. Returns the exit status.
+    """Measures, prints the table and writes it, after each pair of head dims. path: of the JSON; None: the user's own table.
+    Returns the exit status.
 
     ValueError without a Hopper GPU. A kernel that hangs ends the process with status 3."""
-    arch = arch_of(torch.device("cuda")) if torch.cuda.is_available() else arch_of(torch.device("cpu"))
-    if arch.capability != 90:
-        raise ValueError(f"strobe tune times kernels for Hopper on a Hopper GPU (sm_90), got {arch}")
-    console = Console(stderr=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if arch_of(device).capability != 90:
+        raise ValueError(f"strobe tune times kernels for Hopper on a Hopper GPU (sm_90), got {arch_of(device)}")
+    console, path = Console(stderr=True), path or users(ARCH)
+    path.parent.mkdir(parents=True, exist_ok=True)
 
     def hung(what: str) -> None:
-        console.print(f"hung: {what}", markup=False)
+        console.print(f"hung: {what}; the head dims before it are in {path}, if any", markup=False)
         os._exit(3)
 
     with (
         Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console, refresh_per_second=4) as progress,
         Watchdog(hung) as watchdog,
-        Telemetry(torch.device("cuda")) as telemetry,
+        Telemetry(device) as telemetry,
     ):
-        dims = dict.fromkeys((padded(of_k), padded(of_v)) for of_k, of_v in head_dims or HEAD_DIMS)
-        table = _measured(list(dims), quick, progress, watchdog)
-        table |= {"telemetry": telemetry.since(0.0), "command": command}
-    path = path or users(ARCH)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(table, indent=1) + "\n")
+        dims = list(dict.fromkeys((padded(of_k), padded(of_v)) for of_k, of_v in head_dims or HEAD_DIMS))
+        table = header(device, command)
+        for of in measured(dims, quick, progress, watchdog, telemetry):
+            table["head_dims"].append(of)
+            path.write_text(json.dumps(table, indent=1) + "\n")
     show(table)
     console.print(f"written: {path}", markup=False)
     return 0
 
 
-def _measured(head_dims: Sequence[Dims], quick: bool, progress: Progress, watchdog: Watchdog) -> dict:
+def header(device: torch.device, command: str) -> dict:
+    """A table that says how it is made, but holds nothing yet."""
+    return {
+        "schema": SCHEMA,
+        "arch": ARCH,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "device": describe(device),
+        "protocol": {"rounds": ROUNDS, "seconds": SECONDS, "tolerance": TOLERANCE, "gate": BOUNDS["bf16"], "dtype": "bf16"},
+        "head_dims": [],
+    }
+
+
+def measured(
+    head_dims: Sequence[Dims], quick: bool, progress: Progress, watchdog: Watchdog, telemetry: Telemetry
+) -> Iterator[dict]:
+    """The table's entries, one after the other."""
     jobs = [(config, masked) for dims in head_dims for config in candidates(*dims) for masked in (False, True)]
     compiling = progress.add_task("", total=len(jobs))
     audits = compile_all(jobs, lambda what: progress.update(compiling, advance=1, description=what))
@@ -260,33 +278,25 @@ def _measured(head_dims: Sequence[Dims], quick: bool, progress: Progress, watchd
         progress.update(timing, description=what)
         watchdog.expect(what, HANG_SECONDS)
 
-    clock, entries = CudaClock(torch.device("cuda")), []
+    clock = CudaClock(torch.device("cuda"))
     with clock.running():
         for dims in head_dims:
             rejected = {name(config): flaws[config] for config in candidates(*dims) if config in flaws}
-            measured = []
+            rates, start = [], time.monotonic()
             for problem in points(dims, quick):
                 left = [config for config in candidates(*dims) if name(config) not in rejected]
-                measured.append((problem, measure(problem, left, clock, rejected, step)))
+                rates.append((problem, measure(problem, left, clock, rejected, step)))
                 progress.update(timing, advance=1)
-            entries.append(entry(dims, measured, rejected))
-    return {
-        "schema": SCHEMA,
-        "arch": ARCH,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "device": describe(torch.device("cuda")),
-        "protocol": {"rounds": ROUNDS, "seconds": SECONDS, "tolerance": TOLERANCE, "gate": BOUNDS["bf16"], "dtype": "bf16"},
-        "head_dims": entries,
-    }
+            yield entry(dims, rates, rejected) | {"telemetry": telemetry.since(start)}
 
 
-def entry(dims: Dims, measured: Sequence[tuple[AttentionProblem, dict[str, float]]], rejected: dict[str, str]) -> dict:
+def entry(dims: Dims, found: Sequence[tuple[AttentionProblem, dict[str, float]]], rejected: dict[str, str]) -> dict:
     """What the table says of a pair of head dims. ValueError if no config is left."""
-    rates = [{config: rate for config, rate in at.items() if config not in rejected} for _, at in measured]
+    rates = [{config: rate for config, rate in at.items() if config not in rejected} for _, at in found]
     if not all(rates):
         raise ValueError(f"no config for head dims {dims[0]}, {dims[1]} passed: {rejected}")
     facts: list[dict] = []
-    for (problem, _), tflops in zip(measured, rates, strict=True):
+    for (problem, _), tflops in zip(found, rates, strict=True):
         shape = Shape.of(problem.lengths, problem.heads_q, problem.mask.band)
         at = {"mask": shape.mask, "keys": shape.keys, "batch": shape.sequences, "length": shape.length, "heads": shape.heads}
         facts.append(at | {"tflops": tflops})
@@ -294,16 +304,18 @@ def entry(dims: Dims, measured: Sequence[tuple[AttentionProblem, dict[str, float
 
 
 def show(table: dict) -> None:
-    """Every point with the rates of the configs that are kept, the fastest in bold; then the rejected ones."""
+    """Every point with the rates of the configs that are kept, the fastest in bold; which ones they are, and the rejected."""
     console = Console()
     for of in table["head_dims"]:
         shown = Table(title=f"head dims {of['head_dim']}, {of['head_dim_v']}: TFLOP/s on {table['device']['name']}")
-        for column in ("mask", "length", "keys a row", *of["kept"]):
+        for column in ("mask", "length", "keys a row", *(f"config {i}" for i in range(1, len(of["kept"]) + 1))):
             shown.add_column(column, justify="left" if column == "mask" else "right")
         for at in of["points"]:
             rates = [at["tflops"][config] for config in of["kept"]]
             cells = [f"[bold]{rate:.0f}[/bold]" if rate == max(rates) else f"{rate:.0f}" for rate in rates]
             shown.add_row(at["mask"], str(at["length"]), str(at["keys"]), *cells)
         console.print(shown)
+        for i, config in enumerate(of["kept"], 1):
+            console.print(f"config {i}: {config}", markup=False, highlight=False)
         for config, reason in of["rejected"].items():
             console.print(f"rejected: {config}: {reason}", markup=False, highlight=False)

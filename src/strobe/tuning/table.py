@@ -41,13 +41,13 @@ class Shape:
     heads: int
 
     @classmethod
-    def of(cls, lengths: Lengths, heads: int, band: Band, by_pair: bool = False) -> Shape:
-        """band, by_pair: of the `Mask`."""
+    def of(cls, lengths: Lengths, heads: int, band: Band) -> Shape:
+        """band: of the `Mask`."""
         if isinstance(lengths, Dense):
             n_q, n_kv = lengths.seqlen_q, lengths.seqlen_kv
         else:
             n_q, n_kv = (-(-total // max(1, lengths.batch)) for total in (lengths.total_q, lengths.total_kv))
-        return cls(*mask_class(band, by_pair, n_kv), max(1, lengths.batch), max(1, n_q), heads)
+        return cls(*mask_class(band, n_kv), max(1, lengths.batch), max(1, n_q), heads)
 
     def share(self, tile_q: int, sms: int) -> float:
         """Of the rows that a GPU has time for until the last tile is done, the share that are rows of the problem: small
@@ -56,13 +56,13 @@ class Shape:
         return self.sequences * self.heads * self.length / (-(-tiles // sms) * sms * tile_q)
 
 
-def mask_class(band: Band, by_pair: bool, n_kv: int) -> tuple[str, int]:
+def mask_class(band: Band, n_kv: int) -> tuple[str, int]:
     """("full", "causal" or "window", the most keys that a row sees). A band that is bounded on both sides is a window if it
     is narrower than the sequence; whatever else cuts anything off counts as causal."""
     left, right, _ = band
     if left is not None and right is not None and left + right + 1 < n_kv:
         return "window", left + right + 1
-    return "causal" if by_pair or band != (None, None, None) else "full", max(1, n_kv)
+    return "full" if band == (None, None, None) else "causal", max(1, n_kv)
 
 
 @dataclass(frozen=True)
