@@ -18,7 +18,7 @@ from strobe.device import KNOWN
 from strobe.kernels.sm90 import config as sm90
 from strobe.kernels.sm90.config import Config, candidates, choose, origin
 from strobe.lab.sass import Audit
-from strobe.lab.tune import flaw, keep, name
+from strobe.lab.tune import flaw, keep, merged, name
 from strobe.problem import AttentionProblem, Dense, Lengths, Varlen
 from strobe.tuning.table import SCHEMA, entries, read, shipped, users
 
@@ -63,11 +63,16 @@ def point(mask: str, keys: int, small: float, large: float, length: int | None =
     return shape | {"tflops": {SMALL: small, LARGE: large}}
 
 
+def entry(*points: dict, kept=(SMALL, LARGE), head_dim: int = 64) -> dict:
+    """What a table says of a head dim."""
+    made = {"date": "2026-01-02T03:04:05", "device": {"name": "A GPU"}}
+    return made | {"head_dim": head_dim, "head_dim_v": head_dim, "kept": list(kept), "rejected": {}, "points": points}
+
+
 def table(*points: dict, **changes) -> str:
     """JSON of a table for head dim 64."""
-    of = {"head_dim": 64, "head_dim_v": 64, "kept": [SMALL, LARGE], "rejected": {}, "points": points}
-    whole = {"schema": SCHEMA, "arch": "sm90", "date": "2026-01-02T03:04:05", "device": {"name": "A GPU"}, "head_dims": [of]}
-    return json.dumps({name: value for name, value in (whole | changes).items() if value is not None})
+    whole = {"schema": SCHEMA, "arch": "sm90", "head_dims": [entry(*points)]} | changes
+    return json.dumps({name: value for name, value in whole.items() if value is not None})
 
 
 @pytest.fixture
@@ -113,9 +118,9 @@ def test_every_kept_config_fits():
 
 
 def test_the_shipped_table_says_how_it_was_made():
-    made = json.loads(shipped("sm90").read_text())
-    assert "H200" in made["device"]["name"] and made["device"]["commit"] and made["device"]["packages"]["triton"]
-    assert made["command"].startswith("strobe tune") and all(of["telemetry"]["sm_clock_mhz"] > 0 for of in made["head_dims"])
+    for made in json.loads(shipped("sm90").read_text())["head_dims"]:
+        assert "H200" in made["device"]["name"] and made["device"]["commit"] and made["device"]["packages"]["triton"]
+        assert made["command"].startswith("strobe tune") and made["telemetry"]["sm_clock_mhz"] > 0
 
 
 def test_measured_points_get_their_fastest_kept_config(fresh):
@@ -229,7 +234,8 @@ def test_the_table_in_the_cache_folder_is_the_users(fresh):
         ({"schema": 99}, "it holds schema 99 of sm90"),
         ({"arch": "sm100"}, f"it holds schema {SCHEMA} of sm100"),
         ({"head_dims": None}, "it lacks 'head_dims'"),
-        ({"head_dims": [{"head_dim": 64, "head_dim_v": 64, "kept": ["a=1"], "points": []}]}, "it must have kept configs"),
+        ({"head_dims": [{"kept": [], "points": []}]}, "it must have kept configs"),
+        ({"head_dims": [entry(kept=["groups=2"])]}, "it must have kept configs"),
     ],
 )
 def test_a_table_that_is_none(tuned, changes, reason):
@@ -253,9 +259,7 @@ def test_a_table_that_is_not_there(fresh, monkeypatch, tmp_path):
     ],
 )
 def test_a_table_with_a_config_that_cannot_run(tuned, config, reason):
-    tuned(point("full", 4096, 1, 2), head_dims=[
-        {"head_dim": 64, "head_dim_v": 64, "kept": [config], "points": [point("full", 4096, 1, 2) | {"tflops": {config: 1}}]}
-    ])  # fmt: skip
+    tuned(head_dims=[entry(point("full", 4096, 1, 2) | {"tflops": {config: 1}}, kept=[config])])
     with pytest.raises(ValueError, match=reason):
         choose(problem())
 
@@ -274,6 +278,11 @@ def test_few_configs_are_kept():
     assert keep([{"a": 100, "b": 99.5}, {"a": 50, "b": 60}]) == ["b"]  # as good where a is the fastest
     assert keep([{"a": 100, "b": 90}, {"a": 50, "b": 60}, {"a": 99, "b": 98.5}]) == ["a", "b"]
     assert keep([{"a": 100, "b": 99.5}, {"a": 50, "b": 60}], tolerance=0.001) == ["b", "a"]
+
+
+def test_other_head_dims_stay_in_a_table():
+    old, other, new = entry(head_dim=64), entry(head_dim=128), entry(head_dim=64, kept=["new"])
+    assert merged([old, other], [new])["head_dims"] == [new, other]
 
 
 def test_flaws():

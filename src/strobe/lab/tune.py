@@ -38,7 +38,7 @@ from strobe.lab.plan import Inputs
 from strobe.lab.sass import Audit, audit
 from strobe.masks import Causal, Full, Mask, Window
 from strobe.problem import AttentionProblem, Dense, Operands
-from strobe.tuning.table import SCHEMA, Dims, Shape, name_of, users
+from strobe.tuning.table import SCHEMA, Dims, Shape, load, name_of, users
 
 ARCH = "sm90"
 
@@ -47,7 +47,7 @@ HEAD_DIMS: tuple[Dims, ...] = ((64, 64), (96, 96), (128, 128), (192, 128), (256,
 TOKENS, ROUNDS, SECONDS = 16384, 6, 0.01
 """Batch x length of a point; timings of each config at it, and how long one is."""
 
-TOLERANCE = 0.01
+TOLERANCE = 0.02
 """Rates that differ by less are as good as equal: so much two runs differ."""
 
 HANG_SECONDS = 60.0
@@ -222,15 +222,16 @@ def keep(rates: Sequence[dict[str, float]], tolerance: float = TOLERANCE) -> lis
 
 
 def tune(head_dims: Sequence[Dims] | None, quick: bool, command: str, path: Path | None = None) -> int:
-    """Measures, prints the table and writes it, after each pair of head dims. path: of the JSON; None: the user's own table.
-    Returns the exit status.
+    """Measures, prints what was found and writes it, after each pair of head dims; what the table says of others stays.
+    path: of the JSON; None: the user's own table. Returns the exit status.
 
-    ValueError without a Hopper GPU. A kernel that hangs ends the process with status 3."""
+    ValueError without a Hopper GPU, or for a path with something else. A kernel that hangs ends the process with status 3."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if arch_of(device).capability != 90:
         raise ValueError(f"strobe tune times kernels for Hopper on a Hopper GPU (sm_90), got {arch_of(device)}")
-    console, path = Console(stderr=True), path or users(ARCH)
+    console, path, found = Console(stderr=True), path or users(ARCH), list[dict]()
     path.parent.mkdir(parents=True, exist_ok=True)
+    known = load(path, ARCH)["head_dims"] if path.exists() else []
 
     def hung(what: str) -> None:
         console.print(f"hung: {what}; the head dims before it are in {path}, if any", markup=False)
@@ -242,26 +243,29 @@ def tune(head_dims: Sequence[Dims] | None, quick: bool, command: str, path: Path
         Telemetry(device) as telemetry,
     ):
         dims = list(dict.fromkeys((padded(of_k), padded(of_v)) for of_k, of_v in head_dims or HEAD_DIMS))
-        table = header(device, command)
+        made = provenance(device, command)
         for of in measured(dims, quick, progress, watchdog, telemetry):
-            table["head_dims"].append(of)
-            path.write_text(json.dumps(table, indent=1) + "\n")
-    show(table)
+            found.append(made | of)
+            path.write_text(json.dumps(merged(known, found), indent=1) + "\n")
+    show(found)
     console.print(f"written: {path}", markup=False)
     return 0
 
 
-def header(device: torch.device, command: str) -> dict:
-    """A table that says how it is made, but holds nothing yet."""
+def provenance(device: torch.device, command: str) -> dict:
+    """How an entry of a table was made."""
     return {
-        "schema": SCHEMA,
-        "arch": ARCH,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
         "device": describe(device),
         "protocol": {"rounds": ROUNDS, "seconds": SECONDS, "tolerance": TOLERANCE, "gate": BOUNDS["bf16"], "dtype": "bf16"},
-        "head_dims": [],
     }
+
+
+def merged(known: Sequence[dict], found: Sequence[dict]) -> dict:
+    """A table with an entry for each pair of head dims, the found ones before the known."""
+    by_dims = {(of["head_dim"], of["head_dim_v"]): of for of in (*known, *found)}
+    return {"schema": SCHEMA, "arch": ARCH, "head_dims": [by_dims[dims] for dims in sorted(by_dims)]}
 
 
 def measured(
@@ -303,11 +307,11 @@ def entry(dims: Dims, found: Sequence[tuple[AttentionProblem, dict[str, float]]]
     return {"head_dim": dims[0], "head_dim_v": dims[1], "kept": keep(rates), "rejected": rejected, "points": facts}
 
 
-def show(table: dict) -> None:
+def show(entries: Sequence[dict]) -> None:
     """Every point with the rates of the configs that are kept, the fastest in bold; which ones they are, and the rejected."""
     console = Console()
-    for of in table["head_dims"]:
-        shown = Table(title=f"head dims {of['head_dim']}, {of['head_dim_v']}: TFLOP/s on {table['device']['name']}")
+    for of in entries:
+        shown = Table(title=f"head dims {of['head_dim']}, {of['head_dim_v']}: TFLOP/s on {of['device']['name']}")
         for column in ("mask", "length", "keys a row", *(f"config {i}" for i in range(1, len(of["kept"]) + 1))):
             shown.add_column(column, justify="left" if column == "mask" else "right")
         for at in of["points"]:

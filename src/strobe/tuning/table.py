@@ -117,23 +117,28 @@ def entries(arch: str) -> dict[Dims, Entry]:
 
 def read(path: Path, arch: str) -> dict[Dims, Entry]:
     """The entries of a table. ValueError, which names the file, if it is not one of this schema and arch."""
+    return {(of["head_dim"], of["head_dim_v"]): _entry(of, path) for of in load(path, arch)["head_dims"]}
+
+
+def load(path: Path, arch: str) -> dict:
+    """The JSON of a table. ValueError as for `read`."""
     try:
         table = json.loads(path.read_text())
         if (table["schema"], table["arch"]) != (SCHEMA, arch):
             raise ValueError(f"it holds schema {table['schema']} of {table['arch']}")
-        source = f"{table['device']['name']}, {table['date'][:10]}, {path.name}"
-        return {(of["head_dim"], of["head_dim_v"]): _entry(of, source) for of in table["head_dims"]}
+        for of in table["head_dims"]:
+            _entry(of, path)
+        return table
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise ValueError(
-            f"a tuning table must be JSON of schema {SCHEMA} for {arch}, by strobe tune, got {path}: {reason}"
-        ) from error
+        raise ValueError(f"a tuning table must be what strobe tune writes for {arch}, got {path}: {reason}") from error
 
 
-def _entry(of: dict, source: str) -> Entry:
+def _entry(of: dict, path: Path) -> Entry:
     points = tuple(
         Measured(Shape(p["mask"], p["keys"], p["batch"], p["length"], p["heads"]), p["tflops"]) for p in of["points"]
     )
     if not of["kept"] or not points or any(not set(of["kept"]) <= set(point.tflops) for point in points):
         raise ValueError("it must have kept configs, with a speed at every point")
+    source = f"{of['device']['name']}, {of['date'][:10]}, {path.name}"
     return Entry(tuple(of["kept"]), points, source)
