@@ -1,7 +1,9 @@
-"""Mistakes made in Hopper's forward and its channel, one at a time: the simulator finds each in every order."""
+"""Mistakes made in Hopper's forward, its tiles and its channel, one at a time: the simulator finds each in every order."""
+
+from dataclasses import replace
 
 import pytest
-from broken import Bug, Kernel, assert_found, assert_right_unless_broken
+from broken import Bug, Kernel, assert_found, assert_found_in_some_order, assert_right_unless_broken
 from problems import Case
 
 from strobe.kernels.sm90.config import Config
@@ -16,30 +18,73 @@ from strobe.sim import (
     Uninitialised,
 )
 
-FORWARD, CHANNEL = "strobe.kernels.sm90.forward", "strobe.kernels.common.channel"
-# Two tiles, each of four blocks through a ring of two.
-KERNEL = Kernel(FORWARD, 90, Case(150, 200, batch=1, heads_q=1, heads_kv=1, head_dim=64), Config(64, 2, 64, 2))
+FORWARD, TILES, CHANNEL = "strobe.kernels.sm90.forward", "strobe.kernels.sm90.tiles", "strobe.kernels.common.channel"
+# Three tiles, of five, four and two blocks, through a ring of two; the last block of each is the second group's alone.
+CAUSAL = Case(300, 300, batch=1, heads_q=1, heads_kv=1, head_dim=64, mask="causal")
+KERNEL = Kernel(FORWARD, 90, CAUSAL, Config(64, 64, 2, 64, 2))
+# Blocks at both ends that are one group's alone.
+WINDOW = replace(CAUSAL, mask="window")
+# Six tiles of one block.
+SHORT = replace(CAUSAL, n_q=700, n_kv=50, mask="full")
+# Tiles that see nothing.
+BLIND = replace(CAUSAL, n_kv=100)
 TOO_EARLY = (Race, Uninitialised)
 WRONG_PHASE = (Race, Uninitialised, Deadlock, BarrierMisuse)
+LOST = (*WRONG_PHASE, DoubleWrite, OutOfBounds, AssertionError)
+"""Of wrong tiles: whatever comes of it, the numbers at the latest."""
 
 FILL_WAIT = "mbarrier.wait(self.empty.index(slot), ((position // self.stages) & 1) ^ 1)"
-FULL_WAIT = "mbarrier.wait(self.full.index(position % self.stages), (position // self.stages) & 1)"
-EXPECT = "mbarrier.expect(self.full.index(slot), descriptor.block_type.nbytes)"
-RELEASE = "mbarrier.arrive(self.empty.index(position % self.stages), count=1)"
-RELEASE_K = '    stamp(work.trace, w, "s_ready", g)\n    k.release(g)\n'
-RELEASE_V = "    v.release(g - 1)\n"
-S_READY = "    s = warpgroup_mma_wait(1, deps=[s])\n"
-ACC_READY = '    acc = warpgroup_mma_wait(0, deps=[acc])\n    stamp(work.trace, w, "o_ready", g - 1)\n'
+FULL_WAIT = "mbarrier.wait(self.full.index(position % self.stages), (position // self.stages) & 1, pred=pred)"
+FULL = "return self.full.index(slot)"
+RELEASE = "mbarrier.arrive(self.empty.index(position % self.stages), count=1, pred=pred)"
+BLOCK = "return at(self.chunks, position % self.stages)"
+RING = "make_barriers(stages, 1), make_barriers(stages, consumers)"
+
+EXPECT = "mbarrier.expect(barrier, BYTES)"
+Q_EMPTY_WAIT = "mbarrier.wait(memory.q_empty.index(slot), ((turn // C.q_stages) & 1) ^ 1)"
+Q_FULL_WAIT = "mbarrier.wait(memory.q_full.index(slot), (turn // C.q_stages) & 1, pred=tile.go)\n"
+Q_RELEASE = "        if C.q_stages > 1:\n            mbarrier.arrive(memory.q_empty.index(slot), count=1)\n"
+Q_RELEASE_IN_STEP = "mbarrier.arrive(memory.q_empty.index(w), count=1, pred=last)"
+Q_RELEASE_OF_ONE = "mbarrier.arrive(memory.q_empty.index(w), count=1, pred=tile.go & (tile.blocks == 1))"
+Q_BARRIERS = "make_barriers(Q_BUFFERS, 1),\n        make_barriers(Q_BUFFERS, 1),\n"
+PUBLISH_NEXT = "counters, lengths, heads, C)\n        publish(turn, tile, work, lengths, heads, score, memory)\n"
+LAST_V = "        copy_in(v_desc, v.block(g), v.acquire(g), start_kv, n_kv, batch, kv_head, i * C.tile_kv)\n"
+K_WAIT = '    k.wait(g)\n    stamp(trace, w, "k_ready", g)\n'
+V_WAIT = "    v.wait(before)\n    s = start_scores(q, k.block(g), C)\n"
+S_READY = '    s = warpgroup_mma_wait(C.products_v, deps=[s])\n    stamp(trace, w, "s_ready", g)\n'
+RELEASE_K = "    k.release(g)\n    if C.q_stages == 1:"
+ACC_READY = '    acc = wait_output(acc)\n    stamp(trace, w, "o_ready", before)\n'
+RELEASE_V = "    v.release(before)\n    if MASKED:\n        pass_over(v, before + 1, g)\n    if not"
+FIRST_S_READY = "    s = warpgroup_mma_wait(0, deps=[s])\n"
+NEXT_S_READY = "            s = warpgroup_mma_wait(C.products_v, deps=[s])\n            k.release(g, tile.go)\n"
+NEXT_K_WAIT = "            k.wait(g, tile.go)\n"
+LAST_V_WAIT = "        v.wait(before)\n        if C.q_stages > 1:\n"
+LAST_ACC_READY = "        acc = wait_output(acc)\n        v.release(before)\n"
+PASS_WAIT = "        channel.wait(position)\n"
+PASS_RELEASE = "        channel.release(position)\n"
+O_WAIT = "        tma_store_wait(C.o_buffers - 1)  # what was in the buffer has left\n        partition_barrier()\n"
+O_FENCE = "        fence_async_shared()\n        partition_barrier()\n        batch, head"
+
+TILE_EMPTY_WAIT = "    mbarrier.wait(memory.tile_empty.index(slot), ((turn // SLOTS) & 1) ^ 1)\n"
+TILE_FULL = "    mbarrier.arrive(memory.tile_full.index(slot), count=1)\n"
+TILE_FULL_WAIT = "    mbarrier.wait(memory.tile_full.index(slot), (turn // SLOTS) & 1)\n"
+TILE_EMPTY = "    place = place_of(w, slot, lengths, memory)\n    mbarrier.arrive(memory.tile_empty.index(slot), count=1)\n"
+NEXT_TILE = "gl.atomic_add(counter, 1) + gl.num_programs(0)"
 
 
 def channel(what, before, after, errors, **more) -> Bug:
     return Bug(what, KERNEL, CHANNEL, ((before, after),), errors, **more)
 
 
+def tiles(what, before, after, errors, **more) -> Bug:
+    return Bug(what, KERNEL, TILES, ((before, after),), errors, **more)
+
+
 def kernel(what, before, after, errors, **more) -> Bug:
     return Bug(what, KERNEL, FORWARD, ((before, after),), errors, **more)
 
 
+ONE_Q = {"q_stages": 1}
 BUGS = [
     # The channel.
     channel("a block is copied before its buffer is empty", FILL_WAIT, "pass", (Race, BarrierMisuse)),
@@ -48,66 +93,42 @@ BUGS = [
         FILL_WAIT,
         FILL_WAIT.replace(" ^ 1", ""),
         (Deadlock,),
-        says=(
-            "producer waits for parity 0 of k.empty[0] at",
-            "consumer waits for parity 0 of k.full[0] at",
-            "phase 0 has 0 of 2 arrivals",
-        ),
+        says=("producer waits for parity 0 of k.empty[0] at", "phase 0 has 0 of 2 arrivals"),
     ),
     channel("the phase of empty never flips", FILL_WAIT, "mbarrier.wait(self.empty.index(slot), 1)", WRONG_PHASE),
-    channel("a block is not waited for", FULL_WAIT, "pass", TOO_EARLY),
-    channel("the other phase of full is waited for", FULL_WAIT, FULL_WAIT.replace("& 1)", "& 1 ^ 1)"), WRONG_PHASE),
+    channel("a block is not waited for", FULL_WAIT, "pass", WRONG_PHASE),
+    channel("the other phase of full is waited for", FULL_WAIT, FULL_WAIT.replace("& 1,", "& 1 ^ 1,"), WRONG_PHASE),
     channel(
-        "the phase of full never flips", FULL_WAIT, "mbarrier.wait(self.full.index(position % self.stages), 0)", WRONG_PHASE
+        "the phase of full never flips",
+        FULL_WAIT,
+        "mbarrier.wait(self.full.index(position % self.stages), 0, pred=pred)",
+        WRONG_PHASE,
     ),
     channel("a phase flips a buffer too late", FULL_WAIT, FULL_WAIT.replace("(position //", "((position - 1) //"), WRONG_PHASE),
-    channel("half of the bytes are expected", EXPECT, EXPECT.replace("nbytes", "nbytes // 2"), WRONG_PHASE),
-    channel(
-        "more bytes are expected than come",
-        EXPECT,
-        EXPECT.replace("nbytes", "nbytes + 16"),
-        (Deadlock,),
-        says=("16 bytes to come",),
-    ),
-    channel("no bytes are expected", EXPECT, "pass", (Deadlock, BarrierMisuse)),
-    channel("an arrival in place of the bytes", EXPECT, "mbarrier.arrive(self.full.index(slot), count=1)", WRONG_PHASE),
-    channel(
-        "all blocks go to the first buffer", "self.buffers.index(slot).reshape", "self.buffers.index(0).reshape", TOO_EARLY
-    ),
-    channel(
-        "all blocks are read from the first buffer",
-        "return self.buffers.index(position % self.stages)",
-        "return self.buffers.index(0)",
-        TOO_EARLY,
-    ),
+    channel("a wait without a tile", FULL_WAIT, FULL_WAIT.replace(", pred=pred", ""), (Deadlock,)),
+    channel("all blocks in the first buffer", BLOCK, "return at(self.chunks, 0)", TOO_EARLY),
     channel(
         "a buffer beyond the ring",
-        "return self.buffers.index(position % self.stages)",
-        "return self.buffers.index(position % (self.stages + 1))",
+        BLOCK,
+        "return at(self.chunks, position % (self.stages + 1))",
         (OutOfBounds,),
         says=("index 2 of", "which has 2"),
     ),
-    channel(
-        "the copy signals another buffer's barrier",
-        "self.full.index(slot), self.buffers",
-        "self.full.index((slot + 1) % self.stages), self.buffers",
-        WRONG_PHASE,
-    ),
+    channel("the copy signals another buffer's barrier", FULL, "return self.full.index((slot + 1) % self.stages)", WRONG_PHASE),
     channel("a consumer gives back a buffer twice", RELEASE, RELEASE.replace("count=1", "count=2"), WRONG_PHASE),
     channel("a consumer gives back another buffer", RELEASE, RELEASE.replace("position %", "(position + 1) %"), WRONG_PHASE),
     channel(
         "a buffer is never given back", RELEASE, "pass", (Deadlock,), says=("producer waits for parity 0 of k.empty[0] at",)
     ),
-    channel(
-        "one consumer is enough", "empty = make_barriers(stages, consumers)", "empty = make_barriers(stages, 1)", WRONG_PHASE
-    ),
+    channel("one consumer is enough", RING, RING.replace("consumers", "1"), WRONG_PHASE),
     channel(
         "one consumer more than there are",
-        "empty = make_barriers(stages, consumers)",
-        "empty = make_barriers(stages, consumers + 1)",
+        RING,
+        RING.replace("consumers", "consumers + 1"),
         (Deadlock,),
         says=("2 of 3 arrivals",),
     ),
+    channel("full takes two arrivals", RING, RING.replace("stages, 1", "stages, 2"), (Deadlock,)),
     channel(
         "a barrier is not initialised",
         "for i in gl.static_range(number):",
@@ -122,60 +143,306 @@ BUGS = [
         (BarrierMisuse,),
         says=("again",),
     ),
-    # The kernel.
-    kernel("Q is not waited for", "mbarrier.wait(q_full.index(w), 0)", "pass", TOO_EARLY),
+    # Copies.
+    kernel("half of the bytes are expected", EXPECT, EXPECT.replace("BYTES", "BYTES // 2"), WRONG_PHASE),
+    kernel(
+        "more bytes are expected than come",
+        EXPECT,
+        EXPECT.replace("BYTES", "BYTES + 16"),
+        (Deadlock,),
+        says=("16 bytes to come",),
+    ),
+    kernel("no bytes are expected", EXPECT, "pass", (Deadlock, BarrierMisuse)),
+    kernel("an arrival in place of the bytes", EXPECT, "mbarrier.arrive(barrier, count=1)", WRONG_PHASE),
+    kernel(
+        "the bytes of the first chunk alone",
+        " + (descriptors[1].block_type.nbytes if NUMBER == 2 else 0)",
+        "",
+        WRONG_PHASE,
+        case=replace(CAUSAL, head_dim=96),
+        config={"head_dim": 96, "head_dim_v": 96},
+    ),
+    # Q.
+    kernel("Q is copied before its buffer is empty", Q_EMPTY_WAIT, "pass", WRONG_PHASE, config=ONE_Q),
+    kernel("the first Q waits for a release", Q_EMPTY_WAIT, Q_EMPTY_WAIT.replace(" ^ 1", ""), (Deadlock,)),
+    kernel(
+        "the phase of q_empty never flips",
+        Q_EMPTY_WAIT,
+        "mbarrier.wait(memory.q_empty.index(slot), 1)",
+        WRONG_PHASE,
+        case=SHORT,
+    ),
+    kernel(
+        "the phase of q_empty flips at each tile",
+        Q_EMPTY_WAIT,
+        "mbarrier.wait(memory.q_empty.index(slot), (turn & 1) ^ 1)",
+        WRONG_PHASE,
+    ),
+    kernel("both groups have one buffer of Q", "* GROUPS + w", "* GROUPS", WRONG_PHASE),
+    kernel("a group beyond the last", "* GROUPS + w", "* GROUPS + w + 1", WRONG_PHASE),
+    kernel("the first Q is not waited for", "\n    " + Q_FULL_WAIT, "\n", TOO_EARLY),
+    kernel("the next Q is not waited for", "            " + Q_FULL_WAIT, "", TOO_EARLY),
     kernel(
         "the other phase of Q is waited for",
-        "mbarrier.wait(q_full.index(w), 0)",
-        "mbarrier.wait(q_full.index(w), 1)",
-        TOO_EARLY,
+        "\n    " + Q_FULL_WAIT,
+        "\n    " + Q_FULL_WAIT.replace("& 1,", "& 1 ^ 1,"),
+        WRONG_PHASE,
     ),
     kernel(
-        "the rows of Q of both groups go to one buffer", "q_s.index(w).reshape(q_desc", "q_s.index(0).reshape(q_desc", TOO_EARLY
+        "the next Q is in the first buffer",
+        "            " + Q_FULL_WAIT,
+        "            slot = w\n            " + Q_FULL_WAIT,
+        WRONG_PHASE,
     ),
-    kernel("a group beyond the last", "q = q_s.index(w)", "q = q_s.index(w + 1)", (OutOfBounds,)),
-    kernel("K is not waited for", "    k.wait(g)\n", "", TOO_EARLY),
-    kernel("V is waited for too late", "    v.wait(g - 1)\n    acc", "    acc", TOO_EARLY),
-    kernel("the last V is not waited for", "    v.wait(last)\n", "", TOO_EARLY),
-    kernel("V is given back before its product is done", ACC_READY + RELEASE_V, RELEASE_V + ACC_READY, (Race,)),
-    kernel("K is never given back", RELEASE_K, "", (Deadlock,), says=("producer waits for parity 0 of k.empty[1] at",)),
-    kernel("V is never given back", RELEASE_V, "", (Deadlock,), says=("producer waits for parity 0 of v.empty[0] at",)),
-    kernel("K is given back twice", RELEASE_K, RELEASE_K + "    k.release(g)\n", WRONG_PHASE),
-    kernel("the scores are used before they are done", S_READY, S_READY.replace("(1,", "(2,"), (Unfinished,)),
+    kernel(
+        "Q is never given back", Q_RELEASE, "", (Deadlock,), says=("producer waits for parity 0 of barriers.q_empty[0] at",)
+    ),
+    kernel("Q is given back twice", Q_RELEASE, Q_RELEASE + Q_RELEASE, WRONG_PHASE, case=SHORT),
+    kernel(
+        "Q is given back before its last product",
+        "        q = at(memory.q, slot)\n",
+        "        q = at(memory.q, slot)\n        mbarrier.arrive(memory.q_empty.index(slot), count=1)\n",
+        WRONG_PHASE,
+    ),
+    kernel("the only Q is never given back", Q_RELEASE_IN_STEP, "pass", (Deadlock,), config=ONE_Q),
+    kernel(
+        "the only Q is given back after every block",
+        Q_RELEASE_IN_STEP,
+        Q_RELEASE_IN_STEP.replace("last", "True"),
+        WRONG_PHASE,
+        config=ONE_Q,
+    ),
+    kernel(
+        "the only Q of a tile of one block is never given back", Q_RELEASE_OF_ONE, "pass", (Deadlock,), case=SHORT, config=ONE_Q
+    ),
+    kernel(
+        "the only Q is given back after the first block",
+        Q_RELEASE_OF_ONE,
+        Q_RELEASE_OF_ONE.replace(" & (tile.blocks == 1)", ""),
+        WRONG_PHASE,
+        config=ONE_Q,
+    ),
+    kernel(
+        "q_empty takes two arrivals",
+        Q_BARRIERS,
+        "make_barriers(Q_BUFFERS, 1),\n        make_barriers(Q_BUFFERS, 2),\n",
+        (Deadlock,),
+    ),
+    kernel(
+        "q_full takes two arrivals",
+        Q_BARRIERS,
+        "make_barriers(Q_BUFFERS, 2),\n        make_barriers(Q_BUFFERS, 1),\n",
+        (Deadlock,),
+    ),
+    # K and V.
+    kernel("K is not waited for", K_WAIT, "", TOO_EARLY),
+    kernel("the next tile's K is not waited for", NEXT_K_WAIT, "", WRONG_PHASE),
+    kernel("the first K is not waited for", "\n    k.wait(g, tile.go)\n", "\n", WRONG_PHASE),
+    kernel("V is waited for too late", V_WAIT, V_WAIT.replace("    v.wait(before)\n", ""), TOO_EARLY),
+    kernel("the last V is not waited for", LAST_V_WAIT, "        if C.q_stages > 1:\n", TOO_EARLY),
+    kernel("the last V is not copied", LAST_V, "", (Deadlock,), says=("v.full",)),
+    kernel(
+        "the next tile's blocks take the last one's positions",
+        "        g += 1\n    # The last CTA",
+        "    # The last CTA",
+        WRONG_PHASE,
+    ),
+    kernel(
+        "V is given back before its product is done",
+        ACC_READY + RELEASE_V,
+        RELEASE_V.removesuffix("    if not") + ACC_READY + "    if not",
+        (Race,),
+    ),
+    kernel(
+        "the last V is given back before its product is done",
+        LAST_ACC_READY,
+        "        v.release(before)\n        acc = wait_output(acc)\n",
+        (Race,),
+    ),
+    kernel(
+        "K is given back before its product is done",
+        S_READY + RELEASE_K,
+        "    k.release(g)\n" + S_READY + "    if C.q_stages == 1:",
+        (Race,),
+    ),
+    kernel(
+        "the next tile's K is given back before its product is done",
+        NEXT_S_READY,
+        "            k.release(g, tile.go)\n            s = warpgroup_mma_wait(C.products_v, deps=[s])\n",
+        (Race,),
+    ),
+    kernel(
+        "K is never given back",
+        RELEASE_K,
+        "    if C.q_stages == 1:",
+        (Deadlock,),
+        says=("producer waits for parity 0 of k.empty[1] at",),
+    ),
+    kernel(
+        "V is never given back",
+        RELEASE_V,
+        RELEASE_V.replace("    v.release(before)\n", ""),
+        (Deadlock,),
+        says=("producer waits for parity 0 of v.empty[0] at",),
+    ),
+    kernel("the next tile's K is never given back", NEXT_S_READY, NEXT_S_READY.splitlines(True)[0], (Deadlock,)),
+    kernel("the last V is never given back", LAST_ACC_READY, LAST_ACC_READY.splitlines(True)[0], (Deadlock,)),
+    kernel("K is given back twice", RELEASE_K, "    k.release(g)\n" + RELEASE_K, WRONG_PHASE),
+    # Blocks that only other groups see.
+    kernel("a block is passed over and not given back", PASS_RELEASE, "", (Deadlock,)),
+    kernel(
+        "K is not passed over", "    if MASKED:\n        pass_over(k, before + 1, g)\n    k.wait", "    k.wait", WRONG_PHASE
+    ),
+    kernel("V is not passed over", RELEASE_V, "    v.release(before)\n    if not", WRONG_PHASE),
+    kernel(
+        "K is not passed over at a tile's end",
+        "            pass_over(k, before + 1, g)\n",
+        "            pass\n",
+        WRONG_PHASE,
+        case=WINDOW,
+    ),
+    kernel(
+        "V is not passed over at a tile's end",
+        "            pass_over(v, before + 1, g)\n",
+        "            pass\n",
+        WRONG_PHASE,
+        case=WINDOW,
+    ),
+    kernel("positions after the lead are not counted", "            g += 1 + skip\n", "            g += 1\n", LOST),
+    kernel("positions after the lead are counted at every block", "            skip = 0\n", "", LOST),
+    kernel(
+        "positions at the end are not counted", "        g += 1 + skip + after\n", "        g += 1 + skip\n", LOST, case=WINDOW
+    ),
+    # Products.
+    kernel("the scores are used before they are done", S_READY, S_READY.replace("_v,", "_v + 1,"), (Unfinished,)),
     kernel("the scores are not waited for", S_READY, "", (Unfinished, Race)),
-    kernel("O is used before it is done", ACC_READY, ACC_READY.replace("(0,", "(1,"), (Unfinished, Race)),
-    kernel("the first scores are not waited for", "    s = warpgroup_mma_wait(0, deps=[s])\n", "", (Unfinished, Race)),
+    kernel("the first scores are not waited for", FIRST_S_READY, "", (Unfinished, Race)),
     kernel(
-        "the last product is not waited for",
-        '    acc = warpgroup_mma_wait(0, deps=[acc])\n    stamp(work.trace, w, "o_ready", last)\n',
-        "",
-        (Unfinished,),
+        "the next tile's first scores are not waited for", NEXT_S_READY, NEXT_S_READY.splitlines(True)[1], (Unfinished, Race)
     ),
+    kernel(
+        "O is used before it is done",
+        "warpgroup_mma_wait(0, deps=[acc[c]])",
+        "warpgroup_mma_wait(1, deps=[acc[c]])",
+        (Unfinished, Race),
+    ),
+    kernel("O is not waited for", ACC_READY, "", (Unfinished, Race)),
+    kernel("the last product is not waited for", LAST_ACC_READY, LAST_ACC_READY.splitlines(True)[1], (Unfinished, Race)),
+    # Tiles.
+    tiles("a tile is published over one that is not read", TILE_EMPTY_WAIT, "", (Race, BarrierMisuse), case=SHORT),
+    tiles("the first tile waits for a reader", TILE_EMPTY_WAIT, TILE_EMPTY_WAIT.replace(" ^ 1", ""), (Deadlock,)),
+    tiles(
+        "the phase of tile_empty flips too early",
+        TILE_EMPTY_WAIT,
+        TILE_EMPTY_WAIT.replace("turn //", "(turn + 1) //"),
+        WRONG_PHASE,
+        case=SHORT,
+    ),
+    tiles("nobody says that a tile is known", TILE_FULL, "", (Deadlock,), says=("tile_full",)),
+    tiles(
+        "a tile is said to be known too early",
+        "    put(memory.tiles, slot, END, work.end)\n",
+        TILE_FULL.rstrip() + "\n    put(memory.tiles, slot, END, work.end)\n",
+        WRONG_PHASE,
+    ),
+    tiles("a tile is not waited for", TILE_FULL_WAIT, "", TOO_EARLY),
+    tiles(
+        "the phase of tile_full never flips",
+        TILE_FULL_WAIT,
+        "    mbarrier.wait(memory.tile_full.index(slot), 0)\n",
+        WRONG_PHASE,
+    ),
+    tiles(
+        "all tiles are published in one slot",
+        "slot = turn % SLOTS\n" + TILE_EMPTY_WAIT,
+        "slot = 0 * turn\n" + TILE_EMPTY_WAIT,
+        WRONG_PHASE,
+    ),
+    tiles(
+        "all tiles are read in one slot",
+        "slot = turn % SLOTS\n" + TILE_FULL_WAIT,
+        "slot = 0 * turn\n" + TILE_FULL_WAIT,
+        WRONG_PHASE,
+    ),
+    tiles("nobody says that there is no tile", "(tile < heads.tiles).to(gl.int32)", "1", (Deadlock,)),
+    tiles("the first tiles are taken twice", NEXT_TILE, "gl.atomic_add(counter, 1)", (DoubleWrite,)),
+    tiles("the counter is not counted up", NEXT_TILE, "gl.load(counter) + gl.num_programs(0)", (DoubleWrite,)),
+    tiles("the next tile is the next number", NEXT_TILE, "gl.atomic_add(counter, 1) + 1", (DoubleWrite,), ctas=2),
+    tiles(
+        "both groups have the same rows",
+        "    row = get(memory.tiles, slot, ROW) + w * ROWS\n",
+        "    row = get(memory.tiles, slot, ROW)\n",
+        (DoubleWrite,),
+    ),
+    kernel("the next tile is not published", PUBLISH_NEXT, PUBLISH_NEXT.splitlines(True)[0], (Deadlock,), says=("tile_full",)),
+    kernel(
+        "no group says that it has read a tile", TILE_EMPTY, TILE_EMPTY.splitlines(True)[0], (Deadlock,), says=("tile_empty",)
+    ),
+    kernel(
+        "a tile is given back before it is read",
+        TILE_EMPTY,
+        "".join(reversed(TILE_EMPTY.splitlines(True))),
+        (Race,),
+        case=SHORT,
+    ),
+    kernel(
+        "one reader of a tile is enough", "make_barriers(SLOTS, C.groups)", "make_barriers(SLOTS, 1)", WRONG_PHASE, case=SHORT
+    ),
+    kernel("a tile is known after two arrivals", "make_barriers(SLOTS, 1)", "make_barriers(SLOTS, 2)", (Deadlock,)),
+    kernel("a tile goes where the next one belongs", "(turn - 1) % SLOTS", "turn % SLOTS", LOST),
+    kernel("the counter of tiles is not set back", "        gl.atomic_xchg(counters, 0)\n", "", (), launches=2),
+    kernel("the counter of CTAs is not set back", "        gl.atomic_xchg(counters + 1, 0)\n", "", (), launches=3),
+    kernel("the first CTA to end sets the counters back", "gl.num_programs(0) - 1:", "0:", (DoubleWrite,), ctas=2),
+    # Out.
+    kernel("O overwrites what has not left", O_WAIT, "", (Race,)),
+    kernel(
+        "a piece of O overwrites what has not left",
+        O_WAIT,
+        O_WAIT.replace("- 1", ""),
+        (Race,),
+        case=replace(CAUSAL, head_dim=128),
+        config={"head_dim": 128, "head_dim_v": 128, "o_buffers": 2},
+    ),
+    kernel("both groups have one buffer of O", "w * C.o_buffers + BUFFER", "BUFFER", (Race, MissingFence)),
     kernel(
         "no fence before the store of O",
-        "    fence_async_shared()\n    partition_barrier()\n",
-        "    partition_barrier()\n",
+        O_FENCE,
+        "        partition_barrier()\n        batch, head",
         (MissingFence,),
         says=("no fence_async_shared",),
     ),
     kernel("the store of O is not waited for", "    tma_store_wait(0)\n", "", (Unfinished,)),
     kernel("one store of O may be under way at the end", "tma_store_wait(0)", "tma_store_wait(1)", (Unfinished,)),
-    kernel(
-        "O leaves through the other group's Q",
-        "band, q, outputs, C)\n\n\n@gluon.jit\ndef epilogue",
-        "band, q_s.index(0), outputs, C)\n\n\n@gluon.jit\ndef epilogue",
-        (Race, MissingFence),
-    ),
-    kernel("both groups write the same rows", "    row = work.row + w * ROWS\n", "    row = work.row\n", (DoubleWrite,)),
-    kernel("rows beyond the last have an LSE", "mask=rows < band.n_q)", "mask=rows < band.n_q + 1)", (OutOfBounds,)),
-    kernel(
-        "all CTAs take one tile", "row = (tiles - 1 - within // width) * C.tile_q", "row = within * 0 // width", (DoubleWrite,)
-    ),
+    kernel("rows beyond the last have an LSE", "exists = rows < n_q", "exists = rows < n_q + 1", (OutOfBounds,)),
 ]
 
 WRONG_NUMBERS = [
-    kernel("O is not rescaled", "    acc = acc * gl.convert_layout(rescale, rows_of(C.head_dim))[:, None]\n", "", ()),
-    kernel("the last block's tail is not masked", "BAND or TAIL", "BAND", ()),
+    kernel("V lags a block behind", "            i = next\n", "", ()),
+    kernel(
+        "both chunks of columns are the first",
+        "c * chunks[0].shape[1])",
+        "0)",
+        (),
+        case=replace(CAUSAL, head_dim=96),
+        config={"head_dim": 96, "head_dim_v": 96},
+    ),
+    kernel("no block is masked", "if (i >= tile.full_end) | (i < tile.full_begin):", "if i < 0:", ()),
+    kernel(
+        "all heads have the first one's keys",
+        "kv_head = work.head // heads.group",
+        "kv_head = work.head * 0",
+        (),
+        case=replace(CAUSAL, heads_q=4, heads_kv=2),
+    ),
+    kernel("O is not rescaled", "        acc = rescaled(acc, factor)\n", "        pass\n", (), config={"optimistic": False}),
+    kernel("O is not normalised", "1.0 / row_sum))", "1.0))", ()),
+    kernel("O grows from tile to tile", "        acc = no_output(C)\n", "", ()),
+    tiles("the first block comes again", "return i - (i <= lead).to(gl.int32)", "return i", (), case=WINDOW),
+]
+
+# An arrival that counts for the block before is no harm where every other group has arrived already.
+IN_SOME_ORDER = [
+    kernel("a block is given back before it is full", PASS_WAIT, "", WRONG_PHASE, case=WINDOW, config={"groups": 3})
 ]
 
 
@@ -184,5 +451,12 @@ def test_it_is_found(bug, tmp_path):
     assert_found(bug, tmp_path)
 
 
-def test_no_false_alarm(tmp_path):
-    assert_right_unless_broken(KERNEL, tmp_path)
+@pytest.mark.parametrize("bug", IN_SOME_ORDER, ids=str)
+def test_it_is_found_in_some_order(bug, tmp_path):
+    assert_found_in_some_order(bug, tmp_path)
+
+
+@pytest.mark.parametrize("case", [CAUSAL, WINDOW, SHORT, BLIND], ids=str)
+@pytest.mark.parametrize("q_stages", [1, 2])
+def test_no_false_alarm(case, q_stages, tmp_path):
+    assert_right_unless_broken(replace(KERNEL, case=case, config=replace(KERNEL.config, q_stages=q_stages)), tmp_path)

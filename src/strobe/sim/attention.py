@@ -60,7 +60,7 @@ def forward_launch(
     lse = torch.full((*parts, *lse_shape(problem)), torch.nan)
     number = problem.lengths.batch * problem.heads_q * -(-problem.lengths.seqlen_q // _ROWS_PER_NOTE)
     notes: torch.Tensor | None = None
-    if kernels is sm90_forward:
+    if arch == 90:
         if sm90_forward.has_blind_tiles(problem):
             sm90_forward.fill_blind(out, lse, problem.score.sinks, operands.cu_seqlens_q, operands.seqused_q)
         space = Workspace(torch.zeros(16, dtype=torch.int32), torch.zeros(number, dtype=torch.int32))
