@@ -22,6 +22,7 @@ from strobe.kernels.portable.tiles import (
     LENGTHS_AND_BOUNDS,
     LN2,
     Mask,
+    Matrix,
     any_nan,
     changed,
     count_broken_keys,
@@ -86,7 +87,7 @@ def _attend(
 
 @device_function
 def _rows(
-    first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, out, lse,
+    first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, out, lse, lse_batch, lse_head,
     left, right, prefix, document_q, document_kv, score, group,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
@@ -144,10 +145,20 @@ def _rows(
     acc = acc / row_sum[:, None]
     store_tile(stream(out, batch, start_q, head, TILE_Q, PADDED_V), first, n_q - first, acc, DIM_V)
     log_sum = tl.where(empty, float("-inf"), (row_max + tl.log2(row_sum)) * LN2)
-    store_vector(vector_stream(lse, batch, start_q, head, TILE_Q), first, n_q - first, log_sum)
+    of_lse = Matrix(lse, lse_batch, 1, lse_head)
+    store_vector(vector_stream(of_lse, batch, start_q, head, TILE_Q), first, n_q - first, log_sum)
 
 
-@triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
+@device_function
+def _lse_strides(cu_seqlens_q, heads_q, n_q, total_q):
+    """(by batch, by head), by `lse_shape`. The numbers in a tuple of the host are specialised for: a length would recompile."""
+    if cu_seqlens_q is None:
+        return tl.cast(n_q, tl.int64) * heads_q, n_q
+    else:
+        return tl.cast(total_q, tl.int64) * 0, total_q
+
+
+@triton.jit(do_not_specialize=(*LENGTHS_AND_BOUNDS, "heads_q", "group"))
 def _forward(
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
     left, right, prefix, document_q, document_kv, score, heads_q, group,
@@ -159,12 +170,13 @@ def _forward(
     first = (tiles - 1 - tl.program_id(0) % tiles) * TILE_Q
     head = tl.program_id(0) // tiles % heads_q
     batch = tl.program_id(0) // tiles // heads_q
+    lse_batch, lse_head = _lse_strides(cu_seqlens_q, heads_q, n_q, total_q)
     start_q, n_q = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
     start_kv, n_kv = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
     if first >= n_q:
         return
     _rows(
-        first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, out, lse,
+        first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, out, lse, lse_batch, lse_head,
         left, right, prefix, document_q, document_kv, score, group,
         DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV,
     )  # fmt: skip
@@ -176,7 +188,7 @@ NOTED_ROWS = 64
 _SHARE = 128
 
 
-@triton.jit(do_not_specialize=(*LENGTHS_AND_BOUNDS, "number"))
+@triton.jit(do_not_specialize=(*LENGTHS_AND_BOUNDS, "heads_q", "group", "number"))
 def _redo(
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
     left, right, prefix, document_q, document_kv, score, heads_q, group, notes, number, counter,
@@ -187,6 +199,7 @@ def _redo(
     # head with an outlier, go to different programs. Normally no note is set, and few programs cost less than many.
     programs = tl.num_programs(0)
     blocks = tl.cdiv(n_q, NOTED_ROWS)
+    lse_batch, lse_head = _lse_strides(cu_seqlens_q, heads_q, n_q, total_q)
     redone = 0
     for begin in tl.range(tl.program_id(0), number, programs * SHARE, num_stages=1):
         places = begin + programs * tl.arange(0, SHARE)
@@ -199,8 +212,8 @@ def _redo(
                     for within in tl.range(0, NOTED_ROWS, TILE_Q):
                         _rows(
                             note % blocks * NOTED_ROWS + within, note // blocks % heads_q, batch, start_q, start_kv, rows,
-                            keys, q, k, v, out, lse, left, right, prefix, document_q, document_kv, score, group,
-                            DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV,
+                            keys, q, k, v, out, lse, lse_batch, lse_head, left, right, prefix, document_q, document_kv, score,
+                            group, DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV,
                         )  # fmt: skip
                     tl.store(notes + note, 0)
                     redone += 1
@@ -250,7 +263,7 @@ def _keywords(
     return config, {
         **arguments.of_problem(problem, operands),
         "out": arguments.matrix(out),
-        "lse": arguments.vector(lse),
+        "lse": lse,
         "heads_q": problem.heads_q,
         **arguments.of_config(config),
     }

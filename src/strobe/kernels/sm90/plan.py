@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from strobe.kernels import workspace
@@ -31,12 +33,19 @@ class ForwardPlan:
         redone = space.counters[2:3]
         given = (*tensors, out, lse, space.counters, space.notes, redone)
         grid, arguments, constants = kernel_arguments(problem, operands, out, lse, space, config)
-        self._forward = prepare(forward_kernel, grid, given, *arguments, **constants)
         _, keywords = portable._keywords("redo", problem, operands, out, lse)
         keywords |= dict(notes=space.notes, number=self._notes, counter=redone)
         keywords |= dict(NOTED_ROWS=portable.NOTED_ROWS, SHARE=portable._SHARE)
-        grid = (min(self._notes, 2 * portable._multiprocessors(self._device)),)
-        self._redo = prepare(portable._redo, grid, given, **keywords)
+        redo_grid = (min(self._notes, 2 * portable._multiprocessors(self._device)),)
+
+        def prepare_redo():
+            with torch.cuda.device(self._device):
+                return prepare(portable._redo, redo_grid, given, **keywords)
+
+        with ThreadPoolExecutor(1) as beside:  # a first call waits for the longer compilation, not for both
+            redo = beside.submit(prepare_redo)
+            self._forward = prepare(forward_kernel, grid, given, *arguments, **constants)
+            self._redo = redo.result()
 
     def __call__(self, stream: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         out = torch.empty_like(self._out_like, memory_format=torch.contiguous_format)
