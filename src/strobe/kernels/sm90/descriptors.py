@@ -10,7 +10,7 @@ FAR = gl.constexpr(1 << 30)
 """The number of rows of a packed tensor to TMA: see `_descriptor`."""
 
 ENDLESS = 0x7FFF0000
-GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 
 
 @gluon.jit
