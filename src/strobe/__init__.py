@@ -10,6 +10,7 @@ from strobe.api import (
     supports,
 )
 from strobe.dispatch import BACKENDS
+from strobe.fp8 import attention_fp8
 from strobe.kernels.sm90.backend import use_optimistic_softmax
 from strobe.kernels.workspace import redone_blocks
 from strobe.masks import Causal, Document, Full, Mask, Prefix, Visible, Window
@@ -28,6 +29,7 @@ __all__ = [
     "Visible",
     "Window",
     "attention",
+    "attention_fp8",
     "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

@@ -7,6 +7,10 @@ Selection is candidates -> legal -> ranked. Each backend is a module that stands
     forward(problem, operands)               -> out, lse
     backward(problem, operands, out, lse, dout, dlse) -> dq, dk, dv
 
+and, if it has a choice of configs,
+
+    origin(problem, arch) -> str             where the config comes from, in words (printed by `explain`)
+
 and, if its kernel never ran on the hardware that it is for,
 
     UNPROVEN                                 what was done instead, in words: it runs only when asked for by name
@@ -51,6 +55,8 @@ class Explanation:
     refusals: tuple[tuple[str, str], ...]
     backward: Explanation | None = None
     """The choice for the backward, if one was asked about."""
+    origin: str | None = None
+    """Where the config comes from, in words."""
     warning: str | None = None
     """What to know before trusting the chosen kernel."""
 
@@ -60,6 +66,8 @@ class Explanation:
             lines.append(f"warning   {self.warning}")
         if self.config is not None:
             lines += [f"config    {self.config}", *maps.lines(self.config)]
+        if self.origin is not None:
+            lines.append(f"choice    {self.origin}")
         lines += [f"refused   {name}: {reason}" for name, reason in self.refusals]
         if self.backward is not None:
             lines += ["", str(self.backward)]
@@ -102,7 +110,9 @@ def explain_problem(problem: AttentionProblem, arch: Arch, backend: str | None =
             chosen = name
     config = backend_module(chosen).config(problem, arch) if chosen else None
     warning = _unproven(chosen) if chosen else None
-    return Explanation(problem, arch, chosen, config, tuple(refusals), warning=warning)
+    origin = getattr(backend_module(chosen), "origin", None) if chosen else None
+    words = origin(problem, arch) if origin else None
+    return Explanation(problem, arch, chosen, config, tuple(refusals), origin=words, warning=warning)
 
 
 def select(problem: AttentionProblem, arch: Arch, backend: str | None = None) -> ModuleType:

@@ -12,6 +12,7 @@ from strobe.device import Arch, arch_of
 from strobe.kernels import has_triton
 from strobe.kernels.common.refusals import gluon_forward_refuses
 from strobe.kernels.sm90.config import Config, choose
+from strobe.kernels.sm90.config import origin as origin_of_choice
 from strobe.problem import AttentionProblem, Operands, lse_shape
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
 
 def config(problem: AttentionProblem, arch: Arch) -> Config:
     return replace(choose(problem), optimistic=_optimistic and may_be_optimistic(problem))
+
+
+def origin(problem: AttentionProblem, arch: Arch) -> str:
+    """Where the config comes from, in words."""
+    return origin_of_choice(problem)
 
 
 def may_be_optimistic(problem: AttentionProblem) -> bool:

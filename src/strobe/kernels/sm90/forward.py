@@ -381,6 +381,8 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, memory, k, v,
             C: gl.constexpr):  # fmt: skip
     """This CTA's tiles, of which there is one at least."""
     dtype: gl.constexpr = outputs.descriptor.dtype
+    # Three groups have 160 registers a thread: too few for the next tile's P beside the last one's. Then it comes late.
+    LATE: gl.constexpr = C.q_stages == 1 or C.groups == 3
     turn = 0
     g = 0
     s = first_scores(w, turn, g, tile, k, memory, C)
@@ -397,7 +399,7 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, memory, k, v,
             skip = 0
             i = later_block(j, tile.lead, tile.end)
             acc, state, p = step(w, before, g, i, acc, state, p, q, k, v, tile, memory, lengths, score, trace,
-                                 j == tile.blocks - 1, MASKED, C)  # fmt: skip
+                                 tile.blocks - j == 1, MASKED, C)  # fmt: skip
         # The boundary: the last P V of this tile, beside the first scores of the next.
         if C.q_stages > 1:
             mbarrier.arrive(memory.q_empty.index(slot), count=1)
@@ -418,7 +420,8 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, memory, k, v,
             acc = start_output(acc, p, v.block(before))
             s = warpgroup_mma_wait(C.products_v, deps=[s])
             k.release(g, tile.go)
-            state, p = first_weights(s, tile, lengths, score, dtype, MASKED, C)
+            if not LATE:
+                state, p = first_weights(s, tile, lengths, score, dtype, MASKED, C)
         else:
             acc = start_output(acc, p, v.block(before))
         acc = wait_output(acc)
@@ -428,6 +431,7 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, memory, k, v,
         epilogue(w, acc, old_state, (turn - 1) % SLOTS, lengths, heads, score, memory, outputs, C)
         if C.q_stages == 1:
             s = first_scores(w, turn, g, tile, k, memory, C)
+        if LATE:
             state, p = first_weights(s, tile, lengths, score, dtype, MASKED, C)
         acc = no_output(C)
     tma_store_wait(0)
