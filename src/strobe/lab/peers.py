@@ -78,6 +78,8 @@ def strobe_peer(backend: str | None = None) -> Peer:
     """Strobe with the kernel that dispatch picks, or with one backend by name."""
 
     def prepare(q, k, v, mask) -> Call:
+        if q.dtype == FP8:
+            return lambda: strobe.attention_fp8(q, k, v, mask=mask)
         return lambda: strobe.attention(q, k, v, mask=mask, backend=backend)
 
     return Peer(f"strobe {backend}" if backend else "strobe", prepare, compiles=True)
