@@ -195,7 +195,7 @@ def audit(console: Console) -> None:
     from strobe.lab.offline import audit_sm90_forward
 
     with console.status("compiling the Hopper forward kernel"):
-        found = audit_sm90_forward(head_dim=128, causal=True)
+        found = audit_sm90_forward()
     console.print(
         f"{found.name}: {found.registers} registers, {found.smem_bytes} bytes of shared memory, "
         f"{found.spill_bytes} bytes spilled, compiled in {found.seconds:.1f} s"

@@ -11,9 +11,10 @@ from dataclasses import replace
 import torch
 
 from strobe.device import KNOWN
+from strobe.kernels.sm90.config import Config
 from strobe.lab.sass import Audit, audit
 from strobe.masks import Causal, Full
-from strobe.problem import AttentionProblem, Dense
+from strobe.problem import AttentionProblem, Dense, Varlen
 
 
 @contextlib.contextmanager
@@ -51,18 +52,23 @@ def pretend_gpu(capability: int) -> Iterator[None]:
 
 
 def audit_sm90_forward(
-    head_dim: int = 128,
+    head_dims: tuple[int, int] = (128, 128),
     causal: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     length: int = 4096,
+    packed: bool = False,
     traced: bool = False,
+    config: Config | None = None,
 ) -> Audit:
-    """Compile the Hopper forward for one problem (traced: with its stamps), and audit it. Takes no GPU; 1 to 5 seconds on
-    two CPU cores."""
+    """Compile the Hopper forward for one problem (packed: of sequences up to the length; traced: with its stamps), with a
+    config or the one that it would get, and audit it. head_dims: of k and of v. Takes no GPU; some seconds on two CPU cores."""
     from strobe.kernels.sm90 import backend, forward
 
-    problem = _forward_problem((head_dim, head_dim), causal, dtype, length)
-    config = backend.config(problem, KNOWN["H200"])
+    problem = _forward_problem(head_dims, causal, dtype, length)
+    if packed:
+        rows = problem.lengths.batch * length
+        problem = replace(problem, lengths=Varlen(problem.lengths.batch, length, length, rows, rows))
+    config = config or backend.config(problem, KNOWN["H200"])
     start = time.perf_counter()
     with pretend_gpu(90):
         compiled = forward.compile_only(problem, config, traced)
