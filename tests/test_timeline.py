@@ -29,17 +29,17 @@ def spy(*arguments):
     clocks.append(compiled.asm["ptx"].count("%clock64"))
     return compiled
 forward.compile_only = spy
-audits = [offline.audit_sm90_forward(128, traced=traced) for traced in (False, True)]
+audits = [offline.audit_sm90_forward((128, 128), traced=traced) for traced in (False, True)]
 stores = [audit.instructions["STG"] for audit in audits]
 print(clocks, stores[1] - stores[0], [audit.spill_bytes for audit in audits], [audit.warnings for audit in audits])
 """
 
 
 def test_stamps_stand_in_a_traced_kernel_only():
-    """Each of 2 consumers stamps 4 times before its loop, 5 in it and 3 after it; the producer twice."""
+    """Each of 2 consumers stamps 4 times before its loop, 5 in it and 3 after it; the producer for the first K, in its loop twice, for the last V."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", CLOCKS], capture_output=True, text=True, env=environment)
-    assert done.stdout.splitlines()[-1] == "[0, 26] 26 [0, 0] [(), ()]", done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "[0, 28] 28 [0, 0] [(), ()]", done.stdout + done.stderr
 
 
 # ---- from stamps to timelines
@@ -164,15 +164,16 @@ def test_without_a_gpu_there_is_one_sentence():
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
-def test_simulated_timeline_is_near_the_measured_one(mask):
-    """The committed measurement, an H200: the simulator's period of a block is within 20% of it, and not below the products."""
+def test_simulated_timeline_lies_between_the_products_and_the_safe_kernel(mask):
+    """The committed measurement, an H200, is of the kernel with a running maximum: without one a block takes less, and no less
+    than its products."""
     measured = json.loads((ROOT / "benchmarks/results/timeline-h200-2026-11-21.json").read_text())
     for head_dim in (64, 128):
         point = tracing.simulate((head_dim,), (mask,), 2048, "")["points"][0]
         (reference,) = (p for p in measured["points"] if (p["head_dim"], p["mask"]) == (head_dim, mask))
-        period = point["steady"]["period"]["median"]
-        assert period == pytest.approx(reference["steady"]["period"]["median"], rel=0.2)
-        assert period >= 4 * point["tile_q"] * point["tile_kv"] * head_dim / 4096
+        assert point["steady"]["correct"]["median"] < reference["steady"]["correct"]["median"] / 2
+        assert point["steady"]["period"]["median"] < reference["steady"]["period"]["median"]
+        assert point["steady"]["period"]["median"] >= 4 * point["tile_q"] * point["tile_kv"] * head_dim / 4096
 
 
 def test_a_timeline_is_simulated_without_a_gpu(tmp_path):

@@ -71,6 +71,7 @@ def _simulated_point(head_dim: int, mask: str, length: int) -> dict:
     from strobe.kernels.common.stamp import COUNT, ROLES, clock
     from strobe.kernels.sm90 import backend
     from strobe.kernels.sm90.forward import forward_kernel, kernel_arguments
+    from strobe.kernels.workspace import Workspace
     from strobe.sim.context import machine
     from strobe.sim.tensor import Scalar
 
@@ -78,10 +79,11 @@ def _simulated_point(head_dim: int, mask: str, length: int) -> dict:
     config = backend.config(_problem(head_dim, mask, length), KNOWN["H200"])
     problem = replace(_problem(head_dim, mask, length), lengths=Dense(1, config.tile_q, length), heads_q=1, heads_kv=1)
     q, k, v = (torch.randn(1, n, 1, head_dim).to(problem.dtype) for n in (config.tile_q, length, length))
-    lse, notes = torch.empty(lse_shape(problem)), torch.zeros(2, dtype=torch.int32) if mask == "causal" else None
+    lse, numbers = torch.empty(lse_shape(problem)), torch.zeros(64, dtype=torch.int32)
+    space = Workspace(numbers[:16], numbers[16:])
     trace = torch.zeros(-(-length // config.tile_kv), 1, ROLES.value, COUNT.value, dtype=torch.int64)
-    grid, arguments, constants = kernel_arguments(problem, Operands(q, k, v), torch.empty_like(q), lse, notes, config, trace)
-    report = sim.simulate(forward_kernel, (*grid, 1, 1), *arguments, order="timed", rewritable=("notes_ptr",), **constants)
+    grid, arguments, constants = kernel_arguments(problem, Operands(q, k, v), torch.empty_like(q), lse, space, config, trace)
+    report = sim.simulate(forward_kernel, (*grid, 1, 1), *arguments, order="timed", rewritable=("notes", "counters"), **constants)
     facts = {"head_dim": head_dim, "mask": mask, "length": length, "cycles": report.cycles}
     return facts | _analysis(trace.permute(1, 2, 3, 0), config)
 

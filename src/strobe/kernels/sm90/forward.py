@@ -385,8 +385,13 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, memory, k, v,
     LATE: gl.constexpr = C.q_stages == 1 or C.groups == 3
     turn = 0
     g = 0
+    stamp(trace, w, "begin", g)
+    k.wait(g)
+    stamp(trace, w, "k_ready", g)
     s = first_scores(w, turn, g, tile, k, memory, C)
+    stamp(trace, w, "s_ready", g)
     state, p = first_weights(s, tile, lengths, score, dtype, MASKED, C)
+    stamp(trace, w, "p_ready", g)
     acc = no_output(C)
     while tile.go:
         # state and p are those of the tile's first block, at position g; acc is 0
@@ -425,9 +430,11 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, memory, k, v,
         else:
             acc = start_output(acc, p, v.block(before))
         acc = wait_output(acc)
+        stamp(trace, w, "o_ready", before)
         v.release(before)
         if MASKED:
             pass_over(v, before + 1, g)
+        stamp(trace, w, "epilogue", 0)
         epilogue(w, acc, old_state, (turn - 1) % SLOTS, lengths, heads, score, memory, outputs, C)
         if C.q_stages == 1:
             s = first_scores(w, turn, g, tile, k, memory, C)
@@ -435,6 +442,7 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, memory, k, v,
             state, p = first_weights(s, tile, lengths, score, dtype, MASKED, C)
         acc = no_output(C)
     tma_store_wait(0)
+    stamp(trace, w, "end", 0)
 
 
 @gluon.jit
