@@ -36,7 +36,8 @@ print(clocks, stores[1] - stores[0], [audit.spill_bytes for audit in audits], [a
 
 
 def test_stamps_stand_in_a_traced_kernel_only():
-    """Each of 2 consumers stamps 4 times before its loop, 5 in it and 3 after it; the producer for the first K, in its loop twice, for the last V."""
+    """Each of 2 consumers stamps 4 times before its loop, 5 in it and 3 after it; the producer for the first K, in its loop
+    twice, and for the last V."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", CLOCKS], capture_output=True, text=True, env=environment)
     assert done.stdout.splitlines()[-1] == "[0, 28] 28 [0, 0] [(), ()]", done.stdout + done.stderr
@@ -87,6 +88,17 @@ def test_phases_are_those_of_the_machine():
     assert phases(of["consumer 0"]) == phases(of["consumer 1"]) == expected
     with pytest.raises(ValueError, match="five key blocks or more, got 4"):
         phases(tracing._of_cta(stamps(), NAMES, 1)["consumer 0"])
+
+
+def test_blocks_that_a_consumer_passes_over_are_left_out():
+    trace = stamps()
+    for event in ("begin", "k_ready", "s_ready", "p_ready", "o_ready"):
+        trace[0, 0, EVENTS.index(event), 2:] = trace[0, 0, EVENTS.index(event), 1:-1].clone()
+        trace[0, 0, EVENTS.index(event), 1] = 0
+    of = tracing._of_cta(trace, NAMES, 0)
+    assert phases(of["consumer 0"]) == phases(of["consumer 1"])
+    names = [span.name for span in timeline_of(of, "").spans if span.track == "consumer 0" and span.kind == "work"]
+    assert [name for name in names if name[0] == "P"] == ["P0", *(f"P{g}" for g in range(2, BLOCKS))]
 
 
 def test_timeline_has_every_block_of_every_role():

@@ -49,7 +49,7 @@ Q_RELEASE_OF_ONE = "mbarrier.arrive(memory.q_empty.index(w), count=1, pred=tile.
 Q_BARRIERS = "make_barriers(Q_BUFFERS, 1),\n        make_barriers(Q_BUFFERS, 1),\n"
 PUBLISH_NEXT = "counters, lengths, heads, C)\n        publish(turn, tile, work, lengths, heads, score, memory)\n"
 LAST_V = "        copy_in(v_desc, v.block(g), v.acquire(g), start_kv, n_kv, batch, kv_head, i * C.tile_kv)\n"
-K_WAIT = '    k.wait(g)\n    stamp(trace, w, "k_ready", g)\n'
+K_WAIT = '    k.wait(g)\n    stamp(trace, w, "k_ready", g)\n    v.wait'
 V_WAIT = "    v.wait(before)\n    s = start_scores(q, k.block(g), C)\n"
 S_READY = '    s = warpgroup_mma_wait(C.products_v, deps=[s])\n    stamp(trace, w, "s_ready", g)\n'
 RELEASE_K = "    k.release(g)\n    if C.q_stages == 1:"
@@ -59,7 +59,7 @@ FIRST_S_READY = "    s = warpgroup_mma_wait(0, deps=[s])\n"
 NEXT_S_READY = "            s = warpgroup_mma_wait(C.products_v, deps=[s])\n            k.release(g, tile.go)\n"
 NEXT_K_WAIT = "            k.wait(g, tile.go)\n"
 LAST_V_WAIT = "        v.wait(before)\n        if C.q_stages > 1:\n"
-LAST_ACC_READY = "        acc = wait_output(acc)\n        v.release(before)\n"
+LAST_ACC_READY = '        acc = wait_output(acc)\n        stamp(trace, w, "o_ready", before)\n        v.release(before)\n'
 PASS_WAIT = "        channel.wait(position)\n"
 PASS_RELEASE = "        channel.release(position)\n"
 O_WAIT = "        tma_store_wait(C.o_buffers - 1)  # what was in the buffer has left\n        partition_barrier()\n"
@@ -235,9 +235,9 @@ BUGS = [
         (Deadlock,),
     ),
     # K and V.
-    kernel("K is not waited for", K_WAIT, "", TOO_EARLY),
+    kernel("K is not waited for", K_WAIT, "    v.wait", TOO_EARLY),
     kernel("the next tile's K is not waited for", NEXT_K_WAIT, "", WRONG_PHASE),
-    kernel("the first K is not waited for", "\n    k.wait(g, tile.go)\n", "\n", WRONG_PHASE),
+    kernel("the next tile's K is not waited for with one Q", "\n    k.wait(g, tile.go)\n", "\n", WRONG_PHASE, config=ONE_Q),
     kernel("V is waited for too late", V_WAIT, V_WAIT.replace("    v.wait(before)\n", ""), TOO_EARLY),
     kernel("the last V is not waited for", LAST_V_WAIT, "        if C.q_stages > 1:\n", TOO_EARLY),
     kernel("the last V is not copied", LAST_V, "", (Deadlock,), says=("v.full",)),
@@ -327,7 +327,7 @@ BUGS = [
         (Unfinished, Race),
     ),
     kernel("O is not waited for", ACC_READY, "", (Unfinished, Race)),
-    kernel("the last product is not waited for", LAST_ACC_READY, LAST_ACC_READY.splitlines(True)[1], (Unfinished, Race)),
+    kernel("the last product is not waited for", LAST_ACC_READY, LAST_ACC_READY.splitlines(True)[2], (Unfinished, Race)),
     # Tiles.
     tiles("a tile is published over one that is not read", TILE_EMPTY_WAIT, "", (Race, BarrierMisuse), case=SHORT),
     tiles("the first tile waits for a reader", TILE_EMPTY_WAIT, TILE_EMPTY_WAIT.replace(" ^ 1", ""), (Deadlock,)),

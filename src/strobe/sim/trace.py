@@ -67,9 +67,10 @@ def timeline_of(stamps: Stamps, title: str) -> Timeline:
     return Timeline(title, tuple(spans), tuple(events))
 
 
-def _blocks(events: Mapping[str, Sequence[int]]) -> int:
-    """Key blocks that a consumer works on."""
-    return sum(1 for clock in events["p_ready"] if clock)
+def _worked_on(events: Mapping[str, Sequence[int]]) -> tuple[list[int], dict[str, list[int]]]:
+    """The key blocks that a consumer works on, by their numbers, and the stamps of these alone: it passes over others."""
+    numbers = [g for g, clock in enumerate(events["p_ready"]) if clock]
+    return numbers, {event: [clocks[g] for g in numbers] for event, clocks in events.items()}
 
 
 def _copies(role: str, events: Mapping[str, Sequence[int]], origin: int) -> Iterator[Event]:
@@ -81,10 +82,10 @@ def _copies(role: str, events: Mapping[str, Sequence[int]], origin: int) -> Iter
 
 def _products(role: str, events: Mapping[str, Sequence[int]], origin: int) -> Iterator[Span]:
     """S and O of a consumer on the tensor core."""
-    track, n = f"{role}: products", _blocks(events)
-    for g in range(n):
-        yield Span(track, f"S{g}", events["k_ready"][g] - origin, events["s_ready"][g] - origin)
-        yield Span(track, f"O{g}", _o_begins(events, g, n) - origin, events["o_ready"][g] - origin)
+    track, (numbers, events) = f"{role}: products", _worked_on(events)
+    for g, number in enumerate(numbers):
+        yield Span(track, f"S{number}", events["k_ready"][g] - origin, events["s_ready"][g] - origin)
+        yield Span(track, f"O{number}", _o_begins(events, g, len(numbers)) - origin, events["o_ready"][g] - origin)
 
 
 def _o_begins(events: Mapping[str, Sequence[int]], g: int, n: int) -> int:
@@ -96,18 +97,19 @@ def _o_begins(events: Mapping[str, Sequence[int]], g: int, n: int) -> int:
 
 def _softmax(role: str, events: Mapping[str, Sequence[int]], origin: int) -> Iterator[Span]:
     """What a consumer's own warps do: softmax and the rescaling of O, and their waits for K, S and O."""
-    n = _blocks(events)
-    for g in range(n):
+    numbers, events = _worked_on(events)
+    n = len(numbers)
+    for g, number in enumerate(numbers):
         k, s, p = (events[event][g] - origin for event in ("k_ready", "s_ready", "p_ready"))
-        yield Span(role, f"K{g}", events["begin"][g] - origin, k, "wait")
-        yield Span(role, f"S{g}", k, s, "wait")
-        yield Span(role, f"P{g}", s, p)
+        yield Span(role, f"K{number}", events["begin"][g] - origin, k, "wait")
+        yield Span(role, f"S{number}", k, s, "wait")
+        yield Span(role, f"P{number}", s, p)
         if g:
             o, end = events["o_ready"][g - 1] - origin, events["begin"][g + 1] - origin if g + 1 < n else None
-            yield Span(role, f"O{g - 1}", p, o, "wait")
+            yield Span(role, f"O{numbers[g - 1]}", p, o, "wait")
             if end is not None:
                 yield Span(role, "correct", o, end)
-    yield Span(role, f"O{n - 1}", _o_begins(events, n - 1, n) - origin, events["o_ready"][n - 1] - origin, "wait")
+    yield Span(role, f"O{numbers[-1]}", _o_begins(events, n - 1, n) - origin, events["o_ready"][n - 1] - origin, "wait")
     yield Span(role, "epilogue", events["epilogue"][0] - origin, events["end"][0] - origin)
 
 
@@ -118,7 +120,8 @@ PHASES = ("wait for K", "S", "softmax", "wait for O", "correct")
 def phases(events: Mapping[str, Sequence[int]]) -> dict[str, float]:
     """A consumer's steady state: medians, over the blocks between its first two and its last, of the cycles that a block
     takes ("period") and of the PHASES of it. ValueError if there are fewer than five blocks."""
-    n = _blocks(events)
+    numbers, events = _worked_on(events)
+    n = len(numbers)
     if n < 5:
         raise ValueError(f"a steady state needs five key blocks or more, got {n}")
     marks = [
