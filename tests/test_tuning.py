@@ -4,6 +4,7 @@ the kept ones."""
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -314,7 +315,8 @@ table = read(shipped("sm90"), "sm90")
 configs = [_parsed(*dims, kept) for dims, entry in table.items() for kept in entry.kept]
 audits = compile_all([(config, masked) for config in configs for masked in (False, True)])
 found = [
-    {"name": audit.name, "flaw": flaw(audit), "excess": audit.smem_bytes - config.smem_bytes(), "registers": audit.registers}
+    {"name": audit.name, "groups": config.groups, "masked": masked, "flaw": flaw(audit), "registers": audit.registers,
+     "excess": audit.smem_bytes - config.smem_bytes()}
     for (config, masked), audit in audits.items()
 ]
 print(json.dumps({"triton": triton.__version__, "found": found}))
@@ -332,7 +334,9 @@ def test_the_compiler_agrees_with_every_kept_config(version):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert (version == "oldest Triton") == result["triton"].startswith("3.6")
-    flaws = {audit["name"]: audit["flaw"] for audit in result["found"] if audit["flaw"]}
-    assert not flaws
+    flaws = {(audit["groups"], audit["masked"]): audit["flaw"] for audit in result["found"] if audit["flaw"]}
+    # Three groups without a mask, at the boundary of their tiles: see LATE in sm90/forward.py.
+    assert set(flaws) <= (set() if version == "oldest Triton" else {(3, False)}), flaws
+    assert all(re.fullmatch(r"spills (\d+) bytes", flaw) and int(flaw.split()[1]) <= 252 for flaw in flaws.values()), flaws
     for audit in result["found"]:
         assert 0 <= audit["excess"] <= 512, audit["name"]

@@ -83,7 +83,8 @@ def _simulated_point(head_dim: int, mask: str, length: int) -> dict:
     space = Workspace(numbers[:16], numbers[16:])
     trace = torch.zeros(-(-length // config.tile_kv), 1, ROLES.value, COUNT.value, dtype=torch.int64)
     grid, arguments, constants = kernel_arguments(problem, Operands(q, k, v), torch.empty_like(q), lse, space, config, trace)
-    report = sim.simulate(forward_kernel, (*grid, 1, 1), *arguments, order="timed", rewritable=("notes", "counters"), **constants)
+    rewritable = ("notes", "counters")
+    report = sim.simulate(forward_kernel, (*grid, 1, 1), *arguments, order="timed", rewritable=rewritable, **constants)
     facts = {"head_dim": head_dim, "mask": mask, "length": length, "cycles": report.cycles}
     return facts | _analysis(trace.permute(1, 2, 3, 0), config)
 
