@@ -8,28 +8,68 @@ import torch
 import strobe
 
 
-def problem(head_dim: int, n_q: int, n_kv: int, dtype=torch.bfloat16):
-    shapes = ((2, n_q, 4, head_dim), (2, n_kv, 2, head_dim), (2, n_kv, 2, head_dim))
+def problem(head_dim: int, n_q: int, n_kv: int, head_dim_v: int | None = None, heads: int = 4, dtype=torch.bfloat16):
+    shapes = ((2, n_q, heads, head_dim), (2, n_kv, 2, head_dim), (2, n_kv, 2, head_dim_v or head_dim))
     return [torch.randn(shape, dtype=dtype, device="cuda", requires_grad=True) for shape in shapes]
+
+
+def packed(head_dim: int, lengths: tuple[int, ...]):
+    """Sequences of these lengths, of queries and keys; and the keywords that say so."""
+    q, k, v = (torch.randn(sum(lengths), heads, head_dim, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2))
+    starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    keywords = dict(cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+    return (q, k, v), keywords
+
+
+MASKS = (strobe.Full(), strobe.Causal(), strobe.Window(100, 20), strobe.Prefix(70))
+
+
+@torch.no_grad()
+def hopper() -> None:
+    for dims in ((8, 8), (64, 64), (80, 80), (128, 128), (192, 128), (256, 256)):
+        for mask in MASKS:
+            q, k, v = problem(dims[0], 200, 300, dims[1])
+            strobe.attention(q, k, v, mask=mask, backend="sm90")
+    for head_dim in (64, 96, 256):
+        for mask in MASKS:
+            inputs, keywords = packed(head_dim, (130, 0, 300, 1))
+            strobe.attention(*inputs, mask=mask, backend="sm90", **keywords)
+    # More tiles than CTAs; tiles that see nothing; noted rows, for a NaN and for a late key; the safe softmax.
+    strobe.attention(*problem(64, 300, 100, heads=64), mask=strobe.Causal(), backend="sm90")
+    q, k, v = problem(64, 200, 300)
+    poisoned, late = v.clone(), k.clone()
+    poisoned[:, 150] = float("nan")
+    late[:, 299] *= 1000.0
+    strobe.attention(q, k, poisoned, mask=strobe.Causal(), backend="sm90")
+    strobe.attention(q, late, v, backend="sm90")
+    strobe.use_optimistic_softmax(False)
+    for mask in MASKS:
+        strobe.attention(q, k, v, mask=mask, backend="sm90")
+    strobe.use_optimistic_softmax(True)
+    # What changes scores, and what masks pair by pair.
+    score = strobe.Score(softcap=5.0, alibi=torch.rand(4, device="cuda"), sinks=torch.rand(4, device="cuda"))
+    bias = strobe.Score(bias=torch.randn(2, 1, 200, 300, device="cuda"))
+    documents = strobe.Document(*(torch.randint(0, 3, (2, n), device="cuda").sort().values for n in (200, 300)))
+    used = {"seqused_q": torch.tensor([200, 70], device="cuda"), "seqused_kv": torch.tensor([0, 170], device="cuda")}
+    strobe.attention(q, k, v, mask=strobe.Causal(), score=score, backend="sm90")
+    strobe.attention(q, k, v, score=bias, backend="sm90")
+    strobe.attention(q, k, v, mask=documents, backend="sm90")
+    strobe.attention(q, k, v, **{name: x.to(torch.int32) for name, x in used.items()}, backend="sm90")
+
+
+def portable() -> None:
+    for mask in (*MASKS, strobe.Prefix(30) & strobe.Document(torch.randint(0, 3, (2, 130), device="cuda"))):
+        q, k, v = problem(40, 130, 130)
+        strobe.attention(q, k, v, mask=mask, score=strobe.Score(softcap=5.0), backend="portable").sum().backward()
+    inputs, keywords = packed(64, (17, 0, 63))
+    q, k, v = (x.requires_grad_() for x in inputs)
+    strobe.attention(q, k, v, mask=strobe.Causal(), backend="portable", **keywords).sum().backward()
 
 
 def main() -> None:
     torch.manual_seed(0)
-    masks = (strobe.Full(), strobe.Causal(), strobe.Window(100, 20))
-    for head_dim in (64, 128, 256):
-        for mask in masks:
-            q, k, v = problem(head_dim, 200, 300)
-            with torch.no_grad():
-                strobe.attention(q, k, v, mask=mask, backend="sm90")
-                poisoned = v.clone()
-                poisoned[:, 150] = float("nan")  # makes the masked problems redo tiles
-                strobe.attention(q, k, poisoned, mask=mask, backend="sm90")
-    for mask in (*masks, strobe.Prefix(30) & strobe.Document(torch.randint(0, 3, (2, 130), device="cuda"))):
-        q, k, v = problem(40, 130, 130)
-        strobe.attention(q, k, v, mask=mask, score=strobe.Score(softcap=5.0), backend="portable").sum().backward()
-    q, k, v = (x[0] for x in problem(64, 90, 90))
-    cu_seqlens = torch.tensor([0, 17, 17, 80], dtype=torch.int32, device="cuda")
-    strobe.attention(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, mask=strobe.Causal()).sum().backward()
+    hopper()
+    portable()
     torch.cuda.synchronize()
     print("all kernels ran")
 
