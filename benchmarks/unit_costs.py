@@ -6,6 +6,7 @@ n gives a cost for each repetition (`each`) and what is paid once (`once`: laten
     python benchmarks/unit_costs.py            # on a Hopper GPU, a minute; writes results/unit-costs-<gpu>-<date>.json
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from strobe.kernels.gluon import (
 )
 from strobe.kernels.sm90 import forward
 from strobe.kernels.sm90.config import Config
+from strobe.kernels.sm90.layouts import accumulator, rows_of
 from strobe.lab.machine import describe, snapshot
 
 LAUNCHES = 9
@@ -117,17 +119,21 @@ def row_max_kernel(out, sink, n, a, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def softmax_kernel(out, sink, n, a, scale, C: gl.constexpr):
-    """n times what a consumer of the Hopper forward does with the scores of a block, alone on its SM."""
-    layout: gl.constexpr = forward.accumulator(C.tile_kv)
+    """n times what a consumer of the Hopper forward does with the scores of a block, alone on its SM: the optimistic
+    softmax, or the one with a running maximum."""
+    layout: gl.constexpr = accumulator(C.tile_kv)
     s = gl.arange(0, C.tile_kv, gl.SliceLayout(0, layout))[None, :] * a + gl.full([64, C.tile_kv], 0.0, gl.float32, layout)
-    row_max = gl.full([64], float("-inf"), gl.float32, forward.rows_of(C.tile_kv))
+    m = gl.full([64], 0.0, gl.float32, rows_of(C.tile_kv))
     row_sum = forward.lane_sums(s)
     partition_barrier()
     begin = clock()
     for _ in range(n):
-        row_max, rescale, p = forward.softmax(s, row_max, scale, False, C)
-        row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + forward.lane_sums(p)
-        s = p
+        if not C.optimistic:
+            new_m = gl.maximum(m, forward.row_max(s, C) * scale)
+            row_sum = row_sum * gl.convert_layout(gl.exp2(m - new_m), gl.SliceLayout(1, row_sum.type.layout))[:, None]
+            m = new_m
+        s = forward.weights(s, m, scale)
+        row_sum = row_sum + forward.lane_sums(s)
     partition_barrier()
     gl.store(out + gl.program_id(0), clock() - begin)
     gl.store(sink, gl.max(gl.max(row_sum, 1), 0) + gl.max(gl.max(s, 1), 0))
@@ -302,9 +308,9 @@ def registers(sink: torch.Tensor) -> dict[str, dict]:
             lambda n, columns=columns: cycles(lambda out: row_max_kernel[(1,)](out, sink, n, 0.001, columns, num_warps=4)),
             (8, 16, 32, 64),
         )  # fmt: skip
-    for columns in (64, 128):
-        config = Config(64, groups=2, tile_kv=columns, num_stages=2)
-        results[f"softmax of 64 x {columns}"] = line(
+    for columns, optimistic in itertools.product((64, 128), (False, True)):
+        config = Config(64, 64, 2, columns, 2, optimistic=optimistic)
+        results[f"{'optimistic ' * optimistic}softmax of 64 x {columns}"] = line(
             lambda n, c=config: cycles(lambda out: softmax_kernel[(1,)](out, sink, n, 0.001, 0.1, c, num_warps=4)),
             (8, 16, 32, 64),
         )  # fmt: skip
