@@ -231,7 +231,8 @@ def test_a_config_that_cannot_be_is_one_sentence(change, words):
 def test_a_hopper_config_has_a_map_too():
     config = explain_problem(problem(), KNOWN["H200"]).config
     assert sum(buffer.bytes for buffer in config.smem_map() if not buffer.over) == config.smem_bytes()
-    assert lines(config)[0].split() == ["shared", "sQ", "(2,", "64,", "128)", "32768", "bytes"]
+    buffers = config.q_stages * config.groups
+    assert lines(config)[0].split() == ["shared", "sQ", f"({buffers},", "64,", "128)", f"{buffers * 64 * 128 * 2}", "bytes"]
 
 
 # ---- dispatch

@@ -1,19 +1,22 @@
 """Every Gluon kernel of ours, its source unchanged, in the simulator: right numbers, and no mistake found, in every order."""
 
 import importlib.util
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from problems import Case, Results, check, describe, tensors
+from problems import Case, Results, check, describe, formula, tensors
 
 from strobe.kernels import triton_version
 from strobe.kernels.sm90 import forward as sm90_forward
 from strobe.kernels.sm90.config import Config as Hopper
 from strobe.kernels.sm90.config import padded
 from strobe.kernels.sm100.config import Config as Blackwell
+from strobe.reference import optimistic
+from strobe.scores import LOG2E
 from strobe.sim import simulate
 from strobe.sim.attention import forward_launch, simulate_forward
 
@@ -117,6 +120,55 @@ def test_hopper_leaves_its_counters_as_they_were():
         for seed in range(3):
             launch.simulate("random", seed)
             assert not counters.any()
+
+
+@pytest.mark.parametrize("dtype, excess, noted", [(BF16, 118, 0), (BF16, 121, 1), (FP16, 14, 0), (FP16, 17, 1)], ids=str)
+@pytest.mark.parametrize("row, config", [(140, hopper()), (200, hopper(q_stages=1, groups=3)), (299, hopper(optimistic=False))])
+def test_a_later_block_beyond_the_first_is_noted(row, config, dtype, excess, noted):
+    """One score of one row is 2^excess times the others: the 64 rows around it are noted where that is too much."""
+    t = tensors(case(300, 333, heads=(2, 1), head_dim=64), dtype)
+    q, k = torch.zeros_like(t.q), torch.zeros_like(t.k)
+    q[0, row, 1, 0], k[0, 290, 0, 0] = 16.0, excess / (16.0 * 64**-0.5 * LOG2E)
+    out, lse, notes, _ = simulate_forward(*describe(replace(t, q=q, k=k)), "sm90", config)
+    expected = torch.zeros(2, 5, dtype=torch.int32)
+    expected[1, row // 64] = noted and config.optimistic
+    assert notes.tolist() == expected.flatten().tolist()
+    if not expected.any():
+        check(Results(out, lse), replace(t, q=q, k=k), ("out", "lse"))
+
+
+WILD = [
+    (case(300, 333, heads=(2, 1), head_dim=64, logits=30.0), hopper()),
+    (case(300, 333, heads=(2, 1), head_dim=64, logits=30.0, mask="causal"), hopper(groups=3, num_stages=3)),
+    (case(500, 333, head_dim=64, logits=100.0, mask="causal"), hopper(tile_kv=128, num_stages=3)),
+    (case(300, 300, head_dim=64, logits=10.0, mask="window"), hopper(q_stages=1)),
+    (case(300, 500, head_dim=64, logits=60.0, mask="prefix"), hopper()),
+    (case(300, 500, batch=3, head_dim=64, logits=60.0, mask="causal", packed=True), hopper()),
+    (case(300, 100, head_dim=64, logits=30.0, mask="causal", sinks=True), hopper()),
+]
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=short)
+@pytest.mark.parametrize("case, config", WILD, ids=short)
+def test_what_is_not_noted_is_right(case, config, dtype):
+    """The notes are those of the model in plain torch; every other block of 64 rows is right."""
+    t = tensors(case, dtype)
+    problem, operands = describe(t)
+    out, lse, notes, _ = simulate_forward(problem, operands, "sm90", config, "random", 1)
+    assert notes.bool().tolist() == optimistic.forward(problem, operands, config.tile_q, config.tile_kv).noted.tolist()
+    exact = formula(t)
+    for place, (batch, head, block) in enumerate(
+        itertools.product(*map(range, (case.batch, case.heads_q, -(-case.n_q // 64))))
+    ):
+        if not notes[place]:
+            rows = slice(64 * block, 64 * block + 64)
+            if case.packed:
+                begin, end = t.keywords["cu_seqlens_q"][batch : batch + 2].tolist()
+                rows = slice(min(begin + 64 * block, end), min(begin + 64 * block + 64, end))
+            where = (rows, head) if case.packed else (batch, rows, head)
+            torch.testing.assert_close(out[where].double(), exact.out[where], atol=2e-2, rtol=2e-2)
+            where = (head, rows) if case.packed else (batch, head, rows)
+            torch.testing.assert_close(lse[where].double(), exact.lse[where], atol=1e-3, rtol=1e-5)
 
 
 # ---- Blackwell
