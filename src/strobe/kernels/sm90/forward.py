@@ -381,8 +381,8 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, memory, k, v,
             C: gl.constexpr):  # fmt: skip
     """This CTA's tiles, of which there is one at least."""
     dtype: gl.constexpr = outputs.descriptor.dtype
-    # Three groups have 160 registers a thread: with a mask too few for the next tile's P beside the last one's. Then it comes
-    # late. Bytes spilled, without and with a mask, on Triton 3.6 and on 3.9: never late 0, 0 and 252, 600; always 112, 0 and 0, 0.
+    # Three groups have 160 registers a thread: with a mask too few for the next tile's P beside the last one's, so it is late.
+    # Bytes spilled without, with a mask: never late 0, 0 (Triton 3.6) and 252, 600 (3.9); always late 112, 0 and 0, 0.
     LATE: gl.constexpr = C.q_stages == 1 or (C.groups == 3 and MASKED)
     turn = 0
     g = 0
