@@ -77,7 +77,7 @@ def test_shared_memory_is_what_config_says(audits):
 def test_spills(audits):
     """At head dim 64 with 3 groups, which have 160 registers a thread, the newest Triton spills 63 without a mask."""
     for audit in audits:
-        assert audit["spill_bytes"] <= (252 if config_of(audit).groups == 3 and not audit["causal"] else 0), audit["name"]
+        assert audit["spill_bytes"] <= (252 if config_of(audit).groups == 3 and "full" in audit["name"] else 0), audit["name"]
         moves = sum(counts.get("LDL", 0) + counts.get("STL", 0) for counts in audit["roles"].values())
         assert audit["spill_bytes"] == 4 * moves, audit["name"]  # so they were counted in the code that runs
 

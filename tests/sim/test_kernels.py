@@ -103,8 +103,7 @@ HOPPER = [
 ]
 
 
-@pytest.mark.parametrize("ctas", [1, 2])
-@pytest.mark.parametrize("order, seed", ORDERS)
+@pytest.mark.parametrize("order, seed, ctas", [*((*order, 1) for order in ORDERS), ("random", 3, 2)])
 @pytest.mark.parametrize("case, dtype, config", HOPPER, ids=short)
 def test_hopper(case, dtype, config, order, seed, ctas):
     """All tiles in one CTA, or two that share them."""
