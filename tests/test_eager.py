@@ -16,14 +16,18 @@ class Plans:
 
     def __init__(self):
         self.made = self.called = 0
+        self.wanted_lse: bool | None = None
 
     def plan(self, problem, operands, tensors):
         assert tensors[:3] == operands[:3] and len({id(x) for x in tensors[:3]}) == 3
         self.made += 1
 
-        def call(stream, *now):
+        def call(stream, wants_lse, addresses, now):
             self.called += 1
-            return tiled.forward(problem, Operands(*now[: len(operands)]))
+            self.wanted_lse = wants_lse
+            assert addresses == tuple(x.data_ptr() for x in now if x is not None)
+            out, lse = tiled.forward(problem, Operands(*now[: len(operands)]))
+            return out, lse if wants_lse else None
 
         return call
 
@@ -70,6 +74,17 @@ def test_one_tensor_given_thrice_plans_for_three(plans):
     got = strobe.attention(q, k, v, backend="tiled")
     assert (plans.made, plans.called) == (1, 2)
     torch.testing.assert_close(got, strobe.attention(q, k, v, backend="torch_cpu"))
+
+
+def test_who_wants_the_lse(plans):
+    """Whoever gets it, and a backward."""
+    t = tensors(CASES[1], torch.float32, "cpu")
+    out = attention(t)
+    assert not plans.wanted_lse
+    again, lse = attention(t, return_lse=True)
+    assert plans.wanted_lse and lse is not None and torch.equal(out, again)
+    attention(t.with_gradients()).sum().backward()
+    assert plans.wanted_lse and plans.called == 3
 
 
 @pytest.mark.parametrize(

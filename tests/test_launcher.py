@@ -31,7 +31,8 @@ launches, encoded = [], []
 
 class Recorder:
     def launch(self, config, function, pointers, extra):
-        sizes = launcher.ptx_sizes(self.compiled.asm["ptx"], self.compiled.name)
+        compiled = self.compiled[function.value]
+        sizes = launcher.ptx_sizes(compiled.asm["ptx"], compiled.name)
         assert len(sizes) == len(pointers) and extra is None
         values = [ctypes.string_at(pointer, size).hex() for pointer, size in zip(pointers, sizes)]
         aligned = all(pointer % min(size, 64) == 0 for pointer, size in zip(pointers, sizes))
@@ -47,43 +48,56 @@ class Recorder:
 
 
 recorder = Recorder()
+recorder.compiled = {}
 launcher._driver = lambda: recorder
 
 
-def prepared(kernel, grid, tensors, arguments, keywords):
-    compiled = kernel.warmup(*arguments, grid=grid, **keywords)
-    compiled.function = 4321
-    recorder.compiled = compiled
-    values = {**dict(zip(compiled.src.signature, arguments)), **keywords}
-    values = [values.get(name) for name in compiled.src.signature]
-    return launcher.PreparedLaunch(compiled, (*grid, 1, 1)[:3], values, tensors)
+def prepared(tensors, *calls):
+    kernels = []
+    for kernel, grid, arguments, keywords in calls:
+        call = launcher.compiled_call(kernel, grid, *arguments, **keywords)
+        if call.compiled not in recorder.compiled.values():
+            call.compiled.function = 4321 + len(recorder.compiled)
+            recorder.compiled[call.compiled.function] = call.compiled
+        kernels.append((call.compiled, call.grid, launcher.all_arguments(call)))
+    return launcher.PreparedLaunches(kernels, tensors)
 
 
 result = {"triton": triton.__version__, "encoded": encoded, "launches": launches}
 with pretend_gpu(90):
     x, y, sums = kernels.rows(130, "cpu")
     grid, arguments, keywords = kernels.scale_rows_arguments(x, y, sums)
-    launch = prepared(kernels.scale_rows, grid, (x, None, y, sums), arguments, keywords)
+    launch = prepared((x, y, sums), (kernels.scale_rows, grid, arguments, keywords))
     others = tuple(torch.empty_like(t) for t in (x, y, sums))
-    addresses = [[t.data_ptr() for t in three] for three in ((x, y, sums), others)]
-    for stream, (x, y, sums) in ((77, addresses[0]), (78, addresses[1]), (79, addresses[1])):
-        launch(stream, x, None, y, sums)
+    addresses = [tuple(t.data_ptr() for t in three) for three in ((x, y, sums), others)]
+    for stream, three in ((77, addresses[0]), (78, addresses[1]), (79, addresses[1])):
+        launch.on(stream)(three)
     result["addresses"] = addresses[1]
-    result["shared"] = recorder.compiled.metadata.shared
+    result["shared"] = launch._kernels[0].shape[-1]
 
-    x, y = torch.zeros(3, 5), torch.zeros(5, 3).t()
-    grid, arguments, keywords = kernels.add_one_arguments(x, y)
-    prepared(kernels.add_one, grid, (x, y), arguments, {**keywords, "launch_pdl": True})(0, x.data_ptr(), y.data_ptr())
-    result["matrices"] = [x.data_ptr(), y.data_ptr()]
-    prepared(kernels.add_one, (0,), (x, y), arguments, keywords)(0, x.data_ptr(), y.data_ptr())  # launches nothing
+    a, b = torch.zeros(3, 5), torch.zeros(5, 3).t()
+    grid_1, arguments_1, keywords_1 = kernels.add_one_arguments(a, b)
+    add_one = (kernels.add_one, grid_1, arguments_1, keywords_1)
+    with_pdl = (kernels.add_one, grid_1, arguments_1, {**keywords_1, "launch_pdl": True})
+    prepared((a, b), with_pdl).on(0)((a.data_ptr(), b.data_ptr()))
+    result["matrices"] = [a.data_ptr(), b.data_ptr()]
+    prepared((a, b), (kernels.add_one, (0,), arguments_1, keywords_1)).on(0)((0, 0))  # launches nothing
+
+    # Two kernels, of which one takes what the other takes, and an empty grid between them.
+    scale_rows = (kernels.scale_rows, grid, arguments, keywords)
+    nothing = (kernels.scale_rows, (0,), arguments, keywords)
+    reverse = (kernels.scale_rows, grid, kernels.scale_rows_arguments(y, x, sums)[1], keywords)
+    frame = prepared((a, x, y, b, sums), scale_rows, nothing, add_one, reverse).on(80)
+    frame((a.data_ptr(), *addresses[1][:2], b.data_ptr(), addresses[1][2]))
+
     try:
-        prepared(kernels.add_one, grid, (x,), arguments, keywords)
+        prepared((a,), add_one)
     except ValueError as error:
         result["missing"] = str(error)
-    compiled = kernels.add_one.warmup(*arguments, grid=grid, **keywords)
+    compiled = kernels.add_one.warmup(*arguments_1, grid=grid_1, **keywords_1)
     compiled.asm["ptx"] = compiled.asm["ptx"].replace(".param .u32 add_one_param_1", ".param .u64 add_one_param_1")
     try:
-        launcher.PreparedLaunch(compiled, (1, 1, 1), [*arguments, False, 8], (x, y))
+        launcher.PreparedLaunches([(compiled, (1, 1, 1), [*arguments_1, False, 8])], (a, b))
     except launcher.Unknown as error:
         result["unknown"] = str(error)
 print(json.dumps(result))
@@ -125,17 +139,28 @@ def test_parameters_of_a_gluon_kernel(recorded):
     assert second["function"] == 4321 and second["attributes"] == "" and all(one["aligned"] for one in recorded["launches"])
 
 
+def test_kernels_in_a_row(recorded):
+    """Each is given what it is given alone, of the same tensors."""
+    _, second, _, alone, first, add_one, reverse = recorded["launches"]
+    assert first["values"] == second["values"] and first["config"] == [*second["config"][:-1], 80]
+    assert add_one["values"] == alone["values"] and add_one["config"] == [*alone["config"][:-1], 80]
+    x, y = (struct.pack("<Q", address).hex() * 16 for address in recorded["addresses"][:2])
+    assert (first["values"][0], reverse["values"][0]) == (x, y) and set(first["values"]) == set(reverse["values"])
+    assert first["function"] == reverse["function"] != add_one["function"]
+
+
 def test_descriptors_are_encoded_once_for_an_address(recorded):
     """bfloat16 (9), innermost dim first, strides in bytes; no interleave, swizzle of 128 bytes (3), L2 by 128 bytes (2)."""
-    assert len(recorded["encoded"]) == 4
-    by_address = {one[2]: one for one in recorded["encoded"]}
+    alone = recorded["encoded"][:4]
+    assert len(recorded["encoded"]) == 4 + 2 * 2
+    by_address = {one[2]: one for one in alone}
     for address in recorded["addresses"][:2]:
         assert by_address[address] == [9, 2, address, [64, 130], [128], [64, 64], [1, 1], 0, 3, 2, 0]
 
 
 def test_parameters_of_tuples_and_attributes(recorded):
     """A number that is 1 is no parameter; programmatic serialization is attribute 6."""
-    assert len(recorded["launches"]) == 4  # none for an empty grid
+    assert len(recorded["launches"]) == 4 + 3  # none for an empty grid
     last = recorded["launches"][3]
     x, y = recorded["matrices"]
     assert last["values"] == [*packed("Q", x), *packed("i", 5), *packed("Q", y), *packed("i", 3, 5), *packed("Q", 0, 0)]
@@ -145,6 +170,44 @@ def test_parameters_of_tuples_and_attributes(recorded):
 def test_what_cannot_be_prepared(recorded):
     assert "every tensor of a prepared launch must be given" in recorded["missing"]
     assert "not laid out as those of Triton 3.6 to 3.9" in recorded["unknown"]
+
+
+def test_threads_that_share_a_stream_keep_two_launches_together(monkeypatch):
+    """Notes that one thread's first launch leaves are redone by its own second launch."""
+    from strobe.kernels.sm90.plan import ForwardPlan
+    from strobe.recent import Made
+
+    launches, rest = [], threading.Event()
+
+    class Prepared:
+        def on(self, stream):
+            def launch(addresses):
+                for kernel in ("forward", "redo"):
+                    launches.append((addresses[0], kernel))
+                    rest.wait(0.002)  # as ctypes does, it lets other threads run
+
+            return launch
+
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    plan = ForwardPlan.__new__(ForwardPlan)
+    plan._device, plan._notes, plan._blind, plan._prepared = torch.device("cpu"), 4, False, Prepared()
+    plan._places = Made(64, plan._place)
+    plan._out_like, plan._lse_like = torch.empty(8), torch.empty(4)
+    started = threading.Barrier(4)
+
+    def work(number):
+        started.wait()
+        for _ in range(5):
+            plan.run(0, False, (number,), ())
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(launches) == 2 * 4 * 5 and len({number for number, _ in launches}) == 4
+    for (first, forward), (second, redo) in zip(launches[::2], launches[1::2], strict=True):
+        assert first == second and (forward, redo) == ("forward", "redo")
 
 
 COUNT = """
@@ -191,16 +254,17 @@ def kernels():
 
 
 def start(launch, *tensors) -> None:
-    launch(torch.cuda.current_stream().cuda_stream, *(x.data_ptr() for x in tensors))
+    launch.on(torch.cuda.current_stream().cuda_stream)(tuple(x.data_ptr() for x in tensors))
 
 
 def scaled(kernels, n):
     """x, y, sums, and a prepared launch for (x, y, sums)."""
-    from strobe.kernels.launcher import prepare
+    from strobe.kernels.launcher import compiled_call, prepare
 
     x, y, sums = kernels.rows(n, "cuda")
     grid, arguments, keywords = kernels.scale_rows_arguments(x, y, sums)
-    return x, y, sums, prepare(kernels.scale_rows, grid, (x, y, sums), *arguments, **keywords)
+    call = compiled_call(kernels.scale_rows, grid, *arguments, **keywords)
+    return x, y, sums, prepare([call], (x, y, sums))
 
 
 def by_triton(kernels, x):
@@ -213,11 +277,11 @@ def by_triton(kernels, x):
 @gpu
 @pytest.mark.parametrize("n", [1, 64, 1000])
 def test_same_as_triton(kernels, n):
-    from strobe.kernels.launcher import PreparedLaunch
+    from strobe.kernels.launcher import PreparedLaunches
 
     x, y, sums, launch = scaled(kernels, n)
-    assert isinstance(launch, PreparedLaunch)
-    for _ in range(100):  # more addresses than descriptors are kept
+    assert isinstance(launch, PreparedLaunches)
+    for _ in range(300):  # more addresses than descriptors are kept
         x, y, sums = (torch.zeros_like(t) for t in (x, y, sums))
         x.normal_()
         start(launch, x, y, sums)
@@ -253,7 +317,7 @@ def test_descriptors_are_tritons(kernels):
     grid, arguments, keywords = kernels.scale_rows_arguments(x, y, sums)
     compiled = kernels.scale_rows.warmup(*arguments, grid=grid, **keywords)
     meta = compiled.metadata.tensordesc_meta[0]
-    made = encoder(Descriptor(arguments[0], meta))(x.data_ptr())
+    made = encoder(Descriptor(arguments[0], meta))[x.data_ptr()]
     make = driver.make_tensordesc_arg
     theirs = make(arguments[0], meta, None) if make.__code__.co_argcount == 3 else make(arguments[0], meta)
     start = -(-(id(theirs[0]) + 16) // 128) * 128

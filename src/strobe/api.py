@@ -65,7 +65,7 @@ def attention(
     call = (
         q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, backend,
     )  # fmt: skip
-    out, lse = eager.attention(_options, *call) or torch.ops.strobe.forward(q, k, v, *_options(*call).arguments())
+    out, lse = eager.attention(_options, call, return_lse) or torch.ops.strobe.forward(q, k, v, *_options(*call).arguments())
     return (out, lse) if return_lse else out
 
 
@@ -113,7 +113,7 @@ def flash_attn_func(
     _no_dropout(dropout_p)
     mask = _flash_mask(causal, window_size)
     score = _score(softcap, alibi_slopes, learnable_sink)
-    result = attention(q, k, v, mask=mask, score=score, scale=softmax_scale, return_lse=True)
+    result = attention(q, k, v, mask=mask, score=score, scale=softmax_scale, return_lse=return_attn_probs)
     return _flash_result(result, return_attn_probs)
 
 
@@ -161,7 +161,7 @@ def flash_attn_varlen_func(
     result = attention(
         q, k, v, mask=_flash_mask(causal, window_size), score=_score(softcap, alibi_slopes, learnable_sink),
         scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-        max_seqlen_kv=max_seqlen_k, seqused_q=seqused_q, seqused_kv=seqused_k, return_lse=True,
+        max_seqlen_kv=max_seqlen_k, seqused_q=seqused_q, seqused_kv=seqused_k, return_lse=return_attn_probs,
     )  # fmt: skip
     return _flash_result(result, return_attn_probs)
 
@@ -169,7 +169,7 @@ def flash_attn_varlen_func(
 # ---- flash-attn's arguments in Strobe's terms
 
 
-def _flash_mask(causal: bool, window_size: Sequence[int]) -> Mask:
+def _flash_mask(causal: bool, window_size: Sequence[int]) -> Mask | None:
     try:
         left, right = window_size
     except (TypeError, ValueError):
@@ -179,13 +179,18 @@ def _flash_mask(causal: bool, window_size: Sequence[int]) -> Mask:
             raise TypeError(f"window_size must hold two ints, got {window_size!r}")
         if side < -1:
             raise ValueError(f"window_size must hold -1 (no bound) or sizes >= 0, got {window_size!r}")
-    window = Window(left if left >= 0 else None, right if right >= 0 else None)
-    return window & Causal() if causal else window
+    if causal:
+        right = 0
+    if left < 0 and right <= 0:
+        return Causal() if right == 0 else None
+    return Window(left if left >= 0 else None, right if right >= 0 else None)
 
 
-def _score(softcap: float, alibi_slopes: torch.Tensor | None, learnable_sink: torch.Tensor | None) -> Score:
+def _score(softcap: float, alibi_slopes: torch.Tensor | None, learnable_sink: torch.Tensor | None) -> Score | None:
     if not isinstance(softcap, (int, float)):
         raise TypeError(f"softcap must be a number, got {type(softcap).__name__}")
+    if softcap == 0 and alibi_slopes is None and learnable_sink is None:
+        return None
     return Score(softcap=float(softcap), alibi=alibi_slopes, sinks=learnable_sink)
 
 
@@ -195,8 +200,10 @@ def _no_dropout(dropout_p: float) -> None:
 
 
 def _flash_result(result, return_attn_probs: bool):
+    if not return_attn_probs:
+        return result
     out, lse = result
-    return (out, lse, out.new_empty(0)) if return_attn_probs else out
+    return out, lse, out.new_empty(0)
 
 
 def _check_packed(name: str, x: torch.Tensor, parts: int) -> None:

@@ -34,10 +34,12 @@ OPTIONAL = (
 )  # fmt: skip
 """The tensors of a call beside q, k and v, by their names in Options."""
 
-Outputs = tuple[torch.Tensor, torch.Tensor]
+Outputs = tuple[torch.Tensor, Any]
+"""out and lse, which may be None where nobody wants it."""
 
 Plan = Callable[..., Outputs]
-"""plan(stream, *tensors) -> out, lse, on the current device and its current stream, given as the driver's handle (CPU: 0)."""
+"""plan(stream, wants_lse, addresses, tensors) -> out, lse, on the current device and its current stream, given as the driver's
+handle (CPU: 0). addresses: of the tensors, without those that are None."""
 
 
 class Prepared(NamedTuple):
@@ -50,6 +52,8 @@ class Prepared(NamedTuple):
 
 _prepared: Recent[Prepared] = Recent(1024)
 _PLAIN = (torch.Tensor, Parameter)
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_in_functorch = torch._C._are_functorch_transforms_active
 _NONE = (None,) * len(OPTIONAL)
 
 
@@ -58,13 +62,19 @@ def forget() -> None:
     _prepared.clear()
 
 
-def attention(check: Callable[..., ops.Options], *call) -> Outputs | None:
-    """out and lse, or None if the call is the operator's. check(*call): the checks, and what they make of a call."""
+def attention(check: Callable[..., ops.Options], call: tuple, wants_lse: bool) -> Outputs | None:
+    """out and lse (see Plan), or None if the call is the operator's. check(*call): the checks, and what they make of a call.
+
+    Every call of a model comes through here, so it asks each tensor for as little as tells calls apart, and makes one flat key
+    of it: a tenth of a microsecond a question, twenty or so of them."""
     if torch.compiler.is_compiling() or _transformed():
         return None
     q, k, v, mask, score, scale, cu_q, cu_kv, max_q, max_kv, used_q, used_kv, backend = call
-    rules: tuple = ()
+    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
+        return None
+    rules: tuple | None = None
     optional: tuple = _NONE
+    likenesses: tuple | None = None
     if mask is not None:
         if not isinstance(mask, Mask):
             return None
@@ -73,22 +83,28 @@ def attention(check: Callable[..., ops.Options], *call) -> Outputs | None:
         if not isinstance(score, Score):
             return None
         rules = (rules, score.softcap, score.function)
+    device = q.get_device()
+    addresses: tuple = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if cu_q is not None or cu_kv is not None or used_q is not None or used_kv is not None or _has_tensors(mask, score):
         documents = (None, None) if mask is None or mask.documents is None else (mask.documents.q, mask.documents.kv)
         changes = (None, None, None) if score is None else (score.alibi, score.bias, score.sinks)
         optional = (cu_q, cu_kv, used_q, used_kv, *documents, *changes)
-    likenesses: tuple = (_likeness(q), _likeness(k), _likeness(v))
-    if optional is not _NONE:
-        likenesses += tuple([None if x is None else _likeness(x) for x in optional])
-    if False in likenesses:
-        return None
-    device = q.get_device()
+        likenesses = tuple([None if x is None else _likeness(x) for x in optional])
+        if False in likenesses:
+            return None
+        addresses += tuple([x.data_ptr() for x in optional if x is not None])
     if device >= 0 and device != torch._C._cuda_getDevice():
         return None
     numbers = None
     if scale is not None or max_q is not None or max_kv is not None:  # 1 and True are equal, but not the same to `check`
         numbers = (scale, type(scale), max_q, type(max_q), max_kv, type(max_kv))
-    key = (likenesses, rules, numbers, backend, torch.is_grad_enabled())
+    gradients = torch.is_grad_enabled()
+    key = (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        device, k.get_device(), v.get_device(), (addresses[0] | addresses[1] | addresses[2]) % 16 and _alignments(addresses),
+        gradients and (q.requires_grad or k.requires_grad or v.requires_grad),
+        likenesses, rules, numbers, backend, gradients,
+    )  # fmt: skip
     try:
         prepared = _prepared.get(key)
     except TypeError:  # a number that is a list, say
@@ -96,22 +112,18 @@ def attention(check: Callable[..., ops.Options], *call) -> Outputs | None:
     if prepared is None:
         prepared = _prepare(check(*call), (q, k, v, *optional))
         _prepared.put(key, prepared)
-    if prepared.plan is None:
+    plan = prepared.plan
+    if plan is None:
         return None
     stream = torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
     if prepared.differentiable:
-        return _Differentiable.apply(prepared, stream, q, k, v)
-    return prepared.plan(stream, q, k, v, *optional)
+        return _Differentiable.apply(prepared, stream, addresses, q, k, v)
+    return plan(stream, wants_lse, addresses, (q, k, v, *optional))
 
 
 def _transformed() -> bool:
     """Whether something stands between a call and its kernels: a mode, a transform of functorch, forward gradients."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
+    return _dispatch_modes() > 0 or _function_modes() > 0 or _in_functorch() or forward_ad._current_level >= 0
 
 
 def _has_tensors(mask: Mask | None, score: Score | None) -> bool:
@@ -125,6 +137,10 @@ def _likeness(x) -> tuple | bool:
     if type(x) not in _PLAIN:
         return False
     return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16, x.requires_grad
+
+
+def _alignments(addresses: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(address % 16 for address in addresses[:3])
 
 
 def _prepare(options: ops.Options, tensors: tuple) -> Prepared:
@@ -148,14 +164,14 @@ class _Differentiable(torch.autograd.Function):
     """A plan of q, k and v alone, with the operator's gradient."""
 
     @staticmethod
-    def forward(ctx, prepared: Prepared, stream: int, q, k, v):
+    def forward(ctx, prepared: Prepared, stream: int, addresses: tuple[int, ...], q, k, v):
         assert prepared.plan is not None
-        outputs = prepared.plan(stream, q, k, v, *_NONE)
-        ctx.save_for_backward(q, k, v, *outputs, *(None for _ in ops._TENSORS))
+        outputs = prepared.plan(stream, True, addresses, (q, k, v, *_NONE))
+        ctx.save_for_backward(q, k, v, *outputs, *_NONE)
         ctx.options = prepared.options
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return None, None, *ops._gradient(ctx, dout, dlse)[:3]
+        return None, None, None, *ops._gradient(ctx, dout, dlse)[:3]

@@ -1,16 +1,17 @@
-"""A bounded table that keeps what is in use."""
+"""Bounded tables."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
 class Recent(Generic[Value]):
-    """At most `size` entries, of which the unused go first: the oldest one that nobody got since it was last spared (the
-    "clock" approximation of least recently used, for which getting costs one look-up).
+    """At most `size` entries, of which it keeps those in use: the unused go first, the oldest one that nobody got since it was
+    last spared (the "clock" approximation of least recently used, for which getting costs one look-up).
 
     Threads may share it: at worst one makes an entry again."""
 
@@ -39,3 +40,19 @@ class Recent(Generic[Value]):
 
     def clear(self) -> None:
         self._entries.clear()
+
+
+class Made(dict[Key, Value]):
+    """made[key] is make(key), made once; a full table forgets all. Of what is there, getting costs no Python call.
+
+    Threads may share it: at worst an entry is made twice."""
+
+    def __init__(self, size: int, make: Callable[[Key], Value]):
+        super().__init__()
+        self._size, self._make = size, make
+
+    def __missing__(self, key: Key) -> Value:
+        if len(self) >= self._size:
+            self.clear()
+        value = self[key] = self._make(key)
+        return value

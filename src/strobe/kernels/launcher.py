@@ -1,8 +1,9 @@
-"""Launch a compiled kernel, Triton or Gluon, again and again with little host time.
+"""Launch compiled kernels, Triton or Gluon, again and again with little host time.
 
 `kernel[grid](...)` binds, specialises and converts every argument in every call. A caller whose next call differs from the
-last in nothing but addresses needs none of that: `prepare` does it once, and a `PreparedLaunch` writes the addresses, and
-the TMA descriptors of these addresses, into memory that is laid out for the driver already.
+last in nothing but addresses needs none of that: `prepare` does it once, for kernels that are launched one after the other,
+and a launch writes the addresses, and the TMA descriptors of these addresses, into memory that is laid out for the driver
+already. Kernels that take the same tensors read them from the same place, so nothing is written twice.
 
 Which parameters the compiled kernel has is Triton's affair. `parameters` derives them from the signature, as the launchers
 of Triton 3.6 to 3.9 do, and compares their sizes with those in the kernel's own PTX. Whatever it does not know, or finds to
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import logging
 import re
 import struct
@@ -23,13 +23,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from strobe.recent import Made
+
 log = logging.getLogger("strobe")
 
 Launch = Callable[..., None]
-"""launch(stream, *addresses): the handle of the current stream; addresses of tensors in place of those that it was prepared
-with, None for None."""
+"""launch(addresses): of tensors in place of those that it was prepared with, in their order. For one thread at a time."""
 
-Tensors = Sequence["torch.Tensor | None"]
+Tensors = Sequence["torch.Tensor"]
 
 _CODES = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
@@ -45,24 +46,46 @@ class Unknown(Exception):
     """Why only Triton knows how to launch a kernel."""
 
 
-def prepare(kernel, grid: Sequence[int], tensors: Tensors, *arguments, **keywords) -> Launch:
-    """`kernel[grid](*arguments, **keywords)`, compiled but not launched, to be called with the addresses of other tensors.
+class Call(NamedTuple):
+    """`kernel[grid](*arguments, **keywords)`, compiled (see `compiled_call`) but not launched."""
 
-    tensors: all those in the arguments, also in tuples and TMA descriptors, each an object of its own; and None where a
-        caller has an optional one. The others must have the same shapes, strides and dtypes, addresses that are multiples of
-        16 where these have such, and the same device, which must be the current one.
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple
+    keywords: dict
+    compiled: Any
+
+
+def compiled_call(kernel, grid: Sequence[int], *arguments, **keywords) -> Call:
+    """The Call of a kernel, compiled on the current device where it was not yet."""
+    compiled = kernel.warmup(*arguments, grid=grid, **keywords)
+    return Call(kernel, (*grid, 1, 1)[:3], arguments, keywords, compiled)
+
+
+def prepare(calls: Sequence[Call], tensors: Tensors) -> Prepared:
+    """Calls in a row, to be made with the addresses of other tensors: prepare(...).on(stream) is a Launch.
+
+    tensors: all those in the arguments, also in tuples and TMA descriptors, each an object of its own. The others must have the
+        same shapes, strides and dtypes, addresses that are multiples of 16 where these have such, and the same device, which
+        must be the current one.
 
     ValueError if an argument holds a tensor that is not in `tensors`.
     """
-    grid = (*grid, 1, 1)[:3]
-    compiled = kernel.warmup(*arguments, grid=grid, **keywords)
     try:
-        compiled._init_handles()
-        values = {**dict(zip(compiled.src.signature, arguments, strict=False)), **keywords}
-        return PreparedLaunch(compiled, grid, [values.get(name) for name in compiled.src.signature], tensors)
+        for call in calls:
+            call.compiled._init_handles()
+        return PreparedLaunches([(call.compiled, call.grid, all_arguments(call)) for call in calls], tensors)
     except (Unknown, AttributeError, KeyError) as reason:
-        _warn(f"{compiled.name} is launched by Triton, which takes more host time: {reason}")
-        return _through_triton(kernel, grid, tensors, arguments, keywords)
+        names = ", ".join(call.compiled.name for call in calls)
+        _warn(f"{names} is launched by Triton, which takes more host time: {reason}")
+        return ThroughTriton(calls, tensors)
+
+
+def all_arguments(call: Call) -> list:
+    """A value for each parameter of the source, None for one that is not given."""
+    names = call.compiled.src.signature
+    values = {**dict(zip(names, call.arguments, strict=False)), **call.keywords}
+    return [values.get(name) for name in names]
 
 
 @functools.cache
@@ -136,8 +159,8 @@ _ELEMENT_TYPES = {8: 10, 9: 8, 10: 9}
 """Compiler's numbers of float16, float32, ... -> the driver's, where they differ."""
 
 
-def encoder(descriptor: Descriptor) -> Callable[[int], bytes]:
-    """Address -> the TMA descriptor of a tensor that begins there; those of the last addresses are kept."""
+def encoder(descriptor: Descriptor) -> Made[int, bytes]:
+    """[address] -> the TMA descriptor of a tensor that begins there; those of some addresses are kept."""
     given, meta = descriptor
     if meta.get("fp4_padded") or meta.get("is_im2col") or getattr(given, "round_f32_to_tf32", False):
         raise Unknown("it has a TMA descriptor of a rare kind")
@@ -151,7 +174,6 @@ def encoder(descriptor: Descriptor) -> Callable[[int], bytes]:
     element_type = _ELEMENT_TYPES.get(meta["elem_type"], meta["elem_type"])
     interleave, swizzle, promote_to_128_bytes, fill = 0, meta["swizzle"], 2, int(given.padding == "nan")
 
-    @functools.lru_cache(maxsize=64)
     def encode(address: int) -> bytes:
         _memory, start = _aligned(128)
         driver.call(
@@ -160,7 +182,7 @@ def encoder(descriptor: Descriptor) -> Callable[[int], bytes]:
         )  # fmt: skip
         return ctypes.string_at(start, 128)
 
-    return encode
+    return Made(256, encode)
 
 
 def _aligned(size: int) -> tuple[ctypes.Array, int]:
@@ -172,72 +194,97 @@ def _aligned(size: int) -> tuple[ctypes.Array, int]:
 # ---- launches
 
 
-class PreparedLaunch:
-    """A kernel with all its arguments but the addresses: a Launch, for any thread.
+class PreparedLaunches:
+    """Kernels with all their arguments but the addresses, launched one after the other.
 
-    The driver takes a config and an array of pointers to the parameters. Both lie in a frame:
+    The driver takes a config and an array of pointers to the parameters. All of them lie in a frame:
 
-        config, 64 bytes | TMA descriptors | addresses | numbers
+        configs, 64 bytes each | TMA descriptors | addresses of the tensors | numbers
 
-    of which a call writes the stream and what depends on addresses, by one `struct.pack_into`.
+    of which a launch writes the descriptors and the addresses, by one `struct.pack_into`. A frame belongs to one stream.
     """
 
-    _CONFIG = struct.Struct("<7I4xQQI")
+    _CONFIG = struct.Struct("<7I4xQQI12x")
     """CUlaunchConfig: grid, block, shared memory; stream, attributes and their number."""
-    _STREAM = 32
-    """Where in it the part begins that a call writes."""
 
-    def __init__(self, compiled, grid: Sequence[int], arguments: Sequence[Any], tensors: Tensors):
-        found = parameters(compiled, arguments)
-        metadata = compiled.metadata
-        self._compiled = compiled  # it owns the module
-        self._function = ctypes.c_void_p(compiled.function)
-        self._driver = _driver()
-        self._empty = 0 in grid
-        self._fixed = (*grid, metadata.num_warps * metadata.warp_size, 1, 1, metadata.shared)
-        self._kept = _attributes(metadata)
-        self._attributes, self._number = ctypes.addressof(self._kept), ctypes.sizeof(self._kept) // 72
-        # Places in `found`: descriptors first, which have to lie at multiples of 64.
-        descriptors = [place for place, (_, value) in enumerate(found) if isinstance(value, Descriptor)]
-        addresses = [place for place, (_, value) in enumerate(found) if isinstance(value, torch.Tensor)]
-        numbers = [place for place in range(len(found)) if place not in {*descriptors, *addresses}]
-        self._described = [(_slot(found[i].value.given.base, tensors), encoder(found[i].value)) for i in descriptors]
-        self._addressed = [_slot(found[i].value, tensors) for i in addresses]
-        self._written = struct.Struct(f"<QQI12x{_DESCRIPTOR * len(descriptors)}{len(addresses)}{_ADDRESS}")
-        self._numbers = [(found[i].code, found[i].value or 0) for i in numbers]
-        sizes = [128] * len(descriptors) + [8] * (len(addresses) + len(numbers))
-        offsets = dict(zip((*descriptors, *addresses, *numbers), itertools.accumulate(sizes, initial=64), strict=False))
-        self._offsets = [offsets[place] for place in range(len(found))]
-        self._size = 64 + sum(sizes)
-        self._frames = [self._frame()]
+    def __init__(self, kernels: Iterable[tuple[Any, Sequence[int], Sequence[Any]]], tensors: Tensors):
+        """kernels: each compiled, with its grid and all arguments of its source."""
+        found = [(compiled, grid, parameters(compiled, arguments)) for compiled, grid, arguments in kernels]
+        found = [kernel for kernel in found if 0 not in kernel[1]]  # an empty grid launches nothing
+        descriptors = [value for *_, leaves in found for _, value in leaves if isinstance(value, Descriptor)]
+        # What is kept of tensors is their places, not they: they are a user's, and large.
+        self.described = [(_slot(descriptor.given.base, tensors), encoder(descriptor)) for descriptor in descriptors]
+        """The place of each descriptor's tensor, and its encoder."""
+        self.written = struct.Struct(f"<{_DESCRIPTOR * len(descriptors)}{len(tensors)}{_ADDRESS}")
+        self._begin = 64 * len(found)
+        self._numbers: list[Parameter] = []
+        self._kernels = []
+        at_descriptor, at_addresses = self._begin, self._begin + 128 * len(descriptors)
+        at_numbers = self._begin + self.written.size
+        for compiled, grid, leaves in found:
+            offsets = []
+            for leaf in leaves:
+                if isinstance(leaf.value, Descriptor):
+                    offsets.append(at_descriptor)
+                    at_descriptor += 128
+                elif isinstance(leaf.value, torch.Tensor):
+                    offsets.append(at_addresses + 8 * _slot(leaf.value, tensors))
+                else:
+                    offsets.append(at_numbers + 8 * len(self._numbers))
+                    self._numbers.append(leaf)
+            self._kernels.append(_Kernel.of(compiled, grid, offsets))
+        self._size = at_numbers + 8 * len(self._numbers)
 
-    def __call__(self, stream: int, *addresses: Any) -> None:
-        if self._empty:
-            return
-        try:
-            frame = self._frames.pop()
-        except IndexError:  # as many threads are in here as there are frames
-            frame = self._frame()
-        memory, begin, config, pointers = frame
-        described = [encode(addresses[slot]) for slot, encode in self._described]
-        self._written.pack_into(
-            memory, begin, stream, self._attributes, self._number, *described, *[addresses[slot] for slot in self._addressed]
-        )
-        status = self._driver.launch(config, self._function, pointers, None)
-        if status:
-            self._driver.call("cuLaunchKernelEx", config, self._function, pointers, None, status=status)
-        self._frames.append(frame)
+    def on(self, stream: int) -> Launch:
+        return _Frame(self, stream).launch
 
-    def _frame(self) -> tuple[ctypes.Array, int, ctypes.c_void_p, ctypes.Array]:
-        """Memory, the place in it where a call writes, and the driver's arguments."""
+    def lay_out(self, stream: int) -> tuple[ctypes.Array, int, list[tuple]]:
+        """A frame's memory, the place in it where launches write, and the driver's arguments of each."""
         memory, start = _aligned(self._size)
         offset = start - ctypes.addressof(memory)
-        self._CONFIG.pack_into(memory, offset, *self._fixed, 0, 0, 0)
-        first = self._size - 8 * len(self._numbers)
         for place, (code, value) in enumerate(self._numbers):
-            struct.pack_into(f"<{code}", memory, offset + first + 8 * place, value)
-        pointers = (ctypes.c_void_p * len(self._offsets))(*(start + at for at in self._offsets))
-        return memory, offset + self._STREAM, ctypes.c_void_p(start), pointers
+            struct.pack_into(f"<{code}", memory, offset + self._begin + self.written.size + 8 * place, value or 0)
+        launches = []
+        for place, kernel in enumerate(self._kernels):
+            attributes = ctypes.addressof(kernel.attributes), ctypes.sizeof(kernel.attributes) // 72
+            self._CONFIG.pack_into(memory, offset + 64 * place, *kernel.shape, stream, *attributes)
+            pointers = (ctypes.c_void_p * len(kernel.offsets))(*(start + at for at in kernel.offsets))
+            launches.append((ctypes.c_void_p(start + 64 * place), kernel.function, pointers, None))
+        return memory, offset + self._begin, launches
+
+
+class _Kernel(NamedTuple):
+    """What a launch needs of a compiled kernel, which owns the module. offsets: of its parameters in a frame."""
+
+    compiled: Any
+    function: ctypes.c_void_p
+    shape: tuple[int, ...]
+    attributes: ctypes.Array
+    offsets: list[int]
+
+    @classmethod
+    def of(cls, compiled, grid: Sequence[int], offsets: list[int]) -> _Kernel:
+        metadata = compiled.metadata
+        shape = (*grid, metadata.num_warps * metadata.warp_size, 1, 1, metadata.shared)
+        return cls(compiled, ctypes.c_void_p(compiled.function), shape, _attributes(metadata), offsets)
+
+
+class _Frame:
+    """Memory for a Launch. The driver reads what it wrote before it returns: two threads need two frames, or a lock."""
+
+    def __init__(self, prepared: PreparedLaunches, stream: int):
+        self._prepared = prepared  # it owns what the frame points to
+        self._described, self._write, self._driver = prepared.described, prepared.written.pack_into, _driver()
+        self._memory, self._begin, self._launches = prepared.lay_out(stream)
+
+    def launch(self, addresses: tuple[int, ...]) -> None:
+        described = [encoded[addresses[slot]] for slot, encoded in self._described]
+        self._write(self._memory, self._begin, *described, *addresses)
+        launch = self._driver.launch
+        for config, function, pointers, extra in self._launches:
+            status = launch(config, function, pointers, extra)
+            if status:
+                self._driver.call("cuLaunchKernelEx", config, function, pointers, extra, status=status)
 
 
 def _slot(tensor: torch.Tensor, tensors: Tensors) -> int:
@@ -265,15 +312,22 @@ class _At:
         return self._address
 
 
-def _through_triton(kernel, grid: Sequence[int], tensors: Tensors, arguments, keywords) -> Launch:
-    """A Launch by Triton's own way."""
+class ThroughTriton:
+    """Calls by Triton's own way, on the current stream."""
 
-    def launch(stream: int, *addresses: int | None) -> None:
-        now = {id(x): _At(x, at) for x, at in zip(tensors, addresses, strict=True) if x is not None and at is not None}
-        swapped = {name: _swap(value, now) for name, value in keywords.items()}
-        kernel[grid](*_swap(tuple(arguments), now), **swapped)
+    def __init__(self, calls: Sequence[Call], tensors: Tensors):
+        self._calls, self._tensors = calls, tensors
 
-    return launch
+    def on(self, stream: int) -> Launch:
+        return self._launch
+
+    def _launch(self, addresses: tuple[int, ...]) -> None:
+        now = {id(x): _At(x, at) for x, at in zip(self._tensors, addresses, strict=True)}
+        for kernel, grid, arguments, keywords, _ in self._calls:
+            kernel[grid](*_swap(arguments, now), **{name: _swap(value, now) for name, value in keywords.items()})
+
+
+Prepared = PreparedLaunches | ThroughTriton
 
 
 def _swap(value, now: dict[int, _At]):

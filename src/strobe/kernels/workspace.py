@@ -3,10 +3,13 @@
 A launch leaves them as it found them: the counters are set back by the last CTA, a note by the launch that redoes its
 rows. So they are zeroed once in the life of a stream, and a launch costs no memset. A CUDA graph may be replayed beside
 anything, so what is captured gets a workspace of its own, zeroed at the beginning of each replay.
+
+Threads may share a stream: who leaves notes and who redoes their rows are two launches, which `lock` keeps together.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 import torch
@@ -22,22 +25,49 @@ class Workspace(NamedTuple):
     notes: torch.Tensor
 
 
-_spaces: dict[tuple[int, int], torch.Tensor] = {}
+_Stream = tuple[int, int]
+"""A device's number and the handle of its stream."""
+
+_spaces: dict[_Stream, list[torch.Tensor]] = {}
+"""Larger ones come last. The others stay valid: a plan may hold them."""
+_scratch: dict[_Stream, torch.Tensor] = {}
+_locks: dict[_Stream | None, threading.Lock] = {}
 
 
 def workspace(device: torch.device, notes: int) -> Workspace:
     """The workspace of the device's current stream, with room for so many notes."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    stream = _current(device)
+    if stream is None:
         return _cut(torch.zeros(_COUNTERS + notes, dtype=torch.int32, device=device), notes)
+    spaces = _spaces.setdefault(stream, [])
+    if not spaces or spaces[-1].numel() < _COUNTERS + notes:
+        spaces.append(torch.zeros(_COUNTERS + 2 * notes, dtype=torch.int32, device=device))
+    return _cut(spaces[-1], notes)
+
+
+def scratch(device: torch.device, numel: int) -> torch.Tensor:
+    """float32 that launches on the device's current stream write and nobody reads."""
+    stream = _current(device)
+    if stream is None:
+        return torch.empty(numel, device=device)
+    found = _scratch.get(stream)
+    if found is None or found.numel() < numel:
+        found = _scratch[stream] = torch.empty(2 * numel, device=device)
+    return found
+
+
+def lock(device: torch.device) -> threading.Lock:
+    """To be held from a launch that may leave notes in the workspace of the device's current stream until that which redoes
+    their rows: another thread's notes, left between the two, would be taken for the first one's, and its rows stay undone."""
+    return _locks.setdefault(_current(device), threading.Lock())
+
+
+def _current(device: torch.device) -> _Stream | None:
+    """The device's current stream; None if what runs there shares nothing."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
     index = torch.cuda.current_device() if device.index is None else device.index
-    key = (index, torch.cuda.current_stream(device).cuda_stream)
-    space = _spaces.get(key)
-    if space is None or space.numel() < _COUNTERS + notes:
-        larger = torch.zeros(_COUNTERS + 2 * notes, dtype=torch.int32, device=device)
-        if space is not None:
-            larger[2] = space[2]
-        space = _spaces[key] = larger
-    return _cut(space, notes)
+    return index, torch.cuda.current_stream(device).cuda_stream
 
 
 def _cut(space: torch.Tensor, notes: int) -> Workspace:
@@ -48,4 +78,4 @@ def redone_blocks(device: torch.device | str | int | None = None) -> int:
     """How many blocks of 64 rows have been computed again on a GPU since the process began, by launches outside of CUDA graphs.
     Waits for the GPU."""
     index = torch.cuda._utils._get_device_index(device, optional=True)
-    return sum(int(space[2]) for (of, _), space in _spaces.items() if of == index)
+    return sum(int(space[2]) for (of, _), spaces in list(_spaces.items()) if of == index for space in spaces)

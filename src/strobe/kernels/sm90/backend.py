@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from strobe.kernels.sm90.config import origin as origin_of_choice
 from strobe.problem import AttentionProblem, Operands, lse_shape
 
 if TYPE_CHECKING:
-    from strobe.kernels.sm90.plan import ForwardPlan
+    from strobe.eager import Plan
 
 _optimistic = True
 
@@ -66,21 +65,22 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
         return _without_keys(problem, operands)
     from strobe.kernels.portable import forward as portable
     from strobe.kernels.sm90.forward import launch
-    from strobe.kernels.workspace import workspace
+    from strobe.kernels.workspace import lock, workspace
 
-    out, lse, notes = launch(problem, operands, config(problem, arch_of(q.device)))
-    redone = workspace(q.device, 0).counters[2:3]
-    portable.redo(problem, operands, out, lse, notes, redone)  # exits at once where there is no note
+    with lock(q.device):
+        out, lse, notes = launch(problem, operands, config(problem, arch_of(q.device)))
+        redone = workspace(q.device, 0).counters[2:3]
+        portable.redo(problem, operands, out, lse, notes, redone)  # exits at once where there is no note
     return out, lse
 
 
-def plan(problem: AttentionProblem, operands: Operands, tensors: Sequence[torch.Tensor | None]) -> ForwardPlan | None:
+def plan(problem: AttentionProblem, operands: Operands, tensors: tuple[torch.Tensor | None, ...]) -> Plan | None:
     """See `strobe.eager`."""
     if 0 in operands.q.shape or operands.k.shape[0] == 0 or problem.lengths.seqlen_kv == 0:
         return None
     from strobe.kernels.sm90.plan import ForwardPlan
 
-    return ForwardPlan(problem, operands, tensors, config(problem, arch_of(operands.q.device)))
+    return ForwardPlan(problem, operands, tensors, config(problem, arch_of(operands.q.device))).run
 
 
 def _without_keys(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,75 +2,91 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
 from strobe.kernels import workspace
-from strobe.kernels.launcher import Tensors, prepare
+from strobe.kernels.launcher import Launch, compiled_call, prepare
 from strobe.kernels.portable import forward as portable
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
 from strobe.kernels.sm90.forward import fill_blind, forward_kernel, has_blind_tiles, kernel_arguments, outputs_of
 from strobe.problem import AttentionProblem, Operands
-from strobe.recent import Recent
+from strobe.recent import Made
 
-Space = tuple[torch.Tensor, tuple[int, int, int]]
-"""A workspace, and the addresses of its counters, of its notes and of the count of blocks redone."""
+
+class Place(NamedTuple):
+    """What calls on one stream need, and what it must keep alive."""
+
+    launch: Launch
+    lock: threading.Lock
+    scratch: int
+    """The address where an LSE goes that nobody wants."""
+    space: tuple[int, int, int]
+    """The addresses of the workspace's counters, of its notes and of the count of blocks redone."""
+    kept: tuple[torch.Tensor, ...]
 
 
 class ForwardPlan:
-    """plan(stream, *tensors) -> out, lse (see `strobe.eager`)."""
+    """`run` is a Plan of `strobe.eager`."""
 
-    def __init__(self, problem: AttentionProblem, operands: Operands, tensors: Tensors, config: Config):
+    def __init__(self, problem: AttentionProblem, operands: Operands, tensors: tuple[torch.Tensor | None, ...], config: Config):
         self._device = operands.q.device
         self._blind = has_blind_tiles(problem)
         self._notes = problem.lengths.batch * problem.heads_q * -(-problem.lengths.seqlen_q // ROWS_PER_GROUP)
-        self._spaces: Recent[Space] = Recent(64)
+        self._places: Made[int, Place] = Made(64, self._place)
         out, lse = outputs_of(problem, operands)
-        # `empty_like` takes half the time of `empty`.
-        self._out_like, self._lse_like = (x.new_empty(1).expand(x.shape) for x in (out, lse))
+        self._out_like, self._lse_like = _without_memory(out), _without_memory(lse)
         space = workspace.workspace(self._device, self._notes)
         redone = space.counters[2:3]
-        given = (*tensors, out, lse, space.counters, space.notes, redone)
+        given = (*(x for x in tensors if x is not None), out, lse, space.counters, space.notes, redone)
         grid, arguments, constants = kernel_arguments(problem, operands, out, lse, space, config)
         _, keywords = portable._keywords("redo", problem, operands, out, lse)
         keywords |= dict(notes=space.notes, number=self._notes, counter=redone)
         keywords |= dict(NOTED_ROWS=portable.NOTED_ROWS, SHARE=portable._SHARE)
         redo_grid = (min(self._notes, 2 * portable._multiprocessors(self._device)),)
 
-        def prepare_redo():
+        def compile_redo():
             with torch.cuda.device(self._device):
-                return prepare(portable._redo, redo_grid, given, **keywords)
+                return compiled_call(portable._redo, redo_grid, **keywords)
 
         with ThreadPoolExecutor(1) as beside:  # a first call waits for the longer compilation, not for both
-            redo = beside.submit(prepare_redo)
-            self._forward = prepare(forward_kernel, grid, given, *arguments, **constants)
-            self._redo = redo.result()
+            redo = beside.submit(compile_redo)
+            forward = compiled_call(forward_kernel, grid, *arguments, **constants)
+            self._prepared = prepare([forward, redo.result()], given)
 
-    def __call__(self, stream: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        out = torch.empty_like(self._out_like, memory_format=torch.contiguous_format)
-        lse = torch.empty_like(self._lse_like, memory_format=torch.contiguous_format)
-        if self._blind:
-            _q, _k, _v, cu_q, _cu_kv, used_q, *_others, sinks = tensors
-            fill_blind(out, lse, sinks, cu_q, used_q)
-        _space, of_space = self._space(stream)
-        addresses = [*[None if x is None else x.data_ptr() for x in tensors], out.data_ptr(), lse.data_ptr(), *of_space]
-        self._forward(stream, *addresses)
-        self._redo(stream, *addresses)
+    def run(
+        self, stream: int, wants_lse: bool, addresses: tuple[int, ...], tensors: tuple[torch.Tensor | None, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # A graph has a place of its own.
+        place = self._place(stream) if torch._C._cuda_isCurrentStreamCapturing() else self._places[stream]
+        out, lse, lse_address = torch.empty_like(self._out_like), None, place.scratch
+        if wants_lse or self._blind:
+            lse = torch.empty_like(self._lse_like)
+            lse_address = lse.data_ptr()
+            if self._blind:
+                _q, _k, _v, cu_q, _cu_kv, used_q, *_others, sinks = tensors
+                fill_blind(out, lse, sinks, cu_q, used_q)
+        place.lock.acquire()  # half the time of `with`
+        try:
+            place.launch((*addresses, out.data_ptr(), lse_address, *place.space))
+        finally:
+            place.lock.release()
         return out, lse
 
-    def _space(self, stream: int) -> Space:
-        """Cut once for a stream, as that takes longer than a launch. But a graph has its own, and a space may have grown."""
-        if torch._C._cuda_isCurrentStreamCapturing():
-            return self._cut()
-        space = self._spaces.get(stream)
-        if space is None or space[0] is not workspace._spaces.get((self._device.index, stream)):
-            space = self._cut()
-            self._spaces.put(stream, space)
-        return space
-
-    def _cut(self) -> Space:
+    def _place(self, stream: int) -> Place:
+        """The place of the current stream. Making one takes longer than the launches."""
         counters, notes = workspace.workspace(self._device, self._notes)
-        whole = counters._base
-        assert whole is not None
-        return whole, (counters.data_ptr(), notes.data_ptr(), counters[2:3].data_ptr())
+        scratch = workspace.scratch(self._device, self._lse_like.numel())
+        space = counters.data_ptr(), notes.data_ptr(), counters[2:3].data_ptr()
+        launch, lock = self._prepared.on(stream), workspace.lock(self._device)
+        return Place(launch, lock, scratch.data_ptr(), space, (counters, notes, scratch))
+
+
+def _without_memory(x: torch.Tensor) -> torch.Tensor:
+    """For `empty_like`, which takes half the time of `empty`."""
+    like = torch.empty_like(x)
+    like.untyped_storage().resize_(0)
+    return like
