@@ -16,7 +16,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -38,42 +40,83 @@ print(time.perf_counter() - begin)
 """
 
 
-def cpu_time(call: Callable[[], object], calls: int) -> dict[str, float]:
-    """Microseconds of one warm call: the median and the 90th percentile."""
-    times = []
-    for number in range(calls + 100):
-        begin = time.perf_counter_ns()
-        call()
-        times.append((time.perf_counter_ns() - begin) / 1e3)
-        if number % 8 == 7:
-            torch.cuda.synchronize()
-    times = sorted(times[100:])
-    return {"median_us": round(statistics.median(times), 2), "p90_us": round(times[int(0.9 * calls)], 2)}
+ROUNDS, UNCOUNTED = 10, 32
+
+
+class Way(NamedTuple):
+    """A call, and what it is timed in."""
+
+    call: Callable[[], object]
+    context: Callable[[], AbstractContextManager] = nullcontext
 
 
 def warm(calls: int) -> dict[str, dict]:
-    """Strobe's ways and every peer that is installed: name -> times, or the reason why there are none."""
+    """Strobe's ways and every peer that is installed: name -> times, or the reason why there are none.
+
+    In rounds, of which the first is not counted, and in each a call's first ones are not: who comes first would pay for a host
+    and a GPU that are not awake yet, and who follows a slow one for cold caches."""
     q, k, v = torch.randn(3, *SHAPE, device="cuda", dtype=torch.bfloat16).unbind()
     leaf, mask = q.clone().requires_grad_(), strobe.Causal()
-    ours: dict[str, Callable[[], object]] = {
-        "strobe.attention, causal": lambda: strobe.attention(q, k, v, mask=mask),
-        "strobe.attention, full": lambda: strobe.attention(q, k, v),
-        "strobe.flash_attn_func, causal": lambda: strobe.flash_attn_func(q, k, v, causal=True),
-        "strobe.attention, causal, with a gradient to come": lambda: strobe.attention(leaf, k, v, mask=mask),
+
+    def causal():
+        return strobe.attention(q, k, v, mask=mask)
+
+    ways = {
+        "strobe.attention, causal": Way(causal),
+        "strobe.attention, full": Way(lambda: strobe.attention(q, k, v)),
+        "strobe.flash_attn_func, causal": Way(lambda: strobe.flash_attn_func(q, k, v, causal=True)),
+        "strobe.attention, causal, with a gradient to come": Way(lambda: strobe.attention(leaf, k, v, mask=mask)),
+        "strobe.attention, causal, by the operator": Way(
+            causal, lambda: mock.patch.object(eager, "attention", lambda *call: None)
+        ),
     }
-    results = {name: cpu_time(call, calls) for name, call in ours.items()}
-    with mock.patch.object(eager, "attention", lambda *call: None):
-        results["strobe.attention, causal, by the operator"] = cpu_time(ours["strobe.attention, causal"], calls)
+    results: dict[str, dict] = {}
     for name, peer in peers_for(q.device).items():
         if name.startswith("strobe") or not peer.installed:
             continue
         try:
             native = [x.transpose(1, 2).contiguous() if peer.heads_first else x for x in (q, k, v)]
             with torch.no_grad(), peer.context():
-                results[name] = cpu_time(peer.prepare(*native, mask), calls)
+                call = peer.prepare(*native, mask)
+                call()
+            ways[name] = Way(call, _without_gradients(peer.context))
         except Exception as reason:
             results[name] = {"error": f"{type(reason).__name__}: {reason}"}
-    return results
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(ROUNDS + 1):
+        for name, way in ways.items():
+            with way.context():
+                found = cpu_times(way.call, -(-calls // ROUNDS))
+            if turn:
+                times[name] += found
+    return {name: summary(found) for name, found in times.items()} | results
+
+
+def _without_gradients(context: Callable[[], AbstractContextManager]) -> Callable[[], AbstractContextManager]:
+    @contextmanager
+    def both():
+        with torch.no_grad(), context():
+            yield
+
+    return both
+
+
+def cpu_times(call: Callable[[], object], calls: int) -> list[float]:
+    """Microseconds of each of some calls, after some others."""
+    times = []
+    for number in range(UNCOUNTED + calls):
+        begin = time.perf_counter_ns()
+        call()
+        times.append((time.perf_counter_ns() - begin) / 1e3)
+        if number % 8 == 7:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    return times[UNCOUNTED:]
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    times = sorted(times)
+    return {"median_us": round(statistics.median(times), 2), "p90_us": round(times[int(0.9 * len(times))], 2)}
 
 
 def first_calls() -> dict[str, float]:
