@@ -56,10 +56,10 @@ def prepared(tensors, *calls):
     kernels = []
     for kernel, grid, arguments, keywords in calls:
         call = launcher.compiled_call(kernel, grid, *arguments, **keywords)
-        if call.compiled not in recorder.compiled.values():
+        if call.compiled.function is None:
             call.compiled.function = 4321 + len(recorder.compiled)
             recorder.compiled[call.compiled.function] = call.compiled
-        kernels.append((call.compiled, call.grid, launcher.all_arguments(call)))
+        kernels.append((call.compiled, call.compiled.function, call.grid, launcher.all_arguments(call)))
     return launcher.PreparedLaunches(kernels, tensors)
 
 
@@ -97,7 +97,7 @@ with pretend_gpu(90):
     compiled = kernels.add_one.warmup(*arguments_1, grid=grid_1, **keywords_1)
     compiled.asm["ptx"] = compiled.asm["ptx"].replace(".param .u32 add_one_param_1", ".param .u64 add_one_param_1")
     try:
-        launcher.PreparedLaunches([(compiled, (1, 1, 1), [*arguments_1, False, 8])], (a, b))
+        launcher.PreparedLaunches([(compiled, 1, (1, 1, 1), [*arguments_1, False, 8])], (a, b))
     except launcher.Unknown as error:
         result["unknown"] = str(error)
 print(json.dumps(result))

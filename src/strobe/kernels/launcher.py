@@ -72,10 +72,10 @@ def prepare(calls: Sequence[Call], tensors: Tensors) -> Prepared:
     ValueError if an argument holds a tensor that is not in `tensors`.
     """
     try:
-        for call in calls:
-            call.compiled._init_handles()
-        return PreparedLaunches([(call.compiled, call.grid, all_arguments(call)) for call in calls], tensors)
-    except (Unknown, AttributeError, KeyError) as reason:
+        device = torch.cuda.current_device()
+        kernels = [(call.compiled, function(call.compiled, device), call.grid, all_arguments(call)) for call in calls]
+        return PreparedLaunches(kernels, tensors)
+    except (Unknown, AttributeError, KeyError, TypeError) as reason:
         names = ", ".join(call.compiled.name for call in calls)
         _warn(f"{names} is launched by Triton, which takes more host time: {reason}")
         return ThroughTriton(calls, tensors)
@@ -86,6 +86,19 @@ def all_arguments(call: Call) -> list:
     names = call.compiled.src.signature
     values = {**dict(zip(names, call.arguments, strict=False)), **call.keywords}
     return [values.get(name) for name in names]
+
+
+@functools.cache
+def function(compiled, device: int) -> int:
+    """The driver's handle of a compiled kernel, loaded on a device, which must be the current one.
+
+    Triton's own way, `_init_handles`, makes a launcher too, for which Triton 3.6 runs a C compiler; here nobody needs it."""
+    if compiled.module is not None:
+        return compiled.function
+    from triton.runtime import driver
+
+    _module, found, *_ = driver.active.utils.load_binary(compiled.name, compiled.kernel, compiled.metadata.shared, device)
+    return found
 
 
 @functools.cache
@@ -207,10 +220,10 @@ class PreparedLaunches:
     _CONFIG = struct.Struct("<7I4xQQI12x")
     """CUlaunchConfig: grid, block, shared memory; stream, attributes and their number."""
 
-    def __init__(self, kernels: Iterable[tuple[Any, Sequence[int], Sequence[Any]]], tensors: Tensors):
-        """kernels: each compiled, with its grid and all arguments of its source."""
-        found = [(compiled, grid, parameters(compiled, arguments)) for compiled, grid, arguments in kernels]
-        found = [kernel for kernel in found if 0 not in kernel[1]]  # an empty grid launches nothing
+    def __init__(self, kernels: Iterable[tuple[Any, int, Sequence[int], Sequence[Any]]], tensors: Tensors):
+        """kernels: each compiled, with the driver's function, its grid and all arguments of its source."""
+        found = [(compiled, handle, grid, parameters(compiled, values)) for compiled, handle, grid, values in kernels]
+        found = [kernel for kernel in found if 0 not in kernel[2]]  # an empty grid launches nothing
         descriptors = [value for *_, leaves in found for _, value in leaves if isinstance(value, Descriptor)]
         # What is kept of tensors is their places, not they: they are a user's, and large.
         self.described = [(_slot(descriptor.given.base, tensors), encoder(descriptor)) for descriptor in descriptors]
@@ -221,7 +234,7 @@ class PreparedLaunches:
         self._kernels = []
         at_descriptor, at_addresses = self._begin, self._begin + 128 * len(descriptors)
         at_numbers = self._begin + self.written.size
-        for compiled, grid, leaves in found:
+        for compiled, handle, grid, leaves in found:
             offsets = []
             for leaf in leaves:
                 if isinstance(leaf.value, Descriptor):
@@ -232,7 +245,7 @@ class PreparedLaunches:
                 else:
                     offsets.append(at_numbers + 8 * len(self._numbers))
                     self._numbers.append(leaf)
-            self._kernels.append(_Kernel.of(compiled, grid, offsets))
+            self._kernels.append(_Kernel.of(compiled, handle, grid, offsets))
         self._size = at_numbers + 8 * len(self._numbers)
 
     def on(self, stream: int) -> Launch:
@@ -254,7 +267,7 @@ class PreparedLaunches:
 
 
 class _Kernel(NamedTuple):
-    """What a launch needs of a compiled kernel, which owns the module. offsets: of its parameters in a frame."""
+    """What a launch needs of a compiled kernel, which may own the module. offsets: of its parameters in a frame."""
 
     compiled: Any
     function: ctypes.c_void_p
@@ -263,10 +276,10 @@ class _Kernel(NamedTuple):
     offsets: list[int]
 
     @classmethod
-    def of(cls, compiled, grid: Sequence[int], offsets: list[int]) -> _Kernel:
+    def of(cls, compiled, handle: int, grid: Sequence[int], offsets: list[int]) -> _Kernel:
         metadata = compiled.metadata
         shape = (*grid, metadata.num_warps * metadata.warp_size, 1, 1, metadata.shared)
-        return cls(compiled, ctypes.c_void_p(compiled.function), shape, _attributes(metadata), offsets)
+        return cls(compiled, ctypes.c_void_p(handle), shape, _attributes(metadata), offsets)
 
 
 class _Frame:
