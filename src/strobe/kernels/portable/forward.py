@@ -90,13 +90,19 @@ def _rows(
     first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, out, lse, lse_batch, lse_head,
     left, right, prefix, document_q, document_kv, score, group,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, ONE_PHASE: tl.constexpr,
 ):  # fmt: skip
-    """Write out and lse of the TILE_Q rows from `first` on of one head of one sequence."""
+    """Write out and lse of the TILE_Q rows from `first` on of one head of one sequence. ONE_PHASE: all tiles of keys are masked,
+    which is slower, and less to compile."""
     mask = Mask(left, right, prefix, document_q, document_kv)  # not an argument: Triton 3.6 passes it on only once
     p_first = first + n_kv - n_q
     p_last = tl.minimum(first + TILE_Q, n_q) - 1 + n_kv - n_q
     begin, full_begin, full_end, end = kv_phases(p_first, p_last, n_kv, mask, score, TILE_KV)
+    BY_PAIR: tl.constexpr = mask.document_q is not None or score.visible is not None
+    PHASES: tl.constexpr = not (ONE_PHASE or BY_PAIR)
+    if not PHASES:
+        full_begin = begin
+        full_end = begin
     p = p_first + tl.arange(0, TILE_Q)
     ids_q = load_ids(mask.document_q, batch, first, n_q, TILE_Q)
     slope = slope_of(score, batch, head)
@@ -112,13 +118,12 @@ def _rows(
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     nothing = (tl.zeros((TILE_Q, PADDED_V), tl.float32), row_max, row_sum)
     state = nothing
-    BY_PAIR: tl.constexpr = mask.document_q is not None or score.visible is not None
-    if mask.left is not None and not BY_PAIR:
+    if mask.left is not None and PHASES:
         state = _attend(
             state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, begin, full_begin,
             DIM, DIM_V, TILE_KV, True, False,
         )  # fmt: skip
-    if not BY_PAIR:
+    if PHASES:
         state = _attend(
             state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, full_begin, full_end,
             DIM, DIM_V, TILE_KV, False, False,
@@ -178,7 +183,7 @@ def _forward(
     _rows(
         first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, out, lse, lse_batch, lse_head,
         left, right, prefix, document_q, document_kv, score, group,
-        DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV,
+        DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, False,
     )  # fmt: skip
 
 
@@ -213,7 +218,7 @@ def _redo(
                         _rows(
                             note % blocks * NOTED_ROWS + within, note // blocks % heads_q, batch, start_q, start_kv, rows,
                             keys, q, k, v, out, lse, lse_batch, lse_head, left, right, prefix, document_q, document_kv, score,
-                            group, DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV,
+                            group, DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, True,
                         )  # fmt: skip
                     tl.store(notes + note, 0)
                     redone += 1
