@@ -92,8 +92,8 @@ def _rows(
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, ONE_PHASE: tl.constexpr,
 ):  # fmt: skip
-    """Write out and lse of the TILE_Q rows from `first` on of one head of one sequence. ONE_PHASE: all tiles of keys are masked,
-    which is slower, and less to compile."""
+    """Write out and lse of the TILE_Q rows from `first` on of one head of one sequence. ONE_PHASE: all tiles of keys are
+    masked, which is slower, and less to compile."""
     mask = Mask(left, right, prefix, document_q, document_kv)  # not an argument: Triton 3.6 passes it on only once
     p_first = first + n_kv - n_q
     p_last = tl.minimum(first + TILE_Q, n_q) - 1 + n_kv - n_q
