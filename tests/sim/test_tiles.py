@@ -32,11 +32,11 @@ SIZES = [(128, 64), (300, 300), (77, 333), (333, 130), (500, 90), (1, 200), (200
 
 
 class Counted:
-    """What the kernel did. tiles: in the order of the loads, (first row, blocks of K, blocks of V). worked: for each block that
-    a group worked on, (position of the group's first row, block). masked: those of them that it masked."""
+    """What the kernel did. tiles: in the order of the loads, (first rows of the groups, blocks of K, blocks of V). worked: for
+    each block that a group worked on, (position of the group's first row, block). masked: those of them that it masked."""
 
     def __init__(self, monkeypatch):
-        self.tiles: list[tuple[int, list[int], list[int]]] = []
+        self.tiles: list[tuple[list[int], list[int], list[int]]] = []
         self.worked: list[tuple[int, int]] = []
         self.masked: list[tuple[int, int]] = []
         self._instead(monkeypatch, forward.copy_in, self._copy)
@@ -50,10 +50,9 @@ class Counted:
 
     def _copy(self, descriptors, _chunks, _barrier, _start, _n, _batch, _head, row):
         name, row = descriptors[0].name[0], int(row)
-        if name == "q" and (not self.tiles or self.tiles[-1][1]):
-            self.tiles.append((row, [], []))  # the first group's
-        elif name != "q":
-            self.tiles[-1]["qkv".index(name)].append(row // TILE_KV)
+        if name == "k" and (not self.tiles or len(self.tiles[-1][1]) == len(self.tiles[-1][2])):
+            self.tiles.append(([], [], []))  # K leads, V comes last
+        self.tiles[-1]["qkv".index(name)].append(row if name == "q" else row // TILE_KV)
 
     def _work(self, _s, i, tile, lengths, _score, masked, _config):
         if tile.go:
@@ -72,7 +71,7 @@ def test_blocks(mask, n_q, n_kv, config, monkeypatch):
     counted = Counted(monkeypatch)
     simulate_forward(*describe(replace(t, keywords={"mask": mask, "score": None})), "sm90", config, "random", 0)
     expected = Expected(mask, n_q, n_kv, config)
-    assert [(row, sorted(k)) for row, k, _ in counted.tiles] == expected.loads
+    assert [(rows[0], sorted(k)) for rows, k, _ in counted.tiles] == expected.loads
     assert all(k == v for _, k, v in counted.tiles)
     if mask == strobe.Full() and n_kv % TILE_KV == 0:
         assert not counted.masked and len(counted.worked) == expected.pairs
@@ -129,4 +128,4 @@ def test_a_packed_batch_loads_what_its_sequences_see(monkeypatch):
     counted = Counted(monkeypatch)
     simulate_forward(*describe(SimpleNamespace(q=q, k=k, v=k, keywords=keywords)), "sm90", CONFIGS[0], "random", 0)
     expected = [load for n_q, n_kv in lengths for load in Expected(strobe.Causal(), n_q, n_kv, CONFIGS[0]).loads]
-    assert sorted((row, sorted(k)) for row, k, _ in counted.tiles) == sorted(expected)
+    assert sorted((rows[0], sorted(k)) for rows, k, _ in counted.tiles) == sorted(expected)

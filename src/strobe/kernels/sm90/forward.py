@@ -22,7 +22,8 @@ The grid is persistent: a CTA takes tiles of `tile_q` query rows of one head, on
 
 The work of a consumer is one stream of key blocks g = 0, 1, 2 ... across its tiles. Step g issues S = Q K(g)^T and
 O += P(g - 1) V(g - 1) together, and turns S into P(g) while the second still runs. At a tile's end Q and K(g) are those
-of the next tile: the tensor cores see no boundary. With one Q stage they do, as Q has to come first.
+of the next tile: the tensor cores see no boundary. With one Q stage they do, as Q comes when the last product with the one
+before is done; K is there by then.
 
 The softmax is optimistic (docs/optimistic_softmax.md). Any reference m gives the same quotient, sum 2^(s - m) v over
 sum 2^(s - m): m is the row maximum of the tile's first block, and stays. There is no running maximum, no rescaling of O,
@@ -152,21 +153,21 @@ def producer(inputs, counters, lengths, heads, score, memory, k, v, trace, C: gl
     q_desc, k_desc, v_desc = inputs
     GROUPS: gl.constexpr = C.groups
     turn = 0
-    g = 0
+    g = gl.to_tensor(0)
     tile, work = with_keys(gl.program_id(0), counters, lengths, heads, C)
     publish(turn, tile, work, lengths, heads, score, memory)
     while tile < heads.tiles:
         kv_head = work.head // heads.group
-        for w in gl.static_range(GROUPS):
-            slot = (turn % C.q_stages) * GROUPS + w
-            mbarrier.wait(memory.q_empty.index(slot), ((turn // C.q_stages) & 1) ^ 1)
-            copy_in(q_desc, at(memory.q, slot), memory.q_full.index(slot), work.start_q, work.n_q, work.batch, work.head,
-                    work.row + w * ROWS)  # fmt: skip
         full_begin, full_end = whole_blocks(work, score)
         lead = first_block(work.begin, work.end, full_begin, full_end, score)
         i = lead
         copy_in(k_desc, k.block(g), k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, i * C.tile_kv)
         stamp(trace, GROUPS, "k_issued", g)
+        for w in gl.static_range(GROUPS):
+            slot = (turn % C.q_stages) * GROUPS + w
+            mbarrier.wait(memory.q_empty.index(slot), ((turn // C.q_stages) & 1) ^ 1)
+            copy_in(q_desc, at(memory.q, slot), memory.q_full.index(slot), work.start_q, work.n_q, work.batch, work.head,
+                    work.row + w * ROWS)  # fmt: skip
         for j in tl.range(1, work.blocks()):
             g += 1
             next = later_block(j, lead, work.end)
@@ -323,8 +324,8 @@ def step(w: gl.constexpr, before, g, i, acc, state, p, q, k, v, tile, memory, le
         pass_over(k, before + 1, g)
     k.wait(g)
     stamp(trace, w, "k_ready", g)
-    v.wait(before)
     s = start_scores(q, k.block(g), C)
+    v.wait(before)  # beside the scores, as waiting takes time even if V is there
     acc = start_output(acc, p, v.block(before))
     s = warpgroup_mma_wait(C.products_v, deps=[s])
     stamp(trace, w, "s_ready", g)
@@ -385,7 +386,7 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, memory, k, v,
     # Bytes spilled without, with a mask: never late 0, 0 (Triton 3.6) and 252, 600 (3.9); always late 112, 0 and 0, 0.
     LATE: gl.constexpr = C.q_stages == 1 or (C.groups == 3 and MASKED)
     turn = 0
-    g = 0
+    g = gl.to_tensor(0)
     stamp(trace, w, "begin", g)
     k.wait(g)
     stamp(trace, w, "k_ready", g)
