@@ -359,6 +359,15 @@ def test_one_floor_for_all_points():
     assert check.shortfalls(against(rates), 1.09) == ["bf16 D=64 full S=4096: 1.080 of a, under 1.09 (540 and 500 TFLOP/s)"]
 
 
+def test_a_shortfall_comes_apart_into_work_in_a_cycle_and_clock():
+    """500 TFLOP/s of the 132 x 4096 FLOP that an H200's tensor cores do in a cycle."""
+    short = against({"strobe": 500.0, "a": 500.0})
+    short["device"] |= {"name": "NVIDIA H200", "sms": 132}
+    for name, mhz in (("strobe", 1156), ("a", 1850)):
+        short["points"][0]["results"][name]["sm_clock_mhz"] = mhz
+    assert check.shortfalls(short)[0].endswith("; tensor cores busy 80% at 1156 MHz and 50% at 1850 MHz")
+
+
 def test_a_point_without_our_number_falls_short_and_one_without_peers_does_not():
     assert check.shortfalls(against({"strobe": 1.0})) == []
     assert check.shortfalls(against({"a": 1.0})) == ["bf16 D=64 full S=4096: no number, not measured"]
@@ -458,6 +467,7 @@ def test_run_on_a_gpu(backward):
     for point in result["points"]:
         assert point["sets"] > 1, "inputs that fit into L2 must rotate"
         assert point["results"]["strobe"]["tflops"] > 0 and point["results"]["SDPA flash"]["tflops"] > 0
+        assert 200 < point["results"]["strobe"]["sm_clock_mhz"] < 4000
         assert "note" not in point["results"]["strobe"], "it must be capturable"
 
 

@@ -93,7 +93,10 @@ class CudaClock:
     """Times launches by CUDA events. All work runs on one side stream, as graph capture and autograd demand."""
 
     def __init__(self, device: torch.device):
+        from strobe.lab.sm_clock import SmClock  # it takes Triton, which not every system has
+
         self.stream = torch.cuda.Stream(device)
+        self._sm_clock = SmClock(device)
 
     def running(self):
         return torch.cuda.stream(self.stream)
@@ -104,12 +107,18 @@ class CudaClock:
     def seconds(self, run: Callable[[], object], count: int) -> float:
         """Of one `run`, the mean over `count` in a row."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._sm_clock.begin()
         begin.record()
         for _ in range(count):
             run()
         end.record()
-        end.synchronize()
+        self._sm_clock.end()
+        self.synchronize()
         return begin.elapsed_time(end) / 1e3 / count
+
+    def mhz(self) -> float | None:
+        """The SMs' mean clock in the last timing."""
+        return self._sm_clock.mhz()
 
     def captured(self, calls: list[Call], times: int) -> tuple[Callable[[], object], list]:
         """All calls, so many times, as one CUDA graph, and what they return at last, which each replay overwrites."""
@@ -134,6 +143,9 @@ class CpuClock:
         for _ in range(count):
             run()
         return (time.perf_counter() - begin) / count
+
+    def mhz(self) -> float | None:
+        return None
 
 
 Clock = CudaClock | CpuClock
@@ -167,6 +179,8 @@ class Contender:
     """Runs in one timing."""
     seconds: list[float] = field(default_factory=list)
     """Of one launch, by round."""
+    mhz: list[float] = field(default_factory=list)
+    """The SMs' clock, by round."""
 
 
 def enter(peer: Peer, point: Point, sets: list[Inputs], clock: Clock, seconds: float) -> Contender:
@@ -379,10 +393,14 @@ class Run:
         self._step(f"{point}: {name}, round {number + 1}", HANG_SECONDS)
         with self._guard(name, facts["results"]):
             contender.seconds.append(measure(contender, self.clock))
+            if (mhz := self.clock.mhz()) is not None:
+                contender.mhz.append(mhz)
             facts["results"][name] = self._result(contender, point, facts["flops"])
 
     def _result(self, contender: Contender, point: Point, flops: float) -> dict:
         result = summary(flops, contender.seconds) | {"error": contender.error, "timed": contender.way.name}
+        if contender.mhz:
+            result["sm_clock_mhz"] = round(median(contender.mhz))
         if contender.note:
             result["note"] = contender.note
         if contender.peer.name == "strobe":

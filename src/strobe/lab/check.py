@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from strobe.lab.plan import Point
-from strobe.lab.report import best_peer, load
+from strobe.lab.report import best_peer, busy, load
 
 FP8_OVER_BF16 = 1.5
 """The floor of fp8 where no peer runs it: so many times as fast as our own bf16."""
@@ -35,8 +35,17 @@ def shortfalls(report: dict, at_least: float | None = None) -> list[str]:
         elif best is not None and not mine / best[1] >= least:
             lines.append(
                 f"{point}: {mine / best[1]:.3f} of {best[0]}, under {least:.2f} ({mine:.0f} and {best[1]:.0f} TFLOP/s)"
+                + _cycles(report, facts, best[0])
             )
     return lines
+
+
+def _cycles(report: dict, facts: dict, best: str) -> str:
+    """How much of the difference is the clock's: what the tensor cores did in a cycle, and how fast the power let them."""
+    shares = [(busy(report, facts, name), facts["results"].get(name, {}).get("sm_clock_mhz")) for name in ("strobe", best)]
+    if any(share is None for share, _ in shares):
+        return ""
+    return "; tensor cores busy " + " and ".join(f"{share:.0%} at {mhz} MHz" for share, mhz in shares)
 
 
 def check(path: Path, at_least: float | None = None) -> int:

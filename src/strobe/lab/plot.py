@@ -14,17 +14,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from strobe.device import KNOWN
 from strobe.lab.plan import Point
-from strobe.lab.report import timed
+from strobe.lab.report import FLOPS_PER_CLOCK, is_hopper, timed
 
 STROBE = "#D55E00"
 PEERS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 """Okabe and Ito's palette, which the colour-blind can tell apart; names at the lines tell them apart in grey."""
 
 CEILING = "#888888"
-FLOPS_PER_CLOCK = {"bf16": 4096, "fp16": 4096, "fp8": 8192}
-"""Of a Hopper multiprocessor's tensor cores."""
 
 
 def draw(report: dict, path: Path) -> list[Path]:
@@ -102,9 +99,8 @@ def ceilings(entries: list[dict], report: dict) -> dict[str, tuple[list[int], li
     lengths, matmul, device = [facts["length"] for facts in entries], report["ceiling"], report["device"]
     if "before" in matmul and entries[0]["dtype"] in matmul["matmul"]:
         found["cuBLAS"] = lengths, [(matmul["before"] + matmul.get("after", matmul["before"])) / 2] * len(lengths)
-    clocked = [facts for facts in entries if "sm_clock_mhz" in facts["telemetry"]]
-    hopper = any(arch.name in device["name"] and arch.capability == 90 for arch in KNOWN.values())
-    if not clocked or not hopper or entries[0]["dtype"] not in FLOPS_PER_CLOCK:
+    clocked = [facts for facts in entries if _mhz(facts)]
+    if not clocked or not is_hopper(report) or entries[0]["dtype"] not in FLOPS_PER_CLOCK:
         return found
     tensor = FLOPS_PER_CLOCK[entries[0]["dtype"]]
     exp2 = 16 * 2 * (entries[0]["head_dim"] + entries[0]["head_dim_v"])
@@ -112,9 +108,14 @@ def ceilings(entries: list[dict], report: dict) -> dict[str, tuple[list[int], li
     if exp2 == tensor:
         names = {"MMA = exp2": tensor}
     for name, per_clock in names.items():
-        rates = [per_clock * device["sms"] * facts["telemetry"]["sm_clock_mhz"] * 1e-6 for facts in clocked]
+        rates = [per_clock * device["sms"] * _mhz(facts) * 1e-6 for facts in clocked]
         found[name] = [facts["length"] for facts in clocked], rates
     return found
+
+
+def _mhz(facts: dict) -> float:
+    """The clock while Strobe ran; else a sample of the point's; 0 if nobody looked."""
+    return facts["results"].get("strobe", {}).get("sm_clock_mhz") or facts["telemetry"].get("sm_clock_mhz", 0)
 
 
 def _names_at_the_ends(panel: Axes) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from strobe.device import KNOWN
 from strobe.lab.plan import Point
 
 SCHEMA = 2
@@ -43,6 +44,22 @@ def ratio(results: dict[str, dict]) -> float | None:
     """Strobe's speed over that of the best peer at one point."""
     ours, best = results.get("strobe", {}).get("tflops"), best_peer(results)
     return ours / best[1] if ours and best else None
+
+
+FLOPS_PER_CLOCK = {"bf16": 4096, "fp16": 4096, "fp8": 8192}
+"""Of the tensor cores of a Hopper multiprocessor."""
+
+
+def is_hopper(report: dict) -> bool:
+    return any(arch.name in report["device"]["name"] and arch.capability == 90 for arch in KNOWN.values())
+
+
+def busy(report: dict, facts: dict, name: str) -> float | None:
+    """The share of its cycles at one point in which a contender's tensor cores did work that counts."""
+    result, rate = facts["results"].get(name, {}), FLOPS_PER_CLOCK.get(facts["dtype"])
+    if "tflops" not in result or "sm_clock_mhz" not in result or rate is None or not is_hopper(report):
+        return None
+    return result["tflops"] * 1e6 / (rate * report["device"]["sms"] * result["sm_clock_mhz"])
 
 
 def number(value: float | None, form: str = ".3g") -> str:
