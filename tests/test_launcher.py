@@ -213,7 +213,8 @@ def test_threads_that_share_a_stream_keep_two_launches_together(monkeypatch):
 COUNT = """
 import torch
 from strobe.kernels.sm90.config import choose
-from strobe.kernels.sm90.forward import compile_only, forward_kernel
+from strobe.kernels.sm90.forward import forward_kernel
+from strobe.kernels.sm90.launch import compile_only
 from strobe.lab.offline import pretend_gpu
 from strobe.masks import Causal
 from strobe.problem import AttentionProblem, Dense

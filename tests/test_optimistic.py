@@ -387,12 +387,13 @@ def launched(t: Tensors):
     """out, lse and which blocks are noted, straight from the kernel; and then what the second launch makes of them, with how
     many blocks it did again."""
     from strobe.kernels.portable import forward as portable
-    from strobe.kernels.sm90 import backend, forward
+    from strobe.kernels.sm90 import backend
+    from strobe.kernels.sm90.launch import launch
     from strobe.kernels.workspace import workspace
 
     problem, operands = describe(t)
     config = backend.config(problem, arch_of(t.q.device))
-    out, lse, notes = forward.launch(problem, operands, config)
+    out, lse, notes = launch(problem, operands, config)
     optimistic_result = Optimistic(out.clone(), lse.clone(), notes != 0)
     counter = torch.zeros(1, dtype=torch.int32, device=t.q.device)
     portable.redo(problem, operands, out, lse, notes, counter)

@@ -22,13 +22,13 @@ ROOT = Path(__file__).parents[1]
 
 CLOCKS = """
 from strobe.lab import offline
-from strobe.kernels.sm90 import forward
-compile_only, clocks = forward.compile_only, []
+from strobe.kernels.sm90 import launch
+compile_only, clocks = launch.compile_only, []
 def spy(*arguments):
     compiled = compile_only(*arguments)
     clocks.append(compiled.asm["ptx"].count("%clock64"))
     return compiled
-forward.compile_only = spy
+launch.compile_only = spy
 audits = [offline.audit_sm90_forward((128, 128), traced=traced) for traced in (False, True)]
 stores = [audit.instructions["STG"] for audit in audits]
 print(clocks, stores[1] - stores[0], [audit.spill_bytes for audit in audits], [audit.warnings for audit in audits])

@@ -62,7 +62,7 @@ def audit_sm90_forward(
 ) -> Audit:
     """Compile the Hopper forward for one problem (packed: of sequences up to the length; traced: with its stamps), with a
     config or the one that it would get, and audit it. head_dims: of k and of v. Takes no GPU; some seconds on two CPU cores."""
-    from strobe.kernels.sm90 import backend, forward
+    from strobe.kernels.sm90 import backend, launch
 
     problem = _forward_problem(head_dims, causal, dtype, length)
     if packed:
@@ -71,7 +71,7 @@ def audit_sm90_forward(
     config = config or backend.config(problem, KNOWN["H200"])
     start = time.perf_counter()
     with pretend_gpu(90):
-        compiled = forward.compile_only(problem, config, traced)
+        compiled = launch.compile_only(problem, config, traced)
     roles = (*(f"consumer {w}" for w in range(config.groups)), "producer")
     return audit(compiled, _name("sm90", problem), time.perf_counter() - start, roles)
 

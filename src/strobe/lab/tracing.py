@@ -70,7 +70,8 @@ def _simulated_point(head_dim: int, mask: str, length: int) -> dict:
     from strobe import sim
     from strobe.kernels.common.stamp import COUNT, ROLES, clock
     from strobe.kernels.sm90 import backend
-    from strobe.kernels.sm90.forward import forward_kernel, kernel_arguments
+    from strobe.kernels.sm90.forward import forward_kernel
+    from strobe.kernels.sm90.launch import kernel_arguments
     from strobe.kernels.workspace import Workspace
     from strobe.sim.context import machine
     from strobe.sim.tensor import Scalar
@@ -105,7 +106,7 @@ def _problem(head_dim: int, mask: str, length: int) -> AttentionProblem:
 
 def _point(problem: AttentionProblem, device: torch.device, telemetry: Telemetry) -> dict:
     from strobe.kernels.sm90 import backend
-    from strobe.kernels.sm90.forward import launch, launch_traced
+    from strobe.kernels.sm90.launch import launch, launch_traced
 
     lengths, config = problem.lengths, backend.config(problem, arch_of(device))
     assert isinstance(lengths, Dense)

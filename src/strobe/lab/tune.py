@@ -96,7 +96,7 @@ Job = tuple[Config, bool]
 
 def compiled(job: Job) -> Audit:
     """What the compiler makes of a job, without a GPU; the kernel stays in Triton's cache, where a launch finds it."""
-    from strobe.kernels.sm90 import forward
+    from strobe.kernels.sm90 import launch
 
     config, masked = job
     problem = AttentionProblem(
@@ -110,7 +110,7 @@ def compiled(job: Job) -> Audit:
         mask=Causal() if masked else Full(),
     )
     with pretend_gpu(90):
-        kernel = forward.compile_only(problem, config)
+        kernel = launch.compile_only(problem, config)
     return audit(kernel, f"dims {config.head_dim}, {config.head_dim_v}, {name(config)}" + ", masked" * masked)
 
 
@@ -155,7 +155,7 @@ class Contender:
 
 def enter(config: Config, problem: AttentionProblem, inputs: Inputs, clock: CudaClock) -> Contender:
     """Launches, checks and captures. ValueError if the result is wrong."""
-    from strobe.kernels.sm90.forward import launch
+    from strobe.kernels.sm90.launch import launch
 
     operands = Operands(inputs.q, inputs.k, inputs.v)
 

@@ -9,6 +9,7 @@ import torch
 
 from strobe.kernels.sm90 import config as sm90_config
 from strobe.kernels.sm90 import forward as sm90_forward
+from strobe.kernels.sm90 import launch as sm90_launch
 from strobe.kernels.sm100 import config as sm100_config
 from strobe.kernels.sm100 import forward as sm100_forward
 from strobe.kernels.workspace import Workspace
@@ -61,15 +62,15 @@ def forward_launch(
     number = problem.lengths.batch * problem.heads_q * -(-problem.lengths.seqlen_q // _ROWS_PER_NOTE)
     notes: torch.Tensor | None = None
     if arch == 90:
-        if sm90_forward.has_blind_tiles(problem):
-            sm90_forward.fill_blind(out, lse, problem.score.sinks, operands.cu_seqlens_q, operands.seqused_q)
+        if sm90_launch.has_blind_tiles(problem):
+            sm90_launch.fill_blind(out, lse, problem.score.sinks, operands.cu_seqlens_q, operands.seqused_q)
         space = Workspace(torch.zeros(16, dtype=torch.int32), torch.zeros(number, dtype=torch.int32))
         notes = space.notes
-        grid, arguments, constants = kernels.kernel_arguments(problem, operands, out, lse, space, config)
+        grid, arguments, constants = sm90_launch.kernel_arguments(problem, operands, out, lse, space, config)
     else:
         if problem.mask.band != (None, None, None):
             notes = torch.zeros(number, dtype=torch.int32)
-        grid, arguments, constants = kernels.kernel_arguments(problem, operands, out, lse, notes, config)
+        grid, arguments, constants = sm100_forward.kernel_arguments(problem, operands, out, lse, notes, config)
     if getattr(config, "persistent", False):
         grid = (min(ctas, *grid),)
     return Launch(kernels.forward_kernel, grid, arguments, constants, arch, ("notes", "counters")), out, lse, notes

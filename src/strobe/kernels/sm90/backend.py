@@ -64,7 +64,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
     if 0 in q.shape or operands.k.shape[0] == 0 or problem.lengths.seqlen_kv == 0:
         return _without_keys(problem, operands)
     from strobe.kernels.portable import forward as portable
-    from strobe.kernels.sm90.forward import launch
+    from strobe.kernels.sm90.launch import launch
     from strobe.kernels.workspace import lock, workspace
 
     with lock(q.device):
@@ -85,7 +85,7 @@ def plan(problem: AttentionProblem, operands: Operands, tensors: tuple[torch.Ten
 
 def _without_keys(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     """Nothing to attend to, or nobody who does."""
-    from strobe.kernels.sm90.forward import fill_blind
+    from strobe.kernels.sm90.launch import fill_blind
 
     q = operands.q
     out = torch.empty(*q.shape[:-1], problem.head_dim_v, dtype=q.dtype, device=q.device)

@@ -36,17 +36,11 @@ Only blocks outside [full_begin, full_end) are masked, by a branch that all thre
 The accumulator layout gives a row to the four lanes of a quad. Row sums stay within the lane until the end.
 """
 
-import math
-
-import torch
-import triton
 import triton.language as tl
 
-from strobe.device import arch_of
-from strobe.kernels.common import gluon_math
 from strobe.kernels.common.channel import at, make_barriers, make_channel, make_chunks
 from strobe.kernels.common.optimistic import BOUNDS
-from strobe.kernels.common.stamp import COUNT, ROLES, stamp
+from strobe.kernels.common.stamp import stamp
 from strobe.kernels.common.work import Heads, Lengths
 from strobe.kernels.gluon import (
     aggregate,
@@ -62,8 +56,7 @@ from strobe.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
-from strobe.kernels.sm90.descriptors import coordinates, descriptors, one_or_two
+from strobe.kernels.sm90.descriptors import coordinates, one_or_two
 from strobe.kernels.sm90.layouts import ROWS, accumulator, rows_of
 from strobe.kernels.sm90.scores import Score, apply_mask, scores_of, seen_by, sink_of
 from strobe.kernels.sm90.tiles import (
@@ -78,10 +71,7 @@ from strobe.kernels.sm90.tiles import (
     whole_blocks,
     with_keys,
 )
-from strobe.kernels.workspace import Workspace, workspace
-from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
 
-LOG2_E = 1.4426950408889634
 LN_2 = gl.constexpr(0.6931471805599453)
 
 
@@ -584,182 +574,3 @@ def forward_kernel(
             (consumer, (2, outputs, lengths, heads, score, memory, k, v, trace, MASKED, C)),
             (producer, (inputs, counters, lengths, heads, score, memory, k, v, trace, C)),
         ], [4, 4, 1], [C.consumer_registers, C.consumer_registers, C.producer_registers])  # fmt: skip
-
-
-# ---- launcher
-
-
-def launch(
-    problem: AttentionProblem, operands: Operands, config: Config, trace: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out, lse and the notes: int32 [batch * heads_q * ceil(seqlen_q / 64)], non-zero where 64 rows have to be computed again,
-    as their sums left the range that an optimistic softmax may use, or a NaN or an infinity came out, which a masked-out
-    value may have caused. The notes are the workspace's (see `kernels.workspace`): who redoes a block clears its note."""
-    q = operands.q
-    rows = triton.cdiv(problem.lengths.seqlen_q, ROWS_PER_GROUP)
-    space = workspace(q.device, problem.lengths.batch * problem.heads_q * rows)
-    out, lse = outputs_of(problem, operands)
-    grid, arguments, constants = kernel_arguments(problem, operands, out, lse, space, config, trace)
-    with torch.cuda.device_of(q):  # Triton launches on the current device, which need not be q's
-        forward_kernel[grid](*arguments, **constants)
-    return out, lse, space.notes
-
-
-def outputs_of(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse, to be filled."""
-    q = operands.q
-    out = torch.empty(*q.shape[:-1], problem.head_dim_v, dtype=q.dtype, device=q.device)
-    lse = torch.empty(lse_shape(problem), dtype=torch.float32, device=q.device)
-    if has_blind_tiles(problem):
-        fill_blind(out, lse, problem.score.sinks, operands.cu_seqlens_q, operands.seqused_q)
-    return out, lse
-
-
-def fill_blind(
-    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, cu_q: torch.Tensor | None, used_q: torch.Tensor | None
-) -> None:
-    """What rows are to have that see nothing: 0, and -inf or, in a sequence, what its sink alone gives."""
-    out.zero_()
-    if sinks is None:
-        lse.fill_(-torch.inf)
-        return
-    lse.copy_(sinks[:, None].expand(lse.shape))
-    if cu_q is not None or used_q is not None:
-        lse.masked_fill_(~_used_rows(lse.shape[-1], cu_q, used_q), -torch.inf)
-
-
-def _used_rows(rows: int, cu_q: torch.Tensor | None, used_q: torch.Tensor | None) -> torch.Tensor:
-    """Which rows a sequence has and uses, as a bool to be broadcast against an LSE."""
-    if cu_q is None:
-        assert used_q is not None
-        return torch.arange(rows, device=used_q.device) < used_q[:, None, None]
-    row = torch.arange(rows, dtype=cu_q.dtype, device=cu_q.device)
-    ends = cu_q[1:] if used_q is None else cu_q[:-1] + used_q
-    sequence = torch.searchsorted(cu_q[1:].contiguous(), row, right=True).clamp(max=len(ends) - 1)
-    return row < ends[sequence]
-
-
-def has_blind_tiles(problem: AttentionProblem) -> bool:
-    """Whether there may be tiles, or packed rows of no sequence, that see nothing: they never run, so out and lse have to say
-    so from the start."""
-    lengths = problem.lengths
-    early = lengths.seqlen_q > lengths.seqlen_kv  # the first rows stand before the first key
-    return problem.varlen or problem.seqused or (early and problem.mask.band != (None, None, None))
-
-
-def launch_traced(problem: AttentionProblem, operands: Operands, config: Config) -> torch.Tensor:
-    """A launch that stamps: int64 [CTAs, roles, events, key blocks] (see `common.stamp`; the roles are the consumers and
-    then the producer), 0 where a role does not pass an event. Each CTA has one tile.
-
-    ValueError if the stamps are 2^31 or more: the kernel counts them in int32."""
-    _, heads, rows = lse_shape(problem)
-    blocks = triton.cdiv(problem.lengths.seqlen_kv, config.tile_kv)
-    shape = (blocks, problem.lengths.batch * heads * triton.cdiv(rows, config.tile_q), ROLES.value, COUNT.value)
-    if math.prod(shape) >= 2**31:
-        raise ValueError(f"a traced launch takes fewer than 2^31 stamps, got {shape[0]} key blocks in {shape[1]} CTAs")
-    trace = torch.zeros(shape, dtype=torch.int64, device=operands.q.device)
-    launch(problem, operands, config, trace)
-    return trace.permute(1, 2, 3, 0)
-
-
-def compile_only(problem: AttentionProblem, config: Config, traced: bool = False):
-    """The compiled kernel that `launch` (or `launch_traced`) would run, from shapes alone (see strobe.lab.offline)."""
-    lengths = problem.lengths
-
-    def empty(*shape: int, dtype: torch.dtype = problem.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    if isinstance(lengths, Varlen):
-        rows_q, rows_kv = [lengths.total_q], [lengths.total_kv]
-        cu = empty(lengths.batch + 1, dtype=torch.int32)
-    else:
-        rows_q, rows_kv, cu = [lengths.batch, lengths.seqlen_q], [lengths.batch, lengths.seqlen_kv], None
-    operands = Operands(
-        empty(*rows_q, problem.heads_q, problem.head_dim),
-        empty(*rows_kv, problem.heads_kv, problem.head_dim),
-        empty(*rows_kv, problem.heads_kv, problem.head_dim_v),
-        cu,
-        cu,
-    )
-    out = empty(*rows_q, problem.heads_q, problem.head_dim_v)
-    lse = empty(*lse_shape(problem), dtype=torch.float32)
-    trace = empty(1, dtype=torch.int64) if traced else None
-    space = Workspace(empty(16, dtype=torch.int32), empty(1, dtype=torch.int32))
-    grid, arguments, constants = kernel_arguments(problem, operands, out, lse, space, config, trace)
-    return forward_kernel.warmup(*arguments, grid=grid, **constants)
-
-
-def kernel_arguments(
-    problem: AttentionProblem, operands: Operands, out, lse, space: Workspace, config: Config, trace=None
-):  # fmt: skip
-    """The kernel's grid, arguments and compile-time constants. With a trace every tile has a CTA of its own."""
-    lengths = problem.lengths
-    left, right, prefix = problem.mask.device_band
-    tiles = triton.cdiv(lengths.seqlen_q, config.tile_q) * lengths.batch * problem.heads_q
-    arguments = (
-        *descriptors(operands.q, ROWS_PER_GROUP, (config.wide, config.narrow)),
-        *descriptors(operands.k, config.tile_kv, (config.wide, config.narrow)),
-        *descriptors(operands.v, config.tile_kv, (config.wide_v, config.narrow_v)),
-        *descriptors(out, ROWS_PER_GROUP, (config.o_columns,)),
-        lse,
-        space.notes,
-        space.counters,
-        trace,
-        operands.cu_seqlens_q,
-        operands.cu_seqlens_kv,
-        operands.seqused_q,
-        operands.seqused_kv,
-        problem.heads_q,
-        problem.group,
-        _heads_at_once(problem),
-        tiles,
-        operands.q.shape[:-2].numel(),
-        lengths.seqlen_q,
-        lengths.seqlen_kv,
-        left,
-        right,
-        prefix,
-        *_score_arguments(problem),
-    )
-    mask = problem.mask
-    cut = mask.band != (None, None, None) or mask.by_pair or lengths.seqlen_kv % config.tile_kv != 0
-    constants = {
-        "MASKED": cut or problem.varlen or problem.seqused,
-        "C": config,
-        "num_warps": 4,
-        "enable_fp_fusion": True,  # Triton 3.10 turns it off
-    }
-    ctas = arch_of(operands.q.device).sms
-    return (min(tiles, ctas) if ctas and trace is None else tiles,), arguments, constants
-
-
-def _score_arguments(problem: AttentionProblem) -> tuple:
-    """From `inner` on."""
-    score, documents = problem.score, problem.mask.documents
-    inner, outer = problem.scale * LOG2_E, None
-    if score.softcap:
-        inner, outer = problem.scale / score.softcap, score.softcap * LOG2_E
-    slopes, bias, sinks = score.alibi, score.bias, score.sinks
-    return (
-        inner,
-        outer,
-        *((None, 0, 0) if slopes is None else (slopes, slopes.stride(0) if slopes.dim() == 2 else 0, slopes.stride(-1))),
-        *((None, 0, 0, 0, 0) if bias is None else (bias, *_repeated(bias))),
-        *((None, 0) if sinks is None else (sinks, sinks.stride(0))),
-        gluon_math.of_user(score.function),
-        gluon_math.of_user(problem.mask.function),
-        *((None, 0, 0) if documents is None else (documents.q, *documents.q.stride())),
-        *((None, 0, 0) if documents is None else (documents.kv, *documents.kv.stride())),
-    )
-
-
-def _repeated(bias: torch.Tensor) -> list[int]:
-    """Strides of a bias: 0 where its one number stands for all."""
-    return [stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True)]
-
-
-def _heads_at_once(problem: AttentionProblem) -> int:
-    """How many query heads' K and V fit in half the L2 together (see `locate`)."""
-    lengths = problem.lengths
-    kv_bytes = max(1, lengths.seqlen_kv) * (problem.head_dim + problem.head_dim_v) * 2
-    return max(1, min(lengths.batch * problem.heads_q, problem.group * int(30e6) // kv_bytes))

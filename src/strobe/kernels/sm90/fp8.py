@@ -39,7 +39,8 @@ from strobe.kernels.gluon import (
 )
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
 from strobe.kernels.sm90.descriptors import descriptors
-from strobe.kernels.sm90.forward import LN_2, LOG2_E, Memory, Outputs, copy_in, copy_out, lane_sums, lse_row, pass_over
+from strobe.kernels.sm90.forward import LN_2, Memory, Outputs, copy_in, copy_out, lane_sums, lse_row, pass_over
+from strobe.kernels.sm90.launch import LOG2_E
 from strobe.kernels.sm90.layouts import ROWS
 from strobe.kernels.sm90.scores import Score, apply_mask
 from strobe.kernels.sm90.tiles import (

@@ -12,7 +12,8 @@ from strobe.kernels import workspace
 from strobe.kernels.launcher import Launch, compiled_call, prepare
 from strobe.kernels.portable import forward as portable
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
-from strobe.kernels.sm90.forward import fill_blind, forward_kernel, has_blind_tiles, kernel_arguments, outputs_of
+from strobe.kernels.sm90.forward import forward_kernel
+from strobe.kernels.sm90.launch import fill_blind, has_blind_tiles, kernel_arguments, outputs_of
 from strobe.problem import AttentionProblem, Operands
 from strobe.recent import Made
 
