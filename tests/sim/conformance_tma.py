@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from strobe.kernels.common.descriptors import ENDLESS, FAR, coordinates
 from strobe.kernels.gluon import (
     TensorDescriptor,
     fence_async_shared,
@@ -16,7 +17,6 @@ from strobe.kernels.gluon import (
     tma_store,
     tma_store_wait,
 )
-from strobe.kernels.sm100.descriptors import ENDLESS, FAR, coordinates
 
 # ---- packed sequences: a 5-dimensional descriptor, whose addresses wrap around at 2^64
 

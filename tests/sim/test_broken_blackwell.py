@@ -111,8 +111,8 @@ KV = [
     tma("no bytes are expected", EXPECT, "pass", (Deadlock, BarrierMisuse)),
     tma(
         "a sequence ends a row too late",
-        "return FAR, start + n, head, FAR - n + row, column",
-        "return FAR, start + n + 1, head, FAR - n + row, column",
+        "work.start_q, work.n_q, work",
+        "work.start_q, work.n_q + 1, work",
         (DoubleWrite, OutOfBounds),
         case=PACKED,
     ),

@@ -1,26 +1,10 @@
-"""TMA between global and shared memory: blocks of rows of one head, in dense tensors and in packed sequences."""
-
-import functools
+"""TMA of Blackwell's: copies of rows between global and shared memory, and the descriptors of a tensor's chunks."""
 
 import torch
 
+from strobe.kernels.common.descriptors import coordinates, descriptor
 from strobe.kernels.gluon import TensorDescriptor, gl, gluon, mbarrier, reinterpret, tma_load, tma_store
 from strobe.kernels.sm100.config import Config
-
-FAR = gl.constexpr(1 << 30)
-"""The number of rows of a packed tensor to TMA: see `_descriptor`."""
-
-ENDLESS = 0x7FFF0000
-GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-@gluon.jit
-def coordinates(descriptor, start, n, batch, head, row, column):
-    """Where a block begins that starts at `row` of a sequence of n rows: see `_descriptor`."""
-    if len(descriptor.block_type.shape) == 5:
-        return FAR, start + n, head, FAR - n + row, column
-    else:
-        return batch, head, row, column
 
 
 @gluon.jit
@@ -49,47 +33,11 @@ def copy_out(descriptors, chunks, work, row):
         tma_store(descriptors[c], place, as_block(chunks[c], descriptors[c]))
 
 
-@gluon.jit
-def one_or_two(first, second):
-    """The descriptors of all chunks."""
-    if second is None:
-        return (first,)
-    else:
-        return (first, second)
-
-
 def descriptors(
     x: torch.Tensor, rows: int, chunks: tuple[int, ...], halved: int, config: Config
 ) -> list[TensorDescriptor | None]:
     """TMA descriptors of x in blocks of `rows` rows of one head, one for each chunk of columns; None for a second chunk
     that there is not. Two CTAs halve a block's rows (0) or columns (1)."""
-    made: list[TensorDescriptor | None] = [_descriptor(x, rows, chunk, halved, config.two_ctas) for chunk in chunks]
+    split = halved if config.two_ctas else None
+    made: list[TensorDescriptor | None] = [descriptor(x, rows, columns, split) for columns in chunks]
     return made if len(made) == 2 else [*made, None]
-
-
-def _descriptor(x: torch.Tensor, rows: int, columns: int, halved: int, two_ctas: bool) -> TensorDescriptor:
-    """A TMA descriptor of [batch, n, heads, dim], or of packed rows [total, heads, dim].
-
-    Packed rows have two dims more, so that the hardware ends a block where its sequence ends: the row dim is FAR long,
-    and the last row of a sequence is taken as its last; another dim, with the same stride, moves the whole sequence, and
-    the first makes up for FAR: FAR times its stride, 2^34 less a row, is 2^64 elements less FAR rows. (The idea is
-    Triton's, `triton.tools.ragged_tma`.)
-    """
-    n, heads, _ = x.stride()[-3:]
-    # A dim of size 1 is never stepped along, but its stride must be a legal one.
-    heads = heads if x.shape[-2] > 1 else x.shape[-1]
-    if x.dim() == 3:
-        shape = [ENDLESS, ENDLESS, x.shape[1], FAR.value, x.shape[2]]
-        strides = [2**34 - n, n, heads, n, 1]
-    else:
-        shape = [x.shape[0], x.shape[2], x.shape[1], x.shape[3]]
-        strides = [x.stride(0) if x.shape[0] > 1 else x.shape[3], heads, n if x.shape[1] > 1 else x.shape[3], 1]
-    block = [1] * (len(shape) - 2) + [rows, columns]
-    return TensorDescriptor(x, shape, strides, block, _layout(tuple(block), x.dtype, halved if two_ctas else None))
-
-
-@functools.cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype, halved: int | None) -> gl.NVMMASharedLayout:
-    """The swizzle of a block; finding it takes as long as the rest of a descriptor."""
-    halves = [] if halved is None else [[int(dim == len(block) - 2 + halved) for dim in range(len(block))]]
-    return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_DTYPES[dtype], cga_layout=halves)

@@ -53,6 +53,7 @@ import triton
 import triton.language as tl
 
 from strobe.device import arch_of
+from strobe.kernels.common.descriptors import one_or_two
 from strobe.kernels.common.exp2 import exp2_mixed
 from strobe.kernels.common.gluon_masks import visible
 from strobe.kernels.common.work import Heads, Lengths, locate
@@ -69,14 +70,12 @@ from strobe.kernels.gluon import (
     tma_store_wait,
 )
 from strobe.kernels.sm100.config import Config
-from strobe.kernels.sm100.descriptors import copy_in, copy_out, descriptors, one_or_two
+from strobe.kernels.sm100.descriptors import copy_in, copy_out, descriptors
 from strobe.kernels.sm100.memory import Ring, commit, make_ring, make_stages, rows_of, thread_rows
 from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
 
 LOG2_E = 1.4426950408889634
 LN_2 = gl.constexpr(0.6931471805599453)
-FAR = gl.constexpr(1 << 30)
-ENDLESS = 0x7FFF0000
 
 
 @aggregate

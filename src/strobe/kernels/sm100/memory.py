@@ -1,5 +1,6 @@
 """The memory of a Blackwell CTA, or of a pair that works as one: layouts, the ring of K and V, what a Q stage owns."""
 
+from strobe.kernels.common.channel import at
 from strobe.kernels.gluon import (
     TensorMemoryLayout,
     aggregate,
@@ -168,15 +169,6 @@ def shared_chunks(dtype: gl.constexpr, chunks: gl.constexpr, C: gl.constexpr):
     for c in gl.static_range(len(chunks)):
         buffers += (gl.allocate_shared_memory(dtype, [C.q_stages, C.rows, chunks[c]], swizzled(chunks[c], 0, C)),)
     return buffers
-
-
-@gluon.jit
-def at(buffers, index):
-    """The index-th of each chunk's buffers."""
-    chosen = ()
-    for c in gl.static_range(len(buffers)):
-        chosen += (buffers[c].index(index),)
-    return chosen
 
 
 @gluon.jit

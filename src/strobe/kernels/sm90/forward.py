@@ -39,6 +39,7 @@ The accumulator layout gives a row to the four lanes of a quad. Row sums stay wi
 import triton.language as tl
 
 from strobe.kernels.common.channel import at, make_barriers, make_channel, make_chunks
+from strobe.kernels.common.descriptors import coordinates, one_or_two
 from strobe.kernels.common.optimistic import BOUNDS
 from strobe.kernels.common.stamp import stamp
 from strobe.kernels.common.work import Heads, Lengths
@@ -50,13 +51,12 @@ from strobe.kernels.gluon import (
     mbarrier,
     partition_barrier,
     tensor_descriptor,
-    tma_load,
     tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from strobe.kernels.sm90.descriptors import coordinates, one_or_two
+from strobe.kernels.sm90.descriptors import copy_in
 from strobe.kernels.sm90.layouts import ROWS, accumulator, rows_of
 from strobe.kernels.sm90.scores import Score, apply_mask, scores_of, seen_by, sink_of
 from strobe.kernels.sm90.tiles import (
@@ -125,17 +125,6 @@ class Memory:
 
 
 # ---- producer
-
-
-@gluon.jit
-def copy_in(descriptors, chunks, barrier, start, n, batch, head, row):
-    """Start the copy of rows of one head; the barrier expects their bytes. Rows from n on come as 0."""
-    NUMBER: gl.constexpr = len(descriptors)
-    BYTES: gl.constexpr = descriptors[0].block_type.nbytes + (descriptors[1].block_type.nbytes if NUMBER == 2 else 0)
-    mbarrier.expect(barrier, BYTES)
-    for c in gl.static_range(NUMBER):
-        place = coordinates(descriptors[c], start, n, batch, head, row, c * chunks[0].shape[1])
-        tma_load(descriptors[c], place, barrier, chunks[c].reshape(descriptors[c].block_type.shape))
 
 
 @gluon.jit

@@ -38,8 +38,8 @@ from strobe.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
-from strobe.kernels.sm90.descriptors import descriptors
-from strobe.kernels.sm90.forward import LN_2, Memory, Outputs, copy_in, copy_out, lane_sums, lse_row, pass_over
+from strobe.kernels.sm90.descriptors import copy_in, descriptors
+from strobe.kernels.sm90.forward import LN_2, Memory, Outputs, copy_out, lane_sums, lse_row, pass_over
 from strobe.kernels.sm90.launch import LOG2_E
 from strobe.kernels.sm90.layouts import ROWS
 from strobe.kernels.sm90.scores import Score, apply_mask
