@@ -18,7 +18,8 @@ from strobe.sim import (
     Uninitialised,
 )
 
-FORWARD, TILES, CHANNEL = "strobe.kernels.sm90.forward", "strobe.kernels.sm90.tiles", "strobe.kernels.common.channel"
+FORWARD, TILES, TMA = (f"strobe.kernels.sm90.{name}" for name in ("forward", "tiles", "descriptors"))
+CHANNEL = "strobe.kernels.common.channel"
 # Three tiles, of five, four and two blocks, through a ring of two; the last block of each is the second group's alone.
 CAUSAL = Case(300, 300, batch=1, heads_q=1, heads_kv=1, head_dim=64, mask="causal")
 KERNEL = Kernel(FORWARD, 90, CAUSAL, Config(64, 64, 2, 64, 2))
@@ -33,11 +34,11 @@ WRONG_PHASE = (Race, Uninitialised, Deadlock, BarrierMisuse)
 LOST = (*WRONG_PHASE, DoubleWrite, OutOfBounds, AssertionError)
 """Of wrong tiles: whatever comes of it, the numbers at the latest."""
 
-FILL_WAIT = "mbarrier.wait(self.empty.index(slot), ((position // self.stages) & 1) ^ 1)"
-FULL_WAIT = "mbarrier.wait(self.full.index(position % self.stages), (position // self.stages) & 1, pred=pred)"
+FILL_WAIT = "mbarrier.wait(self.empty.index(slot), self.phase(position) ^ 1)"
+FULL_WAIT = "mbarrier.wait(self.full.index(self.slot(position)), self.phase(position), pred=pred)"
 FULL = "return self.full.index(slot)"
-RELEASE = "mbarrier.arrive(self.empty.index(position % self.stages), count=1, pred=pred)"
-BLOCK = "return at(self.chunks, position % self.stages)"
+RELEASE = "mbarrier.arrive(self.empty.index(self.slot(position)), count=1, pred=pred)"
+BLOCK = "return at(self.chunks, self.slot(position))"
 RING = "make_barriers(stages, 1), make_barriers(stages, consumers)"
 
 EXPECT = "mbarrier.expect(barrier, BYTES)"
@@ -49,8 +50,8 @@ Q_RELEASE_OF_ONE = "mbarrier.arrive(memory.q_empty.index(w), count=1, pred=tile.
 Q_BARRIERS = "make_barriers(Q_BUFFERS, 1),\n        make_barriers(Q_BUFFERS, 1),\n"
 PUBLISH_NEXT = "counters, lengths, heads, C)\n        publish(turn, tile, work, lengths, heads, score, memory)\n"
 LAST_V = "        copy_in(v_desc, v.block(g), v.acquire(g), start_kv, n_kv, batch, kv_head, i * C.tile_kv)\n"
-K_WAIT = '    k.wait(g)\n    stamp(trace, w, "k_ready", g)\n    v.wait'
-V_WAIT = "    v.wait(before)\n    s = start_scores(q, k.block(g), C)\n"
+K_WAIT = '    k.wait(g)\n    stamp(trace, w, "k_ready", g)\n    s = start'
+V_WAIT = "    v.wait(before)  # beside the scores"
 S_READY = '    s = warpgroup_mma_wait(C.products_v, deps=[s])\n    stamp(trace, w, "s_ready", g)\n'
 RELEASE_K = "    k.release(g)\n    if C.q_stages == 1:"
 ACC_READY = '    acc = wait_output(acc)\n    stamp(trace, w, "o_ready", before)\n'
@@ -80,6 +81,10 @@ def tiles(what, before, after, errors, **more) -> Bug:
     return Bug(what, KERNEL, TILES, ((before, after),), errors, **more)
 
 
+def tma(what, before, after, errors, **more) -> Bug:
+    return Bug(what, KERNEL, TMA, ((before, after),), errors, **more)
+
+
 def kernel(what, before, after, errors, **more) -> Bug:
     return Bug(what, KERNEL, FORWARD, ((before, after),), errors, **more)
 
@@ -97,14 +102,14 @@ BUGS = [
     ),
     channel("the phase of empty never flips", FILL_WAIT, "mbarrier.wait(self.empty.index(slot), 1)", WRONG_PHASE),
     channel("a block is not waited for", FULL_WAIT, "pass", WRONG_PHASE),
-    channel("the other phase of full is waited for", FULL_WAIT, FULL_WAIT.replace("& 1,", "& 1 ^ 1,"), WRONG_PHASE),
+    channel("the other phase of full is waited for", FULL_WAIT, FULL_WAIT.replace(", pred", " ^ 1, pred"), WRONG_PHASE),
     channel(
         "the phase of full never flips",
         FULL_WAIT,
-        "mbarrier.wait(self.full.index(position % self.stages), 0, pred=pred)",
+        FULL_WAIT.replace("self.phase(position)", "0"),
         WRONG_PHASE,
     ),
-    channel("a phase flips a buffer too late", FULL_WAIT, FULL_WAIT.replace("(position //", "((position - 1) //"), WRONG_PHASE),
+    channel("a phase flips a buffer too late", FULL_WAIT, FULL_WAIT.replace("e(position)", "e(position - 1)"), WRONG_PHASE),
     channel("a wait without a tile", FULL_WAIT, FULL_WAIT.replace(", pred=pred", ""), (Deadlock,)),
     channel("all blocks in the first buffer", BLOCK, "return at(self.chunks, 0)", TOO_EARLY),
     channel(
@@ -116,7 +121,7 @@ BUGS = [
     ),
     channel("the copy signals another buffer's barrier", FULL, "return self.full.index((slot + 1) % self.stages)", WRONG_PHASE),
     channel("a consumer gives back a buffer twice", RELEASE, RELEASE.replace("count=1", "count=2"), WRONG_PHASE),
-    channel("a consumer gives back another buffer", RELEASE, RELEASE.replace("position %", "(position + 1) %"), WRONG_PHASE),
+    channel("a consumer gives back another buffer", RELEASE, RELEASE.replace("(position)", "(position + 1)"), WRONG_PHASE),
     channel(
         "a buffer is never given back", RELEASE, "pass", (Deadlock,), says=("producer waits for parity 0 of k.empty[0] at",)
     ),
@@ -144,17 +149,17 @@ BUGS = [
         says=("again",),
     ),
     # Copies.
-    kernel("half of the bytes are expected", EXPECT, EXPECT.replace("BYTES", "BYTES // 2"), WRONG_PHASE),
-    kernel(
+    tma("half of the bytes are expected", EXPECT, EXPECT.replace("BYTES", "BYTES // 2"), WRONG_PHASE),
+    tma(
         "more bytes are expected than come",
         EXPECT,
         EXPECT.replace("BYTES", "BYTES + 16"),
         (Deadlock,),
         says=("16 bytes to come",),
     ),
-    kernel("no bytes are expected", EXPECT, "pass", (Deadlock, BarrierMisuse)),
-    kernel("an arrival in place of the bytes", EXPECT, "mbarrier.arrive(barrier, count=1)", WRONG_PHASE),
-    kernel(
+    tma("no bytes are expected", EXPECT, "pass", (Deadlock, BarrierMisuse)),
+    tma("an arrival in place of the bytes", EXPECT, "mbarrier.arrive(barrier, count=1)", WRONG_PHASE),
+    tma(
         "the bytes of the first chunk alone",
         " + (descriptors[1].block_type.nbytes if NUMBER == 2 else 0)",
         "",
@@ -235,10 +240,10 @@ BUGS = [
         (Deadlock,),
     ),
     # K and V.
-    kernel("K is not waited for", K_WAIT, "    v.wait", TOO_EARLY),
+    kernel("K is not waited for", K_WAIT, "    s = start", TOO_EARLY),
     kernel("the next tile's K is not waited for", NEXT_K_WAIT, "", WRONG_PHASE),
     kernel("the next tile's K is not waited for with one Q", "\n    k.wait(g, tile.go)\n", "\n", WRONG_PHASE, config=ONE_Q),
-    kernel("V is waited for too late", V_WAIT, V_WAIT.replace("    v.wait(before)\n", ""), TOO_EARLY),
+    kernel("V is waited for too late", V_WAIT, "    #", TOO_EARLY),
     kernel("the last V is not waited for", LAST_V_WAIT, "        if C.q_stages > 1:\n", TOO_EARLY),
     kernel("the last V is not copied", LAST_V, "", (Deadlock,), says=("v.full",)),
     kernel(
@@ -418,7 +423,7 @@ BUGS = [
 
 WRONG_NUMBERS = [
     kernel("V lags a block behind", "            i = next\n", "", ()),
-    kernel(
+    tma(
         "both chunks of columns are the first",
         "c * chunks[0].shape[1])",
         "0)",
