@@ -129,7 +129,7 @@ def softmax_kernel(out, sink, n, a, scale, C: gl.constexpr):
     begin = clock()
     for _ in range(n):
         if not C.optimistic:
-            new_m = gl.maximum(m, forward.row_max(s, C) * scale)
+            new_m = gl.maximum(m, forward.row_max(s) * scale)
             row_sum = row_sum * gl.convert_layout(gl.exp2(m - new_m), gl.SliceLayout(1, row_sum.type.layout))[:, None]
             m = new_m
         s = forward.weights(s, m, scale)

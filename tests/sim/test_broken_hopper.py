@@ -199,9 +199,7 @@ BUGS = [
         "            slot = w\n            " + Q_FULL_WAIT,
         WRONG_PHASE,
     ),
-    kernel(
-        "Q is never given back", Q_RELEASE, "", (Deadlock,), says=("producer waits for parity 0 of barriers.q_empty[0] at",)
-    ),
+    kernel("Q is never given back", Q_RELEASE, "", (Deadlock,), says=("producer waits for parity 0 of memory.q_empty[0] at",)),
     kernel("Q is given back twice", Q_RELEASE, Q_RELEASE + Q_RELEASE, WRONG_PHASE, case=SHORT),
     kernel(
         "Q is given back before its last product",

@@ -53,6 +53,7 @@ import triton
 import triton.language as tl
 
 from strobe.device import arch_of
+from strobe.kernels.common.arguments import LOG2_E, heads_at_once, meta, meta_operands
 from strobe.kernels.common.descriptors import one_or_two
 from strobe.kernels.common.exp2 import exp2_mixed
 from strobe.kernels.common.gluon_masks import visible
@@ -72,10 +73,12 @@ from strobe.kernels.gluon import (
 from strobe.kernels.sm100.config import Config
 from strobe.kernels.sm100.descriptors import copy_in, copy_out, descriptors
 from strobe.kernels.sm100.memory import Ring, commit, make_ring, make_stages, rows_of, thread_rows
-from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
+from strobe.problem import AttentionProblem, Operands, lse_shape
 
-LOG2_E = 1.4426950408889634
 LN_2 = gl.constexpr(0.6931471805599453)
+
+HALF_L2 = 60_000_000
+"""Bytes."""
 
 
 @aggregate
@@ -535,28 +538,12 @@ def launch(
 
 def compile_only(problem: AttentionProblem, config: Config):
     """The compiled kernel that `launch` would run, from shapes alone (see strobe.lab.offline)."""
-    lengths = problem.lengths
-
-    def empty(*shape: int, dtype: torch.dtype = problem.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    if isinstance(lengths, Varlen):
-        rows_q, rows_kv = [lengths.total_q], [lengths.total_kv]
-        cu = empty(lengths.batch + 1, dtype=torch.int32)
-    else:
-        rows_q, rows_kv, cu = [lengths.batch, lengths.seqlen_q], [lengths.batch, lengths.seqlen_kv], None
-    operands = Operands(
-        empty(*rows_q, problem.heads_q, problem.head_dim),
-        empty(*rows_kv, problem.heads_kv, problem.head_dim),
-        empty(*rows_kv, problem.heads_kv, problem.head_dim_v),
-        cu,
-        cu,
-    )
-    out = empty(*rows_q, problem.heads_q, problem.head_dim_v)
-    lse = empty(*lse_shape(problem), dtype=torch.float32)
-    notes = None if problem.mask.band == (None, None, None) else empty(1, dtype=torch.int32)
+    operands = meta_operands(problem)
+    out = meta(*operands.q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
+    lse = meta(*lse_shape(problem), dtype=torch.float32)
+    notes = None if problem.mask.band == (None, None, None) else meta(1, dtype=torch.int32)
     if config.splits > 1:
-        out = empty(config.splits, *out.shape, dtype=torch.float32)
+        out = meta(config.splits, *out.shape, dtype=torch.float32)
     grid, arguments, constants = kernel_arguments(problem, operands, out, lse, notes, config)
     return forward_kernel.warmup(*arguments, grid=grid, **constants)
 
@@ -579,7 +566,7 @@ def kernel_arguments(problem: AttentionProblem, operands: Operands, out, lse, no
         operands.cu_seqlens_kv,
         problem.heads_q,
         problem.group,
-        _heads_at_once(problem),
+        heads_at_once(problem, HALF_L2),
         tiles,
         operands.q.shape[:-2].numel(),
         lengths.seqlen_q,
@@ -599,10 +586,3 @@ def kernel_arguments(problem: AttentionProblem, operands: Operands, out, lse, no
     }
     clusters = arch_of(operands.q.device).sms // config.ctas
     return (min(tiles, clusters) if config.persistent and clusters else tiles,), arguments, constants
-
-
-def _heads_at_once(problem: AttentionProblem) -> int:
-    """How many query heads' K and V fit in half the L2 together (see `locate`)."""
-    lengths = problem.lengths
-    kv_bytes = max(1, lengths.seqlen_kv) * (problem.head_dim + problem.head_dim_v) * 2
-    return max(1, min(lengths.batch * problem.heads_q, problem.group * int(60e6) // kv_bytes))

@@ -124,6 +124,22 @@ class Memory:
         self.tile_empty = tile_empty
 
 
+@gluon.jit
+def make_memory(dtype: gl.constexpr, o_dtype: gl.constexpr, C: gl.constexpr):
+    """The caller fences."""
+    Q_BUFFERS: gl.constexpr = C.q_stages * C.groups
+    O_BUFFERS: gl.constexpr = C.o_buffers * C.groups
+    return Memory(
+        make_chunks(dtype, Q_BUFFERS, ROWS, C.wide, C.narrow),
+        make_chunks(o_dtype, O_BUFFERS, ROWS, C.o_columns, 0)[0],
+        gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+        make_barriers(Q_BUFFERS, 1),
+        make_barriers(Q_BUFFERS, 1),
+        make_barriers(SLOTS, 1),
+        make_barriers(SLOTS, C.groups),
+    )
+
+
 # ---- producer
 
 
@@ -230,10 +246,10 @@ def lane_sums(p):
 
 
 @gluon.jit
-def row_max(s, C: gl.constexpr):
+def row_max(s):
     """gl.max(s, 1) in eight chains a thread instead of two: a maximum waits for the one before it."""
     x = gl.reshape(s, [s.shape[0], 4, s.shape[1] // 32, 4, 2])
-    return gl.convert_layout(gl.max(gl.max(gl.max(gl.max(x, 2), 3), 1), 1), rows_of(C.tile_kv))
+    return gl.convert_layout(gl.max(gl.max(gl.max(gl.max(x, 2), 3), 1), 1), gl.SliceLayout(1, s.type.layout))
 
 
 @gluon.jit
@@ -266,7 +282,7 @@ def first_weights(s, tile, lengths, score, dtype: gl.constexpr, MASKED: gl.const
     """Of a tile's first block: (m, row sums), P. m is what exponents are counted from, or with the safe softmax the maximum."""
     GUARDED: gl.constexpr = MASKED or score.CHANGED
     s, scale = masked_scores(s, tile.lead, tile, lengths, score, MASKED, C)
-    m = row_max(s, C) * scale
+    m = row_max(s) * scale
     shift = shift_of(m, GUARDED)
     p = weights(s, shift, scale)
     if C.optimistic:
@@ -285,7 +301,7 @@ def later_weights(state, s, i, tile, lengths, score, MASKED: gl.constexpr, C: gl
         return (m, row_sum + lane_sums(p)), p, m
     else:
         GUARDED: gl.constexpr = MASKED or score.CHANGED
-        new_m = gl.maximum(m, row_max(s, C) * scale)
+        new_m = gl.maximum(m, row_max(s) * scale)
         shift = shift_of(new_m, GUARDED)
         factor = gl.exp2(m - shift)
         p = weights(s, shift, scale)
@@ -529,17 +545,7 @@ def forward_kernel(
     MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_wide.dtype
-    Q_BUFFERS: gl.constexpr = C.q_stages * C.groups
-    O_BUFFERS: gl.constexpr = C.o_buffers * C.groups
-    memory = Memory(
-        make_chunks(dtype, Q_BUFFERS, ROWS, C.wide, C.narrow),
-        make_chunks(o_desc.dtype, O_BUFFERS, ROWS, C.o_columns, 0)[0],
-        gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
-        make_barriers(Q_BUFFERS, 1),
-        make_barriers(Q_BUFFERS, 1),
-        make_barriers(SLOTS, 1),
-        make_barriers(SLOTS, C.groups),
-    )
+    memory = make_memory(dtype, o_desc.dtype, C)
     k = make_channel(dtype, C.num_stages, C.tile_kv, C.wide, C.narrow, C.groups)
     v = make_channel(dtype, C.num_stages, C.tile_kv, C.wide_v, C.narrow_v, C.groups)
     fence_async_shared()

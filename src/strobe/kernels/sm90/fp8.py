@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 
 from strobe.device import arch_of
-from strobe.kernels.common.channel import at, make_barriers, make_channel, make_chunks
+from strobe.kernels.common.arguments import LOG2_E, heads_at_once, meta, meta_operands
+from strobe.kernels.common.channel import at, make_channel
 from strobe.kernels.common.work import Heads, Lengths
 from strobe.kernels.gluon import (
     TensorDescriptor,
@@ -39,12 +40,11 @@ from strobe.kernels.gluon import (
 )
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
 from strobe.kernels.sm90.descriptors import copy_in, descriptors
-from strobe.kernels.sm90.forward import LN_2, Memory, Outputs, copy_out, lane_sums, lse_row, pass_over
-from strobe.kernels.sm90.launch import LOG2_E
+from strobe.kernels.sm90.forward import LN_2, Outputs, copy_out, lane_sums, lse_row, make_memory, pass_over, row_max
+from strobe.kernels.sm90.launch import HALF_L2
 from strobe.kernels.sm90.layouts import ROWS
 from strobe.kernels.sm90.scores import Score, apply_mask
 from strobe.kernels.sm90.tiles import (
-    FIELDS,
     SLOTS,
     fetch,
     first_block,
@@ -310,13 +310,6 @@ def block_scale(scale, kv_head, i, descales, C: gl.constexpr):
 
 
 @gluon.jit
-def row_max(s, C: gl.constexpr):
-    """gl.max(s, 1) in eight chains a thread instead of two: a maximum waits for the one before it."""
-    x = gl.reshape(s, [s.shape[0], 4, s.shape[1] // 32, 4, 2])
-    return gl.convert_layout(gl.max(gl.max(gl.max(gl.max(x, 2), 3), 1), 1), rows_of(C.tile_kv))
-
-
-@gluon.jit
 def masked_scores(s, i, tile, lengths, score, MASKED: gl.constexpr, C: gl.constexpr):
     """-inf where a row does not see a key of block i."""
     if MASKED:
@@ -337,7 +330,7 @@ def weights(s, m, scale, MASKED: gl.constexpr):
 def first_weights(s, tile, lengths, score, scale, MASKED: gl.constexpr, C: gl.constexpr):
     """Of a tile's first block: (reference, row sums), P."""
     s = masked_scores(s, tile.lead, tile, lengths, score, MASKED, C)
-    m = row_max(s, C) * scale - HEADROOM
+    m = row_max(s) * scale - HEADROOM
     p = weights(s, m, scale, MASKED)
     return (m, lane_sums(p)), packed(p, C)
 
@@ -349,7 +342,7 @@ def later_weights(state, s, i, tile, lengths, score, scale, MASKED: gl.constexpr
     s = masked_scores(s, i, tile, lengths, score, MASKED, C)
     if MASKED:
         if (tile.lead >= tile.full_end) | (tile.lead < tile.full_begin):  # some rows may see the first of their keys here
-            m = gl.where(m == float("-inf"), row_max(s, C) * scale - HEADROOM, m)
+            m = gl.where(m == float("-inf"), row_max(s) * scale - HEADROOM, m)
     p = weights(s, m, scale, MASKED)
     sums = lane_sums(p)
     largest = gl.convert_layout(gl.max(sums, 1), rows_of(C.tile_kv))
@@ -479,16 +472,7 @@ def fp8_kernel(q_desc, k_desc, v_desc, o_desc, lse, counters, q_descale, k_desca
                heads, group, at_once, tiles, rows, n_q, n_kv, left, right, prefix, scale,
                MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
-    Q_BUFFERS: gl.constexpr = C.q_stages * C.groups
-    memory = Memory(
-        make_chunks(dtype, Q_BUFFERS, ROWS, C.head_dim, 0),
-        make_chunks(o_desc.dtype, C.o_buffers * C.groups, ROWS, C.o_columns, 0)[0],
-        gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
-        make_barriers(Q_BUFFERS, 1),
-        make_barriers(Q_BUFFERS, 1),
-        make_barriers(SLOTS, 1),
-        make_barriers(SLOTS, C.groups),
-    )
+    memory = make_memory(dtype, o_desc.dtype, C)
     k = make_channel(dtype, C.num_stages, C.tile_kv, C.head_dim, 0, C.groups)
     v = make_channel(dtype, C.num_stages, C.head_dim_v, C.tile_kv, 0, C.groups)
     fence_async_shared()
@@ -564,23 +548,17 @@ def _empty_transposed(problem: AttentionProblem, v: torch.Tensor, tile: int) -> 
 def compile_only(problem: AttentionProblem, by_block: bool = False):
     """The compiled kernel that `launch` would run on a dense problem with all descales (by_block: q's and k's by blocks), from
     shapes alone (see strobe.lab.offline)."""
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    lengths, heads, dim = problem.lengths, problem.heads_q, problem.head_dim
-    q = empty(lengths.batch, lengths.seqlen_q, heads, dim)
-    k = empty(lengths.batch, lengths.seqlen_kv, problem.heads_kv, dim)
-    out = empty(*q.shape, dtype=torch.bfloat16)
-    lse = empty(*lse_shape(problem), dtype=torch.float32)
-    v_descale = empty(lengths.batch, problem.heads_kv, dtype=torch.float32)
+    lengths, operands = problem.lengths, meta_operands(problem)
+    out = meta(*operands.q.shape, dtype=torch.bfloat16)
+    lse = meta(*lse_shape(problem), dtype=torch.float32)
+    v_descale = meta(lengths.batch, problem.heads_kv, dtype=torch.float32)
     qk_descale = (
         v_descale[..., None].expand(-1, -1, triton.cdiv(lengths.seqlen_q, DESCALE_ROWS.value)) if by_block else v_descale
     )
-    space = Workspace(empty(16, dtype=torch.int32), empty(1, dtype=torch.int32))
-    v_t = _empty_transposed(problem, k, config(problem).tile_kv)
+    space = Workspace(meta(16, dtype=torch.int32), meta(1, dtype=torch.int32))
+    v_t = _empty_transposed(problem, operands.v, config(problem).tile_kv)
     descales = (qk_descale, qk_descale, v_descale)
-    grid, arguments, constants = kernel_arguments(problem, Operands(q, k, k), v_t, descales, out, lse, space)
+    grid, arguments, constants = kernel_arguments(problem, operands, v_t, descales, out, lse, space)
     return fp8_kernel.warmup(*arguments, grid=grid, **constants)
 
 
@@ -589,7 +567,6 @@ def kernel_arguments(problem: AttentionProblem, operands: Operands, v_t, descale
     lengths, chosen = problem.lengths, config(problem)
     left, right, prefix = problem.mask.device_band
     tiles = triton.cdiv(lengths.seqlen_q, chosen.tile_q) * lengths.batch * problem.heads_q
-    kv_bytes = max(1, lengths.seqlen_kv) * (problem.head_dim + problem.head_dim_v)
     block = [1, problem.head_dim_v, chosen.tile_kv]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
     arguments = (
@@ -605,7 +582,7 @@ def kernel_arguments(problem: AttentionProblem, operands: Operands, v_t, descale
         operands.cu_seqlens_kv,
         problem.heads_q,
         problem.group,
-        max(1, min(lengths.batch * problem.heads_q, problem.group * int(30e6) // kv_bytes)),  # see `locate`
+        heads_at_once(problem, HALF_L2),
         tiles,
         operands.q.shape[:-2].numel(),
         lengths.seqlen_q,

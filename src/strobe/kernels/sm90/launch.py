@@ -7,14 +7,16 @@ import triton
 
 from strobe.device import arch_of
 from strobe.kernels.common import gluon_math
+from strobe.kernels.common.arguments import LOG2_E, heads_at_once, meta, meta_operands
 from strobe.kernels.common.stamp import COUNT, ROLES
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
 from strobe.kernels.sm90.descriptors import descriptors
 from strobe.kernels.sm90.forward import forward_kernel
 from strobe.kernels.workspace import Workspace, workspace
-from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
+from strobe.problem import AttentionProblem, Operands, lse_shape
 
-LOG2_E = 1.4426950408889634
+HALF_L2 = 30_000_000
+"""Bytes."""
 
 
 def launch(
@@ -92,27 +94,11 @@ def launch_traced(problem: AttentionProblem, operands: Operands, config: Config)
 
 def compile_only(problem: AttentionProblem, config: Config, traced: bool = False):
     """The compiled kernel that `launch` (or `launch_traced`) would run, from shapes alone (see strobe.lab.offline)."""
-    lengths = problem.lengths
-
-    def empty(*shape: int, dtype: torch.dtype = problem.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    if isinstance(lengths, Varlen):
-        rows_q, rows_kv = [lengths.total_q], [lengths.total_kv]
-        cu = empty(lengths.batch + 1, dtype=torch.int32)
-    else:
-        rows_q, rows_kv, cu = [lengths.batch, lengths.seqlen_q], [lengths.batch, lengths.seqlen_kv], None
-    operands = Operands(
-        empty(*rows_q, problem.heads_q, problem.head_dim),
-        empty(*rows_kv, problem.heads_kv, problem.head_dim),
-        empty(*rows_kv, problem.heads_kv, problem.head_dim_v),
-        cu,
-        cu,
-    )
-    out = empty(*rows_q, problem.heads_q, problem.head_dim_v)
-    lse = empty(*lse_shape(problem), dtype=torch.float32)
-    trace = empty(1, dtype=torch.int64) if traced else None
-    space = Workspace(empty(16, dtype=torch.int32), empty(1, dtype=torch.int32))
+    operands = meta_operands(problem)
+    out = meta(*operands.q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
+    lse = meta(*lse_shape(problem), dtype=torch.float32)
+    trace = meta(1, dtype=torch.int64) if traced else None
+    space = Workspace(meta(16, dtype=torch.int32), meta(1, dtype=torch.int32))
     grid, arguments, constants = kernel_arguments(problem, operands, out, lse, space, config, trace)
     return forward_kernel.warmup(*arguments, grid=grid, **constants)
 
@@ -139,7 +125,7 @@ def kernel_arguments(
         operands.seqused_kv,
         problem.heads_q,
         problem.group,
-        _heads_at_once(problem),
+        heads_at_once(problem, HALF_L2),
         tiles,
         operands.q.shape[:-2].numel(),
         lengths.seqlen_q,
@@ -184,10 +170,3 @@ def _score_arguments(problem: AttentionProblem) -> tuple:
 def _repeated(bias: torch.Tensor) -> list[int]:
     """Strides of a bias: 0 where its one number stands for all."""
     return [stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True)]
-
-
-def _heads_at_once(problem: AttentionProblem) -> int:
-    """How many query heads' K and V fit in half the L2 together (see `locate`)."""
-    lengths = problem.lengths
-    kv_bytes = max(1, lengths.seqlen_kv) * (problem.head_dim + problem.head_dim_v) * 2
-    return max(1, min(lengths.batch * problem.heads_q, problem.group * int(30e6) // kv_bytes))
