@@ -75,9 +75,12 @@ def test_shared_memory_is_what_config_says(audits):
 
 
 def test_spills(audits):
-    """At head dim 64 with 3 groups, which have 160 registers a thread, the newest Triton spills 63 without a mask."""
+    """None but two, outside of the loops over blocks: with 3 groups, which have 160 registers a thread, at head dim 64 without
+    a mask (newest Triton), and a number of the mask at head dim 256 (oldest)."""
     for audit in audits:
-        assert audit["spill_bytes"] <= (252 if config_of(audit).groups == 3 and "full" in audit["name"] else 0), audit["name"]
+        config, full = config_of(audit), "full" in audit["name"]
+        allowed = 172 if config.groups == 3 and full else 12 if config.head_dim == 256 and not full else 0
+        assert audit["spill_bytes"] <= allowed, audit["name"]
         moves = sum(counts.get("LDL", 0) + counts.get("STL", 0) for counts in audit["roles"].values())
         assert audit["spill_bytes"] == 4 * moves, audit["name"]  # so they were counted in the code that runs
 

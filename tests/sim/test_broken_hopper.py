@@ -69,7 +69,8 @@ O_FENCE = "        fence_async_shared()\n        partition_barrier()\n        ba
 TILE_EMPTY_WAIT = "    mbarrier.wait(memory.tile_empty.index(slot), ((turn // SLOTS) & 1) ^ 1)\n"
 TILE_FULL = "    mbarrier.arrive(memory.tile_full.index(slot), count=1)\n"
 TILE_FULL_WAIT = "    mbarrier.wait(memory.tile_full.index(slot), (turn // SLOTS) & 1)\n"
-TILE_EMPTY = "    place = place_of(w, slot, lengths, memory)\n    mbarrier.arrive(memory.tile_empty.index(slot), count=1)\n"
+TILE_READ = "    place = place_of(w, slot, lengths, memory)\n    p, note = position_and_note_of(w, slot, memory)\n"
+TILE_EMPTY = "    mbarrier.arrive(memory.tile_empty.index(slot), count=1)\n"
 NEXT_TILE = "gl.atomic_add(counter, 1) + gl.num_programs(0)"
 
 
@@ -378,13 +379,11 @@ BUGS = [
         (DoubleWrite,),
     ),
     kernel("the next tile is not published", PUBLISH_NEXT, PUBLISH_NEXT.splitlines(True)[0], (Deadlock,), says=("tile_full",)),
-    kernel(
-        "no group says that it has read a tile", TILE_EMPTY, TILE_EMPTY.splitlines(True)[0], (Deadlock,), says=("tile_empty",)
-    ),
+    kernel("no group says that it has read a tile", TILE_READ + TILE_EMPTY, TILE_READ, (Deadlock,), says=("tile_empty",)),
     kernel(
         "a tile is given back before it is read",
-        TILE_EMPTY,
-        "".join(reversed(TILE_EMPTY.splitlines(True))),
+        TILE_READ + TILE_EMPTY,
+        TILE_EMPTY + TILE_READ,
         (Race,),
         case=SHORT,
     ),
@@ -429,7 +428,7 @@ WRONG_NUMBERS = [
         case=replace(CAUSAL, head_dim=96),
         config={"head_dim": 96, "head_dim_v": 96},
     ),
-    kernel("no block is masked", "if (i >= tile.full_end) | (i < tile.full_begin):", "if i < 0:", ()),
+    kernel("no block is masked", "if not is_whole(i, tile):", "if i < 0:", ()),
     kernel(
         "all heads have the first one's keys",
         "kv_head = work.head // heads.group",
@@ -440,7 +439,7 @@ WRONG_NUMBERS = [
     kernel("O is not rescaled", "        acc = rescaled(acc, factor)\n", "        pass\n", (), config={"optimistic": False}),
     kernel("O is not normalised", "1.0 / row_sum))", "1.0))", ()),
     kernel("O grows from tile to tile", "        acc = no_output(C)\n", "", ()),
-    tiles("the first block comes again", "return i - (i <= lead).to(gl.int32)", "return i", (), case=WINDOW),
+    tiles("the first block comes again", "i -= (i <= lead).to(gl.int32)", "i -= 0", (), case=WINDOW),
 ]
 
 # An arrival that counts for the block before is no harm where every other group has arrived already.

@@ -24,7 +24,7 @@ SMS = 132
 _SCRATCH = 1024
 """Shared memory that the compiler adds: for the hand-over to the warp roles, for sums across warps."""
 
-_BARRIER, _TILE_FIELDS = 8, 11
+_BARRIER, _TILE_FIELDS = 8, 13
 _CHUNKS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}
 
 

@@ -64,9 +64,12 @@ from strobe.kernels.sm90.tiles import (
     SLOTS,
     fetch,
     first_block,
+    is_whole,
     later_block,
+    lead_of,
     next_tile,
     place_of,
+    position_and_note_of,
     publish,
     whole_blocks,
     with_keys,
@@ -154,7 +157,7 @@ def producer(inputs, counters, lengths, heads, score, memory, k, v, trace, C: gl
     while tile < heads.tiles:
         kv_head = work.head // heads.group
         full_begin, full_end = whole_blocks(work, score)
-        lead = first_block(work.begin, work.end, full_begin, full_end, score)
+        lead = first_block(work.begin, work.end, full_begin, full_end, lengths, score)
         i = lead
         copy_in(k_desc, k.block(g), k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, i * C.tile_kv)
         stamp(trace, GROUPS, "k_issued", g)
@@ -272,7 +275,7 @@ def masked_scores(s, i, tile, lengths, score, MASKED: gl.constexpr, C: gl.conste
     """q.k of block i -> (scores, by what they have yet to be multiplied); -inf where a row does not see a key."""
     s, scale = scores_of(s, i, tile, lengths, score, C)
     if MASKED:
-        if (i >= tile.full_end) | (i < tile.full_begin):
+        if not is_whole(i, tile):
             s = apply_mask(s, i, tile, lengths, score, C)
     return s, scale
 
@@ -281,7 +284,7 @@ def masked_scores(s, i, tile, lengths, score, MASKED: gl.constexpr, C: gl.conste
 def first_weights(s, tile, lengths, score, dtype: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Of a tile's first block: (m, row sums), P. m is what exponents are counted from, or with the safe softmax the maximum."""
     GUARDED: gl.constexpr = MASKED or score.CHANGED
-    s, scale = masked_scores(s, tile.lead, tile, lengths, score, MASKED, C)
+    s, scale = masked_scores(s, lead_of(tile), tile, lengths, score, MASKED, C)
     m = row_max(s) * scale
     shift = shift_of(m, GUARDED)
     p = weights(s, shift, scale)
@@ -407,7 +410,7 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, memory, k, v,
             mbarrier.arrive(memory.q_empty.index(slot), count=1)
         turn += 1
         before = g
-        after = tile.after if MASKED else 0
+        after = tile.after if MASKED and tile.after is not None else 0
         old_state = state
         tile = fetch(w, turn, memory, lengths, score, MASKED, C)
         g += 1 + skip + after
@@ -448,8 +451,9 @@ def epilogue(w: gl.constexpr, acc, state, slot, lengths, heads, score, memory, o
     m, row_sum = state
     LAYOUT: gl.constexpr = rows_of(C.tile_kv)
     place = place_of(w, slot, lengths, memory)
+    p, note = position_and_note_of(w, slot, memory)
     mbarrier.arrive(memory.tile_empty.index(slot), count=1)
-    batch, head, row, n_q, n_kv, _start = place
+    _batch, head, row, n_q, n_kv, _start = place
     rows = row + gl.arange(0, ROWS, LAYOUT)
     exists = rows < n_q
 
@@ -457,7 +461,7 @@ def epilogue(w: gl.constexpr, acc, state, slot, lengths, heads, score, memory, o
     BOUNDS: gl.constexpr = bounds_of(outputs.descriptor.dtype)
     broken = not_finite(acc, C)
     if C.optimistic:
-        broken = broken | is_too_small(row_sum, m, rows + (n_kv - n_q), n_kv, lengths, BOUNDS)
+        broken = broken | is_too_small(row_sum, m, p + gl.arange(0, ROWS, LAYOUT), n_kv, lengths, BOUNDS)
     if score.sinks is not None:
         sink = sink_of(head, score)
         m = gl.where(row_sum == 0.0, gl.where(sink == float("-inf"), 0.0, sink), m)
@@ -465,7 +469,6 @@ def epilogue(w: gl.constexpr, acc, state, slot, lengths, heads, score, memory, o
     m = gl.where(row_sum == 0.0, 0.0, m)
     gl.store(outputs.lse + lse_row(place, lengths, heads, outputs) + rows, (m + gl.log2(row_sum)) * LN_2, mask=exists)
     o = rescaled(acc, gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum))
-    note = (batch * heads.heads + head) * ((lengths.n_q + ROWS - 1) // ROWS) + row // ROWS
     broken = broken | (row_sum >= BOUNDS.most) | (row_sum != row_sum)
     gl.store(outputs.notes + note + gl.full([ROWS], 0, gl.int32, LAYOUT), 1, mask=broken & exists)
     for c in gl.static_range(len(o)):
@@ -487,12 +490,12 @@ def is_too_small(row_sum, m, p, n_kv, lengths, BOUNDS: gl.constexpr):
 
 @gluon.jit
 def lse_row(place, lengths, heads, outputs):
-    """Where the LSE of the sequence's first row is."""
+    """Where the LSE of the sequence's first row is. (None of its factors is negative; signs would be kept in registers.)"""
     batch, head, _row, _n_q, _n_kv, start_q = place
     if lengths.cu_q is None:
-        return (batch * heads.heads + head).to(gl.int64) * lengths.n_q
+        return (batch * heads.heads + head).to(gl.uint32).to(gl.int64) * lengths.n_q.to(gl.uint32)
     else:
-        return head.to(gl.int64) * outputs.rows + start_q
+        return head.to(gl.uint32).to(gl.int64) * outputs.rows.to(gl.uint32) + start_q
 
 
 @gluon.jit

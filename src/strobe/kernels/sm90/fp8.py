@@ -48,7 +48,9 @@ from strobe.kernels.sm90.tiles import (
     SLOTS,
     fetch,
     first_block,
+    is_whole,
     later_block,
+    lead_of,
     next_tile,
     place_of,
     publish,
@@ -162,7 +164,7 @@ def producer(inputs, counters, lengths, heads, score, memory, k, v, C: gl.conste
     q_desc, k_desc, v_desc = inputs
     GROUPS: gl.constexpr = C.groups
     turn = 0
-    g = 0
+    g = gl.to_tensor(0)
     tile, work = with_keys(gl.program_id(0), counters, lengths, heads, C)
     publish(turn, tile, work, lengths, heads, score, memory)
     while tile < heads.tiles:
@@ -173,7 +175,7 @@ def producer(inputs, counters, lengths, heads, score, memory, k, v, C: gl.conste
             copy_in((q_desc,), at(memory.q, slot), memory.q_full.index(slot), work.start_q, work.n_q, work.batch, work.head,
                     work.row + w * ROWS)  # fmt: skip
         full_begin, full_end = whole_blocks(work, score)
-        lead = first_block(work.begin, work.end, full_begin, full_end, score)
+        lead = first_block(work.begin, work.end, full_begin, full_end, lengths, score)
         first = first_of_v(work, lengths, C)
         i = lead
         copy_in((k_desc,), k.block(g), k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, i * C.tile_kv)
@@ -313,7 +315,7 @@ def block_scale(scale, kv_head, i, descales, C: gl.constexpr):
 def masked_scores(s, i, tile, lengths, score, MASKED: gl.constexpr, C: gl.constexpr):
     """-inf where a row does not see a key of block i."""
     if MASKED:
-        if (i >= tile.full_end) | (i < tile.full_begin):
+        if not is_whole(i, tile):
             s = gl.convert_layout(apply_mask(s, i, tile, lengths, score, C), accumulator(C.tile_kv))
     return s
 
@@ -329,7 +331,7 @@ def weights(s, m, scale, MASKED: gl.constexpr):
 @gluon.jit
 def first_weights(s, tile, lengths, score, scale, MASKED: gl.constexpr, C: gl.constexpr):
     """Of a tile's first block: (reference, row sums), P."""
-    s = masked_scores(s, tile.lead, tile, lengths, score, MASKED, C)
+    s = masked_scores(s, lead_of(tile), tile, lengths, score, MASKED, C)
     m = row_max(s) * scale - HEADROOM
     p = weights(s, m, scale, MASKED)
     return (m, lane_sums(p)), packed(p, C)
@@ -341,7 +343,7 @@ def later_weights(state, s, i, tile, lengths, score, scale, MASKED: gl.constexpr
     m, row_sum = state
     s = masked_scores(s, i, tile, lengths, score, MASKED, C)
     if MASKED:
-        if (tile.lead >= tile.full_end) | (tile.lead < tile.full_begin):  # some rows may see the first of their keys here
+        if not is_whole(lead_of(tile), tile):  # some rows may see the first of their keys here
             m = gl.where(m == float("-inf"), row_max(s) * scale - HEADROOM, m)
     p = weights(s, m, scale, MASKED)
     sums = lane_sums(p)
@@ -361,9 +363,9 @@ def step(before, g, i, acc, state, p, q, k, v, tile, lengths, score, scale, MASK
     if MASKED:
         pass_over(k, before + 1, g)
     k.wait(g)
-    v.wait(before)
     p = operand(p, C)
     s = start_scores(q, k.block(g), C)
+    v.wait(before)
     acc = start_output(acc, p, v.block(before))
     s = warpgroup_mma_wait(1, deps=[s])
     k.release(g)
@@ -389,14 +391,14 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, descales, mem
             C: gl.constexpr):  # fmt: skip
     """This CTA's tiles, of which there is one at least."""
     turn = 0
-    g = 0
+    g = gl.to_tensor(0)
     scale, kv_head = tile_scale(w, turn, lengths, heads, memory, score, descales)
     mbarrier.wait(memory.q_full.index(w), 0)
     k.wait(g)
     s = start_scores(at(memory.q, w), k.block(g), C)
     s = warpgroup_mma_wait(0, deps=[s])
     k.release(g)
-    state, p = first_weights(s, tile, lengths, score, block_scale(scale, kv_head, tile.lead, descales, C), MASKED, C)
+    state, p = first_weights(s, tile, lengths, score, block_scale(scale, kv_head, lead_of(tile), descales, C), MASKED, C)
     acc = no_output(C)
     while tile.go:
         # state and p are those of the tile's first block, at position g; acc is 0
@@ -413,7 +415,7 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, descales, mem
         # The boundary: the last P V of this tile, beside the first scores of the next.
         mbarrier.arrive(memory.q_empty.index(slot), count=1)
         before = g
-        g += 1 + skip + (tile.after if MASKED else 0)
+        g += 1 + skip + (tile.after if MASKED and tile.after is not None else 0)
         old_state = state
         o_scale = descaled(1.0, descales.v, kv_head)
         turn += 1
@@ -433,7 +435,7 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, descales, mem
         k.release(g, tile.go)
         lead_scale = scale
         if tile.go:
-            lead_scale = block_scale(scale, kv_head, tile.lead, descales, C)
+            lead_scale = block_scale(scale, kv_head, lead_of(tile), descales, C)
         state, p = first_weights(s, tile, lengths, score, lead_scale, MASKED, C)
         acc = warpgroup_mma_wait(0, deps=[acc])
         p = from_now(p)

@@ -8,8 +8,10 @@ from strobe.kernels.sm90.layouts import ROWS, one
 SLOTS = gl.constexpr(2)
 """Tiles that are known at a time: one is worked on, one is next."""
 
-FIELDS = gl.constexpr(11)
-GO, BATCH, HEAD, ROW, N_Q, N_KV, START_Q, BEGIN, END, FULL_BEGIN, FULL_END = (gl.constexpr(i) for i in range(11))
+FIELDS = gl.constexpr(13)
+GO, BATCH, HEAD, ROW, P, NOTE, N_Q, N_KV, START_Q, BEGIN, END, FULL_BEGIN, FULL_END = (gl.constexpr(i) for i in range(13))
+"""P: the position of the tile's first row among the keys. NOTE: where the note of its first rows is. Both follow from the
+others, but what consumers compute with they keep in registers."""
 
 
 @aggregate
@@ -18,32 +20,33 @@ class Tile:
 
     go: whether there is a tile. The group works on `blocks` key blocks: `lead` first, then the others below `end` from right to
     left. With a mask: p is the position of the group's first row among the keys; blocks outside [full_begin, full_end) are
-    masked; only other groups see the `between` blocks after the lead, and the `after` at the end. batch, head, n_q: where
-    scores depend on them. n_q, n_kv: where sequences differ.
+    masked; only other groups see the `between` blocks after the lead, and the `after` at the end. Without a left bound (see
+    `from_first`) lead, full_begin and after are 0, and None. batch, head, n_q: where scores depend on them. n_q, n_kv:
+    where sequences differ.
     """
 
     go: gl.tensor
     blocks: gl.tensor
-    lead: gl.tensor
     end: gl.tensor
-    p: (gl.tensor, gl.constexpr)
+    lead: (gl.tensor, gl.constexpr)
     full_begin: (gl.tensor, gl.constexpr)
+    after: (gl.tensor, gl.constexpr)
+    p: (gl.tensor, gl.constexpr)
     full_end: (gl.tensor, gl.constexpr)
     between: (gl.tensor, gl.constexpr)
-    after: (gl.tensor, gl.constexpr)
     batch: (gl.tensor, gl.constexpr)
     head: (gl.tensor, gl.constexpr)
     n_q: (gl.tensor, gl.constexpr)
     n_kv: (gl.tensor, gl.constexpr)
 
     @gluon.constexpr_function
-    def __init__(self, go, blocks, lead, end, masked, places, lengths):
+    def __init__(self, go, blocks, end, left, masked, places, lengths):
         self.go = go
         self.blocks = blocks
-        self.lead = lead
         self.end = end
         nothing = gl.constexpr(None)
-        self.p, self.full_begin, self.full_end, self.between, self.after = masked or [nothing] * 5
+        self.lead, self.full_begin, self.after = left or [nothing] * 3
+        self.p, self.full_end, self.between = masked or [nothing] * 3
         self.batch, self.head = places or [nothing] * 2
         self.n_q, self.n_kv = lengths or [nothing] * 2
 
@@ -58,11 +61,19 @@ def whole_blocks(work, score):
 
 
 @gluon.jit
-def first_block(begin, end, full_begin, full_end, score):
+def from_first(lengths, score):
+    """Whether every tile begins at key 0, and leads with it."""
+    return lengths.left is None and score.slopes is None and not score.BY_PAIR
+
+
+@gluon.jit
+def first_block(begin, end, full_begin, full_end, lengths, score):
     """The block that leads, which the optimistic softmax goes by: the leftmost that all rows see whole. Without one, the one
     before: its last keys are the last that all rows see, unless a window is narrower than a tile. With slopes, which
     favour near keys, the rightmost."""
-    if score.slopes is not None:
+    if from_first(lengths, score):
+        return begin
+    elif score.slopes is not None:
         return end - 1
     else:
         return gl.where(full_begin < full_end, full_begin, gl.minimum(gl.maximum(full_end, begin), end - 1))
@@ -72,7 +83,9 @@ def first_block(begin, end, full_begin, full_end, score):
 def later_block(j, lead, end):
     """The j-th block, j > 0: from right to left, without the lead."""
     i = end - j
-    return i - (i <= lead).to(gl.int32)
+    if lead is not None:
+        i -= (i <= lead).to(gl.int32)
+    return i
 
 
 # ---- producer
@@ -102,6 +115,10 @@ def publish(turn, tile, work, lengths, heads, score, memory):
     put(memory.tiles, slot, BATCH, work.batch)
     put(memory.tiles, slot, HEAD, work.head)
     put(memory.tiles, slot, ROW, work.row)
+    put(memory.tiles, slot, P, work.row + (work.n_kv - work.n_q))
+    put(
+        memory.tiles, slot, NOTE, (work.batch * heads.heads + work.head) * ((lengths.n_q + ROWS - 1) // ROWS) + work.row // ROWS
+    )
     if lengths.VARY:
         put(memory.tiles, slot, N_Q, work.n_q)
         put(memory.tiles, slot, N_KV, work.n_kv)
@@ -145,28 +162,49 @@ def fetch(w: gl.constexpr, turn, memory, lengths, score, MASKED: gl.constexpr, C
     end = get(memory.tiles, slot, END)
     full_begin = get(memory.tiles, slot, FULL_BEGIN)
     full_end = get(memory.tiles, slot, FULL_END)
-    lead = first_block(begin, end, full_begin, full_end, score)
+    lead = first_block(begin, end, full_begin, full_end, lengths, score)
     go = get(memory.tiles, slot, GO)
     own_begin = begin
     own_end = end
+    left = None
     masked = None
     places = None
     sequence = None
     n_q, n_kv, _start = lengths_of(slot, lengths, memory)
     if MASKED or score.CHANGED:
-        p = get(memory.tiles, slot, ROW) + w * ROWS + (n_kv - n_q)
+        p = get(memory.tiles, slot, P) + w * ROWS
         if MASKED:
             key_begin, key_end = kv_range(p, p + ROWS - 1, n_kv, lengths.left, lengths.right, lengths.prefix)
             # No more than half a ring is passed over: its blocks of V wait for the product before them.
             most: gl.constexpr = C.num_stages // 2
-            own_begin = gl.maximum(gl.minimum(gl.minimum(key_begin // C.tile_kv, lead), begin + most), begin)
             own_end = gl.minimum(gl.maximum(gl.maximum((key_end + C.tile_kv - 1) // C.tile_kv, lead + 1), end - most), end)
-        masked = (p, full_begin, full_end, go * (end - own_end), go * (own_begin - begin))
+            if not from_first(lengths, score):
+                own_begin = gl.maximum(gl.minimum(gl.minimum(key_begin // C.tile_kv, lead), begin + most), begin)
+        masked = (p, full_end, go * (end - own_end))
+    if not from_first(lengths, score):
+        left = (lead, full_begin, go * (own_begin - begin))
     if score.CHANGED or score.BY_PAIR:
         places = (get(memory.tiles, slot, BATCH), get(memory.tiles, slot, HEAD))
     if lengths.VARY:
         sequence = (n_q, n_kv)
-    return Tile(go != 0, own_end - own_begin, lead, own_end, masked, places, sequence)
+    return Tile(go != 0, own_end - own_begin, own_end, left, masked, places, sequence)
+
+
+@gluon.jit
+def is_whole(i, tile):
+    """Whether block i needs no mask."""
+    if tile.full_begin is None:
+        return i < tile.full_end
+    else:
+        return (i < tile.full_end) & (i >= tile.full_begin)
+
+
+@gluon.jit
+def lead_of(tile):
+    if tile.lead is None:
+        return 0
+    else:
+        return tile.lead
 
 
 @gluon.jit
@@ -176,6 +214,12 @@ def numbers(tile, lengths):
         return tile.n_q, tile.n_kv
     else:
         return lengths.n_q, lengths.n_kv
+
+
+@gluon.jit
+def position_and_note_of(w: gl.constexpr, slot, memory):
+    """Of group w's rows of the tile in `slot`: the position of the first among the keys, and where their note is."""
+    return get(memory.tiles, slot, P) + w * ROWS, get(memory.tiles, slot, NOTE) + w
 
 
 @gluon.jit
