@@ -20,8 +20,8 @@ class Tile:
 
     go: whether there is a tile. The group works on `blocks` key blocks: `lead` first, then the others below `end` from right to
     left. With a mask: p is the position of the group's first row among the keys; blocks outside [full_begin, full_end) are
-    masked; only other groups see the `between` blocks after the lead, and the `after` at the end. Without a left bound (see
-    `from_first`) lead, full_begin and after are 0, and None. batch, head, n_q: where scores depend on them. n_q, n_kv:
+    masked; only other groups see the `between` blocks after the lead, and the `after` at the end. Where every tile begins at key
+    0 and leads with it, lead, full_begin and after are 0, and None. batch, head, n_q: where scores depend on them. n_q, n_kv:
     where sequences differ.
     """
 
@@ -61,17 +61,12 @@ def whole_blocks(work, score):
 
 
 @gluon.jit
-def from_first(lengths, score):
-    """Whether every tile begins at key 0, and leads with it."""
-    return lengths.left is None and score.slopes is None and not score.BY_PAIR
-
-
-@gluon.jit
 def first_block(begin, end, full_begin, full_end, lengths, score):
     """The block that leads, which the optimistic softmax goes by: the leftmost that all rows see whole. Without one, the one
     before: its last keys are the last that all rows see, unless a window is narrower than a tile. With slopes, which
     favour near keys, the rightmost."""
-    if from_first(lengths, score):
+    FROM_FIRST: gl.constexpr = lengths.left is None and score.slopes is None and not score.BY_PAIR
+    if FROM_FIRST:  # then all see the first whole block
         return begin
     elif score.slopes is not None:
         return end - 1
@@ -164,6 +159,7 @@ def fetch(w: gl.constexpr, turn, memory, lengths, score, MASKED: gl.constexpr, C
     full_end = get(memory.tiles, slot, FULL_END)
     lead = first_block(begin, end, full_begin, full_end, lengths, score)
     go = get(memory.tiles, slot, GO)
+    FROM_FIRST: gl.constexpr = lengths.left is None and score.slopes is None and not score.BY_PAIR
     own_begin = begin
     own_end = end
     left = None
@@ -178,10 +174,10 @@ def fetch(w: gl.constexpr, turn, memory, lengths, score, MASKED: gl.constexpr, C
             # No more than half a ring is passed over: its blocks of V wait for the product before them.
             most: gl.constexpr = C.num_stages // 2
             own_end = gl.minimum(gl.maximum(gl.maximum((key_end + C.tile_kv - 1) // C.tile_kv, lead + 1), end - most), end)
-            if not from_first(lengths, score):
+            if not FROM_FIRST:
                 own_begin = gl.maximum(gl.minimum(gl.minimum(key_begin // C.tile_kv, lead), begin + most), begin)
         masked = (p, full_end, go * (end - own_end))
-    if not from_first(lengths, score):
+    if not FROM_FIRST:
         left = (lead, full_begin, go * (own_begin - begin))
     if score.CHANGED or score.BY_PAIR:
         places = (get(memory.tiles, slot, BATCH), get(memory.tiles, slot, HEAD))
