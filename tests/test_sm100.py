@@ -34,8 +34,10 @@ pytestmark = pytest.mark.skipif(triton_version() < (3, 8), reason="the Blackwell
 AUDIT = """
 import dataclasses, json, torch, triton
 from strobe.lab.offline import audit_sm100_forward
+from strobe.masks import Causal, Full
 audits = [
-    {"head_dims": dims, "causal": causal, **dataclasses.asdict(audit_sm100_forward(dims, causal, dtype, length))}
+    {"head_dims": dims, "causal": causal,
+     **dataclasses.asdict(audit_sm100_forward(dims, Causal() if causal else Full(), dtype, length))}
     for dims, causal, dtype, length in (
         ((128, 128), True, torch.bfloat16, 4096), ((128, 128), False, torch.float16, 4096),
         ((64, 64), True, torch.float16, 1000), ((96, 96), True, torch.bfloat16, 1000),
@@ -48,11 +50,12 @@ print(json.dumps({"triton": triton.__version__, "audits": audits}))
 AUDIT_OTHERS = """
 import json, triton
 from strobe.lab.offline import audit_sm100_forward
+from strobe.masks import Causal, Full
 cases = [*(((dim, 128 if dim == 192 else dim), False, {}) for dim in (64, 96, 128, 192)),
          ((128, 128), False, {"splits": 4}), ((192, 128), True, {"splits": 4}),
          ((128, 128), False, {"two_ctas": True}), ((128, 128), True, {"two_ctas": True})]
 def one(dims, causal, changes):
-    audit = audit_sm100_forward(dims, causal, **changes)
+    audit = audit_sm100_forward(dims, Causal() if causal else Full(), **changes)
     owners = {name: [role for role, counts in audit.roles.items() if name in counts] for name in ("UTCHMMA", "UTMALDG")}
     name = f"{dims} {'causal' if causal else 'full'} {changes}"
     return name, "two_ctas" in changes and causal, audit.spill_bytes, owners

@@ -27,19 +27,22 @@ AUDIT = """
 import dataclasses, json, torch, triton
 from strobe.kernels.sm90.config import Config
 from strobe.lab.offline import audit_sm90_forward
+from strobe.masks import Causal, Full, Window
 bf16, fp16 = torch.bfloat16, torch.float16
+full, causal, window = Full(), Causal(), Window(1023, 0)
 problems = (
-    ((64, 64), False, bf16, 4096, False, Config(64, 64, 3, 128, 4)),
-    ((64, 64), True, fp16, 1000, False, Config(64, 64, 2, 128, 4)),
-    ((64, 64), False, bf16, 4096, False, Config(64, 64, 2, 128, 4, q_stages=1)),
-    ((128, 128), False, fp16, 4096, False, Config(128, 128, 2, 128, 2)),
-    ((128, 128), True, bf16, 1000, False, Config(128, 128, 2, 64, 4)),
-    ((128, 128), True, bf16, 4096, True, Config(128, 128, 2, 128, 2)),
-    ((128, 128), True, bf16, 4096, False, Config(128, 128, 2, 128, 2, optimistic=False)),
-    ((80, 80), True, bf16, 4096, False, Config(96, 96, 2, 128, 3)),
-    ((128, 40), True, fp16, 4096, False, Config(128, 64, 2, 128, 3)),
-    ((192, 128), False, bf16, 4096, False, Config(192, 128, 2, 64, 2, o_buffers=2)),
-    ((256, 256), True, bf16, 4096, False, Config(256, 256, 2, 64, 2, q_stages=1, o_buffers=2)),
+    ((64, 64), full, bf16, 4096, False, Config(64, 64, 3, 128, 4)),
+    ((64, 64), causal, fp16, 1000, False, Config(64, 64, 2, 128, 4)),
+    ((64, 64), full, bf16, 4096, False, Config(64, 64, 2, 128, 4, q_stages=1)),
+    ((64, 64), window, bf16, 4096, False, Config(64, 64, 2, 128, 4)),
+    ((128, 128), full, fp16, 4096, False, Config(128, 128, 2, 128, 2)),
+    ((128, 128), causal, bf16, 1000, False, Config(128, 128, 2, 64, 4)),
+    ((128, 128), causal, bf16, 4096, True, Config(128, 128, 2, 128, 2)),
+    ((128, 128), causal, bf16, 4096, False, Config(128, 128, 2, 128, 2, optimistic=False)),
+    ((80, 80), causal, bf16, 4096, False, Config(96, 96, 2, 128, 3)),
+    ((128, 40), causal, fp16, 4096, False, Config(128, 64, 2, 128, 3)),
+    ((192, 128), full, bf16, 4096, False, Config(192, 128, 2, 64, 2, o_buffers=2)),
+    ((256, 256), causal, bf16, 4096, False, Config(256, 256, 2, 64, 2, q_stages=1, o_buffers=2)),
 )
 audits = []
 for *problem, packed, config in problems:

@@ -277,7 +277,7 @@ def machine_code() -> dict:
     the MMA warp and between the exponentials of a softmax warp. Takes no GPU."""
     from strobe.lab.offline import audit_sm90_forward, audit_sm100_forward
 
-    hopper, blackwell = audit_sm90_forward((128, 128), False), audit_sm100_forward((128, 128), False)
+    hopper, blackwell = audit_sm90_forward((128, 128), Full()), audit_sm100_forward((128, 128), Full())
     return {
         "shuffles": {
             name: {role: counts.get("SHFL", 0) for role, counts in audit.roles.items()}

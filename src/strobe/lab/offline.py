@@ -13,8 +13,10 @@ import torch
 from strobe.device import KNOWN
 from strobe.kernels.sm90.config import Config
 from strobe.lab.sass import Audit, audit
-from strobe.masks import Causal, Full
+from strobe.masks import Causal, Mask
 from strobe.problem import AttentionProblem, Dense, Varlen
+
+CAUSAL = Causal()
 
 
 @contextlib.contextmanager
@@ -53,7 +55,7 @@ def pretend_gpu(capability: int) -> Iterator[None]:
 
 def audit_sm90_forward(
     head_dims: tuple[int, int] = (128, 128),
-    causal: bool = True,
+    mask: Mask = CAUSAL,
     dtype: torch.dtype = torch.bfloat16,
     length: int = 4096,
     packed: bool = False,
@@ -64,7 +66,7 @@ def audit_sm90_forward(
     config or the one that it would get, and audit it. head_dims: of k and of v. Takes no GPU; some seconds on two CPU cores."""
     from strobe.kernels.sm90 import backend, launch
 
-    problem = _forward_problem(head_dims, causal, dtype, length)
+    problem = _forward_problem(head_dims, mask, dtype, length)
     if packed:
         rows = problem.lengths.batch * length
         problem = replace(problem, lengths=Varlen(problem.lengths.batch, length, length, rows, rows))
@@ -78,7 +80,7 @@ def audit_sm90_forward(
 
 def audit_sm100_forward(
     head_dims: tuple[int, int] = (128, 128),
-    causal: bool = True,
+    mask: Mask = CAUSAL,
     dtype: torch.dtype = torch.bfloat16,
     length: int = 4096,
     **changes,
@@ -87,7 +89,7 @@ def audit_sm100_forward(
     Takes no GPU; 4 to 20 seconds on two CPU cores."""
     from strobe.kernels.sm100 import backend, forward
 
-    problem = _forward_problem(head_dims, causal, dtype, length)
+    problem = _forward_problem(head_dims, mask, dtype, length)
     config = replace(backend.config(problem, KNOWN["B200"]), **changes)
     start = time.perf_counter()
     with pretend_gpu(100):
@@ -97,7 +99,7 @@ def audit_sm100_forward(
     return audit(compiled, _name("sm100", problem), time.perf_counter() - start, roles)
 
 
-def _forward_problem(head_dims: tuple[int, int], causal: bool, dtype: torch.dtype, length: int) -> AttentionProblem:
+def _forward_problem(head_dims: tuple[int, int], mask: Mask, dtype: torch.dtype, length: int) -> AttentionProblem:
     """Enough tiles of one head, in many sequences, to fill any GPU."""
     return AttentionProblem(
         lengths=Dense(256, length, length),
@@ -107,7 +109,7 @@ def _forward_problem(head_dims: tuple[int, int], causal: bool, dtype: torch.dtyp
         head_dim_v=head_dims[1],
         dtype=dtype,
         scale=head_dims[0] ** -0.5,
-        mask=Causal() if causal else Full(),
+        mask=mask,
     )
 
 

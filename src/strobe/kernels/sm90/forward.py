@@ -379,6 +379,7 @@ def consumer(w: gl.constexpr, outputs, lengths, heads, score, memory, k, v, trac
 def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, memory, k, v, trace, MASKED: gl.constexpr,
             C: gl.constexpr):  # fmt: skip
     """This CTA's tiles, of which there is one at least."""
+    gl.static_assert((lengths.left is None) or (tile.lead is not None))
     dtype: gl.constexpr = outputs.descriptor.dtype
     # Three groups have 160 registers a thread: with a mask too few for the next tile's P beside the last one's, so it is late.
     # Bytes spilled without, with a mask: never late 0, 0 (Triton 3.6) and 252, 600 (3.9); always late 112, 0 and 0, 0.

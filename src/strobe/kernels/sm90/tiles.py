@@ -20,9 +20,9 @@ class Tile:
 
     go: whether there is a tile. The group works on `blocks` key blocks: `lead` first, then the others below `end` from right to
     left. With a mask: p is the position of the group's first row among the keys; blocks outside [full_begin, full_end) are
-    masked; only other groups see the `between` blocks after the lead, and the `after` at the end. Where every tile begins at key
-    0 and leads with it, lead, full_begin and after are 0, and None. batch, head, n_q: where scores depend on them. n_q, n_kv:
-    where sequences differ.
+    masked; only other groups see the `between` blocks after the lead, and the `after` at the end. Where every tile begins at
+    key 0 and leads with it, lead, full_begin and after are 0, and None. batch, head, n_q: where scores depend on them. n_q,
+    n_kv: where sequences differ.
     """
 
     go: gl.tensor
@@ -162,7 +162,7 @@ def fetch(w: gl.constexpr, turn, memory, lengths, score, MASKED: gl.constexpr, C
     FROM_FIRST: gl.constexpr = lengths.left is None and score.slopes is None and not score.BY_PAIR
     own_begin = begin
     own_end = end
-    left = None
+    left = None  # stays None only where nothing has a left side: what decides it has to be known to the compiler
     masked = None
     places = None
     sequence = None
