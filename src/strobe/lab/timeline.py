@@ -23,7 +23,7 @@ COLORS = {
     "S": ("#0072B2", "S = Q K\u1d40"),
     "O": ("#56B4E9", "O += P V"),
     "P": ("#E69F00", "softmax: P"),
-    "correct": ("#CC79A7", "rescale O"),
+    "correct": ("#CC79A7", "rescale O; P to 16 bits"),
     "epilogue": ("#009E73", "epilogue"),
     "K": ("#7F7F7F", "copy of K"),
     "V": ("#B0B0B0", "copy of V"),
