@@ -82,7 +82,7 @@ def test_spills(audits):
     a mask (newest Triton), and a number of the mask at head dim 256 (oldest)."""
     for audit in audits:
         config, full = config_of(audit), "full" in audit["name"]
-        allowed = 172 if config.groups == 3 and full else 12 if config.head_dim == 256 and not full else 0
+        allowed = 172 if config.groups == 3 and full else 16 if config.head_dim == 256 and not full else 0
         assert audit["spill_bytes"] <= allowed, audit["name"]
         moves = sum(counts.get("LDL", 0) + counts.get("STL", 0) for counts in audit["roles"].values())
         assert audit["spill_bytes"] == 4 * moves, audit["name"]  # so they were counted in the code that runs

@@ -289,7 +289,8 @@ def test_other_head_dims_stay_in_a_table():
 def test_flaws():
     clean = Audit("kernel", 168, 200_000, 0, {"HGMMA": 8})
     assert flaw(clean) is None
-    assert flaw(Audit("kernel", 168, 200_000, 12, {})) == "spills 12 bytes"
+    assert flaw(Audit("kernel", 168, 200_000, 20, {"LDL": 3, "STL": 2})) == "spills 20 bytes"
+    assert flaw(Audit("kernel", 168, 200_000, 16, {"LDL": 3, "STL": 1})) is None
     assert flaw(Audit("kernel", 168, 200_000, 0, {"LDL": 1})) == "uses local memory"
     assert flaw(Audit("kernel", 168, 200_000, 0, {}, warnings=("C7510: serialized",))) == "ptxas: C7510: serialized"
     assert flaw(Audit("kernel", 168, 240_000, 0, {})) == "takes 240000 bytes of shared memory"

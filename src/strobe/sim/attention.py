@@ -70,7 +70,7 @@ def forward_launch(
     else:
         if problem.mask.band != (None, None, None):
             notes = torch.zeros(number, dtype=torch.int32)
-        grid, arguments, constants = sm100_forward.kernel_arguments(problem, operands, out, lse, notes, config)
+        grid, arguments, constants = kernels.kernel_arguments(problem, operands, out, lse, notes, config)
     if getattr(config, "persistent", False):
         grid = (min(ctas, *grid),)
     return Launch(kernels.forward_kernel, grid, arguments, constants, arch, ("notes", "counters")), out, lse, notes
