@@ -150,7 +150,7 @@ def lengths_of(slot, lengths, memory):
 
 @gluon.jit
 def fetch(w: gl.constexpr, turn, memory, lengths, score, MASKED: gl.constexpr, C: gl.constexpr):
-    """The turn-th tile of this CTA, as group w sees it. It stays known until `forget`."""
+    """The turn-th tile of this CTA, as group w sees it. It stays known until the group arrives at `tile_empty`."""
     slot = turn % SLOTS
     mbarrier.wait(memory.tile_full.index(slot), (turn // SLOTS) & 1)
     begin = get(memory.tiles, slot, BEGIN)
