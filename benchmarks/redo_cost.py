@@ -47,7 +47,8 @@ def inputs(length: int, head_dim: int, percent: int) -> list[torch.Tensor]:
 
 
 def launches(qkv: list[torch.Tensor], optimistic: bool) -> tuple[Callable[[], None], int]:
-    """A CUDA graph of LAUNCHES calls, as a function that replays it, and how many blocks one call computes again."""
+    """A CUDA graph of LAUNCHES calls, as a function that replays it, and how many blocks one call computes again.
+    The graph reads `qkv` in each replay: they have to live as long."""
     strobe.use_optimistic_softmax(optimistic)
     try:
         before = strobe.redone_blocks("cuda")
@@ -75,8 +76,9 @@ def milliseconds(run: Callable[[], None]) -> float:
 def point(length: int, head_dim: int) -> dict:
     """Medians of all contestants, which take turns."""
     blocks = TOKENS // ROWS * (WIDTH // head_dim)
-    prepared = {f"{percent} %": launches(inputs(length, head_dim, percent), True) for percent in PERCENTS}
-    prepared["safe"] = launches(inputs(length, head_dim, 0), False)
+    given = {percent: inputs(length, head_dim, percent) for percent in PERCENTS}
+    prepared = {f"{percent} %": launches(qkv, True) for percent, qkv in given.items()}
+    prepared["safe"] = launches(given[0], False)
     contestants = {name: run for name, (run, _) in prepared.items()}
     shares = {name: redone / blocks for name, (_, redone) in prepared.items()}
     times: dict[str, list[float]] = {name: [] for name in contestants}
