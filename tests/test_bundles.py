@@ -23,7 +23,7 @@ def causal(length: int, head_dim: int, head_dim_v: int, heads: int, group: int =
 
 
 def busy(problem: AttentionProblem, tile_q: int, tile_kv: int, at_once: int) -> float:
-    """The share of the time in which multiprocessors work, if each takes the next tile, in `locate`'s order, when it is free."""
+    """The share of time in which multiprocessors work, if each takes the next tile, in `locate`'s order, when it is free."""
     heads, length = problem.lengths.batch * problem.heads_q, problem.lengths.seqlen_q
     costs = [ceil(min(length, (tile + 1) * tile_q) / tile_kv) + ENDS for tile in range(ceil(length / tile_q))]
     free = [0.0] * SMS

@@ -8,7 +8,7 @@ LOG2_E = 1.4426950408889634
 
 
 def heads_at_once(problem: AttentionProblem, cache_bytes: int) -> int:
-    """How many query heads come together in a bundle (see `locate`): about as many as have K and V that fit in so much of the L2
+    """How many query heads come in a bundle (see `locate`): about as many as have K and V that fit in so much of the L2
     together, in bundles that are as equal as can be.
 
     A last bundle of few heads begins its longest tiles when nothing else is left to do beside them: with 3, 3, 3, 3, 3 and 1 of
