@@ -38,6 +38,19 @@ cp_async = async_copy.async_load if hasattr(async_copy, "async_load") else async
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+if hasattr(tma, "async_atomic_add"):
+    tma_add = tma.async_atomic_add
+else:
+    from triton._C.libtriton import ir
+    from triton.experimental.gluon.language._core import builtin
+
+    @builtin
+    def tma_add(tensor_desc, coord, src, _semantic=None):
+        """Add a block of shared memory to global memory: Triton 3.6 has the instruction, without a name."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 tensor_descriptor = tma.tensor_descriptor
 fma2 = getattr(blackwell, "fma2", None)
@@ -79,6 +92,7 @@ __all__ = [
     "tensor_descriptor",
     "tensor_memory_descriptor",
     "tensor_memory_descriptor_type",
+    "tma_add",
     "tma_load",
     "tma_store",
     "tma_store_wait",

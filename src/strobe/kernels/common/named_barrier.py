@@ -1,0 +1,26 @@
+"""Named barriers, on which warps of different roles meet: bar.sync and bar.arrive of PTX, by numbers that Triton leaves alone.
+
+A barrier completes when so many threads have arrived at it; `meet` waits for that, `announce` does not. What a thread wrote to
+shared memory before it arrived is seen by whoever waited.
+"""
+
+from strobe.kernels.gluon import gl, gluon
+
+FIRST = gl.constexpr(8)
+"""Triton numbers the barriers of its roles from 0 on; 8 to 15 are ours."""
+
+
+@gluon.jit
+def meet(number):
+    """Arrive at a barrier of two warpgroups, and wait for all."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def announce(number):
+    """Arrive at a barrier of two warpgroups, and go on."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
+    )

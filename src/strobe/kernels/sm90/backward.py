@@ -1,0 +1,720 @@
+"""Attention backward for Hopper in Gluon: dQ, dK, dV in one pass over the scores, for head dims up to 128.
+
+The grid is persistent: a CTA takes blocks of 128 keys of one key head, one after the other, and walks over the tiles of `tile_q`
+query rows that see them, of every query head that shares them. dK and dV stay in registers; what a tile adds to dQ goes to an
+accumulator in global memory.
+
+    P  = exp(S - LSE),  S = score(Q K^T)         computed again
+    dV = P^T dO
+    dP = dO V^T
+    dS = P * (dP - delta),   delta = rowsum(O * dO) - dLSE
+    dK = dS^T Q,  dQ = dS K                      times the scale
+
+    role       warps          work
+    producer   1              takes blocks from a counter, tells the consumers; copies K, V, and per tile Q, dO and the
+                              statistics (LSE and delta) in (TMA)
+    consumer   4 a group      64 of the keys: all five products on the tensor cores (wgmma)
+
+    shared memory      shape                              filled by    read by
+    number             [SLOTS]                            producer     both groups: which block
+    k, v               [2 groups, 64 keys, dim]           producer     both groups (K), each its half (V)
+    q, do              [STAGES, tile_q, dim]              producer     both groups
+    statistics         [STAGES, 2, tile_q]                producer     both groups
+    ds                 [2 groups, 2, 64 keys, tile_q]     consumers    both groups; at a block's end dV leaves through it
+    dq                 [2 groups, 64 * 64]                consumers    the TMA, which adds it to global memory; likewise dK
+
+    barrier                   arrivals        says
+    number_full[slot]         producer        the next block is known
+    number_empty[slot]        one a group     both groups have read it
+    k.full, v.full            TMA bytes       K, V are there
+    k.empty, v.empty          one a group     both groups have read them
+    full[stage]               TMA bytes       a tile's Q, dO and statistics are there
+    empty[stage]              one a group     both groups have read them
+    DS_READY                  both groups     (named) one's dS is written, the other one needs it now
+    TURN, ENDED               both groups     (named) see there
+
+S and dP are computed transposed, keys by rows: P^T and dS^T come out of the accumulators as wgmma wants its operand for dV and
+dK in registers, and only dS passes through shared memory, for dQ, which sums over the keys of both groups.
+
+dQ of a tile is computed one tile later, when both halves of its dS have long been written. So the groups have no point at which
+both must be at the same time: each announces its dS, and waits for the other's a tile later. One computes exponentials while
+the other keeps the tensor cores busy.
+
+dQ is added by the TMA, in float32. Nobody but `backward_ends.convert` reads the sums, so they are kept in the order in which the
+registers of a group hold a result: a thread stores 16 bytes at a time to shared memory, without bank conflicts. (Added from
+registers instead, by vector atomics, head dim 128 was 1-4 % slower, 64 1-9 %.)
+"""
+
+import triton.language as tl
+
+from strobe.kernels.common.channel import at, make_barriers, make_chunks, swizzled
+from strobe.kernels.common.descriptors import coordinates, one_or_two
+from strobe.kernels.common.gluon_masks import q_full, q_range
+from strobe.kernels.common.gluon_scores import score_and_factor
+from strobe.kernels.common.named_barrier import FIRST, announce, meet
+from strobe.kernels.common.work import Lengths, sequence
+from strobe.kernels.gluon import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    partition_barrier,
+    reinterpret,
+    tma_add,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from strobe.kernels.sm90 import backward_config as sizes
+from strobe.kernels.sm90.descriptors import copy_in
+from strobe.kernels.sm90.layouts import accumulator, columns_of, one, rows_of
+
+KEYS = gl.constexpr(sizes.KEYS)
+HALF = gl.constexpr(sizes.KEYS // 2)
+STAGES = gl.constexpr(sizes.STAGES)
+SLOTS = gl.constexpr(sizes.SLOTS)
+ROWS_PADDED = gl.constexpr(sizes.ROWS_PADDED)
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+DS_READY = gl.constexpr(FIRST.value)
+"""Of a reader and a parity: DS_READY + 2 * reader + parity. "My half of dS is there, and I have read yours of before." """
+TURN = gl.constexpr(FIRST.value + 4)
+"""Of a group: it may issue its products."""
+ENDED = gl.constexpr(FIRST.value + 6)
+"""Both groups have read K for the last time."""
+
+UNIT = gl.constexpr([[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16], [0, 32]])
+"""The elements [row, column] of a 64 x 64 result in the order of registers, lanes and warps: of the number of an element in
+dQ's accumulator, each bit's row and column. Bits 0 and 1 number four registers of a thread."""
+
+
+# ---- what the roles share
+
+
+@aggregate
+class Block:
+    """Shared memory of a block of keys or values: chunks of [2, 64, columns], a half for each group. Two copies fill it (`full`), two
+    groups read it (`empty`)."""
+
+    chunks: gl.tuple
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, chunks, full, empty):
+        self.chunks = chunks
+        self.full = full
+        self.empty = empty
+
+    @gluon.jit
+    def half(self, index):
+        return at(self.chunks, index)
+
+
+@aggregate
+class Memory:
+    """The shared memory of a CTA: see the table above. q, do are tuples of chunks, k and v channels of one block, of which every
+    group has a buffer."""
+
+    number: gl.shared_memory_descriptor
+    number_full: gl.shared_memory_descriptor
+    number_empty: gl.shared_memory_descriptor
+    k: Block
+    v: Block
+    q: gl.tuple
+    do: gl.tuple
+    statistics: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    ds: gl.tuple
+    dq: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, number, number_full, number_empty, k, v, q, do, statistics, full, empty, ds, dq):
+        self.number = number
+        self.number_full = number_full
+        self.number_empty = number_empty
+        self.k = k
+        self.v = v
+        self.q = q
+        self.do = do
+        self.statistics = statistics
+        self.full = full
+        self.empty = empty
+        self.ds = ds
+        self.dq = dq
+
+
+@gluon.jit
+def make_memory(dtype: gl.constexpr, C: gl.constexpr):
+    """The caller fences."""
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, C.tile_q], dtype)
+    return Memory(
+        gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+        make_barriers(SLOTS, 1),
+        make_barriers(SLOTS, 2),
+        Block(make_chunks(dtype, 2, HALF, C.wide, C.narrow), make_barriers(1, 2), make_barriers(1, 2)),
+        Block(make_chunks(dtype, 2, HALF, C.wide_v, C.narrow_v), make_barriers(1, 2), make_barriers(1, 2)),
+        make_chunks(dtype, STAGES, C.tile_q, C.wide, C.narrow),
+        make_chunks(dtype, STAGES, C.tile_q, C.wide_v, C.narrow_v),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 2 * C.tile_q], flat(1)),
+        make_barriers(STAGES, 3),
+        make_barriers(STAGES, 2),
+        (
+            gl.allocate_shared_memory(dtype, [2, HALF, C.tile_q], DS_LAYOUT),
+            gl.allocate_shared_memory(dtype, [2, HALF, C.tile_q], DS_LAYOUT),
+        ),
+        gl.allocate_shared_memory(gl.float32, [2, 16, 256], flat(2)),
+    )
+
+
+@gluon.constexpr_function
+def flat(rank):
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
+
+
+@aggregate
+class Outputs:
+    """dq, dk, dv: TMA descriptors, of the shares of dQ's accumulator that each group adds, and of chunks. notes: int32, one for 64
+    keys. scale: of dK."""
+
+    dq: gl.tuple
+    dk: gl.tuple
+    dv: gl.tuple
+    notes: gl.tensor
+    scale: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, dq, dk, dv, notes, scale):
+        self.dq = dq
+        self.dk = dk
+        self.dv = dv
+        self.notes = notes
+        self.scale = scale
+
+
+@aggregate
+class Heads:
+    """heads, heads_kv: of queries and of keys. at_once: key heads whose blocks come together, so that their Q, dO and dQ stay in the
+    L2 cache. all: key heads of the whole batch. blocks: of all of them. padded: rows that a query head has in what the backward's kernels share, all
+    sequences together if they are packed."""
+
+    heads: gl.tensor
+    heads_kv: gl.tensor
+    at_once: gl.tensor
+    all: gl.tensor
+    blocks: gl.tensor
+    padded: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, heads, heads_kv, at_once, all, blocks, padded):
+        self.heads = heads
+        self.heads_kv = heads_kv
+        self.at_once = at_once
+        self.all = all
+        self.blocks = blocks
+        self.padded = padded
+
+
+@aggregate
+class Score:
+    """Of `strobe.scores.score_and_factor`, in powers of two; slopes: by batch, head. CHANGED: whether there is a softcap or slopes."""
+
+    inner: gl.tensor
+    outer: (gl.tensor, gl.constexpr)
+    slopes: (gl.tensor, gl.constexpr)
+    slope_batch: gl.tensor
+    slope_head: gl.tensor
+    CHANGED: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, inner, outer, slopes, slope_batch, slope_head):
+        self.inner = inner
+        self.outer = gl.constexpr(None) if outer is None else outer
+        self.slopes = gl.constexpr(None) if slopes is None else slopes
+        self.slope_batch = slope_batch
+        self.slope_head = slope_head
+        self.CHANGED = gl.constexpr(outer is not None or slopes is not None)
+
+
+@aggregate
+class Work:
+    """A block of keys of one key head: `first` is its first key. Of its sequence, as `common.work.Work`: n_q, n_kv, start_q,
+    start_kv. The rows that see it are the tiles [begin, end), those of [full_begin, full_end) without a mask. group_begin: the first
+    of its query heads. row: of that head and sequence, the first row in what the backward's kernels share."""
+
+    batch: gl.tensor
+    head_kv: gl.tensor
+    first: gl.tensor
+    n_q: gl.tensor
+    n_kv: gl.tensor
+    start_q: (gl.tensor, gl.constexpr)
+    start_kv: (gl.tensor, gl.constexpr)
+    begin: gl.tensor
+    end: gl.tensor
+    full_begin: gl.tensor
+    full_end: gl.tensor
+    group: gl.tensor
+    row: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, batch, head_kv, first, n_q, n_kv, start_q, start_kv, begin, end, full_begin, full_end, group, row):
+        self.batch = batch
+        self.head_kv = head_kv
+        self.first = first
+        self.n_q = n_q
+        self.n_kv = n_kv
+        self.start_q = start_q
+        self.start_kv = start_kv
+        self.begin = begin
+        self.end = end
+        self.full_begin = full_begin
+        self.full_end = full_end
+        self.group = group
+        self.row = row
+
+
+@gluon.jit
+def locate(number, lengths, heads, C: gl.constexpr):
+    """The number-th block. Under a causal mask those that most rows see come first, within bundles of heads."""
+    blocks = (lengths.n_kv + KEYS - 1) // KEYS
+    bundle = number // (heads.at_once * blocks)
+    within = number - bundle * heads.at_once * blocks
+    width = gl.minimum(heads.at_once, heads.all - bundle * heads.at_once)
+    first = within // width * KEYS
+    batch_head = bundle * heads.at_once + within % width
+    batch = batch_head // heads.heads_kv
+    head_kv = batch_head % heads.heads_kv
+    group = heads.heads // heads.heads_kv
+
+    start_q, n_q = sequence(lengths.cu_q, lengths.used_q, batch, lengths.n_q)
+    start_kv, n_kv = sequence(lengths.cu_kv, lengths.used_kv, batch, lengths.n_kv)
+    shift = n_kv - n_q
+    last = gl.minimum(first + KEYS, n_kv) - 1
+    begin, end = q_range(first, last, shift, n_kv, lengths.left, lengths.right, lengths.prefix)
+    begin = (gl.maximum(begin, shift) - shift) // C.tile_q
+    end = gl.maximum((end - shift + C.tile_q - 1) // C.tile_q, begin)
+    full_begin, full_end = q_full(first, last, shift, n_kv, lengths.left, lengths.right, lengths.prefix)
+    full_begin = (gl.maximum(full_begin, shift) - shift + C.tile_q - 1) // C.tile_q
+    # The last tile may have fewer rows: those beyond weigh nothing, masked or not.
+    full_end = gl.where(full_end >= n_kv, end, (full_end - shift) // C.tile_q)
+    full_end = gl.where(first + KEYS <= n_kv, full_end, full_begin)
+    if lengths.cu_q is None:
+        row = (batch * heads.heads + head_kv * group) * heads.padded
+    else:
+        row = head_kv * group * heads.padded + (start_q + batch * ROWS_PADDED) // ROWS_PADDED * ROWS_PADDED
+    return Work(batch, head_kv, first, n_q, n_kv, start_q, start_kv, begin, end, full_begin, full_end, group, row)
+
+
+# ---- producer
+
+
+@gluon.jit
+def producer(inputs, counters, lengths, heads, memory, C: gl.constexpr):
+    q_desc, k_desc, v_desc, do_desc, statistics_desc = inputs
+    turn = 0
+    block = 0
+    g = gl.to_tensor(0)
+    number = gl.program_id(0)
+    while number < heads.blocks:
+        publish(turn, number, memory)
+        work = locate(number, lengths, heads, C)
+        if work.first < work.n_kv:
+            count = (work.end - work.begin) * work.group
+            copy_block(v_desc, memory.v, block, work)
+            # The first tile before K, which is read to the very end of the block before.
+            if count > 0:
+                copy_tile(0, g, q_desc, do_desc, statistics_desc, work, heads, memory, C)
+            copy_block(k_desc, memory.k, block, work)
+            for i in tl.range(1, count):
+                copy_tile(i, g + i, q_desc, do_desc, statistics_desc, work, heads, memory, C)
+            g += count
+            block += 1
+        turn += 1
+        number = gl.atomic_add(counters, 1) + gl.num_programs(0)
+    publish(turn, number, memory)
+    # The last CTA to end leaves the counters as it found them, for the next launch.
+    if gl.atomic_add(counters + 1, 1) == gl.num_programs(0) - 1:
+        gl.atomic_xchg(counters, 0)
+        gl.atomic_xchg(counters + 1, 0)
+
+
+@gluon.jit
+def publish(turn, number, memory):
+    """The turn-th block of this CTA, or that there is none, to the consumers."""
+    slot = turn % SLOTS
+    mbarrier.wait(memory.number_empty.index(slot), ((turn // SLOTS) & 1) ^ 1)
+    memory.number.index(slot).store(gl.full([1], 0, gl.int32, one(1)) + number)
+    mbarrier.arrive(memory.number_full.index(slot), count=1)
+
+
+@gluon.jit
+def copy_block(descriptors, target, block, work):
+    """Start the copies of the CTA's block-th K or V, when the one before has been read."""
+    mbarrier.wait(target.empty.index(0), (block & 1) ^ 1)
+    for half in gl.static_range(2):
+        copy_in(descriptors, target.half(half), target.full.index(0), work.start_kv, work.n_kv, work.batch, work.head_kv,
+                work.first + half * HALF)  # fmt: skip
+
+
+@gluon.jit
+def copy_tile(i, g, q_desc, do_desc, statistics_desc, work, heads, memory, C: gl.constexpr):
+    """Start the copies of the i-th tile of a block, which is the CTA's g-th."""
+    tiles = work.end - work.begin
+    member = i // tiles
+    row = (work.begin + i % tiles) * C.tile_q
+    head = work.head_kv * work.group + member
+    stage = g % STAGES
+    full = memory.full.index(stage)
+    mbarrier.wait(memory.empty.index(stage), ((g // STAGES) & 1) ^ 1)
+    copy_in(q_desc, at(memory.q, stage), full, work.start_q, work.n_q, work.batch, head, row)
+    mbarrier.expect(full, 2 * C.tile_q * 4)
+    tma_load(statistics_desc, [(work.row + member * heads.padded + row) * 2], full, memory.statistics.index(stage))
+    copy_in(do_desc, at(memory.do, stage), full, work.start_q, work.n_q, work.batch, head, row)
+
+
+# ---- consumer
+
+
+@gluon.jit
+def no_result(wide: gl.constexpr, narrow: gl.constexpr):
+    """Chunks of dK or dV of 64 keys."""
+    zeros = (gl.full([HALF, wide], 0.0, gl.float32, accumulator(wide)),)
+    if narrow > 0:
+        zeros += (gl.full([HALF, narrow], 0.0, gl.float32, accumulator(narrow)),)
+    return zeros
+
+
+@gluon.jit
+def start_scores(keys, rows, C: gl.constexpr):
+    """Of 64 keys, or values, and a tile of Q, or dO: their products, [64 keys, tile_q]."""
+    s = gl.full([HALF, C.tile_q], 0.0, gl.float32, accumulator(C.tile_q))
+    for c in gl.static_range(len(keys)):
+        s = warpgroup_mma(keys[c], rows[c].permute((1, 0)), s, use_acc=c > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def start_sum(acc, weights, rows):
+    """acc += weights [64 keys, tile_q] rows, of which the weights are in registers, in the order of an accumulator's."""
+    new = ()
+    for c in gl.static_range(len(rows)):
+        new += (warpgroup_mma(operand(weights, rows[c].shape[1]), rows[c], acc[c], is_async=True),)
+    return new
+
+
+@gluon.jit
+def operand(weights, columns: gl.constexpr):
+    """The weights as a product's operand in registers: they are already in its order."""
+    return gl.convert_layout(weights, gl.DotOperandLayout(operand_index=0, parent=accumulator(columns), k_width=2))
+
+
+@gluon.jit
+def start_dq(w: gl.constexpr, ds, parity, k, fixed, C: gl.constexpr):
+    """Group w's share of a tile's dQ = dS K: of 128 rows 64, of 64 rows some of the columns."""
+    COLUMNS: gl.constexpr = C.share_columns[w]
+    dq = gl.full([64, COLUMNS], 0.0, gl.float32, accumulator(COLUMNS))
+    for half in gl.static_range(2):
+        rows = ds[half].index(parity)
+        if C.tile_q > HALF:
+            rows = rows.slice(w * 64, 64, dim=1)
+        share = k.half(fixed + half)
+        if C.narrow > 0:
+            share = share[w]
+        elif C.tile_q == HALF:
+            share = share[0].slice(w * 64, 64, dim=1)
+        else:
+            share = share[0]
+        dq = warpgroup_mma(rows.permute((1, 0)), share, dq, use_acc=half > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def finished(results, pending: gl.constexpr):
+    """Wait until no more than `pending` products are under way, and with it for these."""
+    done = ()
+    for c in gl.static_range(len(results)):
+        done += (warpgroup_mma_wait(pending, deps=[results[c]]),)
+    return done
+
+
+@gluon.constexpr_function
+def in_order(columns):
+    """Of 64 x columns results: each next number belongs to the next register, lane, warp."""
+    return gl.SharedLinearLayout(UNIT.value[: 6 + columns.bit_length() - 1])
+
+
+@gluon.jit
+def add_to_dq(w: gl.constexpr, dq, place, outputs, memory, C: gl.constexpr):
+    """Add a share of 64 rows to the accumulator, from number 64 * place on. Its buffer in shared memory must be free."""
+    COLUMNS: gl.constexpr = dq.shape[1]
+    DESCRIPTOR: gl.constexpr = w if C.narrow > 0 else 0
+    buffer = memory.dq.index(w)
+    if COLUMNS < 64:
+        buffer = reinterpret(buffer, gl.float32, [64 // COLUMNS, COLUMNS // 4, 256], flat(2)).index(0)
+    reinterpret(buffer, gl.float32, [64, COLUMNS], in_order(COLUMNS)).store(dq)
+    fence_async_shared()
+    tma_add(outputs.dq[DESCRIPTOR], [place // 4, 0], buffer)
+
+
+@gluon.jit
+def apply_mask(x, w: gl.constexpr, row, work, lengths, C: gl.constexpr):
+    """-inf where a row of the tile that begins at `row` does not see a key, x [64 keys, tile_q].
+
+    Row 8 a + 2 b + e of a tile lies in lane b of a quad. Seen in these dims a lane compares a number of its own with numbers that
+    the compiler knows: no registers for rows."""
+    y = gl.reshape(x, [HALF, C.tile_q // 8, 4, 2])
+    L: gl.constexpr = y.type.layout
+    key = work.first + w * HALF + gl.arange(0, HALF, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+    a = gl.arange(0, C.tile_q // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+    b = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
+    e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
+    within = 8 * a[None, :, None, None] + e[None, None, None, :]
+    p = row + (work.n_kv - work.n_q) + 2 * b[None, None, :, None]
+    key = key[:, None, None, None]
+    y = gl.where(key < work.n_kv, y, float("-inf"))
+    if lengths.right is not None:
+        y = gl.where(within >= key - lengths.right - p, y, float("-inf"))
+    if lengths.left is not None:
+        y = gl.where(within <= key + lengths.left - p, y, float("-inf"))
+    if lengths.prefix is not None:
+        y = gl.where(within >= gl.where(key < lengths.prefix, 0, key - p), y, float("-inf"))
+    return gl.convert_layout(gl.reshape(y, [HALF, C.tile_q]), accumulator(C.tile_q))
+
+
+@gluon.jit
+def scores_of(s, w: gl.constexpr, row, head, work, score, C: gl.constexpr):
+    """q.k -> (score in powers of two, the factor of its gradient)."""
+    if not score.CHANGED:
+        return s * score.inner, 1.0
+    else:
+        key = work.first + w * HALF + gl.arange(0, HALF, rows_of(C.tile_q))
+        p = row + (work.n_kv - work.n_q) + gl.arange(0, C.tile_q, columns_of(C.tile_q))
+        slope = None
+        if score.slopes is not None:
+            slope = gl.load(score.slopes + work.batch * score.slope_batch + head * score.slope_head) * LOG2_E
+        return score_and_factor(s, p[None, :], key[:, None], score.inner, score.outer, slope)
+
+
+@gluon.jit
+def fetch(turn, memory):
+    """The number of the turn-th block of this CTA."""
+    slot = turn % SLOTS
+    mbarrier.wait(memory.number_full.index(slot), (turn // SLOTS) & 1)
+    number = gl.max(memory.number.index(slot).load(one(4)), 0)
+    mbarrier.arrive(memory.number_empty.index(slot), count=1)
+    return number
+
+
+@gluon.jit
+def consumer(w: gl.constexpr, outputs, lengths, heads, score, memory, MASKED: gl.constexpr, NOTED: gl.constexpr, C: gl.constexpr):
+    turn = 0
+    block = 0
+    g = gl.to_tensor(0)
+    if C.turns and w == 1:
+        announce(TURN)
+    number = fetch(turn, memory)
+    while number < heads.blocks:
+        work = locate(number, lengths, heads, C)
+        if work.first < work.n_kv:
+            consume(w, block, g, work, outputs, lengths, heads, score, memory, MASKED, NOTED, C)
+            g += (work.end - work.begin) * work.group
+            block += 1
+        turn += 1
+        number = fetch(turn, memory)
+    if C.turns and w == 0:
+        meet(TURN)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def consume(w: gl.constexpr, block, before, work, outputs, lengths, heads, score, memory, MASKED: gl.constexpr,
+            NOTED: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """The CTA's block-th block, with `before` tiles before its first."""
+    dtype: gl.constexpr = memory.q[0].dtype
+    PENDING_V: gl.constexpr = C.products_v
+    PENDING: gl.constexpr = C.products
+    COLUMNS: gl.constexpr = columns_of(C.tile_q)
+    # Group w's share of dQ: where it begins, in units of 64 numbers, of which 64 rows have `dim`.
+    FIRST_SHARE: gl.constexpr = w * (C.head_dim if C.tile_q > HALF else C.share_columns[0])
+    count = (work.end - work.begin) * work.group
+    dk = no_result(C.wide, C.narrow)
+    dv = no_result(C.wide_v, C.narrow_v)
+    s = gl.full([HALF, C.tile_q], 0.0, gl.float32, accumulator(C.tile_q))
+    mbarrier.wait(memory.k.full.index(0), block & 1)
+    if C.prefetch:
+        mbarrier.wait(memory.full.index(before % STAGES), (before // STAGES) & 1, pred=count > 0)
+        s = start_scores(memory.k.half(w), at(memory.q, before % STAGES), C)
+        s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.wait(memory.v.full.index(0), block & 1)
+    tile = work.begin
+    row = work.row
+    head = work.head_kv * work.group
+    place = row
+    for g in tl.range(before, before + count, disable_licm=True):
+        stage = g % STAGES
+        # K and V lie at a fixed place. If the compiler knew, it would keep the descriptors of all their parts in registers.
+        fixed = g >> 30
+        k = memory.k.half(fixed + w)
+        q = at(memory.q, stage)
+        do = at(memory.do, stage)
+        statistics = memory.statistics.index(stage)
+        if not C.prefetch:
+            mbarrier.wait(memory.full.index(stage), (g // STAGES) & 1)
+            s = start_scores(k, q, C)
+        dp = start_scores(memory.v.half(fixed + w), do, C)
+        if not C.prefetch:
+            s = warpgroup_mma_wait(PENDING_V, deps=[s])
+        lse = statistics.slice(0, C.tile_q).load(COLUMNS)
+        x, factor = scores_of(s, w, tile * C.tile_q, head, work, score, C)
+        x = x - lse[None, :]
+        if MASKED:
+            if (tile < work.full_begin) | (tile >= work.full_end):
+                x = apply_mask(x, w, tile * C.tile_q, work, lengths, C)
+        p = gl.exp2(x)
+        if C.tile_q == HALF:
+            delta = statistics.slice(C.tile_q, C.tile_q).load(COLUMNS)
+            dp, p = warpgroup_mma_wait(0, deps=[dp, p])
+        else:  # so many numbers are loaded late
+            dp, p = warpgroup_mma_wait(0, deps=[dp, p])
+            delta = statistics.slice(C.tile_q, C.tile_q).load(COLUMNS)
+        ds = p * (dp - delta[None, :])
+        if score.CHANGED:
+            ds = ds * factor
+        ds = ds.to(dtype)
+        p = p.to(dtype)
+
+        if C.turns:
+            meet(TURN + w)
+        if g > before:
+            meet(DS_READY + 2 * w + (stage ^ 1))
+        dq = start_dq(w, memory.ds, stage ^ 1, memory.k, fixed, C)  # of the tile before; of the first one's none, leftovers
+        dv = start_sum(dv, p, do)
+        tma_store_wait(0)  # what was in memory.dq, or at a block's begin in memory.ds, has left
+        partition_barrier()
+        memory.ds[w].index(stage).store(ds)
+        fence_async_shared()
+        dk = start_sum(dk, ds, q)
+        if C.turns:
+            announce(TURN + 1 - w)
+        dq = warpgroup_mma_wait(PENDING_V + PENDING, deps=[dq])
+        announce(DS_READY + 2 * (1 - w) + stage)
+        if g > before:
+            add_to_dq(w, dq, place, outputs, memory, C)
+        place = (row + tile * C.tile_q) // 64 * C.head_dim + FIRST_SHARE
+        tile += 1
+        if tile == work.end:  # on to the next head of the group
+            tile = work.begin
+            row += heads.padded
+            head += 1
+        if C.prefetch:
+            mbarrier.wait(memory.full.index(stage ^ 1), ((g + 1) // STAGES) & 1, pred=g + 1 < before + count)
+            dv = finished(dv, PENDING)
+            s = start_scores(k, at(memory.q, stage ^ 1), C)
+            dk = finished(dk, 0)
+            s = warpgroup_mma_wait(0, deps=[s])
+        else:
+            dv = finished(dv, 0)
+            dk = finished(dk, 0)
+        mbarrier.arrive(memory.empty.index(stage), count=1)
+    mbarrier.arrive(memory.v.empty.index(0), count=1)
+    if count > 0:
+        last = (before + count - 1) % STAGES
+        meet(DS_READY + 2 * w + last)
+        dq = start_dq(w, memory.ds, last, memory.k, 0, C)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        tma_store_wait(0)
+        partition_barrier()
+        add_to_dq(w, dq, place, outputs, memory, C)
+    mbarrier.arrive(memory.k.empty.index(0), count=1)
+    if NOTED:
+        note(w, dk, dv, outputs.notes, work, lengths, heads)
+    meet(ENDED)
+    tma_store_wait(1)  # where there was no tile, memory.ds still holds the block before
+    copy_out(w, dv, 1.0, memory.ds[w], outputs.dv, 2 * HALF * C.tile_q, work, lengths)
+    tma_store_wait(C.products_v)  # the last addition to dQ has left memory.dq
+    copy_out(w, dk, outputs.scale, memory.dq.index(w), outputs.dk, 2 * 64 * 64, work, lengths)
+
+
+@gluon.jit
+def note(w: gl.constexpr, dk, dv, notes, work, lengths, heads):
+    """Write 1 to the note of 64 keys if a NaN or an infinity came out, which a row may have caused that does not see them."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, dk[0].type.layout)
+    check = gl.full([HALF], 0.0, gl.float32, LAYOUT)
+    for c in gl.static_range(len(dk)):
+        check += gl.convert_layout(gl.sum(dk[c] * 0.0, 1), LAYOUT)
+    for c in gl.static_range(len(dv)):
+        check += gl.convert_layout(gl.sum(dv[c] * 0.0, 1), LAYOUT)
+    blocks = (lengths.n_kv + HALF - 1) // HALF
+    place = (work.batch * heads.heads_kv + work.head_kv) * blocks + work.first // HALF + w
+    exists = work.first + w * HALF + gl.arange(0, HALF, LAYOUT) < work.n_kv
+    gl.store(notes + place + gl.full([HALF], 0, gl.int32, LAYOUT), 1, mask=(check != 0.0) & exists)
+
+
+@gluon.jit
+def copy_out(w: gl.constexpr, x, scale, buffer, descriptors, size: gl.constexpr, work, lengths):
+    """Group w's dK or dV to global memory, by way of a buffer for so many of its numbers, which this thread knows to be free."""
+    partition_barrier()
+    staged = staged_chunks(x, buffer, descriptors[0].dtype, size)
+    for c in gl.static_range(len(x)):
+        result = x[c] * scale
+        if lengths.used_kv is not None:  # keys that exist and are not used
+            key = work.first + w * HALF + gl.arange(0, HALF, rows_of(x[c].shape[1]))
+            result = gl.where((key < work.n_kv)[:, None], result, 0.0)
+        staged[c].store(result.to(descriptors[c].dtype))
+    fence_async_shared()
+    partition_barrier()
+    for c in gl.static_range(len(x)):
+        place = coordinates(descriptors[c], work.start_kv, work.n_kv, work.batch, work.head_kv, work.first + w * HALF,
+                            c * x[0].shape[1])  # fmt: skip
+        tma_store(descriptors[c], place, staged[c].reshape(descriptors[c].block_type.shape))
+
+
+@gluon.jit
+def staged_chunks(x, buffer, dtype: gl.constexpr, size: gl.constexpr):
+    """A buffer for `size` numbers as one for the chunks, one after the other."""
+    chunks = ()
+    for c in gl.static_range(len(x)):
+        chunks += (part_of(buffer, dtype, size, x[c].shape[1], c * x[0].shape[1] // x[c].shape[1]),)
+    return chunks
+
+
+@gluon.jit
+def part_of(buffer, dtype: gl.constexpr, size: gl.constexpr, columns: gl.constexpr, index: gl.constexpr):
+    return reinterpret(buffer, dtype, [size // (HALF * columns), HALF, columns], swizzled(dtype, columns)).index(index)
+
+
+# ---- entry
+
+
+NUMBERS = (
+    *("heads", "heads_kv", "at_once", "all_heads", "blocks", "padded", "n_q", "n_kv", "left", "right", "prefix"),
+    *("slope_batch", "slope_head"),
+)
+"""Arguments that no kernel is specialised for: other lengths, bounds and strides do not recompile."""
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def backward_kernel(
+    q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, do_wide, do_narrow, statistics_desc, dq_wide, dq_narrow,
+    dk_wide, dk_narrow, dv_wide, dv_narrow, notes, counters, cu_q, cu_kv, used_q, used_kv,
+    heads, heads_kv, at_once, all_heads, blocks, padded, n_q, n_kv, left, right, prefix,
+    inner, outer, slopes, slope_batch, slope_head, scale,
+    MASKED: gl.constexpr, NOTED: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    memory = make_memory(q_wide.dtype, C)
+    fence_async_shared()
+    inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow),
+              one_or_two(do_wide, do_narrow), statistics_desc)  # fmt: skip
+    outputs = Outputs(one_or_two(dq_wide, dq_narrow), one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes, scale)
+    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv)
+    heads = Heads(heads, heads_kv, at_once, all_heads, blocks, padded)
+    score = Score(inner, outer, slopes, slope_batch, slope_head)
+    gl.warp_specialize([
+        (consumer, (0, outputs, lengths, heads, score, memory, MASKED, NOTED, C)),
+        (consumer, (1, outputs, lengths, heads, score, memory, MASKED, NOTED, C)),
+        (producer, (inputs, counters, lengths, heads, memory, C)),
+    ], [4, 1], [240, 24])  # fmt: skip

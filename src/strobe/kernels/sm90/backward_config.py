@@ -1,0 +1,99 @@
+"""What the Hopper backward runs with, and what that costs in shared memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from strobe.kernels.maps import Buffer, total_bytes
+from strobe.problem import AttentionProblem
+
+KEYS = 128
+"""Keys of a block: 64 for each of two groups."""
+
+STAGES = 2
+"""Tiles of Q and dO that are in shared memory at a time."""
+
+SLOTS = 2
+"""Blocks that are known at a time: one is worked on, one is next."""
+
+ROWS_PADDED = 128
+"""Rows of a sequence are rounded up to so many in what the backward's kernels share: a multiple of every tile_q."""
+
+_CHUNKS = {64: (64, 0), 96: (64, 32), 128: (128, 0)}
+
+
+@dataclass(frozen=True)
+class Config:
+    """head_dim, head_dim_v: of q and k, and of v, padded. tile_q: query rows a tile. prefetch: whether a tile's scores are
+    started at the end of the tile before. turns: whether the groups take turns at issuing products."""
+
+    head_dim: int
+    head_dim_v: int
+    tile_q: int
+    prefetch: bool
+    turns: bool
+
+    @property
+    def wide(self) -> int:
+        """Columns of Q and K come in chunks, powers of two: a wide one and perhaps (not 0) a narrow one."""
+        return _CHUNKS[self.head_dim][0]
+
+    @property
+    def narrow(self) -> int:
+        return _CHUNKS[self.head_dim][1]
+
+    @property
+    def wide_v(self) -> int:
+        """As `wide`, of V and dO."""
+        return _CHUNKS[self.head_dim_v][0]
+
+    @property
+    def narrow_v(self) -> int:
+        return _CHUNKS[self.head_dim_v][1]
+
+    @property
+    def products(self) -> int:
+        """Of dK, one a chunk."""
+        return 2 if self.narrow else 1
+
+    @property
+    def products_v(self) -> int:
+        """Of dV."""
+        return 2 if self.narrow_v else 1
+
+    @property
+    def share_columns(self) -> tuple[int, int]:
+        """Columns of dQ that each group computes, of 64 rows: half of the columns, a chunk each, or, of 128 rows, all for half of
+        the rows."""
+        return (self.wide, self.narrow) if self.narrow else (64, 64)
+
+    def smem_map(self) -> list[Buffer]:
+        shapes = {
+            "sK": (KEYS, self.head_dim),
+            "sV": (KEYS, self.head_dim_v),
+            "sQ": (STAGES, self.tile_q, self.head_dim),
+            "sdO": (STAGES, self.tile_q, self.head_dim_v),
+            "sdS": (2, 2, KEYS // 2, self.tile_q),
+        }
+        return [
+            *(Buffer(name, shape, 2 * math.prod(shape)) for name, shape in shapes.items()),
+            Buffer("sdQ", (2, 64, 64), 4 * 2 * 64 * 64),
+            Buffer("statistics", (STAGES, 2, self.tile_q), 4 * STAGES * 2 * self.tile_q),
+            Buffer("numbers", (SLOTS,), 4 * SLOTS),
+            Buffer("barriers", (2 * SLOTS + 4 + 2 * STAGES,), 8 * (2 * SLOTS + 4 + 2 * STAGES)),
+        ]
+
+    def smem_bytes(self) -> int:
+        return total_bytes(self.smem_map())
+
+
+def choose(problem: AttentionProblem) -> Config:
+    """Measured on an H200 in one interleaved run, TFLOP/s of the whole backward at S = 1k, 4k, 16k. Head dim 64, causal: with turns
+    301, 500, 580, without 295, 472, 541. 96: without prefetch 409, 540, 558, with it 400, 518, 520. 128: with it 472, 623, 621, without
+    470, 610, 607; causal 356, 562, 615 and 357, 561, 664."""
+    head_dim, head_dim_v = (next(dim for dim in _CHUNKS if dim >= given) for given in (problem.head_dim, problem.head_dim_v))
+    if head_dim == head_dim_v == 64:
+        return Config(64, 64, 128, prefetch=False, turns=True)
+    head_dim = max(96, head_dim)  # the groups share dQ's columns: 64 each, or a chunk each
+    return Config(head_dim, head_dim_v, 64, prefetch=head_dim == 128 and problem.mask.band == (None, None, None), turns=False)

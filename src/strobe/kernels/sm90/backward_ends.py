@@ -1,0 +1,99 @@
+"""What runs before and after the Hopper backward's main kernel: streams of memory, in plain Triton.
+
+The three share two float32 buffers, in which each query head has `padded` rows, a multiple of 128 (packed: of all sequences, each
+from a multiple of 128 on).
+
+    statistics    [rows / tile_q, 2, tile_q]    of each tile of rows the LSE in powers of two, then delta; a row that does not
+                                                exist has an LSE of +inf, so that it weighs nothing
+    accumulator   [rows / 64, dim * 64]         dQ, 64 rows at a time, in the order of registers (`backward.UNIT`)
+"""
+
+import triton
+import triton.language as tl
+
+from strobe.kernels.portable.tiles import sequence
+
+LOG2E = tl.constexpr(1.4426950408889634)
+ROWS = 64
+"""Of a program."""
+
+
+@triton.jit
+def _first_row(cu_seqlens, start, batch, head, heads, padded, ROWS_PADDED: tl.constexpr):
+    """Of one head and sequence, in the shared buffers; int64."""
+    if cu_seqlens is None:
+        return (batch * heads + head).to(tl.int64) * padded
+    else:
+        return head.to(tl.int64) * padded + (start + batch * ROWS_PADDED) // ROWS_PADDED * ROWS_PADDED
+
+
+@triton.jit(do_not_specialize=("n_q", "total_q", "heads", "padded", "tiles"))
+def prepare(
+    out, dout, dlse, lse, statistics, accumulator, cu_seqlens_q, seqused_q, n_q, total_q, heads, padded, tiles,
+    out_batch, out_row, out_head, dout_batch, dout_row, dout_head, lse_batch, lse_head, dlse_batch, dlse_head, dlse_row,
+    DIM_V: tl.constexpr, PADDED_V: tl.constexpr, DIM: tl.constexpr, TILE_Q: tl.constexpr, ROWS_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """The statistics of some rows, and zeros in their accumulator. DIM: columns of the accumulator."""
+    block = tl.program_id(0) % tiles
+    head = tl.program_id(0) // tiles % heads
+    batch = tl.program_id(0) // tiles // heads
+    start, n = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
+    first = block * ROWS
+    if first >= tl.cdiv(n, ROWS_PADDED) * ROWS_PADDED:
+        return
+    row = first + tl.arange(0, ROWS)
+    column = tl.arange(0, PADDED_V)
+    exists = row < n
+    place = (start + row).to(tl.int64)
+    number = 0 if cu_seqlens_q is not None else batch.to(tl.int64)
+    inside = exists[:, None] & (column < DIM_V)[None, :]
+    o = tl.load(out + number * out_batch + place[:, None] * out_row + head * out_head + column[None, :], mask=inside, other=0.0)
+    do = tl.load(
+        dout + number * dout_batch + place[:, None] * dout_row + head * dout_head + column[None, :], mask=inside, other=0.0
+    )
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if dlse is not None:
+        delta -= tl.load(dlse + number * dlse_batch + head * dlse_head + place * dlse_row, mask=exists, other=0.0)
+    shift = tl.load(lse + number * lse_batch + head * lse_head + place, mask=exists, other=0.0) * LOG2E
+    shift = tl.where(shift == float("-inf"), 0.0, shift)
+    first_row = _first_row(cu_seqlens_q, start, batch, head, heads, padded, ROWS_PADDED)
+    here = statistics + (first_row + row // TILE_Q * TILE_Q) * 2 + row % TILE_Q
+    tl.store(here, tl.where(exists, shift, float("inf")))
+    tl.store(here + TILE_Q, delta)
+    zeros = (first_row + first) * DIM + tl.arange(0, ROWS)[:, None] * DIM
+    for c in tl.static_range(0, DIM, 32):
+        tl.store(accumulator + zeros + c + tl.arange(0, 32)[None, :], tl.zeros((ROWS, 32), tl.float32))
+
+
+@triton.jit(do_not_specialize=("n_q", "total_q", "heads", "padded", "tiles"))
+def convert(
+    accumulator, dq, notes, cu_seqlens_q, seqused_q, n_q, total_q, heads, padded, tiles, scale,
+    dq_batch, dq_row, dq_head,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, ROWS_PADDED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Some rows and columns of dQ from the accumulator: put in order, scaled, rounded. PADDED: columns of the accumulator, which
+    comes in shares of COLUMNS; notes, if given: 1 where a NaN came out."""
+    shares: tl.constexpr = PADDED // COLUMNS
+    share = tl.program_id(0) % shares
+    block = tl.program_id(0) // shares % tiles
+    head = tl.program_id(0) // shares // tiles % heads
+    batch = tl.program_id(0) // shares // tiles // heads
+    start, n = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
+    first = block * ROWS
+    if first >= n:
+        return
+    first_row = _first_row(cu_seqlens_q, start, batch, head, heads, padded, ROWS_PADDED)
+    x = tl.load(accumulator + ((first_row + first) * PADDED + share * ROWS * COLUMNS) + tl.arange(0, ROWS * COLUMNS))
+    x = tl.reshape(x, (COLUMNS // 8, 4, 8, 4, 2, 2))  # column / 8, warp, row % 8, lane of the quad, row / 8 % 2, column % 2
+    x = tl.reshape(tl.permute(x, (1, 4, 2, 0, 3, 5)), (ROWS, COLUMNS))
+    row = first + tl.arange(0, ROWS)
+    column = share * COLUMNS + tl.arange(0, COLUMNS)
+    number = 0 if cu_seqlens_q is not None else batch.to(tl.int64)
+    place = number * dq_batch + (start + row).to(tl.int64)[:, None] * dq_row + head * dq_head + column[None, :]
+    inside = (row < n)[:, None] & (column < DIM)[None, :]
+    tl.store(dq + place, (x * scale).to(dq.dtype.element_ty), mask=inside)
+    if notes is not None:
+        broken = tl.max(tl.where(inside & (x * 0.0 != 0.0), 1, 0))
+        if broken != 0:
+            tl.store(notes + (batch * heads + head) * tiles + block, 1)
