@@ -180,6 +180,16 @@ def test_gate_sees_a_window_that_is_one_key_too_long():
     assert gate.out_error(longer, inputs, WINDOW) > gate.BOUNDS["fp8"]
 
 
+def test_gate_sees_a_window_that_is_one_key_too_long_in_gradients():
+    inputs = input_sets(Point(1, 2048, 1, 1, 16, 16, "bf16", "window", True), CPU)[0]
+    q, k, v = (x.float().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    here, errors = gate.Gate(inputs, MASKS["window"]), []
+    for left in (1023, 1024):
+        out = strobe.attention(q, k, v, mask=strobe.Window(left, 0))
+        errors.append(here.error(torch.autograd.grad(out, (q, k, v), inputs.dout.float())))
+    assert errors[0] < 1e-5 and errors[1] > gate.BOUNDS["bf16"]
+
+
 def test_gate_takes_fp8():
     inputs = input_sets(replace(SMALL.points(False)[0], dtype="fp8"), CPU)[0]
     assert inputs.q.dtype == torch.float8_e4m3fn

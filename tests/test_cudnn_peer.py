@@ -94,7 +94,7 @@ def cudnn(monkeypatch):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_windows(cudnn, backward, dtype):
-    point = Point(1, 1100, 2, 1, 16, 8, dtype, "window", backward)
+    point = Point(1, 2048, 2, 1, 16, 8, dtype, "window", backward)
     inputs = input_sets(point, torch.device("cpu"))[0]
     call = peers.bind(cudnn, point, inputs)
     for _ in range(2):

@@ -218,7 +218,7 @@ def enter(peer: Peer, point: Point, sets: list[Inputs], gate: Gate, clock: Clock
             launch = clock.seconds(plain.run, 1) / len(calls)
             if launch < seconds:
                 _capture(contender, clock, calls, launch)
-    bound = BOUNDS[point.dtype] * (2 if point.backward else 1)
+    bound = BOUNDS[point.dtype]
     contender.error = max(_error(way, gate, peer) for way in contender.ways)
     if not contender.error <= bound:
         raise ValueError(f"wrong: relative error {contender.error:.1e} against float64, allowed {bound:.0e}")

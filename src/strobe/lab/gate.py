@@ -11,8 +11,9 @@ from strobe.lab.plan import Inputs
 from strobe.masks import Mask
 
 BOUNDS = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-4, "fp8": 1e-1}
-"""The largest relative error of an output row; gradients, as a whole, may have twice as much. fp8: of the same fp8 inputs,
-so what counts is that P, and with some kernels the output, have three bits of mantissa."""
+"""The largest relative error of an output row, or of a head's gradient as a whole: four times what rounding makes, and less
+than what a window of 1024 keys makes that is one key too long. fp8: of the same fp8 inputs, so what counts is that P, and with
+some kernels the output, have three bits of mantissa."""
 
 
 class Gate:
