@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import asdict, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ import strobe
 from strobe.lab import bench, check, gate, machine, plot, warm
 from strobe.lab.peers import Peer, _band, peers_for
 from strobe.lab.plan import BACKWARD, FORWARD, MASKS, Grid, Plan, Point, input_sets
-from strobe.lab.report import best_peer, default_path, load, ratio, refusals, show
+from strobe.lab.report import best_peer, default_path, extra_memory, load, ratio, refusals, show
 
 CPU = torch.device("cpu")
 SMALL = Grid(((32, 32),), (64,), tokens=128, heads=4, heads_kv=2, dtypes=("fp32",), masks=("full", "causal"))
@@ -93,7 +93,30 @@ def test_forward_is_measured_at_every_point_of_the_evidence():
     assert {(p.heads, p.heads_kv, p.head_dim) for p in grouped} == {(64, 8, 128)} and len(grouped) == 8 + 8 + 6
     assert all(p.batch * p.length == max(16384, p.length) for p in points)
     assert {p.dtype for p in points} == {"bf16", "fp16", "fp8"} and not any(p.backward for p in points)
-    assert all(p.backward for p in Plan(BACKWARD, backward=True).points())
+
+
+def test_backward_is_measured_at_every_point_of_the_evidence():
+    points = Plan(BACKWARD, backward=True).points()
+    assert len(points) == len(set(points)) == 108 and all(p.backward for p in points)
+    lengths = [1024, 2048, 4096, 8192, 16384, 32768]
+    for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
+        for mask in MASKS:
+            shapes = [p for p in points if (p.head_dim, p.head_dim_v, p.dtype, p.mask) == (*dims, "bf16", mask)]
+            found = [p.length for p in shapes if p.heads == p.heads_kv == 2048 // p.head_dim]
+            assert found == [n for n in lengths if mask != "window" or n > 1024]
+    grouped = [p for p in points if p.heads != p.heads_kv]
+    assert {(p.heads, p.heads_kv, p.head_dim) for p in grouped} == {(64, 8, 128)} and len(grouped) == 6 + 6 + 5
+    assert {(p.head_dim, p.length, p.mask) for p in points if p.dtype == "fp16"} == set(product((64, 128), (4096,), MASKS))
+    assert all(p.batch * p.length == max(16384, p.length) for p in points)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_backward_is_quoted_as_two_and_a_half_forwards(mask):
+    """Five products instead of two; where D and Dv differ, three of them have D and two Dv."""
+    forward, backward = (Point(1, 4096, 16, 16, 128, 128, "bf16", mask, backward) for backward in (False, True))
+    assert backward.flops == 2.5 * forward.flops
+    wide = replace(backward, head_dim=192)
+    assert wide.flops / backward.flops == (3 * 192 + 2 * 128) / (5 * 128)
 
 
 def test_a_window_is_1024_keys_and_its_flops_are_counted():
@@ -157,6 +180,16 @@ def test_gate_sees_a_window_that_is_one_key_too_long():
     assert gate.out_error(longer, inputs, WINDOW) > gate.BOUNDS["fp8"]
 
 
+def test_gate_sees_a_window_that_is_one_key_too_long_in_gradients():
+    inputs = input_sets(Point(1, 2048, 1, 1, 16, 16, "bf16", "window", True), CPU)[0]
+    q, k, v = (x.float().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    here, errors = gate.Gate(inputs, MASKS["window"]), []
+    for left in (1023, 1024):
+        out = strobe.attention(q, k, v, mask=strobe.Window(left, 0))
+        errors.append(here.error(torch.autograd.grad(out, (q, k, v), inputs.dout.float())))
+    assert errors[0] < 1e-5 and errors[1] > gate.BOUNDS["bf16"]
+
+
 def test_gate_takes_fp8():
     inputs = input_sets(replace(SMALL.points(False)[0], dtype="fp8"), CPU)[0]
     assert inputs.q.dtype == torch.float8_e4m3fn
@@ -169,13 +202,32 @@ def test_gate_knows_the_exact_gradients(mask):
     q, k, v = (x.double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     out = strobe.attention(q, k, v, mask=mask)
     gradients = torch.autograd.grad(out, (q, k, v), inputs.dout.double())
-    assert gate.gradient_error(gradients, inputs, mask) < 1e-12
+    here = gate.Gate(inputs, mask)
+    assert here.error(gradients) < 1e-12
     chunked = gate.exact_gradients(inputs, mask, 0, 1, chunk=40)
     whole = gate.exact_gradients(inputs, mask, 0, 1)
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(chunked, whole, strict=True))
     for i in range(3):
         spoiled = tuple(g * 1.01 if i == j else g for j, g in enumerate(gradients))
-        assert gate.gradient_error(spoiled, inputs, mask) == pytest.approx(0.01)
+        assert here.error(spoiled) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(("batch", "head"), [(0, 0), (1, 1)], ids=["first", "last"])
+def test_gate_looks_at_the_first_and_at_the_last_key_head(batch, head):
+    inputs = input_sets(SMALL.points(backward=True)[0], CPU)[0]
+    q, k, v = (x.double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    dq, dk, dv = torch.autograd.grad(strobe.attention(q, k, v), (q, k, v), inputs.dout.double())
+    dq[batch, :, 2 * head : 2 * head + 2] *= 1.01
+    assert gate.Gate(inputs, strobe.Full()).error((dq, dk, dv)) == pytest.approx(0.01)
+    dk[batch, 3, head] = torch.nan
+    assert gate.Gate(inputs, strobe.Full()).error((dq, dk, dv)) == float("inf")
+
+
+def test_what_is_right_is_computed_once(monkeypatch):
+    asked, exact = [], gate.exact_gradients
+    monkeypatch.setattr(gate, "exact_gradients", lambda *rest: (asked.append(rest[2:]), exact(*rest))[1])
+    bench.Run(replace(FULL, backward=True), CPU, "strobe bench").run()
+    assert asked == [(0, 0), (1, 1)], "two heads, whoever takes part"
 
 
 # ---- a whole run on the CPU
@@ -345,6 +397,9 @@ def against(rates: dict, **changes) -> dict:
         ({"head_dim": 192, "head_dim_v": 128}, 1.03),
         ({"head_dim": 256, "head_dim_v": 256}, 1.03),
         ({"dtype": "fp8"}, 1.0),
+        ({"backward": True}, 1.05),
+        ({"backward": True, "head_dim": 256, "head_dim_v": 256, "length": 32768}, 1.05),
+        ({"backward": True, "length": 2048}, 1.0),
     ],
 )
 def test_each_point_has_its_floor(changes, least):
@@ -426,7 +481,7 @@ def entered(clock, seconds=0.03):
     right = strobe.attention(sets[0].q, sets[0].k, sets[0].v)
     if clock.result is not None and not isinstance(clock.result, Exception):
         clock.result = right * clock.result
-    return bench.enter(bench.strobe_peer(), point, sets, clock, seconds)
+    return bench.enter(bench.strobe_peer(), point, sets, gate.Gate(sets[-1], MASKS[point.mask]), clock, seconds)
 
 
 def test_what_a_graph_computes_passes_the_gate():
@@ -444,6 +499,28 @@ def test_calls_are_timed_if_they_are_clearly_faster(graph, way, count):
     assert contender.ways[1].launches == clock.times == 20, "2 ms of launches that take 0.1 ms"
     assert bench.warm_up(contender, clock, 0.03) == pytest.approx(1e-4 if way == "calls" else graph)
     assert contender.way.name == way and contender.count == count
+
+
+def test_extra_memory_is_what_a_call_holds_beside_what_it_returns(monkeypatch):
+    """PyTorch's allocator, played: 1000 bytes are there, and the call takes 300 for a while, and 64 that it returns."""
+    counts = {"current": 1000, "peak": 9999}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {f"requested_bytes.all.{k}": n for k, n in counts.items()})
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: counts.update(peak=counts["current"]))
+    clock = GraphClock(None)
+
+    def call():
+        counts.update(current=1064, peak=1364)
+        return (torch.zeros(16),)
+
+    assert clock.extra_bytes(call) == 300
+    assert bench.CpuClock().extra_bytes(call) is None
+
+
+def test_a_backward_says_its_extra_memory_for_each_query_of_each_head(monkeypatch):
+    monkeypatch.setattr(bench.CpuClock, "extra_bytes", lambda clock, call: 2 * 64 * 4 * 12)
+    for backward in (False, True):
+        results = bench.Run(replace(FULL, backward=backward), CPU, "strobe bench").run()["points"][0]["results"]
+        assert {result.get("extra_bytes_per_row") for result in results.values()} == {12.0 if backward else None}
 
 
 def test_a_launch_that_fills_a_timing_needs_no_graph():
@@ -469,6 +546,7 @@ def test_run_on_a_gpu(backward):
         assert point["results"]["strobe"]["tflops"] > 0 and point["results"]["SDPA flash"]["tflops"] > 0
         assert 200 < point["results"]["strobe"]["sm_clock_mhz"] < 4000
         assert "note" not in point["results"]["strobe"], "it must be capturable"
+        assert ("extra_bytes_per_row" in point["results"]["strobe"]) == backward
 
 
 def test_warnings_are_part_of_the_reason():
@@ -520,6 +598,21 @@ def test_terminal_shows_numbers_and_every_refusal(capsys):
     assert "us: strobe 30" in text and "not installed: FA3" in text
 
 
+def shown(measured, capsys) -> str:
+    show(measured)
+    return capsys.readouterr().out
+
+
+def test_extra_memory_is_one_line_of_a_backward(capsys):
+    measured = report()
+    assert "extra memory" not in shown(measured, capsys)
+    for facts, rows in zip(measured["points"], (4.0, 516.25), strict=True):
+        facts["results"]["strobe"]["extra_bytes_per_row"] = rows
+    measured["points"][0]["results"]["cuDNN"]["extra_bytes_per_row"] = 0.0
+    assert extra_memory(measured) == "strobe 4 to 516, cuDNN 0"
+    assert "peak extra memory" in shown(measured, capsys)
+
+
 def test_refusals_name_their_points_only_if_not_everywhere():
     assert refusals(report()) == [
         "FA4: ModuleNotFoundError: No module named 'flash_attn'",
@@ -541,14 +634,15 @@ def test_picture_from_json(tmp_path):
 
 
 def test_ceilings_follow_the_measured_clock_and_exp2_shows_where_it_binds():
-    def found(head_dim, clock=1500.0):
-        facts = against({"strobe": 1.0}, head_dim=head_dim, head_dim_v=head_dim)["points"][0]
+    def found(head_dim, clock=1500.0, backward=False):
+        facts = against({"strobe": 1.0}, head_dim=head_dim, head_dim_v=head_dim, backward=backward)["points"][0]
         return plot.ceilings([facts | {"telemetry": {"sm_clock_mhz": clock} if clock else {}}], report())
 
     tensor = 4096 * 132 * 1500e6 / 1e12
     assert found(64) == {"cuBLAS": ([4096], [795.0]), "MMA = exp2": ([4096], [pytest.approx(tensor)])}
     assert set(found(128)) == {"cuBLAS", "MMA"}
     assert found(48)["exp2"] == ([4096], [pytest.approx(tensor * 0.75)])
+    assert "exp2" not in found(48, backward=True), "a backward has 2.5 times as many FLOPs for each exp2"
     assert set(found(64, clock=None)) == {"cuBLAS"}
 
 

@@ -34,6 +34,7 @@ def attention(
     seqused_q: torch.Tensor | None = None,
     seqused_kv: torch.Tensor | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention, softmax(score(scale * q k^T), mask) v, differentiable in q, k, v, with its LSE if asked.
@@ -53,6 +54,8 @@ def attention(
             sequence) are used. Masks are aligned to these; rows of q beyond give 0 and LSE -inf, keys beyond are not read.
         return_lse: also return log(sum(exp(scores))), float32, [batch, heads_q, seqlen_q] or [heads_q, total_q];
             it has a gradient.
+        deterministic: gradients that are the same bits in every run, as also under torch.use_deterministic_algorithms(True).
+            The portable backend and those for a CPU give that always.
         backend: a name from `strobe.BACKENDS` to run that one or fail; None lets Strobe choose (see `explain`).
 
     Returns:
@@ -63,7 +66,8 @@ def attention(
         ValueError, TypeError: naming the argument, before any launch.
     """
     call = (
-        q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, backend,
+        q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv,
+        deterministic, backend,
     )  # fmt: skip
     out, lse = eager.attention(_options, call, return_lse) or torch.ops.strobe.forward(q, k, v, *_options(*call).arguments())
     return (out, lse) if return_lse else out
@@ -106,14 +110,16 @@ def flash_attn_func(
 ):  # fmt: skip
     """flash-attn's function of this name. q [batch, seqlen_q, heads_q, D], k and v [batch, seqlen_k, heads_kv, D].
 
-    causal=True forces the window's right side to 0, as flash-attn does. Strobe's backward is deterministic always.
+    causal=True forces the window's right side to 0, as flash-attn does. deterministic: see `attention`.
     learnable_sink: FlashAttention-4's argument, [heads_q], the sinks of `strobe.Score`.
     Returns out, or (out, softmax_lse, S_dmask) with return_attn_probs, where S_dmask is empty (there is no dropout).
     """
     _no_dropout(dropout_p)
     mask = _flash_mask(causal, window_size)
     score = _score(softcap, alibi_slopes, learnable_sink)
-    result = attention(q, k, v, mask=mask, score=score, scale=softmax_scale, return_lse=return_attn_probs)
+    result = attention(
+        q, k, v, mask=mask, score=score, scale=softmax_scale, return_lse=return_attn_probs, deterministic=bool(deterministic)
+    )
     return _flash_result(result, return_attn_probs)
 
 
@@ -162,6 +168,7 @@ def flash_attn_varlen_func(
         q, k, v, mask=_flash_mask(causal, window_size), score=_score(softcap, alibi_slopes, learnable_sink),
         scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
         max_seqlen_kv=max_seqlen_k, seqused_q=seqused_q, seqused_kv=seqused_k, return_lse=return_attn_probs,
+        deterministic=bool(deterministic),
     )  # fmt: skip
     return _flash_result(result, return_attn_probs)
 
@@ -217,17 +224,19 @@ def _check_packed(name: str, x: torch.Tensor, parts: int) -> None:
 
 def _options_of(
     q, k, v, *, mask=None, score=None, scale=None, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None,
-    max_seqlen_kv=None, seqused_q=None, seqused_kv=None, return_lse=False, backend=None,
+    max_seqlen_kv=None, seqused_q=None, seqused_kv=None, return_lse=False, deterministic=False, backend=None,
 ) -> ops.Options:  # fmt: skip
     """`_options` from `attention`'s keywords, for `explain` and `supports`."""
     return _options(
-        q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, backend
-    )
+        q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv,
+        deterministic, backend,
+    )  # fmt: skip
 
 
 def _options(
-    q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, backend
-) -> ops.Options:
+    q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, deterministic,
+    backend,
+) -> ops.Options:  # fmt: skip
     """Checked arguments of the operator."""
     mask = Mask() if mask is None else mask
     score = Score() if score is None else score
@@ -250,6 +259,8 @@ def _options(
     _check_alibi(score.alibi, batch, q)
     _check_bias(score.bias, q, k, packed)
     _check_sinks(score.sinks, q)
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be True or False, got {type(deterministic).__name__}")
     if backend is not None:
         _check_backend(backend, q, k, v)
     return ops.Options(
@@ -271,6 +282,7 @@ def _options(
         bias=score.bias,
         sinks=score.sinks,
         score_function=score.function.key if isinstance(score.function, Function) else None,
+        deterministic=deterministic,
         backend=backend,
     )
 

@@ -69,8 +69,8 @@ def attention(check: Callable[..., ops.Options], call: tuple, wants_lse: bool) -
     of it: a tenth of a microsecond a question, twenty or so of them."""
     if torch.compiler.is_compiling() or _transformed():
         return None
-    q, k, v, mask, score, scale, cu_q, cu_kv, max_q, max_kv, used_q, used_kv, backend = call
-    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
+    q, k, v, mask, score, scale, cu_q, cu_kv, max_q, max_kv, used_q, used_kv, deterministic, backend = call
+    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and type(deterministic) is bool):
         return None
     rules: tuple | None = None
     optional: tuple = _NONE
@@ -102,7 +102,7 @@ def attention(check: Callable[..., ops.Options], call: tuple, wants_lse: bool) -
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         device, k.get_device(), v.get_device(), (addresses[0] | addresses[1] | addresses[2]) % 16 and _alignments(addresses),
-        gradients and (q.requires_grad or k.requires_grad or v.requires_grad),
+        gradients and (q.requires_grad or k.requires_grad or v.requires_grad) and ("gradients", deterministic),
         likenesses, rules, numbers, backend, gradients,
     )  # fmt: skip
     try:

@@ -23,7 +23,8 @@ from strobe.scores import Score
 _OPTIONS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, SymInt max_q, SymInt max_kv, Tensor? seqused_q, Tensor? seqused_kv, "
     "float scale, SymInt? left, SymInt? right, SymInt? prefix, Tensor? document_q, Tensor? document_kv, str? mask_function, "
-    "float softcap, Tensor? alibi, Tensor? bias, Tensor? sinks, str? score_function, str? backend"
+    "float softcap, Tensor? alibi, Tensor? bias, Tensor? sinks, str? score_function, bool deterministic, "
+    "str? backend"
 )
 _library = torch.library.Library("strobe", "DEF")
 _library.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor lse)")
@@ -56,6 +57,7 @@ class Options:
     bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     score_function: str | None = None
+    deterministic: bool = False
     backend: str | None = None
 
     def arguments(self) -> tuple:
@@ -63,7 +65,7 @@ class Options:
         return (
             self.cu_seqlens_q, self.cu_seqlens_kv, self.max_q, self.max_kv, self.seqused_q, self.seqused_kv, self.scale,
             self.left, self.right, self.prefix, self.document_q, self.document_kv, self.mask_function, self.softcap, self.alibi,
-            self.bias, self.sinks, self.score_function, self.backend,
+            self.bias, self.sinks, self.score_function, self.deterministic, self.backend,
         )  # fmt: skip
 
 
@@ -98,6 +100,7 @@ def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
         phase=phase,
         unaligned=tuple(name for name, x in (("q", q), ("k", k), ("v", v)) if not _aligned(x)),
         seqused=options.seqused_q is not None or options.seqused_kv is not None,
+        deterministic=phase == "backward" and (options.deterministic or torch.are_deterministic_algorithms_enabled()),
     )
 
 

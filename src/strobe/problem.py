@@ -77,6 +77,8 @@ class AttentionProblem:
     """Names of the tensors that a TMA descriptor cannot address (base or a stride not a multiple of 16 bytes)."""
     seqused: bool = False
     """Whether the operands say how many rows or keys of each batch entry (or sequence) are used."""
+    deterministic: bool = False
+    """Whether a backward must give the same bits in every run. A forward is never asked."""
 
     @property
     def group(self) -> int:
@@ -91,7 +93,9 @@ class AttentionProblem:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}, {self.head_dim_v}"
         return (
             f"{self.phase}, {self.lengths}, heads {self.heads_q}/{self.heads_kv}, head dim {dims}, "
-            f"{str(self.dtype).removeprefix('torch.')}, mask {self.mask}, score {self.score}" + ", seqused" * self.seqused
+            f"{str(self.dtype).removeprefix('torch.')}, mask {self.mask}, score {self.score}"
+            + ", seqused" * self.seqused
+            + ", deterministic" * self.deterministic
         )
 
 

@@ -2,8 +2,8 @@
 
 Protocol.
 0. Compilers first. What compiles its kernels does so before, in other processes (`strobe.lab.warm`).
-1. Gate. What a contender computes is compared with float64 before it is timed (all rows of a sample of heads for
-   gradients, a sample of rows for outputs); one that is further off than `BOUNDS` is rejected, and its error printed.
+1. Gate. What a contender computes is compared with float64 before it is timed (all rows of the first and of the last key
+   head for gradients, a sample of rows for outputs); one that is further off than `BOUNDS` is rejected, and its error printed.
 2. Launches alone. On a GPU a contender is tried as a CUDA graph of many launches and as calls in a row, and timed as calls
    if they are clearly faster: neither Python nor what a kernel needs to be captured counts. `timed` says which;
    `host_us` tells what Python costs. Where one launch fills a timing there is no graph.
@@ -12,7 +12,8 @@ Protocol.
    (`balanced_order`), since a card that ran hot slows whoever comes next. The median over the rounds is quoted; all of
    them are kept. Who takes 1.5 times as long as the fastest is timed in the first round only: it decides nothing, cools the
    card, and would take most of the time.
-5. A ceiling. cuBLAS multiplies square matrices in the same run, before and after.
+5. Memory. Of a backward, what PyTorch's allocator held at most beside inputs and gradients, in one call outside of a graph.
+6. A ceiling. cuBLAS multiplies square matrices in the same run, before and after.
 Everything that failed, refused or was missing is in the result with its reason.
 """
 
@@ -37,7 +38,7 @@ from rich.progress import Progress, TimeElapsedColumn
 from strobe.device import arch_of
 from strobe.dispatch import explain_problem
 from strobe.lab.failures import compact, reasons
-from strobe.lab.gate import BOUNDS, gradient_error, out_error
+from strobe.lab.gate import BOUNDS, Gate
 from strobe.lab.machine import Telemetry, Watchdog, describe, snapshot
 from strobe.lab.peers import Call, Peer, bind, peers_for, standard, strobe_peer
 from strobe.lab.plan import DTYPES, MASKS, Inputs, Plan, Point, input_sets
@@ -88,6 +89,9 @@ def summary(flops: float, seconds: list[float]) -> dict:
 
 # ---- clocks
 
+_BYTES = "requested_bytes.all"
+"""As tensors asked for them: what the allocator gives is rounded up, by as much as a megabyte."""
+
 
 class CudaClock:
     """Times launches by CUDA events. All work runs on one side stream, as graph capture and autograd demand."""
@@ -120,6 +124,16 @@ class CudaClock:
         """The SMs' mean clock in the last timing."""
         return self._sm_clock.mhz()
 
+    def extra_bytes(self, call: Call) -> int:
+        """What the allocator held at most in a call, beyond what it held before and what the call returns (tensors)."""
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()[f"{_BYTES}.current"]
+        returned = call()
+        self.synchronize()
+        peak = torch.cuda.memory_stats()[f"{_BYTES}.peak"]
+        return max(0, peak - before - sum(x.nbytes for x in returned))
+
     def captured(self, calls: list[Call], times: int) -> tuple[Callable[[], object], list]:
         """All calls, so many times, as one CUDA graph, and what they return at last, which each replay overwrites."""
         graph = torch.cuda.CUDAGraph()
@@ -146,6 +160,9 @@ class CpuClock:
 
     def mhz(self) -> float | None:
         return None
+
+    def extra_bytes(self, call: Call) -> None:
+        """Nobody counts them."""
 
 
 Clock = CudaClock | CpuClock
@@ -175,6 +192,8 @@ class Contender:
     """The one that is timed."""
     note: str | None = None
     error: float = math.inf
+    extra_bytes: int | None = None
+    """Of a backward, beside inputs and gradients."""
     count: int = 1
     """Runs in one timing."""
     seconds: list[float] = field(default_factory=list)
@@ -183,7 +202,7 @@ class Contender:
     """The SMs' clock, by round."""
 
 
-def enter(peer: Peer, point: Point, sets: list[Inputs], clock: Clock, seconds: float) -> Contender:
+def enter(peer: Peer, point: Point, sets: list[Inputs], gate: Gate, clock: Clock, seconds: float) -> Contender:
     """Prepare, run, capture (unless a launch alone fills `seconds`) and check a contender.
 
     Raises what the peer raises, or ValueError if it is wrong.
@@ -193,12 +212,14 @@ def enter(peer: Peer, point: Point, sets: list[Inputs], clock: Clock, seconds: f
         plain = Way("calls", lambda: [call() for call in calls], len(calls), [call() for call in calls])
         clock.synchronize()
         contender = Contender(peer, [plain], plain)
+        if point.backward:
+            contender.extra_bytes = clock.extra_bytes(calls[-1])
         if isinstance(clock, CudaClock):
             launch = clock.seconds(plain.run, 1) / len(calls)
             if launch < seconds:
                 _capture(contender, clock, calls, launch)
-    bound = BOUNDS[point.dtype] * (2 if point.backward else 1)
-    contender.error = max(_error(way, point, sets[-1], peer) for way in contender.ways)
+    bound = BOUNDS[point.dtype]
+    contender.error = max(_error(way, gate, peer) for way in contender.ways)
     if not contender.error <= bound:
         raise ValueError(f"wrong: relative error {contender.error:.1e} against float64, allowed {bound:.0e}")
     return contender
@@ -218,11 +239,10 @@ def _capture(contender: Contender, clock: CudaClock, calls: list[Call], launch: 
         contender.note = f"no CUDA graph: {compact(error.__context__ or error)}"
 
 
-def _error(way: Way, point: Point, inputs: Inputs, peer: Peer) -> float:
-    last, mask = way.results[-1], MASKS[point.mask]
-    if not point.backward:
-        return out_error(standard(last, peer), inputs, mask)
-    return gradient_error(tuple(standard(x, peer) for x in last), inputs, mask)
+def _error(way: Way, gate: Gate, peer: Peer) -> float:
+    """Of what the last set of inputs gave."""
+    last = way.results[-1]
+    return gate.error(standard(last, peer) if isinstance(last, torch.Tensor) else tuple(standard(x, peer) for x in last))
 
 
 def measure(contender: Contender, clock: Clock) -> float:
@@ -354,6 +374,7 @@ class Run:
     def _point(self, point: Point) -> bool:
         """Measures a point into the report; False if time ran out before its last round."""
         sets = input_sets(point, self.device)
+        gate = Gate(sets[-1], MASKS[point.mask])
         facts = asdict(point) | {"flops": point.flops, "sets": len(sets), "telemetry": {}, "results": {}, "finished": False}
         self.report["points"].append(facts)
         launches: dict[str, float] = {}
@@ -364,7 +385,7 @@ class Run:
                 continue
             self._step(f"{point}: {peer.name}, first call", FIRST_CALL_SECONDS)
             with self._guard(peer.name, facts["results"]):
-                contender = enter(peer, point, sets, self.clock, self.plan.seconds)
+                contender = enter(peer, point, sets, gate, self.clock, self.plan.seconds)
                 launches[peer.name] = warm_up(contender, self.clock, self.plan.seconds)
                 entered.append(contender)
         if not entered:
@@ -401,6 +422,8 @@ class Run:
         result = summary(flops, contender.seconds) | {"error": contender.error, "timed": contender.way.name}
         if contender.mhz:
             result["sm_clock_mhz"] = round(median(contender.mhz))
+        if contender.extra_bytes is not None:
+            result["extra_bytes_per_row"] = round(contender.extra_bytes / (point.batch * point.length * point.heads), 2)
         if contender.note:
             result["note"] = contender.note
         if contender.peer.name == "strobe":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 
@@ -10,8 +11,29 @@ from strobe.lab.plan import Inputs
 from strobe.masks import Mask
 
 BOUNDS = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-4, "fp8": 1e-1}
-"""The largest relative error of an output row; gradients, as a whole, may have twice as much. fp8: of the same fp8 inputs,
-so what counts is that P, and with some kernels the output, have three bits of mantissa."""
+"""The largest relative error of an output row, or of a head's gradient as a whole: four times what rounding makes, and less
+than what a window of 1024 keys makes that is one key too long. fp8: of the same fp8 inputs, so what counts is that P, and with
+some kernels the output, have three bits of mantissa."""
+
+
+class Gate:
+    """What is right at one point, for whoever is measured there."""
+
+    def __init__(self, inputs: Inputs, mask: Mask):
+        self._inputs, self._mask = inputs, mask
+
+    def error(self, result) -> float:
+        """Of an output [B, S, H, Dv], or of gradients (dq, dk, dv) shaped as q, k and v."""
+        if self._inputs.dout is None:
+            return out_error(result, self._inputs, self._mask)
+        return gradient_error(result, self._gradients)
+
+    @cached_property
+    def _gradients(self) -> dict[tuple[int, int], tuple[torch.Tensor, ...]]:
+        """Of the first and of the last key head: a gradient sums over all rows, so it is computed once, for all contenders."""
+        k = self._inputs.k
+        sample = {(0, 0), (k.shape[0] - 1, k.shape[2] - 1)}
+        return {(b, h): exact_gradients(self._inputs, self._mask, b, h) for b, h in sorted(sample)}
 
 
 def exact_out(inputs: Inputs, mask: Mask, batch: int, head: int, rows: torch.Tensor) -> torch.Tensor:
@@ -68,18 +90,18 @@ def out_error(out: torch.Tensor, inputs: Inputs, mask: Mask) -> float:
     return worst
 
 
-def gradient_error(gradients: tuple[torch.Tensor, ...], inputs: Inputs, mask: Mask) -> float:
-    """The worst relative error (in the norm of the whole head) of dq, dk and dv, for the last sequence's last key head.
+def gradient_error(gradients: tuple[torch.Tensor, ...], exact: dict[tuple[int, int], tuple[torch.Tensor, ...]]) -> float:
+    """The worst relative error (in the norm of the whole head) of dq, dk and dv; exact: of (batch, key head), in float64.
 
     By the whole head and not by row: the true gradients of a causal mask's first rows cancel to almost nothing.
     """
-    batch, key_head = inputs.k.shape[0] - 1, inputs.k.shape[2] - 1
-    group = inputs.q.shape[2] // inputs.k.shape[2]
     dq, dk, dv = gradients
-    ours = dq[batch, :, key_head * group :], dk[batch, :, key_head], dv[batch, :, key_head]
-    exact = exact_gradients(inputs, mask, batch, key_head)
-    errors = [(got.double() - want).norm() / want.norm() for got, want in zip(ours, exact, strict=True)]
-    return max(_or_infinite(error) for error in errors)
+    group, worst = dq.shape[2] // dk.shape[2], 0.0
+    for (b, h), wanted in exact.items():
+        ours = dq[b, :, h * group : (h + 1) * group], dk[b, :, h], dv[b, :, h]
+        for got, want in zip(ours, wanted, strict=True):
+            worst = max(worst, _or_infinite((got.double() - want).norm() / want.norm()))
+    return worst
 
 
 def _or_infinite(error: torch.Tensor) -> float:

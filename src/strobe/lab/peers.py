@@ -118,55 +118,120 @@ def _cudnn_handle() -> Any:
     return cudnn.create_handle()
 
 
-def _cudnn_graph(q, k, v, mask) -> Call:
-    """cuDNN by its own Python package, nvidia-cudnn-frontend, for what PyTorch cannot ask it: windows and fp8."""
-    import cudnn
+class _CudnnGraph:
+    """A graph of cuDNN's own Python package, nvidia-cudnn-frontend: describe what it takes and gives, build it, run it."""
 
+    def __init__(self, dtype: torch.dtype):
+        import cudnn
+
+        single = cudnn.data_type.FLOAT
+        self._types = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF, torch.float32: single}
+        self._types[FP8] = cudnn.data_type.FP8_E4M3
+        self._described: list = []
+        options = {"io_data_type": self._types[dtype], "intermediate_data_type": single, "compute_data_type": single}
+        self._on_this_stream()
+        self.graph = cudnn.pygraph(**options, handle=_cudnn_handle())
+
+    def takes(self, *tensors: torch.Tensor) -> list:
+        """What stands in the graph for inputs of these shapes, strides and dtypes."""
+        found = [self.graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=self._types[x.dtype]) for x in tensors]
+        self._described += found
+        return found
+
+    def gives(self, described: Any, like: torch.Tensor) -> None:
+        """An output of the graph has this shape, these strides and this dtype."""
+        described.set_output(True).set_dim(list(like.shape)).set_stride(list(like.stride()))
+        described.set_data_type(self._types[like.dtype])
+        self._described.append(described)
+
+    def build(self) -> None:
+        import cudnn
+
+        self.graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+
+    def run(self, *tensors: torch.Tensor) -> None:
+        """Inputs, then outputs, in the order of their descriptions. The workspace is PyTorch's, for the time of a run."""
+        self._on_this_stream()
+        workspace = torch.empty(max(1, self.graph.get_workspace_size()), dtype=torch.uint8, device=tensors[0].device)
+        bound = {described: x.detach() for described, x in zip(self._described, tensors, strict=True)}
+        self.graph.execute(bound, workspace, handle=_cudnn_handle())
+
+    def ready(self, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> Call:
+        """Builds it, and returns a call that runs it on these tensors and returns the first output."""
+        self.build()
+
+        def call() -> torch.Tensor:
+            self.run(*inputs, *outputs)
+            return outputs[0]
+
+        return call
+
+    @staticmethod
+    def _on_this_stream() -> None:
+        import cudnn
+
+        cudnn.set_stream(handle=_cudnn_handle(), stream=torch.cuda.current_stream().cuda_stream)
+
+
+def _cudnn_graph(q, k, v, mask) -> Call:
+    """cuDNN by its own Python package, for what PyTorch cannot ask it: windows and fp8."""
     if mask.prefix is not None or mask.right not in (None, 0):
         raise ValueError(f"cuDNN takes full, causal and causal windows, not {mask}")
-    types = {
-        torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF, FP8: cudnn.data_type.FP8_E4M3,
-        torch.float32: cudnn.data_type.FLOAT,
-    }  # fmt: skip
-    handle, single = _cudnn_handle(), cudnn.data_type.FLOAT
-    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
-    options = {"io_data_type": types[q.dtype], "intermediate_data_type": single, "compute_data_type": single}
-    graph = cudnn.pygraph(**options, handle=handle)
-    buffers: dict = {}
-
-    def tensor(x: torch.Tensor) -> Any:
-        described = graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=types[x.dtype])
-        buffers[described] = x
-        return described
-
-    def scalar(value: float) -> Any:
-        return tensor(torch.full((1, 1, 1, 1), value, device=q.device))
-
-    common = {"attn_scale": q.shape[-1] ** -0.5, "generate_stats": False, "use_causal_mask": mask.right == 0}
-    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     if q.dtype == FP8:
-        if mask.left is not None:
-            raise ValueError(f"cuDNN takes no {mask} in fp8")
-        # P lies in [0, 1] and is stored times 256, below e4m3's largest number, 448.
-        scales = [scalar(value) for value in (1.0, 1.0, 1.0, 1 / 256, 256.0, FP8_OUT_SCALE)]
-        described, _, *largest = graph.sdpa_fp8(tensor(q), tensor(k), tensor(v), *scales, **common)
-        for amax in largest:
-            buffers[amax] = torch.empty(1, 1, 1, 1, device=q.device)
-            amax.set_output(True).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1]).set_data_type(single)
-    else:
-        length = None if mask.left is None else mask.left + 1
-        described, _ = graph.sdpa(tensor(q), tensor(k), tensor(v), sliding_window_length=length, **common)
-    described.set_output(True).set_dim(list(out.shape)).set_stride(list(out.stride()))
-    buffers[described] = out
-    graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=q.device)
+        return _cudnn_fp8(q, k, v, mask)
+    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(*q.shape[:3], 1, device=q.device)
+    options = {"attn_scale": q.shape[-1] ** -0.5, "use_causal_mask": mask.right == 0}
+    options["sliding_window_length"] = None if mask.left is None else mask.left + 1
+    forward = _CudnnGraph(q.dtype)
+    described, stats = forward.graph.sdpa(*forward.takes(q, k, v), generate_stats=q.requires_grad, **options)
+    forward.gives(described, out)
+    if not q.requires_grad:
+        return forward.ready((q, k, v), (out,))
+    forward.gives(stats, lse)
+    forward.build()
+    backward = _CudnnGraph(q.dtype)
+    names = ("q", "k", "v", "o", "dO", "stats")
+    inputs = dict(zip(names, backward.takes(q, k, v, out, out, lse), strict=True))
+    for gradient, like in zip(backward.graph.sdpa_backward(**inputs, **options), (q, k, v), strict=True):
+        backward.gives(gradient, like)
+    backward.build()
+    return lambda: _CudnnAttention.apply(forward, backward, q, k, v, out, lse)
 
-    def call() -> torch.Tensor:
-        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
-        graph.execute(buffers, workspace, handle=handle)
+
+class _CudnnAttention(torch.autograd.Function):
+    """The two graphs as one call with a gradient. out and lse say how the results look."""
+
+    @staticmethod
+    def forward(ctx, forward: _CudnnGraph, backward: _CudnnGraph, q, k, v, out, lse):
+        out, lse = torch.empty_like(out), torch.empty_like(lse)
+        forward.run(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.graph = backward
         return out
 
-    return call
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        gradients = [torch.empty_like(x) for x in (q, k, v)]
+        ctx.graph.run(q, k, v, out, dout.contiguous(), lse, *gradients)
+        return None, None, *gradients, None, None
+
+
+def _cudnn_fp8(q, k, v, mask) -> Call:
+    if mask.left is not None:
+        raise ValueError(f"cuDNN takes no {mask} in fp8")
+    # P lies in [0, 1] and is stored times 256, below e4m3's largest number, 448.
+    scales = [torch.full((1, 1, 1, 1), value, device=q.device) for value in (1.0, 1.0, 1.0, 1 / 256, 256.0, FP8_OUT_SCALE)]
+    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=FP8, device=q.device)
+    graph = _CudnnGraph(FP8)
+    options = {"attn_scale": q.shape[-1] ** -0.5, "generate_stats": False, "use_causal_mask": mask.right == 0}
+    described, _, *largest = graph.graph.sdpa_fp8(*graph.takes(q, k, v, *scales), **options)
+    graph.gives(described, out)
+    amax = [torch.empty(1, 1, 1, 1, device=q.device) for _ in largest]
+    for described, like in zip(largest, amax, strict=True):
+        graph.gives(described, like)
+    return graph.ready((q, k, v, *scales), (out, *amax))
 
 
 def _flash_attn_2(q, k, v, mask) -> Call:

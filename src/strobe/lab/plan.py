@@ -110,7 +110,14 @@ FORWARD = (
 )
 """The forward's evidence: bf16 in full, with and without GQA (Llama 3's heads); fp16 and fp8 at two lengths."""
 
-BACKWARD = (Grid(head_dims=((64, 64), (128, 128), (256, 256)), lengths=(1024, 4096, 16384), masks=("full", "causal")),)
+_TRAINED = (1024, 2048, 4096, 8192, 16384, 32768)
+
+BACKWARD = (
+    Grid(lengths=_TRAINED),
+    Grid(lengths=_TRAINED, head_dims=((128, 128),), heads=64, heads_kv=8),
+    Grid(lengths=(4096,), head_dims=((64, 64), (128, 128)), dtypes=("fp16",)),
+)
+"""The backward's: bf16 at the lengths that models are trained with, with and without GQA; fp16 at one length."""
 
 CPU = (Grid(head_dims=((64, 64), (128, 128)), lengths=(512, 2048), tokens=2048, dtypes=("fp32",), masks=("full", "causal")),)
 """The same on a CPU, smaller."""

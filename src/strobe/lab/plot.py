@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from strobe.lab.cost import Cost
 from strobe.lab.plan import Point
 from strobe.lab.report import FLOPS_PER_CLOCK, is_hopper, timed
 
@@ -103,7 +104,7 @@ def ceilings(entries: list[dict], report: dict) -> dict[str, tuple[list[int], li
     if not clocked or not is_hopper(report) or entries[0]["dtype"] not in FLOPS_PER_CLOCK:
         return found
     tensor = FLOPS_PER_CLOCK[entries[0]["dtype"]]
-    exp2 = 16 * 2 * (entries[0]["head_dim"] + entries[0]["head_dim_v"])
+    exp2 = 16 * Cost(Point.of(entries[0]).problem()).flops_per_pair
     names = {"MMA": tensor} if exp2 > 1.2 * tensor else {"MMA": tensor, "exp2": exp2}
     if exp2 == tensor:
         names = {"MMA = exp2": tensor}

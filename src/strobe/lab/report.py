@@ -91,12 +91,26 @@ def show(report: dict) -> None:
     host = [f"{name} {result['us']:.0f}" for name, result in report["host_us"].items() if "us" in result]
     if host:
         console.print(f"CPU time of a call, us: {', '.join(host)}", markup=False, highlight=False)
+    if extra := extra_memory(report):
+        console.print(f"peak extra memory, bytes for each query of each head: {extra}", markup=False, highlight=False)
     if report["not installed"]:
         console.print(f"not installed: {', '.join(report['not installed'])}", markup=False, highlight=False)
     for line in refusals(report):
         console.print(line, markup=False, highlight=False)
     if report["stopped"]:
         console.print(f"incomplete: {report['stopped']}", markup=False, style="bold red")
+
+
+def extra_memory(report: dict) -> str:
+    """Of a backward, beside inputs and gradients, the least and the most of all points: "strobe 4 to 516, FA4 260"."""
+    parts = []
+    for name in timed(report):
+        results = [facts["results"].get(name, {}) for facts in report["points"]]
+        found = [round(result["extra_bytes_per_row"]) for result in results if "extra_bytes_per_row" in result]
+        if found:
+            least, most = min(found), max(found)
+            parts.append(f"{name} {least}" + (f" to {most}" if most > least else ""))
+    return ", ".join(parts)
 
 
 def refusals(report: dict) -> list[str]:

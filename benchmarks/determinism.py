@@ -1,0 +1,195 @@
+"""Are gradients the same bits in every run, and what does it cost? The same backward many times on a busy GPU.
+
+Each of 50 runs of a backward starts while matrix products run beside it on another stream, so that its thread blocks meet in
+another order every time. For dq, dk and dv: how many distinct bit patterns there were, and the largest spread of an element
+over the runs, relative to the largest element. Then the time of a backward with and without `deterministic=True`, in
+interleaved rounds on an idle GPU; medians. Prints a table, writes JSON.
+
+    python benchmarks/determinism.py --json benchmarks/results/determinism.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from itertools import product
+from pathlib import Path
+
+import torch
+
+import strobe
+from strobe.device import arch_of
+from strobe.dispatch import explain_problem
+from strobe.lab.machine import describe
+from strobe.lab.plan import MASKS, Inputs, Point
+
+GRADIENTS = ("dq", "dk", "dv")
+RUNS, ROUNDS, LAUNCHES = 50, 15, 10
+SHAPES = tuple(product((64, 128, 256), ("full", "causal")))
+TOKENS, LENGTH, WIDTH = 16384, 4096, 2048
+WAYS = ("default", "deterministic")
+
+Backward = Callable[[], tuple[torch.Tensor, ...]]
+"""Returns dq, dk, dv."""
+
+
+@dataclass
+class Scatter:
+    """What one gradient was in several runs."""
+
+    distinct: int
+    spread: float
+    """The largest difference of an element over the runs, relative to the largest element."""
+
+
+class Observed:
+    """A gradient over its runs: the distinct ones, and the least and the most of each element."""
+
+    def __init__(self):
+        self._distinct: list[torch.Tensor] = []
+        self._least = self._most = None
+
+    def add(self, gradient: torch.Tensor) -> None:
+        if any(torch.equal(_bits(gradient), _bits(known)) for known in self._distinct):
+            return
+        self._distinct.append(gradient)
+        self._least = gradient if self._least is None else torch.minimum(self._least, gradient)
+        self._most = gradient if self._most is None else torch.maximum(self._most, gradient)
+
+    def scatter(self) -> Scatter:
+        difference = (self._most.float() - self._least.float()).max().item()
+        return Scatter(len(self._distinct), difference / self._distinct[0].abs().max().item())
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """As integers, of which -0 and 0 differ, and a NaN equals itself."""
+    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+class Load:
+    """Matrix products on a stream of their own; `begin` sets some going, and returns at once. Nothing on a CPU."""
+
+    def __init__(self, device: torch.device, size: int = 2048, products: int = 64):
+        self._products = products if device.type == "cuda" else 0
+        if self._products:
+            self._stream = torch.cuda.Stream(device)
+            self._a = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+            self._out = torch.empty_like(self._a)
+            torch.cuda.synchronize()
+
+    def begin(self) -> None:
+        with torch.cuda.stream(self._stream) if self._products else nullcontext():
+            for _ in range(self._products):
+                torch.mm(self._a, self._a, out=self._out)
+
+
+def backward_of(point: Point, device: torch.device, deterministic: bool) -> Backward:
+    """The backward of one attention, over and over on the same inputs."""
+    inputs = Inputs.random(point, device, torch.Generator(device).manual_seed(0))
+    q, k, v = (x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    out = strobe.attention(q, k, v, mask=MASKS[point.mask], deterministic=deterministic)
+    return lambda: torch.autograd.grad(out, (q, k, v), inputs.dout, retain_graph=True)
+
+
+def scatters(backward: Backward, load: Load, runs: int) -> dict[str, Scatter]:
+    """Of each gradient, over so many runs under load."""
+    observed = {name: Observed() for name in GRADIENTS}
+    for _ in range(runs):
+        load.begin()
+        for name, gradient in zip(GRADIENTS, backward(), strict=True):
+            observed[name].add(gradient)
+    return {name: seen.scatter() for name, seen in observed.items()}
+
+
+def milliseconds(backward: Backward, device: torch.device, launches: int) -> float:
+    """Of one backward, the mean of several in a row."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(launches):
+            backward()
+        return (time.perf_counter() - start) / launches * 1e3
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(launches):
+        backward()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / launches
+
+
+def interleaved(ways: dict[str, Backward], device: torch.device, rounds: int, launches: int) -> dict[str, float]:
+    """Median milliseconds of each way; who begins changes from round to round. The first round is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name in list(ways) if number % 2 else reversed(ways):
+            took = milliseconds(ways[name], device, launches)
+            if number:
+                times[name].append(took)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def measure(point: Point, device: torch.device, runs: int, rounds: int, launches: int) -> dict:
+    """Scatter and time of both ways at one point."""
+    ways = {way: backward_of(point, device, way == "deterministic") for way in WAYS}
+    problems = {way: replace(point.problem(), deterministic=way == "deterministic") for way in WAYS}
+    load = Load(device)
+    found = {way: scatters(backward, load, runs) for way, backward in ways.items()}
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return {
+        "point": asdict(point),
+        "backend": {way: explain_problem(problem, arch_of(device)).chosen for way, problem in problems.items()},
+        "scatter": {way: {name: asdict(one) for name, one in each.items()} for way, each in found.items()},
+        "ms": interleaved(ways, device, rounds, launches),
+    }
+
+
+def table(points: list[dict]) -> str:
+    """A row for each point: distinct results and spread of dq / dk / dv in both ways, and both times."""
+    heading = [f"{way}: {what}" for way in WAYS for what in ("backend", "distinct", "spread", "ms")]
+    lines = [["", *heading, "time"], ["---"] * (len(heading) + 2)]
+    for at in points:
+        row = [str(Point(**at["point"]))]
+        for way in WAYS:
+            scatter = [at["scatter"][way][name] for name in GRADIENTS]
+            row += [at["backend"][way], " / ".join(str(one["distinct"]) for one in scatter)]
+            row += [" / ".join(f"{one['spread']:.1e}" for one in scatter), f"{at['ms'][way]:.3f}"]
+        lines.append([*row, f"{at['ms']['deterministic'] / at['ms']['default']:.2f}"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def points_of(device: torch.device) -> list[Point]:
+    """The evidence's on a GPU; one tiny one on a CPU."""
+    if device.type != "cuda":
+        return [Point(1, 128, 2, 2, 32, 32, "fp32", "causal", True)]
+    shapes = [(dim, mask, WIDTH // dim) for dim, mask in SHAPES]
+    return [Point(TOKENS // LENGTH, LENGTH, heads, heads, dim, dim, "bf16", mask, True) for dim, mask, heads in shapes]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    parser.add_argument("--runs", type=int, default=RUNS)
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    points = [measure(point, device, options.runs, ROUNDS, LAUNCHES) for point in points_of(device)]
+    print(table(points))
+    if options.json:
+        result = {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "device": describe(device),
+            "protocol": {"runs": options.runs, "rounds": ROUNDS, "launches": LAUNCHES},
+            "points": points,
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
