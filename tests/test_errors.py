@@ -131,7 +131,7 @@ BAD = {
     "unknown backend": (lambda: attend(backend="fastest"), ValueError, "backend must be one of sm100, sm90, portable"),
     "backend that refuses": (lambda: attend(backend="sm90"), ValueError, "backend 'sm90' refuses .*needs a Hopper GPU"),
     "backend without backward": (
-        lambda: attend(q=x(2, 8, 4, 32).requires_grad_(), backend="sm90"), ValueError, "'sm90' has no backward",
+        lambda: attend(q=x(2, 8, 4, 32).requires_grad_(), backend="sm100"), ValueError, "'sm100' has no backward",
     ),
 }  # fmt: skip
 

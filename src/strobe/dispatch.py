@@ -40,8 +40,8 @@ BACKENDS: dict[str, str] = {
 }
 """Name -> module, the fastest on a GPU first."""
 
-FORWARD_ONLY = ("sm100", "sm90")
-"""They run the forward; the backward of the same call goes to the first of the others that does not refuse."""
+FORWARD_ONLY = ("sm100",)
+"""It runs the forward; the backward of the same call goes to the first of the others that does not refuse."""
 
 
 @dataclass(frozen=True)

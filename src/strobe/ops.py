@@ -17,7 +17,7 @@ from strobe import dispatch
 from strobe.device import arch_of
 from strobe.functions import known
 from strobe.masks import Mask, with_documents
-from strobe.problem import AttentionProblem, Dense, Operands, Varlen
+from strobe.problem import AttentionProblem, Dense, Operands, Varlen, addressable
 from strobe.scores import Score
 
 _OPTIONS = (
@@ -98,7 +98,7 @@ def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
         ),
         score=Score(options.softcap, options.alibi, options.bias, options.sinks, known(options.score_function)),
         phase=phase,
-        unaligned=tuple(name for name, x in (("q", q), ("k", k), ("v", v)) if not _aligned(x)),
+        unaligned=tuple(name for name, x in (("q", q), ("k", k), ("v", v)) if not addressable(x)),
         seqused=options.seqused_q is not None or options.seqused_kv is not None,
         deterministic=phase == "backward" and (options.deterministic or torch.are_deterministic_algorithms_enabled()),
     )
@@ -106,12 +106,6 @@ def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
 
 def operands_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Operands:
     return Operands(q, k, v, options.cu_seqlens_q, options.cu_seqlens_kv, options.seqused_q, options.seqused_kv)
-
-
-def _aligned(x: torch.Tensor) -> bool:
-    """Whether a TMA descriptor can address x: base and strides in multiples of 16 bytes, no dim repeated by stride 0."""
-    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
 
 
 def _run_forward(q, k, v, *options):

@@ -111,6 +111,12 @@ class Operands(NamedTuple):
     seqused_kv: torch.Tensor | None = None
 
 
+def addressable(x: torch.Tensor) -> bool:
+    """Whether a TMA descriptor can address x: base and strides in multiples of 16 bytes, no dim repeated by stride 0."""
+    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
+
+
 def without_gradient(problem: AttentionProblem) -> str | None:
     """Why no backward takes a problem yet: the features that only the forward has; or None."""
     features = {

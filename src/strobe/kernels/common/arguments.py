@@ -18,7 +18,8 @@ def even_bundles(heads: int, fitting: int) -> int:
     """The size of bundles of about `fitting` heads that are as equal as can be.
 
     A last bundle of few heads begins its longest tiles when nothing else is left to do beside them: with 3, 3, 3, 3, 3 and 1 of
-    16 heads (forward, head dim 256, causal, 8k) the multiprocessors are busy for 86 % of the time, with 2 a bundle for 99.6 %."""
+    16 heads (forward, head dim 256, causal, 8k) the multiprocessors are busy for 86 % of the time, with 2 a bundle for 99.6
+    %."""
     fitting = max(1, min(heads, fitting))
     most = min(heads, fitting * 5 // 4)
     return min(range((fitting + 1) // 2, most + 1), key=lambda size: (-heads % size, -size), default=1)

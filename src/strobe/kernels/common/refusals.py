@@ -1,4 +1,4 @@
-"""What our Gluon forwards have in common that they do not take (yet)."""
+"""What our Gluon kernels have in common that they do not take (yet)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from strobe.masks import MAX_BOUND
 from strobe.problem import AttentionProblem, Varlen
 
 
-def gluon_forward_refuses(problem: AttentionProblem) -> str | None:
-    """The reason for which no forward in Gluon runs a problem, whatever its head dims and lengths; or None."""
-    if problem.phase == "backward":
-        return "has no backward yet"
+def gluon_refuses(problem: AttentionProblem) -> str | None:
+    """The reason for which no kernel in Gluon runs a problem, whatever its head dims and lengths; or None."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
     if max(_rows(problem)) >= MAX_BOUND:

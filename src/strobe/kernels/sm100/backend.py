@@ -8,7 +8,7 @@ import torch
 
 from strobe.device import Arch, arch_of
 from strobe.kernels import has_triton, triton_version
-from strobe.kernels.common.refusals import changed_scores_refused, gluon_forward_refuses
+from strobe.kernels.common.refusals import changed_scores_refused, gluon_refuses
 from strobe.kernels.sm100.config import HEAD_DIMS, Config, choose
 from strobe.kernels.splits import choose_splits
 from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
@@ -28,7 +28,9 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
     dims = problem.head_dim, problem.head_dim_v
     if dims not in HEAD_DIMS:
         return f"takes head dims 64, 96 and 128, the same for k and v, or 192 and 128, not {dims[0]} and {dims[1]}"
-    return gluon_forward_refuses(problem) or changed_scores_refused(problem)
+    if problem.phase == "backward":
+        return "has no backward yet"
+    return gluon_refuses(problem) or changed_scores_refused(problem)
 
 
 def config(problem: AttentionProblem, arch: Arch) -> Config:

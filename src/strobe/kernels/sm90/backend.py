@@ -1,4 +1,4 @@
-"""The Hopper backend: forward only, for problems that its TMA descriptors and tiles can take."""
+"""The Hopper backend, for problems that its TMA descriptors and tiles can take."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 
 from strobe.device import Arch, arch_of
 from strobe.kernels import has_triton
-from strobe.kernels.common.refusals import gluon_forward_refuses
-from strobe.kernels.sm90.config import Config, choose
+from strobe.kernels.common.refusals import gluon_refuses
+from strobe.kernels.sm90.backward_config import choose as choose_backward
+from strobe.kernels.sm90.config import choose
 from strobe.kernels.sm90.config import origin as origin_of_choice
-from strobe.problem import AttentionProblem, Operands, lse_shape
+from strobe.problem import AttentionProblem, Operands, addressable, lse_shape, without_gradient
 
 if TYPE_CHECKING:
     from strobe.eager import Plan
@@ -39,16 +40,32 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return "needs Triton, which is not installed"
     if not problem.scale > 0 and not problem.score.softcap:
         return f"takes a positive scale (it takes maxima before it scales), not {problem.scale:g}"
-    return gluon_forward_refuses(problem)
+    if problem.phase == "backward":
+        return gluon_refuses(problem) or backward_refuses(problem)
+    return gluon_refuses(problem)
 
 
-def config(problem: AttentionProblem, arch: Arch) -> Config:
+def backward_refuses(problem: AttentionProblem) -> str | None:
+    if max(problem.head_dim, problem.head_dim_v) > 128:
+        return f"has a backward for head dims up to 128, not {problem.head_dim} and {problem.head_dim_v}"
+    if problem.mask.by_pair:
+        return f"has no backward yet for masks that compare pairs, such as {problem.mask}"
+    if problem.score.bias is not None or problem.score.function is not None:
+        return f"has no backward yet for biases and score functions, such as {problem.score}"
+    if problem.deterministic:
+        return "adds to dQ in any order, so its backward is not deterministic"
+    return without_gradient(problem)
+
+
+def config(problem: AttentionProblem, arch: Arch):
+    if problem.phase == "backward":
+        return choose_backward(problem)
     return replace(choose(problem), optimistic=_optimistic and may_be_optimistic(problem))
 
 
 def origin(problem: AttentionProblem, arch: Arch) -> str:
     """Where the config comes from, in words."""
-    return origin_of_choice(problem)
+    return "measured, for each head dim" if problem.phase == "backward" else origin_of_choice(problem)
 
 
 def may_be_optimistic(problem: AttentionProblem) -> bool:
@@ -72,6 +89,25 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
         redone = workspace(q.device, 0).counters[2:3]
         portable.redo(problem, operands, out, lse, notes, redone)  # exits at once where there is no note
     return out, lse
+
+
+def backward(
+    problem: AttentionProblem, operands: Operands, out, lse, dout: torch.Tensor, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv. Beside them it takes, for each query row and head, 8 bytes and 4 for each number of a padded head dim."""
+    empty = 0 in operands.q.shape or 0 in operands.k.shape
+    make = torch.zeros_like if empty or problem.varlen or problem.seqused else torch.empty_like
+    dq, dk, dv = (make(x, memory_format=torch.contiguous_format) for x in operands[:3])
+    if not empty:
+        from strobe.kernels.sm90 import backward_launch
+        from strobe.kernels.workspace import lock, workspace
+
+        dout = dout if addressable(dout) else dout.contiguous()
+        with torch.cuda.device_of(dout), lock(dout.device):
+            config, notes = choose_backward(problem), sum(backward_launch.number_of_notes(problem))
+            space = backward_launch.buffers(problem, config, dout.device, workspace(dout.device, notes))
+            backward_launch.launch(problem, operands, out, lse, dout, dlse, dq, dk, dv, space, config)
+    return dq, dk, dv
 
 
 def plan(problem: AttentionProblem, operands: Operands, tensors: tuple[torch.Tensor | None, ...]) -> Plan | None:

@@ -1,8 +1,8 @@
 """Attention backward for Hopper in Gluon: dQ, dK, dV in one pass over the scores, for head dims up to 128.
 
-The grid is persistent: a CTA takes blocks of 128 keys of one key head, one after the other, and walks over the tiles of `tile_q`
-query rows that see them, of every query head that shares them. dK and dV stay in registers; what a tile adds to dQ goes to an
-accumulator in global memory.
+The grid is persistent: a CTA takes blocks of 128 keys of one key head, one after the other, and walks over the tiles of
+`tile_q` query rows that see them, of every query head that shares them. dK and dV stay in registers; what a tile adds to dQ
+goes to an accumulator in global memory.
 
     P  = exp(S - LSE),  S = score(Q K^T)         computed again
     dV = P^T dO
@@ -40,8 +40,8 @@ dQ of a tile is computed one tile later, when both halves of its dS have long be
 both must be at the same time: each announces its dS, and waits for the other's a tile later. One computes exponentials while
 the other keeps the tensor cores busy.
 
-dQ is added by the TMA, in float32. Nobody but `backward_ends.convert` reads the sums, so they are kept in the order in which the
-registers of a group hold a result: a thread stores 16 bytes at a time to shared memory, without bank conflicts. (Added from
+dQ is added by the TMA, in float32. Nobody but `backward_ends.convert` reads the sums, so they are kept in the order in which
+the registers of a group hold a result: a thread stores 16 bytes at a time to shared memory, without bank conflicts. (Added from
 registers instead, by vector atomics, head dim 128 was 1-4 % slower, 64 1-9 %.)
 """
 
@@ -96,8 +96,8 @@ dQ's accumulator, each bit's row and column. Bits 0 and 1 number four registers 
 
 @aggregate
 class Block:
-    """Shared memory of a block of keys or values: chunks of [2, 64, columns], a half for each group. Two copies fill it (`full`), two
-    groups read it (`empty`)."""
+    """Shared memory of a block of keys or values: chunks of [2, 64, columns], a half for each group. Two copies fill it
+    (`full`), two groups read it (`empty`)."""
 
     chunks: gl.tuple
     full: gl.shared_memory_descriptor
@@ -116,8 +116,8 @@ class Block:
 
 @aggregate
 class Memory:
-    """The shared memory of a CTA: see the table above. q, do are tuples of chunks, k and v channels of one block, of which every
-    group has a buffer."""
+    """The shared memory of a CTA: see the table above. q, do are tuples of chunks, k and v channels of one block, of which
+    every group has a buffer."""
 
     number: gl.shared_memory_descriptor
     number_full: gl.shared_memory_descriptor
@@ -178,8 +178,8 @@ def flat(rank):
 
 @aggregate
 class Outputs:
-    """dq, dk, dv: TMA descriptors, of the shares of dQ's accumulator that each group adds, and of chunks. notes: int32, one for 64
-    keys. scale: of dK."""
+    """dq, dk, dv: TMA descriptors, of the shares of dQ's accumulator that each group adds, and of chunks. notes: int32, one for
+    64 keys. scale: of dK."""
 
     dq: gl.tuple
     dk: gl.tuple
@@ -198,9 +198,9 @@ class Outputs:
 
 @aggregate
 class Heads:
-    """heads, heads_kv: of queries and of keys. at_once: key heads whose blocks come together, so that their Q, dO and dQ stay in the
-    L2 cache. all: key heads of the whole batch. blocks: of all of them. padded: rows that a query head has in what the backward's kernels share, all
-    sequences together if they are packed."""
+    """heads, heads_kv: of queries and of keys. at_once: key heads whose blocks come together, so that their Q, dO and dQ stay
+    in the L2 cache. all: key heads of the whole batch. blocks: of all of them. padded: rows that a query head has in what the
+    backward's kernels share, all sequences together if they are packed."""
 
     heads: gl.tensor
     heads_kv: gl.tensor
@@ -221,7 +221,8 @@ class Heads:
 
 @aggregate
 class Score:
-    """Of `strobe.scores.score_and_factor`, in powers of two; slopes: by batch, head. CHANGED: whether there is a softcap or slopes."""
+    """Of `strobe.scores.score_and_factor`, in powers of two; slopes: by batch, head. CHANGED: whether there is a softcap or
+    slopes."""
 
     inner: gl.tensor
     outer: (gl.tensor, gl.constexpr)
@@ -243,8 +244,8 @@ class Score:
 @aggregate
 class Work:
     """A block of keys of one key head: `first` is its first key. Of its sequence, as `common.work.Work`: n_q, n_kv, start_q,
-    start_kv. The rows that see it are the tiles [begin, end), those of [full_begin, full_end) without a mask. group_begin: the first
-    of its query heads. row: of that head and sequence, the first row in what the backward's kernels share."""
+    start_kv. The rows that see it are the tiles [begin, end), those of [full_begin, full_end) without a mask. group_begin: the
+    first of its query heads. row: of that head and sequence, the first row in what the backward's kernels share."""
 
     batch: gl.tensor
     head_kv: gl.tensor
@@ -464,8 +465,8 @@ def add_to_dq(w: gl.constexpr, dq, place, outputs, memory, C: gl.constexpr):
 def apply_mask(x, w: gl.constexpr, row, work, lengths, C: gl.constexpr):
     """-inf where a row of the tile that begins at `row` does not see a key, x [64 keys, tile_q].
 
-    Row 8 a + 2 b + e of a tile lies in lane b of a quad. Seen in these dims a lane compares a number of its own with numbers that
-    the compiler knows: no registers for rows."""
+    Row 8 a + 2 b + e of a tile lies in lane b of a quad. Seen in these dims a lane compares a number of its own with numbers
+    that the compiler knows: no registers for rows."""
     y = gl.reshape(x, [HALF, C.tile_q // 8, 4, 2])
     L: gl.constexpr = y.type.layout
     key = work.first + w * HALF + gl.arange(0, HALF, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
@@ -510,7 +511,8 @@ def fetch(turn, memory):
 
 
 @gluon.jit
-def consumer(w: gl.constexpr, outputs, lengths, heads, score, memory, MASKED: gl.constexpr, NOTED: gl.constexpr, C: gl.constexpr):
+def consumer(w: gl.constexpr, outputs, lengths, heads, score, memory, MASKED: gl.constexpr, NOTED: gl.constexpr,
+             C: gl.constexpr):  # fmt: skip
     turn = 0
     block = 0
     g = gl.to_tensor(0)
@@ -656,7 +658,8 @@ def note(w: gl.constexpr, dk, dv, notes, work, lengths, heads):
 
 @gluon.jit
 def copy_out(w: gl.constexpr, x, scale, buffer, descriptors, size: gl.constexpr, work, lengths):
-    """Group w's dK or dV to global memory, by way of a buffer for so many of its numbers, which this thread knows to be free."""
+    """Group w's dK or dV to global memory, by way of a buffer for so many of its numbers, which this thread knows to be
+    free."""
     partition_barrier()
     staged = staged_chunks(x, buffer, descriptors[0].dtype, size)
     for c in gl.static_range(len(x)):
@@ -709,7 +712,8 @@ def backward_kernel(
     fence_async_shared()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow),
               one_or_two(do_wide, do_narrow), statistics_desc)  # fmt: skip
-    outputs = Outputs(one_or_two(dq_wide, dq_narrow), one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes, scale)
+    outputs = Outputs(one_or_two(dq_wide, dq_narrow), one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes,
+                      scale)  # fmt: skip
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv)
     heads = Heads(heads, heads_kv, at_once, all_heads, blocks, padded)
     score = Score(inner, outer, slopes, slope_batch, slope_head)

@@ -64,8 +64,8 @@ class Config:
 
     @property
     def share_columns(self) -> tuple[int, int]:
-        """Columns of dQ that each group computes, of 64 rows: half of the columns, a chunk each, or, of 128 rows, all for half of
-        the rows."""
+        """Columns of dQ that each group computes, of 64 rows: half of the columns, a chunk each, or, of 128 rows, all for half
+        of the rows."""
         return (self.wide, self.narrow) if self.narrow else (64, 64)
 
     def smem_map(self) -> list[Buffer]:
@@ -89,9 +89,9 @@ class Config:
 
 
 def choose(problem: AttentionProblem) -> Config:
-    """Measured on an H200 in one interleaved run, TFLOP/s of the whole backward at S = 1k, 4k, 16k. Head dim 64, causal: with turns
-    301, 500, 580, without 295, 472, 541. 96: without prefetch 409, 540, 558, with it 400, 518, 520. 128: with it 472, 623, 621, without
-    470, 610, 607; causal 356, 562, 615 and 357, 561, 664."""
+    """Measured on an H200 in one interleaved run, TFLOP/s of the whole backward at S = 1k, 4k, 16k. Head dim 64, causal: with
+    turns 301, 500, 580, without 295, 472, 541. 96: without prefetch 409, 540, 558, with it 400, 518, 520. 128: with it 472,
+    623, 621, without 470, 610, 607; causal 356, 562, 615 and 357, 561, 664."""
     head_dim, head_dim_v = (next(dim for dim in _CHUNKS if dim >= given) for given in (problem.head_dim, problem.head_dim_v))
     if head_dim == head_dim_v == 64:
         return Config(64, 64, 128, prefetch=False, turns=True)

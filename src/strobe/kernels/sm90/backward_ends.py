@@ -1,7 +1,7 @@
 """What runs before and after the Hopper backward's main kernel: streams of memory, in plain Triton.
 
-The three share two float32 buffers, in which each query head has `padded` rows, a multiple of 128 (packed: of all sequences, each
-from a multiple of 128 on).
+The three share two float32 buffers, in which each query head has `padded` rows, a multiple of 128 (packed: of all sequences,
+each from a multiple of 128 on).
 
     statistics    [rows / tile_q, 2, tile_q]    of each tile of rows the LSE in powers of two, then delta; a row that does not
                                                 exist has an LSE of +inf, so that it weighs nothing
@@ -72,8 +72,8 @@ def convert(
     dq_batch, dq_row, dq_head,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, ROWS_PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Some rows and columns of dQ from the accumulator: put in order, scaled, rounded. PADDED: columns of the accumulator, which
-    comes in shares of COLUMNS; notes, if given: 1 where a NaN came out."""
+    """Some rows and columns of dQ from the accumulator: put in order, scaled, rounded. PADDED: columns of the accumulator,
+    which comes in shares of COLUMNS; notes, if given: 1 where a NaN came out."""
     shares: tl.constexpr = PADDED // COLUMNS
     share = tl.program_id(0) % shares
     block = tl.program_id(0) // shares % tiles

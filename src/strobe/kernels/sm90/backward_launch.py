@@ -10,22 +10,22 @@ import triton
 
 from strobe.device import arch_of
 from strobe.kernels.common.arguments import LOG2_E, even_bundles, meta, meta_operands
-from strobe.kernels.gluon import TensorDescriptor, gl
+from strobe.kernels.gluon import TensorDescriptor
 from strobe.kernels.sm90 import backward_ends as ends
 from strobe.kernels.sm90.backward import backward_kernel, flat
 from strobe.kernels.sm90.backward_config import KEYS, ROWS_PADDED, Config
 from strobe.kernels.sm90.config import SMS
 from strobe.kernels.sm90.descriptors import descriptors
 from strobe.kernels.workspace import Workspace
-from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
+from strobe.problem import AttentionProblem, Operands, Varlen
 
 HALF_L2 = 30_000_000
 """Bytes."""
 
 
 class Buffers(NamedTuple):
-    """What the three kernels share (see `backward_ends`), float32; and of the workspace the counters and the notes, one for 64 keys of
-    each key head and then one for 64 rows of each query head."""
+    """What the three kernels share (see `backward_ends`), float32; and of the workspace the counters and the notes, one for 64
+    keys of each key head and then one for 64 rows of each query head."""
 
     statistics: torch.Tensor
     accumulator: torch.Tensor
@@ -60,8 +60,8 @@ def launch(
     problem: AttentionProblem, operands: Operands, out, lse, dout, dlse: torch.Tensor | None,
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, space: Buffers, config: Config,
 ) -> None:  # fmt: skip
-    """Write dq, dk, dv, at least one query and one key given; rows that belong to no sequence are left alone. Where a mask cuts, the
-    notes of blocks are set into which something may have come that they do not see."""
+    """Write dq, dk, dv, at least one query and one key given; rows that belong to no sequence are left alone. Where a mask
+    cuts, the notes of blocks are set into which something may have come that they do not see."""
     grid, arguments = prepare_arguments(problem, operands, out, lse, dout, dlse, space, config)
     ends.prepare[grid](**arguments)
     grid, arguments, constants = kernel_arguments(problem, operands, dout, dk, dv, space, config)
@@ -128,7 +128,7 @@ def kernel_arguments(problem: AttentionProblem, operands: Operands, dout, dk, dv
     """Grid, arguments and compile-time constants of `backward.backward_kernel`."""
     lengths = problem.lengths
     left, right, prefix = problem.mask.device_band
-    padded, rows = padded_rows(problem)
+    padded, _ = padded_rows(problem)
     heads = lengths.batch * problem.heads_kv
     blocks = triton.cdiv(lengths.seqlen_kv, KEYS) * heads
     row_bytes = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v) + 4 * config.head_dim
@@ -185,8 +185,9 @@ def _score(problem: AttentionProblem) -> tuple:
     inner, outer = problem.scale * LOG2_E, None
     if score.softcap:
         inner, outer = problem.scale / score.softcap, score.softcap * LOG2_E
-    slopes = score.alibi
-    return inner, outer, *((None, 0, 0) if slopes is None else (slopes, slopes.stride(0) * (slopes.dim() == 2), slopes.stride(-1)))
+    if score.alibi is None:
+        return inner, outer, None, 0, 0
+    return inner, outer, score.alibi, score.alibi.stride(0) * (score.alibi.dim() == 2), score.alibi.stride(-1)
 
 
 def compile_only(problem: AttentionProblem, config: Config):
