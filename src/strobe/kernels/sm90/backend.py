@@ -46,14 +46,10 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
 
 
 def backward_refuses(problem: AttentionProblem) -> str | None:
-    if max(problem.head_dim, problem.head_dim_v) > 128:
-        return f"has a backward for head dims up to 128, not {problem.head_dim} and {problem.head_dim_v}"
     if problem.mask.by_pair:
         return f"has no backward yet for masks that compare pairs, such as {problem.mask}"
     if problem.score.bias is not None or problem.score.function is not None:
         return f"has no backward yet for biases and score functions, such as {problem.score}"
-    if problem.deterministic:
-        return "adds to dQ in any order, so its backward is not deterministic"
     return without_gradient(problem)
 
 
@@ -94,7 +90,8 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
 def backward(
     problem: AttentionProblem, operands: Operands, out, lse, dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv. Beside them it takes, for each query row and head, 8 bytes and 4 for each number of a padded head dim."""
+    """dq, dk, dv. Beside them it takes, for each query row and head, 8 bytes, and in one pass 4 for each column of the padded head
+    dim."""
     empty = 0 in operands.q.shape or 0 in operands.k.shape
     make = torch.zeros_like if empty or problem.varlen or problem.seqused else torch.empty_like
     dq, dk, dv = (make(x, memory_format=torch.contiguous_format) for x in operands[:3])

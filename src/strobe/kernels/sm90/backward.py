@@ -222,7 +222,7 @@ class Heads:
 @aggregate
 class Score:
     """Of `strobe.scores.score_and_factor`, in powers of two; slopes: by batch, head. CHANGED: whether there is a softcap or
-    slopes."""
+    slopes. BY_PAIR: as in `scores.Score`, none yet."""
 
     inner: gl.tensor
     outer: (gl.tensor, gl.constexpr)
@@ -230,6 +230,7 @@ class Score:
     slope_batch: gl.tensor
     slope_head: gl.tensor
     CHANGED: gl.constexpr
+    BY_PAIR: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, inner, outer, slopes, slope_batch, slope_head):
@@ -239,6 +240,7 @@ class Score:
         self.slope_batch = slope_batch
         self.slope_head = slope_head
         self.CHANGED = gl.constexpr(outer is not None or slopes is not None)
+        self.BY_PAIR = gl.constexpr(False)
 
 
 @aggregate
@@ -279,8 +281,8 @@ class Work:
 
 
 @gluon.jit
-def locate(number, lengths, heads, C: gl.constexpr):
-    """The number-th block. Under a causal mask those that most rows see come first, within bundles of heads."""
+def locate(number, lengths, heads, KEYS: gl.constexpr, TILE_Q: gl.constexpr):
+    """The number-th block of so many keys. Under a causal mask those that most rows see come first, within bundles of heads."""
     blocks = (lengths.n_kv + KEYS - 1) // KEYS
     bundle = number // (heads.at_once * blocks)
     within = number - bundle * heads.at_once * blocks
@@ -296,12 +298,12 @@ def locate(number, lengths, heads, C: gl.constexpr):
     shift = n_kv - n_q
     last = gl.minimum(first + KEYS, n_kv) - 1
     begin, end = q_range(first, last, shift, n_kv, lengths.left, lengths.right, lengths.prefix)
-    begin = (gl.maximum(begin, shift) - shift) // C.tile_q
-    end = gl.maximum((end - shift + C.tile_q - 1) // C.tile_q, begin)
+    begin = (gl.maximum(begin, shift) - shift) // TILE_Q
+    end = gl.maximum((end - shift + TILE_Q - 1) // TILE_Q, begin)
     full_begin, full_end = q_full(first, last, shift, n_kv, lengths.left, lengths.right, lengths.prefix)
-    full_begin = (gl.maximum(full_begin, shift) - shift + C.tile_q - 1) // C.tile_q
+    full_begin = (gl.maximum(full_begin, shift) - shift + TILE_Q - 1) // TILE_Q
     # The last tile may have fewer rows: those beyond weigh nothing, masked or not.
-    full_end = gl.where(full_end >= n_kv, end, (full_end - shift) // C.tile_q)
+    full_end = gl.where(full_end >= n_kv, end, (full_end - shift) // TILE_Q)
     full_end = gl.where(first + KEYS <= n_kv, full_end, full_begin)
     if lengths.cu_q is None:
         row = (batch * heads.heads + head_kv * group) * heads.padded
@@ -322,7 +324,7 @@ def producer(inputs, counters, lengths, heads, memory, C: gl.constexpr):
     number = gl.program_id(0)
     while number < heads.blocks:
         publish(turn, number, memory)
-        work = locate(number, lengths, heads, C)
+        work = locate(number, lengths, heads, KEYS, C.tile_q)
         if work.first < work.n_kv:
             count = (work.end - work.begin) * work.group
             copy_block(v_desc, memory.v, block, work)
@@ -390,11 +392,12 @@ def no_result(wide: gl.constexpr, narrow: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(keys, rows, C: gl.constexpr):
-    """Of 64 keys, or values, and a tile of Q, or dO: their products, [64 keys, tile_q]."""
-    s = gl.full([HALF, C.tile_q], 0.0, gl.float32, accumulator(C.tile_q))
-    for c in gl.static_range(len(keys)):
-        s = warpgroup_mma(keys[c], rows[c].permute((1, 0)), s, use_acc=c > 0, is_async=True)
+def start_products(a, b):
+    """a b^T of chunks of 64 rows each, and of some, [64, rows of b]: scores and dP, or their transposes."""
+    COLUMNS: gl.constexpr = b[0].shape[0]
+    s = gl.full([64, COLUMNS], 0.0, gl.float32, accumulator(COLUMNS))
+    for c in gl.static_range(len(a)):
+        s = warpgroup_mma(a[c], b[c].permute((1, 0)), s, use_acc=c > 0, is_async=True)
     return s
 
 
@@ -462,15 +465,16 @@ def add_to_dq(w: gl.constexpr, dq, place, outputs, memory, C: gl.constexpr):
 
 
 @gluon.jit
-def apply_mask(x, w: gl.constexpr, row, work, lengths, C: gl.constexpr):
+def apply_mask(x, w: gl.constexpr, row, work, lengths):
     """-inf where a row of the tile that begins at `row` does not see a key, x [64 keys, tile_q].
 
     Row 8 a + 2 b + e of a tile lies in lane b of a quad. Seen in these dims a lane compares a number of its own with numbers
     that the compiler knows: no registers for rows."""
-    y = gl.reshape(x, [HALF, C.tile_q // 8, 4, 2])
+    TILE_Q: gl.constexpr = x.shape[1]
+    y = gl.reshape(x, [HALF, TILE_Q // 8, 4, 2])
     L: gl.constexpr = y.type.layout
     key = work.first + w * HALF + gl.arange(0, HALF, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
-    a = gl.arange(0, C.tile_q // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+    a = gl.arange(0, TILE_Q // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
     b = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
     e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
     within = 8 * a[None, :, None, None] + e[None, None, None, :]
@@ -483,17 +487,18 @@ def apply_mask(x, w: gl.constexpr, row, work, lengths, C: gl.constexpr):
         y = gl.where(within <= key + lengths.left - p, y, float("-inf"))
     if lengths.prefix is not None:
         y = gl.where(within >= gl.where(key < lengths.prefix, 0, key - p), y, float("-inf"))
-    return gl.convert_layout(gl.reshape(y, [HALF, C.tile_q]), accumulator(C.tile_q))
+    return gl.convert_layout(gl.reshape(y, [HALF, TILE_Q]), accumulator(TILE_Q))
 
 
 @gluon.jit
-def scores_of(s, w: gl.constexpr, row, head, work, score, C: gl.constexpr):
+def scores_of(s, w: gl.constexpr, row, head, work, score):
     """q.k -> (score in powers of two, the factor of its gradient)."""
     if not score.CHANGED:
         return s * score.inner, 1.0
     else:
-        key = work.first + w * HALF + gl.arange(0, HALF, rows_of(C.tile_q))
-        p = row + (work.n_kv - work.n_q) + gl.arange(0, C.tile_q, columns_of(C.tile_q))
+        TILE_Q: gl.constexpr = s.shape[1]
+        key = work.first + w * HALF + gl.arange(0, HALF, rows_of(TILE_Q))
+        p = row + (work.n_kv - work.n_q) + gl.arange(0, TILE_Q, columns_of(TILE_Q))
         slope = None
         if score.slopes is not None:
             slope = gl.load(score.slopes + work.batch * score.slope_batch + head * score.slope_head) * LOG2_E
@@ -520,7 +525,7 @@ def consumer(w: gl.constexpr, outputs, lengths, heads, score, memory, MASKED: gl
         announce(TURN)
     number = fetch(turn, memory)
     while number < heads.blocks:
-        work = locate(number, lengths, heads, C)
+        work = locate(number, lengths, heads, KEYS, C.tile_q)
         if work.first < work.n_kv:
             consume(w, block, g, work, outputs, lengths, heads, score, memory, MASKED, NOTED, C)
             g += (work.end - work.begin) * work.group
@@ -549,7 +554,7 @@ def consume(w: gl.constexpr, block, before, work, outputs, lengths, heads, score
     mbarrier.wait(memory.k.full.index(0), block & 1)
     if C.prefetch:
         mbarrier.wait(memory.full.index(before % STAGES), (before // STAGES) & 1, pred=count > 0)
-        s = start_scores(memory.k.half(w), at(memory.q, before % STAGES), C)
+        s = start_products(memory.k.half(w), at(memory.q, before % STAGES))
         s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.wait(memory.v.full.index(0), block & 1)
     tile = work.begin
@@ -566,16 +571,16 @@ def consume(w: gl.constexpr, block, before, work, outputs, lengths, heads, score
         statistics = memory.statistics.index(stage)
         if not C.prefetch:
             mbarrier.wait(memory.full.index(stage), (g // STAGES) & 1)
-            s = start_scores(k, q, C)
-        dp = start_scores(memory.v.half(fixed + w), do, C)
+            s = start_products(k, q)
+        dp = start_products(memory.v.half(fixed + w), do)
         if not C.prefetch:
             s = warpgroup_mma_wait(PENDING_V, deps=[s])
         lse = statistics.slice(0, C.tile_q).load(COLUMNS)
-        x, factor = scores_of(s, w, tile * C.tile_q, head, work, score, C)
+        x, factor = scores_of(s, w, tile * C.tile_q, head, work, score)
         x = x - lse[None, :]
         if MASKED:
             if (tile < work.full_begin) | (tile >= work.full_end):
-                x = apply_mask(x, w, tile * C.tile_q, work, lengths, C)
+                x = apply_mask(x, w, tile * C.tile_q, work, lengths)
         p = gl.exp2(x)
         if C.tile_q == HALF:
             delta = statistics.slice(C.tile_q, C.tile_q).load(COLUMNS)
@@ -615,7 +620,7 @@ def consume(w: gl.constexpr, block, before, work, outputs, lengths, heads, score
         if C.prefetch:
             mbarrier.wait(memory.full.index(stage ^ 1), ((g + 1) // STAGES) & 1, pred=g + 1 < before + count)
             dv = finished(dv, PENDING)
-            s = start_scores(k, at(memory.q, stage ^ 1), C)
+            s = start_products(k, at(memory.q, stage ^ 1))
             dk = finished(dk, 0)
             s = warpgroup_mma_wait(0, deps=[s])
         else:
@@ -633,7 +638,8 @@ def consume(w: gl.constexpr, block, before, work, outputs, lengths, heads, score
         add_to_dq(w, dq, place, outputs, memory, C)
     mbarrier.arrive(memory.k.empty.index(0), count=1)
     if NOTED:
-        note(w, dk, dv, outputs.notes, work, lengths, heads)
+        note_of_keys(w, dv, outputs.notes, work, lengths, heads)
+        note_of_keys(w, dk, outputs.notes, work, lengths, heads)
     meet(ENDED)
     tma_store_wait(1)  # where there was no tile, memory.ds still holds the block before
     copy_out(w, dv, 1.0, memory.ds[w], outputs.dv, 2 * HALF * C.tile_q, work, lengths)
@@ -642,14 +648,13 @@ def consume(w: gl.constexpr, block, before, work, outputs, lengths, heads, score
 
 
 @gluon.jit
-def note(w: gl.constexpr, dk, dv, notes, work, lengths, heads):
-    """Write 1 to the note of 64 keys if a NaN or an infinity came out, which a row may have caused that does not see them."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, dk[0].type.layout)
+def note_of_keys(w: gl.constexpr, result, notes, work, lengths, heads):
+    """Write 1 to the note of 64 keys if their dK or dV has a NaN or an infinity, which a row may have caused that does not see
+    them."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, result[0].type.layout)
     check = gl.full([HALF], 0.0, gl.float32, LAYOUT)
-    for c in gl.static_range(len(dk)):
-        check += gl.convert_layout(gl.sum(dk[c] * 0.0, 1), LAYOUT)
-    for c in gl.static_range(len(dv)):
-        check += gl.convert_layout(gl.sum(dv[c] * 0.0, 1), LAYOUT)
+    for c in gl.static_range(len(result)):
+        check += gl.convert_layout(gl.sum(result[c] * 0.0, 1), LAYOUT)
     blocks = (lengths.n_kv + HALF - 1) // HALF
     place = (work.batch * heads.heads_kv + work.head_kv) * blocks + work.first // HALF + w
     exists = work.first + w * HALF + gl.arange(0, HALF, LAYOUT) < work.n_kv

@@ -20,19 +20,18 @@ SLOTS = 2
 ROWS_PADDED = 128
 """Rows of a sequence are rounded up to so many in what the backward's kernels share: a multiple of every tile_q."""
 
-_CHUNKS = {64: (64, 0), 96: (64, 32), 128: (128, 0)}
+SPLIT_TILE = 64
+"""Rows, and keys, of a tile of the split backward."""
+
+_CHUNKS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}
 
 
 @dataclass(frozen=True)
-class Config:
-    """head_dim, head_dim_v: of q and k, and of v, padded. tile_q: query rows a tile. prefetch: whether a tile's scores are
-    started at the end of the tile before. turns: whether the groups take turns at issuing products."""
+class Chunks:
+    """head_dim, head_dim_v: of q and k, and of v, padded."""
 
     head_dim: int
     head_dim_v: int
-    tile_q: int
-    prefetch: bool
-    turns: bool
 
     @property
     def wide(self) -> int:
@@ -62,6 +61,16 @@ class Config:
         """Of dV."""
         return 2 if self.narrow_v else 1
 
+
+@dataclass(frozen=True)
+class Config(Chunks):
+    """The backward in one pass (`backward`), for head dims up to 128. tile_q: query rows a tile. prefetch: whether a tile's
+    scores are started at the end of the tile before. turns: whether the groups take turns at issuing products."""
+
+    tile_q: int
+    prefetch: bool
+    turns: bool
+
     @property
     def share_columns(self) -> tuple[int, int]:
         """Columns of dQ that each group computes, of 64 rows: half of the columns, a chunk each, or, of 128 rows, all for half
@@ -88,11 +97,66 @@ class Config:
         return total_bytes(self.smem_map())
 
 
-def choose(problem: AttentionProblem) -> Config:
-    """Measured on an H200 in one interleaved run, TFLOP/s of the whole backward at S = 1k, 4k, 16k. Head dim 64, causal: with
-    turns 301, 500, 580, without 295, 472, 541. 96: without prefetch 409, 540, 558, with it 400, 518, 520. 128: with it 472,
-    623, 621, without 470, 610, 607; causal 356, 562, 615 and 357, 561, 664."""
+@dataclass(frozen=True)
+class SplitConfig(Chunks):
+    """The backward in two passes (`backward_split`). v_stages: blocks in the ring of V in the rows pass."""
+
+    @property
+    def v_stages(self) -> int:
+        return 1 if self.head_dim_v == 256 else STAGES
+
+    @property
+    def tile_q(self) -> int:
+        """Rows of a CTA in the rows pass."""
+        return 2 * SPLIT_TILE
+
+    @property
+    def tile_kv(self) -> int:
+        return SPLIT_TILE
+
+    @property
+    def splits(self) -> int:
+        """Parts that the keys of a tile are shared out to (see `common.work.locate`)."""
+        return 1
+
+    def smem_map(self) -> list[Buffer]:
+        """Of the pass that takes more."""
+        return max(self.keys_map(), self.rows_map(), key=total_bytes)
+
+    def keys_map(self) -> list[Buffer]:
+        dim, dim_v = self.head_dim, self.head_dim_v
+        return [
+            *_tiles(sK=(1, dim), sV=(1, dim_v), sQ=(STAGES, dim), sdO=(STAGES, dim_v)),
+            Buffer("sP", (2, SPLIT_TILE, SPLIT_TILE), 2 * 2 * SPLIT_TILE**2),
+            Buffer("statistics", (STAGES, 2, SPLIT_TILE), 4 * STAGES * 2 * SPLIT_TILE),
+            Buffer("barriers", (2 + 6 * STAGES,), 8 * (2 + 6 * STAGES)),
+        ]
+
+    def rows_map(self) -> list[Buffer]:
+        dim, dim_v, barriers = self.head_dim, self.head_dim_v, 4 + 2 * (STAGES + self.v_stages)
+        tiles = _tiles(sQ=(2, dim), sdO=(2, dim_v), sK=(STAGES, dim), sV=(self.v_stages, dim_v))
+        return [*tiles, Buffer("barriers", (barriers,), 8 * barriers)]
+
+    def smem_bytes(self) -> int:
+        return total_bytes(self.smem_map())
+
+
+def _tiles(**buffers: tuple[int, int]) -> list[Buffer]:
+    """name=(number, columns), each of 64 rows of 2-byte numbers."""
+    return [
+        Buffer(name, (number, SPLIT_TILE, columns), 2 * number * SPLIT_TILE * columns)
+        for name, (number, columns) in buffers.items()
+    ]
+
+
+def choose(problem: AttentionProblem) -> Config | SplitConfig:
+    """One pass where registers hold dK and dV, unless the result must have the same bits in every run. Measured on an H200 in
+    one interleaved run, TFLOP/s of the whole backward at S = 1k, 4k, 16k. Head dim 64, causal: with turns 301, 500, 580,
+    without 295, 472, 541. 96: without prefetch 409, 540, 558, with it 400, 518, 520. 128: with it 472, 623, 621, without 470,
+    610, 607; causal 356, 562, 615 and 357, 561, 664."""
     head_dim, head_dim_v = (next(dim for dim in _CHUNKS if dim >= given) for given in (problem.head_dim, problem.head_dim_v))
+    if max(head_dim, head_dim_v) > 128 or problem.deterministic:
+        return SplitConfig(head_dim, head_dim_v)
     if head_dim == head_dim_v == 64:
         return Config(64, 64, 128, prefetch=False, turns=True)
     head_dim = max(96, head_dim)  # the groups share dQ's columns: 64 each, or a chunk each

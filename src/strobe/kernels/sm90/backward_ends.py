@@ -34,7 +34,7 @@ def prepare(
     DIM_V: tl.constexpr, PADDED_V: tl.constexpr, DIM: tl.constexpr, TILE_Q: tl.constexpr, ROWS_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of some rows, and zeros in their accumulator. DIM: columns of the accumulator."""
+    """The statistics of some rows, and zeros in their accumulator if there is one. DIM: columns of the accumulator."""
     block = tl.program_id(0) % tiles
     head = tl.program_id(0) // tiles % heads
     batch = tl.program_id(0) // tiles // heads
@@ -61,9 +61,10 @@ def prepare(
     here = statistics + (first_row + row // TILE_Q * TILE_Q) * 2 + row % TILE_Q
     tl.store(here, tl.where(exists, shift, float("inf")))
     tl.store(here + TILE_Q, delta)
-    zeros = (first_row + first) * DIM + tl.arange(0, ROWS)[:, None] * DIM
-    for c in tl.static_range(0, DIM, 32):
-        tl.store(accumulator + zeros + c + tl.arange(0, 32)[None, :], tl.zeros((ROWS, 32), tl.float32))
+    if accumulator is not None:
+        zeros = (first_row + first) * DIM + tl.arange(0, ROWS)[:, None] * DIM
+        for c in tl.static_range(0, DIM, 32):
+            tl.store(accumulator + zeros + c + tl.arange(0, 32)[None, :], tl.zeros((ROWS, 32), tl.float32))
 
 
 @triton.jit(do_not_specialize=("n_q", "total_q", "heads", "padded", "tiles"))

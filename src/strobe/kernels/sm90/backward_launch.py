@@ -1,4 +1,4 @@
-"""The host half of the Hopper backward: buffers, arguments, and the launches of `backward_ends` and `backward`."""
+"""The host half of the Hopper backward: buffers, arguments, and the launches of its kernels."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 import triton
 
 from strobe.device import arch_of
-from strobe.kernels.common.arguments import LOG2_E, even_bundles, meta, meta_operands
+from strobe.kernels.common.arguments import LOG2_E, even_bundles, heads_at_once, meta, meta_operands
 from strobe.kernels.gluon import TensorDescriptor
 from strobe.kernels.sm90 import backward_ends as ends
 from strobe.kernels.sm90.backward import backward_kernel, flat
-from strobe.kernels.sm90.backward_config import KEYS, ROWS_PADDED, Config
+from strobe.kernels.sm90.backward_config import KEYS, ROWS_PADDED, SPLIT_TILE, Chunks, Config, SplitConfig
+from strobe.kernels.sm90.backward_split import keys_kernel, rows_kernel
 from strobe.kernels.sm90.config import SMS
 from strobe.kernels.sm90.descriptors import descriptors
 from strobe.kernels.workspace import Workspace
@@ -24,13 +25,19 @@ HALF_L2 = 30_000_000
 
 
 class Buffers(NamedTuple):
-    """What the three kernels share (see `backward_ends`), float32; and of the workspace the counters and the notes, one for 64
-    keys of each key head and then one for 64 rows of each query head."""
+    """What the kernels share (see `backward_ends`), float32, the accumulator only of the backward in one pass; and of the
+    workspace the counters and the notes, one for 64 keys of each key head and then one for 64 rows of each query head."""
 
     statistics: torch.Tensor
-    accumulator: torch.Tensor
+    accumulator: torch.Tensor | None
     counters: torch.Tensor
     notes: torch.Tensor
+
+
+def buffers(problem: AttentionProblem, config: Config | SplitConfig, device: torch.device, space: Workspace) -> Buffers:
+    _, rows = padded_rows(problem)
+    new = functools.partial(torch.empty, dtype=torch.float32, device=device)
+    return Buffers(new(2 * rows), new(rows * config.head_dim) if isinstance(config, Config) else None, *space)
 
 
 def padded_rows(problem: AttentionProblem) -> tuple[int, int]:
@@ -50,134 +57,180 @@ def number_of_notes(problem: AttentionProblem) -> tuple[int, int]:
     return keys, lengths.batch * problem.heads_q * triton.cdiv(lengths.seqlen_q, 64)
 
 
-def buffers(problem: AttentionProblem, config: Config, device: torch.device, space: Workspace) -> Buffers:
-    _, rows = padded_rows(problem)
-    new = functools.partial(torch.empty, dtype=torch.float32, device=device)
-    return Buffers(new(2 * rows), new(rows * config.head_dim), *space)
+def is_noted(problem: AttentionProblem) -> bool:
+    """Whether a row may meet, in a tile, what it does not see."""
+    return problem.mask.band != (None, None, None) or problem.seqused
 
 
 def launch(
     problem: AttentionProblem, operands: Operands, out, lse, dout, dlse: torch.Tensor | None,
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, space: Buffers, config: Config,
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, space: Buffers, config: Config | SplitConfig,
 ) -> None:  # fmt: skip
     """Write dq, dk, dv, at least one query and one key given; rows that belong to no sequence are left alone. Where a mask
     cuts, the notes of blocks are set into which something may have come that they do not see."""
     grid, arguments = prepare_arguments(problem, operands, out, lse, dout, dlse, space, config)
     ends.prepare[grid](**arguments)
-    grid, arguments, constants = kernel_arguments(problem, operands, dout, dk, dv, space, config)
-    backward_kernel[grid](*arguments, **constants)
-    grid, arguments = convert_arguments(problem, operands, dq, space, config)
-    ends.convert[grid](**arguments)
+    if isinstance(config, Config):
+        grid, given, constants = one_pass_arguments(problem, operands, dout, dk, dv, space, config)
+        backward_kernel[grid](*given, **constants)
+        grid, arguments = convert_arguments(problem, operands, dq, space, config)
+        ends.convert[grid](**arguments)
+    else:
+        grid, given, constants = keys_arguments(problem, operands, dout, dk, dv, space, config)
+        keys_kernel[grid](*given, **constants)
+        grid, given, constants = rows_arguments(problem, operands, dout, dq, space, config)
+        rows_kernel[grid](*given, **constants)
 
 
-def prepare_arguments(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse, space: Buffers, config: Config):
-    """Grid and arguments of `backward_ends.prepare`."""
+def compile_only(problem: AttentionProblem, config: Config | SplitConfig) -> list:
+    """The compiled main kernels that `launch` would run, from shapes alone (see strobe.lab.offline)."""
+    operands = meta_operands(problem)
+    q, k, v = operands[:3]
+    dout = meta(*q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
+    space = buffers(problem, config, torch.device("meta"), Workspace(meta(16, dtype=torch.int32), meta(1, dtype=torch.int32)))
+    if isinstance(config, Config):
+        calls = [(backward_kernel, one_pass_arguments(problem, operands, dout, k, v, space, config))]
+    else:
+        calls = [
+            (keys_kernel, keys_arguments(problem, operands, dout, k, v, space, config)),
+            (rows_kernel, rows_arguments(problem, operands, dout, q, space, config)),
+        ]
+    return [kernel.warmup(*given, grid=grid, **constants) for kernel, (grid, given, constants) in calls]
+
+
+# ---- grid, arguments and compile-time constants of each kernel
+
+
+def one_pass_arguments(problem: AttentionProblem, operands: Operands, dout, dk, dv, space: Buffers, config: Config):
+    blocks, heads = _key_blocks(problem, KEYS, problem.head_dim + problem.head_dim_v + 2 * config.head_dim)
+    arguments = (
+        *_inputs(operands, dout, config, config.tile_q, 64),
+        _statistics(space, config.tile_q),
+        *_shares(space.accumulator, config),
+        *_key_gradients(dk, dv, config),
+        space.notes,
+        space.counters,
+        *operands[3:],
+        *heads,
+        *_bounds(problem),
+        *_score(problem),
+        problem.scale,
+    )
+    ctas = arch_of(operands.q.device).sms or SMS
+    return (min(blocks, ctas),), arguments, _constants(problem, KEYS, config)
+
+
+def keys_arguments(problem: AttentionProblem, operands: Operands, dout, dk, dv, space: Buffers, config: SplitConfig):
+    blocks, heads = _key_blocks(problem, SPLIT_TILE, problem.head_dim + problem.head_dim_v)
+    arguments = (
+        *_inputs(operands, dout, config, SPLIT_TILE, SPLIT_TILE),
+        _statistics(space, SPLIT_TILE),
+        *_key_gradients(dk, dv, config),
+        space.notes,
+        *operands[3:],
+        *heads,
+        *_bounds(problem),
+        *_score(problem),
+        problem.scale,
+    )
+    return (blocks,), arguments, _constants(problem, SPLIT_TILE, config)
+
+
+def rows_arguments(problem: AttentionProblem, operands: Operands, dout, dq, space: Buffers, config: SplitConfig):
     lengths = problem.lengths
-    padded, _ = padded_rows(problem)
+    tiles = triton.cdiv(lengths.seqlen_q, config.tile_q) * lengths.batch * problem.heads_q
+    keys, _ = number_of_notes(problem)
+    arguments = (
+        *_inputs(operands, dout, config, SPLIT_TILE, SPLIT_TILE),
+        space.statistics,
+        *descriptors(dq, SPLIT_TILE, (config.wide, config.narrow)),
+        space.notes[keys:],
+        *operands[3:],
+        padded_rows(problem)[0],
+        problem.heads_q,
+        problem.group,
+        heads_at_once(problem, HALF_L2),
+        tiles,
+        *_bounds(problem),
+        *_score(problem),
+        problem.scale,
+    )
+    return (tiles,), arguments, _constants(problem, SPLIT_TILE, config)
+
+
+def prepare_arguments(
+    problem: AttentionProblem, operands: Operands, out, lse, dout, dlse, space: Buffers, config: Config | SplitConfig
+):
+    lengths = problem.lengths
     tiles = triton.cdiv(lengths.seqlen_q, ROWS_PADDED) * ROWS_PADDED // ends.ROWS
+    by_batch, by_head, _ = _of_vector(lse)
     return (tiles * problem.heads_q * lengths.batch,), dict(
         out=out, dout=dout, dlse=dlse, lse=lse, statistics=space.statistics, accumulator=space.accumulator,
-        **_lengths(problem, operands, padded, tiles),
-        **_strides("out", out), **_strides("dout", dout),
-        **dict(zip(("lse_batch", "lse_head"), _of_vector(lse), strict=False)),
+        **_rows(problem, operands, tiles), **_strides("out", out), **_strides("dout", dout),
+        lse_batch=by_batch, lse_head=by_head,
         **dict(zip(("dlse_batch", "dlse_head", "dlse_row"), (0, 0, 0) if dlse is None else _of_vector(dlse), strict=True)),
         DIM_V=problem.head_dim_v, PADDED_V=triton.next_power_of_2(problem.head_dim_v), DIM=config.head_dim,
-        TILE_Q=config.tile_q, ROWS_PADDED=ROWS_PADDED, ROWS=ends.ROWS,
+        TILE_Q=config.tile_q if isinstance(config, Config) else SPLIT_TILE, ROWS_PADDED=ROWS_PADDED, ROWS=ends.ROWS,
     )  # fmt: skip
 
 
 def convert_arguments(problem: AttentionProblem, operands: Operands, dq, space: Buffers, config: Config):
-    """Grid and arguments of `backward_ends.convert`."""
     lengths = problem.lengths
-    padded, _ = padded_rows(problem)
     tiles = triton.cdiv(lengths.seqlen_q, ends.ROWS)
-    columns = config.narrow or 64
+    columns = min(columns for columns in config.share_columns)
     keys, _ = number_of_notes(problem)
     grid = (config.head_dim // columns * tiles * problem.heads_q * lengths.batch,)
     return grid, dict(
         accumulator=space.accumulator, dq=dq, notes=space.notes[keys:] if is_noted(problem) else None,
-        **_lengths(problem, operands, padded, tiles), scale=problem.scale, **_strides("dq", dq),
+        **_rows(problem, operands, tiles), scale=problem.scale, **_strides("dq", dq),
         DIM=problem.head_dim, COLUMNS=columns, PADDED=config.head_dim, ROWS_PADDED=ROWS_PADDED, ROWS=ends.ROWS,
     )  # fmt: skip
 
 
-def _lengths(problem: AttentionProblem, operands: Operands, padded: int, tiles: int) -> dict:
-    lengths = problem.lengths
-    return dict(
-        cu_seqlens_q=operands.cu_seqlens_q, seqused_q=operands.seqused_q, n_q=lengths.seqlen_q,
-        total_q=lengths.total_q if isinstance(lengths, Varlen) else 0, heads=problem.heads_q, padded=padded, tiles=tiles,
-    )  # fmt: skip
+# ---- what several take
 
 
-def _strides(name: str, x: torch.Tensor) -> dict:
-    batch = x.stride(0) if x.dim() == 4 else 0
-    return {f"{name}_batch": batch, f"{name}_row": x.stride(-3), f"{name}_head": x.stride(-2)}
-
-
-def _of_vector(x: torch.Tensor) -> tuple[int, int, int]:
-    """Strides of an LSE by batch, head and row."""
-    return (x.stride(0) if x.dim() == 3 else 0, x.stride(-2), x.stride(-1))
-
-
-def is_noted(problem: AttentionProblem) -> bool:
-    """Whether a row may meet, in a tile, what it does not see."""
-    return problem.mask.band != (None, None, None) or problem.mask.by_pair or problem.seqused
-
-
-def kernel_arguments(problem: AttentionProblem, operands: Operands, dout, dk, dv, space: Buffers, config: Config):
-    """Grid, arguments and compile-time constants of `backward.backward_kernel`."""
-    lengths = problem.lengths
-    left, right, prefix = problem.mask.device_band
-    padded, _ = padded_rows(problem)
-    heads = lengths.batch * problem.heads_kv
-    blocks = triton.cdiv(lengths.seqlen_kv, KEYS) * heads
-    row_bytes = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v) + 4 * config.head_dim
+def _inputs(operands: Operands, dout: torch.Tensor, config: Chunks, rows: int, keys: int) -> list[TensorDescriptor | None]:
+    """Descriptors of Q, K, V, dO."""
     chunks, chunks_v = (config.wide, config.narrow), (config.wide_v, config.narrow_v)
-    arguments = (
-        *descriptors(operands.q, config.tile_q, chunks),
-        *descriptors(operands.k, 64, chunks),
-        *descriptors(operands.v, 64, chunks_v),
-        *descriptors(dout, config.tile_q, chunks_v),
-        TensorDescriptor.from_tensor(space.statistics, [2 * config.tile_q], flat(1)),
-        *_shares(space.accumulator, config),
-        *descriptors(dk, 64, chunks),
-        *descriptors(dv, 64, chunks_v),
-        space.notes,
-        space.counters,
-        operands.cu_seqlens_q,
-        operands.cu_seqlens_kv,
-        operands.seqused_q,
-        operands.seqused_kv,
-        problem.heads_q,
-        problem.heads_kv,
-        even_bundles(heads, HALF_L2 // max(1, lengths.seqlen_q * row_bytes * problem.group)),
-        heads,
-        blocks,
-        padded,
-        lengths.seqlen_q,
-        lengths.seqlen_kv,
-        left,
-        right,
-        prefix,
-        *_score(problem),
-        problem.scale,
-    )
-    constants = {
-        "MASKED": is_noted(problem) or problem.varlen or lengths.seqlen_kv % KEYS != 0,
-        "NOTED": is_noted(problem),
-        "C": config,
-        "num_warps": 4,
-        "enable_fp_fusion": True,
-    }
-    return (min(blocks, arch_of(operands.q.device).sms or SMS),), arguments, constants
+    return [
+        *descriptors(operands.q, rows, chunks),
+        *descriptors(operands.k, keys, chunks),
+        *descriptors(operands.v, keys, chunks_v),
+        *descriptors(dout, rows, chunks_v),
+    ]
 
 
-def _shares(accumulator: torch.Tensor, config: Config) -> list[TensorDescriptor | None]:
+def _key_gradients(dk: torch.Tensor, dv: torch.Tensor, config: Chunks) -> list[TensorDescriptor | None]:
+    return [*descriptors(dk, 64, (config.wide, config.narrow)), *descriptors(dv, 64, (config.wide_v, config.narrow_v))]
+
+
+def _statistics(space: Buffers, rows: int) -> TensorDescriptor:
+    """Of a tile of so many rows."""
+    return TensorDescriptor.from_tensor(space.statistics, [2 * rows], flat(1))
+
+
+def _shares(accumulator: torch.Tensor | None, config: Config) -> list[TensorDescriptor | None]:
     """Of the accumulator, in the parts that each group adds, if they differ."""
-    rows = [columns // 4 for columns in config.share_columns]
-    flat_rows = accumulator.view(-1, 256)
-    found = [TensorDescriptor.from_tensor(flat_rows, [number, 256], flat(2)) for number in sorted(set(rows), reverse=True)]
+    assert accumulator is not None
+    rows = sorted({columns // 4 for columns in config.share_columns}, reverse=True)
+    found = [TensorDescriptor.from_tensor(accumulator.view(-1, 256), [number, 256], flat(2)) for number in rows]
     return [*found, None][:2]
+
+
+def _key_blocks(problem: AttentionProblem, keys: int, columns: int) -> tuple[int, tuple[int, ...]]:
+    """How many blocks of so many keys there are, and the numbers of a kernel's `Heads`. columns: that a query row brings, in
+    the inputs' type."""
+    lengths = problem.lengths
+    heads = lengths.batch * problem.heads_kv
+    blocks = triton.cdiv(lengths.seqlen_kv, keys) * heads
+    head_bytes = max(1, lengths.seqlen_q) * problem.group * columns * problem.dtype.itemsize
+    at_once = even_bundles(heads, HALF_L2 // head_bytes)
+    return blocks, (problem.heads_q, problem.heads_kv, at_once, heads, blocks, padded_rows(problem)[0])
+
+
+def _bounds(problem: AttentionProblem) -> tuple:
+    return problem.lengths.seqlen_q, problem.lengths.seqlen_kv, *problem.mask.device_band
 
 
 def _score(problem: AttentionProblem) -> tuple:
@@ -190,10 +243,31 @@ def _score(problem: AttentionProblem) -> tuple:
     return inner, outer, score.alibi, score.alibi.stride(0) * (score.alibi.dim() == 2), score.alibi.stride(-1)
 
 
-def compile_only(problem: AttentionProblem, config: Config):
-    """The compiled main kernel that `launch` would run, from shapes alone (see strobe.lab.offline)."""
-    operands = meta_operands(problem)
-    dout = meta(*operands.q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
-    space = buffers(problem, config, torch.device("meta"), Workspace(meta(16, dtype=torch.int32), meta(1, dtype=torch.int32)))
-    grid, arguments, constants = kernel_arguments(problem, operands, dout, operands.k, operands.v, space, config)
-    return backward_kernel.warmup(*arguments, grid=grid, **constants)
+def _constants(problem: AttentionProblem, keys: int, config: Config | SplitConfig) -> dict:
+    """keys: of a block."""
+    return {
+        "MASKED": is_noted(problem) or problem.varlen or problem.lengths.seqlen_kv % keys != 0,
+        "NOTED": is_noted(problem),
+        "C": config,
+        "num_warps": 4,
+        "enable_fp_fusion": True,  # Triton 3.10 turns it off
+    }
+
+
+def _rows(problem: AttentionProblem, operands: Operands, tiles: int) -> dict:
+    """tiles: of a sequence."""
+    lengths = problem.lengths
+    return dict(
+        cu_seqlens_q=operands.cu_seqlens_q, seqused_q=operands.seqused_q, n_q=lengths.seqlen_q,
+        total_q=lengths.total_q if isinstance(lengths, Varlen) else 0, heads=problem.heads_q, padded=padded_rows(problem)[0],
+        tiles=tiles,
+    )  # fmt: skip
+
+
+def _strides(name: str, x: torch.Tensor) -> dict:
+    return {f"{name}_batch": x.stride(0) if x.dim() == 4 else 0, f"{name}_row": x.stride(-3), f"{name}_head": x.stride(-2)}
+
+
+def _of_vector(x: torch.Tensor) -> tuple[int, int, int]:
+    """Strides of an LSE by batch, head and row."""
+    return x.stride(0) if x.dim() == 3 else 0, x.stride(-2), x.stride(-1)

@@ -1,0 +1,510 @@
+"""Attention backward for Hopper in Gluon, in two passes over the scores: one for dK and dV, one for dQ.
+
+No sum leaves a CTA, so the results have the same bits in every run; and no CTA holds more than 64 rows of dK or dV, or 128 of
+dQ, so that head dims go up to 256. It costs seven products where `backward` has five, as both passes compute S and dP.
+
+    keys pass     a CTA has 64 keys of a key head and walks over the tiles of 64 query rows that see them
+
+    role        warps    work
+    producer    1        copies K, V, and per tile Q, dO and the statistics in (TMA)
+    values      4        S^T = K Q^T, P^T, dV += P^T dO
+    keys        4        dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dK += dS^T Q
+
+    P^T goes from the values' group to the keys', through shared memory, in the precision of the inputs. (A group could not hold
+    both dK and dV at head dim 256: 128 registers a thread each.)
+
+    rows pass     a CTA has 128 query rows of a head and walks over the blocks of 64 keys that they see
+
+    role        warps        work
+    producer    1            copies Q, dO, and per block K and V in
+    rows        4 a group    64 of the rows: S = Q K^T, dP = dO V^T, dQ += dS K, of which the last is a block behind
+
+In both a tile's first products run beside the last one of the tile before, as in the forward. The channels (`common.channel`)
+are released by both groups.
+"""
+
+import triton.language as tl
+
+from strobe.kernels.common.channel import Channel, at, make_barriers, make_channel, make_chunks
+from strobe.kernels.common.descriptors import coordinates, one_or_two
+from strobe.kernels.common.gluon_scores import score_and_factor
+from strobe.kernels.common.named_barrier import FIRST, announce, meet
+from strobe.kernels.common.work import Heads as RowHeads
+from strobe.kernels.common.work import Lengths
+from strobe.kernels.common.work import locate as locate_rows
+from strobe.kernels.gluon import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    partition_barrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma_wait,
+)
+from strobe.kernels.sm90 import backward_config as sizes
+from strobe.kernels.sm90.backward import (
+    Heads,
+    Score,
+    apply_mask,
+    finished,
+    flat,
+    locate,
+    no_result,
+    note_of_keys,
+    scores_of,
+    start_products,
+    start_sum,
+)
+from strobe.kernels.sm90.descriptors import copy_in
+from strobe.kernels.sm90.layouts import accumulator, columns_of, rows_of
+from strobe.kernels.sm90.scores import apply_mask as apply_mask_to_rows
+
+TILE = gl.constexpr(sizes.SPLIT_TILE)
+STAGES = gl.constexpr(sizes.STAGES)
+ROWS_PADDED = gl.constexpr(sizes.ROWS_PADDED)
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+P_READY = gl.constexpr(FIRST.value)
+"""Of a parity: P_READY + parity. P^T is there."""
+P_READ = gl.constexpr(FIRST.value + 2)
+"""Of a parity: P^T may be written again."""
+ENDED = gl.constexpr(FIRST.value + 4)
+"""Both groups have read K and V for the last time."""
+
+
+@gluon.constexpr_function
+def by_register():
+    """A 64 x 64 result of 16 bits, 16 bytes a thread at a time: element, lane and warp bits, as [row, column]."""
+    elements, lanes = [[0, 1], [8, 0], [0, 8]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.SharedLinearLayout(elements + lanes + [[16, 0], [32, 0], [0, 16], [0, 32]])
+
+
+# ---- the keys pass
+
+
+@aggregate
+class KeysMemory:
+    """k, v: chunks of [1, 64, columns]. q, do, statistics: channels of tiles. p: [2, 64 keys, 64 rows]."""
+
+    k: gl.tuple
+    v: gl.tuple
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    q: Channel
+    do: Channel
+    statistics: Channel
+    p: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, k, v, k_full, v_full, q, do, statistics, p):
+        self.k = k
+        self.v = v
+        self.k_full = k_full
+        self.v_full = v_full
+        self.q = q
+        self.do = do
+        self.statistics = statistics
+        self.p = p
+
+
+@gluon.jit
+def make_keys_memory(dtype: gl.constexpr, C: gl.constexpr):
+    """The caller fences."""
+    statistics = (gl.allocate_shared_memory(gl.float32, [STAGES, 2 * TILE], flat(1)),)
+    return KeysMemory(
+        make_chunks(dtype, 1, TILE, C.wide, C.narrow),
+        make_chunks(dtype, 1, TILE, C.wide_v, C.narrow_v),
+        make_barriers(1, 1),
+        make_barriers(1, 1),
+        make_channel(dtype, STAGES, TILE, C.wide, C.narrow, 2),
+        make_channel(dtype, STAGES, TILE, C.wide_v, C.narrow_v, 2),
+        Channel(statistics, make_barriers(STAGES, 1), make_barriers(STAGES, 2), STAGES),
+        gl.allocate_shared_memory(dtype, [2, TILE, TILE], by_register()),
+    )
+
+
+@gluon.jit
+def keys_producer(inputs, lengths, heads, memory, C: gl.constexpr):
+    q_desc, k_desc, v_desc, do_desc, statistics_desc = inputs
+    work = locate(gl.program_id(0), lengths, heads, TILE, TILE)
+    if work.first < work.n_kv:
+        copy_in(k_desc, at(memory.k, 0), memory.k_full.index(0), work.start_kv, work.n_kv, work.batch, work.head_kv, work.first)
+        copy_in(v_desc, at(memory.v, 0), memory.v_full.index(0), work.start_kv, work.n_kv, work.batch, work.head_kv, work.first)
+        tiles = work.end - work.begin
+        for g in tl.range(0, tiles * work.group):
+            member = g // tiles
+            row = (work.begin + g % tiles) * TILE
+            head = work.head_kv * work.group + member
+            full = memory.statistics.acquire(g)
+            mbarrier.expect(full, 2 * TILE * 4)
+            tma_load(statistics_desc, [(work.row + member * heads.padded + row) * 2], full, memory.statistics.block(g)[0])
+            copy_in(q_desc, memory.q.block(g), memory.q.acquire(g), work.start_q, work.n_q, work.batch, head, row)
+            copy_in(do_desc, memory.do.block(g), memory.do.acquire(g), work.start_q, work.n_q, work.batch, head, row)
+
+
+@gluon.jit
+def weights_of(s, g, work, lengths, score, memory, MASKED: gl.constexpr):
+    """P^T of the g-th tile from its scores, and what dP - delta is multiplied by: P^T times the factor of the scores'
+    gradient."""
+    tiles = work.end - work.begin
+    tile = work.begin + g % tiles
+    x, factor = scores_of(s, 0, tile * TILE, work.head_kv * work.group + g // tiles, work, score)
+    memory.statistics.wait(g)
+    x = x - memory.statistics.block(g)[0].slice(0, TILE).load(columns_of(TILE))[None, :]
+    memory.statistics.release(g)
+    if MASKED:
+        if (tile < work.full_begin) | (tile >= work.full_end):
+            x = apply_mask(x, 0, tile * TILE, work, lengths)
+    p = gl.exp2(x)
+    if score.CHANGED:
+        return p, p * factor
+    else:
+        return p, p
+
+
+@gluon.jit
+def send(p, g, memory):
+    """P^T of the g-th tile, to the keys' group."""
+    if g >= 2:
+        meet(P_READ + g % 2)
+    memory.p.index(g % 2).store(p.to(memory.p.dtype))
+    announce(P_READY + g % 2)
+
+
+@gluon.jit
+def receive(g, count, memory):
+    meet(P_READY + g % 2)
+    p = memory.p.index(g % 2).load(accumulator(TILE))
+    if g + 2 < count:
+        announce(P_READ + g % 2)
+    return p.to(gl.float32)
+
+
+@gluon.jit
+def values(outputs, lengths, heads, score, memory, MASKED: gl.constexpr, NOTED: gl.constexpr, C: gl.constexpr):
+    _dk_desc, dv_desc, notes, _scale = outputs
+    dtype: gl.constexpr = memory.p.dtype
+    work = locate(gl.program_id(0), lengths, heads, TILE, TILE)
+    if work.first < work.n_kv:
+        count = (work.end - work.begin) * work.group
+        dv = no_result(C.wide_v, C.narrow_v)
+        mbarrier.wait(memory.k_full.index(0), 0)
+        start = gl.to_tensor(0)
+        if count > 0:
+            memory.q.wait(start)
+            s = start_products(at(memory.k, 0), memory.q.block(start))
+            s = warpgroup_mma_wait(0, deps=[s])
+            memory.q.release(start)
+            weight, sent = weights_of(s, start, work, lengths, score, memory, MASKED)
+            send(sent, start, memory)
+            p = weight.to(dtype)
+            for g in tl.range(1, count, disable_licm=True):
+                memory.q.wait(g)
+                s = start_products(at(memory.k, g >> 30), memory.q.block(g))
+                memory.do.wait(g - 1)
+                dv = start_sum(dv, p, memory.do.block(g - 1))
+                s = warpgroup_mma_wait(C.products_v, deps=[s])
+                memory.q.release(g)
+                weight, sent = weights_of(s, g, work, lengths, score, memory, MASKED)
+                memory.do.wait(g - 1)  # complete already; but ptxas moves no later wait above it, and dV stays hidden
+                # Rounded earlier, P would be written to registers that dV still reads, and ptxas makes all products serial.
+                dv = finished(dv, 0)
+                memory.do.release(g - 1)
+                p = weight.to(dtype)
+                send(sent, g, memory)
+            memory.do.wait(count - 1)
+            dv = start_sum(dv, p, memory.do.block(count - 1))
+            dv = finished(dv, 0)
+        meet(ENDED)
+        if NOTED:
+            note_of_keys(0, dv, notes, work, lengths, heads)
+        store_keys(dv, 1.0, memory.v, dv_desc, work, lengths)
+
+
+@gluon.jit
+def keys(outputs, lengths, heads, score, memory, NOTED: gl.constexpr, C: gl.constexpr):
+    dk_desc, _dv_desc, notes, scale = outputs
+    dtype: gl.constexpr = memory.p.dtype
+    work = locate(gl.program_id(0), lengths, heads, TILE, TILE)
+    if work.first < work.n_kv:
+        count = (work.end - work.begin) * work.group
+        dk = no_result(C.wide, C.narrow)
+        mbarrier.wait(memory.v_full.index(0), 0)
+        start = gl.to_tensor(0)
+        if count > 0:
+            memory.do.wait(start)
+            dp = start_products(at(memory.v, 0), memory.do.block(start))
+            dp = warpgroup_mma_wait(0, deps=[dp])
+            memory.do.release(start)
+            ds = gradients(dp, start, count, memory).to(dtype)
+            for g in tl.range(1, count, disable_licm=True):
+                memory.do.wait(g)
+                dp = start_products(at(memory.v, g >> 30), memory.do.block(g))
+                memory.q.wait(g - 1)
+                dk = start_sum(dk, ds, memory.q.block(g - 1))
+                dp = warpgroup_mma_wait(C.products, deps=[dp])
+                memory.do.release(g)
+                new_ds = gradients(dp, g, count, memory)
+                memory.q.wait(g - 1)  # likewise
+                dk = finished(dk, 0)
+                memory.q.release(g - 1)
+                ds = new_ds.to(dtype)
+            memory.q.wait(count - 1)
+            dk = start_sum(dk, ds, memory.q.block(count - 1))
+            dk = finished(dk, 0)
+        meet(ENDED)
+        if NOTED:
+            note_of_keys(0, dk, notes, work, lengths, heads)
+        store_keys(dk, scale, memory.k, dk_desc, work, lengths)
+
+
+@gluon.jit
+def gradients(dp, g, count, memory):
+    """dS^T of the g-th tile."""
+    memory.statistics.wait(g)
+    delta = memory.statistics.block(g)[0].slice(TILE, TILE).load(columns_of(TILE))
+    memory.statistics.release(g)
+    return receive(g, count, memory) * (dp - delta[None, :])
+
+
+@gluon.jit
+def store_keys(x, scale, buffers, descriptors, work, lengths):
+    """dK or dV to global memory, by way of the buffers in which K or V was."""
+    for c in gl.static_range(len(x)):
+        result = x[c] * scale
+        if lengths.used_kv is not None:  # keys that exist and are not used
+            key = work.first + gl.arange(0, TILE, rows_of(x[c].shape[1]))
+            result = gl.where((key < work.n_kv)[:, None], result, 0.0)
+        buffers[c].index(0).store(result.to(descriptors[c].dtype))
+    fence_async_shared()
+    partition_barrier()
+    for c in gl.static_range(len(x)):
+        place = coordinates(descriptors[c], work.start_kv, work.n_kv, work.batch, work.head_kv, work.first, c * x[0].shape[1])
+        tma_store(descriptors[c], place, buffers[c].index(0).reshape(descriptors[c].block_type.shape))
+    tma_store_wait(0)
+
+
+KEYS_NUMBERS = (
+    *("heads", "heads_kv", "at_once", "all_heads", "blocks", "padded", "n_q", "n_kv", "left", "right", "prefix"),
+    *("slope_batch", "slope_head"),
+)
+"""Arguments that no kernel is specialised for: other lengths, bounds and strides do not recompile."""
+
+
+@gluon.jit(do_not_specialize=KEYS_NUMBERS)
+def keys_kernel(
+    q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, do_wide, do_narrow, statistics_desc,
+    dk_wide, dk_narrow, dv_wide, dv_narrow, notes, cu_q, cu_kv, used_q, used_kv,
+    heads, heads_kv, at_once, all_heads, blocks, padded, n_q, n_kv, left, right, prefix,
+    inner, outer, slopes, slope_batch, slope_head, scale,
+    MASKED: gl.constexpr, NOTED: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    memory = make_keys_memory(q_wide.dtype, C)
+    fence_async_shared()
+    inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow),
+              one_or_two(do_wide, do_narrow), statistics_desc)  # fmt: skip
+    outputs = (one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes, scale)
+    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv)
+    heads = Heads(heads, heads_kv, at_once, all_heads, blocks, padded)
+    score = Score(inner, outer, slopes, slope_batch, slope_head)
+    gl.warp_specialize([
+        (values, (outputs, lengths, heads, score, memory, MASKED, NOTED, C)),
+        (keys, (outputs, lengths, heads, score, memory, NOTED, C)),
+        (keys_producer, (inputs, lengths, heads, memory, C)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+# ---- the rows pass
+
+
+@aggregate
+class RowsMemory:
+    """q, do: chunks of [2 groups, 64, columns], and barriers of each group. k, v: channels of blocks."""
+
+    q: gl.tuple
+    do: gl.tuple
+    q_full: gl.shared_memory_descriptor
+    do_full: gl.shared_memory_descriptor
+    k: Channel
+    v: Channel
+
+    @gluon.constexpr_function
+    def __init__(self, q, do, q_full, do_full, k, v):
+        self.q = q
+        self.do = do
+        self.q_full = q_full
+        self.do_full = do_full
+        self.k = k
+        self.v = v
+
+
+@gluon.jit
+def make_rows_memory(dtype: gl.constexpr, C: gl.constexpr):
+    """The caller fences."""
+    return RowsMemory(
+        make_chunks(dtype, 2, TILE, C.wide, C.narrow),
+        make_chunks(dtype, 2, TILE, C.wide_v, C.narrow_v),
+        make_barriers(2, 1),
+        make_barriers(2, 1),
+        make_channel(dtype, STAGES, TILE, C.wide, C.narrow, 2),
+        make_channel(dtype, C.v_stages, TILE, C.wide_v, C.narrow_v, 2),
+    )
+
+
+@aggregate
+class Rows:
+    """What `scores.apply_mask` asks of a tile: p, the position of its first row among the keys; numbers of queries and keys."""
+
+    p: gl.tensor
+    n_q: gl.tensor
+    n_kv: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, p, n_q, n_kv):
+        self.p = p
+        self.n_q = n_q
+        self.n_kv = n_kv
+
+
+@gluon.jit
+def rows_producer(inputs, lengths, heads, memory, C: gl.constexpr):
+    q_desc, k_desc, v_desc, do_desc = inputs
+    work = locate_rows(gl.program_id(0), lengths, heads, C, EMPTY=True)
+    head_kv = work.head // heads.group
+    if work.blocks() > 0:
+        for w in gl.static_range(2):
+            row = work.row + w * TILE
+            copy_in(q_desc, at(memory.q, w), memory.q_full.index(w), work.start_q, work.n_q, work.batch, work.head, row)
+            copy_in(do_desc, at(memory.do, w), memory.do_full.index(w), work.start_q, work.n_q, work.batch, work.head, row)
+        for g in tl.range(0, work.blocks()):
+            key = (work.begin + g) * TILE
+            copy_in(k_desc, memory.k.block(g), memory.k.acquire(g), work.start_kv, work.n_kv, work.batch, head_kv, key)
+            copy_in(v_desc, memory.v.block(g), memory.v.acquire(g), work.start_kv, work.n_kv, work.batch, head_kv, key)
+
+
+@gluon.jit
+def row_scores(s, i, rows, head, batch, score):
+    """q.k of block i -> (score in powers of two, the factor of its gradient)."""
+    if not score.CHANGED:
+        return s * score.inner, 1.0
+    else:
+        p = rows.p + gl.arange(0, TILE, rows_of(TILE))
+        key = i * TILE + gl.arange(0, TILE, columns_of(TILE))
+        slope = None
+        if score.slopes is not None:
+            slope = gl.load(score.slopes + batch * score.slope_batch + head * score.slope_head) * LOG2_E
+        return score_and_factor(s, p[:, None], key[None, :], score.inner, score.outer, slope)
+
+
+@gluon.jit
+def rows(w: gl.constexpr, outputs, lengths, heads, score, memory, MASKED: gl.constexpr, NOTED: gl.constexpr,
+         C: gl.constexpr):  # fmt: skip
+    statistics, padded, dq_desc, notes, scale = outputs
+    dtype: gl.constexpr = memory.q[0].dtype
+    work = locate_rows(gl.program_id(0), lengths, heads, C, EMPTY=True)
+    exists = work.row < work.n_q
+    dq = no_result(C.wide, C.narrow)
+    first = work.row + w * TILE
+    if work.blocks() > 0:
+        tile = Rows(first + (work.n_kv - work.n_q), work.n_q, work.n_kv)
+        if lengths.cu_q is None:
+            row = (work.batch * heads.heads + work.head) * padded + first
+        else:
+            row = work.head * padded + (work.start_q + work.batch * ROWS_PADDED) // ROWS_PADDED * ROWS_PADDED + first
+        here = statistics + row.to(gl.int64) * 2 + gl.arange(0, TILE, rows_of(TILE))
+        lse = gl.load(here)
+        delta = gl.load(here + TILE)
+        count = work.blocks()
+        mbarrier.wait(memory.q_full.index(w), 0)
+        mbarrier.wait(memory.do_full.index(w), 0)
+        ds = gl.full([TILE, TILE], 0.0, dtype, accumulator(TILE))
+        for g in tl.range(0, count, disable_licm=True):
+            fixed = g >> 30
+            memory.k.wait(g)
+            s = start_products(at(memory.q, fixed + w), memory.k.block(g))
+            memory.v.wait(g)
+            dp = start_products(at(memory.do, fixed + w), memory.v.block(g))
+            before = gl.maximum(g - 1, 0)  # the first time dS is 0
+            dq = start_sum(dq, ds, memory.k.block(before))
+            s = warpgroup_mma_wait(C.products_v + C.products, deps=[s])
+            i = work.begin + g
+            x, factor = row_scores(s, i, tile, work.head, work.batch, score)
+            x = x - lse[:, None]
+            if MASKED:
+                if (i < work.full_begin) | (i >= work.full_end):
+                    x = apply_mask_to_rows(x, i, tile, lengths, score, C)
+            p = gl.exp2(x)
+            dp, p = warpgroup_mma_wait(C.products, deps=[dp, p])
+            memory.v.release(g)
+            new_ds = p * (dp - delta[:, None])
+            if score.CHANGED:
+                new_ds = new_ds * factor
+            dq = finished(dq, 0)
+            memory.k.release(g - 1, g > 0)
+            ds = new_ds.to(dtype)
+        dq = start_sum(dq, ds, memory.k.block(count - 1))
+        dq = finished(dq, 0)
+    if exists:
+        if NOTED:
+            note_of_rows(w, dq, notes, work, lengths, heads)
+        store_rows(w, dq, scale, memory.q, dq_desc, work, first, lengths)
+
+
+@gluon.jit
+def note_of_rows(w: gl.constexpr, dq, notes, work, lengths, heads):
+    """Write 1 to the note of 64 rows if a NaN or an infinity came out, which a key may have caused that they do not see."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, dq[0].type.layout)
+    check = gl.full([TILE], 0.0, gl.float32, LAYOUT)
+    for c in gl.static_range(len(dq)):
+        check += gl.convert_layout(gl.sum(dq[c] * 0.0, 1), LAYOUT)
+    place = (work.batch * heads.heads + work.head) * ((lengths.n_q + TILE - 1) // TILE) + work.row // TILE + w
+    exists = work.row + w * TILE + gl.arange(0, TILE, LAYOUT) < work.n_q
+    gl.store(notes + place + gl.full([TILE], 0, gl.int32, LAYOUT), 1, mask=(check != 0.0) & exists)
+
+
+@gluon.jit
+def store_rows(w: gl.constexpr, dq, scale, buffers, descriptors, work, first, lengths):
+    """Group w's dQ to global memory, by way of the buffers in which its Q was."""
+    for c in gl.static_range(len(dq)):
+        result = dq[c] * scale
+        if lengths.used_q is not None:  # rows that exist and are not used
+            row = first + gl.arange(0, TILE, rows_of(dq[c].shape[1]))
+            result = gl.where((row < work.n_q)[:, None], result, 0.0)
+        buffers[c].index(w).store(result.to(descriptors[c].dtype))
+    fence_async_shared()
+    partition_barrier()
+    for c in gl.static_range(len(dq)):
+        place = coordinates(descriptors[c], work.start_q, work.n_q, work.batch, work.head, first, c * dq[0].shape[1])
+        tma_store(descriptors[c], place, buffers[c].index(w).reshape(descriptors[c].block_type.shape))
+    tma_store_wait(0)
+
+
+ROWS_NUMBERS = (
+    *("padded", "heads", "group", "at_once", "tiles", "n_q", "n_kv", "left", "right", "prefix"),
+    *("slope_batch", "slope_head"),
+)
+
+
+@gluon.jit(do_not_specialize=ROWS_NUMBERS)
+def rows_kernel(
+    q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, do_wide, do_narrow, statistics, dq_wide, dq_narrow, notes,
+    cu_q, cu_kv, used_q, used_kv, padded, heads, group, at_once, tiles, n_q, n_kv, left, right, prefix,
+    inner, outer, slopes, slope_batch, slope_head, scale,
+    MASKED: gl.constexpr, NOTED: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    memory = make_rows_memory(q_wide.dtype, C)
+    fence_async_shared()
+    inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow),
+              one_or_two(do_wide, do_narrow))  # fmt: skip
+    outputs = (statistics, padded, one_or_two(dq_wide, dq_narrow), notes, scale)
+    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv)
+    heads = RowHeads(heads, group, at_once, tiles)
+    score = Score(inner, outer, slopes, slope_batch, slope_head)
+    gl.warp_specialize([
+        (rows, (0, outputs, lengths, heads, score, memory, MASKED, NOTED, C)),
+        (rows, (1, outputs, lengths, heads, score, memory, MASKED, NOTED, C)),
+        (rows_producer, (inputs, lengths, heads, memory, C)),
+    ], [4, 1], [240, 24])  # fmt: skip
