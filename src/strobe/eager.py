@@ -6,7 +6,8 @@ seen before in all that matters, finds its plan in a table: the backend's launch
 
 A backend takes part by a function beside its `forward`:
 
-    plan(problem, operands, tensors) -> Plan | None     None: such calls are left to the operator
+    plan(problem, operands, tensors) -> Plan | None                             None: such calls are left to the operator
+    backward_plan(problem, operands, out, lse, dout, dlse) -> BackwardPlan | None    likewise, beside its `backward`
 
 `tensors` are q, k, v and, or None, those of `OPTIONAL`. They are what `problem` and `operands` hold, each an object of its own,
 even if the caller's are not. A Plan is called with the tensors of a later call that looks the same.
@@ -15,7 +16,7 @@ even if the caller's are not. A Plan is called with the tensors of a later call 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -42,12 +43,18 @@ Plan = Callable[..., Outputs]
 handle (CPU: 0). addresses: of the tensors, without those that are None."""
 
 
+BackwardPlan = Callable[..., Sequence[torch.Tensor]]
+"""plan(stream, tensors) -> dq, dk, dv; tensors: q, k, v, out, lse, dout and, if there is one, dlse."""
+
+
 class Prepared(NamedTuple):
-    """What is known of calls that look the same. plan: None if they are the operator's. options: without tensors."""
+    """What is known of calls that look the same. plan: None if they are the operator's. options: without tensors. backward: the
+    plan, or (None,), of a backward whose gradients look the same."""
 
     plan: Plan | None
     differentiable: bool
     options: ops.Options
+    backward: Recent[tuple[BackwardPlan | None]]
 
 
 _prepared: Recent[Prepared] = Recent(1024)
@@ -156,22 +163,51 @@ def _prepare(options: ops.Options, tensors: tuple) -> Prepared:
     # Lengths that live on the device are checked there, in every call; gradients beside other tensors are the operator's.
     asserts = (problem.varlen or problem.seqused) and os.environ.get("STROBE_DEBUG", "0") == "1"
     if not hasattr(backend, "plan") or asserts or (differentiable and any(x is not None for x in own[3:])):
-        return Prepared(None, differentiable, bare)
-    return Prepared(backend.plan(problem, ops.operands_of(q, k, v, options), own), differentiable, bare)
+        return Prepared(None, differentiable, bare, Recent(16))
+    plan = backend.plan(problem, ops.operands_of(q, k, v, options), own)
+    return Prepared(plan, differentiable, bare, Recent(16))
 
 
 class _Differentiable(torch.autograd.Function):
-    """A plan of q, k and v alone, with the operator's gradient."""
+    """A plan of q, k and v alone; its gradient by a plan too, or else the operator's."""
 
     @staticmethod
     def forward(ctx, prepared: Prepared, stream: int, addresses: tuple[int, ...], q, k, v):
         assert prepared.plan is not None
         outputs = prepared.plan(stream, True, addresses, (q, k, v, *_NONE))
         ctx.save_for_backward(q, k, v, *outputs, *_NONE)
-        ctx.options = prepared.options
+        ctx.prepared, ctx.options = prepared, prepared.options
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return None, None, None, *ops._gradient(ctx, dout, dlse)[:3]
+        tensors = (*ctx.saved_tensors[:5], dout) if dlse is None else (*ctx.saved_tensors[:5], dout, dlse)
+        plan = _backward_plan(ctx.prepared, tensors)
+        if plan is None:
+            return None, None, None, *ops._gradient(ctx, dout, dlse)[:3]
+        return None, None, None, *plan(torch._C._cuda_getCurrentRawStream(dout.get_device()), tensors)
+
+
+def _backward_plan(prepared: Prepared, tensors: tuple) -> BackwardPlan | None:
+    """None if a backward is the operator's: that of a backward to be differentiated again, for one, which it refuses."""
+    dout, dlse = tensors[5], tensors[6:]
+    if torch.is_grad_enabled() or any(type(x) not in _PLAIN for x in tensors) or _transformed():
+        return None
+    if dout.get_device() < 0 or dout.get_device() != torch._C._cuda_getDevice():
+        return None
+    key = tuple([(x.stride(), x.data_ptr() % 16) for x in tensors[5:]]), torch.are_deterministic_algorithms_enabled()
+    found = prepared.backward.get(key)
+    if found is None:
+        found = (_prepare_backward(prepared.options, tuple(x.detach() for x in (*tensors[:6], *dlse))),)
+        prepared.backward.put(key, found)
+    return found[0]
+
+
+def _prepare_backward(options: ops.Options, tensors: tuple) -> BackwardPlan | None:
+    q, k, v, out, lse, dout, *dlse = tensors
+    problem = ops.describe(q, k, v, options, "backward")
+    backend = dispatch.select(problem, arch_of(q.device), options.backend)
+    if not hasattr(backend, "backward_plan"):
+        return None
+    return backend.backward_plan(problem, ops.operands_of(q, k, v, options), out, lse, dout, *dlse or (None,))

@@ -106,6 +106,13 @@ def _warn(message: str) -> None:
     log.warning(message)
 
 
+def without_memory(x: torch.Tensor) -> torch.Tensor:
+    """For `empty_like`, which takes half the time of `empty`."""
+    like = torch.empty_like(x)
+    like.untyped_storage().resize_(0)
+    return like
+
+
 # ---- what a kernel takes
 
 

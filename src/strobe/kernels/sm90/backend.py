@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,7 @@ from strobe.kernels.sm90.config import origin as origin_of_choice
 from strobe.problem import AttentionProblem, Operands, addressable, lse_shape, without_gradient
 
 if TYPE_CHECKING:
-    from strobe.eager import Plan
+    from strobe.eager import BackwardPlan, Plan
 
 _optimistic = True
 
@@ -90,12 +92,11 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
 def backward(
     problem: AttentionProblem, operands: Operands, out, lse, dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv. Beside them it takes, for each query row and head, 8 bytes, and in one pass 4 for each column of the padded head
-    dim."""
-    empty = 0 in operands.q.shape or 0 in operands.k.shape
-    make = torch.zeros_like if empty or problem.varlen or problem.seqused else torch.empty_like
-    dq, dk, dv = (make(x, memory_format=torch.contiguous_format) for x in operands[:3])
-    if not empty:
+    """dq, dk, dv. Beside them it takes, for each query row and head, 8 bytes, and in one pass 4 for each column of the padded
+    head dim."""
+    empty = _gradient_maker(problem, operands)
+    dq, dk, dv = (empty(x) for x in operands[:3])
+    if not _no_pairs(operands):
         from strobe.kernels.sm90 import backward_launch
         from strobe.kernels.workspace import lock, workspace
 
@@ -105,6 +106,26 @@ def backward(
             space = backward_launch.buffers(problem, config, dout.device, workspace(dout.device, notes))
             backward_launch.launch(problem, operands, out, lse, dout, dlse, dq, dk, dv, space, config)
     return dq, dk, dv
+
+
+def backward_plan(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse) -> BackwardPlan | None:
+    """See `strobe.eager`."""
+    if _no_pairs(operands) or not addressable(dout):
+        return None
+    from strobe.kernels.sm90.backward_plan import BackwardPlan
+
+    config, empty = choose_backward(problem), _gradient_maker(problem, operands)
+    return BackwardPlan(problem, operands, out, lse, dout, dlse, config, empty).run
+
+
+def _no_pairs(operands: Operands) -> bool:
+    return 0 in operands.q.shape or 0 in operands.k.shape
+
+
+def _gradient_maker(problem: AttentionProblem, operands: Operands) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Of a tensor it makes another, contiguous one, of zeros where not all of it is written."""
+    make = torch.zeros_like if _no_pairs(operands) or problem.varlen or problem.seqused else torch.empty_like
+    return functools.partial(make, memory_format=torch.contiguous_format)
 
 
 def plan(problem: AttentionProblem, operands: Operands, tensors: tuple[torch.Tensor | None, ...]) -> Plan | None:

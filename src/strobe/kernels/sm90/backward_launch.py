@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,26 +18,39 @@ from strobe.kernels.sm90.backward_split import keys_kernel, rows_kernel
 from strobe.kernels.sm90.config import SMS
 from strobe.kernels.sm90.descriptors import descriptors
 from strobe.kernels.workspace import Workspace
-from strobe.problem import AttentionProblem, Operands, Varlen
+from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
 
 HALF_L2 = 30_000_000
 """Bytes."""
 
 
+class Call(NamedTuple):
+    """`kernel[grid](*arguments, **keywords)`."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple
+    keywords: dict
+
+
 class Buffers(NamedTuple):
     """What the kernels share (see `backward_ends`), float32, the accumulator only of the backward in one pass; and of the
-    workspace the counters and the notes, one for 64 keys of each key head and then one for 64 rows of each query head."""
+    workspace the counters and the notes, one for 64 keys of each key head and one for 64 rows of each query head."""
 
     statistics: torch.Tensor
     accumulator: torch.Tensor | None
     counters: torch.Tensor
-    notes: torch.Tensor
+    key_notes: torch.Tensor
+    row_notes: torch.Tensor
 
 
 def buffers(problem: AttentionProblem, config: Config | SplitConfig, device: torch.device, space: Workspace) -> Buffers:
+    """space: with room for `number_of_notes`."""
     _, rows = padded_rows(problem)
+    keys, _ = number_of_notes(problem)
     new = functools.partial(torch.empty, dtype=torch.float32, device=device)
-    return Buffers(new(2 * rows), new(rows * config.head_dim) if isinstance(config, Config) else None, *space)
+    accumulator = new(rows * config.head_dim // 256, 256) if isinstance(config, Config) else None
+    return Buffers(new(2 * rows), accumulator, space.counters, space.notes[:keys], space.notes[keys:])
 
 
 def padded_rows(problem: AttentionProblem) -> tuple[int, int]:
@@ -66,39 +79,44 @@ def launch(
     problem: AttentionProblem, operands: Operands, out, lse, dout, dlse: torch.Tensor | None,
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, space: Buffers, config: Config | SplitConfig,
 ) -> None:  # fmt: skip
-    """Write dq, dk, dv, at least one query and one key given; rows that belong to no sequence are left alone. Where a mask
-    cuts, the notes of blocks are set into which something may have come that they do not see."""
-    grid, arguments = prepare_arguments(problem, operands, out, lse, dout, dlse, space, config)
-    ends.prepare[grid](**arguments)
+    """Write dq, dk, dv, at least one query and one key given; rows that belong to no sequence are left alone."""
+    for kernel, grid, arguments, keywords in calls(problem, operands, out, lse, dout, dlse, dq, dk, dv, space, config):
+        kernel[grid](*arguments, **keywords)
+
+
+def calls(
+    problem: AttentionProblem, operands: Operands, out, lse, dout, dlse: torch.Tensor | None,
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, space: Buffers, config: Config | SplitConfig,
+) -> list[Call]:  # fmt: skip
+    """The launches of a backward, in order. Where a mask cuts, the notes of blocks are set into which something may have come
+    that they do not see."""
+    first = Call(ends.prepare, *prepare_arguments(problem, operands, out, lse, dout, dlse, space, config))
     if isinstance(config, Config):
-        grid, given, constants = one_pass_arguments(problem, operands, dout, dk, dv, space, config)
-        backward_kernel[grid](*given, **constants)
-        grid, arguments = convert_arguments(problem, operands, dq, space, config)
-        ends.convert[grid](**arguments)
-    else:
-        grid, given, constants = keys_arguments(problem, operands, dout, dk, dv, space, config)
-        keys_kernel[grid](*given, **constants)
-        grid, given, constants = rows_arguments(problem, operands, dout, dq, space, config)
-        rows_kernel[grid](*given, **constants)
+        return [
+            first,
+            Call(backward_kernel, *one_pass_arguments(problem, operands, dout, dk, dv, space, config)),
+            Call(ends.convert, *convert_arguments(problem, operands, dq, space, config)),
+        ]
+    return [
+        first,
+        Call(keys_kernel, *keys_arguments(problem, operands, dout, dk, dv, space, config)),
+        Call(rows_kernel, *rows_arguments(problem, operands, dout, dq, space, config)),
+    ]
 
 
 def compile_only(problem: AttentionProblem, config: Config | SplitConfig) -> list:
     """The compiled main kernels that `launch` would run, from shapes alone (see strobe.lab.offline)."""
     operands = meta_operands(problem)
     q, k, v = operands[:3]
-    dout = meta(*q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
+    out = meta(*q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
+    lse = meta(*lse_shape(problem), dtype=torch.float32)
     space = buffers(problem, config, torch.device("meta"), Workspace(meta(16, dtype=torch.int32), meta(1, dtype=torch.int32)))
-    if isinstance(config, Config):
-        calls = [(backward_kernel, one_pass_arguments(problem, operands, dout, k, v, space, config))]
-    else:
-        calls = [
-            (keys_kernel, keys_arguments(problem, operands, dout, k, v, space, config)),
-            (rows_kernel, rows_arguments(problem, operands, dout, q, space, config)),
-        ]
-    return [kernel.warmup(*given, grid=grid, **constants) for kernel, (grid, given, constants) in calls]
+    found = calls(problem, operands, out, lse, out, None, q, k, v, space, config)
+    main = [call for call in found if call.kernel not in (ends.prepare, ends.convert)]
+    return [kernel.warmup(*arguments, grid=grid, **keywords) for kernel, grid, arguments, keywords in main]
 
 
-# ---- grid, arguments and compile-time constants of each kernel
+# ---- grid, arguments and keywords of each kernel
 
 
 def one_pass_arguments(problem: AttentionProblem, operands: Operands, dout, dk, dv, space: Buffers, config: Config):
@@ -108,7 +126,7 @@ def one_pass_arguments(problem: AttentionProblem, operands: Operands, dout, dk, 
         _statistics(space, config.tile_q),
         *_shares(space.accumulator, config),
         *_key_gradients(dk, dv, config),
-        space.notes,
+        space.key_notes,
         space.counters,
         *operands[3:],
         *heads,
@@ -126,7 +144,7 @@ def keys_arguments(problem: AttentionProblem, operands: Operands, dout, dk, dv, 
         *_inputs(operands, dout, config, SPLIT_TILE, SPLIT_TILE),
         _statistics(space, SPLIT_TILE),
         *_key_gradients(dk, dv, config),
-        space.notes,
+        space.key_notes,
         *operands[3:],
         *heads,
         *_bounds(problem),
@@ -139,12 +157,11 @@ def keys_arguments(problem: AttentionProblem, operands: Operands, dout, dk, dv, 
 def rows_arguments(problem: AttentionProblem, operands: Operands, dout, dq, space: Buffers, config: SplitConfig):
     lengths = problem.lengths
     tiles = triton.cdiv(lengths.seqlen_q, config.tile_q) * lengths.batch * problem.heads_q
-    keys, _ = number_of_notes(problem)
     arguments = (
         *_inputs(operands, dout, config, SPLIT_TILE, SPLIT_TILE),
         space.statistics,
         *descriptors(dq, SPLIT_TILE, (config.wide, config.narrow)),
-        space.notes[keys:],
+        space.row_notes,
         *operands[3:],
         padded_rows(problem)[0],
         problem.heads_q,
@@ -164,7 +181,7 @@ def prepare_arguments(
     lengths = problem.lengths
     tiles = triton.cdiv(lengths.seqlen_q, ROWS_PADDED) * ROWS_PADDED // ends.ROWS
     by_batch, by_head, _ = _of_vector(lse)
-    return (tiles * problem.heads_q * lengths.batch,), dict(
+    return (tiles * problem.heads_q * lengths.batch,), (), dict(
         out=out, dout=dout, dlse=dlse, lse=lse, statistics=space.statistics, accumulator=space.accumulator,
         **_rows(problem, operands, tiles), **_strides("out", out), **_strides("dout", dout),
         lse_batch=by_batch, lse_head=by_head,
@@ -178,10 +195,9 @@ def convert_arguments(problem: AttentionProblem, operands: Operands, dq, space: 
     lengths = problem.lengths
     tiles = triton.cdiv(lengths.seqlen_q, ends.ROWS)
     columns = min(columns for columns in config.share_columns)
-    keys, _ = number_of_notes(problem)
     grid = (config.head_dim // columns * tiles * problem.heads_q * lengths.batch,)
-    return grid, dict(
-        accumulator=space.accumulator, dq=dq, notes=space.notes[keys:] if is_noted(problem) else None,
+    return grid, (), dict(
+        accumulator=space.accumulator, dq=dq, notes=space.row_notes if is_noted(problem) else None,
         **_rows(problem, operands, tiles), scale=problem.scale, **_strides("dq", dq),
         DIM=problem.head_dim, COLUMNS=columns, PADDED=config.head_dim, ROWS_PADDED=ROWS_PADDED, ROWS=ends.ROWS,
     )  # fmt: skip
@@ -214,7 +230,7 @@ def _shares(accumulator: torch.Tensor | None, config: Config) -> list[TensorDesc
     """Of the accumulator, in the parts that each group adds, if they differ."""
     assert accumulator is not None
     rows = sorted({columns // 4 for columns in config.share_columns}, reverse=True)
-    found = [TensorDescriptor.from_tensor(accumulator.view(-1, 256), [number, 256], flat(2)) for number in rows]
+    found = [TensorDescriptor.from_tensor(accumulator, [number, 256], flat(2)) for number in rows]
     return [*found, None][:2]
 
 

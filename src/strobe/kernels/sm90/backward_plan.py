@@ -1,0 +1,73 @@
+"""The Hopper backward for calls that look the same: its launches, prepared."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from strobe.kernels import workspace
+from strobe.kernels.launcher import Call as CompiledCall
+from strobe.kernels.launcher import Launch, compiled_call, prepare, without_memory
+from strobe.kernels.sm90 import backward_launch
+from strobe.kernels.sm90.backward_config import Config, SplitConfig
+from strobe.problem import AttentionProblem, Operands
+from strobe.recent import Made
+
+
+class Place(NamedTuple):
+    """What calls on one stream need. space: the addresses of the workspace's counters, of its notes and of those of rows. kept:
+    what these are of."""
+
+    launch: Launch
+    lock: threading.Lock
+    space: tuple[int, int, int]
+    kept: tuple[torch.Tensor, ...]
+
+
+class BackwardPlan:
+    """`run` is a BackwardPlan of `strobe.eager`."""
+
+    def __init__(
+        self, problem: AttentionProblem, operands: Operands, out, lse, dout, dlse, config: Config | SplitConfig,
+        empty: Callable[[torch.Tensor], torch.Tensor],
+    ):  # fmt: skip
+        """empty: makes a gradient like its tensor, contiguous."""
+        self._device = operands.q.device
+        keys, rows = backward_launch.number_of_notes(problem)
+        self._keys, self._notes = keys, keys + rows
+        self._places: Made[int, Place] = Made(64, self._place)
+        self._empty = empty
+        space = backward_launch.buffers(problem, config, self._device, workspace.workspace(self._device, self._notes))
+        self._shared = [without_memory(x) for x in (space.statistics, space.accumulator) if x is not None]
+        gradients = dq, dk, dv = [empty(x) for x in operands[:3]]
+        calls = backward_launch.calls(problem, operands, out, lse, dout, dlse, dq, dk, dv, space, config)
+        given = [x for x in (*operands[:3], out, lse, dout, dlse, *gradients, *space) if x is not None]
+        with ThreadPoolExecutor(len(calls)) as pool:  # a first call waits for the longest compilation, not for all
+            compiled = list(pool.map(self._compiled, calls))
+        self._prepared = prepare(compiled, given)
+
+    def run(self, stream: int, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        """dq, dk, dv. tensors: q, k, v, out, lse, dout and, if there is one, dlse."""
+        place = self._place(stream) if torch._C._cuda_isCurrentStreamCapturing() else self._places[stream]
+        gradients = [self._empty(x) for x in tensors[:3]]
+        shared = [torch.empty_like(x) for x in self._shared]
+        addresses = [x.data_ptr() for x in (*tensors, *gradients, *shared)]
+        place.lock.acquire()  # half the time of `with`
+        try:
+            place.launch((*addresses, *place.space))
+        finally:
+            place.lock.release()
+        return gradients
+
+    def _compiled(self, call: backward_launch.Call) -> CompiledCall:
+        with torch.cuda.device(self._device):
+            return compiled_call(call.kernel, call.grid, *call.arguments, **call.keywords)
+
+    def _place(self, stream: int) -> Place:
+        counters, notes = workspace.workspace(self._device, self._notes)
+        space = counters.data_ptr(), notes.data_ptr(), notes.data_ptr() + 4 * self._keys
+        return Place(self._prepared.on(stream), workspace.lock(self._device), space, (counters, notes))
