@@ -269,6 +269,37 @@ def test_what_is_not_used_is_as_if_it_were_not_there(packed):
             torch.testing.assert_close(lse[:, mine], want[1][0])
 
 
+@pytest.mark.parametrize("backend", ["tiled", "portable"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_not_used_has_no_gradient_and_no_part_in_others(packed, backend):
+    t = tensors(Case(90, 70, batch=4, packed=packed, seqused=True, heads_q=4, mask="causal"))
+    if not strobe.supports(t.q, t.k, t.v, backend=backend, **t.keywords)[0]:
+        pytest.skip("refused")
+    unused = {}
+    for name, x in (("q", t.q), ("kv", t.k)):
+        used = t.keywords[f"seqused_{name}"].tolist()
+        starts = t.keywords[f"cu_seqlens_{name}"].tolist() if packed else [b * x.shape[1] for b in range(4)]
+        unused[name] = torch.ones(x.flatten(0, -3).shape[0], dtype=torch.bool)
+        for start, n in zip(starts, used, strict=False):
+            unused[name][start : start + n] = False
+    assert all(rows.any() and not rows.all() for rows in unused.values())
+
+    def poisoned(x, rows):
+        bad = x.clone()
+        bad.flatten(0, -3)[rows] = torch.nan
+        return bad
+
+    def gradients(q, k, v, dout):
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        return torch.autograd.grad(strobe.attention(q, k, v, backend=backend, **t.keywords), (q, k, v), dout)
+
+    dout, of_q, of_kv = torch.randn_like(t.q), unused["q"], unused["kv"]
+    want = gradients(t.q, t.k, t.v, dout)
+    got = gradients(poisoned(t.q, of_q), poisoned(t.k, of_kv), poisoned(t.v, of_kv), poisoned(dout, of_q))
+    for a, b, rows in zip(got, want, (of_q, of_kv, of_kv), strict=True):
+        assert torch.equal(a, b) and not a.flatten(0, -3)[rows].any() and a.any()
+
+
 def test_seqused_through_flash_attns_door():
     t = tensors(Case(30, 40, packed=True, batch=3))
     cu_q, cu_k = t.keywords["cu_seqlens_q"], t.keywords["cu_seqlens_kv"]

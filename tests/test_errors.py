@@ -125,8 +125,8 @@ BAD = {
     "seqused negative": (lambda: attend(seqused_q=cu(-1, 8)), ValueError, r"seqused_q must be from 0 .* got \[-1, 8\]"),
     "seqused too large for its sequence": (lambda: varlen(seqused_k=cu(5, 6)), ValueError, "seqused_k must be from 0 to the"),
     "a gradient that is not there": (
-        lambda: attend(x(2, 8, 4, 32).requires_grad_(), seqused_q=cu(8, 8)).sum().backward(),
-        ValueError, "tiled: has no gradient with seqused yet",
+        lambda: attend(x(2, 8, 4, 32).requires_grad_(), score=strobe.Score(sinks=x(4))).sum().backward(),
+        ValueError, "tiled: has no gradient with sinks yet",
     ),
     "unknown backend": (lambda: attend(backend="fastest"), ValueError, "backend must be one of sm100, sm90, portable"),
     "backend that refuses": (lambda: attend(backend="sm90"), ValueError, "backend 'sm90' refuses .*needs a Hopper GPU"),

@@ -136,6 +136,21 @@ def test_nan_that_a_function_hides_is_not_seen():
     clean, got = poisoned("v", float("nan"), torch.float32, strobe.Visible(not_the_poisoned))
     assert_same(got.out[:, 5:], clean.out[:, 5:])
     assert got.out[:, :5, :, 3].isnan().all()
+    assert_same(got.dq[:, 5:], clean.dq[:, 5:])
+    assert got.dq[:, :5].isnan().all()
+
+
+def test_upstream_gradient_that_a_function_hides_is_not_seen():
+    t = tensors(POISON, torch.float32, DEVICE).with_gradients()
+    mask = strobe.Visible(not_the_poisoned)
+    out = strobe.attention(t.q, t.k, t.v, mask=mask, backend="portable")
+    dout = torch.ones_like(out)
+    broken = dout.clone()
+    broken[0, 40, 0, 3] = float("nan")
+    clean, got = (torch.autograd.grad(out, (t.q, t.k, t.v), d, retain_graph=True) for d in (dout, broken))
+    for a, b in zip(got[1:], clean[1:], strict=True):
+        assert_same(a[:, ROW], b[:, ROW])
+    assert got[1][:, 0].isnan().all() and got[2][:, 0, :, 3].isnan().all()
 
 
 # ---- layouts

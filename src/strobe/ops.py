@@ -123,7 +123,7 @@ def _run_backward(dout, dlse, q, k, v, out, lse, *options):
     problem, operands = describe(q, k, v, opts, "backward"), operands_of(q, k, v, opts)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     chosen = dispatch.select(problem, arch_of(q.device), opts.backend)
-    return chosen.backward(problem, operands, out, lse, dout, dlse)
+    return chosen.backward(problem, operands, out, lse, dout, dlse)[:3]
 
 
 def _check_lengths(problem: AttentionProblem, operands: Operands) -> None:

@@ -107,14 +107,22 @@ class Operands(NamedTuple):
     seqused_kv: torch.Tensor | None = None
 
 
+class Gradients(NamedTuple):
+    """Of a loss with respect to a problem's tensors, each of its tensor's shape and dtype; None where nobody asked for it."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+
+
 def without_gradient(problem: AttentionProblem) -> str | None:
     """Why no backward takes a problem yet: the features that only the forward has; or None."""
     features = {
         "a bias": problem.score.bias,
         "sinks": problem.score.sinks,
         "a score function": problem.score.function,
-        "a mask function": problem.mask.function,
-        "seqused": problem.seqused or None,
     }
     named = [name for name, given in features.items() if given is not None]
     return f"has no gradient with {', '.join(named)} yet" if named and problem.phase == "backward" else None

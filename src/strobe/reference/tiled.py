@@ -28,7 +28,7 @@ import torch
 
 from strobe.device import Arch
 from strobe.masks import TileClass
-from strobe.problem import AttentionProblem, Operands, lse_shape, without_gradient
+from strobe.problem import AttentionProblem, Gradients, Operands, lse_shape, without_gradient
 from strobe.reference.sequences import Part, parts
 
 
@@ -60,14 +60,14 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
     return out, lse
 
 
-def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse):
+def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse) -> Gradients:
     q, k, v = operands[:3]
     dq, dk, dv = (torch.zeros(x.shape, dtype=_wide(x.dtype), device=x.device) for x in (q, k, v))
     delta = _delta(problem, out, dout, dlse)
     for part in parts(problem, operands):
         saved = _Saved(q[part.rows], k[part.keys], v[part.keys], lse[part.lse], dout[part.rows], delta[part.lse])
         _backward(part, saved, dq[part.rows], dk[part.keys], dv[part.keys])
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return Gradients(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -11,7 +11,7 @@ import torch
 
 from strobe.device import Arch
 from strobe.masks import Full, Mask
-from strobe.problem import AttentionProblem, Dense, Operands
+from strobe.problem import AttentionProblem, Dense, Gradients, Operands
 from strobe.reference import tiled
 
 _MAX_BIAS = 1 << 24
@@ -100,7 +100,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
 
-def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse):
+def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse) -> Gradients:
     finite = all(_finite(x) for x in (*operands[:3], out, dout))
     if not finite or (dlse is not None and bool(dlse.any())):
         return tiled.backward(problem, operands, out, lse, dout, dlse)
@@ -115,4 +115,4 @@ def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse
         attn_mask=bias,
         scale=problem.scale,
     )
-    return tuple(g.transpose(1, 2).contiguous() for g in grads)
+    return Gradients(*(g.transpose(1, 2).contiguous() for g in grads))

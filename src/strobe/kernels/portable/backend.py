@@ -13,7 +13,7 @@ from strobe.device import Arch
 from strobe.kernels import has_triton
 from strobe.kernels.portable.config import config
 from strobe.masks import MAX_BOUND
-from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape, without_gradient
+from strobe.problem import AttentionProblem, Gradients, Operands, Varlen, lse_shape, without_gradient
 
 __all__ = ["backward", "config", "forward", "refuses"]
 
@@ -71,10 +71,10 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
     return out, lse
 
 
-def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse):
+def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse) -> Gradients:
     dq, dk, dv = _allocate(problem, operands.q, *(x.shape for x in operands[:3]))
     if not _is_empty(problem):
         from strobe.kernels.portable.backward import launch
 
         launch(problem, operands, out, lse, dout, dlse, dq, dk, dv)
-    return dq, dk, dv
+    return Gradients(dq, dk, dv)

@@ -150,6 +150,7 @@ def _dkdv(
         return
 
     mask = Mask(left, right, prefix, document_q, document_kv)
+    BY_PAIR: tl.constexpr = document_q is not None or score.visible is not None
     last = tl.minimum(first + TILE_KV, n_kv) - 1
     begin, full_begin, full_end, end = q_phases(first, last, n_q, n_kv, mask, score, TILE_Q)
     j = first + tl.arange(0, TILE_KV)
@@ -165,7 +166,7 @@ def _dkdv(
         do_rows = stream(dout, batch, start_q, head, TILE_Q, PADDED_V)
         lse_rows = vector_stream(lse, batch, start_q, head, TILE_Q)
         delta_rows = vector_stream(delta, batch, start_q, head, TILE_Q)
-        if document_q is None:
+        if not BY_PAIR:
             state = _keys_from_rows(
                 state, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, head, n_q, n_kv, mask,
                 score, begin, full_begin, DIM, DIM_V, TILE_Q, True, False,
@@ -180,7 +181,7 @@ def _dkdv(
         )  # fmt: skip
     dk_sum, dv_sum = state
     # Where every pair is visible there is nothing to keep out, and nothing is compiled for it.
-    CUTS: tl.constexpr = left is not None or right is not None or prefix is not None or document_q is not None
+    CUTS: tl.constexpr = left is not None or right is not None or prefix is not None or BY_PAIR
     if CUTS:
         if any_nan(dk_sum) or any_nan(dv_sum):
             finite = nothing
@@ -247,6 +248,7 @@ def _dq(
         return
 
     mask = Mask(left, right, prefix, document_q, document_kv)
+    BY_PAIR: tl.constexpr = document_q is not None or score.visible is not None
     p_first = first + n_kv - n_q
     p_last = tl.minimum(first + TILE_Q, n_q) - 1 + n_kv - n_q
     begin, full_begin, full_end, end = kv_phases(p_first, p_last, n_kv, mask, score, TILE_KV)
@@ -261,12 +263,12 @@ def _dq(
     values = stream(v, batch, start_kv, head // group, TILE_KV, PADDED_V)
 
     acc = tl.zeros((TILE_Q, PADDED), tl.float32)
-    if left is not None and document_q is None:
+    if left is not None and not BY_PAIR:
         acc = _rows_from_keys(
             acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, head, n_q, n_kv, mask, score,
             begin, full_begin, DIM, DIM_V, TILE_KV, True, False,
         )  # fmt: skip
-    if document_q is None:
+    if not BY_PAIR:
         acc = _rows_from_keys(
             acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, head, n_q, n_kv, mask, score,
             full_begin, full_end, DIM, DIM_V, TILE_KV, False, False,
@@ -276,7 +278,7 @@ def _dq(
         full_end, end, DIM, DIM_V, TILE_KV, True, False,
     )  # fmt: skip
     # Where every pair is visible there is nothing to keep out, and nothing is compiled for it.
-    CUTS: tl.constexpr = left is not None or right is not None or prefix is not None or document_q is not None
+    CUTS: tl.constexpr = left is not None or right is not None or prefix is not None or BY_PAIR
     if CUTS:
         if any_nan(acc):
             finite = _rows_from_keys(
