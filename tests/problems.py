@@ -49,6 +49,9 @@ class Case:
         return "-".join(parts + [f"logits{self.logits:g}"] * (self.logits != 1))
 
 
+LEARNED = ("bias", "sinks")
+"""The tensors of a score that have gradients."""
+
 CASES = (
     Case(64, 64),
     Case(129, 129, mask="causal"),
@@ -118,7 +121,19 @@ class Tensors:
 
     def with_gradients(self) -> Tensors:
         q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
-        return replace(self, q=q, k=k, v=v)
+        score = self.keywords.get("score")
+        if score is None:
+            return replace(self, q=q, k=k, v=v)
+        learned = {name: x.detach().requires_grad_() for name in LEARNED if (x := getattr(score, name)) is not None}
+        return replace(self, q=q, k=k, v=v, keywords={**self.keywords, "score": replace(score, **learned)})
+
+    def gradients(self, results: tuple[torch.Tensor, ...], upstream: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        """By the names of `Results`, of what `with_gradients` made; 0 where results do not depend on an input at all."""
+        score = self.keywords.get("score", Score())
+        inputs = {"dq": self.q, "dk": self.k, "dv": self.v, "dbias": score.bias, "dsinks": score.sinks}
+        inputs = {name: x for name, x in inputs.items() if x is not None}
+        grads = torch.autograd.grad(results, tuple(inputs.values()), upstream, materialize_grads=True)
+        return dict(zip(inputs, grads, strict=True))
 
 
 def tensors(case: Case, dtype=torch.float32, device="cpu", seed: int = 0) -> Tensors:
@@ -232,16 +247,19 @@ def describe(t: Tensors, phase="forward"):
 
 @dataclass(frozen=True)
 class Results:
-    """out, lse and the gradients (of q, k, v) for the upstream gradients that `upstream` makes; None where no backend has
-    them yet."""
+    """out, lse and the gradients for the upstream gradients that `upstream` makes; None where no backend has them yet, or
+    there is no such tensor."""
 
     out: torch.Tensor
     lse: torch.Tensor
     dq: torch.Tensor | None = None
     dk: torch.Tensor | None = None
     dv: torch.Tensor | None = None
+    dbias: torch.Tensor | None = None
+    dsinks: torch.Tensor | None = None
 
     FIELDS = ("out", "lse", "dq", "dk", "dv")
+    ALL = (*FIELDS, "dbias", "dsinks")
 
 
 def upstream(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,19 +275,18 @@ def run(t: Tensors, backend: str | None) -> Results:
         return Results(*strobe.attention(t.q, t.k, t.v, return_lse=True, backend=backend, **t.keywords))
     t = t.with_gradients()
     out, lse = strobe.attention(t.q, t.k, t.v, return_lse=True, backend=backend, **t.keywords)
-    return Results(out.detach(), lse.detach(), *torch.autograd.grad((out, lse), (t.q, t.k, t.v), upstream(out, lse)))
+    return Results(out.detach(), lse.detach(), **t.gradients((out, lse), upstream(out, lse)))
 
 
 def formula(t: Tensors, dtype: torch.dtype = torch.float64) -> Results:
     """The specification's formula and its gradients by autograd, computed in dtype (float64: the reference)."""
-    upstream_of = upstream
     t = replace(t, q=t.q.to(dtype), k=t.k.to(dtype), v=t.v.to(dtype)).with_gradients()
     problem, operands = describe(t)
     out, lse = dense.attention(problem, operands, dtype)
-    return Results(out.detach(), lse.detach(), *torch.autograd.grad((out, lse), (t.q, t.k, t.v), upstream_of(out, lse)))
+    return Results(out.detach(), lse.detach(), **t.gradients((out, lse), upstream(out, lse)))
 
 
-def check(results: Results, t: Tensors, fields=Results.FIELDS) -> None:
+def check(results: Results, t: Tensors, fields=Results.ALL) -> None:
     """Assert that results are right for the inputs t."""
     exact, same_precision = formula(t), formula(t, t.q.dtype)
     rounding = torch.finfo(t.q.dtype).eps

@@ -233,6 +233,24 @@ def test_a_sink_takes_weight_and_has_no_value():
     torch.testing.assert_close(out, strobe.attention(t.q, t.k, t.v, **keywords))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sinks_alone_may_be_learned(dtype):
+    """Through flash-attn's door, in their own dtype, where q, k and v need no gradient; -inf is no sink and gets 0."""
+    q, k, v = torch.randn(3, 2, 30, 4, 16)
+    sinks = torch.tensor([-torch.inf, -2.0, 0.0, 5.0], dtype=dtype, requires_grad=True)
+    out, lse, _ = strobe.flash_attn_func(q, k, v, causal=True, learnable_sink=sinks, return_attn_probs=True)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    (got,) = torch.autograd.grad((out, lse), sinks, (dout, dlse))
+    other = sinks.detach().requires_grad_()
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4
+    scores = scores.masked_fill(~strobe.Causal().dense(30, 30), -torch.inf)
+    scores = torch.cat([scores, other.float()[None, :, None, None].expand(2, 4, 30, 1)], -1)
+    result = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1)[..., :-1], v)
+    (want,) = torch.autograd.grad((result, scores.logsumexp(-1)), other, (dout, dlse))
+    assert got.dtype == dtype and got[0] == 0
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_what_is_not_used_is_as_if_it_were_not_there(packed):
     """NaN in it reaches nothing; masks are aligned to what is used; rows that are not used give 0 and -inf."""
@@ -311,6 +329,6 @@ def test_seqused_through_flash_attns_door():
 
 def test_explain_names_what_has_no_gradient(capsys):
     q = torch.randn(1, 8, 2, 16, requires_grad=True)
-    explanation = strobe.explain(q, q, q, score=strobe.Score(sinks=torch.zeros(2)))
+    explanation = strobe.explain(q, q, q, score=strobe.Score(bias=torch.zeros(1, 1, 1, 1)))
     assert explanation.chosen == "tiled" and explanation.backward.chosen is None
-    assert dict(explanation.backward.refusals)["portable"] == "has no gradient with sinks yet"
+    assert dict(explanation.backward.refusals)["portable"] == "has no gradient with a bias yet"

@@ -136,6 +136,7 @@ def test_nan_that_a_function_hides_is_not_seen():
     clean, got = poisoned("v", float("nan"), torch.float32, strobe.Visible(not_the_poisoned))
     assert_same(got.out[:, 5:], clean.out[:, 5:])
     assert got.out[:, :5, :, 3].isnan().all()
+    clean, got = poisoned("k", float("nan"), torch.float32, strobe.Visible(not_the_poisoned))
     assert_same(got.dq[:, 5:], clean.dq[:, 5:])
     assert got.dq[:, :5].isnan().all()
 

@@ -78,8 +78,9 @@ def explain(
     """
     options = _options_of(q, k, v, backend=backend, **keywords)
     explanation = dispatch.explain_problem(ops.describe(q, k, v, options), arch_of(q.device), backend)
-    if _wants_gradient(q, k, v):
-        backward = dispatch.explain_problem(ops.describe(q, k, v, options, "backward"), arch_of(q.device), backend)
+    if _wants_gradient(q, k, v, options.bias, options.sinks):
+        problem = ops.describe(q, k, v, options, "backward", ops.learned_of(options))
+        backward = dispatch.explain_problem(problem, arch_of(q.device), backend)
         explanation = replace(explanation, backward=backward)
     print(explanation)
     return explanation
@@ -251,7 +252,7 @@ def _options(
     _check_bias(score.bias, q, k, packed)
     _check_sinks(score.sinks, q)
     if backend is not None:
-        _check_backend(backend, q, k, v)
+        _check_backend(backend, q, k, v, score.bias, score.sinks)
     return ops.Options(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_kv=cu_seqlens_kv,
@@ -391,10 +392,6 @@ def _check_parameter(name: str, x: torch.Tensor, q) -> None:
     """A tensor that a model may have learned."""
     if x.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name} must not require a gradient: Strobe has none for it yet; use torch.no_grad() or {name}.detach()"
-        )
 
 
 def _check_seqused(name: str, used: torch.Tensor | None, batch: int, q) -> None:
@@ -419,15 +416,16 @@ def _check_scale(scale, head_dim: int) -> float:
     return float(scale)
 
 
-def _wants_gradient(q, k, v) -> bool:
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _check_backend(backend: str, q, k, v) -> None:
+def _check_backend(backend: str, *tensors: torch.Tensor | None) -> None:
     if backend not in dispatch.BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(dispatch.BACKENDS)} or None, got {backend!r}")
-    if backend in dispatch.FORWARD_ONLY and _wants_gradient(q, k, v):
+    if backend in dispatch.FORWARD_ONLY and _wants_gradient(*tensors):
         raise ValueError(
-            f"backend {backend!r} has no backward, and q, k or v require gradients: call it under torch.no_grad(), "
+            f"backend {backend!r} has no backward, and q, k or v (or a bias or sinks) require gradients: call it under "
+            "torch.no_grad(), "
             "or leave backend=None and the best backward is chosen"
         )

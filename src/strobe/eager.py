@@ -168,7 +168,7 @@ class _Differentiable(torch.autograd.Function):
         assert prepared.plan is not None
         outputs = prepared.plan(stream, True, addresses, (q, k, v, *_NONE))
         ctx.save_for_backward(q, k, v, *outputs, *_NONE)
-        ctx.options = prepared.options
+        ctx.options, ctx.learned = prepared.options, []
         ctx.set_materialize_grads(False)
         return outputs
 

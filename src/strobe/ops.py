@@ -7,8 +7,8 @@ from the AttentionProblem that the arguments describe. Nothing here waits for th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ _library = torch.library.Library("strobe", "DEF")
 _library.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor lse)")
 _library.define(
     "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)"
+    f"{_OPTIONS}, str[] learned) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
 )
 
 
@@ -73,7 +73,19 @@ _TENSORS = (
 """Those of the options that are tensors."""
 
 
-def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, phase="forward") -> AttentionProblem:
+LEARNED = ("bias", "sinks")
+"""Those that have gradients."""
+
+
+def learned_of(options: Options) -> list[str]:
+    """The names of those whose gradients are asked for."""
+    tensors = {name: getattr(options, name) for name in LEARNED}
+    return [name for name, x in tensors.items() if x is not None and x.requires_grad]
+
+
+def describe(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, phase="forward", learned: Sequence[str] = ()
+) -> AttentionProblem:
     """The AttentionProblem that an operator's arguments mean."""
     lengths: Dense | Varlen
     if options.cu_seqlens_q is not None:
@@ -98,6 +110,7 @@ def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
         phase=phase,
         unaligned=tuple(name for name, x in (("q", q), ("k", k), ("v", v)) if not _aligned(x)),
         seqused=options.seqused_q is not None or options.seqused_kv is not None,
+        learned=tuple(learned),
     )
 
 
@@ -118,12 +131,14 @@ def _run_forward(q, k, v, *options):
     return dispatch.select(problem, arch_of(q.device), opts.backend).forward(problem, operands)
 
 
-def _run_backward(dout, dlse, q, k, v, out, lse, *options):
+def _run_backward(dout, dlse, q, k, v, out, lse, *arguments):
+    *options, learned = arguments
     opts = Options(*options)
-    problem, operands = describe(q, k, v, opts, "backward"), operands_of(q, k, v, opts)
+    problem, operands = describe(q, k, v, opts, "backward", learned), operands_of(q, k, v, opts)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     chosen = dispatch.select(problem, arch_of(q.device), opts.backend)
-    return chosen.backward(problem, operands, out, lse, dout, dlse)[:3]
+    grads = chosen.backward(problem, operands, out, lse, dout, dlse)
+    return tuple(q.new_empty(0) if grad is None else grad for grad in grads)  # an operator returns tensors, no None
 
 
 def _check_lengths(problem: AttentionProblem, operands: Operands) -> None:
@@ -164,8 +179,11 @@ def _fake_forward(q, k, v, *options):
     return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(lse, dtype=lse_dtype)
 
 
-def _fake_backward(dout, dlse, q, k, v, out, lse, *options):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _fake_backward(dout, dlse, q, k, v, out, lse, *arguments):
+    *options, learned = arguments
+    opts = Options(*options)
+    of_options = (getattr(opts, name) if name in learned else q.new_empty(0) for name in LEARNED)
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, *of_options))
 
 
 def _save(ctx, inputs, output):
@@ -174,6 +192,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(q, k, v, *output, *(getattr(options, name) for name in _TENSORS))
     without_tensors: dict[str, Any] = dict.fromkeys(_TENSORS)
     ctx.options = replace(options, **without_tensors)
+    ctx.learned = learned_of(options)
     ctx.set_materialize_grads(False)
 
 
@@ -181,8 +200,9 @@ def _gradient(ctx, dout, dlse):
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     options = replace(ctx.options, **dict(zip(_TENSORS, tensors, strict=True)))
     dout = torch.zeros_like(out) if dout is None else dout
-    grads = torch.ops.strobe.backward(dout, dlse, q, k, v, out, lse, *options.arguments())
-    return (*grads, *(None for _ in options.arguments()))
+    dq, dk, dv, *others = torch.ops.strobe.backward(dout, dlse, q, k, v, out, lse, *options.arguments(), ctx.learned)
+    by_name = {name: grad for name, grad in zip(LEARNED, others, strict=True) if name in ctx.learned}
+    return dq, dk, dv, *(by_name.get(one.name) for one in fields(Options))
 
 
 def _no_second_gradient(ctx, *grads):

@@ -77,6 +77,8 @@ class AttentionProblem:
     """Names of the tensors that a TMA descriptor cannot address (base or a stride not a multiple of 16 bytes)."""
     seqused: bool = False
     """Whether the operands say how many rows or keys of each batch entry (or sequence) are used."""
+    learned: tuple[str, ...] = ()
+    """Which of the score's tensors a backward finds gradients for beside those of q, k and v: "bias", "sinks"."""
 
     @property
     def group(self) -> int:
@@ -121,7 +123,6 @@ def without_gradient(problem: AttentionProblem) -> str | None:
     """Why no backward takes a problem yet: the features that only the forward has; or None."""
     features = {
         "a bias": problem.score.bias,
-        "sinks": problem.score.sinks,
         "a score function": problem.score.function,
     }
     named = [name for name, given in features.items() if given is not None]

@@ -95,6 +95,16 @@ class Score:
         return ds
 
 
+def sinks_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """d loss / d sinks, [heads_q], from what every backward has: lse and delta = rowsum(dO * O) - dLSE, both [batch, heads_q,
+    rows] or [heads_q, rows].
+
+    A sink is a key without a value, so dP is 0 and dS = P * (0 - delta), P = exp(sink - LSE), of which each row has one."""
+    of_rows = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks.to(lse.dtype)[:, None] - lse) * -delta)
+    by_head = of_rows.sum(-1)
+    return (by_head if by_head.dim() == 1 else by_head.sum(0)).to(sinks.dtype)
+
+
 # ---- the arithmetic of kernels
 
 

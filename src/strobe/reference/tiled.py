@@ -30,6 +30,7 @@ from strobe.device import Arch
 from strobe.masks import TileClass
 from strobe.problem import AttentionProblem, Gradients, Operands, lse_shape, without_gradient
 from strobe.reference.sequences import Part, parts
+from strobe.scores import sinks_gradient
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse
     for part in parts(problem, operands):
         saved = _Saved(q[part.rows], k[part.keys], v[part.keys], lse[part.lse], dout[part.rows], delta[part.lse])
         _backward(part, saved, dq[part.rows], dk[part.keys], dv[part.keys])
-    return Gradients(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
+    sinks = problem.score.sinks
+    dsinks = sinks_gradient(sinks, lse, delta) if sinks is not None and "sinks" in problem.learned else None
+    return Gradients(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), sinks=dsinks)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

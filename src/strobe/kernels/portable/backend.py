@@ -14,6 +14,7 @@ from strobe.kernels import has_triton
 from strobe.kernels.portable.config import config
 from strobe.masks import MAX_BOUND
 from strobe.problem import AttentionProblem, Gradients, Operands, Varlen, lse_shape, without_gradient
+from strobe.scores import sinks_gradient
 
 __all__ = ["backward", "config", "forward", "refuses"]
 
@@ -72,9 +73,15 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
 
 
 def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse) -> Gradients:
-    dq, dk, dv = _allocate(problem, operands.q, *(x.shape for x in operands[:3]))
-    if not _is_empty(problem):
-        from strobe.kernels.portable.backward import launch
+    grads = Gradients(*_allocate(problem, operands.q, *(x.shape for x in operands[:3])))
+    delta = torch.zeros_like(lse, memory_format=torch.contiguous_format)
+    if out.numel():
+        from strobe.kernels.portable import backward as kernels
 
-        launch(problem, operands, out, lse, dout, dlse, dq, dk, dv)
-    return Gradients(dq, dk, dv)
+        kernels.launch_delta(problem, out, dout, dlse, delta)
+        if not _is_empty(problem):
+            kernels.launch(problem, operands, lse, dout, delta, grads)
+    sinks = problem.score.sinks
+    if sinks is not None and "sinks" in problem.learned:
+        grads = grads._replace(sinks=sinks_gradient(sinks, lse, delta))
+    return grads

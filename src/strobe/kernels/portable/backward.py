@@ -41,7 +41,7 @@ from strobe.kernels.portable.tiles import (
     stream,
     vector_stream,
 )
-from strobe.problem import AttentionProblem, Operands
+from strobe.problem import AttentionProblem, Gradients, Operands
 
 interpreter.mend()
 
@@ -292,46 +292,42 @@ def _dq(
     store_tile(stream(dq, batch, start_q, head, TILE_Q, PADDED), first, n_q - first, acc * scale, DIM)
 
 
-def launch(
-    problem: AttentionProblem, operands: Operands, out, lse, dout, dlse: torch.Tensor | None,
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
-) -> None:  # fmt: skip
-    """Write dq, dk, dv, at least one query and one key given; rows that belong to no sequence are left alone."""
-    arch, lengths = arch_of(out.device), problem.lengths
-    delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
+def launch(problem: AttentionProblem, operands: Operands, lse, dout, delta, grads: Gradients) -> None:
+    """Write grads, at least one query and one key given; rows that belong to no sequence are left alone."""
+    arch, lengths = arch_of(dout.device), problem.lengths
     of_problem = arguments.of_problem(problem, operands) | dict(
         dout=arguments.matrix(dout), lse=arguments.vector(lse), delta=arguments.vector(delta), scale=problem.scale
     )
-    with torch.cuda.device_of(out):
-        _launch_delta(problem, out, dout, dlse, delta)
+    with torch.cuda.device_of(dout):
         dkdv = choose("dkdv", problem, arch)
         _dkdv[(triton.cdiv(lengths.seqlen_kv, dkdv.tile_kv) * problem.heads_kv * lengths.batch,)](
             **of_problem,
-            dk=arguments.matrix(dk),
-            dv=arguments.matrix(dv),
+            dk=arguments.matrix(grads.k),
+            dv=arguments.matrix(grads.v),
             heads_kv=problem.heads_kv,
             **arguments.of_config(dkdv),
         )
         config = choose("dq", problem, arch)
         _dq[(triton.cdiv(lengths.seqlen_q, config.tile_q) * problem.heads_q * lengths.batch,)](
             **of_problem,
-            dq=arguments.matrix(dq),
+            dq=arguments.matrix(grads.q),
             heads_q=problem.heads_q,
             **arguments.of_config(config),
         )
 
 
-def _launch_delta(problem: AttentionProblem, out, dout, dlse: torch.Tensor | None, delta) -> None:
-    """Over all rows, packed or not: those of no sequence get a number that nobody reads."""
+def launch_delta(problem: AttentionProblem, out, dout, dlse: torch.Tensor | None, delta) -> None:
+    """Write delta over all rows, packed or not, at least one given: those of no sequence get a number that nobody reads."""
     n, batch = (out.shape[0], 1) if problem.varlen else (out.shape[1], out.shape[0])
-    _delta[(triton.cdiv(n, TILE_DELTA) * problem.heads_q * batch,)](
-        arguments.matrix(out),
-        arguments.matrix(dout),
-        None if dlse is None else arguments.vector(dlse),
-        arguments.vector(delta),
-        n,
-        problem.heads_q,
-        DIM_V=problem.head_dim_v,
-        PADDED_V=padded(problem.head_dim_v),
-        TILE_Q=TILE_DELTA,
-    )
+    with torch.cuda.device_of(out):
+        _delta[(triton.cdiv(n, TILE_DELTA) * problem.heads_q * batch,)](
+            arguments.matrix(out),
+            arguments.matrix(dout),
+            None if dlse is None else arguments.vector(dlse),
+            arguments.vector(delta),
+            n,
+            problem.heads_q,
+            DIM_V=problem.head_dim_v,
+            PADDED_V=padded(problem.head_dim_v),
+            TILE_Q=TILE_DELTA,
+        )
