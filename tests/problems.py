@@ -13,7 +13,6 @@ import torch
 import strobe
 from strobe import api, ops
 from strobe.masks import Mask
-from strobe.problem import without_gradient
 from strobe.reference import dense
 from strobe.scores import Score
 
@@ -86,7 +85,6 @@ CASES = (
     Case(60, 70, packed=True, batch=5, mask="window"),
     Case(80, 90, logits=30.0, mask="causal"),
     Case(80, 90, logits=300.0),
-    # The forward alone, as yet.
     Case(80, 100, heads_q=4, bias=True, mask="causal"),
     Case(80, 100, bias=True),
     Case(40, 150, heads_q=4, sinks=True, mask="causal"),
@@ -191,7 +189,7 @@ def _score(case: Case, random: torch.Generator, device) -> Score:
         bias = bias.transpose(0, 1).contiguous().transpose(0, 1)
     if case.sinks:
         sinks = 6 * uniform(case.heads_q) - 3
-    return Score(case.softcap, slopes, bias, sinks, _score_function if case.function else None)
+    return Score(case.softcap, slopes, bias, sinks, *(_score_function, _score_gradient) if case.function else ())
 
 
 STEP = 0.25
@@ -205,6 +203,11 @@ def _score_function(score, batch, head, q_index, kv_index):
     """Of all its arguments, a number and a function of this module."""
     near = strobe.math.where(_distance(q_index, kv_index) < 4.0, 1.5 * strobe.math.tanh(score), score)
     return near - 0.01 * max(kv_index, 20) * strobe.math.exp2(-(head + 1.0)) + strobe.math.sqrt(batch + 2.0)
+
+
+def _score_gradient(score, batch, head, q_index, kv_index):
+    t = strobe.math.tanh(score)
+    return strobe.math.where(_distance(q_index, kv_index) < 4.0, 1.5 * (1.0 - t * t), 1.0)
 
 
 def _mask_function(batch, head, q_index, kv_index):
@@ -242,13 +245,13 @@ def _mask(case: Case, random: torch.Generator, device) -> Mask:
 def describe(t: Tensors, phase="forward"):
     """The AttentionProblem and the Operands of some inputs."""
     options = api._options_of(t.q, t.k, t.v, **t.keywords)
-    return ops.describe(t.q, t.k, t.v, options, phase), ops.operands_of(t.q, t.k, t.v, options)
+    learned = ops.learned_of(options)
+    return ops.describe(t.q, t.k, t.v, options, phase, learned), ops.operands_of(t.q, t.k, t.v, options)
 
 
 @dataclass(frozen=True)
 class Results:
-    """out, lse and the gradients for the upstream gradients that `upstream` makes; None where no backend has them yet, or
-    there is no such tensor."""
+    """out, lse and the gradients for the upstream gradients that `upstream` makes; None where there is no such tensor."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -270,9 +273,7 @@ def upstream(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def run(t: Tensors, backend: str | None) -> Results:
-    """strobe.attention and its gradients, where it has some."""
-    if without_gradient(describe(t, "backward")[0]):
-        return Results(*strobe.attention(t.q, t.k, t.v, return_lse=True, backend=backend, **t.keywords))
+    """strobe.attention and its gradients."""
     t = t.with_gradients()
     out, lse = strobe.attention(t.q, t.k, t.v, return_lse=True, backend=backend, **t.keywords)
     return Results(out.detach(), lse.detach(), **t.gradients((out, lse), upstream(out, lse)))
@@ -280,6 +281,9 @@ def run(t: Tensors, backend: str | None) -> Results:
 
 def formula(t: Tensors, dtype: torch.dtype = torch.float64) -> Results:
     """The specification's formula and its gradients by autograd, computed in dtype (float64: the reference)."""
+    score = t.keywords.get("score", Score())
+    if score.bias is not None and score.bias.dtype == t.q.dtype:
+        t = replace(t, keywords={**t.keywords, "score": replace(score, bias=score.bias.to(dtype))})
     t = replace(t, q=t.q.to(dtype), k=t.k.to(dtype), v=t.v.to(dtype)).with_gradients()
     problem, operands = describe(t)
     out, lse = dense.attention(problem, operands, dtype)

@@ -3,11 +3,12 @@
 import inspect
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import HAS_GPU
-from problems import Case, check, formula, run, tensors
+from problems import Case, _score_function, check, describe, formula, run, tensors
 
 import strobe
 
@@ -209,6 +210,37 @@ def test_biases_broadcast(shape, dtype):
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
+@pytest.mark.parametrize("backend", ["tiled", "portable"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(3, 4, 70, 50), (1, 4, 70, 50), (3, 1, 70, 50), (3, 4, 1, 50), (3, 4, 70, 1), (1, 1, 1, 50), (1, 1, 1, 1)],
+    ids=str,
+)
+def test_gradients_of_biases_broadcast(shape, dtype, backend):
+    """What is repeated is summed in float32 and rounded once; used lengths, GQA and a window beside it."""
+    t = tensors(Case(70, 50, batch=3, heads_q=4, heads_kv=2, seqused=True, mask="window"), dtype)
+    t.keywords["score"] = strobe.Score(softcap=3.0, bias=torch.randn(shape, dtype=dtype))
+    if not strobe.supports(t.q, t.k, t.v, backend=backend, **t.keywords)[0]:
+        pytest.skip("refused")
+    got = run(t, backend)
+    assert got.dbias.shape == shape and got.dbias.dtype == dtype and got.dbias.any()
+    check(got, t)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "portable"])
+def test_what_needs_no_gradient_is_not_computed(backend):
+    t = tensors(Case(20, 30, bias=True, sinks=True))
+    if not strobe.supports(t.q, t.k, t.v, backend=backend, **t.keywords)[0]:
+        pytest.skip("refused")
+    problem, operands = describe(t, "backward")
+    module = strobe.dispatch.backend_module(backend)
+    out, lse = module.forward(problem, operands)
+    for learned in ((), ("bias",), ("sinks",)):
+        grads = module.backward(replace(problem, learned=learned), operands, out, lse, out, None)
+        assert (grads.bias is not None, grads.sinks is not None) == ("bias" in learned, "sinks" in learned)
+
+
 def test_a_bias_of_minus_infinity_is_a_mask():
     t = tensors(Case(40, 50, mask="causal"))
     bias = torch.where(strobe.Causal().dense(40, 50), 0.0, -torch.inf)[None, None]
@@ -329,6 +361,9 @@ def test_seqused_through_flash_attns_door():
 
 def test_explain_names_what_has_no_gradient(capsys):
     q = torch.randn(1, 8, 2, 16, requires_grad=True)
-    explanation = strobe.explain(q, q, q, score=strobe.Score(bias=torch.zeros(1, 1, 1, 1)))
+    explanation = strobe.explain(q, q, q, score=strobe.Score(function=_score_function))
     assert explanation.chosen == "tiled" and explanation.backward.chosen is None
-    assert dict(explanation.backward.refusals)["portable"] == "has no gradient with a bias yet"
+    assert "needs the derivative of the score function" in dict(explanation.backward.refusals)["portable"]
+    bias = torch.zeros(1, 1, 1, 1, requires_grad=True)
+    explanation = strobe.explain(q.detach(), q.detach(), q.detach(), score=strobe.Score(bias=bias))
+    assert explanation.backward.chosen == "tiled" and explanation.backward.problem.learned == ("bias",)

@@ -35,6 +35,10 @@ def attend(q=Q, k=Q, v=Q, **keywords):
     return strobe.attention(q, k, v, **keywords)
 
 
+def halved(score, batch, head, q_index, kv_index):
+    return score * 0.5
+
+
 BAD = {
     # what: (call, error, what the message says)
     "q is no tensor": (lambda: attend(q=[1.0]), TypeError, "q must be a tensor, got list"),
@@ -119,8 +123,14 @@ BAD = {
     "seqused negative": (lambda: attend(seqused_q=cu(-1, 8)), ValueError, r"seqused_q must be from 0 .* got \[-1, 8\]"),
     "seqused too large for its sequence": (lambda: varlen(seqused_k=cu(5, 6)), ValueError, "seqused_k must be from 0 to the"),
     "a gradient that is not there": (
-        lambda: attend(x(2, 8, 4, 32).requires_grad_(), score=strobe.Score(bias=x(1, 1, 1, 1))).sum().backward(),
-        ValueError, "tiled: has no gradient with a bias yet",
+        lambda: attend(x(2, 8, 4, 32).requires_grad_(), score=strobe.Score(function=halved)).sum().backward(),
+        ValueError, r"tiled: needs the derivative of the score function halved: pass it as strobe.Score\(function_gradient=",
+    ),
+    "a derivative of nothing": (
+        lambda: strobe.Score(function_gradient=halved), ValueError, "function_gradient goes with a function, got none",
+    ),
+    "a derivative that is none": (
+        lambda: strobe.Score(function=halved, function_gradient=0.5), TypeError, "score: function_gradient must be a Python f",
     ),
     "unknown backend": (lambda: attend(backend="fastest"), ValueError, "backend must be one of sm100, sm90, portable"),
     "backend that refuses": (lambda: attend(backend="sm90"), ValueError, "backend 'sm90' refuses .*needs a Hopper GPU"),

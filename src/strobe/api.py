@@ -5,7 +5,7 @@ allowed. flash-attn's functions keep flash-attn's signatures, layouts and return
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -45,7 +45,8 @@ def attention(
         v: as k; its head dim may differ.
         mask: Full() (the default), Causal(), Window(...), Prefix(...), Document(...), Visible(function), or several
             joined by `&`. Aligned bottom-right: the last query stands on the last key.
-        score: Score(softcap=..., alibi=..., bias=..., sinks=..., function=...).
+        score: Score(softcap=..., alibi=..., bias=..., sinks=..., function=..., function_gradient=...). The bias and the sinks
+            have gradients too.
         scale: default 1 / sqrt(head_dim).
         cu_seqlens_q, cu_seqlens_kv: int32 [batch + 1] on q's device: the bounds of packed sequences.
         max_seqlen_q, max_seqlen_kv: the longest sequences; default: the totals, which is safe and launches more.
@@ -57,7 +58,7 @@ def attention(
 
     Returns:
         out, shaped as q with v's head dim; or (out, lse). A row that sees no key gives 0, LSE -inf (with sinks: its sink) and
-        zero gradients. Gradients with a bias, sinks, functions or seqused are refused, when they are asked for.
+        zero gradients. A gradient through a score function needs its derivative, and is refused without when it is asked for.
 
     Raises:
         ValueError, TypeError: naming the argument, before any launch.
@@ -266,14 +267,20 @@ def _options(
         prefix=mask.prefix,
         document_q=documents.q if documents else None,
         document_kv=documents.kv if documents else None,
-        mask_function=None if mask.function is None else mask.function.key,
+        mask_function=_key(mask.function),
         softcap=score.softcap,
         alibi=score.alibi,
         bias=score.bias,
         sinks=score.sinks,
-        score_function=score.function.key if isinstance(score.function, Function) else None,
+        score_function=_key(score.function),
+        score_gradient=_key(score.function_gradient),
         backend=backend,
     )
+
+
+def _key(function: Function | Callable | None) -> str | None:
+    """How the operator takes a function, which a Mask or a Score made a Function."""
+    return function.key if isinstance(function, Function) else None
 
 
 def _check_tensor(name: str, x) -> None:
@@ -372,7 +379,7 @@ def _check_bias(bias: torch.Tensor | None, q, k, packed: bool) -> None:
     if bias.dtype not in (q.dtype, torch.float32):
         raise TypeError(f"bias must be float32 or have q's dtype {q.dtype}, got {bias.dtype}")
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    if bias.dim() != 4 or any(n not in (1, full) for n, full in zip(bias.shape, shape, strict=True)):
+    if bias.dim() != 4 or any(n != 1 and n != full for n, full in zip(bias.shape, shape, strict=True)):
         raise ValueError(f"bias must have shape {list(shape)}, any of which may be 1, got {list(bias.shape)}")
     _check_parameter("bias", bias, q)
 

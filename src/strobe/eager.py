@@ -82,7 +82,7 @@ def attention(check: Callable[..., ops.Options], call: tuple, wants_lse: bool) -
     if score is not None:
         if not isinstance(score, Score):
             return None
-        rules = (rules, score.softcap, score.function)
+        rules = (rules, score.softcap, score.function, score.function_gradient)
     device = q.get_device()
     addresses: tuple = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if cu_q is not None or cu_kv is not None or used_q is not None or used_kv is not None or _has_tensors(mask, score):

@@ -23,7 +23,7 @@ from strobe.scores import Score
 _OPTIONS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, SymInt max_q, SymInt max_kv, Tensor? seqused_q, Tensor? seqused_kv, "
     "float scale, SymInt? left, SymInt? right, SymInt? prefix, Tensor? document_q, Tensor? document_kv, str? mask_function, "
-    "float softcap, Tensor? alibi, Tensor? bias, Tensor? sinks, str? score_function, str? backend"
+    "float softcap, Tensor? alibi, Tensor? bias, Tensor? sinks, str? score_function, str? score_gradient, str? backend"
 )
 _library = torch.library.Library("strobe", "DEF")
 _library.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor lse)")
@@ -50,12 +50,13 @@ class Options:
     document_q: torch.Tensor | None = None
     document_kv: torch.Tensor | None = None
     mask_function: str | None = None
-    """The key of a `strobe.functions.Function`, as is score_function."""
+    """The key of a `strobe.functions.Function`, as are score_function and score_gradient."""
     softcap: float = 0.0
     alibi: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     score_function: str | None = None
+    score_gradient: str | None = None
     backend: str | None = None
 
     def arguments(self) -> tuple:
@@ -63,7 +64,7 @@ class Options:
         return (
             self.cu_seqlens_q, self.cu_seqlens_kv, self.max_q, self.max_kv, self.seqused_q, self.seqused_kv, self.scale,
             self.left, self.right, self.prefix, self.document_q, self.document_kv, self.mask_function, self.softcap, self.alibi,
-            self.bias, self.sinks, self.score_function, self.backend,
+            self.bias, self.sinks, self.score_function, self.score_gradient, self.backend,
         )  # fmt: skip
 
 
@@ -106,7 +107,14 @@ def describe(
             options.document_q,
             options.document_kv,
         ),
-        score=Score(options.softcap, options.alibi, options.bias, options.sinks, known(options.score_function)),
+        score=Score(
+            options.softcap,
+            options.alibi,
+            options.bias,
+            options.sinks,
+            known(options.score_function),
+            known(options.score_gradient),
+        ),
         phase=phase,
         unaligned=tuple(name for name, x in (("q", q), ("k", k), ("v", v)) if not _aligned(x)),
         seqused=options.seqused_q is not None or options.seqused_kv is not None,

@@ -120,13 +120,16 @@ class Gradients(NamedTuple):
 
 
 def without_gradient(problem: AttentionProblem) -> str | None:
-    """Why no backward takes a problem yet: the features that only the forward has; or None."""
-    features = {
-        "a bias": problem.score.bias,
-        "a score function": problem.score.function,
-    }
-    named = [name for name, given in features.items() if given is not None]
-    return f"has no gradient with {', '.join(named)} yet" if named and problem.phase == "backward" else None
+    """Why no backward takes a problem; or None."""
+    function, gradient = problem.score.function, problem.score.function_gradient
+    if problem.phase == "backward" and function is not None and gradient is None:
+        return f"needs the derivative of the score function {function}: pass it as strobe.Score(function_gradient=...)"
+    return None
+
+
+def bias_shape(problem: AttentionProblem) -> tuple[int, ...]:
+    """[batch, heads_q, seqlen_q, seqlen_kv]: of a bias with a number for every pair."""
+    return problem.lengths.batch, problem.heads_q, problem.lengths.seqlen_q, problem.lengths.seqlen_kv
 
 
 def lse_shape(problem: AttentionProblem) -> tuple[int, ...]:

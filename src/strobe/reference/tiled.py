@@ -64,13 +64,23 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
 def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse) -> Gradients:
     q, k, v = operands[:3]
     dq, dk, dv = (torch.zeros(x.shape, dtype=_wide(x.dtype), device=x.device) for x in (q, k, v))
-    delta = _delta(problem, out, dout, dlse)
+    bias, sinks = problem.score.bias, problem.score.sinks
+    delta, dbias, dsinks = _delta(problem, out, dout, dlse), None, None
+    if bias is not None and "bias" in problem.learned:
+        dbias = torch.zeros(bias.shape, dtype=_wide(q.dtype), device=q.device)
     for part in parts(problem, operands):
         saved = _Saved(q[part.rows], k[part.keys], v[part.keys], lse[part.lse], dout[part.rows], delta[part.lse])
-        _backward(part, saved, dq[part.rows], dk[part.keys], dv[part.keys])
-    sinks = problem.score.sinks
-    dsinks = sinks_gradient(sinks, lse, delta) if sinks is not None and "sinks" in problem.learned else None
-    return Gradients(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), sinks=dsinks)
+        _backward(part, saved, dq[part.rows], dk[part.keys], dv[part.keys], None if dbias is None else _of_part(dbias, part))
+    if bias is not None and dbias is not None:
+        dbias = dbias.to(bias.dtype)
+    if sinks is not None and "sinks" in problem.learned:
+        dsinks = sinks_gradient(sinks, lse, delta)
+    return Gradients(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias, dsinks)
+
+
+def _of_part(dbias: torch.Tensor, part: Part) -> torch.Tensor:
+    """What a part, which is a batch entry or all of a dense problem, has of a bias."""
+    return dbias[part.batch : part.batch + 1] if part.rows and dbias.shape[0] > 1 else dbias
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -181,6 +191,20 @@ def _apply_score(part: Part, s, tile: _Tile, n_q: int, n_kv: int) -> torch.Tenso
     return by_head.unflatten(1, s.shape[1:3])
 
 
+def _apply_gradient(part: Part, ds, raw, tile: _Tile, n_q: int, n_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Score.gradient`, which works on [B, heads_q, rows, keys] too."""
+    by_head = part.problem.score.gradient(ds.flatten(1, 2), raw.flatten(1, 2), tile.i, tile.j, n_q, n_kv, part.batch)
+    of_product, of_bias = (x.unflatten(1, ds.shape[1:3]) for x in by_head)
+    return of_product, of_bias
+
+
+def _add_to_bias(dbias: torch.Tensor, ds: torch.Tensor, tile: _Tile) -> None:
+    """Add ds [B, heads_q, rows, keys] to the gradient of a bias, of which any dim may be 1."""
+    repeated = [dim for dim in range(4) if dbias.shape[dim] == 1]
+    rows, keys = (slice(None) if dim in repeated else part for dim, part in ((2, tile.rows), (3, tile.keys)))
+    dbias[:, :, rows, keys] += ds.sum(repeated, keepdim=True) if repeated else ds
+
+
 class _Saved(NamedTuple):
     """What the backward of one dense batch reads; lse and delta are [B, heads_q, n_q]."""
 
@@ -199,8 +223,8 @@ def _delta(problem: AttentionProblem, out, dout, dlse) -> torch.Tensor:
     return delta if dlse is None else delta - dlse.to(wide)
 
 
-def _backward(part: Part, saved: _Saved, dq, dk, dv) -> None:
-    """One dense batch, added into dq, dk, dv (in the wide type)."""
+def _backward(part: Part, saved: _Saved, dq, dk, dv, dbias) -> None:
+    """One dense batch, added into dq, dk, dv and, if it is not None, dbias (in the wide type)."""
     cfg, problem, group = Config(), part.problem, part.problem.group
     n_q, n_kv = saved.q.shape[1], saved.k.shape[1]
     for rows in _q_tiles(n_q, cfg.tile_q):
@@ -212,11 +236,14 @@ def _backward(part: Part, saved: _Saved, dq, dk, dv) -> None:
             raw = (q_tile * problem.scale) @ k_tile.transpose(-1, -2)
             p = torch.exp(_apply_score(part, raw, tile, n_q, n_kv) - shift)
             dp = dout @ v_tile.transpose(-1, -2)
-            ds = problem.score.gradient(p * (dp - delta), raw) * problem.scale
+            ds, of_bias = _apply_gradient(part, p * (dp - delta), raw, tile, n_q, n_kv)
+            ds = ds * problem.scale
             seen_t = None
             if tile.seen is not None:
-                p, ds = (torch.where(tile.seen, x, 0.0) for x in (p, ds))
+                p, ds, of_bias = (torch.where(tile.seen, x, 0.0) for x in (p, ds, of_bias))
                 seen_t = tile.seen.transpose(-1, -2)
+            if dbias is not None:
+                _add_to_bias(dbias, of_bias.flatten(1, 2), tile)
             dq[:, rows] += _to_rows(_product(ds, k_tile, tile.seen))
             dk[:, tile.keys] += _to_keys(_product(ds.transpose(-1, -2), q_tile, seen_t))
             dv[:, tile.keys] += _to_keys(_product(p.transpose(-1, -2), dout, seen_t))

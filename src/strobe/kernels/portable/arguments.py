@@ -6,8 +6,8 @@ import torch
 
 from strobe.kernels.common import triton_math
 from strobe.kernels.portable.config import Config
-from strobe.kernels.portable.tiles import LOG2E, Bias, Matrix, Score
-from strobe.problem import AttentionProblem, Operands, Varlen
+from strobe.kernels.portable.tiles import LOG2E, Bias, BiasGradient, Matrix, Score
+from strobe.problem import AttentionProblem, Operands, Varlen, bias_shape
 
 
 def matrix(x: torch.Tensor) -> Matrix:
@@ -39,6 +39,7 @@ def score(problem: AttentionProblem) -> Score:
         None if bias is None else _bias(bias),
         None if sinks is None else Matrix(sinks, 0, 0, sinks.stride(0)),
         triton_math.of_user(problem.score.function),
+        triton_math.of_user(problem.score.function_gradient) if problem.phase == "backward" else None,
         triton_math.of_user(problem.mask.function),
     )
 
@@ -46,6 +47,14 @@ def score(problem: AttentionProblem) -> Score:
 def _bias(x: torch.Tensor) -> Bias:
     """[batch or 1, heads or 1, rows or 1, keys or 1]: what there is one of is repeated by a stride of 0."""
     return Bias(x, *(stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True)))
+
+
+def bias_gradient(problem: AttentionProblem, dbias: torch.Tensor | None) -> BiasGradient:
+    """Where dbias, which has the bias's shape, is written; None: nowhere."""
+    if dbias is None:
+        return BiasGradient(None, None, None, None, None)
+    dims = zip(dbias.shape, bias_shape(problem), dbias.stride(), strict=True)
+    return BiasGradient(dbias, *(stride if size == whole else None for size, whole, stride in dims))
 
 
 def of_problem(problem: AttentionProblem, operands: Operands) -> dict:

@@ -1,8 +1,9 @@
-"""Flash attention's backward in plain Triton: three kernels, no atomics, so the same bits at every run.
+"""Flash attention's backward in plain Triton: three kernels; no atomics, so the same bits at every run, but for a bias that is
+repeated, whose gradient is a sum over programs.
 
     delta   rowsum(dO * O) - dLSE                       one program per tile of rows
     dkdv    dV += P^T dO,  dK += scale * dS^T Q         one program per tile of keys and key head
-    dq      dQ += scale * dS K                          one program per tile of rows
+    dq      dQ += scale * dS K,  dbias = dS             one program per tile of rows
 
 P = exp(s - LSE) and dS = P * (dO V^T - delta) are recomputed from q, k, v and the LSE. As in the forward, tiles that
 need the mask and tiles that are seen whole run in separate phases.
@@ -16,14 +17,16 @@ import triton.language as tl
 
 from strobe.device import arch_of
 from strobe.kernels.common.device_function import device_function
-from strobe.kernels.common.scores import score_and_factor
+from strobe.kernels.common.scores import gradient_through_function, score_and_factor
 from strobe.kernels.portable import arguments, interpreter
 from strobe.kernels.portable.config import choose, padded
 from strobe.kernels.portable.tiles import (
     LENGTHS_AND_BOUNDS,
     LOG2E,
     Mask,
+    add_to_bias,
     any_nan,
+    biased,
     count_broken,
     count_broken_keys,
     finite_part,
@@ -39,6 +42,7 @@ from strobe.kernels.portable.tiles import (
     store_tile,
     store_vector,
     stream,
+    through_function,
     vector_stream,
 )
 from strobe.problem import AttentionProblem, Gradients, Operands
@@ -73,14 +77,19 @@ def _shift_of(lse):
 
 
 @device_function
-def _gradients(s, factor, shift, dp, delta, seen, MASKED: tl.constexpr):
-    """P and dS / scale of a tile."""
-    weights = tl.exp2(s - shift)
-    ds = weights * (dp - delta) * factor
+def _gradients(products, dp, p, j, shift, delta, seen, slope, batch, head, n_q, n_kv, score, MASKED: tl.constexpr):
+    """Of a tile of products q.k and dP = dO V^T: P, what a bias gets, and dS / scale. p, j, shift and delta broadcast to it."""
+    s, factor = score_and_factor(products, p, j, score.inner, score.outer, slope)
+    i = p - (n_kv - n_q)
+    s = biased(s, i, j, n_q, n_kv, score, batch, head)
+    weights = tl.exp2(through_function(s, i, j, score, batch, head) - shift)
+    ds = weights * (dp - delta)
+    if score.gradient is not None:
+        ds = gradient_through_function(ds, s, score.gradient, batch, head, i, j)
     if MASKED:
         weights = tl.where(seen, weights, 0.0)
         ds = tl.where(seen, ds, 0.0)
-    return weights, ds
+    return weights, ds, ds * factor
 
 
 @device_function
@@ -97,8 +106,7 @@ def _keys_from_rows(
         rows = first + tl.arange(0, TILE_Q)
         p = rows + (n_kv - n_q)
         q_tile = load_tile(q, first, remaining, DIM)
-        s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
-        s, factor = score_and_factor(s, p[None, :], j[:, None], score.inner, score.outer, slope)
+        products = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
         shift = _shift_of(load_vector(lse, first, remaining))
         do_tile = load_tile(dout, first, remaining, DIM_V)
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
@@ -107,7 +115,10 @@ def _keys_from_rows(
             ids_q = load_ids(mask.document_q, batch, first, n_q, TILE_Q)
             seen = seen_in(p[None, :], j[:, None], n_q, n_kv, mask, score, ids_q[None, :], ids_kv[:, None], batch, head)
             seen = seen & (rows[None, :] < n_q)
-        weights, ds = _gradients(s, factor, shift[None, :], dp, load_vector(delta, first, remaining)[None, :], seen, MASKED)
+        weights, _, ds = _gradients(
+            products, dp, p[None, :], j[:, None], shift[None, :], load_vector(delta, first, remaining)[None, :], seen, slope,
+            batch, head, n_q, n_kv, score, MASKED,
+        )  # fmt: skip
         if FINITE:
             do_tile = finite_part(do_tile)
             q_tile = finite_part(q_tile)
@@ -207,24 +218,30 @@ def _dkdv(
 
 @device_function
 def _rows_from_keys(
-    dq, q_tile, do_tile, shift, delta, k, v, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, begin, end,
+    dq, q_tile, do_tile, shift, delta, k, v, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, dbias, begin, end,
     DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys [begin, end) give to dQ of a tile of rows. Tiles are [rows, keys]."""
+    """Add what the keys [begin, end) give to dQ of a tile of rows and, if it is wanted, to dbias. Tiles are [rows, keys].
+
+    FINITE: take keys that are not finite as 0; a bias has had its gradient then."""
     for first in tl.range(begin, end, TILE_KV, num_stages=1 if FINITE else None):
         remaining = None
         if MASKED:
             remaining = n_kv - first
         j = first + tl.arange(0, TILE_KV)
         k_tile = load_tile(k, first, remaining, DIM)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        s, factor = score_and_factor(s, p[:, None], j[None, :], score.inner, score.outer, slope)
+        products = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         dp = tl.dot(do_tile, tl.trans(load_tile(v, first, remaining, DIM_V)), input_precision="ieee")
         seen = None
         if MASKED:
             ids_kv = load_ids(mask.document_kv, batch, first, n_kv, TILE_KV)
             seen = seen_in(p[:, None], j[None, :], n_q, n_kv, mask, score, ids_q[:, None], ids_kv[None, :], batch, head)
-        _, ds = _gradients(s, factor, shift[:, None], dp, delta[:, None], seen, MASKED)
+        _, of_bias, ds = _gradients(
+            products, dp, p[:, None], j[None, :], shift[:, None], delta[:, None], seen, slope, batch, head, n_q, n_kv, score,
+            MASKED,
+        )  # fmt: skip
+        if dbias.pointer is not None and not FINITE:
+            add_to_bias(dbias, of_bias, p[:, None] - (n_kv - n_q), j[None, :], batch, head, n_q, n_kv)
         if FINITE:
             k_tile = finite_part(k_tile)
         dq = product(ds, k_tile, dq)
@@ -233,7 +250,7 @@ def _rows_from_keys(
 
 @triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
 def _dq(
-    q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
+    q, k, v, dout, lse, delta, dq, dbias, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
     left, right, prefix, document_q, document_kv, score, scale, heads_q, group,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
@@ -266,16 +283,16 @@ def _dq(
     if left is not None and not BY_PAIR:
         acc = _rows_from_keys(
             acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, head, n_q, n_kv, mask, score,
-            begin, full_begin, DIM, DIM_V, TILE_KV, True, False,
+            dbias, begin, full_begin, DIM, DIM_V, TILE_KV, True, False,
         )  # fmt: skip
     if not BY_PAIR:
         acc = _rows_from_keys(
             acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, head, n_q, n_kv, mask, score,
-            full_begin, full_end, DIM, DIM_V, TILE_KV, False, False,
+            dbias, full_begin, full_end, DIM, DIM_V, TILE_KV, False, False,
         )  # fmt: skip
     acc = _rows_from_keys(
         acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, head, n_q, n_kv, mask, score,
-        full_end, end, DIM, DIM_V, TILE_KV, True, False,
+        dbias, full_end, end, DIM, DIM_V, TILE_KV, True, False,
     )  # fmt: skip
     # Where every pair is visible there is nothing to keep out, and nothing is compiled for it.
     CUTS: tl.constexpr = left is not None or right is not None or prefix is not None or BY_PAIR
@@ -283,7 +300,7 @@ def _dq(
         if any_nan(acc):
             finite = _rows_from_keys(
                 tl.zeros((TILE_Q, PADDED), tl.float32), q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope,
-                batch, head, n_q, n_kv, mask, score, begin, end, DIM, DIM_V, TILE_KV, True, True,
+                batch, head, n_q, n_kv, mask, score, dbias, begin, end, DIM, DIM_V, TILE_KV, True, True,
             )  # fmt: skip
             broken = count_broken_keys(
                 keys, p, ids_q, batch, head, n_q, n_kv, mask, score, begin, end, TILE_Q, DIM, PADDED, TILE_KV
@@ -311,6 +328,7 @@ def launch(problem: AttentionProblem, operands: Operands, lse, dout, delta, grad
         _dq[(triton.cdiv(lengths.seqlen_q, config.tile_q) * problem.heads_q * lengths.batch,)](
             **of_problem,
             dq=arguments.matrix(grads.q),
+            dbias=arguments.bias_gradient(problem, grads.bias),
             heads_q=problem.heads_q,
             **arguments.of_config(config),
         )

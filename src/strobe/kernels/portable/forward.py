@@ -24,7 +24,7 @@ from strobe.kernels.portable.tiles import (
     Mask,
     Matrix,
     any_nan,
-    changed,
+    biased,
     count_broken_keys,
     finite_part,
     kv_phases,
@@ -38,6 +38,7 @@ from strobe.kernels.portable.tiles import (
     store_tile,
     store_vector,
     stream,
+    through_function,
     vector_stream,
 )
 from strobe.problem import AttentionProblem, Operands
@@ -63,7 +64,9 @@ def _attend(
         k_tile = load_tile(k, first, remaining, DIM)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         s = score_of(s, p[:, None], j[None, :], score.inner, score.outer, slope)
-        s = changed(s, p[:, None] - (n_kv - n_q), j[None, :], n_q, n_kv, score, batch, head)
+        i = p[:, None] - (n_kv - n_q)
+        s = biased(s, i, j[None, :], n_q, n_kv, score, batch, head)
+        s = through_function(s, i, j[None, :], score, batch, head)
         if MASKED:
             ids_kv = load_ids(mask.document_kv, batch, first, n_kv, TILE_KV)
             seen = seen_in(p[:, None], j[None, :], n_q, n_kv, mask, score, ids_q[:, None], ids_kv[None, :], batch, head)
