@@ -54,7 +54,7 @@ def test_large_against_reference(case, dtype):
 # ---- a NaN reaches the rows that see it, and no others
 
 POISON = Case(100, 100, batch=1, heads_q=2, heads_kv=1, head_dim=16, mask="causal")
-ROW = 70
+ROW, END = 70, POISON.n_q
 
 
 def poisoned(name: str, value: float, dtype, mask=None):
@@ -131,6 +131,22 @@ def test_key_reaches_only_the_biases_of_rows_that_see_it(heads):
     assert clean[:, :, :ROW].any()
     assert_same(got[:, :, :ROW], clean[:, :, :ROW])
     assert got[:, :, ROW, : ROW + 1].isnan().all() and not got[:, :, ROW, ROW + 1 :].any()
+
+
+def not_before_the_end(batch, head, q_index, kv_index):
+    return (kv_index != ROW) | (q_index >= END)
+
+
+def test_rows_that_are_not_there_give_nothing_to_a_bias_that_all_rows_share():
+    """A tile has rows beyond the last one, which may see what no row sees."""
+    t = tensors(POISON, torch.float32, DEVICE)
+    score = strobe.Score(bias=torch.randn(1, 2, 1, POISON.n_kv, device=DEVICE))
+    t = replace(t, keywords=dict(mask=strobe.Visible(not_before_the_end), score=score))
+    clean = run(t, "portable").dbias
+    t.k[:, ROW] = float("nan")
+    got = run(t, "portable").dbias
+    assert clean.any() and not clean[..., ROW].any()
+    assert_same(got, clean)
 
 
 def test_nan_of_another_document_is_not_seen():
