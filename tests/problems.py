@@ -12,6 +12,7 @@ import torch
 
 import strobe
 from strobe import api, ops
+from strobe.dropout import new_seed
 from strobe.masks import Mask
 from strobe.reference import dense
 from strobe.scores import Score
@@ -37,6 +38,7 @@ class Case:
     function: bool = False
     packed: bool = False
     seqused: bool = False
+    dropout: float = 0.0
     logits: float = 1.0
     """Standard deviation of q: 1 is ordinary, 30 makes softmax nearly an argmax."""
 
@@ -45,6 +47,7 @@ class Case:
         parts = [f"{self.n_q}x{self.n_kv}", f"b{self.batch}", f"h{self.heads_q}.{self.heads_kv}", head_dim, self.mask]
         parts += ["softcap"] * bool(self.softcap)
         parts += [name for name in ("alibi", "bias", "sinks", "function", "packed", "seqused") if getattr(self, name)]
+        parts += [f"dropout{self.dropout:g}"] * bool(self.dropout)
         return "-".join(parts + [f"logits{self.logits:g}"] * (self.logits != 1))
 
 
@@ -105,6 +108,9 @@ CASES = (
         mask="functions",
     ),
     Case(80, 100, softcap=4.0, alibi=True, sinks=True, function=True, seqused=True, packed=True, batch=3, mask="function"),
+    Case(130, 100, dropout=0.2, heads_q=4),
+    Case(70, 90, dropout=0.5, packed=True, batch=4, mask="causal"),
+    Case(80, 110, dropout=0.1, heads_q=4, softcap=4.0, bias=True, sinks=True, function=True, seqused=True, batch=3, mask="all"),
 )  # fmt: skip
 
 
@@ -155,6 +161,8 @@ def tensors(case: Case, dtype=torch.float32, device="cpu", seed: int = 0) -> Ten
     if case.seqused:
         keywords |= _seqused(case, keywords, random, device)
     keywords |= dict(mask=_mask(case, random, device), score=_score(case, random, device))
+    if case.dropout:
+        keywords |= dict(dropout_p=case.dropout)
     return Tensors(q, k, v, keywords)
 
 
@@ -242,9 +250,16 @@ def _mask(case: Case, random: torch.Generator, device) -> Mask:
     return masks[case.mask]
 
 
+SEED = 11
+"""Of torch's generators, which dropout draws from."""
+
+
 def describe(t: Tensors, phase="forward"):
     """The AttentionProblem and the Operands of some inputs."""
     options = api._options_of(t.q, t.k, t.v, **t.keywords)
+    if options.dropout:
+        torch.manual_seed(SEED)
+        options = replace(options, seed=new_seed(t.q.device))
     learned = ops.learned_of(options)
     return ops.describe(t.q, t.k, t.v, options, phase, learned), ops.operands_of(t.q, t.k, t.v, options)
 
@@ -275,6 +290,7 @@ def upstream(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.
 def run(t: Tensors, backend: str | None) -> Results:
     """strobe.attention and its gradients."""
     t = t.with_gradients()
+    torch.manual_seed(SEED)
     out, lse = strobe.attention(t.q, t.k, t.v, return_lse=True, backend=backend, **t.keywords)
     return Results(out.detach(), lse.detach(), **t.gradients((out, lse), upstream(out, lse)))
 

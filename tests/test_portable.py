@@ -327,7 +327,7 @@ for head_dim in map(int, sys.argv[4].split(",")):
 """
 ROOT = Path(__file__).parent.parent
 OLDEST_TRITON = ROOT / ".venv" / "triton-3.6"
-EVERYTHING = {"softcap": 4.0, "alibi": True, "bias": True, "sinks": True, "function": True, "seqused": True}
+EVERYTHING = {"softcap": 4.0, "alibi": True, "bias": True, "sinks": True, "function": True, "seqused": True, "dropout": 0.1}
 
 
 @pytest.mark.parametrize("triton", [None, OLDEST_TRITON], ids=["installed", "3.6"])

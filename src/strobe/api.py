@@ -12,6 +12,7 @@ import torch
 
 from strobe import dispatch, eager, ops
 from strobe.device import arch_of
+from strobe.dropout import check_probability, new_seed
 from strobe.functions import Function
 from strobe.masks import Causal, Mask, Window
 from strobe.scores import Score
@@ -33,6 +34,7 @@ def attention(
     max_seqlen_kv: int | None = None,
     seqused_q: torch.Tensor | None = None,
     seqused_kv: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -52,6 +54,9 @@ def attention(
         max_seqlen_q, max_seqlen_kv: the longest sequences; default: the totals, which is safe and launches more.
         seqused_q, seqused_kv: int32 [batch] on q's device: how many rows of q, and keys, of each batch entry (or packed
             sequence) are used. Masks are aligned to these; rows of q beyond give 0 and LSE -inf, keys beyond are not read.
+        dropout_p: the share of the weights that is dropped, from 0 to below 1, the others being divided by what is left
+            (the LSE is that of all). What is dropped follows from a seed that torch's default generator of q's device draws,
+            and is the same in every backend (`strobe.dropout_mask`).
         return_lse: also return log(sum(exp(scores))), float32, [batch, heads_q, seqlen_q] or [heads_q, total_q];
             it has a gradient.
         backend: a name from `strobe.BACKENDS` to run that one or fail; None lets Strobe choose (see `explain`).
@@ -66,7 +71,13 @@ def attention(
     call = (
         q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, backend,
     )  # fmt: skip
-    out, lse = eager.attention(_options, call, return_lse) or torch.ops.strobe.forward(q, k, v, *_options(*call).arguments())
+    result = eager.attention(_options, call, return_lse) if dropout_p == 0.0 else None
+    if result is None:
+        options = _options(*call, dropout_p)
+        if options.dropout:
+            options = replace(options, seed=new_seed(q.device))
+        result = torch.ops.strobe.forward(q, k, v, *options.arguments())
+    out, lse = result
     return (out, lse) if return_lse else out
 
 
@@ -110,12 +121,12 @@ def flash_attn_func(
 
     causal=True forces the window's right side to 0, as flash-attn does. Strobe's backward is deterministic always.
     learnable_sink: FlashAttention-4's argument, [heads_q], the sinks of `strobe.Score`.
-    Returns out, or (out, softmax_lse, S_dmask) with return_attn_probs, where S_dmask is empty (there is no dropout).
+    Returns out, or (out, softmax_lse, S_dmask) with return_attn_probs, where S_dmask is empty: `strobe.dropout_mask` says what
+    was dropped.
     """
-    _no_dropout(dropout_p)
     mask = _flash_mask(causal, window_size)
     score = _score(softcap, alibi_slopes, learnable_sink)
-    result = attention(q, k, v, mask=mask, score=score, scale=softmax_scale, return_lse=return_attn_probs)
+    result = attention(q, k, v, mask=mask, score=score, scale=softmax_scale, dropout_p=dropout_p, return_lse=return_attn_probs)
     return _flash_result(result, return_attn_probs)
 
 
@@ -154,7 +165,6 @@ def flash_attn_varlen_func(
     learnable_sink: FlashAttention-4's, [heads_q], the sinks of `strobe.Score`.
     softmax_lse is [heads_q, total_q]. Rows of q that belong to no sequence, or are not used, give 0.
     """
-    _no_dropout(dropout_p)
     if block_table is not None:
         raise ValueError("block_table must be None: paged keys are not supported yet")
     for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -163,7 +173,8 @@ def flash_attn_varlen_func(
     result = attention(
         q, k, v, mask=_flash_mask(causal, window_size), score=_score(softcap, alibi_slopes, learnable_sink),
         scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-        max_seqlen_kv=max_seqlen_k, seqused_q=seqused_q, seqused_kv=seqused_k, return_lse=return_attn_probs,
+        max_seqlen_kv=max_seqlen_k, seqused_q=seqused_q, seqused_kv=seqused_k, dropout_p=dropout_p,
+        return_lse=return_attn_probs,
     )  # fmt: skip
     return _flash_result(result, return_attn_probs)
 
@@ -196,11 +207,6 @@ def _score(softcap: float, alibi_slopes: torch.Tensor | None, learnable_sink: to
     return Score(softcap=float(softcap), alibi=alibi_slopes, sinks=learnable_sink)
 
 
-def _no_dropout(dropout_p: float) -> None:
-    if dropout_p != 0.0:
-        raise ValueError(f"dropout_p must be 0.0, got {dropout_p}: dropout is not implemented yet, and never ignored")
-
-
 def _flash_result(result, return_attn_probs: bool):
     if not return_attn_probs:
         return result
@@ -219,18 +225,20 @@ def _check_packed(name: str, x: torch.Tensor, parts: int) -> None:
 
 def _options_of(
     q, k, v, *, mask=None, score=None, scale=None, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None,
-    max_seqlen_kv=None, seqused_q=None, seqused_kv=None, return_lse=False, backend=None,
+    max_seqlen_kv=None, seqused_q=None, seqused_kv=None, dropout_p=0.0, return_lse=False, backend=None,
 ) -> ops.Options:  # fmt: skip
     """`_options` from `attention`'s keywords, for `explain` and `supports`."""
     return _options(
-        q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, backend
-    )
+        q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, backend,
+        dropout_p,
+    )  # fmt: skip
 
 
 def _options(
-    q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, backend
-) -> ops.Options:
-    """Checked arguments of the operator."""
+    q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, backend,
+    dropout_p=0.0,
+) -> ops.Options:  # fmt: skip
+    """Checked arguments of the operator, without the seed of dropout."""
     mask = Mask() if mask is None else mask
     score = Score() if score is None else score
     if not isinstance(mask, Mask):
@@ -252,6 +260,7 @@ def _options(
     _check_alibi(score.alibi, batch, q)
     _check_bias(score.bias, q, k, packed)
     _check_sinks(score.sinks, q)
+    check_probability("dropout_p", dropout_p)
     if backend is not None:
         _check_backend(backend, q, k, v, score.bias, score.sinks)
     return ops.Options(
@@ -274,6 +283,7 @@ def _options(
         sinks=score.sinks,
         score_function=_key(score.function),
         score_gradient=_key(score.function_gradient),
+        dropout=float(dropout_p),
         backend=backend,
     )
 

@@ -23,7 +23,8 @@ from strobe.scores import Score
 _OPTIONS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, SymInt max_q, SymInt max_kv, Tensor? seqused_q, Tensor? seqused_kv, "
     "float scale, SymInt? left, SymInt? right, SymInt? prefix, Tensor? document_q, Tensor? document_kv, str? mask_function, "
-    "float softcap, Tensor? alibi, Tensor? bias, Tensor? sinks, str? score_function, str? score_gradient, str? backend"
+    "float softcap, Tensor? alibi, Tensor? bias, Tensor? sinks, str? score_function, str? score_gradient, "
+    "float dropout, Tensor? seed, str? backend"
 )
 _library = torch.library.Library("strobe", "DEF")
 _library.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor lse)")
@@ -57,6 +58,8 @@ class Options:
     sinks: torch.Tensor | None = None
     score_function: str | None = None
     score_gradient: str | None = None
+    dropout: float = 0.0
+    seed: torch.Tensor | None = None
     backend: str | None = None
 
     def arguments(self) -> tuple:
@@ -64,12 +67,12 @@ class Options:
         return (
             self.cu_seqlens_q, self.cu_seqlens_kv, self.max_q, self.max_kv, self.seqused_q, self.seqused_kv, self.scale,
             self.left, self.right, self.prefix, self.document_q, self.document_kv, self.mask_function, self.softcap, self.alibi,
-            self.bias, self.sinks, self.score_function, self.score_gradient, self.backend,
+            self.bias, self.sinks, self.score_function, self.score_gradient, self.dropout, self.seed, self.backend,
         )  # fmt: skip
 
 
-_TENSORS = (
-    "cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "document_q", "document_kv", "alibi", "bias", "sinks",
+TENSORS = (
+    "cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "document_q", "document_kv", "alibi", "bias", "sinks", "seed",
 )  # fmt: skip
 """Those of the options that are tensors."""
 
@@ -118,12 +121,13 @@ def describe(
         phase=phase,
         unaligned=tuple(name for name, x in (("q", q), ("k", k), ("v", v)) if not _aligned(x)),
         seqused=options.seqused_q is not None or options.seqused_kv is not None,
+        dropout=options.dropout,
         learned=tuple(learned),
     )
 
 
 def operands_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Operands:
-    return Operands(q, k, v, options.cu_seqlens_q, options.cu_seqlens_kv, options.seqused_q, options.seqused_kv)
+    return Operands(q, k, v, options.cu_seqlens_q, options.cu_seqlens_kv, options.seqused_q, options.seqused_kv, options.seed)
 
 
 def _aligned(x: torch.Tensor) -> bool:
@@ -197,8 +201,8 @@ def _fake_backward(dout, dlse, q, k, v, out, lse, *arguments):
 def _save(ctx, inputs, output):
     q, k, v, *rest = inputs
     options = Options(*rest)
-    ctx.save_for_backward(q, k, v, *output, *(getattr(options, name) for name in _TENSORS))
-    without_tensors: dict[str, Any] = dict.fromkeys(_TENSORS)
+    ctx.save_for_backward(q, k, v, *output, *(getattr(options, name) for name in TENSORS))
+    without_tensors: dict[str, Any] = dict.fromkeys(TENSORS)
     ctx.options = replace(options, **without_tensors)
     ctx.learned = learned_of(options)
     ctx.set_materialize_grads(False)
@@ -206,7 +210,7 @@ def _save(ctx, inputs, output):
 
 def _gradient(ctx, dout, dlse):
     q, k, v, out, lse, *tensors = ctx.saved_tensors
-    options = replace(ctx.options, **dict(zip(_TENSORS, tensors, strict=True)))
+    options = replace(ctx.options, **dict(zip(TENSORS, tensors, strict=True)))
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv, *others = torch.ops.strobe.backward(dout, dlse, q, k, v, out, lse, *options.arguments(), ctx.learned)
     by_name = {name: grad for name, grad in zip(LEARNED, others, strict=True) if name in ctx.learned}

@@ -77,6 +77,8 @@ class AttentionProblem:
     """Names of the tensors that a TMA descriptor cannot address (base or a stride not a multiple of 16 bytes)."""
     seqused: bool = False
     """Whether the operands say how many rows or keys of each batch entry (or sequence) are used."""
+    dropout: float = 0.0
+    """The share of the weights that is dropped, by the operands' seed; the others are divided by 1 - dropout."""
     learned: tuple[str, ...] = ()
     """Which of the score's tensors a backward finds gradients for beside those of q, k and v: "bias", "sinks"."""
 
@@ -93,12 +95,15 @@ class AttentionProblem:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}, {self.head_dim_v}"
         return (
             f"{self.phase}, {self.lengths}, heads {self.heads_q}/{self.heads_kv}, head dim {dims}, "
-            f"{str(self.dtype).removeprefix('torch.')}, mask {self.mask}, score {self.score}" + ", seqused" * self.seqused
+            f"{str(self.dtype).removeprefix('torch.')}, mask {self.mask}, score {self.score}"
+            + ", seqused" * self.seqused
+            + (f", dropout {self.dropout:g}" if self.dropout else "")
         )
 
 
 class Operands(NamedTuple):
-    """The tensors of a problem; cu_seqlens only if it is varlen, seqused (either or both) only if it says so."""
+    """The tensors of a problem; cu_seqlens only if it is varlen, seqused (either or both) only if it says so, and the seed, an
+    int64 [1], only if it has dropout."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -107,6 +112,7 @@ class Operands(NamedTuple):
     cu_seqlens_kv: torch.Tensor | None = None
     seqused_q: torch.Tensor | None = None
     seqused_kv: torch.Tensor | None = None
+    seed: torch.Tensor | None = None
 
 
 class Gradients(NamedTuple):

@@ -60,6 +60,7 @@ FEATURES: dict[str, dict] = {
     "bias": {"score": Score(bias=torch.zeros(1, 16, 1024, 1024)), "learned": ("bias",)},
     "attention sinks": {"score": Score(sinks=torch.zeros(16)), "learned": ("sinks",)},
     "score function": {"score": Score(function=_halved, function_gradient=_half)},
+    "dropout": {"dropout": 0.1},
     "GQA, MQA": {"heads_kv": 2},
     "packed sequences (varlen)": {"lengths": Varlen(2, 2048, 2048, 1024, 1024)},
     "used lengths (seqused)": {"seqused": True},

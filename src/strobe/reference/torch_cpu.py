@@ -24,6 +24,8 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return "runs on a CPU only"
     if not isinstance(lengths, Dense):
         return "takes no packed sequences"
+    if problem.dropout:
+        return "takes no dropout"
     if problem.seqused:
         return "takes no seqused"
     if problem.mask.function is not None:

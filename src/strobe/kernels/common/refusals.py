@@ -12,6 +12,8 @@ def gluon_forward_refuses(problem: AttentionProblem) -> str | None:
     """The reason for which no forward in Gluon runs a problem, whatever its head dims and lengths; or None."""
     if problem.phase == "backward":
         return "has no backward yet"
+    if problem.dropout:
+        return "takes no dropout yet"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
     if max(_rows(problem)) >= MAX_BOUND:

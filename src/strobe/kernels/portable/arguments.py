@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from strobe.dropout import threshold
 from strobe.kernels.common import triton_math
 from strobe.kernels.portable.config import Config
-from strobe.kernels.portable.tiles import LOG2E, Bias, BiasGradient, Matrix, Score
+from strobe.kernels.portable.tiles import LOG2E, Bias, BiasGradient, Dropout, Matrix, Score
 from strobe.problem import AttentionProblem, Operands, Varlen, bias_shape
 
 
@@ -26,7 +27,7 @@ def ids(x: torch.Tensor) -> Matrix:
     return Matrix(x, x.stride(0), x.stride(1), 0)
 
 
-def score(problem: AttentionProblem) -> Score:
+def score(problem: AttentionProblem, seed: torch.Tensor | None) -> Score:
     """The problem's score with log2(e) folded into its factors."""
     softcap, slopes, bias, sinks = problem.score.softcap, problem.score.alibi, problem.score.bias, problem.score.sinks
     inner, outer = problem.scale * LOG2E.value, None
@@ -41,6 +42,7 @@ def score(problem: AttentionProblem) -> Score:
         triton_math.of_user(problem.score.function),
         triton_math.of_user(problem.score.function_gradient) if problem.phase == "backward" else None,
         triton_math.of_user(problem.mask.function),
+        None if seed is None else Dropout(seed, threshold(problem.dropout), 1.0 / (1.0 - problem.dropout)),
     )
 
 
@@ -79,7 +81,7 @@ def of_problem(problem: AttentionProblem, operands: Operands) -> dict:
         prefix=prefix,
         document_q=None if mask.documents is None else ids(mask.documents.q),
         document_kv=None if mask.documents is None else ids(mask.documents.kv),
-        score=score(problem),
+        score=score(problem, operands.seed),
         group=problem.group,
         DIM=problem.head_dim,
         DIM_V=problem.head_dim_v,

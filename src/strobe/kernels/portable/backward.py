@@ -17,6 +17,7 @@ import triton.language as tl
 
 from strobe.device import arch_of
 from strobe.kernels.common.device_function import device_function
+from strobe.kernels.common.philox import kept
 from strobe.kernels.common.scores import gradient_through_function, score_and_factor
 from strobe.kernels.portable import arguments, interpreter
 from strobe.kernels.portable.config import choose, padded
@@ -78,18 +79,24 @@ def _shift_of(lse):
 
 @device_function
 def _gradients(products, dp, p, j, shift, delta, seen, slope, batch, head, n_q, n_kv, score, MASKED: tl.constexpr):
-    """Of a tile of products q.k and dP = dO V^T: P, what a bias gets, and dS / scale. p, j, shift and delta broadcast to it."""
+    """Of a tile of products q.k and dP = dO V^T: P, after dropout, what a bias gets, and dS / scale. p, j, shift and delta
+    broadcast to it."""
     s, factor = score_and_factor(products, p, j, score.inner, score.outer, slope)
     i = p - (n_kv - n_q)
     s = biased(s, i, j, n_q, n_kv, score, batch, head)
     weights = tl.exp2(through_function(s, i, j, score, batch, head) - shift)
+    kept_weights = weights
+    if score.dropout is not None:
+        keep = kept(score.dropout, batch, head, i, j)
+        kept_weights = tl.where(keep, weights * score.dropout.scale, 0.0)
+        dp = tl.where(keep, dp * score.dropout.scale, 0.0)
     ds = weights * (dp - delta)
     if score.gradient is not None:
         ds = gradient_through_function(ds, s, score.gradient, batch, head, i, j)
     if MASKED:
-        weights = tl.where(seen, weights, 0.0)
+        kept_weights = tl.where(seen, kept_weights, 0.0)
         ds = tl.where(seen, ds, 0.0)
-    return weights, ds, ds * factor
+    return kept_weights, ds, ds * factor
 
 
 @device_function

@@ -51,10 +51,18 @@ class BiasGradient(NamedTuple):
     key: Any
 
 
+class Dropout(NamedTuple):
+    """A pointer to the seed; `strobe.dropout.threshold`; what kept weights are multiplied by."""
+
+    seed: Any
+    threshold: Any
+    scale: Any
+
+
 class Score(NamedTuple):
     """The factors of `strobe.scores.score_and_factor`; slopes and sinks (a Matrix each, by head), bias; a user's functions of
     scores, its derivative, and that of masks, compiled (the last is no field of Mask, for a tuple that a kernel makes cannot
-    hold one). Each is None where there is none."""
+    hold one); dropout, of the weights. Each is None where there is none."""
 
     inner: Any
     outer: Any
@@ -64,6 +72,7 @@ class Score(NamedTuple):
     function: Any
     gradient: Any
     visible: Any
+    dropout: Any
 
 
 class Mask(NamedTuple):
