@@ -12,8 +12,8 @@ import torch
 
 import strobe
 from strobe import api, ops
+from strobe.dropout import new_seed
 from strobe.masks import Mask
-from strobe.problem import without_gradient
 from strobe.reference import dense
 from strobe.scores import Score
 
@@ -38,6 +38,7 @@ class Case:
     function: bool = False
     packed: bool = False
     seqused: bool = False
+    dropout: float = 0.0
     logits: float = 1.0
     """Standard deviation of q: 1 is ordinary, 30 makes softmax nearly an argmax."""
 
@@ -46,8 +47,12 @@ class Case:
         parts = [f"{self.n_q}x{self.n_kv}", f"b{self.batch}", f"h{self.heads_q}.{self.heads_kv}", head_dim, self.mask]
         parts += ["softcap"] * bool(self.softcap)
         parts += [name for name in ("alibi", "bias", "sinks", "function", "packed", "seqused") if getattr(self, name)]
+        parts += [f"dropout{self.dropout:g}"] * bool(self.dropout)
         return "-".join(parts + [f"logits{self.logits:g}"] * (self.logits != 1))
 
+
+LEARNED = ("bias", "sinks")
+"""The tensors of a score that have gradients."""
 
 CASES = (
     Case(64, 64),
@@ -83,7 +88,6 @@ CASES = (
     Case(60, 70, packed=True, batch=5, mask="window"),
     Case(80, 90, logits=30.0, mask="causal"),
     Case(80, 90, logits=300.0),
-    # The forward alone, as yet.
     Case(80, 100, heads_q=4, bias=True, mask="causal"),
     Case(80, 100, bias=True),
     Case(40, 150, heads_q=4, sinks=True, mask="causal"),
@@ -104,6 +108,9 @@ CASES = (
         mask="functions",
     ),
     Case(80, 100, softcap=4.0, alibi=True, sinks=True, function=True, seqused=True, packed=True, batch=3, mask="function"),
+    Case(130, 100, dropout=0.2, heads_q=4),
+    Case(70, 90, dropout=0.5, packed=True, batch=4, mask="causal"),
+    Case(80, 110, dropout=0.1, heads_q=4, softcap=4.0, bias=True, sinks=True, function=True, seqused=True, batch=3, mask="all"),
 )  # fmt: skip
 
 
@@ -118,7 +125,19 @@ class Tensors:
 
     def with_gradients(self) -> Tensors:
         q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
-        return replace(self, q=q, k=k, v=v)
+        score = self.keywords.get("score")
+        if score is None:
+            return replace(self, q=q, k=k, v=v)
+        learned = {name: x.detach().requires_grad_() for name in LEARNED if (x := getattr(score, name)) is not None}
+        return replace(self, q=q, k=k, v=v, keywords={**self.keywords, "score": replace(score, **learned)})
+
+    def gradients(self, results: tuple[torch.Tensor, ...], upstream: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        """By the names of `Results`, of what `with_gradients` made; 0 where results do not depend on an input at all."""
+        score = self.keywords.get("score", Score())
+        inputs = {"dq": self.q, "dk": self.k, "dv": self.v, "dbias": score.bias, "dsinks": score.sinks}
+        inputs = {name: x for name, x in inputs.items() if x is not None}
+        grads = torch.autograd.grad(results, tuple(inputs.values()), upstream, materialize_grads=True)
+        return dict(zip(inputs, grads, strict=True))
 
 
 def tensors(case: Case, dtype=torch.float32, device="cpu", seed: int = 0) -> Tensors:
@@ -142,6 +161,8 @@ def tensors(case: Case, dtype=torch.float32, device="cpu", seed: int = 0) -> Ten
     if case.seqused:
         keywords |= _seqused(case, keywords, random, device)
     keywords |= dict(mask=_mask(case, random, device), score=_score(case, random, device))
+    if case.dropout:
+        keywords |= dict(dropout_p=case.dropout)
     return Tensors(q, k, v, keywords)
 
 
@@ -176,7 +197,7 @@ def _score(case: Case, random: torch.Generator, device) -> Score:
         bias = bias.transpose(0, 1).contiguous().transpose(0, 1)
     if case.sinks:
         sinks = 6 * uniform(case.heads_q) - 3
-    return Score(case.softcap, slopes, bias, sinks, _score_function if case.function else None)
+    return Score(case.softcap, slopes, bias, sinks, *(_score_function, _score_gradient) if case.function else ())
 
 
 STEP = 0.25
@@ -190,6 +211,11 @@ def _score_function(score, batch, head, q_index, kv_index):
     """Of all its arguments, a number and a function of this module."""
     near = strobe.math.where(_distance(q_index, kv_index) < 4.0, 1.5 * strobe.math.tanh(score), score)
     return near - 0.01 * max(kv_index, 20) * strobe.math.exp2(-(head + 1.0)) + strobe.math.sqrt(batch + 2.0)
+
+
+def _score_gradient(score, batch, head, q_index, kv_index):
+    t = strobe.math.tanh(score)
+    return strobe.math.where(_distance(q_index, kv_index) < 4.0, 1.5 * (1.0 - t * t), 1.0)
 
 
 def _mask_function(batch, head, q_index, kv_index):
@@ -224,24 +250,34 @@ def _mask(case: Case, random: torch.Generator, device) -> Mask:
     return masks[case.mask]
 
 
+SEED = 11
+"""Of torch's generators, which dropout draws from."""
+
+
 def describe(t: Tensors, phase="forward"):
     """The AttentionProblem and the Operands of some inputs."""
     options = api._options_of(t.q, t.k, t.v, **t.keywords)
-    return ops.describe(t.q, t.k, t.v, options, phase), ops.operands_of(t.q, t.k, t.v, options)
+    if options.dropout:
+        torch.manual_seed(SEED)
+        options = replace(options, seed=new_seed(t.q.device))
+    learned = ops.learned_of(options)
+    return ops.describe(t.q, t.k, t.v, options, phase, learned), ops.operands_of(t.q, t.k, t.v, options)
 
 
 @dataclass(frozen=True)
 class Results:
-    """out, lse and the gradients (of q, k, v) for the upstream gradients that `upstream` makes; None where no backend has
-    them yet."""
+    """out, lse and the gradients for the upstream gradients that `upstream` makes; None where there is no such tensor."""
 
     out: torch.Tensor
     lse: torch.Tensor
     dq: torch.Tensor | None = None
     dk: torch.Tensor | None = None
     dv: torch.Tensor | None = None
+    dbias: torch.Tensor | None = None
+    dsinks: torch.Tensor | None = None
 
     FIELDS = ("out", "lse", "dq", "dk", "dv")
+    ALL = (*FIELDS, "dbias", "dsinks")
 
 
 def upstream(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,24 +288,25 @@ def upstream(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def run(t: Tensors, backend: str | None) -> Results:
-    """strobe.attention and its gradients, where it has some."""
-    if without_gradient(describe(t, "backward")[0]):
-        return Results(*strobe.attention(t.q, t.k, t.v, return_lse=True, backend=backend, **t.keywords))
+    """strobe.attention and its gradients."""
     t = t.with_gradients()
+    torch.manual_seed(SEED)
     out, lse = strobe.attention(t.q, t.k, t.v, return_lse=True, backend=backend, **t.keywords)
-    return Results(out.detach(), lse.detach(), *torch.autograd.grad((out, lse), (t.q, t.k, t.v), upstream(out, lse)))
+    return Results(out.detach(), lse.detach(), **t.gradients((out, lse), upstream(out, lse)))
 
 
 def formula(t: Tensors, dtype: torch.dtype = torch.float64) -> Results:
     """The specification's formula and its gradients by autograd, computed in dtype (float64: the reference)."""
-    upstream_of = upstream
+    score = t.keywords.get("score", Score())
+    if score.bias is not None and score.bias.dtype == t.q.dtype:
+        t = replace(t, keywords={**t.keywords, "score": replace(score, bias=score.bias.to(dtype))})
     t = replace(t, q=t.q.to(dtype), k=t.k.to(dtype), v=t.v.to(dtype)).with_gradients()
     problem, operands = describe(t)
     out, lse = dense.attention(problem, operands, dtype)
-    return Results(out.detach(), lse.detach(), *torch.autograd.grad((out, lse), (t.q, t.k, t.v), upstream_of(out, lse)))
+    return Results(out.detach(), lse.detach(), **t.gradients((out, lse), upstream(out, lse)))
 
 
-def check(results: Results, t: Tensors, fields=Results.FIELDS) -> None:
+def check(results: Results, t: Tensors, fields=Results.ALL) -> None:
     """Assert that results are right for the inputs t."""
     exact, same_precision = formula(t), formula(t, t.q.dtype)
     rounding = torch.finfo(t.q.dtype).eps

@@ -3,11 +3,12 @@
 import inspect
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import HAS_GPU
-from problems import Case, check, formula, run, tensors
+from problems import Case, _score_function, check, describe, formula, run, tensors
 
 import strobe
 
@@ -209,6 +210,37 @@ def test_biases_broadcast(shape, dtype):
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
+@pytest.mark.parametrize("backend", ["tiled", "portable"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(3, 4, 70, 50), (1, 4, 70, 50), (3, 1, 70, 50), (3, 4, 1, 50), (3, 4, 70, 1), (1, 1, 1, 50), (1, 1, 1, 1)],
+    ids=str,
+)
+def test_gradients_of_biases_broadcast(shape, dtype, backend):
+    """What is repeated is summed in float32 and rounded once; used lengths, GQA and a window beside it."""
+    t = tensors(Case(70, 50, batch=3, heads_q=4, heads_kv=2, seqused=True, mask="window"), dtype)
+    t.keywords["score"] = strobe.Score(softcap=3.0, bias=torch.randn(shape, dtype=dtype))
+    if not strobe.supports(t.q, t.k, t.v, backend=backend, **t.keywords)[0]:
+        pytest.skip("refused")
+    got = run(t, backend)
+    assert got.dbias.shape == shape and got.dbias.dtype == dtype and got.dbias.any()
+    check(got, t)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "portable"])
+def test_what_needs_no_gradient_is_not_computed(backend):
+    t = tensors(Case(20, 30, bias=True, sinks=True))
+    if not strobe.supports(t.q, t.k, t.v, backend=backend, **t.keywords)[0]:
+        pytest.skip("refused")
+    problem, operands = describe(t, "backward")
+    module = strobe.dispatch.backend_module(backend)
+    out, lse = module.forward(problem, operands)
+    for learned in ((), ("bias",), ("sinks",)):
+        grads = module.backward(replace(problem, learned=learned), operands, out, lse, out, None)
+        assert (grads.bias is not None, grads.sinks is not None) == ("bias" in learned, "sinks" in learned)
+
+
 def test_a_bias_of_minus_infinity_is_a_mask():
     t = tensors(Case(40, 50, mask="causal"))
     bias = torch.where(strobe.Causal().dense(40, 50), 0.0, -torch.inf)[None, None]
@@ -231,6 +263,24 @@ def test_a_sink_takes_weight_and_has_no_value():
         torch.testing.assert_close(out, plain * (plain_lse - lse).exp().transpose(1, 2)[..., None])
     out = strobe.flash_attn_func(t.q, t.k, t.v, causal=True, learnable_sink=sinks)
     torch.testing.assert_close(out, strobe.attention(t.q, t.k, t.v, **keywords))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sinks_alone_may_be_learned(dtype):
+    """Through flash-attn's door, in their own dtype, where q, k and v need no gradient; -inf is no sink and gets 0."""
+    q, k, v = torch.randn(3, 2, 30, 4, 16)
+    sinks = torch.tensor([-torch.inf, -2.0, 0.0, 5.0], dtype=dtype, requires_grad=True)
+    out, lse, _ = strobe.flash_attn_func(q, k, v, causal=True, learnable_sink=sinks, return_attn_probs=True)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    (got,) = torch.autograd.grad((out, lse), sinks, (dout, dlse))
+    other = sinks.detach().requires_grad_()
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4
+    scores = scores.masked_fill(~strobe.Causal().dense(30, 30), -torch.inf)
+    scores = torch.cat([scores, other.float()[None, :, None, None].expand(2, 4, 30, 1)], -1)
+    result = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1)[..., :-1], v)
+    (want,) = torch.autograd.grad((result, scores.logsumexp(-1)), other, (dout, dlse))
+    assert got.dtype == dtype and got[0] == 0
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -269,6 +319,37 @@ def test_what_is_not_used_is_as_if_it_were_not_there(packed):
             torch.testing.assert_close(lse[:, mine], want[1][0])
 
 
+@pytest.mark.parametrize("backend", ["tiled", "portable"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_not_used_has_no_gradient_and_no_part_in_others(packed, backend):
+    t = tensors(Case(90, 70, batch=4, packed=packed, seqused=True, heads_q=4, mask="causal"))
+    if not strobe.supports(t.q, t.k, t.v, backend=backend, **t.keywords)[0]:
+        pytest.skip("refused")
+    unused = {}
+    for name, x in (("q", t.q), ("kv", t.k)):
+        used = t.keywords[f"seqused_{name}"].tolist()
+        starts = t.keywords[f"cu_seqlens_{name}"].tolist() if packed else [b * x.shape[1] for b in range(4)]
+        unused[name] = torch.ones(x.flatten(0, -3).shape[0], dtype=torch.bool)
+        for start, n in zip(starts, used, strict=False):
+            unused[name][start : start + n] = False
+    assert all(rows.any() and not rows.all() for rows in unused.values())
+
+    def poisoned(x, rows):
+        bad = x.clone()
+        bad.flatten(0, -3)[rows] = torch.nan
+        return bad
+
+    def gradients(q, k, v, dout):
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        return torch.autograd.grad(strobe.attention(q, k, v, backend=backend, **t.keywords), (q, k, v), dout)
+
+    dout, of_q, of_kv = torch.randn_like(t.q), unused["q"], unused["kv"]
+    want = gradients(t.q, t.k, t.v, dout)
+    got = gradients(poisoned(t.q, of_q), poisoned(t.k, of_kv), poisoned(t.v, of_kv), poisoned(dout, of_q))
+    for a, b, rows in zip(got, want, (of_q, of_kv, of_kv), strict=True):
+        assert torch.equal(a, b) and not a.flatten(0, -3)[rows].any() and a.any()
+
+
 def test_seqused_through_flash_attns_door():
     t = tensors(Case(30, 40, packed=True, batch=3))
     cu_q, cu_k = t.keywords["cu_seqlens_q"], t.keywords["cu_seqlens_kv"]
@@ -280,6 +361,9 @@ def test_seqused_through_flash_attns_door():
 
 def test_explain_names_what_has_no_gradient(capsys):
     q = torch.randn(1, 8, 2, 16, requires_grad=True)
-    explanation = strobe.explain(q, q, q, score=strobe.Score(sinks=torch.zeros(2)))
+    explanation = strobe.explain(q, q, q, score=strobe.Score(function=_score_function))
     assert explanation.chosen == "tiled" and explanation.backward.chosen is None
-    assert dict(explanation.backward.refusals)["portable"] == "has no gradient with sinks yet"
+    assert "needs the derivative of the score function" in dict(explanation.backward.refusals)["portable"]
+    bias = torch.zeros(1, 1, 1, 1, requires_grad=True)
+    explanation = strobe.explain(q.detach(), q.detach(), q.detach(), score=strobe.Score(bias=bias))
+    assert explanation.backward.chosen == "tiled" and explanation.backward.problem.learned == ("bias",)

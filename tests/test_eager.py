@@ -11,6 +11,14 @@ from strobe.recent import Recent
 from strobe.reference import tiled
 
 
+def halved(score, batch, head, q_index, kv_index):
+    return score * 0.5
+
+
+def half(score, batch, head, q_index, kv_index):
+    return score * 0.0 + 0.5
+
+
 class Plans:
     """A planner for the tiled backend, which counts its plans and the calls of them."""
 
@@ -95,6 +103,8 @@ def test_who_wants_the_lse(plans):
         {"scale": 0.5},
         {"score": strobe.Score(softcap=2.0)},
         {"score": strobe.Score(alibi=torch.ones(4))},
+        {"score": strobe.Score(function=halved)},
+        {"score": strobe.Score(function=halved, function_gradient=half)},
     ],
     ids=str,
 )
@@ -186,6 +196,20 @@ def test_gradients_beside_other_tensors_are_the_operators(plans):
     with torch.no_grad():
         strobe.attention(t.q, t.k, t.v, score=score, backend="tiled")
     assert plans.called == 1
+
+
+def test_gradients_through_functions_have_plans(plans):
+    """Of which one with another derivative is another."""
+    t = tensors(Case(24, 24, heads_q=4, heads_kv=4), torch.float32, "cpu").with_gradients()
+
+    def gradient(**keywords):
+        return torch.autograd.grad(strobe.attention(t.q, t.k, t.v, backend="tiled", **keywords).sum(), t.q)[0]
+
+    with pytest.raises(ValueError, match="needs the derivative of the score function halved"):
+        gradient(score=strobe.Score(function=halved))
+    got = gradient(score=strobe.Score(function=halved, function_gradient=half))
+    assert plans.called == plans.made == 2
+    torch.testing.assert_close(got, gradient(scale=0.5 * t.q.shape[-1] ** -0.5))
 
 
 def test_no_second_derivative(plans):

@@ -35,6 +35,10 @@ def attend(q=Q, k=Q, v=Q, **keywords):
     return strobe.attention(q, k, v, **keywords)
 
 
+def halved(score, batch, head, q_index, kv_index):
+    return score * 0.5
+
+
 BAD = {
     # what: (call, error, what the message says)
     "q is no tensor": (lambda: attend(q=[1.0]), TypeError, "q must be a tensor, got list"),
@@ -54,8 +58,12 @@ BAD = {
     "last dim strided": (lambda: attend(q=x(2, 8, 32, 4).mT), ValueError, "q must be contiguous in its last dim"),
     "scale not a number": (lambda: flash(softmax_scale="1"), TypeError, "softmax_scale must be a number"),
     "scale NaN": (lambda: flash(softmax_scale=float("nan")), ValueError, "softmax_scale must be finite"),
-    "dropout": (lambda: flash(dropout_p=0.1), ValueError, "dropout_p must be 0.0, got 0.1"),
-    "dropout, varlen": (lambda: varlen(dropout_p=0.1), ValueError, "dropout_p must be 0.0"),
+    "dropout": (lambda: flash(dropout_p=1.0), ValueError, "dropout_p must be from 0 to below 1, got 1.0"),
+    "dropout, varlen": (lambda: varlen(dropout_p=-0.1), ValueError, "dropout_p must be from 0 to below 1, got -0.1"),
+    "dropout no number": (lambda: attend(dropout_p="0.1"), TypeError, "dropout_p must be a number, got str"),
+    "dropout that a backend does not take": (
+        lambda: attend(dropout_p=0.1, backend="torch_cpu"), ValueError, "torch_cpu: takes no dropout",
+    ),
     "window of three": (lambda: flash(window_size=(1, 2, 3)), ValueError, "window_size must be a pair"),
     "window of one int": (lambda: flash(window_size=3), ValueError, "window_size must be a pair"),
     "window of floats": (lambda: flash(window_size=(1.5, 0)), TypeError, "window_size must hold two ints"),
@@ -105,9 +113,6 @@ BAD = {
     "bias of wrong dtype": (
         lambda: attend(score=strobe.Score(bias=x(1, 1, 8, 8, dtype=torch.float16))), TypeError, "bias must be float32 or have",
     ),
-    "bias with a gradient": (
-        lambda: attend(score=strobe.Score(bias=x(1, 1, 8, 8).requires_grad_())), ValueError, "bias must not require a gradient",
-    ),
     "bias for packed sequences": (
         lambda: attend(T, T, T, cu_seqlens_q=CU, cu_seqlens_kv=CU, score=strobe.Score(bias=x(1, 1, 1, 1))),
         ValueError, "bias goes with dense q, k, v, got packed sequences",
@@ -115,9 +120,6 @@ BAD = {
     "sinks of wrong shape": (lambda: flash(learnable_sink=x(3)), ValueError, r"sinks must have shape \[4\], got \[3\]"),
     "sinks of integers": (lambda: flash(learnable_sink=cu(1, 2, 3, 4)), TypeError, "sinks must be float32, bfloat16 or"),
     "sinks elsewhere": (lambda: flash(learnable_sink=x(4, device="meta")), ValueError, "sinks must be on q's device cpu"),
-    "sinks with a gradient": (
-        lambda: flash(learnable_sink=x(4).requires_grad_()), ValueError, "sinks must not require a gradient",
-    ),
     "seqused of wrong dtype": (lambda: attend(seqused_q=cu(8, 8).long()), TypeError, "seqused_q must be int32, got"),
     "seqused of wrong shape": (lambda: attend(seqused_kv=cu(8)), ValueError, r"seqused_k must be contiguous with shape \[2\]"),
     "seqused elsewhere": (lambda: attend(seqused_kv=cu(8, 8).to("meta")), ValueError, "seqused_k must be on q's device cpu"),
@@ -125,13 +127,22 @@ BAD = {
     "seqused negative": (lambda: attend(seqused_q=cu(-1, 8)), ValueError, r"seqused_q must be from 0 .* got \[-1, 8\]"),
     "seqused too large for its sequence": (lambda: varlen(seqused_k=cu(5, 6)), ValueError, "seqused_k must be from 0 to the"),
     "a gradient that is not there": (
-        lambda: attend(x(2, 8, 4, 32).requires_grad_(), seqused_q=cu(8, 8)).sum().backward(),
-        ValueError, "tiled: has no gradient with seqused yet",
+        lambda: attend(x(2, 8, 4, 32).requires_grad_(), score=strobe.Score(function=halved)).sum().backward(),
+        ValueError, r"tiled: needs the derivative of the score function halved: pass it as strobe.Score\(function_gradient=",
+    ),
+    "a derivative of nothing": (
+        lambda: strobe.Score(function_gradient=halved), ValueError, "function_gradient goes with a function, got none",
+    ),
+    "a derivative that is none": (
+        lambda: strobe.Score(function=halved, function_gradient=0.5), TypeError, "score: function_gradient must be a Python f",
     ),
     "unknown backend": (lambda: attend(backend="fastest"), ValueError, "backend must be one of sm100, sm90, portable"),
     "backend that refuses": (lambda: attend(backend="sm90"), ValueError, "backend 'sm90' refuses .*needs a Hopper GPU"),
     "backend without backward": (
         lambda: attend(q=x(2, 8, 4, 32).requires_grad_(), backend="sm100"), ValueError, "'sm100' has no backward",
+    ),
+    "backend without backward, sinks": (
+        lambda: attend(score=strobe.Score(sinks=x(4).requires_grad_()), backend="sm90"), ValueError, "'sm90' has no backward",
     ),
 }  # fmt: skip
 

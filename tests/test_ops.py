@@ -1,23 +1,24 @@
 """The operators under torch's own machinery: opcheck, compile, export, CUDA graphs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from problems import Case, Results, run, tensors, upstream
 
 import strobe
-from strobe import api
+from strobe import api, ops
+from strobe.dropout import new_seed
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CASES = (
     Case(40, 50, heads_q=4, heads_kv=2, head_dim=64, mask="causal"),
     Case(40, 50, mask="all"),
     Case(40, 50, packed=True, batch=3, mask="window", alibi=True, softcap=3.0),
-)
-FORWARD_CASES = (
     Case(40, 50, bias=True, sinks=True, function=True, seqused=True, mask="functions"),
+    Case(40, 50, dropout=0.3, mask="causal"),
     Case(40, 50, packed=True, batch=3, sinks=True, function=True, seqused=True, mask="function"),
 )
-"""Of what has no gradient yet."""
 
 
 def dtype_of(device):
@@ -29,13 +30,19 @@ def dtype_of(device):
 def test_opcheck(case, device):
     t = tensors(case, dtype_of(device), device).with_gradients()
     options = api._options_of(t.q, t.k, t.v, **t.keywords)
+    if options.dropout:
+        options = replace(options, seed=new_seed(t.q.device))
     # bfloat16 is compared loosely: opcheck runs the operator twice, and its own rounding is not what it is about.
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if device == "cpu" else {"atol": 5e-2, "rtol": 5e-2}
     torch.library.opcheck(torch.ops.strobe.forward, (t.q, t.k, t.v, *options.arguments()), **tolerance)
     out, lse = strobe.attention(t.q, t.k, t.v, return_lse=True, **t.keywords)
-    q, k, v, out, lse = (x.detach() for x in (t.q, t.k, t.v, out, lse))
+    learned = ops.learned_of(options)
+    assert learned == [name for name in ("bias", "sinks") if getattr(case, name)]
+    q, k, v, out, lse, *rest = (
+        x.detach() if isinstance(x, torch.Tensor) else x for x in (t.q, t.k, t.v, out, lse, *options.arguments())
+    )
     torch.library.opcheck(
-        torch.ops.strobe.backward, (torch.randn_like(out), torch.zeros_like(lse), q, k, v, out, lse, *options.arguments())
+        torch.ops.strobe.backward, (torch.randn_like(out), torch.zeros_like(lse), q, k, v, out, lse, *rest, learned)
     )
 
 
@@ -44,36 +51,22 @@ def test_opcheck(case, device):
 def test_compile_without_graph_breaks(case, device):
     t = tensors(case, dtype_of(device), device).with_gradients()
 
-    def step(q, k, v):
-        out, lse = strobe.attention(q * 2, k, v, return_lse=True, **t.keywords)
+    score = t.keywords["score"]
+    learned = {name: x for name in ("bias", "sinks") if (x := getattr(score, name)) is not None}
+    inputs = (t.q, t.k, t.v, *learned.values())
+
+    def step(q, k, v, *tensors):
+        keywords = {**t.keywords, "score": replace(score, **dict(zip(learned, tensors, strict=True)))}
+        out, lse = strobe.attention(q * 2, k, v, return_lse=True, **keywords)
         return (out.float() ** 2).sum() + lse.nan_to_num(neginf=0.0).sin().sum()
 
-    want = torch.autograd.grad(step(t.q, t.k, t.v), (t.q, t.k, t.v))
+    torch.manual_seed(2)
+    want = torch.autograd.grad(step(*inputs), inputs)
+    torch.manual_seed(2)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
-    got = torch.autograd.grad(compiled(t.q, t.k, t.v), (t.q, t.k, t.v))
+    got = torch.autograd.grad(compiled(*inputs), inputs)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=3e-2 if device == "cuda" else 1e-4, rtol=3e-2 if device == "cuda" else 1e-4)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", FORWARD_CASES, ids=str)
-def test_opcheck_of_the_forward_alone(case, device):
-    t = tensors(case, dtype_of(device), device)
-    options = api._options_of(t.q, t.k, t.v, **t.keywords)
-    torch.library.opcheck(torch.ops.strobe.forward, (t.q, t.k, t.v, *options.arguments()))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", FORWARD_CASES, ids=str)
-def test_compile_of_the_forward_alone(case, device):
-    t = tensors(case, dtype_of(device), device)
-
-    def step(q, k, v):
-        return strobe.attention(q * 2, k, v, return_lse=True, **t.keywords)
-
-    got = torch.compile(step, fullgraph=True, backend="aot_eager")(t.q, t.k, t.v)
-    for a, b in zip(got, step(t.q, t.k, t.v), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def halved(score, batch, head, q_index, kv_index):

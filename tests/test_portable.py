@@ -54,7 +54,7 @@ def test_large_against_reference(case, dtype):
 # ---- a NaN reaches the rows that see it, and no others
 
 POISON = Case(100, 100, batch=1, heads_q=2, heads_kv=1, head_dim=16, mask="causal")
-ROW = 70
+ROW, END = 70, POISON.n_q
 
 
 def poisoned(name: str, value: float, dtype, mask=None):
@@ -120,6 +120,35 @@ def test_upstream_gradient_reaches_only_keys_that_its_row_sees(dtype):
     assert_same(got[2][..., 4:], clean[2][..., 4:])
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_key_reaches_only_the_biases_of_rows_that_see_it(heads):
+    """Whether heads share the bias, so that it is added up, or not: a tile that is computed again adds to it once."""
+    t = tensors(POISON, torch.float32, DEVICE)
+    keywords = {**t.keywords, "score": strobe.Score(bias=torch.randn(1, heads, POISON.n_q, POISON.n_kv, device=DEVICE))}
+    broken = t.k.clone()
+    broken[0, ROW, 0, 3] = float("nan")
+    clean, got = (run(replace(t, k=k, keywords=keywords), "portable").dbias for k in (t.k, broken))
+    assert clean[:, :, :ROW].any()
+    assert_same(got[:, :, :ROW], clean[:, :, :ROW])
+    assert got[:, :, ROW, : ROW + 1].isnan().all() and not got[:, :, ROW, ROW + 1 :].any()
+
+
+def not_before_the_end(batch, head, q_index, kv_index):
+    return (kv_index != ROW) | (q_index >= END)
+
+
+def test_rows_that_are_not_there_give_nothing_to_a_bias_that_all_rows_share():
+    """A tile has rows beyond the last one, which may see what no row sees."""
+    t = tensors(POISON, torch.float32, DEVICE)
+    score = strobe.Score(bias=torch.randn(1, 2, 1, POISON.n_kv, device=DEVICE))
+    t = replace(t, keywords=dict(mask=strobe.Visible(not_before_the_end), score=score))
+    clean = run(t, "portable").dbias
+    t.k[:, ROW] = float("nan")
+    got = run(t, "portable").dbias
+    assert clean.any() and not clean[..., ROW].any()
+    assert_same(got, clean)
+
+
 def test_nan_of_another_document_is_not_seen():
     ids = torch.arange(POISON.n_q, device=DEVICE)[None] // 40
     clean, got = poisoned("v", float("nan"), torch.float32, strobe.Document(ids))
@@ -136,6 +165,22 @@ def test_nan_that_a_function_hides_is_not_seen():
     clean, got = poisoned("v", float("nan"), torch.float32, strobe.Visible(not_the_poisoned))
     assert_same(got.out[:, 5:], clean.out[:, 5:])
     assert got.out[:, :5, :, 3].isnan().all()
+    clean, got = poisoned("k", float("nan"), torch.float32, strobe.Visible(not_the_poisoned))
+    assert_same(got.dq[:, 5:], clean.dq[:, 5:])
+    assert got.dq[:, :5].isnan().all()
+
+
+def test_upstream_gradient_that_a_function_hides_is_not_seen():
+    t = tensors(POISON, torch.float32, DEVICE).with_gradients()
+    mask = strobe.Visible(not_the_poisoned)
+    out = strobe.attention(t.q, t.k, t.v, mask=mask, backend="portable")
+    dout = torch.ones_like(out)
+    broken = dout.clone()
+    broken[0, 40, 0, 3] = float("nan")
+    clean, got = (torch.autograd.grad(out, (t.q, t.k, t.v), d, retain_graph=True) for d in (dout, broken))
+    for a, b in zip(got[1:], clean[1:], strict=True):
+        assert_same(a[:, ROW], b[:, ROW])
+    assert got[1][:, 0].isnan().all() and got[2][:, 0, :, 3].isnan().all()
 
 
 # ---- layouts
@@ -259,7 +304,6 @@ from problems import Case, describe, tensors
 from strobe.device import KNOWN
 from strobe.kernels.portable import backend, backward, config, forward
 from strobe.lab.offline import pretend_gpu
-from strobe.problem import without_gradient
 
 arch, dtype, compiled = KNOWN[sys.argv[1]], getattr(torch, sys.argv[2]), {}
 launch = JITFunction.run
@@ -270,23 +314,20 @@ def compile_only(self, *args, warmup, **keywords):
 JITFunction.run = compile_only
 forward.arch_of = backward.arch_of = lambda device: arch
 for head_dim in map(int, sys.argv[4].split(",")):
-    t = tensors(Case(8, 8, head_dim=head_dim, mask=sys.argv[3], **json.loads(sys.argv[5])), dtype)
+    t = tensors(Case(8, 8, head_dim=head_dim, mask=sys.argv[3], **json.loads(sys.argv[5])), dtype).with_gradients()
     problem, operands = describe(t)
-    kernels = ["forward", "redo"]
     with pretend_gpu(arch.capability):
         out, lse = backend.forward(problem, operands)
         forward.redo(problem, operands, out, lse, torch.zeros(8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
-        if without_gradient(describe(t, "backward")[0]) is None:
-            backend.backward(problem, operands, out, lse, out, lse)
-            kernels += ["dkdv", "dq"]
-    for kernel in kernels:
+        backend.backward(describe(t, "backward")[0], operands, out, lse, out, lse)
+    for kernel in ("forward", "redo", "dkdv", "dq"):
         made = compiled[f"_{kernel}"]
         bound = config.choose(kernel, problem, arch).smem_bytes()
         print(json.dumps([head_dim, kernel, made.metadata.shared, bound, "trap;" in made.asm["ptx"]]))
 """
 ROOT = Path(__file__).parent.parent
 OLDEST_TRITON = ROOT / ".venv" / "triton-3.6"
-EVERYTHING = {"softcap": 4.0, "alibi": True, "bias": True, "sinks": True, "function": True, "seqused": True}
+EVERYTHING = {"softcap": 4.0, "alibi": True, "bias": True, "sinks": True, "function": True, "seqused": True, "dropout": 0.1}
 
 
 @pytest.mark.parametrize("triton", [None, OLDEST_TRITON], ids=["installed", "3.6"])
@@ -315,7 +356,7 @@ def test_compiles(gpu, dtype, mask, head_dims, features, triton):
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE, *arguments], capture_output=True, text=True, env=env)
     assert run.returncode == 0, run.stderr[-3000:]
     kernels = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(kernels) == (2 if features else 4) * len(head_dims.split(","))
+    assert len(kernels) == 4 * len(head_dims.split(","))
     for head_dim, kernel, shared, bound, traps in kernels:
         assert shared <= bound <= KNOWN[gpu].smem_per_block, f"{kernel}, head dim {head_dim}: {shared} bytes, bound {bound}"
         assert not traps, f"{kernel}, head dim {head_dim}: the compiler gave up and made a kernel that traps"

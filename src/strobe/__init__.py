@@ -10,6 +10,7 @@ from strobe.api import (
     supports,
 )
 from strobe.dispatch import BACKENDS
+from strobe.dropout import dropout_mask
 from strobe.fp8 import attention_fp8
 from strobe.kernels.sm90.backend import use_optimistic_softmax
 from strobe.kernels.workspace import redone_blocks
@@ -30,6 +31,7 @@ __all__ = [
     "Window",
     "attention",
     "attention_fp8",
+    "dropout_mask",
     "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

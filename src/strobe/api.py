@@ -5,13 +5,14 @@ allowed. flash-attn's functions keep flash-attn's signatures, layouts and return
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from strobe import dispatch, eager, ops
 from strobe.device import arch_of
+from strobe.dropout import check_probability, new_seed
 from strobe.functions import Function
 from strobe.masks import Causal, Mask, Window
 from strobe.scores import Score
@@ -33,6 +34,7 @@ def attention(
     max_seqlen_kv: int | None = None,
     seqused_q: torch.Tensor | None = None,
     seqused_kv: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str | None = None,
@@ -46,12 +48,16 @@ def attention(
         v: as k; its head dim may differ.
         mask: Full() (the default), Causal(), Window(...), Prefix(...), Document(...), Visible(function), or several
             joined by `&`. Aligned bottom-right: the last query stands on the last key.
-        score: Score(softcap=..., alibi=..., bias=..., sinks=..., function=...).
+        score: Score(softcap=..., alibi=..., bias=..., sinks=..., function=..., function_gradient=...). The bias and the sinks
+            have gradients too.
         scale: default 1 / sqrt(head_dim).
         cu_seqlens_q, cu_seqlens_kv: int32 [batch + 1] on q's device: the bounds of packed sequences.
         max_seqlen_q, max_seqlen_kv: the longest sequences; default: the totals, which is safe and launches more.
         seqused_q, seqused_kv: int32 [batch] on q's device: how many rows of q, and keys, of each batch entry (or packed
             sequence) are used. Masks are aligned to these; rows of q beyond give 0 and LSE -inf, keys beyond are not read.
+        dropout_p: the share of the weights that is dropped, from 0 to below 1, the others being divided by what is left
+            (the LSE is that of all). What is dropped follows from a seed that torch's default generator of q's device draws,
+            and is the same in every backend (`strobe.dropout_mask`).
         return_lse: also return log(sum(exp(scores))), float32, [batch, heads_q, seqlen_q] or [heads_q, total_q];
             it has a gradient.
         deterministic: gradients that are the same bits in every run, as also under torch.use_deterministic_algorithms(True).
@@ -60,7 +66,7 @@ def attention(
 
     Returns:
         out, shaped as q with v's head dim; or (out, lse). A row that sees no key gives 0, LSE -inf (with sinks: its sink) and
-        zero gradients. Gradients with a bias, sinks, functions or seqused are refused, when they are asked for.
+        zero gradients. A gradient through a score function needs its derivative, and is refused without when it is asked for.
 
     Raises:
         ValueError, TypeError: naming the argument, before any launch.
@@ -69,7 +75,13 @@ def attention(
         q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv,
         deterministic, backend,
     )  # fmt: skip
-    out, lse = eager.attention(_options, call, return_lse) or torch.ops.strobe.forward(q, k, v, *_options(*call).arguments())
+    result = eager.attention(_options, call, return_lse) if dropout_p == 0.0 else None
+    if result is None:
+        options = _options(*call, dropout_p)
+        if options.dropout:
+            options = replace(options, seed=new_seed(q.device))
+        result = torch.ops.strobe.forward(q, k, v, *options.arguments())
+    out, lse = result
     return (out, lse) if return_lse else out
 
 
@@ -82,8 +94,9 @@ def explain(
     """
     options = _options_of(q, k, v, backend=backend, **keywords)
     explanation = dispatch.explain_problem(ops.describe(q, k, v, options), arch_of(q.device), backend)
-    if _wants_gradient(q, k, v):
-        backward = dispatch.explain_problem(ops.describe(q, k, v, options, "backward"), arch_of(q.device), backend)
+    if _wants_gradient(q, k, v, options.bias, options.sinks):
+        problem = ops.describe(q, k, v, options, "backward", ops.learned_of(options))
+        backward = dispatch.explain_problem(problem, arch_of(q.device), backend)
         explanation = replace(explanation, backward=backward)
     print(explanation)
     return explanation
@@ -112,14 +125,15 @@ def flash_attn_func(
 
     causal=True forces the window's right side to 0, as flash-attn does. deterministic: see `attention`.
     learnable_sink: FlashAttention-4's argument, [heads_q], the sinks of `strobe.Score`.
-    Returns out, or (out, softmax_lse, S_dmask) with return_attn_probs, where S_dmask is empty (there is no dropout).
+    Returns out, or (out, softmax_lse, S_dmask) with return_attn_probs, where S_dmask is empty: `strobe.dropout_mask` says what
+    was dropped.
     """
-    _no_dropout(dropout_p)
     mask = _flash_mask(causal, window_size)
     score = _score(softcap, alibi_slopes, learnable_sink)
     result = attention(
-        q, k, v, mask=mask, score=score, scale=softmax_scale, return_lse=return_attn_probs, deterministic=bool(deterministic)
-    )
+        q, k, v, mask=mask, score=score, scale=softmax_scale, dropout_p=dropout_p, return_lse=return_attn_probs,
+        deterministic=bool(deterministic),
+    )  # fmt: skip
     return _flash_result(result, return_attn_probs)
 
 
@@ -158,7 +172,6 @@ def flash_attn_varlen_func(
     learnable_sink: FlashAttention-4's, [heads_q], the sinks of `strobe.Score`.
     softmax_lse is [heads_q, total_q]. Rows of q that belong to no sequence, or are not used, give 0.
     """
-    _no_dropout(dropout_p)
     if block_table is not None:
         raise ValueError("block_table must be None: paged keys are not supported yet")
     for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -167,8 +180,8 @@ def flash_attn_varlen_func(
     result = attention(
         q, k, v, mask=_flash_mask(causal, window_size), score=_score(softcap, alibi_slopes, learnable_sink),
         scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-        max_seqlen_kv=max_seqlen_k, seqused_q=seqused_q, seqused_kv=seqused_k, return_lse=return_attn_probs,
-        deterministic=bool(deterministic),
+        max_seqlen_kv=max_seqlen_k, seqused_q=seqused_q, seqused_kv=seqused_k, dropout_p=dropout_p,
+        return_lse=return_attn_probs, deterministic=bool(deterministic),
     )  # fmt: skip
     return _flash_result(result, return_attn_probs)
 
@@ -201,11 +214,6 @@ def _score(softcap: float, alibi_slopes: torch.Tensor | None, learnable_sink: to
     return Score(softcap=float(softcap), alibi=alibi_slopes, sinks=learnable_sink)
 
 
-def _no_dropout(dropout_p: float) -> None:
-    if dropout_p != 0.0:
-        raise ValueError(f"dropout_p must be 0.0, got {dropout_p}: dropout is not implemented yet, and never ignored")
-
-
 def _flash_result(result, return_attn_probs: bool):
     if not return_attn_probs:
         return result
@@ -224,20 +232,20 @@ def _check_packed(name: str, x: torch.Tensor, parts: int) -> None:
 
 def _options_of(
     q, k, v, *, mask=None, score=None, scale=None, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None,
-    max_seqlen_kv=None, seqused_q=None, seqused_kv=None, return_lse=False, deterministic=False, backend=None,
+    max_seqlen_kv=None, seqused_q=None, seqused_kv=None, dropout_p=0.0, return_lse=False, deterministic=False, backend=None,
 ) -> ops.Options:  # fmt: skip
     """`_options` from `attention`'s keywords, for `explain` and `supports`."""
     return _options(
         q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv,
-        deterministic, backend,
+        deterministic, backend, dropout_p,
     )  # fmt: skip
 
 
 def _options(
     q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, deterministic,
-    backend,
+    backend, dropout_p=0.0,
 ) -> ops.Options:  # fmt: skip
-    """Checked arguments of the operator."""
+    """Checked arguments of the operator, without the seed of dropout."""
     mask = Mask() if mask is None else mask
     score = Score() if score is None else score
     if not isinstance(mask, Mask):
@@ -261,8 +269,9 @@ def _options(
     _check_sinks(score.sinks, q)
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic must be True or False, got {type(deterministic).__name__}")
+    check_probability("dropout_p", dropout_p)
     if backend is not None:
-        _check_backend(backend, q, k, v)
+        _check_backend(backend, q, k, v, score.bias, score.sinks)
     return ops.Options(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_kv=cu_seqlens_kv,
@@ -276,15 +285,22 @@ def _options(
         prefix=mask.prefix,
         document_q=documents.q if documents else None,
         document_kv=documents.kv if documents else None,
-        mask_function=None if mask.function is None else mask.function.key,
+        mask_function=_key(mask.function),
         softcap=score.softcap,
         alibi=score.alibi,
         bias=score.bias,
         sinks=score.sinks,
-        score_function=score.function.key if isinstance(score.function, Function) else None,
+        score_function=_key(score.function),
+        score_gradient=_key(score.function_gradient),
+        dropout=float(dropout_p),
         deterministic=deterministic,
         backend=backend,
     )
+
+
+def _key(function: Function | Callable | None) -> str | None:
+    """How the operator takes a function, which a Mask or a Score made a Function."""
+    return function.key if isinstance(function, Function) else None
 
 
 def _check_tensor(name: str, x) -> None:
@@ -383,7 +399,7 @@ def _check_bias(bias: torch.Tensor | None, q, k, packed: bool) -> None:
     if bias.dtype not in (q.dtype, torch.float32):
         raise TypeError(f"bias must be float32 or have q's dtype {q.dtype}, got {bias.dtype}")
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    if bias.dim() != 4 or any(n not in (1, full) for n, full in zip(bias.shape, shape, strict=True)):
+    if bias.dim() != 4 or any(n != 1 and n != full for n, full in zip(bias.shape, shape, strict=True)):
         raise ValueError(f"bias must have shape {list(shape)}, any of which may be 1, got {list(bias.shape)}")
     _check_parameter("bias", bias, q)
 
@@ -403,10 +419,6 @@ def _check_parameter(name: str, x: torch.Tensor, q) -> None:
     """A tensor that a model may have learned."""
     if x.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name} must not require a gradient: Strobe has none for it yet; use torch.no_grad() or {name}.detach()"
-        )
 
 
 def _check_seqused(name: str, used: torch.Tensor | None, batch: int, q) -> None:
@@ -431,15 +443,16 @@ def _check_scale(scale, head_dim: int) -> float:
     return float(scale)
 
 
-def _wants_gradient(q, k, v) -> bool:
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _check_backend(backend: str, q, k, v) -> None:
+def _check_backend(backend: str, *tensors: torch.Tensor | None) -> None:
     if backend not in dispatch.BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(dispatch.BACKENDS)} or None, got {backend!r}")
-    if backend in dispatch.FORWARD_ONLY and _wants_gradient(q, k, v):
+    if backend in dispatch.FORWARD_ONLY and _wants_gradient(*tensors):
         raise ValueError(
-            f"backend {backend!r} has no backward, and q, k or v require gradients: call it under torch.no_grad(), "
+            f"backend {backend!r} has no backward, and q, k or v (or a bias or sinks) require gradients: call it under "
+            "torch.no_grad(), "
             "or leave backend=None and the best backward is chosen"
         )

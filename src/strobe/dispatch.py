@@ -5,7 +5,7 @@ Selection is candidates -> legal -> ranked. Each backend is a module that stands
     refuses(problem, arch) -> str | None     the reason why it cannot run this, or None
     config(problem, arch)                    what it would run with (printed by `explain`)
     forward(problem, operands)               -> out, lse
-    backward(problem, operands, out, lse, dout, dlse) -> dq, dk, dv
+    backward(problem, operands, out, lse, dout, dlse) -> Gradients
 
 and, if it has a choice of configs,
 

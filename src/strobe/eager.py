@@ -33,7 +33,8 @@ from strobe.scores import Score
 OPTIONAL = (
     "cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "document_q", "document_kv", "alibi", "bias", "sinks",
 )  # fmt: skip
-"""The tensors of a call beside q, k and v, by their names in Options."""
+"""The tensors of a call beside q, k and v, by their names in Options; calls with dropout, which have a seed, are the
+operator's."""
 
 Outputs = tuple[torch.Tensor, Any]
 """out and lse, which may be None where nobody wants it."""
@@ -62,6 +63,7 @@ _PLAIN = (torch.Tensor, Parameter)
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _in_functorch = torch._C._are_functorch_transforms_active
 _NONE = (None,) * len(OPTIONAL)
+_NOTHING_SAVED = (None,) * len(ops.TENSORS)
 
 
 def forget() -> None:
@@ -89,7 +91,7 @@ def attention(check: Callable[..., ops.Options], call: tuple, wants_lse: bool) -
     if score is not None:
         if not isinstance(score, Score):
             return None
-        rules = (rules, score.softcap, score.function)
+        rules = (rules, score.softcap, score.function, score.function_gradient)
     device = q.get_device()
     addresses: tuple = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if cu_q is not None or cu_kv is not None or used_q is not None or used_kv is not None or _has_tensors(mask, score):
@@ -175,8 +177,8 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx, prepared: Prepared, stream: int, addresses: tuple[int, ...], q, k, v):
         assert prepared.plan is not None
         outputs = prepared.plan(stream, True, addresses, (q, k, v, *_NONE))
-        ctx.save_for_backward(q, k, v, *outputs, *_NONE)
-        ctx.prepared, ctx.options = prepared, prepared.options
+        ctx.save_for_backward(q, k, v, *outputs, *_NOTHING_SAVED)
+        ctx.prepared, ctx.options, ctx.learned = prepared, prepared.options, []
         ctx.set_materialize_grads(False)
         return outputs
 

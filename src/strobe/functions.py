@@ -63,13 +63,19 @@ def _constant_when_compiled(function):
 @_constant_when_compiled
 def score_function(given) -> Function:
     """The Function of what a user gave for a score. TypeError where it is none."""
-    return _function("score", given, ("score", "batch", "head", "q_index", "kv_index"))
+    return _function("score: function", given, ("score", "batch", "head", "q_index", "kv_index"))
+
+
+@_constant_when_compiled
+def score_function_gradient(given) -> Function:
+    """The Function of what a user gave for a score function's derivative. TypeError where it is none."""
+    return _function("score: function_gradient", given, ("score", "batch", "head", "q_index", "kv_index"))
 
 
 @_constant_when_compiled
 def mask_function(given) -> Function:
     """The Function of what a user gave for a mask. TypeError where it is none."""
-    return _function("mask", given, ("batch", "head", "q_index", "kv_index"))
+    return _function("mask: function", given, ("batch", "head", "q_index", "kv_index"))
 
 
 def both(first: Function, second: Function) -> Function:
@@ -97,10 +103,10 @@ def known(key: str | None) -> Function | None:
 # ---- from what a user gives to a Function
 
 
-def _function(kind: str, given, parameters: tuple[str, ...]) -> Function:
+def _function(what: str, given, parameters: tuple[str, ...]) -> Function:
     if isinstance(given, Function):
         return given
-    what, python = f"{kind}: function", _unwrapped(given)
+    python = _unwrapped(given)
     if not isinstance(python, FunctionType) or python.__name__ == "<lambda>":
         raise TypeError(f"{what} must be a Python function made by def (or triton.jit of one), got {given!r}")
     taken = inspect.signature(python).parameters.values()

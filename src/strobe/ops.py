@@ -7,8 +7,8 @@ from the AttentionProblem that the arguments describe. Nothing here waits for th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -23,14 +23,14 @@ from strobe.scores import Score
 _OPTIONS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, SymInt max_q, SymInt max_kv, Tensor? seqused_q, Tensor? seqused_kv, "
     "float scale, SymInt? left, SymInt? right, SymInt? prefix, Tensor? document_q, Tensor? document_kv, str? mask_function, "
-    "float softcap, Tensor? alibi, Tensor? bias, Tensor? sinks, str? score_function, bool deterministic, "
-    "str? backend"
+    "float softcap, Tensor? alibi, Tensor? bias, Tensor? sinks, str? score_function, str? score_gradient, "
+    "float dropout, Tensor? seed, bool deterministic, str? backend"
 )
 _library = torch.library.Library("strobe", "DEF")
 _library.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor lse)")
 _library.define(
     "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)"
+    f"{_OPTIONS}, str[] learned) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
 )
 
 
@@ -51,12 +51,15 @@ class Options:
     document_q: torch.Tensor | None = None
     document_kv: torch.Tensor | None = None
     mask_function: str | None = None
-    """The key of a `strobe.functions.Function`, as is score_function."""
+    """The key of a `strobe.functions.Function`, as are score_function and score_gradient."""
     softcap: float = 0.0
     alibi: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     score_function: str | None = None
+    score_gradient: str | None = None
+    dropout: float = 0.0
+    seed: torch.Tensor | None = None
     deterministic: bool = False
     backend: str | None = None
 
@@ -65,17 +68,30 @@ class Options:
         return (
             self.cu_seqlens_q, self.cu_seqlens_kv, self.max_q, self.max_kv, self.seqused_q, self.seqused_kv, self.scale,
             self.left, self.right, self.prefix, self.document_q, self.document_kv, self.mask_function, self.softcap, self.alibi,
-            self.bias, self.sinks, self.score_function, self.deterministic, self.backend,
+            self.bias, self.sinks, self.score_function, self.score_gradient, self.dropout, self.seed, self.deterministic,
+            self.backend,
         )  # fmt: skip
 
 
-_TENSORS = (
-    "cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "document_q", "document_kv", "alibi", "bias", "sinks",
+TENSORS = (
+    "cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "document_q", "document_kv", "alibi", "bias", "sinks", "seed",
 )  # fmt: skip
 """Those of the options that are tensors."""
 
 
-def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, phase="forward") -> AttentionProblem:
+LEARNED = ("bias", "sinks")
+"""Those that have gradients."""
+
+
+def learned_of(options: Options) -> list[str]:
+    """The names of those whose gradients are asked for."""
+    tensors = {name: getattr(options, name) for name in LEARNED}
+    return [name for name, x in tensors.items() if x is not None and x.requires_grad]
+
+
+def describe(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, phase="forward", learned: Sequence[str] = ()
+) -> AttentionProblem:
     """The AttentionProblem that an operator's arguments mean."""
     lengths: Dense | Varlen
     if options.cu_seqlens_q is not None:
@@ -96,16 +112,25 @@ def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
             options.document_q,
             options.document_kv,
         ),
-        score=Score(options.softcap, options.alibi, options.bias, options.sinks, known(options.score_function)),
+        score=Score(
+            options.softcap,
+            options.alibi,
+            options.bias,
+            options.sinks,
+            known(options.score_function),
+            known(options.score_gradient),
+        ),
         phase=phase,
         unaligned=tuple(name for name, x in (("q", q), ("k", k), ("v", v)) if not addressable(x)),
         seqused=options.seqused_q is not None or options.seqused_kv is not None,
         deterministic=phase == "backward" and (options.deterministic or torch.are_deterministic_algorithms_enabled()),
+        dropout=options.dropout,
+        learned=tuple(learned),
     )
 
 
 def operands_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Operands:
-    return Operands(q, k, v, options.cu_seqlens_q, options.cu_seqlens_kv, options.seqused_q, options.seqused_kv)
+    return Operands(q, k, v, options.cu_seqlens_q, options.cu_seqlens_kv, options.seqused_q, options.seqused_kv, options.seed)
 
 
 def _run_forward(q, k, v, *options):
@@ -115,12 +140,14 @@ def _run_forward(q, k, v, *options):
     return dispatch.select(problem, arch_of(q.device), opts.backend).forward(problem, operands)
 
 
-def _run_backward(dout, dlse, q, k, v, out, lse, *options):
+def _run_backward(dout, dlse, q, k, v, out, lse, *arguments):
+    *options, learned = arguments
     opts = Options(*options)
-    problem, operands = describe(q, k, v, opts, "backward"), operands_of(q, k, v, opts)
+    problem, operands = describe(q, k, v, opts, "backward", learned), operands_of(q, k, v, opts)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     chosen = dispatch.select(problem, arch_of(q.device), opts.backend)
-    return chosen.backward(problem, operands, out, lse, dout, dlse)
+    grads = chosen.backward(problem, operands, out, lse, dout, dlse)
+    return tuple(q.new_empty(0) if grad is None else grad for grad in grads)  # an operator returns tensors, no None
 
 
 def _check_lengths(problem: AttentionProblem, operands: Operands) -> None:
@@ -161,25 +188,30 @@ def _fake_forward(q, k, v, *options):
     return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(lse, dtype=lse_dtype)
 
 
-def _fake_backward(dout, dlse, q, k, v, out, lse, *options):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _fake_backward(dout, dlse, q, k, v, out, lse, *arguments):
+    *options, learned = arguments
+    opts = Options(*options)
+    of_options = (getattr(opts, name) if name in learned else q.new_empty(0) for name in LEARNED)
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, *of_options))
 
 
 def _save(ctx, inputs, output):
     q, k, v, *rest = inputs
     options = Options(*rest)
-    ctx.save_for_backward(q, k, v, *output, *(getattr(options, name) for name in _TENSORS))
-    without_tensors: dict[str, Any] = dict.fromkeys(_TENSORS)
+    ctx.save_for_backward(q, k, v, *output, *(getattr(options, name) for name in TENSORS))
+    without_tensors: dict[str, Any] = dict.fromkeys(TENSORS)
     ctx.options = replace(options, **without_tensors)
+    ctx.learned = learned_of(options)
     ctx.set_materialize_grads(False)
 
 
 def _gradient(ctx, dout, dlse):
     q, k, v, out, lse, *tensors = ctx.saved_tensors
-    options = replace(ctx.options, **dict(zip(_TENSORS, tensors, strict=True)))
+    options = replace(ctx.options, **dict(zip(TENSORS, tensors, strict=True)))
     dout = torch.zeros_like(out) if dout is None else dout
-    grads = torch.ops.strobe.backward(dout, dlse, q, k, v, out, lse, *options.arguments())
-    return (*grads, *(None for _ in options.arguments()))
+    dq, dk, dv, *others = torch.ops.strobe.backward(dout, dlse, q, k, v, out, lse, *options.arguments(), ctx.learned)
+    by_name = {name: grad for name, grad in zip(LEARNED, others, strict=True) if name in ctx.learned}
+    return dq, dk, dv, *(by_name.get(one.name) for one in fields(Options))
 
 
 def _no_second_gradient(ctx, *grads):

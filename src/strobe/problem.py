@@ -79,6 +79,10 @@ class AttentionProblem:
     """Whether the operands say how many rows or keys of each batch entry (or sequence) are used."""
     deterministic: bool = False
     """Whether a backward must give the same bits in every run. A forward is never asked."""
+    dropout: float = 0.0
+    """The share of the weights that is dropped, by the operands' seed; the others are divided by 1 - dropout."""
+    learned: tuple[str, ...] = ()
+    """Which of the score's tensors a backward finds gradients for beside those of q, k and v: "bias", "sinks"."""
 
     @property
     def group(self) -> int:
@@ -96,11 +100,13 @@ class AttentionProblem:
             f"{str(self.dtype).removeprefix('torch.')}, mask {self.mask}, score {self.score}"
             + ", seqused" * self.seqused
             + ", deterministic" * self.deterministic
+            + (f", dropout {self.dropout:g}" if self.dropout else "")
         )
 
 
 class Operands(NamedTuple):
-    """The tensors of a problem; cu_seqlens only if it is varlen, seqused (either or both) only if it says so."""
+    """The tensors of a problem; cu_seqlens only if it is varlen, seqused (either or both) only if it says so, and the seed, an
+    int64 [1], only if it has dropout."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -109,6 +115,17 @@ class Operands(NamedTuple):
     cu_seqlens_kv: torch.Tensor | None = None
     seqused_q: torch.Tensor | None = None
     seqused_kv: torch.Tensor | None = None
+    seed: torch.Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """Of a loss with respect to a problem's tensors, each of its tensor's shape and dtype; None where nobody asked for it."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
 
 def addressable(x: torch.Tensor) -> bool:
@@ -118,16 +135,16 @@ def addressable(x: torch.Tensor) -> bool:
 
 
 def without_gradient(problem: AttentionProblem) -> str | None:
-    """Why no backward takes a problem yet: the features that only the forward has; or None."""
-    features = {
-        "a bias": problem.score.bias,
-        "sinks": problem.score.sinks,
-        "a score function": problem.score.function,
-        "a mask function": problem.mask.function,
-        "seqused": problem.seqused or None,
-    }
-    named = [name for name, given in features.items() if given is not None]
-    return f"has no gradient with {', '.join(named)} yet" if named and problem.phase == "backward" else None
+    """Why no backward takes a problem; or None."""
+    function, gradient = problem.score.function, problem.score.function_gradient
+    if problem.phase == "backward" and function is not None and gradient is None:
+        return f"needs the derivative of the score function {function}: pass it as strobe.Score(function_gradient=...)"
+    return None
+
+
+def bias_shape(problem: AttentionProblem) -> tuple[int, ...]:
+    """[batch, heads_q, seqlen_q, seqlen_kv]: of a bias with a number for every pair."""
+    return problem.lengths.batch, problem.heads_q, problem.lengths.seqlen_q, problem.lengths.seqlen_kv
 
 
 def lse_shape(problem: AttentionProblem) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from strobe import math
-from strobe.functions import Function, score_function
+from strobe.functions import Function, score_function, score_function_gradient
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -38,6 +38,11 @@ class Score:
     sinks: [heads_q], of float32, bfloat16 or float16.
     function: f(score, batch, head, q_index, kv_index) -> score, a Python function of arithmetic and `strobe.math` (see
         docs/masks.md), given tensors that broadcast to a tile of scores; indices count from 0 in each sequence.
+    function_gradient: g(score, batch, head, q_index, kv_index) -> d f / d score at the score that f is given, a function of
+        the same kind, which a backward needs. The gradient of a pair that weighs nothing is 0, whatever it returns.
+
+    bias and sinks have gradients, of their shapes and dtypes, if they require them. They are the same bits at every run, except
+    that of a bias of which a dim is 1 and stands for many: it is summed in float32, on a GPU by atomic additions, in any order.
     """
 
     softcap: float = 0.0
@@ -45,12 +50,17 @@ class Score:
     bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     function: Function | Callable | None = None
+    function_gradient: Function | Callable | None = None
 
     def __post_init__(self):
         if not self.softcap >= 0.0:
             raise ValueError(f"score: softcap must be 0 (none) or positive, got {self.softcap}")
         if self.function is not None:
             object.__setattr__(self, "function", score_function(self.function))
+        if self.function_gradient is not None:
+            if self.function is None:
+                raise ValueError("score: function_gradient goes with a function, got none")
+            object.__setattr__(self, "function_gradient", score_function_gradient(self.function_gradient))
 
     def __str__(self) -> str:
         parts = [f"softcap({self.softcap:g})"] if self.softcap else []
@@ -71,6 +81,12 @@ class Score:
 
         first_batch: what the function is told of the first batch entry.
         """
+        s = self._before_function(s, i, j, n_q, n_kv)
+        if isinstance(self.function, Function):
+            s = self.function(s, *_places(s, first_batch), i, j).to(s.dtype).expand(s.shape).contiguous()
+        return s
+
+    def _before_function(self, s: torch.Tensor, i: torch.Tensor, j: torch.Tensor, n_q: int, n_kv: int) -> torch.Tensor:
         if self.softcap:
             s = self.softcap * torch.tanh(s / self.softcap)
         if self.alibi is not None:
@@ -82,17 +98,39 @@ class Score:
                 x.flatten() if size > 1 else x.new_zeros(1) for x, size in zip((i, j), self.bias.shape[2:], strict=True)
             )
             s = s + self.bias[:, :, rows][..., keys].to(s.dtype)
-        if isinstance(self.function, Function):
-            batch = torch.arange(first_batch, first_batch + s.shape[0], device=s.device)[:, None, None, None]
-            head = torch.arange(s.shape[1], device=s.device)[None, :, None, None]
-            s = self.function(s, batch, head, i, j).to(s.dtype).expand(s.shape).contiguous()
         return s
 
-    def gradient(self, ds: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        """d loss / d (scaled product) from ds = d loss / d score, given the scaled product s; without a function."""
+    def gradient(
+        self, ds: torch.Tensor, s: torch.Tensor, i: torch.Tensor, j: torch.Tensor, n_q: int, n_kv: int, first_batch: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From ds = d loss / d score, and the arguments of `apply`: d loss / d (scaled product), and what a bias gets of each
+        pair. ValueError if there is a function without its gradient."""
+        if isinstance(self.function_gradient, Function):
+            before = self._before_function(s, i, j, n_q, n_kv)
+            factor = self.function_gradient(before, *_places(s, first_batch), i, j).to(s.dtype)
+            ds = torch.where(ds == 0.0, 0.0, ds * factor)
+        elif self.function is not None:
+            raise ValueError(f"score: function {self.function} has no function_gradient")
+        of_bias = ds
         if self.softcap:
             ds = ds * (1.0 - torch.tanh(s / self.softcap) ** 2)
-        return ds
+        return ds, of_bias
+
+
+def _places(s: torch.Tensor, first_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a function is told of batch and head, for scores [batch, heads_q, rows, keys]."""
+    batch = torch.arange(first_batch, first_batch + s.shape[0], device=s.device)[:, None, None, None]
+    return batch, torch.arange(s.shape[1], device=s.device)[None, :, None, None]
+
+
+def sinks_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """d loss / d sinks, [heads_q], from what every backward has: lse and delta = rowsum(dO * O) - dLSE, both [batch, heads_q,
+    rows] or [heads_q, rows].
+
+    A sink is a key without a value, so dP is 0 and dS = P * (0 - delta), P = exp(sink - LSE), of which each row has one."""
+    of_rows = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks.to(lse.dtype)[:, None] - lse) * -delta)
+    by_head = of_rows.sum(-1)
+    return (by_head if by_head.dim() == 1 else by_head.sum(0)).to(sinks.dtype)
 
 
 # ---- the arithmetic of kernels
@@ -139,3 +177,8 @@ def with_bias(s, bias):
 def with_function(s, function, batch, head, i, j):
     """Scores in units of log2, through a user's function, which knows natural ones; row i of the sequence, not position p."""
     return function(s * LN2, batch, head, i, j) * LOG2E
+
+
+def gradient_through_function(ds, s, gradient, batch, head, i, j):
+    """d loss / d score before a user's function from that after it, given the score before it, in units of log2."""
+    return math.where(ds == 0.0, 0.0, ds * gradient(s * LN2, batch, head, i, j))

@@ -25,8 +25,8 @@ _UNSUPPORTED = ("s_aux", "position_bias", "head_mask", "cache", "output_attentio
 def register(name: str = "strobe") -> None:
     """Make `attn_implementation=name` run on Strobe, in `from_pretrained`, `from_config` and `set_attn_implementation`.
 
-    Causal, bidirectional, sliding-window, padded and packed (position_ids) masks, soft caps, GQA and cross attention are
-    honoured, with dynamic and static caches. What Strobe cannot represent raises a ValueError when the model runs.
+    Causal, bidirectional, sliding-window, padded and packed (position_ids) masks, soft caps, GQA, dropout and cross attention
+    are honoured, with dynamic and static caches. What Strobe cannot represent raises a ValueError when the model runs.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -59,8 +59,6 @@ def _attention(
     softcap=None, **others,
 ):  # fmt: skip
     """transformers' attention function: q, k, v [batch, heads, length, D] -> (out [batch, length, heads, D], None)."""
-    if dropout:
-        raise ValueError(f"dropout must be 0 with strobe attention, got {dropout}: set the model's attention dropout to 0")
     for name in _UNSUPPORTED:
         if others.get(name) is not None and others[name] is not False:
             raise ValueError(f"{name} is not supported by strobe attention: run this model with another attn_implementation")
@@ -76,7 +74,7 @@ def _attention(
             f"attention_mask must be None or [batch, length] with strobe attention, got a custom one of shape {shape}"
         )
     q, k, v = (_autocast(x).transpose(1, 2) for x in (query, key, value))
-    return attention(q, k, v, mask=mask, score=Score(softcap=softcap or 0.0), scale=scaling), None
+    return attention(q, k, v, mask=mask, score=Score(softcap=softcap or 0.0), scale=scaling, dropout_p=dropout), None
 
 
 def _check_lengths(model_mask: ModelMask, query: torch.Tensor, key: torch.Tensor) -> None:

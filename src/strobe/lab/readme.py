@@ -43,6 +43,10 @@ def _halved(score, batch, head, q_index, kv_index):
     return score * 0.5
 
 
+def _half(score, batch, head, q_index, kv_index):
+    return score * 0.0 + 0.5
+
+
 FEATURES: dict[str, dict] = {
     "forward": {},
     "backward": {"phase": "backward"},
@@ -53,9 +57,10 @@ FEATURES: dict[str, dict] = {
     "mask function": {"mask": Visible(_every_other_key)},
     "softcap": {"score": Score(softcap=30.0)},
     "ALiBi": {"score": Score(alibi=torch.ones(16))},
-    "bias": {"score": Score(bias=torch.zeros(1, 16, 1024, 1024))},
-    "attention sinks": {"score": Score(sinks=torch.zeros(16))},
-    "score function": {"score": Score(function=_halved)},
+    "bias": {"score": Score(bias=torch.zeros(1, 16, 1024, 1024)), "learned": ("bias",)},
+    "attention sinks": {"score": Score(sinks=torch.zeros(16)), "learned": ("sinks",)},
+    "score function": {"score": Score(function=_halved, function_gradient=_half)},
+    "dropout": {"dropout": 0.1},
     "GQA, MQA": {"heads_kv": 2},
     "packed sequences (varlen)": {"lengths": Varlen(2, 2048, 2048, 1024, 1024)},
     "used lengths (seqused)": {"seqused": True},

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import torch
 
+from strobe.dropout import kept
 from strobe.masks import Mask
 from strobe.problem import AttentionProblem, Operands, lse_shape
 from strobe.reference.sequences import parts
 from strobe.scores import Score
 
 
-def attend(q, k, v, scale: float, mask: Mask, score: Score, first_batch: int = 0):
+def attend(q, k, v, scale: float, mask: Mask, score: Score, first_batch: int = 0, dropout: float = 0.0, seed=None):
     """q [B, n_q, Hq, D], k [B, n_kv, Hkv, D], v [B, n_kv, Hkv, Dv] -> out [B, n_q, Hq, Dv], lse [B, Hq, n_q].
 
     A row that sees no key, or only such whose score is -inf, gives 0 and an LSE of -inf, or of its sink.
-    first_batch: what functions are told of the first batch entry.
+    first_batch: what functions, and dropout, are told of the first batch entry.
     """
     n_q, n_kv, heads, group = q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2]
     batches = range(first_batch, first_batch + q.shape[0])
@@ -36,6 +37,9 @@ def attend(q, k, v, scale: float, mask: Mask, score: Score, first_batch: int = 0
         lse = torch.logaddexp(lse, score.sinks.to(lse.dtype)[:, None])
         some = lse != -torch.inf
     p = torch.where(seen, torch.exp(s - torch.where(some, lse, 0.0)[..., None]), 0.0)
+    if seed is not None:
+        batch, head = torch.arange(batches.start, batches.stop, device=q.device), torch.arange(heads, device=q.device)
+        p = p * kept(seed, dropout, batch[:, None, None, None], head[:, None, None], i, j) / (1.0 - dropout)
     return (p @ v).transpose(1, 2), lse
 
 
@@ -51,6 +55,7 @@ def attention(
     lse = q.new_full(lse_shape(problem), -torch.inf)
     for part in parts(problem, operands):
         mask, score = part.problem.mask, part.problem.score
-        one = attend(q[part.rows], k[part.keys], v[part.keys], problem.scale, mask, score, part.batch)
+        tensors = q[part.rows], k[part.keys], v[part.keys]
+        one = attend(*tensors, problem.scale, mask, score, part.batch, problem.dropout, operands.seed)
         out[part.rows], lse[part.lse] = one
     return out, lse

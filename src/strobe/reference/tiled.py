@@ -13,6 +13,9 @@ Backward. With delta = rowsum(dO * O) - dLSE:
 
     dV += P^T dO      dP = dO V^T      dS = P * (dP - delta)      dQ += scale * dS K      dK += scale * dS^T Q
 
+Dropout. O = (P * D) V, where D is 0 or 1 / (1 - p), and the sums l and the LSE are those of P: dV += (P * D)^T dO, and dP = D *
+(dO V^T); delta is rowsum(dO * O) still.
+
 (Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2022, "FlashAttention".)
 
 Query heads that share a key head (GQA) are stacked along the rows of one product, so nothing is repeated.
@@ -27,9 +30,11 @@ from typing import NamedTuple
 import torch
 
 from strobe.device import Arch
+from strobe.dropout import kept
 from strobe.masks import TileClass
-from strobe.problem import AttentionProblem, Operands, lse_shape, without_gradient
+from strobe.problem import AttentionProblem, Gradients, Operands, lse_shape, without_gradient
 from strobe.reference.sequences import Part, parts
+from strobe.scores import sinks_gradient
 
 
 @dataclass(frozen=True)
@@ -56,18 +61,31 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full(lse_shape(problem), -torch.inf, dtype=_wide(q.dtype))
     for part in parts(problem, operands):
-        _forward(part, q[part.rows], k[part.keys], v[part.keys], out[part.rows], lse[part.lse])
+        _forward(part, q[part.rows], k[part.keys], v[part.keys], operands.seed, out[part.rows], lse[part.lse])
     return out, lse
 
 
-def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse):
+def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse) -> Gradients:
     q, k, v = operands[:3]
     dq, dk, dv = (torch.zeros(x.shape, dtype=_wide(x.dtype), device=x.device) for x in (q, k, v))
-    delta = _delta(problem, out, dout, dlse)
+    bias, sinks = problem.score.bias, problem.score.sinks
+    delta, dbias, dsinks = _delta(problem, out, dout, dlse), None, None
+    if bias is not None and "bias" in problem.learned:
+        dbias = torch.zeros(bias.shape, dtype=_wide(q.dtype), device=q.device)
     for part in parts(problem, operands):
-        saved = _Saved(q[part.rows], k[part.keys], v[part.keys], lse[part.lse], dout[part.rows], delta[part.lse])
-        _backward(part, saved, dq[part.rows], dk[part.keys], dv[part.keys])
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        tensors = q[part.rows], k[part.keys], v[part.keys], operands.seed
+        saved = _Saved(*tensors, lse[part.lse], dout[part.rows], delta[part.lse])
+        _backward(part, saved, dq[part.rows], dk[part.keys], dv[part.keys], None if dbias is None else _of_part(dbias, part))
+    if bias is not None and dbias is not None:
+        dbias = dbias.to(bias.dtype)
+    if sinks is not None and "sinks" in problem.learned:
+        dsinks = sinks_gradient(sinks, lse, delta)
+    return Gradients(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias, dsinks)
+
+
+def _of_part(dbias: torch.Tensor, part: Part) -> torch.Tensor:
+    """What a part, which is a batch entry or all of a dense problem, has of a bias."""
+    return dbias[part.batch : part.batch + 1] if part.rows and dbias.shape[0] > 1 else dbias
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -132,7 +150,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, seen: torch.Tensor | None) -> tor
     return torch.where(touched, full, a @ torch.where(broken, 0.0, b))
 
 
-def _forward(part: Part, q, k, v, out, lse) -> None:
+def _forward(part: Part, q, k, v, seed, out, lse) -> None:
     """One dense batch, written into out [B, n_q, heads_q, Dv] and lse [B, heads_q, n_q]."""
     cfg, problem, group = Config(), part.problem, part.problem.group
     n_q, n_kv = q.shape[1], k.shape[1]
@@ -148,6 +166,7 @@ def _forward(part: Part, q, k, v, out, lse) -> None:
             shift = torch.where(new_max == -torch.inf, 0.0, new_max)
             p, rescale = s.sub_(shift).exp_(), torch.exp(row_max - shift)
             row_sum = row_sum * rescale + p.sum(-1, keepdim=True)
+            p = p if seed is None else p * _dropout(part, seed, tile, q.shape[0])
             acc = acc * rescale + _product(p, _heads(v[:, tile.keys], 1), tile.seen)
             row_max = new_max
         empty = row_max == -torch.inf
@@ -155,6 +174,15 @@ def _forward(part: Part, q, k, v, out, lse) -> None:
         out[:, rows] = result.permute(0, 3, 1, 2, 4).flatten(2, 3).to(out.dtype)
         log_sum = torch.where(empty, -torch.inf, row_max + torch.log(torch.where(empty, 1.0, row_sum)))
         lse[:, :, rows] = log_sum.squeeze(-1).flatten(1, 2)
+
+
+def _dropout(part: Part, seed: torch.Tensor, tile: _Tile, batch: int) -> torch.Tensor:
+    """What dropout multiplies the weights of a tile by, [B, heads_kv, group, rows, keys]: 0 or 1 / (1 - p)."""
+    problem = part.problem
+    entry = torch.arange(part.batch, part.batch + batch, device=seed.device)[:, None, None, None]
+    head = torch.arange(problem.heads_q, device=seed.device)[:, None, None]
+    keep = kept(seed, problem.dropout, entry, head, tile.i, tile.j)
+    return keep.unflatten(1, (-1, problem.group)) / (1.0 - problem.dropout)
 
 
 def _sinks(problem: AttentionProblem, q_tile: torch.Tensor) -> torch.Tensor:
@@ -178,12 +206,27 @@ def _apply_score(part: Part, s, tile: _Tile, n_q: int, n_kv: int) -> torch.Tenso
     return by_head.unflatten(1, s.shape[1:3])
 
 
+def _apply_gradient(part: Part, ds, raw, tile: _Tile, n_q: int, n_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Score.gradient`, which works on [B, heads_q, rows, keys] too."""
+    by_head = part.problem.score.gradient(ds.flatten(1, 2), raw.flatten(1, 2), tile.i, tile.j, n_q, n_kv, part.batch)
+    of_product, of_bias = (x.unflatten(1, ds.shape[1:3]) for x in by_head)
+    return of_product, of_bias
+
+
+def _add_to_bias(dbias: torch.Tensor, ds: torch.Tensor, tile: _Tile) -> None:
+    """Add ds [B, heads_q, rows, keys] to the gradient of a bias, of which any dim may be 1."""
+    repeated = [dim for dim in range(4) if dbias.shape[dim] == 1]
+    rows, keys = (slice(None) if dim in repeated else part for dim, part in ((2, tile.rows), (3, tile.keys)))
+    dbias[:, :, rows, keys] += ds.sum(repeated, keepdim=True) if repeated else ds
+
+
 class _Saved(NamedTuple):
     """What the backward of one dense batch reads; lse and delta are [B, heads_q, n_q]."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    seed: torch.Tensor | None
     lse: torch.Tensor
     dout: torch.Tensor
     delta: torch.Tensor
@@ -196,8 +239,8 @@ def _delta(problem: AttentionProblem, out, dout, dlse) -> torch.Tensor:
     return delta if dlse is None else delta - dlse.to(wide)
 
 
-def _backward(part: Part, saved: _Saved, dq, dk, dv) -> None:
-    """One dense batch, added into dq, dk, dv (in the wide type)."""
+def _backward(part: Part, saved: _Saved, dq, dk, dv, dbias) -> None:
+    """One dense batch, added into dq, dk, dv and, if it is not None, dbias (in the wide type)."""
     cfg, problem, group = Config(), part.problem, part.problem.group
     n_q, n_kv = saved.q.shape[1], saved.k.shape[1]
     for rows in _q_tiles(n_q, cfg.tile_q):
@@ -208,15 +251,21 @@ def _backward(part: Part, saved: _Saved, dq, dk, dv) -> None:
             k_tile, v_tile = _heads(saved.k[:, tile.keys], 1), _heads(saved.v[:, tile.keys], 1)
             raw = (q_tile * problem.scale) @ k_tile.transpose(-1, -2)
             p = torch.exp(_apply_score(part, raw, tile, n_q, n_kv) - shift)
-            dp = dout @ v_tile.transpose(-1, -2)
-            ds = problem.score.gradient(p * (dp - delta), raw) * problem.scale
+            dp, kept_p = dout @ v_tile.transpose(-1, -2), p
+            if saved.seed is not None:
+                factor = _dropout(part, saved.seed, tile, dq.shape[0])
+                dp, kept_p = dp * factor, p * factor
+            ds, of_bias = _apply_gradient(part, p * (dp - delta), raw, tile, n_q, n_kv)
+            ds = ds * problem.scale
             seen_t = None
             if tile.seen is not None:
-                p, ds = (torch.where(tile.seen, x, 0.0) for x in (p, ds))
+                kept_p, ds, of_bias = (torch.where(tile.seen, x, 0.0) for x in (kept_p, ds, of_bias))
                 seen_t = tile.seen.transpose(-1, -2)
+            if dbias is not None:
+                _add_to_bias(dbias, of_bias.flatten(1, 2), tile)
             dq[:, rows] += _to_rows(_product(ds, k_tile, tile.seen))
             dk[:, tile.keys] += _to_keys(_product(ds.transpose(-1, -2), q_tile, seen_t))
-            dv[:, tile.keys] += _to_keys(_product(p.transpose(-1, -2), dout, seen_t))
+            dv[:, tile.keys] += _to_keys(_product(kept_p.transpose(-1, -2), dout, seen_t))
 
 
 def _to_rows(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from strobe.device import Arch
 from strobe.masks import Full, Mask
-from strobe.problem import AttentionProblem, Dense, Operands
+from strobe.problem import AttentionProblem, Dense, Gradients, Operands
 from strobe.reference import tiled
 
 _MAX_BIAS = 1 << 24
@@ -24,6 +24,8 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return "runs on a CPU only"
     if not isinstance(lengths, Dense):
         return "takes no packed sequences"
+    if problem.dropout:
+        return "takes no dropout"
     if problem.seqused:
         return "takes no seqused"
     if problem.mask.function is not None:
@@ -100,7 +102,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
 
-def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse):
+def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse) -> Gradients:
     finite = all(_finite(x) for x in (*operands[:3], out, dout))
     if not finite or (dlse is not None and bool(dlse.any())):
         return tiled.backward(problem, operands, out, lse, dout, dlse)
@@ -115,4 +117,4 @@ def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse
         attn_mask=bias,
         scale=problem.scale,
     )
-    return tuple(g.transpose(1, 2).contiguous() for g in grads)
+    return Gradients(*(g.transpose(1, 2).contiguous() for g in grads))

@@ -10,6 +10,8 @@ from strobe.problem import AttentionProblem, Varlen
 
 def gluon_refuses(problem: AttentionProblem) -> str | None:
     """The reason for which no kernel in Gluon runs a problem, whatever its head dims and lengths; or None."""
+    if problem.dropout:
+        return "takes no dropout yet"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
     if max(_rows(problem)) >= MAX_BOUND:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from strobe.dropout import threshold
 from strobe.kernels.common import triton_math
 from strobe.kernels.portable.config import Config
-from strobe.kernels.portable.tiles import LOG2E, Bias, Matrix, Score
-from strobe.problem import AttentionProblem, Operands, Varlen
+from strobe.kernels.portable.tiles import LOG2E, Bias, BiasGradient, Dropout, Matrix, Score
+from strobe.problem import AttentionProblem, Operands, Varlen, bias_shape
 
 
 def matrix(x: torch.Tensor) -> Matrix:
@@ -26,7 +27,7 @@ def ids(x: torch.Tensor) -> Matrix:
     return Matrix(x, x.stride(0), x.stride(1), 0)
 
 
-def score(problem: AttentionProblem) -> Score:
+def score(problem: AttentionProblem, seed: torch.Tensor | None) -> Score:
     """The problem's score with log2(e) folded into its factors."""
     softcap, slopes, bias, sinks = problem.score.softcap, problem.score.alibi, problem.score.bias, problem.score.sinks
     inner, outer = problem.scale * LOG2E.value, None
@@ -39,13 +40,23 @@ def score(problem: AttentionProblem) -> Score:
         None if bias is None else _bias(bias),
         None if sinks is None else Matrix(sinks, 0, 0, sinks.stride(0)),
         triton_math.of_user(problem.score.function),
+        triton_math.of_user(problem.score.function_gradient) if problem.phase == "backward" else None,
         triton_math.of_user(problem.mask.function),
+        None if seed is None else Dropout(seed, threshold(problem.dropout), 1.0 / (1.0 - problem.dropout)),
     )
 
 
 def _bias(x: torch.Tensor) -> Bias:
     """[batch or 1, heads or 1, rows or 1, keys or 1]: what there is one of is repeated by a stride of 0."""
     return Bias(x, *(stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True)))
+
+
+def bias_gradient(problem: AttentionProblem, dbias: torch.Tensor | None) -> BiasGradient:
+    """Where dbias, which has the bias's shape, is written; None: nowhere."""
+    if dbias is None:
+        return BiasGradient(None, None, None, None, None)
+    dims = zip(dbias.shape, bias_shape(problem), dbias.stride(), strict=True)
+    return BiasGradient(dbias, *(stride if size == whole else None for size, whole, stride in dims))
 
 
 def of_problem(problem: AttentionProblem, operands: Operands) -> dict:
@@ -70,7 +81,7 @@ def of_problem(problem: AttentionProblem, operands: Operands) -> dict:
         prefix=prefix,
         document_q=None if mask.documents is None else ids(mask.documents.q),
         document_kv=None if mask.documents is None else ids(mask.documents.kv),
-        score=score(problem),
+        score=score(problem, operands.seed),
         group=problem.group,
         DIM=problem.head_dim,
         DIM_V=problem.head_dim_v,

@@ -1,8 +1,9 @@
-"""Flash attention's backward in plain Triton: three kernels, no atomics, so the same bits at every run.
+"""Flash attention's backward in plain Triton: three kernels; no atomics, so the same bits at every run, but for a bias that is
+repeated, whose gradient is a sum over programs.
 
     delta   rowsum(dO * O) - dLSE                       one program per tile of rows
     dkdv    dV += P^T dO,  dK += scale * dS^T Q         one program per tile of keys and key head
-    dq      dQ += scale * dS K                          one program per tile of rows
+    dq      dQ += scale * dS K,  dbias = dS             one program per tile of rows
 
 P = exp(s - LSE) and dS = P * (dO V^T - delta) are recomputed from q, k, v and the LSE. As in the forward, tiles that
 need the mask and tiles that are seen whole run in separate phases.
@@ -16,14 +17,17 @@ import triton.language as tl
 
 from strobe.device import arch_of
 from strobe.kernels.common.device_function import device_function
-from strobe.kernels.common.scores import score_and_factor
+from strobe.kernels.common.philox import kept
+from strobe.kernels.common.scores import gradient_through_function, score_and_factor
 from strobe.kernels.portable import arguments, interpreter
 from strobe.kernels.portable.config import choose, padded
 from strobe.kernels.portable.tiles import (
     LENGTHS_AND_BOUNDS,
     LOG2E,
     Mask,
+    add_to_bias,
     any_nan,
+    biased,
     count_broken,
     count_broken_keys,
     finite_part,
@@ -39,11 +43,15 @@ from strobe.kernels.portable.tiles import (
     store_tile,
     store_vector,
     stream,
+    through_function,
     vector_stream,
 )
-from strobe.problem import AttentionProblem, Operands
+from strobe.problem import AttentionProblem, Gradients, Operands
 
 interpreter.mend()
+
+REDO_TILE = 16
+"""Rows and keys of a tile of `redo_noted`: it fits any head dim, and need not be fast."""
 
 TILE_DELTA = 64
 """Rows of a program of the delta kernel, which only streams memory."""
@@ -73,14 +81,25 @@ def _shift_of(lse):
 
 
 @device_function
-def _gradients(s, factor, shift, dp, delta, seen, MASKED: tl.constexpr):
-    """P and dS / scale of a tile."""
-    weights = tl.exp2(s - shift)
-    ds = weights * (dp - delta) * factor
+def _gradients(products, dp, p, j, shift, delta, seen, slope, batch, head, n_q, n_kv, score, MASKED: tl.constexpr):
+    """Of a tile of products q.k and dP = dO V^T: P, after dropout, what a bias gets, and dS / scale. p, j, shift and delta
+    broadcast to it."""
+    s, factor = score_and_factor(products, p, j, score.inner, score.outer, slope)
+    i = p - (n_kv - n_q)
+    s = biased(s, i, j, n_q, n_kv, score, batch, head)
+    weights = tl.exp2(through_function(s, i, j, score, batch, head) - shift)
+    kept_weights = weights
+    if score.dropout is not None:
+        keep = kept(score.dropout, batch, head, i, j)
+        kept_weights = tl.where(keep, weights * score.dropout.scale, 0.0)
+        dp = tl.where(keep, dp * score.dropout.scale, 0.0)
+    ds = weights * (dp - delta)
+    if score.gradient is not None:
+        ds = gradient_through_function(ds, s, score.gradient, batch, head, i, j)
     if MASKED:
-        weights = tl.where(seen, weights, 0.0)
+        kept_weights = tl.where(seen, kept_weights, 0.0)
         ds = tl.where(seen, ds, 0.0)
-    return weights, ds
+    return kept_weights, ds, ds * factor
 
 
 @device_function
@@ -97,8 +116,7 @@ def _keys_from_rows(
         rows = first + tl.arange(0, TILE_Q)
         p = rows + (n_kv - n_q)
         q_tile = load_tile(q, first, remaining, DIM)
-        s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
-        s, factor = score_and_factor(s, p[None, :], j[:, None], score.inner, score.outer, slope)
+        products = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
         shift = _shift_of(load_vector(lse, first, remaining))
         do_tile = load_tile(dout, first, remaining, DIM_V)
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
@@ -107,7 +125,10 @@ def _keys_from_rows(
             ids_q = load_ids(mask.document_q, batch, first, n_q, TILE_Q)
             seen = seen_in(p[None, :], j[:, None], n_q, n_kv, mask, score, ids_q[None, :], ids_kv[:, None], batch, head)
             seen = seen & (rows[None, :] < n_q)
-        weights, ds = _gradients(s, factor, shift[None, :], dp, load_vector(delta, first, remaining)[None, :], seen, MASKED)
+        weights, _, ds = _gradients(
+            products, dp, p[None, :], j[:, None], shift[None, :], load_vector(delta, first, remaining)[None, :], seen, slope,
+            batch, head, n_q, n_kv, score, MASKED,
+        )  # fmt: skip
         if FINITE:
             do_tile = finite_part(do_tile)
             q_tile = finite_part(q_tile)
@@ -133,23 +154,16 @@ def _count_broken_rows(
     return in_q, in_dout
 
 
-@triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
-def _dkdv(
-    q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
-    left, right, prefix, document_q, document_kv, score, scale, heads_kv, group,
+@device_function
+def _keys(
+    first, head_kv, batch, start_q, start_kv, n_q, n_kv, q, k, v, dout, lse, delta, dk, dv, left, right, prefix, document_q,
+    document_kv, score, scale, group,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, ALL_MASKED: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(n_kv, TILE_KV)
-    first = tl.program_id(0) % tiles * TILE_KV
-    head_kv = tl.program_id(0) // tiles % heads_kv
-    batch = tl.program_id(0) // tiles // heads_kv
-    start_q, n_q = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
-    start_kv, n_kv = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
-    if first >= n_kv:
-        return
-
+    """Write dK and dV of the keys from `first` on."""
     mask = Mask(left, right, prefix, document_q, document_kv)
+    BY_PAIR: tl.constexpr = document_q is not None or score.visible is not None
     last = tl.minimum(first + TILE_KV, n_kv) - 1
     begin, full_begin, full_end, end = q_phases(first, last, n_q, n_kv, mask, score, TILE_Q)
     j = first + tl.arange(0, TILE_KV)
@@ -165,7 +179,7 @@ def _dkdv(
         do_rows = stream(dout, batch, start_q, head, TILE_Q, PADDED_V)
         lse_rows = vector_stream(lse, batch, start_q, head, TILE_Q)
         delta_rows = vector_stream(delta, batch, start_q, head, TILE_Q)
-        if document_q is None:
+        if not BY_PAIR and not ALL_MASKED:
             state = _keys_from_rows(
                 state, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, head, n_q, n_kv, mask,
                 score, begin, full_begin, DIM, DIM_V, TILE_Q, True, False,
@@ -176,11 +190,11 @@ def _dkdv(
             )  # fmt: skip
         state = _keys_from_rows(
             state, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, head, n_q, n_kv, mask,
-            score, full_end, end, DIM, DIM_V, TILE_Q, True, False,
+            score, begin if ALL_MASKED else full_end, end, DIM, DIM_V, TILE_Q, True, False,
         )  # fmt: skip
     dk_sum, dv_sum = state
     # Where every pair is visible there is nothing to keep out, and nothing is compiled for it.
-    CUTS: tl.constexpr = left is not None or right is not None or prefix is not None or document_q is not None
+    CUTS: tl.constexpr = left is not None or right is not None or prefix is not None or BY_PAIR
     if CUTS:
         if any_nan(dk_sum) or any_nan(dv_sum):
             finite = nothing
@@ -204,49 +218,68 @@ def _dkdv(
     store_tile(stream(dv, batch, start_kv, head_kv, TILE_KV, PADDED_V), first, n_kv - first, dv_sum, DIM_V)
 
 
+@triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
+def _dkdv(
+    q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
+    left, right, prefix, document_q, document_kv, score, scale, heads_kv, group,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(n_kv, TILE_KV)
+    first = tl.program_id(0) % tiles * TILE_KV
+    head_kv = tl.program_id(0) // tiles % heads_kv
+    batch = tl.program_id(0) // tiles // heads_kv
+    start_q, n_q = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
+    start_kv, n_kv = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
+    if first < n_kv:
+        _keys(
+            first, head_kv, batch, start_q, start_kv, n_q, n_kv, q, k, v, dout, lse, delta, dk, dv, left, right, prefix,
+            document_q, document_kv, score, scale, group, DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, False,
+        )  # fmt: skip
+
+
 @device_function
 def _rows_from_keys(
-    dq, q_tile, do_tile, shift, delta, k, v, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, begin, end,
+    dq, q_tile, do_tile, shift, delta, k, v, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, dbias, begin, end,
     DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys [begin, end) give to dQ of a tile of rows. Tiles are [rows, keys]."""
+    """Add what the keys [begin, end) give to dQ of a tile of rows and, if it is wanted, to dbias. Tiles are [rows, keys].
+
+    FINITE: take keys that are not finite as 0; a bias has had its gradient then."""
     for first in tl.range(begin, end, TILE_KV, num_stages=1 if FINITE else None):
         remaining = None
         if MASKED:
             remaining = n_kv - first
         j = first + tl.arange(0, TILE_KV)
         k_tile = load_tile(k, first, remaining, DIM)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        s, factor = score_and_factor(s, p[:, None], j[None, :], score.inner, score.outer, slope)
+        products = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         dp = tl.dot(do_tile, tl.trans(load_tile(v, first, remaining, DIM_V)), input_precision="ieee")
         seen = None
         if MASKED:
             ids_kv = load_ids(mask.document_kv, batch, first, n_kv, TILE_KV)
             seen = seen_in(p[:, None], j[None, :], n_q, n_kv, mask, score, ids_q[:, None], ids_kv[None, :], batch, head)
-        _, ds = _gradients(s, factor, shift[:, None], dp, delta[:, None], seen, MASKED)
+        _, of_bias, ds = _gradients(
+            products, dp, p[:, None], j[None, :], shift[:, None], delta[:, None], seen, slope, batch, head, n_q, n_kv, score,
+            MASKED,
+        )  # fmt: skip
+        if dbias.pointer is not None and not FINITE:
+            add_to_bias(dbias, of_bias, p[:, None] - (n_kv - n_q), j[None, :], batch, head, n_q, n_kv)
         if FINITE:
             k_tile = finite_part(k_tile)
         dq = product(ds, k_tile, dq)
     return dq
 
 
-@triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
-def _dq(
-    q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
-    left, right, prefix, document_q, document_kv, score, scale, heads_q, group,
+@device_function
+def _rows(
+    first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, dout, lse, delta, dq, dbias, left, right, prefix, document_q,
+    document_kv, score, scale, group,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, ALL_MASKED: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(n_q, TILE_Q)
-    first = (tiles - 1 - tl.program_id(0) % tiles) * TILE_Q
-    head = tl.program_id(0) // tiles % heads_q
-    batch = tl.program_id(0) // tiles // heads_q
-    start_q, n_q = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
-    start_kv, n_kv = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
-    if first >= n_q:
-        return
-
+    """Write dQ of the rows from `first` on, and what they give to the bias."""
     mask = Mask(left, right, prefix, document_q, document_kv)
+    BY_PAIR: tl.constexpr = document_q is not None or score.visible is not None
     p_first = first + n_kv - n_q
     p_last = tl.minimum(first + TILE_Q, n_q) - 1 + n_kv - n_q
     begin, full_begin, full_end, end = kv_phases(p_first, p_last, n_kv, mask, score, TILE_KV)
@@ -261,27 +294,27 @@ def _dq(
     values = stream(v, batch, start_kv, head // group, TILE_KV, PADDED_V)
 
     acc = tl.zeros((TILE_Q, PADDED), tl.float32)
-    if left is not None and document_q is None:
+    if left is not None and not BY_PAIR and not ALL_MASKED:
         acc = _rows_from_keys(
             acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, head, n_q, n_kv, mask, score,
-            begin, full_begin, DIM, DIM_V, TILE_KV, True, False,
+            dbias, begin, full_begin, DIM, DIM_V, TILE_KV, True, False,
         )  # fmt: skip
-    if document_q is None:
+    if not BY_PAIR and not ALL_MASKED:
         acc = _rows_from_keys(
             acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, head, n_q, n_kv, mask, score,
-            full_begin, full_end, DIM, DIM_V, TILE_KV, False, False,
+            dbias, full_begin, full_end, DIM, DIM_V, TILE_KV, False, False,
         )  # fmt: skip
     acc = _rows_from_keys(
         acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, head, n_q, n_kv, mask, score,
-        full_end, end, DIM, DIM_V, TILE_KV, True, False,
+        dbias, begin if ALL_MASKED else full_end, end, DIM, DIM_V, TILE_KV, True, False,
     )  # fmt: skip
     # Where every pair is visible there is nothing to keep out, and nothing is compiled for it.
-    CUTS: tl.constexpr = left is not None or right is not None or prefix is not None or document_q is not None
+    CUTS: tl.constexpr = left is not None or right is not None or prefix is not None or BY_PAIR
     if CUTS:
         if any_nan(acc):
             finite = _rows_from_keys(
                 tl.zeros((TILE_Q, PADDED), tl.float32), q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope,
-                batch, head, n_q, n_kv, mask, score, begin, end, DIM, DIM_V, TILE_KV, True, True,
+                batch, head, n_q, n_kv, mask, score, dbias, begin, end, DIM, DIM_V, TILE_KV, True, True,
             )  # fmt: skip
             broken = count_broken_keys(
                 keys, p, ids_q, batch, head, n_q, n_kv, mask, score, begin, end, TILE_Q, DIM, PADDED, TILE_KV
@@ -290,46 +323,131 @@ def _dq(
     store_tile(stream(dq, batch, start_q, head, TILE_Q, PADDED), first, n_q - first, acc * scale, DIM)
 
 
-def launch(
-    problem: AttentionProblem, operands: Operands, out, lse, dout, dlse: torch.Tensor | None,
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
-) -> None:  # fmt: skip
-    """Write dq, dk, dv, at least one query and one key given; rows that belong to no sequence are left alone."""
-    arch, lengths = arch_of(out.device), problem.lengths
-    delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
+@triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
+def _dq(
+    q, k, v, dout, lse, delta, dq, dbias, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
+    left, right, prefix, document_q, document_kv, score, scale, heads_q, group,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(n_q, TILE_Q)
+    first = (tiles - 1 - tl.program_id(0) % tiles) * TILE_Q
+    head = tl.program_id(0) // tiles % heads_q
+    batch = tl.program_id(0) // tiles // heads_q
+    start_q, n_q = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
+    start_kv, n_kv = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
+    if first < n_q:
+        _rows(
+            first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, dout, lse, delta, dq, dbias, left, right, prefix,
+            document_q, document_kv, score, scale, group, DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, False,
+        )  # fmt: skip
+
+
+NOTED = 64
+"""Keys, and rows, of a note."""
+
+SHARE = 32
+"""Notes that a program of `redo_noted` looks at together."""
+
+
+@triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
+def redo_noted(
+    q, k, v, dout, lse, delta, dq, dbias, dk, dv, key_notes, row_notes, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q,
+    n_kv, total_q, total_kv, left, right, prefix, document_q, document_kv, score, scale, heads_q, heads_kv, group,
+    key_number, row_number,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
+    TILE: tl.constexpr, NOTED: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """Write dK and dV of the keys, and dQ of the rows, whose note is not 0, and set it back. Normally none is. There is no
+    bias."""
+    programs = tl.num_programs(0)
+    blocks = tl.cdiv(n_kv, NOTED)
+    for begin in tl.range(tl.program_id(0), key_number, programs * SHARE, num_stages=1):
+        places = begin + programs * tl.arange(0, SHARE)
+        if tl.max(tl.load(key_notes + places, mask=places < key_number, other=0), 0) != 0:
+            for note in tl.range(begin, tl.minimum(begin + programs * SHARE, key_number), programs):
+                if tl.load(key_notes + note) != 0:
+                    batch = note // blocks // heads_kv
+                    start_q, rows = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
+                    start_kv, keys = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
+                    for first in tl.range(note % blocks * NOTED, tl.minimum(note % blocks * NOTED + NOTED, keys), TILE):
+                        _keys(
+                            first, note // blocks % heads_kv, batch, start_q, start_kv, rows, keys, q, k, v, dout, lse, delta,
+                            dk, dv, left, right, prefix, document_q, document_kv, score, scale, group,
+                            DIM, DIM_V, PADDED, PADDED_V, TILE, TILE, True,
+                        )  # fmt: skip
+                    tl.store(key_notes + note, 0)
+    blocks = tl.cdiv(n_q, NOTED)
+    for begin in tl.range(tl.program_id(0), row_number, programs * SHARE, num_stages=1):
+        places = begin + programs * tl.arange(0, SHARE)
+        if tl.max(tl.load(row_notes + places, mask=places < row_number, other=0), 0) != 0:
+            for note in tl.range(begin, tl.minimum(begin + programs * SHARE, row_number), programs):
+                if tl.load(row_notes + note) != 0:
+                    batch = note // blocks // heads_q
+                    start_q, rows = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
+                    start_kv, keys = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
+                    for first in tl.range(note % blocks * NOTED, tl.minimum(note % blocks * NOTED + NOTED, rows), TILE):
+                        _rows(
+                            first, note // blocks % heads_q, batch, start_q, start_kv, rows, keys, q, k, v, dout, lse, delta,
+                            dq, dbias, left, right, prefix, document_q, document_kv, score, scale, group,
+                            DIM, DIM_V, PADDED, PADDED_V, TILE, TILE, True,
+                        )  # fmt: skip
+                    tl.store(row_notes + note, 0)
+
+
+def redo_arguments(
+    problem: AttentionProblem, operands: Operands, lse, dout, delta, grads: Gradients, key_notes, row_notes
+) -> tuple[tuple[int, ...], dict]:
+    """Grid and arguments of `redo_noted`. key_notes: int32 [batch * heads_kv * ceil(seqlen_kv / 64)], by batch, head and block;
+    row_notes: likewise of query heads and rows."""
+    programs = min(max(key_notes.numel(), row_notes.numel()), 2 * (arch_of(dout.device).sms or 4))
+    return (programs,), arguments.of_problem(problem, operands) | dict(
+        dout=arguments.matrix(dout), lse=arguments.vector(lse), delta=arguments.vector(delta), scale=problem.scale,
+        dq=arguments.matrix(grads.q), dk=arguments.matrix(grads.k), dv=arguments.matrix(grads.v),
+        dbias=arguments.bias_gradient(problem, None),
+        key_notes=key_notes, row_notes=row_notes, key_number=key_notes.numel(), row_number=row_notes.numel(),
+        heads_q=problem.heads_q, heads_kv=problem.heads_kv, PADDED=padded(problem.head_dim),
+        PADDED_V=padded(problem.head_dim_v), TILE=REDO_TILE, NOTED=NOTED, SHARE=SHARE, num_warps=4, maxnreg=255,
+    )  # fmt: skip
+
+
+def launch(problem: AttentionProblem, operands: Operands, lse, dout, delta, grads: Gradients) -> None:
+    """Write grads, at least one query and one key given; rows that belong to no sequence are left alone."""
+    arch, lengths = arch_of(dout.device), problem.lengths
     of_problem = arguments.of_problem(problem, operands) | dict(
         dout=arguments.matrix(dout), lse=arguments.vector(lse), delta=arguments.vector(delta), scale=problem.scale
     )
-    with torch.cuda.device_of(out):
-        _launch_delta(problem, out, dout, dlse, delta)
+    with torch.cuda.device_of(dout):
         dkdv = choose("dkdv", problem, arch)
         _dkdv[(triton.cdiv(lengths.seqlen_kv, dkdv.tile_kv) * problem.heads_kv * lengths.batch,)](
             **of_problem,
-            dk=arguments.matrix(dk),
-            dv=arguments.matrix(dv),
+            dk=arguments.matrix(grads.k),
+            dv=arguments.matrix(grads.v),
             heads_kv=problem.heads_kv,
             **arguments.of_config(dkdv),
         )
         config = choose("dq", problem, arch)
         _dq[(triton.cdiv(lengths.seqlen_q, config.tile_q) * problem.heads_q * lengths.batch,)](
             **of_problem,
-            dq=arguments.matrix(dq),
+            dq=arguments.matrix(grads.q),
+            dbias=arguments.bias_gradient(problem, grads.bias),
             heads_q=problem.heads_q,
             **arguments.of_config(config),
         )
 
 
-def _launch_delta(problem: AttentionProblem, out, dout, dlse: torch.Tensor | None, delta) -> None:
-    """Over all rows, packed or not: those of no sequence get a number that nobody reads."""
+def launch_delta(problem: AttentionProblem, out, dout, dlse: torch.Tensor | None, delta) -> None:
+    """Write delta over all rows, packed or not, at least one given: those of no sequence get a number that nobody reads."""
     n, batch = (out.shape[0], 1) if problem.varlen else (out.shape[1], out.shape[0])
-    _delta[(triton.cdiv(n, TILE_DELTA) * problem.heads_q * batch,)](
-        arguments.matrix(out),
-        arguments.matrix(dout),
-        None if dlse is None else arguments.vector(dlse),
-        arguments.vector(delta),
-        n,
-        problem.heads_q,
-        DIM_V=problem.head_dim_v,
-        PADDED_V=padded(problem.head_dim_v),
-        TILE_Q=TILE_DELTA,
-    )
+    with torch.cuda.device_of(out):
+        _delta[(triton.cdiv(n, TILE_DELTA) * problem.heads_q * batch,)](
+            arguments.matrix(out),
+            arguments.matrix(dout),
+            None if dlse is None else arguments.vector(dlse),
+            arguments.vector(delta),
+            n,
+            problem.heads_q,
+            DIM_V=problem.head_dim_v,
+            PADDED_V=padded(problem.head_dim_v),
+            TILE_Q=TILE_DELTA,
+        )

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from strobe.device import arch_of
 from strobe.kernels.common.device_function import device_function
+from strobe.kernels.common.philox import kept
 from strobe.kernels.common.scores import score_of
 from strobe.kernels.portable import arguments, interpreter
 from strobe.kernels.portable.config import Config, choose
@@ -24,7 +25,7 @@ from strobe.kernels.portable.tiles import (
     Mask,
     Matrix,
     any_nan,
-    changed,
+    biased,
     count_broken_keys,
     finite_part,
     kv_phases,
@@ -38,6 +39,7 @@ from strobe.kernels.portable.tiles import (
     store_tile,
     store_vector,
     stream,
+    through_function,
     vector_stream,
 )
 from strobe.problem import AttentionProblem, Operands
@@ -63,7 +65,9 @@ def _attend(
         k_tile = load_tile(k, first, remaining, DIM)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         s = score_of(s, p[:, None], j[None, :], score.inner, score.outer, slope)
-        s = changed(s, p[:, None] - (n_kv - n_q), j[None, :], n_q, n_kv, score, batch, head)
+        i = p[:, None] - (n_kv - n_q)
+        s = biased(s, i, j[None, :], n_q, n_kv, score, batch, head)
+        s = through_function(s, i, j[None, :], score, batch, head)
         if MASKED:
             ids_kv = load_ids(mask.document_kv, batch, first, n_kv, TILE_KV)
             seen = seen_in(p[:, None], j[None, :], n_q, n_kv, mask, score, ids_q[:, None], ids_kv[None, :], batch, head)
@@ -77,6 +81,8 @@ def _attend(
         rescale = tl.exp2(row_max - shift)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         acc = acc * rescale[:, None]
+        if score.dropout is not None:
+            weights = tl.where(kept(score.dropout, batch, head, i, j[None, :]), weights, 0.0)
         v_tile = load_tile(v, first, remaining, DIM_V)
         if FINITE:
             v_tile = finite_part(v_tile)
@@ -148,6 +154,8 @@ def _rows(
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)
     acc = acc / row_sum[:, None]
+    if score.dropout is not None:
+        acc = acc * score.dropout.scale
     store_tile(stream(out, batch, start_q, head, TILE_Q, PADDED_V), first, n_q - first, acc, DIM_V)
     log_sum = tl.where(empty, float("-inf"), (row_max + tl.log2(row_sum)) * LN2)
     of_lse = Matrix(lse, lse_batch, 1, lse_head)

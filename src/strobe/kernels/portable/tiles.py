@@ -39,10 +39,30 @@ class Bias(NamedTuple):
     key: Any
 
 
+class BiasGradient(NamedTuple):
+    """Where the gradient of a bias goes, pointer None where nobody wants it; strides in elements, None where it is repeated.
+
+    Always a tuple, for Triton 3.6 cannot ask whether one that holds None is None."""
+
+    pointer: Any
+    batch: Any
+    head: Any
+    row: Any
+    key: Any
+
+
+class Dropout(NamedTuple):
+    """A pointer to the seed; `strobe.dropout.threshold`; what kept weights are multiplied by."""
+
+    seed: Any
+    threshold: Any
+    scale: Any
+
+
 class Score(NamedTuple):
     """The factors of `strobe.scores.score_and_factor`; slopes and sinks (a Matrix each, by head), bias; a user's functions of
-    scores and of masks, compiled (the latter is no field of Mask, for a tuple that a kernel makes cannot hold one). Each is
-    None where there is none."""
+    scores, its derivative, and that of masks, compiled (the last is no field of Mask, for a tuple that a kernel makes cannot
+    hold one); dropout, of the weights. Each is None where there is none."""
 
     inner: Any
     outer: Any
@@ -50,7 +70,9 @@ class Score(NamedTuple):
     bias: Any
     sinks: Any
     function: Any
+    gradient: Any
     visible: Any
+    dropout: Any
 
 
 class Mask(NamedTuple):
@@ -183,16 +205,55 @@ def sink_of(score, head):
 
 
 @device_function
-def changed(s, i, j, n_q, n_kv, score, batch, head):
-    """Scores of rows i and keys j, [rows, 1] and [1, keys], with the bias and through the user's function."""
+def biased(s, i, j, n_q, n_kv, score, batch, head):
+    """Scores of rows i and keys j, which broadcast to the tile, with the bias."""
     if score.bias is not None:
         bias = score.bias
         at = tl.cast(batch, tl.int64) * bias.batch + tl.cast(head, tl.int64) * bias.head
         at += i.to(tl.int64) * bias.row + j.to(tl.int64) * bias.key
         s = with_bias(s, tl.load(bias.pointer + at, mask=(i < n_q) & (j < n_kv), other=0.0).to(tl.float32))
+    return s
+
+
+@device_function
+def through_function(s, i, j, score, batch, head):
+    """Scores of rows i and keys j through the user's function."""
     if score.function is not None:
         s = tl.zeros_like(s) + with_function(s, score.function, batch, head, i, j)
     return s
+
+
+@device_function
+def add_to_bias(dbias, ds, i, j, batch, head, n_q, n_kv):
+    """Give a bias's gradient the tile ds of rows i, [rows, 1], and keys j, [1, keys]: a pair has a place of its own, or shares
+    it where the bias is repeated, and what shares a place is added up."""
+    REPEATED: tl.constexpr = dbias.batch is None or dbias.head is None or dbias.row is None or dbias.key is None
+    rows = i.to(tl.int64)
+    keys = j.to(tl.int64)
+    in_rows = i < n_q
+    in_keys = j < n_kv
+    ds = tl.where(in_rows & in_keys, ds, 0.0)
+    if dbias.row is None:
+        ds = tl.sum(ds, 0)[None, :]
+        rows = tl.zeros((1, 1), tl.int64)
+        in_rows = rows == 0
+    else:
+        rows = rows * dbias.row
+    if dbias.key is None:
+        ds = tl.sum(ds, 1)[:, None]
+        keys = tl.zeros((1, 1), tl.int64)
+        in_keys = keys == 0
+    else:
+        keys = keys * dbias.key
+    at = dbias.pointer
+    if dbias.batch is not None:
+        at += tl.cast(batch, tl.int64) * dbias.batch
+    if dbias.head is not None:
+        at += tl.cast(head, tl.int64) * dbias.head
+    if REPEATED:
+        tl.atomic_add(at + rows + keys, ds, mask=in_rows & in_keys, sem="relaxed")
+    else:
+        tl.store(at + rows + keys, ds.to(dbias.pointer.dtype.element_ty), mask=in_rows & in_keys)
 
 
 @device_function

@@ -15,7 +15,8 @@ from strobe.kernels.common.refusals import gluon_refuses
 from strobe.kernels.sm90.backward_config import choose as choose_backward
 from strobe.kernels.sm90.config import choose
 from strobe.kernels.sm90.config import origin as origin_of_choice
-from strobe.problem import AttentionProblem, Operands, addressable, lse_shape, without_gradient
+from strobe.problem import AttentionProblem, Gradients, Operands, addressable, lse_shape
+from strobe.scores import sinks_gradient
 
 if TYPE_CHECKING:
     from strobe.eager import BackwardPlan, Plan
@@ -52,7 +53,7 @@ def backward_refuses(problem: AttentionProblem) -> str | None:
         return f"has no backward yet for masks that compare pairs, such as {problem.mask}"
     if problem.score.bias is not None or problem.score.function is not None:
         return f"has no backward yet for biases and score functions, such as {problem.score}"
-    return without_gradient(problem)
+    return None
 
 
 def config(problem: AttentionProblem, arch: Arch):
@@ -91,21 +92,27 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
 
 def backward(
     problem: AttentionProblem, operands: Operands, out, lse, dout: torch.Tensor, dlse: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv. Beside them it takes, for each query row and head, 8 bytes, and in one pass 4 for each column of the padded
+) -> Gradients:
+    """Beside them it takes, for each query row and head, 8 bytes, and in one pass 4 for each column of the padded
     head dim."""
-    empty = _gradient_maker(problem, operands)
-    dq, dk, dv = (empty(x) for x in operands[:3])
-    if not _no_pairs(operands):
-        from strobe.kernels.sm90 import backward_launch
-        from strobe.kernels.workspace import lock, workspace
+    if _no_pairs(operands):
+        from strobe.kernels.portable import backend as portable
 
-        dout = dout if addressable(dout) else dout.contiguous()
-        with torch.cuda.device_of(dout), lock(dout.device):
-            config, notes = choose_backward(problem), sum(backward_launch.number_of_notes(problem))
-            space = backward_launch.buffers(problem, config, dout.device, workspace(dout.device, notes))
-            backward_launch.launch(problem, operands, out, lse, dout, dlse, dq, dk, dv, space, config)
-    return dq, dk, dv
+        return portable.backward(problem, operands, out, lse, dout, dlse)
+    from strobe.kernels.sm90 import backward_launch
+    from strobe.kernels.workspace import lock, workspace
+
+    empty = _gradient_maker(problem)
+    dq, dk, dv = (empty(x) for x in operands[:3])
+    dout = dout if addressable(dout) else dout.contiguous()
+    with torch.cuda.device_of(dout), lock(dout.device):
+        config, notes = choose_backward(problem), sum(backward_launch.number_of_notes(problem))
+        space = backward_launch.buffers(problem, config, dout.device, workspace(dout.device, notes))
+        backward_launch.launch(problem, operands, out, lse, dout, dlse, dq, dk, dv, space, config)
+    sinks = problem.score.sinks
+    if sinks is not None and space.delta is not None and "sinks" in problem.learned:
+        return Gradients(dq, dk, dv, sinks=sinks_gradient(sinks, lse, space.delta))
+    return Gradients(dq, dk, dv)
 
 
 def backward_plan(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse) -> BackwardPlan | None:
@@ -114,7 +121,7 @@ def backward_plan(problem: AttentionProblem, operands: Operands, out, lse, dout,
         return None
     from strobe.kernels.sm90.backward_plan import BackwardPlan
 
-    config, empty = choose_backward(problem), _gradient_maker(problem, operands)
+    config, empty = choose_backward(problem), _gradient_maker(problem)
     return BackwardPlan(problem, operands, out, lse, dout, dlse, config, empty).run
 
 
@@ -122,9 +129,9 @@ def _no_pairs(operands: Operands) -> bool:
     return 0 in operands.q.shape or 0 in operands.k.shape
 
 
-def _gradient_maker(problem: AttentionProblem, operands: Operands) -> Callable[[torch.Tensor], torch.Tensor]:
+def _gradient_maker(problem: AttentionProblem) -> Callable[[torch.Tensor], torch.Tensor]:
     """Of a tensor it makes another, contiguous one, of zeros where not all of it is written."""
-    make = torch.zeros_like if _no_pairs(operands) or problem.varlen or problem.seqused else torch.empty_like
+    make = torch.zeros_like if problem.varlen or problem.seqused else torch.empty_like
     return functools.partial(make, memory_format=torch.contiguous_format)
 
 

@@ -29,12 +29,13 @@ def _first_row(cu_seqlens, start, batch, head, heads, padded, ROWS_PADDED: tl.co
 
 @triton.jit(do_not_specialize=("n_q", "total_q", "heads", "padded", "tiles"))
 def prepare(
-    out, dout, dlse, lse, statistics, accumulator, cu_seqlens_q, seqused_q, n_q, total_q, heads, padded, tiles,
+    out, dout, dlse, lse, statistics, delta, accumulator, cu_seqlens_q, seqused_q, n_q, total_q, heads, padded, tiles,
     out_batch, out_row, out_head, dout_batch, dout_row, dout_head, lse_batch, lse_head, dlse_batch, dlse_head, dlse_row,
     DIM_V: tl.constexpr, PADDED_V: tl.constexpr, DIM: tl.constexpr, TILE_Q: tl.constexpr, ROWS_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of some rows, and zeros in their accumulator if there is one. DIM: columns of the accumulator."""
+    """The statistics of some rows; their delta once more, as the LSE lies, and zeros in their accumulator, where these are
+    wanted. DIM: columns of the accumulator."""
     block = tl.program_id(0) % tiles
     head = tl.program_id(0) // tiles % heads
     batch = tl.program_id(0) // tiles // heads
@@ -52,15 +53,17 @@ def prepare(
     do = tl.load(
         dout + number * dout_batch + place[:, None] * dout_row + head * dout_head + column[None, :], mask=inside, other=0.0
     )
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    sums = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if dlse is not None:
-        delta -= tl.load(dlse + number * dlse_batch + head * dlse_head + place * dlse_row, mask=exists, other=0.0)
+        sums -= tl.load(dlse + number * dlse_batch + head * dlse_head + place * dlse_row, mask=exists, other=0.0)
     shift = tl.load(lse + number * lse_batch + head * lse_head + place, mask=exists, other=0.0) * LOG2E
     shift = tl.where(shift == float("-inf"), 0.0, shift)
     first_row = _first_row(cu_seqlens_q, start, batch, head, heads, padded, ROWS_PADDED)
     here = statistics + (first_row + row // TILE_Q * TILE_Q) * 2 + row % TILE_Q
     tl.store(here, tl.where(exists, shift, float("inf")))
-    tl.store(here + TILE_Q, delta)
+    tl.store(here + TILE_Q, sums)
+    if delta is not None:
+        tl.store(delta + number * lse_batch + head * lse_head + place, sums, mask=exists)
     if accumulator is not None:
         zeros = (first_row + first) * DIM + tl.arange(0, ROWS)[:, None] * DIM
         for c in tl.static_range(0, DIM, 32):

@@ -11,6 +11,7 @@ import triton
 from strobe.device import arch_of
 from strobe.kernels.common.arguments import LOG2_E, even_bundles, heads_at_once, meta, meta_operands
 from strobe.kernels.gluon import TensorDescriptor
+from strobe.kernels.portable import backward as portable
 from strobe.kernels.sm90 import backward_ends as ends
 from strobe.kernels.sm90.backward import backward_kernel, flat
 from strobe.kernels.sm90.backward_config import KEYS, ROWS_PADDED, SPLIT_TILE, Chunks, Config, SplitConfig
@@ -18,7 +19,7 @@ from strobe.kernels.sm90.backward_split import keys_kernel, rows_kernel
 from strobe.kernels.sm90.config import SMS
 from strobe.kernels.sm90.descriptors import descriptors
 from strobe.kernels.workspace import Workspace
-from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
+from strobe.problem import AttentionProblem, Gradients, Operands, Varlen, lse_shape
 
 HALF_L2 = 30_000_000
 """Bytes."""
@@ -34,10 +35,12 @@ class Call(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """What the kernels share (see `backward_ends`), float32, the accumulator only of the backward in one pass; and of the
-    workspace the counters and the notes, one for 64 keys of each key head and one for 64 rows of each query head."""
+    """What the kernels share (see `backward_ends`), float32, the accumulator only of the backward in one pass; delta as the LSE
+    lies, where somebody else wants it too; and of the workspace the counters and the notes, one for 64 keys of each key head
+    and one for 64 rows of each query head."""
 
     statistics: torch.Tensor
+    delta: torch.Tensor | None
     accumulator: torch.Tensor | None
     counters: torch.Tensor
     key_notes: torch.Tensor
@@ -50,7 +53,8 @@ def buffers(problem: AttentionProblem, config: Config | SplitConfig, device: tor
     keys, _ = number_of_notes(problem)
     new = functools.partial(torch.empty, dtype=torch.float32, device=device)
     accumulator = new(rows * config.head_dim // 256, 256) if isinstance(config, Config) else None
-    return Buffers(new(2 * rows), accumulator, space.counters, space.notes[:keys], space.notes[keys:])
+    delta = new(lse_shape(problem)) if is_noted(problem) or "sinks" in problem.learned else None
+    return Buffers(new(2 * rows), delta, accumulator, space.counters, space.notes[:keys], space.notes[keys:])
 
 
 def padded_rows(problem: AttentionProblem) -> tuple[int, int]:
@@ -90,18 +94,22 @@ def calls(
 ) -> list[Call]:  # fmt: skip
     """The launches of a backward, in order. Where a mask cuts, the notes of blocks are set into which something may have come
     that they do not see."""
-    first = Call(ends.prepare, *prepare_arguments(problem, operands, out, lse, dout, dlse, space, config))
+    found = [Call(ends.prepare, *prepare_arguments(problem, operands, out, lse, dout, dlse, space, config))]
     if isinstance(config, Config):
-        return [
-            first,
+        found += [
             Call(backward_kernel, *one_pass_arguments(problem, operands, dout, dk, dv, space, config)),
             Call(ends.convert, *convert_arguments(problem, operands, dq, space, config)),
         ]
-    return [
-        first,
-        Call(keys_kernel, *keys_arguments(problem, operands, dout, dk, dv, space, config)),
-        Call(rows_kernel, *rows_arguments(problem, operands, dout, dq, space, config)),
-    ]
+    else:
+        found += [
+            Call(keys_kernel, *keys_arguments(problem, operands, dout, dk, dv, space, config)),
+            Call(rows_kernel, *rows_arguments(problem, operands, dout, dq, space, config)),
+        ]
+    if is_noted(problem):
+        grads, notes = Gradients(dq, dk, dv), (space.key_notes, space.row_notes)
+        grid, keywords = portable.redo_arguments(problem, operands, lse, dout, space.delta, grads, *notes)
+        found.append(Call(portable.redo_noted, grid, (), keywords))
+    return found
 
 
 def compile_only(problem: AttentionProblem, config: Config | SplitConfig) -> list:
@@ -112,7 +120,7 @@ def compile_only(problem: AttentionProblem, config: Config | SplitConfig) -> lis
     lse = meta(*lse_shape(problem), dtype=torch.float32)
     space = buffers(problem, config, torch.device("meta"), Workspace(meta(16, dtype=torch.int32), meta(1, dtype=torch.int32)))
     found = calls(problem, operands, out, lse, out, None, q, k, v, space, config)
-    main = [call for call in found if call.kernel not in (ends.prepare, ends.convert)]
+    main = [call for call in found if call.kernel in (backward_kernel, keys_kernel, rows_kernel)]
     return [kernel.warmup(*arguments, grid=grid, **keywords) for kernel, grid, arguments, keywords in main]
 
 
@@ -128,7 +136,7 @@ def one_pass_arguments(problem: AttentionProblem, operands: Operands, dout, dk, 
         *_key_gradients(dk, dv, config),
         space.key_notes,
         space.counters,
-        *operands[3:],
+        *operands[3:7],
         *heads,
         *_bounds(problem),
         *_score(problem),
@@ -145,7 +153,7 @@ def keys_arguments(problem: AttentionProblem, operands: Operands, dout, dk, dv, 
         _statistics(space, SPLIT_TILE),
         *_key_gradients(dk, dv, config),
         space.key_notes,
-        *operands[3:],
+        *operands[3:7],
         *heads,
         *_bounds(problem),
         *_score(problem),
@@ -162,7 +170,7 @@ def rows_arguments(problem: AttentionProblem, operands: Operands, dout, dq, spac
         space.statistics,
         *descriptors(dq, SPLIT_TILE, (config.wide, config.narrow)),
         space.row_notes,
-        *operands[3:],
+        *operands[3:7],
         padded_rows(problem)[0],
         problem.heads_q,
         problem.group,
@@ -182,8 +190,8 @@ def prepare_arguments(
     tiles = triton.cdiv(lengths.seqlen_q, ROWS_PADDED) * ROWS_PADDED // ends.ROWS
     by_batch, by_head, _ = _of_vector(lse)
     return (tiles * problem.heads_q * lengths.batch,), (), dict(
-        out=out, dout=dout, dlse=dlse, lse=lse, statistics=space.statistics, accumulator=space.accumulator,
-        **_rows(problem, operands, tiles), **_strides("out", out), **_strides("dout", dout),
+        out=out, dout=dout, dlse=dlse, lse=lse, statistics=space.statistics, delta=space.delta,
+        accumulator=space.accumulator, **_rows(problem, operands, tiles), **_strides("out", out), **_strides("dout", dout),
         lse_batch=by_batch, lse_head=by_head,
         **dict(zip(("dlse_batch", "dlse_head", "dlse_row"), (0, 0, 0) if dlse is None else _of_vector(dlse), strict=True)),
         DIM_V=problem.head_dim_v, PADDED_V=triton.next_power_of_2(problem.head_dim_v), DIM=config.head_dim,

@@ -42,7 +42,7 @@ class BackwardPlan:
         self._places: Made[int, Place] = Made(64, self._place)
         self._empty = empty
         space = backward_launch.buffers(problem, config, self._device, workspace.workspace(self._device, self._notes))
-        self._shared = [without_memory(x) for x in (space.statistics, space.accumulator) if x is not None]
+        self._shared = [without_memory(x) for x in (space.statistics, space.delta, space.accumulator) if x is not None]
         gradients = dq, dk, dv = [empty(x) for x in operands[:3]]
         calls = backward_launch.calls(problem, operands, out, lse, dout, dlse, dq, dk, dv, space, config)
         given = [x for x in (*operands[:3], out, lse, dout, dlse, *gradients, *space) if x is not None]
