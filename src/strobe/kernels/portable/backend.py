@@ -77,7 +77,7 @@ def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse
     grads = Gradients(*_allocate(problem, operands.q, *(x.shape for x in operands[:3])))
     if bias is not None and "bias" in problem.learned:
         grads = grads._replace(bias=_zero_bias(problem, bias))
-    delta = torch.zeros_like(lse, memory_format=torch.contiguous_format)
+    delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
     if out.numel():
         from strobe.kernels.portable import backward as kernels
 
