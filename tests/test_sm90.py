@@ -136,7 +136,9 @@ def problem(**changes) -> AttentionProblem:
     "changes, reason",
     [
         ({"dtype": torch.float32}, "float16 and bfloat16, not float32"),
-        ({"phase": "backward", "score": strobe.Score(sinks=torch.zeros(4))}, "no gradient with sinks"),
+        ({"phase": "backward", "score": strobe.Score(bias=torch.zeros(1, 1, 1, 1))}, "no backward yet for biases"),
+        ({"phase": "backward", "mask": strobe.Document(torch.zeros(2, 512, dtype=torch.int32))}, "no backward yet for masks"),
+        ({"dropout": 0.1}, "takes no dropout"),
         ({"scale": -0.1}, "positive scale.*not -0.1"),
         ({"scale": 0.0}, "positive scale.*not 0"),
         ({"unaligned": ("k",)}, "multiples of 16 bytes.*which k lacks"),
@@ -248,11 +250,11 @@ def test_the_safe_softmax(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_a_call_that_trains(head_dim):
-    """Forward on Hopper's kernel and backward on the portable one, as dispatch picks them."""
+    """Forward and backward on Hopper's kernels, as dispatch picks them."""
     t = tensors(Case(300, 300, heads_q=4, heads_kv=2, head_dim=head_dim, mask="causal"), torch.bfloat16, "cuda")
     with_gradients = t.with_gradients()
     explanation = strobe.explain(with_gradients.q, with_gradients.k, with_gradients.v, **t.keywords)
-    assert (explanation.chosen, explanation.backward.chosen) == ("sm90", "portable")
+    assert (explanation.chosen, explanation.backward.chosen) == ("sm90", "sm90")
     check(run(t, None), t)
 
 

@@ -1,0 +1,216 @@
+"""The Hopper backward on a GPU: against float64, with poison, in graphs and streams, past 2^31 elements, bit for bit."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from problems import CASES, Case, check, formula, run, tensors
+
+import strobe
+from strobe import eager
+from strobe.device import KNOWN
+from strobe.dispatch import explain_problem
+from strobe.problem import AttentionProblem, Dense
+
+pytestmark = pytest.mark.gpu
+
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+
+TAKEN = [
+    case
+    for case in CASES
+    if case.n_q and case.n_kv and case.batch and case.mask in ("full", "causal", "window", "prefix")
+    if not (case.bias or case.function or case.dropout)
+]
+
+GRADIENT_CASES = [
+    *(
+        Case(n_q, n_kv, heads_q=heads_q, heads_kv=heads_kv, head_dim=dims[0], head_dim_v=dims[1], mask=mask)
+        for dims in DIMS
+        for mask in ("full", "causal", "window", "prefix")
+        for n_q, n_kv, heads_q, heads_kv in ((512, 512, 4, 4), (1, 300, 4, 1), (333, 777, 4, 2), (777, 333, 2, 2), (1, 1, 1, 1))
+    ),
+    *(Case(200, 260, heads_q=4, head_dim=head_dim, mask="causal") for head_dim in range(8, 257, 24)),
+    *(Case(300, 500, head_dim=d, head_dim_v=d_v, mask="causal") for d, d_v in ((64, 256), (256, 64), (40, 96), (128, 8))),
+    *(
+        Case(700, 900, batch=7, heads_q=4, head_dim=dims[0], head_dim_v=dims[1], mask=mask, packed=True)
+        for dims in DIMS
+        for mask in ("full", "causal", "window")
+    ),
+    *(Case(700, 700, head_dim=128, mask="causal", logits=logits) for logits in (10.0, 100.0)),
+    Case(3000, 100, heads_q=20, heads_kv=4, head_dim=64, mask="causal"),  # most keys are seen by few
+    Case(100, 200, batch=40, heads_q=32, head_dim=64, mask="causal"),  # many blocks a CTA
+    *TAKEN,
+]
+
+
+@pytest.mark.parametrize(
+    "case, dtype",
+    [*((case, torch.bfloat16) for case in GRADIENT_CASES), *((case, torch.float16) for case in TAKEN)],
+    ids=str,
+)
+def test_against_reference(case, dtype):
+    t = tensors(case, dtype, "cuda")
+    check(run(t, "sm90"), t)
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_deterministic(dims, mask):
+    case = Case(700, 900, heads_q=4, heads_kv=2, head_dim=dims[0], head_dim_v=dims[1], mask=mask)
+    t = tensors(case, torch.bfloat16, "cuda")
+    t = replace(t, keywords={**t.keywords, "deterministic": True})
+    first = run(t, None)
+    check(first, replace(t, keywords={k: x for k, x in t.keywords.items() if k != "deterministic"}))
+    for _ in range(10):
+        again = run(t, None)
+        assert all(torch.equal(getattr(first, name), getattr(again, name)) for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_poison_reaches_only_what_sees_it(dims):
+    """A NaN in a row of q, and one in a key and a value, under a causal mask; then, on the same stream, none."""
+    case = Case(500, 500, head_dim=dims[0], head_dim_v=dims[1], mask="causal")
+    clean = formula(tensors(case, torch.bfloat16, "cuda"))
+
+    def same(got, want):
+        torch.testing.assert_close(got.double(), want, atol=4e-2, rtol=4e-2)
+
+    t = tensors(case, torch.bfloat16, "cuda")
+    t.q[:, 100] = float("nan")
+    results = run(t, "sm90")
+    same(results.dk[:, 101:], clean.dk[:, 101:])
+    same(results.dv[:, 101:], clean.dv[:, 101:])
+    same(results.dq[:, :100], clean.dq[:, :100])
+    same(results.dq[:, 101:], clean.dq[:, 101:])
+    assert results.dv[:, :101].isnan().all()
+
+    t = tensors(case, torch.bfloat16, "cuda")
+    t.k[:, 200] = float("nan")
+    t.v[:, 333] = float("inf")
+    results = run(t, "sm90")
+    same(results.dq[:, :200], clean.dq[:, :200])
+    assert results.dq[:, 200:].isnan().all()
+
+    t = tensors(case, torch.bfloat16, "cuda")
+    check(run(t, "sm90"), t)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_strides_and_expanded_gradients(head_dim):
+    t = tensors(Case(260, 300, heads_q=4, heads_kv=4, head_dim=head_dim, mask="causal"), torch.bfloat16, "cuda")
+    t = replace(t, **{name: getattr(t, name).transpose(1, 2).contiguous().transpose(1, 2) for name in "qkv"})
+    check(run(t, "sm90"), t)
+    leaves = [x.detach().requires_grad_() for x in (t.q, t.k, t.v)]
+    strobe.attention(*leaves, backend="sm90", **t.keywords).sum().backward()
+    plain = [x.detach().requires_grad_() for x in (t.q, t.k, t.v)]
+    strobe.attention(*plain, backend="portable", **t.keywords).sum().backward()
+    for got, want in zip(leaves, plain, strict=True):
+        torch.testing.assert_close(got.grad, want.grad, atol=4e-2, rtol=4e-2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_plan_and_the_operator_give_the_same(head_dim):
+    t = tensors(Case(300, 300, heads_q=4, heads_kv=2, head_dim=head_dim, mask="causal"), torch.bfloat16, "cuda")
+    by_plan = run(t, "sm90")
+    with mock.patch.object(eager, "attention", lambda *call: None):
+        by_operator = run(t, "sm90")
+    for name in ("out", "dk", "dv"):
+        assert torch.equal(getattr(by_plan, name), getattr(by_operator, name)), name
+    torch.testing.assert_close(by_plan.dq, by_operator.dq)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_graph_of_forward_and_backward(head_dim):
+    case = Case(500, 500, heads_q=4, heads_kv=2, head_dim=head_dim, mask="causal")
+    inputs = [tensors(case, torch.bfloat16, "cuda", seed) for seed in range(3)]
+    inputs[1].q[:, 100] = float("nan")  # noted blocks in one replay, none in the next
+    static = tensors(case, torch.bfloat16, "cuda", 7)
+    leaves = [x.requires_grad_() for x in (static.q, static.k, static.v)]
+    dout = torch.randn(2, 500, 4, head_dim, device="cuda", dtype=torch.bfloat16)
+
+    def step():
+        out = strobe.attention(*leaves, backend="sm90", **static.keywords)
+        return torch.autograd.grad(out, leaves, dout)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for t in (*inputs, *inputs):
+        for leaf, x in zip(leaves, (t.q, t.k, t.v), strict=True):
+            leaf.data.copy_(x)
+        want = step()
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(got[1], want[1], equal_nan=True, rtol=0, atol=0)
+        torch.testing.assert_close(got[2], want[2], equal_nan=True, rtol=0, atol=0)
+        torch.testing.assert_close(got[0], want[0], equal_nan=True)
+
+
+def test_streams_at_once():
+    cases = [Case(600, 600, heads_q=4, head_dim=head_dim, mask="causal") for head_dim in (64, 128, 96, 256)]
+    inputs = [tensors(case, torch.bfloat16, "cuda", seed) for seed, case in enumerate(cases)]
+    want = [run(t, "sm90") for t in inputs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    for _ in range(5):
+        got = []
+        for stream, t in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(run(t, "sm90"))
+        torch.cuda.synchronize()
+        for mine, alone in zip(got, want, strict=True):
+            assert torch.equal(mine.dk, alone.dk) and torch.equal(mine.dv, alone.dv)
+
+
+def test_compiled_whole():
+    t = tensors(Case(200, 200, heads_q=4, heads_kv=2, head_dim=64, mask="causal"), torch.bfloat16, "cuda")
+    leaves = [x.detach().requires_grad_() for x in (t.q, t.k, t.v)]
+    compiled = torch.compile(lambda q, k, v: strobe.attention(q, k, v, **t.keywords), fullgraph=True)
+    dout = torch.randn(2, 200, 4, 64, device="cuda", dtype=torch.bfloat16)
+    got = torch.autograd.grad(compiled(*leaves), leaves, dout)
+    want = torch.autograd.grad(strobe.attention(*leaves, **t.keywords), leaves, dout)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_extra_memory(head_dim):
+    """For each row and head 8 bytes, 4 for each number of dQ, and under a mask 4 more: nothing that grows with S x S."""
+    shape = (1, 8192, 8, head_dim)
+    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = strobe.attention(*leaves, mask=strobe.Causal(), backend="sm90")
+    torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(out, leaves, dout)
+    gradients = 3 * q.numel() * 2
+    rows = 8192 * 8
+    extra = torch.cuda.max_memory_allocated() - before - gradients
+    assert extra <= rows * (8 + 4 + 4 * head_dim) + 2**21
+
+
+def test_past_two_to_the_31_elements():
+    batch, length, heads, head_dim = 2, 8192, 1025, 128
+    assert batch * length * heads * head_dim > 2**31
+    q, k, v, dout = (torch.randn(batch, length, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    mask = strobe.Window(100, 0)
+    got = torch.autograd.grad(strobe.attention(*leaves, mask=mask), leaves, dout)
+    last = [x.detach()[1:, :, -1:].contiguous().requires_grad_() for x in (q, k, v)]
+    want = torch.autograd.grad(strobe.attention(*last, mask=mask, backend="portable"), last, dout[1:, :, -1:].contiguous())
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a[1:, :, -1:], b, atol=4e-2, rtol=4e-2)
+
+
+def test_it_is_chosen():
+    problem = AttentionProblem(Dense(1, 256, 256), 2, 2, 128, 128, torch.bfloat16, 0.1, strobe.Causal(), phase="backward")
+    assert explain_problem(problem, KNOWN["H200"]).chosen == "sm90"
