@@ -132,6 +132,46 @@ def test_roles_do_their_own_work_only(audits):
         assert producer["UTMALDG"] == 2 * (boxes + boxes_v) + 2 * (boxes + boxes_v + 1), audit["name"]
 
 
+COUNT = """
+import torch
+from strobe.kernels.common.arguments import meta, meta_operands
+from strobe.kernels.sm90 import backward_ends, backward_launch
+from strobe.kernels.sm90.backward import backward_kernel
+from strobe.kernels.sm90.backward_config import choose
+from strobe.kernels.workspace import Workspace
+from strobe.lab.offline import pretend_gpu
+from strobe.masks import Causal
+from strobe.problem import AttentionProblem, Dense, lse_shape
+
+
+def compile_all(batch, n_q, n_kv, heads, heads_kv):
+    lengths = Dense(batch, n_q, n_kv)
+    problem = AttentionProblem(lengths, heads, heads_kv, 128, 128, torch.bfloat16, 0.1, mask=Causal(), phase="backward")
+    config, operands = choose(problem), meta_operands(problem)
+    out, lse = meta(*operands.q.shape, dtype=torch.bfloat16), meta(*lse_shape(problem), dtype=torch.float32)
+    notes = Workspace(meta(16, dtype=torch.int32), meta(1, dtype=torch.int32))
+    space = backward_launch.buffers(problem, config, torch.device("meta"), notes)
+    grid, arguments = backward_launch.prepare_arguments(problem, operands, out, lse, out, lse, space, config)
+    backward_ends.prepare.warmup(**arguments, grid=grid)
+    backward_launch.compile_only(problem, config)
+    grid, arguments = backward_launch.convert_arguments(problem, operands, out, space, config)
+    backward_ends.convert.warmup(**arguments, grid=grid)
+
+
+with pretend_gpu(90):
+    for sizes in ((1, 4096, 4096, 4, 4), (1, 1, 1, 1, 1), (3, 17, 333, 4, 2), (1, 512, 4096, 16, 1), (5, 2048, 2049, 3, 3)):
+        compile_all(*sizes)
+    kernels = (backward_ends.prepare, backward_kernel, backward_ends.convert)
+    print([len(cache) for kernel in kernels for cache, *_ in kernel.device_caches.values()])
+"""
+
+
+@pytest.mark.parametrize("triton", TRITONS)
+def test_lengths_batch_and_heads_compile_nothing(triton):
+    """Each of the three kernels of one config and one kind of mask is one kernel."""
+    assert run_compiler(COUNT, triton) == "[1, 1, 1]"
+
+
 # ---- dispatch
 
 
