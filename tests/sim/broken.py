@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import Case, Results, check, describe, tensors
+from problems import Case, Results, Tensors, check, describe, tensors
 
 from strobe.sim import SimulationError
 from strobe.sim.attention import forward_launch
@@ -20,17 +21,22 @@ from strobe.sim.attention import forward_launch
 ORDERS = (("in_order", 0), ("random", 1), ("random", 2), ("late", 0), ("early", 0))
 """Orders, with seeds, in each of which a mistake must be found."""
 
+Run = Callable[[str, int], Any]
+"""Of an order and a seed."""
+
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A module with a `forward_kernel`, and what it usually runs here."""
+    """A module with a kernel, and what it usually runs here. start: of a copy of the module, a Bug, inputs and a config, what
+    runs it in an order and checks its results; None: of a `forward_kernel`."""
 
     module: str
     arch: int
     case: Case
     config: Any
+    start: Callable[[ModuleType, Bug, Tensors, Any], Run] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,14 +89,17 @@ def assert_found_in_some_order(bug: Bug, folder: Path) -> None:
     assert found
 
 
-def _run(bug: Bug, folder: Path):
+def _run(bug: Bug, folder: Path) -> Run:
     """Runs the broken kernel in an order and checks its numbers."""
     kernel = _altered(bug.module, bug.edits, folder)
     if bug.module != bug.kernel.module:
         kernel = _with_helper(bug.kernel.module, bug.module, kernel, folder)
     t = tensors(bug.case or bug.kernel.case, torch.float16)
     config = replace(bug.kernel.config, **bug.config)
+    return (bug.kernel.start or _forward)(kernel, bug, t, config)
 
+
+def _forward(kernel: ModuleType, bug: Bug, t: Tensors, config) -> Run:
     def run(order: str, seed: int) -> None:
         launch, out, lse, notes = forward_launch(kernel, bug.kernel.arch, *describe(t), config, bug.ctas)
         for number in range(bug.launches):

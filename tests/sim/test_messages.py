@@ -17,6 +17,7 @@ from strobe.kernels.gluon import (
     cp_async,
     fence_async_shared,
     mbarrier,
+    reinterpret,
     tcgen05_commit,
     tcgen05_mma,
     tma_load,
@@ -364,7 +365,45 @@ def writes_an_operand(x, a, b):
     acc = gl.full([64, 64], 0.0, gl.float32, PRODUCT)
     acc = warpgroup_mma(tile, tile, acc, is_async=True)
     tile.store(gl.full([64, 64], 1.0, gl.float16, BLOCK))
-    warpgroup_mma_wait(0, deps=[acc])
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    gl.store(x + gl.arange(0, 64, gl.SliceLayout(1, PRODUCT)), gl.max(acc, 1))
+
+
+@gluon.jit
+def drops_a_product_of_what_it_overwrites(x):
+    tile = zeros()
+    acc = gl.full([64, 64], 0.0, gl.float32, PRODUCT)
+    acc = warpgroup_mma(tile, tile, acc, is_async=True)
+    tile.store(gl.full([64, 64], 1.0, gl.float16, BLOCK))
+    warpgroup_mma_wait(0, deps=[acc]) * 2.0
+
+
+def test_a_product_of_what_is_overwritten_may_be_dropped():
+    simulate(drops_a_product_of_what_it_overwrites, (1,), torch.zeros(128))
+
+
+@gluon.jit
+def multiplies(x, tile):
+    acc = gl.full([64, 64], 0.0, gl.float32, PRODUCT)
+    acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(tile, tile, acc, is_async=True)])
+    gl.store(x + gl.arange(0, 64, gl.SliceLayout(1, PRODUCT)), gl.max(acc + 1.0, 1))
+
+
+@gluon.jit
+def overwrites(tile):
+    tile.store(gl.full([64, 64], 1.0, gl.float16, BLOCK))
+
+
+@gluon.jit
+def multiplies_and_overwrites(x):
+    tile = zeros()
+    gl.warp_specialize([(multiplies, (x, tile)), (overwrites, (tile,))], [4], [24])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_product_of_what_another_role_overwrites_is_found_before_and_after_it_was_used(seed):
+    with pytest.raises(Race, match=r"(writes|reads) tile; nothing orders it after"):
+        simulate(multiplies_and_overwrites, (1,), torch.zeros(128), order="random", seed=seed)
 
 
 @mistake(Unfinished, "[cta 0] leaves_a_product ends and has not waited for the wgmma at <>")
@@ -372,6 +411,13 @@ def writes_an_operand(x, a, b):
 def leaves_a_product(x, a, b):
     tile = zeros()
     warpgroup_mma(tile, tile, gl.full([64, 64], 0.0, gl.float32, PRODUCT), is_async=True)
+
+
+@mistake(Unsupported, "[cta 0] the simulator has no shared memory in the order of [[0, 1], [1, 1]], which ")
+@gluon.jit
+def has_an_order_that_is_none_of_bits(x, a, b):
+    tile = gl.allocate_shared_memory(gl.float32, [4], LINEAR)
+    reinterpret(tile, gl.float32, [2, 2], gl.SharedLinearLayout([[0, 1], [1, 1]]))
 
 
 # ---- tcgen05

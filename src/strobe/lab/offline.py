@@ -11,6 +11,8 @@ from dataclasses import replace
 import torch
 
 from strobe.device import KNOWN
+from strobe.kernels.sm90.backward_config import Config as BackwardConfig
+from strobe.kernels.sm90.backward_config import choose as choose_backward
 from strobe.kernels.sm90.config import Config
 from strobe.lab.sass import Audit, audit
 from strobe.masks import Causal, Mask
@@ -78,6 +80,25 @@ def audit_sm90_forward(
     return audit(compiled, _name("sm90", problem), time.perf_counter() - start, roles)
 
 
+def audit_sm90_backward(
+    head_dims: tuple[int, int] = (128, 128),
+    mask: Mask = CAUSAL,
+    dtype: torch.dtype = torch.bfloat16,
+    length: int = 4096,
+    config: BackwardConfig | None = None,
+) -> Audit:
+    """Compile the main kernel of the Hopper backward for one problem, with a config or the one that it would get, and audit
+    it. head_dims: of k and of v. Takes no GPU; some seconds on two CPU cores."""
+    from strobe.kernels.sm90 import backward_launch
+
+    problem = replace(_forward_problem(head_dims, mask, dtype, length), phase="backward")
+    start = time.perf_counter()
+    with pretend_gpu(90):
+        compiled = backward_launch.compile_only(problem, config or choose_backward(problem))
+    roles = ("consumer 0", "consumer 1", "producer")
+    return audit(compiled, _name("sm90", problem), time.perf_counter() - start, roles)
+
+
 def audit_sm100_forward(
     head_dims: tuple[int, int] = (128, 128),
     mask: Mask = CAUSAL,
@@ -115,4 +136,4 @@ def _forward_problem(head_dims: tuple[int, int], mask: Mask, dtype: torch.dtype,
 
 def _name(kernel: str, problem: AttentionProblem) -> str:
     dims = f"{problem.head_dim}" + (f", {problem.head_dim_v}" if problem.head_dim != problem.head_dim_v else "")
-    return f"{kernel} forward, head dim {dims}, {problem.mask}, {str(problem.dtype).removeprefix('torch.')}"
+    return f"{kernel} {problem.phase}, head dim {dims}, {problem.mask}, {str(problem.dtype).removeprefix('torch.')}"

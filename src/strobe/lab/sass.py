@@ -15,7 +15,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,8 +24,8 @@ from pathlib import Path
 class Audit:
     """name of the kernel and its arch; registers a thread at launch; bytes of shared memory and of spill stores and
     loads; counts of SASS mnemonics up to the first dot, and of MUFU by function; the same for each role, if the roles were
-    named (code that roles share counts for each of them); listings, each role's mnemonics in the order of the text; ptxas's
-    warnings; seconds to compile."""
+    named (code that roles share counts for each of them); listings, each role's mnemonics in the order of the text; main_loops,
+    the counts in the innermost loop with wgmma's of the roles that have one; ptxas's warnings; seconds to compile."""
 
     name: str
     registers: int
@@ -34,6 +34,7 @@ class Audit:
     instructions: dict[str, int]
     roles: dict[str, dict[str, int]] = field(default_factory=dict)
     listings: dict[str, list[str]] = field(default_factory=dict, repr=False)
+    main_loops: dict[str, dict[str, int]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     seconds: float = field(default=0.0, compare=False)
 
@@ -65,6 +66,7 @@ def audit(compiled, name: str, seconds: float = 0.0, roles: tuple[str, ...] = ()
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
     sass = disassemble(compiled.asm["cubin"])
     listings = list_by_role(sass, roles) if roles else {}
+    loops = list_by_role(sass, roles, main_loop) if roles else {}
     return Audit(
         name=name,
         registers=int(used.group(1)) if used else 0,
@@ -73,6 +75,7 @@ def audit(compiled, name: str, seconds: float = 0.0, roles: tuple[str, ...] = ()
         instructions=count_instructions(sass),
         roles={role: _counted(names) for role, names in listings.items()},
         listings=listings,
+        main_loops={role: _counted(names) for role, names in loops.items() if names},
         warnings=tuple(line for line in report.splitlines() if "warning" in line.lower() or re.search(r"C75\d\d", line)),
         seconds=seconds,
     )
@@ -119,9 +122,15 @@ class Block:
     falls_through: bool = True
 
 
-def list_by_role(sass: str, roles: tuple[str, ...]) -> dict[str, list[str]]:
-    """The instructions of each warp partition, the first of which is the default one, with the kernel's set-up. ValueError
-    if the kernel does not branch to that many."""
+Successors = list[set[int]]
+"""Of each block."""
+
+
+def list_by_role(
+    sass: str, roles: tuple[str, ...], part: Callable[[list[Block], Successors, set[int]], set[int]] | None = None
+) -> dict[str, list[str]]:
+    """The instructions of each warp partition, the first of which is the default one, with the kernel's set-up; only those of
+    some of its blocks if `part` chooses some. ValueError if the kernel does not branch to that many."""
     blocks, labels = _blocks(sass)
     switches = [i for i, block in enumerate(blocks) if "BRX" in block.names]
     workers = [labels[label] for label in blocks[switches[0]].targets] if len(switches) == 1 else []
@@ -132,10 +141,32 @@ def list_by_role(sass: str, roles: tuple[str, ...]) -> dict[str, list[str]]:
     successors = [_successors(i, block, labels) for i, block in enumerate(blocks)]
     loop = _waiting_loop(successors, switches[0])
     entries = [0, *workers]
-    return {
-        role: [name for i in sorted(_reached(successors, entry, loop)) for name in blocks[i].names]
-        for role, entry in zip(roles, entries, strict=False)  # beyond the roles: padding warps, and the exit
-    }
+    listings = {}
+    for role, entry in zip(roles, entries, strict=False):  # beyond the roles: padding warps, and the exit
+        reached = _reached(successors, entry, loop)
+        chosen = part(blocks, successors, reached) if part else reached
+        listings[role] = [name for i in sorted(chosen) for name in blocks[i].names]
+    return listings
+
+
+def main_loop(blocks: list[Block], successors: Successors, role: set[int]) -> set[int]:
+    """Of a role's blocks those of its innermost loop with a wgmma: what is left of a loop without its entries may hold one."""
+    found: set[int] = set()
+    inside = role
+    while True:
+        loops = [_loop(successors, i, inside) for i in inside if "HGMMA" in blocks[i].names]
+        loop = max(loops, key=len, default=set())
+        if not loop:
+            return found
+        found = loop
+        inside = loop - set().union(*(successors[before] for before in range(len(successors)) if before not in loop))
+
+
+def _loop(successors: Successors, block: int, inside: set[int]) -> set[int]:
+    """The blocks that lead from a block back to it, going through those `inside` alone; none if it is in no loop."""
+    without = set(range(len(successors))) - inside
+    after = set().union(*(_reached(successors, i, without) for i in successors[block]))
+    return {i for i in after if block in _reached(successors, i, without)}
 
 
 def _blocks(sass: str) -> tuple[list[Block], dict[str, int]]:

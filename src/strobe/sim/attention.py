@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
+from strobe.kernels.common import named_barrier
+from strobe.kernels.sm90 import backward_launch as sm90_backward_launch
 from strobe.kernels.sm90 import config as sm90_config
 from strobe.kernels.sm90 import forward as sm90_forward
 from strobe.kernels.sm90 import launch as sm90_launch
@@ -14,12 +17,16 @@ from strobe.kernels.sm100 import config as sm100_config
 from strobe.kernels.sm100 import forward as sm100_forward
 from strobe.kernels.workspace import Workspace
 from strobe.problem import AttentionProblem, Operands, lse_shape
+from strobe.sim.barriers import named_arrive, named_sync
 from strobe.sim.costs import Costs
 from strobe.sim.launch import Launch
+from strobe.sim.lift import register
 from strobe.sim.machine import Report
 
 BACKENDS = {"sm90": (sm90_forward, sm90_config.choose, 90), "sm100": (sm100_forward, sm100_config.choose, 100)}
 _ROWS_PER_NOTE = 64
+register(named_barrier.meet, partial(named_sync, threads=256))
+register(named_barrier.announce, partial(named_arrive, threads=256))
 
 
 class Forward(NamedTuple):
@@ -74,3 +81,14 @@ def forward_launch(
     if getattr(config, "persistent", False):
         grid = (min(ctas, *grid),)
     return Launch(kernels.forward_kernel, grid, arguments, constants, arch, ("notes", "counters")), out, lse, notes
+
+
+def backward_launch(
+    kernels: ModuleType, problem: AttentionProblem, operands: Operands, dout, space: sm90_backward_launch.Buffers, config,
+    ctas: int = 1,
+) -> tuple[Launch, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The launch of a module's `backward_kernel`, on buffers that `sm90.backward_ends.prepare` has filled, and the dk and dv,
+    NaN until then, that it fills. It adds dQ to `space`, from where `convert` fetches it."""
+    dk, dv = (torch.full_like(x, torch.nan) for x in (operands.k, operands.v))
+    (blocks,), arguments, constants = sm90_backward_launch.kernel_arguments(problem, operands, dout, dk, dv, space, config)
+    return Launch(kernels.backward_kernel, (min(ctas, blocks),), arguments, constants, 90, ("notes", "counters")), dk, dv

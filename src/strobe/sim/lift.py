@@ -105,13 +105,14 @@ class _Lifter:
         jitted = isinstance(getattr(thing, "fn", None), FunctionType)  # by Gluon, by Triton, or by its interpreter
         if jitted:
             module, name = thing.fn.__module__, thing.fn.__name__
-        if _package(module) == "triton":
+        builtin = getattr(thing, "__triton_builtin__", False)  # one of ours may stand in for a name that old Triton lacks
+        if builtin or _package(module) == "triton":
             found = simulated(module, name) if ".amd." not in module else None
             if found is not None:
                 return self._remember(thing, found)
         if type(thing).__name__ == "ConstexprFunction":
             return self._remember(thing, self._constexpr_function(thing.fn))
-        if getattr(thing, "__triton_builtin__", False):
+        if builtin:
             return self._remember(thing, _without_model(f"{module}.{name}"))
         if jitted:
             return self._function(thing.fn, thing)

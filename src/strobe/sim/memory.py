@@ -10,24 +10,60 @@ proxy. What a thread wrote is visible to the async proxy only after a fence (PTX
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from strobe.sim.clocks import Knowledge
-from strobe.sim.errors import DoubleWrite, IllegalOperation, MissingFence, OutOfBounds, Race, Uninitialised
+from strobe.sim.errors import DoubleWrite, IllegalOperation, MissingFence, OutOfBounds, Race, SimulationError, Uninitialised
+
+
+class Outcome:
+    """Of a product that may be dropped, or of what was computed from some: why nothing may depend on it, or whether something
+    already does."""
+
+    __slots__ = ("depended_on", "error", "parts")
+
+    def __init__(self, parts: Iterable[Outcome], error: SimulationError | None = None):
+        self.parts, self.error, self.depended_on = tuple(parts), error, False
+
+    def spoil(self, error: SimulationError) -> None:
+        """The product turns out to have read what it may not. Raises `error` if something depends on it."""
+        if self.depended_on:
+            raise error
+        self.error = error
+
+    def depend(self) -> None:
+        """Something depends on it now. Raises the error of a part that was spoilt."""
+        left = [self]
+        while left:
+            outcome = left.pop()
+            if outcome.error is not None:
+                raise outcome.error
+            if not outcome.depended_on:
+                outcome.depended_on = True
+                left += outcome.parts
+
+
+def outcome_of(outcomes: Iterable[Outcome | None]) -> Outcome | None:
+    """Of what is computed from results with these outcomes."""
+    open_ = {id(outcome): outcome for outcome in outcomes if outcome is not None and not outcome.depended_on}
+    return None if not open_ else next(iter(open_.values())) if len(open_) == 1 else Outcome(open_.values())
 
 
 @dataclass(frozen=True)
 class Access:
-    """Of `agent` at its `tick`, with what it knew then. generic: through the generic proxy, by a thread."""
+    """Of `agent` at its `tick`, with what it knew then. generic: through the generic proxy, by a thread. outcome: of a read
+    that does no harm as long as nothing depends on it."""
 
     agent: int
     tick: int
     knows: Knowledge
     what: str
     generic: bool = True
+    outcome: Outcome | None = None
 
     def __str__(self) -> str:
         return self.what
@@ -112,7 +148,10 @@ class Buffer:
         before, name = record.access, name or self.name
         verb, was = ("writes" if write else "reads"), ("write" if record.write else "read")
         if access.knows.seen[before.agent] < before.tick:
-            raise Race(f"{access} {verb} {name}; nothing orders it after the {was} by {before}")
+            race = Race(f"{access} {verb} {name}; nothing orders it after the {was} by {before}")
+            if before.outcome is None or record.write:
+                raise race
+            before.outcome.spoil(race)
         fenced = access.knows.fenced[before.agent] >= before.tick
         if self.space == "shared" and record.write and before.generic and not access.generic and not fenced:
             raise MissingFence(

@@ -100,7 +100,7 @@ def reduce(input, axis, combine_fn, keep_dims=False):
     if axis is None:
         tensors, axis = [kept(x, [x.numel]) for x in tensors], 0
     axis = axis_of(axis, tensors[0].data.dim())
-    state = [Tensor(x.data.movedim(axis, -1), None, x.ready, x.pending, x.undefined) for x in tensors]
+    state = [Tensor(x.data.movedim(axis, -1), None, x.ready, x.pending, x.outcome) for x in tensors]
     while (n := state[0].data.shape[-1]) > 1:
         if n % 2:
             raise IllegalOperation(f"{where()}: a reduction over {n} elements: the sizes of tensors are powers of two")
@@ -190,5 +190,5 @@ def map_elementwise(scalar_fn, *args, pack=1):
     if pack > 1:
         groups = [results[i : i + pack] for i in range(0, len(results), pack)]
         results = [compute("free", lambda *parts: torch.stack(parts, -1).reshape(shape), *group) for group in groups]
-    results = [Tensor(x.data, layout, x.ready, x.pending, x.undefined) for x in results]
+    results = [Tensor(x.data, layout, x.ready, x.pending, x.outcome) for x in results]
     return results[0] if len(results) == 1 else tuple(results)

@@ -39,7 +39,8 @@ from strobe.sim.dtypes import (
     round_to,
     torch_dtype,
 )
-from strobe.sim.errors import IllegalOperation, Unfinished, Uninitialised, Unsupported
+from strobe.sim.errors import IllegalOperation, Unfinished, Unsupported
+from strobe.sim.memory import Outcome, outcome_of
 from strobe.sim.operators import DIVIDE, LSHIFT, OPERATORS, RSHIFT, SIMPLE, SUB, XOR, Op
 
 __all__ = ["Pointer", "Scalar", "Tensor", "Value", "compute", "gluon_dtype", "torch_dtype"]
@@ -160,19 +161,20 @@ def compute(pipe: str, function: Callable, *operands, layout=None, elements: int
     division), "shuffle" (across lanes), "mma", "free" (views). elements: work of the pipe, by default one for each element of
     the result. Unfinished if an operand is the result of asynchronous work that nobody waited for.
     """
-    ready, data, undefined = [], [], None
+    ready, data, outcomes = [], [], []
     for x in operands:
         if type(x) is Tensor:
             if x.pending is not None:
                 x.check_finished()
             ready.append(x.ready)
             data.append(x.data)
-            undefined = undefined or x.undefined
+            if x.outcome is not None:
+                outcomes.append(x.outcome)
         else:
             data.append(x)
     result = function(*data)
     issued = machine().issue(pipe, _own_share(result.numel() if elements is None else elements), ready)
-    return Tensor(result, layout, issued, undefined=undefined)
+    return Tensor(result, layout, issued, outcome=outcome_of(outcomes) if outcomes else None)
 
 
 def _own_share(elements: int) -> int:
@@ -187,7 +189,7 @@ class Scalar(Value):
     """A number that all threads hold: program ids, lengths, phases. kind: its torch dtype."""
 
     __slots__ = ("kind", "value")
-    ready = pending = layout = undefined = None
+    ready = pending = layout = outcome = None
 
     def __init__(self, value, dtype):
         self.value = value
@@ -321,13 +323,12 @@ def _define_scalar(op: Op) -> None:
 
 class Tensor(Value):
     """A tensor in registers. ready: when it is there (timed runs). pending: unfinished asynchronous work that writes it, with
-    `.finished` and `.description`. undefined: the Uninitialised read that it comes from, an error once something depends
-    on it."""
+    `.finished` and `.description`. outcome: of the products that it comes from."""
 
-    __slots__ = ("data", "layout", "pending", "ready", "undefined")
+    __slots__ = ("data", "layout", "outcome", "pending", "ready")
 
-    def __init__(self, data: torch.Tensor, layout=None, ready=None, pending=None, undefined: Uninitialised | None = None):
-        self.data, self.layout, self.ready, self.pending, self.undefined = data, layout, ready, pending, undefined
+    def __init__(self, data: torch.Tensor, layout=None, ready=None, pending=None, outcome: Outcome | None = None):
+        self.data, self.layout, self.ready, self.pending, self.outcome = data, layout, ready, pending, outcome
 
     dtype = property(lambda self: GLUON[self.data.dtype])
     shape = property(lambda self: Shape(self.data.shape))
@@ -344,10 +345,11 @@ class Tensor(Value):
             raise Unfinished(f"{where()} uses the result of {self.pending.description}, which nobody has waited for")
 
     def check_ready(self) -> None:
-        """Before it goes to memory or decides something: Unfinished as above, Uninitialised if it holds nothing."""
+        """Before it goes to memory or decides something: Unfinished as above; the error of a product that it comes from and
+        that read what it may not."""
         self.check_finished()
-        if self.undefined is not None:
-            raise self.undefined
+        if self.outcome is not None:
+            self.outcome.depend()
 
     def __bool__(self) -> bool:
         raise DecidesPerElement(

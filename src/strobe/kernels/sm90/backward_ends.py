@@ -27,7 +27,11 @@ def _first_row(cu_seqlens, start, batch, head, heads, padded, ROWS_PADDED: tl.co
         return head.to(tl.int64) * padded + (start + batch * ROWS_PADDED) // ROWS_PADDED * ROWS_PADDED
 
 
-@triton.jit(do_not_specialize=("n_q", "total_q", "heads", "padded", "tiles"))
+STRIDES_BY_LENGTH = ("lse_batch", "lse_head", "dlse_batch", "dlse_head")
+"""Of tensors whose rows lie side by side: any number. Those of the others are multiples of 16 nearly always."""
+
+
+@triton.jit(do_not_specialize=("n_q", "total_q", "heads", "padded", "tiles", *STRIDES_BY_LENGTH))
 def prepare(
     out, dout, dlse, lse, statistics, delta, accumulator, cu_seqlens_q, seqused_q, n_q, total_q, heads, padded, tiles,
     out_batch, out_row, out_head, dout_batch, dout_row, dout_head, lse_batch, lse_head, dlse_batch, dlse_head, dlse_row,

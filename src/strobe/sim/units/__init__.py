@@ -35,6 +35,7 @@ MODELS: dict[str, Callable] = {
     "tma.async_store": tma.store,
     "tma.make_tensor_descriptor": tma.make_descriptor,
     "tma.store_wait": tma.store_wait,
+    "tma_add": tma.reduce_add,
     "warp_specialize": control.warp_specialize,
     "warpgroup_mma": wgmma.mma,
     "warpgroup_mma_init": wgmma.init,

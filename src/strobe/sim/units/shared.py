@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
+from triton.experimental.gluon import language as gl
 
 from strobe.sim.clusters import halved_dim, only_own, own, transposed
 from strobe.sim.context import machine, where
-from strobe.sim.errors import IllegalOperation
+from strobe.sim.errors import IllegalOperation, Unsupported
 from strobe.sim.memory import Access, Buffer, Footprint, bounds_check, dense_footprint, reshaped
 from strobe.sim.names import assigned_name
 from strobe.sim.tensor import Tensor, torch_dtype
@@ -93,6 +94,8 @@ class SharedView:
                 f"{where()} reinterprets {self.name}, {self.shape} {self.dtype}, as {shape} {dtype}: too long"
             )
         data = bytes_.view(torch.uint8)[:wanted].view(torch_dtype(dtype)).view(shape)
+        if isinstance(layout, gl.SharedLinearLayout):
+            return LinearView(self.buffer, _by_bits(data, layout.offset_bases), dtype, layout, self.name)
         return SharedView(self.buffer, data, dtype, layout or self.layout, self.name)
 
     _reinterpret = reinterpret
@@ -137,7 +140,7 @@ class SharedView:
         mine = self.own()
         self.touch(running.partition.access(), write=False, part=mine)
         ready = running.issue("shared", mine.numel() * mine.element_size(), [])
-        return Tensor(only_own(self.layout, self.data), layout, ready)
+        return Tensor(only_own(self.layout, self.data).reshape(self.shape), layout, ready)
 
     def store(self, value: Tensor) -> None:
         running = machine()
@@ -151,7 +154,7 @@ class SharedView:
         mine = self.own()
         self.touch(running.partition.access(), write=True, part=mine)
         ready = running.issue("shared", mine.numel() * mine.element_size(), [value.ready] if value.ready else [])
-        mine.copy_(own(self.layout, value.data))
+        mine.copy_(own(self.layout, value.data).reshape(mine.shape))
         if ready is not None:
             running.partition.time = max(running.partition.time, ready.end)
 
@@ -168,6 +171,24 @@ class SharedView:
         self.touch(running.partition.access(), write=True)
         shape = torch.broadcast_shapes(values.data.shape, indices.data.shape)
         self.data.scatter_(int(axis), indices.data.expand(shape).long(), values.data.expand(shape))
+
+
+class LinearView(SharedView):
+    """A view whose elements lie in the order of a SharedLinearLayout: `data` has a dim of 2 for each bit of its indices."""
+
+    @property
+    def shape(self) -> list[int]:
+        bits = [max(step[dim] for step in self.layout.offset_bases) for dim in range(len(self.layout.offset_bases[0]))]
+        return [2 * bit for bit in bits]
+
+
+def _by_bits(data: torch.Tensor, steps: list[list[int]]) -> torch.Tensor:
+    """Contiguous elements, each bit of whose number is one step in one dim, with a dim of 2 for each of these steps, the
+    largest of the first dim first."""
+    if any(sum(map(bool, step)) != 1 or max(step) & (max(step) - 1) for step in steps) or data.numel() != 2 ** len(steps):
+        raise Unsupported(f"the simulator has no shared memory in the order of {steps}, which {where()} asks for")
+    places = [len(steps) - 1 - i for i in sorted(range(len(steps)), key=steps.__getitem__, reverse=True)]
+    return data.view([2] * len(steps)).permute(places)
 
 
 def allocate(element_ty, shape, layout=None, value: Tensor | None = None) -> SharedView:

@@ -2,7 +2,7 @@
 
 The operands in shared memory are read through the async proxy until the product is done, which only `warpgroup_mma_wait` tells;
 until then the accumulator holds nothing that may be used, except by the next product. A product of memory that nobody has
-written is undefined, which is a mistake as soon as anything comes to depend on it: a kernel may drop it.
+written, or that is written at the same time, is a mistake as soon as anything comes to depend on it: a kernel may drop it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 
 from strobe.sim.clocks import Knowledge
 from strobe.sim.context import machine, where
-from strobe.sim.errors import IllegalOperation, Unfinished, Uninitialised
+from strobe.sim.errors import IllegalOperation, MissingFence, Race, Unfinished, Uninitialised
 from strobe.sim.machine import Partition
-from strobe.sim.memory import Access
+from strobe.sim.memory import Access, Outcome
 from strobe.sim.pipes import Ready
 from strobe.sim.tensor import Tensor
 
@@ -51,18 +51,18 @@ def mma(a, b, acc: Tensor, use_acc=True, precision=None, max_num_imprecise_acc=N
     number, keep = products.issued, bool(use_acc)
     products.knows.join(partition.knows)
     products.knows.learn(products.agent, number)
-    access = Access(products.agent, number, products.knows.copy(), f"wgmma of {partition.name} at {place}", generic=False)
-    undefined = acc.undefined if keep else None
+    outcome = Outcome(x.outcome for x in (a, acc if keep else None) if isinstance(x, Tensor) and x.outcome is not None)
+    what = f"wgmma of {partition.name} at {place}"
+    access = Access(products.agent, number, products.knows.copy(), what, False, outcome)
     for operand in (a, b):
         if isinstance(operand, Tensor):
             operand.check_finished()
             running.needs(operand)
-            undefined = undefined or operand.undefined
         else:
             try:
                 operand.touch(access, write=False)
-            except Uninitialised as error:
-                undefined = undefined or error
+            except (MissingFence, Race, Uninitialised) as error:
+                outcome.spoil(error)
     partition.tick()
     result = torch.full(acc.data.shape, torch.nan, dtype=acc.data.dtype)
     work = SimpleNamespace(finished=False, description=f"wgmma at {place}", time=0.0)
@@ -74,10 +74,10 @@ def mma(a, b, acc: Tensor, use_acc=True, precision=None, max_num_imprecise_acc=N
         result.copy_(product + acc.data if keep else product)
         products.finished = number
 
-    running.cta.post(("wgmma", products.agent), access.what, finish, work.time)
+    running.cta.post(("wgmma", products.agent), what, finish, work.time)
     running.span("tensor core", f"{partition.name} {place.split(' ')[-1]}", begin, work.time)
     products.open.append(work)
-    tensor = Tensor(result, acc.layout, Ready(work.time, work.time) if running.timed else None, work, undefined)
+    tensor = Tensor(result, acc.layout, Ready(work.time, work.time) if running.timed else None, work, outcome)
     return tensor if is_async else wait(0, [tensor])
 
 
@@ -103,7 +103,7 @@ def wait(num_outstanding=0, deps=None):
         products.open.popleft()
     running.partition.knows.learn(products.agent, target)
     waited = [
-        Tensor(t.data, t.layout, t.ready, None if t.pending is None or t.pending.finished else t.pending, t.undefined)
+        Tensor(t.data, t.layout, t.ready, None if t.pending is None or t.pending.finished else t.pending, t.outcome)
         for t in deps
     ]
     return waited[0] if len(waited) == 1 else tuple(waited)

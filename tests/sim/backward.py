@@ -1,0 +1,61 @@
+"""The Hopper backward on the CPU: what runs before and after it in Triton's interpreter, the kernel itself in the simulator."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from problems import Results, Tensors, check, describe, formula, upstream
+
+from strobe.kernels.sm90 import backward, backward_ends, backward_launch
+from strobe.kernels.sm90.backward_config import Config
+from strobe.kernels.workspace import Workspace
+from strobe.sim.attention import backward_launch as kernel_launch
+from strobe.sim.machine import Report
+
+
+class Gradients(NamedTuple):
+    """What the launches leave, and the report of the main kernel."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    space: backward_launch.Buffers
+    report: Report
+
+
+class Backward:
+    """All three launches of a backward, for the inputs t. ctas: how many share the blocks. kernels: the module of the main
+    kernel."""
+
+    def __init__(self, t: Tensors, config: Config, ctas: int = 1, kernels: ModuleType = backward):
+        self.t, self.config, self.ctas, self.kernels = t, config, ctas, kernels
+        self.problem, self.operands = describe(t, "backward")
+        exact = formula(t)
+        dout, dlse = upstream(exact.out, exact.lse)
+        half = t.q.dtype
+        self.given = exact.out.to(half), exact.lse.float(), dout.to(half), dlse.float()
+
+    def run(self, order: str, seed: int) -> Report:
+        """AssertionError if the gradients are wrong, or notes or counters are left."""
+        dq, dk, dv, space, report = self.simulate(order, seed)
+        check(Results(None, None, dq, dk, dv), self.t, ("dq", "dk", "dv"))
+        assert not space.notes.any() and not space.counters.any()
+        return report
+
+    def simulate(self, order: str, seed: int) -> Gradients:
+        problem, operands, config, space = self.problem, self.operands, self.config, self._space()
+        dq = torch.full_like(operands.q, torch.nan)
+        grid, arguments = backward_launch.prepare_arguments(problem, operands, *self.given, space, config)
+        backward_ends.prepare[grid](**arguments)
+        launch, dk, dv = kernel_launch(self.kernels, problem, operands, self.given[2], space, config, self.ctas)
+        report = launch.simulate(order, seed)
+        grid, arguments = backward_launch.convert_arguments(problem, operands, dq, space, config)
+        backward_ends.convert[grid](**arguments)
+        return Gradients(dq, dk, dv, space, report)
+
+    def _space(self) -> backward_launch.Buffers:
+        notes = sum(backward_launch.number_of_notes(self.problem))
+        zeros = Workspace(torch.zeros(16, dtype=torch.int32), torch.zeros(notes, dtype=torch.int32))
+        return backward_launch.buffers(self.problem, self.config, torch.device("cpu"), zeros)

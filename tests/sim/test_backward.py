@@ -1,0 +1,99 @@
+"""Hopper's backward, its source unchanged, in the simulator: the gradients, and no mistake found, in every order."""
+
+import pytest
+import torch
+from backward import Backward
+from problems import Case, tensors
+
+from strobe.kernels.gluon import gl, gluon, reinterpret
+from strobe.kernels.sm90.backward_config import Config
+from strobe.sim import simulate
+
+FP16, BF16 = torch.float16, torch.bfloat16
+ORDERS = (("in_order", 0), ("random", 1), ("random", 2), ("late", 0), ("early", 0), ("timed", 0))
+D64 = Config(64, 64, 128, prefetch=False, turns=True)
+D96 = Config(96, 96, 64, prefetch=False, turns=False)
+D128 = Config(128, 128, 64, prefetch=False, turns=False)
+D128_AHEAD = Config(128, 128, 64, prefetch=True, turns=False)
+
+
+def case(n_q, n_kv, head_dim, heads=(1, 1), batch=1, **more) -> Case:
+    return Case(n_q, n_kv, batch, *heads, head_dim, **more)
+
+
+CASES = [
+    # One block and one tile; several; ends inside of both.
+    (case(128, 128, 64), FP16, D64),
+    (case(1, 1, 64), BF16, D64),
+    (case(300, 300, 64, heads=(4, 2)), FP16, D64),
+    (case(140, 300, 128, heads=(2, 1)), BF16, D128),
+    (case(140, 300, 128, heads=(2, 1)), FP16, D128_AHEAD),
+    (case(150, 170, 96, heads=(2, 1)), BF16, D96),
+    # Masks: of 300 causal rows the first 170 see none of 130 keys, and no row sees a block far behind a window.
+    (case(200, 300, 64, heads=(2, 1), batch=2, mask="causal"), BF16, D64),
+    (case(300, 130, 64, mask="causal"), FP16, D64),
+    (case(100, 400, 64, mask="window"), FP16, D64),
+    (case(300, 130, 64, mask="window"), BF16, D64),
+    (case(150, 300, 64, mask="prefix"), FP16, D64),
+    (case(140, 300, 128, mask="causal"), BF16, D128),
+    (case(150, 170, 96, heads=(2, 1), mask="causal"), FP16, D96),
+    # Sequences packed, one of them empty.
+    (case(200, 170, 64, heads=(2, 1), batch=4, packed=True), BF16, D64),
+    (case(200, 170, 64, heads=(2, 1), batch=4, packed=True, mask="causal"), FP16, D64),
+    (case(140, 300, 128, batch=4, packed=True), FP16, D128_AHEAD),
+    (case(150, 170, 96, batch=3, packed=True, mask="window"), BF16, D96),
+    # What changes scores.
+    (case(200, 300, 64, heads=(2, 1), softcap=3.0, alibi=True, mask="causal"), FP16, D64),
+    (case(90, 150, 96, heads=(2, 1), alibi=True), BF16, D96),
+    # Head dims that are padded, and V's own.
+    (case(150, 170, 80, mask="window"), FP16, D96),
+    (case(100, 150, 128, head_dim_v=64, mask="causal"), FP16, Config(128, 64, 64, prefetch=False, turns=False)),
+    (case(100, 150, 40, head_dim_v=128), BF16, Config(96, 128, 64, prefetch=False, turns=False)),
+]
+
+
+def short(value) -> str:
+    return "ahead" if value == D128_AHEAD else "" if isinstance(value, Config) else str(value).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("case, dtype, config", CASES, ids=short)
+def test_in_every_order(case, dtype, config):
+    """All blocks in one CTA, one after the other."""
+    backward = Backward(tensors(case, dtype), config)
+    for order, seed in ORDERS:
+        assert backward.run(order, seed).smem_bytes == config.smem_bytes()
+
+
+@pytest.mark.parametrize("ctas", [2, 5, 12])
+@pytest.mark.parametrize("mask, config", [("causal", D64), ("full", D128_AHEAD)], ids=short)
+def test_ctas_share_the_blocks(mask, config, ctas):
+    """As many blocks as CTAs, more, or fewer; the counters are 0 again whoever ends last."""
+    t = tensors(case(90, 300, config.head_dim, heads=(4, 2), mask=mask), FP16)
+    assert Backward(t, config, ctas).run("random", 1).ctas == min(ctas, 6)
+
+
+def test_notes_tell_who_met_a_nan():
+    """A NaN in dO of row 10: the keys of its tile, each 64 of them, and the 64 rows around it."""
+    backward = Backward(tensors(case(300, 300, 64, mask="causal"), FP16), D64)
+    backward.given[2][:, 10] = torch.nan
+    notes = backward.simulate("in_order", 0).space.notes.tolist()
+    assert (notes[:5], notes[5:]) == ([1, 1, 0, 0, 0], [1, 0, 0, 0, 0])
+
+
+@gluon.jit
+def reorder(x, to_memory, to_columns):
+    """Stores [4, 4] by columns of pairs of rows; loads it as memory has it, and again by columns."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    places = gl.arange(0, 4, gl.SliceLayout(1, layout))[:, None] * 4 + gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+    memory = gl.allocate_shared_memory(gl.float32, [4, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    ordered = reinterpret(memory, gl.float32, [4, 4], gl.SharedLinearLayout([[1, 0], [0, 1], [0, 2], [2, 0]]))
+    ordered.store(gl.load(x + places))
+    gl.store(to_memory + places, memory.load(layout))
+    gl.store(to_columns + places, ordered.load(layout))
+
+
+def test_memory_in_the_order_of_a_linear_layout():
+    x, memory, again = torch.arange(16.0), torch.empty(16), torch.empty(16)
+    simulate(reorder, (1,), x, memory, again)
+    assert memory.tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
+    assert torch.equal(again, x)

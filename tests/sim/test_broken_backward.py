@@ -1,0 +1,196 @@
+"""Mistakes made in Hopper's backward, one at a time: the simulator finds each in every order."""
+
+from dataclasses import replace
+
+import pytest
+from backward import Backward
+from broken import Bug, Kernel, assert_found, assert_right_unless_broken
+from problems import Case
+
+from strobe.kernels.sm90.backward_config import Config
+from strobe.sim import BarrierMisuse, Deadlock, DoubleWrite, MissingFence, Race, Unfinished, Uninitialised
+
+BACKWARD = "strobe.kernels.sm90.backward"
+# Three blocks, which three, two and one tile of two heads see.
+CAUSAL = Case(300, 300, batch=1, heads_q=2, heads_kv=1, head_dim=64, mask="causal")
+KERNEL = Kernel(
+    BACKWARD,
+    90,
+    CAUSAL,
+    Config(64, 64, 128, prefetch=False, turns=True),
+    lambda kernels, bug, t, config: Backward(t, config, bug.ctas, kernels).run,
+)
+# An odd number of tiles.
+ODD = replace(CAUSAL, heads_q=1)
+# Three blocks that no row sees, and two more.
+BLIND = replace(CAUSAL, n_q=100, n_kv=600, mask="window")
+# Blocks beyond the ends of shorter sequences, which are passed over.
+PACKED = replace(CAUSAL, batch=4, packed=True)
+TOO_EARLY = (Race, Uninitialised)
+WRONG_PHASE = (Race, Uninitialised, Deadlock, BarrierMisuse)
+LOST = (*WRONG_PHASE, MissingFence, DoubleWrite, AssertionError)
+"""Of wrong tiles: whatever comes of it, the numbers at the latest."""
+
+NUMBER_EMPTY_WAIT = "    mbarrier.wait(memory.number_empty.index(slot), ((turn // SLOTS) & 1) ^ 1)\n"
+NUMBER = "    memory.number.index(slot).store(gl.full([1], 0, gl.int32, one(1)) + number)\n"
+NUMBER_FULL = "    mbarrier.arrive(memory.number_full.index(slot), count=1)\n"
+NUMBER_FULL_WAIT = "    mbarrier.wait(memory.number_full.index(slot), (turn // SLOTS) & 1)\n"
+NUMBER_READ = "    number = gl.max(memory.number.index(slot).load(one(4)), 0)\n"
+NUMBER_EMPTY = "    mbarrier.arrive(memory.number_empty.index(slot), count=1)\n"
+NEXT_NUMBER = "gl.atomic_add(counters, 1) + gl.num_programs(0)"
+BLOCK_EMPTY_WAIT = "    mbarrier.wait(target.empty.index(0), (block & 1) ^ 1)\n"
+TILE_EMPTY_WAIT = "    mbarrier.wait(memory.empty.index(stage), ((g // STAGES) & 1) ^ 1)\n"
+STATISTICS_BYTES = "    mbarrier.expect(full, 2 * C.tile_q * 4)\n"
+TILE_BARRIERS = "make_barriers(STAGES, 3),\n        make_barriers(STAGES, 2),\n"
+
+K_WAIT = "    mbarrier.wait(memory.k.full.index(0), block & 1)\n"
+V_WAIT = "    mbarrier.wait(memory.v.full.index(0), block & 1)\n"
+TILE_WAIT = "            mbarrier.wait(memory.full.index(stage), (g // STAGES) & 1)\n"
+FIRST_WAIT = "        mbarrier.wait(memory.full.index(before % STAGES), (before // STAGES) & 1, pred=count > 0)\n"
+NEXT_WAIT = "            mbarrier.wait(memory.full.index(stage ^ 1), ((g + 1) // STAGES) & 1, pred=g + 1 < before + count)\n"
+NEXT_READY = """            s = start_scores(k, at(memory.q, stage ^ 1), C)
+            dk = finished(dk, 0)
+            s = warpgroup_mma_wait(0, deps=[s])
+"""
+DP_READY = "        else:  # so many numbers are loaded late\n            dp, p = warpgroup_mma_wait(0,"
+DS_WAIT = "        if g > before:\n            meet(DS_READY + 2 * w + (stage ^ 1))\n"
+LAST_DS_WAIT = "        meet(DS_READY + 2 * w + last)\n"
+DS_STORE = "        memory.ds[w].index(stage).store(ds)\n"
+DS_FENCE = DS_STORE + "        fence_async_shared()\n"
+DQ_READY = "        dq = warpgroup_mma_wait(PENDING_V + PENDING, deps=[dq])\n"
+DS_ANNOUNCED = "        announce(DS_READY + 2 * (1 - w) + stage)\n"
+DQ_LEFT = "        tma_store_wait(0)  # what was in memory.dq, or at a block's begin in memory.ds, has left\n"
+LAST_DQ_READY = "        dq = warpgroup_mma_wait(0, deps=[dq])\n"
+LAST_DQ_LEFT = "        tma_store_wait(0)\n        partition_barrier()\n        add_to_dq"
+PRODUCTS_READY = "            dv = finished(dv, 0)\n            dk = finished(dk, 0)\n"
+TILE_RELEASE = "        mbarrier.arrive(memory.empty.index(stage), count=1)\n"
+V_RELEASE = "    mbarrier.arrive(memory.v.empty.index(0), count=1)\n"
+K_RELEASE = "    mbarrier.arrive(memory.k.empty.index(0), count=1)\n"
+FIRST_TURN = "    if C.turns and w == 1:\n        announce(TURN)\n"
+LAST_TURN = "    if C.turns and w == 0:\n        meet(TURN)\n"
+
+
+def kernel(what, before, after, errors, **more) -> Bug:
+    return Bug(what, KERNEL, BACKWARD, ((before, after),), errors, **more)
+
+
+def moved(what, text, after, errors, **more) -> Bug:
+    """`text` stands behind another one instead."""
+    return Bug(what, KERNEL, BACKWARD, ((text, ""), (after, after + text)), errors, **more)
+
+
+AHEAD = {
+    "case": replace(CAUSAL, head_dim=128, mask="full"),
+    "config": {"head_dim": 128, "head_dim_v": 128, "tile_q": 64, "prefetch": True, "turns": False},
+}
+BUGS = [
+    # Which block.
+    kernel("a block is announced over one that is not read", NUMBER_EMPTY_WAIT, "", WRONG_PHASE, case=PACKED),
+    kernel("the first block waits for a reader", NUMBER_EMPTY_WAIT, NUMBER_EMPTY_WAIT.replace(" ^ 1", ""), (Deadlock,)),
+    moved("a block is announced before it is written", NUMBER, NUMBER_FULL, TOO_EARLY),
+    kernel("nobody says that a block is known", NUMBER_FULL, "", (Deadlock,), says=("number_full",)),
+    kernel("a block is not waited for", NUMBER_FULL_WAIT, "", TOO_EARLY),
+    kernel("nobody says that a block was read", NUMBER_EMPTY, "", (Deadlock,), says=("number_empty",)),
+    moved("a block is given back before it is read", NUMBER_READ, NUMBER_EMPTY, (Race,), case=PACKED),
+    kernel("the first blocks are taken twice", NEXT_NUMBER, "gl.atomic_add(counters, 1)", (DoubleWrite,)),
+    kernel("the counter of blocks is not set back", "        gl.atomic_xchg(counters, 0)\n", "", ()),
+    # Copies.
+    kernel("K and V are copied before their buffers are empty", BLOCK_EMPTY_WAIT, "", WRONG_PHASE),
+    kernel("the phase of K and V never flips", BLOCK_EMPTY_WAIT, BLOCK_EMPTY_WAIT.replace("(block & 1) ^ 1", "1"), WRONG_PHASE),
+    kernel("a tile is copied before its buffer is empty", TILE_EMPTY_WAIT, "", WRONG_PHASE),
+    kernel("the phase of tiles flips at each", TILE_EMPTY_WAIT, TILE_EMPTY_WAIT.replace("g // STAGES", "g"), WRONG_PHASE),
+    kernel("the next block's tiles take this one's positions", "            g += count\n", "", WRONG_PHASE),
+    kernel("the bytes of the statistics are not expected", STATISTICS_BYTES, "", WRONG_PHASE),
+    kernel("half of the statistics are expected", STATISTICS_BYTES, STATISTICS_BYTES.replace("2 * ", ""), WRONG_PHASE),
+    kernel("a tile is full after two arrivals", TILE_BARRIERS, TILE_BARRIERS.replace("3", "2"), WRONG_PHASE),
+    kernel("one reader of a tile is enough", TILE_BARRIERS, TILE_BARRIERS.replace("2", "1"), WRONG_PHASE),
+    kernel("K is not waited for", K_WAIT, "", WRONG_PHASE),
+    kernel("V is not waited for", V_WAIT, "", WRONG_PHASE),
+    kernel("the other phase of V is waited for", V_WAIT, V_WAIT.replace("block & 1", "(block & 1) ^ 1"), WRONG_PHASE),
+    kernel("a tile is not waited for", TILE_WAIT, "", WRONG_PHASE),
+    kernel("the first tile is not waited for", FIRST_WAIT, "", WRONG_PHASE, **AHEAD),
+    kernel("the next tile is not waited for", NEXT_WAIT, "", WRONG_PHASE, **AHEAD),
+    kernel("a wait without a tile", NEXT_WAIT, NEXT_WAIT.replace(", pred=g + 1 < before + count", ""), (Deadlock,), **AHEAD),
+    kernel("a tile is never given back", TILE_RELEASE, "", (Deadlock,), says=("memory.empty",)),
+    kernel("a tile is given back twice", TILE_RELEASE, TILE_RELEASE + TILE_RELEASE, WRONG_PHASE),
+    kernel(
+        "a tile is given back before its products are done",
+        PRODUCTS_READY + TILE_RELEASE,
+        TILE_RELEASE.replace("  mb", "      mb") + PRODUCTS_READY,
+        (Race,),
+    ),
+    kernel("V is never given back", V_RELEASE, "", (Deadlock,)),
+    kernel("K is never given back", K_RELEASE, "", (Deadlock,)),
+    moved("V is given back before its first product", V_RELEASE, V_WAIT, (Race,)),
+    moved("K is given back before its last product", K_RELEASE, V_RELEASE, (Race,)),
+    # Products.
+    kernel(
+        "the scores are used before they are done",
+        "_wait(PENDING_V, deps=[s])",
+        "_wait(PENDING_V + 1, deps=[s])",
+        (Unfinished,),
+    ),
+    kernel("dP is used before it is done", DP_READY, DP_READY.replace("0,", "1,"), (Unfinished,)),
+    kernel("dQ is used before it is done", DQ_READY, DQ_READY.replace("PENDING,", "PENDING + 1,"), (Unfinished,)),
+    kernel("the last dQ is used before it is done", LAST_DQ_READY, "", (Unfinished, Race)),
+    kernel("dK is not waited for", PRODUCTS_READY, "            dv = finished(dv, PENDING)\n", (Unfinished, Race)),
+    kernel("the next scores are not waited for", NEXT_READY, NEXT_READY.splitlines(True)[0], (Unfinished, Race), **AHEAD),
+    kernel(
+        "leftovers are added to dQ",
+        "        if g > before:\n            add_to_dq",
+        "        if count > 0:\n            add_to_dq",
+        LOST,
+    ),
+    # dS.
+    kernel("the other half of dS is not waited for", DS_WAIT, "", WRONG_PHASE),
+    kernel("the first tile waits for a dS", DS_WAIT, DS_WAIT.replace("g > before", "count > 0"), (Deadlock,)),
+    kernel("the other dS is waited for", DS_WAIT, DS_WAIT.replace("(stage ^ 1)", "stage"), WRONG_PHASE),
+    kernel("the last dS is not waited for", LAST_DS_WAIT, "", WRONG_PHASE),
+    kernel("nobody says that its dS is there", DS_ANNOUNCED, "", (Deadlock,), says=("named barrier",)),
+    moved("dS is announced before it is written", DS_STORE, DS_ANNOUNCED, (Race, MissingFence)),
+    moved("dS is announced before the other one is read", DQ_READY, DS_ANNOUNCED, (Race,)),
+    kernel("a group announces its dS to itself", DS_ANNOUNCED, DS_ANNOUNCED.replace("(1 - w)", "w"), WRONG_PHASE),
+    kernel("one buffer of dS", DS_STORE, DS_STORE.replace("stage", "0 * stage"), (Race, Uninitialised, MissingFence)),
+    kernel("no fence before dS is read", DS_FENCE, DS_STORE, (MissingFence,)),
+    # Turns.
+    kernel("nobody has the first turn", FIRST_TURN, "", (Deadlock,)),
+    kernel("the turn is not handed on", "            announce(TURN + 1 - w)\n", "            pass\n", (Deadlock,)),
+    kernel("the last turn is not taken", LAST_TURN, "", (BarrierMisuse,), says=("left in use",)),
+    # Out.
+    kernel("dQ overwrites what has not left", DQ_LEFT, "", (Race,)),
+    kernel("the last dQ overwrites what has not left", LAST_DQ_LEFT, "        add_to_dq", (Race,)),
+    kernel("no fence before dQ is added", "    fence_async_shared()\n    tma_add", "    tma_add", (MissingFence,)),
+    kernel("dV overwrites a dS that is not read", "    meet(ENDED)\n", "", (Race,), case=ODD),
+    kernel("dV overwrites the dV before", "    tma_store_wait(1)  #", "    #", (Race,), case=BLIND),
+    kernel("dK overwrites a dQ that has not left", "    tma_store_wait(C.products_v)  #", "    #", (Race,)),
+    kernel(
+        "no fence before the stores",
+        "    fence_async_shared()\n    partition_barrier()\n    for c",
+        "    partition_barrier()\n    for c",
+        (MissingFence,),
+    ),
+    kernel("the last store is not waited for", LAST_TURN + "    tma_store_wait(0)\n", LAST_TURN, (Unfinished,)),
+]
+
+WRONG_NUMBERS = [
+    kernel("every tile has the first one's statistics", "heads.padded + row) * 2", "heads.padded) * 2", ()),
+    kernel("both groups add the same share of dQ", " // 64 * C.head_dim + FIRST_SHARE", " // 64 * C.head_dim", ()),
+    kernel("every head of a group adds to the first one's dQ", "            row += heads.padded\n", "", ()),
+    kernel("no tile is masked", "        if MASKED:\n", "        if MASKED and g < 0:\n", ()),
+    kernel("dK is not scaled", "copy_out(w, dk, outputs.scale,", "copy_out(w, dk, 1.0,", ()),
+    kernel("registers are in another order", "[8, 0], [0, 2], [0, 4]", "[0, 2], [8, 0], [0, 4]", ()),
+    kernel("delta is not subtracted", "ds = p * (dp - delta[None, :])", "ds = p * dp", ()),
+]
+
+
+@pytest.mark.parametrize("bug", BUGS + WRONG_NUMBERS, ids=str)
+def test_it_is_found(bug, tmp_path):
+    assert_found(bug, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"case": ODD}, {"case": BLIND}, {"case": PACKED}, AHEAD], ids=["causal", "odd", "blind", "packed", "ahead"]
+)
+def test_no_false_alarm(changes, tmp_path):
+    case, config = changes.get("case", CAUSAL), replace(KERNEL.config, **changes.get("config", {}))
+    assert_right_unless_broken(replace(KERNEL, case=case, config=config), tmp_path)

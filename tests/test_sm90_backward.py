@@ -1,0 +1,238 @@
+"""The Hopper backward without a GPU: what the compiler makes of it, what it runs with, and what it refuses."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import strobe
+from strobe.device import KNOWN
+from strobe.kernels.sm90 import backend
+from strobe.kernels.sm90.backward_config import Config, choose
+from strobe.problem import AttentionProblem, Dense, Varlen
+
+OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
+TRITONS = ["oldest Triton", "installed Triton"]
+
+
+def run_compiler(code: str, triton: str, *arguments: str) -> str:
+    """The last line that a program prints which compiles for a GPU that is not there."""
+    if triton == "oldest Triton" and not OLDEST_TRITON.exists():
+        pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
+    path = [str(OLDEST_TRITON)] if triton == "oldest Triton" else []
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()[-1]
+
+
+# ---- the compiler's own numbers
+
+D64 = Config(64, 64, 128, prefetch=False, turns=True)
+D96 = Config(96, 96, 64, prefetch=False, turns=False)
+D128 = Config(128, 128, 64, prefetch=False, turns=False)
+AUDITED = {
+    # Head dims, mask, dtype, length: the config, and of the oldest Triton and the installed one how many loads and stores of
+    # spilled registers stand in the loop over tiles of either group, and how many bytes of them anywhere.
+    ((64, 64), "Full()", "bfloat16", 4096): (D64, (7, 328), (28, 376)),
+    ((64, 64), "Causal()", "float16", 1000): (D64, (0, 344), (43, 720)),
+    ((80, 80), "Full()", "float16", 1000): (D96, (0, 268), (5, 184)),
+    ((96, 96), "Causal()", "bfloat16", 4096): (D96, (0, 328), (8, 176)),
+    ((128, 128), "Full()", "bfloat16", 4096): (dataclasses.replace(D128, prefetch=True), (2, 256), (5, 180)),
+    ((128, 128), "Causal()", "bfloat16", 4096): (D128, (0, 100), (8, 396)),
+    ((128, 64), "Window(1023, 0)", "bfloat16", 4096): (Config(128, 64, 64, False, False), (0, 156), (6, 240)),
+    ((64, 128), "Full()", "float16", 4096): (Config(96, 128, 64, False, False), (0, 160), (0, 224)),
+}
+
+AUDIT = """
+import dataclasses, json, sys, torch, triton
+from strobe.kernels.sm90.backward_config import Config
+from strobe.lab.offline import audit_sm90_backward
+from strobe.masks import Causal, Full, Window
+audits = []
+for head_dims, mask, dtype, length, config in json.loads(sys.argv[1]):
+    audit = audit_sm90_backward(tuple(head_dims), eval(mask), getattr(torch, dtype), length, Config(**config))
+    audits.append(dataclasses.asdict(audit))
+print(json.dumps([triton.__version__, audits]))
+"""
+
+
+@pytest.fixture(scope="module", params=TRITONS)
+def audits(request):
+    """Of each audited problem its config, the spills that are allowed, and the audit."""
+    problems = [(*problem, dataclasses.asdict(config)) for problem, (config, *_) in AUDITED.items()]
+    version, found = json.loads(run_compiler(AUDIT, request.param, json.dumps(problems)))
+    assert version.startswith("3.6") == (request.param == "oldest Triton")
+    measured = [(config, spills[TRITONS.index(request.param)]) for config, *spills in AUDITED.values()]
+    return [(config, spills, audit) for (config, spills), audit in zip(measured, found, strict=True)]
+
+
+def consumers(audit) -> list[tuple[dict, dict]]:
+    """Of each group its instructions, and those in its loop over tiles."""
+    assert list(audit["roles"]) == ["consumer 0", "consumer 1", "producer"]
+    assert list(audit["main_loops"]) == ["consumer 0", "consumer 1"]
+    return [(audit["roles"][role], counts) for role, counts in audit["main_loops"].items()]
+
+
+def test_shared_memory_is_what_config_says(audits):
+    """Beside it the compiler hands the roles their arguments in shared memory."""
+    for config, _, audit in audits:
+        assert 0 <= audit["smem_bytes"] - config.smem_bytes() <= 640, audit["name"]
+        assert audit["smem_bytes"] <= KNOWN["H200"].smem_per_block
+
+
+def test_spills(audits):
+    """No more than were measured."""
+    for _, (in_loop, bytes_), audit in audits:
+        spilled = [counts.get("LDL", 0) + counts.get("STL", 0) for _, counts in consumers(audit)]
+        assert max(spilled) <= in_loop, (audit["name"], spilled)
+        assert audit["spill_bytes"] <= bytes_, (audit["name"], audit["spill_bytes"])
+
+
+def test_tensor_cores_run_unhindered(audits):
+    for config, _, audit in audits:
+        assert not audit["warnings"], audit["warnings"]  # ptxas's C75xx: a wgmma made serial
+        scores, dp, dq = config.head_dim // 16, config.head_dim_v // 16, 128 // 16  # products of 16 in K
+        sums = config.tile_q // 16 * (config.products + config.products_v)
+        for counts, loop in consumers(audit):
+            assert loop["HGMMA"] == scores + dp + dq + sums, audit["name"]
+            # Before the loop the first tile's scores, after it the last tile's dQ.
+            assert counts["HGMMA"] == loop["HGMMA"] + dq + config.prefetch * scores, audit["name"]
+            assert counts["MUFU.EX2"] == loop["MUFU.EX2"] == 64 * config.tile_q // 128, audit["name"]
+
+
+def test_registers_change_hands_nowhere_in_the_loop(audits):
+    """What is loaded from shared memory are the statistics, what is stored dS (by STSM) and dQ."""
+    for config, _, audit in audits:
+        for (_, loop), columns in zip(consumers(audit), config.share_columns, strict=True):
+            assert not {"SHFL", "PRMT"} & set(loop), audit["name"]
+            assert loop["LDS"] == config.tile_q // 4, audit["name"]
+            assert loop["STSM"] == config.tile_q // 16, audit["name"]
+            assert loop["STS"] == 64 * columns // (128 * 4), audit["name"]
+            assert loop["F2FP"] == 2 * 64 * config.tile_q // (128 * 2), audit["name"]  # P and dS are rounded in pairs
+
+
+def test_roles_do_their_own_work_only(audits):
+    for config, _, audit in audits:
+        boxes, boxes_v = -(-config.head_dim // 64), -(-config.head_dim_v // 64)
+        for counts, loop in consumers(audit):
+            assert "UTMALDG" not in counts
+            assert (counts["UTMAREDG"], loop["UTMAREDG"]) == (2, 1), audit["name"]
+            assert counts["UTMASTG"] == config.products + config.products_v, audit["name"]
+        producer = audit["roles"]["producer"]
+        assert not {"HGMMA", "MUFU.EX2", "UTMASTG", "UTMAREDG"} & set(producer), audit["name"]
+        # Two halves of K and V; Q, dO and statistics of the first tile and of the others.
+        assert producer["UTMALDG"] == 2 * (boxes + boxes_v) + 2 * (boxes + boxes_v + 1), audit["name"]
+
+
+COUNT = """
+import torch
+from strobe.kernels.common.arguments import meta, meta_operands
+from strobe.kernels.sm90 import backward_ends, backward_launch
+from strobe.kernels.sm90.backward import backward_kernel
+from strobe.kernels.sm90.backward_config import choose
+from strobe.kernels.workspace import Workspace
+from strobe.lab.offline import pretend_gpu
+from strobe.masks import Causal
+from strobe.problem import AttentionProblem, Dense, lse_shape
+
+
+def compile_all(batch, n_q, n_kv, heads, heads_kv):
+    lengths = Dense(batch, n_q, n_kv)
+    problem = AttentionProblem(lengths, heads, heads_kv, 128, 128, torch.bfloat16, 0.1, mask=Causal(), phase="backward")
+    config, operands = choose(problem), meta_operands(problem)
+    out, lse = meta(*operands.q.shape, dtype=torch.bfloat16), meta(*lse_shape(problem), dtype=torch.float32)
+    notes = Workspace(meta(16, dtype=torch.int32), meta(1, dtype=torch.int32))
+    space = backward_launch.buffers(problem, config, torch.device("meta"), notes)
+    grid, arguments = backward_launch.prepare_arguments(problem, operands, out, lse, out, lse, space, config)
+    backward_ends.prepare.warmup(**arguments, grid=grid)
+    backward_launch.compile_only(problem, config)
+    grid, arguments = backward_launch.convert_arguments(problem, operands, out, space, config)
+    backward_ends.convert.warmup(**arguments, grid=grid)
+
+
+with pretend_gpu(90):
+    for sizes in ((1, 4096, 4096, 4, 4), (1, 1, 1, 1, 1), (3, 17, 333, 4, 2), (1, 512, 4096, 16, 1), (5, 2048, 2049, 3, 3)):
+        compile_all(*sizes)
+    kernels = (backward_ends.prepare, backward_kernel, backward_ends.convert)
+    print([len(cache) for kernel in kernels for cache, *_ in kernel.device_caches.values()])
+"""
+
+
+@pytest.mark.parametrize("triton", TRITONS)
+def test_lengths_batch_and_heads_compile_nothing(triton):
+    """Each of the three kernels of one config and one kind of mask is one kernel."""
+    assert run_compiler(COUNT, triton) == "[1, 1, 1]"
+
+
+# ---- dispatch
+
+
+def problem(**changes) -> AttentionProblem:
+    plain = {"lengths": Dense(2, 512, 512), "heads_q": 4, "heads_kv": 2, "head_dim": 128, "head_dim_v": 128}
+    return AttentionProblem(**{**plain, "dtype": torch.bfloat16, "scale": 0.1, "phase": "backward", **changes})
+
+
+@pytest.mark.parametrize("head_dim", range(8, 129, 8))
+@pytest.mark.parametrize("head_dim_v", [None, 8, 64, 96, 128])
+@pytest.mark.parametrize("mask", [strobe.Full(), strobe.Causal()], ids=str)
+def test_every_head_dim_has_a_config(head_dim, head_dim_v, mask):
+    head_dim_v = head_dim_v or head_dim
+    given = problem(head_dim=head_dim, head_dim_v=head_dim_v, mask=mask)
+    assert backend.refuses(given, KNOWN["H200"]) is None
+    config = backend.config(given, KNOWN["H200"])
+    assert head_dim <= config.head_dim and head_dim_v <= config.head_dim_v
+    assert config.smem_bytes() + 640 <= KNOWN["H200"].smem_per_block
+    assert config.prefetch == (head_dim > 96 and mask == strobe.Full())
+
+
+@pytest.mark.parametrize("audited", AUDITED, ids=str)
+def test_what_is_audited_is_what_runs(audited):
+    (head_dim, head_dim_v), mask, *_ = audited
+    mask = eval(mask, vars(strobe))
+    assert choose(problem(head_dim=head_dim, head_dim_v=head_dim_v, mask=mask)) == AUDITED[audited][0]
+
+
+def _not_after(batch, head, q_index, kv_index):
+    return kv_index <= q_index
+
+
+@pytest.mark.parametrize("changes, reason", [
+    ({"dtype": torch.float32}, "float16 and bfloat16, not float32"),
+    ({"head_dim": 136}, "head dims up to 128, not 136 and 128"),
+    ({"head_dim_v": 256}, "head dims up to 128, not 128 and 256"),
+    ({"mask": strobe.Document(torch.zeros(2, 512, dtype=torch.int32))}, "masks that compare pairs"),
+    ({"mask": strobe.Visible(_not_after)}, "masks that compare pairs"),
+    ({"score": strobe.Score(bias=torch.zeros(1, 1, 512, 512))}, "biases and score functions"),
+    ({"score": strobe.Score(sinks=torch.zeros(4))}, "no gradient with sinks"),
+    ({"seqused": True}, "no gradient with seqused"),
+    ({"deterministic": True}, "in any order, so its backward is not deterministic"),
+    ({"scale": -0.1}, "positive scale.*not -0.1"),
+    ({"unaligned": ("dout",)}, "multiples of 16 bytes.*which dout lacks"),
+])  # fmt: skip
+def test_refusals(changes, reason):
+    assert re.search(reason, backend.refuses(problem(**changes), KNOWN["H200"]))
+
+
+@pytest.mark.parametrize("changes", [
+    {"lengths": Varlen(3, 500, 600, 200, 300)},
+    {"mask": strobe.Window(100, 20)},
+    {"mask": strobe.Prefix(100)},
+    {"score": strobe.Score(softcap=3.0)},
+    {"score": strobe.Score(softcap=3.0), "scale": -0.1},
+    {"score": strobe.Score(alibi=torch.ones(4))},
+], ids=str)  # fmt: skip
+def test_what_it_takes(changes):
+    assert backend.refuses(problem(**changes), KNOWN["H200"]) is None
+
+
+def test_other_gpus_are_refused():
+    for name in ("T4", "A100", "RTX 4090", "B200"):
+        assert "needs a Hopper GPU" in backend.refuses(problem(), KNOWN[name])
