@@ -152,28 +152,29 @@ def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def newest(root: Path) -> Path | None:
-    """The newest result of the forward on a GPU under root, or None."""
+def newest(root: Path, what: str) -> Path | None:
+    """The newest result of the forward, or backward, on a GPU under root, or None."""
     dated = []
-    for path in (root / RESULTS).glob("forward-*.json"):
+    for path in (root / RESULTS).glob(f"{what}-*.json"):
         report = load(path)
         if report["device"]["kind"] == "cuda":
             dated.append((report["date"], path))
     return max(dated)[1] if dated else None
 
 
-def measured(root: Path) -> str:
-    """The picture, the table and where they come from; says so if nothing was measured yet."""
-    path = newest(root)
+def measured(root: Path, what: str = "forward") -> str:
+    """The picture, the table of one dtype and where they come from; says so if nothing was measured yet."""
+    path = newest(root, what)
     if path is None:
         return "No measurement on a GPU is published yet."
     report = load(path)
     relative = path.relative_to(root)
-    lengths = sorted({facts["length"] for facts in report["points"]})
+    points = [facts for facts in report["points"] if facts["dtype"] == report["points"][0]["dtype"]]
+    lengths = sorted({facts["length"] for facts in points})
     lines = [f"![TFLOP/s against sequence length]({relative.with_suffix('.png')})", "", _origin(report, relative), ""]
     lines += [_row(["", "mask", *(_short(length) for length in lengths)]), _row(["---", "---", *("---:" for _ in lengths)])]
     families: dict[Point, dict[int, dict]] = {}
-    for facts in report["points"]:
+    for facts in points:
         families.setdefault(Point.of(facts).family, {})[facts["length"]] = facts["results"]
     for family, by_length in families.items():
         cells = [_rate(by_length[length]) if length in by_length else "" for length in lengths]
@@ -210,10 +211,16 @@ def _origin(report: dict, path: Path) -> str:
     ]
     if report["stopped"]:
         parts.append(f"The run is incomplete: {report['stopped']}.")
+    if "remark" in report:
+        parts.append(report["remark"])
     return " ".join(parts)
 
 
-BLOCKS: dict[str, Callable[[Path], str]] = {"measured": measured, "support": lambda root: support()}
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "measured": measured,
+    "measured backward": lambda root: measured(root, "backward"),
+    "support": lambda root: support(),
+}
 
 
 def rewritten(text: str, root: Path) -> str:
