@@ -248,7 +248,6 @@ def test_the_safe_softmax(case):
 
 
 @pytest.mark.gpu
-<<<<<<< HEAD
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_a_call_that_trains(head_dim):
     """Forward and backward on Hopper's kernels, as dispatch picks them."""
@@ -256,15 +255,6 @@ def test_a_call_that_trains(head_dim):
     with_gradients = t.with_gradients()
     explanation = strobe.explain(with_gradients.q, with_gradients.k, with_gradients.v, **t.keywords)
     assert (explanation.chosen, explanation.backward.chosen) == ("sm90", "sm90")
-=======
-@pytest.mark.parametrize("head_dim, backward", [(64, "sm90"), (80, "sm90"), (256, "portable")])
-def test_a_call_that_trains(head_dim, backward):
-    """Forward on Hopper's kernel, backward where there is one for the head dim, as dispatch picks them."""
-    t = tensors(Case(300, 300, heads_q=4, heads_kv=2, head_dim=head_dim, mask="causal"), torch.bfloat16, "cuda")
-    with_gradients = t.with_gradients()
-    explanation = strobe.explain(with_gradients.q, with_gradients.k, with_gradients.v, **t.keywords)
-    assert (explanation.chosen, explanation.backward.chosen) == ("sm90", backward)
->>>>>>> helper-c
     check(run(t, None), t)
 
 

@@ -41,17 +41,17 @@ class Backward:
         """AssertionError if the gradients are wrong, or notes or counters are left."""
         dq, dk, dv, space, report = self.simulate(order, seed)
         check(Results(None, None, dq, dk, dv), self.t, ("dq", "dk", "dv"))
-        assert not space.notes.any() and not space.counters.any()
+        assert not (space.key_notes.any() or space.row_notes.any() or space.counters.any())
         return report
 
     def simulate(self, order: str, seed: int) -> Gradients:
         problem, operands, config, space = self.problem, self.operands, self.config, self._space()
         dq = torch.full_like(operands.q, torch.nan)
-        grid, arguments = backward_launch.prepare_arguments(problem, operands, *self.given, space, config)
+        grid, _, arguments = backward_launch.prepare_arguments(problem, operands, *self.given, space, config)
         backward_ends.prepare[grid](**arguments)
         launch, dk, dv = kernel_launch(self.kernels, problem, operands, self.given[2], space, config, self.ctas)
         report = launch.simulate(order, seed)
-        grid, arguments = backward_launch.convert_arguments(problem, operands, dq, space, config)
+        grid, _, arguments = backward_launch.convert_arguments(problem, operands, dq, space, config)
         backward_ends.convert[grid](**arguments)
         return Gradients(dq, dk, dv, space, report)
 

@@ -12,6 +12,7 @@ import torch
 
 from strobe.device import KNOWN
 from strobe.kernels.sm90.backward_config import Config as BackwardConfig
+from strobe.kernels.sm90.backward_config import SplitConfig
 from strobe.kernels.sm90.backward_config import choose as choose_backward
 from strobe.kernels.sm90.config import Config
 from strobe.lab.sass import Audit, audit
@@ -85,18 +86,25 @@ def audit_sm90_backward(
     mask: Mask = CAUSAL,
     dtype: torch.dtype = torch.bfloat16,
     length: int = 4096,
-    config: BackwardConfig | None = None,
-) -> Audit:
-    """Compile the main kernel of the Hopper backward for one problem, with a config or the one that it would get, and audit
-    it. head_dims: of k and of v. Takes no GPU; some seconds on two CPU cores."""
+    config: BackwardConfig | SplitConfig | None = None,
+) -> list[Audit]:
+    """Compile the main kernel of the Hopper backward for one problem, or those of its two passes, with a config or the one that
+    it would get, and audit them. head_dims: of k and of v. Takes no GPU; some seconds on two CPU cores."""
     from strobe.kernels.sm90 import backward_launch
 
     problem = replace(_forward_problem(head_dims, mask, dtype, length), phase="backward")
+    config = config or choose_backward(problem)
     start = time.perf_counter()
     with pretend_gpu(90):
-        compiled = backward_launch.compile_only(problem, config or choose_backward(problem))
-    roles = ("consumer 0", "consumer 1", "producer")
-    return audit(compiled, _name("sm90", problem), time.perf_counter() - start, roles)
+        compiled = backward_launch.compile_only(problem, config)
+    seconds, name = time.perf_counter() - start, _name("sm90", problem)
+    if isinstance(config, BackwardConfig):
+        return [audit(compiled[0], name, seconds, ("consumer 0", "consumer 1", "producer"))]
+    of_keys, of_rows = compiled
+    return [
+        audit(of_keys, f"{name}, keys pass", seconds, ("values", "keys", "producer")),
+        audit(of_rows, f"{name}, rows pass", seconds, ("rows 0", "rows 1", "producer")),
+    ]
 
 
 def audit_sm100_forward(

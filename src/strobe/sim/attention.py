@@ -90,5 +90,5 @@ def backward_launch(
     """The launch of a module's `backward_kernel`, on buffers that `sm90.backward_ends.prepare` has filled, and the dk and dv,
     NaN until then, that it fills. It adds dQ to `space`, from where `convert` fetches it."""
     dk, dv = (torch.full_like(x, torch.nan) for x in (operands.k, operands.v))
-    (blocks,), arguments, constants = sm90_backward_launch.kernel_arguments(problem, operands, dout, dk, dv, space, config)
+    (blocks,), arguments, constants = sm90_backward_launch.one_pass_arguments(problem, operands, dout, dk, dv, space, config)
     return Launch(kernels.backward_kernel, (min(ctas, blocks),), arguments, constants, 90, ("notes", "counters")), dk, dv
