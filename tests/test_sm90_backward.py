@@ -248,6 +248,7 @@ def _not_after(batch, head, q_index, kv_index):
     ({"mask": strobe.Visible(_not_after)}, "masks that compare pairs"),
     ({"score": strobe.Score(bias=torch.zeros(1, 1, 512, 512))}, "biases and score functions"),
     ({"dropout": 0.1}, "takes no dropout"),
+    ({"lengths": Dense(2**16, 4096, 512), "heads_q": 2}, "fewer than 2\\^29 of them in its backward, not 536870912"),
     ({"scale": -0.1}, "positive scale.*not -0.1"),
     ({"unaligned": ("dout",)}, "multiples of 16 bytes.*which dout lacks"),
 ])  # fmt: skip

@@ -15,11 +15,13 @@ from strobe.kernels.common.refusals import gluon_refuses
 from strobe.kernels.sm90.backward_config import choose as choose_backward
 from strobe.kernels.sm90.config import choose
 from strobe.kernels.sm90.config import origin as origin_of_choice
-from strobe.problem import AttentionProblem, Gradients, Operands, addressable, lse_shape
+from strobe.problem import AttentionProblem, Gradients, Operands, Varlen, addressable, lse_shape
 from strobe.scores import sinks_gradient
 
 if TYPE_CHECKING:
     from strobe.eager import BackwardPlan, Plan
+
+MOST_ROWS = 2**29
 
 _optimistic = True
 
@@ -53,6 +55,10 @@ def backward_refuses(problem: AttentionProblem) -> str | None:
         return f"has no backward yet for masks that compare pairs, such as {problem.mask}"
     if problem.score.bias is not None or problem.score.function is not None:
         return f"has no backward yet for biases and score functions, such as {problem.score}"
+    lengths = problem.lengths
+    rows = problem.heads_q * (lengths.total_q if isinstance(lengths, Varlen) else lengths.batch * lengths.seqlen_q)
+    if rows >= MOST_ROWS:
+        return f"counts the query rows of all heads in int32 and takes fewer than 2^29 of them in its backward, not {rows}"
     return None
 
 

@@ -116,8 +116,7 @@ class Block:
 
 @aggregate
 class Memory:
-    """The shared memory of a CTA: see the table above. q, do are tuples of chunks, k and v channels of one block, of which
-    every group has a buffer."""
+    """The shared memory of a CTA: see the table above. q, do are tuples of chunks."""
 
     number: gl.shared_memory_descriptor
     number_full: gl.shared_memory_descriptor
@@ -246,8 +245,8 @@ class Score:
 @aggregate
 class Work:
     """A block of keys of one key head: `first` is its first key. Of its sequence, as `common.work.Work`: n_q, n_kv, start_q,
-    start_kv. The rows that see it are the tiles [begin, end), those of [full_begin, full_end) without a mask. group_begin: the
-    first of its query heads. row: of that head and sequence, the first row in what the backward's kernels share."""
+    start_kv. The rows that see it are the tiles [begin, end), those of [full_begin, full_end) without a mask. group: query
+    heads that share it. row: of the first of them and this sequence, the first row in what the backward's kernels share."""
 
     batch: gl.tensor
     head_kv: gl.tensor
