@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
+import triton.language as tl
 from problems import Results, Tensors, check, describe, formula, upstream
 
 from strobe.kernels.sm90 import backward, backward_ends, backward_launch
@@ -13,6 +16,20 @@ from strobe.kernels.sm90.backward_config import Config
 from strobe.kernels.workspace import Workspace
 from strobe.sim.attention import backward_launch as kernel_launch
 from strobe.sim.machine import Report
+
+
+@contextlib.contextmanager
+def interpreter() -> Iterator[None]:
+    """Triton's interpreter, which replaces the language by its own and, where a function calls another, leaves it replaced."""
+    things = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.core.tensor_descriptor_base)
+    before = [(thing, dict(vars(thing))) for thing in things]
+    try:
+        yield
+    finally:
+        for thing, members in before:
+            for name, member in members.items():
+                if vars(thing)[name] is not member:
+                    setattr(thing, name, member)
 
 
 class Gradients(NamedTuple):
@@ -48,11 +65,13 @@ class Backward:
         problem, operands, config, space = self.problem, self.operands, self.config, self._space()
         dq = torch.full_like(operands.q, torch.nan)
         grid, _, arguments = backward_launch.prepare_arguments(problem, operands, *self.given, space, config)
-        backward_ends.prepare[grid](**arguments)
+        with interpreter():
+            backward_ends.prepare[grid](**arguments)
         launch, dk, dv = kernel_launch(self.kernels, problem, operands, self.given[2], space, config, self.ctas)
         report = launch.simulate(order, seed)
         grid, _, arguments = backward_launch.convert_arguments(problem, operands, dq, space, config)
-        backward_ends.convert[grid](**arguments)
+        with interpreter():
+            backward_ends.convert[grid](**arguments)
         return Gradients(dq, dk, dv, space, report)
 
     def _space(self) -> backward_launch.Buffers:
