@@ -57,6 +57,26 @@ def hopper() -> None:
     strobe.attention(q, k, v, **{name: x.to(torch.int32) for name, x in used.items()}, backend="sm90")
 
 
+def hopper_backward() -> None:
+    for dims in ((8, 8), (64, 64), (96, 96), (128, 128), (64, 128), (192, 128), (256, 256)):
+        for mask in MASKS:
+            q, k, v = problem(dims[0], 200, 300, dims[1])
+            strobe.attention(q, k, v, mask=mask, backend="sm90").sum().backward()
+    for head_dim in (64, 96, 256):
+        inputs, keywords = packed(head_dim, (130, 0, 300, 1))
+        q, k, v = (x.requires_grad_() for x in inputs)
+        strobe.attention(q, k, v, mask=strobe.Causal(), backend="sm90", **keywords).sum().backward()
+    # More blocks than CTAs; keys that nobody sees; a block to be computed again; the same bits in every run; changed scores.
+    strobe.attention(*problem(64, 300, 100, heads=64), mask=strobe.Causal(), backend="sm90").sum().backward()
+    q, k, v = problem(128, 200, 300)
+    q.data[:, 20] = float("nan")
+    strobe.attention(q, k, v, mask=strobe.Window(100, 20), backend="sm90").sum().backward()
+    score = strobe.Score(softcap=5.0, alibi=torch.rand(4, device="cuda"))
+    for deterministic in (False, True):
+        q, k, v = problem(64, 200, 300)
+        strobe.attention(q, k, v, score=score, deterministic=deterministic, backend="sm90").sum().backward()
+
+
 def portable() -> None:
     for mask in (*MASKS, strobe.Prefix(30) & strobe.Document(torch.randint(0, 3, (2, 130), device="cuda"))):
         q, k, v = problem(40, 130, 130)
@@ -69,6 +89,7 @@ def portable() -> None:
 def main() -> None:
     torch.manual_seed(0)
     hopper()
+    hopper_backward()
     portable()
     torch.cuda.synchronize()
     print("all kernels ran")
