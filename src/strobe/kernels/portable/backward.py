@@ -350,7 +350,7 @@ SHARE = 32
 """Notes that a program of `redo_noted` looks at together."""
 
 
-@triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
+@triton.jit(do_not_specialize=(*LENGTHS_AND_BOUNDS, "heads_q", "heads_kv", "group", "key_number", "row_number"))
 def redo_noted(
     q, k, v, dout, lse, delta, dq, dbias, dk, dv, key_notes, row_notes, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q,
     n_kv, total_q, total_kv, left, right, prefix, document_q, document_kv, score, scale, heads_q, heads_kv, group,

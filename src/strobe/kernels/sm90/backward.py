@@ -38,7 +38,9 @@ dK in registers, and only dS passes through shared memory, for dQ, which sums ov
 
 dQ of a tile is computed one tile later, when both halves of its dS have long been written. So the groups have no point at which
 both must be at the same time: each announces its dS, and waits for the other's a tile later. One computes exponentials while
-the other keeps the tensor cores busy.
+the other keeps the tensor cores busy. A block's first tile has no tile before it, its last none to prefetch: these products
+multiply leftovers, which may change meanwhile, and nobody uses their results. (A branch around a product costs more. A tool
+that looks for races may report both.)
 
 dQ is added by the TMA, in float32. Nobody but `backward_ends.convert` reads the sums, so they are kept in the order in which
 the registers of a group hold a result: a thread stores 16 bytes at a time to shared memory, without bank conflicts. (Added from
