@@ -142,7 +142,7 @@ BAD = {
         lambda: attend(q=x(2, 8, 4, 32).requires_grad_(), backend="sm100"), ValueError, "'sm100' has no backward",
     ),
     "backend without backward, sinks": (
-        lambda: attend(score=strobe.Score(sinks=x(4).requires_grad_()), backend="sm90"), ValueError, "'sm90' has no backward",
+        lambda: attend(score=strobe.Score(sinks=x(4).requires_grad_()), backend="sm100"), ValueError, "'sm100' has no backward",
     ),
 }  # fmt: skip
 

@@ -48,7 +48,7 @@ V_WAIT = "    mbarrier.wait(memory.v.full.index(0), block & 1)\n"
 TILE_WAIT = "            mbarrier.wait(memory.full.index(stage), (g // STAGES) & 1)\n"
 FIRST_WAIT = "        mbarrier.wait(memory.full.index(before % STAGES), (before // STAGES) & 1, pred=count > 0)\n"
 NEXT_WAIT = "            mbarrier.wait(memory.full.index(stage ^ 1), ((g + 1) // STAGES) & 1, pred=g + 1 < before + count)\n"
-NEXT_READY = """            s = start_scores(k, at(memory.q, stage ^ 1), C)
+NEXT_READY = """            s = start_products(k, at(memory.q, stage ^ 1))
             dk = finished(dk, 0)
             s = warpgroup_mma_wait(0, deps=[s])
 """
