@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from strobe.kernels.maps import Buffer, total_bytes
+from strobe.kernels.sm90.config import Chunks, padded
 from strobe.problem import AttentionProblem
 
 KEYS = 128
@@ -22,44 +23,6 @@ ROWS_PADDED = 128
 
 SPLIT_TILE = 64
 """Rows, and keys, of a tile of the split backward."""
-
-_CHUNKS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """head_dim, head_dim_v: of q and k, and of v, padded."""
-
-    head_dim: int
-    head_dim_v: int
-
-    @property
-    def wide(self) -> int:
-        """Columns of Q and K come in chunks, powers of two: a wide one and perhaps (not 0) a narrow one."""
-        return _CHUNKS[self.head_dim][0]
-
-    @property
-    def narrow(self) -> int:
-        return _CHUNKS[self.head_dim][1]
-
-    @property
-    def wide_v(self) -> int:
-        """As `wide`, of V and dO."""
-        return _CHUNKS[self.head_dim_v][0]
-
-    @property
-    def narrow_v(self) -> int:
-        return _CHUNKS[self.head_dim_v][1]
-
-    @property
-    def products(self) -> int:
-        """Of dK, one a chunk."""
-        return 2 if self.narrow else 1
-
-    @property
-    def products_v(self) -> int:
-        """Of dV."""
-        return 2 if self.narrow_v else 1
 
 
 @dataclass(frozen=True)
@@ -154,7 +117,7 @@ def choose(problem: AttentionProblem) -> Config | SplitConfig:
     one interleaved run, TFLOP/s of the whole backward at S = 1k, 4k, 16k. Head dim 64, causal: with turns 301, 500, 580,
     without 295, 472, 541. 96: without prefetch 409, 540, 558, with it 400, 518, 520. 128: with it 472, 623, 621, without 470,
     610, 607; causal 356, 562, 615 and 357, 561, 664."""
-    head_dim, head_dim_v = (next(dim for dim in _CHUNKS if dim >= given) for given in (problem.head_dim, problem.head_dim_v))
+    head_dim, head_dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     if max(head_dim, head_dim_v) > 128 or problem.deterministic:
         return SplitConfig(head_dim, head_dim_v)
     if head_dim == head_dim_v == 64:

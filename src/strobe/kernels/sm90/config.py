@@ -34,20 +34,11 @@ def padded(head_dim: int) -> int:
 
 
 @dataclass(frozen=True)
-class Config:
-    """head_dim, head_dim_v: of q and k, and of v, padded. groups: consumer warpgroups, 64 query rows each. tile_kv: keys a
-    block. num_stages: blocks in the ring of K, and in that of V. q_stages: with 2, the Q of the next tile comes early.
-    o_buffers: pieces of 64 rows and o_columns columns that a group may have on their way out. optimistic: whether the softmax
-    is (docs/optimistic_softmax.md), or has a running maximum."""
+class Chunks:
+    """head_dim, head_dim_v: of q and k, and of v, padded."""
 
     head_dim: int
     head_dim_v: int
-    groups: int
-    tile_kv: int
-    num_stages: int
-    q_stages: int = 2
-    o_buffers: int = 1
-    optimistic: bool = True
 
     @property
     def wide(self) -> int:
@@ -60,7 +51,7 @@ class Config:
 
     @property
     def wide_v(self) -> int:
-        """As `wide`, of V and O."""
+        """As `wide`, of V and dO."""
         return _CHUNKS[self.head_dim_v][0]
 
     @property
@@ -68,9 +59,28 @@ class Config:
         return _CHUNKS[self.head_dim_v][1]
 
     @property
+    def products(self) -> int:
+        """Of a sum over rows of Q or K, dK, say: one a chunk."""
+        return 2 if self.narrow else 1
+
+    @property
     def products_v(self) -> int:
-        """Products of P V, one a chunk."""
+        """Likewise of V or dO: P V, dV."""
         return 2 if self.narrow_v else 1
+
+
+@dataclass(frozen=True)
+class Config(Chunks):
+    """groups: consumer warpgroups, 64 query rows each. tile_kv: keys a block. num_stages: blocks in the ring of K, and in that
+    of V. q_stages: with 2, the Q of the next tile comes early. o_buffers: pieces of 64 rows and o_columns columns that a group
+    may have on their way out. optimistic: whether the softmax is (docs/optimistic_softmax.md), or has a running maximum."""
+
+    groups: int
+    tile_kv: int
+    num_stages: int
+    q_stages: int = 2
+    o_buffers: int = 1
+    optimistic: bool = True
 
     @property
     def o_columns(self) -> int:
