@@ -202,7 +202,7 @@ def prepare_arguments(
 def convert_arguments(problem: AttentionProblem, operands: Operands, dq, space: Buffers, config: Config):
     lengths = problem.lengths
     tiles = triton.cdiv(lengths.seqlen_q, ends.ROWS)
-    columns = min(columns for columns in config.share_columns)
+    columns = min(config.share_columns)
     grid = (config.head_dim // columns * tiles * problem.heads_q * lengths.batch,)
     return grid, (), dict(
         accumulator=space.accumulator, dq=dq, notes=space.row_notes if is_noted(problem) else None,
