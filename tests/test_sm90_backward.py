@@ -38,17 +38,21 @@ def run_compiler(code: str, triton: str, *arguments: str) -> str:
 D64 = Config(64, 64, 128, prefetch=False, turns=True)
 D96 = Config(96, 96, 64, prefetch=False, turns=False)
 D128 = Config(128, 128, 64, prefetch=False, turns=False)
+D192 = Config(192, 128, 64, prefetch=False, turns=False)
 AUDITED = {
     # Head dims, mask, dtype, length: the config, and of the oldest Triton and the installed one how many loads and stores of
     # spilled registers stand in the loop over tiles of either group, and how many bytes of them anywhere.
-    ((64, 64), "Full()", "bfloat16", 4096): (D64, (7, 328), (28, 376)),
-    ((64, 64), "Causal()", "float16", 1000): (D64, (0, 344), (43, 720)),
-    ((80, 80), "Full()", "float16", 1000): (D96, (0, 268), (5, 184)),
-    ((96, 96), "Causal()", "bfloat16", 4096): (D96, (0, 328), (8, 176)),
-    ((128, 128), "Full()", "bfloat16", 4096): (dataclasses.replace(D128, prefetch=True), (2, 256), (5, 180)),
-    ((128, 128), "Causal()", "bfloat16", 4096): (D128, (0, 100), (8, 396)),
-    ((128, 64), "Window(1023, 0)", "bfloat16", 4096): (Config(128, 64, 64, False, False), (0, 156), (6, 240)),
-    ((64, 128), "Full()", "float16", 4096): (Config(96, 128, 64, False, False), (0, 160), (0, 224)),
+    ((64, 64), "Full()", "bfloat16", 4096): (D64, (4, 128), (4, 32)),
+    ((64, 64), "Causal()", "float16", 1000): (D64, (0, 140), (7, 276)),
+    ((80, 80), "Full()", "float16", 1000): (D96, (0, 88), (5, 160)),
+    ((96, 96), "Causal()", "bfloat16", 4096): (D96, (0, 220), (10, 176)),
+    ((128, 128), "Full()", "bfloat16", 4096): (dataclasses.replace(D128, prefetch=True), (0, 112), (5, 156)),
+    ((128, 128), "Causal()", "bfloat16", 4096): (D128, (0, 8), (8, 356)),
+    ((128, 64), "Window(1023, 0)", "bfloat16", 4096): (Config(128, 64, 64, False, False), (0, 96), (1, 72)),
+    ((64, 128), "Full()", "float16", 4096): (Config(96, 128, 64, False, False), (0, 40), (0, 116)),
+    ((192, 128), "Full()", "bfloat16", 4096): (D192, (0, 288), (4, 396)),
+    ((192, 128), "Causal()", "float16", 1000): (D192, (1, 408), (18, 664)),
+    ((160, 96), "Window(1023, 0)", "bfloat16", 4096): (Config(192, 96, 64, False, False), (2, 184), (12, 360)),
 }
 
 AUDIT = """
@@ -72,6 +76,11 @@ def audits(request):
     assert version.startswith("3.6") == (request.param == "oldest Triton")
     measured = [(config, spills[TRITONS.index(request.param)]) for config, *spills in AUDITED.values()]
     return [(config, spills, audit) for (config, spills), audit in zip(measured, found, strict=True)]
+
+
+def shares_of(config: Config) -> list[list[int]]:
+    """Columns of the shares of dQ that each group computes, always or in turn."""
+    return [[config.share_columns[w], *config.share_columns[2:]] for w in range(2)]
 
 
 def consumers(audit) -> list[tuple[dict, dict]]:
@@ -99,9 +108,10 @@ def test_spills(audits):
 def test_tensor_cores_run_unhindered(audits):
     for config, _, audit in audits:
         assert not audit["warnings"], audit["warnings"]  # ptxas's C75xx: a wgmma made serial
-        scores, dp, dq = config.head_dim // 16, config.head_dim_v // 16, 128 // 16  # products of 16 in K
+        scores, dp = config.head_dim // 16, config.head_dim_v // 16  # products of 16 in K
         sums = config.tile_q // 16 * (config.products + config.products_v)
-        for counts, loop in consumers(audit):
+        for (counts, loop), shares in zip(consumers(audit), shares_of(config), strict=True):
+            dq = 128 // 16 * len(shares)
             assert loop["HGMMA"] == scores + dp + dq + sums, audit["name"]
             # Before the loop the first tile's scores, after it the last tile's dQ.
             assert counts["HGMMA"] == loop["HGMMA"] + dq + config.prefetch * scores, audit["name"]
@@ -111,20 +121,20 @@ def test_tensor_cores_run_unhindered(audits):
 def test_registers_change_hands_nowhere_in_the_loop(audits):
     """What is loaded from shared memory are the statistics, what is stored dS (by STSM) and dQ."""
     for config, _, audit in audits:
-        for (_, loop), columns in zip(consumers(audit), config.share_columns, strict=True):
+        for (_, loop), shares in zip(consumers(audit), shares_of(config), strict=True):
             assert not {"SHFL", "PRMT"} & set(loop), audit["name"]
             assert loop["LDS"] == config.tile_q // 4, audit["name"]
             assert loop["STSM"] == config.tile_q // 16, audit["name"]
-            assert loop["STS"] == 64 * columns // (128 * 4), audit["name"]
+            assert loop["STS"] == 64 * sum(shares) // (128 * 4), audit["name"]
             assert loop["F2FP"] == 2 * 64 * config.tile_q // (128 * 2), audit["name"]  # P and dS are rounded in pairs
 
 
 def test_roles_do_their_own_work_only(audits):
     for config, _, audit in audits:
         boxes, boxes_v = -(-config.head_dim // 64), -(-config.head_dim_v // 64)
-        for counts, loop in consumers(audit):
+        for (counts, loop), shares in zip(consumers(audit), shares_of(config), strict=True):
             assert "UTMALDG" not in counts
-            assert (counts["UTMAREDG"], loop["UTMAREDG"]) == (2, 1), audit["name"]
+            assert (counts["UTMAREDG"], loop["UTMAREDG"]) == (2 * len(shares), len(shares)), audit["name"]
             assert counts["UTMASTG"] == config.products + config.products_v, audit["name"]
         producer = audit["roles"]["producer"]
         assert not {"HGMMA", "MUFU.EX2", "UTMASTG", "UTMAREDG"} & set(producer), audit["name"]
@@ -226,9 +236,10 @@ def test_every_head_dim_has_a_config(head_dim, head_dim_v, mask):
     config = backend.config(given, KNOWN["H200"])
     assert head_dim <= config.head_dim and head_dim_v <= config.head_dim_v
     assert config.smem_bytes() + 640 <= KNOWN["H200"].smem_per_block
-    assert isinstance(config, SplitConfig) == (max(head_dim, head_dim_v) > 128)
+    assert isinstance(config, SplitConfig) == (head_dim > 192 or head_dim_v > 128)
     if isinstance(config, Config):
-        assert config.prefetch == (head_dim > 96 and mask == strobe.Full())
+        assert config.prefetch == (96 < head_dim <= 128 and mask == strobe.Full())
+        assert config.serial == (head_dim > 128)
 
 
 @pytest.mark.parametrize("audited", AUDITED, ids=str)

@@ -15,6 +15,7 @@ D64 = Config(64, 64, 128, prefetch=False, turns=True)
 D96 = Config(96, 96, 64, prefetch=False, turns=False)
 D128 = Config(128, 128, 64, prefetch=False, turns=False)
 D128_AHEAD = Config(128, 128, 64, prefetch=True, turns=False)
+D192 = Config(192, 128, 64, prefetch=False, turns=False)
 
 
 def case(n_q, n_kv, head_dim, heads=(1, 1), batch=1, **more) -> Case:
@@ -29,6 +30,7 @@ CASES = [
     (case(140, 300, 128, heads=(2, 1)), BF16, D128),
     (case(140, 300, 128, heads=(2, 1)), FP16, D128_AHEAD),
     (case(150, 170, 96, heads=(2, 1)), BF16, D96),
+    (case(140, 300, 192, heads=(2, 1), head_dim_v=128), BF16, D192),
     # Masks: of 300 causal rows the first 170 see none of 130 keys, and no row sees a block far behind a window.
     (case(200, 300, 64, heads=(2, 1), batch=2, mask="causal"), BF16, D64),
     (case(300, 130, 64, mask="causal"), FP16, D64),
@@ -37,14 +39,17 @@ CASES = [
     (case(150, 300, 64, mask="prefix"), FP16, D64),
     (case(140, 300, 128, mask="causal"), BF16, D128),
     (case(150, 170, 96, heads=(2, 1), mask="causal"), FP16, D96),
+    (case(150, 170, 192, heads=(2, 1), head_dim_v=128, mask="causal"), FP16, D192),
     # Sequences packed, one of them empty.
     (case(200, 170, 64, heads=(2, 1), batch=4, packed=True), BF16, D64),
     (case(200, 170, 64, heads=(2, 1), batch=4, packed=True, mask="causal"), FP16, D64),
     (case(140, 300, 128, batch=4, packed=True), FP16, D128_AHEAD),
     (case(150, 170, 96, batch=3, packed=True, mask="window"), BF16, D96),
+    (case(140, 300, 192, head_dim_v=128, batch=4, packed=True, mask="window"), BF16, D192),
     # What changes scores.
     (case(200, 300, 64, heads=(2, 1), softcap=3.0, alibi=True, mask="causal"), FP16, D64),
     (case(90, 150, 96, heads=(2, 1), alibi=True), BF16, D96),
+    (case(90, 150, 192, heads=(2, 1), head_dim_v=96, alibi=True, softcap=3.0), FP16, Config(192, 96, 64, False, False)),
     # Head dims that are padded, and V's own.
     (case(150, 170, 80, mask="window"), FP16, D96),
     (case(100, 150, 128, head_dim_v=64, mask="causal"), FP16, Config(128, 64, 64, prefetch=False, turns=False)),

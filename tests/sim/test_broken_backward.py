@@ -45,25 +45,30 @@ TILE_BARRIERS = "make_barriers(STAGES, 3),\n        make_barriers(STAGES, 2),\n"
 
 K_WAIT = "    mbarrier.wait(memory.k.full.index(0), block & 1)\n"
 V_WAIT = "    mbarrier.wait(memory.v.full.index(0), block & 1)\n"
-TILE_WAIT = "            mbarrier.wait(memory.full.index(stage), (g // STAGES) & 1)\n"
+TILE_WAIT = "        mbarrier.wait(memory.full.index(stage), (g // STAGES) & 1)\n"
 FIRST_WAIT = "        mbarrier.wait(memory.full.index(before % STAGES), (before // STAGES) & 1, pred=count > 0)\n"
-NEXT_WAIT = "            mbarrier.wait(memory.full.index(stage ^ 1), ((g + 1) // STAGES) & 1, pred=g + 1 < before + count)\n"
-NEXT_READY = """            s = start_products(k, at(memory.q, stage ^ 1))
-            dk = finished(dk, 0)
-            s = warpgroup_mma_wait(0, deps=[s])
+NEXT_WAIT = "        mbarrier.wait(memory.full.index(stage ^ 1), ((g + 1) // STAGES) & 1, pred=g < last)\n"
+NEXT_READY = """        s = start_products(k, at(memory.q, stage ^ 1))
+        dk = finished(dk, 0)
+        s = warpgroup_mma_wait(0, deps=[s])
 """
-DP_READY = "        else:  # so many numbers are loaded late\n            dp, p = warpgroup_mma_wait(0,"
-DS_WAIT = "        if g > before:\n            meet(DS_READY + 2 * w + (stage ^ 1))\n"
-LAST_DS_WAIT = "        meet(DS_READY + 2 * w + last)\n"
-DS_STORE = "        memory.ds[w].index(stage).store(ds)\n"
-DS_FENCE = DS_STORE + "        fence_async_shared()\n"
-DQ_READY = "        dq = warpgroup_mma_wait(PENDING_V + PENDING, deps=[dq])\n"
-DS_ANNOUNCED = "        announce(DS_READY + 2 * (1 - w) + stage)\n"
-DQ_LEFT = "        tma_store_wait(0)  # what was in memory.dq, or at a block's begin in memory.ds, has left\n"
-LAST_DQ_READY = "        dq = warpgroup_mma_wait(0, deps=[dq])\n"
-LAST_DQ_LEFT = "        tma_store_wait(0)\n        partition_barrier()\n        add_to_dq"
-PRODUCTS_READY = "            dv = finished(dv, 0)\n            dk = finished(dk, 0)\n"
-TILE_RELEASE = "        mbarrier.arrive(memory.empty.index(stage), count=1)\n"
+DP_READY = "    else:  # so many numbers are loaded late\n        dp, p = warpgroup_mma_wait(0,"
+DS_WAIT = "    await_ds(w, stage ^ 1, g > before)\n    dq = start_dq("
+LAST_DS_WAIT = "        await_ds(w, last % STAGES, True)\n"
+DS_STORE = "    memory.ds[w].index(parity).store(ds)\n"
+DS_FENCE = DS_STORE + "    fence_async_shared()\n"
+DQ_READY = "    dq = warpgroup_mma_wait(PENDING_V + PENDING, deps=[dq])\n"
+ANNOUNCEMENT = "    announce(DS_READY + 2 * (1 - w) + parity)\n"
+DS_ANNOUNCED = "    announce_ds(w, stage)\n"
+DQ_LEFT = "    tma_store_wait(0)  # what was in memory.dq, or at a block's begin in memory.ds, has left\n"
+LAST_DQ_READY = "    dq = warpgroup_mma_wait(0, deps=[dq])\n"
+LAST_DQ_LEFT = "        tma_store_wait(0)\n        partition_barrier()\n        give_dq"
+SERIAL_S_READY = "    s = warpgroup_mma_wait(0, deps=[s])\n"
+SERIAL_MASK = "    p = gl.exp2(x)\n    if (tile < "
+GIVEN = "    if g > before:\n        give_dq(w, g - 1, stage ^ 1, place, outputs, memory, C)\n"
+THIRD_LEFT = "            tma_store_wait(0)\n            partition_barrier()\n            add_to_dq(w, third"
+PRODUCTS_READY = "        dv = finished(dv, 0)\n        dk = finished(dk, 0)\n"
+TILE_RELEASE = "        mbarrier.arrive(memory.empty.index(g % STAGES), count=1)\n"
 V_RELEASE = "    mbarrier.arrive(memory.v.empty.index(0), count=1)\n"
 K_RELEASE = "    mbarrier.arrive(memory.k.empty.index(0), count=1)\n"
 FIRST_TURN = "    if C.turns and w == 1:\n        announce(TURN)\n"
@@ -82,6 +87,10 @@ def moved(what, text, after, errors, **more) -> Bug:
 AHEAD = {
     "case": replace(CAUSAL, head_dim=128, mask="full"),
     "config": {"head_dim": 128, "head_dim_v": 128, "tile_q": 64, "prefetch": True, "turns": False},
+}
+SERIAL = {
+    "case": replace(CAUSAL, head_dim=192, head_dim_v=128),
+    "config": {"head_dim": 192, "head_dim_v": 128, "tile_q": 64, "turns": False},
 }
 BUGS = [
     # Which block.
@@ -110,13 +119,14 @@ BUGS = [
     kernel("a tile is not waited for", TILE_WAIT, "", WRONG_PHASE),
     kernel("the first tile is not waited for", FIRST_WAIT, "", WRONG_PHASE, **AHEAD),
     kernel("the next tile is not waited for", NEXT_WAIT, "", WRONG_PHASE, **AHEAD),
-    kernel("a wait without a tile", NEXT_WAIT, NEXT_WAIT.replace(", pred=g + 1 < before + count", ""), (Deadlock,), **AHEAD),
+    kernel("a wait without a tile", NEXT_WAIT, NEXT_WAIT.replace(", pred=g < last", ""), (Deadlock,), **AHEAD),
     kernel("a tile is never given back", TILE_RELEASE, "", (Deadlock,), says=("memory.empty",)),
     kernel("a tile is given back twice", TILE_RELEASE, TILE_RELEASE + TILE_RELEASE, WRONG_PHASE),
-    kernel(
+    Bug(
         "a tile is given back before its products are done",
-        PRODUCTS_READY + TILE_RELEASE,
-        TILE_RELEASE.replace("  mb", "      mb") + PRODUCTS_READY,
+        KERNEL,
+        BACKWARD,
+        ((TILE_RELEASE, ""), (PRODUCTS_READY, TILE_RELEASE + PRODUCTS_READY)),
         (Race,),
     ),
     kernel("V is never given back", V_RELEASE, "", (Deadlock,)),
@@ -133,35 +143,35 @@ BUGS = [
     kernel("dP is used before it is done", DP_READY, DP_READY.replace("0,", "1,"), (Unfinished,)),
     kernel("dQ is used before it is done", DQ_READY, DQ_READY.replace("PENDING,", "PENDING + 1,"), (Unfinished,)),
     kernel("the last dQ is used before it is done", LAST_DQ_READY, "", (Unfinished, Race)),
-    kernel("dK is not waited for", PRODUCTS_READY, "            dv = finished(dv, PENDING)\n", (Unfinished, Race)),
+    kernel("dK is not waited for", PRODUCTS_READY, "        dv = finished(dv, PENDING)\n", (Unfinished, Race)),
     kernel("the next scores are not waited for", NEXT_READY, NEXT_READY.splitlines(True)[0], (Unfinished, Race), **AHEAD),
     kernel(
         "leftovers are added to dQ",
-        "        if g > before:\n            add_to_dq",
-        "        if count > 0:\n            add_to_dq",
+        "    if g > before:\n        add_to_dq",
+        "    if g >= before:\n        add_to_dq",
         LOST,
     ),
     # dS.
-    kernel("the other half of dS is not waited for", DS_WAIT, "", WRONG_PHASE),
-    kernel("the first tile waits for a dS", DS_WAIT, DS_WAIT.replace("g > before", "count > 0"), (Deadlock,)),
-    kernel("the other dS is waited for", DS_WAIT, DS_WAIT.replace("(stage ^ 1)", "stage"), WRONG_PHASE),
+    kernel("the other half of dS is not waited for", DS_WAIT, "    dq = start_dq(", WRONG_PHASE),
+    kernel("the first tile waits for a dS", DS_WAIT, DS_WAIT.replace("g > before", "True"), (Deadlock,)),
+    kernel("the other dS is waited for", DS_WAIT, DS_WAIT.replace("stage ^ 1", "stage"), WRONG_PHASE),
     kernel("the last dS is not waited for", LAST_DS_WAIT, "", WRONG_PHASE),
-    kernel("nobody says that its dS is there", DS_ANNOUNCED, "", (Deadlock,), says=("named barrier",)),
-    moved("dS is announced before it is written", DS_STORE, DS_ANNOUNCED, (Race, MissingFence)),
-    moved("dS is announced before the other one is read", DQ_READY, DS_ANNOUNCED, (Race,)),
-    kernel("a group announces its dS to itself", DS_ANNOUNCED, DS_ANNOUNCED.replace("(1 - w)", "w"), WRONG_PHASE),
-    kernel("one buffer of dS", DS_STORE, DS_STORE.replace("stage", "0 * stage"), (Race, Uninitialised, MissingFence)),
+    kernel("nobody says that its dS is there", ANNOUNCEMENT, "    pass\n", (Deadlock,), says=("named barrier",)),
+    kernel("dS is announced before it is written", DS_STORE, ANNOUNCEMENT + DS_STORE, (Race, MissingFence, *WRONG_PHASE)),
+    kernel("dS is announced before the other one is read", DQ_READY + DS_ANNOUNCED, DS_ANNOUNCED + DQ_READY, (Race,)),
+    kernel("a group announces its dS to itself", ANNOUNCEMENT, ANNOUNCEMENT.replace("(1 - w)", "w"), WRONG_PHASE),
+    kernel("one buffer of dS", DS_STORE, DS_STORE.replace("parity", "0 * parity"), (Race, Uninitialised, MissingFence)),
     kernel("no fence before dS is read", DS_FENCE, DS_STORE, (MissingFence,)),
     # Turns.
     kernel("nobody has the first turn", FIRST_TURN, "", (Deadlock,)),
-    kernel("the turn is not handed on", "            announce(TURN + 1 - w)\n", "            pass\n", (Deadlock,)),
+    kernel("the turn is not handed on", "        announce(TURN + 1 - w)\n", "        pass\n", (Deadlock,)),
     kernel("the last turn is not taken", LAST_TURN, "", (BarrierMisuse,), says=("left in use",)),
     # Out.
     kernel("dQ overwrites what has not left", DQ_LEFT, "", (Race,)),
-    kernel("the last dQ overwrites what has not left", LAST_DQ_LEFT, "        add_to_dq", (Race,)),
+    kernel("the last dQ overwrites what has not left", LAST_DQ_LEFT, "        give_dq", (Race,)),
     kernel("no fence before dQ is added", "    fence_async_shared()\n    tma_add", "    tma_add", (MissingFence,)),
     kernel("dV overwrites a dS that is not read", "    meet(ENDED)\n", "", (Race,), case=ODD),
-    kernel("dV overwrites the dV before", "    tma_store_wait(1)  #", "    #", (Race,), case=BLIND),
+    kernel("dV overwrites the dV before", "    tma_store_wait(1 if C.head_dim <= 128 else 0)\n", "", (Race,), case=BLIND),
     kernel("dK overwrites a dQ that has not left", "    tma_store_wait(C.products_v)  #", "    #", (Race,)),
     kernel(
         "no fence before the stores",
@@ -172,24 +182,59 @@ BUGS = [
     kernel("the last store is not waited for", LAST_TURN + "    tma_store_wait(0)\n", LAST_TURN, (Unfinished,)),
 ]
 
+SERIAL_BUGS = [
+    kernel("P is made before S is done", SERIAL_S_READY + "    lse", "    lse", (Unfinished,), **SERIAL),
+    kernel("dS is used before dP is done", "    dp = warpgroup_mma_wait(0, deps=[dp])\n", "", (Unfinished,), **SERIAL),
+    kernel(
+        "the other half of dS is not waited for, serially",
+        "    await_ds(w, stage ^ 1, g > before)\n    put_ds",
+        "    put_ds",
+        WRONG_PHASE,
+        **SERIAL,
+    ),
+    kernel("dS is announced before dQ is made of the other", GIVEN + DS_ANNOUNCED, DS_ANNOUNCED + GIVEN, (Race,), **SERIAL),
+    kernel(
+        "the third share is used before it is done",
+        "            third = warpgroup_mma_wait(0, deps=[third])\n",
+        "",
+        (Unfinished, Race),
+        **SERIAL,
+    ),
+    kernel("the third share overwrites what has not left", THIRD_LEFT, "            add_to_dq(w, third", (Race,), **SERIAL),
+    kernel("dK's end overwrites a dV that has not left", "        tma_store_wait(1)\n", "", (Race,), **SERIAL),
+    kernel(
+        "dV overwrites the end of the dK before",
+        "    tma_store_wait(1 if C.head_dim <= 128 else 0)\n",
+        "    tma_store_wait(1)\n",
+        (Race,),
+        case=replace(BLIND, head_dim=192, head_dim_v=128),
+        config=SERIAL["config"],
+    ),
+]
+
 WRONG_NUMBERS = [
+    kernel("both groups add the third share", "        if (g & 1) == w:\n", "        if g >= 0:\n", (), **SERIAL),
+    kernel("the third share goes to the second's place", "place + (2 - w) * 64", "place + (1 - w) * 64", (), **SERIAL),
+    kernel("no tile is masked, serially", SERIAL_MASK, SERIAL_MASK.replace("if", "if (g < 0) &"), (), **SERIAL),
     kernel("every tile has the first one's statistics", "heads.padded + row) * 2", "heads.padded) * 2", ()),
     kernel("both groups add the same share of dQ", " // 64 * C.head_dim + FIRST_SHARE", " // 64 * C.head_dim", ()),
     kernel("every head of a group adds to the first one's dQ", "            row += heads.padded\n", "", ()),
-    kernel("no tile is masked", "        if MASKED:\n", "        if MASKED and g < 0:\n", ()),
-    kernel("dK is not scaled", "copy_out(w, dk, outputs.scale,", "copy_out(w, dk, 1.0,", ()),
+    kernel("no tile is masked", "    if MASKED:\n", "    if MASKED and g < 0:\n", ()),
+    kernel("dK is not scaled", "copy_out(w, dk, 0, outputs.scale,", "copy_out(w, dk, 0, 1.0,", ()),
     kernel("registers are in another order", "[8, 0], [0, 2], [0, 4]", "[0, 2], [8, 0], [0, 4]", ()),
     kernel("delta is not subtracted", "ds = p * (dp - delta[None, :])", "ds = p * dp", ()),
 ]
 
 
-@pytest.mark.parametrize("bug", BUGS + WRONG_NUMBERS, ids=str)
+@pytest.mark.parametrize("bug", BUGS + SERIAL_BUGS + WRONG_NUMBERS, ids=str)
 def test_it_is_found(bug, tmp_path):
     assert_found(bug, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"case": ODD}, {"case": BLIND}, {"case": PACKED}, AHEAD], ids=["causal", "odd", "blind", "packed", "ahead"]
+    "changes",
+    [{}, {"case": ODD}, {"case": BLIND}, {"case": PACKED}, AHEAD, SERIAL],
+    ids=["causal", "odd", "blind", "packed", "ahead", "serial"],
 )
 def test_no_false_alarm(changes, tmp_path):
     case, config = changes.get("case", CAUSAL), replace(KERNEL.config, **changes.get("config", {}))

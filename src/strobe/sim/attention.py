@@ -7,8 +7,9 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
+import triton.language as tl
 
-from strobe.kernels.common import named_barrier
+from strobe.kernels.common import named_barrier, pairs
 from strobe.kernels.sm90 import backward_launch as sm90_backward_launch
 from strobe.kernels.sm90 import config as sm90_config
 from strobe.kernels.sm90 import forward as sm90_forward
@@ -27,6 +28,8 @@ BACKENDS = {"sm90": (sm90_forward, sm90_config.choose, 90), "sm100": (sm100_forw
 _ROWS_PER_NOTE = 64
 register(named_barrier.meet, partial(named_sync, threads=256))
 register(named_barrier.announce, partial(named_arrive, threads=256))
+register(pairs.rounded, lambda x, dtype: x.to(dtype))
+register(pairs.widened, lambda x: x.to(tl.float32))
 
 
 class Forward(NamedTuple):

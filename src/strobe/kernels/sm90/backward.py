@@ -1,4 +1,4 @@
-"""Attention backward for Hopper in Gluon: dQ, dK, dV in one pass over the scores, for head dims up to 128.
+"""Attention backward for Hopper in Gluon: dQ, dK, dV in one pass over the scores, for head dims up to 192 (of v up to 128).
 
 The grid is persistent: a CTA takes blocks of 128 keys of one key head, one after the other, and walks over the tiles of
 `tile_q` query rows that see them, of every query head that shares them. dK and dV stay in registers; what a tile adds to dQ
@@ -42,6 +42,9 @@ the other keeps the tensor cores busy. A block's first tile has no tile before i
 multiply leftovers, which may change meanwhile, and nobody uses their results. (A branch around a product costs more. A tool
 that looks for races may report both.)
 
+At head dim 192 that is too much for the registers: there S, dP and dQ come one after the other (`serial_step`), and the two
+groups overlap each other alone.
+
 dQ is added by the TMA, in float32. Nobody but `backward_ends.convert` reads the sums, so they are kept in the order in which
 the registers of a group hold a result: a thread stores 16 bytes at a time to shared memory, without bank conflicts. (Added from
 registers instead, by vector atomics, head dim 128 was 1-4 % slower, 64 1-9 %.)
@@ -54,6 +57,7 @@ from strobe.kernels.common.descriptors import coordinates, one_or_two
 from strobe.kernels.common.gluon_masks import q_full, q_range
 from strobe.kernels.common.gluon_scores import score_and_factor
 from strobe.kernels.common.named_barrier import FIRST, announce, meet
+from strobe.kernels.common.pairs import rounded, widened
 from strobe.kernels.common.work import Lengths, sequence
 from strobe.kernels.gluon import (
     aggregate,
@@ -82,7 +86,7 @@ ROWS_PADDED = gl.constexpr(sizes.ROWS_PADDED)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 DS_READY = gl.constexpr(FIRST.value)
-"""Of a reader and a parity: DS_READY + 2 * reader + parity. "My half of dS is there, and I have read yours of before." """
+"""Of a reader and a parity: DS_READY + 2 * reader + parity (see `announce_ds`)."""
 TURN = gl.constexpr(FIRST.value + 4)
 """Of a group: it may issue its products."""
 ENDED = gl.constexpr(FIRST.value + 6)
@@ -418,21 +422,16 @@ def operand(weights, columns: gl.constexpr):
 
 
 @gluon.jit
-def start_dq(w: gl.constexpr, ds, parity, k, fixed, C: gl.constexpr):
-    """Group w's share of a tile's dQ = dS K: of 128 rows 64, of 64 rows some of the columns."""
-    COLUMNS: gl.constexpr = C.share_columns[w]
+def start_dq(i: gl.constexpr, ds, parity, k, fixed, C: gl.constexpr):
+    """The i-th share of a tile's dQ = dS K: of 128 rows 64, of 64 rows some of the columns."""
+    COLUMNS: gl.constexpr = C.share_columns[i]
     dq = gl.full([64, COLUMNS], 0.0, gl.float32, accumulator(COLUMNS))
     for half in gl.static_range(2):
         rows = ds[half].index(parity)
         if C.tile_q > HALF:
-            rows = rows.slice(w * 64, 64, dim=1)
+            rows = rows.slice(i * 64, 64, dim=1)
         share = k.half(fixed + half)
-        if C.narrow > 0:
-            share = share[w]
-        elif C.tile_q == HALF:
-            share = share[0].slice(w * 64, 64, dim=1)
-        else:
-            share = share[0]
+        share = share[0].slice(i * 64, 64, dim=1) if C.wide > 64 and i < 2 else share[min(i, len(share) - 1)]
         dq = warpgroup_mma(rows.permute((1, 0)), share, dq, use_acc=half > 0, is_async=True)
     return dq
 
@@ -453,10 +452,10 @@ def in_order(columns):
 
 
 @gluon.jit
-def add_to_dq(w: gl.constexpr, dq, place, outputs, memory, C: gl.constexpr):
-    """Add a share of 64 rows to the accumulator, from number 64 * place on. Its buffer in shared memory must be free."""
+def add_to_dq(w: gl.constexpr, dq, place, outputs, memory):
+    """Add a share of 64 rows to the accumulator, from number 64 * place on. Group w's buffer in shared memory must be free."""
     COLUMNS: gl.constexpr = dq.shape[1]
-    DESCRIPTOR: gl.constexpr = w if C.narrow > 0 else 0
+    DESCRIPTOR: gl.constexpr = 0 if COLUMNS == 64 else 1
     buffer = memory.dq.index(w)
     if COLUMNS < 64:
         buffer = reinterpret(buffer, gl.float32, [64 // COLUMNS, COLUMNS // 4, 256], flat(2)).index(0)
@@ -466,8 +465,8 @@ def add_to_dq(w: gl.constexpr, dq, place, outputs, memory, C: gl.constexpr):
 
 
 @gluon.jit
-def apply_mask(x, w: gl.constexpr, row, work, lengths):
-    """-inf where a row of the tile that begins at `row` does not see a key, x [64 keys, tile_q].
+def apply_mask(x, other, w: gl.constexpr, row, work, lengths):
+    """`other` where a row of the tile that begins at `row` does not see a key, x [64 keys, tile_q].
 
     Row 8 a + 2 b + e of a tile lies in lane b of a quad. Seen in these dims a lane compares a number of its own with numbers
     that the compiler knows: no registers for rows."""
@@ -481,13 +480,13 @@ def apply_mask(x, w: gl.constexpr, row, work, lengths):
     within = 8 * a[None, :, None, None] + e[None, None, None, :]
     p = row + (work.n_kv - work.n_q) + 2 * b[None, None, :, None]
     key = key[:, None, None, None]
-    y = gl.where(key < work.n_kv, y, float("-inf"))
+    y = gl.where(key < work.n_kv, y, other)
     if lengths.right is not None:
-        y = gl.where(within >= key - lengths.right - p, y, float("-inf"))
+        y = gl.where(within >= key - lengths.right - p, y, other)
     if lengths.left is not None:
-        y = gl.where(within <= key + lengths.left - p, y, float("-inf"))
+        y = gl.where(within <= key + lengths.left - p, y, other)
     if lengths.prefix is not None:
-        y = gl.where(within >= gl.where(key < lengths.prefix, 0, key - p), y, float("-inf"))
+        y = gl.where(within >= gl.where(key < lengths.prefix, 0, key - p), y, other)
     return gl.convert_layout(gl.reshape(y, [HALF, TILE_Q]), accumulator(TILE_Q))
 
 
@@ -539,13 +538,154 @@ def consumer(w: gl.constexpr, outputs, lengths, heads, score, memory, MASKED: gl
 
 
 @gluon.jit
-def consume(w: gl.constexpr, block, before, work, outputs, lengths, heads, score, memory, MASKED: gl.constexpr,
-            NOTED: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """The CTA's block-th block, with `before` tiles before its first."""
+def await_ds(w: gl.constexpr, parity, expected):
+    """Wait, if it is expected, for the other group's half of a dS; it has read this group's of the tile before."""
+    if expected:
+        meet(DS_READY + 2 * w + parity)
+
+
+@gluon.jit
+def announce_ds(w: gl.constexpr, parity):
+    """This group's half of a dS is there, and it has read the other one's of the tile before."""
+    announce(DS_READY + 2 * (1 - w) + parity)
+
+
+@gluon.jit
+def put_ds(w: gl.constexpr, parity, ds, memory):
+    tma_store_wait(0)  # what was in memory.dq, or at a block's begin in memory.ds, has left
+    partition_barrier()
+    memory.ds[w].index(parity).store(ds)
+    fence_async_shared()
+
+
+@gluon.jit
+def step(w: gl.constexpr, g, before, last, tile, head, place, s, dk, dv, work, outputs, lengths, score, memory,
+         MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Tile g: its parts of dK and dV added; with prefetch, s comes from the step before, and the next tile's is returned. And
+    dQ of the tile before, which goes to `place`."""
     dtype: gl.constexpr = memory.q[0].dtype
     PENDING_V: gl.constexpr = C.products_v
     PENDING: gl.constexpr = C.products
     COLUMNS: gl.constexpr = columns_of(C.tile_q)
+    stage = g % STAGES
+    # K and V lie at a fixed place. If the compiler knew, it would keep the descriptors of all their parts in registers.
+    fixed = g >> 30
+    k = memory.k.half(fixed + w)
+    q = at(memory.q, stage)
+    do = at(memory.do, stage)
+    statistics = memory.statistics.index(stage)
+    if not C.prefetch:
+        mbarrier.wait(memory.full.index(stage), (g // STAGES) & 1)
+        s = start_products(k, q)
+    dp = start_products(memory.v.half(fixed + w), do)
+    if not C.prefetch:
+        s = warpgroup_mma_wait(PENDING_V, deps=[s])
+    lse = statistics.slice(0, C.tile_q).load(COLUMNS)
+    x, factor = scores_of(s, w, tile * C.tile_q, head, work, score)
+    x = x - lse[None, :]
+    if MASKED:
+        if (tile < work.full_begin) | (tile >= work.full_end):
+            x = apply_mask(x, float("-inf"), w, tile * C.tile_q, work, lengths)
+    p = gl.exp2(x)
+    if C.tile_q == HALF:
+        delta = statistics.slice(C.tile_q, C.tile_q).load(COLUMNS)
+        dp, p = warpgroup_mma_wait(0, deps=[dp, p])
+    else:  # so many numbers are loaded late
+        dp, p = warpgroup_mma_wait(0, deps=[dp, p])
+        delta = statistics.slice(C.tile_q, C.tile_q).load(COLUMNS)
+    ds = p * (dp - delta[None, :])
+    if score.CHANGED:
+        ds = ds * factor
+    ds = ds.to(dtype)
+    p = p.to(dtype)
+
+    if C.turns:
+        meet(TURN + w)
+    await_ds(w, stage ^ 1, g > before)
+    dq = start_dq(w, memory.ds, stage ^ 1, memory.k, fixed, C)  # of the tile before; of the first one's none, leftovers
+    dv = start_sum(dv, p, do)
+    put_ds(w, stage, ds, memory)
+    dk = start_sum(dk, ds, q)
+    if C.turns:
+        announce(TURN + 1 - w)
+    dq = warpgroup_mma_wait(PENDING_V + PENDING, deps=[dq])
+    announce_ds(w, stage)
+    if g > before:
+        add_to_dq(w, dq, place, outputs, memory)
+    if C.prefetch:
+        mbarrier.wait(memory.full.index(stage ^ 1), ((g + 1) // STAGES) & 1, pred=g < last)
+        dv = finished(dv, PENDING)
+        s = start_products(k, at(memory.q, stage ^ 1))
+        dk = finished(dk, 0)
+        s = warpgroup_mma_wait(0, deps=[s])
+    else:
+        dv = finished(dv, 0)
+        dk = finished(dk, 0)
+    return s, dk, dv
+
+
+@gluon.jit
+def serial_step(w: gl.constexpr, g, before, tile, head, place, dk, dv, work, outputs, lengths, score, memory, C: gl.constexpr):
+    """As `step`, where the registers have room for one of S, dP and dQ beside dK and dV: one after the other. P is rounded
+    before dP is computed, and dS made from what is left.
+
+    The mask comes after the exponentials, and is asked for under every mask: the compiler starts no product of after a branch
+    before it, so that S is gone when dP is computed."""
+    dtype: gl.constexpr = memory.q[0].dtype
+    COLUMNS: gl.constexpr = columns_of(C.tile_q)
+    stage = g % STAGES
+    fixed = g >> 30
+    q = at(memory.q, stage)
+    do = at(memory.do, stage)
+    statistics = memory.statistics.index(stage)
+    mbarrier.wait(memory.full.index(stage), (g // STAGES) & 1)
+    s = start_products(memory.k.half(fixed + w), q)
+    s = warpgroup_mma_wait(0, deps=[s])
+    lse = statistics.slice(0, C.tile_q).load(COLUMNS)
+    x, factor = scores_of(s, w, tile * C.tile_q, head, work, score)
+    x = x - lse[None, :]
+    p = gl.exp2(x)
+    if (tile < work.full_begin) | (tile >= work.full_end):
+        p = apply_mask(p, 0.0, w, tile * C.tile_q, work, lengths)
+    p = rounded(p, dtype)
+    dp = start_products(memory.v.half(fixed + w), do)
+    delta = statistics.slice(C.tile_q, C.tile_q).load(COLUMNS)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    ds = widened(p) * (dp - delta[None, :])
+    if score.CHANGED:
+        ds = ds * factor
+    ds = ds.to(dtype)
+    dv = start_sum(dv, p, do)
+    await_ds(w, stage ^ 1, g > before)
+    put_ds(w, stage, ds, memory)
+    dk = start_sum(dk, ds, q)
+    dv = finished(dv, C.products)
+    dk = finished(dk, 0)
+    if g > before:
+        give_dq(w, g - 1, stage ^ 1, place, outputs, memory, C)
+    announce_ds(w, stage)
+    return dk, dv
+
+
+@gluon.jit
+def give_dq(w: gl.constexpr, g, parity, place, outputs, memory, C: gl.constexpr):
+    """Group w's share of tile g's dQ, and if there is a third, that in turn. Its buffer in shared memory must be free."""
+    dq = start_dq(w, memory.ds, parity, memory.k, g >> 30, C)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    add_to_dq(w, dq, place, outputs, memory)
+    if len(C.share_columns) == 3:
+        if (g & 1) == w:
+            third = start_dq(2, memory.ds, parity, memory.k, g >> 30, C)
+            third = warpgroup_mma_wait(0, deps=[third])
+            tma_store_wait(0)
+            partition_barrier()
+            add_to_dq(w, third, place + (2 - w) * 64, outputs, memory)
+
+
+@gluon.jit
+def consume(w: gl.constexpr, block, before, work, outputs, lengths, heads, score, memory, MASKED: gl.constexpr,
+            NOTED: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """The CTA's block-th block, with `before` tiles before its first."""
     # Group w's share of dQ: where it begins, in units of 64 numbers, of which 64 rows have `dim`.
     FIRST_SHARE: gl.constexpr = w * (C.head_dim if C.tile_q > HALF else C.share_columns[0])
     count = (work.end - work.begin) * work.group
@@ -562,90 +702,40 @@ def consume(w: gl.constexpr, block, before, work, outputs, lengths, heads, score
     row = work.row
     head = work.head_kv * work.group
     place = row
+    last = before + count - 1
     for g in tl.range(before, before + count, disable_licm=True):
-        stage = g % STAGES
-        # K and V lie at a fixed place. If the compiler knew, it would keep the descriptors of all their parts in registers.
-        fixed = g >> 30
-        k = memory.k.half(fixed + w)
-        q = at(memory.q, stage)
-        do = at(memory.do, stage)
-        statistics = memory.statistics.index(stage)
-        if not C.prefetch:
-            mbarrier.wait(memory.full.index(stage), (g // STAGES) & 1)
-            s = start_products(k, q)
-        dp = start_products(memory.v.half(fixed + w), do)
-        if not C.prefetch:
-            s = warpgroup_mma_wait(PENDING_V, deps=[s])
-        lse = statistics.slice(0, C.tile_q).load(COLUMNS)
-        x, factor = scores_of(s, w, tile * C.tile_q, head, work, score)
-        x = x - lse[None, :]
-        if MASKED:
-            if (tile < work.full_begin) | (tile >= work.full_end):
-                x = apply_mask(x, w, tile * C.tile_q, work, lengths)
-        p = gl.exp2(x)
-        if C.tile_q == HALF:
-            delta = statistics.slice(C.tile_q, C.tile_q).load(COLUMNS)
-            dp, p = warpgroup_mma_wait(0, deps=[dp, p])
-        else:  # so many numbers are loaded late
-            dp, p = warpgroup_mma_wait(0, deps=[dp, p])
-            delta = statistics.slice(C.tile_q, C.tile_q).load(COLUMNS)
-        ds = p * (dp - delta[None, :])
-        if score.CHANGED:
-            ds = ds * factor
-        ds = ds.to(dtype)
-        p = p.to(dtype)
-
-        if C.turns:
-            meet(TURN + w)
-        if g > before:
-            meet(DS_READY + 2 * w + (stage ^ 1))
-        dq = start_dq(w, memory.ds, stage ^ 1, memory.k, fixed, C)  # of the tile before; of the first one's none, leftovers
-        dv = start_sum(dv, p, do)
-        tma_store_wait(0)  # what was in memory.dq, or at a block's begin in memory.ds, has left
-        partition_barrier()
-        memory.ds[w].index(stage).store(ds)
-        fence_async_shared()
-        dk = start_sum(dk, ds, q)
-        if C.turns:
-            announce(TURN + 1 - w)
-        dq = warpgroup_mma_wait(PENDING_V + PENDING, deps=[dq])
-        announce(DS_READY + 2 * (1 - w) + stage)
-        if g > before:
-            add_to_dq(w, dq, place, outputs, memory, C)
+        if C.serial:
+            dk, dv = serial_step(w, g, before, tile, head, place, dk, dv, work, outputs, lengths, score, memory, C)
+        else:
+            s, dk, dv = step(w, g, before, last, tile, head, place, s, dk, dv, work, outputs, lengths, score, memory, MASKED, C)
+        mbarrier.arrive(memory.empty.index(g % STAGES), count=1)
         place = (row + tile * C.tile_q) // 64 * C.head_dim + FIRST_SHARE
         tile += 1
         if tile == work.end:  # on to the next head of the group
             tile = work.begin
             row += heads.padded
             head += 1
-        if C.prefetch:
-            mbarrier.wait(memory.full.index(stage ^ 1), ((g + 1) // STAGES) & 1, pred=g + 1 < before + count)
-            dv = finished(dv, PENDING)
-            s = start_products(k, at(memory.q, stage ^ 1))
-            dk = finished(dk, 0)
-            s = warpgroup_mma_wait(0, deps=[s])
-        else:
-            dv = finished(dv, 0)
-            dk = finished(dk, 0)
-        mbarrier.arrive(memory.empty.index(stage), count=1)
     mbarrier.arrive(memory.v.empty.index(0), count=1)
     if count > 0:
-        last = (before + count - 1) % STAGES
-        meet(DS_READY + 2 * w + last)
-        dq = start_dq(w, memory.ds, last, memory.k, 0, C)
-        dq = warpgroup_mma_wait(0, deps=[dq])
+        await_ds(w, last % STAGES, True)
         tma_store_wait(0)
         partition_barrier()
-        add_to_dq(w, dq, place, outputs, memory, C)
+        give_dq(w, last, last % STAGES, place, outputs, memory, C)
     mbarrier.arrive(memory.k.empty.index(0), count=1)
     if NOTED:
         note_of_keys(w, dv, outputs.notes, work, lengths, heads)
         note_of_keys(w, dk, outputs.notes, work, lengths, heads)
     meet(ENDED)
-    tma_store_wait(1)  # where there was no tile, memory.ds still holds the block before
-    copy_out(w, dv, 1.0, memory.ds[w], outputs.dv, 2 * HALF * C.tile_q, work, lengths)
+    # Where there was no tile, memory.ds still holds the block before, of which the last copy may have left from memory.dq.
+    tma_store_wait(1 if C.head_dim <= 128 else 0)
+    copy_out(w, dv, 0, 1.0, memory.ds[w], outputs.dv, 2 * HALF * C.tile_q, work, lengths)
     tma_store_wait(C.products_v)  # the last addition to dQ has left memory.dq
-    copy_out(w, dk, outputs.scale, memory.dq.index(w), outputs.dk, 2 * 64 * 64, work, lengths)
+    if C.head_dim <= 128:
+        copy_out(w, dk, 0, outputs.scale, memory.dq.index(w), outputs.dk, 2 * 64 * 64, work, lengths)
+    else:  # more than the buffer holds
+        copy_out(w, (dk[0],), 0, outputs.scale, memory.dq.index(w), outputs.dk, 2 * 64 * 64, work, lengths)
+        tma_store_wait(1)
+        copy_out(w, (dk[1],), C.wide, outputs.scale, memory.ds[w], (outputs.dk[1],), 2 * HALF * C.tile_q, work, lengths)
 
 
 @gluon.jit
@@ -663,9 +753,9 @@ def note_of_keys(w: gl.constexpr, result, notes, work, lengths, heads):
 
 
 @gluon.jit
-def copy_out(w: gl.constexpr, x, scale, buffer, descriptors, size: gl.constexpr, work, lengths):
-    """Group w's dK or dV to global memory, by way of a buffer for so many of its numbers, which this thread knows to be
-    free."""
+def copy_out(w: gl.constexpr, x, column: gl.constexpr, scale, buffer, descriptors, size: gl.constexpr, work, lengths):
+    """Group w's dK or dV to global memory, chunks from a column on, by way of a buffer for so many of its numbers, which this
+    thread knows to be free."""
     partition_barrier()
     staged = staged_chunks(x, buffer, descriptors[0].dtype, size)
     for c in gl.static_range(len(x)):
@@ -678,7 +768,7 @@ def copy_out(w: gl.constexpr, x, scale, buffer, descriptors, size: gl.constexpr,
     partition_barrier()
     for c in gl.static_range(len(x)):
         place = coordinates(descriptors[c], work.start_kv, work.n_kv, work.batch, work.head_kv, work.first + w * HALF,
-                            c * x[0].shape[1])  # fmt: skip
+                            column + c * x[0].shape[1])  # fmt: skip
         tma_store(descriptors[c], place, staged[c].reshape(descriptors[c].block_type.shape))
 
 

@@ -27,18 +27,24 @@ SPLIT_TILE = 64
 
 @dataclass(frozen=True)
 class Config(Chunks):
-    """The backward in one pass (`backward`), for head dims up to 128. tile_q: query rows a tile. prefetch: whether a tile's
-    scores are started at the end of the tile before. turns: whether the groups take turns at issuing products."""
+    """The backward in one pass (`backward`), for head dims up to 192, of v up to 128. tile_q: query rows a tile. prefetch:
+    whether a tile's scores are started at the end of the tile before. turns: whether the groups take turns at issuing
+    products."""
 
     tile_q: int
     prefetch: bool
     turns: bool
 
     @property
-    def share_columns(self) -> tuple[int, int]:
-        """Columns of dQ that each group computes, of 64 rows: half of the columns, a chunk each, or, of 128 rows, all for half
-        of the rows."""
-        return (self.wide, self.narrow) if self.narrow else (64, 64)
+    def share_columns(self) -> tuple[int, ...]:
+        """Columns of dQ that a group computes at a time: of 64 rows a part of them, or, of 128 rows, all for half of the rows.
+        A third share is computed by the groups in turn."""
+        return {96: (64, 32), 192: (64, 64, 64)}.get(self.head_dim, (64, 64))
+
+    @property
+    def serial(self) -> bool:
+        """Whether S, dP and dQ are computed one after the other, as the registers hold dK, dV and but one of them."""
+        return self.head_dim > 128
 
     def smem_map(self) -> list[Buffer]:
         shapes = {
@@ -118,7 +124,7 @@ def choose(problem: AttentionProblem) -> Config | SplitConfig:
     without 295, 472, 541. 96: without prefetch 409, 540, 558, with it 400, 518, 520. 128: with it 472, 623, 621, without 470,
     610, 607; causal 356, 562, 615 and 357, 561, 664."""
     head_dim, head_dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    if max(head_dim, head_dim_v) > 128 or problem.deterministic:
+    if head_dim > 192 or head_dim_v > 128 or problem.deterministic:
         return SplitConfig(head_dim, head_dim_v)
     if head_dim == head_dim_v == 64:
         return Config(64, 64, 128, prefetch=False, turns=True)

@@ -157,7 +157,7 @@ def weights_of(s, g, work, lengths, score, memory, MASKED: gl.constexpr):
     memory.statistics.release(g)
     if MASKED:
         if (tile < work.full_begin) | (tile >= work.full_end):
-            x = apply_mask(x, 0, tile * TILE, work, lengths)
+            x = apply_mask(x, float("-inf"), 0, tile * TILE, work, lengths)
     p = gl.exp2(x)
     if score.CHANGED:
         return p, p * factor
