@@ -243,7 +243,9 @@ def simulate(
     causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
     window: Annotated[str | None, typer.Option(help="Sliding window LEFT,RIGHT; -1 leaves a side open.")] = None,
     config: Annotated[str | None, typer.Option(help="Change the config, such as q_stages=1,split_p=false.")] = None,
-    orders: Annotated[str, typer.Option(help="Of in_order, random, late, early.")] = "in_order,random,late,early",
+    orders: Annotated[
+        str, typer.Option(help="Of in_order, random, late, early, uneven.")
+    ] = "in_order,random,late,early,uneven",
     seeds: Annotated[int, typer.Option(help="Runs of each order that draws lots.")] = 3,
     timeline: Annotated[str | None, typer.Option(help="Draw what each role does when, by the cost model, to this PNG.")] = None,
 ) -> None:
@@ -258,7 +260,7 @@ def simulate(
 
     _at_least(1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads=heads, heads_kv=heads_kv, seeds=seeds)
     _heads_and_dims(heads, heads_kv, head_dim, head_dim_v)
-    chosen = _names("orders", orders, ("in_order", "random", "late", "early")) or ()
+    chosen = _names("orders", orders, ("in_order", "random", "late", "early", "uneven")) or ()
     _one_of("backend", backend, BACKENDS)
     try:
         if file is not None:

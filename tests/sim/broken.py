@@ -21,6 +21,9 @@ from strobe.sim.attention import forward_launch
 ORDERS = (("in_order", 0), ("random", 1), ("random", 2), ("late", 0), ("early", 0))
 """Orders, with seeds, in each of which a mistake must be found."""
 
+UNEVEN = tuple(("uneven", number) for number in range(4))
+"""Each partition in turn is left behind by the others."""
+
 Run = Callable[[str, int], Any]
 """Of an order and a seed."""
 
@@ -65,7 +68,7 @@ class Bug:
 def assert_right_unless_broken(kernel: Kernel, folder: Path) -> None:
     """A copy without a mistake gives the right numbers, in every order and with many seeds."""
     run = _run(Bug("none", kernel, kernel.module, (), ()), folder)
-    for order, seed in (*ORDERS, *(("random", seed) for seed in range(3, 20))):
+    for order, seed in (*ORDERS, *(("random", seed) for seed in range(3, 20)), *UNEVEN):
         run(order, seed)
 
 
@@ -81,7 +84,7 @@ def assert_found(bug: Bug, folder: Path) -> None:
 
 def assert_found_in_some_order(bug: Bug, folder: Path) -> None:
     run, found = _run(bug, folder), 0
-    for order, seed in ORDERS:
+    for order, seed in (*ORDERS, *UNEVEN):
         try:
             run(order, seed)
         except bug.errors:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from backward import Backward
+from broken import UNEVEN
 from problems import Case, tensors
 
 from strobe.kernels.gluon import gl, gluon, reinterpret
@@ -10,7 +11,7 @@ from strobe.kernels.sm90.backward_config import Config
 from strobe.sim import simulate
 
 FP16, BF16 = torch.float16, torch.bfloat16
-ORDERS = (("in_order", 0), ("random", 1), ("random", 2), ("late", 0), ("early", 0), ("timed", 0))
+ORDERS = (("in_order", 0), ("random", 1), ("random", 2), ("late", 0), ("early", 0), ("timed", 0), *UNEVEN)
 D64 = Config(64, 64, 128, prefetch=False, turns=True)
 D96 = Config(96, 96, 64, prefetch=False, turns=False)
 D128 = Config(128, 128, 64, prefetch=False, turns=False)

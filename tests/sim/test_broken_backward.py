@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from backward import Backward
-from broken import Bug, Kernel, assert_found, assert_right_unless_broken
+from broken import Bug, Kernel, assert_found, assert_found_in_some_order, assert_right_unless_broken
 from problems import Case
 
 from strobe.kernels.sm90.backward_config import Config
@@ -170,7 +170,7 @@ BUGS = [
     kernel("dQ overwrites what has not left", DQ_LEFT, "", (Race,)),
     kernel("the last dQ overwrites what has not left", LAST_DQ_LEFT, "        give_dq", (Race,)),
     kernel("no fence before dQ is added", "    fence_async_shared()\n    tma_add", "    tma_add", (MissingFence,)),
-    kernel("dV overwrites a dS that is not read", "    meet(ENDED)\n", "", (Race,), case=ODD),
+    kernel("dV overwrites a dS that is not read", "    rendezvous(ENDED, w)\n", "", (Race,), case=ODD),
     kernel("dV overwrites the dV before", "    tma_store_wait(1 if C.head_dim <= 128 else 0)\n", "", (Race,), case=BLIND),
     kernel("dK overwrites a dQ that has not left", "    tma_store_wait(C.products_v)  #", "    #", (Race,)),
     kernel(
@@ -212,6 +212,15 @@ SERIAL_BUGS = [
     ),
 ]
 
+AHEAD_OF_THE_OTHER = kernel(
+    "a group that is ahead comes to a block's end twice",
+    "    rendezvous(ENDED, w)\n",
+    "    announce(ENDED + 1 - w)\n    meet(ENDED + w)\n",
+    (BarrierMisuse,),
+    says=("again",),
+    case=replace(BLIND, n_kv=1500),
+)
+
 WRONG_NUMBERS = [
     kernel("both groups add the third share", "        if (g & 1) == w:\n", "        if g >= 0:\n", (), **SERIAL),
     kernel("the third share goes to the second's place", "place + (2 - w) * 64", "place + (1 - w) * 64", (), **SERIAL),
@@ -239,3 +248,8 @@ def test_it_is_found(bug, tmp_path):
 def test_no_false_alarm(changes, tmp_path):
     case, config = changes.get("case", CAUSAL), replace(KERNEL.config, **changes.get("config", {}))
     assert_right_unless_broken(replace(KERNEL, case=case, config=config), tmp_path)
+
+
+def test_it_is_found_in_some_orders(tmp_path):
+    """Nothing but the speed of the groups decides."""
+    assert_found_in_some_order(AHEAD_OF_THE_OTHER, tmp_path)

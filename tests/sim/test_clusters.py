@@ -171,7 +171,7 @@ def run(kernel, order: str):
     return simulate(kernel, (1,), box, order=order, arch=100, num_ctas=2)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", [order for order in ORDERS if order != "uneven"])  # another mistake may come to light first
 @pytest.mark.parametrize("kernel, error, says", MISTAKES, ids=[kernel.__name__ for kernel, *_ in MISTAKES])
 def test_what_is_said(kernel, error, says, order):
     with pytest.raises(error) as raised:

@@ -78,7 +78,7 @@ def _compare(problem: AttentionProblem, operands: Operands, out: torch.Tensor, l
 def runs(orders: Sequence[str], seeds: int) -> Iterator[tuple[str, int]]:
     """Every order; those that draw lots with as many seeds as asked."""
     for order in orders:
-        yield from ((order, seed) for seed in range(seeds if order in ("random", "late") else 1))
+        yield from ((order, seed) for seed in range(seeds if order in ("random", "late", "uneven") else 1))
 
 
 def simulate_all(factory: Factory, orders: Sequence[str], seeds: int, console: Console | None = None) -> int:

@@ -153,6 +153,7 @@ class NamedBarrier:
     def __init__(self, number: int, threads: int):
         self.number, self.threads = number, threads
         self.arrived, self.round = 0, 0
+        self.here: set = set()  # partitions
         self.knows, self.handed_on = Knowledge(), Knowledge()
         self.time = self.completed = 0.0
 
@@ -169,6 +170,9 @@ class NamedBarrier:
     def arrive(self, threads: int) -> int:
         """The round that this arrival belongs to."""
         partition, mine = machine().partition, self.round
+        if partition in self.here:
+            raise BarrierMisuse(f"{partition.name} at {where()} arrives at {self} again, for which others have yet to arrive")
+        self.here.add(partition)
         self.arrived += threads
         if self.arrived > self.threads:
             raise BarrierMisuse(f"{partition.name} at {where()} brings {threads} threads to {self}: more than {self.threads}")
@@ -177,7 +181,7 @@ class NamedBarrier:
         partition.tick()
         if self.arrived == self.threads:
             self.arrived, self.round, self.completed = 0, self.round + 1, self.time
-            self.handed_on, self.knows = self.knows, Knowledge()
+            self.handed_on, self.knows, self.here = self.knows, Knowledge(), set()
         return mine
 
 

@@ -7,6 +7,7 @@ copy, a memory access); there the scheduler decides who goes on, and which async
     random     any of them, drawn with the seed
     late       work finishes only when no partition can go on, the newest first
     early      work finishes at once
+    uneven     the partition whose number the seed is goes on only when nothing else can; work finishes when the others need it
     timed      whichever comes first on the clock of `costs`
 
 A CTA runs to its end before the next begins: what CTAs may share is global memory, and `memory.GlobalArray` needs no
@@ -33,7 +34,7 @@ from strobe.sim.memory import Access, GlobalArray
 from strobe.sim.pipes import Pipes, Ready
 from strobe.sim.trace import Span
 
-ORDERS = ("in_order", "random", "late", "early", "timed")
+ORDERS = ("in_order", "random", "late", "early", "uneven", "timed")
 
 
 @dataclass(eq=False)
@@ -167,7 +168,7 @@ class Machine:
         self.order, self.arch, self.num_warps, self.num_ctas = order, arch, num_warps, num_ctas
         self.grid = (*grid, 1, 1, 1)[:3]
         self.costs, self.timed = costs, order == "timed"
-        self.random = random.Random(seed)
+        self.seed, self.random = seed, random.Random(seed)
         self.arrays: dict[int, GlobalArray] = {}
         self.report = Report()
         self.max_steps = 20_000_000
@@ -355,6 +356,12 @@ class Machine:
         if self.order == "late":
             return self.random.choice(able) if able else max(work, key=lambda queue: queue[0].number)
         self._turn += 1
+        if self.order == "uneven":
+            last = self._cta.partitions[self.seed % len(self._cta.partitions)]
+            others = [partition for partition in able if partition is not last]
+            if others:
+                return others[self._turn % len(others)]
+            return min(work, key=lambda queue: queue[0].number) if work else last
         if work and (not able or self._turn % (len(able) + 1) == 0):
             return min(work, key=lambda queue: queue[0].number)
         return able[self._turn % len(able)]

@@ -24,3 +24,18 @@ def announce(number):
     gl.inline_asm_elementwise(
         "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def rendezvous(number, w: gl.constexpr):
+    """Warpgroups 0 and 1 wait for each other, at the barriers `number` and `number` + 1. (One barrier would do. But the two
+    come to it at different places of the code, and that is what compute-sanitizer's synccheck calls divergence.)
+
+    Group 1 answers only after it has met 0: were both to announce first, one that is ahead could announce twice before
+    the other one meets it once."""
+    if w == 0:
+        announce(number + 1)
+        meet(number)
+    else:
+        meet(number + 1)
+        announce(number)

@@ -56,7 +56,7 @@ from strobe.kernels.common.channel import at, make_barriers, make_chunks, swizzl
 from strobe.kernels.common.descriptors import coordinates, one_or_two
 from strobe.kernels.common.gluon_masks import q_full, q_range
 from strobe.kernels.common.gluon_scores import score_and_factor
-from strobe.kernels.common.named_barrier import FIRST, announce, meet
+from strobe.kernels.common.named_barrier import FIRST, announce, meet, rendezvous
 from strobe.kernels.common.pairs import rounded, widened
 from strobe.kernels.common.work import Lengths, sequence
 from strobe.kernels.gluon import (
@@ -90,7 +90,7 @@ DS_READY = gl.constexpr(FIRST.value)
 TURN = gl.constexpr(FIRST.value + 4)
 """Of a group: it may issue its products."""
 ENDED = gl.constexpr(FIRST.value + 6)
-"""Both groups have read K for the last time."""
+"""And the next one. Both groups have read dS, and K, for the last time."""
 
 UNIT = gl.constexpr([[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16], [0, 32]])
 """The elements [row, column] of a 64 x 64 result in the order of registers, lanes and warps: of the number of an element in
@@ -725,7 +725,7 @@ def consume(w: gl.constexpr, block, before, work, outputs, lengths, heads, score
     if NOTED:
         note_of_keys(w, dv, outputs.notes, work, lengths, heads)
         note_of_keys(w, dk, outputs.notes, work, lengths, heads)
-    meet(ENDED)
+    rendezvous(ENDED, w)
     # Where there was no tile, memory.ds still holds the block before, of which the last copy may have left from memory.dq.
     tma_store_wait(1 if C.head_dim <= 128 else 0)
     copy_out(w, dv, 0, 1.0, memory.ds[w], outputs.dv, 2 * HALF * C.tile_q, work, lengths)

@@ -28,7 +28,7 @@ import triton.language as tl
 from strobe.kernels.common.channel import Channel, at, make_barriers, make_channel, make_chunks
 from strobe.kernels.common.descriptors import coordinates, one_or_two
 from strobe.kernels.common.gluon_scores import score_and_factor
-from strobe.kernels.common.named_barrier import FIRST, announce, meet
+from strobe.kernels.common.named_barrier import FIRST, announce, meet, rendezvous
 from strobe.kernels.common.work import Heads as RowHeads
 from strobe.kernels.common.work import Lengths
 from strobe.kernels.common.work import locate as locate_rows
@@ -72,7 +72,7 @@ P_READY = gl.constexpr(FIRST.value)
 P_READ = gl.constexpr(FIRST.value + 2)
 """Of a parity: P^T may be written again."""
 ENDED = gl.constexpr(FIRST.value + 4)
-"""Both groups have read K and V for the last time."""
+"""And the next one. Both groups have read K and V for the last time."""
 
 
 @gluon.constexpr_function
@@ -218,7 +218,7 @@ def values(outputs, lengths, heads, score, memory, MASKED: gl.constexpr, NOTED: 
             memory.do.wait(count - 1)
             dv = start_sum(dv, p, memory.do.block(count - 1))
             dv = finished(dv, 0)
-        meet(ENDED)
+        rendezvous(ENDED, 0)
         if NOTED:
             note_of_keys(0, dv, notes, work, lengths, heads)
         store_keys(dv, 1.0, memory.v, dv_desc, work, lengths)
@@ -255,7 +255,7 @@ def keys(outputs, lengths, heads, score, memory, NOTED: gl.constexpr, C: gl.cons
             memory.q.wait(count - 1)
             dk = start_sum(dk, ds, memory.q.block(count - 1))
             dk = finished(dk, 0)
-        meet(ENDED)
+        rendezvous(ENDED, 1)
         if NOTED:
             note_of_keys(0, dk, notes, work, lengths, heads)
         store_keys(dk, scale, memory.k, dk_desc, work, lengths)
