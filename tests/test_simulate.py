@@ -20,6 +20,7 @@ def test_our_kernel_in_every_order():
     rows = [line.split() for line in result.output.splitlines()[1:]]
     assert [row[:2] for row in rows] == [[*pair] for pair in (
         ("in_order", "0"), ("random", "0"), ("random", "1"), ("late", "0"), ("late", "1"), ("early", "0"),
+        ("uneven", "0"), ("uneven", "1"),
     )]  # fmt: skip
     assert all(row[-1] == "right" for row in rows)
 

@@ -246,7 +246,7 @@ def simulate(
     orders: Annotated[
         str, typer.Option(help="Of in_order, random, late, early, uneven.")
     ] = "in_order,random,late,early,uneven",
-    seeds: Annotated[int, typer.Option(help="Runs of each order that draws lots.")] = 3,
+    seeds: Annotated[int, typer.Option(help="Runs of each order that takes a seed.")] = 3,
     timeline: Annotated[str | None, typer.Option(help="Draw what each role does when, by the cost model, to this PNG.")] = None,
 ) -> None:
     """Run a Gluon kernel on the CPU: are its numbers right, and is there a race, a deadlock or a missing fence in it?"""

@@ -76,7 +76,7 @@ def _compare(problem: AttentionProblem, operands: Operands, out: torch.Tensor, l
 
 
 def runs(orders: Sequence[str], seeds: int) -> Iterator[tuple[str, int]]:
-    """Every order; those that draw lots with as many seeds as asked."""
+    """Every order; those that take a seed with as many as asked."""
     for order in orders:
         yield from ((order, seed) for seed in range(seeds if order in ("random", "late", "uneven") else 1))
 
