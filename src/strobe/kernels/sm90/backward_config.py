@@ -122,7 +122,8 @@ def choose(problem: AttentionProblem) -> Config | SplitConfig:
     """One pass where registers hold dK and dV, unless the result must have the same bits in every run. Measured on an H200 in
     one interleaved run, TFLOP/s of the whole backward at S = 1k, 4k, 16k. Head dim 64, causal: with turns 301, 500, 580,
     without 295, 472, 541. 96: without prefetch 409, 540, 558, with it 400, 518, 520. 128: with it 472, 623, 621, without 470,
-    610, 607; causal 356, 562, 615 and 357, 561, 664. (192, 128), in another run, at 4k, 16k: one pass 579, 596, two 320, 305."""
+    610, 607; causal 356, 562, 615 and 357, 561, 664. (192, 128), another run, 4k, 16k: in one pass 579, 596, in two 320,
+    305."""
     head_dim, head_dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     if head_dim > 192 or head_dim_v > 128 or problem.deterministic:
         return SplitConfig(head_dim, head_dim_v)
