@@ -629,8 +629,8 @@ def serial_step(w: gl.constexpr, g, before, tile, head, place, dk, dv, work, out
     """As `step`, where the registers have room for one of S, dP and dQ beside dK and dV: one after the other. P is rounded
     before dP is computed, and dS is made of the rounded P.
 
-    The mask comes after the exponentials, and whether a tile needs one is asked whatever the mask: the compiler moves no product
-    to before a branch, so that S is gone when dP is computed."""
+    The mask comes after the exponentials, and whether a tile needs one is asked whatever the mask: the compiler moves no
+    product to before a branch, so that S is gone when dP is computed."""
     dtype: gl.constexpr = memory.q[0].dtype
     COLUMNS: gl.constexpr = columns_of(C.tile_q)
     stage = g % STAGES
