@@ -11,10 +11,11 @@ import torch
 import triton.language as tl
 from problems import Results, Tensors, check, describe, formula, upstream
 
-from strobe.kernels.sm90 import backward, backward_ends, backward_launch
-from strobe.kernels.sm90.backward_config import Config
+from strobe.kernels.sm90 import backward, backward_ends, backward_launch, backward_split
+from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.kernels.workspace import Workspace
 from strobe.sim.attention import backward_launch as kernel_launch
+from strobe.sim.attention import split_backward_launches
 from strobe.sim.machine import Report
 
 
@@ -46,7 +47,7 @@ class Backward:
     """All three launches of a backward, for the inputs t. ctas: how many share the blocks. kernels: the module of the main
     kernel."""
 
-    def __init__(self, t: Tensors, config: Config, ctas: int = 1, kernels: ModuleType = backward):
+    def __init__(self, t: Tensors, config: Config | SplitConfig, ctas: int = 1, kernels: ModuleType = backward):
         self.t, self.config, self.ctas, self.kernels = t, config, ctas, kernels
         self.problem, self.operands = describe(t, "backward")
         exact = formula(t)
@@ -78,3 +79,21 @@ class Backward:
         notes = sum(backward_launch.number_of_notes(self.problem))
         zeros = Workspace(torch.zeros(16, dtype=torch.int32), torch.zeros(notes, dtype=torch.int32))
         return backward_launch.buffers(self.problem, self.config, torch.device("cpu"), zeros)
+
+
+class SplitBackward(Backward):
+    """The launches of a backward in two passes. kernels: the module of its two main kernels."""
+
+    def __init__(self, t: Tensors, config: SplitConfig, kernels: ModuleType = backward_split):
+        super().__init__(t, config, kernels=kernels)
+
+    def simulate(self, order: str, seed: int) -> Gradients:
+        """The report is of the keys pass."""
+        problem, operands, config, space = self.problem, self.operands, self.config, self._space()
+        grid, _, arguments = backward_launch.prepare_arguments(problem, operands, *self.given, space, config)
+        with interpreter():
+            backward_ends.prepare[grid](**arguments)
+        keys, rows, *grads = split_backward_launches(self.kernels, problem, operands, self.given[2], space, config)
+        report = keys.simulate(order, seed)
+        rows.simulate(order, seed)
+        return Gradients(*grads, space, report)

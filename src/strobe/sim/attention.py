@@ -95,3 +95,14 @@ def backward_launch(
     dk, dv = (torch.full_like(x, torch.nan) for x in (operands.k, operands.v))
     (blocks,), arguments, constants = sm90_backward_launch.one_pass_arguments(problem, operands, dout, dk, dv, space, config)
     return Launch(kernels.backward_kernel, (min(ctas, blocks),), arguments, constants, 90, ("notes", "counters")), dk, dv
+
+
+def split_backward_launches(
+    kernels: ModuleType, problem: AttentionProblem, operands: Operands, dout, space: sm90_backward_launch.Buffers, config
+) -> tuple[Launch, Launch, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The launches of a module's `keys_kernel` and `rows_kernel`, as `backward_launch`, and the dq, dk, dv that they fill."""
+    dq, dk, dv = (torch.full_like(x, torch.nan) for x in (operands.q, operands.k, operands.v))
+    grid, arguments, constants = sm90_backward_launch.keys_arguments(problem, operands, dout, dk, dv, space, config)
+    keys = Launch(kernels.keys_kernel, grid, arguments, constants, 90, ("notes",))
+    grid, arguments, constants = sm90_backward_launch.rows_arguments(problem, operands, dout, dq, space, config)
+    return keys, Launch(kernels.rows_kernel, grid, arguments, constants, 90, ("notes",)), dq, dk, dv

@@ -218,6 +218,7 @@ def values(outputs, lengths, heads, score, memory, MASKED: gl.constexpr, NOTED: 
             memory.do.wait(count - 1)
             dv = start_sum(dv, p, memory.do.block(count - 1))
             dv = finished(dv, 0)
+            memory.do.release(count - 1)
         rendezvous(ENDED, 0)
         if NOTED:
             note_of_keys(0, dv, notes, work, lengths, heads)
@@ -255,6 +256,7 @@ def keys(outputs, lengths, heads, score, memory, NOTED: gl.constexpr, C: gl.cons
             memory.q.wait(count - 1)
             dk = start_sum(dk, ds, memory.q.block(count - 1))
             dk = finished(dk, 0)
+            memory.q.release(count - 1)
         rendezvous(ENDED, 1)
         if NOTED:
             note_of_keys(0, dk, notes, work, lengths, heads)

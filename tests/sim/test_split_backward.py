@@ -1,0 +1,110 @@
+"""Hopper's backward in two passes, its source unchanged, in the simulator; and mistakes made in it, one at a time."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from backward import SplitBackward
+from broken import UNEVEN, Bug, Kernel, assert_found, assert_right_unless_broken
+from problems import Case, tensors
+
+from strobe.kernels.sm90.backward_config import SplitConfig
+from strobe.sim import BarrierMisuse, Deadlock, Race, Uninitialised
+
+FP16, BF16 = torch.float16, torch.bfloat16
+ORDERS = (("in_order", 0), ("random", 1), ("late", 0), ("early", 0), ("timed", 0), *UNEVEN)
+
+
+def case(n_q, n_kv, head_dim, heads=(1, 1), batch=1, **more) -> Case:
+    return Case(n_q, n_kv, batch, *heads, head_dim, **more)
+
+
+CASES = [
+    (case(64, 64, 64), FP16, SplitConfig(64, 64)),
+    (case(1, 1, 64), BF16, SplitConfig(64, 64)),
+    (case(140, 300, 64, heads=(2, 1)), BF16, SplitConfig(64, 64)),
+    (case(140, 150, 256, heads=(2, 1), mask="causal"), FP16, SplitConfig(256, 256)),
+    (case(140, 150, 192, head_dim_v=128), BF16, SplitConfig(192, 128)),
+    (case(90, 150, 64, head_dim_v=256, mask="causal"), FP16, SplitConfig(64, 256)),
+    (case(150, 170, 80, heads=(2, 1), mask="window"), FP16, SplitConfig(96, 96)),
+    (case(150, 170, 128, mask="prefix"), BF16, SplitConfig(128, 128)),
+    # No row sees a block far behind a window, and the first rows see no key.
+    (case(100, 400, 64, mask="window"), FP16, SplitConfig(64, 64)),
+    (case(300, 130, 64, mask="causal"), BF16, SplitConfig(64, 64)),
+    # Sequences packed, one of them empty.
+    (case(150, 170, 64, heads=(2, 1), batch=4, packed=True, mask="causal"), FP16, SplitConfig(64, 64)),
+    (case(90, 150, 96, heads=(2, 1), softcap=3.0, alibi=True), BF16, SplitConfig(96, 96)),
+]
+
+
+def short(value) -> str:
+    return "" if isinstance(value, SplitConfig) else str(value).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("case, dtype, config", CASES, ids=short)
+def test_in_every_order(case, dtype, config):
+    backward = SplitBackward(tensors(case, dtype), config)
+    for order, seed in ORDERS:
+        assert backward.run(order, seed).smem_bytes == sum(buffer.bytes for buffer in config.keys_map())
+
+
+def test_notes_tell_who_met_a_nan():
+    """A NaN in dO of row 10: the first 64 keys, which it sees, the other keys of its tiles, and its 64 rows."""
+    backward = SplitBackward(tensors(case(300, 300, 64, mask="causal"), FP16), SplitConfig(64, 64))
+    backward.given[2][:, 10] = torch.nan
+    space = backward.simulate("in_order", 0).space
+    assert space.key_notes.tolist() == [1, 0, 0, 0, 0]
+    assert space.row_notes.tolist() == [1, 0, 0, 0, 0]
+
+
+# ---- mistakes
+
+SPLIT = "strobe.kernels.sm90.backward_split"
+CAUSAL = Case(200, 200, batch=1, heads_q=2, heads_kv=1, head_dim=64, mask="causal")
+KERNEL = Kernel(SPLIT, 90, CAUSAL, SplitConfig(64, 64), lambda kernels, bug, t, config: SplitBackward(t, config, kernels).run)
+TOO_EARLY = (Race, Uninitialised, BarrierMisuse)
+P_STORE = "    memory.p.index(g % 2).store(p.to(memory.p.dtype))\n"
+P_ANNOUNCED = "    announce(P_READY + g % 2)\n"
+P_WAIT = "    meet(P_READY + g % 2)\n    p = "
+P_READ = "        announce(P_READ + g % 2)\n"
+P_READ_WAIT = "    if g >= 2:\n        meet(P_READ + g % 2)\n"
+
+
+def kernel(what, before, after, errors, **more) -> Bug:
+    return Bug(what, KERNEL, SPLIT, ((before, after),), errors, **more)
+
+
+BUGS = [
+    kernel("K is not waited for", "        mbarrier.wait(memory.k_full.index(0), 0)\n", "", TOO_EARLY),
+    kernel("V is not waited for", "        mbarrier.wait(memory.v_full.index(0), 0)\n", "", TOO_EARLY),
+    kernel("the statistics are not waited for", "    memory.statistics.wait(g)\n    x = x -", "    x = x -", TOO_EARLY),
+    kernel("P is not waited for", P_WAIT, "    p = ", TOO_EARLY),
+    kernel("nobody says that P is there", P_ANNOUNCED, "    pass\n", (Deadlock,)),
+    kernel("P is announced before it is written", P_STORE + P_ANNOUNCED, P_ANNOUNCED + P_STORE, (Race, Uninitialised)),
+    kernel("P overwrites what is not read", P_READ_WAIT, "", TOO_EARLY),
+    kernel("nobody says that P is read", P_READ, "        pass\n", (Deadlock,)),
+    kernel("P is read twice as often as it is waited for", "    if g + 2 < count:\n", "    if g < count:\n", (BarrierMisuse,)),
+    kernel("one buffer of P", P_STORE, P_STORE.replace("g % 2", "g * 0"), (Race, Uninitialised)),
+    kernel("dV overwrites a V that is read", "        rendezvous(ENDED, 0)\n", "        announce(ENDED + 1)\n", (Race,)),
+    kernel(
+        "dK overwrites a K that is read", "        rendezvous(ENDED, 1)\n", "        announce(ENDED)\n", (Race, BarrierMisuse)
+    ),
+    kernel(
+        "a tile of Q is given back before its product is done",
+        "                dk = finished(dk, 0)\n                memory.q.release(g - 1)\n",
+        "                memory.q.release(g - 1)\n                dk = finished(dk, 0)\n",
+        (Race,),
+    ),
+]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_it_is_found(bug, tmp_path):
+    assert_found(bug, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"heads_q": 1}, {"n_q": 100, "n_kv": 600, "mask": "window"}], ids=["causal", "odd", "blind"]
+)
+def test_no_false_alarm(changes, tmp_path):
+    assert_right_unless_broken(replace(KERNEL, case=replace(CAUSAL, **changes)), tmp_path)
