@@ -65,6 +65,11 @@ class Bug:
         return self.what
 
 
+def one_edit(kernel: Kernel, module: str, what: str, before: str, after: str, errors, **more) -> Bug:
+    """One text in `module` becomes another."""
+    return Bug(what, kernel, module, ((before, after),), errors, **more)
+
+
 def assert_right_unless_broken(kernel: Kernel, folder: Path) -> None:
     """A copy without a mistake gives the right numbers, in every order and with many seeds."""
     run = _run(Bug("none", kernel, kernel.module, (), ()), folder)

@@ -1,10 +1,11 @@
 """Mistakes made in Hopper's backward, one at a time: the simulator finds each in every order."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from backward import Backward
-from broken import Bug, Kernel, assert_found, assert_found_in_some_order, assert_right_unless_broken
+from broken import Bug, Kernel, assert_found, assert_found_in_some_order, assert_right_unless_broken, one_edit
 from problems import Case
 
 from strobe.kernels.sm90.backward_config import Config
@@ -75,8 +76,7 @@ FIRST_TURN = "    if C.turns and w == 1:\n        announce(TURN)\n"
 LAST_TURN = "    if C.turns and w == 0:\n        meet(TURN)\n"
 
 
-def kernel(what, before, after, errors, **more) -> Bug:
-    return Bug(what, KERNEL, BACKWARD, ((before, after),), errors, **more)
+kernel = partial(one_edit, KERNEL, BACKWARD)
 
 
 def moved(what, text, after, errors, **more) -> Bug:

@@ -1,7 +1,9 @@
 """Mistakes made in Blackwell's forward, one at a time: the simulator finds each in every order."""
 
+from functools import partial
+
 import pytest
-from broken import Bug, Kernel, assert_found, assert_right_unless_broken
+from broken import Bug, Kernel, assert_found, assert_right_unless_broken, one_edit
 from problems import Case
 
 from strobe.kernels import triton_version
@@ -38,18 +40,9 @@ TOO_EARLY = (Race, Uninitialised)
 WRONG_PHASE = (Race, Uninitialised, Deadlock, BarrierMisuse)
 
 
-def memory(what, before, after, errors, **more) -> Bug:
-    return Bug(what, KERNEL, MEMORY, ((before, after),), errors, **more)
-
-
-def tma(what, before, after, errors, **more) -> Bug:
-    return Bug(what, KERNEL, TMA, ((before, after),), errors, **more)
-
-
-def kernel(what, before, after, errors, **more) -> Bug:
-    return Bug(what, KERNEL, FORWARD, ((before, after),), errors, **more)
-
-
+memory = partial(one_edit, KERNEL, MEMORY)
+tma = partial(one_edit, KERNEL, TMA)
+kernel = partial(one_edit, KERNEL, FORWARD)
 EMPTY_WAIT = "mbarrier.wait(self.empty.index(slot), ((position // self.C.kv_stages) & 1) ^ 1)"
 FULL_WAIT = "mbarrier.wait(self.full.index(position % self.C.kv_stages), (position // self.C.kv_stages) & 1)"
 RELEASE = "commit(self.empty.index(position % self.C.kv_stages), self.k(position), self.C)"

@@ -1,7 +1,9 @@
 """Mistakes that only two CTAs can make, made in Blackwell's forward one at a time: the simulator finds each in every order."""
 
+from functools import partial
+
 import pytest
-from broken import Bug, Kernel, assert_found, assert_right_unless_broken
+from broken import Bug, Kernel, assert_found, assert_right_unless_broken, one_edit
 from problems import Case
 
 from strobe.kernels import triton_version
@@ -26,16 +28,9 @@ TOO_EARLY = (Race, Uninitialised)
 WRONG_PHASE = (Race, Uninitialised, Deadlock, BarrierMisuse)
 
 
-def memory(what, before, after, errors, **more) -> Bug:
-    return Bug(what, KERNEL, MEMORY, ((before, after),), errors, **more)
-
-
-def tma(what, before, after, errors, **more) -> Bug:
-    return Bug(what, KERNEL, TMA, ((before, after),), errors, **more)
-
-
-def kernel(what, before, after, errors, **more) -> Bug:
-    return Bug(what, KERNEL, FORWARD, ((before, after),), errors, **more)
+memory = partial(one_edit, KERNEL, MEMORY)
+tma = partial(one_edit, KERNEL, TMA)
+kernel = partial(one_edit, KERNEL, FORWARD)
 
 
 def alone(what, before, after, says) -> Bug:

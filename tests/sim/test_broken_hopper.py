@@ -1,9 +1,10 @@
 """Mistakes made in Hopper's forward, its tiles and its channel, one at a time: the simulator finds each in every order."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
-from broken import Bug, Kernel, assert_found, assert_found_in_some_order, assert_right_unless_broken
+from broken import Kernel, assert_found, assert_found_in_some_order, assert_right_unless_broken, one_edit
 from problems import Case
 
 from strobe.kernels.sm90.config import Config
@@ -74,22 +75,10 @@ TILE_EMPTY = "    mbarrier.arrive(memory.tile_empty.index(slot), count=1)\n"
 NEXT_TILE = "gl.atomic_add(counter, 1) + gl.num_programs(0)"
 
 
-def channel(what, before, after, errors, **more) -> Bug:
-    return Bug(what, KERNEL, CHANNEL, ((before, after),), errors, **more)
-
-
-def tiles(what, before, after, errors, **more) -> Bug:
-    return Bug(what, KERNEL, TILES, ((before, after),), errors, **more)
-
-
-def tma(what, before, after, errors, **more) -> Bug:
-    return Bug(what, KERNEL, TMA, ((before, after),), errors, **more)
-
-
-def kernel(what, before, after, errors, **more) -> Bug:
-    return Bug(what, KERNEL, FORWARD, ((before, after),), errors, **more)
-
-
+channel = partial(one_edit, KERNEL, CHANNEL)
+tiles = partial(one_edit, KERNEL, TILES)
+tma = partial(one_edit, KERNEL, TMA)
+kernel = partial(one_edit, KERNEL, FORWARD)
 ONE_Q = {"q_stages": 1}
 BUGS = [
     # The channel.

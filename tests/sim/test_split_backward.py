@@ -1,11 +1,12 @@
 """Hopper's backward in two passes, its source unchanged, in the simulator; and mistakes made in it, one at a time."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from backward import SplitBackward
-from broken import UNEVEN, Bug, Kernel, assert_found, assert_right_unless_broken
+from broken import UNEVEN, Kernel, assert_found, assert_right_unless_broken, one_edit
 from problems import Case, tensors
 
 from strobe.kernels.sm90.backward_config import SplitConfig
@@ -70,10 +71,7 @@ P_READ = "        announce(P_READ + g % 2)\n"
 P_READ_WAIT = "    if g >= 2:\n        meet(P_READ + g % 2)\n"
 
 
-def kernel(what, before, after, errors, **more) -> Bug:
-    return Bug(what, KERNEL, SPLIT, ((before, after),), errors, **more)
-
-
+kernel = partial(one_edit, KERNEL, SPLIT)
 BUGS = [
     kernel("K is not waited for", "        mbarrier.wait(memory.k_full.index(0), 0)\n", "", TOO_EARLY),
     kernel("V is not waited for", "        mbarrier.wait(memory.v_full.index(0), 0)\n", "", TOO_EARLY),
