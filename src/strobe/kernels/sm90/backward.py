@@ -21,7 +21,8 @@ goes to an accumulator in global memory.
     q, do              [STAGES, tile_q, dim]              producer     both groups
     statistics         [STAGES, 2, tile_q]                producer     both groups
     ds                 [2 groups, 2, 64 keys, tile_q]     consumers    both groups; at a block's end dV leaves through it
-    dq                 [2 groups, 64 * 64]                consumers    the TMA, which adds it to global memory; likewise dK
+    dq                 [2 groups, 64 * 64]                consumers    the TMA, which adds it to global memory; likewise dK (at
+                                                                       head dim 192 its last 64 columns leave through ds)
 
     barrier                   arrivals        says
     number_full[slot]         producer        the next block is known
