@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from strobe.options import (
+    arch_named,
+    at_least,
+    changed_config,
+    device_of,
+    dtype_of,
+    given,
+    heads_and_dims,
+    mask_of,
+    names_of,
+    numbers_of,
+    one_of,
+    pairs_of_dims,
+    positive,
+)
+
 if TYPE_CHECKING:
-    from collections.abc import Container
-
-    import torch
-
     from strobe.device import Arch
-    from strobe.masks import Mask
     from strobe.problem import AttentionProblem
 
 app = typer.Typer(
@@ -57,31 +68,31 @@ def explain(
     from strobe.problem import AttentionProblem, Dense
     from strobe.scores import Score
 
-    _at_least(0, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
-    _at_least(1, heads=heads, heads_kv=heads_kv)
-    _heads_and_dims(heads, heads_kv, head_dim, head_dim_v)
+    at_least(0, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+    at_least(1, heads=heads, heads_kv=heads_kv)
+    heads_and_dims(heads, heads_kv, head_dim, head_dim_v)
     if not softcap >= 0:
         raise typer.BadParameter(f"softcap must be 0 (none) or positive, got {softcap}")
     if backend is not None:
-        _one_of("backend", backend, BACKENDS)
+        one_of("backend", backend, BACKENDS)
     problem = AttentionProblem(
         lengths=Dense(batch, seqlen_q, seqlen_q if seqlen_kv is None else seqlen_kv),
         heads_q=heads,
         heads_kv=heads_kv or heads,
         head_dim=head_dim,
         head_dim_v=head_dim_v or head_dim,
-        dtype=_dtype(dtype),
+        dtype=dtype_of(dtype),
         scale=head_dim**-0.5,
-        mask=_mask(causal, window),
+        mask=mask_of(causal, window),
         score=Score(softcap),
         phase="backward" if backward else "forward",
     )
-    on = _arch(arch)
+    on = arch_named(arch)
     explanation = explain_problem(problem, on, backend)
     if config is not None:
         if explanation.config is None:
             raise typer.BadParameter(f"no kernel runs this, so there is no config to change: {explanation.refusals[0][1]}")
-        explanation = replace(explanation, config=_changed(explanation.config, config, keep=vars(problem)))
+        explanation = replace(explanation, config=changed_config(explanation.config, config, keep=vars(problem)))
     typer.echo(explanation)
     typer.echo(f"at least  {_at_least_time(problem, on)}")
 
@@ -126,28 +137,28 @@ def measure(
     from strobe.lab.bench import bench as run
     from strobe.lab.peers import peers_for
 
-    _at_least(1, tokens=tokens, heads=heads, heads_kv=heads_kv, rounds=rounds)
-    where, backward = _device(device), context.info_name == "backward"
-    shape = _given(
-        head_dims=_head_dims(head_dims),
-        lengths=_numbers("lengths", lengths),
+    at_least(1, tokens=tokens, heads=heads, heads_kv=heads_kv, rounds=rounds)
+    where, backward = device_of(device), context.info_name == "backward"
+    shape = given(
+        head_dims=pairs_of_dims(head_dims),
+        lengths=numbers_of("lengths", lengths),
         tokens=tokens,
         heads=heads,
         heads_kv=heads_kv,
-        dtypes=_names("dtype", dtype, plans.DTYPES),
-        masks=_names("mask", mask, plans.MASKS),
+        dtypes=names_of("dtype", dtype, plans.DTYPES),
+        masks=names_of("mask", mask, plans.MASKS),
     )
-    timing = _given(
+    timing = given(
         rounds=rounds,
-        seconds=_positive("seconds", seconds),
-        max_seconds=_positive("max-seconds", max_seconds),
-        backends=_names("backends", backends, BACKENDS),
-        peers=None if peers == "all" else _names("peers", peers, peers_for(where)),
+        seconds=positive("seconds", seconds),
+        max_seconds=positive("max-seconds", max_seconds),
+        backends=names_of("backends", backends, BACKENDS),
+        peers=None if peers == "all" else names_of("peers", peers, peers_for(where)),
     )
     grids = plans.CPU if where.type == "cpu" else plans.BACKWARD if backward else plans.FORWARD
     grids = (replace(grids[0], **shape),) if shape else grids
     for dim, _ in grids[0].head_dims:
-        _heads_and_dims(grids[0].heads or max(1, 2048 // dim), grids[0].heads_kv, dim, None)
+        heads_and_dims(grids[0].heads or max(1, 2048 // dim), grids[0].heads_kv, dim, None)
     path = Path(json) if json else None
     if resume and not (path and path.exists()):
         raise typer.BadParameter(f"resume needs --json with a file that is there, got {json}")
@@ -169,7 +180,7 @@ def check(
     from strobe.lab.check import check as run
 
     try:
-        status = run(Path(file), _positive("at-least", at_least))
+        status = run(Path(file), positive("at-least", at_least))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(status)
@@ -187,7 +198,7 @@ def tune(
     from strobe.lab.tune import tune as run
 
     try:
-        status = run(_head_dims(head_dims), quick, _command(sys.argv[1:]), Path(json) if json else None)
+        status = run(pairs_of_dims(head_dims), quick, _command(sys.argv[1:]), Path(json) if json else None)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(status)
@@ -209,7 +220,7 @@ def timeline(
     from strobe.lab.report import default_path
     from strobe.lab.timeline import draw, measured, table
 
-    _at_least(1, length=length)
+    at_least(1, length=length)
     if report is not None:
         path, measurement = Path(report), loads(Path(report).read_text())
     else:
@@ -218,7 +229,7 @@ def timeline(
         masks = ("full", "causal") if causal is None else (("causal",) if causal else ("full",))
         try:
             run = tracing.simulate if simulate else tracing.measure
-            measurement = run(_numbers("head-dims", head_dims) or (), masks, length, _command(sys.argv[1:]))
+            measurement = run(numbers_of("head-dims", head_dims) or (), masks, length, _command(sys.argv[1:]))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         path = Path(json) if json else default_path(measurement)
@@ -258,10 +269,10 @@ def simulate(
     from strobe.problem import AttentionProblem, Dense
     from strobe.sim.attention import BACKENDS
 
-    _at_least(1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads=heads, heads_kv=heads_kv, seeds=seeds)
-    _heads_and_dims(heads, heads_kv, head_dim, head_dim_v)
-    chosen = _names("orders", orders, ("in_order", "random", "late", "early", "uneven")) or ()
-    _one_of("backend", backend, BACKENDS)
+    at_least(1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads=heads, heads_kv=heads_kv, seeds=seeds)
+    heads_and_dims(heads, heads_kv, head_dim, head_dim_v)
+    chosen = names_of("orders", orders, ("in_order", "random", "late", "early", "uneven")) or ()
+    one_of("backend", backend, BACKENDS)
     try:
         if file is not None:
             factory = launches_of(Path(file))
@@ -272,14 +283,14 @@ def simulate(
                 heads_kv=heads_kv or heads,
                 head_dim=head_dim,
                 head_dim_v=head_dim_v or head_dim,
-                dtype=_dtype(dtype),
+                dtype=dtype_of(dtype),
                 scale=head_dim**-0.5,
-                mask=_mask(causal, window),
+                mask=mask_of(causal, window),
             )
             reason = backend_module(backend).refuses(problem, KNOWN["H200" if backend == "sm90" else "B200"])
             if reason is not None:
                 raise typer.BadParameter(f"{backend} {reason}")
-            changed = _changed(BACKENDS[backend][1](problem), config, ("head_dim", "head_dim_v")) if config else None
+            changed = changed_config(BACKENDS[backend][1](problem), config, ("head_dim", "head_dim_v")) if config else None
             factory = attention(problem, backend, changed)
         status = simulate_all(factory, chosen, seeds)
     except ValueError as error:
@@ -299,133 +310,6 @@ def blackwell() -> None:
     if not PAGE.exists():
         raise typer.BadParameter(f"strobe blackwell must run in the repository, where {PAGE} is")
     make(Path())
-
-
-# ---- options as values; a wrong one is one sentence and exit status 2
-
-
-def _at_least(least: int, **options: int | None) -> None:
-    for name, value in options.items():
-        if value is not None and value < least:
-            raise typer.BadParameter(f"{name.replace('_', '-')} must be {least} or more, got {value}")
-
-
-def _heads_and_dims(heads: int, heads_kv: int | None, head_dim: int, head_dim_v: int | None) -> None:
-    if heads % (heads_kv or heads):
-        raise typer.BadParameter(f"heads must be a multiple of heads-kv, got {heads} and {heads_kv}")
-    for name, dim in (("head-dim", head_dim), ("head-dim-v", head_dim_v)):
-        if dim is not None and (dim % 8 or not 8 <= dim <= 256):
-            raise typer.BadParameter(f"{name} must be a multiple of 8 from 8 to 256, got {dim}")
-
-
-def _positive(name: str, value: float | None) -> float | None:
-    if value is not None and not value > 0:
-        raise typer.BadParameter(f"{name} must be more than 0, got {value}")
-    return value
-
-
-def _one_of(name: str, value: str, allowed) -> str:
-    if value not in allowed:
-        raise typer.BadParameter(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-    return value
-
-
-def _names(name: str, text: str | None, allowed) -> tuple[str, ...] | None:
-    return None if text is None else tuple(_one_of(name, part.strip(), allowed) for part in text.split(","))
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    """The options that were given."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _head_dims(text: str | None) -> tuple[tuple[int, int], ...] | None:
-    """64,192/128 as ((64, 64), (192, 128))."""
-    if text is None:
-        return None
-    pairs = []
-    for part in text.split(","):
-        dims = _numbers("head-dims", part.replace("/", ",")) or ()
-        if len(dims) > 2 or any(dim % 8 or dim > 256 for dim in dims):
-            raise typer.BadParameter(f"head-dims must be multiples of 8 from 8 to 256, or two joined by /, got {part}")
-        pairs.append((dims[0], dims[-1]))
-    return tuple(pairs)
-
-
-def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"{name} must be comma-separated integers, got {text!r}") from None
-    _at_least(1, **{name: min(numbers)})
-    return numbers
-
-
-def _changed(config: Any, text: str, keep: Container[str]) -> Any:
-    """A kernel's config with other values, NAME=VALUE,NAME=VALUE, of names not in `keep`. What it refuses to be is an error."""
-    from dataclasses import fields, replace
-
-    known = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in keep}
-    changes = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        if name not in known or not value:
-            raise typer.BadParameter(f"config must be NAME=VALUE with a NAME of {', '.join(known)}, got {part!r}")
-        kind = type(known[name])
-        try:
-            changes[name] = _boolean(value) if kind is bool else kind(value)
-        except ValueError:
-            raise typer.BadParameter(f"config's {name} must be of type {kind.__name__}, got {value!r}") from None
-    try:
-        return replace(config, **changes)
-    except ValueError as error:
-        raise typer.BadParameter(f"config: {error}") from None
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError(text)
-    return text.lower() == "true"
-
-
-def _dtype(name: str) -> torch.dtype:
-    from strobe.lab.plan import DTYPES
-
-    return DTYPES[_one_of("dtype", name, ("bf16", "fp16", "fp32"))]
-
-
-def _mask(causal: bool, window: str | None) -> Mask:
-    from strobe.masks import Causal, Full, Window
-
-    mask = Causal() if causal else Full()
-    if window is None:
-        return mask
-    try:
-        left, right = (int(part) for part in window.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"window must be LEFT,RIGHT, such as 1024,0, got {window!r}") from None
-    _at_least(-1, window=min(left, right))
-    return mask & Window(None if left == -1 else left, None if right == -1 else right)
-
-
-def _arch(name: str | None) -> Arch:
-    from strobe.device import CPU, KNOWN, arch_of
-
-    if name is None:
-        return arch_of(_device(None))
-    known = {key.lower(): arch for key, arch in KNOWN.items()} | {"cpu": CPU}
-    if name.lower() not in known:
-        raise typer.BadParameter(f"arch must be one of {', '.join([*KNOWN, 'CPU'])}, got {name!r}")
-    return known[name.lower()]
-
-
-def _device(name: str | None) -> torch.device:
-    import torch
-
-    available = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
-    return torch.device(_one_of("device", name or available[0], available))
 
 
 def _at_least_time(problem: AttentionProblem, arch: Arch) -> str:

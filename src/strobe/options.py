@@ -1,0 +1,139 @@
+"""What the command line's options say, as values. A wrong one is one sentence and exit status 2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Container
+
+    import torch
+
+    from strobe.device import Arch
+    from strobe.masks import Mask
+
+
+def at_least(least: int, **options: int | None) -> None:
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise typer.BadParameter(f"{name.replace('_', '-')} must be {least} or more, got {value}")
+
+
+def heads_and_dims(heads: int, heads_kv: int | None, head_dim: int, head_dim_v: int | None) -> None:
+    if heads % (heads_kv or heads):
+        raise typer.BadParameter(f"heads must be a multiple of heads-kv, got {heads} and {heads_kv}")
+    for name, dim in (("head-dim", head_dim), ("head-dim-v", head_dim_v)):
+        if dim is not None and (dim % 8 or not 8 <= dim <= 256):
+            raise typer.BadParameter(f"{name} must be a multiple of 8 from 8 to 256, got {dim}")
+
+
+def positive(name: str, value: float | None) -> float | None:
+    if value is not None and not value > 0:
+        raise typer.BadParameter(f"{name} must be more than 0, got {value}")
+    return value
+
+
+def one_of(name: str, value: str, allowed) -> str:
+    if value not in allowed:
+        raise typer.BadParameter(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+    return value
+
+
+def names_of(name: str, text: str | None, allowed) -> tuple[str, ...] | None:
+    return None if text is None else tuple(one_of(name, part.strip(), allowed) for part in text.split(","))
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def pairs_of_dims(text: str | None) -> tuple[tuple[int, int], ...] | None:
+    """64,192/128 as ((64, 64), (192, 128))."""
+    if text is None:
+        return None
+    pairs = []
+    for part in text.split(","):
+        dims = numbers_of("head-dims", part.replace("/", ",")) or ()
+        if len(dims) > 2 or any(dim % 8 or dim > 256 for dim in dims):
+            raise typer.BadParameter(f"head-dims must be multiples of 8 from 8 to 256, or two joined by /, got {part}")
+        pairs.append((dims[0], dims[-1]))
+    return tuple(pairs)
+
+
+def numbers_of(name: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{name} must be comma-separated integers, got {text!r}") from None
+    at_least(1, **{name: min(numbers)})
+    return numbers
+
+
+def changed_config(config: Any, text: str, keep: Container[str]) -> Any:
+    """A kernel's config with other values, NAME=VALUE,NAME=VALUE, of names not in `keep`. What it refuses to be is an error."""
+    from dataclasses import fields, replace
+
+    known = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in keep}
+    changes = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in known or not value:
+            raise typer.BadParameter(f"config must be NAME=VALUE with a NAME of {', '.join(known)}, got {part!r}")
+        kind = type(known[name])
+        try:
+            changes[name] = boolean(value) if kind is bool else kind(value)
+        except ValueError:
+            raise typer.BadParameter(f"config's {name} must be of type {kind.__name__}, got {value!r}") from None
+    try:
+        return replace(config, **changes)
+    except ValueError as error:
+        raise typer.BadParameter(f"config: {error}") from None
+
+
+def boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"
+
+
+def dtype_of(name: str) -> torch.dtype:
+    from strobe.lab.plan import DTYPES
+
+    return DTYPES[one_of("dtype", name, ("bf16", "fp16", "fp32"))]
+
+
+def mask_of(causal: bool, window: str | None) -> Mask:
+    from strobe.masks import Causal, Full, Window
+
+    mask = Causal() if causal else Full()
+    if window is None:
+        return mask
+    try:
+        left, right = (int(part) for part in window.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"window must be LEFT,RIGHT, such as 1024,0, got {window!r}") from None
+    at_least(-1, window=min(left, right))
+    return mask & Window(None if left == -1 else left, None if right == -1 else right)
+
+
+def arch_named(name: str | None) -> Arch:
+    from strobe.device import CPU, KNOWN, arch_of
+
+    if name is None:
+        return arch_of(device_of(None))
+    known = {key.lower(): arch for key, arch in KNOWN.items()} | {"cpu": CPU}
+    if name.lower() not in known:
+        raise typer.BadParameter(f"arch must be one of {', '.join([*KNOWN, 'CPU'])}, got {name!r}")
+    return known[name.lower()]
+
+
+def device_of(name: str | None) -> torch.device:
+    import torch
+
+    available = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
+    return torch.device(one_of("device", name or available[0], available))
