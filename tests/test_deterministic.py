@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import HAS_GPU
 from problems import Case, tensors
 
 import strobe
@@ -31,7 +32,8 @@ def deterministic_algorithms():
 
 
 def gradients(door=strobe.attention, **keywords) -> tuple[torch.Tensor, ...]:
-    t = tensors(CASE).with_gradients()
+    device = "cuda" if HAS_GPU and keywords.get("backend") == "portable" else "cpu"
+    t = tensors(CASE, device=device).with_gradients()
     return torch.autograd.grad(door(t.q, t.k, t.v, **keywords).square().sum(), (t.q, t.k, t.v))
 
 

@@ -151,7 +151,7 @@ def kernel(x, y, inner, outer, slope, batch, head, FUNCTION: gl.constexpr, VISIB
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     rows = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     keys = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
-    s = gluon_scores.score_of(gl.load(x + rows * 64 + keys), rows, keys, inner, outer, slope)
+    s, _ = gluon_scores.score_and_factor(gl.load(x + rows * 64 + keys), rows, keys, inner, outer, slope)
     s = gluon_scores.with_bias(s, gl.load(x + rows * 64 + keys))
     s = gluon_scores.with_function(s, FUNCTION, batch, head, rows, keys)
     s = gl.where(VISIBLE(batch, head, rows, keys), s, float("-inf"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from problems import CASES, Case, Results, check, formula, run, tensors
+from problems import CASES, SEED, Case, Results, check, formula, run, tensors
 
 import strobe
 from strobe.device import KNOWN
@@ -132,13 +132,19 @@ def problem(**changes) -> AttentionProblem:
     return AttentionProblem(**{**plain, "dtype": torch.bfloat16, "scale": 0.1, **changes})
 
 
+def _not_after(batch, head, q_index, kv_index):
+    return kv_index <= q_index
+
+
+def _twice(score, batch, head, q_index, kv_index):
+    return 2.0 * score
+
+
 @pytest.mark.parametrize(
     "changes, reason",
     [
         ({"dtype": torch.float32}, "float16 and bfloat16, not float32"),
-        ({"phase": "backward", "score": strobe.Score(bias=torch.zeros(1, 1, 1, 1))}, "no backward yet for biases"),
-        ({"phase": "backward", "mask": strobe.Document(torch.zeros(2, 512, dtype=torch.int32))}, "no backward yet for masks"),
-        ({"dropout": 0.1}, "takes no dropout"),
+        ({"phase": "backward", "score": strobe.Score(function=_twice)}, "needs the derivative of the score function _twice"),
         ({"scale": -0.1}, "positive scale.*not -0.1"),
         ({"scale": 0.0}, "positive scale.*not 0"),
         ({"unaligned": ("k",)}, "multiples of 16 bytes.*which k lacks"),
@@ -147,10 +153,6 @@ def problem(**changes) -> AttentionProblem:
 )
 def test_refusals(changes, reason):
     assert re.search(reason, backend.refuses(problem(**changes), KNOWN["H200"]))
-
-
-def _not_after(batch, head, q_index, kv_index):
-    return kv_index <= q_index
 
 
 @pytest.mark.parametrize(
@@ -165,11 +167,14 @@ def _not_after(batch, head, q_index, kv_index):
         {"mask": strobe.Document(torch.zeros(2, 512, dtype=torch.int32))},
         {"mask": strobe.Visible(_not_after)},
         {"seqused": True},
+        {"dropout": 0.1},
+        {"score": strobe.Score(bias=torch.zeros(1, 1, 1, 1), function=_twice, function_gradient=_twice)},
     ],
     ids=str,
 )
 def test_what_it_takes(changes):
-    assert backend.refuses(problem(**changes), KNOWN["H200"]) is None
+    for phase in ("forward", "backward"):
+        assert backend.refuses(problem(**changes, phase=phase), KNOWN["H200"]) is None
     config = backend.config(problem(**changes), KNOWN["H200"])
     assert config.smem_bytes() <= KNOWN["H200"].smem_per_block
 
@@ -219,11 +224,12 @@ HOPPER_CASES = [
     ),
     Case(3000, 100, heads_q=20, heads_kv=4, head_dim=64, mask="causal"),  # most tiles see nothing
     Case(100, 200, batch=40, heads_q=32, head_dim=64, mask="causal"),  # many tiles a CTA
-    *(case for case in CASES if case.n_q and case.n_kv and case.batch and not case.dropout),
+    *(case for case in CASES if case.n_q and case.n_kv and case.batch),
 ]
 
 
 def forward(t, backend="sm90") -> Results:
+    torch.manual_seed(SEED)
     out, lse = strobe.attention(t.q, t.k, t.v, return_lse=True, backend=backend, **t.keywords)
     return Results(out, lse, out, out, out)
 

@@ -253,12 +253,24 @@ def _not_after(batch, head, q_index, kv_index):
     return kv_index <= q_index
 
 
+def _twice(score, batch, head, q_index, kv_index):
+    return 2.0 * score
+
+
+def _two(score, batch, head, q_index, kv_index):
+    return 2.0 + 0.0 * score
+
+
+@pytest.mark.parametrize("changes", [{"score": strobe.Score(softcap=3.0)}, {"dropout": 0.1}], ids=str)
+def test_what_takes_registers_gets_smaller_tiles(changes):
+    plain, changed = (backend.config(problem(head_dim=64, head_dim_v=64, **more), KNOWN["H200"]) for more in ({}, changes))
+    assert (plain.tile_q, changed.tile_q) == (128, 64)
+    assert not backend.config(problem(**changes), KNOWN["H200"]).prefetch
+
+
 @pytest.mark.parametrize("changes, reason", [
     ({"dtype": torch.float32}, "float16 and bfloat16, not float32"),
-    ({"mask": strobe.Document(torch.zeros(2, 512, dtype=torch.int32))}, "masks that compare pairs"),
-    ({"mask": strobe.Visible(_not_after)}, "masks that compare pairs"),
-    ({"score": strobe.Score(bias=torch.zeros(1, 1, 512, 512))}, "biases and score functions"),
-    ({"dropout": 0.1}, "takes no dropout"),
+    ({"score": strobe.Score(function=_twice)}, "needs the derivative of the score function _twice"),
     ({"lengths": Dense(2**16, 4096, 512), "heads_q": 2}, "fewer than 2\\^29 of them in its backward, not 536870912"),
     ({"scale": -0.1}, "positive scale.*not -0.1"),
     ({"unaligned": ("dout",)}, "multiples of 16 bytes.*which dout lacks"),
@@ -275,6 +287,11 @@ def test_refusals(changes, reason):
     {"score": strobe.Score(softcap=3.0), "scale": -0.1},
     {"score": strobe.Score(alibi=torch.ones(4))},
     {"score": strobe.Score(sinks=torch.zeros(4)), "learned": ("sinks",)},
+    {"mask": strobe.Document(torch.zeros(2, 512, dtype=torch.int32))},
+    {"mask": strobe.Visible(_not_after)},
+    {"score": strobe.Score(bias=torch.zeros(1, 1, 512, 512)), "learned": ("bias",)},
+    {"score": strobe.Score(function=_twice, function_gradient=_two)},
+    {"dropout": 0.1},
     {"seqused": True},
     {"deterministic": True},
 ], ids=str)  # fmt: skip

@@ -1,16 +1,20 @@
 """Dropout: which weights of the softmax count as 0 (Srivastava et al. 2014), the others being divided by 1 - p.
 
 Whether a pair is kept follows from the seed, the batch entry (or sequence), the query head, the row and the key alone, so it
-does not depend on tiles, on kernels or on the direction: a word of Philox 4x32-10 (Salmon et al. 2011, "Parallel random
-numbers: as easy as 1, 2, 3") with the counter (key, row, head, batch) and the seed's two halves as its key. Kernels compute the
-same words in 32 bits (`kernels/common/philox.py`); here they are exact in int64, whose products wrap around.
+does not depend on tiles, on kernels or on the direction: a word of Philox 4x32-7 (Salmon et al. 2011, "Parallel random
+numbers: as easy as 1, 2, 3": seven rounds are the fewest that pass all tests) with the seed's two halves as its key.
+
+Philox makes four words at a time. They are of the rows i and i + 8 and the keys j and j + 8 of a square of 16: in results of
+tensor cores, whether rows by keys or transposed, one thread has these four. The counter is (key, row, head, batch), each 16
+rows or keys counted as 8. Kernels compute the same words in 32 bits (`kernels/common/philox.py`); here they are exact in int64,
+whose products wrap around.
 """
 
 from __future__ import annotations
 
 import torch
 
-ROUNDS = 10
+ROUNDS = 7
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 
@@ -61,11 +65,18 @@ def kept(
     seed: torch.Tensor, p: float, batch: torch.Tensor, head: torch.Tensor, i: torch.Tensor, j: torch.Tensor
 ) -> torch.Tensor:
     """Whether pairs are kept, for int64 indices that broadcast to them; i and j count from 0 in each sequence."""
-    return first_word(seed, j, i, head, batch) >> 1 >= threshold(p)
+    return word(seed, batch, head, i, j) >> 1 >= threshold(p)
 
 
-def first_word(seed: torch.Tensor, *counter: torch.Tensor) -> torch.Tensor:
-    """The first of the four words of Philox 4x32-10, from 0 to 2^32 - 1, in int64."""
+def word(seed: torch.Tensor, batch: torch.Tensor, head: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    """The word of a pair, from 0 to 2^32 - 1, in int64; the arguments are int64 and broadcast."""
+    four = philox(seed, j // 16 * 8 + j % 8, i // 16 * 8 + i % 8, head, batch)
+    far_row, far_key = i // 8 % 2 == 1, j // 8 % 2 == 1
+    return torch.where(far_row, torch.where(far_key, four[3], four[2]), torch.where(far_key, four[1], four[0]))
+
+
+def philox(seed: torch.Tensor, *counter: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The four words of Philox 4x32, from 0 to 2^32 - 1, in int64."""
     c0, c1, c2, c3 = counter
     low, high = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(ROUNDS):
@@ -73,4 +84,4 @@ def first_word(seed: torch.Tensor, *counter: torch.Tensor) -> torch.Tensor:
         c0, c1 = ((second >> 32) & _WORD) ^ c1 ^ low, second & _WORD
         c2, c3 = ((first >> 32) & _WORD) ^ c3 ^ high, first & _WORD
         low, high = (low + KEY_STEPS[0]) & _WORD, (high + KEY_STEPS[1]) & _WORD
-    return c0
+    return c0, c1, c2, c3

@@ -134,6 +134,12 @@ def addressable(x: torch.Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
 
 
+def zero_bias(problem: AttentionProblem, bias: torch.Tensor) -> torch.Tensor:
+    """What the gradient of a bias is written to, or added up in, in float32; no tile writes to pairs that nobody sees."""
+    dtype = bias.dtype if bias.shape == bias_shape(problem) else torch.float32
+    return torch.zeros(bias.shape, dtype=dtype, device=bias.device)
+
+
 def without_gradient(problem: AttentionProblem) -> str | None:
     """Why no backward takes a problem; or None."""
     function, gradient = problem.score.function, problem.score.function_gradient

@@ -62,6 +62,11 @@ class Score:
                 raise ValueError("score: function_gradient goes with a function, got none")
             object.__setattr__(self, "function_gradient", score_function_gradient(self.function_gradient))
 
+    @property
+    def changed(self) -> bool:
+        """Whether scores are anything but scale * q.k."""
+        return bool(self.softcap) or any(x is not None for x in (self.alibi, self.bias, self.function))
+
     def __str__(self) -> str:
         parts = [f"softcap({self.softcap:g})"] if self.softcap else []
         parts += [name for name in ("alibi", "bias", "sinks") if getattr(self, name) is not None]
@@ -145,6 +150,11 @@ def tanh(x):
     return math.where(x2 < 0.25, near, math.where(x < 0, -far, far))
 
 
+def tanh_of_score(x):
+    """tanh in few instructions, without the relative accuracy near 0 that `tanh` has: of a score the absolute error counts."""
+    return 1.0 - 2.0 / (1.0 + math.exp2(x * (2.0 * LOG2E)))
+
+
 def score_and_factor(raw, p, j, inner, outer, slope):
     """q.k -> (score, the factor that softcap puts on its gradient); p and j broadcast to the tile.
 
@@ -155,7 +165,7 @@ def score_and_factor(raw, p, j, inner, outer, slope):
     if outer is None:
         s = raw * inner
     else:
-        t = tanh(raw * inner)
+        t = tanh_of_score(raw * inner)
         s = t * outer
         factor = 1.0 - t * t
     if slope is not None:
@@ -177,6 +187,11 @@ def with_bias(s, bias):
 def with_function(s, function, batch, head, i, j):
     """Scores in units of log2, through a user's function, which knows natural ones; row i of the sequence, not position p."""
     return function(s * LN2, batch, head, i, j) * LOG2E
+
+
+def gradient_of_function(s, gradient, batch, head, i, j):
+    """Of a user's function at the score before it, in units of log2: d score after it / d score before it."""
+    return gradient(s * LN2, batch, head, i, j)
 
 
 def gradient_through_function(ds, s, gradient, batch, head, i, j):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from problems import Results, Tensors, check, describe, formula, upstream
 from strobe.kernels.sm90 import backward, backward_ends, backward_launch, backward_split
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.kernels.workspace import Workspace
+from strobe.problem import Gradients
 from strobe.sim.attention import backward_launch as kernel_launch
 from strobe.sim.attention import split_backward_launches
 from strobe.sim.machine import Report
@@ -33,12 +35,10 @@ def interpreter() -> Iterator[None]:
                     setattr(thing, name, member)
 
 
-class Gradients(NamedTuple):
+class Left(NamedTuple):
     """What the launches leave, and the report of the main kernel."""
 
-    dq: torch.Tensor
-    dk: torch.Tensor
-    dv: torch.Tensor
+    grads: Gradients
     space: backward_launch.Buffers
     report: Report
 
@@ -49,7 +49,8 @@ class Backward:
 
     def __init__(self, t: Tensors, config: Config | SplitConfig, ctas: int = 1, kernels: ModuleType = backward):
         self.t, self.config, self.ctas, self.kernels = t, config, ctas, kernels
-        self.problem, self.operands = describe(t, "backward")
+        problem, self.operands = describe(t, "backward")
+        self.problem = replace(problem, learned=("bias",) if problem.score.bias is not None else ())
         exact = formula(t)
         dout, dlse = upstream(exact.out, exact.lse)
         half = t.q.dtype
@@ -57,23 +58,23 @@ class Backward:
 
     def run(self, order: str, seed: int) -> Report:
         """AssertionError if the gradients are wrong, or notes or counters are left."""
-        dq, dk, dv, space, report = self.simulate(order, seed)
-        check(Results(None, None, dq, dk, dv), self.t, ("dq", "dk", "dv"))
+        grads, space, report = self.simulate(order, seed)
+        dbias = {} if grads.bias is None else {"dbias": grads.bias.to(self.t.q.dtype)}
+        check(Results(None, None, grads.q, grads.k, grads.v, **dbias), self.t, ("dq", "dk", "dv", *dbias))
         assert not (space.key_notes.any() or space.row_notes.any() or space.counters.any())
         return report
 
-    def simulate(self, order: str, seed: int) -> Gradients:
+    def simulate(self, order: str, seed: int) -> Left:
         problem, operands, config, space = self.problem, self.operands, self.config, self._space()
-        dq = torch.full_like(operands.q, torch.nan)
         grid, _, arguments = backward_launch.prepare_arguments(problem, operands, *self.given, space, config)
         with interpreter():
             backward_ends.prepare[grid](**arguments)
-        launch, dk, dv = kernel_launch(self.kernels, problem, operands, self.given[2], space, config, self.ctas)
+        launch, grads = kernel_launch(self.kernels, problem, operands, self.given[2], space, config, self.ctas)
         report = launch.simulate(order, seed)
-        grid, _, arguments = backward_launch.convert_arguments(problem, operands, dq, space, config)
+        grid, _, arguments = backward_launch.convert_arguments(problem, operands, grads.q, space, config)
         with interpreter():
             backward_ends.convert[grid](**arguments)
-        return Gradients(dq, dk, dv, space, report)
+        return Left(grads, space, report)
 
     def _space(self) -> backward_launch.Buffers:
         notes = sum(backward_launch.number_of_notes(self.problem))
@@ -87,13 +88,13 @@ class SplitBackward(Backward):
     def __init__(self, t: Tensors, config: SplitConfig, kernels: ModuleType = backward_split):
         super().__init__(t, config, kernels=kernels)
 
-    def simulate(self, order: str, seed: int) -> Gradients:
+    def simulate(self, order: str, seed: int) -> Left:
         """The report is of the keys pass."""
         problem, operands, config, space = self.problem, self.operands, self.config, self._space()
         grid, _, arguments = backward_launch.prepare_arguments(problem, operands, *self.given, space, config)
         with interpreter():
             backward_ends.prepare[grid](**arguments)
-        keys, rows, *grads = split_backward_launches(self.kernels, problem, operands, self.given[2], space, config)
+        keys, rows, grads = split_backward_launches(self.kernels, problem, operands, self.given[2], space, config)
         report = keys.simulate(order, seed)
         rows.simulate(order, seed)
-        return Gradients(*grads, space, report)
+        return Left(grads, space, report)

@@ -51,6 +51,16 @@ CASES = [
     (case(200, 300, 64, heads=(2, 1), softcap=3.0, alibi=True, mask="causal"), FP16, D64),
     (case(90, 150, 96, heads=(2, 1), alibi=True), BF16, D96),
     (case(90, 150, 192, heads=(2, 1), head_dim_v=96, alibi=True, softcap=3.0), FP16, Config(192, 96, 64, False, False)),
+    (case(90, 150, 64, heads=(2, 1), batch=2, bias=True, mask="causal"), FP16, D64),
+    (case(90, 150, 128, heads=(2, 1), bias=True, function=True, softcap=4.0), BF16, D128),
+    (case(90, 150, 192, heads=(2, 1), head_dim_v=128, bias=True, function=True, mask="window"), FP16, D192),
+    # What is compared pair by pair, and what is dropped.
+    (case(150, 170, 64, heads=(2, 1), batch=2, mask="all"), BF16, D64),
+    (case(150, 170, 96, heads=(2, 1), mask="functions"), FP16, D96),
+    (case(150, 170, 192, heads=(2, 1), head_dim_v=128, mask="documents"), BF16, D192),
+    (case(150, 170, 64, heads=(2, 1), batch=2, dropout=0.3, mask="causal"), BF16, D64),
+    (case(150, 170, 128, heads=(2, 1), dropout=0.3, function=True, alibi=True), FP16, D128_AHEAD),
+    (case(150, 170, 192, heads=(2, 1), head_dim_v=128, dropout=0.2, function=True), FP16, D192),
     # Head dims that are padded, and V's own.
     (case(150, 170, 80, mask="window"), FP16, D96),
     (case(100, 150, 128, head_dim_v=64, mask="causal"), FP16, Config(128, 64, 64, prefetch=False, turns=False)),

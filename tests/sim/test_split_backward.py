@@ -35,6 +35,9 @@ CASES = [
     # Sequences packed, one of them empty.
     (case(150, 170, 64, heads=(2, 1), batch=4, packed=True, mask="causal"), FP16, SplitConfig(64, 64)),
     (case(90, 150, 96, heads=(2, 1), softcap=3.0, alibi=True), BF16, SplitConfig(96, 96)),
+    (case(90, 150, 64, heads=(2, 1), bias=True, function=True, mask="functions"), BF16, SplitConfig(64, 64)),
+    (case(150, 170, 96, heads=(2, 1), batch=2, mask="all", bias=True, softcap=3.0), FP16, SplitConfig(96, 96)),
+    (case(150, 170, 64, heads=(2, 1), batch=2, dropout=0.3, function=True, mask="causal"), FP16, SplitConfig(64, 64)),
 ]
 
 

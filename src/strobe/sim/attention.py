@@ -17,7 +17,7 @@ from strobe.kernels.sm90 import launch as sm90_launch
 from strobe.kernels.sm100 import config as sm100_config
 from strobe.kernels.sm100 import forward as sm100_forward
 from strobe.kernels.workspace import Workspace
-from strobe.problem import AttentionProblem, Operands, lse_shape
+from strobe.problem import AttentionProblem, Gradients, Operands, lse_shape, zero_bias
 from strobe.sim.barriers import named_arrive, named_sync
 from strobe.sim.costs import Costs
 from strobe.sim.launch import Launch
@@ -89,20 +89,27 @@ def forward_launch(
 def backward_launch(
     kernels: ModuleType, problem: AttentionProblem, operands: Operands, dout, space: sm90_backward_launch.Buffers, config,
     ctas: int = 1,
-) -> tuple[Launch, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The launch of a module's `backward_kernel`, on buffers that `sm90.backward_ends.prepare` has filled, and the dk and dv,
-    NaN until then, that it fills. It adds dQ to `space`, from where `convert` fetches it."""
-    dk, dv = (torch.full_like(x, torch.nan) for x in (operands.k, operands.v))
-    (blocks,), arguments, constants = sm90_backward_launch.one_pass_arguments(problem, operands, dout, dk, dv, space, config)
-    return Launch(kernels.backward_kernel, (min(ctas, blocks),), arguments, constants, 90, ("notes", "counters")), dk, dv
+) -> tuple[Launch, Gradients]:  # fmt: skip
+    """The launch of a module's `backward_kernel`, on buffers that `sm90.backward_ends.prepare` has filled, and the gradients
+    that it fills, NaN until then, but for dQ: it adds that to `space`, from where `convert` fetches it."""
+    grads = _unfilled(problem, operands)
+    (blocks,), arguments, constants = sm90_backward_launch.one_pass_arguments(problem, operands, dout, grads, space, config)
+    return Launch(kernels.backward_kernel, (min(ctas, blocks),), arguments, constants, 90, ("notes", "counters")), grads
 
 
 def split_backward_launches(
     kernels: ModuleType, problem: AttentionProblem, operands: Operands, dout, space: sm90_backward_launch.Buffers, config
-) -> tuple[Launch, Launch, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The launches of a module's `keys_kernel` and `rows_kernel`, as `backward_launch`, and the dq, dk, dv that they fill."""
-    dq, dk, dv = (torch.full_like(x, torch.nan) for x in (operands.q, operands.k, operands.v))
-    grid, arguments, constants = sm90_backward_launch.keys_arguments(problem, operands, dout, dk, dv, space, config)
+) -> tuple[Launch, Launch, Gradients]:
+    """The launches of a module's `keys_kernel` and `rows_kernel`, as `backward_launch`, and the gradients that they fill."""
+    grads = _unfilled(problem, operands)
+    grid, arguments, constants = sm90_backward_launch.keys_arguments(problem, operands, dout, grads, space, config)
     keys = Launch(kernels.keys_kernel, grid, arguments, constants, 90, ("notes",))
-    grid, arguments, constants = sm90_backward_launch.rows_arguments(problem, operands, dout, dq, space, config)
-    return keys, Launch(kernels.rows_kernel, grid, arguments, constants, 90, ("notes",)), dq, dk, dv
+    grid, arguments, constants = sm90_backward_launch.rows_arguments(problem, operands, dout, grads, space, config)
+    return keys, Launch(kernels.rows_kernel, grid, arguments, constants, 90, ("notes",)), grads
+
+
+def _unfilled(problem: AttentionProblem, operands: Operands) -> Gradients:
+    """NaN, but for a bias's, to which kernels add, or write what somebody sees."""
+    grads = Gradients(*(torch.full_like(x, torch.nan) for x in operands[:3]))
+    bias = problem.score.bias
+    return grads._replace(bias=zero_bias(problem, bias)) if bias is not None and "bias" in problem.learned else grads

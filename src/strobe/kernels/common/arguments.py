@@ -40,6 +40,7 @@ def meta_operands(problem: AttentionProblem) -> Operands:
         meta(*rows_kv, problem.heads_kv, problem.head_dim_v, dtype=problem.dtype),
         cu,
         cu,
+        seed=meta(1, dtype=torch.int64) if problem.dropout else None,
     )
 
 

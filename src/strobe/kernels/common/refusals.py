@@ -10,8 +10,6 @@ from strobe.problem import AttentionProblem, Varlen
 
 def gluon_refuses(problem: AttentionProblem) -> str | None:
     """The reason for which no kernel in Gluon runs a problem, whatever its head dims and lengths; or None."""
-    if problem.dropout:
-        return "takes no dropout yet"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
     if max(_rows(problem)) >= MAX_BOUND:
@@ -32,6 +30,8 @@ def changed_scores_refused(problem: AttentionProblem) -> str | None:
         return "takes no mask function yet"
     if problem.seqused:
         return "takes no seqused yet"
+    if problem.dropout:
+        return "takes no dropout yet"
     if str(problem.score) != "plain":
         return f"takes no score but the plain one yet, not {problem.score}"
     if not problem.scale > 0:

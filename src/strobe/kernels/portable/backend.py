@@ -13,7 +13,7 @@ from strobe.device import Arch
 from strobe.kernels import has_triton
 from strobe.kernels.portable.config import config
 from strobe.masks import MAX_BOUND
-from strobe.problem import AttentionProblem, Gradients, Operands, Varlen, bias_shape, lse_shape, without_gradient
+from strobe.problem import AttentionProblem, Gradients, Operands, Varlen, lse_shape, without_gradient, zero_bias
 from strobe.scores import sinks_gradient
 
 __all__ = ["backward", "config", "forward", "refuses"]
@@ -76,7 +76,7 @@ def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse
     bias, sinks = problem.score.bias, problem.score.sinks
     grads = Gradients(*_allocate(problem, operands.q, *(x.shape for x in operands[:3])))
     if bias is not None and "bias" in problem.learned:
-        grads = grads._replace(bias=_zero_bias(problem, bias))
+        grads = grads._replace(bias=zero_bias(problem, bias))
     delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
     if out.numel():
         from strobe.kernels.portable import backward as kernels
@@ -89,9 +89,3 @@ def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse
     if sinks is not None and "sinks" in problem.learned:
         grads = grads._replace(sinks=sinks_gradient(sinks, lse, delta))
     return grads
-
-
-def _zero_bias(problem: AttentionProblem, bias: torch.Tensor) -> torch.Tensor:
-    """What the gradient of a bias is written to, or added up in, in float32; no tile writes to pairs that nobody sees."""
-    dtype = bias.dtype if bias.shape == bias_shape(problem) else torch.float32
-    return torch.zeros(bias.shape, dtype=dtype, device=bias.device)

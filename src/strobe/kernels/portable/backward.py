@@ -90,7 +90,7 @@ def _gradients(products, dp, p, j, shift, delta, seen, slope, batch, head, n_q, 
     weights = tl.exp2(through_function(s, i, j, score, batch, head) - shift)
     kept_weights = weights
     if score.dropout is not None:
-        keep = kept(score.dropout, batch, head, i, j)
+        keep = kept(tl.load(score.dropout.seed), score.dropout.threshold, batch, head, i, j)
         kept_weights = tl.where(keep, weights * score.dropout.scale, 0.0)
         dp = tl.where(keep, dp * score.dropout.scale, 0.0)
     ds = weights * (dp - delta)

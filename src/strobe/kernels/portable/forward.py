@@ -82,7 +82,8 @@ def _attend(
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         acc = acc * rescale[:, None]
         if score.dropout is not None:
-            weights = tl.where(kept(score.dropout, batch, head, i, j[None, :]), weights, 0.0)
+            keep = kept(tl.load(score.dropout.seed), score.dropout.threshold, batch, head, i, j[None, :])
+            weights = tl.where(keep, weights, 0.0)
         v_tile = load_tile(v, first, remaining, DIM_V)
         if FINITE:
             v_tile = finite_part(v_tile)

@@ -15,7 +15,16 @@ from strobe.kernels.common.refusals import gluon_refuses
 from strobe.kernels.sm90.backward_config import choose as choose_backward
 from strobe.kernels.sm90.config import choose
 from strobe.kernels.sm90.config import origin as origin_of_choice
-from strobe.problem import AttentionProblem, Gradients, Operands, Varlen, addressable, lse_shape
+from strobe.problem import (
+    AttentionProblem,
+    Gradients,
+    Operands,
+    Varlen,
+    addressable,
+    lse_shape,
+    without_gradient,
+    zero_bias,
+)
 from strobe.scores import sinks_gradient
 
 if TYPE_CHECKING:
@@ -46,15 +55,11 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
     if not problem.scale > 0 and not problem.score.softcap:
         return f"takes a positive scale (it takes maxima before it scales), not {problem.scale:g}"
     if problem.phase == "backward":
-        return gluon_refuses(problem) or backward_refuses(problem)
+        return gluon_refuses(problem) or backward_refuses(problem) or without_gradient(problem)
     return gluon_refuses(problem)
 
 
 def backward_refuses(problem: AttentionProblem) -> str | None:
-    if problem.mask.by_pair:
-        return f"has no backward yet for masks that compare pairs, such as {problem.mask}"
-    if problem.score.bias is not None or problem.score.function is not None:
-        return f"has no backward yet for biases and score functions, such as {problem.score}"
     lengths = problem.lengths
     rows = problem.heads_q * (lengths.total_q if isinstance(lengths, Varlen) else lengths.batch * lengths.seqlen_q)
     if rows >= MOST_ROWS:
@@ -108,17 +113,20 @@ def backward(
     from strobe.kernels.sm90 import backward_launch
     from strobe.kernels.workspace import lock, workspace
 
-    empty = _gradient_maker(problem)
-    dq, dk, dv = (empty(x) for x in operands[:3])
+    empty, bias, sinks = _gradient_maker(problem), problem.score.bias, problem.score.sinks
+    grads = Gradients(*(empty(x) for x in operands[:3]))
+    if bias is not None and "bias" in problem.learned:
+        grads = grads._replace(bias=zero_bias(problem, bias))
     dout = dout if addressable(dout) else dout.contiguous()
     with torch.cuda.device_of(dout), lock(dout.device):
         config, notes = choose_backward(problem), sum(backward_launch.number_of_notes(problem))
         space = backward_launch.buffers(problem, config, dout.device, workspace(dout.device, notes))
-        backward_launch.launch(problem, operands, out, lse, dout, dlse, dq, dk, dv, space, config)
-    sinks = problem.score.sinks
+        backward_launch.launch(problem, operands, out, lse, dout, dlse, grads, space, config)
+    if bias is not None and grads.bias is not None:
+        grads = grads._replace(bias=grads.bias.to(bias.dtype))
     if sinks is not None and space.delta is not None and "sinks" in problem.learned:
-        return Gradients(dq, dk, dv, sinks=sinks_gradient(sinks, lse, space.delta))
-    return Gradients(dq, dk, dv)
+        grads = grads._replace(sinks=sinks_gradient(sinks, lse, space.delta))
+    return grads
 
 
 def backward_plan(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse) -> BackwardPlan | None:

@@ -56,7 +56,7 @@ import triton.language as tl
 from strobe.kernels.common.channel import at, make_barriers, make_chunks, swizzled
 from strobe.kernels.common.descriptors import coordinates, one_or_two
 from strobe.kernels.common.gluon_masks import q_full, q_range
-from strobe.kernels.common.gluon_scores import score_and_factor
+from strobe.kernels.common.gluon_philox import dropped
 from strobe.kernels.common.named_barrier import FIRST, announce, meet, rendezvous
 from strobe.kernels.common.pairs import rounded, widened
 from strobe.kernels.common.work import Lengths, sequence
@@ -78,13 +78,21 @@ from strobe.kernels.gluon import (
 from strobe.kernels.sm90 import backward_config as sizes
 from strobe.kernels.sm90.descriptors import copy_in
 from strobe.kernels.sm90.layouts import accumulator, columns_of, one, rows_of
+from strobe.kernels.sm90.scores import (
+    SCORE_NUMBERS,
+    BiasGradient,
+    Score,
+    add_to_bias,
+    compare_pairs,
+    score_and_factors,
+    weighed,
+)
 
 KEYS = gl.constexpr(sizes.KEYS)
 HALF = gl.constexpr(sizes.KEYS // 2)
 STAGES = gl.constexpr(sizes.STAGES)
 SLOTS = gl.constexpr(sizes.SLOTS)
 ROWS_PADDED = gl.constexpr(sizes.ROWS_PADDED)
-LOG2_E = gl.constexpr(1.4426950408889634)
 
 DS_READY = gl.constexpr(FIRST.value)
 """Of a reader and a parity: DS_READY + 2 * reader + parity (see `announce_ds`)."""
@@ -185,20 +193,22 @@ def flat(rank):
 @aggregate
 class Outputs:
     """dq, dk, dv: TMA descriptors, of the shares of dQ's accumulator that each group adds, and of chunks. notes: int32, one for
-    64 keys. scale: of dK."""
+    64 keys. dbias: see `BiasGradient`. scale: of dK."""
 
     dq: gl.tuple
     dk: gl.tuple
     dv: gl.tuple
     notes: gl.tensor
+    dbias: BiasGradient
     scale: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, dq, dk, dv, notes, scale):
+    def __init__(self, dq, dk, dv, notes, dbias, scale):
         self.dq = dq
         self.dk = dk
         self.dv = dv
         self.notes = notes
+        self.dbias = dbias
         self.scale = scale
 
 
@@ -223,30 +233,6 @@ class Heads:
         self.all = all
         self.blocks = blocks
         self.padded = padded
-
-
-@aggregate
-class Score:
-    """Of `strobe.scores.score_and_factor`, in powers of two; slopes: by batch, head. CHANGED: whether there is a softcap or
-    slopes. BY_PAIR: as in `scores.Score`, none yet."""
-
-    inner: gl.tensor
-    outer: (gl.tensor, gl.constexpr)
-    slopes: (gl.tensor, gl.constexpr)
-    slope_batch: gl.tensor
-    slope_head: gl.tensor
-    CHANGED: gl.constexpr
-    BY_PAIR: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, inner, outer, slopes, slope_batch, slope_head):
-        self.inner = inner
-        self.outer = gl.constexpr(None) if outer is None else outer
-        self.slopes = gl.constexpr(None) if slopes is None else slopes
-        self.slope_batch = slope_batch
-        self.slope_head = slope_head
-        self.CHANGED = gl.constexpr(outer is not None or slopes is not None)
-        self.BY_PAIR = gl.constexpr(False)
 
 
 @aggregate
@@ -287,7 +273,7 @@ class Work:
 
 
 @gluon.jit
-def locate(number, lengths, heads, KEYS: gl.constexpr, TILE_Q: gl.constexpr):
+def locate(number, lengths, heads, score, KEYS: gl.constexpr, TILE_Q: gl.constexpr):
     """The number-th block of so many keys. Under a causal mask those that most rows see come first, within bundles of heads."""
     blocks = (lengths.n_kv + KEYS - 1) // KEYS
     bundle = number // (heads.at_once * blocks)
@@ -311,6 +297,8 @@ def locate(number, lengths, heads, KEYS: gl.constexpr, TILE_Q: gl.constexpr):
     # The last tile may have fewer rows: those beyond weigh nothing, masked or not.
     full_end = gl.where(full_end >= n_kv, end, (full_end - shift) // TILE_Q)
     full_end = gl.where(first + KEYS <= n_kv, full_end, full_begin)
+    if score.BY_PAIR:
+        full_begin = end
     if lengths.cu_q is None:
         row = (batch * heads.heads + head_kv * group) * heads.padded
     else:
@@ -322,7 +310,7 @@ def locate(number, lengths, heads, KEYS: gl.constexpr, TILE_Q: gl.constexpr):
 
 
 @gluon.jit
-def producer(inputs, counters, lengths, heads, memory, C: gl.constexpr):
+def producer(inputs, counters, lengths, heads, score, memory, C: gl.constexpr):
     q_desc, k_desc, v_desc, do_desc, statistics_desc = inputs
     turn = 0
     block = 0
@@ -330,7 +318,7 @@ def producer(inputs, counters, lengths, heads, memory, C: gl.constexpr):
     number = gl.program_id(0)
     while number < heads.blocks:
         publish(turn, number, memory)
-        work = locate(number, lengths, heads, KEYS, C.tile_q)
+        work = locate(number, lengths, heads, score, KEYS, C.tile_q)
         if work.first < work.n_kv:
             count = (work.end - work.begin) * work.group
             copy_block(v_desc, memory.v, block, work)
@@ -466,7 +454,7 @@ def add_to_dq(w: gl.constexpr, dq, place, outputs, memory):
 
 
 @gluon.jit
-def apply_mask(x, other, w: gl.constexpr, row, work, lengths):
+def apply_mask(x, other, w: gl.constexpr, row, head, work, lengths, score):
     """`other` where a row of the tile that begins at `row` does not see a key, x [64 keys, tile_q].
 
     Row 8 a + 2 b + e of a tile lies in lane b of a quad. Seen in these dims a lane compares a number of its own with numbers
@@ -488,22 +476,53 @@ def apply_mask(x, other, w: gl.constexpr, row, work, lengths):
         y = gl.where(within <= key + lengths.left - p, y, other)
     if lengths.prefix is not None:
         y = gl.where(within >= gl.where(key < lengths.prefix, 0, key - p), y, other)
-    return gl.convert_layout(gl.reshape(y, [HALF, TILE_Q]), accumulator(TILE_Q))
+    x = gl.convert_layout(gl.reshape(y, [HALF, TILE_Q]), accumulator(TILE_Q))
+    if score.BY_PAIR:
+        rows, keys = indices(w, row, work, TILE_Q)
+        x = compare_pairs(x, other, rows[None, :], keys[:, None], work.batch, head, work.n_q, work.n_kv, score)
+    return x
+
+
+@gluon.jit
+def indices(w: gl.constexpr, row, work, TILE_Q: gl.constexpr):
+    """Of the rows of the tile that begins at `row`, and of group w's keys, in their sequence."""
+    rows = row + gl.arange(0, TILE_Q, columns_of(TILE_Q))
+    return rows, work.first + w * HALF + gl.arange(0, HALF, rows_of(TILE_Q))
 
 
 @gluon.jit
 def scores_of(s, w: gl.constexpr, row, head, work, score):
-    """q.k -> (score in powers of two, the factor of its gradient)."""
+    """q.k -> (score in powers of two, the factors of its gradient: see `scores.score_and_factors`)."""
     if not score.CHANGED:
-        return s * score.inner, 1.0
+        return s * score.inner, 1.0, 1.0
     else:
-        TILE_Q: gl.constexpr = s.shape[1]
-        key = work.first + w * HALF + gl.arange(0, HALF, rows_of(TILE_Q))
-        p = row + (work.n_kv - work.n_q) + gl.arange(0, TILE_Q, columns_of(TILE_Q))
-        slope = None
-        if score.slopes is not None:
-            slope = gl.load(score.slopes + work.batch * score.slope_batch + head * score.slope_head) * LOG2_E
-        return score_and_factor(s, p[None, :], key[:, None], score.inner, score.outer, slope)
+        rows, keys = indices(w, row, work, s.shape[1])
+        return score_and_factors(s, rows[None, :], keys[:, None], work.batch, head, work.n_q, work.n_kv, score)
+
+
+@gluon.jit
+def kept_weights(p, w: gl.constexpr, row, head, work, score):
+    """P with 0 for what dropout drops, and what is kept multiplied."""
+    if score.seed is None:
+        return p
+    else:
+        first = work.first + w * HALF
+        return dropped(p, first, row, score.seed, score.threshold, work.batch, head, TRANSPOSED=True) * score.kept_scale
+
+
+@gluon.jit
+def gradients(p, kept, dp, delta, factor, of_function, w: gl.constexpr, row, head, work, outputs, score):
+    """dS, also to where a bias's gradient goes: P (dP - delta) and what comes of changed scores. kept: P after dropout."""
+    if score.seed is None:
+        ds = weighed(p, of_function, score) * (dp - delta)
+    else:
+        ds = weighed(kept, of_function, score) * dp - weighed(p, of_function, score) * delta
+    if outputs.dbias.pointer is not None:
+        rows, keys = indices(w, row, work, p.shape[1])
+        add_to_bias(outputs.dbias, ds, p, rows, keys, work.batch, head, work.n_q, work.n_kv, TRANSPOSED=True)
+    if score.CHANGED:
+        ds = ds * factor
+    return ds
 
 
 @gluon.jit
@@ -526,7 +545,7 @@ def consumer(w: gl.constexpr, outputs, lengths, heads, score, memory, MASKED: gl
         announce(TURN)
     number = fetch(turn, memory)
     while number < heads.blocks:
-        work = locate(number, lengths, heads, KEYS, C.tile_q)
+        work = locate(number, lengths, heads, score, KEYS, C.tile_q)
         if work.first < work.n_kv:
             consume(w, block, g, work, outputs, lengths, heads, score, memory, MASKED, NOTED, C)
             g += (work.end - work.begin) * work.group
@@ -582,23 +601,22 @@ def step(w: gl.constexpr, g, before, last, tile, head, place, s, dk, dv, work, o
     if not C.prefetch:
         s = warpgroup_mma_wait(PENDING_V, deps=[s])
     lse = statistics.slice(0, C.tile_q).load(COLUMNS)
-    x, factor = scores_of(s, w, tile * C.tile_q, head, work, score)
+    row = tile * C.tile_q
+    x, factor, of_function = scores_of(s, w, row, head, work, score)
     x = x - lse[None, :]
     if MASKED:
         if (tile < work.full_begin) | (tile >= work.full_end):
-            x = apply_mask(x, float("-inf"), w, tile * C.tile_q, work, lengths)
+            x = apply_mask(x, float("-inf"), w, row, head, work, lengths, score)
     p = gl.exp2(x)
+    kept = kept_weights(p, w, row, head, work, score)
     if C.tile_q == HALF:
         delta = statistics.slice(C.tile_q, C.tile_q).load(COLUMNS)
         dp, p = warpgroup_mma_wait(0, deps=[dp, p])
     else:  # so many numbers are loaded late
         dp, p = warpgroup_mma_wait(0, deps=[dp, p])
         delta = statistics.slice(C.tile_q, C.tile_q).load(COLUMNS)
-    ds = p * (dp - delta[None, :])
-    if score.CHANGED:
-        ds = ds * factor
-    ds = ds.to(dtype)
-    p = p.to(dtype)
+    ds = gradients(p, kept, dp, delta[None, :], factor, of_function, w, row, head, work, outputs, score).to(dtype)
+    p = p.to(dtype) if score.seed is None else kept.to(dtype)
 
     if C.turns:
         meet(TURN + w)
@@ -643,20 +661,21 @@ def serial_step(w: gl.constexpr, g, before, tile, head, place, dk, dv, work, out
     s = start_products(memory.k.half(fixed + w), q)
     s = warpgroup_mma_wait(0, deps=[s])
     lse = statistics.slice(0, C.tile_q).load(COLUMNS)
-    x, factor = scores_of(s, w, tile * C.tile_q, head, work, score)
+    row = tile * C.tile_q
+    x, factor, of_function = scores_of(s, w, row, head, work, score)
     x = x - lse[None, :]
     p = gl.exp2(x)
     if (tile < work.full_begin) | (tile >= work.full_end):
-        p = apply_mask(p, 0.0, w, tile * C.tile_q, work, lengths)
-    p = rounded(p, dtype)
+        p = apply_mask(p, 0.0, w, row, head, work, lengths, score)
+    kept = rounded(kept_weights(p, w, row, head, work, score), dtype)
+    p = kept if score.seed is None else rounded(p, dtype)
     dp = start_products(memory.v.half(fixed + w), do)
     delta = statistics.slice(C.tile_q, C.tile_q).load(COLUMNS)
     dp = warpgroup_mma_wait(0, deps=[dp])
-    ds = widened(p) * (dp - delta[None, :])
-    if score.CHANGED:
-        ds = ds * factor
-    ds = ds.to(dtype)
-    dv = start_sum(dv, p, do)
+    ds = gradients(widened(p), widened(kept), dp, delta[None, :], factor, of_function, w, row, head, work, outputs, score).to(
+        dtype
+    )
+    dv = start_sum(dv, kept, do)
     await_ds(w, stage ^ 1, g > before)
     put_ds(w, stage, ds, memory)
     dk = start_sum(dk, ds, q)
@@ -792,7 +811,8 @@ def part_of(buffer, dtype: gl.constexpr, size: gl.constexpr, columns: gl.constex
 
 NUMBERS = (
     *("heads", "heads_kv", "at_once", "all_heads", "blocks", "padded", "n_q", "n_kv", "left", "right", "prefix"),
-    *("slope_batch", "slope_head"),
+    *SCORE_NUMBERS,
+    *("dbias_batch", "dbias_head", "dbias_row", "dbias_key"),
 )
 """Arguments that no kernel is specialised for: other lengths, bounds and strides do not recompile."""
 
@@ -802,7 +822,10 @@ def backward_kernel(
     q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, do_wide, do_narrow, statistics_desc, dq_wide, dq_narrow,
     dk_wide, dk_narrow, dv_wide, dv_narrow, notes, counters, cu_q, cu_kv, used_q, used_kv,
     heads, heads_kv, at_once, all_heads, blocks, padded, n_q, n_kv, left, right, prefix,
-    inner, outer, slopes, slope_batch, slope_head, scale,
+    inner, outer, slopes, slope_batch, slope_head, bias, bias_batch, bias_head, bias_row, bias_key,
+    sinks, sink_stride, function, gradient, visible, document_q, document_q_batch, document_q_row, document_kv,
+    document_kv_batch, document_kv_row, seed, threshold, kept_scale,
+    dbias, dbias_batch, dbias_head, dbias_row, dbias_key, scale,
     MASKED: gl.constexpr, NOTED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     memory = make_memory(q_wide.dtype, C)
@@ -810,12 +833,15 @@ def backward_kernel(
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow),
               one_or_two(do_wide, do_narrow), statistics_desc)  # fmt: skip
     outputs = Outputs(one_or_two(dq_wide, dq_narrow), one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes,
-                      scale)  # fmt: skip
+                      BiasGradient(dbias, dbias_batch, dbias_head, dbias_row, dbias_key), scale)  # fmt: skip
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv)
     heads = Heads(heads, heads_kv, at_once, all_heads, blocks, padded)
-    score = Score(inner, outer, slopes, slope_batch, slope_head)
+    score = Score(inner, outer, slopes, (slope_batch, slope_head), bias, (bias_batch, bias_head, bias_row, bias_key), sinks,
+                  sink_stride, function, gradient, visible, document_q, document_kv,
+                  (document_q_batch, document_q_row, document_kv_batch, document_kv_row), seed, threshold,
+                  kept_scale)  # fmt: skip
     gl.warp_specialize([
         (consumer, (0, outputs, lengths, heads, score, memory, MASKED, NOTED, C)),
         (consumer, (1, outputs, lengths, heads, score, memory, MASKED, NOTED, C)),
-        (producer, (inputs, counters, lengths, heads, memory, C)),
+        (producer, (inputs, counters, lengths, heads, score, memory, C)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -9,10 +9,11 @@ import torch
 import triton
 
 from strobe.device import arch_of
-from strobe.kernels.common.arguments import LOG2_E, even_bundles, heads_at_once, meta, meta_operands
+from strobe.kernels.common.arguments import even_bundles, heads_at_once, meta, meta_operands
 from strobe.kernels.gluon import TensorDescriptor
 from strobe.kernels.portable import backward as portable
 from strobe.kernels.sm90 import backward_ends as ends
+from strobe.kernels.sm90.arguments import bias_gradient_arguments, score_arguments
 from strobe.kernels.sm90.backward import backward_kernel, flat
 from strobe.kernels.sm90.backward_config import KEYS, ROWS_PADDED, SPLIT_TILE, Chunks, Config, SplitConfig
 from strobe.kernels.sm90.backward_split import keys_kernel, rows_kernel
@@ -76,37 +77,38 @@ def number_of_notes(problem: AttentionProblem) -> tuple[int, int]:
 
 def is_noted(problem: AttentionProblem) -> bool:
     """Whether a row may meet, in a tile, what it does not see."""
-    return problem.mask.band != (None, None, None) or problem.seqused
+    return problem.mask.band != (None, None, None) or problem.mask.by_pair or problem.seqused
 
 
 def launch(
     problem: AttentionProblem, operands: Operands, out, lse, dout, dlse: torch.Tensor | None,
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, space: Buffers, config: Config | SplitConfig,
+    grads: Gradients, space: Buffers, config: Config | SplitConfig,
 ) -> None:  # fmt: skip
-    """Write dq, dk, dv, at least one query and one key given; rows that belong to no sequence are left alone."""
-    for kernel, grid, arguments, keywords in calls(problem, operands, out, lse, dout, dlse, dq, dk, dv, space, config):
+    """Write grads but those of sinks, at least one query and one key given; rows that belong to no sequence are left alone, and
+    so are pairs of a bias that nobody sees."""
+    for kernel, grid, arguments, keywords in calls(problem, operands, out, lse, dout, dlse, grads, space, config):
         kernel[grid](*arguments, **keywords)
 
 
 def calls(
     problem: AttentionProblem, operands: Operands, out, lse, dout, dlse: torch.Tensor | None,
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, space: Buffers, config: Config | SplitConfig,
+    grads: Gradients, space: Buffers, config: Config | SplitConfig,
 ) -> list[Call]:  # fmt: skip
     """The launches of a backward, in order. Where a mask cuts, the notes of blocks are set into which something may have come
     that they do not see."""
     found = [Call(ends.prepare, *prepare_arguments(problem, operands, out, lse, dout, dlse, space, config))]
     if isinstance(config, Config):
         found += [
-            Call(backward_kernel, *one_pass_arguments(problem, operands, dout, dk, dv, space, config)),
-            Call(ends.convert, *convert_arguments(problem, operands, dq, space, config)),
+            Call(backward_kernel, *one_pass_arguments(problem, operands, dout, grads, space, config)),
+            Call(ends.convert, *convert_arguments(problem, operands, grads.q, space, config)),
         ]
     else:
         found += [
-            Call(keys_kernel, *keys_arguments(problem, operands, dout, dk, dv, space, config)),
-            Call(rows_kernel, *rows_arguments(problem, operands, dout, dq, space, config)),
+            Call(keys_kernel, *keys_arguments(problem, operands, dout, grads, space, config)),
+            Call(rows_kernel, *rows_arguments(problem, operands, dout, grads, space, config)),
         ]
     if is_noted(problem):
-        grads, notes = Gradients(dq, dk, dv), (space.key_notes, space.row_notes)
+        notes = space.key_notes, space.row_notes
         grid, keywords = portable.redo_arguments(problem, operands, lse, dout, space.delta, grads, *notes)
         found.append(Call(portable.redo_noted, grid, (), keywords))
     return found
@@ -119,7 +121,8 @@ def compile_only(problem: AttentionProblem, config: Config | SplitConfig) -> lis
     out = meta(*q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
     lse = meta(*lse_shape(problem), dtype=torch.float32)
     space = buffers(problem, config, torch.device("meta"), Workspace(meta(16, dtype=torch.int32), meta(1, dtype=torch.int32)))
-    found = calls(problem, operands, out, lse, out, None, q, k, v, space, config)
+    bias = problem.score.bias if "bias" in problem.learned else None
+    found = calls(problem, operands, out, lse, out, None, Gradients(q, k, v, bias), space, config)
     main = [call for call in found if call.kernel in (backward_kernel, keys_kernel, rows_kernel)]
     return [kernel.warmup(*arguments, grid=grid, **keywords) for kernel, grid, arguments, keywords in main]
 
@@ -127,48 +130,49 @@ def compile_only(problem: AttentionProblem, config: Config | SplitConfig) -> lis
 # ---- grid, arguments and keywords of each kernel
 
 
-def one_pass_arguments(problem: AttentionProblem, operands: Operands, dout, dk, dv, space: Buffers, config: Config):
+def one_pass_arguments(problem: AttentionProblem, operands: Operands, dout, grads: Gradients, space: Buffers, config: Config):
     blocks, heads = _key_blocks(problem, KEYS, problem.head_dim + problem.head_dim_v + 2 * config.head_dim)
     arguments = (
         *_inputs(operands, dout, config, config.tile_q, 64),
         _statistics(space, config.tile_q),
         *_shares(space.accumulator, config),
-        *_key_gradients(dk, dv, config),
+        *_key_gradients(grads.k, grads.v, config),
         space.key_notes,
         space.counters,
         *operands[3:7],
         *heads,
         *_bounds(problem),
-        *_score(problem),
+        *score_arguments(problem, operands.seed),
+        *bias_gradient_arguments(problem, grads.bias),
         problem.scale,
     )
     ctas = arch_of(operands.q.device).sms or SMS
     return (min(blocks, ctas),), arguments, _constants(problem, KEYS, config)
 
 
-def keys_arguments(problem: AttentionProblem, operands: Operands, dout, dk, dv, space: Buffers, config: SplitConfig):
+def keys_arguments(problem: AttentionProblem, operands: Operands, dout, grads: Gradients, space: Buffers, config: SplitConfig):
     blocks, heads = _key_blocks(problem, SPLIT_TILE, problem.head_dim + problem.head_dim_v)
     arguments = (
         *_inputs(operands, dout, config, SPLIT_TILE, SPLIT_TILE),
         _statistics(space, SPLIT_TILE),
-        *_key_gradients(dk, dv, config),
+        *_key_gradients(grads.k, grads.v, config),
         space.key_notes,
         *operands[3:7],
         *heads,
         *_bounds(problem),
-        *_score(problem),
+        *score_arguments(problem, operands.seed),
         problem.scale,
     )
     return (blocks,), arguments, _constants(problem, SPLIT_TILE, config)
 
 
-def rows_arguments(problem: AttentionProblem, operands: Operands, dout, dq, space: Buffers, config: SplitConfig):
+def rows_arguments(problem: AttentionProblem, operands: Operands, dout, grads: Gradients, space: Buffers, config: SplitConfig):
     lengths = problem.lengths
     tiles = triton.cdiv(lengths.seqlen_q, config.tile_q) * lengths.batch * problem.heads_q
     arguments = (
         *_inputs(operands, dout, config, SPLIT_TILE, SPLIT_TILE),
         space.statistics,
-        *descriptors(dq, SPLIT_TILE, (config.wide, config.narrow)),
+        *descriptors(grads.q, SPLIT_TILE, (config.wide, config.narrow)),
         space.row_notes,
         *operands[3:7],
         padded_rows(problem)[0],
@@ -177,7 +181,8 @@ def rows_arguments(problem: AttentionProblem, operands: Operands, dout, dq, spac
         heads_at_once(problem, HALF_L2),
         tiles,
         *_bounds(problem),
-        *_score(problem),
+        *score_arguments(problem, operands.seed),
+        *bias_gradient_arguments(problem, grads.bias),
         problem.scale,
     )
     return (tiles,), arguments, _constants(problem, SPLIT_TILE, config)
@@ -255,16 +260,6 @@ def _key_blocks(problem: AttentionProblem, keys: int, columns: int) -> tuple[int
 
 def _bounds(problem: AttentionProblem) -> tuple:
     return problem.lengths.seqlen_q, problem.lengths.seqlen_kv, *problem.mask.device_band
-
-
-def _score(problem: AttentionProblem) -> tuple:
-    score = problem.score
-    inner, outer = problem.scale * LOG2_E, None
-    if score.softcap:
-        inner, outer = problem.scale / score.softcap, score.softcap * LOG2_E
-    if score.alibi is None:
-        return inner, outer, None, 0, 0
-    return inner, outer, score.alibi, score.alibi.stride(0) * (score.alibi.dim() == 2), score.alibi.stride(-1)
 
 
 def _constants(problem: AttentionProblem, keys: int, config: Config | SplitConfig) -> dict:

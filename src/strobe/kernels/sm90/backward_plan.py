@@ -14,7 +14,7 @@ from strobe.kernels.launcher import Call as CompiledCall
 from strobe.kernels.launcher import Launch, compiled_call, prepare, without_memory
 from strobe.kernels.sm90 import backward_launch
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
-from strobe.problem import AttentionProblem, Operands
+from strobe.problem import AttentionProblem, Gradients, Operands
 from strobe.recent import Made
 
 
@@ -43,8 +43,9 @@ class BackwardPlan:
         self._empty = empty
         space = backward_launch.buffers(problem, config, self._device, workspace.workspace(self._device, self._notes))
         self._shared = [without_memory(x) for x in (space.statistics, space.delta, space.accumulator) if x is not None]
-        gradients = dq, dk, dv = [empty(x) for x in operands[:3]]
-        calls = backward_launch.calls(problem, operands, out, lse, dout, dlse, dq, dk, dv, space, config)
+        gradients = [empty(x) for x in operands[:3]]
+        grads = Gradients(*gradients)
+        calls = backward_launch.calls(problem, operands, out, lse, dout, dlse, grads, space, config)
         given = [x for x in (*operands[:3], out, lse, dout, dlse, *gradients, *space) if x is not None]
         with ThreadPoolExecutor(len(calls)) as pool:  # a first call waits for the longest compilation, not for all
             compiled = list(pool.map(self._compiled, calls))

@@ -27,7 +27,6 @@ import triton.language as tl
 
 from strobe.kernels.common.channel import Channel, at, make_barriers, make_channel, make_chunks
 from strobe.kernels.common.descriptors import coordinates, one_or_two
-from strobe.kernels.common.gluon_scores import score_and_factor
 from strobe.kernels.common.named_barrier import FIRST, announce, meet, rendezvous
 from strobe.kernels.common.work import Heads as RowHeads
 from strobe.kernels.common.work import Lengths
@@ -46,11 +45,12 @@ from strobe.kernels.gluon import (
 )
 from strobe.kernels.sm90 import backward_config as sizes
 from strobe.kernels.sm90.backward import (
+    NUMBERS,
     Heads,
-    Score,
     apply_mask,
     finished,
     flat,
+    kept_weights,
     locate,
     no_result,
     note_of_keys,
@@ -60,12 +60,21 @@ from strobe.kernels.sm90.backward import (
 )
 from strobe.kernels.sm90.descriptors import copy_in
 from strobe.kernels.sm90.layouts import accumulator, columns_of, rows_of
+from strobe.kernels.sm90.scores import (
+    SCORE_NUMBERS,
+    BiasGradient,
+    Score,
+    add_to_bias,
+    score_and_factors,
+    weighed,
+)
 from strobe.kernels.sm90.scores import apply_mask as apply_mask_to_rows
+from strobe.kernels.sm90.scores import kept_weights as kept_weights_of_rows
+from strobe.kernels.sm90.tiles import whole_blocks
 
 TILE = gl.constexpr(sizes.SPLIT_TILE)
 STAGES = gl.constexpr(sizes.STAGES)
 ROWS_PADDED = gl.constexpr(sizes.ROWS_PADDED)
-LOG2_E = gl.constexpr(1.4426950408889634)
 
 P_READY = gl.constexpr(FIRST.value)
 """Of a parity: P_READY + parity. P^T is there."""
@@ -127,9 +136,9 @@ def make_keys_memory(dtype: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def keys_producer(inputs, lengths, heads, memory, C: gl.constexpr):
+def keys_producer(inputs, lengths, heads, score, memory, C: gl.constexpr):
     q_desc, k_desc, v_desc, do_desc, statistics_desc = inputs
-    work = locate(gl.program_id(0), lengths, heads, TILE, TILE)
+    work = locate(gl.program_id(0), lengths, heads, score, TILE, TILE)
     if work.first < work.n_kv:
         copy_in(k_desc, at(memory.k, 0), memory.k_full.index(0), work.start_kv, work.n_kv, work.batch, work.head_kv, work.first)
         copy_in(v_desc, at(memory.v, 0), memory.v_full.index(0), work.start_kv, work.n_kv, work.batch, work.head_kv, work.first)
@@ -147,22 +156,30 @@ def keys_producer(inputs, lengths, heads, memory, C: gl.constexpr):
 
 @gluon.jit
 def weights_of(s, g, work, lengths, score, memory, MASKED: gl.constexpr):
-    """P^T of the g-th tile from its scores, and what dP - delta is multiplied by: P^T times the factor of the scores'
-    gradient."""
-    tiles = work.end - work.begin
-    tile = work.begin + g % tiles
-    x, factor = scores_of(s, 0, tile * TILE, work.head_kv * work.group + g // tiles, work, score)
+    """Of the g-th tile from its scores: P^T after dropout, and what dP - delta is multiplied by, P^T times the factors of the
+    scores' gradient."""
+    row, head = place_of(g, work)
+    x, factor, of_function = scores_of(s, 0, row, head, work, score)
     memory.statistics.wait(g)
     x = x - memory.statistics.block(g)[0].slice(0, TILE).load(columns_of(TILE))[None, :]
     memory.statistics.release(g)
     if MASKED:
+        tile = row // TILE
         if (tile < work.full_begin) | (tile >= work.full_end):
-            x = apply_mask(x, float("-inf"), 0, tile * TILE, work, lengths)
+            x = apply_mask(x, float("-inf"), 0, row, head, work, lengths, score)
     p = gl.exp2(x)
+    kept = kept_weights(p, 0, row, head, work, score)
     if score.CHANGED:
-        return p, p * factor
+        return kept, weighed(p, of_function, score) * factor
     else:
-        return p, p
+        return kept, p
+
+
+@gluon.jit
+def place_of(g, work):
+    """First row, and head, of the g-th tile."""
+    tiles = work.end - work.begin
+    return (work.begin + g % tiles) * TILE, work.head_kv * work.group + g // tiles
 
 
 @gluon.jit
@@ -187,7 +204,7 @@ def receive(g, count, memory):
 def values(outputs, lengths, heads, score, memory, MASKED: gl.constexpr, NOTED: gl.constexpr, C: gl.constexpr):
     _dk_desc, dv_desc, notes, _scale = outputs
     dtype: gl.constexpr = memory.p.dtype
-    work = locate(gl.program_id(0), lengths, heads, TILE, TILE)
+    work = locate(gl.program_id(0), lengths, heads, score, TILE, TILE)
     if work.first < work.n_kv:
         count = (work.end - work.begin) * work.group
         dv = no_result(C.wide_v, C.narrow_v)
@@ -229,7 +246,7 @@ def values(outputs, lengths, heads, score, memory, MASKED: gl.constexpr, NOTED: 
 def keys(outputs, lengths, heads, score, memory, NOTED: gl.constexpr, C: gl.constexpr):
     dk_desc, _dv_desc, notes, scale = outputs
     dtype: gl.constexpr = memory.p.dtype
-    work = locate(gl.program_id(0), lengths, heads, TILE, TILE)
+    work = locate(gl.program_id(0), lengths, heads, score, TILE, TILE)
     if work.first < work.n_kv:
         count = (work.end - work.begin) * work.group
         dk = no_result(C.wide, C.narrow)
@@ -240,7 +257,7 @@ def keys(outputs, lengths, heads, score, memory, NOTED: gl.constexpr, C: gl.cons
             dp = start_products(at(memory.v, 0), memory.do.block(start))
             dp = warpgroup_mma_wait(0, deps=[dp])
             memory.do.release(start)
-            ds = gradients(dp, start, count, memory).to(dtype)
+            ds = gradients(dp, start, count, work, score, memory).to(dtype)
             for g in tl.range(1, count, disable_licm=True):
                 memory.do.wait(g)
                 dp = start_products(at(memory.v, g >> 30), memory.do.block(g))
@@ -248,7 +265,7 @@ def keys(outputs, lengths, heads, score, memory, NOTED: gl.constexpr, C: gl.cons
                 dk = start_sum(dk, ds, memory.q.block(g - 1))
                 dp = warpgroup_mma_wait(C.products, deps=[dp])
                 memory.do.release(g)
-                new_ds = gradients(dp, g, count, memory)
+                new_ds = gradients(dp, g, count, work, score, memory)
                 memory.q.wait(g - 1)  # likewise
                 dk = finished(dk, 0)
                 memory.q.release(g - 1)
@@ -264,8 +281,10 @@ def keys(outputs, lengths, heads, score, memory, NOTED: gl.constexpr, C: gl.cons
 
 
 @gluon.jit
-def gradients(dp, g, count, memory):
+def gradients(dp, g, count, work, score, memory):
     """dS^T of the g-th tile."""
+    row, head = place_of(g, work)
+    dp = kept_weights(dp, 0, row, head, work, score)
     memory.statistics.wait(g)
     delta = memory.statistics.block(g)[0].slice(TILE, TILE).load(columns_of(TILE))
     memory.statistics.release(g)
@@ -289,19 +308,15 @@ def store_keys(x, scale, buffers, descriptors, work, lengths):
     tma_store_wait(0)
 
 
-KEYS_NUMBERS = (
-    *("heads", "heads_kv", "at_once", "all_heads", "blocks", "padded", "n_q", "n_kv", "left", "right", "prefix"),
-    *("slope_batch", "slope_head"),
-)
-"""Arguments that no kernel is specialised for: other lengths, bounds and strides do not recompile."""
-
-
-@gluon.jit(do_not_specialize=KEYS_NUMBERS)
+@gluon.jit(do_not_specialize=NUMBERS)
 def keys_kernel(
     q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, do_wide, do_narrow, statistics_desc,
     dk_wide, dk_narrow, dv_wide, dv_narrow, notes, cu_q, cu_kv, used_q, used_kv,
     heads, heads_kv, at_once, all_heads, blocks, padded, n_q, n_kv, left, right, prefix,
-    inner, outer, slopes, slope_batch, slope_head, scale,
+    inner, outer, slopes, slope_batch, slope_head, bias, bias_batch, bias_head, bias_row, bias_key,
+    sinks, sink_stride, function, gradient, visible, document_q, document_q_batch, document_q_row, document_kv,
+    document_kv_batch, document_kv_row, seed, threshold, kept_scale,
+    scale,
     MASKED: gl.constexpr, NOTED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     memory = make_keys_memory(q_wide.dtype, C)
@@ -311,11 +326,14 @@ def keys_kernel(
     outputs = (one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes, scale)
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv)
     heads = Heads(heads, heads_kv, at_once, all_heads, blocks, padded)
-    score = Score(inner, outer, slopes, slope_batch, slope_head)
+    score = Score(inner, outer, slopes, (slope_batch, slope_head), bias, (bias_batch, bias_head, bias_row, bias_key), sinks,
+                  sink_stride, function, gradient, visible, document_q, document_kv,
+                  (document_q_batch, document_q_row, document_kv_batch, document_kv_row), seed, threshold,
+                  kept_scale)  # fmt: skip
     gl.warp_specialize([
         (values, (outputs, lengths, heads, score, memory, MASKED, NOTED, C)),
         (keys, (outputs, lengths, heads, score, memory, NOTED, C)),
-        (keys_producer, (inputs, lengths, heads, memory, C)),
+        (keys_producer, (inputs, lengths, heads, score, memory, C)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -358,15 +376,19 @@ def make_rows_memory(dtype: gl.constexpr, C: gl.constexpr):
 
 @aggregate
 class Rows:
-    """What `scores.apply_mask` asks of a tile: p, the position of its first row among the keys; numbers of queries and keys."""
+    """What `scores` asks of a tile: p, the position of its first row among the keys; numbers of queries and keys."""
 
     p: gl.tensor
+    batch: gl.tensor
+    head: gl.tensor
     n_q: gl.tensor
     n_kv: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, p, n_q, n_kv):
+    def __init__(self, p, batch, head, n_q, n_kv):
         self.p = p
+        self.batch = batch
+        self.head = head
         self.n_q = n_q
         self.n_kv = n_kv
 
@@ -388,30 +410,48 @@ def rows_producer(inputs, lengths, heads, memory, C: gl.constexpr):
 
 
 @gluon.jit
-def row_scores(s, i, rows, head, batch, score):
-    """q.k of block i -> (score in powers of two, the factor of its gradient)."""
+def row_indices(i, rows):
+    """Of a tile's rows, and the keys of block i, in their sequence."""
+    row = rows.p - (rows.n_kv - rows.n_q) + gl.arange(0, TILE, rows_of(TILE))
+    return row, i * TILE + gl.arange(0, TILE, columns_of(TILE))
+
+
+@gluon.jit
+def row_scores(s, i, rows, score):
+    """q.k of block i -> (score in powers of two, the factors of its gradient: see `scores.score_and_factors`)."""
     if not score.CHANGED:
-        return s * score.inner, 1.0
+        return s * score.inner, 1.0, 1.0
     else:
-        p = rows.p + gl.arange(0, TILE, rows_of(TILE))
-        key = i * TILE + gl.arange(0, TILE, columns_of(TILE))
-        slope = None
-        if score.slopes is not None:
-            slope = gl.load(score.slopes + batch * score.slope_batch + head * score.slope_head) * LOG2_E
-        return score_and_factor(s, p[:, None], key[None, :], score.inner, score.outer, slope)
+        row, key = row_indices(i, rows)
+        return score_and_factors(s, row[:, None], key[None, :], rows.batch, rows.head, rows.n_q, rows.n_kv, score)
+
+
+@gluon.jit
+def row_gradients(p, dp, delta, factor, of_function, i, rows, dbias, lengths, score, C: gl.constexpr):
+    """dS of block i, also to where a bias's gradient goes."""
+    if score.seed is not None:
+        dp = kept_weights_of_rows(dp, i, rows, lengths, score, C) * score.kept_scale
+    ds = weighed(p, of_function, score) * (dp - delta)
+    if dbias.pointer is not None:
+        row, key = row_indices(i, rows)
+        add_to_bias(dbias, ds, p, row, key, rows.batch, rows.head, rows.n_q, rows.n_kv, TRANSPOSED=False)
+    if score.CHANGED:
+        ds = ds * factor
+    return ds
 
 
 @gluon.jit
 def rows(w: gl.constexpr, outputs, lengths, heads, score, memory, MASKED: gl.constexpr, NOTED: gl.constexpr,
          C: gl.constexpr):  # fmt: skip
-    statistics, padded, dq_desc, notes, scale = outputs
+    statistics, padded, dq_desc, notes, dbias, scale = outputs
     dtype: gl.constexpr = memory.q[0].dtype
     work = locate_rows(gl.program_id(0), lengths, heads, C, EMPTY=True)
     exists = work.row < work.n_q
     dq = no_result(C.wide, C.narrow)
     first = work.row + w * TILE
     if work.blocks() > 0:
-        tile = Rows(first + (work.n_kv - work.n_q), work.n_q, work.n_kv)
+        tile = Rows(first + (work.n_kv - work.n_q), work.batch, work.head, work.n_q, work.n_kv)
+        full_begin, full_end = whole_blocks(work, score)
         if lengths.cu_q is None:
             row = (work.batch * heads.heads + work.head) * padded + first
         else:
@@ -433,17 +473,15 @@ def rows(w: gl.constexpr, outputs, lengths, heads, score, memory, MASKED: gl.con
             dq = start_sum(dq, ds, memory.k.block(before))
             s = warpgroup_mma_wait(C.products_v + C.products, deps=[s])
             i = work.begin + g
-            x, factor = row_scores(s, i, tile, work.head, work.batch, score)
+            x, factor, of_function = row_scores(s, i, tile, score)
             x = x - lse[:, None]
             if MASKED:
-                if (i < work.full_begin) | (i >= work.full_end):
+                if (i < full_begin) | (i >= full_end):
                     x = apply_mask_to_rows(x, i, tile, lengths, score, C)
             p = gl.exp2(x)
             dp, p = warpgroup_mma_wait(C.products, deps=[dp, p])
             memory.v.release(g)
-            new_ds = p * (dp - delta[:, None])
-            if score.CHANGED:
-                new_ds = new_ds * factor
+            new_ds = row_gradients(p, dp, delta[:, None], factor, of_function, i, tile, dbias, lengths, score, C)
             dq = finished(dq, 0)
             memory.k.release(g - 1, g > 0)
             ds = new_ds.to(dtype)
@@ -486,7 +524,8 @@ def store_rows(w: gl.constexpr, dq, scale, buffers, descriptors, work, first, le
 
 ROWS_NUMBERS = (
     *("padded", "heads", "group", "at_once", "tiles", "n_q", "n_kv", "left", "right", "prefix"),
-    *("slope_batch", "slope_head"),
+    *SCORE_NUMBERS,
+    *("dbias_batch", "dbias_head", "dbias_row", "dbias_key"),
 )
 
 
@@ -494,17 +533,24 @@ ROWS_NUMBERS = (
 def rows_kernel(
     q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, do_wide, do_narrow, statistics, dq_wide, dq_narrow, notes,
     cu_q, cu_kv, used_q, used_kv, padded, heads, group, at_once, tiles, n_q, n_kv, left, right, prefix,
-    inner, outer, slopes, slope_batch, slope_head, scale,
+    inner, outer, slopes, slope_batch, slope_head, bias, bias_batch, bias_head, bias_row, bias_key,
+    sinks, sink_stride, function, gradient, visible, document_q, document_q_batch, document_q_row, document_kv,
+    document_kv_batch, document_kv_row, seed, threshold, kept_scale,
+    dbias, dbias_batch, dbias_head, dbias_row, dbias_key, scale,
     MASKED: gl.constexpr, NOTED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     memory = make_rows_memory(q_wide.dtype, C)
     fence_async_shared()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow),
               one_or_two(do_wide, do_narrow))  # fmt: skip
-    outputs = (statistics, padded, one_or_two(dq_wide, dq_narrow), notes, scale)
+    dbias = BiasGradient(dbias, dbias_batch, dbias_head, dbias_row, dbias_key)
+    outputs = (statistics, padded, one_or_two(dq_wide, dq_narrow), notes, dbias, scale)
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv)
     heads = RowHeads(heads, group, at_once, tiles)
-    score = Score(inner, outer, slopes, slope_batch, slope_head)
+    score = Score(inner, outer, slopes, (slope_batch, slope_head), bias, (bias_batch, bias_head, bias_row, bias_key), sinks,
+                  sink_stride, function, gradient, visible, document_q, document_kv,
+                  (document_q_batch, document_q_row, document_kv_batch, document_kv_row), seed, threshold,
+                  kept_scale)  # fmt: skip
     gl.warp_specialize([
         (rows, (0, outputs, lengths, heads, score, memory, MASKED, NOTED, C)),
         (rows, (1, outputs, lengths, heads, score, memory, MASKED, NOTED, C)),

@@ -58,7 +58,7 @@ from strobe.kernels.gluon import (
 )
 from strobe.kernels.sm90.descriptors import copy_in
 from strobe.kernels.sm90.layouts import ROWS, accumulator, rows_of
-from strobe.kernels.sm90.scores import Score, apply_mask, scores_of, seen_by, sink_of
+from strobe.kernels.sm90.scores import SCORE_NUMBERS, Score, apply_mask, kept_weights, scores_of, seen_by, sink_of
 from strobe.kernels.sm90.tiles import (
     FIELDS,
     SLOTS,
@@ -288,10 +288,11 @@ def first_weights(s, tile, lengths, score, dtype: gl.constexpr, MASKED: gl.const
     m = row_max(s) * scale
     shift = shift_of(m, GUARDED)
     p = weights(s, shift, scale)
+    kept = kept_weights(p, lead_of(tile), tile, lengths, score, C).to(dtype)
     if C.optimistic:
-        return (shift, lane_sums(p)), p.to(dtype)
+        return (shift, lane_sums(p)), kept
     else:
-        return (m, lane_sums(p)), p.to(dtype)
+        return (m, lane_sums(p)), kept
 
 
 @gluon.jit
@@ -301,7 +302,7 @@ def later_weights(state, s, i, tile, lengths, score, MASKED: gl.constexpr, C: gl
     s, scale = masked_scores(s, i, tile, lengths, score, MASKED, C)
     if C.optimistic:
         p = weights(s, m, scale)
-        return (m, row_sum + lane_sums(p)), p, m
+        return (m, row_sum + lane_sums(p)), kept_weights(p, i, tile, lengths, score, C), m
     else:
         GUARDED: gl.constexpr = MASKED or score.CHANGED
         new_m = gl.maximum(m, row_max(s) * scale)
@@ -309,7 +310,7 @@ def later_weights(state, s, i, tile, lengths, score, MASKED: gl.constexpr, C: gl
         factor = gl.exp2(m - shift)
         p = weights(s, shift, scale)
         factors = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))[:, None]
-        return (new_m, row_sum * factors + lane_sums(p)), p, factor
+        return (new_m, row_sum * factors + lane_sums(p)), kept_weights(p, i, tile, lengths, score, C), factor
 
 
 @gluon.jit
@@ -469,7 +470,10 @@ def epilogue(w: gl.constexpr, acc, state, slot, lengths, heads, score, memory, o
         row_sum += gl.exp2(sink - m)
     m = gl.where(row_sum == 0.0, 0.0, m)
     gl.store(outputs.lse + lse_row(place, lengths, heads, outputs) + rows, (m + gl.log2(row_sum)) * LN_2, mask=exists)
-    o = rescaled(acc, gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum))
+    share = gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
+    if score.seed is not None:
+        share *= score.kept_scale
+    o = rescaled(acc, share)
     broken = broken | (row_sum >= BOUNDS.most) | (row_sum != row_sum)
     gl.store(outputs.notes + note + gl.full([ROWS], 0, gl.int32, LAYOUT), 1, mask=broken & exists)
     for c in gl.static_range(len(o)):
@@ -532,20 +536,17 @@ def copy_out(w: gl.constexpr, o, place, memory, descriptor, column: gl.constexpr
 # ---- entry
 
 
-NUMBERS = (
-    *("heads", "group", "at_once", "tiles", "rows", "n_q", "n_kv", "left", "right", "prefix"),
-    *("slope_batch", "slope_head", "bias_batch", "bias_head", "bias_row", "bias_key", "sink_stride"),
-    *("document_q_batch", "document_q_row", "document_kv_batch", "document_kv_row"),
-)
+NUMBERS = ("heads", "group", "at_once", "tiles", "rows", "n_q", "n_kv", "left", "right", "prefix", *SCORE_NUMBERS)
 """Arguments that no kernel is specialised for: other lengths, bounds and strides do not recompile."""
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def forward_kernel(
     q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, o_desc, lse, notes, counters, trace,
-    cu_q, cu_kv, used_q, used_kv, heads, group, at_once, tiles, rows, n_q, n_kv, left, right, prefix, inner, outer,
-    slopes, slope_batch, slope_head, bias, bias_batch, bias_head, bias_row, bias_key, sinks, sink_stride, function, visible,
-    document_q, document_q_batch, document_q_row, document_kv, document_kv_batch, document_kv_row,
+    cu_q, cu_kv, used_q, used_kv, heads, group, at_once, tiles, rows, n_q, n_kv, left, right, prefix,
+    inner, outer, slopes, slope_batch, slope_head, bias, bias_batch, bias_head, bias_row, bias_key,
+    sinks, sink_stride, function, gradient, visible, document_q, document_q_batch, document_q_row, document_kv,
+    document_kv_batch, document_kv_row, seed, threshold, kept_scale,
     MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_wide.dtype
@@ -558,8 +559,9 @@ def forward_kernel(
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv)
     heads = Heads(heads, group, at_once, tiles)
     score = Score(inner, outer, slopes, (slope_batch, slope_head), bias, (bias_batch, bias_head, bias_row, bias_key), sinks,
-                  sink_stride, function, visible, document_q, document_kv,
-                  (document_q_batch, document_q_row, document_kv_batch, document_kv_row))  # fmt: skip
+                  sink_stride, function, gradient, visible, document_q, document_kv,
+                  (document_q_batch, document_q_row, document_kv_batch, document_kv_row), seed, threshold,
+                  kept_scale)  # fmt: skip
     if C.groups == 2:
         gl.warp_specialize([
             (consumer, (0, outputs, lengths, heads, score, memory, k, v, trace, MASKED, C)),

@@ -483,8 +483,8 @@ def fp8_kernel(q_desc, k_desc, v_desc, o_desc, lse, counters, q_descale, k_desca
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix)
     heads = Heads(heads, group, at_once, tiles)
     zero = gl.to_tensor(0)  # the strides of what there is not
-    score = Score(scale, None, None, (zero, zero), None, (zero, zero, zero, zero), None, zero, None, None, None, None,
-                  (zero, zero, zero, zero))  # fmt: skip
+    score = Score(scale, None, None, (zero, zero), None, (zero, zero, zero, zero), None, zero, None, None, None, None, None,
+                  (zero, zero, zero, zero), None, zero, zero)  # fmt: skip
     descales = Descales(q_descale, k_descale, v_descale, q_blocks, k_blocks)
     if C.groups == 2:
         gl.warp_specialize([

@@ -6,9 +6,9 @@ import torch
 import triton
 
 from strobe.device import arch_of
-from strobe.kernels.common import gluon_math
-from strobe.kernels.common.arguments import LOG2_E, heads_at_once, meta, meta_operands
+from strobe.kernels.common.arguments import heads_at_once, meta, meta_operands
 from strobe.kernels.common.stamp import COUNT, ROLES
+from strobe.kernels.sm90.arguments import score_arguments
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
 from strobe.kernels.sm90.descriptors import descriptors
 from strobe.kernels.sm90.forward import forward_kernel
@@ -133,7 +133,7 @@ def kernel_arguments(
         left,
         right,
         prefix,
-        *_score_arguments(problem),
+        *score_arguments(problem, operands.seed),
     )
     mask = problem.mask
     cut = mask.band != (None, None, None) or mask.by_pair or lengths.seqlen_kv % config.tile_kv != 0
@@ -145,28 +145,3 @@ def kernel_arguments(
     }
     ctas = arch_of(operands.q.device).sms
     return (min(tiles, ctas) if ctas and trace is None else tiles,), arguments, constants
-
-
-def _score_arguments(problem: AttentionProblem) -> tuple:
-    """From `inner` on."""
-    score, documents = problem.score, problem.mask.documents
-    inner, outer = problem.scale * LOG2_E, None
-    if score.softcap:
-        inner, outer = problem.scale / score.softcap, score.softcap * LOG2_E
-    slopes, bias, sinks = score.alibi, score.bias, score.sinks
-    return (
-        inner,
-        outer,
-        *((None, 0, 0) if slopes is None else (slopes, slopes.stride(0) if slopes.dim() == 2 else 0, slopes.stride(-1))),
-        *((None, 0, 0, 0, 0) if bias is None else (bias, *_repeated(bias))),
-        *((None, 0) if sinks is None else (sinks, sinks.stride(0))),
-        gluon_math.of_user(score.function),
-        gluon_math.of_user(problem.mask.function),
-        *((None, 0, 0) if documents is None else (documents.q, *documents.q.stride())),
-        *((None, 0, 0) if documents is None else (documents.kv, *documents.kv.stride())),
-    )
-
-
-def _repeated(bias: torch.Tensor) -> list[int]:
-    """Strides of a bias: 0 where its one number stands for all."""
-    return [stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True)]

@@ -1,12 +1,19 @@
 """From products to scores, in the registers of Hopper's consumers: softcap, slopes, bias, functions, and the masks."""
 
 from strobe.kernels.common.gluon_masks import kv_range
-from strobe.kernels.common.gluon_scores import score_of, with_bias, with_function
+from strobe.kernels.common.gluon_philox import dropped
+from strobe.kernels.common.gluon_scores import gradient_of_function, score_and_factor, with_bias, with_function
 from strobe.kernels.gluon import aggregate, gl, gluon
 from strobe.kernels.sm90.layouts import ROWS, accumulator, columns_of, rows_of
 from strobe.kernels.sm90.tiles import numbers
 
 LOG2_E = gl.constexpr(1.4426950408889634)
+
+SCORE_NUMBERS = (
+    *("slope_batch", "slope_head", "bias_batch", "bias_head", "bias_row", "bias_key", "sink_stride"),
+    *("document_q_batch", "document_q_row", "document_kv_batch", "document_kv_row", "threshold"),
+)
+"""Arguments of a Score that no kernel is specialised for."""
 
 
 @aggregate
@@ -15,7 +22,9 @@ class Score:
     elements. What there is not is None.
 
     inner, outer: the factors of `strobe.scores.score_and_factor`. slopes: by batch, head. bias: by batch, head, row, key.
-    sinks: by head. function, visible: a user's, of scores and of masks. document_q, document_kv: by batch, row or key.
+    sinks: by head. function, gradient, visible: a user's, of scores, of their gradients, and of masks. document_q, document_kv:
+    by batch, row or key. seed, threshold, kept_scale: of dropout (`strobe.dropout`), the last what kept weights are multiplied
+    by. PLACED: whether batch, head, rows and keys of a tile make a difference.
     """
 
     inner: gl.tensor
@@ -27,16 +36,21 @@ class Score:
     sinks: (gl.tensor, gl.constexpr)
     sink_stride: gl.tensor
     function: gl.constexpr
+    gradient: gl.constexpr
     visible: gl.constexpr
     document_q: (gl.tensor, gl.constexpr)
     document_kv: (gl.tensor, gl.constexpr)
     document_strides: gl.tuple
+    seed: (gl.tensor, gl.constexpr)
+    threshold: gl.tensor
+    kept_scale: gl.tensor
     CHANGED: gl.constexpr
     BY_PAIR: gl.constexpr
+    PLACED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, inner, outer, slopes, slope_strides, bias, bias_strides, sinks, sink_stride, function, visible,
-                 document_q, document_kv, document_strides):  # fmt: skip
+    def __init__(self, inner, outer, slopes, slope_strides, bias, bias_strides, sinks, sink_stride, function, gradient, visible,
+                 document_q, document_kv, document_strides, seed, threshold, kept_scale):  # fmt: skip
         self.inner = inner
         self.outer = gl.constexpr(None) if outer is None else outer
         self.slopes = gl.constexpr(None) if slopes is None else slopes
@@ -46,13 +60,41 @@ class Score:
         self.sinks = gl.constexpr(None) if sinks is None else sinks
         self.sink_stride = sink_stride
         self.function = gl.constexpr(function)
+        self.gradient = gl.constexpr(gradient)
         self.visible = gl.constexpr(visible)
         self.document_q = gl.constexpr(None) if document_q is None else document_q
         self.document_kv = gl.constexpr(None) if document_kv is None else document_kv
         self.document_strides = document_strides
+        self.seed = gl.constexpr(None) if seed is None else seed
+        self.threshold = threshold
+        self.kept_scale = kept_scale
         given = [x is not None for x in (outer, slopes, bias, function)]
+        by_pair = document_q is not None or visible is not None
         self.CHANGED = gl.constexpr(any(given))
-        self.BY_PAIR = gl.constexpr(document_q is not None or visible is not None)
+        self.BY_PAIR = gl.constexpr(by_pair)
+        self.PLACED = gl.constexpr(any(given) or by_pair or seed is not None)
+
+
+@aggregate
+class BiasGradient:
+    """Where a bias's gradient goes: a pointer, or None if nobody wants it; strides, None where one number stands for all.
+    SHARED: whether several heads or batch entries have one place."""
+
+    pointer: (gl.tensor, gl.constexpr)
+    batch: (gl.tensor, gl.constexpr)
+    head: (gl.tensor, gl.constexpr)
+    row: (gl.tensor, gl.constexpr)
+    key: (gl.tensor, gl.constexpr)
+    SHARED: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, pointer, batch, head, row, key):
+        self.pointer = gl.constexpr(None) if pointer is None else pointer
+        self.batch = gl.constexpr(None) if batch is None else batch
+        self.head = gl.constexpr(None) if head is None else head
+        self.row = gl.constexpr(None) if row is None else row
+        self.key = gl.constexpr(None) if key is None else key
+        self.SHARED = gl.constexpr(batch is None or head is None)
 
 
 @gluon.jit
@@ -63,32 +105,95 @@ def scores_of(s, i, tile, lengths, score, C: gl.constexpr):
     else:
         row, key = indices(i, tile, lengths, C)
         n_q, n_kv = numbers(tile, lengths)
-        slope = None
-        if score.slopes is not None:
-            slope = gl.load(score.slopes + tile.batch * score.slope_strides[0] + tile.head * score.slope_strides[1]) * LOG2_E
-        p = row + (n_kv - n_q)
-        s = score_of(s, p[:, None], key[None, :], score.inner, score.outer, slope)
-        if score.bias is not None:
-            s = with_bias(s, bias_of(row, key, tile, lengths, score))
-        if score.function is not None:
-            s = gl.zeros_like(s) + with_function(s, score.function, tile.batch, tile.head, row[:, None], key[None, :])
+        s, _, _ = score_and_factors(s, row[:, None], key[None, :], tile.batch, tile.head, n_q, n_kv, score)
         return s, 1.0
 
 
 @gluon.jit
-def bias_of(row, key, tile, lengths, score):
-    """The bias of a block, float32."""
+def score_and_factors(s, row, key, batch, head, n_q, n_kv, score):
+    """q.k -> (score in powers of two, the factor of softcap on its gradient, that of the function). row, key: indices in the
+    sequence that broadcast to s."""
+    slope = None
+    if score.slopes is not None:
+        slope = gl.load(score.slopes + batch * score.slope_strides[0] + head * score.slope_strides[1]) * LOG2_E
+    s, factor = score_and_factor(s, row + (n_kv - n_q), key, score.inner, score.outer, slope)
+    if score.bias is not None:
+        s = with_bias(s, bias_of(row, key, batch, head, n_q, n_kv, score))
+    of_function = 1.0
+    if score.gradient is not None:
+        of_function = gl.zeros_like(s) + gradient_of_function(s, score.gradient, batch, head, row, key)
+    if score.function is not None:
+        s = gl.zeros_like(s) + with_function(s, score.function, batch, head, row, key)
+    return s, factor, of_function
+
+
+@gluon.jit
+def weighed(p, of_function, score):
+    """Weights times the function's factor, which counts for nothing where they are 0, even if it is NaN."""
+    if score.gradient is None:
+        return p
+    else:
+        return gl.where(p == 0.0, 0.0, p * of_function)
+
+
+@gluon.jit
+def bias_of(row, key, batch, head, n_q, n_kv, score):
+    """The bias of a tile, float32."""
     by_batch, by_head, by_row, by_key = score.bias_strides
-    corner = score.bias + tile.batch.to(gl.int64) * by_batch + tile.head.to(gl.int64) * by_head
-    at = row.to(gl.int64)[:, None] * by_row + key.to(gl.int64)[None, :] * by_key
-    n_q, n_kv = numbers(tile, lengths)
-    return gl.load(corner + at, mask=(row < n_q)[:, None] & (key < n_kv)[None, :], other=0.0).to(gl.float32)
+    corner = score.bias + batch.to(gl.int64) * by_batch + head.to(gl.int64) * by_head
+    at = row.to(gl.int64) * by_row + key.to(gl.int64) * by_key
+    return gl.load(corner + at, mask=(row < n_q) & (key < n_kv), other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def add_to_bias(dbias, ds, p, row, key, batch, head, n_q, n_kv, TRANSPOSED: gl.constexpr):
+    """Give a bias's gradient the tile ds of rows and keys, vectors along the dims of ds or, TRANSPOSED, the other way round. A
+    pair has a place of its own, or shares it where the bias is repeated, and what shares a place is added up. p: the weights;
+    where they are 0, so is ds, whatever a NaN that is not seen made of it."""
+    ROW: gl.constexpr = 1 if TRANSPOSED else 0
+    KEY: gl.constexpr = 1 - ROW
+    ds = gl.where(p == 0.0, 0.0, ds)
+    at = dbias.pointer
+    if dbias.batch is not None:
+        at += batch.to(gl.int64) * dbias.batch
+    if dbias.head is not None:
+        at += head.to(gl.int64) * dbias.head
+    exists_row = row < n_q
+    exists_key = key < n_kv
+    if dbias.row is not None:
+        of_row = row.to(gl.int64) * dbias.row
+    if dbias.key is not None:
+        of_key = key.to(gl.int64) * dbias.key
+    if dbias.row is None and dbias.key is None:
+        gl.atomic_add(at, gl.sum(gl.sum(ds, 1), 0), sem="relaxed")
+    elif dbias.row is None:
+        gl.atomic_add(at + of_key, gl.sum(ds, ROW), mask=exists_key, sem="relaxed")
+    elif dbias.key is None:
+        gl.atomic_add(at + of_row, gl.sum(ds, KEY), mask=exists_row, sem="relaxed")
+    else:
+        at += gl.expand_dims(of_row, KEY) + gl.expand_dims(of_key, ROW)
+        exists = gl.expand_dims(exists_row, KEY) & gl.expand_dims(exists_key, ROW)
+        if dbias.SHARED:
+            gl.atomic_add(at, ds, mask=exists, sem="relaxed")
+        else:
+            gl.store(at, ds.to(dbias.pointer.dtype.element_ty), mask=exists)
 
 
 @gluon.jit
 def sink_of(head, score):
     """The sink of a head, in powers of two."""
     return gl.load(score.sinks + head * score.sink_stride).to(gl.float32) * LOG2_E
+
+
+@gluon.jit
+def kept_weights(p, i, tile, lengths, score, C: gl.constexpr):
+    """P of block i with 0 for what dropout drops."""
+    if score.seed is None:
+        return p
+    else:
+        n_q, n_kv = numbers(tile, lengths)
+        first = tile.p - (n_kv - n_q)
+        return dropped(p, first, i * C.tile_kv, score.seed, score.threshold, tile.batch, tile.head, TRANSPOSED=False)
 
 
 @gluon.jit
@@ -121,7 +226,9 @@ def apply_mask(s, i, tile, lengths, score, C: gl.constexpr):
         x = gl.where(key >= begin[:, None, None, None] - first, x, float("-inf"))
     s = gl.convert_layout(gl.reshape(x, [ROWS, C.tile_kv]), accumulator(C.tile_kv))
     if score.BY_PAIR:
-        s = compare_pairs(s, i, tile, lengths, score, C)
+        row, key = indices(i, tile, lengths, C)
+        n_q, n_kv = numbers(tile, lengths)
+        s = compare_pairs(s, float("-inf"), row[:, None], key[None, :], tile.batch, tile.head, n_q, n_kv, score)
     return s
 
 
@@ -133,16 +240,13 @@ def seen_by(p, n_kv, lengths):
 
 
 @gluon.jit
-def compare_pairs(s, i, tile, lengths, score, C: gl.constexpr):
-    """-inf where documents differ, or the user's function is false."""
-    row, key = indices(i, tile, lengths, C)
-    n_q, n_kv = numbers(tile, lengths)
+def compare_pairs(x, other, row, key, batch, head, n_q, n_kv, score):
+    """`other` where documents differ, or the user's function is false. row, key: indices that broadcast to x."""
     if score.document_q is not None:
         batch_q, by_row, batch_kv, by_key = score.document_strides
-        q = score.document_q + tile.batch.to(gl.int64) * batch_q + row.to(gl.int64) * by_row
-        kv = score.document_kv + tile.batch.to(gl.int64) * batch_kv + key.to(gl.int64) * by_key
-        same = gl.load(q, mask=row < n_q, other=0)[:, None] == gl.load(kv, mask=key < n_kv, other=0)[None, :]
-        s = gl.where(same, s, float("-inf"))
+        q = score.document_q + batch.to(gl.int64) * batch_q + row.to(gl.int64) * by_row
+        kv = score.document_kv + batch.to(gl.int64) * batch_kv + key.to(gl.int64) * by_key
+        x = gl.where(gl.load(q, mask=row < n_q, other=0) == gl.load(kv, mask=key < n_kv, other=0), x, other)
     if score.visible is not None:
-        s = gl.where(score.visible(tile.batch, tile.head, row[:, None], key[None, :]), s, float("-inf"))
-    return s
+        x = gl.where(score.visible(batch, head, row, key), x, other)
+    return x

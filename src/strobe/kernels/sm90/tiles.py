@@ -167,7 +167,7 @@ def fetch(w: gl.constexpr, turn, memory, lengths, score, MASKED: gl.constexpr, C
     places = None
     sequence = None
     n_q, n_kv, _start = lengths_of(slot, lengths, memory)
-    if MASKED or score.CHANGED:
+    if MASKED or score.PLACED:
         p = get(memory.tiles, slot, P) + w * ROWS
         if MASKED:
             key_begin, key_end = kv_range(p, p + ROWS - 1, n_kv, lengths.left, lengths.right, lengths.prefix)
@@ -179,7 +179,7 @@ def fetch(w: gl.constexpr, turn, memory, lengths, score, MASKED: gl.constexpr, C
         masked = (p, full_end, go * (end - own_end))
     if not FROM_FIRST:
         left = (lead, full_begin, go * (own_begin - begin))
-    if score.CHANGED or score.BY_PAIR:
+    if score.PLACED:
         places = (get(memory.tiles, slot, BATCH), get(memory.tiles, slot, HEAD))
     if lengths.VARY:
         sequence = (n_q, n_kv)
