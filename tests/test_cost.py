@@ -1,11 +1,14 @@
 """The cost model against numbers worked out by hand."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import strobe
+from strobe.cli import app
 from strobe.device import CPU, KNOWN
 from strobe.lab.cost import Cost, Standard, Tile, Tiling
 from strobe.problem import AttentionProblem, Dense, Varlen
@@ -132,6 +135,7 @@ def test_standard_attention_by_hand():
     # as flash attention's, without the LSE: S is written and read, P is written and read
     assert standard.bytes_read == (512 + 512 + 256) * 2 + 2 * 512
     assert standard.bytes_written == 256 * 2 + 2 * 512
+    assert standard.passes == 4
 
 
 def test_standard_backward_by_hand():
@@ -141,6 +145,7 @@ def test_standard_backward_by_hand():
     # dV = P^T dO; dP = dO V^T; dS of P and dP; dQ = dS K and dK = dS^T Q
     assert standard.bytes_read == (512 + 512 + 256 + 2 * 256) * 2 + 5 * 512
     assert standard.bytes_written == (512 + 512 + 256) * 2 + 2 * 512
+    assert standard.passes == 7
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -262,3 +267,45 @@ def test_packed_rows_share_a_mask():
 def test_what_has_no_tiling(asked, words):
     with pytest.raises(ValueError, match=words):
         asked()
+
+
+# ---- strobe cost
+
+
+def cost_command(arguments: str):
+    return CliRunner(env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}).invoke(app, ["cost", *arguments.split()])
+
+
+def test_the_command_shows_the_bottleneck_move(tmp_path):
+    path = tmp_path / "cost.json"
+    result = cost_command(f"--arch A100 --seqlen-q 16384 --causal --json {path}")
+    assert result.exit_code == 0, result.output
+    assert "moves 8.59 GB of scores 4 times to or from HBM, and HBM binds; without it matmul binds" in result.output
+    found, causal = json.loads(path.read_text()), square(16384, mask=strobe.Causal())
+    assert found["standard"]["flops"] == Standard(causal).flops and found["flash"]["flops"] == Cost(causal).flops
+    assert found["tiles"]["blocks"] == Tiling(causal).blocks == 16 * 128 * 129 // 2
+    assert found["ridge"] == pytest.approx(312e12 / 2039e9)
+
+
+def test_the_command_of_a_decode_and_a_backward(tmp_path):
+    path = tmp_path / "cost.json"
+    result = cost_command(f"--arch H200 --seqlen-q 1 --seqlen-kv 8192 --heads-kv 2 --tile 16,64 --packed --json {path}")
+    tiles = json.loads(path.read_text())["tiles"]
+    assert tiles["tiles"] == 2 and tiles["useful"] == 8 / 16 and "and HBM binds\n" in result.output
+    backward = cost_command("--arch H200 --backward")
+    assert "of scores 7 times" in backward.output and "tiles" not in backward.output
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("--arch CPU", "arch must be a GPU, one of T4, A100"),
+        ("--arch T4", "no peak rates of T4 (sm_75) for bfloat16 are known"),
+        ("--arch H200 --tile 128", "tile must be two numbers joined by a comma, got '128'"),
+        ("--arch H200 --tile 0,1", "tile must be 1 or more, got 0"),
+        ("--arch H200 --seqlen-q 0", "seqlen-q must be 1 or more, got 0"),
+    ],
+)
+def test_wrong_options_of_the_command(arguments, words):
+    result = cost_command(arguments)
+    assert result.exit_code == 2 and words in result.output and "Traceback" not in result.output

@@ -14,11 +14,13 @@ from strobe.options import (
     device_of,
     dtype_of,
     given,
+    gpu_named,
     heads_and_dims,
     mask_of,
     names_of,
     numbers_of,
     one_of,
+    pair_of,
     pairs_of_dims,
     positive,
 )
@@ -310,6 +312,61 @@ def blackwell() -> None:
     if not PAGE.exists():
         raise typer.BadParameter(f"strobe blackwell must run in the repository, where {PAGE} is")
     make(Path())
+
+
+@app.command()
+def cost(
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    seqlen_q: Annotated[int, typer.Option(help="Queries of a sequence.")] = 4096,
+    seqlen_kv: Annotated[int | None, typer.Option(help="Keys of a sequence; default: as many as queries.")] = None,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
+    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 128,
+    head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
+    window: Annotated[str | None, typer.Option(help="Sliding window LEFT,RIGHT; -1 leaves a side open.")] = None,
+    backward: Annotated[bool, typer.Option("--backward", help="The backward.")] = False,
+    tile: Annotated[str, typer.Option(help="Queries,keys of a tile.")] = "128,128",
+    packed: Annotated[bool, typer.Option("--packed", help="Tiles hold the rows of all heads that share a key head.")] = False,
+    arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
+) -> None:
+    """FLOPs, exponentials and bytes of a problem by standard attention and by flash attention, and what bounds each."""
+    from rich.console import Console
+
+    from strobe.lab import cost_report
+    from strobe.problem import AttentionProblem, Dense
+
+    at_least(1, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads=heads, heads_kv=heads_kv)
+    heads_and_dims(heads, heads_kv, head_dim, head_dim_v)
+    problem = AttentionProblem(
+        lengths=Dense(batch, seqlen_q, seqlen_kv or seqlen_q),
+        heads_q=heads,
+        heads_kv=heads_kv or heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v or head_dim,
+        dtype=dtype_of(dtype),
+        scale=head_dim**-0.5,
+        mask=mask_of(causal, window),
+        phase="backward" if backward else "forward",
+    )
+    try:
+        found = cost_report.facts(problem, gpu_named(arch), pair_of("tile", tile), packed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    Console().print(cost_report.table(found))
+    typer.echo(cost_report.summary(found))
+    _write_json(json, found)
+
+
+def _write_json(path: str | None, found: dict) -> None:
+    from json import dumps
+    from pathlib import Path
+
+    if path is not None:
+        Path(path).write_text(dumps(found, indent=1) + "\n")
+        typer.echo(f"written: {path}")
 
 
 def _at_least_time(problem: AttentionProblem, arch: Arch) -> str:

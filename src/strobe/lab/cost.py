@@ -133,12 +133,8 @@ class Cost:
 
     def lower_bound(self, arch: Arch) -> LowerBound:
         """The times on an arch. ValueError where its rates, or its rate for this dtype, are not known."""
-        rate = _matmul_rate(arch, self.problem.dtype)
-        if not (rate and arch.dram_bandwidth and arch.exp2_rate):
-            dtype = str(self.problem.dtype).removeprefix("torch.")
-            raise ValueError(f"cost: no peak rates of {arch} for {dtype} are known")
         return LowerBound(
-            tensor=self.flops / rate,
+            tensor=self.flops / matmul_rate(arch, self.problem.dtype),
             exp2=self.exponentials / arch.exp2_rate,
             hbm=(self.bytes_read + self.bytes_written) / arch.dram_bandwidth,
         )
@@ -172,6 +168,11 @@ class Standard(Cost):
     def matrix_bytes(self) -> int:
         """Of S, and of P, dP and dS each."""
         return self.problem.heads_q * self.pairs * self.problem.dtype.itemsize
+
+    @property
+    def passes(self) -> int:
+        """How often such a matrix is read or written."""
+        return 4 if self.problem.phase == "forward" else 7
 
     @property
     def bytes_read(self) -> int:
@@ -306,11 +307,15 @@ class Tiling:
         return Cost(self.problem).flops / self.flops if self.flops else 0.0
 
 
-def _matmul_rate(arch: Arch, dtype: torch.dtype) -> float:
-    """FLOP/s of exact products in a dtype, 0.0 if unknown: float32 runs outside the tensor cores, which round to TF32."""
+def matmul_rate(arch: Arch, dtype: torch.dtype) -> float:
+    """FLOP/s of exact products in a dtype: float32 runs outside the tensor cores, which round to TF32. ValueError where an
+    arch's rates, or its rate for this dtype, are not known."""
+    rate = arch.fp32_flops if dtype == torch.float32 else 0.0
     if dtype == torch.float16 or (dtype == torch.bfloat16 and arch.capability >= 80):
-        return arch.tensor_flops
-    return arch.fp32_flops if dtype == torch.float32 else 0.0
+        rate = arch.tensor_flops
+    if not (rate and arch.dram_bandwidth and arch.exp2_rate):
+        raise ValueError(f"cost: no peak rates of {arch} for {str(dtype).removeprefix('torch.')} are known")
+    return rate
 
 
 def _time(seconds: float) -> str:
