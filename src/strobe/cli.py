@@ -22,6 +22,7 @@ from strobe.options import (
     one_of,
     pair_of,
     pairs_of_dims,
+    picture_path,
     positive,
 )
 
@@ -358,6 +359,59 @@ def cost(
     Console().print(cost_report.table(found))
     typer.echo(cost_report.summary(found))
     _write_json(json, found)
+
+
+@app.command()
+def occupancy(
+    registers: Annotated[int | None, typer.Option(help="Of a thread: a block of your own, with --threads.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Of a block.")] = None,
+    smem: Annotated[int, typer.Option(help="Bytes of shared memory of a block.")] = 0,
+    grid: Annotated[int | None, typer.Option(help="Blocks in all.")] = None,
+    kernels: Annotated[str | None, typer.Option(help="Ours instead: sm90, portable; default: all that the GPU takes.")] = None,
+    head_dims: Annotated[str, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = "64,128",
+    length: Annotated[int, typer.Option(help="Sequence length; batch x length is 16384 tokens.")] = 4096,
+    heads: Annotated[int | None, typer.Option(help="Query heads; default: 2048 / head dim.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    mask: Annotated[str, typer.Option(help="full, causal or window (1024 keys).")] = "causal",
+    arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
+    out: Annotated[str | None, typer.Option(help="Draw the limits to this PNG or SVG.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
+) -> None:
+    """How many blocks a multiprocessor runs at once, which resource says so, and the waves of a grid."""
+    from rich.console import Console
+
+    from strobe.lab import occupancy as lab
+    from strobe.lab import plan
+
+    at_least(1, registers=registers, threads=threads, grid=grid, length=length, heads=heads)
+    at_least(0, smem=smem)
+    on, picture = gpu_named(arch), picture_path(out)
+    if (registers is None) != (threads is None):
+        raise typer.BadParameter(f"registers and threads go together, got {registers} and {threads}")
+    shape = plan.Grid(
+        head_dims=pairs_of_dims(head_dims) or (),
+        lengths=(length,),
+        heads=heads,
+        dtypes=names_of("dtype", dtype, ("bf16", "fp16", "fp32")) or (),
+        masks=names_of("mask", mask, plan.MASKS) or (),
+    )
+    chosen = names_of("kernels", kernels, lab.KERNELS)
+    try:
+        if registers is not None and threads is not None:
+            found = [(lab.Occupancy(on, lab.Block(threads, registers, smem)), grid)]
+        else:
+            points = shape.points(backward=False)
+            blocks = [lab.compiled(kernel, p, on) for p in points for kernel in chosen or lab.takers(p, on)]
+            found = [(lab.Occupancy(on, block), tiles) for block, tiles in blocks]
+        facts = lab.facts(found)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    Console().print(lab.table(facts))
+    for kernel in facts["kernels"]:
+        typer.echo(lab.sentence(kernel))
+    if picture is not None:
+        typer.echo(f"written: {lab.draw(facts, picture)}")
+    _write_json(json, facts)
 
 
 def _write_json(path: str | None, found: dict) -> None:

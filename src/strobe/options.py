@@ -8,6 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from collections.abc import Container
+    from pathlib import Path
 
     import torch
 
@@ -80,6 +81,18 @@ def pair_of(name: str, text: str) -> tuple[int, int]:
     if len(numbers) != 2:
         raise typer.BadParameter(f"{name} must be two numbers joined by a comma, got {text!r}")
     return numbers[0], numbers[1]
+
+
+def picture_path(text: str | None) -> Path | None:
+    """Of a picture to draw, whose suffix says how."""
+    from pathlib import Path
+
+    if text is None:
+        return None
+    path = Path(text)
+    if path.suffix not in (".png", ".svg"):
+        raise typer.BadParameter(f"out must end in .png or .svg, got {text}")
+    return path
 
 
 def changed_config(config: Any, text: str, keep: Container[str]) -> Any:

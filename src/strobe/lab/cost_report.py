@@ -116,8 +116,8 @@ def summary(found: dict) -> str:
     lines = [
         found["problem"],
         f"{found['arch']}: products and HBM take the same time at {found['ridge']:.0f} FLOPs a byte",
-        f"standard attention moves {si(standard['matrix_bytes'], 'B')} of scores {standard['passes']} times to or from HBM, and "
-        f"{standard['bound']} binds{moved}",
+        f"standard attention moves {si(standard['matrix_bytes'], 'B')} of scores {standard['passes']} times to or from HBM, "
+        f"and {standard['bound']} binds{moved}",
     ]
     if "tiles" in found:
         tiles = found["tiles"]
