@@ -362,6 +362,69 @@ def cost(
 
 
 @app.command()
+def roofline(
+    head_dims: Annotated[str | None, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Comma-separated sequence lengths.")] = None,
+    tokens: Annotated[int, typer.Option(help="Batch x length.")] = 16384,
+    heads: Annotated[int | None, typer.Option(help="Query heads; default: 2048 / head dim.")] = None,
+    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    mask: Annotated[str, typer.Option(help="Of full, causal, window (1024 keys), comma-separated.")] = "full,causal",
+    phase: Annotated[str, typer.Option(help="forward, backward, or decode: one query for each sequence.")] = "forward",
+    arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the ceilings of this machine's GPU.")] = False,
+    report: Annotated[str | None, typer.Option(help="Place what this JSON of strobe bench measured.")] = None,
+    out: Annotated[str | None, typer.Option(help="Draw the roofline to this PNG or SVG.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
+) -> None:
+    """What bounds a problem on a GPU (tensor cores, exp2, shared memory, HBM), and what would move it."""
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from strobe.lab import plan
+    from strobe.lab import roofline as lab
+    from strobe.lab.report import load
+
+    at_least(1, tokens=tokens, heads=heads, heads_kv=heads_kv)
+    one_of("phase", phase, ("forward", "backward", "decode"))
+    picture = picture_path(out)
+    if (arch is not None) + measure + (report is not None) > 1:
+        raise typer.BadParameter("arch, measure and report each say which GPU it is: give one of them")
+    dims, masks = pairs_of_dims(head_dims), names_of("mask", mask, plan.MASKS) or ()
+    many = numbers_of("lengths", lengths)
+    shape = plan.Grid(
+        head_dims=dims or ((64, 64), (128, 128), (256, 256)),
+        lengths=many or (1024, 16384),
+        tokens=tokens,
+        heads=heads,
+        heads_kv=heads_kv,
+        dtypes=(one_of("dtype", dtype, ("bf16", "fp16", "fp32")),),
+        masks=masks,
+    )
+    for dim, _ in shape.head_dims:
+        heads_and_dims(heads or max(1, 2048 // dim), heads_kv, dim, None)
+    try:
+        if report is not None:
+            ceilings, found = lab.of_report(load(Path(report)), dtype, masks, dims, many)
+        else:
+            kind = dtype_of(dtype)
+            ceilings = lab.Ceilings.measured(device_of(None), kind) if measure else lab.Ceilings.of(gpu_named(arch), kind)
+            hopper = arch_named(arch).capability == 90
+            problems = [lab.problem_of(point, phase) for point in shape.points(phase == "backward")]
+            found = [lab.place(problem, ceilings, hopper) for problem in problems]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    Console().print(lab.table(found))
+    typer.echo(ceilings)
+    for placed in found:
+        typer.echo(lab.sentence(placed))
+    if picture is not None:
+        typer.echo(f"written: {lab.draw(found, ceilings, picture)}")
+    _write_json(json, lab.facts(ceilings, found))
+
+
+@app.command()
 def occupancy(
     registers: Annotated[int | None, typer.Option(help="Of a thread: a block of your own, with --threads.")] = None,
     threads: Annotated[int | None, typer.Option(help="Of a block.")] = None,
