@@ -260,8 +260,8 @@ def sentence(placed: Placed) -> str:
     second, seconds = _second(placed)
     reached = f", of which {placed.share:.0%} were measured" if placed.share is not None else ""
     return (
-        f"{placed.name}: {_words(placed.binds)} binds at {si(placed.ceiling, 'FLOP/s')} ({si(placed.least, 's')}){reached}; "
-        f"{_words(second)} needs {seconds / placed.least:.0%} of that; {moves(placed)}"
+        f"{placed.name}: {_words(placed.binds)} binds at {si(placed.ceiling, 'FLOP/s')}{reached}; "
+        f"{_words(second)} needs {seconds / placed.least:.0%} of its time; {moves(placed)}"
     )
 
 
@@ -270,12 +270,12 @@ def _words(unit: str) -> str:
 
 
 def table(points: list[Placed]) -> Table:
-    """Least times by unit, what binds, TFLOP/s at most, and measured ones with their share of that."""
+    """Least times by unit, what binds, TFLOP/s at most, and timed ones with their share of that."""
     measured = any(placed.measured for placed in points)
     shown = Table(title="least time in us on each unit")
     shown.add_column("", no_wrap=True)
     units = ("matmul", "exp2", "smem", "HBM")
-    for heading in ("FLOP/B", *units, "binds", "TFLOP/s", *(("measured", "share", "MHz") if measured else ())):
+    for heading in ("FLOP/B", *units, "binds", "TFLOP/s", *(("timed", "share", "MHz") if measured else ())):
         shown.add_column(heading, justify="right")
     for placed in points:
         times = (_microseconds(placed.seconds.get(unit)) for unit in units)
