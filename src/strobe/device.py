@@ -1,8 +1,9 @@
 """Arch: the facts of a GPU that kernels, the cost model and dispatch reason with.
 
 Figures are NVIDIA's own: peak rates and memory from the data sheet or architecture white paper named in `source`,
-shared memory, registers and tensor memory per multiprocessor from the CUDA C++ Programming Guide ("Technical
-Specifications per Compute Capability"). Rates are dense (no sparsity), with float32 accumulation.
+shared memory, registers, blocks and tensor memory per multiprocessor from the CUDA C++ Programming Guide ("Technical
+Specifications per Compute Capability"; "Shared Memory" of each capability). Rates are dense (no sparsity), with float32
+accumulation.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ class Arch:
     smem_per_block: int = 0
     registers_per_sm: int = 65536
     threads_per_sm: int = 2048
+    blocks_per_sm: int = 0
+    smem_reserved: int = 0
+    """Of each block, for the driver."""
+    smem_carveouts: tuple[int, ...] = ()
+    """What a multiprocessor may set aside as shared memory, ascending; the rest of its memory is L1 cache."""
     tmem_columns: int = 0
     source: str = ""
 
@@ -48,20 +54,36 @@ class Arch:
 
     @property
     def smem_bandwidth(self) -> float:
-        """Bytes a second: 32 banks of 4 bytes a clock on each multiprocessor."""
+        """Bytes a second: 32 banks of 4 bytes a clock on each multiprocessor, on all archs here (Programming Guide)."""
         return 128 * self.sms * self.clock
 
     def __str__(self) -> str:
         return f"{self.name} (sm_{self.capability})" if self.is_gpu else self.name
 
 
-_SM75 = Arch("", 75, smem_per_sm=64 * KIB, smem_per_block=64 * KIB, threads_per_sm=1024)
-_SM80 = Arch("", 80, smem_per_sm=164 * KIB, smem_per_block=163 * KIB)
-_SM86 = Arch("", 86, smem_per_sm=100 * KIB, smem_per_block=99 * KIB, threads_per_sm=1536)
-_SM89 = replace(_SM86, capability=89)
-_SM90 = Arch("", 90, smem_per_sm=228 * KIB, smem_per_block=227 * KIB)
+def _carveouts(*kib: int) -> tuple[int, ...]:
+    return tuple(size * KIB for size in kib)
+
+
+_SM75 = Arch(
+    "", 75, smem_per_sm=64 * KIB, smem_per_block=64 * KIB, threads_per_sm=1024, blocks_per_sm=16,
+    smem_carveouts=_carveouts(32, 64),
+)  # fmt: skip
+_SM80 = Arch(
+    "", 80, smem_per_sm=164 * KIB, smem_per_block=163 * KIB, blocks_per_sm=32, smem_reserved=KIB,
+    smem_carveouts=_carveouts(0, 8, 16, 32, 64, 100, 132, 164),
+)  # fmt: skip
+_SM86 = Arch(
+    "", 86, smem_per_sm=100 * KIB, smem_per_block=99 * KIB, threads_per_sm=1536, blocks_per_sm=16, smem_reserved=KIB,
+    smem_carveouts=_carveouts(0, 8, 16, 32, 64, 100),
+)  # fmt: skip
+_SM89 = replace(_SM86, capability=89, blocks_per_sm=24)
+_SM90 = replace(
+    _SM80, capability=90, smem_per_sm=228 * KIB, smem_per_block=227 * KIB,
+    smem_carveouts=_carveouts(0, 8, 16, 32, 64, 100, 132, 164, 196, 228),
+)  # fmt: skip
 _SM100 = replace(_SM90, capability=100, tmem_columns=512)
-_SM120 = replace(_SM86, capability=120)
+_SM120 = replace(_SM89, capability=120)
 
 
 def _gpu(family: Arch, name, sms, mhz, tensor_tflops, fp32_tflops, gb_s, gib, l2_mib, source) -> Arch:

@@ -8,6 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from collections.abc import Container
+    from pathlib import Path
 
     import torch
 
@@ -74,6 +75,26 @@ def numbers_of(name: str, text: str | None) -> tuple[int, ...] | None:
     return numbers
 
 
+def pair_of(name: str, text: str) -> tuple[int, int]:
+    """128,64 as (128, 64)."""
+    numbers = numbers_of(name, text) or ()
+    if len(numbers) != 2:
+        raise typer.BadParameter(f"{name} must be two numbers joined by a comma, got {text!r}")
+    return numbers[0], numbers[1]
+
+
+def picture_path(text: str | None) -> Path | None:
+    """Of a picture to draw, whose suffix says how."""
+    from pathlib import Path
+
+    if text is None:
+        return None
+    path = Path(text)
+    if path.suffix not in (".png", ".svg"):
+        raise typer.BadParameter(f"out must end in .png or .svg, got {text}")
+    return path
+
+
 def changed_config(config: Any, text: str, keep: Container[str]) -> Any:
     """A kernel's config with other values, NAME=VALUE,NAME=VALUE, of names not in `keep`. What it refuses to be is an error."""
     from dataclasses import fields, replace
@@ -130,6 +151,16 @@ def arch_named(name: str | None) -> Arch:
     if name.lower() not in known:
         raise typer.BadParameter(f"arch must be one of {', '.join([*KNOWN, 'CPU'])}, got {name!r}")
     return known[name.lower()]
+
+
+def gpu_named(name: str | None) -> Arch:
+    """`arch_named`, of a GPU."""
+    from strobe.device import KNOWN
+
+    arch = arch_named(name)
+    if not arch.is_gpu:
+        raise typer.BadParameter(f"arch must be a GPU, one of {', '.join(KNOWN)}, where this machine has none, got {arch}")
+    return arch
 
 
 def device_of(name: str | None) -> torch.device:

@@ -1,7 +1,11 @@
-"""What an attention costs at least: products, exponentials and memory traffic, and the time they need on a GPU.
+"""What an attention costs: products, exponentials and memory traffic, and the time they need on a GPU.
 
-Counts are exact for the mask (`Mask.count`), not estimates: a kernel that visits whole tiles does more. The times are
-lower bounds from the peak rates in `strobe.device`; no kernel reaches them all at once, and the largest one binds.
+`Cost` is the least: counts are exact for the mask (`Mask.count`), and each input and result crosses HBM once. `Standard` is
+attention in the steps of its formula, which write S and P to HBM and read them again. `Tiling` is flash attention tile by
+tile: the tiles that a kernel visits, and what its CTAs load. `Tile` is one turn of its loop.
+
+The times are lower bounds from the peak rates in `strobe.device`; no kernel reaches them all at once, and the largest one
+binds. A multiply-add is two FLOPs.
 """
 
 from __future__ import annotations
@@ -70,6 +74,12 @@ class Cost:
         return self.problem.heads_q * self.pairs * self.flops_per_pair
 
     @property
+    def softmax_flops(self) -> int:
+        """Five a visible pair, one of them its exponential. Forward: scale, maximum, subtract, exponential, sum. Backward:
+        scale, subtract the LSE, exponential, subtract delta, multiply by P."""
+        return 5 * self.problem.heads_q * self.pairs
+
+    @property
     def quoted_flops(self) -> int:
         """As the field quotes TFLOP/s: causal is half of full, whatever its diagonal; any other mask is exact."""
         if not self.problem.mask.is_causal:
@@ -99,7 +109,7 @@ class Cost:
 
     @property
     def intensity(self) -> float:
-        """FLOPs for each byte to or from HBM."""
+        """FLOPs of the products for each byte to or from HBM."""
         moved = self.bytes_read + self.bytes_written
         return self.flops / moved if moved else 0.0
 
@@ -123,22 +133,189 @@ class Cost:
 
     def lower_bound(self, arch: Arch) -> LowerBound:
         """The times on an arch. ValueError where its rates, or its rate for this dtype, are not known."""
-        rate = _matmul_rate(arch, self.problem.dtype)
-        if not (rate and arch.dram_bandwidth and arch.exp2_rate):
-            dtype = str(self.problem.dtype).removeprefix("torch.")
-            raise ValueError(f"cost: no peak rates of {arch} for {dtype} are known")
         return LowerBound(
-            tensor=self.flops / rate,
+            tensor=self.flops / matmul_rate(arch, self.problem.dtype),
             exp2=self.exponentials / arch.exp2_rate,
             hbm=(self.bytes_read + self.bytes_written) / arch.dram_bandwidth,
         )
 
 
-def _matmul_rate(arch: Arch, dtype: torch.dtype) -> float:
-    """FLOP/s of exact products in a dtype, 0.0 if unknown: float32 runs outside the tensor cores, which round to TF32."""
+class Standard(Cost):
+    """The same problem by standard attention: S = Q K^T, P = softmax(S) and O = P V one after the other, with S and P, in
+    the problem's dtype, in HBM between them; the mask is added to all pairs of the rectangle. Its backward reads P instead of
+    computing it again. (Algorithms 0 and 3 of Dao et al. 2022, FlashAttention, arXiv 2205.14135.)"""
+
+    @cached_property
+    def pairs(self) -> int:
+        """All pairs of one head, over the batch, visible or not."""
+        return self.lengths.batch * self.lengths.seqlen_q * self.lengths.seqlen_kv
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Forward: QK^T, PV. Backward: dV, dP, dQ, dK."""
+        return (2 if self.problem.phase == "forward" else 4) * (self.problem.head_dim + self.problem.head_dim_v)
+
+    @property
+    def softmax_flops(self) -> int:
+        """Forward: scale, maximum, subtract, exponential, sum, divide. Backward: multiply by P, sum, subtract, multiply."""
+        return (6 if self.problem.phase == "forward" else 4) * self.problem.heads_q * self.pairs
+
+    @property
+    def exponentials(self) -> int:
+        return super().exponentials if self.problem.phase == "forward" else 0
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Of S, and of P, dP and dS each."""
+        return self.problem.heads_q * self.pairs * self.problem.dtype.itemsize
+
+    @property
+    def passes(self) -> int:
+        """How often such a matrix is read or written."""
+        return 4 if self.problem.phase == "forward" else 7
+
+    @property
+    def bytes_read(self) -> int:
+        """Forward: q, k, v; S and P once each. Backward: q, k, v, and dout twice; P twice, dP once, dS twice."""
+        if self.problem.phase == "forward":
+            return super().bytes_read + 2 * self.matrix_bytes
+        inputs = self._elements_q + self._elements_kv + 2 * self._elements_out
+        return inputs * self.problem.dtype.itemsize + 5 * self.matrix_bytes
+
+    @property
+    def bytes_written(self) -> int:
+        """Forward: S, P, out. Backward: dP, dS, dq, dk, dv."""
+        results = self._elements_out if self.problem.phase == "forward" else self._elements_q + self._elements_kv
+        return results * self.problem.dtype.itemsize + 2 * self.matrix_bytes
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One turn of flash attention's forward loop: so many query rows against so many keys. itemsize: bytes of an element."""
+
+    rows: int
+    keys: int
+    head_dim: int
+    head_dim_v: int
+    itemsize: int = 2
+
+    @property
+    def flops(self) -> int:
+        """Of the matrix products: S = Q K^T and O += P V."""
+        return 2 * self.rows * self.keys * (self.head_dim + self.head_dim_v)
+
+    @property
+    def softmax_flops(self) -> int:
+        """With a running maximum: five a pair as in `Cost`; a row's O is scaled to the new maximum, and its sum (4)."""
+        return self.rows * (5 * self.keys + self.head_dim_v + 4)
+
+    @property
+    def exponentials(self) -> int:
+        """One a pair, and a row's scale factor."""
+        return self.rows * (self.keys + 1)
+
+    def bytes_moved(self, seqlen_kv: int) -> int:
+        """By a CTA that takes its rows past so many keys: Q in and O out once, all of K and V in."""
+        return (self.rows + seqlen_kv) * (self.head_dim + self.head_dim_v) * self.itemsize
+
+    def intensity(self, seqlen_kv: int) -> float:
+        """FLOPs of the products for each byte that the CTA moves. seqlen_kv: a multiple of the tile's keys."""
+        return self.flops * (seqlen_kv // self.keys) / self.bytes_moved(seqlen_kv)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A forward, tile by tile: whole tiles of tile_q rows x tile_kv keys, those that the mask's band leaves something of.
+
+    packed: whether the rows of a tile are those of all query heads that share a key head (GQA packing), so that K and V are
+    loaded once for all of them. ValueError for packed sequences, for a backward, or for tiles of no rows or keys.
+    """
+
+    problem: AttentionProblem
+    tile_q: int = 128
+    tile_kv: int = 128
+    packed: bool = False
+
+    def __post_init__(self):
+        if not isinstance(self.problem.lengths, Dense) or self.problem.phase != "forward":
+            raise ValueError(f"tiling: the problem must be a forward of dense lengths, got {self.problem}")
+        if min(self.tile_q, self.tile_kv) < 1:
+            raise ValueError(f"tiling: a tile must have rows and keys, got {self.tile_q} x {self.tile_kv}")
+
+    @property
+    def tile(self) -> Tile:
+        problem = self.problem
+        return Tile(self.tile_q, self.tile_kv, problem.head_dim, problem.head_dim_v, problem.dtype.itemsize)
+
+    @property
+    def _heads_in_a_tile(self) -> int:
+        return self.problem.group if self.packed else 1
+
+    @property
+    def _copies(self) -> int:
+        """How often the tiles of one head (packed: of one group) come: for each of them, in each sequence."""
+        return self.problem.lengths.batch * self.problem.heads_q // self._heads_in_a_tile
+
+    @cached_property
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Of each tile of queries of one head (packed: of one group) the first key block that it visits, and the one after."""
+        n_q, n_kv, heads = self.problem.lengths.seqlen_q, self.problem.lengths.seqlen_kv, self._heads_in_a_tile
+        ranges = []
+        for first in range(0, n_q * heads, self.tile_q):
+            last = min(first + self.tile_q, n_q * heads) - 1
+            begin, end = self.problem.mask.kv_range(first // heads, last // heads, n_q, n_kv)
+            ranges.append((begin // self.tile_kv, -(-end // self.tile_kv)) if end > begin else (0, 0))
+        return ranges
+
+    @property
+    def tiles(self) -> int:
+        """Of queries, over heads and batch: what a GPU shares out to its CTAs."""
+        return self._copies * len(self._ranges)
+
+    @property
+    def blocks(self) -> int:
+        """Turns of the loop, over all tiles."""
+        return self._copies * sum(end - begin for begin, end in self._ranges)
+
+    @property
+    def flops(self) -> int:
+        """Of the matrix products on whole tiles, with the pairs that the mask then hides."""
+        return self.blocks * self.tile.flops
+
+    @property
+    def bytes_loaded(self) -> int:
+        """By all CTAs, from HBM or from L2: Q once, and K and V again for each tile of queries."""
+        return self._bytes_q + self._keys_loaded * self._bytes_per_key
+
+    @property
+    def _keys_loaded(self) -> int:
+        n_kv = self.problem.lengths.seqlen_kv
+        return self._copies * sum(min(end * self.tile_kv, n_kv) - begin * self.tile_kv for begin, end in self._ranges)
+
+    @property
+    def _bytes_per_key(self) -> int:
+        return (self.problem.head_dim + self.problem.head_dim_v) * self.problem.dtype.itemsize
+
+    @property
+    def _bytes_q(self) -> int:
+        problem, lengths = self.problem, self.problem.lengths
+        return lengths.batch * lengths.seqlen_q * problem.heads_q * problem.head_dim * problem.dtype.itemsize
+
+    @property
+    def useful(self) -> float:
+        """The share of `flops` that is on visible pairs."""
+        return Cost(self.problem).flops / self.flops if self.flops else 0.0
+
+
+def matmul_rate(arch: Arch, dtype: torch.dtype) -> float:
+    """FLOP/s of exact products in a dtype: float32 runs outside the tensor cores, which round to TF32. ValueError where an
+    arch's rates, or its rate for this dtype, are not known."""
+    rate = arch.fp32_flops if dtype == torch.float32 else 0.0
     if dtype == torch.float16 or (dtype == torch.bfloat16 and arch.capability >= 80):
-        return arch.tensor_flops
-    return arch.fp32_flops if dtype == torch.float32 else 0.0
+        rate = arch.tensor_flops
+    if not (rate and arch.dram_bandwidth and arch.exp2_rate):
+        raise ValueError(f"cost: no peak rates of {arch} for {str(dtype).removeprefix('torch.')} are known")
+    return rate
 
 
 def _time(seconds: float) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from strobe.device import KNOWN
+from strobe.device import KNOWN, Arch
 from strobe.kernels.sm90.backward_config import Config as BackwardConfig
 from strobe.kernels.sm90.backward_config import SplitConfig
 from strobe.kernels.sm90.backward_config import choose as choose_backward
@@ -126,6 +126,23 @@ def audit_sm100_forward(
     softmax = (f"softmax {w}" for w in range(config.q_stages))
     roles = (*softmax, *(["correction"] if config.correction else []), "mma", "epilogue", "load")
     return audit(compiled, _name("sm100", problem), time.perf_counter() - start, roles)
+
+
+def audit_portable_forward(
+    head_dims: tuple[int, int] = (128, 128),
+    mask: Mask = CAUSAL,
+    dtype: torch.dtype = torch.bfloat16,
+    length: int = 4096,
+    arch: Arch = KNOWN["A100"],
+) -> Audit:
+    """Compile the portable forward for one problem on an arch, and audit it. head_dims: of k and of v. Takes no GPU."""
+    from strobe.kernels.portable import forward
+
+    problem = _forward_problem(head_dims, mask, dtype, length)
+    start = time.perf_counter()
+    with pretend_gpu(arch.capability):
+        compiled = forward.compile_only(problem, arch)
+    return audit(compiled, _name("portable", problem), time.perf_counter() - start)
 
 
 def _forward_problem(head_dims: tuple[int, int], mask: Mask, dtype: torch.dtype, length: int) -> AttentionProblem:

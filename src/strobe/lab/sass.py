@@ -25,7 +25,8 @@ class Audit:
     """name of the kernel and its arch; registers a thread at launch; bytes of shared memory and of spill stores and
     loads; counts of SASS mnemonics up to the first dot, and of MUFU by function; the same for each role, if the roles were
     named (code that roles share counts for each of them); listings, each role's mnemonics in the order of the text; main_loops,
-    the counts in the innermost loop with wgmma's of the roles that have one; ptxas's warnings; seconds to compile."""
+    the counts in the innermost loop with wgmma's of the roles that have one; ptxas's warnings; seconds to compile; threads of
+    a block, those of all roles."""
 
     name: str
     registers: int
@@ -37,6 +38,7 @@ class Audit:
     main_loops: dict[str, dict[str, int]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     seconds: float = field(default=0.0, compare=False)
+    threads: int = 0
 
     def __str__(self) -> str:
         """The numbers, and a table of the roles' instructions that matter."""
@@ -78,6 +80,7 @@ def audit(compiled, name: str, seconds: float = 0.0, roles: tuple[str, ...] = ()
         main_loops={role: _counted(names) for role, names in loops.items() if names},
         warnings=tuple(line for line in report.splitlines() if "warning" in line.lower() or re.search(r"C75\d\d", line)),
         seconds=seconds,
+        threads=compiled.metadata.num_warps * compiled.metadata.target.warp_size,
     )
 
 

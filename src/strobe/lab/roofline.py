@@ -1,0 +1,359 @@
+"""Where a problem stands under the ceilings of a GPU: tensor cores, exp2 units, shared memory and HBM.
+
+The least time on each unit is its work over its rate; the longest binds, and gives the TFLOP/s that nothing exceeds. HBM bytes
+are `Cost`'s: each input and result once. Where our Hopper forward runs the problem, FLOPs, exponentials and the bytes that
+its products read from shared memory are those of the whole tiles that it visits; elsewhere FLOPs and exponentials are of
+visible pairs, and shared memory has no ceiling. TFLOP/s are always of visible pairs.
+(Williams, Waterman and Patterson 2009, "Roofline".)
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.table import Table
+
+from strobe.device import KNOWN, Arch
+from strobe.dispatch import backend_module
+from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
+from strobe.lab.cost import Cost, Standard, Tiling, matmul_rate
+from strobe.lab.cost_report import si
+from strobe.lab.plan import DTYPES, Dims, Point
+from strobe.problem import AttentionProblem, Dense
+
+# ---- ceilings
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a GPU does in a second: FLOPs of products, exponentials, bytes of shared memory and of HBM. clock: Hz of its
+    multiprocessors; source: where the numbers come from."""
+
+    name: str
+    matmul: float
+    exp2: float
+    smem: float
+    hbm: float
+    clock: float
+    source: str
+
+    @classmethod
+    def of(cls, arch: Arch, dtype: torch.dtype) -> Ceilings:
+        """By the data sheet. ValueError where an arch's rates, or its rate for this dtype, are not known."""
+        matmul = matmul_rate(arch, dtype)
+        return cls(str(arch), matmul, arch.exp2_rate, arch.smem_bandwidth, arch.dram_bandwidth, arch.clock, arch.source)
+
+    @classmethod
+    def measured(cls, device: torch.device, dtype: torch.dtype) -> Ceilings:
+        """By timing them (`strobe.lab.ceilings`). ValueError without a CUDA GPU."""
+        if device.type != "cuda":
+            raise ValueError("roofline: measuring ceilings needs a CUDA GPU; without one name a GPU with --arch")
+        from strobe.lab.ceilings import measure
+
+        return measure(device, dtype)
+
+    def at_clock(self, clock: float) -> Ceilings:
+        """The same multiprocessors at another clock; HBM has its own."""
+        ratio = clock / self.clock
+        return replace(self, matmul=self.matmul * ratio, exp2=self.exp2 * ratio, smem=self.smem * ratio, clock=clock)
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs a byte of HBM where products and HBM take the same time."""
+        return self.matmul / self.hbm
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} at {self.clock / 1e6:.0f} MHz: {si(self.matmul, 'FLOP/s')}, {si(self.exp2, 'exp2/s')}, shared memory "
+            f"{si(self.smem, 'B/s')}, HBM {si(self.hbm, 'B/s')}; ridge at {self.ridge:.0f} FLOPs a byte ({self.source})"
+        )
+
+
+# ---- shared memory
+
+
+def operand_bytes(config: Config) -> int:
+    """Bytes that the Hopper forward's products of one block of keys read from shared memory, all groups of a CTA together.
+
+    A wgmma of 64 rows reads each of its operands there once: 64 x 64 x 64 runs at the tensor cores' full rate and at 128 bytes
+    a cycle (`benchmarks/unit_costs.py`), so nothing is read less often. S = Q K^T has both operands there, O += P V has V
+    there and P in registers; groups share no reads. What the TMA writes does not come out of the same 128 bytes: with it, an
+    H200 would have moved 104% of them (head dims 192 and 128, 128k keys, in the benchmark of `docs/bench.md`).
+    """
+    q, k, v = ROWS_PER_GROUP * config.head_dim, config.tile_kv * config.head_dim, config.tile_kv * config.head_dim_v
+    return 2 * config.groups * (q + k + v)
+
+
+def hopper_config(problem: AttentionProblem) -> Config | None:
+    """What the Hopper forward runs a problem with; None where it is not its, or it is a backward."""
+    backend, arch = backend_module("sm90"), KNOWN["H200"]
+    takes = problem.phase == "forward" and problem.dtype.itemsize == 2 and backend.refuses(problem, arch) is None
+    return backend.config(problem, arch) if takes else None
+
+
+# ---- points
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A problem under ceilings. head_dims: of k and v; seconds: what each unit takes at least; clock: at which the ceilings
+    are, in Hz; standard: FLOPs a byte, and FLOP/s at most, of standard attention; useful: the share of visible pairs in our
+    Hopper forward's tiles, where it runs; measured: seconds that a kernel took, if one was timed."""
+
+    name: str
+    head_dims: tuple[int, int]
+    flops: int
+    intensity: float
+    seconds: dict[str, float]
+    clock: float
+    standard: tuple[float, float]
+    useful: float | None = None
+    measured: float | None = None
+
+    @property
+    def binds(self) -> str:
+        return max(self.seconds, key=lambda unit: self.seconds[unit])
+
+    @property
+    def least(self) -> float:
+        return self.seconds[self.binds]
+
+    @property
+    def ceiling(self) -> float:
+        """FLOP/s on visible pairs that nothing exceeds."""
+        return self.flops / self.least
+
+    @property
+    def rate(self) -> float | None:
+        """Measured FLOP/s on visible pairs."""
+        return self.flops / self.measured if self.measured else None
+
+    @property
+    def share(self) -> float | None:
+        """Of the ceiling that was measured."""
+        return self.least / self.measured if self.measured else None
+
+
+def place(problem: AttentionProblem, ceilings: Ceilings, hopper: bool, measured: float | None = None) -> Placed:
+    """A problem under ceilings. hopper: whether those are of a Hopper GPU, where our own forward is known tile by tile."""
+    cost, standard = Cost(problem), Standard(problem)
+    config = hopper_config(problem) if hopper else None
+    seconds, useful = _seconds(cost, ceilings), None
+    if config is not None:
+        tiling = Tiling(problem, config.tile_q, config.tile_kv)
+        pairs, useful = tiling.blocks * config.tile_q * config.tile_kv, tiling.useful
+        seconds |= {
+            "matmul": pairs * 2 * (config.head_dim + config.head_dim_v) / ceilings.matmul,
+            "exp2": pairs / ceilings.exp2,
+            "smem": tiling.blocks * operand_bytes(config) / ceilings.smem,
+        }
+    return Placed(
+        name_of(problem),
+        (problem.head_dim, problem.head_dim_v),
+        cost.flops,
+        cost.intensity,
+        seconds,
+        ceilings.clock,
+        (standard.intensity, standard.flops / max(_seconds(standard, ceilings).values())),
+        useful,
+        measured,
+    )
+
+
+def _seconds(cost: Cost, ceilings: Ceilings) -> dict[str, float]:
+    moved = cost.bytes_read + cost.bytes_written
+    return {
+        "matmul": cost.flops / ceilings.matmul,
+        "exp2": cost.exponentials / ceilings.exp2,
+        "HBM": moved / ceilings.hbm,
+    }
+
+
+def problem_of(point: Point, phase: str) -> AttentionProblem:
+    """Of a point of a plan; in "decode" one query of each sequence against a cache of the point's length."""
+    problem = point.problem()
+    if phase == "decode":
+        return replace(problem, lengths=Dense(point.batch, 1, point.length))
+    return problem
+
+
+def name_of(problem: AttentionProblem) -> str:
+    """D=128 heads 16 causal 4 x 4096 x 4096: batch, queries, keys."""
+    dims = str(problem.head_dim) + (f"/{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
+    lengths = problem.lengths
+    shape = f"{lengths.batch} x {lengths.seqlen_q} x {lengths.seqlen_kv}"
+    heads = f"{problem.heads_q}" + (f"/{problem.heads_kv}" if problem.group > 1 else "")
+    return f"D={dims} heads {heads} {problem.mask} {shape}"
+
+
+def arch_of_report(report: dict) -> Arch:
+    """ValueError for a GPU whose facts are not known."""
+    name = report["device"]["name"]
+    for known in sorted(KNOWN, key=len, reverse=True):
+        if known in name:
+            return replace(KNOWN[known], sms=report["device"].get("sms", KNOWN[known].sms))
+    raise ValueError(f"roofline: the report must be of one of {', '.join(KNOWN)}, got {name}")
+
+
+def of_report(
+    report: dict,
+    dtype: str,
+    masks: tuple[str, ...],
+    head_dims: tuple[Dims, ...] | None = None,
+    lengths: tuple[int, ...] | None = None,
+) -> tuple[Ceilings, list[Placed]]:
+    """What `strobe bench` measured of Strobe at points with these properties (None: any), each under the ceilings at the clock
+    that it had; and the ceilings at the median of these clocks. ValueError for a GPU or a dtype whose rates are not known, and
+    where no point is left."""
+    arch = arch_of_report(report)
+    ceilings = Ceilings.of(arch, DTYPES[dtype])
+    found = []
+    for entry in report["points"]:
+        point, result = Point.of(entry), entry["results"].get("strobe", {})
+        if (
+            "tflops" not in result
+            or point.dtype != dtype
+            or point.mask not in masks
+            or (head_dims is not None and (point.head_dim, point.head_dim_v) not in head_dims)
+            or (lengths is not None and point.length not in lengths)
+        ):
+            continue
+        here = ceilings.at_clock(result.get("sm_clock_mhz", ceilings.clock / 1e6) * 1e6)
+        seconds = point.flops / (result["tflops"] * 1e12)
+        found.append(place(point.problem(), here, arch.capability == 90, seconds))
+    if not found:
+        raise ValueError(f"roofline: the report has no point of Strobe's in {dtype} with these masks, head dims and lengths")
+    return ceilings.at_clock(median(placed.clock for placed in found)), found
+
+
+# ---- what it says
+
+
+MOVES = {
+    "matmul": "only fewer FLOPs, or products in fewer bits, would move it",
+    "exp2": "more columns a head, or a part of the exponentials as polynomials on the FMA units, would move it",
+    "smem": "products of more than 64 rows for each read of K and V, or Q in registers, would move it",
+    "HBM": "more queries for each key, or a cache in fewer bits, would move it",
+}
+
+
+def moves(placed: Placed) -> str:
+    """What would move a problem's ceiling."""
+    if placed.useful is not None and placed.useful < 0.5 and placed.binds != "HBM":
+        return f"its tiles are {placed.useful:.1%} full: tiles of fewer rows, or a group's heads in one tile, would move it"
+    if _second(placed)[1] > 0.98 * placed.least:
+        return "both would have to move"
+    return MOVES[placed.binds]
+
+
+def _second(placed: Placed) -> tuple[str, float]:
+    """The unit that is next to bind, and its seconds."""
+    return sorted(placed.seconds.items(), key=lambda unit: unit[1])[-2]
+
+
+def sentence(placed: Placed) -> str:
+    """What bounds a problem, how near the next unit is, and what would move it."""
+    second, seconds = _second(placed)
+    reached = f", of which {placed.share:.0%} were measured" if placed.share is not None else ""
+    return (
+        f"{placed.name}: {_words(placed.binds)} binds at {si(placed.ceiling, 'FLOP/s')}{reached}; "
+        f"{_words(second)} needs {seconds / placed.least:.0%} of its time; {moves(placed)}"
+    )
+
+
+def _words(unit: str) -> str:
+    return "shared memory" if unit == "smem" else unit
+
+
+def table(points: list[Placed]) -> Table:
+    """Least times by unit, what binds, TFLOP/s at most, and timed ones with their share of that."""
+    measured = any(placed.measured for placed in points)
+    shown = Table(title="least time in us on each unit")
+    shown.add_column("", no_wrap=True)
+    units = ("matmul", "exp2", "smem", "HBM")
+    for heading in ("FLOP/B", *units, "binds", "TFLOP/s", *(("timed", "share", "MHz") if measured else ())):
+        shown.add_column(heading, justify="right")
+    for placed in points:
+        times = (_microseconds(placed.seconds.get(unit)) for unit in units)
+        cells = [f"{placed.intensity:.0f}", *times, placed.binds, f"{placed.ceiling / 1e12:.4g}"]
+        if placed.rate is not None and placed.share is not None:
+            cells += [f"{placed.rate / 1e12:.4g}", f"{placed.share:.0%}", f"{placed.clock / 1e6:.0f}"]
+        shown.add_row(placed.name, *cells)
+    return shown
+
+
+def _microseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e6:.0f}" if seconds >= 1e-4 else f"{seconds * 1e6:.3g}"
+
+
+def facts(ceilings: Ceilings, points: list[Placed]) -> dict:
+    """Ceilings and points as a JSON object: rates a second, times in seconds."""
+    return {
+        "what": "roofline",
+        "ceilings": asdict(ceilings) | {"ridge": ceilings.ridge},
+        "points": [asdict(p) | {"binds": p.binds, "ceiling": p.ceiling, "rate": p.rate, "share": p.share} for p in points],
+    }
+
+
+def draw(found: list[Placed], ceilings: Ceilings, path: Path) -> Path:
+    """Writes the roofline: FLOP/s over FLOPs a byte of HBM. Hollow: what nothing exceeds; filled: measured; crosses: standard
+    attention at most. Dashed: exp2 and shared memory for the head dims that they bound. PNG or SVG by the path's suffix."""
+    from strobe.lab.plot import CEILING, PEERS, STROBE, plt
+
+    figure, panel = plt.subplots(figsize=(7.4, 4.4))
+    dims = list(dict.fromkeys(placed.head_dims for placed in found))
+    colors = dict(zip(dims, cycle((STROBE, *PEERS)), strict=False))
+    right = 2 * max(ceilings.ridge, *(placed.intensity for placed in found))
+    left = 0.5 * min(ceilings.ridge, *(min(placed.intensity, placed.standard[0]) for placed in found))
+    roof = [left, ceilings.ridge, right]
+    panel.plot(roof, [min(x * ceilings.hbm, ceilings.matmul) / 1e12 for x in roof], color="black", linewidth=1.4)
+    for head_dims in dims:
+        mine = [placed for placed in found if placed.head_dims == head_dims]
+        _points(panel, mine, colors[head_dims], f"D={head_dims[0]}" + (f"/{head_dims[1]}" if len(set(head_dims)) > 1 else ""))
+        for unit in ("exp2", "smem"):
+            bound = [placed for placed in mine if placed.binds == unit]
+            if bound:
+                height = max(placed.ceiling for placed in bound) / 1e12
+                panel.plot([left, right], [height] * 2, color=colors[head_dims], linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+                panel.annotate(
+                    _words(unit), (left, height), xytext=(2, 2), textcoords="offset points", fontsize=7, color=CEILING
+                )
+    panel.annotate(
+        f"tensor cores, {ceilings.matmul / 1e12:.0f} TFLOP/s", (left, ceilings.matmul / 1e12), xytext=(2, 3),
+        textcoords="offset points", fontsize=7,
+    )  # fmt: skip
+    panel.annotate(
+        f"HBM, {ceilings.hbm / 1e12:.3g} TB/s", (left * 1.6, left * 1.6 * ceilings.hbm / 1e12), xytext=(8, -8),
+        textcoords="offset points", fontsize=7,
+    )  # fmt: skip
+    panel.set(xscale="log", yscale="log", xlabel="FLOPs a byte of HBM", ylabel="TFLOP/s", xlim=(left, right))
+    panel.set_title(f"{ceilings.name} at {ceilings.clock / 1e6:.0f} MHz", fontsize=10)
+    panel.legend(fontsize=7, frameon=False, loc="lower right")
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, facecolor="white", metadata={"Software": None} if path.suffix == ".png" else None)
+    plt.close(figure)
+    return path
+
+
+def _points(panel, found: list[Placed], color: str, label: str) -> None:
+    intensities = [placed.intensity for placed in found]
+    panel.scatter(
+        intensities,
+        [placed.ceiling / 1e12 for placed in found],
+        s=26,
+        facecolors="none",
+        edgecolors=color,
+        label=f"{label}, at most",
+    )
+    x, y = zip(*(placed.standard for placed in found), strict=True)
+    panel.scatter(x, [rate / 1e12 for rate in y], s=18, marker="x", color=color, linewidths=0.8, label=f"{label}, standard")
+    timed = [(placed.intensity, placed.rate / 1e12) for placed in found if placed.rate is not None]
+    if timed:
+        panel.scatter(*zip(*timed, strict=True), s=14, color=color, label=f"{label}, measured")

@@ -1,0 +1,306 @@
+"""The roofline: ceilings, our Hopper forward's shared memory against the compiler, and predictions against measurements."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_bench import report as bench_report
+from test_cost import problem
+from typer.testing import CliRunner
+
+import strobe
+from strobe.cli import app
+from strobe.device import KNOWN
+from strobe.kernels.sm90.config import Config
+from strobe.lab.cost import Cost, Standard, Tiling
+from strobe.lab.plan import Grid
+from strobe.lab.report import load
+from strobe.lab.roofline import Ceilings, draw, hopper_config, of_report, operand_bytes, place, problem_of, sentence
+from strobe.problem import Dense
+
+ROOT = Path(__file__).parent.parent
+MEASURED = ROOT / "benchmarks" / "results" / "forward-h200-2026-11-21.json"
+H200 = Ceilings.of(KNOWN["H200"], torch.bfloat16)
+A100 = Ceilings.of(KNOWN["A100"], torch.bfloat16)
+
+
+def long(length: int = 16384, dim: int = 128, **changes):
+    return problem(lengths=Dense(1, length, length), heads_q=16, heads_kv=16, head_dim=dim, head_dim_v=dim, **changes)
+
+
+# ---- ceilings
+
+
+def test_ceilings_of_a_data_sheet():
+    assert (H200.matmul, H200.hbm) == (989.4e12, 4.8e12)
+    assert H200.smem == 128 * 132 * 1.83e9 and H200.exp2 == 16 * 132 * 1.83e9
+    assert H200.ridge == pytest.approx(206.1, abs=0.1)
+
+
+def test_a_clock_moves_the_multiprocessors_and_not_the_memory():
+    slow = H200.at_clock(H200.clock / 2)
+    assert (slow.matmul, slow.exp2, slow.smem) == (H200.matmul / 2, H200.exp2 / 2, H200.smem / 2)
+    assert slow.hbm == H200.hbm and slow.ridge == H200.ridge / 2
+
+
+# ---- shared memory
+
+
+def test_operands_by_hand():
+    # each of two groups: Q 64 x 128, K 128 x 128, V 128 x 128, of 2 bytes: 160 KiB, 1280 cycles beside 2048 of products
+    config = Config(128, 128, groups=2, tile_kv=128, num_stages=2)
+    assert operand_bytes(config) == 2 * (64 + 128 + 128) * 128 * 2 == 160 * 1024
+    assert 2 * 128 * 128 * 256 / 4096 == 2048 > operand_bytes(config) / 128 == 1280
+    assert operand_bytes(replace(config, groups=3)) == 240 * 1024
+    assert operand_bytes(replace(config, tile_kv=64)) == 2 * (64 + 64 + 64) * 128 * 2
+
+
+OPERANDS = """
+import json, sys
+from strobe.device import KNOWN
+from strobe.kernels.sm90 import backend, launch
+from strobe.lab import offline
+from strobe.lab.sass import disassemble
+
+for dims in ((64, 64), (192, 128)):
+    problem = offline._forward_problem(dims, offline.CAUSAL, offline.torch.bfloat16, 4096)
+    with offline.pretend_gpu(90):
+        compiled = launch.compile_only(problem, backend.config(problem, KNOWN["H200"]))
+    sass = disassemble(compiled.asm["cubin"])
+    print(json.dumps([dims, [line for line in sass.splitlines() if "HGMMA" in line]]))
+"""
+HGMMA = re.compile(r"HGMMA\.64x(\d+)x16\.F32\.BF16 R\d+, (R\d+, )?gdesc")
+
+
+def test_products_read_what_the_machine_code_says():
+    """Every HGMMA's operands that are descriptors, so in shared memory: B always, A unless it is a register."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", OPERANDS], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) == 2
+    for (dim, dim_v), instructions in lines:
+        shapes = [HGMMA.search(line) for line in instructions]
+        assert all(shapes), instructions
+        of_scores = sum(2 * 16 * (64 + int(shape[1])) for shape in shapes if not shape[2])
+        of_output = sum(2 * 16 * int(shape[1]) for shape in shapes if shape[2])
+        # S = Q K^T stands three times in a consumer's code (before the loop, in it, at a tile's end), O += P V twice.
+        same = problem(strobe.Causal(), Dense(256, 4096, 4096), heads_q=1, heads_kv=1, head_dim=dim, head_dim_v=dim_v)
+        config = hopper_config(same)
+        assert of_scores / 3 + of_output / 2 == operand_bytes(config), (dim, dim_v)
+
+
+def test_who_has_a_shared_memory_ceiling():
+    assert hopper_config(long()).tile_q in (128, 192)
+    assert hopper_config(long(phase="backward")) is None
+    assert hopper_config(long(dtype=torch.float32)) is None
+    assert "smem" in place(long(), H200, True).seconds and "smem" not in place(long(), A100, False).seconds
+
+
+# ---- predictions
+
+
+def test_without_tiles_a_place_is_the_lower_bound():
+    for case in (long(), long(phase="backward"), problem(lengths=Dense(8, 1, 4096), head_dim=128, head_dim_v=128)):
+        placed, bound = place(case, A100, False), Cost(case).lower_bound(KNOWN["A100"])
+        assert placed.binds == bound.binds and placed.least == bound.seconds
+        assert placed.ceiling == pytest.approx(min(A100.matmul, placed.intensity * A100.hbm))
+
+
+def test_whole_tiles_of_our_own_forward():
+    causal = long(4096, mask=strobe.Causal())
+    config, placed = hopper_config(causal), place(causal, H200, True)
+    tiling = Tiling(causal, config.tile_q, config.tile_kv)
+    assert placed.seconds["matmul"] == pytest.approx(tiling.flops / H200.matmul)
+    assert placed.seconds["smem"] == tiling.blocks * operand_bytes(config) / H200.smem
+    assert placed.useful == tiling.useful < 1.0
+    padded = long(4096, dim=80)  # computed with 96 columns
+    assert place(padded, H200, True).seconds["matmul"] == pytest.approx(Cost(padded).flops * 96 / 80 / H200.matmul, rel=0.02)
+
+
+def test_standard_attention_is_on_the_slope():
+    placed = place(long(), A100, False)
+    intensity, flops = placed.standard
+    assert intensity == Standard(long()).intensity < A100.ridge < placed.intensity
+    assert flops == pytest.approx(intensity * A100.hbm)
+
+
+def test_sentences_say_what_would_move_it():
+    assert "matmul binds" in sentence(place(long(), H200, True)) and "fewer FLOPs" in sentence(place(long(), H200, True))
+    assert "exp2 needs 100% of its time; both would have to move" in sentence(place(long(1024, dim=64), H200, True))
+    assert "exp2 binds" in (small := sentence(place(long(dim=16), A100, False))) and "polynomials" in small
+    decode = problem(lengths=Dense(8, 1, 4096), heads_q=32, heads_kv=4, head_dim=128, head_dim_v=128)
+    assert "HBM binds" in sentence(place(decode, A100, False)) and "more queries" in sentence(place(decode, A100, False))
+    assert "its tiles are 0.8% full" in sentence(place(decode, H200, True))
+    starved = replace(H200, smem=H200.smem / 4)
+    assert "shared memory binds" in sentence(place(long(), starved, True))
+
+
+def test_decode_is_one_query_against_the_length():
+    (point,) = Grid(head_dims=((128, 128),), lengths=(4096,), masks=("causal",)).points(False)
+    assert problem_of(point, "decode").lengths == Dense(4, 1, 4096)
+    assert problem_of(point, "forward").lengths == Dense(4, 4096, 4096)
+
+
+# ---- measurements
+
+
+def test_no_measurement_exceeds_its_ceiling():
+    """Of all that was measured on an H200: what the model calls impossible did not happen, and the best come near."""
+    report = load(MEASURED)
+    for dtype in ("bf16", "fp16"):
+        _, found = of_report(report, dtype, ("full", "causal", "window"))
+        shares = [placed.share for placed in found]
+        assert len(found) > 20 and max(shares) <= 1.0, max(found, key=lambda placed: placed.share).name
+    _, found = of_report(report, "bf16", ("full",), head_dims=((128, 128),), lengths=(16384,))
+    assert len(found) == 2 and all(placed.share > 0.9 for placed in found)  # 16 heads, and 64/8
+
+
+def test_why_what_the_tma_writes_is_not_counted():
+    """Reads and writes together would have been more than 128 bytes a clock; reads alone are less, at every point."""
+    _, found = of_report(load(MEASURED), "bf16", ("full", "causal", "window"))
+    reads = {placed.name: placed.seconds["smem"] / placed.measured for placed in found}
+    busiest = max(reads, key=reads.get)
+    assert busiest == "D=192/128 heads 10 full 1 x 131072 x 131072" and round(reads[busiest], 2) == 0.79
+    config = Config(192, 128, groups=2, tile_kv=64, num_stages=2, q_stages=1)
+    writes = 2 * config.tile_kv * (config.head_dim + config.head_dim_v)
+    assert round(reads[busiest] * (operand_bytes(config) + writes) / operand_bytes(config), 2) == 1.04
+
+
+def test_a_report_gives_its_clock_and_its_time():
+    ceilings, (placed,) = of_report(bench_at(1000), "bf16", ("full",), lengths=(1024,))
+    assert placed.clock == ceilings.clock == 1e9
+    assert ceilings.matmul == pytest.approx(989.4e12 * 1000 / 1830)
+    assert placed.rate == pytest.approx(600e12)
+
+
+def bench_at(mhz: int) -> dict:
+    """The report of the benchmark's own tests, of a known GPU, at one clock."""
+    report = bench_report()
+    report["device"] |= {"name": "NVIDIA H200", "sms": 132}
+    for entry in report["points"]:
+        entry["results"]["strobe"] |= {"sm_clock_mhz": mhz, "tflops": 600.0}
+    return report
+
+
+def test_reports_that_have_no_place():
+    report = bench_at(1000)
+    with pytest.raises(ValueError, match="no point of Strobe's in fp16"):
+        of_report(report, "fp16", ("full",))
+    report["device"]["name"] = "NVIDIA A30"
+    with pytest.raises(ValueError, match=r"the report must be of one of T4, A100.*, got NVIDIA A30"):
+        of_report(report, "bf16", ("full",))
+
+
+# ---- measured ceilings
+
+
+def test_the_exponentials_that_are_timed_are_exponentials():
+    from strobe.lab.ceilings import exp2_chains
+
+    out = torch.zeros(2, 1024)
+    exp2_chains[(2,)](out, 3, 2, 1024)
+    x = torch.arange(1024) / 1024
+    for _ in range(6):
+        x = torch.exp2(-x)
+    torch.testing.assert_close(out, x.expand(2, -1))
+
+
+EXP2 = """
+import torch
+from strobe.lab.ceilings import _SIZE, _UNROLLED, _WARPS, exp2_chains
+from strobe.lab.offline import pretend_gpu
+from strobe.lab.sass import audit
+
+with pretend_gpu(90):
+    compiled = exp2_chains.warmup(torch.empty(1, device="meta"), 64, _UNROLLED, _SIZE, num_warps=_WARPS, grid=(1,))
+counts = audit(compiled, "exp2").instructions
+print(counts["MUFU.EX2"], _UNROLLED * _SIZE // (32 * _WARPS), counts.get("FMUL", 0) + counts.get("FADD", 0))
+"""
+
+
+def test_the_timed_kernel_is_little_but_exponentials():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", EXP2], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    made, asked, others = map(int, done.stdout.split())
+    assert made == asked == 64 and others < 8
+
+
+@pytest.mark.gpu
+def test_measured_ceilings_are_near_the_data_sheet():
+    ceilings = Ceilings.measured(torch.device("cuda"), torch.bfloat16)
+    sheet = Ceilings.of(strobe.device.arch_of(torch.device("cuda")), torch.bfloat16).at_clock(ceilings.clock)
+    for name in ("matmul", "exp2", "hbm"):
+        assert 0.6 < getattr(ceilings, name) / getattr(sheet, name) < 1.02, name
+
+
+# ---- strobe roofline
+
+
+def run(arguments: str):
+    return CliRunner(env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}).invoke(app, ["roofline", *arguments.split()])
+
+
+def test_the_command_predicts(tmp_path):
+    path, picture = tmp_path / "r.json", tmp_path / "r.png"
+    result = run(f"--arch H200 --head-dims 128 --lengths 16384 --mask full --json {path} --out {picture}")
+    assert result.exit_code == 0, result.output
+    found = json.loads(path.read_text())
+    assert found["ceilings"]["ridge"] == pytest.approx(206.125)
+    (point,) = found["points"]
+    assert point["binds"] == "matmul" and point["ceiling"] == pytest.approx(989.4e12)
+    assert (
+        "D=128 heads 16 full 1 x 16384 x 16384: matmul binds at 989 TFLOP/s; shared memory needs 62% of its time"
+        in result.output
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_places_a_report(tmp_path):
+    result = run(f"--report {MEASURED} --head-dims 128 --lengths 16384 --mask full --out {tmp_path / 'r.svg'}")
+    assert result.exit_code == 0, result.output
+    assert "778.2" in result.output and "of which 95% were measured" in result.output
+    assert "<svg" in (tmp_path / "r.svg").read_text()
+
+
+def test_the_command_of_a_decode():
+    result = run("--arch A100 --phase decode --head-dims 128 --heads 64 --heads-kv 8 --lengths 4096 --mask full")
+    assert "4 x 1 x 4096: HBM binds" in result.output
+
+
+def test_draws_the_ceiling_of_exp2_where_it_binds(tmp_path):
+    svgs = [draw([place(long(dim=dim), A100, False)], A100, tmp_path / f"{dim}.svg").read_text() for dim in (16, 128)]
+    assert ["<!-- exp2 -->" in svg for svg in svgs] == [True, False]  # Matplotlib's note above a text's outlines
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("--arch CPU", "arch must be a GPU, one of T4, A100"),
+        ("--arch T4", "no peak rates of T4 (sm_75) for bfloat16 are known"),
+        ("--arch H200 --measure", "arch, measure and report each say which GPU it is: give one of them"),
+        ("--arch H200 --phase train", "phase must be one of forward, backward, decode, got 'train'"),
+        ("--arch H200 --mask all", "mask must be one of full, causal, window, got 'all'"),
+        ("--arch H200 --dtype fp8", "dtype must be one of bf16, fp16, fp32, got 'fp8'"),
+        ("--arch H200 --heads 6 --heads-kv 4", "heads must be a multiple of heads-kv, got 6 and 4"),
+        ("--arch H200 --out roof.pdf", "out must end in .png or .svg, got roof.pdf"),
+        ("--report nowhere.json", "a result of strobe bench must be a JSON file, got nowhere.json"),
+        (f"--report {MEASURED} --lengths 7", "the report has no point of Strobe's in bf16"),
+    ],
+)
+def test_wrong_options_are_one_sentence_and_status_2(arguments, words):
+    result = run(arguments)
+    assert result.exit_code == 2 and words in result.output and "Traceback" not in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_measuring_needs_a_gpu():
+    result = run("--measure")
+    assert result.exit_code == 2 and "measuring ceilings needs a CUDA GPU; without one name a GPU with --arch" in result.output
