@@ -119,6 +119,9 @@ def measure(
     heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of bf16, fp16, fp32, fp8, comma-separated.")] = None,
     mask: Annotated[str | None, typer.Option(help="Of full, causal, window (1024 keys), comma-separated.")] = None,
+    protocol: Annotated[
+        str, typer.Option(help="sustained (launches without a pause) or single (32 warm-ups, 128 timed calls).")
+    ] = "sustained",
     rounds: Annotated[int | None, typer.Option(help="Rounds, of which the median is taken; default: 6.")] = None,
     seconds: Annotated[float | None, typer.Option(help="Of one contender in one round; default: 0.03.")] = None,
     max_seconds: Annotated[float | None, typer.Option(help="Stop then, with what was measured.")] = None,
@@ -155,7 +158,10 @@ def measure(
         backends=names_of("backends", backends, BACKENDS),
         peers=None if peers == "all" else names_of("peers", peers, peers_for(where)),
     )
-    grids = plans.CPU if where.type == "cpu" else plans.BACKWARD if backward else plans.FORWARD
+    if one_of("protocol", protocol, plans.PROTOCOLS) == "single" and seconds is not None:
+        raise typer.BadParameter(f"seconds belongs to the sustained protocol, got {seconds} with single")
+    grids = plans.SINGLE if protocol == "single" else plans.BACKWARD if backward else plans.FORWARD
+    grids = plans.CPU if where.type == "cpu" else grids
     grids = (replace(grids[0], **shape),) if shape else grids
     for dim, _ in grids[0].head_dims:
         heads_and_dims(grids[0].heads or max(1, 2048 // dim), grids[0].heads_kv, dim, None)
@@ -163,7 +169,7 @@ def measure(
     if resume and not (path and path.exists()):
         raise typer.BadParameter(f"resume needs --json with a file that is there, got {json}")
     try:
-        status = run(plans.Plan(grids, backward, **timing), where, _command(sys.argv[1:]), path, resume)
+        status = run(plans.Plan(grids, backward, protocol, **timing), where, _command(sys.argv[1:]), path, resume)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(status)
