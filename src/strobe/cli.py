@@ -192,6 +192,27 @@ def check(
     raise typer.Exit(status)
 
 
+@bench.command()
+def compare(
+    old: Annotated[str, typer.Argument(help="JSON of strobe bench.")],
+    new: Annotated[str, typer.Argument(help="Another, of the same GPU, phase and protocol.")],
+    fail_slower: Annotated[
+        float | None, typer.Option(help="Status 1 if a point is under so many times its old speed, beyond its noise.")
+    ] = None,
+    json: Annotated[str | None, typer.Option(help="Write the comparison here too.")] = None,
+) -> None:
+    """Point by point, new over old, and whether the difference is more than the noise of the rounds."""
+    from pathlib import Path
+
+    from strobe.lab.compare import compare as run
+
+    try:
+        status = run(Path(old), Path(new), positive("fail-slower", fail_slower), Path(json) if json else None)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(status)
+
+
 @app.command()
 def tune(
     head_dims: Annotated[str | None, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = None,

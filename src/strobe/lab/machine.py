@@ -18,7 +18,10 @@ import torch
 
 import strobe
 
-PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend", "xformers")
+PACKAGES = (
+    *("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend"),
+    "xformers",
+)
 _FIELDS = {"sm_clock_mhz": "clocks.sm", "power_w": "power.draw", "temperature_c": "temperature.gpu"}
 
 

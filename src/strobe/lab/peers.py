@@ -282,19 +282,17 @@ def _xformers(q, k, v, mask) -> Call:
     if q.dtype == FP8:
         raise ValueError("xFormers takes fp16 and bf16, not fp8")
     left, right = _band(mask, None)
-    bias = None
+    if (left is None and right) or (left is not None and right is None):
+        raise ValueError(f"xFormers takes full, causal and windows with two bounds, not {mask}")
+    bias = None if right is None else LowerTriangularMask()
     if left is not None:
-        bias = LocalAttentionFromBottomRightMask(window_left=left, window_right=k.shape[1] if right is None else right)
-    elif right is not None:
-        if right:
-            raise ValueError(f"xFormers takes full, causal and windows that are bounded to the left, not {mask}")
-        bias = LowerTriangularMask()
+        bias = LocalAttentionFromBottomRightMask(window_left=left, window_right=right)
     shape = q.shape[:3] + v.shape[-1:]
     if q.shape[2] != k.shape[2]:
         group = q.shape[2] // k.shape[2]
         q = q.unflatten(2, (k.shape[2], group))
         k, v = (x.unsqueeze(3).expand(-1, -1, -1, group, -1) for x in (k, v))
-    return lambda: memory_efficient_attention(q, k, v, attn_bias=bias).view(shape)
+    return lambda: memory_efficient_attention(q, k, v, attn_bias=bias).reshape(shape)
 
 
 def _band(mask: Mask, unbounded: Any) -> tuple:
