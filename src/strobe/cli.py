@@ -339,6 +339,53 @@ def blackwell() -> None:
     make(Path())
 
 
+@app.command()
+def profile(
+    backends: Annotated[str | None, typer.Option(help="One or two, comma-separated; default: what dispatch picks.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 4,
+    length: Annotated[int, typer.Option(help="Sequence length.")] = 4096,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
+    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 128,
+    head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    mask: Annotated[str, typer.Option(help="full, causal or window (1024 keys).")] = "full",
+    backward: Annotated[bool, typer.Option("--backward", help="The backward.")] = False,
+    kernel: Annotated[str | None, typer.Option(help="Only kernels whose name holds this regular expression.")] = None,
+    calls: Annotated[int, typer.Option(help="Calls that are profiled, of which the mean is shown.")] = 8,
+    csv: Annotated[list[str] | None, typer.Option(help="Read this output of ncu --csv instead; may be repeated.")] = None,
+    flops: Annotated[float | None, typer.Option(help="With --csv: FLOPs of a launch, for the roofline.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write tables and metrics here too.")] = None,
+) -> None:
+    """Nsight Compute's measurements of a kernel, or of two beside each other, as tables, with the point on the roofline."""
+    from json import dumps
+    from pathlib import Path
+
+    from strobe.dispatch import BACKENDS
+    from strobe.lab import plan as plans
+    from strobe.lab import profile as profiles
+    from strobe.lab.machine import describe
+
+    at_least(1, batch=batch, length=length, heads=heads, heads_kv=heads_kv, calls=calls)
+    heads_and_dims(heads, heads_kv, head_dim, head_dim_v)
+    dtype_of(dtype)
+    shape = batch, length, heads, heads_kv or heads, head_dim, head_dim_v or head_dim
+    point = plans.Point(*shape, dtype, one_of("mask", mask, plans.MASKS), backward)
+    try:
+        if csv:
+            subjects = profiles.of_files([Path(file) for file in csv], positive("flops", flops))
+            report = profiles.report_of(subjects, _command(sys.argv[1:]), {"name": "that of the CSV"})
+        else:
+            chosen = names_of("backends", backends, BACKENDS) or (None,)
+            subjects = profiles.profile_backends(point, chosen, kernel, calls)
+            report = profiles.report_of(subjects, _command(sys.argv[1:]), describe(device_of("cuda")), point)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    profiles.show(report)
+    if json is not None:
+        Path(json).write_text(dumps(report, indent=1) + "\n")
+
+
 def _at_least_time(problem: AttentionProblem, arch: Arch) -> str:
     from strobe.lab.cost import Cost
 
