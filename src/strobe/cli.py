@@ -239,17 +239,22 @@ def timeline(
     simulate: Annotated[bool, typer.Option("--simulate", help="By the simulator's clock; needs no GPU.")] = False,
     report: Annotated[str | None, typer.Option(help="Draw this JSON instead of measuring.")] = None,
     json: Annotated[str | None, typer.Option(help="Default: benchmarks/results/timeline-<gpu>-<date>.json.")] = None,
+    perfetto: Annotated[str | None, typer.Option(help="Write whole CTAs here too, as a trace for ui.perfetto.dev.")] = None,
 ) -> None:
     """What each warp role of the Hopper forward does when, in cycles, on this GPU or simulated; a table and a picture."""
-    from json import dumps, loads
+    from json import dumps
     from pathlib import Path
 
+    from strobe.lab import timeline as timelines
     from strobe.lab.report import default_path
-    from strobe.lab.timeline import draw, measured, table
 
     at_least(1, length=length)
     if report is not None:
-        path, measurement = Path(report), loads(Path(report).read_text())
+        path = Path(report)
+        try:
+            measurement = timelines.load(path)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
     else:
         from strobe.lab import tracing
 
@@ -263,8 +268,12 @@ def timeline(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(dumps(measurement) + "\n")
         typer.echo(f"written: {path}")
-    typer.echo(table(measurement))
-    typer.echo(f"written: {draw(measured(measurement), path.with_suffix('.png'))}")
+    typer.echo(timelines.table(measurement))
+    typer.echo(f"\nof the time of a typical CTA (and hidden under other work of it):\n{timelines.hidden_table(measurement)}")
+    typer.echo(f"written: {timelines.draw(timelines.measured(measurement), path.with_suffix('.png'))}")
+    if perfetto is not None:
+        Path(perfetto).write_text(dumps(timelines.perfetto(timelines.whole_ctas(measurement))) + "\n")
+        typer.echo(f"written: {perfetto}")
 
 
 @app.command()
