@@ -395,6 +395,22 @@ def profile(
         Path(json).write_text(dumps(report, indent=1) + "\n")
 
 
+@app.command()
+def report(
+    files: Annotated[list[str], typer.Argument(help="JSON of strobe's commands: bench, bench compare, timeline, profile, ...")],
+    out: Annotated[str, typer.Option(help="The HTML file.")] = "report.html",
+) -> None:
+    """One HTML file of some results that opens without a network: tables, pictures, which kernel and why, environment."""
+    from pathlib import Path
+
+    from strobe.lab.html import write
+
+    try:
+        typer.echo(f"written: {write([Path(file) for file in files], Path(out))}")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def _at_least_time(problem: AttentionProblem, arch: Arch) -> str:
     from strobe.lab.cost import Cost
 
