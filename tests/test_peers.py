@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import strobe
+from strobe.lab import peers
 from strobe.lab.gate import Gate
 from strobe.lab.peers import bind, peers_for, standard
 from strobe.lab.plan import MASKS, Point, input_sets
@@ -32,9 +33,17 @@ def error(peer, point) -> float:
 
 @pytest.mark.filterwarnings("ignore")
 def test_flex_attention_computes_the_same(point, monkeypatch):
-    """Uncompiled, which PyTorch offers for this."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    assert error(PEERS["FlexAttention"], point) < 1e-5
+    """Uncompiled, which PyTorch offers for this. One compilation serves all inputs of a point, and no other point."""
+    compiled, resets = [], []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: (compiled.append(function.__name__), function)[1])
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    peers._compiled_flex.cache_clear()
+    assert error(PEERS["FlexAttention"], point) < 1e-5 and error(PEERS["FlexAttention"], point) < 1e-5
+    names = ("create_block_mask", "flex_attention")
+    assert [compiled.count(name) for name in names] == [point.mask != "full", 1]
+    assert error(PEERS["FlexAttention"], Point.of(vars(point) | {"heads_kv": 4})) < 1e-5
+    assert len(resets) == 2
+    peers._compiled_flex.cache_clear()
 
 
 class Triangle:

@@ -254,24 +254,32 @@ def _flash_attn_4(q, k, v, mask) -> Call:
 
 
 def _flex_attention(q, k, v, mask) -> Call:
-    """PyTorch's compiled attention with a mask as a function; its block mask is made before anything is timed."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
+    """PyTorch's compiled attention with a mask as a function."""
     if q.dtype == FP8:
         raise ValueError("FlexAttention takes fp16 and bf16, not fp8")
-    left, right = _band(mask, None)
+    compiled, blocks = _compiled_flex(_band(mask, None), (q.shape, k.shape, v.shape), q.dtype, q.device)
+    return lambda: compiled(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled_flex(band: tuple, shapes: tuple, dtype: torch.dtype, device: torch.device) -> tuple[Callable, Any]:
+    """FlexAttention and its block mask, one for all inputs of a point. The compiler forgets the points before: after eight
+    kinds of problems it would run the others uncompiled."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.compiler.reset()
+    left, right = band
 
     def seen(_batch, _head, row, key):
         found = row >= 0  # all
         found = found if left is None else found & (row - key <= left)
         return found if right is None else found & (key - row <= right)
 
-    if (left, right) == (None, None):
-        blocks = None
-    else:
-        blocks = torch.compile(create_block_mask)(seen, None, None, q.shape[2], k.shape[2], device=q.device)
-    compiled, gqa = torch.compile(flex_attention, dynamic=False), q.shape[1] != k.shape[1]
-    return lambda: compiled(q, k, v, block_mask=blocks, enable_gqa=gqa)
+    length_q, length_kv = (shape[2] for shape in shapes[:2])
+    blocks = None
+    if band != (None, None):
+        blocks = torch.compile(create_block_mask)(seen, None, None, length_q, length_kv, device=device)
+    return torch.compile(flex_attention, dynamic=False), blocks
 
 
 def _xformers(q, k, v, mask) -> Call:

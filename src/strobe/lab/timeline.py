@@ -186,29 +186,18 @@ runs by itself, and whoever does not wait for it does not see it."""
 
 def hidden(timeline: Timeline) -> dict[str, tuple[float, float]]:
     """Of each unit that is there: the part of the whole time in which some role of the CTA has it, and the part of that which
-    is hidden. Products hide under the arithmetic of any consumer, arithmetic under products, waits under the arithmetic of
-    the other consumers. The spans of a product are its consumer's view: they include its queueing."""
+    is hidden. Products and waits hide under the arithmetic of any consumer, arithmetic under products. The spans of a product
+    are its consumer's view: they include its queueing."""
     whole = max(span.end for span in timeline.spans) - min(span.start for span in timeline.spans)
     products = _union(filter(_is_product, timeline.spans))
     arithmetic = _union(filter(_is_arithmetic, timeline.spans))
     found = {}
     for unit, is_of in UNITS.items():
-        mine = [span for span in timeline.spans if is_of(span) and span.end > span.start]
-        if not mine:
-            continue
-        if unit.startswith("wait"):
-            covered = sum(_common([(span.start, span.end)], _others(timeline, span.track)) for span in mine)
-            total = sum(span.end - span.start for span in mine)
-        else:
-            total = _length(_union(mine))
-            covered = _common(_union(mine), arithmetic if unit in ("QK", "PV") else products)
-        found[unit] = _length(_union(mine)) / whole, covered / total
+        mine = _union(span for span in timeline.spans if is_of(span))
+        if total := _length(mine):
+            under = products if unit in ("softmax", "correction", "epilogue") else arithmetic
+            found[unit] = total / whole, _common(mine, under) / total
     return found
-
-
-def _others(timeline: Timeline, track: str) -> Intervals:
-    """When another consumer than this works."""
-    return _union(span for span in timeline.spans if _is_arithmetic(span) and span.track != track)
 
 
 def hidden_table(report: dict) -> str:
