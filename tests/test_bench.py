@@ -702,6 +702,8 @@ def test_bench_writes_json_and_picture(tmp_path, capsys):
 
 def test_nvidia_smi_line():
     assert machine.parse_sample("1755, 690.12, 61\n") == {"sm_clock_mhz": 1755.0, "power_w": 690.12, "temperature_c": 61.0}
+    whole = {"sm_clock_mhz": 1755.0, "power_w": 690.12, "temperature_c": 61.0, "memory_clock_mhz": 3201.0}
+    assert machine.parse_sample("1755, 690.12, 61, 3201\n") == whole
     assert machine.parse_sample("1755, [N/A], 61") == {"sm_clock_mhz": 1755.0, "temperature_c": 61.0}
 
 

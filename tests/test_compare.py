@@ -89,6 +89,13 @@ def test_clocks_stand_beside_the_ratio():
     assert changes(*reports)[0].clocks == pytest.approx(1.1)
 
 
+def test_what_else_changed_is_said(tmp_path):
+    new = against(1)
+    assert "not the same" not in compared(tmp_path, against(1), new).output
+    new["device"] = new["device"] | {"driver": "580", "packages": {"torch": "2.12.0", "triton": "3.6.0"}}
+    assert "not the same: torch 2.11.0 and 2.12.0, driver 570 and 580" in compared(tmp_path, against(1), new).output
+
+
 def other(**changed) -> dict:
     return against(1) | changed
 

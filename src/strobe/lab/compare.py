@@ -180,6 +180,8 @@ def summary(reports: tuple[dict, dict], found: list[Change]) -> list[str]:
     ceilings = [report["ceiling"].get("before") for report in reports]
     if all(ceilings):
         lines.append(f"matrix product: new / old {ceilings[1] / ceilings[0]:.3f}")
+    if changed := _changed_versions(*reports):
+        lines.append(f"not the same: {', '.join(changed)}")
     if any(c.assumed and c.noise is not None for c in ours):
         lines.append("~: one round at that point, so the noise of the other points is assumed")
     sides = [{Point.of(facts) for facts in report["points"]} for report in reports]
@@ -195,3 +197,13 @@ def _overall(some: list[Change]) -> str:
     noises = [c.noise for c in some if c.noise is not None]
     noise = f", noise {math.hypot(*noises) / len(noises):.1%}" if len(noises) == len(some) else ""
     return f"{math.exp(sum(logs) / len(logs)):.3f}{noise}, over {len(some)} points"
+
+
+def _changed_versions(old: dict, new: dict) -> list[str]:
+    """What else changed between the runs: packages, the driver, CUDA, cuDNN."""
+    sides = [
+        report["device"].get("packages", {}) | {name: report["device"].get(name) for name in ("driver", "cuda", "cudnn")}
+        for report in (old, new)
+    ]
+    both = [name for name in sides[0] if sides[0][name] and sides[1].get(name)]
+    return [f"{name} {sides[0][name]} and {sides[1][name]}" for name in both if sides[0][name] != sides[1][name]]
