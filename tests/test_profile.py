@@ -12,7 +12,7 @@ import torch
 from test_cli import run
 
 from strobe.device import KNOWN
-from strobe.lab import ncu, profile, profiled
+from strobe.lab import counters, ncu, profile, profiled
 from strobe.lab.plan import Point
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -154,9 +154,9 @@ def test_the_roofline_point_is_flops_over_time_and_over_traffic(tmp_path):
 def test_the_roof_is_at_the_clock_that_was_measured():
     launches = ncu.read(raw(MAIN, units=UNITS))
     h200 = KNOWN["H200"]
-    point = profile.roofline(profile.Subject("sm90", launches, 1, 4e11, h200))
+    point = counters.roofline(counters.Subject("sm90", launches, 1, 4e11, h200))
     assert point["roof"] == pytest.approx(989.4e12 * 1.22 / 1.83)
-    slow = profile.roofline(profile.Subject("sm90", launches, 1, 8e8, h200))
+    slow = counters.roofline(counters.Subject("sm90", launches, 1, 8e8, h200))
     assert slow["intensity"] == 10 and slow["roof"] == pytest.approx(10 * 4.8e12), "memory binds"
 
 
@@ -165,7 +165,7 @@ def test_the_details_page_gives_traffic_too():
     place = '"0","1","p","h","fa","1","7","(1, 1, 1)","(1, 1, 1)","0","8.9"'
     rate = f'{place},"Memory Workload Analysis","Memory Throughput","Gbyte/second","2","","","","",""'
     launches = [launch for launch in ncu.read("\n".join([*text, rate])) if launch.kernel == "fa"]
-    point = profile.roofline(profile.Subject("fa", launches, 1, 8.33e9))
+    point = counters.roofline(counters.Subject("fa", launches, 1, 8.33e9))
     assert point == pytest.approx({"seconds": 8.33e-3, "bytes": 2e9 * 8.33e-3, "flops": 1e12, "intensity": 500})
 
 
@@ -247,10 +247,10 @@ def test_each_backend_is_profiled_in_a_process_of_its_own(fake_ncu):
     assert f"{sys.executable} -m strobe.lab.profiled" in first and '"backend": "sm90"' in first and '"calls": 2' in first
     assert "--import" in details and "--csv --page details" in details and "--csv --page raw" in page
     assert subjects[0].kernels.keys() == {"forward_kernel", "redo_kernel"}
-    point = profile.roofline(subjects[0])
+    point = counters.roofline(subjects[0])
     flops = 4 * 4 * 16 * 4096 * 4096 * 128
     assert point["seconds"] == pytest.approx(1002e-6) and point["flops"] == pytest.approx(flops / 1002e-6)
-    tables = {table.title: table for table in profile.tables(subjects)}
+    tables = {table.title: table for table in counters.tables(subjects)}
     assert tables["Kernels of a call; the tables below are of the first"].rows[0] == [
         "forward_kernel",
         "sm90",
