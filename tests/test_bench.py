@@ -15,8 +15,9 @@ import torch
 import strobe
 from strobe.lab import bench, check, gate, machine, plot, warm
 from strobe.lab.peers import Peer, _band, peers_for
-from strobe.lab.plan import BACKWARD, FORWARD, MASKS, Grid, Plan, Point, input_sets
-from strobe.lab.report import best_peer, default_path, extra_memory, load, ratio, refusals, show
+from strobe.lab.plan import BACKWARD, FORWARD, MASKS, SINGLE, Grid, Plan, Point, input_sets
+from strobe.lab.report import best_peer, call_spreads, default_path, extra_memory, load, ratio, refusals, show
+from strobe.lab.single import statistics
 
 CPU = torch.device("cpu")
 SMALL = Grid(((32, 32),), (64,), tokens=128, heads=4, heads_kv=2, dtypes=("fp32",), masks=("full", "causal"))
@@ -244,6 +245,41 @@ def test_run_measures_everyone_on_the_cpu(monkeypatch):
             assert result["error"] < 1e-5 and result["timed"] == "calls"
         assert point["results"]["strobe"]["backend"] in ("torch_cpu", "portable")  # portable: in Triton's interpreter
         assert point["flops"] == 4 * 2 * 4 * 64 * 64 * 32 // (2 if point["mask"] == "causal" else 1)
+
+
+def test_single_calls_are_timed_one_by_one(monkeypatch):
+    calls = []
+
+    def prepare(q, k, v, mask):
+        return lambda: (calls.append(1), strobe.attention(q, k, v))[1]
+
+    monkeypatch.setattr(bench, "peers_for", lambda device: {"counted": Peer("counted", prepare)})
+    monkeypatch.setattr(bench, "ALSO_RAN", float("inf"))
+    result = bench.Run(replace(FULL, protocol="single", rounds=3), CPU, "strobe bench").run()
+    assert result["protocol"]["name"] == "single" and (result["protocol"]["warm-ups"], result["protocol"]["calls"]) == (32, 128)
+    point = result["points"][0]
+    for measured in point["results"].values():
+        us = measured["calls_us"]
+        assert us["count"] == 3 * 128 and len(measured["rounds"]) == 3 and us["stdev"] > 0
+        assert us["min"] <= us["p10"] <= us["median"] <= us["p90"] <= us["max"]
+        assert measured["min"] <= point["flops"] / us["median"] / 1e6 <= measured["max"], "a round is the median of its calls"
+    assert len(calls) > 3 * (32 + 128)
+    assert "strobe" in call_spreads(result) and call_spreads(report()) == ""
+
+
+def test_call_statistics():
+    us = statistics([1e-6 * n for n in range(1, 12)])
+    assert us == pytest.approx(
+        {"count": 11, "mean": 6, "stdev": 11**0.5, "median": 6, "p10": 2, "p90": 10, "min": 1, "max": 11}
+    )
+
+
+def test_the_published_lengths_are_measured_call_by_call():
+    points = Plan(SINGLE, protocol="single").points()
+    assert [p.length for p in points] == [512, 1024, 2048, 4096, 8192, 16384]
+    assert {(p.head_dim, p.mask, p.dtype) for p in points} == {(128, "full", "bf16")}
+    plan = replace(TINY, protocol="single", rounds=6, seconds=0.03)
+    assert [bench.rounds_of(seconds, 3, plan) for seconds in (1e-4, 2e-3, 1e-2)] == [6, 3, 3], "a round is 160 calls"
 
 
 def test_run_measures_the_backward():
@@ -535,6 +571,16 @@ def test_without_a_graph_calls_are_timed_and_it_says_so():
 
 
 @pytest.mark.gpu
+def test_single_calls_on_a_gpu():
+    """What is timed is the kernel: launches that the host cannot queue in time would take as long as Python does."""
+    grid = Grid(((64, 64),), (256,), tokens=512, masks=("full",))
+    result = bench.Run(Plan((grid,), protocol="single", rounds=2), torch.device("cuda"), "strobe bench").run()
+    measured = result["points"][0]["results"]["strobe"]
+    assert measured["timed"] == "calls" and measured["calls_us"]["count"] == 256
+    assert measured["calls_us"]["median"] < result["host_us"]["strobe"]["us"] and 200 < measured["sm_clock_mhz"] < 4000
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_run_on_a_gpu(backward):
     grid = Grid(((64, 64),), (256,), tokens=512, masks=("full", "causal"))
@@ -577,7 +623,8 @@ def test_unknown_peer_is_refused():
 
 
 def test_peers_have_unique_names():
-    assert {"cuDNN", "FA4", "FA3", "FA2", "SDPA flash"} == set(peers_for(torch.device("cuda")))
+    sdpa = {"cuDNN", "SDPA flash", "SDPA efficient", "FlexAttention"}
+    assert sdpa | {"FA4", "FA3", "FA2", "xFormers"} == set(peers_for(torch.device("cuda")))
 
 
 # ---- report, picture, machine
@@ -655,6 +702,8 @@ def test_bench_writes_json_and_picture(tmp_path, capsys):
 
 def test_nvidia_smi_line():
     assert machine.parse_sample("1755, 690.12, 61\n") == {"sm_clock_mhz": 1755.0, "power_w": 690.12, "temperature_c": 61.0}
+    whole = {"sm_clock_mhz": 1755.0, "power_w": 690.12, "temperature_c": 61.0, "memory_clock_mhz": 3201.0}
+    assert machine.parse_sample("1755, 690.12, 61, 3201\n") == whole
     assert machine.parse_sample("1755, [N/A], 61") == {"sm_clock_mhz": 1755.0, "temperature_c": 61.0}
 
 

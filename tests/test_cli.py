@@ -86,6 +86,8 @@ def test_explain_asks_one_backend():
         ("bench forward --device cpu --rounds 0", "rounds must be 1 or more, got 0"),
         ("bench forward --device cpu --seconds 0", "seconds must be more than 0, got 0.0"),
         ("bench forward --device tpu", "device must be one of"),
+        ("bench forward --device cpu --protocol short", "protocol must be one of sustained, single, got 'short'"),
+        ("bench forward --device cpu --protocol single --seconds 1", "seconds belongs to the sustained protocol, got 1.0"),
     ],
 )
 def test_wrong_options_are_one_sentence_and_status_2(arguments, words):

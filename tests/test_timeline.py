@@ -23,24 +23,26 @@ ROOT = Path(__file__).parents[1]
 CLOCKS = """
 from strobe.lab import offline
 from strobe.kernels.sm90 import launch
-compile_only, clocks = launch.compile_only, []
+from strobe.lab.sass import disassemble
+compile_only, clocks, reads = launch.compile_only, [], []
 def spy(*arguments):
     compiled = compile_only(*arguments)
     clocks.append(compiled.asm["ptx"].count("%clock64"))
+    reads.append(sum("CS2R" in line and "SR_CLOCK" in line for line in disassemble(compiled.asm["cubin"]).splitlines()))
     return compiled
 launch.compile_only = spy
 audits = [offline.audit_sm90_forward((128, 128), traced=traced) for traced in (False, True)]
 stores = [audit.instructions["STG"] for audit in audits]
-print(clocks, stores[1] - stores[0], [audit.spill_bytes for audit in audits], [audit.warnings for audit in audits])
+print(clocks, reads, stores[1] - stores[0], [audit.spill_bytes for audit in audits], [audit.warnings for audit in audits])
 """
 
 
 def test_stamps_stand_in_a_traced_kernel_only():
-    """Each of 2 consumers stamps 4 times before its loop, 5 in it and 3 after it; the producer for the first K, in its loop
-    twice, and for the last V."""
+    """In the PTX and in the machine code. Each of 2 consumers stamps 4 times before its loop, 5 in it and 3 after it; the
+    producer for the first K, in its loop twice, and for the last V."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", CLOCKS], capture_output=True, text=True, env=environment)
-    assert done.stdout.splitlines()[-1] == "[0, 28] 28 [0, 0] [(), ()]", done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "[0, 28] [0, 28] 28 [0, 0] [(), ()]", done.stdout + done.stderr
 
 
 # ---- from stamps to timelines
@@ -163,10 +165,78 @@ def test_table_and_picture_of_a_report(report, tmp_path):
     assert svg.lstrip().startswith("<?xml")
 
 
-def test_perfetto_has_every_span(report):
-    trace = timeline.perfetto(whole())["traceEvents"]
-    assert len(trace) == len(whole().spans) + len(whole().events)
-    assert {"name": "P0", "cat": "work", "ph": "X", "ts": WAIT_K + S, "dur": P, "pid": "a CTA", "tid": "consumer 0"} in trace
+def test_perfetto_has_every_span_of_every_role():
+    trace = timeline.perfetto([whole(), whole()])["traceEvents"]
+    slices, instants, names = ([e for e in trace if e["ph"] == kind] for kind in "XiM")
+    assert len(slices) == 2 * len(whole().spans) and len(instants) == 2 * len(whole().events)
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in names if e["name"] == "thread_name"}
+    assert {name for (pid, _), name in threads.items() if pid == 2} >= set(whole().tracks())
+    assert {e["args"]["name"] for e in names if e["name"] == "process_name"} == {"a CTA"}
+    assert all(isinstance(e[key], int) for e in trace for key in ("pid", "tid") if key in e), "names are metadata, ids numbers"
+    (p0,) = (e for e in slices if e["pid"] == 1 and e["name"] == "P0" and threads[1, e["tid"]] == "consumer 0")
+    assert (p0["ts"], p0["dur"], p0["cat"]) == (WAIT_K + S, P, "work")
+
+
+def test_slices_of_a_perfetto_thread_lie_one_after_the_other(tmp_path):
+    """Of measured CTAs as a whole, through the command, as JSON."""
+    source = ROOT / "benchmarks/results/timeline-h200-21107d1.json"
+    (tmp_path / "report.json").write_text(source.read_text())
+    path = tmp_path / "trace.json"
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(
+        app, ["timeline", "--report", str(tmp_path / "report.json"), "--perfetto", str(path)]
+    )
+    assert result.exit_code == 0 and f"written: {path}" in result.output
+    by_thread: dict = {}
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event["ph"] == "X":
+            by_thread.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    assert len({pid for pid, _ in by_thread}) == 5
+    for slices in by_thread.values():
+        assert all(start <= end for start, end in slices)
+        assert all(before[1] <= after[0] for before, after in pairwise(sorted(slices)))
+
+
+def test_spans_that_cross_get_a_thread_of_their_own():
+    crossing = Timeline("", (Span("a", "S0", 0, 60), Span("a", "S1", 40, 80), Span("a", "S2", 60, 90)))
+    trace = timeline.perfetto([crossing])["traceEvents"]
+    threads = {e["tid"]: e["args"]["name"] for e in trace if e["name"] == "thread_name"}
+    assert {e["name"]: threads[e["tid"]] for e in trace if e["ph"] == "X"} == {"S0": "a", "S1": "a (2)", "S2": "a"}
+
+
+def test_what_is_hidden():
+    """A consumer's product of 60 under the other's softmax of 30, and its own wait for it."""
+    spans = (
+        Span("consumer 0: products", "S0", 0, 60),
+        Span("consumer 0", "S0", 0, 60, "wait"),
+        Span("consumer 1", "P0", 20, 50),
+        Span("consumer 1", "K1", 50, 80, "wait"),
+        Span("consumer 0", "P0", 60, 70),
+        Span("consumer 0", "epilogue", 70, 100),
+    )
+    assert timeline.hidden(Timeline("", spans)) == {
+        "QK": (0.6, 0.5),
+        "softmax": (0.4, 0.75),
+        "epilogue": (0.3, 0.0),
+        "wait for S": (0.6, 0.5),
+        "wait for K": (0.3, pytest.approx(2 / 3)),
+    }
+
+
+def test_what_is_hidden_stands_below_the_table(report, tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report))
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["timeline", "--report", str(path)])
+    found = timeline.hidden(timeline.whole_ctas(report)[0])
+    assert f"{found['softmax'][0]:.0%} ({found['softmax'][1]:.0%})" in result.output and "wait for K" in result.output
+
+
+@pytest.mark.parametrize("text", [None, "no json", '{"points": [{"length": 3}]}'])
+def test_what_is_no_report_is_one_sentence(tmp_path, text):
+    path = tmp_path / "report.json"
+    if text is not None:
+        path.write_text(text)
+    result = CliRunner(env={"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"}).invoke(app, ["timeline", "--report", str(path)])
+    assert result.exit_code == 2 and "a report of strobe timeline must" in result.output and "Traceback" not in result.output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

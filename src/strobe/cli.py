@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from strobe.lab.commands import instruments
 from strobe.options import (
+    command_given,
     arch_named,
     at_least,
     changed_config,
@@ -122,6 +124,9 @@ def measure(
     heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of bf16, fp16, fp32, fp8, comma-separated.")] = None,
     mask: Annotated[str | None, typer.Option(help="Of full, causal, window (1024 keys), comma-separated.")] = None,
+    protocol: Annotated[
+        str, typer.Option(help="sustained (launches without a pause) or single (32 warm-ups, 128 timed calls).")
+    ] = "sustained",
     rounds: Annotated[int | None, typer.Option(help="Rounds, of which the median is taken; default: 6.")] = None,
     seconds: Annotated[float | None, typer.Option(help="Of one contender in one round; default: 0.03.")] = None,
     max_seconds: Annotated[float | None, typer.Option(help="Stop then, with what was measured.")] = None,
@@ -158,7 +163,10 @@ def measure(
         backends=names_of("backends", backends, BACKENDS),
         peers=None if peers == "all" else names_of("peers", peers, peers_for(where)),
     )
-    grids = plans.CPU if where.type == "cpu" else plans.BACKWARD if backward else plans.FORWARD
+    if one_of("protocol", protocol, plans.PROTOCOLS) == "single" and seconds is not None:
+        raise typer.BadParameter(f"seconds belongs to the sustained protocol, got {seconds} with single")
+    grids = plans.SINGLE if protocol == "single" else plans.BACKWARD if backward else plans.FORWARD
+    grids = plans.CPU if where.type == "cpu" else grids
     grids = (replace(grids[0], **shape),) if shape else grids
     for dim, _ in grids[0].head_dims:
         heads_and_dims(grids[0].heads or max(1, 2048 // dim), grids[0].heads_kv, dim, None)
@@ -166,7 +174,7 @@ def measure(
     if resume and not (path and path.exists()):
         raise typer.BadParameter(f"resume needs --json with a file that is there, got {json}")
     try:
-        status = run(plans.Plan(grids, backward, **timing), where, _command(sys.argv[1:]), path, resume)
+        status = run(plans.Plan(grids, backward, protocol, **timing), where, command_given(sys.argv[1:]), path, resume)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(status)
@@ -189,6 +197,27 @@ def check(
     raise typer.Exit(status)
 
 
+@bench.command()
+def compare(
+    old: Annotated[str, typer.Argument(help="JSON of strobe bench.")],
+    new: Annotated[str, typer.Argument(help="Another, of the same GPU, phase and protocol.")],
+    fail_slower: Annotated[
+        float | None, typer.Option(help="Status 1 if a point is under so many times its old speed, beyond its noise.")
+    ] = None,
+    json: Annotated[str | None, typer.Option(help="Write the comparison here too.")] = None,
+) -> None:
+    """Point by point, new over old, and whether the difference is more than the noise of the rounds."""
+    from pathlib import Path
+
+    from strobe.lab.compare import compare as run
+
+    try:
+        status = run(Path(old), Path(new), positive("fail-slower", fail_slower), Path(json) if json else None)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(status)
+
+
 @app.command()
 def tune(
     head_dims: Annotated[str | None, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = None,
@@ -201,7 +230,7 @@ def tune(
     from strobe.lab.tune import tune as run
 
     try:
-        status = run(pairs_of_dims(head_dims), quick, _command(sys.argv[1:]), Path(json) if json else None)
+        status = run(pairs_of_dims(head_dims), quick, command_given(sys.argv[1:]), Path(json) if json else None)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(status)
@@ -215,32 +244,41 @@ def timeline(
     simulate: Annotated[bool, typer.Option("--simulate", help="By the simulator's clock; needs no GPU.")] = False,
     report: Annotated[str | None, typer.Option(help="Draw this JSON instead of measuring.")] = None,
     json: Annotated[str | None, typer.Option(help="Default: benchmarks/results/timeline-<gpu>-<date>.json.")] = None,
+    perfetto: Annotated[str | None, typer.Option(help="Write whole CTAs here too, as a trace for ui.perfetto.dev.")] = None,
 ) -> None:
     """What each warp role of the Hopper forward does when, in cycles, on this GPU or simulated; a table and a picture."""
-    from json import dumps, loads
+    from json import dumps
     from pathlib import Path
 
+    from strobe.lab import timeline as timelines
     from strobe.lab.report import default_path
-    from strobe.lab.timeline import draw, measured, table
 
     at_least(1, length=length)
     if report is not None:
-        path, measurement = Path(report), loads(Path(report).read_text())
+        path = Path(report)
+        try:
+            measurement = timelines.load(path)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
     else:
         from strobe.lab import tracing
 
         masks = ("full", "causal") if causal is None else (("causal",) if causal else ("full",))
         try:
             run = tracing.simulate if simulate else tracing.measure
-            measurement = run(numbers_of("head-dims", head_dims) or (), masks, length, _command(sys.argv[1:]))
+            measurement = run(numbers_of("head-dims", head_dims) or (), masks, length, command_given(sys.argv[1:]))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         path = Path(json) if json else default_path(measurement)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(dumps(measurement) + "\n")
         typer.echo(f"written: {path}")
-    typer.echo(table(measurement))
-    typer.echo(f"written: {draw(measured(measurement), path.with_suffix('.png'))}")
+    typer.echo(timelines.table(measurement))
+    typer.echo(f"\nof the time of a typical CTA (and hidden under other work of it):\n{timelines.hidden_table(measurement)}")
+    typer.echo(f"written: {timelines.draw(timelines.measured(measurement), path.with_suffix('.png'))}")
+    if perfetto is not None:
+        Path(perfetto).write_text(dumps(timelines.perfetto(timelines.whole_ctas(measurement))) + "\n")
+        typer.echo(f"written: {perfetto}")
 
 
 @app.command()
@@ -315,175 +353,7 @@ def blackwell() -> None:
     make(Path())
 
 
-@app.command()
-def cost(
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    seqlen_q: Annotated[int, typer.Option(help="Queries of a sequence.")] = 4096,
-    seqlen_kv: Annotated[int | None, typer.Option(help="Keys of a sequence; default: as many as queries.")] = None,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
-    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
-    head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 128,
-    head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
-    causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
-    window: Annotated[str | None, typer.Option(help="Sliding window LEFT,RIGHT; -1 leaves a side open.")] = None,
-    backward: Annotated[bool, typer.Option("--backward", help="The backward.")] = False,
-    tile: Annotated[str, typer.Option(help="Queries,keys of a tile.")] = "128,128",
-    packed: Annotated[bool, typer.Option("--packed", help="Tiles hold the rows of all heads that share a key head.")] = False,
-    arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
-    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
-) -> None:
-    """FLOPs, exponentials and bytes of a problem by standard attention and by flash attention, and what bounds each."""
-    from rich.console import Console
-
-    from strobe.lab import cost_report
-    from strobe.problem import AttentionProblem, Dense
-
-    at_least(1, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads=heads, heads_kv=heads_kv)
-    heads_and_dims(heads, heads_kv, head_dim, head_dim_v)
-    problem = AttentionProblem(
-        lengths=Dense(batch, seqlen_q, seqlen_kv or seqlen_q),
-        heads_q=heads,
-        heads_kv=heads_kv or heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v or head_dim,
-        dtype=dtype_of(dtype),
-        scale=head_dim**-0.5,
-        mask=mask_of(causal, window),
-        phase="backward" if backward else "forward",
-    )
-    try:
-        found = cost_report.facts(problem, gpu_named(arch), pair_of("tile", tile), packed)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    Console().print(cost_report.table(found))
-    typer.echo(cost_report.summary(found))
-    _write_json(json, found)
-
-
-@app.command()
-def roofline(
-    head_dims: Annotated[str | None, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = None,
-    lengths: Annotated[str | None, typer.Option(help="Comma-separated sequence lengths.")] = None,
-    tokens: Annotated[int, typer.Option(help="Batch x length.")] = 16384,
-    heads: Annotated[int | None, typer.Option(help="Query heads; default: 2048 / head dim.")] = None,
-    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
-    mask: Annotated[str, typer.Option(help="Of full, causal, window (1024 keys), comma-separated.")] = "full,causal",
-    phase: Annotated[str, typer.Option(help="forward, backward, or decode: one query for each sequence.")] = "forward",
-    arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure the ceilings of this machine's GPU.")] = False,
-    report: Annotated[str | None, typer.Option(help="Place what this JSON of strobe bench measured.")] = None,
-    out: Annotated[str | None, typer.Option(help="Draw the roofline to this PNG or SVG.")] = None,
-    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
-) -> None:
-    """What bounds a problem on a GPU (tensor cores, exp2, shared memory, HBM), and what would move it."""
-    from pathlib import Path
-
-    from rich.console import Console
-
-    from strobe.lab import plan
-    from strobe.lab import roofline as lab
-    from strobe.lab.report import load
-
-    at_least(1, tokens=tokens, heads=heads, heads_kv=heads_kv)
-    one_of("phase", phase, ("forward", "backward", "decode"))
-    picture = picture_path(out)
-    if (arch is not None) + measure + (report is not None) > 1:
-        raise typer.BadParameter("arch, measure and report each say which GPU it is: give one of them")
-    dims, masks = pairs_of_dims(head_dims), names_of("mask", mask, plan.MASKS) or ()
-    many = numbers_of("lengths", lengths)
-    shape = plan.Grid(
-        head_dims=dims or ((64, 64), (128, 128), (256, 256)),
-        lengths=many or (1024, 16384),
-        tokens=tokens,
-        heads=heads,
-        heads_kv=heads_kv,
-        dtypes=(one_of("dtype", dtype, ("bf16", "fp16", "fp32")),),
-        masks=masks,
-    )
-    for dim, _ in shape.head_dims:
-        heads_and_dims(heads or max(1, 2048 // dim), heads_kv, dim, None)
-    try:
-        if report is not None:
-            ceilings, found = lab.of_report(load(Path(report)), dtype, masks, dims, many)
-        else:
-            kind = dtype_of(dtype)
-            ceilings = lab.Ceilings.measured(device_of(None), kind) if measure else lab.Ceilings.of(gpu_named(arch), kind)
-            hopper = arch_named(arch).capability == 90
-            problems = [lab.problem_of(point, phase) for point in shape.points(phase == "backward")]
-            found = [lab.place(problem, ceilings, hopper) for problem in problems]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    Console().print(lab.table(found))
-    typer.echo(ceilings)
-    for placed in found:
-        typer.echo(lab.sentence(placed))
-    if picture is not None:
-        typer.echo(f"written: {lab.draw(found, ceilings, picture)}")
-    _write_json(json, lab.facts(ceilings, found))
-
-
-@app.command()
-def occupancy(
-    registers: Annotated[int | None, typer.Option(help="Of a thread: a block of your own, with --threads.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Of a block.")] = None,
-    smem: Annotated[int, typer.Option(help="Bytes of shared memory of a block.")] = 0,
-    grid: Annotated[int | None, typer.Option(help="Blocks in all.")] = None,
-    kernels: Annotated[str | None, typer.Option(help="Ours instead: sm90, portable; default: all that the GPU takes.")] = None,
-    head_dims: Annotated[str, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = "64,128",
-    length: Annotated[int, typer.Option(help="Sequence length; batch x length is 16384 tokens.")] = 4096,
-    heads: Annotated[int | None, typer.Option(help="Query heads; default: 2048 / head dim.")] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
-    mask: Annotated[str, typer.Option(help="full, causal or window (1024 keys).")] = "causal",
-    arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
-    out: Annotated[str | None, typer.Option(help="Draw the limits to this PNG or SVG.")] = None,
-    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
-) -> None:
-    """How many blocks a multiprocessor runs at once, which resource says so, and the waves of a grid."""
-    from rich.console import Console
-
-    from strobe.lab import occupancy as lab
-    from strobe.lab import plan
-
-    at_least(1, registers=registers, threads=threads, grid=grid, length=length, heads=heads)
-    at_least(0, smem=smem)
-    on, picture = gpu_named(arch), picture_path(out)
-    if (registers is None) != (threads is None):
-        raise typer.BadParameter(f"registers and threads go together, got {registers} and {threads}")
-    shape = plan.Grid(
-        head_dims=pairs_of_dims(head_dims) or (),
-        lengths=(length,),
-        heads=heads,
-        dtypes=names_of("dtype", dtype, ("bf16", "fp16", "fp32")) or (),
-        masks=names_of("mask", mask, plan.MASKS) or (),
-    )
-    chosen = names_of("kernels", kernels, lab.KERNELS)
-    try:
-        if registers is not None and threads is not None:
-            found = [(lab.Occupancy(on, lab.Block(threads, registers, smem)), grid)]
-        else:
-            points = shape.points(backward=False)
-            blocks = [lab.compiled(kernel, p, on) for p in points for kernel in chosen or lab.takers(p, on)]
-            found = [(lab.Occupancy(on, block), tiles) for block, tiles in blocks]
-        facts = lab.facts(found)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    Console().print(lab.table(facts))
-    for kernel in facts["kernels"]:
-        typer.echo(lab.sentence(kernel))
-    if picture is not None:
-        typer.echo(f"written: {lab.draw(facts, picture)}")
-    _write_json(json, facts)
-
-
-def _write_json(path: str | None, found: dict) -> None:
-    from json import dumps
-    from pathlib import Path
-
-    if path is not None:
-        Path(path).write_text(dumps(found, indent=1) + "\n")
-        typer.echo(f"written: {path}")
+app.registered_commands += instruments.registered_commands
 
 
 def _at_least_time(problem: AttentionProblem, arch: Arch) -> str:
@@ -493,13 +363,3 @@ def _at_least_time(problem: AttentionProblem, arch: Arch) -> str:
         return str(Cost(problem).lower_bound(arch))
     except ValueError as error:
         return f"unknown: {error}"
-
-
-def _command(arguments: list[str]) -> str:
-    """The command that reproduces a benchmark: as it was given, but for where its result went."""
-    kept = list(arguments)
-    if "--json" in kept:
-        place = kept.index("--json")
-        del kept[place : place + 2]
-    kept = [argument for argument in kept if argument != "--resume"]
-    return " ".join(["strobe", *kept])

@@ -168,3 +168,13 @@ def device_of(name: str | None) -> torch.device:
 
     available = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
     return torch.device(one_of("device", name or available[0], available))
+
+
+def command_given(arguments: list[str]) -> str:
+    """The command that reproduces a benchmark: as it was given, but for where its result went."""
+    kept = list(arguments)
+    if "--json" in kept:
+        place = kept.index("--json")
+        del kept[place : place + 2]
+    kept = [argument for argument in kept if argument != "--resume"]
+    return " ".join(["strobe", *kept])

@@ -13,7 +13,8 @@ Protocol.
    them are kept. Who takes 1.5 times as long as the fastest is timed in the first round only: it decides nothing, cools the
    card, and would take most of the time.
 5. Memory. Of a backward, what PyTorch's allocator held at most beside inputs and gradients, in one call outside of a graph.
-6. A ceiling. cuBLAS multiplies square matrices in the same run, before and after.
+6. Call by call. With the protocol "single" a round is 32 calls and 128 that are timed one by one (`strobe.lab.single`).
+7. A ceiling. cuBLAS multiplies square matrices in the same run, before and after.
 Everything that failed, refused or was missing is in the result with its reason.
 """
 
@@ -43,6 +44,7 @@ from strobe.lab.machine import Telemetry, Watchdog, describe, snapshot
 from strobe.lab.peers import Call, Peer, bind, peers_for, standard, strobe_peer
 from strobe.lab.plan import DTYPES, MASKS, Inputs, Plan, Point, input_sets
 from strobe.lab.report import SCHEMA, default_path, load, show
+from strobe.lab.single import CALLS, WARMUPS, call_times, statistics
 from strobe.lab.warm import Unusable, warm
 
 FIRST_CALL_SECONDS, HANG_SECONDS = 180.0, 60.0
@@ -120,6 +122,22 @@ class CudaClock:
         self.synchronize()
         return begin.elapsed_time(end) / 1e3 / count
 
+    def seconds_of_each(self, calls: Sequence[Call]) -> list[float]:
+        """Of each call by itself, queued one after the other."""
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in calls]
+        self._sm_clock.begin()
+        for call, (begin, end) in zip(calls, events, strict=True):
+            begin.record()
+            call()
+            end.record()
+        self._sm_clock.end()
+        self.synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in events]
+
+    def spin(self, seconds: float) -> None:
+        """Keeps the GPU busy with nothing, at 2 GHz for so long, while the host goes on."""
+        torch.cuda._sleep(int(2e9 * seconds))
+
     def mhz(self) -> float | None:
         """The SMs' mean clock in the last timing."""
         return self._sm_clock.mhz()
@@ -158,6 +176,12 @@ class CpuClock:
             run()
         return (time.perf_counter() - begin) / count
 
+    def seconds_of_each(self, calls: Sequence[Call]) -> list[float]:
+        return [self.seconds(call, 1) for call in calls]
+
+    def spin(self, seconds: float) -> None:
+        pass
+
     def mhz(self) -> float | None:
         return None
 
@@ -190,6 +214,8 @@ class Contender:
     """Calls in a row, then perhaps a CUDA graph."""
     way: Way
     """The one that is timed."""
+    calls: list[Call] = field(default_factory=list)
+    """One for each set of inputs."""
     note: str | None = None
     error: float = math.inf
     extra_bytes: int | None = None
@@ -198,12 +224,14 @@ class Contender:
     """Runs in one timing."""
     seconds: list[float] = field(default_factory=list)
     """Of one launch, by round."""
+    each: list[float] = field(default_factory=list)
+    """Of each timed call of all rounds, where calls are timed one by one."""
     mhz: list[float] = field(default_factory=list)
     """The SMs' clock, by round."""
 
 
 def enter(peer: Peer, point: Point, sets: list[Inputs], gate: Gate, clock: Clock, seconds: float) -> Contender:
-    """Prepare, run, capture (unless a launch alone fills `seconds`) and check a contender.
+    """Prepare, run, capture (unless a launch alone fills `seconds`; 0: never) and check a contender.
 
     Raises what the peer raises, or ValueError if it is wrong.
     """
@@ -211,7 +239,7 @@ def enter(peer: Peer, point: Point, sets: list[Inputs], gate: Gate, clock: Clock
         calls = [bind(peer, point, inputs) for inputs in sets]
         plain = Way("calls", lambda: [call() for call in calls], len(calls), [call() for call in calls])
         clock.synchronize()
-        contender = Contender(peer, [plain], plain)
+        contender = Contender(peer, [plain], plain, calls)
         if point.backward:
             contender.extra_bytes = clock.extra_bytes(calls[-1])
         if isinstance(clock, CudaClock):
@@ -295,7 +323,7 @@ class Run:
         on_hang: Callable[[dict], None] = lambda report: None,
         done: Sequence[dict] = (),
     ):
-        self.plan, self.device = plan, device
+        self.plan, self.device, self.single = plan, device, plan.protocol == "single"
         self._on_step, self._on_point, self._on_hang = on_step, on_point, on_hang
         self.clock: Clock = CudaClock(device) if device.type == "cuda" else CpuClock()
         self.started = time.monotonic()
@@ -312,8 +340,9 @@ class Run:
             "stopped": "not finished",
             "device": describe(device),
             "protocol": {
+                "name": plan.protocol,
                 "rounds": plan.rounds,
-                "seconds": plan.seconds,
+                **({"warm-ups": WARMUPS, "calls": CALLS} if self.single else {"seconds": plan.seconds}),
                 "clock": "CUDA events" if device.type == "cuda" else "wall clock",
                 "flops": "2 (D + Dv) a visible pair, causal half of all; backward 2 (3 D + 2 Dv)",
                 "gate": BOUNDS,
@@ -385,7 +414,7 @@ class Run:
                 continue
             self._step(f"{point}: {peer.name}, first call", FIRST_CALL_SECONDS)
             with self._guard(peer.name, facts["results"]):
-                contender = enter(peer, point, sets, gate, self.clock, self.plan.seconds)
+                contender = enter(peer, point, sets, gate, self.clock, 0.0 if self.single else self.plan.seconds)
                 launches[peer.name] = warm_up(contender, self.clock, self.plan.seconds)
                 entered.append(contender)
         if not entered:
@@ -413,15 +442,26 @@ class Run:
             return
         self._step(f"{point}: {name}, round {number + 1}", HANG_SECONDS)
         with self._guard(name, facts["results"]):
-            contender.seconds.append(measure(contender, self.clock))
+            contender.seconds.append(self._seconds(contender))
             if (mhz := self.clock.mhz()) is not None:
                 contender.mhz.append(mhz)
             facts["results"][name] = self._result(contender, point, facts["flops"])
+
+    def _seconds(self, contender: Contender) -> float:
+        """Of one launch in one round."""
+        if not self.single:
+            return measure(contender, self.clock)
+        with contender.peer.context():
+            each = call_times(contender.calls, self.clock)
+        contender.each += each
+        return median(each)
 
     def _result(self, contender: Contender, point: Point, flops: float) -> dict:
         result = summary(flops, contender.seconds) | {"error": contender.error, "timed": contender.way.name}
         if contender.mhz:
             result["sm_clock_mhz"] = round(median(contender.mhz))
+        if contender.each:
+            result["calls_us"] = statistics(contender.each)
         if contender.extra_bytes is not None:
             result["extra_bytes_per_row"] = round(contender.extra_bytes / (point.batch * point.length * point.heads), 2)
         if contender.note:
@@ -476,9 +516,10 @@ class _Poisoned(Exception):
 
 
 def rounds_of(launch: float, contenders: int, plan: Plan) -> int:
-    """How many rounds of launches that take so many seconds: as many as a balanced order needs, fewer of long launches."""
-    if launch > plan.seconds:
-        return min(plan.rounds, max(3, round(LONG_SECONDS / launch)))
+    """How many rounds of launches that take so many seconds: as many as a balanced order needs, fewer of long timings."""
+    timing = launch * (WARMUPS + CALLS) if plan.protocol == "single" else launch
+    if timing > plan.seconds:
+        return min(plan.rounds, max(3, round(LONG_SECONDS / timing)))
     cycle = contenders if contenders % 2 == 0 else 2 * contenders
     return plan.rounds if plan.rounds < cycle else -(-plan.rounds // cycle) * cycle
 
@@ -489,6 +530,7 @@ def expected_seconds(points: Sequence[Point], contenders: int, plan: Plan) -> fl
     for point in points:
         launch, racing = point.flops / RATE, min(contenders, RACING)
         timing = launch if launch > plan.seconds else 2 * plan.seconds
+        timing = launch * (WARMUPS + CALLS) if plan.protocol == "single" else timing
         total += contenders * (ENTER_SECONDS + 2 * timing) + racing * rounds_of(launch, racing, plan) * timing
     return total
 

@@ -18,8 +18,16 @@ import torch
 
 import strobe
 
-PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend")
-_FIELDS = {"sm_clock_mhz": "clocks.sm", "power_w": "power.draw", "temperature_c": "temperature.gpu"}
+PACKAGES = (
+    *("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend"),
+    "xformers",
+)
+_FIELDS = {
+    "sm_clock_mhz": "clocks.sm",
+    "power_w": "power.draw",
+    "temperature_c": "temperature.gpu",
+    "memory_clock_mhz": "clocks.mem",
+}
 
 
 def describe(device: torch.device) -> dict:
@@ -81,7 +89,7 @@ def _nvidia_smi(fields: list[str], device: torch.device) -> list[str | None]:
 
 
 def snapshot(device: torch.device) -> dict[str, float]:
-    """Clock, power and temperature of a GPU now, as far as it reports them; {} on a CPU."""
+    """Clocks, power and temperature of a GPU now, as far as it reports them; {} on a CPU."""
     if device.type != "cuda":
         return {}
     return parse_sample(",".join(value or "" for value in _nvidia_smi(list(_FIELDS.values()), device)))
@@ -94,7 +102,7 @@ class _Sample:
 
 
 class Telemetry:
-    """Clock, power and temperature of a GPU while it works: nvidia-smi in the background, a sample every 200 ms.
+    """Clocks, power and temperature of a GPU while it works: nvidia-smi in the background, a sample every 200 ms.
 
     Without nvidia-smi there are no samples, and `since` returns {}.
     """

@@ -2,7 +2,7 @@
 
 `prepare(q, k, v, mask)` takes tensors in the peer's own layout and returns the call to be timed, which returns out in
 the same layout. It raises where the peer is missing or does not take the problem; the report holds the reason.
-PyTorch's memory-efficient backend is not among them: its flash backend was about twice as fast in every measurement.
+PyTorch's math backend takes part on a CPU only: on a GPU the scores that it stores would crowd out everyone else.
 """
 
 from __future__ import annotations
@@ -253,6 +253,56 @@ def _flash_attn_4(q, k, v, mask) -> Call:
     return lambda: _first(flash_attn_func(q, k, v, causal=mask.is_causal, window_size=_band(mask, None)))
 
 
+def _flex_attention(q, k, v, mask) -> Call:
+    """PyTorch's compiled attention with a mask as a function."""
+    if q.dtype == FP8:
+        raise ValueError("FlexAttention takes fp16 and bf16, not fp8")
+    compiled, blocks = _compiled_flex(_band(mask, None), (q.shape, k.shape, v.shape), q.dtype, q.device)
+    return lambda: compiled(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled_flex(band: tuple, shapes: tuple, dtype: torch.dtype, device: torch.device) -> tuple[Callable, Any]:
+    """FlexAttention and its block mask, one for all inputs of a point. The compiler forgets the points before: after eight
+    kinds of problems it would run the others uncompiled."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.compiler.reset()
+    left, right = band
+
+    def seen(_batch, _head, row, key):
+        found = row >= 0  # all
+        found = found if left is None else found & (row - key <= left)
+        return found if right is None else found & (key - row <= right)
+
+    length_q, length_kv = (shape[2] for shape in shapes[:2])
+    blocks = None
+    if band != (None, None):
+        blocks = torch.compile(create_block_mask)(seen, None, None, length_q, length_kv, device=device)
+    return torch.compile(flex_attention, dynamic=False), blocks
+
+
+def _xformers(q, k, v, mask) -> Call:
+    """memory_efficient_attention of xFormers, which picks its kernel; grouped heads are an axis of their own."""
+    from xformers.ops import LowerTriangularMask, memory_efficient_attention
+    from xformers.ops.fmha.attn_bias import LocalAttentionFromBottomRightMask
+
+    if q.dtype == FP8:
+        raise ValueError("xFormers takes fp16 and bf16, not fp8")
+    left, right = _band(mask, None)
+    if (left is None and right) or (left is not None and right is None):
+        raise ValueError(f"xFormers takes full, causal and windows with two bounds, not {mask}")
+    bias = None if right is None else LowerTriangularMask()
+    if left is not None:
+        bias = LocalAttentionFromBottomRightMask(window_left=left, window_right=right)
+    shape = q.shape[:3] + v.shape[-1:]
+    if q.shape[2] != k.shape[2]:
+        group = q.shape[2] // k.shape[2]
+        q = q.unflatten(2, (k.shape[2], group))
+        k, v = (x.unsqueeze(3).expand(-1, -1, -1, group, -1) for x in (k, v))
+    return lambda: memory_efficient_attention(q, k, v, attn_bias=bias).reshape(shape)
+
+
 def _band(mask: Mask, unbounded: Any) -> tuple:
     """flash-attn's window_size. ValueError for a mask that is more than a band."""
     left, right, prefix = mask.band
@@ -277,5 +327,8 @@ def peers_for(device: torch.device) -> dict[str, Peer]:
             Peer("FA3", _flash_attn_3, module="flash_attn_interface"),
             Peer("FA2", _flash_attn_2, module="flash_attn.flash_attn_interface"),
             _sdpa("SDPA flash", "FLASH_ATTENTION", _torch_flash_window),
+            _sdpa("SDPA efficient", "EFFICIENT_ATTENTION"),
+            Peer("FlexAttention", _flex_attention, heads_first=True, compiles=True),
+            Peer("xFormers", _xformers, module="xformers"),
         ]
     return {peer.name: peer for peer in peers}

@@ -119,20 +119,29 @@ BACKWARD = (
 )
 """The backward's: bf16 at the lengths that models are trained with, with and without GQA; fp16 at one length."""
 
+SINGLE = (Grid(head_dims=((128, 128),), lengths=(512, 1024, 2048, 4096, 8192, 16384), masks=("full",)),)
+"""What is measured call by call unless asked otherwise: the points of the published protocol, see `strobe.lab.single`."""
+
 CPU = (Grid(head_dims=((64, 64), (128, 128)), lengths=(512, 2048), tokens=2048, dtypes=("fp32",), masks=("full", "causal")),)
 """The same on a CPU, smaller."""
 
 
+PROTOCOLS = ("sustained", "single")
+"""Launches without a pause, timed together, as a busy GPU runs them; or calls timed one by one, after a short warm-up."""
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What to measure, and how long."""
+    """What to measure, how, and how long."""
 
     grids: tuple[Grid, ...] = FORWARD
     backward: bool = False
+    protocol: str = "sustained"
+    """One of PROTOCOLS."""
     rounds: int = 6
     """More where a balanced order needs it; fewer, but at least three, where one launch takes long."""
     seconds: float = 0.03
-    """Of one timing: one contender in one round, after as long a lead."""
+    """Of one timing of the sustained protocol: one contender in one round, after as long a lead."""
     max_seconds: float = math.inf
     """The run stops at this age, with what was measured."""
     backends: tuple[str, ...] = ()

@@ -88,6 +88,8 @@ def show(report: dict) -> None:
     console.print(table)
     rates = ", ".join(f"{ceiling[when]:.4g} {when}" for when in ("before", "after") if when in ceiling)
     console.print(f"matrix product {ceiling.get('matmul', '')}: {rates} TFLOP/s", markup=False, highlight=False)
+    if calls := call_spreads(report):
+        console.print(f"calls at the worst point, tenth to ninetieth percentile: {calls}", markup=False, highlight=False)
     host = [f"{name} {result['us']:.0f}" for name, result in report["host_us"].items() if "us" in result]
     if host:
         console.print(f"CPU time of a call, us: {', '.join(host)}", markup=False, highlight=False)
@@ -111,6 +113,18 @@ def extra_memory(report: dict) -> str:
             least, most = min(found), max(found)
             parts.append(f"{name} {least}" + (f" to {most}" if most > least else ""))
     return ", ".join(parts)
+
+
+def call_spreads(report: dict) -> str:
+    """Where calls were timed one by one, how far they spread at the worst point: "strobe 98% to 104% of the median"."""
+    parts = []
+    for name in timed(report):
+        found = [facts["results"].get(name, {}).get("calls_us") for facts in report["points"]]
+        shares = [(us["p10"] / us["median"], us["p90"] / us["median"]) for us in found if us]
+        if shares:
+            low, high = max(shares, key=lambda share: share[1] - share[0])
+            parts.append(f"{name} {low:.0%} to {high:.0%}")
+    return f"{', '.join(parts)} of the median" if parts else ""
 
 
 def refusals(report: dict) -> list[str]:

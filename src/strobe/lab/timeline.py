@@ -5,7 +5,8 @@ One Timeline or several below each other, as PNG or SVG; a table of how busy eac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -136,19 +137,100 @@ def table(report: dict) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
+# ---- what is hidden
+
+Intervals = list[tuple[float, float]]
+"""Apart from each other, in order."""
+
+
+def _union(spans: Iterable[Span]) -> Intervals:
+    joined: Intervals = []
+    for start, end in sorted((span.start, span.end) for span in spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _length(intervals: Intervals) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def _common(a: Intervals, b: Intervals) -> float:
+    """The time that lies in both."""
+    return sum(max(0.0, min(a_end, b_end) - max(a_start, b_start)) for a_start, a_end in a for b_start, b_end in b)
+
+
+def _is_product(span: Span) -> bool:
+    return span.track.endswith(": products")
+
+
+def _is_arithmetic(span: Span) -> bool:
+    return span.kind == "work" and not _is_product(span)
+
+
+UNITS: dict[str, Callable[[Span], bool]] = {
+    "QK": lambda span: _is_product(span) and kind_of(span.name) == "S",
+    "PV": lambda span: _is_product(span) and kind_of(span.name) == "O",
+    "softmax": lambda span: _is_arithmetic(span) and kind_of(span.name) == "P",
+    "correction": lambda span: _is_arithmetic(span) and kind_of(span.name) == "correct",
+    "epilogue": lambda span: _is_arithmetic(span) and kind_of(span.name) == "epilogue",
+    "wait for K": lambda span: span.kind == "wait" and kind_of(span.name) == "K",
+    "wait for S": lambda span: span.kind == "wait" and kind_of(span.name) == "S",
+    "wait for O": lambda span: span.kind == "wait" and kind_of(span.name) == "O",
+}
+"""What a CTA's time goes to, by the spans of `strobe.sim.trace.timeline_of`. Of the loads there are the waits alone: a copy
+runs by itself, and whoever does not wait for it does not see it."""
+
+
+def hidden(timeline: Timeline) -> dict[str, tuple[float, float]]:
+    """Of each unit that is there: the part of the whole time in which some role of the CTA has it, and the part of that which
+    is hidden. Products and waits hide under the arithmetic of any consumer, arithmetic under products. The spans of a product
+    are its consumer's view: they include its queueing."""
+    whole = max(span.end for span in timeline.spans) - min(span.start for span in timeline.spans)
+    products = _union(filter(_is_product, timeline.spans))
+    arithmetic = _union(filter(_is_arithmetic, timeline.spans))
+    found = {}
+    for unit, is_of in UNITS.items():
+        mine = _union(span for span in timeline.spans if is_of(span))
+        if total := _length(mine):
+            under = products if unit in ("softmax", "correction", "epilogue") else arithmetic
+            found[unit] = total / whole, _common(mine, under) / total
+    return found
+
+
+def hidden_table(report: dict) -> str:
+    """Of a typical CTA of every point, from its first stamp to its last: `hidden`."""
+    rows = [("D", "mask", *UNITS)]
+    for point, timeline in zip(report["points"], whole_ctas(report), strict=True):
+        found = hidden(timeline)
+        cells = [f"{found[unit][0]:.0%} ({found[unit][1]:.0%})" if unit in found else "-" for unit in UNITS]
+        rows.append((str(point["head_dim"]), point["mask"], *cells))
+    kept = [i for i in range(len(rows[0])) if any(row[i] != "-" for row in rows[1:])]
+    widths = {i: max(len(row[i]) for row in rows) for i in kept}
+    return "\n".join("  ".join(row[i].rjust(widths[i]) for i in kept) for row in rows)
+
+
 # ---- measured reports and other tools
+
+
+def load(path: Path) -> dict:
+    """A report of `strobe timeline`. ValueError for anything else."""
+    try:
+        report = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"a report of strobe timeline must be a JSON file, got {path}: {error}") from None
+    if not isinstance(report, dict) or not all("typical" in point for point in report.get("points", [{}])):
+        raise ValueError(f"a report of strobe timeline must hold points with stamps, got {path} without them")
+    return report
 
 
 def measured(report: dict) -> list[Timeline]:
     """The Timelines of a report (see `strobe.lab.tracing`): of each point a typical CTA, a few blocks in its steady state."""
     result = []
-    for point in report["points"]:
-        cta, stamps = next(iter(point["typical"].items()))
-        title = (
-            f"{report['device']['name']}: head dim {point['head_dim']}, {point['mask']}, S = {point['length']}, "
-            f"CTA {cta}: {point['steady']['period']['median']:.0f} cycles a block of {point['tile_kv']} keys"
-        )
-        whole = timeline_of(stamps, title)
+    for point, whole in zip(report["points"], whole_ctas(report), strict=True):
+        stamps = next(iter(point["typical"].values()))
         begins = [clock for clock in stamps["consumer 0"]["begin"] if clock]
         first = len(begins) // 2
         last = min(first + BLOCKS_SHOWN, len(begins) - 1)
@@ -156,13 +238,50 @@ def measured(report: dict) -> list[Timeline]:
     return result
 
 
-def perfetto(timeline: Timeline) -> dict:
-    """The Timeline as a Chrome trace, for ui.perfetto.dev; a cycle is shown as a microsecond."""
-    spans = [
-        {"name": s.name, "cat": s.kind, "ph": "X", "ts": s.start, "dur": s.end - s.start, "pid": timeline.title, "tid": s.track}
-        for s in timeline.spans
-    ]
-    events = [
-        {"name": e.name, "ph": "i", "s": "t", "ts": e.time, "pid": timeline.title, "tid": e.track} for e in timeline.events
-    ]
-    return {"traceEvents": spans + events}
+def whole_ctas(report: dict) -> list[Timeline]:
+    """Of each point of a report a typical CTA, from its first stamp to its last."""
+    result = []
+    for point in report["points"]:
+        cta, stamps = next(iter(point["typical"].items()))
+        title = (
+            f"{report['device']['name']}: head dim {point['head_dim']}, {point['mask']}, S = {point['length']}, "
+            f"CTA {cta}: {point['steady']['period']['median']:.0f} cycles a block of {point['tile_kv']} keys"
+        )
+        result.append(timeline_of(stamps, title))
+    return result
+
+
+def perfetto(timelines: Sequence[Timeline]) -> dict:
+    """The Timelines in Chrome's trace event format, for ui.perfetto.dev: a process each, a thread for each track. A cycle is
+    shown as a microsecond. Slices of a thread must not cross, so what does goes to a second thread of the track."""
+    events: list[dict] = []
+    for pid, timeline in enumerate(timelines, 1):
+        threads: dict[str, int] = {}
+        for track in timeline.tracks():
+            for lane, spans in enumerate(_lanes([span for span in timeline.spans if span.track == track]) or [[]]):
+                tid = len(threads) + 1
+                threads[track if lane == 0 else f"{track} ({lane + 1})"] = tid
+                events += [
+                    {"name": s.name, "cat": s.kind, "ph": "X", "ts": s.start, "dur": s.end - s.start, "pid": pid, "tid": tid}
+                    for s in spans
+                ]
+        events += [
+            {"name": e.name, "cat": "event", "ph": "i", "s": "t", "ts": e.time, "pid": pid, "tid": threads[e.track]}
+            for e in timeline.events
+        ]
+        events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": timeline.title}})
+        for name, tid in threads.items():
+            events.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}})
+            events.append({"name": "thread_sort_index", "ph": "M", "pid": pid, "tid": tid, "args": {"sort_index": tid}})
+    return {"traceEvents": events, "otherData": {"unit": "1 us is 1 cycle of the SM"}}
+
+
+def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
+    """Spans in as few rows as they need to lie one after the other."""
+    lanes: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        free = next((lane for lane in lanes if lane[-1].end <= span.start), None)
+        if free is None:
+            lanes.append(free := [])
+        free.append(span)
+    return lanes

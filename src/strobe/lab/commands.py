@@ -1,0 +1,313 @@
+"""The lab's commands. What one needs is imported inside it, as in `strobe.cli`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from strobe.options import (
+    arch_named, at_least, command_given, device_of, dtype_of, gpu_named, heads_and_dims, mask_of, names_of, numbers_of, one_of,
+    pair_of, pairs_of_dims, picture_path, positive, shape_of,
+)
+
+instruments = typer.Typer()
+
+
+@instruments.command()
+def cost(
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    seqlen_q: Annotated[int, typer.Option(help="Queries of a sequence.")] = 4096,
+    seqlen_kv: Annotated[int | None, typer.Option(help="Keys of a sequence; default: as many as queries.")] = None,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
+    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 128,
+    head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
+    window: Annotated[str | None, typer.Option(help="Sliding window LEFT,RIGHT; -1 leaves a side open.")] = None,
+    backward: Annotated[bool, typer.Option("--backward", help="The backward.")] = False,
+    tile: Annotated[str, typer.Option(help="Queries,keys of a tile.")] = "128,128",
+    packed: Annotated[bool, typer.Option("--packed", help="Tiles hold the rows of all heads that share a key head.")] = False,
+    arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
+) -> None:
+    """FLOPs, exponentials and bytes of a problem by standard attention and by flash attention, and what bounds each."""
+    from rich.console import Console
+
+    from strobe.lab import cost_report
+    from strobe.problem import AttentionProblem, Dense
+
+    at_least(1, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads=heads, heads_kv=heads_kv)
+    heads_and_dims(heads, heads_kv, head_dim, head_dim_v)
+    problem = AttentionProblem(
+        lengths=Dense(batch, seqlen_q, seqlen_kv or seqlen_q),
+        heads_q=heads,
+        heads_kv=heads_kv or heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v or head_dim,
+        dtype=dtype_of(dtype),
+        scale=head_dim**-0.5,
+        mask=mask_of(causal, window),
+        phase="backward" if backward else "forward",
+    )
+    try:
+        found = cost_report.facts(problem, gpu_named(arch), pair_of("tile", tile), packed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    Console().print(cost_report.table(found))
+    typer.echo(cost_report.summary(found))
+    _write_json(json, found)
+
+
+@instruments.command()
+def roofline(
+    head_dims: Annotated[str | None, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Comma-separated sequence lengths.")] = None,
+    tokens: Annotated[int, typer.Option(help="Batch x length.")] = 16384,
+    heads: Annotated[int | None, typer.Option(help="Query heads; default: 2048 / head dim.")] = None,
+    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    mask: Annotated[str, typer.Option(help="Of full, causal, window (1024 keys), comma-separated.")] = "full,causal",
+    phase: Annotated[str, typer.Option(help="forward, backward, or decode: one query for each sequence.")] = "forward",
+    arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the ceilings of this machine's GPU.")] = False,
+    report: Annotated[str | None, typer.Option(help="Place what this JSON of strobe bench measured.")] = None,
+    out: Annotated[str | None, typer.Option(help="Draw the roofline to this PNG or SVG.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
+) -> None:
+    """What bounds a problem on a GPU (tensor cores, exp2, shared memory, HBM), and what would move it."""
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from strobe.lab import plan
+    from strobe.lab import roofline as lab
+    from strobe.lab.report import load
+
+    at_least(1, tokens=tokens, heads=heads, heads_kv=heads_kv)
+    one_of("phase", phase, ("forward", "backward", "decode"))
+    picture = picture_path(out)
+    if (arch is not None) + measure + (report is not None) > 1:
+        raise typer.BadParameter("arch, measure and report each say which GPU it is: give one of them")
+    dims, masks = pairs_of_dims(head_dims), names_of("mask", mask, plan.MASKS) or ()
+    many = numbers_of("lengths", lengths)
+    shape = plan.Grid(
+        head_dims=dims or ((64, 64), (128, 128), (256, 256)),
+        lengths=many or (1024, 16384),
+        tokens=tokens,
+        heads=heads,
+        heads_kv=heads_kv,
+        dtypes=(one_of("dtype", dtype, ("bf16", "fp16", "fp32")),),
+        masks=masks,
+    )
+    for dim, _ in shape.head_dims:
+        heads_and_dims(heads or max(1, 2048 // dim), heads_kv, dim, None)
+    try:
+        if report is not None:
+            ceilings, found = lab.of_report(load(Path(report)), dtype, masks, dims, many)
+        else:
+            kind = dtype_of(dtype)
+            ceilings = lab.Ceilings.measured(device_of(None), kind) if measure else lab.Ceilings.of(gpu_named(arch), kind)
+            hopper = arch_named(arch).capability == 90
+            problems = [lab.problem_of(point, phase) for point in shape.points(phase == "backward")]
+            found = [lab.place(problem, ceilings, hopper) for problem in problems]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    Console().print(lab.table(found))
+    typer.echo(ceilings)
+    for placed in found:
+        typer.echo(lab.sentence(placed))
+    if picture is not None:
+        typer.echo(f"written: {lab.draw(found, ceilings, picture)}")
+    _write_json(json, lab.facts(ceilings, found))
+
+
+@instruments.command()
+def occupancy(
+    registers: Annotated[int | None, typer.Option(help="Of a thread: a block of your own, with --threads.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Of a block.")] = None,
+    smem: Annotated[int, typer.Option(help="Bytes of shared memory of a block.")] = 0,
+    grid: Annotated[int | None, typer.Option(help="Blocks in all.")] = None,
+    kernels: Annotated[str | None, typer.Option(help="Ours instead: sm90, portable; default: all that the GPU takes.")] = None,
+    head_dims: Annotated[str, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = "64,128",
+    length: Annotated[int, typer.Option(help="Sequence length; batch x length is 16384 tokens.")] = 4096,
+    heads: Annotated[int | None, typer.Option(help="Query heads; default: 2048 / head dim.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    mask: Annotated[str, typer.Option(help="full, causal or window (1024 keys).")] = "causal",
+    arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
+    out: Annotated[str | None, typer.Option(help="Draw the limits to this PNG or SVG.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
+) -> None:
+    """How many blocks a multiprocessor runs at once, which resource says so, and the waves of a grid."""
+    from rich.console import Console
+
+    from strobe.lab import occupancy as lab
+    from strobe.lab import plan
+
+    at_least(1, registers=registers, threads=threads, grid=grid, length=length, heads=heads)
+    at_least(0, smem=smem)
+    on, picture = gpu_named(arch), picture_path(out)
+    if (registers is None) != (threads is None):
+        raise typer.BadParameter(f"registers and threads go together, got {registers} and {threads}")
+    shape = plan.Grid(
+        head_dims=pairs_of_dims(head_dims) or (),
+        lengths=(length,),
+        heads=heads,
+        dtypes=names_of("dtype", dtype, ("bf16", "fp16", "fp32")) or (),
+        masks=names_of("mask", mask, plan.MASKS) or (),
+    )
+    chosen = names_of("kernels", kernels, lab.KERNELS)
+    try:
+        if registers is not None and threads is not None:
+            found = [(lab.Occupancy(on, lab.Block(threads, registers, smem)), grid)]
+        else:
+            points = shape.points(backward=False)
+            blocks = [lab.compiled(kernel, p, on) for p in points for kernel in chosen or lab.takers(p, on)]
+            found = [(lab.Occupancy(on, block), tiles) for block, tiles in blocks]
+        facts = lab.facts(found)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    Console().print(lab.table(facts))
+    for kernel in facts["kernels"]:
+        typer.echo(lab.sentence(kernel))
+    if picture is not None:
+        typer.echo(f"written: {lab.draw(facts, picture)}")
+    _write_json(json, facts)
+
+
+@instruments.command()
+def audit(
+    kernels: Annotated[list[str], typer.Argument(help="KERNEL, KERNEL@ARCH or a cubin file; several are compared.")],
+    head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 128,
+    head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: bf16, fp8 for sm90-fp8.")] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Say what the instructions do, and cost.")] = False,
+    json: Annotated[str | None, typer.Option(help="Write all counts to this JSON.")] = None,
+    sass: Annotated[str | None, typer.Option(help="Write the main loops' instructions to this file.")] = None,
+) -> None:
+    """What the compiler made of a kernel, without a GPU: registers, spills, the instructions of each role, and warnings."""
+    from json import dumps
+    from pathlib import Path
+
+    from strobe.lab.audit import listing, reports_of, show
+
+    heads_and_dims(1, 1, head_dim, head_dim_v)
+    mask, element = mask_of(causal, None), None if dtype is None else dtype_of(dtype)
+    try:
+        reports = reports_of(kernels, (head_dim, head_dim_v or head_dim), mask, element)
+    except (ValueError, RuntimeError) as error:
+        raise typer.BadParameter(str(error)) from None
+    show(reports, explain)
+    if json is not None:
+        Path(json).write_text(dumps([report.as_json() for report in reports], indent=1) + "\n")
+        typer.echo(f"written: {json}")
+    if sass is not None:
+        Path(sass).write_text(listing(reports))
+        typer.echo(f"written: {sass}")
+
+
+@instruments.command()
+def banks(
+    tile: Annotated[str, typer.Option(help="ROWSxCOLUMNS.")] = "64x128",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    layouts: Annotated[
+        str, typer.Option(help="Of none, padded, xor, xor4, nvmma32, nvmma64, nvmma128.")
+    ] = "none,padded,xor,xor4,nvmma32,nvmma64,nvmma128",
+    accesses: Annotated[
+        str, typer.Option(help="Of rows, ldmatrix, fragment, column, row-a-lane.")
+    ] = "rows,ldmatrix,fragment,column,row-a-lane",
+    picture: Annotated[str | None, typer.Option(help="Draw the banks of every lane to this PNG or SVG.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the banks of every lane to this JSON.")] = None,
+) -> None:
+    """Bank conflicts: which banks of shared memory a warp hits in a tile, with and without a swizzle, and how long it takes."""
+    from json import dumps
+    from pathlib import Path
+
+    from strobe.lab.banks import ACCESSES, LAYOUTS, Tile, as_json, draw, measure, show
+
+    rows, columns = shape_of("tile", tile)
+    chosen = Tile(rows, columns, dtype_of(dtype).itemsize)
+    counts = measure(chosen, names_of("layouts", layouts, LAYOUTS) or (), names_of("accesses", accesses, ACCESSES) or ())
+    if picture is not None:
+        one_of("picture's suffix", Path(picture).suffix, (".png", ".svg"))
+    show(chosen, counts)
+    if json is not None:
+        Path(json).write_text(dumps(as_json(chosen, counts), indent=1) + "\n")
+        typer.echo(f"written: {json}")
+    if picture is not None:
+        typer.echo(f"written: {draw(chosen, counts, Path(picture))}")
+
+
+@instruments.command()
+def profile(
+    backends: Annotated[str | None, typer.Option(help="One or two, comma-separated; default: what dispatch picks.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 4,
+    length: Annotated[int, typer.Option(help="Sequence length.")] = 4096,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
+    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 128,
+    head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    mask: Annotated[str, typer.Option(help="full, causal or window (1024 keys).")] = "full",
+    backward: Annotated[bool, typer.Option("--backward", help="The backward.")] = False,
+    kernel: Annotated[str | None, typer.Option(help="Only kernels whose name holds this regular expression.")] = None,
+    calls: Annotated[int, typer.Option(help="Calls that are profiled, of which the mean is shown.")] = 8,
+    csv: Annotated[list[str] | None, typer.Option(help="Read this output of ncu --csv instead; may be repeated.")] = None,
+    flops: Annotated[float | None, typer.Option(help="With --csv: FLOPs of a launch, for the roofline.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write tables and metrics here too.")] = None,
+) -> None:
+    """Nsight Compute's measurements of a kernel, or of two beside each other, as tables, with the point on the roofline."""
+    from json import dumps
+    from pathlib import Path
+
+    from strobe.dispatch import BACKENDS
+    from strobe.lab import plan as plans
+    from strobe.lab import profile as profiles
+    from strobe.lab.machine import describe
+
+    at_least(1, batch=batch, length=length, heads=heads, heads_kv=heads_kv, calls=calls)
+    heads_and_dims(heads, heads_kv, head_dim, head_dim_v)
+    dtype_of(dtype)
+    shape = batch, length, heads, heads_kv or heads, head_dim, head_dim_v or head_dim
+    point = plans.Point(*shape, dtype, one_of("mask", mask, plans.MASKS), backward)
+    try:
+        if csv:
+            subjects = profiles.of_files([Path(file) for file in csv], positive("flops", flops))
+            report = profiles.report_of(subjects, command_given(sys.argv[1:]), {"name": "that of the CSV"})
+        else:
+            chosen = names_of("backends", backends, BACKENDS) or (None,)
+            subjects = profiles.profile_backends(point, chosen, kernel, calls)
+            report = profiles.report_of(subjects, command_given(sys.argv[1:]), describe(device_of("cuda")), point)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    profiles.show(report)
+    if json is not None:
+        Path(json).write_text(dumps(report, indent=1) + "\n")
+
+
+@instruments.command()
+def report(
+    files: Annotated[list[str], typer.Argument(help="JSON of strobe's commands: bench, bench compare, timeline, profile, ...")],
+    out: Annotated[str, typer.Option(help="The HTML file.")] = "report.html",
+) -> None:
+    """One HTML file of some results that opens without a network: tables, pictures, which kernel and why, environment."""
+    from pathlib import Path
+
+    from strobe.lab.html import write
+
+    try:
+        typer.echo(f"written: {write([Path(file) for file in files], Path(out))}")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _write_json(path: str | None, found: dict) -> None:
+    from json import dumps
+    from pathlib import Path
+
+    if path is not None:
+        Path(path).write_text(dumps(found, indent=1) + "\n")
+        typer.echo(f"written: {path}")
