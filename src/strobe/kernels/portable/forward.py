@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from strobe.device import arch_of
+from strobe.device import Arch, arch_of
+from strobe.kernels.common.arguments import meta, meta_operands
 from strobe.kernels.common.device_function import device_function
 from strobe.kernels.common.philox import kept
 from strobe.kernels.common.scores import score_of
@@ -42,7 +43,7 @@ from strobe.kernels.portable.tiles import (
     through_function,
     vector_stream,
 )
-from strobe.problem import AttentionProblem, Operands
+from strobe.problem import AttentionProblem, Operands, lse_shape
 
 interpreter.mend()
 
@@ -244,6 +245,15 @@ def launch(problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse
         _forward[grid](**keywords)
 
 
+def compile_only(problem: AttentionProblem, arch: Arch):
+    """The compiled kernel that `launch` would run on an arch, from shapes alone (see strobe.lab.offline)."""
+    operands = meta_operands(problem)
+    out = meta(*operands.q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
+    lse = meta(*lse_shape(problem), dtype=torch.float32)
+    _, keywords = _keywords("forward", problem, operands, out, lse, arch)
+    return _forward.warmup(grid=(1,), **keywords)
+
+
 def redo(
     problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor, notes: torch.Tensor,
     counter: torch.Tensor | None = None,
@@ -269,10 +279,10 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _keywords(
-    kernel: str, problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor
+    kernel: str, problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor, arch: Arch | None = None
 ) -> tuple[Config, dict]:
-    """The config, and the arguments that both kernels take."""
-    config = choose(kernel, problem, arch_of(out.device))
+    """The config, for an arch or that of the tensors, and the arguments that both kernels take."""
+    config = choose(kernel, problem, arch or arch_of(out.device))
     return config, {
         **arguments.of_problem(problem, operands),
         "out": arguments.matrix(out),
