@@ -21,6 +21,7 @@ from strobe.options import (
     one_of,
     pairs_of_dims,
     positive,
+    shape_of,
 )
 
 if TYPE_CHECKING:
@@ -310,6 +311,72 @@ def blackwell() -> None:
     if not PAGE.exists():
         raise typer.BadParameter(f"strobe blackwell must run in the repository, where {PAGE} is")
     make(Path())
+
+
+@app.command()
+def audit(
+    kernels: Annotated[list[str], typer.Argument(help="KERNEL, KERNEL@ARCH or a cubin file; several are compared.")],
+    head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 128,
+    head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Say what the instructions do, and cost.")] = False,
+    json: Annotated[str | None, typer.Option(help="Write all counts to this JSON.")] = None,
+    sass: Annotated[str | None, typer.Option(help="Write the main loops' instructions to this file.")] = None,
+) -> None:
+    """What the compiler made of a kernel, without a GPU: registers, spills, the instructions of each role, and warnings."""
+    from json import dumps
+    from pathlib import Path
+
+    from strobe.lab.audit import listing, reports_of, show
+
+    heads_and_dims(1, 1, head_dim, head_dim_v)
+    mask, element = mask_of(causal, None), dtype_of(dtype)
+    try:
+        reports = [
+            report for kernel in kernels for report in reports_of(kernel, (head_dim, head_dim_v or head_dim), mask, element)
+        ]
+    except (ValueError, RuntimeError) as error:
+        raise typer.BadParameter(str(error)) from None
+    show(reports, explain)
+    if json is not None:
+        Path(json).write_text(dumps([report.as_json() for report in reports], indent=1) + "\n")
+        typer.echo(f"written: {json}")
+    if sass is not None:
+        Path(sass).write_text(listing(reports))
+        typer.echo(f"written: {sass}")
+
+
+@app.command()
+def banks(
+    tile: Annotated[str, typer.Option(help="ROWSxCOLUMNS.")] = "64x128",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    layouts: Annotated[
+        str, typer.Option(help="Of none, padded, xor, xor4, nvmma32, nvmma64, nvmma128.")
+    ] = "none,padded,xor,xor4,nvmma32,nvmma64,nvmma128",
+    accesses: Annotated[
+        str, typer.Option(help="Of rows, ldmatrix, fragment, column, row-a-lane.")
+    ] = "rows,ldmatrix,fragment,column,row-a-lane",
+    picture: Annotated[str | None, typer.Option(help="Draw the banks of every lane to this PNG or SVG.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the banks of every lane to this JSON.")] = None,
+) -> None:
+    """Bank conflicts: which banks of shared memory a warp hits in a tile, with and without a swizzle, and how long it takes."""
+    from json import dumps
+    from pathlib import Path
+
+    from strobe.lab.banks import ACCESSES, LAYOUTS, Tile, as_json, draw, measure, show
+
+    rows, columns = shape_of("tile", tile)
+    chosen = Tile(rows, columns, dtype_of(dtype).itemsize)
+    counts = measure(chosen, names_of("layouts", layouts, LAYOUTS) or (), names_of("accesses", accesses, ACCESSES) or ())
+    if picture is not None:
+        one_of("picture's suffix", Path(picture).suffix, (".png", ".svg"))
+    show(chosen, counts)
+    if json is not None:
+        Path(json).write_text(dumps(as_json(chosen, counts), indent=1) + "\n")
+        typer.echo(f"written: {json}")
+    if picture is not None:
+        typer.echo(f"written: {draw(chosen, counts, Path(picture))}")
 
 
 def _at_least_time(problem: AttentionProblem, arch: Arch) -> str:

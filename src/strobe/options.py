@@ -74,6 +74,16 @@ def numbers_of(name: str, text: str | None) -> tuple[int, ...] | None:
     return numbers
 
 
+def shape_of(name: str, text: str) -> tuple[int, int]:
+    """64x128 as (64, 128)."""
+    try:
+        rows, columns = (int(part) for part in text.split("x"))
+    except ValueError:
+        raise typer.BadParameter(f"{name} must be ROWSxCOLUMNS, such as 64x128, got {text!r}") from None
+    at_least(1, **{name: min(rows, columns)})
+    return rows, columns
+
+
 def changed_config(config: Any, text: str, keep: Container[str]) -> Any:
     """A kernel's config with other values, NAME=VALUE,NAME=VALUE, of names not in `keep`. What it refuses to be is an error."""
     from dataclasses import fields, replace

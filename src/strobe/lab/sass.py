@@ -15,9 +15,10 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,15 @@ def resources_of(compiled) -> Resources:
     )
 
 
+def resources_of_cubin(path: Path) -> dict[str, tuple[int, int]]:
+    """Registers, and bytes of shared memory that it declares, of each kernel in a cubin file, by cuobjdump."""
+    from triton import knobs
+
+    report = _run(knobs.nvidia.cuobjdump.path, "-res-usage", str(path))
+    found = re.findall(r"Function (\S+):\s+REG:(\d+) .*?SHARED:(\d+)", report)
+    return {name: (int(registers), int(smem_bytes)) for name, registers, smem_bytes in found}
+
+
 def disassemble(cubin: bytes) -> str:
     """SASS text of a cubin, by nvdisasm."""
     from triton import knobs
@@ -139,9 +149,12 @@ def count_instructions(sass: str) -> dict[str, int]:
     return counted(Instruction(*match.groups()).name for match in found if match)
 
 
-def counted(names: Iterable[str]) -> dict[str, int]:
-    """How often each name occurs, the most frequent first."""
-    return dict(Counter(names).most_common())
+T = TypeVar("T", bound=Hashable)
+
+
+def counted(things: Iterable[T]) -> dict[T, int]:
+    """How often each occurs, the most frequent first."""
+    return dict(Counter(things).most_common())
 
 
 # ---- control flow

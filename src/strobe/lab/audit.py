@@ -1,0 +1,378 @@
+"""`strobe audit`: what the compiler made of a kernel, ours for any GPU or anybody's cubin, and what is wrong with it.
+
+Our kernels are compiled offline, for GPUs that are not there; ptxas says what it spilled and which products it made serial. A
+cubin says less: its registers and its instructions. Either way the control flow gives the warp roles and each one's main loop.
+
+What is called a warning is of two kinds. Spills, serial products and narrow loads are facts of the text. That registers change
+hands through shared memory, and that the products of a cubin are serial, is inferred from patterns, and says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from strobe import fp8
+from strobe.device import KNOWN, Arch
+from strobe.dispatch import backend_module
+from strobe.lab import offline
+from strobe.lab.glossary import GLOSSARY, Entry, explained
+from strobe.lab.offline import Made
+from strobe.lab.sass import (
+    TENSOR_CORES,
+    Flow,
+    Instruction,
+    counted,
+    disassemble,
+    flow_of,
+    main_loop,
+    resources_of,
+    resources_of_cubin,
+    role_blocks,
+)
+from strobe.masks import Mask
+from strobe.problem import AttentionProblem, Phase
+
+# ---- what can be compiled
+
+ARCHS: dict[str, Arch] = {
+    "sm_80": KNOWN["A100"],
+    "sm_86": KNOWN["RTX 3090"],
+    "sm_89": KNOWN["RTX 4090"],
+    "sm_90a": KNOWN["H200"],
+    "sm_100a": KNOWN["B200"],
+    "sm_120": KNOWN["RTX 5090"],
+}
+"""Names of what is compiled for, and a GPU of each, whose shared memory the configs are chosen for."""
+
+
+class Kernel(NamedTuple):
+    """One of ours. changes: of the problem, beside its phase."""
+
+    compile: Callable[[AttentionProblem, Arch], list[Made]]
+    refuses: Callable[[AttentionProblem, Arch], str | None]
+    arch: str
+    phase: Phase = "forward"
+    changes: dict = {}  # noqa: RUF012 (never written to)
+
+
+def _refuses(backend: str) -> Callable[[AttentionProblem, Arch], str | None]:
+    return lambda problem, arch: backend_module(backend).refuses(problem, arch)
+
+
+KERNELS: dict[str, Kernel] = {
+    "portable-forward": Kernel(offline.portable_forward, _refuses("portable"), "sm_80"),
+    "portable-backward": Kernel(offline.portable_backward, _refuses("portable"), "sm_80", "backward"),
+    "sm90-forward": Kernel(offline.sm90_forward, _refuses("sm90"), "sm_90a"),
+    "sm90-backward": Kernel(offline.sm90_backward, _refuses("sm90"), "sm_90a", "backward"),
+    "sm90-split": Kernel(offline.sm90_backward, _refuses("sm90"), "sm_90a", "backward", {"deterministic": True}),
+    "sm90-fp8": Kernel(offline.sm90_fp8, fp8.refuses, "sm_90a", changes={"dtype": torch.float8_e4m3fn}),
+    "sm100-forward": Kernel(offline.sm100_forward, _refuses("sm100"), "sm_100a"),
+}
+"""By name, with the arch that it is compiled for if none is named."""
+
+
+# ---- reports
+
+
+@dataclass(frozen=True)
+class Part:
+    """A warp role, or a kernel without roles: its instructions in the order of the text, and those of its main loop."""
+
+    name: str
+    instructions: list[Instruction]
+    loop: list[Instruction]
+
+    def counts(self) -> dict[str, int]:
+        return counted(instruction.name for instruction in self.instructions)
+
+    def loop_counts(self) -> dict[str, int]:
+        return counted(instruction.name for instruction in self.loop)
+
+
+@dataclass(frozen=True)
+class Report:
+    """One kernel. smem_bytes: of a cubin what it declares, without what a launch adds; spill_bytes: ptxas's count of stores and
+    loads, None for a cubin, which does not say."""
+
+    name: str
+    arch: str
+    registers: int
+    smem_bytes: int
+    spill_bytes: int | None
+    parts: tuple[Part, ...]
+    warnings: tuple[str, ...]
+
+    def as_json(self) -> dict:
+        parts = {part.name: {"instructions": part.counts(), "main_loop": part.loop_counts()} for part in self.parts}
+        facts = {name: getattr(self, name) for name in ("name", "arch", "registers", "smem_bytes", "spill_bytes")}
+        return facts | {"parts": parts, "warnings": list(self.warnings)}
+
+    def __str__(self) -> str:
+        spills = "" if self.spill_bytes is None else f", {self.spill_bytes} bytes of spills"
+        declared = " declared" if self.spill_bytes is None else ""
+        memory = f"{self.smem_bytes} bytes of shared memory{declared}"
+        return f"{self.name}, {self.arch}: {self.registers} registers, {memory}{spills}"
+
+
+def reports_of(what: str, head_dims: tuple[int, int], mask: Mask, dtype: torch.dtype) -> list[Report]:
+    """The Reports of KERNEL, KERNEL@ARCH (by the names of KERNELS and ARCHS) or of a cubin file; several of a kernel that runs
+    as several, or of a cubin that holds several. ValueError for what is none of them, or what the kernel does not take.
+    Compiling takes 2 to 20 seconds on a core."""
+    if what.partition("@")[0] in KERNELS:
+        return [_of_made(made, arch) for made, arch in _compiled(what, head_dims, mask, dtype)]
+    path = Path(what)
+    if path.exists():
+        return reports_of_cubin(path)
+    raise ValueError(f"a kernel must be one of {', '.join(KERNELS)}, or a cubin file, got {what!r}")
+
+
+def _compiled(what: str, head_dims: tuple[int, int], mask: Mask, dtype: torch.dtype) -> Iterator[tuple[Made, str]]:
+    name, _, arch_name = what.partition("@")
+    kernel = KERNELS[name]
+    arch_name = arch_name or kernel.arch
+    if arch_name not in ARCHS:
+        raise ValueError(f"an arch must be one of {', '.join(ARCHS)}, got {arch_name!r}")
+    problem = offline.problem_of(head_dims, mask, dtype)
+    problem = replace(problem, phase=kernel.phase, **kernel.changes)
+    reason = kernel.refuses(problem, ARCHS[arch_name])
+    if reason is not None:
+        raise ValueError(f"{name} {reason}")
+    for made in kernel.compile(problem, ARCHS[arch_name]):
+        yield made, arch_name
+
+
+def _of_made(made: Made, arch: str) -> Report:
+    resources = resources_of(made.kernel)
+    parts = _parts(flow_of(disassemble(made.kernel.asm["cubin"])), made.roles)
+    warnings = (
+        *_spills(resources.spill_bytes, parts),
+        *_serial(resources.warnings),
+        *_in_loops(parts),
+        *layout_conflicts(made.kernel.asm["ttgir"]),
+    )
+    return Report(made.name, arch, resources.registers, resources.smem_bytes, resources.spill_bytes, parts, warnings)
+
+
+def reports_of_cubin(path: Path) -> list[Report]:
+    """A Report of each kernel in a cubin file. ValueError if it is none."""
+    try:
+        sass, resources = disassemble(path.read_bytes()), resources_of_cubin(path)
+    except (OSError, RuntimeError):
+        raise ValueError(f"a cubin must be a file that nvdisasm reads, got {path}") from None
+    arch = _arch_of(sass)
+    reports = []
+    for name, text in kernels_in(sass).items():
+        parts = _parts(flow_of(text))
+        warnings = (*_spills(None, parts), *_serial_by_waits(parts), *_in_loops(parts))
+        registers, smem_bytes = resources[name]
+        reports.append(Report(name, arch, registers, smem_bytes, None, parts, warnings))
+    return reports
+
+
+def kernels_in(sass: str) -> dict[str, str]:
+    """The text of each kernel, by its name, from that of a whole cubin."""
+    pieces = re.split(r"^\s*\.section\s+\.text\.([^,\s]+),.*$", sass, flags=re.MULTILINE)
+    return dict(zip(pieces[1::2], pieces[2::2], strict=True))
+
+
+def _arch_of(sass: str) -> str:
+    found = re.search(r"\.target\s+(sm_\w+)|EF_CUDA_SM(\d+)", sass)
+    return (found[1] or f"sm_{found[2]}") if found else "unknown arch"
+
+
+LOOPS: tuple[Iterable[str], ...] = (TENSOR_CORES, ("UTMALDG", "LDGSTS"), ("MUFU.EX2",), ("LDTM",), ("UTMASTG", "UTMAREDG"))
+"""What a main loop is known by: by the first of these that a role has in a loop."""
+
+
+def _parts(flow: Flow, roles: tuple[str, ...] = ()) -> tuple[Part, ...]:
+    """The roles, which have names or get numbers; a kernel without any is one part."""
+    found = role_blocks(flow)
+    names = roles or (("kernel",) if len(found) == 1 else tuple(f"role {i}" for i in range(len(found))))
+    parts = []
+    for name, blocks in zip(names, found, strict=False):
+        loops = (main_loop(flow, blocks, tuple(marks)) for marks in LOOPS)
+        loop = next((loop for loop in loops if loop), set())
+        parts.append(Part(name, flow.instructions(blocks), flow.instructions(loop)))
+    busy = tuple(part for part in parts if part.loop)
+    return busy or tuple(parts[:1])
+
+
+# ---- warnings
+
+
+def _spills(spill_bytes: int | None, parts: Iterable[Part]) -> Iterator[str]:
+    loops = {part.name: part.loop_counts() for part in parts}
+    inside = [
+        f"{counts.get('LDL', 0)} LDL and {counts.get('STL', 0)} STL in the main loop of {name}"
+        for name, counts in loops.items()
+        if counts.keys() & {"LDL", "STL"}
+    ]
+    where = "; ".join(inside) if inside else "none of them in a main loop"
+    moves = sum(instruction.name in ("LDL", "STL") for part in parts for instruction in part.instructions)
+    if spill_bytes:
+        yield f"registers are spilled, {spill_bytes} bytes: {where}"
+    elif moves:
+        yield f"{moves} loads and stores of local memory, for spilled registers or an array: {where}"
+
+
+def _serial(ptxas: Iterable[str]) -> Iterator[str]:
+    """ptxas's own words, once for each reason."""
+    reasons = [found for line in ptxas if (found := re.search(r"\((C75\d\d)\).*serialized due to (.*?) in the function", line))]
+    for (code, reason), times in counted((found[1], found[2]) for found in reasons).items():
+        yield f"wgmma is made serial in {times} place{'s' * (times > 1)}, ptxas's {code}: {reason}"
+    others = [line for line in ptxas if "serialized due to" not in line]
+    yield from (f"ptxas: {line.split(':', 1)[-1].strip()}" for line in others)
+
+
+def _serial_by_waits(parts: Iterable[Part]) -> Iterator[str]:
+    for part in parts:
+        products = sum(instruction.name in ("HGMMA", "QGMMA", "IGMMA") for instruction in part.loop)
+        waits = sum(instruction.mnemonic.startswith("WARPGROUP.DEPBAR") for instruction in part.loop)
+        if products > 1 and waits >= products:
+            yield f"wgmma seems to be serial: {waits} waits for {products} products in the main loop of {part.name}"
+
+
+def _in_loops(parts: Iterable[Part]) -> Iterator[str]:
+    for part in parts:
+        yield from _narrow_loads(part)
+        yield from _round_trips(part)
+
+
+def _narrow_loads(part: Part) -> Iterator[str]:
+    loads = [instruction.mnemonic for instruction in part.loop if instruction.name == "LDG"]
+    narrow = [load for load in loads if not {"64", "128"} & set(load.split("."))]
+    if narrow:
+        yield f"{len(narrow)} of {len(loads)} LDG in the main loop of {part.name} load 4 bytes a lane or less"
+
+
+def _round_trips(part: Part) -> Iterator[str]:
+    """Stores to shared memory, a barrier, and loads from it, in this order around the loop: what a layout conversion compiles
+    to. A kernel may also mean it: the statistics that a producer stored, or a product's operand on its way there."""
+    kinds = {"STS": "s", "STSM": "s", "BAR": "b", "LDS": "l", "LDSM": "l"}
+    trace = "".join(kinds.get(instruction.name, "") for instruction in part.loop)
+    if re.search("s[sl]*b[sb]*l", trace * 2):
+        counts = part.loop_counts()
+        stores, loads = (
+            " and ".join(f"{counts[name]} {name}" for name in names if name in counts)
+            for names in (("STS", "STSM"), ("LDS", "LDSM"))
+        )
+        yield (
+            f"registers may change hands through shared memory (a layout conversion): {stores}, a barrier and {loads} "
+            f"in the main loop of {part.name}; inferred from their order"
+        )
+
+
+def layout_conflicts(ttgir: str) -> Iterator[str]:
+    """Loads of 16-bit tiles from shared memory whose swizzle leaves conflicts, by Triton's own layouts (see strobe.lab.banks).
+    A tile in chunks of 16 bytes is taken to be read by ldmatrix, another one in pairs."""
+    from strobe.lab.banks import ACCESSES, Layout, Tile, count, swizzled
+
+    shared = re.findall(
+        r"^(#\w+) = #ttg.swizzled_shared<\{vec = (\d+), perPhase = (\d+), maxPhase = (\d+), order = \[1, 0\]", ttgir, re.M
+    )
+    layouts = {name: tuple(map(int, numbers)) for name, *numbers in shared}
+    loads = re.findall(r"ttg\.local_load .*?!ttg\.memdesc<(\d+)x(\d+)x(?:bf16|f16), (#\w+)", ttgir)
+    for (rows, columns, name), times in counted(loads).items():
+        if name not in layouts:
+            continue
+        vector, per_phase, max_phase = layouts[name]
+        tile = Tile(int(rows), int(columns), 2)
+        access = "ldmatrix" if vector >= 8 else "fragment"
+
+        def place(tile: Tile, row: int, byte: int, numbers=(2 * vector, per_phase, max_phase)) -> int:
+            return swizzled(tile, row, byte, *numbers)
+
+        try:
+            found = count(tile, Layout("", place), ACCESSES[access])
+        except ValueError:
+            continue  # a tile smaller than what a warp reads at once
+        if found.wavefronts > found.free:
+            yield (
+                f"bank conflicts: {times} load{'s' * (times > 1)} of a {rows} x {columns} tile from shared memory with vec "
+                f"{vector}, perPhase {per_phase}, maxPhase {max_phase}, {found.ways:g} times as many wavefronts as without"
+            )
+
+
+# ---- what is shown
+
+
+def show(reports: list[Report], explain: bool) -> None:
+    """A line for each kernel, one table with all their parts beside each other, the warnings, and the glossary if asked for."""
+    from rich.console import Console
+
+    console = Console()
+    letters = [f"{chr(ord('A') + i)}: " if len(reports) > 1 else "" for i in range(len(reports))]
+    for letter, report in zip(letters, reports, strict=True):
+        console.print(f"{letter}{report}", markup=False, highlight=False)
+    console.print("Instructions in the text, and of these in the main loop:")
+    console.print(_table(_columns(reports, letters)))
+    for letter, report in zip(letters, reports, strict=True):
+        for warning in report.warnings:
+            console.print(f"warning: {letter}{warning}", markup=False, highlight=False)
+    if explain:
+        names = (instruction.name for report in reports for part in report.parts for instruction in part.instructions)
+        for name, entry in explained(names).items():
+            console.print(_sentence(name, entry), markup=False, highlight=False)
+
+
+class Column(NamedTuple):
+    heading: str
+    counts: dict[str, int]
+    loop: dict[str, int]
+
+
+def _columns(reports: list[Report], letters: list[str]) -> list[Column]:
+    """The parts; neighbours that are alike, as the consumers of a kernel are, share a column."""
+    columns: list[Column] = []
+    for letter, report in zip(letters, reports, strict=True):
+        for n, part in enumerate(report.parts):
+            counts, loop = part.counts(), part.loop_counts()
+            if n and (columns[-1].counts, columns[-1].loop) == (counts, loop):
+                columns[-1] = columns[-1]._replace(heading=f"{columns[-1].heading}, {part.name}")
+            else:
+                columns.append(Column(letter + part.name, counts, loop))
+    return columns
+
+
+def _table(columns: list[Column]):
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("")
+    for column in columns:
+        table.add_column(column.heading, justify="right")
+    group = None
+    for name, entry in GLOSSARY.items():
+        if any(column.counts.get(name) for column in columns):
+            if group not in (None, entry.group):
+                table.add_section()
+            group = entry.group
+            table.add_row(name, *(_cell(column.counts.get(name, 0), column.loop.get(name, 0)) for column in columns))
+    table.add_section()
+    table.add_row("all", *(_cell(sum(column.counts.values()), sum(column.loop.values())) for column in columns))
+    return table
+
+
+def _cell(everywhere: int, inside: int) -> str:
+    return f"{everywhere} {inside:4}" if everywhere else "-    -"
+
+
+def _sentence(name: str, entry: Entry) -> str:
+    since = "" if entry.since == "all" else f", since {entry.since}"
+    return f"{name} ({entry.group}{since}): {entry.meaning}" + (f". {entry.cost}" if entry.cost else "")
+
+
+def listing(reports: list[Report]) -> str:
+    """The main loop of every part, as text."""
+    pieces = []
+    for report in reports:
+        for part in report.parts:
+            head = f"// {report.name}, {report.arch}: main loop of {part.name}, {len(part.loop)} instructions"
+            pieces.append("\n".join([head, *map(str, part.loop)]))
+    return "\n\n".join(pieces) + "\n"
