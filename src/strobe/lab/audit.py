@@ -182,8 +182,11 @@ def kernels_in(sass: str) -> dict[str, str]:
 
 
 def _arch_of(sass: str) -> str:
-    found = re.search(r"\.target\s+(sm_\w+)|EF_CUDA_SM(\d+)", sass)
-    return (found[1] or f"sm_{found[2]}") if found else "unknown arch"
+    """Newer cubins name it; older ones have flags, one of which stands for the "a" of sm_90a."""
+    if found := re.search(r"\.target\s+(sm_\w+)", sass):
+        return found[1]
+    found = re.search(r"EF_CUDA_SM(\d+)", sass)
+    return f"sm_{found[1]}{'a' * ('EF_CUDA_ACCELERATORS' in sass)}" if found else "unknown arch"
 
 
 LOOPS: tuple[Iterable[str], ...] = (TENSOR_CORES, ("UTMALDG", "LDGSTS"), ("MUFU.EX2",), ("LDTM",), ("UTMASTG", "UTMAREDG"))
