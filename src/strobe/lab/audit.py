@@ -20,6 +20,7 @@ import torch
 from strobe import fp8
 from strobe.device import KNOWN, Arch
 from strobe.dispatch import backend_module
+from strobe.kernels import has_triton
 from strobe.lab import offline
 from strobe.lab.glossary import GLOSSARY, Entry, explained
 from strobe.lab.offline import Made
@@ -153,7 +154,7 @@ def _of_made(made: Made, arch: str) -> Report:
     warnings = (
         *_spills(resources.spill_bytes, parts),
         *_serial(resources.warnings),
-        *_in_loops(parts),
+        *_in_loops(parts, _narrow_loads, _round_trips),
         *layout_conflicts(made.kernel.asm["ttgir"]),
     )
     return Report(made.name, arch, resources.registers, resources.smem_bytes, resources.spill_bytes, parts, warnings)
@@ -161,16 +162,17 @@ def _of_made(made: Made, arch: str) -> Report:
 
 def reports_of_cubin(path: Path) -> list[Report]:
     """A Report of each kernel in a cubin file. ValueError if it is none."""
+    if not has_triton():
+        raise ValueError("reading a cubin needs nvdisasm, which comes with Triton, which is not installed")
     try:
         sass, resources = disassemble(path.read_bytes()), resources_of_cubin(path)
     except (OSError, RuntimeError):
         raise ValueError(f"a cubin must be a file that nvdisasm reads, got {path}") from None
-    arch = _arch_of(sass)
+    arch, texts = _arch_of(sass), kernels_in(sass)
     reports = []
-    for name, text in kernels_in(sass).items():
-        parts = _parts(flow_of(text))
-        warnings = (*_spills(None, parts), *_serial_by_waits(parts), *_in_loops(parts))
-        registers, smem_bytes = resources[name]
+    for name, (registers, smem_bytes) in resources.items():
+        parts = _parts(flow_of(texts[name]))
+        warnings = (*_spills(None, parts), *_in_loops(parts, _waits, _narrow_loads, _round_trips))
         reports.append(Report(name, arch, registers, smem_bytes, None, parts, warnings))
     return reports
 
@@ -233,42 +235,43 @@ def _serial(ptxas: Iterable[str]) -> Iterator[str]:
     yield from (f"ptxas: {line.split(':', 1)[-1].strip()}" for line in others)
 
 
-def _serial_by_waits(parts: Iterable[Part]) -> Iterator[str]:
-    for part in parts:
-        products = sum(instruction.name in ("HGMMA", "QGMMA", "IGMMA") for instruction in part.loop)
-        waits = sum(instruction.mnemonic.startswith("WARPGROUP.DEPBAR") for instruction in part.loop)
-        if products > 1 and waits >= products:
-            yield f"wgmma seems to be serial: {waits} waits for {products} products in the main loop of {part.name}"
+def _in_loops(parts: Iterable[Part], *findings: Callable[[Part], str | None]) -> Iterator[str]:
+    """What was found in the main loops, once for all the parts in which it is the same."""
+    for finding in findings:
+        found: dict[str, list[str]] = {}
+        for part in parts:
+            if sentence := finding(part):
+                found.setdefault(sentence, []).append(part.name)
+        yield from (f"{sentence} in the main loop of {', '.join(names)}" for sentence, names in found.items())
 
 
-def _in_loops(parts: Iterable[Part]) -> Iterator[str]:
-    for part in parts:
-        yield from _narrow_loads(part)
-        yield from _round_trips(part)
+def _waits(part: Part) -> str | None:
+    """Serial products, by what ptxas makes of them: a wait for each."""
+    products = sum(instruction.name in ("HGMMA", "QGMMA", "IGMMA") for instruction in part.loop)
+    waits = sum(instruction.mnemonic.startswith("WARPGROUP.DEPBAR") for instruction in part.loop)
+    serial = products > 1 and waits >= products
+    return f"wgmma seems to be serial: {waits} waits for {products} products" if serial else None
 
 
-def _narrow_loads(part: Part) -> Iterator[str]:
+def _narrow_loads(part: Part) -> str | None:
     loads = [instruction.mnemonic for instruction in part.loop if instruction.name == "LDG"]
     narrow = [load for load in loads if not {"64", "128"} & set(load.split("."))]
-    if narrow:
-        yield f"{len(narrow)} of {len(loads)} LDG in the main loop of {part.name} load 4 bytes a lane or less"
+    return f"{len(narrow)} of {len(loads)} LDG load 4 bytes a lane or less" if narrow else None
 
 
-def _round_trips(part: Part) -> Iterator[str]:
+def _round_trips(part: Part) -> str | None:
     """Stores to shared memory, a barrier, and loads from it, in this order around the loop: what a layout conversion compiles
     to. A kernel may also mean it: the statistics that a producer stored, or a product's operand on its way there."""
     kinds = {"STS": "s", "STSM": "s", "BAR": "b", "LDS": "l", "LDSM": "l"}
-    trace = "".join(kinds.get(instruction.name, "") for instruction in part.loop)
-    if re.search("s[sl]*b[sb]*l", trace * 2):
-        counts = part.loop_counts()
-        stores, loads = (
-            " and ".join(f"{counts[name]} {name}" for name in names if name in counts)
-            for names in (("STS", "STSM"), ("LDS", "LDSM"))
-        )
-        yield (
-            f"registers may change hands through shared memory (a layout conversion): {stores}, a barrier and {loads} "
-            f"in the main loop of {part.name}; inferred from their order"
-        )
+    order = "".join(kinds.get(instruction.name, "") for instruction in part.loop)
+    if not re.search("s[sl]*b[sb]*l", order * 2):
+        return None
+    counts = part.loop_counts()
+    stores, loads = (
+        " and ".join(f"{counts[name]} {name}" for name in names if name in counts)
+        for names in (("STS", "STSM"), ("LDS", "LDSM"))
+    )
+    return f"perhaps a layout conversion through shared memory, inferred from the order: {stores}, a barrier, {loads}"
 
 
 def layout_conflicts(ttgir: str) -> Iterator[str]:
