@@ -139,7 +139,7 @@ def test_the_command_shows_writes_and_draws(tmp_path):
         result = run("banks", *options)
         assert result.exit_code == 0, result.output
         assert picture.stat().st_size > 5000
-    assert "tile of 64 x 128 of 2 bytes" in result.output
+    assert "tile of 64 x 128 elements of 2 bytes" in result.output
     [line] = [line for line in result.output.splitlines() if line.startswith("│ ldmatrix")]
     assert line.replace("│", "").split() == ["ldmatrix", "4", "32", "4"]
     points = json.loads(report.read_text())["counts"]
@@ -152,8 +152,13 @@ def test_the_command_shows_writes_and_draws(tmp_path):
 def test_what_does_not_fit_is_said():
     result = run("banks", "--tile", "16x24", "--layouts", "nvmma64", "--accesses", "column,ldmatrix")
     assert result.exit_code == 0
-    assert "column, nvmma64: this access needs a tile of at least 32 rows of 2 bytes, got 16 x 24 of 2 bytes" in result.output
-    assert "ldmatrix, nvmma64: this layout needs rows of a multiple of 64 bytes, got 16 x 24 of 2 bytes" in result.output
+    assert (
+        "column, nvmma64: this access needs a tile of at least 32 rows of 2 bytes, got 16 x 24 elements of 2 bytes"
+        in result.output
+    )
+    assert (
+        "ldmatrix, nvmma64: this layout needs rows of a multiple of 64 bytes, got 16 x 24 elements of 2 bytes" in result.output
+    )
 
 
 @pytest.mark.parametrize(

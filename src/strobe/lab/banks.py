@@ -33,7 +33,7 @@ class Tile(NamedTuple):
         return self.columns * self.itemsize
 
     def __str__(self) -> str:
-        return f"{self.rows} x {self.columns} of {self.itemsize} bytes"
+        return f"{self.rows} x {self.columns} elements of {self.itemsize} bytes"
 
 
 # ---- layouts
@@ -240,7 +240,10 @@ def show(tile: Tile, counts: dict[tuple[str, str], Count | str]) -> None:
 
     console = Console()
     accesses, layouts = (list(dict.fromkeys(key[i] for key in counts)) for i in (0, 1))
-    table = Table(title=f"wavefronts of one warp's access to a tile of {tile}")
+    console.print(
+        f"Wavefronts of one warp's access to a tile of {tile}; free: without conflicts", markup=False, highlight=False
+    )
+    table = Table()
     table.add_column("access")
     table.add_column("free", justify="right")
     for layout in layouts:
@@ -285,7 +288,7 @@ def draw(tile: Tile, counts: dict[tuple[str, str], Count | str], path: Path) -> 
             if isinstance(one, str):
                 panel.set_title(f"{access}, {layout}: does not fit", fontsize=8)
                 continue
-            panel.set_title(f"{access}, {layout}: {one.wavefronts} wavefronts", fontsize=8)
+            panel.set_title(f"{access}, {layout}: {one.wavefronts} wavefront{'s' * (one.wavefronts > 1)}", fontsize=8)
             _cells(panel, one)
     for panel in panels[-1]:
         panel.set_xlabel("bank", fontsize=8)
