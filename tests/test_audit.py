@@ -32,8 +32,8 @@ from strobe.lab import audit, offline
 from strobe.masks import Causal, Full
 
 folder, kernels = Path(sys.argv[1]), sys.argv[2].split(",")
-audited = {what: [r.as_json() for r in audit.reports_of(what, (128, 128), Full(), torch.bfloat16)] for what in kernels}
-spilling = [r.as_json() for r in audit.reports_of("portable-backward", (128, 128), Causal(), torch.bfloat16)]
+audited = {what: [r.as_json() for r in audit.reports_of([what], (128, 128), Full())] for what in kernels}
+spilling = [r.as_json() for r in audit.reports_of(["portable-backward"], (128, 128), Causal())]
 for arch in ("sm_80", "sm_90a"):
     [made] = offline.portable_forward(offline.problem_of((128, 128), Full(), torch.bfloat16), audit.ARCHS[arch])
     (folder / f"{arch}.cubin").write_bytes(made.kernel.asm["cubin"])
@@ -194,41 +194,49 @@ def test_conflicts_are_found_in_tritons_layouts(made):
 
 # ---- cubins made here
 
-PTX = """
+HEAD = """
 .version 8.0
 .target sm_80
 .address_size 64
-.visible .entry copies(.param .u64 a, .param .u32 n)
-{
-  .reg .b32 %r<20>; .reg .b64 %d<4>; .reg .f32 %f<8>; .reg .pred %p;
-  .shared .align 16 .b8 tile[4096];
-  ld.param.u64 %d1, [a]; ld.param.u32 %r1, [n];
-  mov.u32 %r2, %tid.x; mul.wide.u32 %d2, %r2, 16; add.u64 %d1, %d1, %d2; shl.b32 %r3, %r2, 4;
-  mov.f32 %f0, 0f00000000; mov.f32 %f1, %f0; mov.f32 %f2, %f0; mov.f32 %f3, %f0; mov.u32 %r10, tile; add.u32 %r3, %r3, %r10;
-LOOP:
-  ld.global.b32 %r4, [%d1];
-  ld.global.v4.b32 {%r5, %r6, %r7, %r8}, [%d1+4096];
-  st.shared.b32 [%r3], %r4;
-  bar.sync 0;
-  ld.shared.b32 %r9, [%r3+64];
-  mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%f0,%f1,%f2,%f3}, {%r5,%r6,%r7,%r8}, {%r9,%r9}, {%f0,%f1,%f2,%f3};
-  bar.sync 0;
-  add.u64 %d1, %d1, 8192; sub.u32 %r1, %r1, 1; setp.ne.u32 %p, %r1, 0;
-  @%p bra LOOP;
-  st.global.f32 [%d1], %f0;
-  ret;
-}
 .visible .entry nothing() { ret; }
 """
+LOOP = """
+.visible .entry %s(.param .u64 a, .param .u32 n)
+{
+  .reg .b32 %%r<20>; .reg .b64 %%d<4>; .reg .f32 %%f<8>; .reg .pred %%p;
+  .shared .align 16 .b8 tile_%s[4096];
+  ld.param.u64 %%d1, [a]; ld.param.u32 %%r1, [n];
+  mov.u32 %%r2, %%tid.x; mul.wide.u32 %%d2, %%r2, 16; add.u64 %%d1, %%d1, %%d2; shl.b32 %%r3, %%r2, 4;
+  mov.f32 %%f0, 0f00000000; mov.f32 %%f1, %%f0; mov.f32 %%f2, %%f0; mov.f32 %%f3, %%f0;
+  mov.u32 %%r10, tile_%s; add.u32 %%r3, %%r3, %%r10; mov.u32 %%r4, %%r2;
+LOOP:
+  ld.global.v4.b32 {%%r5, %%r6, %%r7, %%r8}, [%%d1+4096];
+  %s
+  ld.shared.b32 %%r9, [%%r3+64];
+  mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
+    {%%f0,%%f1,%%f2,%%f3}, {%%r5,%%r6,%%r7,%%r8}, {%%r9,%%r9}, {%%f0,%%f1,%%f2,%%f3};
+  bar.sync 0;
+  add.u64 %%d1, %%d1, 8192; sub.u32 %%r1, %%r1, 1; setp.ne.u32 %%p, %%r1, 0;
+  @%%p bra LOOP;
+  st.global.f32 [%%d1], %%f0;
+  ret;
+}
+"""
+LINES = {
+    "good": "",
+    "narrow": "ld.global.b32 %r4, [%d1]; xor.b32 %r5, %r5, %r4;",
+    "round_trip": "st.shared.b32 [%r3], %r5; bar.sync 0;",
+}
+"""What each kernel's loop has beside a product, a wide load from global memory, and a load from shared memory."""
 
 
 @pytest.fixture(scope="module")
 def cubin(tmp_path_factory) -> Path:
-    """A file with two kernels: one whose loop has a product and does what one should not, and one that does nothing."""
+    """A file of several kernels: one that does nothing, and those of LINES."""
     from triton import knobs
 
     folder = tmp_path_factory.mktemp("ptx")
-    (folder / "made.ptx").write_text(PTX)
+    (folder / "made.ptx").write_text(HEAD + "".join(LOOP % (name, name, name, line) for name, line in LINES.items()))
     command = [knobs.nvidia.ptxas.path, "-arch=sm_80", "-o", str(folder / "made.cubin"), str(folder / "made.ptx")]
     subprocess.run(command, check=True, capture_output=True)
     return folder / "made.cubin"
@@ -238,16 +246,15 @@ def test_a_cubin_of_somebody_else(cubin, tmp_path):
     result = run("audit", str(cubin), "--json", str(tmp_path / "made.json"))
     assert result.exit_code == 0, result.output
     reports = {report["name"]: report for report in json.loads((tmp_path / "made.json").read_text())}
-    assert set(reports) == {"copies", "nothing"}
-    copies, nothing = reports["copies"], reports["nothing"]
-    assert copies["smem_bytes"] == 4096 and nothing["smem_bytes"] == 0
-    assert copies["registers"] > 0 and copies["arch"] == "sm_80"
-    assert loop_of(copies)["HMMA"] >= 1 and not loop_of(nothing) and not nothing["warnings"]
-    assert any(
-        re.match(r"(\d+) of \d+ LDG load 4 bytes a lane or less in the main loop of kernel", warning)
-        for warning in copies["warnings"]
-    )
-    assert any("perhaps a layout conversion through shared memory" in warning for warning in copies["warnings"])
+    assert set(reports) == {"nothing", *LINES}
+    for name, report in reports.items():
+        assert report["registers"] > 0 and report["arch"] == "sm_80" and report["spill_bytes"] is None
+        assert report["smem_bytes"] == (0 if name == "nothing" else 4096)
+        assert ("HMMA" in loop_of(report)) == (name != "nothing")
+    assert reports["nothing"]["warnings"] == reports["good"]["warnings"] == []
+    [narrow], [round_trip] = reports["narrow"]["warnings"], reports["round_trip"]["warnings"]
+    assert re.fullmatch(r"(\d+) of \d+ LDG load 4 bytes a lane or less in the main loop of kernel", narrow)
+    assert round_trip.startswith("perhaps a layout conversion through shared memory, inferred from the order: ")
 
 
 def test_the_main_loop_is_the_densest_of_the_innermost():
@@ -292,6 +299,7 @@ def test_the_glossary_names_a_source_for_every_cost():
     "arguments, words",
     [
         ("sm80-forward", "a kernel must be one of portable-forward, portable-backward, sm90-forward"),
+        ("sm90-forward sm90@sm_80", "a kernel must be one of portable-forward, portable-backward, sm90-forward"),
         ("nowhere.cubin", "or a cubin file, got 'nowhere.cubin'"),
         (__file__, "a cubin must be a file that nvdisasm reads, got"),
         ("sm90-forward@sm_75", "an arch must be one of sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_120, got 'sm_75'"),
@@ -300,6 +308,7 @@ def test_the_glossary_names_a_source_for_every_cost():
         ("sm90-fp8 --head-dim 96", "sm90-fp8 takes head dim 64, 128 or 256"),
         ("portable-forward --head-dim 12", "head-dim must be a multiple of 8 from 8 to 256, got 12"),
         ("sm90-forward --dtype fp32", "sm90-forward takes float16 and bfloat16, not float32"),
+        ("sm90-fp8 --dtype bf16", "sm90-fp8 takes float8_e4m3fn, not bfloat16"),
     ],
 )
 def test_wrong_arguments_are_one_sentence_and_status_2(arguments, words):

@@ -318,7 +318,7 @@ def audit(
     kernels: Annotated[list[str], typer.Argument(help="KERNEL, KERNEL@ARCH or a cubin file; several are compared.")],
     head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 128,
     head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: bf16, fp8 for sm90-fp8.")] = None,
     causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Say what the instructions do, and cost.")] = False,
     json: Annotated[str | None, typer.Option(help="Write all counts to this JSON.")] = None,
@@ -331,11 +331,9 @@ def audit(
     from strobe.lab.audit import listing, reports_of, show
 
     heads_and_dims(1, 1, head_dim, head_dim_v)
-    mask, element = mask_of(causal, None), dtype_of(dtype)
+    mask, element = mask_of(causal, None), None if dtype is None else dtype_of(dtype)
     try:
-        reports = [
-            report for kernel in kernels for report in reports_of(kernel, (head_dim, head_dim_v or head_dim), mask, element)
-        ]
+        reports = reports_of(kernels, (head_dim, head_dim_v or head_dim), mask, element)
     except (ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from None
     show(reports, explain)

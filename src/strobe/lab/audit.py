@@ -53,17 +53,24 @@ ARCHS: dict[str, Arch] = {
 
 
 class Kernel(NamedTuple):
-    """One of ours. changes: of the problem, beside its phase."""
+    """One of ours, which is audited in `dtype` if no other is asked for."""
 
     compile: Callable[[AttentionProblem, Arch], list[Made]]
     refuses: Callable[[AttentionProblem, Arch], str | None]
     arch: str
     phase: Phase = "forward"
-    changes: dict = {}  # noqa: RUF012 (never written to)
+    dtype: torch.dtype = torch.bfloat16
+    deterministic: bool = False
 
 
 def _refuses(backend: str) -> Callable[[AttentionProblem, Arch], str | None]:
     return lambda problem, arch: backend_module(backend).refuses(problem, arch)
+
+
+def _fp8_refuses(problem: AttentionProblem, arch: Arch) -> str | None:
+    if problem.dtype != torch.float8_e4m3fn:
+        return f"takes float8_e4m3fn, not {str(problem.dtype).removeprefix('torch.')}"
+    return fp8.refuses(problem, arch)
 
 
 KERNELS: dict[str, Kernel] = {
@@ -71,8 +78,8 @@ KERNELS: dict[str, Kernel] = {
     "portable-backward": Kernel(offline.portable_backward, _refuses("portable"), "sm_80", "backward"),
     "sm90-forward": Kernel(offline.sm90_forward, _refuses("sm90"), "sm_90a"),
     "sm90-backward": Kernel(offline.sm90_backward, _refuses("sm90"), "sm_90a", "backward"),
-    "sm90-split": Kernel(offline.sm90_backward, _refuses("sm90"), "sm_90a", "backward", {"deterministic": True}),
-    "sm90-fp8": Kernel(offline.sm90_fp8, fp8.refuses, "sm_90a", changes={"dtype": torch.float8_e4m3fn}),
+    "sm90-split": Kernel(offline.sm90_backward, _refuses("sm90"), "sm_90a", "backward", deterministic=True),
+    "sm90-fp8": Kernel(offline.sm90_fp8, _fp8_refuses, "sm_90a", dtype=torch.float8_e4m3fn),
     "sm100-forward": Kernel(offline.sm100_forward, _refuses("sm100"), "sm_100a"),
 }
 """By name, with the arch that it is compiled for if none is named."""
@@ -121,31 +128,34 @@ class Report:
         return f"{self.name}, {self.arch}: {self.registers} registers, {memory}{spills}"
 
 
-def reports_of(what: str, head_dims: tuple[int, int], mask: Mask, dtype: torch.dtype) -> list[Report]:
-    """The Reports of KERNEL, KERNEL@ARCH (by the names of KERNELS and ARCHS) or of a cubin file; several of a kernel that runs
-    as several, or of a cubin that holds several. ValueError for what is none of them, or what the kernel does not take.
-    Compiling takes 2 to 20 seconds on a core."""
-    if what.partition("@")[0] in KERNELS:
-        return [_of_made(made, arch) for made, arch in _compiled(what, head_dims, mask, dtype)]
-    path = Path(what)
-    if path.exists():
-        return reports_of_cubin(path)
-    raise ValueError(f"a kernel must be one of {', '.join(KERNELS)}, or a cubin file, got {what!r}")
+def reports_of(
+    kernels: Iterable[str], head_dims: tuple[int, int], mask: Mask, dtype: torch.dtype | None = None
+) -> list[Report]:
+    """The Reports of each of KERNEL, KERNEL@ARCH (by the names of KERNELS and ARCHS) or a cubin file; several of a kernel that
+    runs as several, or of a cubin that holds several. dtype: None for a kernel's own. ValueError, before anything is compiled,
+    for what is none of them, or what a kernel does not take. Compiling takes 2 to 20 seconds on a core."""
+    jobs = [_job(kernel, head_dims, mask, dtype) for kernel in kernels]
+    return [report for job in jobs for report in job()]
 
 
-def _compiled(what: str, head_dims: tuple[int, int], mask: Mask, dtype: torch.dtype) -> Iterator[tuple[Made, str]]:
+def _job(what: str, head_dims: tuple[int, int], mask: Mask, dtype: torch.dtype | None) -> Callable[[], list[Report]]:
     name, _, arch_name = what.partition("@")
+    if name not in KERNELS:
+        path = Path(what)
+        if not path.exists():
+            raise ValueError(f"a kernel must be one of {', '.join(KERNELS)}, or a cubin file, got {what!r}")
+        found = reports_of_cubin(path)
+        return lambda: found
     kernel = KERNELS[name]
     arch_name = arch_name or kernel.arch
     if arch_name not in ARCHS:
         raise ValueError(f"an arch must be one of {', '.join(ARCHS)}, got {arch_name!r}")
-    problem = offline.problem_of(head_dims, mask, dtype)
-    problem = replace(problem, phase=kernel.phase, **kernel.changes)
+    problem = offline.problem_of(head_dims, mask, dtype or kernel.dtype)
+    problem = replace(problem, phase=kernel.phase, deterministic=kernel.deterministic)
     reason = kernel.refuses(problem, ARCHS[arch_name])
     if reason is not None:
         raise ValueError(f"{name} {reason}")
-    for made in kernel.compile(problem, ARCHS[arch_name]):
-        yield made, arch_name
+    return lambda: [_of_made(made, arch_name) for made in kernel.compile(problem, ARCHS[arch_name])]
 
 
 def _of_made(made: Made, arch: str) -> Report:
