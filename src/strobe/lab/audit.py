@@ -319,15 +319,20 @@ def layout_conflicts(ttgir: str) -> Iterator[str]:
 
 
 def show(reports: list[Report], explain: bool) -> None:
-    """A line for each kernel, one table with all their parts beside each other, the warnings, and the glossary if asked for."""
+    """A line for each kernel; the table of its parts, or of several kernels their main loops beside each other; the warnings;
+    and the glossary if asked for."""
     from rich.console import Console
 
     console = Console()
     letters = [f"{chr(ord('A') + i)}: " if len(reports) > 1 else "" for i in range(len(reports))]
     for letter, report in zip(letters, reports, strict=True):
         console.print(f"{letter}{report}", markup=False, highlight=False)
-    console.print("Instructions in the text, and of these in the main loop:")
-    console.print(_table(_columns(reports, letters)))
+    if len(reports) == 1:
+        console.print("Instructions in the text, and of these in the main loop:")
+        console.print(_table([_whole(part) for part in reports[0].parts]))
+    else:
+        console.print("Instructions in the main loops:")
+        console.print(_table(_beside_each_other(reports, letters)))
     for letter, report in zip(letters, reports, strict=True):
         for warning in report.warnings:
             console.print(f"warning: {letter}{warning}", markup=False, highlight=False)
@@ -338,21 +343,32 @@ def show(reports: list[Report], explain: bool) -> None:
 
 
 class Column(NamedTuple):
+    """cells: by instruction, of those in the glossary; all: how many there are of any kind."""
+
     heading: str
-    counts: dict[str, int]
-    loop: dict[str, int]
+    cells: dict[str, str]
+    all: str
 
 
-def _columns(reports: list[Report], letters: list[str]) -> list[Column]:
-    """The parts; neighbours that are alike, as the consumers of a kernel are, share a column."""
+def _whole(part: Part) -> Column:
+    """Counts in the text and in the main loop."""
+    counts, loop = part.counts(), part.loop_counts()
+    cells = {name: f"{counts[name]} {loop.get(name, 0):4}" for name in counts if name in GLOSSARY}
+    return Column(part.name, cells, f"{len(part.instructions)} {len(part.loop):4}")
+
+
+def _beside_each_other(reports: list[Report], letters: list[str]) -> list[Column]:
+    """Counts in the main loops; those of one kernel that are alike, as its consumers are, share a column."""
     columns: list[Column] = []
     for letter, report in zip(letters, reports, strict=True):
-        for n, part in enumerate(report.parts):
-            counts, loop = part.counts(), part.loop_counts()
-            if n and (columns[-1].counts, columns[-1].loop) == (counts, loop):
-                columns[-1] = columns[-1]._replace(heading=f"{columns[-1].heading}, {part.name}")
-            else:
-                columns.append(Column(letter + part.name, counts, loop))
+        alike: dict[tuple, list[Part]] = {}
+        for part in report.parts:
+            shown = {name: str(times) for name, times in part.loop_counts().items() if name in GLOSSARY}
+            alike.setdefault(tuple(sorted(shown.items())), []).append(part)
+        for cells, parts in alike.items():
+            sizes = sorted({len(part.loop) for part in parts})
+            heading = letter + ", ".join(part.name for part in parts)
+            columns.append(Column(heading, dict(cells), " to ".join(map(str, sizes[:1] + sizes[1:][-1:]))))
     return columns
 
 
@@ -360,23 +376,19 @@ def _table(columns: list[Column]):
     from rich.table import Table
 
     table = Table()
-    table.add_column("")
+    table.add_column("", min_width=max(map(len, GLOSSARY)))
     for column in columns:
         table.add_column(column.heading, justify="right")
     group = None
     for name, entry in GLOSSARY.items():
-        if any(column.counts.get(name) for column in columns):
+        if any(name in column.cells for column in columns):
             if group not in (None, entry.group):
                 table.add_section()
             group = entry.group
-            table.add_row(name, *(_cell(column.counts.get(name, 0), column.loop.get(name, 0)) for column in columns))
+            table.add_row(name, *(column.cells.get(name, "-") for column in columns))
     table.add_section()
-    table.add_row("all", *(_cell(sum(column.counts.values()), sum(column.loop.values())) for column in columns))
+    table.add_row("all", *(column.all for column in columns))
     return table
-
-
-def _cell(everywhere: int, inside: int) -> str:
-    return f"{everywhere} {inside:4}" if everywhere else "-    -"
 
 
 def _sentence(name: str, entry: Entry) -> str:
