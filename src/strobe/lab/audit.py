@@ -206,16 +206,16 @@ LOOPS: tuple[Iterable[str], ...] = (TENSOR_CORES, ("UTMALDG", "LDGSTS"), ("MUFU.
 
 
 def _parts(flow: Flow, roles: tuple[str, ...] = ()) -> tuple[Part, ...]:
-    """The roles, which have names or get numbers; a kernel without any is one part."""
-    found = role_blocks(flow)
+    """The roles, by their names; without names those that have a loop, by their numbers. A kernel without roles is one part."""
+    found = role_blocks(flow, max(1, len(roles)))
     names = roles or (("kernel",) if len(found) == 1 else tuple(f"role {i}" for i in range(len(found))))
     parts = []
-    for name, blocks in zip(names, found, strict=False):
+    for name, blocks in zip(names, found, strict=False):  # beyond named roles: padding warps, and the exit
         loops = (main_loop(flow, blocks, tuple(marks)) for marks in LOOPS)
-        loop = next((loop for loop in loops if loop), set())
-        parts.append(Part(name, flow.instructions(blocks), flow.instructions(loop)))
-    busy = tuple(part for part in parts if part.loop)
-    return busy or tuple(parts[:1])
+        parts.append(Part(name, flow.instructions(blocks), flow.instructions(next(filter(None, loops), set()))))
+    if not roles:
+        parts = [part for part in parts if part.loop] or parts[:1]
+    return tuple(parts)
 
 
 # ---- warnings

@@ -198,13 +198,16 @@ def flow_of(sass: str) -> Flow:
     return Flow(blocks, [_successors(i, block, labels) for i, block in enumerate(blocks)], labels)
 
 
-def role_blocks(flow: Flow) -> list[set[int]]:
+def role_blocks(flow: Flow, named: int = 1) -> list[set[int]]:
     """The blocks of each warp partition, the default one first, with the kernel's set-up; after the roles come what padding
-    warps do, and the exit. Only all blocks if the kernel does not branch to partitions."""
+    warps do, and the exit. Only all blocks if the kernel does not branch to partitions. ValueError if there are fewer than were
+    named."""
     switches = [i for i, block in enumerate(flow.blocks) if "BRX" in block.names]
     workers = [flow.labels[label] for label in flow.blocks[switches[0]].targets] if len(switches) == 1 else []
     # In a cluster the first case is no role: there the waiting warps take part in a barrier of the whole cluster.
     workers = [worker for worker in workers if "UCGABAR_ARV" not in flow.blocks[worker].names]
+    if len(workers) < named - 1:
+        raise ValueError(f"{named} roles were named, the kernel branches to {len(workers)} besides the first")
     if not workers:
         return [set(range(len(flow.blocks)))]
     loop = _waiting_loop(flow.successors, switches[0])
@@ -217,10 +220,7 @@ def list_by_role(
     """The instructions of each warp partition, the first of which is the default one, with the kernel's set-up; only those of
     some of its blocks if `part` chooses some. ValueError if the kernel does not branch to that many."""
     flow = flow_of(sass)
-    found = role_blocks(flow)
-    if len(found) < max(2, len(roles)):
-        raise ValueError(f"{len(roles)} roles were named, the kernel branches to {len(found) - 1} besides the first")
-    chosen = (part(flow, blocks) if part else blocks for blocks in found)
+    chosen = (part(flow, blocks) if part else blocks for blocks in role_blocks(flow, len(roles)))
     return {
         role: [instruction.name for instruction in flow.instructions(blocks)]
         for role, blocks in zip(roles, chosen, strict=False)
