@@ -289,7 +289,7 @@ def test_the_command_shows_the_bottleneck_move(tmp_path):
 
 def test_the_command_of_a_decode_and_a_backward(tmp_path):
     path = tmp_path / "cost.json"
-    result = cost_command(f"--arch H200 --seqlen-q 1 --seqlen-kv 8192 --heads-kv 2 --tile 16,64 --packed --json {path}")
+    result = cost_command(f"--arch H200 --seqlen-q 1 --seqlen-kv 8192 --heads-kv 2 --tile 16x64 --packed --json {path}")
     tiles = json.loads(path.read_text())["tiles"]
     assert tiles["tiles"] == 2 and tiles["useful"] == 8 / 16 and "and HBM binds\n" in result.output
     backward = cost_command("--arch H200 --backward")
@@ -301,8 +301,8 @@ def test_the_command_of_a_decode_and_a_backward(tmp_path):
     [
         ("--arch CPU", "arch must be a GPU, one of T4, A100"),
         ("--arch T4", "no peak rates of T4 (sm_75) for bfloat16 are known"),
-        ("--arch H200 --tile 128", "tile must be two numbers joined by a comma, got '128'"),
-        ("--arch H200 --tile 0,1", "tile must be 1 or more, got 0"),
+        ("--arch H200 --tile 128", "tile must be ROWSxCOLUMNS, such as 64x128, got '128'"),
+        ("--arch H200 --tile 0x1", "tile must be 1 or more, got 0"),
         ("--arch H200 --seqlen-q 0", "seqlen-q must be 1 or more, got 0"),
     ],
 )

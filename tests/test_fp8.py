@@ -154,10 +154,10 @@ def test_v_is_transposed_in_the_order_of_the_lanes(packed):
 OFFLINE = """
 import sys, torch
 from strobe.kernels.sm90 import fp8
-from strobe.lab.offline import _forward_problem, pretend_gpu
+from strobe.lab.offline import pretend_gpu, problem_of
 from strobe.lab.sass import audit
 from strobe.masks import Causal
-problem = _forward_problem((int(sys.argv[1]),) * 2, Causal(), torch.float8_e4m3fn, 4096)
+problem = problem_of((int(sys.argv[1]),) * 2, Causal(), torch.float8_e4m3fn, 4096)
 with pretend_gpu(90):
     compiled = fp8.compile_only(problem, by_block=sys.argv[2] == "blocks")
 groups = fp8.config(problem).groups

@@ -69,7 +69,7 @@ from strobe.lab import offline
 from strobe.lab.sass import disassemble
 
 for dims in ((64, 64), (192, 128)):
-    problem = offline._forward_problem(dims, offline.CAUSAL, offline.torch.bfloat16, 4096)
+    problem = offline.problem_of(dims, offline.CAUSAL, offline.torch.bfloat16)
     with offline.pretend_gpu(90):
         compiled = launch.compile_only(problem, backend.config(problem, KNOWN["H200"]))
     sass = disassemble(compiled.asm["cubin"])

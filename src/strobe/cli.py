@@ -9,22 +9,19 @@ import typer
 
 from strobe.lab.commands import instruments
 from strobe.options import (
-    command_given,
     arch_named,
     at_least,
     changed_config,
+    command_given,
     device_of,
     dtype_of,
     given,
-    gpu_named,
     heads_and_dims,
     mask_of,
     names_of,
     numbers_of,
     one_of,
-    pair_of,
     pairs_of_dims,
-    picture_path,
     positive,
 )
 

@@ -75,12 +75,14 @@ def numbers_of(name: str, text: str | None) -> tuple[int, ...] | None:
     return numbers
 
 
-def pair_of(name: str, text: str) -> tuple[int, int]:
-    """128,64 as (128, 64)."""
-    numbers = numbers_of(name, text) or ()
-    if len(numbers) != 2:
-        raise typer.BadParameter(f"{name} must be two numbers joined by a comma, got {text!r}")
-    return numbers[0], numbers[1]
+def shape_of(name: str, text: str) -> tuple[int, int]:
+    """64x128 as (64, 128)."""
+    try:
+        rows, columns = (int(part) for part in text.split("x"))
+    except ValueError:
+        raise typer.BadParameter(f"{name} must be ROWSxCOLUMNS, such as 64x128, got {text!r}") from None
+    at_least(1, **{name: min(rows, columns)})
+    return rows, columns
 
 
 def picture_path(text: str | None) -> Path | None:

@@ -8,8 +8,21 @@ from typing import Annotated
 import typer
 
 from strobe.options import (
-    arch_named, at_least, command_given, device_of, dtype_of, gpu_named, heads_and_dims, mask_of, names_of, numbers_of, one_of,
-    pair_of, pairs_of_dims, picture_path, positive, shape_of,
+    arch_named,
+    at_least,
+    command_given,
+    device_of,
+    dtype_of,
+    gpu_named,
+    heads_and_dims,
+    mask_of,
+    names_of,
+    numbers_of,
+    one_of,
+    pairs_of_dims,
+    picture_path,
+    positive,
+    shape_of,
 )
 
 instruments = typer.Typer()
@@ -28,7 +41,7 @@ def cost(
     causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
     window: Annotated[str | None, typer.Option(help="Sliding window LEFT,RIGHT; -1 leaves a side open.")] = None,
     backward: Annotated[bool, typer.Option("--backward", help="The backward.")] = False,
-    tile: Annotated[str, typer.Option(help="Queries,keys of a tile.")] = "128,128",
+    tile: Annotated[str, typer.Option(help="QUERIESxKEYS.")] = "128x128",
     packed: Annotated[bool, typer.Option("--packed", help="Tiles hold the rows of all heads that share a key head.")] = False,
     arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
     json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
@@ -53,7 +66,7 @@ def cost(
         phase="backward" if backward else "forward",
     )
     try:
-        found = cost_report.facts(problem, gpu_named(arch), pair_of("tile", tile), packed)
+        found = cost_report.facts(problem, gpu_named(arch), shape_of("tile", tile), packed)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     Console().print(cost_report.table(found))
@@ -189,7 +202,6 @@ def audit(
     sass: Annotated[str | None, typer.Option(help="Write the main loops' instructions to this file.")] = None,
 ) -> None:
     """What the compiler made of a kernel, without a GPU: registers, spills, the instructions of each role, and warnings."""
-    from json import dumps
     from pathlib import Path
 
     from strobe.lab.audit import listing, reports_of, show
@@ -201,9 +213,7 @@ def audit(
     except (ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from None
     show(reports, explain)
-    if json is not None:
-        Path(json).write_text(dumps([report.as_json() for report in reports], indent=1) + "\n")
-        typer.echo(f"written: {json}")
+    _write_json(json, {"what": "audit", "kernels": [report.as_json() for report in reports]})
     if sass is not None:
         Path(sass).write_text(listing(reports))
         typer.echo(f"written: {sass}")
@@ -219,26 +229,19 @@ def banks(
     accesses: Annotated[
         str, typer.Option(help="Of rows, ldmatrix, fragment, column, row-a-lane.")
     ] = "rows,ldmatrix,fragment,column,row-a-lane",
-    picture: Annotated[str | None, typer.Option(help="Draw the banks of every lane to this PNG or SVG.")] = None,
+    out: Annotated[str | None, typer.Option(help="Draw the banks of every lane to this PNG or SVG.")] = None,
     json: Annotated[str | None, typer.Option(help="Write the banks of every lane to this JSON.")] = None,
 ) -> None:
     """Bank conflicts: which banks of shared memory a warp hits in a tile, with and without a swizzle, and how long it takes."""
-    from json import dumps
-    from pathlib import Path
-
     from strobe.lab.banks import ACCESSES, LAYOUTS, Tile, as_json, draw, measure, show
 
-    rows, columns = shape_of("tile", tile)
+    (rows, columns), picture = shape_of("tile", tile), picture_path(out)
     chosen = Tile(rows, columns, dtype_of(dtype).itemsize)
     counts = measure(chosen, names_of("layouts", layouts, LAYOUTS) or (), names_of("accesses", accesses, ACCESSES) or ())
-    if picture is not None:
-        one_of("picture's suffix", Path(picture).suffix, (".png", ".svg"))
     show(chosen, counts)
-    if json is not None:
-        Path(json).write_text(dumps(as_json(chosen, counts), indent=1) + "\n")
-        typer.echo(f"written: {json}")
     if picture is not None:
-        typer.echo(f"written: {draw(chosen, counts, Path(picture))}")
+        typer.echo(f"written: {draw(chosen, counts, picture)}")
+    _write_json(json, as_json(chosen, counts))
 
 
 @instruments.command()
@@ -260,7 +263,6 @@ def profile(
     json: Annotated[str | None, typer.Option(help="Write tables and metrics here too.")] = None,
 ) -> None:
     """Nsight Compute's measurements of a kernel, or of two beside each other, as tables, with the point on the roofline."""
-    from json import dumps
     from pathlib import Path
 
     from strobe.dispatch import BACKENDS
@@ -284,8 +286,7 @@ def profile(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     profiles.show(report)
-    if json is not None:
-        Path(json).write_text(dumps(report, indent=1) + "\n")
+    _write_json(json, report)
 
 
 @instruments.command()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -37,7 +38,8 @@ def pretend_gpu(capability: int) -> Iterator[None]:
             return GPUTarget("cuda", capability, 32)
 
         def get_current_device(self):
-            return 0
+            # Triton keeps what it compiled by the number of the device: no other arch, and no real GPU, may have this one.
+            return 1000 + capability
 
         def get_current_stream(self, device=0):
             return 0
@@ -56,6 +58,96 @@ def pretend_gpu(capability: int) -> Iterator[None]:
         driver._active = before
 
 
+@dataclass(frozen=True)
+class Made:
+    """A kernel as Triton compiled it, the names of its warp partitions in the order of their list (none: it has no
+    partitions), and how long compiling took."""
+
+    name: str
+    kernel: Any
+    roles: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def audit(self) -> Audit:
+        return audit(self.kernel, self.name, self.seconds, self.roles)
+
+
+def _timed(arch: Arch, compile_only: Callable) -> tuple[Any, float]:
+    """What a function compiles for an arch, and the seconds that it takes."""
+    start = time.perf_counter()
+    with pretend_gpu(arch.capability):
+        compiled = compile_only()
+    return compiled, time.perf_counter() - start
+
+
+# ---- our kernels, each for one problem on one arch
+
+
+def portable_forward(problem: AttentionProblem, arch: Arch) -> list[Made]:
+    from strobe.kernels.portable import forward
+
+    compiled, seconds = _timed(arch, lambda: forward.compile_only(problem, arch))
+    return [Made(_name("portable", problem), compiled, seconds=seconds)]
+
+
+def portable_backward(problem: AttentionProblem, arch: Arch) -> list[Made]:
+    """Two kernels: of dK and dV, and of dQ."""
+    from strobe.kernels.portable import backward
+
+    compiled, seconds = _timed(arch, lambda: backward.compile_only(problem, arch))
+    names = (f"{_name('portable', problem)}, {result}" for result in ("dK and dV", "dQ"))
+    return [Made(name, kernel, seconds=seconds) for name, kernel in zip(names, compiled, strict=True)]
+
+
+def sm90_forward(problem: AttentionProblem, arch: Arch, config: Config | None = None, traced: bool = False) -> list[Made]:
+    from strobe.kernels.sm90 import backend, launch
+
+    chosen = config or backend.config(problem, arch)
+    compiled, seconds = _timed(arch, lambda: launch.compile_only(problem, chosen, traced))
+    return [Made(_name("sm90", problem), compiled, _sm90_roles(chosen.groups), seconds)]
+
+
+def sm90_backward(problem: AttentionProblem, arch: Arch, config: BackwardConfig | SplitConfig | None = None) -> list[Made]:
+    """One kernel, or those of the two passes."""
+    from strobe.kernels.sm90 import backward_launch
+
+    chosen = config or choose_backward(problem)
+    compiled, seconds = _timed(arch, lambda: backward_launch.compile_only(problem, chosen))
+    name = _name("sm90", problem)
+    if isinstance(chosen, BackwardConfig):
+        return [Made(name, compiled[0], _sm90_roles(2), seconds)]
+    of_keys, of_rows = compiled
+    return [
+        Made(f"{name}, keys pass", of_keys, ("values", "keys", "producer"), seconds),
+        Made(f"{name}, rows pass", of_rows, ("rows 0", "rows 1", "producer"), seconds),
+    ]
+
+
+def sm90_fp8(problem: AttentionProblem, arch: Arch) -> list[Made]:
+    from strobe.kernels.sm90 import fp8
+
+    compiled, seconds = _timed(arch, lambda: fp8.compile_only(problem))
+    return [Made(_name("sm90", problem), compiled, _sm90_roles(fp8.config(problem).groups), seconds)]
+
+
+def sm100_forward(problem: AttentionProblem, arch: Arch, **changes) -> list[Made]:
+    """changes: of its config."""
+    from strobe.kernels.sm100 import backend, forward
+
+    config = replace(backend.config(problem, arch), **changes)
+    compiled, seconds = _timed(arch, lambda: forward.compile_only(problem, config))
+    softmax = (f"softmax {w}" for w in range(config.q_stages))
+    roles = (*softmax, *(["correction"] if config.correction else []), "mma", "epilogue", "load")
+    return [Made(_name("sm100", problem), compiled, roles, seconds)]
+
+
+def _sm90_roles(groups: int) -> tuple[str, ...]:
+    return (*(f"consumer {w}" for w in range(groups)), "producer")
+
+
+# ---- audited
+
+
 def audit_sm90_forward(
     head_dims: tuple[int, int] = (128, 128),
     mask: Mask = CAUSAL,
@@ -67,18 +159,11 @@ def audit_sm90_forward(
 ) -> Audit:
     """Compile the Hopper forward for one problem (packed: of sequences up to the length; traced: with its stamps), with a
     config or the one that it would get, and audit it. head_dims: of k and of v. Takes no GPU; some seconds on two CPU cores."""
-    from strobe.kernels.sm90 import backend, launch
-
-    problem = _forward_problem(head_dims, mask, dtype, length)
+    problem = problem_of(head_dims, mask, dtype, length)
     if packed:
         rows = problem.lengths.batch * length
         problem = replace(problem, lengths=Varlen(problem.lengths.batch, length, length, rows, rows))
-    config = config or backend.config(problem, KNOWN["H200"])
-    start = time.perf_counter()
-    with pretend_gpu(90):
-        compiled = launch.compile_only(problem, config, traced)
-    roles = (*(f"consumer {w}" for w in range(config.groups)), "producer")
-    return audit(compiled, _name("sm90", problem), time.perf_counter() - start, roles)
+    return sm90_forward(problem, KNOWN["H200"], config, traced)[0].audit()
 
 
 def audit_sm90_backward(
@@ -90,21 +175,8 @@ def audit_sm90_backward(
 ) -> list[Audit]:
     """Compile the main kernel of the Hopper backward for one problem, or those of its two passes, with a config or the one that
     it would get, and audit them. head_dims: of k and of v. Takes no GPU; some seconds on two CPU cores."""
-    from strobe.kernels.sm90 import backward_launch
-
-    problem = replace(_forward_problem(head_dims, mask, dtype, length), phase="backward")
-    config = config or choose_backward(problem)
-    start = time.perf_counter()
-    with pretend_gpu(90):
-        compiled = backward_launch.compile_only(problem, config)
-    seconds, name = time.perf_counter() - start, _name("sm90", problem)
-    if isinstance(config, BackwardConfig):
-        return [audit(compiled[0], name, seconds, ("consumer 0", "consumer 1", "producer"))]
-    of_keys, of_rows = compiled
-    return [
-        audit(of_keys, f"{name}, keys pass", seconds, ("values", "keys", "producer")),
-        audit(of_rows, f"{name}, rows pass", seconds, ("rows 0", "rows 1", "producer")),
-    ]
+    problem = replace(problem_of(head_dims, mask, dtype, length), phase="backward")
+    return [made.audit() for made in sm90_backward(problem, KNOWN["H200"], config)]
 
 
 def audit_sm100_forward(
@@ -116,16 +188,7 @@ def audit_sm100_forward(
 ) -> Audit:
     """Compile the Blackwell forward for one problem, with `changes` of its config, and audit it. head_dims: of k and of v.
     Takes no GPU; 4 to 20 seconds on two CPU cores."""
-    from strobe.kernels.sm100 import backend, forward
-
-    problem = _forward_problem(head_dims, mask, dtype, length)
-    config = replace(backend.config(problem, KNOWN["B200"]), **changes)
-    start = time.perf_counter()
-    with pretend_gpu(100):
-        compiled = forward.compile_only(problem, config)
-    softmax = (f"softmax {w}" for w in range(config.q_stages))
-    roles = (*softmax, *(["correction"] if config.correction else []), "mma", "epilogue", "load")
-    return audit(compiled, _name("sm100", problem), time.perf_counter() - start, roles)
+    return sm100_forward(problem_of(head_dims, mask, dtype, length), KNOWN["B200"], **changes)[0].audit()
 
 
 def audit_portable_forward(
@@ -136,17 +199,11 @@ def audit_portable_forward(
     arch: Arch = KNOWN["A100"],
 ) -> Audit:
     """Compile the portable forward for one problem on an arch, and audit it. head_dims: of k and of v. Takes no GPU."""
-    from strobe.kernels.portable import forward
-
-    problem = _forward_problem(head_dims, mask, dtype, length)
-    start = time.perf_counter()
-    with pretend_gpu(arch.capability):
-        compiled = forward.compile_only(problem, arch)
-    return audit(compiled, _name("portable", problem), time.perf_counter() - start)
+    return portable_forward(problem_of(head_dims, mask, dtype, length), arch)[0].audit()
 
 
-def _forward_problem(head_dims: tuple[int, int], mask: Mask, dtype: torch.dtype, length: int) -> AttentionProblem:
-    """Enough tiles of one head, in many sequences, to fill any GPU."""
+def problem_of(head_dims: tuple[int, int], mask: Mask, dtype: torch.dtype, length: int = 4096) -> AttentionProblem:
+    """A forward with enough tiles of one head, in many sequences, to fill any GPU. head_dims: of k and of v."""
     return AttentionProblem(
         lengths=Dense(256, length, length),
         heads_q=1,

@@ -15,9 +15,10 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class Audit:
     """name of the kernel and its arch; registers a thread at launch; bytes of shared memory and of spill stores and
     loads; counts of SASS mnemonics up to the first dot, and of MUFU by function; the same for each role, if the roles were
     named (code that roles share counts for each of them); listings, each role's mnemonics in the order of the text; main_loops,
-    the counts in the innermost loop with wgmma's of the roles that have one; ptxas's warnings; seconds to compile; threads of
-    a block, those of all roles."""
+    the counts in the innermost loop with tensor cores of the roles that have one; ptxas's warnings; seconds to compile; threads
+    of a block, those of all roles."""
 
     name: str
     registers: int
@@ -63,25 +64,54 @@ MATTERS = (
 
 def audit(compiled, name: str, seconds: float = 0.0, roles: tuple[str, ...] = ()) -> Audit:
     """The Audit of a kernel that Triton compiled. roles: names of its warp partitions, in the order of their list."""
-    report = _ptxas_report(compiled)
-    used = re.search(r"Used (\d+) registers", report)
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+    resources = resources_of(compiled)
     sass = disassemble(compiled.asm["cubin"])
     listings = list_by_role(sass, roles) if roles else {}
     loops = list_by_role(sass, roles, main_loop) if roles else {}
     return Audit(
         name=name,
-        registers=int(used.group(1)) if used else 0,
-        smem_bytes=compiled.metadata.shared,
-        spill_bytes=sum(map(int, spills)),
+        registers=resources.registers,
+        smem_bytes=resources.smem_bytes,
+        spill_bytes=resources.spill_bytes,
         instructions=count_instructions(sass),
-        roles={role: _counted(names) for role, names in listings.items()},
+        roles={role: counted(names) for role, names in listings.items()},
         listings=listings,
-        main_loops={role: _counted(names) for role, names in loops.items() if names},
-        warnings=tuple(line for line in report.splitlines() if "warning" in line.lower() or re.search(r"C75\d\d", line)),
+        main_loops={role: counted(names) for role, names in loops.items() if names},
+        warnings=resources.warnings,
         seconds=seconds,
         threads=compiled.metadata.num_warps * compiled.metadata.target.warp_size,
     )
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Registers a thread at launch; bytes of shared memory, and of spill stores and loads; ptxas's warnings."""
+
+    registers: int
+    smem_bytes: int
+    spill_bytes: int
+    warnings: tuple[str, ...]
+
+
+def resources_of(compiled) -> Resources:
+    """What a kernel that Triton compiled takes."""
+    report = _ptxas_report(compiled)
+    used = re.search(r"Used (\d+) registers", report)
+    return Resources(
+        registers=int(used.group(1)) if used else 0,
+        smem_bytes=compiled.metadata.shared,
+        spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report))),
+        warnings=tuple(line for line in report.splitlines() if "warning" in line.lower() or re.search(r"C75\d\d", line)),
+    )
+
+
+def resources_of_cubin(path: Path) -> dict[str, tuple[int, int]]:
+    """Registers, and bytes of shared memory that it declares, of each kernel in a cubin file, by cuobjdump."""
+    from triton import knobs
+
+    report = _run(knobs.nvidia.cuobjdump.path, "-res-usage", str(path))
+    found = re.findall(r"Function (\S+):\s+REG:(\d+) .*?SHARED:(\d+)", report)
+    return {name: (int(registers), int(smem_bytes)) for name, registers, smem_bytes in found}
 
 
 def disassemble(cubin: bytes) -> str:
@@ -94,75 +124,142 @@ def disassemble(cubin: bytes) -> str:
         return _run(knobs.nvidia.nvdisasm.path, "-c", str(path))
 
 
-_INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)(.*)")
+_INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+((?:@!?U?P\w+\s+)?)([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)(.*)")
 _LABEL = re.compile(r"(\S+):\s*$")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """guard: "@P0 " or nothing; mnemonic: with all its modifiers, "LDG.E.128"; operands: the rest of the line."""
+
+    guard: str
+    mnemonic: str
+    operands: str
+
+    @property
+    def name(self) -> str:
+        """The mnemonic up to its first dot; a MUFU with its function: "MUFU.EX2"."""
+        name, *modifiers = self.mnemonic.split(".")
+        return f"{name}.{modifiers[0]}" if name == "MUFU" and modifiers else name
+
+    def __str__(self) -> str:
+        return f"{self.guard}{self.mnemonic}{self.operands}".rstrip(" ;")
 
 
 def count_instructions(sass: str) -> dict[str, int]:
     """How often each instruction stands in the text, most frequent first: "HGMMA", "UTMALDG", "MUFU.EX2", ..."""
     found = (_INSTRUCTION.match(line) for line in sass.splitlines())
-    return _counted(_name(match[2]) for match in found if match)
+    return counted(Instruction(*match.groups()).name for match in found if match)
 
 
-def _counted(names: Iterable[str]) -> dict[str, int]:
-    return dict(Counter(names).most_common())
+T = TypeVar("T", bound=Hashable)
 
 
-def _name(mnemonic: str) -> str:
-    name, *modifiers = mnemonic.split(".")
-    return f"{name}.{modifiers[0]}" if name == "MUFU" and modifiers else name
+def counted(things: Iterable[T]) -> dict[T, int]:
+    """How often each occurs, the most frequent first."""
+    return dict(Counter(things).most_common())
 
 
-# ---- roles
+# ---- control flow
 
 
 @dataclass
 class Block:
     """Instructions that run one after the other, the labels that the last ones name, and whether the next block follows."""
 
-    names: list[str] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
     targets: list[str] = field(default_factory=list)
     falls_through: bool = True
+
+    @property
+    def names(self) -> list[str]:
+        return [instruction.name for instruction in self.instructions]
 
 
 Successors = list[set[int]]
 """Of each block."""
 
 
+@dataclass(frozen=True)
+class Flow:
+    """A kernel's blocks in the order of the text, the blocks that may come after each, and the places of the labels."""
+
+    blocks: list[Block]
+    successors: Successors
+    labels: dict[str, int]
+
+    def instructions(self, chosen: Iterable[int]) -> list[Instruction]:
+        """Those of some blocks, in the order of the text."""
+        return [instruction for i in sorted(chosen) for instruction in self.blocks[i].instructions]
+
+    def holds(self, i: int, names: Collection[str]) -> bool:
+        return any(name in names for name in self.blocks[i].names)
+
+
+def flow_of(sass: str) -> Flow:
+    blocks, labels = _blocks(sass)
+    return Flow(blocks, [_successors(i, block, labels) for i, block in enumerate(blocks)], labels)
+
+
+def role_blocks(flow: Flow, named: int = 1) -> list[set[int]]:
+    """The blocks of each warp partition, the default one first, with the kernel's set-up; after the roles come what padding
+    warps do, and the exit. Only all blocks if the kernel does not branch to partitions. ValueError if there are fewer than were
+    named."""
+    switches = [i for i, block in enumerate(flow.blocks) if "BRX" in block.names]
+    workers = [flow.labels[label] for label in flow.blocks[switches[0]].targets] if len(switches) == 1 else []
+    # In a cluster the first case is no role: there the waiting warps take part in a barrier of the whole cluster.
+    workers = [worker for worker in workers if "UCGABAR_ARV" not in flow.blocks[worker].names]
+    if len(workers) < named - 1:
+        raise ValueError(f"{named} roles were named, the kernel branches to {len(workers)} besides the first")
+    if not workers:
+        return [set(range(len(flow.blocks)))]
+    loop = _waiting_loop(flow.successors, switches[0])
+    return [_reached(flow.successors, entry, loop) for entry in (0, *workers)]
+
+
 def list_by_role(
-    sass: str, roles: tuple[str, ...], part: Callable[[list[Block], Successors, set[int]], set[int]] | None = None
+    sass: str, roles: tuple[str, ...], part: Callable[[Flow, set[int]], set[int]] | None = None
 ) -> dict[str, list[str]]:
     """The instructions of each warp partition, the first of which is the default one, with the kernel's set-up; only those of
     some of its blocks if `part` chooses some. ValueError if the kernel does not branch to that many."""
-    blocks, labels = _blocks(sass)
-    switches = [i for i, block in enumerate(blocks) if "BRX" in block.names]
-    workers = [labels[label] for label in blocks[switches[0]].targets] if len(switches) == 1 else []
-    # In a cluster the first case is no role: there the waiting warps take part in a barrier of the whole cluster.
-    workers = [worker for worker in workers if "UCGABAR_ARV" not in blocks[worker].names]
-    if not workers or len(workers) < len(roles) - 1:
-        raise ValueError(f"{len(roles)} roles were named, the kernel branches to {len(workers)} besides the first")
-    successors = [_successors(i, block, labels) for i, block in enumerate(blocks)]
-    loop = _waiting_loop(successors, switches[0])
-    entries = [0, *workers]
-    listings = {}
-    for role, entry in zip(roles, entries, strict=False):  # beyond the roles: padding warps, and the exit
-        reached = _reached(successors, entry, loop)
-        chosen = part(blocks, successors, reached) if part else reached
-        listings[role] = [name for i in sorted(chosen) for name in blocks[i].names]
-    return listings
+    flow = flow_of(sass)
+    chosen = (part(flow, blocks) if part else blocks for blocks in role_blocks(flow, len(roles)))
+    return {
+        role: [instruction.name for instruction in flow.instructions(blocks)]
+        for role, blocks in zip(roles, chosen, strict=False)
+    }
 
 
-def main_loop(blocks: list[Block], successors: Successors, role: set[int]) -> set[int]:
-    """Of a role's blocks those of its innermost loop with a wgmma: what is left of a loop without its entries may hold one."""
-    found: set[int] = set()
-    inside = role
-    while True:
-        loops = [_loop(successors, i, inside) for i in inside if "HGMMA" in blocks[i].names]
-        loop = max(loops, key=len, default=set())
-        if not loop:
-            return found
-        found = loop
-        inside = loop - set().union(*(successors[before] for before in range(len(successors)) if before not in loop))
+TENSOR_CORES = (
+    *("HMMA", "IMMA", "DMMA", "QMMA", "OMMA", "HGMMA", "QGMMA", "IGMMA"),
+    *("UTCHMMA", "UTCQMMA", "UTCIMMA", "UTCOMMA"),
+)
+"""Products: of a warp (mma.sync), of a warpgroup (wgmma), of tensor memory (tcgen05)."""
+
+
+def main_loop(flow: Flow, role: set[int], names: Collection[str] = TENSOR_CORES) -> set[int]:
+    """Of a role's blocks those of its innermost loop with instructions of these names; of several such loops that in which they
+    are the densest: a loop over full tiles rather than one that masks. None if they are in no loop."""
+
+    def density(loop: set[int]) -> float:
+        found = [instruction.name for instruction in flow.instructions(loop)]
+        return sum(name in names for name in found) / len(found)
+
+    return max(innermost_loops(flow, role, names), key=density, default=set())
+
+
+def innermost_loops(flow: Flow, inside: set[int], names: Collection[str]) -> list[set[int]]:
+    """The loops among some blocks that hold instructions of these names, and no smaller loop that does: what is left of a loop
+    without its entries may hold one."""
+    left, found = {i for i in inside if flow.holds(i, names)}, []
+    while left:
+        loop = _loop(flow.successors, left.pop(), inside)
+        left -= loop
+        if loop:
+            outside = set(range(len(flow.blocks))) - loop
+            inner = loop - set().union(*(flow.successors[before] for before in outside))
+            found += innermost_loops(flow, inner, names) or [loop]
+    return found
 
 
 def _loop(successors: Successors, block: int, inside: set[int]) -> set[int]:
@@ -176,27 +273,26 @@ def _blocks(sass: str) -> tuple[list[Block], dict[str, int]]:
     """The blocks in the order of the text, and the labels of those that have one."""
     blocks, labels = [Block()], {}
     for line in sass.splitlines():
-        label, instruction = _LABEL.match(line), _INSTRUCTION.match(line)
+        label, match = _LABEL.match(line), _INSTRUCTION.match(line)
         if label:
-            if blocks[-1].names:
+            if blocks[-1].instructions:
                 blocks.append(Block())
             labels[label[1]] = len(blocks) - 1
-        elif instruction:
-            guard, mnemonic, operands = instruction.groups()
-            block = blocks[-1]
-            block.names.append(_name(mnemonic))
-            if block.names[-1] != "RET":  # which names the function that it is in
+        elif match:
+            instruction, block = Instruction(*match.groups()), blocks[-1]
+            block.instructions.append(instruction)
+            name, operands = instruction.name, instruction.operands
+            if name != "RET":  # which names the function that it is in
                 block.targets += re.findall(r"`\((\S+?)\)", operands) + re.findall(r"\.L_x_\d+(?=[,\"])", operands)
-            if block.names[-1] in ("BRA", "BRX", "EXIT", "RET"):
+            if name in ("BRA", "BRX", "EXIT", "RET"):
                 # A branch may be conditional by its guard or by a predicate among its operands (BRA.U UP0, ...).
-                conditional = guard or re.match(r"\s+!?U?P", operands)
-                block.falls_through = bool(conditional)
+                block.falls_through = bool(instruction.guard or re.match(r"\s+!?U?P", operands))
                 blocks.append(Block())
     return blocks, labels
 
 
 def _successors(i: int, block: Block, labels: dict[str, int]) -> set[int]:
-    return {labels[target] for target in block.targets} | ({i + 1} if block.falls_through and block.names else set())
+    return {labels[target] for target in block.targets} | ({i + 1} if block.falls_through and block.instructions else set())
 
 
 def _reached(successors: list[set[int]], start: int, without: set[int]) -> set[int]:

@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from strobe.device import arch_of
+from strobe.device import Arch, arch_of
+from strobe.kernels.common.arguments import meta, meta_operands
 from strobe.kernels.common.device_function import device_function
 from strobe.kernels.common.philox import kept
 from strobe.kernels.common.scores import gradient_through_function, score_and_factor
@@ -46,7 +47,7 @@ from strobe.kernels.portable.tiles import (
     through_function,
     vector_stream,
 )
-from strobe.problem import AttentionProblem, Gradients, Operands
+from strobe.problem import AttentionProblem, Gradients, Operands, lse_shape
 
 interpreter.mend()
 
@@ -413,27 +414,40 @@ def redo_arguments(
 
 def launch(problem: AttentionProblem, operands: Operands, lse, dout, delta, grads: Gradients) -> None:
     """Write grads, at least one query and one key given; rows that belong to no sequence are left alone."""
-    arch, lengths = arch_of(dout.device), problem.lengths
+    lengths, (dkdv, dq) = problem.lengths, _calls(problem, operands, lse, dout, delta, grads, arch_of(dout.device))
+    with torch.cuda.device_of(dout):
+        _dkdv[(triton.cdiv(lengths.seqlen_kv, dkdv["TILE_KV"]) * problem.heads_kv * lengths.batch,)](**dkdv)
+        _dq[(triton.cdiv(lengths.seqlen_q, dq["TILE_Q"]) * problem.heads_q * lengths.batch,)](**dq)
+
+
+def compile_only(problem: AttentionProblem, arch: Arch) -> list:
+    """The compiled kernels over tiles of scores that `launch` would run on an arch, that of dK and dV first, from shapes alone
+    (see strobe.lab.offline)."""
+    operands = meta_operands(problem)
+    q, k, v = operands[:3]
+    dout, lse = meta(*q.shape[:-1], problem.head_dim_v, dtype=problem.dtype), meta(*lse_shape(problem), dtype=torch.float32)
+    calls = _calls(problem, operands, lse, dout, lse, Gradients(q, k, v), arch)
+    return [kernel.warmup(grid=(1,), **keywords) for kernel, keywords in zip((_dkdv, _dq), calls, strict=True)]
+
+
+def _calls(problem: AttentionProblem, operands: Operands, lse, dout, delta, grads: Gradients, arch: Arch) -> tuple[dict, dict]:
+    """The arguments of _dkdv and of _dq."""
     of_problem = arguments.of_problem(problem, operands) | dict(
         dout=arguments.matrix(dout), lse=arguments.vector(lse), delta=arguments.vector(delta), scale=problem.scale
     )
-    with torch.cuda.device_of(dout):
-        dkdv = choose("dkdv", problem, arch)
-        _dkdv[(triton.cdiv(lengths.seqlen_kv, dkdv.tile_kv) * problem.heads_kv * lengths.batch,)](
-            **of_problem,
-            dk=arguments.matrix(grads.k),
-            dv=arguments.matrix(grads.v),
-            heads_kv=problem.heads_kv,
-            **arguments.of_config(dkdv),
-        )
-        config = choose("dq", problem, arch)
-        _dq[(triton.cdiv(lengths.seqlen_q, config.tile_q) * problem.heads_q * lengths.batch,)](
-            **of_problem,
-            dq=arguments.matrix(grads.q),
-            dbias=arguments.bias_gradient(problem, grads.bias),
-            heads_q=problem.heads_q,
-            **arguments.of_config(config),
-        )
+    dkdv = dict(
+        dk=arguments.matrix(grads.k),
+        dv=arguments.matrix(grads.v),
+        heads_kv=problem.heads_kv,
+        **arguments.of_config(choose("dkdv", problem, arch)),
+    )
+    dq = dict(
+        dq=arguments.matrix(grads.q),
+        dbias=arguments.bias_gradient(problem, grads.bias),
+        heads_q=problem.heads_q,
+        **arguments.of_config(choose("dq", problem, arch)),
+    )
+    return of_problem | dkdv, of_problem | dq
 
 
 def launch_delta(problem: AttentionProblem, out, dout, dlse: torch.Tensor | None, delta) -> None:

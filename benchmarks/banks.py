@@ -1,0 +1,132 @@
+"""Do bank conflicts cost what `strobe banks` counts? Cycles of a warp's accesses to shared memory, by the SM's clock.
+
+The four warps of a CTA make the same access n times, each time 128 bytes further, which changes no bank. They share the unit
+that serves shared memory, so the slope of the cycles over n, divided by four, is what one warp's access costs: its wavefronts,
+if the model is right. It takes no hardware counter.
+
+    python benchmarks/banks.py            # on a GPU, a minute; writes results/banks-<gpu>-<date>.json
+"""
+
+import json
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+from strobe.kernels.gluon import gl, gluon, partition_barrier
+from strobe.lab.banks import ACCESSES, LANES, LAYOUTS, Access, Layout, Tile, measure
+from strobe.lab.machine import describe, snapshot
+
+LAUNCHES = 9
+COUNTS = (16, 32, 64)
+WARPS = 4
+TILE = Tile(32, 128, 2)
+BYTES = gl.constexpr(32768)
+"""Of the buffer: the tile with padding, and 128 bytes for each of 64 accesses."""
+
+LOADS = {
+    2: "{ .reg .b16 t; ld.shared.b16 t, [$1]; cvt.u32.u16 $0, t; }",
+    4: "ld.shared.b32 $0, [$1];",
+    8: "{ .reg .b32 a, b; ld.shared.v2.b32 {a, b}, [$1]; xor.b32 $0, a, b; }",
+    16: "{ .reg .b32 a, b, c, d; ld.shared.v4.b32 {a, b, c, d}, [$1]; xor.b32 a, a, b; xor.b32 c, c, d; xor.b32 $0, a, c; }",
+}
+"""By the bytes of a lane."""
+
+LDMATRIX = (
+    "{ .reg .b32 a, b, c, d; ldmatrix.sync.aligned.m8n8.x4.shared.b16 {a, b, c, d}, [$1]; "
+    "xor.b32 a, a, b; xor.b32 c, c, d; xor.b32 $0, a, c; }"
+)
+STORES = {
+    2: "{ .reg .b16 z; mov.b16 z, 0; st.shared.b16 [$1], z; mov.b32 $0, 0; }",
+    4: "{ .reg .b32 z; mov.b32 z, 0; st.shared.b32 [$1], z; mov.b32 $0, 0; }",
+    8: "{ .reg .b32 z; mov.b32 z, 0; st.shared.v2.b32 [$1], {z, z}; mov.b32 $0, 0; }",
+    16: "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$1], {z, z, z, z}; mov.b32 $0, 0; }",
+}
+
+
+@gluon.jit
+def access_kernel(out, sink, offsets, n: gl.constexpr, ASM: gl.constexpr):
+    """n times an access to shared memory at offsets[lane]; its cycles to out."""
+    warps: gl.constexpr = gl.num_warps()
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    buffer = gl.allocate_shared_memory(gl.int32, [BYTES // 4], shared)
+    buffer.store(gl.full([BYTES // 4], 0, gl.int32, lanes))
+    offset = gl.load(offsets + gl.arange(0, 32 * warps, lanes) % 32)
+    base = gl.inline_asm_elementwise(
+        "{ mov.u32 $0, global_smem; add.u32 $0, $0, $1; }", "=r,r", [offset], dtype=gl.int32, is_pure=True, pack=1
+    )
+    found = offset * 0
+    partition_barrier()
+    begin = gl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l", [], dtype=gl.int64, is_pure=False, pack=1)
+    for i in gl.static_range(n):
+        found = found ^ gl.inline_asm_elementwise(ASM, "=r,r", [base + 128 * i], dtype=gl.int32, is_pure=False, pack=1)
+    # A load at the end comes after all stores; and the clock is read only once its predicate, what was found, is there.
+    found = found ^ gl.inline_asm_elementwise(
+        "ld.shared.b32 $0, [$1];", "=r,r", [base & -4], dtype=gl.int32, is_pure=False, pack=1
+    )
+    end = gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $1, 0x7fffffff; mov.u64 $0, 0; @p mov.u64 $0, %clock64; }",
+        "=l,r", [found], dtype=gl.int64, is_pure=False, pack=1,
+    )  # fmt: skip
+    gl.store(out, gl.max(end - begin, 0))
+    gl.store(sink, gl.max(found, 0))
+
+
+def offsets_of(tile: Tile, layout: Layout, access: Access) -> list[int]:
+    """The byte that each lane names."""
+    return [layout.place(tile, *access.at(lane, tile.itemsize)) for lane in range(LANES)]
+
+
+def instructions_of(name: str, tile: Tile) -> dict[str, str]:
+    """The instructions that make an access, by their names."""
+    if name == "ldmatrix":
+        return {"ldmatrix": LDMATRIX}
+    size = ACCESSES[name].size(tile.itemsize)
+    return {"load": LOADS[size], "store": STORES[size]}
+
+
+def cycles(offsets: torch.Tensor, n: int, asm: str) -> float:
+    """Median over launches of the slowest lane's cycles."""
+    out = torch.zeros(1, dtype=torch.int64, device="cuda")
+    sink = torch.zeros(1, dtype=torch.int32, device="cuda")
+    taken = []
+    for _ in range(LAUNCHES + 2):
+        access_kernel[(1,)](out, sink, offsets, n, asm, num_warps=WARPS)
+        taken.append(int(out))
+    return float(median(taken[2:]))
+
+
+def points() -> list[dict]:
+    """Each access in each layout that it fits: the wavefronts that are counted, and the cycles that are measured."""
+    found = []
+    for (access, layout), counted in measure(TILE, LAYOUTS, ACCESSES).items():
+        if isinstance(counted, str):
+            continue
+        offsets = torch.tensor(offsets_of(TILE, LAYOUTS[layout], ACCESSES[access]), dtype=torch.int32, device="cuda")
+        for instruction, asm in instructions_of(access, TILE).items():
+            taken = [cycles(offsets, n, asm) for n in COUNTS]
+            each, once = np.polyfit(COUNTS, taken, 1)
+            point = {"access": access, "layout": layout, "instruction": instruction, "wavefronts": counted.wavefronts}
+            point |= {"cycles": round(float(each) / WARPS, 2), "once": round(float(once), 1), "taken": taken}
+            print(f"{access:12} {layout:10} {instruction:9} {counted.wavefronts:3} wavefronts {point['cycles']:7.2f} cycles")
+            found.append(point)
+    return found
+
+
+def main(path: Path | None) -> None:
+    device = torch.device("cuda")
+    now = datetime.now(timezone.utc)
+    report = {"what": "bank conflicts, cycles of one warp's access", "date": now.isoformat(timespec="seconds")}
+    report |= {"device": describe(device), "tile": TILE._asdict(), "points": points(), "telemetry": snapshot(device)}
+    gpu = report["device"]["name"].lower().removeprefix("nvidia ").replace(" ", "-")
+    target = path or Path("benchmarks/results") / f"banks-{gpu}-{now:%Y-%m-%d}.json"
+    target.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"written: {target}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)

@@ -1,0 +1,315 @@
+"""`strobe banks`: which of the 32 banks of shared memory a warp's lanes hit, and how often they stand in each other's way.
+
+Shared memory is 32 banks of 4 bytes: word w is in bank w % 32, and a bank gives one word a cycle (CUDA C++ Programming Guide,
+"Shared Memory"). Lanes that want the same word share it. A warp that moves 8 bytes a lane goes in two halves, with 16 bytes a
+lane in four quarters; ldmatrix and stmatrix go by 8 lanes as well, each of which names a row of 16 bytes. So one part of a
+warp takes as many wavefronts as its busiest bank has words to give, and an access is free of conflicts if each part takes one.
+
+A layout says at which byte of a buffer a tile's byte [row, column] is. Layouts that swizzle XOR the place of a chunk in its
+row with the row's number, which costs no memory; padding makes rows longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+BANKS, WORD, LANES = 32, 4, 32
+ACROSS = BANKS * WORD
+"""Bytes of all banks together."""
+
+
+class Tile(NamedTuple):
+    """Rows and columns of elements of `itemsize` bytes."""
+
+    rows: int
+    columns: int
+    itemsize: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.columns * self.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.columns} elements of {self.itemsize} bytes"
+
+
+# ---- layouts
+
+
+class Layout(NamedTuple):
+    """place(tile, row, byte of the row): the byte of the buffer. panel: rows are cut into panels of so many bytes, 0: not."""
+
+    meaning: str
+    place: Callable[[Tile, int, int], int]
+    panel: int = 0
+
+
+def _plain(tile: Tile, row: int, byte: int) -> int:
+    return row * tile.row_bytes + byte
+
+
+def _padded(tile: Tile, row: int, byte: int) -> int:
+    return row * (tile.row_bytes + 16) + byte
+
+
+def swizzled(tile: Tile, row: int, byte: int, vector: int, per_phase: int, max_phase: int) -> int:
+    """As Triton's SwizzledSharedLayout, vector in bytes: its place in the row is XORed with row / per_phase % max_phase."""
+    chunk = byte // vector ^ row // per_phase % max_phase
+    return row * tile.row_bytes + chunk * vector + byte % vector
+
+
+def _xor(tile: Tile, row: int, byte: int) -> int:
+    per_phase = max(1, ACROSS // tile.row_bytes)
+    return swizzled(tile, row, byte, 16, per_phase, min(8 // per_phase or 1, max(1, tile.row_bytes // 16)))
+
+
+def _xor_words(tile: Tile, row: int, byte: int) -> int:
+    return swizzled(tile, row, byte, WORD, 1, min(BANKS, tile.row_bytes // WORD))
+
+
+def _nvmma(width: int) -> Layout:
+    def place(tile: Tile, row: int, byte: int) -> int:
+        plain = row * width + byte % width
+        return byte // width * tile.rows * width + (plain ^ plain // 128 % (width // 16) * 16)
+
+    return Layout(f"TMA's and the tensor core's: panels of {width} bytes, chunks of 16 XORed with a row's number", place, width)
+
+
+LAYOUTS: dict[str, Layout] = {
+    "none": Layout("row after row", _plain),
+    "padded": Layout("16 bytes of padding after each row", _padded),
+    "xor": Layout("chunks of 16 bytes XORed with the row's number, as Triton does for ldmatrix", _xor),
+    "xor4": Layout("words of 4 bytes XORed with the row's number: (row ^ column) % 32", _xor_words),
+    "nvmma32": _nvmma(32),
+    "nvmma64": _nvmma(64),
+    "nvmma128": _nvmma(128),
+}
+
+
+# ---- accesses
+
+
+class Access(NamedTuple):
+    """at(lane, itemsize): row, and byte of the row. size(itemsize): bytes that a lane names there."""
+
+    meaning: str
+    at: Callable[[int, int], tuple[int, int]]
+    size: Callable[[int], int]
+
+
+ACCESSES: dict[str, Access] = {
+    "rows": Access(
+        "16 bytes a lane, 8 lanes along a row: cp.async, LDS.128, STS.128",
+        lambda lane, itemsize: (lane // 8, lane % 8 * 16),
+        lambda itemsize: 16,
+    ),
+    "ldmatrix": Access(
+        "16 x 32 bytes as four 8 x 8 matrices of 16-bit numbers (stmatrix likewise)",
+        lambda lane, itemsize: (lane % 16, lane // 16 * 16),
+        lambda itemsize: 16,
+    ),
+    "fragment": Access(
+        "the accumulator's pairs: lane l has row l / 4, columns 2 * (l % 4) and the next",
+        lambda lane, itemsize: (lane // 4, lane % 4 * 2 * itemsize),
+        lambda itemsize: 2 * itemsize,
+    ),
+    "column": Access(
+        "one element a lane, down a column",
+        lambda lane, itemsize: (lane, 0),
+        lambda itemsize: itemsize,
+    ),
+    "row-a-lane": Access(
+        "16 bytes a lane, each lane in a row of its own",
+        lambda lane, itemsize: (lane, 0),
+        lambda itemsize: 16,
+    ),
+}
+
+
+class Word(NamedTuple):
+    """What a lane asks for: a word of 4 bytes, given in a wavefront. Lanes that share a word share the wavefront."""
+
+    lane: int
+    word: int
+    wavefront: int
+
+    @property
+    def bank(self) -> int:
+        return self.word % BANKS
+
+
+@dataclass(frozen=True)
+class Count:
+    """One access of one warp: the words of all lanes, the wavefronts that they take, and how many it would take if the parts
+    of the warp had no conflicts."""
+
+    words: tuple[Word, ...]
+    wavefronts: int
+    free: int
+
+    @property
+    def ways(self) -> float:
+        """How many times as long as without conflicts: "8-way"."""
+        return self.wavefronts / self.free
+
+
+def count(tile: Tile, layout: Layout, access: Access) -> Count:
+    """How a warp's access to a tile falls on the banks. ValueError for a tile that the layout or the access does not fit."""
+    lanes = [access.at(lane, tile.itemsize) for lane in range(LANES)]
+    size = access.size(tile.itemsize)
+    rows, bytes_ = 1 + max(row for row, _ in lanes), size + max(byte for _, byte in lanes)
+    if tile.rows < rows or tile.row_bytes < bytes_:
+        raise ValueError(f"this access needs a tile of at least {rows} rows of {bytes_} bytes, got {tile}")
+    if layout.panel and tile.row_bytes % layout.panel:
+        raise ValueError(f"this layout needs rows of a multiple of {layout.panel} bytes, got {tile}")
+    if any(
+        layout.place(tile, row, byte + offset) != layout.place(tile, row, byte) + offset
+        for row, byte in lanes
+        for offset in range(size)
+    ):
+        raise ValueError(f"this access takes {size} bytes at once, which this layout moves apart")
+    words: list[Word] = []
+    taken = 0
+    parts = _parts(lanes, size)
+    for part in parts:
+        wanted = [(lane, word) for lane in part for word in _words(layout.place(tile, *lanes[lane]), size)]
+        turns = _turns(word for _, word in wanted)
+        words += [Word(lane, word, taken + turns[word]) for lane, word in wanted]
+        taken += 1 + max(turns.values())
+    return Count(tuple(words), taken, len(parts))
+
+
+def _parts(lanes: list, size: int) -> list[range]:
+    """The lanes that are served together: as many as ask for 128 bytes."""
+    together = min(LANES, ACROSS // size)
+    return [range(first, first + together) for first in range(0, len(lanes), together)]
+
+
+def _words(place: int, size: int) -> range:
+    """The words of `size` bytes."""
+    return range(place // WORD, (place + size - 1) // WORD + 1)
+
+
+def _turns(words: Iterable[int]) -> dict[int, int]:
+    """Of each different word how many other words its bank gives before it."""
+    given = [0] * BANKS
+    turns = {}
+    for word in dict.fromkeys(words):
+        turns[word] = given[word % BANKS]
+        given[word % BANKS] += 1
+    return turns
+
+
+# ---- the command
+
+
+def measure(tile: Tile, layouts: Iterable[str], accesses: Iterable[str]) -> dict[tuple[str, str], Count | str]:
+    """The Count of each access in each layout, or why there is none, by the names of both."""
+    layouts = list(layouts)
+    found: dict[tuple[str, str], Count | str] = {}
+    for access in accesses:
+        for layout in layouts:
+            try:
+                found[access, layout] = count(tile, LAYOUTS[layout], ACCESSES[access])
+            except ValueError as error:
+                found[access, layout] = str(error)
+    return found
+
+
+def as_json(tile: Tile, counts: dict[tuple[str, str], Count | str]) -> dict:
+    """What --json writes: for each access and layout its wavefronts and the banks of each lane, or why there are none."""
+    points = []
+    for (access, layout), found in counts.items():
+        facts: dict = {"access": access, "layout": layout}
+        if isinstance(found, Count):
+            banks = [[word.bank for word in found.words if word.lane == lane] for lane in range(LANES)]
+            facts |= {"wavefronts": found.wavefronts, "without_conflicts": found.free, "banks_of_lanes": banks}
+        else:
+            facts["refused"] = found
+        points.append(facts)
+    return {"what": "banks", "tile": tile._asdict(), "counts": points}
+
+
+def show(tile: Tile, counts: dict[tuple[str, str], Count | str]) -> None:
+    """The table: accesses are rows, layouts columns; then what their names mean, and what does not fit."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    accesses, layouts = (list(dict.fromkeys(key[i] for key in counts)) for i in (0, 1))
+    console.print(
+        f"Wavefronts of one warp's access to a tile of {tile}; free: without conflicts", markup=False, highlight=False
+    )
+    table = Table()
+    table.add_column("access")
+    table.add_column("free", justify="right")
+    for layout in layouts:
+        table.add_column(layout, justify="right")
+    for access in accesses:
+        found = [counts[access, layout] for layout in layouts]
+        free = next((str(one.free) for one in found if isinstance(one, Count)), "-")
+        table.add_row(access, free, *(str(one.wavefronts) if isinstance(one, Count) else "-" for one in found))
+    console.print(table)
+    for name in accesses:
+        console.print(f"{name}: {ACCESSES[name].meaning}", markup=False, highlight=False)
+    for name in layouts:
+        console.print(f"{name}: {LAYOUTS[name].meaning}", markup=False, highlight=False)
+    for (access, layout), one in counts.items():
+        if isinstance(one, str):
+            console.print(f"{access}, {layout}: {one}", markup=False, highlight=False)
+
+
+def draw(tile: Tile, counts: dict[tuple[str, str], Count | str], path: Path) -> Path:
+    """The picture, PNG or SVG by its suffix: a panel for each access and layout, whose columns are the banks and whose rows are
+    the wavefronts; a cell has the colour of the first lane that gets its word there, and each lane is named once."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    accesses, layouts = (list(dict.fromkeys(key[i] for key in counts)) for i in (0, 1))
+    tallest = {
+        access: max((one.wavefronts for layout in layouts if isinstance(one := counts[access, layout], Count)), default=1)
+        for access in accesses
+    }
+    heights = [0.7 + 0.13 * tallest[access] for access in accesses]
+    size = (0.6 + 3.9 * len(layouts), 0.5 + sum(heights))
+    figure, panels = pyplot.subplots(
+        len(accesses), len(layouts), figsize=size, squeeze=False, layout="constrained", height_ratios=heights
+    )
+    for row, access in enumerate(accesses):
+        for column, layout in enumerate(layouts):
+            panel, one = panels[row][column], counts[access, layout]
+            panel.set(xlim=(0, BANKS), ylim=(tallest[access], 0), xticks=range(0, BANKS + 1, 8), yticks=[])
+            panel.tick_params(labelsize=7)
+            if isinstance(one, str):
+                panel.set_title(f"{access}, {layout}: does not fit", fontsize=8)
+                continue
+            panel.set_title(f"{access}, {layout}: {one.wavefronts} wavefront{'s' * (one.wavefronts > 1)}", fontsize=8)
+            _cells(panel, one)
+    for panel in panels[-1]:
+        panel.set_xlabel("bank", fontsize=8)
+    for row in panels:
+        row[0].set_ylabel("wavefront", fontsize=8)
+    figure.suptitle(f"A warp's access to a tile of {tile}; the numbers are lanes", fontsize=10)
+    figure.savefig(path, dpi=80, metadata={"Software": None} if path.suffix == ".png" else {"Date": None})
+    pyplot.close(figure)
+    return path
+
+
+def _cells(panel, one: Count) -> None:
+    from matplotlib import colormaps
+    from matplotlib.patches import Rectangle
+
+    colours = colormaps["viridis"]
+    for lane, word, wavefront in reversed(one.words):  # of lanes that share a word the first is drawn last
+        shade = colours(lane / (LANES - 1))
+        panel.add_patch(Rectangle((word % BANKS, wavefront), 1, 1, facecolor=shade, edgecolor="white", lw=0.3))
+    givers = {(word, wavefront): lane for lane, word, wavefront in reversed(one.words)}
+    for lane in sorted(set(givers.values())):
+        word, wavefront = min(place for place, giver in givers.items() if giver == lane)
+        place = (word % BANKS + 0.5, wavefront + 0.5)
+        panel.text(*place, str(lane), fontsize=5, color="white" if lane < 20 else "black", ha="center", va="center")
