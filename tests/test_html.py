@@ -100,14 +100,57 @@ def test_a_comparison_and_a_profile_have_their_tables(tmp_path):
         assert {cell for row in table["rows"] for cell in row if cell} <= set(found.cells)
 
 
-def test_other_instruments_are_facts_and_tables(tmp_path):
-    kernels = [
-        {"name": "sm90", "limits": {"registers": 1, "warps": 5}, "binds": ["a", "b"]},
-        {"name": "portable", "blocks": 2.5},
-    ]
-    found = page(tmp_path, {"what": "occupancy", "arch": "H200 (sm_90)", "sms": 132, "kernels": kernels, "odd": [1, [2, 3]]})
-    assert {"H200 (sm_90)", "132", "limits.registers", "limits.warps", "sm90", "2.5", '["a", "b"]'} <= set(found.cells)
-    assert "[1, [2, 3]]" in found.text
+INSTRUMENTS = {
+    "cost": ("cost --arch A100 --seqlen-q 16384 --causal", {"1.1 TFLOP", "8.72 GB"}, "without it matmul binds", 0),
+    "roofline": (
+        f"roofline --report {RESULTS / 'forward-h200-2026-11-21.json'} --head-dims 128,192/128 --lengths 16384 --mask full",
+        {"D=128 heads 16 full 1 x 16384 x 16384", "778.2", "95%"},
+        "matmul binds at 818 TFLOP/s, of which 95% were measured",
+        1,
+    ),
+    "occupancy": (
+        "occupancy --arch L4 --registers 54 --threads 512 --smem 29820 --grid 128",
+        {"kernel", "66.67%", "1.10"},
+        "kernel: 2 blocks of an SM by its registers",
+        1,
+    ),
+    "banks": ("banks --layouts none,xor,nvmma32 --accesses rows,ldmatrix", {"ldmatrix", "32", "nvmma32"}, "as four 8 x 8", 1),
+}
+"""What writes a JSON, cells and words that its page has, pictures."""
+
+
+@pytest.mark.parametrize("what", INSTRUMENTS)
+def test_every_instrument_has_its_table_and_picture(tmp_path, what):
+    command, cells, words, pictures = INSTRUMENTS[what]
+    path = tmp_path / "written.json"
+    assert run(*command.split(), "--json", str(path)).exit_code == 0
+    found = page(tmp_path, json.loads(path.read_text()))
+    assert cells <= set(found.cells), cells - set(found.cells)
+    assert words in found.text and len(found.sources) == pictures and "command: strobe" in found.text
+
+
+def kernel(name: str, spill_bytes: int | None, loop: dict[str, int]) -> dict:
+    parts = {"consumer 0": {"instructions": {"HGMMA": 28, "MUFU.EX2": 192}, "main_loop": loop}}
+    facts = {"name": name, "arch": "sm_90a", "registers": 128, "smem_bytes": 1024, "spill_bytes": spill_bytes}
+    return facts | {"parts": parts, "warnings": ["registers are spilled"] if spill_bytes else []}
+
+
+def test_an_audit_of_one_kernel_and_of_several(tmp_path):
+    ours, theirs = kernel("sm90 forward", 172, {"HGMMA": 12}), kernel("_ZN3lib4loopILi2EEEvv", None, {"MUFU.EX2": 64})
+    alone = page(tmp_path, {"what": "audit", "kernels": [ours]})
+    assert {"HGMMA", "28   12", "192    0", "consumer 0"} <= set(alone.cells)
+    assert "172 bytes of spills" in alone.text and "warning: registers are spilled" in alone.text
+    assert "wgmma: an asynchronous product of four warps" in alone.text, "the glossary"
+    both = page(tmp_path, {"what": "audit", "kernels": [ours, theirs]})
+    assert {"A: consumer 0", "B: consumer 0", "12", "64"} <= set(both.cells)
+    assert "B: lib::loop<...>, sm_90a: 128 registers, 1024 bytes of shared memory declared" in both.text
+
+
+def test_a_file_with_a_part_missing_is_one_sentence(tmp_path):
+    (tmp_path / "a.json").write_text('{"what": "occupancy", "kernels": []}')
+    result = run("report", str(tmp_path / "a.json"), "--out", str(tmp_path / "out.html"))
+    assert result.exit_code == 2 and "whole JSON files, got a.json, in which something is missing" in result.output
+    assert "Traceback" not in result.output and not (tmp_path / "out.html").exists()
 
 
 def test_what_a_file_holds_is_escaped(tmp_path):

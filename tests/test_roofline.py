@@ -270,6 +270,13 @@ def test_the_command_places_a_report(tmp_path):
     assert "<svg" in (tmp_path / "r.svg").read_text()
 
 
+def test_the_command_places_the_heads_that_it_is_asked_for():
+    asked = f"--report {MEASURED} --head-dims 128 --lengths 16384 --mask full"
+    for heads, other in (("--heads-kv 16", "heads 64/8"), ("--heads 64", "heads 16 ")):
+        result = run(f"{asked} {heads}")
+        assert result.exit_code == 0 and other not in result.output, result.output
+
+
 def test_the_command_of_a_decode():
     result = run("--arch A100 --phase decode --head-dims 128 --heads 64 --heads-kv 8 --lengths 4096 --mask full")
     assert "4 x 1 x 4096: HBM binds" in result.output

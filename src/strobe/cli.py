@@ -201,7 +201,7 @@ def compare(
     fail_slower: Annotated[
         float | None, typer.Option(help="Status 1 if a point is under so many times its old speed, beyond its noise.")
     ] = None,
-    json: Annotated[str | None, typer.Option(help="Write the comparison here too.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
 ) -> None:
     """Point by point, new over old, and whether the difference is more than the noise of the rounds."""
     from pathlib import Path

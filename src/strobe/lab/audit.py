@@ -10,10 +10,10 @@ hands through shared memory, and that the products of a cubin are serial, is inf
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -24,6 +24,7 @@ from strobe.kernels import has_triton
 from strobe.lab import offline
 from strobe.lab.glossary import GLOSSARY, Entry, explained
 from strobe.lab.offline import Made
+from strobe.lab.plan import Point
 from strobe.lab.sass import (
     TENSOR_CORES,
     Flow,
@@ -36,8 +37,10 @@ from strobe.lab.sass import (
     resources_of_cubin,
     role_blocks,
 )
-from strobe.masks import Mask
 from strobe.problem import AttentionProblem, Phase
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # ---- what can be compiled
 
@@ -59,7 +62,7 @@ class Kernel(NamedTuple):
     refuses: Callable[[AttentionProblem, Arch], str | None]
     arch: str
     phase: Phase = "forward"
-    dtype: torch.dtype = torch.bfloat16
+    dtype: str = "bf16"
     deterministic: bool = False
 
 
@@ -79,7 +82,7 @@ KERNELS: dict[str, Kernel] = {
     "sm90-forward": Kernel(offline.sm90_forward, _refuses("sm90"), "sm_90a"),
     "sm90-backward": Kernel(offline.sm90_backward, _refuses("sm90"), "sm_90a", "backward"),
     "sm90-split": Kernel(offline.sm90_backward, _refuses("sm90"), "sm_90a", "backward", deterministic=True),
-    "sm90-fp8": Kernel(offline.sm90_fp8, _fp8_refuses, "sm_90a", dtype=torch.float8_e4m3fn),
+    "sm90-fp8": Kernel(offline.sm90_fp8, _fp8_refuses, "sm_90a", dtype="fp8"),
     "sm100-forward": Kernel(offline.sm100_forward, _refuses("sm100"), "sm_100a"),
 }
 """By name, with the arch that it is compiled for if none is named."""
@@ -121,44 +124,41 @@ class Report:
         facts = {name: getattr(self, name) for name in ("name", "arch", "registers", "smem_bytes", "spill_bytes")}
         return facts | {"parts": parts, "warnings": list(self.warnings)}
 
-    def __str__(self) -> str:
-        spills = "" if self.spill_bytes is None else f", {self.spill_bytes} bytes of spills"
-        declared = " declared" if self.spill_bytes is None else ""
-        memory = f"{self.smem_bytes} bytes of shared memory{declared}"
-        return f"{self.name}, {self.arch}: {self.registers} registers, {memory}{spills}"
 
-
-def reports_of(
-    kernels: Iterable[str], head_dims: tuple[int, int], mask: Mask, dtype: torch.dtype | None = None
-) -> list[Report]:
-    """The Reports of each of KERNEL, KERNEL@ARCH (by the names of KERNELS and ARCHS) or a cubin file; several of a kernel that
-    runs as several, or of a cubin that holds several. dtype: None for a kernel's own. ValueError, before anything is compiled,
-    for what is none of them, or what a kernel does not take. Compiling takes 2 to 20 seconds on a core."""
-    jobs = [_job(kernel, head_dims, mask, dtype) for kernel in kernels]
+def reports_of(kernels: Iterable[str], points: Sequence[Point], own_dtype: bool = False) -> list[Report]:
+    """The Reports of each of KERNEL, KERNEL@ARCH (by the names of KERNELS and ARCHS) at each point, or of a cubin file; several
+    of a kernel that runs as several, or of a cubin that holds several. own_dtype: a kernel's own instead of the points'.
+    ValueError, before anything is compiled, for what is none of them, or what a kernel does not take. Compiling takes 2 to 20
+    seconds on a core."""
+    jobs = [job for kernel in kernels for job in _jobs(kernel, points, own_dtype)]
     return [report for job in jobs for report in job()]
 
 
-def _job(what: str, head_dims: tuple[int, int], mask: Mask, dtype: torch.dtype | None) -> Callable[[], list[Report]]:
+def _jobs(what: str, points: Sequence[Point], own_dtype: bool) -> list[Callable[[], list[Report]]]:
     name, _, arch_name = what.partition("@")
-    if name not in KERNELS:
-        path = Path(what)
-        if not path.exists():
-            raise ValueError(f"a kernel must be one of {', '.join(KERNELS)}, or a cubin file, got {what!r}")
-        found = reports_of_cubin(path)
-        return lambda: found
+    if name in KERNELS:
+        own = [replace(point, dtype=KERNELS[name].dtype) for point in points]
+        return [_job(name, arch_name, point) for point in (own if own_dtype else points)]
+    path = Path(what)
+    if not path.exists():
+        raise ValueError(f"a kernel must be one of {', '.join(KERNELS)}, or a cubin file, got {what!r}")
+    found = reports_of_cubin(path)
+    return [lambda: found]
+
+
+def _job(name: str, arch_name: str, point: Point) -> Callable[[], list[Report]]:
     kernel = KERNELS[name]
     arch_name = arch_name or kernel.arch
     if arch_name not in ARCHS:
         raise ValueError(f"an arch must be one of {', '.join(ARCHS)}, got {arch_name!r}")
-    problem = offline.problem_of(head_dims, mask, dtype or kernel.dtype)
-    problem = replace(problem, phase=kernel.phase, deterministic=kernel.deterministic)
+    problem = replace(point.problem(), phase=kernel.phase, deterministic=kernel.deterministic)
     reason = kernel.refuses(problem, ARCHS[arch_name])
     if reason is not None:
         raise ValueError(f"{name} {reason}")
-    return lambda: [_of_made(made, arch_name) for made in kernel.compile(problem, ARCHS[arch_name])]
+    return lambda: [_of_made(made, arch_name, point.length) for made in kernel.compile(problem, ARCHS[arch_name])]
 
 
-def _of_made(made: Made, arch: str) -> Report:
+def _of_made(made: Made, arch: str, length: int) -> Report:
     resources = resources_of(made.kernel)
     parts = _parts(flow_of(disassemble(made.kernel.asm["cubin"])), made.roles)
     warnings = (
@@ -167,7 +167,8 @@ def _of_made(made: Made, arch: str) -> Report:
         *_in_loops(parts, _narrow_loads, _round_trips),
         *layout_conflicts(made.kernel.asm["ttgir"]),
     )
-    return Report(made.name, arch, resources.registers, resources.smem_bytes, resources.spill_bytes, parts, warnings)
+    name = f"{made.name}, S={length}"
+    return Report(name, arch, resources.registers, resources.smem_bytes, resources.spill_bytes, parts, warnings)
 
 
 def reports_of_cubin(path: Path) -> list[Report]:
@@ -318,28 +319,76 @@ def layout_conflicts(ttgir: str) -> Iterator[str]:
 # ---- what is shown
 
 
-def show(reports: list[Report], explain: bool) -> None:
-    """A line for each kernel; the table of its parts, or of several kernels their main loops beside each other; the warnings;
-    and the glossary if asked for."""
+def facts(reports: list[Report]) -> dict:
+    """The Reports as a JSON object, without the instructions themselves."""
+    return {"what": "audit", "kernels": [report.as_json() for report in reports]}
+
+
+def show(found: dict, explain: bool) -> None:
+    """Of `facts`: a line for each kernel; the table of its parts, or of several kernels their main loops beside each other; the
+    warnings; and the glossary if asked for."""
     from rich.console import Console
 
     console = Console()
-    letters = [f"{chr(ord('A') + i)}: " if len(reports) > 1 else "" for i in range(len(reports))]
-    for letter, report in zip(letters, reports, strict=True):
-        console.print(f"{letter}{report}", markup=False, highlight=False)
-    if len(reports) == 1:
-        console.print("Instructions in the text, and of these in the main loop:")
-        console.print(_table([_whole(part) for part in reports[0].parts]))
-    else:
-        console.print("Instructions in the main loops:")
-        console.print(_table(_beside_each_other(reports, letters)))
-    for letter, report in zip(letters, reports, strict=True):
-        for warning in report.warnings:
-            console.print(f"warning: {letter}{warning}", markup=False, highlight=False)
+    for line in headings(found):
+        console.print(line, markup=False, highlight=False)
+    console.print(f"{caption(found)}:")
+    console.print(table(found))
+    for line in warnings(found):
+        console.print(line, markup=False, highlight=False)
     if explain:
-        names = (instruction.name for report in reports for part in report.parts for instruction in part.instructions)
-        for name, entry in explained(names).items():
-            console.print(_sentence(name, entry), markup=False, highlight=False)
+        names = (name for kernel in found["kernels"] for part in kernel["parts"].values() for name in part["instructions"])
+        for line in sentences(names):
+            console.print(line, markup=False, highlight=False)
+
+
+def headings(found: dict) -> list[str]:
+    """A line for each kernel."""
+    lines = []
+    for letter, kernel in _lettered(found):
+        spills = kernel["spill_bytes"]
+        declared, spilled = (" declared", "") if spills is None else ("", f", {spills} bytes of spills")
+        takes = f"{kernel['registers']} registers, {kernel['smem_bytes']} bytes of shared memory{declared}{spilled}"
+        lines.append(f"{letter}{readable(kernel['name'])}, {kernel['arch']}: {takes}")
+    return lines
+
+
+def warnings(found: dict) -> list[str]:
+    """A line for each warning."""
+    return [f"warning: {letter}{warning}" for letter, kernel in _lettered(found) for warning in kernel["warnings"]]
+
+
+def _lettered(found: dict) -> list[tuple[str, dict]]:
+    """The kernels with a letter each, if there are several: A to Z, then numbers."""
+    kernels = found["kernels"]
+    if len(kernels) == 1:
+        return [("", kernels[0])]
+    return [(f"{chr(ord('A') + n) if n < 26 else n + 1}: ", kernel) for n, kernel in enumerate(kernels)]
+
+
+def readable(name: str) -> str:
+    """A kernel's name: of one that C++ mangled the part before its template arguments, which may be pages."""
+    mangled = re.match(r"_ZN?K?(?=\d)", name)
+    if mangled is None:
+        return name
+    parts, place = [], mangled.end()
+    while found := re.match(r"\d+", name[place:]):
+        place += found.end() + int(found[0])
+        parts.append(name[place - int(found[0]) : place])
+    shown = "::".join("(anonymous)" if part.startswith("_GLOBAL__N_") else part for part in parts)
+    return f"{shown}<...>" if name[place : place + 1] == "I" else shown
+
+
+def caption(found: dict) -> str:
+    several = len(found["kernels"]) > 1
+    return "Instructions in the main loops" if several else "Instructions in the text, and of these in the main loop"
+
+
+def table(found: dict) -> Table:
+    """Instructions that the glossary knows are rows; of one kernel the parts are columns, of several each one's main loops."""
+    [(_, kernel), *more] = _lettered(found)
+    columns = _beside_each_other(found) if more else [_whole(name, part) for name, part in kernel["parts"].items()]
+    return _table(columns)
 
 
 class Column(NamedTuple):
@@ -350,45 +399,49 @@ class Column(NamedTuple):
     all: str
 
 
-def _whole(part: Part) -> Column:
+def _whole(name: str, part: dict) -> Column:
     """Counts in the text and in the main loop."""
-    counts, loop = part.counts(), part.loop_counts()
+    counts, loop = part["instructions"], part["main_loop"]
     cells = {name: f"{counts[name]} {loop.get(name, 0):4}" for name in counts if name in GLOSSARY}
-    return Column(part.name, cells, f"{len(part.instructions)} {len(part.loop):4}")
+    return Column(name, cells, f"{sum(counts.values())} {sum(loop.values()):4}")
 
 
-def _beside_each_other(reports: list[Report], letters: list[str]) -> list[Column]:
+def _beside_each_other(found: dict) -> list[Column]:
     """Counts in the main loops; those of one kernel that are alike, as its consumers are, share a column."""
     columns: list[Column] = []
-    for letter, report in zip(letters, reports, strict=True):
-        alike: dict[tuple, list[Part]] = {}
-        for part in report.parts:
-            shown = {name: str(times) for name, times in part.loop_counts().items() if name in GLOSSARY}
-            alike.setdefault(tuple(sorted(shown.items())), []).append(part)
-        for cells, parts in alike.items():
-            sizes = sorted({len(part.loop) for part in parts})
-            heading = letter + ", ".join(part.name for part in parts)
-            columns.append(Column(heading, dict(cells), " to ".join(map(str, sizes[:1] + sizes[1:][-1:]))))
+    for letter, kernel in _lettered(found):
+        alike: dict[tuple, list[str]] = {}
+        for name, part in kernel["parts"].items():
+            shown = {name: str(times) for name, times in part["main_loop"].items() if name in GLOSSARY}
+            alike.setdefault(tuple(sorted(shown.items())), []).append(name)
+        for cells, names in alike.items():
+            sizes = sorted({sum(kernel["parts"][name]["main_loop"].values()) for name in names})
+            columns.append(Column(letter + ", ".join(names), dict(cells), " to ".join(map(str, sizes[:1] + sizes[1:][-1:]))))
     return columns
 
 
-def _table(columns: list[Column]):
+def _table(columns: list[Column]) -> Table:
     from rich.table import Table
 
-    table = Table()
-    table.add_column("", min_width=max(map(len, GLOSSARY)))
+    shown = Table()
+    shown.add_column("", min_width=max(map(len, GLOSSARY)))
     for column in columns:
-        table.add_column(column.heading, justify="right")
+        shown.add_column(column.heading, justify="right")
     group = None
     for name, entry in GLOSSARY.items():
         if any(name in column.cells for column in columns):
             if group not in (None, entry.group):
-                table.add_section()
+                shown.add_section()
             group = entry.group
-            table.add_row(name, *(column.cells.get(name, "-") for column in columns))
-    table.add_section()
-    table.add_row("all", *(column.all for column in columns))
-    return table
+            shown.add_row(name, *(column.cells.get(name, "-") for column in columns))
+    shown.add_section()
+    shown.add_row("all", *(column.all for column in columns))
+    return shown
+
+
+def sentences(names: Iterable[str]) -> list[str]:
+    """The glossary's lines of some instructions."""
+    return [_sentence(name, entry) for name, entry in explained(names).items()]
 
 
 def _sentence(name: str, entry: Entry) -> str:

@@ -14,7 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 BANKS, WORD, LANES = 32, 4, 32
 ACROSS = BANKS * WORD
@@ -205,11 +208,14 @@ def _turns(words: Iterable[int]) -> dict[int, int]:
 
 # ---- the command
 
+Counts = dict[tuple[str, str], "Count | str"]
+"""By access and layout: the Count, or why there is none."""
 
-def measure(tile: Tile, layouts: Iterable[str], accesses: Iterable[str]) -> dict[tuple[str, str], Count | str]:
-    """The Count of each access in each layout, or why there is none, by the names of both."""
+
+def measure(tile: Tile, layouts: Iterable[str], accesses: Iterable[str]) -> Counts:
+    """The Count of each access in each layout, by the names of both."""
     layouts = list(layouts)
-    found: dict[tuple[str, str], Count | str] = {}
+    found: Counts = {}
     for access in accesses:
         for layout in layouts:
             try:
@@ -219,65 +225,87 @@ def measure(tile: Tile, layouts: Iterable[str], accesses: Iterable[str]) -> dict
     return found
 
 
-def as_json(tile: Tile, counts: dict[tuple[str, str], Count | str]) -> dict:
-    """What --json writes: for each access and layout its wavefronts and the banks of each lane, or why there are none."""
+def facts(tile: Tile, counts: Counts) -> dict:
+    """For each access and layout its wavefronts and the banks of each lane, or why there are none, as a JSON object."""
     points = []
     for (access, layout), found in counts.items():
-        facts: dict = {"access": access, "layout": layout}
+        point: dict = {"access": access, "layout": layout}
         if isinstance(found, Count):
             banks = [[word.bank for word in found.words if word.lane == lane] for lane in range(LANES)]
-            facts |= {"wavefronts": found.wavefronts, "without_conflicts": found.free, "banks_of_lanes": banks}
+            point |= {"wavefronts": found.wavefronts, "without_conflicts": found.free, "banks_of_lanes": banks}
         else:
-            facts["refused"] = found
-        points.append(facts)
+            point["refused"] = found
+        points.append(point)
     return {"what": "banks", "tile": tile._asdict(), "counts": points}
 
 
-def show(tile: Tile, counts: dict[tuple[str, str], Count | str]) -> None:
-    """The table: accesses are rows, layouts columns; then what their names mean, and what does not fit."""
+def of_facts(found: dict) -> tuple[Tile, Counts]:
+    """The tile and the Counts that `facts` were made of."""
+    accesses, layouts = (dict.fromkeys(point[axis] for point in found["counts"]) for axis in ("access", "layout"))
+    tile = Tile(**found["tile"])
+    return tile, measure(tile, layouts, accesses)
+
+
+def show(tile: Tile, counts: Counts) -> None:
+    """The table; what its names mean, and what does not fit."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
-    accesses, layouts = (list(dict.fromkeys(key[i] for key in counts)) for i in (0, 1))
-    console.print(
-        f"Wavefronts of one warp's access to a tile of {tile}; free: without conflicts", markup=False, highlight=False
-    )
-    table = Table()
-    table.add_column("access")
-    table.add_column("free", justify="right")
+    console.print(caption(tile), markup=False, highlight=False)
+    console.print(table(counts))
+    for line in notes(counts):
+        console.print(line, markup=False, highlight=False)
+
+
+def caption(tile: Tile) -> str:
+    return f"Wavefronts of one warp's access to a tile of {tile}; free: without conflicts"
+
+
+def table(counts: Counts) -> Table:
+    """Accesses are rows, layouts columns."""
+    from rich.table import Table
+
+    accesses, layouts = _axes(counts)
+    shown = Table()
+    shown.add_column("access")
+    shown.add_column("free", justify="right")
     for layout in layouts:
-        table.add_column(layout, justify="right")
+        shown.add_column(layout, justify="right")
     for access in accesses:
         found = [counts[access, layout] for layout in layouts]
         free = next((str(one.free) for one in found if isinstance(one, Count)), "-")
-        table.add_row(access, free, *(str(one.wavefronts) if isinstance(one, Count) else "-" for one in found))
-    console.print(table)
-    for name in accesses:
-        console.print(f"{name}: {ACCESSES[name].meaning}", markup=False, highlight=False)
-    for name in layouts:
-        console.print(f"{name}: {LAYOUTS[name].meaning}", markup=False, highlight=False)
-    for (access, layout), one in counts.items():
-        if isinstance(one, str):
-            console.print(f"{access}, {layout}: {one}", markup=False, highlight=False)
+        shown.add_row(access, free, *(str(one.wavefronts) if isinstance(one, Count) else "-" for one in found))
+    return shown
 
 
-def draw(tile: Tile, counts: dict[tuple[str, str], Count | str], path: Path) -> Path:
+def notes(counts: Counts) -> list[str]:
+    """What the names of a table mean, and what does not fit."""
+    accesses, layouts = _axes(counts)
+    return [
+        *(f"{name}: {ACCESSES[name].meaning}" for name in accesses),
+        *(f"{name}: {LAYOUTS[name].meaning}" for name in layouts),
+        *(f"{access}, {layout}: {one}" for (access, layout), one in counts.items() if isinstance(one, str)),
+    ]
+
+
+def _axes(counts: Counts) -> tuple[list[str], list[str]]:
+    """Accesses and layouts, each once."""
+    return list(dict.fromkeys(access for access, _ in counts)), list(dict.fromkeys(layout for _, layout in counts))
+
+
+def draw(tile: Tile, counts: Counts, path: Path) -> Path:
     """The picture, PNG or SVG by its suffix: a panel for each access and layout, whose columns are the banks and whose rows are
     the wavefronts; a cell has the colour of the first lane that gets its word there, and each lane is named once."""
-    import matplotlib
+    from strobe.lab.plot import plt, save
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    accesses, layouts = (list(dict.fromkeys(key[i] for key in counts)) for i in (0, 1))
+    accesses, layouts = _axes(counts)
     tallest = {
         access: max((one.wavefronts for layout in layouts if isinstance(one := counts[access, layout], Count)), default=1)
         for access in accesses
     }
     heights = [0.7 + 0.13 * tallest[access] for access in accesses]
     size = (0.6 + 3.9 * len(layouts), 0.5 + sum(heights))
-    figure, panels = pyplot.subplots(
+    figure, panels = plt.subplots(
         len(accesses), len(layouts), figsize=size, squeeze=False, layout="constrained", height_ratios=heights
     )
     for row, access in enumerate(accesses):
@@ -295,9 +323,7 @@ def draw(tile: Tile, counts: dict[tuple[str, str], Count | str], path: Path) -> 
     for row in panels:
         row[0].set_ylabel("wavefront", fontsize=8)
     figure.suptitle(f"A warp's access to a tile of {tile}; the numbers are lanes", fontsize=10)
-    figure.savefig(path, dpi=80, metadata={"Software": None} if path.suffix == ".png" else {"Date": None})
-    pyplot.close(figure)
-    return path
+    return save(figure, path, dpi=80)
 
 
 def _cells(panel, one: Count) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,6 +24,9 @@ from strobe.options import (
     positive,
     shape_of,
 )
+
+if TYPE_CHECKING:
+    from strobe.lab.plan import Point
 
 instruments = typer.Typer()
 
@@ -119,12 +122,12 @@ def roofline(
         heads_and_dims(heads or max(1, 2048 // dim), heads_kv, dim, None)
     try:
         if report is not None:
-            ceilings, found = lab.of_report(load(Path(report)), dtype, masks, dims, many)
+            ceilings, found = lab.of_report(load(Path(report)), dtype, masks, dims, many, heads, heads_kv)
         else:
             kind = dtype_of(dtype)
             ceilings = lab.Ceilings.measured(device_of(None), kind) if measure else lab.Ceilings.of(gpu_named(arch), kind)
             hopper = arch_named(arch).capability == 90
-            problems = [lab.problem_of(point, phase) for point in shape.points(phase == "backward")]
+            problems = [lab.problem_of(point, phase) for point in _some(shape.points(phase == "backward"))]
             found = [lab.place(problem, ceilings, hopper) for problem in problems]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -176,7 +179,7 @@ def occupancy(
         if registers is not None and threads is not None:
             found = [(lab.Occupancy(on, lab.Block(threads, registers, smem)), grid)]
         else:
-            points = shape.points(backward=False)
+            points = _some(shape.points(backward=False))
             blocks = [lab.compiled(kernel, p, on) for p in points for kernel in chosen or lab.takers(p, on)]
             found = [(lab.Occupancy(on, block), tiles) for block, tiles in blocks]
         facts = lab.facts(found)
@@ -193,30 +196,39 @@ def occupancy(
 @instruments.command()
 def audit(
     kernels: Annotated[list[str], typer.Argument(help="KERNEL, KERNEL@ARCH or a cubin file; several are compared.")],
-    head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 128,
-    head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")] = None,
+    head_dims: Annotated[str, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = "128",
+    length: Annotated[int, typer.Option(help="Sequence length; batch x length is 16384 tokens.")] = 4096,
+    heads: Annotated[int | None, typer.Option(help="Query heads; default: 2048 / head dim.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: bf16, fp8 for sm90-fp8.")] = None,
-    causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
+    mask: Annotated[str, typer.Option(help="full, causal or window (1024 keys).")] = "full",
     explain: Annotated[bool, typer.Option("--explain", help="Say what the instructions do, and cost.")] = False,
-    json: Annotated[str | None, typer.Option(help="Write all counts to this JSON.")] = None,
     sass: Annotated[str | None, typer.Option(help="Write the main loops' instructions to this file.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
 ) -> None:
     """What the compiler made of a kernel, without a GPU: registers, spills, the instructions of each role, and warnings."""
     from pathlib import Path
 
-    from strobe.lab.audit import listing, reports_of, show
+    from strobe.lab import audit as lab
+    from strobe.lab import plan
 
-    heads_and_dims(1, 1, head_dim, head_dim_v)
-    mask, element = mask_of(causal, None), None if dtype is None else dtype_of(dtype)
+    at_least(1, length=length, heads=heads)
+    shape = plan.Grid(
+        head_dims=pairs_of_dims(head_dims) or (),
+        lengths=(length,),
+        heads=heads,
+        dtypes=(one_of("dtype", dtype or "bf16", ("bf16", "fp16", "fp32")),),
+        masks=names_of("mask", mask, plan.MASKS) or (),
+    )
     try:
-        reports = reports_of(kernels, (head_dim, head_dim_v or head_dim), mask, element)
+        reports = lab.reports_of(kernels, _some(shape.points(backward=False)), own_dtype=dtype is None)
     except (ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from None
-    show(reports, explain)
-    _write_json(json, {"what": "audit", "kernels": [report.as_json() for report in reports]})
+    facts = lab.facts(reports)
+    lab.show(facts, explain)
     if sass is not None:
-        Path(sass).write_text(listing(reports))
+        Path(sass).write_text(lab.listing(reports))
         typer.echo(f"written: {sass}")
+    _write_json(json, facts)
 
 
 @instruments.command()
@@ -230,18 +242,19 @@ def banks(
         str, typer.Option(help="Of rows, ldmatrix, fragment, column, row-a-lane.")
     ] = "rows,ldmatrix,fragment,column,row-a-lane",
     out: Annotated[str | None, typer.Option(help="Draw the banks of every lane to this PNG or SVG.")] = None,
-    json: Annotated[str | None, typer.Option(help="Write the banks of every lane to this JSON.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
 ) -> None:
     """Bank conflicts: which banks of shared memory a warp hits in a tile, with and without a swizzle, and how long it takes."""
-    from strobe.lab.banks import ACCESSES, LAYOUTS, Tile, as_json, draw, measure, show
+    from strobe.lab import banks as lab
 
     (rows, columns), picture = shape_of("tile", tile), picture_path(out)
-    chosen = Tile(rows, columns, dtype_of(dtype).itemsize)
-    counts = measure(chosen, names_of("layouts", layouts, LAYOUTS) or (), names_of("accesses", accesses, ACCESSES) or ())
-    show(chosen, counts)
+    chosen = lab.Tile(rows, columns, dtype_of(dtype).itemsize)
+    asked = names_of("layouts", layouts, lab.LAYOUTS) or (), names_of("accesses", accesses, lab.ACCESSES) or ()
+    counts = lab.measure(chosen, *asked)
+    lab.show(chosen, counts)
     if picture is not None:
-        typer.echo(f"written: {draw(chosen, counts, picture)}")
-    _write_json(json, as_json(chosen, counts))
+        typer.echo(f"written: {lab.draw(chosen, counts, picture)}")
+    _write_json(json, lab.facts(chosen, counts))
 
 
 @instruments.command()
@@ -260,7 +273,7 @@ def profile(
     calls: Annotated[int, typer.Option(help="Calls that are profiled, of which the mean is shown.")] = 8,
     csv: Annotated[list[str] | None, typer.Option(help="Read this output of ncu --csv instead; may be repeated.")] = None,
     flops: Annotated[float | None, typer.Option(help="With --csv: FLOPs of a launch, for the roofline.")] = None,
-    json: Annotated[str | None, typer.Option(help="Write tables and metrics here too.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
 ) -> None:
     """Nsight Compute's measurements of a kernel, or of two beside each other, as tables, with the point on the roofline."""
     from pathlib import Path
@@ -305,10 +318,18 @@ def report(
         raise typer.BadParameter(str(error)) from None
 
 
+def _some(points: list[Point]) -> list[Point]:
+    """ValueError if there are none: a window as long as the sequence is left out, as it is the causal mask."""
+    if not points:
+        raise ValueError("a window of 1024 keys needs a length of more than 1024, got none: below, it is the causal mask")
+    return points
+
+
 def _write_json(path: str | None, found: dict) -> None:
     from json import dumps
     from pathlib import Path
 
     if path is not None:
-        Path(path).write_text(dumps(found, indent=1) + "\n")
+        given = {"what": found["what"], "command": command_given(sys.argv[1:])}
+        Path(path).write_text(dumps(given | found, indent=1) + "\n")
         typer.echo(f"written: {path}")

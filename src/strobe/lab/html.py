@@ -1,7 +1,7 @@
 """`strobe report`: what strobe's commands wrote as JSON, as one HTML file that needs nothing else, not even a network.
 
-A file is shown by what it says that it is: a benchmark, a comparison, a timeline and a profile with their own tables and
-pictures; the JSON of the other instruments as facts and tables. Pictures are inside the file, as PNG.
+A file is shown by what it says that it is, with the tables and pictures of the command that wrote it. Pictures are inside the
+file, as PNG.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
+
+from rich.table import Table
 
 from strobe.device import CPU, KNOWN, Arch
 from strobe.dispatch import explain_problem
@@ -172,8 +174,7 @@ def of_timeline(report: dict) -> str:
     from strobe.lab import timeline
 
     configs = [[point["head_dim"], point["mask"], point["length"], point["config"]] for point in report["points"]]
-    with tempfile.TemporaryDirectory() as folder:
-        drawn = picture(timeline.draw(timeline.measured(report), Path(folder) / "timeline.png"), "what each role does when")
+    drawn = _drawn(lambda path: timeline.draw(timeline.measured(report), path), "what each role does when")
     return (
         heading("Which kernel") + table(["D", "mask", "length", "config"], configs)
         + heading("Cycles of a block of keys: median (tenth to ninetieth percentile of the CTAs)")
@@ -196,8 +197,75 @@ def of_profile(report: dict) -> str:
     return point + "".join(heading(one["title"]) + table(one["head"], one["rows"]) for one in report["tables"])
 
 
+def _of_table(shown: Table) -> str:
+    """A table of the terminal."""
+    columns = [list(column.cells) for column in shown.columns]
+    return table([str(column.header) for column in shown.columns], zip(*columns, strict=True))
+
+
+def _drawn(draw: Callable[[Path], object], what: str) -> str:
+    """What a function draws to a path."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "picture.png"
+        draw(path)
+        return picture(path, what)
+
+
+def of_cost(report: dict) -> str:
+    """Counts and least times of each way to compute, what moves, and all numbers in full."""
+    from strobe.lab import cost_report
+
+    counts = {name: value for name, value in report.items() if isinstance(value, dict)}
+    return words(*cost_report.summary(report).splitlines()) + _of_table(cost_report.table(report)) + of_facts(counts)
+
+
+def of_roofline(report: dict) -> str:
+    """Ceilings, least times, what binds each point, the picture."""
+    from strobe.lab import roofline
+
+    ceilings, found = roofline.of_facts(report)
+    return (
+        words(str(ceilings)) + heading("Least time in us on each unit") + _of_table(roofline.table(found))
+        + words(*map(roofline.sentence, found))
+        + _drawn(lambda path: roofline.draw(found, ceilings, path), "TFLOP/s against FLOPs a byte")
+    )  # fmt: skip
+
+
+def of_occupancy(report: dict) -> str:
+    """Limits, waves, the picture."""
+    from strobe.lab import occupancy
+
+    shown = occupancy.table(report)
+    return (
+        heading(str(shown.title)) + _of_table(shown) + words(*map(occupancy.sentence, report["kernels"]))
+        + _drawn(lambda path: occupancy.draw(report, path), "block limits")
+    )  # fmt: skip
+
+
+def of_audit(report: dict) -> str:
+    """Kernels with what they take, counts of instructions, warnings, and what the instructions do."""
+    from strobe.lab import audit
+
+    names = {name for kernel in report["kernels"] for part in kernel["parts"].values() for name in part["instructions"]}
+    return (
+        words(*audit.headings(report)) + heading(audit.caption(report)) + _of_table(audit.table(report))
+        + words(*audit.warnings(report)) + folded("What the instructions do", "\n".join(audit.sentences(names)))
+    )  # fmt: skip
+
+
+def of_banks(report: dict) -> str:
+    """Wavefronts of each access in each layout, what the names mean, the picture."""
+    from strobe.lab import banks
+
+    tile, counts = banks.of_facts(report)
+    return (
+        heading(banks.caption(tile)) + _of_table(banks.table(counts)) + words(*banks.notes(counts))
+        + _drawn(lambda path: banks.draw(tile, counts, path), "which banks each lane hits")
+    )  # fmt: skip
+
+
 def of_facts(report: dict) -> str:
-    """Any JSON object: what is simple as facts, lists of objects as tables, the rest as it is."""
+    """Any object: what is simple as facts, lists of objects as tables, the rest as it is."""
     simple = [(key, value) for key, value in _flat(report).items() if not isinstance(value, list)]
     page = table(["", ""], [(key, _shown(value)) for key, value in simple])
     for key, value in _flat(report).items():
@@ -233,7 +301,12 @@ RENDERERS: dict[str, Callable[[dict], str]] = {
     "timeline": of_timeline,
     "timeline, simulated": of_timeline,
     "profile": of_profile,
-} | dict.fromkeys(("roofline", "cost", "occupancy", "audit", "banks"), of_facts)
+    "cost": of_cost,
+    "roofline": of_roofline,
+    "occupancy": of_occupancy,
+    "audit": of_audit,
+    "banks": of_banks,
+}
 """What a JSON says that it is -> what shows it."""
 
 
@@ -278,14 +351,20 @@ def _section(name: str, report: dict) -> str:
     kind = kind_of(report)
     assert kind is not None, "load() takes no others"
     facts = [f"{key}: {report[key]}" for key in ("date", "command", "remark") if report.get(key)]
-    body = heading(f"{_title(report)} ({name})", 2) + words(*facts) + RENDERERS[kind](report)
+    try:
+        shown = RENDERERS[kind](report)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"a report is made of whole JSON files, got {name}, in which something is missing: {error!r}"
+        ) from None
+    body = heading(f"{_title(report)} ({name})", 2) + words(*facts) + shown
     return f"<section>{body}{_environment(report)}</section>\n"
 
 
 def _environment(report: dict) -> str:
     """Device, versions, clocks, as far as the file holds them."""
     device, telemetry = report.get("device"), report.get("telemetry")
-    if not isinstance(device, dict) or RENDERERS.get(kind_of(report) or "") is of_facts:
+    if not isinstance(device, dict):
         return ""
     rows = [(key, _shown(value)) for key, value in _flat(device).items() if value is not None]
     rows += [(key, _shown(value)) for key, value in _flat(telemetry or {}).items()]

@@ -275,7 +275,7 @@ def sentence(kernel: dict) -> str:
 
 def draw(found: dict, path: Path) -> Path:
     """Writes the block limits as bars, those that bind in colour; PNG or SVG by the path's suffix."""
-    from strobe.lab.plot import STROBE, plt
+    from strobe.lab.plot import STROBE, plt, save
 
     kernels = found["kernels"]
     figure, panels = plt.subplots(1, len(kernels), figsize=(0.8 + 3.4 * len(kernels), 2.6), squeeze=False)
@@ -292,6 +292,4 @@ def draw(found: dict, path: Path) -> Path:
         panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"Block limits, {found['arch']}", fontsize=10)
     figure.tight_layout()
-    figure.savefig(path, dpi=110, facecolor="white", metadata={"Software": None} if path.suffix == ".png" else None)
-    plt.close(figure)
-    return path
+    return save(figure, path, dpi=110)

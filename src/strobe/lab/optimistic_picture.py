@@ -37,12 +37,9 @@ def result(dtype: torch.dtype, mask: Mask, row: float, later: float) -> tuple[fl
 
 def draw(path: Path) -> None:
     """The error of rows, and where they are noted, against how wrong the first block is."""
-    import matplotlib
+    from strobe.lab.plot import plt, save
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(2, 2, figsize=(11, 6), layout="constrained", sharey=True)
+    figure, panels = plt.subplots(2, 2, figsize=(11, 6), layout="constrained", sharey=True)
     kinds = (
         ("judged: later keys exceed the first block by 2^k", strobe.Full(), lambda k: (0.0, float(k))),
         ("not judged: scores of k and a fraction", strobe.Window(63, 0), lambda k: (float(k), 0.0)),
@@ -59,7 +56,7 @@ def draw(path: Path) -> None:
                 title=f"{str(dtype).removeprefix('torch.')}, {title}", xlabel="k", ylim=(FLOOR, WORST), xlim=(ks[0], ks[-1])
             )
     panels[0, 0].legend(loc="upper left", frameon=False)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    save(figure, path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -25,13 +25,11 @@ MASKS: list[tuple[str, Mask, int, int]] = [
 
 def draw_masks(path: Path) -> None:
     """Which keys (columns) each query (row) sees, from `Mask.dense`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.colors import ListedColormap
 
-    figure, panels = pyplot.subplots(2, 4, figsize=(13, 6.4), layout="constrained")
+    from strobe.lab.plot import plt, save
+
+    figure, panels = plt.subplots(2, 4, figsize=(13, 6.4), layout="constrained")
     for panel, (title, mask, n_q, n_kv) in zip(panels.flat, MASKS, strict=True):
         seen = mask.dense(n_q, n_kv)
         panel.pcolormesh(
@@ -39,7 +37,7 @@ def draw_masks(path: Path) -> None:
         )
         panel.invert_yaxis()
         panel.set(title=title, xlabel="keys", ylabel="queries", aspect="equal", xticks=[], yticks=[])
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    save(figure, path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -102,6 +102,11 @@ class Grid:
         return points
 
 
+def short(length: int) -> str:
+    """A length in few characters: 512, 16k."""
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+
+
 FORWARD = (
     Grid(),
     Grid(head_dims=((128, 128),), heads=64, heads_kv=8),

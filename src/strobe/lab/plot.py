@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from strobe.lab.cost import Cost
-from strobe.lab.plan import Point
+from strobe.lab.plan import Point, short
 from strobe.lab.report import FLOPS_PER_CLOCK, is_hopper, timed
 
 STROBE = "#D55E00"
@@ -23,6 +23,13 @@ PEERS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 """Okabe and Ito's palette, which the colour-blind can tell apart; names at the lines tell them apart in grey."""
 
 CEILING = "#888888"
+
+
+def save(figure: Figure, path: Path, **options) -> Path:
+    """Writes a picture, PNG or SVG by its suffix, without a date in it, and closes it; returns where."""
+    figure.savefig(path, facecolor="white", metadata={"Date": None} if path.suffix == ".svg" else {"Software": None}, **options)
+    plt.close(figure)
+    return path
 
 
 def draw(report: dict, path: Path) -> list[Path]:
@@ -56,8 +63,7 @@ def _draw(report: dict, entries: list[dict], path: Path) -> None:
     for panel in axes[-1]:
         panel.set_xlabel("sequence length")
     _title(figure, report, entries[0]["dtype"])
-    figure.savefig(path, dpi=130, bbox_inches="tight", facecolor="white")
-    plt.close(figure)
+    save(figure, path, dpi=130, bbox_inches="tight")
 
 
 def _styles(names: list[str]) -> dict[str, dict]:
@@ -84,7 +90,7 @@ def _panel(panel: Axes, entries: list[dict], styles: dict[str, dict], report: di
     lengths = [facts["length"] for facts in entries]
     panel.set_xscale("log", base=2)
     panel.minorticks_off()
-    panel.set_xticks(lengths, [_short(length) for length in lengths], fontsize=8)
+    panel.set_xticks(lengths, [short(length) for length in lengths], fontsize=8)
     if len(lengths) > 1:
         panel.set_xlim(lengths[0] * 0.85, lengths[-1] * (lengths[-1] / lengths[0]) ** 0.45)  # room for the names
     panel.set_ylim(bottom=0)
@@ -130,10 +136,6 @@ def _names_at_the_ends(panel: Axes) -> None:
             color=line.get_color(), weight="bold" if name == "strobe" else "normal", annotation_clip=False,
         )  # fmt: skip
         floor += step
-
-
-def _short(length: int) -> str:
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
 def _title(figure: Figure, report: dict, dtype: str) -> None:

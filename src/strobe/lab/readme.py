@@ -17,7 +17,7 @@ import torch
 
 from strobe.device import CPU, KNOWN, Arch
 from strobe.dispatch import backend_module
-from strobe.lab.plan import Point
+from strobe.lab.plan import Point, short
 from strobe.lab.report import best_peer, load, ratio, timed
 from strobe.masks import Causal, Document, Prefix, Visible, Window
 from strobe.problem import AttentionProblem, Dense, Varlen
@@ -172,7 +172,7 @@ def measured(root: Path, what: str = "forward") -> str:
     points = [facts for facts in report["points"] if facts["dtype"] == report["points"][0]["dtype"]]
     lengths = sorted({facts["length"] for facts in points})
     lines = [f"![TFLOP/s against sequence length]({relative.with_suffix('.png')})", "", _origin(report, relative), ""]
-    lines += [_row(["", "mask", *(_short(length) for length in lengths)]), _row(["---", "---", *("---:" for _ in lengths)])]
+    lines += [_row(["", "mask", *(short(length) for length in lengths)]), _row(["---", "---", *("---:" for _ in lengths)])]
     families: dict[Point, dict[int, dict]] = {}
     for facts in points:
         families.setdefault(Point.of(facts).family, {})[facts["length"]] = facts["results"]
@@ -189,10 +189,6 @@ def _rate(results: dict[str, dict]) -> str:
         best = best_peer(results)
         return f"- ({best[0]} {best[1]:.0f})" if best else "-"
     return f"{ours:.0f}" + ("" if compared is None else f" ({compared:.2f})")
-
-
-def _short(length: int) -> str:
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
 def _origin(report: dict, path: Path) -> str:

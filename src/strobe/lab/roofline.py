@@ -9,7 +9,7 @@ visible pairs, and shared memory has no ceiling. TFLOP/s are always of visible p
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -205,6 +205,8 @@ def of_report(
     masks: tuple[str, ...],
     head_dims: tuple[Dims, ...] | None = None,
     lengths: tuple[int, ...] | None = None,
+    heads: int | None = None,
+    heads_kv: int | None = None,
 ) -> tuple[Ceilings, list[Placed]]:
     """What `strobe bench` measured of Strobe at points with these properties (None: any), each under the ceilings at the clock
     that it had; and the ceilings at the median of these clocks. ValueError for a GPU or a dtype whose rates are not known, and
@@ -220,13 +222,17 @@ def of_report(
             or point.mask not in masks
             or (head_dims is not None and (point.head_dim, point.head_dim_v) not in head_dims)
             or (lengths is not None and point.length not in lengths)
+            or heads not in (None, point.heads)
+            or heads_kv not in (None, point.heads_kv)
         ):
             continue
         here = ceilings.at_clock(result.get("sm_clock_mhz", ceilings.clock / 1e6) * 1e6)
         seconds = point.flops / (result["tflops"] * 1e12)
         found.append(place(point.problem(), here, arch.capability == 90, seconds))
     if not found:
-        raise ValueError(f"roofline: the report has no point of Strobe's in {dtype} with these masks, head dims and lengths")
+        raise ValueError(
+            f"roofline: the report has no point of Strobe's in {dtype} with these masks, head dims, lengths and heads"
+        )
     return ceilings.at_clock(median(placed.clock for placed in found)), found
 
 
@@ -273,10 +279,10 @@ def table(points: list[Placed]) -> Table:
     """Least times by unit, what binds, TFLOP/s at most, and timed ones with their share of that."""
     measured = any(placed.measured for placed in points)
     shown = Table(title="least time in us on each unit")
-    shown.add_column("", no_wrap=True)
+    shown.add_column("")
     units = ("matmul", "exp2", "smem", "HBM")
     for heading in ("FLOP/B", *units, "binds", "TFLOP/s", *(("timed", "share", "MHz") if measured else ())):
-        shown.add_column(heading, justify="right")
+        shown.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
     for placed in points:
         times = (_microseconds(placed.seconds.get(unit)) for unit in units)
         cells = [f"{placed.intensity:.0f}", *times, placed.binds, f"{placed.ceiling / 1e12:.4g}"]
@@ -301,10 +307,23 @@ def facts(ceilings: Ceilings, points: list[Placed]) -> dict:
     }
 
 
+def of_facts(found: dict) -> tuple[Ceilings, list[Placed]]:
+    """The ceilings and points that `facts` were made of."""
+    ceilings, points = ({field.name for field in fields(kind)} for kind in (Ceilings, Placed))
+    return Ceilings(**{name: value for name, value in found["ceilings"].items() if name in ceilings}), [
+        replace(
+            Placed(**{name: value for name, value in point.items() if name in points}),
+            head_dims=tuple(point["head_dims"]),
+            standard=tuple(point["standard"]),
+        )
+        for point in found["points"]
+    ]
+
+
 def draw(found: list[Placed], ceilings: Ceilings, path: Path) -> Path:
     """Writes the roofline: FLOP/s over FLOPs a byte of HBM. Hollow: what nothing exceeds; filled: measured; crosses: standard
     attention at most. Dashed: exp2 and shared memory for the head dims that they bound. PNG or SVG by the path's suffix."""
-    from strobe.lab.plot import CEILING, PEERS, STROBE, plt
+    from strobe.lab.plot import CEILING, PEERS, STROBE, plt, save
 
     figure, panel = plt.subplots(figsize=(7.4, 4.4))
     dims = list(dict.fromkeys(placed.head_dims for placed in found))
@@ -337,9 +356,7 @@ def draw(found: list[Placed], ceilings: Ceilings, path: Path) -> Path:
     panel.legend(fontsize=7, frameon=False, loc="lower right")
     panel.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, dpi=110, facecolor="white", metadata={"Software": None} if path.suffix == ".png" else None)
-    plt.close(figure)
-    return path
+    return save(figure, path, dpi=110)
 
 
 def _points(panel, found: list[Placed], color: str, label: str) -> None:

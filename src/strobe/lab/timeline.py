@@ -10,14 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from strobe.lab.plot import plt, save
 from strobe.sim.trace import PHASES, Span, Timeline, timeline_of
 
 COLORS = {
@@ -58,9 +54,7 @@ def draw(timelines: Sequence[Timeline], path: Path) -> Path:
         Patch(facecolor=color, edgecolor="#555555", label=label) for kind, (color, label) in COLORS.items() if kind in kinds
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
-    figure.savefig(path, dpi=120, facecolor="white", metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
-    plt.close(figure)
-    return path
+    return save(figure, path, dpi=120)
 
 
 def _panel(panel: Axes, timeline: Timeline) -> None:
