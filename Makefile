@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 OTHER_TRITONS := .venv/triton-3.6 .venv/triton-3.8
 
-.PHONY: demo test lint gpu-test bench readme clean
+.PHONY: demo test lint gpu-test bench readme lab clean
 
 demo: .venv/demo
 	$(BIN)/strobe demo
@@ -22,6 +22,23 @@ bench: .venv/dev
 
 readme: .venv/dev
 	$(BIN)/python -m strobe.lab.readme
+
+# The pictures, JSON and report of docs/lab.md: compiled or simulated here, from what was measured on an H200.
+MEASURED := benchmarks/results/forward-h200-2026-11-21.json
+WALK := --head-dims 64,128 --mask full --json docs/lab
+lab: .venv/dev
+	$(BIN)/strobe roofline --report $(MEASURED) --head-dims 64,128,256 --lengths 1024,4096,16384 --out docs/roofline.png
+	$(BIN)/strobe occupancy --arch H200 --head-dims 128 --out docs/occupancy.png
+	$(BIN)/strobe banks --layouts none,padded,xor,nvmma128 --accesses rows,ldmatrix,fragment,column --out docs/banks.png
+	$(BIN)/strobe timeline --simulate --head-dims 128 --mask full --length 2048 \
+	  --json docs/lab/timeline-simulated.json --perfetto docs/lab/perfetto.json
+	rm docs/lab/timeline-simulated.png
+	$(BIN)/strobe roofline --report $(MEASURED) --lengths 16384 $(WALK)/roofline.json
+	$(BIN)/strobe occupancy --arch H200 --kernels sm90 --length 16384 $(WALK)/occupancy.json
+	$(BIN)/strobe audit sm90-forward --length 16384 $(WALK)/audit.json
+	$(BIN)/strobe banks --tile 128x64 --layouts none,nvmma128 --accesses rows,ldmatrix --json docs/lab/banks.json
+	$(BIN)/strobe report $(addprefix docs/lab/, roofline.json occupancy.json audit.json banks.json) \
+	  benchmarks/results/timeline-h200-21107d1.json --out docs/lab/report.html
 
 .venv/demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -85,6 +85,7 @@ def test_explain_asks_one_backend():
         ("bench forward --device cpu --peers FA9", "peers must be one of SDPA flash, SDPA math, got 'FA9'"),
         ("bench forward --device cpu --rounds 0", "rounds must be 1 or more, got 0"),
         ("bench forward --device cpu --seconds 0", "seconds must be more than 0, got 0.0"),
+        ("timeline --simulate --mask window", "mask must be one of full, causal, got 'window'"),
         ("bench forward --device tpu", "device must be one of"),
         ("bench forward --device cpu --protocol short", "protocol must be one of sustained, single, got 'short'"),
         ("bench forward --device cpu --protocol single --seconds 1", "seconds belongs to the sustained protocol, got 1.0"),

@@ -260,7 +260,7 @@ def test_simulated_timeline_lies_between_the_products_and_the_safe_kernel(mask):
 
 def test_a_timeline_is_simulated_without_a_gpu(tmp_path):
     path = tmp_path / "simulated.json"
-    options = ["timeline", "--simulate", "--head-dims", "64", "--full", "--length", "1024", "--json", str(path)]
+    options = ["timeline", "--simulate", "--head-dims", "64", "--mask", "full", "--length", "1024", "--json", str(path)]
     result = CliRunner(env={"COLUMNS": "300"}).invoke(app, options)
     assert result.exit_code == 0, result.output
     assert json.loads(path.read_text())["device"]["name"] == "simulated sm_90"

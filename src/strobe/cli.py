@@ -237,7 +237,7 @@ def tune(
 def timeline(
     head_dims: Annotated[str, typer.Option(help="Comma-separated.")] = "64,128",
     length: Annotated[int, typer.Option(help="Sequence length.")] = 4096,
-    causal: Annotated[bool | None, typer.Option("--causal/--full", help="One mask only; default: both.")] = None,
+    mask: Annotated[str, typer.Option(help="Of full, causal, comma-separated.")] = "full,causal",
     simulate: Annotated[bool, typer.Option("--simulate", help="By the simulator's clock; needs no GPU.")] = False,
     report: Annotated[str | None, typer.Option(help="Draw this JSON instead of measuring.")] = None,
     json: Annotated[str | None, typer.Option(help="Default: benchmarks/results/timeline-<gpu>-<date>.json.")] = None,
@@ -260,7 +260,7 @@ def timeline(
     else:
         from strobe.lab import tracing
 
-        masks = ("full", "causal") if causal is None else (("causal",) if causal else ("full",))
+        masks = names_of("mask", mask, ("full", "causal")) or ()
         try:
             run = tracing.simulate if simulate else tracing.measure
             measurement = run(numbers_of("head-dims", head_dims) or (), masks, length, command_given(sys.argv[1:]))

@@ -265,17 +265,8 @@ def of_banks(report: dict) -> str:
 
 
 def of_facts(report: dict) -> str:
-    """Any object: what is simple as facts, lists of objects as tables, the rest as it is."""
-    simple = [(key, value) for key, value in _flat(report).items() if not isinstance(value, list)]
-    page = table(["", ""], [(key, _shown(value)) for key, value in simple])
-    for key, value in _flat(report).items():
-        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            rows = [_flat(item) for item in value]
-            columns = list(dict.fromkeys(name for row in rows for name in row))
-            page += heading(key) + table(columns, [[_shown(row.get(name)) for name in columns] for row in rows])
-        elif isinstance(value, list):
-            page += heading(key) + f"<pre>{escape(json.dumps(value))}</pre>\n"
-    return page
+    """Any object, a line for each value."""
+    return table(["", ""], [(key, _shown(value)) for key, value in _flat(report).items()])
 
 
 def _flat(facts: dict, prefix: str = "") -> dict:
