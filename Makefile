@@ -34,7 +34,7 @@ lab: .venv/dev
 	  --json docs/lab/timeline-simulated.json --perfetto docs/lab/perfetto.json
 	rm docs/lab/timeline-simulated.png
 	$(BIN)/strobe roofline --report $(MEASURED) --lengths 16384 $(WALK)/roofline.json
-	$(BIN)/strobe occupancy --arch H200 --kernels sm90 --length 16384 $(WALK)/occupancy.json
+	$(BIN)/strobe occupancy --arch H200 --backends sm90 --length 16384 $(WALK)/occupancy.json
 	$(BIN)/strobe audit sm90-forward --length 16384 $(WALK)/audit.json
 	$(BIN)/strobe banks --tile 128x64 --layouts none,nvmma128 --accesses rows,ldmatrix --json docs/lab/banks.json
 	$(BIN)/strobe report $(addprefix docs/lab/, roofline.json occupancy.json audit.json banks.json) \

@@ -146,12 +146,12 @@ def occupancy(
     threads: Annotated[int | None, typer.Option(help="Of a block.")] = None,
     smem: Annotated[int, typer.Option(help="Bytes of shared memory of a block.")] = 0,
     grid: Annotated[int | None, typer.Option(help="Blocks in all.")] = None,
-    kernels: Annotated[str | None, typer.Option(help="Ours instead: sm90, portable; default: all that the GPU takes.")] = None,
+    backends: Annotated[str | None, typer.Option(help="Of sm90, portable; default: all that take the problem.")] = None,
     head_dims: Annotated[str, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = "64,128",
     length: Annotated[int, typer.Option(help="Sequence length; batch x length is 16384 tokens.")] = 4096,
     heads: Annotated[int | None, typer.Option(help="Query heads; default: 2048 / head dim.")] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
-    mask: Annotated[str, typer.Option(help="full, causal or window (1024 keys).")] = "causal",
+    dtype: Annotated[str, typer.Option(help="Of bf16, fp16, fp32, comma-separated.")] = "bf16",
+    mask: Annotated[str, typer.Option(help="Of full, causal, window (1024 keys), comma-separated.")] = "causal",
     arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
     out: Annotated[str | None, typer.Option(help="Draw the limits to this PNG or SVG.")] = None,
     json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
@@ -174,13 +174,13 @@ def occupancy(
         dtypes=names_of("dtype", dtype, ("bf16", "fp16", "fp32")) or (),
         masks=names_of("mask", mask, plan.MASKS) or (),
     )
-    chosen = names_of("kernels", kernels, lab.KERNELS)
+    chosen = names_of("backends", backends, lab.BACKENDS)
     try:
         if registers is not None and threads is not None:
             found = [(lab.Occupancy(on, lab.Block(threads, registers, smem)), grid)]
         else:
             points = _some(shape.points(backward=False))
-            blocks = [lab.compiled(kernel, p, on) for p in points for kernel in chosen or lab.takers(p, on)]
+            blocks = [lab.compiled(backend, p, on) for p in points for backend in chosen or lab.takers(p, on)]
             found = [(lab.Occupancy(on, block), tiles) for block, tiles in blocks]
         facts = lab.facts(found)
     except ValueError as error:
@@ -199,8 +199,10 @@ def audit(
     head_dims: Annotated[str, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = "128",
     length: Annotated[int, typer.Option(help="Sequence length; batch x length is 16384 tokens.")] = 4096,
     heads: Annotated[int | None, typer.Option(help="Query heads; default: 2048 / head dim.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: bf16, fp8 for sm90-fp8.")] = None,
-    mask: Annotated[str, typer.Option(help="full, causal or window (1024 keys).")] = "full",
+    dtype: Annotated[
+        str | None, typer.Option(help="Of bf16, fp16, fp32, comma-separated; default: bf16, fp8 for sm90-fp8.")
+    ] = None,
+    mask: Annotated[str, typer.Option(help="Of full, causal, window (1024 keys), comma-separated.")] = "full",
     explain: Annotated[bool, typer.Option("--explain", help="Say what the instructions do, and cost.")] = False,
     sass: Annotated[str | None, typer.Option(help="Write the main loops' instructions to this file.")] = None,
     json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
@@ -216,7 +218,7 @@ def audit(
         head_dims=pairs_of_dims(head_dims) or (),
         lengths=(length,),
         heads=heads,
-        dtypes=(one_of("dtype", dtype or "bf16", ("bf16", "fp16", "fp32")),),
+        dtypes=names_of("dtype", dtype or "bf16", ("bf16", "fp16", "fp32")) or (),
         masks=names_of("mask", mask, plan.MASKS) or (),
     )
     try:

@@ -133,12 +133,13 @@ def compare(old: Path, new: Path, fail_slower: float | None = None, path: Path |
     ours = [change for change in found if change.contender == "strobe"]
     show(reports, found, (old.name, new.name))
     if path is not None:
-        path.write_text(json.dumps(as_json(reports, found), indent=1) + "\n")
+        path.write_text(json.dumps(facts(reports, found), indent=1) + "\n")
+        print(f"written: {path}")
     failed = [c for c in ours if c.verdict == "slower" and fail_slower is not None and c.ratio < fail_slower]
     return 1 if failed else 0
 
 
-def as_json(reports: tuple[dict, dict], found: list[Change]) -> dict:
+def facts(reports: tuple[dict, dict], found: list[Change]) -> dict:
     """The comparison, with where each side comes from."""
     sides = [{"date": r["date"], "command": r["command"], "commit": r["device"].get("commit")} for r in reports]
     points = [

@@ -16,10 +16,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from strobe.device import CPU, KNOWN, Arch
 from strobe.dispatch import explain_problem
 from strobe.lab.plan import Point
-from strobe.lab.report import SCHEMA, extra_memory, number, ratio, refusals, timed
+from strobe.lab.report import SCHEMA, arch_of, extra_memory, number, ratio, refusals, timed
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
@@ -130,7 +129,7 @@ def _bench_pictures(report: dict) -> str:
 
 def _explanations(report: dict) -> str:
     """The backend that ran each family of points, and what dispatch says of it today."""
-    arch = _arch(report["device"]["name"])
+    arch = arch_of(report)
     families: dict[Point, list[dict]] = {}
     for facts in report["points"]:
         families.setdefault(Point.of(facts).family, []).append(facts)
@@ -142,12 +141,6 @@ def _explanations(report: dict) -> str:
         said = str(explain_problem(point.problem(), arch)) if arch else f"{report['device']['name']} is not known by name"
         page += folded(title, said)
     return page
-
-
-def _arch(name: str) -> Arch | None:
-    if name == "CPU":
-        return CPU
-    return next((KNOWN[known] for known in sorted(KNOWN, key=len, reverse=True) if known in name), None)
 
 
 # ---- the others

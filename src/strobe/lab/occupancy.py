@@ -161,38 +161,38 @@ def _round_up(value: int, unit: int) -> int:
 # ---- our own kernels
 
 
-KERNELS = ("sm90", "portable")
+BACKENDS = ("sm90", "portable")
 """Backends whose forward can be compiled for its numbers, without its GPU."""
 
 
-def compiled(kernel: str, point: Point, arch: Arch) -> tuple[Block, int]:
+def compiled(backend: str, point: Point, arch: Arch) -> tuple[Block, int]:
     """What the compiler says that the forward of a backend takes at a point, and how many tiles it then has. ValueError with
     the backend's reason for what it does not take. Seconds on two CPU cores."""
     from strobe.dispatch import backend_module
     from strobe.lab import offline
     from strobe.lab.cost import Tiling
 
-    problem, module = point.problem(), backend_module(kernel)
+    problem, module = point.problem(), backend_module(backend)
     reason = module.refuses(problem, arch)
     if reason is not None:
-        raise ValueError(f"occupancy: {kernel} {reason}")
+        raise ValueError(f"occupancy: {backend} {reason}")
     asked = ((point.head_dim, point.head_dim_v), problem.mask, problem.dtype, point.length)
-    if kernel == "sm90":
+    if backend == "sm90":
         found = offline.audit_sm90_forward(*asked, config=module.config(problem, arch))
     else:
         found = offline.audit_portable_forward(*asked, arch)
-    block = Block(found.threads, found.registers, found.smem_bytes, f"{kernel} {point}")
+    block = Block(found.threads, found.registers, found.smem_bytes, f"{backend} {point}")
     return block, Tiling(problem, module.config(problem, arch).tile_q).tiles
 
 
 def takers(point: Point, arch: Arch) -> list[str]:
-    """Those of KERNELS that take a point. ValueError with their reasons if none does."""
+    """Those of BACKENDS that take a point. ValueError with their reasons if none does."""
     from strobe.dispatch import backend_module
 
-    reasons = {kernel: backend_module(kernel).refuses(point.problem(), arch) for kernel in KERNELS}
-    taking = [kernel for kernel, reason in reasons.items() if reason is None]
+    reasons = {backend: backend_module(backend).refuses(point.problem(), arch) for backend in BACKENDS}
+    taking = [backend for backend, reason in reasons.items() if reason is None]
     if not taking:
-        raise ValueError("occupancy: " + "; ".join(f"{kernel} {reason}" for kernel, reason in reasons.items()))
+        raise ValueError("occupancy: " + "; ".join(f"{backend} {reason}" for backend, reason in reasons.items()))
     return taking
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from strobe.device import KNOWN
+from strobe.device import CPU, KNOWN, Arch
 from strobe.lab.plan import Point
 
 SCHEMA = 2
@@ -50,8 +50,17 @@ FLOPS_PER_CLOCK = {"bf16": 4096, "fp16": 4096, "fp8": 8192}
 """Of the tensor cores of a Hopper multiprocessor."""
 
 
+def arch_of(report: dict) -> Arch | None:
+    """The device of a report, by its name; None if its facts are not known."""
+    name = report["device"]["name"]
+    if name == "CPU":
+        return CPU
+    return next((KNOWN[known] for known in sorted(KNOWN, key=len, reverse=True) if known in name), None)
+
+
 def is_hopper(report: dict) -> bool:
-    return any(arch.name in report["device"]["name"] and arch.capability == 90 for arch in KNOWN.values())
+    arch = arch_of(report)
+    return arch is not None and arch.capability == 90
 
 
 def busy(report: dict, facts: dict, name: str) -> float | None:

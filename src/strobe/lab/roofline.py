@@ -23,6 +23,7 @@ from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
 from strobe.lab.cost import Cost, Standard, Tiling, matmul_rate
 from strobe.lab.cost_report import si
 from strobe.lab.plan import DTYPES, Dims, Point
+from strobe.lab.report import arch_of
 from strobe.problem import AttentionProblem, Dense
 
 # ---- ceilings
@@ -190,13 +191,12 @@ def name_of(problem: AttentionProblem) -> str:
     return f"D={dims} heads {heads} {problem.mask} {shape}"
 
 
-def arch_of_report(report: dict) -> Arch:
+def _gpu_of(report: dict) -> Arch:
     """ValueError for a GPU whose facts are not known."""
-    name = report["device"]["name"]
-    for known in sorted(KNOWN, key=len, reverse=True):
-        if known in name:
-            return replace(KNOWN[known], sms=report["device"].get("sms", KNOWN[known].sms))
-    raise ValueError(f"roofline: the report must be of one of {', '.join(KNOWN)}, got {name}")
+    arch = arch_of(report)
+    if arch is None or not arch.is_gpu:
+        raise ValueError(f"roofline: the report must be of one of {', '.join(KNOWN)}, got {report['device']['name']}")
+    return replace(arch, sms=report["device"].get("sms", arch.sms))
 
 
 def of_report(
@@ -211,7 +211,7 @@ def of_report(
     """What `strobe bench` measured of Strobe at points with these properties (None: any), each under the ceilings at the clock
     that it had; and the ceilings at the median of these clocks. ValueError for a GPU or a dtype whose rates are not known, and
     where no point is left."""
-    arch = arch_of_report(report)
+    arch = _gpu_of(report)
     ceilings = Ceilings.of(arch, DTYPES[dtype])
     found = []
     for entry in report["points"]:
