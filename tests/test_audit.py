@@ -187,8 +187,11 @@ def test_two_cubins_beside_each_other_explained_and_listed(made):
     folder, audited, _ = made
     listing = folder / "loop.sass"
     files = [str(folder / f"{name}.cubin") for name in ("sm_80", "sm_90a")]
-    result = run("audit", *files, "--explain", "--sass", str(listing))
+    picture = folder / "loops.svg"
+    result = run("audit", *files, "--explain", "--sass", str(listing), "--out", str(picture))
     assert result.exit_code == 0, result.output
+    svg = picture.read_text()
+    assert "<svg" in svg and all(f"<!-- {words} -->" in svg for words in ("A: kernel", "B: kernel", "tensor cores", "other"))
     assert "A: _forward, sm_80:" in result.output and "B: _forward, sm_90a:" in result.output
     [row] = [line for line in result.output.splitlines() if line.startswith("│ HMMA")]
     [report] = audited["portable-forward"]

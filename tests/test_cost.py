@@ -278,8 +278,9 @@ def cost_command(arguments: str):
 
 def test_the_command_shows_the_bottleneck_move(tmp_path):
     path = tmp_path / "cost.json"
-    result = cost_command(f"--arch A100 --seqlen-q 16384 --causal --json {path}")
+    result = cost_command(f"--arch A100 --seqlen-q 16384 --causal --json {path} --out {tmp_path / 'cost.svg'}")
     assert result.exit_code == 0, result.output
+    assert all(f"<!-- {words} -->" in (tmp_path / "cost.svg").read_text() for words in ("standard", "flash", "HBM", "17 ms"))
     assert "moves 8.59 GB of scores 4 times to or from HBM, and HBM binds; without it matmul binds" in result.output
     found, causal = json.loads(path.read_text()), square(16384, mask=strobe.Causal())
     assert found["standard"]["flops"] == Standard(causal).flops and found["flash"]["flops"] == Cost(causal).flops

@@ -101,7 +101,7 @@ def test_a_comparison_and_a_profile_have_their_tables(tmp_path):
 
 
 INSTRUMENTS = {
-    "cost": ("cost --arch A100 --seqlen-q 16384 --causal", {"1.1 TFLOP", "8.72 GB"}, "without it matmul binds", 0),
+    "cost": ("cost --arch A100 --seqlen-q 16384 --causal", {"1.1 TFLOP", "8.72 GB"}, "without it matmul binds", 1),
     "roofline": (
         f"roofline --report {RESULTS / 'forward-h200-2026-11-21.json'} --head-dims 128,192/128 --lengths 16384 --mask full",
         {"D=128 heads 16 full 1 x 16384 x 16384", "778.2", "95%"},
@@ -139,7 +139,7 @@ def test_an_audit_of_one_kernel_and_of_several(tmp_path):
     ours, theirs = kernel("sm90 forward", 172, {"HGMMA": 12}), kernel("_ZN3lib4loopILi2EEEvv", None, {"MUFU.EX2": 64})
     alone = page(tmp_path, {"what": "audit", "kernels": [ours]})
     assert {"HGMMA", "28   12", "192    0", "consumer 0"} <= set(alone.cells)
-    assert "172 bytes of spills" in alone.text and "warning: registers are spilled" in alone.text
+    assert len(alone.sources) == 1 and "172 bytes of spills" in alone.text and "warning: registers are spilled" in alone.text
     assert "wgmma: an asynchronous product of four warps" in alone.text, "the glossary"
     both = page(tmp_path, {"what": "audit", "kernels": [ours, theirs]})
     assert {"A: consumer 0", "B: consumer 0", "12", "64"} <= set(both.cells)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -410,14 +411,61 @@ def _beside_each_other(found: dict) -> list[Column]:
     """Counts in the main loops; those of one kernel that are alike, as its consumers are, share a column."""
     columns: list[Column] = []
     for letter, kernel in _lettered(found):
-        alike: dict[tuple, list[str]] = {}
-        for name, part in kernel["parts"].items():
-            shown = {name: str(times) for name, times in part["main_loop"].items() if name in GLOSSARY}
-            alike.setdefault(tuple(sorted(shown.items())), []).append(name)
-        for cells, names in alike.items():
+        for cells, names in _alike(kernel).items():
             sizes = sorted({sum(kernel["parts"][name]["main_loop"].values()) for name in names})
             columns.append(Column(letter + ", ".join(names), dict(cells), " to ".join(map(str, sizes[:1] + sizes[1:][-1:]))))
     return columns
+
+
+def _alike(kernel: dict) -> dict[tuple, list[str]]:
+    """Counts in a main loop, of what the glossary has -> the parts that have them."""
+    alike: dict[tuple, list[str]] = {}
+    for part, counts in kernel["parts"].items():
+        shown = {name: str(times) for name, times in counts["main_loop"].items() if name in GLOSSARY}
+        alike.setdefault(tuple(sorted(shown.items())), []).append(part)
+    return alike
+
+
+def draw(found: dict, path: Path) -> Path:
+    """Writes the main loops as bars, a bar for each role or for those that are alike: how many instructions of each of the
+    glossary's groups, and others; PNG or SVG by the path's suffix."""
+    from strobe.lab.plot import CEILING, PEERS, STROBE, plt, save
+
+    groups = list(dict.fromkeys(entry.group for entry in GLOSSARY.values()))
+    bars = {label: _by_group(loop) for label, loop in _loops(found).items()}
+    shown = [group for group in groups if any(group in bar for bar in bars.values())]
+    figure, panel = plt.subplots(figsize=(9, 1.6 + 0.36 * len(bars)))
+    reached = [0] * len(bars)
+    for group, color in zip([*shown, "other"], [*islice(cycle((STROBE, *PEERS, "#F0E442")), len(shown)), CEILING], strict=True):
+        counts = [bar.get(group, 0) for bar in bars.values()]
+        drawn = panel.barh(list(bars), counts, left=reached, color=color, edgecolor="white", label=group)
+        panel.bar_label(drawn, [str(count) if count > 9 else "" for count in counts], label_type="center", fontsize=7)
+        reached = [left + count for left, count in zip(reached, counts, strict=True)]
+    panel.invert_yaxis()
+    panel.set_xlabel("instructions of the main loop", fontsize=8)
+    panel.set_title("\n".join(headings(found)), fontsize=7, loc="left")
+    panel.tick_params(labelsize=8)
+    panel.legend(fontsize=7, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    panel.spines[["top", "right"]].set_visible(False)
+    return save(figure, path, dpi=110, bbox_inches="tight")
+
+
+def _loops(found: dict) -> dict[str, dict[str, int]]:
+    """The main loops that are there, by the kernel's letter and the part's name; those that are alike in what matters once."""
+    loops = {}
+    for letter, kernel in _lettered(found):
+        for names in _alike(kernel).values():
+            if loop := kernel["parts"][names[0]]["main_loop"]:
+                loops[letter + ", ".join(names)] = loop
+    return loops
+
+
+def _by_group(loop: dict[str, int]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for name, times in loop.items():
+        group = GLOSSARY[name].group if name in GLOSSARY else "other"
+        counts[group] = counts.get(group, 0) + times
+    return counts
 
 
 def _table(columns: list[Column]) -> Table:

@@ -47,6 +47,7 @@ def cost(
     tile: Annotated[str, typer.Option(help="QUERIESxKEYS.")] = "128x128",
     packed: Annotated[bool, typer.Option("--packed", help="Tiles hold the rows of all heads that share a key head.")] = False,
     arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
+    out: Annotated[str | None, typer.Option(help="Draw the least times to this PNG or SVG.")] = None,
     json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
 ) -> None:
     """FLOPs, exponentials and bytes of a problem by standard attention and by flash attention, and what bounds each."""
@@ -57,6 +58,7 @@ def cost(
 
     at_least(1, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads=heads, heads_kv=heads_kv)
     heads_and_dims(heads, heads_kv, head_dim, head_dim_v)
+    picture = picture_path(out)
     problem = AttentionProblem(
         lengths=Dense(batch, seqlen_q, seqlen_kv or seqlen_q),
         heads_q=heads,
@@ -74,6 +76,8 @@ def cost(
         raise typer.BadParameter(str(error)) from None
     Console().print(cost_report.table(found))
     typer.echo(cost_report.summary(found))
+    if picture is not None:
+        typer.echo(f"written: {cost_report.draw(found, picture)}")
     _write_json(json, found)
 
 
@@ -205,6 +209,7 @@ def audit(
     mask: Annotated[str, typer.Option(help="Of full, causal, window (1024 keys), comma-separated.")] = "full",
     explain: Annotated[bool, typer.Option("--explain", help="Say what the instructions do, and cost.")] = False,
     sass: Annotated[str | None, typer.Option(help="Write the main loops' instructions to this file.")] = None,
+    out: Annotated[str | None, typer.Option(help="Draw the main loops to this PNG or SVG.")] = None,
     json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
 ) -> None:
     """What the compiler made of a kernel, without a GPU: registers, spills, the instructions of each role, and warnings."""
@@ -214,6 +219,7 @@ def audit(
     from strobe.lab import plan
 
     at_least(1, length=length, heads=heads)
+    picture = picture_path(out)
     shape = plan.Grid(
         head_dims=pairs_of_dims(head_dims) or (),
         lengths=(length,),
@@ -227,6 +233,8 @@ def audit(
         raise typer.BadParameter(str(error)) from None
     facts = lab.facts(reports)
     lab.show(facts, explain)
+    if picture is not None:
+        typer.echo(f"written: {lab.draw(facts, picture)}")
     if sass is not None:
         Path(sass).write_text(lab.listing(reports))
         typer.echo(f"written: {sass}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich.table import Table
 
 from strobe.device import Arch
@@ -107,6 +109,26 @@ def si(value: float, unit: str) -> str:
     """Three digits with a prefix: 137 GFLOP, 2.22 ms."""
     size, prefix = next(((size, prefix) for size, prefix in _PREFIXES.items() if value >= size), (1e-6, "u"))
     return "0" if not value else f"{value / size:.3g} {prefix}{unit}".rstrip()
+
+
+def draw(found: dict, path: Path) -> Path:
+    """Writes the least time of each unit as bars, standard attention above flash attention; PNG or SVG by the path's suffix."""
+    from strobe.lab.plot import PEERS, STROBE, plt, save
+
+    figure, panel = plt.subplots(figsize=(7.4, 2.6))
+    units = list(found["flash"]["seconds"])
+    for way, color, place in (("standard", PEERS[0], -0.2), ("flash", STROBE, 0.2)):
+        times = [found[way]["seconds"][unit] for unit in units]
+        bars = panel.barh([n + place for n in range(len(units))], times, height=0.36, color=color, label=way)
+        panel.bar_label(bars, [si(seconds, "s") for seconds in times], padding=3, fontsize=8)
+    panel.set(yticks=range(len(units)), yticklabels=units, xscale="log", xlabel="seconds at least")
+    panel.invert_yaxis()
+    panel.margins(x=0.15)
+    panel.set_title(f"{found['problem']}\n{found['arch']}", fontsize=8)
+    panel.legend(fontsize=8, frameon=False)
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    return save(figure, path, dpi=110)
 
 
 def summary(found: dict) -> str:

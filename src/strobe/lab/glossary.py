@@ -119,6 +119,9 @@ GLOSSARY: dict[str, Entry] = {
         "all",
         f"{_per_warp(SM90.rate('fma'))} on sm_90, {_per_warp(SM80.rate('fma'))} on sm_80 ({GUIDE})",
     ),
+    "FADD": Entry("arithmetic", "float32 sum: the rows' sums", "all", f"as FFMA ({GUIDE})"),
+    "FMUL": Entry("arithmetic", "float32 product: scaling, rescaling O", "all", f"as FFMA ({GUIDE})"),
+    "FMNMX": Entry("arithmetic", "float32 minimum or maximum: the rows' maxima", "all"),
     "FFMA2": Entry("arithmetic", "two float32 multiply-adds: saves issue slots, not time of the unit", "sm_100"),
     "F2FP": Entry(
         "arithmetic", "two float32 rounded and packed", "sm_80", f"0.5 cycles on sm_90 ({SM90.rates['convert'].source})"

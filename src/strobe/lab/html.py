@@ -209,7 +209,10 @@ def of_cost(report: dict) -> str:
     from strobe.lab import cost_report
 
     counts = {name: value for name, value in report.items() if isinstance(value, dict)}
-    return words(*cost_report.summary(report).splitlines()) + _of_table(cost_report.table(report)) + of_facts(counts)
+    return (
+        words(*cost_report.summary(report).splitlines()) + _of_table(cost_report.table(report))
+        + _drawn(lambda path: cost_report.draw(report, path), "least times") + of_facts(counts)
+    )  # fmt: skip
 
 
 def of_roofline(report: dict) -> str:
@@ -236,13 +239,14 @@ def of_occupancy(report: dict) -> str:
 
 
 def of_audit(report: dict) -> str:
-    """Kernels with what they take, counts of instructions, warnings, and what the instructions do."""
+    """Kernels with what they take, counts of instructions, warnings, the picture, and what the instructions do."""
     from strobe.lab import audit
 
     names = {name for kernel in report["kernels"] for part in kernel["parts"].values() for name in part["instructions"]}
     return (
         words(*audit.headings(report)) + heading(audit.caption(report)) + _of_table(audit.table(report))
-        + words(*audit.warnings(report)) + folded("What the instructions do", "\n".join(audit.sentences(names)))
+        + words(*audit.warnings(report)) + _drawn(lambda path: audit.draw(report, path), "the main loops")
+        + folded("What the instructions do", "\n".join(audit.sentences(names)))
     )  # fmt: skip
 
 
