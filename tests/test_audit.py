@@ -13,7 +13,8 @@ from test_cli import run
 
 from strobe.device import KNOWN
 from strobe.kernels.portable.config import choose
-from strobe.lab.audit import ARCHS, layout_conflicts, readable
+from strobe.lab.audit import ARCHS, layout_conflicts
+from strobe.lab.audit_report import readable
 from strobe.lab.glossary import GLOSSARY
 from strobe.lab.offline import problem_of
 from strobe.lab.sass import flow_of, innermost_loops, main_loop

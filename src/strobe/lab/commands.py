@@ -216,7 +216,7 @@ def audit(
     from pathlib import Path
 
     from strobe.lab import audit as lab
-    from strobe.lab import plan
+    from strobe.lab import audit_report, plan
 
     at_least(1, length=length, heads=heads)
     picture = picture_path(out)
@@ -232,9 +232,9 @@ def audit(
     except (ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from None
     facts = lab.facts(reports)
-    lab.show(facts, explain)
+    audit_report.show(facts, explain)
     if picture is not None:
-        typer.echo(f"written: {lab.draw(facts, picture)}")
+        typer.echo(f"written: {audit_report.draw(facts, picture)}")
     if sass is not None:
         Path(sass).write_text(lab.listing(reports))
         typer.echo(f"written: {sass}")

@@ -240,7 +240,7 @@ def of_occupancy(report: dict) -> str:
 
 def of_audit(report: dict) -> str:
     """Kernels with what they take, counts of instructions, warnings, the picture, and what the instructions do."""
-    from strobe.lab import audit
+    from strobe.lab import audit_report as audit
 
     names = {name for kernel in report["kernels"] for part in kernel["parts"].values() for name in part["instructions"]}
     return (
