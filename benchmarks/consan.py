@@ -36,8 +36,8 @@ LIMIT_SECONDS = 240
 
 @dataclass(frozen=True)
 class Case:
-    """edit: text of the kernel and what takes its place, a mistake. With three groups of consumers ConSan is slow: on an H200 one
-    block of keys is done in 105 seconds, with compilation, five blocks are not in 500."""
+    """edit: text of the kernel and what takes its place, a mistake. With three groups of consumers ConSan is slow: one block of
+    keys is done in 105 seconds on an H200, with compilation, five blocks are not in 500."""
 
     mask: Mask
     config: Config
