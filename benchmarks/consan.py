@@ -36,7 +36,8 @@ LIMIT_SECONDS = 240
 
 @dataclass(frozen=True)
 class Case:
-    """edits: text of the kernel and what takes its place, a mistake."""
+    """edit: text of the kernel and what takes its place, a mistake. With three groups of consumers ConSan is slow: one block of
+    keys is done in 105 seconds on an H200, with compilation, five blocks are not in 500."""
 
     mask: Mask
     config: Config
@@ -51,7 +52,8 @@ CASES = (
     Case(Causal(), TWO_STAGES),
     Case(Window(37, 11), TWO_STAGES),
     Case(Causal(), Config(64, 64, 2, 64, 3, q_stages=1)),
-    Case(Causal(), Config(64, 64, 3, 64, 3), n_q=200, n_kv=260),
+    Case(Full(), Config(64, 64, 3, 64, 3), n_q=192, n_kv=64),
+    Case(Full(), Config(64, 64, 3, 64, 2, q_stages=1), n_q=192, n_kv=192),
     Case(Causal(), Config(96, 96, 2, 64, 2)),
     Case(Causal(), Config(128, 128, 2, 64, 2, o_buffers=2)),
     Case(Causal(), Config(64, 64, 2, 64, 2, optimistic=False)),

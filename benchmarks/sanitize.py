@@ -53,7 +53,7 @@ def hopper() -> None:
     used = {"seqused_q": torch.tensor([200, 70], device="cuda"), "seqused_kv": torch.tensor([0, 170], device="cuda")}
     strobe.attention(q, k, v, mask=strobe.Causal(), score=score, backend="sm90")
     strobe.attention(q, k, v, score=bias, backend="sm90")
-    strobe.attention(q, k, v, mask=documents, backend="sm90")
+    strobe.attention(q, k, v, mask=documents, dropout_p=0.1, backend="sm90")
     strobe.attention(q, k, v, **{name: x.to(torch.int32) for name, x in used.items()}, backend="sm90")
 
 
@@ -71,10 +71,17 @@ def hopper_backward() -> None:
     q, k, v = problem(128, 200, 300)
     q.data[:, 20] = float("nan")
     strobe.attention(q, k, v, mask=strobe.Window(100, 20), backend="sm90").sum().backward()
-    score = strobe.Score(softcap=5.0, alibi=torch.rand(4, device="cuda"))
+    # What changes scores, what is compared pair by pair, what is dropped; a bias's gradient, of every pair and added up.
     for deterministic in (False, True):
-        q, k, v = problem(64, 200, 300)
-        strobe.attention(q, k, v, score=score, deterministic=deterministic, backend="sm90").sum().backward()
+        for bias in (torch.randn(2, 4, 200, 300, device="cuda"), torch.randn(1, 4, 1, 300, device="cuda")):
+            q, k, v = problem(64, 200, 300)
+            score = strobe.Score(softcap=5.0, alibi=torch.rand(4, device="cuda"), bias=bias.requires_grad_())
+            strobe.attention(q, k, v, score=score, deterministic=deterministic, backend="sm90").sum().backward()
+        for head_dim in (64, 128, 192):
+            q, k, v = problem(head_dim, 200, 300, min(head_dim, 128))
+            ids = (torch.randint(0, 3, (2, n), device="cuda").sort().values for n in (200, 300))
+            mask = strobe.Document(*ids) & strobe.Window(100, 20)
+            strobe.attention(q, k, v, mask=mask, dropout_p=0.1, deterministic=deterministic, backend="sm90").sum().backward()
 
 
 def portable() -> None:

@@ -17,9 +17,10 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.skipif(triton_version() < (3, 8), reason="the README says what a Triton runs that no backend refuses")
-def test_readme_is_up_to_date():
-    text = (ROOT / "README.md").read_text()
-    assert readme.rewritten(text, ROOT) == text, "run `make readme`"
+@pytest.mark.parametrize("page", readme.PAGES)
+def test_pages_are_up_to_date(page):
+    text = (ROOT / page).read_text()
+    assert readme.rewritten(text, ROOT, page) == text, "run `make readme`"
 
 
 def test_nothing_is_claimed_before_it_was_measured(tmp_path):

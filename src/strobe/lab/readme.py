@@ -1,9 +1,10 @@
-"""`python -m strobe.lab.readme` rewrites the generated blocks of README.md in the current folder.
+"""`python -m strobe.lab.readme` rewrites the generated blocks of README.md, and of pages in docs, in the current folder.
 
 A block stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`:
 
 measured   the newest benchmarks/results/forward-*.json (by its date) that was measured on a GPU, and its picture
 support    what each backend refuses, asked of the backend itself
+others     see `strobe.lab.measured_pages`
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from strobe.device import CPU, KNOWN, Arch
 from strobe.dispatch import backend_module
+from strobe.lab import measured_pages
 from strobe.lab.plan import Point, short
 from strobe.lab.report import best_peer, load, ratio, timed
 from strobe.masks import Causal, Document, Prefix, Visible, Window
@@ -212,17 +214,21 @@ def _origin(report: dict, path: Path) -> str:
     return " ".join(parts)
 
 
-BLOCKS: dict[str, Callable[[Path], str]] = {
-    "measured": measured,
-    "measured backward": lambda root: measured(root, "backward"),
-    "support": lambda root: support(),
+PAGES: dict[str, dict[str, Callable[[Path], str]]] = {
+    "README.md": {
+        "measured": measured,
+        "measured backward": lambda root: measured(root, "backward"),
+        "support": lambda root: support(),
+    },
+    "docs/training.md": {"deterministic": measured_pages.deterministic, "train-gpt": measured_pages.trained},
+    "docs/backward.md": {"changed-scores": measured_pages.changed_scores},
 }
 
 
-def rewritten(text: str, root: Path) -> str:
-    """README's text with its generated blocks made anew. ValueError where a block has no markers."""
-    for name, make in BLOCKS.items():
-        text = with_block(text, name, make(root), "README.md")
+def rewritten(text: str, root: Path, page: str = "README.md") -> str:
+    """A page's text with its generated blocks made anew. ValueError where a block has no markers."""
+    for name, make in PAGES[page].items():
+        text = with_block(text, name, make(root), page)
     return text
 
 
@@ -235,8 +241,9 @@ def with_block(text: str, name: str, block: str, file: str) -> str:
 
 
 def main() -> None:
-    readme = Path("README.md")
-    readme.write_text(rewritten(readme.read_text(), Path()))
+    for page in PAGES:
+        path = Path(page)
+        path.write_text(rewritten(path.read_text(), Path(), page))
 
 
 if __name__ == "__main__":

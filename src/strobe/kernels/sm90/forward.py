@@ -383,7 +383,7 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, memory, k, v,
     gl.static_assert((lengths.left is None) or (tile.lead is not None))
     dtype: gl.constexpr = outputs.descriptor.dtype
     # Three groups have 160 registers a thread: with a mask too few for the next tile's P beside the last one's, so it is late.
-    # Bytes spilled without, with a mask: never late 0, 0 (Triton 3.6) and 252, 600 (3.9); always late 112, 0 and 0, 0.
+    # Bytes spilled at head dim 64 without, with a mask: never late 0, 140 (Triton 3.6) and 172, 428 (3.9); always late none.
     LATE: gl.constexpr = C.q_stages == 1 or (C.groups == 3 and MASKED)
     turn = 0
     g = gl.to_tensor(0)
