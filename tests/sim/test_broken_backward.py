@@ -231,7 +231,12 @@ WRONG_NUMBERS = [
     kernel("no tile is masked", "    if MASKED:\n", "    if MASKED and g < 0:\n", ()),
     kernel("dK is not scaled", "copy_out(w, dk, 0, outputs.scale,", "copy_out(w, dk, 0, 1.0,", ()),
     kernel("registers are in another order", "[8, 0], [0, 2], [0, 4]", "[0, 2], [8, 0], [0, 4]", ()),
-    kernel("delta is not subtracted", "ds = p * (dp - delta[None, :])", "ds = p * dp", ()),
+    kernel(
+        "delta is not subtracted",
+        "ds = weighed(p, of_function, score) * (dp - delta)",
+        "ds = weighed(p, of_function, score) * dp",
+        (),
+    ),
 ]
 
 
