@@ -27,7 +27,7 @@ import triton.language as tl
 
 from strobe.kernels.common.channel import Channel, at, make_barriers, make_channel, make_chunks
 from strobe.kernels.common.descriptors import coordinates, one_or_two
-from strobe.kernels.common.named_barrier import FIRST, announce, meet, rendezvous
+from strobe.kernels.common.named_barrier import FIRST, meet, release, rendezvous
 from strobe.kernels.common.work import Heads as RowHeads
 from strobe.kernels.common.work import Lengths
 from strobe.kernels.common.work import locate as locate_rows
@@ -188,7 +188,7 @@ def send(p, g, memory):
     if g >= 2:
         meet(P_READ + g % 2)
     memory.p.index(g % 2).store(p.to(memory.p.dtype))
-    announce(P_READY + g % 2)
+    release(P_READY + g % 2)
 
 
 @gluon.jit
@@ -196,7 +196,7 @@ def receive(g, count, memory):
     meet(P_READY + g % 2)
     p = memory.p.index(g % 2).load(accumulator(TILE))
     if g + 2 < count:
-        announce(P_READ + g % 2)
+        release(P_READ + g % 2)
     return p.to(gl.float32)
 
 
