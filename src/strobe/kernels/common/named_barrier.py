@@ -28,8 +28,8 @@ def announce(number):
 
 @gluon.jit
 def release(number):
-    """As `announce`, after this thread's loads and stores are done, for whoever waits to read or overwrite. In the machine code an
-    arrival alone (BAR.ARV) does not wait for those that are under way."""
+    """As `announce`, after this thread's loads and stores are done, for whoever waits to read or overwrite: in the machine code
+    an arrival alone (BAR.ARV) does not wait for those that are under way."""
     gl.inline_asm_elementwise(
         "fence.acq_rel.cta; bar.arrive $1, 256; mov.b32 $0, 0;",
         "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1,

@@ -162,7 +162,7 @@ def weights_of(s, g, work, lengths, score, memory, MASKED: gl.constexpr):
     x, factor, of_function = scores_of(s, 0, row, head, work, score)
     memory.statistics.wait(g)
     x = x - memory.statistics.block(g)[0].slice(0, TILE).load(columns_of(TILE))[None, :]
-    memory.statistics.release(g)
+    release_statistics(g, memory)
     if MASKED:
         tile = row // TILE
         if (tile < work.full_begin) | (tile >= work.full_end):
@@ -173,6 +173,14 @@ def weights_of(s, g, work, lengths, score, memory, MASKED: gl.constexpr):
         return kept, weighed(p, of_function, score) * factor
     else:
         return kept, p
+
+
+@gluon.jit
+def release_statistics(g, memory):
+    """The next tile's are copied by the TMA, which is no part of the order in which a warp's own loads and stores are done: the
+    fence waits for the loads that are under way."""
+    fence_async_shared()
+    memory.statistics.release(g)
 
 
 @gluon.jit
@@ -287,7 +295,7 @@ def gradients(dp, g, count, work, score, memory):
     dp = kept_weights(dp, 0, row, head, work, score)
     memory.statistics.wait(g)
     delta = memory.statistics.block(g)[0].slice(TILE, TILE).load(columns_of(TILE))
-    memory.statistics.release(g)
+    release_statistics(g, memory)
     return receive(g, count, memory) * (dp - delta[None, :])
 
 
