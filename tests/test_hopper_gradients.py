@@ -50,6 +50,14 @@ def test_against_reference(case, dtype):
     check(run(t, "sm90"), t)
 
 
+@pytest.mark.parametrize("shape", [(1, 4, 1, 500), (2, 1, 300, 1), (1, 1, 1, 1), (1, 4, 300, 500), (2, 4, 300, 500)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_a_bias_may_be_repeated(head_dim, shape):
+    t = tensors(Case(300, 500, heads_q=4, head_dim=head_dim, head_dim_v=min(head_dim, 128)), torch.bfloat16, "cuda")
+    t = replace(t, keywords=t.keywords | {"score": strobe.Score(bias=torch.randn(shape, device="cuda"))})
+    check(run(t, "sm90"), t)
+
+
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 def test_deterministic(dims, mask):

@@ -1,13 +1,16 @@
 """Hopper's backward, its source unchanged, in the simulator: the gradients, and no mistake found, in every order."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from backward import Backward
+from backward import Backward, SplitBackward
 from broken import UNEVEN
 from problems import Case, tensors
 
+import strobe
 from strobe.kernels.gluon import gl, gluon, reinterpret
-from strobe.kernels.sm90.backward_config import Config
+from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.sim import simulate
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -78,6 +81,16 @@ def test_in_every_order(case, dtype, config):
     backward = Backward(tensors(case, dtype), config)
     for order, seed in ORDERS:
         assert backward.run(order, seed).smem_bytes == config.smem_bytes()
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1, 150), (2, 1, 90, 1), (1, 1, 1, 1), (1, 2, 90, 150), (2, 2, 90, 150)], ids=str)
+@pytest.mark.parametrize("of_both", [(Backward, D96), (SplitBackward, SplitConfig(96, 96))], ids=["one pass", "two passes"])
+def test_a_bias_may_be_repeated(of_both, shape):
+    """Its gradient is the sum over what a number stands for."""
+    t = tensors(case(90, 150, 96, heads=(2, 1), batch=2, mask="causal"), FP16)
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    kernels, config = of_both
+    kernels(replace(t, keywords=t.keywords | {"score": strobe.Score(bias=bias)}), config).run("random", 1)
 
 
 @pytest.mark.parametrize("ctas", [2, 5, 12])
