@@ -196,4 +196,4 @@ def gradient_of_function(s, gradient, batch, head, i, j):
 
 def gradient_through_function(ds, s, gradient, batch, head, i, j):
     """d loss / d score before a user's function from that after it, given the score before it, in units of log2."""
-    return math.where(ds == 0.0, 0.0, ds * gradient(s * LN2, batch, head, i, j))
+    return math.where(ds == 0.0, 0.0, ds * gradient_of_function(s, gradient, batch, head, i, j))
