@@ -7,7 +7,7 @@ import torch
 from strobe.dropout import threshold
 from strobe.kernels.common import gluon_math
 from strobe.kernels.common.arguments import LOG2_E
-from strobe.problem import AttentionProblem, bias_shape
+from strobe.problem import AttentionProblem
 
 
 def score_arguments(problem: AttentionProblem, seed: torch.Tensor | None) -> tuple:
@@ -30,14 +30,6 @@ def score_arguments(problem: AttentionProblem, seed: torch.Tensor | None) -> tup
         *((None, 0, 0) if documents is None else (documents.kv, *documents.kv.stride())),
         *((None, 0, 0.0) if seed is None else (seed, threshold(problem.dropout), 1.0 / (1.0 - problem.dropout))),
     )
-
-
-def bias_gradient_arguments(problem: AttentionProblem, dbias: torch.Tensor | None) -> tuple:
-    """Where dbias, which has the bias's shape, is written (see `scores.BiasGradient`); None: nowhere."""
-    if dbias is None:
-        return None, None, None, None, None
-    dims = zip(dbias.shape, bias_shape(problem), dbias.stride(), strict=True)
-    return (dbias, *(stride if size == whole else None for size, whole, stride in dims))
 
 
 def _repeated(bias: torch.Tensor) -> list[int]:

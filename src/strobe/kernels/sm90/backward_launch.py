@@ -12,8 +12,9 @@ from strobe.device import arch_of
 from strobe.kernels.common.arguments import even_bundles, heads_at_once, meta, meta_operands
 from strobe.kernels.gluon import TensorDescriptor
 from strobe.kernels.portable import backward as portable
+from strobe.kernels.portable.arguments import bias_gradient
 from strobe.kernels.sm90 import backward_ends as ends
-from strobe.kernels.sm90.arguments import bias_gradient_arguments, score_arguments
+from strobe.kernels.sm90.arguments import score_arguments
 from strobe.kernels.sm90.backward import backward_kernel, flat
 from strobe.kernels.sm90.backward_config import KEYS, ROWS_PADDED, SPLIT_TILE, Chunks, Config, SplitConfig
 from strobe.kernels.sm90.backward_split import keys_kernel, rows_kernel
@@ -143,7 +144,7 @@ def one_pass_arguments(problem: AttentionProblem, operands: Operands, dout, grad
         *heads,
         *_bounds(problem),
         *score_arguments(problem, operands.seed),
-        *bias_gradient_arguments(problem, grads.bias),
+        *bias_gradient(problem, grads.bias),
         problem.scale,
     )
     ctas = arch_of(operands.q.device).sms or SMS
@@ -182,7 +183,7 @@ def rows_arguments(problem: AttentionProblem, operands: Operands, dout, grads: G
         tiles,
         *_bounds(problem),
         *score_arguments(problem, operands.seed),
-        *bias_gradient_arguments(problem, grads.bias),
+        *bias_gradient(problem, grads.bias),
         problem.scale,
     )
     return (tiles,), arguments, _constants(problem, SPLIT_TILE, config)
