@@ -20,6 +20,7 @@ from strobe.kernels.common.arguments import meta, meta_operands
 from strobe.kernels.common.device_function import device_function
 from strobe.kernels.common.philox import kept
 from strobe.kernels.common.scores import gradient_through_function, score_and_factor
+from strobe.kernels.common.turn import take_program_turn
 from strobe.kernels.portable import arguments, interpreter
 from strobe.kernels.portable.config import choose, padded
 from strobe.kernels.portable.tiles import (
@@ -361,6 +362,7 @@ def redo_noted(
 ):  # fmt: skip
     """Write dK and dV of the keys, and dQ of the rows, whose note is not 0, and set it back. Normally none is. There is no
     bias."""
+    take_program_turn()
     programs = tl.num_programs(0)
     blocks = tl.cdiv(n_kv, NOTED)
     for begin in tl.range(tl.program_id(0), key_number, programs * SHARE, num_stages=1):
@@ -409,6 +411,7 @@ def redo_arguments(
         key_notes=key_notes, row_notes=row_notes, key_number=key_notes.numel(), row_number=row_notes.numel(),
         heads_q=problem.heads_q, heads_kv=problem.heads_kv, PADDED=padded(problem.head_dim),
         PADDED_V=padded(problem.head_dim_v), TILE=REDO_TILE, NOTED=NOTED, SHARE=SHARE, num_warps=4, maxnreg=255,
+        launch_pdl=True,
     )  # fmt: skip
 
 

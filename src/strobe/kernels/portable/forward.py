@@ -18,6 +18,7 @@ from strobe.kernels.common.arguments import meta, meta_operands
 from strobe.kernels.common.device_function import device_function
 from strobe.kernels.common.philox import kept
 from strobe.kernels.common.scores import score_of
+from strobe.kernels.common.turn import take_program_turn
 from strobe.kernels.portable import arguments, interpreter
 from strobe.kernels.portable.config import Config, choose
 from strobe.kernels.portable.tiles import (
@@ -212,6 +213,7 @@ def _redo(
 ):  # fmt: skip
     # Program p of P looks at the notes p, p + P, ..., SHARE of them at once: blocks that are noted together, as those of one
     # head with an outlier, go to different programs. Normally no note is set, and few programs cost less than many.
+    take_program_turn()
     programs = tl.num_programs(0)
     blocks = tl.cdiv(n_q, NOTED_ROWS)
     lse_batch, lse_head = _lse_strides(cu_seqlens_q, heads_q, n_q, total_q)
@@ -269,12 +271,18 @@ def redo(
         of a stream, and all replays of a graph.
     counter: int32 [1], to which the number of blocks is added that were redone.
     """
-    _, keywords = _keywords("redo", problem, operands, out, lse)
-    number = notes.numel()
+    grid, keywords = redo_arguments(problem, operands, out, lse, notes, notes.numel(), counter)
     with torch.cuda.device_of(out):
-        _redo[(min(number, 2 * _multiprocessors(out.device)),)](
-            **keywords, notes=notes, number=number, counter=counter, NOTED_ROWS=NOTED_ROWS, SHARE=_SHARE
-        )
+        _redo[grid](**keywords)
+
+
+def redo_arguments(
+    problem: AttentionProblem, operands: Operands, out, lse, notes, number: int, counter
+) -> tuple[tuple[int], dict]:
+    """Grid and arguments of `_redo`; see `redo`. number: of notes."""
+    _, keywords = _keywords("redo", problem, operands, out, lse)
+    keywords |= dict(notes=notes, number=number, counter=counter, NOTED_ROWS=NOTED_ROWS, SHARE=_SHARE, launch_pdl=True)
+    return (min(number, 2 * _multiprocessors(out.device)),), keywords
 
 
 def _multiprocessors(device: torch.device) -> int:

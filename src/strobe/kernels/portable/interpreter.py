@@ -1,7 +1,8 @@
 """A mend of Triton's interpreter (3.6 to 3.9 at least), which keeps bfloat16 as its bits in uint16.
 
 Its `tl.dot` multiplies those bits as integers, and its cast from float32 cuts the lower half off where a GPU rounds to
-nearest even. Both give wrong numbers and no error.
+nearest even. Both give wrong numbers and no error. And it runs no assembly, of which here a kernel taking its turn is all: it
+runs one launch after the other.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 import triton
 import triton.language as tl
+
+from strobe.kernels.common import turn
 
 
 def mend() -> None:
@@ -21,6 +24,7 @@ def mend() -> None:
         InterpreterBuilder.strobe_mended = True
         _mend_dot(InterpreterBuilder)
         _mend_cast(InterpreterBuilder)
+        _mend_assembly(InterpreterBuilder)
 
 
 def float32_of_bits(bits: np.ndarray) -> np.ndarray:
@@ -63,3 +67,18 @@ def _mend_cast(builder) -> None:
         return theirs(self, source, to)
 
     builder.cast_impl = cast_impl
+
+
+def _mend_assembly(builder) -> None:
+    from triton.runtime.interpreter import TensorHandle
+
+    theirs = builder.create_inline_asm
+
+    def create_inline_asm(self, assembly, constraints, values, kinds, *options):
+        if assembly != turn.PTX.value:
+            return theirs(self, assembly, constraints, values, kinds, *options)
+        nothing = TensorHandle(np.zeros(1, np.int32), tl.int32)
+        nothing.get_result = lambda _number: nothing
+        return nothing
+
+    builder.create_inline_asm = create_inline_asm

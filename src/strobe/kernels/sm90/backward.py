@@ -59,6 +59,7 @@ from strobe.kernels.common.gluon_masks import q_full, q_range
 from strobe.kernels.common.gluon_philox import dropped
 from strobe.kernels.common.named_barrier import FIRST, announce, meet, rendezvous
 from strobe.kernels.common.pairs import rounded, widened
+from strobe.kernels.common.turn import take_turn
 from strobe.kernels.common.work import Lengths, sequence
 from strobe.kernels.gluon import (
     aggregate,
@@ -830,6 +831,7 @@ def backward_kernel(
 ):  # fmt: skip
     memory = make_memory(q_wide.dtype, C)
     fence_async_shared()
+    take_turn()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow),
               one_or_two(do_wide, do_narrow), statistics_desc)  # fmt: skip
     outputs = Outputs(one_or_two(dq_wide, dq_narrow), one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes,

@@ -11,6 +11,7 @@ each from a multiple of 128 on).
 import triton
 import triton.language as tl
 
+from strobe.kernels.common.turn import take_program_turn
 from strobe.kernels.portable.tiles import sequence
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -40,6 +41,7 @@ def prepare(
 ):  # fmt: skip
     """The statistics of some rows; their delta once more, as the LSE lies, and zeros in their accumulator, where these are
     wanted. DIM: columns of the accumulator."""
+    take_program_turn()
     block = tl.program_id(0) % tiles
     head = tl.program_id(0) // tiles % heads
     batch = tl.program_id(0) // tiles // heads
@@ -82,6 +84,7 @@ def convert(
 ):  # fmt: skip
     """Some rows and columns of dQ from the accumulator: put in order, scaled, rounded. PADDED: columns of the accumulator,
     which comes in shares of COLUMNS; notes, if given: 1 where a NaN came out."""
+    take_program_turn()
     shares: tl.constexpr = PADDED // COLUMNS
     share = tl.program_id(0) % shares
     block = tl.program_id(0) // shares % tiles

@@ -28,6 +28,7 @@ import triton.language as tl
 from strobe.kernels.common.channel import Channel, at, make_barriers, make_channel, make_chunks
 from strobe.kernels.common.descriptors import coordinates, one_or_two
 from strobe.kernels.common.named_barrier import FIRST, meet, release, rendezvous
+from strobe.kernels.common.turn import take_turn
 from strobe.kernels.common.work import Heads as RowHeads
 from strobe.kernels.common.work import Lengths
 from strobe.kernels.common.work import locate as locate_rows
@@ -329,6 +330,7 @@ def keys_kernel(
 ):  # fmt: skip
     memory = make_keys_memory(q_wide.dtype, C)
     fence_async_shared()
+    take_turn()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow),
               one_or_two(do_wide, do_narrow), statistics_desc)  # fmt: skip
     outputs = (one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes, scale)
@@ -549,6 +551,7 @@ def rows_kernel(
 ):  # fmt: skip
     memory = make_rows_memory(q_wide.dtype, C)
     fence_async_shared()
+    take_turn()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow),
               one_or_two(do_wide, do_narrow))  # fmt: skip
     dbias = BiasGradient(dbias, dbias_batch, dbias_head, dbias_row, dbias_key)

@@ -42,6 +42,7 @@ from strobe.kernels.common.channel import at, make_barriers, make_channel, make_
 from strobe.kernels.common.descriptors import coordinates, one_or_two
 from strobe.kernels.common.optimistic import BOUNDS
 from strobe.kernels.common.stamp import stamp
+from strobe.kernels.common.turn import take_turn
 from strobe.kernels.common.work import Heads, Lengths
 from strobe.kernels.gluon import (
     aggregate,
@@ -554,6 +555,7 @@ def forward_kernel(
     k = make_channel(dtype, C.num_stages, C.tile_kv, C.wide, C.narrow, C.groups)
     v = make_channel(dtype, C.num_stages, C.tile_kv, C.wide_v, C.narrow_v, C.groups)
     fence_async_shared()
+    take_turn()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow))
     outputs = Outputs(o_desc, lse, notes, rows)
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv)

@@ -25,6 +25,7 @@ import triton.language as tl
 from strobe.device import arch_of
 from strobe.kernels.common.arguments import LOG2_E, heads_at_once, meta, meta_operands
 from strobe.kernels.common.channel import at, make_channel
+from strobe.kernels.common.turn import take_program_turn, take_turn
 from strobe.kernels.common.work import Heads, Lengths
 from strobe.kernels.gluon import (
     TensorDescriptor,
@@ -89,6 +90,7 @@ def key_at(place):
 @triton.jit(do_not_specialize=["n", "blocks"])
 def transpose_kernel(v, v_t, cu_kv, n, blocks, by_batch, by_row, by_head, TILE: tl.constexpr, HEAD_DIM: tl.constexpr):
     """One block of keys: bytes [TILE, HEAD_DIM] of v to [HEAD_DIM, TILE] of v_t. Beyond the last key it writes 0."""
+    take_program_turn()
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = 0
     target = batch * ((n + TILE - 1) // TILE) + block
@@ -478,6 +480,7 @@ def fp8_kernel(q_desc, k_desc, v_desc, o_desc, lse, counters, q_descale, k_desca
     k = make_channel(dtype, C.num_stages, C.tile_kv, C.head_dim, 0, C.groups)
     v = make_channel(dtype, C.num_stages, C.head_dim_v, C.tile_kv, 0, C.groups)
     fence_async_shared()
+    take_turn()
     inputs = (q_desc, k_desc, v_desc)
     outputs = Outputs(o_desc, lse, counters, rows)  # it writes no notes
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix)
@@ -534,6 +537,7 @@ def transposed(problem: AttentionProblem, operands: Operands) -> torch.Tensor:
     transpose_kernel[(triton.cdiv(lengths.seqlen_kv, tile), problem.heads_kv, lengths.batch)](
         v.view(torch.uint8), v_t.view(torch.uint8), operands.cu_seqlens_kv, lengths.seqlen_kv,
         v_t.shape[1] // problem.head_dim_v, by_batch, v.stride(-3), v.stride(-2), tile, problem.head_dim_v,
+        launch_pdl=True,
     )  # fmt: skip
     return v_t
 
@@ -600,6 +604,7 @@ def kernel_arguments(problem: AttentionProblem, operands: Operands, v_t, descale
         "C": chosen,
         "num_warps": 4,
         "enable_fp_fusion": True,  # Triton 3.10 turns it off
+        "launch_pdl": True,
     }
     ctas = arch_of(operands.q.device).sms
     return (min(tiles, ctas) if ctas else tiles,), arguments, constants

@@ -142,6 +142,7 @@ def kernel_arguments(
         "C": config,
         "num_warps": 4,
         "enable_fp_fusion": True,  # Triton 3.10 turns it off
+        "launch_pdl": True,
     }
     ctas = arch_of(operands.q.device).sms
     return (min(tiles, ctas) if ctas and trace is None else tiles,), arguments, constants

@@ -44,10 +44,7 @@ class ForwardPlan:
         redone = space.counters[2:3]
         given = (*(x for x in tensors if x is not None), out, lse, space.counters, space.notes, redone)
         grid, arguments, constants = kernel_arguments(problem, operands, out, lse, space, config)
-        _, keywords = portable._keywords("redo", problem, operands, out, lse)
-        keywords |= dict(notes=space.notes, number=self._notes, counter=redone)
-        keywords |= dict(NOTED_ROWS=portable.NOTED_ROWS, SHARE=portable._SHARE)
-        redo_grid = (min(self._notes, 2 * portable._multiprocessors(self._device)),)
+        redo_grid, keywords = portable.redo_arguments(problem, operands, out, lse, space.notes, self._notes, redone)
 
         def compile_redo():
             with torch.cuda.device(self._device):
