@@ -99,7 +99,7 @@ def dropped_by(backend: str, p: float, dtype: torch.dtype, cu: list[int] | None 
         cu = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
         keywords |= {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_seqlen_q": 64, "max_seqlen_kv": 64}
     zero = torch.zeros(shape, device=DEVICE, dtype=dtype)
-    eye = torch.eye(64, device=DEVICE, dtype=dtype).repeat(2, 1).view(2, 64, 1, 64).expand(2, 64, 3, 64).reshape(shape)
+    eye = torch.eye(64, device=DEVICE, dtype=dtype).repeat(2, 1).view(2, 64, 1, 64).repeat(1, 1, 3, 1).view(shape)
     eye.requires_grad_()
     if not strobe.supports(zero, zero, eye, **keywords)[0]:
         return None

@@ -4,7 +4,6 @@ the kept ones."""
 import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -336,8 +335,6 @@ def test_the_compiler_agrees_with_every_kept_config(version):
     result = json.loads(done.stdout.splitlines()[-1])
     assert (version == "oldest Triton") == result["triton"].startswith("3.6")
     flaws = {(audit["groups"], audit["masked"]): audit["flaw"] for audit in result["found"] if audit["flaw"]}
-    # Three groups without a mask, at the boundary of their tiles: see LATE in sm90/forward.py.
-    assert set(flaws) <= (set() if version == "oldest Triton" else {(3, False)}), flaws
-    assert all(re.fullmatch(r"spills (\d+) bytes", flaw) and int(flaw.split()[1]) <= 252 for flaw in flaws.values()), flaws
+    assert not flaws, flaws
     for audit in result["found"]:
         assert 0 <= audit["excess"] <= 512, audit["name"]

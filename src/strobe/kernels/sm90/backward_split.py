@@ -551,7 +551,6 @@ def rows_kernel(
 ):  # fmt: skip
     memory = make_rows_memory(q_wide.dtype, C)
     fence_async_shared()
-    take_turn()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow),
               one_or_two(do_wide, do_narrow))  # fmt: skip
     dbias = BiasGradient(dbias, dbias_batch, dbias_head, dbias_row, dbias_key)
@@ -567,3 +566,4 @@ def rows_kernel(
         (rows, (1, outputs, lengths, heads, score, memory, MASKED, NOTED, C)),
         (rows_producer, (inputs, lengths, heads, memory, C)),
     ], [4, 1], [240, 24])  # fmt: skip
+    take_turn()  # at the end: it needs nothing of the keys pass, which began when all before it had ended

@@ -383,9 +383,9 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, memory, k, v,
     """This CTA's tiles, of which there is one at least."""
     gl.static_assert((lengths.left is None) or (tile.lead is not None))
     dtype: gl.constexpr = outputs.descriptor.dtype
-    # Three groups have 160 registers a thread: with a mask too few for the next tile's P beside the last one's, so it is late.
-    # Bytes spilled at head dim 64 without, with a mask: never late 0, 140 (Triton 3.6) and 172, 428 (3.9); always late none.
-    LATE: gl.constexpr = C.q_stages == 1 or (C.groups == 3 and MASKED)
+    # Three groups have 160 registers a thread: too few for the next tile's P beside the last one's, so it is late. Never late,
+    # head dim 64 spills 0 bytes, with a mask 140 (Triton 3.6), or 172 and 428 (3.9); late none, in as much time.
+    LATE: gl.constexpr = C.q_stages == 1 or C.groups == 3
     turn = 0
     g = gl.to_tensor(0)
     stamp(trace, w, "begin", g)

@@ -165,11 +165,12 @@ def add_to_bias(dbias, ds, p, row, key, batch, head, n_q, n_kv, TRANSPOSED: gl.c
     if dbias.key is not None:
         of_key = key.to(gl.int64) * dbias.key
     if dbias.row is None and dbias.key is None:
-        gl.atomic_add(at, gl.sum(gl.sum(ds, 1), 0), sem="relaxed")
+        sums = warp_sums(gl.sum(ds, 1))
+        gl.atomic_add(at + gl.zeros_like(sums).to(gl.int32), sums, sem="relaxed")
     elif dbias.row is None:
-        gl.atomic_add(at + of_key, gl.sum(ds, ROW), mask=exists_key, sem="relaxed")
+        add_sums(at, of_key, exists_key, ds, ROW)
     elif dbias.key is None:
-        gl.atomic_add(at + of_row, gl.sum(ds, KEY), mask=exists_row, sem="relaxed")
+        add_sums(at, of_row, exists_row, ds, KEY)
     else:
         at += gl.expand_dims(of_row, KEY) + gl.expand_dims(of_key, ROW)
         exists = gl.expand_dims(exists_row, KEY) & gl.expand_dims(exists_key, ROW)
@@ -177,6 +178,27 @@ def add_to_bias(dbias, ds, p, row, key, batch, head, n_q, n_kv, TRANSPOSED: gl.c
             gl.atomic_add(at, ds, mask=exists, sem="relaxed")
         else:
             gl.store(at, ds.to(dbias.pointer.dtype.element_ty), mask=exists)
+
+
+@gluon.jit
+def add_sums(at, places, exists, ds, DIM: gl.constexpr):
+    """Add ds, summed over a dim, to `places`, which belong to the other."""
+    if DIM == 1:
+        gl.atomic_add(at + places, gl.sum(ds, 1), mask=exists, sem="relaxed")
+    else:
+        sums = warp_sums(ds)
+        LAYOUT: gl.constexpr = gl.SliceLayout(0, sums.type.layout)
+        everywhere = gl.zeros_like(sums).to(gl.int32)
+        places = gl.convert_layout(places, LAYOUT)[None, :] + everywhere
+        exists = gl.convert_layout(exists, LAYOUT)[None, :] & (everywhere == 0)
+        gl.atomic_add(at + places, sums, mask=exists, sem="relaxed")
+
+
+@gluon.jit
+def warp_sums(x):
+    """Of an accumulator, or of one number a row: [64, ...] -> [4, ...], the sums over each warp's 16 rows. A sum over all would
+    take shared memory, of which nothing is left at head dim 192."""
+    return gl.sum(gl.reshape(x, [4, 16, *x.shape[1:]]), 1)
 
 
 @gluon.jit
