@@ -413,6 +413,38 @@ def test_attention_by_plans_in_graphs_and_streams():
 
 
 @gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_a_launch_waits_for_those_ahead(head_dim):
+    """A launch may begin while the one ahead of it ends (`kernels.common.turn`), and reads what that wrote: attentions in a row,
+    each of the last one's result, give the same bits with a pause after each, without, and in a graph; and so do gradients."""
+    shape = (2, 1024, 2048 // head_dim, head_dim)
+    q, k, v, dout = torch.randn(4, *shape, device="cuda", dtype=torch.bfloat16).unbind()
+    q.requires_grad_()
+
+    def chain(x, pause):
+        for _ in range(8):
+            x = strobe.attention(x, k, v, mask=strobe.Causal(), deterministic=True)
+            if pause:
+                torch.cuda.synchronize()
+                x.register_hook(lambda _: torch.cuda.synchronize())
+        return x
+
+    want = chain(q, True)
+    (want_dq,) = torch.autograd.grad(want, q, dout)
+    for _ in range(5):
+        got = chain(q, False)
+        (got_dq,) = torch.autograd.grad(got, q, dout)
+        assert torch.equal(got, want) and torch.equal(got_dq, want_dq)
+    graph, plain = torch.cuda.CUDAGraph(), q.detach()
+    with torch.cuda.graph(graph):
+        got = chain(plain, False)
+    for _ in range(5):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)
+
+
+@gpu
 def test_strides_and_addresses_compile_nothing():
     from strobe.kernels.sm90.forward import forward_kernel
 
