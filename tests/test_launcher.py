@@ -415,8 +415,8 @@ def test_attention_by_plans_in_graphs_and_streams():
 @gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_a_launch_waits_for_those_ahead(head_dim):
-    """A launch may begin while the one ahead of it ends (`kernels.common.turn`), and reads what that wrote: attentions in a row,
-    each of the last one's result, give the same bits with a pause after each, without, and in a graph; and so do gradients."""
+    """A launch may begin while the one ahead of it ends (`kernels.common.turn`), and reads what that wrote: attentions in a
+    row, each of the last one's result, give the same bits with a pause after each, without, and in a graph; so do gradients."""
     shape = (2, 1024, 2048 // head_dim, head_dim)
     q, k, v, dout = torch.randn(4, *shape, device="cuda", dtype=torch.bfloat16).unbind()
     q.requires_grad_()

@@ -68,9 +68,9 @@ CAUSAL = Case(200, 200, batch=1, heads_q=2, heads_kv=1, head_dim=64, mask="causa
 KERNEL = Kernel(SPLIT, 90, CAUSAL, SplitConfig(64, 64), lambda kernels, bug, t, config: SplitBackward(t, config, kernels).run)
 TOO_EARLY = (Race, Uninitialised, BarrierMisuse)
 P_STORE = "    memory.p.index(g % 2).store(p.to(memory.p.dtype))\n"
-P_ANNOUNCED = "    release(P_READY + g % 2)\n"
+P_ANNOUNCED = "    announce(P_READY + g % 2)\n"
 P_WAIT = "    meet(P_READY + g % 2)\n    p = "
-P_READ = "        release(P_READ + g % 2)\n"
+P_READ = "        announce(P_READ + g % 2)\n"
 P_READ_WAIT = "    if g >= 2:\n        meet(P_READ + g % 2)\n"
 
 
@@ -86,9 +86,9 @@ BUGS = [
     kernel("nobody says that P is read", P_READ, "        pass\n", (Deadlock,)),
     kernel("P is read twice as often as it is waited for", "    if g + 2 < count:\n", "    if g < count:\n", (BarrierMisuse,)),
     kernel("one buffer of P", P_STORE, P_STORE.replace("g % 2", "g * 0"), (Race, Uninitialised)),
-    kernel("dV overwrites a V that is read", "        rendezvous(ENDED, 0)\n", "        release(ENDED + 1)\n", (Race,)),
+    kernel("dV overwrites a V that is read", "        rendezvous(ENDED, 0)\n", "        announce(ENDED + 1)\n", (Race,)),
     kernel(
-        "dK overwrites a K that is read", "        rendezvous(ENDED, 1)\n", "        release(ENDED)\n", (Race, BarrierMisuse)
+        "dK overwrites a K that is read", "        rendezvous(ENDED, 1)\n", "        announce(ENDED)\n", (Race, BarrierMisuse)
     ),
     kernel(
         "a tile of Q is given back before its product is done",

@@ -28,7 +28,6 @@ BACKENDS = {"sm90": (sm90_forward, sm90_config.choose, 90), "sm100": (sm100_forw
 _ROWS_PER_NOTE = 64
 register(named_barrier.meet, partial(named_sync, threads=256))
 register(named_barrier.announce, partial(named_arrive, threads=256))
-register(named_barrier.release, partial(named_arrive, threads=256))
 register(turn.take_turn, lambda: None)  # a simulated launch is alone
 register(pairs.rounded, lambda x, dtype: x.to(dtype))
 register(pairs.widened, lambda x: x.to(tl.float32))

@@ -27,16 +27,6 @@ def announce(number):
 
 
 @gluon.jit
-def release(number):
-    """As `announce`, after this thread's loads and stores are done, for whoever waits to read or overwrite: in the machine code
-    an arrival alone (BAR.ARV) does not wait for those that are under way."""
-    gl.inline_asm_elementwise(
-        "fence.acq_rel.cta; bar.arrive $1, 256; mov.b32 $0, 0;",
-        "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def rendezvous(number, w: gl.constexpr):
     """Warpgroups 0 and 1 wait for each other, at the barriers `number` and `number` + 1. (One barrier would do. But the two
     come to it at different places of the code, and that is what compute-sanitizer's synccheck calls divergence.)
