@@ -297,6 +297,32 @@ def reads_back(x, a, b):
     mbarrier.wait(ready, 0)
 
 
+@gluon.jit
+def gives_a_place_back(a, USED: gl.constexpr, FENCED: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float16, [64, 64], SWIZZLED)
+    ready, empty = barrier_of(1), barrier_of(1)
+    for turn in gl.static_range(2):
+        mbarrier.expect(ready, a.block_type.nbytes)
+        tma_load(a, [0, 0], ready, tile)
+        mbarrier.wait(ready, turn)
+        value = tile.load(BLOCK)[None, :, :]
+        if USED:
+            value += 1.0
+        if FENCED:
+            fence_async_shared()
+        mbarrier.arrive(empty, count=1)
+        mbarrier.wait(empty, turn)
+
+
+@mistake(
+    Race,
+    "[cta 0] TMA load of a by leaves_a_load at <> writes tile through the async proxy, while the read by leaves_a_load at <> may",
+)
+@gluon.jit
+def leaves_a_load(x, a, b):
+    gives_a_place_back(a, False, False)
+
+
 @mistake(Race, "[cta 0] waits_for_the_wrong_group at <> reads memory; nothing orders it after the write by cp.async", arch=80)
 @gluon.jit
 def waits_for_the_wrong_group(x, a, b):
@@ -496,6 +522,12 @@ def test_what_is_said(kernel, error, says, arch, order):
         simulate(kernel, (1,), torch.zeros(128), *boxes, order=order, arch=arch)
     message = re.sub(r"test_messages\.py:\d+ in \w+", "<>", str(raised.value))
     assert message.startswith(says), message
+
+
+@pytest.mark.parametrize("used, fenced", [(True, False), (False, True)], ids=["used", "fenced"])
+def test_a_load_is_over_once_it_is_used_or_fenced(used, fenced):
+    box = TensorDescriptor.from_tensor(torch.zeros(64, 64).half(), [64, 64], SWIZZLED.value)
+    simulate(gives_a_place_back, (1,), box, used, fenced)
 
 
 def test_of_two_ctas_that_write_the_same():

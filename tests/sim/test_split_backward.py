@@ -67,6 +67,7 @@ SPLIT = "strobe.kernels.sm90.backward_split"
 CAUSAL = Case(200, 200, batch=1, heads_q=2, heads_kv=1, head_dim=64, mask="causal")
 KERNEL = Kernel(SPLIT, 90, CAUSAL, SplitConfig(64, 64), lambda kernels, bug, t, config: SplitBackward(t, config, kernels).run)
 TOO_EARLY = (Race, Uninitialised, BarrierMisuse)
+FENCE, STATISTICS_RELEASED = "    fence_async_shared()\n", "    memory.statistics.release(g)\n"
 P_STORE = "    memory.p.index(g % 2).store(p.to(memory.p.dtype))\n"
 P_ANNOUNCED = "    announce(P_READY + g % 2)\n"
 P_WAIT = "    meet(P_READY + g % 2)\n    p = "
@@ -79,6 +80,7 @@ BUGS = [
     kernel("K is not waited for", "        mbarrier.wait(memory.k_full.index(0), 0)\n", "", TOO_EARLY),
     kernel("V is not waited for", "        mbarrier.wait(memory.v_full.index(0), 0)\n", "", TOO_EARLY),
     kernel("the statistics are not waited for", "    memory.statistics.wait(g)\n    x = x -", "    x = x -", TOO_EARLY),
+    kernel("the statistics are given back while they are loaded", FENCE + STATISTICS_RELEASED, STATISTICS_RELEASED, (Race,)),
     kernel("P is not waited for", P_WAIT, "    p = ", TOO_EARLY),
     kernel("nobody says that P is there", P_ANNOUNCED, "    pass\n", (Deadlock,)),
     kernel("P is announced before it is written", P_STORE + P_ANNOUNCED, P_ANNOUNCED + P_STORE, (Race, Uninitialised)),

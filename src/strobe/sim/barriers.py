@@ -114,7 +114,7 @@ def arrive(mbarrier, count=1, pred=True, **_) -> None:
     if pred:
         partition = running.partition
         at(mbarrier).arrive(int(count), partition.knows, f"{partition.name} at {where()}", time=partition.time)
-        partition.tick()
+        partition.arrive()
 
 
 def expect(mbarrier, bytes_per_cta=None, pred=True, bytes=None, **_) -> None:
@@ -126,7 +126,7 @@ def expect(mbarrier, bytes_per_cta=None, pred=True, bytes=None, **_) -> None:
     if pred:
         partition, number = running.partition, int(bytes if bytes_per_cta is None else bytes_per_cta)
         at(mbarrier).arrive(1, partition.knows, f"{partition.name} at {where()}", number, partition.time)
-        partition.tick()
+        partition.arrive()
 
 
 def wait(mbarrier, phase, pred=True, deps=()) -> None:
@@ -178,7 +178,7 @@ class NamedBarrier:
             raise BarrierMisuse(f"{partition.name} at {where()} brings {threads} threads to {self}: more than {self.threads}")
         self.knows.join(partition.knows)
         self.time = max(self.time, partition.time)
-        partition.tick()
+        partition.arrive()
         if self.arrived == self.threads:
             self.arrived, self.round, self.completed = 0, self.round + 1, self.time
             self.handed_on, self.knows, self.here = self.knows, Knowledge(), set()

@@ -30,7 +30,7 @@ from greenlet import getcurrent, greenlet
 from strobe.sim.clocks import CAPACITY, Knowledge
 from strobe.sim.context import where
 from strobe.sim.errors import BarrierMisuse, Deadlock, IllegalOperation, SimulationError, Unfinished
-from strobe.sim.memory import Access, GlobalArray
+from strobe.sim.memory import Access, GlobalArray, Load
 from strobe.sim.pipes import Pipes, Ready
 from strobe.sim.trace import Span
 
@@ -62,6 +62,8 @@ class Partition:
         self.done = False
         self.units: dict[str, Any] = {}
         """What works asynchronously for this partition: its wgmma groups, its tcgen05 queue, its bulk stores, its cp.async."""
+        self.loads: list[Load] = []
+        """From shared memory, since its last arrival or fence."""
         self.routine = greenlet(self._run, cta.machine.scheduler)  # where control goes when it ends
         self._body = body
 
@@ -75,10 +77,23 @@ class Partition:
         """Begin a new tick: what comes is not covered by knowledge that was handed out before."""
         self.knows.seen[self.agent] += 1
 
-    def access(self, generic: bool = True, what: str = "") -> Access:
+    def arrive(self) -> None:
+        """It has arrived at a barrier. What it loads and nothing has used yet stays behind."""
+        for load in self.loads:
+            load.left_behind = not load.over
+        self.loads.clear()
+        self.tick()
+
+    def fence(self) -> None:
+        self.knows.fence()
+        self.loads.clear()
+
+    def access(self, generic: bool = True, what: str = "", load: Load | None = None) -> Access:
         # What it knows may be kept by reference: this tick's knowledge only grows, and is compared at once.
         tick = int(self.knows.seen[self.agent])
-        return Access(self.agent, tick, self.knows, f"{what}{self.name} at {where()}", generic)
+        if load is not None:
+            self.loads.append(load)
+        return Access(self.agent, tick, self.knows, f"{what}{self.name} at {where()}", generic, load=load)
 
 
 class Cta:

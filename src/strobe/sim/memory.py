@@ -5,7 +5,8 @@ real: P written over S overwrites S. Every access goes through `Buffer.touch`, w
 it that it overlaps: two of them, at least one a write, that no chain of barriers orders are a race.
 
 The hardware reaches shared memory by two ways: threads through the generic proxy; TMA, wgmma and tcgen05 through the async
-proxy. What a thread wrote is visible to the async proxy only after a fence (PTX ISA, "Async proxy").
+proxy. What a thread wrote is visible to the async proxy only after a fence (PTX ISA, "Async proxy"). And what a thread reads,
+the async proxy may overwrite before it is read: an arrival at a barrier waits for no load.
 """
 
 from __future__ import annotations
@@ -53,10 +54,20 @@ def outcome_of(outcomes: Iterable[Outcome | None]) -> Outcome | None:
     return None if not open_ else next(iter(open_.values())) if len(open_) == 1 else Outcome(open_.values())
 
 
+class Load:
+    """Of a partition, from shared memory to registers. over: something used what it loaded, or a fence waited for it.
+    left_behind: the partition arrived at a barrier before that."""
+
+    __slots__ = ("left_behind", "over")
+
+    def __init__(self):
+        self.over = self.left_behind = False
+
+
 @dataclass(frozen=True)
 class Access:
     """Of `agent` at its `tick`, with what it knew then. generic: through the generic proxy, by a thread. outcome: of a read
-    that does no harm as long as nothing depends on it."""
+    that does no harm as long as nothing depends on it. load: of a read to registers."""
 
     agent: int
     tick: int
@@ -64,6 +75,7 @@ class Access:
     what: str
     generic: bool = True
     outcome: Outcome | None = None
+    load: Load | None = None
 
     def __str__(self) -> str:
         return self.what
@@ -152,6 +164,11 @@ class Buffer:
             if before.outcome is None or record.write:
                 raise race
             before.outcome.spoil(race)
+        if before.load is not None and before.load.left_behind and not access.generic:
+            raise Race(
+                f"{access} {verb} {name} through the async proxy, while the read by {before} may be under way: before its "
+                f"arrival at a barrier nothing used what it loads, and there was no fence_async_shared"
+            )
         fenced = access.knows.fenced[before.agent] >= before.tick
         if self.space == "shared" and record.write and before.generic and not access.generic and not fenced:
             raise MissingFence(

@@ -40,7 +40,7 @@ from strobe.sim.dtypes import (
     torch_dtype,
 )
 from strobe.sim.errors import IllegalOperation, Unfinished, Unsupported
-from strobe.sim.memory import Outcome, outcome_of
+from strobe.sim.memory import Load, Outcome, outcome_of
 from strobe.sim.operators import DIVIDE, LSHIFT, OPERATORS, RSHIFT, SIMPLE, SUB, XOR, Op
 
 __all__ = ["Pointer", "Scalar", "Tensor", "Value", "compute", "gluon_dtype", "torch_dtype"]
@@ -161,10 +161,12 @@ def compute(pipe: str, function: Callable, *operands, layout=None, elements: int
     division), "shuffle" (across lanes), "mma", "free" (views). elements: work of the pipe, by default one for each element of
     the result. Unfinished if an operand is the result of asynchronous work that nobody waited for.
     """
-    ready, data, outcomes = [], [], []
+    ready, data, outcomes, load = [], [], [], None
     for x in operands:
         if type(x) is Tensor:
-            if x.pending is not None:
+            if x.load is not None and pipe == "free" and len(operands) == 1:
+                load = x.load
+            elif x.load is not None or x.pending is not None:
                 x.check_finished()
             ready.append(x.ready)
             data.append(x.data)
@@ -174,7 +176,7 @@ def compute(pipe: str, function: Callable, *operands, layout=None, elements: int
             data.append(x)
     result = function(*data)
     issued = machine().issue(pipe, _own_share(result.numel() if elements is None else elements), ready)
-    return Tensor(result, layout, issued, outcome=outcome_of(outcomes) if outcomes else None)
+    return Tensor(result, layout, issued, outcome=outcome_of(outcomes) if outcomes else None, load=load)
 
 
 def _own_share(elements: int) -> int:
@@ -323,12 +325,20 @@ def _define_scalar(op: Op) -> None:
 
 class Tensor(Value):
     """A tensor in registers. ready: when it is there (timed runs). pending: unfinished asynchronous work that writes it, with
-    `.finished` and `.description`. outcome: of the products that it comes from."""
+    `.finished` and `.description`. outcome: of the products that it comes from. load: whose result it is, or a view of that."""
 
-    __slots__ = ("data", "layout", "outcome", "pending", "ready")
+    __slots__ = ("data", "layout", "load", "outcome", "pending", "ready")
 
-    def __init__(self, data: torch.Tensor, layout=None, ready=None, pending=None, outcome: Outcome | None = None):
-        self.data, self.layout, self.ready, self.pending, self.outcome = data, layout, ready, pending, outcome
+    def __init__(
+        self,
+        data: torch.Tensor,
+        layout=None,
+        ready=None,
+        pending=None,
+        outcome: Outcome | None = None,
+        load: Load | None = None,
+    ):
+        self.data, self.layout, self.ready, self.pending, self.outcome, self.load = data, layout, ready, pending, outcome, load
 
     dtype = property(lambda self: GLUON[self.data.dtype])
     shape = property(lambda self: Shape(self.data.shape))
@@ -340,7 +350,9 @@ class Tensor(Value):
         return compute("free", lambda x: x.transpose(-1, -2), self, layout=Inferred(self.data.dim()))
 
     def check_finished(self) -> None:
-        """Unfinished if asynchronous work that nobody waited for still writes this tensor."""
+        """As something uses it: Unfinished if asynchronous work that nobody waited for still writes this tensor."""
+        if self.load is not None:
+            self.load.over = True
         if self.pending is not None and not self.pending.finished:
             raise Unfinished(f"{where()} uses the result of {self.pending.description}, which nobody has waited for")
 

@@ -61,4 +61,4 @@ def barrier(cluster=False) -> None:
 
 def fence_async_shared(cluster=False) -> None:
     """What this partition wrote, or knows to be written, becomes visible to the async proxy."""
-    machine().partition.knows.fence()
+    machine().partition.fence()

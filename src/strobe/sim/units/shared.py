@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from strobe.sim.clusters import halved_dim, only_own, own, transposed
 from strobe.sim.context import machine, where
 from strobe.sim.errors import IllegalOperation, Unsupported
-from strobe.sim.memory import Access, Buffer, Footprint, bounds_check, dense_footprint, reshaped
+from strobe.sim.memory import Access, Buffer, Footprint, Load, bounds_check, dense_footprint, reshaped
 from strobe.sim.names import assigned_name
 from strobe.sim.tensor import Tensor, torch_dtype
 
@@ -138,9 +138,10 @@ class SharedView:
         running = machine()
         running.pause()
         mine = self.own()
-        self.touch(running.partition.access(), write=False, part=mine)
+        load = Load()
+        self.touch(running.partition.access(load=load), write=False, part=mine)
         ready = running.issue("shared", mine.numel() * mine.element_size(), [])
-        return Tensor(only_own(self.layout, self.data).reshape(self.shape), layout, ready)
+        return Tensor(only_own(self.layout, self.data).reshape(self.shape), layout, ready, load=load)
 
     def store(self, value: Tensor) -> None:
         running = machine()
