@@ -316,7 +316,7 @@ def gives_a_place_back(a, USED: gl.constexpr, FENCED: gl.constexpr):
 
 @mistake(
     Race,
-    "[cta 0] TMA load of a by leaves_a_load at <> writes tile through the async proxy, while the read by leaves_a_load at <> may",
+    "[cta 0] TMA load of a by leaves_a_load at <> writes tile through the async proxy, while the read by leaves_a_load at",
 )
 @gluon.jit
 def leaves_a_load(x, a, b):

@@ -330,14 +330,9 @@ class Tensor(Value):
     __slots__ = ("data", "layout", "load", "outcome", "pending", "ready")
 
     def __init__(
-        self,
-        data: torch.Tensor,
-        layout=None,
-        ready=None,
-        pending=None,
-        outcome: Outcome | None = None,
-        load: Load | None = None,
-    ):
+        self, data: torch.Tensor, layout=None, ready=None, pending=None,
+        outcome: Outcome | None = None, load: Load | None = None,
+    ):  # fmt: skip
         self.data, self.layout, self.ready, self.pending, self.outcome, self.load = data, layout, ready, pending, outcome, load
 
     dtype = property(lambda self: GLUON[self.data.dtype])
