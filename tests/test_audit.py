@@ -150,6 +150,10 @@ def test_roles_and_their_main_loops(made):
             assert loop_of(report, producer)["UTMALDG"] and products not in loop_of(report, producer)
     for report in audited.get("sm90-split", ()):
         assert report["spill_bytes"] == 0 and all(loop_of(report, name).get("HGMMA") for name in list(report["parts"])[:2])
+    for what in ("sm90-forward", "sm90-split", "sm90-fp8"):  # each takes its turn (`kernels.common.turn`)
+        for report in audited.get(what, ()):
+            for name in ("ACQBULK", "PREEXIT"):
+                assert sum(part["instructions"].get(name, 0) for part in report["parts"].values()) == 1, (what, name)
     for report in audited.get("sm100-forward", ()):
         assert list(report["parts"]) == ["softmax 0", "softmax 1", "correction", "mma", "epilogue", "load"]
         assert loop_of(report, "mma")["UTCHMMA"] == 2 * (128 // 16 + 128 // 16)  # both Q stages, head dim 128, 128 keys

@@ -139,6 +139,8 @@ GLOSSARY: dict[str, Entry] = {
         "sm_90",
         f"{SM90.arrive:g} cycles an arrival ({SM90.arrive.source})",
     ),
+    "ACQBULK": Entry("waiting", "griddepcontrol.wait: for the launches ahead, and what they wrote", "sm_90"),
+    "PREEXIT": Entry("waiting", "griddepcontrol.launch_dependents: the next launch may begin", "sm_90"),
     "DEPBAR": Entry("waiting", "waits until few enough groups of cp.async, or other scoreboards, are open", "all"),
     "LDGDEPBAR": Entry("waiting", "cp.async.commit_group", "sm_80"),
     "UTCBAR": Entry("waiting", "tcgen05.commit: products arrive at an mbarrier when they are done", "sm_100a"),
