@@ -17,21 +17,26 @@ from typer.testing import CliRunner
 import strobe
 from strobe.cli import app
 from strobe.device import KNOWN
+from strobe.kernels.sm90.backward_config import Config as BackwardConfig
+from strobe.kernels.sm90.backward_config import SplitConfig
 from strobe.kernels.sm90.config import Config
 from strobe.lab.cost import Cost, Standard, Tiling
+from strobe.lab.hopper import of_config, passes
 from strobe.lab.plan import Grid
 from strobe.lab.report import load
-from strobe.lab.roofline import Ceilings, draw, hopper_config, of_report, operand_bytes, place, problem_of, sentence
+from strobe.lab.roofline import Ceilings, draw, of_report, place, problem_of, sentence
 from strobe.problem import Dense
 
 ROOT = Path(__file__).parent.parent
 MEASURED = ROOT / "benchmarks" / "results" / "forward-h200-2026-11-21.json"
+BACKWARD = MEASURED.with_stem("backward-h200-2026-11-21")
 H200 = Ceilings.of(KNOWN["H200"], torch.bfloat16)
 A100 = Ceilings.of(KNOWN["A100"], torch.bfloat16)
 
 
 def long(length: int = 16384, dim: int = 128, **changes):
-    return problem(lengths=Dense(1, length, length), heads_q=16, heads_kv=16, head_dim=dim, head_dim_v=dim, **changes)
+    shape = {"heads_q": 16, "heads_kv": 16, "head_dim": dim, "head_dim_v": dim}
+    return problem(lengths=Dense(1, length, length), **(shape | changes))
 
 
 # ---- ceilings
@@ -49,58 +54,102 @@ def test_a_clock_moves_the_multiprocessors_and_not_the_memory():
     assert slow.hbm == H200.hbm and slow.ridge == H200.ridge / 2
 
 
-# ---- shared memory
+# ---- shared memory, and what our Hopper kernels do tile by tile
 
 
-def test_operands_by_hand():
+def test_the_forwards_operands_by_hand():
     # each of two groups: Q 64 x 128, K 128 x 128, V 128 x 128, of 2 bytes: 160 KiB, 1280 cycles beside 2048 of products
     config = Config(128, 128, groups=2, tile_kv=128, num_stages=2)
-    assert operand_bytes(config) == 2 * (64 + 128 + 128) * 128 * 2 == 160 * 1024
-    assert 2 * 128 * 128 * 256 / 4096 == 2048 > operand_bytes(config) / 128 == 1280
-    assert operand_bytes(replace(config, groups=3)) == 240 * 1024
-    assert operand_bytes(replace(config, tile_kv=64)) == 2 * (64 + 64 + 64) * 128 * 2
+    (one,) = of_config(config)
+    assert one.operand_bytes == 2 * (64 + 128 + 128) * 128 * 2 == 160 * 1024
+    assert one.flops == 2 * 128 * 128 * 256 and one.flops / 4096 == 2048 > one.operand_bytes / 128 == 1280
+    assert of_config(replace(config, groups=3))[0].operand_bytes == 240 * 1024
+    assert of_config(replace(config, tile_kv=64))[0].operand_bytes == 2 * (64 + 64 + 64) * 128 * 2
+
+
+def test_the_backwards_operands_by_hand():
+    # Head dim 128, 64 rows, 128 keys. Each of two groups: K 64 x 128 and Q 64 x 128 for S, as much of V and dO for dP, dO for
+    # dV and Q for dK (P and dS are in registers), dS 64 x 128 and half of K's columns, 128 x 64, for dQ: 8 of 8192 numbers.
+    (one,) = of_config(BackwardConfig(128, 128, 64, prefetch=True, turns=False))
+    assert (one.tile_q, one.tile_kv) == (64, 128)
+    assert one.operand_bytes == 2 * 8 * 8192 * 2 == 256 * 1024
+    assert one.flops == 5 * 2 * 64 * 128 * 128 and one.flops / 4096 == 2560 > one.operand_bytes / 128 == 2048
+    # Head dim 64, 128 rows: K 64 x 64 and Q 128 x 64, as much of V and dO; dO, Q; half of dS, 128 x 64, and K 128 x 64
+    (one,) = of_config(BackwardConfig(64, 64, 128, prefetch=False, turns=True))
+    assert one.operand_bytes == 2 * (2 * (4096 + 8192) + 2 * 8192 + 2 * 8192) * 2 and one.flops == 5 * 2 * 128 * 128 * 64
+    # (192, 128), 64 rows: three shares of dQ, each with all of dS, 64 x 128, and 64 columns of K
+    (one,) = of_config(BackwardConfig(192, 128, 64, prefetch=False, turns=False))
+    assert one.operand_bytes == 2 * 2 * (128 * 192 + 128 * 128 + 64 * 128 + 64 * 192) + 3 * 2 * (64 + 64) * 128
+    assert one.flops == 2 * 64 * 128 * (3 * 192 + 2 * 128)
+
+
+def test_the_two_passes_operands_by_hand():
+    # 64 x 256 everywhere. Keys, one group each: K and Q, V and dO, dO, Q. Rows, two groups: Q and K, dO and V, K.
+    keys, rows = of_config(SplitConfig(256, 256))
+    assert (keys.tile_q, keys.tile_kv, rows.tile_q, rows.tile_kv) == (64, 64, 128, 64)
+    assert keys.operand_bytes == 6 * 64 * 256 * 2 and rows.operand_bytes == 2 * 5 * 64 * 256 * 2
+    assert keys.flops == 4 * 2 * 64 * 64 * 256 and rows.flops == 3 * 2 * 128 * 64 * 256, "seven products, not five"
 
 
 OPERANDS = """
 import json, sys
-from strobe.device import KNOWN
-from strobe.kernels.sm90 import backend, launch
-from strobe.lab import offline
-from strobe.lab.sass import disassemble
+from strobe.lab.audit import reports_of
+from strobe.lab.plan import Grid
 
-for dims in ((64, 64), (192, 128)):
-    problem = offline.problem_of(dims, offline.CAUSAL, offline.torch.bfloat16)
-    with offline.pretend_gpu(90):
-        compiled = launch.compile_only(problem, backend.config(problem, KNOWN["H200"]))
-    sass = disassemble(compiled.asm["cubin"])
-    print(json.dumps([dims, [line for line in sass.splitlines() if "HGMMA" in line]]))
+for kernel, *dims in json.loads(sys.argv[1]):
+    grid = Grid(head_dims=(tuple(dims),), lengths=(4096,), masks=("full",))
+    for report in reports_of([kernel], grid.points(backward=False)):
+        loops = [str(line) for part in report.parts for line in part.loop]
+        print(json.dumps([line for line in loops if "HGMMA" in line]))
 """
 HGMMA = re.compile(r"HGMMA\.64x(\d+)x16\.F32\.BF16 R\d+, (R\d+, )?gdesc")
 
+COMPILED = [
+    *(("sm90-forward", 64, 64), ("sm90-forward", 192, 128)),
+    *(("sm90-backward", 64, 64), ("sm90-backward", 96, 96), ("sm90-backward", 128, 128), ("sm90-backward", 256, 256)),
+]
+
 
 def test_products_read_what_the_machine_code_says():
-    """Every HGMMA's operands that are descriptors, so in shared memory: B always, A unless it is a register."""
+    """Every HGMMA of the main loops: descriptors are operands in shared memory, B always, A unless it is a register."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", OPERANDS], capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-W", "ignore", "-c", OPERANDS, json.dumps(COMPILED)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+    expected = [
+        one
+        for kernel, dim, dim_v in COMPILED
+        for one in passes(long(4096, dim, head_dim_v=dim_v, phase=kernel.removeprefix("sm90-")))
+    ]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(lines) == 2
-    for (dim, dim_v), instructions in lines:
+    assert len(lines) == len(expected) == 7
+    for instructions, one in zip(lines, expected, strict=True):
         shapes = [HGMMA.search(line) for line in instructions]
-        assert all(shapes), instructions
-        of_scores = sum(2 * 16 * (64 + int(shape[1])) for shape in shapes if not shape[2])
-        of_output = sum(2 * 16 * int(shape[1]) for shape in shapes if shape[2])
-        # S = Q K^T stands three times in a consumer's code (before the loop, in it, at a tile's end), O += P V twice.
-        same = problem(strobe.Causal(), Dense(256, 4096, 4096), heads_q=1, heads_kv=1, head_dim=dim, head_dim_v=dim_v)
-        config = hopper_config(same)
-        assert of_scores / 3 + of_output / 2 == operand_bytes(config), (dim, dim_v)
+        assert shapes and all(shapes), instructions
+        assert sum(2 * 16 * (int(shape[1]) + (0 if shape[2] else 64)) for shape in shapes) == one.operand_bytes, one
+        assert sum(2 * 64 * 16 * int(shape[1]) for shape in shapes) == one.flops, one
+
+
+@pytest.mark.parametrize("mask", [strobe.Full(), strobe.Causal(), strobe.Window(200, 0), strobe.Prefix(300)], ids=str)
+@pytest.mark.parametrize("lengths", [(1000, 1000), (300, 1111), (1111, 300)])
+def test_a_pass_visits_the_same_tiles_from_the_side_of_the_keys(mask, lengths):
+    """As the backward finds them: for each block of keys the tiles of rows that see one of them."""
+    n_q, n_kv = lengths
+    (one,) = of_config(BackwardConfig(128, 128, 64, prefetch=True, turns=False))
+    blocks, seen = 0, mask.dense(n_q, n_kv).reshape(n_q, n_kv)
+    for first in range(0, n_kv, one.tile_kv):
+        rows = seen[:, first : first + one.tile_kv].any(1).nonzero().flatten() // one.tile_q
+        blocks += len(rows.unique())
+    assert one.blocks(problem(mask, Dense(1, n_q, n_kv), heads_q=1, heads_kv=1, phase="backward")) == blocks
 
 
 def test_who_has_a_shared_memory_ceiling():
-    assert hopper_config(long()).tile_q in (128, 192)
-    assert hopper_config(long(phase="backward")) is None
-    assert hopper_config(long(dtype=torch.float32)) is None
-    assert "smem" in place(long(), H200, True).seconds and "smem" not in place(long(), A100, False).seconds
+    assert passes(long())[0].tile_q in (128, 192) and len(passes(long(phase="backward"))) == 1
+    assert len(passes(long(phase="backward", deterministic=True))) == len(passes(long(dim=256, phase="backward"))) == 2
+    assert passes(long(dtype=torch.float32)) == ()
+    for phase in ("forward", "backward"):
+        assert "smem" in place(long(phase=phase), H200, True).seconds
+        assert "smem" not in place(long(phase=phase), A100, False).seconds
 
 
 # ---- predictions
@@ -115,13 +164,26 @@ def test_without_tiles_a_place_is_the_lower_bound():
 
 def test_whole_tiles_of_our_own_forward():
     causal = long(4096, mask=strobe.Causal())
-    config, placed = hopper_config(causal), place(causal, H200, True)
-    tiling = Tiling(causal, config.tile_q, config.tile_kv)
+    (one,), placed = passes(causal), place(causal, H200, True)
+    tiling = Tiling(causal, one.tile_q, one.tile_kv)
     assert placed.seconds["matmul"] == pytest.approx(tiling.flops / H200.matmul)
-    assert placed.seconds["smem"] == tiling.blocks * operand_bytes(config) / H200.smem
+    assert placed.seconds["smem"] == tiling.blocks * one.operand_bytes / H200.smem
     assert placed.useful == tiling.useful < 1.0
     padded = long(4096, dim=80)  # computed with 96 columns
     assert place(padded, H200, True).seconds["matmul"] == pytest.approx(Cost(padded).flops * 96 / 80 / H200.matmul, rel=0.02)
+
+
+def test_whole_tiles_of_our_own_backward():
+    # 16 heads x 64 tiles of rows x 32 blocks of keys, of which 80% of the time of the products are reads
+    placed = place(long(4096, phase="backward"), H200, True)
+    assert placed.seconds["matmul"] == pytest.approx(16 * 64 * 32 * 5 * 2 * 64 * 128 * 128 / 989.4e12)
+    assert placed.seconds["smem"] == 16 * 64 * 32 * 256 * 1024 / H200.smem and placed.useful == 1
+    assert placed.seconds["exp2"] == 16 * 4096**2 / H200.exp2
+    # In two passes seven products, and the exponentials twice: 16 heads x 64 x 64 tiles, and x 32 x 64
+    twice = place(long(4096, phase="backward", deterministic=True), H200, True)
+    assert twice.seconds["matmul"] == pytest.approx(16 * 4096**2 * 7 * 2 * 128 / 989.4e12)
+    assert twice.seconds["smem"] == 16 * 64 * (64 * 6 * 64 + 32 * 10 * 64) * 128 * 2 / H200.smem
+    assert twice.seconds["exp2"] == 2 * placed.seconds["exp2"] and twice.useful == 1
 
 
 def test_standard_attention_is_on_the_slope():
@@ -153,6 +215,8 @@ def test_decode_is_one_query_against_the_length():
 
 def test_no_measurement_exceeds_its_ceiling():
     """Of all that was measured on an H200: what the model calls impossible did not happen, and the best come near."""
+    _, trained = of_report(load(BACKWARD), "bf16", ("full", "causal", "window"))
+    assert len(trained) > 20 and all("smem" in placed.seconds and placed.share < 1 for placed in trained)
     report = load(MEASURED)
     for dtype in ("bf16", "fp16"):
         _, found = of_report(report, dtype, ("full", "causal", "window"))
@@ -169,8 +233,8 @@ def test_why_what_the_tma_writes_is_not_counted():
     busiest = max(reads, key=reads.get)
     assert busiest == "D=192/128 heads 10 full 1 x 131072 x 131072" and round(reads[busiest], 2) == 0.79
     config = Config(192, 128, groups=2, tile_kv=64, num_stages=2, q_stages=1)
-    writes = 2 * config.tile_kv * (config.head_dim + config.head_dim_v)
-    assert round(reads[busiest] * (operand_bytes(config) + writes) / operand_bytes(config), 2) == 1.04
+    (one,), writes = of_config(config), 2 * config.tile_kv * (config.head_dim + config.head_dim_v)
+    assert round(reads[busiest] * (one.operand_bytes + writes) / one.operand_bytes, 2) == 1.04
 
 
 def test_a_report_gives_its_clock_and_its_time():

@@ -1,9 +1,9 @@
 """Where a problem stands under the ceilings of a GPU: tensor cores, exp2 units, shared memory and HBM.
 
 The least time on each unit is its work over its rate; the longest binds, and gives the TFLOP/s that nothing exceeds. HBM bytes
-are `Cost`'s: each input and result once. Where our Hopper forward runs the problem, FLOPs, exponentials and the bytes that
-its products read from shared memory are those of the whole tiles that it visits; elsewhere FLOPs and exponentials are of
-visible pairs, and shared memory has no ceiling. TFLOP/s are always of visible pairs.
+are `Cost`'s: each input and result once. Where our Hopper kernels run the problem, FLOPs, exponentials and the bytes that
+their products read from shared memory are those of the whole tiles that they visit (`strobe.lab.hopper`); elsewhere FLOPs and
+exponentials are of visible pairs, and shared memory has no ceiling. TFLOP/s are always of visible pairs.
 (Williams, Waterman and Patterson 2009, "Roofline".)
 """
 
@@ -18,10 +18,9 @@ import torch
 from rich.table import Table
 
 from strobe.device import KNOWN, Arch
-from strobe.dispatch import backend_module
-from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
-from strobe.lab.cost import Cost, Standard, Tiling, matmul_rate
+from strobe.lab.cost import Cost, Standard, matmul_rate
 from strobe.lab.cost_report import si
+from strobe.lab.hopper import passes
 from strobe.lab.plan import DTYPES, Dims, Point
 from strobe.lab.report import arch_of
 from strobe.problem import AttentionProblem, Dense
@@ -74,36 +73,14 @@ class Ceilings:
         )
 
 
-# ---- shared memory
-
-
-def operand_bytes(config: Config) -> int:
-    """Bytes that the Hopper forward's products of one block of keys read from shared memory, all groups of a CTA together.
-
-    A wgmma of 64 rows reads each of its operands there once: 64 x 64 x 64 runs at the tensor cores' full rate and at 128 bytes
-    a cycle (`benchmarks/unit_costs.py`), so nothing is read less often. S = Q K^T has both operands there, O += P V has V
-    there and P in registers; groups share no reads. What the TMA writes does not come out of the same 128 bytes: with it, an
-    H200 would have moved 104% of them (head dims 192 and 128, 128k keys, in the benchmark of `docs/bench.md`).
-    """
-    q, k, v = ROWS_PER_GROUP * config.head_dim, config.tile_kv * config.head_dim, config.tile_kv * config.head_dim_v
-    return 2 * config.groups * (q + k + v)
-
-
-def hopper_config(problem: AttentionProblem) -> Config | None:
-    """What the Hopper forward runs a problem with; None where it is not its, or it is a backward."""
-    backend, arch = backend_module("sm90"), KNOWN["H200"]
-    takes = problem.phase == "forward" and problem.dtype.itemsize == 2 and backend.refuses(problem, arch) is None
-    return backend.config(problem, arch) if takes else None
-
-
 # ---- points
 
 
 @dataclass(frozen=True)
 class Placed:
     """A problem under ceilings. head_dims: of k and v; seconds: what each unit takes at least; clock: at which the ceilings
-    are, in Hz; standard: FLOPs a byte, and FLOP/s at most, of standard attention; useful: the share of visible pairs in our
-    Hopper forward's tiles, where it runs; measured: seconds that a kernel took, if one was timed."""
+    are, in Hz; standard: FLOPs a byte, and FLOP/s at most, of standard attention; useful: the share of visible pairs in the
+    tiles of our Hopper kernel, where it runs; measured: seconds that a kernel took, if one was timed."""
 
     name: str
     head_dims: tuple[int, int]
@@ -140,17 +117,17 @@ class Placed:
 
 
 def place(problem: AttentionProblem, ceilings: Ceilings, hopper: bool, measured: float | None = None) -> Placed:
-    """A problem under ceilings. hopper: whether those are of a Hopper GPU, where our own forward is known tile by tile."""
+    """A problem under ceilings. hopper: whether those are of a Hopper GPU, where our own kernels are known tile by tile."""
     cost, standard = Cost(problem), Standard(problem)
-    config = hopper_config(problem) if hopper else None
     seconds, useful = _seconds(cost, ceilings), None
-    if config is not None:
-        tiling = Tiling(problem, config.tile_q, config.tile_kv)
-        pairs, useful = tiling.blocks * config.tile_q * config.tile_kv, tiling.useful
+    walks = [(one, one.blocks(problem)) for one in passes(problem)] if hopper else []
+    if walks:
+        pairs = sum(blocks * one.tile_q * one.tile_kv for one, blocks in walks)
+        useful = len(walks) * cost.exponentials / pairs if pairs else 0.0
         seconds |= {
-            "matmul": pairs * 2 * (config.head_dim + config.head_dim_v) / ceilings.matmul,
+            "matmul": sum(blocks * one.flops for one, blocks in walks) / ceilings.matmul,
             "exp2": pairs / ceilings.exp2,
-            "smem": tiling.blocks * operand_bytes(config) / ceilings.smem,
+            "smem": sum(blocks * one.operand_bytes for one, blocks in walks) / ceilings.smem,
         }
     return Placed(
         name_of(problem),
@@ -242,7 +219,7 @@ def of_report(
 MOVES = {
     "matmul": "only fewer FLOPs, or products in fewer bits, would move it",
     "exp2": "more columns a head, or a part of the exponentials as polynomials on the FMA units, would move it",
-    "smem": "products of more than 64 rows for each read of K and V, or Q in registers, would move it",
+    "smem": "products of more than 64 rows for each read of an operand, or more operands in registers, would move it",
     "HBM": "more queries for each key, or a cache in fewer bits, would move it",
 }
 
