@@ -24,7 +24,7 @@ from strobe.lab.cost import Cost, Standard, Tiling
 from strobe.lab.hopper import of_config, passes
 from strobe.lab.plan import Grid
 from strobe.lab.report import load
-from strobe.lab.roofline import Ceilings, draw, of_report, place, problem_of, sentence
+from strobe.lab.roofline import Ceilings, Choice, draw, of_report, place, problem_of, sentence
 from strobe.problem import Dense
 
 ROOT = Path(__file__).parent.parent
@@ -215,20 +215,20 @@ def test_decode_is_one_query_against_the_length():
 
 def test_no_measurement_exceeds_its_ceiling():
     """Of all that was measured on an H200: what the model calls impossible did not happen, and the best come near."""
-    _, trained = of_report(load(BACKWARD), "bf16", ("full", "causal", "window"))
+    _, trained = of_report(load(BACKWARD), Choice("bf16", ("full", "causal", "window")))
     assert len(trained) > 20 and all("smem" in placed.seconds and placed.share < 1 for placed in trained)
     report = load(MEASURED)
     for dtype in ("bf16", "fp16"):
-        _, found = of_report(report, dtype, ("full", "causal", "window"))
+        _, found = of_report(report, Choice(dtype, ("full", "causal", "window")))
         shares = [placed.share for placed in found]
         assert len(found) > 20 and max(shares) <= 1.0, max(found, key=lambda placed: placed.share).name
-    _, found = of_report(report, "bf16", ("full",), head_dims=((128, 128),), lengths=(16384,))
+    _, found = of_report(report, Choice("bf16", ("full",), ((128, 128),), (16384,)))
     assert len(found) == 2 and all(placed.share > 0.9 for placed in found)  # 16 heads, and 64/8
 
 
 def test_why_what_the_tma_writes_is_not_counted():
     """Reads and writes together would have been more than 128 bytes a clock; reads alone are less, at every point."""
-    _, found = of_report(load(MEASURED), "bf16", ("full", "causal", "window"))
+    _, found = of_report(load(MEASURED), Choice("bf16", ("full", "causal", "window")))
     reads = {placed.name: placed.seconds["smem"] / placed.measured for placed in found}
     busiest = max(reads, key=reads.get)
     assert busiest == "D=192/128 heads 10 full 1 x 131072 x 131072" and round(reads[busiest], 2) == 0.79
@@ -238,7 +238,7 @@ def test_why_what_the_tma_writes_is_not_counted():
 
 
 def test_a_report_gives_its_clock_and_its_time():
-    ceilings, (placed,) = of_report(bench_at(1000), "bf16", ("full",), lengths=(1024,))
+    ceilings, (placed,) = of_report(bench_at(1000), Choice("bf16", ("full",), lengths=(1024,)))
     assert placed.clock == ceilings.clock == 1e9
     assert ceilings.matmul == pytest.approx(989.4e12 * 1000 / 1830)
     assert placed.rate == pytest.approx(600e12)
@@ -255,11 +255,11 @@ def bench_at(mhz: int) -> dict:
 
 def test_reports_that_have_no_place():
     report = bench_at(1000)
-    with pytest.raises(ValueError, match="no point of Strobe's in fp16"):
-        of_report(report, "fp16", ("full",))
+    with pytest.raises(ValueError, match="a point of Strobe's as asked for, got none of dtype fp16, masks full"):
+        of_report(report, Choice("fp16", ("full",)))
     report["device"]["name"] = "NVIDIA A30"
     with pytest.raises(ValueError, match=r"the report must be of one of T4, A100.*, got NVIDIA A30"):
-        of_report(report, "bf16", ("full",))
+        of_report(report, Choice("bf16", ("full",)))
 
 
 # ---- measured ceilings
@@ -341,6 +341,18 @@ def test_the_command_places_the_heads_that_it_is_asked_for():
         assert result.exit_code == 0 and other not in result.output, result.output
 
 
+def test_the_command_places_the_tokens_and_the_phase_that_it_is_asked_for():
+    """The benchmark has 16384 tokens, and at longer sequences one sequence."""
+    shown = [
+        run(f"--report {report} --head-dims 128 --heads-kv 16 --mask full {options}").output.count(": matmul binds")
+        for report, options in (
+            *((MEASURED, ""), (MEASURED, "--tokens 16384 --phase forward"), (MEASURED, "--tokens 32768")),
+            *((BACKWARD, "--phase backward"), (BACKWARD, "--phase backward --tokens 16384 --lengths 4096")),
+        )
+    ]
+    assert shown == [8, 8, 2, 3, 1]
+
+
 def test_the_command_of_a_decode():
     result = run("--arch A100 --phase decode --head-dims 128 --heads 64 --heads-kv 8 --lengths 4096 --mask full")
     assert "4 x 1 x 4096: HBM binds" in result.output
@@ -363,7 +375,11 @@ def test_draws_the_ceiling_of_exp2_where_it_binds(tmp_path):
         ("--arch H200 --heads 6 --heads-kv 4", "heads must be a multiple of heads-kv, got 6 and 4"),
         ("--arch H200 --out roof.pdf", "out must end in .png or .svg, got roof.pdf"),
         ("--report nowhere.json", "a result of strobe bench must be a JSON file, got nowhere.json"),
-        (f"--report {MEASURED} --lengths 7", "the report has no point of Strobe's in bf16"),
+        (f"--report {MEASURED} --lengths 7,9", "got none of dtype bf16, masks full,causal, lengths 7,9"),
+        (f"--report {MEASURED} --tokens 2048 --lengths 512", "lengths 512, tokens 2048"),
+        (f"--report {MEASURED} --phase backward", "got none of dtype bf16, masks full,causal, phase backward"),
+        (f"--report {MEASURED} --phase decode", "phase must be one of forward, backward, got 'decode'"),
+        (f"--report {MEASURED} --head-dims 8,24/16", "masks full,causal, head-dims 8,24/16"),
     ],
 )
 def test_wrong_options_are_one_sentence_and_status_2(arguments, words):

@@ -85,15 +85,19 @@ def cost(
 def roofline(
     head_dims: Annotated[str | None, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = None,
     lengths: Annotated[str | None, typer.Option(help="Comma-separated sequence lengths.")] = None,
-    tokens: Annotated[int, typer.Option(help="Batch x length.")] = 16384,
+    tokens: Annotated[int | None, typer.Option(help="Batch x length; default: 16384.")] = None,
     heads: Annotated[int | None, typer.Option(help="Query heads; default: 2048 / head dim.")] = None,
     heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     mask: Annotated[str, typer.Option(help="Of full, causal, window (1024 keys), comma-separated.")] = "full,causal",
-    phase: Annotated[str, typer.Option(help="forward, backward, or decode: one query for each sequence.")] = "forward",
+    phase: Annotated[
+        str | None, typer.Option(help="forward (the default), backward, or decode: one query for each sequence.")
+    ] = None,
     arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure the ceilings of this machine's GPU.")] = False,
-    report: Annotated[str | None, typer.Option(help="Place what this JSON of strobe bench measured.")] = None,
+    report: Annotated[
+        str | None, typer.Option(help="Place what this JSON of strobe bench measured, of what the options above allow.")
+    ] = None,
     out: Annotated[str | None, typer.Option(help="Draw the roofline to this PNG or SVG.")] = None,
     json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
 ) -> None:
@@ -107,7 +111,8 @@ def roofline(
     from strobe.lab.report import load
 
     at_least(1, tokens=tokens, heads=heads, heads_kv=heads_kv)
-    one_of("phase", phase, ("forward", "backward", "decode"))
+    if phase is not None:  # no decode is benchmarked
+        one_of("phase", phase, ("forward", "backward") if report else ("forward", "backward", "decode"))
     picture = picture_path(out)
     if (arch is not None) + measure + (report is not None) > 1:
         raise typer.BadParameter("arch, measure and report each say which GPU it is: give one of them")
@@ -116,7 +121,7 @@ def roofline(
     shape = plan.Grid(
         head_dims=dims or ((64, 64), (128, 128), (256, 256)),
         lengths=many or (1024, 16384),
-        tokens=tokens,
+        tokens=tokens or 16384,
         heads=heads,
         heads_kv=heads_kv,
         dtypes=(one_of("dtype", dtype, ("bf16", "fp16", "fp32")),),
@@ -126,12 +131,13 @@ def roofline(
         heads_and_dims(heads or max(1, 2048 // dim), heads_kv, dim, None)
     try:
         if report is not None:
-            ceilings, found = lab.of_report(load(Path(report)), dtype, masks, dims, many, heads, heads_kv)
+            choice = lab.Choice(dtype, masks, dims, many, tokens, heads, heads_kv, phase)
+            ceilings, found = lab.of_report(load(Path(report)), choice)
         else:
             kind = dtype_of(dtype)
             ceilings = lab.Ceilings.measured(device_of(None), kind) if measure else lab.Ceilings.of(gpu_named(arch), kind)
             hopper = arch_named(arch).capability == 90
-            problems = [lab.problem_of(point, phase) for point in _some(shape.points(phase == "backward"))]
+            problems = [lab.problem_of(point, phase or "forward") for point in _some(shape.points(phase == "backward"))]
             found = [lab.place(problem, ceilings, hopper) for problem in problems]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

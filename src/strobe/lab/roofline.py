@@ -176,40 +176,58 @@ def _gpu_of(report: dict) -> Arch:
     return replace(arch, sms=report["device"].get("sms", arch.sms))
 
 
-def of_report(
-    report: dict,
-    dtype: str,
-    masks: tuple[str, ...],
-    head_dims: tuple[Dims, ...] | None = None,
-    lengths: tuple[int, ...] | None = None,
-    heads: int | None = None,
-    heads_kv: int | None = None,
-) -> tuple[Ceilings, list[Placed]]:
-    """What `strobe bench` measured of Strobe at points with these properties (None: any), each under the ceilings at the clock
-    that it had; and the ceilings at the median of these clocks. ValueError for a GPU or a dtype whose rates are not known, and
-    where no point is left."""
+@dataclass(frozen=True)
+class Choice:
+    """Points with these properties; None: any. tokens: batch x length, at least one sequence; phase: forward or backward."""
+
+    dtype: str
+    masks: tuple[str, ...]
+    head_dims: tuple[Dims, ...] | None = None
+    lengths: tuple[int, ...] | None = None
+    tokens: int | None = None
+    heads: int | None = None
+    heads_kv: int | None = None
+    phase: str | None = None
+
+    def takes(self, point: Point) -> bool:
+        return (
+            point.dtype == self.dtype
+            and point.mask in self.masks
+            and (self.head_dims is None or (point.head_dim, point.head_dim_v) in self.head_dims)
+            and (self.lengths is None or point.length in self.lengths)
+            and (self.tokens is None or point.batch == max(1, self.tokens // point.length))
+            and self.heads in (None, point.heads)
+            and self.heads_kv in (None, point.heads_kv)
+            and self.phase in (None, "backward" if point.backward else "forward")
+        )
+
+    def __str__(self) -> str:
+        given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+        return ", ".join(f"{name.replace('_', '-')} {_listed(value)}" for name, value in given.items())
+
+
+def _listed(value: object) -> str:
+    """As on the command line: 64,192/128."""
+    if isinstance(value, tuple):
+        return ",".join("/".join(map(str, dict.fromkeys(one))) if isinstance(one, tuple) else str(one) for one in value)
+    return str(value)
+
+
+def of_report(report: dict, choice: Choice) -> tuple[Ceilings, list[Placed]]:
+    """What `strobe bench` measured of Strobe at the points of a choice, each under the ceilings at the clock that it had; and
+    the ceilings at the median of these clocks. ValueError for a GPU or a dtype whose rates are not known, and where no point is
+    left."""
     arch = _gpu_of(report)
-    ceilings = Ceilings.of(arch, DTYPES[dtype])
+    ceilings = Ceilings.of(arch, DTYPES[choice.dtype])
     found = []
     for entry in report["points"]:
         point, result = Point.of(entry), entry["results"].get("strobe", {})
-        if (
-            "tflops" not in result
-            or point.dtype != dtype
-            or point.mask not in masks
-            or (head_dims is not None and (point.head_dim, point.head_dim_v) not in head_dims)
-            or (lengths is not None and point.length not in lengths)
-            or heads not in (None, point.heads)
-            or heads_kv not in (None, point.heads_kv)
-        ):
-            continue
-        here = ceilings.at_clock(result.get("sm_clock_mhz", ceilings.clock / 1e6) * 1e6)
-        seconds = point.flops / (result["tflops"] * 1e12)
-        found.append(place(point.problem(), here, arch.capability == 90, seconds))
+        if "tflops" in result and choice.takes(point):
+            here = ceilings.at_clock(result.get("sm_clock_mhz", ceilings.clock / 1e6) * 1e6)
+            seconds = point.flops / (result["tflops"] * 1e12)
+            found.append(place(point.problem(), here, arch.capability == 90, seconds))
     if not found:
-        raise ValueError(
-            f"roofline: the report has no point of Strobe's in {dtype} with these masks, head dims, lengths and heads"
-        )
+        raise ValueError(f"roofline: the report must have a point of Strobe's as asked for, got none of {choice}")
     return ceilings.at_clock(median(placed.clock for placed in found)), found
 
 
