@@ -14,15 +14,14 @@ from strobe.options import (
     changed_config,
     command_given,
     device_of,
-    dtype_of,
     given,
     heads_and_dims,
-    mask_of,
     names_of,
     numbers_of,
     one_of,
     pairs_of_dims,
     positive,
+    problem_of,
 )
 
 if TYPE_CHECKING:
@@ -67,28 +66,13 @@ def explain(
     from dataclasses import replace
 
     from strobe.dispatch import BACKENDS, explain_problem
-    from strobe.problem import AttentionProblem, Dense
-    from strobe.scores import Score
 
-    at_least(0, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
-    at_least(1, heads=heads, heads_kv=heads_kv)
-    heads_and_dims(heads, heads_kv, head_dim, head_dim_v)
-    if not softcap >= 0:
-        raise typer.BadParameter(f"softcap must be 0 (none) or positive, got {softcap}")
     if backend is not None:
         one_of("backend", backend, BACKENDS)
-    problem = AttentionProblem(
-        lengths=Dense(batch, seqlen_q, seqlen_q if seqlen_kv is None else seqlen_kv),
-        heads_q=heads,
-        heads_kv=heads_kv or heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v or head_dim,
-        dtype=dtype_of(dtype),
-        scale=head_dim**-0.5,
-        mask=mask_of(causal, window),
-        score=Score(softcap),
-        phase="backward" if backward else "forward",
-    )
+    problem = problem_of(
+        batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads=heads, heads_kv=heads_kv, head_dim=head_dim,
+        head_dim_v=head_dim_v, dtype=dtype, causal=causal, window=window, softcap=softcap, backward=backward,
+    )  # fmt: skip
     on = arch_named(arch)
     explanation = explain_problem(problem, on, backend)
     if config is not None:
@@ -304,27 +288,19 @@ def simulate(
     from strobe.device import KNOWN
     from strobe.dispatch import backend_module
     from strobe.lab.simulate import attention, draw_timeline, launches_of, simulate_all
-    from strobe.problem import AttentionProblem, Dense
     from strobe.sim.attention import BACKENDS
 
-    at_least(1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads=heads, heads_kv=heads_kv, seeds=seeds)
-    heads_and_dims(heads, heads_kv, head_dim, head_dim_v)
+    at_least(1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, seeds=seeds)
     chosen = names_of("orders", orders, ("in_order", "random", "late", "early", "uneven")) or ()
     one_of("backend", backend, BACKENDS)
     try:
         if file is not None:
             factory = launches_of(Path(file))
         else:
-            problem = AttentionProblem(
-                lengths=Dense(1, seqlen_q, seqlen_q if seqlen_kv is None else seqlen_kv),
-                heads_q=heads,
-                heads_kv=heads_kv or heads,
-                head_dim=head_dim,
-                head_dim_v=head_dim_v or head_dim,
-                dtype=dtype_of(dtype),
-                scale=head_dim**-0.5,
-                mask=mask_of(causal, window),
-            )
+            problem = problem_of(
+                seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads=heads, heads_kv=heads_kv, head_dim=head_dim,
+                head_dim_v=head_dim_v, dtype=dtype, causal=causal, window=window,
+            )  # fmt: skip
             reason = backend_module(backend).refuses(problem, KNOWN["H200" if backend == "sm90" else "B200"])
             if reason is not None:
                 raise typer.BadParameter(f"{backend} {reason}")

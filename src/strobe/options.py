@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from strobe.device import Arch
     from strobe.masks import Mask
+    from strobe.problem import AttentionProblem
 
 
 def at_least(least: int, **options: int | None) -> None:
@@ -142,6 +143,33 @@ def mask_of(causal: bool, window: str | None) -> Mask:
         raise typer.BadParameter(f"window must be LEFT,RIGHT, such as 1024,0, got {window!r}") from None
     at_least(-1, window=min(left, right))
     return mask & Window(None if left == -1 else left, None if right == -1 else right)
+
+
+def problem_of(
+    *, seqlen_q: int, seqlen_kv: int | None, heads: int, heads_kv: int | None, head_dim: int, head_dim_v: int | None,
+    dtype: str, causal: bool, window: str | None, batch: int = 1, softcap: float = 0.0, backward: bool = False,
+) -> AttentionProblem:  # fmt: skip
+    """The dense problem that the options of these names say; None: as many as of q, or of k."""
+    from strobe.problem import AttentionProblem, Dense
+    from strobe.scores import Score
+
+    at_least(0, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+    at_least(1, heads=heads, heads_kv=heads_kv)
+    heads_and_dims(heads, heads_kv, head_dim, head_dim_v)
+    if not softcap >= 0:
+        raise typer.BadParameter(f"softcap must be 0 (none) or positive, got {softcap}")
+    return AttentionProblem(
+        lengths=Dense(batch, seqlen_q, seqlen_q if seqlen_kv is None else seqlen_kv),
+        heads_q=heads,
+        heads_kv=heads_kv or heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v or head_dim,
+        dtype=dtype_of(dtype),
+        scale=head_dim**-0.5,
+        mask=mask_of(causal, window),
+        score=Score(softcap),
+        phase="backward" if backward else "forward",
+    )
 
 
 def arch_named(name: str | None) -> Arch:

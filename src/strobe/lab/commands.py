@@ -15,13 +15,13 @@ from strobe.options import (
     dtype_of,
     gpu_named,
     heads_and_dims,
-    mask_of,
     names_of,
     numbers_of,
     one_of,
     pairs_of_dims,
     picture_path,
     positive,
+    problem_of,
     shape_of,
 )
 
@@ -54,22 +54,13 @@ def cost(
     from rich.console import Console
 
     from strobe.lab import cost_report
-    from strobe.problem import AttentionProblem, Dense
 
-    at_least(1, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads=heads, heads_kv=heads_kv)
-    heads_and_dims(heads, heads_kv, head_dim, head_dim_v)
+    at_least(1, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
     picture = picture_path(out)
-    problem = AttentionProblem(
-        lengths=Dense(batch, seqlen_q, seqlen_kv or seqlen_q),
-        heads_q=heads,
-        heads_kv=heads_kv or heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v or head_dim,
-        dtype=dtype_of(dtype),
-        scale=head_dim**-0.5,
-        mask=mask_of(causal, window),
-        phase="backward" if backward else "forward",
-    )
+    problem = problem_of(
+        batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads=heads, heads_kv=heads_kv, head_dim=head_dim,
+        head_dim_v=head_dim_v, dtype=dtype, causal=causal, window=window, backward=backward,
+    )  # fmt: skip
     try:
         found = cost_report.facts(problem, gpu_named(arch), shape_of("tile", tile), packed)
     except ValueError as error:
