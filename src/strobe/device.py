@@ -48,6 +48,11 @@ class Arch:
         return self.capability > 0
 
     @property
+    def fp8_flops(self) -> float:
+        """e4m3 and e5m2, where tensor cores take them: twice those of 16 bits, by the same sources."""
+        return 2 * self.tensor_flops if self.capability >= 89 else 0.0
+
+    @property
     def exp2_rate(self) -> float:
         """exp2 a second: the special-function units do 16 a clock on each multiprocessor, on all archs here."""
         return 16 * self.sms * self.clock

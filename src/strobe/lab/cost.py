@@ -310,9 +310,10 @@ class Tiling:
 def matmul_rate(arch: Arch, dtype: torch.dtype) -> float:
     """FLOP/s of exact products in a dtype: float32 runs outside the tensor cores, which round to TF32. ValueError where an
     arch's rates, or its rate for this dtype, are not known."""
-    rate = arch.fp32_flops if dtype == torch.float32 else 0.0
-    if dtype == torch.float16 or (dtype == torch.bfloat16 and arch.capability >= 80):
-        rate = arch.tensor_flops
+    rates = {torch.float32: arch.fp32_flops, torch.float16: arch.tensor_flops, torch.float8_e4m3fn: arch.fp8_flops}
+    if arch.capability >= 80:
+        rates[torch.bfloat16] = arch.tensor_flops
+    rate = rates.get(dtype, 0.0)
     if not (rate and arch.dram_bandwidth and arch.exp2_rate):
         raise ValueError(f"cost: no peak rates of {arch} for {str(dtype).removeprefix('torch.')} are known")
     return rate
