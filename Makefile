@@ -30,6 +30,7 @@ lab: .venv/dev
 	$(BIN)/strobe roofline --report $(MEASURED) --head-dims 64,128,256 --lengths 1024,4096,16384 --out docs/roofline.png
 	$(BIN)/strobe occupancy --arch H200 --head-dims 128 --out docs/occupancy.png
 	$(BIN)/strobe banks --layouts none,padded,xor,nvmma128 --accesses rows,ldmatrix,fragment,column --out docs/banks.png
+	$(BIN)/strobe profile --report docs/lab/profile-h200.json --out docs/profile.png
 	$(BIN)/strobe timeline --simulate --head-dims 128 --mask full --length 2048 \
 	  --json docs/lab/timeline-simulated.json --perfetto docs/lab/perfetto.json
 	rm docs/lab/timeline-simulated.png

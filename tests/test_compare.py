@@ -2,13 +2,14 @@
 
 import json
 import math
+import re
 
 import pytest
 from test_bench import report
 from test_cli import run
 
-from strobe.lab import bench
-from strobe.lab.compare import changes
+from strobe.lab import bench, plot
+from strobe.lab.compare import changes, draw
 
 
 def against(*ratios: float, rounds: tuple[float, ...] = (0.99, 1.0, 1.01, 1.0)) -> dict:
@@ -94,6 +95,35 @@ def test_what_else_changed_is_said(tmp_path):
     assert "not the same" not in compared(tmp_path, against(1), new).output
     new["device"] = new["device"] | {"driver": "580", "packages": {"torch": "2.12.0", "triton": "3.6.0"}}
     assert "not the same: torch 2.11.0 and 2.12.0, driver 570 and 580" in compared(tmp_path, against(1), new).output
+
+
+def test_the_picture_has_every_ratio_with_its_noise(tmp_path):
+    """Of three points the second is within its noise: hollow."""
+    picture = tmp_path / "c.svg"
+    result = compared(tmp_path, against(1, 1, 1), against(1.05, 1.01, 0.95), "--out", str(picture))
+    assert result.exit_code == 0 and f"written: {picture}" in result.output, result.output
+    words = re.findall("<!-- (.*) -->", picture.read_text())
+    assert {"bf16 D=128, full", "1k", "2k", "4k", "strobe", "cuDNN", "new / old"} <= set(words)
+    report = json.loads(compared_json(tmp_path))
+    figures = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plot, "save", lambda figure, path, **_: figures.append(figure) or path)
+        draw(report, picture)
+    (panel,) = figures[0].axes
+    bars = panel.containers
+    assert [bar.lines[0].get_ydata()[0] for bar in bars] == pytest.approx([1.05, 1.01, 0.95])
+    assert [bar.lines[0].get_markerfacecolor() == "white" for bar in bars] == [False, True, False]
+    ends = bars[0].lines[2][0].get_segments()[0][:, 1]
+    noise = report["points"][0]["noise"]
+    assert ends == pytest.approx([1.05 * math.exp(-noise), 1.05 * math.exp(noise)])
+    assert any(set(line.get_ydata()) == {1} for line in panel.lines)
+
+
+def compared_json(tmp_path) -> str:
+    """Of the reports that were compared last."""
+    path = tmp_path / "compared.json"
+    run("bench", "compare", str(tmp_path / "old.json"), str(tmp_path / "new.json"), "--json", str(path))
+    return path.read_text()
 
 
 def other(**changed) -> dict:

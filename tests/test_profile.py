@@ -4,7 +4,9 @@ The files in `profiles/` are made for these tests, of numbers that were publishe
 """
 
 import json
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,9 @@ import torch
 from test_cli import run
 
 from strobe.device import KNOWN
-from strobe.lab import counters, ncu, profile, profiled
+from strobe.lab import counters, html, ncu, profile, profiled
 from strobe.lab.plan import Point
+from strobe.lab.roofline import Ceilings
 
 PROFILES = Path(__file__).parent / "profiles"
 DETAILS = PROFILES / "l4-details.csv"
@@ -153,11 +156,24 @@ def test_the_roofline_point_is_flops_over_time_and_over_traffic(tmp_path):
 
 def test_the_roof_is_at_the_clock_that_was_measured():
     launches = ncu.read(raw(MAIN, units=UNITS))
-    h200 = KNOWN["H200"]
+    h200 = Ceilings.of(KNOWN["H200"], torch.bfloat16)
     point = counters.roofline(counters.Subject("sm90", launches, 1, 4e11, h200))
-    assert point["roof"] == pytest.approx(989.4e12 * 1.22 / 1.83)
+    assert point["roof"] == point["peak"] == pytest.approx(989.4e12 * 1.22 / 1.83) and point["bandwidth"] == 4.8e12
     slow = counters.roofline(counters.Subject("sm90", launches, 1, 8e8, h200))
     assert slow["intensity"] == 10 and slow["roof"] == pytest.approx(10 * 4.8e12), "memory binds"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "tflops"),
+    [
+        *(("H200", "bf16", 989.4), ("H200", "fp16", 989.4), ("H200", "fp8", 1978.8), ("H200", "fp32", 66.9)),
+        *(("A100", "fp32", 19.5), ("T4", "fp16", 65), ("T4", "bf16", None), ("A100", "fp8", None)),
+    ],
+)
+def test_the_roof_is_that_of_the_dtype(gpu, dtype, tflops):
+    """The data sheets' dense rates; float32 outside the tensor cores, as Strobe computes it."""
+    found = profile._ceilings(replace(POINT, dtype=dtype), KNOWN[gpu])
+    assert (found and found.matmul) == (tflops and pytest.approx(tflops * 1e12))
 
 
 def test_the_details_page_gives_traffic_too():
@@ -199,6 +215,67 @@ def test_what_is_no_profile_is_one_sentence(tmp_path, text, words):
     if text is not None:
         path.write_text(text)
     result = run("profile", "--csv", str(path))
+    assert result.exit_code == 2 and words in result.output and "Traceback" not in result.output
+
+
+MEASURED = Path(__file__).parent.parent / "docs/lab/profile-h200.json"
+
+
+def shown(text: str) -> list[str]:
+    """The words in an SVG: Matplotlib's notes above the outlines."""
+    return re.findall("<!-- (.*) -->", text)
+
+
+def test_the_picture_of_a_result_shows_throughputs_stalls_and_the_roof(tmp_path):
+    """Of the profile in the documentation; a second kernel beside it has bars of its own."""
+    report = json.loads(MEASURED.read_text())
+    (first,) = report["subjects"]
+    report["subjects"].append(json.loads(json.dumps(first)) | {"name": "other", "roofline": None})
+    report["subjects"][1]["metrics"]["sm__throughput.avg.pct_of_peak_sustained_elapsed"]["mean"] = 12.34
+    (tmp_path / "two.json").write_text(json.dumps(report))
+    words = []
+    for path in (MEASURED, tmp_path / "two.json"):
+        result = run("profile", "--report", str(path), "--out", str(tmp_path / "p.svg"))
+        assert result.exit_code == 0 and "Share of the Roof" in result.output, result.output
+        words.append(shown((tmp_path / "p.svg").read_text()))
+    one, two = words
+    assert {"Compute (SM) Throughput", "Achieved Occupancy", "barrier", "656 TFLOP/s, 91% of the roof", "sm90"} <= set(one)
+    assert "sleeping" not in one, "next to nothing"
+    assert one.count("91.4") == two.count("91.4") == 1 and "12.3" in two and "12.3" not in one and "other" in two
+
+
+def test_the_picture_of_a_csv_has_what_was_measured(tmp_path):
+    """No stalls and no traffic in it: throughputs alone."""
+    result = run("profile", "--csv", str(DETAILS), "--out", str(tmp_path / "p.svg"))
+    assert result.exit_code == 0, result.output
+    words = shown((tmp_path / "p.svg").read_text())
+    assert {"fa", "fa_tc_v1", "91.2", "67.5", "54.1", "15.2"} <= set(words) and "FLOPs a byte of DRAM" not in words
+    assert run("profile", "--csv", str(DETAILS), "--out", str(tmp_path / "p.png")).exit_code == 0
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_profile_without_anything_to_draw_says_so(tmp_path):
+    (tmp_path / "raw.csv").write_text(raw({"kernel": "k", CONFLICTS: "250"}, units={CONFLICTS: ""}))
+    result = run("profile", "--csv", str(tmp_path / "raw.csv"), "--out", str(tmp_path / "p.png"))
+    assert result.exit_code == 2 and "a picture needs throughputs, stalls or a point on the roofline" in result.output
+    report = profile_of(tmp_path, {"kernel": "k", CONFLICTS: "250"}, units={CONFLICTS: ""})
+    assert "<img" not in html.of_profile(report) and "Bank Conflicts, Loads" in html.of_profile(report)
+    assert "<img" in html.of_profile(json.loads(MEASURED.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--flops 1e9", "flops goes with csv, got 1e+09 without one"),
+        (f"--csv {DETAILS} --head-dim 64 --backends sm90", "csv must be given without head-dim, backends, which"),
+        (f"--report {MEASURED} --csv {DETAILS}", "report must be given without csv, which would change nothing"),
+        (f"--report {DETAILS}", "a result of strobe profile must be a JSON file, got"),
+        (f"--csv {DETAILS} --out nowhere/p.png", "a file to write must be in a folder that is there and takes it"),
+        ("--dtype int8", "dtype must be one of bf16, fp16, fp32, fp8, got 'int8'"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(options, words):
+    result = run("profile", *options.split())
     assert result.exit_code == 2 and words in result.output and "Traceback" not in result.output
 
 
@@ -277,8 +354,21 @@ def test_what_ncu_cannot_do_is_one_sentence(fake_ncu, says, status, words):
 
 def test_a_backend_that_refuses_is_not_profiled(fake_ncu):
     fake_ncu()
-    with pytest.raises(ValueError, match=r"needs a kernel that runs .* got none on H200"):
-        profile.profile_backends(POINT, ("torch_cpu",), None, 1)
+    for changes, backend, reason in (
+        ({}, "torch_cpu", "torch_cpu: runs on a CPU only"),
+        ({"dtype": "fp8"}, "portable", "portable: takes no fp8"),
+        ({"dtype": "fp8", "backward": True}, None, "sm90: has no backward in fp8"),
+        ({"dtype": "fp8", "head_dim": 96}, "sm90", "sm90: takes head dim 64, 128 or 256"),
+    ):
+        with pytest.raises(ValueError, match=rf"needs a kernel that runs .* got none on H200.*: {reason}"):
+            profile.profile_backends(replace(POINT, **changes), (backend,), None, 1)
+
+
+def test_the_kernel_of_fp8_is_profiled(fake_ncu):
+    fake_ncu(page=raw(MAIN, units=UNITS))
+    (subject,) = profile.profile_backends(replace(POINT, dtype="fp8"), (None,), None, 1)
+    assert subject.name == "sm90" and '"dtype": "fp8"' in fake_ncu.calls()[0]
+    assert counters.roofline(subject)["peak"] == pytest.approx(2 * 989.4e12 * 1.22 / 1.83)
 
 
 def test_without_ncu_there_is_one_sentence(monkeypatch):

@@ -9,6 +9,8 @@ import typer
 
 from strobe.lab.commands import instruments
 from strobe.options import (
+    JsonFile,
+    alone,
     arch_named,
     at_least,
     changed_config,
@@ -20,8 +22,10 @@ from strobe.options import (
     numbers_of,
     one_of,
     pairs_of_dims,
+    picture_path,
     positive,
     problem_of,
+    writable,
 )
 
 if TYPE_CHECKING:
@@ -114,7 +118,9 @@ def measure(
     backends: Annotated[str | None, typer.Option(help="Strobe's backends to time by name too, comma-separated.")] = None,
     peers: Annotated[str | None, typer.Option(help="Comma-separated, or all that are installed (the default).")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")] = None,
-    json: Annotated[str | None, typer.Option(help="Default: benchmarks/results/<what>-<gpu>-<date>.json.")] = None,
+    json: Annotated[
+        str | None, typer.Option(help="Default: benchmarks/results/<what>-<gpu>-<date>.json.", callback=writable)
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the finished points of the file that --json names.")] = False,
 ) -> None:
     """Check and time everyone at the points of docs/bench.md, or at those that the options name; fewer on a CPU."""
@@ -185,7 +191,10 @@ def compare(
     fail_slower: Annotated[
         float | None, typer.Option(help="Status 1 if a point is under so many times its old speed, beyond its noise.")
     ] = None,
-    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Draw the ratios with their noise to this PNG or SVG.", callback=writable)
+    ] = None,
+    json: JsonFile = None,
 ) -> None:
     """Point by point, new over old, and whether the difference is more than the noise of the rounds."""
     from pathlib import Path
@@ -193,7 +202,8 @@ def compare(
     from strobe.lab.compare import compare as run
 
     try:
-        status = run(Path(old), Path(new), positive("fail-slower", fail_slower), Path(json) if json else None)
+        floor, picture = positive("fail-slower", fail_slower), picture_path(out)
+        status = run(Path(old), Path(new), floor, Path(json) if json else None, picture)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(status)
@@ -203,7 +213,9 @@ def compare(
 def tune(
     head_dims: Annotated[str | None, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="At few lengths.")] = False,
-    json: Annotated[str | None, typer.Option(help="The table; default: your own, in your cache folder.")] = None,
+    json: Annotated[
+        str | None, typer.Option(help="The table; default: your own, in your cache folder.", callback=writable)
+    ] = None,
 ) -> None:
     """Time the Hopper forward's configs on this GPU, and write the table that its choices come from (docs/tuning.md)."""
     from pathlib import Path
@@ -219,13 +231,18 @@ def tune(
 
 @app.command()
 def timeline(
+    context: typer.Context,
     head_dims: Annotated[str, typer.Option(help="Comma-separated.")] = "64,128",
     length: Annotated[int, typer.Option(help="Sequence length.")] = 4096,
     mask: Annotated[str, typer.Option(help="Of full, causal, comma-separated.")] = "full,causal",
     simulate: Annotated[bool, typer.Option("--simulate", help="By the simulator's clock; needs no GPU.")] = False,
     report: Annotated[str | None, typer.Option(help="Draw this JSON instead of measuring.")] = None,
-    json: Annotated[str | None, typer.Option(help="Default: benchmarks/results/timeline-<gpu>-<date>.json.")] = None,
-    perfetto: Annotated[str | None, typer.Option(help="Write whole CTAs here too, as a trace for ui.perfetto.dev.")] = None,
+    json: Annotated[
+        str | None, typer.Option(help="Default: benchmarks/results/timeline-<gpu>-<date>.json.", callback=writable)
+    ] = None,
+    perfetto: Annotated[
+        str | None, typer.Option(help="Write whole CTAs here too, as a trace for ui.perfetto.dev.", callback=writable)
+    ] = None,
 ) -> None:
     """What each warp role of the Hopper forward does when, in cycles, on this GPU or simulated; a table and a picture."""
     from json import dumps
@@ -236,6 +253,7 @@ def timeline(
 
     at_least(1, length=length)
     if report is not None:
+        alone(context, "report", "perfetto")
         path = Path(report)
         try:
             measurement = timelines.load(path)
@@ -264,6 +282,7 @@ def timeline(
 
 @app.command()
 def simulate(
+    context: typer.Context,
     file: Annotated[str | None, typer.Argument(help="A Python file whose simulation() returns a strobe.sim.Launch.")] = None,
     backend: Annotated[str, typer.Option(help="Without a file: which of our forward kernels, sm90 or sm100.")] = "sm90",
     seqlen_q: Annotated[int, typer.Option(help="Queries of a sequence.")] = 300,
@@ -280,7 +299,9 @@ def simulate(
         str, typer.Option(help="Of in_order, random, late, early, uneven.")
     ] = "in_order,random,late,early,uneven",
     seeds: Annotated[int, typer.Option(help="Runs of each order that takes a seed.")] = 3,
-    timeline: Annotated[str | None, typer.Option(help="Draw what each role does when, by the cost model, to this PNG.")] = None,
+    timeline: Annotated[
+        str | None, typer.Option(help="Draw what each role does when, by the cost model, to this PNG.", callback=writable)
+    ] = None,
 ) -> None:
     """Run a Gluon kernel on the CPU: are its numbers right, and is there a race, a deadlock or a missing fence in it?"""
     from pathlib import Path
@@ -295,6 +316,7 @@ def simulate(
     one_of("backend", backend, BACKENDS)
     try:
         if file is not None:
+            alone(context, "file", "orders", "seeds", "timeline")
             factory = launches_of(Path(file))
         else:
             problem = problem_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -52,6 +52,15 @@ def given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def alone(context: typer.Context, option: str, *others: str) -> None:
+    """Refuses options that would say nothing, as `option` is given: all that were given but `others`."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    idle = [name.replace("_", "-") for name in given if name not in (option, *others)]
+    if idle:
+        raise typer.BadParameter(f"{option} must be given without {', '.join(idle)}, which would change nothing")
+
+
 def pairs_of_dims(text: str | None) -> tuple[tuple[int, int], ...] | None:
     """64,192/128 as ((64, 64), (192, 128))."""
     if text is None:
@@ -84,6 +93,22 @@ def shape_of(name: str, text: str) -> tuple[int, int]:
         raise typer.BadParameter(f"{name} must be ROWSxCOLUMNS, such as 64x128, got {text!r}") from None
     at_least(1, **{name: min(rows, columns)})
     return rows, columns
+
+
+def writable(text: str | None) -> str | None:
+    """Of a file to write. Refused at once, not after the work."""
+    from os import W_OK, access
+    from pathlib import Path
+
+    if text is None:
+        return None
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir() or not access(path if path.exists() else path.parent, W_OK):
+        raise typer.BadParameter(f"a file to write must be in a folder that is there and takes it, got {text}")
+    return text
+
+
+JsonFile = Annotated[str | None, typer.Option(help="Write the numbers here, too.", callback=writable)]
 
 
 def picture_path(text: str | None) -> Path | None:

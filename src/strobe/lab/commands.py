@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from strobe.options import (
+    JsonFile,
+    alone,
     arch_named,
     at_least,
     command_given,
@@ -23,6 +25,7 @@ from strobe.options import (
     positive,
     problem_of,
     shape_of,
+    writable,
 )
 
 if TYPE_CHECKING:
@@ -44,11 +47,11 @@ def cost(
     causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
     window: Annotated[str | None, typer.Option(help="Sliding window LEFT,RIGHT; -1 leaves a side open.")] = None,
     backward: Annotated[bool, typer.Option("--backward", help="The backward.")] = False,
-    tile: Annotated[str, typer.Option(help="QUERIESxKEYS.")] = "128x128",
+    tile: Annotated[str | None, typer.Option(help="QUERIESxKEYS of a forward; default: 128x128.")] = None,
     packed: Annotated[bool, typer.Option("--packed", help="Tiles hold the rows of all heads that share a key head.")] = False,
     arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
-    out: Annotated[str | None, typer.Option(help="Draw the least times to this PNG or SVG.")] = None,
-    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
+    out: Annotated[str | None, typer.Option(help="Draw the least times to this PNG or SVG.", callback=writable)] = None,
+    json: JsonFile = None,
 ) -> None:
     """FLOPs, exponentials and bytes of a problem by standard attention and by flash attention, and what bounds each."""
     from rich.console import Console
@@ -56,13 +59,15 @@ def cost(
     from strobe.lab import cost_report
 
     at_least(1, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+    if backward and (tile is not None or packed):
+        raise typer.BadParameter("tile and packed are a forward's, got one of them with backward")
     picture = picture_path(out)
     problem = problem_of(
         batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads=heads, heads_kv=heads_kv, head_dim=head_dim,
         head_dim_v=head_dim_v, dtype=dtype, causal=causal, window=window, backward=backward,
     )  # fmt: skip
     try:
-        found = cost_report.facts(problem, gpu_named(arch), shape_of("tile", tile), packed)
+        found = cost_report.facts(problem, gpu_named(arch), shape_of("tile", tile or "128x128"), packed)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     Console().print(cost_report.table(found))
@@ -89,8 +94,8 @@ def roofline(
     report: Annotated[
         str | None, typer.Option(help="Place what this JSON of strobe bench measured, of what the options above allow.")
     ] = None,
-    out: Annotated[str | None, typer.Option(help="Draw the roofline to this PNG or SVG.")] = None,
-    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
+    out: Annotated[str | None, typer.Option(help="Draw the roofline to this PNG or SVG.", callback=writable)] = None,
+    json: JsonFile = None,
 ) -> None:
     """What bounds a problem on a GPU (tensor cores, exp2, shared memory, HBM), and what would move it."""
     from pathlib import Path
@@ -143,9 +148,10 @@ def roofline(
 
 @instruments.command()
 def occupancy(
+    context: typer.Context,
     registers: Annotated[int | None, typer.Option(help="Of a thread: a block of your own, with --threads.")] = None,
     threads: Annotated[int | None, typer.Option(help="Of a block.")] = None,
-    smem: Annotated[int, typer.Option(help="Bytes of shared memory of a block.")] = 0,
+    smem: Annotated[int | None, typer.Option(help="Bytes of shared memory of a block; default: 0.")] = None,
     grid: Annotated[int | None, typer.Option(help="Blocks in all.")] = None,
     backends: Annotated[str | None, typer.Option(help="Of sm90, portable; default: all that take the problem.")] = None,
     head_dims: Annotated[str, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = "64,128",
@@ -154,8 +160,8 @@ def occupancy(
     dtype: Annotated[str, typer.Option(help="Of bf16, fp16, fp32, comma-separated.")] = "bf16",
     mask: Annotated[str, typer.Option(help="Of full, causal, window (1024 keys), comma-separated.")] = "causal",
     arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
-    out: Annotated[str | None, typer.Option(help="Draw the limits to this PNG or SVG.")] = None,
-    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
+    out: Annotated[str | None, typer.Option(help="Draw the limits to this PNG or SVG.", callback=writable)] = None,
+    json: JsonFile = None,
 ) -> None:
     """How many blocks a multiprocessor runs at once, which resource says so, and the waves of a grid."""
     from rich.console import Console
@@ -168,6 +174,10 @@ def occupancy(
     on, picture = gpu_named(arch), picture_path(out)
     if (registers is None) != (threads is None):
         raise typer.BadParameter(f"registers and threads go together, got {registers} and {threads}")
+    if registers is not None:
+        alone(context, "registers", "threads", "smem", "grid", "arch", "out", "json")
+    elif smem is not None or grid is not None:
+        raise typer.BadParameter(f"smem and grid go with registers and threads, got {smem} and {grid} without")
     shape = plan.Grid(
         head_dims=pairs_of_dims(head_dims) or (),
         lengths=(length,),
@@ -178,7 +188,7 @@ def occupancy(
     chosen = names_of("backends", backends, lab.BACKENDS)
     try:
         if registers is not None and threads is not None:
-            found = [(lab.Occupancy(on, lab.Block(threads, registers, smem)), grid)]
+            found = [(lab.Occupancy(on, lab.Block(threads, registers, smem or 0)), grid)]
         else:
             points = _some(shape.points(backward=False))
             blocks = [lab.compiled(backend, p, on) for p in points for backend in chosen or lab.takers(p, on)]
@@ -196,6 +206,7 @@ def occupancy(
 
 @instruments.command()
 def audit(
+    context: typer.Context,
     kernels: Annotated[list[str], typer.Argument(help="KERNEL, KERNEL@ARCH or a cubin file; several are compared.")],
     head_dims: Annotated[str, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = "128",
     length: Annotated[int, typer.Option(help="Sequence length; batch x length is 16384 tokens.")] = 4096,
@@ -205,9 +216,11 @@ def audit(
     ] = None,
     mask: Annotated[str, typer.Option(help="Of full, causal, window (1024 keys), comma-separated.")] = "full",
     explain: Annotated[bool, typer.Option("--explain", help="Say what the instructions do, and cost.")] = False,
-    sass: Annotated[str | None, typer.Option(help="Write the main loops' instructions to this file.")] = None,
-    out: Annotated[str | None, typer.Option(help="Draw the main loops to this PNG or SVG.")] = None,
-    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
+    sass: Annotated[
+        str | None, typer.Option(help="Write the main loops' instructions to this file.", callback=writable)
+    ] = None,
+    out: Annotated[str | None, typer.Option(help="Draw the main loops to this PNG or SVG.", callback=writable)] = None,
+    json: JsonFile = None,
 ) -> None:
     """What the compiler made of a kernel, without a GPU: registers, spills, the instructions of each role, and warnings."""
     from pathlib import Path
@@ -216,6 +229,8 @@ def audit(
     from strobe.lab import audit_report, plan
 
     at_least(1, length=length, heads=heads)
+    if not any(kernel.partition("@")[0] in lab.KERNELS for kernel in kernels):
+        alone(context, "a cubin", "kernels", "explain", "sass", "out", "json")
     picture = picture_path(out)
     shape = plan.Grid(
         head_dims=pairs_of_dims(head_dims) or (),
@@ -248,8 +263,8 @@ def banks(
     accesses: Annotated[
         str, typer.Option(help="Of rows, ldmatrix, fragment, column, row-a-lane.")
     ] = "rows,ldmatrix,fragment,column,row-a-lane",
-    out: Annotated[str | None, typer.Option(help="Draw the banks of every lane to this PNG or SVG.")] = None,
-    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
+    out: Annotated[str | None, typer.Option(help="Draw the banks of every lane to this PNG or SVG.", callback=writable)] = None,
+    json: JsonFile = None,
 ) -> None:
     """Bank conflicts: which banks of shared memory a warp hits in a tile, with and without a swizzle, and how long it takes."""
     from strobe.lab import banks as lab
@@ -266,6 +281,7 @@ def banks(
 
 @instruments.command()
 def profile(
+    context: typer.Context,
     backends: Annotated[str | None, typer.Option(help="One or two, comma-separated; default: what dispatch picks.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 4,
     length: Annotated[int, typer.Option(help="Sequence length.")] = 4096,
@@ -273,14 +289,18 @@ def profile(
     heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
     head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 128,
     head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp8.")] = "bf16",
     mask: Annotated[str, typer.Option(help="full, causal or window (1024 keys).")] = "full",
     backward: Annotated[bool, typer.Option("--backward", help="The backward.")] = False,
     kernel: Annotated[str | None, typer.Option(help="Only kernels whose name holds this regular expression.")] = None,
     calls: Annotated[int, typer.Option(help="Calls that are profiled, of which the mean is shown.")] = 8,
     csv: Annotated[list[str] | None, typer.Option(help="Read this output of ncu --csv instead; may be repeated.")] = None,
     flops: Annotated[float | None, typer.Option(help="With --csv: FLOPs of a launch, for the roofline.")] = None,
-    json: Annotated[str | None, typer.Option(help="Write the numbers here, too.")] = None,
+    report: Annotated[str | None, typer.Option(help="Show this JSON of strobe profile instead of measuring.")] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Draw throughputs, stalls and the roofline to this PNG or SVG.", callback=writable)
+    ] = None,
+    json: JsonFile = None,
 ) -> None:
     """Nsight Compute's measurements of a kernel, or of two beside each other, as tables, with the point on the roofline."""
     from pathlib import Path
@@ -290,29 +310,41 @@ def profile(
     from strobe.lab import profile as profiles
     from strobe.lab.machine import describe
 
+    if report is not None:
+        alone(context, "report", "out")
+    elif csv:
+        alone(context, "csv", "flops", "out", "json")
+    elif flops is not None:
+        raise typer.BadParameter(f"flops goes with csv, got {flops:g} without one")
     at_least(1, batch=batch, length=length, heads=heads, heads_kv=heads_kv, calls=calls)
     heads_and_dims(heads, heads_kv, head_dim, head_dim_v)
-    dtype_of(dtype)
     shape = batch, length, heads, heads_kv or heads, head_dim, head_dim_v or head_dim
-    point = plans.Point(*shape, dtype, one_of("mask", mask, plans.MASKS), backward)
+    kind, cut = one_of("dtype", dtype, plans.DTYPES), one_of("mask", mask, plans.MASKS)
+    point, picture = plans.Point(*shape, kind, cut, backward), picture_path(out)
     try:
-        if csv:
+        if report is not None:
+            found = profiles.load(Path(report))
+        elif csv:
             subjects = profiles.of_files([Path(file) for file in csv], positive("flops", flops))
-            report = profiles.report_of(subjects, command_given(sys.argv[1:]), {"name": "that of the CSV"})
+            found = profiles.report_of(subjects, command_given(sys.argv[1:]), {"name": "that of the CSV"})
         else:
             chosen = names_of("backends", backends, BACKENDS) or (None,)
             subjects = profiles.profile_backends(point, chosen, kernel, calls)
-            report = profiles.report_of(subjects, command_given(sys.argv[1:]), describe(device_of("cuda")), point)
+            found = profiles.report_of(subjects, command_given(sys.argv[1:]), describe(device_of("cuda")), point)
+        profiles.show(found)
+        if picture is not None:
+            from strobe.lab.profile_picture import draw
+
+            typer.echo(f"written: {draw(found, picture)}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    profiles.show(report)
-    _write_json(json, report)
+    _write_json(json, found)
 
 
 @instruments.command()
 def report(
     files: Annotated[list[str], typer.Argument(help="JSON of strobe's commands: bench, bench compare, timeline, profile, ...")],
-    out: Annotated[str, typer.Option(help="The HTML file.")] = "report.html",
+    out: Annotated[str, typer.Option(help="The HTML file.", callback=writable)] = "report.html",
 ) -> None:
     """One HTML file of some results that opens without a network: tables, pictures, which kernel and why, environment."""
     from pathlib import Path

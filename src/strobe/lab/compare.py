@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
 from statistics import median, stdev
 
@@ -125,13 +126,17 @@ def _usual(report: dict, name: str) -> float | None:
 # ---- what a user sees
 
 
-def compare(old: Path, new: Path, fail_slower: float | None = None, path: Path | None = None) -> int:
-    """Prints the comparison and writes it to `path` as JSON. Exit status: 1 if a point of Strobe's is slower by more than its
-    noise and under `fail_slower` times its old speed, else 0."""
+def compare(
+    old: Path, new: Path, fail_slower: float | None = None, path: Path | None = None, picture: Path | None = None
+) -> int:
+    """Prints the comparison, draws it to `picture`, and writes it to `path` as JSON. Exit status: 1 if a point of Strobe's is
+    slower by more than its noise and under `fail_slower` times its old speed, else 0."""
     reports = load(old), load(new)
     found = changes(*reports)
     ours = [change for change in found if change.contender == "strobe"]
     show(reports, found, (old.name, new.name))
+    if picture is not None:
+        print(f"written: {draw(facts(reports, found), picture)}")
     if path is not None:
         path.write_text(json.dumps(facts(reports, found), indent=1) + "\n")
         print(f"written: {path}")
@@ -168,6 +173,37 @@ def show(reports: tuple[dict, dict], found: list[Change], names: tuple[str, str]
     console.print(table)
     for line in summary(reports, found):
         console.print(line, markup=False, highlight=False)
+
+
+def draw(found: dict, path: Path) -> Path:
+    """Writes new over old against length, a panel for each shape and mask: of `facts`, Strobe's ratios with their noise, filled
+    where it is exceeded, and the peers', whose code did not change, as thin lines. PNG or SVG by the path's suffix."""
+    from strobe.lab.plot import CEILING, PEERS, STROBE, over_lengths, panels_of, save
+
+    names = list(dict.fromkeys(facts["contender"] for facts in found["points"]))
+    colors = dict(zip([name for name in names if name != "strobe"], cycle(PEERS), strict=False))
+    figure, panels = panels_of(found["points"], lambda point: f"{point.dtype} {point.heading}", "new / old", sharey="all")
+    for panel, entries in panels:
+        panel.axhline(1, color=CEILING, linewidth=1)
+        for name, color in colors.items():
+            theirs = [(facts["length"], facts["ratio"]) for facts in entries if facts["contender"] == name]
+            panel.plot(*zip(*theirs, strict=True), color=color, linewidth=1, marker="o", markersize=2, label=name)
+        for facts in entries:
+            if facts["contender"] == "strobe":
+                ratio, noise = facts["ratio"], facts["noise"] or 0
+                ends = [[ratio - ratio * math.exp(-noise)], [ratio * math.exp(noise) - ratio]]
+                face = STROBE if facts["verdict"] in ("faster", "slower") else "white"
+                panel.errorbar(
+                    facts["length"], ratio, yerr=ends, color=STROBE, linewidth=1.5, marker="o", markersize=5,
+                    markerfacecolor=face, zorder=3, label="strobe",
+                )  # fmt: skip
+        over_lengths(panel, sorted({facts["length"] for facts in entries}))
+    labelled = {label: line for panel, _ in panels for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    figure.suptitle(f"{found['of']}, {found['device']['name']}: {found['old']['date'][:10]} to {found['new']['date'][:10]}; "
+                    "filled: more than the noise of the rounds", fontsize=10)  # fmt: skip
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.legend(labelled.values(), labelled.keys(), loc="lower center", ncols=len(labelled), fontsize=8, frameon=False)
+    return save(figure, path, dpi=110)
 
 
 def summary(reports: tuple[dict, dict], found: list[Change]) -> list[str]:

@@ -112,21 +112,16 @@ def si(value: float, unit: str) -> str:
 
 
 def draw(found: dict, path: Path) -> Path:
-    """Writes the least time of each unit as bars, standard attention above flash attention; PNG or SVG by the path's suffix."""
-    from strobe.lab.plot import PEERS, STROBE, plt, save
+    """Writes the least time of each unit as bars, flash attention above standard attention; PNG or SVG by the path's suffix."""
+    from strobe.lab.plot import bars, plt, save
 
     figure, panel = plt.subplots(figsize=(7.4, 2.6))
     units = list(found["flash"]["seconds"])
-    for way, color, place in (("standard", PEERS[0], -0.2), ("flash", STROBE, 0.2)):
-        times = [found[way]["seconds"][unit] for unit in units]
-        bars = panel.barh([n + place for n in range(len(units))], times, height=0.36, color=color, label=way)
-        panel.bar_label(bars, [si(seconds, "s") for seconds in times], padding=3, fontsize=8)
-    panel.set(yticks=range(len(units)), yticklabels=units, xscale="log", xlabel="seconds at least")
-    panel.invert_yaxis()
-    panel.margins(x=0.15)
+    ways = {way: [found[way]["seconds"][unit] for unit in units] for way in ("flash", "standard")}
+    bars(panel, units, ways, lambda seconds: si(seconds, "s"))
+    panel.set(xscale="log", xlabel="seconds at least")
     panel.set_title(f"{found['problem']}\n{found['arch']}", fontsize=8)
     panel.legend(fontsize=8, frameon=False)
-    panel.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     return save(figure, path, dpi=110)
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from strobe.device import Arch
 from strobe.lab import ncu
 from strobe.lab.ncu import Launch, Value
+from strobe.lab.roofline import Ceilings
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Metric:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is profiled: its launches in `calls` calls, and the FLOPs of a call, if known. arch: for the roof, if known."""
+    """What is profiled: its launches in `calls` calls, and, if known, the FLOPs of a call and the ceilings for its dtype."""
 
     name: str
     launches: list[Launch]
     calls: int
     flops: float | None = None
-    arch: Arch | None = None
+    ceilings: Ceilings | None = None
 
     @property
     def kernels(self) -> dict[str, list[Launch]]:
@@ -324,17 +324,18 @@ def _nvprof_cells(label: str, metric: Metric | None) -> list[str]:
 
 
 def roofline(subject: Subject) -> dict[str, float] | None:
-    """Where a call stands: its seconds, bytes of DRAM, FLOP/s ("flops") and FLOPs a byte, and with a known arch the roof over
-    it (FLOP/s, at the clock that ncu held); None without FLOPs, duration or traffic."""
+    """Where a call stands: its seconds, bytes of DRAM, FLOP/s ("flops") and FLOPs a byte ("intensity"). With known ceilings
+    also those at the clock that ncu held: of products ("peak", FLOP/s), of DRAM ("bandwidth", bytes a second), and the roof
+    that they make over the call (FLOP/s). None without FLOPs, duration or traffic."""
     seconds, moved = _total(subject.launches, DURATION), _dram_bytes(subject.launches)
     if not (subject.flops and seconds and moved):
         return None
     seconds, moved = seconds / subject.calls, moved / subject.calls
     point = {"seconds": seconds, "bytes": moved, "flops": subject.flops / seconds, "intensity": subject.flops / moved}
     clock = _mean(subject, FREQUENCY)
-    if subject.arch is not None and subject.arch.tensor_flops and clock:
-        peak = subject.arch.tensor_flops * clock / subject.arch.clock
-        point["roof"] = min(peak, point["intensity"] * subject.arch.dram_bandwidth)
+    if subject.ceilings is not None and clock:
+        here = subject.ceilings.at_clock(clock)
+        point |= {"peak": here.matmul, "bandwidth": here.hbm, "roof": min(here.matmul, point["intensity"] * here.hbm)}
     return point
 
 

@@ -147,7 +147,9 @@ def _explanations(report: dict) -> str:
 
 
 def of_comparison(report: dict) -> str:
-    """Every contender at every point."""
+    """Every contender at every point, the picture."""
+    from strobe.lab.compare import draw
+
     sides = [
         f"{side}: {report[side]['date']}, commit {report[side]['commit']}, {report[side]['command']}" for side in ("old", "new")
     ]
@@ -159,7 +161,8 @@ def of_comparison(report: dict) -> str:
         for facts in report["points"]
     ]  # fmt: skip
     head = ["point", "", "old", "new", "new / old", "noise", "clock", ""]
-    return words(*sides) + heading(f"{report['of']}, TFLOP/s") + table(head, rows)
+    drawn = _drawn(lambda path: draw(report, path), "new over old against length")
+    return words(*sides) + heading(f"{report['of']}, TFLOP/s") + table(head, rows) + drawn
 
 
 def of_timeline(report: dict) -> str:
@@ -185,9 +188,14 @@ def _of_lines(text: str) -> str:
 
 
 def of_profile(report: dict) -> str:
-    """The tables of Nsight Compute's measurements."""
+    """The tables of Nsight Compute's measurements, the picture."""
+    from strobe.lab import profile_picture
+
     point = words(f"{Point.of(report['point'])}") if report["point"] else ""
-    return point + "".join(heading(one["title"]) + table(one["head"], one["rows"]) for one in report["tables"])
+    tables = "".join(heading(one["title"]) + table(one["head"], one["rows"]) for one in report["tables"])
+    if not profile_picture.panels_of(report):
+        return point + tables
+    return point + tables + _drawn(lambda path: profile_picture.draw(report, path), "throughputs, stalls, roofline")
 
 
 def _of_table(shown: Table) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
 
@@ -32,6 +34,24 @@ def save(figure: Figure, path: Path, **options) -> Path:
     return path
 
 
+def bars(
+    panel: Axes, labels: Sequence[str], series: Mapping[str, Sequence[float | None]], form: Callable[[float], str]
+) -> None:
+    """Horizontal bars of each label, one of each series below the other, Strobe's color first; form: what is written at their
+    ends. None: no bar."""
+    height = 0.8 / len(series)
+    for n, ((name, values), color) in enumerate(zip(series.items(), cycle((STROBE, *PEERS)), strict=False)):
+        shown = [(i, value) for i, value in enumerate(values) if value is not None]
+        places = [i + (n - (len(series) - 1) / 2) * height for i, _ in shown]
+        drawn = panel.barh(places, [value for _, value in shown], height=0.9 * height, color=color, label=name)
+        panel.bar_label(drawn, [form(value) for _, value in shown], padding=3, fontsize=8)
+    panel.set_yticks(range(len(labels)), labels, fontsize=8)
+    panel.tick_params(labelsize=8)
+    panel.invert_yaxis()
+    panel.margins(x=0.15)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
 def draw(report: dict, path: Path) -> list[Path]:
     """Writes a picture for each dtype of a report as PNG: at `path`, the others with their dtype in the name."""
     dtypes = list(dict.fromkeys(facts["dtype"] for facts in report["points"]))
@@ -43,27 +63,39 @@ def draw(report: dict, path: Path) -> list[Path]:
 
 def _draw(report: dict, entries: list[dict], path: Path) -> None:
     """One dtype: masks are rows, head dims (and GQA) columns; the scale is one for a row."""
-    rows = list(dict.fromkeys(facts["mask"] for facts in entries))
-    columns = list(dict.fromkeys(Point.of(facts).heading for facts in entries))
-    size = (0.8 + 3.2 * len(columns), 1.0 + 2.8 * len(rows))
-    figure, axes = plt.subplots(len(rows), len(columns), figsize=size, squeeze=False, sharey="row")
+    figure, panels = panels_of(entries, lambda point: point.heading, "TFLOP/s", sharey="row")
     styles = _styles(timed(report))
+    for panel, mine in panels:
+        _panel(panel, mine, styles, report)
+    for panel, _ in panels:
+        _names_at_the_ends(panel)
+    _title(figure, report, entries[0]["dtype"])
+    save(figure, path, dpi=130, bbox_inches="tight")
+
+
+def panels_of(
+    entries: list[dict], column: Callable[[Point], str], ylabel: str, sharey: Literal["row", "all"]
+) -> tuple[Figure, list[tuple[Axes, list[dict]]]]:
+    """A figure with a row for each mask and a column for each name that `column` gives to the points of some entries; its
+    panels, titled, each with its entries by their length."""
+    rows = list(dict.fromkeys(facts["mask"] for facts in entries))
+    columns = list(dict.fromkeys(column(Point.of(facts)) for facts in entries))
+    size = (0.8 + 3.2 * len(columns), 1.0 + 2.8 * len(rows))
+    figure, axes = plt.subplots(len(rows), len(columns), figsize=size, squeeze=False, sharey=sharey)
+    panels = []
     for row, mask in enumerate(rows):
-        for column, heading in enumerate(columns):
-            panel = axes[row][column]
-            mine = [facts for facts in entries if facts["mask"] == mask and Point.of(facts).heading == heading]
+        for place, name in enumerate(columns):
+            panel = axes[row][place]
+            mine = [facts for facts in entries if facts["mask"] == mask and column(Point.of(facts)) == name]
             if not mine:
                 panel.set_axis_off()
                 continue
-            _panel(panel, sorted(mine, key=lambda facts: facts["length"]), styles, report)
-            panel.set_title(f"{heading}, {mask}", fontsize=10)
-        axes[row][0].set_ylabel("TFLOP/s")
-        for panel in axes[row]:
-            _names_at_the_ends(panel)
+            panel.set_title(f"{name}, {mask}", fontsize=10)
+            panels.append((panel, sorted(mine, key=lambda facts: facts["length"])))
+        axes[row][0].set_ylabel(ylabel)
     for panel in axes[-1]:
         panel.set_xlabel("sequence length")
-    _title(figure, report, entries[0]["dtype"])
-    save(figure, path, dpi=130, bbox_inches="tight")
+    return figure, panels
 
 
 def _styles(names: list[str]) -> dict[str, dict]:
@@ -88,12 +120,17 @@ def _panel(panel: Axes, entries: list[dict], styles: dict[str, dict], report: di
     for name, (lengths, rates) in ceilings(entries, report).items():
         panel.plot(lengths, rates, color=CEILING, linewidth=0.8, linestyle=(0, (4, 3)), label=name, zorder=1)
     lengths = [facts["length"] for facts in entries]
-    panel.set_xscale("log", base=2)
-    panel.minorticks_off()
-    panel.set_xticks(lengths, [short(length) for length in lengths], fontsize=8)
+    over_lengths(panel, lengths)
     if len(lengths) > 1:
         panel.set_xlim(lengths[0] * 0.85, lengths[-1] * (lengths[-1] / lengths[0]) ** 0.45)  # room for the names
     panel.set_ylim(bottom=0)
+
+
+def over_lengths(panel: Axes, lengths: list[int]) -> None:
+    """A logarithmic axis of lengths, and lines to read heights by."""
+    panel.set_xscale("log", base=2)
+    panel.minorticks_off()
+    panel.set_xticks(lengths, [short(length) for length in lengths], fontsize=8)
     panel.grid(axis="y", color="#E5E5E5", linewidth=0.8)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)

@@ -24,13 +24,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from strobe.device import arch_of
+from strobe import fp8
+from strobe.device import Arch, arch_of
 from strobe.dispatch import explain_problem
 from strobe.lab import counters, ncu
 from strobe.lab.cost import Cost
 from strobe.lab.counters import Subject
 from strobe.lab.ncu import Launch
-from strobe.lab.plan import Point
+from strobe.lab.plan import DTYPES, Point
+from strobe.lab.roofline import Ceilings
 
 # ---- where profiles come from
 
@@ -54,18 +56,46 @@ def profile_backends(point: Point, backends: Sequence[str | None], kernel: str |
             "strobe profile needs Nsight Compute, got no ncu on the PATH; --csv reads what ncu --csv wrote on another machine"
         )
     arch = arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    names = []
-    for backend in backends:
-        explanation = explain_problem(point.problem(), arch, backend)
-        if explanation.chosen is None or not arch.is_gpu:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in explanation.refusals)
-            raise ValueError(f"strobe profile needs a kernel that runs {point} on a GPU, got none on {arch}: {reasons}")
-        names.append(explanation.chosen)
-    flops = Cost(point.problem()).flops
+    names = [_kernel(point, arch, backend) for backend in backends]
+    flops, ceilings = Cost(point.problem()).flops, _ceilings(point, arch)
     return [
-        Subject(name, _profiled(point, backend, kernel, calls), calls, flops, arch)
+        Subject(name, _profiled(point, backend, kernel, calls), calls, flops, ceilings)
         for name, backend in zip(names, backends, strict=True)
     ]
+
+
+def _kernel(point: Point, arch: Arch, backend: str | None) -> str:
+    """The name of what runs a point. ValueError if nothing does, or not on a GPU."""
+    chosen, refusals = _fp8_choice(point, arch, backend) if point.dtype == "fp8" else _choice(point, arch, backend)
+    if chosen is None or not arch.is_gpu:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals)
+        raise ValueError(f"strobe profile needs a kernel that runs {point} on a GPU, got none on {arch}: {reasons}")
+    return chosen
+
+
+Choice = tuple[str | None, Sequence[tuple[str, str]]]
+"""What runs a point, and why others do not."""
+
+
+def _choice(point: Point, arch: Arch, backend: str | None) -> Choice:
+    explanation = explain_problem(point.problem(), arch, backend)
+    return explanation.chosen, explanation.refusals
+
+
+def _fp8_choice(point: Point, arch: Arch, backend: str | None) -> Choice:
+    """fp8 is an operation of its own, with one kernel and no backward."""
+    if backend not in (None, "sm90"):
+        return None, [(backend, "takes no fp8")]
+    reason = "has no backward in fp8" if point.backward else fp8.refuses(point.problem(), arch)
+    return (None, [("sm90", reason)]) if reason else ("sm90", [])
+
+
+def _ceilings(point: Point, arch: Arch) -> Ceilings | None:
+    """None where the arch's rates for the point's dtype are not known: then there is no roof."""
+    try:
+        return Ceilings.of(arch, DTYPES[point.dtype])
+    except ValueError:
+        return None
 
 
 def _profiled(point: Point, backend: str | None, kernel: str | None, calls: int) -> list[Launch]:
@@ -99,6 +129,17 @@ def _ncu(arguments: list[str]) -> str:
 
 
 # ---- what a user sees
+
+
+def load(path: Path) -> dict:
+    """What `report_of` made, from the JSON of `strobe profile`. ValueError for anything else."""
+    try:
+        report = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"a result of strobe profile must be a JSON file, got {path}: {error}") from None
+    if not isinstance(report, dict) or report.get("what") != "profile":
+        raise ValueError(f"a result of strobe profile must say that it is one, got {path}, which does not")
+    return report
 
 
 def report_of(subjects: Sequence[Subject], command: str, device: dict, point: Point | None = None) -> dict:
