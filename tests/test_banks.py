@@ -150,14 +150,17 @@ def test_the_command_shows_writes_and_draws(tmp_path):
 
 
 def test_what_does_not_fit_is_said():
+    """Once for all layouts with the same reason."""
+    result = run("banks", "--tile", "8x8", "--layouts", "none,xor", "--accesses", "rows")
+    assert "rows in none, xor: this access needs a tile of at least 4 rows of 128 bytes" in result.output
     result = run("banks", "--tile", "16x24", "--layouts", "nvmma64", "--accesses", "column,ldmatrix")
     assert result.exit_code == 0
     assert (
-        "column, nvmma64: this access needs a tile of at least 32 rows of 2 bytes, got 16 x 24 elements of 2 bytes"
+        "column in nvmma64: this access needs a tile of at least 32 rows of 2 bytes, got 16 x 24 elements of 2 bytes"
         in result.output
     )
     assert (
-        "ldmatrix, nvmma64: this layout needs rows of a multiple of 64 bytes, got 16 x 24 elements of 2 bytes" in result.output
+        "ldmatrix in nvmma64: this layout needs rows of a multiple of 64 bytes, got 16 x 24 elements of 2 bytes" in result.output
     )
 
 

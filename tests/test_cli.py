@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from test_bench import report as bench_report
 from typer.testing import CliRunner
 
 from strobe.cli import app
+from strobe.options import command_given
 
 
 def run(*arguments: str):
@@ -126,3 +128,57 @@ def test_bench_check_lists_shortfalls_and_says_so_by_its_status(tmp_path):
     assert below.exit_code == 1 and "bf16 D=128 full S=1024: 1.200 of cuDNN, under 1.25" in below.output
     above = run("bench", "check", str(path), "--at-least", "1.19")
     assert above.exit_code == 0 and above.output.startswith("2 points, none falls short")
+
+
+# ---- what would be lost, or would change nothing
+
+REPORT = json.dumps({"schema": 2, "points": [{}]})
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("cost --arch H200 --json nowhere/c.json", "a file to write must be in a folder that is there and takes it"),
+        ("cost --arch H200 --out nowhere/c.png", "takes it, got nowhere/c.png"),
+        ("bench forward --json nowhere/b.json", "takes it, got nowhere/b.json"),
+        ("bench forward --out b.gif", "out must end in .png or .svg, got b.gif"),
+        ("report half.json --out .", "takes it, got ."),
+        ("cost --arch H200 --backward --tile 64x64", "tile and packed are a forward's"),
+        ("cost --arch H200 --backward --packed", "tile and packed are a forward's"),
+        ("occupancy --arch L4 --registers 80 --threads 128 --mask full", "registers must be given without mask"),
+        ("occupancy --arch L4 --grid 4", "smem and grid go with registers and threads, got None and 4 without"),
+        ("audit half.json --head-dims 64 --mask causal", "a cubin must be given without head-dims, mask"),
+        ("timeline --report half.json --simulate --length 4", "report must be given without simulate, length"),
+        ("simulate half.json --heads 3", "file must be given without heads, which would change nothing"),
+        ("bench forward --mask window --lengths 512", "a window of 1024 keys needs a length of more than 1024"),
+        ("timeline --simulate --head-dims 512", "head-dim must be a multiple of 8 from 8 to 256, got 512"),
+        ("timeline --simulate --head-dims 128 --mask full --length 100", "got none: give a longer length"),
+        *((f"{command} half.json", "must be whole, got half.json, in which something is missing")
+          for command in ("bench check", "bench compare half.json", "roofline --report")),
+        *((f"timeline --report {name}", f"must hold points with stamps, got {name}") for name in ("half.json", "list.json")),
+        ("profile --report half.json", "must hold subjects and tables, got half.json without them"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_one_sentence_and_status_2(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "half.json").write_text(REPORT)
+    (tmp_path / "list.json").write_text("[1]")
+    result = run(*arguments.split())
+    assert result.exit_code == 2 and words in result.output and "Traceback" not in result.output, result.output
+    assert isinstance(result.exception, SystemExit) and {p.name for p in tmp_path.iterdir()} == {"half.json", "list.json"}
+
+
+def test_a_result_says_how_it_was_made_and_not_where_it_went():
+    given = ["cost", "--arch", "H200", "--out", "a.png", "--json", "b.json", "--causal"]
+    assert command_given(given) == "strobe cost --arch H200 --causal"
+
+
+def test_pictures_of_a_benchmark_and_of_a_timeline_go_where_they_are_asked_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shape = "--head-dims 64 --lengths 64 --tokens 64 --heads 1 --mask full --peers all --rounds 1 --seconds 0.001"
+    result = run("bench", "forward", *shape.split(), "--device", "cpu", "--json", "b.json", "--out", "b.svg")
+    assert result.exit_code == 0 and "<svg" in (tmp_path / "b.svg").read_text(), result.output
+    assert not (tmp_path / "b.png").exists()
+    measured = Path(__file__).parent.parent / "benchmarks/results/timeline-h200-21107d1.json"
+    result = run("timeline", "--report", str(measured), "--out", "t.svg")
+    assert result.exit_code == 0 and "<svg" in (tmp_path / "t.svg").read_text(), result.output

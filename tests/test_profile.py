@@ -269,6 +269,7 @@ def test_a_profile_without_anything_to_draw_says_so(tmp_path):
         ("--flops 1e9", "flops goes with csv, got 1e+09 without one"),
         (f"--csv {DETAILS} --head-dim 64 --backends sm90", "csv must be given without head-dim, backends, which"),
         (f"--report {MEASURED} --csv {DETAILS}", "report must be given without csv, which would change nothing"),
+        (f"--csv {DETAILS} --flops 1e9", "flops needs a profile with durations and DRAM traffic"),
         (f"--report {DETAILS}", "a result of strobe profile must be a JSON file, got"),
         (f"--csv {DETAILS} --out nowhere/p.png", "a file to write must be in a folder that is there and takes it"),
         ("--dtype int8", "dtype must be one of bf16, fp16, fp32, fp8, got 'int8'"),

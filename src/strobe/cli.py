@@ -121,6 +121,9 @@ def measure(
     json: Annotated[
         str | None, typer.Option(help="Default: benchmarks/results/<what>-<gpu>-<date>.json.", callback=writable)
     ] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Draw to this PNG or SVG; default: a PNG beside the JSON.", callback=writable)
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the finished points of the file that --json names.")] = False,
 ) -> None:
     """Check and time everyone at the points of docs/bench.md, or at those that the options name; fewer on a CPU."""
@@ -160,8 +163,10 @@ def measure(
     path = Path(json) if json else None
     if resume and not (path and path.exists()):
         raise typer.BadParameter(f"resume needs --json with a file that is there, got {json}")
+    plan, picture = plans.Plan(grids, backward, protocol, **timing), picture_path(out)
     try:
-        status = run(plans.Plan(grids, backward, protocol, **timing), where, command_given(sys.argv[1:]), path, resume)
+        plans.some(plan.points())
+        status = run(plan, where, command_given(sys.argv[1:]), path, resume, picture)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(status)
@@ -240,6 +245,9 @@ def timeline(
     json: Annotated[
         str | None, typer.Option(help="Default: benchmarks/results/timeline-<gpu>-<date>.json.", callback=writable)
     ] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Draw to this PNG or SVG; default: a PNG beside the JSON.", callback=writable)
+    ] = None,
     perfetto: Annotated[
         str | None, typer.Option(help="Write whole CTAs here too, as a trace for ui.perfetto.dev.", callback=writable)
     ] = None,
@@ -252,8 +260,9 @@ def timeline(
     from strobe.lab.report import default_path
 
     at_least(1, length=length)
+    picture = picture_path(out)
     if report is not None:
-        alone(context, "report", "perfetto")
+        alone(context, "report", "out", "perfetto")
         path = Path(report)
         try:
             measurement = timelines.load(path)
@@ -262,10 +271,12 @@ def timeline(
     else:
         from strobe.lab import tracing
 
-        masks = names_of("mask", mask, ("full", "causal")) or ()
+        masks, dims = names_of("mask", mask, ("full", "causal")) or (), numbers_of("head-dims", head_dims) or ()
+        for dim in dims:
+            heads_and_dims(1, None, dim, None)
         try:
             run = tracing.simulate if simulate else tracing.measure
-            measurement = run(numbers_of("head-dims", head_dims) or (), masks, length, command_given(sys.argv[1:]))
+            measurement = run(dims, masks, length, command_given(sys.argv[1:]))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         path = Path(json) if json else default_path(measurement)
@@ -274,7 +285,7 @@ def timeline(
         typer.echo(f"written: {path}")
     typer.echo(timelines.table(measurement))
     typer.echo(f"\nof the time of a typical CTA (and hidden under other work of it):\n{timelines.hidden_table(measurement)}")
-    typer.echo(f"written: {timelines.draw(timelines.measured(measurement), path.with_suffix('.png'))}")
+    typer.echo(f"written: {timelines.draw(timelines.measured(measurement), picture or path.with_suffix('.png'))}")
     if perfetto is not None:
         Path(perfetto).write_text(dumps(timelines.perfetto(timelines.whole_ctas(measurement))) + "\n")
         typer.echo(f"written: {perfetto}")

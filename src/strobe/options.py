@@ -228,8 +228,9 @@ def device_of(name: str | None) -> torch.device:
 def command_given(arguments: list[str]) -> str:
     """The command that reproduces a benchmark: as it was given, but for where its result went."""
     kept = list(arguments)
-    if "--json" in kept:
-        place = kept.index("--json")
-        del kept[place : place + 2]
+    for option in ("--json", "--out"):
+        if option in kept:
+            place = kept.index(option)
+            del kept[place : place + 2]
     kept = [argument for argument in kept if argument != "--resume"]
     return " ".join(["strobe", *kept])

@@ -213,7 +213,7 @@ Counts = dict[tuple[str, str], "Count | str"]
 
 
 def measure(tile: Tile, layouts: Iterable[str], accesses: Iterable[str]) -> Counts:
-    """The Count of each access in each layout, by the names of both."""
+    """The Count of each access in each layout, by the names of both, or why there is none."""
     layouts = list(layouts)
     found: Counts = {}
     for access in accesses:
@@ -281,10 +281,14 @@ def table(counts: Counts) -> Table:
 def notes(counts: Counts) -> list[str]:
     """What the names of a table mean, and what does not fit."""
     accesses, layouts = _axes(counts)
+    refused: dict[tuple[str, str], list[str]] = {}
+    for (access, layout), one in counts.items():
+        if isinstance(one, str):
+            refused.setdefault((access, one), []).append(layout)
     return [
         *(f"{name}: {ACCESSES[name].meaning}" for name in accesses),
         *(f"{name}: {LAYOUTS[name].meaning}" for name in layouts),
-        *(f"{access}, {layout}: {one}" for (access, layout), one in counts.items() if isinstance(one, str)),
+        *(f"{access} in {', '.join(names)}: {reason}" for (access, reason), names in refused.items()),
     ]
 
 

@@ -562,10 +562,13 @@ def contenders_of(plan: Plan, device: torch.device) -> list[Peer]:
 # ---- what a user sees
 
 
-def bench(plan: Plan, device: torch.device, command: str, path: Path | None = None, resume: bool = False) -> int:
-    """Measures, writes JSON as it goes and pictures beside it, prints a table. Exit status: 0, or 1 if Strobe failed somewhere.
+def bench(
+    plan: Plan, device: torch.device, command: str, path: Path | None = None, resume: bool = False, picture: Path | None = None
+) -> int:
+    """Measures, writes JSON as it goes and then pictures, prints a table. Exit status: 0, or 1 if Strobe failed somewhere.
 
-    path: of the JSON; None: benchmarks/results/<what>-<device>-<date>.json here. resume: keep the finished points of the
+    path: of the JSON; None: benchmarks/results/<what>-<device>-<date>.json here. picture: PNG or SVG by its suffix; None: PNG
+    beside the JSON. resume: keep the finished points of the
     JSON that is there; ValueError if it is of another device or commit. A hang saves what there is and ends the process
     with status 3.
     """
@@ -598,8 +601,8 @@ def bench(plan: Plan, device: torch.device, command: str, path: Path | None = No
     if report["points"]:
         from strobe.lab.plot import draw
 
-        for picture in draw(report, target.with_suffix(".png")):
-            console.print(f"written: {picture}", markup=False)
+        for drawn in draw(report, picture or target.with_suffix(".png")):
+            console.print(f"written: {drawn}", markup=False)
     failed = any("refused" in point["results"].get("strobe", {}) for point in report["points"])
     return 1 if failed or (report["stopped"] or "").startswith("the GPU failed") else 0
 

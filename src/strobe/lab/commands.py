@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -27,9 +27,6 @@ from strobe.options import (
     shape_of,
     writable,
 )
-
-if TYPE_CHECKING:
-    from strobe.lab.plan import Point
 
 instruments = typer.Typer()
 
@@ -133,7 +130,7 @@ def roofline(
             kind = dtype_of(dtype)
             ceilings = lab.Ceilings.measured(device_of(None), kind) if measure else lab.Ceilings.of(gpu_named(arch), kind)
             hopper = arch_named(arch).capability == 90
-            problems = [lab.problem_of(point, phase or "forward") for point in _some(shape.points(phase == "backward"))]
+            problems = [lab.problem_of(point, phase or "forward") for point in plan.some(shape.points(phase == "backward"))]
             found = [lab.place(problem, ceilings, hopper) for problem in problems]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -190,7 +187,7 @@ def occupancy(
         if registers is not None and threads is not None:
             found = [(lab.Occupancy(on, lab.Block(threads, registers, smem or 0)), grid)]
         else:
-            points = _some(shape.points(backward=False))
+            points = plan.some(shape.points(backward=False))
             blocks = [lab.compiled(backend, p, on) for p in points for backend in chosen or lab.takers(p, on)]
             found = [(lab.Occupancy(on, block), tiles) for block, tiles in blocks]
         facts = lab.facts(found)
@@ -240,7 +237,7 @@ def audit(
         masks=names_of("mask", mask, plan.MASKS) or (),
     )
     try:
-        reports = lab.reports_of(kernels, _some(shape.points(backward=False)), own_dtype=dtype is None)
+        reports = lab.reports_of(kernels, plan.some(shape.points(backward=False)), own_dtype=dtype is None)
     except (ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from None
     facts = lab.facts(reports)
@@ -355,13 +352,6 @@ def report(
         typer.echo(f"written: {write([Path(file) for file in files], Path(out))}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-
-
-def _some(points: list[Point]) -> list[Point]:
-    """ValueError if there are none: a window as long as the sequence is left out, as it is the causal mask."""
-    if not points:
-        raise ValueError("a window of 1024 keys needs a length of more than 1024, got none: below, it is the causal mask")
-    return points
 
 
 def _write_json(path: str | None, found: dict) -> None:

@@ -102,6 +102,13 @@ class Grid:
         return points
 
 
+def some(points: list[Point]) -> list[Point]:
+    """ValueError if there are none: a window as long as the sequence is left out, as it is the causal mask."""
+    if not points:
+        raise ValueError("a window of 1024 keys needs a length of more than 1024, got none: below, it is the causal mask")
+    return points
+
+
 def short(length: int) -> str:
     """A length in few characters: 512, 16k."""
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)

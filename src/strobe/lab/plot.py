@@ -53,7 +53,7 @@ def bars(
 
 
 def draw(report: dict, path: Path) -> list[Path]:
-    """Writes a picture for each dtype of a report as PNG: at `path`, the others with their dtype in the name."""
+    """Writes a picture for each dtype of a report, PNG or SVG: at `path`, the others with their dtype in the name."""
     dtypes = list(dict.fromkeys(facts["dtype"] for facts in report["points"]))
     paths = [path if n == 0 else path.with_stem(f"{path.stem}-{dtype}") for n, dtype in enumerate(dtypes)]
     for dtype, target in zip(dtypes, paths, strict=True):

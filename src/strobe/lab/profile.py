@@ -45,6 +45,8 @@ def of_files(paths: Sequence[Path], flops: float | None = None) -> list[Subject]
         for kernel in dict.fromkeys(launch.kernel for launch in launches):
             mine = [launch for launch in launches if launch.kernel == kernel]
             subjects.append(Subject(f"{path.stem}: {kernel}" if len(paths) > 1 else kernel, mine, len(mine), flops))
+    if flops and not any(map(counters.roofline, subjects)):
+        raise ValueError("flops needs a profile with durations and DRAM traffic, for the roofline, got one without")
     return subjects
 
 
@@ -137,8 +139,8 @@ def load(path: Path) -> dict:
         report = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"a result of strobe profile must be a JSON file, got {path}: {error}") from None
-    if not isinstance(report, dict) or report.get("what") != "profile":
-        raise ValueError(f"a result of strobe profile must say that it is one, got {path}, which does not")
+    if not isinstance(report, dict) or not {"device", "point", "subjects", "tables"} <= report.keys():
+        raise ValueError(f"a result of strobe profile must hold subjects and tables, got {path} without them")
     return report
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +14,10 @@ from strobe.lab.plan import Point
 
 SCHEMA = 2
 
+PARTS = {"what", "date", "command", "device", "protocol", "contenders", "ceiling", "points", "stopped"}
+POINT = {field.name for field in fields(Point)} | {"results"}
+"""What a report has, and each of its points."""
+
 
 def load(path: Path) -> dict:
     """A report of `strobe bench`. ValueError for anything else."""
@@ -22,6 +27,8 @@ def load(path: Path) -> dict:
         raise ValueError(f"a result of strobe bench must be a JSON file, got {path}: {error}") from None
     if not isinstance(report, dict) or report.get("schema") != SCHEMA or "points" not in report:
         raise ValueError(f"a result of strobe bench must hold schema {SCHEMA} and points, got {path} without them")
+    if not report.keys() >= PARTS or not all(set(facts) >= POINT for facts in report["points"]):
+        raise ValueError(f"a result of strobe bench must be whole, got {path}, in which something is missing")
     return report
 
 

@@ -209,13 +209,17 @@ def hidden_table(report: dict) -> str:
 # ---- measured reports and other tools
 
 
+PARTS = {"head_dim", "mask", "length", "config", "tile_q", "tile_kv", "steady", "typical"}
+"""What a point of a report has."""
+
+
 def load(path: Path) -> dict:
     """A report of `strobe timeline`. ValueError for anything else."""
     try:
         report = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"a report of strobe timeline must be a JSON file, got {path}: {error}") from None
-    if not isinstance(report, dict) or not all("typical" in point for point in report.get("points", [{}])):
+    if not isinstance(report, dict) or not all(set(point) >= PARTS for point in report.get("points", [()])):
         raise ValueError(f"a report of strobe timeline must hold points with stamps, got {path} without them")
     return report
 

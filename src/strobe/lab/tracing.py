@@ -128,9 +128,13 @@ def _point(problem: AttentionProblem, device: torch.device, telemetry: Telemetry
 
 
 def _analysis(stamps: torch.Tensor, config: Config) -> dict:
-    """What a report says of the stamps of a launch."""
+    """What a report says of the stamps of a launch. ValueError where no CTA reaches a steady state."""
     roles = [f"consumer {w}" for w in range(config.groups)] + ["producer"]
     steady = _steady(stamps, roles)
+    if not steady:
+        raise ValueError(
+            "timeline: a CTA must have more blocks of keys to be in a steady state, got none: give a longer length"
+        )
     return {
         "config": str(config),
         "tile_q": config.tile_q,
