@@ -2,9 +2,12 @@
 
 The four warps of a CTA make the same access n times, each time 128 bytes further, which changes no bank. They share the unit
 that serves shared memory, so the slope of the cycles over n, divided by four, is what one warp's access costs: its wavefronts,
-if the model is right. It takes no hardware counter.
+if the model is right. That takes no hardware counter; with --counters Nsight Compute runs the same accesses, and what its own
+counters grow by from one access to the next stands beside the model: wavefronts, and bank conflicts, which are those beyond the
+least.
 
-    python benchmarks/banks.py            # on a GPU, a minute; writes results/banks-<gpu>-<date>.json
+    python benchmarks/banks.py               # on a GPU, a minute; writes results/banks-<gpu>-<date>.json
+    python benchmarks/banks.py --counters    # needs ncu and its permission; writes results/bank-counters-<gpu>-<date>.json
 """
 
 import json
@@ -12,13 +15,16 @@ import sys
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from strobe.kernels.gluon import gl, gluon, partition_barrier
-from strobe.lab.banks import ACCESSES, LANES, LAYOUTS, Access, Layout, Tile, measure
+from strobe.lab import ncu
+from strobe.lab.banks import ACCESSES, LANES, LAYOUTS, Access, Count, Layout, Tile, measure
 from strobe.lab.machine import describe, snapshot
+from strobe.lab.profile import run_ncu
 
 LAUNCHES = 9
 COUNTS = (16, 32, 64)
@@ -100,33 +106,109 @@ def cycles(offsets: torch.Tensor, n: int, asm: str) -> float:
     return float(median(taken[2:]))
 
 
-def points() -> list[dict]:
-    """Each access in each layout that it fits: the wavefronts that are counted, and the cycles that are measured."""
+class Case(NamedTuple):
+    """An access in a layout, by one of its instructions; counted: by the model."""
+
+    access: str
+    layout: str
+    instruction: str
+    counted: Count
+    asm: str
+
+    def offsets(self) -> torch.Tensor:
+        places = offsets_of(TILE, LAYOUTS[self.layout], ACCESSES[self.access])
+        return torch.tensor(places, dtype=torch.int32, device="cuda")
+
+    def facts(self) -> dict:
+        return {"access": self.access, "layout": self.layout, "instruction": self.instruction,
+                "wavefronts": self.counted.wavefronts}  # fmt: skip
+
+
+def cases() -> list[Case]:
+    """Each access in each layout that it fits."""
+    return [
+        Case(access, layout, instruction, counted, asm)
+        for (access, layout), counted in measure(TILE, LAYOUTS, ACCESSES).items()
+        if isinstance(counted, Count)
+        for instruction, asm in instructions_of(access, TILE).items()
+    ]
+
+
+def timed() -> list[dict]:
+    """Each case with the cycles that are measured."""
     found = []
-    for (access, layout), counted in measure(TILE, LAYOUTS, ACCESSES).items():
-        if isinstance(counted, str):
-            continue
-        offsets = torch.tensor(offsets_of(TILE, LAYOUTS[layout], ACCESSES[access]), dtype=torch.int32, device="cuda")
-        for instruction, asm in instructions_of(access, TILE).items():
-            taken = [cycles(offsets, n, asm) for n in COUNTS]
-            each, once = np.polyfit(COUNTS, taken, 1)
-            point = {"access": access, "layout": layout, "instruction": instruction, "wavefronts": counted.wavefronts}
-            point |= {"cycles": round(float(each) / WARPS, 2), "once": round(float(once), 1), "taken": taken}
-            print(f"{access:12} {layout:10} {instruction:9} {counted.wavefronts:3} wavefronts {point['cycles']:7.2f} cycles")
-            found.append(point)
+    for case in cases():
+        offsets = case.offsets()
+        taken = [cycles(offsets, n, case.asm) for n in COUNTS]
+        each, once = np.polyfit(COUNTS, taken, 1)
+        point = case.facts() | {"cycles": round(float(each) / WARPS, 2), "once": round(float(once), 1), "taken": taken}
+        print(f"{case.access:12} {case.layout:10} {case.instruction:9} {case.counted.wavefronts:3} wavefronts "
+              f"{point['cycles']:7.2f} cycles")  # fmt: skip
+        found.append(point)
     return found
 
 
-def main(path: Path | None) -> None:
-    device = torch.device("cuda")
+# ---- by Nsight Compute's counters
+
+WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
+CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
+FEW, MANY = COUNTS[0], COUNTS[-1]
+
+
+def launch_all() -> None:
+    """What ncu watches: each case with few and with many accesses, compiled before."""
+    out, sink = (torch.zeros(1, dtype=dtype, device="cuda") for dtype in (torch.int64, torch.int32))
+    for start in (lambda: None, torch.cuda.profiler.start):
+        torch.cuda.synchronize()
+        start()
+        for case in cases():
+            for n in (FEW, MANY):
+                access_kernel[(1,)](out, sink, case.offsets(), n, case.asm, num_warps=WARPS)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def counted_by_ncu() -> list[dict]:
+    """Each case with what the counters say of one access of one warp. ValueError without ncu, its permission, or a counter."""
+    options = ["--config-file", "off", "--csv", "--page", "raw", "--profile-from-start", "off"]
+    options += ["--kernel-name", "access_kernel", "--metrics", f"{WAVEFRONTS},{CONFLICTS}"]
+    launches, found = ncu.read(run_ncu([*options, sys.executable, __file__, "--launch"])), []
+    if len(launches) != 2 * len(cases()) or not all({WAVEFRONTS, CONFLICTS} <= launch.metrics.keys() for launch in launches):
+        raise ValueError(f"ncu must count wavefronts and conflicts of {2 * len(cases())} launches, got {len(launches)}")
+    for n, case in enumerate(cases()):
+        few, many = launches[2 * n : 2 * n + 2]
+        wavefronts, conflicts = (
+            (many.metrics[name].base - few.metrics[name].base) / (WARPS * (MANY - FEW)) for name in (WAVEFRONTS, CONFLICTS)
+        )
+        beyond = case.counted.wavefronts - case.counted.free
+        print(f"{case.access:12} {case.layout:10} {case.instruction:9} wavefronts {case.counted.wavefronts:3}, ncu "
+              f"{wavefronts:6.2f}; conflicts {beyond:3}, ncu {conflicts:6.2f}")  # fmt: skip
+        found.append(case.facts() | {"conflicts": beyond, "ncu_wavefronts": wavefronts, "ncu_conflicts": conflicts})
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    """ValueError without a GPU, and for what `counted_by_ncu` cannot do."""
+    if arguments == ["--launch"]:
+        return launch_all()
+    if not torch.cuda.is_available():
+        raise ValueError("benchmarks/banks.py needs a CUDA GPU, got a machine without one")
+    by_ncu = "--counters" in arguments
+    paths = [Path(argument) for argument in arguments if argument != "--counters"]
     now = datetime.now(timezone.utc)
-    report = {"what": "bank conflicts, cycles of one warp's access", "date": now.isoformat(timespec="seconds")}
-    report |= {"device": describe(device), "tile": TILE._asdict(), "points": points(), "telemetry": snapshot(device)}
+    what = "counters of" if by_ncu else "cycles of"
+    report = {"what": f"bank conflicts, {what} one warp's access", "date": now.isoformat(timespec="seconds")}
+    report |= {"device": describe(torch.device("cuda")), "tile": TILE._asdict()}
+    report |= {"points": counted_by_ncu() if by_ncu else timed(), "telemetry": snapshot(torch.device("cuda"))}
     gpu = report["device"]["name"].lower().removeprefix("nvidia ").replace(" ", "-")
-    target = path or Path("benchmarks/results") / f"banks-{gpu}-{now:%Y-%m-%d}.json"
+    kind = "bank-counters" if by_ncu else "banks"
+    target = paths[0] if paths else Path("benchmarks/results") / f"{kind}-{gpu}-{now:%Y-%m-%d}.json"
     target.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written: {target}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(str(error))

@@ -160,7 +160,8 @@ def test_what_does_not_fit_is_said():
         in result.output
     )
     assert (
-        "ldmatrix in nvmma64: this layout needs rows of a multiple of 64 bytes, got 16 x 24 elements of 2 bytes" in result.output
+        "ldmatrix in nvmma64: this layout needs rows of a multiple of 64 bytes, got 16 x 24 elements of 2 bytes"
+        in result.output
     )
 
 
@@ -211,6 +212,30 @@ def test_the_benchmark_times_the_accesses_and_nothing_else():
     for timed, mnemonic in zip(found, expected, strict=True):
         assert timed.count(mnemonic) == 16 + (mnemonic == "LDS"), timed  # the last load waits for the accesses before it
         assert not {"BAR", "LDG", "STG", "BRA"} & {name.split(".")[0] for name in timed}
+
+
+def test_the_counters_stand_beside_the_model(monkeypatch):
+    """ncu's part is played by what the model counts, with twice the conflicts, and something for each launch."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import banks
+
+    def run_ncu(arguments: list[str]) -> str:
+        assert arguments[-2:] == [banks.__file__, "--launch"] and "--profile-from-start" in arguments
+        lines = [["ID", "Kernel Name", banks.WAVEFRONTS, banks.CONFLICTS], ["", "", "", ""]]
+        for i, (case, n) in enumerate((case, n) for case in banks.cases() for n in (banks.FEW, banks.MANY)):
+            conflicts = 2 * (case.counted.wavefronts - case.counted.free)
+            both = (case.counted.wavefronts * 4 * n + 100, conflicts * 4 * n + 7)
+            lines.append([str(i), "access_kernel", *(f"{one:,}" for one in both)])
+        return "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines)
+
+    monkeypatch.setattr(banks, "run_ncu", run_ncu)
+    found = banks.counted_by_ncu()
+    assert len(found) > 20 and any(point["conflicts"] for point in found)
+    assert all(point["ncu_wavefronts"] == point["wavefronts"] for point in found)
+    assert all(point["ncu_conflicts"] == 2 * point["conflicts"] for point in found)
+    monkeypatch.setattr(banks, "run_ncu", lambda arguments: "==PROF== nothing\n" + run_ncu(arguments)[:400])
+    with pytest.raises(ValueError, match=r"ncu must count wavefronts and conflicts of \d+ launches, got"):
+        banks.counted_by_ncu()
 
 
 def test_the_benchmark_takes_every_access(monkeypatch):

@@ -53,10 +53,7 @@ def of_files(paths: Sequence[Path], flops: float | None = None) -> list[Subject]
 def profile_backends(point: Point, backends: Sequence[str | None], kernel: str | None, calls: int) -> list[Subject]:
     """A Subject for each backend (None: what dispatch picks) at a point, by ncu. kernel: a regular expression that the names of
     the kernels must hold. ValueError if a backend refuses, or if ncu is missing, not permitted or fails."""
-    if shutil.which("ncu") is None:
-        raise ValueError(
-            "strobe profile needs Nsight Compute, got no ncu on the PATH; --csv reads what ncu --csv wrote on another machine"
-        )
+    need_ncu()
     arch = arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     names = [_kernel(point, arch, backend) for backend in backends]
     flops, ceilings = Cost(point.problem()).flops, _ceilings(point, arch)
@@ -108,14 +105,23 @@ def _profiled(point: Point, backend: str | None, kernel: str | None, calls: int)
         options = ["--config-file", "off", "--export", report, "--force-overwrite", "--profile-from-start", "off"]
         options += ["--target-processes", "application-only", "--set", "full", "--metrics", ",".join(counters.EXTRA)]
         options += ["--apply-rules", "no", "--import-source", "no", *(["--kernel-name", f"regex:{kernel}"] if kernel else [])]
-        said = _ncu([*options, sys.executable, "-m", "strobe.lab.profiled", job])
+        said = run_ncu([*options, sys.executable, "-m", "strobe.lab.profiled", job])
         if "No kernels were profiled" in said:
             raise ValueError(f"kernel must be a part of a kernel's name in {point}, got {kernel!r}, which none has")
-        return ncu.read(*(_ncu(["--import", report, "--csv", "--page", page]) for page in ("details", "raw")))
+        return ncu.read(*(run_ncu(["--import", report, "--csv", "--page", page]) for page in ("details", "raw")))
 
 
-def _ncu(arguments: list[str]) -> str:
-    """What it prints. ValueError in one sentence if it fails."""
+def need_ncu() -> None:
+    """ValueError where there is none."""
+    if shutil.which("ncu") is None:
+        raise ValueError(
+            "this needs Nsight Compute, got no ncu on the PATH; strobe profile --csv reads what it wrote on another machine"
+        )
+
+
+def run_ncu(arguments: list[str]) -> str:
+    """What it prints. ValueError in one sentence if it is missing, not permitted or fails."""
+    need_ncu()
     done = subprocess.run(["ncu", *arguments], capture_output=True, text=True)
     said = done.stdout + done.stderr
     if "ERR_NVGPUCTRPERM" in said:
