@@ -209,7 +209,7 @@ def hidden_table(report: dict) -> str:
 # ---- measured reports and other tools
 
 
-PARTS = {"head_dim", "mask", "length", "config", "tile_q", "tile_kv", "steady", "typical"}
+PARTS = {"head_dim", "mask", "length", "tile_q", "tile_kv", "steady", "typical"}
 """What a point of a report has."""
 
 
