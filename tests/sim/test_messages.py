@@ -312,6 +312,7 @@ def gives_a_place_back(a, USED: gl.constexpr, FENCED: gl.constexpr):
             fence_async_shared()
         mbarrier.arrive(empty, count=1)
         mbarrier.wait(empty, turn)
+        value += 1.0
 
 
 @mistake(

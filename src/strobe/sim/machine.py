@@ -80,7 +80,7 @@ class Partition:
     def arrive(self) -> None:
         """It has arrived at a barrier. What it loads and nothing has used yet stays behind."""
         for load in self.loads:
-            load.left_behind = not load.over
+            load.left_behind = not load.used
         self.loads.clear()
         self.tick()
 

@@ -55,13 +55,25 @@ def outcome_of(outcomes: Iterable[Outcome | None]) -> Outcome | None:
 
 
 class Load:
-    """Of a partition, from shared memory to registers. over: something used what it loaded, or a fence waited for it.
-    left_behind: the partition arrived at a barrier before that."""
+    """Of a partition, from shared memory to registers. used: something has used what it loaded. left_behind: the partition
+    arrived at a barrier before that, and before any fence."""
 
-    __slots__ = ("left_behind", "over")
+    __slots__ = ("error", "left_behind", "used")
 
     def __init__(self):
-        self.over = self.left_behind = False
+        self.used = self.left_behind = False
+        self.error: SimulationError | None = None
+
+    def use(self) -> None:
+        self.used = True
+        if self.error is not None:
+            raise self.error
+
+    def spoil(self, error: SimulationError) -> None:
+        """It may have loaded something else: the error of whoever uses it. (What nobody uses the compiler does not load.)"""
+        self.error = error
+        if self.used:
+            raise error
 
 
 @dataclass(frozen=True)
@@ -165,9 +177,11 @@ class Buffer:
                 raise race
             before.outcome.spoil(race)
         if before.load is not None and before.load.left_behind and not access.generic:
-            raise Race(
-                f"{access} {verb} {name} through the async proxy, while the read by {before} may be under way: before its "
-                f"arrival at a barrier nothing used what it loads, and there was no fence_async_shared"
+            before.load.spoil(
+                Race(
+                    f"{access} {verb} {name} through the async proxy, while the read by {before} may be under way: before its "
+                    f"arrival at a barrier nothing used what it loads, and there was no fence_async_shared"
+                )
             )
         fenced = access.knows.fenced[before.agent] >= before.tick
         if self.space == "shared" and record.write and before.generic and not access.generic and not fenced:

@@ -347,7 +347,7 @@ class Tensor(Value):
     def check_finished(self) -> None:
         """As something uses it: Unfinished if asynchronous work that nobody waited for still writes this tensor."""
         if self.load is not None:
-            self.load.over = True
+            self.load.use()
         if self.pending is not None and not self.pending.finished:
             raise Unfinished(f"{where()} uses the result of {self.pending.description}, which nobody has waited for")
 
