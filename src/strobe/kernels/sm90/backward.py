@@ -86,6 +86,7 @@ from strobe.kernels.sm90.scores import (
     add_to_bias,
     compare_pairs,
     score_and_factors,
+    slope_of,
     weighed,
 )
 
@@ -492,13 +493,13 @@ def indices(w: gl.constexpr, row, work, TILE_Q: gl.constexpr):
 
 
 @gluon.jit
-def scores_of(s, w: gl.constexpr, row, head, work, score):
+def scores_of(s, w: gl.constexpr, row, head, slope, work, score):
     """q.k -> (score in powers of two, the factors of its gradient: see `scores.score_and_factors`)."""
     if not score.CHANGED:
         return s * score.inner, 1.0, 1.0
     else:
         rows, keys = indices(w, row, work, s.shape[1])
-        return score_and_factors(s, rows[None, :], keys[:, None], work.batch, head, work.n_q, work.n_kv, score)
+        return score_and_factors(s, rows[None, :], keys[:, None], work.batch, head, slope, work.n_q, work.n_kv, score)
 
 
 @gluon.jit
@@ -603,7 +604,8 @@ def step(w: gl.constexpr, g, before, last, tile, head, place, s, dk, dv, work, o
         s = warpgroup_mma_wait(PENDING_V, deps=[s])
     lse = statistics.slice(0, C.tile_q).load(COLUMNS)
     row = tile * C.tile_q
-    x, factor, of_function = scores_of(s, w, row, head, work, score)
+    slope = slope_of(work.batch, head, score)
+    x, factor, of_function = scores_of(s, w, row, head, slope, work, score)
     x = x - lse[None, :]
     if MASKED:
         if (tile < work.full_begin) | (tile >= work.full_end):
@@ -663,7 +665,8 @@ def serial_step(w: gl.constexpr, g, before, tile, head, place, dk, dv, work, out
     s = warpgroup_mma_wait(0, deps=[s])
     lse = statistics.slice(0, C.tile_q).load(COLUMNS)
     row = tile * C.tile_q
-    x, factor, of_function = scores_of(s, w, row, head, work, score)
+    slope = slope_of(work.batch, head, score)
+    x, factor, of_function = scores_of(s, w, row, head, slope, work, score)
     x = x - lse[None, :]
     p = gl.exp2(x)
     if (tile < work.full_begin) | (tile >= work.full_end):

@@ -67,6 +67,7 @@ from strobe.kernels.sm90.scores import (
     Score,
     add_to_bias,
     score_and_factors,
+    slope_of,
     weighed,
 )
 from strobe.kernels.sm90.scores import apply_mask as apply_mask_to_rows
@@ -156,11 +157,11 @@ def keys_producer(inputs, lengths, heads, score, memory, C: gl.constexpr):
 
 
 @gluon.jit
-def weights_of(s, g, work, lengths, score, memory, MASKED: gl.constexpr):
+def weights_of(s, g, slope, work, lengths, score, memory, MASKED: gl.constexpr):
     """Of the g-th tile from its scores: P^T after dropout, and what dP - delta is multiplied by, P^T times the factors of the
     scores' gradient."""
     row, head = place_of(g, work)
-    x, factor, of_function = scores_of(s, 0, row, head, work, score)
+    x, factor, of_function = scores_of(s, 0, row, head, slope, work, score)
     memory.statistics.wait(g)
     x = x - memory.statistics.block(g)[0].slice(0, TILE).load(columns_of(TILE))[None, :]
     release_statistics(g, memory)
@@ -189,6 +190,13 @@ def place_of(g, work):
     """First row, and head, of the g-th tile."""
     tiles = work.end - work.begin
     return (work.begin + g % tiles) * TILE, work.head_kv * work.group + g // tiles
+
+
+@gluon.jit
+def slope_of_tile(g, work, score):
+    """Of the g-th tile's head."""
+    _row, head = place_of(g, work)
+    return slope_of(work.batch, head, score)
 
 
 @gluon.jit
@@ -222,9 +230,10 @@ def values(outputs, lengths, heads, score, memory, MASKED: gl.constexpr, NOTED: 
         if count > 0:
             memory.q.wait(start)
             s = start_products(at(memory.k, 0), memory.q.block(start))
+            slope = slope_of_tile(start, work, score)
             s = warpgroup_mma_wait(0, deps=[s])
             memory.q.release(start)
-            weight, sent = weights_of(s, start, work, lengths, score, memory, MASKED)
+            weight, sent = weights_of(s, start, slope, work, lengths, score, memory, MASKED)
             send(sent, start, memory)
             p = weight.to(dtype)
             for g in tl.range(1, count, disable_licm=True):
@@ -232,9 +241,10 @@ def values(outputs, lengths, heads, score, memory, MASKED: gl.constexpr, NOTED: 
                 s = start_products(at(memory.k, g >> 30), memory.q.block(g))
                 memory.do.wait(g - 1)
                 dv = start_sum(dv, p, memory.do.block(g - 1))
+                slope = slope_of_tile(g, work, score)  # beside the products
                 s = warpgroup_mma_wait(C.products_v, deps=[s])
                 memory.q.release(g)
-                weight, sent = weights_of(s, g, work, lengths, score, memory, MASKED)
+                weight, sent = weights_of(s, g, slope, work, lengths, score, memory, MASKED)
                 memory.do.wait(g - 1)  # complete already; but ptxas moves no later wait above it, and dV stays hidden
                 # Rounded earlier, P would be written to registers that dV still reads, and ptxas makes all products serial.
                 dv = finished(dv, 0)
@@ -386,19 +396,22 @@ def make_rows_memory(dtype: gl.constexpr, C: gl.constexpr):
 
 @aggregate
 class Rows:
-    """What `scores` asks of a tile: p, the position of its first row among the keys; numbers of queries and keys."""
+    """What `scores` asks of a tile: p, the position of its first row among the keys; the slope of its head, None where there
+    are no slopes; numbers of queries and keys."""
 
     p: gl.tensor
     batch: gl.tensor
     head: gl.tensor
+    slope: (gl.tensor, gl.constexpr)
     n_q: gl.tensor
     n_kv: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, p, batch, head, n_q, n_kv):
+    def __init__(self, p, batch, head, slope, n_q, n_kv):
         self.p = p
         self.batch = batch
         self.head = head
+        self.slope = gl.constexpr(None) if slope is None else slope
         self.n_q = n_q
         self.n_kv = n_kv
 
@@ -433,7 +446,7 @@ def row_scores(s, i, rows, score):
         return s * score.inner, 1.0, 1.0
     else:
         row, key = row_indices(i, rows)
-        return score_and_factors(s, row[:, None], key[None, :], rows.batch, rows.head, rows.n_q, rows.n_kv, score)
+        return score_and_factors(s, row[:, None], key[None, :], rows.batch, rows.head, rows.slope, rows.n_q, rows.n_kv, score)
 
 
 @gluon.jit
@@ -460,7 +473,8 @@ def rows(w: gl.constexpr, outputs, lengths, heads, score, memory, MASKED: gl.con
     dq = no_result(C.wide, C.narrow)
     first = work.row + w * TILE
     if work.blocks() > 0:
-        tile = Rows(first + (work.n_kv - work.n_q), work.batch, work.head, work.n_q, work.n_kv)
+        slope = slope_of(work.batch, work.head, score) if score.slopes is not None else None
+        tile = Rows(first + (work.n_kv - work.n_q), work.batch, work.head, slope, work.n_q, work.n_kv)
         full_begin, full_end = whole_blocks(work, score)
         if lengths.cu_q is None:
             row = (work.batch * heads.heads + work.head) * padded + first

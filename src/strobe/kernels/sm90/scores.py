@@ -5,7 +5,6 @@ from strobe.kernels.common.gluon_philox import dropped
 from strobe.kernels.common.gluon_scores import gradient_of_function, score_and_factor, with_bias, with_function
 from strobe.kernels.gluon import aggregate, gl, gluon
 from strobe.kernels.sm90.layouts import ROWS, accumulator, columns_of, rows_of
-from strobe.kernels.sm90.tiles import numbers
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -98,6 +97,24 @@ class BiasGradient:
 
 
 @gluon.jit
+def numbers(tile, lengths):
+    """n_q and n_kv of the tile's sequence."""
+    if lengths.VARY:
+        return tile.n_q, tile.n_kv
+    else:
+        return lengths.n_q, lengths.n_kv
+
+
+@gluon.jit
+def slope_of(batch, head, score):
+    """The slope of a head, in powers of two; where there are none, nobody reads the 0."""
+    if score.slopes is None:
+        return 0.0
+    else:
+        return gl.load(score.slopes + batch * score.slope_strides[0] + head * score.slope_strides[1]) * LOG2_E
+
+
+@gluon.jit
 def scores_of(s, i, tile, lengths, score, C: gl.constexpr):
     """q.k of block i -> (scores, by what they have yet to be multiplied), in powers of two."""
     if not score.CHANGED:
@@ -105,17 +122,15 @@ def scores_of(s, i, tile, lengths, score, C: gl.constexpr):
     else:
         row, key = indices(i, tile, lengths, C)
         n_q, n_kv = numbers(tile, lengths)
-        s, _, _ = score_and_factors(s, row[:, None], key[None, :], tile.batch, tile.head, n_q, n_kv, score)
+        s, _, _ = score_and_factors(s, row[:, None], key[None, :], tile.batch, tile.head, tile.slope, n_q, n_kv, score)
         return s, 1.0
 
 
 @gluon.jit
-def score_and_factors(s, row, key, batch, head, n_q, n_kv, score):
+def score_and_factors(s, row, key, batch, head, slope, n_q, n_kv, score):
     """q.k -> (score in powers of two, the factor of softcap on its gradient, that of the function). row, key: indices in the
-    sequence that broadcast to s."""
-    slope = None
-    if score.slopes is not None:
-        slope = gl.load(score.slopes + batch * score.slope_strides[0] + head * score.slope_strides[1]) * LOG2_E
+    sequence that broadcast to s. slope: of `slope_of`."""
+    slope = slope if score.slopes is not None else None
     s, factor = score_and_factor(s, row + (n_kv - n_q), key, score.inner, score.outer, slope)
     if score.bias is not None:
         s = with_bias(s, bias_of(row, key, batch, head, n_q, n_kv, score))

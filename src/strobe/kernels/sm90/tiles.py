@@ -4,6 +4,7 @@ from strobe.kernels.common.gluon_masks import kv_range
 from strobe.kernels.common.work import locate
 from strobe.kernels.gluon import aggregate, gl, gluon, mbarrier
 from strobe.kernels.sm90.layouts import ROWS, one
+from strobe.kernels.sm90.scores import slope_of
 
 SLOTS = gl.constexpr(2)
 """Tiles that are known at a time: one is worked on, one is next."""
@@ -21,8 +22,8 @@ class Tile:
     go: whether there is a tile. The group works on `blocks` key blocks: `lead` first, then the others below `end` from right to
     left. With a mask: p is the position of the group's first row among the keys; blocks outside [full_begin, full_end) are
     masked; only other groups see the `between` blocks after the lead, and the `after` at the end. Where every tile begins at
-    key 0 and leads with it, lead, full_begin and after are 0, and None. batch, head, n_q: where scores depend on them. n_q,
-    n_kv: where sequences differ.
+    key 0 and leads with it, lead, full_begin and after are 0, and None. batch, head, n_q: where scores depend on them. slope:
+    of the head. n_q, n_kv: where sequences differ.
     """
 
     go: gl.tensor
@@ -36,11 +37,12 @@ class Tile:
     between: (gl.tensor, gl.constexpr)
     batch: (gl.tensor, gl.constexpr)
     head: (gl.tensor, gl.constexpr)
+    slope: (gl.tensor, gl.constexpr)
     n_q: (gl.tensor, gl.constexpr)
     n_kv: (gl.tensor, gl.constexpr)
 
     @gluon.constexpr_function
-    def __init__(self, go, blocks, end, left, masked, places, lengths):
+    def __init__(self, go, blocks, end, left, masked, places, slope, lengths):
         self.go = go
         self.blocks = blocks
         self.end = end
@@ -48,6 +50,7 @@ class Tile:
         self.lead, self.full_begin, self.after = left or [nothing] * 3
         self.p, self.full_end, self.between = masked or [nothing] * 3
         self.batch, self.head = places or [nothing] * 2
+        self.slope = nothing if slope is None else slope
         self.n_q, self.n_kv = lengths or [nothing] * 2
 
 
@@ -165,6 +168,7 @@ def fetch(w: gl.constexpr, turn, memory, lengths, score, MASKED: gl.constexpr, C
     left = None  # stays None only where nothing has a left side: what decides it has to be known to the compiler
     masked = None
     places = None
+    slope = None
     sequence = None
     n_q, n_kv, _start = lengths_of(slot, lengths, memory)
     if MASKED or score.PLACED:
@@ -181,9 +185,11 @@ def fetch(w: gl.constexpr, turn, memory, lengths, score, MASKED: gl.constexpr, C
         left = (lead, full_begin, go * (own_begin - begin))
     if score.PLACED:
         places = (get(memory.tiles, slot, BATCH), get(memory.tiles, slot, HEAD))
+    if score.slopes is not None:
+        slope = slope_of(get(memory.tiles, slot, BATCH), get(memory.tiles, slot, HEAD), score)
     if lengths.VARY:
         sequence = (n_q, n_kv)
-    return Tile(go != 0, own_end - own_begin, own_end, left, masked, places, sequence)
+    return Tile(go != 0, own_end - own_begin, own_end, left, masked, places, slope, sequence)
 
 
 @gluon.jit
@@ -201,15 +207,6 @@ def lead_of(tile):
         return 0
     else:
         return tile.lead
-
-
-@gluon.jit
-def numbers(tile, lengths):
-    """n_q and n_kv of the tile's sequence."""
-    if lengths.VARY:
-        return tile.n_q, tile.n_kv
-    else:
-        return lengths.n_q, lengths.n_kv
 
 
 @gluon.jit
