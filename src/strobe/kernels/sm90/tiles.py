@@ -205,8 +205,10 @@ def is_whole(i, tile):
 def lead_of(tile):
     if tile.lead is None:
         return 0
-    else:
+    elif tile.batch is None:
         return tile.lead
+    else:  # what belongs to its keys is loaded even if there is no tile, but one that sees nothing and leads with less
+        return gl.maximum(tile.lead, 0)
 
 
 @gluon.jit
