@@ -52,18 +52,26 @@ print(json.dumps({"triton": triton.__version__, "audits": audits}))
 """
 
 
-@pytest.fixture(scope="module", params=["oldest Triton", "installed Triton"])
-def audits(request):
+TRITONS = ["oldest Triton", "installed Triton"]
+
+
+def answer(code: str, version: str) -> dict:
+    """What a program prints, JSON, that one of TRITONS runs."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if request.param == "oldest Triton":
+    if version == "oldest Triton":
         if not OLDEST_TRITON.exists():
             pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
-        environment["PYTHONPATH"] = str(OLDEST_TRITON)
-    done = subprocess.run([sys.executable, "-c", AUDIT], capture_output=True, text=True, env=environment)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(OLDEST_TRITON), environment.get("PYTHONPATH")]))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
-    assert (request.param == "oldest Triton") == result["triton"].startswith("3.6")
-    return result["audits"]
+    assert (version == "oldest Triton") == result["triton"].startswith("3.6")
+    return result
+
+
+@pytest.fixture(scope="module", params=TRITONS)
+def audits(request):
+    return answer(AUDIT, request.param)["audits"]
 
 
 def config_of(audit) -> Config:
@@ -110,6 +118,45 @@ def test_roles_do_their_own_work_only(audits):
         for counts in consumers:
             assert counts["HGMMA"] and counts["MUFU.EX2"] and "UTMALDG" not in counts, audit["name"]
             assert counts["UTMASTG"] == config.head_dim_v // config.o_columns, audit["name"]
+
+
+BESIDE_SCORES = """
+import json, torch, triton
+from dataclasses import replace
+from strobe.device import KNOWN
+from strobe.lab.offline import problem_of, sm90_forward
+from strobe.lab.sass import disassemble, flow_of, main_loop, role_blocks
+from strobe.masks import Causal, Documents
+from strobe.scores import Score
+ids = torch.empty(256, 4096, dtype=torch.int32, device="meta")
+causal = problem_of((128, 128), Causal(), torch.bfloat16)
+problems = {
+    "slopes": replace(causal, score=Score(alibi=torch.empty(1, device="meta"))),
+    "documents": replace(causal, mask=replace(Causal(), documents=Documents(ids, ids))),
+}
+loops = {}
+for name, problem in problems.items():
+    made, = sm90_forward(problem, KNOWN["H200"])
+    flow = flow_of(disassemble(made.kernel.asm["cubin"]))
+    consumer = role_blocks(flow, len(made.roles))[0]
+    loop = [instruction.mnemonic for instruction in flow.instructions(main_loop(flow, consumer))]
+    audit = made.audit()
+    loops[name] = {"loop": loop, "spill_bytes": audit.spill_bytes, "warnings": audit.warnings}
+print(json.dumps({"triton": triton.__version__, "loops": loops}))
+"""
+
+
+@pytest.mark.parametrize("version", TRITONS)
+def test_what_scores_need_is_loaded_before_they_are_there(version):
+    """Slopes once a tile, documents of keys while S is computed."""
+    loops = answer(BESIDE_SCORES, version)["loops"]
+    for found in loops.values():
+        assert not found["spill_bytes"] and not found["warnings"]
+    assert not any(name.startswith("LDG") for name in loops["slopes"]["loop"])
+    names = loops["documents"]["loop"]
+    loads = [i for i, name in enumerate(names) if name.startswith("LDG")]
+    waits = [i for i, name in enumerate(names) if name.startswith("WARPGROUP.DEPBAR")]
+    assert loads and loads[-1] < waits[0]
 
 
 def test_roles_that_the_kernel_does_not_have():

@@ -49,7 +49,7 @@ Q_RELEASE = "        if C.q_stages > 1:\n            mbarrier.arrive(memory.q_em
 Q_RELEASE_IN_STEP = "mbarrier.arrive(memory.q_empty.index(w), count=1, pred=last)"
 Q_RELEASE_OF_ONE = "mbarrier.arrive(memory.q_empty.index(w), count=1, pred=tile.go & (tile.blocks == 1))"
 Q_BARRIERS = "make_barriers(Q_BUFFERS, 1),\n        make_barriers(Q_BUFFERS, 1),\n"
-PUBLISH_NEXT = "counters, lengths, heads, C)\n        publish(turn, tile, work, lengths, heads, score, memory)\n"
+PUBLISH_NEXT = "counters, lengths, heads, C)\n        publish(turn, tile, work, lengths, heads, memory)\n"
 LAST_V = "        copy_in(v_desc, v.block(g), v.acquire(g), start_kv, n_kv, batch, kv_head, i * C.tile_kv)\n"
 K_WAIT = '    k.wait(g)\n    stamp(trace, w, "k_ready", g)\n    s = start'
 V_WAIT = "    v.wait(before)  # beside the scores"

@@ -97,6 +97,7 @@ HOPPER = [
     (replace(SEVERAL, sinks=True, n_kv=100, mask="causal"), BF16, hopper()),
     (replace(SEVERAL, function=True), FP16, hopper(optimistic=False)),
     (replace(SEVERAL, mask="documents", batch=2), BF16, hopper()),
+    (replace(SEVERAL, mask="all", alibi=True, batch=2), FP16, hopper(q_stages=1, groups=3, optimistic=False)),
     # The first rows see nothing: what the consumers load for no tile must exist.
     (case(500, 90, head_dim=64, mask="all"), BF16, hopper(optimistic=False)),
     (case(500, 90, head_dim=64, mask="window", bias=True), FP16, hopper(q_stages=1, optimistic=False)),

@@ -349,7 +349,7 @@ def test_softmax_of_the_hopper_kernel():
 def test_mask_of_the_hopper_kernel():
     lengths = SimpleNamespace(n_q=i32(250), n_kv=i32(250), left=None, right=i32(0), prefix=None, VARY=False)
     s = torch.randn(64, 64)
-    arguments = Tensor(s, layouts.accumulator(64)), i32(2), SimpleNamespace(p=i32(192)), lengths, SimpleNamespace(BY_PAIR=False)
+    arguments = Tensor(s, layouts.accumulator(64)), i32(2), SimpleNamespace(p=i32(192)), lengths
     result = lift(scores.apply_mask)(*arguments, SimpleNamespace(tile_kv=64))
     rows, keys = 192 + torch.arange(64)[:, None], 2 * 64 + torch.arange(64)[None, :]
     assert torch.equal(result.data, torch.where((keys <= rows) & (keys < 250), s, -math.inf))

@@ -84,7 +84,8 @@ from strobe.kernels.sm90.scores import (
     BiasGradient,
     Score,
     add_to_bias,
-    compare_pairs,
+    documents_of_keys,
+    documents_of_rows,
     score_and_factors,
     slope_of,
     weighed,
@@ -479,9 +480,13 @@ def apply_mask(x, other, w: gl.constexpr, row, head, work, lengths, score):
     if lengths.prefix is not None:
         y = gl.where(within >= gl.where(key < lengths.prefix, 0, key - p), y, other)
     x = gl.convert_layout(gl.reshape(y, [HALF, TILE_Q]), accumulator(TILE_Q))
-    if score.BY_PAIR:
-        rows, keys = indices(w, row, work, TILE_Q)
-        x = compare_pairs(x, other, rows[None, :], keys[:, None], work.batch, head, work.n_q, work.n_kv, score)
+    rows, keys = indices(w, row, work, TILE_Q)
+    if score.document_q is not None:
+        of_rows = documents_of_rows(work.batch, rows, work.n_q, score)
+        of_keys = documents_of_keys(work.batch, keys, work.n_kv, score)
+        x = gl.where(of_rows[None, :] == of_keys[:, None], x, other)
+    if score.visible is not None:
+        x = gl.where(score.visible(work.batch, head, rows[None, :], keys[:, None]), x, other)
     return x
 
 

@@ -66,13 +66,15 @@ from strobe.kernels.sm90.scores import (
     BiasGradient,
     Score,
     add_to_bias,
+    compare_pairs,
+    documents_of_block,
+    documents_of_rows,
     score_and_factors,
     slope_of,
     weighed,
 )
 from strobe.kernels.sm90.scores import apply_mask as apply_mask_to_rows
 from strobe.kernels.sm90.scores import kept_weights as kept_weights_of_rows
-from strobe.kernels.sm90.tiles import whole_blocks
 
 TILE = gl.constexpr(sizes.SPLIT_TILE)
 STAGES = gl.constexpr(sizes.STAGES)
@@ -396,22 +398,24 @@ def make_rows_memory(dtype: gl.constexpr, C: gl.constexpr):
 
 @aggregate
 class Rows:
-    """What `scores` asks of a tile: p, the position of its first row among the keys; the slope of its head, None where there
-    are no slopes; numbers of queries and keys."""
+    """What `scores` asks of a tile: p, the position of its first row among the keys; the slope of its head and the documents of
+    its rows, None where there are none; numbers of queries and keys."""
 
     p: gl.tensor
     batch: gl.tensor
     head: gl.tensor
     slope: (gl.tensor, gl.constexpr)
+    documents: (gl.tensor, gl.constexpr)
     n_q: gl.tensor
     n_kv: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, p, batch, head, slope, n_q, n_kv):
+    def __init__(self, p, batch, head, slope, documents, n_q, n_kv):
         self.p = p
         self.batch = batch
         self.head = head
         self.slope = gl.constexpr(None) if slope is None else slope
+        self.documents = gl.constexpr(None) if documents is None else documents
         self.n_q = n_q
         self.n_kv = n_kv
 
@@ -473,9 +477,13 @@ def rows(w: gl.constexpr, outputs, lengths, heads, score, memory, MASKED: gl.con
     dq = no_result(C.wide, C.narrow)
     first = work.row + w * TILE
     if work.blocks() > 0:
-        slope = slope_of(work.batch, work.head, score) if score.slopes is not None else None
-        tile = Rows(first + (work.n_kv - work.n_q), work.batch, work.head, slope, work.n_q, work.n_kv)
-        full_begin, full_end = whole_blocks(work, score)
+        slope = None
+        documents = None
+        if score.slopes is not None:
+            slope = slope_of(work.batch, work.head, score)
+        if score.document_q is not None:
+            documents = documents_of_rows(work.batch, first + gl.arange(0, TILE, rows_of(TILE)), work.n_q, score)
+        tile = Rows(first + (work.n_kv - work.n_q), work.batch, work.head, slope, documents, work.n_q, work.n_kv)
         if lengths.cu_q is None:
             row = (work.batch * heads.heads + work.head) * padded + first
         else:
@@ -495,13 +503,15 @@ def rows(w: gl.constexpr, outputs, lengths, heads, score, memory, MASKED: gl.con
             dp = start_products(at(memory.do, fixed + w), memory.v.block(g))
             before = gl.maximum(g - 1, 0)  # the first time dS is 0
             dq = start_sum(dq, ds, memory.k.block(before))
-            s = warpgroup_mma_wait(C.products_v + C.products, deps=[s])
             i = work.begin + g
+            of_keys = documents_of_block(i, tile, lengths, score, C)
+            s = warpgroup_mma_wait(C.products_v + C.products, deps=[s])
             x, factor, of_function = row_scores(s, i, tile, score)
             x = x - lse[:, None]
             if MASKED:
-                if (i < full_begin) | (i >= full_end):
-                    x = apply_mask_to_rows(x, i, tile, lengths, score, C)
+                if (i < work.full_begin) | (i >= work.full_end):
+                    x = apply_mask_to_rows(x, i, tile, lengths, C)
+            x = compare_pairs(x, i, of_keys, tile, lengths, score, C)
             p = gl.exp2(x)
             dp, p = warpgroup_mma_wait(C.products, deps=[dp, p])
             memory.v.release(g)

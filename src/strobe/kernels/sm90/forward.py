@@ -31,7 +31,8 @@ and nothing to wait for before the first exponential. A sum that leaves its rang
 another kernel computes those rows again. The first block is the leftmost that all rows see whole: it has enough keys to
 judge by, and often the ones that all rows like. The others follow from right to left.
 
-Only blocks outside [full_begin, full_end) are masked, by a branch that all threads take together.
+Only blocks outside [full_begin, full_end) are masked, by a branch that all threads take together. Documents and a user's mask
+are compared pair by pair in every block; the documents of its keys are loaded while S is computed.
 
 The accumulator layout gives a row to the four lanes of a quad. Row sums stay within the lane until the end.
 """
@@ -59,7 +60,17 @@ from strobe.kernels.gluon import (
 )
 from strobe.kernels.sm90.descriptors import copy_in
 from strobe.kernels.sm90.layouts import ROWS, accumulator, rows_of
-from strobe.kernels.sm90.scores import SCORE_NUMBERS, Score, apply_mask, kept_weights, scores_of, seen_by, sink_of
+from strobe.kernels.sm90.scores import (
+    SCORE_NUMBERS,
+    Score,
+    apply_mask,
+    compare_pairs,
+    documents_of_block,
+    kept_weights,
+    scores_of,
+    seen_by,
+    sink_of,
+)
 from strobe.kernels.sm90.tiles import (
     FIELDS,
     SLOTS,
@@ -72,7 +83,6 @@ from strobe.kernels.sm90.tiles import (
     place_of,
     position_and_note_of,
     publish,
-    whole_blocks,
     with_keys,
 )
 
@@ -154,11 +164,10 @@ def producer(inputs, counters, lengths, heads, score, memory, k, v, trace, C: gl
     turn = 0
     g = gl.to_tensor(0)
     tile, work = with_keys(gl.program_id(0), counters, lengths, heads, C)
-    publish(turn, tile, work, lengths, heads, score, memory)
+    publish(turn, tile, work, lengths, heads, memory)
     while tile < heads.tiles:
         kv_head = work.head // heads.group
-        full_begin, full_end = whole_blocks(work, score)
-        lead = first_block(work.begin, work.end, full_begin, full_end, lengths, score)
+        lead = first_block(work.begin, work.end, work.full_begin, work.full_end, lengths, score)
         i = lead
         copy_in(k_desc, k.block(g), k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, i * C.tile_kv)
         stamp(trace, GROUPS, "k_issued", g)
@@ -181,7 +190,7 @@ def producer(inputs, counters, lengths, heads, score, memory, k, v, trace, C: gl
         start_kv = work.start_kv
         batch = work.batch
         tile, work = with_keys(next_tile(counters), counters, lengths, heads, C)
-        publish(turn, tile, work, lengths, heads, score, memory)
+        publish(turn, tile, work, lengths, heads, memory)
         copy_in(v_desc, v.block(g), v.acquire(g), start_kv, n_kv, batch, kv_head, i * C.tile_kv)
         stamp(trace, GROUPS, "v_issued", g)
         g += 1
@@ -272,20 +281,21 @@ def weights(s, m, scale):
 
 
 @gluon.jit
-def masked_scores(s, i, tile, lengths, score, MASKED: gl.constexpr, C: gl.constexpr):
+def masked_scores(s, i, documents, tile, lengths, score, MASKED: gl.constexpr, C: gl.constexpr):
     """q.k of block i -> (scores, by what they have yet to be multiplied); -inf where a row does not see a key."""
     s, scale = scores_of(s, i, tile, lengths, score, C)
     if MASKED:
         if not is_whole(i, tile):
-            s = apply_mask(s, i, tile, lengths, score, C)
+            s = apply_mask(s, i, tile, lengths, C)
+    s = compare_pairs(s, i, documents, tile, lengths, score, C)
     return s, scale
 
 
 @gluon.jit
-def first_weights(s, tile, lengths, score, dtype: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+def first_weights(s, documents, tile, lengths, score, dtype: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Of a tile's first block: (m, row sums), P. m is what exponents are counted from, or with the safe softmax the maximum."""
     GUARDED: gl.constexpr = MASKED or score.CHANGED
-    s, scale = masked_scores(s, lead_of(tile), tile, lengths, score, MASKED, C)
+    s, scale = masked_scores(s, lead_of(tile), documents, tile, lengths, score, MASKED, C)
     m = row_max(s) * scale
     shift = shift_of(m, GUARDED)
     p = weights(s, shift, scale)
@@ -297,10 +307,10 @@ def first_weights(s, tile, lengths, score, dtype: gl.constexpr, MASKED: gl.const
 
 
 @gluon.jit
-def later_weights(state, s, i, tile, lengths, score, MASKED: gl.constexpr, C: gl.constexpr):
+def later_weights(state, s, i, documents, tile, lengths, score, MASKED: gl.constexpr, C: gl.constexpr):
     """Of a later block: the state with it, P, and the factor of what was summed before (with the safe softmax)."""
     m, row_sum = state
-    s, scale = masked_scores(s, i, tile, lengths, score, MASKED, C)
+    s, scale = masked_scores(s, i, documents, tile, lengths, score, MASKED, C)
     if C.optimistic:
         p = weights(s, m, scale)
         return (m, row_sum + lane_sums(p)), kept_weights(p, i, tile, lengths, score, C), m
@@ -325,6 +335,7 @@ def step(w: gl.constexpr, before, g, i, acc, state, p, q, k, v, tile, memory, le
     k.wait(g)
     stamp(trace, w, "k_ready", g)
     s = start_scores(q, k.block(g), C)
+    documents = documents_of_block(i, tile, lengths, score, C)
     v.wait(before)  # beside the scores, as waiting takes time even if V is there
     acc = start_output(acc, p, v.block(before))
     s = warpgroup_mma_wait(C.products_v, deps=[s])
@@ -332,7 +343,7 @@ def step(w: gl.constexpr, before, g, i, acc, state, p, q, k, v, tile, memory, le
     k.release(g)
     if C.q_stages == 1:  # the next Q may come as soon as the last product with this one is done
         mbarrier.arrive(memory.q_empty.index(w), count=1, pred=last)
-    state, new_p, factor = later_weights(state, s, i, tile, lengths, score, MASKED, C)
+    state, new_p, factor = later_weights(state, s, i, documents, tile, lengths, score, MASKED, C)
     p = new_p.to(dtype)
     # Complete already, so it costs little; but ptxas moves no later wait above it, and P V stays hidden under exp2.
     v.wait(before)
@@ -391,9 +402,10 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, memory, k, v,
     stamp(trace, w, "begin", g)
     k.wait(g)
     stamp(trace, w, "k_ready", g)
+    first_documents = documents_of_block(lead_of(tile), tile, lengths, score, C)
     s = first_scores(w, turn, g, tile, k, memory, C)
     stamp(trace, w, "s_ready", g)
-    state, p = first_weights(s, tile, lengths, score, dtype, MASKED, C)
+    state, p = first_weights(s, first_documents, tile, lengths, score, dtype, MASKED, C)
     stamp(trace, w, "p_ready", g)
     acc = no_output(C)
     while tile.go:
@@ -416,6 +428,7 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, memory, k, v,
         after = tile.after if MASKED and tile.after is not None else 0
         old_state = state
         tile = fetch(w, turn, memory, lengths, score, MASKED, C)
+        documents = documents_of_block(lead_of(tile), tile, lengths, score, C)
         g += 1 + skip + after
         if MASKED:
             pass_over(k, before + 1, g)
@@ -429,7 +442,7 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, memory, k, v,
             s = warpgroup_mma_wait(C.products_v, deps=[s])
             k.release(g, tile.go)
             if not LATE:
-                state, p = first_weights(s, tile, lengths, score, dtype, MASKED, C)
+                state, p = first_weights(s, documents, tile, lengths, score, dtype, MASKED, C)
         else:
             acc = start_output(acc, p, v.block(before))
         acc = wait_output(acc)
@@ -442,7 +455,7 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, memory, k, v,
         if C.q_stages == 1:
             s = first_scores(w, turn, g, tile, k, memory, C)
         if LATE:
-            state, p = first_weights(s, tile, lengths, score, dtype, MASKED, C)
+            state, p = first_weights(s, documents, tile, lengths, score, dtype, MASKED, C)
         acc = no_output(C)
     tma_store_wait(0)
     stamp(trace, w, "end", 0)

@@ -55,7 +55,6 @@ from strobe.kernels.sm90.tiles import (
     next_tile,
     place_of,
     publish,
-    whole_blocks,
     with_keys,
 )
 from strobe.kernels.workspace import Workspace, workspace
@@ -168,7 +167,7 @@ def producer(inputs, counters, lengths, heads, score, memory, k, v, C: gl.conste
     turn = 0
     g = gl.to_tensor(0)
     tile, work = with_keys(gl.program_id(0), counters, lengths, heads, C)
-    publish(turn, tile, work, lengths, heads, score, memory)
+    publish(turn, tile, work, lengths, heads, memory)
     while tile < heads.tiles:
         kv_head = work.head // heads.group
         for w in gl.static_range(GROUPS):
@@ -176,8 +175,7 @@ def producer(inputs, counters, lengths, heads, score, memory, k, v, C: gl.conste
             mbarrier.wait(memory.q_empty.index(slot), ((turn // C.q_stages) & 1) ^ 1)
             copy_in((q_desc,), at(memory.q, slot), memory.q_full.index(slot), work.start_q, work.n_q, work.batch, work.head,
                     work.row + w * ROWS)  # fmt: skip
-        full_begin, full_end = whole_blocks(work, score)
-        lead = first_block(work.begin, work.end, full_begin, full_end, lengths, score)
+        lead = first_block(work.begin, work.end, work.full_begin, work.full_end, lengths, score)
         first = first_of_v(work, lengths, C)
         i = lead
         copy_in((k_desc,), k.block(g), k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, i * C.tile_kv)
@@ -190,7 +188,7 @@ def producer(inputs, counters, lengths, heads, score, memory, k, v, C: gl.conste
         # The next tile is asked for as late as may be, or the CTAs would not end together.
         turn += 1
         tile, work = with_keys(next_tile(counters), counters, lengths, heads, C)
-        publish(turn, tile, work, lengths, heads, score, memory)
+        publish(turn, tile, work, lengths, heads, memory)
         copy_v(v_desc, v.block(g), v.acquire(g), first + i, kv_head, C)
         g += 1
     # The last CTA to end leaves the counters as it found them, for the next launch.
@@ -318,7 +316,7 @@ def masked_scores(s, i, tile, lengths, score, MASKED: gl.constexpr, C: gl.conste
     """-inf where a row does not see a key of block i."""
     if MASKED:
         if not is_whole(i, tile):
-            s = gl.convert_layout(apply_mask(s, i, tile, lengths, score, C), accumulator(C.tile_kv))
+            s = gl.convert_layout(apply_mask(s, i, tile, lengths, C), accumulator(C.tile_kv))
     return s
 
 

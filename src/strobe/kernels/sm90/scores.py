@@ -10,9 +10,10 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 SCORE_NUMBERS = (
     *("slope_batch", "slope_head", "bias_batch", "bias_head", "bias_row", "bias_key", "sink_stride"),
-    *("document_q_batch", "document_q_row", "document_kv_batch", "document_kv_row", "threshold"),
+    *("document_q_batch", "document_q_row", "document_kv_batch", "threshold"),
 )
-"""Arguments of a Score that no kernel is specialised for."""
+"""Arguments of a Score that no kernel is specialised for. (It is for the stride of the keys' documents: if it is 1, as nearly
+always, their addresses differ by numbers that the compiler knows.)"""
 
 
 @aggregate
@@ -39,7 +40,9 @@ class Score:
     visible: gl.constexpr
     document_q: (gl.tensor, gl.constexpr)
     document_kv: (gl.tensor, gl.constexpr)
-    document_strides: gl.tuple
+    document_q_strides: gl.tuple
+    document_kv_batch: gl.tensor
+    document_kv_row: (gl.tensor, gl.constexpr)
     seed: (gl.tensor, gl.constexpr)
     threshold: gl.tensor
     kept_scale: gl.tensor
@@ -63,7 +66,10 @@ class Score:
         self.visible = gl.constexpr(visible)
         self.document_q = gl.constexpr(None) if document_q is None else document_q
         self.document_kv = gl.constexpr(None) if document_kv is None else document_kv
-        self.document_strides = document_strides
+        batch_q, row_q, batch_kv, row_kv = document_strides
+        self.document_q_strides = gl.tuple([batch_q, row_q])
+        self.document_kv_batch = batch_kv
+        self.document_kv_row = gl.constexpr(row_kv) if isinstance(row_kv, int) else row_kv
         self.seed = gl.constexpr(None) if seed is None else seed
         self.threshold = threshold
         self.kept_scale = kept_scale
@@ -242,31 +248,29 @@ def indices(i, tile, lengths, C: gl.constexpr):
 
 
 @gluon.jit
-def apply_mask(s, i, tile, lengths, score, C: gl.constexpr):
-    """-inf where a row does not see a key of block i. Of a band, a row sees the keys of one interval.
-
-    Key 8 a + 2 b + c of a block lies in lane b of a quad. Seen in these dims a lane compares its bounds with numbers that the
-    compiler knows: no registers for keys.
-    """
-    x = gl.reshape(s, [ROWS, C.tile_kv // 8, 4, 2])
-    L: gl.constexpr = x.type.layout
-    p = tile.p + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+def keys_of_lanes(L: gl.constexpr, C: gl.constexpr):
+    """Key 8 a + 2 b + c of a block lies in lane b of a quad: (8 a + c, 2 b), where a tile of scores is seen as [rows, a, b, c],
+    L its layout. The first is known to the compiler, so the keys take a register in all."""
     a = gl.arange(0, C.tile_kv // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
     b = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
     c = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
+    return 8 * a[None, :, None, None] + c[None, None, None, :], 2 * b[None, None, :, None]
+
+
+@gluon.jit
+def apply_mask(s, i, tile, lengths, C: gl.constexpr):
+    """-inf where the band hides a key of block i from a row, which sees the keys of one interval."""
+    x = gl.reshape(s, [ROWS, C.tile_kv // 8, 4, 2])
+    L: gl.constexpr = x.type.layout
+    p = tile.p + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
     _n_q, n_kv = numbers(tile, lengths)
     begin, end = seen_by(p, n_kv, lengths)
-    key = 8 * a[None, :, None, None] + c[None, None, None, :]
-    first = i * C.tile_kv + 2 * b[None, None, :, None]
+    key, lane = keys_of_lanes(L, C)
+    first = i * C.tile_kv + lane
     x = gl.where(key < end[:, None, None, None] - first, x, float("-inf"))
     if lengths.left is not None:
         x = gl.where(key >= begin[:, None, None, None] - first, x, float("-inf"))
-    s = gl.convert_layout(gl.reshape(x, [ROWS, C.tile_kv]), accumulator(C.tile_kv))
-    if score.BY_PAIR:
-        row, key = indices(i, tile, lengths, C)
-        n_q, n_kv = numbers(tile, lengths)
-        s = compare_pairs(s, float("-inf"), row[:, None], key[None, :], tile.batch, tile.head, n_q, n_kv, score)
-    return s
+    return gl.convert_layout(gl.reshape(x, [ROWS, C.tile_kv]), accumulator(C.tile_kv))
 
 
 @gluon.jit
@@ -277,13 +281,50 @@ def seen_by(p, n_kv, lengths):
 
 
 @gluon.jit
-def compare_pairs(x, other, row, key, batch, head, n_q, n_kv, score):
-    """`other` where documents differ, or the user's function is false. row, key: indices that broadcast to x."""
+def compare_pairs(s, i, documents, tile, lengths, score, C: gl.constexpr):
+    """-inf where a row's document is not a key's of block i, or the user's function is false. documents: see
+    `documents_of_block`."""
     if score.document_q is not None:
-        batch_q, by_row, batch_kv, by_key = score.document_strides
-        q = score.document_q + batch.to(gl.int64) * batch_q + row.to(gl.int64) * by_row
-        kv = score.document_kv + batch.to(gl.int64) * batch_kv + key.to(gl.int64) * by_key
-        x = gl.where(gl.load(q, mask=row < n_q, other=0) == gl.load(kv, mask=key < n_kv, other=0), x, other)
+        s = gl.where(tile.documents[:, None] == documents, s, float("-inf"))
     if score.visible is not None:
-        x = gl.where(score.visible(batch, head, row, key), x, other)
-    return x
+        row, key = indices(i, tile, lengths, C)
+        s = gl.where(score.visible(tile.batch, tile.head, row[:, None], key[None, :]), s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def documents_of_block(i, tile, lengths, score, C: gl.constexpr):
+    """Of the keys of block i, [1, keys], to be asked for before the scores are waited for; without documents nobody reads the
+    0."""
+    if score.document_kv is None:
+        return 0
+    else:
+        _n_q, n_kv = numbers(tile, lengths)
+        s = gl.full([ROWS, C.tile_kv], 0.0, gl.float32, accumulator(C.tile_kv))
+        x = gl.reshape(s, [ROWS, C.tile_kv // 8, 4, 2])
+        L: gl.constexpr = x.type.layout
+        key, lane = keys_of_lanes(L, C)
+        first = i * C.tile_kv + lane
+        at = score.document_kv + tile.batch.to(gl.int64) * score.document_kv_batch
+        at = at + first.to(gl.int64) * score.document_kv_row + key.to(gl.int64) * score.document_kv_row
+        if (i + 1) * C.tile_kv <= n_kv:  # nearly always, and faster
+            documents = gl.load(at)
+        else:
+            exists = first + key < n_kv
+            documents = gl.load(at, mask=exists, other=0)
+        return gl.convert_layout(gl.reshape(documents, [1, C.tile_kv]), accumulator(C.tile_kv))
+
+
+@gluon.jit
+def documents_of_rows(batch, row, n_q, score):
+    """Of rows; 0 of those that do not exist."""
+    by_batch, by_row = score.document_q_strides
+    at = score.document_q + batch.to(gl.int64) * by_batch + row.to(gl.int64) * by_row
+    return gl.load(at, mask=row < n_q, other=0)
+
+
+@gluon.jit
+def documents_of_keys(batch, key, n_kv, score):
+    """Likewise of keys."""
+    at = score.document_kv + batch.to(gl.int64) * score.document_kv_batch + key.to(gl.int64) * score.document_kv_row
+    return gl.load(at, mask=key < n_kv, other=0)

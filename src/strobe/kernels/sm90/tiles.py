@@ -3,8 +3,8 @@
 from strobe.kernels.common.gluon_masks import kv_range
 from strobe.kernels.common.work import locate
 from strobe.kernels.gluon import aggregate, gl, gluon, mbarrier
-from strobe.kernels.sm90.layouts import ROWS, one
-from strobe.kernels.sm90.scores import slope_of
+from strobe.kernels.sm90.layouts import ROWS, one, rows_of
+from strobe.kernels.sm90.scores import documents_of_rows, slope_of
 
 SLOTS = gl.constexpr(2)
 """Tiles that are known at a time: one is worked on, one is next."""
@@ -23,7 +23,7 @@ class Tile:
     left. With a mask: p is the position of the group's first row among the keys; blocks outside [full_begin, full_end) are
     masked; only other groups see the `between` blocks after the lead, and the `after` at the end. Where every tile begins at
     key 0 and leads with it, lead, full_begin and after are 0, and None. batch, head, n_q: where scores depend on them. slope:
-    of the head. n_q, n_kv: where sequences differ.
+    of the head. documents: of the group's rows. n_q, n_kv: where sequences differ.
     """
 
     go: gl.tensor
@@ -38,11 +38,12 @@ class Tile:
     batch: (gl.tensor, gl.constexpr)
     head: (gl.tensor, gl.constexpr)
     slope: (gl.tensor, gl.constexpr)
+    documents: (gl.tensor, gl.constexpr)
     n_q: (gl.tensor, gl.constexpr)
     n_kv: (gl.tensor, gl.constexpr)
 
     @gluon.constexpr_function
-    def __init__(self, go, blocks, end, left, masked, places, slope, lengths):
+    def __init__(self, go, blocks, end, left, masked, places, slope, documents, lengths):
         self.go = go
         self.blocks = blocks
         self.end = end
@@ -51,27 +52,19 @@ class Tile:
         self.p, self.full_end, self.between = masked or [nothing] * 3
         self.batch, self.head = places or [nothing] * 2
         self.slope = nothing if slope is None else slope
+        self.documents = nothing if documents is None else documents
         self.n_q, self.n_kv = lengths or [nothing] * 2
-
-
-@gluon.jit
-def whole_blocks(work, score):
-    """[begin, end) of the key blocks that need no mask: none where pairs are compared one by one."""
-    if score.BY_PAIR:
-        return work.end, work.end
-    else:
-        return work.full_begin, work.full_end
 
 
 @gluon.jit
 def first_block(begin, end, full_begin, full_end, lengths, score):
     """The block that leads, which the optimistic softmax goes by: the leftmost that all rows see whole. Without one, the one
     before: its last keys are the last that all rows see, unless a window is narrower than a tile. With slopes, which
-    favour near keys, the rightmost."""
+    favour near keys, the rightmost, and where pairs are compared one by one, of which no block is sure to be seen."""
     FROM_FIRST: gl.constexpr = lengths.left is None and score.slopes is None and not score.BY_PAIR
     if FROM_FIRST:  # then all see the first whole block
         return begin
-    elif score.slopes is not None:
+    elif score.slopes is not None or score.BY_PAIR:
         return end - 1
     else:
         return gl.where(full_begin < full_end, full_begin, gl.minimum(gl.maximum(full_end, begin), end - 1))
@@ -105,7 +98,7 @@ def with_keys(tile, counter, lengths, heads, C: gl.constexpr):
 
 
 @gluon.jit
-def publish(turn, tile, work, lengths, heads, score, memory):
+def publish(turn, tile, work, lengths, heads, memory):
     """The turn-th tile of this CTA, to the consumers."""
     slot = turn % SLOTS
     mbarrier.wait(memory.tile_empty.index(slot), ((turn // SLOTS) & 1) ^ 1)
@@ -121,11 +114,10 @@ def publish(turn, tile, work, lengths, heads, score, memory):
         put(memory.tiles, slot, N_Q, work.n_q)
         put(memory.tiles, slot, N_KV, work.n_kv)
         put(memory.tiles, slot, START_Q, work.start_q)
-    full_begin, full_end = whole_blocks(work, score)
     put(memory.tiles, slot, BEGIN, work.begin)
     put(memory.tiles, slot, END, work.end)
-    put(memory.tiles, slot, FULL_BEGIN, full_begin)
-    put(memory.tiles, slot, FULL_END, full_end)
+    put(memory.tiles, slot, FULL_BEGIN, work.full_begin)
+    put(memory.tiles, slot, FULL_END, work.full_end)
     mbarrier.arrive(memory.tile_full.index(slot), count=1)
 
 
@@ -169,6 +161,7 @@ def fetch(w: gl.constexpr, turn, memory, lengths, score, MASKED: gl.constexpr, C
     masked = None
     places = None
     slope = None
+    documents = None
     sequence = None
     n_q, n_kv, _start = lengths_of(slot, lengths, memory)
     if MASKED or score.PLACED:
@@ -184,17 +177,22 @@ def fetch(w: gl.constexpr, turn, memory, lengths, score, MASKED: gl.constexpr, C
     if not FROM_FIRST:
         left = (lead, full_begin, go * (own_begin - begin))
     if score.PLACED:
-        places = (get(memory.tiles, slot, BATCH), get(memory.tiles, slot, HEAD))
-    if score.slopes is not None:
-        slope = slope_of(get(memory.tiles, slot, BATCH), get(memory.tiles, slot, HEAD), score)
+        batch = get(memory.tiles, slot, BATCH)
+        head = get(memory.tiles, slot, HEAD)
+        places = (batch, head)
+        if score.slopes is not None:
+            slope = slope_of(batch, head, score)
+        if score.document_q is not None:
+            rows = p - (n_kv - n_q) + gl.arange(0, ROWS, rows_of(C.tile_kv))
+            documents = documents_of_rows(batch, rows, n_q, score)
     if lengths.VARY:
         sequence = (n_q, n_kv)
-    return Tile(go != 0, own_end - own_begin, own_end, left, masked, places, slope, sequence)
+    return Tile(go != 0, own_end - own_begin, own_end, left, masked, places, slope, documents, sequence)
 
 
 @gluon.jit
 def is_whole(i, tile):
-    """Whether block i needs no mask."""
+    """Whether the band hides none of block i."""
     if tile.full_begin is None:
         return i < tile.full_end
     else:
