@@ -191,6 +191,7 @@ def test_threads_that_share_a_stream_keep_two_launches_together(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     plan = ForwardPlan.__new__(ForwardPlan)
     plan._device, plan._notes, plan._blind, plan._prepared = torch.device("cpu"), 4, False, Prepared()
+    plan._spans = None
     plan._places = Made(64, plan._place)
     plan._out_like, plan._lse_like = torch.empty(8), torch.empty(4)
     started = threading.Barrier(4)

@@ -17,7 +17,7 @@ from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.kernels.workspace import Workspace
 from strobe.problem import Gradients
 from strobe.sim.attention import backward_launch as kernel_launch
-from strobe.sim.attention import split_backward_launches
+from strobe.sim.attention import spans_of, split_backward_launches
 from strobe.sim.machine import Report
 
 
@@ -79,7 +79,11 @@ class Backward:
     def _space(self) -> backward_launch.Buffers:
         notes = sum(backward_launch.number_of_notes(self.problem))
         zeros = Workspace(torch.zeros(16, dtype=torch.int32), torch.zeros(notes, dtype=torch.int32))
-        return backward_launch.buffers(self.problem, self.config, torch.device("cpu"), zeros)
+        space = backward_launch.buffers(self.problem, self.config, torch.device("cpu"), zeros)
+        if documents := self.problem.mask.documents:
+            space.key_spans.copy_(spans_of(documents.kv, documents.q))
+            space.row_spans.copy_(spans_of(documents.q, documents.kv))
+        return space
 
 
 class SplitBackward(Backward):

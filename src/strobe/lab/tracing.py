@@ -83,7 +83,8 @@ def _simulated_point(head_dim: int, mask: str, length: int) -> dict:
     lse, numbers = torch.empty(lse_shape(problem)), torch.zeros(64, dtype=torch.int32)
     space = Workspace(numbers[:16], numbers[16:])
     trace = torch.zeros(-(-length // config.tile_kv), 1, ROLES.value, COUNT.value, dtype=torch.int64)
-    grid, arguments, constants = kernel_arguments(problem, Operands(q, k, v), torch.empty_like(q), lse, space, config, trace)
+    out = torch.empty_like(q)
+    grid, arguments, constants = kernel_arguments(problem, Operands(q, k, v), out, lse, space, config, trace=trace)
     rewritable = ("notes", "counters")
     report = sim.simulate(forward_kernel, (*grid, 1, 1), *arguments, order="timed", rewritable=rewritable, **constants)
     facts = {"head_dim": head_dim, "mask": mask, "length": length, "cycles": report.cycles}

@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 
 from strobe.kernels.common import named_barrier, pairs, turn
+from strobe.kernels.common.work import SPAN
 from strobe.kernels.sm90 import backward_launch as sm90_backward_launch
 from strobe.kernels.sm90 import config as sm90_config
 from strobe.kernels.sm90 import forward as sm90_forward
@@ -77,7 +78,9 @@ def forward_launch(
             sm90_launch.fill_blind(out, lse, problem.score.sinks, operands.cu_seqlens_q, operands.seqused_q)
         space = Workspace(torch.zeros(16, dtype=torch.int32), torch.zeros(number, dtype=torch.int32))
         notes = space.notes
-        grid, arguments, constants = sm90_launch.kernel_arguments(problem, operands, out, lse, space, config)
+        documents = problem.mask.documents
+        spans = None if documents is None else spans_of(documents.q, documents.kv)
+        grid, arguments, constants = sm90_launch.kernel_arguments(problem, operands, out, lse, space, config, spans)
     else:
         if problem.mask.band != (None, None, None):
             notes = torch.zeros(number, dtype=torch.int32)
@@ -85,6 +88,16 @@ def forward_launch(
     if getattr(config, "persistent", False):
         grid = (min(ctas, *grid),)
     return Launch(kernels.forward_kernel, grid, arguments, constants, arch, ("notes", "counters")), out, lse, notes
+
+
+def spans_of(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """As `kernels.sm90.documents.spans_kernel` finds them."""
+    parts = ids.split(SPAN.value, 1)
+    least, most = (torch.stack([extreme(part, 1) for part in parts], 1) for extreme in (torch.amin, torch.amax))
+    seen = (others[:, None] >= least[..., None]) & (others[:, None] <= most[..., None])
+    place = torch.arange(others.shape[1])
+    begin, end = torch.where(seen, place, others.shape[1]).amin(2), torch.where(seen, place + 1, 0).amax(2)
+    return torch.stack([begin, end], 2).to(torch.int32)
 
 
 def backward_launch(

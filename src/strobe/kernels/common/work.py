@@ -3,12 +3,17 @@
 from strobe.kernels.common.gluon_masks import kv_full, kv_range
 from strobe.kernels.gluon import aggregate, gl, gluon
 
+SPAN = gl.constexpr(64)
+"""Rows, or keys, whose documents are looked at together (see `sm90.documents`)."""
+
 
 @aggregate
 class Lengths:
     """Numbers of queries and keys, the same for every sequence, or (`cu_q`, `cu_kv`) the most that a sequence has, with
     pointers to the first rows of packed sequences; the bounds of `strobe.masks`, None where the mask has none; pointers to how
-    many queries and keys of each sequence are used, None where all are. VARY: whether sequences differ."""
+    many queries and keys of each sequence are used, None where all are; a pointer to the spans of what each 64 rows (or, where
+    a CTA takes keys, each 64 keys) may see of the other by their documents, [batch, spans, 2]. VARY: whether sequences
+    differ."""
 
     n_q: gl.tensor
     n_kv: gl.tensor
@@ -19,10 +24,11 @@ class Lengths:
     prefix: (gl.tensor, gl.constexpr)
     used_q: (gl.tensor, gl.constexpr)
     used_kv: (gl.tensor, gl.constexpr)
+    spans: (gl.tensor, gl.constexpr)
     VARY: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q=None, used_kv=None):
+    def __init__(self, n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q=None, used_kv=None, spans=None):
         self.n_q = n_q
         self.n_kv = n_kv
         self.cu_q = gl.constexpr(None) if cu_q is None else cu_q
@@ -32,6 +38,7 @@ class Lengths:
         self.prefix = gl.constexpr(None) if prefix is None else prefix
         self.used_q = gl.constexpr(None) if used_q is None else used_q
         self.used_kv = gl.constexpr(None) if used_kv is None else used_kv
+        self.spans = gl.constexpr(None) if spans is None else spans
         self.VARY = gl.constexpr(any(x is not None for x in (cu_q, used_q, used_kv)))
 
 
@@ -105,6 +112,21 @@ def sequence(cu_seqlens, used, batch, n):
 
 
 @gluon.jit
+def within_spans(begin, end, first, batch, n, lengths, TILE: gl.constexpr, BLOCK: gl.constexpr):
+    """What is left of the blocks [begin, end), at least one of them, when only documents are looked at that those of a tile, of
+    the n rows (or keys) of a sequence from `first` on, may see."""
+    spans = (n + SPAN - 1) // SPAN
+    least = end * BLOCK
+    most = begin * 0
+    for i in gl.static_range(TILE // SPAN):
+        at = lengths.spans + (batch * spans + gl.minimum(first // SPAN + i, spans - 1)) * 2
+        least = gl.minimum(least, gl.load(at))
+        most = gl.maximum(most, gl.load(at + 1))
+    least = gl.maximum(gl.minimum(least // BLOCK, end - 1), begin)
+    return least, gl.minimum(gl.maximum((most + BLOCK - 1) // BLOCK, least + 1), end)
+
+
+@gluon.jit
 def locate(tile, lengths, heads, C: gl.constexpr, EMPTY: gl.constexpr = False):
     """The Work of the tile-th tile. One that sees no key has no blocks if EMPTY, else one, all masked. Under a causal mask
     those with the most keys come first, so that short ones fill the end, within bundles of heads whose K and V fit the L2
@@ -127,6 +149,8 @@ def locate(tile, lengths, heads, C: gl.constexpr, EMPTY: gl.constexpr = False):
     begin = key_begin // C.tile_kv
     end = (key_end + C.tile_kv - 1) // C.tile_kv
     end = gl.maximum(end, begin if EMPTY else begin + 1)
+    if lengths.spans is not None:
+        begin, end = within_spans(begin, end, row, batch, lengths.n_q, lengths, C.tile_q, C.tile_kv)
     key_begin, key_end = kv_full(first, last, n_kv, lengths.left, lengths.right, lengths.prefix)
     if C.splits > 1:  # as even as can be; a split that gets no block masks one
         share = (end - begin + C.splits - 1) // C.splits

@@ -60,7 +60,7 @@ from strobe.kernels.common.gluon_philox import dropped
 from strobe.kernels.common.named_barrier import FIRST, announce, meet, rendezvous
 from strobe.kernels.common.pairs import rounded, widened
 from strobe.kernels.common.turn import take_turn
-from strobe.kernels.common.work import Lengths, sequence
+from strobe.kernels.common.work import Lengths, sequence, within_spans
 from strobe.kernels.gluon import (
     aggregate,
     fence_async_shared,
@@ -295,6 +295,8 @@ def locate(number, lengths, heads, score, KEYS: gl.constexpr, TILE_Q: gl.constex
     begin, end = q_range(first, last, shift, n_kv, lengths.left, lengths.right, lengths.prefix)
     begin = (gl.maximum(begin, shift) - shift) // TILE_Q
     end = gl.maximum((end - shift + TILE_Q - 1) // TILE_Q, begin)
+    if lengths.spans is not None:
+        begin, end = within_spans(begin, end, first, batch, lengths.n_kv, lengths, KEYS, TILE_Q)
     full_begin, full_end = q_full(first, last, shift, n_kv, lengths.left, lengths.right, lengths.prefix)
     full_begin = (gl.maximum(full_begin, shift) - shift + TILE_Q - 1) // TILE_Q
     # The last tile may have fewer rows: those beyond weigh nothing, masked or not.
@@ -833,7 +835,7 @@ def backward_kernel(
     heads, heads_kv, at_once, all_heads, blocks, padded, n_q, n_kv, left, right, prefix,
     inner, outer, slopes, slope_batch, slope_head, bias, bias_batch, bias_head, bias_row, bias_key,
     sinks, sink_stride, function, gradient, visible, document_q, document_q_batch, document_q_row, document_kv,
-    document_kv_batch, document_kv_row, seed, threshold, kept_scale,
+    document_kv_batch, document_kv_row, seed, threshold, kept_scale, spans,
     dbias, dbias_batch, dbias_head, dbias_row, dbias_key, scale,
     MASKED: gl.constexpr, NOTED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -844,7 +846,7 @@ def backward_kernel(
               one_or_two(do_wide, do_narrow), statistics_desc)  # fmt: skip
     outputs = Outputs(one_or_two(dq_wide, dq_narrow), one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes,
                       BiasGradient(dbias, dbias_batch, dbias_head, dbias_row, dbias_key), scale)  # fmt: skip
-    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv)
+    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans)
     heads = Heads(heads, heads_kv, at_once, all_heads, blocks, padded)
     score = Score(inner, outer, slopes, (slope_batch, slope_head), bias, (bias_batch, bias_head, bias_row, bias_key), sinks,
                   sink_stride, function, gradient, visible, document_q, document_kv,

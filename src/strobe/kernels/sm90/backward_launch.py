@@ -20,6 +20,7 @@ from strobe.kernels.sm90.backward_config import KEYS, ROWS_PADDED, SPLIT_TILE, C
 from strobe.kernels.sm90.backward_split import keys_kernel, rows_kernel
 from strobe.kernels.sm90.config import SMS
 from strobe.kernels.sm90.descriptors import descriptors
+from strobe.kernels.sm90.documents import new_spans, spans_arguments, spans_kernel
 from strobe.kernels.workspace import Workspace
 from strobe.problem import AttentionProblem, Gradients, Operands, Varlen, lse_shape
 
@@ -38,8 +39,8 @@ class Call(NamedTuple):
 
 class Buffers(NamedTuple):
     """What the kernels share (see `backward_ends`), float32, the accumulator only of the backward in one pass; delta as the LSE
-    lies, where somebody else wants it too; and of the workspace the counters and the notes, one for 64 keys of each key head
-    and one for 64 rows of each query head."""
+    lies, where somebody else wants it too; of the workspace the counters and the notes, one for 64 keys of each key head and
+    one for 64 rows of each query head; and where there are documents the spans of keys, and of rows (see `documents`)."""
 
     statistics: torch.Tensor
     delta: torch.Tensor | None
@@ -47,6 +48,8 @@ class Buffers(NamedTuple):
     counters: torch.Tensor
     key_notes: torch.Tensor
     row_notes: torch.Tensor
+    key_spans: torch.Tensor | None
+    row_spans: torch.Tensor | None
 
 
 def buffers(problem: AttentionProblem, config: Config | SplitConfig, device: torch.device, space: Workspace) -> Buffers:
@@ -56,7 +59,9 @@ def buffers(problem: AttentionProblem, config: Config | SplitConfig, device: tor
     new = functools.partial(torch.empty, dtype=torch.float32, device=device)
     accumulator = new(rows * config.head_dim // 256, 256) if isinstance(config, Config) else None
     delta = new(lse_shape(problem)) if is_noted(problem) or "sinks" in problem.learned else None
-    return Buffers(new(2 * rows), delta, accumulator, space.counters, space.notes[:keys], space.notes[keys:])
+    documents = problem.mask.documents
+    spans = (None, None) if documents is None else (new_spans(documents.kv), new_spans(documents.q))
+    return Buffers(new(2 * rows), delta, accumulator, space.counters, space.notes[:keys], space.notes[keys:], *spans)
 
 
 def padded_rows(problem: AttentionProblem) -> tuple[int, int]:
@@ -97,7 +102,8 @@ def calls(
 ) -> list[Call]:  # fmt: skip
     """The launches of a backward, in order. Where a mask cuts, the notes of blocks are set into which something may have come
     that they do not see."""
-    found = [Call(ends.prepare, *prepare_arguments(problem, operands, out, lse, dout, dlse, space, config))]
+    prepare = Call(ends.prepare, *prepare_arguments(problem, operands, out, lse, dout, dlse, space, config))
+    found = [*span_calls(problem, space), prepare]
     if isinstance(config, Config):
         found += [
             Call(backward_kernel, *one_pass_arguments(problem, operands, dout, grads, space, config)),
@@ -113,6 +119,16 @@ def calls(
         grid, keywords = portable.redo_arguments(problem, operands, lse, dout, space.delta, grads, *notes)
         found.append(Call(portable.redo_noted, grid, (), keywords))
     return found
+
+
+def span_calls(problem: AttentionProblem, space: Buffers) -> list[Call]:
+    """What fills the spans, where there are any."""
+    documents = problem.mask.documents
+    if documents is None or space.key_spans is None or space.row_spans is None:
+        return []
+    of_keys = spans_arguments(documents.kv, documents.q, space.key_spans)
+    of_rows = spans_arguments(documents.q, documents.kv, space.row_spans)
+    return [Call(spans_kernel, grid, (), keywords) for grid, keywords in (of_keys, of_rows)]
 
 
 def compile_only(problem: AttentionProblem, config: Config | SplitConfig) -> list:
@@ -144,6 +160,7 @@ def one_pass_arguments(problem: AttentionProblem, operands: Operands, dout, grad
         *heads,
         *_bounds(problem),
         *score_arguments(problem, operands.seed),
+        space.key_spans,
         *bias_gradient(problem, grads.bias),
         problem.scale,
     )
@@ -162,6 +179,7 @@ def keys_arguments(problem: AttentionProblem, operands: Operands, dout, grads: G
         *heads,
         *_bounds(problem),
         *score_arguments(problem, operands.seed),
+        space.key_spans,
         problem.scale,
     )
     return (blocks,), arguments, _constants(problem, SPLIT_TILE, config)
@@ -183,6 +201,7 @@ def rows_arguments(problem: AttentionProblem, operands: Operands, dout, grads: G
         tiles,
         *_bounds(problem),
         *score_arguments(problem, operands.seed),
+        space.row_spans,
         *bias_gradient(problem, grads.bias),
         problem.scale,
     )

@@ -336,7 +336,7 @@ def keys_kernel(
     heads, heads_kv, at_once, all_heads, blocks, padded, n_q, n_kv, left, right, prefix,
     inner, outer, slopes, slope_batch, slope_head, bias, bias_batch, bias_head, bias_row, bias_key,
     sinks, sink_stride, function, gradient, visible, document_q, document_q_batch, document_q_row, document_kv,
-    document_kv_batch, document_kv_row, seed, threshold, kept_scale,
+    document_kv_batch, document_kv_row, seed, threshold, kept_scale, spans,
     scale,
     MASKED: gl.constexpr, NOTED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -346,7 +346,7 @@ def keys_kernel(
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow),
               one_or_two(do_wide, do_narrow), statistics_desc)  # fmt: skip
     outputs = (one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes, scale)
-    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv)
+    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans)
     heads = Heads(heads, heads_kv, at_once, all_heads, blocks, padded)
     score = Score(inner, outer, slopes, (slope_batch, slope_head), bias, (bias_batch, bias_head, bias_row, bias_key), sinks,
                   sink_stride, function, gradient, visible, document_q, document_kv,
@@ -569,7 +569,7 @@ def rows_kernel(
     cu_q, cu_kv, used_q, used_kv, padded, heads, group, at_once, tiles, n_q, n_kv, left, right, prefix,
     inner, outer, slopes, slope_batch, slope_head, bias, bias_batch, bias_head, bias_row, bias_key,
     sinks, sink_stride, function, gradient, visible, document_q, document_q_batch, document_q_row, document_kv,
-    document_kv_batch, document_kv_row, seed, threshold, kept_scale,
+    document_kv_batch, document_kv_row, seed, threshold, kept_scale, spans,
     dbias, dbias_batch, dbias_head, dbias_row, dbias_key, scale,
     MASKED: gl.constexpr, NOTED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -579,7 +579,7 @@ def rows_kernel(
               one_or_two(do_wide, do_narrow))  # fmt: skip
     dbias = BiasGradient(dbias, dbias_batch, dbias_head, dbias_row, dbias_key)
     outputs = (statistics, padded, one_or_two(dq_wide, dq_narrow), notes, dbias, scale)
-    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv)
+    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans)
     heads = RowHeads(heads, group, at_once, tiles)
     score = Score(inner, outer, slopes, (slope_batch, slope_head), bias, (bias_batch, bias_head, bias_row, bias_key), sinks,
                   sink_stride, function, gradient, visible, document_q, document_kv,

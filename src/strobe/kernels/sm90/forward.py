@@ -560,7 +560,7 @@ def forward_kernel(
     cu_q, cu_kv, used_q, used_kv, heads, group, at_once, tiles, rows, n_q, n_kv, left, right, prefix,
     inner, outer, slopes, slope_batch, slope_head, bias, bias_batch, bias_head, bias_row, bias_key,
     sinks, sink_stride, function, gradient, visible, document_q, document_q_batch, document_q_row, document_kv,
-    document_kv_batch, document_kv_row, seed, threshold, kept_scale,
+    document_kv_batch, document_kv_row, seed, threshold, kept_scale, spans,
     MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_wide.dtype
@@ -571,7 +571,7 @@ def forward_kernel(
     take_turn()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow))
     outputs = Outputs(o_desc, lse, notes, rows)
-    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv)
+    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans)
     heads = Heads(heads, group, at_once, tiles)
     score = Score(inner, outer, slopes, (slope_batch, slope_head), bias, (bias_batch, bias_head, bias_row, bias_key), sinks,
                   sink_stride, function, gradient, visible, document_q, document_kv,

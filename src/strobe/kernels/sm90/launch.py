@@ -11,6 +11,7 @@ from strobe.kernels.common.stamp import COUNT, ROLES
 from strobe.kernels.sm90.arguments import score_arguments
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
 from strobe.kernels.sm90.descriptors import descriptors
+from strobe.kernels.sm90.documents import fill_spans, new_spans
 from strobe.kernels.sm90.forward import forward_kernel
 from strobe.kernels.workspace import Workspace, workspace
 from strobe.problem import AttentionProblem, Operands, lse_shape
@@ -29,7 +30,9 @@ def launch(
     rows = triton.cdiv(problem.lengths.seqlen_q, ROWS_PER_GROUP)
     space = workspace(q.device, problem.lengths.batch * problem.heads_q * rows)
     out, lse = outputs_of(problem, operands)
-    grid, arguments, constants = kernel_arguments(problem, operands, out, lse, space, config, trace)
+    documents = problem.mask.documents
+    spans = None if documents is None else fill_spans(documents.q, documents.kv, new_spans(documents.q))
+    grid, arguments, constants = kernel_arguments(problem, operands, out, lse, space, config, spans, trace)
     with torch.cuda.device_of(q):  # Triton launches on the current device, which need not be q's
         forward_kernel[grid](*arguments, **constants)
     return out, lse, space.notes
@@ -99,14 +102,16 @@ def compile_only(problem: AttentionProblem, config: Config, traced: bool = False
     lse = meta(*lse_shape(problem), dtype=torch.float32)
     trace = meta(1, dtype=torch.int64) if traced else None
     space = Workspace(meta(16, dtype=torch.int32), meta(1, dtype=torch.int32))
-    grid, arguments, constants = kernel_arguments(problem, operands, out, lse, space, config, trace)
+    spans = None if problem.mask.documents is None else new_spans(problem.mask.documents.q)
+    grid, arguments, constants = kernel_arguments(problem, operands, out, lse, space, config, spans, trace)
     return forward_kernel.warmup(*arguments, grid=grid, **constants)
 
 
 def kernel_arguments(
-    problem: AttentionProblem, operands: Operands, out, lse, space: Workspace, config: Config, trace=None
+    problem: AttentionProblem, operands: Operands, out, lse, space: Workspace, config: Config, spans=None, trace=None
 ):  # fmt: skip
-    """The kernel's grid, arguments and compile-time constants. With a trace every tile has a CTA of its own."""
+    """The kernel's grid, arguments and compile-time constants. spans: of the rows, where there are documents. With a trace
+    every tile has a CTA of its own."""
     lengths = problem.lengths
     left, right, prefix = problem.mask.device_band
     tiles = triton.cdiv(lengths.seqlen_q, config.tile_q) * lengths.batch * problem.heads_q
@@ -134,6 +139,7 @@ def kernel_arguments(
         right,
         prefix,
         *score_arguments(problem, operands.seed),
+        spans,
     )
     mask = problem.mask
     cut = mask.band != (None, None, None) or mask.by_pair or lengths.seqlen_kv % config.tile_kv != 0

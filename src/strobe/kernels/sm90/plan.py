@@ -12,6 +12,7 @@ from strobe.kernels import workspace
 from strobe.kernels.launcher import Launch, compiled_call, prepare, without_memory
 from strobe.kernels.portable import forward as portable
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
+from strobe.kernels.sm90.documents import new_spans, spans_arguments, spans_kernel
 from strobe.kernels.sm90.forward import forward_kernel
 from strobe.kernels.sm90.launch import fill_blind, has_blind_tiles, kernel_arguments, outputs_of
 from strobe.problem import AttentionProblem, Operands
@@ -25,8 +26,9 @@ class Place(NamedTuple):
     lock: threading.Lock
     scratch: int
     """The address where an LSE goes that nobody wants."""
-    space: tuple[int, int, int]
-    """The addresses of the workspace's counters, of its notes and of the count of blocks redone."""
+    space: tuple[int, ...]
+    """The addresses of the workspace's counters, of its notes, of the count of blocks redone, and where there are documents of
+    the spans of rows."""
     kept: tuple[torch.Tensor, ...]
 
 
@@ -41,9 +43,10 @@ class ForwardPlan:
         out, lse = outputs_of(problem, operands)
         self._out_like, self._lse_like = without_memory(out), without_memory(lse)
         space = workspace.workspace(self._device, self._notes)
-        redone = space.counters[2:3]
-        given = (*(x for x in tensors if x is not None), out, lse, space.counters, space.notes, redone)
-        grid, arguments, constants = kernel_arguments(problem, operands, out, lse, space, config)
+        redone, documents = space.counters[2:3], problem.mask.documents
+        self._spans = None if documents is None else new_spans(documents.q)
+        given = [x for x in (*tensors, out, lse, space.counters, space.notes, redone, self._spans) if x is not None]
+        grid, arguments, constants = kernel_arguments(problem, operands, out, lse, space, config, self._spans)
         redo_grid, keywords = portable.redo_arguments(problem, operands, out, lse, space.notes, self._notes, redone)
 
         def compile_redo():
@@ -53,7 +56,11 @@ class ForwardPlan:
         with ThreadPoolExecutor(1) as beside:  # a first call waits for the longer compilation, not for both
             redo = beside.submit(compile_redo)
             forward = compiled_call(forward_kernel, grid, *arguments, **constants)
-            self._prepared = prepare([forward, redo.result()], given)
+            calls = [forward, redo.result()]
+        if documents is not None and self._spans is not None:
+            spans_grid, keywords = spans_arguments(documents.q, documents.kv, self._spans)
+            calls.insert(0, compiled_call(spans_kernel, spans_grid, **keywords))
+        self._prepared = prepare(calls, given)
 
     def run(
         self, stream: int, wants_lse: bool, addresses: tuple[int, ...], tensors: tuple[torch.Tensor | None, ...]
@@ -78,6 +85,8 @@ class ForwardPlan:
         """The place of the current stream. Making one takes longer than the launches."""
         counters, notes = workspace.workspace(self._device, self._notes)
         scratch = workspace.scratch(self._device, self._lse_like.numel())
-        space = counters.data_ptr(), notes.data_ptr(), counters[2:3].data_ptr()
+        shared = [counters, notes, counters[2:3]]
+        if self._spans is not None:
+            shared.append(torch.empty_like(self._spans))
         launch, lock = self._prepared.on(stream), workspace.lock(self._device)
-        return Place(launch, lock, scratch.data_ptr(), space, (counters, notes, scratch))
+        return Place(launch, lock, scratch.data_ptr(), tuple(x.data_ptr() for x in shared), (*shared, scratch))

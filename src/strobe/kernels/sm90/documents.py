@@ -1,0 +1,63 @@
+"""Which keys of a document mask some rows may see, and which rows some keys: blocks beyond are never loaded.
+
+Each 64 rows know the least and the greatest of their documents; what they may see lies between the first and the last key
+whose document is in that range. Where sequences are packed one after the other, as they nearly always are, this leaves out all
+that is not seen but for the ends of documents; where documents lie in any order it leaves out less, and is right.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from strobe.kernels.common.turn import take_program_turn
+from strobe.kernels.common.work import SPAN
+
+CHUNK = 2048
+"""Documents that a program looks at together."""
+
+
+@triton.jit(do_not_specialize=("n", "n_others", "ids_batch", "ids_row", "others_batch", "others_row"))
+def spans_kernel(
+    ids, ids_batch, ids_row, n, others, others_batch, others_row, n_others, spans, SPAN: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Of SPAN rows (or keys): [begin, end) of the others that they may see."""
+    take_program_turn()
+    number = (n + SPAN - 1) // SPAN
+    batch = tl.program_id(0) // number
+    row = tl.program_id(0) % number * SPAN + tl.arange(0, SPAN)
+    own = tl.load(ids + batch.to(tl.int64) * ids_batch + tl.minimum(row, n - 1).to(tl.int64) * ids_row)
+    least, most = tl.min(own, 0), tl.max(own, 0)
+    begin, end = n_others, 0
+    for first in tl.range(0, n_others, CHUNK):
+        other = first + tl.arange(0, CHUNK)
+        at = others + batch.to(tl.int64) * others_batch + other.to(tl.int64) * others_row
+        of_other = tl.load(at, mask=other < n_others, other=0)
+        seen = (other < n_others) & (of_other >= least) & (of_other <= most)
+        begin = tl.minimum(begin, tl.min(tl.where(seen, other, n_others), 0))
+        end = tl.maximum(end, tl.max(tl.where(seen, other + 1, 0), 0))
+    tl.store(spans + 2 * tl.program_id(0), begin)
+    tl.store(spans + 2 * tl.program_id(0) + 1, end)
+
+
+def new_spans(ids: torch.Tensor) -> torch.Tensor:
+    """Room for the spans of what has these documents, [batch, n]: int32 [batch, ceil(n / 64), 2]."""
+    return torch.empty(ids.shape[0], triton.cdiv(ids.shape[1], SPAN.value), 2, dtype=torch.int32, device=ids.device)
+
+
+def spans_arguments(ids: torch.Tensor, others: torch.Tensor, spans: torch.Tensor) -> tuple[tuple[int], dict]:
+    """Grid and arguments of `spans_kernel`. ids, others: int32 [batch, n], of any strides."""
+    return (spans.shape[0] * spans.shape[1],), dict(
+        ids=ids, ids_batch=ids.stride(0), ids_row=ids.stride(1), n=ids.shape[1],
+        others=others, others_batch=others.stride(0), others_row=others.stride(1), n_others=others.shape[1],
+        spans=spans, SPAN=SPAN.value, CHUNK=CHUNK, launch_pdl=True,
+    )  # fmt: skip
+
+
+def fill_spans(ids: torch.Tensor, others: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
+    """`spans`, filled."""
+    grid, keywords = spans_arguments(ids, others, spans)
+    with torch.cuda.device_of(ids):
+        spans_kernel[grid](**keywords)
+    return spans

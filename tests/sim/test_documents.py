@@ -1,0 +1,86 @@
+"""Documents on Hopper: right however they lie, and blocks of other documents are never loaded."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from backward import Backward, SplitBackward, interpreter
+from problems import Case, Results, Tensors, check, describe, tensors
+
+import strobe
+from strobe.kernels.sm90.backward_config import Config, SplitConfig
+from strobe.kernels.sm90.config import Config as Forward
+from strobe.kernels.sm90.documents import new_spans, spans_arguments, spans_kernel
+from strobe.sim.attention import simulate_forward, spans_of
+
+BACKWARDS = [(Backward, Config(96, 64, 64, prefetch=False, turns=False)), (SplitBackward, SplitConfig(64, 64))]
+
+
+def problem(n: int, mask: strobe.Mask, heads: tuple[int, int] = (2, 1)) -> Tensors:
+    t = tensors(Case(n, n, batch=1, heads_q=heads[0], heads_kv=heads[1], head_dim=64), torch.bfloat16)
+    return replace(t, keywords={"mask": mask})
+
+
+def packed(*lengths: int) -> torch.Tensor:
+    """Of documents of these lengths, one after the other: [1, total]."""
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+
+
+def shuffled(n: int, documents: int, seed: int) -> torch.Tensor:
+    return torch.randint(-5, documents - 5, (1, n), generator=torch.Generator().manual_seed(seed))
+
+
+IDS = {
+    "packed": (packed(100, 3, 97, 64, 36), packed(90, 70, 1, 139)),
+    "in any order": (shuffled(300, 3, 0), shuffled(300, 3, 1)),
+    "turned round": (packed(100, 100, 100), packed(100, 100, 100).flip(1)),
+    "of few": (packed(150, 150), 7 * packed(120, 180)),  # the second half of the rows sees nothing
+}
+
+
+@pytest.mark.parametrize("mask", [strobe.Full(), strobe.Causal(), strobe.Window(70, 5)], ids=str)
+@pytest.mark.parametrize("ids", IDS.values(), ids=list(IDS))
+def test_forward(ids, mask):
+    t = problem(300, mask & strobe.Document(*ids))
+    for groups in (2, 3):
+        config = Forward(64, 64, groups, 64, 2, optimistic=False)
+        out, lse, _, _ = simulate_forward(*describe(t), "sm90", config, "random", 1, 2)
+        check(Results(out, lse, None, None, None), t, ("out", "lse"))
+
+
+@pytest.mark.parametrize("ids", IDS.values(), ids=list(IDS))
+@pytest.mark.parametrize("kernels, config", BACKWARDS, ids=["one pass", "two passes"])
+def test_backward(ids, kernels, config):
+    kernels(problem(300, strobe.Causal() & strobe.Document(*ids)), config).run("random", 1)
+
+
+def loads(ids: torch.Tensor) -> int:
+    """What the producer of a head's forward says and expects by TMA, at 128 rows a tile and 64 keys a block."""
+    t = problem(512, strobe.Document(ids), (1, 1))
+    *_, report = simulate_forward(*describe(t), "sm90", Forward(64, 64, 2, 64, 2, optimistic=False))
+    return report.barrier_uses["producer", "arrive"]
+
+
+def test_blocks_of_other_documents_are_not_loaded():
+    """Each of 4 tiles loads K and V of 2 blocks instead of 8; of documents that end within a tile, those that it touches."""
+    everything = loads(packed(512))
+    assert everything - loads(packed(128, 128, 128, 128)) == 4 * (8 - 2) * 2
+    assert everything - loads(packed(100, 412)) == 3 * 1 * 2  # later tiles have no use for the first block alone
+    assert everything == loads(torch.arange(512)[None] % 2)
+
+
+@pytest.mark.parametrize("n, n_others", [(1, 1), (64, 130), (300, 5000), (777, 333)])
+def test_spans(n, n_others):
+    """The kernel's against those that the simulator takes, and both against all pairs; of any strides."""
+    ids = torch.stack([shuffled(n, 400, seed)[0] for seed in range(3)]).sort(1).values.to(torch.int32)
+    others = torch.stack([shuffled(n_others, 400, seed)[0] for seed in range(3)], 1).to(torch.int32).T
+    spans = new_spans(ids)
+    grid, keywords = spans_arguments(ids, others, spans)
+    with interpreter():
+        spans_kernel[grid](**keywords)
+    assert torch.equal(spans, spans_of(ids, others))
+    for batch, (row, other) in enumerate(zip(ids.tolist(), others.tolist(), strict=True)):
+        for place, (begin, end) in enumerate(spans[batch].tolist()):
+            own = row[64 * place : 64 * place + 64]
+            seen = [i for i, one in enumerate(other) if min(own) <= one <= max(own)]
+            assert (begin, end) == ((seen[0], seen[-1] + 1) if seen else (n_others, 0))
