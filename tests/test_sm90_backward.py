@@ -68,6 +68,34 @@ print(json.dumps([triton.__version__, audits]))
 """
 
 
+REPEATED_BIAS = """
+import json, torch
+from strobe import Score
+from strobe.kernels.sm90 import backward_launch
+from strobe.kernels.sm90.backward_config import choose
+from strobe.lab.offline import pretend_gpu
+from strobe.problem import AttentionProblem, Dense
+found = []
+for head_dim, head_dim_v in ((192, 128), (256, 256)):
+    for shape in ((1, 4, 1, 500), (2, 1, 300, 1), (1, 1, 1, 1)):
+        score = Score(bias=torch.empty(shape, device="meta"))
+        problem = AttentionProblem(
+            lengths=Dense(2, 300, 500), heads_q=4, heads_kv=4, head_dim=head_dim, head_dim_v=head_dim_v, dtype=torch.bfloat16,
+            scale=0.1, score=score, phase="backward", learned=("bias",),
+        )
+        with pretend_gpu(90):
+            made = backward_launch.compile_only(problem, choose(problem))
+        found.append(max(kernel.metadata.shared for kernel in made))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("triton", TRITONS)
+def test_a_repeated_bias_leaves_room(triton):
+    """Its gradient is summed over keys or rows with no more shared memory than there is."""
+    assert max(json.loads(run_compiler(REPEATED_BIAS, triton))) <= 227 * 1024
+
+
 @pytest.fixture(scope="module", params=TRITONS)
 def audits(request):
     """Of each audited problem its config, the spills that are allowed, and the audit."""

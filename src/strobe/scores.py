@@ -55,12 +55,14 @@ class Score:
     def __post_init__(self):
         if not self.softcap >= 0.0:
             raise ValueError(f"score: softcap must be 0 (none) or positive, got {self.softcap}")
-        if self.function is not None:
+        # What is a Function already stays: PyTorch 2.11 compiles no call that it is given to.
+        if self.function is not None and not isinstance(self.function, Function):
             object.__setattr__(self, "function", score_function(self.function))
         if self.function_gradient is not None:
             if self.function is None:
                 raise ValueError("score: function_gradient goes with a function, got none")
-            object.__setattr__(self, "function_gradient", score_function_gradient(self.function_gradient))
+            if not isinstance(self.function_gradient, Function):
+                object.__setattr__(self, "function_gradient", score_function_gradient(self.function_gradient))
 
     @property
     def changed(self) -> bool:

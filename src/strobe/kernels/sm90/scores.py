@@ -186,7 +186,7 @@ def add_to_bias(dbias, ds, p, row, key, batch, head, n_q, n_kv, TRANSPOSED: gl.c
     if dbias.key is not None:
         of_key = key.to(gl.int64) * dbias.key
     if dbias.row is None and dbias.key is None:
-        sums = warp_sums(gl.sum(ds, 1))
+        sums = gl.sum(warp_sums(ds), 1)
         gl.atomic_add(at + gl.zeros_like(sums).to(gl.int32), sums, sem="relaxed")
     elif dbias.row is None:
         add_sums(at, of_key, exists_key, ds, ROW)
@@ -217,9 +217,9 @@ def add_sums(at, places, exists, ds, DIM: gl.constexpr):
 
 @gluon.jit
 def warp_sums(x):
-    """Of an accumulator, or of one number a row: [64, ...] -> [4, ...], the sums over each warp's 16 rows. A sum over all would
-    take shared memory, of which nothing is left at head dim 192."""
-    return gl.sum(gl.reshape(x, [4, 16, *x.shape[1:]]), 1)
+    """An accumulator's sums over each warp's 16 rows: [64, columns] -> [4, columns]. A sum over all would take shared memory,
+    of which nothing is left at head dim 192."""
+    return gl.sum(gl.reshape(x, [4, 16, x.shape[1]]), 1)
 
 
 @gluon.jit
