@@ -82,7 +82,8 @@ class Backward:
         space = backward_launch.buffers(self.problem, self.config, torch.device("cpu"), zeros)
         if documents := self.problem.mask.documents:
             space.key_spans.copy_(spans_of(documents.kv, documents.q))
-            space.row_spans.copy_(spans_of(documents.q, documents.kv))
+            if space.row_spans is not None:
+                space.row_spans.copy_(spans_of(documents.q, documents.kv))
         return space
 
 

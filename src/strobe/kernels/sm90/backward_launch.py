@@ -40,7 +40,8 @@ class Call(NamedTuple):
 class Buffers(NamedTuple):
     """What the kernels share (see `backward_ends`), float32, the accumulator only of the backward in one pass; delta as the LSE
     lies, where somebody else wants it too; of the workspace the counters and the notes, one for 64 keys of each key head and
-    one for 64 rows of each query head; and where there are documents the spans of keys, and of rows (see `documents`)."""
+    one for 64 rows of each query head; and where there are documents the spans of keys, and in two passes of rows (see
+    `documents`)."""
 
     statistics: torch.Tensor
     delta: torch.Tensor | None
@@ -59,9 +60,12 @@ def buffers(problem: AttentionProblem, config: Config | SplitConfig, device: tor
     new = functools.partial(torch.empty, dtype=torch.float32, device=device)
     accumulator = new(rows * config.head_dim // 256, 256) if isinstance(config, Config) else None
     delta = new(lse_shape(problem)) if is_noted(problem) or "sinks" in problem.learned else None
-    documents = problem.mask.documents
-    spans = (None, None) if documents is None else (new_spans(documents.kv), new_spans(documents.q))
-    return Buffers(new(2 * rows), delta, accumulator, space.counters, space.notes[:keys], space.notes[keys:], *spans)
+    key_spans = row_spans = None
+    if (documents := problem.mask.documents) is not None:
+        key_spans = new_spans(documents.kv)
+        row_spans = new_spans(documents.q) if isinstance(config, SplitConfig) else None
+    notes = space.notes[:keys], space.notes[keys:]
+    return Buffers(new(2 * rows), delta, accumulator, space.counters, *notes, key_spans, row_spans)
 
 
 def padded_rows(problem: AttentionProblem) -> tuple[int, int]:
@@ -124,11 +128,11 @@ def calls(
 def span_calls(problem: AttentionProblem, space: Buffers) -> list[Call]:
     """What fills the spans, where there are any."""
     documents = problem.mask.documents
-    if documents is None or space.key_spans is None or space.row_spans is None:
+    if documents is None:
         return []
-    of_keys = spans_arguments(documents.kv, documents.q, space.key_spans)
-    of_rows = spans_arguments(documents.q, documents.kv, space.row_spans)
-    return [Call(spans_kernel, grid, (), keywords) for grid, keywords in (of_keys, of_rows)]
+    pairs = (documents.kv, documents.q, space.key_spans), (documents.q, documents.kv, space.row_spans)
+    arguments = [spans_arguments(ids, others, spans) for ids, others, spans in pairs if spans is not None]
+    return [Call(spans_kernel, grid, (), keywords) for grid, keywords in arguments]
 
 
 def compile_only(problem: AttentionProblem, config: Config | SplitConfig) -> list:

@@ -55,8 +55,9 @@ def spans_arguments(ids: torch.Tensor, others: torch.Tensor, spans: torch.Tensor
     )  # fmt: skip
 
 
-def fill_spans(ids: torch.Tensor, others: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
-    """`spans`, filled."""
+def find_spans(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Of what has these documents, among the others."""
+    spans = new_spans(ids)
     grid, keywords = spans_arguments(ids, others, spans)
     with torch.cuda.device_of(ids):
         spans_kernel[grid](**keywords)

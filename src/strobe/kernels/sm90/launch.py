@@ -11,7 +11,7 @@ from strobe.kernels.common.stamp import COUNT, ROLES
 from strobe.kernels.sm90.arguments import score_arguments
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
 from strobe.kernels.sm90.descriptors import descriptors
-from strobe.kernels.sm90.documents import fill_spans, new_spans
+from strobe.kernels.sm90.documents import find_spans, new_spans
 from strobe.kernels.sm90.forward import forward_kernel
 from strobe.kernels.workspace import Workspace, workspace
 from strobe.problem import AttentionProblem, Operands, lse_shape
@@ -31,7 +31,7 @@ def launch(
     space = workspace(q.device, problem.lengths.batch * problem.heads_q * rows)
     out, lse = outputs_of(problem, operands)
     documents = problem.mask.documents
-    spans = None if documents is None else fill_spans(documents.q, documents.kv, new_spans(documents.q))
+    spans = None if documents is None else find_spans(documents.q, documents.kv)
     grid, arguments, constants = kernel_arguments(problem, operands, out, lse, space, config, spans, trace)
     with torch.cuda.device_of(q):  # Triton launches on the current device, which need not be q's
         forward_kernel[grid](*arguments, **constants)
