@@ -1,8 +1,7 @@
 """Programmatic dependent launch (Hopper and later): a launch may begin before the one ahead of it in its stream has ended.
 
 A kernel that is launched with `launch_pdl` sets up what only it knows, its barriers, say, and takes its turn before it touches
-memory that others read or write. From then on the next launch may begin, and waits for its own turn: of the microseconds
-between two kernels one remains or less.
+memory that others read or write. From then on the next launch may begin, and waits for its own turn.
 
 Every CTA takes its turn: a launch only knows that the one ahead has ended, and relies on it for those before.
 """

@@ -264,7 +264,8 @@ def redo(
     problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor, notes: torch.Tensor,
     counter: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write out and lse of those blocks of 64 rows whose note is not 0, and set their notes back to 0.
+    """Write out and lse of those blocks of 64 rows whose note is not 0, and set their notes back to 0. It takes its turn
+    after the launch that noted them (`common.turn`), which GPUs before Hopper cannot.
 
     notes: int32 [batch * heads_q * ceil(seqlen_q / 64)], where block r of head h of batch entry (or sequence) b has the
         place (b * heads_q + h) * ceil(seqlen_q / 64) + r. As it is all 0 again afterwards, one buffer serves all launches
