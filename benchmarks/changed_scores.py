@@ -1,7 +1,8 @@
 """What changes scores, compares pairs or drops weights, on Hopper's kernels beside the portable ones: forward and backward.
 
-bf16, 4 x 4096 tokens, heads 2048 / D, causal but for one. Each problem is compiled in a process of its own, all at once; then
-they are timed one after the other, the least of three replays of a CUDA graph of five calls. Prints a table, writes JSON.
+bf16, 4 x 4096 tokens, heads 2048 / D, causal but for those of all keys. Each problem is compiled in a process of its own, all
+at once; then they are timed one after the other, the least of three replays of a CUDA graph of five calls. Prints a table,
+writes JSON.
 
     python benchmarks/changed_scores.py --json benchmarks/results/changed-scores.json
 """
@@ -58,16 +59,18 @@ FEATURES: dict[str, Callable[[int], dict]] = {
     "bias": lambda heads: {"score": strobe.Score(bias=bias(1))},
     "bias, its gradient": lambda heads: {"score": strobe.Score(bias=bias(BATCH).requires_grad_())},
     "score function": lambda heads: {"score": strobe.Score(function=near, function_gradient=near_gradient)},
-    "four documents": lambda heads: {"mask": strobe.Causal() & strobe.Document(documents())},
-    "four documents, all keys": lambda heads: {"mask": strobe.Document(documents())},
+    "four documents": lambda heads: {"mask": strobe.Causal() & strobe.Document(documents(4))},
+    "four documents, all keys": lambda heads: {"mask": strobe.Document(documents(4))},
+    "one document, all keys": lambda heads: {"mask": strobe.Document(documents(1))},
     "mask function": lambda heads: {"mask": strobe.Causal() & strobe.Visible(even)},
     "dropout": lambda heads: {"dropout_p": 0.1},
 }
 """By name, what a number of heads makes of `strobe.attention`'s keywords."""
 
 
-def documents() -> torch.Tensor:
-    ids = torch.arange(LENGTH, dtype=torch.int32, device="cuda") * 4 // LENGTH
+def documents(number: int) -> torch.Tensor:
+    """So many in each sequence, of the same length."""
+    ids = torch.arange(LENGTH, dtype=torch.int32, device="cuda") * number // LENGTH
     return ids.expand(BATCH, LENGTH).contiguous()
 
 
