@@ -171,6 +171,8 @@ def test_what_cannot_be_done_is_one_sentence_and_status_2(arguments, words, tmp_
 def test_a_result_says_how_it_was_made_and_not_where_it_went():
     given = ["cost", "--arch", "H200", "--out", "a.png", "--json", "b.json", "--causal"]
     assert command_given(given) == "strobe cost --arch H200 --causal"
+    for command, option in (("timeline", "--perfetto"), ("audit", "--sass")):
+        assert command_given([command, option, "a.txt", "--mask", "full"]) == f"strobe {command} --mask full"
 
 
 def test_pictures_of_a_benchmark_and_of_a_timeline_go_where_they_are_asked_to(tmp_path, monkeypatch):
@@ -179,6 +181,6 @@ def test_pictures_of_a_benchmark_and_of_a_timeline_go_where_they_are_asked_to(tm
     result = run("bench", "forward", *shape.split(), "--device", "cpu", "--json", "b.json", "--out", "b.svg")
     assert result.exit_code == 0 and "<svg" in (tmp_path / "b.svg").read_text(), result.output
     assert not (tmp_path / "b.png").exists()
-    measured = Path(__file__).parent.parent / "benchmarks/results/timeline-h200-21107d1.json"
+    measured = Path(__file__).parent.parent / "benchmarks/results/timeline-h200-2026-11-22.json"
     result = run("timeline", "--report", str(measured), "--out", "t.svg")
     assert result.exit_code == 0 and "<svg" in (tmp_path / "t.svg").read_text(), result.output

@@ -78,7 +78,7 @@ def test_calls_one_by_one_have_a_table(tmp_path):
 
 
 def test_every_number_of_a_timeline(tmp_path):
-    report = json.loads((RESULTS / "timeline-h200-21107d1.json").read_text())
+    report = json.loads((RESULTS / "timeline-h200-2026-11-22.json").read_text())
     found = page(tmp_path, report)
     tables = timeline.table(report).splitlines() + timeline.hidden_table(report).splitlines()
     numbers = {cell.strip() for line in tables for cell in line.split("  ") if cell.strip()}

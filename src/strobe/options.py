@@ -226,9 +226,9 @@ def device_of(name: str | None) -> torch.device:
 
 
 def command_given(arguments: list[str]) -> str:
-    """The command that reproduces a benchmark: as it was given, but for where its result went."""
+    """The command that reproduces a result: as it was given, but for where it went."""
     kept = list(arguments)
-    for option in ("--json", "--out"):
+    for option in ("--json", "--out", "--perfetto", "--sass"):
         if option in kept:
             place = kept.index(option)
             del kept[place : place + 2]

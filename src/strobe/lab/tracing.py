@@ -67,6 +67,7 @@ def simulate(head_dims: Sequence[int], masks: Sequence[str], length: int, comman
 
 
 def _simulated_point(head_dim: int, mask: str, length: int) -> dict:
+    import strobe.sim.attention  # noqa: F401 (Python for the kernels' PTX)
     from strobe import sim
     from strobe.kernels.common.stamp import COUNT, ROLES, clock
     from strobe.kernels.sm90 import backend
