@@ -39,7 +39,7 @@ lab: .venv/dev
 	$(BIN)/strobe audit sm90-forward --length 16384 $(WALK)/audit.json
 	$(BIN)/strobe banks --tile 128x64 --layouts none,nvmma128 --accesses rows,ldmatrix --json docs/lab/banks.json
 	$(BIN)/strobe report $(addprefix docs/lab/, roofline.json occupancy.json audit.json banks.json) \
-	  benchmarks/results/timeline-h200-21107d1.json --out docs/lab/report.html
+	  benchmarks/results/timeline-h200-2026-11-22.json --out docs/lab/report.html
 
 .venv/demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
