@@ -80,7 +80,36 @@ def test_spans(n, n_others):
         spans_kernel[grid](**keywords)
     assert torch.equal(spans, spans_of(ids, others))
     for batch, (row, other) in enumerate(zip(ids.tolist(), others.tolist(), strict=True)):
-        for place, (begin, end) in enumerate(spans[batch].tolist()):
+        for place, (begin, end, whole) in enumerate(spans[batch].tolist()):
             own = row[64 * place : 64 * place + 64]
             seen = [i for i, one in enumerate(other) if min(own) <= one <= max(own)]
             assert (begin, end) == ((seen[0], seen[-1] + 1) if seen else (n_others, 0))
+            assert bool(whole) == (begin < end and {*own, *other[begin:end]} == {own[0]})
+
+
+def test_spans_of_packed_documents_are_whole_but_for_their_ends():
+    ids = packed(100, 28, 192, 64)
+    assert spans_of(ids, ids)[0].tolist() == [
+        [0, 100, 1], [0, 128, 0], [128, 320, 1], [128, 320, 1], [128, 320, 1], [320, 384, 1],
+    ]  # fmt: skip
+
+
+WHOLE = packed(128, 128, 100, 156)
+TOLD = torch.where(torch.arange(512) < 256, -1, WHOLE)
+"""Wrong where whole blocks are all that there is."""
+
+
+def test_whole_blocks_are_not_compared(monkeypatch):
+    """Nothing changes if the kernel is told of wrong documents there."""
+    monkeypatch.setattr("strobe.sim.attention.spans_of", lambda *_: spans_of(WHOLE, WHOLE))
+    config = Forward(64, 64, 2, 64, 2, optimistic=False)
+    tensors = (problem(512, strobe.Document(ids, WHOLE), (1, 1)) for ids in (WHOLE, TOLD))
+    assert torch.equal(*(simulate_forward(*describe(t), "sm90", config).out for t in tensors))
+
+
+@pytest.mark.parametrize("kernels, config", BACKWARDS, ids=["one pass", "two passes"])
+def test_whole_blocks_are_not_compared_backward(kernels, config, monkeypatch):
+    monkeypatch.setattr("backward.spans_of", lambda *_: spans_of(WHOLE, WHOLE))
+    simulated = kernels(problem(512, strobe.Document(WHOLE, WHOLE), (1, 1)), config)
+    simulated.problem = replace(simulated.problem, mask=strobe.Document(TOLD, WHOLE))
+    simulated.run("in_order", 0)

@@ -97,7 +97,8 @@ def spans_of(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     seen = (others[:, None] >= least[..., None]) & (others[:, None] <= most[..., None])
     place = torch.arange(others.shape[1])
     begin, end = torch.where(seen, place, others.shape[1]).amin(2), torch.where(seen, place + 1, 0).amax(2)
-    return torch.stack([begin, end], 2).to(torch.int32)
+    whole = (least == most) & (seen.sum(2) == end - begin)
+    return torch.stack([begin, end, whole], 2).to(torch.int32)
 
 
 def backward_launch(

@@ -12,7 +12,7 @@ class Lengths:
     """Numbers of queries and keys, the same for every sequence, or (`cu_q`, `cu_kv`) the most that a sequence has, with
     pointers to the first rows of packed sequences; the bounds of `strobe.masks`, None where the mask has none; pointers to how
     many queries and keys of each sequence are used, None where all are; a pointer to the spans of what each 64 rows (or, where
-    a CTA takes keys, each 64 keys) may see of the other by their documents, [batch, spans, 2]. VARY: whether sequences
+    a CTA takes keys, each 64 keys) may see of the other by their documents, [batch, spans, 3]. VARY: whether sequences
     differ."""
 
     n_q: gl.tensor
@@ -114,16 +114,23 @@ def sequence(cu_seqlens, used, batch, n):
 @gluon.jit
 def within_spans(begin, end, first, batch, n, lengths, TILE: gl.constexpr, BLOCK: gl.constexpr):
     """What is left of the blocks [begin, end), at least one of them, when only documents are looked at that those of a tile, of
-    the n rows (or keys) of a sequence from `first` on, may see."""
+    the n rows (or keys) of a sequence from `first` on, may see; and [begin, end) of what all of the tile see by documents, in
+    keys (or rows)."""
     spans = (n + SPAN - 1) // SPAN
     least = end * BLOCK
     most = begin * 0
+    full_begin = begin * 0
+    full_end = end * BLOCK
     for i in gl.static_range(TILE // SPAN):
-        at = lengths.spans + (batch * spans + gl.minimum(first // SPAN + i, spans - 1)) * 2
-        least = gl.minimum(least, gl.load(at))
-        most = gl.maximum(most, gl.load(at + 1))
+        at = lengths.spans + (batch * spans + gl.minimum(first // SPAN + i, spans - 1)) * 3
+        span_begin = gl.load(at)
+        span_end = gl.load(at + 1)
+        least = gl.minimum(least, span_begin)
+        most = gl.maximum(most, span_end)
+        full_begin = gl.maximum(full_begin, span_begin)
+        full_end = gl.minimum(full_end, gl.where(gl.load(at + 2) != 0, span_end, 0))
     least = gl.maximum(gl.minimum(least // BLOCK, end - 1), begin)
-    return least, gl.minimum(gl.maximum((most + BLOCK - 1) // BLOCK, least + 1), end)
+    return least, gl.minimum(gl.maximum((most + BLOCK - 1) // BLOCK, least + 1), end), full_begin, full_end
 
 
 @gluon.jit
@@ -149,9 +156,11 @@ def locate(tile, lengths, heads, C: gl.constexpr, EMPTY: gl.constexpr = False):
     begin = key_begin // C.tile_kv
     end = (key_end + C.tile_kv - 1) // C.tile_kv
     end = gl.maximum(end, begin if EMPTY else begin + 1)
-    if lengths.spans is not None:
-        begin, end = within_spans(begin, end, row, batch, lengths.n_q, lengths, C.tile_q, C.tile_kv)
     key_begin, key_end = kv_full(first, last, n_kv, lengths.left, lengths.right, lengths.prefix)
+    if lengths.spans is not None:
+        begin, end, span_begin, span_end = within_spans(begin, end, row, batch, lengths.n_q, lengths, C.tile_q, C.tile_kv)
+        key_begin = gl.maximum(key_begin, span_begin)
+        key_end = gl.minimum(key_end, span_end)
     if C.splits > 1:  # as even as can be; a split that gets no block masks one
         share = (end - begin + C.splits - 1) // C.splits
         begin = begin + split * share

@@ -295,14 +295,16 @@ def locate(number, lengths, heads, score, KEYS: gl.constexpr, TILE_Q: gl.constex
     begin, end = q_range(first, last, shift, n_kv, lengths.left, lengths.right, lengths.prefix)
     begin = (gl.maximum(begin, shift) - shift) // TILE_Q
     end = gl.maximum((end - shift + TILE_Q - 1) // TILE_Q, begin)
-    if lengths.spans is not None:
-        begin, end = within_spans(begin, end, first, batch, lengths.n_kv, lengths, KEYS, TILE_Q)
     full_begin, full_end = q_full(first, last, shift, n_kv, lengths.left, lengths.right, lengths.prefix)
     full_begin = (gl.maximum(full_begin, shift) - shift + TILE_Q - 1) // TILE_Q
     # The last tile may have fewer rows: those beyond weigh nothing, masked or not.
     full_end = gl.where(full_end >= n_kv, end, (full_end - shift) // TILE_Q)
     full_end = gl.where(first + KEYS <= n_kv, full_end, full_begin)
-    if score.BY_PAIR:
+    if lengths.spans is not None:
+        begin, end, span_begin, span_end = within_spans(begin, end, first, batch, lengths.n_kv, lengths, KEYS, TILE_Q)
+        full_begin = gl.maximum(full_begin, (span_begin + TILE_Q - 1) // TILE_Q)
+        full_end = gl.minimum(full_end, span_end // TILE_Q)
+    if score.visible is not None:
         full_begin = end
     if lengths.cu_q is None:
         row = (batch * heads.heads + head_kv * group) * heads.padded

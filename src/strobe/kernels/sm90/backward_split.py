@@ -66,9 +66,11 @@ from strobe.kernels.sm90.scores import (
     BiasGradient,
     Score,
     add_to_bias,
-    compare_pairs,
+    ask_function,
+    compare_documents,
     documents_of_block,
     documents_of_rows,
+    is_whole,
     score_and_factors,
     slope_of,
     weighed,
@@ -398,10 +400,12 @@ def make_rows_memory(dtype: gl.constexpr, C: gl.constexpr):
 
 @aggregate
 class Rows:
-    """What `scores` asks of a tile: p, the position of its first row among the keys; the slope of its head and the documents of
-    its rows, None where there are none; numbers of queries and keys."""
+    """What `scores` asks of a tile: p, the position of its first row among the keys; [full_begin, full_end), the blocks that
+    are whole; the slope of its head and the documents of its rows, None where there are none; numbers of queries and keys."""
 
     p: gl.tensor
+    full_begin: gl.tensor
+    full_end: gl.tensor
     batch: gl.tensor
     head: gl.tensor
     slope: (gl.tensor, gl.constexpr)
@@ -410,8 +414,10 @@ class Rows:
     n_kv: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, p, batch, head, slope, documents, n_q, n_kv):
+    def __init__(self, p, full_begin, full_end, batch, head, slope, documents, n_q, n_kv):
         self.p = p
+        self.full_begin = full_begin
+        self.full_end = full_end
         self.batch = batch
         self.head = head
         self.slope = gl.constexpr(None) if slope is None else slope
@@ -483,7 +489,8 @@ def rows(w: gl.constexpr, outputs, lengths, heads, score, memory, MASKED: gl.con
             slope = slope_of(work.batch, work.head, score)
         if score.document_q is not None:
             documents = documents_of_rows(work.batch, first + gl.arange(0, TILE, rows_of(TILE)), work.n_q, score)
-        tile = Rows(first + (work.n_kv - work.n_q), work.batch, work.head, slope, documents, work.n_q, work.n_kv)
+        position = first + (work.n_kv - work.n_q)
+        tile = Rows(position, work.full_begin, work.full_end, work.batch, work.head, slope, documents, work.n_q, work.n_kv)
         if lengths.cu_q is None:
             row = (work.batch * heads.heads + work.head) * padded + first
         else:
@@ -509,9 +516,10 @@ def rows(w: gl.constexpr, outputs, lengths, heads, score, memory, MASKED: gl.con
             x, factor, of_function = row_scores(s, i, tile, score)
             x = x - lse[:, None]
             if MASKED:
-                if (i < work.full_begin) | (i >= work.full_end):
+                if not is_whole(i, tile):
                     x = apply_mask_to_rows(x, i, tile, lengths, C)
-            x = compare_pairs(x, i, of_keys, tile, lengths, score, C)
+                    x = compare_documents(x, of_keys, tile, score)
+            x = ask_function(x, i, tile, lengths, score, C)
             p = gl.exp2(x)
             dp, p = warpgroup_mma_wait(C.products, deps=[dp, p])
             memory.v.release(g)

@@ -1,8 +1,10 @@
-"""Which keys of a document mask some rows may see, and which rows some keys: blocks beyond are never loaded.
+"""Which keys of a document mask some rows may see, and which rows some keys: blocks beyond are never loaded, and blocks of one
+document are not compared pair by pair.
 
 Each 64 rows know the least and the greatest of their documents; what they may see lies between the first and the last key
-whose document is in that range. Where sequences are packed one after the other, as they nearly always are, this leaves out all
-that is not seen but for the ends of documents; where documents lie in any order it leaves out less, and is right.
+whose document is in that range. If they have one document, and so have all keys in between, they see them all. Where sequences
+are packed one after the other, as they nearly always are, this leaves out all that is not seen, and compares no more, but for
+the ends of documents; where documents lie in any order it leaves out less, and is right.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ CHUNK = 2048
 def spans_kernel(
     ids, ids_batch, ids_row, n, others, others_batch, others_row, n_others, spans, SPAN: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Of SPAN rows (or keys): [begin, end) of the others that they may see."""
+    """Of SPAN rows (or keys): [begin, end) of the others that they may see, and whether each sees all of them."""
     take_program_turn()
     number = (n + SPAN - 1) // SPAN
     batch = tl.program_id(0) // number
     row = tl.program_id(0) % number * SPAN + tl.arange(0, SPAN)
     own = tl.load(ids + batch.to(tl.int64) * ids_batch + tl.minimum(row, n - 1).to(tl.int64) * ids_row)
     least, most = tl.min(own, 0), tl.max(own, 0)
-    begin, end = n_others, 0
+    begin, end, number_seen = n_others, 0, 0
     for first in tl.range(0, n_others, CHUNK):
         other = first + tl.arange(0, CHUNK)
         at = others + batch.to(tl.int64) * others_batch + other.to(tl.int64) * others_row
@@ -37,13 +39,15 @@ def spans_kernel(
         seen = (other < n_others) & (of_other >= least) & (of_other <= most)
         begin = tl.minimum(begin, tl.min(tl.where(seen, other, n_others), 0))
         end = tl.maximum(end, tl.max(tl.where(seen, other + 1, 0), 0))
-    tl.store(spans + 2 * tl.program_id(0), begin)
-    tl.store(spans + 2 * tl.program_id(0) + 1, end)
+        number_seen += tl.sum(seen.to(tl.int32), 0)
+    tl.store(spans + 3 * tl.program_id(0), begin)
+    tl.store(spans + 3 * tl.program_id(0) + 1, end)
+    tl.store(spans + 3 * tl.program_id(0) + 2, ((least == most) & (number_seen == end - begin)).to(tl.int32))
 
 
 def new_spans(ids: torch.Tensor) -> torch.Tensor:
-    """Room for the spans of what has these documents, [batch, n]: int32 [batch, ceil(n / 64), 2]."""
-    return torch.empty(ids.shape[0], triton.cdiv(ids.shape[1], SPAN.value), 2, dtype=torch.int32, device=ids.device)
+    """Room for the spans of what has these documents, [batch, n]: int32 [batch, ceil(n / 64), 3]."""
+    return torch.empty(ids.shape[0], triton.cdiv(ids.shape[1], SPAN.value), 3, dtype=torch.int32, device=ids.device)
 
 
 def spans_arguments(ids: torch.Tensor, others: torch.Tensor, spans: torch.Tensor) -> tuple[tuple[int], dict]:

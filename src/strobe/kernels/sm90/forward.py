@@ -31,8 +31,8 @@ and nothing to wait for before the first exponential. A sum that leaves its rang
 another kernel computes those rows again. The first block is the leftmost that all rows see whole: it has enough keys to
 judge by, and often the ones that all rows like. The others follow from right to left.
 
-Only blocks outside [full_begin, full_end) are masked, by a branch that all threads take together. Documents and a user's mask
-are compared pair by pair in every block; the documents of its keys are loaded while S is computed.
+Only blocks outside [full_begin, full_end) are masked, by a branch that all threads take together; there documents are compared
+pair by pair, those of the keys loaded while S is computed. A user's mask is asked about every pair.
 
 The accumulator layout gives a row to the four lanes of a quad. Row sums stay within the lane until the end.
 """
@@ -64,8 +64,10 @@ from strobe.kernels.sm90.scores import (
     SCORE_NUMBERS,
     Score,
     apply_mask,
-    compare_pairs,
+    ask_function,
+    compare_documents,
     documents_of_block,
+    is_whole,
     kept_weights,
     scores_of,
     seen_by,
@@ -76,7 +78,6 @@ from strobe.kernels.sm90.tiles import (
     SLOTS,
     fetch,
     first_block,
-    is_whole,
     later_block,
     lead_of,
     next_tile,
@@ -287,7 +288,8 @@ def masked_scores(s, i, documents, tile, lengths, score, MASKED: gl.constexpr, C
     if MASKED:
         if not is_whole(i, tile):
             s = apply_mask(s, i, tile, lengths, C)
-    s = compare_pairs(s, i, documents, tile, lengths, score, C)
+            s = compare_documents(s, documents, tile, score)
+    s = ask_function(s, i, tile, lengths, score, C)
     return s, scale
 
 

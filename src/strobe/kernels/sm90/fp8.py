@@ -44,12 +44,11 @@ from strobe.kernels.sm90.descriptors import copy_in, descriptors
 from strobe.kernels.sm90.forward import LN_2, Outputs, copy_out, lane_sums, lse_row, make_memory, pass_over, row_max
 from strobe.kernels.sm90.launch import HALF_L2
 from strobe.kernels.sm90.layouts import ROWS
-from strobe.kernels.sm90.scores import Score, apply_mask
+from strobe.kernels.sm90.scores import Score, apply_mask, is_whole
 from strobe.kernels.sm90.tiles import (
     SLOTS,
     fetch,
     first_block,
-    is_whole,
     later_block,
     lead_of,
     next_tile,

@@ -258,6 +258,15 @@ def keys_of_lanes(L: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def is_whole(i, tile):
+    """Whether neither the band nor documents hide any of block i."""
+    if tile.full_begin is None:
+        return i < tile.full_end
+    else:
+        return (i < tile.full_end) & (i >= tile.full_begin)
+
+
+@gluon.jit
 def apply_mask(s, i, tile, lengths, C: gl.constexpr):
     """-inf where the band hides a key of block i from a row, which sees the keys of one interval."""
     x = gl.reshape(s, [ROWS, C.tile_kv // 8, 4, 2])
@@ -281,11 +290,16 @@ def seen_by(p, n_kv, lengths):
 
 
 @gluon.jit
-def compare_pairs(s, i, documents, tile, lengths, score, C: gl.constexpr):
-    """-inf where a row's document is not a key's of block i, or the user's function is false. documents: see
-    `documents_of_block`."""
+def compare_documents(s, documents, tile, score):
+    """-inf where a row's document is not a key's. documents: see `documents_of_block`."""
     if score.document_q is not None:
         s = gl.where(tile.documents[:, None] == documents, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def ask_function(s, i, tile, lengths, score, C: gl.constexpr):
+    """-inf where the user's function hides a key of block i from a row."""
     if score.visible is not None:
         row, key = indices(i, tile, lengths, C)
         s = gl.where(score.visible(tile.batch, tile.head, row[:, None], key[None, :]), s, float("-inf"))
@@ -294,8 +308,8 @@ def compare_pairs(s, i, documents, tile, lengths, score, C: gl.constexpr):
 
 @gluon.jit
 def documents_of_block(i, tile, lengths, score, C: gl.constexpr):
-    """Of the keys of block i, [1, keys], to be asked for before the scores are waited for; without documents nobody reads the
-    0."""
+    """Of the keys of block i, [1, keys], to be asked for before the scores are waited for; nobody reads the 0 where there are
+    none, or where the block is whole."""
     if score.document_kv is None:
         return 0
     else:
@@ -307,11 +321,13 @@ def documents_of_block(i, tile, lengths, score, C: gl.constexpr):
         first = i * C.tile_kv + lane
         at = score.document_kv + tile.batch.to(gl.int64) * score.document_kv_batch
         at = at + first.to(gl.int64) * score.document_kv_row + key.to(gl.int64) * score.document_kv_row
-        if (i + 1) * C.tile_kv <= n_kv:  # nearly always, and faster
-            documents = gl.load(at)
-        else:
-            exists = first + key < n_kv
-            documents = gl.load(at, mask=exists, other=0)
+        documents = 0 * (first + key)
+        if not is_whole(i, tile):
+            if (i + 1) * C.tile_kv <= n_kv:  # nearly always, and faster
+                documents = gl.load(at)
+            else:
+                exists = first + key < n_kv
+                documents = gl.load(at, mask=exists, other=0)
         return gl.convert_layout(gl.reshape(documents, [1, C.tile_kv]), accumulator(C.tile_kv))
 
 

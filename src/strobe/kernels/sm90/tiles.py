@@ -191,15 +191,6 @@ def fetch(w: gl.constexpr, turn, memory, lengths, score, MASKED: gl.constexpr, C
 
 
 @gluon.jit
-def is_whole(i, tile):
-    """Whether the band hides none of block i."""
-    if tile.full_begin is None:
-        return i < tile.full_end
-    else:
-        return (i < tile.full_end) & (i >= tile.full_begin)
-
-
-@gluon.jit
 def lead_of(tile):
     if tile.lead is None:
         return 0
