@@ -243,6 +243,48 @@ def test_lengths_batch_and_heads_compile_nothing():
     assert done.stdout.splitlines()[-1] == "1"
 
 
+PARSE = """
+import gc, sys, threading, time
+sys.path.insert(0, TESTS)
+import launch_kernels as kernels
+from strobe.kernels import launcher
+from strobe.lab.offline import pretend_gpu
+
+x, y, sums = kernels.rows(130, "cpu")
+grid, arguments, keywords = kernels.scale_rows_arguments(x, y, sums)
+with pretend_gpu(90):
+    launcher.compiled_call(kernels.scale_rows, grid, *arguments, **keywords)
+gc.callbacks.append(lambda *event: time.sleep(1e-4))  # a collection lets other threads run
+gc.set_threshold(20)
+failed = []
+
+
+def parse():
+    for _ in range(20):
+        try:
+            kernels.scale_rows.parse()
+        except SystemError as error:
+            failed.append(error)
+
+
+threads = [threading.Thread(target=parse) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(failed))
+"""
+
+
+def test_threads_that_compile_parse_in_turn():
+    """CPython 3.11 fails where two of them parse at once."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = PARSE.replace("TESTS", repr(str(Path(__file__).parent)))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "0"
+
+
 # ---- on the GPU
 
 gpu = pytest.mark.gpu

@@ -17,6 +17,7 @@ import functools
 import logging
 import re
 import struct
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -57,9 +58,28 @@ class Call(NamedTuple):
 
 
 def compiled_call(kernel, grid: Sequence[int], *arguments, **keywords) -> Call:
-    """The Call of a kernel, compiled on the current device where it was not yet."""
+    """The Call of a kernel, compiled on the current device where it was not yet. Threads may compile at once."""
+    _parse_in_turn()
     compiled = kernel.warmup(*arguments, grid=grid, **keywords)
     return Call(kernel, (*grid, 1, 1)[:3], arguments, keywords, compiled)
+
+
+@functools.cache
+def _parse_in_turn() -> None:
+    """From now on threads parse kernels one at a time.
+
+    CPython 3.11 counts how deep it is in what it parses in one place for all threads. If a garbage collection lets another one
+    parse in the middle, both fail with a SystemError, and Triton, which was about to hash a function's source, takes a hash
+    without any source for it from then on."""
+    from triton.runtime.jit import JITFunction
+
+    theirs, lock = JITFunction.parse, threading.Lock()
+
+    def parse(self):
+        with lock:
+            return theirs(self)
+
+    JITFunction.parse = parse
 
 
 def prepare(calls: Sequence[Call], tensors: Tensors) -> Prepared:
