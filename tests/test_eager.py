@@ -1,11 +1,16 @@
 """The short way of `strobe.attention` gives what the operator gives, and leaves it what is the operator's."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from problems import Case, run, tensors
+from problems import Case, run, tensors, upstream
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import strobe
 from strobe import dispatch, eager
+from strobe.masks import with_documents
 from strobe.problem import Operands
 from strobe.recent import Recent
 from strobe.reference import tiled
@@ -20,33 +25,73 @@ def half(score, batch, head, q_index, kv_index):
 
 
 class Plans:
-    """A planner for the tiled backend, which counts its plans and the calls of them."""
+    """A planner for the tiled backend, which counts its plans and the calls of them; likewise of backwards."""
 
     def __init__(self):
-        self.made = self.called = 0
+        self.made = self.called = self.backwards_made = self.backwards_called = 0
         self.wanted_lse: bool | None = None
 
     def plan(self, problem, operands, tensors):
-        assert tensors[:3] == operands[:3] and len({id(x) for x in tensors[:3]}) == 3
+        each_of_its_own(problem, operands, tensors, tensors[3:])
         self.made += 1
 
         def call(stream, wants_lse, addresses, now):
             self.called += 1
             self.wanted_lse = wants_lse
             assert addresses == tuple(x.data_ptr() for x in now if x is not None)
-            out, lse = tiled.forward(problem, Operands(*now[: len(operands)]))
+            out, lse = tiled.forward(*with_tensors(problem, now[:3], now[3:]))
             return out, lse if wants_lse else None
 
         return call
 
+    def backward_plan(self, problem, operands, tensors):
+        each_of_its_own(problem, operands, tensors, tensors[7:])
+        assert not any(x is not None and x.requires_grad for x in tensors) and problem.phase == "backward"
+        self.backwards_made += 1
+        looks = [x if x is None else x.stride() for x in tensors]
+
+        def call(stream, addresses, now):
+            self.backwards_called += 1
+            assert addresses == tuple(x.data_ptr() for x in now if x is not None)
+            assert looks == [x if x is None else x.stride() for x in now]
+            return tiled.backward(*with_tensors(problem, now[:3], now[7:]), *now[3:7])[:3]
+
+        return call
+
+
+def each_of_its_own(problem, operands, tensors, optional) -> None:
+    """A planner's tensors are those of its problem and operands, and no two of them one."""
+    documents, score = problem.mask.documents, problem.score
+    of_mask = (None, None) if documents is None else (documents.q, documents.kv)
+    held = (*operands, *of_mask, score.alibi, score.bias, score.sinks)
+    want = (*tensors[:3], *optional[:4], None, *optional[4:])
+    assert all(x is y for x, y in zip(held, want, strict=True))
+    given = [x for x in tensors if x is not None]
+    assert len({id(x) for x in given}) == len(given)
+
+
+def with_tensors(problem, qkv, optional):
+    """The problem and the operands of a call that looks like the one of a problem."""
+    alibi, bias, sinks = optional[6:]
+    score = replace(problem.score, alibi=alibi, bias=bias, sinks=sinks)
+    return replace(problem, mask=with_documents(problem.mask, *optional[4:6]), score=score), Operands(*qkv, *optional[:4])
+
 
 @pytest.fixture
 def plans(monkeypatch):
+    """Of forwards: gradients are the operator's."""
     plans = Plans()
     monkeypatch.setattr(tiled, "plan", plans.plan, raising=False)
     eager.forget()
     yield plans
     eager.forget()
+
+
+@pytest.fixture
+def all_plans(plans, monkeypatch):
+    """Of backwards too."""
+    monkeypatch.setattr(tiled, "backward_plan", plans.backward_plan, raising=False)
+    return plans
 
 
 def attention(t, **keywords):
@@ -188,14 +233,163 @@ def test_what_is_the_operators(plans):
     assert plans.called == 1
 
 
-def test_gradients_beside_other_tensors_are_the_operators(plans):
-    t = tensors(Case(24, 24, heads_q=4, heads_kv=4), torch.float32, "cpu").with_gradients()
-    score = strobe.Score(alibi=torch.ones(4))
-    strobe.attention(t.q, t.k, t.v, score=score, backend="tiled").sum().backward()
-    assert t.q.grad is not None and plans.made == 0
+def beside(name: str, number: int) -> dict:
+    """Keywords that bring tensors beside q, k, v [2, 24, 4, 16], or [48, 4, 16] of packed sequences: look-alikes for every
+    number."""
+    random = torch.Generator().manual_seed(number)
+    packed = {"cu_seqlens_q": (cu := torch.tensor([0, 20 + number, 48], dtype=torch.int32)), "cu_seqlens_kv": cu}
+    used = {"seqused_q": torch.tensor([24, 9 + number], dtype=torch.int32)}
+    used["seqused_kv"] = torch.tensor([13 - number, 24], dtype=torch.int32)
+    documents = strobe.Document(torch.arange(24, dtype=torch.int32).sub(number).div(7, rounding_mode="floor").expand(2, 24))
+    bias = torch.randn(2, 1, 24, 1, generator=random).expand(2, 4, 24, 24)
+    slopes, sinks = torch.rand(2, 4, generator=random), torch.randn(4, generator=random)
+    return {
+        "packed": packed | {"mask": strobe.Causal()},
+        "used": used,
+        "documents": {"mask": documents & strobe.Causal()},
+        "slopes": {"score": strobe.Score(alibi=slopes)},
+        "bias": {"score": strobe.Score(bias=bias)},
+        "sinks": {"score": strobe.Score(sinks=sinks)},
+        "all": used | {"mask": documents, "score": strobe.Score(alibi=slopes, bias=bias, sinks=sinks)},
+    }[name]
+
+
+BESIDE = ["packed", "used", "documents", "slopes", "bias", "sinks", "all"]
+
+
+def leaves(packed: bool = False) -> list[torch.Tensor]:
+    shape = (48, 4, 16) if packed else (2, 24, 4, 16)
+    return [torch.randn(shape, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in range(3)]
+
+
+@pytest.mark.parametrize("backwards", [True, False], ids=["plans", "operator's backward"])
+@pytest.mark.parametrize("name", BESIDE)
+def test_gradients_beside_other_tensors(plans, monkeypatch, name, backwards):
+    """Of look-alikes, each with its own tensors."""
+    if backwards:
+        monkeypatch.setattr(tiled, "backward_plan", plans.backward_plan, raising=False)
+    qkv = leaves(name == "packed")
+
+    def trained(number):
+        out, lse = strobe.attention(*qkv, return_lse=True, backend="tiled", **beside(name, number))
+        alone = torch.autograd.grad(out, qkv, upstream(out, lse)[0], retain_graph=True)
+        return out, lse, *alone, *torch.autograd.grad((out, lse), qkv, upstream(out, lse))
+
+    short = trained(0), trained(1), trained(0)
+    assert (plans.made, plans.called) == (1, 3)
+    assert (plans.backwards_made, plans.backwards_called) == (
+        (2, 6) if backwards else (0, 0)
+    )  # with a gradient of the LSE, too
+    monkeypatch.setattr(eager, "attention", lambda *call: None)
+    operators = trained(0), trained(1), trained(0)
+    for got, want in zip(short, operators, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    assert not torch.equal(short[0][2], short[1][2])
+
+
+@pytest.mark.parametrize("name", ["bias", "sinks"])
+def test_what_is_learned_is_the_operators(all_plans, name):
+    """A bias or sinks, with gradients of q, k and v or alone; where nothing is trained they have a plan."""
+    score = beside(name, 0)["score"]
+    learned = getattr(score, name).clone().requires_grad_()
+    for qkv in (leaves(), [x.detach() for x in leaves()]):
+        learned.grad = None
+        strobe.attention(*qkv, score=replace(score, **{name: learned}), backend="tiled").sum().backward()
+        assert learned.grad is not None and all_plans.made == 0
     with torch.no_grad():
-        strobe.attention(t.q, t.k, t.v, score=score, backend="tiled")
-    assert plans.called == 1
+        strobe.attention(*leaves(), score=replace(score, **{name: learned}), backend="tiled")
+    assert all_plans.called == 1
+    strobe.attention(*leaves(), score=score, backend="tiled").sum().backward()
+    assert all_plans.called == 2 and all_plans.backwards_called == 1
+
+
+@pytest.mark.parametrize("short", [True, False], ids=["short way", "operator"])
+@pytest.mark.parametrize("name", BESIDE[:-1])
+def test_what_a_backward_needs_must_not_change_before(all_plans, monkeypatch, name, short):
+    if not short:
+        monkeypatch.setattr(eager, "attention", lambda *call: None)
+    keywords = beside(name, 0)
+    mask, score = keywords.get("mask", strobe.Full()), keywords.get("score", strobe.Score())
+    found = [x for x in keywords.values() if isinstance(x, torch.Tensor)]
+    found += [x for x in (score.alibi, score.bias, score.sinks) if x is not None]
+    found += [] if mask.documents is None else [mask.documents.q]
+    for x in found:
+        out = strobe.attention(*leaves(name == "packed"), backend="tiled", **keywords)
+        (x._base if x._base is not None else x).add_(0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+    assert all_plans.called == (len(found) if short else 0) and all_plans.backwards_called == 0
+
+
+def test_backwards_that_look_different_have_plans_of_their_own(all_plans):
+    """By the strides of the output's gradient, whether the LSE has one, and whether all algorithms are deterministic."""
+    qkv = leaves()
+
+    def gradient(dout, dlse=None):
+        out, lse = strobe.attention(*qkv, return_lse=True, backend="tiled")
+        return torch.autograd.grad((out, lse)[: 2 - (dlse is None)], qkv, (dout, dlse)[: 2 - (dlse is None)])
+
+    dout = torch.randn(2, 24, 4, 16)
+    want = gradient(dout)
+    others = (dout.transpose(1, 2).contiguous().transpose(1, 2), None), (dout, torch.zeros(2, 4, 24))
+    for number, other in enumerate(others, 2):
+        torch.testing.assert_close(gradient(*other), want)
+        assert all_plans.backwards_made == number
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.testing.assert_close(gradient(dout), want)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(gradient(dout), want)
+    assert (all_plans.made, all_plans.backwards_made, all_plans.backwards_called) == (1, 4, 5)
+
+
+@pytest.mark.parametrize("name", ["q, k and v", "bias"])
+def test_hooks_may_bring_what_lies_otherwise(all_plans, name):
+    """What hooks of saved tensors give a backward has the shapes that the forward saw, and strides of its own."""
+    wide, bias = torch.randn(2, 24, 3, 4, 16), torch.randn(2, 1, 24, 1).expand(2, 4, 24, 24)
+    qkv = [x.detach().requires_grad_() for x in wide.unbind(2)] if name != "bias" else leaves()
+    score = strobe.Score(bias=bias if name == "bias" else bias.contiguous())
+
+    def gradient():
+        return torch.autograd.grad(strobe.attention(*qkv, score=score, backend="tiled").square().sum(), qkv)
+
+    want = gradient()
+    with saved_tensors_hooks(lambda x: x.detach().clone(memory_format=torch.contiguous_format), lambda x: x):
+        torch.testing.assert_close(gradient(), want)
+    torch.testing.assert_close(gradient(), want)
+    assert (all_plans.made, all_plans.backwards_made, all_plans.backwards_called) == (1, 2, 3)
+
+
+def test_lengths_that_the_device_checks_are_the_operators(all_plans, monkeypatch):
+    monkeypatch.setenv("STROBE_DEBUG", "1")
+    for name in ("packed", "used"):
+        strobe.attention(*leaves(name == "packed"), backend="tiled", **beside(name, 0)).sum().backward()
+    assert all_plans.made == all_plans.backwards_made == 0
+
+
+def test_a_gradient_of_the_lse_alone_is_the_operators(all_plans):
+    q, k, v = leaves()
+    _, lse = strobe.attention(q, k, v, return_lse=True, backend="tiled")
+    got = torch.autograd.grad(lse.sum(), q)
+    _, lse = strobe.attention(q, k, v, return_lse=True, backend="torch_cpu")
+    torch.testing.assert_close(got, torch.autograd.grad(lse.sum(), q))
+    assert (all_plans.called, all_plans.backwards_called) == (1, 0)
+
+
+@pytest.mark.parametrize("backwards", [True, False], ids=["plans", "operator's backward"])
+def test_checkpoints(plans, monkeypatch, backwards):
+    """They allow a backward to ask for what was saved once."""
+    if backwards:
+        monkeypatch.setattr(tiled, "backward_plan", plans.backward_plan, raising=False)
+    q, k, v = leaves()
+
+    def loss(q):
+        return strobe.attention(q, k, v, backend="tiled", **beside("all", 0)).square().sum()
+
+    (got,) = torch.autograd.grad(checkpoint(loss, q, use_reentrant=False), q)
+    assert plans.backwards_called == backwards
+    assert torch.equal(got, torch.autograd.grad(loss(q), q)[0])
 
 
 def test_gradients_through_functions_have_plans(plans):

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from problems import CASES, Case, check, formula, run, tensors
+from problems import CASES, Case, Results, Tensors, check, formula, run, tensors, upstream
 
 import strobe
 from strobe import eager
@@ -138,6 +138,162 @@ def test_a_plan_and_the_operator_give_the_same(head_dim):
     for name in ("out", "dk", "dv"):
         assert torch.equal(getattr(by_plan, name), getattr(by_operator, name)), name
     torch.testing.assert_close(by_plan.dq, by_operator.dq)
+
+
+ALL = "used+documents+slopes+bias+sinks"
+BESIDE = ("packed", "packed+used+sinks", "used", "documents", "slopes", "bias", "sinks", "documents+slopes+sinks", ALL)
+LENGTH = 300
+
+
+def beside(names: str, number: int = 0) -> dict:
+    """Keywords of causal attention that bring tensors beside q, k, v [2, 300, 4, D], or [600, 4, D] of packed sequences: for
+    every number others that look the same."""
+    kinds = names.split("+")
+    random = torch.Generator("cuda").manual_seed(number)
+
+    def lengths(*values):
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    def uniform(*shape):
+        return torch.rand(shape, generator=random, device="cuda")
+
+    keywords, mask = {}, strobe.Causal()
+    if "packed" in kinds:
+        cu = lengths(0, 130, 130 + 90 * number, 600)
+        keywords |= dict(cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=470, max_seqlen_kv=470)
+    if "used" in kinds:
+        of_q, of_kv = ((100, 0, 280), (77, 0, 290)) if "packed" in kinds else ((300, 211 + number), (170 - number, 300))
+        keywords |= dict(seqused_q=lengths(*of_q), seqused_kv=lengths(*of_kv))
+    if "documents" in kinds:
+        ids = torch.arange(LENGTH, device="cuda", dtype=torch.int32).div(70 + 9 * number, rounding_mode="floor")
+        mask = mask & strobe.Document(ids.expand(2, LENGTH).contiguous())
+    slopes = uniform(3 if "packed" in kinds else 2, 4) if "slopes" in kinds else None
+    bias = uniform(2, 1, 1, LENGTH) if "bias" in kinds else None
+    sinks = uniform(4) if "sinks" in kinds else None
+    return keywords | dict(mask=mask, score=strobe.Score(alibi=slopes, bias=bias, sinks=sinks))
+
+
+def given(keywords: dict) -> list[torch.Tensor]:
+    """The tensors among keywords."""
+    documents, score = keywords["mask"].documents, keywords["score"]
+    of_mask = () if documents is None else (documents.q, documents.kv)
+    return [x for x in (*keywords.values(), *of_mask, score.alibi, score.bias, score.sinks) if isinstance(x, torch.Tensor)]
+
+
+def leaves(head_dim: int, names: str) -> list[torch.Tensor]:
+    shape = (2 * LENGTH, 4, head_dim) if "packed" in names else (2, LENGTH, 4, head_dim)
+    return [x.requires_grad_() for x in torch.randn(3, *shape, device="cuda").bfloat16().unbind()]
+
+
+def trained(qkv: list[torch.Tensor], with_lse: bool = True, **keywords) -> Results:
+    """with_lse: whether the LSE has a gradient, too."""
+    out, lse = strobe.attention(*qkv, return_lse=True, backend="sm90", **keywords)
+    dout, dlse = upstream(out, lse)
+    outputs, upstreams = ((out, lse), (dout, dlse)) if with_lse else ((out,), (dout,))
+    return Results(out.detach(), lse.detach(), *torch.autograd.grad(outputs, qkv, upstreams))
+
+
+def same(got: Results, want: Results, dq: bool) -> None:
+    """Bit for bit; dq: there too, where no atomic additions sum it."""
+    for name in Results.FIELDS:
+        exact = dict(rtol=0, atol=0) if dq or name != "dq" else {}
+        torch.testing.assert_close(
+            getattr(got, name), getattr(want, name), **exact, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def backwards_planned() -> int:
+    """How many plans there are of backwards."""
+    every = [entry for prepared, _ in eager._prepared._entries.values() for entry, _ in prepared.backward._entries.values()]
+    return sum(plan is not None for (plan,) in every)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("names", BESIDE)
+def test_a_plan_and_the_operator_give_the_same_beside_other_tensors(names, head_dim):
+    """Of calls in a row whose other tensors look the same, with and without a gradient of the LSE; against float64, too."""
+    eager.forget()
+    qkv, keywords = leaves(head_dim, names), [beside(names, number) for number in (0, 1, 2)]
+    ways = [(one, with_lse) for one in keywords for with_lse in (True, False)]
+    by_plan = [trained(qkv, with_lse, **one) for one, with_lse in ways]
+    assert len(eager._prepared) == 1 and backwards_planned() == 2
+    with mock.patch.object(eager, "attention", lambda *call: None):
+        by_operator = [trained(qkv, with_lse, **one) for one, with_lse in ways]
+    for got, want in zip(by_plan, by_operator, strict=True):
+        same(got, want, head_dim == 256)
+    assert not torch.equal(by_plan[0].dk, by_plan[2].dk)
+    for got, one in zip(by_plan[::2], keywords, strict=True):
+        check(got, Tensors(*(x.detach() for x in qkv), one), Results.FIELDS)
+
+
+@pytest.mark.parametrize("names", ["packed", ALL])
+def test_deterministic_beside_other_tensors(names):
+    """In two passes at every head dim."""
+    qkv, keywords = leaves(64, names), beside(names) | {"deterministic": True}
+    first = trained(qkv, **keywords)
+    for _ in range(5):
+        same(trained(qkv, **keywords), first, True)
+    with mock.patch.object(eager, "attention", lambda *call: None):
+        same(trained(qkv, **keywords), first, True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_other_tensors_that_hooks_bring(head_dim):
+    """Copies that hooks of saved tensors give a backward lie otherwise than what the forward had."""
+    wide = torch.randn(2, LENGTH, 3, 4, head_dim, device="cuda").bfloat16()
+    qkv = [x.detach().requires_grad_() for x in wide.unbind(2)]
+    bias = torch.rand(2, 1, 1, LENGTH, device="cuda").expand(2, 4, LENGTH, LENGTH)
+    keywords = {"mask": strobe.Causal(), "score": strobe.Score(bias=bias)}
+    want = trained(qkv, **keywords)
+    with torch.autograd.graph.save_on_cpu():
+        hooked = trained(qkv, **keywords)
+    for got in (hooked, trained(qkv, **keywords)):
+        for name in Results.FIELDS:
+            torch.testing.assert_close(getattr(got, name), getattr(want, name))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("names", ["packed", "used", ALL])
+def test_a_graph_beside_other_tensors(names, head_dim):
+    """Replays see what the other tensors hold by then."""
+    qkv, static = leaves(head_dim, names), beside(names)
+    dout = torch.randn_like(qkv[0])
+
+    def step():
+        out, lse = strobe.attention(*qkv, return_lse=True, backend="sm90", **static)
+        return Results(out.detach(), lse.detach(), *torch.autograd.grad(out, qkv, dout))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for number in (1, 0, 2):
+        for mine, other in zip(given(static), given(beside(names, number)), strict=True):
+            mine.copy_(other)
+        want = step()
+        graph.replay()
+        torch.cuda.synchronize()
+        same(got, want, head_dim == 256)
+
+
+def test_streams_at_once_beside_other_tensors():
+    kinds = [(head_dim, names) for head_dim in (64, 256) for names in ("packed", "documents", ALL)]
+    inputs = [(leaves(head_dim, names), beside(names)) for head_dim, names in kinds]
+    want = [trained(qkv, **keywords) for qkv, keywords in inputs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    for _ in range(5):
+        got = []
+        for stream, (qkv, keywords) in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(trained(qkv, **keywords))
+        torch.cuda.synchronize()
+        for (head_dim, _), mine, alone in zip(kinds, got, want, strict=True):
+            same(mine, alone, head_dim == 256)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

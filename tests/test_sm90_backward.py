@@ -248,6 +248,121 @@ def test_lengths_batch_and_heads_compile_nothing(triton):
     assert run_compiler(COUNT, triton) == "[1, 1, 1]"
 
 
+PLANS = """
+import contextlib, ctypes, json, struct, torch
+import strobe
+from strobe import api, eager, ops
+from strobe.kernels import launcher
+from strobe.kernels.sm90 import backend, backward_launch
+from strobe.kernels.sm90.backward_config import choose
+from strobe.kernels.workspace import workspace
+from strobe.lab.offline import pretend_gpu
+from strobe.problem import Gradients, lse_shape
+
+kernels, launches = [], []
+
+
+class Recorder:
+    def launch(self, config, function, pointers, extra):
+        compiled = kernels[function.value - 1]
+        sizes = launcher.ptx_sizes(compiled.asm["ptx"], compiled.name)
+        launches.append((compiled.name, [ctypes.string_at(pointer, size) for pointer, size in zip(pointers, sizes)]))
+        return 0
+
+    def call(self, name, start, element_type, rank, address, *rest):
+        ctypes.memmove(start, struct.pack("<Q", address) * 16, 128)
+
+
+recorder = Recorder()
+launcher._driver = lambda: recorder
+launcher.function = lambda compiled, device: (kernels.append(compiled), len(kernels))[1]
+torch.cuda.device = lambda device: contextlib.nullcontext()
+torch.cuda.current_device = lambda: 0
+torch._C._cuda_isCurrentStreamCapturing = lambda: False
+
+
+def described(tensors, options):
+    own, options = eager._own(options, tensors)
+    return own, ops.describe(*own[:3], options, "backward"), ops.operands_of(*own[:3], options)
+
+
+def expected(tensors, options, gradients):
+    "What Triton would give the kernels: addresses of what is given as numbers, the other tensors as they are."
+    own, problem, operands = described(tensors, options)
+    notes = workspace(own[0].device, sum(backward_launch.number_of_notes(problem)))
+    space = backward_launch.buffers(problem, choose(problem), own[0].device, notes)
+    calls = backward_launch.calls(problem, operands, *own[3:7], Gradients(*gradients), space, choose(problem))
+    known = {id(x) for x in (*own, *gradients) if x is not None}
+    for call in calls:
+        compiled = launcher.compiled_call(call.kernel, call.grid, *call.arguments, **call.keywords)
+        values = []
+        for code, value in launcher.parameters(compiled.compiled, launcher.all_arguments(compiled)):
+            times = 1
+            if isinstance(value, launcher.Descriptor):
+                code, value, times = "Q", value.given.base, 16
+            if isinstance(value, torch.Tensor):
+                value = value.data_ptr() if id(value) in known else value
+            values.append((value, times) if isinstance(value, torch.Tensor) else struct.pack(f"<{code}", value or 0) * times)
+        yield compiled.compiled.name, values
+
+
+def check(head_dim, dlse=True, packed=False, **keywords):
+    q, k, v = torch.zeros(3, 2, 192, 4, head_dim, dtype=torch.bfloat16).unbind()
+    if packed:
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    options = api._options_of(q, k, v, **keywords)
+    lse = torch.zeros(lse_shape(ops.describe(q, k, v, options)))
+    optional = [getattr(options, name) for name in eager.OPTIONAL]
+    tensors = (q, k, v, torch.zeros_like(q), lse, torch.zeros_like(q), torch.zeros_like(lse) if dlse else None, *optional)
+    own, problem, operands = described(tensors, options)
+    plan = backend.backward_plan(problem, operands, own)
+    assert isinstance(plan.__self__._prepared, launcher.PreparedLaunches)
+    later = tuple(None if x is None else x.clone() for x in tensors)
+    launches.clear()
+    gradients = plan(5, tuple(x.data_ptr() for x in later if x is not None), later)
+    assert [x.shape for x in gradients] == [x.shape for x in later[:3]]
+    names, addresses = [], {}
+    for (name, got), (same, want) in zip(launches, expected(later, options, gradients), strict=True):
+        names.append(name)
+        assert name == same
+        for given, value in zip(got, want, strict=True):
+            if isinstance(value, tuple):  # a tensor that kernels share: the same place for all of them
+                value, times = value
+                assert given == addresses.setdefault(id(value), given[:8]) * times, name
+            else:
+                assert given == value, name
+    taken = {struct.pack("<Q", x.data_ptr()) for x in (*later, *gradients) if x is not None}
+    assert len({*addresses.values()} | taken) == len(addresses) + len(taken)
+    return names
+
+
+cu, used = torch.tensor([0, 100, 384], dtype=torch.int32), torch.tensor([90, 190], dtype=torch.int32)
+document = torch.arange(192, dtype=torch.int64).div(50, rounding_mode="floor").expand(2, 192).contiguous()
+mask, slopes, sinks = strobe.Causal() & strobe.Document(document), torch.ones(2, 4), torch.ones(4)
+bias = torch.zeros(2, 1, 192, 192)
+changed = strobe.Score(alibi=slopes, bias=bias, sinks=sinks)
+with pretend_gpu(90):
+    print(json.dumps([
+        check(64),
+        check(64, packed=True, cu_seqlens_q=cu, cu_seqlens_kv=cu, seqused_q=used, seqused_kv=used, mask=strobe.Causal()),
+        check(128, mask=mask, score=changed, seqused_kv=used),
+        check(256, False, mask=mask, score=changed, seqused_q=used),
+    ]))
+"""
+
+
+@pytest.mark.parametrize("triton", TRITONS)
+def test_a_plan_launches_with_the_tensors_of_its_call(triton):
+    """Whatever tensors there are, those of a later call reach the kernels where Triton would put them, one given twice too."""
+    one_pass, two_passes = ["prepare", "backward_kernel", "convert"], ["prepare", "keys_kernel", "rows_kernel"]
+    assert json.loads(run_compiler(PLANS, triton)) == [
+        one_pass,
+        [*one_pass, "redo_noted"],
+        ["spans_kernel", *one_pass, "redo_noted"],
+        ["spans_kernel", "spans_kernel", *two_passes, "redo_noted"],
+    ]
+
+
 # ---- dispatch
 
 

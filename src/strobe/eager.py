@@ -6,11 +6,14 @@ seen before in all that matters, finds its plan in a table: the backend's launch
 
 A backend takes part by a function beside its `forward`:
 
-    plan(problem, operands, tensors) -> Plan | None                             None: such calls are left to the operator
-    backward_plan(problem, operands, out, lse, dout, dlse) -> BackwardPlan | None    likewise, beside its `backward`
+    plan(problem, operands, tensors) -> Plan | None                     None: such calls are left to the operator
+    backward_plan(problem, operands, tensors) -> BackwardPlan | None    likewise, beside its `backward`
 
-`tensors` are q, k, v and, or None, those of `OPTIONAL`. They are what `problem` and `operands` hold, each an object of its own,
-even if the caller's are not. A Plan is called with the tensors of a later call that looks the same.
+`tensors` are q, k, v, for a backward also out, lse, dout and, or None, dlse, and then, or None, those of `OPTIONAL`. They are
+what `problem` and `operands` hold, each an object of its own, even if the caller's are not. A plan is called with the tensors
+of a later call that looks the same.
+
+Gradients of q, k and v are a plan's, whatever other tensors there are; a bias or sinks that are learned are the operator's.
 """
 
 from __future__ import annotations
@@ -30,9 +33,7 @@ from strobe.masks import Mask
 from strobe.recent import Recent
 from strobe.scores import Score
 
-OPTIONAL = (
-    "cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "document_q", "document_kv", "alibi", "bias", "sinks",
-)  # fmt: skip
+OPTIONAL = ops.TENSORS[:-1]
 """The tensors of a call beside q, k and v, by their names in Options; calls with dropout, which have a seed, are the
 operator's."""
 
@@ -43,9 +44,8 @@ Plan = Callable[..., Outputs]
 """plan(stream, wants_lse, addresses, tensors) -> out, lse, on the current device and its current stream, given as the driver's
 handle (CPU: 0). addresses: of the tensors, without those that are None."""
 
-
 BackwardPlan = Callable[..., Sequence[torch.Tensor]]
-"""plan(stream, tensors) -> dq, dk, dv; tensors: q, k, v, out, lse, dout and, if there is one, dlse."""
+"""plan(stream, addresses, tensors) -> dq, dk, dv, likewise; tensors: q, k, v, out, lse, dout, dlse and those of OPTIONAL."""
 
 
 class Prepared(NamedTuple):
@@ -63,7 +63,6 @@ _PLAIN = (torch.Tensor, Parameter)
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _in_functorch = torch._C._are_functorch_transforms_active
 _NONE = (None,) * len(OPTIONAL)
-_NOTHING_SAVED = (None,) * len(ops.TENSORS)
 
 
 def forget() -> None:
@@ -126,7 +125,7 @@ def attention(check: Callable[..., ops.Options], call: tuple, wants_lse: bool) -
         return None
     stream = torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
     if prepared.differentiable:
-        return _Differentiable.apply(prepared, stream, addresses, q, k, v)
+        return _Differentiable.apply(prepared, stream, addresses, optional, q, k, v)
     return plan(stream, wants_lse, addresses, (q, k, v, *optional))
 
 
@@ -154,62 +153,82 @@ def _alignments(addresses: tuple[int, ...]) -> tuple[int, ...]:
 
 def _prepare(options: ops.Options, tensors: tuple) -> Prepared:
     """For calls that look like this one, whose options are checked."""
-    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    gradients = torch.is_grad_enabled()
+    differentiable = gradients and any(x is not None and x.requires_grad for x in tensors)
+    learns = gradients and bool(ops.learned_of(options))
     nothing: dict[str, Any] = dict.fromkeys(OPTIONAL)
     bare = replace(options, **nothing)
-    own: tuple[Any, ...] = tuple(None if x is None else x.detach() for x in tensors)
-    options = replace(options, **dict(zip(OPTIONAL, own[3:], strict=True)))
+    own, options = _own(options, tensors)
     q, k, v = own[:3]
     problem = ops.describe(q, k, v, options)
     backend = dispatch.select(problem, arch_of(q.device), options.backend)
-    # Lengths that live on the device are checked there, in every call; gradients beside other tensors are the operator's.
+    # Lengths that live on the device are checked there, in every call.
     asserts = (problem.varlen or problem.seqused) and os.environ.get("STROBE_DEBUG", "0") == "1"
-    if not hasattr(backend, "plan") or asserts or (differentiable and any(x is not None for x in own[3:])):
+    if not hasattr(backend, "plan") or asserts or learns:
         return Prepared(None, differentiable, bare, Recent(16))
     plan = backend.plan(problem, ops.operands_of(q, k, v, options), own)
     return Prepared(plan, differentiable, bare, Recent(16))
 
 
+def _own(options: ops.Options, tensors: tuple) -> tuple[tuple[Any, ...], ops.Options]:
+    """The tensors, of which those of OPTIONAL come last, detached, each an object of its own; and options that hold these."""
+    own: tuple[Any, ...] = tuple([None if x is None else x.detach() for x in tensors])
+    optional: dict[str, Any] = dict(zip(OPTIONAL, own[-len(OPTIONAL) :], strict=True))
+    return own, replace(options, **optional)
+
+
 class _Differentiable(torch.autograd.Function):
-    """A plan of q, k and v alone; its gradient by a plan too, or else the operator's."""
+    """A plan, differentiable in q, k and v; its gradient by a plan too, or else the operator's."""
 
     @staticmethod
-    def forward(ctx, prepared: Prepared, stream: int, addresses: tuple[int, ...], q, k, v):
+    def forward(ctx, prepared: Prepared, stream: int, addresses: tuple[int, ...], optional: tuple, q, k, v):
         assert prepared.plan is not None
-        outputs = prepared.plan(stream, True, addresses, (q, k, v, *_NONE))
-        ctx.save_for_backward(q, k, v, *outputs, *_NOTHING_SAVED)
-        ctx.prepared, ctx.options, ctx.learned = prepared, prepared.options, []
+        outputs = prepared.plan(stream, True, addresses, (q, k, v, *optional))
+        ctx.save_for_backward(q, k, v, *outputs, *optional, None)  # as the operator does; there is no seed
+        ctx.prepared = prepared
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        tensors = (*ctx.saved_tensors[:5], dout) if dlse is None else (*ctx.saved_tensors[:5], dout, dlse)
-        plan = _backward_plan(ctx.prepared, tensors)
-        if plan is None:
-            return None, None, None, *ops._gradient(ctx, dout, dlse)[:3]
-        return None, None, None, *plan(torch._C._cuda_getCurrentRawStream(dout.get_device()), tensors)
+        prepared, saved = ctx.prepared, ctx.saved_tensors  # asked for once: checkpoints unpack no tensor again
+        gradients = _gradients(prepared, (*saved[:5], dout, dlse, *saved[5:-1]))
+        if gradients is None:
+            gradients = ops.gradients(saved, prepared.options, [], dout, dlse)[:3]
+        return None, None, None, None, *gradients
 
 
-def _backward_plan(prepared: Prepared, tensors: tuple) -> BackwardPlan | None:
-    """None if a backward is the operator's: that of a backward to be differentiated again, for one, which it refuses."""
-    dout, dlse = tensors[5], tensors[6:]
-    if torch.is_grad_enabled() or any(type(x) not in _PLAIN for x in tensors) or _transformed():
+def _gradients(prepared: Prepared, tensors: tuple) -> Sequence[torch.Tensor] | None:
+    """dq, dk and dv by a plan. None if a backward is the operator's: one without dout, say, or one that is to be differentiated
+    again, which it refuses."""
+    dout = tensors[5]
+    if dout is None or torch.is_grad_enabled() or _transformed():
         return None
-    if dout.get_device() < 0 or dout.get_device() != torch._C._cuda_getDevice():
+    given = [x for x in tensors if x is not None]
+    if any([type(x) not in _PLAIN for x in given]):
         return None
-    key = tuple([(x.stride(), x.data_ptr() % 16) for x in tensors[5:]]), torch.are_deterministic_algorithms_enabled()
+    device = dout.get_device()
+    if device >= 0 and device != torch._C._cuda_getDevice():
+        return None
+    addresses = tuple([x.data_ptr() for x in given])
+    # What was saved looks as it did in the forward, or else hooks of saved tensors brought copies, which have other strides.
+    strides, alignments = tuple([x.stride() for x in given]), tuple([address % 16 for address in addresses])
+    key = strides, alignments, torch.are_deterministic_algorithms_enabled()
     found = prepared.backward.get(key)
     if found is None:
-        found = (_prepare_backward(prepared.options, tuple(x.detach() for x in (*tensors[:6], *dlse))),)
+        found = (_prepare_backward(prepared.options, tensors),)
         prepared.backward.put(key, found)
-    return found[0]
+    (plan,) = found
+    if plan is None:
+        return None
+    return plan(torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0, addresses, tensors)
 
 
 def _prepare_backward(options: ops.Options, tensors: tuple) -> BackwardPlan | None:
-    q, k, v, out, lse, dout, *dlse = tensors
+    own, options = _own(options, tensors)
+    q, k, v = own[:3]
     problem = ops.describe(q, k, v, options, "backward")
     backend = dispatch.select(problem, arch_of(q.device), options.backend)
     if not hasattr(backend, "backward_plan"):
         return None
-    return backend.backward_plan(problem, ops.operands_of(q, k, v, options), out, lse, dout, *dlse or (None,))
+    return backend.backward_plan(problem, ops.operands_of(q, k, v, options), own)

@@ -206,11 +206,16 @@ def _save(ctx, inputs, output):
 
 
 def _gradient(ctx, dout, dlse):
-    q, k, v, out, lse, *tensors = ctx.saved_tensors
-    options = replace(ctx.options, **dict(zip(TENSORS, tensors, strict=True)))
+    return gradients(ctx.saved_tensors, ctx.options, ctx.learned, dout, dlse)
+
+
+def gradients(saved: Sequence, options: Options, learned: list[str], dout, dlse) -> tuple:
+    """Of q, k, v and each of the options. saved: q, k, v, out, lse and those of TENSORS, which the options are without."""
+    q, k, v, out, lse, *tensors = saved
+    options = replace(options, **dict(zip(TENSORS, tensors, strict=True)))
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, *others = torch.ops.strobe.backward(dout, dlse, q, k, v, out, lse, *options.arguments(), ctx.learned)
-    by_name = {name: grad for name, grad in zip(LEARNED, others, strict=True) if name in ctx.learned}
+    dq, dk, dv, *others = torch.ops.strobe.backward(dout, dlse, q, k, v, out, lse, *options.arguments(), learned)
+    by_name = {name: grad for name, grad in zip(LEARNED, others, strict=True) if name in learned}
     return dq, dk, dv, *(by_name.get(one.name) for one in fields(Options))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -129,14 +129,14 @@ def backward(
     return grads
 
 
-def backward_plan(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse) -> BackwardPlan | None:
+def backward_plan(problem: AttentionProblem, operands: Operands, tensors: tuple[Any, ...]) -> BackwardPlan | None:
     """See `strobe.eager`."""
+    dout = tensors[5]
     if _no_pairs(operands) or not addressable(dout):
         return None
     from strobe.kernels.sm90.backward_plan import BackwardPlan
 
-    config, empty = choose_backward(problem), _gradient_maker(problem)
-    return BackwardPlan(problem, operands, out, lse, dout, dlse, config, empty).run
+    return BackwardPlan(problem, operands, tensors, choose_backward(problem), _gradient_maker(problem)).run
 
 
 def _no_pairs(operands: Operands) -> bool:

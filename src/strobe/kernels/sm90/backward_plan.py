@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,12 +19,12 @@ from strobe.recent import Made
 
 
 class Place(NamedTuple):
-    """What calls on one stream need. space: the addresses of the workspace's counters, of its notes and of those of rows. kept:
-    what these are of."""
+    """What calls on one stream need. space: the addresses of the workspace's counters, of its notes, of those of rows, and,
+    where there are documents, of the spans. kept: what these are of."""
 
     launch: Launch
     lock: threading.Lock
-    space: tuple[int, int, int]
+    space: tuple[int, ...]
     kept: tuple[torch.Tensor, ...]
 
 
@@ -32,10 +32,11 @@ class BackwardPlan:
     """`run` is a BackwardPlan of `strobe.eager`."""
 
     def __init__(
-        self, problem: AttentionProblem, operands: Operands, out, lse, dout, dlse, config: Config | SplitConfig,
+        self, problem: AttentionProblem, operands: Operands, tensors: tuple[Any, ...], config: Config | SplitConfig,
         empty: Callable[[torch.Tensor], torch.Tensor],
     ):  # fmt: skip
         """empty: makes a gradient like its tensor, contiguous."""
+        out, lse, dout, dlse = tensors[3:7]
         self._device = operands.q.device
         keys, rows = backward_launch.number_of_notes(problem)
         self._keys, self._notes = keys, keys + rows
@@ -43,23 +44,22 @@ class BackwardPlan:
         self._empty = empty
         space = backward_launch.buffers(problem, config, self._device, workspace.workspace(self._device, self._notes))
         self._shared = [without_memory(x) for x in (space.statistics, space.delta, space.accumulator) if x is not None]
+        self._spans = [without_memory(x) for x in (space.key_spans, space.row_spans) if x is not None]
         gradients = [empty(x) for x in operands[:3]]
-        grads = Gradients(*gradients)
-        calls = backward_launch.calls(problem, operands, out, lse, dout, dlse, grads, space, config)
-        given = [x for x in (*operands[:3], out, lse, dout, dlse, *gradients, *space) if x is not None]
+        calls = backward_launch.calls(problem, operands, out, lse, dout, dlse, Gradients(*gradients), space, config)
+        given = [x for x in (*tensors, *gradients, *space) if x is not None]
         with ThreadPoolExecutor(len(calls)) as pool:  # a first call waits for the longest compilation, not for all
             compiled = list(pool.map(self._compiled, calls))
         self._prepared = prepare(compiled, given)
 
-    def run(self, stream: int, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        """dq, dk, dv. tensors: q, k, v, out, lse, dout and, if there is one, dlse."""
+    def run(self, stream: int, addresses: tuple[int, ...], tensors: tuple[Any, ...]) -> list[torch.Tensor]:
         place = self._place(stream) if torch._C._cuda_isCurrentStreamCapturing() else self._places[stream]
         gradients = [self._empty(x) for x in tensors[:3]]
         shared = [torch.empty_like(x) for x in self._shared]
-        addresses = [x.data_ptr() for x in (*tensors, *gradients, *shared)]
+        made = [x.data_ptr() for x in (*gradients, *shared)]
         place.lock.acquire()  # half the time of `with`
         try:
-            place.launch((*addresses, *place.space))
+            place.launch((*addresses, *made, *place.space))
         finally:
             place.lock.release()
         return gradients
@@ -70,5 +70,7 @@ class BackwardPlan:
 
     def _place(self, stream: int) -> Place:
         counters, notes = workspace.workspace(self._device, self._notes)
-        space = counters.data_ptr(), notes.data_ptr(), notes.data_ptr() + 4 * self._keys
-        return Place(self._prepared.on(stream), workspace.lock(self._device), space, (counters, notes))
+        spans = [torch.empty_like(x) for x in self._spans]
+        space = counters, notes, notes[self._keys :], *spans
+        launch, lock = self._prepared.on(stream), workspace.lock(self._device)
+        return Place(launch, lock, tuple(x.data_ptr() for x in space), space)
