@@ -393,10 +393,10 @@ def launched(t: Tensors):
 
     problem, operands = describe(t)
     config = backend.config(problem, arch_of(t.q.device))
-    out, lse, notes = launch(problem, operands, config)
+    out, lse, notes, spans = launch(problem, operands, config)
     optimistic_result = Optimistic(out.clone(), lse.clone(), notes != 0)
     counter = torch.zeros(1, dtype=torch.int32, device=t.q.device)
-    portable.redo(problem, operands, out, lse, notes, counter)
+    portable.redo(problem, operands, out, lse, notes, counter, spans)
     assert not workspace(t.q.device, notes.numel()).notes.any()
     return optimistic_result, (out, lse), int(counter), config
 
@@ -471,6 +471,26 @@ def test_the_kernel_notes_what_the_model_notes(dtype):
 def test_the_kernel_equals_the_safe_one(dtype):
     for t in hard_cases(dtype):
         assert_same(t, *both_ways(t))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("base", [strobe.Full(), strobe.Causal(), strobe.Window(100, 20)], ids=str)
+def test_documents_equal_those_of_the_safe_one(dtype, base):
+    """With spikes and poison in one document or another, and rows whose document no key has."""
+    ids = torch.repeat_interleave(torch.arange(5), torch.tensor([100, 28, 300, 200, 72]))[None].to("cuda")
+    masks = [base & strobe.Document(ids), base & strobe.Document(ids, ids.clamp(max=3))]
+    before = strobe.redone_blocks("cuda")
+    for mask in masks:
+        for spike in (0, 110, 300, 699):
+            for over in (-2, 1, 30):
+                t = flat(700, 700, spikes={spike: LAST[dtype] + 1 + over}).tensors(dtype, mask, device="cuda", heads=2)
+                assert_same(t, *both_ways(t))
+        for poison in (NAN, INF):
+            t = flat(700, 700).tensors(dtype, mask, device="cuda", heads=2)
+            t.v[0, 170, 1] = poison
+            assert_same(t, *both_ways(t))
+    assert strobe.redone_blocks("cuda") > before
 
 
 @pytest.mark.gpu

@@ -224,6 +224,22 @@ def test_rows_of_no_sequence_are_zero():
 # ---- the notes
 
 
+def test_a_redo_visits_the_keys_of_its_spans_alone():
+    """It does not see what is beyond them, even if the documents say that it should."""
+    t = tensors(Case(130, 200, batch=1, heads_q=2, heads_kv=1), torch.float32, DEVICE)
+    ids = [torch.zeros(1, n, dtype=torch.int32, device=DEVICE) for n in (130, 200)]
+    problem, operands = describe(replace(t, keywords={"mask": strobe.Document(*ids)}))
+    spans = torch.tensor([[[0, 200], [64, 128], [200, 0]]], dtype=torch.int32, device=DEVICE)
+    spans = torch.cat([spans, torch.zeros_like(spans[..., :1])], 2)
+    notes = torch.ones(2 * 3, dtype=torch.int32, device=DEVICE)
+    out, lse = torch.full((1, 130, 2, 32), 7.0, device=DEVICE), torch.full((1, 2, 130), 7.0, device=DEVICE)
+    portable_forward.redo(problem, operands, out, lse, notes, spans=spans)
+    for rows, keys in ((slice(0, 64), slice(0, 200)), (slice(64, 128), slice(64, 128)), (slice(128, 130), slice(0, 0))):
+        want = strobe.attention(t.q[:, rows], t.k[:, keys], t.v[:, keys], return_lse=True, backend="tiled")
+        torch.testing.assert_close(out[:, rows], want[0])
+        torch.testing.assert_close(lse[..., rows], want[1])
+
+
 NOTED = (
     Case(300, 300, heads_q=4, heads_kv=2, mask="causal"),
     Case(300, 200, heads_q=2, heads_kv=1, packed=True, batch=4, mask="causal"),

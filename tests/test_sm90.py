@@ -229,6 +229,8 @@ def test_what_it_takes(changes):
 def test_the_safe_softmax_by_choice_and_where_the_first_block_says_little():
     biased = problem(score=strobe.Score(bias=torch.zeros(1, 1, 512, 512)))
     assert backend.config(problem(), KNOWN["H200"]).optimistic
+    assert backend.config(problem(mask=strobe.Document(torch.zeros(2, 512, dtype=torch.int32))), KNOWN["H200"]).optimistic
+    assert not backend.config(problem(mask=strobe.Visible(_not_after)), KNOWN["H200"]).optimistic
     assert not backend.config(biased, KNOWN["H200"]).optimistic
     strobe.use_optimistic_softmax(False)
     try:

@@ -197,12 +197,21 @@ def test_a_grid_that_leaves_the_gpu_idle_takes_smaller_tiles(tuned):
     assert choose(problem(lengths=packed, heads=8)).groups == 2
 
 
-def test_scores_that_are_computed_pair_by_pair_take_small_blocks():
+def test_what_is_computed_pair_by_pair_takes_two_groups_and_small_blocks():
     documents = strobe.Document(torch.zeros(4, 4096, dtype=torch.int32))
+    softcap = strobe.Score(softcap=20.0)
     for dims in itertools.product(PADDED, PADDED):
-        for asked in (problem(*dims, mask=documents), replace(problem(*dims), score=strobe.Score(softcap=20.0))):
+        for changes in ({"score": softcap}, {"score": softcap, "mask": documents}, {"mask": strobe.Visible(_same)}):
+            asked = replace(problem(*dims), **changes)
             assert (choose(asked).groups, choose(asked).tile_kv) == (2, 64)
-            assert origin(asked) == "the tile that leaves most registers to changed scores"
+            assert origin(asked) == "two groups and blocks of up to 64 keys, for what is compared or computed pair by pair"
+        compared = problem(*dims, mask=documents)
+        most = max(config.tile_kv for config in candidates(*dims) if config.groups == 2) if dims[0] <= 128 else 64
+        assert (choose(compared).groups, choose(compared).tile_kv) == (2, most)
+
+
+def _same(batch, head, q_index, kv_index):
+    return q_index == kv_index
 
 
 def test_origin_names_the_table_and_the_point(tuned):

@@ -42,10 +42,21 @@ IDS = {
 @pytest.mark.parametrize("ids", IDS.values(), ids=list(IDS))
 def test_forward(ids, mask):
     t = problem(300, mask & strobe.Document(*ids))
-    for groups in (2, 3):
-        config = Forward(64, 64, groups, 64, 2, optimistic=False)
-        out, lse, _, _ = simulate_forward(*describe(t), "sm90", config, "random", 1, 2)
+    for groups, optimistic in ((2, True), (2, False), (3, False)):
+        config = Forward(64, 64, groups, 64, 2, optimistic=optimistic)
+        out, lse, notes, _ = simulate_forward(*describe(t), "sm90", config, "random", 1, 2)
         check(Results(out, lse, None, None, None), t, ("out", "lse"))
+        blind = torch.isneginf(lse).view(-1, 300).split(64, 1)  # of them nobody knows whether their weights underflowed
+        assert notes.view(2, -1).bool().tolist() == torch.stack([x.any(1) & optimistic for x in blind], 1).tolist()
+
+
+def test_what_exceeds_the_first_block_is_noted():
+    """By 2^127, beyond what bfloat16 may: in the document of the last rows, so none but theirs."""
+    t = problem(300, strobe.Document(packed(130, 170)))
+    t.q[:], t.k[:] = 0.0, 0.0
+    t.q[..., 0], t.k[:, 280, :, 0] = 8.0, 88.0
+    _, _, notes, _ = simulate_forward(*describe(t), "sm90", Forward(64, 64, 2, 64, 2))
+    assert notes.view(2, -1).tolist() == 2 * [[0, 0, 1, 1, 1]]
 
 
 @pytest.mark.parametrize("ids", IDS.values(), ids=list(IDS))

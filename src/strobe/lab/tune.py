@@ -164,7 +164,7 @@ def enter(config: Config, problem: AttentionProblem, inputs: Inputs, clock: Cuda
     operands = Operands(inputs.q, inputs.k, inputs.v)
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
-        out, _, notes = launch(problem, operands, config)
+        out, _, notes, _ = launch(problem, operands, config)
         return out, notes
 
     call()

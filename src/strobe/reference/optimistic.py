@@ -64,7 +64,8 @@ def key_blocks(problem: AttentionProblem, rows: range, n_q: int, n_kv: int, tile
     The leftmost block that every row sees whole leads: each row has tile_kv keys to be judged by, and under a causal mask the
     attention sinks are among them. Where there is none, the block leads in which the keys end that all rows see: unless a
     window is narrower than the tile, rows see some of it. Under ALiBi, which favours near keys, the rightmost leads. The
-    others follow from right to left.
+    others follow from right to left. (The kernel leads with a block of the tile's document, if it has one; here documents
+    change nothing.)
     """
     begin, end = problem.mask.kv_range(rows[0], rows[-1], n_q, n_kv)
     first, last = begin // tile_kv, -(-end // tile_kv) - 1

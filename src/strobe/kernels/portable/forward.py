@@ -97,16 +97,20 @@ def _attend(
 @device_function
 def _rows(
     first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, out, lse, lse_batch, lse_head,
-    left, right, prefix, document_q, document_kv, score, group,
+    left, right, prefix, document_q, document_kv, score, group, span,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, ONE_PHASE: tl.constexpr,
 ):  # fmt: skip
-    """Write out and lse of the TILE_Q rows from `first` on of one head of one sequence. ONE_PHASE: all tiles of keys are
-    masked, which is slower, and less to compile."""
+    """Write out and lse of the TILE_Q rows from `first` on of one head of one sequence. span: a pointer to the [begin, end) of
+    the keys outside of which their documents are not, or None. ONE_PHASE: all tiles of keys are masked, which is slower, and
+    less to compile."""
     mask = Mask(left, right, prefix, document_q, document_kv)  # not an argument: Triton 3.6 passes it on only once
     p_first = first + n_kv - n_q
     p_last = tl.minimum(first + TILE_Q, n_q) - 1 + n_kv - n_q
     begin, full_begin, full_end, end = kv_phases(p_first, p_last, n_kv, mask, score, TILE_KV)
+    if span is not None:
+        begin = tl.maximum(begin, tl.load(span) // TILE_KV * TILE_KV)
+        end = tl.maximum(tl.minimum(end, tl.load(span + 1)), begin)
     BY_PAIR: tl.constexpr = mask.document_q is not None or score.visible is not None
     PHASES: tl.constexpr = not (ONE_PHASE or BY_PAIR)
     if not PHASES:
@@ -193,7 +197,7 @@ def _forward(
         return
     _rows(
         first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, out, lse, lse_batch, lse_head,
-        left, right, prefix, document_q, document_kv, score, group,
+        left, right, prefix, document_q, document_kv, score, group, None,
         DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, False,
     )  # fmt: skip
 
@@ -207,7 +211,7 @@ _SHARE = 128
 @triton.jit(do_not_specialize=(*LENGTHS_AND_BOUNDS, "heads_q", "group", "number"))
 def _redo(
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
-    left, right, prefix, document_q, document_kv, score, heads_q, group, notes, number, counter,
+    left, right, prefix, document_q, document_kv, score, heads_q, group, notes, number, counter, spans,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, NOTED_ROWS: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
@@ -226,11 +230,14 @@ def _redo(
                     batch = note // blocks // heads_q
                     start_q, rows = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
                     start_kv, keys = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
+                    span = None
+                    if spans is not None:
+                        span = spans + 3 * (batch * blocks + note % blocks)
                     for within in tl.range(0, NOTED_ROWS, TILE_Q):
                         _rows(
                             note % blocks * NOTED_ROWS + within, note // blocks % heads_q, batch, start_q, start_kv, rows,
                             keys, q, k, v, out, lse, lse_batch, lse_head, left, right, prefix, document_q, document_kv, score,
-                            group, DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, True,
+                            group, span, DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, True,
                         )  # fmt: skip
                     tl.store(notes + note, 0)
                     redone += 1
@@ -262,7 +269,7 @@ def _grid(problem: AttentionProblem, config: Config) -> tuple[int]:
 
 def redo(
     problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor, notes: torch.Tensor,
-    counter: torch.Tensor | None = None,
+    counter: torch.Tensor | None = None, spans: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write out and lse of those blocks of 64 rows whose note is not 0, and set their notes back to 0. It takes its turn
     after the launch that noted them (`common.turn`), which GPUs before Hopper cannot.
@@ -271,18 +278,21 @@ def redo(
         place (b * heads_q + h) * ceil(seqlen_q / 64) + r. As it is all 0 again afterwards, one buffer serves all launches
         of a stream, and all replays of a graph.
     counter: int32 [1], to which the number of blocks is added that were redone.
+    spans: of documents (`sm90.documents`): keys beyond are not visited.
     """
-    grid, keywords = redo_arguments(problem, operands, out, lse, notes, notes.numel(), counter)
+    grid, keywords = redo_arguments(problem, operands, out, lse, notes, notes.numel(), counter, spans)
     with torch.cuda.device_of(out):
         _redo[grid](**keywords)
 
 
 def redo_arguments(
-    problem: AttentionProblem, operands: Operands, out, lse, notes, number: int, counter
+    problem: AttentionProblem, operands: Operands, out, lse, notes, number: int, counter, spans=None
 ) -> tuple[tuple[int], dict]:
     """Grid and arguments of `_redo`; see `redo`. number: of notes."""
     _, keywords = _keywords("redo", problem, operands, out, lse)
-    keywords |= dict(notes=notes, number=number, counter=counter, NOTED_ROWS=NOTED_ROWS, SHARE=_SHARE, launch_pdl=True)
+    keywords |= dict(
+        notes=notes, number=number, counter=counter, spans=spans, NOTED_ROWS=NOTED_ROWS, SHARE=_SHARE, launch_pdl=True
+    )
     return (min(number, 2 * _multiprocessors(out.device)),), keywords
 
 

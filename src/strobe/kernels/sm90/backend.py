@@ -79,11 +79,11 @@ def origin(problem: AttentionProblem, arch: Arch) -> str:
 
 
 def may_be_optimistic(problem: AttentionProblem) -> bool:
-    """Whether a tile's first block is likely to say how large its scores are. Documents, functions and biases may put what
-    counts anywhere; slopes favour near keys, which lead under a causal mask alone."""
+    """Whether a tile's first block is likely to say how large its scores are. Functions and biases may put what counts
+    anywhere; slopes favour near keys, which lead under a causal mask alone."""
     score, mask = problem.score, problem.mask
     near = score.alibi is None or mask.right == 0
-    return near and score.bias is None and score.function is None and not mask.by_pair
+    return near and score.bias is None and score.function is None and mask.function is None
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,9 +95,9 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
     from strobe.kernels.workspace import lock, workspace
 
     with lock(q.device):
-        out, lse, notes = launch(problem, operands, config(problem, arch_of(q.device)))
+        out, lse, notes, spans = launch(problem, operands, config(problem, arch_of(q.device)))
         redone = workspace(q.device, 0).counters[2:3]
-        portable.redo(problem, operands, out, lse, notes, redone)  # exits at once where there is no note
+        portable.redo(problem, operands, out, lse, notes, redone, spans)  # exits at once where there is no note
     return out, lse
 
 

@@ -22,10 +22,11 @@ HALF_L2 = 30_000_000
 
 def launch(
     problem: AttentionProblem, operands: Operands, config: Config, trace: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out, lse and the notes: int32 [batch * heads_q * ceil(seqlen_q / 64)], non-zero where 64 rows have to be computed again,
-    as their sums left the range that an optimistic softmax may use, or a NaN or an infinity came out, which a masked-out
-    value may have caused. The notes are the workspace's (see `kernels.workspace`): who redoes a block clears its note."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """out, lse, the notes, and where there are documents the spans of rows (see `documents`). Notes: int32 [batch * heads_q *
+    ceil(seqlen_q / 64)], non-zero where 64 rows have to be computed again, as their sums left the range that an optimistic
+    softmax may use, or a NaN or an infinity came out, which a masked-out value may have caused. They are the workspace's (see
+    `kernels.workspace`): who redoes a block clears its note."""
     q = operands.q
     rows = triton.cdiv(problem.lengths.seqlen_q, ROWS_PER_GROUP)
     space = workspace(q.device, problem.lengths.batch * problem.heads_q * rows)
@@ -35,7 +36,7 @@ def launch(
     grid, arguments, constants = kernel_arguments(problem, operands, out, lse, space, config, spans, trace)
     with torch.cuda.device_of(q):  # Triton launches on the current device, which need not be q's
         forward_kernel[grid](*arguments, **constants)
-    return out, lse, space.notes
+    return out, lse, space.notes, spans
 
 
 def outputs_of(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:

@@ -47,7 +47,9 @@ class ForwardPlan:
         self._spans = None if documents is None else new_spans(documents.q)
         given = [x for x in (*tensors, out, lse, space.counters, space.notes, redone, self._spans) if x is not None]
         grid, arguments, constants = kernel_arguments(problem, operands, out, lse, space, config, self._spans)
-        redo_grid, keywords = portable.redo_arguments(problem, operands, out, lse, space.notes, self._notes, redone)
+        redo_grid, keywords = portable.redo_arguments(
+            problem, operands, out, lse, space.notes, self._notes, redone, self._spans
+        )
 
         def compile_redo():
             with torch.cuda.device(self._device):

@@ -60,11 +60,11 @@ class Tile:
 def first_block(begin, end, full_begin, full_end, lengths, score):
     """The block that leads, which the optimistic softmax goes by: the leftmost that all rows see whole. Without one, the one
     before: its last keys are the last that all rows see, unless a window is narrower than a tile. With slopes, which
-    favour near keys, the rightmost, and where pairs are compared one by one, of which no block is sure to be seen."""
+    favour near keys, the rightmost, and with a user's mask, of which no block is sure to be seen."""
     FROM_FIRST: gl.constexpr = lengths.left is None and score.slopes is None and not score.BY_PAIR
     if FROM_FIRST:  # then all see the first whole block
         return begin
-    elif score.slopes is not None or score.BY_PAIR:
+    elif score.slopes is not None or score.visible is not None:
         return end - 1
     else:
         return gl.where(full_begin < full_end, full_begin, gl.minimum(gl.maximum(full_end, begin), end - 1))
