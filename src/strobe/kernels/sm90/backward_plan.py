@@ -53,7 +53,8 @@ class BackwardPlan:
         self._prepared = prepare(compiled, given)
 
     def run(self, stream: int, addresses: tuple[int, ...], tensors: tuple[Any, ...]) -> list[torch.Tensor]:
-        place = self._place(stream) if torch._C._cuda_isCurrentStreamCapturing() else self._places[stream]
+        capturing = stream and torch._C._cuda_isCurrentStreamCapturing()  # see `ForwardPlan.run`
+        place = self._place(stream) if capturing else self._places[stream]
         gradients = [self._empty(x) for x in tensors[:3]]
         shared = [torch.empty_like(x) for x in self._shared]
         made = [x.data_ptr() for x in (*gradients, *shared)]

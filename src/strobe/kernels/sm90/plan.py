@@ -67,8 +67,9 @@ class ForwardPlan:
     def run(
         self, stream: int, wants_lse: bool, addresses: tuple[int, ...], tensors: tuple[torch.Tensor | None, ...]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # A graph has a place of its own.
-        place = self._place(stream) if torch._C._cuda_isCurrentStreamCapturing() else self._places[stream]
+        # A graph has a place of its own. (The default stream, 0, cannot be captured, and to ask takes half a microsecond.)
+        capturing = stream and torch._C._cuda_isCurrentStreamCapturing()
+        place = self._place(stream) if capturing else self._places[stream]
         out, lse, lse_address = torch.empty_like(self._out_like), None, place.scratch
         if wants_lse or self._blind:
             lse = torch.empty_like(self._lse_like)
