@@ -231,6 +231,11 @@ def test_a_config_that_cannot_be_is_one_sentence(change, words):
     assert words in " ".join(result.output.replace("│", "").split())
 
 
+def test_a_cpu_has_no_config_to_change():
+    result = CliRunner().invoke(app, ["explain", "--arch", "CPU", "--config", "kv_stages=6"])
+    assert result.exit_code == 2 and "no config to change" in " ".join(result.output.replace("│", "").split())
+
+
 def test_a_hopper_config_has_a_map_too():
     config = explain_problem(problem(), KNOWN["H200"]).config
     assert sum(buffer.bytes for buffer in config.smem_map() if not buffer.over) == config.smem_bytes()

@@ -127,6 +127,8 @@ def changed_config(config: Any, text: str, keep: Container[str]) -> Any:
     """A kernel's config with other values, NAME=VALUE,NAME=VALUE, of names not in `keep`. What it refuses to be is an error."""
     from dataclasses import fields, replace
 
+    if isinstance(config, str):  # on a CPU
+        raise typer.BadParameter(f"what runs this has no config to change: {config}")
     known = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in keep}
     changes = {}
     for part in text.split(","):
