@@ -71,6 +71,8 @@ def test_explain_asks_one_backend():
         ("explain --dtype int8", "dtype must be one of bf16, fp16, fp32, got 'int8'"),
         ("explain --softcap=-1", "softcap must be 0 (none) or positive, got -1.0"),
         ("explain --backend sm80", "backend must be one of sm100, sm90, portable"),
+        ("bench backward --device cpu --dtype bf16,fp8", "fp8 is a forward's, as attention_fp8 has no gradient"),
+        ("simulate --timeline t.gif", "timeline must end in .png or .svg, got t.gif"),
         ("bench forward --device cpu --lengths 1,x", "lengths must be comma-separated integers, got '1,x'"),
         ("bench forward --device cpu --lengths 0", "lengths must be 1 or more, got 0"),
         (
@@ -172,7 +174,9 @@ def test_a_result_says_how_it_was_made_and_not_where_it_went():
     given = ["cost", "--arch", "H200", "--out", "a.png", "--json", "b.json", "--causal"]
     assert command_given(given) == "strobe cost --arch H200 --causal"
     for command, option in (("timeline", "--perfetto"), ("audit", "--sass")):
-        assert command_given([command, option, "a.txt", "--mask", "full"]) == f"strobe {command} --mask full"
+        for where in ([option, "a.txt"], [f"{option}=a.txt"], [option, "a.txt", f"{option}=b.txt", "--resume"]):
+            assert command_given([command, *where, "--mask=full"]) == f"strobe {command} --mask=full"
+    assert command_given(["cost", "--json"]) == "strobe cost"
 
 
 def test_pictures_of_a_benchmark_and_of_a_timeline_go_where_they_are_asked_to(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import strobe
 from strobe.cli import app
 from strobe.device import CPU, KNOWN
-from strobe.lab.cost import Cost, Standard, Tile, Tiling
+from strobe.lab.cost import Cost, Standard, Tile, Tiling, matmul_rate
 from strobe.problem import AttentionProblem, Dense, Varlen
 
 
@@ -46,6 +46,20 @@ def test_backward_by_hand():
     assert cost.bytes_written == (512 + 512 + 256) * 2
     forward, backward = (Cost(problem(head_dim_v=16, phase=phase)).flops for phase in ("forward", "backward"))
     assert backward == 2.5 * forward
+
+
+def test_e4m3_inputs_have_a_byte_and_out_has_two():
+    cost, standard = (kind(problem(dtype=torch.float8_e4m3fn)) for kind in (Cost, Standard))
+    assert cost.flops == Cost(problem()).flops and cost.bytes_read == 512 + 512 + 256
+    assert cost.bytes_written == 256 * 2 + 32 * 4 and cost.intensity == 12288 / (1280 + 640)
+    assert standard.matrix_bytes == 4 * 64 and standard.bytes_written == 256 * 2 + 2 * 256
+    assert Tiling(problem(dtype=torch.float8_e4m3fn), 4, 8).bytes_loaded == 512 + 2 * 4 * 8 * (16 + 8)
+
+
+@pytest.mark.parametrize("arch, tflops", [("L4", 242), ("H100", 1978.8), ("H200", 1978.8), ("B200", 4500), ("RTX 5090", 419)])
+def test_fp8_has_twice_the_products_of_16_bits(arch, tflops):
+    """Of the data sheets, dense."""
+    assert matmul_rate(KNOWN[arch], torch.float8_e4m3fn) == pytest.approx(tflops * 1e12)
 
 
 def test_causal_is_exact_and_quoted_as_half():
@@ -305,6 +319,8 @@ def test_the_command_of_a_decode_and_a_backward(tmp_path):
         ("--arch H200 --tile 128", "tile must be ROWSxCOLUMNS, such as 64x128, got '128'"),
         ("--arch H200 --tile 0x1", "tile must be 1 or more, got 0"),
         ("--arch H200 --seqlen-q 0", "seqlen-q must be 1 or more, got 0"),
+        ("--arch A100 --dtype fp8", "fp8 needs tensor cores that take it, from sm_89 on (L4, H200, ...), not A100 (sm_80)"),
+        ("--arch H200 --dtype fp8 --backward", "fp8 is a forward's, as attention_fp8 has no gradient"),
     ],
 )
 def test_wrong_options_of_the_command(arguments, words):

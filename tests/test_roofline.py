@@ -358,6 +358,26 @@ def test_the_command_of_a_decode():
     assert "4 x 1 x 4096: HBM binds" in result.output
 
 
+def test_the_command_of_fp8_predicts_and_places_what_was_measured(tmp_path):
+    """At head dim 128 products at twice the rate and exponentials take the same time, to a thousandth."""
+    path = tmp_path / "fp8.json"
+    result = run(f"--arch H200 --dtype fp8 --head-dims 128 --lengths 16384 --mask full --json {path}")
+    assert result.exit_code == 0, result.output
+    found = json.loads(path.read_text())
+    (point,) = found["points"]
+    moved = 16 * 16384 * (3 * 128 + 2 * 128 + 4)  # q, k, v; out in bfloat16; an LSE
+    assert found["ceilings"]["matmul"] == 2 * 989.4e12 and point["useful"] is None and "smem" not in point["seconds"]
+    assert point["intensity"] == pytest.approx(4 * 128 * 16 * 16384**2 / moved)
+    assert point["seconds"]["matmul"] == pytest.approx(point["seconds"]["exp2"], rel=1e-3)
+    shares = [placed.share for placed in of_report(load(MEASURED), Choice("fp8", ("full", "causal")))[1]]
+    assert len(shares) == 12 and all(0.3 < share < 1 for share in shares)
+
+
+def test_measured_ceilings_are_not_of_fp8():
+    with pytest.raises(ValueError, match="takes bf16, fp16 or fp32, got fp8"):
+        Ceilings.measured(torch.device("cuda"), torch.float8_e4m3fn)
+
+
 def test_draws_the_ceiling_of_exp2_where_it_binds(tmp_path):
     svgs = [draw([place(long(dim=dim), A100, False)], A100, tmp_path / f"{dim}.svg").read_text() for dim in (16, 128)]
     assert ["<!-- exp2 -->" in svg for svg in svgs] == [True, False]  # Matplotlib's note above a text's outlines
@@ -371,7 +391,9 @@ def test_draws_the_ceiling_of_exp2_where_it_binds(tmp_path):
         ("--arch H200 --measure", "arch, measure and report each say which GPU it is: give one of them"),
         ("--arch H200 --phase train", "phase must be one of forward, backward, decode, got 'train'"),
         ("--arch H200 --mask all", "mask must be one of full, causal, window, got 'all'"),
-        ("--arch H200 --dtype fp8", "dtype must be one of bf16, fp16, fp32, got 'fp8'"),
+        ("--arch H200 --dtype int8", "dtype must be one of bf16, fp16, fp32, fp8, got 'int8'"),
+        ("--arch A100 --dtype fp8", "fp8 needs tensor cores that take it, from sm_89 on (L4, H200, ...), not A100 (sm_80)"),
+        ("--arch H200 --dtype fp8 --phase backward", "fp8 is a forward's, as attention_fp8 has no gradient"),
         ("--arch H200 --heads 6 --heads-kv 4", "heads must be a multiple of heads-kv, got 6 and 4"),
         ("--arch H200 --out roof.pdf", "out must end in .png or .svg, got roof.pdf"),
         ("--report nowhere.json", "a result of strobe bench must be a JSON file, got nowhere.json"),

@@ -83,3 +83,19 @@ def test_a_file_without_a_launch(tmp_path):
     result = run(str(path))
     assert result.exit_code == 2
     assert "must define simulation()" in result.output
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("x =", "FILE must be Python that can be imported, got file.py: SyntaxError: invalid syntax (file.py, line 1)"),
+        ("import nowhere_at_all", "got file.py: ModuleNotFoundError: No module named 'nowhere_at_all' (file.py, line 1)"),
+        ("def simulation():\n    return 3", "simulation() of file.py must return a strobe.sim.Launch, got int"),
+        ("def simulation():\n    return 1 // 0", "simulation() of file.py failed: ZeroDivisionError: "),
+    ],
+)
+def test_a_file_that_fails_is_one_sentence_with_its_place(text, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.py").write_text(text)
+    result = run("file.py")
+    assert result.exit_code == 2 and words in result.output and "Traceback" not in result.output, result.output

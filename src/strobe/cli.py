@@ -16,6 +16,7 @@ from strobe.options import (
     changed_config,
     command_given,
     device_of,
+    fp8_forward,
     given,
     heads_and_dims,
     names_of,
@@ -158,6 +159,7 @@ def measure(
     grids = plans.SINGLE if protocol == "single" else plans.BACKWARD if backward else plans.FORWARD
     grids = plans.CPU if where.type == "cpu" else grids
     grids = (replace(grids[0], **shape),) if shape else grids
+    fp8_forward(grids[0].dtypes, backward)
     for dim, _ in grids[0].head_dims:
         heads_and_dims(grids[0].heads or max(1, 2048 // dim), grids[0].heads_kv, dim, None)
     path = Path(json) if json else None
@@ -311,7 +313,8 @@ def simulate(
     ] = "in_order,random,late,early,uneven",
     seeds: Annotated[int, typer.Option(help="Runs of each order that takes a seed.")] = 3,
     timeline: Annotated[
-        str | None, typer.Option(help="Draw what each role does when, by the cost model, to this PNG.", callback=writable)
+        str | None,
+        typer.Option(help="Draw what each role does when, by the cost model, to this PNG or SVG.", callback=writable),
     ] = None,
 ) -> None:
     """Run a Gluon kernel on the CPU: are its numbers right, and is there a race, a deadlock or a missing fence in it?"""
@@ -325,6 +328,7 @@ def simulate(
     at_least(1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, seeds=seeds)
     chosen = names_of("orders", orders, ("in_order", "random", "late", "early", "uneven")) or ()
     one_of("backend", backend, BACKENDS)
+    picture = picture_path(timeline, "timeline")
     try:
         if file is not None:
             alone(context, "file", "orders", "seeds", "timeline")
@@ -342,8 +346,8 @@ def simulate(
         status = simulate_all(factory, chosen, seeds)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if timeline is not None:
-        typer.echo(f"written: {draw_timeline(factory, Path(timeline))}")
+    if picture is not None:
+        typer.echo(f"written: {draw_timeline(factory, picture)}")
     raise typer.Exit(status)
 
 

@@ -111,15 +111,15 @@ def writable(text: str | None) -> str | None:
 JsonFile = Annotated[str | None, typer.Option(help="Write the numbers here, too.", callback=writable)]
 
 
-def picture_path(text: str | None) -> Path | None:
-    """Of a picture to draw, whose suffix says how."""
+def picture_path(text: str | None, name: str = "out") -> Path | None:
+    """Of a picture to draw, whose suffix says how. name: of the option."""
     from pathlib import Path
 
     if text is None:
         return None
     path = Path(text)
     if path.suffix not in (".png", ".svg"):
-        raise typer.BadParameter(f"out must end in .png or .svg, got {text}")
+        raise typer.BadParameter(f"{name} must end in .png or .svg, got {text}")
     return path
 
 
@@ -152,10 +152,20 @@ def boolean(text: str) -> bool:
     return text.lower() == "true"
 
 
-def dtype_of(name: str) -> torch.dtype:
+DTYPES_OF_ATTENTION = "bf16", "fp16", "fp32"
+DTYPES_OF_FORWARDS = *DTYPES_OF_ATTENTION, "fp8"
+
+
+def dtype_of(name: str, allowed: Container[str] = DTYPES_OF_ATTENTION) -> torch.dtype:
     from strobe.lab.plan import DTYPES
 
-    return DTYPES[one_of("dtype", name, ("bf16", "fp16", "fp32"))]
+    return DTYPES[one_of("dtype", name, allowed)]
+
+
+def fp8_forward(dtypes: Container[str], backward: bool) -> None:
+    """Refuses a backward in fp8."""
+    if backward and "fp8" in dtypes:
+        raise typer.BadParameter("fp8 is a forward's, as attention_fp8 has no gradient, got it with a backward")
 
 
 def mask_of(causal: bool, window: str | None) -> Mask:
@@ -175,8 +185,9 @@ def mask_of(causal: bool, window: str | None) -> Mask:
 def problem_of(
     *, seqlen_q: int, seqlen_kv: int | None, heads: int, heads_kv: int | None, head_dim: int, head_dim_v: int | None,
     dtype: str, causal: bool, window: str | None, batch: int = 1, softcap: float = 0.0, backward: bool = False,
+    dtypes: Container[str] = DTYPES_OF_ATTENTION,
 ) -> AttentionProblem:  # fmt: skip
-    """The dense problem that the options of these names say; None: as many as of q, or of k."""
+    """The dense problem that the options of these names say; None: as many as of q, or of k. dtypes: that it may have."""
     from strobe.problem import AttentionProblem, Dense
     from strobe.scores import Score
 
@@ -191,7 +202,7 @@ def problem_of(
         heads_kv=heads_kv or heads,
         head_dim=head_dim,
         head_dim_v=head_dim_v or head_dim,
-        dtype=dtype_of(dtype),
+        dtype=dtype_of(dtype, dtypes),
         scale=head_dim**-0.5,
         mask=mask_of(causal, window),
         score=Score(softcap),
@@ -229,10 +240,13 @@ def device_of(name: str | None) -> torch.device:
 
 def command_given(arguments: list[str]) -> str:
     """The command that reproduces a result: as it was given, but for where it went."""
-    kept = list(arguments)
-    for option in ("--json", "--out", "--perfetto", "--sass"):
-        if option in kept:
-            place = kept.index(option)
-            del kept[place : place + 2]
-    kept = [argument for argument in kept if argument != "--resume"]
+    files = ("--json", "--out", "--perfetto", "--sass")
+    kept, rest = [], iter(arguments)
+    for argument in rest:
+        option, equals, _ = argument.partition("=")
+        if option in files:
+            if not equals:  # the file is the next argument
+                next(rest, None)
+        elif argument != "--resume":
+            kept.append(argument)
     return " ".join(["strobe", *kept])

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from strobe.options import (
+    DTYPES_OF_FORWARDS,
     JsonFile,
     alone,
     arch_named,
@@ -15,6 +16,7 @@ from strobe.options import (
     command_given,
     device_of,
     dtype_of,
+    fp8_forward,
     gpu_named,
     heads_and_dims,
     names_of,
@@ -40,7 +42,7 @@ def cost(
     heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
     head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 128,
     head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or, of a forward, fp8 (e4m3).")] = "bf16",
     causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
     window: Annotated[str | None, typer.Option(help="Sliding window LEFT,RIGHT; -1 leaves a side open.")] = None,
     backward: Annotated[bool, typer.Option("--backward", help="The backward.")] = False,
@@ -58,10 +60,11 @@ def cost(
     at_least(1, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
     if backward and (tile is not None or packed):
         raise typer.BadParameter("tile and packed are a forward's, got one of them with backward")
+    fp8_forward((dtype,), backward)
     picture = picture_path(out)
     problem = problem_of(
         batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads=heads, heads_kv=heads_kv, head_dim=head_dim,
-        head_dim_v=head_dim_v, dtype=dtype, causal=causal, window=window, backward=backward,
+        head_dim_v=head_dim_v, dtype=dtype, causal=causal, window=window, backward=backward, dtypes=DTYPES_OF_FORWARDS,
     )  # fmt: skip
     try:
         found = cost_report.facts(problem, gpu_named(arch), shape_of("tile", tile or "128x128"), packed)
@@ -81,7 +84,7 @@ def roofline(
     tokens: Annotated[int | None, typer.Option(help="Batch x length; default: 16384.")] = None,
     heads: Annotated[int | None, typer.Option(help="Query heads; default: 2048 / head dim.")] = None,
     heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or, of a forward, fp8 (e4m3).")] = "bf16",
     mask: Annotated[str, typer.Option(help="Of full, causal, window (1024 keys), comma-separated.")] = "full,causal",
     phase: Annotated[
         str | None, typer.Option(help="forward (the default), backward, or decode: one query for each sequence.")
@@ -117,9 +120,10 @@ def roofline(
         tokens=tokens or 16384,
         heads=heads,
         heads_kv=heads_kv,
-        dtypes=(one_of("dtype", dtype, ("bf16", "fp16", "fp32")),),
+        dtypes=(one_of("dtype", dtype, DTYPES_OF_FORWARDS),),
         masks=masks,
     )
+    fp8_forward(shape.dtypes, phase == "backward")
     for dim, _ in shape.head_dims:
         heads_and_dims(heads or max(1, 2048 // dim), heads_kv, dim, None)
     try:
@@ -127,7 +131,7 @@ def roofline(
             choice = lab.Choice(dtype, masks, dims, many, tokens, heads, heads_kv, phase)
             ceilings, found = lab.of_report(load(Path(report)), choice)
         else:
-            kind = dtype_of(dtype)
+            kind = plan.DTYPES[dtype]
             ceilings = lab.Ceilings.measured(device_of(None), kind) if measure else lab.Ceilings.of(gpu_named(arch), kind)
             hopper = arch_named(arch).capability == 90
             problems = [lab.problem_of(point, phase or "forward") for point in plan.some(shape.points(phase == "backward"))]

@@ -4,6 +4,9 @@
 attention in the steps of its formula, which write S and P to HBM and read them again. `Tiling` is flash attention tile by
 tile: the tiles that a kernel visits, and what its CTAs load. `Tile` is one turn of its loop.
 
+Of e4m3 inputs (a forward, whose out is bfloat16) descales are not counted, and neither is what a kernel copies for itself, such
+as V transposed.
+
 The times are lower bounds from the peak rates in `strobe.device`; no kernel reaches them all at once, and the largest one
 binds. A multiply-add is two FLOPs.
 """
@@ -104,7 +107,7 @@ class Cost:
     def bytes_written(self) -> int:
         """To HBM, each result once: out and the LSE; in the backward dq, dk, dv."""
         if self.problem.phase == "forward":
-            return self._elements_out * self.problem.dtype.itemsize + self._bytes_lse
+            return self._bytes_out + self._bytes_lse
         return (self._elements_q + self._elements_kv) * self.problem.dtype.itemsize
 
     @property
@@ -120,6 +123,11 @@ class Cost:
     @property
     def _elements_out(self) -> int:
         return self.lengths.batch * self.lengths.seqlen_q * self.problem.heads_q * self.problem.head_dim_v
+
+    @property
+    def _bytes_out(self) -> int:
+        """In the inputs' dtype, but for those of one byte: `strobe.attention_fp8` answers in bfloat16."""
+        return self._elements_out * max(2, self.problem.dtype.itemsize)
 
     @property
     def _elements_kv(self) -> int:
@@ -143,7 +151,8 @@ class Cost:
 class Standard(Cost):
     """The same problem by standard attention: S = Q K^T, P = softmax(S) and O = P V one after the other, with S and P, in
     the problem's dtype, in HBM between them; the mask is added to all pairs of the rectangle. Its backward reads P instead of
-    computing it again. (Algorithms 0 and 3 of Dao et al. 2022, FlashAttention, arXiv 2205.14135.)"""
+    computing it again. (Algorithms 0 and 3 of Dao et al. 2022, FlashAttention, arXiv 2205.14135.) Of e4m3 inputs S has a byte
+    a pair, too, which nobody would round it to: a bound from below."""
 
     @cached_property
     def pairs(self) -> int:
@@ -185,13 +194,15 @@ class Standard(Cost):
     @property
     def bytes_written(self) -> int:
         """Forward: S, P, out. Backward: dP, dS, dq, dk, dv."""
-        results = self._elements_out if self.problem.phase == "forward" else self._elements_q + self._elements_kv
-        return results * self.problem.dtype.itemsize + 2 * self.matrix_bytes
+        if self.problem.phase == "forward":
+            return self._bytes_out + 2 * self.matrix_bytes
+        return (self._elements_q + self._elements_kv) * self.problem.dtype.itemsize + 2 * self.matrix_bytes
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One turn of flash attention's forward loop: so many query rows against so many keys. itemsize: bytes of an element."""
+    """One turn of flash attention's forward loop: so many query rows against so many keys. itemsize: bytes of an element of
+    Q, K, V and O."""
 
     rows: int
     keys: int
@@ -313,6 +324,8 @@ def matmul_rate(arch: Arch, dtype: torch.dtype) -> float:
     rates = {torch.float32: arch.fp32_flops, torch.float16: arch.tensor_flops, torch.float8_e4m3fn: arch.fp8_flops}
     if arch.capability >= 80:
         rates[torch.bfloat16] = arch.tensor_flops
+    if dtype == torch.float8_e4m3fn and arch.is_gpu and arch.capability < 89:
+        raise ValueError(f"cost: fp8 needs tensor cores that take it, from sm_89 on (L4, H200, ...), not {arch}")
     rate = rates.get(dtype, 0.0)
     if not (rate and arch.dram_bandwidth and arch.exp2_rate):
         raise ValueError(f"cost: no peak rates of {arch} for {str(dtype).removeprefix('torch.')} are known")

@@ -2,8 +2,8 @@
 
 The least time on each unit is its work over its rate; the longest binds, and gives the TFLOP/s that nothing exceeds. HBM bytes
 are `Cost`'s: each input and result once. Where our Hopper kernels run the problem, FLOPs, exponentials and the bytes that
-their products read from shared memory are those of the whole tiles that they visit (`strobe.lab.hopper`); elsewhere FLOPs and
-exponentials are of visible pairs, and shared memory has no ceiling. TFLOP/s are always of visible pairs.
+their products read from shared memory are those of the whole tiles that they visit (`strobe.lab.hopper`); elsewhere, and in
+fp8, FLOPs and exponentials are of visible pairs, and shared memory has no ceiling. TFLOP/s are always of visible pairs.
 (Williams, Waterman and Patterson 2009, "Roofline".)
 """
 
@@ -49,9 +49,11 @@ class Ceilings:
 
     @classmethod
     def measured(cls, device: torch.device, dtype: torch.dtype) -> Ceilings:
-        """By timing them (`strobe.lab.ceilings`). ValueError without a CUDA GPU."""
+        """By timing them (`strobe.lab.ceilings`). ValueError without a CUDA GPU, and for fp8."""
         if device.type != "cuda":
             raise ValueError("roofline: measuring ceilings needs a CUDA GPU; without one name a GPU with --arch")
+        if dtype.itemsize < 2:
+            raise ValueError("roofline: measuring ceilings takes bf16, fp16 or fp32, got fp8; name a GPU with --arch")
         from strobe.lab.ceilings import measure
 
         return measure(device, dtype)

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from traceback import extract_tb
 
 import torch
 from rich.console import Console
@@ -22,7 +23,8 @@ Factory = Callable[[], Launch]
 
 
 def launches_of(path: Path) -> Factory:
-    """The function `simulation` of a Python file, which returns a Launch. ValueError if it has none."""
+    """What the function `simulation` of a Python file returns. ValueError if the file or the function fails, or there is none;
+    the factory's, if it returns no Launch."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.exists():
         raise ValueError(f"FILE must be a Python file, got {path}")
@@ -31,11 +33,30 @@ def launches_of(path: Path) -> Factory:
     sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"FILE must be Python that can be imported, got {path}: {_told(error)}") from error
     finally:
         sys.path.pop(0)
     if not callable(getattr(module, "simulation", None)):
         raise ValueError(f"{path} must define simulation(), which returns a strobe.sim.Launch")
-    return module.simulation
+
+    def launch() -> Launch:
+        try:
+            made = module.simulation()
+        except Exception as error:
+            raise ValueError(f"simulation() of {path} failed: {_told(error)}") from error
+        if not isinstance(made, Launch):
+            raise ValueError(f"simulation() of {path} must return a strobe.sim.Launch, got {type(made).__name__}")
+        return made
+
+    return launch
+
+
+def _told(error: Exception) -> str:
+    """With its place, which a SyntaxError names itself."""
+    last = extract_tb(error.__traceback__)[-1]
+    place = "" if isinstance(error, SyntaxError) else f" ({Path(last.filename).name}, line {last.lineno})"
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def attention(problem: AttentionProblem, backend: str, config=None) -> Factory:

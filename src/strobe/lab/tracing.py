@@ -7,19 +7,25 @@ The stamps come back as one report: for each problem the steady state of the con
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from statistics import median, quantiles
+from typing import TYPE_CHECKING
 
 import torch
 
 from strobe.device import KNOWN, arch_of
 from strobe.kernels.sm90.config import Config
 from strobe.lab.machine import Telemetry, commit, describe
+from strobe.lab.single import call_times
 from strobe.masks import Causal, Full
 from strobe.problem import AttentionProblem, Dense, Operands, lse_shape
 from strobe.sim.trace import Stamps, phases
+
+if TYPE_CHECKING:
+    from strobe.lab.bench import Clock
+    from strobe.lab.peers import Call
 
 TOKENS = 16384
 SAMPLED, KEPT = 256, 3
@@ -36,11 +42,12 @@ def measure(head_dims: Sequence[int], masks: Sequence[str], length: int, command
     from strobe.kernels.sm90 import backend
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    arch = arch_of(device)
     problems = [(head_dim, mask, _problem(head_dim, mask, length)) for head_dim in head_dims for mask in masks]
     for _, _, problem in problems:
-        reason = backend.refuses(problem, arch_of(device))
+        reason = backend.refuses(problem, arch)
         if reason:
-            raise ValueError(f"sm90 {reason}")
+            raise ValueError(f"sm90 {reason}" + ("" if arch.capability == 90 else "; --simulate works without one"))
     report: dict = {
         "what": "timeline",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -109,6 +116,7 @@ def _problem(head_dim: int, mask: str, length: int) -> AttentionProblem:
 def _point(problem: AttentionProblem, device: torch.device, telemetry: Telemetry) -> dict:
     from strobe.kernels.sm90 import backend
     from strobe.kernels.sm90.launch import launch, launch_traced
+    from strobe.lab.bench import CudaClock
 
     lengths, config = problem.lengths, backend.config(problem, arch_of(device))
     assert isinstance(lengths, Dense)
@@ -122,8 +130,10 @@ def _point(problem: AttentionProblem, device: torch.device, telemetry: Telemetry
         for _ in range(20):
             launch(problem, operands, config)
         torch.cuda.synchronize()
-    plain = _milliseconds(lambda: launch(problem, operands, config))
-    traced = _milliseconds(lambda: launch_traced(problem, operands, config))
+    clock = CudaClock(device)
+    with clock.running():
+        plain = _milliseconds(lambda: launch(problem, operands, config), clock)
+        traced = _milliseconds(lambda: launch_traced(problem, operands, config), clock)
     stamps = launch_traced(problem, operands, config).cpu()
     milliseconds = {"plain": plain, "traced, with the zeroing of its trace": traced}
     return {"milliseconds": milliseconds, "telemetry": telemetry.since(start)} | _analysis(stamps, config)
@@ -148,17 +158,11 @@ def _analysis(stamps: torch.Tensor, config: Config) -> dict:
     }
 
 
-def _milliseconds(call: Callable[[], object], rounds: int = 20) -> float:
-    """Median of single calls by CUDA events."""
-    taken = []
-    for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        taken.append(begin.elapsed_time(end))
-    return round(median(taken), 4)
+def _milliseconds(call: Call, clock: Clock) -> float:
+    """Median of single calls, by the GPU's time alone: they are queued while it spins (`strobe.lab.single`), as a launch here
+    takes the host as long as some take the GPU."""
+    clock.seconds(call, 1)  # compiles what the clock launches, which must not happen while the queue runs dry
+    return round(1e3 * median(call_times([call], clock)), 4)
 
 
 def _of_cta(stamps: torch.Tensor, roles: list[str], cta: int) -> Stamps:
