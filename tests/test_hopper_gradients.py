@@ -252,6 +252,19 @@ def test_other_tensors_that_hooks_bring(head_dim):
             torch.testing.assert_close(getattr(got, name), getattr(want, name))
 
 
+def captured(step):
+    """A graph of a step, after one on another stream, and what its replays fill."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    return graph, got
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("names", ["packed", "used", ALL])
 def test_a_graph_beside_other_tensors(names, head_dim):
@@ -263,14 +276,7 @@ def test_a_graph_beside_other_tensors(names, head_dim):
         out, lse = strobe.attention(*qkv, return_lse=True, backend="sm90", **static)
         return Results(out.detach(), lse.detach(), *torch.autograd.grad(out, qkv, dout))
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
+    graph, got = captured(step)
     for number in (1, 0, 2):
         for mine, other in zip(given(static), given(beside(names, number)), strict=True):
             mine.copy_(other)
@@ -309,14 +315,7 @@ def test_a_graph_of_forward_and_backward(head_dim):
         out = strobe.attention(*leaves, backend="sm90", **static.keywords)
         return torch.autograd.grad(out, leaves, dout)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
+    graph, got = captured(step)
     for t in (*inputs, *inputs):
         for leaf, x in zip(leaves, (t.q, t.k, t.v), strict=True):
             leaf.data.copy_(x)
