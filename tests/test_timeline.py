@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from strobe.cli import app
 from strobe.kernels.common.stamp import EVENTS, ROLES
 from strobe.lab import timeline, tracing
-from strobe.lab.bench import CpuClock
 from strobe.sim.trace import Event, Span, Timeline, phases, timeline_of
 
 ROOT = Path(__file__).parents[1]
@@ -244,32 +243,6 @@ def test_what_is_no_report_is_one_sentence(tmp_path, text):
 def test_without_a_gpu_there_is_one_sentence():
     result = CliRunner(env={"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"}).invoke(app, ["timeline"])
     assert result.exit_code == 2 and "needs a Hopper GPU (sm_90), not CPU; --simulate works without one" in result.output
-
-
-class QueueClock(CpuClock):
-    """As of a GPU: what is queued while it spins takes 1 ms of its own; other calls, and those before, the host's 2."""
-
-    def __init__(self):
-        self.spun, self.calls = False, 0
-
-    def spin(self, seconds):
-        self.spun = seconds > 0
-
-    def seconds(self, run, count):
-        run()
-        return 2e-3
-
-    def seconds_of_each(self, calls):
-        assert self.calls > 1, "something ran before"
-        return [1e-3 if self.spun else 2e-3 for _ in calls]
-
-    def call(self):
-        self.calls += 1
-
-
-def test_a_launch_is_timed_without_the_host():
-    clock = QueueClock()
-    assert tracing._milliseconds(clock.call, clock) == 1.0
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])

@@ -11,21 +11,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from statistics import median, quantiles
-from typing import TYPE_CHECKING
 
 import torch
 
 from strobe.device import KNOWN, arch_of
 from strobe.kernels.sm90.config import Config
 from strobe.lab.machine import Telemetry, commit, describe
-from strobe.lab.single import call_times
 from strobe.masks import Causal, Full
 from strobe.problem import AttentionProblem, Dense, Operands, lse_shape
 from strobe.sim.trace import Stamps, phases
-
-if TYPE_CHECKING:
-    from strobe.lab.bench import Clock
-    from strobe.lab.peers import Call
 
 TOKENS = 16384
 SAMPLED, KEPT = 256, 3
@@ -116,7 +110,6 @@ def _problem(head_dim: int, mask: str, length: int) -> AttentionProblem:
 def _point(problem: AttentionProblem, device: torch.device, telemetry: Telemetry) -> dict:
     from strobe.kernels.sm90 import backend
     from strobe.kernels.sm90.launch import launch, launch_traced
-    from strobe.lab.bench import CudaClock
 
     lengths, config = problem.lengths, backend.config(problem, arch_of(device))
     assert isinstance(lengths, Dense)
@@ -130,13 +123,8 @@ def _point(problem: AttentionProblem, device: torch.device, telemetry: Telemetry
         for _ in range(20):
             launch(problem, operands, config)
         torch.cuda.synchronize()
-    clock = CudaClock(device)
-    with clock.running():
-        plain = _milliseconds(lambda: launch(problem, operands, config), clock)
-        traced = _milliseconds(lambda: launch_traced(problem, operands, config), clock)
     stamps = launch_traced(problem, operands, config).cpu()
-    milliseconds = {"plain": plain, "traced, with the zeroing of its trace": traced}
-    return {"milliseconds": milliseconds, "telemetry": telemetry.since(start)} | _analysis(stamps, config)
+    return {"telemetry": telemetry.since(start)} | _analysis(stamps, config)
 
 
 def _analysis(stamps: torch.Tensor, config: Config) -> dict:
@@ -156,13 +144,6 @@ def _analysis(stamps: torch.Tensor, config: Config) -> dict:
         "cta_cycles": _spread([{"cta": _duration(stamps, cta)} for cta, _ in steady])["cta"],
         "typical": {str(cta): _of_cta(stamps, roles, cta) for cta in _typical(steady)},
     }
-
-
-def _milliseconds(call: Call, clock: Clock) -> float:
-    """Median of single calls, by the GPU's time alone: they are queued while it spins (`strobe.lab.single`), as a launch here
-    takes the host as long as some take the GPU."""
-    clock.seconds(call, 1)  # compiles what the clock launches, which must not happen while the queue runs dry
-    return round(1e3 * median(call_times([call], clock)), 4)
 
 
 def _of_cta(stamps: torch.Tensor, roles: list[str], cta: int) -> Stamps:
