@@ -218,7 +218,7 @@ def _choice(problem: AttentionProblem) -> Choice:
 @functools.cache
 def _spacious(head_dim: int, head_dim_v: int, keys: int) -> Choice:
     """For what is computed of pairs: its numbers need registers, which two groups leave, and the fewer keys in a block the
-    more. Documents, 4 x 4096 tokens, one sequence to each, all keys, head dim 64: 1.02 ms with 128 keys, 1.24 with 64."""
+    more. Documents, 4 x 4096 tokens, one document a sequence, all keys, head dim 64: 1.02 ms with 128 keys, 1.24 with 64."""
     small = (config for config in candidates(head_dim, head_dim_v) if config.groups == 2 and config.tile_kv <= keys)
     return Choice(next(small), f"two groups and blocks of up to {keys} keys, for what is compared or computed pair by pair")
 
