@@ -66,6 +66,7 @@ def warm(calls: int) -> dict[str, dict]:
         "strobe.attention, full": Way(lambda: strobe.attention(q, k, v)),
         "strobe.flash_attn_func, causal": Way(lambda: strobe.flash_attn_func(q, k, v, causal=True)),
         "strobe.attention, causal, with a gradient to come": Way(lambda: strobe.attention(leaf, k, v, mask=mask)),
+        "strobe.attention, causal, dropout": Way(lambda: strobe.attention(q, k, v, mask=mask, dropout_p=0.1)),
         "strobe.attention, causal, by the operator": Way(
             causal, lambda: mock.patch.object(eager, "attention", lambda *call: None)
         ),

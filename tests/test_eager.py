@@ -54,7 +54,7 @@ class Plans:
             self.backwards_called += 1
             assert addresses == tuple(x.data_ptr() for x in now if x is not None)
             assert looks == [x if x is None else x.stride() for x in now]
-            return tiled.backward(*with_tensors(problem, now[:3], now[7:]), *now[3:7])[:3]
+            return tiled.backward(*with_tensors(problem, now[:3], now[7:]), *now[3:7])
 
         return call
 
@@ -64,7 +64,7 @@ def each_of_its_own(problem, operands, tensors, optional) -> None:
     documents, score = problem.mask.documents, problem.score
     of_mask = (None, None) if documents is None else (documents.q, documents.kv)
     held = (*operands, *of_mask, score.alibi, score.bias, score.sinks)
-    want = (*tensors[:3], *optional[:4], None, *optional[4:])
+    want = (*tensors[:3], *optional[:4], optional[-1], *optional[4:-1])
     assert all(x is y for x, y in zip(held, want, strict=True))
     given = [x for x in tensors if x is not None]
     assert len({id(x) for x in given}) == len(given)
@@ -72,9 +72,9 @@ def each_of_its_own(problem, operands, tensors, optional) -> None:
 
 def with_tensors(problem, qkv, optional):
     """The problem and the operands of a call that looks like the one of a problem."""
-    alibi, bias, sinks = optional[6:]
+    alibi, bias, sinks, seed = optional[6:]
     score = replace(problem.score, alibi=alibi, bias=bias, sinks=sinks)
-    return replace(problem, mask=with_documents(problem.mask, *optional[4:6]), score=score), Operands(*qkv, *optional[:4])
+    return replace(problem, mask=with_documents(problem.mask, *optional[4:6]), score=score), Operands(*qkv, *optional[:4], seed)
 
 
 @pytest.fixture
@@ -173,6 +173,28 @@ def test_other_shapes_strides_and_alignments_are_another_plan(plans):
         assert plans.made == plans.called == number
 
 
+def test_dropout_draws_once_a_call(all_plans, monkeypatch):
+    t = tensors(CASES[0], torch.float32, "cpu")
+
+    def three():
+        torch.manual_seed(5)
+        results = []
+        for p in (0.3, 0.3, 0.7):
+            qkv = [x.detach().requires_grad_() for x in (t.q, t.k, t.v)]
+            out = strobe.attention(*qkv, dropout_p=p, backend="tiled", **t.keywords)
+            results.append([out, *torch.autograd.grad(out.square().sum(), qkv)])
+        return results, torch.get_rng_state()
+
+    got, state = three()
+    assert (all_plans.made, all_plans.called, all_plans.backwards_made, all_plans.backwards_called) == (2, 3, 2, 3)
+    assert not torch.equal(got[0][0], got[1][0])
+    monkeypatch.setattr(eager, "attention", lambda *call: None)
+    want, operators_state = three()
+    assert all_plans.called == 3 and torch.equal(state, operators_state)
+    for ours, operators in zip(got, want, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(ours, operators, strict=True))
+
+
 def test_errors_are_the_same(plans, monkeypatch):
     t = tensors(CASES[0], torch.float32, "cpu")
     attention(t, scale=1)
@@ -183,6 +205,8 @@ def test_errors_are_the_same(plans, monkeypatch):
         (TypeError, {"score": 3}),
         (ValueError, {"scale": float("nan")}),
         (ValueError, {"max_seqlen_q": 3}),
+        (ValueError, {"dropout_p": 1.0}),
+        (TypeError, {"dropout_p": "0.1"}),
     ]
     texts = []
     for _ in range(3):
@@ -286,20 +310,31 @@ def test_gradients_beside_other_tensors(plans, monkeypatch, name, backwards):
     assert not torch.equal(short[0][2], short[1][2])
 
 
-@pytest.mark.parametrize("name", ["bias", "sinks"])
-def test_what_is_learned_is_the_operators(all_plans, name):
-    """A bias or sinks, with gradients of q, k and v or alone; where nothing is trained they have a plan."""
-    score = beside(name, 0)["score"]
-    learned = getattr(score, name).clone().requires_grad_()
-    for qkv in (leaves(), [x.detach() for x in leaves()]):
-        learned.grad = None
-        strobe.attention(*qkv, score=replace(score, **{name: learned}), backend="tiled").sum().backward()
-        assert learned.grad is not None and all_plans.made == 0
+@pytest.mark.parametrize("backwards", [True, False], ids=["plans", "operator's backward"])
+@pytest.mark.parametrize("names", [["bias"], ["sinks"], ["bias", "sinks"]], ids=str)
+def test_what_is_learned(plans, monkeypatch, names, backwards):
+    """A bias or sinks, with gradients of q, k and v or alone, and beside the other one, which is not learned."""
+    if backwards:
+        monkeypatch.setattr(tiled, "backward_plan", plans.backward_plan, raising=False)
+    score = beside("all", 0)["score"]
+    learned = {name: getattr(score, name).clone().requires_grad_() for name in names}
+
+    def trained(qkv):
+        out = strobe.attention(*qkv, score=replace(score, **learned), backend="tiled")
+        wanted = [x for x in (*qkv, *learned.values()) if x.requires_grad]
+        return out, *torch.autograd.grad(out.square().sum(), wanted)
+
+    ways = leaves(), [x.detach() for x in leaves()]
+    short = [trained(qkv) for qkv in (*ways, *ways)]
+    assert (plans.made, plans.called) == (2, 4)
+    assert (plans.backwards_made, plans.backwards_called) == ((2, 4) if backwards else (0, 0))
     with torch.no_grad():
-        strobe.attention(*leaves(), score=replace(score, **{name: learned}), backend="tiled")
-    assert all_plans.called == 1
+        strobe.attention(*leaves(), score=replace(score, **learned), backend="tiled")
     strobe.attention(*leaves(), score=score, backend="tiled").sum().backward()
-    assert all_plans.called == 2 and all_plans.backwards_called == 1
+    assert (plans.made, plans.called) == (4, 6)
+    monkeypatch.setattr(eager, "attention", lambda *call: None)
+    for got, want in zip(short, [trained(qkv) for qkv in (*ways, *ways)], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("short", [True, False], ids=["short way", "operator"])

@@ -226,6 +226,50 @@ def test_a_plan_and_the_operator_give_the_same_beside_other_tensors(names, head_
         check(got, Tensors(*(x.detach() for x in qkv), one), Results.FIELDS)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("names", [["bias"], ["sinks"], ["bias", "sinks"]], ids=str)
+def test_a_plan_and_the_operator_learn_the_same(names, head_dim):
+    """A bias of every pair, to whose gradient each tile writes its own part, and sinks; of calls in a row."""
+    eager.forget()
+    qkv, learned = leaves(head_dim, "used"), []
+    for _ in range(2):
+        one = {"bias": torch.randn(2, 4, LENGTH, LENGTH, device="cuda").bfloat16(), "sinks": torch.randn(4, device="cuda")}
+        learned.append({name: one[name].requires_grad_() for name in names})
+
+    def trained_by(one):
+        out = strobe.attention(*qkv, mask=strobe.Causal(), score=strobe.Score(**one), backend="sm90")
+        dq, dk, dv, *others = torch.autograd.grad(out, [*qkv, *one.values()], torch.ones_like(out))
+        return Results(out.detach(), None, dq, dk, dv), others
+
+    by_plan = [trained_by(one) for one in learned]
+    assert len(eager._prepared) == backwards_planned() == 1
+    with mock.patch.object(eager, "attention", lambda *call: None):
+        by_operator = [trained_by(one) for one in learned]
+    for (got, ours), (want, operators) in zip(by_plan, by_operator, strict=True):
+        assert torch.equal(got.out, want.out) and torch.equal(got.dk, want.dk) and torch.equal(got.dv, want.dv)
+        assert all(torch.equal(x, y) for x, y in zip(ours, operators, strict=True))
+        torch.testing.assert_close(got.dq, want.dq)
+    assert not any(torch.equal(x, y) for x, y in zip(by_plan[0][1], by_plan[1][1], strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_plan_and_the_operator_drop_the_same(head_dim):
+    eager.forget()
+    qkv = leaves(head_dim, "used")
+
+    def three():
+        torch.manual_seed(7)
+        return [trained(qkv, mask=strobe.Causal(), dropout_p=p) for p in (0.2, 0.2, 0.6)]
+
+    by_plan = three()
+    assert len(eager._prepared) == backwards_planned() == 2
+    with mock.patch.object(eager, "attention", lambda *call: None):
+        by_operator = three()
+    for got, want in zip(by_plan, by_operator, strict=True):
+        same(got, want, head_dim == 256)
+    assert not torch.equal(by_plan[0].out, by_plan[1].out)
+
+
 @pytest.mark.parametrize("names", ["packed", ALL])
 def test_deterministic_beside_other_tensors(names):
     """In two passes at every head dim."""

@@ -467,7 +467,8 @@ def leave_nan_in_free_memory(like: torch.Tensor) -> None:
 def test_a_launch_waits_for_those_ahead(head_dim):
     """A launch may begin while the one ahead of it ends (`kernels.common.turn`), and reads what that wrote: attentions in a
     row, each of the last one's result, give the same bits with a pause after each, without, and in a graph; so do gradients.
-    They have few tiles, so that the GPU has room for the next; and no other kernel comes in between, which would wait."""
+    They have few tiles, so that the GPU has room for the next; no other kernel comes in between, which would wait; and they all
+    wait behind a kernel that does nothing for long, as it takes longer to launch one than to run it."""
     first, second, k, v, dout = torch.randn(5, 1, 700, 2, head_dim, device="cuda", dtype=torch.bfloat16).unbind()
 
     def chain(x, pause=False):
@@ -484,7 +485,9 @@ def test_a_launch_waits_for_those_ahead(head_dim):
     (want_dq,) = torch.autograd.grad(want, q, dout)
     for _ in range(5):
         leave_nan_in_free_memory(q)
+        torch.cuda._sleep(10_000_000)
         got = chain(q)
+        torch.cuda._sleep(10_000_000)
         (got_dq,) = torch.autograd.grad(got, q, dout)
         assert torch.equal(got, want) and torch.equal(got_dq, want_dq)
     graph, x = torch.cuda.CUDAGraph(), first.clone()

@@ -70,15 +70,15 @@ def test_the_forwards_operands_by_hand():
 def test_the_backwards_operands_by_hand():
     # Head dim 128, 64 rows, 128 keys. Each of two groups: K 64 x 128 and Q 64 x 128 for S, as much of V and dO for dP, dO for
     # dV and Q for dK (P and dS are in registers), dS 64 x 128 and half of K's columns, 128 x 64, for dQ: 8 of 8192 numbers.
-    (one,) = of_config(BackwardConfig(128, 128, 64, prefetch=True, turns=False))
+    (one,) = of_config(BackwardConfig(128, 128, 64, turns=True))
     assert (one.tile_q, one.tile_kv) == (64, 128)
     assert one.operand_bytes == 2 * 8 * 8192 * 2 == 256 * 1024
     assert one.flops == 5 * 2 * 64 * 128 * 128 and one.flops / 4096 == 2560 > one.operand_bytes / 128 == 2048
     # Head dim 64, 128 rows: K 64 x 64 and Q 128 x 64, as much of V and dO; dO, Q; half of dS, 128 x 64, and K 128 x 64
-    (one,) = of_config(BackwardConfig(64, 64, 128, prefetch=False, turns=True))
+    (one,) = of_config(BackwardConfig(64, 64, 128, turns=True))
     assert one.operand_bytes == 2 * (2 * (4096 + 8192) + 2 * 8192 + 2 * 8192) * 2 and one.flops == 5 * 2 * 128 * 128 * 64
     # (192, 128), 64 rows: three shares of dQ, each with all of dS, 64 x 128, and 64 columns of K
-    (one,) = of_config(BackwardConfig(192, 128, 64, prefetch=False, turns=False))
+    (one,) = of_config(BackwardConfig(192, 128, 64, turns=False))
     assert one.operand_bytes == 2 * 2 * (128 * 192 + 128 * 128 + 64 * 128 + 64 * 192) + 3 * 2 * (64 + 64) * 128
     assert one.flops == 2 * 64 * 128 * (3 * 192 + 2 * 128)
 
@@ -135,7 +135,7 @@ def test_products_read_what_the_machine_code_says():
 def test_a_pass_visits_the_same_tiles_from_the_side_of_the_keys(mask, lengths):
     """As the backward finds them: for each block of keys the tiles of rows that see one of them."""
     n_q, n_kv = lengths
-    (one,) = of_config(BackwardConfig(128, 128, 64, prefetch=True, turns=False))
+    (one,) = of_config(BackwardConfig(128, 128, 64, turns=True))
     blocks, seen = 0, mask.dense(n_q, n_kv).reshape(n_q, n_kv)
     for first in range(0, n_kv, one.tile_kv):
         rows = seen[:, first : first + one.tile_kv].any(1).nonzero().flatten() // one.tile_q

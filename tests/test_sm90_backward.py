@@ -35,24 +35,25 @@ def run_compiler(code: str, triton: str, *arguments: str) -> str:
 
 # ---- the compiler's own numbers
 
-D64 = Config(64, 64, 128, prefetch=False, turns=True)
-D96 = Config(96, 96, 64, prefetch=False, turns=False)
-D128 = Config(128, 128, 64, prefetch=False, turns=False)
-D192 = Config(192, 128, 64, prefetch=False, turns=False)
+D64 = Config(64, 64, 128, turns=True)
+D96 = Config(96, 96, 64, turns=False)
+D96_TURNS = Config(96, 96, 64, turns=True)
+D128 = Config(128, 128, 64, turns=True)
+D192 = Config(192, 128, 64, turns=False)
 AUDITED = {
     # Head dims, mask, dtype, length: the config, and of the oldest Triton and the installed one how many loads and stores of
     # spilled registers stand in the loop over tiles of either group, and how many bytes of them anywhere.
     ((64, 64), "Full()", "bfloat16", 4096): (D64, (4, 128), (4, 32)),
     ((64, 64), "Causal()", "float16", 1000): (D64, (0, 140), (7, 276)),
     ((80, 80), "Full()", "float16", 1000): (D96, (0, 88), (5, 160)),
-    ((96, 96), "Causal()", "bfloat16", 4096): (D96, (0, 220), (10, 176)),
-    ((128, 128), "Full()", "bfloat16", 4096): (dataclasses.replace(D128, prefetch=True), (0, 112), (5, 156)),
+    ((96, 96), "Causal()", "bfloat16", 4096): (D96_TURNS, (0, 220), (6, 160)),
+    ((128, 128), "Full()", "bfloat16", 4096): (D128, (0, 8), (4, 140)),
     ((128, 128), "Causal()", "bfloat16", 4096): (D128, (0, 8), (8, 356)),
-    ((128, 64), "Window(1023, 0)", "bfloat16", 4096): (Config(128, 64, 64, False, False), (0, 96), (1, 72)),
-    ((64, 128), "Full()", "float16", 4096): (Config(96, 128, 64, False, False), (0, 40), (0, 116)),
+    ((128, 64), "Window(1023, 0)", "bfloat16", 4096): (Config(128, 64, 64, turns=True), (0, 96), (2, 68)),
+    ((64, 128), "Full()", "float16", 4096): (Config(96, 128, 64, turns=False), (0, 40), (0, 116)),
     ((192, 128), "Full()", "bfloat16", 4096): (D192, (0, 288), (4, 396)),
     ((192, 128), "Causal()", "float16", 1000): (D192, (1, 408), (18, 664)),
-    ((160, 96), "Window(1023, 0)", "bfloat16", 4096): (Config(192, 96, 64, False, False), (2, 184), (12, 360)),
+    ((160, 96), "Window(1023, 0)", "bfloat16", 4096): (Config(192, 96, 64, turns=False), (2, 184), (12, 360)),
 }
 
 AUDIT = """
@@ -141,8 +142,8 @@ def test_tensor_cores_run_unhindered(audits):
         for (counts, loop), shares in zip(consumers(audit), shares_of(config), strict=True):
             dq = 128 // 16 * len(shares)
             assert loop["HGMMA"] == scores + dp + dq + sums, audit["name"]
-            # Before the loop the first tile's scores, after it the last tile's dQ.
-            assert counts["HGMMA"] == loop["HGMMA"] + dq + config.prefetch * scores, audit["name"]
+            # After the loop the last tile's dQ.
+            assert counts["HGMMA"] == loop["HGMMA"] + dq, audit["name"]
             assert counts["MUFU.EX2"] == loop["MUFU.EX2"] == 64 * config.tile_q // 128, audit["name"]
 
 
@@ -249,7 +250,7 @@ def test_lengths_batch_and_heads_compile_nothing(triton):
 
 
 PLANS = """
-import contextlib, ctypes, json, struct, torch
+import contextlib, ctypes, dataclasses, json, struct, torch
 import strobe
 from strobe import api, eager, ops
 from strobe.kernels import launcher
@@ -281,17 +282,17 @@ torch.cuda.current_device = lambda: 0
 torch._C._cuda_isCurrentStreamCapturing = lambda: False
 
 
-def described(tensors, options):
+def described(tensors, options, learned):
     own, options = eager._own(options, tensors)
-    return own, ops.describe(*own[:3], options, "backward"), ops.operands_of(*own[:3], options)
+    return own, ops.describe(*own[:3], options, "backward", learned), ops.operands_of(*own[:3], options)
 
 
-def expected(tensors, options, gradients):
+def expected(tensors, options, learned, gradients):
     "What Triton would give the kernels: addresses of what is given as numbers, the other tensors as they are."
-    own, problem, operands = described(tensors, options)
+    own, problem, operands = described(tensors, options, learned)
     notes = workspace(own[0].device, sum(backward_launch.number_of_notes(problem)))
     space = backward_launch.buffers(problem, choose(problem), own[0].device, notes)
-    calls = backward_launch.calls(problem, operands, *own[3:7], Gradients(*gradients), space, choose(problem))
+    calls = backward_launch.calls(problem, operands, *own[3:7], gradients._replace(sinks=None), space, choose(problem))
     known = {id(x) for x in (*own, *gradients) if x is not None}
     for call in calls:
         compiled = launcher.compiled_call(call.kernel, call.grid, *call.arguments, **call.keywords)
@@ -306,23 +307,26 @@ def expected(tensors, options, gradients):
         yield compiled.compiled.name, values
 
 
-def check(head_dim, dlse=True, packed=False, **keywords):
+def check(head_dim, dlse=True, packed=False, learned=(), **keywords):
     q, k, v = torch.zeros(3, 2, 192, 4, head_dim, dtype=torch.bfloat16).unbind()
     if packed:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     options = api._options_of(q, k, v, **keywords)
+    if options.dropout:
+        options = dataclasses.replace(options, seed=torch.zeros(1, dtype=torch.int64))
     lse = torch.zeros(lse_shape(ops.describe(q, k, v, options)))
     optional = [getattr(options, name) for name in eager.OPTIONAL]
     tensors = (q, k, v, torch.zeros_like(q), lse, torch.zeros_like(q), torch.zeros_like(lse) if dlse else None, *optional)
-    own, problem, operands = described(tensors, options)
+    own, problem, operands = described(tensors, options, learned)
     plan = backend.backward_plan(problem, operands, own)
     assert isinstance(plan.__self__._prepared, launcher.PreparedLaunches)
     later = tuple(None if x is None else x.clone() for x in tensors)
     launches.clear()
     gradients = plan(5, tuple(x.data_ptr() for x in later if x is not None), later)
-    assert [x.shape for x in gradients] == [x.shape for x in later[:3]]
+    assert [x.shape for x in gradients[:3]] == [x.shape for x in later[:3]]
+    assert (gradients.bias is None, gradients.sinks is None) == ("bias" not in learned, "sinks" not in learned)
     names, addresses = [], {}
-    for (name, got), (same, want) in zip(launches, expected(later, options, gradients), strict=True):
+    for (name, got), (same, want) in zip(launches, expected(later, options, learned, gradients), strict=True):
         names.append(name)
         assert name == same
         for given, value in zip(got, want, strict=True):
@@ -331,7 +335,7 @@ def check(head_dim, dlse=True, packed=False, **keywords):
                 assert given == addresses.setdefault(id(value), given[:8]) * times, name
             else:
                 assert given == value, name
-    taken = {struct.pack("<Q", x.data_ptr()) for x in (*later, *gradients) if x is not None}
+    taken = {struct.pack("<Q", x.data_ptr()) for x in (*later, *gradients[:4]) if x is not None}
     assert len({*addresses.values()} | taken) == len(addresses) + len(taken)
     return names
 
@@ -347,6 +351,8 @@ with pretend_gpu(90):
         check(64, packed=True, cu_seqlens_q=cu, cu_seqlens_kv=cu, seqused_q=used, seqused_kv=used, mask=strobe.Causal()),
         check(128, mask=mask, score=changed, seqused_kv=used),
         check(256, False, mask=mask, score=changed, seqused_q=used),
+        check(64, dropout_p=0.3),
+        check(128, mask=mask, score=changed, learned=("bias", "sinks")),
     ]))
 """
 
@@ -360,6 +366,8 @@ def test_a_plan_launches_with_the_tensors_of_its_call(triton):
         [*one_pass, "redo_noted"],
         ["spans_kernel", *one_pass, "redo_noted"],
         ["spans_kernel", "spans_kernel", *two_passes, "redo_noted"],
+        one_pass,
+        ["spans_kernel", *one_pass, "redo_noted"],
     ]
 
 
@@ -383,7 +391,7 @@ def test_every_head_dim_has_a_config(head_dim, head_dim_v, mask):
     assert config.smem_bytes() + 640 <= KNOWN["H200"].smem_per_block
     assert isinstance(config, SplitConfig) == (head_dim > 192 or head_dim_v > 128)
     if isinstance(config, Config):
-        assert config.prefetch == (96 < head_dim <= 128 and mask == strobe.Full())
+        assert config.turns == (config.head_dim in (64, 128) or (config.head_dim == 96 and mask == strobe.Causal()))
         assert config.serial == (head_dim > 128)
 
 
@@ -410,7 +418,7 @@ def _two(score, batch, head, q_index, kv_index):
 def test_what_takes_registers_gets_smaller_tiles(changes):
     plain, changed = (backend.config(problem(head_dim=64, head_dim_v=64, **more), KNOWN["H200"]) for more in ({}, changes))
     assert (plain.tile_q, changed.tile_q) == (128, 64)
-    assert not backend.config(problem(**changes), KNOWN["H200"]).prefetch
+    assert not backend.config(problem(**changes), KNOWN["H200"]).turns
 
 
 @pytest.mark.parametrize("changes, reason", [

@@ -75,7 +75,7 @@ def attention(
         q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv,
         deterministic, backend,
     )  # fmt: skip
-    result = eager.attention(_options, call, return_lse) if dropout_p == 0.0 else None
+    result = eager.attention(_options, call, dropout_p, return_lse)
     if result is None:
         options = _options(*call, dropout_p)
         if options.dropout:

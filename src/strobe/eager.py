@@ -12,14 +12,12 @@ A backend takes part by a function beside its `forward`:
 `tensors` are q, k, v, for a backward also out, lse, dout and, or None, dlse, and then, or None, those of `OPTIONAL`. They are
 what `problem` and `operands` hold, each an object of its own, even if the caller's are not. A plan is called with the tensors
 of a later call that looks the same.
-
-Gradients of q, k and v are a plan's, whatever other tensors there are; a bias or sinks that are learned are the operator's.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,13 +27,16 @@ from torch.nn import Parameter
 
 from strobe import dispatch, ops
 from strobe.device import arch_of
+from strobe.dropout import new_seed
 from strobe.masks import Mask
+from strobe.problem import Gradients
 from strobe.recent import Recent
 from strobe.scores import Score
 
-OPTIONAL = ops.TENSORS[:-1]
-"""The tensors of a call beside q, k and v, by their names in Options; calls with dropout, which have a seed, are the
-operator's."""
+OPTIONAL = ops.TENSORS
+"""The tensors of a call beside q, k and v, by their names in Options, the last of them the seed of dropout."""
+
+_LEARNED = slice(OPTIONAL.index("bias"), OPTIONAL.index("sinks") + 1)
 
 Outputs = tuple[torch.Tensor, Any]
 """out and lse, which may be None where nobody wants it."""
@@ -44,17 +45,18 @@ Plan = Callable[..., Outputs]
 """plan(stream, wants_lse, addresses, tensors) -> out, lse, on the current device and its current stream, given as the driver's
 handle (CPU: 0). addresses: of the tensors, without those that are None."""
 
-BackwardPlan = Callable[..., Sequence[torch.Tensor]]
-"""plan(stream, addresses, tensors) -> dq, dk, dv, likewise; tensors: q, k, v, out, lse, dout, dlse and those of OPTIONAL."""
+BackwardPlan = Callable[..., Gradients]
+"""plan(stream, addresses, tensors) -> gradients, likewise; tensors: q, k, v, out, lse, dout, dlse and those of OPTIONAL."""
 
 
 class Prepared(NamedTuple):
-    """What is known of calls that look the same. plan: None if they are the operator's. options: without tensors. backward: the
-    plan, or (None,), of a backward whose gradients look the same."""
+    """What is known of calls that look the same. plan: None if they are the operator's. options: without tensors. learned: names
+    of those with gradients. backward: the plan, or (None,), of a backward whose gradients look the same."""
 
     plan: Plan | None
     differentiable: bool
     options: ops.Options
+    learned: list[str]
     backward: Recent[tuple[BackwardPlan | None]]
 
 
@@ -70,8 +72,9 @@ def forget() -> None:
     _prepared.clear()
 
 
-def attention(check: Callable[..., ops.Options], call: tuple, wants_lse: bool) -> Outputs | None:
-    """out and lse (see Plan), or None if the call is the operator's. check(*call): the checks, and what they make of a call.
+def attention(check: Callable[..., ops.Options], call: tuple, dropout: float, wants_lse: bool) -> Outputs | None:
+    """out and lse (see Plan), or None if the call is the operator's. check(*call, dropout): the checks, and what they make of
+    a call.
 
     Every call of a model comes through here, so it asks each tensor for as little as tells calls apart, and makes one flat key
     of it: a tenth of a microsecond a question, twenty or so of them."""
@@ -96,7 +99,7 @@ def attention(check: Callable[..., ops.Options], call: tuple, wants_lse: bool) -
     if cu_q is not None or cu_kv is not None or used_q is not None or used_kv is not None or _has_tensors(mask, score):
         documents = (None, None) if mask is None or mask.documents is None else (mask.documents.q, mask.documents.kv)
         changes = (None, None, None) if score is None else (score.alibi, score.bias, score.sinks)
-        optional = (cu_q, cu_kv, used_q, used_kv, *documents, *changes)
+        optional = (cu_q, cu_kv, used_q, used_kv, *documents, *changes, None)
         likenesses = tuple([None if x is None else _likeness(x) for x in optional])
         if False in likenesses:
             return None
@@ -104,8 +107,9 @@ def attention(check: Callable[..., ops.Options], call: tuple, wants_lse: bool) -
     if device >= 0 and device != torch._C._cuda_getDevice():
         return None
     numbers = None
-    if scale is not None or max_q is not None or max_kv is not None:  # 1 and True are equal, but not the same to `check`
-        numbers = (scale, type(scale), max_q, type(max_q), max_kv, type(max_kv))
+    if scale is not None or max_q is not None or max_kv is not None or dropout != 0.0:
+        # 1 and True are equal, but not the same to `check`.
+        numbers = (scale, type(scale), max_q, type(max_q), max_kv, type(max_kv), dropout, type(dropout))
     gradients = torch.is_grad_enabled()
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
@@ -118,14 +122,18 @@ def attention(check: Callable[..., ops.Options], call: tuple, wants_lse: bool) -
     except TypeError:  # a number that is a list, say
         return None
     if prepared is None:
-        prepared = _prepare(check(*call), (q, k, v, *optional))
+        prepared = _prepare(check(*call, dropout), (q, k, v, *optional))
         _prepared.put(key, prepared)
     plan = prepared.plan
     if plan is None:
         return None
+    if dropout != 0.0:
+        seed = new_seed(q.device)
+        optional = (*optional[:-1], seed)
+        addresses += (seed.data_ptr(),)
     stream = torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
     if prepared.differentiable:
-        return _Differentiable.apply(prepared, stream, addresses, optional, q, k, v)
+        return _Differentiable.apply(prepared, stream, addresses, optional, q, k, v, *optional[_LEARNED])
     return plan(stream, wants_lse, addresses, (q, k, v, *optional))
 
 
@@ -153,9 +161,11 @@ def _alignments(addresses: tuple[int, ...]) -> tuple[int, ...]:
 
 def _prepare(options: ops.Options, tensors: tuple) -> Prepared:
     """For calls that look like this one, whose options are checked."""
+    if options.dropout:  # what is drawn is each call's own
+        tensors = (*tensors[:-1], torch.zeros(1, dtype=torch.int64, device=tensors[0].device))
     gradients = torch.is_grad_enabled()
     differentiable = gradients and any(x is not None and x.requires_grad for x in tensors)
-    learns = gradients and bool(ops.learned_of(options))
+    learned = ops.learned_of(options) if gradients else []
     nothing: dict[str, Any] = dict.fromkeys(OPTIONAL)
     bare = replace(options, **nothing)
     own, options = _own(options, tensors)
@@ -164,10 +174,10 @@ def _prepare(options: ops.Options, tensors: tuple) -> Prepared:
     backend = dispatch.select(problem, arch_of(q.device), options.backend)
     # Lengths that live on the device are checked there, in every call.
     asserts = (problem.varlen or problem.seqused) and os.environ.get("STROBE_DEBUG", "0") == "1"
-    if not hasattr(backend, "plan") or asserts or learns:
-        return Prepared(None, differentiable, bare, Recent(16))
-    plan = backend.plan(problem, ops.operands_of(q, k, v, options), own)
-    return Prepared(plan, differentiable, bare, Recent(16))
+    plan = None
+    if hasattr(backend, "plan") and not asserts:
+        plan = backend.plan(problem, ops.operands_of(q, k, v, options), own)
+    return Prepared(plan, differentiable, bare, learned, Recent(16))
 
 
 def _own(options: ops.Options, tensors: tuple) -> tuple[tuple[Any, ...], ops.Options]:
@@ -178,13 +188,13 @@ def _own(options: ops.Options, tensors: tuple) -> tuple[tuple[Any, ...], ops.Opt
 
 
 class _Differentiable(torch.autograd.Function):
-    """A plan, differentiable in q, k and v; its gradient by a plan too, or else the operator's."""
+    """A plan, differentiable in q, k, v, a bias and sinks; its gradient by a plan too, or else the operator's."""
 
     @staticmethod
-    def forward(ctx, prepared: Prepared, stream: int, addresses: tuple[int, ...], optional: tuple, q, k, v):
+    def forward(ctx, prepared: Prepared, stream: int, addresses: tuple[int, ...], optional: tuple, q, k, v, _bias, _sinks):
         assert prepared.plan is not None
         outputs = prepared.plan(stream, True, addresses, (q, k, v, *optional))
-        ctx.save_for_backward(q, k, v, *outputs, *optional, None)  # as the operator does; there is no seed
+        ctx.save_for_backward(q, k, v, *outputs, *optional)  # as the operator does
         ctx.prepared = prepared
         ctx.set_materialize_grads(False)
         return outputs
@@ -192,14 +202,14 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         prepared, saved = ctx.prepared, ctx.saved_tensors  # asked for once: checkpoints unpack no tensor again
-        gradients = _gradients(prepared, (*saved[:5], dout, dlse, *saved[5:-1]))
+        gradients = _gradients(prepared, (*saved[:5], dout, dlse, *saved[5:]))
         if gradients is None:
-            gradients = ops.gradients(saved, prepared.options, [], dout, dlse)[:3]
+            gradients = ops.gradients(saved, prepared.options, prepared.learned, dout, dlse)
         return None, None, None, None, *gradients
 
 
-def _gradients(prepared: Prepared, tensors: tuple) -> Sequence[torch.Tensor] | None:
-    """dq, dk and dv by a plan. None if a backward is the operator's: one without dout, say, or one that is to be differentiated
+def _gradients(prepared: Prepared, tensors: tuple) -> Gradients | None:
+    """By a plan. None if a backward is the operator's: one without dout, say, or one that is to be differentiated
     again, which it refuses."""
     dout = tensors[5]
     if dout is None or torch.is_grad_enabled() or _transformed():
@@ -216,7 +226,7 @@ def _gradients(prepared: Prepared, tensors: tuple) -> Sequence[torch.Tensor] | N
     key = strides, alignments, torch.are_deterministic_algorithms_enabled()
     found = prepared.backward.get(key)
     if found is None:
-        found = (_prepare_backward(prepared.options, tensors),)
+        found = (_prepare_backward(prepared.options, prepared.learned, tensors),)
         prepared.backward.put(key, found)
     (plan,) = found
     if plan is None:
@@ -224,10 +234,10 @@ def _gradients(prepared: Prepared, tensors: tuple) -> Sequence[torch.Tensor] | N
     return plan(torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0, addresses, tensors)
 
 
-def _prepare_backward(options: ops.Options, tensors: tuple) -> BackwardPlan | None:
+def _prepare_backward(options: ops.Options, learned: list[str], tensors: tuple) -> BackwardPlan | None:
     own, options = _own(options, tensors)
     q, k, v = own[:3]
-    problem = ops.describe(q, k, v, options, "backward")
+    problem = ops.describe(q, k, v, options, "backward", learned)
     backend = dispatch.select(problem, arch_of(q.device), options.backend)
     if not hasattr(backend, "backward_plan"):
         return None

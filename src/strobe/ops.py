@@ -17,7 +17,7 @@ from strobe import dispatch
 from strobe.device import arch_of
 from strobe.functions import known
 from strobe.masks import Mask, with_documents
-from strobe.problem import AttentionProblem, Dense, Operands, Varlen, addressable
+from strobe.problem import AttentionProblem, Dense, Gradients, Operands, Varlen, addressable
 from strobe.scores import Score
 
 _OPTIONS = (
@@ -206,17 +206,17 @@ def _save(ctx, inputs, output):
 
 
 def _gradient(ctx, dout, dlse):
-    return gradients(ctx.saved_tensors, ctx.options, ctx.learned, dout, dlse)
+    found = gradients(ctx.saved_tensors, ctx.options, ctx.learned, dout, dlse)
+    return *found[:3], *(getattr(found, one.name) if one.name in LEARNED else None for one in fields(Options))
 
 
-def gradients(saved: Sequence, options: Options, learned: list[str], dout, dlse) -> tuple:
-    """Of q, k, v and each of the options. saved: q, k, v, out, lse and those of TENSORS, which the options are without."""
+def gradients(saved: Sequence, options: Options, learned: Sequence[str], dout, dlse) -> Gradients:
+    """saved: q, k, v, out, lse and those of TENSORS, which the options are without."""
     q, k, v, out, lse, *tensors = saved
     options = replace(options, **dict(zip(TENSORS, tensors, strict=True)))
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, *others = torch.ops.strobe.backward(dout, dlse, q, k, v, out, lse, *options.arguments(), learned)
-    by_name = {name: grad for name, grad in zip(LEARNED, others, strict=True) if name in learned}
-    return dq, dk, dv, *(by_name.get(one.name) for one in fields(Options))
+    dq, dk, dv, *others = torch.ops.strobe.backward(dout, dlse, q, k, v, out, lse, *options.arguments(), list(learned))
+    return Gradients(dq, dk, dv, *(x if name in learned else None for name, x in zip(LEARNED, others, strict=True)))
 
 
 def _no_second_gradient(ctx, *grads):

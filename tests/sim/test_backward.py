@@ -15,11 +15,11 @@ from strobe.sim import simulate
 
 FP16, BF16 = torch.float16, torch.bfloat16
 ORDERS = (("in_order", 0), ("random", 1), ("random", 2), ("late", 0), ("early", 0), ("timed", 0), *UNEVEN)
-D64 = Config(64, 64, 128, prefetch=False, turns=True)
-D96 = Config(96, 96, 64, prefetch=False, turns=False)
-D128 = Config(128, 128, 64, prefetch=False, turns=False)
-D128_AHEAD = Config(128, 128, 64, prefetch=True, turns=False)
-D192 = Config(192, 128, 64, prefetch=False, turns=False)
+D64 = Config(64, 64, 128, turns=True)
+D96 = Config(96, 96, 64, turns=False)
+D96_TURNS = Config(96, 96, 64, turns=True)
+D128 = Config(128, 128, 64, turns=True)
+D192 = Config(192, 128, 64, turns=False)
 
 
 def case(n_q, n_kv, head_dim, heads=(1, 1), batch=1, **more) -> Case:
@@ -32,7 +32,7 @@ CASES = [
     (case(1, 1, 64), BF16, D64),
     (case(300, 300, 64, heads=(4, 2)), FP16, D64),
     (case(140, 300, 128, heads=(2, 1)), BF16, D128),
-    (case(140, 300, 128, heads=(2, 1)), FP16, D128_AHEAD),
+    (case(140, 300, 128, heads=(2, 1)), FP16, D128),
     (case(150, 170, 96, heads=(2, 1)), BF16, D96),
     (case(140, 300, 192, heads=(2, 1), head_dim_v=128), BF16, D192),
     # Masks: of 300 causal rows the first 170 see none of 130 keys, and no row sees a block far behind a window.
@@ -42,18 +42,18 @@ CASES = [
     (case(300, 130, 64, mask="window"), BF16, D64),
     (case(150, 300, 64, mask="prefix"), FP16, D64),
     (case(140, 300, 128, mask="causal"), BF16, D128),
-    (case(150, 170, 96, heads=(2, 1), mask="causal"), FP16, D96),
+    (case(150, 170, 96, heads=(2, 1), mask="causal"), FP16, D96_TURNS),
     (case(150, 170, 192, heads=(2, 1), head_dim_v=128, mask="causal"), FP16, D192),
     # Sequences packed, one of them empty.
     (case(200, 170, 64, heads=(2, 1), batch=4, packed=True), BF16, D64),
     (case(200, 170, 64, heads=(2, 1), batch=4, packed=True, mask="causal"), FP16, D64),
-    (case(140, 300, 128, batch=4, packed=True), FP16, D128_AHEAD),
+    (case(140, 300, 128, batch=4, packed=True), FP16, D128),
     (case(150, 170, 96, batch=3, packed=True, mask="window"), BF16, D96),
     (case(140, 300, 192, head_dim_v=128, batch=4, packed=True, mask="window"), BF16, D192),
     # What changes scores.
     (case(200, 300, 64, heads=(2, 1), softcap=3.0, alibi=True, mask="causal"), FP16, D64),
     (case(90, 150, 96, heads=(2, 1), alibi=True), BF16, D96),
-    (case(90, 150, 192, heads=(2, 1), head_dim_v=96, alibi=True, softcap=3.0), FP16, Config(192, 96, 64, False, False)),
+    (case(90, 150, 192, heads=(2, 1), head_dim_v=96, alibi=True, softcap=3.0), FP16, Config(192, 96, 64, turns=False)),
     (case(90, 150, 64, heads=(2, 1), batch=2, bias=True, mask="causal"), FP16, D64),
     (case(90, 150, 128, heads=(2, 1), bias=True, function=True, softcap=4.0), BF16, D128),
     (case(90, 150, 192, heads=(2, 1), head_dim_v=128, bias=True, function=True, mask="window"), FP16, D192),
@@ -62,17 +62,17 @@ CASES = [
     (case(150, 170, 96, heads=(2, 1), mask="functions"), FP16, D96),
     (case(150, 170, 192, heads=(2, 1), head_dim_v=128, mask="documents"), BF16, D192),
     (case(150, 170, 64, heads=(2, 1), batch=2, dropout=0.3, mask="causal"), BF16, D64),
-    (case(150, 170, 128, heads=(2, 1), dropout=0.3, function=True, alibi=True), FP16, D128_AHEAD),
+    (case(150, 170, 128, heads=(2, 1), dropout=0.3, function=True, alibi=True), FP16, D128),
     (case(150, 170, 192, heads=(2, 1), head_dim_v=128, dropout=0.2, function=True), FP16, D192),
     # Head dims that are padded, and V's own.
-    (case(150, 170, 80, mask="window"), FP16, D96),
-    (case(100, 150, 128, head_dim_v=64, mask="causal"), FP16, Config(128, 64, 64, prefetch=False, turns=False)),
-    (case(100, 150, 40, head_dim_v=128), BF16, Config(96, 128, 64, prefetch=False, turns=False)),
+    (case(150, 170, 80, mask="window"), FP16, D96_TURNS),
+    (case(100, 150, 128, head_dim_v=64, mask="causal"), FP16, Config(128, 64, 64, turns=False)),
+    (case(100, 150, 40, head_dim_v=128), BF16, Config(96, 128, 64, turns=False)),
 ]
 
 
 def short(value) -> str:
-    return "ahead" if value == D128_AHEAD else "" if isinstance(value, Config) else str(value).removeprefix("torch.")
+    return "" if isinstance(value, Config) else str(value).removeprefix("torch.")
 
 
 @pytest.mark.parametrize("case, dtype, config", CASES, ids=short)
@@ -94,7 +94,7 @@ def test_a_bias_may_be_repeated(of_both, shape):
 
 
 @pytest.mark.parametrize("ctas", [2, 5, 12])
-@pytest.mark.parametrize("mask, config", [("causal", D64), ("full", D128_AHEAD)], ids=short)
+@pytest.mark.parametrize("mask, config", [("causal", D64), ("full", D128)], ids=short)
 def test_ctas_share_the_blocks(mask, config, ctas):
     """As many blocks as CTAs, more, or fewer; the counters are 0 again whoever ends last."""
     t = tensors(case(90, 300, config.head_dim, heads=(4, 2), mask=mask), FP16)

@@ -13,7 +13,7 @@ from strobe.kernels.sm90.config import Config as Forward
 from strobe.kernels.sm90.documents import new_spans, spans_arguments, spans_kernel
 from strobe.sim.attention import simulate_forward, spans_of
 
-BACKWARDS = [(Backward, Config(96, 64, 64, prefetch=False, turns=False)), (SplitBackward, SplitConfig(64, 64))]
+BACKWARDS = [(Backward, Config(96, 64, 64, turns=False)), (SplitBackward, SplitConfig(64, 64))]
 
 
 def problem(n: int, mask: strobe.Mask, heads: tuple[int, int] = (2, 1)) -> Tensors:

@@ -39,9 +39,9 @@ dK in registers, and only dS passes through shared memory, for dQ, which sums ov
 
 dQ of a tile is computed one tile later, when both halves of its dS have long been written. So the groups have no point at which
 both must be at the same time: each announces its dS, and waits for the other's a tile later. One computes exponentials while
-the other keeps the tensor cores busy. A block's first tile has no tile before it, its last none to prefetch: these products
-multiply leftovers, which may change meanwhile, and nobody uses their results. (A branch around a product costs more. A tool
-that looks for races may report both.)
+the other keeps the tensor cores busy. A block's first tile has no tile before it: its product multiplies leftovers, which may
+change meanwhile, and nobody uses the result. (A branch around a product costs more. A tool that looks for races may report
+it.)
 
 At head dim 192 that is too much for the registers: there S, dP and dQ come one after the other (`serial_step`), and the two
 groups overlap each other alone.
@@ -590,27 +590,21 @@ def put_ds(w: gl.constexpr, parity, ds, memory):
 
 
 @gluon.jit
-def step(w: gl.constexpr, g, before, last, tile, head, place, s, dk, dv, work, outputs, lengths, score, memory,
-         MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """Tile g: its parts of dK and dV added; with prefetch, s comes from the step before, and the next tile's is returned. And
-    dQ of the tile before, which goes to `place`."""
+def step(w: gl.constexpr, g, before, tile, head, place, dk, dv, work, outputs, lengths, score, memory, MASKED: gl.constexpr,
+         C: gl.constexpr):  # fmt: skip
+    """Tile g: its parts of dK and dV added, and dQ of the tile before, which goes to `place`."""
     dtype: gl.constexpr = memory.q[0].dtype
-    PENDING_V: gl.constexpr = C.products_v
-    PENDING: gl.constexpr = C.products
     COLUMNS: gl.constexpr = columns_of(C.tile_q)
     stage = g % STAGES
     # K and V lie at a fixed place. If the compiler knew, it would keep the descriptors of all their parts in registers.
     fixed = g >> 30
-    k = memory.k.half(fixed + w)
     q = at(memory.q, stage)
     do = at(memory.do, stage)
     statistics = memory.statistics.index(stage)
-    if not C.prefetch:
-        mbarrier.wait(memory.full.index(stage), (g // STAGES) & 1)
-        s = start_products(k, q)
+    mbarrier.wait(memory.full.index(stage), (g // STAGES) & 1)
+    s = start_products(memory.k.half(fixed + w), q)
     dp = start_products(memory.v.half(fixed + w), do)
-    if not C.prefetch:
-        s = warpgroup_mma_wait(PENDING_V, deps=[s])
+    s = warpgroup_mma_wait(C.products_v, deps=[s])
     lse = statistics.slice(0, C.tile_q).load(COLUMNS)
     row = tile * C.tile_q
     slope = slope_of(work.batch, head, score)
@@ -639,20 +633,13 @@ def step(w: gl.constexpr, g, before, last, tile, head, place, s, dk, dv, work, o
     dk = start_sum(dk, ds, q)
     if C.turns:
         announce(TURN + 1 - w)
-    dq = warpgroup_mma_wait(PENDING_V + PENDING, deps=[dq])
+    dq = warpgroup_mma_wait(C.products_v + C.products, deps=[dq])
     announce_ds(w, stage)
     if g > before:
         add_to_dq(w, dq, place, outputs, memory)
-    if C.prefetch:
-        mbarrier.wait(memory.full.index(stage ^ 1), ((g + 1) // STAGES) & 1, pred=g < last)
-        dv = finished(dv, PENDING)
-        s = start_products(k, at(memory.q, stage ^ 1))
-        dk = finished(dk, 0)
-        s = warpgroup_mma_wait(0, deps=[s])
-    else:
-        dv = finished(dv, 0)
-        dk = finished(dk, 0)
-    return s, dk, dv
+    dv = finished(dv, 0)
+    dk = finished(dk, 0)
+    return dk, dv
 
 
 @gluon.jit
@@ -724,12 +711,7 @@ def consume(w: gl.constexpr, block, before, work, outputs, lengths, heads, score
     count = (work.end - work.begin) * work.group
     dk = no_result(C.wide, C.narrow)
     dv = no_result(C.wide_v, C.narrow_v)
-    s = gl.full([HALF, C.tile_q], 0.0, gl.float32, accumulator(C.tile_q))
     mbarrier.wait(memory.k.full.index(0), block & 1)
-    if C.prefetch:
-        mbarrier.wait(memory.full.index(before % STAGES), (before // STAGES) & 1, pred=count > 0)
-        s = start_products(memory.k.half(w), at(memory.q, before % STAGES))
-        s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.wait(memory.v.full.index(0), block & 1)
     tile = work.begin
     row = work.row
@@ -740,7 +722,7 @@ def consume(w: gl.constexpr, block, before, work, outputs, lengths, heads, score
         if C.serial:
             dk, dv = serial_step(w, g, before, tile, head, place, dk, dv, work, outputs, lengths, score, memory, C)
         else:
-            s, dk, dv = step(w, g, before, last, tile, head, place, s, dk, dv, work, outputs, lengths, score, memory, MASKED, C)
+            dk, dv = step(w, g, before, tile, head, place, dk, dv, work, outputs, lengths, score, memory, MASKED, C)
         mbarrier.arrive(memory.empty.index(g % STAGES), count=1)
         place = (row + tile * C.tile_q) // 64 * C.head_dim + FIRST_SHARE
         tile += 1

@@ -27,12 +27,10 @@ SPLIT_TILE = 64
 
 @dataclass(frozen=True)
 class Config(Chunks):
-    """The backward in one pass (`backward`), for head dims up to 192, of v up to 128. tile_q: query rows a tile. prefetch:
-    whether a tile's scores are started at the end of the tile before. turns: whether the groups take turns at issuing
-    products."""
+    """The backward in one pass (`backward`), for head dims up to 192, of v up to 128. tile_q: query rows a tile. turns: whether
+    the groups take turns at issuing products."""
 
     tile_q: int
-    prefetch: bool
     turns: bool
 
     @property
@@ -120,17 +118,18 @@ def _tiles(**buffers: tuple[int, int]) -> list[Buffer]:
 
 def choose(problem: AttentionProblem) -> Config | SplitConfig:
     """One pass where registers hold dK and dV, unless the result must have the same bits in every run. Measured on an H200 in
-    one interleaved run, TFLOP/s of the whole backward at S = 1k, 4k, 16k. Head dim 64, causal: with turns 301, 500, 580,
-    without 295, 472, 541. 96: without prefetch 409, 540, 558, with it 400, 518, 520. 128: with it 472, 623, 621, without 470,
-    610, 607; causal 356, 562, 615 and 357, 561, 664. (192, 128), another run, 4k, 16k: in one pass 579, 596, in two 320,
-    305. What changes scores or drops some takes registers: head dim 64, causal, 4k, milliseconds with slopes, a bias, dropout:
-    in tiles of 128 rows 3.0, 7.5, 3.5, of 64 rows 2.3, 3.2, 2.8; with documents 2.3, 2.7."""
+    one interleaved run, microseconds with turns / without, S = 1k, 4k, 16k. Head dim 64: 812 / 829, 2788 / 2866, 10543 / 10701,
+    causal 571 / 587, 1404 / 1506, 5176 / 5581. 96: 825 / 818, 2644 / 2468, 10364 / 10076, causal 536 / 549, 1466 / 1483,
+    5381 / 5436. 128: 721 / 735, 2435 / 2534, 8960 / 9420, causal 484 / 485, 1247 / 1250, 4711 / 4846. (192, 128), TFLOP/s at
+    4k, 16k: in one pass 579, 596, in two 320, 305. What changes scores or drops some takes registers: head dim 64, causal, 4k,
+    milliseconds with slopes, a bias, dropout: in tiles of 128 rows 3.0, 7.5, 3.5, of 64 rows 2.3, 3.2, 2.8; with documents
+    2.3, 2.7."""
     head_dim, head_dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     if head_dim > 192 or head_dim_v > 128 or problem.deterministic:
         return SplitConfig(head_dim, head_dim_v)
     simple = not (problem.score.changed or problem.dropout)
     if head_dim == head_dim_v == 64 and simple:
-        return Config(64, 64, 128, prefetch=False, turns=True)
+        return Config(64, 64, 128, turns=True)
     head_dim = max(96, head_dim)  # the groups share dQ's columns: 64 each, or a chunk each
     everything = problem.mask.band == (None, None, None) and not problem.mask.by_pair
-    return Config(head_dim, head_dim_v, 64, prefetch=head_dim == 128 and everything and simple, turns=False)
+    return Config(head_dim, head_dim_v, 64, turns=simple and (head_dim == 128 or (head_dim == 96 and not everything)))

@@ -83,13 +83,15 @@ def convert(
     DIM: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, ROWS_PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Some rows and columns of dQ from the accumulator: put in order, scaled, rounded. PADDED: columns of the accumulator,
-    which comes in shares of COLUMNS; notes, if given: 1 where a NaN came out."""
+    which comes in shares of COLUMNS; notes, if given: 1 where a NaN came out. The last heads come first: what was added up
+    last is still in the L2 cache."""
     take_program_turn()
     shares: tl.constexpr = PADDED // COLUMNS
-    share = tl.program_id(0) % shares
-    block = tl.program_id(0) // shares % tiles
-    head = tl.program_id(0) // shares // tiles % heads
-    batch = tl.program_id(0) // shares // tiles // heads
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    share = number % shares
+    block = number // shares % tiles
+    head = number // shares // tiles % heads
+    batch = number // shares // tiles // heads
     start, n = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
     first = block * ROWS
     if first >= n:

@@ -14,8 +14,9 @@ from strobe.kernels.launcher import Call as CompiledCall
 from strobe.kernels.launcher import Launch, compiled_call, prepare, without_memory
 from strobe.kernels.sm90 import backward_launch
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
-from strobe.problem import AttentionProblem, Gradients, Operands
+from strobe.problem import AttentionProblem, Gradients, Operands, zero_bias
 from strobe.recent import Made
+from strobe.scores import sinks_gradient
 
 
 class Place(NamedTuple):
@@ -45,17 +46,23 @@ class BackwardPlan:
         space = backward_launch.buffers(problem, config, self._device, workspace.workspace(self._device, self._notes))
         self._shared = [without_memory(x) for x in (space.statistics, space.delta, space.accumulator) if x is not None]
         self._spans = [without_memory(x) for x in (space.key_spans, space.row_spans) if x is not None]
-        gradients = [empty(x) for x in operands[:3]]
-        calls = backward_launch.calls(problem, operands, out, lse, dout, dlse, Gradients(*gradients), space, config)
+        bias = problem.score.bias if "bias" in problem.learned else None
+        self._zero_bias = None if bias is None else without_memory(zero_bias(problem, bias))
+        self._learns_sinks = "sinks" in problem.learned
+        q, k, v = operands[:3]
+        gradients = Gradients(empty(q), empty(k), empty(v), None if bias is None else zero_bias(problem, bias))
+        calls = backward_launch.calls(problem, operands, out, lse, dout, dlse, gradients, space, config)
         given = [x for x in (*tensors, *gradients, *space) if x is not None]
         with ThreadPoolExecutor(len(calls)) as pool:  # a first call waits for the longest compilation, not for all
             compiled = list(pool.map(self._compiled, calls))
         self._prepared = prepare(compiled, given)
 
-    def run(self, stream: int, addresses: tuple[int, ...], tensors: tuple[Any, ...]) -> list[torch.Tensor]:
+    def run(self, stream: int, addresses: tuple[int, ...], tensors: tuple[Any, ...]) -> Gradients:
         capturing = stream and torch._C._cuda_isCurrentStreamCapturing()  # see `ForwardPlan.run`
         place = self._place(stream) if capturing else self._places[stream]
         gradients = [self._empty(x) for x in tensors[:3]]
+        if self._zero_bias is not None:
+            gradients.append(torch.zeros_like(self._zero_bias))
         shared = [torch.empty_like(x) for x in self._shared]
         made = [x.data_ptr() for x in (*gradients, *shared)]
         place.lock.acquire()  # half the time of `with`
@@ -63,7 +70,14 @@ class BackwardPlan:
             place.launch((*addresses, *made, *place.space))
         finally:
             place.lock.release()
-        return gradients
+        *_others, bias, sinks, _seed = tensors
+        dbias = dsinks = None
+        if self._zero_bias is not None:
+            dbias = gradients.pop().to(bias.dtype)
+        if self._learns_sinks:
+            _statistics, delta, *_accumulator = shared
+            dsinks = sinks_gradient(sinks, tensors[4], delta)
+        return Gradients(*gradients, dbias, dsinks)
 
     def _compiled(self, call: backward_launch.Call) -> CompiledCall:
         with torch.cuda.device(self._device):

@@ -75,7 +75,7 @@ class ForwardPlan:
             lse = torch.empty_like(self._lse_like)
             lse_address = lse.data_ptr()
             if self._blind:
-                _q, _k, _v, cu_q, _cu_kv, used_q, *_others, sinks = tensors
+                _q, _k, _v, cu_q, _cu_kv, used_q, *_others, sinks, _seed = tensors
                 fill_blind(out, lse, sinks, cu_q, used_q)
         place.lock.acquire()  # half the time of `with`
         try:
