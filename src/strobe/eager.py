@@ -50,8 +50,8 @@ BackwardPlan = Callable[..., Gradients]
 
 
 class Prepared(NamedTuple):
-    """What is known of calls that look the same. plan: None if they are the operator's. options: without tensors. learned: names
-    of those with gradients. backward: the plan, or (None,), of a backward whose gradients look the same."""
+    """What is known of calls that look the same. plan: None if they are the operator's. options: without tensors. learned: the
+    names of those with gradients. backward: the plan, or (None,), of a backward whose gradients look the same."""
 
     plan: Plan | None
     differentiable: bool

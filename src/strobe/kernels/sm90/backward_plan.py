@@ -60,24 +60,21 @@ class BackwardPlan:
     def run(self, stream: int, addresses: tuple[int, ...], tensors: tuple[Any, ...]) -> Gradients:
         capturing = stream and torch._C._cuda_isCurrentStreamCapturing()  # see `ForwardPlan.run`
         place = self._place(stream) if capturing else self._places[stream]
-        gradients = [self._empty(x) for x in tensors[:3]]
-        if self._zero_bias is not None:
-            gradients.append(torch.zeros_like(self._zero_bias))
+        dq, dk, dv = [self._empty(x) for x in tensors[:3]]
+        dbias = None if self._zero_bias is None else torch.zeros_like(self._zero_bias)
         shared = [torch.empty_like(x) for x in self._shared]
-        made = [x.data_ptr() for x in (*gradients, *shared)]
+        made = [x.data_ptr() for x in (dq, dk, dv, dbias, *shared) if x is not None]
         place.lock.acquire()  # half the time of `with`
         try:
             place.launch((*addresses, *made, *place.space))
         finally:
             place.lock.release()
         *_others, bias, sinks, _seed = tensors
-        dbias = dsinks = None
-        if self._zero_bias is not None:
-            dbias = gradients.pop().to(bias.dtype)
+        dsinks = None
         if self._learns_sinks:
             _statistics, delta, *_accumulator = shared
             dsinks = sinks_gradient(sinks, tensors[4], delta)
-        return Gradients(*gradients, dbias, dsinks)
+        return Gradients(dq, dk, dv, dbias if dbias is None else dbias.to(bias.dtype), dsinks)
 
     def _compiled(self, call: backward_launch.Call) -> CompiledCall:
         with torch.cuda.device(self._device):
