@@ -73,13 +73,17 @@ def _parse_in_turn() -> None:
     without any source for it from then on."""
     from triton.runtime.jit import JITFunction
 
-    theirs, lock = JITFunction.parse, threading.Lock()
+    theirs = JITFunction.parse
 
     def parse(self):
-        with lock:
+        with _parsing:
             return theirs(self)
 
     JITFunction.parse = parse
+
+
+_parsing = threading.RLock()
+"""One for all: two threads that come to `_parse_in_turn` at once wrap what the other one wrapped, or what both found."""
 
 
 def prepare(calls: Sequence[Call], tensors: Tensors) -> Prepared:
