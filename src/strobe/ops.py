@@ -210,12 +210,12 @@ def _gradient(ctx, dout, dlse):
     return *found[:3], *(getattr(found, one.name) if one.name in LEARNED else None for one in fields(Options))
 
 
-def gradients(saved: Sequence, options: Options, learned: Sequence[str], dout, dlse) -> Gradients:
+def gradients(saved: Sequence, options: Options, learned: list[str], dout, dlse) -> Gradients:
     """saved: q, k, v, out, lse and those of TENSORS, which the options are without."""
     q, k, v, out, lse, *tensors = saved
     options = replace(options, **dict(zip(TENSORS, tensors, strict=True)))
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, *others = torch.ops.strobe.backward(dout, dlse, q, k, v, out, lse, *options.arguments(), list(learned))
+    dq, dk, dv, *others = torch.ops.strobe.backward(dout, dlse, q, k, v, out, lse, *options.arguments(), learned)
     return Gradients(dq, dk, dv, *(x if name in learned else None for name, x in zip(LEARNED, others, strict=True)))
 
 

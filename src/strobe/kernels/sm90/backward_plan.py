@@ -47,10 +47,11 @@ class BackwardPlan:
         self._shared = [without_memory(x) for x in (space.statistics, space.delta, space.accumulator) if x is not None]
         self._spans = [without_memory(x) for x in (space.key_spans, space.row_spans) if x is not None]
         bias = problem.score.bias if "bias" in problem.learned else None
-        self._zero_bias = None if bias is None else without_memory(zero_bias(problem, bias))
+        dbias = None if bias is None else zero_bias(problem, bias)
+        self._zero_bias = None if dbias is None else without_memory(dbias)
         self._learns_sinks = "sinks" in problem.learned
         q, k, v = operands[:3]
-        gradients = Gradients(empty(q), empty(k), empty(v), None if bias is None else zero_bias(problem, bias))
+        gradients = Gradients(empty(q), empty(k), empty(v), dbias)
         calls = backward_launch.calls(problem, operands, out, lse, dout, dlse, gradients, space, config)
         given = [x for x in (*tensors, *gradients, *space) if x is not None]
         with ThreadPoolExecutor(len(calls)) as pool:  # a first call waits for the longest compilation, not for all
