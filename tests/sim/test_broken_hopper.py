@@ -56,7 +56,8 @@ V_WAIT = "    v.wait(before)  # beside the scores"
 S_READY = '    s = warpgroup_mma_wait(C.products_v, deps=[s])\n    stamp(trace, w, "s_ready", g)\n'
 RELEASE_K = "    k.release(g)\n    if C.q_stages == 1:"
 ACC_READY = '    acc = wait_output(acc)\n    stamp(trace, w, "o_ready", before)\n'
-RELEASE_V = "    v.release(before)\n    if MASKED:\n        pass_over(v, before + 1, g)\n    if not"
+PASS_IN_STEP = "    if MASKED and tile.between is not None:\n        pass_over({}, before + 1, g)\n"
+RELEASE_V = "    v.release(before)\n" + PASS_IN_STEP.format("v") + "    if not"
 FIRST_S_READY = "    s = warpgroup_mma_wait(0, deps=[s])\n"
 NEXT_S_READY = "            s = warpgroup_mma_wait(C.products_v, deps=[s])\n            k.release(g, tile.go)\n"
 NEXT_K_WAIT = "            k.wait(g, tile.go)\n"
@@ -284,28 +285,30 @@ BUGS = [
     # Blocks that only other groups see.
     kernel("a block is passed over and not given back", PASS_RELEASE, "", (Deadlock,)),
     kernel(
-        "K is not passed over", "    if MASKED:\n        pass_over(k, before + 1, g)\n    k.wait", "    k.wait", WRONG_PHASE
+        "K is not passed over",
+        PASS_IN_STEP.format("k"),
+        "",
+        WRONG_PHASE,
+        case=WINDOW,
     ),
-    kernel("V is not passed over", RELEASE_V, "    v.release(before)\n    if not", WRONG_PHASE),
+    kernel("V is not passed over", RELEASE_V, "    v.release(before)\n    if not", WRONG_PHASE, case=WINDOW),
     kernel(
         "K is not passed over at a tile's end",
         "            pass_over(k, before + 1, g)\n",
         "            pass\n",
         WRONG_PHASE,
-        case=WINDOW,
     ),
     kernel(
         "V is not passed over at a tile's end",
         "            pass_over(v, before + 1, g)\n",
         "            pass\n",
         WRONG_PHASE,
-        case=WINDOW,
     ),
-    kernel("positions after the lead are not counted", "            g += 1 + skip\n", "            g += 1\n", LOST),
-    kernel("positions after the lead are counted at every block", "            skip = 0\n", "", LOST),
     kernel(
-        "positions at the end are not counted", "        g += 1 + skip + after\n", "        g += 1 + skip\n", LOST, case=WINDOW
+        "positions after the lead are not counted", "            g += 1 + skip\n", "            g += 1\n", LOST, case=WINDOW
     ),
+    kernel("positions after the lead are counted at every block", "            skip = 0\n", "", LOST, case=WINDOW),
+    kernel("positions at the end are not counted", "        g += 1 + skip + after\n", "        g += 1 + skip\n", LOST),
     # Products.
     kernel("the scores are used before they are done", S_READY, S_READY.replace("_v,", "_v + 1,"), (Unfinished,)),
     kernel("the scores are not waited for", S_READY, "", (Unfinished, Race)),
@@ -433,7 +436,7 @@ WRONG_NUMBERS = [
         (),
     ),
     kernel("O grows from tile to tile", "        acc = no_output(C)\n", "", ()),
-    tiles("the first block comes again", "i -= (i <= lead).to(gl.int32)", "i -= 0", (), case=WINDOW),
+    tiles("the first block comes again", "return i + (i >= lead).to(gl.int32)", "return i", (), case=WINDOW),
 ]
 
 # An arrival that counts for the block before is no harm where every other group has arrived already.

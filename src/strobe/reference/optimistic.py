@@ -64,7 +64,7 @@ def key_blocks(problem: AttentionProblem, rows: range, n_q: int, n_kv: int, tile
     The leftmost block that every row sees whole leads: each row has tile_kv keys to be judged by, and under a causal mask the
     attention sinks are among them. Where there is none, the block leads in which the keys end that all rows see: unless a
     window is narrower than the tile, rows see some of it. Under ALiBi, which favours near keys, the rightmost leads. The
-    others follow from right to left. (The kernel leads with a block of the tile's document, if it has one; here documents
+    others follow from left to right. (The kernel leads with a block of the tile's document, if it has one; here documents
     change nothing.)
     """
     begin, end = problem.mask.kv_range(rows[0], rows[-1], n_q, n_kv)
@@ -76,7 +76,7 @@ def key_blocks(problem: AttentionProblem, rows: range, n_q: int, n_kv: int, tile
         lead = last
     elif (lead + 1) * tile_kv > full_end:
         lead = min(max(first, full_end // tile_kv), last)
-    visit = [lead, *(block for block in range(last, first - 1, -1) if block != lead)] if end > begin else []
+    visit = [lead, *(block for block in range(first, last + 1) if block != lead)] if end > begin else []
     return [range(block * tile_kv, min((block + 1) * tile_kv, n_kv)) for block in visit]
 
 

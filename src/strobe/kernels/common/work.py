@@ -45,18 +45,21 @@ class Lengths:
 @aggregate
 class Heads:
     """heads: of queries, in all tiles of one batch entry; group: query heads a key head; at_once: heads whose tiles
-    come together, so that their K and V stay in the L2 cache; tiles: of the whole problem."""
+    come together, in a bundle, so that their K and V stay in the L2 cache; rest: the head from which on all are one bundle,
+    a multiple of at_once; tiles: of the whole problem."""
 
     heads: gl.tensor
     group: gl.tensor
     at_once: gl.tensor
+    rest: gl.tensor
     tiles: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, heads, group, at_once, tiles):
+    def __init__(self, heads, group, at_once, rest, tiles):
         self.heads = heads
         self.group = group
         self.at_once = at_once
+        self.rest = rest
         self.tiles = tiles
 
 
@@ -141,11 +144,11 @@ def locate(tile, lengths, heads, C: gl.constexpr, EMPTY: gl.constexpr = False):
     split = tile % C.splits
     tile = tile // C.splits
     tiles = (lengths.n_q + C.tile_q - 1) // C.tile_q
-    bundle = tile // (heads.at_once * tiles)
-    within = tile - bundle * heads.at_once * tiles
-    width = gl.minimum(heads.at_once, heads.tiles // (tiles * C.splits) - bundle * heads.at_once)
+    bundle = gl.minimum(tile // (heads.at_once * tiles) * heads.at_once, heads.rest)  # the first of its heads
+    width = gl.where(bundle < heads.rest, heads.at_once, heads.tiles // (tiles * C.splits) - bundle)
+    within = tile - bundle * tiles
     row = (tiles - 1 - within // width) * C.tile_q
-    batch_head = bundle * heads.at_once + within % width
+    batch_head = bundle + within % width
     batch = batch_head // heads.heads
 
     start_q, n_q = sequence(lengths.cu_q, lengths.used_q, batch, lengths.n_q)

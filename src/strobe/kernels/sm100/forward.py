@@ -53,7 +53,7 @@ import triton
 import triton.language as tl
 
 from strobe.device import arch_of
-from strobe.kernels.common.arguments import LOG2_E, heads_at_once, meta, meta_operands
+from strobe.kernels.common.arguments import LOG2_E, bundles_of_heads, meta, meta_operands
 from strobe.kernels.common.descriptors import one_or_two
 from strobe.kernels.common.exp2 import exp2_mixed
 from strobe.kernels.common.gluon_masks import visible
@@ -483,9 +483,9 @@ def epilogue_tile(K, work, turn):
 # ---- entry and launcher
 
 
-@gluon.jit(do_not_specialize=["heads", "group", "at_once", "tiles", "rows", "n_q", "n_kv", "left", "right", "prefix"])
+@gluon.jit(do_not_specialize=["heads", "group", "at_once", "rest", "tiles", "rows", "n_q", "n_kv", "left", "right", "prefix"])
 def forward_kernel(q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, o_wide, o_narrow, partial, lse, notes, cu_q, cu_kv,
-                   heads, group, at_once, tiles, rows, n_q, n_kv, left, right, prefix, scale,
+                   heads, group, at_once, rest, tiles, rows, n_q, n_kv, left, right, prefix, scale,
                    MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
     stages = make_stages(q_wide.dtype, C)
     kv = make_ring(q_wide.dtype, C)
@@ -493,7 +493,7 @@ def forward_kernel(q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, o_wide,
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow))
     outputs = Outputs(one_or_two(o_wide, o_narrow), partial, lse, notes, rows)
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix)
-    K = Kernel(stages, kv, inputs, outputs, lengths, Heads(heads, group, at_once, tiles), scale, MASKED, C)
+    K = Kernel(stages, kv, inputs, outputs, lengths, Heads(heads, group, at_once, rest, tiles), scale, MASKED, C)
     if C.q_stages == 2 and C.correction:
         gl.warp_specialize([(softmax, (0, K)), (softmax, (1, K)), (correction, (K,)), (mma, (K,)), (epilogue, (K,)),
                             (load, (K,))], C.worker_warps, C.worker_registers)  # fmt: skip
@@ -566,7 +566,7 @@ def kernel_arguments(problem: AttentionProblem, operands: Operands, out, lse, no
         operands.cu_seqlens_kv,
         problem.heads_q,
         problem.group,
-        heads_at_once(problem, HALF_L2),
+        *bundles_of_heads(problem, HALF_L2),
         tiles,
         operands.q.shape[:-2].numel(),
         lengths.seqlen_q,

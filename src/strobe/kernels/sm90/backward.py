@@ -217,22 +217,25 @@ class Outputs:
 
 @aggregate
 class Heads:
-    """heads, heads_kv: of queries and of keys. at_once: key heads whose blocks come together, so that their Q, dO and dQ stay
-    in the L2 cache. all: key heads of the whole batch. blocks: of all of them. padded: rows that a query head has in what the
-    backward's kernels share, all sequences together if they are packed."""
+    """heads, heads_kv: of queries and of keys. at_once: key heads whose blocks come together, in a bundle, so that their Q, dO
+    and dQ stay in the L2 cache. rest: the key head from which on all are one bundle, a multiple of at_once. all: key heads of
+    the whole batch. blocks: of all of them. padded: rows that a query head has in what the backward's kernels share, all
+    sequences together if they are packed."""
 
     heads: gl.tensor
     heads_kv: gl.tensor
     at_once: gl.tensor
+    rest: gl.tensor
     all: gl.tensor
     blocks: gl.tensor
     padded: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, heads, heads_kv, at_once, all, blocks, padded):
+    def __init__(self, heads, heads_kv, at_once, rest, all, blocks, padded):
         self.heads = heads
         self.heads_kv = heads_kv
         self.at_once = at_once
+        self.rest = rest
         self.all = all
         self.blocks = blocks
         self.padded = padded
@@ -279,11 +282,11 @@ class Work:
 def locate(number, lengths, heads, score, KEYS: gl.constexpr, TILE_Q: gl.constexpr):
     """The number-th block of so many keys. Under a causal mask those that most rows see come first, within bundles of heads."""
     blocks = (lengths.n_kv + KEYS - 1) // KEYS
-    bundle = number // (heads.at_once * blocks)
-    within = number - bundle * heads.at_once * blocks
-    width = gl.minimum(heads.at_once, heads.all - bundle * heads.at_once)
+    bundle = gl.minimum(number // (heads.at_once * blocks) * heads.at_once, heads.rest)  # the first of its heads
+    width = gl.where(bundle < heads.rest, heads.at_once, heads.all - bundle)
+    within = number - bundle * blocks
     first = within // width * KEYS
-    batch_head = bundle * heads.at_once + within % width
+    batch_head = bundle + within % width
     batch = batch_head // heads.heads_kv
     head_kv = batch_head % heads.heads_kv
     group = heads.heads // heads.heads_kv
@@ -805,7 +808,7 @@ def part_of(buffer, dtype: gl.constexpr, size: gl.constexpr, columns: gl.constex
 
 
 NUMBERS = (
-    *("heads", "heads_kv", "at_once", "all_heads", "blocks", "padded", "n_q", "n_kv", "left", "right", "prefix"),
+    *("heads", "heads_kv", "at_once", "rest", "all_heads", "blocks", "padded", "n_q", "n_kv", "left", "right", "prefix"),
     *SCORE_NUMBERS,
     *("dbias_batch", "dbias_head", "dbias_row", "dbias_key"),
 )
@@ -816,7 +819,7 @@ NUMBERS = (
 def backward_kernel(
     q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, do_wide, do_narrow, statistics_desc, dq_wide, dq_narrow,
     dk_wide, dk_narrow, dv_wide, dv_narrow, notes, counters, cu_q, cu_kv, used_q, used_kv,
-    heads, heads_kv, at_once, all_heads, blocks, padded, n_q, n_kv, left, right, prefix,
+    heads, heads_kv, at_once, rest, all_heads, blocks, padded, n_q, n_kv, left, right, prefix,
     inner, outer, slopes, slope_batch, slope_head, bias, bias_batch, bias_head, bias_row, bias_key,
     sinks, sink_stride, function, gradient, visible, document_q, document_q_batch, document_q_row, document_kv,
     document_kv_batch, document_kv_row, seed, threshold, kept_scale, spans,
@@ -831,7 +834,7 @@ def backward_kernel(
     outputs = Outputs(one_or_two(dq_wide, dq_narrow), one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes,
                       BiasGradient(dbias, dbias_batch, dbias_head, dbias_row, dbias_key), scale)  # fmt: skip
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans)
-    heads = Heads(heads, heads_kv, at_once, all_heads, blocks, padded)
+    heads = Heads(heads, heads_kv, at_once, rest, all_heads, blocks, padded)
     score = Score(inner, outer, slopes, (slope_batch, slope_head), bias, (bias_batch, bias_head, bias_row, bias_key), sinks,
                   sink_stride, function, gradient, visible, document_q, document_kv,
                   (document_q_batch, document_q_row, document_kv_batch, document_kv_row), seed, threshold,

@@ -9,7 +9,7 @@ import torch
 import triton
 
 from strobe.device import arch_of
-from strobe.kernels.common.arguments import even_bundles, heads_at_once, meta, meta_operands
+from strobe.kernels.common.arguments import bundles, bundles_of_heads, meta, meta_operands
 from strobe.kernels.gluon import TensorDescriptor
 from strobe.kernels.portable import backward as portable
 from strobe.kernels.portable.arguments import bias_gradient
@@ -26,6 +26,9 @@ from strobe.problem import AttentionProblem, Gradients, Operands, Varlen, lse_sh
 
 HALF_L2 = 30_000_000
 """Bytes."""
+
+KEYS_PASS_L2 = 8_000_000
+"""Bytes, likewise, for the keys pass of two. Head dim 256, full, S = 1k, 2k, half of the L2 / this: TODO us."""
 
 
 class Call(NamedTuple):
@@ -152,7 +155,7 @@ def compile_only(problem: AttentionProblem, config: Config | SplitConfig) -> lis
 
 
 def one_pass_arguments(problem: AttentionProblem, operands: Operands, dout, grads: Gradients, space: Buffers, config: Config):
-    blocks, heads = _key_blocks(problem, KEYS, problem.head_dim + problem.head_dim_v + 2 * config.head_dim)
+    blocks, heads = _key_blocks(problem, KEYS, problem.head_dim + problem.head_dim_v + 2 * config.head_dim, HALF_L2)
     arguments = (
         *_inputs(operands, dout, config, config.tile_q, 64),
         _statistics(space, config.tile_q),
@@ -173,7 +176,7 @@ def one_pass_arguments(problem: AttentionProblem, operands: Operands, dout, grad
 
 
 def keys_arguments(problem: AttentionProblem, operands: Operands, dout, grads: Gradients, space: Buffers, config: SplitConfig):
-    blocks, heads = _key_blocks(problem, SPLIT_TILE, problem.head_dim + problem.head_dim_v)
+    blocks, heads = _key_blocks(problem, SPLIT_TILE, problem.head_dim + problem.head_dim_v, KEYS_PASS_L2)
     arguments = (
         *_inputs(operands, dout, config, SPLIT_TILE, SPLIT_TILE),
         _statistics(space, SPLIT_TILE),
@@ -201,7 +204,7 @@ def rows_arguments(problem: AttentionProblem, operands: Operands, dout, grads: G
         padded_rows(problem)[0],
         problem.heads_q,
         problem.group,
-        heads_at_once(problem, HALF_L2),
+        *bundles_of_heads(problem, HALF_L2),
         tiles,
         *_bounds(problem),
         *score_arguments(problem, operands.seed),
@@ -273,15 +276,15 @@ def _shares(accumulator: torch.Tensor | None, config: Config) -> list[TensorDesc
     return [*found, None][:2]
 
 
-def _key_blocks(problem: AttentionProblem, keys: int, columns: int) -> tuple[int, tuple[int, ...]]:
+def _key_blocks(problem: AttentionProblem, keys: int, columns: int, cache_bytes: int) -> tuple[int, tuple[int, ...]]:
     """How many blocks of so many keys there are, and the numbers of a kernel's `Heads`. columns: that a query row brings, in
-    the inputs' type."""
+    the inputs' type; cache_bytes: what the rows of a bundle of heads may take of the L2."""
     lengths = problem.lengths
     heads = lengths.batch * problem.heads_kv
     blocks = triton.cdiv(lengths.seqlen_kv, keys) * heads
     head_bytes = max(1, lengths.seqlen_q) * problem.group * columns * problem.dtype.itemsize
-    at_once = even_bundles(heads, HALF_L2 // head_bytes)
-    return blocks, (problem.heads_q, problem.heads_kv, at_once, heads, blocks, padded_rows(problem)[0])
+    at_once, rest = bundles(heads, cache_bytes // head_bytes)
+    return blocks, (problem.heads_q, problem.heads_kv, at_once, rest, heads, blocks, padded_rows(problem)[0])
 
 
 def _bounds(problem: AttentionProblem) -> tuple:

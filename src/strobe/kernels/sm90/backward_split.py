@@ -335,7 +335,7 @@ def store_keys(x, scale, buffers, descriptors, work, lengths):
 def keys_kernel(
     q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, do_wide, do_narrow, statistics_desc,
     dk_wide, dk_narrow, dv_wide, dv_narrow, notes, cu_q, cu_kv, used_q, used_kv,
-    heads, heads_kv, at_once, all_heads, blocks, padded, n_q, n_kv, left, right, prefix,
+    heads, heads_kv, at_once, rest, all_heads, blocks, padded, n_q, n_kv, left, right, prefix,
     inner, outer, slopes, slope_batch, slope_head, bias, bias_batch, bias_head, bias_row, bias_key,
     sinks, sink_stride, function, gradient, visible, document_q, document_q_batch, document_q_row, document_kv,
     document_kv_batch, document_kv_row, seed, threshold, kept_scale, spans,
@@ -349,7 +349,7 @@ def keys_kernel(
               one_or_two(do_wide, do_narrow), statistics_desc)  # fmt: skip
     outputs = (one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes, scale)
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans)
-    heads = Heads(heads, heads_kv, at_once, all_heads, blocks, padded)
+    heads = Heads(heads, heads_kv, at_once, rest, all_heads, blocks, padded)
     score = Score(inner, outer, slopes, (slope_batch, slope_head), bias, (bias_batch, bias_head, bias_row, bias_key), sinks,
                   sink_stride, function, gradient, visible, document_q, document_kv,
                   (document_q_batch, document_q_row, document_kv_batch, document_kv_row), seed, threshold,
@@ -565,7 +565,7 @@ def store_rows(w: gl.constexpr, dq, scale, buffers, descriptors, work, first, le
 
 
 ROWS_NUMBERS = (
-    *("padded", "heads", "group", "at_once", "tiles", "n_q", "n_kv", "left", "right", "prefix"),
+    *("padded", "heads", "group", "at_once", "rest", "tiles", "n_q", "n_kv", "left", "right", "prefix"),
     *SCORE_NUMBERS,
     *("dbias_batch", "dbias_head", "dbias_row", "dbias_key"),
 )
@@ -574,7 +574,7 @@ ROWS_NUMBERS = (
 @gluon.jit(do_not_specialize=ROWS_NUMBERS)
 def rows_kernel(
     q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, do_wide, do_narrow, statistics, dq_wide, dq_narrow, notes,
-    cu_q, cu_kv, used_q, used_kv, padded, heads, group, at_once, tiles, n_q, n_kv, left, right, prefix,
+    cu_q, cu_kv, used_q, used_kv, padded, heads, group, at_once, rest, tiles, n_q, n_kv, left, right, prefix,
     inner, outer, slopes, slope_batch, slope_head, bias, bias_batch, bias_head, bias_row, bias_key,
     sinks, sink_stride, function, gradient, visible, document_q, document_q_batch, document_q_row, document_kv,
     document_kv_batch, document_kv_row, seed, threshold, kept_scale, spans,
@@ -588,7 +588,7 @@ def rows_kernel(
     dbias = BiasGradient(dbias, dbias_batch, dbias_head, dbias_row, dbias_key)
     outputs = (statistics, padded, one_or_two(dq_wide, dq_narrow), notes, dbias, scale)
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans)
-    heads = RowHeads(heads, group, at_once, tiles)
+    heads = RowHeads(heads, group, at_once, rest, tiles)
     score = Score(inner, outer, slopes, (slope_batch, slope_head), bias, (bias_batch, bias_head, bias_row, bias_key), sinks,
                   sink_stride, function, gradient, visible, document_q, document_kv,
                   (document_q_batch, document_q_row, document_kv_batch, document_kv_row), seed, threshold,

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from strobe.device import arch_of
-from strobe.kernels.common.arguments import LOG2_E, heads_at_once, meta, meta_operands
+from strobe.kernels.common.arguments import LOG2_E, bundles_of_heads, meta, meta_operands
 from strobe.kernels.common.channel import at, make_channel
 from strobe.kernels.common.turn import take_program_turn, take_turn
 from strobe.kernels.common.work import Heads, Lengths
@@ -180,7 +180,7 @@ def producer(inputs, counters, lengths, heads, score, memory, k, v, C: gl.conste
         copy_in((k_desc,), k.block(g), k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, i * C.tile_kv)
         for j in tl.range(1, work.blocks()):
             g += 1
-            next = later_block(j, lead, work.end)
+            next = later_block(j, work.begin, lead)
             copy_in((k_desc,), k.block(g), k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, next * C.tile_kv)
             copy_v(v_desc, v.block(g - 1), v.acquire(g - 1), first + i, kv_head, C)
             i = next
@@ -359,7 +359,7 @@ def later_weights(state, s, i, tile, lengths, score, scale, MASKED: gl.constexpr
 @gluon.jit
 def step(before, g, i, acc, state, p, q, k, v, tile, lengths, score, scale, MASKED: gl.constexpr, C: gl.constexpr):
     """The scores of block i, which is at position g, and beside them P V of the last position `before`."""
-    if MASKED:
+    if MASKED and tile.between is not None:
         pass_over(k, before + 1, g)
     k.wait(g)
     p = operand(p, C)
@@ -373,7 +373,7 @@ def step(before, g, i, acc, state, p, q, k, v, tile, lengths, score, scale, MASK
     acc = warpgroup_mma_wait(0, deps=[acc])
     p = from_now(p)
     v.release(before)
-    if MASKED:
+    if MASKED and tile.between is not None:
         pass_over(v, before + 1, g)
     return scaled(acc, factor), state, p
 
@@ -403,18 +403,18 @@ def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, descales, mem
         # state and p are those of the tile's first block, at position g; acc is 0
         slot = (turn % C.q_stages) * C.groups + w
         q = at(memory.q, slot)
-        skip = tile.between if MASKED else 0
+        skip = tile.between if MASKED and tile.between is not None else 0
         for j in tl.range(1, tile.blocks, disable_licm=True):
             before = g
             g += 1 + skip
             skip = 0
-            i = later_block(j, tile.lead, tile.end)
+            i = later_block(j, tile.begin, tile.lead)
             acc, state, p = step(before, g, i, acc, state, p, q, k, v, tile, lengths, score,
                                  block_scale(scale, kv_head, i, descales, C), MASKED, C)  # fmt: skip
         # The boundary: the last P V of this tile, beside the first scores of the next.
         mbarrier.arrive(memory.q_empty.index(slot), count=1)
         before = g
-        g += 1 + skip + (tile.after if MASKED and tile.after is not None else 0)
+        g += 1 + skip + (tile.after if MASKED else 0)
         old_state = state
         o_scale = descaled(1.0, descales.v, kv_head)
         turn += 1
@@ -467,10 +467,10 @@ def epilogue(w: gl.constexpr, acc, state, slot, scale, lengths, heads, memory, o
 # ---- entry
 
 
-@gluon.jit(do_not_specialize=["q_blocks", "k_blocks", "heads", "group", "at_once", "tiles", "rows", "n_q", "n_kv", "left",
-                              "right", "prefix"])  # fmt: skip
+@gluon.jit(do_not_specialize=["q_blocks", "k_blocks", "heads", "group", "at_once", "rest", "tiles", "rows", "n_q", "n_kv",
+                              "left", "right", "prefix"])  # fmt: skip
 def fp8_kernel(q_desc, k_desc, v_desc, o_desc, lse, counters, q_descale, k_descale, v_descale, q_blocks, k_blocks, cu_q, cu_kv,
-               heads, group, at_once, tiles, rows, n_q, n_kv, left, right, prefix, scale,
+               heads, group, at_once, rest, tiles, rows, n_q, n_kv, left, right, prefix, scale,
                MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     memory = make_memory(dtype, o_desc.dtype, C)
@@ -481,7 +481,7 @@ def fp8_kernel(q_desc, k_desc, v_desc, o_desc, lse, counters, q_descale, k_desca
     inputs = (q_desc, k_desc, v_desc)
     outputs = Outputs(o_desc, lse, counters, rows)  # it writes no notes
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix)
-    heads = Heads(heads, group, at_once, tiles)
+    heads = Heads(heads, group, at_once, rest, tiles)
     zero = gl.to_tensor(0)  # the strides of what there is not
     score = Score(scale, None, None, (zero, zero), None, (zero, zero, zero, zero), None, zero, None, None, None, None, None,
                   (zero, zero, zero, zero), None, zero, zero)  # fmt: skip
@@ -585,7 +585,7 @@ def kernel_arguments(problem: AttentionProblem, operands: Operands, v_t, descale
         operands.cu_seqlens_kv,
         problem.heads_q,
         problem.group,
-        heads_at_once(problem, HALF_L2),
+        *bundles_of_heads(problem, HALF_L2),
         tiles,
         operands.q.shape[:-2].numel(),
         lengths.seqlen_q,

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from strobe.device import arch_of
-from strobe.kernels.common.arguments import heads_at_once, meta, meta_operands
+from strobe.kernels.common.arguments import bundles_of_heads, meta, meta_operands
 from strobe.kernels.common.stamp import COUNT, ROLES
 from strobe.kernels.sm90.arguments import score_arguments
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
@@ -131,7 +131,7 @@ def kernel_arguments(
         operands.seqused_kv,
         problem.heads_q,
         problem.group,
-        heads_at_once(problem, HALF_L2),
+        *bundles_of_heads(problem, HALF_L2),
         tiles,
         operands.q.shape[:-2].numel(),
         lengths.seqlen_q,

@@ -19,22 +19,22 @@ others, but what consumers compute with they keep in registers."""
 class Tile:
     """What a group of consumers keeps of a tile, in registers: None where it is not needed.
 
-    go: whether there is a tile. The group works on `blocks` key blocks: `lead` first, then the others below `end` from right to
-    left. With a mask: p is the position of the group's first row among the keys; blocks outside [full_begin, full_end) are
+    go: whether there is a tile. The group works on `blocks` key blocks: `lead` first, then the others from `begin` on, left to
+    right. With a mask: p is the position of the group's first row among the keys; blocks outside [full_begin, full_end) are
     masked; only other groups see the `between` blocks after the lead, and the `after` at the end. Where every tile begins at
-    key 0 and leads with it, lead, full_begin and after are 0, and None. batch, head, n_q: where scores depend on them. slope:
-    of the head. documents: of the group's rows. n_q, n_kv: where sequences differ.
+    key 0 and leads with it, begin, lead, full_begin and between are 0, and None. batch, head, n_q: where scores depend on them.
+    slope: of the head. documents: of the group's rows. n_q, n_kv: where sequences differ.
     """
 
     go: gl.tensor
     blocks: gl.tensor
-    end: gl.tensor
+    begin: (gl.tensor, gl.constexpr)
     lead: (gl.tensor, gl.constexpr)
     full_begin: (gl.tensor, gl.constexpr)
-    after: (gl.tensor, gl.constexpr)
+    between: (gl.tensor, gl.constexpr)
     p: (gl.tensor, gl.constexpr)
     full_end: (gl.tensor, gl.constexpr)
-    between: (gl.tensor, gl.constexpr)
+    after: (gl.tensor, gl.constexpr)
     batch: (gl.tensor, gl.constexpr)
     head: (gl.tensor, gl.constexpr)
     slope: (gl.tensor, gl.constexpr)
@@ -43,13 +43,12 @@ class Tile:
     n_kv: (gl.tensor, gl.constexpr)
 
     @gluon.constexpr_function
-    def __init__(self, go, blocks, end, left, masked, places, slope, documents, lengths):
+    def __init__(self, go, blocks, left, masked, places, slope, documents, lengths):
         self.go = go
         self.blocks = blocks
-        self.end = end
         nothing = gl.constexpr(None)
-        self.lead, self.full_begin, self.after = left or [nothing] * 3
-        self.p, self.full_end, self.between = masked or [nothing] * 3
+        self.begin, self.lead, self.full_begin, self.between = left or [nothing] * 4
+        self.p, self.full_end, self.after = masked or [nothing] * 3
         self.batch, self.head = places or [nothing] * 2
         self.slope = nothing if slope is None else slope
         self.documents = nothing if documents is None else documents
@@ -71,12 +70,13 @@ def first_block(begin, end, full_begin, full_end, lengths, score):
 
 
 @gluon.jit
-def later_block(j, lead, end):
-    """The j-th block, j > 0: from right to left, without the lead."""
-    i = end - j
-    if lead is not None:
-        i -= (i <= lead).to(gl.int32)
-    return i
+def later_block(j, begin, lead):
+    """The j-th block, j > 0: from left to right, without the lead."""
+    if lead is None:
+        return j
+    else:
+        i = begin + (j - 1)
+        return i + (i >= lead).to(gl.int32)
 
 
 # ---- producer
@@ -175,7 +175,7 @@ def fetch(w: gl.constexpr, turn, memory, lengths, score, MASKED: gl.constexpr, C
                 own_begin = gl.maximum(gl.minimum(gl.minimum(key_begin // C.tile_kv, lead), begin + most), begin)
         masked = (p, full_end, go * (end - own_end))
     if not FROM_FIRST:
-        left = (lead, full_begin, go * (own_begin - begin))
+        left = (own_begin, lead, full_begin, go * (own_begin - begin))
     if score.PLACED:
         batch = get(memory.tiles, slot, BATCH)
         head = get(memory.tiles, slot, HEAD)
@@ -187,7 +187,7 @@ def fetch(w: gl.constexpr, turn, memory, lengths, score, MASKED: gl.constexpr, C
             documents = documents_of_rows(batch, rows, n_q, score)
     if lengths.VARY:
         sequence = (n_q, n_kv)
-    return Tile(go != 0, own_end - own_begin, own_end, left, masked, places, slope, documents, sequence)
+    return Tile(go != 0, own_end - own_begin, left, masked, places, slope, documents, sequence)
 
 
 @gluon.jit
