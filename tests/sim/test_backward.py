@@ -9,6 +9,7 @@ from broken import UNEVEN
 from problems import Case, tensors
 
 import strobe
+from strobe.kernels.common import arguments
 from strobe.kernels.gluon import gl, gluon, reinterpret
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.sim import simulate
@@ -99,6 +100,15 @@ def test_ctas_share_the_blocks(mask, config, ctas):
     """As many blocks as CTAs, more, or fewer; the counters are 0 again whoever ends last."""
     t = tensors(case(90, 300, config.head_dim, heads=(4, 2), mask=mask), FP16)
     assert Backward(t, config, ctas).run("random", 1).ctas == min(ctas, 6)
+
+
+@pytest.mark.parametrize("of_both", [(Backward, D64), (SplitBackward, SplitConfig(96, 96))], ids=["one pass", "two passes"])
+def test_heads_in_several_bundles(of_both, monkeypatch):
+    """Of one head each, but for the last one, which has two."""
+    monkeypatch.setattr(arguments, "MOST_HEADS", 1)
+    monkeypatch.setattr(arguments, "MOST_LAST", 2)
+    kernels, config = of_both
+    kernels(tensors(case(150, 150, config.head_dim, heads=(5, 5), mask="causal"), FP16), config).run("random", 1)
 
 
 def test_notes_tell_who_met_a_nan():

@@ -11,6 +11,7 @@ import torch
 from problems import Case, Results, check, describe, formula, tensors
 
 from strobe.kernels import triton_version
+from strobe.kernels.common import arguments
 from strobe.kernels.sm90 import forward as sm90_forward
 from strobe.kernels.sm90.config import Config as Hopper
 from strobe.kernels.sm90.config import padded
@@ -114,6 +115,14 @@ def test_hopper(case, dtype, config, order, seed, ctas):
     """All tiles in one CTA, or two that share them."""
     report = assert_right(case, dtype, "sm90", config, order, seed, ctas)
     assert report.smem_bytes == config.smem_bytes()
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_heads_in_several_bundles(mask, monkeypatch):
+    """Of one head each, but for the last one, which has two."""
+    monkeypatch.setattr(arguments, "MOST_HEADS", 1)
+    monkeypatch.setattr(arguments, "MOST_LAST", 2)
+    assert_right(case(300, 300, heads=(5, 5), head_dim=64, mask=mask), FP16, "sm90", hopper(), "random", 1, ctas=2)
 
 
 def test_hopper_leaves_its_counters_as_they_were():

@@ -29,7 +29,7 @@ def bundles(heads: int, fitting: int, group: int = 1) -> tuple[int, int]:
     The last bundle has what is left over, and may be larger, since its short tiles fill the end, when no others are left to
     begin: 93 % with 16 heads in it, 97 % with 64 (forward, head dim 256, causal, S = 512)."""
     fitting = 1 << max(0, (fitting * 5 // 4).bit_length() - 1)
-    at_once, last = min(fitting, group * MOST_HEADS), min(fitting, group * MOST_LAST)
+    at_once, last = min(heads, fitting, group * MOST_HEADS), min(fitting, group * MOST_LAST)
     return at_once, max(0, heads - last) // at_once * at_once
 
 

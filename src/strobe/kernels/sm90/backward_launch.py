@@ -28,7 +28,8 @@ HALF_L2 = 30_000_000
 """Bytes."""
 
 KEYS_PASS_L2 = 8_000_000
-"""Bytes, likewise, for the keys pass of two. Head dim 256, full, S = 1k, 2k, half of the L2 / this: TODO us."""
+"""Bytes, likewise, for the keys pass of two. Head dim 256, full and causal, with half of the L2 / with this: S = 1k 1063 / 951
+and 620 / 589 us, 2k 1921 / 1878 and 1018 / 982."""
 
 
 class Call(NamedTuple):
