@@ -10,7 +10,7 @@ LOG2_E = 1.4426950408889634
 MOST_HEADS, MOST_LAST = 16, 64
 """Key heads of a bundle, and of the last one, at most. The first tiles of a bundle read K and V from memory, the others find
 them in the L2 cache: in large bundles all CTAs read at once, and then none, in small ones some read while others compute.
-Forward, S = 512, causal, head dims 64, 96, 128, 256, as many as fit / 16: 135 / 128, 132 / 118, 117 / 104, 111 / 101 us."""
+Forward, S = 512, causal, head dims 64, 96, 128, 256, as many as fit / 16: 134 / 128, 131 / 118, 116 / 104, 111 / 101 us."""
 
 
 def bundles_of_heads(problem: AttentionProblem, cache_bytes: int) -> tuple[int, int]:
