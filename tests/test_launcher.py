@@ -248,6 +248,7 @@ import gc, sys, threading, time
 sys.path.insert(0, TESTS)
 import launch_kernels as kernels
 from strobe.kernels import launcher
+from strobe.kernels.sm90.layouts import accumulator
 from strobe.lab.offline import pretend_gpu
 
 x, y, sums = kernels.rows(130, "cpu")
@@ -263,6 +264,7 @@ def parse():
     for _ in range(20):
         try:
             kernels.scale_rows.parse()
+            accumulator.parse()  # what the compiler calls is parsed as kernels are
         except SystemError as error:
             failed.append(error)
 

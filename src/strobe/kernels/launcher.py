@@ -66,20 +66,20 @@ def compiled_call(kernel, grid: Sequence[int], *arguments, **keywords) -> Call:
 
 @functools.cache
 def _parse_in_turn() -> None:
-    """From now on threads parse kernels one at a time.
+    """From now on threads parse kernels, and what these call, one at a time.
 
     CPython 3.11 counts how deep it is in what it parses in one place for all threads. If a garbage collection lets another one
     parse in the middle, both fail with a SystemError, and Triton, which was about to hash a function's source, takes a hash
     without any source for it from then on."""
-    from triton.runtime.jit import JITFunction
+    from triton.runtime.jit import JITCallable
 
-    theirs = JITFunction.parse
+    theirs = JITCallable.parse
 
     def parse(self):
         with _parsing:
             return theirs(self)
 
-    JITFunction.parse = parse
+    JITCallable.parse = parse
 
 
 _parsing = threading.RLock()
