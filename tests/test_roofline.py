@@ -70,10 +70,15 @@ def test_the_forwards_operands_by_hand():
 def test_the_backwards_operands_by_hand():
     # Head dim 128, 64 rows, 128 keys. Each of two groups: K 64 x 128 and Q 64 x 128 for S, as much of V and dO for dP, dO for
     # dV and Q for dK (P and dS are in registers), dS 64 x 128 and half of K's columns, 128 x 64, for dQ: 8 of 8192 numbers.
-    (one,) = of_config(BackwardConfig(128, 128, 64, turns=True))
+    config = BackwardConfig(128, 128, 64, turns=True)
+    (one,) = of_config(config)
     assert (one.tile_q, one.tile_kv) == (64, 128)
     assert one.operand_bytes == 2 * 8 * 8192 * 2 == 256 * 1024
     assert one.flops == 5 * 2 * 64 * 128 * 128 and one.flops / 4096 == 2560 > one.operand_bytes / 128 == 2048
+    # Held in registers: 64 of K's columns, or 64 of K's and all of V's, of 64 rows a group.
+    assert of_config(replace(config, held_k=64))[0].operand_bytes == one.operand_bytes - 2 * 64 * 64 * 2
+    assert of_config(replace(config, held_k=64, held_v=128))[0].operand_bytes == one.operand_bytes - 2 * 64 * (64 + 128) * 2
+    assert of_config(replace(config, held_k=64))[0].flops == one.flops
     # Head dim 64, 128 rows: K 64 x 64 and Q 128 x 64, as much of V and dO; dO, Q; half of dS, 128 x 64, and K 128 x 64
     (one,) = of_config(BackwardConfig(64, 64, 128, turns=True))
     assert one.operand_bytes == 2 * (2 * (4096 + 8192) + 2 * 8192 + 2 * 8192) * 2 and one.flops == 5 * 2 * 128 * 128 * 64
@@ -174,10 +179,10 @@ def test_whole_tiles_of_our_own_forward():
 
 
 def test_whole_tiles_of_our_own_backward():
-    # 16 heads x 64 tiles of rows x 32 blocks of keys, of which 80% of the time of the products are reads
+    # 16 heads x 64 tiles of rows x 32 blocks of keys, of which 75% of the time of the products are reads
     placed = place(long(4096, phase="backward"), H200, True)
     assert placed.seconds["matmul"] == pytest.approx(16 * 64 * 32 * 5 * 2 * 64 * 128 * 128 / 989.4e12)
-    assert placed.seconds["smem"] == 16 * 64 * 32 * 256 * 1024 / H200.smem and placed.useful == 1
+    assert placed.seconds["smem"] == 16 * 64 * 32 * 240 * 1024 / H200.smem and placed.useful == 1
     assert placed.seconds["exp2"] == 16 * 4096**2 / H200.exp2
     # In two passes seven products, and the exponentials twice: 16 heads x 64 x 64 tiles, and x 32 x 64
     twice = place(long(4096, phase="backward", deterministic=True), H200, True)

@@ -36,21 +36,21 @@ def run_compiler(code: str, triton: str, *arguments: str) -> str:
 # ---- the compiler's own numbers
 
 D64 = Config(64, 64, 128, turns=True)
-D96 = Config(96, 96, 64, turns=False)
-D96_TURNS = Config(96, 96, 64, turns=True)
-D128 = Config(128, 128, 64, turns=True)
+D96 = Config(96, 96, 64, turns=True, held_k=64, held_v=64)
+D96_MASKED = Config(96, 96, 64, turns=True, held_k=96)
+D128 = Config(128, 128, 64, turns=True, held_k=64)
 D192 = Config(192, 128, 64, turns=False)
 AUDITED = {
     # Head dims, mask, dtype, length: the config, and of the oldest Triton and the installed one how many loads and stores of
     # spilled registers stand in the loop over tiles of either group, and how many bytes of them anywhere.
     ((64, 64), "Full()", "bfloat16", 4096): (D64, (4, 128), (6, 48)),
     ((64, 64), "Causal()", "float16", 1000): (D64, (0, 132), (9, 316)),
-    ((80, 80), "Full()", "float16", 1000): (D96, (0, 104), (0, 124)),
-    ((96, 96), "Causal()", "bfloat16", 4096): (D96_TURNS, (0, 248), (6, 160)),
-    ((128, 128), "Full()", "bfloat16", 4096): (D128, (0, 8), (1, 96)),
-    ((128, 128), "Causal()", "bfloat16", 4096): (D128, (0, 16), (8, 356)),
-    ((128, 64), "Window(1023, 0)", "bfloat16", 4096): (Config(128, 64, 64, turns=True), (0, 84), (2, 68)),
-    ((64, 128), "Full()", "float16", 4096): (Config(96, 128, 64, turns=False), (0, 48), (0, 124)),
+    ((80, 80), "Full()", "float16", 1000): (D96, (0, 76), (8, 404)),
+    ((96, 96), "Causal()", "bfloat16", 4096): (D96_MASKED, (0, 140), (2, 208)),
+    ((128, 128), "Full()", "bfloat16", 4096): (D128, (0, 48), (10, 256)),
+    ((128, 128), "Causal()", "bfloat16", 4096): (D128, (0, 112), (11, 380)),
+    ((128, 64), "Window(1023, 0)", "bfloat16", 4096): (Config(128, 64, 64, True, 64, 64), (0, 16), (2, 296)),
+    ((64, 128), "Full()", "float16", 4096): (Config(96, 128, 64, turns=True, held_k=64), (0, 40), (1, 56)),
     ((192, 128), "Full()", "bfloat16", 4096): (D192, (0, 284), (4, 396)),
     ((192, 128), "Causal()", "float16", 1000): (D192, (1, 420), (18, 664)),
     ((160, 96), "Window(1023, 0)", "bfloat16", 4096): (Config(192, 96, 64, turns=False), (2, 172), (12, 360)),
@@ -391,7 +391,7 @@ def test_every_head_dim_has_a_config(head_dim, head_dim_v, mask):
     assert config.smem_bytes() + 640 <= KNOWN["H200"].smem_per_block
     assert isinstance(config, SplitConfig) == (head_dim > 192 or head_dim_v > 128)
     if isinstance(config, Config):
-        assert config.turns == (config.head_dim in (64, 128) or (config.head_dim == 96 and mask == strobe.Causal()))
+        assert config.turns == (config.head_dim <= 128)
         assert config.serial == (head_dim > 128)
 
 

@@ -18,8 +18,9 @@ FP16, BF16 = torch.float16, torch.bfloat16
 ORDERS = (("in_order", 0), ("random", 1), ("random", 2), ("late", 0), ("early", 0), ("timed", 0), *UNEVEN)
 D64 = Config(64, 64, 128, turns=True)
 D96 = Config(96, 96, 64, turns=False)
-D96_TURNS = Config(96, 96, 64, turns=True)
-D128 = Config(128, 128, 64, turns=True)
+D96_TURNS = Config(96, 96, 64, turns=True, held_k=64, held_v=64)
+D96_MASKED = Config(96, 96, 64, turns=True, held_k=96)
+D128 = Config(128, 128, 64, turns=True, held_k=64)
 D192 = Config(192, 128, 64, turns=False)
 
 
@@ -35,6 +36,7 @@ CASES = [
     (case(140, 300, 128, heads=(2, 1)), BF16, D128),
     (case(140, 300, 128, heads=(2, 1)), FP16, D128),
     (case(150, 170, 96, heads=(2, 1)), BF16, D96),
+    (case(150, 170, 96, heads=(2, 1)), BF16, D96_TURNS),
     (case(140, 300, 192, heads=(2, 1), head_dim_v=128), BF16, D192),
     # Masks: of 300 causal rows the first 170 see none of 130 keys, and no row sees a block far behind a window.
     (case(200, 300, 64, heads=(2, 1), batch=2, mask="causal"), BF16, D64),
@@ -43,7 +45,7 @@ CASES = [
     (case(300, 130, 64, mask="window"), BF16, D64),
     (case(150, 300, 64, mask="prefix"), FP16, D64),
     (case(140, 300, 128, mask="causal"), BF16, D128),
-    (case(150, 170, 96, heads=(2, 1), mask="causal"), FP16, D96_TURNS),
+    (case(150, 170, 96, heads=(2, 1), mask="causal"), FP16, D96_MASKED),
     (case(150, 170, 192, heads=(2, 1), head_dim_v=128, mask="causal"), FP16, D192),
     # Sequences packed, one of them empty.
     (case(200, 170, 64, heads=(2, 1), batch=4, packed=True), BF16, D64),
@@ -67,8 +69,10 @@ CASES = [
     (case(150, 170, 192, heads=(2, 1), head_dim_v=128, dropout=0.2, function=True), FP16, D192),
     # Head dims that are padded, and V's own.
     (case(150, 170, 80, mask="window"), FP16, D96_TURNS),
-    (case(100, 150, 128, head_dim_v=64, mask="causal"), FP16, Config(128, 64, 64, turns=False)),
-    (case(100, 150, 40, head_dim_v=128), BF16, Config(96, 128, 64, turns=False)),
+    (case(100, 150, 128, head_dim_v=64, mask="causal"), FP16, Config(128, 64, 64, True, 64, 64)),
+    (case(100, 150, 40, head_dim_v=128), BF16, Config(96, 128, 64, turns=True, held_k=64)),
+    # A part of a chunk of V is held: dP takes two products.
+    (case(100, 150, 128), BF16, Config(128, 128, 64, turns=True, held_v=64)),
 ]
 
 

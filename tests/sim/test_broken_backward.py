@@ -46,9 +46,9 @@ TILE_BARRIERS = "make_barriers(STAGES, 3),\n        make_barriers(STAGES, 2),\n"
 
 K_WAIT = "    mbarrier.wait(memory.k.full.index(0), block & 1)\n"
 V_WAIT = "    mbarrier.wait(memory.v.full.index(0), block & 1)\n"
-FIRST_PRODUCTS = "    s = start_products(memory.k.half(fixed + w), q)\n    dp"
+FIRST_PRODUCTS = "    s = start_products_held(memory.k.half(fixed + w), held_k, q)\n    dp"
 TILE_WAIT = "    mbarrier.wait(memory.full.index(stage), (g // STAGES) & 1)\n" + FIRST_PRODUCTS
-DP_READY = "    else:  # so many numbers are loaded late\n        dp, p = warpgroup_mma_wait(0,"
+DP_READY = "    dp, p = warpgroup_mma_wait(0,"
 DS_WAIT = "    await_ds(w, stage ^ 1, g > before)\n    dq = start_dq("
 LAST_DS_WAIT = "        await_ds(w, last % STAGES, True)\n"
 DS_STORE = "    memory.ds[w].index(parity).store(ds)\n"
@@ -128,8 +128,8 @@ BUGS = [
     # Products.
     kernel(
         "the scores are used before they are done",
-        "_wait(C.products_v, deps=[s])",
-        "_wait(C.products_v + 1, deps=[s])",
+        "_wait(C.products_dp, deps=[s])",
+        "_wait(C.products_dp + 1, deps=[s])",
         (Unfinished,),
     ),
     kernel("dP is used before it is done", DP_READY, DP_READY.replace("0,", "1,"), (Unfinished,)),

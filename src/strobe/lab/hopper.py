@@ -70,6 +70,12 @@ def passes(problem: AttentionProblem) -> tuple[Pass, ...]:
     return of_config(backend.config(problem, arch))
 
 
+def held(product: Product, depth: int) -> tuple[Product, ...]:
+    """The product, of whose first operand so much of the depth is in registers."""
+    parts = product._replace(depth=depth, in_registers=True), product._replace(depth=product.depth - depth)
+    return tuple(part for part in parts if part.depth > 0)
+
+
 def of_config(config: Config | backward_config.Config | backward_config.SplitConfig) -> tuple[Pass, ...]:
     """The forward's pass, the backward's, or those of the backward in two: of keys, of rows."""
     dim, dim_v = config.head_dim, config.head_dim_v
@@ -78,6 +84,8 @@ def of_config(config: Config | backward_config.Config | backward_config.SplitCon
         return (Pass(config.tile_q, config.tile_kv, config.groups * products),)
     rows = backward_config.SPLIT_TILE if isinstance(config, backward_config.SplitConfig) else config.tile_q
     scores = Product(rows, dim), Product(rows, dim_v)  # S, dP; in what has 64 keys, transposed
+    if isinstance(config, backward_config.Config):
+        scores = *held(scores[0], config.held_k), *held(scores[1], config.held_v)
     of_keys = Product(dim_v, rows, in_registers=True), Product(dim, rows, in_registers=True)  # dV, dK
     if isinstance(config, backward_config.Config):
         keys = backward_config.KEYS

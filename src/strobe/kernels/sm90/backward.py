@@ -396,12 +396,55 @@ def no_result(wide: gl.constexpr, narrow: gl.constexpr):
 
 
 @gluon.jit
+def hold(chunks, COLUMNS: gl.constexpr, TILE_Q: gl.constexpr):
+    """So many of the first columns of chunks of 64 rows in registers, by chunks."""
+    held = ()
+    for c in gl.static_range(len(chunks)):
+        held += hold_part(chunks[c], columns_within(chunks[c].shape[1], COLUMNS - c * chunks[0].shape[1]), TILE_Q)
+    return held
+
+
+@gluon.constexpr_function
+def columns_within(width, columns):
+    return max(0, min(width, columns))
+
+
+@gluon.jit
+def hold_part(chunk, COLUMNS: gl.constexpr, TILE_Q: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator(TILE_Q), k_width=2)
+    if COLUMNS == 0:
+        return ()
+    else:
+        return (chunk.slice(0, COLUMNS, dim=1).load(LAYOUT),)
+
+
+@gluon.jit
 def start_products(a, b):
     """a b^T of chunks of 64 rows each, and of some, [64, rows of b]: scores and dP, or their transposes."""
+    return start_products_held(a, (), b)
+
+
+@gluon.jit
+def start_products_held(a, held, b):
+    """Likewise, where `held` of a is in registers: it is not read from shared memory."""
     COLUMNS: gl.constexpr = b[0].shape[0]
     s = gl.full([64, COLUMNS], 0.0, gl.float32, accumulator(COLUMNS))
     for c in gl.static_range(len(a)):
-        s = warpgroup_mma(a[c], b[c].permute((1, 0)), s, use_acc=c > 0, is_async=True)
+        if c < len(held):
+            s = add_held(s, held[c], a[c], b[c], c > 0)
+        else:
+            s = warpgroup_mma(a[c], b[c].permute((1, 0)), s, use_acc=c > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def add_held(s, held, a, b, ADD: gl.constexpr):
+    """s, if ADD, + a b^T, of which the first columns of a are held, or all."""
+    HELD: gl.constexpr = held.shape[1]
+    s = warpgroup_mma(held, b.slice(0, HELD, dim=1).permute((1, 0)), s, use_acc=ADD, is_async=True)
+    if a.shape[1] > HELD:
+        a = a.slice(HELD, a.shape[1] - HELD, dim=1)
+        s = warpgroup_mma(a, b.slice(HELD, b.shape[1] - HELD, dim=1).permute((1, 0)), s, is_async=True)
     return s
 
 
@@ -593,8 +636,8 @@ def put_ds(w: gl.constexpr, parity, ds, memory):
 
 
 @gluon.jit
-def step(w: gl.constexpr, g, before, tile, head, place, dk, dv, work, outputs, lengths, score, memory, MASKED: gl.constexpr,
-         C: gl.constexpr):  # fmt: skip
+def step(w: gl.constexpr, g, before, tile, head, place, held_k, held_v, dk, dv, work, outputs, lengths, score, memory,
+         MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Tile g: its parts of dK and dV added, and dQ of the tile before, which goes to `place`."""
     dtype: gl.constexpr = memory.q[0].dtype
     COLUMNS: gl.constexpr = columns_of(C.tile_q)
@@ -605,9 +648,9 @@ def step(w: gl.constexpr, g, before, tile, head, place, dk, dv, work, outputs, l
     do = at(memory.do, stage)
     statistics = memory.statistics.index(stage)
     mbarrier.wait(memory.full.index(stage), (g // STAGES) & 1)
-    s = start_products(memory.k.half(fixed + w), q)
-    dp = start_products(memory.v.half(fixed + w), do)
-    s = warpgroup_mma_wait(C.products_v, deps=[s])
+    s = start_products_held(memory.k.half(fixed + w), held_k, q)
+    dp = start_products_held(memory.v.half(fixed + w), held_v, do)
+    s = warpgroup_mma_wait(C.products_dp, deps=[s])
     lse = statistics.slice(0, C.tile_q).load(COLUMNS)
     row = tile * C.tile_q
     slope = slope_of(work.batch, head, score)
@@ -618,12 +661,8 @@ def step(w: gl.constexpr, g, before, tile, head, place, dk, dv, work, outputs, l
             x = apply_mask(x, float("-inf"), w, row, head, work, lengths, score)
     p = gl.exp2(x)
     kept = kept_weights(p, w, row, head, work, score)
-    if C.tile_q == HALF:
-        delta = statistics.slice(C.tile_q, C.tile_q).load(COLUMNS)
-        dp, p = warpgroup_mma_wait(0, deps=[dp, p])
-    else:  # so many numbers are loaded late
-        dp, p = warpgroup_mma_wait(0, deps=[dp, p])
-        delta = statistics.slice(C.tile_q, C.tile_q).load(COLUMNS)
+    dp, p = warpgroup_mma_wait(0, deps=[dp, p])
+    delta = statistics.slice(C.tile_q, C.tile_q).load(COLUMNS)  # as late as that, for the registers
     ds = gradients(p, kept, dp, delta[None, :], factor, of_function, w, row, head, work, outputs, score).to(dtype)
     p = p.to(dtype) if score.seed is None else kept.to(dtype)
 
@@ -716,6 +755,8 @@ def consume(w: gl.constexpr, block, before, work, outputs, lengths, heads, score
     dv = no_result(C.wide_v, C.narrow_v)
     mbarrier.wait(memory.k.full.index(0), block & 1)
     mbarrier.wait(memory.v.full.index(0), block & 1)
+    held_k = hold(memory.k.half(w), C.held_k, C.tile_q)
+    held_v = hold(memory.v.half(w), C.held_v, C.tile_q)
     tile = work.begin
     row = work.row
     head = work.head_kv * work.group
@@ -725,7 +766,8 @@ def consume(w: gl.constexpr, block, before, work, outputs, lengths, heads, score
         if C.serial:
             dk, dv = serial_step(w, g, before, tile, head, place, dk, dv, work, outputs, lengths, score, memory, C)
         else:
-            dk, dv = step(w, g, before, tile, head, place, dk, dv, work, outputs, lengths, score, memory, MASKED, C)
+            dk, dv = step(w, g, before, tile, head, place, held_k, held_v, dk, dv, work, outputs, lengths, score, memory,
+                          MASKED, C)  # fmt: skip
         mbarrier.arrive(memory.empty.index(g % STAGES), count=1)
         place = (row + tile * C.tile_q) // 64 * C.head_dim + FIRST_SHARE
         tile += 1

@@ -28,10 +28,18 @@ SPLIT_TILE = 64
 @dataclass(frozen=True)
 class Config(Chunks):
     """The backward in one pass (`backward`), for head dims up to 192, of v up to 128. tile_q: query rows a tile. turns: whether
-    the groups take turns at issuing products."""
+    the groups take turns at issuing products. held_k, held_v: columns of K and V, the first ones, that a group has in
+    registers, too: whole chunks, or 64 columns of one of 128."""
 
     tile_q: int
     turns: bool
+    held_k: int = 0
+    held_v: int = 0
+
+    @property
+    def products_dp(self) -> int:
+        """Of dP: one a chunk, and one more where a part of one is held."""
+        return self.products_v + (self.held_v == 64 and self.wide_v == 128)
 
     @property
     def share_columns(self) -> tuple[int, ...]:
@@ -117,12 +125,12 @@ def _tiles(**buffers: tuple[int, int]) -> list[Buffer]:
 
 
 def choose(problem: AttentionProblem) -> Config | SplitConfig:
-    """One pass where registers hold dK and dV, unless the result must have the same bits in every run. Measured on an H200 in
-    one interleaved run, microseconds with turns / without, S = 1k, 4k, 16k. Head dim 64: 812 / 829, 2788 / 2866, 10543 / 10701,
-    causal 571 / 587, 1404 / 1506, 5176 / 5581. 96: 825 / 818, 2644 / 2468, 10364 / 10076, causal 536 / 549, 1466 / 1483,
-    5381 / 5436. 128: 721 / 735, 2435 / 2534, 8960 / 9420, causal 484 / 485, 1247 / 1250, 4711 / 4846. (192, 128), TFLOP/s at
-    4k, 16k: in one pass 579, 596, in two 320, 305. What changes scores or drops some takes registers: head dim 64, causal, 4k,
-    milliseconds with slopes, a bias, dropout: in tiles of 128 rows 3.0, 7.5, 3.5, of 64 rows 2.3, 3.2, 2.8; with documents
+    """One pass where registers hold dK and dV, unless the result must have the same bits in every run. Measured on an H200, S =
+    1k, 4k, 16k. (192, 128), TFLOP/s at 4k, 16k: in one pass 579, 596, in two 320, 305. Turns, microseconds with / without, head
+    dim 64: 812 / 829, 2788 / 2866, 10543 / 10701, causal 571 / 587, 1404 / 1506, 5176 / 5581; 96, where 64 columns of K and V
+    are held: 803 / 822, 2613 / 2667, 9884 / 9602, causal 537 / 557, 1421 / 1543, 5004 / 5228; 128: 721 / 735, 2435 / 2534, 8960
+    / 9420, causal 484 / 485, 1247 / 1250, 4711 / 4846. What changes scores or drops some takes registers: head dim 64, causal,
+    4k, milliseconds with slopes, a bias, dropout: in tiles of 128 rows 3.0, 7.5, 3.5, of 64 rows 2.3, 3.2, 2.8; with documents
     2.3, 2.7."""
     head_dim, head_dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     if head_dim > 192 or head_dim_v > 128 or problem.deterministic:
@@ -131,5 +139,19 @@ def choose(problem: AttentionProblem) -> Config | SplitConfig:
     if head_dim == head_dim_v == 64 and simple:
         return Config(64, 64, 128, turns=True)
     head_dim = max(96, head_dim)  # the groups share dQ's columns: 64 each, or a chunk each
-    everything = problem.mask.band == (None, None, None) and not problem.mask.by_pair
-    return Config(head_dim, head_dim_v, 64, turns=simple and (head_dim == 128 or (head_dim == 96 and not everything)))
+    if head_dim == 192 or not simple:
+        return Config(head_dim, head_dim_v, 64, turns=False)
+    return Config(head_dim, head_dim_v, 64, True, *_held(problem, head_dim, head_dim_v))
+
+
+def _held(problem: AttentionProblem, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Columns of K and V that a group keeps in registers: what the compilers of Triton 3.6 to 3.9 have room for. Measured on an
+    H200, S = 4k, microseconds with none, 64 of K, 96 of K, 64 of both. Head dim 96 (none: without turns): 2844, 2717, 2666,
+    2613, causal 1512, 1458, 1432, 1421; with Triton 3.9: 2854, 2780, 2810, 2819, causal 1567, 1471, 1501, 1686. 128, none and
+    64 of K: 2457, 2429, causal 1345, 1318; with Triton 3.9: 2597, 2491, causal 1365, 1364."""
+    if problem.mask.by_pair:
+        return 0, 0
+    if head_dim + head_dim_v > 192:
+        return 64, 0
+    everything = problem.mask.band == (None, None, None)
+    return (64, 64) if everything or head_dim == 128 else (96, 0)
