@@ -83,13 +83,12 @@ def of_config(config: Config | backward_config.Config | backward_config.SplitCon
         products = Product(config.tile_kv, dim), Product(dim_v, config.tile_kv, in_registers=True)  # S, O
         return (Pass(config.tile_q, config.tile_kv, config.groups * products),)
     rows = backward_config.SPLIT_TILE if isinstance(config, backward_config.SplitConfig) else config.tile_q
-    scores = Product(rows, dim), Product(rows, dim_v)  # S, dP; in what has 64 keys, transposed
-    if isinstance(config, backward_config.Config):
-        scores = *held(scores[0], config.held_k), *held(scores[1], config.held_v)
+    of_s, of_dp = Product(rows, dim), Product(rows, dim_v)  # in what has 64 keys, transposed
     of_keys = Product(dim_v, rows, in_registers=True), Product(dim, rows, in_registers=True)  # dV, dK
     if isinstance(config, backward_config.Config):
         keys = backward_config.KEYS
+        scores = *held(of_s, config.held_k), *held(of_dp, config.held_v)
         of_rows = tuple(Product(columns, keys) for columns in config.share_columns)  # dQ, of both groups
         return (Pass(rows, keys, 2 * (*scores, *of_keys) + of_rows),)
     dq = Product(dim, config.tile_kv, in_registers=True)
-    return Pass(rows, config.tile_kv, (*scores, *of_keys)), Pass(config.tile_q, config.tile_kv, 2 * (*scores, dq))
+    return Pass(rows, config.tile_kv, (of_s, of_dp, *of_keys)), Pass(config.tile_q, config.tile_kv, 2 * (of_s, of_dp, dq))
