@@ -99,5 +99,6 @@ def of_config(config: Config) -> dict:
         PADDED_V=config.head_dim_v,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        enable_fp_fusion=True,  # Triton 3.10 turns it off
         **registers,
     )

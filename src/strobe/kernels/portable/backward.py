@@ -411,7 +411,7 @@ def redo_arguments(
         key_notes=key_notes, row_notes=row_notes, key_number=key_notes.numel(), row_number=row_notes.numel(),
         heads_q=problem.heads_q, heads_kv=problem.heads_kv, PADDED=padded(problem.head_dim),
         PADDED_V=padded(problem.head_dim_v), TILE=REDO_TILE, NOTED=NOTED, SHARE=SHARE, num_warps=4, maxnreg=255,
-        launch_pdl=True,
+        enable_fp_fusion=True, launch_pdl=True,
     )  # fmt: skip
 
 
@@ -467,4 +467,5 @@ def launch_delta(problem: AttentionProblem, out, dout, dlse: torch.Tensor | None
             DIM_V=problem.head_dim_v,
             PADDED_V=padded(problem.head_dim_v),
             TILE_Q=TILE_DELTA,
+            enable_fp_fusion=True,
         )

@@ -229,7 +229,7 @@ def prepare_arguments(
         **dict(zip(("dlse_batch", "dlse_head", "dlse_row"), (0, 0, 0) if dlse is None else _of_vector(dlse), strict=True)),
         DIM_V=problem.head_dim_v, PADDED_V=triton.next_power_of_2(problem.head_dim_v), DIM=config.head_dim,
         TILE_Q=config.tile_q if isinstance(config, Config) else SPLIT_TILE, ROWS_PADDED=ROWS_PADDED, ROWS=ends.ROWS,
-        launch_pdl=True,
+        enable_fp_fusion=True, launch_pdl=True,
     )  # fmt: skip
 
 
@@ -242,7 +242,7 @@ def convert_arguments(problem: AttentionProblem, operands: Operands, dq, space: 
         accumulator=space.accumulator, dq=dq, notes=space.row_notes if is_noted(problem) else None,
         **_rows(problem, operands, tiles), scale=problem.scale, **_strides("dq", dq),
         DIM=problem.head_dim, COLUMNS=columns, PADDED=config.head_dim, ROWS_PADDED=ROWS_PADDED, ROWS=ends.ROWS,
-        launch_pdl=True,
+        enable_fp_fusion=True, launch_pdl=True,
     )  # fmt: skip
 
 

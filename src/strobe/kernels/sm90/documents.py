@@ -55,7 +55,7 @@ def spans_arguments(ids: torch.Tensor, others: torch.Tensor, spans: torch.Tensor
     return (spans.shape[0] * spans.shape[1],), dict(
         ids=ids, ids_batch=ids.stride(0), ids_row=ids.stride(1), n=ids.shape[1],
         others=others, others_batch=others.stride(0), others_row=others.stride(1), n_others=others.shape[1],
-        spans=spans, SPAN=SPAN.value, CHUNK=CHUNK, launch_pdl=True,
+        spans=spans, SPAN=SPAN.value, CHUNK=CHUNK, enable_fp_fusion=True, launch_pdl=True,
     )  # fmt: skip
 
 

@@ -534,7 +534,7 @@ def transposed(problem: AttentionProblem, operands: Operands) -> torch.Tensor:
     transpose_kernel[(triton.cdiv(lengths.seqlen_kv, tile), problem.heads_kv, lengths.batch)](
         v.view(torch.uint8), v_t.view(torch.uint8), operands.cu_seqlens_kv, lengths.seqlen_kv,
         v_t.shape[1] // problem.head_dim_v, by_batch, v.stride(-3), v.stride(-2), tile, problem.head_dim_v,
-        launch_pdl=True,
+        enable_fp_fusion=True, launch_pdl=True,
     )  # fmt: skip
     return v_t
 
