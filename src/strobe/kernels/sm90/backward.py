@@ -37,6 +37,9 @@ goes to an accumulator in global memory.
 S and dP are computed transposed, keys by rows: P^T and dS^T come out of the accumulators as wgmma wants its operand for dV and
 dK in registers, and only dS passes through shared memory, for dQ, which sums over the keys of both groups.
 
+K and V stay while the tiles pass, so each group holds some of their columns in registers, as many as there is room for: S and
+dP read that much less of shared memory, which is what a tile takes most of.
+
 dQ of a tile is computed one tile later, when both halves of its dS have long been written. So the groups have no point at which
 both must be at the same time: each announces its dS, and waits for the other's a tile later. One computes exponentials while
 the other keeps the tensor cores busy. A block's first tile has no tile before it: its product multiplies leftovers, which may
