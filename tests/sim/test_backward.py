@@ -71,8 +71,6 @@ CASES = [
     (case(150, 170, 80, mask="window"), FP16, D96_TURNS),
     (case(100, 150, 128, head_dim_v=64, mask="causal"), FP16, Config(128, 64, 64, True, 64, 64)),
     (case(100, 150, 40, head_dim_v=128), BF16, Config(96, 128, 64, turns=True, held_k=64)),
-    # A part of a chunk of V is held: dP takes two products.
-    (case(100, 150, 128), BF16, Config(128, 128, 64, turns=True, held_v=64)),
 ]
 
 

@@ -128,8 +128,8 @@ BUGS = [
     # Products.
     kernel(
         "the scores are used before they are done",
-        "_wait(C.products_dp, deps=[s])",
-        "_wait(C.products_dp + 1, deps=[s])",
+        "_wait(C.products_v, deps=[s])",
+        "_wait(C.products_v + 1, deps=[s])",
         (Unfinished,),
     ),
     kernel("dP is used before it is done", DP_READY, DP_READY.replace("0,", "1,"), (Unfinished,)),

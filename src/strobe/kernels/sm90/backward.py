@@ -653,7 +653,7 @@ def step(w: gl.constexpr, g, before, tile, head, place, held_k, held_v, dk, dv, 
     mbarrier.wait(memory.full.index(stage), (g // STAGES) & 1)
     s = start_products_held(memory.k.half(fixed + w), held_k, q)
     dp = start_products_held(memory.v.half(fixed + w), held_v, do)
-    s = warpgroup_mma_wait(C.products_dp, deps=[s])
+    s = warpgroup_mma_wait(C.products_v, deps=[s])
     lse = statistics.slice(0, C.tile_q).load(COLUMNS)
     row = tile * C.tile_q
     slope = slope_of(work.batch, head, score)

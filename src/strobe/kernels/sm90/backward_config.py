@@ -29,17 +29,12 @@ SPLIT_TILE = 64
 class Config(Chunks):
     """The backward in one pass (`backward`), for head dims up to 192, of v up to 128. tile_q: query rows a tile. turns: whether
     the groups take turns at issuing products. held_k, held_v: columns of K and V, the first ones, that a group has in
-    registers, too: whole chunks, or 64 columns of one of 128."""
+    registers, too: whole chunks, or of K 64 columns of one of 128."""
 
     tile_q: int
     turns: bool
     held_k: int = 0
     held_v: int = 0
-
-    @property
-    def products_dp(self) -> int:
-        """Of dP: one a chunk, and one more where a part of one is held."""
-        return self.products_v + (self.held_v == 64 and self.wide_v == 128)
 
     @property
     def share_columns(self) -> tuple[int, ...]:
