@@ -86,4 +86,5 @@ def combine(out_partial: torch.Tensor, lse_partial: torch.Tensor, out: torch.Ten
             DIM=head_dim,
             PADDED=padded(head_dim),
             TILE=TILE_ROWS,
+            enable_fp_fusion=True,  # Triton 3.10 turns it off
         )
