@@ -33,7 +33,12 @@ GRADIENT_CASES = [
         for dims in DIMS
         for mask in ("full", "causal", "window")
     ),
-    *(Case(700, 700, head_dim=128, mask="causal", logits=logits) for logits in (10.0, 100.0)),
+    *(
+        Case(700, 700, head_dim=dim, mask=mask, logits=x)
+        for dim in (64, 128)
+        for mask in ("full", "causal")
+        for x in (10.0, 100.0)
+    ),
     Case(3000, 100, heads_q=20, heads_kv=4, head_dim=64, mask="causal"),  # most keys are seen by few
     Case(100, 200, batch=40, heads_q=32, head_dim=64, mask="causal"),  # many blocks a CTA
     *TAKEN,
@@ -114,6 +119,33 @@ def test_poison_reaches_only_what_sees_it(dims):
 
     t = tensors(case, torch.bfloat16, "cuda")
     check(run(t, "sm90"), t)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_delta_that_is_no_number_stays_out_of_dv(head_dim):
+    """An infinity in V makes every delta NaN, and with it dQ and dK, but no weight."""
+    t = tensors(Case(300, 300, head_dim=head_dim), torch.bfloat16, "cuda")
+    clean = run(t, "sm90")
+    t.v[:, 33] = float("inf")
+    results = run(t, "sm90")
+    assert torch.equal(results.dv, clean.dv)
+    assert results.dq.isnan().all() and results.dk.isnan().all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_scale_makes_no_difference(head_dim):
+    """The LSE divided by it is what the products subtract: queries times a power of two, divided by it again."""
+    q, k, v, dout = (torch.randn(2, 300, 4, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+
+    def gradients(power: int):
+        leaves = [x.clone().requires_grad_() for x in (q * 2.0**power, k, v)]
+        out = strobe.attention(*leaves, mask=strobe.Causal(), scale=0.125 * 2.0**-power, backend="sm90")
+        dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+        return dq * 2.0**power, dk, dv
+
+    for power in (-60, -10, 10, 60):
+        for got, want in zip(gradients(power), gradients(0), strict=True):
+            torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -400,7 +432,7 @@ def test_compiled_whole():
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_extra_memory(head_dim):
-    """For each row and head 8 bytes, 4 for each number of dQ, and under a mask 4 more: nothing that grows with S x S."""
+    """For each row and head 32 bytes, 4 for each number of dQ, and under a mask 4 more: nothing that grows with S x S."""
     shape = (1, 8192, 8, head_dim)
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -413,7 +445,7 @@ def test_extra_memory(head_dim):
     gradients = 3 * q.numel() * 2
     rows = 8192 * 8
     extra = torch.cuda.max_memory_allocated() - before - gradients
-    assert extra <= rows * (8 + 4 + 4 * head_dim) + 2**21
+    assert extra <= rows * (32 + 4 + 4 * head_dim) + 2**21
 
 
 def test_past_two_to_the_31_elements():

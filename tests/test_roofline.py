@@ -79,6 +79,10 @@ def test_the_backwards_operands_by_hand():
     assert of_config(replace(config, held_k=64))[0].operand_bytes == one.operand_bytes - 2 * 64 * 64 * 2
     assert of_config(replace(config, held_k=64, held_v=128))[0].operand_bytes == one.operand_bytes - 2 * 64 * (64 + 128) * 2
     assert of_config(replace(config, held_k=64))[0].flops == one.flops
+    # Folded statistics: ones 64 x 16 and parts 64 x 16, for S and for dP.
+    (folded,) = of_config(replace(config, folded=True))
+    assert folded.operand_bytes == one.operand_bytes + 2 * 2 * (64 + 64) * 16 * 2
+    assert folded.flops == one.flops + 2 * 2 * 2 * 64 * 64 * 16
     # Head dim 64, 128 rows: K 64 x 64 and Q 128 x 64, as much of V and dO; dO, Q; half of dS, 128 x 64, and K 128 x 64
     (one,) = of_config(BackwardConfig(64, 64, 128, turns=True))
     assert one.operand_bytes == 2 * (2 * (4096 + 8192) + 2 * 8192 + 2 * 8192) * 2 and one.flops == 5 * 2 * 128 * 128 * 64

@@ -16,11 +16,13 @@ from strobe.sim import simulate
 
 FP16, BF16 = torch.float16, torch.bfloat16
 ORDERS = (("in_order", 0), ("random", 1), ("random", 2), ("late", 0), ("early", 0), ("timed", 0), *UNEVEN)
-D64 = Config(64, 64, 128, turns=True)
+D64 = Config(64, 64, 128, turns=True, folded=True)
+D64_PLAIN = Config(64, 64, 128, turns=True)
 D96 = Config(96, 96, 64, turns=False)
 D96_TURNS = Config(96, 96, 64, turns=True, held_k=64, held_v=64)
 D96_MASKED = Config(96, 96, 64, turns=True, held_k=96)
-D128 = Config(128, 128, 64, turns=True, held_k=64)
+D128 = Config(128, 128, 64, turns=True, held_k=64, folded=True)
+D128_PLAIN = Config(128, 128, 64, turns=False)
 D192 = Config(192, 128, 64, turns=False)
 
 
@@ -54,22 +56,22 @@ CASES = [
     (case(150, 170, 96, batch=3, packed=True, mask="window"), BF16, D96),
     (case(140, 300, 192, head_dim_v=128, batch=4, packed=True, mask="window"), BF16, D192),
     # What changes scores.
-    (case(200, 300, 64, heads=(2, 1), softcap=3.0, alibi=True, mask="causal"), FP16, D64),
+    (case(200, 300, 64, heads=(2, 1), softcap=3.0, alibi=True, mask="causal"), FP16, D64_PLAIN),
     (case(90, 150, 96, heads=(2, 1), alibi=True), BF16, D96),
     (case(90, 150, 192, heads=(2, 1), head_dim_v=96, alibi=True, softcap=3.0), FP16, Config(192, 96, 64, turns=False)),
-    (case(90, 150, 64, heads=(2, 1), batch=2, bias=True, mask="causal"), FP16, D64),
-    (case(90, 150, 128, heads=(2, 1), bias=True, function=True, softcap=4.0), BF16, D128),
+    (case(90, 150, 64, heads=(2, 1), batch=2, bias=True, mask="causal"), FP16, D64_PLAIN),
+    (case(90, 150, 128, heads=(2, 1), bias=True, function=True, softcap=4.0), BF16, D128_PLAIN),
     (case(90, 150, 192, heads=(2, 1), head_dim_v=128, bias=True, function=True, mask="window"), FP16, D192),
     # What is compared pair by pair, and what is dropped.
     (case(150, 170, 64, heads=(2, 1), batch=2, mask="all"), BF16, D64),
     (case(150, 170, 96, heads=(2, 1), mask="functions"), FP16, D96),
     (case(150, 170, 192, heads=(2, 1), head_dim_v=128, mask="documents"), BF16, D192),
-    (case(150, 170, 64, heads=(2, 1), batch=2, dropout=0.3, mask="causal"), BF16, D64),
-    (case(150, 170, 128, heads=(2, 1), dropout=0.3, function=True, alibi=True), FP16, D128),
+    (case(150, 170, 64, heads=(2, 1), batch=2, dropout=0.3, mask="causal"), BF16, D64_PLAIN),
+    (case(150, 170, 128, heads=(2, 1), dropout=0.3, function=True, alibi=True), FP16, D128_PLAIN),
     (case(150, 170, 192, heads=(2, 1), head_dim_v=128, dropout=0.2, function=True), FP16, D192),
     # Head dims that are padded, and V's own.
     (case(150, 170, 80, mask="window"), FP16, D96_TURNS),
-    (case(100, 150, 128, head_dim_v=64, mask="causal"), FP16, Config(128, 64, 64, True, 64, 64)),
+    (case(100, 150, 128, head_dim_v=64, mask="causal"), FP16, Config(128, 64, 64, True, 64, 64, folded=True)),
     (case(100, 150, 40, head_dim_v=128), BF16, Config(96, 128, 64, turns=True, held_k=64)),
 ]
 

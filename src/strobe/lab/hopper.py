@@ -88,6 +88,8 @@ def of_config(config: Config | backward_config.Config | backward_config.SplitCon
     if isinstance(config, backward_config.Config):
         keys = backward_config.KEYS
         scores = *held(of_s, config.held_k), *held(of_dp, config.held_v)
+        if config.folded:
+            scores += (Product(rows, backward_config.PRODUCT),) * 2
         of_rows = tuple(Product(columns, keys) for columns in config.share_columns)  # dQ, of both groups
         return (Pass(rows, keys, 2 * (*scores, *of_keys) + of_rows),)
     dq = Product(dim, config.tile_kv, in_registers=True)

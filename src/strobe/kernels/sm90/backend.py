@@ -104,8 +104,8 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
 def backward(
     problem: AttentionProblem, operands: Operands, out, lse, dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> Gradients:
-    """Beside the gradients it takes, for each query row and head, 8 bytes, under a mask 4 more, and in one pass 4 for each
-    column of the padded head dim."""
+    """Beside the gradients it takes, for each query row and head, 8 bytes, with folded statistics 32, under a mask 4 more, and
+    in one pass 4 for each column of the padded head dim."""
     if _no_pairs(operands):
         from strobe.kernels.portable import backend as portable
 

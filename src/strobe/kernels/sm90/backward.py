@@ -98,6 +98,7 @@ KEYS = gl.constexpr(sizes.KEYS)
 HALF = gl.constexpr(sizes.KEYS // 2)
 STAGES = gl.constexpr(sizes.STAGES)
 SLOTS = gl.constexpr(sizes.SLOTS)
+PRODUCT = gl.constexpr(sizes.PRODUCT)
 ROWS_PADDED = gl.constexpr(sizes.ROWS_PADDED)
 
 DS_READY = gl.constexpr(FIRST.value)
@@ -147,13 +148,14 @@ class Memory:
     q: gl.tuple
     do: gl.tuple
     statistics: gl.shared_memory_descriptor
+    ones: gl.tuple
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     ds: gl.tuple
     dq: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, number, number_full, number_empty, k, v, q, do, statistics, full, empty, ds, dq):
+    def __init__(self, number, number_full, number_empty, k, v, q, do, statistics, ones, full, empty, ds, dq):
         self.number = number
         self.number_full = number_full
         self.number_empty = number_empty
@@ -162,6 +164,7 @@ class Memory:
         self.q = q
         self.do = do
         self.statistics = statistics
+        self.ones = ones
         self.full = full
         self.empty = empty
         self.ds = ds
@@ -180,7 +183,8 @@ def make_memory(dtype: gl.constexpr, C: gl.constexpr):
         Block(make_chunks(dtype, 2, HALF, C.wide_v, C.narrow_v), make_barriers(1, 2), make_barriers(1, 2)),
         make_chunks(dtype, STAGES, C.tile_q, C.wide, C.narrow),
         make_chunks(dtype, STAGES, C.tile_q, C.wide_v, C.narrow_v),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 2 * C.tile_q], flat(1)),
+        make_statistics(C),
+        make_ones(C),
         make_barriers(STAGES, 3),
         make_barriers(STAGES, 2),
         (
@@ -189,6 +193,26 @@ def make_memory(dtype: gl.constexpr, C: gl.constexpr):
         ),
         gl.allocate_shared_memory(gl.float32, [2, 16, 256], flat(2)),
     )
+
+
+@gluon.jit
+def make_statistics(C: gl.constexpr):
+    if C.folded:
+        return gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C.tile_q, PRODUCT], swizzled(gl.bfloat16, PRODUCT))
+    else:
+        return gl.allocate_shared_memory(gl.float32, [STAGES, 2 * C.tile_q], flat(1))
+
+
+@gluon.jit
+def make_ones(C: gl.constexpr):
+    """([1, 64, 16],): what a product takes to sum up the parts of a statistic."""
+    if C.folded:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+        ones = gl.allocate_shared_memory(gl.bfloat16, [1, HALF, PRODUCT], swizzled(gl.bfloat16, PRODUCT))
+        ones.index(0).store(gl.full([HALF, PRODUCT], 1.0, gl.bfloat16, LAYOUT))
+        return (ones,)
+    else:
+        return ()
 
 
 @gluon.constexpr_function
@@ -381,8 +405,9 @@ def copy_tile(i, g, q_desc, do_desc, statistics_desc, work, heads, memory, C: gl
     full = memory.full.index(stage)
     mbarrier.wait(memory.empty.index(stage), ((g // STAGES) & 1) ^ 1)
     copy_in(q_desc, at(memory.q, stage), full, work.start_q, work.n_q, work.batch, head, row)
-    mbarrier.expect(full, 2 * C.tile_q * 4)
-    tma_load(statistics_desc, [(work.row + member * heads.padded + row) * 2], full, memory.statistics.index(stage))
+    mbarrier.expect(full, C.statistics_bytes)
+    place = (work.row + member * heads.padded + row) * 2
+    tma_load(statistics_desc, [place, 0] if C.folded else [place], full, memory.statistics.index(stage))
     copy_in(do_desc, at(memory.do, stage), full, work.start_q, work.n_q, work.batch, head, row)
 
 
@@ -449,6 +474,26 @@ def add_held(s, held, a, b, ADD: gl.constexpr):
         a = a.slice(HELD, a.shape[1] - HELD, dim=1)
         s = warpgroup_mma(a, b.slice(HELD, b.shape[1] - HELD, dim=1).permute((1, 0)), s, is_async=True)
     return s
+
+
+@gluon.jit
+def subtract(s, FIRST: gl.constexpr, stage, memory, C: gl.constexpr):
+    """From scores or dP the statistics of their rows, which are in rows of `memory.statistics` from FIRST on, by a product, if
+    they are folded."""
+    if C.folded:
+        parts = memory.statistics.index(stage).slice(FIRST, C.tile_q)
+        return warpgroup_mma(memory.ones[0].index(0), parts.permute((1, 0)), s, is_async=True)
+    else:
+        return s
+
+
+@gluon.jit
+def to_subtract(FIRST: gl.constexpr, stage, memory, C: gl.constexpr):
+    """What is left to subtract of the same."""
+    if C.folded:
+        return 0.0
+    else:
+        return memory.statistics.index(stage).slice(FIRST, C.tile_q).load(columns_of(C.tile_q))[None, :]
 
 
 @gluon.jit
@@ -643,30 +688,30 @@ def step(w: gl.constexpr, g, before, tile, head, place, held_k, held_v, dk, dv, 
          MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Tile g: its parts of dK and dV added, and dQ of the tile before, which goes to `place`."""
     dtype: gl.constexpr = memory.q[0].dtype
-    COLUMNS: gl.constexpr = columns_of(C.tile_q)
     stage = g % STAGES
     # K and V lie at a fixed place. If the compiler knew, it would keep the descriptors of all their parts in registers.
     fixed = g >> 30
     q = at(memory.q, stage)
     do = at(memory.do, stage)
-    statistics = memory.statistics.index(stage)
     mbarrier.wait(memory.full.index(stage), (g // STAGES) & 1)
     s = start_products_held(memory.k.half(fixed + w), held_k, q)
+    s = subtract(s, 0, stage, memory, C)
     dp = start_products_held(memory.v.half(fixed + w), held_v, do)
-    s = warpgroup_mma_wait(C.products_v, deps=[s])
-    lse = statistics.slice(0, C.tile_q).load(COLUMNS)
+    dp = subtract(dp, C.tile_q, stage, memory, C)
+    s = warpgroup_mma_wait(C.products_dp, deps=[s])
+    lse = to_subtract(0, stage, memory, C)
     row = tile * C.tile_q
     slope = slope_of(work.batch, head, score)
     x, factor, of_function = scores_of(s, w, row, head, slope, work, score)
-    x = x - lse[None, :]
+    x = x - lse
     if MASKED:
         if (tile < work.full_begin) | (tile >= work.full_end):
             x = apply_mask(x, float("-inf"), w, row, head, work, lengths, score)
     p = gl.exp2(x)
     kept = kept_weights(p, w, row, head, work, score)
     dp, p = warpgroup_mma_wait(0, deps=[dp, p])
-    delta = statistics.slice(C.tile_q, C.tile_q).load(COLUMNS)  # as late as that, for the registers
-    ds = gradients(p, kept, dp, delta[None, :], factor, of_function, w, row, head, work, outputs, score).to(dtype)
+    delta = to_subtract(C.tile_q, stage, memory, C)  # as late as that, for the registers
+    ds = gradients(p, kept, dp, delta, factor, of_function, w, row, head, work, outputs, score).to(dtype)
     p = p.to(dtype) if score.seed is None else kept.to(dtype)
 
     if C.turns:
@@ -695,31 +740,27 @@ def serial_step(w: gl.constexpr, g, before, tile, head, place, dk, dv, work, out
     The mask comes after the exponentials, and whether a tile needs one is asked whatever the mask: the compiler moves no
     product to before a branch, so that S is gone when dP is computed."""
     dtype: gl.constexpr = memory.q[0].dtype
-    COLUMNS: gl.constexpr = columns_of(C.tile_q)
     stage = g % STAGES
     fixed = g >> 30  # see `step`
     q = at(memory.q, stage)
     do = at(memory.do, stage)
-    statistics = memory.statistics.index(stage)
     mbarrier.wait(memory.full.index(stage), (g // STAGES) & 1)
     s = start_products(memory.k.half(fixed + w), q)
     s = warpgroup_mma_wait(0, deps=[s])
-    lse = statistics.slice(0, C.tile_q).load(COLUMNS)
+    lse = to_subtract(0, stage, memory, C)
     row = tile * C.tile_q
     slope = slope_of(work.batch, head, score)
     x, factor, of_function = scores_of(s, w, row, head, slope, work, score)
-    x = x - lse[None, :]
+    x = x - lse
     p = gl.exp2(x)
     if (tile < work.full_begin) | (tile >= work.full_end):
         p = apply_mask(p, 0.0, w, row, head, work, lengths, score)
     kept = rounded(kept_weights(p, w, row, head, work, score), dtype)
     p = kept if score.seed is None else rounded(p, dtype)
     dp = start_products(memory.v.half(fixed + w), do)
-    delta = statistics.slice(C.tile_q, C.tile_q).load(COLUMNS)
+    delta = to_subtract(C.tile_q, stage, memory, C)
     dp = warpgroup_mma_wait(0, deps=[dp])
-    ds = gradients(widened(p), widened(kept), dp, delta[None, :], factor, of_function, w, row, head, work, outputs, score).to(
-        dtype
-    )
+    ds = gradients(widened(p), widened(kept), dp, delta, factor, of_function, w, row, head, work, outputs, score).to(dtype)
     dv = start_sum(dv, kept, do)
     await_ds(w, stage ^ 1, g > before)
     put_ds(w, stage, ds, memory)

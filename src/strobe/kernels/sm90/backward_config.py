@@ -21,6 +21,15 @@ SLOTS = 2
 ROWS_PADDED = 128
 """Rows of a sequence are rounded up to so many in what the backward's kernels share: a multiple of every tile_q."""
 
+PARTS = 8
+"""16-bit numbers that a folded statistic takes in global memory: its parts and zeros, as many as a TMA row has at least."""
+
+PRODUCT = 16
+"""Numbers that a product of 16-bit numbers takes at least of a row."""
+
+LEAST_SCALE = 1e-30
+"""With which an LSE by the scale is a number."""
+
 SPLIT_TILE = 64
 """Rows, and keys, of a tile of the split backward."""
 
@@ -29,12 +38,14 @@ SPLIT_TILE = 64
 class Config(Chunks):
     """The backward in one pass (`backward`), for head dims up to 192, of v up to 128. tile_q: query rows a tile. turns: whether
     the groups take turns at issuing products. held_k, held_v: columns of K and V, the first ones, that a group has in
-    registers, too: whole chunks, or of K 64 columns of one of 128."""
+    registers, too: whole chunks, or of K 64 columns of one of 128. folded: whether the products of S and dP subtract the
+    statistics, too (see `backward_ends`); head dims up to 128, scores that nothing changes."""
 
     tile_q: int
     turns: bool
     held_k: int = 0
     held_v: int = 0
+    folded: bool = False
 
     @property
     def share_columns(self) -> tuple[int, ...]:
@@ -43,9 +54,18 @@ class Config(Chunks):
         return {96: (64, 32), 192: (64, 64, 64)}.get(self.head_dim, (64, 64))
 
     @property
+    def products_dp(self) -> int:
+        return self.products_v + self.folded
+
+    @property
     def serial(self) -> bool:
         """Whether S, dP and dQ are computed one after the other, as the registers hold dK, dV and but one of them."""
         return self.head_dim > 128
+
+    @property
+    def statistics_bytes(self) -> int:
+        """Of a tile, in shared memory."""
+        return 2 * self.tile_q * (2 * PRODUCT if self.folded else 4)
 
     def smem_map(self) -> list[Buffer]:
         shapes = {
@@ -58,7 +78,8 @@ class Config(Chunks):
         return [
             *(Buffer(name, shape, 2 * math.prod(shape)) for name, shape in shapes.items()),
             Buffer("sdQ", (2, 64, 64), 4 * 2 * 64 * 64),
-            Buffer("statistics", (STAGES, 2, self.tile_q), 4 * STAGES * 2 * self.tile_q),
+            Buffer("statistics", (STAGES, 2, self.tile_q), STAGES * self.statistics_bytes),
+            Buffer("ones", (KEYS // 2, PRODUCT), 2 * KEYS // 2 * PRODUCT * self.folded),
             Buffer("numbers", (SLOTS,), 4 * SLOTS),
             Buffer("barriers", (2 * SLOTS + 4 + 2 * STAGES,), 8 * (2 * SLOTS + 4 + 2 * STAGES)),
         ]
@@ -132,11 +153,12 @@ def choose(problem: AttentionProblem) -> Config | SplitConfig:
         return SplitConfig(head_dim, head_dim_v)
     simple = not (problem.score.changed or problem.dropout)
     if head_dim == head_dim_v == 64 and simple:
-        return Config(64, 64, 128, turns=True)
+        return Config(64, 64, 128, turns=True, folded=problem.scale >= LEAST_SCALE)
     head_dim = max(96, head_dim)  # the groups share dQ's columns: 64 each, or a chunk each
     if head_dim == 192 or not simple:
         return Config(head_dim, head_dim_v, 64, turns=False)
-    return Config(head_dim, head_dim_v, 64, True, *_held(problem, head_dim, head_dim_v))
+    folded = head_dim == 128 and problem.scale >= LEAST_SCALE
+    return Config(head_dim, head_dim_v, 64, True, *_held(problem, head_dim, head_dim_v), folded)
 
 
 def _held(problem: AttentionProblem, head_dim: int, head_dim_v: int) -> tuple[int, int]:

@@ -5,6 +5,9 @@ each from a multiple of 128 on).
 
     statistics    [rows / tile_q, 2, tile_q]    of each tile of rows the LSE in powers of two, then delta; a row that does not
                                                 exist has an LSE of +inf, so that it weighs nothing
+    or, folded    [rows / tile_q, 2, tile_q, 8] bfloat16: what a product adds to S to subtract the LSE, -LSE / scale, and to dP,
+                                                -delta, as three numbers whose sum it is, and zeros; of a row that does not
+                                                exist -2^127
     accumulator   [rows / 64, dim * 64]         dQ, 64 rows at a time, in the order of registers (`backward.UNIT`)
 """
 
@@ -15,6 +18,7 @@ from strobe.kernels.common.turn import take_program_turn
 from strobe.kernels.portable.tiles import sequence
 
 LOG2E = tl.constexpr(1.4426950408889634)
+FAR = tl.constexpr(2.0**127)
 ROWS = 64
 """Of a program."""
 
@@ -32,12 +36,12 @@ STRIDES_BY_LENGTH = ("lse_batch", "lse_head", "dlse_batch", "dlse_head")
 """Of tensors whose rows lie side by side: any number. Those of the others are multiples of 16 nearly always."""
 
 
-@triton.jit(do_not_specialize=("n_q", "total_q", "heads", "padded", "tiles", *STRIDES_BY_LENGTH))
+@triton.jit(do_not_specialize=("n_q", "total_q", "heads", "padded", "tiles", "scale", *STRIDES_BY_LENGTH))
 def prepare(
-    out, dout, dlse, lse, statistics, delta, accumulator, cu_seqlens_q, seqused_q, n_q, total_q, heads, padded, tiles,
+    out, dout, dlse, lse, statistics, delta, accumulator, cu_seqlens_q, seqused_q, n_q, total_q, heads, padded, tiles, scale,
     out_batch, out_row, out_head, dout_batch, dout_row, dout_head, lse_batch, lse_head, dlse_batch, dlse_head, dlse_row,
-    DIM_V: tl.constexpr, PADDED_V: tl.constexpr, DIM: tl.constexpr, TILE_Q: tl.constexpr, ROWS_PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
+    DIM_V: tl.constexpr, PADDED_V: tl.constexpr, DIM: tl.constexpr, TILE_Q: tl.constexpr, PARTS: tl.constexpr,
+    ROWS_PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The statistics of some rows; their delta once more, as the LSE lies, and zeros in their accumulator, where these are
     wanted. DIM: columns of the accumulator."""
@@ -62,18 +66,34 @@ def prepare(
     sums = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if dlse is not None:
         sums -= tl.load(dlse + number * dlse_batch + head * dlse_head + place * dlse_row, mask=exists, other=0.0)
-    shift = tl.load(lse + number * lse_batch + head * lse_head + place, mask=exists, other=0.0) * LOG2E
+    shift = tl.load(lse + number * lse_batch + head * lse_head + place, mask=exists, other=0.0)
     shift = tl.where(shift == float("-inf"), 0.0, shift)
     first_row = _first_row(cu_seqlens_q, start, batch, head, heads, padded, ROWS_PADDED)
-    here = statistics + (first_row + row // TILE_Q * TILE_Q) * 2 + row % TILE_Q
-    tl.store(here, tl.where(exists, shift, float("inf")))
-    tl.store(here + TILE_Q, sums)
+    here = (first_row + row // TILE_Q * TILE_Q) * 2 + row % TILE_Q
+    if statistics.dtype.element_ty == tl.float32:
+        tl.store(statistics + here, tl.where(exists, shift * LOG2E, float("inf")))
+        tl.store(statistics + here + TILE_Q, sums)
+    else:
+        _store_parts(statistics, here, tl.where(exists, -shift / scale, -FAR), PARTS)
+        _store_parts(statistics, here + TILE_Q, -sums, PARTS)
     if delta is not None:
         tl.store(delta + number * lse_batch + head * lse_head + place, sums, mask=exists)
     if accumulator is not None:
         zeros = (first_row + first) * DIM + tl.arange(0, ROWS)[:, None] * DIM
         for c in tl.static_range(0, DIM, 32):
             tl.store(accumulator + zeros + c + tl.arange(0, 32)[None, :], tl.zeros((ROWS, 32), tl.float32))
+
+
+@triton.jit
+def _store_parts(statistics, here, x, PARTS: tl.constexpr):
+    """x in three parts of 8 bits of precision each, which are all that it has, and zeros."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    part = tl.arange(0, PARTS)[None, :]
+    parts = tl.where(part == 0, high[:, None], tl.where(part == 1, middle[:, None], tl.where(part == 2, low[:, None], 0.0)))
+    tl.store(statistics + here[:, None] * PARTS + part, parts)
 
 
 @triton.jit(do_not_specialize=("n_q", "total_q", "heads", "padded", "tiles"))

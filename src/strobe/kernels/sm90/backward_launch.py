@@ -10,13 +10,14 @@ import triton
 
 from strobe.device import arch_of
 from strobe.kernels.common.arguments import bundles, bundles_of_heads, meta, meta_operands
+from strobe.kernels.common.descriptors import layout_of
 from strobe.kernels.gluon import TensorDescriptor
 from strobe.kernels.portable import backward as portable
 from strobe.kernels.portable.arguments import bias_gradient
 from strobe.kernels.sm90 import backward_ends as ends
 from strobe.kernels.sm90.arguments import score_arguments
 from strobe.kernels.sm90.backward import backward_kernel, flat
-from strobe.kernels.sm90.backward_config import KEYS, ROWS_PADDED, SPLIT_TILE, Chunks, Config, SplitConfig
+from strobe.kernels.sm90.backward_config import KEYS, PARTS, PRODUCT, ROWS_PADDED, SPLIT_TILE, Chunks, Config, SplitConfig
 from strobe.kernels.sm90.backward_split import keys_kernel, rows_kernel
 from strobe.kernels.sm90.config import SMS
 from strobe.kernels.sm90.descriptors import descriptors
@@ -69,7 +70,12 @@ def buffers(problem: AttentionProblem, config: Config | SplitConfig, device: tor
         key_spans = new_spans(documents.kv)
         row_spans = new_spans(documents.q) if isinstance(config, SplitConfig) else None
     notes = space.notes[:keys], space.notes[keys:]
-    return Buffers(new(2 * rows), delta, accumulator, space.counters, *notes, key_spans, row_spans)
+    statistics = new(2 * rows, PARTS, dtype=torch.bfloat16) if is_folded(config) else new(2 * rows)
+    return Buffers(statistics, delta, accumulator, space.counters, *notes, key_spans, row_spans)
+
+
+def is_folded(config: Config | SplitConfig) -> bool:
+    return isinstance(config, Config) and config.folded
 
 
 def padded_rows(problem: AttentionProblem) -> tuple[int, int]:
@@ -225,11 +231,11 @@ def prepare_arguments(
     return (tiles * problem.heads_q * lengths.batch,), (), dict(
         out=out, dout=dout, dlse=dlse, lse=lse, statistics=space.statistics, delta=space.delta,
         accumulator=space.accumulator, **_rows(problem, operands, tiles), **_strides("out", out), **_strides("dout", dout),
-        lse_batch=by_batch, lse_head=by_head,
+        scale=problem.scale, lse_batch=by_batch, lse_head=by_head,
         **dict(zip(("dlse_batch", "dlse_head", "dlse_row"), (0, 0, 0) if dlse is None else _of_vector(dlse), strict=True)),
         DIM_V=problem.head_dim_v, PADDED_V=triton.next_power_of_2(problem.head_dim_v), DIM=config.head_dim,
-        TILE_Q=config.tile_q if isinstance(config, Config) else SPLIT_TILE, ROWS_PADDED=ROWS_PADDED, ROWS=ends.ROWS,
-        enable_fp_fusion=True, launch_pdl=True,
+        TILE_Q=config.tile_q if isinstance(config, Config) else SPLIT_TILE, PARTS=PARTS, ROWS_PADDED=ROWS_PADDED,
+        ROWS=ends.ROWS, enable_fp_fusion=True, launch_pdl=True,
     )  # fmt: skip
 
 
@@ -265,7 +271,12 @@ def _key_gradients(dk: torch.Tensor, dv: torch.Tensor, config: Chunks) -> list[T
 
 
 def _statistics(space: Buffers, rows: int) -> TensorDescriptor:
-    """Of a tile of so many rows."""
+    """Of a tile of so many rows. If they are folded, TMA brings zeros beyond the columns that there are, up to a product's."""
+    if space.statistics.dim() == 2:
+        block = (2 * rows, PRODUCT)
+        return TensorDescriptor(
+            space.statistics, [*space.statistics.shape], [PARTS, 1], [*block], layout_of(block, torch.bfloat16)
+        )
     return TensorDescriptor.from_tensor(space.statistics, [2 * rows], flat(1))
 
 
@@ -295,7 +306,7 @@ def _bounds(problem: AttentionProblem) -> tuple:
 def _constants(problem: AttentionProblem, keys: int, config: Config | SplitConfig) -> dict:
     """keys: of a block."""
     return {
-        "MASKED": is_noted(problem) or problem.varlen or problem.lengths.seqlen_kv % keys != 0,
+        "MASKED": is_noted(problem) or problem.varlen or problem.lengths.seqlen_kv % keys != 0 or is_folded(config),
         "NOTED": is_noted(problem),
         "C": config,
         "num_warps": 4,
