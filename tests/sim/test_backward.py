@@ -124,6 +124,17 @@ def test_notes_tell_who_met_a_nan():
     assert space.row_notes.tolist() == [1, 0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("config", [D64, D128], ids=short)
+def test_delta_that_is_no_number_stays_out_of_dv(config):
+    """An infinity in V makes every delta NaN, and with it dQ and dK, but no weight."""
+    t = tensors(case(140, 150, config.head_dim), BF16)
+    clean = Backward(t, config).simulate("in_order", 0).grads
+    t.v[:, 33] = torch.inf
+    dq, dk, dv, *_ = Backward(t, config).simulate("in_order", 0).grads
+    assert torch.equal(dv, clean.v)
+    assert dq.isnan().all() and dk.isnan().all()
+
+
 @gluon.jit
 def reorder(x, to_memory, to_columns):
     """Stores [4, 4] by columns of pairs of rows; loads it as memory has it, and again by columns."""

@@ -19,7 +19,9 @@ goes to an accumulator in global memory.
     number             [SLOTS]                            producer     both groups: which block
     k, v               [2 groups, 64 keys, dim]           producer     both groups (K), each its half (V)
     q, do              [STAGES, tile_q, dim]              producer     both groups
-    statistics         [STAGES, 2, tile_q]                producer     both groups
+    statistics         [STAGES, 2, tile_q] or, folded, 16 producer     both groups
+                       numbers for each
+    ones               [64, 16], if they are folded       at entry     both groups
     ds                 [2 groups, 2, 64 keys, tile_q]     consumers    both groups; at a block's end dV leaves through it
     dq                 [2 groups, 64 * 64]                consumers    the TMA, which adds it to global memory; likewise dK (at
                                                                        head dim 192 its last 64 columns leave through ds)
@@ -39,6 +41,10 @@ dK in registers, and only dS passes through shared memory, for dQ, which sums ov
 
 K and V stay while the tiles pass, so each group holds some of their columns in registers, as many as there is room for: S and
 dP read that much less of shared memory, which is what a tile takes most of.
+
+Transposed, LSE and delta are numbers of columns, and every thread would load those of a fourth of the rows. Where the scores
+are as they come and registers allow, they are folded into the products, as 16 more columns: ones beside K and V, and beside Q
+and dO the parts whose sum is what is to be subtracted (`backward_ends`).
 
 dQ of a tile is computed one tile later, when both halves of its dS have long been written. So the groups have no point at which
 both must be at the same time: each announces its dS, and waits for the other's a tile later. One computes exponentials while
