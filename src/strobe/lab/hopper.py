@@ -6,7 +6,7 @@ reads each of its operands once: 64 x 64 x 64 runs at the tensor cores' full rat
 
 Only these reads are counted. What the TMA writes does not come out of the same 128 bytes: with it, an H200 would have moved
 104% of them (forward, head dims 192 and 128, 128k keys, in the benchmark of `docs/bench.md`). What the backward's threads store
-and load themselves (dS, dQ on its way to the TMA, statistics) is left out, too: a bound from below.
+and load themselves (dS, dQ on its way to the TMA, statistics that are not folded) is left out, too: a bound from below.
 """
 
 from __future__ import annotations
