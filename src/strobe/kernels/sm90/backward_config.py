@@ -147,7 +147,9 @@ def choose(problem: AttentionProblem) -> Config | SplitConfig:
     are held: 803 / 822, 2613 / 2667, 9884 / 9602, causal 537 / 557, 1421 / 1543, 5004 / 5228; 128: 721 / 735, 2435 / 2534, 8960
     / 9420, causal 484 / 485, 1247 / 1250, 4711 / 4846. What changes scores or drops some takes registers: head dim 64, causal,
     4k, milliseconds with slopes, a bias, dropout: in tiles of 128 rows 3.0, 7.5, 3.5, of 64 rows 2.3, 3.2, 2.8; with documents
-    2.3, 2.7."""
+    2.3, 2.7. Folded statistics, microseconds without / with, S = 4k full, causal, window of 1024, 16k causal: head dim 64
+    2868 / 2759, 1572 / 1477, 873 / 864, 5431 / 4971, 128 2418 / 2349, 1339 / 1277, 764 / 724, 4739 / 4417; 96, with 96 columns
+    of K held, 2663 / 2713, 1427 / 1449, 801 / 799, 5030 / 5068."""
     head_dim, head_dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     if head_dim > 192 or head_dim_v > 128 or problem.deterministic:
         return SplitConfig(head_dim, head_dim_v)

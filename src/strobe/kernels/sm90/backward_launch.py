@@ -306,6 +306,7 @@ def _bounds(problem: AttentionProblem) -> tuple:
 def _constants(problem: AttentionProblem, keys: int, config: Config | SplitConfig) -> dict:
     """keys: of a block."""
     return {
+        # Folded, at head dim 64, ptxas finds no registers without the branch that asks for a mask, and makes products serial.
         "MASKED": is_noted(problem) or problem.varlen or problem.lengths.seqlen_kv % keys != 0 or is_folded(config),
         "NOTED": is_noted(problem),
         "C": config,
