@@ -79,7 +79,7 @@ class Config(Chunks):
             *(Buffer(name, shape, 2 * math.prod(shape)) for name, shape in shapes.items()),
             Buffer("sdQ", (2, 64, 64), 4 * 2 * 64 * 64),
             Buffer("statistics", (STAGES, 2, self.tile_q), STAGES * self.statistics_bytes),
-            Buffer("ones", (KEYS // 2, PRODUCT), 2 * KEYS // 2 * PRODUCT * self.folded),
+            *([Buffer("ones", (KEYS // 2, PRODUCT), KEYS * PRODUCT)] if self.folded else ()),
             Buffer("numbers", (SLOTS,), 4 * SLOTS),
             Buffer("barriers", (2 * SLOTS + 4 + 2 * STAGES,), 8 * (2 * SLOTS + 4 + 2 * STAGES)),
         ]
