@@ -28,7 +28,7 @@ PRODUCT = 16
 """Numbers that a product of 16-bit numbers takes at least of a row."""
 
 LEAST_SCALE = 1e-30
-"""With which an LSE by the scale is a number."""
+"""By which an LSE can be divided: what comes out is a number."""
 
 SPLIT_TILE = 64
 """Rows, and keys, of a tile of the split backward."""
@@ -55,6 +55,7 @@ class Config(Chunks):
 
     @property
     def products_dp(self) -> int:
+        """Of dP, that what waits for S leaves under way."""
         return self.products_v + self.folded
 
     @property
