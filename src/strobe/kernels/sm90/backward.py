@@ -17,24 +17,26 @@ goes to an accumulator in global memory.
 
     shared memory      shape                              filled by    read by
     number             [SLOTS]                            producer     both groups: which block
-    k, v               [2 groups, 64 keys, dim]           producer     both groups (K), each its half (V)
+    k                  [k_stages, 128 keys, dim]          producer     both groups
+    v                  [2 groups, 64 keys, dim]           producer     each group its half
     q, do              [STAGES, tile_q, dim]              producer     both groups
     statistics         [STAGES, 2, tile_q] or, folded, 16 producer     both groups
                        numbers for each
     ones               [64, 16], if they are folded       at entry     both groups
-    ds                 [2 groups, 2, 64 keys, tile_q]     consumers    both groups; at a block's end dV leaves through it
-    dq                 [2 groups, 64 * 64]                consumers    the TMA, which adds it to global memory; likewise dK (at
-                                                                       head dim 192 its last 64 columns leave through ds)
+    ds                 [2, 128 keys, tile_q]              consumers    both groups
+    dq                 [2 groups, 64 * 64]                consumers    the TMA, which adds it to global memory; at a block's end
+                                                                       dV and dK leave through it, too
 
     barrier                   arrivals        says
     number_full[slot]         producer        the next block is known
     number_empty[slot]        one a group     both groups have read it
-    k.full, v.full            TMA bytes       K, V are there
-    k.empty, v.empty          one a group     both groups have read them
+    k.full[stage]             TMA bytes       a K is there
+    k.empty                   one a group     both groups have read it, where there is one place for K
+    v.full[w], v.empty[w]     TMA, group w    group w's half of V is there, has been read
     full[stage]               TMA bytes       a tile's Q, dO and statistics are there
     empty[stage]              one a group     both groups have read them
     DS_READY                  both groups     (named) one's dS is written, the other one needs it now
-    TURN, ENDED               both groups     (named) see there
+    TURN                      both groups     (named) see there
 
 S and dP are computed transposed, keys by rows: P^T and dS^T come out of the accumulators as wgmma wants its operand for dV and
 dK in registers, and only dS passes through shared memory, for dQ, which sums over the keys of both groups.
@@ -48,9 +50,10 @@ and dO the parts whose sum is what is to be subtracted (`backward_ends`).
 
 dQ of a tile is computed one tile later, when both halves of its dS have long been written. So the groups have no point at which
 both must be at the same time: each announces its dS, and waits for the other's a tile later. One computes exponentials while
-the other keeps the tensor cores busy. A block's first tile has no tile before it: its product multiplies leftovers, which may
-change meanwhile, and nobody uses the result. (A branch around a product costs more. A tool that looks for races may report
-it.)
+the other keeps the tensor cores busy. Where there are two places for K, that goes on from block to block: the last dQ of one is
+computed beside the first tile of the next, whose K is there already. Else it ends a block, and the next K comes after it. The
+first tile, of the CTA or the block, has no tile before it: its product multiplies leftovers, which may change meanwhile, and
+nobody uses the result. (A branch around a product costs more. A tool that looks for races may report it.)
 
 At head dim 192 that is too much for the registers: there S, dP and dQ come one after the other (`serial_step`), and the two
 groups overlap each other alone.
@@ -66,7 +69,7 @@ from strobe.kernels.common.channel import at, make_barriers, make_chunks, swizzl
 from strobe.kernels.common.descriptors import coordinates, one_or_two
 from strobe.kernels.common.gluon_masks import q_full, q_range
 from strobe.kernels.common.gluon_philox import dropped
-from strobe.kernels.common.named_barrier import FIRST, announce, meet, rendezvous
+from strobe.kernels.common.named_barrier import FIRST, announce, meet
 from strobe.kernels.common.pairs import rounded, widened
 from strobe.kernels.common.turn import take_turn
 from strobe.kernels.common.work import Lengths, sequence, within_spans
@@ -111,8 +114,6 @@ DS_READY = gl.constexpr(FIRST.value)
 """Of a reader and a parity: DS_READY + 2 * reader + parity (see `announce_ds`)."""
 TURN = gl.constexpr(FIRST.value + 4)
 """Of a group: it may issue its products."""
-ENDED = gl.constexpr(FIRST.value + 6)
-"""And the next one. Both groups have read dS, and K, for the last time."""
 
 UNIT = gl.constexpr([[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16], [0, 32]])
 """The elements [row, column] of a 64 x 64 result in the order of registers, lanes and warps: of the number of an element in
@@ -124,8 +125,7 @@ dQ's accumulator, each bit's row and column. Bits 0 and 1 number four registers 
 
 @aggregate
 class Block:
-    """Shared memory of a block of keys or values: chunks of [2, 64, columns], a half for each group. Two copies fill it
-    (`full`), two groups read it (`empty`)."""
+    """Shared memory of K, chunks of [k_stages, 128, columns], or V, chunks of [2, 64, columns], with its barriers."""
 
     chunks: gl.tuple
     full: gl.shared_memory_descriptor
@@ -138,7 +138,7 @@ class Block:
         self.empty = empty
 
     @gluon.jit
-    def half(self, index):
+    def part(self, index):
         return at(self.chunks, index)
 
 
@@ -157,7 +157,7 @@ class Memory:
     ones: gl.tuple
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    ds: gl.tuple
+    ds: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
@@ -180,23 +180,20 @@ class Memory:
 @gluon.jit
 def make_memory(dtype: gl.constexpr, C: gl.constexpr):
     """The caller fences."""
-    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, C.tile_q], dtype)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, C.tile_q], dtype)
     return Memory(
         gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
         make_barriers(SLOTS, 1),
         make_barriers(SLOTS, 2),
-        Block(make_chunks(dtype, 2, HALF, C.wide, C.narrow), make_barriers(1, 2), make_barriers(1, 2)),
-        Block(make_chunks(dtype, 2, HALF, C.wide_v, C.narrow_v), make_barriers(1, 2), make_barriers(1, 2)),
+        Block(make_chunks(dtype, C.k_stages, KEYS, C.wide, C.narrow), make_barriers(C.k_stages, 1), make_barriers(1, 2)),
+        Block(make_chunks(dtype, 2, HALF, C.wide_v, C.narrow_v), make_barriers(2, 1), make_barriers(2, 1)),
         make_chunks(dtype, STAGES, C.tile_q, C.wide, C.narrow),
         make_chunks(dtype, STAGES, C.tile_q, C.wide_v, C.narrow_v),
         make_statistics(C),
         make_ones(C),
         make_barriers(STAGES, 3),
         make_barriers(STAGES, 2),
-        (
-            gl.allocate_shared_memory(dtype, [2, HALF, C.tile_q], DS_LAYOUT),
-            gl.allocate_shared_memory(dtype, [2, HALF, C.tile_q], DS_LAYOUT),
-        ),
+        gl.allocate_shared_memory(dtype, [2, KEYS, C.tile_q], DS_LAYOUT),
         gl.allocate_shared_memory(gl.float32, [2, 16, 256], flat(2)),
     )
 
@@ -330,7 +327,7 @@ def locate(number, lengths, heads, score, KEYS: gl.constexpr, TILE_Q: gl.constex
     last = gl.minimum(first + KEYS, n_kv) - 1
     begin, end = q_range(first, last, shift, n_kv, lengths.left, lengths.right, lengths.prefix)
     begin = (gl.maximum(begin, shift) - shift) // TILE_Q
-    end = gl.maximum((end - shift + TILE_Q - 1) // TILE_Q, begin)
+    end = gl.where(first < n_kv, gl.maximum((end - shift + TILE_Q - 1) // TILE_Q, begin), begin)
     full_begin, full_end = q_full(first, last, shift, n_kv, lengths.left, lengths.right, lengths.prefix)
     full_begin = (gl.maximum(full_begin, shift) - shift + TILE_Q - 1) // TILE_Q
     # The last tile may have fewer rows: those beyond weigh nothing, masked or not.
@@ -349,6 +346,18 @@ def locate(number, lengths, heads, score, KEYS: gl.constexpr, TILE_Q: gl.constex
     return Work(batch, head_kv, first, n_q, n_kv, start_q, start_kv, begin, end, full_begin, full_end, group, row)
 
 
+@gluon.jit
+def stage_of(g):
+    """Of the CTA's g-th tile. Unsigned, what a product waits for takes fewer instructions."""
+    return (g.to(gl.uint32) % STAGES).to(gl.int32)
+
+
+@gluon.jit
+def phase_of(g):
+    """Of the barriers of its stage."""
+    return ((g.to(gl.uint32) // STAGES) & 1).to(gl.int32)
+
+
 # ---- producer
 
 
@@ -357,20 +366,26 @@ def producer(inputs, counters, lengths, heads, score, memory, C: gl.constexpr):
     q_desc, k_desc, v_desc, do_desc, statistics_desc = inputs
     turn = 0
     block = 0
+    first = gl.to_tensor(0)  # tile of the block before
     g = gl.to_tensor(0)
     number = gl.program_id(0)
     while number < heads.blocks:
         publish(turn, number, memory)
         work = locate(number, lengths, heads, score, KEYS, C.tile_q)
-        if work.first < work.n_kv:
+        if work.begin < work.end:
+            copy_tile(0, g, q_desc, do_desc, statistics_desc, work, heads, memory, C)
+            if C.k_stages == 2:
+                # The K in its place has been read when both groups are done with the first tile of the block before.
+                if g - first == 1:
+                    mbarrier.wait(memory.empty.index(stage_of(first)), phase_of(first))
+            else:
+                mbarrier.wait(memory.k.empty.index(0), (block & 1) ^ 1)
+            copy_k(k_desc, block, work, memory, C)
+            copy_v(v_desc, block, work, memory)
             count = (work.end - work.begin) * work.group
-            copy_block(v_desc, memory.v, block, work)
-            # The first tile before K, which is read to the very end of the block before.
-            if count > 0:
-                copy_tile(0, g, q_desc, do_desc, statistics_desc, work, heads, memory, C)
-            copy_block(k_desc, memory.k, block, work)
             for i in tl.range(1, count):
                 copy_tile(i, g + i, q_desc, do_desc, statistics_desc, work, heads, memory, C)
+            first = g
             g += count
             block += 1
         turn += 1
@@ -392,12 +407,20 @@ def publish(turn, number, memory):
 
 
 @gluon.jit
-def copy_block(descriptors, target, block, work):
-    """Start the copies of the CTA's block-th K or V, when the one before has been read."""
-    mbarrier.wait(target.empty.index(0), (block & 1) ^ 1)
+def copy_k(descriptors, block, work, memory, C: gl.constexpr):
+    """Start the copies of the CTA's block-th K, whose place must be free."""
+    stage = block % C.k_stages
+    copy_in(descriptors, memory.k.part(stage), memory.k.full.index(stage), work.start_kv, work.n_kv, work.batch,
+            work.head_kv, work.first)  # fmt: skip
+
+
+@gluon.jit
+def copy_v(descriptors, block, work, memory):
+    """Likewise V: each half when its group has read the one before."""
     for half in gl.static_range(2):
-        copy_in(descriptors, target.half(half), target.full.index(0), work.start_kv, work.n_kv, work.batch, work.head_kv,
-                work.first + half * HALF)  # fmt: skip
+        mbarrier.wait(memory.v.empty.index(half), (block & 1) ^ 1)
+        copy_in(descriptors, memory.v.part(half), memory.v.full.index(half), work.start_kv, work.n_kv, work.batch,
+                work.head_kv, work.first + half * HALF)  # fmt: skip
 
 
 @gluon.jit
@@ -407,9 +430,9 @@ def copy_tile(i, g, q_desc, do_desc, statistics_desc, work, heads, memory, C: gl
     member = i // tiles
     row = (work.begin + i % tiles) * C.tile_q
     head = work.head_kv * work.group + member
-    stage = g % STAGES
+    stage = stage_of(g)
     full = memory.full.index(stage)
-    mbarrier.wait(memory.empty.index(stage), ((g // STAGES) & 1) ^ 1)
+    mbarrier.wait(memory.empty.index(stage), phase_of(g) ^ 1)
     copy_in(q_desc, at(memory.q, stage), full, work.start_q, work.n_q, work.batch, head, row)
     mbarrier.expect(full, C.statistics_bytes)
     place = (work.row + member * heads.padded + row) * 2
@@ -436,6 +459,15 @@ def hold(chunks, COLUMNS: gl.constexpr, TILE_Q: gl.constexpr):
     for c in gl.static_range(len(chunks)):
         held += hold_part(chunks[c], columns_within(chunks[c].shape[1], COLUMNS - c * chunks[0].shape[1]), TILE_Q)
     return held
+
+
+@gluon.jit
+def half_of(chunks, w: gl.constexpr):
+    """Group w's rows of chunks of 128."""
+    halves = ()
+    for c in gl.static_range(len(chunks)):
+        halves += (chunks[c].slice(w * HALF, HALF),)
+    return halves
 
 
 @gluon.constexpr_function
@@ -518,18 +550,16 @@ def operand(weights, columns: gl.constexpr):
 
 
 @gluon.jit
-def start_dq(i: gl.constexpr, ds, parity, k, fixed, C: gl.constexpr):
+def start_dq(i: gl.constexpr, ds, parity, k, at_k, C: gl.constexpr):
     """The i-th share of a tile's dQ = dS K: of 128 rows 64, of 64 rows some of the columns."""
     COLUMNS: gl.constexpr = C.share_columns[i]
     dq = gl.full([64, COLUMNS], 0.0, gl.float32, accumulator(COLUMNS))
-    for half in gl.static_range(2):
-        rows = ds[half].index(parity)
-        if C.tile_q > HALF:
-            rows = rows.slice(i * 64, 64, dim=1)
-        share = k.half(fixed + half)
-        share = share[0].slice(i * 64, 64, dim=1) if C.wide > 64 and i < 2 else share[min(i, len(share) - 1)]
-        dq = warpgroup_mma(rows.permute((1, 0)), share, dq, use_acc=half > 0, is_async=True)
-    return dq
+    rows = ds.index(parity)
+    if C.tile_q > HALF:
+        rows = rows.slice(i * 64, 64, dim=1)
+    share = k.part(at_k)
+    share = share[0].slice(i * 64, 64, dim=1) if C.wide > 64 and i < 2 else share[min(i, len(share) - 1)]
+    return warpgroup_mma(rows.permute((1, 0)), share, dq, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -652,19 +682,25 @@ def consumer(w: gl.constexpr, outputs, lengths, heads, score, memory, MASKED: gl
     turn = 0
     block = 0
     g = gl.to_tensor(0)
+    place = gl.to_tensor(0)
     if C.turns and w == 1:
         announce(TURN)
     number = fetch(turn, memory)
     while number < heads.blocks:
         work = locate(number, lengths, heads, score, KEYS, C.tile_q)
-        if work.first < work.n_kv:
-            consume(w, block, g, work, outputs, lengths, heads, score, memory, MASKED, NOTED, C)
+        if work.begin < work.end:
+            place = consume(w, block, g, place, work, outputs, lengths, heads, score, memory, MASKED, NOTED, C)
             g += (work.end - work.begin) * work.group
             block += 1
+        elif work.first < work.n_kv:
+            leave(w, no_result(C.wide, C.narrow), no_result(C.wide_v, C.narrow_v), work, outputs, lengths, memory, C)
         turn += 1
         number = fetch(turn, memory)
     if C.turns and w == 0:
         meet(TURN)
+    if C.k_stages == 2:
+        if g > 0:
+            give_last_dq(w, g - 1, (block - 1) & 1, place, outputs, memory, C)
     tma_store_wait(0)
 
 
@@ -683,26 +719,27 @@ def announce_ds(w: gl.constexpr, parity):
 
 @gluon.jit
 def put_ds(w: gl.constexpr, parity, ds, memory):
-    tma_store_wait(0)  # what was in memory.dq, or at a block's begin in memory.ds, has left
+    tma_store_wait(0)  # what was in memory.dq has left
     partition_barrier()
-    memory.ds[w].index(parity).store(ds)
+    memory.ds.index(parity).slice(w * HALF, HALF).store(ds)
     fence_async_shared()
 
 
 @gluon.jit
-def step(w: gl.constexpr, g, before, tile, head, place, held_k, held_v, dk, dv, work, outputs, lengths, score, memory,
-         MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """Tile g: its parts of dK and dV added, and dQ of the tile before, which goes to `place`."""
+def step(w: gl.constexpr, g, first, at_k, at_k_before, tile, head, place, held_k, held_v, dk, dv, work, outputs, lengths, score,
+         memory, MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Tile g, with the K of a place: its parts of dK and dV added, and, unless it is the first one, dQ of the tile before, to
+    `place`."""
     dtype: gl.constexpr = memory.q[0].dtype
-    stage = g % STAGES
-    # K and V lie at a fixed place. If the compiler knew, it would keep the descriptors of all their parts in registers.
+    stage = stage_of(g)
+    # V lies at a fixed place. If the compiler knew, it would keep the descriptors of all its parts in registers.
     fixed = g >> 30
     q = at(memory.q, stage)
     do = at(memory.do, stage)
-    mbarrier.wait(memory.full.index(stage), (g // STAGES) & 1)
-    s = start_products_held(memory.k.half(fixed + w), held_k, q)
+    mbarrier.wait(memory.full.index(stage), phase_of(g))
+    s = start_products_held(half_of(memory.k.part(at_k), w), held_k, q)
     s = subtract(s, 0, stage, memory, C)
-    dp = start_products_held(memory.v.half(fixed + w), held_v, do)
+    dp = start_products_held(memory.v.part(fixed + w), held_v, do)
     dp = subtract(dp, C.tile_q, stage, memory, C)
     s = warpgroup_mma_wait(C.products_dp, deps=[s])
     lse = to_subtract(0, stage, memory, C)
@@ -722,8 +759,8 @@ def step(w: gl.constexpr, g, before, tile, head, place, held_k, held_v, dk, dv, 
 
     if C.turns:
         meet(TURN + w)
-    await_ds(w, stage ^ 1, g > before)
-    dq = start_dq(w, memory.ds, stage ^ 1, memory.k, fixed, C)  # of the tile before; of the first one's none, leftovers
+    await_ds(w, stage ^ 1, g > first)
+    dq = start_dq(w, memory.ds, stage ^ 1, memory.k, at_k_before, C)  # before the first tile there is none: of leftovers
     dv = start_sum(dv, p, do)
     put_ds(w, stage, ds, memory)
     dk = start_sum(dk, ds, q)
@@ -731,7 +768,7 @@ def step(w: gl.constexpr, g, before, tile, head, place, held_k, held_v, dk, dv, 
         announce(TURN + 1 - w)
     dq = warpgroup_mma_wait(C.products_v + C.products, deps=[dq])
     announce_ds(w, stage)
-    if g > before:
+    if g > first:
         add_to_dq(w, dq, place, outputs, memory)
     dv = finished(dv, 0)
     dk = finished(dk, 0)
@@ -739,19 +776,19 @@ def step(w: gl.constexpr, g, before, tile, head, place, held_k, held_v, dk, dv, 
 
 
 @gluon.jit
-def serial_step(w: gl.constexpr, g, before, tile, head, place, dk, dv, work, outputs, lengths, score, memory, C: gl.constexpr):
+def serial_step(w: gl.constexpr, g, first, tile, head, place, dk, dv, work, outputs, lengths, score, memory, C: gl.constexpr):
     """As `step`, where the registers have room for one of S, dP and dQ beside dK and dV: one after the other. P is rounded
     before dP is computed, and dS is made of the rounded P.
 
     The mask comes after the exponentials, and whether a tile needs one is asked whatever the mask: the compiler moves no
     product to before a branch, so that S is gone when dP is computed."""
     dtype: gl.constexpr = memory.q[0].dtype
-    stage = g % STAGES
+    stage = stage_of(g)
     fixed = g >> 30  # see `step`
     q = at(memory.q, stage)
     do = at(memory.do, stage)
-    mbarrier.wait(memory.full.index(stage), (g // STAGES) & 1)
-    s = start_products(memory.k.half(fixed + w), q)
+    mbarrier.wait(memory.full.index(stage), phase_of(g))
+    s = start_products(half_of(memory.k.part(fixed), w), q)
     s = warpgroup_mma_wait(0, deps=[s])
     lse = to_subtract(0, stage, memory, C)
     row = tile * C.tile_q
@@ -763,31 +800,31 @@ def serial_step(w: gl.constexpr, g, before, tile, head, place, dk, dv, work, out
         p = apply_mask(p, 0.0, w, row, head, work, lengths, score)
     kept = rounded(kept_weights(p, w, row, head, work, score), dtype)
     p = kept if score.seed is None else rounded(p, dtype)
-    dp = start_products(memory.v.half(fixed + w), do)
+    dp = start_products(memory.v.part(fixed + w), do)
     delta = to_subtract(C.tile_q, stage, memory, C)
     dp = warpgroup_mma_wait(0, deps=[dp])
     ds = gradients(widened(p), widened(kept), dp, delta, factor, of_function, w, row, head, work, outputs, score).to(dtype)
     dv = start_sum(dv, kept, do)
-    await_ds(w, stage ^ 1, g > before)
+    await_ds(w, stage ^ 1, g > first)
     put_ds(w, stage, ds, memory)
     dk = start_sum(dk, ds, q)
     dv = finished(dv, C.products)
     dk = finished(dk, 0)
-    if g > before:
-        give_dq(w, g - 1, stage ^ 1, place, outputs, memory, C)
+    if g > first:
+        give_dq(w, g - 1, fixed, stage ^ 1, place, outputs, memory, C)
     announce_ds(w, stage)
     return dk, dv
 
 
 @gluon.jit
-def give_dq(w: gl.constexpr, g, parity, place, outputs, memory, C: gl.constexpr):
+def give_dq(w: gl.constexpr, g, at_k, parity, place, outputs, memory, C: gl.constexpr):
     """Group w's share of tile g's dQ, and if there is a third, that in turn. Its buffer in shared memory must be free."""
-    dq = start_dq(w, memory.ds, parity, memory.k, g >> 30, C)
+    dq = start_dq(w, memory.ds, parity, memory.k, at_k, C)
     dq = warpgroup_mma_wait(0, deps=[dq])
     add_to_dq(w, dq, place, outputs, memory)
     if len(C.share_columns) == 3:
         if (g & 1) == w:
-            third = start_dq(2, memory.ds, parity, memory.k, g >> 30, C)
+            third = start_dq(2, memory.ds, parity, memory.k, at_k, C)
             third = warpgroup_mma_wait(0, deps=[third])
             tma_store_wait(0)
             partition_barrier()
@@ -795,57 +832,63 @@ def give_dq(w: gl.constexpr, g, parity, place, outputs, memory, C: gl.constexpr)
 
 
 @gluon.jit
-def consume(w: gl.constexpr, block, before, work, outputs, lengths, heads, score, memory, MASKED: gl.constexpr,
+def give_last_dq(w: gl.constexpr, g, at_k, place, outputs, memory, C: gl.constexpr):
+    """Likewise of a tile that none follows, when the other group has written its dS."""
+    await_ds(w, stage_of(g), True)
+    tma_store_wait(0)
+    partition_barrier()
+    give_dq(w, g, at_k, stage_of(g), place, outputs, memory, C)
+
+
+@gluon.jit
+def consume(w: gl.constexpr, block, before, place, work, outputs, lengths, heads, score, memory, MASKED: gl.constexpr,
             NOTED: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """The CTA's block-th block, with `before` tiles before its first."""
+    """The CTA's block-th block that has tiles, with `before` of them before its first. place: where dQ of the tile before goes;
+    returned is that of the last one."""
     # Group w's share of dQ: where it begins, in units of 64 numbers, of which 64 rows have `dim`.
     FIRST_SHARE: gl.constexpr = w * (C.head_dim if C.tile_q > HALF else C.share_columns[0])
     count = (work.end - work.begin) * work.group
     dk = no_result(C.wide, C.narrow)
     dv = no_result(C.wide_v, C.narrow_v)
-    mbarrier.wait(memory.k.full.index(0), block & 1)
-    mbarrier.wait(memory.v.full.index(0), block & 1)
-    held_k = hold(memory.k.half(w), C.held_k, C.tile_q)
-    held_v = hold(memory.v.half(w), C.held_v, C.tile_q)
+    k_stage = block % C.k_stages
+    mbarrier.wait(memory.k.full.index(k_stage), (block // C.k_stages) & 1)
+    mbarrier.wait(memory.v.full.index(w), block & 1)
+    held_k = hold(half_of(memory.k.part(k_stage), w), C.held_k, C.tile_q)
+    held_v = hold(memory.v.part(w), C.held_v, C.tile_q)
     tile = work.begin
     row = work.row
     head = work.head_kv * work.group
-    place = row
-    last = before + count - 1
+    # The first tile without one before it, and the place of the K that the tile before had.
+    if C.k_stages == 1:
+        first = before
+        at_k_before = k_stage
+    else:
+        first = gl.to_tensor(0)
+        at_k_before = k_stage ^ (before > 0).to(gl.int32)
     for g in tl.range(before, before + count, disable_licm=True):
         if C.serial:
-            dk, dv = serial_step(w, g, before, tile, head, place, dk, dv, work, outputs, lengths, score, memory, C)
+            dk, dv = serial_step(w, g, first, tile, head, place, dk, dv, work, outputs, lengths, score, memory, C)
         else:
-            dk, dv = step(w, g, before, tile, head, place, held_k, held_v, dk, dv, work, outputs, lengths, score, memory,
-                          MASKED, C)  # fmt: skip
-        mbarrier.arrive(memory.empty.index(g % STAGES), count=1)
+            at_k = k_stage | (g >> 30)  # see `step`
+            dk, dv = step(w, g, first, at_k, at_k_before, tile, head, place, held_k, held_v, dk, dv, work, outputs,
+                          lengths, score, memory, MASKED, C)  # fmt: skip
+            at_k_before = at_k
+        mbarrier.arrive(memory.empty.index(stage_of(g)), count=1)
         place = (row + tile * C.tile_q) // 64 * C.head_dim + FIRST_SHARE
         tile += 1
         if tile == work.end:  # on to the next head of the group
             tile = work.begin
             row += heads.padded
             head += 1
-    mbarrier.arrive(memory.v.empty.index(0), count=1)
-    if count > 0:
-        await_ds(w, last % STAGES, True)
-        tma_store_wait(0)
-        partition_barrier()
-        give_dq(w, last, last % STAGES, place, outputs, memory, C)
-    mbarrier.arrive(memory.k.empty.index(0), count=1)
+    mbarrier.arrive(memory.v.empty.index(w), count=1)
+    if C.k_stages == 1:
+        give_last_dq(w, before + count - 1, before >> 30, place, outputs, memory, C)
+        mbarrier.arrive(memory.k.empty.index(0), count=1)
     if NOTED:
         note_of_keys(w, dv, outputs.notes, work, lengths, heads)
         note_of_keys(w, dk, outputs.notes, work, lengths, heads)
-    rendezvous(ENDED, w)
-    # Where there was no tile, memory.ds still holds the block before, of which the last copy may have left from memory.dq.
-    tma_store_wait(1 if C.head_dim <= 128 else 0)
-    copy_out(w, dv, 0, 1.0, memory.ds[w], outputs.dv, 2 * HALF * C.tile_q, work, lengths)
-    tma_store_wait(C.products_v)  # the last addition to dQ has left memory.dq
-    if C.head_dim <= 128:
-        copy_out(w, dk, 0, outputs.scale, memory.dq.index(w), outputs.dk, 2 * 64 * 64, work, lengths)
-    else:  # more than the buffer holds
-        copy_out(w, (dk[0],), 0, outputs.scale, memory.dq.index(w), outputs.dk, 2 * 64 * 64, work, lengths)
-        tma_store_wait(1)
-        copy_out(w, (dk[1],), C.wide, outputs.scale, memory.ds[w], (outputs.dk[1],), 2 * HALF * C.tile_q, work, lengths)
+    leave(w, dk, dv, work, outputs, lengths, memory, C)
+    return place
 
 
 @gluon.jit
@@ -863,11 +906,25 @@ def note_of_keys(w: gl.constexpr, result, notes, work, lengths, heads):
 
 
 @gluon.jit
-def copy_out(w: gl.constexpr, x, column: gl.constexpr, scale, buffer, descriptors, size: gl.constexpr, work, lengths):
-    """Group w's dK or dV to global memory, chunks from a column on, by way of a buffer for so many of its numbers, which this
-    thread knows to be free."""
+def leave(w: gl.constexpr, dk, dv, work, outputs, lengths, memory, C: gl.constexpr):
+    """Group w's dK and dV to global memory, by way of its place of dQ, which has no room for more than one of them."""
+    tma_store_wait(0)
+    copy_out(w, dv, 0, 1.0, memory.dq.index(w), outputs.dv, work, lengths)
+    tma_store_wait(0)
+    if C.head_dim <= 128:
+        copy_out(w, dk, 0, outputs.scale, memory.dq.index(w), outputs.dk, work, lengths)
+    else:  # more than the buffer holds
+        copy_out(w, (dk[0],), 0, outputs.scale, memory.dq.index(w), outputs.dk, work, lengths)
+        tma_store_wait(0)
+        copy_out(w, (dk[1],), C.wide, outputs.scale, memory.dq.index(w), (outputs.dk[1],), work, lengths)
+
+
+@gluon.jit
+def copy_out(w: gl.constexpr, x, column: gl.constexpr, scale, buffer, descriptors, work, lengths):
+    """Group w's dK or dV to global memory, chunks from a column on, by way of a share's buffer, which this thread knows to be
+    free."""
     partition_barrier()
-    staged = staged_chunks(x, buffer, descriptors[0].dtype, size)
+    staged = staged_chunks(x, buffer, descriptors[0].dtype)
     for c in gl.static_range(len(x)):
         result = x[c] * scale
         if lengths.used_kv is not None:  # keys that exist and are not used
@@ -883,17 +940,17 @@ def copy_out(w: gl.constexpr, x, column: gl.constexpr, scale, buffer, descriptor
 
 
 @gluon.jit
-def staged_chunks(x, buffer, dtype: gl.constexpr, size: gl.constexpr):
-    """A buffer for `size` numbers as one for the chunks, one after the other."""
+def staged_chunks(x, buffer, dtype: gl.constexpr):
+    """A share's buffer as one for the chunks, one after the other."""
     chunks = ()
     for c in gl.static_range(len(x)):
-        chunks += (part_of(buffer, dtype, size, x[c].shape[1], c * x[0].shape[1] // x[c].shape[1]),)
+        chunks += (part_of(buffer, dtype, x[c].shape[1], c * x[0].shape[1] // x[c].shape[1]),)
     return chunks
 
 
 @gluon.jit
-def part_of(buffer, dtype: gl.constexpr, size: gl.constexpr, columns: gl.constexpr, index: gl.constexpr):
-    return reinterpret(buffer, dtype, [size // (HALF * columns), HALF, columns], swizzled(dtype, columns)).index(index)
+def part_of(buffer, dtype: gl.constexpr, columns: gl.constexpr, index: gl.constexpr):
+    return reinterpret(buffer, dtype, [128 // columns, HALF, columns], swizzled(dtype, columns)).index(index)
 
 
 # ---- entry

@@ -164,7 +164,7 @@ def compile_only(problem: AttentionProblem, config: Config | SplitConfig) -> lis
 def one_pass_arguments(problem: AttentionProblem, operands: Operands, dout, grads: Gradients, space: Buffers, config: Config):
     blocks, heads = _key_blocks(problem, KEYS, problem.head_dim + problem.head_dim_v + 2 * config.head_dim, HALF_L2)
     arguments = (
-        *_inputs(operands, dout, config, config.tile_q, 64),
+        *_inputs(operands, dout, config, config.tile_q, KEYS, 64),
         _statistics(space, config.tile_q),
         *_shares(space.accumulator, config),
         *_key_gradients(grads.k, grads.v, config),
@@ -185,7 +185,7 @@ def one_pass_arguments(problem: AttentionProblem, operands: Operands, dout, grad
 def keys_arguments(problem: AttentionProblem, operands: Operands, dout, grads: Gradients, space: Buffers, config: SplitConfig):
     blocks, heads = _key_blocks(problem, SPLIT_TILE, problem.head_dim + problem.head_dim_v, KEYS_PASS_L2)
     arguments = (
-        *_inputs(operands, dout, config, SPLIT_TILE, SPLIT_TILE),
+        *_inputs(operands, dout, config, SPLIT_TILE, SPLIT_TILE, SPLIT_TILE),
         _statistics(space, SPLIT_TILE),
         *_key_gradients(grads.k, grads.v, config),
         space.key_notes,
@@ -203,7 +203,7 @@ def rows_arguments(problem: AttentionProblem, operands: Operands, dout, grads: G
     lengths = problem.lengths
     tiles = triton.cdiv(lengths.seqlen_q, config.tile_q) * lengths.batch * problem.heads_q
     arguments = (
-        *_inputs(operands, dout, config, SPLIT_TILE, SPLIT_TILE),
+        *_inputs(operands, dout, config, SPLIT_TILE, SPLIT_TILE, SPLIT_TILE),
         space.statistics,
         *descriptors(grads.q, SPLIT_TILE, (config.wide, config.narrow)),
         space.row_notes,
@@ -255,13 +255,15 @@ def convert_arguments(problem: AttentionProblem, operands: Operands, dq, space: 
 # ---- what several take
 
 
-def _inputs(operands: Operands, dout: torch.Tensor, config: Chunks, rows: int, keys: int) -> list[TensorDescriptor | None]:
-    """Descriptors of Q, K, V, dO."""
+def _inputs(
+    operands: Operands, dout: torch.Tensor, config: Chunks, rows: int, rows_k: int, rows_v: int
+) -> list[TensorDescriptor | None]:
+    """Descriptors of Q, K, V, dO, in blocks of so many rows."""
     chunks, chunks_v = (config.wide, config.narrow), (config.wide_v, config.narrow_v)
     return [
         *descriptors(operands.q, rows, chunks),
-        *descriptors(operands.k, keys, chunks),
-        *descriptors(operands.v, keys, chunks_v),
+        *descriptors(operands.k, rows_k, chunks),
+        *descriptors(operands.v, rows_v, chunks_v),
         *descriptors(dout, rows, chunks_v),
     ]
 
