@@ -173,6 +173,49 @@ def test_other_shapes_strides_and_alignments_are_another_plan(plans):
         assert plans.made == plans.called == number
 
 
+def test_many_shapes_in_turn_find_their_plans(plans):
+    """More of them than are tried by their guards."""
+    given = [tensors(Case(9 + n, 20, mask="causal"), torch.float32, "cpu") for n in range(eager._LATEST + 3)]
+    for _ in range(3):
+        for t in given:
+            assert attention(t).shape == t.q.shape
+    assert (plans.made, plans.called) == (len(given), 3 * len(given))
+
+
+MODES = {
+    "inference": torch.inference_mode,
+    "no gradients": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_plan_for_each_mode(plans, mode):
+    t = tensors(CASES[0], torch.float32, "cpu")
+    for _ in range(2):
+        out = attention(t)
+        with MODES[mode]():
+            torch.testing.assert_close(out, attention(t), atol=3e-2, rtol=3e-2)  # autocast: this backend is PyTorch's products
+    assert (plans.made, plans.called) == (2, 4)
+
+
+def test_a_view_of_the_other_sign_is_the_operators(all_plans):
+    """Its memory holds -x."""
+    t = tensors(CASES[1], torch.float32, "cpu")
+    want = attention(replace(t, q=-t.q))
+    assert torch.equal(attention(replace(t, q=torch._neg_view(t.q))), want)
+    assert all_plans.called == 1
+    bias = torch.randn(1, 1, 16, 16)
+    want = attention(t, score=strobe.Score(bias=-bias))
+    assert torch.equal(attention(t, score=strobe.Score(bias=torch._neg_view(bias))), want)
+    assert all_plans.called == 2
+    q = t.q.clone().requires_grad_()
+    out = attention(replace(t, q=q))
+    want = torch.autograd.grad(out, q, -out.detach(), retain_graph=True)
+    assert torch.equal(*torch.autograd.grad(out, q, torch._neg_view(out.detach())), *want)
+    assert all_plans.backwards_called == 1
+
+
 def test_dropout_draws_once_a_call(all_plans, monkeypatch):
     t = tensors(CASES[0], torch.float32, "cpu")
 

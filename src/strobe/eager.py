@@ -50,9 +50,11 @@ BackwardPlan = Callable[..., Gradients]
 
 
 class Prepared(NamedTuple):
-    """What is known of calls that look the same. plan: None if they are the operator's. options: without tensors. learned: the
-    names of those with gradients. backward: the plan, or (None,), of a backward whose gradients look the same."""
+    """What is known of calls that look the same. alike(q, k, v): whether those of another call look like theirs. plan: None if
+    they are the operator's. options: without tensors. learned: the names of those with gradients. backward: the plan, or
+    (None,), of a backward whose gradients look the same."""
 
+    alike: Callable[..., bool]
     plan: Plan | None
     differentiable: bool
     options: ops.Options
@@ -61,6 +63,9 @@ class Prepared(NamedTuple):
 
 
 _prepared: Recent[Prepared] = Recent(1024)
+_latest: Recent[tuple[Prepared, ...]] = Recent(1024)
+"""What a call's q, k and v have no part in -> the latest ones that were prepared for it, or found again, newest first."""
+_LATEST = 4
 _PLAIN = (torch.Tensor, Parameter)
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _in_functorch = torch._C._are_functorch_transforms_active
@@ -70,14 +75,16 @@ _NONE = (None,) * len(OPTIONAL)
 def forget() -> None:
     """Drop all plans: for whatever changes the choice of a backend or of a config."""
     _prepared.clear()
+    _latest.clear()
 
 
 def attention(check: Callable[..., ops.Options], call: tuple, dropout: float, wants_lse: bool) -> Outputs | None:
     """out and lse (see Plan), or None if the call is the operator's. check(*call, dropout): the checks, and what they make of
     a call.
 
-    Every call of a model comes through here, so it asks each tensor for as little as tells calls apart, and makes one flat key
-    of it: a tenth of a microsecond a question, twenty or so of them."""
+    Every call of a model comes through here. What tells q, k and v apart are twenty questions or so, a tenth of a microsecond
+    each; PyTorch's guards, by which compiled code knows its inputs again, ask them all in one call. So the latest plans are
+    tried by their guards, and all others are found by a key."""
     if torch.compiler.is_compiling() or _transformed():
         return None
     q, k, v, mask, score, scale, cu_q, cu_kv, max_q, max_kv, used_q, used_kv, deterministic, backend = call
@@ -96,8 +103,12 @@ def attention(check: Callable[..., ops.Options], call: tuple, dropout: float, wa
         rules = (rules, score.softcap, score.function, score.function_gradient)
     device = q.get_device()
     addresses: tuple = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    if cu_q is not None or cu_kv is not None or used_q is not None or used_kv is not None or _has_tensors(mask, score):
-        documents = (None, None) if mask is None or mask.documents is None else (mask.documents.q, mask.documents.kv)
+    of_mask = None if mask is None else mask.documents
+    if (
+        of_mask is not None or score is not None
+        or cu_q is not None or cu_kv is not None or used_q is not None or used_kv is not None
+    ):  # fmt: skip
+        documents = (None, None) if of_mask is None else (of_mask.q, of_mask.kv)
         changes = (None, None, None) if score is None else (score.alibi, score.bias, score.sinks)
         optional = (cu_q, cu_kv, used_q, used_kv, *documents, *changes, None)
         likenesses = tuple([None if x is None else _likeness(x) for x in optional])
@@ -110,20 +121,23 @@ def attention(check: Callable[..., ops.Options], call: tuple, dropout: float, wa
     if scale is not None or max_q is not None or max_kv is not None or dropout != 0.0:
         # 1 and True are equal, but not the same to `check`.
         numbers = (scale, type(scale), max_q, type(max_q), max_kv, type(max_kv), dropout, type(dropout))
-    gradients = torch.is_grad_enabled()
-    key = (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        device, k.get_device(), v.get_device(), (addresses[0] | addresses[1] | addresses[2]) % 16 and _alignments(addresses),
-        gradients and (q.requires_grad or k.requires_grad or v.requires_grad) and ("gradients", deterministic),
-        likenesses, rules, numbers, backend, gradients,
-    )  # fmt: skip
+    alignments = (addresses[0] | addresses[1] | addresses[2]) % 16 and _alignments(addresses)
+    rest = alignments, likenesses, rules, numbers, backend, deterministic, torch.is_grad_enabled()
     try:
-        prepared = _prepared.get(key)
+        latest = _latest.get(rest) or ()
     except TypeError:  # a number that is a list, say
         return None
-    if prepared is None:
-        prepared = _prepare(check(*call, dropout), (q, k, v, *optional))
-        _prepared.put(key, prepared)
+    for prepared in latest:
+        if prepared.alike(q, k, v):
+            break
+    else:
+        key = rest, _looks(q), _looks(k), _looks(v), _dispatch()
+        found = _prepared.get(key)
+        prepared = found or _prepare(check(*call, dropout), (q, k, v, *optional))
+        if found is None:
+            _prepared.put(key, prepared)
+        others = [other for other in latest if other is not prepared]
+        _latest.put(rest, (prepared, *others[: _LATEST - 1]))
     plan = prepared.plan
     if plan is None:
         return None
@@ -142,17 +156,23 @@ def _transformed() -> bool:
     return _dispatch_modes() > 0 or _function_modes() > 0 or _in_functorch() or forward_ad._current_level >= 0
 
 
-def _has_tensors(mask: Mask | None, score: Score | None) -> bool:
-    if mask is not None and mask.documents is not None:
-        return True
-    return score is not None and not (score.alibi is None and score.bias is None and score.sinks is None)
-
-
 def _likeness(x) -> tuple | bool:
-    """What the checks and plans depend on, or False if x is no plain tensor."""
-    if type(x) not in _PLAIN:
+    """What the checks and plans depend on, or False if x is no plain tensor, or one whose memory has the other sign."""
+    if type(x) not in _PLAIN or x.is_neg():
         return False
     return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16, x.requires_grad
+
+
+def _looks(x: torch.Tensor) -> tuple:
+    """All that a guard compares of a tensor."""
+    keys = torch._C._dispatch_keys(x).raw_repr()
+    return type(x), x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad, keys
+
+
+def _dispatch() -> tuple[int, int]:
+    """What a guard compares beside: inference mode and autocasts."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return include.raw_repr(), exclude.raw_repr()
 
 
 def _alignments(addresses: tuple[int, ...]) -> tuple[int, ...]:
@@ -175,9 +195,10 @@ def _prepare(options: ops.Options, tensors: tuple) -> Prepared:
     # Lengths that live on the device are checked there, in every call.
     asserts = (problem.varlen or problem.seqused) and os.environ.get("STROBE_DEBUG", "0") == "1"
     plan = None
-    if hasattr(backend, "plan") and not asserts:
+    if hasattr(backend, "plan") and not asserts and not any(x.is_neg() for x in tensors[:3]):
         plan = backend.plan(problem, ops.operands_of(q, k, v, options), own)
-    return Prepared(plan, differentiable, bare, learned, Recent(16))
+    guards = torch._C._dynamo.guards.TensorGuards(*tensors[:3], dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return Prepared(guards.check, plan, differentiable, bare, learned, Recent(16))
 
 
 def _own(options: ops.Options, tensors: tuple) -> tuple[tuple[Any, ...], ops.Options]:
@@ -215,7 +236,7 @@ def _gradients(prepared: Prepared, tensors: tuple) -> Gradients | None:
     if dout is None or torch.is_grad_enabled() or _transformed():
         return None
     given = [x for x in tensors if x is not None]
-    if any([type(x) not in _PLAIN for x in given]):
+    if any([type(x) not in _PLAIN or x.is_neg() for x in given]):
         return None
     device = dout.get_device()
     if device >= 0 and device != torch._C._cuda_getDevice():
