@@ -40,6 +40,10 @@ CASES = [
     (case(150, 170, 96, heads=(2, 1)), BF16, D96),
     (case(150, 170, 96, heads=(2, 1)), BF16, D96_TURNS),
     (case(140, 300, 192, heads=(2, 1), head_dim_v=128), BF16, D192),
+    # Many blocks, of one tile or two: the last dQ of each is computed with another K beside it.
+    (case(100, 700, 64, heads=(2, 1)), BF16, D64),
+    (case(100, 700, 96), FP16, D96),
+    (case(90, 600, 96, heads=(2, 1)), BF16, D96_TURNS),
     # Masks: of 300 causal rows the first 170 see none of 130 keys, and no row sees a block far behind a window.
     (case(200, 300, 64, heads=(2, 1), batch=2, mask="causal"), BF16, D64),
     (case(300, 130, 64, mask="causal"), FP16, D64),
