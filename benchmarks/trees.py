@@ -1,0 +1,292 @@
+"""Versions of Strobe beside each other, in one process: microseconds, and cycles of the GPU's clock, of a backward or forward.
+
+A version is a revision of git, or a folder that holds a `strobe` package. All of them compute on the same inputs, and on a GPU
+as CUDA graphs that share one pool of memory, so that what they write lies at the same addresses: on an H200 one and the same
+kernel took 7695 and 7908 kilocycles with its tensors elsewhere, more than most changes gain. Versions run in turn and in
+reversed turn, in bursts long enough for the power limit, at several placements. Cycles tell what a kernel needs, time also
+what the power limit makes of it: a kernel that keeps the chip busier runs at a lower clock, and so does whoever comes next.
+
+    python benchmarks/trees.py HEAD~1 HEAD --head-dims 64,96 --masks full,causal --lengths 4096 [--forward] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from strobe.lab.sm_clock import SmClock
+
+ROOT = Path(__file__).parent.parent
+TOKENS, WIDTH = 16384, 2048
+MASKS = {"full": lambda strobe: None, "causal": lambda strobe: strobe.Causal(), "window": lambda strobe: strobe.Window(1023, 0)}
+HOLE = 37 * 2**20 + 1
+"""Bytes that are taken before the inputs, once more at each placement."""
+
+
+class Point(NamedTuple):
+    head_dim: int
+    head_dim_v: int
+    length: int
+    mask: str
+
+    def __str__(self) -> str:
+        dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim}, {self.head_dim_v})"
+        return f"{dims} {self.length} {self.mask}"
+
+
+class Version(AbstractContextManager):
+    """The `strobe` package of a folder, whose text it changes: its operators get a namespace of their own. Within it,
+    `import strobe` means that one."""
+
+    def __init__(self, name: str, number: int, folder: Path):
+        self.name, self._namespace, self._folder = name, f"strobe_{number}", folder
+        for path in (folder / "strobe").rglob("*.py"):
+            text = path.read_text()
+            new = text.replace('Library("strobe"', f'Library("{self._namespace}"').replace('"strobe::', f'"{self._namespace}::')
+            path.write_text(new.replace("torch.ops.strobe.", f"torch.ops.{self._namespace}."))
+        self._modules: dict[str, Any] = {}
+        self._others: dict[str, Any] = {}
+        with self:
+            self.strobe, self._api = importlib.import_module("strobe"), importlib.import_module("strobe.api")
+
+    def __enter__(self) -> Version:
+        self._others = _taken()
+        sys.modules.update(self._modules)
+        sys.path.insert(0, str(self._folder))
+        return self
+
+    def __exit__(self, *raised) -> None:
+        sys.path.remove(str(self._folder))
+        self._modules = _taken()
+        sys.modules.update(self._others)
+
+    def forward(self, q, k, v, mask: str) -> tuple[torch.Tensor, ...]:
+        return self._operators().forward(q, k, v, *self._options(q, k, v, mask))
+
+    def backward(self, dout, out, lse, q, k, v, mask: str) -> tuple[torch.Tensor, ...]:
+        return self._operators().backward(dout, None, q, k, v, out, lse, *self._options(q, k, v, mask), [])[:3]
+
+    def _operators(self):
+        return getattr(torch.ops, self._namespace)
+
+    def _options(self, q, k, v, mask: str):
+        return self._api._options_of(q, k, v, mask=MASKS[mask](self.strobe)).arguments()
+
+
+def _taken() -> dict[str, Any]:
+    """The modules of `strobe`, which nobody finds any more."""
+    names = [name for name in sys.modules if name == "strobe" or name.startswith("strobe.")]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+def unpacked(name: str, folder: Path) -> None:
+    """Put the `strobe` package of a version into a folder."""
+    if (Path(name) / "strobe").is_dir():
+        subprocess.run(["cp", "-r", str(Path(name) / "strobe"), str(folder)], check=True)
+        return
+    packed = subprocess.run(["git", "archive", name, "src/strobe"], cwd=ROOT, capture_output=True)
+    if packed.returncode:
+        sys.exit(f"a version must be a revision of git or a folder with a strobe package, got {name!r}")
+    with tarfile.open(fileobj=BytesIO(packed.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    (folder / "src" / "strobe").rename(folder / "strobe")
+
+
+class Inputs:
+    """q, k, v, dout, and the first version's out and LSE."""
+
+    def __init__(self, point: Point, tokens: int, width: int, device: str):
+        generator = torch.Generator(device).manual_seed(0)
+        heads = max(1, width // max(point.head_dim, point.head_dim_v))
+
+        def new(dim: int) -> torch.Tensor:
+            shape = (max(1, tokens // point.length), point.length, heads, dim)
+            return torch.randn(shape, generator=generator, dtype=torch.bfloat16, device=device)
+
+        self.qkv = new(point.head_dim), new(point.head_dim), new(point.head_dim_v)
+        self.dout = new(point.head_dim_v)
+        self.outputs: tuple[torch.Tensor, ...] = ()
+
+    def call(self, version: Version, mask: str, forward: bool) -> Callable[[], tuple[torch.Tensor, ...]]:
+        if not self.outputs:
+            with version:
+                self.outputs = version.forward(*self.qkv, mask)
+        if forward:
+            return lambda: version.forward(*self.qkv, mask)
+        return lambda: version.backward(self.dout, *self.outputs, *self.qkv, mask)
+
+
+def captured(version: Version, call: Callable[[], tuple[torch.Tensor, ...]], pool) -> tuple[Callable[[], None], list]:
+    """A call as a function without results, a CUDA graph on a GPU; and copies of its results, whose memory is free again."""
+    with version:
+        results = call()  # compiles
+        if results[0].device.type == "cpu":
+            return (lambda: _within(version, call)), list(results)
+        torch.cuda.synchronize()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        del results
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            results = call()
+    graph.replay()
+    return graph.replay, [x.clone() for x in results]
+
+
+def _within(version: Version, call: Callable[[], object]) -> None:
+    with version:
+        call()
+
+
+class Times:
+    """Of bursts of a call: microseconds and, on a GPU, cycles."""
+
+    def __init__(self, run: Callable[[], None], clock: SmClock | None):
+        self._run, self._clock = run, clock
+        self._estimate = self._burst(1)[0]
+
+    def take(self, seconds: float) -> tuple[float, float]:
+        count = max(1, int(seconds * 1e6 / self._estimate))
+        for _ in range(count):  # until the clock is what the power limit leaves
+            self._run()
+        return self._burst(count)
+
+    def _burst(self, count: int) -> tuple[float, float]:
+        if self._clock is None:
+            begin = time.perf_counter()
+            for _ in range(count):
+                self._run()
+            return (time.perf_counter() - begin) * 1e6 / count, float("nan")
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._clock.begin()
+        begin.record()
+        for _ in range(count):
+            self._run()
+        end.record()
+        self._clock.end()
+        torch.cuda.synchronize()
+        microseconds = begin.elapsed_time(end) * 1e3 / count
+        return microseconds, microseconds * self._clock.mhz()
+
+
+def measured(point: Point, versions: list[Version], options) -> dict:
+    """Of each version the mean over rounds and placements, and how far its results are from the first one's at most."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found: list[list[tuple[float, float]]] = [[] for _ in versions]
+    apart = [0.0 for _ in versions]
+    for placement in range(options.placements):
+        hole = torch.empty(placement * HOLE, dtype=torch.uint8, device=device)
+        inputs = Inputs(point, options.tokens, options.width, device)
+        clock, pool = (SmClock(torch.device(device)), torch.cuda.graph_pool_handle()) if device == "cuda" else (None, None)
+        runs, first = [], None
+        for number, version in enumerate(versions):
+            run, results = captured(version, inputs.call(version, point.mask, options.forward), pool)
+            first = first or results
+            apart[number] = max(apart[number], *(_apart(x, y) for x, y in zip(results, first, strict=True)))
+            runs.append(Times(run, clock))
+        for number in range(options.rounds):
+            order = range(len(runs)) if number % 2 == 0 else reversed(range(len(runs)))
+            for i in order:
+                found[i].append(runs[i].take(options.seconds))
+        del hole, runs, inputs
+    means = [[statistics.mean(values) for values in zip(*times, strict=True)] for times in found]
+    return {
+        version.name: {"us": round(us, 1), "cycles": None if cycles != cycles else round(cycles), "apart": far}
+        for version, (us, cycles), far in zip(versions, means, apart, strict=True)
+    }
+
+
+def _apart(x: torch.Tensor, y: torch.Tensor) -> float:
+    """The largest difference, as a share of the largest number."""
+    return ((x.float() - y.float()).abs().max() / y.float().abs().max()).item()
+
+
+def points_of(options) -> list[Point]:
+    def dims(text: str) -> tuple[int, int]:
+        head_dim, _, head_dim_v = text.partition("/")
+        return int(head_dim), int(head_dim_v or head_dim)
+
+    given = itertools.product(options.head_dims.split(","), options.lengths.split(","), options.masks.split(","))
+    return [Point(*dims(head_dim), int(length), mask) for head_dim, length, mask in given]
+
+
+def compile_all(points: list[Point], options) -> None:
+    """In a process for each version and head dim: a kernel on disk is found by all."""
+    ahead = {(point.head_dim, point.head_dim_v, point.mask): point for point in points}
+    with tempfile.TemporaryDirectory() as folder:
+        version = Version("", 0, _folder(options.versions[0], Path(folder)))
+        for point in ahead.values():
+            inputs = Inputs(point, point.length, max(point.head_dim, point.head_dim_v), "cuda")
+            _within(version, inputs.call(version, point.mask, options.forward))
+
+
+def _folder(name: str, parent: Path) -> Path:
+    folder = Path(tempfile.mkdtemp(dir=parent))
+    unpacked(name, folder)
+    return folder
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="+")
+    parser.add_argument("--head-dims", default="64,96,128,192/128")
+    parser.add_argument("--lengths", default="1024,4096,16384")
+    parser.add_argument("--masks", default="full,causal,window")
+    parser.add_argument("--forward", action="store_true")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of all sequences")
+    parser.add_argument("--width", type=int, default=WIDTH, help="columns of all heads")
+    parser.add_argument("--placements", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.025, help="of a burst, after one as long")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parsed()
+    points = points_of(options)
+    if options.compile:
+        compile_all(points, options)
+        return
+    if torch.cuda.is_available():
+        common = ["--lengths", options.lengths, "--masks", options.masks, "--compile", *["--forward"] * options.forward]
+        compilers = [
+            subprocess.Popen([sys.executable, __file__, name, "--head-dims", head_dim, *common])
+            for name, head_dim in itertools.product(options.versions, options.head_dims.split(","))
+        ]
+        for compiler in compilers:
+            compiler.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        versions = [Version(name, i, _folder(name, Path(folder))) for i, name in enumerate(options.versions)]
+        results = {}
+        for point in points:
+            results[str(point)] = measured(point, versions, options)
+            figures = results[str(point)].values()
+            first = next(iter(figures))
+            print(f"{point!s:<24}", "   ".join(_line(x, first) for x in figures), flush=True)
+    if options.json:
+        versions_of = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
+        options.json.write_text(json.dumps({"command": sys.argv, "versions": versions_of, "points": results}, indent=1) + "\n")
+
+
+def _line(x: dict, first: dict) -> str:
+    cycles = "" if x["cycles"] is None else f" {x['cycles'] / 1e3:.0f} kilocycles ({first['cycles'] / x['cycles']:.3f})"
+    return f"{x['us']:.0f} us ({first['us'] / x['us']:.3f}){cycles}, {x['apart']:.1e} apart"
+
+
+if __name__ == "__main__":
+    main()
