@@ -366,7 +366,7 @@ def producer(inputs, counters, lengths, heads, score, memory, C: gl.constexpr):
     q_desc, k_desc, v_desc, do_desc, statistics_desc = inputs
     turn = 0
     block = 0
-    first = gl.to_tensor(0)  # tile of the block before
+    first = gl.to_tensor(0)  # the first tile of the block before
     g = gl.to_tensor(0)
     number = gl.program_id(0)
     while number < heads.blocks:
@@ -907,7 +907,7 @@ def note_of_keys(w: gl.constexpr, result, notes, work, lengths, heads):
 
 @gluon.jit
 def leave(w: gl.constexpr, dk, dv, work, outputs, lengths, memory, C: gl.constexpr):
-    """Group w's dK and dV to global memory, by way of its place of dQ, which has no room for more than one of them."""
+    """Group w's dK and dV to global memory, by way of its place of dQ, one after the other."""
     tma_store_wait(0)
     copy_out(w, dv, 0, 1.0, memory.dq.index(w), outputs.dv, work, lengths)
     tma_store_wait(0)
