@@ -40,7 +40,8 @@ GRADIENT_CASES = [
         for x in (10.0, 100.0)
     ),
     Case(3000, 100, heads_q=20, heads_kv=4, head_dim=64, mask="causal"),  # most keys are seen by few
-    Case(100, 200, batch=40, heads_q=32, head_dim=64, mask="causal"),  # many blocks a CTA
+    # Many blocks a CTA, of one tile or two.
+    *(Case(100, 200, batch=40, heads_q=32, head_dim=dim, mask=mask) for dim in (64, 96, 128) for mask in ("causal", "full")),
     *TAKEN,
 ]
 
