@@ -122,7 +122,8 @@ def attention(check: Callable[..., ops.Options], call: tuple, dropout: float, wa
         # 1 and True are equal, but not the same to `check`.
         numbers = (scale, type(scale), max_q, type(max_q), max_kv, type(max_kv), dropout, type(dropout))
     alignments = (addresses[0] | addresses[1] | addresses[2]) % 16 and _alignments(addresses)
-    rest = alignments, likenesses, rules, numbers, backend, deterministic, torch.is_grad_enabled()
+    gradients = torch.is_grad_enabled()
+    rest = alignments, likenesses, rules, numbers, backend, gradients, gradients and deterministic
     try:
         latest = _latest.get(rest) or ()
     except TypeError:  # a number that is a list, say
