@@ -105,7 +105,8 @@ def attention(check: Callable[..., ops.Options], call: tuple, dropout: float, wa
     addresses: tuple = q.data_ptr(), k.data_ptr(), v.data_ptr()
     of_mask = None if mask is None else mask.documents
     if (
-        of_mask is not None or score is not None
+        of_mask is not None
+        or (score is not None and (score.alibi is not None or score.bias is not None or score.sinks is not None))
         or cu_q is not None or cu_kv is not None or used_q is not None or used_kv is not None
     ):  # fmt: skip
         documents = (None, None) if of_mask is None else (of_mask.q, of_mask.kv)
