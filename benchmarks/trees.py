@@ -1,10 +1,13 @@
 """Versions of Strobe beside each other, in one process: microseconds, and cycles of the GPU's clock, of a backward or forward.
 
 A version is a revision of git, or a folder that holds a `strobe` package. All of them compute on the same inputs, and on a GPU
-as CUDA graphs that share one pool of memory, so that what they write lies at the same addresses: on an H200 one and the same
-kernel took 7695 and 7908 kilocycles with its tensors elsewhere, more than most changes gain. Versions run in turn and in
-reversed turn, in bursts long enough for the power limit, at several placements. Cycles tell what a kernel needs, time also
-what the power limit makes of it: a kernel that keeps the chip busier runs at a lower clock, and so does whoever comes next.
+as CUDA graphs that share one pool of memory, so that what they write lies at the same addresses, and none has the better ones.
+They run in balanced orders, in bursts long enough for the power limit, at several placements. Cycles tell what a kernel needs,
+time also what the power limit makes of it: a kernel that keeps the chip busier runs at a lower clock, and so does whoever
+comes next.
+
+Triton keeps what it compiled by the kernel's source and the fields of its config: of versions that differ in nothing but what a
+config derives from its fields, all would run the kernel of whichever compiled first. Change a word of the kernel, too.
 
     python benchmarks/trees.py HEAD~1 HEAD --head-dims 64,96 --masks full,causal --lengths 4096 [--forward] [--json FILE]
 """
@@ -20,7 +23,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from io import BytesIO
@@ -29,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.lab.sm_clock import SmClock
+from strobe.lab.bench import Clock, CpuClock, CudaClock, balanced_order
 
 ROOT = Path(__file__).parent.parent
 TOKENS, WIDTH = 16384, 2048
@@ -154,32 +156,16 @@ def _within(version: Version, call: Callable[[], object]) -> None:
 class Times:
     """Of bursts of a call: microseconds and, on a GPU, cycles."""
 
-    def __init__(self, run: Callable[[], None], clock: SmClock | None):
+    def __init__(self, run: Callable[[], None], clock: Clock):
         self._run, self._clock = run, clock
-        self._estimate = self._burst(1)[0]
+        self._estimate = clock.seconds(run, 1)
 
     def take(self, seconds: float) -> tuple[float, float]:
-        count = max(1, int(seconds * 1e6 / self._estimate))
+        count = max(1, int(seconds / self._estimate))
         for _ in range(count):  # until the clock is what the power limit leaves
             self._run()
-        return self._burst(count)
-
-    def _burst(self, count: int) -> tuple[float, float]:
-        if self._clock is None:
-            begin = time.perf_counter()
-            for _ in range(count):
-                self._run()
-            return (time.perf_counter() - begin) * 1e6 / count, float("nan")
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._clock.begin()
-        begin.record()
-        for _ in range(count):
-            self._run()
-        end.record()
-        self._clock.end()
-        torch.cuda.synchronize()
-        microseconds = begin.elapsed_time(end) * 1e3 / count
-        return microseconds, microseconds * self._clock.mhz()
+        microseconds = 1e6 * self._clock.seconds(self._run, count)
+        return microseconds, microseconds * (self._clock.mhz() or 0.0)
 
 
 def measured(point: Point, versions: list[Version], options) -> dict:
@@ -190,21 +176,21 @@ def measured(point: Point, versions: list[Version], options) -> dict:
     for placement in range(options.placements):
         hole = torch.empty(placement * HOLE, dtype=torch.uint8, device=device)
         inputs = Inputs(point, options.tokens, options.width, device)
-        clock, pool = (SmClock(torch.device(device)), torch.cuda.graph_pool_handle()) if device == "cuda" else (None, None)
+        clock: Clock = CudaClock(torch.device(device)) if device == "cuda" else CpuClock()
+        pool = torch.cuda.graph_pool_handle() if device == "cuda" else None
         runs, first = [], None
         for number, version in enumerate(versions):
             run, results = captured(version, inputs.call(version, point.mask, options.forward), pool)
             first = first or results
             apart[number] = max(apart[number], *(_apart(x, y) for x, y in zip(results, first, strict=True)))
             runs.append(Times(run, clock))
-        for number in range(options.rounds):
-            order = range(len(runs)) if number % 2 == 0 else reversed(range(len(runs)))
+        for order in balanced_order(len(runs), options.rounds):
             for i in order:
                 found[i].append(runs[i].take(options.seconds))
         del hole, runs, inputs
     means = [[statistics.mean(values) for values in zip(*times, strict=True)] for times in found]
     return {
-        version.name: {"us": round(us, 1), "cycles": None if cycles != cycles else round(cycles), "apart": far}
+        version.name: {"us": round(us, 1), "cycles": round(cycles) or None, "apart": far}
         for version, (us, cycles), far in zip(versions, means, apart, strict=True)
     }
 
@@ -249,7 +235,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of all sequences")
     parser.add_argument("--width", type=int, default=WIDTH, help="columns of all heads")
     parser.add_argument("--placements", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=0.025, help="of a burst, after one as long")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
