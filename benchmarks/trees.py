@@ -6,9 +6,6 @@ They run in balanced orders, in bursts long enough for the power limit, at sever
 time also what the power limit makes of it: a kernel that keeps the chip busier runs at a lower clock, and so does whoever
 comes next.
 
-Triton keeps what it compiled by the kernel's source and the fields of its config: of versions that differ in nothing but what a
-config derives from its fields, all would run the kernel of whichever compiled first. Change a word of the kernel, too.
-
     python benchmarks/trees.py HEAD~1 HEAD --head-dims 64,96 --masks full,causal --lengths 4096 [--forward] [--json FILE]
 """
 

@@ -320,10 +320,13 @@ class _Frame:
         self._prepared = prepared  # it owns what the frame points to
         self._described, self._write, self._driver = prepared.described, prepared.written.pack_into, _driver()
         self._memory, self._begin, self._launches = prepared.lay_out(stream)
+        self._written: tuple[int, ...] | None = None
 
     def launch(self, addresses: tuple[int, ...]) -> None:
-        described = [encoded[addresses[slot]] for slot, encoded in self._described]
-        self._write(self._memory, self._begin, *described, *addresses)
+        if addresses != self._written:  # a model's next step often finds its tensors where they were
+            described = [encoded[addresses[slot]] for slot, encoded in self._described]
+            self._write(self._memory, self._begin, *described, *addresses)
+            self._written = addresses
         launch = self._driver.launch
         for config, function, pointers, extra in self._launches:
             status = launch(config, function, pointers, extra)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from strobe.kernels.derived import Derived
 from strobe.kernels.maps import Buffer, Columns, k_major, mn_major, stored, total_bytes
 from strobe.problem import AttentionProblem
 
@@ -22,7 +23,7 @@ _SCRATCH = 768
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Derived):
     """How the kernel runs.
 
     head_dim, head_dim_v: of q and k, and of v; one of HEAD_DIMS.

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from strobe.kernels.derived import Derived
 from strobe.kernels.maps import Buffer, total_bytes
 from strobe.problem import AttentionProblem
 from strobe.tuning.table import Shape, entries, fields_of
@@ -34,7 +35,7 @@ def padded(head_dim: int) -> int:
 
 
 @dataclass(frozen=True)
-class Chunks:
+class Chunks(Derived):
     """head_dim, head_dim_v: of q and k, and of v, padded."""
 
     head_dim: int

@@ -1,0 +1,146 @@
+"""Joules of a call: Strobe beside its peers, each for a second or more without a pause, by the GPU's own meter.
+
+A kernel that keeps the chip busy runs at the power limit, which lowers the clock until the limit holds. Who gets there is as
+fast as its calls are frugal, and no faster for having fewer cycles: watts tell who does, joules how frugal a call is.
+
+    python benchmarks/energy.py [--json FILE] [--seconds 1.2] [--peers cuDNN,FA4] [POINT ...]
+
+A point is forward or backward, head dim (of q and k / of v, if they differ), mask and length: backward:192/128:causal:4096.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from strobe.lab.bench import CudaClock
+from strobe.lab.machine import describe, power_limit
+from strobe.lab.peers import Peer, bind, peers_for
+from strobe.lab.plan import MASKS, Point, input_sets
+
+TOKENS, WIDTH = 16384, 2048
+POINTS = (
+    *("backward:64:full:4096", "backward:96:full:4096", "backward:96:causal:16384", "backward:96:window:4096"),
+    *("backward:128:full:4096", "backward:128:causal:4096", "backward:256:full:16384"),
+    *("forward:64:full:16384", "forward:64:causal:16384", "forward:128:full:16384", "forward:192/128:causal:16384"),
+    *("forward:256:full:16384", "forward:256:causal:16384"),
+)
+LEAD = 0.3
+"""Seconds until the clock is what the power limit leaves."""
+
+Sample = tuple[float, int]
+"""Seconds (time.monotonic) and the millijoules that the GPU has taken since its driver was loaded."""
+
+
+class Meter:
+    """Notes when the GPU's count of energy changes, which it does every 20 to 100 milliseconds."""
+
+    def __init__(self, device: torch.device):
+        self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        self._handle = ctypes.c_void_p()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+        self._call("nvmlInit_v2")
+        self._call("nvmlDeviceGetHandleByUUID", uuid, ctypes.byref(self._handle))
+        self.samples: list[Sample] = []
+        self._stop = threading.Event()
+
+    def _call(self, name: str, *arguments) -> None:
+        status = getattr(self._nvml, name)(*arguments)
+        if status:
+            raise RuntimeError(f"{name} of NVML failed: status {status}")
+
+    def millijoules(self) -> int:
+        found = ctypes.c_ulonglong()
+        self._call("nvmlDeviceGetTotalEnergyConsumption", self._handle, ctypes.byref(found))
+        return found.value
+
+    def __enter__(self) -> Meter:
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stop.set()
+
+    def _watch(self) -> None:
+        last = self.millijoules()
+        while not self._stop.wait(0.001):
+            if (now := self.millijoules()) != last:
+                self.samples.append((time.monotonic(), now))
+                last = now
+
+
+def watts(samples: list[Sample], begin: float, end: float) -> float:
+    """Between the first and the last change within [begin, end]."""
+    within = [sample for sample in samples if begin <= sample[0] <= end]
+    if len(within) < 2:
+        raise ValueError(
+            f"the meter must change twice within the {end - begin:.1f} s measured, got {len(within)}: take more --seconds"
+        )
+    (first, least), (last, most) = within[0], within[-1]
+    return (most - least) / 1e3 / (last - first)
+
+
+def point_of(text: str) -> Point:
+    try:
+        phase, dims, mask, length = text.split(":")
+        head_dim, _, head_dim_v = dims.partition("/")
+        shape = max(1, TOKENS // int(length)), int(length), *2 * (max(1, WIDTH // int(head_dim)),)
+        if phase not in ("forward", "backward") or mask not in MASKS:
+            raise ValueError
+        return Point(*shape, int(head_dim), int(head_dim_v or head_dim), "bf16", mask, phase == "backward")
+    except ValueError:
+        example = "backward:192/128:causal:4096"
+        raise SystemExit(f"a point must be phase:head dim:mask:length, such as {example}, got {text!r}") from None
+
+
+def measured(point: Point, peer: Peer, seconds: float, meter: Meter, clock: CudaClock) -> dict[str, float]:
+    """Of a call: microseconds, joules; the watts and the clock meanwhile."""
+    with clock.running(), peer.context():
+        call = bind(peer, point, input_sets(point, torch.device("cuda"))[0])
+        call()
+        clock.synchronize()
+        once = clock.seconds(call, 3)
+        clock.seconds(call, max(1, round(LEAD / once)))
+        begin = time.monotonic()
+        once = clock.seconds(call, max(1, round(seconds / once)))
+        power = watts(meter.samples, begin, time.monotonic())
+    return {"us": 1e6 * once, "joules": once * power, "watts": power, "sm_clock_mhz": clock.mhz() or 0.0}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("points", nargs="*", default=POINTS, metavar="POINT")
+    parser.add_argument("--seconds", type=float, default=1.2)
+    parser.add_argument("--peers", default="cuDNN,FA4")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    points = [point_of(text) for text in options.points]
+    if not torch.cuda.is_available():
+        raise SystemExit("energy is measured by an NVIDIA GPU's meter, got a machine without one")
+    device = torch.device("cuda")
+    names = ["strobe", *options.peers.split(",")]
+    peers = [peer for name, peer in peers_for(device).items() if name in names and peer.installed]
+    clock, limit = CudaClock(device), power_limit(device)
+    results: dict[str, dict] = {}
+    print(f"power limit {limit} W")
+    with Meter(device) as meter:
+        for text, point in zip(options.points, points, strict=True):
+            results[text] = {peer.name: measured(point, peer, options.seconds, meter, clock) for peer in peers}
+            print(f"{text:<32}", "   ".join(_line(name, x) for name, x in results[text].items()), flush=True)
+    if options.json:
+        facts = {"device": describe(device), "power limit, W": limit, "seconds": options.seconds, "points": results}
+        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def _line(name: str, x: dict[str, float]) -> str:
+    return f"{name} {x['us']:.0f} us {x['joules']:.3f} J {x['watts']:.0f} W {x['sm_clock_mhz']:.0f} MHz"
+
+
+if __name__ == "__main__":
+    main()
