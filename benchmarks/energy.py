@@ -21,7 +21,7 @@ import torch
 
 from strobe.lab.bench import CudaClock
 from strobe.lab.machine import describe, power_limit
-from strobe.lab.peers import Peer, bind, peers_for
+from strobe.lab.peers import Peer, bind, peers_for, strobe_peer
 from strobe.lab.plan import MASKS, Point, input_sets
 
 TOKENS, WIDTH = 16384, 2048
@@ -99,6 +99,13 @@ def point_of(text: str) -> Point:
         raise SystemExit(f"a point must be phase:head dim:mask:length, such as {example}, got {text!r}") from None
 
 
+def chosen(names: list[str], peers: dict[str, Peer]) -> list[Peer]:
+    installed = [name for name, peer in peers.items() if peer.installed]
+    if missing := [name for name in names if name not in installed]:
+        raise SystemExit(f"peers must be installed, of {', '.join(installed)}, got {', '.join(missing)}")
+    return [peers[name] for name in names]
+
+
 def measured(point: Point, peer: Peer, seconds: float, meter: Meter, clock: CudaClock) -> dict[str, float]:
     """Of a call: microseconds, joules; the watts and the clock meanwhile."""
     with clock.running(), peer.context():
@@ -124,8 +131,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("energy is measured by an NVIDIA GPU's meter, got a machine without one")
     device = torch.device("cuda")
-    names = ["strobe", *options.peers.split(",")]
-    peers = [peer for name, peer in peers_for(device).items() if name in names and peer.installed]
+    peers = [strobe_peer(), *chosen(options.peers.split(","), peers_for(device))]
     clock, limit = CudaClock(device), power_limit(device)
     results: dict[str, dict] = {}
     print(f"power limit {limit} W")

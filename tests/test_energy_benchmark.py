@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from strobe.lab.peers import Peer
 from strobe.lab.plan import Point
 
 PATH = Path(__file__).parent.parent / "benchmarks" / "energy.py"
@@ -27,3 +28,10 @@ def test_points():
     for text in ("backward:64:full", "sideways:64:full:4096", "forward:64:band:4096", "forward:x:full:4096"):
         with pytest.raises(SystemExit, match=rf"a point must be phase:head dim:mask:length, .* got '{text}'"):
             energy.point_of(text)
+
+
+def test_peers_are_chosen_by_name():
+    peers = {"cuDNN": Peer("cuDNN", None), "absent": Peer("absent", None, module="no_such_module")}
+    assert energy.chosen(["cuDNN"], peers) == [peers["cuDNN"]]
+    with pytest.raises(SystemExit, match="peers must be installed, of cuDNN, got absent, FA9"):
+        energy.chosen(["absent", "FA9"], peers)
