@@ -11,16 +11,15 @@ A point is forward or backward, head dim (of q and k / of v, if they differ), ma
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import threading
 import time
 from pathlib import Path
 
 import torch
 
 from strobe.lab.bench import CudaClock
-from strobe.lab.machine import describe, power_limit
+from strobe.lab.machine import describe
+from strobe.lab.meter import Meter, power_limit, watts
 from strobe.lab.peers import Peer, bind, peers_for, strobe_peer
 from strobe.lab.plan import MASKS, Point, input_sets
 
@@ -33,57 +32,6 @@ POINTS = (
 )
 LEAD = 0.3
 """Seconds until the clock is what the power limit leaves."""
-
-Sample = tuple[float, int]
-"""Seconds (time.monotonic) and the millijoules that the GPU has taken since its driver was loaded."""
-
-
-class Meter:
-    """Notes when the GPU's count of energy changes, which it does every 20 to 100 milliseconds."""
-
-    def __init__(self, device: torch.device):
-        self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        self._handle = ctypes.c_void_p()
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-        self._call("nvmlInit_v2")
-        self._call("nvmlDeviceGetHandleByUUID", uuid, ctypes.byref(self._handle))
-        self.samples: list[Sample] = []
-        self._stop = threading.Event()
-
-    def _call(self, name: str, *arguments) -> None:
-        status = getattr(self._nvml, name)(*arguments)
-        if status:
-            raise RuntimeError(f"{name} of NVML failed: status {status}")
-
-    def millijoules(self) -> int:
-        found = ctypes.c_ulonglong()
-        self._call("nvmlDeviceGetTotalEnergyConsumption", self._handle, ctypes.byref(found))
-        return found.value
-
-    def __enter__(self) -> Meter:
-        threading.Thread(target=self._watch, daemon=True).start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._stop.set()
-
-    def _watch(self) -> None:
-        last = self.millijoules()
-        while not self._stop.wait(0.001):
-            if (now := self.millijoules()) != last:
-                self.samples.append((time.monotonic(), now))
-                last = now
-
-
-def watts(samples: list[Sample], begin: float, end: float) -> float:
-    """Between the first and the last change within [begin, end]."""
-    within = [sample for sample in samples if begin <= sample[0] <= end]
-    if len(within) < 2:
-        raise ValueError(
-            f"the meter must change twice within the {end - begin:.1f} s measured, got {len(within)}: take more --seconds"
-        )
-    (first, least), (last, most) = within[0], within[-1]
-    return (most - least) / 1e3 / (last - first)
 
 
 def point_of(text: str) -> Point:

@@ -4,7 +4,8 @@ A version is a revision of git, or a folder that holds a `strobe` package. All o
 as CUDA graphs that share one pool of memory, so that what they write lies at the same addresses, and none has the better ones.
 They run in balanced orders, in bursts long enough for the power limit, at several placements. Cycles tell what a kernel needs,
 time also what the power limit makes of it: a kernel that keeps the chip busier runs at a lower clock, and so does whoever
-comes next.
+comes next. In bursts of half a second and more (`--seconds 0.5`) the GPU's meter tells joules, too, on which time depends
+where the power limit does.
 
     python benchmarks/trees.py HEAD~1 HEAD --head-dims 64,96 --masks full,causal --lengths 4096 [--forward] [--json FILE]
 """
@@ -20,8 +21,9 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from strobe.lab.bench import Clock, CpuClock, CudaClock, balanced_order
+from strobe.lab.meter import Meter, watts
 
 ROOT = Path(__file__).parent.parent
 TOKENS, WIDTH = 16384, 2048
@@ -150,25 +153,42 @@ def _within(version: Version, call: Callable[[], object]) -> None:
         call()
 
 
-class Times:
-    """Of bursts of a call: microseconds and, on a GPU, cycles."""
+class Burst(NamedTuple):
+    """Of a call in one burst, the mean: None where nobody can tell."""
 
-    def __init__(self, run: Callable[[], None], clock: Clock):
-        self._run, self._clock = run, clock
+    us: float
+    cycles: float | None
+    joules: float | None
+
+
+class Times:
+    """Bursts of a call."""
+
+    def __init__(self, run: Callable[[], None], clock: Clock, meter: Meter | None):
+        self._run, self._clock, self._meter = run, clock, meter
         self._estimate = clock.seconds(run, 1)
 
-    def take(self, seconds: float) -> tuple[float, float]:
+    def take(self, seconds: float) -> Burst:
         count = max(1, int(seconds / self._estimate))
         for _ in range(count):  # until the clock is what the power limit leaves
             self._run()
+        self._clock.synchronize()
+        begin = time.monotonic()
         microseconds = 1e6 * self._clock.seconds(self._run, count)
-        return microseconds, microseconds * (self._clock.mhz() or 0.0)
+        mhz, power = self._clock.mhz(), self._watts(begin)
+        return Burst(microseconds, mhz and microseconds * mhz, power and 1e-6 * microseconds * power)
+
+    def _watts(self, begin: float) -> float | None:
+        try:
+            return self._meter and watts(self._meter.samples, begin, time.monotonic())
+        except ValueError:  # too short
+            return None
 
 
-def measured(point: Point, versions: list[Version], options) -> dict:
+def measured(point: Point, versions: list[Version], options, meter: Meter | None) -> dict:
     """Of each version the mean over rounds and placements, and how far its results are from the first one's at most."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found: list[list[tuple[float, float]]] = [[] for _ in versions]
+    found: list[list[Burst]] = [[] for _ in versions]
     apart = [0.0 for _ in versions]
     for placement in range(options.placements):
         hole = torch.empty(placement * HOLE, dtype=torch.uint8, device=device)
@@ -180,16 +200,25 @@ def measured(point: Point, versions: list[Version], options) -> dict:
             run, results = captured(version, inputs.call(version, point.mask, options.forward), pool)
             first = first or results
             apart[number] = max(apart[number], *(_apart(x, y) for x, y in zip(results, first, strict=True)))
-            runs.append(Times(run, clock))
+            runs.append(Times(run, clock, meter))
         for order in balanced_order(len(runs), options.rounds):
             for i in order:
                 found[i].append(runs[i].take(options.seconds))
         del hole, runs, inputs
-    means = [[statistics.mean(values) for values in zip(*times, strict=True)] for times in found]
     return {
-        version.name: {"us": round(us, 1), "cycles": round(cycles) or None, "apart": far}
-        for version, (us, cycles), far in zip(versions, means, apart, strict=True)
+        version.name: {
+            "us": round(_mean([burst.us for burst in bursts]) or 0.0, 1),
+            "cycles": _mean([burst.cycles for burst in bursts], 0),
+            "joules": _mean([burst.joules for burst in bursts], 4),
+            "apart": far,
+        }
+        for version, bursts, far in zip(versions, found, apart, strict=True)
     }
+
+
+def _mean(values: list[float | None], digits: int = 3) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(statistics.mean(known), digits) if len(known) == len(values) else None
 
 
 def _apart(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -253,11 +282,11 @@ def main() -> None:
         ]
         for compiler in compilers:
             compiler.wait()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _metered() as meter:
         versions = [Version(name, i, _folder(name, Path(folder))) for i, name in enumerate(options.versions)]
         results = {}
         for point in points:
-            results[str(point)] = measured(point, versions, options)
+            results[str(point)] = measured(point, versions, options, meter)
             figures = results[str(point)].values()
             first = next(iter(figures))
             print(f"{point!s:<24}", "   ".join(_line(x, first) for x in figures), flush=True)
@@ -266,9 +295,25 @@ def main() -> None:
         options.json.write_text(json.dumps({"command": sys.argv, "versions": versions_of, "points": results}, indent=1) + "\n")
 
 
+def _metered() -> AbstractContextManager[Meter | None]:
+    """A GPU's meter, if there is one."""
+    if not torch.cuda.is_available():
+        return nullcontext()
+    try:
+        return Meter(torch.device("cuda"))
+    except RuntimeError as reason:
+        print(f"no joules: {reason}", flush=True)
+        return nullcontext()
+
+
 def _line(x: dict, first: dict) -> str:
-    cycles = "" if x["cycles"] is None else f" {x['cycles'] / 1e3:.0f} kilocycles ({first['cycles'] / x['cycles']:.3f})"
-    return f"{x['us']:.0f} us ({first['us'] / x['us']:.3f}){cycles}, {x['apart']:.1e} apart"
+    """What is known, each with how many times the first version takes."""
+    units = {"us": (1, "us"), "cycles": (1e3, "kilocycles"), "joules": (1e-3, "mJ")}
+    known = [(x[name], first[name], *unit) for name, unit in units.items() if x[name] is not None and first[name] is not None]
+    return (
+        ", ".join(f"{mine / by:.0f} {unit} ({other / mine:.3f})" for mine, other, by, unit in known)
+        + f", {x['apart']:.1e} apart"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """benchmarks/energy.py: what it makes of the meter, and what it refuses."""
 
 import importlib.util
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from strobe.lab.meter import Meter, power_limit, watts
 from strobe.lab.peers import Peer
 from strobe.lab.plan import Point
 
@@ -17,9 +20,9 @@ spec.loader.exec_module(energy)
 def test_watts_are_taken_between_changes():
     """The meter changes now and then: what it says in between is old."""
     samples = [(0.9, 1000), (1.1, 200_000), (1.3, 260_000), (1.6, 400_000), (2.1, 900_000)]
-    assert energy.watts(samples, 1.0, 2.0) == pytest.approx(400.0)
+    assert watts(samples, 1.0, 2.0) == pytest.approx(400.0)
     with pytest.raises(ValueError, match=r"must change twice within the 0\.3 s measured, got 1"):
-        energy.watts(samples, 1.2, 1.5)
+        watts(samples, 1.2, 1.5)
 
 
 def test_points():
@@ -35,3 +38,31 @@ def test_peers_are_chosen_by_name():
     assert energy.chosen(["cuDNN"], peers) == [peers["cuDNN"]]
     with pytest.raises(SystemExit, match="peers must be installed, of cuDNN, got absent, FA9"):
         energy.chosen(["absent", "FA9"], peers)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_machine_without_a_meter():
+    with pytest.raises(RuntimeError, match="energy is measured by NVML, which is not there: "):
+        Meter(torch.device("cuda"))
+
+
+@pytest.mark.gpu
+def test_the_meter_counts():
+    """While a GPU multiplies matrices it takes more than while it idles, and no more than it may."""
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    device = torch.device("cuda")
+
+    def power(work, seconds: float = 1.0) -> float:
+        begin = time.monotonic()
+        while time.monotonic() - begin < seconds:
+            work()
+        return watts(meter.samples, begin, time.monotonic())
+
+    def multiply():
+        x @ x
+        torch.cuda.synchronize()
+
+    with Meter(device) as meter:
+        idle = power(lambda: time.sleep(0.01))
+        busy = power(multiply)
+    assert 0 < idle < busy < 1.2 * power_limit(device)

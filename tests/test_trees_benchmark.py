@@ -1,12 +1,16 @@
 """benchmarks/trees.py runs versions of Strobe beside each other in one process."""
 
+import importlib.util
 import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from strobe.lab.bench import CpuClock
 
 ROOT = Path(__file__).parent.parent
 TINY = ("--lengths", "48", "--masks", "causal", "--tokens", "96", "--width", "64", "--rounds", "2", "--seconds", "0.001")
@@ -40,3 +44,24 @@ def test_what_is_no_version():
     done = compare("no-such-revision", *TINY)
     assert done.returncode == 1
     assert done.stderr == "a version must be a revision of git or a folder with a strobe package, got 'no-such-revision'\n"
+
+
+class SteadyMeter:
+    """Of a device that takes 250 W, read twice now."""
+
+    @property
+    def samples(self):
+        before, now = time.monotonic() - 1e-4, time.monotonic()
+        return [(before, 0), (now, 250_000 * (now - before))]
+
+
+def test_joules_are_watts_of_a_burst():
+    spec = importlib.util.spec_from_file_location("trees", ROOT / "benchmarks" / "trees.py")
+    trees = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(trees)
+    burst = trees.Times(lambda: time.sleep(0.001), CpuClock(), SteadyMeter()).take(0.005)
+    assert burst.us >= 1000 and burst.cycles is None
+    assert burst.joules == pytest.approx(250e-6 * burst.us)
+    assert trees.Times(lambda: None, CpuClock(), None).take(0.0).joules is None
+    line = trees._line({"us": 50.0, "cycles": 75e3, "joules": 0.02, "apart": 0}, {"us": 100.0, "cycles": None, "joules": 0.03})
+    assert line == "50 us (2.000), 20 mJ (1.500), 0.0e+00 apart"

@@ -95,12 +95,6 @@ def snapshot(device: torch.device) -> dict[str, float]:
     return parse_sample(",".join(value or "" for value in _nvidia_smi(list(_FIELDS.values()), device)))
 
 
-def power_limit(device: torch.device) -> float | None:
-    """Watts that a GPU takes at most, if it says so."""
-    (answer,) = _nvidia_smi(["power.limit"], device)
-    return float(answer) if answer and answer.replace(".", "", 1).isdigit() else None
-
-
 @dataclass(frozen=True)
 class _Sample:
     when: float
