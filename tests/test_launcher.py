@@ -90,6 +90,13 @@ with pretend_gpu(90):
     frame = prepared((a, x, y, b, sums), scale_rows, nothing, add_one, reverse).on(80)
     frame((a.data_ptr(), *addresses[1][:2], b.data_ptr(), addresses[1][2]))
 
+    # One frame, whose tensors move and stay.
+    frame, before = launch.on(81), len(launches)
+    for turn in (0, 1, 1, 0):
+        frame(addresses[turn])
+    result["moved"] = [one["values"] for one in launches[before:]]
+    del launches[before:]
+
     try:
         prepared((a,), add_one)
     except ValueError as error:
@@ -147,6 +154,12 @@ def test_kernels_in_a_row(recorded):
     x, y = (struct.pack("<Q", address).hex() * 16 for address in recorded["addresses"][:2])
     assert (first["values"][0], reverse["values"][0]) == (x, y) and set(first["values"]) == set(reverse["values"])
     assert first["function"] == reverse["function"] != add_one["function"]
+
+
+def test_a_frame_follows_its_tensors(recorded):
+    first, second = (one["values"] for one in recorded["launches"][:2])
+    assert first != second
+    assert recorded["moved"] == [first, second, second, first]
 
 
 def test_descriptors_are_encoded_once_for_an_address(recorded):
