@@ -240,6 +240,7 @@ def test_dropout_draws_once_a_call(all_plans, monkeypatch):
 
 def test_errors_are_the_same(plans, monkeypatch):
     t = tensors(CASES[0], torch.float32, "cpu")
+    attention(t)
     attention(t, scale=1)
     bad = [
         (TypeError, {"scale": True}),
@@ -250,6 +251,7 @@ def test_errors_are_the_same(plans, monkeypatch):
         (ValueError, {"max_seqlen_q": 3}),
         (ValueError, {"dropout_p": 1.0}),
         (TypeError, {"dropout_p": "0.1"}),
+        (TypeError, {"dropout_p": False}),
     ]
     texts = []
     for _ in range(3):

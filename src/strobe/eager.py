@@ -119,8 +119,8 @@ def attention(check: Callable[..., ops.Options], call: tuple, dropout: float, wa
     if device >= 0 and device != torch._C._cuda_getDevice():
         return None
     numbers = None
-    if scale is not None or max_q is not None or max_kv is not None or dropout != 0.0:
-        # 1 and True are equal, but not the same to `check`.
+    if scale is not None or max_q is not None or max_kv is not None or dropout != 0.0 or dropout is False:
+        # 1 and True are equal, and 0 and False, but not the same to `check`.
         numbers = (scale, type(scale), max_q, type(max_q), max_kv, type(max_kv), dropout, type(dropout))
     alignments = (addresses[0] | addresses[1] | addresses[2]) % 16 and _alignments(addresses)
     gradients = torch.is_grad_enabled()
