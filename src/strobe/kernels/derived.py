@@ -11,4 +11,5 @@ class Derived:
         """By which Triton finds a compiled kernel on disk, beside its source: all that a kernel may read. By the fields alone,
         an update that changes a rule behind a property would go on running what was compiled by the old one."""
         names = {name for kind in type(self).__mro__ for name, value in vars(kind).items() if isinstance(value, property)}
-        return f"{self!r} { ({name: getattr(self, name) for name in sorted(names - {'cache_key'})}) }"
+        derived = {name: getattr(self, name) for name in sorted(names - {"cache_key"})}
+        return f"{self!r} {derived}"
