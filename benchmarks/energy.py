@@ -17,13 +17,12 @@ from pathlib import Path
 
 import torch
 
-from strobe.lab.bench import CudaClock
+from strobe.lab.bench import CudaClock, contenders_of
 from strobe.lab.machine import describe
 from strobe.lab.meter import Meter, power_limit, watts
-from strobe.lab.peers import Peer, bind, peers_for, strobe_peer
-from strobe.lab.plan import MASKS, Point, input_sets
+from strobe.lab.peers import Peer, bind
+from strobe.lab.plan import Grid, Inputs, Plan, Point
 
-TOKENS, WIDTH = 16384, 2048
 POINTS = (
     *("backward:64:full:4096", "backward:96:full:4096", "backward:96:causal:16384", "backward:96:window:4096"),
     *("backward:128:full:4096", "backward:128:causal:4096", "backward:256:full:16384"),
@@ -38,26 +37,18 @@ def point_of(text: str) -> Point:
     try:
         phase, dims, mask, length = text.split(":")
         head_dim, _, head_dim_v = dims.partition("/")
-        shape = max(1, TOKENS // int(length)), int(length), *2 * (max(1, WIDTH // int(head_dim)),)
-        if phase not in ("forward", "backward") or mask not in MASKS:
-            raise ValueError
-        return Point(*shape, int(head_dim), int(head_dim_v or head_dim), "bf16", mask, phase == "backward")
-    except ValueError:
+        grid = Grid(head_dims=((int(head_dim), int(head_dim_v or head_dim)),), lengths=(int(length),), masks=(mask,))
+        [point] = grid.points({"forward": False, "backward": True}[phase])
+        return point
+    except (KeyError, ValueError):
         example = "backward:192/128:causal:4096"
         raise SystemExit(f"a point must be phase:head dim:mask:length, such as {example}, got {text!r}") from None
-
-
-def chosen(names: list[str], peers: dict[str, Peer]) -> list[Peer]:
-    installed = [name for name, peer in peers.items() if peer.installed]
-    if missing := [name for name in names if name not in installed]:
-        raise SystemExit(f"peers must be installed, of {', '.join(installed)}, got {', '.join(missing)}")
-    return [peers[name] for name in names]
 
 
 def measured(point: Point, peer: Peer, seconds: float, meter: Meter, clock: CudaClock) -> dict[str, float]:
     """Of a call: microseconds, joules; the watts and the clock meanwhile."""
     with clock.running(), peer.context():
-        call = bind(peer, point, input_sets(point, torch.device("cuda"))[0])
+        call = bind(peer, point, Inputs.random(point, torch.device("cuda"), torch.Generator("cuda").manual_seed(0)))
         call()
         clock.synchronize()
         once = clock.seconds(call, 3)
@@ -79,7 +70,11 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("energy is measured by an NVIDIA GPU's meter, got a machine without one")
     device = torch.device("cuda")
-    peers = [strobe_peer(), *chosen(options.peers.split(","), peers_for(device))]
+    try:
+        contenders = contenders_of(Plan(peers=tuple(options.peers.split(","))), device)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    peers = [peer for peer in contenders if peer.installed]
     clock, limit = CudaClock(device), power_limit(device)
     results: dict[str, dict] = {}
     print(f"power limit {limit} W")

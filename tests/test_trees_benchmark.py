@@ -1,6 +1,6 @@
 """benchmarks/trees.py runs versions of Strobe beside each other in one process."""
 
-import importlib.util
+import importlib
 import json
 import shutil
 import subprocess
@@ -13,6 +13,8 @@ import pytest
 from strobe.lab.bench import CpuClock
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+trees = importlib.import_module("trees")
 TINY = ("--lengths", "48", "--masks", "causal", "--tokens", "96", "--width", "64", "--rounds", "2", "--seconds", "0.001")
 
 
@@ -56,9 +58,6 @@ class SteadyMeter:
 
 
 def test_joules_are_watts_of_a_burst():
-    spec = importlib.util.spec_from_file_location("trees", ROOT / "benchmarks" / "trees.py")
-    trees = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(trees)
     burst = trees.Times(lambda: time.sleep(0.001), CpuClock(), SteadyMeter()).take(0.005)
     assert burst.us >= 1000 and burst.cycles is None
     assert burst.joules == pytest.approx(250e-6 * burst.us)

@@ -13,8 +13,8 @@ Sample = tuple[float, int]
 
 
 class Meter:
-    """`with Meter(device) as meter:` notes in meter.samples when the GPU's count of energy changes, which is every 20 to 100
-    milliseconds. RuntimeError if NVML has no answer for this GPU."""
+    """`with Meter(device) as meter:` notes in meter.samples when the GPU's count of energy changes, which it does now and
+    then. RuntimeError if NVML has no answer for this GPU."""
 
     def __init__(self, device: torch.device):
         self._nvml, self._handle = _handle(device)
