@@ -245,7 +245,8 @@ class PreparedLaunches:
 
         configs, 64 bytes each | TMA descriptors | addresses of the tensors | numbers
 
-    of which a launch writes the descriptors and the addresses, by one `struct.pack_into`. A frame belongs to one stream.
+    of which a launch writes the descriptors and the addresses, by one `struct.pack_into`, unless they are the last launch's. A
+    frame belongs to one stream.
     """
 
     _CONFIG = struct.Struct("<7I4xQQI12x")
