@@ -1,9 +1,11 @@
 """`deterministic` reaches the problem of a backward, by every door, and changes nothing where gradients always are."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import HAS_GPU
-from problems import Case, tensors
+from problems import Case, check, run, tensors
 
 import strobe
 from strobe import api, eager, ops
@@ -95,6 +97,18 @@ def test_flash_attn_functions_pass_it_on(monkeypatch):
 def test_backends_that_always_are_give_the_same(backend):
     for default, asked_for in zip(gradients(backend=backend), gradients(backend=backend, deterministic=True), strict=True):
         assert torch.equal(default, asked_for)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 4, 24, 24), (2, 1, 24, 1), (2, 4, 1, 24), (1, 1, 1, 1), (2, 4, 24, 24)], ids=str)
+def test_a_bias_may_be_repeated(shape, dtype):
+    device = "cuda" if HAS_GPU else "cpu"
+    t = tensors(replace(CASE, batch=2), torch.float32, device)
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    t = replace(t, q=t.q.to(dtype), k=t.k.to(dtype), v=t.v.to(dtype), keywords=t.keywords | {"score": strobe.Score(bias=bias)})
+    got = run(replace(t, keywords=t.keywords | {"deterministic": True}), "portable")
+    assert got.dbias.shape == bias.shape and got.dbias.dtype == bias.dtype
+    check(got, t)
 
 
 def test_explain_says_so(capsys):

@@ -185,6 +185,21 @@ def test_what_cannot_be_prepared(recorded):
     assert "not laid out as those of Triton 3.6 to 3.9" in recorded["unknown"]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_a_maker_makes(device):
+    from strobe.kernels.launcher import maker
+
+    like = torch.zeros(2, 3, 4, 8, dtype=torch.bfloat16, device=device).transpose(1, 2)
+    new = maker(like)
+    for made in (new(), new()):
+        for of in (torch.Tensor.size, torch.Tensor.stride, torch.Tensor.get_device):
+            assert of(made) == of(like)
+        assert made.dtype == like.dtype and not made.requires_grad and made.data_ptr() % 16 == 0
+    assert new().data_ptr() != made.data_ptr()
+    with torch.inference_mode():
+        assert new().is_inference()
+
+
 def test_threads_that_share_a_stream_keep_two_launches_together(monkeypatch):
     """Notes that one thread's first launch leaves are redone by its own second launch."""
     from strobe.kernels.sm90.plan import ForwardPlan
@@ -206,7 +221,7 @@ def test_threads_that_share_a_stream_keep_two_launches_together(monkeypatch):
     plan._device, plan._notes, plan._blind, plan._prepared = torch.device("cpu"), 4, False, Prepared()
     plan._spans = None
     plan._places = Made(64, plan._place)
-    plan._out_like, plan._lse_like = torch.empty(8), torch.empty(4)
+    plan._new_out, plan._new_lse, plan._rows = lambda: torch.empty(8), lambda: torch.empty(4), 4
     started = threading.Barrier(4)
 
     def work(number):

@@ -73,31 +73,53 @@ print(json.dumps([triton.__version__, audits]))
 
 
 REPEATED_BIAS = """
-import json, torch
+import json, re, torch
 from strobe import Score
+from strobe.device import KNOWN
+from strobe.kernels.portable import backward as portable
 from strobe.kernels.sm90 import backward_launch
 from strobe.kernels.sm90.backward_config import choose
 from strobe.lab.offline import pretend_gpu
 from strobe.problem import AttentionProblem, Dense
+
+
+def adds_up(kernel):
+    return re.search(r"\\b(red|atom)\\.\\S*f32|cp\\.reduce", kernel.asm["ptx"]) is not None
+
+
 found = []
 for head_dim, head_dim_v in ((192, 128), (256, 256)):
     for shape in ((1, 4, 1, 500), (2, 1, 300, 1), (1, 1, 1, 1)):
         score = Score(bias=torch.empty(shape, device="meta"))
-        problem = AttentionProblem(
-            lengths=Dense(2, 300, 500), heads_q=4, heads_kv=4, head_dim=head_dim, head_dim_v=head_dim_v, dtype=torch.bfloat16,
-            scale=0.1, score=score, phase="backward", learned=("bias",),
-        )
-        with pretend_gpu(90):
-            made = backward_launch.compile_only(problem, choose(problem))
-        found.append(max(kernel.metadata.shared for kernel in made))
+        for deterministic in (False, True):
+            problem = AttentionProblem(
+                lengths=Dense(2, 300, 500), heads_q=4, heads_kv=4, head_dim=head_dim, head_dim_v=head_dim_v,
+                dtype=torch.bfloat16, scale=0.1, score=score, phase="backward", learned=("bias",), deterministic=deterministic,
+            )
+            with pretend_gpu(90):
+                hopper = backward_launch.compile_only(problem, choose(problem))
+                others = portable.compile_only(problem, KNOWN["A100"])
+            shared = max(kernel.metadata.shared for kernel in hopper)
+            found.append((deterministic, shared, any(map(adds_up, hopper)), any(map(adds_up, others))))
 print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("triton", TRITONS)
-def test_a_repeated_bias_leaves_room(triton):
+@pytest.fixture(scope="module", params=TRITONS)
+def repeated_biases(request):
+    """Of each kind of repetition whether it is deterministic, the shared memory, and whether the Hopper kernels, and the
+    portable ones, add up floats by atomics."""
+    return json.loads(run_compiler(REPEATED_BIAS, request.param))
+
+
+def test_a_repeated_bias_leaves_room(repeated_biases):
     """Its gradient is summed over keys or rows with no more shared memory than there is."""
-    assert max(json.loads(run_compiler(REPEATED_BIAS, triton))) <= 227 * 1024
+    assert max(shared for _, shared, *_ in repeated_biases) <= 227 * 1024
+
+
+def test_no_atomics_in_a_deterministic_backward(repeated_biases):
+    """Those of a repeated bias's gradient have no order, nor have those of dQ."""
+    assert all([not deterministic] * 2 == atomics for deterministic, _, *atomics in repeated_biases)
 
 
 @pytest.fixture(scope="module", params=TRITONS)

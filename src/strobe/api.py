@@ -61,7 +61,8 @@ def attention(
         return_lse: also return log(sum(exp(scores))), float32, [batch, heads_q, seqlen_q] or [heads_q, total_q];
             it has a gradient.
         deterministic: gradients that are the same bits in every run, as also under torch.use_deterministic_algorithms(True).
-            The portable backend and those for a CPU give that always. On a GPU a bias with a dim of 1 is an exception.
+            The portable backend and those for a CPU give that always, but for a bias with a dim of 1 on a GPU, whose gradient
+            takes memory for every pair then, [batch, heads_q, seqlen_q, seqlen_kv] in float32, until it is summed.
         backend: a name from `strobe.BACKENDS` to run that one or fail; None lets Strobe choose (see `explain`).
 
     Returns:

@@ -135,9 +135,18 @@ def addressable(x: torch.Tensor) -> bool:
 
 
 def zero_bias(problem: AttentionProblem, bias: torch.Tensor) -> torch.Tensor:
-    """What the gradient of a bias is written to, or added up in, in float32; no tile writes to pairs that nobody sees."""
-    dtype = bias.dtype if bias.shape == bias_shape(problem) else torch.float32
-    return torch.zeros(bias.shape, dtype=dtype, device=bias.device)
+    """What the gradient of a bias is written to; no tile writes to pairs that nobody sees. A bias that is repeated has its
+    gradient added up there, in float32 and in no order, or, deterministic, in an order by `summed_bias`: every pair has a place
+    of its own then."""
+    every_pair = bias_shape(problem)
+    repeated = bias.shape != every_pair
+    shape = every_pair if problem.deterministic else bias.shape
+    return torch.zeros(shape, dtype=torch.float32 if repeated else bias.dtype, device=bias.device)
+
+
+def summed_bias(dbias: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The gradient of a bias, of its shape and dtype, from what the kernels left in `zero_bias`."""
+    return dbias.sum_to_size(bias.shape).to(bias.dtype)
 
 
 def without_gradient(problem: AttentionProblem) -> str | None:

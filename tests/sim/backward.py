@@ -15,7 +15,7 @@ from problems import Results, Tensors, check, describe, formula, upstream
 from strobe.kernels.sm90 import backward, backward_ends, backward_launch, backward_split
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.kernels.workspace import Workspace
-from strobe.problem import Gradients
+from strobe.problem import Gradients, summed_bias
 from strobe.sim.attention import backward_launch as kernel_launch
 from strobe.sim.attention import spans_of, split_backward_launches
 from strobe.sim.machine import Report
@@ -59,7 +59,7 @@ class Backward:
     def run(self, order: str, seed: int) -> Report:
         """AssertionError if the gradients are wrong, or notes or counters are left."""
         grads, space, report = self.simulate(order, seed)
-        dbias = {} if grads.bias is None else {"dbias": grads.bias.to(self.t.q.dtype)}
+        dbias = {} if grads.bias is None else {"dbias": summed_bias(grads.bias, self.problem.score.bias)}
         check(Results(None, None, grads.q, grads.k, grads.v, **dbias), self.t, ("dq", "dk", "dv", *dbias))
         assert not (space.key_notes.any() or space.row_notes.any() or space.counters.any())
         return report

@@ -130,11 +130,13 @@ def _warn(message: str) -> None:
     log.warning(message)
 
 
-def without_memory(x: torch.Tensor) -> torch.Tensor:
-    """For `empty_like`, which takes half the time of `empty`."""
-    like = torch.empty_like(x)
-    like.untyped_storage().resize_(0)
-    return like
+def maker(like: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A function that makes tensors like this one, with nothing in them, on its device, which must be the current one.
+
+    It is what PyTorch's compiled code calls: past the dispatcher, it takes 0.5 us where `empty_like` takes 0.7 (on a CPU)."""
+    guards: Any = torch._C._dynamo.guards
+    make = guards._empty_strided_cuda if like.is_cuda else guards._empty_strided_cpu
+    return functools.partial(make, tuple(like.shape), like.stride(), like.dtype)
 
 
 # ---- what a kernel takes

@@ -52,7 +52,7 @@ def _bias(x: torch.Tensor) -> Bias:
 
 
 def bias_gradient(problem: AttentionProblem, dbias: torch.Tensor | None) -> BiasGradient:
-    """Where dbias, which has the bias's shape, is written; None: nowhere."""
+    """Where dbias (see `zero_bias`) is written; None: nowhere."""
     if dbias is None:
         return BiasGradient(None, None, None, None, None)
     dims = zip(dbias.shape, bias_shape(problem), dbias.stride(), strict=True)

@@ -13,7 +13,7 @@ from strobe.device import Arch
 from strobe.kernels import has_triton
 from strobe.kernels.portable.config import config
 from strobe.masks import MAX_BOUND
-from strobe.problem import AttentionProblem, Gradients, Operands, Varlen, lse_shape, without_gradient, zero_bias
+from strobe.problem import AttentionProblem, Gradients, Operands, Varlen, lse_shape, summed_bias, without_gradient, zero_bias
 from strobe.scores import sinks_gradient
 
 __all__ = ["backward", "config", "forward", "refuses"]
@@ -85,7 +85,7 @@ def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse
         if not _is_empty(problem):
             kernels.launch(problem, operands, lse, dout, delta, grads)
     if bias is not None and grads.bias is not None:
-        grads = grads._replace(bias=grads.bias.to(bias.dtype))
+        grads = grads._replace(bias=summed_bias(grads.bias, bias))
     if sinks is not None and "sinks" in problem.learned:
         grads = grads._replace(sinks=sinks_gradient(sinks, lse, delta))
     return grads

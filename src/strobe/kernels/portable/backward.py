@@ -1,5 +1,5 @@
-"""Flash attention's backward in plain Triton: three kernels; no atomics, so the same bits at every run, but for a bias that is
-repeated, whose gradient is a sum over programs.
+"""Flash attention's backward in plain Triton: three kernels; no atomics, so the same bits at every run. A bias that is repeated
+is an exception, unless `deterministic` is asked for: its gradient is a sum over programs.
 
     delta   rowsum(dO * O) - dLSE                       one program per tile of rows
     dkdv    dV += P^T dO,  dK += scale * dS^T Q         one program per tile of keys and key head
@@ -48,7 +48,7 @@ from strobe.kernels.portable.tiles import (
     through_function,
     vector_stream,
 )
-from strobe.problem import AttentionProblem, Gradients, Operands, lse_shape
+from strobe.problem import AttentionProblem, Gradients, Operands, lse_shape, zero_bias
 
 interpreter.mend()
 
@@ -429,7 +429,9 @@ def compile_only(problem: AttentionProblem, arch: Arch) -> list:
     operands = meta_operands(problem)
     q, k, v = operands[:3]
     dout, lse = meta(*q.shape[:-1], problem.head_dim_v, dtype=problem.dtype), meta(*lse_shape(problem), dtype=torch.float32)
-    calls = _calls(problem, operands, lse, dout, lse, Gradients(q, k, v), arch)
+    bias = problem.score.bias if "bias" in problem.learned else None
+    dbias = None if bias is None else zero_bias(problem, bias)
+    calls = _calls(problem, operands, lse, dout, lse, Gradients(q, k, v, dbias), arch)
     return [kernel.warmup(grid=(1,), **keywords) for kernel, keywords in zip((_dkdv, _dq), calls, strict=True)]
 
 

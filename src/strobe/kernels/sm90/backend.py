@@ -22,6 +22,7 @@ from strobe.problem import (
     Varlen,
     addressable,
     lse_shape,
+    summed_bias,
     without_gradient,
     zero_bias,
 )
@@ -123,7 +124,7 @@ def backward(
         space = backward_launch.buffers(problem, config, dout.device, workspace(dout.device, notes))
         backward_launch.launch(problem, operands, out, lse, dout, dlse, grads, space, config)
     if bias is not None and grads.bias is not None:
-        grads = grads._replace(bias=grads.bias.to(bias.dtype))
+        grads = grads._replace(bias=summed_bias(grads.bias, bias))
     if sinks is not None and space.delta is not None and "sinks" in problem.learned:
         grads = grads._replace(sinks=sinks_gradient(sinks, lse, space.delta))
     return grads

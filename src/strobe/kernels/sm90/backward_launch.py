@@ -23,7 +23,7 @@ from strobe.kernels.sm90.config import SMS
 from strobe.kernels.sm90.descriptors import descriptors
 from strobe.kernels.sm90.documents import new_spans, spans_arguments, spans_kernel
 from strobe.kernels.workspace import Workspace
-from strobe.problem import AttentionProblem, Gradients, Operands, Varlen, lse_shape
+from strobe.problem import AttentionProblem, Gradients, Operands, Varlen, lse_shape, zero_bias
 
 HALF_L2 = 30_000_000
 """Bytes."""
@@ -153,7 +153,8 @@ def compile_only(problem: AttentionProblem, config: Config | SplitConfig) -> lis
     lse = meta(*lse_shape(problem), dtype=torch.float32)
     space = buffers(problem, config, torch.device("meta"), Workspace(meta(16, dtype=torch.int32), meta(1, dtype=torch.int32)))
     bias = problem.score.bias if "bias" in problem.learned else None
-    found = calls(problem, operands, out, lse, out, None, Gradients(q, k, v, bias), space, config)
+    dbias = None if bias is None else zero_bias(problem, bias)
+    found = calls(problem, operands, out, lse, out, None, Gradients(q, k, v, dbias), space, config)
     main = [call for call in found if call.kernel in (backward_kernel, keys_kernel, rows_kernel)]
     return [kernel.warmup(*arguments, grid=grid, **keywords) for kernel, grid, arguments, keywords in main]
 

@@ -11,10 +11,10 @@ import torch
 
 from strobe.kernels import workspace
 from strobe.kernels.launcher import Call as CompiledCall
-from strobe.kernels.launcher import Launch, compiled_call, prepare, without_memory
+from strobe.kernels.launcher import Launch, compiled_call, maker, prepare
 from strobe.kernels.sm90 import backward_launch
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
-from strobe.problem import AttentionProblem, Gradients, Operands, zero_bias
+from strobe.problem import AttentionProblem, Gradients, Operands, summed_bias, zero_bias
 from strobe.recent import Made
 from strobe.scores import sinks_gradient
 
@@ -44,11 +44,11 @@ class BackwardPlan:
         self._places: Made[int, Place] = Made(64, self._place)
         self._empty = empty
         space = backward_launch.buffers(problem, config, self._device, workspace.workspace(self._device, self._notes))
-        self._shared = [without_memory(x) for x in (space.statistics, space.delta, space.accumulator) if x is not None]
-        self._spans = [without_memory(x) for x in (space.key_spans, space.row_spans) if x is not None]
+        self._new_shared = [maker(x) for x in (space.statistics, space.delta, space.accumulator) if x is not None]
+        self._new_spans = [maker(x) for x in (space.key_spans, space.row_spans) if x is not None]
         bias = problem.score.bias if "bias" in problem.learned else None
         dbias = None if bias is None else zero_bias(problem, bias)
-        self._zero_bias = None if dbias is None else without_memory(dbias)
+        self._new_bias = None if dbias is None else maker(dbias)
         self._learns_sinks = "sinks" in problem.learned
         q, k, v = operands[:3]
         gradients = Gradients(empty(q), empty(k), empty(v), dbias)
@@ -62,8 +62,8 @@ class BackwardPlan:
         capturing = stream and torch._C._cuda_isCurrentStreamCapturing()  # see `ForwardPlan.run`
         place = self._place(stream) if capturing else self._places[stream]
         dq, dk, dv = [self._empty(x) for x in tensors[:3]]
-        dbias = None if self._zero_bias is None else torch.zeros_like(self._zero_bias)
-        shared = [torch.empty_like(x) for x in self._shared]
+        dbias = None if self._new_bias is None else self._new_bias().zero_()
+        shared = [new() for new in self._new_shared]
         made = [x.data_ptr() for x in (dq, dk, dv, dbias, *shared) if x is not None]
         place.lock.acquire()  # half the time of `with`
         try:
@@ -75,7 +75,7 @@ class BackwardPlan:
         if self._learns_sinks:
             _statistics, delta, *_accumulator = shared
             dsinks = sinks_gradient(sinks, tensors[4], delta)
-        return Gradients(dq, dk, dv, dbias if dbias is None else dbias.to(bias.dtype), dsinks)
+        return Gradients(dq, dk, dv, dbias if dbias is None else summed_bias(dbias, bias), dsinks)
 
     def _compiled(self, call: backward_launch.Call) -> CompiledCall:
         with torch.cuda.device(self._device):
@@ -83,7 +83,7 @@ class BackwardPlan:
 
     def _place(self, stream: int) -> Place:
         counters, notes = workspace.workspace(self._device, self._notes)
-        spans = [torch.empty_like(x) for x in self._spans]
+        spans = [new() for new in self._new_spans]
         space = counters, notes, notes[self._keys :], *spans
         launch, lock = self._prepared.on(stream), workspace.lock(self._device)
         return Place(launch, lock, tuple(x.data_ptr() for x in space), space)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from strobe.kernels import workspace
-from strobe.kernels.launcher import Launch, compiled_call, prepare, without_memory
+from strobe.kernels.launcher import Launch, compiled_call, maker, prepare
 from strobe.kernels.portable import forward as portable
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
 from strobe.kernels.sm90.documents import new_spans, spans_arguments, spans_kernel
@@ -41,7 +41,7 @@ class ForwardPlan:
         self._notes = problem.lengths.batch * problem.heads_q * -(-problem.lengths.seqlen_q // ROWS_PER_GROUP)
         self._places: Made[int, Place] = Made(64, self._place)
         out, lse = outputs_of(problem, operands)
-        self._out_like, self._lse_like = without_memory(out), without_memory(lse)
+        self._new_out, self._new_lse, self._rows = maker(out), maker(lse), lse.numel()
         space = workspace.workspace(self._device, self._notes)
         redone, documents = space.counters[2:3], problem.mask.documents
         self._spans = None if documents is None else new_spans(documents.q)
@@ -70,9 +70,9 @@ class ForwardPlan:
         # A graph has a place of its own. (The default stream, 0, cannot be captured, and to ask takes half a microsecond.)
         capturing = stream and torch._C._cuda_isCurrentStreamCapturing()
         place = self._place(stream) if capturing else self._places[stream]
-        out, lse, lse_address = torch.empty_like(self._out_like), None, place.scratch
+        out, lse, lse_address = self._new_out(), None, place.scratch
         if wants_lse or self._blind:
-            lse = torch.empty_like(self._lse_like)
+            lse = self._new_lse()
             lse_address = lse.data_ptr()
             if self._blind:
                 _q, _k, _v, cu_q, _cu_kv, used_q, *_others, sinks, _seed = tensors
@@ -87,7 +87,7 @@ class ForwardPlan:
     def _place(self, stream: int) -> Place:
         """The place of the current stream. Making one takes longer than the launches."""
         counters, notes = workspace.workspace(self._device, self._notes)
-        scratch = workspace.scratch(self._device, self._lse_like.numel())
+        scratch = workspace.scratch(self._device, self._rows)
         shared = [counters, notes, counters[2:3]]
         if self._spans is not None:
             shared.append(torch.empty_like(self._spans))
