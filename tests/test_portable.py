@@ -16,6 +16,7 @@ from problems import CASES, Case, check, describe, run, tensors, upstream
 import strobe
 from strobe.device import CPU, KNOWN
 from strobe.kernels.portable import backend
+from strobe.kernels.portable import backward as portable_backward
 from strobe.kernels.portable import forward as portable_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -155,6 +156,61 @@ def test_nan_of_another_document_is_not_seen():
     elsewhere = ids[0] != ids[0, ROW]
     assert_same(got.out[:, elsewhere], clean.out[:, elsewhere])
     assert_same(got.dk[:, elsewhere], clean.dk[:, elsewhere])
+
+
+# ---- documents
+
+
+@pytest.fixture
+def tiles_of(monkeypatch):
+    """A function that gives all kernels tiles of so many rows and keys."""
+
+    def give(tile_q: int, tile_kv: int) -> None:
+        for module in (portable_forward, portable_backward):
+            chosen = module.choose
+            monkeypatch.setattr(
+                module, "choose", lambda *given, f=chosen: replace(f(*given), tile_q=tile_q, tile_kv=tile_kv, num_stages=1)
+            )
+
+    return give
+
+
+@pytest.mark.parametrize("ids", ["packed", "shuffled", "of nobody"])
+@pytest.mark.parametrize("tiles", [(16, 128), (128, 16), (64, 64)], ids=str)
+def test_documents_and_tiles(tiles_of, tiles, ids):
+    """A tile has the documents of a part of 64 rows, or of several such, the last of them cut."""
+    tiles_of(*tiles)
+    t = tensors(Case(290, 330, batch=2, head_dim=16), torch.float32, DEVICE)
+    random = torch.Generator().manual_seed(0)
+    of_q, of_kv = (torch.randint(0, 4, (2, n), dtype=torch.int32, generator=random) for n in (290, 330))
+    if ids == "packed":
+        of_q, of_kv = of_q.sort().values, of_kv.sort().values
+    if ids == "of nobody":
+        of_q, of_kv = of_q.sort().values, of_kv + 2
+    t = replace(t, keywords={"mask": strobe.Document(of_q.to(DEVICE), of_kv.to(DEVICE))})
+    check(run(t, "portable"), t)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts products in Triton's interpreter")
+def test_tiles_of_other_documents_are_not_visited(tiles_of, monkeypatch):
+    """Four documents of 128 rows: 16 pairs of tiles of 64 where one document has 64."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    tiles_of(64, 64)
+    products, theirs = [], InterpreterBuilder.create_dot
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", lambda *given: (products.append(1), theirs(*given))[1])
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 512, 1, 16).unbind())
+
+    def counted(documents: int) -> tuple[int, int]:
+        ids = torch.arange(512, dtype=torch.int32)[None] * documents // 512
+        products.clear()
+        out = strobe.attention(q, k, v, mask=strobe.Document(ids), backend="portable")
+        forward = len(products)
+        out.sum().backward()
+        return forward, len(products) - forward
+
+    assert counted(1) == (2 * 64, (4 + 3) * 64)
+    assert counted(4) == (2 * 16, (4 + 3) * 16)
 
 
 def not_the_poisoned(batch, head, q_index, kv_index):
@@ -358,6 +414,7 @@ EVERYTHING = {"softcap": 4.0, "alibi": True, "bias": True, "sinks": True, "funct
         ("H200", "bfloat16", "window", "128", {}),
         ("B200", "bfloat16", "causal", "256", {}),
         ("RTX 5090", "float16", "documents", "128", {}),
+        ("A100", "bfloat16", "all", "64", {}),
         ("A100", "bfloat16", "functions", "128", EVERYTHING),
         ("H200", "bfloat16", "causal", "128", EVERYTHING),
         ("H200", "bfloat16", "function", "64", {"packed": True, "sinks": True, "seqused": True}),

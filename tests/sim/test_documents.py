@@ -8,9 +8,9 @@ from backward import Backward, SplitBackward, interpreter
 from problems import Case, Results, Tensors, check, describe, tensors
 
 import strobe
+from strobe.kernels.common.documents import new_spans, spans_arguments, spans_kernel
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.kernels.sm90.config import Config as Forward
-from strobe.kernels.sm90.documents import new_spans, spans_arguments, spans_kernel
 from strobe.sim.attention import simulate_forward, spans_of
 
 BACKWARDS = [(Backward, Config(96, 64, 64, turns=False)), (SplitBackward, SplitConfig(64, 64))]

@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 
 from strobe.kernels.common import named_barrier, pairs, turn
-from strobe.kernels.common.work import SPAN
+from strobe.kernels.common.documents import SPAN
 from strobe.kernels.sm90 import backward_launch as sm90_backward_launch
 from strobe.kernels.sm90 import config as sm90_config
 from strobe.kernels.sm90 import forward as sm90_forward
@@ -91,7 +91,7 @@ def forward_launch(
 
 
 def spans_of(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """As `kernels.sm90.documents.spans_kernel` finds them."""
+    """As `kernels.common.documents.spans_kernel` finds them."""
     parts = ids.split(SPAN.value, 1)
     least, most = (torch.stack([extreme(part, 1) for part in parts], 1) for extreme in (torch.amin, torch.amax))
     seen = (others[:, None] >= least[..., None]) & (others[:, None] <= most[..., None])

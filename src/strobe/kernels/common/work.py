@@ -1,10 +1,8 @@
 """Work: the tiles of an attention, and which of them a CTA takes at its turn."""
 
+from strobe.kernels.common.documents import SPAN
 from strobe.kernels.common.gluon_masks import kv_full, kv_range
 from strobe.kernels.gluon import aggregate, gl, gluon
-
-SPAN = gl.constexpr(64)
-"""Rows, or keys, whose documents are looked at together (see `sm90.documents`)."""
 
 
 @aggregate

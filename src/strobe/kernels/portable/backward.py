@@ -18,6 +18,7 @@ import triton.language as tl
 from strobe.device import Arch, arch_of
 from strobe.kernels.common.arguments import meta, meta_operands
 from strobe.kernels.common.device_function import device_function
+from strobe.kernels.common.documents import SPAN, fill_spans, new_spans
 from strobe.kernels.common.philox import kept
 from strobe.kernels.common.scores import gradient_through_function, score_and_factor
 from strobe.kernels.common.turn import take_program_turn
@@ -47,6 +48,7 @@ from strobe.kernels.portable.tiles import (
     stream,
     through_function,
     vector_stream,
+    within_spans,
 )
 from strobe.problem import AttentionProblem, Gradients, Operands, lse_shape, zero_bias
 
@@ -159,15 +161,20 @@ def _count_broken_rows(
 @device_function
 def _keys(
     first, head_kv, batch, start_q, start_kv, n_q, n_kv, q, k, v, dout, lse, delta, dk, dv, left, right, prefix, document_q,
-    document_kv, score, scale, group,
+    document_kv, score, scale, group, spans,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, ALL_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Write dK and dV of the keys from `first` on."""
+    """Write dK and dV of the keys from `first` on. spans: a pointer to those of the batch entry
+    where there are documents (see `common.documents`), or None."""
     mask = Mask(left, right, prefix, document_q, document_kv)
     BY_PAIR: tl.constexpr = document_q is not None or score.visible is not None
     last = tl.minimum(first + TILE_KV, n_kv) - 1
     begin, full_begin, full_end, end = q_phases(first, last, n_q, n_kv, mask, score, TILE_Q)
+    if spans is not None:
+        begin, end = within_spans(begin, end, spans, first, last, TILE_KV, TILE_Q)
+        full_begin = begin
+        full_end = begin
     j = first + tl.arange(0, TILE_KV)
     ids_kv = load_ids(document_kv, batch, first, n_kv, TILE_KV)
     k_tile = load_tile(stream(k, batch, start_kv, head_kv, TILE_KV, PADDED), first, n_kv - first, DIM)
@@ -223,7 +230,7 @@ def _keys(
 @triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
 def _dkdv(
     q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
-    left, right, prefix, document_q, document_kv, score, scale, heads_kv, group,
+    left, right, prefix, document_q, document_kv, score, scale, heads_kv, group, spans,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
 ):  # fmt: skip
@@ -231,12 +238,14 @@ def _dkdv(
     first = tl.program_id(0) % tiles * TILE_KV
     head_kv = tl.program_id(0) // tiles % heads_kv
     batch = tl.program_id(0) // tiles // heads_kv
+    if spans is not None:
+        spans += 3 * batch * tl.cdiv(n_kv, SPAN)
     start_q, n_q = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
     start_kv, n_kv = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
     if first < n_kv:
         _keys(
             first, head_kv, batch, start_q, start_kv, n_q, n_kv, q, k, v, dout, lse, delta, dk, dv, left, right, prefix,
-            document_q, document_kv, score, scale, group, DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, False,
+            document_q, document_kv, score, scale, group, spans, DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, False,
         )  # fmt: skip
 
 
@@ -275,16 +284,20 @@ def _rows_from_keys(
 @device_function
 def _rows(
     first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, dout, lse, delta, dq, dbias, left, right, prefix, document_q,
-    document_kv, score, scale, group,
+    document_kv, score, scale, group, spans,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, ALL_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ of the rows from `first` on, and what they give to the bias."""
+    """Write dQ of the rows from `first` on, and what they give to the bias. spans: likewise, of these rows."""
     mask = Mask(left, right, prefix, document_q, document_kv)
     BY_PAIR: tl.constexpr = document_q is not None or score.visible is not None
     p_first = first + n_kv - n_q
-    p_last = tl.minimum(first + TILE_Q, n_q) - 1 + n_kv - n_q
-    begin, full_begin, full_end, end = kv_phases(p_first, p_last, n_kv, mask, score, TILE_KV)
+    last = tl.minimum(first + TILE_Q, n_q) - 1
+    begin, full_begin, full_end, end = kv_phases(p_first, last + n_kv - n_q, n_kv, mask, score, TILE_KV)
+    if spans is not None:
+        begin, end = within_spans(begin, end, spans, first, last, TILE_Q, TILE_KV)
+        full_begin = begin
+        full_end = begin
     p = p_first + tl.arange(0, TILE_Q)
     ids_q = load_ids(document_q, batch, first, n_q, TILE_Q)
     slope = slope_of(score, batch, head)
@@ -328,7 +341,7 @@ def _rows(
 @triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
 def _dq(
     q, k, v, dout, lse, delta, dq, dbias, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
-    left, right, prefix, document_q, document_kv, score, scale, heads_q, group,
+    left, right, prefix, document_q, document_kv, score, scale, heads_q, group, spans,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
 ):  # fmt: skip
@@ -336,12 +349,14 @@ def _dq(
     first = (tiles - 1 - tl.program_id(0) % tiles) * TILE_Q
     head = tl.program_id(0) // tiles % heads_q
     batch = tl.program_id(0) // tiles // heads_q
+    if spans is not None:
+        spans += 3 * batch * tl.cdiv(n_q, SPAN)
     start_q, n_q = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
     start_kv, n_kv = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
     if first < n_q:
         _rows(
             first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, dout, lse, delta, dq, dbias, left, right, prefix,
-            document_q, document_kv, score, scale, group, DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, False,
+            document_q, document_kv, score, scale, group, spans, DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, False,
         )  # fmt: skip
 
 
@@ -376,7 +391,7 @@ def redo_noted(
                     for first in tl.range(note % blocks * NOTED, tl.minimum(note % blocks * NOTED + NOTED, keys), TILE):
                         _keys(
                             first, note // blocks % heads_kv, batch, start_q, start_kv, rows, keys, q, k, v, dout, lse, delta,
-                            dk, dv, left, right, prefix, document_q, document_kv, score, scale, group,
+                            dk, dv, left, right, prefix, document_q, document_kv, score, scale, group, None,
                             DIM, DIM_V, PADDED, PADDED_V, TILE, TILE, True,
                         )  # fmt: skip
                     tl.store(key_notes + note, 0)
@@ -392,7 +407,7 @@ def redo_noted(
                     for first in tl.range(note % blocks * NOTED, tl.minimum(note % blocks * NOTED + NOTED, rows), TILE):
                         _rows(
                             first, note // blocks % heads_q, batch, start_q, start_kv, rows, keys, q, k, v, dout, lse, delta,
-                            dq, dbias, left, right, prefix, document_q, document_kv, score, scale, group,
+                            dq, dbias, left, right, prefix, document_q, document_kv, score, scale, group, None,
                             DIM, DIM_V, PADDED, PADDED_V, TILE, TILE, True,
                         )  # fmt: skip
                     tl.store(row_notes + note, 0)
@@ -418,6 +433,10 @@ def redo_arguments(
 def launch(problem: AttentionProblem, operands: Operands, lse, dout, delta, grads: Gradients) -> None:
     """Write grads, at least one query and one key given; rows that belong to no sequence are left alone."""
     lengths, (dkdv, dq) = problem.lengths, _calls(problem, operands, lse, dout, delta, grads, arch_of(dout.device))
+    documents = problem.mask.documents
+    if documents is not None:
+        fill_spans(documents.kv, documents.q, dkdv["spans"], in_turn=False)
+        fill_spans(documents.q, documents.kv, dq["spans"], in_turn=False)
     with torch.cuda.device_of(dout):
         _dkdv[(triton.cdiv(lengths.seqlen_kv, dkdv["TILE_KV"]) * problem.heads_kv * lengths.batch,)](**dkdv)
         _dq[(triton.cdiv(lengths.seqlen_q, dq["TILE_Q"]) * problem.heads_q * lengths.batch,)](**dq)
@@ -440,16 +459,19 @@ def _calls(problem: AttentionProblem, operands: Operands, lse, dout, delta, grad
     of_problem = arguments.of_problem(problem, operands) | dict(
         dout=arguments.matrix(dout), lse=arguments.vector(lse), delta=arguments.vector(delta), scale=problem.scale
     )
+    documents = problem.mask.documents
     dkdv = dict(
         dk=arguments.matrix(grads.k),
         dv=arguments.matrix(grads.v),
         heads_kv=problem.heads_kv,
+        spans=None if documents is None else new_spans(documents.kv),
         **arguments.of_config(choose("dkdv", problem, arch)),
     )
     dq = dict(
         dq=arguments.matrix(grads.q),
         dbias=arguments.bias_gradient(problem, grads.bias),
         heads_q=problem.heads_q,
+        spans=None if documents is None else new_spans(documents.q),
         **arguments.of_config(choose("dq", problem, arch)),
     )
     return of_problem | dkdv, of_problem | dq

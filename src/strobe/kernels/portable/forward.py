@@ -16,6 +16,7 @@ import triton.language as tl
 from strobe.device import Arch, arch_of
 from strobe.kernels.common.arguments import meta, meta_operands
 from strobe.kernels.common.device_function import device_function
+from strobe.kernels.common.documents import SPAN, find_spans, new_spans
 from strobe.kernels.common.philox import kept
 from strobe.kernels.common.scores import score_of
 from strobe.kernels.common.turn import take_program_turn
@@ -43,6 +44,7 @@ from strobe.kernels.portable.tiles import (
     stream,
     through_function,
     vector_stream,
+    within_spans,
 )
 from strobe.problem import AttentionProblem, Operands, lse_shape
 
@@ -97,20 +99,18 @@ def _attend(
 @device_function
 def _rows(
     first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, out, lse, lse_batch, lse_head,
-    left, right, prefix, document_q, document_kv, score, group, span,
+    left, right, prefix, document_q, document_kv, score, group, spans,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, ONE_PHASE: tl.constexpr,
 ):  # fmt: skip
-    """Write out and lse of the TILE_Q rows from `first` on of one head of one sequence. span: a pointer to the [begin, end) of
-    the keys outside of which their documents are not, or None. ONE_PHASE: all tiles of keys are masked, which is slower, and
-    less to compile."""
+    """Write out and lse of the TILE_Q rows from `first` on of one head of one sequence. spans: a pointer to those of the batch
+    entry where there are documents, or None. ONE_PHASE: all tiles of keys are masked, which is slower, and less to compile."""
     mask = Mask(left, right, prefix, document_q, document_kv)  # not an argument: Triton 3.6 passes it on only once
     p_first = first + n_kv - n_q
-    p_last = tl.minimum(first + TILE_Q, n_q) - 1 + n_kv - n_q
-    begin, full_begin, full_end, end = kv_phases(p_first, p_last, n_kv, mask, score, TILE_KV)
-    if span is not None:
-        begin = tl.maximum(begin, tl.load(span) // TILE_KV * TILE_KV)
-        end = tl.maximum(tl.minimum(end, tl.load(span + 1)), begin)
+    last = tl.minimum(first + TILE_Q, n_q) - 1
+    begin, full_begin, full_end, end = kv_phases(p_first, last + n_kv - n_q, n_kv, mask, score, TILE_KV)
+    if spans is not None:
+        begin, end = within_spans(begin, end, spans, first, last, TILE_Q, TILE_KV)
     BY_PAIR: tl.constexpr = mask.document_q is not None or score.visible is not None
     PHASES: tl.constexpr = not (ONE_PHASE or BY_PAIR)
     if not PHASES:
@@ -181,7 +181,7 @@ def _lse_strides(cu_seqlens_q, heads_q, n_q, total_q):
 @triton.jit(do_not_specialize=(*LENGTHS_AND_BOUNDS, "heads_q", "group"))
 def _forward(
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
-    left, right, prefix, document_q, document_kv, score, heads_q, group,
+    left, right, prefix, document_q, document_kv, score, heads_q, group, spans,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
 ):  # fmt: skip
@@ -190,6 +190,8 @@ def _forward(
     first = (tiles - 1 - tl.program_id(0) % tiles) * TILE_Q
     head = tl.program_id(0) // tiles % heads_q
     batch = tl.program_id(0) // tiles // heads_q
+    if spans is not None:
+        spans += 3 * batch * tl.cdiv(n_q, SPAN)
     lse_batch, lse_head = _lse_strides(cu_seqlens_q, heads_q, n_q, total_q)
     start_q, n_q = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
     start_kv, n_kv = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
@@ -197,7 +199,7 @@ def _forward(
         return
     _rows(
         first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, out, lse, lse_batch, lse_head,
-        left, right, prefix, document_q, document_kv, score, group, None,
+        left, right, prefix, document_q, document_kv, score, group, spans,
         DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, False,
     )  # fmt: skip
 
@@ -230,14 +232,14 @@ def _redo(
                     batch = note // blocks // heads_q
                     start_q, rows = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
                     start_kv, keys = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
-                    span = None
+                    own_spans = spans
                     if spans is not None:
-                        span = spans + 3 * (batch * blocks + note % blocks)
+                        own_spans = spans + 3 * batch * blocks
                     for within in tl.range(0, NOTED_ROWS, TILE_Q):
                         _rows(
                             note % blocks * NOTED_ROWS + within, note // blocks % heads_q, batch, start_q, start_kv, rows,
                             keys, q, k, v, out, lse, lse_batch, lse_head, left, right, prefix, document_q, document_kv, score,
-                            group, span, DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, True,
+                            group, own_spans, DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, True,
                         )  # fmt: skip
                     tl.store(notes + note, 0)
                     redone += 1
@@ -249,6 +251,8 @@ def _redo(
 def launch(problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write out and lse, at least one query and one key given; rows that belong to no sequence are left alone."""
     config, keywords = _keywords("forward", problem, operands, out, lse)
+    documents = problem.mask.documents
+    keywords["spans"] = None if documents is None else find_spans(documents.q, documents.kv, in_turn=False)
     with torch.cuda.device_of(out):
         _forward[_grid(problem, config)](**keywords)
 
@@ -259,6 +263,8 @@ def compile_only(problem: AttentionProblem, arch: Arch):
     out = meta(*operands.q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
     lse = meta(*lse_shape(problem), dtype=torch.float32)
     config, keywords = _keywords("forward", problem, operands, out, lse, arch)
+    documents = problem.mask.documents
+    keywords["spans"] = None if documents is None else new_spans(documents.q)
     return _forward.warmup(grid=_grid(problem, config), **keywords)
 
 
@@ -278,7 +284,7 @@ def redo(
         place (b * heads_q + h) * ceil(seqlen_q / 64) + r. As it is all 0 again afterwards, one buffer serves all launches
         of a stream, and all replays of a graph.
     counter: int32 [1], to which the number of blocks is added that were redone.
-    spans: of documents (`sm90.documents`): keys beyond are not visited.
+    spans: of documents (`common.documents`): keys beyond are not visited.
     """
     grid, keywords = redo_arguments(problem, operands, out, lse, notes, notes.numel(), counter, spans)
     with torch.cuda.device_of(out):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from strobe.kernels.common.device_function import device_function
+from strobe.kernels.common.documents import SPAN
 from strobe.kernels.common.masks import kv_full, kv_range, q_full, q_range, visible
 from strobe.kernels.common.scores import with_bias, with_function
 
@@ -293,6 +294,17 @@ def q_phases(j_first, j_last, n_q, n_kv, mask, score, TILE_Q: tl.constexpr):
         full_begin = begin
         full_end = begin
     return begin, full_begin, full_end, end
+
+
+@device_function
+def within_spans(begin, end, spans, first, last, TILE: tl.constexpr, STEP: tl.constexpr):
+    """What is left of [begin, end), in tiles of STEP, for the TILE rows (or keys) from `first` to `last` by their documents.
+    spans: a pointer to those of their batch entry (see `common.documents`)."""
+    NUMBER: tl.constexpr = TILE // SPAN if TILE > SPAN else 1
+    at = spans + 3 * tl.minimum(first // SPAN + tl.arange(0, NUMBER), last // SPAN)
+    begin = tl.maximum(begin, tl.min(tl.load(at), 0) // STEP * STEP)
+    end = tl.maximum(tl.minimum(end, tl.max(tl.load(at + 1), 0)), begin)
+    return begin, end
 
 
 @device_function

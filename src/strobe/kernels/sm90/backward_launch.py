@@ -11,6 +11,7 @@ import triton
 from strobe.device import arch_of
 from strobe.kernels.common.arguments import bundles, bundles_of_heads, meta, meta_operands
 from strobe.kernels.common.descriptors import layout_of
+from strobe.kernels.common.documents import new_spans, spans_arguments, spans_kernel
 from strobe.kernels.gluon import TensorDescriptor
 from strobe.kernels.portable import backward as portable
 from strobe.kernels.portable.arguments import bias_gradient
@@ -21,7 +22,6 @@ from strobe.kernels.sm90.backward_config import KEYS, PARTS, PRODUCT, ROWS_PADDE
 from strobe.kernels.sm90.backward_split import keys_kernel, rows_kernel
 from strobe.kernels.sm90.config import SMS
 from strobe.kernels.sm90.descriptors import descriptors
-from strobe.kernels.sm90.documents import new_spans, spans_arguments, spans_kernel
 from strobe.kernels.workspace import Workspace
 from strobe.problem import AttentionProblem, Gradients, Operands, Varlen, lse_shape, zero_bias
 

@@ -7,11 +7,11 @@ import triton
 
 from strobe.device import arch_of
 from strobe.kernels.common.arguments import bundles_of_heads, meta, meta_operands
+from strobe.kernels.common.documents import find_spans, new_spans
 from strobe.kernels.common.stamp import COUNT, ROLES
 from strobe.kernels.sm90.arguments import score_arguments
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
 from strobe.kernels.sm90.descriptors import descriptors
-from strobe.kernels.sm90.documents import find_spans, new_spans
 from strobe.kernels.sm90.forward import forward_kernel
 from strobe.kernels.workspace import Workspace, workspace
 from strobe.problem import AttentionProblem, Operands, lse_shape

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 
 from strobe.kernels import workspace
+from strobe.kernels.common.documents import new_spans, spans_arguments, spans_kernel
 from strobe.kernels.launcher import Launch, compiled_call, maker, prepare
 from strobe.kernels.portable import forward as portable
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
-from strobe.kernels.sm90.documents import new_spans, spans_arguments, spans_kernel
 from strobe.kernels.sm90.forward import forward_kernel
 from strobe.kernels.sm90.launch import fill_blind, has_blind_tiles, kernel_arguments, outputs_of
 from strobe.problem import AttentionProblem, Operands

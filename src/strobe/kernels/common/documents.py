@@ -1,7 +1,7 @@
 """Which keys of a document mask some rows may see, and which rows some keys: blocks beyond are never loaded, and blocks of one
 document are not compared pair by pair.
 
-Each 64 rows know the least and the greatest of their documents; what they may see lies between the first and the last key
+Each SPAN rows know the least and the greatest of their documents; what they may see lies between the first and the last key
 whose document is in that range. If they have one document, and so have all keys in between, they see them all. Where sequences
 are packed one after the other, as they nearly always are, this leaves out all that is not seen, and compares no more, but for
 the ends of documents; where documents lie in any order it leaves out less, and is right.
@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 
 from strobe.kernels.common.turn import take_program_turn
-from strobe.kernels.common.work import SPAN
+
+SPAN = tl.constexpr(64)
+"""Rows, or keys, whose documents are looked at together."""
 
 CHUNK = 2048
 """Documents that a program looks at together."""
@@ -22,10 +24,12 @@ CHUNK = 2048
 
 @triton.jit(do_not_specialize=("n", "n_others", "ids_batch", "ids_row", "others_batch", "others_row"))
 def spans_kernel(
-    ids, ids_batch, ids_row, n, others, others_batch, others_row, n_others, spans, SPAN: tl.constexpr, CHUNK: tl.constexpr
-):
+    ids, ids_batch, ids_row, n, others, others_batch, others_row, n_others, spans,
+    SPAN: tl.constexpr, CHUNK: tl.constexpr, IN_TURN: tl.constexpr,
+):  # fmt: skip
     """Of SPAN rows (or keys): [begin, end) of the others that they may see, and whether each sees all of them."""
-    take_program_turn()
+    if IN_TURN:
+        take_program_turn()
     number = (n + SPAN - 1) // SPAN
     batch = tl.program_id(0) // number
     row = tl.program_id(0) % number * SPAN + tl.arange(0, SPAN)
@@ -50,19 +54,27 @@ def new_spans(ids: torch.Tensor) -> torch.Tensor:
     return torch.empty(ids.shape[0], triton.cdiv(ids.shape[1], SPAN.value), 3, dtype=torch.int32, device=ids.device)
 
 
-def spans_arguments(ids: torch.Tensor, others: torch.Tensor, spans: torch.Tensor) -> tuple[tuple[int], dict]:
-    """Grid and arguments of `spans_kernel`. ids, others: int32 [batch, n], of any strides."""
+def spans_arguments(
+    ids: torch.Tensor, others: torch.Tensor, spans: torch.Tensor, in_turn: bool = True
+) -> tuple[tuple[int], dict]:
+    """Grid and arguments of `spans_kernel`. ids, others: int32 [batch, n], of any strides. in_turn: see `common.turn`; GPUs
+    before Hopper cannot."""
     return (spans.shape[0] * spans.shape[1],), dict(
         ids=ids, ids_batch=ids.stride(0), ids_row=ids.stride(1), n=ids.shape[1],
         others=others, others_batch=others.stride(0), others_row=others.stride(1), n_others=others.shape[1],
-        spans=spans, SPAN=SPAN.value, CHUNK=CHUNK, enable_fp_fusion=True, launch_pdl=True,
+        spans=spans, SPAN=SPAN.value, CHUNK=CHUNK, IN_TURN=in_turn, enable_fp_fusion=True,
+        **({"launch_pdl": True} if in_turn else {}),
     )  # fmt: skip
 
 
-def find_spans(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+def find_spans(ids: torch.Tensor, others: torch.Tensor, in_turn: bool = True) -> torch.Tensor:
     """Of what has these documents, among the others."""
     spans = new_spans(ids)
-    grid, keywords = spans_arguments(ids, others, spans)
+    fill_spans(ids, others, spans, in_turn)
+    return spans
+
+
+def fill_spans(ids: torch.Tensor, others: torch.Tensor, spans: torch.Tensor, in_turn: bool = True) -> None:
+    grid, keywords = spans_arguments(ids, others, spans, in_turn)
     with torch.cuda.device_of(ids):
         spans_kernel[grid](**keywords)
-    return spans
