@@ -61,15 +61,21 @@ def warm(calls: int) -> dict[str, dict]:
     def causal():
         return strobe.attention(q, k, v, mask=mask)
 
+    def portable():
+        return strobe.attention(q, k, v, mask=mask, backend="portable")
+
+    def operators():
+        return mock.patch.object(eager, "attention", lambda *call: None)
+
     ways = {
         "strobe.attention, causal": Way(causal),
         "strobe.attention, full": Way(lambda: strobe.attention(q, k, v)),
         "strobe.flash_attn_func, causal": Way(lambda: strobe.flash_attn_func(q, k, v, causal=True)),
         "strobe.attention, causal, with a gradient to come": Way(lambda: strobe.attention(leaf, k, v, mask=mask)),
         "strobe.attention, causal, dropout": Way(lambda: strobe.attention(q, k, v, mask=mask, dropout_p=0.1)),
-        "strobe.attention, causal, by the operator": Way(
-            causal, lambda: mock.patch.object(eager, "attention", lambda *call: None)
-        ),
+        "strobe.attention, causal, by the operator": Way(causal, operators),
+        "strobe.attention, causal, portable": Way(portable),
+        "strobe.attention, causal, portable, by the operator": Way(portable, operators),
     }
     results: dict[str, dict] = {}
     for name, peer in peers_for(q.device).items():

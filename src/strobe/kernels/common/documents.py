@@ -67,14 +67,10 @@ def spans_arguments(
     )  # fmt: skip
 
 
-def find_spans(ids: torch.Tensor, others: torch.Tensor, in_turn: bool = True) -> torch.Tensor:
+def find_spans(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Of what has these documents, among the others."""
     spans = new_spans(ids)
-    fill_spans(ids, others, spans, in_turn)
-    return spans
-
-
-def fill_spans(ids: torch.Tensor, others: torch.Tensor, spans: torch.Tensor, in_turn: bool = True) -> None:
-    grid, keywords = spans_arguments(ids, others, spans, in_turn)
+    grid, keywords = spans_arguments(ids, others, spans)
     with torch.cuda.device_of(ids):
         spans_kernel[grid](**keywords)
+    return spans

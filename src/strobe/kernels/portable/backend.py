@@ -6,6 +6,7 @@ Nothing here imports Triton before a kernel runs, so that `refuses` answers on a
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +17,10 @@ from strobe.masks import MAX_BOUND
 from strobe.problem import AttentionProblem, Gradients, Operands, Varlen, lse_shape, summed_bias, without_gradient, zero_bias
 from strobe.scores import sinks_gradient
 
-__all__ = ["backward", "config", "forward", "refuses"]
+if TYPE_CHECKING:
+    from strobe.eager import BackwardPlan, Plan
+
+__all__ = ["backward", "backward_plan", "config", "forward", "plan", "refuses"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -89,3 +93,31 @@ def backward(problem: AttentionProblem, operands: Operands, out, lse, dout, dlse
     if sinks is not None and "sinks" in problem.learned:
         grads = grads._replace(sinks=sinks_gradient(sinks, lse, delta))
     return grads
+
+
+def plan(problem: AttentionProblem, operands: Operands, tensors: tuple[torch.Tensor | None, ...]) -> Plan | None:
+    """See `strobe.eager`."""
+    if not _may_be_prepared(problem, operands):
+        return None
+    from strobe.kernels.portable.plan import ForwardPlan
+
+    return ForwardPlan(problem, operands, tensors).run
+
+
+def backward_plan(problem: AttentionProblem, operands: Operands, tensors: tuple[Any, ...]) -> BackwardPlan | None:
+    """See `strobe.eager`."""
+    dout = tensors[5]
+    if not _may_be_prepared(problem, operands) or dout.stride(-1) != 1:
+        return None
+    from strobe.kernels.portable.plan import BackwardPlan
+
+    return BackwardPlan(problem, operands, tensors).run
+
+
+def _may_be_prepared(problem: AttentionProblem, operands: Operands) -> bool:
+    """Whether there is something to launch, by CUDA's driver."""
+    return _has_driver(operands.q) and operands.q.numel() > 0 and not _is_empty(problem)
+
+
+def _has_driver(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.version.hip is None

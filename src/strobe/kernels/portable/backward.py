@@ -18,12 +18,13 @@ import triton.language as tl
 from strobe.device import Arch, arch_of
 from strobe.kernels.common.arguments import meta, meta_operands
 from strobe.kernels.common.device_function import device_function
-from strobe.kernels.common.documents import SPAN, fill_spans, new_spans
+from strobe.kernels.common.documents import SPAN, new_spans, spans_arguments, spans_kernel
 from strobe.kernels.common.philox import kept
 from strobe.kernels.common.scores import gradient_through_function, score_and_factor
 from strobe.kernels.common.turn import take_program_turn
 from strobe.kernels.portable import arguments, interpreter
 from strobe.kernels.portable.config import choose, padded
+from strobe.kernels.portable.forward import Call
 from strobe.kernels.portable.tiles import (
     LENGTHS_AND_BOUNDS,
     LOG2E,
@@ -432,14 +433,16 @@ def redo_arguments(
 
 def launch(problem: AttentionProblem, operands: Operands, lse, dout, delta, grads: Gradients) -> None:
     """Write grads, at least one query and one key given; rows that belong to no sequence are left alone."""
-    lengths, (dkdv, dq) = problem.lengths, _calls(problem, operands, lse, dout, delta, grads, arch_of(dout.device))
-    documents = problem.mask.documents
-    if documents is not None:
-        fill_spans(documents.kv, documents.q, dkdv["spans"], in_turn=False)
-        fill_spans(documents.q, documents.kv, dq["spans"], in_turn=False)
     with torch.cuda.device_of(dout):
-        _dkdv[(triton.cdiv(lengths.seqlen_kv, dkdv["TILE_KV"]) * problem.heads_kv * lengths.batch,)](**dkdv)
-        _dq[(triton.cdiv(lengths.seqlen_q, dq["TILE_Q"]) * problem.heads_q * lengths.batch,)](**dq)
+        for kernel, grid, keywords in calls(problem, operands, lse, dout, delta, grads, new_all_spans(problem)):
+            kernel[grid](**keywords)
+
+
+def launch_delta(problem: AttentionProblem, out, dout, dlse: torch.Tensor | None, delta) -> None:
+    """Write delta over all rows, packed or not, at least one given: those of no sequence get a number that nobody reads."""
+    kernel, grid, keywords = delta_call(problem, out, dout, dlse, delta)
+    with torch.cuda.device_of(out):
+        kernel[grid](**keywords)
 
 
 def compile_only(problem: AttentionProblem, arch: Arch) -> list:
@@ -450,46 +453,61 @@ def compile_only(problem: AttentionProblem, arch: Arch) -> list:
     dout, lse = meta(*q.shape[:-1], problem.head_dim_v, dtype=problem.dtype), meta(*lse_shape(problem), dtype=torch.float32)
     bias = problem.score.bias if "bias" in problem.learned else None
     dbias = None if bias is None else zero_bias(problem, bias)
-    calls = _calls(problem, operands, lse, dout, lse, Gradients(q, k, v, dbias), arch)
-    return [kernel.warmup(grid=(1,), **keywords) for kernel, keywords in zip((_dkdv, _dq), calls, strict=True)]
+    found = calls(problem, operands, lse, dout, lse, Gradients(q, k, v, dbias), new_all_spans(problem), arch)
+    return [kernel.warmup(grid=grid, **keywords) for kernel, grid, keywords in found if kernel in (_dkdv, _dq)]
 
 
-def _calls(problem: AttentionProblem, operands: Operands, lse, dout, delta, grads: Gradients, arch: Arch) -> tuple[dict, dict]:
-    """The arguments of _dkdv and of _dq."""
+def calls(
+    problem: AttentionProblem, operands: Operands, lse, dout, delta, grads: Gradients, spans: tuple[torch.Tensor, ...],
+    arch: Arch | None = None,
+) -> list[Call]:  # fmt: skip
+    """The launches of a backward after that of delta, in order. spans: see `new_all_spans`. arch: None for that of dout."""
+    lengths, documents, arch = problem.lengths, problem.mask.documents, arch or arch_of(dout.device)
+    key_spans, row_spans = spans or (None, None)
     of_problem = arguments.of_problem(problem, operands) | dict(
         dout=arguments.matrix(dout), lse=arguments.vector(lse), delta=arguments.vector(delta), scale=problem.scale
     )
-    documents = problem.mask.documents
-    dkdv = dict(
+    dkdv = of_problem | dict(
         dk=arguments.matrix(grads.k),
         dv=arguments.matrix(grads.v),
         heads_kv=problem.heads_kv,
-        spans=None if documents is None else new_spans(documents.kv),
+        spans=key_spans,
         **arguments.of_config(choose("dkdv", problem, arch)),
     )
-    dq = dict(
+    dq = of_problem | dict(
         dq=arguments.matrix(grads.q),
         dbias=arguments.bias_gradient(problem, grads.bias),
         heads_q=problem.heads_q,
-        spans=None if documents is None else new_spans(documents.q),
+        spans=row_spans,
         **arguments.of_config(choose("dq", problem, arch)),
     )
-    return of_problem | dkdv, of_problem | dq
+    found = [
+        Call(_dkdv, (triton.cdiv(lengths.seqlen_kv, dkdv["TILE_KV"]) * problem.heads_kv * lengths.batch,), dkdv),
+        Call(_dq, (triton.cdiv(lengths.seqlen_q, dq["TILE_Q"]) * problem.heads_q * lengths.batch,), dq),
+    ]
+    if documents is None:
+        return found
+    of_spans = (documents.kv, documents.q, key_spans), (documents.q, documents.kv, row_spans)
+    return [*(Call(spans_kernel, *spans_arguments(*each, in_turn=False)) for each in of_spans), *found]
 
 
-def launch_delta(problem: AttentionProblem, out, dout, dlse: torch.Tensor | None, delta) -> None:
-    """Write delta over all rows, packed or not, at least one given: those of no sequence get a number that nobody reads."""
+def new_all_spans(problem: AttentionProblem) -> tuple[torch.Tensor, ...]:
+    """Room for the spans of keys and for those of rows, where there are documents."""
+    documents = problem.mask.documents
+    return () if documents is None else (new_spans(documents.kv), new_spans(documents.q))
+
+
+def delta_call(problem: AttentionProblem, out, dout, dlse: torch.Tensor | None, delta) -> Call:
     n, batch = (out.shape[0], 1) if problem.varlen else (out.shape[1], out.shape[0])
-    with torch.cuda.device_of(out):
-        _delta[(triton.cdiv(n, TILE_DELTA) * problem.heads_q * batch,)](
-            arguments.matrix(out),
-            arguments.matrix(dout),
-            None if dlse is None else arguments.vector(dlse),
-            arguments.vector(delta),
-            n,
-            problem.heads_q,
-            DIM_V=problem.head_dim_v,
-            PADDED_V=padded(problem.head_dim_v),
-            TILE_Q=TILE_DELTA,
-            enable_fp_fusion=True,
-        )
+    return Call(_delta, (triton.cdiv(n, TILE_DELTA) * problem.heads_q * batch,), dict(
+        out=arguments.matrix(out),
+        dout=arguments.matrix(dout),
+        dlse=None if dlse is None else arguments.vector(dlse),
+        delta=arguments.vector(delta),
+        n=n,
+        heads=problem.heads_q,
+        DIM_V=problem.head_dim_v,
+        PADDED_V=padded(problem.head_dim_v),
+        TILE_Q=TILE_DELTA,
+        enable_fp_fusion=True,
+    ))  # fmt: skip

@@ -9,6 +9,8 @@ finds a NaN in its result computes the result of the finite values too, and give
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,7 @@ import triton.language as tl
 from strobe.device import Arch, arch_of
 from strobe.kernels.common.arguments import meta, meta_operands
 from strobe.kernels.common.device_function import device_function
-from strobe.kernels.common.documents import SPAN, find_spans, new_spans
+from strobe.kernels.common.documents import SPAN, new_spans, spans_arguments, spans_kernel
 from strobe.kernels.common.philox import kept
 from strobe.kernels.common.scores import score_of
 from strobe.kernels.common.turn import take_program_turn
@@ -49,6 +51,14 @@ from strobe.kernels.portable.tiles import (
 from strobe.problem import AttentionProblem, Operands, lse_shape
 
 interpreter.mend()
+
+
+class Call(NamedTuple):
+    """`kernel[grid](**keywords)`."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    keywords: dict
 
 
 @device_function
@@ -250,11 +260,9 @@ def _redo(
 
 def launch(problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write out and lse, at least one query and one key given; rows that belong to no sequence are left alone."""
-    config, keywords = _keywords("forward", problem, operands, out, lse)
-    documents = problem.mask.documents
-    keywords["spans"] = None if documents is None else find_spans(documents.q, documents.kv, in_turn=False)
     with torch.cuda.device_of(out):
-        _forward[_grid(problem, config)](**keywords)
+        for kernel, grid, keywords in calls(problem, operands, out, lse, new_row_spans(problem)):
+            kernel[grid](**keywords)
 
 
 def compile_only(problem: AttentionProblem, arch: Arch):
@@ -262,15 +270,27 @@ def compile_only(problem: AttentionProblem, arch: Arch):
     operands = meta_operands(problem)
     out = meta(*operands.q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
     lse = meta(*lse_shape(problem), dtype=torch.float32)
+    *_, (kernel, grid, keywords) = calls(problem, operands, out, lse, new_row_spans(problem), arch)
+    return kernel.warmup(grid=grid, **keywords)
+
+
+def calls(
+    problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor, spans: torch.Tensor | None,
+    arch: Arch | None = None,
+) -> list[Call]:  # fmt: skip
+    """The launches of a forward, in order. spans: see `new_row_spans`. arch: None for that of out."""
+    lengths, documents = problem.lengths, problem.mask.documents
     config, keywords = _keywords("forward", problem, operands, out, lse, arch)
-    documents = problem.mask.documents
-    keywords["spans"] = None if documents is None else new_spans(documents.q)
-    return _forward.warmup(grid=_grid(problem, config), **keywords)
+    grid = (triton.cdiv(lengths.seqlen_q, config.tile_q) * problem.heads_q * lengths.batch,)
+    forward = Call(_forward, grid, keywords | {"spans": spans})
+    if documents is None or spans is None:
+        return [forward]
+    return [Call(spans_kernel, *spans_arguments(documents.q, documents.kv, spans, in_turn=False)), forward]
 
 
-def _grid(problem: AttentionProblem, config: Config) -> tuple[int]:
-    lengths = problem.lengths
-    return (triton.cdiv(lengths.seqlen_q, config.tile_q) * problem.heads_q * lengths.batch,)
+def new_row_spans(problem: AttentionProblem) -> torch.Tensor | None:
+    """Room for the spans of rows, where there are documents."""
+    return None if problem.mask.documents is None else new_spans(problem.mask.documents.q)
 
 
 def redo(
