@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from problems import Case, run, tensors, upstream
+from problems import Case, run, tensors, upstream, without_plans
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -82,6 +82,8 @@ def plans(monkeypatch):
     """Of forwards: gradients are the operator's."""
     plans = Plans()
     monkeypatch.setattr(tiled, "plan", plans.plan, raising=False)
+    for phase in ("forward", "backward"):  # the operators have none, but in the tests of those
+        monkeypatch.setattr(eager, phase, lambda *call: None)
     eager.forget()
     yield plans
     eager.forget()
@@ -513,3 +515,87 @@ def test_recent():
     for key in "efghi":
         table.put(key, key)
     assert len(table) == 3 and table.get("i") == "i"
+
+
+# ---- operators
+
+
+@pytest.fixture
+def operators(monkeypatch):
+    """Plans of the operators alone, which compilers run."""
+    plans = Plans()
+    monkeypatch.setattr(tiled, "plan", plans.plan, raising=False)
+    monkeypatch.setattr(tiled, "backward_plan", plans.backward_plan, raising=False)
+    monkeypatch.setattr(eager, "attention", lambda *call: None)
+    eager.forget()
+    yield plans
+    eager.forget()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_operators_have_plans(operators, case):
+    t = tensors(case, torch.float32, "cpu")
+    got = run(t, "tiled"), run(t, "tiled")
+    made = operators.made, operators.called, operators.backwards_made, operators.backwards_called
+    assert made == (1, 2, 1, 2)
+    with without_plans():
+        want = run(t, "tiled")
+    for one in got:
+        for name in want.FIELDS:
+            assert torch.equal(getattr(one, name), getattr(want, name)), name
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_operators_beside_other_tensors(operators, name):
+    """Look-alikes share a plan, each with its own tensors."""
+    qkv = leaves(name == "packed")
+
+    def trained(number):
+        out = strobe.attention(*qkv, backend="tiled", **beside(name, number))
+        return out, *torch.autograd.grad(out.square().sum(), qkv)
+
+    got = trained(0), trained(1), trained(0)
+    assert (operators.made, operators.called, operators.backwards_made, operators.backwards_called) == (1, 3, 1, 3)
+    with without_plans():
+        want = trained(0), trained(1), trained(0)
+    for one, other in zip(got, want, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+def test_what_operators_tell_apart(operators):
+    t = tensors(Case(24, 24, heads_q=4, heads_kv=4), torch.float32, "cpu")
+    turned = t.q.transpose(1, 2).contiguous().transpose(1, 2)
+    shifted = torch.empty(t.q.numel() + 1)[1:].view(t.q.shape).copy_(t.q)
+    others = [{}, {"mask": strobe.Causal()}, {"scale": 0.5}, {"score": strobe.Score(softcap=2.0)}]
+    others += [{"score": strobe.Score(function=halved)}, {"score": strobe.Score(function=half)}]
+    given = [(t, keywords) for keywords in others] + [(replace(t, q=q), {}) for q in (turned, shifted, t.q[:, :-1])]
+    got = [attention(x, **keywords) for x, keywords in given + given]
+    assert (operators.made, operators.called) == (len(given), 2 * len(given))
+    with without_plans():
+        assert all(torch.equal(x, attention(y, **keywords)) for x, (y, keywords) in zip(got, given + given, strict=True))
+
+
+def test_what_compilers_make_finds_plans(operators):
+    t = tensors(CASES[0], torch.float32, "cpu").with_gradients()
+    compiled = torch.compile(lambda q, k, v: strobe.attention(q, k, v, backend="tiled", **t.keywords), backend="aot_eager")
+    for number in (1, 2, 3):
+        out = compiled(t.q, t.k, t.v)
+        got = torch.autograd.grad(out.square().sum(), (t.q, t.k, t.v))
+        assert (operators.called, operators.backwards_called) == (number, number)
+    assert (operators.made, operators.backwards_made) == (1, 1)
+    with without_plans():
+        want = attention(t)
+        assert torch.equal(out, want)
+        gradients = torch.autograd.grad(want.square().sum(), (t.q, t.k, t.v))
+    assert all(torch.equal(x, y) for x, y in zip(got, gradients, strict=True))
+
+
+def test_deterministic_algorithms_are_another_plan_of_an_operator(operators):
+    t = tensors(CASES[0], torch.float32, "cpu")
+    run(t, "tiled")
+    torch.use_deterministic_algorithms(True)
+    try:
+        run(t, "tiled")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (operators.made, operators.backwards_made) == (1, 2)

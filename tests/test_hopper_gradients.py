@@ -1,11 +1,10 @@
 """The Hopper backward on a GPU: against float64, with poison, in graphs and streams, past 2^31 elements, bit for bit."""
 
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
-from problems import CASES, Case, Results, Tensors, check, formula, run, tensors, upstream
+from problems import CASES, Case, Results, Tensors, check, formula, run, tensors, upstream, without_plans
 
 import strobe
 from strobe import eager
@@ -169,7 +168,7 @@ def test_strides_and_expanded_gradients(head_dim):
 def test_a_plan_and_the_operator_give_the_same(head_dim):
     t = tensors(Case(300, 300, heads_q=4, heads_kv=2, head_dim=head_dim, mask="causal"), torch.bfloat16, "cuda")
     by_plan = run(t, "sm90")
-    with mock.patch.object(eager, "attention", lambda *call: None):
+    with without_plans():
         by_operator = run(t, "sm90")
     for name in ("out", "dk", "dv"):
         assert torch.equal(getattr(by_plan, name), getattr(by_operator, name)), name
@@ -253,7 +252,7 @@ def test_a_plan_and_the_operator_give_the_same_beside_other_tensors(names, head_
     ways = [(one, with_lse) for one in keywords for with_lse in (True, False)]
     by_plan = [trained(qkv, with_lse, **one) for one, with_lse in ways]
     assert len(eager._prepared) == 1 and backwards_planned() == 2
-    with mock.patch.object(eager, "attention", lambda *call: None):
+    with without_plans():
         by_operator = [trained(qkv, with_lse, **one) for one, with_lse in ways]
     for got, want in zip(by_plan, by_operator, strict=True):
         same(got, want, head_dim == 256)
@@ -279,7 +278,7 @@ def test_a_plan_and_the_operator_learn_the_same(names, head_dim):
 
     by_plan = [trained_by(one) for one in learned]
     assert len(eager._prepared) == backwards_planned() == 1
-    with mock.patch.object(eager, "attention", lambda *call: None):
+    with without_plans():
         by_operator = [trained_by(one) for one in learned]
     for (got, ours), (want, operators) in zip(by_plan, by_operator, strict=True):
         assert torch.equal(got.out, want.out) and torch.equal(got.dk, want.dk) and torch.equal(got.dv, want.dv)
@@ -299,7 +298,7 @@ def test_a_plan_and_the_operator_drop_the_same(head_dim):
 
     by_plan = three()
     assert len(eager._prepared) == backwards_planned() == 2
-    with mock.patch.object(eager, "attention", lambda *call: None):
+    with without_plans():
         by_operator = three()
     for got, want in zip(by_plan, by_operator, strict=True):
         same(got, want, head_dim == 256)
@@ -313,7 +312,7 @@ def test_deterministic_beside_other_tensors(names):
     first = trained(qkv, **keywords)
     for _ in range(5):
         same(trained(qkv, **keywords), first, True)
-    with mock.patch.object(eager, "attention", lambda *call: None):
+    with without_plans():
         same(trained(qkv, **keywords), first, True)
 
 

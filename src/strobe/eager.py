@@ -1,8 +1,9 @@
-"""The short way from `strobe.attention` to a kernel, for plain tensors in eager mode.
+"""The short way from `strobe.attention`, and from its operators, to a kernel: for plain tensors, on the current device.
 
 The checks, the choice of a backend, its config and most of a launch follow from shapes, strides, dtypes, the mask and a few
 numbers; and an operator's dispatch serves compilers, subclasses and transforms. A call that needs none of those, and was
-seen before in all that matters, finds its plan in a table: the backend's launches, ready but for the tensors' addresses.
+seen before in all that matters, finds its plan in a table: the backend's launches, ready but for the tensors' addresses. What
+a compiler makes of a call runs the operators, which find their plans by a key of their arguments.
 
 A backend takes part by a function beside its `forward`:
 
@@ -17,8 +18,8 @@ of a later call that looks the same.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,9 @@ from strobe.scores import Score
 
 OPTIONAL = ops.TENSORS
 """The tensors of a call beside q, k and v, by their names in Options, the last of them the seed of dropout."""
+
+_PLACES = [[one.name for one in fields(ops.Options)].index(name) for name in OPTIONAL]
+"""Theirs among the options."""
 
 _LEARNED = slice(OPTIONAL.index("bias"), OPTIONAL.index("sinks") + 1)
 
@@ -63,6 +67,7 @@ class Prepared(NamedTuple):
 
 
 _prepared: Recent[Prepared] = Recent(1024)
+_of_operators: Recent[tuple[Plan | BackwardPlan | None]] = Recent(1024)
 _latest: Recent[tuple[Prepared, ...]] = Recent(1024)
 """What a call's q, k and v have no part in -> the latest ones that were prepared for it, or found again, newest first."""
 _LATEST = 4
@@ -76,6 +81,7 @@ def forget() -> None:
     """Drop all plans: for whatever changes the choice of a backend or of a config."""
     _prepared.clear()
     _latest.clear()
+    _of_operators.clear()
 
 
 def attention(check: Callable[..., ops.Options], call: tuple, dropout: float, wants_lse: bool) -> Outputs | None:
@@ -190,17 +196,21 @@ def _prepare(options: ops.Options, tensors: tuple) -> Prepared:
     learned = ops.learned_of(options) if gradients else []
     nothing: dict[str, Any] = dict.fromkeys(OPTIONAL)
     bare = replace(options, **nothing)
+    plan = None if any(x.is_neg() for x in tensors[:3]) else _plan(options, tensors)
+    guards = torch._C._dynamo.guards.TensorGuards(*tensors[:3], dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return Prepared(guards.check, plan, differentiable, bare, learned, Recent(16))
+
+
+def _plan(options: ops.Options, tensors: tuple) -> Plan | None:
     own, options = _own(options, tensors)
     q, k, v = own[:3]
     problem = ops.describe(q, k, v, options)
     backend = dispatch.select(problem, arch_of(q.device), options.backend)
     # Lengths that live on the device are checked there, in every call.
     asserts = (problem.varlen or problem.seqused) and os.environ.get("STROBE_DEBUG", "0") == "1"
-    plan = None
-    if hasattr(backend, "plan") and not asserts and not any(x.is_neg() for x in tensors[:3]):
-        plan = backend.plan(problem, ops.operands_of(q, k, v, options), own)
-    guards = torch._C._dynamo.guards.TensorGuards(*tensors[:3], dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    return Prepared(guards.check, plan, differentiable, bare, learned, Recent(16))
+    if asserts or not hasattr(backend, "plan"):
+        return None
+    return backend.plan(problem, ops.operands_of(q, k, v, options), own)
 
 
 def _own(options: ops.Options, tensors: tuple) -> tuple[tuple[Any, ...], ops.Options]:
@@ -249,7 +259,7 @@ def _gradients(prepared: Prepared, tensors: tuple) -> Gradients | None:
     key = strides, alignments, torch.are_deterministic_algorithms_enabled()
     found = prepared.backward.get(key)
     if found is None:
-        found = (_prepare_backward(prepared.options, prepared.learned, tensors),)
+        found = (_backward_plan(prepared.options, prepared.learned, tensors),)
         prepared.backward.put(key, found)
     (plan,) = found
     if plan is None:
@@ -257,7 +267,7 @@ def _gradients(prepared: Prepared, tensors: tuple) -> Gradients | None:
     return plan(torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0, addresses, tensors)
 
 
-def _prepare_backward(options: ops.Options, learned: list[str], tensors: tuple) -> BackwardPlan | None:
+def _backward_plan(options: ops.Options, learned: list[str], tensors: tuple) -> BackwardPlan | None:
     own, options = _own(options, tensors)
     q, k, v = own[:3]
     problem = ops.describe(q, k, v, options, "backward", learned)
@@ -265,3 +275,51 @@ def _prepare_backward(options: ops.Options, learned: list[str], tensors: tuple) 
     if not hasattr(backend, "backward_plan"):
         return None
     return backend.backward_plan(problem, ops.operands_of(q, k, v, options), own)
+
+
+# ---- of operators
+
+
+def forward(options: Sequence, *tensors: torch.Tensor) -> Outputs | None:
+    """out and lse of the operator's call with tensors q, k, v and these options (see `ops.Options`); None if it has no plan."""
+    found = _of_operator(_plan, options, tensors, ())
+    if found is None:
+        return None
+    plan, stream, addresses, tensors = found
+    return plan(stream, True, addresses, tensors)
+
+
+def backward(options: Sequence, learned: list[str], *tensors: torch.Tensor | None) -> Gradients | None:
+    """Likewise gradients, with tensors q, k, v, out, lse, dout, dlse, of which the last may be None."""
+
+    def plan_of(options: ops.Options, tensors: tuple) -> BackwardPlan | None:
+        return _backward_plan(options, learned, tensors)
+
+    found = _of_operator(plan_of, options, tensors, (*learned, torch.are_deterministic_algorithms_enabled()))
+    if found is None:
+        return None
+    plan, stream, addresses, tensors = found
+    return plan(stream, addresses, tensors)
+
+
+def _of_operator(
+    make: Callable[[ops.Options, tuple], Any], options: Sequence, tensors: tuple, beside: tuple
+) -> tuple[Any, int, tuple[int, ...], tuple] | None:
+    """A plan, and the stream, addresses and tensors that it takes. beside: what else a plan follows from."""
+    device = tensors[0].get_device()
+    if device >= 0 and device != torch._C._cuda_getDevice():
+        return None
+    tensors = (*tensors, *[options[place] for place in _PLACES])
+    likenesses = tuple([None if x is None else _likeness(x) for x in tensors])
+    if False in likenesses:
+        return None
+    key = likenesses, tuple([x for x in options if not isinstance(x, torch.Tensor)]), beside
+    found = _of_operators.get(key)
+    if found is None:
+        found = (make(ops.Options(*options), tensors),)
+        _of_operators.put(key, found)
+    (plan,) = found
+    if plan is None:
+        return None
+    stream = torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
+    return plan, stream, tuple([x.data_ptr() for x in tensors if x is not None]), tensors
