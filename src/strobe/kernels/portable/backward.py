@@ -166,8 +166,8 @@ def _keys(
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, ALL_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Write dK and dV of the keys from `first` on. spans: a pointer to those of the batch entry
-    where there are documents (see `common.documents`), or None."""
+    """Write dK and dV of the keys from `first` on. spans: a pointer to those of the batch entry where there are documents (see
+    `common.documents`), or None."""
     mask = Mask(left, right, prefix, document_q, document_kv)
     BY_PAIR: tl.constexpr = document_q is not None or score.visible is not None
     last = tl.minimum(first + TILE_KV, n_kv) - 1
