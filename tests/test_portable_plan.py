@@ -139,8 +139,8 @@ for gpu, dtype, case in json.loads(sys.argv[1]):
         *backward.calls(of_backward, operands, lse, out, lse, grads, backward.new_all_spans(problem), arch),
     ]
     with pretend_gpu(arch.capability):
-        for kernel, grid, keywords in calls:
-            call = launcher.compiled_call(kernel, grid, **keywords)
+        for kernel, grid, arguments, keywords in calls:
+            call = launcher.compiled_call(kernel, grid, *arguments, **keywords)
             launcher.parameters(call.compiled, launcher.all_arguments(call))  # or Unknown is raised
             print(kernel.__name__)
 """

@@ -8,7 +8,7 @@ from backward import Backward, SplitBackward, interpreter
 from problems import Case, Results, Tensors, check, describe, tensors
 
 import strobe
-from strobe.kernels.common.documents import new_spans, spans_arguments, spans_kernel
+from strobe.kernels.common.documents import new_spans, spans_call
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.kernels.sm90.config import Config as Forward
 from strobe.sim.attention import simulate_forward, spans_of
@@ -86,9 +86,8 @@ def test_spans(n, n_others):
     ids = torch.stack([shuffled(n, 400, seed)[0] for seed in range(3)]).sort(1).values.to(torch.int32)
     others = torch.stack([shuffled(n_others, 400, seed)[0] for seed in range(3)], 1).to(torch.int32).T
     spans = new_spans(ids)
-    grid, keywords = spans_arguments(ids, others, spans)
     with interpreter():
-        spans_kernel[grid](**keywords)
+        spans_call(ids, others, spans).launch()
     assert torch.equal(spans, spans_of(ids, others))
     for batch, (row, other) in enumerate(zip(ids.tolist(), others.tolist(), strict=True)):
         for place, (begin, end, whole) in enumerate(spans[batch].tolist()):

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from strobe.kernels.common.call import Call
 from strobe.kernels.common.turn import take_program_turn
 
 SPAN = tl.constexpr(64)
@@ -54,23 +55,20 @@ def new_spans(ids: torch.Tensor) -> torch.Tensor:
     return torch.empty(ids.shape[0], triton.cdiv(ids.shape[1], SPAN.value), 3, dtype=torch.int32, device=ids.device)
 
 
-def spans_arguments(
-    ids: torch.Tensor, others: torch.Tensor, spans: torch.Tensor, in_turn: bool = True
-) -> tuple[tuple[int], dict]:
-    """Grid and arguments of `spans_kernel`. ids, others: int32 [batch, n], of any strides. in_turn: see `common.turn`; GPUs
-    before Hopper cannot."""
-    return (spans.shape[0] * spans.shape[1],), dict(
+def spans_call(ids: torch.Tensor, others: torch.Tensor, spans: torch.Tensor, in_turn: bool = True) -> Call:
+    """The launch that fills spans. ids, others: int32 [batch, n], of any strides. in_turn: see `common.turn`, which GPUs before
+    Hopper cannot."""
+    return Call(spans_kernel, (spans.shape[0] * spans.shape[1],), (), dict(
         ids=ids, ids_batch=ids.stride(0), ids_row=ids.stride(1), n=ids.shape[1],
         others=others, others_batch=others.stride(0), others_row=others.stride(1), n_others=others.shape[1],
         spans=spans, SPAN=SPAN.value, CHUNK=CHUNK, IN_TURN=in_turn, enable_fp_fusion=True,
         **({"launch_pdl": True} if in_turn else {}),
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def find_spans(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Of what has these documents, among the others."""
     spans = new_spans(ids)
-    grid, keywords = spans_arguments(ids, others, spans)
     with torch.cuda.device_of(ids):
-        spans_kernel[grid](**keywords)
+        spans_call(ids, others, spans).launch()
     return spans

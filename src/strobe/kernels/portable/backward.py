@@ -17,14 +17,14 @@ import triton.language as tl
 
 from strobe.device import Arch, arch_of
 from strobe.kernels.common.arguments import meta, meta_operands
+from strobe.kernels.common.call import Call
 from strobe.kernels.common.device_function import device_function
-from strobe.kernels.common.documents import SPAN, new_spans, spans_arguments, spans_kernel
+from strobe.kernels.common.documents import SPAN, new_spans, spans_call
 from strobe.kernels.common.philox import kept
 from strobe.kernels.common.scores import gradient_through_function, score_and_factor
 from strobe.kernels.common.turn import take_program_turn
 from strobe.kernels.portable import arguments, interpreter
 from strobe.kernels.portable.config import choose, padded
-from strobe.kernels.portable.forward import Call
 from strobe.kernels.portable.tiles import (
     LENGTHS_AND_BOUNDS,
     LOG2E,
@@ -434,15 +434,14 @@ def redo_arguments(
 def launch(problem: AttentionProblem, operands: Operands, lse, dout, delta, grads: Gradients) -> None:
     """Write grads, at least one query and one key given; rows that belong to no sequence are left alone."""
     with torch.cuda.device_of(dout):
-        for kernel, grid, keywords in calls(problem, operands, lse, dout, delta, grads, new_all_spans(problem)):
-            kernel[grid](**keywords)
+        for call in calls(problem, operands, lse, dout, delta, grads, new_all_spans(problem)):
+            call.launch()
 
 
 def launch_delta(problem: AttentionProblem, out, dout, dlse: torch.Tensor | None, delta) -> None:
     """Write delta over all rows, packed or not, at least one given: those of no sequence get a number that nobody reads."""
-    kernel, grid, keywords = delta_call(problem, out, dout, dlse, delta)
     with torch.cuda.device_of(out):
-        kernel[grid](**keywords)
+        delta_call(problem, out, dout, dlse, delta).launch()
 
 
 def compile_only(problem: AttentionProblem, arch: Arch) -> list:
@@ -454,7 +453,7 @@ def compile_only(problem: AttentionProblem, arch: Arch) -> list:
     bias = problem.score.bias if "bias" in problem.learned else None
     dbias = None if bias is None else zero_bias(problem, bias)
     found = calls(problem, operands, lse, dout, lse, Gradients(q, k, v, dbias), new_all_spans(problem), arch)
-    return [kernel.warmup(grid=grid, **keywords) for kernel, grid, keywords in found if kernel in (_dkdv, _dq)]
+    return [call.kernel.warmup(grid=call.grid, **call.keywords) for call in found if call.kernel in (_dkdv, _dq)]
 
 
 def calls(
@@ -482,13 +481,13 @@ def calls(
         **arguments.of_config(choose("dq", problem, arch)),
     )
     found = [
-        Call(_dkdv, (triton.cdiv(lengths.seqlen_kv, dkdv["TILE_KV"]) * problem.heads_kv * lengths.batch,), dkdv),
-        Call(_dq, (triton.cdiv(lengths.seqlen_q, dq["TILE_Q"]) * problem.heads_q * lengths.batch,), dq),
+        Call(_dkdv, (triton.cdiv(lengths.seqlen_kv, dkdv["TILE_KV"]) * problem.heads_kv * lengths.batch,), (), dkdv),
+        Call(_dq, (triton.cdiv(lengths.seqlen_q, dq["TILE_Q"]) * problem.heads_q * lengths.batch,), (), dq),
     ]
     if documents is None:
         return found
     of_spans = (documents.kv, documents.q, key_spans), (documents.q, documents.kv, row_spans)
-    return [*(Call(spans_kernel, *spans_arguments(*each, in_turn=False)) for each in of_spans), *found]
+    return [*(spans_call(*each, in_turn=False) for each in of_spans), *found]
 
 
 def new_all_spans(problem: AttentionProblem) -> tuple[torch.Tensor, ...]:
@@ -499,7 +498,7 @@ def new_all_spans(problem: AttentionProblem) -> tuple[torch.Tensor, ...]:
 
 def delta_call(problem: AttentionProblem, out, dout, dlse: torch.Tensor | None, delta) -> Call:
     n, batch = (out.shape[0], 1) if problem.varlen else (out.shape[1], out.shape[0])
-    return Call(_delta, (triton.cdiv(n, TILE_DELTA) * problem.heads_q * batch,), dict(
+    return Call(_delta, (triton.cdiv(n, TILE_DELTA) * problem.heads_q * batch,), (), dict(
         out=arguments.matrix(out),
         dout=arguments.matrix(dout),
         dlse=None if dlse is None else arguments.vector(dlse),

@@ -9,16 +9,15 @@ finds a NaN in its result computes the result of the finite values too, and give
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from strobe.device import Arch, arch_of
 from strobe.kernels.common.arguments import meta, meta_operands
+from strobe.kernels.common.call import Call
 from strobe.kernels.common.device_function import device_function
-from strobe.kernels.common.documents import SPAN, new_spans, spans_arguments, spans_kernel
+from strobe.kernels.common.documents import SPAN, new_spans, spans_call
 from strobe.kernels.common.philox import kept
 from strobe.kernels.common.scores import score_of
 from strobe.kernels.common.turn import take_program_turn
@@ -51,14 +50,6 @@ from strobe.kernels.portable.tiles import (
 from strobe.problem import AttentionProblem, Operands, lse_shape
 
 interpreter.mend()
-
-
-class Call(NamedTuple):
-    """`kernel[grid](**keywords)`."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    keywords: dict
 
 
 @device_function
@@ -261,8 +252,8 @@ def _redo(
 def launch(problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write out and lse, at least one query and one key given; rows that belong to no sequence are left alone."""
     with torch.cuda.device_of(out):
-        for kernel, grid, keywords in calls(problem, operands, out, lse, new_row_spans(problem)):
-            kernel[grid](**keywords)
+        for call in calls(problem, operands, out, lse, new_row_spans(problem)):
+            call.launch()
 
 
 def compile_only(problem: AttentionProblem, arch: Arch):
@@ -270,8 +261,8 @@ def compile_only(problem: AttentionProblem, arch: Arch):
     operands = meta_operands(problem)
     out = meta(*operands.q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
     lse = meta(*lse_shape(problem), dtype=torch.float32)
-    *_, (kernel, grid, keywords) = calls(problem, operands, out, lse, new_row_spans(problem), arch)
-    return kernel.warmup(grid=grid, **keywords)
+    *_, forward = calls(problem, operands, out, lse, new_row_spans(problem), arch)
+    return forward.kernel.warmup(grid=forward.grid, **forward.keywords)
 
 
 def calls(
@@ -282,10 +273,10 @@ def calls(
     lengths, documents = problem.lengths, problem.mask.documents
     config, keywords = _keywords("forward", problem, operands, out, lse, arch)
     grid = (triton.cdiv(lengths.seqlen_q, config.tile_q) * problem.heads_q * lengths.batch,)
-    forward = Call(_forward, grid, keywords | {"spans": spans})
+    forward = Call(_forward, grid, (), keywords | {"spans": spans})
     if documents is None or spans is None:
         return [forward]
-    return [Call(spans_kernel, *spans_arguments(documents.q, documents.kv, spans, in_turn=False)), forward]
+    return [spans_call(documents.q, documents.kv, spans, in_turn=False), forward]
 
 
 def new_row_spans(problem: AttentionProblem) -> torch.Tensor | None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from strobe.kernels.common.call import Call
 from strobe.kernels.launcher import Call as CompiledCall
 from strobe.kernels.launcher import Launch, compiled_call, maker, prepare
 from strobe.kernels.portable import backward, forward
-from strobe.kernels.portable.forward import Call
 from strobe.problem import AttentionProblem, Gradients, Operands, lse_shape, summed_bias, zero_bias
 from strobe.recent import Made
 from strobe.scores import sinks_gradient
@@ -24,7 +24,7 @@ class Launches:
     def __init__(self, calls: Sequence[Call], tensors: Sequence[torch.Tensor]):
         def compiled(call: Call) -> CompiledCall:
             with torch.cuda.device_of(tensors[0]):
-                return compiled_call(call.kernel, call.grid, **call.keywords)
+                return compiled_call(call.kernel, call.grid, *call.arguments, **call.keywords)
 
         with ThreadPoolExecutor(len(calls)) as pool:  # a first call waits for the longest compilation, not for all
             prepared = prepare(list(pool.map(compiled, calls)), tensors)

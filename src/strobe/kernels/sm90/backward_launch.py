@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 
 from strobe.device import arch_of
 from strobe.kernels.common.arguments import bundles, bundles_of_heads, meta, meta_operands
+from strobe.kernels.common.call import Call
 from strobe.kernels.common.descriptors import layout_of
-from strobe.kernels.common.documents import new_spans, spans_arguments, spans_kernel
+from strobe.kernels.common.documents import new_spans, spans_call
 from strobe.kernels.gluon import TensorDescriptor
 from strobe.kernels.portable import backward as portable
 from strobe.kernels.portable.arguments import bias_gradient
@@ -31,15 +32,6 @@ HALF_L2 = 30_000_000
 KEYS_PASS_L2 = 8_000_000
 """Bytes, likewise, for the keys pass of two. Head dim 256, full and causal, with half of the L2 / with this: S = 1k 1063 / 951
 and 620 / 589 us, 2k 1921 / 1878 and 1018 / 982."""
-
-
-class Call(NamedTuple):
-    """`kernel[grid](*arguments, **keywords)`."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: tuple
-    keywords: dict
 
 
 class Buffers(NamedTuple):
@@ -106,8 +98,8 @@ def launch(
 ) -> None:  # fmt: skip
     """Write grads but those of sinks, at least one query and one key given; rows that belong to no sequence are left alone, and
     so are pairs of a bias that nobody sees."""
-    for kernel, grid, arguments, keywords in calls(problem, operands, out, lse, dout, dlse, grads, space, config):
-        kernel[grid](*arguments, **keywords)
+    for call in calls(problem, operands, out, lse, dout, dlse, grads, space, config):
+        call.launch()
 
 
 def calls(
@@ -141,8 +133,7 @@ def span_calls(problem: AttentionProblem, space: Buffers) -> list[Call]:
     if documents is None:
         return []
     pairs = (documents.kv, documents.q, space.key_spans), (documents.q, documents.kv, space.row_spans)
-    arguments = [spans_arguments(ids, others, spans) for ids, others, spans in pairs if spans is not None]
-    return [Call(spans_kernel, grid, (), keywords) for grid, keywords in arguments]
+    return [spans_call(ids, others, spans) for ids, others, spans in pairs if spans is not None]
 
 
 def compile_only(problem: AttentionProblem, config: Config | SplitConfig) -> list:

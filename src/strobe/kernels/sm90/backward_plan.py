@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from strobe.kernels import workspace
+from strobe.kernels.common.call import Call
 from strobe.kernels.launcher import Call as CompiledCall
 from strobe.kernels.launcher import Launch, compiled_call, maker, prepare
 from strobe.kernels.sm90 import backward_launch
@@ -77,7 +78,7 @@ class BackwardPlan:
             dsinks = sinks_gradient(sinks, tensors[4], delta)
         return Gradients(dq, dk, dv, dbias if dbias is None else summed_bias(dbias, bias), dsinks)
 
-    def _compiled(self, call: backward_launch.Call) -> CompiledCall:
+    def _compiled(self, call: Call) -> CompiledCall:
         with torch.cuda.device(self._device):
             return compiled_call(call.kernel, call.grid, *call.arguments, **call.keywords)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from strobe.kernels import workspace
-from strobe.kernels.common.documents import new_spans, spans_arguments, spans_kernel
+from strobe.kernels.common.documents import new_spans, spans_call
 from strobe.kernels.launcher import Launch, compiled_call, maker, prepare
 from strobe.kernels.portable import forward as portable
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
@@ -60,8 +60,8 @@ class ForwardPlan:
             forward = compiled_call(forward_kernel, grid, *arguments, **constants)
             calls = [forward, redo.result()]
         if documents is not None and self._spans is not None:
-            spans_grid, keywords = spans_arguments(documents.q, documents.kv, self._spans)
-            calls.insert(0, compiled_call(spans_kernel, spans_grid, **keywords))
+            spans = spans_call(documents.q, documents.kv, self._spans)
+            calls.insert(0, compiled_call(spans.kernel, spans.grid, *spans.arguments, **spans.keywords))
         self._prepared = prepare(calls, given)
 
     def run(
