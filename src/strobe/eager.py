@@ -302,10 +302,17 @@ def backward(options: Sequence, learned: list[str], *tensors: torch.Tensor | Non
     return plan(stream, addresses, tensors)
 
 
+def _may_have_a_plan(q: torch.Tensor) -> bool:
+    """No backend for a CPU has plans, so to make a key there takes time for nothing."""
+    return q.is_cuda
+
+
 def _of_operator(
     make: Callable[[ops.Options, tuple], Any], options: Sequence, tensors: tuple, beside: tuple
 ) -> tuple[Any, int, tuple[int, ...], tuple] | None:
     """A plan, and the stream, addresses and tensors that it takes. beside: what else a plan follows from."""
+    if not _may_have_a_plan(tensors[0]):
+        return None
     device = tensors[0].get_device()
     if device >= 0 and device != torch._C._cuda_getDevice():
         return None
