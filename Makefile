@@ -3,16 +3,21 @@ PYTHON ?= python3
 BIN := .venv/bin
 OTHER_TRITONS := .venv/triton-3.6 .venv/triton-3.8
 
-.PHONY: demo test lint gpu-test bench readme lab clean
+.PHONY: demo test test-all gpu-test bench readme lab clean
 
 demo: .venv/demo
 	$(BIN)/strobe demo
 
+# A file's tests run in one process, so that what they compile is compiled once.
 test: .venv/dev $(OTHER_TRITONS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadfile
+
+# `test`, then the campaigns: every kernel in every order of the simulator, every family of models, mutants, the long fuzz.
+test-all: test
+	$(BIN)/python -m pytest -n auto -m exhaustive
 
 gpu-test: .venv/dev
 	$(BIN)/python -m pytest -m gpu
@@ -21,16 +26,17 @@ bench: .venv/dev
 	$(BIN)/strobe bench
 
 readme: .venv/dev
-	$(BIN)/python -m strobe.lab.readme
+	$(BIN)/python -m strobe.lab.pages.readme
 
 # The pictures, JSON and report of docs/lab.md: compiled or simulated here, from what was measured on an H200.
-MEASURED := benchmarks/results/forward-h200-2026-11-21.json
+MEASURED := benchmarks/results/forward-h200-2026-11-22.json
 WALK := --head-dims 64,128 --mask full --json docs/lab
 lab: .venv/dev
 	$(BIN)/strobe roofline --report $(MEASURED) --head-dims 64,128,256 --lengths 1024,4096,16384 --out docs/roofline.png
 	$(BIN)/strobe occupancy --arch H200 --head-dims 128 --out docs/occupancy.png
 	$(BIN)/strobe banks --layouts none,padded,xor,nvmma128 --accesses rows,ldmatrix,fragment,column --out docs/banks.png
 	$(BIN)/strobe profile --report docs/lab/profile-h200.json --out docs/profile.png
+	$(BIN)/strobe bench compare benchmarks/results/forward-h200-2026-11-21.json $(MEASURED) --out docs/compare.png
 	$(BIN)/strobe timeline --simulate --head-dims 128 --mask full --length 2048 \
 	  --json docs/lab/timeline-simulated.json --perfetto docs/lab/perfetto.json
 	rm docs/lab/timeline-simulated.png
@@ -40,6 +46,7 @@ lab: .venv/dev
 	$(BIN)/strobe banks --tile 128x64 --layouts none,nvmma128 --accesses rows,ldmatrix --json docs/lab/banks.json
 	$(BIN)/strobe report $(addprefix docs/lab/, roofline.json occupancy.json audit.json banks.json) \
 	  benchmarks/results/timeline-h200-2026-11-22.json --out docs/lab/report.html
+	$(BIN)/python -m strobe.lab.pages.shown
 
 .venv/demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

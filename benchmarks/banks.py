@@ -10,9 +10,7 @@ least.
     python benchmarks/banks.py --counters    # needs ncu and its permission; writes results/bank-counters-<gpu>-<date>.json
 """
 
-import json
 import sys
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -21,10 +19,10 @@ import numpy as np
 import torch
 
 from strobe.kernels.gluon import gl, gluon, partition_barrier
-from strobe.lab import ncu
-from strobe.lab.banks import ACCESSES, LANES, LAYOUTS, Access, Count, Layout, Tile, measure
-from strobe.lab.machine import describe, snapshot
-from strobe.lab.profile import run_ncu
+from strobe.lab.bench.machine import provenance, save, snapshot
+from strobe.lab.counters import ncu
+from strobe.lab.counters.profile import run_ncu
+from strobe.lab.model.banks import ACCESSES, LANES, LAYOUTS, Access, Count, Layout, Tile, measure
 
 LAUNCHES = 9
 COUNTS = (16, 32, 64)
@@ -195,16 +193,17 @@ def main(arguments: list[str]) -> None:
         raise ValueError("benchmarks/banks.py needs a CUDA GPU, got a machine without one")
     by_ncu = "--counters" in arguments
     paths = [Path(argument) for argument in arguments if argument != "--counters"]
-    now = datetime.now(timezone.utc)
     what = "counters of" if by_ncu else "cycles of"
-    report = {"what": f"bank conflicts, {what} one warp's access", "date": now.isoformat(timespec="seconds")}
-    report |= {"device": describe(torch.device("cuda")), "tile": TILE._asdict()}
-    report |= {"points": counted_by_ncu() if by_ncu else timed(), "telemetry": snapshot(torch.device("cuda"))}
+    report = {"what": f"bank conflicts, {what} one warp's access", **provenance(torch.device("cuda"))}
+    report |= {
+        "tile": TILE._asdict(),
+        "points": counted_by_ncu() if by_ncu else timed(),
+        "telemetry": snapshot(torch.device("cuda")),
+    }
     gpu = report["device"]["name"].lower().removeprefix("nvidia ").replace(" ", "-")
     kind = "bank-counters" if by_ncu else "banks"
-    target = paths[0] if paths else Path("benchmarks/results") / f"{kind}-{gpu}-{now:%Y-%m-%d}.json"
-    target.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"written: {target}")
+    target = paths[0] if paths else Path("benchmarks/results") / f"{kind}-{gpu}-{report['date'][:10]}.json"
+    print(f"written: {save(target, report)}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
 
@@ -27,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 import strobe
-from strobe.lab.bench import CudaClock
-from strobe.lab.machine import describe
+from strobe.lab.bench.bench import CudaClock
+from strobe.lab.bench.machine import provenance, save
 
 BATCH, LENGTH, WIDTH = 4, 4096, 2048
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
@@ -166,8 +165,7 @@ def main() -> None:
             points.append({"head_dims": HEAD_DIMS[i], "feature": feature, "milliseconds": times})
     show(points)
     if given.json:
-        facts = {"what": "changed scores", "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
-        given.json.write_text(json.dumps(facts | {"device": describe(torch.device("cuda")), "points": points}, indent=1) + "\n")
+        save(given.json, {"what": "changed scores", **provenance(torch.device("cuda")), "points": points})
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from triton.runtime._allocation import set_profile_allocator
 from strobe import Causal, Full, Mask, Window
 from strobe.kernels.sm90 import forward, launch
 from strobe.kernels.sm90.config import Config
+from strobe.lab import forward_alone
 from strobe.problem import AttentionProblem, Dense, Operands
 from strobe.reference import dense
 
@@ -93,7 +94,7 @@ def run(case: Case, folder: Path) -> None:
     k, v = (torch.randn(1, case.n_kv, 1, dim, dtype=torch.bfloat16, device="cuda") for dim in dims)
     if case.edit is not None:
         launch.forward_kernel = altered(case.edit, folder).forward_kernel
-    out, _, _ = launch.launch(problem, Operands(q, k, v), config)
+    out = forward_alone.launch(problem, Operands(q, k, v), config).out
     torch.cuda.synchronize()
     expected, _ = dense.attention(problem, Operands(q, k, v))
     torch.testing.assert_close(out.double(), expected.double(), atol=2e-2, rtol=2e-2)

@@ -8,8 +8,6 @@ little; medians of rounds in which every contestant has its turn.
 
 from __future__ import annotations
 
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +19,8 @@ from unittest import mock
 import torch
 
 import strobe
-from strobe.reference import tiled
+from strobe.cpu import tiled
+from strobe.lab.bench.machine import provenance, save
 
 ROUNDS = 5
 TOKENS, HEADS, HEAD_DIM = 4096, 4, 64
@@ -112,17 +111,15 @@ def table(heading: list[str], rows: list[list[str]]) -> str:
 def main() -> None:
     torch.set_num_threads(1)
     result = {
-        "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
+        "what": "cpu",
+        **provenance(torch.device("cpu")),
         "rounds": ROUNDS,
         "problem": {"tokens": TOKENS, "heads": HEADS, "head_dim": HEAD_DIM},
         "tiles": compare_tiles(),
         "backends": compare(),
     }
     path = Path(__file__).parent / "results" / "cpu.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written: {save(path, result)}")
     tiles = [f"{q} x {kv}" for q, kv in TILES]
     print(
         table(["length", "mask", *tiles], [[str(r["length"]), r["mask"], *map(str, r["ms"].values())] for r in result["tiles"]])

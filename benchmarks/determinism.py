@@ -11,23 +11,21 @@ interleaved rounds on an idle GPU; medians. Prints a table, writes JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
 
 import torch
 
 import strobe
+from strobe.call.dispatch import explain_problem
 from strobe.device import arch_of
-from strobe.dispatch import explain_problem
-from strobe.lab.machine import describe
-from strobe.lab.plan import MASKS, Inputs, Point
+from strobe.lab.bench.machine import provenance, save
+from strobe.lab.bench.plan import MASKS, Inputs, Point
 
 GRADIENTS = ("dq", "dk", "dv")
 RUNS, ROUNDS, LAUNCHES = 50, 15, 10
@@ -181,14 +179,8 @@ def main(arguments: list[str] | None = None) -> None:
     points = [measure(point, device, options.runs, ROUNDS, LAUNCHES) for point in points_of(device)]
     print(table(points))
     if options.json:
-        result = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "device": describe(device),
-            "protocol": {"runs": options.runs, "rounds": ROUNDS, "launches": LAUNCHES},
-            "points": points,
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        protocol = {"runs": options.runs, "rounds": ROUNDS, "launches": LAUNCHES}
+        save(options.json, {"what": "determinism", **provenance(device), "protocol": protocol, "points": points})
 
 
 if __name__ == "__main__":

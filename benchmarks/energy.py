@@ -11,17 +11,16 @@ A point is forward or backward, head dim (of q and k / of v, if they differ), ma
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
 import torch
 
-from strobe.lab.bench import CudaClock, contenders_of
-from strobe.lab.machine import describe
-from strobe.lab.meter import Meter, power_limit, watts
-from strobe.lab.peers import Peer, bind
-from strobe.lab.plan import Grid, Inputs, Plan, Point
+from strobe.lab.bench.bench import CudaClock, contenders_of
+from strobe.lab.bench.energy_meter import Meter, power_limit, watts
+from strobe.lab.bench.machine import provenance, save
+from strobe.lab.bench.peers import Peer, bind
+from strobe.lab.bench.plan import Grid, Inputs, Plan, Point
 
 POINTS = (
     *("backward:64:full:4096", "backward:96:full:4096", "backward:96:causal:16384", "backward:96:window:4096"),
@@ -83,8 +82,8 @@ def main() -> None:
             results[text] = {peer.name: measured(point, peer, options.seconds, meter, clock) for peer in peers}
             print(f"{text:<32}", "   ".join(_line(name, x) for name, x in results[text].items()), flush=True)
     if options.json:
-        facts = {"device": describe(device), "power limit, W": limit, "seconds": options.seconds, "points": results}
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+        facts = {"power limit, W": limit, "seconds": options.seconds, "points": results}
+        save(options.json, {"what": "energy", **provenance(device), **facts})
 
 
 def _line(name: str, x: dict[str, float]) -> str:

@@ -12,7 +12,6 @@ Speed: CUDA graphs in interleaved rounds, medians; V's transposition is part of 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 
 import strobe
 from strobe.fp8 import DESCALE_ROWS, E4M3, attention_fp8
+from strobe.lab.bench.machine import provenance, save
 
 ROUNDS = 15
 TOKENS, WIDTH = 16384, 2048
@@ -131,10 +131,14 @@ def main() -> None:
     path = parser.parse_args().json
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    result = {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__}
-    result |= {"accuracy": accuracy(device), "speed": speed() if device == "cuda" else []}
+    result = {
+        "what": "fp8",
+        **provenance(torch.device(device)),
+        "accuracy": accuracy(device),
+        "speed": speed() if device == "cuda" else [],
+    }
     if path:
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        save(path, result)
 
 
 if __name__ == "__main__":

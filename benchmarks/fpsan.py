@@ -31,10 +31,13 @@ from triton.backends.nvidia import compiler as nvidia
 from triton.runtime import driver
 from triton.runtime._allocation import set_profile_allocator
 
-from strobe.kernels.sm100 import forward
+from strobe.call import launches
+from strobe.device import arch_of
+from strobe.kernels.sm100 import forward, launch
 from strobe.kernels.sm100.config import Config
 from strobe.masks import Causal, Full
 from strobe.problem import AttentionProblem, Dense, Operands
+from strobe.scores import LOG2E
 
 ALWAYS_RESCALE = ("if gl.min(factor, 0) < 1.0:", "if C.q_stages > 0:")
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -194,11 +197,14 @@ def agreeing(case: Case, kernel: Any) -> tuple[int, int]:
     expected = torch.empty(*flat[0].shape[:2], config.head_dim_v, dtype=case.dtype, device="cuda")
     grid = (triton.cdiv(case.n_q, 64), flat[0].shape[0])
     padded = triton.next_power_of_2(config.head_dim)
-    reference[grid](*flat, expected, case.n_q, case.n_kv, problem.scale * forward.LOG2_E,
+    reference[grid](*flat, expected, case.n_q, case.n_kv, problem.scale * LOG2E,
                     64, config.tile_kv, config.head_dim, config.head_dim_v, padded, case.causal,
                     case.causal or case.n_kv % config.tile_kv != 0, config.tile_q)  # fmt: skip
     with compiled_for_100_assembled_for_90():
-        out, _, _ = kernel.launch(problem, Operands(q, k, v), config)
+        tensors = launches.allocated(launch.buffers(problem, config), Operands(q, k, v)._asdict())
+        call = launch.forward_call(problem, tensors, arch_of(q.device), config)
+        call._replace(kernel=kernel.forward_kernel).launch()
+    out = tensors.out
     same = by_heads(out).view(torch.int16) == expected.view(torch.int16)
     return int(same.sum()), same.numel()
 

@@ -8,7 +8,6 @@ Shapes are tiny and the GPU is waited for every few calls, so that no call waits
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -24,8 +23,9 @@ from unittest import mock
 import torch
 
 import strobe
-from strobe import eager
-from strobe.lab.peers import peers_for
+from strobe.call import prepared_calls
+from strobe.lab.bench.machine import provenance, save
+from strobe.lab.bench.peers import peers_for
 
 SHAPE = (1, 128, 4, 128)
 
@@ -65,7 +65,7 @@ def warm(calls: int) -> dict[str, dict]:
         return strobe.attention(q, k, v, mask=mask, backend="portable")
 
     def operators():
-        return mock.patch.object(eager, "attention", lambda *call: None)
+        return mock.patch.object(prepared_calls, "attention", lambda *call: None)
 
     ways = {
         "strobe.attention, causal": Way(causal),
@@ -145,17 +145,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--calls", type=int, default=2000)
     arguments = parser.parse_args()
-    import triton
-
-    versions = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name()}
-    results = {"versions": versions, "shape": SHAPE, "warm": warm(arguments.calls), "first": first_calls()}
+    results = {"shape": SHAPE, "warm": warm(arguments.calls), "first": first_calls()}
     for name, times in results["warm"].items():
         text = times.get("error") or f"{times['median_us']:8.1f} us   p90 {times['p90_us']:8.1f} us"
         print(f"{name:<52} {text}")
     first = results["first"]
     print(f"first call of a process: {first['compiles_s']} s compiling, {first['from_disk_s']} s from the disk's cache")
     if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        save(arguments.json, {"what": "host", **provenance(torch.device("cuda")), **results})
 
 
 if __name__ == "__main__":

@@ -10,17 +10,16 @@ in interleaved rounds; medians. Prints a table and writes JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable
-from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
 
 import torch
 
 import strobe
+from strobe.lab.bench.machine import provenance, save
 
 ROUNDS, LAUNCHES = 15, 10
 TOKENS, WIDTH = 16384, 2048
@@ -111,16 +110,8 @@ def main() -> None:
     for at in points:
         print(f"head dim {at['head_dim']}, length {at['length']}: redone {at['redone']}")
     if options.json:
-        result = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "rounds": ROUNDS,
-            "launches": LAUNCHES,
-            "points": points,
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        result = {"rounds": ROUNDS, "launches": LAUNCHES, "points": points}
+        save(options.json, {"what": "redo cost", **provenance(torch.device("cuda")), **result})
 
 
 if __name__ == "__main__":

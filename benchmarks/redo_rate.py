@@ -14,7 +14,6 @@ documents of this repository, cut into passages as long as the model takes.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,11 +24,11 @@ from rich.progress import track
 from rich.table import Table
 
 import strobe
-from strobe.demo import model_folder
-from strobe.demo_text import TEXTS
+from strobe.call.dispatch import explain_problem
+from strobe.cli.demo import model_folder
+from strobe.cli.demo_text import TEXTS
 from strobe.device import KNOWN, arch_of
-from strobe.dispatch import explain_problem
-from strobe.lab.machine import describe
+from strobe.lab.bench.machine import provenance, save
 from strobe.problem import AttentionProblem, Dense, Operands
 from strobe.reference import optimistic
 
@@ -194,11 +193,8 @@ def main() -> None:
     counts = [c for folder in options.model or [model_folder()] for c in measure(folder, options.passages, device)]
     Console(width=120).print(table(counts))
     path = options.json or ROOT / "benchmarks/results/redo-rate.json"
-    path.write_text(
-        json.dumps({"device": describe(device), "passages": options.passages, "counts": [asdict(c) for c in counts]}, indent=1)
-        + "\n"
-    )
-    print(f"written: {path}")
+    result = {"passages": options.passages, "counts": [asdict(c) for c in counts]}
+    print(f"written: {save(path, {'what': 'redo rate', **provenance(device), **result})}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,13 @@
 """Small cases of every GPU kernel, for NVIDIA's checker:
 
 compute-sanitizer --tool memcheck python benchmarks/sanitize.py     (likewise racecheck, initcheck, synccheck)
+compute-sanitizer --tool memcheck python benchmarks/sanitize.py --lying     (lengths that cannot be: see tests/lying.py)
 """
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -93,11 +99,50 @@ def portable() -> None:
     strobe.attention(q, k, v, mask=strobe.Causal(), backend="portable", **keywords).sum().backward()
 
 
+def lying() -> None:
+    """Lengths that cannot be, with each kernel that takes lengths: no access leaves its tensors."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    from lying import LIES, all_lengths, backward_of, inputs
+
+    from strobe.call import launches
+    from strobe.call.dispatch import backend_module
+    from strobe.kernels.sm90 import fp8_backend
+    from strobe.problem import Upstream
+
+    lies = [all_lengths(lie) for lie in LIES if not lie.wide]
+    for name, deterministic in (("sm90", False), ("sm90", True), ("portable", False)):
+        backend = backend_module(name)
+        for lie in lies:
+            t, problem, operands = inputs(lie, (64, 64), device="cuda", mask=strobe.Causal())
+            out, lse = launches.forward(backend, problem, operands)
+            upstream = Upstream(out, lse, torch.ones_like(out))
+            launches.backward(backend, backward_of(problem, deterministic), operands, upstream)
+            synchronize(f"{name}, {lie}")
+    for lie in LIES:
+        if lie.packed and not lie.wide and lie.used_q is None and lie.used_kv is None:
+            t, problem, operands = inputs(lie, (64, 64), device="cuda", mask=strobe.Causal())
+            q, k, v = (x.to(torch.float8_e4m3fn) for x in (t.q, t.k, t.v))
+            launches.forward(fp8_backend, replace(problem, dtype=q.dtype), operands._replace(q=q, k=k, v=v))
+            synchronize(f"fp8, {lie}")
+
+
+def synchronize(name: str) -> None:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise RuntimeError(f"{name}: {error}") from None
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lying", action="store_true", help="lengths that cannot be, instead of the cases")
     torch.manual_seed(0)
-    hopper()
-    hopper_backward()
-    portable()
+    if parser.parse_args().lying:
+        lying()
+    else:
+        hopper()
+        hopper_backward()
+        portable()
     torch.cuda.synchronize()
     print("all kernels ran")
 

@@ -7,10 +7,8 @@ n gives a cost for each repetition (`each`) and what is paid once (`once`: laten
 """
 
 import itertools
-import json
 import sys
 from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
@@ -35,7 +33,7 @@ from strobe.kernels.gluon import (
 from strobe.kernels.sm90 import forward
 from strobe.kernels.sm90.config import Config
 from strobe.kernels.sm90.layouts import accumulator, rows_of
-from strobe.lab.machine import describe, snapshot
+from strobe.lab.bench.machine import provenance, save, snapshot
 
 LAUNCHES = 9
 UNROLLED = gl.constexpr(4)
@@ -396,8 +394,7 @@ def memories(sink: torch.Tensor) -> dict[str, dict]:
 def main(path: Path | None) -> None:
     device = torch.device("cuda")
     sink = torch.zeros(1, device=device)
-    now = datetime.now(timezone.utc)
-    report = {"what": "unit costs, cycles", "date": now.isoformat(timespec="seconds"), "device": describe(device)}
+    report = {"what": "unit costs, cycles", **provenance(device)}
     sections = {
         "wgmma": lambda: tensor_core(sink),
         "registers": lambda: registers(sink),
@@ -411,9 +408,8 @@ def main(path: Path | None) -> None:
             print(f"{name:16} {what:60} { ({k: v for k, v in result.items() if k != 'cycles'}) }", flush=True)
     report["telemetry"] = snapshot(device)
     gpu = report["device"]["name"].lower().removeprefix("nvidia ").replace(" ", "-")
-    target = path or Path("benchmarks/results") / f"unit-costs-{gpu}-{now:%Y-%m-%d}.json"
-    target.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"written: {target}")
+    target = path or Path("benchmarks/results") / f"unit-costs-{gpu}-{report['date'][:10]}.json"
+    print(f"written: {save(target, report)}")
 
 
 if __name__ == "__main__":

@@ -12,14 +12,12 @@ and the time of every window as JSON, and a picture beside it.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
-from datetime import datetime, timezone
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -35,8 +33,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import strobe
-from strobe.lab.machine import describe
-from strobe.lab.plot import PEERS, STROBE
+from strobe.lab.bench.machine import provenance, save
+from strobe.lab.bench.plot import PEERS, STROBE
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q [B, S, H, D], k and v [B, S, Hkv, D] -> out [B, S, H, D], causal."""
@@ -206,8 +204,7 @@ def train(settings: Settings, device: torch.device, console: Console) -> dict:
             progress.update(task, advance=len(window), description=f"loss {losses}")
     return {
         "what": "train",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "device": describe(device),
+        **provenance(device),
         "settings": asdict(settings),
         "dtype": "bf16 autocast" if device.type == "cuda" else "fp32",
         "parameters": trainings["strobe"].parameters,
@@ -294,8 +291,7 @@ def main(arguments: list[str]) -> None:
     settings, path = parsed(arguments, Settings() if device.type == "cuda" else TINY)
     report = train(settings, device, Console(stderr=True))
     path = path or default_path(report)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    save(path, report)
     draw(report, path.with_suffix(".png"))
     print(summary(report))
     print(f"written: {path}, {path.with_suffix('.png')}")

@@ -1,17 +1,114 @@
-"""Without a GPU, plain Triton kernels run in Triton's interpreter, which must be chosen before Triton is imported."""
+"""What all tests share: Triton's interpreter where there is no GPU, campaigns of which a sample runs, deadlines of programs."""
 
 import os
+import subprocess
+from zlib import crc32
 
 import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["TRITON_INTERPRET"] = "1"  # has no effect once Triton is imported
+if not HAS_GPU or "PYTEST_XDIST_WORKER" in os.environ:  # every core has a process already
     torch.set_num_threads(1)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
+SAMPLED = {
+    "call/test_api.py::test_gradients_of_biases_broadcast": 4,
+    "sim/test_backward.py::test_in_every_order": 8,
+    "sim/test_broken_backward.py::test_it_is_found": 12,
+    "sim/test_broken_backward.py::test_no_false_alarm": 4,
+    "sim/test_broken_blackwell.py::test_it_is_found": 8,
+    "sim/test_broken_hopper.py::test_it_is_found": 8,
+    "sim/test_broken_hopper.py::test_no_false_alarm": 4,
+    "sim/test_kernels.py::test_blackwell": 8,
+    "sim/test_kernels.py::test_blackwell_in_pairs": 12,
+    "sim/test_kernels.py::test_blackwell_splits_keys": 5,
+    "sim/test_kernels.py::test_hopper": 8,
+    "sim/test_split_backward.py::test_in_every_order": 8,
+    "sim/test_split_backward.py::test_no_false_alarm": 3,
+    "lab/test_bench.py::test_the_order_is_balanced_whoever_drops_out": 4,
+    "kernels/test_hopper_gradients.py::test_a_bias_may_be_repeated": 4,
+    "kernels/test_hopper_gradients.py::test_a_graph_beside_other_tensors": 3,
+    "kernels/test_hopper_gradients.py::test_a_plan_and_the_operator_give_the_same_beside_other_tensors": 4,
+    "kernels/test_hopper_gradients.py::test_a_plan_and_the_operator_learn_the_same": 3,
+    "kernels/test_hopper_gradients.py::test_against_reference": 5,
+    "kernels/test_hopper_gradients.py::test_deterministic": 3,
+    "kernels/test_lying_lengths.py::test_on_a_gpu": 3,
+    "kernels/test_lying_lengths.py::test_fp8_on_a_gpu": 6,
+    "kernels/test_portable.py::test_against_reference": 8,
+    "kernels/test_portable.py::test_compiles": 9,
+    "kernels/test_portable.py::test_documents_and_tiles": 4,
+    "kernels/test_portable_plan.py::test_against_reference": 8,
+    "call/test_fp8.py::test_the_kernel_compiles_without_spills_in_its_loops_or_serialised_products": 3,
+    "kernels/test_sm90.py::test_against_reference": 5,
+    "kernels/test_sm90.py::test_the_safe_softmax": 5,
+}
+"""Test -> one of how many of its cases always runs, chosen by a hash of their names; the others are `exhaustive`."""
+
+ONE_TRITON = {
+    "call/test_fp8.py::test_the_kernel_compiles_without_spills_in_its_loops_or_serialised_products",
+    "call/test_functions.py::test_gluon_compiles_the_same_source",
+    "integrations/test_examples.py::test_what_the_compiler_makes_of_them",
+    "kernels/test_combine.py::test_compiles_for_gpus_that_are_not_there",
+    "kernels/test_portable.py::test_compiles",
+    "kernels/test_portable_plan.py::test_launches_need_no_triton",
+    "kernels/test_sm90_backward.py::test_lengths_batch_and_heads_compile_nothing",
+    "kernels/test_sm90_backward.py::test_the_two_passes",
+    "sim/test_conformance.py::test_the_compiler_takes_them",
+}
+"""Tests that ask the same of two Tritons: what they ask of the oldest one is `exhaustive`."""
+
+DEADLINE = 240.0
+"""Seconds until a program that a test has started is killed, if the test does not say when."""
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
     for item in items:
+        name, _, case = item.nodeid.removeprefix("tests/").partition("[")
+        if crc32(item.nodeid.encode()) % SAMPLED.get(name, 1) or (name in ONE_TRITON and ("oldest" in case or "3.6" in case)):
+            item.add_marker(pytest.mark.exhaustive)
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    if "exhaustive" not in config.option.markexpr:
+        left_out = [item for item in items if "exhaustive" in item.keywords]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if "exhaustive" not in item.keywords]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def deadlines():
+    """Kills programs that do not come to their end, and shows what they printed."""
+    run = subprocess.run
+
+    def run_until(command, *args, timeout=DEADLINE, **keywords):
+        try:
+            return run(command, *args, timeout=timeout, **keywords)
+        except subprocess.TimeoutExpired as late:
+            printed = "\n".join(x if isinstance(x, str) else x.decode() for x in (late.stdout, late.stderr) if x)
+            pytest.fail(f"a program did not end within {timeout:g} s; it printed:\n{printed}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "run", run_until)
+        yield
+
+
+class NamesFailures:
+    """Prints the name of a test when it fails, not at the end of the run alone."""
+
+    def __init__(self, reporter):
+        self._reporter = reporter
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self._reporter.ensure_newline()
+            self._reporter.write_line(f"{report.when} failed: {report.nodeid}", red=True)
+
+
+@pytest.hookimpl(trylast=True)  # after pytest's own reporter is there
+def pytest_configure(config):
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter and not hasattr(config, "workerinput"):  # not in the workers of xdist
+        config.pluginmanager.register(NamesFailures(reporter))

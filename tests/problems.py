@@ -8,23 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
 
 import strobe
-from strobe import api, eager, ops
-from strobe.dropout import new_seed
+from strobe.call import prepared_calls
+from strobe.lab.fuzz.right import SEED, Results, Tensors, formula, upstream
+from strobe.lab.fuzz.right import describe as describe
 from strobe.masks import Mask
-from strobe.reference import dense
 from strobe.scores import Score
 
 
 @dataclass(frozen=True)
 class Case:
-    """A problem in words; `tensors` makes its inputs. mask: "full", "causal", "window", "prefix", "documents", "all",
-    "function", "functions" (two of them, and a window)."""
+    """A problem in words; `tensors` makes its inputs. mask: "full", "causal", "window", "ahead" (a window that ends far beyond
+    the diagonal), "prefix", "documents", "all", "hashes" (documents with numbers of 64 bits), "function", "functions" (two of
+    them, and a window)."""
 
     n_q: int
     n_kv: int
@@ -44,6 +45,7 @@ class Case:
     dropout: float = 0.0
     logits: float = 1.0
     """Standard deviation of q: 1 is ordinary, 30 makes softmax nearly an argmax."""
+    scale: float | None = None
 
     def __str__(self) -> str:
         head_dim = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v else "")
@@ -51,11 +53,9 @@ class Case:
         parts += ["softcap"] * bool(self.softcap)
         parts += [name for name in ("alibi", "bias", "sinks", "function", "packed", "seqused") if getattr(self, name)]
         parts += [f"dropout{self.dropout:g}"] * bool(self.dropout)
+        parts += [] if self.scale is None else [f"scale{self.scale:g}"]
         return "-".join(parts + [f"logits{self.logits:g}"] * (self.logits != 1))
 
-
-LEARNED = ("bias", "sinks")
-"""The tensors of a score that have gradients."""
 
 CASES = (
     Case(64, 64),
@@ -79,10 +79,12 @@ CASES = (
     Case(150, 150, mask="window"),
     Case(90, 200, mask="window"),
     Case(200, 90, mask="window"),
+    Case(128, 128, mask="ahead"),  # of the blocks of a tile, none is whole and the last is cut
     Case(150, 150, mask="prefix"),
     Case(60, 150, mask="prefix"),
     Case(150, 150, mask="documents"),
     Case(140, 140, mask="all"),
+    Case(70, 150, mask="hashes"),  # alike in their lower 32 bits
     Case(80, 100, softcap=5.0, mask="causal"),
     Case(80, 100, alibi=True, mask="causal"),
     Case(80, 100, alibi=True, softcap=3.0),
@@ -91,6 +93,7 @@ CASES = (
     Case(60, 70, packed=True, batch=5, mask="window"),
     Case(80, 90, logits=30.0, mask="causal"),
     Case(80, 90, logits=300.0),
+    Case(16, 16, head_dim=128, mask="causal", scale=-0.3),
     Case(80, 100, heads_q=4, bias=True, mask="causal"),
     Case(80, 100, bias=True),
     Case(40, 150, heads_q=4, sinks=True, mask="causal"),
@@ -117,32 +120,6 @@ CASES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Tensors:
-    """The inputs of a case: q, k, v and the keywords of `strobe.attention`."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    keywords: dict
-
-    def with_gradients(self) -> Tensors:
-        q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
-        score = self.keywords.get("score")
-        if score is None:
-            return replace(self, q=q, k=k, v=v)
-        learned = {name: x.detach().requires_grad_() for name in LEARNED if (x := getattr(score, name)) is not None}
-        return replace(self, q=q, k=k, v=v, keywords={**self.keywords, "score": replace(score, **learned)})
-
-    def gradients(self, results: tuple[torch.Tensor, ...], upstream: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-        """By the names of `Results`, of what `with_gradients` made; 0 where results do not depend on an input at all."""
-        score = self.keywords.get("score", Score())
-        inputs = {"dq": self.q, "dk": self.k, "dv": self.v, "dbias": score.bias, "dsinks": score.sinks}
-        inputs = {name: x for name, x in inputs.items() if x is not None}
-        grads = torch.autograd.grad(results, tuple(inputs.values()), upstream, materialize_grads=True)
-        return dict(zip(inputs, grads, strict=True))
-
-
 def tensors(case: Case, dtype=torch.float32, device="cpu", seed: int = 0) -> Tensors:
     """Random inputs of a case, the same for the same seed on every device."""
     random = torch.Generator().manual_seed(seed)
@@ -166,6 +143,8 @@ def tensors(case: Case, dtype=torch.float32, device="cpu", seed: int = 0) -> Ten
     keywords |= dict(mask=_mask(case, random, device), score=_score(case, random, device))
     if case.dropout:
         keywords |= dict(dropout_p=case.dropout)
+    if case.scale is not None:
+        keywords |= dict(scale=case.scale)
     return Tensors(q, k, v, keywords)
 
 
@@ -238,6 +217,9 @@ def _mask(case: Case, random: torch.Generator, device) -> Mask:
         ids_q = torch.randint(0, 3, (case.batch, case.n_q), generator=random).sort(-1).values.to(device)
         ids_kv = torch.randint(0, 3, (case.batch, case.n_kv), generator=random).sort(-1).values.to(device)
         documents = strobe.Document(ids_q, ids_kv)
+    if case.mask == "hashes":
+        ids_q, ids_kv = (torch.randint(-2, 2, (case.batch, n), generator=random) << 32 for n in (case.n_q, case.n_kv))
+        return strobe.Document(ids_q.to(device), ids_kv.to(device))
     if case.mask == "documents":
         return documents
     if case.mask == "all":
@@ -246,48 +228,12 @@ def _mask(case: Case, random: torch.Generator, device) -> Mask:
         "full": strobe.Full(),
         "causal": strobe.Causal(),
         "window": strobe.Window(37, 11),
+        "ahead": strobe.Window(37, 200),
         "prefix": strobe.Prefix(41),
         "function": strobe.Visible(_mask_function),
         "functions": strobe.Visible(_mask_function) & strobe.Visible(_other_mask_function) & strobe.Window(90, 60),
     }
     return masks[case.mask]
-
-
-SEED = 11
-"""Of torch's generators, which dropout draws from."""
-
-
-def describe(t: Tensors, phase="forward"):
-    """The AttentionProblem and the Operands of some inputs."""
-    options = api._options_of(t.q, t.k, t.v, **t.keywords)
-    if options.dropout:
-        torch.manual_seed(SEED)
-        options = replace(options, seed=new_seed(t.q.device))
-    learned = ops.learned_of(options)
-    return ops.describe(t.q, t.k, t.v, options, phase, learned), ops.operands_of(t.q, t.k, t.v, options)
-
-
-@dataclass(frozen=True)
-class Results:
-    """out, lse and the gradients for the upstream gradients that `upstream` makes; None where there is no such tensor."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    dq: torch.Tensor | None = None
-    dk: torch.Tensor | None = None
-    dv: torch.Tensor | None = None
-    dbias: torch.Tensor | None = None
-    dsinks: torch.Tensor | None = None
-
-    FIELDS = ("out", "lse", "dq", "dk", "dv")
-    ALL = (*FIELDS, "dbias", "dsinks")
-
-
-def upstream(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fixed random gradients of out and of lse (0 where the row sees nothing)."""
-    random = torch.Generator().manual_seed(1)
-    dout, dlse = (torch.randn(x.shape, generator=random).to(x.device, x.dtype) for x in (out, lse))
-    return dout, torch.where(torch.isfinite(lse), dlse, 0.0)
 
 
 def run(t: Tensors, backend: str | None) -> Results:
@@ -301,19 +247,8 @@ def run(t: Tensors, backend: str | None) -> Results:
 @contextmanager
 def without_plans() -> Iterator[None]:
     """Within it, calls go to the operators, and these to the backends' kernels."""
-    with mock.patch.multiple(eager, **dict.fromkeys(("attention", "forward", "backward"), lambda *call: None)):
+    with mock.patch.multiple(prepared_calls, **dict.fromkeys(("attention", "forward", "backward"), lambda *call: None)):
         yield
-
-
-def formula(t: Tensors, dtype: torch.dtype = torch.float64) -> Results:
-    """The specification's formula and its gradients by autograd, computed in dtype (float64: the reference)."""
-    score = t.keywords.get("score", Score())
-    if score.bias is not None and score.bias.dtype == t.q.dtype:
-        t = replace(t, keywords={**t.keywords, "score": replace(score, bias=score.bias.to(dtype))})
-    t = replace(t, q=t.q.to(dtype), k=t.k.to(dtype), v=t.v.to(dtype)).with_gradients()
-    problem, operands = describe(t)
-    out, lse = dense.attention(problem, operands, dtype)
-    return Results(out.detach(), lse.detach(), **t.gradients((out, lse), upstream(out, lse)))
 
 
 def check(results: Results, t: Tensors, fields=Results.ALL) -> None:

@@ -8,11 +8,11 @@ from strobe.api import (
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     supports,
+    use_optimistic_softmax,
 )
-from strobe.dispatch import BACKENDS
+from strobe.call.dispatch import BACKENDS
 from strobe.dropout import dropout_mask
 from strobe.fp8 import attention_fp8
-from strobe.kernels.sm90.backend import use_optimistic_softmax
 from strobe.kernels.workspace import redone_blocks
 from strobe.masks import Causal, Document, Full, Mask, Prefix, Visible, Window
 from strobe.scores import Score

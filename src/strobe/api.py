@@ -1,23 +1,28 @@
-"""What users call. Every argument is checked here, before anything is launched: one sentence, what was given, what is
-allowed. flash-attn's functions keep flash-attn's signatures, layouts and returns.
+"""What users call. Every argument is checked before anything is launched (`strobe.arguments`). flash-attn's functions keep
+flash-attn's signatures, layouts and returns.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from strobe import dispatch, eager, ops
+from strobe import fp8
+from strobe.arguments import checked_options, integer, options_of, wants_gradient
+from strobe.call import derivatives as derivatives  # which defines the operators
+from strobe.call import dispatch, prepared_calls
+from strobe.call.options import Options, describe, learned_of, operands_of
+from strobe.call.torch_internals import any_autocast
+from strobe.checks import check_tensor
 from strobe.device import arch_of
-from strobe.dropout import check_probability, new_seed
-from strobe.functions import Function
+from strobe.dropout import new_seed
+from strobe.kernels.sm90 import backend as sm90
 from strobe.masks import Causal, Mask, Window
 from strobe.scores import Score
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def attention(
@@ -41,6 +46,12 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention, softmax(score(scale * q k^T), mask) v, differentiable in q, k, v, with its LSE if asked.
 
+    Under torch.func's transforms and forward-mode AD it is as PyTorch's own functions are, but has no second derivative
+    (NotImplementedError). The forward-mode derivative is computed in plain PyTorch, tile by tile, in O(length) memory; on a GPU
+    that of packed sequences or used lengths waits for the device.
+
+    Under torch.autocast, q, k, v and a bias of 16 bits are cast to its dtype first, as scaled_dot_product_attention casts them.
+
     Args:
         q: [batch, seqlen_q, heads_q, head_dim]; packed: [total_q, heads_q, head_dim]. float16, bfloat16, float32 (float64
             on a CPU). Any strides with a contiguous last dim; head_dim a multiple of 8 up to 256.
@@ -50,9 +61,11 @@ def attention(
             joined by `&`. Aligned bottom-right: the last query stands on the last key.
         score: Score(softcap=..., alibi=..., bias=..., sinks=..., function=..., function_gradient=...). The bias and the sinks
             have gradients too.
-        scale: default 1 / sqrt(head_dim).
+        scale: default 1 / sqrt(head_dim); at most 2^127 in size.
         cu_seqlens_q, cu_seqlens_kv: int32 [batch + 1] on q's device: the bounds of packed sequences.
-        max_seqlen_q, max_seqlen_kv: the longest sequences; default: the totals, which is safe and launches more.
+        max_seqlen_q, max_seqlen_kv: the longest sequences; default: the totals, which is safe and launches more. Ints, or what
+            stands for one, as a tensor of one element does (for one on a GPU the call waits). Of a longer sequence a GPU
+            looks at so many rows.
         seqused_q, seqused_kv: int32 [batch] on q's device: how many rows of q, and keys, of each batch entry (or packed
             sequence) are used. Masks are aligned to these; rows of q beyond give 0 and LSE -inf, keys beyond are not read.
         dropout_p: the share of the weights that is dropped, from 0 to below 1, the others being divided by what is left
@@ -72,13 +85,15 @@ def attention(
     Raises:
         ValueError, TypeError: naming the argument, before any launch.
     """
+    if any_autocast():
+        q, k, v, score = _autocast(q, k, v, score)
     call = (
         q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv,
         deterministic, backend,
     )  # fmt: skip
-    result = eager.attention(_options, call, dropout_p, return_lse)
+    result = prepared_calls.attention(checked_options, call, dropout_p, return_lse)
     if result is None:
-        options = _options(*call, dropout_p)
+        options = checked_options(*call, dropout_p)
         if options.dropout:
             options = replace(options, seed=new_seed(q.device))
         result = torch.ops.strobe.forward(q, k, v, *options.arguments())
@@ -86,19 +101,43 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def _autocast(q, k, v, score: Score | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Score | None]:
+    """What torch.autocast makes of a call: q, k, v and a bias of 16 bits in its dtype, as it does for PyTorch's attention.
+    float64 stays; so do a bias and sinks in float32, which are added in float32."""
+    kind = q.device.type if isinstance(q, torch.Tensor) else ""
+    if not (kind and any_autocast() and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return q, k, v, score
+    dtype = torch.get_autocast_dtype(kind)
+    q, k, v = (x.to(dtype) if getattr(x, "dtype", None) in _AUTOCAST else x for x in (q, k, v))
+    bias = score.bias if isinstance(score, Score) else None
+    if isinstance(score, Score) and isinstance(bias, torch.Tensor) and bias.dtype in (torch.float16, torch.bfloat16):
+        score = replace(score, bias=bias.to(dtype))
+    return q, k, v, score
+
+
+def use_optimistic_softmax(use: bool) -> None:
+    """Whether Hopper's forward may take the optimistic softmax (it does by default): False for the safe one, with a running
+    maximum, from the next call on. The results agree within the precision of the dtype (docs/optimistic_softmax.md)."""
+    if not isinstance(use, bool):
+        raise TypeError(f"use_optimistic_softmax takes True or False, got {use!r}")
+    sm90.use_optimistic_softmax(use)
+    prepared_calls.forget()
+
+
 def explain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, backend: str | None = None, **keywords
 ) -> dispatch.Explanation:
-    """Print, and return, which kernel runs `attention(q, k, v, **keywords)`, with what config, and why the others do not.
+    """Print, and return, which kernel runs `attention(q, k, v, **keywords)`, with what config, and why the others do not; of
+    e4m3 inputs, which runs `attention_fp8`.
 
     With inputs that require gradients, the choice for the backward is printed and returned as `.backward`.
     """
-    options = _options_of(q, k, v, backend=backend, **keywords)
-    explanation = dispatch.explain_problem(ops.describe(q, k, v, options), arch_of(q.device), backend)
-    if _wants_gradient(q, k, v, options.bias, options.sinks):
-        problem = ops.describe(q, k, v, options, "backward", ops.learned_of(options))
-        backward = dispatch.explain_problem(problem, arch_of(q.device), backend)
-        explanation = replace(explanation, backward=backward)
+    q, k, v, options = _asked(q, k, v, backend, keywords)
+    operands, arch = operands_of(q, k, v, options), arch_of(q.device)
+    explanation = dispatch.explain_problem(describe(operands, options), arch, backend)
+    if wants_gradient(q, k, v, options.bias, options.sinks):
+        problem = describe(operands, options, "backward", learned_of(options))
+        explanation = replace(explanation, backward=dispatch.explain_problem(problem, arch, backend))
     print(explanation)
     return explanation
 
@@ -106,16 +145,25 @@ def explain(
 def supports(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, backend: str | None = None, **keywords
 ) -> tuple[bool, list[str]]:
-    """Whether `attention(q, k, v, **keywords)` runs here (or on `backend`), and each backend's reason if it does not.
+    """Whether `attention(q, k, v, **keywords)` runs here (or on `backend`), and each backend's reason if it does not; of e4m3
+    inputs, whether `attention_fp8` does.
 
     Bad arguments are a reason too; this never raises for them.
     """
     try:
-        options = _options_of(q, k, v, backend=backend, **keywords)
+        q, k, v, options = _asked(q, k, v, backend, keywords)
     except (TypeError, ValueError) as error:
         return False, [str(error)]
-    explanation = dispatch.explain_problem(ops.describe(q, k, v, options), arch_of(q.device), backend)
+    explanation = dispatch.explain_problem(describe(operands_of(q, k, v, options), options), arch_of(q.device), backend)
     return explanation.chosen is not None, [f"{name}: {reason}" for name, reason in explanation.refusals]
+
+
+def _asked(q, k, v, backend: str | None, keywords: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Options]:
+    """What `attention`, or of e4m3 inputs `attention_fp8`, makes of its arguments."""
+    if getattr(q, "dtype", None) == torch.float8_e4m3fn:
+        return q, k, v, fp8.checked(q, k, v, backend=backend, **keywords)
+    q, k, v, score = _autocast(q, k, v, keywords.get("score"))
+    return q, k, v, options_of(q, k, v, backend=backend, **{**keywords, "score": score})
 
 
 def flash_attn_func(
@@ -195,9 +243,8 @@ def _flash_mask(causal: bool, window_size: Sequence[int]) -> Mask | None:
         left, right = window_size
     except (TypeError, ValueError):
         raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}") from None
+    left, right = (integer("window_size must hold two ints", side) for side in (left, right))
     for side in (left, right):
-        if not isinstance(side, int) or isinstance(side, bool):
-            raise TypeError(f"window_size must hold two ints, got {window_size!r}")
         if side < -1:
             raise ValueError(f"window_size must hold -1 (no bound) or sizes >= 0, got {window_size!r}")
     if causal:
@@ -208,11 +255,9 @@ def _flash_mask(causal: bool, window_size: Sequence[int]) -> Mask | None:
 
 
 def _score(softcap: float, alibi_slopes: torch.Tensor | None, learnable_sink: torch.Tensor | None) -> Score | None:
-    if not isinstance(softcap, (int, float)):
-        raise TypeError(f"softcap must be a number, got {type(softcap).__name__}")
-    if softcap == 0 and alibi_slopes is None and learnable_sink is None:
+    if isinstance(softcap, (int, float)) and softcap == 0 and alibi_slopes is None and learnable_sink is None:
         return None
-    return Score(softcap=float(softcap), alibi=alibi_slopes, sinks=learnable_sink)
+    return Score(softcap, alibi_slopes, sinks=learnable_sink)
 
 
 def _flash_result(result, return_attn_probs: bool):
@@ -223,237 +268,6 @@ def _flash_result(result, return_attn_probs: bool):
 
 
 def _check_packed(name: str, x: torch.Tensor, parts: int) -> None:
-    _check_tensor(name, x)
+    check_tensor(name, x)
     if x.dim() != 5 or x.shape[2] != parts:
         raise ValueError(f"{name} must have shape [batch, seqlen, {parts}, heads, head_dim], got {list(x.shape)}")
-
-
-# ---- checks
-
-
-def _options_of(
-    q, k, v, *, mask=None, score=None, scale=None, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None,
-    max_seqlen_kv=None, seqused_q=None, seqused_kv=None, dropout_p=0.0, return_lse=False, deterministic=False, backend=None,
-) -> ops.Options:  # fmt: skip
-    """`_options` from `attention`'s keywords, for `explain` and `supports`."""
-    return _options(
-        q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv,
-        deterministic, backend, dropout_p,
-    )  # fmt: skip
-
-
-def _options(
-    q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, deterministic,
-    backend, dropout_p=0.0,
-) -> ops.Options:  # fmt: skip
-    """Checked arguments of the operator, without the seed of dropout."""
-    mask = Mask() if mask is None else mask
-    score = Score() if score is None else score
-    if not isinstance(mask, Mask):
-        raise TypeError(f"mask must be a strobe mask such as Causal(), got {type(mask).__name__}")
-    if not isinstance(score, Score):
-        raise TypeError(f"score must be a strobe.Score, got {type(score).__name__}")
-    packed = cu_seqlens_q is not None or cu_seqlens_kv is not None
-    _check_qkv(q, k, v, packed)
-    if packed:
-        _check_cu_seqlens(q, cu_seqlens_q, cu_seqlens_kv)
-        max_seqlen_q = _max_seqlen("max_seqlen_q", max_seqlen_q, q.shape[0])
-        max_seqlen_kv = _max_seqlen("max_seqlen_k", max_seqlen_kv, k.shape[0])
-    elif max_seqlen_q is not None or max_seqlen_kv is not None:
-        raise ValueError("max_seqlen_q and max_seqlen_kv go with cu_seqlens; for dense q, k, v leave them None")
-    documents = _check_documents(mask, q, k, packed)
-    batch = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
-    _check_seqused("seqused_q", seqused_q, batch, q)
-    _check_seqused("seqused_k", seqused_kv, batch, q)
-    _check_alibi(score.alibi, batch, q)
-    _check_bias(score.bias, q, k, packed)
-    _check_sinks(score.sinks, q)
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic must be True or False, got {type(deterministic).__name__}")
-    check_probability("dropout_p", dropout_p)
-    if backend is not None:
-        _check_backend(backend, q, k, v, score.bias, score.sinks)
-    return ops.Options(
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        max_q=max_seqlen_q or 0,
-        max_kv=max_seqlen_kv or 0,
-        seqused_q=seqused_q,
-        seqused_kv=seqused_kv,
-        scale=_check_scale(scale, q.shape[-1]),
-        left=mask.left,
-        right=mask.right,
-        prefix=mask.prefix,
-        document_q=documents.q if documents else None,
-        document_kv=documents.kv if documents else None,
-        mask_function=_key(mask.function),
-        softcap=score.softcap,
-        alibi=score.alibi,
-        bias=score.bias,
-        sinks=score.sinks,
-        score_function=_key(score.function),
-        score_gradient=_key(score.function_gradient),
-        dropout=float(dropout_p),
-        deterministic=deterministic,
-        backend=backend,
-    )
-
-
-def _key(function: Function | Callable | None) -> str | None:
-    """How the operator takes a function, which a Mask or a Score made a Function."""
-    return function.key if isinstance(function, Function) else None
-
-
-def _check_tensor(name: str, x) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-
-
-def _check_qkv(q, k, v, packed: bool) -> None:
-    rank, layout = (3, "[total, heads, head_dim]") if packed else (4, "[batch, seqlen, heads, head_dim]")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, x)
-        if x.dim() != rank:
-            raise ValueError(f"{name} must have shape {layout}, got {list(x.shape)}")
-        if x.dtype not in _DTYPES:
-            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
-        if x.shape[-1] % 8 or not 8 <= x.shape[-1] <= 256:
-            raise ValueError(f"{name}: head dim must be a multiple of 8 from 8 to 256, got {x.shape[-1]}")
-        if x.stride(-1) != 1:
-            raise ValueError(f"{name} must be contiguous in its last dim (stride 1), got stride {x.stride(-1)}")
-    if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k must have q's head dim {q.shape[-1]}, got {k.shape[-1]}")
-    if v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(f"v must have k's shape but for the head dim, got {list(v.shape)} for k {list(k.shape)}")
-    if not packed and k.shape[0] != q.shape[0]:
-        raise ValueError(f"k must have q's batch {q.shape[0]}, got {k.shape[0]}")
-    heads_q, heads_kv = q.shape[-2], k.shape[-2]
-    if heads_q < 1 or heads_kv < 1 or heads_q % heads_kv:
-        raise ValueError(f"q's heads must be a multiple of k's, got {heads_q} and {heads_kv}")
-
-
-def _check_cu_seqlens(q, cu_seqlens_q, cu_seqlens_kv) -> None:
-    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_kv)):
-        _check_tensor(name, cu)
-        if cu.dtype != torch.int32:
-            raise TypeError(f"{name} must be int32, got {cu.dtype}")
-        if cu.dim() != 1 or cu.shape[0] < 1 or not cu.is_contiguous():
-            raise ValueError(f"{name} must be contiguous with shape [batch + 1], got {list(cu.shape)}")
-        if cu.device != q.device:
-            raise ValueError(f"{name} must be on q's device {q.device}, got {cu.device}")
-    if cu_seqlens_q.shape != cu_seqlens_kv.shape:
-        raise ValueError(
-            f"cu_seqlens_k must have cu_seqlens_q's shape {list(cu_seqlens_q.shape)}, got {list(cu_seqlens_kv.shape)}"
-        )
-
-
-def _max_seqlen(name: str, value, total: int) -> int:
-    if value is None:
-        return total
-    if isinstance(value, (bool, float, torch.Tensor)):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < 0:
-        raise ValueError(f"{name} must be 0 or more, got {value}")
-    return value
-
-
-def _check_documents(mask: Mask, q, k, packed: bool):
-    documents = mask.documents
-    if documents is None:
-        return None
-    if packed:
-        raise ValueError("mask: Document goes with dense q, k, v; packed sequences are separate documents already")
-    for name, ids, like in (("q", documents.q, q), ("kv", documents.kv, k)):
-        if tuple(ids.shape) != tuple(like.shape[:2]):
-            raise ValueError(f"mask: Document's {name} must have shape {list(like.shape[:2])}, got {list(ids.shape)}")
-        if ids.device != q.device:
-            raise ValueError(f"mask: Document's {name} must be on q's device {q.device}, got {ids.device}")
-    return documents
-
-
-def _check_alibi(alibi: torch.Tensor | None, batch: int, q) -> None:
-    if alibi is None:
-        return
-    _check_tensor("alibi_slopes", alibi)
-    if alibi.dtype != torch.float32:
-        raise TypeError(f"alibi_slopes must be float32, got {alibi.dtype}")
-    heads = q.shape[-2]
-    by_sequence = alibi.dim() == 2 and alibi.shape[0] == batch
-    if not (alibi.dim() == 1 or by_sequence) or alibi.shape[-1] != heads:
-        raise ValueError(f"alibi_slopes must have shape [{heads}] or [{batch}, {heads}], got {list(alibi.shape)}")
-    if alibi.device != q.device:
-        raise ValueError(f"alibi_slopes must be on q's device {q.device}, got {alibi.device}")
-    if alibi.requires_grad:
-        raise ValueError("alibi_slopes must not require a gradient: Strobe has none for them; pass alibi_slopes.detach()")
-
-
-def _check_bias(bias: torch.Tensor | None, q, k, packed: bool) -> None:
-    if bias is None:
-        return
-    _check_tensor("bias", bias)
-    if packed:
-        raise ValueError("bias goes with dense q, k, v, got packed sequences: a score function may compute it instead")
-    if bias.dtype not in (q.dtype, torch.float32):
-        raise TypeError(f"bias must be float32 or have q's dtype {q.dtype}, got {bias.dtype}")
-    shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    if bias.dim() != 4 or any(n != 1 and n != full for n, full in zip(bias.shape, shape, strict=True)):
-        raise ValueError(f"bias must have shape {list(shape)}, any of which may be 1, got {list(bias.shape)}")
-    _check_parameter("bias", bias, q)
-
-
-def _check_sinks(sinks: torch.Tensor | None, q) -> None:
-    if sinks is None:
-        return
-    _check_tensor("sinks", sinks)
-    if sinks.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(f"sinks must be float32, bfloat16 or float16, got {sinks.dtype}")
-    if tuple(sinks.shape) != (q.shape[-2],):
-        raise ValueError(f"sinks must have shape [{q.shape[-2]}], got {list(sinks.shape)}")
-    _check_parameter("sinks", sinks, q)
-
-
-def _check_parameter(name: str, x: torch.Tensor, q) -> None:
-    """A tensor that a model may have learned."""
-    if x.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
-
-
-def _check_seqused(name: str, used: torch.Tensor | None, batch: int, q) -> None:
-    if used is None:
-        return
-    _check_tensor(name, used)
-    if used.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {used.dtype}")
-    if tuple(used.shape) != (batch,) or not used.is_contiguous():
-        raise ValueError(f"{name} must be contiguous with shape [{batch}], got {list(used.shape)}")
-    if used.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {used.device}")
-
-
-def _check_scale(scale, head_dim: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"softmax_scale must be a number or None, got {type(scale).__name__}")
-    if not math.isfinite(scale):
-        raise ValueError(f"softmax_scale must be finite, got {scale}")
-    return float(scale)
-
-
-def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def _check_backend(backend: str, *tensors: torch.Tensor | None) -> None:
-    if backend not in dispatch.BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(dispatch.BACKENDS)} or None, got {backend!r}")
-    if backend in dispatch.FORWARD_ONLY and _wants_gradient(*tensors):
-        raise ValueError(
-            f"backend {backend!r} has no backward, and q, k or v (or a bias or sinks) require gradients: call it under "
-            "torch.no_grad(), "
-            "or leave backend=None and the best backward is chosen"
-        )

@@ -37,7 +37,7 @@ class Arch:
     threads_per_sm: int = 2048
     blocks_per_sm: int = 0
     smem_reserved: int = 0
-    """Of each block, for the driver."""
+    """Shared memory of each block that the driver takes."""
     smem_carveouts: tuple[int, ...] = ()
     """What a multiprocessor may set aside as shared memory, ascending; the rest of its memory is L1 cache."""
     tmem_columns: int = 0
@@ -49,17 +49,19 @@ class Arch:
 
     @property
     def fp8_flops(self) -> float:
-        """e4m3 and e5m2, where tensor cores take them: twice those of 16 bits, by the same sources."""
+        """e4m3 and e5m2 operations a second: where tensor cores take them twice those of 16 bits, by the same sources,
+        elsewhere 0."""
         return 2 * self.tensor_flops if self.capability >= 89 else 0.0
 
     @property
     def exp2_rate(self) -> float:
-        """exp2 a second: the special-function units do 16 a clock on each multiprocessor, on all archs here."""
+        """Exponentials a second: the special-function units do 16 a clock on each multiprocessor, on all archs here."""
         return 16 * self.sms * self.clock
 
     @property
     def smem_bandwidth(self) -> float:
-        """Bytes a second: 32 banks of 4 bytes a clock on each multiprocessor, on all archs here (Programming Guide)."""
+        """Bytes of shared memory a second: 32 banks of 4 bytes a clock on each multiprocessor, on all archs here (Programming
+        Guide)."""
         return 128 * self.sms * self.clock
 
     def __str__(self) -> str:

@@ -1,11 +1,11 @@
-"""Dropout: which weights of the softmax count as 0 (Srivastava et al. 2014), the others being divided by 1 - p.
+"""Dropout: which weights of the softmax count as 0 (Srivastava et al. 2014); the others are divided by 1 - p.
 
 Whether a pair is kept follows from the seed, the batch entry (or sequence), the query head, the row and the key alone, so it
 does not depend on tiles, on kernels or on the direction: a word of Philox 4x32-7 (Salmon et al. 2011, "Parallel random
 numbers: as easy as 1, 2, 3": seven rounds are the fewest that pass all tests) with the seed's two halves as its key.
 
-Philox makes four words at a time. They are of the rows i and i + 8 and the keys j and j + 8 of a square of 16: in results of
-tensor cores, whether rows by keys or transposed, one thread has these four. The counter is (key, row, head, batch), each 16
+Philox makes four words at a time. They belong to the rows i and i + 8 and the keys j and j + 8 of a square of 16: in results
+of tensor cores, whether rows by keys or transposed, one thread has these four. The counter is (key, row, head, batch), each 16
 rows or keys counted as 8. Kernels compute the same words in 32 bits (`kernels/common/philox.py`); here they are exact in int64,
 whose products wrap around.
 """
@@ -26,10 +26,10 @@ def dropout_mask(seed: torch.Tensor, p: float, batch: int, heads: int, n_q: int,
 
     Args:
         seed: int64 [1]. Attention draws it by `torch.randint(2**63 - 1, (1,), device=q.device)`, so after the same
-            `torch.manual_seed` this gives that of the next call.
+            `torch.manual_seed` this gives the seed of the next call.
         p: the share that is dropped, from 0 to below 1.
-        batch, heads, n_q, n_kv: of q and k. Of packed sequences: how many there are, and the longest; the mask of a shorter one
-            is the first rows and keys of its entry.
+        batch, heads, n_q, n_kv: the sizes of q and k. Where sequences are packed: their number, and the lengths of the longest;
+            the mask of a shorter one is the first rows and keys of its entry.
 
     Raises:
         ValueError, TypeError: naming the argument.
@@ -39,6 +39,11 @@ def dropout_mask(seed: torch.Tensor, p: float, batch: int, heads: int, n_q: int,
     if seed.dtype != torch.int64 or tuple(seed.shape) != (1,):
         raise ValueError(f"seed must be int64 with shape [1], got {seed.dtype} with shape {list(seed.shape)}")
     check_probability("p", p)
+    for name, size in (("batch", batch), ("heads", heads), ("n_q", n_q), ("n_kv", n_kv)):
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} must be an int, got {type(size).__name__}")
+        if size < 0:
+            raise ValueError(f"{name} must be 0 or more, got {size}")
     b, h, i, j = (torch.arange(n, device=seed.device) for n in (batch, heads, n_q, n_kv))
     return kept(seed, p, b[:, None, None, None], h[:, None, None], i[:, None], j)
 
@@ -51,13 +56,13 @@ def check_probability(name: str, p: float) -> None:
 
 
 def new_seed(device: torch.device) -> torch.Tensor:
-    """int64 [1] from torch's default generator of a device. Nothing waits for the device, and a CUDA graph that draws one draws
-    another at every replay."""
+    """A seed, int64 [1], from torch's default generator of a device. Nothing waits for the device, and a CUDA graph that draws
+    a seed draws another one at every replay."""
     return torch.randint(2**63 - 1, (1,), device=device)
 
 
 def threshold(p: float) -> int:
-    """Pairs with a lesser number in the upper 31 bits of their word are dropped; it fits an int32."""
+    """The number, an int32, below which a pair is dropped: what counts is the upper 31 bits of its word."""
     return int(p * 2**31)
 
 

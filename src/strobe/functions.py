@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from strobe import math
+from strobe.call.torch_internals import constant_when_compiled
 
 _MODULES = ("strobe.math", "triton.language")
-"""Modules that stand for `strobe.math`: a function that is written for Triton already may keep its names."""
+"""Names of the modules that count as `strobe.math`: a function that was written for Triton may keep its own."""
 
 _BUILTINS = {"abs": "abs", "min": "minimum", "max": "maximum"}
 """Python's name -> that of `strobe.math`, which takes tensors."""
@@ -39,12 +40,13 @@ class Function:
 
     name: str
     key: str
-    """Its name in operators, whose arguments cannot be functions; made of its source, so the same in every process."""
+    """Name of the function in operators, whose arguments cannot be functions; made of its source, so it is the same in every
+    process."""
     python: FunctionType = field(compare=False, repr=False)
-    """As the user wrote it, with the names that it had when it was given."""
+    """The function as the user wrote it, with the values that its names had when it was given."""
 
     def __call__(self, *arguments):
-        """On torch tensors."""
+        """Apply the function to torch tensors."""
         return _on_tensors(self)(*arguments)
 
     def __str__(self) -> str:
@@ -54,32 +56,26 @@ class Function:
 _known: dict[str, Function] = {}
 
 
-def _constant_when_compiled(function):
-    """What `torch.compiler.assume_constant_result` does, but that imports the whole compiler, and with it Triton."""
-    function._dynamo_marked_constant = True
-    return function
-
-
-@_constant_when_compiled
+@constant_when_compiled
 def score_function(given) -> Function:
-    """The Function of what a user gave for a score. TypeError where it is none."""
+    """The Function of what a user gave for a score. TypeError if it cannot be one."""
     return _function("score: function", given, ("score", "batch", "head", "q_index", "kv_index"))
 
 
-@_constant_when_compiled
+@constant_when_compiled
 def score_function_gradient(given) -> Function:
-    """The Function of what a user gave for a score function's derivative. TypeError where it is none."""
+    """The Function of what a user gave for a score function's derivative. TypeError if it cannot be one."""
     return _function("score: function_gradient", given, ("score", "batch", "head", "q_index", "kv_index"))
 
 
-@_constant_when_compiled
+@constant_when_compiled
 def mask_function(given) -> Function:
-    """The Function of what a user gave for a mask. TypeError where it is none."""
+    """The Function of what a user gave for a mask. TypeError if it cannot be one."""
     return _function("mask: function", given, ("batch", "head", "q_index", "kv_index"))
 
 
 def both(first: Function, second: Function) -> Function:
-    """The mask function that is true where two are."""
+    """The mask function that is true where both of two are."""
     if first == second:
         return first
     a, b = first.python, second.python
@@ -122,13 +118,13 @@ def _function(what: str, given, parameters: tuple[str, ...]) -> Function:
 
 
 def _unwrapped(given):
-    """The Python function within triton.jit or gluon.jit."""
+    """The Python function within triton.jit or gluon.jit; anything else as it is."""
     inner = getattr(given, "fn", given)
     return inner if isinstance(inner, FunctionType) else given
 
 
 def _key(what: str, function: FunctionType) -> str:
-    """name@hash of its source and of all that it names."""
+    """The key of a function: name@hash of its source and of everything that it names."""
     digest = hashlib.sha256(_source(what, function.__code__).encode())
     for name, value in sorted(_outside(function).items()):
         digest.update(f"{name}={_described(what, function, name, value)}\n".encode())
@@ -139,6 +135,8 @@ def _key(what: str, function: FunctionType) -> str:
 def _source(what: str, code: CodeType) -> str:
     if any(isinstance(constant, CodeType) for constant in code.co_consts):
         raise TypeError(f"{what} must not define functions within itself (nor use comprehensions), as {code.co_name} does")
+    if any(one.opname == "IMPORT_NAME" for one in dis.get_instructions(code)):
+        raise TypeError(f"{what} must not import within itself, as {code.co_name} does: import strobe.math beside it")
     try:
         return inspect.getsource(code)
     except OSError:
@@ -146,7 +144,7 @@ def _source(what: str, code: CodeType) -> str:
 
 
 def _described(what: str, function: FunctionType, name: str, value) -> str:
-    """What a name stands for, as text. TypeError if it is nothing that kernels know."""
+    """The value of a name, as text. TypeError if kernels cannot know it."""
     if isinstance(value, (bool, int, float)):
         return repr(value)
     if isinstance(value, ModuleType) and value.__name__ in ("strobe", *_MODULES):
@@ -176,7 +174,7 @@ def _global_names(code: CodeType) -> tuple[str, ...]:
 
 
 def _outside(function: FunctionType) -> dict[str, Any]:
-    """The names that a function uses and does not make, with their values now."""
+    """The names that a function uses and does not define itself, with their values now."""
     known_names = vars(builtins) | function.__globals__
     names = {name: known_names[name] for name in _global_names(function.__code__) if name in known_names}
     return names | _cells(function)
@@ -188,7 +186,7 @@ def _cells(function: FunctionType) -> dict[str, Any]:
 
 
 def _frozen(function: FunctionType) -> FunctionType:
-    """A copy that keeps the values which its names have now."""
+    """A copy of the function that keeps the values which its names have now."""
 
     def change(value):
         helper = _unwrapped(value)
@@ -208,7 +206,7 @@ def _copy(function: FunctionType, change: Callable[[Any], Any]) -> FunctionType:
 
 
 def _try(what: str, function: Function, parameters: tuple[str, ...]) -> None:
-    """Call it for a tile of 2 rows and 3 keys. TypeError if it fails, or does not return what it should."""
+    """Call the function for a tile of 2 rows and 3 keys. TypeError if it fails, or does not return what it should."""
     tile = {"score": torch.zeros(1, 1, 2, 3), "q_index": torch.arange(2)[:, None], "kv_index": torch.arange(3)[None, :]}
     number = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     try:
@@ -233,8 +231,8 @@ def translated(
     compiled: Callable[[FunctionType], Any] = lambda f: f,
     constant: Callable[[Any], Any] = lambda x: x,
 ):
-    """`compiled` of a copy of the function that has `namespace` for `strobe.math`, `constant(x)` for numbers x, and its own
-    copies, translated alike, of the functions that it calls."""
+    """`compiled(copy)` of a copy of the function in which `namespace` stands for `strobe.math` and `constant(x)` for a number
+    x; the functions that it calls are translated in the same way."""
 
     def change(value):
         if isinstance(value, (bool, int, float)):
@@ -249,7 +247,7 @@ def translated(
 
 
 def _package_with(namespace: ModuleType) -> ModuleType:
-    """What `strobe` stands for: the package, of which there is `strobe.math` alone."""
+    """A package that stands for `strobe` and holds `strobe.math` alone."""
     package = ModuleType("strobe")
     package.math = namespace  # type: ignore[attr-defined]
     return package

@@ -95,6 +95,10 @@ MAX_BOUND = 1 << 30
 """Positions and bounds are int32 on the device: no sequence may be this long, so a larger bound says no more than this."""
 
 
+_MAX_INT64 = (1 << 63) - 1
+"""Operators take bounds as int64."""
+
+
 class TileClass(Enum):
     """What a mask leaves of a tile of scores: kernels skip EMPTY tiles and run FULL ones without a mask."""
 
@@ -109,6 +113,10 @@ class Documents:
 
     q: torch.Tensor
     kv: torch.Tensor
+
+
+SOME_DOCUMENTS = Documents(None, None)  # type: ignore[arg-type]
+"""What a mask holds that is a fact of a problem: that there are documents, and not which."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +135,10 @@ class Mask:
             if value is None or isinstance(value, torch.SymInt):
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"mask: {name} must be an int or None, got {value!r}")
+                raise TypeError(f"mask: {name} must be an int or None, got {' '.join(repr(value).split())}")
             if value < 0:
                 raise ValueError(f"mask: {name} must be 0 or more (None for no bound), got {value}")
+            object.__setattr__(self, name, min(value, _MAX_INT64))
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
@@ -292,17 +301,36 @@ def Visible(function: Callable) -> Mask:
 
 
 def Document(q: torch.Tensor, kv: torch.Tensor | None = None) -> Mask:
-    """A query sees the keys of its own document: integer tensors [batch, n_q] and [batch, n_kv] (kv=None: the same)."""
+    """A query sees the keys of its own document: integer tensors [batch, n_q] and [batch, n_kv] (kv=None: the same).
+
+    Any numbers of any integer dtype, of which kernels take int32: wider ones are numbered anew for each batch entry, in their
+    order, which sorts them once when the mask is made.
+    """
     kv = q if kv is None else kv
     for name, ids in (("q", q), ("kv", kv)):
-        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
-            raise TypeError(
-                f"Document: {name} must be an int32 or int64 tensor, got {getattr(ids, 'dtype', type(ids).__name__)}"
-            )
+        if not isinstance(ids, torch.Tensor) or ids.dtype.is_floating_point or ids.dtype.is_complex:
+            raise TypeError(f"Document: {name} must be an integer tensor, got {getattr(ids, 'dtype', type(ids).__name__)}")
+        if ids.is_nested or ids.layout is not torch.strided:
+            raise TypeError(f"Document: {name} must be a dense tensor, got a nested or sparse one")
         if ids.dim() != 2:
             raise ValueError(f"Document: {name} must have shape [batch, length], got {list(ids.shape)}")
-    q32 = q.to(torch.int32)
-    return Mask(documents=Documents(q32, q32 if kv is q else kv.to(torch.int32)))
+    if q.dtype in _FIT_INT32 and kv.dtype in _FIT_INT32:
+        q32 = q.to(torch.int32)
+        return Mask(documents=Documents(q32, q32 if kv is q else kv.to(torch.int32)))
+    return Mask(documents=Documents(*_numbered_anew(q, kv)))
+
+
+_FIT_INT32 = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32)
+
+
+def _numbered_anew(q: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Document numbers as int32: in each batch entry the least of q and kv is 0, the next one 1. Nothing waits for a GPU."""
+    ids = q.long() if kv is q else torch.cat([q.long(), kv.long()], 1)
+    ids, places = ids.sort(1)
+    new = torch.zeros_like(ids, dtype=torch.int32)
+    new[:, 1:] = (ids[:, 1:] != ids[:, :-1]).cumsum(1)
+    new = torch.empty_like(new).scatter_(1, places, new)
+    return (new, new) if kv is q else (new[:, : q.shape[1]].contiguous(), new[:, q.shape[1] :].contiguous())
 
 
 def with_documents(mask: Mask, q: torch.Tensor | None, kv: torch.Tensor | None) -> Mask:

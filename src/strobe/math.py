@@ -21,12 +21,12 @@ abs, exp, exp2, log, log2, sqrt, tanh, where = (
 
 
 def minimum(a, b):
-    """The lesser of two numbers; one of them may be a Python number."""
+    """The lesser of two tensors, or of a tensor and a Python number."""
     return torch.minimum(*_both(a, b))
 
 
 def maximum(a, b):
-    """The greater of two numbers; one of them may be a Python number."""
+    """The greater of two tensors, or of a tensor and a Python number."""
     return torch.maximum(*_both(a, b))
 
 

@@ -1,19 +1,18 @@
 """AttentionProblem: the one description of an attention that every part of Strobe takes.
 
-It holds what the host knows without asking the GPU. The values of cu_seqlens and seqused stay on the device; document
-numbers, slopes, biases and sinks ride along as tensors inside the mask and the score, which only the reference reads on the
-host.
+It holds facts that the host knows without asking the GPU, and no tensor: it has a hash, and what is equal runs the same
+kernels. The tensors travel beside it, by name, as `Operands`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
 
-from strobe.masks import Mask
-from strobe.scores import Score
+from strobe.masks import SOME_DOCUMENTS, Documents, Mask
+from strobe.scores import SCORE_TENSORS, Score, ScoreFacts
 
 Phase = Literal["forward", "backward"]
 
@@ -61,7 +60,9 @@ Lengths = Dense | Varlen
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """out = softmax(score(scale * q k^T), mask) v, for heads_q query heads that share heads_kv key heads (GQA)."""
+    """out = softmax(score(scale * q k^T), mask) v, for heads_q query heads that share heads_kv key heads (GQA).
+
+    Of a mask with documents, and of a `Score`, it keeps the facts alone (`SOME_DOCUMENTS`, `ScoreFacts`)."""
 
     lengths: Lengths
     heads_q: int
@@ -71,7 +72,7 @@ class AttentionProblem:
     dtype: torch.dtype
     scale: float
     mask: Mask = field(default_factory=Mask)
-    score: Score = field(default_factory=Score)
+    score: ScoreFacts = field(default_factory=ScoreFacts)
     phase: Phase = "forward"
     unaligned: tuple[str, ...] = ()
     """Names of the tensors that a TMA descriptor cannot address (base or a stride not a multiple of 16 bytes)."""
@@ -84,6 +85,12 @@ class AttentionProblem:
     learned: tuple[str, ...] = ()
     """Which of the score's tensors a backward finds gradients for beside those of q, k and v: "bias", "sinks"."""
 
+    def __post_init__(self):
+        if isinstance(self.score, Score):
+            object.__setattr__(self, "score", self.score.facts())
+        if self.mask.documents is not None:
+            object.__setattr__(self, "mask", replace(self.mask, documents=SOME_DOCUMENTS))
+
     @property
     def group(self) -> int:
         """Query heads per key head."""
@@ -92,6 +99,42 @@ class AttentionProblem:
     @property
     def varlen(self) -> bool:
         return isinstance(self.lengths, Varlen)
+
+    @property
+    def q_shape(self) -> tuple[int, ...]:
+        return *self._rows, self.heads_q, self.head_dim
+
+    @property
+    def k_shape(self) -> tuple[int, ...]:
+        return *self._keys, self.heads_kv, self.head_dim
+
+    @property
+    def v_shape(self) -> tuple[int, ...]:
+        return *self._keys, self.heads_kv, self.head_dim_v
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return *self._rows, self.heads_q, self.head_dim_v
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """bfloat16 for inputs of 8 bits, else theirs."""
+        return torch.bfloat16 if self.dtype.itemsize == 1 else self.dtype
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no pair of a query and a key."""
+        return 0 in (self.lengths.batch, self.heads_q, *self._rows, *self._keys, self.lengths.seqlen_q, self.lengths.seqlen_kv)
+
+    @property
+    def _rows(self) -> tuple[int, ...]:
+        lengths = self.lengths
+        return (lengths.total_q,) if isinstance(lengths, Varlen) else (lengths.batch, lengths.seqlen_q)
+
+    @property
+    def _keys(self) -> tuple[int, ...]:
+        lengths = self.lengths
+        return (lengths.total_kv,) if isinstance(lengths, Varlen) else (lengths.batch, lengths.seqlen_kv)
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}, {self.head_dim_v}"
@@ -105,8 +148,8 @@ class AttentionProblem:
 
 
 class Operands(NamedTuple):
-    """The tensors of a problem; cu_seqlens only if it is varlen, seqused (either or both) only if it says so, and the seed, an
-    int64 [1], only if it has dropout."""
+    """The tensors of a problem, by name. Those after v are None where the problem has no such thing: cu_seqlens if it is not
+    varlen, seqused (either or both) if it does not say so, the seed, an int64 [1], without dropout, and so on."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -115,15 +158,59 @@ class Operands(NamedTuple):
     cu_seqlens_kv: torch.Tensor | None = None
     seqused_q: torch.Tensor | None = None
     seqused_kv: torch.Tensor | None = None
+    document_q: torch.Tensor | None = None
+    document_kv: torch.Tensor | None = None
+    alibi: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    q_descale: torch.Tensor | None = None
+    k_descale: torch.Tensor | None = None
+    v_descale: torch.Tensor | None = None
     seed: torch.Tensor | None = None
 
 
+OPTIONAL = Operands._fields[3:]
+"""The names of the tensors of a problem beside q, k and v; the last one is the seed of dropout."""
+
+LEARNED = ("bias", "sinks")
+"""The names of those that have gradients."""
+
+
+class Upstream(NamedTuple):
+    """What a backward takes beside the operands: the forward's results, and the gradients of a loss with respect to them."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None = None
+
+
+def with_tensors(problem: AttentionProblem, operands: Operands) -> tuple[Mask, Score]:
+    """The problem's mask and score, with their tensors."""
+    mask, score = problem.mask, problem.score
+    if operands.document_q is not None and operands.document_kv is not None:
+        mask = replace(mask, documents=Documents(operands.document_q, operands.document_kv))
+    tensors = {name: getattr(operands, name) for name in SCORE_TENSORS}
+    return mask, Score(score.softcap, function=score.function, function_gradient=score.function_gradient, **tensors)
+
+
 class Gradients(NamedTuple):
-    """Of a loss with respect to a problem's tensors, each of its tensor's shape and dtype; None where nobody asked for it."""
+    """Gradients of a loss with respect to a problem's tensors. Each has the shape and dtype of its tensor, and is None where
+    nobody asked for it."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+
+
+class Tangents(NamedTuple):
+    """The direction of a derivative: of a problem's tensors, each of its tensor's shape and dtype; None is 0."""
+
+    q: torch.Tensor | None = None
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
 
@@ -134,18 +221,13 @@ def addressable(x: torch.Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
 
 
-def zero_bias(problem: AttentionProblem, bias: torch.Tensor) -> torch.Tensor:
-    """What the gradient of a bias is written to; no tile writes to pairs that nobody sees. A bias that is repeated has its
-    gradient added up there, in float32 and in no order, or, deterministic, in an order by `summed_bias`: every pair has a place
-    of its own then."""
-    every_pair = bias_shape(problem)
-    repeated = bias.shape != every_pair
-    shape = every_pair if problem.deterministic else bias.shape
-    return torch.zeros(shape, dtype=torch.float32 if repeated else bias.dtype, device=bias.device)
+def made_addressable(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy that a TMA descriptor can address. (A contiguous tensor may begin anywhere, so `x.contiguous()` is none.)"""
+    return x if addressable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def summed_bias(dbias: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The gradient of a bias, of its shape and dtype, from what the kernels left in `zero_bias`."""
+    """The gradient of a bias, of its shape and dtype, from that of the pairs."""
     return dbias.sum_to_size(bias.shape).to(bias.dtype)
 
 

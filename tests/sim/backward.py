@@ -1,50 +1,33 @@
-"""The Hopper backward on the CPU: what runs before and after it in Triton's interpreter, the kernel itself in the simulator."""
+"""The launches of a Hopper backward in the simulator, one after the other as in a stream."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import NamedTuple
 
-import torch
-import triton.language as tl
 from problems import Results, Tensors, check, describe, formula, upstream
 
-from strobe.kernels.sm90 import backward, backward_ends, backward_launch, backward_split
+from strobe.kernels.common.call import Tensors as CallTensors
+from strobe.kernels.sm90 import backward, backward_launch, backward_split
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
-from strobe.kernels.workspace import Workspace
-from strobe.problem import Gradients, summed_bias
+from strobe.problem import Gradients, Upstream, summed_bias
+from strobe.sim import simulate
 from strobe.sim.attention import backward_launch as kernel_launch
-from strobe.sim.attention import spans_of, split_backward_launches
+from strobe.sim.attention import spans_of, split_backward_launches, unfilled_gradients, unwritten
 from strobe.sim.machine import Report
-
-
-@contextlib.contextmanager
-def interpreter() -> Iterator[None]:
-    """Triton's interpreter, which replaces the language by its own and, where a function calls another, leaves it replaced."""
-    things = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.core.tensor_descriptor_base)
-    before = [(thing, dict(vars(thing))) for thing in things]
-    try:
-        yield
-    finally:
-        for thing, members in before:
-            for name, member in members.items():
-                if vars(thing)[name] is not member:
-                    setattr(thing, name, member)
 
 
 class Left(NamedTuple):
     """What the launches leave, and the report of the main kernel."""
 
     grads: Gradients
-    space: backward_launch.Buffers
+    tensors: CallTensors
     report: Report
 
 
 class Backward:
-    """All three launches of a backward, for the inputs t. ctas: how many share the blocks. kernels: the module of the main
+    """The three launches of a backward, for the inputs t. ctas: how many share the blocks. kernels: the module of the main
     kernel."""
 
     def __init__(self, t: Tensors, config: Config | SplitConfig, ctas: int = 1, kernels: ModuleType = backward):
@@ -54,37 +37,40 @@ class Backward:
         exact = formula(t)
         dout, dlse = upstream(exact.out, exact.lse)
         half = t.q.dtype
-        self.given = exact.out.to(half), exact.lse.float(), dout.to(half), dlse.float()
+        self.given = Upstream(exact.out.to(half), exact.lse.float(), dout.to(half), dlse.float())
 
     def run(self, order: str, seed: int) -> Report:
         """AssertionError if the gradients are wrong, or notes or counters are left."""
-        grads, space, report = self.simulate(order, seed)
-        dbias = {} if grads.bias is None else {"dbias": summed_bias(grads.bias, self.problem.score.bias)}
+        grads, tensors, report = self.simulate(order, seed)
+        dbias = {} if grads.bias is None else {"dbias": summed_bias(grads.bias, self.operands.bias)}
         check(Results(None, None, grads.q, grads.k, grads.v, **dbias), self.t, ("dq", "dk", "dv", *dbias))
-        assert not (space.key_notes.any() or space.row_notes.any() or space.counters.any())
+        assert not (tensors.key_notes.any() or tensors.row_notes.any() or tensors.counters.any())
         return report
 
     def simulate(self, order: str, seed: int) -> Left:
-        problem, operands, config, space = self.problem, self.operands, self.config, self._space()
-        grid, _, arguments = backward_launch.prepare_arguments(problem, operands, *self.given, space, config)
-        with interpreter():
-            backward_ends.prepare[grid](**arguments)
-        launch, grads = kernel_launch(self.kernels, problem, operands, self.given[2], space, config, self.ctas)
-        report = launch.simulate(order, seed)
-        grid, _, arguments = backward_launch.convert_arguments(problem, operands, grads.q, space, config)
-        with interpreter():
-            backward_ends.convert[grid](**arguments)
-        return Left(grads, space, report)
+        tensors = self._tensors()
+        launch = kernel_launch(self.kernels, self.problem, tensors, self.config, self.ctas)
+        report = launch.simulate(order, seed, after=self._prepared(tensors))
+        call = backward_launch.convert_call(self.problem, tensors, self.config)
+        simulate(call.kernel, call.grid, after=report, **call.keywords)
+        return Left(_gradients(tensors), tensors, report)
 
-    def _space(self) -> backward_launch.Buffers:
-        notes = sum(backward_launch.number_of_notes(self.problem))
-        zeros = Workspace(torch.zeros(16, dtype=torch.int32), torch.zeros(notes, dtype=torch.int32))
-        space = backward_launch.buffers(self.problem, self.config, torch.device("cpu"), zeros)
-        if documents := self.problem.mask.documents:
-            space.key_spans.copy_(spans_of(documents.kv, documents.q))
-            if space.row_spans is not None:
-                space.row_spans.copy_(spans_of(documents.q, documents.kv))
-        return space
+    def _prepared(self, tensors: CallTensors) -> Report:
+        call = backward_launch.prepare_call(self.problem, tensors, self.config)
+        return simulate(call.kernel, call.grid, **call.keywords)
+
+    def _tensors(self) -> CallTensors:
+        made = unwritten(backward_launch.buffers(self.problem, self.config)) | unfilled_gradients(self.problem)
+        tensors = CallTensors(**self.operands._asdict(), **self.given._asdict(), **made)
+        if tensors.document_q is not None:
+            tensors.key_spans = spans_of(tensors.document_kv, tensors.document_q)
+            if tensors.row_spans is not None:
+                tensors.row_spans = spans_of(tensors.document_q, tensors.document_kv)
+        return tensors
+
+
+def _gradients(tensors: CallTensors) -> Gradients:
+    return Gradients(tensors.dq, tensors.dk, tensors.dv, tensors.dbias)
 
 
 class SplitBackward(Backward):
@@ -95,11 +81,8 @@ class SplitBackward(Backward):
 
     def simulate(self, order: str, seed: int) -> Left:
         """The report is of the keys pass."""
-        problem, operands, config, space = self.problem, self.operands, self.config, self._space()
-        grid, _, arguments = backward_launch.prepare_arguments(problem, operands, *self.given, space, config)
-        with interpreter():
-            backward_ends.prepare[grid](**arguments)
-        keys, rows, grads = split_backward_launches(self.kernels, problem, operands, self.given[2], space, config)
-        report = keys.simulate(order, seed)
-        rows.simulate(order, seed)
-        return Left(grads, space, report)
+        tensors = self._tensors()
+        keys, rows = split_backward_launches(self.kernels, self.problem, tensors, self.config)
+        report = keys.simulate(order, seed, after=self._prepared(tensors))
+        rows.simulate(order, seed, after=report)
+        return Left(_gradients(tensors), tensors, report)

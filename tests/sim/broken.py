@@ -10,16 +10,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from problems import Case, Results, Tensors, check, describe, tensors
 
-from strobe.sim import SimulationError
+from strobe.sim import SimulationError, attention
 from strobe.sim.attention import forward_launch
 
 ORDERS = (("in_order", 0), ("random", 1), ("random", 2), ("late", 0), ("early", 0))
 """Orders, with seeds, in each of which a mistake must be found."""
+
+SM100_HOST = "strobe.kernels.sm100.launch"
 
 UNEVEN = tuple(("uneven", number) for number in range(4))
 """Each partition in turn is left behind by the others."""
@@ -100,11 +103,24 @@ def assert_found_in_some_order(bug: Bug, folder: Path) -> None:
 def _run(bug: Bug, folder: Path) -> Run:
     """Runs the broken kernel in an order and checks its numbers."""
     kernel = _altered(bug.module, bug.edits, folder)
+    if bug.module == SM100_HOST:
+        return _by_host(bug, kernel, folder)
     if bug.module != bug.kernel.module:
         kernel = _with_helper(bug.kernel.module, bug.module, kernel, folder)
     t = tensors(bug.case or bug.kernel.case, torch.float16)
     config = replace(bug.kernel.config, **bug.config)
     return (bug.kernel.start or _forward)(kernel, bug, t, config)
+
+
+def _by_host(bug: Bug, host: ModuleType, folder: Path) -> Run:
+    """Runs the kernel as it is, with the arguments of a broken host half."""
+    run = _run(replace(bug, module=bug.kernel.module, edits=()), folder)
+
+    def by_host(order: str, seed: int) -> None:
+        with mock.patch.object(attention, "sm100_launch", host):
+            run(order, seed)
+
+    return by_host
 
 
 def _forward(kernel: ModuleType, bug: Bug, t: Tensors, config) -> Run:

@@ -59,6 +59,10 @@ CASES = [
     (case(140, 300, 128, batch=4, packed=True), FP16, D128),
     (case(150, 170, 96, batch=3, packed=True, mask="window"), BF16, D96),
     (case(140, 300, 192, head_dim_v=128, batch=4, packed=True, mask="window"), BF16, D192),
+    # Of some entries less is used, or nothing: 0 goes to what is left.
+    (case(150, 170, 64, batch=4, seqused=True, mask="causal"), FP16, D64),
+    (case(100, 140, 128, batch=4, seqused=True), BF16, D128),
+    (case(100, 140, 192, head_dim_v=128, batch=4, packed=True, seqused=True), FP16, D192),
     # What changes scores.
     (case(200, 300, 64, heads=(2, 1), softcap=3.0, alibi=True, mask="causal"), FP16, D64_PLAIN),
     (case(90, 150, 96, heads=(2, 1), alibi=True), BF16, D96),
@@ -70,6 +74,7 @@ CASES = [
     (case(150, 170, 64, heads=(2, 1), batch=2, mask="all"), BF16, D64),
     (case(150, 170, 96, heads=(2, 1), mask="functions"), FP16, D96),
     (case(150, 170, 192, heads=(2, 1), head_dim_v=128, mask="documents"), BF16, D192),
+    (case(150, 170, 192, heads=(2, 1), head_dim_v=128, mask="function"), FP16, D192),
     (case(150, 170, 64, heads=(2, 1), batch=2, dropout=0.3, mask="causal"), BF16, D64_PLAIN),
     (case(150, 170, 128, heads=(2, 1), dropout=0.3, function=True, alibi=True), FP16, D128_PLAIN),
     (case(150, 170, 192, heads=(2, 1), head_dim_v=128, dropout=0.2, function=True), FP16, D192),
@@ -105,6 +110,25 @@ def test_a_bias_may_be_repeated(of_both, shape):
         kernels(replace(t, keywords=t.keywords | {"deterministic": True}), config).run("random", 1)
 
 
+OF_BOTH = {"one pass": (Backward, D64), "two passes": (SplitBackward, SplitConfig(64, 64))}
+
+
+@pytest.mark.parametrize("name", OF_BOTH)
+def test_what_is_not_used_gets_0(name):
+    """Whatever it holds."""
+    unused_gets_0(name, "random", 1)
+
+
+def unused_gets_0(name: str, order: str, seed: int) -> None:
+    kernels, config = OF_BOTH[name]
+    t = tensors(case(100, 140, 64, batch=4, seqused=True, mask="causal"), FP16)
+    unused = [(batch, slice(n, None)) for batch, n in enumerate(t.keywords["seqused_kv"].tolist())]
+    for place in unused:
+        t.k[place] = t.v[place] = torch.nan
+    grads = kernels(t, config).simulate(order, seed).grads
+    assert not any(grad[place].any() for grad in (grads.k, grads.v) for place in unused)
+
+
 @pytest.mark.parametrize("ctas", [2, 5, 12])
 @pytest.mark.parametrize("mask, config", [("causal", D64), ("full", D128)], ids=short)
 def test_ctas_share_the_blocks(mask, config, ctas):
@@ -125,10 +149,10 @@ def test_heads_in_several_bundles(of_both, monkeypatch):
 def test_notes_tell_who_met_a_nan():
     """A NaN in dO of row 10: the keys of its tile, each 64 of them, and the 64 rows around it."""
     backward = Backward(tensors(case(300, 300, 64, mask="causal"), FP16), D64)
-    backward.given[2][:, 10] = torch.nan
-    space = backward.simulate("in_order", 0).space
-    assert space.key_notes.tolist() == [1, 1, 0, 0, 0]
-    assert space.row_notes.tolist() == [1, 0, 0, 0, 0]
+    backward.given.dout[:, 10] = torch.nan
+    left = backward.simulate("in_order", 0).tensors
+    assert left.key_notes.tolist() == [1, 1, 0, 0, 0]
+    assert left.row_notes.tolist() == [1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("config", [D64, D128], ids=short)

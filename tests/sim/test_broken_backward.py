@@ -12,6 +12,7 @@ from strobe.kernels.sm90.backward_config import Config
 from strobe.sim import BarrierMisuse, Deadlock, DoubleWrite, MissingFence, Race, Unfinished, Uninitialised
 
 BACKWARD = "strobe.kernels.sm90.backward"
+TILES, SCORES, STORES = (f"{BACKWARD}_{name}" for name in ("tiles", "scores", "stores"))
 # Three blocks, which three, two and one tile of two heads see.
 CAUSAL = Case(300, 300, batch=1, heads_q=2, heads_kv=1, head_dim=64, mask="causal")
 KERNEL = Kernel(
@@ -27,60 +28,71 @@ ODD = replace(CAUSAL, heads_q=1)
 BLIND = replace(CAUSAL, n_q=100, n_kv=600, mask="window")
 # Blocks beyond the ends of shorter sequences, which are passed over.
 PACKED = replace(CAUSAL, batch=4, packed=True)
+# Rows and keys that exist and are not used.
+USED = replace(CAUSAL, n_q=150, n_kv=170, batch=3, seqused=True)
 TOO_EARLY = (Race, Uninitialised)
 WRONG_PHASE = (Race, Uninitialised, Deadlock, BarrierMisuse)
 LOST = (*WRONG_PHASE, MissingFence, DoubleWrite, AssertionError)
 """Of wrong tiles: whatever comes of it, the numbers at the latest."""
 
 NUMBER_EMPTY_WAIT = "    mbarrier.wait(memory.number_empty.index(slot), ((turn // SLOTS) & 1) ^ 1)\n"
-NUMBER = "    memory.number.index(slot).store(gl.full([1], 0, gl.int32, one(1)) + number)\n"
+NUMBER = "    memory.number.index(slot).store(gl.full([1], 0, gl.int32, scalar_layout(1)) + number)\n"
 NUMBER_FULL = "    mbarrier.arrive(memory.number_full.index(slot), count=1)\n"
 NUMBER_FULL_WAIT = "    mbarrier.wait(memory.number_full.index(slot), (turn // SLOTS) & 1)\n"
-NUMBER_READ = "    number = gl.max(memory.number.index(slot).load(one(4)), 0)\n"
+NUMBER_READ = "    number = gl.max(memory.number.index(slot).load(scalar_layout(4)), 0)\n"
 NUMBER_EMPTY = "    mbarrier.arrive(memory.number_empty.index(slot), count=1)\n"
-NEXT_NUMBER = "gl.atomic_add(counters, 1) + gl.num_programs(0)"
-K_EMPTY_WAIT = "                mbarrier.wait(memory.k.empty.index(0), (block & 1) ^ 1)\n"
-V_EMPTY_WAIT = "        mbarrier.wait(memory.v.empty.index(half), (block & 1) ^ 1)\n"
-TILE_EMPTY_WAIT = "    mbarrier.wait(memory.empty.index(stage), phase_of(g) ^ 1)\n"
-FIRST_TILE_COPY = "            copy_tile(0, g, q_desc, do_desc, statistics_desc, work, heads, memory, C)\n"
-K_COPY = "            copy_k(k_desc, block, work, memory, C)\n"
-STATISTICS_BYTES = "    mbarrier.expect(full, C.statistics_bytes)\n"
+NEXT_NUMBER = "gl.atomic_add(K.counters, 1) + gl.num_programs(0)"
+K_EMPTY_WAIT = "                mbarrier.wait(K.memory.k.empty.index(0), (block & 1) ^ 1)\n"
+V_EMPTY_WAIT = "        mbarrier.wait(K.memory.v.empty.index(half), (block & 1) ^ 1)\n"
+TILE_EMPTY_WAIT = "    mbarrier.wait(K.memory.empty.index(stage), phase_of(g) ^ 1)\n"
+FIRST_TILE_COPY = "            copy_tile(K, 0, g, work)\n"
+K_COPY = "            copy_k(K, block, work)\n"
+STATISTICS_BYTES = "    mbarrier.expect(full, K.C.statistics_bytes)\n"
 TILE_BARRIERS = "make_barriers(STAGES, 3),\n        make_barriers(STAGES, 2),\n"
 
-K_WAIT = "    mbarrier.wait(memory.k.full.index(k_stage), (block // C.k_stages) & 1)\n"
-V_WAIT = "    mbarrier.wait(memory.v.full.index(w), block & 1)\n"
-FIRST_PRODUCTS = "    s = start_products_held(half_of(memory.k.part(at_k), w), held_k, q)\n    s = subtract("
-TILE_WAIT = "    mbarrier.wait(memory.full.index(stage), phase_of(g))\n" + FIRST_PRODUCTS
+K_WAIT = "    mbarrier.wait(K.memory.k.full.index(k_stage), (block // K.C.k_stages) & 1)\n"
+V_WAIT = "    mbarrier.wait(K.memory.v.full.index(w), block & 1)\n"
+FIRST_PRODUCTS = "    s = start_products_held(half_of(K.memory.k.part(at_k), w), held_k, q)\n    s = subtract("
+TILE_WAIT = "    mbarrier.wait(K.memory.full.index(stage), phase_of(g))\n" + FIRST_PRODUCTS
 DP_READY = "    dp, p = warpgroup_mma_wait(0,"
 DS_WAIT = "    await_ds(w, stage ^ 1, g > first)\n    dq = start_dq("
 LAST_DS_WAIT = "    await_ds(w, stage_of(g), True)\n"
 DS_STORE = "    memory.ds.index(parity).slice(w * HALF, HALF).store(ds)\n"
 DS_FENCE = DS_STORE + "    fence_async_shared()\n"
-DQ_READY = "    dq = warpgroup_mma_wait(C.products_v + C.products, deps=[dq])\n"
+DQ_READY = "    dq = warpgroup_mma_wait(K.C.products_v + K.C.products, deps=[dq])\n"
 ANNOUNCEMENT = "    announce(DS_READY + 2 * (1 - w) + parity)\n"
 DS_ANNOUNCED = "    announce_ds(w, stage)\n"
 DQ_LEFT = "    tma_store_wait(0)  # what was in memory.dq has left\n"
 LAST_DQ_READY = "    dq = warpgroup_mma_wait(0, deps=[dq])\n"
 LAST_DQ_LEFT = "    tma_store_wait(0)\n    partition_barrier()\n    give_dq"
-LAST_DQ = "            give_last_dq(w, g - 1, (block - 1) & 1, place, outputs, memory, C)\n"
+LAST_DQ = "            give_last_dq(w, K, g - 1, (block - 1) & 1, place)\n"
 SERIAL_S_READY = "    s = warpgroup_mma_wait(0, deps=[s])\n"
 SERIAL_MASK = "    p = gl.exp2(x)\n    if (tile < "
-GIVEN = "    if g > first:\n        give_dq(w, g - 1, fixed, stage ^ 1, place, outputs, memory, C)\n"
+GIVEN = "    if g > first:\n        give_dq(w, K, g - 1, fixed, stage ^ 1, place)\n"
 THIRD_LEFT = "            tma_store_wait(0)\n            partition_barrier()\n            add_to_dq(w, third"
 PRODUCTS_READY = "    dv = finished(dv, 0)\n    dk = finished(dk, 0)\n"
-TILE_RELEASE = "        mbarrier.arrive(memory.empty.index(stage_of(g)), count=1)\n"
-V_RELEASE = "    mbarrier.arrive(memory.v.empty.index(w), count=1)\n"
-K_RELEASE = "        mbarrier.arrive(memory.k.empty.index(0), count=1)\n"
-FIRST_TURN = "    if C.turns and w == 1:\n        announce(TURN)\n"
-LAST_TURN = "    if C.turns and w == 0:\n        meet(TURN)\n"
+TILE_RELEASE = "        mbarrier.arrive(K.memory.empty.index(stage_of(g)), count=1)\n"
+V_RELEASE = "    mbarrier.arrive(K.memory.v.empty.index(w), count=1)\n"
+K_RELEASE = "        mbarrier.arrive(K.memory.k.empty.index(0), count=1)\n"
+FIRST_TURN = "    if K.C.turns and w == 1:\n        announce(TURN)\n"
+LAST_TURN = "    if K.C.turns and w == 0:\n        meet(TURN)\n"
+
+
+ENTRY_END = (
+    "(producer, (K,))], [4, 1], [240, 24])\n",
+    "(producer, (K,))], [4, 1], [240, 24])\n    take_turn()\n",
+)
 
 
 kernel = partial(one_edit, KERNEL, BACKWARD)
+tiles = partial(one_edit, KERNEL, TILES)
+scores = partial(one_edit, KERNEL, SCORES)
+stores = partial(one_edit, KERNEL, STORES)
 
 
-def moved(what, text, after, errors, **more) -> Bug:
-    """`text` stands behind another one instead."""
-    return Bug(what, KERNEL, BACKWARD, ((text, ""), (after, after + text)), errors, **more)
+def moved(module, what, text, after, errors, **more) -> Bug:
+    """In `module`, `text` stands behind another one instead."""
+    return Bug(what, KERNEL, module, ((text, ""), (after, after + text)), errors, **more)
 
 
 WITHOUT_TURNS = {
@@ -97,15 +109,15 @@ ONE_K = {
 }
 BUGS = [
     # Which block.
-    kernel("a block is announced over one that is not read", NUMBER_EMPTY_WAIT, "", WRONG_PHASE, case=PACKED),
-    kernel("the first block waits for a reader", NUMBER_EMPTY_WAIT, NUMBER_EMPTY_WAIT.replace(" ^ 1", ""), (Deadlock,)),
-    moved("a block is announced before it is written", NUMBER, NUMBER_FULL, TOO_EARLY),
-    kernel("nobody says that a block is known", NUMBER_FULL, "", (Deadlock,), says=("number_full",)),
-    kernel("a block is not waited for", NUMBER_FULL_WAIT, "", TOO_EARLY),
-    kernel("nobody says that a block was read", NUMBER_EMPTY, "", (Deadlock,), says=("number_empty",)),
-    moved("a block is given back before it is read", NUMBER_READ, NUMBER_EMPTY, (Race,), case=PACKED),
-    kernel("the first blocks are taken twice", NEXT_NUMBER, "gl.atomic_add(counters, 1)", (DoubleWrite,)),
-    kernel("the counter of blocks is not set back", "        gl.atomic_xchg(counters, 0)\n", "", ()),
+    tiles("a block is announced over one that is not read", NUMBER_EMPTY_WAIT, "", WRONG_PHASE, case=PACKED),
+    tiles("the first block waits for a reader", NUMBER_EMPTY_WAIT, NUMBER_EMPTY_WAIT.replace(" ^ 1", ""), (Deadlock,)),
+    moved(TILES, "a block is announced before it is written", NUMBER, NUMBER_FULL, TOO_EARLY),
+    tiles("nobody says that a block is known", NUMBER_FULL, "", (Deadlock,), says=("number_full",)),
+    tiles("a block is not waited for", NUMBER_FULL_WAIT, "", TOO_EARLY),
+    tiles("nobody says that a block was read", NUMBER_EMPTY, "", (Deadlock,), says=("number_empty",)),
+    moved(TILES, "a block is given back before it is read", NUMBER_READ, NUMBER_EMPTY, (Race,), case=PACKED),
+    kernel("the first blocks are taken twice", NEXT_NUMBER, "gl.atomic_add(K.counters, 1)", (DoubleWrite,)),
+    kernel("the counter of blocks is not set back", "        gl.atomic_xchg(K.counters, 0)\n", "", ()),
     # Copies.
     kernel("K is copied before its buffer is empty", K_EMPTY_WAIT, "                pass\n", WRONG_PHASE, **ONE_K),
     kernel("the phase of K never flips", K_EMPTY_WAIT, K_EMPTY_WAIT.replace("(block & 1) ^ 1", "1"), WRONG_PHASE, **ONE_K),
@@ -136,7 +148,7 @@ BUGS = [
     ),
     kernel("V is never given back", V_RELEASE, "", (Deadlock,)),
     kernel("K is never given back", K_RELEASE, "", (Deadlock,), **ONE_K),
-    moved("V is given back before its first product", V_RELEASE, V_WAIT, (Race,)),
+    moved(BACKWARD, "V is given back before its first product", V_RELEASE, V_WAIT, (Race,)),
     Bug(
         "K is given back before its last product",
         KERNEL,
@@ -148,14 +160,21 @@ BUGS = [
     # Products.
     kernel(
         "the scores are used before they are done",
-        "_wait(C.products_dp, deps=[s])",
-        "_wait(C.products_dp + 1, deps=[s])",
+        "_wait(K.C.products_dp, deps=[s])",
+        "_wait(K.C.products_dp + 1, deps=[s])",
         (Unfinished,),
     ),
     kernel("dP is used before it is done", DP_READY, DP_READY.replace("0,", "1,"), (Unfinished,)),
     kernel("dQ is used before it is done", DQ_READY, DQ_READY.replace("products,", "products + 1,"), (Unfinished,)),
     kernel("the last dQ is used before it is done", LAST_DQ_READY, "", (Unfinished, Race)),
-    kernel("dK is not waited for", PRODUCTS_READY, "    dv = finished(dv, C.products)\n", (Unfinished, Race)),
+    kernel(
+        "dK is not among what a wait returns",
+        PRODUCTS_READY + "    return",
+        PRODUCTS_READY.partition("\n")[0] + "\n    return",
+        (Unfinished,),
+        says=("not among the deps",),
+    ),
+    kernel("dK is not waited for", PRODUCTS_READY, "    dv = finished(dv, K.C.products)\n", (Unfinished, Race)),
     kernel(
         "leftovers are added to dQ",
         "    if g > first:\n        add_to_dq",
@@ -179,6 +198,22 @@ BUGS = [
     kernel(
         "no fence before ones are read", "    fence_async_shared()\n    take_turn()\n", "    take_turn()\n", (MissingFence,)
     ),
+    kernel(
+        "the fence comes before the ones",
+        "    memory = make_memory(q_wide.dtype, C)\n    fence_async_shared()\n",
+        "    fence_async_shared()\n    memory = make_memory(q_wide.dtype, C)\n",
+        (MissingFence,),
+    ),
+    # The turn of the launch.
+    kernel("the launch does not take its turn", "    take_turn()\n", "", (Race, Unfinished)),
+    Bug(
+        "the launch takes its turn too late",
+        KERNEL,
+        BACKWARD,
+        (("    take_turn()\n", ""), ENTRY_END),
+        (Race,),
+        says=("nothing orders it after the write by the launch ahead",),
+    ),
     # Turns.
     kernel("nobody has the first turn", FIRST_TURN, "", (Deadlock,)),
     kernel("the turn is not handed on", "        announce(TURN + 1 - w)\n", "        pass\n", (Deadlock,)),
@@ -186,11 +221,11 @@ BUGS = [
     # Out.
     kernel("dQ overwrites what has not left", DQ_LEFT, "", (Race,)),
     kernel("the last dQ overwrites what has not left", LAST_DQ_LEFT, "    give_dq", (Race,)),
-    kernel("no fence before dQ is added", "    fence_async_shared()\n    tma_add", "    tma_add", (MissingFence,)),
-    kernel("dV overwrites a dQ that has not left", "    tma_store_wait(0)\n    copy_out(", "    copy_out(", (Race,)),
-    kernel("dV overwrites the dK before", "    tma_store_wait(0)\n    copy_out(", "    copy_out(", (Race,), case=BLIND),
-    kernel("dK overwrites a dV that has not left", "    tma_store_wait(0)\n    if C.head", "    if C.head", (Race,)),
-    kernel(
+    stores("no fence before dQ is added", "    fence_async_shared()\n    tma_add", "    tma_add", (MissingFence,)),
+    stores("dV overwrites a dQ that has not left", "    tma_store_wait(0)\n    copy_out(", "    copy_out(", (Race,)),
+    stores("dV overwrites the dK before", "    tma_store_wait(0)\n    copy_out(", "    copy_out(", (Race,), case=BLIND),
+    stores("dK overwrites a dV that has not left", "    tma_store_wait(0)\n    if K.C.head", "    if K.C.head", (Race,)),
+    stores(
         "no fence before the stores",
         "    fence_async_shared()\n    partition_barrier()\n    for c",
         "    partition_barrier()\n    for c",
@@ -218,7 +253,7 @@ SERIAL_BUGS = [
         **SERIAL,
     ),
     kernel("the third share overwrites what has not left", THIRD_LEFT, "            add_to_dq(w, third", (Race,), **SERIAL),
-    kernel(
+    stores(
         "dK's end overwrites its begin", "        tma_store_wait(0)\n        copy_out(", "        copy_out(", (Race,), **SERIAL
     ),
 ]
@@ -235,12 +270,22 @@ WRONG_NUMBERS = [
     kernel("both groups add the third share", "        if (g & 1) == w:\n", "        if g >= 0:\n", (), **SERIAL),
     kernel("the third share goes to the second's place", "place + (2 - w) * 64", "place + (1 - w) * 64", (), **SERIAL),
     kernel("no tile is masked, serially", SERIAL_MASK, SERIAL_MASK.replace("if", "if (g < 0) &"), (), **SERIAL),
-    kernel("every tile has the first one's statistics", "heads.padded + row) * 2", "heads.padded) * 2", ()),
-    kernel("the LSE is not folded", "    s = subtract(s, 0, stage, memory, C)\n", "", ()),
-    kernel("dP's statistics are those of S", "dp = subtract(dp, C.tile_q,", "dp = subtract(dp, 0,", ()),
-    kernel("both groups add the same share of dQ", " // 64 * C.head_dim + FIRST_SHARE", " // 64 * C.head_dim", ()),
-    kernel("every head of a group adds to the first one's dQ", "            row += heads.padded\n", "", ()),
-    kernel("no tile is masked", "    if MASKED:\n", "    if MASKED and g < 0:\n", ()),
+    tiles(
+        "a user's mask is asked of cut tiles alone, serially",
+        "        full_begin = end\n",
+        "        pass\n",
+        (),
+        case=replace(SERIAL["case"], n_q=150, n_kv=170, mask="function"),
+        config=SERIAL["config"],
+    ),
+    tiles("rows that are not used count", "lengths.used_q, batch", "None, batch", (), case=USED),
+    tiles("keys that are not used count", "lengths.used_kv, batch", "None, batch", (), case=USED),
+    kernel("every tile has the first one's statistics", "K.heads.padded + row) * 2", "K.heads.padded) * 2", ()),
+    kernel("the LSE is not folded", "    s = subtract(s, 0, stage, K.memory, K.C)\n", "", ()),
+    kernel("dP's statistics are those of S", "dp = subtract(dp, K.C.tile_q,", "dp = subtract(dp, 0,", ()),
+    kernel("both groups add the same share of dQ", " // 64 * K.C.head_dim + FIRST_SHARE", " // 64 * K.C.head_dim", ()),
+    kernel("every head of a group adds to the first one's dQ", "            row += K.heads.padded\n", "", ()),
+    kernel("no tile is masked", "    if K.MASKED:\n", "    if K.MASKED and g < 0:\n", ()),
     kernel(
         "a block's last dQ is made of the next one's K",
         "        at_k_before = k_stage ^ (before > 0).to(gl.int32)\n",
@@ -248,14 +293,17 @@ WRONG_NUMBERS = [
         (),
     ),
     kernel(
-        "a block's last dQ goes astray", "place = consume(w, block, g, place,", "place = consume(w, block, g, 0 * place,", ()
+        "a block's last dQ goes astray",
+        "place = consume(w, K, block, g, place,",
+        "place = consume(w, K, block, g, 0 * place,",
+        (),
     ),
-    kernel("dK is not scaled", "copy_out(w, dk, 0, outputs.scale,", "copy_out(w, dk, 0, 1.0,", ()),
-    kernel("registers are in another order", "[8, 0], [0, 2], [0, 4]", "[0, 2], [8, 0], [0, 4]", ()),
-    kernel(
+    stores("dK is not scaled", "copy_out(w, K, dk, 0, K.outputs.scale,", "copy_out(w, K, dk, 0, 1.0,", ()),
+    stores("registers are in another order", "[8, 0], [0, 2], [0, 4]", "[0, 2], [8, 0], [0, 4]", ()),
+    scores(
         "delta is not subtracted",
-        "ds = weighed(p, of_function, score) * (dp - delta)",
-        "ds = weighed(p, of_function, score) * dp",
+        "ds = weighed(p, of_function, K.score) * (dp - delta)",
+        "ds = weighed(p, of_function, K.score) * dp",
         (),
         config={"folded": False},
     ),

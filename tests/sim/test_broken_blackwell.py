@@ -341,6 +341,12 @@ ROWS = "    rows = work.row + w * K.C.rows + gl.arange(0, K.C.rows, LAYOUT)\n"
 OUT = [
     kernel("no fence before the store of O", "        fence_async_shared()\n" + OUT_FULL, OUT_FULL, (MissingFence,)),
     kernel(
+        "the fence comes before the store of O",
+        "        zero = normalise(stage, factor, K.C)\n        fence_async_shared()\n",
+        "        fence_async_shared()\n        zero = normalise(stage, factor, K.C)\n",
+        (MissingFence,),
+    ),
+    kernel(
         "the fence comes after the announcement",
         "        fence_async_shared()\n" + OUT_FULL,
         OUT_FULL + "        fence_async_shared()\n",

@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from broken import Bug, Kernel, assert_found, assert_right_unless_broken, one_edit
+from broken import SM100_HOST, Bug, Kernel, assert_found, assert_right_unless_broken, one_edit
 from problems import Case
 
 from strobe.kernels import triton_version
@@ -31,6 +31,7 @@ WRONG_PHASE = (Race, Uninitialised, Deadlock, BarrierMisuse)
 memory = partial(one_edit, KERNEL, MEMORY)
 tma = partial(one_edit, KERNEL, TMA)
 kernel = partial(one_edit, KERNEL, FORWARD)
+host = partial(one_edit, KERNEL, SM100_HOST)
 
 
 def alone(what, before, after, says) -> Bug:
@@ -137,24 +138,24 @@ BYTES = [
 ]
 HALVES = [
     memory("V is halved by keys as K is", V_OF_BOTH, "        if False:\n", (IllegalOperation,), says=("half the columns of",)),
-    kernel(
+    host(
         "K is halved by columns",
-        "*descriptors(operands.k, config.tile_kv, config.chunks, 0, config)",
-        "*descriptors(operands.k, config.tile_kv, config.chunks, 1, config)",
+        "*descriptors(tensors.k, config.tile_kv, config.chunks, 0, config)",
+        "*descriptors(tensors.k, config.tile_kv, config.chunks, 1, config)",
         (IllegalOperation,),
         says=("other than those",),
     ),
-    kernel(
+    host(
         "V comes by halves of its keys",
-        "*descriptors(operands.v, config.tile_kv, config.chunks_v, 1, config)",
-        "*descriptors(operands.v, config.tile_kv, config.chunks_v, 0, config)",
+        "*descriptors(tensors.v, config.tile_kv, config.chunks_v, 1, config)",
+        "*descriptors(tensors.v, config.tile_kv, config.chunks_v, 0, config)",
         (IllegalOperation,),
         says=("other than those",),
     ),
-    kernel(
+    host(
         "Q comes by halves of its columns",
-        "*descriptors(operands.q, config.rows, config.chunks, 0, config)",
-        "*descriptors(operands.q, config.rows, config.chunks, 1, config)",
+        "*descriptors(tensors.q, config.rows, config.chunks, 0, config)",
+        "*descriptors(tensors.q, config.rows, config.chunks, 1, config)",
         (IllegalOperation,),
         says=("other than those",),
     ),

@@ -81,6 +81,12 @@ RING = [
 ]
 HOPPER = [
     Bug("no fence before the store", "        fence_async_shared()\n        partition", "        partition", (MissingFence,)),
+    Bug(
+        "the fence comes before the store",
+        "c_buffer.store(acc.to(c_desc.dtype))\n        fence_async_shared()",
+        "fence_async_shared()\n        c_buffer.store(acc.to(c_desc.dtype))",
+        (MissingFence,),
+    ),
     Bug("the store before is not waited for", "tma_store_wait(0)  #", "pass  #", (Race,)),
     Bug("a product too few is waited for", "warpgroup_mma_wait(1, deps=[acc])", "warpgroup_mma_wait(2, deps=[acc])", (Race,)),
     Bug("products are not waited for", "        acc = warpgroup_mma_wait(0, deps=[acc])\n", "", (Race, Unfinished)),

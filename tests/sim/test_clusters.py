@@ -6,6 +6,7 @@ import pytest
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 
 from strobe.kernels import triton_version
 from strobe.kernels.gluon import (
@@ -23,6 +24,8 @@ from strobe.sim import ORDERS, BarrierMisuse, Deadlock, IllegalOperation, Race, 
 
 if triton_version() < (3, 8):  # before that, the layouts below cannot be made
     pytest.skip("clusters need Triton 3.8 or newer", allow_module_level=True)
+
+cluster = hopper.cluster
 
 
 def swizzled(halves: list[int]):
@@ -164,6 +167,88 @@ def reads_other_halves(x):
 def has_it_whole(x):
     tile = gl.allocate_shared_memory(gl.float16, [64, 64], WHOLE)
     tile.store(gl.full([64, 64], 0.0, gl.float16, ROWS))
+
+
+@mistake(Unsupported, "a reduction of fp16[256, 64] across the CTAs of a cluster")
+@gluon.jit
+def reduces_over_both(x):
+    a, _, _ = operands()
+    gl.max(a.load(ROWS), 0)
+
+
+@mistake(Unsupported, "a reduction of fp16[256, 64] across the CTAs of a cluster")
+@gluon.jit
+def reduces_everything(x):
+    a, _, _ = operands()
+    gl.sum(a.load(ROWS))
+
+
+@mistake(Unsupported, "a reduction of fp16[256, 64] across the CTAs of a cluster")
+@gluon.jit
+def scans_over_both(x):
+    a, _, _ = operands()
+    gl.associative_scan(a.load(ROWS), 0, larger)
+
+
+@gluon.jit
+def larger(x, y):
+    return gl.maximum(x, y)
+
+
+@mistake(Unsupported, "no model of copies that are multicast")
+@gluon.jit
+def copies_to_both(x):
+    tile = gl.allocate_shared_memory(gl.float16, [256, 64], BY_ROWS)
+    tma_load(x, [0, 0], barrier_of(1, False), tile, multicast=True)
+
+
+@mistake(Unsupported, "no model of a relaxed barrier")
+@gluon.jit
+def meets_relaxed(x):
+    cluster.barrier(relaxed=True)
+
+
+@gluon.jit
+def meets_by_the_cluster(x, MEETS: gl.constexpr):
+    """As `starts_before_the_other_wrote`, with a meeting of the CTAs or of one CTA's warps before the product."""
+    a, b, acc = operands()
+    done = barrier_of(1, False)
+    b.store(gl.full([64, 64], 0.0, gl.float16, ROWS))
+    fence_async_shared()
+    if MEETS:
+        cluster.barrier()
+    else:
+        gl.barrier()
+    tcgen05_mma(a, b, acc, use_acc=False, mbarriers=[done])
+    mbarrier.wait(done, 0)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_barrier_of_the_cluster_is_no_barrier_of_a_cta(order):
+    box = TensorDescriptor.from_tensor(torch.zeros(256, 64).half(), [256, 64], BY_ROWS.value)
+    simulate(meets_by_the_cluster, (1,), box, True, order=order, arch=100, num_ctas=2)
+    with pytest.raises(Race):
+        simulate(meets_by_the_cluster, (1,), box, False, order=order, arch=100, num_ctas=2)
+
+
+@gluon.jit
+def initialises_at_once(x, BOTH: gl.constexpr):
+    """And invalidates. No barrier of the cluster between initialisation and use: the compiler puts one there."""
+    tile = gl.allocate_shared_memory(gl.float16, [256, 64], BY_ROWS)
+    full = mbarrier.allocate_mbarrier(two_ctas=BOTH)
+    mbarrier.init(full, count=1)
+    mbarrier.expect(full, x.nbytes_per_cta)
+    tma_load(x, [0, 0], full, tile)
+    mbarrier.wait(full, 0)
+    gl.barrier(cluster=True)
+    mbarrier.invalidate(full)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("both", [False, True])
+def test_barriers_may_be_used_once_they_are_initialised(both, order):
+    box = TensorDescriptor.from_tensor(torch.zeros(256, 64).half(), [256, 64], BY_ROWS.value)
+    simulate(initialises_at_once, (1,), box, both, order=order, arch=100, num_ctas=2)
 
 
 def run(kernel, order: str):

@@ -37,7 +37,7 @@ def test_in_the_simulator(case, order):
 COMPILE = """
 import importlib, sys
 sys.path.insert(0, sys.argv[1])
-from strobe.lab.offline import pretend_gpu
+from strobe.lab.binary.offline import pretend_gpu
 for case in [case for module in sys.argv[2:] for case in importlib.import_module(module).CASES]:
     for capability in {case.arch, 90}:
         with pretend_gpu(capability):

@@ -1,14 +1,18 @@
 """Documents on Hopper: right however they lie, and blocks of other documents are never loaded."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from backward import Backward, SplitBackward, interpreter
+import triton.language as tl
+from backward import Backward, SplitBackward
 from problems import Case, Results, Tensors, check, describe, tensors
 
 import strobe
-from strobe.kernels.common.documents import new_spans, spans_call
+from strobe.kernels.common.call import Tensors as CallTensors
+from strobe.kernels.common.documents import span_calls
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.kernels.sm90.config import Config as Forward
 from strobe.sim.attention import simulate_forward, spans_of
@@ -80,14 +84,29 @@ def test_blocks_of_other_documents_are_not_loaded():
     assert everything == loads(torch.arange(512)[None] % 2)
 
 
+@contextlib.contextmanager
+def interpreter() -> Iterator[None]:
+    """Triton's interpreter, which replaces the language by its own and, where a function calls another, leaves it replaced."""
+    things = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.core.tensor_descriptor_base)
+    before = [(thing, dict(vars(thing))) for thing in things]
+    try:
+        yield
+    finally:
+        for thing, members in before:
+            for name, member in members.items():
+                if vars(thing)[name] is not member:
+                    setattr(thing, name, member)
+
+
 @pytest.mark.parametrize("n, n_others", [(1, 1), (64, 130), (300, 5000), (777, 333)])
 def test_spans(n, n_others):
     """The kernel's against those that the simulator takes, and both against all pairs; of any strides."""
     ids = torch.stack([shuffled(n, 400, seed)[0] for seed in range(3)]).sort(1).values.to(torch.int32)
     others = torch.stack([shuffled(n_others, 400, seed)[0] for seed in range(3)], 1).to(torch.int32).T
-    spans = new_spans(ids)
+    spans = torch.empty(3, -(-n // 64), 3, dtype=torch.int32)
     with interpreter():
-        spans_call(ids, others, spans).launch()
+        for call in span_calls(CallTensors(document_q=ids, document_kv=others, row_spans=spans)):
+            call.launch()
     assert torch.equal(spans, spans_of(ids, others))
     for batch, (row, other) in enumerate(zip(ids.tolist(), others.tolist(), strict=True)):
         for place, (begin, end, whole) in enumerate(spans[batch].tolist()):

@@ -64,6 +64,8 @@ HOPPER = [
     (case(130, 300, batch=2, head_dim=64, mask="window"), FP16, hopper()),  # narrower than a tile
     (case(300, 130, head_dim=64, mask="window"), BF16, hopper(num_stages=3)),
     (case(200, 500, heads=(2, 1), head_dim=64, mask="window"), BF16, hopper(groups=3, num_stages=5)),
+    (case(128, 128, head_dim=64, mask="ahead"), FP16, hopper()),  # no block is whole, and none ends after the last key
+    (case(300, 320, head_dim=64, mask="ahead"), BF16, hopper()),
     (case(130, 200, heads=(3, 1), head_dim=64, mask="prefix"), FP16, hopper()),
     (case(200, 260, heads=(2, 1), head_dim=128, mask="causal"), BF16, hopper(128, tile_kv=128)),
     (case(140, 140, head_dim=128, mask="prefix"), FP16, hopper(128)),
@@ -356,14 +358,22 @@ def gemm(name: str):
         sys.path.remove(str(GEMM))
 
 
+SIDES = [(300, 264, 200), (128, 256, 128)]
+"""Of which a tile divides none, or all."""
+
+
 @pytest.mark.parametrize("order, seed", ORDERS)
-@pytest.mark.parametrize("dtype", [FP16, BF16], ids=short)
+@pytest.mark.parametrize("dtype, sides", [(FP16, SIDES[0]), (BF16, SIDES[0]), (FP16, SIDES[1])], ids=short)
 @pytest.mark.parametrize("name", ["sm80", "sm90", pytest.param("sm100", marks=needs_tcgen05)])
-def test_gemm(name, dtype, order, seed):
-    """Sides that no tile divides; several tiles for each CTA where it is persistent."""
-    module = gemm(name)
-    a, b = (torch.randn(rows, 200, generator=torch.Generator().manual_seed(rows)).to(dtype) for rows in (300, 264))
-    c = torch.full((300, 264), torch.nan, dtype=dtype)
+def test_gemm(name, dtype, sides, order, seed):
+    """Several tiles for each CTA where it is persistent."""
+    gemm_is_right(gemm(name), name, dtype, sides, order, seed)
+
+
+def gemm_is_right(module, name: str, dtype, sides: tuple[int, int, int], order: str, seed: int) -> None:
+    m, n, k = sides
+    a, b = (torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).to(dtype) for rows in (m, n))
+    c = torch.full((m, n), torch.nan, dtype=dtype)
     grid, arguments, constants = module.launch_arguments(a, b, c, **TILES[name])
     simulate(module.matmul_kernel, grid, *arguments, order=order, seed=seed, arch=int(name[2:]), **constants)
     torch.testing.assert_close(c, (a.double() @ b.double().T).to(dtype))

@@ -1,5 +1,6 @@
 """Kernels run on the CPU as they are written: functions, closures, aggregates, constexprs, modules."""
 
+import importlib
 import math
 import os
 import subprocess
@@ -231,9 +232,6 @@ def test_aggregates():
 
 
 def test_aggregates_without_an_initialiser():
-    if triton.__version__.startswith(("3.6", "3.7")):
-        pytest.skip("an aggregate has an __init__ on this Triton")
-
     @aggregate
     class Point:
         x: gl.tensor
@@ -256,6 +254,26 @@ def test_functions_of_tritons_library():
     assert total.value == 6.0 and ordered.data.tolist() == [0, 1, 2, 3] and quotient == 4
     torch.testing.assert_close(soft.data, x.softmax(0))
     assert torch.equal(sums.data, x.cumsum(0)) and not zeros.data.any() and torch.equal(flipped.data, x.flip(0))
+
+
+def test_what_tritons_interpreter_leaves_behind(monkeypatch):
+    """It puts its functions in the places of the language's for a kernel's time, and not all of them back."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    core = importlib.import_module("triton.language.core")
+    reshape = (core.reshape.__kwdefaults__ or {}).get("member", core.reshape)  # where it has run here, it has left one already
+
+    def in_its_place(*args, member=reshape, **kwargs):
+        raise AssertionError("the interpreter's own")
+
+    def other(*args, **kwargs):
+        raise AssertionError("the interpreter's own")
+
+    in_its_place.__kwdefaults__ = {"member": reshape}
+    for function in (in_its_place, other):
+        function.__module__ = interpreter.__name__
+    monkeypatch.setattr(core, "reshape", in_its_place)
+    monkeypatch.setattr(core, "reduce", other)
+    test_functions_of_tritons_library()
 
 
 def test_types_and_the_launch():

@@ -8,6 +8,8 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.blackwell import tcgen05_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from strobe.kernels import triton_version
 from strobe.kernels.gluon import (
@@ -166,7 +168,7 @@ def asm():
     gl.inline_asm_elementwise("nanosleep.u32 10;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
-@mistake(Unsupported, "[cta 0] <>: the simulator runs no PTX; strobe.sim.register(function, implementation) gives it Python")
+@mistake(Unsupported, "[cta 0] <>: the simulator runs no PTX, such as 'nanosleep.u32 10;'; strobe.sim.register(function")
 @gluon.jit
 def runs_assembly(x, a, b):
     asm()
@@ -523,6 +525,171 @@ def test_what_is_said(kernel, error, says, arch, order):
         simulate(kernel, (1,), torch.zeros(128), *boxes, order=order, arch=arch)
     message = re.sub(r"test_messages\.py:\d+ in \w+", "<>", str(raised.value))
     assert message.startswith(says), message
+
+
+@gluon.jit
+def sees_two_stages_as_one(x, FIRST: gl.constexpr):
+    ring = gl.allocate_shared_memory(gl.float32, [3, 128], LINEAR)
+    ring.index(2).store(gl.full([128], 2.0, gl.float32, VECTOR))
+    both = reinterpret(ring.index(FIRST), gl.float32, [256], LINEAR)
+    both.slice(0, 128).store(gl.full([128], 1.0, gl.float32, VECTOR))
+    at = gl.arange(0, 256, VECTOR)
+    gl.store(x + at, both.load(VECTOR))
+
+
+def test_a_stage_may_be_seen_as_longer_but_not_past_its_ring():
+    x = torch.zeros(256)
+    simulate(sees_two_stages_as_one, (1,), x, 1)
+    assert x.tolist() == [1.0] * 128 + [2.0] * 128
+    with pytest.raises(IllegalOperation, match=r"reinterprets ring\[2\], .* as \[256\] fp32: past the end of ring"):
+        simulate(sees_two_stages_as_one, (1,), x, 2)
+
+
+@gluon.jit
+def doubles(x):
+    at = gl.arange(0, 128, VECTOR)
+    y = gl.inline_asm_elementwise(
+        """
+        add.f32   $0, $1, $1;
+        """,
+        "=f,f", [gl.load(x + at)], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+    gl.store(x + at, y)
+
+
+def test_assembly_has_a_model_by_its_text(monkeypatch):
+    monkeypatch.setattr("strobe.sim.program.assembly", {})
+    register("add.f32 $0,  $1, $1;", lambda x: x + x)
+    x = torch.ones(128)
+    simulate(doubles, (1,), x, rewritable=("x",))
+    assert x.tolist() == [2.0] * 128
+
+
+@gluon.jit
+def ring_of_one(x):
+    """A view of index -1 is formed, and left out."""
+    done = barrier_of(1)
+    ring = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.arrive(ring.index(-1), count=1, pred=False)
+    mbarrier.wait(ring.index(2), 0, pred=False)
+    mbarrier.arrive(done, count=1)
+
+
+def test_a_view_that_does_not_exist_may_be_formed_but_not_used():
+    simulate(ring_of_one, (1,), torch.zeros(1))
+
+
+@gluon.jit
+def allocates_in_a_loop(x, n, KEEPS: gl.constexpr):
+    at = gl.arange(0, 16384, VECTOR)
+    kept = ()
+    for i in gl.static_range(4):
+        memory = gl.allocate_shared_memory(gl.float32, [16384], LINEAR)
+        memory.store(gl.full([16384], 0.0, gl.float32, VECTOR))
+        gl.store(x + i * 16384 + at, memory.load(VECTOR))
+        if KEEPS:
+            kept += (memory,)
+    for one in gl.static_range(len(kept)):
+        kept[one].load(VECTOR)
+
+
+def test_shared_memory_of_an_iteration_is_free_in_the_next():
+    x = torch.zeros(4 * 16384)
+    assert simulate(allocates_in_a_loop, (1,), x, 4, False).smem_bytes == 65536
+    with pytest.raises(IllegalOperation, match="262144 bytes of shared memory in all"):
+        simulate(allocates_in_a_loop, (1,), x, 4, True)
+
+
+@gluon.jit
+def stores_unfenced(x, FENCED: gl.constexpr):
+    memory = gl.allocate_shared_memory(gl.float16, [64, 64], x.layout)
+    memory.store(gl.full([64, 64], 0.0, gl.float16, BLOCK))
+    if FENCED:
+        fence_async_shared()
+    tma_store(x, [0, 0], memory)
+    tma_store_wait(0)
+
+
+def test_new_triton_fences_before_a_store():
+    box = TensorDescriptor.from_tensor(torch.zeros(64, 64).half(), [64, 64], SWIZZLED.value)
+    simulate(stores_unfenced, (1,), box, False, triton=(3, 8))
+    simulate(stores_unfenced, (1,), box, True, triton=(3, 7))
+    with pytest.raises(MissingFence):
+        simulate(stores_unfenced, (1,), box, False, triton=(3, 7))
+
+
+@gluon.jit
+def copies_to_tensor_memory(x, out, WAITS: gl.constexpr, FENCED: gl.constexpr):
+    layout: gl.constexpr = TensorMemoryLayout((128, 64), col_stride=1)
+    tile = gl.allocate_shared_memory(gl.float32, [128, 64], gl.NVMMASharedLayout(128, 32, rank=2))
+    done = barrier_of(1)
+    at = gl.arange(0, 128, gl.SliceLayout(1, BLOCK))[:, None] * 64 + gl.arange(0, 64, gl.SliceLayout(0, BLOCK))[None, :]
+    tile.store(gl.load(x + at))
+    if FENCED:
+        fence_async_shared()
+    there = allocate_tensor_memory(gl.float32, [128, 64], layout)
+    tcgen05_copy(tile, there)
+    tcgen05_commit(done)
+    if WAITS:
+        mbarrier.wait(done, 0)
+    values = there.load(there.get_reg_layout())
+    gl.store(out + at, gl.convert_layout(values, BLOCK))
+    mbarrier.wait(done, 0)
+
+
+@pytest.mark.skipif(triton_version() < (3, 8), reason="tcgen05 needs Triton 3.8 or newer")
+@pytest.mark.parametrize("order", ORDERS)
+def test_copies_to_tensor_memory(order):
+    x, out = torch.randn(128, 64), torch.zeros(128, 64)
+    simulate(copies_to_tensor_memory, (1,), x, out, True, True, order=order, arch=100)
+    assert torch.equal(x, out)
+    for waits, fenced, error in ((False, True, Race), (True, False, MissingFence)):
+        with pytest.raises(error):
+            simulate(copies_to_tensor_memory, (1,), x, torch.zeros(128, 64), waits, fenced, order=order, arch=100)
+
+
+@gluon.constexpr_function
+def a_product_layout(layout):
+    assert isinstance(layout, gl.NVMMADistributedLayout), f"no layout of a product: {type(layout).__name__}"
+    return layout
+
+
+@gluon.jit
+def asks_for_a_layout(x):
+    a_product_layout(gl.arange(0, 128, VECTOR).type.layout)
+
+
+def test_an_assertion_of_the_kernel_is_no_failed_check():
+    with pytest.raises(IllegalOperation, match="an assertion in a_product_layout failed: no layout of a product"):
+        simulate(asks_for_a_layout, (1,), torch.zeros(1))
+
+
+@gluon.jit
+def counts_warps(x, num_warps: gl.constexpr):
+    gl.store(x, num_warps + gl.num_warps())
+
+
+def test_warps_may_be_a_parameter():
+    x = torch.zeros(1)
+    simulate(counts_warps, (1,), x, num_warps=8)
+    assert x.item() == 16
+
+
+def test_a_name_that_triton_has_removed_is_refused():
+    if triton_version() < (3, 9):
+        pytest.skip("the name is there before Triton 3.9")
+
+    @gluon.jit
+    def kernel(x):
+        tma.async_copy_shared_to_global(x, [0, 0], x)
+
+    with pytest.raises(IllegalOperation, match=r"in kernel: async_copy_shared_to_global has been removed; call async_store"):
+        simulate(kernel, (1,), torch.zeros(1))
+
+
+def test_clusters_of_four_are_not_simulated():
+    with pytest.raises(Unsupported, match="clusters of 1 or 2 CTAs, got num_ctas=4"):
+        simulate(counts_warps, (1,), torch.zeros(1), num_ctas=4)
 
 
 @pytest.mark.parametrize("used, fenced", [(True, False), (False, True)], ids=["used", "fenced"])

@@ -10,7 +10,7 @@ from broken import UNEVEN, Kernel, assert_found, assert_right_unless_broken, one
 from problems import Case, tensors
 
 from strobe.kernels.sm90.backward_config import SplitConfig
-from strobe.sim import BarrierMisuse, Deadlock, Race, Uninitialised
+from strobe.sim import BarrierMisuse, Deadlock, Race, Unfinished, Uninitialised
 
 FP16, BF16 = torch.float16, torch.bfloat16
 ORDERS = (("in_order", 0), ("random", 1), ("late", 0), ("early", 0), ("timed", 0), *UNEVEN)
@@ -34,6 +34,8 @@ CASES = [
     (case(300, 130, 64, mask="causal"), BF16, SplitConfig(64, 64)),
     # Sequences packed, one of them empty.
     (case(150, 170, 64, heads=(2, 1), batch=4, packed=True, mask="causal"), FP16, SplitConfig(64, 64)),
+    (case(100, 140, 64, batch=4, seqused=True, mask="causal"), BF16, SplitConfig(64, 64)),
+    (case(100, 140, 96, batch=5, packed=True, seqused=True), FP16, SplitConfig(96, 96)),
     (case(90, 150, 96, heads=(2, 1), softcap=3.0, alibi=True), BF16, SplitConfig(96, 96)),
     (case(90, 150, 64, heads=(2, 1), bias=True, function=True, mask="functions"), BF16, SplitConfig(64, 64)),
     (case(150, 170, 96, heads=(2, 1), batch=2, mask="all", bias=True, softcap=3.0), FP16, SplitConfig(96, 96)),
@@ -55,10 +57,10 @@ def test_in_every_order(case, dtype, config):
 def test_notes_tell_who_met_a_nan():
     """A NaN in dO of row 10: the first 64 keys, which it sees, the other keys of its tiles, and its 64 rows."""
     backward = SplitBackward(tensors(case(300, 300, 64, mask="causal"), FP16), SplitConfig(64, 64))
-    backward.given[2][:, 10] = torch.nan
-    space = backward.simulate("in_order", 0).space
-    assert space.key_notes.tolist() == [1, 0, 0, 0, 0]
-    assert space.row_notes.tolist() == [1, 0, 0, 0, 0]
+    backward.given.dout[:, 10] = torch.nan
+    left = backward.simulate("in_order", 0).tensors
+    assert left.key_notes.tolist() == [1, 0, 0, 0, 0]
+    assert left.row_notes.tolist() == [1, 0, 0, 0, 0]
 
 
 # ---- mistakes
@@ -77,9 +79,13 @@ P_READ_WAIT = "    if g >= 2:\n        meet(P_READ + g % 2)\n"
 
 kernel = partial(one_edit, KERNEL, SPLIT)
 BUGS = [
-    kernel("K is not waited for", "        mbarrier.wait(memory.k_full.index(0), 0)\n", "", TOO_EARLY),
-    kernel("V is not waited for", "        mbarrier.wait(memory.v_full.index(0), 0)\n", "", TOO_EARLY),
-    kernel("the statistics are not waited for", "    memory.statistics.wait(g)\n    x = x -", "    x = x -", TOO_EARLY),
+    kernel("K is not waited for", "        mbarrier.wait(K.memory.k_full.index(0), 0)\n", "", TOO_EARLY),
+    kernel(
+        "the keys pass does not take its turn", FENCE + "    take_turn()\n    inputs", FENCE + "    inputs", (Race, Unfinished)
+    ),
+    kernel("the rows pass does not take its turn", "    take_turn()  # at", "    pass  # at", (Unfinished,)),
+    kernel("V is not waited for", "        mbarrier.wait(K.memory.v_full.index(0), 0)\n", "", TOO_EARLY),
+    kernel("the statistics are not waited for", "    K.memory.statistics.wait(g)\n    x = x -", "    x = x -", TOO_EARLY),
     kernel("the statistics are given back while they are loaded", FENCE + STATISTICS_RELEASED, STATISTICS_RELEASED, (Race,)),
     kernel("P is not waited for", P_WAIT, "    p = ", TOO_EARLY),
     kernel("nobody says that P is there", P_ANNOUNCED, "    pass\n", (Deadlock,)),
@@ -94,8 +100,8 @@ BUGS = [
     ),
     kernel(
         "a tile of Q is given back before its product is done",
-        "                dk = finished(dk, 0)\n                memory.q.release(g - 1)\n",
-        "                memory.q.release(g - 1)\n                dk = finished(dk, 0)\n",
+        "                dk = finished(dk, 0)\n                K.memory.q.release(g - 1)\n",
+        "                K.memory.q.release(g - 1)\n                dk = finished(dk, 0)\n",
         (Race,),
     ),
 ]

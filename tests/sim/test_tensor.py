@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from registers_machine import Memory, machine  # noqa: F401
 from triton.experimental.gluon import language as gl
 
-from strobe.sim import addresses, program, reductions, registers
+from strobe.sim import global_memory, program, reductions, registers
 from strobe.sim.dtypes import Inferred, gluon_dtype, torch_dtype
 from strobe.sim.errors import IllegalOperation, SimulationError, Unfinished, Unsupported
 from strobe.sim.tensor import Pointer, Scalar, Tensor, argument
@@ -264,7 +264,9 @@ def test_work_that_nobody_waited_for():
         with pytest.raises(Unfinished, match=r"wgmma at k.py:3, which nobody has waited for"):
             use()
     work.finished = True
-    assert (x + 1.0).data.sum() == 4
+    with pytest.raises(Unfinished, match=r"wgmma at k.py:3, which is not among the deps of the wait for it"):
+        x + 1.0
+    assert (Tensor(x.data) + 1.0).data.sum() == 4
 
 
 @quick
@@ -426,33 +428,34 @@ def test_loads_and_stores():
     array = Memory(torch.arange(64, dtype=torch.float32))
     pointers = Pointer(array, 8) + tensor([0, 1], torch.int32)[:, None] * 8 + tensor([0, 1, 2], torch.int64)[None, :]
     assert pointers.shape == (2, 3) and pointers.dtype.element_ty == gl.float32
-    assert addresses.load(pointers).data.tolist() == [[8, 9, 10], [16, 17, 18]]
+    assert global_memory.load(pointers).data.tolist() == [[8, 9, 10], [16, 17, 18]]
     mask = tensor([True, False], torch.bool)[:, None]
-    assert addresses.load(pointers, mask=mask, other=-1.0).data[1].tolist() == [-1, -1, -1]
-    assert addresses.load(pointers, mask=mask).data[1].isnan().all()
-    addresses.store(pointers, 2, mask=mask)
+    assert global_memory.load(pointers, mask=mask, other=-1.0).data[1].tolist() == [-1, -1, -1]
+    assert global_memory.load(pointers, mask=mask).data[1].isnan().all()
+    global_memory.store(pointers, 2, mask=mask)
     assert array.flat[8:20].tolist() == [2, 2, 2, 11, 12, 13, 14, 15, 16, 17, 18, 19]
-    assert addresses.load(Pointer(array) + i32(5)).value == 5.0
+    assert global_memory.load(Pointer(array) + i32(5)).value == 5.0
     with pytest.raises(Unsupported, match="keeps pointers apart"):
         pointers.to(gl.int64)
     with pytest.raises(IllegalOperation, match="no pointer"):
-        addresses.load(tensor([1.0]))
+        global_memory.load(tensor([1.0]))
 
 
 def test_masked_integers_are_poison():
     array = Memory(torch.zeros(4, dtype=torch.int32))
-    lane = addresses.load(Pointer(array) + tensor([0, 1], torch.int32), mask=tensor([True, False], torch.bool)).data
+    lane = global_memory.load(Pointer(array) + tensor([0, 1], torch.int32), mask=tensor([True, False], torch.bool)).data
     assert lane[0] == 0 and lane[1] > 2**30 and lane[1] % 2 == 1
 
 
 def test_atomics():
     array = Memory(torch.zeros(4, dtype=torch.int32))
     same = Pointer(array) + tensor([1, 1, 2], torch.int32)
-    addresses.atomic_add(same, 5)
+    global_memory.atomic_add(same, 5)
     assert array.flat.tolist() == [0, 10, 5, 0]
-    assert addresses.atomic_max(Pointer(array) + 2, 7).value == 5
-    assert addresses.atomic_cas(Pointer(array), 0, 9).value == 0 and addresses.atomic_cas(Pointer(array), 0, 8).value == 9
-    assert addresses.atomic_load(Pointer(array)).value == 9 and array.flat.tolist() == [9, 10, 7, 0]
+    assert global_memory.atomic_max(Pointer(array) + 2, 7).value == 5
+    assert global_memory.atomic_cas(Pointer(array), 0, 9).value == 0
+    assert global_memory.atomic_cas(Pointer(array), 0, 8).value == 9
+    assert global_memory.atomic_load(Pointer(array)).value == 9 and array.flat.tolist() == [9, 10, 7, 0]
 
 
 # ---- what the kernel promises

@@ -54,9 +54,9 @@ class Counted:
             self.tiles.append(([], [], []))  # K leads, V comes last
         self.tiles[-1]["qkv".index(name)].append(row if name == "q" else row // TILE_KV)
 
-    def _work(self, _s, i, _documents, tile, lengths, _score, masked, _config):
+    def _work(self, K, _s, i, _documents, tile):
         if tile.go:
-            self.worked.append((int(tile.p) if masked else None, int(i)))
+            self.worked.append((int(tile.p) if K.MASKED else None, int(i)))
 
     def _mask(self, _s, i, tile, *_others):
         if tile.go:

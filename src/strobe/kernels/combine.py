@@ -15,11 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from strobe.kernels.common.call import Call
 from strobe.kernels.common.device_function import device_function
 from strobe.kernels.portable import interpreter
 from strobe.kernels.portable.arguments import matrix, vector
 from strobe.kernels.portable.config import padded
-from strobe.kernels.portable.tiles import load_tile, load_vector, store_tile, store_vector, stream, vector_stream
+from strobe.kernels.portable.primitives import Matrix, load_tile, load_vector, store_tile, store_vector, stream, vector_stream
 
 interpreter.mend()
 
@@ -68,23 +69,18 @@ def combine(out_partial: torch.Tensor, lse_partial: torch.Tensor, out: torch.Ten
     out: [batch, n, heads, D] of any dtype, lse: float32 [batch, heads, n]. A packed problem leaves out `batch`
     everywhere. The O of a part whose LSE is -inf may hold anything.
     """
-    if out.dim() == 3:
-        out_partial, lse_partial, out, lse = out_partial[:, None], lse_partial[:, None], out[None], lse[None]
-    if not out.numel():
-        return
-    splits, (batch, n, heads, head_dim) = out_partial.shape[0], out.shape
-    with torch.cuda.device_of(out):
-        _combine[(triton.cdiv(n, TILE_ROWS) * heads * batch,)](
-            matrix(out_partial.view(splits * batch, n, heads, head_dim)),
-            vector(lse_partial.view(splits * batch, heads, n)),
-            matrix(out),
-            vector(lse),
-            splits,
-            batch,
-            heads,
-            n,
-            DIM=head_dim,
-            PADDED=padded(head_dim),
-            TILE=TILE_ROWS,
-            enable_fp_fusion=True,  # Triton 3.10 turns it off
-        )
+    if out.numel():
+        with torch.cuda.device_of(out):
+            combine_call(out_partial, lse_partial, out, lse).launch()
+
+
+def combine_call(out_partial: torch.Tensor, lse_partial: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Call:
+    """The launch of `combine`."""
+    splits, (*batch, n, heads, head_dim) = out_partial.shape[0], out.shape
+    entries, entry = (batch[0], 1) if batch else (1, 0)  # the dim whose stride leads from entry to entry, then to the next part
+    return Call(_combine, (triton.cdiv(n, TILE_ROWS) * heads * entries,), (), dict(
+        out_parts=Matrix(out_partial, out_partial.stride(entry), *out_partial.stride()[-3:-1]),
+        lse_parts=Matrix(lse_partial, lse_partial.stride(entry), lse_partial.stride(-1), lse_partial.stride(-2)),
+        out=matrix(out), lse=vector(lse), splits=splits, batch=entries, heads=heads, n=n,
+        DIM=head_dim, PADDED=padded(head_dim), TILE=TILE_ROWS, enable_fp_fusion=True,  # Triton 3.10 turns it off
+    ))  # fmt: skip

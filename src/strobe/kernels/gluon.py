@@ -2,8 +2,8 @@
 
 Kernels import everything of Gluon's from here. What moved: `thread_barrier` became `barrier` (3.7), the TMA copies
 became `tma.async_load` and `tma.async_store` (3.8; the old names raise from 3.9 on), cp.async `async_copy.async_load`,
-`aggregate` went public. Names of Blackwell's that came with 3.8 are None before; the kernel that needs them is refused
-there.
+`aggregate` went public, and makes an `__init__` for a class without one (3.8). Names of Blackwell's that came with 3.8 are None
+before; the kernel that needs them is refused there.
 """
 
 from triton.experimental import gluon
@@ -27,12 +27,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language import PropagateNan
+from triton.language import PropagateNan, core
 
-if hasattr(gluon, "aggregate"):
-    aggregate = gluon.aggregate
+_aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
+if hasattr(core, "_wrap_init_args"):
+    aggregate = _aggregate
 else:
-    from triton.language.core import _aggregate as aggregate
+
+    def aggregate(cls):
+        """Triton's, and for a class without an `__init__` one that assigns the fields, as Triton makes it from 3.8 on."""
+        if "__init__" in vars(cls):
+            return _aggregate(cls)
+        fields = tuple(cls.__annotations__)
+
+        def assign(self, *args, **kwargs):
+            for name, value in {**dict(zip(fields, args, strict=False)), **kwargs}.items():
+                setattr(self, name, value if isinstance(value, core.base_value) else gl.constexpr(value))
+
+        assign.__triton_builtin__ = True
+        cls.__init__ = assign
+        made = _aggregate(cls)
+        made.__aggregate_fields__ = fields
+        hashed = gluon.constexpr_function(assign)
+        hashed.hash = str(cls.__annotations__)  # or a kernel in Triton's cache would not depend on the fields
+        made.hash_attrs.append(hashed)
+        return made
+
 
 cp_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

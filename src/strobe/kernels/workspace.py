@@ -77,5 +77,8 @@ def _cut(space: torch.Tensor, notes: int) -> Workspace:
 def redone_blocks(device: torch.device | str | int | None = None) -> int:
     """How many blocks of 64 rows have been computed again on a GPU since the process began, by launches outside of CUDA graphs.
     Waits for the GPU."""
-    index = torch.cuda._utils._get_device_index(device, optional=True)
+    device = torch.device("cuda" if device is None else device)
+    if device.type != "cuda":
+        raise ValueError(f"device must be a GPU, got {device}")
+    index = torch.cuda.current_device() if device.index is None else device.index
     return sum(int(space[2]) for (of, _), spaces in list(_spaces.items()) if of == index for space in spaces)

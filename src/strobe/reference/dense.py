@@ -10,15 +10,17 @@ import torch
 from strobe.dropout import kept
 from strobe.masks import Mask
 from strobe.problem import AttentionProblem, Operands, lse_shape
+from strobe.reference.precision import without_autocast
 from strobe.reference.sequences import parts
 from strobe.scores import Score
 
 
+@without_autocast
 def attend(q, k, v, scale: float, mask: Mask, score: Score, first_batch: int = 0, dropout: float = 0.0, seed=None):
-    """q [B, n_q, Hq, D], k [B, n_kv, Hkv, D], v [B, n_kv, Hkv, Dv] -> out [B, n_q, Hq, Dv], lse [B, Hq, n_q].
+    """Attend: q [B, n_q, Hq, D], k [B, n_kv, Hkv, D], v [B, n_kv, Hkv, Dv] -> out [B, n_q, Hq, Dv], lse [B, Hq, n_q].
 
-    A row that sees no key, or only such whose score is -inf, gives 0 and an LSE of -inf, or of its sink.
-    first_batch: what functions, and dropout, are told of the first batch entry.
+    A row that sees no key, or only keys whose score is -inf, gives 0 and an LSE of -inf, or of its sink.
+    first_batch: the number that functions, and dropout, are given for the first batch entry.
     """
     n_q, n_kv, heads, group = q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2]
     batches = range(first_batch, first_batch + q.shape[0])
@@ -46,7 +48,7 @@ def attend(q, k, v, scale: float, mask: Mask, score: Score, first_batch: int = 0
 def attention(
     problem: AttentionProblem, operands: Operands, dtype: torch.dtype = torch.float64
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse, differentiable with respect to operands.q, k and v.
+    """out and lse of a problem, differentiable with respect to operands.q, k and v.
 
     In float64 this is the specification; in another dtype it is what the plain formula costs in precision there.
     """
@@ -54,8 +56,7 @@ def attention(
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full(lse_shape(problem), -torch.inf)
     for part in parts(problem, operands):
-        mask, score = part.problem.mask, part.problem.score
         tensors = q[part.rows], k[part.keys], v[part.keys]
-        one = attend(*tensors, problem.scale, mask, score, part.batch, problem.dropout, operands.seed)
+        one = attend(*tensors, problem.scale, part.mask, part.score, part.batch, problem.dropout, operands.seed)
         out[part.rows], lse[part.lse] = one
     return out, lse

@@ -24,8 +24,11 @@ NOTED_ROWS = 64
 
 
 class Optimistic(NamedTuple):
-    """out and lse as the forward's, right where nothing is noted. noted: bool [batch * heads_q * ceil(seqlen_q / 64)], where
-    block r of 64 rows of head h of batch entry (or sequence) b is at (b * heads_q + h) * ceil(seqlen_q / 64) + r."""
+    """Results of the optimistic forward: out and lse, right where nothing is noted.
+
+    noted: bool [batch * heads_q * ceil(seqlen_q / 64)]; block r of 64 rows of head h of batch entry (or sequence) b is at
+    (b * heads_q + h) * ceil(seqlen_q / 64) + r.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -35,9 +38,9 @@ class Optimistic(NamedTuple):
 def forward(
     problem: AttentionProblem, operands: Operands, tile_q: int = 128, tile_kv: int = 128, bounds: Bounds | None = None
 ) -> Optimistic:
-    """The forward in tiles of tile_q rows (a multiple of 64) and blocks of tile_kv keys, in float16 or bfloat16.
+    """Compute the forward in tiles of tile_q rows (a multiple of 64) and blocks of tile_kv keys, in float16 or bfloat16.
 
-    bounds: None means those of the dtype. The decisions depend on the tiles, as these say what the first block is.
+    bounds: None means those of the dtype. What is noted depends on the tiles, as these say which block is the first.
     """
     tiles = _Tiles(tile_q, tile_kv, bounds or BOUNDS[str(problem.dtype).removeprefix("torch.")])
     q, k, v = operands[:3]
@@ -62,8 +65,8 @@ def key_blocks(problem: AttentionProblem, rows: range, n_q: int, n_kv: int, tile
     """The blocks of keys that some of the rows see, in the order of the visit; the first fixes the reference.
 
     The leftmost block that every row sees whole leads: each row has tile_kv keys to be judged by, and under a causal mask the
-    attention sinks are among them. Where there is none, the block leads in which the keys end that all rows see: unless a
-    window is narrower than the tile, rows see some of it. Under ALiBi, which favours near keys, the rightmost leads. The
+    attention sinks are among them. If there is no such block, the one leads in which the keys that all rows see end: unless a
+    window is narrower than the tile, every row sees some of it. Under ALiBi, which favours near keys, the rightmost leads. The
     others follow from left to right. (The kernel leads with a block of the tile's document, if it has one; here documents
     change nothing.)
     """
@@ -81,7 +84,7 @@ def key_blocks(problem: AttentionProblem, rows: range, n_q: int, n_kv: int, tile
 
 
 def _forward(part: Part, tiles: _Tiles, q, k, v, out, lse, noted) -> None:
-    """One dense batch, written into out [B, n_q, heads_q, Dv], lse [B, heads_q, n_q] and noted [B, heads_q, blocks]."""
+    """Write the results of one dense part into out [B, n_q, heads_q, Dv], lse [B, heads_q, n_q], noted [B, heads_q, blocks]."""
     k, v = (x.repeat_interleave(part.problem.group, dim=2) for x in (k, v))
     for first in range(0, q.shape[1], tiles.q):
         rows = range(first, min(first + tiles.q, q.shape[1]))
@@ -108,8 +111,8 @@ def _rows(part: Part, tiles: _Tiles, rows: range, q, k, v):
         keys_seen += seen.expand_as(p).sum(-1, keepdim=True)
 
     trusted = row_sum >= torch.where(m == 0.0, keys_seen * bounds.least_by_key, bounds.least)
-    if problem.score.sinks is not None:
-        sink = LOG2E * problem.score.sinks.float()[:, None, None]
+    if part.score.sinks is not None:
+        sink = LOG2E * part.score.sinks.float()[:, None, None]
         m = torch.where(row_sum == 0.0, sink, m)
         row_sum += torch.exp2(sink - m)
     nothing = row_sum == 0.0
@@ -120,16 +123,16 @@ def _rows(part: Part, tiles: _Tiles, rows: range, q, k, v):
 
 
 def _exponents(part: Part, q, k, rows: range, keys: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores in powers of two, [B, heads, rows, keys], -inf where not seen; and which are seen.
+    """Scores in units of log2, [B, heads, rows, keys], -inf where not seen; and which are seen.
 
-    In float64, so that x - m is rounded once: a kernel fuses the product with the scale and the difference.
+    They are float64, so that x - m is rounded once: a kernel fuses the product with the scale and the difference.
     """
     problem, n_q, n_kv = part.problem, q.shape[1], k.shape[1]
     i = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
     j = torch.arange(keys.start, keys.stop, device=q.device)[None, :]
     products = q[:, i[:, 0]].transpose(1, 2).float() @ k[:, j[0]].permute(0, 2, 3, 1).float()
-    x = problem.score.apply(problem.scale * products.double(), i, j, n_q, n_kv, part.batch) * LOG2E
+    x = part.score.apply(problem.scale * products.double(), i, j, n_q, n_kv, part.batch) * LOG2E
     batches, heads = range(part.batch, part.batch + q.shape[0]), range(problem.heads_q)
-    seen = problem.mask.tile(i, j, n_q, n_kv, batches, heads)
+    seen = part.mask.tile(i, j, n_q, n_kv, batches, heads)
     seen = seen[:, None] if seen.dim() == 3 else seen
     return torch.where(seen, x, -torch.inf), seen

@@ -1,47 +1,52 @@
-"""What the plain-torch backends compute at once: the whole of a dense problem, or one sequence (or batch entry) after the
-other where their lengths differ. Reads cu_seqlens and seqused on the host."""
+"""Cuts a problem into the parts that the plain-torch backends compute at once: all of a dense problem, or one sequence (or
+batch entry) after the other where their lengths differ. Reads cu_seqlens and seqused on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from strobe.problem import AttentionProblem, Operands, Varlen
+from strobe.masks import Mask
+from strobe.problem import AttentionProblem, Operands, Varlen, with_tensors
+from strobe.scores import Score
 
 
 class Part(NamedTuple):
-    """A dense part of a problem: what to index tensors by for views of it, which have a batch dim; its first batch entry;
-    its problem, whose mask and score hold the tensors of its own entries only. Only the lengths are those of the whole."""
+    """A dense part of a problem: indices that make views of it from tensors, each with a batch dim, its own mask and score."""
 
     rows: tuple
-    """Of q, out, dout."""
+    """Index of q, out and dout."""
     keys: tuple
+    """Index of k and v."""
     lse: tuple
+    """Index of the LSE."""
     batch: int
+    """Number of its first batch entry (or sequence)."""
     problem: AttentionProblem
+    """The whole problem."""
+    mask: Mask
+    score: Score
+    """They hold the tensors of the part's own entries."""
 
 
 def parts(problem: AttentionProblem, operands: Operands) -> Iterator[Part]:
-    """The parts of a problem."""
+    """Yield the parts of a problem, one after the other."""
+    mask, score = with_tensors(problem, operands)
     if not problem.varlen and not problem.seqused:
-        yield Part((), (), (), 0, problem)
+        yield Part((), (), (), 0, problem, mask, score)
         return
     bounds_q = _bounds(problem, operands.cu_seqlens_q, operands.seqused_q, problem.lengths.seqlen_q)
     bounds_kv = _bounds(problem, operands.cu_seqlens_kv, operands.seqused_kv, problem.lengths.seqlen_kv)
     for b, (rows, keys) in enumerate(zip(bounds_q, bounds_kv, strict=True)):
-        one = replace(problem, mask=problem.mask.of_batch(b), score=problem.score.of_batch(b))
-        if problem.varlen:
-            yield Part((None, rows), (None, keys), (None, slice(None), rows), b, one)
-        else:
-            entry = slice(b, b + 1)
-            yield Part((entry, rows), (entry, keys), (entry, slice(None), rows), b, one)
+        entry = None if problem.varlen else slice(b, b + 1)
+        one = mask.of_batch(b), score.of_batch(b)
+        yield Part((entry, rows), (entry, keys), (entry, slice(None), rows), b, problem, *one)
 
 
 def _bounds(problem: AttentionProblem, cu: torch.Tensor | None, used: torch.Tensor | None, length: int) -> list[slice]:
-    """First and last of the rows, or keys, that each batch entry (or sequence) uses."""
+    """The rows, or keys, that each batch entry (or sequence) uses."""
     batch = problem.lengths.batch
     ends = [length] * batch
     starts = [0] * batch

@@ -1,7 +1,8 @@
-"""Our attention kernels in the simulator: the same kernels and argument builders as on a GPU, tensors on the CPU."""
+"""Runs our attention kernels in the simulator: the same kernels and argument builders as on a GPU, tensors on the CPU."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import NamedTuple
@@ -9,34 +10,70 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from strobe.kernels.common import named_barrier, pairs, turn
+from strobe.device import KNOWN
+from strobe.kernels.blind_rows import fill_blind
+from strobe.kernels.common import dependent_launch, named_barrier, packed_halves
+from strobe.kernels.common.call import Buffers, Tensors, gradients
 from strobe.kernels.common.documents import SPAN
+from strobe.kernels.gluon import gl
 from strobe.kernels.sm90 import backward_launch as sm90_backward_launch
 from strobe.kernels.sm90 import config as sm90_config
 from strobe.kernels.sm90 import forward as sm90_forward
+from strobe.kernels.sm90 import fp8_launch
 from strobe.kernels.sm90 import launch as sm90_launch
+from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.kernels.sm100 import config as sm100_config
 from strobe.kernels.sm100 import forward as sm100_forward
-from strobe.kernels.workspace import Workspace
-from strobe.problem import AttentionProblem, Gradients, Operands, lse_shape, zero_bias
+from strobe.kernels.sm100 import launch as sm100_launch
+from strobe.problem import AttentionProblem, Operands
 from strobe.sim.barriers import named_arrive, named_sync
 from strobe.sim.costs import Costs
 from strobe.sim.launch import Launch
 from strobe.sim.lift import register
 from strobe.sim.machine import Report
+from strobe.sim.tensor import Tensor, compute
+from strobe.sim.units.control import take_turn
 
 BACKENDS = {"sm90": (sm90_forward, sm90_config.choose, 90), "sm100": (sm100_forward, sm100_config.choose, 100)}
-_ROWS_PER_NOTE = 64
 register(named_barrier.meet, partial(named_sync, threads=256))
 register(named_barrier.announce, partial(named_arrive, threads=256))
-register(turn.take_turn, lambda: None)  # a simulated launch is alone
-register(pairs.rounded, lambda x, dtype: x.to(dtype))
-register(pairs.widened, lambda x: x.to(tl.float32))
+register(dependent_launch.take_turn, take_turn)
+register(dependent_launch.take_program_turn, take_turn)
+register(packed_halves.rounded, lambda x, dtype: x.to(dtype))
+register(packed_halves.widened, lambda x: x.to(tl.float32))
+
+
+def _packed(p: Tensor, C) -> Tensor:
+    """Model of `fp8.packed`: four e4m3 numbers in each int32."""
+    rows, keys = p.shape
+    x = p.to(gl.float8e4nv).reshape([rows, keys // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4)
+    return compute("free", lambda data: data.reshape(rows, keys // 16, 4, 4).contiguous().view(torch.int32).squeeze(-1), x)
+
+
+def _add_rounded(sums: Tensor, p: Tensor) -> Tensor:
+    """Model of `fp8.add_rounded`: the sums of rows plus the rounded weights of a block."""
+
+    def add(s, packed):
+        weights = packed.contiguous().view(torch.float8_e4m3fn).view(*packed.shape, 4).float()
+        return s + weights.sum((1, 3))
+
+    return compute("fma", add, sums, p, layout=sums.layout)
+
+
+def _register_assembly(kernels: ModuleType) -> None:
+    """Register models of what `strobe.kernels.sm90.fp8`, or a copy of it, does by assembly."""
+    register(kernels.packed, _packed)
+    register(kernels.add_rounded, _add_rounded)
+    register(kernels.from_now, lambda p: p)
+    register(kernels.scaled, lambda x, factor: x * factor[:, None])
 
 
 class Forward(NamedTuple):
-    """out, lse and notes as the backend's `launch` gives them: notes None, or non-zero where rows hold a NaN or an infinity;
-    of a Config with splits, out and lse float32 with the splits in front."""
+    """Results of a forward: out, lse and notes as the backend's `launch` gives them, and what the simulation saw.
+
+    notes: None, or non-zero where rows hold a NaN or an infinity. With a Config that has splits, out and lse are float32, with
+    the splits in front.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -48,11 +85,12 @@ def simulate_forward(
     problem: AttentionProblem, operands: Operands, backend: str = "sm90", config=None, order: str = "in_order", seed: int = 0,
     ctas: int = 1, costs: Costs | None = None,
 ) -> Forward:  # fmt: skip
-    """The forward kernel of a backend over operands on the CPU.
+    """Simulate the forward kernel of a backend over operands on the CPU.
 
     config: the backend's Config; None: what it chooses. order, seed: see `strobe.sim.machine`. ctas: how many CTAs share the
-    tiles if the kernel is persistent, so that one computes several; others have one a tile. costs: of a timed run; None
-    means the arch's own. ValueError for another backend or an empty problem; a SimulationError for a mistake in the kernel.
+    tiles if the kernel is persistent, so that one computes several; other kernels have a CTA for each tile. costs: the costs of
+    a timed run; None means the arch's own. ValueError for another backend or an empty problem; a SimulationError for a mistake
+    in the kernel.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -67,31 +105,37 @@ def forward_launch(
     """The launch of a module's `forward_kernel`, and what it fills: out, lse (both NaN until then) and notes."""
     if 0 in (*operands.q.shape, *operands.k.shape):
         raise ValueError(f"no kernel runs for q {list(operands.q.shape)} and k {list(operands.k.shape)}: one is empty")
-    splits = getattr(config, "splits", 1)
-    parts, dtype = ((), problem.dtype) if splits == 1 else ((splits,), torch.float32)
-    out = torch.full((*parts, *operands.q.shape[:-1], problem.head_dim_v), torch.nan, dtype=dtype)
-    lse = torch.full((*parts, *lse_shape(problem)), torch.nan)
-    number = problem.lengths.batch * problem.heads_q * -(-problem.lengths.seqlen_q // _ROWS_PER_NOTE)
-    notes: torch.Tensor | None = None
-    if arch == 90:
-        if sm90_launch.has_blind_tiles(problem):
-            sm90_launch.fill_blind(out, lse, problem.score.sinks, operands.cu_seqlens_q, operands.seqused_q)
-        space = Workspace(torch.zeros(16, dtype=torch.int32), torch.zeros(number, dtype=torch.int32))
-        notes = space.notes
-        documents = problem.mask.documents
-        spans = None if documents is None else spans_of(documents.q, documents.kv)
-        grid, arguments, constants = sm90_launch.kernel_arguments(problem, operands, out, lse, space, config, spans)
-    else:
-        if problem.mask.band != (None, None, None):
-            notes = torch.zeros(number, dtype=torch.int32)
-        grid, arguments, constants = kernels.kernel_arguments(problem, operands, out, lse, notes, config)
-    if getattr(config, "persistent", False):
-        grid = (min(ctas, *grid),)
-    return Launch(kernels.forward_kernel, grid, arguments, constants, arch, ("notes", "counters")), out, lse, notes
+    host = sm90_launch if arch == 90 else sm100_launch
+    buffers = sm90_launch.buffers(problem) if arch == 90 else sm100_launch.buffers(problem, config)
+    tensors = Tensors(**operands._asdict(), **unwritten(buffers))
+    if arch == 90 and sm90_launch.has_blind_tiles(problem):
+        longest = problem.lengths.seqlen_q
+        fill_blind(tensors.out, tensors.lse, longest, operands.sinks, operands.cu_seqlens_q, operands.seqused_q)
+    if operands.document_q is not None and operands.document_kv is not None:
+        tensors.row_spans = spans_of(operands.document_q, operands.document_kv)
+    call = host.forward_call(problem, tensors, _ARCHS[arch], config)
+    grid = (min(ctas, *call.grid),) if getattr(config, "persistent", False) else call.grid
+    launch = Launch(kernels.forward_kernel, grid, call.arguments, call.keywords, arch, ("notes", "counters"))
+    split = getattr(config, "splits", 1) > 1
+    out, lse = (tensors.out_parts, tensors.lse_parts) if split else (tensors.out, tensors.lse)
+    return launch, out, lse, tensors.notes
+
+
+_ARCHS = {90: replace(KNOWN["H100"], sms=0), 100: replace(KNOWN["B200"], sms=0)}
+"""GPUs of which a launch takes as many multiprocessors as it has tiles."""
+
+
+def unwritten(buffers: Buffers) -> dict[str, torch.Tensor]:
+    """The tensors that a kernel is to write, NaN until then or, of integers, the least number; notes and counters are 0."""
+    made = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in {**buffers.made, **buffers.shared}.items()}
+    for x in made.values():
+        x.view(torch.uint8).fill_(0x7F) if x.dtype.itemsize == 1 else x.fill_(torch.nan if x.is_floating_point() else 0)
+    notes = {name: torch.zeros(number, dtype=torch.int32) for name, number in (buffers.notes or {}).items()}
+    return {**made, **notes, "counters": torch.zeros(16, dtype=torch.int32)}
 
 
 def spans_of(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """As `kernels.common.documents.spans_kernel` finds them."""
+    """The spans that `kernels.common.documents.spans_kernel` finds, in plain torch."""
     parts = ids.split(SPAN.value, 1)
     least, most = (torch.stack([extreme(part, 1) for part in parts], 1) for extreme in (torch.amin, torch.amax))
     seen = (others[:, None] >= least[..., None]) & (others[:, None] <= most[..., None])
@@ -101,30 +145,48 @@ def spans_of(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return torch.stack([begin, end, whole], 2).to(torch.int32)
 
 
-def backward_launch(
-    kernels: ModuleType, problem: AttentionProblem, operands: Operands, dout, space: sm90_backward_launch.Buffers, config,
-    ctas: int = 1,
-) -> tuple[Launch, Gradients]:  # fmt: skip
-    """The launch of a module's `backward_kernel`, on buffers that `sm90.backward_ends.prepare` has filled, and the gradients
-    that it fills, NaN until then, but for dQ: it adds that to `space`, from where `convert` fetches it."""
-    grads = _unfilled(problem, operands)
-    (blocks,), arguments, constants = sm90_backward_launch.one_pass_arguments(problem, operands, dout, grads, space, config)
-    return Launch(kernels.backward_kernel, (min(ctas, blocks),), arguments, constants, 90, ("notes", "counters")), grads
+def fp8_launches(
+    kernels: ModuleType, problem: AttentionProblem, operands: Operands, ctas: int = 1
+) -> tuple[Launch, Launch, torch.Tensor, torch.Tensor]:
+    """The launches of a module's `transpose_kernel` and `fp8_kernel`, and what the second fills: out and lse, NaN before."""
+    _register_assembly(kernels)
+    config = kernels.config(problem)
+    tensors = Tensors(**operands._asdict(), **unwritten(fp8_launch.buffers(problem, config)))
+    transposing, attending = fp8_launch.calls(problem, tensors, _ARCHS[90], config)
+    v, v_t, *others = transposing.arguments
+    in_bytes = v.view(torch.uint8), v_t.view(torch.uint8)  # as the kernel takes them: the simulator casts no pointers
+    launches = (
+        Launch(kernels.transpose_kernel, transposing.grid, (*in_bytes, *others), transposing.keywords, 90),
+        Launch(
+            kernels.fp8_kernel, (min(ctas, *attending.grid),), attending.arguments, attending.keywords, 90, ("counters",)
+        ),
+    )  # fmt: skip
+    return *launches, tensors.out, tensors.lse
+
+
+def backward_launch(kernels: ModuleType, problem: AttentionProblem, tensors: Tensors, config: Config, ctas: int = 1) -> Launch:
+    """The launch of a module's `backward_kernel`, on tensors that `sm90.backward_pre_post.prepare` has filled. dQ it adds to
+    the accumulator, from where `convert` fetches it."""
+    call = sm90_backward_launch.one_pass_call(problem, tensors, _ARCHS[90], config)
+    return Launch(kernels.backward_kernel, (min(ctas, *call.grid),), call.arguments, call.keywords, 90, ("notes", "counters"))
 
 
 def split_backward_launches(
-    kernels: ModuleType, problem: AttentionProblem, operands: Operands, dout, space: sm90_backward_launch.Buffers, config
-) -> tuple[Launch, Launch, Gradients]:
-    """The launches of a module's `keys_kernel` and `rows_kernel`, as `backward_launch`, and the gradients that they fill."""
-    grads = _unfilled(problem, operands)
-    grid, arguments, constants = sm90_backward_launch.keys_arguments(problem, operands, dout, grads, space, config)
-    keys = Launch(kernels.keys_kernel, grid, arguments, constants, 90, ("notes",))
-    grid, arguments, constants = sm90_backward_launch.rows_arguments(problem, operands, dout, grads, space, config)
-    return keys, Launch(kernels.rows_kernel, grid, arguments, constants, 90, ("notes",)), grads
+    kernels: ModuleType, problem: AttentionProblem, tensors: Tensors, config: SplitConfig
+) -> tuple[Launch, Launch]:
+    """The launches of a module's `keys_kernel` and `rows_kernel`, on tensors that `prepare` has filled."""
+    keys = sm90_backward_launch.keys_call(problem, tensors, config)
+    rows = sm90_backward_launch.rows_call(problem, tensors, config)
+    return (
+        Launch(kernels.keys_kernel, keys.grid, keys.arguments, keys.keywords, 90, ("notes",)),
+        Launch(kernels.rows_kernel, rows.grid, rows.arguments, rows.keywords, 90, ("notes",)),
+    )
 
 
-def _unfilled(problem: AttentionProblem, operands: Operands) -> Gradients:
-    """NaN, but for a bias's, to which kernels add, or write what somebody sees."""
-    grads = Gradients(*(torch.full_like(x, torch.nan) for x in operands[:3]))
-    bias = problem.score.bias
-    return grads._replace(bias=zero_bias(problem, bias)) if bias is not None and "bias" in problem.learned else grads
+def unfilled_gradients(problem: AttentionProblem) -> dict[str, torch.Tensor]:
+    """dq, dk, dv, dbias to be filled: NaN, or 0 if kernels leave what is not used alone; that of a bias is 0, as kernels add to
+    it or write only what somebody sees."""
+    found = {}
+    for name, (shape, dtype, _) in gradients(problem).items():
+        found[name] = torch.full(shape, 0.0 if problem.seqused or name == "dbias" else torch.nan, dtype=dtype)
+    return found

@@ -1,4 +1,4 @@
-"""Who knows what has happened: vector clocks.
+"""Vector clocks: who knows what has happened.
 
 Everything that touches memory is an *agent*: a warp partition, the tensor core working for one, a single TMA copy. An agent
 counts its *ticks*; an access is stamped with the tick at which it was made. `Knowledge` says, for every agent, up to which
@@ -14,12 +14,16 @@ from __future__ import annotations
 import numpy as np
 
 CAPACITY = 512
-"""Agents of a CTA. Copies in flight are agents of their own; their numbers are used again once they are known to be over."""
+"""The most agents that a CTA may have. Copies in flight are agents of their own; their numbers are used again once they are
+known to be over."""
+
+AHEAD = 0
+"""The agent that stands for the launch ahead; its only tick is 1."""
 
 
 class Knowledge:
-    """seen[agent]: the tick up to which its accesses are over. fenced[agent]: up to which its writes through the generic
-    proxy are visible to the async proxy too (see `memory`)."""
+    """What somebody knows of all agents. seen[agent]: the tick up to which its accesses are over. fenced[agent]: the tick up to
+    which its writes through the generic proxy are visible to the async proxy too (see `memory`)."""
 
     __slots__ = ("fenced", "seen")
 

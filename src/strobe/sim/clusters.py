@@ -1,11 +1,11 @@
-"""Clusters: two CTAs that run one program together.
+"""Models clusters: two CTAs that run one program together.
 
 A Gluon program for two CTAs is written once, over tensors that they share: `cga_layout` of a layout says which dimension
 they halve. Here each CTA runs all roles itself, as coroutines of its own, over tensors of the full shape of which only its
 own half means anything: memory is touched there alone, and what it loads has NaN elsewhere. So the two may drift apart as on
 a GPU, and what one reads of the other's without a barrier is a race.
 
-What is barred by the compiler is not looked for: reductions and layout conversions that would cross CTAs.
+Layout conversions that would cross CTAs are not looked for: the compiler refuses them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from dataclasses import replace
 import torch
 from triton.experimental.gluon import language as gl
 
-from strobe.sim.context import machine, where
+from strobe.sim.context import machine
 from strobe.sim.errors import Unsupported
+from strobe.sim.kernel_source import where
 
 
 def halved_dim(layout, rank: int) -> int | None:
-    """Which of `rank` dimensions two CTAs halve; None if each has all of it. Layouts speak of the last dimensions."""
+    """The one of `rank` dimensions that two CTAs halve; None if each has all of it. Layouts speak of the last dimensions."""
     basis = _basis(layout)
     if basis is None or not any(basis):
         return None
@@ -65,7 +66,7 @@ def only_own(layout, data: torch.Tensor) -> torch.Tensor:
 
 
 def own_lanes(layout, shape: torch.Size) -> torch.Tensor | None:
-    """Which elements of a register tensor are this CTA's; None: all."""
+    """The elements of a register tensor that are this CTA's, bool; None: all."""
     running = machine()
     dim = None if running.num_ctas == 1 else halved_dim(layout, len(shape))
     if dim is None:

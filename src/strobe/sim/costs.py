@@ -1,4 +1,4 @@
-"""What the units of a multiprocessor cost, in cycles of its clock, for each arch; and where each number comes from.
+"""Costs of the units of a multiprocessor, in cycles of its clock, for each arch; and where each number comes from.
 
 Numbers for sm_90 were measured (`benchmarks/unit_costs.py`) wherever a kernel can. sm_100 has its rates from
 NVIDIA and from papers; what nobody has published is taken over from sm_90, and marked as assumed. So are the latencies
@@ -36,15 +36,16 @@ class Cost(float):
 
 @dataclass(frozen=True)
 class Costs:
-    """One arch. Times in cycles, of a partition's own time unless said otherwise.
+    """The costs of one arch. Times are in cycles, of a partition's own time unless said otherwise.
 
-    arrive: at an mbarrier; wait: from a barrier's completion until a waiter goes on; passing_wait: a wait at a barrier that
-    is complete already; named_barrier: bar.sync of 4 warps once the last is there; fence: of the async proxy.
+    arrive: an arrival at an mbarrier; wait: from a barrier's completion until a waiter goes on; passing_wait: a wait at a
+    barrier that is complete already; named_barrier: bar.sync of 4 warps once the last is there; fence: of the async proxy.
     tma_issue: of one copy; tma_latency: from issue to completion of a small copy from L2, tma_latency_memory: from memory
-    while all SMs load; tma_bytes: a cycle and SM. cp_async_latency: likewise.
-    mma_flops: of 2-byte operands, a cycle; mma_issue; mma_latency: what a product takes beyond its mma_cycles (wgmma: until
-    its wait is over; tcgen05: until the next may begin on the same accumulator); commit_latency: from a product's end to the
-    arrival that tcgen05.commit makes; operand_bytes: of shared memory a cycle, for the operands that are read there.
+    while all SMs load; tma_bytes: bytes a cycle and SM. cp_async_latency: from issue to completion of cp.async.
+    mma_flops: FLOP a cycle with 2-byte operands; mma_issue: of one product; mma_latency: what a product takes beyond its
+    mma_cycles (wgmma: until its wait is over; tcgen05: until the next may begin on the same accumulator); commit_latency: from
+    a product's end to the arrival that tcgen05.commit makes; operand_bytes: of shared memory a cycle, for the operands that are
+    read there.
     register_latency: of a dependent register operation; reduction_latency: what a reduction takes beyond the work
     of its pipe, as its steps wait for each other. interleaving: how much of the time that an
     operation keeps its pipe the compiler fills with later operations of the same warps: 0 none, 1 all.
@@ -86,10 +87,10 @@ class Costs:
         return {"fma2": 2, "convert": 2, "shared": 16, "tmem_load": 128, "tmem_store": 128}.get(pipe, 1)
 
     def mma_cycles(self, m: int, n: int, k: int, element_size: int, a_is_near: bool) -> float:
-        """Of a product [m, k] @ [k, n] on the tensor core of one SM, a_is_near: A comes from registers or tensor memory.
+        """Cycles of a product [m, k] @ [k, n] on the tensor core of one SM. a_is_near: A is in registers or tensor memory.
 
-        The larger of its arithmetic, whose rate halves as the elements double, and of reading its operands from shared
-        memory: 64 x 64 x 64 on sm_90 is bound by both (measured: 4100 FLOP a cycle).
+        They are the larger of its arithmetic, whose rate halves as the elements double, and of reading its operands from
+        shared memory: 64 x 64 x 64 on sm_90 is bound by both (measured: 4100 FLOP a cycle).
         """
         arithmetic = 2 * m * n * k / self.mma_flops * element_size / 2
         operands = (n * k + (0 if a_is_near else m * k)) * element_size

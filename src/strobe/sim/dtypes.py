@@ -1,4 +1,4 @@
-"""Types of numbers, and how numbers become them."""
+"""Types of numbers in torch and in Gluon, and conversions of numbers to them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import DistributedLayout
 
-from strobe.sim.context import where
 from strobe.sim.errors import IllegalOperation, Unsupported
+from strobe.sim.kernel_source import where
 
 TORCH = {
     "int1": torch.bool, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64,
@@ -43,7 +43,7 @@ def gluon_dtype(kind: torch.dtype):
 
 
 class TensorType(gl.distributed_type):
-    """What `x.type` tells of a tensor; its layout may be one that only the simulator knows."""
+    """The type of a tensor, `x.type`; its layout may be one that only the simulator knows."""
 
     def __init__(self, element_ty, shape, layout):
         gl.block_type.__init__(self, element_ty, list(shape))
@@ -89,6 +89,7 @@ def constant(value, kind: torch.dtype) -> torch.Tensor:
 
 
 def check_range(value, kind: torch.dtype) -> None:
+    """Raise IllegalOperation if a number does not fit an integer type."""
     low, high = RANGE.get(kind, (value, value))
     if not low <= value <= high and value == value:
         raise IllegalOperation(f"{where()}: {value} is no {GLUON[kind]}")

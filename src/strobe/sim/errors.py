@@ -1,8 +1,8 @@
-"""What the simulator finds wrong with a kernel: one class a kind of mistake."""
+"""Mistakes that the simulator finds in a kernel: one class for each kind."""
 
 
 class SimulationError(Exception):
-    """A kernel did what the GPU forbids, or what works there by luck alone."""
+    """A mistake in a kernel: it did what the GPU forbids, or what works there by luck alone."""
 
 
 class Race(SimulationError):
@@ -10,7 +10,7 @@ class Race(SimulationError):
 
 
 class MissingFence(SimulationError):
-    """The async proxy (TMA, tensor core) meets what a thread wrote to shared memory, with no fence between them."""
+    """An access of the async proxy (TMA, tensor core) to what a thread wrote to shared memory, with no fence between them."""
 
 
 class Uninitialised(SimulationError):
@@ -18,7 +18,7 @@ class Uninitialised(SimulationError):
 
 
 class Deadlock(SimulationError):
-    """Everybody waits."""
+    """A state in which everybody waits."""
 
 
 class BarrierMisuse(SimulationError):
@@ -38,8 +38,8 @@ class DoubleWrite(SimulationError):
 
 
 class IllegalOperation(SimulationError):
-    """Shapes, types or resources that the machine does not have (tensor memory beyond 512 columns, ...)."""
+    """A use of shapes, types or resources that the machine does not have (tensor memory beyond 512 columns, ...)."""
 
 
 class Unsupported(SimulationError):
-    """The simulator has no model of what the kernel calls."""
+    """A call of something that the simulator has no model of."""

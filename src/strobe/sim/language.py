@@ -1,4 +1,4 @@
-"""The table: what simulates which name of Gluon's language.
+"""The table of Gluon's language: which function simulates which name.
 
 Keys are names, or "module.name" where modules of Gluon use a name for different things; names of old and new Triton stand
 side by side. Triton's own functions in Triton (gl.sort, tl.softmax, ...) that have no entry run as they are written.
@@ -6,15 +6,12 @@ side by side. Triton's own functions in Triton (gl.sort, tl.softmax, ...) that h
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import triton.language.core as tl
-import triton.language.standard
 from triton.experimental.gluon import language as gl
 
-from strobe.sim import addresses, program, reductions, registers
+from strobe.sim import global_memory, program, reductions, registers
 from strobe.sim.tensor import Value
 
 
@@ -27,11 +24,11 @@ class _Constexpr(type):
 
 
 class Constexpr(metaclass=_Constexpr):
-    """gl.constexpr in a simulated kernel: the value itself."""
+    """Stands for gl.constexpr in a simulated kernel: makes the value itself."""
 
 
 def unwrap(value):
-    """The value of a constexpr; anything else is itself."""
+    """The value of a constexpr; anything else as it is."""
     while isinstance(value, gl.constexpr):
         value = value.value
     return value
@@ -51,7 +48,7 @@ REGISTERS: dict[str, Callable] = {
     ),
     **_entries(reductions, "argmax argmin associative_scan cumprod cumsum map_elementwise reduce reduce_or xor_sum"),
     **_entries(
-        addresses,
+        global_memory,
         "atomic_add atomic_and atomic_cas atomic_load atomic_max atomic_min atomic_or atomic_store atomic_xchg atomic_xor load "
         "store",
     ),
@@ -76,29 +73,21 @@ REGISTERS: dict[str, Callable] = {
 }
 
 MACHINE: dict[str, Callable] = {}
-"""What acts on the machine: filled by strobe.sim.units."""
+"""Functions that act on the machine; `launch` fills it with those of `units`."""
 
 TYPES: dict[Any, Any] = {gl.tensor: Value, gl.constexpr: Constexpr, gl.tuple: tuple}
-"""Classes of Gluon's that kernels name (`isinstance(x, gl.tensor)`)."""
+"""Classes of Gluon that kernels name (`isinstance(x, gl.tensor)`), and what stands for them."""
+
+
+NAMESPACES = ("async_copy", "clc", "cluster", "float2", "mbarrier", "tma")
+"""Modules of Gluon whose names mean something else than the same names outside, such as `cluster.barrier`."""
 
 
 def simulated(module: str, name: str) -> Callable | None:
-    """What simulates `name` of a module of Triton's, if anything does."""
-    key = f"{module.rpartition('.')[2]}.{name}"
+    """The function that simulates `name` of a module of Triton; None if there is none."""
+    module = module.rpartition(".")[2]
+    key = f"{module}.{name}"
     for table in (MACHINE, REGISTERS):
         if key in table:
             return table[key]
-    return MACHINE.get(name) or REGISTERS.get(name)
-
-
-@functools.cache
-def method(name: str) -> Callable | None:
-    """The function that is the method `name` of a tensor, as in x.sum(0)."""
-    if not hasattr(tl.tensor, name):
-        return None
-    if name in REGISTERS:
-        return REGISTERS[name]
-    from strobe.sim.lift import lift
-
-    function = getattr(triton.language.standard, name, None)
-    return None if function is None else lift(function)
+    return None if module in NAMESPACES else MACHINE.get(name) or REGISTERS.get(name)

@@ -1,4 +1,4 @@
-"""The door of the simulator: launch a Gluon kernel here instead of on a GPU."""
+"""Launches Gluon kernels in the simulator instead of on a GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from triton.runtime.jit import JITFunction
 
 from strobe.sim import context
 from strobe.sim.costs import Costs, costs_of
+from strobe.sim.errors import Unsupported
 from strobe.sim.language import MACHINE
 from strobe.sim.lift import lift
 from strobe.sim.machine import Machine, Report
@@ -21,12 +22,15 @@ from strobe.sim.units.tma import descriptor_of
 
 MACHINE.update(MODELS)
 
+OLDEST_TRITON = (3, 6)
+"""The oldest release that the kernels are made for."""
+
 
 @dataclass
 class Launch:
-    """What `kernel[grid](*args, **kwargs)` would launch, and how to check its results: `check()` raises AssertionError.
+    """A launch `kernel[grid](*args, **kwargs)` to be simulated, and how to check its results: `check()` raises AssertionError.
 
-    arch: 80, 90 or 100. rewritable: names of arguments whose elements may be written more than once.
+    arch: 80, 90 or 100. rewritable: names of arguments whose elements may be written more than once. triton: see `simulate`.
     """
 
     kernel: Any
@@ -36,29 +40,38 @@ class Launch:
     arch: int = 90
     rewritable: Sequence[str] = ()
     check: Callable[[], None] = lambda: None
+    triton: tuple[int, int] = OLDEST_TRITON
 
-    def simulate(self, order: str = "in_order", seed: int = 0, costs: Costs | None = None) -> Report:
+    def simulate(
+        self, order: str = "in_order", seed: int = 0, costs: Costs | None = None, after: Report | None = None
+    ) -> Report:
+        """Run the launch; order, seed, costs and after: see `simulate`."""
         options: dict[str, Any] = {
-            "order": order, "seed": seed, "arch": self.arch, "rewritable": self.rewritable, "costs": costs,
+            "order": order, "seed": seed, "arch": self.arch, "rewritable": self.rewritable, "costs": costs, "after": after,
+            "triton": self.triton,
         }  # fmt: skip
         return simulate(self.kernel, self.grid, *self.args, **options, **self.kwargs)
 
 
 def simulate(
     kernel, grid: Sequence[int], *args, order: str = "in_order", seed: int = 0, arch: int = 90, rewritable: Sequence[str] = (),
-    num_warps: int = 4, num_ctas: int = 1, costs: Costs | None = None, **kwargs,
+    num_warps: int = 4, num_ctas: int = 1, costs: Costs | None = None, launch_pdl: bool = False, after: Report | None = None,
+    triton: tuple[int, int] = OLDEST_TRITON, **kwargs,
 ) -> Report:  # fmt: skip
     """Run a Gluon kernel, its source unchanged, over `grid` on tensors of the CPU, which it changes as on a GPU.
 
     args, kwargs: as for `kernel[grid](*args, **kwargs)`; options of the compiler are ignored. order, seed: in what order
-    asynchronous work finishes and partitions take turns (see `machine`). arch: 80, 90 or 100. costs: of a timed run; None:
-    the arch's own. num_ctas: 1, or 2 for a cluster. Raises a SimulationError for the first mistake that it finds; ValueError or
-    TypeError for arguments that no launch takes.
+    asynchronous work finishes and partitions take turns (see `machine`). arch: 80, 90 or 100. costs: the costs of a timed run;
+    None: the arch's own. num_ctas: 1, or 2 for a cluster. after: the Report of the launch ahead in the stream, which a launch
+    with launch_pdl may not have waited for (programmatic dependent launch). triton: the release whose compiler may be relied
+    on: from (3, 8) on it fences before a TMA store. Raises a SimulationError for the first mistake that it
+    finds; ValueError or TypeError for arguments that no launch takes.
     """
     if num_ctas not in (1, 2):
-        raise ValueError(f"num_ctas must be 1 or 2, got {num_ctas}")
-    bound = _bind(kernel, args, kwargs)
-    machine = Machine(order, seed, arch, num_warps, num_ctas, [int(n) for n in grid], costs or costs_of(arch))
+        raise Unsupported(f"the simulator runs clusters of 1 or 2 CTAs, got num_ctas={num_ctas}")
+    bound = _bind(kernel, args, {"num_warps": num_warps, "num_ctas": num_ctas, **kwargs})
+    sizes = [int(n) for n in grid]
+    machine = Machine(order, seed, arch, num_warps, num_ctas, sizes, costs or costs_of(arch), launch_pdl, after, triton)
     context.running.append(machine)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiles are small: handing them to threads took up to ten times as long
@@ -70,6 +83,7 @@ def simulate(
     finally:
         torch.set_num_threads(threads)
         context.running.pop()
+    machine.report.touched = {key: array.touched() for key, array in machine.arrays.items()}
     return machine.report
 
 
@@ -79,7 +93,7 @@ def _programs(grid):
 
 @dataclass(frozen=True)
 class _Constant:
-    """A compile-time argument."""
+    """An argument that is known when the kernel is compiled."""
 
     value: Any
 
@@ -95,7 +109,7 @@ def _bind(kernel, args, kwargs) -> dict[str, Any]:
 
 
 def _argument(machine: Machine, name: str, value: Any, rewritable: bool) -> Any:
-    """What the kernel sees of an argument."""
+    """The value that a kernel sees of an argument."""
     if isinstance(value, _Constant):
         return lift(value.value)
     if value is None:
@@ -109,7 +123,9 @@ def _argument(machine: Machine, name: str, value: Any, rewritable: bool) -> Any:
     if isinstance(value, JITFunction):
         return lift(value)
     if isinstance(value, tuple):
-        return tuple(_argument(machine, f"{name}[{i}]", item, rewritable) for i, item in enumerate(value))
+        names = getattr(value, "_fields", None) or [f"{name}[{i}]" for i in range(len(value))]
+        items = [_argument(machine, name, item, rewritable) for name, item in zip(names, value, strict=True)]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     raise TypeError(
         f"argument {name} must be a tensor, a TensorDescriptor, a jitted function, a number, None or a tuple of them, "
         f"got {type(value)}"

@@ -1,4 +1,4 @@
-"""Whether a change of layout moves anything: the compiler knows, and needs no GPU to say it."""
+"""Asks the compiler, which needs no GPU for it, whether a change of layout moves anything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from strobe.sim.dtypes import Inferred
 
 def same_place(a, b, shape) -> bool:
     """Whether every thread holds the same elements under both layouts, in whatever registers. A layout that the
-    compiler would infer from views (Inferred) is taken to be; of AutoLayout and None nobody knows."""
+    compiler would infer from views (Inferred) is taken to keep them in place; AutoLayout and None are taken not to."""
     if a is b or a == b or isinstance(a, Inferred):
         return True
     return _known(a) and _known(b) and _trivial(a, b, tuple(shape))
@@ -27,7 +27,8 @@ def _known(layout) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _trivial(a, b, shape: tuple[int, ...]) -> bool:
-    """Asked about the argument of an empty function, whose type has layout a."""
+    """Whether the compiler finds the conversion of a tensor from layout a to b trivial: asked for the argument of an empty
+    function."""
     context = ir.context()
     ir.load_dialects(context)
     builder = gluon_ir.GluonOpBuilder(context)

@@ -1,4 +1,4 @@
-"""Makes a kernel callable on the CPU without touching its source.
+"""Makes a kernel callable on the CPU, with its source unchanged.
 
 A jitted function is compiled Python that Triton reads and never runs. Here its code object runs, over globals and closure
 cells in which every name of Gluon's is replaced by what simulates it (`language`), and every jitted function, aggregate and
@@ -8,18 +8,21 @@ constexpr by its lifted self. What is made for one launch is dropped with it: no
 from __future__ import annotations
 
 import builtins
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
+import triton.language.core as tl
+import triton.language.standard
 from triton.runtime.jit import JITCallable
 
 from strobe.sim import program, registers
-from strobe.sim.context import where
-from strobe.sim.errors import IllegalOperation, Unsupported
-from strobe.sim.language import TYPES, simulated, unwrap
+from strobe.sim.errors import IllegalOperation, SimulationError, Unsupported
+from strobe.sim.kernel_source import where
+from strobe.sim.language import REGISTERS, TYPES, simulated, unwrap
 from strobe.sim.tensor import Value
 
 _HOST = {*sys.stdlib_module_names, "torch", "numpy"}
@@ -41,9 +44,13 @@ def register(function, implementation: Callable) -> None:
 
         register(sync, strobe.sim.named_barrier_sync)
 
-    TypeError if `function` is no jitted function or `implementation` is not callable.
+    In place of a function the text of the assembly will do, whatever its spaces; the implementation is called with its
+    operands. TypeError if `function` is neither or `implementation` is not callable.
     """
-    if not isinstance(function, JITCallable):
+    if isinstance(function, str):
+        program.assembly[" ".join(function.split())] = implementation
+        return
+    if not _is_jitted(function):
         raise TypeError(f"register takes a jitted function, got {function!r}")
     if not callable(implementation):
         raise TypeError(f"the implementation of {function.__name__} must be callable, got {implementation!r}")
@@ -55,8 +62,23 @@ def lift(thing, overrides: dict[Any, Callable] | None = None) -> Any:
     return _Lifter({id(function): (function, body) for function, body in (overrides or {}).items()}).lift(thing)
 
 
+@functools.cache
+def _method(name: str) -> Callable | None:
+    """The function that is the method `name` of a tensor, as in x.sum(0)."""
+    if not hasattr(tl.tensor, name):
+        return None
+    if name in REGISTERS:
+        return REGISTERS[name]
+    function = getattr(triton.language.standard, name, None)
+    return None if function is None else lift(function)
+
+
+Value.method = staticmethod(_method)
+
+
 class _Lifter:
-    """What has been lifted for one launch: id of the original -> it (so that the id stays its own) and its lifted self."""
+    """Lifts the things of one launch, each once: id of the original -> it (so that the id stays its own) and its lifted
+    self."""
 
     def __init__(self, overrides: dict[int, tuple[Any, Callable]]):
         self._done: dict[int, tuple[Any, Any]] = {**_registered, **overrides}
@@ -85,7 +107,7 @@ class _Lifter:
         return lifted
 
     def _sequence(self, items):
-        """A copy only if something in it changes: kernels may compare tables by identity."""
+        """The lifted sequence: a copy only if something in it changes, as kernels may compare tables by identity."""
         lifted = [self.lift(item) for item in items]
         if all(a is b for a, b in zip(lifted, items, strict=True)):
             return items
@@ -102,18 +124,21 @@ class _Lifter:
 
     def _callable(self, thing):
         module, name = getattr(thing, "__module__", None) or "", getattr(thing, "__name__", "")
-        jitted = isinstance(getattr(thing, "fn", None), FunctionType)  # by Gluon, by Triton, or by its interpreter
+        jitted = _is_jitted(thing)
         if jitted:
             module, name = thing.fn.__module__, thing.fn.__name__
         builtin = getattr(thing, "__triton_builtin__", False)  # one of ours may stand in for a name that old Triton lacks
         if builtin or _package(module) == "triton":
             found = simulated(module, name) if ".amd." not in module else None
+            removed = _removal(thing)
+            if removed:
+                return self._remember(thing, _that_raises(IllegalOperation, removed))
             if found is not None:
                 return self._remember(thing, found)
         if type(thing).__name__ == "ConstexprFunction":
             return self._remember(thing, self._constexpr_function(thing.fn))
         if builtin:
-            return self._remember(thing, _without_model(f"{module}.{name}"))
+            return self._remember(thing, _that_raises(Unsupported, f"the simulator has no model of {module}.{name}"))
         if jitted:
             return self._function(thing.fn, thing)
         if isinstance(thing, FunctionType) and _package(module) not in _HOST | {"triton"} and not module.startswith(_HERE):
@@ -123,17 +148,23 @@ class _Lifter:
         return thing
 
     def _constexpr_function(self, function: FunctionType) -> Callable:
-        """Runs as it is, on plain values, once in a launch for the same ones (Gluon searches long for some layouts); what it
-        returns may name things to lift."""
+        """A constexpr function that runs as it is, on plain values, once in a launch for the same ones (Gluon searches long for
+        some layouts); what it returns may name things to lift."""
         known: dict[tuple, Any] = {}
+
+        def asserted(*args, **kwargs):
+            try:
+                return self.lift(function(*args, **kwargs))
+            except AssertionError as error:  # the compiler's error, not that of a check of results
+                raise IllegalOperation(f"{where()}: an assertion in {function.__name__} failed: {error}") from error
 
         def run(*args, **kwargs):
             values = tuple(map(unwrap, args))
             if kwargs or not all(map(_constant, values)):
-                return self.lift(function(*values, **{name: unwrap(value) for name, value in kwargs.items()}))
+                return asserted(*values, **{name: unwrap(value) for name, value in kwargs.items()})
             key = (*values, *map(type, values))
             if key not in known:
-                known[key] = self.lift(function(*values))
+                known[key] = asserted(*values)
             return known[key]
 
         run.__name__ = function.__name__
@@ -158,7 +189,7 @@ class _Lifter:
         return lifted
 
     def _globals_of(self, function: FunctionType) -> dict[str, Any]:
-        """The names that lifted functions of one module share, filled as functions need them."""
+        """The globals that lifted functions of one module share, filled as functions need them."""
         original = function.__globals__
         if id(original) not in self._globals:
             self._globals[id(original)] = {"__builtins__": _BUILTINS, "__name__": function.__module__}
@@ -199,7 +230,7 @@ _INFRASTRUCTURE = {
 
 
 class _Aggregate:
-    """What lifted aggregates share. A buffer is called as the field that holds it."""
+    """Base of lifted aggregates. A buffer gets the name of the field that holds it."""
 
     def __setattr__(self, name: str, value) -> None:
         for view in value if isinstance(value, tuple) else (value,):
@@ -233,20 +264,41 @@ class _Module:
 
     def __getattr__(self, name: str):
         module, lifter = self.__dict__["_lifted"]
-        value = lifter.lift(getattr(module, name))
+        value = lifter.lift(_uninterpreted(module.__name__, name, getattr(module, name)))
         self.__dict__[name] = value
         return value
 
 
-def _without_model(name: str) -> Callable:
-    def raise_unsupported(*_, **__):
-        raise Unsupported(f"{where()}: the simulator has no model of {name}")
+def _uninterpreted(module: str, name: str, value) -> Any:
+    """The value of a module's name, or the original of which it stands in the place: kernels that ran in Triton's interpreter
+    leave its own functions in the places of some of the language's."""
+    if getattr(getattr(value, "func", value), "__module__", None) != "triton.runtime.interpreter":
+        return value
+    original = (getattr(value, "__kwdefaults__", None) or {}).get("member")
+    return original or simulated(module, name) or value
 
-    return raise_unsupported
+
+def _is_jitted(thing) -> bool:
+    """Whether a thing is a function jitted by Gluon, by Triton, or by Triton's interpreter."""
+    return isinstance(getattr(thing, "fn", None), FunctionType)
+
+
+def _that_raises(error: type[SimulationError], says: str) -> Callable:
+    def raises(*_, **__):
+        raise error(f"{where()}: {says}")
+
+    return raises
+
+
+def _removal(function) -> str | None:
+    """The error that Triton raises for a name that it has removed; None for others."""
+    code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
+    texts = code.co_consts if code else ()
+    return next((text for text in texts if isinstance(text, str) and "has been removed" in text), None)
 
 
 def _constant(value) -> bool:
-    """Whether equal values stay equal: integers, and dataclasses whose hash says so."""
+    """Whether equal values stay equal: so do integers, and dataclasses whose hash says so."""
     return type(value) in (int, bool) or (is_dataclass(value) and type(value).__hash__ not in (None, object.__hash__))
 
 
@@ -267,7 +319,7 @@ def _filled(cell: CellType) -> bool:
 
 
 def _chosen(plain: Callable, simulated_: Callable) -> Callable:
-    """Python's min or max; of simulated values Gluon's."""
+    """Python's min or max, which for simulated values is Gluon's."""
 
     def choose(*args, **kwargs):
         if not any(isinstance(x, Value) for x in args):

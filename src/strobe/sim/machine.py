@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,10 +28,10 @@ import numpy as np
 import torch
 from greenlet import getcurrent, greenlet
 
-from strobe.sim.clocks import CAPACITY, Knowledge
-from strobe.sim.context import where
+from strobe.sim.clocks import AHEAD, CAPACITY, Knowledge
 from strobe.sim.errors import BarrierMisuse, Deadlock, IllegalOperation, SimulationError, Unfinished
-from strobe.sim.memory import Access, GlobalArray, Load
+from strobe.sim.kernel_source import where
+from strobe.sim.memory import Access, Buffer, GlobalArray, Load, Touched
 from strobe.sim.pipes import Pipes, Ready
 from strobe.sim.trace import Span
 
@@ -39,7 +40,7 @@ ORDERS = ("in_order", "random", "late", "early", "uneven", "timed")
 
 @dataclass(eq=False)
 class AsyncWork:
-    """Issued, not yet finished. `time`: when it finishes, in cycles, in a timed run."""
+    """Work that is issued and not yet finished. time: when it finishes, in cycles, in a timed run."""
 
     what: str
     finish: Callable[[], None]
@@ -61,9 +62,12 @@ class Partition:
         self.result: Any = None
         self.done = False
         self.units: dict[str, Any] = {}
-        """What works asynchronously for this partition: its wgmma groups, its tcgen05 queue, its bulk stores, its cp.async."""
+        """Units that work asynchronously for this partition: its wgmma groups, its tcgen05 queue, its bulk stores, its
+        cp.async."""
+        self.initialises = False
+        """Whether it has initialised barriers, and its cluster has not met since."""
         self.loads: list[Load] = []
-        """From shared memory, since its last arrival or fence."""
+        """The partition's loads from shared memory since its last arrival or fence."""
         self.routine = greenlet(self._run, cta.machine.scheduler)  # where control goes when it ends
         self._body = body
 
@@ -74,21 +78,28 @@ class Partition:
         self.done = True
 
     def tick(self) -> None:
-        """Begin a new tick: what comes is not covered by knowledge that was handed out before."""
+        """Begin a new tick: knowledge that was handed out before does not cover what comes."""
         self.knows.seen[self.agent] += 1
 
     def arrive(self) -> None:
-        """It has arrived at a barrier. What it loads and nothing has used yet stays behind."""
+        """Note that it has arrived at a barrier: loads whose results nothing has used yet are left behind."""
         for load in self.loads:
             load.left_behind = not load.used
         self.loads.clear()
         self.tick()
 
+    def take_turn(self) -> None:
+        """Learn that what the launch ahead did is over."""
+        self.knows.learn(AHEAD, 1)
+
     def fence(self) -> None:
+        """Make what it wrote so far visible to the async proxy; what it writes from now on is not."""
         self.knows.fence()
         self.loads.clear()
+        self.tick()
 
     def access(self, generic: bool = True, what: str = "", load: Load | None = None) -> Access:
+        """An access by this partition at the line of the kernel that runs now."""
         # What it knows may be kept by reference: this tick's knowledge only grows, and is compared at once.
         tick = int(self.knows.seen[self.agent])
         if load is not None:
@@ -106,30 +117,42 @@ class Cta:
         self.barriers: dict[Any, Any] = {}
         self.named_barriers: dict[Any, Any] = {}
         self.must_know: dict[int, tuple[int, str, tuple[int, ...]]] = {}
-        """agent -> tick and description of its latest work, and which CTAs must have waited for it at exit."""
+        """For each agent the tick and description of its latest work, and which CTAs must have waited for it at exit."""
         self.allocations: list[Any] = []
         self._allocated = [0] * machine.num_ctas
         self._names: dict[tuple[str, Any], str] = {}
         self.smem_bytes = self.tmem_columns = 0
+        self._shared: dict[weakref.ref, int] = {}
         self._pipes = [Pipes(machine.costs) for _ in range(machine.num_ctas)]
-        self._agents = itertools.count()
+        self._agents = itertools.count(AHEAD + 1)
         self._slots: list[tuple[int, int]] = []
 
     @property
     def pipes(self) -> Pipes:
-        """Of the multiprocessor of the CTA that runs now."""
+        """The pipes of the multiprocessor of the CTA that runs now."""
         return self._pipes[self.machine.rank]
 
     def allocated(self, make: Callable[[], Any]) -> Any:
         """What `make()` allocates. The CTAs of a cluster make the same allocations in the same order: each is made once."""
+        if self.machine.num_ctas == 1:
+            return make()
         rank = self.machine.rank
         if self._allocated[rank] == len(self.allocations):
             self.allocations.append(make())
         self._allocated[rank] += 1
         return self.allocations[self._allocated[rank] - 1]
 
+    def take_shared(self, buffer: Buffer, size: int, replaced: Buffer | None) -> int:
+        """Bytes of shared memory in use once a buffer of `size` bytes has its place. Buffers that the kernel no longer holds,
+        and the one that the new one replaces, do not count; `smem_bytes` is the most that was in use."""
+        live = {reference: taken for reference, taken in self._shared.items() if reference() not in (None, replaced)}
+        live[weakref.ref(buffer)] = size
+        self._shared = live
+        self.smem_bytes = max(self.smem_bytes, sum(live.values()))
+        return sum(live.values())
+
     def unique_name(self, name: str, thing: Any) -> str:
-        """Of a thing: "stages.q_full", or "stages.q_full 1" if another one is called so."""
+        """The name of a thing: "stages.q_full", or "stages.q_full 1" if another one is called so."""
         if (name, thing) not in self._names:
             number = sum(taken == name for taken, _ in self._names)
             self._names[name, thing] = f"{name} {number}" if number else name
@@ -142,7 +165,7 @@ class Cta:
         return agent
 
     def new_slot(self, knows: Knowledge) -> tuple[int, int]:
-        """An agent, and its tick, for a single operation: one whose operation before is known to be over, or a new one."""
+        """An agent, and its tick, for a single operation: an agent whose last operation is known to be over, or a new one."""
         for i, (agent, tick) in enumerate(self._slots):
             if knows.seen[agent] >= tick:
                 self._slots[i] = (agent, tick + 1)
@@ -151,7 +174,7 @@ class Cta:
         return self._slots[-1]
 
     def post(self, queue: Any, what: str, finish: Callable[[], None], time: float = 0.0) -> AsyncWork:
-        """Work that finishes later; the work of one queue finishes in order."""
+        """Post work that finishes later; the work of one queue finishes in order."""
         work = AsyncWork(what, finish, time, self.machine.next_number())
         self.queues.setdefault(queue, deque()).append(work)
         return work
@@ -159,9 +182,12 @@ class Cta:
 
 @dataclass
 class Report:
-    """What a simulation saw. Of timed runs, in cycles, of the first CTA: spans, who did what or waited when; lives, from when
-    to when each partition ran; busy, how long each unit worked.
-    barrier_uses: (partition, "wait", "arrive" or "commit"), of all CTAs."""
+    """What a simulation saw.
+
+    Of the first CTA, in cycles, in timed runs: spans: who did what, or waited, when; lives: from when to when each partition
+    ran; busy: how long each unit worked. Of all CTAs: barrier_uses: (partition, "wait", "arrive" or "commit") -> how often;
+    touched: what they wrote and read of global memory.
+    """
 
     ctas: int = 0
     steps: int = 0
@@ -172,18 +198,27 @@ class Report:
     lives: dict[str, tuple[float, float]] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
     barrier_uses: Counter[tuple[str, str]] = field(default_factory=Counter)
+    touched: dict[int, Touched] = field(default_factory=dict)
 
 
 class Machine:
     """A GPU with one multiprocessor, which runs the programs of a launch one after the other."""
 
-    def __init__(self, order: str, seed: int, arch: int, num_warps: int, num_ctas: int, grid: Sequence[int], costs):
+    def __init__(
+        self, order: str, seed: int, arch: int, num_warps: int, num_ctas: int, grid: Sequence[int], costs,
+        dependent: bool = False, after: Report | None = None, triton: tuple[int, int] = (3, 6),
+    ):  # fmt: skip
         if order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
         self.order, self.arch, self.num_warps, self.num_ctas = order, arch, num_warps, num_ctas
         self.grid = (*grid, 1, 1, 1)[:3]
         self.costs, self.timed = costs, order == "timed"
         self.seed, self.random = seed, random.Random(seed)
+        self.triton = triton
+        """The release of Triton whose compiler may be relied on."""
+        self.dependent = dependent
+        """Whether the launch may begin before the one ahead has ended."""
+        self._after = {} if after is None else after.touched
         self.arrays: dict[int, GlobalArray] = {}
         self.report = Report()
         self.max_steps = 20_000_000
@@ -198,7 +233,7 @@ class Machine:
 
     @property
     def rank(self) -> int:
-        """Of the CTA in its cluster."""
+        """The rank in its cluster of the CTA that runs now."""
         return self._current.rank
 
     def next_number(self) -> int:
@@ -211,8 +246,8 @@ class Machine:
     def wait(
         self, ready: Callable[[], bool], waits_for: Callable[[], str], since: Callable[[], float], least: float = 0.0
     ) -> None:
-        """Wait until `ready()`. `since()`: the time at which a waiter knows of it; `least`: cycles that even a wait for what is
-        over takes."""
+        """Wait until `ready()`. since(): the time at which a waiter knows of it; least: cycles that a wait takes even if what
+        it waits for is over."""
         partition = self._current
         begin, description = partition.time, waits_for() if self.timed else ""
         partition.ready, partition.waits_for = ready, waits_for
@@ -223,7 +258,7 @@ class Machine:
                 self.span(partition.name, description.split(" at ")[0], begin, partition.time, "wait")
 
     def spend(self, cycles: float) -> None:
-        """The current partition is busy for some cycles."""
+        """Keep the current partition busy for some cycles."""
         self._current.time += cycles
 
     def count_barrier_use(self, what: str) -> None:
@@ -234,7 +269,7 @@ class Machine:
             self.report.spans.append(Span(track, name, start, end, kind))
 
     def issue(self, pipe: str, elements: int, operands: Sequence[Ready | None]) -> Ready | None:
-        """When the result of a register operation is there (timed runs only)."""
+        """Issue a register operation; returns when its result is there, None outside of timed runs."""
         if not self.timed:
             return None
         if self._ahead():
@@ -247,7 +282,7 @@ class Machine:
         return any(p.time < now and not p.done and p.ready is None for p in self._cta.partitions)
 
     def needs(self, *operands: Any) -> None:
-        """The current partition goes on only when these register tensors are there."""
+        """Let the current partition go on only when these register tensors are there."""
         if self.timed:
             ends = [tensor.ready.end for tensor in operands if getattr(tensor, "ready", None) is not None]
             self._current.time = max([self._current.time, *ends])
@@ -267,7 +302,7 @@ class Machine:
     def array_of(self, tensor: torch.Tensor, name: str, rewritable: bool = False) -> GlobalArray:
         key = tensor.untyped_storage().data_ptr()
         if key not in self.arrays:
-            self.arrays[key] = GlobalArray(name, tensor, rewritable)
+            self.arrays[key] = GlobalArray(name, tensor, rewritable, self._after.get(key))
         array = self.arrays[key]
         if array.flat.dtype.itemsize != tensor.dtype.itemsize:
             raise IllegalOperation(f"{name} and {array.name} share memory but not the size of their elements")
@@ -288,12 +323,13 @@ class Machine:
         array.flat[torch.from_numpy(chosen)] = values.reshape(-1).to(array.flat.dtype)
 
     def atomic_global(self, array: GlobalArray, offsets, values, mask, operation) -> torch.Tensor:
-        """Element by element, in the order of the lanes; atomics race with nothing but plain accesses."""
+        """Update elements one by one, in the order of the lanes; returns what they held. Atomics race with plain accesses
+        alone."""
         self.pause()
         old = torch.zeros(offsets.shape, dtype=array.flat.dtype)
         lanes = torch.ones(offsets.shape, dtype=torch.bool) if mask is None else mask.expand(offsets.shape)
         values = values.expand(offsets.shape)
-        array.inside(_chosen(offsets, mask), self._current.access(what=f"atomic on {array.name} by "))
+        array.update(_chosen(offsets, mask), self._cta.index, self._current.access(what=f"atomic on {array.name} by "))
         for lane in lanes.nonzero():
             at = tuple(lane.tolist())
             place = int(offsets[at])
@@ -304,11 +340,14 @@ class Machine:
     # ---- running
 
     def run(self, program: tuple[int, int, int], name: str, body: Callable[[], Any]) -> None:
-        """One CTA from start to end."""
+        """Run one CTA from start to end."""
         self._cta = Cta(self, self.report.ctas, program)
         self.report.ctas += 1
         self.scheduler = getcurrent()
         mains = [self.spawn(name, body, self.num_warps, Knowledge(), 0.0, rank) for rank in range(self.num_ctas)]
+        if not self.dependent:
+            for main in mains:
+                main.take_turn()
         try:
             self._schedule()
             self._check_exit(mains)
@@ -383,6 +422,11 @@ class Machine:
 
     def _check_exit(self, mains: list[Partition]) -> None:
         cta = self._cta
+        if any(main.knows.seen[AHEAD] == 0 for main in mains):
+            raise Unfinished(
+                "the CTA exits and has not waited for the launch ahead, which launches after it rely on (launch_pdl): "
+                "griddepcontrol.wait"
+            )
         for agent, (tick, what, ranks) in cta.must_know.items():
             for rank in ranks:
                 if mains[rank].knows.seen[agent] < tick:

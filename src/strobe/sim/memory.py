@@ -1,4 +1,4 @@
-"""Shared, tensor and global memory: bytes that remember who touched them.
+"""Models shared, tensor and global memory: bytes that remember who touched them.
 
 A `Buffer` is one allocation. Views of it (index, slice, permute, reshape, reinterpret) share its bytes, so aliases are
 real: P written over S overwrites S. Every access goes through `Buffer.touch`, which compares it with the accesses before
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from strobe.sim.clocks import Knowledge
+from strobe.sim.clocks import AHEAD, Knowledge
 from strobe.sim.errors import DoubleWrite, IllegalOperation, MissingFence, OutOfBounds, Race, SimulationError, Uninitialised
 
 
 class Outcome:
-    """Of a product that may be dropped, or of what was computed from some: why nothing may depend on it, or whether something
-    already does."""
+    """The fate of a product that may be dropped, or of what was computed from such products: the error that stands against it,
+    and whether something already depends on it."""
 
     __slots__ = ("depended_on", "error", "parts")
 
@@ -31,13 +31,13 @@ class Outcome:
         self.parts, self.error, self.depended_on = tuple(parts), error, False
 
     def spoil(self, error: SimulationError) -> None:
-        """The product turns out to have read what it may not. Raises `error` if something depends on it."""
+        """Note that the product has read what it may not. Raises `error` if something depends on it."""
         if self.depended_on:
             raise error
         self.error = error
 
     def depend(self) -> None:
-        """Something depends on it now. Raises the error of a part that was spoilt."""
+        """Note that something depends on it now. Raises the error of a part that was spoilt."""
         left = [self]
         while left:
             outcome = left.pop()
@@ -49,14 +49,14 @@ class Outcome:
 
 
 def outcome_of(outcomes: Iterable[Outcome | None]) -> Outcome | None:
-    """Of what is computed from results with these outcomes."""
+    """The Outcome of what is computed from results with these outcomes; None if nothing is open."""
     open_ = {id(outcome): outcome for outcome in outcomes if outcome is not None and not outcome.depended_on}
     return None if not open_ else next(iter(open_.values())) if len(open_) == 1 else Outcome(open_.values())
 
 
 class Load:
-    """Of a partition, from shared memory to registers. used: something has used what it loaded. left_behind: the partition
-    arrived at a barrier before that, and before any fence."""
+    """A load of a partition from shared memory to registers. used: something has used what it loaded. left_behind: the
+    partition arrived at a barrier before anything had, and before any fence."""
 
     __slots__ = ("error", "left_behind", "used")
 
@@ -65,12 +65,14 @@ class Load:
         self.error: SimulationError | None = None
 
     def use(self) -> None:
+        """Note that something uses what it loaded. Raises the error of a load that was spoilt."""
         self.used = True
         if self.error is not None:
             raise self.error
 
     def spoil(self, error: SimulationError) -> None:
-        """It may have loaded something else: the error of whoever uses it. (What nobody uses the compiler does not load.)"""
+        """Note that it may have loaded something else: an error as soon as it is used. (What nobody uses the compiler does not
+        load.)"""
         self.error = error
         if self.used:
             raise error
@@ -78,8 +80,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Access:
-    """Of `agent` at its `tick`, with what it knew then. generic: through the generic proxy, by a thread. outcome: of a read
-    that does no harm as long as nothing depends on it. load: of a read to registers."""
+    """An access of `agent` at its `tick`, with what it knew then. generic: through the generic proxy, by a thread. outcome:
+    that of a read which does no harm as long as nothing depends on it. load: the Load, if it is a read to registers."""
 
     agent: int
     tick: int
@@ -128,14 +130,14 @@ class _Record:
 
 
 class Buffer:
-    """One allocation of `cells` cells (bytes of shared memory, columns of tensor memory)."""
+    """An allocation of `cells` cells (bytes of shared memory, columns of tensor memory)."""
 
     def __init__(self, name: str, space: str, cells: int):
         self.name, self.space = name, space
         self.defined = np.zeros(cells, bool)
         self.log: list[_Record] = []
         self.halves: set[tuple[int, int, int]] = set()
-        """In a cluster: begin and end of what was written, and the stride, in bytes, of the dim that its CTAs halve."""
+        """Begin and end of what was written in a cluster, and the stride, in bytes, of the dim that its CTAs halve."""
         self._footprints: dict[tuple, Footprint] = {}
         self._relations: dict[tuple[int, int], tuple[bool, bool]] = {}
 
@@ -193,23 +195,45 @@ class Buffer:
 # ---- global memory
 
 
+@dataclass(frozen=True, eq=False)
+class Touched:
+    """Elements of one tensor's memory that a launch wrote and read, bool."""
+
+    written: np.ndarray
+    read: np.ndarray
+
+
 @dataclass(eq=False)
 class _Writer:
-    cta: int
+    """Somebody who touched global memory. cta: number of the CTA, None for the launch ahead."""
+
+    cta: int | None
     access: Access
 
 
-class GlobalArray:
-    """The memory of one tensor that the host gave to the kernel; offsets count its elements from its storage's start."""
+def _of_the_launch_ahead() -> _Writer:
+    return _Writer(None, Access(AHEAD, 1, Knowledge(), "the launch ahead, for which it has not waited (griddepcontrol.wait)"))
 
-    def __init__(self, name: str, tensor: torch.Tensor, rewritable: bool = False):
+
+_AHEAD = 1
+"""The number of the launch ahead in the list of a GlobalArray's accesses; 0 stands for nobody."""
+
+
+class GlobalArray:
+    """The memory of one tensor that the host gave to the kernel; offsets count elements from the start of its storage. ahead:
+    what the launch ahead touched of it."""
+
+    def __init__(self, name: str, tensor: torch.Tensor, rewritable: bool = False, ahead: Touched | None = None):
         if tensor.device.type != "cpu":
             raise ValueError(f"the simulator takes tensors on the CPU, got {name} on {tensor.device}")
         self.name, self.rewritable = name, rewritable
         self.flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # all of it, one-dimensional
         self.writer = np.zeros(self.flat.numel(), np.int32)
         self.reader = np.zeros(self.flat.numel(), np.int32)
-        self.accesses: list[_Writer | None] = [None]
+        self.updated = np.zeros(self.flat.numel(), bool)
+        self.accesses: list[_Writer | None] = [None, _of_the_launch_ahead()]
+        if ahead is not None:
+            self.writer[ahead.written], self.reader[ahead.read] = _AHEAD, _AHEAD
 
     def read(self, offsets: np.ndarray, cta: int, access: Access) -> None:
         self.inside(offsets, access)
@@ -217,22 +241,34 @@ class GlobalArray:
         self.reader[offsets] = self._number(cta, access)
 
     def write(self, offsets: np.ndarray, cta: int, access: Access) -> None:
-        """`offsets` of one access; the same element twice is a double write as well."""
+        """Note a write of one access; DoubleWrite too if it has the same offset twice."""
         self.inside(offsets, access)
         self._check(self.reader[offsets], "read", cta, access, "writes")
         if not self.rewritable:
             before = self.writer[offsets]
-            if before.any():
+            if before.max(initial=0) > _AHEAD:
                 other = self.accesses[before.max()]
                 raise DoubleWrite(f"{access} writes an element of {self.name} that {other.access} wrote already")
+            self._check(before, "write", cta, access, "writes")
             if np.unique(offsets).size != offsets.size:
                 raise DoubleWrite(f"{access} writes an element of {self.name} twice at once")
         else:
             self._check(self.writer[offsets], "write", cta, access, "writes")
         self.writer[offsets] = self._number(cta, access)
 
+    def touched(self) -> Touched:
+        """Elements that this launch touched."""
+        return Touched((self.writer > _AHEAD) | self.updated, self.reader > _AHEAD)
+
+    def update(self, offsets: np.ndarray, cta: int, access: Access) -> None:
+        """Note an atomic update, which races with nothing that this launch does."""
+        self.inside(offsets, access)
+        for numbers, was in ((self.writer[offsets], "write"), (self.reader[offsets], "read")):
+            self._check(numbers[numbers == _AHEAD], was, cta, access, "updates")
+        self.updated[offsets] = True
+
     def inside(self, offsets: np.ndarray, access: Access) -> None:
-        """OutOfBounds if an offset lies outside."""
+        """Raise OutOfBounds if an offset lies outside."""
         outside = offsets[(offsets < 0) | (offsets >= self.flat.numel())]
         if outside.size:
             raise OutOfBounds(f"{access} reaches element {outside[0]} of {self.name}, which has {self.flat.numel()}")
@@ -246,8 +282,8 @@ class GlobalArray:
             before = self.accesses[number]
             if before is None:
                 continue
-            ordered = before.cta == cta and access.knows.seen[before.access.agent] >= before.access.tick
-            if not ordered and not (self.rewritable and was == "write" and verb == "writes"):
+            ordered = before.cta in (None, cta) and access.knows.seen[before.access.agent] >= before.access.tick
+            if not ordered and not (self.rewritable and was == "write" and verb == "writes" and before.cta is not None):
                 raise Race(f"{access} {verb} {self.name}; nothing orders it after the {was} by {before.access}")
 
 
@@ -274,11 +310,13 @@ def dense_footprint(tensor: torch.Tensor) -> Footprint:
 
 
 def bounds_check(index: int, length: int, what: str) -> None:
+    """Raise OutOfBounds if an index is not one of `length`."""
     if not 0 <= index < length:
         raise OutOfBounds(f"index {index} of {what}, which has {length}")
 
 
 def reshaped(tensor: torch.Tensor, shape: list[int], what: str) -> torch.Tensor:
+    """A view of memory with another shape. IllegalOperation if there is none."""
     try:
         return tensor.view(shape)
     except RuntimeError:

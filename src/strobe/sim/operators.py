@@ -1,4 +1,4 @@
-"""Binary operators: of tensors by torch (or numpy), of numbers by Python."""
+"""The binary operators: of tensors by torch (or numpy), of numbers by Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 
 
 class Op(NamedTuple):
-    """A binary operator. torch, numpy: of tensors; host: of numbers. takes_number: torch's may have a number on the right."""
+    """A binary operator: `torch` and `numpy` of tensors, `host` of numbers. takes_number: `torch` takes a number on the
+    right."""
 
     name: str
     symbol: str
@@ -43,13 +44,13 @@ def _remainder(a, b):
     return a - b * _quotient(a, b)
 
 
-def _some(divisor: torch.Tensor) -> torch.Tensor:
+def _without_zero(divisor: torch.Tensor) -> torch.Tensor:
     """The divisor with 1 for 0: lanes that a mask leaves out may divide by zero, and the hardware does not trap."""
     return divisor if bool((divisor != 0).all()) else torch.where(divisor == 0, 1, divisor)
 
 
 def _shift(a: torch.Tensor, b: torch.Tensor, left: bool) -> torch.Tensor:
-    """PTX: an amount beyond the width shifts all bits out."""
+    """Shifted bits; an amount beyond the width shifts all of them out, as in PTX."""
     bits = a.element_size() * 8
     amount = torch.where((b < 0) | (b >= bits), bits, b)
     if left:
@@ -73,9 +74,9 @@ ADD = Op("add", "+", torch.add, np.add, operator.add, "fma", True)
 SUB = Op("sub", "-", torch.sub, np.subtract, operator.sub, "fma", True)
 MUL = Op("mul", "*", torch.mul, np.multiply, operator.mul, "fma", True)
 DIVIDE = Op("truediv", "/", torch.true_divide, np.true_divide, _ratio, "mufu", divides=True)
-FLOORDIV = Op("floordiv", "//", lambda a, b: torch.div(a, _some(b), rounding_mode="trunc"),
+FLOORDIV = Op("floordiv", "//", lambda a, b: torch.div(a, _without_zero(b), rounding_mode="trunc"),
               lambda a, b: a // np.where(b == 0, 1, b), _quotient, divides=True, integers=True)  # fmt: skip
-MOD = Op("mod", "%", lambda a, b: torch.fmod(a, b if a.dtype.is_floating_point else _some(b)),
+MOD = Op("mod", "%", lambda a, b: torch.fmod(a, b if a.dtype.is_floating_point else _without_zero(b)),
          lambda a, b: a % np.where(b == 0, 1, b), _remainder, divides=True)  # fmt: skip
 AND = Op("and", "&", torch.bitwise_and, np.bitwise_and, operator.and_, integers=True)
 OR = Op("or", "|", torch.bitwise_or, np.bitwise_or, operator.or_, integers=True)

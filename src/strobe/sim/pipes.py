@@ -1,4 +1,4 @@
-"""When register operations are done: the execution pipes of a multiprocessor, which all its warps share (timed runs).
+"""Times register operations: the execution pipes of a multiprocessor, which all its warps share (timed runs).
 
 An operation on n elements takes n / rate cycles of its pipe. It may begin when the first elements of its operands are there
 and ends a latency after their last ones, as in a chain of vector operations; a reduction gives nothing before it has all. Warps
@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 
 class Ready(NamedTuple):
-    """When the first and the last element of a tensor are there, in cycles."""
+    """Times, in cycles, at which the first and the last element of a tensor are there."""
 
     start: float
     end: float
 
 
 class Pipe:
-    """A unit that does one thing at a time: work fills the earliest gaps."""
+    """A unit that does one thing at a time; work fills the earliest gaps."""
 
     def __init__(self) -> None:
         self._begins: list[float] = []
@@ -77,6 +77,7 @@ class Pipes:
         return {name: pipe.busy() for name, pipe in self._pipes.items()}
 
     def issue(self, partition, pipe: str, elements: int, operands: list[Ready]) -> Ready:
+        """Issue an operation of a partition to a pipe; returns when its result is there."""
         start = max([partition.time, *(ready.start for ready in operands)])
         end = max([partition.time, *(ready.end for ready in operands)])
         if pipe == "free":

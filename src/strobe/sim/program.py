@@ -1,11 +1,14 @@
-"""What a kernel asks of its launch, its loops, and what it promises or asserts."""
+"""Gluon's functions that compute nothing: program ids, loops, promises, assertions, inline assembly."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from strobe.sim.context import machine, where
+from strobe.sim.context import machine
 from strobe.sim.errors import IllegalOperation, SimulationError, Unsupported
+from strobe.sim.kernel_source import where
 from strobe.sim.tensor import Scalar, Tensor, kind_of, scalar
 
 
@@ -60,7 +63,7 @@ def multiple_of(input, values):
 
 
 def promised(input, values):
-    """max_contiguous, max_constancy: what only the compiler uses."""
+    """The input: what max_contiguous and max_constancy promise only the compiler uses."""
     return input
 
 
@@ -73,7 +76,7 @@ def device_print(prefix, *args, hex=False) -> None:
 
 
 def steps(*bounds, **_hints):
-    """range in a kernel: its variable is a Scalar, int32 or as wide as the bounds."""
+    """Yield what range in a kernel does: Scalars, int32 or as wide as the bounds."""
     numbers = [int(bound) for bound in bounds]
     kind = torch.int64 if any(kind_of(bound) is torch.int64 for bound in bounds) else torch.int32
     for i in range(*numbers):
@@ -84,10 +87,17 @@ def static_range(*bounds) -> range:
     return range(*(int(bound) for bound in bounds))
 
 
-def inline_asm(*_, **__):
+assembly: dict[str, Callable] = {}
+"""Text of PTX, with single spaces -> what simulates it, given to `register`."""
+
+
+def inline_asm(asm, constraints, args, *_, **__):
+    asm = " ".join(asm.split())
+    if asm in assembly:
+        return assembly[asm](*args)
     raise Unsupported(
-        f"{where()}: the simulator runs no PTX; strobe.sim.register(function, implementation) gives it Python for the function "
-        f"that holds this assembly"
+        f"{where()}: the simulator runs no PTX, such as {asm!r}; strobe.sim.register(function, implementation) gives it Python "
+        f"for the function that holds it, or for this text"
     )
 
 

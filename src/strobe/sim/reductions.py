@@ -8,18 +8,21 @@ from functools import partial
 import torch
 from triton.experimental.gluon import language as gl
 
-from strobe.sim.context import machine, where
+from strobe.sim.clusters import halved_dim
+from strobe.sim.context import machine
 from strobe.sim.dtypes import Inferred
-from strobe.sim.errors import IllegalOperation
+from strobe.sim.errors import IllegalOperation, Unsupported
+from strobe.sim.kernel_source import where
 from strobe.sim.registers import axis_of, broadcast_all, kept, only
 from strobe.sim.tensor import DecidesPerElement, Scalar, Tensor, compute, expand_dims, layout_of, scalar
 
 
 def _reduced(x: Tensor, axis, keep_dims, pipe: str, function):
-    """`function(data, axis)` drops the axis; all axes: a Scalar."""
+    """x reduced by `function(data, axis)`, which drops the axis; over all axes a Scalar."""
     if not isinstance(x, Tensor):
         raise IllegalOperation(f"{where()}: a reduction of {x!r}, which is no tensor")
     rank = x.data.dim()
+    _within_a_cta(x, axis)
     if axis is None:
         result = compute(f"reduce {pipe}", lambda data: function(data.reshape(-1), 0), x, elements=x.numel)
         return kept(result, [1] * rank) if keep_dims else only(result)
@@ -31,8 +34,18 @@ def _reduced(x: Tensor, axis, keep_dims, pipe: str, function):
     return result if rank > 1 else only(result)
 
 
+def _within_a_cta(x: Tensor, axis) -> None:
+    """Raise Unsupported if a reduction or scan crosses the CTAs of a cluster, each of which has only its own half here."""
+    if machine().num_ctas == 1:
+        return
+    rank = x.data.dim()
+    halved = halved_dim(x.layout, rank)
+    if halved is not None and axis in (None, halved, halved - rank):
+        raise Unsupported(f"{where()}: a reduction of {x!r} across the CTAs of a cluster, which halve it")
+
+
 def sum_(input, axis=None, keep_dims=False, dtype=None):
-    """gl.sum: of integers narrower than 32 bits as int32 or uint32."""
+    """Sum (gl.sum): integers narrower than 32 bits are summed in int32 or uint32."""
     kind = input.data.dtype
     if dtype is None and not kind.is_floating_point and kind.itemsize < 4:
         dtype = gl.int32 if kind in (torch.int8, torch.int16) else gl.uint32
@@ -58,7 +71,7 @@ def _without_nan(data: torch.Tensor, axis: int, largest: bool) -> torch.Tensor:
 
 
 def _arg_extreme(data: torch.Tensor, axis: int, largest: bool) -> torch.Tensor:
-    """The first place of the extreme, int32."""
+    """The first index of the largest or the smallest element, int32."""
     best = _without_nan(data, axis, largest).unsqueeze(axis)
     places = torch.arange(data.shape[axis]).reshape([-1 if i == axis else 1 for i in range(data.dim())])
     return torch.where(data == best, places, data.shape[axis]).amin(axis).to(torch.int32)
@@ -94,9 +107,11 @@ def _results(values, input):
 
 
 def reduce(input, axis, combine_fn, keep_dims=False):
-    """Neighbours are combined first, in log2(n) steps; `combine_fn` must be associative."""
+    """Reduce by `combine_fn`, which must be associative: neighbours first, in log2(n) steps."""
     tensors = _inputs(input)
     shape, layout = list(tensors[0].data.shape), tensors[0].layout
+    for x in tensors:
+        _within_a_cta(x, axis)
     if axis is None:
         tensors, axis = [kept(x, [x.numel]) for x in tensors], 0
     axis = axis_of(axis, tensors[0].data.dim())
@@ -115,8 +130,10 @@ def reduce(input, axis, combine_fn, keep_dims=False):
 
 
 def associative_scan(input, axis, combine_fn, reverse=False):
-    """Inclusive: element i combines elements 0 .. i, or i .. n - 1 with `reverse`."""
+    """Scan, inclusive: element i combines elements 0 .. i, or i .. n - 1 with `reverse`."""
     tensors = _inputs(input)
+    for x in tensors:
+        _within_a_cta(x, axis)
     axis = axis_of(axis, tensors[0].data.dim())
 
     def turned(data):
@@ -161,7 +178,7 @@ def reduce_or(input, axis, keep_dims=False):
 
 
 def mapped(function, tensors: list[Tensor]) -> list[Tensor]:
-    """`function` of tensors at once; element by element if it branches on them."""
+    """Results of `function` for all elements at once, or, if it branches on them, element by element."""
     try:
         result = function(*tensors)
     except DecidesPerElement:
@@ -181,7 +198,7 @@ def mapped(function, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def map_elementwise(scalar_fn, *args, pack=1):
-    """`pack` neighbours of each argument go to one call of the function."""
+    """Map a function over elements: `pack` neighbours of each argument go to one call."""
     tensors = broadcast_all(args)
     shape, layout, pack = tensors[0].data.shape, layout_of(*tensors), int(pack)
     if pack > 1:

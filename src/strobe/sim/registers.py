@@ -10,9 +10,10 @@ import math
 import torch
 from triton.experimental.gluon import language as gl
 
-from strobe.sim.context import machine, where
+from strobe.sim.context import machine
 from strobe.sim.dtypes import Inferred, constant, gluon_dtype, round_to, torch_dtype
 from strobe.sim.errors import IllegalOperation, Unsupported
+from strobe.sim.kernel_source import where
 from strobe.sim.layouts import same_place
 from strobe.sim.operators import ADD, MAXIMUM, MINIMUM, MUL, SUB
 from strobe.sim.tensor import (
@@ -33,14 +34,14 @@ from strobe.sim.tensor import (
 
 
 def only(tensor: Tensor) -> Scalar:
-    """The Scalar in a tensor of one element. A partition that has it in hand has waited for it."""
+    """The Scalar in a tensor of one element, for which the partition waits."""
     machine().needs(tensor)
     tensor.check_ready()
     return Scalar(tensor.data.item(), tensor.data.dtype)
 
 
 def _listed(values) -> list[int]:
-    """(a, b) or ((a, b),): a shape or an order of axes."""
+    """A shape, or an order of axes, that is given as (a, b) or ((a, b),)."""
     if len(values) == 1 and isinstance(values[0], (list, tuple)):
         values = values[0]
     return [int(n) for n in values]
@@ -122,7 +123,7 @@ def cdiv(x, div):
 
 
 def _select(condition: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """torch.where by the bits: several times as fast for a tile of float32."""
+    """Select as torch.where does, but by the bits: several times as fast for a tile of float32."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(x.dtype.itemsize)
     if bits is None:
         return torch.where(condition, x, y)
@@ -131,7 +132,7 @@ def _select(condition: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.
 
 
 def where_(condition, x, y):
-    """gl.where."""
+    """Select x where the condition holds, else y (gl.where)."""
     if not any(isinstance(v, Tensor) for v in (condition, x, y)):
         chosen = x if condition else y
         kind = promote(x, y)
@@ -153,7 +154,7 @@ def where_(condition, x, y):
 
 
 def _float_function(name: str, function, pipe: str = "mufu", keeps_integers: bool = False):
-    """An elementwise function of floats, of tensors and scalars."""
+    """Make an elementwise function of floats, which takes tensors and scalars."""
 
     def apply(x):
         if isinstance(x, Tensor):
@@ -172,7 +173,7 @@ LARGEST_DENORMAL = 2.0**-126 - 2.0**-149
 
 
 def _exp2(data: torch.Tensor) -> torch.Tensor:
-    """ex2.approx.ftz: denormal results are zero."""
+    """2^x as ex2.approx.ftz computes it: denormal results are zero."""
     return torch.nn.functional.threshold(torch.exp2(data), LARGEST_DENORMAL, 0.0)
 
 
@@ -263,7 +264,7 @@ _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -
 
 
 def fp4_to_fp(src, elem_type, axis) -> Tensor:
-    """Two e2m1 numbers in each byte, the lower half first, side by side along `axis`."""
+    """Unpack the two e2m1 numbers in each byte, the lower half first, side by side along `axis`."""
     axis = axis_of(axis, src.data.dim())
 
     def unpacked(data):
@@ -289,7 +290,7 @@ def cast(input, dtype, fp_downcast_rounding=None, bitcast=False):
 
 
 def _tf32(data: torch.Tensor) -> torch.Tensor:
-    """The bits of a float32 that a tensor core sees: the upper 19."""
+    """Numbers as a tensor core sees them: of a float32 the upper 19 bits."""
     return (data.view(torch.int32) & ~0x1FFF).view(torch.float32) if data.dtype is torch.float32 else data.float()
 
 
@@ -380,7 +381,7 @@ def trans(x, *dims):
 
 
 def expand_dims_(input, axis):
-    """gl.expand_dims."""
+    """A tensor, or pointers, with a dimension of size 1 at `axis` (gl.expand_dims)."""
     return input.mapped(lambda offset: expand_dims(offset, axis)) if isinstance(input, Pointer) else expand_dims(input, axis)
 
 
@@ -423,7 +424,7 @@ def histogram(input, num_bins, mask=None, layout=None) -> Tensor:
 
 
 def convert_layout(value, layout, assert_trivial=False) -> Tensor:
-    """Registers change hands, unless every thread has its elements already."""
+    """Convert to another layout: registers change hands, unless every thread has its elements already."""
     pipe = "free" if assert_trivial or same_place(value.layout, layout, value.data.shape) else "shuffle"
     return compute(pipe, lambda data: data, value, layout=layout, elements=value.numel)
 

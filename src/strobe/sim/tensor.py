@@ -1,4 +1,4 @@
-"""What a kernel computes with: tensors in registers, scalars and pointers.
+"""Tensors in registers, scalars and pointers: what a kernel computes with.
 
 Types follow Triton's own rules of promotion. A float32 result is rounded to float32, a bfloat16 one is computed in float32 and
 rounded. Integer tensors wrap around, as the hardware's do (bit tricks need it, and an address that wrapped is out of bounds);
@@ -15,14 +15,14 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
 from triton.language.semantic import TritonSemantic
 
-from strobe.sim.context import machine, where
+from strobe.sim.context import machine
 from strobe.sim.dtypes import (
     FLOAT8,
     GLUON,
@@ -40,6 +40,7 @@ from strobe.sim.dtypes import (
     torch_dtype,
 )
 from strobe.sim.errors import IllegalOperation, Unfinished, Unsupported
+from strobe.sim.kernel_source import where
 from strobe.sim.memory import Load, Outcome, outcome_of
 from strobe.sim.operators import DIVIDE, LSHIFT, OPERATORS, RSHIFT, SIMPLE, SUB, XOR, Op
 
@@ -51,10 +52,11 @@ class Value:
 
     __slots__ = ()
 
-    def __getattr__(self, name: str) -> Any:
-        from strobe.sim.language import method
+    method: ClassVar[Callable[[str], Callable | None]]
+    """Finds the function that is the method of a name; `lift`, which knows the language, sets it."""
 
-        function = None if name.startswith("_") else method(name)
+    def __getattr__(self, name: str) -> Any:
+        function = None if name.startswith("_") else Value.method(name)
         if function is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return partial(function, self)
@@ -155,7 +157,7 @@ def layout_of(*operands):
 
 
 def compute(pipe: str, function: Callable, *operands, layout=None, elements: int | None = None) -> Tensor:
-    """The one way by which registers are computed: `function` of the operands' data, issued to a pipe of the machine.
+    """Compute `function` of the operands' data, issued to a pipe of the machine: the one way by which registers are made.
 
     pipe: "fma" (float add, multiply), "fma2" (packed), "alu" (integers, compare, select, convert), "mufu" (exp2, log, sqrt,
     division), "shuffle" (across lanes), "mma", "free" (views). elements: work of the pipe, by default one for each element of
@@ -180,7 +182,8 @@ def compute(pipe: str, function: Callable, *operands, layout=None, elements: int
 
 
 def _own_share(elements: int) -> int:
-    """The CTAs of a cluster share a tensor's elements; a scalar each has to itself."""
+    """Elements of an operation that are this CTA's: the CTAs of a cluster share those of a tensor; a scalar each has to
+    itself."""
     return max(1, elements // machine().num_ctas)
 
 
@@ -253,7 +256,7 @@ def scalar(value) -> Any:
 
 
 def argument(value: int | float) -> Scalar:
-    """A number that a launch passes: int32, or int64 if it must be; float32."""
+    """The Scalar of a number that a launch passes: int32, or int64 if it must be; float32."""
     kind = torch.bool if isinstance(value, bool) else torch.float32 if isinstance(value, float) else None
     if kind is None:
         kind = next((k for k in (torch.int32, torch.int64, torch.uint64) if RANGE[k][0] <= value <= RANGE[k][1]), None)
@@ -299,7 +302,7 @@ def _scalar_binary(op: Op, a, b) -> Scalar:
 
 
 def _define_scalar(op: Op) -> None:
-    """The operators of a Scalar, with a short way for int32: phases and indices are computed thousands of times."""
+    """Define an operator of Scalars, with a short way for int32: phases and indices are computed thousands of times."""
     host, compares = op.host, op.compares
     low, high = RANGE[torch.int32]
 
@@ -325,7 +328,8 @@ def _define_scalar(op: Op) -> None:
 
 class Tensor(Value):
     """A tensor in registers. ready: when it is there (timed runs). pending: unfinished asynchronous work that writes it, with
-    `.finished` and `.description`. outcome: of the products that it comes from. load: whose result it is, or a view of that."""
+    `.finished` and `.description`. outcome: the Outcome of the products that it comes from. load: the Load whose result it is,
+    or a view of."""
 
     __slots__ = ("data", "layout", "load", "outcome", "pending", "ready")
 
@@ -345,15 +349,19 @@ class Tensor(Value):
         return compute("free", lambda x: x.transpose(-1, -2), self, layout=Inferred(self.data.dim()))
 
     def check_finished(self) -> None:
-        """As something uses it: Unfinished if asynchronous work that nobody waited for still writes this tensor."""
+        """Check it before something uses it: Unfinished if asynchronous work writes it and it is not what the wait for that
+        work returned. (To the compiler any other tensor is the one of before the wait: it may use those registers before
+        it.)"""
         if self.load is not None:
             self.load.use()
-        if self.pending is not None and not self.pending.finished:
-            raise Unfinished(f"{where()} uses the result of {self.pending.description}, which nobody has waited for")
+        if self.pending is not None:
+            waited = self.pending.finished
+            how = "which is not among the deps of the wait for it" if waited else "which nobody has waited for"
+            raise Unfinished(f"{where()} uses the result of {self.pending.description}, {how}")
 
     def check_ready(self) -> None:
-        """Before it goes to memory or decides something: Unfinished as above; the error of a product that it comes from and
-        that read what it may not."""
+        """Check it before it goes to memory or decides something: `check_finished`, and the error of a product that it comes
+        from and that read what it may not."""
         self.check_finished()
         if self.outcome is not None:
             self.outcome.depend()
@@ -398,7 +406,7 @@ class Tensor(Value):
         return compute("alu", torch.bitwise_not, self, layout=self.layout)
 
     def to(self, dtype, fp_downcast_rounding=None, bitcast=False) -> Tensor:
-        """Converted, or with `bitcast` its bits seen as another type of the same width."""
+        """The tensor converted, or with `bitcast` its bits seen as another type of the same width."""
         kind = torch_dtype(dtype)
         if bitcast:
             kinds = {kind, self.data.dtype}
@@ -468,11 +476,11 @@ class Pointer(Value):
         return TensorType(self.dtype, self.shape, self.layout or gl.AutoLayout()) if self.shape else self.dtype
 
     def offsets(self) -> torch.Tensor:
-        """int64, of this pointer's shape; [1] for a single address."""
+        """The offsets, int64, of this pointer's shape; [1] for a single address."""
         return self.offset.data if type(self.offset) is Tensor else torch.tensor([self.offset])
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Pointer:
-        """With `function` of its offsets: views and broadcasts."""
+        """Pointers at `function` of the offsets, a view or a broadcast."""
         if type(self.offset) is not Tensor:
             raise IllegalOperation(f"{where()}: a single address has no dimensions")
         return Pointer(self.array, function(self.offset))

@@ -9,12 +9,13 @@ from statistics import median
 from typing import Literal
 
 Stamps = Mapping[str, Mapping[str, Sequence[int]]]
-"""One CTA: role -> event (see `kernels.common.stamp.EVENTS`) -> clock by key block, 0 where the role did not pass it."""
+"""Stamps of one CTA: role -> event (see `kernels.common.stamp.EVENTS`) -> clock by key block, 0 if the role did not pass it."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """From `start` to `end` a track (a role, or a unit that works for it) was busy with `name`, or waited for it."""
+    """A time from `start` to `end` in which a track (a role, or a unit that works for it) was busy with `name`, or waited for
+    it."""
 
     track: str
     name: str
@@ -25,7 +26,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that `track` did at `time`."""
+    """An act of `track` at `time`."""
 
     track: str
     name: str
@@ -46,7 +47,7 @@ class Timeline:
         return list(dict.fromkeys([event.track for event in self.events] + [span.track for span in self.spans]))
 
     def cut(self, start: float, end: float) -> Timeline:
-        """What lies between two times; spans that cross them are clipped. Times keep their origin."""
+        """The part between two times; spans that cross them are clipped. Times keep their origin."""
         inside = (span for span in self.spans if span.end > start and span.start < end)
         spans = tuple(Span(span.track, span.name, max(span.start, start), min(span.end, end), span.kind) for span in inside)
         return Timeline(self.title, spans, tuple(e for e in self.events if start <= e.time <= end), self.unit)
@@ -74,6 +75,7 @@ def _worked_on(events: Mapping[str, Sequence[int]]) -> tuple[list[int], dict[str
 
 
 def _copies(role: str, events: Mapping[str, Sequence[int]], origin: int) -> Iterator[Event]:
+    """Yield the events of a producer: the copies of K and V are issued."""
     for tensor in ("K", "V"):
         for g, clock in enumerate(events[f"{tensor.lower()}_issued"]):
             if clock:
@@ -81,7 +83,7 @@ def _copies(role: str, events: Mapping[str, Sequence[int]], origin: int) -> Iter
 
 
 def _products(role: str, events: Mapping[str, Sequence[int]], origin: int) -> Iterator[Span]:
-    """S and O of a consumer on the tensor core."""
+    """Yield the spans of S and O of a consumer on the tensor core."""
     track, (numbers, events) = f"{role}: products", _worked_on(events)
     for g, number in enumerate(numbers):
         yield Span(track, f"S{number}", events["k_ready"][g] - origin, events["s_ready"][g] - origin)
@@ -89,14 +91,15 @@ def _products(role: str, events: Mapping[str, Sequence[int]], origin: int) -> It
 
 
 def _o_begins(events: Mapping[str, Sequence[int]], g: int, n: int) -> int:
-    """O of the last block has no S before it: it waits for P and for the O before it."""
+    """The clock at which O of the g-th of n blocks begins. The last has no S before it: it waits for P and for the O before
+    it."""
     if g + 1 < n:
         return events["s_ready"][g + 1]
     return events["o_ready"][g - 1] if g else events["p_ready"][g]
 
 
 def _softmax(role: str, events: Mapping[str, Sequence[int]], origin: int) -> Iterator[Span]:
-    """What a consumer's own warps do: softmax and the rescaling of O, and their waits for K, S and O."""
+    """Yield the spans of a consumer's own warps: softmax and the rescaling of O, and their waits for K, S and O."""
     numbers, events = _worked_on(events)
     n = len(numbers)
     for g, number in enumerate(numbers):
@@ -114,7 +117,7 @@ def _softmax(role: str, events: Mapping[str, Sequence[int]], origin: int) -> Ite
 
 
 PHASES = ("wait for K", "S", "softmax", "wait for O", "correct")
-"""What a consumer's period is made of. S runs beside the other consumers' products, so it includes its queueing."""
+"""Phases of a consumer's period. S runs beside the other consumers' products, so it includes its queueing."""
 
 
 def phases(events: Mapping[str, Sequence[int]]) -> dict[str, float]:

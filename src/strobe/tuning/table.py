@@ -4,7 +4,7 @@ A table is JSON, written by `strobe tune`. For each pair of head dims it holds `
 every config that was timed, and `kept`, the few configs that between them are (nearly) the fastest everywhere: kernels run
 with these alone, so that few are compiled. A config is written as on the command line: "groups=2,tile_kv=128".
 
-What is read, for a pair of head dims: the user's table if it has them, else the shipped one. The user's is the file that
+For a pair of head dims the user's table is read if it has them, else the shipped one. The user's table is the file that
 $STROBE_TUNING names, else the one that `strobe tune` writes, in the user's cache folder.
 """
 
@@ -31,8 +31,11 @@ Band = tuple[int | None, int | None, int | None]
 
 @dataclass(frozen=True)
 class Shape:
-    """What the choice of a config depends on, beside the head dims. keys: the most that a row sees, whose walk a tile makes.
-    sequences: of `length` queries each (packed ones count with their mean length). heads: of queries."""
+    """Everything beside the head dims that the choice of a config depends on.
+
+    mask: "full", "causal" or "window". keys: the most keys that a row sees, which a tile walks along. sequences: how many there
+    are, of `length` queries each (packed ones count with their mean length). heads: heads of queries.
+    """
 
     mask: str
     keys: int
@@ -42,7 +45,7 @@ class Shape:
 
     @classmethod
     def of(cls, lengths: Lengths, heads: int, band: Band) -> Shape:
-        """band: of the `Mask`."""
+        """The Shape of a problem with these lengths, heads of queries, and band of its `Mask`."""
         if isinstance(lengths, Dense):
             n_q, n_kv = lengths.seqlen_q, lengths.seqlen_kv
         else:
@@ -50,15 +53,15 @@ class Shape:
         return cls(*mask_class(band, n_kv), max(1, lengths.batch), max(1, n_q), heads)
 
     def share(self, tile_q: int, sms: int) -> float:
-        """Of the rows that a GPU has time for until the last tile is done, the share that are rows of the problem: small
-        where a few large tiles leave multiprocessors idle, or reach beyond the ends of sequences."""
+        """The share of rows of the problem among all rows that a GPU has time for until the last tile is done: small where a
+        few large tiles leave multiprocessors idle, or reach beyond the ends of sequences."""
         tiles = self.sequences * self.heads * -(-self.length // tile_q)
         return self.sequences * self.heads * self.length / (-(-tiles // sms) * sms * tile_q)
 
 
 def mask_class(band: Band, n_kv: int) -> tuple[str, int]:
-    """("full", "causal" or "window", the most keys that a row sees). A band that is bounded on both sides is a window if it
-    is narrower than the sequence; whatever else cuts anything off counts as causal."""
+    """The class of a mask ("full", "causal" or "window") and the most keys that a row sees. A band that is bounded on both
+    sides is a window if it is narrower than the sequence; any other bound counts as causal."""
     left, right, _ = band
     if left is not None and right is not None and left + right + 1 < n_kv:
         return "window", left + right + 1
@@ -75,14 +78,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Entry:
-    """All that one table says of a pair of head dims. source: where it was measured, in words."""
+    """The part of a table that is about one pair of head dims. source: where it was measured, in words."""
 
     kept: tuple[str, ...]
     points: tuple[Measured, ...]
     source: str
 
     def nearest(self, shape: Shape) -> Measured:
-        """The measured point whose keys are nearest by ratio, among those of the same mask class (of any, if there is none)."""
+        """The measured point whose keys are nearest by ratio, among those of the same mask class, or of all if it has none."""
         alike = [point for point in self.points if point.shape.mask == shape.mask] or self.points
         return min(alike, key=lambda point: abs(math.log2(point.shape.keys / shape.keys)))
 
@@ -108,7 +111,7 @@ def users(arch: str) -> Path:
 
 @functools.cache
 def entries(arch: str) -> dict[Dims, Entry]:
-    """What is known of each pair of head dims, read once in a process. ValueError for a file that is not a table."""
+    """The entry of each pair of head dims, read once in a process. ValueError for a file that is not a table."""
     named = os.environ.get("STROBE_TUNING")
     own = Path(named) if named else users(arch)
     paths = [path for path in (shipped(arch), own) if path.exists() or path == Path(named or "")]
@@ -121,7 +124,7 @@ def read(path: Path, arch: str) -> dict[Dims, Entry]:
 
 
 def load(path: Path, arch: str) -> dict:
-    """The JSON of a table. ValueError as for `read`."""
+    """The JSON of a table. ValueError, which names the file, if it is not one of this schema and arch."""
     try:
         table = json.loads(path.read_text())
         if (table["schema"], table["arch"]) != (SCHEMA, arch):

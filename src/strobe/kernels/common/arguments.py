@@ -1,11 +1,6 @@
 """Arguments of our forwards in Gluon that follow from the problem alone."""
 
-import torch
-
-from strobe.problem import AttentionProblem, Operands, Varlen
-
-LOG2_E = 1.4426950408889634
-
+from strobe.problem import AttentionProblem, Varlen
 
 MOST_HEADS, MOST_LAST = 16, 64
 """Key heads of a bundle, and of the last one, at most. The first tiles of a bundle read K and V from memory, the others find
@@ -33,24 +28,7 @@ def bundles(heads: int, fitting: int, group: int = 1) -> tuple[int, int]:
     return at_once, max(0, heads - last) // at_once * at_once
 
 
-def meta_operands(problem: AttentionProblem) -> Operands:
-    """Operands without data, to compile for."""
+def totals(problem: AttentionProblem) -> tuple[int, int] | tuple[None, None]:
+    """Rows of q, and of k and v, that packed sequences have together; None where nothing is packed."""
     lengths = problem.lengths
-    cu = None
-    if isinstance(lengths, Varlen):
-        rows_q, rows_kv = [lengths.total_q], [lengths.total_kv]
-        cu = meta(lengths.batch + 1, dtype=torch.int32)
-    else:
-        rows_q, rows_kv = [lengths.batch, lengths.seqlen_q], [lengths.batch, lengths.seqlen_kv]
-    return Operands(
-        meta(*rows_q, problem.heads_q, problem.head_dim, dtype=problem.dtype),
-        meta(*rows_kv, problem.heads_kv, problem.head_dim, dtype=problem.dtype),
-        meta(*rows_kv, problem.heads_kv, problem.head_dim_v, dtype=problem.dtype),
-        cu,
-        cu,
-        seed=meta(1, dtype=torch.int64) if problem.dropout else None,
-    )
-
-
-def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return (lengths.total_q, lengths.total_kv) if isinstance(lengths, Varlen) else (None, None)

@@ -32,7 +32,7 @@ class Channel:
 
     @gluon.jit
     def phase(self, position):
-        """Of the buffer's barriers."""
+        """The phase (0 or 1) that the barriers of a position's buffer are in when it is that position's turn."""
         return ((position.to(gl.uint32) // self.stages) & 1).to(gl.int32)
 
     @gluon.jit

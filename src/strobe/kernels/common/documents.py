@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from strobe.kernels.common.call import Call
-from strobe.kernels.common.turn import take_program_turn
+from strobe.kernels.common.call import Buffer, Call, Tensors
+from strobe.kernels.common.dependent_launch import take_program_turn
+from strobe.problem import AttentionProblem
 
 SPAN = tl.constexpr(64)
 """Rows, or keys, whose documents are looked at together."""
@@ -28,7 +29,8 @@ def spans_kernel(
     ids, ids_batch, ids_row, n, others, others_batch, others_row, n_others, spans,
     SPAN: tl.constexpr, CHUNK: tl.constexpr, IN_TURN: tl.constexpr,
 ):  # fmt: skip
-    """Of SPAN rows (or keys): [begin, end) of the others that they may see, and whether each sees all of them."""
+    """Stores for each SPAN rows (or keys) their span: the range [begin, end) of keys (or rows) outside of which they see none,
+    and 1 if each of them sees all of that range, else 0."""
     if IN_TURN:
         take_program_turn()
     number = (n + SPAN - 1) // SPAN
@@ -50,25 +52,28 @@ def spans_kernel(
     tl.store(spans + 3 * tl.program_id(0) + 2, ((least == most) & (number_seen == end - begin)).to(tl.int32))
 
 
-def new_spans(ids: torch.Tensor) -> torch.Tensor:
-    """Room for the spans of what has these documents, [batch, n]: int32 [batch, ceil(n / 64), 3]."""
-    return torch.empty(ids.shape[0], triton.cdiv(ids.shape[1], SPAN.value), 3, dtype=torch.int32, device=ids.device)
+def span_buffers(problem: AttentionProblem, *names: str) -> dict[str, Buffer]:
+    """Room for "row_spans" or "key_spans", where there are documents: int32 [batch, ceil(n / 64), 3]."""
+    if problem.mask.documents is None:
+        return {}
+    lengths = problem.lengths
+    numbers = {"row_spans": lengths.seqlen_q, "key_spans": lengths.seqlen_kv}
+    return {name: Buffer((lengths.batch, triton.cdiv(numbers[name], SPAN.value), 3), torch.int32) for name in names}
 
 
-def spans_call(ids: torch.Tensor, others: torch.Tensor, spans: torch.Tensor, in_turn: bool = True) -> Call:
-    """The launch that fills spans. ids, others: int32 [batch, n], of any strides. in_turn: see `common.turn`, which GPUs before
-    Hopper cannot."""
+def span_calls(tensors: Tensors, in_turn: bool = True) -> list[Call]:
+    """The launches that fill the spans that there are. in_turn: see `common.dependent_launch`, which GPUs before Hopper
+    cannot."""
+    ids, others = tensors.document_q, tensors.document_kv
+    wanted = (others, ids, tensors.key_spans), (ids, others, tensors.row_spans)
+    return [_spans_call(*each, in_turn) for each in wanted if each[-1] is not None]
+
+
+def _spans_call(ids: torch.Tensor, others: torch.Tensor, spans: torch.Tensor, in_turn: bool) -> Call:
+    """The launch that fills spans. ids, others: int32 [batch, n], of any strides."""
     return Call(spans_kernel, (spans.shape[0] * spans.shape[1],), (), dict(
         ids=ids, ids_batch=ids.stride(0), ids_row=ids.stride(1), n=ids.shape[1],
         others=others, others_batch=others.stride(0), others_row=others.stride(1), n_others=others.shape[1],
         spans=spans, SPAN=SPAN.value, CHUNK=CHUNK, IN_TURN=in_turn, enable_fp_fusion=True,
         **({"launch_pdl": True} if in_turn else {}),
     ))  # fmt: skip
-
-
-def find_spans(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Of what has these documents, among the others."""
-    spans = new_spans(ids)
-    with torch.cuda.device_of(ids):
-        spans_call(ids, others, spans).launch()
-    return spans

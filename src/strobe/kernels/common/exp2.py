@@ -30,7 +30,7 @@ def exp2_polynomial(x):
 
 @gluon.jit
 def exp2_mixed(x, EMULATED: gl.constexpr):
-    """2^x of [rows, columns], of which the last EMULATED of 16 parts of the columns are polynomials."""
+    """2^x for x [rows, columns], where the last EMULATED of 16 parts of the columns are computed by polynomial."""
     if EMULATED == 0:
         return gl.exp2(x)
     elif EMULATED == 16:

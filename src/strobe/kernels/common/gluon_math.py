@@ -53,7 +53,7 @@ def where(condition, a, b):
 
 
 def compiled(function):
-    """A plain function over `strobe.math`, as kernels in Gluon call it."""
+    """Compile a plain function over `strobe.math` for kernels in Gluon."""
     return functions.translated(function, sys.modules[__name__], gluon.jit, gl.constexpr)
 
 

@@ -8,8 +8,8 @@ four_words = gluon.jit(philox.four_words)
 
 @gluon.jit
 def dropped(x, first, second, seed, threshold, batch, head, TRANSPOSED: gl.constexpr):
-    """x with 0 for the pairs that are dropped; its layout is that of a result of tensor cores. Its dims are [rows, keys], from
-    row `first` and key `second` on, or TRANSPOSED [keys, rows], from key `first` and row `second` on: multiples of 16. seed: a
+    """x with 0 for the pairs that are dropped. x: a result of tensor cores, in their layout, [rows, keys] from row `first` and
+    key `second` on, or TRANSPOSED [keys, rows] from key `first` and row `second` on; all of these are multiples of 16. seed: a
     pointer; threshold: `strobe.dropout.threshold`.
 
     A thread has all four numbers that share a counter: 8 apart along both dims."""
@@ -24,7 +24,7 @@ def dropped(x, first, second, seed, threshold, batch, head, TRANSPOSED: gl.const
     e = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, FOUR))))
     i = first // 2 + 8 * m[:, None, None, None] + r[None, :, None, None]
     j = second // 2 + 8 * n[None, None, :, None] + e[None, None, None, :]
-    # Of w0, w1, w2, w3 the second is that of 8 further along the second dim, the third along the first.
+    # w1 belongs to the pair that is 8 further along the second dim, w2 to that 8 further along the first, w3 to both.
     if TRANSPOSED:
         w0, w2, w1, w3 = four_words(gl.load(seed), i, j, head, batch)
     else:
@@ -42,5 +42,5 @@ def dropped(x, first, second, seed, threshold, batch, head, TRANSPOSED: gl.const
 
 @gluon.jit
 def spread(word):
-    """[M, 8, N, 8] to be broadcast to [M, 2, 8, N, 2, 8]."""
+    """A word [M, 8, N, 8] in a shape that broadcasts to [M, 2, 8, N, 2, 8]."""
     return gl.expand_dims(gl.expand_dims(word, 1), 4)

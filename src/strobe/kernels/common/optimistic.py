@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 
 class Bounds(NamedTuple):
-    """What a row must keep, given what P is rounded to.
+    """Bounds that the sum of a row must keep, for one type that P is rounded to.
 
-    most: a row sum is below.
-    least: the row sum of a row that its first block judged is at least this much.
-    least_by_key: that of any other is at least this much times the number of keys that the row sees.
+    most: the sum of any row is below this.
+    least: the sum of a row that its first block judged is at least this.
+    least_by_key: the sum of any other row is at least this times the number of keys that the row sees.
     """
 
     most: float

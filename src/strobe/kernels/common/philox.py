@@ -15,7 +15,7 @@ KEY_STEP_0, KEY_STEP_1 = (tl.constexpr(x) for x in dropout.KEY_STEPS)
 
 
 def four_words(seed, c0, c1, c2, c3):
-    """The four words, uint32. seed: int64; a counter's words: int32 that broadcast to a tile."""
+    """The four words of Philox 4x32, uint32. seed: int64. c0 to c3, the counter: int32, which broadcast to a tile."""
     low = seed.to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
     c0 = c0.to(tl.uint32)
@@ -39,7 +39,7 @@ compiled = device_function(four_words)
 
 @device_function
 def kept(seed, threshold, batch, head, i, j):
-    """Whether pairs are kept; i and j broadcast to the tile. threshold: `strobe.dropout.threshold`."""
+    """Whether dropout keeps the pairs of a tile, to which i and j broadcast. threshold: `strobe.dropout.threshold`."""
     zero = i * 0
     w0, w1, w2, w3 = compiled(seed, j // 16 * 8 + j % 8, i // 16 * 8 + i % 8, head + zero, batch + zero)
     far_key = (j & 8) != 0

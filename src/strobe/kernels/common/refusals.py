@@ -1,4 +1,4 @@
-"""What our Gluon kernels have in common that they do not take (yet)."""
+"""Reasons to refuse a problem that several of our Gluon kernels share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,13 @@
-"""The arithmetic of `strobe.scores`, compiled for the device: one source for Triton and Gluon."""
+"""The arithmetic and the constants of `strobe.scores` for kernels: the constants for Triton and Gluon, the functions compiled
+by Triton (`gluon_scores.py`: by Gluon)."""
+
+import triton.language as tl
 
 from strobe import scores
 from strobe.kernels.common.triton_math import compiled
+
+LOG2E = tl.constexpr(scores.LOG2E)
+LN2 = tl.constexpr(scores.LN2)
 
 score_of = compiled(scores.score_of)
 score_and_factor = compiled(scores.score_and_factor)

@@ -9,8 +9,8 @@ from strobe.kernels.gluon import gl, gluon
 ROLES = gl.constexpr(8)
 
 EVENTS = ("begin", "k_issued", "v_issued", "k_ready", "s_ready", "p_ready", "o_ready", "epilogue", "end")
-"""Of one key block: a role turns to it; the copies of K and V are issued; K is there; S = Q K^T, P = softmax(S) and
-O += P V are done. Of one tile (index 0): its epilogue begins; the role is done."""
+"""Events of a role. For each key block: the role turns to it; the copies of K and V are issued; K is there; S = Q K^T,
+P = softmax(S) and O += P V are done. For each tile (index 0): its epilogue begins; the role is done."""
 
 COUNT = gl.constexpr(len(EVENTS))
 NUMBERS = {event: number for number, event in enumerate(EVENTS)}
@@ -29,7 +29,7 @@ def clock():
 
 @gluon.jit
 def stamp(trace, ROLE: gl.constexpr, EVENT: gl.constexpr, index):
-    """One thread of the role notes that it passes EVENT of block `index` now."""
+    """Note, by one thread of the role, that it passes EVENT of block `index` now."""
     if trace is not None:
         EVENT_NUMBER: gl.constexpr = number(EVENT)
         place = ((index * gl.num_programs(0) + gl.program_id(0)) * ROLES + ROLE) * COUNT + EVENT_NUMBER

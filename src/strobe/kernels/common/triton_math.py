@@ -55,7 +55,7 @@ def where(condition, a, b):
 
 
 def compiled(function):
-    """A plain function over `strobe.math`, as kernels in Triton call it."""
+    """Compile a plain function over `strobe.math` for kernels in Triton."""
     return functions.translated(function, sys.modules[__name__], device_function, tl.constexpr)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from strobe.dropout import threshold
-from strobe.kernels.common import triton_math
+from strobe.kernels.common.call import Tensors
 from strobe.kernels.portable.config import Config
-from strobe.kernels.portable.tiles import LOG2E, Bias, BiasGradient, Dropout, Matrix, Score
-from strobe.problem import AttentionProblem, Operands, Varlen, bias_shape
+from strobe.kernels.portable.primitives import Matrix
+from strobe.kernels.portable.scores import score
+from strobe.problem import AttentionProblem, Varlen
 
 
 def matrix(x: torch.Tensor) -> Matrix:
@@ -27,51 +27,19 @@ def ids(x: torch.Tensor) -> Matrix:
     return Matrix(x, x.stride(0), x.stride(1), 0)
 
 
-def score(problem: AttentionProblem, seed: torch.Tensor | None) -> Score:
-    """The problem's score with log2(e) folded into its factors."""
-    softcap, slopes, bias, sinks = problem.score.softcap, problem.score.alibi, problem.score.bias, problem.score.sinks
-    inner, outer = problem.scale * LOG2E.value, None
-    if softcap:
-        inner, outer = problem.scale / softcap, softcap * LOG2E.value
-    return Score(
-        inner,
-        outer,
-        None if slopes is None else Matrix(slopes, slopes.stride(0) if slopes.dim() == 2 else 0, 0, slopes.stride(-1)),
-        None if bias is None else _bias(bias),
-        None if sinks is None else Matrix(sinks, 0, 0, sinks.stride(0)),
-        triton_math.of_user(problem.score.function),
-        triton_math.of_user(problem.score.function_gradient) if problem.phase == "backward" else None,
-        triton_math.of_user(problem.mask.function),
-        None if seed is None else Dropout(seed, threshold(problem.dropout), 1.0 / (1.0 - problem.dropout)),
-    )
-
-
-def _bias(x: torch.Tensor) -> Bias:
-    """[batch or 1, heads or 1, rows or 1, keys or 1]: what there is one of is repeated by a stride of 0."""
-    return Bias(x, *(stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True)))
-
-
-def bias_gradient(problem: AttentionProblem, dbias: torch.Tensor | None) -> BiasGradient:
-    """Where dbias (see `zero_bias`) is written; None: nowhere."""
-    if dbias is None:
-        return BiasGradient(None, None, None, None, None)
-    dims = zip(dbias.shape, bias_shape(problem), dbias.stride(), strict=True)
-    return BiasGradient(dbias, *(stride if size == whole else None for size, whole, stride in dims))
-
-
-def of_problem(problem: AttentionProblem, operands: Operands) -> dict:
+def of_problem(problem: AttentionProblem, tensors: Tensors) -> dict:
     """The arguments, by name, that all kernels over tiles of scores take."""
     lengths, mask = problem.lengths, problem.mask
     left, right, prefix = mask.device_band
     total_q, total_kv = (lengths.total_q, lengths.total_kv) if isinstance(lengths, Varlen) else (0, 0)
     return dict(
-        q=matrix(operands.q),
-        k=matrix(operands.k),
-        v=matrix(operands.v),
-        cu_seqlens_q=operands.cu_seqlens_q,
-        cu_seqlens_kv=operands.cu_seqlens_kv,
-        seqused_q=operands.seqused_q,
-        seqused_kv=operands.seqused_kv,
+        q=matrix(tensors.q),
+        k=matrix(tensors.k),
+        v=matrix(tensors.v),
+        cu_seqlens_q=tensors.cu_seqlens_q,
+        cu_seqlens_kv=tensors.cu_seqlens_kv,
+        seqused_q=tensors.seqused_q,
+        seqused_kv=tensors.seqused_kv,
         n_q=lengths.seqlen_q,
         n_kv=lengths.seqlen_kv,
         total_q=total_q,
@@ -79,9 +47,9 @@ def of_problem(problem: AttentionProblem, operands: Operands) -> dict:
         left=left,
         right=right,
         prefix=prefix,
-        document_q=None if mask.documents is None else ids(mask.documents.q),
-        document_kv=None if mask.documents is None else ids(mask.documents.kv),
-        score=score(problem, operands.seed),
+        document_q=None if tensors.document_q is None else ids(tensors.document_q),
+        document_kv=None if tensors.document_kv is None else ids(tensors.document_kv),
+        score=score(problem, tensors),
         group=problem.group,
         DIM=problem.head_dim,
         DIM_V=problem.head_dim_v,

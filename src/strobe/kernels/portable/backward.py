@@ -15,23 +15,20 @@ import torch
 import triton
 import triton.language as tl
 
-from strobe.device import Arch, arch_of
-from strobe.kernels.common.arguments import meta, meta_operands
-from strobe.kernels.common.call import Call
+from strobe.device import Arch
+from strobe.kernels.common.call import Buffer, Buffers, Call, Tensors, gradients
+from strobe.kernels.common.dependent_launch import take_program_turn
 from strobe.kernels.common.device_function import device_function
-from strobe.kernels.common.documents import SPAN, new_spans, spans_call
+from strobe.kernels.common.documents import SPAN, span_buffers, span_calls
 from strobe.kernels.common.philox import kept
 from strobe.kernels.common.scores import gradient_through_function, score_and_factor
-from strobe.kernels.common.turn import take_program_turn
 from strobe.kernels.portable import arguments, interpreter
 from strobe.kernels.portable.config import choose, padded
-from strobe.kernels.portable.tiles import (
+from strobe.kernels.portable.primitives import (
     LENGTHS_AND_BOUNDS,
     LOG2E,
     Mask,
-    add_to_bias,
     any_nan,
-    biased,
     count_broken,
     count_broken_keys,
     finite_part,
@@ -43,15 +40,14 @@ from strobe.kernels.portable.tiles import (
     q_phases,
     seen_in,
     sequence,
-    slope_of,
     store_tile,
     store_vector,
     stream,
-    through_function,
     vector_stream,
     within_spans,
 )
-from strobe.problem import AttentionProblem, Gradients, Operands, lse_shape, zero_bias
+from strobe.kernels.portable.scores import add_to_bias, bias_gradient, biased, slope_of, through_function
+from strobe.problem import AttentionProblem, lse_shape
 
 interpreter.mend()
 
@@ -87,8 +83,8 @@ def _shift_of(lse):
 
 @device_function
 def _gradients(products, dp, p, j, shift, delta, seen, slope, batch, head, n_q, n_kv, score, MASKED: tl.constexpr):
-    """Of a tile of products q.k and dP = dO V^T: P, after dropout, what a bias gets, and dS / scale. p, j, shift and delta
-    broadcast to it."""
+    """Weights and gradients of a tile, given its products q.k and dP = dO V^T: P after dropout; the gradient of the scores,
+    which a bias gets; and dS / scale, for dQ and dK. p, j, shift and delta broadcast to the tile."""
     s, factor = score_and_factor(products, p, j, score.inner, score.outer, slope)
     i = p - (n_kv - n_q)
     s = biased(s, i, j, n_q, n_kv, score, batch, head)
@@ -101,10 +97,12 @@ def _gradients(products, dp, p, j, shift, delta, seen, slope, batch, head, n_q, 
     ds = weights * (dp - delta)
     if score.gradient is not None:
         ds = gradient_through_function(ds, s, score.gradient, batch, head, i, j)
-    if MASKED:
+    of_products = ds * factor
+    if MASKED:  # last, as a factor is NaN where a key is
         kept_weights = tl.where(seen, kept_weights, 0.0)
         ds = tl.where(seen, ds, 0.0)
-    return kept_weights, ds, ds * factor
+        of_products = tl.where(seen, of_products, 0.0)
+    return kept_weights, ds, of_products
 
 
 @device_function
@@ -414,95 +412,47 @@ def redo_noted(
                     tl.store(row_notes + note, 0)
 
 
-def redo_arguments(
-    problem: AttentionProblem, operands: Operands, lse, dout, delta, grads: Gradients, key_notes, row_notes
-) -> tuple[tuple[int, ...], dict]:
-    """Grid and arguments of `redo_noted`. key_notes: int32 [batch * heads_kv * ceil(seqlen_kv / 64)], by batch, head and block;
-    row_notes: likewise of query heads and rows."""
-    programs = min(max(key_notes.numel(), row_notes.numel()), 2 * (arch_of(dout.device).sms or 4))
-    return (programs,), arguments.of_problem(problem, operands) | dict(
-        dout=arguments.matrix(dout), lse=arguments.vector(lse), delta=arguments.vector(delta), scale=problem.scale,
-        dq=arguments.matrix(grads.q), dk=arguments.matrix(grads.k), dv=arguments.matrix(grads.v),
-        dbias=arguments.bias_gradient(problem, None),
-        key_notes=key_notes, row_notes=row_notes, key_number=key_notes.numel(), row_number=row_notes.numel(),
-        heads_q=problem.heads_q, heads_kv=problem.heads_kv, PADDED=padded(problem.head_dim),
-        PADDED_V=padded(problem.head_dim_v), TILE=REDO_TILE, NOTED=NOTED, SHARE=SHARE, num_warps=4, maxnreg=255,
-        enable_fp_fusion=True, launch_pdl=True,
-    )  # fmt: skip
+def buffers(problem: AttentionProblem) -> Buffers:
+    """The tensors of a backward; rows and keys of no sequence, or not used, are written by no kernel."""
+    made = {**gradients(problem), "delta": Buffer(lse_shape(problem), torch.float32)}
+    return Buffers(made, span_buffers(problem, "key_spans", "row_spans"))
 
 
-def launch(problem: AttentionProblem, operands: Operands, lse, dout, delta, grads: Gradients) -> None:
-    """Write grads, at least one query and one key given; rows that belong to no sequence are left alone."""
-    with torch.cuda.device_of(dout):
-        for call in calls(problem, operands, lse, dout, delta, grads, new_all_spans(problem)):
-            call.launch()
-
-
-def launch_delta(problem: AttentionProblem, out, dout, dlse: torch.Tensor | None, delta) -> None:
-    """Write delta over all rows, packed or not, at least one given: those of no sequence get a number that nobody reads."""
-    with torch.cuda.device_of(out):
-        delta_call(problem, out, dout, dlse, delta).launch()
-
-
-def compile_only(problem: AttentionProblem, arch: Arch) -> list:
-    """The compiled kernels over tiles of scores that `launch` would run on an arch, that of dK and dV first, from shapes alone
-    (see strobe.lab.offline)."""
-    operands = meta_operands(problem)
-    q, k, v = operands[:3]
-    dout, lse = meta(*q.shape[:-1], problem.head_dim_v, dtype=problem.dtype), meta(*lse_shape(problem), dtype=torch.float32)
-    bias = problem.score.bias if "bias" in problem.learned else None
-    dbias = None if bias is None else zero_bias(problem, bias)
-    found = calls(problem, operands, lse, dout, lse, Gradients(q, k, v, dbias), new_all_spans(problem), arch)
-    return [call.kernel.warmup(grid=call.grid, **call.keywords) for call in found if call.kernel in (_dkdv, _dq)]
-
-
-def calls(
-    problem: AttentionProblem, operands: Operands, lse, dout, delta, grads: Gradients, spans: tuple[torch.Tensor, ...],
-    arch: Arch | None = None,
-) -> list[Call]:  # fmt: skip
-    """The launches of a backward after that of delta, in order. spans: see `new_all_spans`. arch: None for that of dout."""
-    lengths, documents, arch = problem.lengths, problem.mask.documents, arch or arch_of(dout.device)
-    key_spans, row_spans = spans or (None, None)
-    of_problem = arguments.of_problem(problem, operands) | dict(
-        dout=arguments.matrix(dout), lse=arguments.vector(lse), delta=arguments.vector(delta), scale=problem.scale
-    )
-    dkdv = of_problem | dict(
-        dk=arguments.matrix(grads.k),
-        dv=arguments.matrix(grads.v),
+def calls(problem: AttentionProblem, tensors: Tensors, arch: Arch) -> list[Call]:
+    """The launches of a backward, in order."""
+    lengths = problem.lengths
+    both = _of_scores(problem, tensors)
+    dkdv = both | dict(
+        dk=arguments.matrix(tensors.dk),
+        dv=arguments.matrix(tensors.dv),
         heads_kv=problem.heads_kv,
-        spans=key_spans,
+        spans=tensors.key_spans,
         **arguments.of_config(choose("dkdv", problem, arch)),
     )
-    dq = of_problem | dict(
-        dq=arguments.matrix(grads.q),
-        dbias=arguments.bias_gradient(problem, grads.bias),
+    dq = both | dict(
+        dq=arguments.matrix(tensors.dq),
+        dbias=bias_gradient(problem, tensors.dbias),
         heads_q=problem.heads_q,
-        spans=row_spans,
+        spans=tensors.row_spans,
         **arguments.of_config(choose("dq", problem, arch)),
     )
-    found = [
+    return [
+        delta_call(problem, tensors),
+        *span_calls(tensors, in_turn=False),
         Call(_dkdv, (triton.cdiv(lengths.seqlen_kv, dkdv["TILE_KV"]) * problem.heads_kv * lengths.batch,), (), dkdv),
         Call(_dq, (triton.cdiv(lengths.seqlen_q, dq["TILE_Q"]) * problem.heads_q * lengths.batch,), (), dq),
     ]
-    if documents is None:
-        return found
-    of_spans = (documents.kv, documents.q, key_spans), (documents.q, documents.kv, row_spans)
-    return [*(spans_call(*each, in_turn=False) for each in of_spans), *found]
 
 
-def new_all_spans(problem: AttentionProblem) -> tuple[torch.Tensor, ...]:
-    """Room for the spans of keys and for those of rows, where there are documents."""
-    documents = problem.mask.documents
-    return () if documents is None else (new_spans(documents.kv), new_spans(documents.q))
-
-
-def delta_call(problem: AttentionProblem, out, dout, dlse: torch.Tensor | None, delta) -> Call:
+def delta_call(problem: AttentionProblem, tensors: Tensors) -> Call:
+    """The launch that writes delta over all rows, packed or not: those of no sequence get a number that nobody reads."""
+    out = tensors.out
     n, batch = (out.shape[0], 1) if problem.varlen else (out.shape[1], out.shape[0])
     return Call(_delta, (triton.cdiv(n, TILE_DELTA) * problem.heads_q * batch,), (), dict(
         out=arguments.matrix(out),
-        dout=arguments.matrix(dout),
-        dlse=None if dlse is None else arguments.vector(dlse),
-        delta=arguments.vector(delta),
+        dout=arguments.matrix(tensors.dout),
+        dlse=None if tensors.dlse is None else arguments.vector(tensors.dlse),
+        delta=arguments.vector(tensors.delta),
         n=n,
         heads=problem.heads_q,
         DIM_V=problem.head_dim_v,
@@ -510,3 +460,31 @@ def delta_call(problem: AttentionProblem, out, dout, dlse: torch.Tensor | None, 
         TILE_Q=TILE_DELTA,
         enable_fp_fusion=True,
     ))  # fmt: skip
+
+
+def redo_call(problem: AttentionProblem, tensors: Tensors, arch: Arch) -> Call:
+    """The launch of `redo_noted`.
+
+    tensors: those of a backward, and
+        key_notes: int32 [batch * heads_kv * ceil(seqlen_kv / 64)], by batch, head and block.
+        row_notes: int32 [batch * heads_q * ceil(seqlen_q / 64)].
+    """
+    keys, rows = tensors.key_notes.numel(), tensors.row_notes.numel()
+    programs = min(max(keys, rows), 2 * (arch.sms or 4))
+    return Call(redo_noted, (programs,), (), _of_scores(problem, tensors) | dict(
+        dq=arguments.matrix(tensors.dq), dk=arguments.matrix(tensors.dk), dv=arguments.matrix(tensors.dv),
+        dbias=bias_gradient(problem, None), key_notes=tensors.key_notes, row_notes=tensors.row_notes,
+        key_number=keys, row_number=rows, heads_q=problem.heads_q, heads_kv=problem.heads_kv,
+        PADDED=padded(problem.head_dim), PADDED_V=padded(problem.head_dim_v), TILE=REDO_TILE, NOTED=NOTED, SHARE=SHARE,
+        num_warps=4, maxnreg=255, enable_fp_fusion=True, launch_pdl=True,
+    ))  # fmt: skip
+
+
+def _of_scores(problem: AttentionProblem, tensors: Tensors) -> dict:
+    """The arguments that all kernels over tiles of scores take."""
+    return arguments.of_problem(problem, tensors) | dict(
+        dout=arguments.matrix(tensors.dout),
+        lse=arguments.vector(tensors.lse),
+        delta=arguments.vector(tensors.delta),
+        scale=problem.scale,
+    )

@@ -1,4 +1,4 @@
-"""Flash attention's forward in plain Triton: the algorithm of `reference/tiled.py`, one program per tile of rows.
+"""Flash attention's forward in plain Triton: the algorithm of `cpu/tiled.py`, one program per tile of rows.
 
 A program owns tile_q rows of one query head. The keys that its rows see lie in up to three phases: tiles that need the
 mask, tiles that every row sees whole, tiles that need the mask again. Only the masked ones pay for the mask and bounds.
@@ -9,27 +9,24 @@ finds a NaN in its result computes the result of the finite values too, and give
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from strobe.device import Arch, arch_of
-from strobe.kernels.common.arguments import meta, meta_operands
-from strobe.kernels.common.call import Call
+from strobe.device import Arch
+from strobe.kernels.common.call import Buffers, Call, Tensors, results
+from strobe.kernels.common.dependent_launch import take_program_turn
 from strobe.kernels.common.device_function import device_function
-from strobe.kernels.common.documents import SPAN, new_spans, spans_call
+from strobe.kernels.common.documents import SPAN, span_buffers, span_calls
 from strobe.kernels.common.philox import kept
 from strobe.kernels.common.scores import score_of
-from strobe.kernels.common.turn import take_program_turn
 from strobe.kernels.portable import arguments, interpreter
 from strobe.kernels.portable.config import Config, choose
-from strobe.kernels.portable.tiles import (
+from strobe.kernels.portable.primitives import (
     LENGTHS_AND_BOUNDS,
     LN2,
     Mask,
     Matrix,
     any_nan,
-    biased,
     count_broken_keys,
     finite_part,
     kv_phases,
@@ -38,16 +35,14 @@ from strobe.kernels.portable.tiles import (
     product,
     seen_in,
     sequence,
-    sink_of,
-    slope_of,
     store_tile,
     store_vector,
     stream,
-    through_function,
     vector_stream,
     within_spans,
 )
-from strobe.problem import AttentionProblem, Operands, lse_shape
+from strobe.kernels.portable.scores import biased, sink_of, slope_of, through_function
+from strobe.problem import AttentionProblem
 
 interpreter.mend()
 
@@ -249,84 +244,44 @@ def _redo(
             tl.atomic_add(counter, redone, sem="relaxed")
 
 
-def launch(problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Write out and lse, at least one query and one key given; rows that belong to no sequence are left alone."""
-    with torch.cuda.device_of(out):
-        for call in calls(problem, operands, out, lse, new_row_spans(problem)):
-            call.launch()
+def buffers(problem: AttentionProblem) -> Buffers:
+    """The tensors of a forward; rows of no sequence, or not used, are written by no kernel."""
+    return Buffers(results(problem, fill=problem.varlen or problem.seqused), span_buffers(problem, "row_spans"))
 
 
-def compile_only(problem: AttentionProblem, arch: Arch):
-    """The compiled kernel that `launch` would run on an arch, from shapes alone (see strobe.lab.offline)."""
-    operands = meta_operands(problem)
-    out = meta(*operands.q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
-    lse = meta(*lse_shape(problem), dtype=torch.float32)
-    *_, forward = calls(problem, operands, out, lse, new_row_spans(problem), arch)
-    return forward.kernel.warmup(grid=forward.grid, **forward.keywords)
-
-
-def calls(
-    problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor, spans: torch.Tensor | None,
-    arch: Arch | None = None,
-) -> list[Call]:  # fmt: skip
-    """The launches of a forward, in order. spans: see `new_row_spans`. arch: None for that of out."""
-    lengths, documents = problem.lengths, problem.mask.documents
-    config, keywords = _keywords("forward", problem, operands, out, lse, arch)
+def calls(problem: AttentionProblem, tensors: Tensors, arch: Arch) -> list[Call]:
+    """The launches of a forward, in order."""
+    lengths, config = problem.lengths, choose("forward", problem, arch)
     grid = (triton.cdiv(lengths.seqlen_q, config.tile_q) * problem.heads_q * lengths.batch,)
-    forward = Call(_forward, grid, (), keywords | {"spans": spans})
-    if documents is None or spans is None:
-        return [forward]
-    return [spans_call(documents.q, documents.kv, spans, in_turn=False), forward]
+    forward = Call(_forward, grid, (), _keywords(problem, tensors, config))
+    return [*span_calls(tensors, in_turn=False), forward]
 
 
-def new_row_spans(problem: AttentionProblem) -> torch.Tensor | None:
-    """Room for the spans of rows, where there are documents."""
-    return None if problem.mask.documents is None else new_spans(problem.mask.documents.q)
+def redo_call(problem: AttentionProblem, tensors: Tensors, arch: Arch) -> Call:
+    """The launch that writes out and lse of those blocks of 64 rows whose note is not 0, and sets their notes back to 0. It
+    takes its turn after the launch that noted them (`common.dependent_launch`), which GPUs before Hopper cannot.
 
-
-def redo(
-    problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor, notes: torch.Tensor,
-    counter: torch.Tensor | None = None, spans: torch.Tensor | None = None,
-) -> None:  # fmt: skip
-    """Write out and lse of those blocks of 64 rows whose note is not 0, and set their notes back to 0. It takes its turn
-    after the launch that noted them (`common.turn`), which GPUs before Hopper cannot.
-
-    notes: int32 [batch * heads_q * ceil(seqlen_q / 64)], where block r of head h of batch entry (or sequence) b has the
-        place (b * heads_q + h) * ceil(seqlen_q / 64) + r. As it is all 0 again afterwards, one buffer serves all launches
-        of a stream, and all replays of a graph.
-    counter: int32 [1], to which the number of blocks is added that were redone.
-    spans: of documents (`common.documents`): keys beyond are not visited.
+    tensors: those of a forward, and
+        notes: int32 [batch * heads_q * ceil(seqlen_q / 64)], where block r of head h of batch entry (or sequence) b has the
+            place (b * heads_q + h) * ceil(seqlen_q / 64) + r. As it is all 0 again afterwards, one buffer serves all launches
+            of a stream, and all replays of a graph.
+        redone, if there is one: int32 [1], to which the number of blocks is added that were redone.
     """
-    grid, keywords = redo_arguments(problem, operands, out, lse, notes, notes.numel(), counter, spans)
-    with torch.cuda.device_of(out):
-        _redo[grid](**keywords)
+    number = tensors.notes.numel()
+    keywords = _keywords(problem, tensors, choose("redo", problem, arch)) | dict(
+        notes=tensors.notes, number=number, counter=tensors.redone, NOTED_ROWS=NOTED_ROWS, SHARE=_SHARE,
+        launch_pdl=True,
+    )  # fmt: skip
+    return Call(_redo, (min(number, 2 * (arch.sms or 4)),), (), keywords)  # on a CPU few, so that a program has several notes
 
 
-def redo_arguments(
-    problem: AttentionProblem, operands: Operands, out, lse, notes, number: int, counter, spans=None
-) -> tuple[tuple[int], dict]:
-    """Grid and arguments of `_redo`; see `redo`. number: of notes."""
-    _, keywords = _keywords("redo", problem, operands, out, lse)
-    keywords |= dict(
-        notes=notes, number=number, counter=counter, spans=spans, NOTED_ROWS=NOTED_ROWS, SHARE=_SHARE, launch_pdl=True
-    )
-    return (min(number, 2 * _multiprocessors(out.device)),), keywords
-
-
-def _multiprocessors(device: torch.device) -> int:
-    """Of a device; on a CPU few, so that a program has several notes."""
-    return arch_of(device).sms or 4
-
-
-def _keywords(
-    kernel: str, problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor, arch: Arch | None = None
-) -> tuple[Config, dict]:
-    """The config for an arch (None: that of out), and the arguments that both kernels take."""
-    config = choose(kernel, problem, arch or arch_of(out.device))
-    return config, {
-        **arguments.of_problem(problem, operands),
-        "out": arguments.matrix(out),
-        "lse": lse,
+def _keywords(problem: AttentionProblem, tensors: Tensors, config: Config) -> dict:
+    """The arguments that both kernels take."""
+    return {
+        **arguments.of_problem(problem, tensors),
+        "out": arguments.matrix(tensors.out),
+        "lse": tensors.lse,
         "heads_q": problem.heads_q,
+        "spans": tensors.row_spans,
         **arguments.of_config(config),
     }

@@ -11,7 +11,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from strobe.kernels.common import turn
+from strobe.kernels.common import dependent_launch
 
 
 def mend() -> None:
@@ -75,7 +75,7 @@ def _mend_assembly(builder) -> None:
     theirs = builder.create_inline_asm
 
     def create_inline_asm(self, assembly, constraints, values, kinds, *options):
-        if assembly != turn.PTX.value:
+        if assembly != dependent_launch.PTX.value:
             return theirs(self, assembly, constraints, values, kinds, *options)
         nothing = TensorHandle(np.zeros(1, np.int32), tl.int32)
         nothing.get_result = lambda _number: nothing

@@ -1,17 +1,16 @@
-"""The Blackwell backend: forward only, for problems that its TMA descriptors and tiles can take."""
+"""The Blackwell backend: the forward alone, for problems that its TMA descriptors and tiles can take."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
-from strobe.device import Arch, arch_of
+from strobe.device import Arch
 from strobe.kernels import has_triton, triton_version
+from strobe.kernels.common.call import Buffers, Call, Tensors
 from strobe.kernels.common.refusals import changed_scores_refused, gluon_refuses
 from strobe.kernels.sm100.config import HEAD_DIMS, Config, choose
 from strobe.kernels.splits import choose_splits
-from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
+from strobe.problem import AttentionProblem, Varlen
 
 UNPROVEN = "compiled and simulated, never yet run on a Blackwell GPU"
 
@@ -34,7 +33,7 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
 
 
 def config(problem: AttentionProblem, arch: Arch) -> Config:
-    """What `choose` picks, with the keys split into parts where the tiles of queries alone leave the GPU idle."""
+    """The config that `choose` picks, with the keys split into parts if the tiles of queries alone leave the GPU idle."""
     chosen = choose(problem)
     lengths = problem.lengths
     if isinstance(lengths, Varlen) or not lengths.seqlen_q:
@@ -46,24 +45,18 @@ def config(problem: AttentionProblem, arch: Arch) -> Config:
     return replace(chosen, splits=choose_splits(tiles, blocks, arch.sms // chosen.ctas))
 
 
-def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    q, v = operands.q, operands.v
-    if 0 in (*q.shape, problem.lengths.batch, operands.k.shape[-3]):
-        out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
-        return out, torch.full(lse_shape(problem), -torch.inf, dtype=torch.float32, device=q.device)
-    from strobe.kernels.combine import combine
-    from strobe.kernels.portable import forward as portable
-    from strobe.kernels.sm100.forward import launch
+def buffers(problem: AttentionProblem, arch: Arch) -> Buffers:
+    """See `strobe.kernels.common.call`."""
+    from strobe.kernels.sm100 import launch
 
-    chosen = config(problem, arch_of(q.device))
-    out, lse, notes = launch(problem, operands, chosen)
-    if chosen.splits > 1:
-        out_parts, lse_parts = out, lse
-        out, lse = torch.empty_like(out[0], dtype=q.dtype), torch.empty_like(lse[0])
-        combine(out_parts, lse_parts, out, lse)
-    if notes is not None:
-        portable.redo(problem, operands, out, lse, notes)  # exits at once where there is no note
-    return out, lse
+    return launch.buffers(problem, config(problem, arch))
+
+
+def calls(problem: AttentionProblem, tensors: Tensors, arch: Arch) -> list[Call]:
+    """See `strobe.kernels.common.call`."""
+    from strobe.kernels.sm100 import launch
+
+    return launch.calls(problem, tensors, arch, config(problem, arch))
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from strobe.device import KNOWN
 from strobe.kernels.derived import Derived
-from strobe.kernels.maps import Buffer, Columns, k_major, mn_major, stored, total_bytes
+from strobe.kernels.memory_map import Buffer, Columns, k_major, mn_major, stored, total_bytes
 from strobe.problem import AttentionProblem
 
 ROWS_PER_STAGE = 128
@@ -14,8 +15,11 @@ ROWS_PER_STAGE = 128
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
 """Pairs of head_dim and head_dim_v that the kernel takes."""
 
-TMEM_COLUMNS = 512
-SMEM_BYTES = 227 * 1024
+TMEM_COLUMNS = KNOWN["B200"].tmem_columns
+SMEM_BYTES = KNOWN["B200"].smem_per_block
+
+HALF_L2 = 60_000_000
+"""Bytes of K and V that a bundle of heads may take: about half of the L2 cache of a B200."""
 
 _BARRIER = 8
 _SCRATCH = 768
@@ -96,7 +100,7 @@ class Config(Derived):
 
     @property
     def chunks_v(self) -> tuple[int, ...]:
-        """head_dim_v likewise."""
+        """head_dim_v as a sum of powers of two."""
         return _chunks(self.head_dim_v)
 
     @property
@@ -112,16 +116,17 @@ class Config(Derived):
 
     @property
     def softmax_registers(self) -> int:
-        """Registers a thread, by setmaxnreg: four warpgroups share 512 a thread."""
+        """Registers a thread of the softmax warps, by setmaxnreg: four warpgroups share 512 a thread."""
         return 192 if self.correction else 224
 
     @property
     def correction_registers(self) -> int:
+        """Registers a thread of the correction warps."""
         return 88
 
     @property
     def other_registers(self) -> int:
-        """Of the load, MMA and epilogue warps, which share a warpgroup with the padding warp."""
+        """Registers a thread of the load, MMA and epilogue warps, which share a warpgroup with the padding warp."""
         return 40
 
     @property
@@ -131,7 +136,7 @@ class Config(Derived):
 
     @property
     def worker_registers(self) -> list[int]:
-        """Registers a thread of these."""
+        """Registers a thread of the roles after softmax0, in the order of `worker_warps`."""
         softmax = [self.softmax_registers] * (self.q_stages - 1)
         return softmax + [self.correction_registers] * self.correction + [self.other_registers] * 3
 
@@ -174,16 +179,16 @@ class Config(Derived):
         return total_bytes(self.smem_map())
 
     def tmem_columns(self) -> int:
-        """Columns in use."""
+        """Columns of tensor memory in use."""
         return max(columns.first + columns.columns for columns in self.tmem_map())
 
     @property
     def tmem_allocation(self) -> int:
-        """Columns that the hardware allocates for them: a power of two."""
+        """Columns of tensor memory that the hardware allocates: a power of two."""
         return 1 << (self.tmem_columns() - 1).bit_length()
 
     def __str__(self) -> str:
-        """Every field is in it, and the registers: Triton's cache tells compiled kernels apart by this text."""
+        """Every field that is not its default, and what the config takes of shared memory, tensor memory and registers."""
         switches = {field.name: getattr(self, field.name) for field in fields(self)[5:]}
         switches = {name: value for name, value in switches.items() if value != getattr(Config, name)}
         others = "".join(f", {name} {value}" for name, value in switches.items())

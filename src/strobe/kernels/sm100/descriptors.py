@@ -1,4 +1,4 @@
-"""TMA of Blackwell's: copies of rows between global and shared memory, and the descriptors of a tensor's chunks."""
+"""TMA on Blackwell: copies of rows between global and shared memory, and the descriptors of a tensor's chunks."""
 
 import torch
 
@@ -28,6 +28,7 @@ def copy_in(descriptors, chunks, barrier, start, n, batch, head, row):
 
 @gluon.jit
 def copy_out(descriptors, chunks, work, row):
+    """Start the copy of the rows of O from `row` on to global memory."""
     for c in gl.static_range(len(descriptors)):
         place = coordinates(descriptors[c], work.start_q, work.n_q, work.batch, work.head, row, c * chunks[0].shape[1])
         tma_store(descriptors[c], place, as_block(chunks[c], descriptors[c]))
@@ -36,8 +37,8 @@ def copy_out(descriptors, chunks, work, row):
 def descriptors(
     x: torch.Tensor, rows: int, chunks: tuple[int, ...], halved: int, config: Config
 ) -> list[TensorDescriptor | None]:
-    """TMA descriptors of x in blocks of `rows` rows of one head, one for each chunk of columns; None for a second chunk
-    that there is not. Two CTAs halve a block's rows (0) or columns (1)."""
+    """Two TMA descriptors of x in blocks of `rows` rows of one head, one for each chunk of columns; None if there is one chunk
+    only. halved: whether two CTAs halve a block's rows (0) or columns (1)."""
     split = halved if config.two_ctas else None
     made: list[TensorDescriptor | None] = [descriptor(x, rows, columns, split) for columns in chunks]
     return made if len(made) == 2 else [*made, None]

@@ -48,16 +48,13 @@ Loops disable LICM, the hoisting of what does not change: the addresses of a who
 take more registers than a role has, and spill.
 """
 
-import torch
-import triton
 import triton.language as tl
 
-from strobe.device import arch_of
-from strobe.kernels.common.arguments import LOG2_E, bundles_of_heads, meta, meta_operands
 from strobe.kernels.common.descriptors import one_or_two
 from strobe.kernels.common.exp2 import exp2_mixed
 from strobe.kernels.common.gluon_masks import visible
-from strobe.kernels.common.work import Heads, Lengths, locate
+from strobe.kernels.common.scores import LN2
+from strobe.kernels.common.tile_scheduler import Heads, Lengths, locate
 from strobe.kernels.gluon import (
     aggregate,
     fence_async_shared,
@@ -70,22 +67,15 @@ from strobe.kernels.gluon import (
     tcgen05_mma,
     tma_store_wait,
 )
-from strobe.kernels.sm100.config import Config
-from strobe.kernels.sm100.descriptors import copy_in, copy_out, descriptors
+from strobe.kernels.sm100.descriptors import copy_in, copy_out
 from strobe.kernels.sm100.memory import Ring, commit, make_ring, make_stages, rows_of, thread_rows
-from strobe.problem import AttentionProblem, Operands, lse_shape
-
-LN_2 = gl.constexpr(0.6931471805599453)
-
-HALF_L2 = 60_000_000
-"""Bytes."""
 
 
 @aggregate
 class Outputs:
-    """lse: [batch, heads, n_q] or packed [heads, rows]; notes as in `launch`, or None. partial: float32 O in the layout of
-    the output, [splits, rows, heads, head_dim_v], or None if there is one split, whose O goes through `descriptors`.
-    rows: query rows in all."""
+    """What the kernel writes. lse: [batch, heads, n_q] or packed [heads, rows]; notes: see `launch`, or None. partial: float32
+    O in the layout of the output, [splits, rows, heads, head_dim_v], or None if there is one split, whose O goes through
+    `descriptors`. rows: query rows in all."""
 
     descriptors: gl.tuple
     partial: (gl.tensor, gl.constexpr)
@@ -148,7 +138,7 @@ def load_tile(K, work, done, turn):
 
 @gluon.jit
 def start_scores(stage, k, C: gl.constexpr):
-    """S = Q K^T, by chunks between barriers of this one warp, or the compiler would prepare all descriptors at once, more
+    """Start S = Q K^T, by chunks between barriers of this one warp, or the compiler would prepare all descriptors at once, more
     than there are uniform registers."""
     for c in gl.static_range(len(stage.q)):
         if c > 0:
@@ -159,7 +149,7 @@ def start_scores(stage, k, C: gl.constexpr):
 
 @gluon.jit
 def start_output(stage, v, use_acc, phase, C: gl.constexpr):
-    """O += P V (O = P V without use_acc), by quarters of the keys."""
+    """Start O += P V (O = P V without use_acc), by quarters of the keys."""
     SIZE: gl.constexpr = C.tile_kv // 4
     mbarrier.wait(stage.p_full, phase)
     for part in gl.static_range(4):
@@ -184,7 +174,7 @@ def mma(K):
 
 @gluon.jit
 def mma_tile(stages, kv, first, last, turn, C: gl.constexpr):
-    """The products of the key blocks first..last, counted over all tiles of this CTA."""
+    """Start the products of the key blocks first..last, counted over all tiles of this CTA."""
     kv.wait(2 * first)
     for w in gl.static_range(len(stages)):
         mbarrier.wait(stages[w].q_full, turn & 1)
@@ -217,7 +207,7 @@ def mma_tile(stages, kv, first, last, turn, C: gl.constexpr):
 
 @gluon.jit
 def load_scores(s, C: gl.constexpr):
-    """S in quarters of its columns."""
+    """Load S, in quarters of its columns."""
     SIZE: gl.constexpr = C.tile_kv // 4
     quarters = ()
     for part in gl.static_range(4):
@@ -227,7 +217,7 @@ def load_scores(s, C: gl.constexpr):
 
 @gluon.jit
 def apply_mask(s, w: gl.constexpr, i, work, lengths, C: gl.constexpr):
-    """-inf where a row does not see a key of block i."""
+    """S with -inf where a row does not see a key of block i."""
     SIZE: gl.constexpr = C.tile_kv // 4
     rows = work.row + w * C.rows + gl.arange(0, C.rows, rows_of(SIZE, C)) + (work.n_kv - work.n_q)
     keys = i * C.tile_kv + gl.arange(0, SIZE, gl.SliceLayout(0, thread_rows(SIZE, C)))
@@ -256,7 +246,7 @@ def update_max(row_max, block_max, MASKED: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def store_weights(stage, s, shift, scale, C: gl.constexpr):
-    """P = 2^(scale S - shift) to tensor memory, three quarters first; the row sums of P."""
+    """Store P = 2^(scale S - shift) to tensor memory, three quarters first; returns the row sums of P."""
     SIZE: gl.constexpr = C.tile_kv // 4
     block_sum = gl.full([C.rows], 0.0, gl.float32, rows_of(SIZE, C))
     for part in gl.static_range(4):
@@ -314,7 +304,7 @@ def softmax_tile(w: gl.constexpr, K, work, done, turn):
 
 @gluon.jit
 def send(stage, message, first, second):
-    """To the correction warps: numbers of each row, one or two."""
+    """Send one or two numbers of each row to the correction warps."""
     mbarrier.wait(stage.stats_empty, (message & 1) ^ 1)
     stage.sums.store(first)
     if second is not None:
@@ -362,7 +352,8 @@ def correct_tile(K, work, done, turn):
 
 @gluon.jit
 def rescale(stage, factor, C: gl.constexpr):
-    """O times a factor a row, unless all are 1. Two CTAs do not ask: they would have to agree, across the cluster."""
+    """Multiply each row of O by its factor, unless all are 1. Two CTAs do not ask: they would have to agree, across the
+    cluster."""
     if C.two_ctas:
         scale_rows(stage, factor, C)
     else:
@@ -389,7 +380,7 @@ def finish(w: gl.constexpr, K, work, row_sum, row_max, turn):
     rows = work.row + w * K.C.rows + gl.arange(0, K.C.rows, LAYOUT)
     exists = rows < work.n_q
     row_zero, lse_zero = origin(K, work)
-    lse = (gl.where(row_sum == 0.0, 0.0, row_max) + gl.log2(row_sum)) * LN_2
+    lse = (gl.where(row_sum == 0.0, 0.0, row_max) + gl.log2(row_sum)) * LN2
     gl.store(K.outputs.lse + lse_zero + rows, lse, mask=exists)
 
     factor = gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
@@ -410,7 +401,8 @@ def finish(w: gl.constexpr, K, work, row_sum, row_max, turn):
 
 @gluon.jit
 def origin(K, work):
-    """Where this split of the sequence begins: its row among all rows of all splits, its place in the LSE of the head."""
+    """The beginning of this split of the sequence: its row among all rows of all splits, and its place in the LSE of the
+    head."""
     split = work.split.to(gl.int64) * K.outputs.rows
     if K.lengths.cu_q is None:
         row = split + work.batch * K.lengths.n_q
@@ -421,8 +413,8 @@ def origin(K, work):
 
 @gluon.jit
 def normalised(o, j: gl.constexpr, factor, C: gl.constexpr):
-    """32 columns of O, times a factor a row; and per row 0, or a NaN if there is a NaN or an infinity. (The barrier keeps the
-    compiler from loading more of O, before this is stored, than there are registers.)"""
+    """32 columns of O, each row times its factor; and for each row 0, or NaN if there is a NaN or an infinity. (The barrier
+    keeps the compiler from loading more of O, before this is stored, than there are registers.)"""
     partition_barrier()
     old = o.slice(j * 32, 32).load(thread_rows(32, C))
     new = mul2(old, factor[:, None])
@@ -431,7 +423,7 @@ def normalised(o, j: gl.constexpr, factor, C: gl.constexpr):
 
 @gluon.jit
 def normalise(stage, factor, C: gl.constexpr):
-    """O to shared memory; per row 0 or NaN."""
+    """Store O, normalised, to shared memory; returns for each row 0, or NaN."""
     zero = gl.full([C.rows], 0.0, gl.float32, rows_of(32, C))
     for c in gl.static_range(len(stage.o)):
         for j in gl.static_range(stage.o[c].shape[1] // 32):
@@ -443,7 +435,7 @@ def normalise(stage, factor, C: gl.constexpr):
 
 @gluon.jit
 def write_part(stage, factor, partial, place, exists, C: gl.constexpr):
-    """O of one split to global memory, float32; per row 0 or NaN."""
+    """Store O of one split, normalised, to global memory in float32; returns for each row 0, or NaN."""
     zero = gl.full([C.rows], 0.0, gl.float32, rows_of(32, C))
     for c in gl.static_range(len(stage.o)):
         for j in gl.static_range(stage.o[c].shape[1] // 32):
@@ -483,16 +475,17 @@ def epilogue_tile(K, work, turn):
 # ---- entry and launcher
 
 
-@gluon.jit(do_not_specialize=["heads", "group", "at_once", "rest", "tiles", "rows", "n_q", "n_kv", "left", "right", "prefix"])
+@gluon.jit(do_not_specialize=["heads", "group", "at_once", "rest", "tiles", "rows", "n_q", "n_kv", "left", "right", "prefix",
+                            "total_kv"])  # fmt: skip
 def forward_kernel(q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, o_wide, o_narrow, partial, lse, notes, cu_q, cu_kv,
-                   heads, group, at_once, rest, tiles, rows, n_q, n_kv, left, right, prefix, scale,
+                   heads, group, at_once, rest, tiles, rows, n_q, n_kv, left, right, prefix, scale, total_kv,
                    MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
     stages = make_stages(q_wide.dtype, C)
     kv = make_ring(q_wide.dtype, C)
     fence_async_shared()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow))
     outputs = Outputs(one_or_two(o_wide, o_narrow), partial, lse, notes, rows)
-    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix)
+    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, None, None, None, rows, total_kv)
     K = Kernel(stages, kv, inputs, outputs, lengths, Heads(heads, group, at_once, rest, tiles), scale, MASKED, C)
     if C.q_stages == 2 and C.correction:
         gl.warp_specialize([(softmax, (0, K)), (softmax, (1, K)), (correction, (K,)), (mma, (K,)), (epilogue, (K,)),
@@ -506,83 +499,3 @@ def forward_kernel(q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, o_wide,
     else:
         gl.warp_specialize([(softmax, (0, K)), (mma, (K,)), (epilogue, (K,)), (load, (K,))],
                            C.worker_warps, C.worker_registers)  # fmt: skip
-
-
-def launch(
-    problem: AttentionProblem, operands: Operands, config: Config
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """out, lse and notes.
-
-    With one split, out is laid out as q and lse as `lse_shape` says; with more, both are float32 with the splits in front,
-    to be combined. Packed rows that belong to no sequence get 0 and -inf. notes: None, or int32 [batch * heads_q *
-    ceil(seqlen_q / 64)], non-zero where 64 rows of a masked problem hold a NaN or an infinity, which a masked-out value
-    may have caused.
-    """
-    q, lengths = operands.q, problem.lengths
-    splits = () if config.splits == 1 else (config.splits,)
-    dtype = q.dtype if config.splits == 1 else torch.float32
-    make = torch.zeros if problem.varlen else torch.empty
-    out = make(*splits, *q.shape[:-1], problem.head_dim_v, dtype=dtype, device=q.device)
-    lse = make(*splits, *lse_shape(problem), dtype=torch.float32, device=q.device)
-    if problem.varlen:
-        lse.fill_(-torch.inf)
-    notes = None
-    if problem.mask.band != (None, None, None):  # TMA reads nothing of a packed sequence's neighbours
-        tiles = lengths.batch * problem.heads_q * triton.cdiv(lengths.seqlen_q, 64)
-        notes = torch.zeros(tiles, dtype=torch.int32, device=q.device)
-    grid, arguments, constants = kernel_arguments(problem, operands, out, lse, notes, config)
-    with torch.cuda.device_of(q):  # Triton launches on the current device, which need not be q's
-        forward_kernel[grid](*arguments, **constants)
-    return out, lse, notes
-
-
-def compile_only(problem: AttentionProblem, config: Config):
-    """The compiled kernel that `launch` would run, from shapes alone (see strobe.lab.offline)."""
-    operands = meta_operands(problem)
-    out = meta(*operands.q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
-    lse = meta(*lse_shape(problem), dtype=torch.float32)
-    notes = None if problem.mask.band == (None, None, None) else meta(1, dtype=torch.int32)
-    if config.splits > 1:
-        out = meta(config.splits, *out.shape, dtype=torch.float32)
-    grid, arguments, constants = kernel_arguments(problem, operands, out, lse, notes, config)
-    return forward_kernel.warmup(*arguments, grid=grid, **constants)
-
-
-def kernel_arguments(problem: AttentionProblem, operands: Operands, out, lse, notes, config: Config):
-    """The kernel's grid, arguments and compile-time constants."""
-    lengths = problem.lengths
-    left, right, prefix = problem.mask.device_band
-    tiles = triton.cdiv(lengths.seqlen_q, config.tile_q) * lengths.batch * problem.heads_q * config.splits
-    split = config.splits > 1
-    arguments = (
-        *descriptors(operands.q, config.rows, config.chunks, 0, config),
-        *descriptors(operands.k, config.tile_kv, config.chunks, 0, config),
-        *descriptors(operands.v, config.tile_kv, config.chunks_v, 1, config),
-        *((None, None) if split else descriptors(out, config.rows, config.chunks_v, 0, config)),
-        out if split else None,
-        lse,
-        notes,
-        operands.cu_seqlens_q,
-        operands.cu_seqlens_kv,
-        problem.heads_q,
-        problem.group,
-        *bundles_of_heads(problem, HALF_L2),
-        tiles,
-        operands.q.shape[:-2].numel(),
-        lengths.seqlen_q,
-        lengths.seqlen_kv,
-        left,
-        right,
-        prefix,
-        problem.scale * LOG2_E,
-    )
-    cut = problem.mask.band != (None, None, None) or lengths.seqlen_kv % config.tile_kv != 0
-    constants = {
-        "MASKED": cut or split or problem.varlen,  # a split may be left with a block that it does not see
-        "C": config,
-        "num_warps": 4,
-        "num_ctas": config.ctas,
-        "enable_fp_fusion": True,  # Triton 3.10 turns it off
-    }
-    clusters = arch_of(operands.q.device).sms // config.ctas
-    return (min(tiles, clusters) if config.persistent and clusters else tiles,), arguments, constants

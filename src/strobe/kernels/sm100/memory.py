@@ -20,32 +20,32 @@ from strobe.kernels.sm100.config import ROWS_PER_STAGE
 
 @gluon.constexpr_function
 def halves(dim, rank, C):
-    """How two CTAs share a tensor: each has half of dimension `dim`. One CTA has it all."""
+    """cga_layout of a tensor of which two CTAs have half of dimension `dim` each; one CTA has it all."""
     return [[int(i == dim) for i in range(rank)]] if C.two_ctas else []
 
 
 @gluon.constexpr_function
 def tensor_layout(columns, C):
-    """C.rows x columns of tensor memory: a row is a lane."""
+    """Layout of C.rows x columns of tensor memory: a row is a lane."""
     return TensorMemoryLayout((ROWS_PER_STAGE, columns), col_stride=1, cga_layout=halves(0, 2, C), two_ctas=C.two_ctas)
 
 
 @gluon.constexpr_function
 def thread_rows(columns, C):
-    """C.rows x columns in the registers of a warpgroup (of each CTA), a row a thread: how it reads tensor memory."""
+    """Layout of C.rows x columns in the registers of a warpgroup (of each CTA), a row a thread: how it reads tensor memory."""
     shape = [C.rows, columns]
     return tensor_memory_descriptor_type(gl.float32, shape, tensor_layout(columns, C), shape).get_reg_layout(num_warps=4)
 
 
 @gluon.constexpr_function
 def rows_of(columns, C):
-    """One value a row of these."""
+    """Layout of one value for each row of `thread_rows`."""
     return gl.SliceLayout(1, thread_rows(columns, C))
 
 
 @gluon.constexpr_function
 def swizzled(columns, dim, C):
-    """A block of 16-bit rows in shared memory, as TMA writes and the tensor core reads it; two CTAs halve `dim`."""
+    """Layout of a block of 16-bit rows in shared memory, as TMA writes and the tensor core reads it; two CTAs halve `dim`."""
     own = columns // C.ctas if dim == 1 else columns
     return gl.NVMMASharedLayout(swizzle_byte_width=min(2 * own, 128), element_bitwidth=16, rank=2, cga_layout=halves(dim, 2, C))
 
@@ -72,7 +72,7 @@ class Ring:
 
     @gluon.jit
     def v(self, position):
-        """Those of a block of V, which two CTAs share by columns, not by keys."""
+        """The chunks of a block of V, which two CTAs share by columns, not by keys."""
         chunks = self._chunks(position, len(self.C.chunks_v))
         if self.C.two_ctas:
             halved = ()
@@ -95,25 +95,25 @@ class Ring:
 
     @gluon.jit
     def acquire(self, position):
-        """Load warp: wait until the position is empty; the barrier that says when it is full."""
+        """Wait, as the load warp, until the position is empty; returns the barrier that says when it is full."""
         slot = position % self.C.kv_stages
         mbarrier.wait(self.empty.index(slot), ((position // self.C.kv_stages) & 1) ^ 1)
         return self.full.index(slot)
 
     @gluon.jit
     def wait(self, position):
-        """MMA warp: wait until the position is full."""
+        """Wait, as the MMA warp, until the position is full."""
         mbarrier.wait(self.full.index(position % self.C.kv_stages), (position // self.C.kv_stages) & 1)
 
     @gluon.jit
     def release(self, position):
-        """MMA warp: the position is empty once all products so far are done."""
+        """Release the position, as the MMA warp: it is empty once all products so far are done."""
         commit(self.empty.index(position % self.C.kv_stages), self.k(position), self.C)
 
 
 @aggregate
 class Stage:
-    """What one Q stage owns; q, o and out are tuples of chunks."""
+    """The buffers and barriers of one Q stage; q, o and out are tuples of chunks."""
 
     q: gl.tuple
     s: tensor_memory_descriptor
@@ -136,7 +136,7 @@ class Stage:
 
 @gluon.jit
 def commit(barrier, operands, C: gl.constexpr):
-    """One arrival, in both CTAs if there are two, once all products so far are done, those of `operands` among them."""
+    """Arrive once, in both CTAs if there are two, as soon as all products so far are done, those of `operands` among them."""
     if C.two_ctas:
         tcgen05_commit(barrier, descs=[operands[0]])
     else:
@@ -145,8 +145,8 @@ def commit(barrier, operands, C: gl.constexpr):
 
 @gluon.jit
 def barriers(number: gl.constexpr, for_mma: gl.constexpr, C: gl.constexpr):
-    """Barriers of one arrival each. Of two CTAs that the MMA warp waits for together (it runs in one of them), the pair
-    has one barrier, otherwise each its own."""
+    """Make barriers of one arrival each. for_mma: the MMA warp, which runs in one CTA of a pair, waits for both of them, so
+    the pair has one barrier; otherwise each CTA has its own."""
     made = mbarrier.allocate_mbarrier(batch=number, two_ctas=for_mma and C.two_ctas)
     for i in gl.static_range(number):
         mbarrier.init(made.index(i), count=1)
@@ -164,7 +164,7 @@ def make_ring(dtype: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def shared_chunks(dtype: gl.constexpr, chunks: gl.constexpr, C: gl.constexpr):
-    """[q_stages, rows, columns] of shared memory for each chunk of columns."""
+    """Allocate [q_stages, rows, columns] of shared memory for each chunk of columns."""
     buffers = ()
     for c in gl.static_range(len(chunks)):
         buffers += (gl.allocate_shared_memory(dtype, [C.q_stages, C.rows, chunks[c]], swizzled(chunks[c], 0, C)),)

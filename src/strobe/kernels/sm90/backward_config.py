@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from strobe.kernels.maps import Buffer, total_bytes
+from strobe.kernels.memory_map import Buffer, total_bytes
 from strobe.kernels.sm90.config import Chunks, padded
 from strobe.problem import AttentionProblem
 
@@ -39,7 +39,7 @@ class Config(Chunks):
     """The backward in one pass (`backward`), for head dims up to 192, of v up to 128. tile_q: query rows a tile. turns: whether
     the groups take turns at issuing products. held_k, held_v: columns of K and V, the first ones, that a group has in
     registers, too: whole chunks, or of K 64 columns of one of 128. folded: whether the products of S and dP subtract the
-    statistics, too (see `backward_ends`); head dims up to 128, scores that nothing changes."""
+    statistics, too (see `backward_pre_post`); head dims up to 128, scores that nothing changes."""
 
     tile_q: int
     turns: bool
@@ -63,7 +63,7 @@ class Config(Chunks):
 
     @property
     def products_dp(self) -> int:
-        """Of dP, that what waits for S leaves under way."""
+        """How many products of dP may still be in flight when S is waited for."""
         return self.products_v + self.folded
 
     @property
@@ -73,7 +73,7 @@ class Config(Chunks):
 
     @property
     def statistics_bytes(self) -> int:
-        """Of a tile, in shared memory."""
+        """Bytes of shared memory for the statistics (LSE and delta) of one tile of rows."""
         return 2 * self.tile_q * (2 * PRODUCT if self.folded else 4)
 
     def smem_map(self) -> list[Buffer]:
@@ -121,7 +121,7 @@ class SplitConfig(Chunks):
         return 1
 
     def smem_map(self) -> list[Buffer]:
-        """Of the pass that takes more."""
+        """The shared memory of the pass, over keys or over rows, that takes more of it."""
         return max(self.keys_map(), self.rows_map(), key=total_bytes)
 
     def keys_map(self) -> list[Buffer]:

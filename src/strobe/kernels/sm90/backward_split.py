@@ -7,17 +7,17 @@ dQ, so that head dims go up to 256. It costs seven products where `backward` has
 
     role        warps    work
     producer    1        copies K, V, and per tile Q, dO and the statistics in (TMA)
-    values      4        S^T = K Q^T, P^T, dV += P^T dO
-    keys        4        dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dK += dS^T Q
+    dv_role     4        S^T = K Q^T, P^T, dV += P^T dO
+    dk_role     4        dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dK += dS^T Q
 
-    P^T goes from the values' group to the keys', through shared memory, in the precision of the inputs. (A group could not hold
+    P^T goes from dV's group to dK's, through shared memory, in the precision of the inputs. (A group could not hold
     both dK and dV at head dim 256: 128 registers a thread each.)
 
     rows pass     a CTA has 128 query rows of a head and walks over the blocks of 64 keys that they see
 
     role        warps        work
     producer    1            copies Q, dO, and per block K and V in
-    rows        4 a group    64 of the rows: S = Q K^T, dP = dO V^T, dQ += dS K, of which the last is a block behind
+    dq_role     4 a group    64 of the rows: S = Q K^T, dP = dO V^T, dQ += dS K, of which the last is a block behind
 
 In both a tile's first products run beside the last one of the tile before, as in the forward. The channels (`common.channel`)
 are released by both groups.
@@ -26,12 +26,10 @@ are released by both groups.
 import triton.language as tl
 
 from strobe.kernels.common.channel import Channel, at, make_barriers, make_channel, make_chunks
+from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.descriptors import coordinates, one_or_two
 from strobe.kernels.common.named_barrier import FIRST, announce, meet, rendezvous
-from strobe.kernels.common.turn import take_turn
-from strobe.kernels.common.work import Heads as RowHeads
-from strobe.kernels.common.work import Lengths
-from strobe.kernels.common.work import locate as locate_rows
+from strobe.kernels.common.tile_scheduler import Heads, Lengths, locate
 from strobe.kernels.gluon import (
     aggregate,
     fence_async_shared,
@@ -45,20 +43,11 @@ from strobe.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from strobe.kernels.sm90 import backward_config as sizes
-from strobe.kernels.sm90.backward import (
-    NUMBERS,
-    Heads,
-    apply_mask,
-    finished,
-    flat,
-    kept_weights,
-    locate,
-    no_result,
-    note_of_keys,
-    scores_of,
-    start_products,
-    start_sum,
-)
+from strobe.kernels.sm90.backward import NUMBERS
+from strobe.kernels.sm90.backward_products import finished, no_result, start_products, start_sum
+from strobe.kernels.sm90.backward_scores import apply_mask_transposed, kept_weights_transposed, scores_transposed
+from strobe.kernels.sm90.backward_stores import flat, note_of_keys
+from strobe.kernels.sm90.backward_tiles import ROWS_PADDED, STAGES, KeyHeads, locate_keys
 from strobe.kernels.sm90.descriptors import copy_in
 from strobe.kernels.sm90.layouts import accumulator, columns_of, rows_of
 from strobe.kernels.sm90.scores import (
@@ -66,28 +55,27 @@ from strobe.kernels.sm90.scores import (
     BiasGradient,
     Score,
     add_to_bias,
+    apply_mask,
     ask_function,
     compare_documents,
     documents_of_block,
     documents_of_rows,
     is_whole,
+    kept_weights,
     score_and_factors,
+    score_of,
     slope_of,
     weighed,
 )
-from strobe.kernels.sm90.scores import apply_mask as apply_mask_to_rows
-from strobe.kernels.sm90.scores import kept_weights as kept_weights_of_rows
 
 TILE = gl.constexpr(sizes.SPLIT_TILE)
-STAGES = gl.constexpr(sizes.STAGES)
-ROWS_PADDED = gl.constexpr(sizes.ROWS_PADDED)
 
 P_READY = gl.constexpr(FIRST.value)
-"""Of a parity: P_READY + parity. P^T is there."""
+"""The first of two named barriers: P_READY + parity says that P^T is there."""
 P_READ = gl.constexpr(FIRST.value + 2)
-"""Of a parity: P^T may be written again."""
+"""The first of two named barriers: P_READ + parity says that P^T may be written again."""
 ENDED = gl.constexpr(FIRST.value + 4)
-"""And the next one. Both groups have read K and V for the last time."""
+"""The first of two named barriers at which the groups meet when they have read K and V for the last time."""
 
 
 @gluon.constexpr_function
@@ -113,17 +101,6 @@ class KeysMemory:
     statistics: Channel
     p: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, k, v, k_full, v_full, q, do, statistics, p):
-        self.k = k
-        self.v = v
-        self.k_full = k_full
-        self.v_full = v_full
-        self.q = q
-        self.do = do
-        self.statistics = statistics
-        self.p = p
-
 
 @gluon.jit
 def make_keys_memory(dtype: gl.constexpr, C: gl.constexpr):
@@ -141,42 +118,69 @@ def make_keys_memory(dtype: gl.constexpr, C: gl.constexpr):
     )
 
 
+@aggregate
+class KeysOutputs:
+    """dk, dv: TMA descriptors of chunks. notes: int32, one for 64 keys. scale: of dK."""
+
+    dk: gl.tuple
+    dv: gl.tuple
+    notes: gl.tensor
+    scale: gl.tensor
+
+
+@aggregate
+class KeysKernel:
+    """What every role of the keys pass takes: as `backward.Kernel`, without counters."""
+
+    inputs: gl.tuple
+    outputs: KeysOutputs
+    lengths: Lengths
+    heads: KeyHeads
+    score: Score
+    memory: KeysMemory
+    MASKED: gl.constexpr
+    NOTED: gl.constexpr
+    C: gl.constexpr
+
+
 @gluon.jit
-def keys_producer(inputs, lengths, heads, score, memory, C: gl.constexpr):
-    q_desc, k_desc, v_desc, do_desc, statistics_desc = inputs
-    work = locate(gl.program_id(0), lengths, heads, score, TILE, TILE)
+def keys_producer(K):
+    q_desc, k_desc, v_desc, do_desc, statistics_desc = K.inputs
+    work = locate_keys(K, gl.program_id(0), TILE, TILE)
     if work.first < work.n_kv:
-        copy_in(k_desc, at(memory.k, 0), memory.k_full.index(0), work.start_kv, work.n_kv, work.batch, work.head_kv, work.first)
-        copy_in(v_desc, at(memory.v, 0), memory.v_full.index(0), work.start_kv, work.n_kv, work.batch, work.head_kv, work.first)
+        copy_in(k_desc, at(K.memory.k, 0), K.memory.k_full.index(0), work.start_kv, work.n_kv, work.batch, work.head_kv,
+                work.first)  # fmt: skip
+        copy_in(v_desc, at(K.memory.v, 0), K.memory.v_full.index(0), work.start_kv, work.n_kv, work.batch, work.head_kv,
+                work.first)  # fmt: skip
         tiles = work.end - work.begin
         for g in tl.range(0, tiles * work.group):
             member = g // tiles
             row = (work.begin + g % tiles) * TILE
             head = work.head_kv * work.group + member
-            full = memory.statistics.acquire(g)
+            full = K.memory.statistics.acquire(g)
             mbarrier.expect(full, 2 * TILE * 4)
-            tma_load(statistics_desc, [(work.row + member * heads.padded + row) * 2], full, memory.statistics.block(g)[0])
-            copy_in(q_desc, memory.q.block(g), memory.q.acquire(g), work.start_q, work.n_q, work.batch, head, row)
-            copy_in(do_desc, memory.do.block(g), memory.do.acquire(g), work.start_q, work.n_q, work.batch, head, row)
+            tma_load(statistics_desc, [(work.row + member * K.heads.padded + row) * 2], full, K.memory.statistics.block(g)[0])
+            copy_in(q_desc, K.memory.q.block(g), K.memory.q.acquire(g), work.start_q, work.n_q, work.batch, head, row)
+            copy_in(do_desc, K.memory.do.block(g), K.memory.do.acquire(g), work.start_q, work.n_q, work.batch, head, row)
 
 
 @gluon.jit
-def weights_of(s, g, slope, work, lengths, score, memory, MASKED: gl.constexpr):
-    """Of the g-th tile from its scores: P^T after dropout, and what dP - delta is multiplied by, P^T times the factors of the
+def weights_of(K, s, g, slope, work):
+    """P^T of the g-th tile after dropout, from its scores, and what dP - delta is multiplied by: P^T times the factors of the
     scores' gradient."""
     row, head = place_of(g, work)
-    x, factor, of_function = scores_of(s, 0, row, head, slope, work, score)
-    memory.statistics.wait(g)
-    x = x - memory.statistics.block(g)[0].slice(0, TILE).load(columns_of(TILE))[None, :]
-    release_statistics(g, memory)
-    if MASKED:
+    x, factor, of_function = scores_transposed(s, 0, row, head, slope, work, K.score)
+    K.memory.statistics.wait(g)
+    x = x - K.memory.statistics.block(g)[0].slice(0, TILE).load(columns_of(TILE))[None, :]
+    release_statistics(g, K.memory)
+    if K.MASKED:
         tile = row // TILE
         if (tile < work.full_begin) | (tile >= work.full_end):
-            x = apply_mask(x, float("-inf"), 0, row, head, work, lengths, score)
+            x = apply_mask_transposed(0, K, x, float("-inf"), row, head, work)
     p = gl.exp2(x)
-    kept = kept_weights(p, 0, row, head, work, score)
-    if score.CHANGED:
-        return kept, weighed(p, of_function, score) * factor
+    kept = kept_weights_transposed(p, 0, row, head, work, K.score)
+    if K.score.CHANGED:
+        return kept, weighed(p, of_function, K.score) * factor
     else:
         return kept, p
 
@@ -198,14 +202,14 @@ def place_of(g, work):
 
 @gluon.jit
 def slope_of_tile(g, work, score):
-    """Of the g-th tile's head."""
+    """The slope of the g-th tile's head."""
     _row, head = place_of(g, work)
     return slope_of(work.batch, head, score)
 
 
 @gluon.jit
 def send(p, g, memory):
-    """P^T of the g-th tile, to the keys' group."""
+    """Send P^T of the g-th tile to dK's group."""
     if g >= 2:
         meet(P_READ + g % 2)
     memory.p.index(g % 2).store(p.to(memory.p.dtype))
@@ -222,92 +226,90 @@ def receive(g, count, memory):
 
 
 @gluon.jit
-def values(outputs, lengths, heads, score, memory, MASKED: gl.constexpr, NOTED: gl.constexpr, C: gl.constexpr):
-    _dk_desc, dv_desc, notes, _scale = outputs
-    dtype: gl.constexpr = memory.p.dtype
-    work = locate(gl.program_id(0), lengths, heads, score, TILE, TILE)
+def dv_role(K):
+    dtype: gl.constexpr = K.memory.p.dtype
+    work = locate_keys(K, gl.program_id(0), TILE, TILE)
     if work.first < work.n_kv:
         count = (work.end - work.begin) * work.group
-        dv = no_result(C.wide_v, C.narrow_v)
-        mbarrier.wait(memory.k_full.index(0), 0)
+        dv = no_result(K.C.wide_v, K.C.narrow_v)
+        mbarrier.wait(K.memory.k_full.index(0), 0)
         start = gl.to_tensor(0)
         if count > 0:
-            memory.q.wait(start)
-            s = start_products(at(memory.k, 0), memory.q.block(start))
-            slope = slope_of_tile(start, work, score)
+            K.memory.q.wait(start)
+            s = start_products(at(K.memory.k, 0), K.memory.q.block(start))
+            slope = slope_of_tile(start, work, K.score)
             s = warpgroup_mma_wait(0, deps=[s])
-            memory.q.release(start)
-            weight, sent = weights_of(s, start, slope, work, lengths, score, memory, MASKED)
-            send(sent, start, memory)
+            K.memory.q.release(start)
+            weight, sent = weights_of(K, s, start, slope, work)
+            send(sent, start, K.memory)
             p = weight.to(dtype)
             for g in tl.range(1, count, disable_licm=True):
-                memory.q.wait(g)
-                s = start_products(at(memory.k, g >> 30), memory.q.block(g))
-                memory.do.wait(g - 1)
-                dv = start_sum(dv, p, memory.do.block(g - 1))
-                slope = slope_of_tile(g, work, score)  # beside the products
-                s = warpgroup_mma_wait(C.products_v, deps=[s])
-                memory.q.release(g)
-                weight, sent = weights_of(s, g, slope, work, lengths, score, memory, MASKED)
-                memory.do.wait(g - 1)  # complete already; but ptxas moves no later wait above it, and dV stays hidden
+                K.memory.q.wait(g)
+                s = start_products(at(K.memory.k, g >> 30), K.memory.q.block(g))
+                K.memory.do.wait(g - 1)
+                dv = start_sum(dv, p, K.memory.do.block(g - 1))
+                slope = slope_of_tile(g, work, K.score)  # beside the products
+                s = warpgroup_mma_wait(K.C.products_v, deps=[s])
+                K.memory.q.release(g)
+                weight, sent = weights_of(K, s, g, slope, work)
+                K.memory.do.wait(g - 1)  # complete already; but ptxas moves no later wait above it, and dV stays hidden
                 # Rounded earlier, P would be written to registers that dV still reads, and ptxas makes all products serial.
                 dv = finished(dv, 0)
-                memory.do.release(g - 1)
+                K.memory.do.release(g - 1)
                 p = weight.to(dtype)
-                send(sent, g, memory)
-            memory.do.wait(count - 1)
-            dv = start_sum(dv, p, memory.do.block(count - 1))
+                send(sent, g, K.memory)
+            K.memory.do.wait(count - 1)
+            dv = start_sum(dv, p, K.memory.do.block(count - 1))
             dv = finished(dv, 0)
-            memory.do.release(count - 1)
+            K.memory.do.release(count - 1)
         rendezvous(ENDED, 0)
-        if NOTED:
-            note_of_keys(0, dv, notes, work, lengths, heads)
-        store_keys(dv, 1.0, memory.v, dv_desc, work, lengths)
+        if K.NOTED:
+            note_of_keys(0, K, dv, work)
+        store_keys(dv, 1.0, K.memory.v, K.outputs.dv, work, K.lengths)
 
 
 @gluon.jit
-def keys(outputs, lengths, heads, score, memory, NOTED: gl.constexpr, C: gl.constexpr):
-    dk_desc, _dv_desc, notes, scale = outputs
-    dtype: gl.constexpr = memory.p.dtype
-    work = locate(gl.program_id(0), lengths, heads, score, TILE, TILE)
+def dk_role(K):
+    dtype: gl.constexpr = K.memory.p.dtype
+    work = locate_keys(K, gl.program_id(0), TILE, TILE)
     if work.first < work.n_kv:
         count = (work.end - work.begin) * work.group
-        dk = no_result(C.wide, C.narrow)
-        mbarrier.wait(memory.v_full.index(0), 0)
+        dk = no_result(K.C.wide, K.C.narrow)
+        mbarrier.wait(K.memory.v_full.index(0), 0)
         start = gl.to_tensor(0)
         if count > 0:
-            memory.do.wait(start)
-            dp = start_products(at(memory.v, 0), memory.do.block(start))
+            K.memory.do.wait(start)
+            dp = start_products(at(K.memory.v, 0), K.memory.do.block(start))
             dp = warpgroup_mma_wait(0, deps=[dp])
-            memory.do.release(start)
-            ds = gradients(dp, start, count, work, score, memory).to(dtype)
+            K.memory.do.release(start)
+            ds = gradients(dp, start, count, work, K.score, K.memory).to(dtype)
             for g in tl.range(1, count, disable_licm=True):
-                memory.do.wait(g)
-                dp = start_products(at(memory.v, g >> 30), memory.do.block(g))
-                memory.q.wait(g - 1)
-                dk = start_sum(dk, ds, memory.q.block(g - 1))
-                dp = warpgroup_mma_wait(C.products, deps=[dp])
-                memory.do.release(g)
-                new_ds = gradients(dp, g, count, work, score, memory)
-                memory.q.wait(g - 1)  # likewise
+                K.memory.do.wait(g)
+                dp = start_products(at(K.memory.v, g >> 30), K.memory.do.block(g))
+                K.memory.q.wait(g - 1)
+                dk = start_sum(dk, ds, K.memory.q.block(g - 1))
+                dp = warpgroup_mma_wait(K.C.products, deps=[dp])
+                K.memory.do.release(g)
+                new_ds = gradients(dp, g, count, work, K.score, K.memory)
+                K.memory.q.wait(g - 1)  # likewise
                 dk = finished(dk, 0)
-                memory.q.release(g - 1)
+                K.memory.q.release(g - 1)
                 ds = new_ds.to(dtype)
-            memory.q.wait(count - 1)
-            dk = start_sum(dk, ds, memory.q.block(count - 1))
+            K.memory.q.wait(count - 1)
+            dk = start_sum(dk, ds, K.memory.q.block(count - 1))
             dk = finished(dk, 0)
-            memory.q.release(count - 1)
+            K.memory.q.release(count - 1)
         rendezvous(ENDED, 1)
-        if NOTED:
-            note_of_keys(0, dk, notes, work, lengths, heads)
-        store_keys(dk, scale, memory.k, dk_desc, work, lengths)
+        if K.NOTED:
+            note_of_keys(0, K, dk, work)
+        store_keys(dk, K.outputs.scale, K.memory.k, K.outputs.dk, work, K.lengths)
 
 
 @gluon.jit
 def gradients(dp, g, count, work, score, memory):
     """dS^T of the g-th tile."""
     row, head = place_of(g, work)
-    dp = kept_weights(dp, 0, row, head, work, score)
+    dp = kept_weights_transposed(dp, 0, row, head, work, score)
     memory.statistics.wait(g)
     delta = memory.statistics.block(g)[0].slice(TILE, TILE).load(columns_of(TILE))
     release_statistics(g, memory)
@@ -336,29 +338,25 @@ def keys_kernel(
     q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, do_wide, do_narrow, statistics_desc,
     dk_wide, dk_narrow, dv_wide, dv_narrow, notes, cu_q, cu_kv, used_q, used_kv,
     heads, heads_kv, at_once, rest, all_heads, blocks, padded, n_q, n_kv, left, right, prefix,
-    inner, outer, slopes, slope_batch, slope_head, bias, bias_batch, bias_head, bias_row, bias_key,
-    sinks, sink_stride, function, gradient, visible, document_q, document_q_batch, document_q_row, document_kv,
-    document_kv_batch, document_kv_row, seed, threshold, kept_scale, spans,
-    scale,
+    terms, threshold, slope_batch, slope_head, bias_batch, bias_head, bias_row, bias_key,
+    document_q_batch, document_q_row, document_kv_batch, sink_stride, document_kv_row, spans,
+    scale, total_q, total_kv,
     MASKED: gl.constexpr, NOTED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
+    # Numbers are parameters one by one: Triton 3.6 to 3.9 specialises a kernel for those of a tuple, `do_not_specialize` or not
+    # (see `scores.SCORE_NUMBERS`).
     memory = make_keys_memory(q_wide.dtype, C)
     fence_async_shared()
     take_turn()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow),
               one_or_two(do_wide, do_narrow), statistics_desc)  # fmt: skip
-    outputs = (one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes, scale)
-    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans)
-    heads = Heads(heads, heads_kv, at_once, rest, all_heads, blocks, padded)
-    score = Score(inner, outer, slopes, (slope_batch, slope_head), bias, (bias_batch, bias_head, bias_row, bias_key), sinks,
-                  sink_stride, function, gradient, visible, document_q, document_kv,
-                  (document_q_batch, document_q_row, document_kv_batch, document_kv_row), seed, threshold,
-                  kept_scale)  # fmt: skip
-    gl.warp_specialize([
-        (values, (outputs, lengths, heads, score, memory, MASKED, NOTED, C)),
-        (keys, (outputs, lengths, heads, score, memory, NOTED, C)),
-        (keys_producer, (inputs, lengths, heads, score, memory, C)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    outputs = KeysOutputs(one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes, scale)
+    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans, total_q, total_kv)
+    heads = KeyHeads(heads, heads_kv, at_once, rest, all_heads, blocks, padded)
+    score = score_of(terms, (slope_batch, slope_head), (bias_batch, bias_head, bias_row, bias_key), sink_stride,
+                     (document_q_batch, document_q_row, document_kv_batch, document_kv_row), threshold)  # fmt: skip
+    K = KeysKernel(inputs, outputs, lengths, heads, score, memory, MASKED, NOTED, C)
+    gl.warp_specialize([(dv_role, (K,)), (dk_role, (K,)), (keys_producer, (K,))], [4, 1], [240, 24])
 
 
 # ---- the rows pass
@@ -374,15 +372,6 @@ class RowsMemory:
     do_full: gl.shared_memory_descriptor
     k: Channel
     v: Channel
-
-    @gluon.constexpr_function
-    def __init__(self, q, do, q_full, do_full, k, v):
-        self.q = q
-        self.do = do
-        self.q_full = q_full
-        self.do_full = do_full
-        self.k = k
-        self.v = v
 
 
 @gluon.jit
@@ -413,38 +402,54 @@ class Rows:
     n_q: gl.tensor
     n_kv: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, p, full_begin, full_end, batch, head, slope, documents, n_q, n_kv):
-        self.p = p
-        self.full_begin = full_begin
-        self.full_end = full_end
-        self.batch = batch
-        self.head = head
-        self.slope = gl.constexpr(None) if slope is None else slope
-        self.documents = gl.constexpr(None) if documents is None else documents
-        self.n_q = n_q
-        self.n_kv = n_kv
+
+@aggregate
+class RowsOutputs:
+    """dq: TMA descriptors of chunks. notes: int32, one for 64 rows. dbias: see `BiasGradient`. scale: of dQ."""
+
+    dq: gl.tuple
+    notes: gl.tensor
+    dbias: BiasGradient
+    scale: gl.tensor
+
+
+@aggregate
+class RowsKernel:
+    """What every role of the rows pass takes: as `KeysKernel`. The statistics are no part of the inputs: they are loaded from a
+    pointer. padded: rows that a head has there."""
+
+    inputs: gl.tuple
+    statistics: gl.tensor
+    padded: gl.tensor
+    outputs: RowsOutputs
+    lengths: Lengths
+    heads: Heads
+    score: Score
+    memory: RowsMemory
+    MASKED: gl.constexpr
+    NOTED: gl.constexpr
+    C: gl.constexpr
 
 
 @gluon.jit
-def rows_producer(inputs, lengths, heads, memory, C: gl.constexpr):
-    q_desc, k_desc, v_desc, do_desc = inputs
-    work = locate_rows(gl.program_id(0), lengths, heads, C, EMPTY=True)
-    head_kv = work.head // heads.group
+def rows_producer(K):
+    q_desc, k_desc, v_desc, do_desc = K.inputs
+    work = locate(gl.program_id(0), K.lengths, K.heads, K.C, EMPTY=True)
+    head_kv = work.head // K.heads.group
     if work.blocks() > 0:
         for w in gl.static_range(2):
             row = work.row + w * TILE
-            copy_in(q_desc, at(memory.q, w), memory.q_full.index(w), work.start_q, work.n_q, work.batch, work.head, row)
-            copy_in(do_desc, at(memory.do, w), memory.do_full.index(w), work.start_q, work.n_q, work.batch, work.head, row)
+            copy_in(q_desc, at(K.memory.q, w), K.memory.q_full.index(w), work.start_q, work.n_q, work.batch, work.head, row)
+            copy_in(do_desc, at(K.memory.do, w), K.memory.do_full.index(w), work.start_q, work.n_q, work.batch, work.head, row)
         for g in tl.range(0, work.blocks()):
             key = (work.begin + g) * TILE
-            copy_in(k_desc, memory.k.block(g), memory.k.acquire(g), work.start_kv, work.n_kv, work.batch, head_kv, key)
-            copy_in(v_desc, memory.v.block(g), memory.v.acquire(g), work.start_kv, work.n_kv, work.batch, head_kv, key)
+            copy_in(k_desc, K.memory.k.block(g), K.memory.k.acquire(g), work.start_kv, work.n_kv, work.batch, head_kv, key)
+            copy_in(v_desc, K.memory.v.block(g), K.memory.v.acquire(g), work.start_kv, work.n_kv, work.batch, head_kv, key)
 
 
 @gluon.jit
 def row_indices(i, rows):
-    """Of a tile's rows, and the keys of block i, in their sequence."""
+    """Indices in their sequence: of a tile's rows, and of the keys of block i."""
     row = rows.p - (rows.n_kv - rows.n_q) + gl.arange(0, TILE, rows_of(TILE))
     return row, i * TILE + gl.arange(0, TILE, columns_of(TILE))
 
@@ -460,99 +465,99 @@ def row_scores(s, i, rows, score):
 
 
 @gluon.jit
-def row_gradients(p, dp, delta, factor, of_function, i, rows, dbias, lengths, score, C: gl.constexpr):
+def row_gradients(K, p, dp, delta, factor, of_function, i, rows):
     """dS of block i, also to where a bias's gradient goes."""
-    if score.seed is not None:
-        dp = kept_weights_of_rows(dp, i, rows, lengths, score, C) * score.kept_scale
-    ds = weighed(p, of_function, score) * (dp - delta)
-    if dbias.pointer is not None:
+    if K.score.seed is not None:
+        dp = kept_weights(K, dp, i, rows) * K.score.kept_scale
+    ds = weighed(p, of_function, K.score) * (dp - delta)
+    if K.outputs.dbias.pointer is not None:
         row, key = row_indices(i, rows)
-        add_to_bias(dbias, ds, p, row, key, rows.batch, rows.head, rows.n_q, rows.n_kv, TRANSPOSED=False)
-    if score.CHANGED:
+        add_to_bias(K.outputs.dbias, ds, p, row, key, rows.batch, rows.head, rows.n_q, rows.n_kv, TRANSPOSED=False)
+    if K.score.CHANGED:
         ds = ds * factor
     return ds
 
 
 @gluon.jit
-def rows(w: gl.constexpr, outputs, lengths, heads, score, memory, MASKED: gl.constexpr, NOTED: gl.constexpr,
-         C: gl.constexpr):  # fmt: skip
-    statistics, padded, dq_desc, notes, dbias, scale = outputs
-    dtype: gl.constexpr = memory.q[0].dtype
-    work = locate_rows(gl.program_id(0), lengths, heads, C, EMPTY=True)
+def dq_role(w: gl.constexpr, K):
+    dtype: gl.constexpr = K.memory.q[0].dtype
+    work = locate(gl.program_id(0), K.lengths, K.heads, K.C, EMPTY=True)
     exists = work.row < work.n_q
-    dq = no_result(C.wide, C.narrow)
+    dq = no_result(K.C.wide, K.C.narrow)
     first = work.row + w * TILE
     if work.blocks() > 0:
         slope = None
         documents = None
-        if score.slopes is not None:
-            slope = slope_of(work.batch, work.head, score)
-        if score.document_q is not None:
-            documents = documents_of_rows(work.batch, first + gl.arange(0, TILE, rows_of(TILE)), work.n_q, score)
+        if K.score.slopes is not None:
+            slope = slope_of(work.batch, work.head, K.score)
+        if K.score.document_q is not None:
+            documents = documents_of_rows(work.batch, first + gl.arange(0, TILE, rows_of(TILE)), work.n_q, K.score)
         position = first + (work.n_kv - work.n_q)
         tile = Rows(position, work.full_begin, work.full_end, work.batch, work.head, slope, documents, work.n_q, work.n_kv)
-        if lengths.cu_q is None:
-            row = (work.batch * heads.heads + work.head) * padded + first
+        if K.lengths.cu_q is None:
+            row = (work.batch * K.heads.heads + work.head) * K.padded + first
         else:
-            row = work.head * padded + (work.start_q + work.batch * ROWS_PADDED) // ROWS_PADDED * ROWS_PADDED + first
-        here = statistics + row.to(gl.int64) * 2 + gl.arange(0, TILE, rows_of(TILE))
+            row = work.head * K.padded + (work.start_q + work.batch * ROWS_PADDED) // ROWS_PADDED * ROWS_PADDED + first
+        here = K.statistics + row.to(gl.int64) * 2 + gl.arange(0, TILE, rows_of(TILE))
         lse = gl.load(here)
         delta = gl.load(here + TILE)
         count = work.blocks()
-        mbarrier.wait(memory.q_full.index(w), 0)
-        mbarrier.wait(memory.do_full.index(w), 0)
+        mbarrier.wait(K.memory.q_full.index(w), 0)
+        mbarrier.wait(K.memory.do_full.index(w), 0)
         ds = gl.full([TILE, TILE], 0.0, dtype, accumulator(TILE))
         for g in tl.range(0, count, disable_licm=True):
             fixed = g >> 30
-            memory.k.wait(g)
-            s = start_products(at(memory.q, fixed + w), memory.k.block(g))
-            memory.v.wait(g)
-            dp = start_products(at(memory.do, fixed + w), memory.v.block(g))
+            K.memory.k.wait(g)
+            s = start_products(at(K.memory.q, fixed + w), K.memory.k.block(g))
+            K.memory.v.wait(g)
+            dp = start_products(at(K.memory.do, fixed + w), K.memory.v.block(g))
             before = gl.maximum(g - 1, 0)  # the first time dS is 0
-            dq = start_sum(dq, ds, memory.k.block(before))
+            dq = start_sum(dq, ds, K.memory.k.block(before))
             i = work.begin + g
-            of_keys = documents_of_block(i, tile, lengths, score, C)
-            s = warpgroup_mma_wait(C.products_v + C.products, deps=[s])
-            x, factor, of_function = row_scores(s, i, tile, score)
+            of_keys = documents_of_block(K, i, tile)
+            s = warpgroup_mma_wait(K.C.products_v + K.C.products, deps=[s])
+            x, factor, of_function = row_scores(s, i, tile, K.score)
             x = x - lse[:, None]
-            if MASKED:
+            if K.MASKED:
                 if not is_whole(i, tile):
-                    x = apply_mask_to_rows(x, i, tile, lengths, C)
-                    x = compare_documents(x, of_keys, tile, score)
-            x = ask_function(x, i, tile, lengths, score, C)
+                    x = apply_mask(x, i, tile, K.lengths, K.C)
+                    x = compare_documents(x, of_keys, tile, K.score)
+            x = ask_function(K, x, i, tile)
             p = gl.exp2(x)
-            dp, p = warpgroup_mma_wait(C.products, deps=[dp, p])
-            memory.v.release(g)
-            new_ds = row_gradients(p, dp, delta[:, None], factor, of_function, i, tile, dbias, lengths, score, C)
+            dp, p = warpgroup_mma_wait(K.C.products, deps=[dp, p])
+            K.memory.v.release(g)
+            new_ds = row_gradients(K, p, dp, delta[:, None], factor, of_function, i, tile)
             dq = finished(dq, 0)
-            memory.k.release(g - 1, g > 0)
+            K.memory.k.release(g - 1, g > 0)
             ds = new_ds.to(dtype)
-        dq = start_sum(dq, ds, memory.k.block(count - 1))
+        dq = start_sum(dq, ds, K.memory.k.block(count - 1))
         dq = finished(dq, 0)
     if exists:
-        if NOTED:
-            note_of_rows(w, dq, notes, work, lengths, heads)
-        store_rows(w, dq, scale, memory.q, dq_desc, work, first, lengths)
+        if K.NOTED:
+            note_of_rows(w, K, dq, work)
+        store_rows(w, K, dq, work, first)
 
 
 @gluon.jit
-def note_of_rows(w: gl.constexpr, dq, notes, work, lengths, heads):
+def note_of_rows(w: gl.constexpr, K, dq, work):
     """Write 1 to the note of 64 rows if a NaN or an infinity came out, which a key may have caused that they do not see."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, dq[0].type.layout)
     check = gl.full([TILE], 0.0, gl.float32, LAYOUT)
     for c in gl.static_range(len(dq)):
         check += gl.convert_layout(gl.sum(dq[c] * 0.0, 1), LAYOUT)
-    place = (work.batch * heads.heads + work.head) * ((lengths.n_q + TILE - 1) // TILE) + work.row // TILE + w
+    place = (work.batch * K.heads.heads + work.head) * ((K.lengths.n_q + TILE - 1) // TILE) + work.row // TILE + w
     exists = work.row + w * TILE + gl.arange(0, TILE, LAYOUT) < work.n_q
-    gl.store(notes + place + gl.full([TILE], 0, gl.int32, LAYOUT), 1, mask=(check != 0.0) & exists)
+    gl.store(K.outputs.notes + place + gl.full([TILE], 0, gl.int32, LAYOUT), 1, mask=(check != 0.0) & exists)
 
 
 @gluon.jit
-def store_rows(w: gl.constexpr, dq, scale, buffers, descriptors, work, first, lengths):
+def store_rows(w: gl.constexpr, K, dq, work, first):
     """Group w's dQ to global memory, by way of the buffers in which its Q was."""
+    buffers = K.memory.q
+    descriptors = K.outputs.dq
     for c in gl.static_range(len(dq)):
-        result = dq[c] * scale
-        if lengths.used_q is not None:  # rows that exist and are not used
+        result = dq[c] * K.outputs.scale
+        if K.lengths.used_q is not None:  # rows that exist and are not used
             row = first + gl.arange(0, TILE, rows_of(dq[c].shape[1]))
             result = gl.where((row < work.n_q)[:, None], result, 0.0)
         buffers[c].index(w).store(result.to(descriptors[c].dtype))
@@ -568,6 +573,7 @@ ROWS_NUMBERS = (
     *("padded", "heads", "group", "at_once", "rest", "tiles", "n_q", "n_kv", "left", "right", "prefix"),
     *SCORE_NUMBERS,
     *("dbias_batch", "dbias_head", "dbias_row", "dbias_key"),
+    *("total_q", "total_kv"),
 )
 
 
@@ -575,27 +581,23 @@ ROWS_NUMBERS = (
 def rows_kernel(
     q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, do_wide, do_narrow, statistics, dq_wide, dq_narrow, notes,
     cu_q, cu_kv, used_q, used_kv, padded, heads, group, at_once, rest, tiles, n_q, n_kv, left, right, prefix,
-    inner, outer, slopes, slope_batch, slope_head, bias, bias_batch, bias_head, bias_row, bias_key,
-    sinks, sink_stride, function, gradient, visible, document_q, document_q_batch, document_q_row, document_kv,
-    document_kv_batch, document_kv_row, seed, threshold, kept_scale, spans,
-    dbias, dbias_batch, dbias_head, dbias_row, dbias_key, scale,
+    terms, threshold, slope_batch, slope_head, bias_batch, bias_head, bias_row, bias_key,
+    document_q_batch, document_q_row, document_kv_batch, sink_stride, document_kv_row, spans,
+    dbias, dbias_batch, dbias_head, dbias_row, dbias_key, scale, total_q, total_kv,
     MASKED: gl.constexpr, NOTED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
+    # Numbers are parameters one by one: Triton 3.6 to 3.9 specialises a kernel for those of a tuple, `do_not_specialize` or not
+    # (see `scores.SCORE_NUMBERS`).
     memory = make_rows_memory(q_wide.dtype, C)
     fence_async_shared()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow),
               one_or_two(do_wide, do_narrow))  # fmt: skip
     dbias = BiasGradient(dbias, dbias_batch, dbias_head, dbias_row, dbias_key)
-    outputs = (statistics, padded, one_or_two(dq_wide, dq_narrow), notes, dbias, scale)
-    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans)
-    heads = RowHeads(heads, group, at_once, rest, tiles)
-    score = Score(inner, outer, slopes, (slope_batch, slope_head), bias, (bias_batch, bias_head, bias_row, bias_key), sinks,
-                  sink_stride, function, gradient, visible, document_q, document_kv,
-                  (document_q_batch, document_q_row, document_kv_batch, document_kv_row), seed, threshold,
-                  kept_scale)  # fmt: skip
-    gl.warp_specialize([
-        (rows, (0, outputs, lengths, heads, score, memory, MASKED, NOTED, C)),
-        (rows, (1, outputs, lengths, heads, score, memory, MASKED, NOTED, C)),
-        (rows_producer, (inputs, lengths, heads, memory, C)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    outputs = RowsOutputs(one_or_two(dq_wide, dq_narrow), notes, dbias, scale)
+    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans, total_q, total_kv)
+    heads = Heads(heads, group, at_once, rest, tiles)
+    score = score_of(terms, (slope_batch, slope_head), (bias_batch, bias_head, bias_row, bias_key), sink_stride,
+                     (document_q_batch, document_q_row, document_kv_batch, document_kv_row), threshold)  # fmt: skip
+    K = RowsKernel(inputs, statistics, padded, outputs, lengths, heads, score, memory, MASKED, NOTED, C)
+    gl.warp_specialize([(dq_role, (0, K)), (dq_role, (1, K)), (rows_producer, (K,))], [4, 1], [240, 24])
     take_turn()  # at the end: it needs nothing of the keys pass, which began when all before it had ended

@@ -8,18 +8,22 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from strobe.device import KNOWN
 from strobe.kernels.derived import Derived
-from strobe.kernels.maps import Buffer, total_bytes
+from strobe.kernels.memory_map import Buffer, total_bytes
 from strobe.problem import AttentionProblem
 from strobe.tuning.table import Shape, entries, fields_of
 
 ROWS_PER_GROUP = 64
 """Query rows of a consumer warpgroup: the M of a wgmma."""
 
-SMEM_BYTES = 227 * 1024
-"""Of a CTA on Hopper."""
+SMEM_BYTES = KNOWN["H100"].smem_per_block
+"""Shared memory that a CTA may have on Hopper."""
 
-SMS = 132
+HALF_L2 = 30_000_000
+"""Bytes of K and V that a bundle of heads may take: about half of the L2 cache of a Hopper GPU."""
+
+SMS = KNOWN["H100"].sms
 """Multiprocessors of an H100 SXM and an H200; the Hopper GPUs with fewer choose as if they had these."""
 
 _SCRATCH = 1024
@@ -36,45 +40,53 @@ def padded(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class Chunks(Derived):
-    """head_dim, head_dim_v: of q and k, and of v, padded."""
+    """Head dims, padded, and the chunks of columns that tensors come in. head_dim: of q and k; head_dim_v: of v."""
 
     head_dim: int
     head_dim_v: int
 
     @property
     def wide(self) -> int:
-        """Columns of Q and K come in chunks, powers of two: a wide one and perhaps (not 0) a narrow one."""
+        """Columns of the wide chunk of Q and K. Chunks are powers of two."""
         return _CHUNKS[self.head_dim][0]
 
     @property
     def narrow(self) -> int:
+        """Columns of the narrow chunk of Q and K; 0: there is none."""
         return _CHUNKS[self.head_dim][1]
 
     @property
     def wide_v(self) -> int:
-        """As `wide`, of V and dO."""
+        """Columns of the wide chunk of V and dO."""
         return _CHUNKS[self.head_dim_v][0]
 
     @property
     def narrow_v(self) -> int:
+        """Columns of the narrow chunk of V and dO; 0: there is none."""
         return _CHUNKS[self.head_dim_v][1]
 
     @property
     def products(self) -> int:
-        """Of a sum over rows of Q or K, dK, say: one a chunk."""
+        """Products that a sum over rows of Q or K takes, such as dK: one for each chunk."""
         return 2 if self.narrow else 1
 
     @property
     def products_v(self) -> int:
-        """Likewise of V or dO: P V, dV."""
+        """Products that a sum over rows of V or dO takes, such as P V or dV: one for each chunk."""
         return 2 if self.narrow_v else 1
 
 
 @dataclass(frozen=True)
 class Config(Chunks):
-    """groups: consumer warpgroups, 64 query rows each. tile_kv: keys a block. num_stages: blocks in the ring of K, and in that
-    of V. q_stages: with 2, the Q of the next tile comes early. o_buffers: pieces of 64 rows and o_columns columns that a group
-    may have on their way out. optimistic: whether the softmax is (docs/optimistic_softmax.md), or has a running maximum."""
+    """How the kernel runs.
+
+    groups: consumer warpgroups, 64 query rows each.
+    tile_kv: keys a block.
+    num_stages: blocks in the ring of K, and in that of V.
+    q_stages: with 2, the Q of the next tile comes early.
+    o_buffers: pieces of 64 rows and o_columns columns that a group may have on their way out.
+    optimistic: whether the softmax is optimistic (docs/optimistic_softmax.md), or has a running maximum.
+    """
 
     groups: int
     tile_kv: int
@@ -89,12 +101,12 @@ class Config(Chunks):
 
     @property
     def splits(self) -> int:
-        """Parts that the keys of a tile are shared out to."""
+        """Parts into which the keys of a tile are split: one."""
         return 1
 
     @property
     def persistent(self) -> bool:
-        """Whether a CTA computes several tiles."""
+        """Whether a CTA computes several tiles: always."""
         return True
 
     @property
@@ -111,7 +123,7 @@ class Config(Chunks):
         return 24
 
     def smem_map(self) -> list[Buffer]:
-        """Q, the two rings and O, in 2-byte elements; 4 bytes for each number of a tile, 8 a barrier."""
+        """The buffers of a CTA: Q, the two rings and O, in 2-byte elements; 4 bytes for each number of a tile, 8 a barrier."""
         q_buffers = self.q_stages * self.groups
         barriers = 2 * q_buffers + 4 * self.num_stages + 4
         buffers = {
@@ -146,12 +158,12 @@ _RING_KEYS = 512
 """A ring of more keys than this hides no more latency: at head dim 64 it would hold whole short sequences."""
 
 _SPARE_REGISTERS = 30
-"""Of a consumer, for all but its parts of O, S and P."""
+"""Registers that a consumer needs for all but its parts of O, S and P."""
 
 
 def candidates(head_dim: int, head_dim_v: int) -> list[Config]:
     """The configs that are worth timing, the best guess first: of those that fit, the ones that leave nothing on the table, as
-    more stages, Q stages or O buffers never hurt unless one is paid for with another."""
+    more stages, Q stages or O buffers are taken not to hurt unless one is paid for with another."""
     dims = padded(head_dim), padded(head_dim_v)
     choices = itertools.product((2, 3), (64, 128), range(2, 9), (1, 2), (1, 2, 3))
     fitting = [config for config in (Config(*dims, *choice) for choice in choices) if _fits(config)]
@@ -181,7 +193,7 @@ def _dominates(one: Config, other: Config) -> bool:
 
 
 def _guess(config: Config) -> tuple:
-    """For head dims that nobody measured: what the measured ones like, the most important first."""
+    """Rank of a config for head dims that nobody measured: by what the measured ones like, the most important first."""
     return config.groups == 2, config.tile_kv, min(config.num_stages, 3), config.q_stages, config.o_buffers
 
 
@@ -192,12 +204,12 @@ def choose(problem: AttentionProblem) -> Config:
     """The config for a problem: of those that the tuning table keeps for its head dims, the one with the most TFLOP/s at the
     nearest measured point (mask class, then keys a row sees), corrected for the share of the GPU that its grid of tiles keeps
     busy here and did there. Without a measurement, the first of the candidates. What is computed pair by pair takes registers,
-    so there are two groups; and small blocks, but for documents, which are compared at their ends alone."""
+    so it gets two groups, and small blocks; but not so for documents, which are compared at their ends alone."""
     return _choice(problem).config
 
 
 def origin(problem: AttentionProblem) -> str:
-    """Where the choice comes from, in words."""
+    """Origin of the choice, in words."""
     return _choice(problem).origin
 
 
@@ -218,15 +230,16 @@ def _choice(problem: AttentionProblem) -> Choice:
 
 @functools.cache
 def _spacious(head_dim: int, head_dim_v: int, keys: int) -> Choice:
-    """For what is computed of pairs: its numbers need registers, which two groups leave, and the fewer keys in a block the
-    more. Documents, 4 x 4096 tokens, one document a sequence, all keys, head dim 64: 1.02 ms with 128 keys, 1.24 with 64."""
+    """The choice for what is compared or computed pair by pair: its numbers need registers, which two groups leave, the more
+    so the fewer keys a block has. Documents, 4 x 4096 tokens, one document a sequence, all keys, head dim 64: 1.02 ms with 128
+    keys, 1.24 with 64."""
     small = (config for config in candidates(head_dim, head_dim_v) if config.groups == 2 and config.tile_kv <= keys)
     return Choice(next(small), f"two groups and blocks of up to {keys} keys, for what is compared or computed pair by pair")
 
 
 @functools.lru_cache(maxsize=4096)
 def _ranked(head_dim, head_dim_v, heads, lengths, left, right, prefix) -> Choice:
-    """`_choice`, of a key that is fast to compare and keeps no tensor alive."""
+    """The choice for plain scores and a band, by arguments that are fast to compare and keep no tensor alive."""
     head_dim, head_dim_v = padded(head_dim), padded(head_dim_v)
     entry = entries("sm90").get((head_dim, head_dim_v))
     if entry is None:
@@ -246,7 +259,7 @@ def _ranked(head_dim, head_dim_v, heads, lengths, left, right, prefix) -> Choice
 
 @functools.cache
 def _parsed(head_dim: int, head_dim_v: int, name: str) -> Config:
-    """ValueError for a config that the kernel cannot run: a table may be of another version."""
+    """The config of a name in a table. ValueError if the kernel cannot run it: a table may be of another version."""
     try:
         config = Config(head_dim, head_dim_v, **fields_of(name))
     except (TypeError, ValueError) as error:

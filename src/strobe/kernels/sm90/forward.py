@@ -40,12 +40,12 @@ The accumulator layout gives a row to the four lanes of a quad. Row sums stay wi
 
 import triton.language as tl
 
-from strobe.kernels.common.channel import at, make_barriers, make_channel, make_chunks
+from strobe.kernels.common.channel import Channel, at, make_barriers, make_channel, make_chunks
+from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.descriptors import coordinates, one_or_two
 from strobe.kernels.common.optimistic import BOUNDS
 from strobe.kernels.common.stamp import stamp
-from strobe.kernels.common.turn import take_turn
-from strobe.kernels.common.work import Heads, Lengths
+from strobe.kernels.common.tile_scheduler import Heads, Lengths
 from strobe.kernels.gluon import (
     aggregate,
     fence_async_shared,
@@ -70,11 +70,12 @@ from strobe.kernels.sm90.scores import (
     documents_of_block,
     is_whole,
     kept_weights,
+    score_of,
     scores_of,
     seen_by,
     sink_of,
 )
-from strobe.kernels.sm90.tiles import (
+from strobe.kernels.sm90.tile_queue import (
     FIELDS,
     SLOTS,
     fetch,
@@ -109,13 +110,6 @@ class Outputs:
     notes: gl.tensor
     rows: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, descriptor, lse, notes, rows):
-        self.descriptor = descriptor
-        self.lse = lse
-        self.notes = notes
-        self.rows = rows
-
 
 @aggregate
 class Memory:
@@ -128,16 +122,6 @@ class Memory:
     q_empty: gl.shared_memory_descriptor
     tile_full: gl.shared_memory_descriptor
     tile_empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, q, o, tiles, q_full, q_empty, tile_full, tile_empty):
-        self.q = q
-        self.o = o
-        self.tiles = tiles
-        self.q_full = q_full
-        self.q_empty = q_empty
-        self.tile_full = tile_full
-        self.tile_empty = tile_empty
 
 
 @gluon.jit
@@ -156,50 +140,72 @@ def make_memory(dtype: gl.constexpr, o_dtype: gl.constexpr, C: gl.constexpr):
     )
 
 
+@aggregate
+class Kernel:
+    """What every role takes. inputs: the descriptors of q, k and v, a tuple of chunks each. counters: int32, of tiles and of
+    CTAs that have ended. memory, k, v: see the tables above. trace: where stamps go, or None. MASKED: whether a block may have
+    keys that a row does not see."""
+
+    inputs: gl.tuple
+    outputs: Outputs
+    counters: gl.tensor
+    lengths: Lengths
+    heads: Heads
+    score: Score
+    memory: Memory
+    k: Channel
+    v: Channel
+    trace: (gl.tensor, gl.constexpr)
+    MASKED: gl.constexpr
+    C: gl.constexpr
+
+
 # ---- producer
 
 
 @gluon.jit
-def producer(inputs, counters, lengths, heads, score, memory, k, v, trace, C: gl.constexpr):
-    q_desc, k_desc, v_desc = inputs
-    GROUPS: gl.constexpr = C.groups
+def producer(K):
+    q_desc, k_desc, v_desc = K.inputs
+    GROUPS: gl.constexpr = K.C.groups
     turn = 0
     g = gl.to_tensor(0)
-    tile, work = with_keys(gl.program_id(0), counters, lengths, heads, C)
-    publish(turn, tile, work, lengths, heads, memory)
-    while tile < heads.tiles:
-        kv_head = work.head // heads.group
-        lead = first_block(work.begin, work.end, work.full_begin, work.full_end, lengths, score)
+    tile, work = with_keys(K, gl.program_id(0))
+    publish(K, turn, tile, work)
+    while tile < K.heads.tiles:
+        kv_head = work.head // K.heads.group
+        lead = first_block(work.begin, work.end, work.full_begin, work.full_end, K.lengths, K.score)
         i = lead
-        copy_in(k_desc, k.block(g), k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, i * C.tile_kv)
-        stamp(trace, GROUPS, "k_issued", g)
+        copy_in(k_desc, K.k.block(g), K.k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, i * K.C.tile_kv)
+        stamp(K.trace, GROUPS, "k_issued", g)
         for w in gl.static_range(GROUPS):
-            slot = (turn % C.q_stages) * GROUPS + w
-            mbarrier.wait(memory.q_empty.index(slot), ((turn // C.q_stages) & 1) ^ 1)
-            copy_in(q_desc, at(memory.q, slot), memory.q_full.index(slot), work.start_q, work.n_q, work.batch, work.head,
+            slot = (turn % K.C.q_stages) * GROUPS + w
+            mbarrier.wait(K.memory.q_empty.index(slot), ((turn // K.C.q_stages) & 1) ^ 1)
+            copy_in(q_desc, at(K.memory.q, slot), K.memory.q_full.index(slot), work.start_q, work.n_q, work.batch, work.head,
                     work.row + w * ROWS)  # fmt: skip
         for j in tl.range(1, work.blocks()):
             g += 1
             next = later_block(j, work.begin, lead)
-            copy_in(k_desc, k.block(g), k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, next * C.tile_kv)
-            stamp(trace, GROUPS, "k_issued", g)
-            copy_in(v_desc, v.block(g - 1), v.acquire(g - 1), work.start_kv, work.n_kv, work.batch, kv_head, i * C.tile_kv)
-            stamp(trace, GROUPS, "v_issued", g - 1)
+            copy_in(k_desc, K.k.block(g), K.k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, next * K.C.tile_kv)
+            stamp(K.trace, GROUPS, "k_issued", g)
+            copy_in(
+                v_desc, K.v.block(g - 1), K.v.acquire(g - 1), work.start_kv, work.n_kv, work.batch, kv_head, i * K.C.tile_kv
+            )
+            stamp(K.trace, GROUPS, "v_issued", g - 1)
             i = next
         # The next tile is asked for as late as may be, or the CTAs would not end together.
         turn += 1
         n_kv = work.n_kv
         start_kv = work.start_kv
         batch = work.batch
-        tile, work = with_keys(next_tile(counters), counters, lengths, heads, C)
-        publish(turn, tile, work, lengths, heads, memory)
-        copy_in(v_desc, v.block(g), v.acquire(g), start_kv, n_kv, batch, kv_head, i * C.tile_kv)
-        stamp(trace, GROUPS, "v_issued", g)
+        tile, work = with_keys(K, next_tile(K.counters))
+        publish(K, turn, tile, work)
+        copy_in(v_desc, K.v.block(g), K.v.acquire(g), start_kv, n_kv, batch, kv_head, i * K.C.tile_kv)
+        stamp(K.trace, GROUPS, "v_issued", g)
         g += 1
     # The last CTA to end leaves the counters as it found them, for the next launch.
-    if gl.atomic_add(counters + 1, 1) == gl.num_programs(0) - 1:
-        gl.atomic_xchg(counters, 0)
-        gl.atomic_xchg(counters + 1, 0)
+    if gl.atomic_add(K.counters + 1, 1) == gl.num_programs(0) - 1:
+        gl.atomic_xchg(K.counters, 0)
+        gl.atomic_xchg(K.counters + 1, 0)
 
 
 # ---- consumer
@@ -283,80 +289,79 @@ def weights(s, m, scale):
 
 
 @gluon.jit
-def masked_scores(s, i, documents, tile, lengths, score, MASKED: gl.constexpr, C: gl.constexpr):
+def masked_scores(K, s, i, documents, tile):
     """q.k of block i -> (scores, by what they have yet to be multiplied); -inf where a row does not see a key."""
-    s, scale = scores_of(s, i, tile, lengths, score, C)
-    if MASKED:
+    s, scale = scores_of(K, s, i, tile)
+    if K.MASKED:
         if not is_whole(i, tile):
-            s = apply_mask(s, i, tile, lengths, C)
-            s = compare_documents(s, documents, tile, score)
-    s = ask_function(s, i, tile, lengths, score, C)
+            s = apply_mask(s, i, tile, K.lengths, K.C)
+            s = compare_documents(s, documents, tile, K.score)
+    s = ask_function(K, s, i, tile)
     return s, scale
 
 
 @gluon.jit
-def first_weights(s, documents, tile, lengths, score, dtype: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
-    """Of a tile's first block: (m, row sums), P. m is what exponents are counted from, or with the safe softmax the maximum."""
-    GUARDED: gl.constexpr = MASKED or score.CHANGED
-    s, scale = masked_scores(s, lead_of(tile), documents, tile, lengths, score, MASKED, C)
+def first_weights(K, s, documents, tile, dtype: gl.constexpr):
+    """(m, row sums) and P of a tile's first block. m: what exponents are counted from, or with the safe softmax the maximum."""
+    GUARDED: gl.constexpr = K.MASKED or K.score.CHANGED
+    s, scale = masked_scores(K, s, lead_of(tile), documents, tile)
     m = row_max(s) * scale
     shift = shift_of(m, GUARDED)
     p = weights(s, shift, scale)
-    kept = kept_weights(p, lead_of(tile), tile, lengths, score, C).to(dtype)
-    if C.optimistic:
+    kept = kept_weights(K, p, lead_of(tile), tile).to(dtype)
+    if K.C.optimistic:
         return (shift, lane_sums(p)), kept
     else:
         return (m, lane_sums(p)), kept
 
 
 @gluon.jit
-def later_weights(state, s, i, documents, tile, lengths, score, MASKED: gl.constexpr, C: gl.constexpr):
-    """Of a later block: the state with it, P, and the factor of what was summed before (with the safe softmax)."""
+def later_weights(K, state, s, i, documents, tile):
+    """The state with a later block, its P, and the factor of what was summed before (with the safe softmax)."""
     m, row_sum = state
-    s, scale = masked_scores(s, i, documents, tile, lengths, score, MASKED, C)
-    if C.optimistic:
+    s, scale = masked_scores(K, s, i, documents, tile)
+    if K.C.optimistic:
         p = weights(s, m, scale)
-        return (m, row_sum + lane_sums(p)), kept_weights(p, i, tile, lengths, score, C), m
+        return (m, row_sum + lane_sums(p)), kept_weights(K, p, i, tile), m
     else:
-        GUARDED: gl.constexpr = MASKED or score.CHANGED
+        GUARDED: gl.constexpr = K.MASKED or K.score.CHANGED
         new_m = gl.maximum(m, row_max(s) * scale)
         shift = shift_of(new_m, GUARDED)
         factor = gl.exp2(m - shift)
         p = weights(s, shift, scale)
         factors = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))[:, None]
-        return (new_m, row_sum * factors + lane_sums(p)), kept_weights(p, i, tile, lengths, score, C), factor
+        return (new_m, row_sum * factors + lane_sums(p)), kept_weights(K, p, i, tile), factor
 
 
 @gluon.jit
-def step(w: gl.constexpr, before, g, i, acc, state, p, q, k, v, tile, memory, lengths, score, trace, last,
-         MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
+def step(w: gl.constexpr, K, before, g, i, acc, state, p, q, tile, last):
     """The scores of block i, which is at position g, and beside them P V of the last position `before`."""
     dtype: gl.constexpr = q[0].dtype
-    stamp(trace, w, "begin", g)
-    if MASKED and tile.between is not None:
-        pass_over(k, before + 1, g)
-    k.wait(g)
-    stamp(trace, w, "k_ready", g)
-    s = start_scores(q, k.block(g), C)
-    documents = documents_of_block(i, tile, lengths, score, C)
-    v.wait(before)  # beside the scores, as waiting takes time even if V is there
-    acc = start_output(acc, p, v.block(before))
-    s = warpgroup_mma_wait(C.products_v, deps=[s])
-    stamp(trace, w, "s_ready", g)
-    k.release(g)
-    if C.q_stages == 1:  # the next Q may come as soon as the last product with this one is done
-        mbarrier.arrive(memory.q_empty.index(w), count=1, pred=last)
-    state, new_p, factor = later_weights(state, s, i, documents, tile, lengths, score, MASKED, C)
+    stamp(K.trace, w, "begin", g)
+    if K.MASKED and tile.between is not None:
+        pass_over(K.k, before + 1, g)
+    K.k.wait(g)
+    stamp(K.trace, w, "k_ready", g)
+    s = start_scores(q, K.k.block(g), K.C)
+    documents = documents_of_block(K, i, tile)
+    K.v.wait(before)  # beside the scores, as waiting takes time even if V is there
+    acc = start_output(acc, p, K.v.block(before))
+    s = warpgroup_mma_wait(K.C.products_v, deps=[s])
+    stamp(K.trace, w, "s_ready", g)
+    K.k.release(g)
+    if K.C.q_stages == 1:  # the next Q may come as soon as the last product with this one is done
+        mbarrier.arrive(K.memory.q_empty.index(w), count=1, pred=last)
+    state, new_p, factor = later_weights(K, state, s, i, documents, tile)
     p = new_p.to(dtype)
     # Complete already, so it costs little; but ptxas moves no later wait above it, and P V stays hidden under exp2.
-    v.wait(before)
-    stamp(trace, w, "p_ready", g)
+    K.v.wait(before)
+    stamp(K.trace, w, "p_ready", g)
     acc = wait_output(acc)
-    stamp(trace, w, "o_ready", before)
-    v.release(before)
-    if MASKED and tile.between is not None:
-        pass_over(v, before + 1, g)
-    if not C.optimistic:
+    stamp(K.trace, w, "o_ready", before)
+    K.v.release(before)
+    if K.MASKED and tile.between is not None:
+        pass_over(K.v, before + 1, g)
+    if not K.C.optimistic:
         acc = rescaled(acc, factor)
     return acc, state, p
 
@@ -370,135 +375,133 @@ def rescaled(acc, factor):
 
 
 @gluon.jit
-def first_scores(w: gl.constexpr, turn, g, tile, k, memory, C: gl.constexpr):
-    """The scores of a tile's first block when nothing runs beside; if there is no tile, of leftovers, to be dropped (cheaper
-    than a branch around a product)."""
-    slot = (turn % C.q_stages) * C.groups + w
-    mbarrier.wait(memory.q_full.index(slot), (turn // C.q_stages) & 1, pred=tile.go)
-    k.wait(g, tile.go)
-    s = start_scores(at(memory.q, slot), k.block(g), C)
+def first_scores(w: gl.constexpr, K, turn, g, tile):
+    """The scores of a tile's first block when nothing runs beside. If there is no tile they are computed of leftovers and
+    nobody uses them: that is cheaper than a branch around a product."""
+    slot = (turn % K.C.q_stages) * K.C.groups + w
+    mbarrier.wait(K.memory.q_full.index(slot), (turn // K.C.q_stages) & 1, pred=tile.go)
+    K.k.wait(g, tile.go)
+    s = start_scores(at(K.memory.q, slot), K.k.block(g), K.C)
     s = warpgroup_mma_wait(0, deps=[s])
-    k.release(g, tile.go)
-    if C.q_stages == 1:
-        mbarrier.arrive(memory.q_empty.index(w), count=1, pred=tile.go & (tile.blocks == 1))
+    K.k.release(g, tile.go)
+    if K.C.q_stages == 1:
+        mbarrier.arrive(K.memory.q_empty.index(w), count=1, pred=tile.go & (tile.blocks == 1))
     return s
 
 
 @gluon.jit
-def consumer(w: gl.constexpr, outputs, lengths, heads, score, memory, k, v, trace, MASKED: gl.constexpr, C: gl.constexpr):
-    tile = fetch(w, 0, memory, lengths, score, MASKED, C)
+def consumer(w: gl.constexpr, K):
+    tile = fetch(w, K, 0)
     if tile.go:
-        consume(w, tile, outputs, lengths, heads, score, memory, k, v, trace, MASKED, C)
+        consume(w, K, tile)
 
 
 @gluon.jit
-def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, memory, k, v, trace, MASKED: gl.constexpr,
-            C: gl.constexpr):  # fmt: skip
+def consume(w: gl.constexpr, K, tile):
     """This CTA's tiles, of which there is one at least."""
-    gl.static_assert((lengths.left is None) or (tile.lead is not None))
-    dtype: gl.constexpr = outputs.descriptor.dtype
+    gl.static_assert((K.lengths.left is None) or (tile.lead is not None))
+    dtype: gl.constexpr = K.outputs.descriptor.dtype
     # Three groups have 160 registers a thread: too few for the next tile's P beside the last one's, so it is late. Never late,
     # head dim 64 spills 0 bytes, with a mask 140 (Triton 3.6), or 172 and 428 (3.9); late none, in as much time.
-    LATE: gl.constexpr = C.q_stages == 1 or C.groups == 3
+    LATE: gl.constexpr = K.C.q_stages == 1 or K.C.groups == 3
     turn = 0
     g = gl.to_tensor(0)
-    stamp(trace, w, "begin", g)
-    k.wait(g)
-    stamp(trace, w, "k_ready", g)
-    first_documents = documents_of_block(lead_of(tile), tile, lengths, score, C)
-    s = first_scores(w, turn, g, tile, k, memory, C)
-    stamp(trace, w, "s_ready", g)
-    state, p = first_weights(s, first_documents, tile, lengths, score, dtype, MASKED, C)
-    stamp(trace, w, "p_ready", g)
-    acc = no_output(C)
+    stamp(K.trace, w, "begin", g)
+    K.k.wait(g)
+    stamp(K.trace, w, "k_ready", g)
+    first_documents = documents_of_block(K, lead_of(tile), tile)
+    s = first_scores(w, K, turn, g, tile)
+    stamp(K.trace, w, "s_ready", g)
+    state, p = first_weights(K, s, first_documents, tile, dtype)
+    stamp(K.trace, w, "p_ready", g)
+    acc = no_output(K.C)
     while tile.go:
         # state and p are those of the tile's first block, at position g; acc is 0
-        slot = (turn % C.q_stages) * C.groups + w
-        q = at(memory.q, slot)
-        skip = tile.between if MASKED and tile.between is not None else 0
+        slot = (turn % K.C.q_stages) * K.C.groups + w
+        q = at(K.memory.q, slot)
+        skip = tile.between if K.MASKED and tile.between is not None else 0
         for j in tl.range(1, tile.blocks, disable_licm=True):
             before = g
             g += 1 + skip
             skip = 0
             i = later_block(j, tile.begin, tile.lead)
-            acc, state, p = step(w, before, g, i, acc, state, p, q, k, v, tile, memory, lengths, score, trace,
-                                 tile.blocks - j == 1, MASKED, C)  # fmt: skip
+            acc, state, p = step(w, K, before, g, i, acc, state, p, q, tile, tile.blocks - j == 1)
         # The boundary: the last P V of this tile, beside the first scores of the next.
-        if C.q_stages > 1:
-            mbarrier.arrive(memory.q_empty.index(slot), count=1)
+        if K.C.q_stages > 1:
+            mbarrier.arrive(K.memory.q_empty.index(slot), count=1)
         turn += 1
         before = g
-        after = tile.after if MASKED else 0
+        after = tile.after if K.MASKED else 0
         old_state = state
-        tile = fetch(w, turn, memory, lengths, score, MASKED, C)
-        documents = documents_of_block(lead_of(tile), tile, lengths, score, C)
+        tile = fetch(w, K, turn)
+        documents = documents_of_block(K, lead_of(tile), tile)
         g += 1 + skip + after
-        if MASKED:
-            pass_over(k, before + 1, g)
-        v.wait(before)
-        if C.q_stages > 1:
-            slot = (turn % C.q_stages) * C.groups + w
-            mbarrier.wait(memory.q_full.index(slot), (turn // C.q_stages) & 1, pred=tile.go)
-            k.wait(g, tile.go)
-            s = start_scores(at(memory.q, slot), k.block(g), C)
-            acc = start_output(acc, p, v.block(before))
-            s = warpgroup_mma_wait(C.products_v, deps=[s])
-            k.release(g, tile.go)
+        if K.MASKED:
+            pass_over(K.k, before + 1, g)
+        K.v.wait(before)
+        if K.C.q_stages > 1:
+            slot = (turn % K.C.q_stages) * K.C.groups + w
+            mbarrier.wait(K.memory.q_full.index(slot), (turn // K.C.q_stages) & 1, pred=tile.go)
+            K.k.wait(g, tile.go)
+            s = start_scores(at(K.memory.q, slot), K.k.block(g), K.C)
+            acc = start_output(acc, p, K.v.block(before))
+            s = warpgroup_mma_wait(K.C.products_v, deps=[s])
+            K.k.release(g, tile.go)
             if not LATE:
-                state, p = first_weights(s, documents, tile, lengths, score, dtype, MASKED, C)
+                state, p = first_weights(K, s, documents, tile, dtype)
         else:
-            acc = start_output(acc, p, v.block(before))
+            acc = start_output(acc, p, K.v.block(before))
         acc = wait_output(acc)
-        stamp(trace, w, "o_ready", before)
-        v.release(before)
-        if MASKED:
-            pass_over(v, before + 1, g)
-        stamp(trace, w, "epilogue", 0)
-        epilogue(w, acc, old_state, (turn - 1) % SLOTS, lengths, heads, score, memory, outputs, C)
-        if C.q_stages == 1:
-            s = first_scores(w, turn, g, tile, k, memory, C)
+        stamp(K.trace, w, "o_ready", before)
+        K.v.release(before)
+        if K.MASKED:
+            pass_over(K.v, before + 1, g)
+        stamp(K.trace, w, "epilogue", 0)
+        epilogue(w, K, acc, old_state, (turn - 1) % SLOTS)
+        if K.C.q_stages == 1:
+            s = first_scores(w, K, turn, g, tile)
         if LATE:
-            state, p = first_weights(s, documents, tile, lengths, score, dtype, MASKED, C)
-        acc = no_output(C)
+            state, p = first_weights(K, s, documents, tile, dtype)
+        acc = no_output(K.C)
     tma_store_wait(0)
-    stamp(trace, w, "end", 0)
+    stamp(K.trace, w, "end", 0)
 
 
 @gluon.jit
-def epilogue(w: gl.constexpr, acc, state, slot, lengths, heads, score, memory, outputs, C: gl.constexpr):
+def epilogue(w: gl.constexpr, K, acc, state, slot):
     """Normalise; write the LSE, a note where the optimism went wrong, and O by way of shared memory."""
     m, row_sum = state
-    LAYOUT: gl.constexpr = rows_of(C.tile_kv)
-    place = place_of(w, slot, lengths, memory)
-    p, note = position_and_note_of(w, slot, memory)
-    mbarrier.arrive(memory.tile_empty.index(slot), count=1)
+    LAYOUT: gl.constexpr = rows_of(K.C.tile_kv)
+    place = place_of(w, slot, K.lengths, K.memory)
+    p, note = position_and_note_of(w, slot, K.memory)
+    mbarrier.arrive(K.memory.tile_empty.index(slot), count=1)
     _batch, head, row, n_q, n_kv, _start = place
     rows = row + gl.arange(0, ROWS, LAYOUT)
     exists = rows < n_q
 
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), LAYOUT)
-    BOUNDS: gl.constexpr = bounds_of(outputs.descriptor.dtype)
-    broken = not_finite(acc, C)
-    if C.optimistic:
-        broken = broken | is_too_small(row_sum, m, p + gl.arange(0, ROWS, LAYOUT), n_kv, lengths, BOUNDS)
-    if score.sinks is not None:
-        sink = sink_of(head, score)
+    BOUNDS: gl.constexpr = bounds_of(K.outputs.descriptor.dtype)
+    broken = not_finite(acc, K.C)
+    if K.C.optimistic:
+        broken = broken | is_too_small(row_sum, m, p + gl.arange(0, ROWS, LAYOUT), n_kv, K.lengths, BOUNDS)
+    if K.score.sinks is not None:
+        sink = sink_of(head, K.score)
         m = gl.where(row_sum == 0.0, gl.where(sink == float("-inf"), 0.0, sink), m)
         row_sum += gl.exp2(sink - m)
     m = gl.where(row_sum == 0.0, 0.0, m)
-    gl.store(outputs.lse + lse_row(place, lengths, heads, outputs) + rows, (m + gl.log2(row_sum)) * LN_2, mask=exists)
+    gl.store(K.outputs.lse + lse_row(K, place) + rows, (m + gl.log2(row_sum)) * LN_2, mask=exists)
     share = gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
-    if score.seed is not None:
-        share *= score.kept_scale
+    if K.score.seed is not None:
+        share *= K.score.kept_scale
     o = rescaled(acc, share)
     broken = broken | (row_sum >= BOUNDS.most) | (row_sum != row_sum)
-    gl.store(outputs.notes + note + gl.full([ROWS], 0, gl.int32, LAYOUT), 1, mask=broken & exists)
+    gl.store(K.outputs.notes + note + gl.full([ROWS], 0, gl.int32, LAYOUT), 1, mask=broken & exists)
     for c in gl.static_range(len(o)):
-        if lengths.used_q is not None:  # rows that exist and are not used
+        if K.lengths.used_q is not None:  # rows that exist and are not used
             used = gl.convert_layout(exists, rows_of(o[c].shape[1]))[:, None]
-            copy_out(w, gl.where(used, o[c], 0.0), place, memory, outputs.descriptor, c * C.wide_v, C)
+            copy_out(w, K, gl.where(used, o[c], 0.0), place, c * K.C.wide_v)
         else:
-            copy_out(w, o[c], place, memory, outputs.descriptor, c * C.wide_v, C)
+            copy_out(w, K, o[c], place, c * K.C.wide_v)
 
 
 @gluon.jit
@@ -511,13 +514,13 @@ def is_too_small(row_sum, m, p, n_kv, lengths, BOUNDS: gl.constexpr):
 
 
 @gluon.jit
-def lse_row(place, lengths, heads, outputs):
+def lse_row(K, place):
     """Where the LSE of the sequence's first row is. (None of its factors is negative; signs would be kept in registers.)"""
     batch, head, _row, _n_q, _n_kv, start_q = place
-    if lengths.cu_q is None:
-        return (batch * heads.heads + head).to(gl.uint32).to(gl.int64) * lengths.n_q.to(gl.uint32)
+    if K.lengths.cu_q is None:
+        return (batch * K.heads.heads + head).to(gl.uint32).to(gl.int64) * K.lengths.n_q.to(gl.uint32)
     else:
-        return head.to(gl.uint32).to(gl.int64) * outputs.rows.to(gl.uint32) + start_q
+        return head.to(gl.uint32).to(gl.int64) * K.outputs.rows.to(gl.uint32) + start_q
 
 
 @gluon.jit
@@ -530,17 +533,18 @@ def not_finite(o, C: gl.constexpr):
 
 
 @gluon.jit
-def copy_out(w: gl.constexpr, o, place, memory, descriptor, column: gl.constexpr, C: gl.constexpr):
+def copy_out(w: gl.constexpr, K, o, place, column: gl.constexpr):
     """Some columns of O to global memory, from `column` on, by pieces of o_columns."""
-    if o.shape[1] > C.o_columns:
+    descriptor = K.outputs.descriptor
+    if o.shape[1] > K.C.o_columns:
         HALF: gl.constexpr = o.shape[1] // 2
         left, right = o.reshape([ROWS, 2, HALF]).permute(0, 2, 1).split()
-        copy_out(w, gl.convert_layout(left, accumulator(HALF)), place, memory, descriptor, column, C)
-        copy_out(w, gl.convert_layout(right, accumulator(HALF)), place, memory, descriptor, column + HALF, C)
+        copy_out(w, K, gl.convert_layout(left, accumulator(HALF)), place, column)
+        copy_out(w, K, gl.convert_layout(right, accumulator(HALF)), place, column + HALF)
     else:
-        BUFFER: gl.constexpr = (column // C.o_columns) % C.o_buffers
-        o_s = memory.o.index(w * C.o_buffers + BUFFER)
-        tma_store_wait(C.o_buffers - 1)  # what was in the buffer has left
+        BUFFER: gl.constexpr = (column // K.C.o_columns) % K.C.o_buffers
+        o_s = K.memory.o.index(w * K.C.o_buffers + BUFFER)
+        tma_store_wait(K.C.o_buffers - 1)  # what was in the buffer has left
         partition_barrier()
         o_s.store(o.to(descriptor.dtype))
         fence_async_shared()
@@ -553,7 +557,11 @@ def copy_out(w: gl.constexpr, o, place, memory, descriptor, column: gl.constexpr
 # ---- entry
 
 
-NUMBERS = ("heads", "group", "at_once", "rest", "tiles", "rows", "n_q", "n_kv", "left", "right", "prefix", *SCORE_NUMBERS)
+NUMBERS = (
+    *("heads", "group", "at_once", "rest", "tiles", "rows", "n_q", "n_kv", "left", "right", "prefix"),
+    *SCORE_NUMBERS,
+    "total_kv",
+)
 """Arguments that no kernel is specialised for: other lengths, bounds and strides do not recompile."""
 
 
@@ -561,11 +569,12 @@ NUMBERS = ("heads", "group", "at_once", "rest", "tiles", "rows", "n_q", "n_kv", 
 def forward_kernel(
     q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, o_desc, lse, notes, counters, trace,
     cu_q, cu_kv, used_q, used_kv, heads, group, at_once, rest, tiles, rows, n_q, n_kv, left, right, prefix,
-    inner, outer, slopes, slope_batch, slope_head, bias, bias_batch, bias_head, bias_row, bias_key,
-    sinks, sink_stride, function, gradient, visible, document_q, document_q_batch, document_q_row, document_kv,
-    document_kv_batch, document_kv_row, seed, threshold, kept_scale, spans,
+    terms, threshold, slope_batch, slope_head, bias_batch, bias_head, bias_row, bias_key,
+    document_q_batch, document_q_row, document_kv_batch, sink_stride, document_kv_row, spans, total_kv,
     MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
+    # Numbers are parameters one by one: Triton 3.6 to 3.9 specialises a kernel for those of a tuple, `do_not_specialize` or not
+    # (see `scores.SCORE_NUMBERS`).
     dtype: gl.constexpr = q_wide.dtype
     memory = make_memory(dtype, o_desc.dtype, C)
     k = make_channel(dtype, C.num_stages, C.tile_kv, C.wide, C.narrow, C.groups)
@@ -574,22 +583,14 @@ def forward_kernel(
     take_turn()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow))
     outputs = Outputs(o_desc, lse, notes, rows)
-    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans)
+    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans, rows, total_kv)
     heads = Heads(heads, group, at_once, rest, tiles)
-    score = Score(inner, outer, slopes, (slope_batch, slope_head), bias, (bias_batch, bias_head, bias_row, bias_key), sinks,
-                  sink_stride, function, gradient, visible, document_q, document_kv,
-                  (document_q_batch, document_q_row, document_kv_batch, document_kv_row), seed, threshold,
-                  kept_scale)  # fmt: skip
+    score = score_of(terms, (slope_batch, slope_head), (bias_batch, bias_head, bias_row, bias_key), sink_stride,
+                     (document_q_batch, document_q_row, document_kv_batch, document_kv_row), threshold)  # fmt: skip
+    K = Kernel(inputs, outputs, counters, lengths, heads, score, memory, k, v, trace, MASKED, C)
     if C.groups == 2:
-        gl.warp_specialize([
-            (consumer, (0, outputs, lengths, heads, score, memory, k, v, trace, MASKED, C)),
-            (consumer, (1, outputs, lengths, heads, score, memory, k, v, trace, MASKED, C)),
-            (producer, (inputs, counters, lengths, heads, score, memory, k, v, trace, C)),
-        ], [4, 1], [C.consumer_registers, C.producer_registers])  # fmt: skip
+        gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (producer, (K,))],
+                           [4, 1], [C.consumer_registers, C.producer_registers])  # fmt: skip
     else:
-        gl.warp_specialize([
-            (consumer, (0, outputs, lengths, heads, score, memory, k, v, trace, MASKED, C)),
-            (consumer, (1, outputs, lengths, heads, score, memory, k, v, trace, MASKED, C)),
-            (consumer, (2, outputs, lengths, heads, score, memory, k, v, trace, MASKED, C)),
-            (producer, (inputs, counters, lengths, heads, score, memory, k, v, trace, C)),
-        ], [4, 4, 1], [C.consumer_registers, C.consumer_registers, C.producer_registers])  # fmt: skip
+        gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (consumer, (2, K)), (producer, (K,))],
+                           [4, 4, 1], [C.consumer_registers, C.consumer_registers, C.producer_registers])  # fmt: skip

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (Device code is a language of its own: Triton's compiler checks it.)
-"""Attention forward for Hopper in e4m3: the roles, rings and barriers of `forward.py`, with three differences.
+"""Attention forward for Hopper in e4m3: the roles, rings and barriers of `forward.py`, with four differences.
 
 **V is transposed.** An fp8 wgmma takes both operands with the dim that it sums over contiguous: V as [head_dim, keys]. A small
 kernel writes it so, once, by key blocks.
@@ -14,21 +14,20 @@ not enough. But the sum of a lane's weights is at hand before they are rounded, 
 Otherwise the reference of the row rises by a power of two, and its weights, its sum and its part of O are multiplied by the
 inverse. A warp in which no row needs that jumps over the multiplications (FlashAttention-4 skips rescaling in the same way).
 
+**Weights are divided by their own sum**, that of what they are rounded to: of values that are all the same nothing is lost. A
+block's is found while the next products run. The LSE is made of the sum of the weights before that.
+
 Weights of the first block reach 2^HEADROOM: what the others may exceed it by before anything moves is 448 / 2^HEADROOM, and
 less than 2^-10 / 2^HEADROOM of the first block's largest is rounded to 0.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from strobe.device import arch_of
-from strobe.kernels.common.arguments import LOG2_E, bundles_of_heads, meta, meta_operands
-from strobe.kernels.common.channel import at, make_channel
-from strobe.kernels.common.turn import take_program_turn, take_turn
-from strobe.kernels.common.work import Heads, Lengths
+from strobe.kernels.common.channel import Channel, at, make_channel
+from strobe.kernels.common.dependent_launch import take_program_turn, take_turn
+from strobe.kernels.common.tile_scheduler import Heads, Lengths
 from strobe.kernels.gluon import (
-    TensorDescriptor,
     aggregate,
     fence_async_shared,
     gl,
@@ -39,13 +38,13 @@ from strobe.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
-from strobe.kernels.sm90.descriptors import copy_in, descriptors
-from strobe.kernels.sm90.forward import LN_2, Outputs, copy_out, lane_sums, lse_row, make_memory, pass_over, row_max
-from strobe.kernels.sm90.launch import HALF_L2
+from strobe.kernels.portable.primitives import sequence
+from strobe.kernels.sm90.config import Config
+from strobe.kernels.sm90.descriptors import copy_in
+from strobe.kernels.sm90.forward import LN_2, Memory, Outputs, copy_out, lane_sums, lse_row, make_memory, pass_over, row_max
 from strobe.kernels.sm90.layouts import ROWS
-from strobe.kernels.sm90.scores import Score, apply_mask, is_whole
-from strobe.kernels.sm90.tiles import (
+from strobe.kernels.sm90.scores import Score, apply_mask, is_whole, plain_score
+from strobe.kernels.sm90.tile_queue import (
     SLOTS,
     fetch,
     first_block,
@@ -56,14 +55,13 @@ from strobe.kernels.sm90.tiles import (
     publish,
     with_keys,
 )
-from strobe.kernels.workspace import Workspace, workspace
-from strobe.problem import AttentionProblem, Operands, Varlen, lse_shape
+from strobe.problem import AttentionProblem
 
 HEADROOM = gl.constexpr(4)
 """The largest weight of a first block, as a power of two."""
 
 LARGEST = gl.constexpr(448.0)
-"""Of e4m3."""
+"""The largest number of e4m3."""
 
 DESCALE_ROWS = gl.constexpr(128)
 """Rows of q or k that share a descale, where a head has many."""
@@ -85,24 +83,28 @@ def key_at(place):
     return (place & -16) | ((place & 2) << 2) | ((place & 12) >> 1) | (place & 1)
 
 
-@triton.jit(do_not_specialize=["n", "blocks"])
-def transpose_kernel(v, v_t, cu_kv, n, blocks, by_batch, by_row, by_head, TILE: tl.constexpr, HEAD_DIM: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "total", "blocks"])
+def transpose_kernel(v, v_t, cu_kv, n, total, blocks, by_batch, by_row, by_head, TILE: tl.constexpr, HEAD_DIM: tl.constexpr):
     """One block of keys: bytes [TILE, HEAD_DIM] of v to [HEAD_DIM, TILE] of v_t. Beyond the last key it writes 0."""
     take_program_turn()
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = 0
     target = batch * ((n + TILE - 1) // TILE) + block
+    start, n = sequence(cu_kv, None, batch, n, total)
     if cu_kv is not None:
-        start = tl.load(cu_kv + batch)
-        n = tl.load(cu_kv + batch + 1) - start
         target = start // TILE + batch + block
     if block * TILE < n:
         place = tl.arange(0, TILE)
         key = block * TILE + key_at(place)
         d = tl.arange(0, HEAD_DIM)
-        rows = v + batch.to(tl.int64) * by_batch + head.to(tl.int64) * by_head + (start + key).to(tl.int64) * by_row
+        # Bytes: what they mean does not matter here.
+        rows = (
+            v.to(tl.pointer_type(tl.uint8))
+            + batch.to(tl.int64) * by_batch
+            + head.to(tl.int64) * by_head
+            + (start + key).to(tl.int64) * by_row
+        )
         x = tl.load(rows[:, None] + d[None, :], mask=(key < n)[:, None], other=0)
-        to = v_t + (head.to(tl.int64) * blocks + target) * (HEAD_DIM * TILE)
+        to = v_t.to(tl.pointer_type(tl.uint8)) + (head.to(tl.int64) * blocks + target) * (HEAD_DIM * TILE)
         tl.store(to + d[:, None] * TILE + place[None, :], tl.trans(x))
 
 
@@ -121,7 +123,7 @@ def rows_of(columns):
     return gl.SliceLayout(1, accumulator(columns))
 
 
-# ---- producer
+# ---- what the roles share
 
 
 @aggregate
@@ -135,19 +137,37 @@ class Descales:
     q_blocks: (gl.tensor, gl.constexpr)
     k_blocks: (gl.tensor, gl.constexpr)
 
-    @gluon.constexpr_function
-    def __init__(self, q, k, v, q_blocks, k_blocks):
-        self.q = gl.constexpr(None) if q is None else q
-        self.k = gl.constexpr(None) if k is None else k
-        self.v = gl.constexpr(None) if v is None else v
-        self.q_blocks = gl.constexpr(None) if q_blocks is None else q_blocks
-        self.k_blocks = gl.constexpr(None) if k_blocks is None else k_blocks
+
+@aggregate
+class Kernel:
+    """What every role takes: as `forward.Kernel`, with descales and without stamps."""
+
+    inputs: gl.tuple
+    outputs: Outputs
+    counters: gl.tensor
+    lengths: Lengths
+    heads: Heads
+    score: Score
+    descales: Descales
+    memory: Memory
+    k: Channel
+    v: Channel
+    MASKED: gl.constexpr
+    C: gl.constexpr
+
+
+# ---- producer
 
 
 @gluon.jit
-def copy_v(v_desc, chunks, barrier, block, kv_head, C: gl.constexpr):
-    mbarrier.expect(barrier, v_desc.block_type.nbytes)
-    tma_load(v_desc, [kv_head, block * C.head_dim_v, 0], barrier, chunks[0].reshape(v_desc.block_type.shape))
+def copy_v(K, g, first, i, kv_head):
+    """Start the copy of block i of a sequence, whose V^T begins with block `first`, to position g."""
+    v_desc = K.inputs[2]
+    chunk = K.v.block(g)[0]
+    full = K.v.acquire(g)
+    block = first + i
+    mbarrier.expect(full, v_desc.block_type.nbytes)
+    tma_load(v_desc, [kv_head, block * K.C.head_dim_v, 0], full, chunk.reshape(v_desc.block_type.shape))
 
 
 @gluon.jit
@@ -160,40 +180,40 @@ def first_of_v(work, lengths, C: gl.constexpr):
 
 
 @gluon.jit
-def producer(inputs, counters, lengths, heads, score, memory, k, v, C: gl.constexpr):
-    q_desc, k_desc, v_desc = inputs
-    GROUPS: gl.constexpr = C.groups
+def producer(K):
+    q_desc, k_desc, _v_desc = K.inputs
+    GROUPS: gl.constexpr = K.C.groups
     turn = 0
     g = gl.to_tensor(0)
-    tile, work = with_keys(gl.program_id(0), counters, lengths, heads, C)
-    publish(turn, tile, work, lengths, heads, memory)
-    while tile < heads.tiles:
-        kv_head = work.head // heads.group
+    tile, work = with_keys(K, gl.program_id(0))
+    publish(K, turn, tile, work)
+    while tile < K.heads.tiles:
+        kv_head = work.head // K.heads.group
         for w in gl.static_range(GROUPS):
-            slot = (turn % C.q_stages) * GROUPS + w
-            mbarrier.wait(memory.q_empty.index(slot), ((turn // C.q_stages) & 1) ^ 1)
-            copy_in((q_desc,), at(memory.q, slot), memory.q_full.index(slot), work.start_q, work.n_q, work.batch, work.head,
+            slot = (turn % K.C.q_stages) * GROUPS + w
+            mbarrier.wait(K.memory.q_empty.index(slot), ((turn // K.C.q_stages) & 1) ^ 1)
+            copy_in((q_desc,), at(K.memory.q, slot), K.memory.q_full.index(slot), work.start_q, work.n_q, work.batch, work.head,
                     work.row + w * ROWS)  # fmt: skip
-        lead = first_block(work.begin, work.end, work.full_begin, work.full_end, lengths, score)
-        first = first_of_v(work, lengths, C)
+        lead = first_block(work.begin, work.end, work.full_begin, work.full_end, K.lengths, K.score)
+        first = first_of_v(work, K.lengths, K.C)
         i = lead
-        copy_in((k_desc,), k.block(g), k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, i * C.tile_kv)
+        copy_in((k_desc,), K.k.block(g), K.k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, i * K.C.tile_kv)
         for j in tl.range(1, work.blocks()):
             g += 1
             next = later_block(j, work.begin, lead)
-            copy_in((k_desc,), k.block(g), k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, next * C.tile_kv)
-            copy_v(v_desc, v.block(g - 1), v.acquire(g - 1), first + i, kv_head, C)
+            copy_in((k_desc,), K.k.block(g), K.k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, next * K.C.tile_kv)
+            copy_v(K, g - 1, first, i, kv_head)
             i = next
         # The next tile is asked for as late as may be, or the CTAs would not end together.
         turn += 1
-        tile, work = with_keys(next_tile(counters), counters, lengths, heads, C)
-        publish(turn, tile, work, lengths, heads, memory)
-        copy_v(v_desc, v.block(g), v.acquire(g), first + i, kv_head, C)
+        tile, work = with_keys(K, next_tile(K.counters))
+        publish(K, turn, tile, work)
+        copy_v(K, g, first, i, kv_head)
         g += 1
     # The last CTA to end leaves the counters as it found them, for the next launch.
-    if gl.atomic_add(counters + 1, 1) == gl.num_programs(0) - 1:
-        gl.atomic_xchg(counters, 0)
-        gl.atomic_xchg(counters + 1, 0)
+    if gl.atomic_add(K.counters + 1, 1) == gl.num_programs(0) - 1:
+        gl.atomic_xchg(K.counters, 0)
+        gl.atomic_xchg(K.counters + 1, 0)
 
 
 # ---- consumer: products
@@ -232,6 +252,41 @@ def packed(p, C: gl.constexpr):
     first, third = even.split()
     second, fourth = odd.split()
     return gl.inline_asm_elementwise(PACK, "=r,f,f,f,f", [first, second, third, fourth], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
+def sum_packed(n):
+    """PTX: the sum of n times four numbers of e4m3, added two at a time in float16, whose 65504 is out of reach."""
+    lines = ["{ .reg .b16 low, high; .reg .b32 sum, x, y; .reg .f32 a, b; mov.b32 sum, 0;"]
+    for e in range(1, n + 1):  # one after the other: few registers, of which there are not many
+        lines += [f"mov.b32 {{low, high}}, ${e}; cvt.rn.f16x2.e4m3x2 x, low; cvt.rn.f16x2.e4m3x2 y, high;"]
+        lines += ["add.f16x2 x, x, y; add.f16x2 sum, sum, x;"]
+    return " ".join([*lines, "mov.b32 {low, high}, sum; cvt.f32.f16 a, low; cvt.f32.f16 b, high; add.f32 $0, a, b; }"])
+
+
+@gluon.constexpr_function
+def one_of(n):
+    """The constraints of an output that is made of n inputs."""
+    return ",".join(["=f"] + ["r"] * n)
+
+
+@gluon.jit
+def slices(x):
+    """[rows, n, 4] in n parts [rows, 4]."""
+    if x.shape[1] == 1:
+        return (x.reshape([x.shape[0], 4]),)
+    else:
+        left, right = x.reshape([x.shape[0], 2, x.shape[1] // 2, 4]).permute(0, 2, 3, 1).split()
+        return slices(left) + slices(right)
+
+
+@gluon.jit
+def add_rounded(sums, p):
+    """To row sums within each lane those of packed P, of what it is rounded to."""
+    parts = slices(p)
+    N: gl.constexpr = len(parts)
+    of_p = gl.inline_asm_elementwise(sum_packed(N), one_of(N), parts, dtype=gl.float32, is_pure=True, pack=1)
+    return sums + gl.convert_layout(of_p, sums.type.layout)
 
 
 @gluon.jit
@@ -290,32 +345,33 @@ def descaled(x, descale, index):
 
 
 @gluon.jit
-def tile_scale(w: gl.constexpr, turn, lengths, heads, memory, score, descales):
+def tile_scale(w: gl.constexpr, K, turn):
     """(the scale of a tile's scores, but for k's descale; batch and key head in one number)."""
-    batch, head, row, _n_q, _n_kv, _start = place_of(w, turn % SLOTS, lengths, memory)
-    kv_head = batch * (heads.heads // heads.group) + head // heads.group
-    if descales.q_blocks is None:
-        scale = descaled(score.inner, descales.q, kv_head)
+    batch, head, row, _n_q, _n_kv, _start = place_of(w, turn % SLOTS, K.lengths, K.memory)
+    kv_head = batch * (K.heads.heads // K.heads.group) + head // K.heads.group
+    if K.descales.q_blocks is None:
+        scale = descaled(K.score.inner, K.descales.q, kv_head)
     else:
-        scale = descaled(score.inner, descales.q, (batch * heads.heads + head) * descales.q_blocks + row // DESCALE_ROWS)
+        block = gl.minimum(row // DESCALE_ROWS, K.descales.q_blocks - 1)  # the tile's last groups may lie beyond the last row
+        scale = descaled(K.score.inner, K.descales.q, (batch * K.heads.heads + head) * K.descales.q_blocks + block)
     return scale, kv_head
 
 
 @gluon.jit
-def block_scale(scale, kv_head, i, descales, C: gl.constexpr):
+def block_scale(K, scale, kv_head, i):
     """The scale of the scores of block i."""
-    if descales.k_blocks is None:
-        return descaled(scale, descales.k, kv_head)
+    if K.descales.k_blocks is None:
+        return descaled(scale, K.descales.k, kv_head)
     else:
-        return descaled(scale, descales.k, kv_head * descales.k_blocks + i * C.tile_kv // DESCALE_ROWS)
+        return descaled(scale, K.descales.k, kv_head * K.descales.k_blocks + i * K.C.tile_kv // DESCALE_ROWS)
 
 
 @gluon.jit
-def masked_scores(s, i, tile, lengths, score, MASKED: gl.constexpr, C: gl.constexpr):
+def masked_scores(K, s, i, tile):
     """-inf where a row does not see a key of block i."""
-    if MASKED:
+    if K.MASKED:
         if not is_whole(i, tile):
-            s = gl.convert_layout(apply_mask(s, i, tile, lengths, C), accumulator(C.tile_kv))
+            s = gl.convert_layout(apply_mask(s, i, tile, K.lengths, K.C), accumulator(K.C.tile_kv))
     return s
 
 
@@ -328,150 +384,155 @@ def weights(s, m, scale, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def first_weights(s, tile, lengths, score, scale, MASKED: gl.constexpr, C: gl.constexpr):
-    """Of a tile's first block: (reference, row sums), P."""
-    s = masked_scores(s, lead_of(tile), tile, lengths, score, MASKED, C)
+def first_weights(K, s, tile, scale):
+    """(reference, row sums) and P of a tile's first block."""
+    s = masked_scores(K, s, lead_of(tile), tile)
     m = row_max(s) * scale - HEADROOM
-    p = weights(s, m, scale, MASKED)
-    return (m, lane_sums(p)), packed(p, C)
+    p = weights(s, m, scale, K.MASKED)
+    return (m, lane_sums(p)), packed(p, K.C)
 
 
 @gluon.jit
-def later_weights(state, s, i, tile, lengths, score, scale, MASKED: gl.constexpr, C: gl.constexpr):
-    """Of a later block: the state with it, P, and the factor of what was summed before."""
+def later_weights(K, state, s, i, tile, scale):
+    """The state with a later block, its P, and the factor of what was summed before."""
     m, row_sum = state
-    s = masked_scores(s, i, tile, lengths, score, MASKED, C)
-    if MASKED:
+    s = masked_scores(K, s, i, tile)
+    if K.MASKED:
         if not is_whole(lead_of(tile), tile):  # some rows may see the first of their keys here
             m = gl.where(m == float("-inf"), row_max(s) * scale - HEADROOM, m)
-    p = weights(s, m, scale, MASKED)
+    p = weights(s, m, scale, K.MASKED)
     sums = lane_sums(p)
-    largest = gl.convert_layout(gl.max(sums, 1), rows_of(C.tile_kv))
+    largest = gl.convert_layout(gl.max(sums, 1), rows_of(K.C.tile_kv))
     rise = gl.where(largest < LARGEST, 0, (largest.to(gl.int32, bitcast=True) >> 23) - 127 - HEADROOM)
     factor = ((127 - rise) << 23).to(gl.float32, bitcast=True)
     factors = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))[:, None]
-    return (m + rise.to(gl.float32), (row_sum + sums) * factors), packed(scaled(p, factor), C), factor
+    return (m + rise.to(gl.float32), (row_sum + sums) * factors), packed(scaled(p, factor), K.C), factor
 
 
 # ---- consumer
 
 
 @gluon.jit
-def step(before, g, i, acc, state, p, q, k, v, tile, lengths, score, scale, MASKED: gl.constexpr, C: gl.constexpr):
+def step(K, before, g, i, acc, rounded_sum, state, p, q, tile, scale):
     """The scores of block i, which is at position g, and beside them P V of the last position `before`."""
-    if MASKED and tile.between is not None:
-        pass_over(k, before + 1, g)
-    k.wait(g)
-    p = operand(p, C)
-    s = start_scores(q, k.block(g), C)
-    v.wait(before)
-    acc = start_output(acc, p, v.block(before))
+    if K.MASKED and tile.between is not None:
+        pass_over(K.k, before + 1, g)
+    K.k.wait(g)
+    s = start_scores(q, K.k.block(g), K.C)
+    K.v.wait(before)
+    acc = start_output(acc, operand(p, K.C), K.v.block(before))
+    rounded_sum = add_rounded(rounded_sum, p)  # beside the products
     s = warpgroup_mma_wait(1, deps=[s])
-    k.release(g)
-    state, p, factor = later_weights(state, s, i, tile, lengths, score, scale, MASKED, C)
-    v.wait(before)  # see `forward.step`
+    K.k.release(g)
+    state, p, factor = later_weights(K, state, s, i, tile, scale)
+    K.v.wait(before)  # see `forward.step`
     acc = warpgroup_mma_wait(0, deps=[acc])
     p = from_now(p)
-    v.release(before)
-    if MASKED and tile.between is not None:
-        pass_over(v, before + 1, g)
-    return scaled(acc, factor), state, p
+    K.v.release(before)
+    if K.MASKED and tile.between is not None:
+        pass_over(K.v, before + 1, g)
+    factors = gl.convert_layout(factor, gl.SliceLayout(1, rounded_sum.type.layout))[:, None]
+    return scaled(acc, factor), rounded_sum * factors, state, p
 
 
 @gluon.jit
-def consumer(w: gl.constexpr, outputs, lengths, heads, score, descales, memory, k, v, MASKED: gl.constexpr, C: gl.constexpr):
-    tile = fetch(w, 0, memory, lengths, score, MASKED, C)
+def consumer(w: gl.constexpr, K):
+    tile = fetch(w, K, 0)
     if tile.go:
-        consume(w, tile, outputs, lengths, heads, score, descales, memory, k, v, MASKED, C)
+        consume(w, K, tile)
 
 
 @gluon.jit
-def consume(w: gl.constexpr, tile, outputs, lengths, heads, score, descales, memory, k, v, MASKED: gl.constexpr,
-            C: gl.constexpr):  # fmt: skip
+def consume(w: gl.constexpr, K, tile):
     """This CTA's tiles, of which there is one at least."""
     turn = 0
     g = gl.to_tensor(0)
-    scale, kv_head = tile_scale(w, turn, lengths, heads, memory, score, descales)
-    mbarrier.wait(memory.q_full.index(w), 0)
-    k.wait(g)
-    s = start_scores(at(memory.q, w), k.block(g), C)
+    scale, kv_head = tile_scale(w, K, turn)
+    mbarrier.wait(K.memory.q_full.index(w), 0)
+    K.k.wait(g)
+    s = start_scores(at(K.memory.q, w), K.k.block(g), K.C)
     s = warpgroup_mma_wait(0, deps=[s])
-    k.release(g)
-    state, p = first_weights(s, tile, lengths, score, block_scale(scale, kv_head, lead_of(tile), descales, C), MASKED, C)
-    acc = no_output(C)
+    K.k.release(g)
+    state, p = first_weights(K, s, tile, block_scale(K, scale, kv_head, lead_of(tile)))
+    acc = no_output(K.C)
+    rounded_sum = gl.zeros_like(state[1])
     while tile.go:
-        # state and p are those of the tile's first block, at position g; acc is 0
-        slot = (turn % C.q_stages) * C.groups + w
-        q = at(memory.q, slot)
-        skip = tile.between if MASKED and tile.between is not None else 0
+        # state and p are those of the tile's first block, at position g; acc and rounded_sum, a block behind, are 0
+        slot = (turn % K.C.q_stages) * K.C.groups + w
+        q = at(K.memory.q, slot)
+        skip = tile.between if K.MASKED and tile.between is not None else 0
         for j in tl.range(1, tile.blocks, disable_licm=True):
             before = g
             g += 1 + skip
             skip = 0
             i = later_block(j, tile.begin, tile.lead)
-            acc, state, p = step(before, g, i, acc, state, p, q, k, v, tile, lengths, score,
-                                 block_scale(scale, kv_head, i, descales, C), MASKED, C)  # fmt: skip
+            acc, rounded_sum, state, p = step(K, before, g, i, acc, rounded_sum, state, p, q, tile,
+                                              block_scale(K, scale, kv_head, i))  # fmt: skip
         # The boundary: the last P V of this tile, beside the first scores of the next.
-        mbarrier.arrive(memory.q_empty.index(slot), count=1)
+        mbarrier.arrive(K.memory.q_empty.index(slot), count=1)
         before = g
-        g += 1 + skip + (tile.after if MASKED else 0)
+        g += 1 + skip + (tile.after if K.MASKED else 0)
         old_state = state
-        o_scale = descaled(1.0, descales.v, kv_head)
+        o_scale = descaled(1.0, K.descales.v, kv_head)
         turn += 1
-        tile = fetch(w, turn, memory, lengths, score, MASKED, C)
+        tile = fetch(w, K, turn)
         if tile.go:
-            scale, kv_head = tile_scale(w, turn, lengths, heads, memory, score, descales)
-        if MASKED:
-            pass_over(k, before + 1, g)
-        v.wait(before)
-        slot = (turn % C.q_stages) * C.groups + w
-        mbarrier.wait(memory.q_full.index(slot), (turn // C.q_stages) & 1, pred=tile.go)
-        k.wait(g, tile.go)
-        p = operand(p, C)
-        s = start_scores(at(memory.q, slot), k.block(g), C)
-        acc = start_output(acc, p, v.block(before))
+            scale, kv_head = tile_scale(w, K, turn)
+        if K.MASKED:
+            pass_over(K.k, before + 1, g)
+        K.v.wait(before)
+        slot = (turn % K.C.q_stages) * K.C.groups + w
+        mbarrier.wait(K.memory.q_full.index(slot), (turn // K.C.q_stages) & 1, pred=tile.go)
+        K.k.wait(g, tile.go)
+        s = start_scores(at(K.memory.q, slot), K.k.block(g), K.C)
+        acc = start_output(acc, operand(p, K.C), K.v.block(before))
+        rounded_sum = add_rounded(rounded_sum, p)
         s = warpgroup_mma_wait(1, deps=[s])
-        k.release(g, tile.go)
+        K.k.release(g, tile.go)
         lead_scale = scale
         if tile.go:
-            lead_scale = block_scale(scale, kv_head, lead_of(tile), descales, C)
-        state, p = first_weights(s, tile, lengths, score, lead_scale, MASKED, C)
+            lead_scale = block_scale(K, scale, kv_head, lead_of(tile))
+        state, p = first_weights(K, s, tile, lead_scale)
         acc = warpgroup_mma_wait(0, deps=[acc])
         p = from_now(p)
-        v.release(before)
-        if MASKED:
-            pass_over(v, before + 1, g)
-        epilogue(w, acc, old_state, (turn - 1) % SLOTS, o_scale, lengths, heads, memory, outputs, C)
-        acc = no_output(C)
+        K.v.release(before)
+        if K.MASKED:
+            pass_over(K.v, before + 1, g)
+        epilogue(w, K, acc, rounded_sum, old_state, (turn - 1) % SLOTS, o_scale)
+        acc = no_output(K.C)
+        rounded_sum = gl.zeros_like(rounded_sum)
     tma_store_wait(0)
 
 
 @gluon.jit
-def epilogue(w: gl.constexpr, acc, state, slot, scale, lengths, heads, memory, outputs, C: gl.constexpr):
+def epilogue(w: gl.constexpr, K, acc, rounded_sum, state, slot, scale):
     """Normalise; write the LSE, and O times `scale` by way of shared memory."""
     m, row_sum = state
-    LAYOUT: gl.constexpr = rows_of(C.tile_kv)
-    place = place_of(w, slot, lengths, memory)
-    mbarrier.arrive(memory.tile_empty.index(slot), count=1)
+    LAYOUT: gl.constexpr = rows_of(K.C.tile_kv)
+    place = place_of(w, slot, K.lengths, K.memory)
+    mbarrier.arrive(K.memory.tile_empty.index(slot), count=1)
     _batch, _head, row, n_q, _n_kv, _start = place
     rows = row + gl.arange(0, ROWS, LAYOUT)
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), LAYOUT)
+    rounded_sum = gl.convert_layout(gl.sum(rounded_sum, 1), LAYOUT)
     # A sum that overflowed (scores that exceed the first block's by 2^124) must not look like a result.
-    inverse = gl.where(row_sum == 0.0, 0.0, gl.where(row_sum == float("inf"), float("nan"), scale / row_sum))
+    inverse = gl.where(row_sum == 0.0, 0.0, gl.where(row_sum == float("inf"), float("nan"), scale / rounded_sum))
     m = gl.where(row_sum == 0.0, 0.0, m)
-    gl.store(outputs.lse + lse_row(place, lengths, heads, outputs) + rows, (m + gl.log2(row_sum)) * LN_2, mask=rows < n_q)
-    o = acc * gl.convert_layout(inverse, rows_of(C.head_dim_v))[:, None]
-    copy_out(w, o, place, memory, outputs.descriptor, 0, C)
+    gl.store(K.outputs.lse + lse_row(K, place) + rows, (m + gl.log2(row_sum)) * LN_2, mask=rows < n_q)
+    o = acc * gl.convert_layout(inverse, rows_of(K.C.head_dim_v))[:, None]
+    copy_out(w, K, o, place, 0)
 
 
 # ---- entry
 
 
 @gluon.jit(do_not_specialize=["q_blocks", "k_blocks", "heads", "group", "at_once", "rest", "tiles", "rows", "n_q", "n_kv",
-                              "left", "right", "prefix"])  # fmt: skip
+                              "left", "right", "prefix", "total_kv"])  # fmt: skip
 def fp8_kernel(q_desc, k_desc, v_desc, o_desc, lse, counters, q_descale, k_descale, v_descale, q_blocks, k_blocks, cu_q, cu_kv,
-               heads, group, at_once, rest, tiles, rows, n_q, n_kv, left, right, prefix, scale,
+               heads, group, at_once, rest, tiles, rows, n_q, n_kv, left, right, prefix, scale, total_kv,
                MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    # Numbers are parameters one by one: Triton 3.6 to 3.9 specialises a kernel for those of a tuple, `do_not_specialize` or not
+    # (see `scores.SCORE_NUMBERS`).
     dtype: gl.constexpr = q_desc.dtype
     memory = make_memory(dtype, o_desc.dtype, C)
     k = make_channel(dtype, C.num_stages, C.tile_kv, C.head_dim, 0, C.groups)
@@ -480,128 +541,14 @@ def fp8_kernel(q_desc, k_desc, v_desc, o_desc, lse, counters, q_descale, k_desca
     take_turn()
     inputs = (q_desc, k_desc, v_desc)
     outputs = Outputs(o_desc, lse, counters, rows)  # it writes no notes
-    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix)
+    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, None, None, None, rows, total_kv)
     heads = Heads(heads, group, at_once, rest, tiles)
-    zero = gl.to_tensor(0)  # the strides of what there is not
-    score = Score(scale, None, None, (zero, zero), None, (zero, zero, zero, zero), None, zero, None, None, None, None, None,
-                  (zero, zero, zero, zero), None, zero, zero)  # fmt: skip
+    score = plain_score(scale)
     descales = Descales(q_descale, k_descale, v_descale, q_blocks, k_blocks)
+    K = Kernel(inputs, outputs, counters, lengths, heads, score, descales, memory, k, v, MASKED, C)
     if C.groups == 2:
-        gl.warp_specialize([
-            (consumer, (0, outputs, lengths, heads, score, descales, memory, k, v, MASKED, C)),
-            (consumer, (1, outputs, lengths, heads, score, descales, memory, k, v, MASKED, C)),
-            (producer, (inputs, counters, lengths, heads, score, memory, k, v, C)),
-        ], [4, 1], [C.consumer_registers, C.producer_registers])  # fmt: skip
+        gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (producer, (K,))],
+                           [4, 1], [C.consumer_registers, C.producer_registers])  # fmt: skip
     else:
-        gl.warp_specialize([
-            (consumer, (0, outputs, lengths, heads, score, descales, memory, k, v, MASKED, C)),
-            (consumer, (1, outputs, lengths, heads, score, descales, memory, k, v, MASKED, C)),
-            (consumer, (2, outputs, lengths, heads, score, descales, memory, k, v, MASKED, C)),
-            (producer, (inputs, counters, lengths, heads, score, memory, k, v, C)),
-        ], [4, 4, 1], [C.consumer_registers, C.consumer_registers, C.producer_registers])  # fmt: skip
-
-
-# ---- launcher
-
-Descale = torch.Tensor | None
-
-
-def launch(
-    problem: AttentionProblem, operands: Operands, descales: tuple[Descale, Descale, Descale]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (bfloat16) and lse. descales of q, k and v: float32 and contiguous, see `Descales`."""
-    q = operands.q
-    out = torch.empty(*q.shape[:-1], problem.head_dim_v, dtype=torch.bfloat16, device=q.device)
-    lse = torch.empty(lse_shape(problem), dtype=torch.float32, device=q.device)
-    if problem.varlen or problem.lengths.seqlen_q > problem.lengths.seqlen_kv:  # rows that see nothing have no tile
-        out.zero_()
-        lse.fill_(-torch.inf)
-    with torch.cuda.device_of(q):
-        v_t = transposed(problem, operands)
-        space = workspace(q.device, 0)
-        grid, arguments, constants = kernel_arguments(problem, operands, v_t, descales, out, lse, space)
-        fp8_kernel[grid](*arguments, **constants)
-    return out, lse
-
-
-def transposed(problem: AttentionProblem, operands: Operands) -> torch.Tensor:
-    """V^T, [heads_kv, blocks * head_dim, tile_kv]: the blocks of a sequence follow each other. A packed sequence that starts at
-    row s is given the blocks from s // tile_kv on, and one more for each sequence before it, which is enough for all."""
-    v, tile = operands.v, config(problem).tile_kv
-    v_t = _empty_transposed(problem, v, tile)
-    lengths = problem.lengths
-    by_batch = 0 if problem.varlen else v.stride(0)
-    transpose_kernel[(triton.cdiv(lengths.seqlen_kv, tile), problem.heads_kv, lengths.batch)](
-        v.view(torch.uint8), v_t.view(torch.uint8), operands.cu_seqlens_kv, lengths.seqlen_kv,
-        v_t.shape[1] // problem.head_dim_v, by_batch, v.stride(-3), v.stride(-2), tile, problem.head_dim_v,
-        enable_fp_fusion=True, launch_pdl=True,
-    )  # fmt: skip
-    return v_t
-
-
-def _empty_transposed(problem: AttentionProblem, v: torch.Tensor, tile: int) -> torch.Tensor:
-    lengths = problem.lengths
-    if isinstance(lengths, Varlen):
-        blocks = lengths.total_kv // tile + lengths.batch
-    else:
-        blocks = lengths.batch * triton.cdiv(lengths.seqlen_kv, tile)
-    return torch.empty(problem.heads_kv, blocks * problem.head_dim_v, tile, dtype=v.dtype, device=v.device)
-
-
-def compile_only(problem: AttentionProblem, by_block: bool = False):
-    """The compiled kernel that `launch` would run on a dense problem with all descales (by_block: q's and k's by blocks), from
-    shapes alone (see strobe.lab.offline)."""
-    lengths, operands = problem.lengths, meta_operands(problem)
-    out = meta(*operands.q.shape, dtype=torch.bfloat16)
-    lse = meta(*lse_shape(problem), dtype=torch.float32)
-    v_descale = meta(lengths.batch, problem.heads_kv, dtype=torch.float32)
-    qk_descale = (
-        v_descale[..., None].expand(-1, -1, triton.cdiv(lengths.seqlen_q, DESCALE_ROWS.value)) if by_block else v_descale
-    )
-    space = Workspace(meta(16, dtype=torch.int32), meta(1, dtype=torch.int32))
-    v_t = _empty_transposed(problem, operands.v, config(problem).tile_kv)
-    descales = (qk_descale, qk_descale, v_descale)
-    grid, arguments, constants = kernel_arguments(problem, operands, v_t, descales, out, lse, space)
-    return fp8_kernel.warmup(*arguments, grid=grid, **constants)
-
-
-def kernel_arguments(problem: AttentionProblem, operands: Operands, v_t, descales, out, lse, space: Workspace):
-    """The kernel's grid, arguments and compile-time constants."""
-    lengths, chosen = problem.lengths, config(problem)
-    left, right, prefix = problem.mask.device_band
-    tiles = triton.cdiv(lengths.seqlen_q, chosen.tile_q) * lengths.batch * problem.heads_q
-    block = [1, problem.head_dim_v, chosen.tile_kv]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
-    arguments = (
-        *descriptors(operands.q, ROWS_PER_GROUP, (chosen.head_dim,)),
-        *descriptors(operands.k, chosen.tile_kv, (chosen.head_dim,)),
-        TensorDescriptor(v_t, list(v_t.shape), [v_t.shape[1] * v_t.shape[2], v_t.shape[2], 1], block, layout),
-        *descriptors(out, ROWS_PER_GROUP, (chosen.o_columns,)),
-        lse,
-        space.counters,
-        *descales,
-        *(None if x is None or x.dim() == 2 else x.shape[2] for x in descales[:2]),
-        operands.cu_seqlens_q,
-        operands.cu_seqlens_kv,
-        problem.heads_q,
-        problem.group,
-        *bundles_of_heads(problem, HALF_L2),
-        tiles,
-        operands.q.shape[:-2].numel(),
-        lengths.seqlen_q,
-        lengths.seqlen_kv,
-        left,
-        right,
-        prefix,
-        problem.scale * LOG2_E,
-    )
-    cut = problem.mask.band != (None, None, None) or lengths.seqlen_kv % chosen.tile_kv != 0
-    constants = {
-        "MASKED": cut or problem.varlen,
-        "C": chosen,
-        "num_warps": 4,
-        "enable_fp_fusion": True,  # Triton 3.10 turns it off
-        "launch_pdl": True,
-    }
-    ctas = arch_of(operands.q.device).sms
-    return (min(tiles, ctas) if ctas else tiles,), arguments, constants
+        gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (consumer, (2, K)), (producer, (K,))],
+                           [4, 4, 1], [C.consumer_registers, C.consumer_registers, C.producer_registers])  # fmt: skip

@@ -25,6 +25,6 @@ def columns_of(columns):
 
 
 @gluon.constexpr_function
-def one(warps):
-    """A single number, which all lanes of a role have."""
+def scalar_layout(warps):
+    """Layout of a single number, which all lanes of a role have."""
     return gl.BlockedLayout([1], [32], [warps], [0])

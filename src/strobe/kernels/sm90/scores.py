@@ -1,19 +1,99 @@
-"""From products to scores, in the registers of Hopper's consumers: softcap, slopes, bias, functions, and the masks."""
+"""The score terms of the Hopper kernels: what the host hands over, and the way from products to scores in the registers of the
+consumers: softcap, slopes, bias, functions, and the masks."""
 
+from typing import Any, NamedTuple
+
+import torch
+
+from strobe.dropout import threshold
+from strobe.kernels.common import gluon_math
+from strobe.kernels.common.call import Tensors
 from strobe.kernels.common.gluon_masks import kv_range
 from strobe.kernels.common.gluon_philox import dropped
 from strobe.kernels.common.gluon_scores import gradient_of_function, score_and_factor, with_bias, with_function
+from strobe.kernels.common.scores import LOG2E
 from strobe.kernels.gluon import aggregate, gl, gluon
 from strobe.kernels.sm90.layouts import ROWS, accumulator, columns_of, rows_of
-
-LOG2_E = gl.constexpr(1.4426950408889634)
+from strobe.problem import AttentionProblem
 
 SCORE_NUMBERS = (
-    *("slope_batch", "slope_head", "bias_batch", "bias_head", "bias_row", "bias_key", "sink_stride"),
-    *("document_q_batch", "document_q_row", "document_kv_batch", "threshold"),
+    *("threshold", "slope_batch", "slope_head", "bias_batch", "bias_head", "bias_row", "bias_key"),
+    *("document_q_batch", "document_q_row", "document_kv_batch", "sink_stride"),
 )
-"""Arguments of a Score that no kernel is specialised for. (It is for the stride of the keys' documents: if it is 1, as nearly
-always, their addresses differ by numbers that the compiler knows.)"""
+"""Integers of a Score, which no kernel is specialised for, in the order of an entry's parameters: so strides that belong
+together lie on 8 bytes, and one load brings two. Each is a parameter, and none is in `terms`, because Triton (3.6 to 3.9)
+specialises the integers of a tuple whatever `do_not_specialize` says: a 1 becomes a constant, a multiple of 16 is known as
+one. (Kernels are specialised for the stride of the keys' documents, `document_kv_row`: if it is 1, as nearly always, their
+addresses differ by numbers that the compiler knows.)"""
+
+
+# ---- on the host
+
+
+class Terms(NamedTuple):
+    """Tensors, functions and factors of a score, one argument of a kernel: None where a problem has no such term. `Score` adds
+    the strides."""
+
+    inner: float
+    outer: float | None
+    slopes: torch.Tensor | None
+    bias: torch.Tensor | None
+    sinks: torch.Tensor | None
+    function: Any
+    gradient: Any
+    visible: Any
+    document_q: torch.Tensor | None
+    document_kv: torch.Tensor | None
+    seed: torch.Tensor | None
+    kept_scale: float
+
+
+def score_arguments(problem: AttentionProblem, tensors: Tensors) -> tuple:
+    """The arguments `terms`, those named in `SCORE_NUMBERS`, and `document_kv_row`. log2(e) is folded into the factors.
+    A backward is told of no sinks: they are in the LSE."""
+    score, backward = problem.score, problem.phase == "backward"
+    inner, outer = problem.scale * LOG2E.value, None
+    if score.softcap:
+        inner, outer = problem.scale / score.softcap, score.softcap * LOG2E.value
+    slopes, bias, seed = tensors.alibi, tensors.bias, tensors.seed
+    sinks = None if backward else tensors.sinks
+    terms = Terms(
+        inner,
+        outer,
+        slopes,
+        bias,
+        sinks,
+        gluon_math.of_user(score.function),
+        gluon_math.of_user(score.function_gradient) if backward else None,
+        gluon_math.of_user(problem.mask.function),
+        tensors.document_q,
+        tensors.document_kv,
+        seed,
+        0.0 if seed is None else 1.0 / (1.0 - problem.dropout),
+    )
+    document_kv_batch, document_kv_row = _strides(tensors.document_kv)
+    return (
+        terms,
+        0 if seed is None else threshold(problem.dropout),
+        *((0, 0) if slopes is None else (slopes.stride(0) if slopes.dim() == 2 else 0, slopes.stride(-1))),
+        *((0, 0, 0, 0) if bias is None else _repeated(bias)),
+        *_strides(tensors.document_q),
+        document_kv_batch,
+        0 if sinks is None else sinks.stride(0),
+        document_kv_row,
+    )
+
+
+def _strides(ids: torch.Tensor | None) -> tuple[int, ...]:
+    return (0, 0) if ids is None else ids.stride()
+
+
+def _repeated(bias: torch.Tensor) -> list[int]:
+    """Strides of a bias: 0 where its one number stands for all."""
+    return [stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True)]
+
+
+# ---- in a kernel
 
 
 @aggregate
@@ -50,34 +130,36 @@ class Score:
     BY_PAIR: gl.constexpr
     PLACED: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, inner, outer, slopes, slope_strides, bias, bias_strides, sinks, sink_stride, function, gradient, visible,
-                 document_q, document_kv, document_strides, seed, threshold, kept_scale):  # fmt: skip
-        self.inner = inner
-        self.outer = gl.constexpr(None) if outer is None else outer
-        self.slopes = gl.constexpr(None) if slopes is None else slopes
-        self.slope_strides = slope_strides
-        self.bias = gl.constexpr(None) if bias is None else bias
-        self.bias_strides = bias_strides
-        self.sinks = gl.constexpr(None) if sinks is None else sinks
-        self.sink_stride = sink_stride
-        self.function = gl.constexpr(function)
-        self.gradient = gl.constexpr(gradient)
-        self.visible = gl.constexpr(visible)
-        self.document_q = gl.constexpr(None) if document_q is None else document_q
-        self.document_kv = gl.constexpr(None) if document_kv is None else document_kv
-        batch_q, row_q, batch_kv, row_kv = document_strides
-        self.document_q_strides = gl.tuple([batch_q, row_q])
-        self.document_kv_batch = batch_kv
-        self.document_kv_row = gl.constexpr(row_kv) if isinstance(row_kv, int) else row_kv
-        self.seed = gl.constexpr(None) if seed is None else seed
-        self.threshold = threshold
-        self.kept_scale = kept_scale
-        given = [x is not None for x in (outer, slopes, bias, function)]
-        by_pair = document_q is not None or visible is not None
-        self.CHANGED = gl.constexpr(any(given))
-        self.BY_PAIR = gl.constexpr(by_pair)
-        self.PLACED = gl.constexpr(any(given) or by_pair or seed is not None)
+
+@gluon.jit
+def score_of(terms, slope_strides, bias_strides, sink_stride, document_strides, threshold):
+    """The Score of a kernel's arguments. terms: see `Terms`. document_strides: by batch and row of q,
+    then of kv."""
+    GIVEN: gl.constexpr = (
+        terms.outer is not None or terms.slopes is not None or terms.bias is not None or terms.function is not None
+    )
+    BY_PAIR: gl.constexpr = terms.document_q is not None or terms.visible is not None
+    batch_q, row_q, batch_kv, row_kv = document_strides
+    return Score(
+        inner=terms.inner, outer=terms.outer, slopes=terms.slopes, slope_strides=slope_strides, bias=terms.bias,
+        bias_strides=bias_strides, sinks=terms.sinks, sink_stride=sink_stride, function=terms.function,
+        gradient=terms.gradient, visible=terms.visible, document_q=terms.document_q, document_kv=terms.document_kv,
+        document_q_strides=(batch_q, row_q), document_kv_batch=batch_kv, document_kv_row=row_kv, seed=terms.seed,
+        threshold=threshold, kept_scale=terms.kept_scale, CHANGED=GIVEN, BY_PAIR=BY_PAIR,
+        PLACED=GIVEN or BY_PAIR or terms.seed is not None,
+    )  # fmt: skip
+
+
+@gluon.jit
+def plain_score(scale):
+    """The Score that multiplies q.k by `scale` and does nothing else. The strides of what there is not are 0."""
+    zero = gl.to_tensor(0)
+    return Score(
+        inner=scale, outer=None, slopes=None, slope_strides=(zero, zero), bias=None, bias_strides=(zero, zero, zero, zero),
+        sinks=None, sink_stride=zero, function=None, gradient=None, visible=None, document_q=None, document_kv=None,
+        document_q_strides=(zero, zero), document_kv_batch=zero, document_kv_row=zero, seed=None, threshold=zero,
+        kept_scale=zero, CHANGED=False, BY_PAIR=False, PLACED=False,
+    )  # fmt: skip
 
 
 @aggregate
@@ -103,7 +185,7 @@ class BiasGradient:
 
 
 @gluon.jit
-def numbers(tile, lengths):
+def lengths_of_tile(tile, lengths):
     """n_q and n_kv of the tile's sequence."""
     if lengths.VARY:
         return tile.n_q, tile.n_kv
@@ -117,18 +199,18 @@ def slope_of(batch, head, score):
     if score.slopes is None:
         return 0.0
     else:
-        return gl.load(score.slopes + batch * score.slope_strides[0] + head * score.slope_strides[1]) * LOG2_E
+        return gl.load(score.slopes + batch * score.slope_strides[0] + head * score.slope_strides[1]) * LOG2E
 
 
 @gluon.jit
-def scores_of(s, i, tile, lengths, score, C: gl.constexpr):
+def scores_of(K, s, i, tile):
     """q.k of block i -> (scores, by what they have yet to be multiplied), in powers of two."""
-    if not score.CHANGED:
-        return s, score.inner
+    if not K.score.CHANGED:
+        return s, K.score.inner
     else:
-        row, key = indices(i, tile, lengths, C)
-        n_q, n_kv = numbers(tile, lengths)
-        s, _, _ = score_and_factors(s, row[:, None], key[None, :], tile.batch, tile.head, tile.slope, n_q, n_kv, score)
+        row, key = indices(i, tile, K.lengths, K.C)
+        n_q, n_kv = lengths_of_tile(tile, K.lengths)
+        s, _, _ = score_and_factors(s, row[:, None], key[None, :], tile.batch, tile.head, tile.slope, n_q, n_kv, K.score)
         return s, 1.0
 
 
@@ -225,24 +307,24 @@ def warp_sums(x):
 @gluon.jit
 def sink_of(head, score):
     """The sink of a head, in powers of two."""
-    return gl.load(score.sinks + head * score.sink_stride).to(gl.float32) * LOG2_E
+    return gl.load(score.sinks + head * score.sink_stride).to(gl.float32) * LOG2E
 
 
 @gluon.jit
-def kept_weights(p, i, tile, lengths, score, C: gl.constexpr):
+def kept_weights(K, p, i, tile):
     """P of block i with 0 for what dropout drops."""
-    if score.seed is None:
+    if K.score.seed is None:
         return p
     else:
-        n_q, n_kv = numbers(tile, lengths)
+        n_q, n_kv = lengths_of_tile(tile, K.lengths)
         first = tile.p - (n_kv - n_q)
-        return dropped(p, first, i * C.tile_kv, score.seed, score.threshold, tile.batch, tile.head, TRANSPOSED=False)
+        return dropped(p, first, i * K.C.tile_kv, K.score.seed, K.score.threshold, tile.batch, tile.head, TRANSPOSED=False)
 
 
 @gluon.jit
 def indices(i, tile, lengths, C: gl.constexpr):
-    """Of this group's rows in their sequence, and of the keys of block i."""
-    n_q, n_kv = numbers(tile, lengths)
+    """Indices in their sequence: of this group's rows, and of the keys of block i."""
+    n_q, n_kv = lengths_of_tile(tile, lengths)
     row = tile.p - (n_kv - n_q) + gl.arange(0, ROWS, rows_of(C.tile_kv))
     return row, i * C.tile_kv + gl.arange(0, C.tile_kv, columns_of(C.tile_kv))
 
@@ -272,7 +354,7 @@ def apply_mask(s, i, tile, lengths, C: gl.constexpr):
     x = gl.reshape(s, [ROWS, C.tile_kv // 8, 4, 2])
     L: gl.constexpr = x.type.layout
     p = tile.p + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
-    _n_q, n_kv = numbers(tile, lengths)
+    _n_q, n_kv = lengths_of_tile(tile, lengths)
     begin, end = seen_by(p, n_kv, lengths)
     key, lane = keys_of_lanes(L, C)
     first = i * C.tile_kv + lane
@@ -298,42 +380,42 @@ def compare_documents(s, documents, tile, score):
 
 
 @gluon.jit
-def ask_function(s, i, tile, lengths, score, C: gl.constexpr):
+def ask_function(K, s, i, tile):
     """-inf where the user's function hides a key of block i from a row."""
-    if score.visible is not None:
-        row, key = indices(i, tile, lengths, C)
-        s = gl.where(score.visible(tile.batch, tile.head, row[:, None], key[None, :]), s, float("-inf"))
+    if K.score.visible is not None:
+        row, key = indices(i, tile, K.lengths, K.C)
+        s = gl.where(K.score.visible(tile.batch, tile.head, row[:, None], key[None, :]), s, float("-inf"))
     return s
 
 
 @gluon.jit
-def documents_of_block(i, tile, lengths, score, C: gl.constexpr):
-    """Of the keys of block i, [1, keys], to be asked for before the scores are waited for; nobody reads the 0 where there are
-    none, or where the block is whole."""
-    if score.document_kv is None:
+def documents_of_block(K, i, tile):
+    """Documents of the keys of block i, [1, keys], to be asked for before the scores are waited for; nobody reads the 0 where
+    there are none, or where the block is whole."""
+    if K.score.document_kv is None:
         return 0
     else:
-        _n_q, n_kv = numbers(tile, lengths)
-        s = gl.full([ROWS, C.tile_kv], 0.0, gl.float32, accumulator(C.tile_kv))
-        x = gl.reshape(s, [ROWS, C.tile_kv // 8, 4, 2])
+        _n_q, n_kv = lengths_of_tile(tile, K.lengths)
+        s = gl.full([ROWS, K.C.tile_kv], 0.0, gl.float32, accumulator(K.C.tile_kv))
+        x = gl.reshape(s, [ROWS, K.C.tile_kv // 8, 4, 2])
         L: gl.constexpr = x.type.layout
-        key, lane = keys_of_lanes(L, C)
-        first = i * C.tile_kv + lane
-        at = score.document_kv + tile.batch.to(gl.int64) * score.document_kv_batch
-        at = at + first.to(gl.int64) * score.document_kv_row + key.to(gl.int64) * score.document_kv_row
+        key, lane = keys_of_lanes(L, K.C)
+        first = i * K.C.tile_kv + lane
+        at = K.score.document_kv + tile.batch.to(gl.int64) * K.score.document_kv_batch
+        at = at + first.to(gl.int64) * K.score.document_kv_row + key.to(gl.int64) * K.score.document_kv_row
         documents = 0 * (first + key)
         if not is_whole(i, tile):
-            if (i + 1) * C.tile_kv <= n_kv:  # nearly always, and faster
+            if (i + 1) * K.C.tile_kv <= n_kv:  # nearly always, and faster
                 documents = gl.load(at)
             else:
                 exists = first + key < n_kv
                 documents = gl.load(at, mask=exists, other=0)
-        return gl.convert_layout(gl.reshape(documents, [1, C.tile_kv]), accumulator(C.tile_kv))
+        return gl.convert_layout(gl.reshape(documents, [1, K.C.tile_kv]), accumulator(K.C.tile_kv))
 
 
 @gluon.jit
 def documents_of_rows(batch, row, n_q, score):
-    """Of rows; 0 of those that do not exist."""
+    """Documents of rows; 0 of those that do not exist."""
     by_batch, by_row = score.document_q_strides
     at = score.document_q + batch.to(gl.int64) * by_batch + row.to(gl.int64) * by_row
     return gl.load(at, mask=row < n_q, other=0)
@@ -341,6 +423,6 @@ def documents_of_rows(batch, row, n_q, score):
 
 @gluon.jit
 def documents_of_keys(batch, key, n_kv, score):
-    """Likewise of keys."""
+    """Documents of keys; 0 of those that do not exist."""
     at = score.document_kv + batch.to(gl.int64) * score.document_kv_batch + key.to(gl.int64) * score.document_kv_row
     return gl.load(at, mask=key < n_kv, other=0)

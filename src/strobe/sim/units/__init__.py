@@ -1,4 +1,4 @@
-"""What a multiprocessor does beside computing in registers: memories, copies, tensor cores, control."""
+"""Units of a multiprocessor beside those that compute in registers: memories, copies, tensor cores, control."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ MODELS: dict[str, Callable] = {
     "async_copy.mbarrier_arrive": cp_async.mbarrier_arrive,
     "async_copy.wait_group": cp_async.wait_group,
     "barrier": control.barrier,
+    "cluster.barrier": control.cluster_barrier,
     "fence_async_shared": control.fence_async_shared,
+    "gdc_launch_dependents": control.launch_dependents,
+    "gdc_wait": control.take_turn,
     "mbarrier.allocate_mbarrier": barriers.allocate,
     "mbarrier.arrive": barriers.arrive,
     "mbarrier.expect": barriers.expect,
@@ -25,6 +28,7 @@ MODELS: dict[str, Callable] = {
     "mbarrier.wait": barriers.wait,
     "shared_memory_descriptor": shared.SharedView,
     "tcgen05_commit": tcgen05.commit,
+    "tcgen05_copy": tcgen05.copy,
     "tcgen05_mma": tcgen05.mma,
     "tensor_memory_descriptor": tensor_memory.TensorMemoryView,
     "thread_barrier": control.barrier,
@@ -41,4 +45,4 @@ MODELS: dict[str, Callable] = {
     "warpgroup_mma_init": wgmma.init,
     "warpgroup_mma_wait": wgmma.wait,
 }
-"""Gluon's names, of old and new Triton, and what simulates them: functions, and classes for `isinstance`."""
+"""Names of Gluon, of old and new Triton, and what simulates them: functions, and classes for `isinstance`."""

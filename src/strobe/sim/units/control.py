@@ -1,16 +1,17 @@
-"""Control: specialised warps, barriers of a partition, fences."""
+"""Models control: specialised warps, barriers of a partition, fences."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from strobe.sim import barriers
-from strobe.sim.context import machine, where
-from strobe.sim.errors import IllegalOperation
+from strobe.sim.context import machine
+from strobe.sim.errors import IllegalOperation, Unsupported
+from strobe.sim.kernel_source import where
 
 
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
-    """The first function in the warps that are there, each other one in warps of its own; returns when all have ended."""
+    """Run the first function in the warps that are there, each other one in warps of its own; returns when all have ended."""
     running = machine()
     parent = running.partition
     (function, arguments), *workers = functions_and_args
@@ -40,7 +41,7 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
 
 
 def _unique(name: str) -> str:
-    """A role's name; the second `consumer` is "consumer 1". In a cluster it says of which CTA."""
+    """A name for a role that no other has: the second `consumer` is "consumer 1"; in a cluster it says of which CTA."""
     running = machine()
     if running.num_ctas > 1:
         name = f"CTA {running.rank} {name}"
@@ -50,8 +51,8 @@ def _unique(name: str) -> str:
 
 
 def barrier(cluster=False) -> None:
-    """gl.barrier: the warps of a partition meet. They run as one here, so this is only a place to stop at, unless all CTAs of
-    a cluster are to meet."""
+    """Let the warps of a partition meet (gl.barrier). They run as one here, so this is only a place to stop at, unless all CTAs
+    of a cluster are to meet."""
     running = machine()
     running.spend(running.costs.named_barrier)
     running.pause()
@@ -59,6 +60,24 @@ def barrier(cluster=False) -> None:
         barriers.cluster_sync()
 
 
+def cluster_barrier(relaxed=False) -> None:
+    """Let all CTAs of a cluster meet (hopper.cluster.barrier). Relaxed, they tell each other nothing of their memory."""
+    if relaxed:
+        raise Unsupported(f"{where()}: the simulator has no model of a relaxed barrier of a cluster")
+    barrier(cluster=True)
+
+
+def take_turn() -> None:
+    """Wait until the launch ahead has ended and what it wrote is seen (griddepcontrol.wait)."""
+    running = machine()
+    running.pause()
+    running.partition.take_turn()
+
+
+def launch_dependents() -> None:
+    """Let the next launch begin (griddepcontrol.launch_dependents); it waits for its own turn, so there is nothing to do."""
+
+
 def fence_async_shared(cluster=False) -> None:
-    """What this partition wrote, or knows to be written, becomes visible to the async proxy."""
+    """Make what this partition wrote, or knows to be written, visible to the async proxy."""
     machine().partition.fence()

@@ -1,4 +1,4 @@
-"""cp.async (sm_80 on): threads' copies from global to shared memory, in groups that finish in order.
+"""Models cp.async (sm_80 on): threads' copies from global to shared memory, in groups that finish in order.
 
 They write through the generic proxy. `wait_group(n)` waits until at most the n newest groups are open.
 """
@@ -9,8 +9,9 @@ import torch
 
 from strobe.sim import barriers
 from strobe.sim.clocks import Knowledge
-from strobe.sim.context import machine, where
+from strobe.sim.context import machine
 from strobe.sim.errors import IllegalOperation, Unfinished
+from strobe.sim.kernel_source import where
 from strobe.sim.machine import Partition
 from strobe.sim.memory import Access
 from strobe.sim.tensor import Pointer, Tensor
@@ -39,7 +40,7 @@ def _groups() -> Groups:
 
 
 def copy(smem, pointer: Pointer, mask: Tensor | None = None, **_) -> None:
-    """async_copy.async_load: masked elements become zero."""
+    """Copy from global to shared memory (async_copy.async_load); masked elements become zero."""
     running, groups, place = machine(), _groups(), where()
     running.pause()
     if list(pointer.shape) != smem.shape:
@@ -70,6 +71,7 @@ def copy(smem, pointer: Pointer, mask: Tensor | None = None, **_) -> None:
 
 
 def commit_group() -> None:
+    """Close the group of the copies issued so far."""
     running, groups = machine(), _groups()
     running.pause()
     number = groups.current
@@ -84,6 +86,7 @@ def commit_group() -> None:
 
 
 def wait_group(num_outstanding=0) -> None:
+    """Wait until at most the newest `num_outstanding` groups are open."""
     running, groups, place = machine(), _groups(), where()
     target = groups.current - 1 - int(num_outstanding)
     running.wait(
@@ -97,7 +100,7 @@ def wait_group(num_outstanding=0) -> None:
 
 
 def mbarrier_arrive(mbarrier, increment_count=True) -> None:
-    """Each thread arrives when the copies that it issued so far are done: one arrival more to wait for, or, without
+    """Arrive with each thread when the copies that it issued so far are done: one arrival more to wait for, or, without
     increment_count, one of those that the barrier counts."""
     running, groups, barrier = machine(), _groups(), barriers.at(mbarrier)
     running.pause()
@@ -114,6 +117,6 @@ def mbarrier_arrive(mbarrier, increment_count=True) -> None:
 
     def finish() -> None:
         groups.finished = number
-        barrier.arrive(threads, knows, what, time=groups.times.get(number, 0.0))
+        barrier.arrive(threads, knows, what, time=groups.times.get(number, 0.0), agent=groups.agent)
 
     running.cta.post(("cp.async", groups.agent), what, finish, partition.time)

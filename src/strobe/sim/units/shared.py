@@ -1,21 +1,24 @@
-"""Shared memory: allocations and the views of them that kernels hold."""
+"""Models shared memory: allocations, and the views of them that kernels hold."""
 
 from __future__ import annotations
 
+import gc
 import math
+from types import FrameType
 
 import torch
 from triton.experimental.gluon import language as gl
 
+from strobe.device import KNOWN
 from strobe.sim.clusters import halved_dim, only_own, own, transposed
-from strobe.sim.context import machine, where
-from strobe.sim.errors import IllegalOperation, Unsupported
+from strobe.sim.context import machine
+from strobe.sim.errors import IllegalOperation, OutOfBounds, Unsupported
+from strobe.sim.kernel_source import assigned_name, kernel_frame, where
 from strobe.sim.memory import Access, Buffer, Footprint, Load, bounds_check, dense_footprint, reshaped
-from strobe.sim.names import assigned_name
 from strobe.sim.tensor import Tensor, torch_dtype
 
-CAPACITY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024, 120: 99 * 1024}
-"""Bytes of shared memory that a CTA may have (CUDA C++ Programming Guide, technical specifications per compute capability)."""
+CAPACITY = {arch.capability: arch.smem_per_block for arch in KNOWN.values()}
+"""Bytes of shared memory that a CTA may have, by compute capability; an arch that is not here has as much as the largest."""
 
 
 class SharedView:
@@ -51,7 +54,8 @@ class SharedView:
         return self.data.numel() * self.data.element_size() // machine().num_ctas
 
     def label(self, field: str) -> None:
-        """An aggregate holds this view as `field`: "stage0.p_full" says more in a message than "stage0[3]"."""
+        """Take the name of the field of an aggregate that holds this view: "stage0.p_full" says more in a message than
+        "stage0[3]"."""
         if self.name.endswith(field):
             return
         cta, begin = machine().cta, self.data.storage_offset()
@@ -66,8 +70,13 @@ class SharedView:
         return SharedView(self.buffer, data, self.dtype, self.layout, name or self.name)
 
     def index(self, index) -> SharedView:
+        """The view of one index. Beyond the end it is one that must not be used: a kernel may form it, and leave it out by
+        `pred`."""
         index = int(index)
-        bounds_check(index, self.data.shape[0], f"{self.name} at {where()}")
+        try:
+            bounds_check(index, self.data.shape[0], f"{self.name} at {where()}")
+        except OutOfBounds as error:
+            return Nowhere(error)
         return self._view(self.data[index], f"{self.name}[{index}]")
 
     def slice(self, start, length, dim=0) -> SharedView:
@@ -85,15 +94,16 @@ class SharedView:
     def reinterpret(self, dtype=None, shape=None, layout=None) -> SharedView:
         dtype = self.dtype if dtype is None else dtype
         shape = self.shape if shape is None else [int(n) for n in shape]
-        bytes_ = self.data.contiguous().view(-1) if not self.data.is_contiguous() else self.data.view(-1)
         if not self.data.is_contiguous():
             raise IllegalOperation(f"{where()} reinterprets a view of {self.name} that has gaps")
+        memory, begin = self.data.untyped_storage(), self.data.storage_offset() * self.data.element_size()
         wanted = math.prod(shape) * dtype.primitive_bitwidth // 8
-        if wanted > bytes_.numel() * bytes_.element_size():
+        if begin + wanted > memory.nbytes():  # a stage of a ring may be seen as longer: it goes on in the next one
             raise IllegalOperation(
-                f"{where()} reinterprets {self.name}, {self.shape} {self.dtype}, as {shape} {dtype}: too long"
+                f"{where()} reinterprets {self.name}, {self.shape} {self.dtype}, as {shape} {dtype}: past the end of "
+                f"{self.buffer.name}"
             )
-        data = bytes_.view(torch.uint8)[:wanted].view(torch_dtype(dtype)).view(shape)
+        data = torch.empty(0, dtype=torch.uint8).set_(memory, begin, (wanted,), (1,)).view(torch_dtype(dtype)).view(shape)
         if isinstance(layout, gl.SharedLinearLayout):
             return LinearView(self.buffer, _by_bits(data, layout.offset_bases), dtype, layout, self.name)
         return SharedView(self.buffer, data, dtype, layout or self.layout, self.name)
@@ -110,13 +120,14 @@ class SharedView:
         return self.buffer.footprint(key, lambda: dense_footprint(data))
 
     def touch(self, access: Access, write: bool, part: torch.Tensor | None = None) -> None:
-        """An access to all of it, or to a part."""
+        """Note an access to all of it, or to a part."""
         self.buffer.touch(self.footprint(self.data if part is None else part), access, write, self.name)
         if machine().num_ctas > 1:
             self._touch_halves(access, write)
 
     def _touch_halves(self, access: Access, write: bool) -> None:
-        """Two CTAs that halve a buffer read it by the halves by which it was written: each has only its own half's bytes."""
+        """Raise IllegalOperation if two CTAs read a buffer by other halves than those by which they wrote it: each has only the
+        bytes of its own half."""
         dim = halved_dim(self.layout, self.data.dim())
         if dim is None:
             return
@@ -131,7 +142,7 @@ class SharedView:
             raise IllegalOperation(f"{access} reads halves of {self.name} other than those that the CTAs of its cluster wrote")
 
     def own(self) -> torch.Tensor:
-        """What of it lies in the CTA that runs now."""
+        """The part of it that lies in the CTA that runs now."""
         return own(self.layout, self.data)
 
     def load(self, layout=None) -> Tensor:
@@ -174,6 +185,18 @@ class SharedView:
         self.data.scatter_(int(axis), indices.data.expand(shape).long(), values.data.expand(shape))
 
 
+class Nowhere(SharedView):
+    """A view beyond the end of its buffer: any use of it raises `error`."""
+
+    def __init__(self, error: OutOfBounds):
+        object.__setattr__(self, "_error", error)
+
+    def __getattribute__(self, name: str):
+        if name.startswith("__"):
+            return object.__getattribute__(self, name)
+        raise object.__getattribute__(self, "_error")
+
+
 class LinearView(SharedView):
     """A view whose elements lie in the order of a SharedLinearLayout: `data` has a dim of 2 for each bit of its indices."""
 
@@ -184,8 +207,8 @@ class LinearView(SharedView):
 
 
 def _by_bits(data: torch.Tensor, steps: list[list[int]]) -> torch.Tensor:
-    """Contiguous elements, each bit of whose number is one step in one dim, with a dim of 2 for each of these steps, the
-    largest of the first dim first."""
+    """A view of contiguous elements, each bit of whose number is one step in one dim: it has a dim of 2 for each of these
+    steps, the largest of the first dim first."""
     if any(sum(map(bool, step)) != 1 or max(step) & (max(step) - 1) for step in steps) or data.numel() != 2 ** len(steps):
         raise Unsupported(f"the simulator has no shared memory in the order of {steps}, which {where()} asks for")
     places = [len(steps) - 1 - i for i in sorted(range(len(steps)), key=steps.__getitem__, reverse=True)]
@@ -193,7 +216,7 @@ def _by_bits(data: torch.Tensor, steps: list[list[int]]) -> torch.Tensor:
 
 
 def allocate(element_ty, shape, layout=None, value: Tensor | None = None) -> SharedView:
-    """gl.allocate_shared_memory: uninitialised bytes (a pattern that is no number), or a copy of `value`."""
+    """Allocate uninitialised bytes (a pattern that is no number), or a copy of `value` (gl.allocate_shared_memory)."""
     name = assigned_name()
     view = machine().cta.allocated(lambda: _allocate(element_ty, shape, layout, name))
     if value is not None:
@@ -205,11 +228,26 @@ def _allocate(element_ty, shape, layout, name: str) -> SharedView:
     running = machine()
     shape, dtype = [int(n) for n in shape], torch_dtype(element_ty)
     size = math.prod(shape) * dtype.itemsize
-    running.cta.smem_bytes += size // running.num_ctas
-    limit = CAPACITY.get(running.arch, 227 * 1024)
-    if running.cta.smem_bytes > limit:
-        raise IllegalOperation(
-            f"{where()} allocates {name}: {running.cta.smem_bytes} bytes of shared memory in all, of {limit}"
-        )
+    limit = CAPACITY.get(running.arch, max(CAPACITY.values()))
+    buffer = Buffer(name, "shared", size)
+    taken = running.cta.take_shared(buffer, size // running.num_ctas, _about_to_be_replaced(name))
+    if taken > limit:
+        raise IllegalOperation(f"{where()} allocates {name}: {taken} bytes of shared memory in all, of {limit}")
     data = torch.full((size,), 0xFF, dtype=torch.uint8).view(dtype).view(shape)  # 0xFF..: a NaN in every float type
-    return SharedView(Buffer(name, "shared", size), data, element_ty, layout, name)
+    return SharedView(buffer, data, element_ty, layout, name)
+
+
+def _about_to_be_replaced(name: str) -> Buffer | None:
+    """The buffer that the kernel's variable `name`, and nothing else, still holds: in a loop, the one of the iteration
+    before."""
+    frame = kernel_frame()
+    variables = frame.f_locals if frame else {}
+    held = variables.get(name)
+    if not isinstance(held, SharedView):
+        return None
+    return held.buffer if _holders(held) == _holders(held.buffer) == 1 else None
+
+
+def _holders(thing) -> int:
+    """The number of objects that refer to a thing; the variables of a function count as one."""
+    return sum(not isinstance(holder, FrameType) for holder in gc.get_referrers(thing))

@@ -1,4 +1,4 @@
-"""tcgen05 (sm_100): matrix products that one thread issues, from shared or tensor memory into tensor memory.
+"""Models tcgen05 (sm_100): matrix products that one thread issues, from shared or tensor memory into tensor memory.
 
 The products of one thread run in order. `commit` lets an mbarrier know when all that it issued so far are done; nothing else
 tells. Operands in shared memory are read through the async proxy.
@@ -11,8 +11,9 @@ import torch
 from strobe.sim import barriers
 from strobe.sim.clocks import Knowledge
 from strobe.sim.clusters import halved_dim
-from strobe.sim.context import machine, where
-from strobe.sim.errors import IllegalOperation
+from strobe.sim.context import machine
+from strobe.sim.errors import IllegalOperation, Unsupported
+from strobe.sim.kernel_source import where
 from strobe.sim.machine import Partition
 from strobe.sim.memory import Access
 from strobe.sim.units.tensor_memory import TensorMemoryView
@@ -28,7 +29,7 @@ class Queue:
         self.time = 0.0
 
     def at_exit(self) -> None:
-        """Whether its last product has been waited for shows when the CTA ends."""
+        """Do nothing: whether its last product has been waited for shows when the CTA ends."""
 
 
 def _queue() -> Queue:
@@ -39,8 +40,11 @@ def _queue() -> Queue:
 
 
 def mma(a, b, acc, use_acc=True, pred=True, multicast=False, mbarriers=None, mbarrier_preds=None) -> None:
-    """In a cluster the CTA of rank 0 issues for both, and both are told."""
+    """Issue a product. In a cluster the CTA of rank 0 issues it for both, and the barriers of both are told."""
+    barriers.meet_after_initialising()
     running, place = machine(), where()
+    if multicast and running.num_ctas > 1:
+        raise Unsupported(f"{place}: the simulator has no model of products whose operands are multicast")
     running.spend(running.costs.mma_issue)
     running.pause()
     if not pred or running.rank:
@@ -78,8 +82,37 @@ def _product(a, b, acc, use_acc: bool, place: str) -> None:
     running.span("tensor core", f"{acc.name} from {a.name}, {b.name}", begin, queue.time)
 
 
+def copy(src, dst) -> None:
+    """Copy from shared memory to tensor memory, in order with the products (tcgen05_copy)."""
+    running, place = machine(), where()
+    running.spend(running.costs.mma_issue)
+    running.pause()
+    if running.num_ctas > 1 or not isinstance(dst, TensorMemoryView) or src.shape != dst.shape or src.dtype != dst.dtype:
+        raise Unsupported(
+            f"{place}: the simulator copies shared to tensor memory of one CTA, of the same shape and type, not "
+            f"{src.shape} {src.dtype} to {dst.shape} {dst.dtype}"
+        )
+    queue, partition = _queue(), running.partition
+    queue.issued += 1
+    queue.knows.join(partition.knows)
+    queue.knows.learn(queue.agent, queue.issued)
+    what = f"tcgen05.cp of {partition.name} at {place}"
+    access = Access(queue.agent, queue.issued, queue.knows.copy(), what, generic=False)
+    _touch(src, access, False, (0,))
+    _touch(dst, access, True, (0,))
+    partition.tick()
+    running.cta.must_know[queue.agent] = (queue.issued, what, (0,))
+    queue.time = max(queue.time, partition.time) + src.data.numel() * src.data.element_size() / running.costs.operand_bytes
+
+    def finish() -> None:
+        dst.data.copy_(src.data)
+
+    running.cta.post(("tcgen05", queue.agent), what, finish, queue.time)
+
+
 def commit(barrier, pred=True, descs=()) -> None:
-    """tcgen05_commit: one arrival when all products issued so far are done; in both CTAs of a cluster if `descs` are given."""
+    """Arrive once when all products issued so far are done, in both CTAs of a cluster if `descs` are given (tcgen05_commit)."""
+    barriers.meet_after_initialising()
     running = machine()
     running.pause()
     if pred and running.rank == 0:
@@ -99,7 +132,7 @@ def _commit(barrier, ranks) -> None:
 
     def finish() -> None:
         for at in told:
-            at.arrive(1, knows, what, time=time)
+            at.arrive(1, knows, what, time=time, agent=queue.agent)
 
     running.cta.post(("tcgen05", queue.agent), what, finish, time)
 

@@ -1,4 +1,4 @@
-"""Tensor memory of sm_100: 128 lanes (rows) of 512 columns of 32 bits, where tcgen05 finds and leaves its operands.
+"""Models tensor memory of sm_100: 128 lanes (rows) of 512 columns of 32 bits, where tcgen05 finds and leaves its operands.
 
 A buffer is rows x 32-bit columns, and any type is a bit view of them: two bf16 share a column, so P in bf16 takes half the
 columns of the S that it lies over.
@@ -11,20 +11,22 @@ from collections.abc import Iterable
 
 import torch
 
+from strobe.device import KNOWN
 from strobe.sim.clusters import only_own, own
-from strobe.sim.context import machine, where
+from strobe.sim.context import machine
+from strobe.sim.dtypes import Inferred
 from strobe.sim.errors import IllegalOperation
+from strobe.sim.kernel_source import assigned_name, where
 from strobe.sim.memory import Access, Buffer, Footprint, bounds_check
-from strobe.sim.names import assigned_name
 from strobe.sim.pipes import Ready
 from strobe.sim.tensor import Tensor, torch_dtype
 
-COLUMNS = 512
+COLUMNS = KNOWN["B200"].tmem_columns
 
 
 class TensorMemoryView:
-    """Consecutive columns of a buffer, seen as [rows, n] of `dtype`, or [stages, rows, n]. What Gluon calls a
-    tensor_memory_descriptor. `words`: int32 [stages, rows, columns] or [rows, columns]."""
+    """A view of consecutive columns of a buffer, as [rows, n] of `dtype`, or [stages, rows, n]: what Gluon calls a
+    tensor_memory_descriptor. words: int32 [stages, rows, columns] or [rows, columns]."""
 
     def __init__(self, buffer: Buffer, words: torch.Tensor, begin: int, dtype, layout, shape: list[int], name: str):
         self.buffer, self.words, self.begin = buffer, words, begin
@@ -53,7 +55,7 @@ class TensorMemoryView:
 
     @property
     def columns(self) -> int:
-        """32-bit columns, of all stages."""
+        """The number of 32-bit columns of all stages."""
         return self.words.shape[-1] * (self.words.shape[0] if self.words.dim() == 3 else 1)
 
     def index(self, index) -> TensorMemoryView:
@@ -89,13 +91,13 @@ class TensorMemoryView:
 
     _reinterpret = reinterpret
 
-    def get_reg_layout(self, num_warps=None, instr_variant="32x32b", **_) -> tuple:
-        return ("tensor memory", tuple(self.shape), instr_variant)
+    def get_reg_layout(self, num_warps=None, instr_variant="32x32b", **_):
+        return Inferred(self.rank)
 
     # ---- accesses
 
     def footprint(self, rank: int) -> Footprint:
-        """Its columns in one CTA of the cluster."""
+        """The columns that it has in one CTA of the cluster."""
         begin = self.begin + rank * COLUMNS
         return self.buffer.footprint((begin, self.columns), lambda: Footprint(begin, begin + self.columns))
 
@@ -157,7 +159,7 @@ class TensorMemoryView:
 
 
 def allocate(element_ty, shape, layout, value: Tensor | None = None) -> TensorMemoryView:
-    """allocate_tensor_memory."""
+    """Allocate uninitialised columns, or a copy of `value` (allocate_tensor_memory)."""
     name = assigned_name()
     view = machine().cta.allocated(lambda: _allocate(element_ty, shape, layout, name))
     if value is not None:

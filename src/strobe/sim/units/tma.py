@@ -1,4 +1,4 @@
-"""TMA: copies of boxes between global and shared memory, which the async proxy makes on its own.
+"""Models TMA: copies of boxes between global and shared memory, which the async proxy makes on its own.
 
 A load signals its bytes at an mbarrier, those outside the tensor included, for which it writes zeros. A store leaves out what
 lies beyond the tensor's end, and may not begin before its start. Stores are grouped;
@@ -16,11 +16,15 @@ import torch
 
 from strobe.sim import barriers
 from strobe.sim.clusters import halved_dim, own
-from strobe.sim.context import machine, where
-from strobe.sim.errors import IllegalOperation, OutOfBounds, Unfinished
+from strobe.sim.context import machine
+from strobe.sim.errors import IllegalOperation, OutOfBounds, Unfinished, Unsupported
+from strobe.sim.kernel_source import where
 from strobe.sim.machine import Partition
 from strobe.sim.memory import Access, GlobalArray
 from strobe.sim.tensor import Pointer, gluon_dtype
+
+FENCES_STORES = (3, 8)
+"""The release of Triton whose compiler begins to put a fence before each TMA store."""
 
 
 class Descriptor:
@@ -53,7 +57,7 @@ class Descriptor:
             raise IllegalOperation(f"a TMA box has 1 to 256 elements a dim, that of {self.name} has {self.block_shape}")
 
     def own_box(self, coordinates: list[int]) -> tuple[np.ndarray, tuple[slice, ...]]:
-        """`box` of the half that is this CTA's, if two halve it."""
+        """`box` of this CTA's half, or of all if no two CTAs halve it."""
         if self.halved is None:
             return self.box(coordinates, self.block_shape)
         corner, block = list(coordinates), list(self.block_shape)
@@ -74,7 +78,7 @@ class Descriptor:
 
 
 def descriptor_of(tensor_descriptor, name: str, rewritable: bool = False) -> Descriptor:
-    """From the host's TensorDescriptor."""
+    """The Descriptor of a TensorDescriptor of the host."""
     base = tensor_descriptor.base
     array = machine().array_of(base, name, rewritable)
     return Descriptor(
@@ -84,12 +88,16 @@ def descriptor_of(tensor_descriptor, name: str, rewritable: bool = False) -> Des
 
 
 def make_descriptor(base: Pointer, shape, strides, block_shape, layout=None, **_) -> Descriptor:
-    """tma.make_tensor_descriptor: from a pointer, in the kernel."""
+    """Make a Descriptor from a pointer, in the kernel (tma.make_tensor_descriptor)."""
     return Descriptor(base.array, int(base.offset), shape, strides, block_shape, layout, base.array.name)
 
 
 def load(tensor_desc: Descriptor, coord, barrier, result, pred=True, multicast=False, **_) -> None:
+    """Start the copy of a box from global to shared memory; the barrier is told of its bytes."""
+    barriers.meet_after_initialising()
     running = machine()
+    if multicast and running.num_ctas > 1:
+        raise Unsupported(f"{where()}: the simulator has no model of copies that are multicast to the CTAs of a cluster")
     running.spend(running.costs.tma_issue)
     running.pause()
     if not pred:
@@ -118,7 +126,7 @@ def load(tensor_desc: Descriptor, coord, barrier, result, pred=True, multicast=F
 
 
 class BulkStores:
-    """The stores of one partition that it has not waited for. Their writes to global memory are an agent of its own, as a
+    """The stores of one partition that it has not waited for. Their writes to global memory are by an agent of their own, as a
     wait that only asks whether shared memory was read (read_only) tells nothing of them."""
 
     def __init__(self, partition: Partition) -> None:
@@ -131,11 +139,12 @@ class BulkStores:
 
 
 def store(tensor_desc: Descriptor, coord, src, **_) -> None:
+    """Start the copy of a box from shared to global memory."""
     _store(tensor_desc, coord, src, None)
 
 
 def reduce_add(tensor_desc: Descriptor, coord, src, **_) -> None:
-    """tma.async_atomic_add: adds the box to what is there."""
+    """Add a box to what is there in global memory (tma.async_atomic_add)."""
     _store(tensor_desc, coord, src, torch.add)
 
 
@@ -151,6 +160,8 @@ def _store(tensor_desc: Descriptor, coord, src, operation) -> None:
     coordinates = [int(c) for c in coord]
     if min(coordinates) < 0:  # in whichever dim, an H200 answers with an illegal instruction; loads may begin there
         raise OutOfBounds(f"{place} stores a box at {coordinates} of {tensor_desc.name}: before its start")
+    if running.triton >= FENCES_STORES:
+        partition.fence()
     access = _begin(f"TMA store to {tensor_desc.name} by {partition.name} at {place}")
     mine = own(tensor_desc.layout, src.data)
     offsets, inside = tensor_desc.own_box(coordinates)
@@ -161,7 +172,7 @@ def _store(tensor_desc: Descriptor, coord, src, operation) -> None:
         written = replace(access, agent=stores.agent, tick=stores.issued)
         tensor_desc.array.write(offsets.reshape(-1), running.cta.index, written)
     else:
-        tensor_desc.array.inside(offsets.reshape(-1), access)
+        tensor_desc.array.update(offsets.reshape(-1), running.cta.index, access)
     begin, end = _time(tensor_desc.nbytes_per_cta)
     entry = SimpleNamespace(access=access, number=stores.issued, done=False, time=end)
 
@@ -212,7 +223,7 @@ def _begin(what: str) -> Access:
 
 
 def _time(bytes_: int) -> tuple[float, float]:
-    """When a copy of so many bytes begins to move them, and when it is over."""
+    """The times at which a copy of so many bytes begins to move them, and at which it is over."""
     running = machine()
     if not running.timed:
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""wgmma (sm_90): a warpgroup's matrix products, asynchronous and in order; the accumulator is in registers.
+"""Models wgmma (sm_90): a warpgroup's matrix products, asynchronous and in order; the accumulator is in registers.
 
 The operands in shared memory are read through the async proxy until the product is done, which only `warpgroup_mma_wait` tells;
 until then the accumulator holds nothing that may be used, except by the next product. A product of memory that nobody has
@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import torch
 
 from strobe.sim.clocks import Knowledge
-from strobe.sim.context import machine, where
+from strobe.sim.context import machine
 from strobe.sim.errors import IllegalOperation, MissingFence, Race, Unfinished, Uninitialised
+from strobe.sim.kernel_source import where
 from strobe.sim.machine import Partition
 from strobe.sim.memory import Access, Outcome
 from strobe.sim.pipes import Ready
@@ -43,6 +44,7 @@ def _products() -> Products:
 
 
 def mma(a, b, acc: Tensor, use_acc=True, precision=None, max_num_imprecise_acc=None, is_async=False) -> Tensor:
+    """Issue a product; returns its result, which is not there before `wait` if it is asynchronous."""
     running, place = machine(), where()
     running.pause()
     _check(a, b, acc, place)
@@ -82,7 +84,7 @@ def mma(a, b, acc: Tensor, use_acc=True, precision=None, max_num_imprecise_acc=N
 
 
 def init(value: Tensor) -> Tensor:
-    """warpgroup_mma_init: a tensor as the accumulator of asynchronous products."""
+    """The tensor itself, as the accumulator of asynchronous products (warpgroup_mma_init)."""
     return value
 
 

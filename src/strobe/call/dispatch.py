@@ -1,0 +1,166 @@
+"""Finds the kernel for a problem on an arch, or the reasons why there is none.
+
+Selection is candidates -> legal -> ranked. Each backend is a module that stands beside its kernel and says
+
+    refuses(problem, arch) -> str | None     the reason why it cannot run this, or None
+    config(problem, arch)                    what it would run with (printed by `explain`)
+
+and, if it launches kernels (see `strobe.kernels.common.call`; `strobe.call.launches` makes the launches),
+
+    buffers(problem, arch)                   the tensors that they need
+    calls(problem, tensors, arch)            the launches
+
+else
+
+    forward(problem, operands)               -> out, lse
+    backward(problem, operands, upstream)    -> Gradients
+
+and, if it has a choice of configs,
+
+    origin(problem, arch) -> str             where the config comes from, in words (printed by `explain`)
+
+and, if its kernel never ran on the hardware that it is for,
+
+    UNPROVEN                                 what was done instead, in words: it runs only when asked for by name
+
+Modules are imported when first asked, so that `import strobe` costs no Triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from strobe.call import launches
+from strobe.device import Arch, arch_of
+from strobe.kernels import memory_map
+from strobe.problem import AttentionProblem, Gradients, Operands, Upstream
+
+log = logging.getLogger("strobe")
+
+BACKENDS: dict[str, str] = {
+    "sm100": "strobe.kernels.sm100.backend",
+    "sm90": "strobe.kernels.sm90.backend",
+    "portable": "strobe.kernels.portable.backend",
+    "torch_cpu": "strobe.cpu.torch_cpu",
+    "tiled": "strobe.cpu.tiled",
+    "sm90_fp8": "strobe.kernels.sm90.fp8_backend",
+    "by_value": "strobe.cpu.by_value",
+}
+"""Name of a backend -> its module, those that are fastest on a GPU first."""
+
+FORWARD_ONLY = ("sm100", "sm90_fp8", "by_value")
+"""Backends that run only the forward. The backward of the same call goes to the first of the others that does not refuse it."""
+
+OF_E4M3 = ("sm90_fp8", "by_value")
+"""Backends that take float8_e4m3fn and no other dtype. No other backend takes it."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel runs a problem on an arch, with what config, and why the others do not."""
+
+    problem: AttentionProblem
+    arch: Arch
+    chosen: str | None
+    config: object
+    refusals: tuple[tuple[str, str], ...]
+    backward: Explanation | None = None
+    """The choice for the backward, if one was asked about."""
+    origin: str | None = None
+    """Where the config comes from, in words."""
+    warning: str | None = None
+    """What to know before trusting the chosen kernel."""
+
+    def __str__(self) -> str:
+        lines = [f"problem   {self.problem}", f"device    {self.arch}", f"chosen    {self.chosen or 'none'}"]
+        if self.warning is not None:
+            lines.append(f"warning   {self.warning}")
+        if self.config is not None:
+            lines += [f"config    {self.config}", *memory_map.lines(self.config)]
+        if self.origin is not None:
+            lines.append(f"choice    {self.origin}")
+        lines += [f"refused   {name}: {reason}" for name, reason in self.refusals]
+        if self.backward is not None:
+            lines += ["", str(self.backward)]
+        return "\n".join(lines)
+
+
+def backend_module(name: str) -> ModuleType:
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {name!r}")
+    return importlib.import_module(BACKENDS[name])
+
+
+def _unproven(name: str) -> str | None:
+    return getattr(backend_module(name), "UNPROVEN", None)
+
+
+def _refusal(name: str, problem: AttentionProblem, arch: Arch, by_name: bool) -> str | None:
+    """Why a backend does not run a problem: its own reason, or that it is unproven and was not asked for by name. None: it
+    runs."""
+    reason = backend_module(name).refuses(problem, arch)
+    if reason is None and not by_name and _unproven(name):
+        return f"{_unproven(name)}, so it runs only by name: backend={name!r}"
+    return reason
+
+
+def ranked(problem: AttentionProblem, arch: Arch) -> list[str]:
+    """The backends for a problem's dtype, in the order of preference. The first that does not refuse runs the problem."""
+    names = [name for name in BACKENDS if (name in OF_E4M3) == (problem.dtype == torch.float8_e4m3fn)]
+    return names if arch.is_gpu else sorted(names, key=lambda name: name == "portable")  # interpreted on a CPU, for tests
+
+
+def explain_problem(problem: AttentionProblem, arch: Arch, backend: str | None = None) -> Explanation:
+    """The choice of a backend for a problem. `chosen` is None if all candidates refuse, or the one that was asked for."""
+    refusals, chosen = [], None
+    for name in ranked(problem, arch) if backend is None else [backend]:
+        reason = _refusal(name, problem, arch, backend is not None)
+        if reason is not None:
+            refusals.append((name, reason))
+        elif chosen is None:
+            chosen = name
+    config = backend_module(chosen).config(problem, arch) if chosen else None
+    warning = _unproven(chosen) if chosen else None
+    origin = getattr(backend_module(chosen), "origin", None) if chosen else None
+    words = origin(problem, arch) if origin else None
+    return Explanation(problem, arch, chosen, config, tuple(refusals), origin=words, warning=warning)
+
+
+def select(problem: AttentionProblem, arch: Arch, backend: str | None = None) -> ModuleType:
+    """The backend that runs a problem. ValueError with every reason if none does, or if the one asked for does not."""
+    refusals: list[tuple[str, str]] = []
+    for name in ranked(problem, arch) if backend is None else [backend]:
+        reason = _refusal(name, problem, arch, backend is not None)
+        if reason is None:
+            _log_choice(name, problem, refusals)
+            return backend_module(name)
+        refusals.append((name, reason))
+    asked = f"backend {backend!r} refuses" if backend else "no backend runs"
+    raise ValueError(f"{asked} [{problem}] on {arch}: " + "; ".join(f"{name}: {reason}" for name, reason in refusals))
+
+
+def forward(problem: AttentionProblem, operands: Operands, backend: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of a problem, computed by the backend that `select` finds."""
+    chosen = select(problem, arch_of(operands.q.device), backend)
+    if hasattr(chosen, "calls"):
+        return launches.forward(chosen, problem, operands)
+    return chosen.forward(problem, operands)
+
+
+def backward(problem: AttentionProblem, operands: Operands, upstream: Upstream, backend: str | None = None) -> Gradients:
+    """The gradients of a problem, computed by the backend that `select` finds."""
+    chosen = select(problem, arch_of(operands.q.device), backend)
+    if hasattr(chosen, "calls"):
+        return launches.backward(chosen, problem, operands, upstream)
+    return chosen.backward(problem, operands, upstream)
+
+
+def _log_choice(name: str, problem: AttentionProblem, refusals: list[tuple[str, str]]) -> None:
+    if log.isEnabledFor(logging.INFO):
+        passed_over = "; ".join(f"{other}: {reason}" for other, reason in refusals) or "nothing"
+        log.info("%s runs [%s]; refused before it: %s", name, problem, passed_over)

@@ -1,0 +1,248 @@
+"""Runs the launches that a backend lists for a problem: at once, or prepared for later calls that look the same.
+
+A backend names its tensors and lists its launches once (see `strobe.kernels.common.call`). Both ways use the same list.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from strobe.call import torch_internals
+from strobe.call.tables import Memo
+from strobe.device import Arch, arch_of
+from strobe.kernels import workspace
+from strobe.kernels.blind_rows import fill_blind
+from strobe.kernels.common.call import Buffer, Buffers, Call, Tensors
+from strobe.problem import (
+    AttentionProblem,
+    Gradients,
+    Operands,
+    Upstream,
+    addressable,
+    lse_shape,
+    made_addressable,
+    summed_bias,
+)
+from strobe.scores import sinks_gradient
+
+# ---- at once
+
+
+def forward(backend: ModuleType, problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of a problem, computed by a backend's launches."""
+    if problem.is_empty:
+        return _without_pairs(problem, operands)
+    tensors = run(backend, problem, operands._asdict(), arch_of(operands.q.device))
+    return tensors.out, tensors.lse
+
+
+def backward(backend: ModuleType, problem: AttentionProblem, operands: Operands, upstream: Upstream) -> Gradients:
+    """The gradients of a problem, computed by a backend's launches."""
+    if problem.is_empty:
+        return _gradients_without_pairs(problem, operands, upstream)
+    upstream = upstream._replace(dout=made_addressable(upstream.dout))
+    given = {**operands._asdict(), **upstream._asdict()}
+    tensors = run(backend, problem, given, arch_of(operands.q.device))
+    return _gradients(problem, operands, upstream.lse, vars(tensors))
+
+
+def run(backend: ModuleType, problem: AttentionProblem, given: dict[str, Any], arch: Arch) -> Tensors:
+    """Make the launches of a call on the current stream of its device. given: the call's tensors, by name. Returns them and all
+    that the launches needed beside them, results included."""
+    with torch.cuda.device_of(given["q"]), workspace.lock(given["q"].device):
+        tensors = allocated(backend.buffers(problem, arch), given)
+        for call in backend.calls(problem, tensors, arch):
+            call.launch()
+    return tensors
+
+
+def allocated(buffers: Buffers, given: dict[str, Any]) -> Tensors:
+    """All tensors of a call's launches: the given ones, and new ones for the buffers, on the same device."""
+    device = given["q"].device
+    others = {name: _filled(buffer, device) for name, buffer in {**buffers.made, **buffers.shared}.items()}
+    tensors = Tensors(**given, **others, **_workspace(buffers, device))
+    if buffers.fill is not None:
+        buffers.fill(tensors)
+    return tensors
+
+
+def _filled(buffer: Buffer, device: torch.device) -> torch.Tensor:
+    made = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+    return made if buffer.fill is None else made.fill_(buffer.fill)
+
+
+def _workspace(buffers: Buffers, device: torch.device) -> dict[str, torch.Tensor]:
+    """The counters and the notes that belong to the current stream, by the names under which kernels take them."""
+    if buffers.notes is None:
+        return {}
+    counters, notes = workspace.workspace(device, sum(buffers.notes.values()))
+    return {
+        "counters": counters,
+        "redone": counters[2:3],
+        **dict(zip(buffers.notes, notes.split([*buffers.notes.values()]), strict=True)),
+    }
+
+
+def _gradients(problem: AttentionProblem, operands: Operands, lse: torch.Tensor, made: dict[str, Any]) -> Gradients:
+    """The gradients that a backward returns, from the tensors that its launches made."""
+    dbias, dsinks = made.get("dbias"), None
+    if dbias is not None:
+        assert operands.bias is not None
+        dbias = summed_bias(dbias, operands.bias)
+    if operands.sinks is not None and "sinks" in problem.learned:
+        dsinks = sinks_gradient(operands.sinks, lse, made["delta"])
+    return Gradients(made["dq"], made["dk"], made["dv"], dbias, dsinks)
+
+
+def _without_pairs(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of a problem without keys, or without queries: zeros, and an LSE of -inf or, in a row that is used, its
+    sink."""
+    q = operands.q
+    out = torch.empty(problem.out_shape, dtype=problem.out_dtype, device=q.device)
+    lse = torch.empty(lse_shape(problem), dtype=torch.float32, device=q.device)
+    fill_blind(out, lse, problem.lengths.seqlen_q, operands.sinks, operands.cu_seqlens_q, operands.seqused_q)
+    return out, lse
+
+
+def _gradients_without_pairs(problem: AttentionProblem, operands: Operands, upstream: Upstream) -> Gradients:
+    """The gradients of a problem without keys or queries: zeros, but not those of sinks, because the LSE of
+    a row that sees nothing is its sink."""
+    dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in operands[:3])
+    made = {"dq": dq, "dk": dk, "dv": dv}
+    if operands.bias is not None and "bias" in problem.learned:
+        made["dbias"] = torch.zeros_like(operands.bias, memory_format=torch.contiguous_format)
+    made["delta"] = torch.zeros_like(upstream.lse) if upstream.dlse is None else -upstream.dlse
+    return _gradients(problem, operands, upstream.lse, made)
+
+
+# ---- prepared
+
+
+class _Place(NamedTuple):
+    """What calls on one stream need. kept: tensors that must stay alive as long as the place is used."""
+
+    launch: Callable[[tuple[int, ...]], None]
+    lock: threading.Lock
+    scratch: int
+    """The address where the kernels write an LSE that nobody wants."""
+    space: tuple[int, ...]
+    """The addresses of the tensors that all calls of the stream share."""
+    kept: tuple[Any, ...]
+
+
+def prepared(
+    backend: ModuleType, problem: AttentionProblem, operands: Operands, upstream: Upstream | None = None
+) -> Prepared | None:
+    """The prepared launches of calls whose tensors look like these. Each tensor must be an object of its own.
+
+    None where nothing can be prepared: a backend that launches nothing, no driver of CUDA, an empty problem, or a gradient that
+    has to be copied first."""
+    if not hasattr(backend, "calls") or not _has_driver(operands.q) or problem.is_empty:
+        return None
+    if upstream is not None and not addressable(upstream.dout):
+        return None
+    return Prepared(backend, problem, operands, upstream)
+
+
+def _has_driver(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.version.hip is None
+
+
+class Prepared:
+    """A backend's launches for calls that look the same. Everything is known but the tensors' addresses."""
+
+    def __init__(self, backend: ModuleType, problem: AttentionProblem, operands: Operands, upstream: Upstream | None):
+        from strobe.call.launcher import maker, prepare
+
+        self._problem, self._device, self._index = problem, operands.q.device, operands.q.get_device()
+        arch = arch_of(self._device)
+        self._buffers = buffers = backend.buffers(problem, arch)
+        given = {**operands._asdict(), **({} if upstream is None else upstream._asdict())}
+        made, shared = ({name: _filled(x, self._device) for name, x in of.items()} for of in (buffers.made, buffers.shared))
+        space = _workspace(buffers, self._device)
+        calls = backend.calls(problem, Tensors(**given, **made, **shared, **space), arch)
+        self._names = tuple(made)
+        self._new = tuple(_maker(maker(x), buffers.made[name].fill) for name, x in made.items())
+        self._new_shared = [maker(x) for x in shared.values()]
+        lse = made.get("lse")
+        self._spare_lse = lse is not None and buffers.made["lse"].fill is None and buffers.fill is None
+        """Whether an LSE that nobody wants may be written to the scratch memory, which all such calls share."""
+        self._rows = 0 if lse is None else lse.numel()
+        self._places: Memo[int, _Place] = Memo(64, self._place)
+        before = operands if upstream is None else (*operands[:3], *upstream, *operands[3:])  # as addresses come
+        tensors = [x for x in (*before, *made.values(), *shared.values(), *space.values()) if x is not None]
+        with ThreadPoolExecutor(len(calls)) as pool:  # so a first call waits for the longest compilation alone
+            self._launches = prepare(list(pool.map(self._compiled, calls)), tensors)
+
+    def forward(
+        self, stream: int, wants_lse: bool, addresses: tuple[int, ...], tensors: tuple[torch.Tensor | None, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launch a forward and return out and lse; None instead of lse where that saves its memory and nobody wants it.
+
+        stream: handle of the current device's current stream. tensors: in the order of `Operands`. addresses: those of the
+        tensors that are not None."""
+        place = self._place_of(stream) if stream else self._places[stream]
+        new = self._new
+        out, lse, at_lse = new[0](), None, place.scratch
+        if wants_lse or not self._spare_lse:
+            lse = new[1]()
+            at_lse = lse.data_ptr()
+        others = [one() for one in new[2:]] if len(new) > 2 else ()
+        if self._buffers.fill is not None:
+            self._buffers.fill(Tensors(**Operands._make(tensors)._asdict(), out=out, lse=lse))
+        beside = [x.data_ptr() for x in others] if others else ()
+        place.lock.acquire()  # takes half the time of `with`
+        try:
+            place.launch((*addresses, out.data_ptr(), at_lse, *beside, *place.space))
+        finally:
+            place.lock.release()
+        return out, lse
+
+    def backward(self, stream: int, addresses: tuple[int, ...], tensors: tuple[Any, ...]) -> Gradients:
+        """Launch a backward and return the gradients.
+
+        stream: handle of the current device's current stream. tensors: q, k, v, those of `Upstream`, the others of `Operands`.
+        addresses: those of the tensors that are not None."""
+        place, made = self._place_of(stream), [new() for new in self._new]
+        with place.lock:
+            place.launch((*addresses, *[x.data_ptr() for x in made], *place.space))
+        q, k, v, _out, lse, _dout, _dlse, *others = tensors
+        return _gradients(self._problem, Operands(q, k, v, *others), lse, dict(zip(self._names, made, strict=True)))
+
+    def _place_of(self, stream: int) -> _Place:
+        # A graph has a place of its own. (The default stream, 0, cannot be captured, and to ask takes half a microsecond.)
+        if stream and torch_internals.is_capturing():
+            return self._place(stream)
+        return self._places[stream]
+
+    def _place(self, stream: int) -> _Place:
+        """Make the place of the current stream. That takes longer than the launches, so places are kept."""
+        shared = [*(new() for new in self._new_shared), *_workspace(self._buffers, self._device).values()]
+        scratch = workspace.scratch(self._device, self._rows) if self._spare_lse else None
+        launch, lock = self._launches.on(stream), workspace.lock(self._device)
+        space = tuple(x.data_ptr() for x in shared)
+        return _Place(launch, lock, 0 if scratch is None else scratch.data_ptr(), space, (*shared, scratch))
+
+    def _compiled(self, call: Call) -> Any:
+        from strobe.call.launcher import compiled_call
+
+        with torch.cuda.device(self._index):  # -1 where there is no GPU: does nothing
+            return compiled_call(call.kernel, call.grid, *call.arguments, **call.keywords)
+
+
+def _maker(new: Callable[[], torch.Tensor], fill: float | None) -> Callable[[], torch.Tensor]:
+    """A function that makes a tensor as a call's launches need it: filled with `fill`, or uninitialised where that is None."""
+    if fill is None:
+        return new
+    return functools.partial(_fill, new, fill)
+
+
+def _fill(new: Callable[[], torch.Tensor], fill: float) -> torch.Tensor:
+    return new().fill_(fill)

@@ -1,0 +1,130 @@
+"""The torch operators `strobe::forward`, `strobe::backward` and `strobe::jvp`: schema, fake implementation.
+
+torch.compile, torch.export and CUDA graphs see these opaque operators; which kernel runs is decided inside them, from the
+AttentionProblem that the arguments describe. Nothing here waits for the GPU.
+
+`strobe.call.derivatives` makes them differentiable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from strobe.call import dispatch, prepared_calls
+from strobe.call.options import SCHEMA, Options, describe, operands_of
+from strobe.call.torch_internals import assert_async
+from strobe.cpu import tiled
+from strobe.problem import LEARNED, AttentionProblem, Operands, Tangents, Upstream, Varlen, without_gradient
+
+library = torch.library.Library("strobe", "DEF")
+library.define(f"forward(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor out, Tensor lse)")
+library.define(
+    f"backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {SCHEMA}, str[] learned) -> "
+    f"(Tensor dq, Tensor dk, Tensor dv, {', '.join(f'Tensor d{name}' for name in LEARNED)})"
+)
+library.define(
+    f"jvp({', '.join(f'Tensor? d{name}' for name in Tangents._fields)}, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{SCHEMA}) -> (Tensor dout, Tensor dlse)"
+)
+
+
+def _run_forward(q, k, v, *options):
+    found = prepared_calls.forward(options, q, k, v)
+    if found is not None:
+        return found
+    opts = Options(*options)
+    operands = operands_of(q, k, v, opts)
+    problem = describe(operands, opts)
+    _check_lengths(problem, operands)
+    return dispatch.forward(problem, operands, opts.backend)
+
+
+def _run_backward(dout, dlse, q, k, v, out, lse, *arguments):
+    *options, learned = arguments
+    grads = prepared_calls.backward(options, learned, q, k, v, out, lse, dout, dlse)
+    if grads is None:
+        opts = Options(*options)
+        operands = operands_of(q, k, v, opts)
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        problem = describe(operands, opts, "backward", learned)
+        grads = dispatch.backward(problem, operands, Upstream(out, lse, dout, dlse), opts.backend)
+    return tuple(q.new_empty(0) if grad is None else grad for grad in grads)  # an operator returns tensors, no None
+
+
+def _run_jvp(*arguments):
+    tangents, (q, k, v, out, lse, *options) = arguments[:_TANGENTS], arguments[_TANGENTS:]
+    opts = Options(*options)
+    operands = operands_of(q, k, v, opts)
+    problem = describe(operands, opts, "backward")
+    reason = without_gradient(problem)
+    if reason is not None:
+        raise ValueError(f"no forward-mode derivative of [{problem}]: it {reason}")
+    return tiled.jvp(problem, operands, out, lse, Tangents(*tangents))
+
+
+_TANGENTS = len(Tangents._fields)
+
+
+def _check_lengths(problem: AttentionProblem, operands: Operands) -> None:
+    """Check the order and the range of cu_seqlens and seqused: always on the CPU; on a GPU only with STROBE_DEBUG=1, by asserts
+    that run on the GPU."""
+    if not problem.varlen and not problem.seqused:
+        return
+    on_cpu = operands.q.device.type == "cpu"
+    if not on_cpu and os.environ.get("STROBE_DEBUG", "0") != "1":
+        return
+    for name, lengths, good, rule in _rules(problem, operands):
+        if on_cpu and not bool(good):
+            raise ValueError(f"{name} must {rule}, got {lengths.tolist()}")
+        if not on_cpu:
+            assert_async(good, f"{name} must {rule}")
+
+
+def _rules(problem: AttentionProblem, operands: Operands) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, str]]:
+    """Rules for the lengths that a problem's tensors hold. Each is the tensor's name, the tensor, whether it keeps the rule (a
+    tensor, so that nothing waits for the GPU) and the rule in words."""
+    lengths = problem.lengths
+    total_q, total_kv = (lengths.total_q, lengths.total_kv) if isinstance(lengths, Varlen) else (0, 0)
+    for side, cu, used, total, longest in (
+        ("q", operands.cu_seqlens_q, operands.seqused_q, total_q, lengths.seqlen_q),
+        ("k", operands.cu_seqlens_kv, operands.seqused_kv, total_kv, lengths.seqlen_kv),
+    ):
+        if cu is not None:
+            name, steps = f"cu_seqlens_{side}", cu.diff()
+            yield name, cu, (cu[:1] == 0).all() & (steps >= 0).all(), "start at 0 and never decrease"
+            yield name, cu, (cu <= total).all(), f"not exceed the {total} rows given"
+            yield name, cu, (steps <= longest).all(), f"have no sequence longer than max_seqlen = {longest}"
+        if used is not None:
+            most = longest if cu is None else cu.diff()
+            yield f"seqused_{side}", used, ((used >= 0) & (used <= most)).all(), "be from 0 to the length of each sequence"
+
+
+def _fake_forward(q, k, v, *options):
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = (q.shape[1], q.shape[0]) if Options(*options).cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
+    dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
+    return q.new_empty(*q.shape[:-1], v.shape[-1], dtype=dtype), q.new_empty(lse, dtype=lse_dtype)
+
+
+def _fake_backward(dout, dlse, q, k, v, out, lse, *arguments):
+    *options, learned = arguments
+    opts = Options(*options)
+    of_options = (getattr(opts, name) if name in learned else q.new_empty(0) for name in LEARNED)
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, *of_options))
+
+
+def _fake_jvp(*arguments):
+    out, lse = arguments[_TANGENTS + 3 : _TANGENTS + 5]
+    return torch.empty_like(out), torch.empty_like(lse)
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("forward", _run_forward, _key)
+    library.impl("backward", _run_backward, _key)
+    library.impl("jvp", _run_jvp, _key)
+torch.library.register_fake("strobe::forward", _fake_forward, lib=library)
+torch.library.register_fake("strobe::backward", _fake_backward, lib=library)
+torch.library.register_fake("strobe::jvp", _fake_jvp, lib=library)

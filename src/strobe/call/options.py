@@ -1,0 +1,135 @@
+"""Options, which are the arguments of the torch operators beside q, k and v, and the problem that they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from strobe.functions import known
+from strobe.masks import SOME_DOCUMENTS, Mask
+from strobe.problem import (
+    LEARNED,
+    OPTIONAL,
+    AttentionProblem,
+    Dense,
+    Gradients,
+    Operands,
+    Phase,
+    Varlen,
+    addressable,
+)
+from strobe.scores import SCORE_TENSORS, ScoreFacts, tensor_facts
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of the operators beside q, k and v, in the order of their schema. Tensors have the names of `Operands`."""
+
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_kv: torch.Tensor | None = None
+    max_q: int = 0
+    max_kv: int = 0
+    seqused_q: torch.Tensor | None = None
+    seqused_kv: torch.Tensor | None = None
+    scale: float = 1.0
+    left: int | None = None
+    right: int | None = None
+    prefix: int | None = None
+    document_q: torch.Tensor | None = None
+    document_kv: torch.Tensor | None = None
+    mask_function: str | None = None
+    """The key of a `strobe.functions.Function`; score_function and score_gradient are such keys, too."""
+    softcap: float = 0.0
+    alibi: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    score_function: str | None = None
+    score_gradient: str | None = None
+    q_descale: torch.Tensor | None = None
+    k_descale: torch.Tensor | None = None
+    v_descale: torch.Tensor | None = None
+    dropout: float = 0.0
+    seed: torch.Tensor | None = None
+    deterministic: bool = False
+    backend: str | None = None
+
+    def arguments(self) -> tuple:
+        """The options as a tuple, in the order in which the operators take them."""
+        return tuple([getattr(self, name) for name in NAMES])
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The options that are tensors, in the order of `OPTIONAL`."""
+        return tuple([getattr(self, name) for name in OPTIONAL])
+
+
+NAMES = tuple(one.name for one in fields(Options))
+
+_SCHEMA_TYPES = {
+    "torch.Tensor | None": "Tensor?", "int": "SymInt", "int | None": "SymInt?", "float": "float", "str | None": "str?",
+    "bool": "bool",
+}  # fmt: skip
+
+SCHEMA = ", ".join(f"{_SCHEMA_TYPES[str(one.type)]} {one.name}" for one in fields(Options))
+"""The part of an operator's schema that declares the options."""
+
+
+def operands_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Operands:
+    """The Operands of an operator's call: its tensors, by name."""
+    return Operands(q, k, v, *options.tensors())
+
+
+def describe(operands: Operands, options: Options, phase: Phase = "forward", learned: Sequence[str] = ()) -> AttentionProblem:
+    """The AttentionProblem that operands and options describe. The tensors in the options are not looked at."""
+    q, k, v = operands[:3]
+    lengths: Dense | Varlen
+    if operands.cu_seqlens_q is not None:
+        batch, total_q, total_kv = operands.cu_seqlens_q.shape[0] - 1, q.shape[0], k.shape[0]
+        lengths = Varlen(batch, total_q, total_kv, min(options.max_q, total_q), min(options.max_kv, total_kv))
+    else:
+        lengths = Dense(q.shape[0], q.shape[1], k.shape[1])
+    return AttentionProblem(
+        lengths=lengths,
+        heads_q=q.shape[-2],
+        heads_kv=k.shape[-2],
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        dtype=q.dtype,
+        scale=options.scale,
+        mask=Mask(
+            options.left,
+            options.right,
+            options.prefix,
+            SOME_DOCUMENTS if operands.document_q is not None else None,
+            known(options.mask_function),
+        ),
+        score=ScoreFacts(
+            options.softcap,
+            function=known(options.score_function),
+            function_gradient=known(options.score_gradient),
+            **{name: tensor_facts(getattr(operands, name)) for name in SCORE_TENSORS},
+        ),
+        phase=phase,
+        unaligned=tuple(name for name, x in (("q", q), ("k", k), ("v", v)) if not addressable(x)),
+        seqused=operands.seqused_q is not None or operands.seqused_kv is not None,
+        deterministic=phase == "backward" and (options.deterministic or torch.are_deterministic_algorithms_enabled()),
+        dropout=options.dropout,
+        learned=tuple(learned),
+    )
+
+
+def learned_of(options: Options) -> list[str]:
+    """Which tensors of `LEARNED` need gradients, by name."""
+    tensors = {name: getattr(options, name) for name in LEARNED}
+    return [name for name, x in tensors.items() if x is not None and x.requires_grad]
+
+
+def gradients(saved: Sequence, options: Options, learned: Sequence[str], dout, dlse) -> Gradients:
+    """The gradients, computed by the backward's operator. saved: q, k, v, out, lse, then the tensors of `OPTIONAL`, which the
+    options do not hold. dout and dlse may be None."""
+    q, k, v, out, lse, *tensors = saved
+    options = replace(options, **dict(zip(OPTIONAL, tensors, strict=True)))
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv, *others = torch.ops.strobe.backward(dout, dlse, q, k, v, out, lse, *options.arguments(), list(learned))
+    return Gradients(dq, dk, dv, *(x if name in learned else None for name, x in zip(LEARNED, others, strict=True)))

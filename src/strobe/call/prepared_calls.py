@@ -1,0 +1,314 @@
+"""The short way from `strobe.attention`, and from its operators, to a kernel: for plain tensors, on the current device.
+
+The checks, the choice of a backend, its config and most of a launch follow from shapes, strides, dtypes, the mask and a few
+numbers; and an operator's dispatch serves compilers, subclasses and transforms. So a call that needs none of these, and looks
+like an earlier one in all that matters, finds what was prepared for that one in a table: the backend's launches, which lack
+only the tensors' addresses. Compiled code runs the operators, which find their prepared launches by a key of their arguments.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from strobe.call import dispatch, launches
+from strobe.call.options import NAMES, Options, describe, gradients, learned_of
+from strobe.call.tables import ClockCache
+from strobe.call.torch_internals import current_device, dispatch_state, guard_of, is_transformed, keys_of, raw_stream
+from strobe.device import arch_of
+from strobe.dropout import new_seed
+from strobe.masks import Mask
+from strobe.problem import LEARNED, OPTIONAL, Gradients, Operands, Upstream
+from strobe.scores import SCORE_TENSORS, Score
+
+_PLACES = [NAMES.index(name) for name in OPTIONAL]
+"""Where the tensors of `OPTIONAL` are among the options."""
+
+_LEARNED = slice(OPTIONAL.index(LEARNED[0]), OPTIONAL.index(LEARNED[-1]) + 1)
+
+Outputs = tuple[torch.Tensor, Any]
+"""out and lse, which may be None where nobody wants it."""
+
+
+class Known(NamedTuple):
+    """What is known of calls that look the same.
+
+    alike(q, k, v): whether another call's tensors look like those of these calls. launches: the prepared ones, None if these
+    calls run the operator. options: without their tensors. learned: the names of tensors of `LEARNED` that need gradients.
+    backward: how the backward's tensors look -> (the prepared launches of the backward, or None,)."""
+
+    alike: Callable[..., bool]
+    launches: launches.Prepared | None
+    differentiable: bool
+    options: Options
+    learned: list[str]
+    backward: ClockCache[tuple[launches.Prepared | None]]
+
+
+_known: ClockCache[Known] = ClockCache(1024)
+_of_operators: ClockCache[tuple[launches.Prepared | None]] = ClockCache(1024)
+_latest: ClockCache[tuple[Known, ...]] = ClockCache(1024)
+"""Key of all arguments but q, k and v -> the most recently used entries, newest first."""
+_LATEST = 4
+_PLAIN = (torch.Tensor, Parameter)
+_NONE = (None,) * len(OPTIONAL)
+_NO_CHANGES = (None,) * len(SCORE_TENSORS)
+_NO_DESCALES = (None, None, None)
+
+
+def forget() -> None:
+    """Drop everything that was prepared. Whatever changes the choice of a backend or of a config calls this."""
+    _known.clear()
+    _latest.clear()
+    _of_operators.clear()
+
+
+def attention(
+    check: Callable[..., Options], call: tuple, dropout: float, wants_lse: bool, descales: tuple = _NO_DESCALES
+) -> Outputs | None:
+    """out and lse of a call by prepared launches, or None if the operator must run it.
+
+    check(*call, dropout): checks a call and returns its Options. descales: those of q, k and v, which `check` knows.
+
+    Every call of a model comes through here. To compare q, k and v with those of an earlier call takes about twenty questions,
+    a tenth of a microsecond each; PyTorch's guards, by which compiled code recognises its inputs, ask them all in one call. So
+    the latest entries are tried by their guards first, and all others are found by a key."""
+    if torch.compiler.is_compiling() or is_transformed():
+        return None
+    q, k, v, mask, score, scale, cu_q, cu_kv, max_q, max_kv, used_q, used_kv, deterministic, backend = call
+    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and type(deterministic) is bool):
+        return None
+    rules: tuple | None = None
+    optional: tuple = _NONE
+    likenesses: tuple | None = None
+    if mask is not None:
+        if not isinstance(mask, Mask):
+            return None
+        rules = (mask.left, mask.right, mask.prefix, mask.function)
+    if score is not None:
+        if not isinstance(score, Score):
+            return None
+        rules = (rules, score.softcap, score.function, score.function_gradient)
+    if q.is_nested or k.is_nested or v.is_nested:  # PyTorch's guards crash the process on one
+        return None
+    device = q.get_device()
+    try:
+        addresses: tuple = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    except RuntimeError:  # some tensors have no address, such as sparse ones
+        return None
+    of_mask = None if mask is None else mask.documents
+    if (
+        of_mask is not None
+        or (score is not None and score.has_tensors)
+        or cu_q is not None or cu_kv is not None or used_q is not None or used_kv is not None
+        or descales is not _NO_DESCALES
+    ):  # fmt: skip
+        documents = (None, None) if of_mask is None else (of_mask.q, of_mask.kv)
+        changes = _NO_CHANGES if score is None else score.tensors
+        optional = (cu_q, cu_kv, used_q, used_kv, *documents, *changes, *descales, None)
+        likenesses = tuple([None if x is None else _likeness(x) for x in optional])
+        if False in likenesses:
+            return None
+        addresses += tuple([x.data_ptr() for x in optional if x is not None])
+    if device >= 0 and device != current_device():
+        return None
+    if isinstance(max_q, torch.Tensor) or isinstance(max_kv, torch.Tensor):  # a key needs their values
+        return None
+    numbers = None
+    if scale is not None or max_q is not None or max_kv is not None or type(dropout) is not float or dropout != 0.0:
+        # Types, too: 1 and True are equal, and so are 0 and False, but `check` does not take them for the same.
+        numbers = (scale, type(scale), max_q, type(max_q), max_kv, type(max_kv), dropout, type(dropout))
+    alignments = (addresses[0] | addresses[1] | addresses[2]) % 16 and _alignments(addresses)
+    grad_enabled = torch.is_grad_enabled()
+    rest = alignments, likenesses, rules, numbers, backend, grad_enabled, grad_enabled and deterministic
+    try:
+        latest = _latest.get(rest) or ()
+    except TypeError:  # a value that has no hash, such as a list
+        return None
+    for known in latest:
+        if known.alike(q, k, v):
+            break
+    else:
+        key = rest, _looks(q), _looks(k), _looks(v), dispatch_state()
+        found = _known.get(key)
+        known = found or _prepare(check(*call, dropout), (q, k, v, *optional))
+        if found is None:
+            _known.put(key, known)
+        others = [other for other in latest if other is not known]
+        _latest.put(rest, (known, *others[: _LATEST - 1]))
+    if known.launches is None:
+        return None
+    if dropout != 0.0:
+        seed = new_seed(q.device)
+        optional = (*optional[:-1], seed)
+        addresses += (seed.data_ptr(),)
+    stream = raw_stream(device) if device >= 0 else 0
+    if known.differentiable:
+        return _Differentiable.apply(known, stream, addresses, optional, q, k, v, *optional[_LEARNED])
+    return known.launches.forward(stream, wants_lse, addresses, (q, k, v, *optional))
+
+
+def _likeness(x) -> tuple | bool:
+    """What checks and launches depend on in a tensor; False if x is no plain tensor, or is sparse or nested, or holds its
+    values with the other sign (`is_neg`)."""
+    if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_nested or x.is_neg():
+        return False
+    return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16, x.requires_grad
+
+
+def _looks(x: torch.Tensor) -> tuple:
+    """Everything that a guard of PyTorch's compares of a tensor, as a key."""
+    return type(x), x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad, keys_of(x)
+
+
+def _alignments(addresses: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(address % 16 for address in addresses[:3])
+
+
+def _prepare(options: Options, tensors: tuple) -> Known:
+    """Prepare for calls that look like this one, whose options are checked. tensors: in the order of `Operands`."""
+    if options.dropout:  # each call draws a seed of its own, so any seed does here
+        tensors = (*tensors[:-1], torch.zeros(1, dtype=torch.int64, device=tensors[0].device))
+    grad_enabled = torch.is_grad_enabled()
+    differentiable = grad_enabled and any(x is not None and x.requires_grad for x in tensors)
+    learned = learned_of(options) if grad_enabled else []
+    nothing: dict[str, Any] = dict.fromkeys(OPTIONAL)
+    found = None if any(x.is_neg() for x in tensors[:3]) else _launches(options, tensors)
+    return Known(guard_of(*tensors[:3]), found, differentiable, replace(options, **nothing), learned, ClockCache(16))
+
+
+def _launches(options: Options, tensors: tuple) -> launches.Prepared | None:
+    operands = Operands._make(_own(tensors))
+    problem = describe(operands, options)
+    backend = dispatch.select(problem, arch_of(operands.q.device), options.backend)
+    # The operator checks lengths that live on the device, in every call.
+    if (problem.varlen or problem.seqused) and os.environ.get("STROBE_DEBUG", "0") == "1":
+        return None
+    return launches.prepared(backend, problem, operands)
+
+
+def _own(tensors: tuple) -> list[torch.Tensor | None]:
+    """The tensors, detached. Each is an object of its own, even where a caller passed one tensor twice."""
+    return [None if x is None else x.detach() for x in tensors]
+
+
+class _Differentiable(torch.autograd.Function):
+    """Prepared launches as a function that is differentiable in q, k, v and the tensors of `LEARNED`. Prepared launches compute
+    the gradients too, or else the operator does."""
+
+    @staticmethod
+    def forward(ctx, known: Known, stream: int, addresses: tuple[int, ...], optional: tuple, q, k, v, *_learned):
+        assert known.launches is not None
+        outputs = known.launches.forward(stream, True, addresses, (q, k, v, *optional))
+        ctx.save_for_backward(q, k, v, *outputs, *optional)  # as the operator does
+        ctx.known = known
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        known, saved = ctx.known, ctx.saved_tensors  # read once: a checkpoint refuses to unpack a tensor twice
+        found = _gradients(known, (*saved[:5], dout, dlse, *saved[5:]))
+        if found is None:
+            found = gradients(saved, known.options, known.learned, dout, dlse)
+        return None, None, None, None, *found
+
+
+def _gradients(known: Known, tensors: tuple) -> Gradients | None:
+    """The gradients by prepared launches; None if the operator must run the backward: one without dout, say, or one that is to
+    be differentiated again, which the operator refuses."""
+    dout = tensors[5]
+    if dout is None or torch.is_grad_enabled() or is_transformed():
+        return None
+    given = [x for x in tensors if x is not None]
+    if any([type(x) not in _PLAIN or x.is_neg() for x in given]):
+        return None
+    device = dout.get_device()
+    if device >= 0 and device != current_device():
+        return None
+    try:
+        addresses = tuple([x.data_ptr() for x in given])
+    except RuntimeError:  # many gradients at once (is_grads_batched) have no address
+        return None
+    # Saved tensors look as they did in the forward, unless hooks of saved tensors made copies, whose strides may differ.
+    strides, alignments = tuple([x.stride() for x in given]), tuple([address % 16 for address in addresses])
+    key = strides, alignments, torch.are_deterministic_algorithms_enabled()
+    found = known.backward.get(key)
+    if found is None:
+        found = (_backward_launches(known.options, known.learned, tensors),)
+        known.backward.put(key, found)
+    (prepared,) = found
+    if prepared is None:
+        return None
+    return prepared.backward(raw_stream(device) if device >= 0 else 0, addresses, tensors)
+
+
+def _backward_launches(options: Options, learned: Sequence[str], tensors: tuple) -> launches.Prepared | None:
+    q, k, v, out, lse, dout, dlse, *others = _own(tensors)
+    operands, upstream = Operands._make((q, k, v, *others)), Upstream._make((out, lse, dout, dlse))
+    problem = describe(operands, options, "backward", learned)
+    backend = dispatch.select(problem, arch_of(operands.q.device), options.backend)
+    return launches.prepared(backend, problem, operands, upstream)
+
+
+# ---- of operators
+
+
+def forward(options: Sequence, *tensors: torch.Tensor) -> Outputs | None:
+    """out and lse for the forward's operator, by prepared launches; None if it has none. options: see `Options`. tensors: q, k,
+    v."""
+    found = _of_operator(_launches, options, tensors, ())
+    if found is None:
+        return None
+    prepared, stream, addresses, tensors = found
+    return prepared.forward(stream, True, addresses, tensors)
+
+
+def backward(options: Sequence, learned: Sequence[str], *tensors: torch.Tensor | None) -> Gradients | None:
+    """The gradients for the backward's operator, by prepared launches; None if it has none. options: see `Options`. tensors: q,
+    k, v, out, lse, dout, dlse; dlse may be None."""
+
+    def make(options: Options, tensors: tuple) -> launches.Prepared | None:
+        return _backward_launches(options, learned, tensors)
+
+    found = _of_operator(make, options, tensors, (*learned, torch.are_deterministic_algorithms_enabled()))
+    if found is None:
+        return None
+    prepared, stream, addresses, tensors = found
+    return prepared.backward(stream, addresses, tensors)
+
+
+def _may_be_prepared(q: torch.Tensor) -> bool:
+    """Whether a tensor's device may have prepared launches. A CPU has none, so making a key there would be wasted time."""
+    return q.is_cuda
+
+
+def _of_operator(
+    make: Callable[[Options, tuple], launches.Prepared | None], options: Sequence, tensors: tuple, beside: tuple
+) -> tuple[launches.Prepared, int, tuple[int, ...], tuple] | None:
+    """The prepared launches of an operator's call, made where there are none yet, and the stream, addresses and tensors that
+    they take; None if it has none. beside: what else the launches depend on, as a part of the key."""
+    if not _may_be_prepared(tensors[0]):
+        return None
+    device = tensors[0].get_device()
+    if device >= 0 and device != current_device():
+        return None
+    tensors = (*tensors, *[options[place] for place in _PLACES])
+    likenesses = tuple([None if x is None else _likeness(x) for x in tensors])
+    if False in likenesses:
+        return None
+    key = likenesses, tuple([x for x in options if not isinstance(x, torch.Tensor)]), beside
+    found = _of_operators.get(key)
+    if found is None:
+        found = (make(Options(*options), tensors),)
+        _of_operators.put(key, found)
+    (prepared,) = found
+    if prepared is None:
+        return None
+    stream = raw_stream(device) if device >= 0 else 0
+    return prepared, stream, tuple([x.data_ptr() for x in tensors if x is not None]), tensors

@@ -1,0 +1,21 @@
+"""What every tensor that a user gives must be."""
+
+from __future__ import annotations
+
+import torch
+
+
+def check_tensor(name: str, x) -> None:
+    """TypeError if x is no plain, dense tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.is_nested:
+        raise TypeError(f"{name} must be a plain tensor, got a nested one: pack its sequences and pass cu_seqlens")
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one with layout {x.layout}")
+
+
+def check_device(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
+    """ValueError if x is not where q is."""
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")

@@ -1,0 +1,406 @@
+"""The command line. What a command needs is imported inside it, so that `strobe --help` answers at once."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from strobe.cli.instruments import instruments
+from strobe.cli.options import (
+    JsonFile,
+    alone,
+    arch_named,
+    at_least,
+    changed_config,
+    command_given,
+    device_of,
+    fp8_forward,
+    given,
+    heads_and_dims,
+    names_of,
+    numbers_of,
+    one_of,
+    pairs_of_dims,
+    part_of,
+    picture_path,
+    positive,
+    problem_of,
+    writable,
+)
+
+if TYPE_CHECKING:
+    from strobe.device import Arch
+    from strobe.problem import AttentionProblem
+
+app = typer.Typer(
+    help="Flash attention for PyTorch in pure Python, and the instruments that show why it is fast.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def demo() -> None:
+    """Run a real text encoder on Strobe, beside PyTorch's attention."""
+    from strobe.cli.demo import main
+
+    main()
+
+
+@app.command()
+def explain(
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    seqlen_q: Annotated[int, typer.Option(help="Queries of a sequence.")] = 4096,
+    seqlen_kv: Annotated[int | None, typer.Option(help="Keys of a sequence; default: as many as queries.")] = None,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
+    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 128,
+    head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
+    window: Annotated[str | None, typer.Option(help="Sliding window LEFT,RIGHT; -1 leaves a side open.")] = None,
+    softcap: Annotated[float, typer.Option(help="Softcap of the scores; 0: none.")] = 0.0,
+    backward: Annotated[bool, typer.Option("--backward", help="Ask about the backward.")] = False,
+    arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...) or CPU; default: this machine's.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Ask about one backend only.")] = None,
+    config: Annotated[str | None, typer.Option(help="Change the config, such as kv_stages=6,two_ctas=true.")] = None,
+) -> None:
+    """Which kernel runs a problem on a GPU, why the others do not, and what the problem costs at least."""
+    from dataclasses import replace
+
+    from strobe.call.dispatch import BACKENDS, explain_problem
+
+    if backend is not None:
+        one_of("backend", backend, BACKENDS)
+    problem = problem_of(
+        batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads=heads, heads_kv=heads_kv, head_dim=head_dim,
+        head_dim_v=head_dim_v, dtype=dtype, causal=causal, window=window, softcap=softcap, backward=backward,
+    )  # fmt: skip
+    on = arch_named(arch)
+    explanation = explain_problem(problem, on, backend)
+    if config is not None:
+        if explanation.config is None:
+            raise typer.BadParameter(f"no kernel runs this, so there is no config to change: {explanation.refusals[0][1]}")
+        explanation = replace(explanation, config=changed_config(explanation.config, config, keep=vars(problem)))
+    typer.echo(explanation)
+    typer.echo(f"at least  {_at_least_time(problem, on)}")
+
+
+bench = typer.Typer(help="Time Strobe beside the attentions that are installed, and check the result.")
+app.add_typer(bench, name="bench")
+
+
+@bench.callback(invoke_without_command=True)
+def _bench(context: typer.Context) -> None:
+    """Time Strobe beside the attentions that are installed, and check the result. Alone: `strobe bench forward`."""
+    if context.invoked_subcommand is None:
+        measure(context)
+
+
+@bench.command("forward")
+@bench.command("backward")
+def measure(
+    context: typer.Context,
+    head_dims: Annotated[str | None, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Comma-separated sequence lengths.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Batch x length; default: 16384.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads; default: 2048 / head dim.")] = None,
+    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of bf16, fp16, fp32, fp8, comma-separated.")] = None,
+    mask: Annotated[str | None, typer.Option(help="Of full, causal, window (1024 keys), comma-separated.")] = None,
+    protocol: Annotated[
+        str, typer.Option(help="sustained (launches without a pause) or single (32 warm-ups, 128 timed calls).")
+    ] = "sustained",
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds at least, more where a balanced order needs it; default: 6.")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(help="Of one contender in one round; default: 0.015.")] = None,
+    max_seconds: Annotated[float | None, typer.Option(help="Stop then, with what was measured.")] = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option(help="normal (the default), model (a model's activations) or worst (for an optimistic softmax)."),
+    ] = None,
+    part: Annotated[
+        str | None, typer.Option(help="I/N: this part of the points alone, see strobe bench merge; 1/N matters most.")
+    ] = None,
+    backends: Annotated[str | None, typer.Option(help="Strobe's backends to time by name too, comma-separated.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Comma-separated, or all that are installed (the default).")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")] = None,
+    json: Annotated[
+        str | None, typer.Option(help="Default: benchmarks/results/<what>-<gpu>-<date>.json.", callback=writable)
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Draw to this PNG or SVG; default: a PNG beside the JSON.", callback=writable)
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the finished points of the file that --json names.")] = False,
+) -> None:
+    """Check and time Strobe and its peers at the points of docs/bench.md, or at those that the options name; fewer on a CPU."""
+    from dataclasses import replace
+    from pathlib import Path
+
+    from strobe.call.dispatch import BACKENDS
+    from strobe.lab.bench import plan as plans
+    from strobe.lab.bench.bench import bench as run
+    from strobe.lab.bench.inputs import KINDS
+    from strobe.lab.bench.peers import peers_for
+
+    at_least(1, tokens=tokens, heads=heads, heads_kv=heads_kv, rounds=rounds)
+    where, backward = device_of(device), context.info_name == "backward"
+    shape = given(
+        head_dims=pairs_of_dims(head_dims),
+        lengths=numbers_of("lengths", lengths),
+        tokens=tokens,
+        heads=heads,
+        heads_kv=heads_kv,
+        dtypes=names_of("dtype", dtype, plans.DTYPES),
+        masks=names_of("mask", mask, plans.MASKS),
+    )
+    timing = given(
+        rounds=rounds,
+        seconds=positive("seconds", seconds),
+        max_seconds=positive("max-seconds", max_seconds),
+        part=part_of(part),
+        inputs=one_of("inputs", inputs, KINDS) if inputs else None,
+        backends=names_of("backends", backends, BACKENDS),
+        peers=None if peers == "all" else names_of("peers", peers, peers_for(where)),
+    )
+    if one_of("protocol", protocol, plans.PROTOCOLS) == "single" and seconds is not None:
+        raise typer.BadParameter(f"seconds belongs to the sustained protocol, got {seconds} with single")
+    grids = plans.SINGLE if protocol == "single" else plans.BACKWARD if backward else plans.FORWARD
+    grids = plans.CPU if where.type == "cpu" else grids
+    grids = (replace(grids[0], **shape),) if shape else grids
+    fp8_forward(grids[0].dtypes, backward)
+    for dim, _ in grids[0].head_dims:
+        heads_and_dims(grids[0].heads or max(1, 2048 // dim), grids[0].heads_kv, dim, None)
+    path = Path(json) if json else None
+    if resume and not (path and path.exists()):
+        raise typer.BadParameter(f"resume needs --json with a file that is there, got {json}")
+    plan, picture = plans.Plan(grids, backward, protocol, **timing), picture_path(out)
+    try:
+        plans.some(plan.points())
+        status = run(plan, where, command_given(sys.argv[1:]), path, resume, picture)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(status)
+
+
+@bench.command()
+def check(
+    file: Annotated[str, typer.Argument(help="JSON of strobe bench.")],
+    at_least: Annotated[float | None, typer.Option(help="One floor for all points; default: each point's own.")] = None,
+) -> None:
+    """List the points at which Strobe is not as far ahead of the best peer as it should be; status 1 if there are any."""
+    from pathlib import Path
+
+    from strobe.lab.bench.check import check as run
+
+    try:
+        status = run(Path(file), positive("at-least", at_least))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(status)
+
+
+@bench.command()
+def merge(
+    files: Annotated[list[str], typer.Argument(help="JSON of strobe bench with --part, all parts of one plan.")],
+    out: Annotated[str, typer.Option(help="Where the report of all points goes.", callback=writable)],
+) -> None:
+    """Make one report of a run's parts, if all are of the same GPU, commit, versions and protocol."""
+    from pathlib import Path
+
+    from strobe.lab.bench.merge import merge as run
+    from strobe.lab.bench.report import show
+
+    try:
+        report = run([Path(file) for file in files], Path(out))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    show(report)
+    typer.echo(f"written: {out}")
+
+
+@bench.command()
+def compare(
+    old: Annotated[str, typer.Argument(help="JSON of strobe bench.")],
+    new: Annotated[str, typer.Argument(help="Another, of the same GPU, phase and protocol.")],
+    fail_slower: Annotated[
+        float | None, typer.Option(help="Status 1 if a point is under so many times its old speed, beyond its noise.")
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Draw the ratios with their noise to this PNG or SVG.", callback=writable)
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Compare two reports point by point: the speed of new over old, and whether they differ by more than the rounds' noise."""
+    from pathlib import Path
+
+    from strobe.lab.bench.compare import compare as run
+
+    try:
+        floor, picture = positive("fail-slower", fail_slower), picture_path(out)
+        status = run(Path(old), Path(new), floor, Path(json) if json else None, picture)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(status)
+
+
+@app.command()
+def tune(
+    head_dims: Annotated[str | None, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="At few lengths.")] = False,
+    json: Annotated[
+        str | None, typer.Option(help="The table; default: your own, in your cache folder.", callback=writable)
+    ] = None,
+) -> None:
+    """Time the Hopper forward's configs on this GPU, and write the table that its choices come from (docs/tuning.md)."""
+    from pathlib import Path
+
+    from strobe.lab.bench.tune import tune as run
+
+    try:
+        status = run(pairs_of_dims(head_dims), quick, command_given(sys.argv[1:]), Path(json) if json else None)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(status)
+
+
+@app.command()
+def timeline(
+    context: typer.Context,
+    head_dims: Annotated[str, typer.Option(help="Comma-separated.")] = "64,128",
+    length: Annotated[int, typer.Option(help="Sequence length.")] = 4096,
+    mask: Annotated[str, typer.Option(help="Of full, causal, comma-separated.")] = "full,causal",
+    simulate: Annotated[bool, typer.Option("--simulate", help="By the simulator's clock; needs no GPU.")] = False,
+    report: Annotated[str | None, typer.Option(help="Draw this JSON instead of measuring.")] = None,
+    json: Annotated[
+        str | None, typer.Option(help="Default: benchmarks/results/timeline-<gpu>-<date>.json.", callback=writable)
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Draw to this PNG or SVG; default: a PNG beside the JSON.", callback=writable)
+    ] = None,
+    perfetto: Annotated[
+        str | None, typer.Option(help="Write whole CTAs here too, as a trace for ui.perfetto.dev.", callback=writable)
+    ] = None,
+) -> None:
+    """Show when each warp role of the Hopper forward does what, in cycles, on this GPU or simulated; a table and a picture."""
+    from pathlib import Path
+
+    from strobe.lab.bench.machine import save
+    from strobe.lab.bench.report import default_path
+    from strobe.lab.timeline import timeline as timelines
+
+    at_least(1, length=length)
+    picture = picture_path(out)
+    if report is not None:
+        alone(context, "report", "out", "perfetto")
+        path = Path(report)
+        try:
+            measurement = timelines.load(path)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    else:
+        from strobe.lab.timeline import tracing
+
+        masks, dims = names_of("mask", mask, ("full", "causal")) or (), numbers_of("head-dims", head_dims) or ()
+        for dim in dims:
+            heads_and_dims(1, None, dim, None)
+        try:
+            run = tracing.simulate if simulate else tracing.measure
+            measurement = run(dims, masks, length, command_given(sys.argv[1:]))
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        path = Path(json) if json else default_path(measurement)
+        typer.echo(f"written: {save(path, measurement, indent=None)}")
+    typer.echo(timelines.table(measurement))
+    typer.echo(f"\nof the time of a typical CTA (and hidden under other work of it):\n{timelines.hidden_table(measurement)}")
+    typer.echo(f"written: {timelines.draw(timelines.measured(measurement), picture or path.with_suffix('.png'))}")
+    if perfetto is not None:
+        made = {key: measurement[key] for key in ("date", "command", "device")}
+        trace = made | timelines.perfetto(timelines.whole_ctas(measurement))
+        typer.echo(f"written: {save(Path(perfetto), trace, indent=None)}")
+
+
+@app.command()
+def simulate(
+    context: typer.Context,
+    file: Annotated[str | None, typer.Argument(help="A Python file whose simulation() returns a strobe.sim.Launch.")] = None,
+    backend: Annotated[str, typer.Option(help="Without a file: which of our forward kernels, sm90 or sm100.")] = "sm90",
+    seqlen_q: Annotated[int, typer.Option(help="Queries of a sequence.")] = 300,
+    seqlen_kv: Annotated[int | None, typer.Option(help="Keys of a sequence; default: as many as queries.")] = None,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 2,
+    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 64,
+    head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
+    window: Annotated[str | None, typer.Option(help="Sliding window LEFT,RIGHT; -1 leaves a side open.")] = None,
+    config: Annotated[str | None, typer.Option(help="Change the config, such as q_stages=1,split_p=false.")] = None,
+    orders: Annotated[
+        str, typer.Option(help="Of in_order, random, late, early, uneven.")
+    ] = "in_order,random,late,early,uneven",
+    seeds: Annotated[int, typer.Option(help="Runs of each order that takes a seed.")] = 3,
+    timeline: Annotated[
+        str | None,
+        typer.Option(help="Draw what each role does when, by the cost model, to this PNG or SVG.", callback=writable),
+    ] = None,
+) -> None:
+    """Run a Gluon kernel on the CPU: are its numbers right, and is there a race, a deadlock or a missing fence in it?"""
+    from pathlib import Path
+
+    from strobe.call.dispatch import backend_module
+    from strobe.device import KNOWN
+    from strobe.lab.simulated.simulate import attention, draw_timeline, launches_of, simulate_all
+    from strobe.sim.attention import BACKENDS
+
+    at_least(1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, seeds=seeds)
+    chosen = names_of("orders", orders, ("in_order", "random", "late", "early", "uneven")) or ()
+    one_of("backend", backend, BACKENDS)
+    picture = picture_path(timeline, "timeline")
+    try:
+        if file is not None:
+            alone(context, "file", "orders", "seeds", "timeline")
+            factory = launches_of(Path(file))
+        else:
+            problem = problem_of(
+                seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads=heads, heads_kv=heads_kv, head_dim=head_dim,
+                head_dim_v=head_dim_v, dtype=dtype, causal=causal, window=window,
+            )  # fmt: skip
+            reason = backend_module(backend).refuses(problem, KNOWN["H200" if backend == "sm90" else "B200"])
+            if reason is not None:
+                raise typer.BadParameter(f"{backend} {reason}")
+            changed = changed_config(BACKENDS[backend][1](problem), config, ("head_dim", "head_dim_v")) if config else None
+            factory = attention(problem, backend, changed)
+        status = simulate_all(factory, chosen, seeds)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if picture is not None:
+        typer.echo(f"written: {draw_timeline(factory, picture)}")
+    raise typer.Exit(status)
+
+
+@app.command()
+def blackwell() -> None:
+    """Simulate the Blackwell forward with its ideas switched off one by one, and write the tables and pictures of its page."""
+    from pathlib import Path
+
+    from strobe.lab.blackwell.page import PAGE, make
+
+    if not PAGE.exists():
+        raise typer.BadParameter(f"strobe blackwell must run in the repository, where {PAGE} is")
+    make(Path())
+
+
+app.registered_commands += instruments.registered_commands
+
+
+def _at_least_time(problem: AttentionProblem, arch: Arch) -> str:
+    from strobe.lab.model.cost import Cost
+
+    try:
+        return str(Cost(problem).lower_bound(arch))
+    except ValueError as error:
+        return f"unknown: {error}"

@@ -1,0 +1,1 @@
+"""The backends for a CPU, in plain PyTorch."""

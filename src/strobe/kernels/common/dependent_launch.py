@@ -1,0 +1,27 @@
+"""Programmatic dependent launch (Hopper and later): a launch may begin before the one ahead of it in its stream has ended.
+
+A kernel that is launched with `launch_pdl` sets up what only it knows, its barriers, say, and takes its turn before it touches
+memory that others read or write. From then on the next launch may begin, and waits for its own turn.
+
+Every CTA takes its turn: a launch only knows that the one ahead has ended, and relies on it for those before.
+"""
+
+import triton
+import triton.language as tl
+
+from strobe.kernels.gluon import gl, gluon
+
+PTX = tl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def take_turn():
+    """Wait until the launches ahead have ended and what they wrote is seen. The kernel's first warps do it for all roles,
+    before these begin."""
+    gl.inline_asm_elementwise(PTX, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def take_program_turn():
+    """Wait until the launches ahead have ended and what they wrote is seen, in a kernel in plain Triton."""
+    tl.inline_asm_elementwise(PTX, "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -1,0 +1,29 @@
+"""Conversions of numbers of 16 bits that keep two of them in a register. After a plain conversion the compiler keeps each in a
+register of its own, and converts them one by one, at the pace of exponentials, if they are also wanted in 32 bits again."""
+
+from strobe.kernels.gluon import gl, gluon
+
+
+@gluon.jit
+def rounded(x, dtype: gl.constexpr):
+    """Round float32 to bfloat16 or float16; neighbours in x's order of registers become pairs."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def widened(x):
+    """Convert bfloat16 or float16 back to float32."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "{.reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;}",
+            "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip

@@ -1,0 +1,111 @@
+"""How the results of Hopper's backward leave: dQ is added to an accumulator, dK and dV are copied out, both by the TMA."""
+
+from strobe.kernels.common.channel import swizzled
+from strobe.kernels.common.descriptors import coordinates
+from strobe.kernels.gluon import (
+    fence_async_shared,
+    gl,
+    gluon,
+    partition_barrier,
+    reinterpret,
+    tma_add,
+    tma_store,
+    tma_store_wait,
+)
+from strobe.kernels.sm90.backward_tiles import HALF
+from strobe.kernels.sm90.layouts import rows_of
+
+UNIT = gl.constexpr([[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16], [0, 32]])
+"""The elements [row, column] of a 64 x 64 result in the order of registers, lanes and warps: of the number of an element in
+dQ's accumulator, each bit's row and column. Bits 0 and 1 number four registers of a thread."""
+
+
+@gluon.constexpr_function
+def flat(rank):
+    """Layout of float32 in shared memory, without swizzling."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
+
+
+@gluon.constexpr_function
+def in_order(columns):
+    """Layout of 64 x columns results in shared memory: each next number belongs to the next register, lane, warp."""
+    return gl.SharedLinearLayout(UNIT.value[: 6 + columns.bit_length() - 1])
+
+
+@gluon.jit
+def add_to_dq(w: gl.constexpr, dq, place, outputs, memory):
+    """Add a share of 64 rows to the accumulator, from number 64 * place on. Group w's buffer in shared memory must be free."""
+    COLUMNS: gl.constexpr = dq.shape[1]
+    DESCRIPTOR: gl.constexpr = 0 if COLUMNS == 64 else 1
+    buffer = memory.dq.index(w)
+    if COLUMNS < 64:
+        buffer = reinterpret(buffer, gl.float32, [64 // COLUMNS, COLUMNS // 4, 256], flat(2)).index(0)
+    reinterpret(buffer, gl.float32, [64, COLUMNS], in_order(COLUMNS)).store(dq)
+    fence_async_shared()
+    tma_add(outputs.dq[DESCRIPTOR], [place // 4, 0], buffer)
+
+
+# ---- dK and dV
+
+
+@gluon.jit
+def note_of_keys(w: gl.constexpr, K, result, work):
+    """Write 1 to the note of 64 keys if their dK or dV has a NaN or an infinity, which a row may have caused that does not see
+    them."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, result[0].type.layout)
+    check = gl.full([HALF], 0.0, gl.float32, LAYOUT)
+    for c in gl.static_range(len(result)):
+        check += gl.convert_layout(gl.sum(result[c] * 0.0, 1), LAYOUT)
+    blocks = (K.lengths.n_kv + HALF - 1) // HALF
+    place = (work.batch * K.heads.heads_kv + work.head_kv) * blocks + work.first // HALF + w
+    exists = work.first + w * HALF + gl.arange(0, HALF, LAYOUT) < work.n_kv
+    gl.store(K.outputs.notes + place + gl.full([HALF], 0, gl.int32, LAYOUT), 1, mask=(check != 0.0) & exists)
+
+
+@gluon.jit
+def leave(w: gl.constexpr, K, dk, dv, work):
+    """Copy group w's dK and dV to global memory, by way of its place of dQ, one after the other."""
+    tma_store_wait(0)
+    copy_out(w, K, dv, 0, 1.0, K.outputs.dv, work)
+    tma_store_wait(0)
+    if K.C.head_dim <= 128:
+        copy_out(w, K, dk, 0, K.outputs.scale, K.outputs.dk, work)
+    else:  # more than the buffer holds
+        copy_out(w, K, (dk[0],), 0, K.outputs.scale, K.outputs.dk, work)
+        tma_store_wait(0)
+        copy_out(w, K, (dk[1],), K.C.wide, K.outputs.scale, (K.outputs.dk[1],), work)
+
+
+@gluon.jit
+def copy_out(w: gl.constexpr, K, x, column: gl.constexpr, scale, descriptors, work):
+    """Copy chunks of group w's dK or dV to global memory, from a column on, by way of its place of dQ, which this thread knows
+    to be free."""
+    buffer = K.memory.dq.index(w)
+    partition_barrier()
+    staged = staged_chunks(x, buffer, descriptors[0].dtype)
+    for c in gl.static_range(len(x)):
+        result = x[c] * scale
+        if K.lengths.used_kv is not None:  # keys that exist and are not used
+            key = work.first + w * HALF + gl.arange(0, HALF, rows_of(x[c].shape[1]))
+            result = gl.where((key < work.n_kv)[:, None], result, 0.0)
+        staged[c].store(result.to(descriptors[c].dtype))
+    fence_async_shared()
+    partition_barrier()
+    for c in gl.static_range(len(x)):
+        place = coordinates(descriptors[c], work.start_kv, work.n_kv, work.batch, work.head_kv, work.first + w * HALF,
+                            column + c * x[0].shape[1])  # fmt: skip
+        tma_store(descriptors[c], place, staged[c].reshape(descriptors[c].block_type.shape))
+
+
+@gluon.jit
+def staged_chunks(x, buffer, dtype: gl.constexpr):
+    """A place of dQ, seen as places for the chunks, one after the other."""
+    chunks = ()
+    for c in gl.static_range(len(x)):
+        chunks += (part_of(buffer, dtype, x[c].shape[1], c * x[0].shape[1] // x[c].shape[1]),)
+    return chunks
+
+
+@gluon.jit
+def part_of(buffer, dtype: gl.constexpr, columns: gl.constexpr, index: gl.constexpr):
+    return reinterpret(buffer, dtype, [128 // columns, HALF, columns], swizzled(dtype, columns)).index(index)

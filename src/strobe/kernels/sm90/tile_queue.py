@@ -1,0 +1,214 @@
+"""Tiles of queries, from the producer, which takes them from a counter, to the consumers, through shared memory."""
+
+from strobe.kernels.common.gluon_masks import kv_range
+from strobe.kernels.common.tile_scheduler import locate
+from strobe.kernels.gluon import aggregate, gl, gluon, mbarrier
+from strobe.kernels.sm90.layouts import ROWS, rows_of, scalar_layout
+from strobe.kernels.sm90.scores import documents_of_rows, slope_of
+
+SLOTS = gl.constexpr(2)
+"""Tiles that are known at a time: one is worked on, one is next."""
+
+FIELDS = gl.constexpr(13)
+GO, BATCH, HEAD, ROW, P, NOTE, N_Q, N_KV, START_Q, BEGIN, END, FULL_BEGIN, FULL_END = (gl.constexpr(i) for i in range(13))
+"""P: the position of the tile's first row among the keys. NOTE: where the note of its first rows is. Both follow from the
+others, but what consumers compute with they keep in registers."""
+
+
+@aggregate
+class Tile:
+    """What a group of consumers keeps of a tile, in registers: None where it is not needed.
+
+    go: whether there is a tile. The group works on `blocks` key blocks: `lead` first, then the others from `begin` on, left to
+    right. With a mask: p is the position of the group's first row among the keys; blocks outside [full_begin, full_end) are
+    masked; only other groups see the `between` blocks after the lead, and the `after` at the end. Where every tile begins at
+    key 0 and leads with it, begin, lead, full_begin and between are 0, and None. batch, head, n_q: where scores depend on them.
+    slope: of the head. documents: of the group's rows. n_q, n_kv: where sequences differ.
+    """
+
+    go: gl.tensor
+    blocks: gl.tensor
+    begin: (gl.tensor, gl.constexpr)
+    lead: (gl.tensor, gl.constexpr)
+    full_begin: (gl.tensor, gl.constexpr)
+    between: (gl.tensor, gl.constexpr)
+    p: (gl.tensor, gl.constexpr)
+    full_end: (gl.tensor, gl.constexpr)
+    after: (gl.tensor, gl.constexpr)
+    batch: (gl.tensor, gl.constexpr)
+    head: (gl.tensor, gl.constexpr)
+    slope: (gl.tensor, gl.constexpr)
+    documents: (gl.tensor, gl.constexpr)
+    n_q: (gl.tensor, gl.constexpr)
+    n_kv: (gl.tensor, gl.constexpr)
+
+    @gluon.constexpr_function
+    def __init__(self, go, blocks, left, masked, places, slope, documents, lengths):
+        self.go = go
+        self.blocks = blocks
+        nothing = gl.constexpr(None)
+        self.begin, self.lead, self.full_begin, self.between = left or [nothing] * 4
+        self.p, self.full_end, self.after = masked or [nothing] * 3
+        self.batch, self.head = places or [nothing] * 2
+        self.slope = nothing if slope is None else slope
+        self.documents = nothing if documents is None else documents
+        self.n_q, self.n_kv = lengths or [nothing] * 2
+
+
+@gluon.jit
+def first_block(begin, end, full_begin, full_end, lengths, score):
+    """The block that leads, which the optimistic softmax goes by: the leftmost that all rows see whole. Without one, the one
+    before: its last keys are the last that all rows see, unless a window is narrower than a tile. With slopes, which
+    favour near keys, the rightmost, and with a user's mask, of which no block is sure to be seen."""
+    FROM_FIRST: gl.constexpr = lengths.left is None and score.slopes is None and not score.BY_PAIR
+    if FROM_FIRST:  # then all see the first whole block
+        return begin
+    elif score.slopes is not None or score.visible is not None:
+        return end - 1
+    else:
+        return gl.where(full_begin < full_end, full_begin, gl.minimum(gl.maximum(full_end, begin), end - 1))
+
+
+@gluon.jit
+def later_block(j, begin, lead):
+    """The j-th block, j > 0: from left to right, without the lead."""
+    if lead is None:
+        return j
+    else:
+        i = begin + (j - 1)
+        return i + (i >= lead).to(gl.int32)
+
+
+# ---- producer
+
+
+@gluon.jit
+def next_tile(counter):
+    return gl.atomic_add(counter, 1) + gl.num_programs(0)
+
+
+@gluon.jit
+def with_keys(K, tile):
+    """The first tile from this one on that sees any key, and its Work. (The others never run.)"""
+    work = locate(gl.minimum(tile, K.heads.tiles - 1), K.lengths, K.heads, K.C, EMPTY=True)
+    while (tile < K.heads.tiles) & (work.blocks() <= 0):
+        tile = next_tile(K.counters)
+        work = locate(gl.minimum(tile, K.heads.tiles - 1), K.lengths, K.heads, K.C, EMPTY=True)
+    return tile, work
+
+
+@gluon.jit
+def publish(K, turn, tile, work):
+    """The turn-th tile of this CTA, to the consumers."""
+    tiles = K.memory.tiles
+    slot = turn % SLOTS
+    mbarrier.wait(K.memory.tile_empty.index(slot), ((turn // SLOTS) & 1) ^ 1)
+    put(tiles, slot, GO, (tile < K.heads.tiles).to(gl.int32))
+    put(tiles, slot, BATCH, work.batch)
+    put(tiles, slot, HEAD, work.head)
+    put(tiles, slot, ROW, work.row)
+    put(tiles, slot, P, work.row + (work.n_kv - work.n_q))
+    put(tiles, slot, NOTE, (work.batch * K.heads.heads + work.head) * ((K.lengths.n_q + ROWS - 1) // ROWS) + work.row // ROWS)
+    if K.lengths.VARY:
+        put(tiles, slot, N_Q, work.n_q)
+        put(tiles, slot, N_KV, work.n_kv)
+        put(tiles, slot, START_Q, work.start_q)
+    put(tiles, slot, BEGIN, work.begin)
+    put(tiles, slot, END, work.end)
+    put(tiles, slot, FULL_BEGIN, work.full_begin)
+    put(tiles, slot, FULL_END, work.full_end)
+    mbarrier.arrive(K.memory.tile_full.index(slot), count=1)
+
+
+@gluon.jit
+def put(tiles, slot, field: gl.constexpr, value):
+    tiles.index(slot * FIELDS + field).store(gl.full([1], 0, gl.int32, scalar_layout(1)) + value)
+
+
+# ---- consumers
+
+
+@gluon.jit
+def get(tiles, slot, field: gl.constexpr):
+    return gl.max(tiles.index(slot * FIELDS + field).load(scalar_layout(4)), 0)
+
+
+@gluon.jit
+def lengths_of(slot, lengths, memory):
+    """(n_q, n_kv, first row among the packed) of the sequence of the tile in `slot`."""
+    if lengths.VARY:
+        return get(memory.tiles, slot, N_Q), get(memory.tiles, slot, N_KV), get(memory.tiles, slot, START_Q)
+    else:
+        return lengths.n_q, lengths.n_kv, 0
+
+
+@gluon.jit
+def fetch(w: gl.constexpr, K, turn):
+    """The turn-th tile of this CTA, as group w sees it. It stays known until the group arrives at `tile_empty`."""
+    tiles = K.memory.tiles
+    slot = turn % SLOTS
+    mbarrier.wait(K.memory.tile_full.index(slot), (turn // SLOTS) & 1)
+    begin = get(tiles, slot, BEGIN)
+    end = get(tiles, slot, END)
+    full_begin = get(tiles, slot, FULL_BEGIN)
+    full_end = get(tiles, slot, FULL_END)
+    lead = first_block(begin, end, full_begin, full_end, K.lengths, K.score)
+    go = get(tiles, slot, GO)
+    FROM_FIRST: gl.constexpr = K.lengths.left is None and K.score.slopes is None and not K.score.BY_PAIR
+    own_begin = begin
+    own_end = end
+    left = None  # stays None only where nothing has a left side: what decides it has to be known to the compiler
+    masked = None
+    places = None
+    slope = None
+    documents = None
+    sequence = None
+    n_q, n_kv, _start = lengths_of(slot, K.lengths, K.memory)
+    if K.MASKED or K.score.PLACED:
+        p = get(tiles, slot, P) + w * ROWS
+        if K.MASKED:
+            key_begin, key_end = kv_range(p, p + ROWS - 1, n_kv, K.lengths.left, K.lengths.right, K.lengths.prefix)
+            # No more than half a ring is passed over: its blocks of V wait for the product before them.
+            most: gl.constexpr = K.C.num_stages // 2
+            own_end = gl.minimum(gl.maximum(gl.maximum((key_end + K.C.tile_kv - 1) // K.C.tile_kv, lead + 1), end - most), end)
+            if not FROM_FIRST:
+                own_begin = gl.maximum(gl.minimum(gl.minimum(key_begin // K.C.tile_kv, lead), begin + most), begin)
+        masked = (p, full_end, go * (end - own_end))
+    if not FROM_FIRST:
+        left = (own_begin, lead, full_begin, go * (own_begin - begin))
+    if K.score.PLACED:
+        batch = get(tiles, slot, BATCH)
+        head = get(tiles, slot, HEAD)
+        places = (batch, head)
+        if K.score.slopes is not None:
+            slope = slope_of(batch, head, K.score)
+        if K.score.document_q is not None:
+            rows = p - (n_kv - n_q) + gl.arange(0, ROWS, rows_of(K.C.tile_kv))
+            documents = documents_of_rows(batch, rows, n_q, K.score)
+    if K.lengths.VARY:
+        sequence = (n_q, n_kv)
+    return Tile(go != 0, own_end - own_begin, left, masked, places, slope, documents, sequence)
+
+
+@gluon.jit
+def lead_of(tile):
+    if tile.lead is None:
+        return 0
+    elif tile.batch is None:
+        return tile.lead
+    else:  # what belongs to its keys is loaded even if there is no tile, but one that sees nothing and leads with less
+        return gl.maximum(tile.lead, 0)
+
+
+@gluon.jit
+def position_and_note_of(w: gl.constexpr, slot, memory):
+    """The position of the first of group w's rows of the tile in `slot` among the keys, and where their note is."""
+    return get(memory.tiles, slot, P) + w * ROWS, get(memory.tiles, slot, NOTE) + w
+
+
+@gluon.jit
+def place_of(w: gl.constexpr, slot, lengths, memory):
+    """Where group w's rows of the tile in `slot` are: (batch, head, row, n_q, n_kv, first row among the packed)."""
+    n_q, n_kv, start_q = lengths_of(slot, lengths, memory)
+    row = get(memory.tiles, slot, ROW) + w * ROWS
+    return get(memory.tiles, slot, BATCH), get(memory.tiles, slot, HEAD), row, n_q, n_kv, start_q

@@ -1,0 +1,185 @@
+"""Draws a benchmark: TFLOP/s against length, a panel for each shape and mask, a line for each contender."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Literal
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from strobe.lab.bench.plan import Point, short
+from strobe.lab.bench.report import FLOPS_PER_CLOCK, is_hopper, timed
+from strobe.lab.model.cost import Cost
+
+STROBE = "#D55E00"
+PEERS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+"""The colours of peers: Okabe and Ito's palette, which colour-blind people can tell apart. In grey the names at the lines
+help."""
+
+CEILING = "#888888"
+
+
+def save(figure: Figure, path: Path, **options) -> Path:
+    """Writes a picture, PNG or SVG by its suffix and without a date in it, closes the figure and returns the path."""
+    figure.savefig(path, facecolor="white", metadata={"Date": None} if path.suffix == ".svg" else {"Software": None}, **options)
+    plt.close(figure)
+    return path
+
+
+def bars(
+    panel: Axes, labels: Sequence[str], series: Mapping[str, Sequence[float | None]], form: Callable[[float], str]
+) -> None:
+    """Draws horizontal bars: for each label one of each series, below each other. The first series has Strobe's color; a value
+    of None has no bar. form: makes the text at a bar's end."""
+    height = 0.8 / len(series)
+    for n, ((name, values), color) in enumerate(zip(series.items(), cycle((STROBE, *PEERS)), strict=False)):
+        shown = [(i, value) for i, value in enumerate(values) if value is not None]
+        places = [i + (n - (len(series) - 1) / 2) * height for i, _ in shown]
+        drawn = panel.barh(places, [value for _, value in shown], height=0.9 * height, color=color, label=name)
+        panel.bar_label(drawn, [form(value) for _, value in shown], padding=3, fontsize=8)
+    panel.set_yticks(range(len(labels)), labels, fontsize=8)
+    panel.tick_params(labelsize=8)
+    panel.invert_yaxis()
+    panel.margins(x=0.15)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def draw(report: dict, path: Path) -> list[Path]:
+    """Writes a picture, PNG or SVG, for each dtype of a report: the first at `path`, the others with the dtype in their
+    name."""
+    dtypes = list(dict.fromkeys(facts["dtype"] for facts in report["points"]))
+    paths = [path if n == 0 else path.with_stem(f"{path.stem}-{dtype}") for n, dtype in enumerate(dtypes)]
+    for dtype, target in zip(dtypes, paths, strict=True):
+        _draw(report, [facts for facts in report["points"] if facts["dtype"] == dtype], target)
+    return paths
+
+
+def _draw(report: dict, entries: list[dict], path: Path) -> None:
+    """Writes the picture of one dtype: masks are rows of panels, head dims (and GQA) columns; a row has one scale."""
+    figure, panels = panels_of(entries, lambda point: point.heading, "TFLOP/s", sharey="row")
+    styles = _styles(timed(report))
+    for panel, mine in panels:
+        _panel(panel, mine, styles, report)
+    for panel, _ in panels:
+        _names_at_the_ends(panel)
+    _title(figure, report, entries[0]["dtype"])
+    save(figure, path, dpi=130, bbox_inches="tight")
+
+
+def panels_of(
+    entries: list[dict], column: Callable[[Point], str], ylabel: str, sharey: Literal["row", "all"]
+) -> tuple[Figure, list[tuple[Axes, list[dict]]]]:
+    """A figure with a row of panels for each mask and a column for each name that `column` gives to a point; and the panels,
+    which have titles, each with its entries in the order of length."""
+    rows = list(dict.fromkeys(facts["mask"] for facts in entries))
+    columns = list(dict.fromkeys(column(Point.of(facts)) for facts in entries))
+    size = (0.8 + 3.2 * len(columns), 1.0 + 2.8 * len(rows))
+    figure, axes = plt.subplots(len(rows), len(columns), figsize=size, squeeze=False, sharey=sharey)
+    panels = []
+    for row, mask in enumerate(rows):
+        for place, name in enumerate(columns):
+            panel = axes[row][place]
+            mine = [facts for facts in entries if facts["mask"] == mask and column(Point.of(facts)) == name]
+            if not mine:
+                panel.set_axis_off()
+                continue
+            panel.set_title(f"{name}, {mask}", fontsize=10)
+            panels.append((panel, sorted(mine, key=lambda facts: facts["length"])))
+        axes[row][0].set_ylabel(ylabel)
+    for panel in axes[-1]:
+        panel.set_xlabel("sequence length")
+    return figure, panels
+
+
+def _styles(names: list[str]) -> dict[str, dict]:
+    """Name of a contender -> how its line looks: ours is thick and above the peers'."""
+    peers = (name for name in names if name != "strobe")
+    styles: dict[str, dict] = {
+        name: {"color": color, "linewidth": 1.2, "marker": "o", "markersize": 2}
+        for name, color in zip(peers, cycle(PEERS), strict=False)
+    }
+    return styles | {"strobe": {"color": STROBE, "linewidth": 3.0, "marker": "o", "markersize": 4, "zorder": 3}}
+
+
+def _panel(panel: Axes, entries: list[dict], styles: dict[str, dict], report: dict) -> None:
+    """Draws a panel: medians as lines, all rounds as faint dots, ceilings dashed; lengths on a logarithmic axis."""
+    for name, style in styles.items():
+        shown = [(facts["length"], facts["results"][name]) for facts in entries if "tflops" in facts["results"].get(name, {})]
+        if not shown:
+            continue
+        panel.plot([x for x, _ in shown], [result["tflops"] for _, result in shown], label=name, **style)
+        dots = [(x, rate) for x, result in shown for rate in result["rounds"]]
+        panel.scatter([x for x, _ in dots], [y for _, y in dots], s=2, color=style["color"], alpha=0.5, linewidths=0)
+    for name, (lengths, rates) in ceilings(entries, report).items():
+        panel.plot(lengths, rates, color=CEILING, linewidth=0.8, linestyle=(0, (4, 3)), label=name, zorder=1)
+    lengths = [facts["length"] for facts in entries]
+    over_lengths(panel, lengths)
+    if len(lengths) > 1:
+        panel.set_xlim(lengths[0] * 0.85, lengths[-1] * (lengths[-1] / lengths[0]) ** 0.45)  # room for the names
+    panel.set_ylim(bottom=0)
+
+
+def over_lengths(panel: Axes, lengths: list[int]) -> None:
+    """Gives a panel a logarithmic axis of lengths, and horizontal lines to read values by."""
+    panel.set_xscale("log", base=2)
+    panel.minorticks_off()
+    panel.set_xticks(lengths, [short(length) for length in lengths], fontsize=8)
+    panel.grid(axis="y", color="#E5E5E5", linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def ceilings(entries: list[dict], report: dict) -> dict[str, tuple[list[int], list[float]]]:
+    """Name of a ceiling -> lengths, and the TFLOP/s there that no contender exceeds: those of the run's matrix product, and
+    what tensor cores and exp2 units can do at the clock that was measured at each point. exp2 is left out where it is far above
+    the others and so bounds nothing."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    lengths, matmul, device = [facts["length"] for facts in entries], report["ceiling"], report["device"]
+    if "before" in matmul and entries[0]["dtype"] in matmul["matmul"]:
+        found["cuBLAS"] = lengths, [(matmul["before"] + matmul.get("after", matmul["before"])) / 2] * len(lengths)
+    clocked = [facts for facts in entries if _mhz(facts)]
+    if not clocked or not is_hopper(report) or entries[0]["dtype"] not in FLOPS_PER_CLOCK:
+        return found
+    tensor = FLOPS_PER_CLOCK[entries[0]["dtype"]]
+    exp2 = 16 * Cost(Point.of(entries[0]).problem()).flops_per_pair
+    names = {"MMA": tensor} if exp2 > 1.2 * tensor else {"MMA": tensor, "exp2": exp2}
+    if exp2 == tensor:
+        names = {"MMA = exp2": tensor}
+    for name, per_clock in names.items():
+        rates = [per_clock * device["sms"] * _mhz(facts) * 1e-6 for facts in clocked]
+        found[name] = [facts["length"] for facts in clocked], rates
+    return found
+
+
+def _mhz(facts: dict) -> float:
+    """The clock in MHz while Strobe ran; else that of the samples at the point; 0 if there are none."""
+    return facts["results"].get("strobe", {}).get("sm_clock_mhz") or facts["telemetry"].get("sm_clock_mhz", 0)
+
+
+def _names_at_the_ends(panel: Axes) -> None:
+    """Writes each line's name beside its last point, moved apart where they would overlap."""
+    step, floor = panel.get_ylim()[1] * 0.062, 0.0
+    ends = {line: np.asarray(line.get_xydata())[-1] for line in panel.get_lines()}
+    for line, (x, y) in sorted(ends.items(), key=lambda end: end[1][1]):
+        name, floor = str(line.get_label()), max(floor, y)
+        panel.annotate(
+            name, (x, floor), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7.5,
+            color=line.get_color(), weight="bold" if name == "strobe" else "normal", annotation_clip=False,
+        )  # fmt: skip
+        floor += step
+
+
+def _title(figure: Figure, report: dict, dtype: str) -> None:
+    device = report["device"]
+    title = f"Attention {report['what']}, {dtype}, {device['name']}, {report['date'][:10]}"
+    figure.suptitle(title + (" (incomplete)" if report["stopped"] else ""), fontsize=12)
+    figure.tight_layout()

@@ -1,0 +1,1 @@
+"""Reads compiled kernels: their instructions, registers and spills."""

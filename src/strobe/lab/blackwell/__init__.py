@@ -1,0 +1,1 @@
+"""Asks the simulator what limits the Blackwell kernel."""

@@ -1,0 +1,1 @@
+"""Reads a GPU's hardware counters."""

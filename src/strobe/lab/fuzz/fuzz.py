@@ -1,0 +1,330 @@
+"""`strobe fuzz`: random problems through the public door against the float64 specification, by workers that may die.
+
+The parent hands out numbers; each worker, a process of its own, draws their cases (`fuzz_cases`), runs and checks them
+(`fuzz_run`) and tells what became of them. A worker that dies or takes too long costs its case and is replaced.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from strobe.lab.fuzz.cases import FAMILY, Case, drawn, simpler
+from strobe.lab.fuzz.run import Outcome, outcome
+
+DEADLINE = 120.0
+"""Seconds that a case may take, with what is compiled for it and with a worker's start."""
+
+SMALLER_SECONDS = 60.0
+"""That the search for a failure's smallest case may take."""
+
+Kind = tuple[str, str]
+"""What failures have in common: how it failed, and its words without numbers."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    number: int | None
+    case: Case
+    outcome: Outcome
+    smallest: Case | None = None
+
+    @property
+    def kind(self) -> Kind:
+        return self.outcome.kind, re.sub(r"-?(\d+\.)?\d+(e[-+]\d+)?|\[[^]]*\]|nan|inf", "#", self.outcome.words)[:80]
+
+    def command(self) -> str:
+        """What runs the smallest case that is known."""
+        if self.smallest is None and self.number is not None:
+            return f"strobe fuzz --device {self.case.device} --case {self.number}"
+        return f'strobe fuzz --case "{self.smallest or self.case}"'
+
+
+@dataclass
+class Found:
+    """What a campaign has found so far."""
+
+    cases: int = 0
+    features: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+
+    def add(self, number: int | None, case: Case, of: Outcome) -> None:
+        self.cases += 1
+        if of.bad:
+            self.failures.append(Failure(number, case, of))
+        elif of.kind == "refused":
+            self.refusals[re.sub(r"\d+", "#", of.words)[:100]] += 1
+        else:
+            self.features.update(case.features())
+
+    def by_kind(self) -> dict[Kind, list[Failure]]:
+        kinds: dict[Kind, list[Failure]] = {}
+        for failure in self.failures:
+            kinds.setdefault(failure.kind, []).append(failure)
+        return kinds
+
+
+# ---- workers
+
+
+Run = Callable[[Case], Outcome]
+"""What a worker does with a case."""
+
+
+def _work(tasks: Connection, device: str, run: Run) -> None:
+    """A worker: takes numbers or cases, and answers each with its outcome, until it is ended."""
+    _prepare(device)
+    while True:
+        task = tasks.recv()
+        tasks.send(run(drawn(task, device) if isinstance(task, int) else task))
+
+
+def _prepare(device: str) -> None:
+    """Settings of a process that runs cases; on a CPU plain Triton kernels run in Triton's interpreter."""
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    else:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # which PyTorch wants of deterministic products
+    import torch
+
+    torch.set_num_threads(1)
+
+
+class Worker:
+    """A process that runs cases, one at a time."""
+
+    def __init__(self, device: str, run: Run):
+        context = multiprocessing.get_context("spawn")
+        self.device, self.run = device, run
+        self.tasks, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(theirs, device, run), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.task: int | Case | None = None
+        self._since = time.monotonic()
+
+    def start(self, task: int | Case) -> None:
+        self.task, self._since = task, time.monotonic()
+        with suppress(OSError):  # it died, which `result` will say
+            self.tasks.send(task)
+
+    @property
+    def late(self) -> bool:
+        return self.task is not None and time.monotonic() - self._since > DEADLINE
+
+    def result(self) -> Outcome:
+        """The Outcome of the worker's task, which is done, or ended the process, or takes too long."""
+        if self.late and not self.tasks.poll():
+            self.end()
+            return Outcome("hung", f"no result after {DEADLINE:g} s")
+        try:
+            found = self.tasks.recv()
+        except (EOFError, OSError):
+            self._process.join(10)
+            code = self._process.exitcode or 0
+            return Outcome("died", signal.Signals(-code).name if code < 0 else f"with exit status {code}")
+        if not found.lost:
+            self.task = None
+        return found
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes another task."""
+        return self.task is None and self._process.is_alive()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join(10)
+        self.tasks.close()
+
+
+# ---- a campaign
+
+
+def campaign(
+    device: str, seconds: float, workers: int = 1, first: int = 0, most: int | None = None,
+    on_step: Callable[[Found], None] = lambda found: None, run: Run = outcome,
+) -> Found:  # fmt: skip
+    """Runs the cases of first, first + 1, ... for so many seconds, or so many of them, then looks for smaller cases of what
+    failed. A worker takes a whole family of cases, whose kernels it has compiled then."""
+    found, deadline = Found(), time.monotonic() + seconds
+    families = _families(first, most, FAMILY if device == "cuda" else 8)
+    crew: dict[Worker, Iterator[int]] = {}
+    idle = [Worker(device, run) for _ in range(workers)]
+    while True:
+        for worker in idle:
+            number = None
+            while number is None and time.monotonic() < deadline:
+                if worker not in crew:
+                    numbers = next(families, None)
+                    if numbers is None:
+                        break
+                    crew[worker] = numbers
+                number = next(crew[worker], None)
+                if number is None:
+                    del crew[worker]
+            if number is None:
+                crew.pop(worker, None)
+                worker.end()
+            else:
+                worker.start(number)
+        busy = list(crew)
+        if not busy:
+            break
+        idle = []
+        ready = wait([worker.tasks for worker in busy], 1.0)
+        for worker in busy:
+            if worker.tasks in ready or worker.late:
+                assert isinstance(worker.task, int)
+                number = worker.task
+                found.add(number, drawn(number, device), worker.result())
+                on_step(found)
+                idle.append(worker if worker.alive else _replaced(worker, crew))
+    found.failures = _smallest(found, device, run)
+    return found
+
+
+def _families(first: int, most: int | None, size: int) -> Iterator[Iterator[int]]:
+    """Numbers from first on, by families."""
+    end = first + most if most is not None else None
+    start = first
+    while end is None or start < end:
+        stop = (start // size + 1) * size
+        yield iter(range(start, stop if end is None else min(stop, end)))
+        start = stop
+
+
+def _replaced(worker: Worker, crew: dict[Worker, Iterator[int]]) -> Worker:
+    """Another worker in place of one that died or hung, with the rest of its numbers."""
+    numbers = crew.pop(worker)
+    worker.end()
+    other = Worker(worker.device, worker.run)
+    crew[other] = numbers
+    return other
+
+
+def _smallest(found: Found, device: str, run: Run) -> list[Failure]:
+    """The failures, of which the first of each kind is made smaller, unless each try would take its deadline."""
+    failures: list[Failure] = []
+    for same in found.by_kind().values():
+        first, *others = same
+        if first.outcome.kind == "hung":
+            failures += same
+            continue
+        smallest = _smaller(Worker(device, run), first, time.monotonic() + SMALLER_SECONDS)
+        failures += [Failure(first.number, first.case, first.outcome, smallest), *others]
+    return failures
+
+
+def _smaller(worker: Worker, failure: Failure, deadline: float) -> Case:
+    """A case with few facts that fails alike, found by putting facts back to their simplest, one after the other."""
+    case = failure.case
+    progress = True
+    while progress:
+        progress = False
+        for simple in simpler(case):
+            if time.monotonic() > deadline:
+                break
+            worker.start(simple)
+            of = worker.result() if _done(worker, deadline) else Outcome("right")
+            if not worker.alive:
+                worker.end()
+                worker = Worker(worker.device, worker.run)
+            if of.kind == failure.outcome.kind:
+                case, progress = simple, True
+                break
+    worker.end()
+    return case
+
+
+def _done(worker: Worker, deadline: float) -> bool:
+    """Waits for a worker's result, until the deadline or its own."""
+    while not worker.late and time.monotonic() < deadline:
+        if worker.tasks.poll(0.5):
+            return True
+    return worker.late
+
+
+# ---- the command
+
+
+def fuzz(device: str, seconds: float, workers: int, first: int) -> dict:
+    """Runs a campaign and shows it. Returns its facts, of which "failures" is empty if nothing was found."""
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("starting workers", total=seconds)
+        start = time.monotonic()
+
+        def step(found: Found) -> None:
+            words = f"{found.cases} cases, {found.refusals.total()} refused, {len(found.failures)} failed"
+            progress.update(task, completed=time.monotonic() - start, description=words)
+
+        found = campaign(device, seconds, workers, first, on_step=step)
+    facts = _facts(found, device, first)
+    show(facts)
+    return facts
+
+
+def fuzz_one(text: str, device: str) -> Outcome:
+    """Runs one case here, told by its number or its facts, and prints it. ValueError for other text."""
+    case = drawn(int(text), device) if text.isdigit() else Case.told(text)
+    _prepare(case.device)
+    console = Console()
+    console.print(f"case      {escape(str(case))}", highlight=False, soft_wrap=True)
+    of = outcome(case)
+    console.print(f"outcome   {of.kind}{': ' * bool(of.words)}{escape(of.words)}", highlight=False, soft_wrap=True)
+    return of
+
+
+def _facts(found: Found, device: str, first: int) -> dict[str, Any]:
+    failures = [
+        {
+            "number": one.number,
+            "case": str(one.case),
+            "kind": one.outcome.kind,
+            "words": one.outcome.words,
+            "reproduce": one.command(),
+        }
+        for one in found.failures
+    ]
+    return {
+        "what": "fuzz",
+        "machine": device,
+        "first": first,
+        "cases": found.cases,
+        "refused": dict(found.refusals.most_common()),
+        "features": dict(found.features.most_common()),
+        "failures": failures,
+    }
+
+
+def show(facts: dict) -> None:
+    """A table of what ran, why the rest was refused, and each failure with the line that reproduces it."""
+    console = Console()
+    table = Table(title=f"{facts['cases']} cases from {facts['first']} on, on {facts['machine']}")
+    table.add_column("feature")
+    table.add_column("right", justify="right")
+    for name, count in sorted(facts["features"].items()):
+        table.add_row(name, str(count))
+    console.print(table)
+    for reason, count in facts["refused"].items():
+        console.print(f"refused {count:5d}   {reason}", markup=False, highlight=False, soft_wrap=True)
+    for failure in facts["failures"]:
+        console.print(f"{failure['kind']}: {failure['words']}", markup=False, style="red", highlight=False, soft_wrap=True)
+        console.print(f"  {failure['reproduce']}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{len(facts['failures'])} failures" if facts["failures"] else "nothing was found", highlight=False)

@@ -1,0 +1,1 @@
+"""Computes what an attention costs, and what a GPU allows, by arithmetic alone."""

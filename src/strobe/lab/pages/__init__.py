@@ -1,0 +1,1 @@
+"""Writes the documentation's generated parts, and checks them against their sources."""

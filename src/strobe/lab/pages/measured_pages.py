@@ -1,0 +1,238 @@
+"""The generated blocks of the pages in docs, each from the newest result of a benchmark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import fmean
+
+from strobe.lab.bench.report import closest
+from strobe.lab.timeline import timeline
+
+RESULTS = Path("benchmarks/results")
+NOTHING = "Not measured on a GPU yet."
+
+
+def trained(root: Path) -> str:
+    """Each run of examples/train_gpt.py on a GPU: its picture and what it says, the longest context last."""
+    reports = [(report, path) for report, path in results(root, "train-gpt-*.json") if report["device"]["kind"] == "cuda"]
+    reports.sort(key=lambda found: found[0]["settings"]["context"])
+    return "\n\n".join(_training(report, path) for report, path in reports) or NOTHING
+
+
+def _training(report: dict, path: Path) -> str:
+    settings, runs = report["settings"], report["runs"]
+    tail = max(1, settings["steps"] // 10)
+    ends = {name: fmean(run["loss"][-tail:]) for name, run in runs.items()}
+    apart = [abs(a - b) for a, b in zip(runs["strobe"]["loss"], runs["SDPA"]["loss"], strict=True)]
+    shape = f"{settings['layers']} layers of {settings['width']}, {settings['batch']} x {settings['context']} bytes a step"
+    return (
+        f"![Loss curves of Strobe and of PyTorch's attention](../{path.with_suffix('.png')})\n\n"
+        f"{_where(report, path)} {shape}, {settings['steps']} steps. The mean loss of the last {tail} steps is "
+        f"{ends['strobe']:.4f} with Strobe and {ends['SDPA']:.4f} with PyTorch's attention; the two differ by "
+        f"{fmean(apart):.1e} on average and by {max(apart):.1e} at most. A whole training step takes "
+        f"{runs['strobe']['step_ms']:.2f} ms and {runs['SDPA']['step_ms']:.2f} ms."
+    )
+
+
+def deterministic(root: Path) -> str:
+    """What benchmarks/determinism.py found."""
+    found = results(root, "determinism-*.json")
+    if not found:
+        return NOTHING
+    report, path = found[-1]
+    runs = report["protocol"]["runs"]
+    rows = [["", "distinct dQ / dK / dV", "spread of dQ", "ms", "deterministic: distinct", "ms", "time"]]
+    for at in report["points"]:
+        point, default, fixed = at["point"], at["scatter"]["default"], at["scatter"]["deterministic"]
+        names = ("dq", "dk", "dv")
+        rows.append([
+            f"D {point['head_dim']}, {point['mask']}, {point['length']}",
+            " / ".join(str(default[name]["distinct"]) for name in names), f"{default['dq']['spread']:.1e}",
+            f"{at['ms']['default']:.2f}", " / ".join(str(fixed[name]["distinct"]) for name in names),
+            f"{at['ms']['deterministic']:.2f}", f"{at['ms']['deterministic'] / at['ms']['default']:.2f}",
+        ])  # fmt: skip
+    text = f"{runs} runs each on a busy GPU: how many different results there were, and by how much an element of dQ differed"
+    return f"{_where(report, path)} {text}, relative to the largest. Times are of an idle GPU.\n\n{_table(rows)}"
+
+
+def changed_scores(root: Path) -> str:
+    """What benchmarks/changed_scores.py found."""
+    found = results(root, "changed-scores-*.json")
+    if not found:
+        return NOTHING
+    report, path = found[-1]
+    names = list(report["points"][0]["milliseconds"])
+    rows = [["milliseconds", *names]]
+    for point in report["points"]:
+        dims = ", ".join(str(dim) for dim in dict.fromkeys(point["head_dims"]))
+        rows.append([f"D {dims}: {point['feature']}", *(f"{point['milliseconds'][name]:.2f}" for name in names)])
+    return f"{_where(report, path)} Causal, bf16, 4 x 4096 tokens, heads 2048 / D.\n\n{_table(rows)}"
+
+
+def documents(root: Path) -> str:
+    """What benchmarks/changed_scores.py found of documents: forwards, ours beside the portable ones."""
+    found = results(root, "changed-scores-*.json")
+    if not found:
+        return NOTHING
+    report, path = found[-1]
+    rows = [["milliseconds", "sm90", "portable"]]
+    for point in report["points"]:
+        if "document" in point["feature"] or point["feature"] == "plain":
+            dims = ", ".join(str(dim) for dim in dict.fromkeys(point["head_dims"]))
+            mask = {"plain": "causal, no documents", "four documents": "causal, four documents"}
+            name = mask.get(point["feature"], f"full, {point['feature'].removesuffix(', all keys')}")
+            rows.append(
+                [f"D {dims}, {name}", *(f"{point['milliseconds'][f'forward, {way}']:.2f}" for way in ("sm90", "portable"))]
+            )
+    return f"{_where(report, path)} Forward, bf16, 4 x 4096 tokens, heads 2048 / D.\n\n{_table(rows)}"
+
+
+def redo_cost(root: Path) -> str:
+    """What benchmarks/redo_cost.py found."""
+    found = results(root, "redo-cost-*.json")
+    if not found:
+        return NOTHING
+    report, path = found[-1]
+    shares = [name for name in report["points"][0]["ms"] if name != "safe"]
+    rows = [["head dim, length", "safe", *("none noted" if name == "0 %" else name for name in shares)]]
+    for point in report["points"]:
+        ms = point["ms"]
+        cells = [f"{ms[name]:.3f} ({ms[name] / ms['safe']:.2f})" for name in shares]
+        rows.append([f"{point['head_dim']}, {point['length']}", f"{ms['safe']:.3f}", *cells])
+    return f"{_where(report, path)} Median of {report['rounds']} rounds.\n\n{_table(rows)}"
+
+
+def fp8_accuracy(root: Path) -> str:
+    """What benchmarks/fp8.py found on a CPU: the error of rounding the inputs."""
+    found = [(report, path) for report, path in results(root, "fp8-*.json") if report["device"]["kind"] == "cpu"]
+    if not found:
+        return NOTHING
+    report, path = found[-1]
+    names = {
+        "normal": "normal",
+        "large channels": "4 channels of k 20 times larger",
+        "large rows": "each 97th row of k and v 10 times larger",
+        "a large head": "one head of k and v 100 times larger",
+    }
+    ways = [name for name in report["accuracy"][0] if name != "inputs"]
+    rows = [["inputs", *ways]]
+    rows += [[names[at["inputs"]], *(f"{at[way]:.4f}" for way in ways)] for at in report["accuracy"]]
+    return f"{_where(report, path)}\n\n{_table(rows)}"
+
+
+def fp8_speed(root: Path) -> str:
+    """The newest benchmark's fp8: TFLOP/s, over our own bf16 at the same point, and over the best peer's fp8."""
+    found = [
+        (report, path, points)
+        for report, path in results(root, "forward-*.json")
+        if (points := [point for point in report["points"] if point["dtype"] == "fp8"])
+    ]
+    if not found:
+        return NOTHING
+    report, path, points = found[-1]
+    names = ("mask", "length", "head_dim", "head_dim_v", "heads", "heads_kv", "batch")
+    rates = {tuple(p[name] for name in names): p["results"].get("strobe", {}) for p in report["points"] if p["dtype"] == "bf16"}
+    rows = [["head dim, mask, length", "TFLOP/s", "over our bf16", "over the best peer's fp8"]]
+    for point in points:
+        ours, compared = point["results"].get("strobe", {}).get("tflops"), closest(point["results"])
+        bf16 = rates.get(tuple(point[name] for name in names), {}).get("tflops")
+        cells = [ours and f"{ours:.0f}", ours and bf16 and f"{ours / bf16:.2f}", compared and str(compared[1])]
+        rows.append([f"{point['head_dim']}, {point['mask']}, {point['length']}", *(cell or "-" for cell in cells)])
+    return f"{_where(report, path)}\n\n{_table(rows)}"
+
+
+def cpu_backends(root: Path) -> str:
+    """What benchmarks/cpu.py found of the backends."""
+    return _on_cpu(root, lambda report: [
+        ["milliseconds", "SDPA", "torch_cpu", "tiled"],
+        *(
+            [f"{at['dtype']}, {at['length']}, {at['mask']}, {'forward + backward' if at['backward'] else 'forward'}",
+             *(f"{at['ms'][name]:.2f}" for name in ("sdpa", "torch_cpu", "tiled"))]
+            for at in report["backends"]
+        ),
+    ])  # fmt: skip
+
+
+def cpu_tiles(root: Path) -> str:
+    """What benchmarks/cpu.py found of the tiles of `tiled`, with their sum."""
+    return _on_cpu(root, lambda report: [
+        ["milliseconds", *report["tiles"][0]["ms"]],
+        *([f"{at['length']}, {at['mask']}", *(f"{ms:.2f}" for ms in at["ms"].values())] for at in report["tiles"]),
+        ["sum", *(f"{sum(at['ms'][tile] for at in report['tiles']):.2f}" for tile in report["tiles"][0]["ms"])],
+    ])  # fmt: skip
+
+
+def _on_cpu(root: Path, rows: Callable[[dict], list[list[str]]]) -> str:
+    found = results(root, "cpu.json")
+    if not found:
+        return NOTHING
+    report, path = found[-1]
+    return f"{_where(report, path)} {report['device']['threads']} thread.\n\n{_table(rows(report))}"
+
+
+def timelines(root: Path) -> str:
+    """The newest measured timeline: its picture, and cycles of a block of keys."""
+    found = _timeline(root)
+    if found is None:
+        return NOTHING
+    report, path = found
+    picture = f"![What each role does in four blocks of keys](../{path.with_suffix('.png')})"
+    of = f"S = {report['points'][0]['length']}: medians over CTAs, with the tenth and the ninetieth percentile."
+    return f"{picture}\n\n{_where(report, path)} {of}\n\n```\n{timeline.table(report)}\n```"
+
+
+def hidden(root: Path) -> str:
+    """The newest measured timeline: how much of each kind of work is hidden."""
+    found = _timeline(root)
+    return NOTHING if found is None else f"```\n{timeline.hidden_table(found[0])}\n```"
+
+
+def _timeline(root: Path) -> tuple[dict, Path] | None:
+    found = [(report, path) for report, path in results(root, "timeline-*.json") if report["what"] == "timeline"]
+    return found[-1] if found else None
+
+
+def model_error(root: Path) -> str:
+    """What benchmarks/model_error.py found: cycles of a tile by kernel, and what its phases are off by."""
+    found = results(root, "model-error-*.json")
+    if not found:
+        return NOTHING
+    report, path = found[-1]
+    rows = [["kernel", "head dim, mask", "measured", "simulated", "ratio", "phases: measured to simulated"]]
+    for at in report["points"]:
+        cycles = at["cycles"]
+        phases = (f"{name} {c['measured']:.0f} to {c['simulated']:.0f}" for name, c in cycles.items() if name != "total")
+        total = cycles["total"]
+        rows.append([
+            at["kernel"], f"{at['head_dim']}, {at['mask']}", f"{total['measured']:.0f}", f"{total['simulated']:.0f}",
+            f"{total['ratio']:.2f}", ", ".join(phases) or "-",
+        ])  # fmt: skip
+    errors = [at["cycles"]["total"]["ratio"] - 1 for at in report["points"]]
+    of = report["measured"]
+    text = f"Measured {of['date'][:10]}, commit {of['commit'][:10]} ([JSON](../{RESULTS / of['file']})), "
+    text += f"simulated {report['date'][:10]} ([JSON](../{path})). In all the simulator is off by {min(errors):+.0%} "
+    text += f"to {max(errors):+.0%}."
+    return f"{text}\n\n{_table(rows)}"
+
+
+def results(root: Path, pattern: str) -> list[tuple[dict, Path]]:
+    """The reports of a pattern by their date, and their paths from the root."""
+    paths = (root / RESULTS).glob(pattern)
+    reports = ((json.loads(path.read_text()), path.relative_to(root)) for path in paths)
+    return sorted(reports, key=lambda found: found[0]["date"])
+
+
+def _where(report: dict, path: Path) -> str:
+    device = report["device"]
+    commit = f", commit {device['commit'][:10]}" if device.get("commit") else ""
+    known = (("torch", "torch"), ("Triton", "triton")) if device["kind"] == "cuda" else (("torch", "torch"),)
+    versions = [f"{name} {device['packages'][package]}" for name, package in known if device["packages"].get(package)]
+    return f"{', '.join([device['name'], report['date'][:10] + commit, *versions])} ([JSON](../{path}))."
+
+
+def _table(rows: Iterable[list[str]]) -> str:
+    heading, *others = rows
+    lines = [heading, ["---", *["---:"] * (len(heading) - 1)], *others]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,1 @@
+"""Runs kernels, and mutants of them, in the simulator."""

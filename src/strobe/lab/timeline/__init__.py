@@ -1,0 +1,1 @@
+"""Shows what each role of a kernel did when."""

@@ -1,0 +1,66 @@
+"""benchmarks/determinism.py: that it tells gradients apart, and a whole run on the CPU."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+determinism = importlib.import_module("determinism")
+
+
+def observed(*runs: torch.Tensor):
+    seen = determinism.Observed()
+    for run in runs:
+        seen.add(run)
+    return seen.scatter()
+
+
+def test_bit_patterns_are_told_apart():
+    zero, negative, nan = torch.tensor([4.0, 0.0]), torch.tensor([4.0, -0.0]), torch.tensor([4.0, torch.nan])
+    assert observed(zero, zero.clone()) == determinism.Scatter(1, 0.0)
+    assert observed(zero, negative, zero) == determinism.Scatter(2, 0.0)
+    assert observed(nan, nan.clone()).distinct == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_spread_is_of_an_element_relative_to_the_largest(dtype):
+    runs = (torch.tensor([x, -4.0], dtype=dtype) for x in (1.0, 1.5, 0.5))
+    assert observed(*runs) == determinism.Scatter(3, 0.25)
+
+
+def test_both_ways_are_asked_for(monkeypatch):
+    asked, attention = [], determinism.strobe.attention
+    record = lambda *tensors, **keywords: (asked.append(keywords["deterministic"]), attention(*tensors, **keywords))[1]  # noqa: E731
+    monkeypatch.setattr(determinism.strobe, "attention", record)
+    determinism.measure(determinism.points_of(torch.device("cpu"))[0], torch.device("cpu"), 2, 1, 1)
+    assert asked == [False, True]
+
+
+def test_a_run(tmp_path, capsys):
+    path = tmp_path / "deep" / "determinism.json"
+    determinism.main(["--json", str(path), "--runs", "3"])
+    result = json.loads(path.read_text())
+    (point,) = result["points"]
+    for way in determinism.WAYS:
+        assert point["scatter"][way] == {name: {"distinct": 1, "spread": 0.0} for name in ("dq", "dk", "dv")}
+        assert point["ms"][way] > 0 and point["backend"][way] in ("torch_cpu", "portable")
+    assert "| fp32 D=32 causal S=128 |" in capsys.readouterr().out and result["device"]["kind"] == "cpu"
+
+
+def test_points_of_a_gpu():
+    points = determinism.points_of(torch.device("cuda"))
+    assert {(p.head_dim, p.mask, p.length, p.batch, p.heads * p.head_dim) for p in points} == {
+        (dim, mask, 4096, 4, 2048) for dim in (64, 128, 256) for mask in ("full", "causal")
+    }
+
+
+@pytest.mark.gpu
+def test_deterministic_is_one_bit_pattern():
+    device = torch.device("cuda")
+    for point in determinism.points_of(device):
+        backward = determinism.backward_of(point, device, deterministic=True)
+        assert all(one.distinct == 1 for one in determinism.scatters(backward, determinism.Load(device), 20).values()), point

@@ -1,0 +1,169 @@
+"""The fuzzer: what it finds today (nothing), and that it finds what is broken on purpose, and survives it."""
+
+import os
+import time
+from dataclasses import replace
+from random import SystemRandom
+from unittest import mock
+
+import pytest
+import torch
+from commands import run as command
+
+from strobe import masks
+from strobe.call import launches
+from strobe.cpu import tiled
+from strobe.kernels.portable import forward as _  # noqa: F401  kernels take their copy of `masks` before it is broken
+from strobe.lab.fuzz import fuzz
+from strobe.lab.fuzz.cases import FAMILY, Case, drawn, simpler
+from strobe.lab.fuzz.run import Outcome, outcome
+from strobe.scores import Score
+
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="runs the portable kernels in Triton's interpreter")
+CASES = 60
+"""Of a campaign that `make test` runs."""
+
+
+def told(found: fuzz.Found) -> str:
+    return "\n".join(f"{one.outcome}\n{one.command()}" for one in found.failures)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("first", [0, None], ids=["the same cases", "new cases"])
+def test_a_campaign_finds_nothing(first):
+    start = SystemRandom().randrange(10**9) if first is None else first
+    found = fuzz.campaign("cpu", 900.0, first=start, most=CASES)
+    assert not found.failures, told(found)
+    assert found.cases == CASES and found.refusals.total() < CASES / 2
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_a_campaign_on_a_gpu_finds_nothing():
+    found = fuzz.campaign("cuda", 30.0, workers=2, first=SystemRandom().randrange(10**9))
+    assert not found.failures, told(found)
+    assert found.cases > 20
+
+
+def test_a_number_is_a_case_and_a_case_is_its_words():
+    for number in range(300):
+        for device in ("cpu", "cuda"):
+            case = drawn(number, device)
+            assert drawn(number, device) == case == Case.told(str(case))
+            assert all(one != case for one in simpler(case))
+    assert len({drawn(number, "cuda").head_dim for number in range(FAMILY)}) == 1  # one family compiles one kernel
+    with pytest.raises(ValueError, match="must be an integer or facts such as n_q=5,right=0, got 'n_q'"):
+        Case.told("n_q")
+
+
+FOUND = (
+    "door='qkvpacked',dtype='bf16',n_q=16,n_kv=16,head_dim=128,head_dim_v=128,right=0,scale=-0.3",
+    "dtype='fp64',n_q=40,n_kv=50,dropout=0.1,gradients='both'",
+    "n_kv=8,group=2,head_dim=40,head_dim_v=40,values='inf',way='autocast',seed=273",
+    "backend='portable',n_kv=2,documents='mixed',softcap=1.0,poison='nan',gradients='out',seed=133",
+)
+"""What campaigns found, made smaller."""
+
+
+@INTERPRETED
+@pytest.mark.parametrize("case", FOUND)
+def test_what_was_found_is_right(case):
+    assert outcome(Case.told(case)) == Outcome("right")
+
+
+# ---- broken on purpose
+
+
+def bottom_right_off_by_one(p, j, n_kv, left, right, prefix):
+    return ORIGINAL_VISIBLE(p, j, n_kv, left, None if right is None else right + 1, prefix)
+
+
+def heads_in_another_order(x, group):
+    heads = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32).unflatten(2, (group, -1)).transpose(2, 3)
+    return heads.permute(0, 2, 3, 1, 4)
+
+
+def lse_in_powers_of_two(problem, operands):
+    out, lse = ORIGINAL_TILED(problem, operands)
+    return out, lse * 1.4427
+
+
+def without_used_lengths(backend, problem, operands):
+    return ORIGINAL_LAUNCHED(backend, replace(problem, seqused=False), operands._replace(seqused_q=None, seqused_kv=None))
+
+
+def v_with_the_strides_of_k(backend, problem, operands):
+    k, v = operands.k, operands.v
+    if k.shape == v.shape and v.untyped_storage().nbytes() >= k.untyped_storage().nbytes():
+        operands = operands._replace(v=v.as_strided(v.shape, k.stride(), 0))
+    return ORIGINAL_LAUNCHED(backend, problem, operands)
+
+
+def without_softcaps_derivative(score, ds, *arguments):
+    return ORIGINAL_GRADIENT(replace(score, softcap=0.0), ds, *arguments)
+
+
+ORIGINAL_VISIBLE, ORIGINAL_GRADIENT = masks.visible, Score.gradient
+ORIGINAL_TILED, ORIGINAL_LAUNCHED = tiled.forward, launches.forward
+
+BREAKS = {
+    "a mask that is off by one": (masks, "visible", bottom_right_off_by_one),
+    "query heads in another order": (tiled, "_heads", heads_in_another_order),
+    "an LSE in powers of two": (tiled, "forward", lse_in_powers_of_two),
+    "used lengths that are ignored": (launches, "forward", without_used_lengths),
+    "v with the strides of k": (launches, "forward", v_with_the_strides_of_k),
+    "no derivative of softcap": (Score, "gradient", without_softcaps_derivative),
+    "weights that dropout does not divide": (tiled, "_dropout", lambda *tile: ORIGINAL_DROPOUT(*tile) != 0.0),
+    "sinks that are not checked": (Score, "_check_sinks", lambda *tensors: None),
+}
+ORIGINAL_DROPOUT = tiled._dropout
+
+
+@INTERPRETED
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_broken_place_is_found(what):
+    place, name, broken = BREAKS[what]
+    with mock.patch.object(place, name, broken):
+        found = next(number for number in range(400) if outcome(drawn(number)).bad)
+    assert not outcome(drawn(found)).bad
+
+
+# ---- workers
+
+
+def worker_that_dies(case: Case) -> Outcome:
+    """Kills its process at one case, sleeps at another, and fails where there are many rows."""
+    if case.seed == 2:
+        os.abort()
+    if case.seed == 4:
+        time.sleep(100)
+    return Outcome("wrong", f"{case.n_q} rows") if case.n_q > 20 and case.head_dim % 8 == 0 else Outcome("right")
+
+
+def test_a_campaign_survives_its_workers():
+    """And says which case each died of, and the smallest case of those that failed alike."""
+    with mock.patch.object(fuzz, "DEADLINE", 20.0), mock.patch.object(fuzz, "SMALLER_SECONDS", 10.0):
+        found = fuzz.campaign("cpu", 600.0, workers=2, first=0, most=12, run=worker_that_dies)
+    kinds = {failure.number: failure.outcome for failure in found.failures}
+    assert kinds[2] == Outcome("died", "SIGABRT") and kinds[4].kind == "hung"
+    wrong = [failure for failure in found.failures if failure.outcome.kind == "wrong"]
+    assert found.cases == 12 and 20 < wrong[0].smallest.n_q < 25  # by then, on a busy machine
+    assert f"n_q={wrong[0].smallest.n_q}" in wrong[0].command()
+
+
+# ---- the command
+
+
+def test_one_case_is_run_by_its_number_or_its_facts():
+    result = command("fuzz", "--device", "cpu", "--case", "n_q=3,n_kv=5,right=0,gradients='both'")
+    assert result.exit_code == 0 and "outcome   right" in result.output
+    assert "case      n_q=3,n_kv=5,right=0,gradients='both'" in result.output
+    with mock.patch.object(tiled, "forward", lse_in_powers_of_two):
+        result = command("fuzz", "--device", "cpu", "--case", "backend='tiled',n_q=3,n_kv=5")
+    assert result.exit_code == 1 and "outcome   wrong: lse" in result.output
+
+
+def test_a_case_that_is_none_is_refused():
+    result = command("fuzz", "--case", "rows=3")
+    assert result.exit_code == 2 and "a case must be an integer or facts such as" in result.output

@@ -1,0 +1,139 @@
+"""The generated blocks of the documentation's pages: from the newest results, with their numbers."""
+
+import json
+
+import pytest
+
+from strobe.lab.pages import measured_pages as pages
+from strobe.lab.timeline.timeline import PHASES
+
+DEVICE = {"kind": "cuda", "name": "NVIDIA H200", "commit": "0123456789abcdef", "packages": {"torch": "2.11", "triton": "3.6"}}
+
+
+def write(root, name: str, **report) -> None:
+    folder = root / pages.RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps({"date": "2026-11-22T01:02:03", "device": DEVICE, **report}))
+
+
+BLOCKS = [
+    *(pages.trained, pages.deterministic, pages.changed_scores, pages.documents, pages.redo_cost, pages.fp8_accuracy),
+    *(pages.fp8_speed, pages.cpu_backends, pages.cpu_tiles, pages.timelines, pages.hidden),
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_without_results_it_says_so(block, tmp_path):
+    assert block(tmp_path) == pages.NOTHING
+
+
+def training(context: int) -> dict:
+    settings = {"layers": 6, "width": 512, "batch": 32, "context": context, "steps": 20}
+    runs = {
+        "strobe": {"loss": [3.0] * 18 + [1.5, 1.25], "step_ms": 5.125},
+        "SDPA": {"loss": [3.0] * 18 + [1.5, 1.5], "step_ms": 6.0},
+    }
+    return {"settings": settings, "runs": runs}
+
+
+def test_trained_shows_every_run_on_a_gpu(tmp_path):
+    write(tmp_path, "train-gpt-h200-4096.json", **training(4096))
+    write(tmp_path, "train-gpt-h200-512.json", **training(512))
+    write(tmp_path, "train-gpt-cpu.json", **training(64) | {"device": DEVICE | {"kind": "cpu"}})
+    text = pages.trained(tmp_path)
+    assert text.index("32 x 512 bytes") < text.index("32 x 4096 bytes") and "x 64 bytes" not in text
+    assert "(../benchmarks/results/train-gpt-h200-512.png)" in text and "commit 0123456789" in text
+    assert (
+        "last 2 steps is 1.3750 with Strobe and 1.5000" in text and "2.5e-01 at most" in text and "5.12 ms and 6.00 ms" in text
+    )
+
+
+def test_deterministic_takes_the_newest(tmp_path):
+    def points(ms: float) -> list[dict]:
+        scatter = {name: {"distinct": 1, "spread": 0.0} for name in ("dq", "dk", "dv")}
+        default = scatter | {"dq": {"distinct": 50, "spread": 0.0015}}
+        point = {"head_dim": 64, "mask": "causal", "length": 4096}
+        ways = {"default": default, "deterministic": scatter}
+        return [{"point": point, "scatter": ways, "ms": {"default": 1.0, "deterministic": ms}}]
+
+    write(tmp_path, "determinism-b.json", protocol={"runs": 50}, points=points(2.5))
+    write(tmp_path, "determinism-a.json", protocol={"runs": 50}, points=points(9.0), date="2026-11-21T00:00:00")
+    text = pages.deterministic(tmp_path)
+    assert "| D 64, causal, 4096 | 50 / 1 / 1 | 1.5e-03 | 1.00 | 1 / 1 / 1 | 2.50 | 2.50 |" in text
+
+
+def test_changed_scores(tmp_path):
+    times = {"forward, portable": 1.0, "forward, sm90": 0.5}
+    points = [{"head_dims": dims, "feature": "dropout", "milliseconds": times} for dims in ([64, 64], [192, 128])]
+    write(tmp_path, "changed-scores-h200.json", points=points)
+    text = pages.changed_scores(tmp_path)
+    assert "| D 64: dropout | 1.00 | 0.50 |" in text and "| D 192, 128: dropout | 1.00 | 0.50 |" in text
+
+
+def test_documents_are_beside_the_portable_kernels(tmp_path):
+    features = ("plain", "dropout", "four documents", "four documents, all keys", "one document, all keys")
+    points = [
+        {"head_dims": [64, 64], "feature": name, "milliseconds": {"forward, portable": 2.0 + i, "forward, sm90": 0.5}}
+        for i, name in enumerate(features)
+    ]
+    write(tmp_path, "changed-scores-h200.json", points=points)
+    lines = pages.documents(tmp_path).splitlines()[4:]
+    assert lines == [
+        "| D 64, causal, no documents | 0.50 | 2.00 |",
+        "| D 64, causal, four documents | 0.50 | 4.00 |",
+        "| D 64, full, four documents | 0.50 | 5.00 |",
+        "| D 64, full, one document | 0.50 | 6.00 |",
+    ]
+
+
+def test_redone_blocks_are_relative_to_the_safe_kernel(tmp_path):
+    ms = {"0 %": 0.25, "100 %": 1.25, "safe": 0.5}
+    write(tmp_path, "redo-cost-h200.json", rounds=15, points=[{"head_dim": 64, "length": 1024, "ms": ms}])
+    text = pages.redo_cost(tmp_path)
+    assert "| head dim, length | safe | none noted | 100 % |" in text and "Median of 15 rounds" in text
+    assert "| 64, 1024 | 0.500 | 0.250 (0.50) | 1.250 (2.50) |" in text
+
+
+def test_fp8_is_beside_our_bf16_and_the_best_peer(tmp_path):
+    point = {"mask": "full", "length": 4096, "head_dim": 64, "head_dim_v": 64, "heads": 32, "heads_kv": 32, "batch": 4}
+    rates = {"strobe": {"tflops": 600.0}, "cuDNN": {"tflops": 500.0}, "FA4": {"refused": "no"}}
+    points = [
+        {**point, "dtype": "fp8", "results": rates},
+        {**point, "dtype": "bf16", "heads_kv": 4, "results": {"strobe": {"tflops": 100.0}}},
+        {**point, "dtype": "bf16", "results": {"strobe": {"tflops": 400.0}}},
+        {**point, "dtype": "fp8", "mask": "causal", "results": {"strobe": {"tflops": 300.0}}},
+        {**point, "dtype": "fp8", "length": 1, "results": {"strobe": {"refused": "no"}}},
+    ]
+    write(tmp_path, "forward-h200-1.json", points=points, date="2026-11-21T00:00:00")
+    write(tmp_path, "forward-h200-2.json", points=points[1:3])
+    text = pages.fp8_speed(tmp_path)
+    assert "forward-h200-1.json" in text, "the newest with fp8"
+    assert "| 64, full, 4096 | 600 | 1.50 | 1.20 |" in text
+    assert "| 64, causal, 4096 | 300 | - | - |" in text and "| 64, full, 1 | - | - | - |" in text
+
+
+def test_fp8_accuracy_is_a_cpus(tmp_path):
+    accuracy = [{"inputs": "normal", "bf16": 0.0036, "by head": 0.04567}]
+    write(tmp_path, "fp8-cpu.json", accuracy=accuracy, device=DEVICE | {"kind": "cpu", "name": "CPU"})
+    write(tmp_path, "fp8-h200.json", accuracy=[{"inputs": "normal", "bf16": 9.0}])
+    text = pages.fp8_accuracy(tmp_path)
+    assert "| inputs | bf16 | by head |" in text and "| normal | 0.0036 | 0.0457 |" in text and "CPU, 2026-11-22" in text
+
+
+def test_a_cpus_tables(tmp_path):
+    tiles = [{"length": n, "mask": "full", "ms": {"64 x 64": 20.12, "256 x 256": float(n)}} for n in (1, 2)]
+    backends = [
+        {"dtype": "float32", "length": 128, "mask": "full", "backward": True, "ms": dict(sdpa=1.0, torch_cpu=2.0, tiled=3.5)}
+    ]
+    write(tmp_path, "cpu.json", tiles=tiles, backends=backends, device=DEVICE | {"kind": "cpu", "threads": 1})
+    assert "| float32, 128, full, forward + backward | 1.00 | 2.00 | 3.50 |" in pages.cpu_backends(tmp_path)
+    assert "| 2, full | 20.12 | 2.00 |\n| sum | 40.24 | 3.00 |" in pages.cpu_tiles(tmp_path)
+
+
+def test_a_timeline_is_the_newest_that_was_measured(tmp_path):
+    steady = {name: {"median": 100.0, "p10": 90.0, "p90": 110.0} for name in ("period", *PHASES)}
+    point = {"head_dim": 64, "mask": "full", "length": 4096, "tile_q": 128, "tile_kv": 128, "steady": steady}
+    write(tmp_path, "timeline-h200.json", what="timeline", points=[point])
+    write(tmp_path, "timeline-simulated.json", what="timeline, simulated", points=[], date="2027-01-01T00:00:00")
+    text = pages.timelines(tmp_path)
+    assert "(../benchmarks/results/timeline-h200.png)" in text and "S = 4096" in text and "100 (90-110)" in text

@@ -1,0 +1,136 @@
+"""Published results are named when they are older than the kernels that they speak of."""
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from strobe.lab.bench import report
+from strobe.lab.pages import sources
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+SM90 = ("sm90 forward", "sm90 backward")
+SPEAKS_OF: dict[str, tuple[str, ...]] = {
+    "blackwell": ("sm100 forward",),
+    "changed-scores": SM90,
+    "cycles": SM90,
+    "determinism": ("sm90 backward",),
+    "energy": ("sm90 forward",),
+    "redo-cost": ("sm90 forward",),
+    "timeline": ("sm90 forward",),
+    "train-gpt": SM90,
+    "banks": (),
+    "bank-counters": (),
+    "cpu": (),
+    "fp8-cpu": (),
+    "host": (),
+    "mutants": (),
+    "same-code": (),
+    "unit-costs": (),
+}
+"""How a file's name begins -> the kernels whose speed it tells; none, if it tells of something else."""
+
+HISTORY = "shows how fast, or how, an earlier version was: pages that quote it say which"
+OLDER_KERNEL = "measured before launches were prepared and documents left out blocks; its numbers are due again"
+ACCEPTED: dict[str, str] = {
+    "backward-h200-2026-11-23.json": "the portable kernel changed, which redoes blocks: none of normal inputs has to be",
+    "blackwell-simulated.json": OLDER_KERNEL,
+    "changed-scores-h200-2026-11-22.json": OLDER_KERNEL,
+    "determinism-h200-2026-11-22.json": OLDER_KERNEL,
+    "energy-peers-h200-2026-11-23.json": OLDER_KERNEL,
+    "forward-h200-2026-11-21.json": HISTORY,
+    "forward-h200-2026-11-22.json": OLDER_KERNEL,
+    "gqa-backward-h200-2026-11-23.json": OLDER_KERNEL,
+    "redo-cost-h200-2026-11-21.json": "has no commit; its numbers are due again",
+    "timeline-h200-2026-11-21.json": HISTORY,
+    "timeline-h200-2026-11-22.json": OLDER_KERNEL,
+    "train-gpt-4096-h200-2026-11-22.json": OLDER_KERNEL,
+    "train-gpt-h200-2026-11-22.json": OLDER_KERNEL,
+}
+"""Published results that are older than a kernel of theirs, and why they may stay."""
+
+
+def kernels_of(path: Path, result: dict) -> Sequence[str]:
+    """By the points of a benchmark, else by the file's name."""
+    if "schema" in result:
+        return report.kernels_of(result)
+    if path.stem.startswith("model-error"):
+        return sorted({f"sm90 {point['kernel']}" for point in result["points"]})
+    found = max((name for name in SPEAKS_OF if path.stem.startswith(name)), key=len, default=None)
+    assert found is not None, f"SPEAKS_OF must say which kernels {path.name} tells the speed of, () if of none"
+    return SPEAKS_OF[found]
+
+
+@functools.cache
+def at(commit: str) -> sources.Sources | None:
+    return sources.sources_at(commit.rstrip("+"))
+
+
+def stale(path: Path, proofs: Sequence[dict] | None = None) -> list[str] | None:
+    """The files of its kernels that changed since; None if neither the result nor the repository's history can tell. proofs of
+    `benchmarks/same_code.py`: None for those that are published."""
+    result = json.loads(path.read_text())
+    kernels, device = kernels_of(path, result), result.get("device")
+    if not kernels:
+        return []
+    commit = device.get("commit") if isinstance(device, dict) else result.get("commit")
+    measured = result.get("kernels") or (at(commit) if commit else None)
+    return (
+        None if measured is None else sorted({file for kernel in kernels for file in sources.changed(measured, kernel, proofs)})
+    )
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_result_is_as_new_as_its_kernels_or_listed_with_a_reason(path):
+    changed, listed = stale(path), path.name in ACCEPTED
+    if changed is None:
+        assert listed, f"{path.name} has neither hashes of its kernels nor a commit to look them up in"
+    elif changed:
+        assert listed, f"{path.name} is older than {', '.join(changed)}: measure it again, or say in ACCEPTED why it may stay"
+    else:
+        assert not listed, f"{path.name} is as new as its kernels: take it off ACCEPTED"
+
+
+KERNEL, EDITED = "sm90 forward", "kernels/sm90/forward.py"
+
+
+def version(digest: str) -> sources.Sources:
+    """Today's sources of the kernel, one of which has another hash."""
+    now = sources.sources()
+    return {file: now[file] for file in sources.files_of(KERNEL)} | {EDITED: digest}
+
+
+TODAY = version(sources.sources()[EDITED])
+
+
+def proof(old: sources.Sources, new: sources.Sources, compared: int = 3, differ: Sequence[str] = ()) -> dict:
+    return {"old": "a", "new": "b", "kernels": {KERNEL: {"compared": compared, "differ": differ, "old": old, "new": new}}}
+
+
+@pytest.mark.parametrize(
+    ("proofs", "fresh"),
+    [
+        ([], False),
+        ([proof(version("old"), TODAY)], True),
+        ([proof(version("between"), TODAY), proof(version("old"), version("between"))], True),
+        ([proof(version("old"), version("between"))], False),
+        ([proof(version("older"), TODAY)], False),
+        ([proof(version("old"), TODAY, differ=["128, full"])], False),
+        ([proof(version("old"), TODAY, compared=0)], False),
+        ([proof({}, TODAY)], False),
+        ([proof(TODAY, version("old"))], False),
+        ([{"kernels": {"portable": proof(version("old"), TODAY)["kernels"][KERNEL]}}], False),
+    ],
+    ids=["none", "one", "two", "not to today", "of others", "differs", "empty", "of nothing", "backwards", "of another kernel"],
+)
+def test_a_result_is_as_new_as_what_is_proven_to_be_the_same_code(tmp_path, proofs, fresh):
+    path = tmp_path / "redo-cost-made-up.json"
+    path.write_text(json.dumps({"device": {"commit": "0000000"}, "kernels": version("old") | {"kernels/more.py": "0"}}))
+    assert stale(path, proofs) == ([] if fresh else [EDITED])
+
+
+def test_listed_results_are_there_and_have_a_reason():
+    assert all((RESULTS / name).exists() and reason for name, reason in ACCEPTED.items())

@@ -1,0 +1,159 @@
+"""Hopper's fp8 forward, its source unchanged, in the simulator; and mistakes made in it, one at a time."""
+
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+
+import pytest
+import torch
+from broken import Bug, Kernel, Run, assert_found, assert_right_unless_broken, one_edit
+from problems import Case, Tensors, describe, tensors
+
+from strobe.kernels.sm90 import fp8
+from strobe.kernels.sm90.config import Config
+from strobe.reference.dense import attention
+from strobe.sim import BarrierMisuse, Deadlock, MissingFence, Race, Unfinished, Uninitialised
+from strobe.sim.attention import fp8_launches
+
+E4M3 = torch.float8_e4m3fn
+ORDERS = (("in_order", 0), ("random", 1), ("late", 0), ("early", 0), ("timed", 0), ("uneven", 1))
+FP8 = "strobe.kernels.sm90.fp8"
+
+
+class Fp8:
+    """Both launches of a forward, for the inputs t rounded to e4m3. descales: None, "heads" or "blocks"."""
+
+    def __init__(self, t: Tensors, kernels: ModuleType = fp8, descales: str | None = "heads", ctas: int = 1):
+        self.kernels, self.ctas = kernels, ctas
+        problem, operands = describe(t)
+        self.problem = replace(problem, dtype=E4M3)
+        self.operands = operands._replace(**{name: getattr(operands, name).to(E4M3) for name in "qkv"})
+        found, self.exact = self._described(descales)
+        names = ("q_descale", "k_descale", "v_descale")
+        self.operands = self.operands._replace(**dict(zip(names, found, strict=True)))
+
+    def _described(self, by: str | None):
+        """The descales, and out and lse in float64 of what the inputs stand for."""
+        problem, operands = self.problem, self.operands
+        if by is None:
+            return (None, None, None), attention(problem, _float64(operands), torch.float64)
+        random = torch.Generator().manual_seed(3)
+        batch, kv = problem.lengths.batch, problem.heads_kv
+        q, k, v = (torch.rand(batch, kv, generator=random) + 0.5 for _ in range(3))
+        shares = [_by_row(q, operands.q, operands.cu_seqlens_q)] + [
+            _by_row(x, y, operands.cu_seqlens_kv) for x, y in ((k, operands.k), (v, operands.v))
+        ]
+        if by == "blocks":
+            q = torch.rand(batch, problem.heads_q, -(-problem.lengths.seqlen_q // 128), generator=random) + 0.5
+            k = torch.rand(batch, kv, -(-problem.lengths.seqlen_kv // 128), generator=random) + 0.5
+            for i, (x, y) in enumerate(((q, operands.q), (k, operands.k))):
+                shares[i] = x.transpose(1, 2).repeat_interleave(128, 1)[:, : y.shape[1]]
+        values = _float64(operands)
+        values = values._replace(
+            **{name: getattr(values, name) * share[..., None] for name, share in zip("qkv", shares, strict=True)}
+        )
+        return (q, k, v), attention(problem, values, torch.float64)
+
+    def run(self, order: str, seed: int) -> None:
+        """AssertionError if the results are wrong: weights are rounded to e4m3, the LSE is not made of them."""
+        first, second, out, lse = fp8_launches(self.kernels, self.problem, self.operands, self.ctas)
+        second.simulate(order, seed, after=first.simulate(order, seed))
+        want, want_lse = self.exact
+        error = ((out.double() - want).norm() / want.norm()).item()
+        assert error < 0.04, f"out: error {error:.3f}"
+        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+        counters = next(x for x in second.args if isinstance(x, torch.Tensor) and x.shape == (16,))
+        assert not counters.any(), "counters are left"
+
+
+def _float64(operands):
+    return operands._replace(q=operands.q.double(), k=operands.k.double(), v=operands.v.double())
+
+
+def _by_row(descale: torch.Tensor, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """A descale [batch, heads_kv] for each row and head of x."""
+    by_head = descale.repeat_interleave(x.shape[-2] // descale.shape[1], 1)
+    return by_head[:, None] if cu_seqlens is None else by_head.repeat_interleave(cu_seqlens.diff(), 0)
+
+
+def case(n_q, n_kv, head_dim=64, heads=(2, 1), batch=1, **more) -> Case:
+    return Case(n_q, n_kv, batch, *heads, head_dim, **more)
+
+
+CASES = [
+    (case(1, 1), None, 1),
+    (case(200, 300), None, 2),
+    (case(300, 170, mask="causal"), "heads", 1),  # the first rows see nothing
+    (case(200, 300, heads=(3, 3), mask="window"), "blocks", 1),
+    (case(150, 260, heads=(1, 1), mask="ahead"), "heads", 1),  # of three groups, the last passes over a block
+    (case(150, 400, mask="prefix"), "blocks", 1),
+    (case(150, 170, batch=3, packed=True, mask="causal"), "heads", 1),
+    (case(130, 150, 128, logits=30.0), "heads", 1),  # references move
+    (case(130, 150, 256, heads=(1, 1), mask="causal"), "heads", 1),
+]
+
+
+@pytest.mark.parametrize("case, descales, ctas", CASES, ids=str)
+def test_in_every_order(case, descales, ctas):
+    forward = Fp8(tensors(case, torch.float16), descales=descales, ctas=ctas)
+    for order, seed in ORDERS:
+        forward.run(order, seed)
+
+
+@pytest.mark.parametrize("head_dim, mask", [(64, "window"), (128, "causal")])
+def test_values_that_are_all_the_same(head_dim, mask):
+    """Their mean is what they are, however weights are rounded: these are divided by their own sum."""
+    t = tensors(case(130, 400, head_dim, mask=mask, logits=4.0), torch.float16)
+    t.v.fill_(3.0)
+    forward = Fp8(t, descales=None)
+    first, second, out, _lse = fp8_launches(fp8, forward.problem, forward.operands)
+    second.simulate("random", 1, after=first.simulate("random", 1))
+    assert (out.float() - 3.0).abs().max() <= 3.0 / 128
+
+
+# ---- mistakes
+
+
+def started(kernels: ModuleType, bug: Bug, t: Tensors, config: Config) -> Run:
+    kernels._CONFIGS = {config.head_dim: config}
+    return Fp8(t, kernels, ctas=bug.ctas).run
+
+
+# Two tiles of one CTA, of three blocks each; with logits so large, references move.
+KERNEL = Kernel(FP8, 90, case(130, 170, logits=30.0), Config(64, 64, 2, 64, 2), started)
+TOO_EARLY = (Race, Uninitialised, Unfinished, MissingFence)
+WRONG_PHASE = (Race, Uninitialised, Deadlock, BarrierMisuse, Unfinished)
+kernel = partial(one_edit, KERNEL, FP8)
+IN_STEP = "    K.k.release(g)\n    state, p, factor"
+V_BYTES = "    mbarrier.expect(full, v_desc.block_type.nbytes)\n"
+ACC_READY = "    acc = warpgroup_mma_wait(0, deps=[acc])\n    p = from_now(p)\n    K.v.release(before)\n"
+BUGS = [
+    kernel("the transposition does not take its turn", "    take_program_turn()\n", "", (Unfinished,)),
+    kernel("the forward does not take its turn", "    take_turn()\n", "", (Race, Unfinished)),
+    kernel("keys lie in their own order", "block * TILE + key_at(place)", "block * TILE + place", ()),
+    kernel("the bytes of V are not expected", V_BYTES, "", WRONG_PHASE),
+    kernel("V's block is the one before", "first, i, kv_head)\n            i = next",
+           "first, i - 1, kv_head)\n            i = next", ()),
+    kernel("K is not waited for", "    K.k.wait(g)\n    s = start_scores(q,", "    s = start_scores(q,", WRONG_PHASE),
+    kernel("K is given back before its product is done", "    s = warpgroup_mma_wait(1, deps=[s])\n" + IN_STEP,
+           "    K.k.release(g)\n    s = warpgroup_mma_wait(1, deps=[s])\n" + IN_STEP.partition("\n")[2], (Race,)),
+    kernel("K is never given back", IN_STEP, IN_STEP.partition("\n")[2], (Deadlock,)),
+    kernel("the scores are used too early", "    s = warpgroup_mma_wait(1, deps=[s])\n" + IN_STEP, IN_STEP, (Unfinished, Race)),
+    kernel("V is given back before its product is done", ACC_READY,
+           "    K.v.release(before)\n" + ACC_READY.replace("    K.v.release(before)\n", ""), (Race,)),
+    kernel("O is used before it is done", ACC_READY, ACC_READY.replace("(0,", "(1,"), (Unfinished, Race)),
+    kernel("O is not rescaled", "return scaled(acc, factor), rounded_sum", "return acc, rounded_sum", ()),
+    kernel("Q is given back twice", "        mbarrier.arrive(K.memory.q_empty.index(slot), count=1)\n",
+           "        mbarrier.arrive(K.memory.q_empty.index(slot), count=1)\n" * 2, (BarrierMisuse, Race, Deadlock)),
+    kernel("v's descale is forgotten", "descaled(1.0, K.descales.v, kv_head)", "1.0", ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_it_is_found(bug, tmp_path):
+    assert_found(bug, tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_no_false_alarm(tmp_path):
+    assert_right_unless_broken(KERNEL, tmp_path)
