@@ -1,7 +1,10 @@
 """What all tests share: Triton's interpreter where there is no GPU, campaigns of which a sample runs, deadlines of programs."""
 
+import fcntl
 import os
 import subprocess
+import tempfile
+from pathlib import Path
 from zlib import crc32
 
 import pytest
@@ -93,6 +96,15 @@ def deadlines():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "run", run_until)
         yield
+
+
+@pytest.fixture
+def much_memory():
+    """Lets one test at a time have tens of gigabytes of a GPU that several processes share."""
+    with (Path(tempfile.gettempdir()) / "strobe-tests-much-memory").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()
 
 
 class NamesFailures:

@@ -453,6 +453,7 @@ def test_extra_memory(head_dim):
     assert extra <= rows * (32 + 4 + 4 * head_dim) + 2**21
 
 
+@pytest.mark.usefixtures("much_memory")
 def test_past_two_to_the_31_elements():
     batch, length, heads, head_dim = 2, 8192, 1025, 128
     assert batch * length * heads * head_dim > 2**31

@@ -451,6 +451,7 @@ def test_repeats_bit_for_bit():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend_name", ["sm90", "portable"])
+@pytest.mark.usefixtures("much_memory")
 def test_past_two_to_the_31_elements(backend_name):
     """q holds 2.4e9 elements: the last rows are right only if offsets are 64-bit."""
     heads, head_dim, n = 16, 128, 1_180_000

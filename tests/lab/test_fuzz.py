@@ -114,7 +114,7 @@ BREAKS = {
     "v with the strides of k": (launches, "forward", v_with_the_strides_of_k),
     "no derivative of softcap": (Score, "gradient", without_softcaps_derivative),
     "weights that dropout does not divide": (tiled, "_dropout", lambda *tile: ORIGINAL_DROPOUT(*tile) != 0.0),
-    "sinks that are not checked": (Score, "_check_sinks", lambda *tensors: None),
+    "a score's tensors that are not checked": (Score, "check", lambda *arguments: None),
 }
 ORIGINAL_DROPOUT = tiled._dropout
 

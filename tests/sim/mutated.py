@@ -104,21 +104,25 @@ def sm90() -> Subject:
     )
 
 
-def unused(name: str) -> Trial:
-    return Trial(f"what is not used, {name}", partial(test_backward.unused_gets_0, name, "in_order", 0))
+def more_of(name: str) -> list[Trial]:
+    """What is not used, and heads in several bundles."""
+    return [
+        Trial(f"{what.__name__}, {name}", partial(what, name, "in_order", 0))
+        for what in (test_backward.unused_gets_0, test_backward.in_bundles)
+    ]
 
 
 def sm90_backward() -> Subject:
     helpers = ("finished", "await_ds", "announce_ds", "put_ds", "publish")
     tried = trials(test_backward.CASES, lambda t, config: launches.Backward(t, config).run)
     modules = [backward, backward_tiles, backward_products, backward_scores, backward_stores]
-    return Subject(modules, [*tried, unused("one pass")], helpers, EQUIVALENT["sm90-backward"])
+    return Subject(modules, [*tried, *more_of("one pass")], helpers, EQUIVALENT["sm90-backward"])
 
 
 def sm90_backward_split() -> Subject:
     helpers = ("finished", "release_statistics")
     tried = trials(test_split_backward.CASES, lambda t, config: launches.SplitBackward(t, config).run)
-    return Subject([backward_split, named_barrier], [*tried, unused("two passes")], helpers, EQUIVALENT["sm90-backward-split"])
+    return Subject([backward_split, named_barrier], [*tried, *more_of("two passes")], helpers, EQUIVALENT["sm90-backward-split"])
 
 
 def sm100() -> Subject:

@@ -86,6 +86,7 @@ CASES = [
     (case(300, 170, mask="causal"), "heads", 1),  # the first rows see nothing
     (case(200, 300, heads=(3, 3), mask="window"), "blocks", 1),
     (case(150, 260, heads=(1, 1), mask="ahead"), "heads", 1),  # of three groups, the last passes over a block
+    (case(130, 306, heads=(3, 3), mask="ahead"), None, 1),  # the last group sees the leading block alone
     (case(150, 400, mask="prefix"), "blocks", 1),
     (case(150, 170, batch=3, packed=True, mask="causal"), "heads", 1),
     (case(130, 150, 128, logits=30.0), "heads", 1),  # references move

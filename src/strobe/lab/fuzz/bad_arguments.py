@@ -86,7 +86,7 @@ def _refused_by_name(name: str, what: str, arguments: dict, bad: Any) -> None:
     except REFUSALS as error:
         words = str(error)
         named = _OF_ALL.search(words) if name in ("q", "k", "v") else _named(name, words)
-        if not named:
+        if not named and _verdict(arguments) is not False:  # False: refused without the bad argument too
             raise NotRefused(f"{what}: refused without its name: {compact(error)}") from None
         if "\n" in words:
             raise NotRefused(f"{what}: refused in several lines: {compact(error)}") from None
