@@ -122,7 +122,9 @@ def sm90_backward() -> Subject:
 def sm90_backward_split() -> Subject:
     helpers = ("finished", "release_statistics")
     tried = trials(test_split_backward.CASES, lambda t, config: launches.SplitBackward(t, config).run)
-    return Subject([backward_split, named_barrier], [*tried, *more_of("two passes")], helpers, EQUIVALENT["sm90-backward-split"])
+    return Subject(
+        [backward_split, named_barrier], [*tried, *more_of("two passes")], helpers, EQUIVALENT["sm90-backward-split"]
+    )
 
 
 def sm100() -> Subject:
