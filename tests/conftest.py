@@ -36,7 +36,7 @@ SAMPLED = {
     "kernels/test_hopper_gradients.py::test_a_graph_beside_other_tensors": 3,
     "kernels/test_hopper_gradients.py::test_a_plan_and_the_operator_give_the_same_beside_other_tensors": 4,
     "kernels/test_hopper_gradients.py::test_a_plan_and_the_operator_learn_the_same": 3,
-    "kernels/test_hopper_gradients.py::test_against_reference": 5,
+    "kernels/test_hopper_gradients.py::test_against_reference": 7,
     "kernels/test_hopper_gradients.py::test_deterministic": 3,
     "kernels/test_lying_lengths.py::test_on_a_gpu": 3,
     "kernels/test_lying_lengths.py::test_fp8_on_a_gpu": 6,
@@ -45,7 +45,7 @@ SAMPLED = {
     "kernels/test_portable.py::test_documents_and_tiles": 4,
     "kernels/test_portable_plan.py::test_against_reference": 8,
     "call/test_fp8.py::test_the_kernel_compiles_without_spills_in_its_loops_or_serialised_products": 3,
-    "kernels/test_sm90.py::test_against_reference": 5,
+    "kernels/test_sm90.py::test_against_reference": 7,
     "kernels/test_sm90.py::test_the_safe_softmax": 5,
 }
 """Test -> one of how many of its cases always runs, chosen by a hash of their names; the others are `exhaustive`."""
@@ -63,6 +63,19 @@ ONE_TRITON = {
 }
 """Tests that ask the same of two Tritons: what they ask of the oldest one is `exhaustive`."""
 
+LONG = {
+    "benchmarks/test_determinism_benchmark.py::test_deterministic_is_one_bit_pattern",
+    "call/test_launcher.py::test_attention_by_plans_is_the_operators",
+    "call/test_properties.py::test_every_backend_against_the_reference",
+    "kernels/test_hopper_gradients.py::test_streams_at_once_beside_other_tensors",
+    "kernels/test_lying_lengths.py::test_on_a_gpu",
+    "kernels/test_tuning.py::test_tune_writes_a_table_that_choose_reads",
+    "lab/test_bench.py::test_run_on_a_gpu",
+    "lab/test_bench.py::test_single_calls_on_a_gpu",
+    "lab/test_fuzz.py::test_a_campaign_on_a_gpu_finds_nothing",
+}
+"""Tests that take half a minute on a GPU and more: they begin first, so that no process is left with one at the end."""
+
 DEADLINE = 240.0
 """Seconds until a program that a test has started is killed, if the test does not say when."""
 
@@ -75,6 +88,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.exhaustive)
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    if HAS_GPU:
+        items.sort(key=lambda item: item.nodeid.removeprefix("tests/").partition("[")[0] not in LONG)
     if "exhaustive" not in config.option.markexpr:
         left_out = [item for item in items if "exhaustive" in item.keywords]
         config.hook.pytest_deselected(items=left_out)

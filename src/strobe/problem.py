@@ -216,9 +216,11 @@ class Tangents(NamedTuple):
 
 
 def addressable(x: torch.Tensor) -> bool:
-    """Whether a TMA descriptor can address x: base and strides in multiples of 16 bytes, no dim repeated by stride 0."""
+    """Whether a TMA descriptor can address x: base and strides in multiples of 16 bytes, no dim repeated by stride 0, the last
+    one contiguous."""
     strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
+    rows = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and rows
 
 
 def made_addressable(x: torch.Tensor) -> torch.Tensor:
