@@ -24,6 +24,10 @@ from strobe.scores import Score
 
 _AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 
+_NO_WINDOW = (-1, -1)
+"""flash-attn's window without bounds."""
+_CAUSAL = Causal()
+
 
 def attention(
     q: torch.Tensor,
@@ -167,7 +171,7 @@ def _asked(q, k, v, backend: str | None, keywords: dict) -> tuple[torch.Tensor, 
 
 
 def flash_attn_func(
-    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=_NO_WINDOW, softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False, *, learnable_sink=None,
 ):  # fmt: skip
     """flash-attn's function of this name. q [batch, seqlen_q, heads_q, D], k and v [batch, seqlen_k, heads_kv, D].
@@ -187,7 +191,7 @@ def flash_attn_func(
 
 
 def flash_attn_qkvpacked_func(
-    qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=_NO_WINDOW, softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """flash-attn's function of this name. qkv [batch, seqlen, 3, heads, D]; nothing is copied."""
@@ -199,7 +203,7 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_kvpacked_func(
-    q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=_NO_WINDOW, softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """flash-attn's function of this name. q [batch, seqlen_q, heads_q, D], kv [batch, seqlen_k, 2, heads_kv, D]."""
@@ -212,7 +216,7 @@ def flash_attn_kvpacked_func(
 
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
+    window_size=_NO_WINDOW, softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
     *, seqused_q=None, seqused_k=None, learnable_sink=None,
 ):  # fmt: skip
     """flash-attn's function of this name. q [total_q, heads_q, D], k and v [total_k, heads_kv, D], packed sequences.
@@ -239,6 +243,8 @@ def flash_attn_varlen_func(
 
 
 def _flash_mask(causal: bool, window_size: Sequence[int]) -> Mask | None:
+    if window_size is _NO_WINDOW:  # the default needs no checks, which take a microsecond
+        return _CAUSAL if causal else None
     try:
         left, right = window_size
     except (TypeError, ValueError):
@@ -250,7 +256,7 @@ def _flash_mask(causal: bool, window_size: Sequence[int]) -> Mask | None:
     if causal:
         right = 0
     if left < 0 and right <= 0:
-        return Causal() if right == 0 else None
+        return _CAUSAL if right == 0 else None
     return Window(left if left >= 0 else None, right if right >= 0 else None)
 
 

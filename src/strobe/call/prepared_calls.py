@@ -117,10 +117,10 @@ def attention(
         addresses += tuple([x.data_ptr() for x in optional if x is not None])
     if device >= 0 and device != current_device():
         return None
-    if isinstance(max_q, torch.Tensor) or isinstance(max_kv, torch.Tensor):  # a key needs their values
-        return None
     numbers = None
     if scale is not None or max_q is not None or max_kv is not None or type(dropout) is not float or dropout != 0.0:
+        if isinstance(max_q, torch.Tensor) or isinstance(max_kv, torch.Tensor):  # a key needs their values
+            return None
         # Types, too: 1 and True are equal, and so are 0 and False, but `check` does not take them for the same.
         numbers = (scale, type(scale), max_q, type(max_q), max_kv, type(max_kv), dropout, type(dropout))
     alignments = (addresses[0] | addresses[1] | addresses[2]) % 16 and _alignments(addresses)

@@ -21,12 +21,11 @@ from strobe.kernels.common.dependent_launch import take_program_turn
 from strobe.kernels.common.device_function import device_function
 from strobe.kernels.common.documents import SPAN, span_buffers, span_calls
 from strobe.kernels.common.philox import kept
-from strobe.kernels.common.scores import gradient_through_function, score_and_factor
+from strobe.kernels.common.scores import LOG2E, gradient_through_function, score_and_factor
 from strobe.kernels.portable import arguments, interpreter
 from strobe.kernels.portable.config import choose, padded
 from strobe.kernels.portable.primitives import (
     LENGTHS_AND_BOUNDS,
-    LOG2E,
     Mask,
     any_nan,
     count_broken,

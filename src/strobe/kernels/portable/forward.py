@@ -18,12 +18,11 @@ from strobe.kernels.common.dependent_launch import take_program_turn
 from strobe.kernels.common.device_function import device_function
 from strobe.kernels.common.documents import SPAN, span_buffers, span_calls
 from strobe.kernels.common.philox import kept
-from strobe.kernels.common.scores import score_of
+from strobe.kernels.common.scores import LN2, score_of
 from strobe.kernels.portable import arguments, interpreter
 from strobe.kernels.portable.config import Config, choose
 from strobe.kernels.portable.primitives import (
     LENGTHS_AND_BOUNDS,
-    LN2,
     Mask,
     Matrix,
     any_nan,

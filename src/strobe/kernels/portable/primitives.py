@@ -13,9 +13,6 @@ from strobe.kernels.common.device_function import device_function
 from strobe.kernels.common.documents import SPAN
 from strobe.kernels.common.masks import kv_full, kv_range, q_full, q_range, visible
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-
 LENGTHS_AND_BOUNDS = ("n_q", "n_kv", "total_q", "total_kv", "left", "right", "prefix")
 """Arguments that no kernel is specialised for: another length or window does not recompile."""
 

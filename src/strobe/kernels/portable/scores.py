@@ -14,8 +14,8 @@ from strobe.dropout import threshold
 from strobe.kernels.common import triton_math
 from strobe.kernels.common.call import Tensors
 from strobe.kernels.common.device_function import device_function
-from strobe.kernels.common.scores import with_bias, with_function
-from strobe.kernels.portable.primitives import LOG2E, Matrix, address
+from strobe.kernels.common.scores import LOG2E, with_bias, with_function
+from strobe.kernels.portable.primitives import Matrix, address
 from strobe.problem import AttentionProblem, bias_shape
 
 

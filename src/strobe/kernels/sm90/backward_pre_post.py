@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from strobe.kernels.common.dependent_launch import take_program_turn
+from strobe.kernels.common.scores import LOG2E
 from strobe.kernels.portable.primitives import sequence
 
-LOG2E = tl.constexpr(1.4426950408889634)
 FAR = tl.constexpr(2.0**127)
 ROWS = 64
 """Rows of queries that one program works on."""

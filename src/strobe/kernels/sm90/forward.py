@@ -44,6 +44,7 @@ from strobe.kernels.common.channel import Channel, at, make_barriers, make_chann
 from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.descriptors import coordinates, one_or_two
 from strobe.kernels.common.optimistic import BOUNDS
+from strobe.kernels.common.scores import LN2
 from strobe.kernels.common.stamp import stamp
 from strobe.kernels.common.tile_scheduler import Heads, Lengths
 from strobe.kernels.gluon import (
@@ -88,8 +89,6 @@ from strobe.kernels.sm90.tile_queue import (
     publish,
     with_keys,
 )
-
-LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.constexpr_function
@@ -489,7 +488,7 @@ def epilogue(w: gl.constexpr, K, acc, state, slot):
         m = gl.where(row_sum == 0.0, gl.where(sink == float("-inf"), 0.0, sink), m)
         row_sum += gl.exp2(sink - m)
     m = gl.where(row_sum == 0.0, 0.0, m)
-    gl.store(K.outputs.lse + lse_row(K, place) + rows, (m + gl.log2(row_sum)) * LN_2, mask=exists)
+    gl.store(K.outputs.lse + lse_row(K, place) + rows, (m + gl.log2(row_sum)) * LN2, mask=exists)
     share = gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
     if K.score.seed is not None:
         share *= K.score.kept_scale

@@ -26,6 +26,7 @@ import triton.language as tl
 
 from strobe.kernels.common.channel import Channel, at, make_channel
 from strobe.kernels.common.dependent_launch import take_program_turn, take_turn
+from strobe.kernels.common.scores import LN2
 from strobe.kernels.common.tile_scheduler import Heads, Lengths
 from strobe.kernels.gluon import (
     aggregate,
@@ -41,7 +42,7 @@ from strobe.kernels.gluon import (
 from strobe.kernels.portable.primitives import sequence
 from strobe.kernels.sm90.config import Config
 from strobe.kernels.sm90.descriptors import copy_in
-from strobe.kernels.sm90.forward import LN_2, Memory, Outputs, copy_out, lane_sums, lse_row, make_memory, pass_over, row_max
+from strobe.kernels.sm90.forward import Memory, Outputs, copy_out, lane_sums, lse_row, make_memory, pass_over, row_max
 from strobe.kernels.sm90.layouts import ROWS
 from strobe.kernels.sm90.scores import Score, apply_mask, is_whole, plain_score
 from strobe.kernels.sm90.tile_queue import (
@@ -518,7 +519,7 @@ def epilogue(w: gl.constexpr, K, acc, rounded_sum, state, slot, scale):
     # A sum that overflowed (scores that exceed the first block's by 2^124) must not look like a result.
     inverse = gl.where(row_sum == 0.0, 0.0, gl.where(row_sum == float("inf"), float("nan"), scale / rounded_sum))
     m = gl.where(row_sum == 0.0, 0.0, m)
-    gl.store(K.outputs.lse + lse_row(K, place) + rows, (m + gl.log2(row_sum)) * LN_2, mask=rows < n_q)
+    gl.store(K.outputs.lse + lse_row(K, place) + rows, (m + gl.log2(row_sum)) * LN2, mask=rows < n_q)
     o = acc * gl.convert_layout(inverse, rows_of(K.C.head_dim_v))[:, None]
     copy_out(w, K, o, place, 0)
 
