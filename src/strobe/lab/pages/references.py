@@ -4,9 +4,9 @@ A section of a page, from one heading to the next, names the sources of its numb
 show:
 
     <!-- numbers
-    host: benchmarks/results/host-h200-2026-11-23.json
+    host: benchmarks/results/host-h200-2026-11-24.json
     tune: strobe.lab.bench.tune
-    15.4 us = host.warm["strobe.attention, causal"].median_us
+    14.9 us = host.warm["strobe.attention, causal"].median_us
     2.4 to 2.9 times = [point.ms["100 %"] / point.ms["safe"] for point in redo.points]
     within 2 % = tune.TOLERANCE
     700 W = cited: H200 data sheet
