@@ -164,7 +164,6 @@ class Prepared:
         self._problem, self._device, self._index = problem, operands.q.device, operands.q.get_device()
         arch = arch_of(self._device)
         self._buffers = buffers = backend.buffers(problem, arch)
-        self._fill = buffers.fill
         given = {**operands._asdict(), **({} if upstream is None else upstream._asdict())}
         made, shared = ({name: _filled(x, self._device) for name, x in of.items()} for of in (buffers.made, buffers.shared))
         space = _workspace(buffers, self._device)
@@ -190,14 +189,14 @@ class Prepared:
         stream: handle of the current device's current stream. tensors: in the order of `Operands`. addresses: those of the
         tensors that are not None."""
         place = self._place_of(stream) if stream else self._places[stream]
-        new, fill = self._new, self._fill
+        new = self._new
         out, lse, at_lse = new[0](), None, place.scratch
         if wants_lse or not self._spare_lse:
             lse = new[1]()
             at_lse = lse.data_ptr()
         others = [one() for one in new[2:]] if len(new) > 2 else ()
-        if fill is not None:
-            fill(Tensors(**Operands._make(tensors)._asdict(), out=out, lse=lse))
+        if self._buffers.fill is not None:
+            self._buffers.fill(Tensors(**Operands._make(tensors)._asdict(), out=out, lse=lse))
         beside = [x.data_ptr() for x in others] if others else ()
         place.lock.acquire()  # takes half the time of `with`
         try:
