@@ -64,10 +64,22 @@ FOUND = (
 )
 """What campaigns found, made smaller."""
 
+FOUND_ON_A_GPU = (
+    "device='cuda',n_kv=32,head_dim_v=96,values='huge',seed=45",
+    "device='cuda',backend='portable',n_q=70,n_kv=300,values='huge',seed=45",
+    "device='cuda',backend='portable',dtype='fp32',n_q=70,n_kv=70,right=0,values='huge',seed=45",
+)
+
 
 @INTERPRETED
 @pytest.mark.parametrize("case", FOUND)
 def test_what_was_found_is_right(case):
+    assert outcome(Case.told(case)) == Outcome("right")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", FOUND_ON_A_GPU)
+def test_what_was_found_on_a_gpu_is_right(case):
     assert outcome(Case.told(case)) == Outcome("right")
 
 
@@ -150,6 +162,18 @@ def test_a_campaign_survives_its_workers():
     wrong = [failure for failure in found.failures if failure.outcome.kind == "wrong"]
     assert found.cases == 12 and 20 < wrong[0].smallest.n_q < 25  # by then, on a busy machine
     assert f"n_q={wrong[0].smallest.n_q}" in wrong[0].command()
+
+
+def worker_that_is_slow(case: Case) -> Outcome:
+    time.sleep(60)
+    return Outcome("right")
+
+
+def test_a_campaign_ends_on_time():
+    start = time.monotonic()
+    with mock.patch.object(fuzz, "GRACE", 1.0):
+        found = fuzz.campaign("cpu", 2.0, workers=2, run=worker_that_is_slow)
+    assert time.monotonic() - start < 50 and found.cut_off == 2 and not found.cases
 
 
 # ---- the command

@@ -3,8 +3,10 @@
 A program owns tile_q rows of one query head. The keys that its rows see lie in up to three phases: tiles that need the
 mask, tiles that every row sees whole, tiles that need the mask again. Only the masked ones pay for the mask and bounds.
 
-A masked-out value weighs 0, but 0 * NaN = NaN. A guard in the loop would cost every user registers, so a program that
-finds a NaN in its result computes the result of the finite values too, and gives it to the rows that see no other.
+A masked-out value weighs 0, but 0 * NaN = NaN. And a compiler makes one FMA of scale * s - m, while m is a rounded product:
+of scores beyond 2^30 or so the largest one's exponent is then anything, not 0. A guard in the loop would cost every user
+registers. So a program whose result is not finite, or whose rows have lost all weight, computes it again with care, from finite
+values, and gives that to the rows that see no others.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from strobe.kernels.portable.primitives import (
     LENGTHS_AND_BOUNDS,
     Mask,
     Matrix,
-    any_nan,
+    any_not_finite,
     count_broken_keys,
     finite_part,
     kv_phases,
@@ -49,14 +51,16 @@ interpreter.mend()
 @device_function
 def _attend(
     state, q_tile, k, v, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, begin, end,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr = False, FINITE: tl.constexpr = False,
 ):  # fmt: skip
     """The online softmax over the keys [begin, end), in tiles. state: (accumulator, row_max, row_sum).
 
-    MASKED: some pairs may not be visible. FINITE: take values that are not finite as 0.
+    MASKED: some pairs may not be visible. CAREFUL: the weight of a row's largest score is 1, however large that is.
+    FINITE: take values that are not finite as 0.
     """
     acc, row_max, row_sum = state
-    for first in tl.range(begin, end, TILE_KV, num_stages=1 if FINITE else None):
+    for first in tl.range(begin, end, TILE_KV, num_stages=1 if CAREFUL else None):
         remaining = None
         if MASKED:
             remaining = n_kv - first
@@ -77,6 +81,8 @@ def _attend(
             # A row that has seen nothing yet has the maximum -inf, and -inf - -inf is no number: shift by 0 instead.
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(s - shift[:, None])
+        if CAREFUL:
+            weights = tl.where((s >= shift[:, None]) & (s < float("inf")), 1.0, weights)
         rescale = tl.exp2(row_max - shift)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         acc = acc * rescale[:, None]
@@ -129,29 +135,30 @@ def _rows(
     if mask.left is not None and PHASES:
         state = _attend(
             state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, begin, full_begin,
-            DIM, DIM_V, TILE_KV, True, False,
+            DIM, DIM_V, TILE_KV, True,
         )  # fmt: skip
     if PHASES:
         state = _attend(
             state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, full_begin, full_end,
-            DIM, DIM_V, TILE_KV, False, False,
+            DIM, DIM_V, TILE_KV, False,
         )  # fmt: skip
     acc, row_max, row_sum = _attend(
         state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, full_end, end,
-        DIM, DIM_V, TILE_KV, True, False,
+        DIM, DIM_V, TILE_KV, True,
     )  # fmt: skip
-    # Where every pair is visible there is nothing to keep out, and nothing is compiled for it.
-    CUTS: tl.constexpr = mask.left is not None or mask.right is not None or mask.prefix is not None or BY_PAIR
-    if CUTS:
-        if any_nan(acc):
-            finite, _, _ = _attend(
-                nothing, q_tile, k_stream, v_stream, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, begin, end,
-                DIM, DIM_V, TILE_KV, True, True,
-            )  # fmt: skip
+    if any_not_finite(acc) or _any_lost(row_max, row_sum):
+        # Where every pair is visible there is nothing to keep out, and nothing is compiled for it.
+        CUTS: tl.constexpr = mask.left is not None or mask.right is not None or mask.prefix is not None or BY_PAIR
+        again, row_max, row_sum = _attend(
+            nothing, q_tile, k_stream, v_stream, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, begin, end,
+            DIM, DIM_V, TILE_KV, True, True, CUTS,
+        )  # fmt: skip
+        if CUTS:
             broken = count_broken_keys(
                 v_stream, p, ids_q, batch, head, n_q, n_kv, mask, score, begin, end, TILE_Q, DIM_V, PADDED_V, TILE_KV
             )
-            acc = tl.where(broken > 0, acc, finite)
+            again = tl.where(broken > 0, acc, again)
+        acc = again
 
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)
@@ -162,6 +169,13 @@ def _rows(
     log_sum = tl.where(empty, float("-inf"), (row_max + tl.log2(row_sum)) * LN2)
     of_lse = Matrix(lse, lse_batch, 1, lse_head)
     store_vector(vector_stream(of_lse, batch, start_q, head, TILE_Q), first, n_q - first, log_sum)
+
+
+@device_function
+def _any_lost(row_max, row_sum):
+    """Whether the weights of a row that sees keys sum up to nothing, or to no number."""
+    lost = (row_sum == float("inf")) | ((row_sum == 0.0) & (row_max > float("-inf")))
+    return tl.max(lost.to(tl.int32)) > 0
 
 
 @device_function

@@ -219,6 +219,12 @@ def any_nan(tile):
 
 
 @device_function
+def any_not_finite(tile):
+    """Whether a tile of results holds a NaN or an infinity."""
+    return tl.max(tl.where(is_finite(tile), 0, 1)) > 0
+
+
+@device_function
 def is_finite(tile):
     """Which entries are neither NaN nor infinite; in float32 because the interpreter knows bfloat16 by its bits only."""
     return tl.abs(tile.to(tl.float32)) < float("inf")

@@ -483,6 +483,8 @@ def epilogue(w: gl.constexpr, K, acc, state, slot):
     broken = not_finite(acc, K.C)
     if K.C.optimistic:
         broken = broken | is_too_small(row_sum, m, p + gl.arange(0, ROWS, LAYOUT), n_kv, K.lengths, BOUNDS)
+    else:  # an FMA of huge scores misses even the weight of the largest one
+        broken = broken | ((row_sum == 0.0) & (m > float("-inf")))
     if K.score.sinks is not None:
         sink = sink_of(head, K.score)
         m = gl.where(row_sum == 0.0, gl.where(sink == float("-inf"), 0.0, sink), m)

@@ -295,7 +295,7 @@ def _consistent(case: Case) -> Case:
         facts |= dict(way="once")
     if case.way == "checkpoint":
         facts |= dict(gradients=facts.get("gradients", case.gradients) and "both", wants_lse=True)
-    if not (facts.get("packed", case.packed) or facts.get("used", case.used)):
+    if not (facts.get("packed", case.packed) or facts.get("used", case.used)) or case.batch == 0:
         facts |= dict(lie="")
     case = replace(case, **facts)
     if case.lie:

@@ -29,8 +29,11 @@ from strobe.lab.fuzz.run import Outcome, outcome
 DEADLINE = 120.0
 """Seconds that a case may take, with what is compiled for it and with a worker's start."""
 
+GRACE = 15.0
+"""Seconds that running cases may still take when a campaign's time is up."""
+
 SMALLER_SECONDS = 60.0
-"""That the search for a failure's smallest case may take."""
+"""Seconds that the search for the smallest cases of all failures may take."""
 
 Kind = tuple[str, str]
 """What failures have in common: how it failed, and its words without numbers."""
@@ -62,6 +65,8 @@ class Found:
     features: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
+    cut_off: int = 0
+    """How many cases were still running at the end."""
 
     def add(self, number: int | None, case: Case, of: Outcome) -> None:
         self.cases += 1
@@ -161,7 +166,8 @@ def campaign(
     on_step: Callable[[Found], None] = lambda found: None, run: Run = outcome,
 ) -> Found:  # fmt: skip
     """Runs the cases of first, first + 1, ... for so many seconds, or so many of them, then looks for smaller cases of what
-    failed. A worker takes a whole family of cases, whose kernels it has compiled then."""
+    failed. A worker takes a whole family of cases, whose kernels it has compiled then. What still runs `GRACE` seconds after
+    the end is cut off."""
     found, deadline = Found(), time.monotonic() + seconds
     families = _families(first, most, FAMILY if device == "cuda" else 8)
     crew: dict[Worker, Iterator[int]] = {}
@@ -185,6 +191,11 @@ def campaign(
                 worker.start(number)
         busy = list(crew)
         if not busy:
+            break
+        if time.monotonic() > deadline + GRACE:
+            found.cut_off = len(busy)
+            for worker in busy:
+                worker.end()
             break
         idle = []
         ready = wait([worker.tasks for worker in busy], 1.0)
@@ -221,12 +232,13 @@ def _replaced(worker: Worker, crew: dict[Worker, Iterator[int]]) -> Worker:
 def _smallest(found: Found, device: str, run: Run) -> list[Failure]:
     """The failures, of which the first of each kind is made smaller, unless each try would take its deadline."""
     failures: list[Failure] = []
+    deadline = time.monotonic() + SMALLER_SECONDS
     for same in found.by_kind().values():
         first, *others = same
         if first.outcome.kind == "hung":
             failures += same
             continue
-        smallest = _smaller(Worker(device, run), first, time.monotonic() + SMALLER_SECONDS)
+        smallest = _smaller(Worker(device, run), first, deadline)
         failures += [Failure(first.number, first.case, first.outcome, smallest), *others]
     return failures
 
@@ -307,6 +319,7 @@ def _facts(found: Found, device: str, first: int) -> dict[str, Any]:
         "machine": device,
         "first": first,
         "cases": found.cases,
+        "cut_off": found.cut_off,
         "refused": dict(found.refusals.most_common()),
         "features": dict(found.features.most_common()),
         "failures": failures,
@@ -324,6 +337,8 @@ def show(facts: dict) -> None:
     console.print(table)
     for reason, count in facts["refused"].items():
         console.print(f"refused {count:5d}   {reason}", markup=False, highlight=False, soft_wrap=True)
+    if facts["cut_off"]:
+        console.print(f"{facts['cut_off']} cases still ran at the end and were cut off", highlight=False)
     for failure in facts["failures"]:
         console.print(f"{failure['kind']}: {failure['words']}", markup=False, style="red", highlight=False, soft_wrap=True)
         console.print(f"  {failure['reproduce']}", markup=False, highlight=False, soft_wrap=True)

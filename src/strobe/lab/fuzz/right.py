@@ -277,6 +277,7 @@ class _Part:
         products = dout.transpose(1, 2) @ v.transpose(-1, -2) / (1 - problem.dropout)
         off = relative[..., None] * (of_pairs + weights * delta[..., None])
         off = off + _SUMS * self.precision.scores * weights * (products + delta[..., None])
+        off = off + least * (products + delta[..., None])  # of a weight that is too small
         scale = abs(problem.scale)
         dk = (scale * (off + least)).transpose(-1, -2) @ q
         allowed = {
