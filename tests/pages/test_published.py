@@ -35,15 +35,21 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
 
 HISTORY = "shows how fast, or how, an earlier version was: pages that quote it say which"
 OLDER_KERNEL = "measured before launches were prepared and documents left out blocks; its numbers are due again"
+REDO_CHANGED = "the portable kernel changed, which redoes blocks: none of normal inputs has to be"
 ACCEPTED: dict[str, str] = {
-    "backward-h200-2026-11-23.json": "the portable kernel changed, which redoes blocks: none of normal inputs has to be",
+    "backward-h200-2026-11-23.json": REDO_CHANGED,
     "blackwell-simulated.json": OLDER_KERNEL,
     "changed-scores-h200-2026-11-22.json": OLDER_KERNEL,
+    "cycles-backward-h200-2026-11-24.json": REDO_CHANGED,
+    "cycles-forward-h200-2026-11-24.json": REDO_CHANGED,
     "determinism-h200-2026-11-22.json": OLDER_KERNEL,
     "energy-peers-h200-2026-11-23.json": OLDER_KERNEL,
     "forward-h200-2026-11-21.json": HISTORY,
     "forward-h200-2026-11-22.json": OLDER_KERNEL,
+    "forward-h200-2026-11-23.json": REDO_CHANGED,
     "gqa-backward-h200-2026-11-23.json": OLDER_KERNEL,
+    "inputs-model-h200-2026-11-23.json": REDO_CHANGED,
+    "inputs-worst-h200-2026-11-23.json": "the portable kernel changed, which redoes nearly all of its blocks; due again",
     "redo-cost-h200-2026-11-21.json": "has no commit; its numbers are due again",
     "timeline-h200-2026-11-21.json": HISTORY,
     "timeline-h200-2026-11-22.json": OLDER_KERNEL,

@@ -28,8 +28,8 @@ FEW, MORE = 4, 8
 """Blocks of keys of the two runs whose difference counts; from the third block on every block takes as long as the next."""
 
 SCHEDULES = {"as written": 0.0, "interleaved": 1.0}
-MEASURED = Path("benchmarks/results/model-error-h200.json")
-"""The Hopper forward on an H200."""
+MEASURED = Path("benchmarks/results/model-error-h100.json")
+"""The Hopper forward on an H100."""
 
 GROWTH = 12.0
 """By how many powers of two the row maxima of growing inputs grow from block to block: more than any rescale_threshold."""
@@ -241,7 +241,7 @@ def rescales(threshold: float, blocks: int, growing: bool = False) -> float:
 
 
 def hopper(root: Path) -> dict[str, dict[str, float]]:
-    """Cycles of a block of keys of the Hopper forward, full attention, by the same simulator and of an H200, by head dim: what
+    """Cycles of a block of keys of the Hopper forward, full attention, by the same simulator and of an H100, by head dim: what
     `benchmarks/model_error.py` found."""
     points = json.loads((root / MEASURED).read_text())["points"]
     found = {str(at["head_dim"]): at["cycles"]["total"] for at in points if (at["kernel"], at["mask"]) == ("forward", "full")}

@@ -185,7 +185,7 @@ def _origin(report: dict) -> str:
     )
     return (
         f"{report['date'][:10]}, `{report['command']}`; all of it is in [{REPORT.name}](../{REPORT}).\n\n"
-        f"- Cycles of a block of keys of the Hopper forward by the same simulator, as written, and of an H200: {hopper}.\n"
+        f"- Cycles of a block of keys of the Hopper forward by the same simulator, as written, and of an H100: {hopper}.\n"
         f"- 128 query rows and 128 keys at head dim 128 take {simulated}. FlashAttention-4's paper (arXiv 2603.05451) reports "
         f"up to {FA4_TFLOPS} TFLOP/s of its own kernel on a B200: {published:.0f} cycles at the data sheet's {B200_SMS} SMs "
         f"and {B200_GHZ} GHz."
