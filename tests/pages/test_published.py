@@ -38,7 +38,6 @@ OLDER_KERNEL = "measured before launches were prepared and documents left out bl
 REDO_CHANGED = "the portable kernel changed, which redoes blocks: none of normal inputs has to be"
 ACCEPTED: dict[str, str] = {
     "backward-h200-2026-11-23.json": REDO_CHANGED,
-    "blackwell-simulated.json": OLDER_KERNEL,
     "changed-scores-h200-2026-11-22.json": OLDER_KERNEL,
     "cycles-backward-h200-2026-11-24.json": REDO_CHANGED,
     "cycles-forward-h200-2026-11-24.json": REDO_CHANGED,
