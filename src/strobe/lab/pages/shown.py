@@ -19,7 +19,7 @@ from pathlib import Path
 PAGE = Path("docs/lab.md")
 PROGRAM = "from strobe.cli.app import app; app()"
 FILES = {"--json": "result.json", "--out": "picture.png", "--perfetto": "trace.json"}
-COLUMNS = "200"
+COLUMNS = "128"
 
 _BLOCK = re.compile(r"^```\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _PROMPT = re.compile(r"^\$ strobe (.*)\n", re.MULTILINE)
