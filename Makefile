@@ -43,6 +43,7 @@ lab: .venv/dev
 	$(BIN)/strobe roofline --report $(MEASURED) --lengths 16384 $(WALK)/roofline.json
 	$(BIN)/strobe occupancy --arch H200 --backends sm90 --length 16384 $(WALK)/occupancy.json
 	$(BIN)/strobe audit sm90-forward --length 16384 $(WALK)/audit.json
+	$(BIN)/strobe ladder run --rungs 1-18 --device cpu --json docs/lab/ladder-compiled.json
 	$(BIN)/strobe banks --tile 128x64 --layouts none,nvmma128 --accesses rows,ldmatrix --json docs/lab/banks.json
 	$(BIN)/strobe report $(addprefix docs/lab/, roofline.json occupancy.json audit.json banks.json) \
 	  benchmarks/results/timeline-h200-2026-11-22.json --out docs/lab/report.html

@@ -14,7 +14,7 @@ from commands import run
 from strobe.device import KNOWN
 from strobe.kernels.portable.config import choose
 from strobe.lab.binary.audit import ARCHS, layout_conflicts
-from strobe.lab.binary.audit_report import readable
+from strobe.lab.binary.audit_report import ptxas_words, readable
 from strobe.lab.binary.offline import problem_of
 from strobe.lab.binary.sass import flow_of, innermost_loops, main_loop
 from strobe.lab.pages.glossary import GLOSSARY
@@ -163,6 +163,16 @@ def test_roles_and_their_main_loops(made):
         assert loop_of(report, "mma")["UTCHMMA"] == 2 * (128 // 16 + 128 // 16)  # both Q stages, head dim 128, 128 keys
         assert loop_of(report, "softmax 0")["LDTM"] and loop_of(report, "load")["UTMALDG"]
         assert report["spill_bytes"] == 0
+
+
+def test_what_else_ptxas_said(made):
+    _, audited, _ = made
+    for what, reports in audited.items():
+        for report in reports:
+            said = report["ptxas"]
+            assert said["barriers"] >= 1 and said["ptxas_ms"] > 0 and said["stack_bytes"] is not None, what
+            assert (said["constant_bytes"] is None) == (report["arch"] in ("sm_90a", "sm_100a", "sm_120")), what
+            assert f"{said['barriers']} named barriers, " in ptxas_words(said)
 
 
 def test_the_kernel_is_the_one_that_a_benchmark_times(made):

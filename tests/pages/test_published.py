@@ -27,6 +27,7 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "cpu": (),
     "fp8-cpu": (),
     "host": (),
+    "ladder": ("sm90 forward",),
     "mutants": (),
     "same-code": (),
     "unit-costs": (),

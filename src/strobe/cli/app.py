@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from strobe.cli.instruments import instruments
+from strobe.cli.ladder import ladder
 from strobe.cli.options import (
     JsonFile,
     alone,
@@ -395,6 +396,7 @@ def blackwell() -> None:
 
 
 app.registered_commands += instruments.registered_commands
+app.add_typer(ladder, name="ladder", no_args_is_help=True)
 
 
 def _at_least_time(problem: AttentionProblem, arch: Arch) -> str:

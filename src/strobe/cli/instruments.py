@@ -294,6 +294,45 @@ def banks(
 
 
 @instruments.command()
+def fragments(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Of mma-a, mma-b, mma-c, ldmatrix.x1, ldmatrix.x2, ldmatrix.x4, ldmatrix.x4.trans, wgmma-d, wgmma-a, "
+            "tcgen05-d; default: those of mma."
+        ),
+    ] = None,
+    out: Annotated[str | None, typer.Option(help="Draw them to this PNG or SVG.", callback=writable)] = None,
+    json: JsonFile = None,
+) -> None:
+    """Which lane of a warp holds which element of a tensor core's operands and results, and in which register."""
+    from rich.console import Console
+
+    from strobe.lab.model import fragments as lab
+
+    picture = picture_path(out)
+    found = lab.facts([one_of("names", name, lab.FRAGMENTS) for name in names or ("mma-a", "mma-b", "mma-c")])
+    for one in found["fragments"]:
+        typer.echo(lab.caption(one))
+        Console().print(lab.table(one))
+    if picture is not None:
+        typer.echo(f"written: {lab.draw(found, picture)}")
+    _write_json(json, found)
+
+
+@instruments.command()
+def devices(json: JsonFile = None) -> None:
+    """The GPUs that are known: compute capability, shared memory, registers, warps, blocks, peak rates."""
+    from rich.console import Console
+
+    from strobe.lab.model import devices as lab
+
+    found = lab.facts()
+    Console().print(lab.table(found))
+    _write_json(json, found)
+
+
+@instruments.command()
 def profile(
     context: typer.Context,
     backends: Annotated[str | None, typer.Option(help="One or two, comma-separated; default: what dispatch picks.")] = None,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,7 +96,7 @@ class Part:
 @dataclass(frozen=True)
 class Report:
     """One kernel. smem_bytes: of a cubin what it declares, without what a launch adds; spill_bytes: ptxas's count of stores and
-    loads, None for a cubin, which does not say."""
+    loads, None for a cubin, which does not say; ptxas: what else it said, by name (`Resources.ptxas`)."""
 
     name: str
     arch: str
@@ -105,11 +105,13 @@ class Report:
     spill_bytes: int | None
     parts: tuple[Part, ...]
     warnings: tuple[str, ...]
+    ptxas: dict[str, float | None] = field(default_factory=dict)
 
     def as_json(self) -> dict:
         parts = {part.name: {"instructions": part.counts(), "main_loop": part.loop_counts()} for part in self.parts}
         facts = {name: getattr(self, name) for name in ("name", "arch", "registers", "smem_bytes", "spill_bytes")}
-        return facts | {"parts": parts, "warnings": list(self.warnings)}
+        said = {"ptxas": self.ptxas} if self.ptxas else {}
+        return facts | said | {"parts": parts, "warnings": list(self.warnings)}
 
 
 def reports_of(kernels: Iterable[str], points: Sequence[Point], own_dtype: bool = False) -> list[Report]:
@@ -147,7 +149,7 @@ def _job(name: str, arch_name: str, point: Point) -> Callable[[], list[Report]]:
 
 def _of_made(made: Made, arch: str, length: int) -> Report:
     resources = resources_of(made.kernel)
-    parts = _parts(flow_of(disassemble(made.kernel.asm["cubin"])), made.roles)
+    parts = parts_of(flow_of(disassemble(made.kernel.asm["cubin"])), made.roles)
     warnings = (
         *_spills(resources.spill_bytes, parts),
         *_serial(resources.warnings),
@@ -155,7 +157,9 @@ def _of_made(made: Made, arch: str, length: int) -> Report:
         *layout_conflicts(made.kernel.asm["ttgir"]),
     )
     name = f"{made.name}, S={length}"
-    return Report(name, arch, resources.registers, resources.smem_bytes, resources.spill_bytes, parts, warnings)
+    return Report(
+        name, arch, resources.registers, resources.smem_bytes, resources.spill_bytes, parts, warnings, resources.ptxas()
+    )
 
 
 def reports_of_cubin(path: Path) -> list[Report]:
@@ -169,7 +173,7 @@ def reports_of_cubin(path: Path) -> list[Report]:
     arch, texts = _arch_of(sass), kernels_in(sass)
     reports = []
     for name, (registers, smem_bytes) in resources.items():
-        parts = _parts(flow_of(texts[name]))
+        parts = parts_of(flow_of(texts[name]))
         warnings = (*_spills(None, parts), *_in_loops(parts, _waits, _narrow_loads, _round_trips))
         reports.append(Report(name, arch, registers, smem_bytes, None, parts, warnings))
     return reports
@@ -193,7 +197,7 @@ LOOPS: tuple[Iterable[str], ...] = (TENSOR_CORES, ("UTMALDG", "LDGSTS"), ("MUFU.
 """What a main loop is known by: by the first of these that a role has in a loop."""
 
 
-def _parts(flow: Flow, roles: tuple[str, ...] = ()) -> tuple[Part, ...]:
+def parts_of(flow: Flow, roles: tuple[str, ...] = ()) -> tuple[Part, ...]:
     """The roles, by their names; without names those that have a loop, by their numbers. A kernel without roles is one part."""
     found = role_blocks(flow, max(1, len(roles)))
     names = roles or (("kernel",) if len(found) == 1 else tuple(f"role {i}" for i in range(len(found))))

@@ -38,7 +38,23 @@ def headings(found: dict) -> list[str]:
         declared, spilled = (" declared", "") if spills is None else ("", f", {spills} bytes of spills")
         takes = f"{kernel['registers']} registers, {kernel['smem_bytes']} bytes of shared memory{declared}{spilled}"
         lines.append(f"{letter}{readable(kernel['name'])}, {kernel['arch']}: {takes}")
+        if said := ptxas_words(kernel.get("ptxas", {})):
+            lines.append(f"{' ' * len(letter)}ptxas: {said}")
     return lines
+
+
+PTXAS = {
+    "stack_bytes": "{} bytes of stack frame",
+    "barriers": "{} named barriers",
+    "constant_bytes": "{} bytes of constant memory",
+    "ptxas_ms": "compiled in {:.0f} ms",
+}
+"""What ptxas says beside registers and spills, in words."""
+
+
+def ptxas_words(said: dict) -> str:
+    """What ptxas said, without what it left out: newer ones say nothing of constant memory."""
+    return ", ".join(words.format(said[name]) for name, words in PTXAS.items() if said.get(name) is not None)
 
 
 def warnings(found: dict) -> list[str]:

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+T = TypeVar("T", bound=Hashable)
+
 
 @dataclass(frozen=True)
 class Audit:
@@ -86,12 +88,21 @@ def audit(compiled, name: str, seconds: float = 0.0, roles: tuple[str, ...] = ()
 
 @dataclass(frozen=True)
 class Resources:
-    """Registers a thread at launch; bytes of shared memory, and of spill stores and loads; ptxas's warnings."""
+    """Registers a thread at launch; bytes of shared memory, and of spill stores and loads; ptxas's warnings; bytes of the stack
+    frame and of constant memory, named barriers, and milliseconds that ptxas took, each None where it did not say."""
 
     registers: int
     smem_bytes: int
     spill_bytes: int
     warnings: tuple[str, ...]
+    stack_bytes: int | None = None
+    constant_bytes: int | None = None
+    barriers: int | None = None
+    ptxas_ms: float | None = None
+
+    def ptxas(self) -> dict[str, float | None]:
+        """What ptxas said beside registers and spills, by name."""
+        return {name: getattr(self, name) for name in ("stack_bytes", "barriers", "constant_bytes", "ptxas_ms")}
 
 
 def resources_of(compiled) -> Resources:
@@ -103,7 +114,17 @@ def resources_of(compiled) -> Resources:
         smem_bytes=compiled.metadata.shared,
         spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report))),
         warnings=tuple(line for line in report.splitlines() if "warning" in line.lower() or re.search(r"C75\d\d", line)),
+        stack_bytes=_said(r"(\d+) bytes stack frame", report, int),
+        constant_bytes=_said(r"(\d+) bytes cmem\[0\]", report, int),
+        barriers=_said(r"used (\d+) barriers", report, int),
+        ptxas_ms=_said(r"Compile time = ([\d.]+) ms", report, float),
     )
+
+
+def _said(pattern: str, report: str, kind: Callable[[str], T]) -> T | None:
+    """A number of ptxas's report; None where it is not there."""
+    found = re.search(pattern, report)
+    return kind(found[1]) if found else None
 
 
 def resources_of_cubin(path: Path) -> dict[str, tuple[int, int]]:
@@ -151,9 +172,6 @@ def count_instructions(sass: str) -> dict[str, int]:
     """How often each instruction stands in the text, most frequent first: "HGMMA", "UTMALDG", "MUFU.EX2", ..."""
     found = (_INSTRUCTION.match(line) for line in sass.splitlines())
     return counted(Instruction(*match.groups()).name for match in found if match)
-
-
-T = TypeVar("T", bound=Hashable)
 
 
 def counted(things: Iterable[T]) -> dict[T, int]:

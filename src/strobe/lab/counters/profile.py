@@ -89,16 +89,25 @@ def _ceilings(point: Point, arch: Arch) -> Ceilings | None:
 
 
 def _profiled(point: Point, backend: str | None, kernel: str | None, calls: int) -> list[Launch]:
-    """The launches of one process under ncu, both pages of its report."""
+    """The launches of one process under ncu."""
     job = json.dumps({"point": asdict(point), "backend": backend, "calls": calls})
+    found = launches_of(["-m", "strobe.lab.counters.profiled", job], kernel)
+    if not found:
+        raise ValueError(f"kernel must be a part of a kernel's name in {point}, got {kernel!r}, which none has")
+    return found
+
+
+def launches_of(arguments: list[str], kernel: str | None = None) -> list[Launch]:
+    """What a Python process with these arguments launches between torch.cuda.profiler.start() and stop(), both pages of ncu's
+    report. kernel: a regular expression that the names of the kernels must hold. ValueError if ncu is missing or fails."""
     with tempfile.TemporaryDirectory() as folder:
         report = str(Path(folder) / "profile.ncu-rep")
         options = ["--config-file", "off", "--export", report, "--force-overwrite", "--profile-from-start", "off"]
         options += ["--target-processes", "application-only", "--set", "full", "--metrics", ",".join(counters.EXTRA)]
         options += ["--apply-rules", "no", "--import-source", "no", *(["--kernel-name", f"regex:{kernel}"] if kernel else [])]
-        said = run_ncu([*options, sys.executable, "-m", "strobe.lab.counters.profiled", job])
+        said = run_ncu([*options, sys.executable, *arguments])
         if "No kernels were profiled" in said:
-            raise ValueError(f"kernel must be a part of a kernel's name in {point}, got {kernel!r}, which none has")
+            return []
         return ncu.read(*(run_ncu(["--import", report, "--csv", "--page", page]) for page in ("details", "raw")))
 
 

@@ -21,6 +21,7 @@ from strobe.device import CPU, KNOWN, Arch
 from strobe.lab.bench.intervals import SMALLEST
 from strobe.lab.bench.plan import Point, short
 from strobe.lab.bench.report import best_peer, closest, load, missing, outdated, timed, verdicts
+from strobe.lab.ladder import page as ladder_page
 from strobe.lab.pages import measured_pages
 from strobe.masks import Causal, Document, Prefix, Visible, Window
 from strobe.problem import AttentionProblem, Dense, Varlen
@@ -252,6 +253,11 @@ PAGES: dict[str, dict[str, Callable[[Path], str]]] = {
     "docs/backward.md": {"changed-scores": measured_pages.changed_scores},
     "docs/cpu.md": {"backends": measured_pages.cpu_backends, "tiles": measured_pages.cpu_tiles},
     "docs/fp8.md": {"accuracy": measured_pages.fp8_accuracy, "speed": measured_pages.fp8_speed},
+    "docs/ladder.md": {
+        "measured": ladder_page.measured,
+        "example": ladder_page.example,
+        "climb": ladder_page.climb,
+    },
     "docs/masks.md": {"documents": measured_pages.documents},
     "docs/optimistic_softmax.md": {"redo-cost": measured_pages.redo_cost},
     "docs/simulator.md": {"model error": measured_pages.model_error},

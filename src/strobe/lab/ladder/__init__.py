@@ -1,0 +1,1 @@
+"""Measures, compiles and explains the rungs of `strobe.ladder`."""

@@ -1,0 +1,72 @@
+"""Rung 2: FlashAttention-1's loops: a launch for each block of keys, which takes up O, l and m where the one before left them.
+
+q, k, v, out [heads, S, D], l and m [heads, S], float32, no tensor cores. A CTA has 32 warps: a warp a row of a 32 x 32 tile,
+a lane a column. S and P never leave the multiprocessor; O, l and m go to global memory and back for every block of keys.
+
+    shared memory   shape      holds
+    q_s, k_s, v_s   [32, D]    tiles of Q, K and V
+    p_s             [32, 32]   exponentials of the scores
+"""
+
+import torch
+
+from strobe.ladder.gluon import gl, gluon, partition_barrier
+from strobe.ladder.launch import Launch
+
+TILE = gl.constexpr(32)
+ROW = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [32, 1], [1, 0]))
+A = gl.constexpr(gl.DotOperandLayout(0, ROW, 0))
+B = gl.constexpr(gl.DotOperandLayout(1, ROW, 0))
+SHARED = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0]))
+CHUNK = gl.constexpr(16)  # of a sum's terms, which are in registers at a time
+
+
+@gluon.jit
+def tile(row, D: gl.constexpr):
+    """Offsets of the elements of rows `row` and on, [32, D]."""
+    rows = row + gl.arange(0, TILE, gl.SliceLayout(1, ROW))
+    return rows[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, ROW))[None, :]
+
+
+@gluon.jit
+def product(a_s, b_s, acc):
+    """acc + a_s b_s, by multiply-adds: a_s [32, K], b_s [K, N] in shared memory."""
+    for i in gl.static_range(a_s.shape[1] // CHUNK):
+        a, b = a_s.slice(i * CHUNK, CHUNK, dim=1), b_s.slice(i * CHUNK, CHUNK, dim=0)
+        acc = gl.dot_fma(a.load(A), b.load(B), acc)
+    return acc
+
+
+@gluon.jit
+def block_kernel(q, k, v, out, l, m, S, scale, key, D: gl.constexpr):
+    row, head = gl.program_id(0) * TILE, gl.program_id(1).to(gl.int64) * S * D
+    statistics = gl.program_id(1) * S + row + gl.arange(0, TILE, gl.SliceLayout(1, ROW))
+    q_s = gl.allocate_shared_memory(gl.float32, [TILE, D], SHARED)
+    k_s = gl.allocate_shared_memory(gl.float32, [TILE, D], SHARED)
+    v_s = gl.allocate_shared_memory(gl.float32, [TILE, D], SHARED)
+    p_s = gl.allocate_shared_memory(gl.float32, [TILE, TILE], SHARED)
+    q_s.store(gl.load(q + head + tile(row, D)))
+    l_old, m_old = gl.load(l + statistics), gl.load(m + statistics)
+    o_old = gl.load(out + head + tile(row, D))
+    k_s.store(gl.load(k + head + tile(key, D)))
+    v_s.store(gl.load(v + head + tile(key, D)))
+    partition_barrier()
+    s = product(q_s, k_s.permute((1, 0)), gl.zeros([TILE, TILE], gl.float32, ROW)) * scale
+    m_new = gl.maximum(m_old, gl.max(s, axis=1))
+    correction = gl.exp(m_old - m_new)
+    p = gl.exp(s - m_new[:, None])
+    l_new = l_old * correction + gl.sum(p, axis=1)
+    p_s.store(p)
+    partition_barrier()
+    pv = product(p_s, v_s, gl.zeros([TILE, D], gl.float32, ROW))
+    gl.store(out + head + tile(row, D), (o_old * (l_old * correction)[:, None] + pv) / l_new[:, None])
+    gl.store(l + statistics, l_new)
+    gl.store(m + statistics, m_new)
+
+
+def launches(q, k, v, out):
+    heads, S, D = q.shape
+    l, m = q.new_zeros(heads, S), q.new_full((heads, S), -torch.inf)
+    out.zero_()
+    grid, constants = (S // TILE.value, heads), {"D": D, "num_warps": 32}
+    return [Launch(block_kernel, grid, (q, k, v, out, l, m, S, D**-0.5, key), constants) for key in range(0, S, TILE.value)]
