@@ -129,7 +129,7 @@ FP8 = Precision(unit=2.0**-3, least=2.0**-10, scores=2.0**-16)
 size of its scores, which float32 does not explain. That tensor cores' sums of about 14 bits do (docs/fp8.md) is inferred."""
 
 _SUMS = 16
-"""Units of float32 that a score, a sum or an exponential may lose."""
+"""Units of float32 that a score, an exponential or a sum of a few terms may lose."""
 
 COARSE = 0.25
 """A row whose scores are known no better than this may have any weights."""
@@ -193,7 +193,9 @@ class _Part:
         self.v_size = self.v.detach().abs().requires_grad_()
         self.out_size, _ = self._attend(self.v_size)
         """The sums of the output without signs."""
-        self.off = _SUMS * precision.scores * (1 + self._score_sizes())
+        # Terms that are alike are rounded alike, each by up to half a unit of the sum so far.
+        terms = max(shape[2] * part.problem.group, shape[3])
+        self.off = precision.scores * (_SUMS * (1 + self._score_sizes()) + terms / 2)
         """Bound [batch, heads_q, rows] of the absolute error of a row's scores and of its LSE, and so of the relative error of
         its weights."""
 
