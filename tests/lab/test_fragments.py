@@ -48,7 +48,7 @@ def test_every_place_is_taken_once(name):
 
 def test_the_command(tmp_path):
     path, picture = tmp_path / "fragments.json", tmp_path / "fragments.png"
-    result = run("fragments", "mma-a", "ldmatrix.x4.trans", "wgmma-d", "--json", str(path), "--out", str(picture))
+    result = run("fragments", "mma-a", "ldmatrix.x1", "--json", str(path), "--out", str(picture))
     assert result.exit_code == 0 and "4 registers a lane of two elements each" in result.output
     found = json.loads(path.read_text())
     assert found["fragments"][0]["places"][9][11] == [0, 5, 3, 1]  # row 9, column 11: lane 5, the last register's upper half

@@ -11,8 +11,11 @@ import torch
 from commands import run
 
 from strobe.device import KNOWN
+from strobe.lab.bench.peers import Peer
+from strobe.lab.counters import counters
 from strobe.lab.ladder import measure, page
 from strobe.lab.ladder.conflicts import conflicts_in
+from strobe.lab.ladder.explain import counters_moved, difference, show_waits
 from strobe.lab.ladder.measure import Problem
 from strobe.lab.ladder.report import draw, load, rows, sentences, table
 from strobe.ladder import RUNGS, Rung
@@ -34,6 +37,9 @@ class Clock:
     def synchronize(self):
         pass
 
+    def captured(self, calls, times):
+        raise RuntimeError("no graphs here")
+
     def mhz(self):
         return 1000.0
 
@@ -52,7 +58,16 @@ def on_a_gpu(monkeypatch):
         return out.to(q.dtype) if self.number != 5 else torch.zeros_like(q)
 
     monkeypatch.setattr(Rung, "attention", attention)
-    monkeypatch.setattr(measure, "PEERS", ())
+
+    def prepare(q, k, v, mask):
+        def call():
+            clock.now = 99
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+        return call
+
+    monkeypatch.setattr(measure, "PEERS", ("SDPA", "another"))
+    monkeypatch.setattr(measure, "peers_for", lambda device: {"SDPA": Peer("SDPA", prepare, heads_first=True)})
     monkeypatch.setattr(measure, "_roofs", lambda report, *_: report["roofs"].update({"mma.sync": 1e12}))
     monkeypatch.setattr(measure, "told", lambda rung, statement: "Race: of a test")
     rungs = tuple(RUNGS[number] for number in (3, 5, 6, 7, 8, 12))
@@ -81,7 +96,8 @@ def test_a_report_of_a_gpu(on_a_gpu, tmp_path):
     said = "\n".join(sentences(report))
     assert f"rung 7 gains nothing here (1.00 times): {RUNGS[7].nothing}" in said
     assert "rung 7 without cp_async_wait(0) takes 100.0% of the time, and is wrong. The simulator: Race: of a test" in said
-    assert table(report).row_count == 6
+    assert table(report).row_count == 8 and report["peers"]["another"] == {"refused": "not there"}
+    assert found[6]["of best peer"] == pytest.approx(0.0001 / 0.002) and report["peers"]["SDPA"]["error"] < 1e-2
     assert draw(report, tmp_path / "ladder.png").stat().st_size > 10_000
 
 
@@ -99,6 +115,29 @@ def test_run_without_a_gpu(tmp_path):
     assert report["device"]["commit"] and report["device"]["packages"]["triton"]
     shown = run("ladder", "run", "--report", str(path))
     assert shown.exit_code == 0 and "no GPU is here" in shown.output and "P stays in registers" in shown.output
+
+
+def test_counters_that_moved():
+    """Of two rungs in a profile: in base units, the largest factor first."""
+    conflicts, duration = counters.CONFLICTS[0].metrics[0], counters.DURATION.metrics[0]
+
+    def subject(number, missed, time, unit):
+        name = f"{number} {RUNGS[number].title}"
+        return {"name": name, "metrics": {conflicts: {"mean": missed, "unit": ""}, duration: {"mean": time, "unit": unit}}}
+
+    profile = {"subjects": [subject(7, 1000.0, 2.0, "ms"), subject(8, 0.0, 500.0, "us")]}
+    columns = [list(column.cells) for column in counters_moved(profile, RUNGS[7], RUNGS[8]).columns]
+    assert columns[0] == [counters.CONFLICTS[0].label, "Duration"] and columns[3] == ["0", "0.25"]
+    with pytest.raises(ValueError, match="a profile must hold both rungs, got one without 9 double buffering"):
+        counters_moved(profile, RUNGS[8], RUNGS[9])
+
+
+def test_a_report_as_a_page(on_a_gpu, tmp_path):
+    path, out = tmp_path / "ladder.json", tmp_path / "report.html"
+    path.write_text(json.dumps(on_a_gpu | {"date": "2026-01-01T00:00:00+00:00", "command": "strobe ladder run"}))
+    result = run("report", str(path), "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert "rung 7 gains nothing here" in out.read_text() and "data:image/png" in out.read_text()
 
 
 def test_a_run_stops():
@@ -138,8 +177,7 @@ def test_show_diff_and_explain(tmp_path):
     """In one process that may compile, as the tests' own runs Triton's interpreter."""
     code = (
         "from commands import run\n"
-        "for arguments in ('show 8 --head-dim 64', 'diff 7 8 --head-dim 64', 'diff 7 8 --head-dim 64 --unified', "
-        "'explain 3 --head-dim 64', 'explain 7 --head-dim 64', 'explain 0'):\n"
+        "for arguments in ('show 8 --head-dim 64', 'diff 7 8 --head-dim 64', 'explain 3 --head-dim 64', 'explain 0'):\n"
         "    result = run('ladder', *arguments.split())\n"
         "    assert result.exit_code == 0, (arguments, result.output, result.exception)\n"
         "    print(result.output, '=====')\n"
@@ -150,12 +188,12 @@ def test_show_diff_and_explain(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    shown, beside, unified, third, seventh, first = done.stdout.split("=====")[:6]
+    shown, beside, third, first = done.stdout.split("=====")[:4]
     assert "max_phase=8" in shown and "LDGSTS" in shown
     assert "max_phase=1" in beside and "max_phase=8" in beside and "conflicts" in beside
-    assert "+SHARED = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8" in unified
+    assert "+SHARED = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8" in difference(RUNGS[7], RUNGS[8])
     assert "41728 bytes" in third and "Too many resources requested" in third and "the launch fails" in third
-    assert "Without cp_async_wait(0), the simulator says: Race" in seventh
+    assert show_waits(RUNGS[7])[0].startswith("Without cp_async_wait(0), the simulator says: Race")
     assert "the baseline that speed-ups are counted from" in first
 
 

@@ -13,8 +13,8 @@ from strobe.device import KNOWN
 from strobe.lab.bench.accuracy import BOUNDS
 from strobe.lab.ladder.arithmetic import Tile, footprint, races
 from strobe.lab.ladder.checked import relative_error
+from strobe.lab.ladder.edited import told, variant, without
 from strobe.lab.ladder.explain import changed_lines, padding, too_many
-from strobe.lab.ladder.removed import told, without
 from strobe.ladder import RUNGS
 from strobe.ladder.rungs import capability_of
 from strobe.sim import simulate
@@ -45,6 +45,7 @@ def run_simulated(rung, q, k, v, order):
 
 
 def test_on_one_core():
+    pytest.importorskip("numba")
     q, k, v = inputs(2, 77, 48, torch.float32)
     want = torch.softmax(q.double() @ k.double().mT * 48**-0.5, -1) @ v.double()
     torch.testing.assert_close(RUNGS[0].module.attention(q, k, v).double(), want, rtol=1e-5, atol=1e-5)
@@ -74,9 +75,18 @@ def test_the_simulator_says_what_the_waits_are_for(rung):
         assert (told(rung, statement) or "").startswith(("Race", "BarrierMisuse")), statement
 
 
+@pytest.mark.parametrize("title, old, new", RUNGS[4].variants)
+def test_variants(title, old, new):
+    q, k, v = inputs(1, 128, 64, torch.bfloat16)
+    with variant(RUNGS[4], old, new) as edited:
+        assert relative_error(run_simulated(edited, q, k, v, "random"), q, k, v) < BOUNDS["bf16"]
+
+
 def test_a_statement_that_is_not_there():
     words = r"must be a line of rung 5, got none like it in r05_registers\.py"
     with pytest.raises(ValueError, match=words), without(RUNGS[5], "cp_async_wait(0)"):
+        pass
+    with pytest.raises(ValueError, match="must stand in rung 5 once, got 0 times"), variant(RUNGS[5], "nowhere", ""):
         pass
 
 
@@ -147,7 +157,7 @@ from strobe.lab.ladder.compiled import compile_rung, of_rung
 from strobe.lab.ladder.explain import uncapped_registers
 from strobe.ladder import RUNGS
 found = {}
-for rung in RUNGS[1 if sys.argv[1] == "all" else 3:]:
+for rung in RUNGS[1:] if sys.argv[1] == "all" else [RUNGS[n] for n in (4, 5, 6, 7, 8, 11, 17)]:
     for head_dim in (64, 128) if sys.argv[1] == "all" else (64,):
         for arch in (("A100", "H200") if sys.argv[1] == "all" else ("A100",)) if rung.least < 90 else ("H200",):
             found[f"{rung.number} {head_dim} {arch}"] = of_rung(compile_rung(rung, KNOWN[arch], head_dim))
@@ -187,12 +197,23 @@ def loop(found, number, *names, arch="A100"):
 
 def test_what_each_rung_changes_in_the_machine_code(compiled):
     found, _ = compiled
-    assert loop(found, 3, "HMMA") == [0] and loop(found, 4, "HMMA") == [64]
-    assert all(loop(found, 4, "STS", "LDS", "BAR")) and loop(found, 5, "STS", "LDS", "LDSM", "BAR") == [0, 0, 0, 0]
-    assert found["5 64 A100"]["smem_bytes"] == 0
+    assert loop(found, 4, "HMMA") == [64] and all(loop(found, 4, "STS", "LDS", "BAR"))
+    assert loop(found, 5, "STS", "LDS", "LDSM", "BAR") == [0, 0, 0, 0] and found["5 64 A100"]["smem_bytes"] == 0
     assert loop(found, 5, "LDG")[0] > 10 * loop(found, 6, "LDG")[0] > 0
     assert loop(found, 6, "LDG", "STS", "LDGSTS") == [8, 8, 0] and loop(found, 7, "LDG", "STS", "LDGSTS") == [0, 0, 8]
-    assert [found[f"{n} 64 A100"]["conflicts"] for n in (6, 7, 8, 9)] == [8, 8, 1, 1]
+    assert [found[f"{n} 64 A100"]["conflicts"] for n in (6, 7, 8)] == [8, 8, 1]
+    assert loop(found, 8, "FMUL")[0] > 3 * loop(found, 11, "FMUL")[0]
+    assert loop(found, 17, "HMMA", "FMUL", arch="H200") == [0, 0] and loop(found, 17, "HGMMA", "UTMALDG", arch="H200") == [
+        12,
+        2,
+    ]
+
+
+def test_what_the_other_rungs_change(compiled):
+    found, _ = compiled
+    if "9 64 A100" not in found:
+        pytest.skip("compiled by the campaign alone")
+    assert loop(found, 3, "HMMA") == [0] and found["9 64 A100"]["conflicts"] == 1
     assert loop(found, 7, "LDSM") == loop(found, 8, "LDSM") > loop(found, 10, "LDSM")
     assert found["9 64 A100"]["smem_bytes"] - found["8 64 A100"]["smem_bytes"] == 2 * 64 * 64 * 2
     assert loop(found, 10, "FMUL")[0] > 3 * loop(found, 11, "FMUL")[0]
@@ -235,6 +256,15 @@ def test_on_a_gpu(rung, head_dim, dtype):
         out = rung.attention(q, k, v, **tile)
         assert relative_error(out, q, k, v) < BOUNDS[NAMES[kind]], tile
         assert torch.equal(out, rung.attention(q, k, v, **tile)), "two runs must give the same bits"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("title, old, new", RUNGS[4].variants)
+def test_variants_on_a_gpu(title, old, new, head_dim):
+    q, k, v = inputs(2, 512, head_dim, torch.bfloat16, "cuda")
+    with variant(RUNGS[4], old, new) as edited:
+        assert relative_error(edited.attention(q, k, v), q, k, v) < BOUNDS["bf16"]
 
 
 @pytest.mark.gpu

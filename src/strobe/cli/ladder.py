@@ -225,6 +225,9 @@ def explain(
     head_dim: HeadDim = 128,
     arch: ArchName = None,
     report: Annotated[str | None, typer.Option(help="JSON of strobe ladder run, for what was measured.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="JSON of strobe ladder run --profile, for the counters that moved.")
+    ] = None,
     json: JsonFile = None,
 ) -> None:
     """The bottleneck before a rung, what changes, the prediction, and the numbers that moved; what its waits are for."""
@@ -232,6 +235,7 @@ def explain(
 
     from rich.console import Console
 
+    from strobe.lab.counters.profile import load as load_profile
     from strobe.lab.ladder import explain as lab
     from strobe.lab.ladder.report import load
 
@@ -239,15 +243,19 @@ def explain(
     before = _rung(number - 1) if number else None
     try:
         measured = load(Path(report)) if report else None
+        moved = lab.counters_moved(load_profile(Path(profile)), before, rung) if profile and before else None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     found = _compiled([one for one in (before, rung) if one and one.least], head_dim, arch)
     for line in lab.explanation(rung, before, found, measured):
         typer.echo(line)
-    for line in lab.show_waits(rung):
+    on = lab.arch_for([rung], gpu_named(arch) if arch else None)
+    for line in [*lab.show_variants(rung, on, head_dim), *lab.show_waits(rung)]:
         typer.echo(line)
     if rung.moves:
         Console().print(lab.table(found, rung.moves))
+    if moved is not None:
+        Console().print(moved)
     _write(json, found)
 
 

@@ -26,7 +26,8 @@ class Rung:
     least, most: compute capabilities that it runs on (10 * major + minor), 0: a CPU, None: no end. multiple: lengths must be
     a multiple of it. changes: what is done about the bottleneck. bottleneck: what holds back the rung below. prediction: what
     the change should do. moves: which static numbers show it, by the names of `strobe ladder show`. nothing: why it may gain
-    nothing. waits: lines whose removal the simulator should notice.
+    nothing. waits: lines whose removal the simulator should notice. variants: (what it is, words of the file, other words),
+    each another way to do the same.
     """
 
     number: int
@@ -41,6 +42,7 @@ class Rung:
     nothing: str
     most: int | None = None
     waits: tuple[str, ...] = ()
+    variants: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def module(self) -> ModuleType:
@@ -150,6 +152,12 @@ RUNGS: tuple[Rung, ...] = (
         prediction="Products cost little now. Scores cross shared memory twice, operands of V are read two bytes at a time.",
         moves=("HMMA", "FFMA", "STS", "LDS", "BAR", "LDG", "registers"),
         nothing="If loads were the limit, tensor cores wait for the same loads.",
+        variants=(
+            ("S with 8 elements of padding a row", "s_s = gl.allocate_shared_memory(gl.float32, [ROWS, KEYS], SQUARE)",
+             "s_s = gl.allocate_shared_memory(\n        gl.float32, [ROWS, KEYS],\n"
+             "        gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[KEYS, 8]], [ROWS, KEYS], [1, 0])))"),
+            ("keys and head dim split over two warps", "warps_per_cta=[4, 1]", "warps_per_cta=[2, 2]"),
+        ),
     ),
     Rung(
         5, "r05_registers", "P stays in registers", 80, 64,

@@ -9,7 +9,6 @@ import torch
 from strobe.lab.bench.accuracy import BOUNDS
 from strobe.lab.bench.plan import DTYPES
 from strobe.ladder import Rung
-from strobe.sim import SimulationError, simulate
 
 SIMULATED = 1, 512, 64
 """Heads, length and head dim of the problem that the simulator is given."""
@@ -40,7 +39,10 @@ def checked(error: float, dtype: str) -> dict[str, str]:
 
 
 def simulated(rung: Rung, dtype: torch.dtype, order: str = "random", seed: int = 0) -> dict[str, Any]:
-    """A rung's error on a small problem in the simulator, or what the simulator finds wrong."""
+    """A rung's error on a small problem in the simulator, or what the simulator finds wrong. ImportError where what the
+    simulator needs (greenlet) is not installed."""
+    from strobe.sim import SimulationError, simulate
+
     if not rung.simulated_as:
         return {"refused": f"rung {rung.number} has no kernel of its own to simulate"}
     kind = torch.float32 if rung.takes_fp32 else dtype

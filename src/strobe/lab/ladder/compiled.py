@@ -3,7 +3,6 @@ conflicts."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +41,6 @@ class Compiled:
     conflicts: list[Conflict]
     occupancy: Occupancy | None
     warnings: tuple[str, ...]
-    seconds: float
 
     @property
     def counts(self) -> dict[str, int]:
@@ -84,14 +82,13 @@ def compile_rung(
     for launch in rung.launches(q, q, q, q, **(tile or rung.tiles(head_dim)[0]))[:KINDS]:
         name = launch.kernel.fn.__name__
         if name not in found:  # a launch of the same kernel in another mode, such as a redo, does not count
-            start = time.perf_counter()
             with pretend_gpu(arch.capability):
                 compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants)
-            found[name] = _compiled(name, compiled, arch, time.perf_counter() - start)
+            found[name] = _compiled(name, compiled, arch)
     return list(found.values())
 
 
-def _compiled(name: str, compiled, arch: Arch, seconds: float) -> Compiled:
+def _compiled(name: str, compiled, arch: Arch) -> Compiled:
     resources = resources_of(compiled)
     threads = compiled.metadata.num_warps * compiled.metadata.target.warp_size
     try:
@@ -101,7 +98,7 @@ def _compiled(name: str, compiled, arch: Arch, seconds: float) -> Compiled:
     loop = [instruction for part in _loops(compiled.asm["cubin"]) for instruction in part if not _dummy(instruction)]
     return Compiled(
         name, resources.registers, resources.spill_bytes, resources.smem_bytes, threads, loop,
-        conflicts_in(compiled.asm["ttgir"]), occupancy, resources.warnings, seconds,
+        conflicts_in(compiled.asm["ttgir"]), occupancy, resources.warnings,
     )  # fmt: skip
 
 

@@ -11,9 +11,10 @@ from typing import Any
 from rich.table import Table
 
 from strobe.device import KNOWN, Arch
+from strobe.lab.counters import counters, ncu
 from strobe.lab.ladder.arithmetic import STEPS, Tile, footprint, races
 from strobe.lab.ladder.compiled import SHOWN, compile_rung, of_rung
-from strobe.lab.ladder.removed import told
+from strobe.lab.ladder.edited import told, variant
 from strobe.lab.ladder.report import rows
 from strobe.lab.model.banks import ACCESSES, Layout, count
 from strobe.lab.model.banks import Tile as Matrix
@@ -222,6 +223,54 @@ def _tile(found: dict) -> list[str]:
 
 
 EXTRAS = {3: _too_many, 4: _padding, 5: _tile}
+
+
+MOST_MOVED = 12
+"""How many counters a table shows, those first that moved by the largest factor."""
+
+
+def counters_moved(profile: dict[str, Any], before: Rung, rung: Rung) -> Table:
+    """The counters of Nsight Compute that differ most between two rungs, by the JSON of `strobe ladder run --profile`.
+    ValueError if one of them is not in it."""
+    found = {subject["name"]: subject["metrics"] for subject in profile["subjects"]}
+    names = [f"{one.number} {one.title}" for one in (before, rung)]
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ValueError(f"a profile must hold both rungs, got one without {' and '.join(missing)}")
+    labels = {row.metrics[0]: row.label for row in counters.ROWS}
+    old, new = (found[name] for name in names)
+    pairs = {
+        metric: [one[metric]["mean"] * ncu.factor(one[metric]["unit"]) for one in (old, new)]
+        for metric in labels
+        if metric in old and metric in new and not isinstance(old[metric]["mean"], str)
+    }
+    shown = Table(title="Counters that moved", title_justify="left")
+    shown.add_column("")
+    for name in (*names, "times"):
+        shown.add_column(name, justify="right")
+    for metric, (a, b) in sorted(pairs.items(), key=lambda pair: -_factor(*pair[1]))[:MOST_MOVED]:
+        times = f"{b / a:.3g}" if a else "-"
+        shown.add_row(labels[metric], f"{a:.4g}", f"{b:.4g}", times)
+    return shown
+
+
+def _factor(a: float, b: float) -> float:
+    """By what factor two numbers differ; infinite where one of them is 0."""
+    low, high = sorted((abs(a), abs(b)))
+    return 1.0 if high == 0 else float("inf") if low == 0 else high / low
+
+
+def show_variants(rung: Rung, arch: Arch, head_dim: int) -> list[str]:
+    """What the compiler makes of each variant of a rung, beside the rung itself."""
+    lines = []
+    for title, old, new in rung.variants:
+        with variant(rung, old, new) as edited:
+            made = of_rung(compile_rung(edited, arch, head_dim))
+        numbers = ", ".join(
+            f"{value_of(made, name):g} {name}" for name in ("LDG", "LDSM", "registers", "spill_bytes", "smem_bytes")
+        )
+        lines.append(f"Another way: {title}: {numbers}")
+    return lines
 
 
 def show_waits(rung: Rung) -> list[str]:

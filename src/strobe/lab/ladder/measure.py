@@ -13,8 +13,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from multiprocessing import get_context
 from statistics import median
 from typing import Any
@@ -30,11 +32,14 @@ from strobe.lab.bench.peers import bind, peers_for
 from strobe.lab.bench.plan import DTYPES, Inputs, Point
 from strobe.lab.ladder.checked import checked, name_of, relative_error, simulated
 from strobe.lab.ladder.compiled import compile_rung, of_rung
-from strobe.lab.ladder.removed import told, without
+from strobe.lab.ladder.edited import told, variant, without
 from strobe.ladder import RUNGS, Rung
 
 ROUNDS, SECONDS, ALONE = 5, 0.02, 0.05
 """How many rounds there are, how long one timing lasts, and the call that is so long that one is enough."""
+
+GRAPH_SECONDS, GRAPH_BELOW = 0.002, 0.02
+"""How many seconds of calls a CUDA graph holds, about, and how long a call may take to be in one."""
 
 PEERS = "SDPA flash", "SDPA cuDNN"
 """PyTorch's attentions: FlashAttention-2 (mma.sync), and cuDNN's, which uses whatever the GPU has."""
@@ -139,11 +144,19 @@ def _compile_all(rungs: tuple[Rung, ...], arch: Arch | None, problem: Problem) -
     else:
         workers = min(16, os.cpu_count() or 1, len(jobs))
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            found = list(pool.map(_compiled, jobs))
+            found = [_result(future) for future in [pool.submit(_compiled, job) for job in jobs]]
     by_rung: Compilations = {}
     for (number, *_), facts in zip(jobs, found, strict=True):
         by_rung.setdefault(number, []).append(facts)
     return by_rung
+
+
+def _result(future: Future) -> dict[str, Any]:
+    """What a process compiled, or in words that it died."""
+    try:
+        return future.result()
+    except Exception as error:
+        return {"not compiled": compact(error)}
 
 
 def _compiled(job: tuple[int, Arch, Problem, dict]) -> dict[str, Any]:
@@ -160,7 +173,9 @@ def _compiled(job: tuple[int, Arch, Problem, dict]) -> dict[str, Any]:
 
 
 def _on_a_core(rung: Rung, problem: Problem) -> dict[str, Any]:
-    """Rung 0's error and time, from as many queries of the first head as `CPU_FLOPS` allow."""
+    """Rung 0's error and time, from as many queries of the first head as `CPU_FLOPS` allow; or that numba is missing."""
+    if find_spec("numba") is None:
+        return {"refused": "rung 0 needs numba, which is not installed"}
     rows = max(1, min(problem.length, int(CPU_FLOPS / (4 * problem.length * problem.head_dim))))
     q, k, v = (x[:1].contiguous() for x in problem.inputs(torch.device("cpu"), torch.float32))
     few = q[:, :rows].contiguous()
@@ -177,11 +192,29 @@ def _on_a_core(rung: Rung, problem: Problem) -> dict[str, Any]:
 
 @dataclass
 class Contender:
-    """What is timed: a call, and where its result goes."""
+    """What is timed: its facts, what runs `calls` calls of it, and the seconds of one."""
 
     facts: dict[str, Any]
-    call: Callable[[], object]
-    once: float = 0.0
+    run: Callable[[], object]
+    calls: int
+    once: float
+
+
+def _ready(facts: dict[str, Any], call: Callable[[], object], clock: CudaClock) -> Contender:
+    """A call that has run before, as a CUDA graph of several where it is short: then Python's time does not count."""
+    once = clock.seconds(call, 1)
+    run, calls = call, 1
+    if once < GRAPH_BELOW:
+        times = max(1, min(32, round(GRAPH_SECONDS / once)))
+        try:
+            run, _ = clock.captured([call], times)
+            run()
+            clock.synchronize()
+            calls = times
+        except Exception as error:
+            clock.synchronize()
+            run, facts["no graph"] = call, compact(error.__context__ or error)
+    return Contender(facts, run, calls, min(clock.seconds(run, 1) for _ in range(2)) / calls)
 
 
 def _on_a_gpu(
@@ -203,6 +236,7 @@ def _on_a_gpu(
         else:
             ready += _entered(rung, problem, tensors[kind], facts, compiled[rung.number], clock)
     ready += _without_waits(rungs, report, ready, tensors[DTYPES[problem.dtype]], clock)
+    ready += _variants(rungs, report, ready, tensors[DTYPES[problem.dtype]], clock)
     for name in PEERS:
         if not late():
             on_step(len(rungs), f"{name}: checked against float64")
@@ -222,7 +256,7 @@ def _entered(rung: Rung, problem: Problem, inputs, facts: dict, compiled: list[d
     """The rung with its fastest tile, ready to be timed; none if no tile works. A tile that is wrong or fails is in the facts,
     and if it is one of several the others still run."""
     q, k, v = inputs
-    found: list[tuple[float, dict, int]] = []
+    found: list[tuple[Contender, int]] = []
     tiles, faults = rung.tiles(problem.head_dim), []
     for number, tile in enumerate(tiles):
         poison = torch.full_like(q, float("nan"))  # in the memory that the result may get
@@ -231,8 +265,7 @@ def _entered(rung: Rung, problem: Problem, inputs, facts: dict, compiled: list[d
             error = relative_error(rung.attention(q, k, v, **tile), q, k, v)
             fault = checked(error, name_of(q.dtype))
             if not fault:
-                once = min(clock.seconds(lambda tile=tile: rung.attention(q, k, v, **tile), 1) for _ in range(2))  # type: ignore
-                found.append((once, {"error": error, **tile}, number))
+                found.append((_ready({"error": error, **tile}, partial(rung.attention, q, k, v, **tile), clock), number))
         except Exception as failure:
             clock.synchronize()
             fault = {"failed": compact(failure)}
@@ -244,10 +277,11 @@ def _entered(rung: Rung, problem: Problem, inputs, facts: dict, compiled: list[d
     if not found:
         return []
     if len(tiles) > 1:
-        facts["tiles"] = [{"tile": chosen["tile"], "seconds": once} for once, chosen, _ in found]
-    once, chosen, number = min(found, key=lambda one: one[0])
-    facts |= compiled[number] | chosen
-    return [Contender(facts, lambda: rung.attention(q, k, v, **tiles[number]), once)]
+        facts["tiles"] = [{"tile": contender.facts["tile"], "seconds": contender.once} for contender, _ in found]
+    best, number = min(found, key=lambda one: one[0].once)
+    facts |= compiled[number] | best.facts
+    best.facts = facts
+    return [best]
 
 
 def _without_waits(rungs, report: dict, ready: list[Contender], inputs, clock: CudaClock) -> list[Contender]:
@@ -259,13 +293,37 @@ def _without_waits(rungs, report: dict, ready: list[Contender], inputs, clock: C
     by_facts = {contender.facts["number"]: contender for contender in ready}
     for rung in rungs:
         for statement in rung.waits:
-            facts: dict[str, Any] = {"rung": rung.number, "statement": statement, "simulator": told(rung, statement)}
+            facts: dict[str, Any] = {"rung": rung.number, "statement": statement}
             report["removed"].append(facts)
+            try:
+                facts["simulator"] = told(rung, statement)
+            except ImportError as missing:
+                facts["simulator"] = f"not asked: {missing}"
             if rung.number not in by_facts or not statement.startswith("cp_async"):
                 continue
             with without(rung, statement) as edited:
-                once = clock.seconds(lambda edited=edited: edited.attention(q, k, v), 1)  # type: ignore[misc]
-                added.append(Contender(facts, lambda edited=edited: edited.attention(q, k, v), once))  # type: ignore[misc]
+                call = partial(edited.attention, q, k, v)
+                call()
+                added.append(_ready(facts, call, clock))
+    return added
+
+
+def _variants(rungs, report: dict, ready: list[Contender], inputs, clock: CudaClock) -> list[Contender]:
+    """The other ways to do what a rung does, checked and ready to be timed."""
+    q, k, v = inputs
+    added = []
+    report["variants"] = []
+    entered = {contender.facts.get("number") for contender in ready}
+    for rung in rungs:
+        for title, old, new in rung.variants if rung.number in entered else ():
+            facts: dict[str, Any] = {"rung": rung.number, "title": title}
+            report["variants"].append(facts)
+            with variant(rung, old, new) as edited:
+                call = partial(edited.attention, q, k, v)
+                facts["error"] = relative_error(call(), q, k, v)
+                facts |= checked(facts["error"], name_of(q.dtype))
+                if "wrong" not in facts:
+                    added.append(_ready(facts, call, clock))
     return added
 
 
@@ -281,31 +339,29 @@ def _enter_peer(
     point = Point(
         1, problem.length, problem.heads, problem.heads, problem.head_dim, problem.head_dim, problem.dtype, "full", False
     )
+    q_in, k_in, v_in = (x[None].transpose(1, 2) for x in inputs)
     try:
-        with peer.context():
-            q_in, k_in, v_in = (x[None].transpose(1, 2) for x in inputs)
-            call = bind(peer, point, Inputs(q_in, k_in, v_in, None))
-            error = relative_error(call()[0], q, k, v)
-            found = {"error": error, **checked(error, problem.dtype)}
-            once = min(clock.seconds(call, 1) for _ in range(2))
+        call = bind(peer, point, Inputs(q_in, k_in, v_in, None))
+
+        def within() -> torch.Tensor:
+            with peer.context():
+                return call()
+
+        error = relative_error(within()[0], q, k, v)
+        found = {"error": error, **checked(error, problem.dtype)}
+        peers[name] = found
+        if "wrong" not in found:
+            ready.append(_ready(found, within, clock))
     except Exception as failure:
+        clock.synchronize()
         peers[name] = {"refused": compact(failure)}
-        return
-    peers[name] = found
-
-    def within() -> object:
-        with peer.context():
-            return call()
-
-    if "wrong" not in found:
-        ready.append(Contender(found, within, once))
 
 
 def _time(contender: Contender, clock: CudaClock) -> None:
-    count = max(1, round(SECONDS / max(contender.once, 1e-6)))
+    count = max(1, round(SECONDS / max(contender.once * contender.calls, 1e-6)))
     if count > 1:
-        clock.seconds(contender.call, count)
-    contender.facts.setdefault("seconds", []).append(clock.seconds(contender.call, count))
+        clock.seconds(contender.run, count)
+    contender.facts.setdefault("seconds", []).append(clock.seconds(contender.run, count) / contender.calls)
     contender.facts.setdefault("mhz", []).append(clock.mhz())
 
 

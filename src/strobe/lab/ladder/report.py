@@ -104,11 +104,20 @@ def sentences(report: dict) -> list[str]:
         if row["over before"] is not None and row["over before"] < GAIN:
             lines.append(f"rung {row['number']} gains nothing here ({row['over before']:.2f} times): {words.nothing}")
     lines += [_without(report, removed) for removed in report.get("removed", [])]
+    lines += [_varied(report, facts) for facts in report.get("variants", [])]
     if not any(row["seconds"] for row in rows(report)[1:]):
         lines.append("no GPU is here: numbers were checked in the simulator, and only rung 0 was timed")
     if report["stopped"]:
         lines.append(f"incomplete: stopped {report['stopped']}")
     return lines
+
+
+def _varied(report: dict, facts: dict) -> str:
+    """How fast another way to do a rung is."""
+    whole = next((row["seconds"] for row in rows(report) if row["number"] == facts["rung"]), None)
+    seconds = seconds_of(facts)
+    said = f"{whole / seconds:.2f} times as fast" if seconds and whole else facts.get("wrong", "not timed")
+    return f"rung {facts['rung']}, another way, {facts['title']}: {said}"
 
 
 def _without(report: dict, removed: dict) -> str:

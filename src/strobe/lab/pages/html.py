@@ -273,6 +273,17 @@ def of_banks(report: dict) -> str:
     )  # fmt: skip
 
 
+def of_ladder(report: dict) -> str:
+    """The rungs with their times and the compiler's numbers, what did not run or gained nothing, the picture."""
+    from strobe.lab.ladder import report as ladder
+
+    drawn = any(facts.get("seconds") for facts in report["rungs"])
+    return (
+        _of_table(ladder.table(report)) + words(*ladder.sentences(report))
+        + (_drawn(lambda path: ladder.draw(report, path), "TFLOP/s of each rung") if drawn else "")
+    )  # fmt: skip
+
+
 def of_facts(report: dict) -> str:
     """Any object, a line for each value."""
     return table(["", ""], [(key, _shown(value)) for key, value in _flat(report).items()])
@@ -306,6 +317,7 @@ RENDERERS: dict[str, Callable[[dict], str]] = {
     "occupancy": of_occupancy,
     "audit": of_audit,
     "banks": of_banks,
+    "ladder": of_ladder,
 }
 """What a JSON says that it is -> what shows it."""
 

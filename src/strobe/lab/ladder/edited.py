@@ -1,4 +1,4 @@
-"""What a rung's waits are for: the same file without one, in the simulator, which names the race, and timed on a GPU."""
+"""A rung's file with one line changed: without a wait, to see what it is for, or with another layout, to see what it does."""
 
 from __future__ import annotations
 
@@ -31,14 +31,34 @@ class Edited(Rung):
 @contextmanager
 def without(rung: Rung, statement: str) -> Iterator[Rung]:
     """The rung without each line that is `statement`, within the `with`. ValueError if there is no such line."""
-    assert rung.module.__file__ is not None
-    lines = Path(rung.module.__file__).read_text().splitlines(keepends=True)
+    lines = _text(rung).splitlines(keepends=True)
     kept = [line for line in lines if line.strip() != statement]
     if len(kept) == len(lines):
         raise ValueError(f"{statement!r} must be a line of rung {rung.number}, got none like it in {rung.name}.py")
+    with _of_text(rung, "".join(kept), "without") as edited:
+        yield edited
+
+
+@contextmanager
+def variant(rung: Rung, old: str, new: str) -> Iterator[Rung]:
+    """The rung with other words in one place, within the `with`. ValueError if they do not stand in it just once."""
+    text = _text(rung)
+    if text.count(old) != 1:
+        raise ValueError(f"{old!r} must stand in rung {rung.number} once, got {text.count(old)} times in {rung.name}.py")
+    with _of_text(rung, text.replace(old, new), "variant") as edited:
+        yield edited
+
+
+def _text(rung: Rung) -> str:
+    assert rung.module.__file__ is not None
+    return Path(rung.module.__file__).read_text()
+
+
+@contextmanager
+def _of_text(rung: Rung, text: str, how: str) -> Iterator[Rung]:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{rung.name}_without.py"
-        path.write_text("".join(kept))
+        path = Path(folder) / f"{rung.name}_{how}.py"
+        path.write_text(text)
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
