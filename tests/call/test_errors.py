@@ -155,7 +155,7 @@ BAD = {
     "a derivative that is none": (
         lambda: strobe.Score(function=halved, function_gradient=0.5), TypeError, "score: function_gradient must be a Python f",
     ),
-    "unknown backend": (lambda: attend(backend="fastest"), ValueError, "backend must be one of sm100, sm90, portable"),
+    "unknown backend": (lambda: attend(backend="fastest"), ValueError, "backend must be one of sm100, sm90, sm80, portable"),
     "backend no name": (lambda: attend(backend=["tiled"]), TypeError, "backend must be a name from .*, got list"),
     "dropout_mask of a negative length": (
         lambda: strobe.dropout_mask(torch.zeros(1, dtype=torch.int64), 0.1, 1, 2, -3, 4), ValueError, "n_q must be 0 or more",

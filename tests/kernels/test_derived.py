@@ -4,6 +4,7 @@ import pytest
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from strobe.kernels.sm80 import config as sm80_config
 from strobe.kernels.sm90 import backward_config, config
 from strobe.kernels.sm100 import config as sm100_config
 
@@ -16,6 +17,7 @@ CONFIGS = [
     (config.Config(64, 64, 2, 128, 4), "tile_q"),
     (backward_config.Config(96, 96, 64, turns=True), "k_stages"),
     (backward_config.SplitConfig(256, 256), "v_stages"),
+    (sm80_config.Config(96, 96, 64, 64, 4), "leaves_by_q"),
     (sm100_config.Config(128, 128), "ctas"),
 ]
 

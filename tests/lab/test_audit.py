@@ -349,8 +349,8 @@ def test_names_that_a_reader_can_read(name, shown):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ("sm80-forward", "a kernel must be one of portable-forward, portable-backward, sm90-forward"),
-        ("sm90-forward sm90@sm_80", "a kernel must be one of portable-forward, portable-backward, sm90-forward"),
+        ("sm70-forward", "a kernel must be one of portable-forward, portable-backward, sm80-forward, sm80-backward"),
+        ("sm90-forward sm90@sm_80", "a kernel must be one of portable-forward, portable-backward, sm80-forward"),
         ("nowhere.cubin", "or a cubin file, got 'nowhere.cubin'"),
         (__file__, "a cubin must be a file that nvdisasm reads, got"),
         ("sm90-forward@sm_75", "an arch must be one of sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_120, got 'sm_75'"),

@@ -82,9 +82,9 @@ def test_support_quotes_the_refusals_of_the_backends():
     text = readme.support()
     softcap = next(line for line in text.splitlines() if line.startswith("| softcap")).split("|")
     reason = torch_cpu.refuses(replace(readme.BASE, score=strobe.Score(softcap=30.0)), CPU)
-    number = softcap[5].strip().removeprefix("✗<sup>").removesuffix("</sup>")
+    number = softcap[6].strip().removeprefix("✗<sup>").removesuffix("</sup>")
     assert f"\n{number}. {reason}" in text
-    assert softcap[6].strip() == "✓"
+    assert softcap[7].strip() == "✓"
 
 
 def test_support_marks_archs_that_differ_and_backwards_that_are_refused(monkeypatch):
@@ -96,7 +96,7 @@ def test_support_marks_archs_that_differ_and_backwards_that_are_refused(monkeypa
             return "no gradient of softcap" if problem.phase == "backward" and problem.score.softcap else None
 
     monkeypatch.setattr(readme, "backend_module", lambda name: Backend)
-    lines = {line.split("|")[1].strip(): line.split("|")[4].strip() for line in readme.support().splitlines() if "|" in line}
+    lines = {line.split("|")[1].strip(): line.split("|")[5].strip() for line in readme.support().splitlines() if "|" in line}
     assert lines["head dim 256"] == "✗<sup>2</sup> A100, ✓ RTX 4090, ✓ H200"
     assert lines["softcap"] == "✓ forward only<sup>1</sup>"
     assert lines["causal"] == "✓"

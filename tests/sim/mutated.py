@@ -15,6 +15,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import backward as launches  # noqa: E402
 import problems  # noqa: E402
+import test_ampere  # noqa: E402
 import test_backward  # noqa: E402
 import test_fp8_kernel  # noqa: E402
 import test_kernels  # noqa: E402
@@ -104,6 +105,22 @@ def sm90() -> Subject:
     )
 
 
+def sm80() -> Subject:
+    from strobe.kernels.sm80 import forward as kernels
+    from strobe.kernels.sm80 import scores, tiles
+
+    tried = trials(test_ampere.FORWARD, partial(forward, kernels, 80))
+    return Subject([kernels, scores, tiles], tried, equivalent=EQUIVALENT["sm80-forward"])
+
+
+def sm80_backward() -> Subject:
+    from strobe.kernels.sm80 import backward as kernels
+    from strobe.kernels.sm80 import backward_scores as scores
+
+    tried = trials(test_ampere.BACKWARD, lambda t, config: test_ampere.Backward(t, config).run)
+    return Subject([kernels, scores], tried, equivalent=EQUIVALENT["sm80-backward"])
+
+
 def more_of(name: str) -> list[Trial]:
     """What is not used, and heads in several bundles."""
     return [
@@ -159,5 +176,7 @@ SUBJECTS = {
     "sm90-backward-split": sm90_backward_split,
     "sm90-fp8": sm90_fp8,
     "sm100-forward": sm100,
+    "sm80-forward": sm80,
+    "sm80-backward": sm80_backward,
     **{f"gemm-{name}": partial(gemm, name) for name in ("sm80", "sm90", "sm100")},
 }

@@ -1,4 +1,4 @@
-"""Whatever lengths hold, Hopper's and Blackwell's kernels leave no tensor and end, and what still means something is right."""
+"""Whatever lengths hold, our kernels in Gluon leave no tensor and end, and what still means something is right."""
 
 from dataclasses import replace
 
@@ -7,8 +7,13 @@ import torch
 from lying import LIES, SAMPLE, Lie, backward_of, check_backward, check_forward, expected, inputs
 
 import strobe
+from strobe.device import KNOWN
 from strobe.kernels import triton_version
 from strobe.kernels.common.call import Tensors
+from strobe.kernels.sm80 import backward_launch as ampere_launch
+from strobe.kernels.sm80 import forward as sm80_forward
+from strobe.kernels.sm80.config import BackwardConfig as AmpereBackward
+from strobe.kernels.sm80.config import Config as Ampere
 from strobe.kernels.sm90 import backward, backward_launch, backward_split, fp8
 from strobe.kernels.sm90 import forward as sm90_forward
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
@@ -20,12 +25,14 @@ from strobe.sim import simulate
 from strobe.sim.attention import backward_launch as kernel_launch
 from strobe.sim.attention import forward_launch, fp8_launches, split_backward_launches, unfilled_gradients, unwritten
 
+AMPERE = Ampere(64, 64, 64, 32, 4, 2)
+AMPERE_BACKWARD = AmpereBackward(64, 64, 64, 64, 4)
 HOPPER = Hopper(64, 64, 2, 64, 2)
 BLACKWELL = Blackwell(64, 64)
 ONE_PASS = Config(64, 64, 128, turns=True, folded=True)
 TWO_PASSES = SplitConfig(96, 96)
 OVERLAPPING = (
-    *("notes", "counters", "lse", "o_desc", "o_wide", "v_t", "statistics", "delta", "accumulator", "dq"),
+    *("notes", "counters", "out", "lse", "dk", "dv", "o_desc", "o_wide", "v_t", "statistics", "delta", "accumulator", "dq"),
     *("dk_wide", "dv_wide", "dq_wide", "dk_narrow", "dv_narrow", "dq_narrow"),
 )
 """What sequences that overlap write more than once, in any order."""
@@ -47,6 +54,11 @@ def forward(lie: Lie, kernels, arch: int, config, mask=None):
         lse.fill_(-torch.inf)
     replace(launch, rewritable=OVERLAPPING).simulate("random", 1)
     check_forward(expected(lie, t, upstream(t)), out, lse)
+
+
+@pytest.mark.parametrize("lie", lying())
+def test_ampere_forward(lie: Lie):
+    forward(lie, sm80_forward, 80, AMPERE, strobe.Causal())
 
 
 @pytest.mark.parametrize("lie", lying())
@@ -100,4 +112,24 @@ def test_hopper_backward(lie: Lie, config):
     if config is ONE_PASS:
         convert = backward_launch.convert_call(problem, tensors, config)
         simulate(convert.kernel, convert.grid, rewritable=OVERLAPPING, after=report, **convert.keywords)
+    check_backward(want, tensors.dq, tensors.dk, tensors.dv)
+
+
+@pytest.mark.parametrize("lie", lying())
+def test_ampere_backward(lie: Lie):
+    t, problem, operands = inputs(lie, (64, 64), (2, 1), mask=strobe.Causal())
+    problem, dout = backward_of(problem), upstream(t)
+    want = expected(lie, t, dout)
+    out = want.out.reshape(t.q.shape).to(t.q.dtype)
+    lse = want.lse.float() if lie.packed else want.lse.float().reshape(2, 3, -1).transpose(0, 1).contiguous()
+    made = unwritten(ampere_launch.buffers(problem, AMPERE_BACKWARD)) | unfilled_gradients(problem)
+    tensors = Tensors(**operands._asdict(), **Upstream(out, lse, dout, None)._asdict(), **made)
+    for x in (tensors.dq, tensors.dk, tensors.dv):
+        x.zero_()  # as before a call
+    prepare = ampere_launch.prepare_call(problem, tensors, AMPERE_BACKWARD)
+    main = ampere_launch.main_call(problem, tensors, KNOWN["A100"], AMPERE_BACKWARD)
+    convert = ampere_launch.convert_call(problem, tensors, AMPERE_BACKWARD)
+    for call in (prepare, main, convert):
+        options = {"order": "random", "seed": 1} if call is main else {}
+        simulate(call.kernel, call.grid, *call.arguments, arch=80, rewritable=OVERLAPPING, **options, **call.keywords)
     check_backward(want, tensors.dq, tensors.dk, tensors.dv)

@@ -45,6 +45,7 @@ log = logging.getLogger("strobe")
 BACKENDS: dict[str, str] = {
     "sm100": "strobe.kernels.sm100.backend",
     "sm90": "strobe.kernels.sm90.backend",
+    "sm80": "strobe.kernels.sm80.backend",
     "portable": "strobe.kernels.portable.backend",
     "torch_cpu": "strobe.cpu.torch_cpu",
     "tiled": "strobe.cpu.tiled",

@@ -329,7 +329,7 @@ def timeline(
 def simulate(
     context: typer.Context,
     file: Annotated[str | None, typer.Argument(help="A Python file whose simulation() returns a strobe.sim.Launch.")] = None,
-    backend: Annotated[str, typer.Option(help="Without a file: which of our forward kernels, sm90 or sm100.")] = "sm90",
+    backend: Annotated[str, typer.Option(help="Without a file: which of our forward kernels, sm80, sm90 or sm100.")] = "sm90",
     seqlen_q: Annotated[int, typer.Option(help="Queries of a sequence.")] = 300,
     seqlen_kv: Annotated[int | None, typer.Option(help="Keys of a sequence; default: as many as queries.")] = None,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 2,
@@ -370,7 +370,7 @@ def simulate(
                 seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, heads=heads, heads_kv=heads_kv, head_dim=head_dim,
                 head_dim_v=head_dim_v, dtype=dtype, causal=causal, window=window,
             )  # fmt: skip
-            reason = backend_module(backend).refuses(problem, KNOWN["H200" if backend == "sm90" else "B200"])
+            reason = backend_module(backend).refuses(problem, KNOWN[{"sm80": "A100", "sm90": "H200", "sm100": "B200"}[backend]])
             if reason is not None:
                 raise typer.BadParameter(f"{backend} {reason}")
             changed = changed_config(BACKENDS[backend][1](problem), config, ("head_dim", "head_dim_v")) if config else None

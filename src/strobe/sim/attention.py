@@ -16,6 +16,9 @@ from strobe.kernels.common import dependent_launch, named_barrier, packed_halves
 from strobe.kernels.common.call import Buffers, Tensors, gradients
 from strobe.kernels.common.documents import SPAN
 from strobe.kernels.gluon import gl
+from strobe.kernels.sm80 import config as sm80_config
+from strobe.kernels.sm80 import forward as sm80_forward
+from strobe.kernels.sm80 import launch as sm80_launch
 from strobe.kernels.sm90 import backward_launch as sm90_backward_launch
 from strobe.kernels.sm90 import config as sm90_config
 from strobe.kernels.sm90 import forward as sm90_forward
@@ -34,7 +37,11 @@ from strobe.sim.machine import Report
 from strobe.sim.tensor import Tensor, compute
 from strobe.sim.units.control import take_turn
 
-BACKENDS = {"sm90": (sm90_forward, sm90_config.choose, 90), "sm100": (sm100_forward, sm100_config.choose, 100)}
+BACKENDS = {
+    "sm80": (sm80_forward, lambda problem: sm80_config.choose(problem, KNOWN["A100"]), 80),
+    "sm90": (sm90_forward, sm90_config.choose, 90),
+    "sm100": (sm100_forward, sm100_config.choose, 100),
+}
 register(named_barrier.meet, partial(named_sync, threads=256))
 register(named_barrier.announce, partial(named_arrive, threads=256))
 register(dependent_launch.take_turn, take_turn)
@@ -105,23 +112,27 @@ def forward_launch(
     """The launch of a module's `forward_kernel`, and what it fills: out, lse (both NaN until then) and notes."""
     if 0 in (*operands.q.shape, *operands.k.shape):
         raise ValueError(f"no kernel runs for q {list(operands.q.shape)} and k {list(operands.k.shape)}: one is empty")
-    host = sm90_launch if arch == 90 else sm100_launch
-    buffers = sm90_launch.buffers(problem) if arch == 90 else sm100_launch.buffers(problem, config)
+    host = {80: sm80_launch, 90: sm90_launch, 100: sm100_launch}[arch]
+    buffers = sm100_launch.buffers(problem, config) if arch == 100 else host.buffers(problem)
     tensors = Tensors(**operands._asdict(), **unwritten(buffers))
     if arch == 90 and sm90_launch.has_blind_tiles(problem):
         longest = problem.lengths.seqlen_q
         fill_blind(tensors.out, tensors.lse, longest, operands.sinks, operands.cu_seqlens_q, operands.seqused_q)
+    if arch == 80 and buffers.made["out"].fill is not None:  # as before a call
+        tensors.out.zero_()
+        tensors.lse.fill_(-torch.inf)
     if operands.document_q is not None and operands.document_kv is not None:
         tensors.row_spans = spans_of(operands.document_q, operands.document_kv)
     call = host.forward_call(problem, tensors, _ARCHS[arch], config)
     grid = (min(ctas, *call.grid),) if getattr(config, "persistent", False) else call.grid
-    launch = Launch(kernels.forward_kernel, grid, call.arguments, call.keywords, arch, ("notes", "counters"))
+    rewritable = ("out", "lse") if arch == 80 else ("notes", "counters")  # a tile may be computed again
+    launch = Launch(kernels.forward_kernel, grid, call.arguments, call.keywords, arch, rewritable)
     split = getattr(config, "splits", 1) > 1
     out, lse = (tensors.out_parts, tensors.lse_parts) if split else (tensors.out, tensors.lse)
     return launch, out, lse, tensors.notes
 
 
-_ARCHS = {90: replace(KNOWN["H100"], sms=0), 100: replace(KNOWN["B200"], sms=0)}
+_ARCHS = {80: KNOWN["A100"], 90: replace(KNOWN["H100"], sms=0), 100: replace(KNOWN["B200"], sms=0)}
 """GPUs of which a launch takes as many multiprocessors as it has tiles."""
 
 

@@ -66,6 +66,8 @@ def _refuses(backend: str) -> Callable[[AttentionProblem, Arch], str | None]:
 KERNELS: dict[str, Kernel] = {
     "portable-forward": Kernel(offline.portable_forward, _refuses("portable"), "sm_80"),
     "portable-backward": Kernel(offline.portable_backward, _refuses("portable"), "sm_80", "backward"),
+    "sm80-forward": Kernel(offline.sm80_forward, _refuses("sm80"), "sm_80"),
+    "sm80-backward": Kernel(offline.sm80_backward, _refuses("sm80"), "sm_80", "backward"),
     "sm90-forward": Kernel(offline.sm90_forward, _refuses("sm90"), "sm_90a"),
     "sm90-backward": Kernel(offline.sm90_backward, _refuses("sm90"), "sm_90a", "backward"),
     "sm90-split": Kernel(offline.sm90_backward, _refuses("sm90"), "sm_90a", "backward", deterministic=True),

@@ -102,6 +102,26 @@ def portable_backward(problem: AttentionProblem, arch: Arch) -> list[Made]:
     return [Made(name, kernel, seconds=seconds) for name, kernel in zip(names, compiled, strict=True)]
 
 
+def sm80_forward(problem: AttentionProblem, arch: Arch, config: Any = None) -> list[Made]:
+    """config: an `sm80.config.Config`; None: what the arch gets."""
+    from strobe.kernels.sm80 import config as sm80_config
+    from strobe.kernels.sm80 import launch
+
+    chosen = config or sm80_config.choose(problem, arch)
+    compiled, seconds = _timed(arch, lambda: launch.compile_only(problem, arch, chosen))
+    return [Made(_name("sm80", problem), compiled, seconds=seconds)]
+
+
+def sm80_backward(problem: AttentionProblem, arch: Arch, config: Any = None) -> list[Made]:
+    """config: an `sm80.config.BackwardConfig`; None: what the arch gets."""
+    from strobe.kernels.sm80 import backward_launch
+    from strobe.kernels.sm80 import config as sm80_config
+
+    chosen = config or sm80_config.choose_backward(problem, arch)
+    compiled, seconds = _timed(arch, lambda: backward_launch.compile_only(problem, arch, chosen))
+    return [Made(_name("sm80", problem), compiled, seconds=seconds)]
+
+
 def sm90_forward(problem: AttentionProblem, arch: Arch, config: Config | None = None, traced: bool = False) -> list[Made]:
     from strobe.kernels.sm90 import backend, launch
 

@@ -95,6 +95,7 @@ class Column:
 COLUMNS = (
     Column("sm100", (KNOWN["B200"],)),
     Column("sm90", (KNOWN["H200"],)),
+    Column("sm80", (KNOWN["A100"], KNOWN["RTX 4090"], KNOWN["RTX 5090"])),
     Column("portable", (KNOWN["A100"], KNOWN["RTX 4090"], KNOWN["H200"])),
     Column("torch_cpu", (CPU,)),
     Column("tiled", (CPU,)),

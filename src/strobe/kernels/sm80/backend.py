@@ -1,0 +1,74 @@
+"""The backend for mma.sync: problems in float16 and bfloat16, on GPUs from Ampere on."""
+
+from __future__ import annotations
+
+from strobe.device import Arch
+from strobe.kernels import has_triton
+from strobe.kernels.common.call import Buffers, Call, Tensors
+from strobe.kernels.common.refusals import gluon_refuses
+from strobe.kernels.sm80.config import LARGEST, BackwardConfig, Config, choose, choose_backward
+from strobe.kernels.sm80.config import origin as origin_of_choice
+from strobe.problem import AttentionProblem, Varlen, without_gradient
+
+MOST_ROWS = 2**29
+
+UNPROVEN = "compiled and simulated, never yet run on a GPU"
+
+
+def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
+    if not arch.is_gpu or arch.capability < 80:
+        return f"needs a GPU with mma.sync for 16 bits and cp.async (sm_80 or newer), not {arch}"
+    if not has_triton():
+        return "needs Triton, which is not installed"
+    if not problem.scale > 0 and not problem.score.softcap:
+        return f"takes a positive scale (it takes maxima before it scales), not {problem.scale:g}"
+    dims = problem.head_dim, problem.head_dim_v
+    if max(dims) > LARGEST or any(dim % 8 for dim in dims):
+        return f"takes head dims up to {LARGEST} in multiples of 8 (it copies 16 bytes at a time), not {dims[0]} and {dims[1]}"
+    if problem.phase == "backward":
+        return gluon_refuses(problem) or backward_refuses(problem) or without_gradient(problem)
+    return gluon_refuses(problem)
+
+
+def backward_refuses(problem: AttentionProblem) -> str | None:
+    """Why the backward alone does not take a problem; or None."""
+    if problem.deterministic:
+        return "adds dQ up in any order, which is not deterministic"
+    if "bias" in problem.learned:
+        return "finds no gradient of a bias yet"
+    lengths = problem.lengths
+    rows = problem.heads_q * (lengths.total_q if isinstance(lengths, Varlen) else lengths.batch * lengths.seqlen_q)
+    if rows >= MOST_ROWS:
+        return f"counts the query rows of all heads in int32 and takes fewer than 2^29 of them in its backward, not {rows}"
+    return None
+
+
+def config(problem: AttentionProblem, arch: Arch) -> Config | BackwardConfig:
+    return choose_backward(problem, arch) if problem.phase == "backward" else choose(problem, arch)
+
+
+def origin(problem: AttentionProblem, arch: Arch) -> str:
+    """Where the config comes from, in words."""
+    return origin_of_choice(problem)
+
+
+def buffers(problem: AttentionProblem, arch: Arch) -> Buffers:
+    """See `strobe.kernels.common.call`."""
+    if problem.phase == "backward":
+        from strobe.kernels.sm80 import backward_launch
+
+        return backward_launch.buffers(problem, choose_backward(problem, arch))
+    from strobe.kernels.sm80 import launch
+
+    return launch.buffers(problem)
+
+
+def calls(problem: AttentionProblem, tensors: Tensors, arch: Arch) -> list[Call]:
+    """See `strobe.kernels.common.call`."""
+    if problem.phase == "backward":
+        from strobe.kernels.sm80 import backward_launch
+
+        return backward_launch.calls(problem, tensors, arch, choose_backward(problem, arch))
+    from strobe.kernels.sm80 import launch
+
+    return launch.calls(problem, tensors, arch, choose(problem, arch))

@@ -1,0 +1,166 @@
+"""What runs before and after the backward for mma.sync: streams of memory, in plain Triton.
+
+They share two float32 buffers with it, in which each query head has `padded` rows, a multiple of 128 (packed: of all sequences,
+each from a multiple of 128 on).
+
+    statistics    [rows / tile_q, 2, tile_q]    of each tile of rows the LSE in powers of two, then delta; a row that does not
+                                                exist has an LSE of +inf, so that it weighs nothing
+    accumulator   [rows / tile_q, dim * tile_q] dQ, a tile at a time, a chunk of columns after the other, in the order of
+                                                registers (`backward.put_dq`)
+"""
+
+import triton
+import triton.language as tl
+
+from strobe.kernels.common.scores import LOG2E
+from strobe.kernels.portable import backward as portable
+from strobe.kernels.portable.primitives import LENGTHS_AND_BOUNDS, sequence
+
+ROWS = 64
+"""Rows of queries that a program of `prepare` works on."""
+
+
+@triton.jit
+def _first_row(cu_seqlens, start, batch, head, heads, padded, ROWS_PADDED: tl.constexpr):
+    """Index of the first row of one head and sequence in the shared buffers, int64."""
+    if cu_seqlens is None:
+        return (batch * heads + head).to(tl.int64) * padded
+    else:
+        return head.to(tl.int64) * padded + (start + batch * ROWS_PADDED) // ROWS_PADDED * ROWS_PADDED
+
+
+STRIDES_BY_LENGTH = ("lse_batch", "lse_head", "dlse_batch", "dlse_head", "dlse_row")
+"""Strides that Triton must not specialise for, as they follow from a length and so may be any number. The strides of the other
+tensors are nearly always multiples of 16."""
+
+
+@triton.jit(do_not_specialize=("n_q", "total_q", "heads", "padded", "tiles", *STRIDES_BY_LENGTH))
+def prepare(
+    out, dout, dlse, lse, statistics, delta, accumulator, cu_seqlens_q, seqused_q, n_q, total_q, heads, padded, tiles,
+    out_batch, out_row, out_head, dout_batch, dout_row, dout_head, lse_batch, lse_head, dlse_batch, dlse_head, dlse_row,
+    DIM_V: tl.constexpr, PADDED_V: tl.constexpr, DIM: tl.constexpr, TILE_Q: tl.constexpr, ROWS_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """The statistics of some rows; their delta once more, as the LSE lies, where it is wanted; and zeros in their accumulator.
+    DIM: columns of the accumulator."""
+    block = tl.program_id(0) % tiles
+    head = tl.program_id(0) // tiles % heads
+    batch = tl.program_id(0) // tiles // heads
+    start, n = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
+    first = block * ROWS
+    if first >= tl.cdiv(n, ROWS_PADDED) * ROWS_PADDED:
+        return
+    row = first + tl.arange(0, ROWS)
+    column = tl.arange(0, PADDED_V)
+    exists = row < n
+    place = (start + row).to(tl.int64)
+    number = 0 if cu_seqlens_q is not None else batch.to(tl.int64)
+    inside = exists[:, None] & (column < DIM_V)[None, :]
+    o = tl.load(out + number * out_batch + place[:, None] * out_row + head * out_head + column[None, :], mask=inside, other=0.0)
+    do = tl.load(
+        dout + number * dout_batch + place[:, None] * dout_row + head * dout_head + column[None, :], mask=inside, other=0.0
+    )
+    sums = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if dlse is not None:
+        sums -= tl.load(dlse + number * dlse_batch + head * dlse_head + place * dlse_row, mask=exists, other=0.0)
+    shift = tl.load(lse + number * lse_batch + head * lse_head + place, mask=exists, other=0.0)
+    shift = tl.where(shift == float("-inf"), 0.0, shift)
+    first_row = _first_row(cu_seqlens_q, start, batch, head, heads, padded, ROWS_PADDED)
+    here = (first_row + row // TILE_Q * TILE_Q) * 2 + row % TILE_Q
+    tl.store(statistics + here, tl.where(exists, shift * LOG2E, float("inf")))
+    tl.store(statistics + here + TILE_Q, sums)
+    if delta is not None:
+        tl.store(delta + number * lse_batch + head * lse_head + place, sums, mask=exists)
+    zeros = (first_row + first) * DIM + tl.arange(0, ROWS)[:, None] * DIM
+    for c in tl.static_range(0, DIM, 16):
+        tl.store(accumulator + zeros + c + tl.arange(0, 16)[None, :], tl.zeros((ROWS, 16), tl.float32))
+
+
+@triton.jit(do_not_specialize=("n_q", "total_q", "heads", "padded", "tiles"))
+def convert(
+    accumulator, dq, notes, cu_seqlens_q, seqused_q, n_q, total_q, heads, padded, tiles, scale, dq_batch, dq_row, dq_head,
+    DIM: tl.constexpr, PADDED: tl.constexpr, CHUNKS: tl.constexpr, FIRSTS: tl.constexpr, DOWN: tl.constexpr,
+    ACROSS: tl.constexpr, TILE_Q: tl.constexpr, ROWS_PADDED: tl.constexpr,
+):  # fmt: skip
+    """A tile of dQ from the accumulator: put in order, scaled, rounded. notes, if given: 1 for 64 rows where a NaN came out.
+    The last heads come first: what was added up last is still in the L2 cache."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    block = program % tiles
+    head = program // tiles % heads
+    batch = program // tiles // heads
+    start, n = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
+    first = block * TILE_Q
+    if first >= n:
+        return
+    at = accumulator + (_first_row(cu_seqlens_q, start, batch, head, heads, padded, ROWS_PADDED) + first) * PADDED
+    number = 0 if cu_seqlens_q is not None else batch.to(tl.int64)
+    to = dq + number * dq_batch + (start + first).to(tl.int64) * dq_row + head * dq_head
+    row = tl.arange(0, TILE_Q)
+    broken = tl.zeros((TILE_Q,), tl.int32)
+    for c in tl.static_range(len(CHUNKS)):
+        chunk = at + TILE_Q * FIRSTS[c]
+        broken += _convert_chunk(chunk, to, dq_row, n - first, scale, FIRSTS[c], DIM, CHUNKS[c], DOWN, ACROSS, TILE_Q)
+    if notes is not None:
+        note = (batch * heads + head) * tl.cdiv(n_q, 64) + (first + row) // 64
+        tl.store(notes + note, row * 0 + 1, mask=(broken > 0) & (first + row < n))
+
+
+@triton.jit
+def _convert_chunk(
+    at, to, stride, left, scale, FIRST: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, DOWN: tl.constexpr,
+    ACROSS: tl.constexpr, TILE_Q: tl.constexpr,
+):  # fmt: skip
+    """The columns of a tile from FIRST on; of each row, how many numbers are not finite."""
+    x = tl.load(at + tl.arange(0, TILE_Q * COLUMNS))
+    x = tl.reshape(x, (TILE_Q // 16 // DOWN, 2, COLUMNS // 8 // ACROSS, 2, DOWN, ACROSS, 8, 4))
+    x = tl.reshape(tl.permute(x, (0, 4, 1, 6, 2, 5, 7, 3)), (TILE_Q, COLUMNS))
+    row = tl.arange(0, TILE_Q)
+    column = FIRST + tl.arange(0, COLUMNS)
+    inside = (row < left)[:, None] & (column < DIM)[None, :]
+    tl.store(to + row.to(tl.int64)[:, None] * stride + column[None, :], (x * scale).to(to.dtype.element_ty), mask=inside)
+    return tl.sum((x * 0.0 != 0.0).to(tl.int32), 1)
+
+
+@triton.jit(do_not_specialize=(*LENGTHS_AND_BOUNDS, "heads_q", "heads_kv", "group", "key_number", "row_number"))
+def redo_noted(
+    q, k, v, dout, lse, delta, dq, dbias, dk, dv, key_notes, row_notes, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q,
+    n_kv, total_q, total_kv, left, right, prefix, document_q, document_kv, score, scale, heads_q, heads_kv, group,
+    key_number, row_number,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
+    TILE: tl.constexpr, NOTED: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """Write dK and dV of the keys, and dQ of the rows, whose note is not 0, and set it back. Normally none is. (As
+    `portable.backward.redo_noted`, which takes its turn by an instruction that GPUs before Hopper do not have.)"""
+    programs = tl.num_programs(0)
+    blocks = tl.cdiv(n_kv, NOTED)
+    for begin in tl.range(tl.program_id(0), key_number, programs * SHARE, num_stages=1):
+        places = begin + programs * tl.arange(0, SHARE)
+        if tl.max(tl.load(key_notes + places, mask=places < key_number, other=0), 0) != 0:
+            for note in tl.range(begin, tl.minimum(begin + programs * SHARE, key_number), programs):
+                if tl.load(key_notes + note) != 0:
+                    batch = note // blocks // heads_kv
+                    start_q, rows = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
+                    start_kv, keys = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
+                    for first in tl.range(note % blocks * NOTED, tl.minimum(note % blocks * NOTED + NOTED, keys), TILE):
+                        portable._keys(
+                            first, note // blocks % heads_kv, batch, start_q, start_kv, rows, keys, q, k, v, dout, lse, delta,
+                            dk, dv, left, right, prefix, document_q, document_kv, score, scale, group, None,
+                            DIM, DIM_V, PADDED, PADDED_V, TILE, TILE, True,
+                        )  # fmt: skip
+                    tl.store(key_notes + note, 0)
+    blocks = tl.cdiv(n_q, NOTED)
+    for begin in tl.range(tl.program_id(0), row_number, programs * SHARE, num_stages=1):
+        places = begin + programs * tl.arange(0, SHARE)
+        if tl.max(tl.load(row_notes + places, mask=places < row_number, other=0), 0) != 0:
+            for note in tl.range(begin, tl.minimum(begin + programs * SHARE, row_number), programs):
+                if tl.load(row_notes + note) != 0:
+                    batch = note // blocks // heads_q
+                    start_q, rows = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
+                    start_kv, keys = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
+                    for first in tl.range(note % blocks * NOTED, tl.minimum(note % blocks * NOTED + NOTED, rows), TILE):
+                        portable._rows(
+                            first, note // blocks % heads_q, batch, start_q, start_kv, rows, keys, q, k, v, dout, lse, delta,
+                            dq, dbias, left, right, prefix, document_q, document_kv, score, scale, group, None,
+                            DIM, DIM_V, PADDED, PADDED_V, TILE, TILE, True,
+                        )  # fmt: skip
+                    tl.store(row_notes + note, 0)

@@ -1,0 +1,238 @@
+"""What the kernels for mma.sync run with, and what that costs in shared memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from strobe.device import Arch
+from strobe.kernels.derived import Derived
+from strobe.kernels.memory_map import Buffer, total_bytes
+from strobe.problem import AttentionProblem
+
+SCRATCH = 1024
+"""Bytes of shared memory that the compiler may add, for a maximum over all warps."""
+
+LARGEST = 256
+"""The largest head dim."""
+
+ROWS_PADDED = 128
+"""Rows of a sequence are rounded up to so many in what the backward's kernels share: a multiple of every tile_q."""
+
+
+def padded(head_dim: int) -> int:
+    """The head dim that the kernels compute with, for one up to 256: columns beyond the given ones are 0."""
+    return -(-head_dim // 16) * 16
+
+
+def _chunks(head_dim: int) -> tuple[int, ...]:
+    """A padded head dim in parts of 64, 32 and 16 columns, the largest first.
+
+    A tensor of Triton's has a power of two of them. And rows of 64 columns, 128 bytes, are all that a swizzle mixes: in wider
+    ones every step of 16 columns has addresses of its own, which took a third more instructions at head dim 256, and registers
+    of which there are too few."""
+    rest = head_dim % 64
+    return (*(64,) * (head_dim // 64), *(size for size in (32, 16) if rest & size))
+
+
+def _firsts(chunks: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sum(chunks[:c]) for c in range(len(chunks)))
+
+
+@dataclass(frozen=True)
+class Chunks(Derived):
+    """Head dims, padded, and the chunks of columns that tensors come in. head_dim: of q and k; head_dim_v: of v."""
+
+    head_dim: int
+    head_dim_v: int
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Columns of each chunk of Q and K."""
+        return _chunks(self.head_dim)
+
+    @property
+    def chunks_v(self) -> tuple[int, ...]:
+        """Columns of each chunk of V and O."""
+        return _chunks(self.head_dim_v)
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The first column of each chunk of Q and K."""
+        return _firsts(self.chunks)
+
+    @property
+    def firsts_v(self) -> tuple[int, ...]:
+        """The first column of each chunk of V and O."""
+        return _firsts(self.chunks_v)
+
+
+def _check(config: Config | BackwardConfig, rows: int) -> None:
+    """ValueError if some of the warps of a tile with so many rows for one warp across would have none of their own: what two
+    warps hold they would store twice, and read between."""
+    if rows < 16 * config.warps:
+        raise ValueError(f"each of {config.warps} warps needs 16 rows of its own, got {rows} rows")
+
+
+@dataclass(frozen=True)
+class Config(Chunks):
+    """How the forward runs. A CTA computes tile_q rows of one head, each warp 16 or 32 of them, over blocks of tile_kv keys.
+
+    stages: blocks of K, and of V, that are in shared memory at a time. With one, V is copied while S is computed, and the next
+        K beside the softmax.
+    q_in_registers: whether a warp keeps its rows of Q in registers, or reads them again for each block.
+    optimistic: whether the softmax is optimistic (docs/optimistic_softmax.md), or has a running maximum.
+    """
+
+    tile_q: int
+    tile_kv: int
+    warps: int
+    stages: int = 1
+    q_in_registers: bool = False
+    optimistic: bool = True
+
+    def __post_init__(self) -> None:
+        _check(self, self.tile_q)
+
+    @property
+    def splits(self) -> int:
+        """Parts into which the keys of a tile are split: one."""
+        return 1
+
+    @property
+    def leaves_by_q(self) -> bool:
+        """Whether O leaves through the shared memory of Q, whose shape it has; else straight from registers."""
+        return self.head_dim == self.head_dim_v
+
+    def smem_map(self) -> list[Buffer]:
+        """The buffers of a CTA, of 2-byte elements."""
+        shapes = {
+            "sQ": (self.tile_q, self.head_dim),
+            "sK": (self.stages, self.tile_kv, self.head_dim),
+            "sV": (self.stages, self.tile_kv, self.head_dim_v),
+        }
+        return [Buffer(name, shape, 2 * math.prod(shape)) for name, shape in shapes.items()]
+
+    def smem_bytes(self) -> int:
+        """The sum of `smem_map`. The compiler adds its own scratch, some bytes a warp."""
+        return total_bytes(self.smem_map())
+
+    def __str__(self) -> str:
+        softmax = "optimistic" if self.optimistic else "safe"
+        held = ", Q in registers" if self.q_in_registers else ""
+        return (
+            f"dims {self.head_dim}, {self.head_dim_v}, tile {self.tile_q} x {self.tile_kv}, {self.warps} warps, "
+            f"{self.stages} stages{held}, {softmax} softmax, {self.smem_bytes() / 1024:.0f} KiB shared memory"
+        )
+
+
+@dataclass(frozen=True)
+class BackwardConfig(Chunks):
+    """How the backward runs. A CTA takes tile_kv keys of one key head, over tiles of tile_q rows.
+
+    across: warps that share the rows of S^T, dK and dV, 1 or 2; with 2 P^T passes through shared memory.
+    stages: tiles of Q and dO that are in shared memory at a time, 1 or 2.
+    """
+
+    tile_q: int
+    tile_kv: int
+    warps: int
+    across: int = 1
+    stages: int = 2
+
+    def __post_init__(self) -> None:
+        _check(self, self.tile_kv * self.across)
+        if ROWS_PADDED % self.tile_q:
+            raise ValueError(f"tile_q must divide {ROWS_PADDED}, got {self.tile_q}")
+
+    @property
+    def across_q(self) -> int:
+        """Warps beside each other in a tile of dQ: so many that each has 32 rows, unless a chunk has too few columns."""
+        return min(self.warps * 32 // self.tile_q, min(self.chunks) // 8)
+
+    def smem_map(self) -> list[Buffer]:
+        """The buffers of a CTA, of 2-byte elements, and the statistics, of 4."""
+        shapes = {
+            "sK": (self.tile_kv, self.head_dim),
+            "sV": (self.tile_kv, self.head_dim_v),
+            "sQ": (self.stages, self.tile_q, self.head_dim),
+            "sdO": (self.stages, self.tile_q, self.head_dim_v),
+            "sdS": (self.tile_kv, self.tile_q),
+            **({"sP": (self.tile_kv, self.tile_q)} if self.across > 1 else {}),
+        }
+        return [
+            *(Buffer(name, shape, 2 * math.prod(shape)) for name, shape in shapes.items()),
+            Buffer("statistics", (self.stages, 2, self.tile_q), 4 * self.stages * 2 * self.tile_q),
+        ]
+
+    def smem_bytes(self) -> int:
+        """The sum of `smem_map`. The compiler adds its own scratch."""
+        return total_bytes(self.smem_map())
+
+    def __str__(self) -> str:
+        shared = ", P through shared memory" if self.across > 1 else ""
+        return (
+            f"dims {self.head_dim}, {self.head_dim_v}, tile {self.tile_q} x {self.tile_kv}, {self.warps} warps{shared}, "
+            f"{self.stages} stages, {self.smem_bytes() / 1024:.0f} KiB shared memory"
+        )
+
+
+# ---- which configs there are
+
+_TILES: dict[int, tuple[tuple, ...]] = {
+    64: ((128, 64, 4), (128, 64, 4, 2), (128, 64, 4, 1, True)),
+    96: ((128, 32, 4), (128, 32, 4, 2), (64, 64, 4, 2), (128, 64, 4)),
+    128: ((128, 32, 4), (128, 32, 4, 2), (64, 64, 4, 1, True)),
+    192: ((64, 64, 4), (128, 64, 8), (64, 32, 4, 2)),
+    256: ((64, 64, 4), (64, 32, 4, 2), (64, 32, 4, 2, True), (128, 64, 8)),
+}
+"""Largest head dim -> (tile_q, tile_kv, warps, stages, q_in_registers) worth timing, the best guess first. A warp with 32 rows
+reads K and V from shared memory half as often as one with 16, but has registers for few keys beside them."""
+
+
+def candidates(problem: AttentionProblem, arch: Arch) -> list[Config]:
+    """The configs that are worth timing on an arch, the best guess first: those that its shared memory holds."""
+    dims = padded(problem.head_dim), padded(problem.head_dim_v)
+    widest = next(dim for dim in _TILES if dim >= max(dims))
+    # Where blocks are masked one by one, warps that keep Q read less of shared memory beside the mask.
+    keeps_q = widest == 64 and problem.mask.band != (None, None, None)
+    tiles = sorted(_TILES[widest], key=lambda tile: keeps_q and tile[4:] != (True,))
+    found = (replace(Config(*dims, *tile), optimistic=may_be_optimistic(problem)) for tile in tiles)
+    return [config for config in found if config.smem_bytes() + SCRATCH <= arch.smem_per_block]
+
+
+def choose(problem: AttentionProblem, arch: Arch) -> Config:
+    return candidates(problem, arch)[0]
+
+
+_BACKWARD_TILES: dict[int, tuple[tuple, ...]] = {
+    64: ((128, 128, 8, 2), (64, 128, 8), (64, 128, 8, 2), (64, 64, 4)),
+    96: ((64, 128, 8, 2), (64, 128, 8), (64, 64, 4), (64, 64, 4, 1, 1)),
+    128: ((64, 128, 8, 2), (64, 128, 8), (64, 64, 8, 2), (64, 64, 4, 1, 1)),
+    256: ((64, 64, 8, 2), (64, 64, 8, 2, 1), (32, 32, 4, 2, 1)),
+}
+"""Largest head dim -> (tile_q, tile_kv, warps, across, stages) worth timing, the best guess first."""
+
+
+def backward_candidates(problem: AttentionProblem, arch: Arch) -> list[BackwardConfig]:
+    """The configs of a backward that are worth timing on an arch, the best guess first: those that its shared memory holds."""
+    dims = padded(problem.head_dim), padded(problem.head_dim_v)
+    tiles = _BACKWARD_TILES[next(dim for dim in _BACKWARD_TILES if dim >= max(dims))]
+    found = (BackwardConfig(*dims, *tile) for tile in tiles)
+    return [config for config in found if config.smem_bytes() + SCRATCH <= arch.smem_per_block]
+
+
+def choose_backward(problem: AttentionProblem, arch: Arch) -> BackwardConfig:
+    return backward_candidates(problem, arch)[0]
+
+
+def may_be_optimistic(problem: AttentionProblem) -> bool:
+    """Whether a tile's first block is likely to say how large its scores are: functions, biases and slopes may put what counts
+    anywhere."""
+    score, mask = problem.score, problem.mask
+    return score.alibi is None and score.bias is None and score.function is None and mask.function is None
+
+
+def origin(problem: AttentionProblem) -> str:
+    """Where the config comes from, in words."""
+    return "guessed from what the compiler makes of it, not measured yet"

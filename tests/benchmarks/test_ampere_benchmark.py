@@ -1,0 +1,53 @@
+"""The benchmark of the kernels for mma.sync: what it measures, and in what order."""
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from strobe.device import KNOWN
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "sm80.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    spec = importlib.util.spec_from_file_location("sm80_benchmark", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def arguments(benchmark, **changes) -> argparse.Namespace:
+    plain = {"phases": ("forward", "backward"), "config": [], "portable": False, "most": None}
+    return argparse.Namespace(**{**plain, **benchmark.PILOT, **changes})
+
+
+def test_a_pilot_has_every_head_dim_and_both_phases(benchmark):
+    points = benchmark.points_of(arguments(benchmark))
+    assert {(p.head_dim, p.mask, p.backward) for p in points} == {
+        (dim, mask, backward) for dim in (64, 96, 128, 256) for mask in ("full", "causal") for backward in (False, True)
+    }
+    for point in points:
+        ours = benchmark.backends(point, KNOWN["H200"], arguments(benchmark))
+        assert 1 <= len(ours) <= 2 and len({backend.name for backend, _ in ours}) == len(ours)
+
+
+def test_other_configs_and_the_portable_kernels_by_choice(benchmark):
+    point = benchmark.points_of(arguments(benchmark))[0]
+    asked = arguments(benchmark, most=1, config=["stages=4"], portable=True)
+    names = [backend.name for backend, _ in benchmark.backends(point, KNOWN["H200"], asked)]
+    assert len(names) == 4 and "stages 4" in names[1] and names[2:] == ["portable", "portable as sm_80"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
+def test_without_a_gpu_it_says_so():
+    ran = subprocess.run([sys.executable, str(SCRIPT), "--pilot"], capture_output=True, text=True)
+    assert ran.returncode == 1 and ran.stderr.strip() == "needs an NVIDIA GPU of compute capability 8.0 or newer"
