@@ -25,6 +25,8 @@ SAMPLED = {
     "sim/test_backward.py::test_in_every_order": 8,
     "sim/test_broken_ampere.py::test_it_is_found": 8,
     "sim/test_broken_ampere.py::test_no_false_alarm": 5,
+    "sim/test_broken_decode.py::test_it_is_found": 3,
+    "sim/test_decode_kernel.py::test_against_the_specification": 2,
     "sim/test_broken_backward.py::test_it_is_found": 12,
     "sim/test_broken_backward.py::test_no_false_alarm": 4,
     "sim/test_broken_blackwell.py::test_it_is_found": 8,

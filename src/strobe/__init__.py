@@ -16,27 +16,36 @@ from strobe.fp8 import attention_fp8
 from strobe.kernels.workspace import redone_blocks
 from strobe.masks import Causal, Document, Full, Mask, Prefix, Visible, Window
 from strobe.scores import Score
+from strobe.serving.api import append, decode, merge
+from strobe.serving.cache import Cache, Rotary
+from strobe.serving.flash import flash_attn_with_kvcache
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BACKENDS",
+    "Cache",
     "Causal",
     "Document",
     "Full",
     "Mask",
     "Prefix",
+    "Rotary",
     "Score",
     "Visible",
     "Window",
+    "append",
     "attention",
     "attention_fp8",
+    "decode",
     "dropout_mask",
     "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "merge",
     "redone_blocks",
     "supports",
     "use_optimistic_softmax",

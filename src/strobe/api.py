@@ -4,13 +4,12 @@ flash-attn's signatures, layouts and returns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from strobe import fp8
-from strobe.arguments import checked_options, integer, options_of, wants_gradient
+from strobe.arguments import checked_options, options_of, wants_gradient
 from strobe.call import derivatives as derivatives  # which defines the operators
 from strobe.call import dispatch, prepared_calls
 from strobe.call.options import Options, describe, learned_of, operands_of
@@ -18,15 +17,17 @@ from strobe.call.torch_internals import any_autocast
 from strobe.checks import check_tensor
 from strobe.device import arch_of
 from strobe.dropout import new_seed
+from strobe.flash_arguments import NO_WINDOW, flash_mask, flash_score
 from strobe.kernels.sm90 import backend as sm90
-from strobe.masks import Causal, Mask, Window
+from strobe.masks import Mask
 from strobe.scores import Score
+from strobe.serving import flash as serving
+from strobe.serving.arguments import checked as checked_decode
+from strobe.serving.cache import Cache
+from strobe.serving.problem import DecodeProblem
+from strobe.serving.problem import describe as describe_decode
 
 _AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
-
-_NO_WINDOW = (-1, -1)
-"""flash-attn's window without bounds."""
-_CAUSAL = Causal()
 
 
 def attention(
@@ -129,13 +130,18 @@ def use_optimistic_softmax(use: bool) -> None:
 
 
 def explain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, backend: str | None = None, **keywords
+    q: torch.Tensor, k: torch.Tensor | Cache, v: torch.Tensor | None = None, *, backend: str | None = None, **keywords
 ) -> dispatch.Explanation:
     """Print, and return, which kernel runs `attention(q, k, v, **keywords)`, with what config, and why the others do not; of
-    e4m3 inputs, which runs `attention_fp8`.
+    e4m3 inputs, which runs `attention_fp8`; of `explain(q, cache, ...)`, which runs `decode`.
 
     With inputs that require gradients, the choice for the backward is printed and returned as `.backward`.
     """
+    if isinstance(k, Cache):
+        explanation = dispatch.explain_problem(_decode_problem(q, k, v, backend, keywords), arch_of(q.device), backend)
+        print(explanation)
+        return explanation
+    assert v is not None
     q, k, v, options = _asked(q, k, v, backend, keywords)
     operands, arch = operands_of(q, k, v, options), arch_of(q.device)
     explanation = dispatch.explain_problem(describe(operands, options), arch, backend)
@@ -147,19 +153,30 @@ def explain(
 
 
 def supports(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, backend: str | None = None, **keywords
+    q: torch.Tensor, k: torch.Tensor | Cache, v: torch.Tensor | None = None, *, backend: str | None = None, **keywords
 ) -> tuple[bool, list[str]]:
     """Whether `attention(q, k, v, **keywords)` runs here (or on `backend`), and each backend's reason if it does not; of e4m3
-    inputs, whether `attention_fp8` does.
+    inputs, whether `attention_fp8` does; of `supports(q, cache, ...)`, whether `decode` does.
 
     Bad arguments are a reason too; this never raises for them.
     """
     try:
+        if isinstance(k, Cache):
+            problem = _decode_problem(q, k, v, backend, keywords)
+            explanation = dispatch.explain_problem(problem, arch_of(q.device), backend)
+            return explanation.chosen is not None, [f"{name}: {reason}" for name, reason in explanation.refusals]
         q, k, v, options = _asked(q, k, v, backend, keywords)
     except (TypeError, ValueError) as error:
         return False, [str(error)]
     explanation = dispatch.explain_problem(describe(operands_of(q, k, v, options), options), arch_of(q.device), backend)
     return explanation.chosen is not None, [f"{name}: {reason}" for name, reason in explanation.refusals]
+
+
+def _decode_problem(q, cache: Cache, v, backend: str | None, keywords: dict) -> DecodeProblem:
+    """What `decode` makes of its arguments."""
+    if v is not None:
+        raise TypeError("v must be left out: the cache holds the values")
+    return describe_decode(*checked_decode(q, cache, backend=backend, **keywords))
 
 
 def _asked(q, k, v, backend: str | None, keywords: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Options]:
@@ -171,7 +188,7 @@ def _asked(q, k, v, backend: str | None, keywords: dict) -> tuple[torch.Tensor, 
 
 
 def flash_attn_func(
-    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=_NO_WINDOW, softcap=0.0, alibi_slopes=None,
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=NO_WINDOW, softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False, *, learnable_sink=None,
 ):  # fmt: skip
     """flash-attn's function of this name. q [batch, seqlen_q, heads_q, D], k and v [batch, seqlen_k, heads_kv, D].
@@ -181,8 +198,8 @@ def flash_attn_func(
     Returns out, or (out, softmax_lse, S_dmask) with return_attn_probs, where S_dmask is empty: `strobe.dropout_mask` says what
     was dropped.
     """
-    mask = _flash_mask(causal, window_size)
-    score = _score(softcap, alibi_slopes, learnable_sink)
+    mask = flash_mask(causal, window_size)
+    score = flash_score(softcap, alibi_slopes, learnable_sink)
     result = attention(
         q, k, v, mask=mask, score=score, scale=softmax_scale, dropout_p=dropout_p, return_lse=return_attn_probs,
         deterministic=bool(deterministic),
@@ -191,7 +208,7 @@ def flash_attn_func(
 
 
 def flash_attn_qkvpacked_func(
-    qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=_NO_WINDOW, softcap=0.0, alibi_slopes=None,
+    qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=NO_WINDOW, softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """flash-attn's function of this name. qkv [batch, seqlen, 3, heads, D]; nothing is copied."""
@@ -203,7 +220,7 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_kvpacked_func(
-    q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=_NO_WINDOW, softcap=0.0, alibi_slopes=None,
+    q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=NO_WINDOW, softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """flash-attn's function of this name. q [batch, seqlen_q, heads_q, D], kv [batch, seqlen_k, 2, heads_kv, D]."""
@@ -215,55 +232,43 @@ def flash_attn_kvpacked_func(
 
 
 def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=_NO_WINDOW, softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
-    *, seqused_q=None, seqused_k=None, learnable_sink=None,
+    q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, softmax_scale=None,
+    causal=False, window_size=NO_WINDOW, softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    block_table=None, *, seqused_q=None, seqused_k=None, learnable_sink=None, out=None, return_softmax_lse=False, **paged,
 ):  # fmt: skip
     """flash-attn's function of this name. q [total_q, heads_q, D], k and v [total_k, heads_kv, D], packed sequences.
 
     seqused_q, seqused_k: FlashAttention-3's arguments, int32 [batch], the rows and keys of each sequence that are used.
     learnable_sink: FlashAttention-4's, [heads_q], the sinks of `strobe.Score`.
     softmax_lse is [heads_q, total_q]. Rows of q that belong to no sequence, or are not used, give 0.
+
+    block_table: int32 [batch, pages of a sequence]: k and v are pages [pages, page_size, heads_kv, D] then, of which seqused_k
+        are used, as vLLM calls it: with its keywords out, s_aux, k_descale, v_descale, num_splits and more (see
+        `strobe.serving.flash.varlen_over_pages`), and without a gradient.
+    out: where to write the result. return_softmax_lse: return (out, softmax_lse).
     """
     if block_table is not None:
-        raise ValueError("block_table must be None: paged keys are not supported yet")
+        return serving.varlen_over_pages(
+            q, k, v, cu_seqlens_q, block_table, seqused_k, max_seqlen_q, softmax_scale=softmax_scale, causal=causal,
+            window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, out=out,
+            deterministic=deterministic, return_softmax_lse=return_softmax_lse or return_attn_probs, dropout_p=dropout_p,
+            seqused_q=seqused_q, cu_seqlens_k=cu_seqlens_k, **paged,
+        )  # fmt: skip
+    if out is not None or paged:
+        raise ValueError(f"{', '.join(['out'] * (out is not None) + list(paged))} must be left out without a block_table")
     for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if value is None:
             raise TypeError(f"{name} must be an int32 tensor, got None")
     result = attention(
-        q, k, v, mask=_flash_mask(causal, window_size), score=_score(softcap, alibi_slopes, learnable_sink),
+        q, k, v, mask=flash_mask(causal, window_size), score=flash_score(softcap, alibi_slopes, learnable_sink),
         scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
         max_seqlen_kv=max_seqlen_k, seqused_q=seqused_q, seqused_kv=seqused_k, dropout_p=dropout_p,
-        return_lse=return_attn_probs, deterministic=bool(deterministic),
+        return_lse=return_attn_probs or return_softmax_lse, deterministic=bool(deterministic),
     )  # fmt: skip
-    return _flash_result(result, return_attn_probs)
+    return result if return_softmax_lse else _flash_result(result, return_attn_probs)
 
 
-# ---- flash-attn's arguments in Strobe's terms
-
-
-def _flash_mask(causal: bool, window_size: Sequence[int]) -> Mask | None:
-    if window_size is _NO_WINDOW:  # the default needs no checks, which take half a microsecond
-        return _CAUSAL if causal else None
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}") from None
-    left, right = (integer("window_size must hold two ints", side) for side in (left, right))
-    for side in (left, right):
-        if side < -1:
-            raise ValueError(f"window_size must hold -1 (no bound) or sizes >= 0, got {window_size!r}")
-    if causal:
-        right = 0
-    if left < 0 and right <= 0:
-        return _CAUSAL if right == 0 else None
-    return Window(left if left >= 0 else None, right if right >= 0 else None)
-
-
-def _score(softcap: float, alibi_slopes: torch.Tensor | None, learnable_sink: torch.Tensor | None) -> Score | None:
-    if isinstance(softcap, (int, float)) and softcap == 0 and alibi_slopes is None and learnable_sink is None:
-        return None
-    return Score(softcap, alibi_slopes, sinks=learnable_sink)
+# ---- flash-attn's results and packed inputs
 
 
 def _flash_result(result, return_attn_probs: bool):

@@ -69,7 +69,7 @@ def checked_options(
         max_kv=max_seqlen_kv or 0,
         seqused_q=seqused_q,
         seqused_kv=seqused_kv,
-        scale=_check_scale(scale, q.shape[-1]),
+        scale=check_scale(scale, q.shape[-1]),
         left=mask.left,
         right=mask.right,
         prefix=mask.prefix,
@@ -180,7 +180,8 @@ def _check_seqused(name: str, used: torch.Tensor | None, batch: int, q) -> None:
         raise ValueError(f"{name} must be on q's device {q.device}, got {used.device}")
 
 
-def _check_scale(scale: Any, head_dim: int) -> float:
+def check_scale(scale: Any, head_dim: int) -> float:
+    """The scale of scores, by default 1 / sqrt(head_dim). TypeError or ValueError if it is none."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):

@@ -248,6 +248,11 @@ def bias_shape(problem: AttentionProblem) -> tuple[int, ...]:
 
 def lse_shape(problem: AttentionProblem) -> tuple[int, ...]:
     """[batch, heads_q, seqlen_q], or [heads_q, total_q] for varlen (flash-attn's layouts)."""
-    if isinstance(problem.lengths, Varlen):
-        return problem.heads_q, problem.lengths.total_q
-    return problem.lengths.batch, problem.heads_q, problem.lengths.seqlen_q
+    return lse_shape_of(problem.lengths, problem.heads_q)
+
+
+def lse_shape_of(lengths: Lengths, heads_q: int) -> tuple[int, ...]:
+    """The shape of the LSE of queries of such lengths."""
+    if isinstance(lengths, Varlen):
+        return heads_q, lengths.total_q
+    return lengths.batch, heads_q, lengths.seqlen_q

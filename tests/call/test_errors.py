@@ -121,7 +121,7 @@ BAD = {
     "max_seqlen negative": (lambda: varlen(max_q=-1), ValueError, "max_seqlen_q must be 0 or more"),
     "max_seqlen for dense": (lambda: attend(max_seqlen_q=8), ValueError, "max_seqlen_q and max_seqlen_kv go with cu_seqlens"),
     "packed q of rank 4": (lambda: varlen(q=Q), ValueError, r"q must have shape \[total, heads, head_dim\]"),
-    "block table": (lambda: varlen(block_table=cu(0)), ValueError, "block_table must be None"),
+    "block table": (lambda: varlen(block_table=cu(0)), ValueError, "cu_seqlens_k is not taken over a cache"),
     "qkv of wrong shape": (lambda: strobe.flash_attn_qkvpacked_func(x(2, 8, 2, 4, 32)), ValueError, "qkv must have shape"),
     "kv of wrong shape": (lambda: strobe.flash_attn_kvpacked_func(Q, x(2, 8, 3, 4, 32)), ValueError, "kv must have shape"),
     "bias no tensor": (lambda: attend(score=strobe.Score(bias=1.0)), TypeError, "bias must be a tensor, got float"),

@@ -45,7 +45,7 @@ class RegistersMachine:
         lanes = torch.ones_like(offsets, dtype=torch.bool) if mask is None else mask
         array.flat[offsets[lanes]] = values.expand(offsets.shape)[lanes]
 
-    def atomic_global(self, array, offsets, values, mask, operation):
+    def atomic_global(self, array, offsets, values, mask, operation, sem="acq_rel"):
         old = array.flat[offsets].clone()
         for lane, place_ in enumerate(offsets.reshape(-1).tolist()):
             array.flat[place_] = operation(array.flat[place_], values.reshape(-1)[lane])

@@ -39,6 +39,7 @@ from strobe.call import launches
 from strobe.device import Arch, arch_of
 from strobe.kernels import memory_map
 from strobe.problem import AttentionProblem, Gradients, Operands, Upstream
+from strobe.serving.problem import DecodeOperands, DecodeProblem
 
 log = logging.getLogger("strobe")
 
@@ -54,6 +55,12 @@ BACKENDS: dict[str, str] = {
 }
 """Name of a backend -> its module, those that are fastest on a GPU first."""
 
+OF_CACHES: dict[str, str] = {
+    "decode": "strobe.kernels.decode.backend",
+    "cached_cpu": "strobe.cpu.cached",
+}
+"""Backends of attention over a cache (`strobe.decode`), those that are fastest on a GPU first."""
+
 FORWARD_ONLY = ("sm100", "sm90_fp8", "by_value")
 """Backends that run only the forward. The backward of the same call goes to the first of the others that does not refuse it."""
 
@@ -65,7 +72,7 @@ OF_E4M3 = ("sm90_fp8", "by_value")
 class Explanation:
     """Which kernel runs a problem on an arch, with what config, and why the others do not."""
 
-    problem: AttentionProblem
+    problem: AttentionProblem | DecodeProblem
     arch: Arch
     chosen: str | None
     config: object
@@ -92,31 +99,37 @@ class Explanation:
 
 
 def backend_module(name: str) -> ModuleType:
-    if name not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {name!r}")
-    return importlib.import_module(BACKENDS[name])
+    known = BACKENDS if name in BACKENDS else OF_CACHES
+    if name not in known:
+        raise ValueError(f"backend must be one of {', '.join((*BACKENDS, *OF_CACHES))} or None, got {name!r}")
+    return importlib.import_module(known[name])
 
 
 def _unproven(name: str) -> str | None:
     return getattr(backend_module(name), "UNPROVEN", None)
 
 
-def _refusal(name: str, problem: AttentionProblem, arch: Arch, by_name: bool) -> str | None:
+def _refusal(name: str, problem: AttentionProblem | DecodeProblem, arch: Arch, by_name: bool) -> str | None:
     """Why a backend does not run a problem: its own reason, or that it is unproven and was not asked for by name. None: it
     runs."""
+    if (name in OF_CACHES) != isinstance(problem, DecodeProblem):
+        return "runs attention over a cache alone" if name in OF_CACHES else "runs no attention over a cache"
     reason = backend_module(name).refuses(problem, arch)
     if reason is None and not by_name and _unproven(name):
         return f"{_unproven(name)}, so it runs only by name: backend={name!r}"
     return reason
 
 
-def ranked(problem: AttentionProblem, arch: Arch) -> list[str]:
-    """The backends for a problem's dtype, in the order of preference. The first that does not refuse runs the problem."""
+def ranked(problem: AttentionProblem | DecodeProblem, arch: Arch) -> list[str]:
+    """The backends for a problem's kind and dtype, in the order of preference. The first that does not refuse runs the
+    problem."""
+    if isinstance(problem, DecodeProblem):
+        return list(OF_CACHES)
     names = [name for name in BACKENDS if (name in OF_E4M3) == (problem.dtype == torch.float8_e4m3fn)]
     return names if arch.is_gpu else sorted(names, key=lambda name: name == "portable")  # interpreted on a CPU, for tests
 
 
-def explain_problem(problem: AttentionProblem, arch: Arch, backend: str | None = None) -> Explanation:
+def explain_problem(problem: AttentionProblem | DecodeProblem, arch: Arch, backend: str | None = None) -> Explanation:
     """The choice of a backend for a problem. `chosen` is None if all candidates refuse, or the one that was asked for."""
     refusals, chosen = [], None
     for name in ranked(problem, arch) if backend is None else [backend]:
@@ -132,7 +145,7 @@ def explain_problem(problem: AttentionProblem, arch: Arch, backend: str | None =
     return Explanation(problem, arch, chosen, config, tuple(refusals), origin=words, warning=warning)
 
 
-def select(problem: AttentionProblem, arch: Arch, backend: str | None = None) -> ModuleType:
+def select(problem: AttentionProblem | DecodeProblem, arch: Arch, backend: str | None = None) -> ModuleType:
     """The backend that runs a problem. ValueError with every reason if none does, or if the one asked for does not."""
     refusals: list[tuple[str, str]] = []
     for name in ranked(problem, arch) if backend is None else [backend]:
@@ -145,7 +158,9 @@ def select(problem: AttentionProblem, arch: Arch, backend: str | None = None) ->
     raise ValueError(f"{asked} [{problem}] on {arch}: " + "; ".join(f"{name}: {reason}" for name, reason in refusals))
 
 
-def forward(problem: AttentionProblem, operands: Operands, backend: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    problem: AttentionProblem | DecodeProblem, operands: Operands | DecodeOperands, backend: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of a problem, computed by the backend that `select` finds."""
     chosen = select(problem, arch_of(operands.q.device), backend)
     if hasattr(chosen, "calls"):
@@ -161,7 +176,7 @@ def backward(problem: AttentionProblem, operands: Operands, upstream: Upstream, 
     return chosen.backward(problem, operands, upstream)
 
 
-def _log_choice(name: str, problem: AttentionProblem, refusals: list[tuple[str, str]]) -> None:
+def _log_choice(name: str, problem: AttentionProblem | DecodeProblem, refusals: list[tuple[str, str]]) -> None:
     if log.isEnabledFor(logging.INFO):
         passed_over = "; ".join(f"{other}: {reason}" for other, reason in refusals) or "nothing"
         log.info("%s runs [%s]; refused before it: %s", name, problem, passed_over)

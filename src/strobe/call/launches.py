@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.call import torch_internals
+from strobe.call import counters, torch_internals
 from strobe.call.tables import Memo
 from strobe.device import Arch, arch_of
 from strobe.kernels import workspace
@@ -26,16 +26,19 @@ from strobe.problem import (
     Operands,
     Upstream,
     addressable,
-    lse_shape,
+    lse_shape_of,
     made_addressable,
     summed_bias,
 )
 from strobe.scores import sinks_gradient
+from strobe.serving.problem import DecodeOperands, DecodeProblem
 
 # ---- at once
 
 
-def forward(backend: ModuleType, problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    backend: ModuleType, problem: AttentionProblem | DecodeProblem, operands: Operands | DecodeOperands
+) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of a problem, computed by a backend's launches."""
     if problem.is_empty:
         return _without_pairs(problem, operands)
@@ -53,7 +56,7 @@ def backward(backend: ModuleType, problem: AttentionProblem, operands: Operands,
     return _gradients(problem, operands, upstream.lse, vars(tensors))
 
 
-def run(backend: ModuleType, problem: AttentionProblem, given: dict[str, Any], arch: Arch) -> Tensors:
+def run(backend: ModuleType, problem: AttentionProblem | DecodeProblem, given: dict[str, Any], arch: Arch) -> Tensors:
     """Make the launches of a call on the current stream of its device. given: the call's tensors, by name. Returns them and all
     that the launches needed beside them, results included."""
     with torch.cuda.device_of(given["q"]), workspace.lock(given["q"].device):
@@ -67,6 +70,7 @@ def allocated(buffers: Buffers, given: dict[str, Any]) -> Tensors:
     """All tensors of a call's launches: the given ones, and new ones for the buffers, on the same device."""
     device = given["q"].device
     others = {name: _filled(buffer, device) for name, buffer in {**buffers.made, **buffers.shared}.items()}
+    given = {name: x for name, x in given.items() if x is not None}
     tensors = Tensors(**given, **others, **_workspace(buffers, device))
     if buffers.fill is not None:
         buffers.fill(tensors)
@@ -74,6 +78,8 @@ def allocated(buffers: Buffers, given: dict[str, Any]) -> Tensors:
 
 
 def _filled(buffer: Buffer, device: torch.device) -> torch.Tensor:
+    if buffer.dtype == torch.int32 and buffer.fill == 0.0:
+        return counters.zeros(device, buffer.shape[0])
     made = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
     return made if buffer.fill is None else made.fill_(buffer.fill)
 
@@ -101,13 +107,17 @@ def _gradients(problem: AttentionProblem, operands: Operands, lse: torch.Tensor,
     return Gradients(made["dq"], made["dk"], made["dv"], dbias, dsinks)
 
 
-def _without_pairs(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+def _without_pairs(
+    problem: AttentionProblem | DecodeProblem, operands: Operands | DecodeOperands
+) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of a problem without keys, or without queries: zeros, and an LSE of -inf or, in a row that is used, its
     sink."""
-    q = operands.q
-    out = torch.empty(problem.out_shape, dtype=problem.out_dtype, device=q.device)
-    lse = torch.empty(lse_shape(problem), dtype=torch.float32, device=q.device)
-    fill_blind(out, lse, problem.lengths.seqlen_q, operands.sinks, operands.cu_seqlens_q, operands.seqused_q)
+    q, used_q = operands.q, operands.seqused_q if isinstance(operands, Operands) else None
+    out = None if isinstance(operands, Operands) else operands.out
+    if out is None:
+        out = torch.empty(problem.out_shape, dtype=problem.out_dtype, device=q.device)
+    lse = torch.empty(lse_shape_of(problem.lengths, problem.heads_q), dtype=torch.float32, device=q.device)
+    fill_blind(out, lse, problem.lengths.seqlen_q, operands.sinks, operands.cu_seqlens_q, used_q)
     return out, lse
 
 
@@ -138,7 +148,10 @@ class _Place(NamedTuple):
 
 
 def prepared(
-    backend: ModuleType, problem: AttentionProblem, operands: Operands, upstream: Upstream | None = None
+    backend: ModuleType,
+    problem: AttentionProblem | DecodeProblem,
+    operands: Operands | DecodeOperands,
+    upstream: Upstream | None = None,
 ) -> Prepared | None:
     """The prepared launches of calls whose tensors look like these. Each tensor must be an object of its own.
 
@@ -158,19 +171,26 @@ def _has_driver(x: torch.Tensor) -> bool:
 class Prepared:
     """A backend's launches for calls that look the same. Everything is known but the tensors' addresses."""
 
-    def __init__(self, backend: ModuleType, problem: AttentionProblem, operands: Operands, upstream: Upstream | None):
+    def __init__(
+        self,
+        backend: ModuleType,
+        problem: AttentionProblem | DecodeProblem,
+        operands: Operands | DecodeOperands,
+        upstream: Upstream | None,
+    ):
         from strobe.call.launcher import maker, prepare
 
         self._problem, self._device, self._index = problem, operands.q.device, operands.q.get_device()
         arch = arch_of(self._device)
         self._buffers = buffers = backend.buffers(problem, arch)
         given = {**operands._asdict(), **({} if upstream is None else upstream._asdict())}
+        given = {name: x for name, x in given.items() if x is not None}
         made, shared = ({name: _filled(x, self._device) for name, x in of.items()} for of in (buffers.made, buffers.shared))
         space = _workspace(buffers, self._device)
         calls = backend.calls(problem, Tensors(**given, **made, **shared, **space), arch)
         self._names = tuple(made)
         self._new = tuple(_maker(maker(x), buffers.made[name].fill) for name, x in made.items())
-        self._new_shared = [maker(x) for x in shared.values()]
+        self._new_shared = [self._shared(x, buffers.shared[name]) for name, x in shared.items()]
         lse = made.get("lse")
         self._spare_lse = lse is not None and buffers.made["lse"].fill is None and buffers.fill is None
         """Whether an LSE that nobody wants may be written to the scratch memory, which all such calls share."""
@@ -205,6 +225,16 @@ class Prepared:
             place.lock.release()
         return out, lse
 
+    def decode(self, stream: int, addresses: tuple[int, ...]) -> torch.Tensor | None:
+        """Launch attention over a cache, which writes the `out` that it is given, and return the LSE, or None where the problem
+        has none.
+
+        stream: handle of the current device's current stream. addresses: those of `DecodeOperands` that are not None."""
+        place, made = self._place_of(stream), [new() for new in self._new]
+        with place.lock:
+            place.launch((*addresses, *[x.data_ptr() for x in made], *place.space))
+        return made[0] if made else None
+
     def backward(self, stream: int, addresses: tuple[int, ...], tensors: tuple[Any, ...]) -> Gradients:
         """Launch a backward and return the gradients.
 
@@ -214,6 +244,7 @@ class Prepared:
         with place.lock:
             place.launch((*addresses, *[x.data_ptr() for x in made], *place.space))
         q, k, v, _out, lse, _dout, _dlse, *others = tensors
+        assert isinstance(self._problem, AttentionProblem)
         return _gradients(self._problem, Operands(q, k, v, *others), lse, dict(zip(self._names, made, strict=True)))
 
     def _place_of(self, stream: int) -> _Place:
@@ -229,6 +260,12 @@ class Prepared:
         launch, lock = self._launches.on(stream), workspace.lock(self._device)
         space = tuple(x.data_ptr() for x in shared)
         return _Place(launch, lock, 0 if scratch is None else scratch.data_ptr(), space, (*shared, scratch))
+
+    def _shared(self, like: torch.Tensor, buffer: Buffer) -> Callable[[], torch.Tensor]:
+        """A function that makes a tensor which the calls of a stream share."""
+        from strobe.call.launcher import maker
+
+        return maker(like) if buffer.fill is None else functools.partial(_filled, buffer, self._device)
 
     def _compiled(self, call: Call) -> Any:
         from strobe.call.launcher import compiled_call

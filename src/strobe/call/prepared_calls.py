@@ -111,7 +111,7 @@ def attention(
         documents = (None, None) if of_mask is None else (of_mask.q, of_mask.kv)
         changes = _NO_CHANGES if score is None else score.tensors
         optional = (cu_q, cu_kv, used_q, used_kv, *documents, *changes, *descales, None)
-        likenesses = tuple([None if x is None else _likeness(x) for x in optional])
+        likenesses = tuple([None if x is None else likeness(x) for x in optional])
         if False in likenesses:
             return None
         addresses += tuple([x.data_ptr() for x in optional if x is not None])
@@ -153,7 +153,7 @@ def attention(
     return known.launches.forward(stream, wants_lse, addresses, (q, k, v, *optional))
 
 
-def _likeness(x) -> tuple | bool:
+def likeness(x) -> tuple | bool:
     """What checks and launches depend on in a tensor; False if x is no plain tensor, or is sparse or nested, or holds its
     values with the other sign (`is_neg`)."""
     if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_nested or x.is_neg():
@@ -299,7 +299,7 @@ def _of_operator(
     if device >= 0 and device != current_device():
         return None
     tensors = (*tensors, *[options[place] for place in _PLACES])
-    likenesses = tuple([None if x is None else _likeness(x) for x in tensors])
+    likenesses = tuple([None if x is None else likeness(x) for x in tensors])
     if False in likenesses:
         return None
     key = likenesses, tuple([x for x in options if not isinstance(x, torch.Tensor)]), beside

@@ -78,7 +78,8 @@ def _atomic(operation):
         pointer = _addresses(pointer, "updates")
         ready = machine().issue("global", pointer.offsets().numel(), _ready(pointer, val, mask))
         lanes, values = _lanes(mask, pointer), _like(val, pointer)
-        return _loaded(machine().atomic_global(pointer.array, pointer.offsets(), values, lanes, operation), pointer, ready)
+        old = machine().atomic_global(pointer.array, pointer.offsets(), values, lanes, operation, sem or "acq_rel")
+        return _loaded(old, pointer, ready)
 
     return atomic
 
@@ -108,4 +109,5 @@ def atomic_cas(pointer, cmp, val, sem=None, scope=None):
     def exchange(old, i):
         return new[int(i)] if bool(old == expected[int(i)]) else old
 
-    return _loaded(machine().atomic_global(pointer.array, pointer.offsets(), number, None, exchange), pointer, ready)
+    old = machine().atomic_global(pointer.array, pointer.offsets(), number, None, exchange, sem or "acq_rel")
+    return _loaded(old, pointer, ready)

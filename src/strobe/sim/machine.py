@@ -66,6 +66,8 @@ class Partition:
         cp.async."""
         self.initialises = False
         """Whether it has initialised barriers, and its cluster has not met since."""
+        self.acquired: dict[int, Knowledge] = {}
+        """What it knows of other CTAs, by their numbers, from atomics that acquire."""
         self.loads: list[Load] = []
         """The partition's loads from shared memory since its last arrival or fence."""
         self.routine = greenlet(self._run, cta.machine.scheduler)  # where control goes when it ends
@@ -104,7 +106,8 @@ class Partition:
         tick = int(self.knows.seen[self.agent])
         if load is not None:
             self.loads.append(load)
-        return Access(self.agent, tick, self.knows, f"{what}{self.name} at {where()}", generic, load=load)
+        what = f"{what}{self.name} at {where()}"
+        return Access(self.agent, tick, self.knows, what, generic, load=load, acquired=self.acquired)
 
 
 class Cta:
@@ -322,14 +325,20 @@ class Machine:
         values = values.expand(offsets.shape) if mask is None else values.expand(offsets.shape)[mask.expand(offsets.shape)]
         array.flat[torch.from_numpy(chosen)] = values.reshape(-1).to(array.flat.dtype)
 
-    def atomic_global(self, array: GlobalArray, offsets, values, mask, operation) -> torch.Tensor:
+    def atomic_global(self, array: GlobalArray, offsets, values, mask, operation, sem: str = "acq_rel") -> torch.Tensor:
         """Update elements one by one, in the order of the lanes; returns what they held. Atomics race with plain accesses
-        alone."""
+        alone. One that acquires learns what was known to those who updated the element by one that releases."""
         self.pause()
         old = torch.zeros(offsets.shape, dtype=array.flat.dtype)
         lanes = torch.ones(offsets.shape, dtype=torch.bool) if mask is None else mask.expand(offsets.shape)
         values = values.expand(offsets.shape)
-        array.update(_chosen(offsets, mask), self._cta.index, self._current.access(what=f"atomic on {array.name} by "))
+        chosen, partition = _chosen(offsets, mask), self._current
+        array.update(chosen, self._cta.index, partition.access(what=f"atomic on {array.name} by "))
+        if sem in ("acquire", "acq_rel"):
+            array.acquire(chosen, partition.acquired)
+        if sem in ("release", "acq_rel"):
+            array.release(chosen, {**partition.acquired, self._cta.index: partition.knows})
+            partition.tick()
         for lane in lanes.nonzero():
             at = tuple(lane.tolist())
             place = int(offsets[at])

@@ -81,7 +81,8 @@ class Load:
 @dataclass(frozen=True)
 class Access:
     """An access of `agent` at its `tick`, with what it knew then. generic: through the generic proxy, by a thread. outcome:
-    that of a read which does no harm as long as nothing depends on it. load: the Load, if it is a read to registers."""
+    that of a read which does no harm as long as nothing depends on it. load: the Load, if it is a read to registers. acquired:
+    what it knew of other CTAs, by their numbers, from atomics."""
 
     agent: int
     tick: int
@@ -90,6 +91,7 @@ class Access:
     generic: bool = True
     outcome: Outcome | None = None
     load: Load | None = None
+    acquired: dict[int, Knowledge] | None = None
 
     def __str__(self) -> str:
         return self.what
@@ -232,6 +234,8 @@ class GlobalArray:
         self.reader = np.zeros(self.flat.numel(), np.int32)
         self.updated = np.zeros(self.flat.numel(), bool)
         self.accesses: list[_Writer | None] = [None, _of_the_launch_ahead()]
+        self._released: dict[int, dict[int, Knowledge]] = {}
+        """Element -> what those who updated it by releasing atomics knew then, by the numbers of CTAs."""
         if ahead is not None:
             self.writer[ahead.written], self.reader[ahead.read] = _AHEAD, _AHEAD
 
@@ -267,6 +271,16 @@ class GlobalArray:
             self._check(numbers[numbers == _AHEAD], was, cta, access, "updates")
         self.updated[offsets] = True
 
+    def acquire(self, offsets: np.ndarray, acquired: dict[int, Knowledge]) -> None:
+        """Learn what those knew who released these elements."""
+        for offset in offsets.tolist():
+            _learn(acquired, self._released.get(offset, {}))
+
+    def release(self, offsets: np.ndarray, known: dict[int, Knowledge]) -> None:
+        """Leave what is known at these elements, for those who acquire them."""
+        for offset in offsets.tolist():
+            _learn(self._released.setdefault(offset, {}), known)
+
     def inside(self, offsets: np.ndarray, access: Access) -> None:
         """Raise OutOfBounds if an offset lies outside."""
         outside = offsets[(offsets < 0) | (offsets >= self.flat.numel())]
@@ -282,9 +296,18 @@ class GlobalArray:
             before = self.accesses[number]
             if before is None:
                 continue
-            ordered = before.cta in (None, cta) and access.knows.seen[before.access.agent] >= before.access.tick
+            knows = access.knows if before.cta in (None, cta) else (access.acquired or {}).get(before.cta)
+            ordered = knows is not None and knows.seen[before.access.agent] >= before.access.tick
             if not ordered and not (self.rewritable and was == "write" and verb == "writes" and before.cta is not None):
                 raise Race(f"{access} {verb} {self.name}; nothing orders it after the {was} by {before.access}")
+
+
+def _learn(known: dict[int, Knowledge], more: dict[int, Knowledge]) -> None:
+    for cta, knowledge in more.items():
+        if cta in known:
+            known[cta].join(knowledge)
+        else:
+            known[cta] = knowledge.copy()
 
 
 # ---- views of shared memory

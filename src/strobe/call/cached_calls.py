@@ -1,0 +1,264 @@
+"""From a call of attention over a cache to what runs it: the torch operator `strobe::decode`, and prepared launches for calls
+that look like an earlier one.
+
+Which backend runs is decided from the DecodeProblem. Nothing here waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from strobe.call import dispatch, launches, operators
+from strobe.call.prepared_calls import likeness
+from strobe.call.tables import ClockCache
+from strobe.call.torch_internals import assert_async, current_device, is_transformed, raw_stream
+from strobe.cpu import append as append_cpu
+from strobe.cpu.cached import merged
+from strobe.device import arch_of
+from strobe.serving.problem import AppendOperands, AppendOptions, DecodeOperands, DecodeOptions, DecodeProblem, describe
+
+_PLAIN = (torch.Tensor, Parameter)
+_OUT = DecodeOperands._fields.index("out")
+
+Checked = tuple[DecodeOperands, DecodeOptions]
+Outputs = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Known(NamedTuple):
+    """What is known of calls that look the same. launches: None if each of them is run by the operator."""
+
+    launches: launches.Prepared | None
+    columns: int
+    """The head dim of the values."""
+
+
+_known: ClockCache[Known] = ClockCache(1024)
+
+
+def decode(tensors: tuple[torch.Tensor | None, ...], numbers: tuple, check: Callable[[], Checked]) -> Outputs:
+    """out, and the LSE or None if it is not wanted, of a call.
+
+    tensors: in the order of `DecodeOperands`, in shapes that `check` may change, but not their addresses. numbers: all else
+    that its user gave. Calls whose tensors look the same and whose numbers are equal run the same launches. check: checks the
+    call."""
+    key = _key(tensors, numbers)
+    if key is None:
+        return _by_operator(*check())
+    known = _known.get(key)
+    if known is None:
+        operands, options = check()
+        known = Known(_launches(operands, options), options.head_dim_v)
+        _known.put(key, known)
+    if known.launches is None:
+        return _by_operator(*check())
+    q, out = tensors[0], tensors[_OUT]
+    assert q is not None
+    if out is None:
+        out = _new_out(q, known.columns, tensors[_CU] is not None)
+    addresses = tuple([x.data_ptr() for x in (*tensors[:_OUT], out) if x is not None])
+    return out, known.launches.decode(raw_stream(q.get_device()), addresses)
+
+
+_CU = DecodeOperands._fields.index("cu_seqlens_q")
+
+
+def forget() -> None:
+    """Drop everything that was prepared."""
+    _known.clear()
+
+
+def _key(tensors: tuple[torch.Tensor | None, ...], numbers: tuple) -> tuple | None:
+    """What a call's launches depend on; None if the operator must run it."""
+    q = tensors[0]
+    if not isinstance(q, torch.Tensor) or not q.is_cuda or q.get_device() != current_device():
+        return None
+    if torch.compiler.is_compiling() or is_transformed() or os.environ.get("STROBE_DEBUG", "0") == "1":
+        return None
+    likenesses = tuple([None if x is None else type(x) in _PLAIN and likeness(x) for x in tensors])
+    key = likenesses, numbers, torch.is_grad_enabled()
+    try:
+        hash(key)
+    except TypeError:  # a number that has no hash, such as a list
+        return None
+    return None if False in likenesses else key
+
+
+def _launches(operands: DecodeOperands, options: DecodeOptions) -> launches.Prepared | None:
+    operands = _with_out(operands, options)
+    problem = describe(operands, options)
+    backend = dispatch.select(problem, arch_of(operands.q.device), options.backend)
+    own = DecodeOperands._make(None if x is None else x.detach() for x in operands)  # each an object of its own
+    return launches.prepared(backend, problem, own)
+
+
+def _new_out(q: torch.Tensor, columns: int, ragged: bool) -> torch.Tensor:
+    """Where the result goes; packed rows may belong to no request, so they begin as 0."""
+    new = torch.zeros if ragged else torch.empty
+    return new((*q.shape[:-1], columns), dtype=q.dtype, device=q.device)
+
+
+def _with_out(operands: DecodeOperands, options: DecodeOptions) -> DecodeOperands:
+    if operands.out is not None:
+        return operands
+    return operands._replace(out=_new_out(operands.q, options.head_dim_v, operands.cu_seqlens_q is not None))
+
+
+# ---- the operator
+
+_TENSORS = ", ".join(
+    f"Tensor{'' if name in ('q', 'k', 'v', 'lengths') else '?'} {name}" for name in DecodeOperands._fields[:_OUT]
+)
+_NUMBERS = (
+    "SymInt max_q, int head_dim_v, bool shared, float scale, SymInt? left, SymInt? right, float softcap, bool with_lse, "
+    "bool deterministic, str? backend"
+)
+operators.library.define(f"decode({_TENSORS}, {_NUMBERS}) -> (Tensor out, Tensor lse)")
+operators.library.define(f"decode_into(Tensor(a!) out, {_TENSORS}, {_NUMBERS}) -> Tensor lse")
+
+
+def _by_operator(operands: DecodeOperands, options: DecodeOptions) -> Outputs:
+    if operands.out is None:
+        out, lse = torch.ops.strobe.decode(*operands[:_OUT], *options)
+    else:
+        out, lse = operands.out, torch.ops.strobe.decode_into(operands.out, *operands[:_OUT], *options)
+    return out, lse if options.with_lse else None
+
+
+def _run(*arguments):
+    operands, options = DecodeOperands(*arguments[:_OUT]), DecodeOptions(*arguments[_OUT:])
+    operands = _with_out(operands, options)
+    return operands.out, _run_into(operands.out, *arguments)
+
+
+def _run_into(out, *arguments):
+    operands, options = DecodeOperands(*arguments[:_OUT])._replace(out=out), DecodeOptions(*arguments[_OUT:])
+    problem = describe(operands, options)
+    check_contents(problem, operands)
+    found, lse = dispatch.forward(problem, operands, options.backend)
+    if found is not out:
+        out.copy_(found)
+    return lse if options.with_lse else out.new_empty(0, dtype=torch.float32)
+
+
+def _fake(*arguments):
+    q = arguments[0]
+    return q.new_empty(*q.shape[:-1], DecodeOptions(*arguments[_OUT:]).head_dim_v), _fake_into(None, *arguments)
+
+
+def _fake_into(_out, *arguments):
+    operands, options = DecodeOperands(*arguments[:_OUT]), DecodeOptions(*arguments[_OUT:])
+    dtype = torch.float64 if operands.q.dtype == torch.float64 else torch.float32
+    q = operands.q
+    shape = (q.shape[1], q.shape[0]) if operands.cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
+    return q.new_empty(shape if options.with_lse else (0,), dtype=dtype)
+
+
+for _dispatch_key in ("CPU", "CUDA"):
+    operators.library.impl("decode", _run, _dispatch_key)
+    operators.library.impl("decode_into", _run_into, _dispatch_key)
+torch.library.register_fake("strobe::decode", _fake, lib=operators.library)
+torch.library.register_fake("strobe::decode_into", _fake_into, lib=operators.library)
+
+
+# ---- what tensors hold
+
+
+def check_contents(problem: DecodeProblem, operands: DecodeOperands) -> None:
+    """Check the numbers in lengths and tables: always on the CPU, where a wrong one raises; on a GPU only with STROBE_DEBUG=1,
+    by asserts that run on the GPU."""
+    on_cpu = operands.q.device.type == "cpu"
+    if not on_cpu and os.environ.get("STROBE_DEBUG", "0") != "1":
+        return
+    for name, numbers, good, rule in _rules(problem, operands):
+        if on_cpu and not bool(good):
+            raise ValueError(f"{name} must {rule}, got {numbers.tolist()}")
+        if not on_cpu:
+            assert_async(good, f"{name} must {rule}")
+
+
+def _rules(problem: DecodeProblem, operands: DecodeOperands) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, str]]:
+    """Rules for what a problem's tensors hold: the tensor's name, the tensor, whether it keeps the rule (a tensor, so that
+    nothing waits for the GPU) and the rule in words."""
+    lengths, cu = operands.lengths, operands.cu_seqlens_q
+    good = (lengths >= 0) & (lengths <= problem.capacity)
+    yield "cache_seqlens", lengths, good.all(), f"be from 0 to the {problem.capacity} keys that a request has room for"
+    if operands.leftpad is not None:
+        leftpad = operands.leftpad
+        yield "cache_leftpad", leftpad, ((leftpad >= 0) & (leftpad <= lengths)).all(), "be from 0 to cache_seqlens"
+    if operands.entries is not None:
+        index = operands.entries
+        yield "cache_batch_idx", index, ((index >= 0) & (index < problem.pages)).all(), f"name one of {problem.pages} entries"
+    if operands.page_table is not None and problem.page_size is not None:
+        table = operands.page_table
+        first = torch.arange(table.shape[1], device=table.device) * problem.page_size
+        there = (table >= 0) & (table < problem.pages)
+        used = first < lengths[:, None]
+        yield "page_table", table, (there | ~used).all(), f"name one of {problem.pages} pages for all keys within cache_seqlens"
+    if cu is not None:
+        steps = cu.diff()
+        yield "cu_seqlens_q", cu, (cu[:1] == 0).all() & (steps >= 0).all(), "start at 0 and never decrease"
+        yield "cu_seqlens_q", cu, (cu <= operands.q.shape[0]).all(), f"not exceed the {operands.q.shape[0]} rows given"
+        most = problem.lengths.seqlen_q
+        yield "cu_seqlens_q", cu, (steps <= most).all(), f"have no request of more than max_seqlen_q = {most} queries"
+
+
+# ---- append and merge
+
+_NEW = ", ".join(
+    {"k_cache": "Tensor(a!) k_cache", "v_cache": "Tensor(b!)? v_cache", "k": "Tensor k", "lengths": "Tensor lengths"}.get(
+        name, f"Tensor? {name}"
+    )
+    for name in AppendOperands._fields
+)
+operators.library.define(f"append({_NEW}, bool interleaved, bool one_position) -> (Tensor lengths, Tensor q)")
+operators.library.define("merge(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)")
+
+
+def append(operands: AppendOperands, options: AppendOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write new rows to a cache; the new lengths, and the queries turned (nothing where there are none)."""
+    return torch.ops.strobe.append(*operands, *options)
+
+
+def merge(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse over all keys, from those of parts, stacked."""
+    return torch.ops.strobe.merge(outs, lses)
+
+
+def _append(*arguments):
+    count = len(AppendOperands._fields)
+    operands, options = AppendOperands(*arguments[:count]), AppendOptions(*arguments[count:])
+    if operands.k.device.type == "cpu":
+        return append_cpu.append(operands, options)
+    from strobe.kernels.decode import append as kernel
+
+    return kernel.append(operands, options)
+
+
+def _fake_append(*arguments):
+    operands = AppendOperands(*arguments[: len(AppendOperands._fields)])
+    q = operands.k.new_empty(0) if operands.q is None else operands.q.new_empty(operands.q.shape)
+    return torch.empty_like(operands.lengths), q
+
+
+def _merge(outs: torch.Tensor, lses: torch.Tensor):
+    if outs.device.type != "cpu":
+        from strobe.kernels.decode import merge as kernel
+
+        return kernel.merge(outs, lses)
+    return merged(outs, lses)
+
+
+def _fake_merge(outs: torch.Tensor, lses: torch.Tensor):
+    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+
+
+for _dispatch_key in ("CPU", "CUDA"):
+    operators.library.impl("append", _append, _dispatch_key)
+    operators.library.impl("merge", _merge, _dispatch_key)
+torch.library.register_fake("strobe::append", _fake_append, lib=operators.library)
+torch.library.register_fake("strobe::merge", _fake_merge, lib=operators.library)

@@ -1,0 +1,201 @@
+"""Appends keys and values to a cache, turned by a rotary embedding, and turns the queries beside them: one launch, in Triton.
+
+A program has one row (a token): of K and V, or of Q. The last programs write the new lengths. What has no place (no room, a
+page that is not there) is not written; a position beyond the embedding's last row is taken as that.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from strobe.kernels.common.call import Call
+from strobe.kernels.common.device_function import device_function
+from strobe.kernels.portable import interpreter
+from strobe.serving.problem import AppendOperands, AppendOptions
+
+interpreter.mend()
+
+AT_ONCE = 128
+"""Requests that a program looks at together."""
+
+
+@device_function
+def _request_of(row, cu, batch, n, AT_ONCE: tl.constexpr):
+    """The request of a row, and the row's number in it. cu: the bounds of packed rows, or None for n rows each."""
+    if cu is None:
+        return row // n, row % n
+    number = 0
+    for first in range(0, batch, AT_ONCE):
+        b = first + tl.arange(0, AT_ONCE)
+        ends = tl.load(cu + b + 1, mask=b < batch, other=2147483647)
+        number += tl.sum((ends <= row).to(tl.int32), 0)
+    begin = tl.load(cu + tl.minimum(number, batch - 1))
+    return number, row - begin
+
+
+@device_function
+def _angles(cos, sin, position, rows, HALF: tl.constexpr, COLUMNS: tl.constexpr):
+    """cos and sin of a position, [1, COLUMNS]."""
+    column = tl.arange(0, COLUMNS)
+    at = tl.minimum(tl.maximum(position, 0), rows - 1).to(tl.int64) * HALF + column
+    c = tl.load(cos + at, mask=column < HALF, other=1.0).to(tl.float32)
+    s = tl.load(sin + at, mask=column < HALF, other=0.0).to(tl.float32)
+    return c[None, :], s[None, :]
+
+
+@device_function
+def _turn(source, source_head, target, target_head, there, c, s, HEADS: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
+          HALF: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr, factor):  # fmt: skip
+    """Copy a row of all heads, its first 2 * HALF columns turned by c and s, each head times its factor."""
+    head = tl.arange(0, PADDED)[:, None]
+    pair = tl.arange(0, COLUMNS)[None, :]
+    mask = (head < HEADS * there.to(tl.int32)) & (pair < HALF)
+    first = 2 * pair if INTERLEAVED else pair
+    second = first + (1 if INTERLEAVED else HALF)
+    a = tl.load(source + head * source_head + first, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(source + head * source_head + second, mask=mask, other=0.0).to(tl.float32)
+    kind = target.dtype.element_ty
+    # As elsewhere, what is turned is rounded to the dtype of K before it is scaled for a cache of 8 bits.
+    new_a = (a * c - b * s).to(source.dtype.element_ty).to(tl.float32) * factor[:, None]
+    new_b = (a * s + b * c).to(source.dtype.element_ty).to(tl.float32) * factor[:, None]
+    tl.store(target + head * target_head + first, new_a.to(kind), mask=mask)
+    tl.store(target + head * target_head + second, new_b.to(kind), mask=mask)
+    _copy(source, source_head, target, target_head, there, 2 * HALF, HEADS, PADDED, DIM, factor)
+
+
+@device_function
+def _copy(source, source_head, target, target_head, there, begin: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr,
+          DIM: tl.constexpr, factor):  # fmt: skip
+    """Copy the columns of a row of all heads from `begin` on."""
+    if begin < DIM:
+        head = tl.arange(0, PADDED)[:, None]
+        WIDTH: tl.constexpr = triton.next_power_of_2(DIM - begin)
+        column = begin + tl.arange(0, WIDTH)[None, :]
+        mask = (head < HEADS * there.to(tl.int32)) & (column < DIM)
+        x = tl.load(source + head * source_head + column, mask=mask, other=0.0).to(tl.float32) * factor[:, None]
+        tl.store(target + head * target_head + column, x.to(target.dtype.element_ty), mask=mask)
+
+
+@device_function
+def _inverse(scale, scale_batch, scale_head, b, HEADS: tl.constexpr, PADDED: tl.constexpr):
+    """1 / scale of each head, or 1."""
+    if scale is None:
+        return tl.full([PADDED], 1.0, tl.float32)
+    head = tl.arange(0, PADDED)
+    return 1.0 / tl.load(scale + b * scale_batch + head * scale_head, mask=head < HEADS, other=1.0)
+
+
+@triton.jit(do_not_specialize=["batch", "n", "n_q", "rows", "rows_q", "capacity", "pages", "table_row", "angles"])
+def append_kernel(
+    k_cache, v_cache, k, v, q, turned, lengths, new_lengths, table, entries, cu, cu_q, cos, sin, positions, k_scale, v_scale,
+    k_cache_strides, v_cache_strides, k_strides, v_strides, q_strides, turned_strides, k_scale_strides, v_scale_strides,
+    batch, n, n_q, rows, rows_q, capacity, pages, table_row, angles,
+    SIZE: tl.constexpr, HEADS: tl.constexpr, HEADS_Q: tl.constexpr, PADDED: tl.constexpr, PADDED_Q: tl.constexpr,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ONE_POSITION: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    if row < rows:
+        b, i = _request_of(row, cu, batch, n, AT_ONCE)
+        known = (b < batch) & (i >= 0)
+        safe = tl.minimum(b, batch - 1)
+        length = tl.load(lengths + safe)
+        at = length + i
+        there = known & (length >= 0) & (at >= 0) & (at < capacity)
+        place = safe
+        if table is not None:
+            place = tl.load(table + safe.to(tl.int64) * table_row + at // SIZE, mask=there, other=-1)
+        if entries is not None:
+            place = tl.load(entries + safe)
+        there = there & (place >= 0) & (place < pages)
+        place = place.to(tl.int64)
+        own = i if cu is None else row
+        source = k + safe.to(tl.int64) * k_strides[0] + own.to(tl.int64) * k_strides[1]
+        target = k_cache + place * k_cache_strides[0] + (at % SIZE).to(tl.int64) * k_cache_strides[1]
+        factor = _inverse(k_scale, k_scale_strides[0], k_scale_strides[1], safe, HEADS, PADDED)
+        if cos is None:
+            _copy(source, k_strides[2], target, k_cache_strides[2], there, 0, HEADS, PADDED, DIM, factor)
+        else:
+            position = at
+            if positions is not None:
+                position = tl.load(positions + safe) + i
+            c, s = _angles(cos, sin, position, angles, HALF, COLUMNS)
+            _turn(source, k_strides[2], target, k_cache_strides[2], there, c, s, HEADS, PADDED, DIM, HALF, COLUMNS, INTERLEAVED,
+                  factor)  # fmt: skip
+        if v is not None:
+            source = v + safe.to(tl.int64) * v_strides[0] + own.to(tl.int64) * v_strides[1]
+            target = v_cache + place * v_cache_strides[0] + (at % SIZE).to(tl.int64) * v_cache_strides[1]
+            factor = _inverse(v_scale, v_scale_strides[0], v_scale_strides[1], safe, HEADS, PADDED)
+            _copy(source, v_strides[2], target, v_cache_strides[2], there, 0, HEADS, PADDED, DIM_V, factor)
+    elif row < rows + rows_q:
+        if q is not None:
+            row -= rows
+            b, i = _request_of(row, cu_q, batch, n_q, AT_ONCE)
+            safe = tl.minimum(b, batch - 1)
+            position = tl.load(lengths + safe)
+            if positions is not None:
+                position = tl.load(positions + safe)
+            if not ONE_POSITION:
+                position += i
+            c, s = _angles(cos, sin, position, angles, HALF, COLUMNS)
+            own = i if cu_q is None else row
+            source = q + safe.to(tl.int64) * q_strides[0] + own.to(tl.int64) * q_strides[1]
+            target = turned + safe.to(tl.int64) * turned_strides[0] + own.to(tl.int64) * turned_strides[1]
+            factor = tl.full([PADDED_Q], 1.0, tl.float32)
+            _turn(source, q_strides[2], target, turned_strides[2], row >= 0, c, s, HEADS_Q, PADDED_Q, DIM, HALF, COLUMNS,
+                  INTERLEAVED, factor)  # fmt: skip
+    else:
+        b = (row - rows - rows_q) * AT_ONCE + tl.arange(0, AT_ONCE)
+        count = n + b * 0
+        if cu is not None:
+            count = tl.load(cu + b + 1, mask=b < batch, other=0) - tl.load(cu + b, mask=b < batch, other=0)
+        length = tl.minimum(tl.maximum(tl.load(lengths + b, mask=b < batch, other=0), 0), capacity)
+        tl.store(new_lengths + b, tl.minimum(length + tl.maximum(count, 0), capacity), mask=b < batch)
+
+
+def append(operands: AppendOperands, options: AppendOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the new rows, and return the new lengths and the queries turned (nothing where there are none)."""
+    q, lengths = operands.q, torch.empty_like(operands.lengths)
+    turned = operands.k.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    with torch.cuda.device_of(lengths):
+        append_call(operands, options, lengths, turned).launch()
+    return lengths, turned
+
+
+def append_call(operands: AppendOperands, options: AppendOptions, lengths: torch.Tensor, turned: torch.Tensor) -> Call:
+    """The launch of `append`."""
+    o, batch = operands, lengths.shape[0]
+    rows, rows_q = o.k.shape[:-2].numel(), 0 if o.q is None else o.q.shape[:-2].numel()
+    half = 0 if o.cos is None else o.cos.shape[1]
+    heads, heads_q = o.k.shape[-2], 1 if o.q is None else o.q.shape[-2]
+    size, table = o.k_cache.shape[1], o.page_table
+    return Call(append_kernel, (rows + rows_q + triton.cdiv(batch, AT_ONCE),), (), dict(
+        k_cache=o.k_cache, v_cache=o.v_cache, k=o.k, v=o.v, q=o.q, turned=None if o.q is None else turned, lengths=o.lengths,
+        new_lengths=lengths, table=table, entries=o.entries, cu=o.cu_seqlens, cu_q=o.cu_seqlens_q,
+        cos=None if o.cos is None else o.cos.contiguous(), sin=None if o.sin is None else o.sin.contiguous(),
+        positions=o.positions, k_scale=o.k_scale, v_scale=o.v_scale,
+        k_cache_strides=o.k_cache.stride()[:3], v_cache_strides=_strides(o.v_cache), k_strides=_strides(o.k),
+        v_strides=_strides(o.v), q_strides=_strides(o.q), turned_strides=_strides(None if o.q is None else turned),
+        k_scale_strides=_of_scale(o.k_scale), v_scale_strides=_of_scale(o.v_scale),
+        batch=batch, n=0 if o.cu_seqlens is not None else o.k.shape[1],
+        n_q=0 if o.q is None or o.cu_seqlens_q is not None else o.q.shape[1], rows=rows, rows_q=rows_q,
+        capacity=size * (1 if table is None else table.shape[1]), pages=o.k_cache.shape[0],
+        table_row=0 if table is None else table.stride(0), angles=1 if o.cos is None else o.cos.shape[0],
+        SIZE=size, HEADS=heads, HEADS_Q=heads_q, PADDED=triton.next_power_of_2(heads),
+        PADDED_Q=triton.next_power_of_2(heads_q), DIM=o.k.shape[-1], DIM_V=o.k.shape[-1] if o.v is None else o.v.shape[-1],
+        HALF=half, COLUMNS=triton.next_power_of_2(max(half, 1)), INTERLEAVED=options.interleaved,
+        ONE_POSITION=options.one_position, AT_ONCE=AT_ONCE, enable_fp_fusion=True,
+    ))  # fmt: skip
+
+
+def _strides(x: torch.Tensor | None) -> tuple[int, int, int]:
+    """The strides of a batch entry (0 where rows are packed), a row and a head."""
+    if x is None:
+        return 0, 0, 0
+    return x.stride(0) if x.dim() == 4 else 0, x.stride(-3), x.stride(-2)
+
+
+def _of_scale(x: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if x is None else (x.stride(0), x.stride(1))

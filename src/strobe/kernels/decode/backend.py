@@ -1,0 +1,57 @@
+"""The decode backend: attention over a cache on tensor cores, for Ampere and later."""
+
+from __future__ import annotations
+
+import torch
+
+from strobe.device import Arch
+from strobe.kernels import has_triton
+from strobe.kernels.common.call import Buffers, Call, Tensors
+from strobe.kernels.decode.config import DTYPES, Config, choose, is_latent, jobs, padded
+from strobe.masks import MAX_BOUND
+from strobe.serving.problem import DecodeProblem
+
+MOST_COLUMNS = 256
+
+
+def refuses(problem: DecodeProblem, arch: Arch) -> str | None:
+    if not arch.is_gpu:
+        return "needs a GPU"
+    if arch.capability < 80:
+        return f"needs compute capability 8.0 or newer, not {arch.capability / 10:.1f}"
+    if not has_triton():
+        return "needs Triton, which is not installed"
+    if problem.dtype not in DTYPES:
+        return f"takes queries in float16 and bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
+    if problem.kv_dtype == torch.float8_e4m3fn and arch.capability < 89:
+        return f"needs compute capability 8.9 or newer for a cache of float8_e4m3fn, not {arch.capability / 10:.1f}"
+    if max(padded(problem.head_dim), padded(problem.head_dim_v)) > MOST_COLUMNS and not is_latent(problem):
+        return (
+            f"takes head dims up to {MOST_COLUMNS}, or 576 whose first 512 are v, not {problem.head_dim}, {problem.head_dim_v}"
+        )
+    if is_latent(problem) and arch.smem_per_block < choose(problem, arch).smem:
+        return "has too little shared memory for keys of 576 columns"
+    if problem.unaligned:
+        return f"needs bases and strides in multiples of 16 bytes (for cp.async), which {', '.join(problem.unaligned)} lacks"
+    units = jobs(problem, choose(problem, arch)) * -(-problem.capacity // 16)
+    if max(problem.capacity, units) >= MAX_BOUND:
+        return f"counts steps of keys in int32, and takes fewer than 2^30 of them, not {max(problem.capacity, units)}"
+    return None
+
+
+def config(problem: DecodeProblem, arch: Arch) -> Config:
+    return choose(problem, arch)
+
+
+def buffers(problem: DecodeProblem, arch: Arch) -> Buffers:
+    """See `strobe.kernels.common.call`."""
+    from strobe.kernels.decode import launch
+
+    return launch.buffers(problem, arch, config(problem, arch))
+
+
+def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch) -> list[Call]:
+    """See `strobe.kernels.common.call`."""
+    from strobe.kernels.decode import launch
+
+    return launch.calls(problem, tensors, arch, config(problem, arch))

@@ -1,0 +1,172 @@
+"""How the decode kernel runs a problem, and what it takes of a multiprocessor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from strobe.device import KIB, Arch
+from strobe.kernels.memory_map import Buffer, total_bytes
+from strobe.serving.problem import DecodeProblem
+
+MMA_ROWS = 16
+"""Rows of a product of tensor cores (mma.sync), for one warp."""
+MOST_ROWS = 64
+OVERHEAD = 2 * KIB
+"""Shared memory of a CTA beside its rings: statistics, what the compiler adds, what the driver takes."""
+MOST_PARTS = 32
+LEAST_SPLIT = 1024
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernel runs.
+
+    head_dim, head_dim_v: columns of K and V in shared memory, powers of two.
+    rows: rows of a tile: queries times the query heads that share a key head. A multiple of 16, a warp's, and a power of two.
+    tokens: keys of a step.
+    stages: steps in the ring.
+    warps: rows / 16 of them share the rows, column_warps the columns of O, the others the keys of a step.
+    ctas: on each multiprocessor.
+    split: keys of a part, where parts must not depend on other requests; 0: parts are as long as balance asks.
+    kv_bytes: of an element of the cache.
+    narrow: columns of K beyond head_dim, where V is its first head_dim columns; 0 where V lies elsewhere.
+    column_warps: warps that share a state of the softmax, and halve (or quarter) the columns of O, which would not fit the
+        registers of one: they exchange scores at every step.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    rows: int
+    tokens: int
+    stages: int
+    warps: int
+    ctas: int
+    split: int = 0
+    kv_bytes: int = 2
+    column_warps: int = 1
+    narrow: int = 0
+
+    @property
+    def row_warps(self) -> int:
+        return self.rows // MMA_ROWS
+
+    @property
+    def token_warps(self) -> int:
+        """Warps that have keys of their own, and a state of the softmax."""
+        return self.warps // (self.row_warps * self.column_warps)
+
+    @property
+    def unit(self) -> int:
+        """Keys of what the schedule deals in."""
+        return self.split or self.tokens
+
+    @property
+    def registers(self) -> int:
+        """Registers that a thread may have, so that all CTAs of a multiprocessor have some."""
+        return min(255, 65536 // (32 * self.warps * self.ctas) // 8 * 8)
+
+    def parts_at_once(self, rows: int) -> int:
+        """Partial results of so many rows that a CTA loads together when it merges: as many as 128 registers a thread hold,
+        since each further turn waits for memory again."""
+        return min(16, max(1, 128 * 32 * self.warps // (rows * self.head_dim_v)))
+
+    def __post_init__(self):
+        if (
+            self.tokens // self.token_warps < MMA_ROWS
+            or self.rows % MMA_ROWS
+            or self.warps % (self.row_warps * self.column_warps)
+        ):
+            raise ValueError(f"decode: each warp takes 16 rows or more and 16 keys or more of a step, got {self}")
+
+    @property
+    def meeting_bytes(self) -> int:
+        """Bytes of what the warps of a CTA found, O in float32, which meets in the ring of K."""
+        return 4 * self.token_warps * self.rows * self.head_dim_v
+
+    def ring_bytes(self, columns: int) -> int:
+        """Bytes of a ring of rows of so many columns."""
+        return self.stages * self.tokens * columns * self.kv_bytes
+
+    def smem_map(self) -> list[Buffer]:
+        """The rings of K and V. The results of warps meet in that of K, when it is empty."""
+        other = ("sK narrow", self.narrow) if self.narrow else ("sV", self.head_dim_v)
+        shapes = {"sK": (self.stages, self.tokens, self.head_dim), other[0]: (self.stages, self.tokens, other[1])}
+        return [Buffer(name, shape, self.kv_bytes * math.prod(shape)) for name, shape in shapes.items()]
+
+    @property
+    def smem(self) -> int:
+        """Bytes of shared memory of a CTA, but for what the compiler adds."""
+        return total_bytes(self.smem_map())
+
+
+def choose(problem: DecodeProblem, arch: Arch) -> Config:
+    """The config of a problem on an arch. By arithmetic, not measured yet: two CTAs share a multiprocessor, and the ring is as
+    long as their shared memory allows, up to three steps, so that 26 KB of each multiprocessor are always under way."""
+    if is_latent(problem):
+        return _latent(problem)
+    dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    rows = MMA_ROWS
+    while not problem.deterministic and rows < min(problem.rows, MOST_ROWS):
+        rows *= 2
+    wide, kv_bytes = max(dim, dim_v), problem.kv_dtype.itemsize
+    columns = 2 if dim_v > 128 else 1
+    warps = max(4 * columns, rows // MMA_ROWS * columns)
+    tokens = max(64, min(256, 8192 * 2 // (wide * kv_bytes)))
+    split = split_of(problem.capacity, tokens) if problem.deterministic else 0
+    config = Config(dim, dim_v, rows, tokens, 2, warps, 1, split, kv_bytes, columns)
+    while config.meeting_bytes > config.ring_bytes(dim):
+        config = replace(config, stages=config.stages + 1)
+    room = arch.smem_per_sm or 100 * KIB
+    ctas = 2 if 2 * (config.smem + OVERHEAD) <= room else 1
+    while config.stages < 3 and ctas * (replace(config, stages=config.stages + 1).smem + OVERHEAD) <= room:
+        config = replace(config, stages=config.stages + 1)
+    return replace(config, ctas=ctas)
+
+
+def is_latent(problem: DecodeProblem) -> bool:
+    """Whether keys are 576 columns wide and their first 512 are the values, as in multi-head latent attention."""
+    return problem.shared and (problem.head_dim, problem.head_dim_v) == (576, 512)
+
+
+def _latent(problem: DecodeProblem) -> Config:
+    """The config of multi-head latent attention: one CTA on each multiprocessor, four warps share the columns of O."""
+    rows = 32 if problem.rows > MMA_ROWS and not problem.deterministic else MMA_ROWS
+    split = split_of(problem.capacity, 64) if problem.deterministic else 0
+    kv_bytes = problem.kv_dtype.itemsize
+    return Config(512, 512, rows, 64, 2 if kv_bytes == 2 else 4, 8, 1, split, kv_bytes, 4, 64)
+
+
+def split_of(capacity: int, tokens: int) -> int:
+    """Keys of a part that depend on nothing but the room of a request: 1024, or a 32nd of the room."""
+    split = LEAST_SPLIT
+    while split * MOST_PARTS < capacity:
+        split *= 2
+    return max(split, tokens)
+
+
+def padded(dim: int) -> int:
+    """The power of two, at least 16, into which a head dim fits."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def partial_places(problem: DecodeProblem, config: Config, ctas: int) -> int:
+    """How many partial results there may be."""
+    if not config.split:
+        return 2 * ctas
+    return jobs(problem, config) * -(-problem.capacity // config.split)
+
+
+def jobs(problem: DecodeProblem, config: Config) -> int:
+    """The most jobs that there may be."""
+    return problem.batch * problem.heads_kv * tiles_of_rows(problem, config)
+
+
+def tiles_of_rows(problem: DecodeProblem, config: Config) -> int:
+    """Tiles of the rows of one key head in the longest request."""
+    return -(-problem.rows // config.rows)
+
+
+DTYPES = (torch.float16, torch.bfloat16)

@@ -1,0 +1,650 @@
+"""Attention of a few queries over a cache, in Gluon, for Ampere and later: cp.async, ldmatrix, mma.sync.
+
+The grid is persistent, and finds its own work from the lengths (`schedule`). All warps of a CTA do the same:
+
+    warps       rows / 16 of them share the rows of a tile, and all others the keys of a step: a warp has 16 rows and
+                tokens / token_warps keys, and a state of the softmax (maximum, sum, O) of its own, so that a step needs no
+                exchange between warps
+    a tile      up to `rows` rows that share a key head: queries times the query heads of its group
+
+    shared memory   shape                       holds
+    k_ring          [stages, tokens, head_dim]  steps i ... i + stages - 1 of K, those beyond i still being copied;
+                                                at the end of a piece what the warps found, to be added up
+    v_ring          [stages, tokens, dim_v]     the same of V, if it is not the first columns of K
+    narrow ring     [stages, tokens, narrow]    the columns of K beyond those of V, where V is the others
+    stats           [2, rows]                   the maximum and the sum of each row, over all warps
+
+A step is two groups of cp.async, of K and of V. After the wait for a group a barrier says that everybody's copies are there,
+and that everybody has read what is copied over next. Where pages are looked up, the page numbers of a step are loaded one step
+before its copies begin.
+
+Keys that are none (beyond a length, of a page that is not there) are copied as zeros and masked: whatever lies there, NaN too,
+stays there.
+
+A job whose keys are all in one piece is written at once. Otherwise each part is written to global memory, and whoever comes
+last merges them, in their order, in the same launch; the counter of arrivals is set back to 0.
+"""
+
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from strobe.kernels.common.dependent_launch import take_turn
+from strobe.kernels.common.gluon_math import tanh
+from strobe.kernels.common.scores import LN2
+from strobe.kernels.decode.schedule import (
+    Requests,
+    all_units,
+    jobs_and_units,
+    keys_of,
+    parts_of,
+    place_of,
+    queries_of,
+    request_at,
+    start_of,
+)
+from strobe.kernels.gluon import aggregate, cp_async, gl, gluon, partition_barrier, reinterpret
+
+LOG2E = gl.constexpr(1.4426950408889634)
+CHUNK = gl.constexpr(64)
+"""Columns of Q that are loaded at a time where it has many: the width of a swizzle."""
+
+
+@aggregate
+class Cached:
+    """Where keys and values are: pointers to k, v and, or None, to the page table; their strides, and the number of pages.
+    PAGE: keys of a page, or 0."""
+
+    k: gl.tensor
+    v: gl.tensor
+    table: (gl.tensor, gl.constexpr)
+    k_page: gl.tensor
+    k_row: gl.tensor
+    k_head: gl.tensor
+    v_page: gl.tensor
+    v_row: gl.tensor
+    v_head: gl.tensor
+    table_row: gl.tensor
+    pages: gl.tensor
+    PAGE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, k, v, table, k_page, k_row, k_head, v_page, v_row, v_head, table_row, pages, PAGE):
+        self.k, self.v = k, v
+        self.table = gl.constexpr(None) if table is None else table
+        self.k_page, self.k_row, self.k_head = k_page, k_row, k_head
+        self.v_page, self.v_row, self.v_head = v_page, v_row, v_head
+        self.table_row = table_row
+        self.pages = pages
+        self.PAGE = gl.constexpr(PAGE)
+
+
+@aggregate
+class Terms:
+    """What changes scores, or None: pointers to a tree mask, slopes, sinks, scales of K and of V, each with its strides; the
+    scale, a softcap and the bounds of a band. BY_ROW: whether the rows of a tile see different keys. BY_TOKEN: whether K and V
+    have a scale for each key."""
+
+    tree: (gl.tensor, gl.constexpr)
+    tree_batch: gl.tensor
+    tree_row: gl.tensor
+    tree_column: gl.tensor
+    alibi: (gl.tensor, gl.constexpr)
+    alibi_batch: gl.tensor
+    sinks: (gl.tensor, gl.constexpr)
+    k_scale: (gl.tensor, gl.constexpr)
+    v_scale: (gl.tensor, gl.constexpr)
+    k_scale_page: gl.tensor
+    k_scale_row: gl.tensor
+    v_scale_page: gl.tensor
+    v_scale_row: gl.tensor
+    scale: gl.tensor
+    softcap: (gl.tensor, gl.constexpr)
+    left: (gl.tensor, gl.constexpr)
+    right: (gl.tensor, gl.constexpr)
+    BY_ROW: gl.constexpr
+    K_BY_TOKEN: gl.constexpr
+    V_BY_TOKEN: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tree, tree_batch, tree_row, tree_column, alibi, alibi_batch, sinks, k_scale, v_scale, k_scale_page,
+                 k_scale_row, v_scale_page, v_scale_row, scale, softcap, left, right, BY_ROW, K_BY_TOKEN,
+                 V_BY_TOKEN):  # fmt: skip
+        nothing = gl.constexpr(None)
+        self.tree = nothing if tree is None else tree
+        self.tree_batch, self.tree_row, self.tree_column = tree_batch, tree_row, tree_column
+        self.alibi = nothing if alibi is None else alibi
+        self.alibi_batch = alibi_batch
+        self.sinks = nothing if sinks is None else sinks
+        self.k_scale = nothing if k_scale is None else k_scale
+        self.v_scale = nothing if v_scale is None else v_scale
+        self.k_scale_page, self.k_scale_row = k_scale_page, k_scale_row
+        self.v_scale_page, self.v_scale_row = v_scale_page, v_scale_row
+        self.scale = scale
+        self.softcap = nothing if softcap is None else softcap
+        self.left = nothing if left is None else left
+        self.right = nothing if right is None else right
+        self.BY_ROW = gl.constexpr(BY_ROW)
+        self.K_BY_TOKEN = gl.constexpr(K_BY_TOKEN)
+        self.V_BY_TOKEN = gl.constexpr(V_BY_TOKEN)
+
+
+@aggregate
+class Outputs:
+    """q, out and lse (or None) with their strides of a batch entry, a row and a head; parts float32 [places, rows, dim_v], sums
+    float32 [places, 2, rows]; arrivals int32 [batch * key heads * tiles], 0 between launches."""
+
+    q: gl.tensor
+    q_batch: gl.tensor
+    q_row: gl.tensor
+    q_head: gl.tensor
+    out: gl.tensor
+    out_batch: gl.tensor
+    out_row: gl.tensor
+    out_head: gl.tensor
+    lse: (gl.tensor, gl.constexpr)
+    lse_batch: gl.tensor
+    lse_head: gl.tensor
+    parts: gl.tensor
+    sums: gl.tensor
+    arrivals: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, q, q_batch, q_row, q_head, out, out_batch, out_row, out_head, lse, lse_batch, lse_head, parts, sums,
+                 arrivals):  # fmt: skip
+        self.q, self.q_batch, self.q_row, self.q_head = q, q_batch, q_row, q_head
+        self.out, self.out_batch, self.out_row, self.out_head = out, out_batch, out_row, out_head
+        self.lse = gl.constexpr(None) if lse is None else lse
+        self.lse_batch, self.lse_head = lse_batch, lse_head
+        self.parts, self.sums, self.arrivals = parts, sums, arrivals
+
+
+@aggregate
+class Piece:
+    """A part of a job's keys: its request, its key head, its first row (of all that share the head); the request's first query,
+    its number of queries and its length; the keys [begin, end) of the piece."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    first_row: gl.tensor
+    first_query: gl.tensor
+    queries: gl.tensor
+    length: gl.tensor
+    begin: gl.tensor
+    end: gl.tensor
+
+
+# ---- layouts. Tensors of a step are [token_warps, rows or keys of a warp, keys or columns].
+
+
+@gluon.constexpr_function
+def product_layout(C):
+    return gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[C.token_warps, C.row_warps, C.column_warps], instr_shape=[1, 16, 8]
+    )
+
+
+@gluon.constexpr_function
+def copy_layout(C, columns, width):
+    """A thread copies 16 bytes, neighbours the next ones; a warp's keys are copied by it and those that share them."""
+    across = min(32, columns // width)
+    return gl.BlockedLayout(
+        [1, 1, width], [1, 32 // across, across], [C.token_warps, C.row_warps * C.column_warps, 1], [2, 1, 0]
+    )
+
+
+@gluon.constexpr_function
+def ring_layout(columns, width):
+    """16-byte units of a row are swizzled, so that the rows which ldmatrix reads together lie in different banks."""
+    return gl.SwizzledSharedLayout(vec=width, per_phase=1, max_phase=min(8, columns // width), order=[2, 1, 0])
+
+
+@gluon.constexpr_function
+def meet_shape(C):
+    return [C.token_warps, C.rows, C.head_dim_v]
+
+
+@gluon.constexpr_function
+def parts_at_once(C, rows):
+    return C.parts_at_once(rows)
+
+
+@gluon.constexpr_function
+def result_layout(C):
+    """The layout of [parts or warps, rows, columns] when results are added up along the first dim, within a thread."""
+    across = min(32, C.head_dim_v // 4)
+    return gl.BlockedLayout([1, 1, 4], [1, 32 // across, across], [1, C.warps, 1], [2, 1, 0])
+
+
+@gluon.jit
+def along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
+    """0 ... n - 1 along an axis of a layout of rank 3."""
+    if axis == 0:
+        return gl.expand_dims(gl.expand_dims(gl.arange(0, n, gl.SliceLayout(1, gl.SliceLayout(2, layout))), 1), 2)
+    elif axis == 1:
+        return gl.expand_dims(gl.expand_dims(gl.arange(0, n, gl.SliceLayout(0, gl.SliceLayout(2, layout))), 0), 2)
+    else:
+        return gl.expand_dims(gl.expand_dims(gl.arange(0, n, gl.SliceLayout(0, gl.SliceLayout(1, layout))), 0), 1)
+
+
+@gluon.jit
+def keys_in(C: gl.constexpr, layout: gl.constexpr):
+    """The numbers of a step's keys, [token_warps, keys of a warp] in a layout of rank 2."""
+    each: gl.constexpr = C.tokens // C.token_warps
+    warp = gl.expand_dims(gl.arange(0, C.token_warps, gl.SliceLayout(1, layout)), 1)
+    return warp * each + gl.expand_dims(gl.arange(0, each, gl.SliceLayout(0, layout)), 0)
+
+
+# ---- keys and values
+
+
+@gluon.jit
+def look_up(cached, piece, keys):
+    """The pages of keys, -1 for those that are none; a contiguous cache has one entry for all."""
+    if cached.PAGE:
+        at = cached.table + piece.batch.to(gl.int64) * cached.table_row + keys // cached.PAGE
+        return gl.load(at, mask=(keys >= piece.begin) & (keys < piece.end), other=-1)
+    else:
+        return keys
+
+
+@gluon.jit
+def is_key(cached, piece, keys, pages):
+    """Whether keys belong to a piece and are there."""
+    inside = (keys >= piece.begin) & (keys < piece.end)
+    if cached.PAGE:
+        inside = inside & (pages >= 0) & (pages < cached.pages)
+    return inside
+
+
+@gluon.jit
+def rows_at(cached, keys, pages, entry, page_stride, row_stride):
+    """The offsets of keys (or values) in the cache."""
+    if cached.PAGE:
+        return pages.to(gl.int64) * page_stride + (keys % cached.PAGE).to(gl.int64) * row_stride
+    else:
+        return entry.to(gl.int64) * page_stride + keys.to(gl.int64) * row_stride
+
+
+@gluon.jit
+def k_rows(cached, keys, pages, entry):
+    return rows_at(cached, keys, pages, entry, cached.k_page, cached.k_row)
+
+
+@gluon.jit
+def v_rows(cached, keys, pages, entry):
+    return rows_at(cached, keys, pages, entry, cached.v_page, cached.v_row)
+
+
+@gluon.jit
+def same_or_looked_up(cached, piece, pages, keys, C: gl.constexpr):
+    """The pages of keys as V is copied: those as K is copied, if both have the same layout."""
+    if C.head_dim == C.head_dim_v:
+        return pages
+    else:
+        return look_up(cached, piece, keys)
+
+
+@gluon.jit
+def copy_step(buffer, base, offsets, inside, layout: gl.constexpr, COLUMNS: gl.constexpr):
+    """Start copying the rows at `offsets` [warps, keys] into a buffer, zeros where there is no key, and beyond COLUMNS. Where
+    there is no key the address is that of the first row: none lies outside of the cache, though it would not be read."""
+    columns = along(buffer.shape[2], 2, layout)
+    pointers = base + gl.expand_dims(gl.where(inside, offsets, 0), 2) + columns
+    width: gl.constexpr = layout.size_per_thread[2]
+    mask = gl.max_constancy(gl.expand_dims(inside, 2) & (columns < COLUMNS), [1, 1, width])
+    cp_async(buffer, gl.multiple_of(pointers, [1, 1, 16]), mask=mask)  # bytes
+
+
+@gluon.jit
+def load_queries(outputs, piece, FIRST: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr, C: gl.constexpr,
+                 GROUP: gl.constexpr, DIM: gl.constexpr):  # fmt: skip
+    """COLUMNS of Q from FIRST on as the first operand of a product, the same for all warps that share its rows; zeros beyond
+    the last row."""
+    row = piece.first_row + along(C.rows, 1, layout) + 0 * along(C.token_warps, 0, layout)
+    column = FIRST + along(COLUMNS, 2, layout)
+    query, head = row // GROUP, piece.head * GROUP + row % GROUP
+    at = outputs.q + piece.batch.to(gl.int64) * outputs.q_batch
+    at += (piece.first_query + query).to(gl.int64) * outputs.q_row + head.to(gl.int64) * outputs.q_head
+    mask = gl.max_constancy((row < piece.queries * GROUP) & (column < DIM), [1, 1, 2])
+    return gl.load(gl.multiple_of(at + column, [1, 1, 4]), mask=mask, other=0.0)  # bytes
+
+
+# ---- scores
+
+
+@gluon.jit
+def scores_of(s, terms, cached, piece, entry, first, k_scale, C: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Scores, times log2(e), of products s from key `first` on: -inf where nobody sees a key."""
+    keys = first + keys_in(C, gl.SliceLayout(1, LAYOUT))
+    pages = look_up(cached, piece, keys)
+    seen = is_key(cached, piece, keys, pages)
+    if terms.K_BY_TOKEN:
+        at = rows_at(cached, keys, pages, entry, terms.k_scale_page, terms.k_scale_row) + piece.head
+        s = s * gl.expand_dims(gl.load(terms.k_scale + at, mask=seen, other=0.0), 1)
+    keys, seen = gl.expand_dims(keys, 1), gl.expand_dims(seen, 1)
+    if terms.softcap is not None:
+        s = terms.softcap * LOG2E * tanh(s * (terms.scale * k_scale / terms.softcap))
+    else:
+        s = s * (terms.scale * k_scale * LOG2E)
+    if terms.BY_ROW or terms.alibi is not None:
+        row = piece.first_row + along(C.rows, 1, LAYOUT)
+        query = row // GROUP
+        position = piece.length - piece.queries + query
+        if terms.alibi is not None:
+            head = piece.head * GROUP + row % GROUP
+            slope = gl.load(terms.alibi + piece.batch * terms.alibi_batch + head, mask=query < piece.queries, other=0.0)
+            s = s - (slope * LOG2E) * gl.abs((position - keys).to(gl.float32))
+        if terms.BY_ROW:
+            if terms.right is not None:
+                seen = seen & (keys <= position + terms.right)
+            if terms.left is not None:
+                seen = seen & (keys >= position - terms.left)
+            if terms.tree is not None:
+                drafted = keys - (piece.length - piece.queries)
+                at = terms.tree + piece.batch.to(gl.int64) * terms.tree_batch + query * terms.tree_row
+                asked = (drafted >= 0) & (drafted < piece.queries) & (query < piece.queries)
+                seen = seen & gl.load(at + drafted * terms.tree_column, mask=asked, other=1).to(gl.int1)
+    return gl.where(seen, s, -float("inf"))
+
+
+@gluon.jit
+def _finite(x):
+    """x, or 0 for -inf: what maxima are subtracted as, since -inf - -inf would be NaN."""
+    return gl.where(x == -float("inf"), 0.0, x)
+
+
+@gluon.jit
+def copy_keys(rings, slot, cached, piece, entry, keys, pages, layout: gl.constexpr, C: gl.constexpr, DIM: gl.constexpr):
+    """Start copying a step of K, in one group."""
+    base, rows = cached.k + piece.head.to(gl.int64) * cached.k_head, k_rows(cached, keys, pages, entry)
+    inside = is_key(cached, piece, keys, pages)
+    copy_step(rings[0].index(slot), base, rows, inside, layout, min(DIM, C.head_dim))
+    if C.narrow > 0:
+        N: gl.constexpr = copy_layout(C, C.narrow, 16 // C.kv_bytes)
+        S: gl.constexpr = gl.SliceLayout(2, N)
+        rows, inside = gl.convert_layout(rows, S), gl.convert_layout(inside, S)
+        copy_step(rings[2].index(slot), base + C.head_dim, rows, inside, N, DIM - C.head_dim)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def copy_values(rings, slot, cached, piece, entry, keys, pages, layout: gl.constexpr, C: gl.constexpr, DIM_V: gl.constexpr):
+    """Start copying a step of V, in one group; nothing where V is columns of K."""
+    if C.narrow == 0:
+        base, rows = cached.v + piece.head.to(gl.int64) * cached.v_head, v_rows(cached, keys, pages, entry)
+        copy_step(rings[1].index(slot), base, rows, is_key(cached, piece, keys, pages), layout, DIM_V)
+        async_copy.commit_group()
+
+
+@gluon.jit
+def products_of(rings, slot, q, outputs, piece, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr):
+    """Q K^T of a step. Where registers do not hold Q beside O, it comes from the L1 cache: whole, or 64 columns at a time."""
+    L: gl.constexpr = product_layout(C)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, L, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, L, 2)
+    s = gl.full([C.token_warps, C.rows, C.tokens // C.token_warps], 0.0, gl.float32, L)
+    k = rings[0].index(slot)
+    if C.head_dim <= 128:
+        s = mma_v2(q, k.permute((0, 2, 1)).load(RIGHT).to(q.dtype), s)
+    elif C.head_dim <= 256:
+        q = load_queries(outputs, piece, 0, C.head_dim, LEFT, C, GROUP, DIM)
+        s = mma_v2(q, k.permute((0, 2, 1)).load(RIGHT).to(q.dtype), s)
+    else:
+        CHUNKS: gl.constexpr = C.head_dim // CHUNK
+        for chunk in gl.static_range(CHUNKS):
+            q = load_queries(outputs, piece, chunk * CHUNK, CHUNK, LEFT, C, GROUP, DIM)
+            s = mma_v2(q, k.slice(chunk * CHUNK, CHUNK, 2).permute((0, 2, 1)).load(RIGHT).to(q.dtype), s)
+    if C.narrow > 0:
+        q = load_queries(outputs, piece, C.head_dim, C.narrow, LEFT, C, GROUP, DIM)
+        s = mma_v2(q, rings[2].index(slot).permute((0, 2, 1)).load(RIGHT).to(q.dtype), s)
+    return s
+
+
+@gluon.jit
+def walk(rings, outputs, terms, cached, piece, entry, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+         DIM_V: gl.constexpr):  # fmt: skip
+    """Walk along the keys of a piece: each warp's O, maxima and sums."""
+    L: gl.constexpr = product_layout(C)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, L, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, L, 2)
+    width: gl.constexpr = 16 // C.kv_bytes
+    K_COPY: gl.constexpr = copy_layout(C, C.head_dim, width)
+    V_COPY: gl.constexpr = copy_layout(C, C.head_dim_v, width)
+    k_scale = 1.0
+    if terms.k_scale is not None:
+        if not terms.K_BY_TOKEN:
+            k_scale = gl.load(terms.k_scale + piece.batch * terms.k_scale_page + piece.head * terms.k_scale_row)
+
+    begin = piece.begin // C.tokens * C.tokens
+    of_k, of_v = keys_in(C, gl.SliceLayout(2, K_COPY)), keys_in(C, gl.SliceLayout(2, V_COPY))
+    for i in gl.static_range(C.stages - 1):
+        keys = begin + i * C.tokens + of_k
+        pages = look_up(cached, piece, keys)
+        copy_keys(rings, i, cached, piece, entry, keys, pages, K_COPY, C, DIM)
+        keys, pages = begin + i * C.tokens + of_v, same_or_looked_up(cached, piece, pages, begin + i * C.tokens + of_v, C)
+        copy_values(rings, i, cached, piece, entry, keys, pages, V_COPY, C, DIM_V)
+    ahead: gl.constexpr = (C.stages - 1) * C.tokens
+    k_pages = look_up(cached, piece, begin + ahead + of_k)
+    v_pages = same_or_looked_up(cached, piece, k_pages, begin + ahead + of_v, C)
+
+    q = load_queries(outputs, piece, 0, CHUNK if C.head_dim > 128 else C.head_dim, LEFT, C, GROUP, DIM)
+    acc = gl.full([C.token_warps, C.rows, C.head_dim_v], 0.0, gl.float32, L)
+    row_max = gl.full([C.token_warps, C.rows], -float("inf"), gl.float32, gl.SliceLayout(2, L))
+    row_sum = gl.full([C.token_warps, C.rows], 0.0, gl.float32, gl.SliceLayout(2, L))
+    under_way: gl.constexpr = (C.stages - 1) * (1 if C.narrow > 0 else 2) - 1
+    steps = (piece.end - begin + C.tokens - 1) // C.tokens
+    for i in range(steps):
+        first = begin + i * C.tokens
+        now, next = i % C.stages, (i + C.stages - 1) % C.stages
+        async_copy.wait_group(under_way)
+        partition_barrier()
+        copy_keys(rings, next, cached, piece, entry, first + ahead + of_k, k_pages, K_COPY, C, DIM)
+        k_pages = look_up(cached, piece, first + ahead + of_k + C.tokens)
+        s = products_of(rings, now, q, outputs, piece, C, GROUP, DIM)
+        s = scores_of(s, terms, cached, piece, entry, first, k_scale, C, GROUP, L)
+        new_max = gl.maximum(row_max, gl.max(s, 2))
+        shift = _finite(new_max)
+        p = gl.exp2(s - gl.expand_dims(shift, 2))
+        rescale = gl.exp2(row_max - shift)
+        row_sum = row_sum * rescale + gl.sum(p, 2)
+        row_max = new_max
+        acc = acc * gl.expand_dims(rescale, 2)
+        if terms.V_BY_TOKEN:
+            keys = first + keys_in(C, gl.SliceLayout(1, L))
+            p = p * gl.expand_dims(scale_of_values(terms, cached, piece, entry, keys), 1)
+        if C.narrow == 0:
+            async_copy.wait_group(under_way)
+            partition_barrier()
+            copy_values(rings, next, cached, piece, entry, first + ahead + of_v, v_pages, V_COPY, C, DIM_V)
+            v_pages = same_or_looked_up(cached, piece, k_pages, first + ahead + of_v + C.tokens, C)
+        v = rings[1].index(now).load(RIGHT).to(q.dtype)
+        acc = mma_v2(gl.convert_layout(p.to(q.dtype), LEFT), v, acc)
+    async_copy.wait_group(0)
+    return acc, row_max, row_sum
+
+
+@gluon.jit
+def scale_of_values(terms, cached, piece, entry, keys):
+    """The scales of the values of keys, 0 for those that are none."""
+    pages = look_up(cached, piece, keys)
+    at = rows_at(cached, keys, pages, entry, terms.v_scale_page, terms.v_scale_row) + piece.head
+    return gl.load(terms.v_scale + at, mask=is_key(cached, piece, keys, pages), other=0.0)
+
+
+# ---- results. Of a tile's rows only ROWS may be in use.
+
+
+@gluon.jit
+def gather_warps(k_ring, stats, acc, row_max, row_sum, C: gl.constexpr, ROWS: gl.constexpr):
+    """What all warps of a CTA found together: O [ROWS, dim_v], not divided yet, the maximum and the sum of each row."""
+    R: gl.constexpr = result_layout(C)
+    M: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, R))
+    top = gl.max(row_max, 0)
+    weight = gl.exp2(row_max - gl.expand_dims(_finite(top), 0))
+    total = gl.sum(row_sum * weight, 0)
+    meet = reinterpret(k_ring, gl.float32, meet_shape(C), ring_layout(C.head_dim_v, 4))
+    partition_barrier()  # everybody has read the last step of K
+    meet.store(acc * gl.expand_dims(weight, 2))
+    stats.index(0).store(top)
+    stats.index(1).store(total)
+    partition_barrier()
+    o = gl.sum(meet.slice(0, ROWS, 1).load(R), 0)
+    return o, stats.index(0).slice(0, ROWS).load(M), stats.index(1).slice(0, ROWS).load(M)
+
+
+@gluon.jit
+def merge(outputs, rows, parts, first, job_begins, total_units, C: gl.constexpr, ROWS: gl.constexpr):
+    """The parts of a job added up in their order, `rows` of each: see `gather_warps`."""
+    R: gl.constexpr = result_layout(C)
+    AT_ONCE: gl.constexpr = parts_at_once(C, ROWS)
+    S: gl.constexpr = gl.SliceLayout(2, R)
+    number, row = gl.arange(0, AT_ONCE, gl.SliceLayout(1, S)), gl.arange(0, ROWS, gl.SliceLayout(0, S))
+    number, row = gl.expand_dims(number, 1), gl.expand_dims(row, 0)
+    number_3, row_3, column = along(AT_ONCE, 0, R), along(ROWS, 1, R), along(C.head_dim_v, 2, R)
+    o = gl.full([ROWS, C.head_dim_v], 0.0, gl.float32, gl.SliceLayout(0, R))
+    top = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(0, S))
+    total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(0, S))
+    for i in range(0, parts, AT_ONCE):
+        at = outputs.sums + place_of(i + number, first, job_begins, total_units, C) * (2 * ROWS) + row
+        there = (i + number < parts) & (row < rows)
+        tops = gl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg")
+        totals = gl.load(at + ROWS, mask=there, other=0.0, cache_modifier=".cg")
+        at = outputs.parts + place_of(i + number_3, first, job_begins, total_units, C).to(gl.int64) * (ROWS * C.head_dim_v)
+        there = (i + number_3 < parts) & (row_3 < rows) & (column < C.head_dim_v)
+        os = gl.load(at + (row_3 * C.head_dim_v + column), mask=there, other=0.0, cache_modifier=".cg")
+        new_top = gl.maximum(top, gl.max(tops, 0))
+        shift = _finite(new_top)
+        weights, rescale = gl.exp2(tops - gl.expand_dims(shift, 0)), gl.exp2(top - shift)
+        total = total * rescale + gl.sum(totals * weights, 0)
+        by_row = gl.convert_layout(rescale, gl.SliceLayout(1, gl.SliceLayout(0, R)))
+        o = o * gl.expand_dims(by_row, 1) + gl.sum(os * gl.expand_dims(weights, 2), 0)
+        top = new_top
+    M: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, R))
+    return o, gl.convert_layout(top, M), gl.convert_layout(total, M)
+
+
+@gluon.jit
+def write(outputs, terms, piece, o, top, total, C: gl.constexpr, GROUP: gl.constexpr, DIM_V: gl.constexpr, ROWS: gl.constexpr):
+    """Write out and the LSE of a tile."""
+    R: gl.constexpr = result_layout(C)
+    row = piece.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(0, R)))
+    there = row < piece.queries * GROUP
+    query, head = piece.first_query + row // GROUP, piece.head * GROUP + row % GROUP
+    if terms.sinks is not None:
+        sink = gl.load(terms.sinks + head, mask=there, other=0.0).to(gl.float32) * LOG2E
+        new_top = gl.maximum(top, sink)
+        rescale = gl.exp2(top - _finite(new_top))
+        total = total * rescale + gl.exp2(sink - _finite(new_top))
+        o = o * gl.expand_dims(rescale, 1)
+        top = new_top
+    nothing = total == 0.0
+    factor = 1.0 / gl.where(nothing, 1.0, total)
+    if terms.v_scale is not None:
+        if not terms.V_BY_TOKEN:
+            factor *= gl.load(terms.v_scale + piece.batch * terms.v_scale_page + piece.head * terms.v_scale_row)
+    if outputs.lse is not None:
+        lse = gl.where(nothing, -float("inf"), (top + gl.log2(total)) * LN2)
+        at = outputs.lse + piece.batch.to(gl.int64) * outputs.lse_batch + head.to(gl.int64) * outputs.lse_head + query
+        gl.store(at, lse, mask=there)
+    column = gl.expand_dims(gl.arange(0, C.head_dim_v, gl.SliceLayout(0, gl.SliceLayout(0, R))), 0)
+    at = outputs.out + piece.batch.to(gl.int64) * outputs.out_batch
+    at += gl.expand_dims(query.to(gl.int64) * outputs.out_row + head.to(gl.int64) * outputs.out_head, 1) + column
+    o = (o * gl.expand_dims(factor, 1)).to(outputs.out.dtype.element_ty)
+    mask = gl.max_constancy(gl.expand_dims(there, 1) & (column < DIM_V), [1, 4])
+    gl.store(gl.multiple_of(at, [1, 8]), o, mask=mask)  # bytes
+
+
+@gluon.jit
+def leave_part(outputs, rows, place, o, top, total, C: gl.constexpr, ROWS: gl.constexpr):
+    """Write `rows` of a part of a result to where whoever merges it looks for it."""
+    R: gl.constexpr = result_layout(C)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(0, R)))
+    at = outputs.sums + place * (2 * ROWS) + row
+    gl.store(at, top, mask=row < rows)
+    gl.store(at + ROWS, total, mask=row < rows)
+    row, column = gl.expand_dims(row, 1), gl.expand_dims(gl.arange(0, C.head_dim_v, gl.SliceLayout(0, gl.SliceLayout(0, R))), 0)
+    at = outputs.parts + place.to(gl.int64) * (ROWS * C.head_dim_v) + row * C.head_dim_v + column
+    gl.store(at, o, mask=(row < rows) & (column < C.head_dim_v))
+
+
+NUMBERS = (
+    "q_batch", "q_row", "q_head", "k_page", "k_row", "k_head", "v_page", "v_row", "v_head", "out_batch", "out_row", "out_head",
+    "lse_batch", "lse_head", "table_row", "tree_batch", "tree_row", "tree_column", "alibi_batch", "k_scale_page",
+    "k_scale_row", "v_scale_page", "v_scale_row", "batch", "heads_kv", "n_q",
+    "capacity", "total_q", "pages", "tiles",
+)  # fmt: skip
+"""Arguments for whose values nothing is compiled anew."""
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def decode_kernel(
+    q, k, v, out, lse, lengths, page_table, index, leftpad, cu_q, tree, alibi, sinks, k_scale, v_scale, parts, sums, arrivals,
+    q_batch, q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head, out_batch, out_row, out_head, lse_batch, lse_head,
+    table_row, tree_batch, tree_row, tree_column, alibi_batch, k_scale_page, k_scale_row, v_scale_page, v_scale_row, batch,
+    heads_kv, n_q, capacity, total_q, pages, tiles, scale, softcap, left, right,
+    C: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, ROWS: gl.constexpr,
+    BY_ROW: gl.constexpr, K_BY_TOKEN: gl.constexpr, V_BY_TOKEN: gl.constexpr, IN_TURN: gl.constexpr,
+):  # fmt: skip
+    if IN_TURN:
+        take_turn()
+    requests = Requests(lengths, leftpad, index, cu_q, batch, n_q, capacity, total_q, pages, left)
+    cached = Cached(k, v, page_table, k_page, k_row, k_head, v_page, v_row, v_head, table_row, pages, PAGE)
+    terms = Terms(tree, tree_batch, tree_row, tree_column, alibi, alibi_batch, sinks, k_scale, v_scale, k_scale_page,
+                  k_scale_row, v_scale_page, v_scale_row, scale, softcap, left, right, BY_ROW, K_BY_TOKEN,
+                  V_BY_TOKEN)  # fmt: skip
+    outputs = Outputs(q, q_batch, q_row, q_head, out, out_batch, out_row, out_head, lse, lse_batch, lse_head, parts, sums,
+                      arrivals)  # fmt: skip
+    each: gl.constexpr = C.tokens // C.token_warps
+    width: gl.constexpr = 16 // C.kv_bytes
+    k_ring = gl.allocate_shared_memory(k.dtype.element_ty, [C.stages, C.token_warps, each, C.head_dim],
+                                       ring_layout(C.head_dim, width))  # fmt: skip
+    if C.narrow > 0:  # V is the first columns of K
+        rings = (k_ring, k_ring, gl.allocate_shared_memory(
+            k.dtype.element_ty, [C.stages, C.token_warps, each, C.narrow], ring_layout(C.narrow, width)))  # fmt: skip
+    else:
+        rings = (k_ring, gl.allocate_shared_memory(
+            k.dtype.element_ty, [C.stages, C.token_warps, each, C.head_dim_v], ring_layout(C.head_dim_v, width)))  # fmt: skip
+    stats = gl.allocate_shared_memory(gl.float32, [2, C.rows], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+    total = all_units(requests, heads_kv, C, GROUP)
+    x, last = start_of(gl.program_id(0), total), start_of(gl.program_id(0) + 1, total)
+    b, begins = request_at(requests, x, heads_kv, C, GROUP)
+    while x < last:
+        jobs, units = jobs_and_units(requests, b, b < batch, heads_kv, C, GROUP)
+        if x == begins + jobs * units:
+            b += 1
+            begins = x
+        else:
+            job, unit = (x - begins) // units, (x - begins) % units
+            count = gl.minimum(units - unit, last - x)
+            if C.split:
+                count = 1 + 0 * count
+            tiles_here = jobs // heads_kv
+            head, tile = job // tiles_here, job % tiles_here
+            first_query, queries = queries_of(requests, b, b < batch)
+            begin, end, length = keys_of(requests, b, b < batch, queries)
+            entry = b
+            if index is not None:
+                entry = gl.load(index + b)
+            origin = (begin // C.unit + unit) * C.unit
+            piece = Piece(b, head, tile * C.rows, first_query, queries, length, gl.maximum(begin, origin),
+                          gl.minimum(end, origin + count * C.unit))  # fmt: skip
+            found = walk(rings, outputs, terms, cached, piece, entry, C, GROUP, DIM, DIM_V)
+            o, top, row_sum = gather_warps(k_ring, stats, found[0], found[1], found[2], C, ROWS)
+            job_begins = begins + job * units
+            number, first = parts_of(job_begins, units, total, C)
+            if number == 1:
+                write(outputs, terms, piece, o, top, row_sum, C, GROUP, DIM_V, ROWS)
+            else:
+                part = gl.program_id(0) - first
+                if C.split:
+                    part = unit
+                rows = queries * GROUP - piece.first_row
+                leave_part(outputs, rows, place_of(part, first, job_begins, total, C), o, top, row_sum, C, ROWS)
+                partition_barrier()  # so the arrival tells of what all threads wrote
+                arrival = arrivals + (b * heads_kv + head) * tiles + tile
+                if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == number - 1:
+                    gl.store(arrival, 0)
+                    o, top, row_sum = merge(outputs, rows, number, first, job_begins, total, C, ROWS)
+                    write(outputs, terms, piece, o, top, row_sum, C, GROUP, DIM_V, ROWS)
+            partition_barrier()  # everybody has read what the warps found, where K goes next
+            x += count

@@ -1,0 +1,162 @@
+"""Which CTA computes which keys of which request: found on the device, from the lengths.
+
+A request's work comes in jobs: one for each key head and each tile of its rows. A job's keys come in units, steps of `tokens`
+keys, or, where a request's bits must not depend on the others, splits of `split` keys that begin at multiples of `split`. All
+units of all jobs stand in one line, request by request, and every CTA takes a stretch of it, all of the same length but for one
+unit. So the work is even whatever the lengths, and the host need not know them.
+
+    parts of a job        stretches that cut it, in order; or each of its splits
+    place of a part       where its partial result goes: two a CTA, as a stretch begins and ends within a job at most; or its
+                          own number in the line of splits
+"""
+
+from strobe.kernels.gluon import aggregate, gl, gluon
+
+AT_ONCE = gl.constexpr(128)
+"""Requests whose lengths are looked at together."""
+
+
+@aggregate
+class Requests:
+    """What is known of requests: pointers to lengths and, or None, to leftpad, index and cu_q; how many requests, the most
+    queries and keys of one, the packed rows of all, and the entries of the cache that index may name; how far to the left of
+    its own position a query sees, or None."""
+
+    lengths: gl.tensor
+    leftpad: (gl.tensor, gl.constexpr)
+    index: (gl.tensor, gl.constexpr)
+    cu_q: (gl.tensor, gl.constexpr)
+    batch: gl.tensor
+    n_q: gl.tensor
+    capacity: gl.tensor
+    total_q: gl.tensor
+    entries: gl.tensor
+    left: (gl.tensor, gl.constexpr)
+
+    @gluon.constexpr_function
+    def __init__(self, lengths, leftpad, index, cu_q, batch, n_q, capacity, total_q, entries, left):
+        self.lengths = lengths
+        self.leftpad = gl.constexpr(None) if leftpad is None else leftpad
+        self.index = gl.constexpr(None) if index is None else index
+        self.cu_q = gl.constexpr(None) if cu_q is None else cu_q
+        self.batch = batch
+        self.n_q = n_q
+        self.capacity = capacity
+        self.total_q = total_q
+        self.entries = entries
+        self.left = gl.constexpr(None) if left is None else left
+
+
+@gluon.jit
+def queries_of(requests, b, there):
+    """The first row and the number of queries of request b (or of several), none if it is not `there`."""
+    first, number = b * 0, b * 0 + requests.n_q
+    if requests.cu_q is not None:
+        first = gl.load(requests.cu_q + b, mask=there, other=0)
+        end = gl.load(requests.cu_q + b + 1, mask=there, other=0)
+        first = gl.minimum(gl.maximum(first, 0), requests.total_q)
+        end = gl.minimum(gl.maximum(end, 0), requests.total_q)
+        number = gl.minimum(gl.maximum(end - first, 0), requests.n_q)
+    return first, gl.where(there, number, 0)
+
+
+@gluon.jit
+def keys_of(requests, b, there, queries):
+    """[begin, end) of the keys that some query of request b (or of several) may see, and the length that positions count from.
+    Whatever the numbers are, 0 <= begin <= end <= capacity."""
+    length = gl.load(requests.lengths + b, mask=there, other=0)
+    length = gl.minimum(gl.maximum(length, 0), requests.capacity)
+    begin, end = length * 0, length
+    if requests.leftpad is not None:
+        begin = gl.minimum(gl.maximum(gl.load(requests.leftpad + b, mask=there, other=0), 0), length)
+    if requests.left is not None:
+        begin = gl.minimum(gl.maximum(begin, length - queries - requests.left), length)
+    if requests.index is not None:
+        entry = gl.load(requests.index + b, mask=there, other=0)
+        end = gl.where((entry >= 0) & (entry < requests.entries), end, begin)
+    return begin, end, length
+
+
+@gluon.jit
+def jobs_and_units(requests, b, there, heads, C: gl.constexpr, GROUP: gl.constexpr):
+    """How many jobs request b (or each of several) has, and how many units a job of it: at least one, as rows that see nothing
+    have a result too."""
+    _, queries = queries_of(requests, b, there)
+    begin, end, _ = keys_of(requests, b, there, queries)
+    unit: gl.constexpr = C.unit
+    units = gl.maximum((end + unit - 1) // unit - begin // unit, 1)
+    return heads * ((queries * GROUP + C.rows - 1) // C.rows), units
+
+
+@gluon.constexpr_function
+def of_requests(warps):
+    """The layout of lengths: every warp has all of them, so sums need no other warp."""
+    return gl.BlockedLayout([AT_ONCE.value // 32], [32], [warps], [0])
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def all_units(requests, heads, C: gl.constexpr, GROUP: gl.constexpr):
+    """The units of all requests together."""
+    lane = gl.arange(0, AT_ONCE, of_requests(C.warps))
+    total = requests.batch * 0
+    for first in range(0, requests.batch, AT_ONCE):
+        b = first + lane
+        jobs, units = jobs_and_units(requests, b, b < requests.batch, heads, C, GROUP)
+        total += gl.sum(gl.where(b < requests.batch, jobs * units, 0), 0)
+    return total
+
+
+@gluon.jit
+def request_at(requests, x, heads, C: gl.constexpr, GROUP: gl.constexpr):
+    """The request that has unit x of the line, and where its own units begin in the line."""
+    lane = gl.arange(0, AT_ONCE, of_requests(C.warps))
+    ahead, number, begins = requests.batch * 0, requests.batch * 0, requests.batch * 0
+    for first in range(0, requests.batch, AT_ONCE):
+        b = first + lane
+        jobs, units = jobs_and_units(requests, b, b < requests.batch, heads, C, GROUP)
+        own = gl.where(b < requests.batch, jobs * units, 0)
+        ends = ahead + gl.associative_scan(own, 0, _add)
+        before = (ends <= x) & (b < requests.batch)
+        number += gl.sum(before.to(gl.int32), 0)
+        begins = gl.maximum(begins, gl.max(gl.where(before, ends, 0), 0))
+        ahead += gl.sum(own, 0)
+    return number, begins
+
+
+@gluon.jit
+def start_of(cta, total):
+    """Where the stretch of a CTA begins in the line."""
+    each = total // gl.num_programs(0)
+    return cta * each + gl.minimum(cta, total % gl.num_programs(0))
+
+
+@gluon.jit
+def cta_of(x, total):
+    """The CTA whose stretch has unit x of the line."""
+    each, longer = total // gl.num_programs(0), total % gl.num_programs(0)
+    return gl.where(x < longer * (each + 1), x // (each + 1), longer + (x - longer * (each + 1)) // gl.maximum(each, 1))
+
+
+@gluon.jit
+def parts_of(job_begins, units, total, C: gl.constexpr):
+    """How many parts a job has whose units begin at `job_begins` in the line, and the CTA of the first one."""
+    if C.split:
+        return units, job_begins
+    else:
+        first = cta_of(job_begins, total)
+        return cta_of(job_begins + units - 1, total) - first + 1, first
+
+
+@gluon.jit
+def place_of(part, first, job_begins, total, C: gl.constexpr):
+    """Where the partial result of a job's part goes. part: its number, or several; first: of `parts_of`."""
+    if C.split:
+        return first + part
+    else:
+        within = (job_begins > start_of(first, total)).to(gl.int32)
+        return 2 * (first + part) + gl.where(part == 0, within, 0)

@@ -1,0 +1,133 @@
+"""Attention over a cache in Strobe's own vocabulary: `decode`, `append`, `merge`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from strobe.call import cached_calls
+from strobe.masks import Mask
+from strobe.scores import Score
+from strobe.serving.arguments import checked, checked_append, checked_parts
+from strobe.serving.cache import Cache, Rotary
+
+
+def decode(
+    q: torch.Tensor,
+    cache: Cache,
+    *,
+    mask: Mask | None = None,
+    score: Score | None = None,
+    scale: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    tree: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention of the newest queries of each request over the keys that a cache holds for it, without a gradient.
+
+    Args:
+        q: [batch, seqlen_q, heads_q, head_dim], or [total_q, heads_q, head_dim] with cu_seqlens_q. float16, bfloat16, float32
+            (float64 on a CPU). Its last query stands on the last key of its request.
+        cache: keys, values, lengths, pages (see `strobe.Cache`); heads_q is a multiple of its heads.
+        mask: Causal() (the default), Full(), Window(...), or two of them joined by `&`.
+        score: Score(softcap=..., alibi=..., sinks=...).
+        scale: default 1 / sqrt(head_dim).
+        cu_seqlens_q: int32 [batch + 1]: the bounds of each request's queries, where they are packed.
+        max_seqlen_q: the most queries of a request, with cu_seqlens_q; default: total_q.
+        tree: bool [n, n] or [batch, n, n], n at least the most queries: whether query i sees the key of query j, beside what
+            the mask says. All keys ahead of the queries' own are seen.
+        out: where to write the result, [..., heads_q, head_dim of v] of q's dtype. Packed rows of no request stay as they are.
+        return_lse: also return log(sum(exp(scores))), float32, [batch, heads_q, seqlen_q] or [heads_q, total_q].
+        deterministic: a request's bits do not depend on what else is in the batch, nor on how many queries come at once.
+        backend: "decode" or "cached_cpu", to run that one or fail; None lets Strobe choose (see `strobe.explain`).
+
+    Returns:
+        out, or (out, lse). A row that sees no key gives 0 and an LSE of -inf, or of its sink.
+
+    Raises:
+        ValueError, TypeError: naming the argument, before any launch. On a CPU also for lengths and page numbers that cannot
+        be; a GPU does that with STROBE_DEBUG=1, and otherwise takes a length as at most what there is room for, and a page that
+        is not there as one without keys.
+    """
+    if not isinstance(cache, Cache):
+        raise TypeError(f"cache must be a strobe.Cache, got {type(cache).__name__}")
+    score_tensors = (None, None) if score is None else (getattr(score, "alibi", None), getattr(score, "sinks", None))
+    tensors = (
+        q, cache.k, cache.k if cache.v is None else cache.v, cache.lengths, cache.page_table, cache.index, cache.leftpad,
+        cu_seqlens_q, tree, *score_tensors, cache.k_scale, cache.v_scale, out,
+    )  # fmt: skip
+    of_score = None if score is None else (getattr(score, "softcap", None), getattr(score, "bias", None), score.__class__)
+    of_function = None if score is None else getattr(score, "function", None)
+    of_mask = (getattr(mask, "left", mask), getattr(mask, "right", None), getattr(mask, "prefix", None))
+    numbers = (
+        of_mask, getattr(mask, "by_pair", False), of_score, of_function, scale, type(scale), max_seqlen_q, type(max_seqlen_q),
+        return_lse, deterministic, type(deterministic), backend, cache.v is None, cache.head_dim_v,
+    )  # fmt: skip
+
+    def check():
+        return checked(
+            q, cache, mask=mask, score=score, scale=scale, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, tree=tree,
+            out=out, return_lse=return_lse, deterministic=deterministic, backend=backend,
+        )  # fmt: skip
+
+    found, lse = cached_calls.decode(tensors, numbers, check)
+    return (found, lse) if return_lse and lse is not None else found
+
+
+def append(
+    cache: Cache,
+    k: torch.Tensor,
+    v: torch.Tensor | None = None,
+    *,
+    q: torch.Tensor | None = None,
+    rotary: Rotary | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    one_position: bool = False,
+) -> tuple[Cache, torch.Tensor | None]:
+    """Write new keys and values behind those of each request, in place, turned by a rotary embedding if one is given.
+
+    Args:
+        cache: the tensors are written to, the lengths stay as they are. Its scales are one number for all keys of a head.
+        k, v: [batch, n, heads_kv, head_dim], or [total, heads_kv, head_dim] with cu_seqlens, of the cache's dtype (16 or 32
+            bits for a cache of 8). v=None where the values are columns of k.
+        q: queries to turn as well, [batch, seqlen_q, heads_q, head_dim] or packed with cu_seqlens_q; with a rotary embedding.
+        rotary: turns keys (and q) by their positions. Key i of request b has position positions[b] + i.
+        positions: int32 [batch]; default: the cache's lengths. A position beyond the last row of cos is taken as the last.
+        one_position: all queries of a request have the position of the first.
+
+    Returns:
+        The cache with its new lengths, a new tensor, and q turned, a new tensor, or None. A key for which there is no room, or
+        whose page is not there, is not written, and lengths end where there is no more room.
+
+    Raises:
+        ValueError, TypeError: naming the argument, before anything is written.
+    """
+    operands, options = checked_append(cache, k, v, q, rotary, cu_seqlens, cu_seqlens_q, positions, one_position)
+    lengths, turned = cached_calls.append(operands, options)
+    return replace(cache, lengths=lengths), None if q is None else turned
+
+
+def merge(outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor] | torch.Tensor):
+    """Attention over all keys, from attention over parts of them: of a shared prefix and the rest, say, or of the keys on
+    several GPUs.
+
+    Args:
+        outs: for each part its out, [batch, n, heads, head_dim] or [total, heads, head_dim], as a sequence or a stacked tensor.
+        lses: for each part its LSE, [batch, heads, n] or [heads, total], float32.
+
+    Returns:
+        (out, lse), shaped as those of a part, out in its dtype. A part with an LSE of -inf counts for nothing, whatever its out
+        holds; with nothing but such parts a row gives 0 and -inf.
+
+    Raises:
+        ValueError, TypeError: for parts that do not fit each other.
+    """
+    return cached_calls.merge(*checked_parts(outs, lses))

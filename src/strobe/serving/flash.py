@@ -1,0 +1,129 @@
+"""flash-attn's functions over a cache, with the arguments of FlashAttention-2, FlashAttention-3 and vLLM, in terms of `decode`
+and `append`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from strobe.arguments import integer
+from strobe.checks import check_tensor
+from strobe.flash_arguments import NO_WINDOW, flash_mask, flash_score
+from strobe.masks import Full
+from strobe.serving.api import append, decode
+from strobe.serving.cache import Cache, Rotary
+
+_HINTS = ("scheduler_metadata", "pack_gqa", "sm_margin", "fa_version")
+"""Arguments of others that say how to schedule, which happens on the device here: they change nothing."""
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=NO_WINDOW, softcap=0.0,
+    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False, *, page_table=None, cu_seqlens_q=None,
+    cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, qv=None, q_descale=None, k_descale=None, v_descale=None,
+    attention_chunk=0, scheduler_metadata=None, pack_gqa=None, sm_margin=0, sinks=None, learnable_sink=None, s_aux=None,
+    deterministic=False, out=None,
+):  # fmt: skip
+    """flash-attn's function of this name, with the keywords of FlashAttention-3: attention over a cache, to which k and v are
+    appended first, in place, turned by the rotary embedding (and q with them).
+
+    q [batch, seqlen_q, heads_q, D], or [total_q, heads_q, D] with cu_seqlens_q. k_cache, v_cache [entries, size, heads_kv, D],
+    or with a block_table (page_table is the same) pages of any size, [pages, page_size, heads_kv, D]. k, v: [batch, seqlen_new,
+    heads_kv, D], or packed with cu_seqlens_k_new. cache_seqlens: int32 [batch], or an int for all, the lengths before k and v;
+    None: the whole cache. causal=True with a rotary embedding gives each query the position after the one before, otherwise all
+    have that of the first, as in flash-attn. sinks, learnable_sink and s_aux are one: [heads_q]. k_descale, v_descale: float32,
+    of a cache of 8 bits, of any shape that `strobe.Cache` takes.
+
+    num_splits=1 asks for bits that do not depend on the batch, as `deterministic=True` does; other numbers, scheduler_metadata,
+    pack_gqa and sm_margin change nothing, as work is dealt out on the device.
+    Returns out, or (out, softmax_lse), softmax_lse [batch, heads_q, seqlen_q] or [heads_q, total_q].
+    """
+    _refuse(qv=qv, q_descale=q_descale, attention_chunk=attention_chunk or None)
+    table = _one("block_table", block_table, "page_table", page_table)
+    sink = _one("sinks", _one("sinks", sinks, "learnable_sink", learnable_sink), "s_aux", s_aux)
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(name, x)
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    lengths = _lengths(cache_seqlens, k_cache, table, batch, k is not None)
+    cache = Cache(k_cache, v_cache, lengths, table, cache_batch_idx, cache_leftpad, k_descale, v_descale)
+    mask = flash_mask(causal, window_size)
+    if (k is None) != (v is None):
+        raise ValueError("k and v go together, got one of them")
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError("rotary_cos and rotary_sin go together, got one of them")
+    if k is None and (rotary_cos is not None or cu_seqlens_k_new is not None):
+        raise ValueError("rotary_cos and cu_seqlens_k_new go with k and v, which are appended, got none")
+    if k is not None:
+        rotary = None if rotary_cos is None else Rotary(rotary_cos, rotary_sin, bool(rotary_interleaved))
+        own = mask is not None and (mask.left is not None or mask.right is not None)
+        cache, turned = append(
+            cache, k, v, q=None if rotary is None else q, rotary=rotary, cu_seqlens=cu_seqlens_k_new, cu_seqlens_q=cu_seqlens_q,
+            positions=rotary_seqlens, one_position=not own,
+        )  # fmt: skip
+        q = q if turned is None else turned
+    return decode(
+        q, cache, mask=Full() if mask is None else mask, score=flash_score(softcap, alibi_slopes, sink), scale=softmax_scale,
+        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, out=out, return_lse=bool(return_softmax_lse),
+        deterministic=bool(deterministic) or num_splits == 1,
+    )  # fmt: skip
+
+
+def varlen_over_pages(
+    q, k, v, cu_seqlens_q, block_table, seqused_k, max_seqlen_q=None, *, softmax_scale=None, causal=False,
+    window_size=NO_WINDOW, softcap=0.0, alibi_slopes=None, learnable_sink=None, s_aux=None, out=None, deterministic=False,
+    return_softmax_lse=False, k_descale=None, v_descale=None, num_splits=0, cp_world_size=1, dropout_p=0.0, seqused_q=None,
+    cu_seqlens_k=None, q_descale=None, q_v=None, output_scale=None, cp_rank=0, cp_tot_seqused_k=None, **hints,
+):  # fmt: skip
+    """flash_attn_varlen_func over pages, with vLLM's keywords: q [total_q, heads_q, D], k and v [pages, page_size, heads_kv,
+    D].
+
+    seqused_k: int32 [batch], how many keys each sequence has. s_aux and learnable_sink are one: [heads_q]. num_splits=1 asks
+    for bits that do not depend on the batch. scheduler_metadata, fa_version and the like change nothing. Keys that are spread
+    over several GPUs (cp_world_size), q of 8 bits, dropout and an output of 8 bits are refused.
+    """
+    _refuse(
+        q_v=q_v, q_descale=q_descale, output_scale=output_scale, cp_tot_seqused_k=cp_tot_seqused_k, seqused_q=seqused_q,
+        cp_world_size=None if cp_world_size == 1 else cp_world_size, dropout_p=dropout_p or None, cu_seqlens_k=cu_seqlens_k,
+        **{name: value for name, value in hints.items() if name not in _HINTS},
+    )  # fmt: skip
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("seqused_k", seqused_k)):
+        if x is None:
+            raise TypeError(f"{name} must be an int32 tensor with a block_table, got None")
+    cache = Cache(k, v, seqused_k, block_table, k_scale=k_descale, v_scale=v_descale)
+    mask, sink = flash_mask(causal, window_size), _one("s_aux", s_aux, "learnable_sink", learnable_sink)
+    return decode(
+        q, cache, mask=Full() if mask is None else mask, score=flash_score(softcap, alibi_slopes, sink), scale=softmax_scale,
+        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, out=out, return_lse=bool(return_softmax_lse),
+        deterministic=bool(deterministic) or num_splits == 1,
+    )  # fmt: skip
+
+
+def _one(name: str, x, other_name: str, other):
+    """The one that is given of two arguments that mean the same."""
+    if x is not None and other is not None:
+        raise ValueError(f"{name} and {other_name} are one argument, got both")
+    return other if x is None else x
+
+
+def _refuse(**arguments) -> None:
+    """ValueError for the first argument that is given: none of these is taken."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name} is not taken over a cache, got {_short(value)}: leave it out")
+
+
+def _short(value) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _lengths(cache_seqlens, k_cache, table, batch: int, appends: bool) -> torch.Tensor:
+    """The lengths as a tensor, from one, an int for all, or None for all that there is room for."""
+    if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dim() > 0:
+        return cache_seqlens
+    if cache_seqlens is None:
+        if appends:
+            raise ValueError("cache_seqlens must say where k and v are appended, got None")
+        cache_seqlens = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    length = integer("cache_seqlens must be an int32 tensor or an int", cache_seqlens)
+    return torch.full((batch,), length, dtype=torch.int32, device=k_cache.device)

@@ -1,0 +1,95 @@
+"""What the compiler makes of the decode kernel, for GPUs that are not there, and that its launches can be prepared."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
+
+PROGRAM = """
+import json, sys, torch, triton
+from strobe.call import launcher
+from strobe.device import KNOWN
+from strobe.kernels.common.call import Tensors
+from strobe.kernels.decode import launch
+from strobe.kernels.decode.config import OVERHEAD, choose
+from strobe.lab.binary.offline import pretend_gpu
+from strobe.lab.binary.sass import audit
+from strobe.serving.problem import DecodeOperands, DecodeOptions, describe
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+made = []
+for arch, group, n_q, dim, page, cache, beside in json.loads(sys.argv[1]):
+    arch, i32 = KNOWN[arch], torch.int32
+    kind = torch.float8_e4m3fn if cache == "e4m3" else torch.bfloat16
+    q, (k, v) = meta(4, n_q, 2 * group, dim), (meta(40, page or 512, 2, dim, dtype=kind) for _ in range(2))
+    table, out = meta(4, 8, dtype=i32) if page else None, meta(4, n_q, 2 * group, dim)
+    operands = DecodeOperands(q, k, v, meta(4, dtype=i32), table, out=out)
+    if cache == "e4m3":
+        operands = operands._replace(k_scale=meta(4, 2, dtype=torch.float32), v_scale=meta(4, 2, dtype=torch.float32))
+    if beside == "all":
+        operands = operands._replace(leftpad=meta(4, dtype=i32), tree=meta(4, n_q, n_q, dtype=torch.bool),
+                                     alibi=meta(2 * group, dtype=torch.float32), sinks=meta(2 * group, dtype=torch.float32))
+    softcap, left = (30.0, 100) if beside == "all" else (0.0, None)
+    options = DecodeOptions(n_q, dim, False, 0.1, left, 0, softcap, True, beside == "deterministic", None)
+    problem = describe(operands, options)
+    config = choose(problem, arch)
+    buffers = launch.buffers(problem, arch, config)
+    others = {name: meta(*x.shape, dtype=x.dtype) for name, x in {**buffers.made, **buffers.shared}.items()}
+    given = {name: x for name, x in operands._asdict().items() if x is not None}
+    (call,) = launch.calls(problem, Tensors(**given, **others), arch, config)
+    with pretend_gpu(arch.capability):
+        compiled = call.compile()
+    found, ptx = audit(compiled, "decode", 0.0, ()), compiled.asm["ptx"]
+    ready = launcher.Call(call.kernel, call.grid, (), call.keywords, compiled)
+    known = launcher.parameters(compiled, launcher.all_arguments(ready))
+    there = {id(x) for x in (*given.values(), *others.values())}
+    made.append({
+        "registers": found.registers, "allowed": config.registers, "spills": found.spill_bytes,
+        "smem": compiled.metadata.shared, "smem_said": config.smem, "overhead": OVERHEAD, "ldmatrix": ptx.count("ldmatrix"),
+        "copies": ptx.count("cp.async.cg"), "narrow": ptx.count("cp.async.ca"),
+        "strangers": sum(isinstance(p.value, torch.Tensor) and id(p.value) not in there for p in known),
+    })
+print(json.dumps({"triton": triton.__version__, "made": made}))
+"""
+
+SOME = [("H200", 8, 1, 128, 64, "bf16", ""), ("H200", 1, 4, 128, None, "bf16", ""), ("A100", 4, 1, 64, 16, "bf16", "")]
+MORE = [
+    ("H200", 4, 1, 128, 1, "bf16", "deterministic"), ("H200", 8, 16, 128, 64, "bf16", ""), ("H200", 2, 1, 256, 64, "bf16", ""),
+    ("H200", 8, 1, 128, 64, "e4m3", ""), ("H200", 8, 4, 128, 64, "bf16", "all"), ("A100", 8, 1, 128, None, "bf16", ""),
+    ("H200", 7, 1, 80, 16, "bf16", ""),
+]  # fmt: skip
+SPILLS = {("H200", 8, 16, 128, 64, "bf16", ""): 256, ("H200", 8, 4, 128, 64, "bf16", "all"): 256}
+"""Bytes that may be spilled, outside of what runs at every step for the most part."""
+
+
+@pytest.mark.parametrize(
+    ("version", "problems"),
+    [
+        pytest.param("3.6", SOME, id="some, oldest Triton"),
+        pytest.param("3.6", MORE, id="more, oldest Triton", marks=pytest.mark.exhaustive),
+        pytest.param("", [*SOME, *MORE], id="all, installed Triton", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_it_compiles_for_gpus_that_are_not_there(version, problems):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if version:
+        if not OLDEST_TRITON.exists():
+            pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(OLDEST_TRITON), environment.get("PYTHONPATH")]))
+    command = [sys.executable, "-c", PROGRAM, json.dumps(problems)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["triton"].startswith(version)
+    for problem, made in zip(problems, result["made"], strict=True):
+        assert made["registers"] <= made["allowed"] and made["spills"] <= SPILLS.get(tuple(problem), 0), (problem, made)
+        assert made["smem_said"] <= made["smem"] <= made["smem_said"] + made["overhead"] + 4096, (problem, made)
+        assert made["copies"] and not made["narrow"] and made["strangers"] == 0, (problem, made)
+        assert made["ldmatrix"] or "e4m3" in problem, (problem, made)

@@ -1,0 +1,209 @@
+"""Attention over a cache through the public door, on a CPU and on a GPU, against the specification."""
+
+import pytest
+import torch
+from requests_at_random import Drawn, check, draw, right
+
+import strobe
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+GPU = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_on_a_cpu(seed):
+    dtype = DTYPES[seed % 4]
+    call = draw(seed, dtype)
+    check(strobe.decode(call.q, call.cache, return_lse=True, **call.keywords), right(call), dtype)
+
+
+def test_without_an_lse_and_into_a_tensor():
+    call = draw(3, torch.float32, ragged=False)
+    wanted, _ = right(call)
+    out = torch.full_like(wanted, torch.nan, dtype=torch.float32)
+    assert strobe.decode(call.q, call.cache, out=out, **call.keywords) is out
+    check((out,), (wanted,), torch.float32)
+    check((strobe.decode(call.q, call.cache, **call.keywords),), (wanted,), torch.float32)
+
+
+def test_prefill_is_decode_token_by_token():
+    """Queries that come together see what each sees alone."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 9, heads, 16, generator=g) for heads in (4, 2, 2))
+    cache = strobe.Cache(k, v, torch.tensor([9, 9], dtype=torch.int32))
+    together = strobe.decode(q, cache)
+    for t in range(9):
+        so_far = strobe.Cache(k, v, torch.tensor([t + 1] * 2, dtype=torch.int32))
+        torch.testing.assert_close(strobe.decode(q[:, t : t + 1], so_far), together[:, t : t + 1])
+    torch.testing.assert_close(together, strobe.attention(q, k, v, mask=strobe.Causal()))
+
+
+def test_the_operator_is_known_to_the_compiler():
+    call = draw(5, torch.float32, ragged=False, tree=False)
+    torch.library.opcheck(torch.ops.strobe.merge, (torch.randn(3, 2, 4, 2, 8), torch.randn(3, 2, 2, 4)))
+    decode = torch.compile(lambda q: strobe.decode(q, call.cache, **call.keywords), fullgraph=True, backend="aot_eager")
+    check((decode(call.q),), right(call)[:1], torch.float32)
+
+
+def test_values_that_are_columns_of_keys():
+    """The latent of multi-head latent attention: 576 columns of keys, the first 512 of which are the values."""
+    g = torch.Generator().manual_seed(1)
+    q, latent = torch.randn(2, 1, 16, 576, generator=g), torch.randn(6, 16, 1, 576, generator=g)
+    lengths, table = torch.tensor([40, 17], dtype=torch.int32), torch.tensor([[3, 0, 5], [1, 2, -7]], dtype=torch.int32)
+    found = strobe.decode(q, strobe.Cache(latent, None, lengths, table, head_dim_v=512))
+    wanted = strobe.decode(q, strobe.Cache(latent, latent[..., :512].contiguous(), lengths, table))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["", "head", "request", "key"])
+def test_caches_of_8_bits(kind):
+    g = torch.Generator().manual_seed(2)
+    shape = {"": (), "head": (2,), "request": (3, 2), "key": (8, 16, 2)}[kind]
+    k, v = (torch.randn(8, 16, 2, 64, generator=g).to(torch.float8_e4m3fn) for _ in range(2))
+    scales = [torch.rand(shape, generator=g) + 0.5 for _ in range(2)]
+    full = [s if s.dim() < 3 else s[..., None] for s in scales]
+    table, lengths = torch.tensor([[0, 1], [2, 3], [4, 5]], dtype=torch.int32), torch.tensor([30, 1, 16], dtype=torch.int32)
+    q = torch.randn(3, 1, 4, 64, generator=g)
+    found = strobe.decode(q, strobe.Cache(k, v, lengths, table, k_scale=scales[0], v_scale=scales[1]))
+    if kind == "request":
+        wide = [torch.zeros(8, 16, 2, 64) for _ in range(2)]
+        for b in range(3):
+            for x, w, s in zip((k, v), wide, scales, strict=True):
+                w[table[b]] = x[table[b]].float() * s[b][:, None]
+    else:
+        wide = [x.float() * (s[:, None] if kind == "head" else s) for x, s in zip((k, v), full, strict=True)]
+    torch.testing.assert_close(found, strobe.decode(q, strobe.Cache(*wide, lengths, table)))
+
+
+def test_explain_and_supports_answer(capsys):
+    call = draw(4, torch.bfloat16)
+    explanation = strobe.explain(call.q, call.cache, **call.keywords)
+    assert (
+        explanation.chosen == "cached_cpu" and "decode: needs a GPU" in str(explanation) and "decode" in capsys.readouterr().out
+    )
+    assert strobe.supports(call.q, call.cache, **call.keywords) == (True, ["decode: needs a GPU"])
+    assert strobe.supports(call.q, call.cache, backend="decode", **call.keywords)[0] is False
+    assert strobe.supports(call.q, call.cache, scale="large")[0] is False
+
+
+def cache_of(**changes) -> strobe.Cache:
+    tensors = {"k": torch.zeros(4, 8, 2, 16), "v": torch.zeros(4, 8, 2, 16), "lengths": torch.tensor([8, 3], dtype=torch.int32)}
+    return strobe.Cache(**{**tensors, **changes})
+
+
+def ints(*numbers) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+REFUSED = {
+    "cache must be a strobe.Cache": {"cache": 3},
+    "k_cache must have shape": {"cache": cache_of(k=torch.zeros(4, 8, 16), v=torch.zeros(4, 8, 16))},
+    "v_cache must have k_cache's dtype": {"cache": cache_of(v=torch.zeros(4, 8, 2, 16).half())},
+    "v_cache must have k_cache's shape": {"cache": cache_of(v=torch.zeros(4, 8, 1, 16))},
+    "cache_seqlens must be int32": {"cache": cache_of(lengths=torch.tensor([8, 3]))},
+    "cache_batch_idx goes with a contiguous cache": {"cache": cache_of(page_table=ints([0], [1]), index=ints(0, 1))},
+    "page_table must have shape": {"cache": cache_of(page_table=ints([0], [1], [2]))},
+    "k_descale goes with a cache of 8 bits": {"cache": cache_of(k_scale=torch.ones(()))},
+    "head_dim_v must be": {"cache": cache_of(v=None)},
+    "mask must be Full, Causal or Window": {"mask": strobe.Prefix(3)},
+    "score must be softcap": {"score": strobe.Score(bias=torch.zeros(1, 1, 1, 1))},
+    "q must have shape": {"q": torch.zeros(3, 1, 4, 16)},
+    "k_cache must have q's dtype": {"q": torch.zeros(2, 1, 4, 16).half()},
+    "k_cache must have q's head dim": {"q": torch.zeros(2, 1, 4, 24)},
+    "q's heads must be a multiple": {"q": torch.zeros(2, 1, 3, 16)},
+    "must not require a gradient": {"q": torch.zeros(2, 1, 4, 16, requires_grad=True)},
+    "max_seqlen_q goes with cu_seqlens_q": {"max_seqlen_q": 1},
+    "cu_seqlens_q must be contiguous with shape": {"q": torch.zeros(2, 4, 16), "cu_seqlens_q": ints(0, 1)},
+    "tree must be bool": {"tree": torch.zeros(1, 1)},
+    "tree must have shape": {"tree": torch.zeros(2, 3, dtype=torch.bool)},
+    "out must have shape": {"out": torch.zeros(2, 1, 4, 8)},
+    "backend must be one of": {"backend": "sm90"},
+    "cache_seqlens must be from 0 to the 8": {"cache": cache_of(lengths=ints(9, 3))},
+    "page_table must name one of 4 pages": {"cache": cache_of(page_table=ints([0], [4]))},
+    "cache_leftpad must be from 0 to cache_seqlens": {"cache": cache_of(leftpad=ints(0, 4))},
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_what_is_not_taken_is_refused_by_name(says):
+    call = {"q": torch.zeros(2, 1, 4, 16), "cache": cache_of(), **REFUSED[says]}
+    with pytest.raises((TypeError, ValueError), match=says):
+        strobe.decode(**call)
+
+
+# ---- on a GPU
+
+
+@GPU
+@pytest.mark.parametrize("heads", [16, 128])
+def test_values_that_are_columns_of_keys_on_a_gpu(heads):
+    g = torch.Generator().manual_seed(1)
+    q, latent = (torch.randn(shape, generator=g).bfloat16().cuda() for shape in ((2, 1, heads, 576), (90, 64, 1, 576)))
+    lengths, table = torch.tensor([5000, 17], dtype=torch.int32), torch.randperm(90, generator=g)[:80].view(1, 80).expand(2, 80)
+    cache = strobe.Cache(latent, None, lengths.cuda(), table.int().contiguous().cuda(), head_dim_v=512)
+    call = Drawn(q, cache, {})
+    check(strobe.decode(q, cache, return_lse=True), right(call), torch.bfloat16)
+
+
+@GPU
+@pytest.mark.parametrize("kind", ["head", "key"])
+def test_caches_of_8_bits_on_a_gpu(kind):
+    call = draw(6, torch.bfloat16, head_dim=128, head_dim_v=128, page=16, heads_kv=2, device="cuda")
+    k, v = (x.nan_to_num(nan=448.0).to(torch.float8_e4m3fn) for x in (call.cache.k, call.cache.v))
+    scales = [torch.rand((2,) if kind == "head" else k.shape[:3], device="cuda") + 0.5 for _ in range(2)]
+    cache = strobe.Cache(k, v, call.cache.lengths, call.cache.page_table, k_scale=scales[0], v_scale=scales[1],
+                         leftpad=call.cache.leftpad)  # fmt: skip
+    call = call._replace(cache=cache)
+    check(strobe.decode(call.q, cache, return_lse=True, **call.keywords), right(call), torch.bfloat16)
+
+
+@GPU
+@pytest.mark.parametrize("seed", range(60))
+def test_on_a_gpu(seed):
+    dtype = DTYPES[2 + seed % 2]
+    call = draw(seed, dtype, honest=seed % 3 > 0, device="cuda", deterministic=seed % 5 == 0)
+    found = strobe.decode(call.q, call.cache, return_lse=True, **call.keywords)
+    for _ in range(2):  # prepared, and with counters that the call before has left
+        again = strobe.decode(call.q, call.cache, return_lse=True, **call.keywords)
+    check(found, right(call), dtype)
+    assert torch.equal(found[0], again[0])
+
+
+@GPU
+def test_a_graph_is_replayed_with_other_lengths_pages_and_queries():
+    call = draw(11, torch.bfloat16, device="cuda", page=16, ragged=False, room=257, leftpad=False, batch=3)
+    other = draw(12, torch.bfloat16, device="cuda", page=16, ragged=False, room=257, leftpad=False, batch=3,
+                 head_dim=call.q.shape[-1], head_dim_v=call.cache.v.shape[-1], heads_kv=call.cache.k.shape[2],
+                 group=call.q.shape[2] // call.cache.k.shape[2], n_q=call.q.shape[1])  # fmt: skip
+    strobe.decode(call.q, call.cache, return_lse=True, **call.keywords)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = strobe.decode(call.q, call.cache, return_lse=True, **call.keywords)
+    for source in (other, call, other):
+        for name in ("k", "v", "lengths", "page_table"):
+            getattr(call.cache, name).copy_(getattr(source.cache, name).clone())
+        call.q.copy_(source.q.clone())
+        wanted = right(call)
+        graph.replay()
+        check(found, wanted, torch.bfloat16)
+
+
+@GPU
+def test_the_bits_of_a_request_do_not_depend_on_the_others():
+    call = draw(21, torch.bfloat16, device="cuda", page=16, ragged=False, room=5000, lengths=[4999, 3000, 17, 1], batch=4,
+                n_q=4, mask=strobe.Causal(), tree=False, head_dim=128, head_dim_v=128, group=4, heads_kv=2,
+                leftpad=False)  # fmt: skip
+    together = strobe.decode(call.q, call.cache, **{**call.keywords, "deterministic": True})
+    for b in range(4):
+        alone = strobe.Cache(call.cache.k, call.cache.v, call.cache.lengths[b : b + 1], call.cache.page_table[b : b + 1])
+        one = strobe.decode(call.q[b : b + 1], alone, **{**call.keywords, "deterministic": True})
+        assert torch.equal(one, together[b : b + 1])
+        last = strobe.decode(call.q[b : b + 1, 3:], alone, **{**call.keywords, "deterministic": True})
+        assert torch.equal(last, together[b : b + 1, 3:])
+
+
+@GPU
+def test_lies_are_told_by_an_assert(monkeypatch):
+    monkeypatch.setenv("STROBE_DEBUG", "1")
+    call = draw(4, torch.bfloat16, device="cuda")
+    check(strobe.decode(call.q, call.cache, return_lse=True, **call.keywords), right(call), torch.bfloat16)

@@ -1,0 +1,120 @@
+"""flash-attn's functions over a cache, as flash-attn, FlashAttention-3 and vLLM call them."""
+
+import inspect
+
+import pytest
+import torch
+
+import strobe
+from strobe.reference.cached import rotated
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def ints(*numbers, device="cpu") -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+def test_the_signature_is_flash_attns():
+    names = list(inspect.signature(strobe.flash_attn_with_kvcache).parameters)
+    wanted = """q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad block_table
+        softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits return_softmax_lse"""
+    assert names[:19] == wanted.split()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("paged", [False, True])
+def test_new_keys_are_turned_appended_and_seen(device, causal, paged):
+    g = torch.Generator().manual_seed(0)
+    dtype, bound = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 3e-2)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g).to(dtype)
+
+    k_cache, v_cache = normal(2, 32, 2, 64), normal(2, 32, 2, 64)
+    q, k, v = normal(2, 3, 4, 64), normal(2, 3, 2, 64), normal(2, 3, 2, 64)
+    cos, sin = (torch.randn(40, 32, generator=g).to(dtype) for _ in range(2))
+    lengths = [9, 20]
+    wanted_q, wanted_k, wanted_v = q.clone(), k_cache.clone(), v_cache.clone()
+    for b, n in enumerate(lengths):
+        at = torch.arange(n, n + 3)
+        wanted_q[b] = rotated(q[b], at if causal else torch.full_like(at, n), cos, sin, True)
+        wanted_k[b, n : n + 3], wanted_v[b, n : n + 3] = rotated(k[b], at, cos, sin, True), v[b]
+    mask = strobe.Causal() if causal else strobe.Full()
+    wanted, lse = strobe.decode(wanted_q, strobe.Cache(wanted_k, wanted_v, ints(12, 23)), mask=mask, return_lse=True)
+    table = None
+    if paged:
+        table = torch.randperm(8, generator=g).view(2, 4).int()
+        pages = [torch.empty(8, 8, 2, 64, dtype=dtype) for _ in range(2)]
+        for of, x in zip(pages, (k_cache, v_cache), strict=True):
+            of[table.view(-1).long()] = x.view(8, 8, 2, 64)
+        k_cache, v_cache = pages
+    k_cache, v_cache, q, k, v, cos, sin = (x.to(device) for x in (k_cache, v_cache, q, k, v, cos, sin))
+    found = strobe.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cos, sin, ints(*lengths, device=device), causal=causal, return_softmax_lse=True,
+        block_table=None if table is None else table.to(device),
+    )  # fmt: skip
+    torch.testing.assert_close(found[0].cpu(), wanted, rtol=bound, atol=bound)
+    torch.testing.assert_close(found[1].cpu(), lse.float(), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_as_vllm_calls_it(device):
+    g = torch.Generator().manual_seed(1)
+    dtype, bound = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 3e-2)
+    k, v = (torch.randn(9, 16, 2, 64, generator=g).to(dtype) for _ in range(2))
+    q, sinks = torch.randn(7, 4, 64, generator=g).to(dtype), torch.randn(4, generator=g)
+    table, used, cu = ints([3, 1, 8], [0, -1, 99]), ints(40, 5), ints(0, 5, 6)
+    wanted, lse = strobe.decode(
+        q, strobe.Cache(k, v, used, table), mask=strobe.Window(20, 0), score=strobe.Score(sinks=sinks), cu_seqlens_q=cu,
+        max_seqlen_q=5, return_lse=True,
+    )  # fmt: skip
+    out = torch.full_like(q, 7.0).to(device)
+    given = {"cu_seqlens_q": cu, "seqused_k": used, "block_table": table, "s_aux": sinks}
+    there = {name: x.to(device) for name, x in given.items()}
+    found = strobe.flash_attn_varlen_func(
+        q=q.to(device), k=k.to(device), v=v.to(device), out=out, max_seqlen_q=5, max_seqlen_k=40, softmax_scale=64**-0.5,
+        causal=True, window_size=[20, 0], alibi_slopes=None, softcap=0, return_softmax_lse=True, scheduler_metadata=None,
+        fa_version=3, q_descale=None, k_descale=None, v_descale=None, num_splits=0, cp_world_size=1, cp_rank=0,
+        cp_tot_seqused_k=None, **there,
+    )  # fmt: skip
+    assert found[0] is out and out[6:].eq(7.0).all()
+    torch.testing.assert_close(out[:6].cpu(), wanted[:6], rtol=bound, atol=bound)
+    torch.testing.assert_close(found[1][:, :6].cpu(), lse[:, :6].float(), rtol=bound, atol=bound)
+
+
+def test_lengths_may_be_an_int_or_left_out():
+    g = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, n, 2, 16, generator=g) for n in (1, 8, 8))
+    five = strobe.flash_attn_with_kvcache(q, k, v, cache_seqlens=5)
+    torch.testing.assert_close(five, strobe.attention(q, k[:, :5], v[:, :5]))
+    torch.testing.assert_close(strobe.flash_attn_with_kvcache(q, k, v), strobe.attention(q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("says", "keywords"),
+    [
+        ("qv is not taken over a cache", {"qv": torch.zeros(2, 1, 2, 512)}),
+        ("q_descale is not taken", {"q_descale": torch.ones(2, 2)}),
+        ("attention_chunk is not taken", {"attention_chunk": 8}),
+        ("block_table and page_table are one argument", {"block_table": ints([0], [1]), "page_table": ints([0], [1])}),
+        ("sinks and s_aux are one argument", {"sinks": torch.zeros(2), "s_aux": torch.zeros(2)}),
+        ("rotary_cos and cu_seqlens_k_new go with k and v", {"rotary_cos": torch.zeros(8, 8), "rotary_sin": torch.zeros(8, 8)}),
+        ("k and v go together", {"k": torch.zeros(2, 1, 2, 16)}),
+        ("cache_seqlens must say where", {"k": torch.zeros(2, 1, 2, 16), "v": torch.zeros(2, 1, 2, 16), "cache_seqlens": None}),
+        ("cache_seqlens must be an int32 tensor or an int", {"cache_seqlens": 2.5}),
+    ],
+)
+def test_what_is_not_taken_is_refused_by_name(says, keywords):
+    q, k = torch.zeros(2, 1, 2, 16), torch.zeros(2, 8, 2, 16)
+    with pytest.raises((TypeError, ValueError), match=says):
+        strobe.flash_attn_with_kvcache(q, k, k, **{"cache_seqlens": ints(3, 4), **keywords})
+
+
+def test_what_is_vllms_alone_is_refused_without_pages():
+    q, cu = torch.zeros(4, 2, 16), ints(0, 4)
+    with pytest.raises(ValueError, match="out must be left out without a block_table"):
+        strobe.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, out=q)
+    with pytest.raises(ValueError, match="cp_world_size is not taken"):
+        strobe.flash_attn_varlen_func(q, q[None], q[None], cu, block_table=ints([0]), seqused_k=ints(1), cp_world_size=2)

@@ -1,0 +1,157 @@
+"""Mistakes made in the decode kernel, one at a time: the simulator finds each in every order."""
+
+import importlib
+import importlib.util
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from decode_launch import run
+from requests_at_random import draw
+
+import strobe
+from strobe.kernels.decode import forward
+from strobe.sim import DoubleWrite, IllegalOperation, OutOfBounds, Race, Unfinished, Uninitialised
+
+ORDERS = ("in_order", "random", "late", "early")
+SCHEDULE, FORWARD = "strobe.kernels.decode.schedule", "strobe.kernels.decode.forward"
+NUMBERS = (AssertionError,)
+TOO_EARLY = (Race, Uninitialised)
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`text` of a module becomes `becomes`, and a simulation of a case raises one of `errors`."""
+
+    what: str
+    module: str
+    text: str
+    becomes: str
+    errors: tuple[type[BaseException], ...] = NUMBERS
+    case: dict = field(default_factory=dict)
+    launches: int = 1
+
+    def __str__(self) -> str:
+        return self.what
+
+
+def kernel(what, text, becomes, errors=NUMBERS, launches=1, **case) -> Bug:
+    return Bug(what, FORWARD, text, becomes, errors, case, launches)
+
+
+def schedule(what, text, becomes, errors=NUMBERS, **case) -> Bug:
+    return Bug(what, SCHEDULE, text, becomes, errors, case)
+
+
+WAIT_K = "        async_copy.wait_group(under_way)\n        partition_barrier()\n        copy_keys(rings, next"
+WAIT_V = "            async_copy.wait_group(under_way)\n            partition_barrier()\n            copy_values(rings, next"
+INSIDE = "inside = (keys >= piece.begin) & (keys < piece.end)"
+RESET = "                    gl.store(arrival, 0)\n"
+ARRIVAL = 'gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == number - 1'
+
+BUGS = [
+    kernel("K is not waited for", WAIT_K, WAIT_K.partition("\n")[2], TOO_EARLY),
+    kernel("V is not waited for", WAIT_V, WAIT_V.partition("\n")[2], TOO_EARLY),
+    kernel("a group too few is waited for", WAIT_K, WAIT_K.replace("under_way", "under_way + 1"), TOO_EARLY),
+    kernel("copies under way at the end", "    async_copy.wait_group(0)\n", "", (Unfinished, Race)),
+    kernel("copies over what is read", "(i + C.stages - 1) % C.stages", "i % C.stages", TOO_EARLY),
+    kernel("the step after the next", "now, next = i % C.stages", "now, next = (i + 1) % C.stages", TOO_EARLY),
+    kernel("values beyond the end are read", INSIDE, "inside = keys >= piece.begin", page=None),
+    kernel("keys ahead of the leftpad are seen", INSIDE, "inside = keys < piece.end", leftpad=True, page=None),
+    kernel("page numbers are not checked", "        inside = inside & (pages >= 0) & (pages < cached.pages)\n",
+           "        pass\n",
+           (OutOfBounds,), honest=False),
+    kernel("pages beyond the table are looked up", "mask=(keys >= piece.begin) & (keys < piece.end), other=-1",
+           "mask=keys >= 0, other=-1", (OutOfBounds,), lengths=[257, 257], batch=2, room=257),
+    kernel("stretches overlap", "start_of(gl.program_id(0) + 1, total)\n", "start_of(gl.program_id(0) + 1, total) + 1\n",
+           (Race, DoubleWrite, AssertionError)),
+    kernel("another row of the page", "(keys % cached.PAGE)", "((keys + 1) % cached.PAGE)"),
+    kernel("the sums are not rescaled", "row_sum = row_sum * rescale + gl.sum(p, 2)", "row_sum = row_sum + gl.sum(p, 2)"),
+    kernel("O is not rescaled", "        acc = acc * gl.expand_dims(rescale, 2)\n", ""),
+    kernel("warps are added up without their weights", "meet.store(acc * gl.expand_dims(weight, 2))", "meet.store(acc)"),
+    kernel("the maximum of one warp", "top = gl.max(row_max, 0)", "top = gl.min(row_max, 0)"),
+    kernel("parts are added up without their weights", "gl.sum(os * gl.expand_dims(weights, 2), 0)", "gl.sum(os, 0)"),
+    kernel("everybody merges", ARRIVAL, ARRIVAL.replace("== number - 1", ">= 0"), (Race, DoubleWrite)),
+    kernel("the first to come merges", ARRIVAL, ARRIVAL.replace("== number - 1", "== 0"), (Race, AssertionError)),
+    kernel("an arrival that releases nothing", ARRIVAL, ARRIVAL.replace("acq_rel", "acquire"), (Race,)),
+    kernel("an arrival that acquires nothing", ARRIVAL, ARRIVAL.replace("acq_rel", "release"), (Race,)),
+    kernel("the counter is not set back", RESET, "", launches=2),
+    kernel("a part too few is merged", "for i in range(0, parts, AT_ONCE)", "for i in range(0, parts - AT_ONCE, AT_ONCE)"),
+    kernel("rows beyond the last are written", "    there = row < piece.queries * GROUP\n", "    there = row >= 0\n",
+           (DoubleWrite, OutOfBounds, Race)),
+    kernel("the LSE is that of base 2", "(top + gl.log2(total)) * LN2", "(top + gl.log2(total))"),
+    kernel("a query sees the next one's key", "(keys <= position + terms.right)", "(keys <= position + 1)"),
+    kernel("a query sees a key too many to the left", "(keys >= position - terms.left)",
+           "(keys >= position - terms.left - 1)", mask=strobe.Window(40, 0)),
+    kernel("the tree is read across", "query * terms.tree_row", "query * terms.tree_column", tree=True),
+    kernel("the tree counts from the first key", "drafted = keys - (piece.length - piece.queries)", "drafted = keys",
+           tree=True),
+    kernel("the sink weighs twice", "+ gl.exp2(sink - _finite(new_top))", "+ 2 * gl.exp2(sink - _finite(new_top))", sinks=True),
+    kernel("slopes of the first head", "+ head, mask=query", "+ 0 * head, mask=query", alibi=True),
+    schedule("the last request is left out", "gl.where(b < requests.batch, jobs * units, 0), 0)\n    return",
+             "gl.where(b < requests.batch - 1, jobs * units, 0), 0)\n    return"),
+    schedule("two parts have one place", "gl.where(part == 0, within, 0)", "0 * within", (DoubleWrite,)),
+    schedule("a part too many", "total) - first + 1, first", "total) - first + 2, first",
+             (DoubleWrite, AssertionError)),
+    schedule("lengths are not clamped", "    length = gl.minimum(gl.maximum(length, 0), requests.capacity)\n", "",
+             (OutOfBounds,),
+             lie=True),
+    schedule("rows that see nothing have no job", "// unit - begin // unit, 1)", "// unit - begin // unit, 0)",
+             (AssertionError, ZeroDivisionError, IllegalOperation)),
+]  # fmt: skip
+
+_numbers = count()
+
+
+def altered(module: str, text: str, becomes: str, folder: Path) -> ModuleType:
+    """A copy of a module with other text, which occurs in it once."""
+    source = Path(str(importlib.import_module(module).__file__)).read_text()
+    assert source.count(text) == 1, f"{module} has this {source.count(text)} times, not once: {text!r}"
+    path = folder / f"altered_decode_{next(_numbers)}.py"
+    path.write_text(source.replace(text, becomes))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
+
+
+def broken(bug: Bug, folder: Path) -> ModuleType:
+    """The kernel's module with a mistake in it, or in its schedule."""
+    copy = altered(bug.module, bug.text, bug.becomes, folder)
+    if bug.module == FORWARD:
+        return copy
+    whole = altered(FORWARD, '"""Attention of a few', '"""Broken attention of a few', folder)
+    for name in vars(whole):
+        if name in vars(copy) and getattr(forward, name, None) is getattr(importlib.import_module(SCHEDULE), name, 0):
+            setattr(whole, name, getattr(copy, name))
+    return whole
+
+
+CASE = {
+    "head_dim": 64, "head_dim_v": 64, "group": 2, "heads_kv": 2, "batch": 4, "n_q": 3, "page": 16, "room": 257, "ragged": False,
+    "tree": False, "leftpad": False, "mask": strobe.Causal(), "softcap": 0.0, "alibi": False, "sinks": False,
+    "lengths": [250, 1, 0, 130],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_it_is_found(bug, tmp_path):
+    case = {**CASE, **bug.case}
+    honest, lie = case.pop("honest", True), case.pop("lie", False)
+    call = draw(1, torch.float16, honest, **case)
+    if lie:
+        lengths = torch.tensor([10**6, 1, -9, 130], dtype=torch.int32)
+        call = call._replace(cache=strobe.Cache(**{**vars(call.cache), "lengths": lengths}))
+    module = broken(bug, tmp_path)
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            run(call, ctas=7, order=order, seed=number, kernel=module, launches=bug.launches, tokens=64, stages=2)
+
+
+def test_no_false_alarm():
+    for number, order in enumerate(ORDERS):
+        run(draw(1, torch.float16, **CASE), ctas=7, order=order, seed=number, launches=2, tokens=64, stages=2)

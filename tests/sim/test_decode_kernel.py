@@ -1,0 +1,85 @@
+"""The decode kernel in the simulator: requests of every kind, in every order, against the specification."""
+
+import pytest
+import torch
+from decode_launch import run
+from requests_at_random import Drawn, draw
+
+import strobe
+
+ORDERS = ("in_order", "random", "late", "early")
+
+
+def simulate(seed: int) -> None:
+    """Random requests on a random number of CTAs; every third has pages that are not there, every fourth must not depend on the
+    others."""
+    dtype = (torch.float16, torch.bfloat16)[seed % 2]
+    deterministic = seed % 4 == 3
+    call = draw(seed, dtype, honest=seed % 3 > 0, deterministic=deterministic)
+    config = {"split": 128} if deterministic else {}
+    run(call, ctas=1 + seed % 6, order=ORDERS[seed // 2 % 4], seed=seed, arch=(80, 90)[seed % 2], **config)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_against_the_specification(seed):
+    simulate(seed)
+
+
+@pytest.mark.parametrize("kind", ["none", "request", "key"])
+def test_a_cache_of_8_bits(kind):
+    call = draw(6, torch.bfloat16, head_dim=128, head_dim_v=128, ragged=False, page=16, heads_kv=2)
+    k, v = (x.nan_to_num(nan=448.0).to(torch.float8_e4m3fn) for x in (call.cache.k, call.cache.v))
+    shape = {"none": None, "request": (len(call.cache.lengths), 2), "key": k.shape[:3]}[kind]
+    scales = [None, None] if shape is None else [torch.rand(shape) + 0.5 for _ in range(2)]
+    cache = strobe.Cache(k, v, call.cache.lengths, call.cache.page_table, k_scale=scales[0], v_scale=scales[1])
+    run(call._replace(cache=cache), ctas=4)
+
+
+def test_columns_that_two_warps_share():
+    run(draw(7, torch.float16, head_dim=256, head_dim_v=256, ragged=False, group=4, heads_kv=1), ctas=3)
+
+
+@pytest.mark.parametrize(("heads", "deterministic"), [(16, False), (16, True), (64, False)])
+def test_values_that_are_columns_of_keys(heads, deterministic):
+    """Multi-head latent attention: 576 columns of keys, of which the first 512 are the values."""
+    g = torch.Generator().manual_seed(heads)
+    latent = torch.full((7, 64, 1, 576), torch.nan)
+    for page, rows in ((5, 64), (0, 64), (3, 2), (1, 33)):
+        latent[page, :rows] = torch.randn(rows, 1, 576, generator=g)
+    table, lengths = torch.tensor([[5, 0, 3], [1, -1, 9]], dtype=torch.int32), torch.tensor([130, 33], dtype=torch.int32)
+    cache = strobe.Cache(latent.half(), None, lengths, table, head_dim_v=512)
+    q = torch.randn(2, 1, heads, 576, generator=g).half()
+    run(Drawn(q, cache, {"deterministic": deterministic}), ctas=3, **({"split": 64} if deterministic else {}))
+
+
+@pytest.mark.exhaustive
+def test_many_more():
+    for seed in range(100, 400):
+        simulate(seed)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_parts_are_merged_launch_after_launch(order):
+    call = draw(1, torch.float16, ragged=False, lengths=[250, 1, 0, 130], batch=4, page=16, room=257, n_q=2)
+    run(call, ctas=7, order=order, launches=2)
+
+
+@pytest.mark.parametrize("lengths", [[-5, 10**9], [2**31 - 1, -(2**31)]])
+def test_lengths_that_lie_stay_within_the_cache(lengths):
+    """A length counts as one from 0 to what there is room for."""
+    for page in (None, 16):
+        call = draw(2, torch.float16, honest=True, ragged=False, lengths=[64, 64], batch=2, page=page, room=64, leftpad=False)
+        honest = call._replace(cache=strobe.Cache(**{**vars(call.cache), "lengths": torch.tensor(lengths, dtype=torch.int32)}))
+        run(honest, ctas=3)
+
+
+def test_more_requests_than_are_looked_at_together():
+    call = draw(3, torch.float16, ragged=False, batch=131, lengths=[(7 * b) % 20 for b in range(131)], room=32, page=16, n_q=1,
+                heads_kv=1, group=2, head_dim=64, head_dim_v=64, tree=False)  # fmt: skip
+    run(call, ctas=5)
+
+
+@pytest.mark.parametrize(("tokens", "stages", "warps"), [(64, 2, 4), (128, 2, 8), (128, 3, 4)])
+def test_other_configs(tokens, stages, warps):
+    call = draw(4, torch.bfloat16, head_dim=64, head_dim_v=64, ragged=False)
+    run(call, ctas=4, tokens=tokens, stages=stages, warps=warps)
