@@ -91,7 +91,7 @@ def attention(
         ValueError, TypeError: naming the argument, before any launch.
     """
     if any_autocast():
-        q, k, v, score = _autocast(q, k, v, score)
+        q, k, v, score = autocast(q, k, v, score)
     call = (
         q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv,
         deterministic, backend,
@@ -106,7 +106,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _autocast(q, k, v, score: Score | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Score | None]:
+def autocast(q, k, v, score: Score | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Score | None]:
     """What torch.autocast makes of a call: q, k, v and a bias of 16 bits in its dtype, as it does for PyTorch's attention.
     float64 stays; so do a bias and sinks in float32, which are added in float32."""
     kind = q.device.type if isinstance(q, torch.Tensor) else ""
@@ -183,7 +183,7 @@ def _asked(q, k, v, backend: str | None, keywords: dict) -> tuple[torch.Tensor, 
     """What `attention`, or of e4m3 inputs `attention_fp8`, makes of its arguments."""
     if getattr(q, "dtype", None) == torch.float8_e4m3fn:
         return q, k, v, fp8.checked(q, k, v, backend=backend, **keywords)
-    q, k, v, score = _autocast(q, k, v, keywords.get("score"))
+    q, k, v, score = autocast(q, k, v, keywords.get("score"))
     return q, k, v, options_of(q, k, v, backend=backend, **{**keywords, "score": score})
 
 

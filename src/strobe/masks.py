@@ -205,13 +205,16 @@ class Mask:
         return self.tile(i, j, n_q, n_kv, range(batch), range(heads))
 
     def tile(
-        self, i: torch.Tensor, j: torch.Tensor, n_q: int, n_kv: int, batches: range = range(1), heads: range = range(1)
-    ) -> torch.Tensor:
+        self, i: torch.Tensor, j: torch.Tensor, n_q: int, n_kv: int, batches: range = range(1), heads: range = range(1),
+        numbered: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """`dense` for some rows i [rows, 1] and keys j [1, keys]. batches, heads: what a function is told of them; those of
-        documents are all that they have."""
+        documents are all that they have. numbered: where the documents have the numbers of these rows and keys, if not at i
+        and j, as in a shard."""
         seen = visible(i + (n_kv - n_q), j, n_kv, *self.band).expand(i.shape[0], j.shape[1])
         if self.documents is not None:
-            seen = seen & (self.documents.q[:, i[:, 0], None] == self.documents.kv[:, None, j[0]])
+            row, key = numbered or (i, j)
+            seen = seen & (self.documents.q[:, row[:, 0], None] == self.documents.kv[:, None, key[0]])
             batches = range(batches.start, batches.start + seen.shape[0])
         if self.function is not None:
             batch = torch.arange(batches.start, batches.stop, device=i.device)[:, None, None, None]

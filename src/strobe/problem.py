@@ -82,6 +82,11 @@ class AttentionProblem:
     """Whether a backward must give the same bits in every run. A forward is never asked."""
     dropout: float = 0.0
     """The share of the weights that is dropped, by the operands' seed; the others are divided by 1 - dropout."""
+    placed: bool = False
+    """Whether the operands say where rows and keys stand in a longer sequence (`strobe.places`), to which masks, slopes,
+    functions and dropout look. Without, the shard is the sequence."""
+    partial: bool = False
+    """Whether the results are parts of a larger attention's, which somebody merges: they are kept in float32 (or float64)."""
     learned: tuple[str, ...] = ()
     """Which of the score's tensors a backward finds gradients for beside those of q, k and v: "bias", "sinks"."""
 
@@ -118,8 +123,15 @@ class AttentionProblem:
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """bfloat16 for inputs of 8 bits, else theirs."""
+        """A forward's dtype: float32 (or float64) for a partial result, bfloat16 for inputs of 8 bits, else theirs."""
+        if self.partial and self.phase == "forward":
+            return torch.promote_types(self.dtype, torch.float32)
         return torch.bfloat16 if self.dtype.itemsize == 1 else self.dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """The dtype of the gradients of q, k and v."""
+        return torch.promote_types(self.dtype, torch.float32) if self.partial else self.dtype
 
     @property
     def is_empty(self) -> bool:
@@ -144,6 +156,8 @@ class AttentionProblem:
             + ", seqused" * self.seqused
             + ", deterministic" * self.deterministic
             + (f", dropout {self.dropout:g}" if self.dropout else "")
+            + ", placed" * self.placed
+            + ", partial" * self.partial
         )
 
 
@@ -167,10 +181,12 @@ class Operands(NamedTuple):
     k_descale: torch.Tensor | None = None
     v_descale: torch.Tensor | None = None
     seed: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+    """Where rows and keys stand, int32 [batch, NUMBERS] (see `strobe.places`); no argument of an operator."""
 
 
-OPTIONAL = Operands._fields[3:]
-"""The names of the tensors of a problem beside q, k and v; the last one is the seed of dropout."""
+OPTIONAL = Operands._fields[3:-1]
+"""The names of the tensors beside q, k and v that operators take; the last one is the seed of dropout."""
 
 LEARNED = ("bias", "sinks")
 """The names of those that have gradients."""

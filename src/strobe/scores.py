@@ -174,15 +174,15 @@ class Score:
         return replace(self, alibi=alibi, bias=bias)
 
     def apply(
-        self, s: torch.Tensor, i: torch.Tensor, j: torch.Tensor, n_q: int, n_kv: int, first_batch: int = 0
+        self, s: torch.Tensor, i: torch.Tensor, j: torch.Tensor, n_q: int, n_kv: int, first_batch: int = 0, first_head: int = 0
     ) -> torch.Tensor:
         """Scaled products s [batch, heads_q, rows, keys] -> scores, for rows i [rows, 1] and keys j [1, keys].
 
-        first_batch: what the function is told of the first batch entry.
+        first_batch, first_head: what the function is told of the first batch entry, and of the first head.
         """
         s = self._before_function(s, i, j, n_q, n_kv)
         if isinstance(self.function, Function):
-            s = self.function(s, *_places(s, first_batch), i, j).to(s.dtype).expand(s.shape).contiguous()
+            s = self.function(s, *_entries(s, first_batch, first_head), i, j).to(s.dtype).expand(s.shape).contiguous()
         return s
 
     def _before_function(self, s: torch.Tensor, i: torch.Tensor, j: torch.Tensor, n_q: int, n_kv: int) -> torch.Tensor:
@@ -206,26 +206,27 @@ class Score:
             ds = ds * (1.0 - torch.tanh(s / self.softcap) ** 2)
         if dbias is not None:
             ds = ds + _of_tile(dbias, i, j).to(ds.dtype)
-        return self._through_function(ds, s, i, j, n_q, n_kv, first_batch)
+        return self._through_function(ds, s, i, j, n_q, n_kv, first_batch, 0)
 
     def gradient(
-        self, ds: torch.Tensor, s: torch.Tensor, i: torch.Tensor, j: torch.Tensor, n_q: int, n_kv: int, first_batch: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, ds: torch.Tensor, s: torch.Tensor, i: torch.Tensor, j: torch.Tensor, n_q: int, n_kv: int, first_batch: int = 0,
+        first_head: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """From ds = d loss / d score, and the arguments of `apply`: d loss / d (scaled product), and what a bias gets of each
         pair. ValueError if there is a function without its gradient."""
-        ds = of_bias = self._through_function(ds, s, i, j, n_q, n_kv, first_batch)
+        ds = of_bias = self._through_function(ds, s, i, j, n_q, n_kv, first_batch, first_head)
         if self.softcap:
             ds = ds * (1.0 - torch.tanh(s / self.softcap) ** 2)
         return ds, of_bias
 
-    def _through_function(self, ds, s, i, j, n_q: int, n_kv: int, first_batch: int) -> torch.Tensor:
+    def _through_function(self, ds, s, i, j, n_q: int, n_kv: int, first_batch: int, first_head: int) -> torch.Tensor:
         """ds times the function's derivative: a number for each pair, so it is the same whichever way a derivative goes."""
         if self.function is None:
             return ds
         if not isinstance(self.function_gradient, Function):
             raise ValueError(f"score: function {self.function} has no function_gradient")
         before = self._before_function(s, i, j, n_q, n_kv)
-        factor = self.function_gradient(before, *_places(s, first_batch), i, j).to(s.dtype)
+        factor = self.function_gradient(before, *_entries(s, first_batch, first_head), i, j).to(s.dtype)
         return torch.where(ds == 0.0, 0.0, ds * factor)
 
 
@@ -235,10 +236,10 @@ def _of_tile(bias: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tens
     return bias[:, :, rows][..., keys]
 
 
-def _places(s: torch.Tensor, first_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _entries(s: torch.Tensor, first_batch: int, first_head: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What a function is told of batch and head, for scores [batch, heads_q, rows, keys]."""
     batch = torch.arange(first_batch, first_batch + s.shape[0], device=s.device)[:, None, None, None]
-    return batch, torch.arange(s.shape[1], device=s.device)[None, :, None, None]
+    return batch, torch.arange(first_head, first_head + s.shape[1], device=s.device)[None, :, None, None]
 
 
 def sinks_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

@@ -124,7 +124,7 @@ def _without_pairs(
 def _gradients_without_pairs(problem: AttentionProblem, operands: Operands, upstream: Upstream) -> Gradients:
     """The gradients of a problem without keys or queries: zeros, but not those of sinks, because the LSE of
     a row that sees nothing is its sink."""
-    dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in operands[:3])
+    dq, dk, dv = (torch.zeros(x.shape, dtype=problem.grad_dtype, device=x.device) for x in operands[:3])
     made = {"dq": dq, "dk": dk, "dv": dv}
     if operands.bias is not None and "bias" in problem.learned:
         made["dbias"] = torch.zeros_like(operands.bias, memory_format=torch.contiguous_format)
@@ -216,7 +216,7 @@ class Prepared:
             at_lse = lse.data_ptr()
         others = [one() for one in new[2:]] if len(new) > 2 else ()
         if self._buffers.fill is not None:
-            self._buffers.fill(Tensors(**Operands._make(tensors)._asdict(), out=out, lse=lse))
+            self._buffers.fill(Tensors(**Operands._make((*tensors, None))._asdict(), out=out, lse=lse))
         beside = [x.data_ptr() for x in others] if others else ()
         place.lock.acquire()  # takes half the time of `with`
         try:

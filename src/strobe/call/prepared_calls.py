@@ -183,7 +183,7 @@ def _prepare(options: Options, tensors: tuple) -> Known:
 
 
 def _launches(options: Options, tensors: tuple) -> launches.Prepared | None:
-    operands = Operands._make(_own(tensors))
+    operands = Operands._make((*_own(tensors), None))
     problem = describe(operands, options)
     backend = dispatch.select(problem, arch_of(operands.q.device), options.backend)
     # The operator checks lengths that live on the device, in every call.
@@ -250,7 +250,7 @@ def _gradients(known: Known, tensors: tuple) -> Gradients | None:
 
 def _backward_launches(options: Options, learned: Sequence[str], tensors: tuple) -> launches.Prepared | None:
     q, k, v, out, lse, dout, dlse, *others = _own(tensors)
-    operands, upstream = Operands._make((q, k, v, *others)), Upstream._make((out, lse, dout, dlse))
+    operands, upstream = Operands._make((q, k, v, *others, None)), Upstream._make((out, lse, dout, dlse))
     problem = describe(operands, options, "backward", learned)
     backend = dispatch.select(problem, arch_of(operands.q.device), options.backend)
     return launches.prepared(backend, problem, operands, upstream)

@@ -57,6 +57,16 @@ is_capturing: Callable[[], bool] = _private(
 )
 
 
+# ---- process groups
+
+group_of_name: Callable[[str], Any] | None = _private(
+    "torch.distributed.distributed_c10d._resolve_process_group",
+    "strobe.parallel is not compiled",
+    expected=torch.distributed.is_available(),
+)
+"""The process group of a name, as operators take groups."""
+
+
 # ---- tensors past the dispatcher
 
 

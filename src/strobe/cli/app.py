@@ -188,6 +188,62 @@ def measure(
     raise typer.Exit(status)
 
 
+@bench.command("parallel")
+def bench_parallel(
+    gpus: Annotated[
+        str | None, typer.Option(help="Numbers of GPUs, comma-separated; default: 2, 4, 8 as far as there are.")
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="Tokens of the whole sequence, comma-separated.")] = "131072",
+    weak_tokens: Annotated[int, typer.Option(help="Tokens of each GPU in weak scaling; 0: none.")] = 0,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
+    heads_kv: Annotated[int, typer.Option(help="Key heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(help="Head dim.")] = 128,
+    checked: Annotated[int, typer.Option(help="Tokens of the sequence of which every method and mask is checked.")] = 2048,
+    masks: Annotated[
+        str, typer.Option(help="Of full, causal, window, prefix, comma-separated: those that are checked.")
+    ] = "full,causal,window",
+    peers: Annotated[bool, typer.Option(help="Whether PyTorch's ways take part.")] = True,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each.")] = 5,
+    device: Annotated[str, typer.Option(help="cuda (NCCL), or cpu (Gloo), to try it out.")] = "cuda",
+    json: Annotated[
+        str | None, typer.Option(help="Default: benchmarks/results/parallel-<gpu>-<date>.json.", callback=writable)
+    ] = None,
+) -> None:
+    """Check and time strobe.parallel on several GPUs of this host, beside one GPU and PyTorch's ways; status 1 if wrong."""
+    from pathlib import Path
+
+    import torch
+
+    from strobe.lab.bench import parallel as lab
+    from strobe.lab.bench.machine import save
+    from strobe.lab.bench.report import default_path
+
+    at_least(1, heads=heads, heads_kv=heads_kv, repeats=repeats, checked=checked)
+    heads_and_dims(heads, heads_kv, head_dim, None)
+    one_of("device", device, ("cuda", "cpu"))
+    there = torch.cuda.device_count() if device == "cuda" else 2
+    numbers = numbers_of("gpus", gpus) or tuple(n for n in (2, 4, 8) if n <= there)
+    if not numbers:
+        raise typer.BadParameter(f"bench parallel needs two GPUs or more, got {there}; --device cpu tries it out")
+    settings = lab.Settings(
+        numbers, numbers_of("tokens", tokens) or (), weak_tokens, heads, heads_kv, head_dim, checked, repeats, device=device,
+        masks=names_of("masks", masks, lab.MASKS) or (), peers=lab.WAYS_OF_PYTORCH if peers else (),
+    )  # fmt: skip
+    try:
+        report = lab.run(settings, command_given(sys.argv[1:]))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    for row in lab.cells(report):
+        typer.echo("  ".join(f"{cell:>12}" for cell in row))
+    path = Path(json) if json else default_path(report)
+    typer.echo(f"written: {save(path, report)}")
+    typer.echo(f"written: {lab.draw(report, path.with_suffix('.png'))}")
+    failures = lab.wrong(report)
+    for one in failures:
+        typer.echo(f"wrong: {one}")
+    raise typer.Exit(bool(failures))
+
+
 @bench.command()
 def check(
     file: Annotated[str, typer.Argument(help="JSON of strobe bench.")],

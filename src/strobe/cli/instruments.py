@@ -106,6 +106,10 @@ def roofline(
     report: Annotated[
         str | None, typer.Option(help="Place what this JSON of strobe bench measured, of what the options above allow.")
     ] = None,
+    context_parallel: Annotated[
+        bool,
+        typer.Option("--context-parallel", help="From which tokens a GPU on strobe.parallel hides links, for 2 to 4096 GPUs."),
+    ] = False,
     out: Annotated[str | None, typer.Option(help="Draw the roofline to this PNG or SVG.", callback=writable)] = None,
     json: JsonFile = None,
 ) -> None:
@@ -124,6 +128,11 @@ def roofline(
     picture = picture_path(out)
     if (arch is not None) + measure + (report is not None) > 1:
         raise typer.BadParameter("arch, measure and report each say which GPU it is: give one of them")
+    if context_parallel:
+        if measure or report is not None or phase is not None or lengths is not None:
+            raise typer.BadParameter("context-parallel must be given without measure, report, phase and lengths")
+        _context_parallel(head_dims or "128", heads or 32, heads_kv or 8, dtype, mask, tokens or 8192, arch, picture, json)
+        return
     dims, masks = pairs_of_dims(head_dims), names_of("mask", mask, plan.MASKS) or ()
     many = numbers_of("lengths", lengths)
     shape = plan.Grid(
@@ -157,6 +166,32 @@ def roofline(
     if picture is not None:
         typer.echo(f"written: {lab.draw(found, ceilings, picture)}")
     _write_json(json, lab.facts(ceilings, found), device_of(None) if measure else None)
+
+
+def _context_parallel(
+    head_dims: str, heads: int, heads_kv: int, dtype: str, mask: str, tokens: int, arch: str | None, picture, json: str | None
+) -> None:  # fmt: skip
+    """`strobe roofline --context-parallel`: heads 32 on 8 unless they are given, causal first, `tokens` on each GPU."""
+    from rich.console import Console
+
+    from strobe.lab.bench import plan
+    from strobe.lab.model import context_parallel as lab
+    from strobe.masks import Causal, Full, Window
+
+    ((dim, _),) = pairs_of_dims(head_dims) or ((128, 128),)
+    heads_and_dims(heads, heads_kv, dim, None)
+    masks = {"causal": Causal(), "full": Full(), "window": Window(1024, 0)}
+    names = names_of("mask", mask, plan.MASKS) or ()
+    chosen = masks["causal" if "causal" in names else names[0]]
+    kind = plan.DTYPES[one_of("dtype", dtype, ("bf16", "fp16"))]
+    gpu = arch_named(arch or "H200").name
+    setting = lab.setting_of(heads, heads_kv, dim, chosen, kind, tokens)
+    found = lab.facts(setting, gpu)
+    Console().print(lab.table(found))
+    typer.echo(lab.sentence(found))
+    if picture is not None:
+        typer.echo(f"written: {lab.draw(setting, found, picture)}")
+    _write_json(json, found)
 
 
 @instruments.command()

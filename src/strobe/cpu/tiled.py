@@ -56,6 +56,10 @@ class Config:
 def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
     if (problem.varlen or problem.seqused) and arch.name != "CPU":
         return "reads cu_seqlens and seqused on the host, so sequences of different lengths run on a CPU only"
+    if problem.placed and arch.name != "CPU":
+        return "reads on the host where rows and keys stand, so shards run on a CPU only"
+    if problem.placed and problem.score.bias is not None:
+        return "takes no bias of a shard's rows and keys"
     if problem.dtype.itemsize == 1:
         return f"takes no inputs of 8 bits, such as {str(problem.dtype).removeprefix('torch.')}"
     return without_gradient(problem)
@@ -68,7 +72,7 @@ def config(problem: AttentionProblem, arch: Arch) -> Config:
 @without_autocast
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = operands[:3]
-    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=problem.out_dtype)
     lse = q.new_full(lse_shape(problem), -torch.inf, dtype=_wide(q.dtype))
     for part in parts(problem, operands):
         _forward(part, q[part.rows], k[part.keys], v[part.keys], operands.seed, out[part.rows], lse[part.lse])
@@ -91,7 +95,8 @@ def backward(problem: AttentionProblem, operands: Operands, upstream: Upstream) 
         dbias = dbias.to(bias.dtype)
     if sinks is not None and "sinks" in problem.learned:
         dsinks = sinks_gradient(sinks, lse, delta)
-    return Gradients(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias, dsinks)
+    dq, dk, dv = (x.to(problem.grad_dtype) for x in (dq, dk, dv))
+    return Gradients(dq, dk, dv, dbias, dsinks)
 
 
 @without_autocast
@@ -125,8 +130,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Tile(NamedTuple):
-    """One tile of scores: its rows and keys, which of its pairs are visible (None: all), and their indices i and j, which
-    broadcast to it."""
+    """One tile of scores: its rows and keys, which of its pairs are visible (None: all), and where they stand in the sequence,
+    i and j, which broadcast to it."""
 
     rows: slice
     keys: slice
@@ -137,16 +142,20 @@ class _Tile(NamedTuple):
 
 def _kv_tiles(part: Part, batch: int, rows: slice, n_q: int, n_kv: int, tile_kv: int, device) -> Iterator[_Tile]:
     """The tiles of keys that some of these rows may see; empty ones are not visited."""
-    mask, heads = part.mask, part.problem.heads_q
-    batches = range(part.batch, part.batch + batch)
-    i = torch.arange(rows.start, rows.stop, device=device)[:, None]
-    begin, end = mask.kv_range(rows.start, rows.stop - 1, n_q, n_kv)
+    mask, first_head = part.mask, part.first_head
+    batches, heads = range(part.batch, part.batch + batch), range(first_head, first_head + part.problem.heads_q)
+    lengths = part.lengths(n_q, n_kv)
+    row = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    i = part.row(row)
+    begin, end = part.kv_range(rows.start, rows.stop - 1, n_q, n_kv)
     for first in range(begin - begin % tile_kv, end, tile_kv):
         keys = slice(first, min(first + tile_kv, n_kv))
-        j = torch.arange(keys.start, keys.stop, device=device)[None, :]
+        key = torch.arange(keys.start, keys.stop, device=device)[None, :]
+        j = part.key(key)
         seen = None
-        if mask.tile_class(rows.start, rows.stop - 1, keys.start, keys.stop - 1, n_q, n_kv) is not TileClass.FULL:
-            seen = mask.tile(i, j, n_q, n_kv, batches, range(heads))
+        bounds = part.row(rows.start), part.row(rows.stop - 1), part.key(keys.start), part.key(keys.stop - 1)
+        if mask.tile_class(*bounds, *lengths) is not TileClass.FULL:
+            seen = mask.tile(i, j, *lengths, batches, heads, (row, key))
             # [rows, keys], [batch, rows, keys] or [batch, heads_q, rows, keys] -> broadcasts against
             # [batch, heads_kv, group, rows, keys]
             seen = seen[:, None, None] if seen.dim() == 3 else seen
@@ -212,7 +221,7 @@ def _dropout(part: Part, seed: torch.Tensor, tile: _Tile, batch: int) -> torch.T
     """The factors, 0 or 1 / (1 - p), by which dropout multiplies the weights of a tile, [B, heads_kv, group, rows, keys]."""
     problem = part.problem
     entry = torch.arange(part.batch, part.batch + batch, device=seed.device)[:, None, None, None]
-    head = torch.arange(problem.heads_q, device=seed.device)[:, None, None]
+    head = torch.arange(part.first_head, part.first_head + problem.heads_q, device=seed.device)[:, None, None]
     keep = kept(seed, problem.dropout, entry, head, tile.i, tile.j)
     return keep.unflatten(1, (-1, problem.group)).to(_wide(problem.dtype)) / (1.0 - problem.dropout)
 
@@ -234,14 +243,17 @@ def _scores(part: Part, q_tile, k, tile: _Tile, n_q: int, n_kv: int) -> torch.Te
 
 def _apply_score(part: Part, s, tile: _Tile, n_q: int, n_kv: int) -> torch.Tensor:
     """The scores s of a tile through `Score.apply`, which takes [B, heads_q, rows, keys]; shaped as s."""
-    by_head = part.score.apply(s.flatten(1, 2), tile.i, tile.j, n_q, n_kv, part.batch)
+    by_head = part.score.apply(s.flatten(1, 2), tile.i, tile.j, *part.lengths(n_q, n_kv), part.batch, part.first_head)
     return by_head.unflatten(1, s.shape[1:3])
 
 
 def _apply_gradient(part: Part, ds, raw, tile: _Tile, n_q: int, n_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of a tile's products and of its bias, by `Score.gradient`, which takes [B, heads_q, rows, keys]; shaped as
     ds."""
-    by_head = part.score.gradient(ds.flatten(1, 2), raw.flatten(1, 2), tile.i, tile.j, n_q, n_kv, part.batch)
+    lengths = part.lengths(n_q, n_kv)
+    by_head = part.score.gradient(
+        ds.flatten(1, 2), raw.flatten(1, 2), tile.i, tile.j, *lengths, part.batch, part.first_head
+    )  # fmt: skip
     of_product, of_bias = (x.unflatten(1, ds.shape[1:3]) for x in by_head)
     return of_product, of_bias
 

@@ -33,6 +33,10 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return "takes no dropout"
     if problem.seqused:
         return "takes no seqused"
+    if problem.placed:
+        return "takes no rows and keys that stand elsewhere in a longer sequence"
+    if problem.partial and problem.dtype.itemsize < 4:
+        return f"gives results in the inputs' dtype, not partial ones of {str(problem.dtype).removeprefix('torch.')} in float32"
     if problem.mask.function is not None:
         return f"takes no mask function, such as {problem.mask.function}"
     if not _knows(problem) and _pairs(problem) > _MAX_BIAS:

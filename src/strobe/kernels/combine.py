@@ -84,3 +84,31 @@ def combine_call(out_partial: torch.Tensor, lse_partial: torch.Tensor, out: torc
         out=matrix(out), lse=vector(lse), splits=splits, batch=entries, heads=heads, n=n,
         DIM=head_dim, PADDED=padded(head_dim), TILE=TILE_ROWS, enable_fp_fusion=True,  # Triton 3.10 turns it off
     ))  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads", "n"])
+def _merge(out, lse, part, part_lse, heads, n, DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr):
+    """A program merges a part of TILE rows of one head into out and lse."""
+    tiles = tl.cdiv(n, TILE)
+    pid = tl.program_id(0)
+    first, head, b = pid % tiles * TILE, pid // tiles % heads, pid // tiles // heads
+    remaining = n - first
+    outs, lses = stream(out, b, first, head, TILE, PADDED), vector_stream(lse, b, first, head, TILE)
+    state = (tl.zeros([TILE, PADDED], tl.float32), tl.full([TILE], float("-inf"), tl.float32), tl.zeros([TILE], tl.float32))
+    state = _merged(state, load_tile(outs, 0, remaining, DIM), load_vector(lses, 0, remaining))
+    parts, part_lses = stream(part, b, first, head, TILE, PADDED), vector_stream(part_lse, b, first, head, TILE)
+    acc, row_max, row_sum = _merged(state, load_tile(parts, 0, remaining, DIM), load_vector(part_lses, 0, remaining))
+    nothing = row_sum == 0.0
+    row_sum = tl.where(nothing, 1.0, row_sum)
+    store_tile(outs, 0, remaining, tl.where(nothing[:, None], 0.0, acc / row_sum[:, None]), DIM)
+    store_vector(lses, 0, remaining, tl.where(nothing, float("-inf"), row_max + tl.log(row_sum)))
+
+
+def merge_call(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> Call:
+    """The launch that merges a part into out and lse, in place: float32, [batch, n, heads, D] and [batch, heads, n], of any
+    strides but for a contiguous last dim of out; a packed problem leaves out `batch`."""
+    *batch, n, heads, head_dim = out.shape
+    return Call(_merge, (triton.cdiv(n, TILE_ROWS) * heads * (batch[0] if batch else 1),), (), dict(
+        out=matrix(out), lse=vector(lse), part=matrix(part), part_lse=vector(part_lse), heads=heads, n=n,
+        DIM=head_dim, PADDED=padded(head_dim), TILE=TILE_ROWS, enable_fp_fusion=True,
+    ))  # fmt: skip

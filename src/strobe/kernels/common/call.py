@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from strobe.places import NUMBERS
 from strobe.problem import AttentionProblem, Operands, bias_shape, lse_shape
 from strobe.scores import SCORE_TENSORS
 
@@ -83,7 +84,7 @@ def gradients(problem: AttentionProblem) -> dict[str, Buffer]:
     deterministic, in an order by `summed_bias`: every pair has a place of its own then."""
     fill = 0.0 if problem.varlen or problem.seqused else None
     shapes = {"dq": problem.q_shape, "dk": problem.k_shape, "dv": problem.v_shape}
-    found = {name: Buffer(shape, problem.dtype, fill) for name, shape in shapes.items()}
+    found = {name: Buffer(shape, problem.grad_dtype, fill) for name, shape in shapes.items()}
     bias = problem.score.bias
     if bias is not None and "bias" in problem.learned:
         every_pair = bias_shape(problem)
@@ -127,6 +128,7 @@ def unfilled_operands(problem: AttentionProblem) -> Operands:
         document_kv=_meta((lengths.batch, lengths.seqlen_kv), torch.int32) if with_documents else None,
         **changes,
         seed=_meta((1,), torch.int64) if problem.dropout else None,
+        places=_meta((lengths.batch, NUMBERS), torch.int32) if problem.placed else None,
     )
 
 

@@ -10,7 +10,9 @@ FAR = gl.constexpr(1 << 30)
 """The number of rows of a packed tensor to TMA: see `descriptor`."""
 
 ENDLESS = 0x7FFF0000
-GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+GLUON_DTYPES = {
+    torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4nv,
+}  # fmt: skip
 
 
 @gluon.jit

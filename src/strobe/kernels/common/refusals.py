@@ -10,6 +10,8 @@ from strobe.problem import AttentionProblem, Varlen
 
 def gluon_refuses(problem: AttentionProblem) -> str | None:
     """The reason for which no kernel in Gluon runs a problem, whatever its head dims and lengths; or None."""
+    if problem.placed:
+        return "takes no rows and keys that stand elsewhere in a longer sequence yet"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
     if max(_rows(problem)) >= MAX_BOUND:
@@ -32,6 +34,8 @@ def changed_scores_refused(problem: AttentionProblem) -> str | None:
         return "takes no seqused yet"
     if problem.dropout:
         return "takes no dropout yet"
+    if problem.partial:
+        return "gives no partial results yet, which are kept in float32"
     if str(problem.score) != "plain":
         return f"takes no score but the plain one yet, not {problem.score}"
     if not problem.scale > 0:

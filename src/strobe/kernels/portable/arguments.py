@@ -50,6 +50,7 @@ def of_problem(problem: AttentionProblem, tensors: Tensors) -> dict:
         document_q=None if tensors.document_q is None else ids(tensors.document_q),
         document_kv=None if tensors.document_kv is None else ids(tensors.document_kv),
         score=score(problem, tensors),
+        places=tensors.places,
         group=problem.group,
         DIM=problem.head_dim,
         DIM_V=problem.head_dim_v,

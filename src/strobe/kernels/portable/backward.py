@@ -25,7 +25,10 @@ from strobe.kernels.common.scores import LOG2E, gradient_through_function, score
 from strobe.kernels.portable import arguments, interpreter
 from strobe.kernels.portable.config import choose, padded
 from strobe.kernels.portable.primitives import (
+    KEYS,
     LENGTHS_AND_BOUNDS,
+    PLACE_NUMBERS,
+    QUERIES,
     Mask,
     any_nan,
     count_broken,
@@ -35,14 +38,19 @@ from strobe.kernels.portable.primitives import (
     load_ids,
     load_tile,
     load_vector,
+    position,
     product,
     q_phases,
+    row_position,
     seen_in,
     sequence,
     store_tile,
     store_vector,
     stream,
+    tile_positions,
     vector_stream,
+    whole_head,
+    whole_length,
     within_spans,
 )
 from strobe.kernels.portable.scores import add_to_bias, bias_gradient, biased, slope_of, through_function
@@ -81,12 +89,16 @@ def _shift_of(lse):
 
 
 @device_function
-def _gradients(products, dp, p, j, shift, delta, seen, slope, batch, head, n_q, n_kv, score, MASKED: tl.constexpr):
+def _gradients(
+    products, dp, p, key, shift, delta, seen, slope, batch, head, n_q, n_kv, score, places, MASKED: tl.constexpr
+):  # fmt: skip
     """Weights and gradients of a tile, given its products q.k and dP = dO V^T: P after dropout; the gradient of the scores,
-    which a bias gets; and dS / scale, for dQ and dK. p, j, shift and delta broadcast to the tile."""
+    which a bias gets; and dS / scale, for dQ and dK. p, key, shift and delta broadcast to the tile."""
+    j = position(key, places, KEYS)
     s, factor = score_and_factor(products, p, j, score.inner, score.outer, slope)
-    i = p - (n_kv - n_q)
+    i = p - (whole_length(n_kv, places, KEYS) - whole_length(n_q, places, QUERIES))
     s = biased(s, i, j, n_q, n_kv, score, batch, head)
+    head = whole_head(head, places)
     weights = tl.exp2(through_function(s, i, j, score, batch, head) - shift)
     kept_weights = weights
     if score.dropout is not None:
@@ -105,8 +117,15 @@ def _gradients(products, dp, p, j, shift, delta, seen, slope, batch, head, n_q, 
 
 
 @device_function
+def _positions(rows, n_q, n_kv, places):
+    """Where rows stand among the keys of the whole sequence."""
+    shift = whole_length(n_kv, places, KEYS) - whole_length(n_q, places, QUERIES)
+    return position(rows, places, QUERIES) + shift
+
+
+@device_function
 def _keys_from_rows(
-    state, k_tile, v_tile, q, dout, lse, delta, j, ids_kv, slope, batch, head, n_q, n_kv, mask, score, begin, end,
+    state, k_tile, v_tile, q, dout, lse, delta, j, ids_kv, slope, batch, head, n_q, n_kv, mask, score, places, begin, end,
     DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_Q: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """Add what the rows [begin, end) of one query head give to dK and dV of a tile of keys. Tiles are [keys, rows]."""
@@ -116,7 +135,7 @@ def _keys_from_rows(
         if MASKED:
             remaining = n_q - first
         rows = first + tl.arange(0, TILE_Q)
-        p = rows + (n_kv - n_q)
+        p = _positions(rows, n_q, n_kv, places)
         q_tile = load_tile(q, first, remaining, DIM)
         products = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
         shift = _shift_of(load_vector(lse, first, remaining))
@@ -125,11 +144,11 @@ def _keys_from_rows(
         seen = None
         if MASKED:
             ids_q = load_ids(mask.document_q, batch, first, n_q, TILE_Q)
-            seen = seen_in(p[None, :], j[:, None], n_q, n_kv, mask, score, ids_q[None, :], ids_kv[:, None], batch, head)
+            seen = seen_in(p[None, :], j[:, None], n_q, n_kv, mask, score, ids_q[None, :], ids_kv[:, None], batch, head, places)
             seen = seen & (rows[None, :] < n_q)
         weights, _, ds = _gradients(
             products, dp, p[None, :], j[:, None], shift[None, :], load_vector(delta, first, remaining)[None, :], seen, slope,
-            batch, head, n_q, n_kv, score, MASKED,
+            batch, head, n_q, n_kv, score, places, MASKED,
         )  # fmt: skip
         if FINITE:
             do_tile = finite_part(do_tile)
@@ -141,16 +160,16 @@ def _keys_from_rows(
 
 @device_function
 def _count_broken_rows(
-    counts, q, dout, j, ids_kv, batch, head, n_q, n_kv, mask, score, begin, end,
+    counts, q, dout, j, ids_kv, batch, head, n_q, n_kv, mask, score, places, begin, end,
     DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_Q: tl.constexpr,
 ):  # fmt: skip
     """How many entries of q, and of dout, that are not finite each key is seen by, by column; added to counts."""
     in_q, in_dout = counts
     for first in tl.range(begin, end, TILE_Q, num_stages=1):
         rows = first + tl.arange(0, TILE_Q)
-        p = rows + (n_kv - n_q)
+        p = _positions(rows, n_q, n_kv, places)
         ids_q = load_ids(mask.document_q, batch, first, n_q, TILE_Q)
-        seen = seen_in(p[None, :], j[:, None], n_q, n_kv, mask, score, ids_q[None, :], ids_kv[:, None], batch, head)
+        seen = seen_in(p[None, :], j[:, None], n_q, n_kv, mask, score, ids_q[None, :], ids_kv[:, None], batch, head, places)
         in_q = count_broken(seen, load_tile(q, first, n_q - first, DIM), in_q)
         in_dout = count_broken(seen, load_tile(dout, first, n_q - first, DIM_V), in_dout)
     return in_q, in_dout
@@ -159,7 +178,7 @@ def _count_broken_rows(
 @device_function
 def _keys(
     first, head_kv, batch, start_q, start_kv, n_q, n_kv, q, k, v, dout, lse, delta, dk, dv, left, right, prefix, document_q,
-    document_kv, score, scale, group, spans,
+    document_kv, score, places, scale, group, spans,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, ALL_MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -168,7 +187,7 @@ def _keys(
     mask = Mask(left, right, prefix, document_q, document_kv)
     BY_PAIR: tl.constexpr = document_q is not None or score.visible is not None
     last = tl.minimum(first + TILE_KV, n_kv) - 1
-    begin, full_begin, full_end, end = q_phases(first, last, n_q, n_kv, mask, score, TILE_Q)
+    begin, full_begin, full_end, end = q_phases(first, last, n_q, n_kv, mask, score, places, TILE_Q)
     if spans is not None:
         begin, end = within_spans(begin, end, spans, first, last, TILE_KV, TILE_Q)
         full_begin = begin
@@ -189,15 +208,15 @@ def _keys(
         if not BY_PAIR and not ALL_MASKED:
             state = _keys_from_rows(
                 state, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, head, n_q, n_kv, mask,
-                score, begin, full_begin, DIM, DIM_V, TILE_Q, True, False,
+                score, places, begin, full_begin, DIM, DIM_V, TILE_Q, True, False,
             )  # fmt: skip
             state = _keys_from_rows(
                 state, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, head, n_q, n_kv, mask,
-                score, full_begin, full_end, DIM, DIM_V, TILE_Q, False, False,
+                score, places, full_begin, full_end, DIM, DIM_V, TILE_Q, False, False,
             )  # fmt: skip
         state = _keys_from_rows(
             state, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, head, n_q, n_kv, mask,
-            score, begin if ALL_MASKED else full_end, end, DIM, DIM_V, TILE_Q, True, False,
+            score, places, begin if ALL_MASKED else full_end, end, DIM, DIM_V, TILE_Q, True, False,
         )  # fmt: skip
     dk_sum, dv_sum = state
     # Where every pair is visible there is nothing to keep out, and nothing is compiled for it.
@@ -214,11 +233,12 @@ def _keys(
                 delta_rows = vector_stream(delta, batch, start_q, head, TILE_Q)
                 finite = _keys_from_rows(
                     finite, k_tile, v_tile, q_rows, do_rows, lse_rows, delta_rows, j, ids_kv, slope, batch, head, n_q, n_kv,
-                    mask, score, begin, end, DIM, DIM_V, TILE_Q, True, True,
+                    mask, score, places, begin, end, DIM, DIM_V, TILE_Q, True, True,
                 )  # fmt: skip
                 broken = _count_broken_rows(
-                    broken, q_rows, do_rows, j, ids_kv, batch, head, n_q, n_kv, mask, score, begin, end, DIM, DIM_V, TILE_Q
-                )
+                    broken, q_rows, do_rows, j, ids_kv, batch, head, n_q, n_kv, mask, score, places, begin, end, DIM, DIM_V,
+                    TILE_Q,
+                )  # fmt: skip
             dk_sum = tl.where(broken[0] > 0, dk_sum, finite[0])
             dv_sum = tl.where(broken[1] > 0, dv_sum, finite[1])
     store_tile(stream(dk, batch, start_kv, head_kv, TILE_KV, PADDED), first, n_kv - first, dk_sum * scale, DIM)
@@ -228,7 +248,7 @@ def _keys(
 @triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
 def _dkdv(
     q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
-    left, right, prefix, document_q, document_kv, score, scale, heads_kv, group, spans,
+    left, right, prefix, document_q, document_kv, score, places, scale, heads_kv, group, spans,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
 ):  # fmt: skip
@@ -238,18 +258,21 @@ def _dkdv(
     batch = tl.program_id(0) // tiles // heads_kv
     if spans is not None:
         spans += 3 * batch * tl.cdiv(n_kv, SPAN)
+    if places is not None:
+        places += PLACE_NUMBERS * batch
     start_q, n_q = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
     start_kv, n_kv = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
     if first < n_kv:
         _keys(
             first, head_kv, batch, start_q, start_kv, n_q, n_kv, q, k, v, dout, lse, delta, dk, dv, left, right, prefix,
-            document_q, document_kv, score, scale, group, spans, DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, False,
+            document_q, document_kv, score, places, scale, group, spans,
+            DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, False,
         )  # fmt: skip
 
 
 @device_function
 def _rows_from_keys(
-    dq, q_tile, do_tile, shift, delta, k, v, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, dbias, begin, end,
+    dq, q_tile, do_tile, shift, delta, k, v, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, places, dbias, begin, end,
     DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys [begin, end) give to dQ of a tile of rows and, if it is wanted, to dbias. Tiles are [rows, keys].
@@ -266,10 +289,10 @@ def _rows_from_keys(
         seen = None
         if MASKED:
             ids_kv = load_ids(mask.document_kv, batch, first, n_kv, TILE_KV)
-            seen = seen_in(p[:, None], j[None, :], n_q, n_kv, mask, score, ids_q[:, None], ids_kv[None, :], batch, head)
+            seen = seen_in(p[:, None], j[None, :], n_q, n_kv, mask, score, ids_q[:, None], ids_kv[None, :], batch, head, places)
         _, of_bias, ds = _gradients(
             products, dp, p[:, None], j[None, :], shift[:, None], delta[:, None], seen, slope, batch, head, n_q, n_kv, score,
-            MASKED,
+            places, MASKED,
         )  # fmt: skip
         if dbias.pointer is not None and not FINITE:
             add_to_bias(dbias, of_bias, p[:, None] - (n_kv - n_q), j[None, :], batch, head, n_q, n_kv)
@@ -282,21 +305,22 @@ def _rows_from_keys(
 @device_function
 def _rows(
     first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, dout, lse, delta, dq, dbias, left, right, prefix, document_q,
-    document_kv, score, scale, group, spans,
+    document_kv, score, places, scale, group, spans,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, ALL_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Write dQ of the rows from `first` on, and what they give to the bias. spans: likewise, of these rows."""
     mask = Mask(left, right, prefix, document_q, document_kv)
     BY_PAIR: tl.constexpr = document_q is not None or score.visible is not None
-    p_first = first + n_kv - n_q
+    p_first = row_position(first, n_q, n_kv, places)
     last = tl.minimum(first + TILE_Q, n_q) - 1
-    begin, full_begin, full_end, end = kv_phases(p_first, last + n_kv - n_q, n_kv, mask, score, TILE_KV)
+    p_last = row_position(last, n_q, n_kv, places)
+    begin, full_begin, full_end, end = kv_phases(p_first, p_last, n_kv, mask, score, places, TILE_KV)
     if spans is not None:
         begin, end = within_spans(begin, end, spans, first, last, TILE_Q, TILE_KV)
         full_begin = begin
         full_end = begin
-    p = p_first + tl.arange(0, TILE_Q)
+    p = tile_positions(first, n_q, n_kv, places, TILE_Q)
     ids_q = load_ids(document_q, batch, first, n_q, TILE_Q)
     slope = slope_of(score, batch, head)
     q_tile = load_tile(stream(q, batch, start_q, head, TILE_Q, PADDED), first, n_q - first, DIM)
@@ -310,16 +334,16 @@ def _rows(
     if left is not None and not BY_PAIR and not ALL_MASKED:
         acc = _rows_from_keys(
             acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, head, n_q, n_kv, mask, score,
-            dbias, begin, full_begin, DIM, DIM_V, TILE_KV, True, False,
+            places, dbias, begin, full_begin, DIM, DIM_V, TILE_KV, True, False,
         )  # fmt: skip
     if not BY_PAIR and not ALL_MASKED:
         acc = _rows_from_keys(
             acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, head, n_q, n_kv, mask, score,
-            dbias, full_begin, full_end, DIM, DIM_V, TILE_KV, False, False,
+            places, dbias, full_begin, full_end, DIM, DIM_V, TILE_KV, False, False,
         )  # fmt: skip
     acc = _rows_from_keys(
         acc, q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope, batch, head, n_q, n_kv, mask, score,
-        dbias, begin if ALL_MASKED else full_end, end, DIM, DIM_V, TILE_KV, True, False,
+        places, dbias, begin if ALL_MASKED else full_end, end, DIM, DIM_V, TILE_KV, True, False,
     )  # fmt: skip
     # Where every pair is visible there is nothing to keep out, and nothing is compiled for it.
     CUTS: tl.constexpr = left is not None or right is not None or prefix is not None or BY_PAIR
@@ -327,10 +351,10 @@ def _rows(
         if any_nan(acc):
             finite = _rows_from_keys(
                 tl.zeros((TILE_Q, PADDED), tl.float32), q_tile, do_tile, shift, delta_rows, keys, values, p, ids_q, slope,
-                batch, head, n_q, n_kv, mask, score, dbias, begin, end, DIM, DIM_V, TILE_KV, True, True,
+                batch, head, n_q, n_kv, mask, score, places, dbias, begin, end, DIM, DIM_V, TILE_KV, True, True,
             )  # fmt: skip
             broken = count_broken_keys(
-                keys, p, ids_q, batch, head, n_q, n_kv, mask, score, begin, end, TILE_Q, DIM, PADDED, TILE_KV
+                keys, p, ids_q, batch, head, n_q, n_kv, mask, score, places, begin, end, TILE_Q, DIM, PADDED, TILE_KV
             )
             acc = tl.where(broken > 0, acc, finite)
     store_tile(stream(dq, batch, start_q, head, TILE_Q, PADDED), first, n_q - first, acc * scale, DIM)
@@ -339,7 +363,7 @@ def _rows(
 @triton.jit(do_not_specialize=LENGTHS_AND_BOUNDS)
 def _dq(
     q, k, v, dout, lse, delta, dq, dbias, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
-    left, right, prefix, document_q, document_kv, score, scale, heads_q, group, spans,
+    left, right, prefix, document_q, document_kv, score, places, scale, heads_q, group, spans,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
 ):  # fmt: skip
@@ -349,12 +373,15 @@ def _dq(
     batch = tl.program_id(0) // tiles // heads_q
     if spans is not None:
         spans += 3 * batch * tl.cdiv(n_q, SPAN)
+    if places is not None:
+        places += PLACE_NUMBERS * batch
     start_q, n_q = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
     start_kv, n_kv = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
     if first < n_q:
         _rows(
             first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, dout, lse, delta, dq, dbias, left, right, prefix,
-            document_q, document_kv, score, scale, group, spans, DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, False,
+            document_q, document_kv, score, places, scale, group, spans,
+            DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, False,
         )  # fmt: skip
 
 
@@ -368,7 +395,7 @@ SHARE = 32
 @triton.jit(do_not_specialize=(*LENGTHS_AND_BOUNDS, "heads_q", "heads_kv", "group", "key_number", "row_number"))
 def redo_noted(
     q, k, v, dout, lse, delta, dq, dbias, dk, dv, key_notes, row_notes, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q,
-    n_kv, total_q, total_kv, left, right, prefix, document_q, document_kv, score, scale, heads_q, heads_kv, group,
+    n_kv, total_q, total_kv, left, right, prefix, document_q, document_kv, score, places, scale, heads_q, heads_kv, group,
     key_number, row_number,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE: tl.constexpr, NOTED: tl.constexpr, SHARE: tl.constexpr,
@@ -379,34 +406,40 @@ def redo_noted(
     programs = tl.num_programs(0)
     blocks = tl.cdiv(n_kv, NOTED)
     for begin in tl.range(tl.program_id(0), key_number, programs * SHARE, num_stages=1):
-        places = begin + programs * tl.arange(0, SHARE)
-        if tl.max(tl.load(key_notes + places, mask=places < key_number, other=0), 0) != 0:
+        looked_at = begin + programs * tl.arange(0, SHARE)
+        if tl.max(tl.load(key_notes + looked_at, mask=looked_at < key_number, other=0), 0) != 0:
             for note in tl.range(begin, tl.minimum(begin + programs * SHARE, key_number), programs):
                 if tl.load(key_notes + note) != 0:
                     batch = note // blocks // heads_kv
                     start_q, rows = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
                     start_kv, keys = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
+                    own_places = places
+                    if places is not None:
+                        own_places = places + PLACE_NUMBERS * batch
                     for first in tl.range(note % blocks * NOTED, tl.minimum(note % blocks * NOTED + NOTED, keys), TILE):
                         _keys(
                             first, note // blocks % heads_kv, batch, start_q, start_kv, rows, keys, q, k, v, dout, lse, delta,
-                            dk, dv, left, right, prefix, document_q, document_kv, score, scale, group, None,
-                            DIM, DIM_V, PADDED, PADDED_V, TILE, TILE, True,
+                            dk, dv, left, right, prefix, document_q, document_kv, score,
+                            own_places, scale, group, None, DIM, DIM_V, PADDED, PADDED_V, TILE, TILE, True,
                         )  # fmt: skip
                     tl.store(key_notes + note, 0)
     blocks = tl.cdiv(n_q, NOTED)
     for begin in tl.range(tl.program_id(0), row_number, programs * SHARE, num_stages=1):
-        places = begin + programs * tl.arange(0, SHARE)
-        if tl.max(tl.load(row_notes + places, mask=places < row_number, other=0), 0) != 0:
+        looked_at = begin + programs * tl.arange(0, SHARE)
+        if tl.max(tl.load(row_notes + looked_at, mask=looked_at < row_number, other=0), 0) != 0:
             for note in tl.range(begin, tl.minimum(begin + programs * SHARE, row_number), programs):
                 if tl.load(row_notes + note) != 0:
                     batch = note // blocks // heads_q
                     start_q, rows = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
                     start_kv, keys = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
+                    own_places = places
+                    if places is not None:
+                        own_places = places + PLACE_NUMBERS * batch
                     for first in tl.range(note % blocks * NOTED, tl.minimum(note % blocks * NOTED + NOTED, rows), TILE):
                         _rows(
                             first, note // blocks % heads_q, batch, start_q, start_kv, rows, keys, q, k, v, dout, lse, delta,
-                            dq, dbias, left, right, prefix, document_q, document_kv, score, scale, group, None,
-                            DIM, DIM_V, PADDED, PADDED_V, TILE, TILE, True,
+                            dq, dbias, left, right, prefix, document_q, document_kv, score,
+                            own_places, scale, group, None, DIM, DIM_V, PADDED, PADDED_V, TILE, TILE, True,
                         )  # fmt: skip
                     tl.store(row_notes + note, 0)
 

@@ -24,7 +24,10 @@ from strobe.kernels.common.scores import LN2, score_of
 from strobe.kernels.portable import arguments, interpreter
 from strobe.kernels.portable.config import Config, choose
 from strobe.kernels.portable.primitives import (
+    KEYS,
     LENGTHS_AND_BOUNDS,
+    PLACE_NUMBERS,
+    QUERIES,
     Mask,
     Matrix,
     any_not_finite,
@@ -33,13 +36,18 @@ from strobe.kernels.portable.primitives import (
     kv_phases,
     load_ids,
     load_tile,
+    position,
     product,
+    row_position,
     seen_in,
     sequence,
     store_tile,
     store_vector,
     stream,
+    tile_positions,
     vector_stream,
+    whole_head,
+    whole_length,
     within_spans,
 )
 from strobe.kernels.portable.scores import biased, sink_of, slope_of, through_function
@@ -50,7 +58,7 @@ interpreter.mend()
 
 @device_function
 def _attend(
-    state, q_tile, k, v, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, begin, end,
+    state, q_tile, k, v, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, places, begin, end,
     DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr,
     CAREFUL: tl.constexpr = False, FINITE: tl.constexpr = False,
 ):  # fmt: skip
@@ -64,16 +72,19 @@ def _attend(
         remaining = None
         if MASKED:
             remaining = n_kv - first
-        j = first + tl.arange(0, TILE_KV)
+        key = first + tl.arange(0, TILE_KV)
+        j = position(key, places, KEYS)
         k_tile = load_tile(k, first, remaining, DIM)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         s = score_of(s, p[:, None], j[None, :], score.inner, score.outer, slope)
-        i = p[:, None] - (n_kv - n_q)
+        i = p[:, None] - (whole_length(n_kv, places, KEYS) - whole_length(n_q, places, QUERIES))
         s = biased(s, i, j[None, :], n_q, n_kv, score, batch, head)
-        s = through_function(s, i, j[None, :], score, batch, head)
+        s = through_function(s, i, j[None, :], score, batch, whole_head(head, places))
         if MASKED:
             ids_kv = load_ids(mask.document_kv, batch, first, n_kv, TILE_KV)
-            seen = seen_in(p[:, None], j[None, :], n_q, n_kv, mask, score, ids_q[:, None], ids_kv[None, :], batch, head)
+            seen = seen_in(
+                p[:, None], key[None, :], n_q, n_kv, mask, score, ids_q[:, None], ids_kv[None, :], batch, head, places
+            )
             s = tl.where(seen, s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1))
         shift = new_max
@@ -87,7 +98,7 @@ def _attend(
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         acc = acc * rescale[:, None]
         if score.dropout is not None:
-            keep = kept(tl.load(score.dropout.seed), score.dropout.threshold, batch, head, i, j[None, :])
+            keep = kept(tl.load(score.dropout.seed), score.dropout.threshold, batch, whole_head(head, places), i, j[None, :])
             weights = tl.where(keep, weights, 0.0)
         v_tile = load_tile(v, first, remaining, DIM_V)
         if FINITE:
@@ -100,16 +111,18 @@ def _attend(
 @device_function
 def _rows(
     first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, out, lse, lse_batch, lse_head,
-    left, right, prefix, document_q, document_kv, score, group, spans,
+    left, right, prefix, document_q, document_kv, score, places, group, spans,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, ONE_PHASE: tl.constexpr,
 ):  # fmt: skip
     """Write out and lse of the TILE_Q rows from `first` on of one head of one sequence. spans: a pointer to those of the batch
-    entry where there are documents, or None. ONE_PHASE: all tiles of keys are masked, which is slower, and less to compile."""
+    entry where there are documents, or None; places: the same of where rows and keys stand. ONE_PHASE: all tiles of keys are
+    masked, which is slower, and less to compile."""
     mask = Mask(left, right, prefix, document_q, document_kv)  # not an argument: Triton 3.6 passes it on only once
-    p_first = first + n_kv - n_q
+    p_first = row_position(first, n_q, n_kv, places)
     last = tl.minimum(first + TILE_Q, n_q) - 1
-    begin, full_begin, full_end, end = kv_phases(p_first, last + n_kv - n_q, n_kv, mask, score, TILE_KV)
+    p_last = row_position(last, n_q, n_kv, places)
+    begin, full_begin, full_end, end = kv_phases(p_first, p_last, n_kv, mask, score, places, TILE_KV)
     if spans is not None:
         begin, end = within_spans(begin, end, spans, first, last, TILE_Q, TILE_KV)
     BY_PAIR: tl.constexpr = mask.document_q is not None or score.visible is not None
@@ -117,7 +130,7 @@ def _rows(
     if not PHASES:
         full_begin = begin
         full_end = begin
-    p = p_first + tl.arange(0, TILE_Q)
+    p = tile_positions(first, n_q, n_kv, places, TILE_Q)
     ids_q = load_ids(mask.document_q, batch, first, n_q, TILE_Q)
     slope = slope_of(score, batch, head)
     q_stream = stream(q, batch, start_q, head, TILE_Q, PADDED)
@@ -134,28 +147,28 @@ def _rows(
     state = nothing
     if mask.left is not None and PHASES:
         state = _attend(
-            state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, begin, full_begin,
+            state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, places, begin, full_begin,
             DIM, DIM_V, TILE_KV, True,
         )  # fmt: skip
     if PHASES:
         state = _attend(
-            state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, full_begin, full_end,
-            DIM, DIM_V, TILE_KV, False,
+            state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, places, full_begin,
+            full_end, DIM, DIM_V, TILE_KV, False,
         )  # fmt: skip
     acc, row_max, row_sum = _attend(
-        state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, full_end, end,
+        state, q_tile, k_stream, v_stream, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, places, full_end, end,
         DIM, DIM_V, TILE_KV, True,
     )  # fmt: skip
     if any_not_finite(acc) or _any_lost(row_max, row_sum):
         # Where every pair is visible there is nothing to keep out, and nothing is compiled for it.
         CUTS: tl.constexpr = mask.left is not None or mask.right is not None or mask.prefix is not None or BY_PAIR
         again, row_max, row_sum = _attend(
-            nothing, q_tile, k_stream, v_stream, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, begin, end,
+            nothing, q_tile, k_stream, v_stream, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, places, begin, end,
             DIM, DIM_V, TILE_KV, True, True, CUTS,
         )  # fmt: skip
         if CUTS:
             broken = count_broken_keys(
-                v_stream, p, ids_q, batch, head, n_q, n_kv, mask, score, begin, end, TILE_Q, DIM_V, PADDED_V, TILE_KV
+                v_stream, p, ids_q, batch, head, n_q, n_kv, mask, score, places, begin, end, TILE_Q, DIM_V, PADDED_V, TILE_KV
             )
             again = tl.where(broken > 0, acc, again)
         acc = again
@@ -190,7 +203,7 @@ def _lse_strides(cu_seqlens_q, heads_q, n_q, total_q):
 @triton.jit(do_not_specialize=(*LENGTHS_AND_BOUNDS, "heads_q", "group"))
 def _forward(
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
-    left, right, prefix, document_q, document_kv, score, heads_q, group, spans,
+    left, right, prefix, document_q, document_kv, score, places, heads_q, group, spans,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
 ):  # fmt: skip
@@ -201,6 +214,8 @@ def _forward(
     batch = tl.program_id(0) // tiles // heads_q
     if spans is not None:
         spans += 3 * batch * tl.cdiv(n_q, SPAN)
+    if places is not None:
+        places += PLACE_NUMBERS * batch
     lse_batch, lse_head = _lse_strides(cu_seqlens_q, heads_q, n_q, total_q)
     start_q, n_q = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
     start_kv, n_kv = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
@@ -208,7 +223,7 @@ def _forward(
         return
     _rows(
         first, head, batch, start_q, start_kv, n_q, n_kv, q, k, v, out, lse, lse_batch, lse_head,
-        left, right, prefix, document_q, document_kv, score, group, spans,
+        left, right, prefix, document_q, document_kv, score, places, group, spans,
         DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, False,
     )  # fmt: skip
 
@@ -222,7 +237,7 @@ _SHARE = 128
 @triton.jit(do_not_specialize=(*LENGTHS_AND_BOUNDS, "heads_q", "group", "number"))
 def _redo(
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
-    left, right, prefix, document_q, document_kv, score, heads_q, group, notes, number, counter, spans,
+    left, right, prefix, document_q, document_kv, score, places, heads_q, group, notes, number, counter, spans,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, NOTED_ROWS: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
@@ -234,8 +249,8 @@ def _redo(
     lse_batch, lse_head = _lse_strides(cu_seqlens_q, heads_q, n_q, total_q)
     redone = 0
     for begin in tl.range(tl.program_id(0), number, programs * SHARE, num_stages=1):
-        places = begin + programs * tl.arange(0, SHARE)
-        if tl.max(tl.load(notes + places, mask=places < number, other=0), 0) != 0:
+        looked_at = begin + programs * tl.arange(0, SHARE)
+        if tl.max(tl.load(notes + looked_at, mask=looked_at < number, other=0), 0) != 0:
             for note in tl.range(begin, tl.minimum(begin + programs * SHARE, number), programs):
                 if tl.load(notes + note) != 0:
                     batch = note // blocks // heads_q
@@ -244,11 +259,15 @@ def _redo(
                     own_spans = spans
                     if spans is not None:
                         own_spans = spans + 3 * batch * blocks
+                    own_places = places
+                    if places is not None:
+                        own_places = places + PLACE_NUMBERS * batch
                     for within in tl.range(0, NOTED_ROWS, TILE_Q):
                         _rows(
                             note % blocks * NOTED_ROWS + within, note // blocks % heads_q, batch, start_q, start_kv, rows,
                             keys, q, k, v, out, lse, lse_batch, lse_head, left, right, prefix, document_q, document_kv, score,
-                            group, own_spans, DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV, True,
+                            own_places, group, own_spans, DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV,
+                            True,
                         )  # fmt: skip
                     tl.store(notes + note, 0)
                     redone += 1

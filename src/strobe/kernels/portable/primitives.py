@@ -12,9 +12,17 @@ import triton.language as tl
 from strobe.kernels.common.device_function import device_function
 from strobe.kernels.common.documents import SPAN
 from strobe.kernels.common.masks import kv_full, kv_range, q_full, q_range, visible
+from strobe.kernels.common.places import number_before, position_of
+from strobe.places import NUMBERS
 
 LENGTHS_AND_BOUNDS = ("n_q", "n_kv", "total_q", "total_kv", "left", "right", "prefix")
 """Arguments that no kernel is specialised for: another length or window does not recompile."""
+
+
+QUERIES, KEYS, FIRST_HEAD = tl.constexpr(0), tl.constexpr(4), tl.constexpr(8)
+"""Where a row of `Operands.places` says what is known of queries, of keys, and of the first head."""
+
+PLACE_NUMBERS = tl.constexpr(NUMBERS)
 
 
 class Matrix(NamedTuple):
@@ -55,6 +63,58 @@ def sequence(cu_seqlens, seqused, batch, n, total):
     if seqused is not None:
         n = within(tl.load(seqused + batch), n)
     return first, n
+
+
+@device_function
+def position(i, places, SIDE: tl.constexpr):
+    """Where rows (or keys, by SIDE) i stand in the whole sequence."""
+    if places is not None:
+        i = position_of(i, tl.load(places + SIDE), tl.load(places + SIDE + 1), tl.load(places + SIDE + 2))
+    return i
+
+
+@device_function
+def before(x, n, places, SIDE: tl.constexpr):
+    """How many of n rows (or keys, by SIDE) stand before row x of the whole sequence."""
+    if places is not None:
+        x = number_before(x, n, tl.load(places + SIDE), tl.load(places + SIDE + 1), tl.load(places + SIDE + 2))
+    return x
+
+
+@device_function
+def whole_length(n, places, SIDE: tl.constexpr):
+    """The length of the whole sequence of which there are n rows (or keys, by SIDE)."""
+    if places is not None:
+        n = tl.load(places + SIDE + 3)
+    return n
+
+
+@device_function
+def row_position(i, n_q, n_kv, places):
+    """Where rows i stand among the keys of the whole sequence."""
+    if places is None:
+        p = i + n_kv - n_q
+    else:
+        p = position(i, places, QUERIES) + (whole_length(n_kv, places, KEYS) - whole_length(n_q, places, QUERIES))
+    return p
+
+
+@device_function
+def tile_positions(first, n_q, n_kv, places, TILE: tl.constexpr):
+    """`row_position` of the TILE rows from `first` on."""
+    if places is None:
+        p = row_position(first, n_q, n_kv, places) + tl.arange(0, TILE)
+    else:
+        p = row_position(first + tl.arange(0, TILE), n_q, n_kv, places)
+    return p
+
+
+@device_function
+def whole_head(head, places):
+    """A query head's number among all heads, which functions and dropout are told."""
+    if places is not None:
+        head += tl.load(places + FIRST_HEAD)
+    return head
 
 
 @device_function
@@ -145,16 +205,19 @@ def load_ids(documents, batch, first, n, TILE: tl.constexpr):
 
 
 @device_function
-def kv_phases(p_first, p_last, n_kv, mask, score, TILE_KV: tl.constexpr):
+def kv_phases(p_first, p_last, n_kv, mask, score, places, TILE_KV: tl.constexpr):
     """(begin, full_begin, full_end, end): the keys that rows p_first..p_last see, and those that all of them see.
 
     All but end are bounds of tiles.
     """
-    begin, end = kv_range(p_first, p_last, n_kv, mask.left, mask.right, mask.prefix)
-    begin = begin // TILE_KV * TILE_KV
-    end = tl.maximum(end, begin)
+    whole = whole_length(n_kv, places, KEYS)
+    begin, end = kv_range(p_first, p_last, whole, mask.left, mask.right, mask.prefix)
+    begin = before(begin, n_kv, places, KEYS) // TILE_KV * TILE_KV
+    end = tl.maximum(before(end, n_kv, places, KEYS), begin)
     if mask.document_q is None and score.visible is None:
-        full_begin, full_end = kv_full(p_first, p_last, n_kv, mask.left, mask.right, mask.prefix)
+        full_begin, full_end = kv_full(p_first, p_last, whole, mask.left, mask.right, mask.prefix)
+        full_begin = before(full_begin, n_kv, places, KEYS)
+        full_end = before(full_end, n_kv, places, KEYS)
         full_begin = tl.minimum(tl.cdiv(full_begin, TILE_KV), tl.cdiv(end, TILE_KV)) * TILE_KV
         full_end = tl.maximum(full_end // TILE_KV * TILE_KV, full_begin)
     else:
@@ -164,19 +227,24 @@ def kv_phases(p_first, p_last, n_kv, mask, score, TILE_KV: tl.constexpr):
 
 
 @device_function
-def q_phases(j_first, j_last, n_q, n_kv, mask, score, TILE_Q: tl.constexpr):
-    """(begin, full_begin, full_end, end): the rows that see keys of j_first..j_last, and those that see them all.
+def q_phases(first, last, n_q, n_kv, mask, score, places, TILE_Q: tl.constexpr):
+    """(begin, full_begin, full_end, end): the rows that see keys of first..last, and those that see them all.
 
     All but end are bounds of tiles.
     """
-    shift = n_kv - n_q
-    begin, end = q_range(j_first, j_last, shift, n_kv, mask.left, mask.right, mask.prefix)
-    begin = (begin - shift) // TILE_Q * TILE_Q
-    end = tl.maximum(end - shift, begin)
+    whole = whole_length(n_kv, places, KEYS)
+    shift = whole - whole_length(n_q, places, QUERIES)
+    j_first = position(first, places, KEYS)
+    j_last = position(last, places, KEYS)
+    begin, end = q_range(j_first, j_last, shift, whole, mask.left, mask.right, mask.prefix)
+    begin = before(begin - shift, n_q, places, QUERIES) // TILE_Q * TILE_Q
+    end = tl.maximum(before(end - shift, n_q, places, QUERIES), begin)
     if mask.document_q is None and score.visible is None:
-        full_begin, full_end = q_full(j_first, j_last, shift, n_kv, mask.left, mask.right, mask.prefix)
-        full_begin = tl.minimum(tl.cdiv(full_begin - shift, TILE_Q), tl.cdiv(end, TILE_Q)) * TILE_Q
-        full_end = tl.maximum((full_end - shift) // TILE_Q * TILE_Q, full_begin)
+        full_begin, full_end = q_full(j_first, j_last, shift, whole, mask.left, mask.right, mask.prefix)
+        full_begin = before(full_begin - shift, n_q, places, QUERIES)
+        full_end = before(full_end - shift, n_q, places, QUERIES)
+        full_begin = tl.minimum(tl.cdiv(full_begin, TILE_Q), tl.cdiv(end, TILE_Q)) * TILE_Q
+        full_end = tl.maximum(full_end // TILE_Q * TILE_Q, full_begin)
     else:
         full_begin = begin
         full_end = begin
@@ -195,13 +263,18 @@ def within_spans(begin, end, spans, first, last, TILE: tl.constexpr, STEP: tl.co
 
 
 @device_function
-def seen_in(p, j, n_q, n_kv, mask, score, ids_q, ids_kv, batch, head):
-    """Which pairs of a tile are visible; p and j broadcast to it, as do the document numbers."""
-    seen = visible(p, j, n_kv, mask.left, mask.right, mask.prefix)
+def seen_in(p, key, n_q, n_kv, mask, score, ids_q, ids_kv, batch, head, places):
+    """Which pairs of a tile are visible; positions p and keys broadcast to it, as do the document numbers."""
+    whole = whole_length(n_kv, places, KEYS)
+    j = position(key, places, KEYS)
+    seen = visible(p, j, whole, mask.left, mask.right, mask.prefix)
+    if places is not None:
+        seen = seen & (key < n_kv)
     if mask.document_q is not None:
         seen = seen & (ids_q == ids_kv)
     if score.visible is not None:
-        seen = seen & score.visible(batch, head, p - (n_kv - n_q), j)
+        i = p - (whole - whole_length(n_q, places, QUERIES))
+        seen = seen & score.visible(batch, whole_head(head, places), i, j)
     return seen
 
 
@@ -245,14 +318,14 @@ def count_broken(seen, tile, acc):
 
 @device_function
 def count_broken_keys(
-    stream, p, ids_q, batch, head, n_q, n_kv, mask, score, begin, end,
+    stream, p, ids_q, batch, head, n_q, n_kv, mask, score, places, begin, end,
     TILE_Q: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, TILE_KV: tl.constexpr,
 ):  # fmt: skip
     """[TILE_Q, PADDED]: how many entries of keys (or values) that are not finite each row sees, by column."""
     counts = tl.zeros((TILE_Q, PADDED), tl.float32)
     for first in tl.range(begin, end, TILE_KV, num_stages=1):
-        j = first + tl.arange(0, TILE_KV)
+        key = first + tl.arange(0, TILE_KV)
         ids_kv = load_ids(mask.document_kv, batch, first, n_kv, TILE_KV)
-        seen = seen_in(p[:, None], j[None, :], n_q, n_kv, mask, score, ids_q[:, None], ids_kv[None, :], batch, head)
+        seen = seen_in(p[:, None], key[None, :], n_q, n_kv, mask, score, ids_q[:, None], ids_kv[None, :], batch, head, places)
         counts = count_broken(seen, load_tile(stream, first, n_kv - first, DIM), counts)
     return counts

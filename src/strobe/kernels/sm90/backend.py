@@ -8,6 +8,7 @@ from strobe.device import Arch
 from strobe.kernels import has_triton
 from strobe.kernels.common.call import Buffers, Call, Tensors
 from strobe.kernels.common.refusals import gluon_refuses
+from strobe.kernels.sm90.backward_config import SplitConfig
 from strobe.kernels.sm90.backward_config import choose as choose_backward
 from strobe.kernels.sm90.config import choose
 from strobe.kernels.sm90.config import origin as origin_of_choice
@@ -38,6 +39,8 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
 
 def backward_refuses(problem: AttentionProblem) -> str | None:
     """Why the backward alone does not take a problem; or None."""
+    if problem.partial and isinstance(choose_backward(problem), SplitConfig):
+        return "gives partial gradients, in float32, in one pass alone, which head dims over 192 and `deterministic` exclude"
     lengths = problem.lengths
     rows = problem.heads_q * (lengths.total_q if isinstance(lengths, Varlen) else lengths.batch * lengths.seqlen_q)
     if rows >= MOST_ROWS:
@@ -48,7 +51,7 @@ def backward_refuses(problem: AttentionProblem) -> str | None:
 def config(problem: AttentionProblem, arch: Arch):
     if problem.phase == "backward":
         return choose_backward(problem)
-    return replace(choose(problem), optimistic=_optimistic and may_be_optimistic(problem))
+    return replace(choose(problem), optimistic=_optimistic and may_be_optimistic(problem), partial=problem.partial)
 
 
 def origin(problem: AttentionProblem, arch: Arch) -> str:

@@ -30,6 +30,9 @@ PRODUCT = 16
 LEAST_SCALE = 1e-30
 """By which an LSE can be divided: what comes out is a number."""
 
+PARTIAL_COLUMNS = 32
+"""Columns of dK or dV in float32 that leave together: 128 bytes a row, what a swizzle spans."""
+
 SPLIT_TILE = 64
 """Rows, and keys, of a tile of the split backward."""
 
@@ -178,7 +181,7 @@ def _held(problem: AttentionProblem, head_dim: int, head_dim_v: int) -> tuple[in
     H200, S = 4k, microseconds with none, 64 of K, 96 of K, 64 of both. Head dim 96 (none: without turns): 2844, 2717, 2666,
     2613, causal 1512, 1458, 1432, 1421; with Triton 3.9: 2854, 2780, 2810, 2819, causal 1567, 1471, 1501, 1686. 128, none and
     64 of K: 2457, 2429, causal 1345, 1318; with Triton 3.9: 2597, 2491, causal 1365, 1364."""
-    if problem.mask.by_pair:
+    if problem.mask.by_pair or problem.partial:  # what leaves in float32 takes registers too
         return 0, 0
     if head_dim + head_dim_v > 192:
         return 64, 0

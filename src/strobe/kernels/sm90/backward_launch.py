@@ -15,7 +15,17 @@ from strobe.kernels.portable import backward as portable
 from strobe.kernels.portable.scores import bias_gradient
 from strobe.kernels.sm90 import backward_pre_post as ends
 from strobe.kernels.sm90.backward import backward_kernel, flat
-from strobe.kernels.sm90.backward_config import KEYS, PARTS, PRODUCT, ROWS_PADDED, SPLIT_TILE, Chunks, Config, SplitConfig
+from strobe.kernels.sm90.backward_config import (
+    KEYS,
+    PARTIAL_COLUMNS,
+    PARTS,
+    PRODUCT,
+    ROWS_PADDED,
+    SPLIT_TILE,
+    Chunks,
+    Config,
+    SplitConfig,
+)
 from strobe.kernels.sm90.backward_split import keys_kernel, rows_kernel
 from strobe.kernels.sm90.config import HALF_L2, SMS
 from strobe.kernels.sm90.descriptors import descriptors
@@ -208,6 +218,8 @@ def _inputs(tensors: Tensors, config: Chunks, rows: int, rows_k: int, rows_v: in
 
 def _key_gradients(tensors: Tensors, config: Chunks) -> list[TensorDescriptor | None]:
     chunks, chunks_v = (config.wide, config.narrow), (config.wide_v, config.narrow_v)
+    if tensors.dk.dtype == torch.float32:
+        chunks = chunks_v = (PARTIAL_COLUMNS, 0)
     return [*descriptors(tensors.dk, 64, chunks), *descriptors(tensors.dv, 64, chunks_v)]
 
 

@@ -12,12 +12,16 @@ from strobe.kernels.gluon import (
     tma_store,
     tma_store_wait,
 )
+from strobe.kernels.sm90.backward_config import PARTIAL_COLUMNS
 from strobe.kernels.sm90.backward_tiles import HALF
-from strobe.kernels.sm90.layouts import rows_of
+from strobe.kernels.sm90.layouts import accumulator, rows_of
 
 UNIT = gl.constexpr([[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16], [0, 32]])
 """The elements [row, column] of a 64 x 64 result in the order of registers, lanes and warps: of the number of an element in
 dQ's accumulator, each bit's row and column. Bits 0 and 1 number four registers of a thread."""
+
+
+PIECE = gl.constexpr(PARTIAL_COLUMNS)
 
 
 @gluon.constexpr_function
@@ -66,6 +70,17 @@ def note_of_keys(w: gl.constexpr, K, result, work):
 def leave(w: gl.constexpr, K, dk, dv, work):
     """Copy group w's dK and dV to global memory, by way of its place of dQ, one after the other."""
     tma_store_wait(0)
+    if K.outputs.dv[0].dtype == gl.float32:
+        leave_in_pieces(w, K, dv, 1.0, K.outputs.dv[0], work)
+        tma_store_wait(0)
+        leave_in_pieces(w, K, dk, K.outputs.scale, K.outputs.dk[0], work)
+    else:
+        leave_rounded(w, K, dk, dv, work)
+
+
+@gluon.jit
+def leave_rounded(w: gl.constexpr, K, dk, dv, work):
+    """dK and dV in the inputs' type, of which the place of dQ holds 128 columns."""
     copy_out(w, K, dv, 0, 1.0, K.outputs.dv, work)
     tma_store_wait(0)
     if K.C.head_dim <= 128:
@@ -74,6 +89,37 @@ def leave(w: gl.constexpr, K, dk, dv, work):
         copy_out(w, K, (dk[0],), 0, K.outputs.scale, K.outputs.dk, work)
         tma_store_wait(0)
         copy_out(w, K, (dk[1],), K.C.wide, K.outputs.scale, (K.outputs.dk[1],), work)
+
+
+@gluon.jit
+def leave_in_pieces(w: gl.constexpr, K, x, scale, descriptor, work):
+    """Group w's dK or dV in float32: pieces of PIECE columns leave by the two halves of its place of dQ in turn."""
+    for c in gl.static_range(len(x)):
+        copy_piece(w, K, x[c], c * x[0].shape[1], scale, descriptor, work)
+
+
+@gluon.jit
+def copy_piece(w: gl.constexpr, K, x, column: gl.constexpr, scale, descriptor, work):
+    """Copy columns of float32 results to global memory, from a column on."""
+    if x.shape[1] > PIECE:
+        COLUMNS: gl.constexpr = x.shape[1] // 2
+        left, right = x.reshape([HALF, 2, COLUMNS]).permute(0, 2, 1).split()
+        copy_piece(w, K, gl.convert_layout(left, accumulator(COLUMNS)), column, scale, descriptor, work)
+        copy_piece(w, K, gl.convert_layout(right, accumulator(COLUMNS)), column + COLUMNS, scale, descriptor, work)
+    else:
+        TURN: gl.constexpr = (column // PIECE) % 2
+        halves = reinterpret(K.memory.dq.index(w), gl.float32, [2, HALF, PIECE], swizzled(gl.float32, x.shape[1]))
+        tma_store_wait(1)  # what was in this half has left
+        partition_barrier()
+        result = x * scale
+        if K.lengths.used_kv is not None:  # keys that exist and are not used
+            key = work.first + w * HALF + gl.arange(0, HALF, rows_of(PIECE))
+            result = gl.where((key < work.n_kv)[:, None], result, 0.0)
+        halves.index(TURN).store(result)
+        fence_async_shared()
+        partition_barrier()
+        place = coordinates(descriptor, work.start_kv, work.n_kv, work.batch, work.head_kv, work.first + w * HALF, column)
+        tma_store(descriptor, place, halves.index(TURN).reshape(descriptor.block_type.shape))
 
 
 @gluon.jit

@@ -86,6 +86,7 @@ class Config(Chunks):
     q_stages: with 2, the Q of the next tile comes early.
     o_buffers: pieces of 64 rows and o_columns columns that a group may have on their way out.
     optimistic: whether the softmax is optimistic (docs/optimistic_softmax.md), or has a running maximum.
+    partial: whether O leaves in float32, in pieces of half the columns.
     """
 
     groups: int
@@ -94,10 +95,11 @@ class Config(Chunks):
     q_stages: int = 2
     o_buffers: int = 1
     optimistic: bool = True
+    partial: bool = False
 
     @property
     def o_columns(self) -> int:
-        return self.narrow_v or 64
+        return (self.narrow_v or 64) // (2 if self.partial else 1)
 
     @property
     def splits(self) -> int:
@@ -123,7 +125,8 @@ class Config(Chunks):
         return 24
 
     def smem_map(self) -> list[Buffer]:
-        """The buffers of a CTA: Q, the two rings and O, in 2-byte elements; 4 bytes for each number of a tile, 8 a barrier."""
+        """The buffers of a CTA: Q, the two rings and O, in 2-byte elements (a partial O: 4 bytes); 4 bytes for each number of a
+        tile, 8 a barrier."""
         q_buffers = self.q_stages * self.groups
         barriers = 2 * q_buffers + 4 * self.num_stages + 4
         buffers = {
@@ -132,8 +135,9 @@ class Config(Chunks):
             "sV": (self.num_stages, self.tile_kv, self.head_dim_v),
             "sO": (self.groups * self.o_buffers, ROWS_PER_GROUP, self.o_columns),
         }
+        sizes = {"sO": 4 if self.partial else 2}
         return [
-            *(Buffer(name, shape, 2 * math.prod(shape)) for name, shape in buffers.items()),
+            *(Buffer(name, shape, sizes.get(name, 2) * math.prod(shape)) for name, shape in buffers.items()),
             Buffer("tiles", (2, _TILE_FIELDS), 4 * 2 * _TILE_FIELDS),
             Buffer("barriers", (barriers,), _BARRIER * barriers),
         ]
@@ -143,10 +147,10 @@ class Config(Chunks):
         return total_bytes(self.smem_map())
 
     def __str__(self) -> str:
-        softmax = "optimistic" if self.optimistic else "safe"
+        softmax, out = "optimistic" if self.optimistic else "safe", "O in float32" if self.partial else "O"
         return (
             f"dims {self.head_dim}, {self.head_dim_v}, tile {self.tile_q} x {self.tile_kv}, {self.groups} consumer groups, "
-            f"{self.num_stages} stages, {self.q_stages} of Q, {self.o_buffers} of O, {softmax} softmax, "
+            f"{self.num_stages} stages, {self.q_stages} of Q, {self.o_buffers} of {out}, {softmax} softmax, "
             f"{self.smem_bytes() / 1024:.0f} KiB shared memory"
         )
 

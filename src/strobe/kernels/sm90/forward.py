@@ -399,7 +399,7 @@ def consumer(w: gl.constexpr, K):
 def consume(w: gl.constexpr, K, tile):
     """This CTA's tiles, of which there is one at least."""
     gl.static_assert((K.lengths.left is None) or (tile.lead is not None))
-    dtype: gl.constexpr = K.outputs.descriptor.dtype
+    dtype: gl.constexpr = K.memory.q[0].dtype
     # Three groups have 160 registers a thread: too few for the next tile's P beside the last one's, so it is late. Never late,
     # head dim 64 spills 0 bytes, with a mask 140 (Triton 3.6), or 172 and 428 (3.9); late none, in as much time.
     LATE: gl.constexpr = K.C.q_stages == 1 or K.C.groups == 3
@@ -479,7 +479,7 @@ def epilogue(w: gl.constexpr, K, acc, state, slot):
     exists = rows < n_q
 
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), LAYOUT)
-    BOUNDS: gl.constexpr = bounds_of(K.outputs.descriptor.dtype)
+    BOUNDS: gl.constexpr = bounds_of(K.memory.q[0].dtype)
     broken = not_finite(acc, K.C)
     if K.C.optimistic:
         broken = broken | is_too_small(row_sum, m, p + gl.arange(0, ROWS, LAYOUT), n_kv, K.lengths, BOUNDS)

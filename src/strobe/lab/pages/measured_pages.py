@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean
 
+from strobe.lab.bench import parallel as measured_parallel
 from strobe.lab.bench.report import closest
+from strobe.lab.model import context_parallel as paper
 from strobe.lab.timeline import timeline
 
 RESULTS = Path("benchmarks/results")
@@ -87,6 +89,33 @@ def documents(root: Path) -> str:
                 [f"D {dims}, {name}", *(f"{point['milliseconds'][f'forward, {way}']:.2f}" for way in ("sm90", "portable"))]
             )
     return f"{_where(report, path)} Forward, bf16, 4 x 4096 tokens, heads 2048 / D.\n\n{_table(rows)}"
+
+
+def context_parallel(root: Path) -> str:
+    """What `strobe roofline --context-parallel` finds: the table, and how far its formulas are from the simulated schedules."""
+    report = json.loads((root / "docs/lab/context-parallel.json").read_text())
+    setting, assumed = report["setting"], report["assumed"]
+    shape = (
+        f"{report['arch']}, heads {setting['heads_q']}/{setting['heads_kv']}, head dim {setting['head_dim']}, "
+        f"{setting['dtype']}, {setting['mask']}, {setting['layout']}"
+    )
+    links = "; ".join(f"{link['name']} {link['rate'] / 1e9:g} GB/s ({link['source']})" for link in report["links"])
+    return (
+        f"{shape}. Tokens a GPU from which on a rank waits for at most {assumed['hidden']:.0%} of the time that it computes: "
+        f"forward / forward and backward; - : the method cannot share {setting['heads_kv']} key heads so, or hides nothing. "
+        f"Kernels at {assumed['kernel share']:.0%} of the peak, links at {assumed['link share']:.0%} (assumed); {links}.\n\n"
+        f"{_table(paper.cells(report))}\n\n{paper.sentence(report)}."
+    )
+
+
+def parallel(root: Path) -> str:
+    """What `strobe bench parallel` measured."""
+    found = results(root, "parallel-*.json")
+    if not found:
+        return "Not measured on several GPUs yet."
+    report, path = found[-1]
+    picture = f"![The share of linear scaling, and when each rank computes](../{path.with_suffix('.png')})"
+    return f"{picture}\n\n{_where(report, path)}\n\n{_table(measured_parallel.cells(report))}"
 
 
 def redo_cost(root: Path) -> str:
