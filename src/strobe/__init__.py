@@ -13,6 +13,10 @@ from strobe.api import (
 from strobe.call.dispatch import BACKENDS
 from strobe.dropout import dropout_mask
 from strobe.fp8 import attention_fp8
+from strobe.integrations import flop_counter as _flop_counter
+from strobe.integrations import sdpa as _sdpa
+from strobe.integrations.flash_attn import install_as_flash_attn, uninstall_as_flash_attn
+from strobe.integrations.sdpa import scaled_dot_product_attention
 from strobe.kernels.workspace import redone_blocks
 from strobe.masks import Causal, Document, Full, Mask, Prefix, Visible, Window
 from strobe.scores import Score
@@ -21,6 +25,9 @@ from strobe.serving.cache import Cache, Rotary
 from strobe.serving.flash import flash_attn_with_kvcache
 
 __version__ = "0.1.0"
+
+_sdpa.register()
+_flop_counter.register()
 
 __all__ = [
     "BACKENDS",
@@ -45,8 +52,11 @@ __all__ = [
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "install_as_flash_attn",
     "merge",
     "redone_blocks",
+    "scaled_dot_product_attention",
     "supports",
+    "uninstall_as_flash_attn",
     "use_optimistic_softmax",
 ]

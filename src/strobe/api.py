@@ -5,6 +5,7 @@ flash-attn's signatures, layouts and returns.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal, overload
 
 import torch
 
@@ -30,6 +31,30 @@ from strobe.serving.problem import describe as describe_decode
 _AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | None = None, score: Score | None = None,
+    scale: float | None = None, cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_kv: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, seqused_q: torch.Tensor | None = None,
+    seqused_kv: torch.Tensor | None = None, dropout_p: float = 0.0, return_lse: Literal[False] = False,
+    deterministic: bool = False, backend: str | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | None = None, score: Score | None = None,
+    scale: float | None = None, cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_kv: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, seqused_q: torch.Tensor | None = None,
+    seqused_kv: torch.Tensor | None = None, dropout_p: float = 0.0, return_lse: Literal[True],
+    deterministic: bool = False, backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | None = None, score: Score | None = None,
+    scale: float | None = None, cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_kv: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, seqused_q: torch.Tensor | None = None,
+    seqused_kv: torch.Tensor | None = None, dropout_p: float = 0.0, return_lse: bool,
+    deterministic: bool = False, backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

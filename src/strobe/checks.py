@@ -1,4 +1,4 @@
-"""What every tensor that a user gives must be."""
+"""What every tensor that a user gives must be, and when two are the same."""
 
 from __future__ import annotations
 
@@ -19,3 +19,10 @@ def check_device(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
     """ValueError if x is not where q is."""
     if x.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+
+
+def same_tensor(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether both are None, or have one dtype, device and shape and equal elements."""
+    if a is None or b is None or a is b:
+        return a is b
+    return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal, overload
 
 import torch
 from torch.autograd import forward_ad
@@ -19,6 +20,27 @@ from strobe.problem import AttentionProblem
 E4M3 = torch.float8_e4m3fn
 
 
+@overload
+def attention_fp8(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, mask: Mask | None = None,
+    scale: float | None = None, cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_kv: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, return_lse: Literal[False] = False,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def attention_fp8(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, mask: Mask | None = None,
+    scale: float | None = None, cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_kv: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def attention_fp8(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, mask: Mask | None = None,
+    scale: float | None = None, cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_kv: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def attention_fp8(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -15,8 +15,10 @@ import dis
 import functools
 import hashlib
 import inspect
+import marshal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -51,6 +53,9 @@ class Function:
 
     def __str__(self) -> str:
         return self.name
+
+    def __reduce__(self):
+        return _unpickled, (self.name, self.key, _pickled(self.python))
 
 
 _known: dict[str, Function] = {}
@@ -220,6 +225,48 @@ def _try(what: str, function: Function, parameters: tuple[str, ...]) -> None:
         raise TypeError(f"{what} {function} must return a floating point tensor, got {returned}")
     if "score" not in parameters and returned != torch.bool:
         raise TypeError(f"{what} {function} must return a bool tensor, got {returned}")
+
+
+# ---- to other processes, and back
+
+
+def _pickled(function: FunctionType) -> tuple:
+    """A function as what pickle takes: its compiled code and what it names. Functions that are defined within others are, too.
+    Kernels are compiled from its source, so its file must be there where it is unpickled."""
+    cells = _cells(function)
+    names = {name: _pickled_value(value) for name, value in _outside(function).items() if name not in vars(builtins)}
+    return marshal.dumps(function.__code__), function.__module__, function.__qualname__, names, tuple(cells)
+
+
+def _pickled_value(value) -> tuple[str, Any]:
+    if isinstance(value, ModuleType):
+        return "module", value.__name__
+    helper = _unwrapped(value)
+    if isinstance(helper, FunctionType) and _in_math(value) is None:
+        return "function", _pickled(helper)
+    return "value", value
+
+
+def _unpickled(name: str, key: str, pickled: tuple) -> Function:
+    if key not in _known:
+        _known[key] = Function(name, key, _unpickled_function(*pickled))
+    return _known[key]
+
+
+def _unpickled_function(
+    code: bytes, module: str, qualname: str, names: dict[str, tuple], cells: tuple[str, ...]
+) -> FunctionType:
+    from_pickle: dict[str, Callable] = {
+        "module": import_module,
+        "function": lambda given: _unpickled_function(*given),
+        "value": lambda given: given,
+    }
+    values = {name: from_pickle[kind](given) for name, (kind, given) in names.items()}
+    scope = {"__name__": module, "__builtins__": builtins, **values}
+    closure = tuple(CellType(values[name]) for name in cells)
+    function = FunctionType(marshal.loads(code), scope, qualname.rpartition(".")[2], None, closure)
+    function.__qualname__ = qualname
+    return function
 
 
 # ---- from a Function to what runs

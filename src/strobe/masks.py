@@ -24,6 +24,7 @@ from enum import Enum
 
 import torch
 
+from strobe.checks import same_tensor
 from strobe.functions import Function, both, mask_function
 
 
@@ -113,6 +114,15 @@ class Documents:
 
     q: torch.Tensor
     kv: torch.Tensor
+
+    def __eq__(self, other) -> bool:
+        """Whether two hold the same numbers. Of tensors that are not the same ones it waits for a GPU."""
+        if not isinstance(other, Documents):
+            return NotImplemented
+        return self is other or (same_tensor(self.q, other.q) and same_tensor(self.kv, other.kv))
+
+    def __hash__(self) -> int:
+        return hash(tuple(None if x is None else x.shape for x in (self.q, self.kv)))
 
 
 SOME_DOCUMENTS = Documents(None, None)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from strobe import math
-from strobe.checks import check_device, check_tensor
+from strobe.checks import check_device, check_tensor, same_tensor
 from strobe.functions import Function, score_function, score_function_gradient
 
 LOG2E = 1.4426950408889634
@@ -124,6 +124,19 @@ class Score:
                 raise ValueError("score: function_gradient goes with a function, got none")
             if not isinstance(self.function_gradient, Function):
                 object.__setattr__(self, "function_gradient", score_function_gradient(self.function_gradient))
+
+    def __eq__(self, other) -> bool:
+        """Whether two change scores alike. Of tensors that are not the same ones it waits for a GPU."""
+        if not isinstance(other, Score):
+            return NotImplemented
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        return self._numbers() == other._numbers() and all(same_tensor(a, b) for a, b in pairs)
+
+    def __hash__(self) -> int:
+        return hash((self._numbers(), tuple(None if x is None else x.shape for x in self.tensors)))
+
+    def _numbers(self) -> tuple:
+        return self.softcap, self.function, self.function_gradient
 
     def facts(self) -> ScoreFacts:
         """The score without its tensors."""
