@@ -104,6 +104,11 @@ def test_what_is_refused(length, head_dim, dtype, capability, words):
     assert RUNGS[5].refuses(length, head_dim, dtype, capability) == words
 
 
+def test_a_length_whose_square_overflows_is_refused():
+    words = "rung 1 takes lengths up to 32768, got 65536"
+    assert RUNGS[1].refuses(65536, 64, torch.float32, 90) == words and RUNGS[3].refuses(65536, 64, torch.float32, 90) is None
+
+
 def test_refused_before_anything_is_launched():
     q, k, v = inputs(1, 64, 64, torch.float16)
     with pytest.raises(ValueError, match=r"rung 8 needs a GPU|rung 8 needs"):

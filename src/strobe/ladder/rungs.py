@@ -23,11 +23,11 @@ HEAD_DIMS = 32, 64, 128
 class Rung:
     """One step of the ladder.
 
-    least, most: compute capabilities that it runs on (10 * major + minor), 0: a CPU, None: no end. multiple: lengths must be
-    a multiple of it. changes: what is done about the bottleneck. bottleneck: what holds back the rung below. prediction: what
-    the change should do. moves: which static numbers show it, by the names of `strobe ladder show`. nothing: why it may gain
-    nothing. waits: lines whose removal the simulator should notice. variants: (what it is, words of the file, other words),
-    each another way to do the same.
+    least, most: compute capabilities that it runs on (10 * major + minor), 0: a CPU, None: no end. multiple, longest: lengths
+    must be a multiple of the one, and at most the other. changes: what is done about the bottleneck. bottleneck: what holds
+    back the rung below. prediction: what the change should do. moves: which static numbers show it, by the names of `strobe
+    ladder show`. nothing: why it may gain nothing. waits: lines whose removal the simulator should notice. variants: (what it
+    is, words of the file, other words), each another way to do the same.
     """
 
     number: int
@@ -41,6 +41,7 @@ class Rung:
     moves: tuple[str, ...]
     nothing: str
     most: int | None = None
+    longest: int | None = None
     waits: tuple[str, ...] = ()
     variants: tuple[tuple[str, str, str], ...] = ()
 
@@ -69,6 +70,8 @@ class Rung:
             return f"rung {self.number} takes head dims {', '.join(map(str, dims))}, got {head_dim}"
         if length % self.multiple or length == 0:
             return f"rung {self.number} takes lengths that are multiples of {self.multiple}, got {length}"
+        if self.longest is not None and length > self.longest:
+            return f"rung {self.number} takes lengths up to {self.longest}, got {length}"
         if self.least and not self.least <= capability <= (self.most or capability):
             most, here = f" to sm_{self.most}" if self.most else " on", f"sm_{capability}" if capability else "a CPU"
             return f"rung {self.number} needs a GPU from sm_{self.least}{most}, got {here}"
@@ -123,7 +126,7 @@ RUNGS: tuple[Rung, ...] = (
         bottleneck="One core does one thing at a time; a GPU has thousands of lanes.",
         prediction="Orders of magnitude, until S: S x S numbers are written once and read four times more, so memory is the "
         "limit, and what it takes grows with the square of the length.",
-        moves=("registers", "smem_bytes", "FFMA", "LDG", "STG"), nothing="Short lengths: the GPU is not full.",
+        moves=("registers", "smem_bytes", "FFMA", "LDG", "STG"), longest=32768, nothing="Short lengths: the GPU is not full.",
     ),
     Rung(
         2, "r02_block_by_block", "FlashAttention-1's loops, a launch for each block of keys", 75, 32,

@@ -157,22 +157,22 @@ def draw(report: dict, path: Path) -> Path:
     flops = report["problem"]["flops"]
     for (name, facts), color in zip(report["peers"].items(), PEERS, strict=False):
         if seconds := seconds_of(facts):
-            panel.axvline(flops / seconds / 1e12, color=color, lw=1, label=name)
+            panel.axvline(flops / seconds / 1e12, color=color, lw=1, zorder=0, label=name)
     for (name, rate), style in zip(report["roofs"].items(), ("--", "-.", ":"), strict=False):
-        panel.axvline(rate / 1e12, color=CEILING, lw=1, ls=style, label=f"roof: {name}")
+        panel.axvline(rate / 1e12, color=CEILING, lw=1, ls=style, zorder=0, label=f"roof: {name}")
     panel.set_xscale("log")
     panel.set_xlabel("TFLOP/s")
-    panel.margins(x=0.25)
+    panel.margins(x=0.25, y=0.01)
     panel.invert_yaxis()
     panel.tick_params(labelsize=8)
     panel.spines[["top", "right"]].set_visible(False)
     if panel.get_legend_handles_labels()[0]:
-        panel.legend(fontsize=8, loc="lower left", frameon=False)
+        figure.legend(fontsize=8, loc="lower center", ncols=5, frameon=False)
     problem = report["problem"]
     panel.set_title(
         f"The ladder, {report['device']['name']}: {problem['heads']} heads, length {problem['length']}, "
         f"head dim {problem['head_dim']}, {problem['dtype']}",
         fontsize=10,
     )
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     return save(figure, path, dpi=110)
