@@ -2,6 +2,7 @@
 
 compute-sanitizer --tool memcheck python benchmarks/sanitize.py     (likewise racecheck, initcheck, synccheck)
 compute-sanitizer --tool memcheck python benchmarks/sanitize.py --lying     (lengths that cannot be: see tests/lying.py)
+compute-sanitizer --tool memcheck python benchmarks/sanitize.py --decode    (attention over a cache alone)
 """
 
 import argparse
@@ -99,6 +100,29 @@ def portable() -> None:
     strobe.attention(q, k, v, mask=strobe.Causal(), backend="portable", **keywords).sum().backward()
 
 
+def decode() -> None:
+    """Requests at random over caches of every kind, missing pages and lengths that cannot be among them; an append, a graph."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "serving"))
+    from requests_at_random import draw
+
+    for seed in range(24):
+        call = draw(seed, torch.bfloat16, honest=seed % 3 > 0, device="cuda", deterministic=seed % 5 == 0)
+        strobe.decode(call.q, call.cache, return_lse=True, **call.keywords)
+        lengths = torch.full_like(call.cache.lengths, (10**6, -7)[seed % 2])
+        strobe.decode(call.q, strobe.Cache(**{**vars(call.cache), "lengths": lengths}), **call.keywords)
+        synchronize(f"decode, seed {seed}")
+    call = draw(1, torch.bfloat16, device="cuda", ragged=False, tree=False, leftpad=False, n_q=1, page=16)
+    new_k, new_v = (torch.randn_like(x[: call.q.shape[0], :1]) for x in (call.cache.k, call.cache.v))
+    rotary = strobe.Rotary(*(torch.randn(300, 16, device="cuda") for _ in range(2)))
+    cache, q = strobe.append(call.cache, new_k, new_v, q=call.q, rotary=rotary)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        strobe.decode(q, cache)
+    graph.replay()
+    graph.replay()
+    synchronize("decode in a graph")
+
+
 def lying() -> None:
     """Lengths that cannot be, with each kernel that takes lengths: no access leaves its tensors."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -136,10 +160,15 @@ def synchronize(name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lying", action="store_true", help="lengths that cannot be, instead of the cases")
+    parser.add_argument("--decode", action="store_true", help="attention over a cache alone")
+    options = parser.parse_args()
     torch.manual_seed(0)
-    if parser.parse_args().lying:
+    if options.lying:
         lying()
+    elif options.decode:
+        decode()
     else:
+        decode()
         hopper()
         hopper_backward()
         portable()
