@@ -299,9 +299,11 @@ def measure(point: Point, contestants: dict[str, Callable[[Inputs], Launch]]) ->
     copies = min(LAUNCHES, max(1, -(-COLD_BYTES // first.bytes)))
     inputs = [first, *(Inputs(point, SEED + i) for i in range(1, copies))]
     graphs, results = {}, {}
+    alive = []  # what a contestant keeps from call to call (FA3's metadata) lives no longer than its function
     for name, make in contestants.items():
         try:
             launches = [make(one) for one in inputs]
+            alive.append(launches)
             error = error_of(first, launches[0])
             if not error < 0.03:
                 raise ValueError(f"is wrong: its largest error is {error:.3g} of the largest result")

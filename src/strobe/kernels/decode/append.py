@@ -24,15 +24,17 @@ AT_ONCE = 128
 @device_function
 def _request_of(row, cu, batch, n, AT_ONCE: tl.constexpr):
     """The request of a row, and the row's number in it. cu: the bounds of packed rows, or None for n rows each."""
-    if cu is None:
-        return row // n, row % n
-    number = 0
-    for first in range(0, batch, AT_ONCE):
-        b = first + tl.arange(0, AT_ONCE)
-        ends = tl.load(cu + b + 1, mask=b < batch, other=2147483647)
-        number += tl.sum((ends <= row).to(tl.int32), 0)
-    begin = tl.load(cu + tl.minimum(number, batch - 1))
-    return number, row - begin
+    if cu is None:  # no early return: Triton 3.6 compiles what comes after it, too
+        number = row // n
+        within = row % n
+    else:
+        number = 0
+        for first in range(0, batch, AT_ONCE):
+            b = first + tl.arange(0, AT_ONCE)
+            ends = tl.load(cu + b + 1, mask=b < batch, other=2147483647)
+            number += tl.sum((ends <= row).to(tl.int32), 0)
+        within = row - tl.load(cu + tl.minimum(number, batch - 1))
+    return number, within
 
 
 @device_function
@@ -81,10 +83,11 @@ def _copy(source, source_head, target, target_head, there, begin: tl.constexpr, 
 @device_function
 def _inverse(scale, scale_batch, scale_head, b, HEADS: tl.constexpr, PADDED: tl.constexpr):
     """1 / scale of each head, or 1."""
-    if scale is None:
-        return tl.full([PADDED], 1.0, tl.float32)
-    head = tl.arange(0, PADDED)
-    return 1.0 / tl.load(scale + b * scale_batch + head * scale_head, mask=head < HEADS, other=1.0)
+    factor = tl.full([PADDED], 1.0, tl.float32)
+    if scale is not None:
+        head = tl.arange(0, PADDED)
+        factor = 1.0 / tl.load(scale + b * scale_batch + head * scale_head, mask=head < HEADS, other=1.0)
+    return factor
 
 
 @triton.jit(do_not_specialize=["batch", "n", "n_q", "rows", "rows_q", "capacity", "pages", "table_row", "angles"])
@@ -146,13 +149,14 @@ def append_kernel(
             factor = tl.full([PADDED_Q], 1.0, tl.float32)
             _turn(source, q_strides[2], target, turned_strides[2], row >= 0, c, s, HEADS_Q, PADDED_Q, DIM, HALF, COLUMNS,
                   INTERLEAVED, factor)  # fmt: skip
-    else:
-        b = (row - rows - rows_q) * AT_ONCE + tl.arange(0, AT_ONCE)
-        count = n + b * 0
+    else:  # names of their own: Triton wants one type of a name in all branches
+        requests = (row - rows - rows_q) * AT_ONCE + tl.arange(0, AT_ONCE)
+        more = n + requests * 0
         if cu is not None:
-            count = tl.load(cu + b + 1, mask=b < batch, other=0) - tl.load(cu + b, mask=b < batch, other=0)
-        length = tl.minimum(tl.maximum(tl.load(lengths + b, mask=b < batch, other=0), 0), capacity)
-        tl.store(new_lengths + b, tl.minimum(length + tl.maximum(count, 0), capacity), mask=b < batch)
+            begin = tl.load(cu + requests, mask=requests < batch, other=0)
+            more = tl.load(cu + requests + 1, mask=requests < batch, other=0) - begin
+        before = tl.minimum(tl.maximum(tl.load(lengths + requests, mask=requests < batch, other=0), 0), capacity)
+        tl.store(new_lengths + requests, tl.minimum(before + tl.maximum(more, 0), capacity), mask=requests < batch)
 
 
 def append(operands: AppendOperands, options: AppendOptions) -> tuple[torch.Tensor, torch.Tensor]:
