@@ -49,8 +49,6 @@ def _twice(score, batch, head, q_index, kv_index):
         ({"head_dim_v": 264}, "A100", "head dims up to 256"),
         ({"unaligned": ("k",)}, "RTX 4090", "multiples of 16 bytes.*which k lacks"),
         ({"lengths": Dense(1, 2**30, 4)}, "A100", "fewer than 2\\^30"),
-        ({"phase": "backward", "deterministic": True}, "A100", "any order, which is not deterministic"),
-        ({"phase": "backward", "learned": ("bias",)}, "A100", "no gradient of a bias yet"),
         ({"phase": "backward", "score": strobe.Score(function=_twice)}, "A100", "needs the derivative"),
     ],
 )
@@ -94,6 +92,13 @@ def test_the_optimistic_softmax_where_the_first_block_says_enough():
     assert backend.config(problem(mask=strobe.Causal()), arch).optimistic
     assert not backend.config(problem(mask=strobe.Visible(_not_after)), arch).optimistic
     assert not backend.config(problem(score=strobe.Score(alibi=torch.ones(4))), arch).optimistic
+
+
+def test_what_has_an_order_is_left_to_the_portable_kernel():
+    arch = KNOWN["A100"]
+    assert backend.config(problem(phase="backward"), arch).with_dq
+    assert not backend.config(problem(phase="backward", deterministic=True), arch).with_dq
+    assert not backend.config(problem(phase="backward", learned=("bias",)), arch).with_dq
 
 
 def test_it_runs_by_name_until_it_was_measured():
@@ -256,8 +261,6 @@ GPU_CASES = [
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_against_reference(case, dtype):
-    if case.bias:
-        pytest.skip("the gradient of a bias is refused")
     t = tensors(case, dtype, "cuda")
     check(run(t, "sm80"), t)
 
@@ -272,6 +275,18 @@ def test_every_candidate_of_the_backward(head_dim, mask, monkeypatch):
         with without_plans():
             monkeypatch.setattr(backend, "choose_backward", lambda problem, arch, chosen=chosen: chosen)
             check(run(t, "sm80"), t)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_deterministic_gradients(mask):
+    t = tensors(Case(600, 700, heads_q=4, heads_kv=2, head_dim=128, mask=mask), torch.bfloat16, "cuda")
+    t = replace(t, keywords={**t.keywords, "deterministic": True})
+    first = run(t, "sm80")
+    check(first, t)
+    for _ in range(5):
+        again = run(t, "sm80")
+        assert all(torch.equal(getattr(first, name), getattr(again, name)) for name in ("dq", "dk", "dv"))
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ def config(head_dim=64, head_dim_v=None, tile_q=64, tile_kv=32, warps=4, **more)
 
 def short(value) -> str:
     """The name of a test: what differs from a config's defaults is read in the list."""
-    return "" if isinstance(value, Config) else str(value).removeprefix("torch.")
+    return "" if isinstance(value, Config | BackwardConfig) else str(value).removeprefix("torch.")
 
 
 def assert_right(case: Case, dtype, config: Config, order: str, seed: int):
@@ -145,6 +145,10 @@ BACKWARD = [
     (case(60, 70, head_dim=192, head_dim_v=128, mask="causal"), FP16, backward(192, 128, across=2, warps=8, stages=1)),
     (case(60, 70, batch=4, head_dim=64, mask="causal", packed=True), BF16, backward(across=2, warps=8)),
     (case(60, 70, head_dim=64, mask="documents", batch=2), FP16, backward()),
+    # dQ, and the gradient of a bias, by the portable kernel.
+    (case(60, 70, heads=(2, 1), head_dim=64, mask="causal"), BF16, backward(with_dq=False)),
+    (case(60, 70, heads=(2, 1), head_dim=64, bias=True), FP16, backward(across=2, warps=8, with_dq=False)),
+    (case(60, 70, head_dim=64, mask="documents", batch=2), BF16, backward(with_dq=False)),
 ]
 
 

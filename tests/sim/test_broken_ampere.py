@@ -205,8 +205,8 @@ BUGS = [
         SHARED_P,
         BACKWARD,
         "P without the scale",
-        "leave(K, K.dk, K.memory.k, dk_sum, work, scale, C.firsts, DIM)",
-        "leave(K, K.dk, K.memory.k, dk_sum, work, 1.0, C.firsts, DIM)",
+        "leave(K, K.dk, K.memory.k, dk_sum, work, scale, False, DIM)",
+        "leave(K, K.dk, K.memory.k, dk_sum, work, 1.0, False, DIM)",
         NUMBERS,
     ),
 ]

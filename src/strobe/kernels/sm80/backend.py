@@ -32,10 +32,6 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
 
 def backward_refuses(problem: AttentionProblem) -> str | None:
     """Why the backward alone does not take a problem; or None."""
-    if problem.deterministic:
-        return "adds dQ up in any order, which is not deterministic"
-    if "bias" in problem.learned:
-        return "finds no gradient of a bias yet"
     lengths = problem.lengths
     rows = problem.heads_q * (lengths.total_q if isinstance(lengths, Varlen) else lengths.batch * lengths.seqlen_q)
     if rows >= MOST_ROWS:

@@ -28,6 +28,8 @@ operands of dV and dK as they are, in registers, and only dS passes through shar
 all warps. If two warps share 32 keys (`across`), each has half of the columns of dK and dV and both need all of P^T: fewer
 reads of Q and dO for a write and a read of P.
 
+A backward that must be deterministic, or finds the gradient of a bias, leaves dQ to the portable kernel, which has an order.
+
 What a tile adds to dQ lies in the accumulator in the order of registers and lanes, so that a warp's 32 additions are neighbours
 (`put_dq`); `backward_ends.convert` puts it in order.
 """
@@ -44,7 +46,7 @@ from strobe.kernels.sm80.backward_scores import (
     scores_transposed,
 )
 from strobe.kernels.sm80.layouts import along, in_rows, left, product_layout, right, swizzled
-from strobe.kernels.sm80.tiles import Matrix, allocate, at, copy_tile, zeros
+from strobe.kernels.sm80.tiles import Matrix, allocate, at, copy_tile, first_of, zeros
 from strobe.kernels.sm90.backward_tiles import KeyHeads, locate_keys
 from strobe.kernels.sm90.scores import SCORE_NUMBERS, Score, score_of, slope_of
 
@@ -73,7 +75,7 @@ class Kernel:
     dk: Matrix
     dv: Matrix
     statistics: gl.tensor
-    accumulator: gl.tensor
+    accumulator: (gl.tensor, gl.constexpr)
     notes: (gl.tensor, gl.constexpr)
     scale: gl.tensor
     lengths: Lengths
@@ -96,8 +98,8 @@ def make_memory(dtype: gl.constexpr, C: gl.constexpr):
     if C.across > 1:
         p = gl.allocate_shared_memory(dtype, [1, C.tile_kv, C.tile_q], swizzled(C.tile_q)).index(0)
     return Memory(
-        allocate(dtype, 1, C.tile_kv, C.chunks), allocate(dtype, 1, C.tile_kv, C.chunks_v),
-        allocate(dtype, C.stages, C.tile_q, C.chunks), allocate(dtype, C.stages, C.tile_q, C.chunks_v),
+        allocate(dtype, 1, C.tile_kv, C, False), allocate(dtype, 1, C.tile_kv, C, True),
+        allocate(dtype, C.stages, C.tile_q, C, False), allocate(dtype, C.stages, C.tile_q, C, True),
         statistics, ds.index(0), p,
     )  # fmt: skip
 
@@ -112,8 +114,8 @@ def copy_rows_of(K, work, tile, member, STAGE):
     head = work.head_kv * work.group + member
     q = K.q.rows_of(work.batch, head, work.start_q)
     do = K.do.rows_of(work.batch, head, work.start_q)
-    copy_tile(at(K.memory.q, STAGE), K.q, q, row, work.n_q, K.C.firsts, K.DIM, K.C.warps, True)
-    copy_tile(at(K.memory.do, STAGE), K.do, do, row, work.n_q, K.C.firsts_v, K.DIM_V, K.C.warps, True)
+    copy_tile(at(K.memory.q, STAGE), K.q, q, row, work.n_q, K.C, False, K.DIM, True)
+    copy_tile(at(K.memory.do, STAGE), K.do, do, row, work.n_q, K.C, True, K.DIM_V, True)
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [K.C.warps], [0])
     place = (work.row + member * K.heads.padded + row).to(gl.int64) * 2
     numbers = K.statistics + place + gl.arange(0, 2 * K.C.tile_q, LAYOUT)
@@ -204,11 +206,12 @@ def step(K, work, number, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr
     partition_barrier()
     dv = add_products(dv, operand(kept_16, M.p, K.C, S), do, S)
     dk = add_products(dk, operand(ds, M.ds, K.C, S), q, S)
-    rows_by_keys = M.ds.permute((1, 0)).load(left(Q))
-    dq = add_products(zeros(K.C.tile_q, K.C.chunks, Q), rows_by_keys, at(M.k, 0), Q)
-    place = (work.row + member * K.heads.padded + row).to(gl.int64) * K.C.head_dim
-    for c in gl.static_range(len(dq)):
-        put_dq(K, dq[c], place + K.C.tile_q * K.C.firsts[c])
+    if K.C.with_dq:
+        rows_by_keys = M.ds.permute((1, 0)).load(left(Q))
+        dq = add_products(zeros(K.C.tile_q, K.C, False, Q), rows_by_keys, at(M.k, 0), Q)
+        place = (work.row + member * K.heads.padded + row).to(gl.int64) * K.C.head_dim
+        for c in gl.static_range(len(dq)):
+            put_dq(K, dq[c], place + K.C.tile_q * first_of(K.C, False, c))
     if K.C.stages == 1:
         partition_barrier()
         if member_after < work.group:
@@ -244,11 +247,11 @@ def put_dq(K, dq, place):
 
 
 @gluon.jit
-def leave(K, matrix, chunks, gradient, work, factor, FIRSTS: gl.constexpr, DIM: gl.constexpr):
+def leave(K, matrix, chunks, gradient, work, factor, OF_V: gl.constexpr, DIM: gl.constexpr):
     """A block's dK or dV to global memory, by way of the shared memory of K or V, whose shape it has."""
     base = matrix.rows_of(work.batch, work.head_kv, work.start_kv) + work.first.to(gl.int64) * matrix.row
     for c in gl.static_range(len(gradient)):
-        leave_chunk(K, matrix, chunks[c].index(0), (gradient[c] * factor).to(K.dtype), base, work, FIRSTS[c], DIM)
+        leave_chunk(K, matrix, chunks[c].index(0), (gradient[c] * factor).to(K.dtype), base, work, first_of(K.C, OF_V, c), DIM)
 
 
 @gluon.jit
@@ -313,14 +316,14 @@ def backward_kernel(
     work = locate_keys(K, gl.program_id(0), C.tile_kv, C.tile_q)
     if work.first < work.n_kv:
         count = (work.end - work.begin) * work.group
-        dk_sum = zeros(C.tile_kv, C.chunks, S)
-        dv_sum = zeros(C.tile_kv, C.chunks_v, S)
+        dk_sum = zeros(C.tile_kv, C, False, S)
+        dv_sum = zeros(C.tile_kv, C, True, S)
         if count > 0:
             keys, values = Matrix(k, k_batch, k_row, k_head), Matrix(v, v_batch, v_row, v_head)
             of_keys = keys.rows_of(work.batch, work.head_kv, work.start_kv)
             of_values = values.rows_of(work.batch, work.head_kv, work.start_kv)
-            copy_tile(at(K.memory.k, 0), keys, of_keys, work.first, work.n_kv, C.firsts, DIM, C.warps, True)
-            copy_tile(at(K.memory.v, 0), values, of_values, work.first, work.n_kv, C.firsts_v, DIM_V, C.warps, True)
+            copy_tile(at(K.memory.k, 0), keys, of_keys, work.first, work.n_kv, C, False, DIM, True)
+            copy_tile(at(K.memory.v, 0), values, of_values, work.first, work.n_kv, C, True, DIM_V, True)
             copy_rows_of(K, work, work.begin, gl.to_tensor(0), 0)
             async_copy.commit_group()
         tile = work.begin
@@ -333,5 +336,5 @@ def backward_kernel(
             note(K, dk_sum, work, S)
             note(K, dv_sum, work, S)
         partition_barrier()
-        leave(K, K.dk, K.memory.k, dk_sum, work, scale, C.firsts, DIM)
-        leave(K, K.dv, K.memory.v, dv_sum, work, 1.0, C.firsts_v, DIM_V)
+        leave(K, K.dk, K.memory.k, dk_sum, work, scale, False, DIM)
+        leave(K, K.dv, K.memory.v, dv_sum, work, 1.0, True, DIM_V)

@@ -41,8 +41,8 @@ def prepare(
     DIM_V: tl.constexpr, PADDED_V: tl.constexpr, DIM: tl.constexpr, TILE_Q: tl.constexpr, ROWS_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of some rows; their delta once more, as the LSE lies, where it is wanted; and zeros in their accumulator.
-    DIM: columns of the accumulator."""
+    """The statistics of some rows; their delta once more, as the LSE lies, where it is wanted; and zeros in their accumulator,
+    likewise. DIM: columns of the accumulator."""
     block = tl.program_id(0) % tiles
     head = tl.program_id(0) // tiles % heads
     batch = tl.program_id(0) // tiles // heads
@@ -71,15 +71,16 @@ def prepare(
     tl.store(statistics + here + TILE_Q, sums)
     if delta is not None:
         tl.store(delta + number * lse_batch + head * lse_head + place, sums, mask=exists)
-    zeros = (first_row + first) * DIM + tl.arange(0, ROWS)[:, None] * DIM
-    for c in tl.static_range(0, DIM, 16):
-        tl.store(accumulator + zeros + c + tl.arange(0, 16)[None, :], tl.zeros((ROWS, 16), tl.float32))
+    if accumulator is not None:
+        zeros = (first_row + first) * DIM + tl.arange(0, ROWS)[:, None] * DIM
+        for c in tl.static_range(0, DIM, 16):
+            tl.store(accumulator + zeros + c + tl.arange(0, 16)[None, :], tl.zeros((ROWS, 16), tl.float32))
 
 
 @triton.jit(do_not_specialize=("n_q", "total_q", "heads", "padded", "tiles"))
 def convert(
     accumulator, dq, notes, cu_seqlens_q, seqused_q, n_q, total_q, heads, padded, tiles, scale, dq_batch, dq_row, dq_head,
-    DIM: tl.constexpr, PADDED: tl.constexpr, CHUNKS: tl.constexpr, FIRSTS: tl.constexpr, DOWN: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, DOWN: tl.constexpr,
     ACROSS: tl.constexpr, TILE_Q: tl.constexpr, ROWS_PADDED: tl.constexpr,
 ):  # fmt: skip
     """A tile of dQ from the accumulator: put in order, scaled, rounded. notes, if given: 1 for 64 rows where a NaN came out.
@@ -96,10 +97,16 @@ def convert(
     number = 0 if cu_seqlens_q is not None else batch.to(tl.int64)
     to = dq + number * dq_batch + (start + first).to(tl.int64) * dq_row + head * dq_head
     row = tl.arange(0, TILE_Q)
+    left = n - first
     broken = tl.zeros((TILE_Q,), tl.int32)
-    for c in tl.static_range(len(CHUNKS)):
-        chunk = at + TILE_Q * FIRSTS[c]
-        broken += _convert_chunk(chunk, to, dq_row, n - first, scale, FIRSTS[c], DIM, CHUNKS[c], DOWN, ACROSS, TILE_Q)
+    for c in tl.static_range(PADDED // 64):  # chunks as in `config.Chunks`
+        broken += _convert_chunk(at + TILE_Q * 64 * c, to, dq_row, left, scale, 64 * c, DIM, 64, DOWN, ACROSS, TILE_Q)
+    if PADDED & 32:
+        half: tl.constexpr = PADDED // 64 * 64
+        broken += _convert_chunk(at + TILE_Q * half, to, dq_row, left, scale, half, DIM, 32, DOWN, ACROSS, TILE_Q)
+    if PADDED & 16:
+        last: tl.constexpr = PADDED - 16
+        broken += _convert_chunk(at + TILE_Q * last, to, dq_row, left, scale, last, DIM, 16, DOWN, ACROSS, TILE_Q)
     if notes is not None:
         note = (batch * heads + head) * tl.cdiv(n_q, 64) + (first + row) // 64
         tl.store(notes + note, row * 0 + 1, mask=(broken > 0) & (first + row < n))

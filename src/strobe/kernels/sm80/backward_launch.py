@@ -22,15 +22,16 @@ def buffers(problem: AttentionProblem, config: BackwardConfig) -> Buffers:
     """The tensors of a backward. Beside the gradients it takes, for each query row and head, 8 bytes, under a mask 4 more, and
     4 for each column of the padded head dim.
 
-    statistics, accumulator: what the kernels share (see `backward_ends`).
+    statistics, accumulator: what the kernels share (see `backward_ends`), the accumulator only where dQ is added up in it.
     delta: as the LSE lies, where somebody else wants it too.
     key_notes, row_notes: one for 64 keys of each key head, one for 64 rows of each query head, where a mask cuts.
     """
     _, rows = padded_rows(problem)
     made = gradients(problem)
     made["statistics"] = Buffer((2 * rows,), torch.float32)
-    made["accumulator"] = Buffer((rows * config.head_dim,), torch.float32)
-    if is_cut(problem) or "sinks" in problem.learned:
+    if config.with_dq:
+        made["accumulator"] = Buffer((rows * config.head_dim,), torch.float32)
+    if is_cut(problem) or "sinks" in problem.learned or not config.with_dq:
         made["delta"] = Buffer(lse_shape(problem), torch.float32)
     lengths, notes = problem.lengths, None
     if is_cut(problem):
@@ -38,7 +39,8 @@ def buffers(problem: AttentionProblem, config: BackwardConfig) -> Buffers:
             "key_notes": lengths.batch * problem.heads_kv * triton.cdiv(lengths.seqlen_kv, portable.NOTED),
             "row_notes": lengths.batch * problem.heads_q * triton.cdiv(lengths.seqlen_q, portable.NOTED),
         }
-    return Buffers(made, span_buffers(problem, "key_spans"), notes)
+    names = ("key_spans",) if config.with_dq else ("key_spans", "row_spans")
+    return Buffers(made, span_buffers(problem, *names), notes)
 
 
 def padded_rows(problem: AttentionProblem) -> tuple[int, int]:
@@ -59,7 +61,7 @@ def calls(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: Backw
         *span_calls(tensors, in_turn=False),
         prepare_call(problem, tensors, config),
         main_call(problem, tensors, arch, config),
-        convert_call(problem, tensors, config),
+        convert_call(problem, tensors, config) if config.with_dq else portable.calls(problem, tensors, arch)[-1],
     ]
     return [*found, redo_call(problem, tensors, arch)] if is_cut(problem) else found
 
@@ -131,8 +133,7 @@ def convert_call(problem: AttentionProblem, tensors: Tensors, config: BackwardCo
     tiles = triton.cdiv(lengths.seqlen_q, config.tile_q)
     return Call(ends.convert, (tiles * problem.heads_q * lengths.batch,), (), dict(
         accumulator=tensors.accumulator, dq=dq, notes=tensors.row_notes, **_rows(problem, tensors, tiles), scale=problem.scale,
-        **_strides("dq", dq), DIM=problem.head_dim, PADDED=config.head_dim, CHUNKS=config.chunks,
-        FIRSTS=config.firsts,
+        **_strides("dq", dq), DIM=problem.head_dim, PADDED=config.head_dim,
         DOWN=config.warps // config.across_q, ACROSS=config.across_q, TILE_Q=config.tile_q, ROWS_PADDED=ROWS_PADDED,
         num_warps=8, enable_fp_fusion=True,
     ))  # fmt: skip

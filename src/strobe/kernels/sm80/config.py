@@ -132,6 +132,8 @@ class BackwardConfig(Chunks):
 
     across: warps that share the rows of S^T, dK and dV, 1 or 2; with 2 P^T passes through shared memory.
     stages: tiles of Q and dO that are in shared memory at a time, 1 or 2.
+    with_dq: whether it finds dQ, too, by additions in any order; else the portable kernel does, in one order, and the gradient
+        of a bias with it.
     """
 
     tile_q: int
@@ -139,6 +141,7 @@ class BackwardConfig(Chunks):
     warps: int
     across: int = 1
     stages: int = 2
+    with_dq: bool = True
 
     def __post_init__(self) -> None:
         _check(self, self.tile_kv * self.across)
@@ -171,6 +174,7 @@ class BackwardConfig(Chunks):
 
     def __str__(self) -> str:
         shared = ", P through shared memory" if self.across > 1 else ""
+        shared += "" if self.with_dq else ", dQ by the portable kernel"
         return (
             f"dims {self.head_dim}, {self.head_dim_v}, tile {self.tile_q} x {self.tile_kv}, {self.warps} warps{shared}, "
             f"{self.stages} stages, {self.smem_bytes() / 1024:.0f} KiB shared memory"
@@ -218,7 +222,8 @@ def backward_candidates(problem: AttentionProblem, arch: Arch) -> list[BackwardC
     """The configs of a backward that are worth timing on an arch, the best guess first: those that its shared memory holds."""
     dims = padded(problem.head_dim), padded(problem.head_dim_v)
     tiles = _BACKWARD_TILES[next(dim for dim in _BACKWARD_TILES if dim >= max(dims))]
-    found = (BackwardConfig(*dims, *tile) for tile in tiles)
+    with_dq = not problem.deterministic and "bias" not in problem.learned
+    found = (replace(BackwardConfig(*dims, *tile), with_dq=with_dq) for tile in tiles)
     return [config for config in found if config.smem_bytes() + SCRATCH <= arch.smem_per_block]
 
 

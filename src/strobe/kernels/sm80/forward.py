@@ -36,7 +36,7 @@ from strobe.kernels.common.tile_scheduler import Heads, Lengths, locate
 from strobe.kernels.gluon import aggregate, gl, gluon, partition_barrier
 from strobe.kernels.sm80.layouts import in_rows, left, product_layout, right
 from strobe.kernels.sm80.scores import apply_mask, ask_function, documents_of_block, kept_weights, scores_of
-from strobe.kernels.sm80.tiles import Matrix, allocate, at, copy_tile, zeros
+from strobe.kernels.sm80.tiles import Matrix, allocate, at, copy_tile, first_of, zeros
 from strobe.kernels.sm90.scores import SCORE_NUMBERS, Score, documents_of_rows, score_of, seen_by, sink_of, slope_of
 
 NATURAL, COUNTED, FINITE = (gl.constexpr(i) for i in range(3))
@@ -136,13 +136,13 @@ def block_at(K, tile, position):
 @gluon.jit
 def copy_keys(K, tile, position, STAGE):
     first = block_at(K, tile, position) * K.C.tile_kv
-    copy_tile(at(K.k_s, STAGE), K.k, tile.keys, first, tile.n_kv, K.C.firsts, K.DIM, K.C.warps, K.MASKED)
+    copy_tile(at(K.k_s, STAGE), K.k, tile.keys, first, tile.n_kv, K.C, False, K.DIM, K.MASKED)
 
 
 @gluon.jit
 def copy_values(K, tile, position, STAGE):
     first = block_at(K, tile, position) * K.C.tile_kv
-    copy_tile(at(K.v_s, STAGE), K.v, tile.values, first, tile.n_kv, K.C.firsts_v, K.DIM_V, K.C.warps, K.MASKED)
+    copy_tile(at(K.v_s, STAGE), K.v, tile.values, first, tile.n_kv, K.C, True, K.DIM_V, K.MASKED)
 
 
 @gluon.jit
@@ -318,7 +318,7 @@ def attend(K, tile, S: gl.constexpr):
         async_copy.wait_group(0 if K.C.stages == 1 else K.C.stages - 2)
         partition_barrier()
         q = load_q(K, S)
-    acc = zeros(K.C.tile_q, K.C.chunks_v, S)
+    acc = zeros(K.C.tile_q, K.C, True, S)
     if K.MASKED:
         whole = tile.full_end - tile.full_begin
         acc, m, row_sum = step(K, tile, q, zero, acc, None, None, S, True, False)
@@ -381,7 +381,7 @@ def store_output(K, tile, o):
 @gluon.jit
 def store_chunk(K, tile, o, c: gl.constexpr):
     """A chunk of O to global memory: rows of 16 bytes a thread by way of Q's shared memory, or as it is."""
-    FIRST: gl.constexpr = K.C.firsts_v[c]
+    FIRST: gl.constexpr = first_of(K.C, True, c)
     COLUMNS: gl.constexpr = o.shape[1]
     if K.C.leaves_by_q:
         LAYOUT: gl.constexpr = in_rows(COLUMNS, K.C.warps)
@@ -438,7 +438,7 @@ def redo(K, tile, S: gl.constexpr):
         broken = gl.full([K.C.tile_q], 0.0, gl.float32, gl.SliceLayout(1, S))
         for c in gl.static_range(len(acc)):
             broken += gl.sum(acc[c] * 0.0, 1)
-            put_pass(K, tile, number, acc[c], share, K.C.firsts_v[c])
+            put_pass(K, tile, number, acc[c], share, first_of(K.C, True, c))
         if number == NATURAL:
             store_lse(K, tile, lse, S)
             if K.CUT:
@@ -466,15 +466,15 @@ def put_pass(K, tile, number, acc, share, FIRST: gl.constexpr):
 @gluon.jit
 def attend_with_care(K, tile, number, S: gl.constexpr):
     """(O, m, row sums) of a pass of `redo`, block by block, every one of them masked."""
-    acc = zeros(K.C.tile_q, K.C.chunks_v, S)
+    acc = zeros(K.C.tile_q, K.C, True, S)
     LAYOUT: gl.constexpr = gl.SliceLayout(1, S)
     m = gl.full([K.C.tile_q], float("-inf"), gl.float32, LAYOUT)
     row_sum = gl.full([K.C.tile_q], 0.0, gl.float32, LAYOUT)
     for i in tl.range(tile.begin, tile.end):
         first = i * K.C.tile_kv
         partition_barrier()
-        copy_tile(at(K.k_s, 0), K.k, tile.keys, first, tile.n_kv, K.C.firsts, K.DIM, K.C.warps, True)
-        copy_tile(at(K.v_s, 0), K.v, tile.values, first, tile.n_kv, K.C.firsts_v, K.DIM_V, K.C.warps, True)
+        copy_tile(at(K.k_s, 0), K.k, tile.keys, first, tile.n_kv, K.C, False, K.DIM, True)
+        copy_tile(at(K.v_s, 0), K.v, tile.values, first, tile.n_kv, K.C, True, K.DIM_V, True)
         async_copy.commit_group()
         async_copy.wait_group(0)
         partition_barrier()
@@ -548,14 +548,14 @@ def forward_kernel(
     if work.begin < work.end:  # rows that are not used have none
         K = Kernel(
             Matrix(k, k_batch, k_row, k_head), Matrix(v, v_batch, v_row, v_head), Matrix(out, out_batch, out_row, out_head),
-            lse, rows, lengths, heads, score, allocate(dtype, 1, C.tile_q, C.chunks),
-            allocate(dtype, C.stages, C.tile_kv, C.chunks), allocate(dtype, C.stages, C.tile_kv, C.chunks_v),
+            lse, rows, lengths, heads, score, allocate(dtype, 1, C.tile_q, C, False),
+            allocate(dtype, C.stages, C.tile_kv, C, False), allocate(dtype, C.stages, C.tile_kv, C, True),
             dtype, MASKED, CUT, DIM, DIM_V, C,
         )  # fmt: skip
         tile = tile_of(K, work, S)
         queries = Matrix(q, q_batch, q_row, q_head)
-        copy_tile(at(K.q_s, 0), queries, queries.rows_of(tile.batch, tile.head, tile.start_q), tile.row, tile.n_q, C.firsts,
-                  DIM, C.warps, True)  # fmt: skip
+        copy_tile(at(K.q_s, 0), queries, queries.rows_of(tile.batch, tile.head, tile.start_q), tile.row, tile.n_q, C,
+                  False, DIM, True)  # fmt: skip
         acc, m, row_sum = attend(K, tile, S)
         share, lse_of_rows = shares_and_lse(K, tile, m, row_sum)
         o = times(acc, share)

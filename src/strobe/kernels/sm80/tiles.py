@@ -20,21 +20,39 @@ class Matrix:
         return self.pointer + at + (gl.to_tensor(0) + start).to(gl.int64) * self.row
 
 
+@gluon.constexpr_function
+def number_of(C, of_v):
+    """How many chunks Q and K have, or (`of_v`) V and O. (Triton 3.6 hands no tuple from function to function.)"""
+    return len(C.chunks_v if of_v else C.chunks)
+
+
+@gluon.constexpr_function
+def columns_of(C, of_v, c):
+    """Columns of a chunk."""
+    return (C.chunks_v if of_v else C.chunks)[c]
+
+
+@gluon.constexpr_function
+def first_of(C, of_v, c):
+    """The first column of a chunk."""
+    return (C.firsts_v if of_v else C.firsts)[c]
+
+
 @gluon.jit
-def allocate(dtype: gl.constexpr, number: gl.constexpr, rows: gl.constexpr, CHUNKS: gl.constexpr):
-    """[number, rows, columns] of shared memory for each of CHUNKS, swizzled."""
+def allocate(dtype: gl.constexpr, number: gl.constexpr, rows: gl.constexpr, C: gl.constexpr, OF_V: gl.constexpr):
+    """[number, rows, columns] of shared memory for each chunk, swizzled."""
     chunks = ()
-    for c in gl.static_range(len(CHUNKS)):
-        chunks += (gl.allocate_shared_memory(dtype, [number, rows, CHUNKS[c]], swizzled(CHUNKS[c])),)
+    for c in gl.static_range(number_of(C, OF_V)):
+        chunks += (gl.allocate_shared_memory(dtype, [number, rows, columns_of(C, OF_V, c)], swizzled(columns_of(C, OF_V, c))),)
     return chunks
 
 
 @gluon.jit
-def zeros(rows: gl.constexpr, CHUNKS: gl.constexpr, LAYOUT: gl.constexpr):
-    """[rows, columns] of zeros for each of CHUNKS, to add products to."""
+def zeros(rows: gl.constexpr, C: gl.constexpr, OF_V: gl.constexpr, LAYOUT: gl.constexpr):
+    """[rows, columns] of zeros for each chunk, to add products to."""
     acc = ()
-    for c in gl.static_range(len(CHUNKS)):
-        acc += (gl.full([rows, CHUNKS[c]], 0.0, gl.float32, LAYOUT),)
+    for c in gl.static_range(number_of(C, OF_V)):
+        acc += (gl.full([rows, columns_of(C, OF_V, c)], 0.0, gl.float32, LAYOUT),)
     return acc
 
 
@@ -48,24 +66,24 @@ def at(chunks, index):
 
 
 @gluon.jit
-def copy_tile(chunks, matrix, base, first, n, FIRSTS: gl.constexpr, DIM: gl.constexpr, WARPS: gl.constexpr, CUT: gl.constexpr):
+def copy_tile(chunks, matrix, base, first, n, C: gl.constexpr, OF_V: gl.constexpr, DIM: gl.constexpr, CUT: gl.constexpr):
     """Start to copy the rows from `first` on into chunks [rows, columns]: zeros from row n and column DIM on. base: of
-    `Matrix.rows_of`. FIRSTS: the first column of each chunk. CUT: whether there may be fewer rows left than a chunk has."""
+    `Matrix.rows_of`. OF_V: see `number_of`. CUT: whether there may be fewer rows left than a chunk has."""
     if CUT:
         if first + chunks[0].shape[0] <= n:
-            copy_rows(chunks, matrix, base, first, n, FIRSTS, DIM, WARPS, False)
+            copy_rows(chunks, matrix, base, first, n, C, OF_V, DIM, False)
         else:
-            copy_rows(chunks, matrix, base, first, n, FIRSTS, DIM, WARPS, True)
+            copy_rows(chunks, matrix, base, first, n, C, OF_V, DIM, True)
     else:
-        copy_rows(chunks, matrix, base, first, n, FIRSTS, DIM, WARPS, False)
+        copy_rows(chunks, matrix, base, first, n, C, OF_V, DIM, False)
 
 
 @gluon.jit
-def copy_rows(chunks, matrix, base, first, n, FIRSTS: gl.constexpr, DIM: gl.constexpr, WARPS: gl.constexpr, CUT: gl.constexpr):
+def copy_rows(chunks, matrix, base, first, n, C: gl.constexpr, OF_V: gl.constexpr, DIM: gl.constexpr, CUT: gl.constexpr):
     """Start the copies of `copy_tile`."""
     corner = base + first.to(gl.int64) * matrix.row
     for c in gl.static_range(len(chunks)):
-        copy_chunk(chunks[c], corner, matrix.row, n - first, FIRSTS[c], DIM, WARPS, CUT)
+        copy_chunk(chunks[c], corner, matrix.row, n - first, first_of(C, OF_V, c), DIM, C.warps, CUT)
 
 
 @gluon.jit
