@@ -79,6 +79,9 @@ def test_a_real_one_is_left_alone(monkeypatch):
 def test_what_is_not_attention_says_so(installed):
     with pytest.raises(ModuleNotFoundError, match=r"attention alone: it has .*, not flash_attn\.losses"):
         importlib.import_module("flash_attn.losses.cross_entropy")
+    with pytest.raises(ImportError, match=r"strobe has no flash_attn\.flash_attn_interface\.FlashAttnFunc, which is inside"):
+        from flash_attn.flash_attn_interface import FlashAttnFunc  # noqa: F401
+    assert not hasattr(sys.modules["flash_attn"], "no_such_name")
     with pytest.raises(NotImplementedError, match="strobe has no get_scheduler_metadata: its kernels need no metadata"):
         importlib.import_module("flash_attn_interface").get_scheduler_metadata(batch_size=1)
 
@@ -150,6 +153,22 @@ def test_flash_attention_4(installed):
     torch.testing.assert_close((whole, whole_lse.transpose(1, 2)), (expected, expected_lse))
     nothing, _ = flash_attn_combine(outs, torch.full_like(lses, -torch.inf))
     assert not nothing.any()
+
+
+def test_a_cache(installed):
+    import flash_attn_interface
+    from flash_attn import flash_attn_with_kvcache
+
+    cache, used = torch.randn(2, 12, 2, 16), torch.tensor([5, 9], dtype=torch.int32)
+    q, new = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16)
+    outs = [
+        function(q, cache.clone(), cache.clone(), k=new, v=new, cache_seqlens=used, causal=True)
+        for function in (flash_attn_with_kvcache, flash_attn_interface.flash_attn_with_kvcache)
+    ]
+    for n, length in enumerate((5, 9)):
+        rows = torch.cat((cache[n : n + 1, :length], new[n : n + 1]), 1)
+        for out in outs:
+            torch.testing.assert_close(out[n : n + 1], strobe.attention(q[n : n + 1], rows, rows))
 
 
 def test_padding(installed):

@@ -52,6 +52,21 @@ def demo() -> None:
 
 
 @app.command()
+def doctor(json: JsonFile = None) -> None:
+    """What is installed, which backends run here and why the others do not, a short self test, and what to do."""
+    from pathlib import Path
+
+    from strobe.cli.doctor import examine, passed, text
+    from strobe.lab.bench.machine import save
+
+    found = examine()
+    typer.echo(text(found))
+    if json is not None:
+        typer.echo(f"written: {save(Path(json), found)}")
+    raise typer.Exit(0 if passed(found) else 1)
+
+
+@app.command()
 def explain(
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     seqlen_q: Annotated[int, typer.Option(help="Queries of a sequence.")] = 4096,

@@ -251,12 +251,12 @@ def _forward(
         query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, scale, window_size_left,
         window_size_right, seqused_k, alibi_slopes,
     )  # fmt: skip
-    state = query.new_zeros(2, dtype=torch.int64)
+    state = query.new_empty(2, dtype=torch.int64)
     if options.dropout:
         seed = new_seed(query.device)
         options, state = replace(options, seed=seed), seed.repeat(2)
     out, lse = torch.ops.strobe.forward(query, key, value, *options.arguments())
-    unused = torch.zeros((), dtype=torch.int64, device=query.device)
+    unused = query.new_empty((), dtype=torch.int64)
     return _laid_out_as(query, out), lse, state.view(torch.uint64), unused.view(torch.uint64), out.new_empty(0)
 
 

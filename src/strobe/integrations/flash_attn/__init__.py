@@ -12,12 +12,14 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
 from strobe import api
 from strobe.integrations.flash_attn import bert_padding, fa3, rotary
+from strobe.serving.flash import flash_attn_with_kvcache
 
 VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0"}
 """The distributions that are stood for, and whose interfaces they are."""
@@ -72,12 +74,10 @@ _FUNCTIONS: dict[str, Callable] = {
     "flash_attn_varlen_func": api.flash_attn_varlen_func,
     "flash_attn_varlen_kvpacked_func": flash_attn_varlen_kvpacked_func,
     "flash_attn_varlen_qkvpacked_func": flash_attn_varlen_qkvpacked_func,
-    "flash_attn_with_kvcache": getattr(
-        api, "flash_attn_with_kvcache", _refused("flash_attn_with_kvcache", "it reads no KV caches yet")
-    ),
+    "flash_attn_with_kvcache": flash_attn_with_kvcache,
 }
 _FA3 = {name: getattr(fa3, name) for name in vars(fa3) if name.startswith("flash_attn_")} | {
-    "flash_attn_with_kvcache": _FUNCTIONS["flash_attn_with_kvcache"],
+    "flash_attn_with_kvcache": flash_attn_with_kvcache,
     "get_scheduler_metadata": _refused("get_scheduler_metadata", "its kernels need no metadata, leave scheduler_metadata out"),
 }
 _FA4 = dict(vars(fa3.fa4))
@@ -103,6 +103,17 @@ _MODULES: dict[str, tuple[str, dict[str, object]]] = {
     "flash_attn_interface": (VERSIONS["flash-attn-3"], _FA3),  # type: ignore[dict-item]
 }
 """The modules, each with its version and its names."""
+
+_INSIDES = frozenset(
+    {
+        *("FlashAttnFunc", "FlashAttnKVPackedFunc", "FlashAttnQKVPackedFunc", "FlashAttnVarlenFunc"),
+        *("FlashAttnVarlenKVPackedFunc", "FlashAttnVarlenQKVPackedFunc", "flash_attn_gpu", "flash_attn_2_cuda"),
+        *("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
+        *("IndexFirstAxis", "IndexPutFirstAxis", "IndexFirstAxisResidual"),
+        *("ApplyRotaryEmb", "ApplyRotaryEmbKV_", "ApplyRotaryEmbQKV_"),
+    }
+)
+"""Names of flash-attn's modules that its public functions are made of."""
 
 _NOT_ATTENTION = "Strobe stands for flash-attn, and of that for attention alone: it has {}, not {}"
 
@@ -200,8 +211,15 @@ def _module(name: str) -> ModuleType:
     module.__spec__ = ModuleSpec(name, None, origin=__file__, is_package=True)
     module.__path__ = []
     module.__file__ = __file__
-    vars(module).update(names, __version__=version, __all__=sorted(names))
+    vars(module).update(names, __version__=version, __all__=sorted(names), __getattr__=partial(_missing, name))
     return module
+
+
+def _missing(module: str, name: str):
+    """Say of what flash-attn's functions are made of that Strobe's are not: an ImportError, which `from ... import` shows."""
+    if name in _INSIDES:
+        raise ImportError(f"strobe has no {module}.{name}, which is inside of flash-attn's functions: call these", name=module)
+    raise AttributeError(f"module {module!r}, which is Strobe's, has no attribute {name!r}")
 
 
 def _forget_what_transformers_found() -> None:

@@ -1,0 +1,99 @@
+"""What is around the code: the package's files and metadata, and the workflows."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+import yaml
+
+import strobe
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+pytestmark = pytest.mark.skipif(not WORKFLOWS, reason="not in the repository")
+
+
+def project() -> str:
+    return (ROOT / "pyproject.toml").read_text()
+
+
+def pythons() -> list[str]:
+    return re.findall(r"Python :: (3\.\d+)\"", project())
+
+
+def test_one_version():
+    assert f'\nversion = "{strobe.__version__}"\n' in project()
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == strobe.__version__
+    assert f"## {strobe.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_ask_for_no_more_than_they_need(path):
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step)
+            assert "@" in step.get("uses", "@")
+            assert "${{ inputs" not in step.get("run", ""), "what a user types goes through env, not into a script"
+
+
+def test_the_matrix_is_what_the_metadata_says():
+    tests = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]["tests"]
+    matrix = tests["strategy"]["matrix"]
+    assert matrix["python"] == pythons() and f'requires-python = ">={pythons()[0]}"' in project()
+    assert f"triton>={matrix['triton'][0]}" in project() and matrix["triton"][1:] == ["newest"]
+
+
+def test_targets_of_workflows_and_hooks_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for path in WORKFLOWS:
+        for line in re.findall(r"run: make (.*)", path.read_text()):
+            for target in line.split():
+                assert f"{target}:" in makefile or re.match(r"\.venv/triton-3\.\d", target), (path.name, target)
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    for word in " ".join(hook["entry"] for hook in hooks).split():
+        assert not word.startswith("tests/") or (ROOT / word).exists()
+
+
+def test_issue_forms_ask_for_the_doctor():
+    for name in ("bug", "feature"):
+        form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text())
+        assert any("strobe doctor" in item["attributes"]["label"] for item in form["body"])
+
+
+BUILD = """
+import sys
+from setuptools import build_meta
+out = sys.argv[1]  # which the builds change
+build_meta.build_wheel(out)
+build_meta.build_sdist(out)
+"""
+
+
+@pytest.mark.exhaustive
+def test_wheel_and_source_distribution(tmp_path):
+    tree, out = tmp_path / "tree", tmp_path / "out"
+    left_out = shutil.ignore_patterns(".venv", ".git", "__pycache__", "*.egg-info", ".*_cache", "build", "dist")
+    shutil.copytree(ROOT, tree, ignore=left_out)
+    subprocess.run([sys.executable, "-c", BUILD, str(out)], cwd=tree, check=True, capture_output=True)
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive:
+        inside = set(archive.namelist())
+        metadata = message_from_string(archive.read(next(x for x in inside if x.endswith("/METADATA"))).decode())
+    source = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src/strobe").rglob("*.py")}
+    assert source | {"strobe/py.typed", "strobe/tuning/tables/sm90.json"} <= inside
+    assert not [name for name in inside if name.startswith("tests/")]
+    assert metadata["Version"] == strobe.__version__ and metadata["License-Expression"] == "Apache-2.0"
+    assert "Typing :: Typed" in metadata.get_all("Classifier") and metadata.get_payload().startswith("# Strobe")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = ["CHANGELOG.md", "tests/conftest.py", "docs/doors.md", "Makefile", "LICENSE", "tests/lab/profiles/l4-details.csv"]
+    assert set(wanted) | {f"src/{name}" for name in source} <= names
+    assert not [name for name in names if "__pycache__" in name or name.startswith(".venv")]
