@@ -41,6 +41,7 @@ lab: .venv/dev
 	  --json docs/lab/timeline-simulated.json --perfetto docs/lab/perfetto.json
 	rm docs/lab/timeline-simulated.png
 	$(BIN)/strobe roofline --report $(MEASURED) --lengths 16384 $(WALK)/roofline.json
+	$(BIN)/strobe roofline --context-parallel --json docs/lab/context-parallel.json --out docs/parallel.png
 	$(BIN)/strobe occupancy --arch H200 --backends sm90 --length 16384 $(WALK)/occupancy.json
 	$(BIN)/strobe audit sm90-forward --length 16384 $(WALK)/audit.json
 	$(BIN)/strobe ladder run --rungs 1-18 --device cpu --json docs/lab/ladder-compiled.json

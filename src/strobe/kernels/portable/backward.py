@@ -320,7 +320,7 @@ def _rows(
         begin, end = within_spans(begin, end, spans, first, last, TILE_Q, TILE_KV)
         full_begin = begin
         full_end = begin
-    p = tile_positions(first, n_q, n_kv, places, TILE_Q)
+    p = tile_positions(first, p_first, n_q, n_kv, places, TILE_Q)
     ids_q = load_ids(document_q, batch, first, n_q, TILE_Q)
     slope = slope_of(score, batch, head)
     q_tile = load_tile(stream(q, batch, start_q, head, TILE_Q, PADDED), first, n_q - first, DIM)

@@ -130,7 +130,7 @@ def _rows(
     if not PHASES:
         full_begin = begin
         full_end = begin
-    p = tile_positions(first, n_q, n_kv, places, TILE_Q)
+    p = tile_positions(first, p_first, n_q, n_kv, places, TILE_Q)
     ids_q = load_ids(mask.document_q, batch, first, n_q, TILE_Q)
     slope = slope_of(score, batch, head)
     q_stream = stream(q, batch, start_q, head, TILE_Q, PADDED)

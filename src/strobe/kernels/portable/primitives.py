@@ -100,11 +100,10 @@ def row_position(i, n_q, n_kv, places):
 
 
 @device_function
-def tile_positions(first, n_q, n_kv, places, TILE: tl.constexpr):
-    """`row_position` of the TILE rows from `first` on."""
-    if places is None:
-        p = row_position(first, n_q, n_kv, places) + tl.arange(0, TILE)
-    else:
+def tile_positions(first, p_first, n_q, n_kv, places, TILE: tl.constexpr):
+    """`row_position` of the TILE rows from `first` on, which stands at p_first."""
+    p = p_first + tl.arange(0, TILE)
+    if places is not None:
         p = row_position(first + tl.arange(0, TILE), n_q, n_kv, places)
     return p
 
@@ -242,9 +241,8 @@ def q_phases(first, last, n_q, n_kv, mask, score, places, TILE_Q: tl.constexpr):
     if mask.document_q is None and score.visible is None:
         full_begin, full_end = q_full(j_first, j_last, shift, whole, mask.left, mask.right, mask.prefix)
         full_begin = before(full_begin - shift, n_q, places, QUERIES)
-        full_end = before(full_end - shift, n_q, places, QUERIES)
         full_begin = tl.minimum(tl.cdiv(full_begin, TILE_Q), tl.cdiv(end, TILE_Q)) * TILE_Q
-        full_end = tl.maximum(full_end // TILE_Q * TILE_Q, full_begin)
+        full_end = tl.maximum(before(full_end - shift, n_q, places, QUERIES) // TILE_Q * TILE_Q, full_begin)
     else:
         full_begin = begin
         full_end = begin
