@@ -59,8 +59,11 @@ SAMPLED = {
     "kernels/test_portable.py::test_large_against_reference": 3,
     "kernels/test_portable_plan.py::test_against_reference": 8,
     "call/test_fp8.py::test_the_kernel_compiles_without_spills_in_its_loops_or_serialised_products": 3,
-    "kernels/test_sm80.py::test_against_reference": 20,
-    "kernels/test_sm80.py::test_gradients_against_reference": 20,
+    "kernels/test_sm80.py::test_against_reference": 30,
+    "kernels/test_sm80.py::test_every_candidate": 4,
+    "kernels/test_sm80.py::test_every_candidate_of_the_backward": 4,
+    "kernels/test_sm80.py::test_gradients_against_reference": 30,
+    "parallel/test_simulated.py::test_on_a_gpu": 6,
     "kernels/test_sm90.py::test_against_reference": 7,
     "kernels/test_sm90.py::test_the_safe_softmax": 5,
 }

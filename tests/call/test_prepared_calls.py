@@ -40,12 +40,12 @@ class Plans:
         assert len({id(x) for x in given}) == len(given) and not any(x.requires_grad for x in given)
         if upstream is None:
             self.made += 1
-            return Planned(self, problem, operands)
+            return Planned(self, problem, operands[:-1])  # without the places of shards, which no prepared call has
         if not self.backwards:
             return None
         assert problem.phase == "backward"
         self.backwards_made += 1
-        return Planned(self, problem, (*operands[:3], *upstream, *operands[3:]))
+        return Planned(self, problem, (*operands[:3], *upstream, *operands[3:-1]))
 
 
 class Planned:

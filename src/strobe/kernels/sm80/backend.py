@@ -12,7 +12,7 @@ from strobe.problem import AttentionProblem, Varlen, without_gradient
 
 MOST_ROWS = 2**29
 
-UNPROVEN = "compiled and simulated, never yet run on a GPU"
+UNPROVEN = "compiled and simulated; of its forward an earlier version alone ran on a GPU"
 
 
 def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
@@ -22,6 +22,8 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return "needs Triton, which is not installed"
     if not problem.scale > 0 and not problem.score.softcap:
         return f"takes a positive scale (it takes maxima before it scales), not {problem.scale:g}"
+    if problem.partial:
+        return "gives no partial results yet, which are kept in float32"
     dims = problem.head_dim, problem.head_dim_v
     if max(dims) > LARGEST or any(dim % 8 for dim in dims):
         return f"takes head dims up to {LARGEST} in multiples of 8 (it copies 16 bytes at a time), not {dims[0]} and {dims[1]}"

@@ -151,7 +151,7 @@ def redo_noted(
                     for first in tl.range(note % blocks * NOTED, tl.minimum(note % blocks * NOTED + NOTED, keys), TILE):
                         portable._keys(
                             first, note // blocks % heads_kv, batch, start_q, start_kv, rows, keys, q, k, v, dout, lse, delta,
-                            dk, dv, left, right, prefix, document_q, document_kv, score, scale, group, None,
+                            dk, dv, left, right, prefix, document_q, document_kv, score, None, scale, group, None,
                             DIM, DIM_V, PADDED, PADDED_V, TILE, TILE, True,
                         )  # fmt: skip
                     tl.store(key_notes + note, 0)
@@ -167,7 +167,7 @@ def redo_noted(
                     for first in tl.range(note % blocks * NOTED, tl.minimum(note % blocks * NOTED + NOTED, rows), TILE):
                         portable._rows(
                             first, note // blocks % heads_q, batch, start_q, start_kv, rows, keys, q, k, v, dout, lse, delta,
-                            dq, dbias, left, right, prefix, document_q, document_kv, score, scale, group, None,
+                            dq, dbias, left, right, prefix, document_q, document_kv, score, None, scale, group, None,
                             DIM, DIM_V, PADDED, PADDED_V, TILE, TILE, True,
                         )  # fmt: skip
                     tl.store(row_notes + note, 0)

@@ -142,7 +142,7 @@ def convert_call(problem: AttentionProblem, tensors: Tensors, config: BackwardCo
 def redo_call(problem: AttentionProblem, tensors: Tensors, arch: Arch) -> Call:
     """The launch of `backward_ends.redo_noted`."""
     call = portable.redo_call(problem, tensors, arch)
-    keywords = {name: value for name, value in call.keywords.items() if name != "launch_pdl"}
+    keywords = {name: value for name, value in call.keywords.items() if name not in ("launch_pdl", "places")}
     return Call(ends.redo_noted, call.grid, (), keywords)
 
 
