@@ -73,9 +73,11 @@ CASES = [
     *_cases("sm90 fp8", ((64, 64), (128, 128), (256, 256)), ("full", "causal"), [("varlen",), ("gqa",)]),
     *_cases("portable", ((64, 64), (128, 128)), variants=FEW_VARIANTS),
     *_cases("portable", ((64, 64), (128, 128)), variants=FEW_VARIANTS, backward=True),
+    *_cases("sm80 forward", ((64, 64), (128, 128)), variants=FEW_VARIANTS),
+    *_cases("sm80 backward", ((64, 64), (128, 128)), variants=FEW_VARIANTS, backward=True),
     *_cases("sm100 forward", ((64, 64), (128, 128)), variants=[("gqa", "varlen"), ("decode",)]),
 ]
-ARCHS = {"portable": "A100", "sm100 forward": "B200"}
+ARCHS = {"portable": "A100", "sm80 forward": "A100", "sm80 backward": "A100", "sm100 forward": "B200"}
 """Those that aren't for an H200."""
 
 BACKENDS = {
@@ -83,6 +85,8 @@ BACKENDS = {
     "sm90 backward": "strobe.kernels.sm90.backend",
     "sm90 fp8": "strobe.kernels.sm90.fp8_backend",
     "portable": "strobe.kernels.portable.backend",
+    "sm80 forward": "strobe.kernels.sm80.backend",
+    "sm80 backward": "strobe.kernels.sm80.backend",
     "sm100 forward": "strobe.kernels.sm100.backend",
 }
 OLDEST = {"sm100 forward": (3, 8)}

@@ -37,8 +37,10 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
 HISTORY = "shows how fast, or how, an earlier version was: pages that quote it say which"
 OLDER_KERNEL = "measured before launches were prepared and documents left out blocks; its numbers are due again"
 REDO_CHANGED = "the portable kernel changed, which redoes blocks: none of normal inputs has to be"
+BEFORE_PLACES = "measured before the portable kernels knew the places of shards, which ordinary calls do not have"
 ACCEPTED: dict[str, str] = {
     "backward-h200-2026-11-23.json": REDO_CHANGED,
+    "blackwell-simulated.json": BEFORE_PLACES,
     "changed-scores-h200-2026-11-22.json": OLDER_KERNEL,
     "cycles-backward-h200-2026-11-24.json": REDO_CHANGED,
     "cycles-forward-h200-2026-11-24.json": REDO_CHANGED,
@@ -50,6 +52,7 @@ ACCEPTED: dict[str, str] = {
     "gqa-backward-h200-2026-11-23.json": OLDER_KERNEL,
     "inputs-model-h200-2026-11-23.json": REDO_CHANGED,
     "inputs-worst-h200-2026-11-23.json": "the portable kernel changed, which redoes nearly all of its blocks; due again",
+    "ladder-h200-2026-11-24.json": BEFORE_PLACES,
     "redo-cost-h200-2026-11-21.json": "has no commit; its numbers are due again",
     "timeline-h200-2026-11-21.json": HISTORY,
     "timeline-h200-2026-11-22.json": OLDER_KERNEL,
