@@ -222,8 +222,8 @@ BUGS = [
     kernel("dQ overwrites what has not left", DQ_LEFT, "", (Race,)),
     kernel("the last dQ overwrites what has not left", LAST_DQ_LEFT, "    give_dq", (Race,)),
     stores("no fence before dQ is added", "    fence_async_shared()\n    tma_add", "    tma_add", (MissingFence,)),
-    stores("dV overwrites a dQ that has not left", "    tma_store_wait(0)\n    copy_out(", "    copy_out(", (Race,)),
-    stores("dV overwrites the dK before", "    tma_store_wait(0)\n    copy_out(", "    copy_out(", (Race,), case=BLIND),
+    stores("dV overwrites a dQ that has not left", "    tma_store_wait(0)\n    if K.outputs", "    if K.outputs", (Race,)),
+    stores("dV overwrites the dK before", "    tma_store_wait(0)\n    if K.outputs", "    if K.outputs", (Race,), case=BLIND),
     stores("dK overwrites a dV that has not left", "    tma_store_wait(0)\n    if K.C.head", "    if K.C.head", (Race,)),
     stores(
         "no fence before the stores",
