@@ -30,7 +30,8 @@ for module, problem in ((portable, replace(dense, placed=True)), (sm90, dense)):
                 call.compile()
 out, lse = torch.empty(2, 64, 2, 64, device="meta"), torch.empty(2, 2, 64, device="meta")
 with pretend_gpu(arch.capability):
-    merge_call(out, lse, out, lse).compile()
+    ptx = merge_call(out, lse, out, lse).compile().asm["ptx"]
+assert ptx.rindex("ld.global") < ptx.rindex("bar.sync") < ptx.index("st.global"), "all is read before a row is written"
 print("compiled")
 """
 

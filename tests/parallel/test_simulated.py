@@ -202,6 +202,19 @@ def test_the_launch_that_merges_is_the_law_in_torch():
     torch.testing.assert_close(lse.cpu(), want_lse)
 
 
+@pytest.mark.gpu
+def test_a_merge_in_place_reads_all_rows_before_it_writes_one():
+    """Warps share the LSE of a tile's rows: one that is late may not read what another has already written."""
+    shape, random = (2, 8192, 8, 128), torch.Generator(DEVICE).manual_seed(0)
+    part, part_lse = torch.randn(shape, generator=random, device=DEVICE), torch.randn(2, 8, 8192, device=DEVICE)
+    for _ in range(10):
+        out, lse = torch.zeros(shape, device=DEVICE), torch.zeros(2, 8, 8192, device=DEVICE)
+        merge_into(out, lse, part, part_lse)
+        share = torch.sigmoid(part_lse).transpose(1, 2)[..., None]
+        torch.testing.assert_close(out, share * part)
+        torch.testing.assert_close(lse, torch.logaddexp(torch.zeros_like(part_lse), part_lse))
+
+
 def test_ranks_that_wait_for_each_other_are_found():
     def program(other: int):
         buffer = torch.zeros(4, dtype=torch.uint8)

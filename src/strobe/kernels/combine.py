@@ -100,6 +100,7 @@ def _merge(out, lse, part, part_lse, heads, n, DIM: tl.constexpr, PADDED: tl.con
     acc, row_max, row_sum = _merged(state, load_tile(parts, 0, remaining, DIM), load_vector(part_lses, 0, remaining))
     nothing = row_sum == 0.0
     row_sum = tl.where(nothing, 1.0, row_sum)
+    tl.debug_barrier()  # each warp has read every row's LSE, of which one warp writes the new one
     store_tile(outs, 0, remaining, tl.where(nothing[:, None], 0.0, acc / row_sum[:, None]), DIM)
     store_vector(lses, 0, remaining, tl.where(nothing, float("-inf"), row_max + tl.log(row_sum)))
 

@@ -65,6 +65,11 @@ class Settings:
     timeout: float = 120.0
 
 
+ONE_GPU = "one GPU"
+
+_WARM_UP = 2
+"""Rounds that do not count: they compile, and warm the GPUs up."""
+
 MASKS = {
     "full": strobe.Full(), "causal": strobe.Causal(), "window": strobe.Window(1024, 0), "prefix": strobe.Prefix(500),
 }  # fmt: skip
@@ -185,57 +190,53 @@ class _Rank:
     # ---- scaling
 
     def scaling(self, tokens: int, memory: dict) -> dict:
-        """Milliseconds of forward and backward, of each method and peer, and of one GPU with the whole, if that fits."""
-        found: dict[str, Any] = {"tokens": tokens, "milliseconds": {}, "failed": {}}
-        with _failures(found["failed"], "one GPU"):
-            whole = self._whole(tokens)
-            found["milliseconds"]["one GPU"] = self._time(partial(strobe.attention, mask=strobe.Causal()), whole)
-            del whole
+        """Milliseconds of forward and backward, of each method and peer, and of one GPU with the whole, if that fits: then all
+        ranks compute the whole. In each round all take their turn, so that all run on GPUs equally warm."""
         mine = self._random_shard(tokens)
-        for name in self.settings.methods:
-            ours = partial(parallel.attention, mask=strobe.Causal(), method=name, layout="zigzag")
-            self._measure(found, memory, f"{tokens} {name}", name, ours, mine)
-        for name in self.settings.peers:
-            with _failures(found["failed"], name), self._within(name) as call:
-                self._measure(found, memory, f"{tokens} {name}", name, call, mine)
+        inputs = dict.fromkeys((*self.settings.methods, *self.settings.peers), mine)
+        found: dict[str, Any] = {"tokens": tokens, "milliseconds": {}, "failed": {}}
+        with _failures(found["failed"], ONE_GPU):
+            inputs = {ONE_GPU: self._whole(tokens), **inputs}
+        for number in range(_WARM_UP + self.settings.repeats):
+            names = [name for name in inputs if name not in found["failed"]]
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                with _failures(found["failed"], name), self._within(name) as call:
+                    times, most = self._time(call, inputs[name])
+                    memory[f"{tokens} {name}"] = most
+                    for phase, one in zip(("forward", "backward"), times, strict=True):
+                        of_name = found["milliseconds"].setdefault(name, {"forward": [], "backward": []})
+                        of_name[phase] += [one] if number >= _WARM_UP else []
+                self._together()
+        found["milliseconds"] = {name: found["milliseconds"][name] for name in inputs if name not in found["failed"]}
         return found
-
-    def _measure(self, found: dict, memory: dict, key: str, name: str, call: Callable, mine: list[torch.Tensor]) -> None:
-        with _failures(found["failed"], name):
-            if self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            found["milliseconds"][name] = self._time(call, mine)
-            if self.device.type == "cuda":
-                memory[key] = torch.cuda.max_memory_allocated()
-        self._together()
 
     def _together(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
 
-    def _time(self, call: Callable, tensors: list[torch.Tensor]) -> dict[str, list[float]]:
-        """Milliseconds of each repeat, forward and backward, of the slowest rank."""
+    def _time(self, call: Callable, tensors: list[torch.Tensor]) -> tuple[list[float], int]:
+        """Milliseconds of the forward and the backward, of the slowest rank; the most bytes that this rank held on its GPU,
+        its inputs among them."""
+        on_gpu = self.device.type == "cuda"
+        held = torch.cuda.memory_allocated() if on_gpu else 0
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
-        times: dict[str, list[float]] = {"forward": [], "backward": []}
-        for repeat in range(self.settings.repeats + 2):
-            q.grad = k.grad = v.grad = None
-            self._together()
-            begin = time.perf_counter()
-            out = call(q, k, v)
-            self._wait()
-            middle = time.perf_counter()
-            self._together()
-            again = time.perf_counter()
-            out.backward(tensors[3])
-            self._wait()
-            end = time.perf_counter()
-            slowest = torch.tensor([middle - begin, end - again], device=self.device)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            if repeat >= 2:
-                for name, seconds in zip(times, slowest.tolist(), strict=True):
-                    times[name].append(1e3 * seconds)
-        return times
+        self._together()
+        begin = time.perf_counter()
+        out = call(q, k, v)
+        self._wait()
+        middle = time.perf_counter()
+        self._together()
+        again = time.perf_counter()
+        out.backward(tensors[3])
+        self._wait()
+        end = time.perf_counter()
+        slowest = torch.tensor([middle - begin, end - again], device=self.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        most = torch.cuda.max_memory_allocated() - held + sum(x.nbytes for x in tensors) if on_gpu else 0
+        return [1e3 * seconds for seconds in slowest.tolist()], most
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -245,8 +246,14 @@ class _Rank:
 
     @contextmanager
     def _within(self, name: str) -> Iterator[Callable]:
-        """A peer as a call of shards, within what it needs: PyTorch's context covers the backward too. It gets as many key
+        """What is measured, as a call, within what it needs: PyTorch's context covers the backward too. It gets as many key
         heads as query heads, which its ring needs."""
+        if name == ONE_GPU:
+            yield partial(strobe.attention, mask=strobe.Causal())
+            return
+        if name in self.settings.methods:
+            yield partial(parallel.attention, mask=strobe.Causal(), method=name, layout="zigzag")
+            return
         if name == "all-gather + SDPA":
             yield self._gathered
             return
@@ -441,11 +448,11 @@ def cells(report: dict) -> list[list[str]]:
     rows = [["GPUs", "tokens", "what", "forward ms", "backward ms", "of linear", "GiB a GPU"]]
     for run_ in report["runs"]:
         for point in run_["scaling"]:
-            alone = point["milliseconds"].get("one GPU")
+            alone = point["milliseconds"].get(ONE_GPU)
             for name, times in point["milliseconds"].items():
                 forward_ms, backward_ms = (statistics.median(times[phase]) for phase in ("forward", "backward"))
                 share = ""
-                if alone and name != "one GPU":
+                if alone and name != ONE_GPU:
                     one = sum(statistics.median(alone[phase]) for phase in ("forward", "backward"))
                     share = f"{one / run_['gpus'] / (forward_ms + backward_ms):.0%}"
                 memory = [x.get(f"{point['tokens']} {name}", 0) for x in run_["memory"]]
