@@ -179,6 +179,21 @@ def test_a_campaign_ends_on_time():
 # ---- the command
 
 
+def test_a_failure_is_told_when_it_comes(monkeypatch, capsys):
+    def campaign(device, seconds, workers, first, on_step):
+        found = fuzz.Found()
+        for number in (3, 7):
+            found.add(number, drawn(number, device), Outcome("wrong", "out is far away"))
+            on_step(found)
+            told = capsys.readouterr().err
+            assert told.count("--case") == 1 and f"--case {number}" in told and "out is far away" in told
+        return found
+
+    monkeypatch.setattr(fuzz, "campaign", campaign)
+    assert len(fuzz.fuzz("cpu", 1.0, 1, 0)["failures"]) == 2
+    assert capsys.readouterr().out.count("--case") == 2
+
+
 def test_one_case_is_run_by_its_number_or_its_facts():
     result = command("fuzz", "--device", "cpu", "--case", "n_q=3,n_kv=5,right=0,gradients='both'")
     assert result.exit_code == 0 and "outcome   right" in result.output

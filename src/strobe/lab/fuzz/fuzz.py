@@ -276,13 +276,18 @@ def _done(worker: Worker, deadline: float) -> bool:
 
 
 def fuzz(device: str, seconds: float, workers: int, first: int) -> dict:
-    """Runs a campaign and shows it. Returns its facts, of which "failures" is empty if nothing was found."""
+    """Runs a campaign, tells each failure when it comes, and shows all at the end. Returns its facts, of which "failures"
+    is empty if nothing was found."""
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("starting workers", total=seconds)
-        start = time.monotonic()
+        start, told = time.monotonic(), 0
 
         def step(found: Found) -> None:
+            nonlocal told
+            for failure in found.failures[told:]:
+                _tell(progress.console, failure.outcome.kind, failure.outcome.words, failure.command())
+            told = len(found.failures)
             words = f"{found.cases} cases, {found.refusals.total()} refused, {len(found.failures)} failed"
             progress.update(task, completed=time.monotonic() - start, description=words)
 
@@ -340,6 +345,10 @@ def show(facts: dict) -> None:
     if facts["cut_off"]:
         console.print(f"{facts['cut_off']} cases still ran at the end and were cut off", highlight=False)
     for failure in facts["failures"]:
-        console.print(f"{failure['kind']}: {failure['words']}", markup=False, style="red", highlight=False, soft_wrap=True)
-        console.print(f"  {failure['reproduce']}", markup=False, highlight=False, soft_wrap=True)
+        _tell(console, failure["kind"], failure["words"], failure["reproduce"])
     console.print(f"{len(facts['failures'])} failures" if facts["failures"] else "nothing was found", highlight=False)
+
+
+def _tell(console: Console, kind: str, words: str, command: str) -> None:
+    console.print(f"{kind}: {words}", markup=False, style="red", highlight=False, soft_wrap=True)
+    console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
