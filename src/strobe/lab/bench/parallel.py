@@ -110,7 +110,7 @@ def _process(settings: Settings, rank: int, gpus: int, folder: str) -> None:
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", init_method=Path(folder, "store").as_uri(), rank=rank, world_size=gpus,
-        timeout=timedelta(seconds=settings.timeout),
+        timeout=timedelta(seconds=settings.timeout), device_id=device if device.type == "cuda" else None,
     )  # fmt: skip
     bench = _Rank(settings, rank, gpus, device)
     found: dict[str, Any] = {"gpus": gpus, "scaling": [], "memory": {}, "timeline": {}, "right": bench.right()}
