@@ -92,6 +92,11 @@ def test_shared_memory_is_what_config_says(audits):
         assert audit["smem_bytes"] <= KNOWN["H200"].smem_per_block
 
 
+def test_registers_are_written_before_they_are_read(audits):
+    for audit in audits:
+        assert not audit["unwritten"], audit["name"]
+
+
 def test_spills(audits):
     """None but two, outside of the loops over blocks: with 3 groups, which have 160 registers a thread, at head dim 64 without
     a mask (newest Triton), and a number of the mask at head dim 256 (oldest)."""

@@ -148,6 +148,11 @@ def test_shared_memory_is_what_config_says(audits):
         assert audit["smem_bytes"] <= KNOWN["H200"].smem_per_block
 
 
+def test_registers_are_written_before_they_are_read(audits):
+    for _, _, audit in audits:
+        assert not audit["unwritten"], audit["name"]
+
+
 def test_spills(audits):
     """No more than were measured."""
     for _, (in_loop, bytes_), audit in audits:

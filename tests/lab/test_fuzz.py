@@ -68,6 +68,9 @@ FOUND_ON_A_GPU = (
     "device='cuda',n_kv=32,head_dim_v=96,values='huge',seed=45",
     "device='cuda',backend='portable',n_q=70,n_kv=300,values='huge',seed=45",
     "device='cuda',backend='portable',dtype='fp32',n_q=70,n_kv=70,right=0,values='huge',seed=45",
+    "device='cuda',backend='sm90',dtype='fp16',n_q=257,n_kv=511,heads_kv=3,group=2,head_dim=40,left=1000,prefix=127,"
+    "logits=5.0,gradients='out',way='others first',seed=672",
+    "device='cuda',backend='portable',dtype='fp16',n_q=100,n_kv=200,head_dim=40,seed=672",
 )
 
 

@@ -80,6 +80,10 @@ def _candidates(kernel: str, problem: AttentionProblem, arch: Arch) -> Iterator[
     """Largest first: stages go before tiles."""
     head_dim, head_dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     mma = _mma(problem, arch)
+    if mma == "wgmma" and kernel in ("forward", "redo"):
+        # Of rows of V that are narrower than K's and than 128 bytes, the ptxas of CUDA 12.8 (Triton 3.6) makes descriptors from
+        # registers that nobody has written (`strobe audit` looks for such code).
+        head_dim_v = max(head_dim_v, min(head_dim, 64))
     for tile_q, tile_kv, num_warps in _tiles(kernel, max(head_dim, head_dim_v), mma):
         for num_stages in (3, 2, 1):
             yield Config(

@@ -29,7 +29,7 @@ class Audit:
     loads; counts of SASS mnemonics up to the first dot, and of MUFU by function; the same for each role, if the roles were
     named (code that roles share counts for each of them); listings, each role's mnemonics in the order of the text; main_loops,
     the counts in the innermost loop with tensor cores of the roles that have one; ptxas's warnings; seconds to compile; threads
-    of a block, those of all roles."""
+    of a block, those of all roles; instructions that read what none before them has `unwritten`."""
 
     name: str
     registers: int
@@ -42,6 +42,7 @@ class Audit:
     warnings: tuple[str, ...] = ()
     seconds: float = field(default=0.0, compare=False)
     threads: int = 0
+    unwritten: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """The numbers, and a table of the roles' instructions that matter."""
@@ -54,7 +55,10 @@ class Audit:
             lines.append(" " * width + "".join(f"{name:>10}" for name in shown))
         for role, counts in self.roles.items():
             lines.append(f"{role:{width}}" + "".join(f"{counts.get(name, 0):>10}" for name in shown))
-        return "\n".join(lines + [f"warning: {warning}" for warning in self.warnings])
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        return "\n".join(
+            lines + [f"warning: {one} reads what nothing has written: ptxas made wrong code" for one in self.unwritten]
+        )
 
 
 MATTERS = (
@@ -83,6 +87,7 @@ def audit(compiled, name: str, seconds: float = 0.0, roles: tuple[str, ...] = ()
         warnings=resources.warnings,
         seconds=seconds,
         threads=compiled.metadata.num_warps * compiled.metadata.target.warp_size,
+        unwritten=unwritten(sass),
     )
 
 
@@ -172,6 +177,34 @@ def count_instructions(sass: str) -> dict[str, int]:
     """How often each instruction stands in the text, most frequent first: "HGMMA", "UTMALDG", "MUFU.EX2", ..."""
     found = (_INSTRUCTION.match(line) for line in sass.splitlines())
     return counted(Instruction(*match.groups()).name for match in found if match)
+
+
+_REGISTER = re.compile(r"\bUR(\d+)\b")
+_WRITES_UNIFORM = ("U", "S2UR", "R2UR", "REDUX", "LDCU", "VOTEU", "CS2UR")
+
+
+def unwritten(sass: str) -> tuple[str, ...]:
+    """Instructions that read a uniform register which no instruction before them in the text writes, other than in a
+    descriptor: a mistake of ptxas, which has made such code of rows of shared memory of two widths (CUDA 12.8)."""
+    written: set[int] = set()
+    found = []
+    for instruction in (Instruction(*match.groups()) for match in map(_INSTRUCTION.match, sass.splitlines()) if match):
+        operands = instruction.operands.rstrip(" ;").split(",")
+        target = _REGISTER.fullmatch(operands[0].strip()) if instruction.mnemonic.startswith(_WRITES_UNIFORM) else None
+        read = [int(number) for x in operands[target is not None :] if "desc[" not in x for number in _REGISTER.findall(x)]
+        if not written.issuperset(read):
+            found.append(str(instruction))
+        if target is not None:
+            wide = (
+                4
+                if ".128" in instruction.mnemonic
+                else 2
+                if ".64" in instruction.mnemonic or ".WIDE" in instruction.mnemonic
+                else 1
+            )
+            written.update(range(int(target[1]), int(target[1]) + wide))
+        written.update(read)  # told once
+    return tuple(found)
 
 
 def counted(things: Iterable[T]) -> dict[T, int]:
