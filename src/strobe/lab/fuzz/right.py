@@ -228,7 +228,7 @@ class _Part:
         unit, least = self.precision.unit, self.precision.least
         values = self.v.abs().nan_to_num(0.0, 0.0)
         largest = values.amax(1, keepdim=True) if values.shape[1] else values.sum(1, keepdim=True)
-        floor = 4 * least * (1 + values.sum(1, keepdim=True))
+        floor = 4 * least * (1 + values.sum(1, keepdim=True)) / self._kept
         if least == FP16_LEAST:  # rows of the optimistic softmax that are not judged (docs/optimistic_softmax.md)
             floor = floor + unit * largest
         floor, largest = (x.repeat_interleave(self.part.problem.group, 2) for x in (floor, largest))
@@ -256,10 +256,14 @@ class _Part:
         )
         with torch.no_grad():
             allowed = self._allowed(of_pairs, weights.abs(), relative.clamp(max=LARGE), dout.abs(), dlse.abs())
-            allowed["dv"] = of_v + 4 * self.precision.least * (
-                1 + dout.abs().sum(1, keepdim=True).unflatten(2, (-1, self.part.problem.group)).sum(3)
-            )
+            of_rows = dout.abs().sum(1, keepdim=True).unflatten(2, (-1, self.part.problem.group)).sum(3)
+            allowed["dv"] = of_v + 4 * self.precision.least * (1 + of_rows) / self._kept
         return {name: (x, allowed[name]) for name, x in found.items()}
+
+    @property
+    def _kept(self) -> float:
+        """The share of weights that dropout keeps, by which they are divided."""
+        return 1 - self.part.problem.dropout
 
     def _weights(self) -> torch.Tensor:
         """P, or a little more, [batch, heads_q, rows, keys]."""
@@ -276,7 +280,7 @@ class _Part:
         q, k, v = (x.abs().transpose(1, 2) for x in (self.q, self.k, self.v))
         k, v = (x.repeat_interleave(problem.group, 1) for x in (k, v))
         delta = (dout * self.out_size).sum(-1).transpose(1, 2) + dlse
-        products = dout.transpose(1, 2) @ v.transpose(-1, -2) / (1 - problem.dropout)
+        products = dout.transpose(1, 2) @ v.transpose(-1, -2) / self._kept
         off = relative[..., None] * (of_pairs + weights * delta[..., None])
         off = off + _SUMS * self.precision.scores * weights * (products + delta[..., None])
         off = off + least * (products + delta[..., None])  # of a weight that is too small
