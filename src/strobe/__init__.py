@@ -16,6 +16,7 @@ from strobe.fp8 import attention_fp8
 from strobe.integrations import flop_counter as _flop_counter
 from strobe.integrations import sdpa as _sdpa
 from strobe.integrations.flash_attn import install_as_flash_attn, uninstall_as_flash_attn
+from strobe.integrations.flex import flex_attention
 from strobe.integrations.sdpa import scaled_dot_product_attention
 from strobe.kernels.workspace import redone_blocks
 from strobe.masks import Causal, Document, Full, Mask, Prefix, Visible, Window
@@ -52,6 +53,7 @@ __all__ = [
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "flex_attention",
     "install_as_flash_attn",
     "merge",
     "redone_blocks",

@@ -162,10 +162,17 @@ def explain(
 
     With inputs that require gradients, the choice for the backward is printed and returned as `.backward`.
     """
+    explanation = explained(q, k, v, backend=backend, **keywords)
+    print(explanation)
+    return explanation
+
+
+def explained(
+    q: torch.Tensor, k: torch.Tensor | Cache, v: torch.Tensor | None = None, *, backend: str | None = None, **keywords
+) -> dispatch.Explanation:
+    """What `explain` prints."""
     if isinstance(k, Cache):
-        explanation = dispatch.explain_problem(_decode_problem(q, k, v, backend, keywords), arch_of(q.device), backend)
-        print(explanation)
-        return explanation
+        return dispatch.explain_problem(_decode_problem(q, k, v, backend, keywords), arch_of(q.device), backend)
     assert v is not None
     q, k, v, options = _asked(q, k, v, backend, keywords)
     operands, arch = operands_of(q, k, v, options), arch_of(q.device)
@@ -173,7 +180,6 @@ def explain(
     if wants_gradient(q, k, v, options.bias, options.sinks):
         problem = describe(operands, options, "backward", learned_of(options))
         explanation = replace(explanation, backward=dispatch.explain_problem(problem, arch, backend))
-    print(explanation)
     return explanation
 
 

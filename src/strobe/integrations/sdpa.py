@@ -64,7 +64,7 @@ def scaled_dot_product_attention(
     n_kv, head_dim_v = key.shape[-2], value.shape[-1]
     out_shape = (*leading, n_q, head_dim_v)
     if 0 in query.shape[:-1] or n_kv == 0:
-        return _empty(query, key, value, out_shape)
+        return empty_result(query, key, value, out_shape)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     mask, first_keys = _mask_of(attn_mask, is_causal, n_q, n_kv)
     bias = None
@@ -72,7 +72,7 @@ def scaled_dot_product_attention(
         bias = _bias_of(attn_mask, query, (*leading, n_q, n_kv))
         bias = bias if bias.shape[-1] == 1 else bias[..., :first_keys]
     key, value = key[..., :first_keys, :], value[..., :first_keys, :]
-    q, k, v = (_rows_ahead_of_heads(x) for x in (query, key, value))
+    q, k, v = (rows_ahead_of_heads(x) for x in (query, key, value))
     share = 0.0 if dropout_p == 1.0 else dropout_p
     score = None if bias is None else Score(bias=bias)
     out: Any = attention(q, k, v, mask=mask, score=score, scale=scale, dropout_p=share)
@@ -147,7 +147,7 @@ def _same_heads(query, key, value, enable_gqa: bool) -> tuple[torch.Tensor, torc
     return tuple(x.expand(*before, *x.shape[-2:]) for x in (query, key, value))  # type: ignore[return-value]
 
 
-def _empty(query, key, value, shape: tuple[int, ...]) -> torch.Tensor:
+def empty_result(query, key, value, shape: tuple[int, ...]) -> torch.Tensor:
     """The result where there is no pair of a query and a key: zeros, with gradients of 0."""
     nothing = reduce(operator.add, (x.sum() for x in (query, key, value))) * 0.0
     return query.new_zeros(shape) + nothing.to(query.dtype)
@@ -189,7 +189,7 @@ def _bias_of(attn_mask: torch.Tensor, query: torch.Tensor, shape: tuple[int, ...
     return bias.flatten(0, -4)
 
 
-def _rows_ahead_of_heads(x: torch.Tensor) -> torch.Tensor:
+def rows_ahead_of_heads(x: torch.Tensor) -> torch.Tensor:
     """[..., heads, rows, D] -> [batch, rows, heads, D], with D filled up with zeros to a multiple of 8."""
     if x.shape[-1] % 8 or x.shape[-1] == 0:
         x = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8 or 8))
