@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 OTHER_TRITONS := .venv/triton-3.6 .venv/triton-3.8
 
-.PHONY: demo test test-all gpu-test bench readme lab clean
+.PHONY: demo test test-all gpu-test bench readme lab site clean
 
 demo: .venv/demo
 	$(BIN)/strobe demo
@@ -27,6 +27,10 @@ bench: .venv/dev
 
 readme: .venv/dev
 	$(BIN)/python -m strobe.lab.pages.readme
+
+# The documents as a site, in build/site; a broken link is an error.
+site: .venv/docs
+	$(BIN)/python -m mkdocs build --strict
 
 # The pictures, JSON and report of docs/lab.md: compiled or simulated here, from what was measured on an H200.
 MEASURED := benchmarks/results/forward-h200-2026-11-22.json
@@ -59,6 +63,10 @@ lab: .venv/dev
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
 	touch $@ .venv/demo
+
+.venv/docs: .venv/dev
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'
+	touch $@
 
 # The Gluon kernels are compiled on the oldest Triton that they support (3.8: Blackwell's) as well as on the one installed.
 .venv/triton-%: .venv/dev

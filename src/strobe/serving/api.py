@@ -52,8 +52,8 @@ def decode(
 
     Raises:
         ValueError, TypeError: naming the argument, before any launch. On a CPU also for lengths and page numbers that cannot
-        be; a GPU does that with STROBE_DEBUG=1, and otherwise takes a length as at most what there is room for, and a page that
-        is not there as one without keys.
+            be; a GPU does that with STROBE_DEBUG=1, and otherwise takes a length as at most what there is room for, and a page
+            that is not there as one without keys.
     """
     if not isinstance(cache, Cache):
         raise TypeError(f"cache must be a strobe.Cache, got {type(cache).__name__}")
