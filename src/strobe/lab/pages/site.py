@@ -43,7 +43,7 @@ def targets(text: str, page: str) -> list[str]:
 
 
 def changed_links(text: str, page: str) -> str:
-    """The text of a page of the repository as the site's: links lead to places of the site, those to folders to its first page."""
+    """A page of the repository as one of the site: links lead to places of the site, those to folders to its first page."""
     here = posixpath.dirname(place_of(page) or "")
 
     def change(found: re.Match) -> str:
