@@ -5,7 +5,7 @@ flash-attn's signatures, layouts and returns.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -221,7 +221,7 @@ def _asked(q, k, v, backend: str | None, keywords: dict) -> tuple[torch.Tensor, 
 def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=NO_WINDOW, softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False, *, learnable_sink=None,
-):  # fmt: skip
+) -> Any:  # fmt: skip
     """flash-attn's function of this name. q [batch, seqlen_q, heads_q, D], k and v [batch, seqlen_k, heads_kv, D].
 
     causal=True forces the window's right side to 0, as flash-attn does. deterministic: see `attention`.
@@ -241,7 +241,7 @@ def flash_attn_func(
 def flash_attn_qkvpacked_func(
     qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=NO_WINDOW, softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
-):  # fmt: skip
+) -> Any:  # fmt: skip
     """flash-attn's function of this name. qkv [batch, seqlen, 3, heads, D]; nothing is copied."""
     _check_packed("qkv", qkv, 3)
     return flash_attn_func(
@@ -253,7 +253,7 @@ def flash_attn_qkvpacked_func(
 def flash_attn_kvpacked_func(
     q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=NO_WINDOW, softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
-):  # fmt: skip
+) -> Any:  # fmt: skip
     """flash-attn's function of this name. q [batch, seqlen_q, heads_q, D], kv [batch, seqlen_k, 2, heads_kv, D]."""
     _check_packed("kv", kv, 2)
     return flash_attn_func(
@@ -266,7 +266,7 @@ def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, softmax_scale=None,
     causal=False, window_size=NO_WINDOW, softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
     block_table=None, *, seqused_q=None, seqused_k=None, learnable_sink=None, out=None, return_softmax_lse=False, **paged,
-):  # fmt: skip
+) -> Any:  # fmt: skip
     """flash-attn's function of this name. q [total_q, heads_q, D], k and v [total_k, heads_kv, D], packed sequences.
 
     seqused_q, seqused_k: FlashAttention-3's arguments, int32 [batch], the rows and keys of each sequence that are used.

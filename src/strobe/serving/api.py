@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal, overload
 
 import torch
 
@@ -14,6 +15,25 @@ from strobe.serving.arguments import checked, checked_append, checked_parts
 from strobe.serving.cache import Cache, Rotary
 
 
+@overload
+def decode(
+    q: torch.Tensor, cache: Cache, *, mask: Mask | None = None, score: Score | None = None, scale: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None, max_seqlen_q: int | None = None, tree: torch.Tensor | None = None,
+    out: torch.Tensor | None = None, return_lse: Literal[False] = False, deterministic: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def decode(
+    q: torch.Tensor, cache: Cache, *, mask: Mask | None = None, score: Score | None = None, scale: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None, max_seqlen_q: int | None = None, tree: torch.Tensor | None = None,
+    out: torch.Tensor | None = None, return_lse: Literal[True], deterministic: bool = False, backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def decode(
+    q: torch.Tensor, cache: Cache, *, mask: Mask | None = None, score: Score | None = None, scale: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None, max_seqlen_q: int | None = None, tree: torch.Tensor | None = None,
+    out: torch.Tensor | None = None, return_lse: bool, deterministic: bool = False, backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def decode(
     q: torch.Tensor,
     cache: Cache,
@@ -115,7 +135,9 @@ def append(
     return replace(cache, lengths=lengths), None if q is None else turned
 
 
-def merge(outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor] | torch.Tensor):
+def merge(
+    outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor] | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over all keys, from attention over parts of them: of a shared prefix and the rest, say, or of the keys on
     several GPUs.
 

@@ -4,6 +4,8 @@ and `append`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from strobe.arguments import integer
@@ -24,7 +26,7 @@ def flash_attn_with_kvcache(
     cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, qv=None, q_descale=None, k_descale=None, v_descale=None,
     attention_chunk=0, scheduler_metadata=None, pack_gqa=None, sm_margin=0, sinks=None, learnable_sink=None, s_aux=None,
     deterministic=False, out=None,
-):  # fmt: skip
+) -> Any:  # fmt: skip
     """flash-attn's function of this name, with the keywords of FlashAttention-3: attention over a cache, to which k and v are
     appended first, in place, turned by the rotary embedding (and q with them).
 

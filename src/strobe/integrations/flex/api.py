@@ -13,8 +13,9 @@ The BlockMask's lists have the last word: pairs in a block that they leave out a
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -30,19 +31,39 @@ from strobe.scores import Score
 
 log = logging.getLogger("strobe")
 
+ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
+
+@overload
+def flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: ScoreMod | None = None,
+    block_mask: Any = None, scale: float | None = None, enable_gqa: bool = False, return_lse: Literal[False] = False,
+    kernel_options: Mapping[str, Any] | None = None, *, return_aux: None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: ScoreMod | None = None,
+    block_mask: Any = None, scale: float | None = None, enable_gqa: bool = False, *, return_lse: Literal[True],
+    kernel_options: Mapping[str, Any] | None = None, return_aux: None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: ScoreMod | None = None,
+    block_mask: Any = None, scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None, *, return_aux: Any = None,
+) -> Any: ...  # fmt: skip
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    score_mod=None,
-    block_mask=None,
+    score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-    kernel_options: dict | None = None,
+    kernel_options: Mapping[str, Any] | None = None,
     *,
-    return_aux=None,
+    return_aux: Any = None,
 ) -> Any:
     """PyTorch's function of this name (torch.nn.attention.flex_attention), differentiable in query, key, value and in the
     tensors that score_mod adds.
