@@ -170,7 +170,13 @@ def _mask_of(attn_mask, is_causal: bool, n_q: int, n_kv: int) -> tuple[Mask, int
         return mask, n_kv
     if lower_right and n_kv > n_q:  # the upper left one hides more
         mask = Full()
-    return mask & (Window(right=n_q - n_kv) if n_q > n_kv else Causal()), min(n_q, n_kv)
+    causal, first_keys = causal_upper_left(n_q, n_kv)
+    return mask & causal, first_keys
+
+
+def causal_upper_left(n_q: int, n_kv: int) -> tuple[Mask, int]:
+    """The mask that shows query i the keys up to key i, and how many of the keys it is among."""
+    return Window(right=n_q - n_kv) if n_q > n_kv else Causal(), min(n_q, n_kv)
 
 
 def _bias_of(attn_mask: torch.Tensor, query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -191,10 +197,15 @@ def _bias_of(attn_mask: torch.Tensor, query: torch.Tensor, shape: tuple[int, ...
 
 def rows_ahead_of_heads(x: torch.Tensor) -> torch.Tensor:
     """[..., heads, rows, D] -> [batch, rows, heads, D], with D filled up with zeros to a multiple of 8."""
+    x = with_whole_head_dim(x)
+    return (x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4)).transpose(1, 2)
+
+
+def with_whole_head_dim(x: torch.Tensor) -> torch.Tensor:
+    """x with its last dim contiguous and filled up with zeros to a multiple of 8, as kernels take it."""
     if x.shape[-1] % 8 or x.shape[-1] == 0:
         x = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8 or 8))
-    x = x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4)
-    return (x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2)
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 # ---- PyTorch's flash operators
