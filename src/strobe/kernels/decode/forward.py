@@ -40,6 +40,7 @@ from strobe.kernels.decode.schedule import (
     queries_of,
     request_at,
     start_of,
+    stretch_of,
 )
 from strobe.kernels.gluon import aggregate, cp_async, gl, gluon, partition_barrier, reinterpret
 
@@ -400,6 +401,16 @@ def products_of(rings, slot, q, outputs, piece, C: gl.constexpr, GROUP: gl.const
 
 
 @gluon.jit
+def as_half(q):
+    """Q in float16, divided by a power of two where it has large numbers, and that power. (float8 becomes float16 in one
+    instruction for two numbers, bfloat16 in several for each.)"""
+    wide = q.to(gl.float32)
+    top = gl.expand_dims(gl.expand_dims(gl.max(gl.max(gl.abs(wide), 2), 1), 1), 2)
+    power = gl.exp2(gl.ceil(gl.log2(gl.maximum(top, 1024.0))) - 10.0)
+    return (wide * gl.convert_layout(1.0 / power, q.type.layout)).to(gl.float16), power
+
+
+@gluon.jit
 def walk(rings, outputs, terms, cached, piece, entry, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
          DIM_V: gl.constexpr):  # fmt: skip
     """Walk along the keys of a piece: each warp's O, maxima and sums."""
@@ -427,6 +438,9 @@ def walk(rings, outputs, terms, cached, piece, entry, C: gl.constexpr, GROUP: gl
     v_pages = same_or_looked_up(cached, piece, k_pages, begin + ahead + of_v, C)
 
     q = load_queries(outputs, piece, 0, CHUNK if C.head_dim > 128 else C.head_dim, LEFT, C, GROUP, DIM)
+    if C.kv_bytes == 1 and C.head_dim <= 128 and q.dtype == gl.bfloat16:
+        q, power = as_half(q)
+        k_scale = k_scale * gl.convert_layout(power, L)
     acc = gl.full([C.token_warps, C.rows, C.head_dim_v], 0.0, gl.float32, L)
     row_max = gl.full([C.token_warps, C.rows], -float("inf"), gl.float32, gl.SliceLayout(2, L))
     row_sum = gl.full([C.token_warps, C.rows], 0.0, gl.float32, gl.SliceLayout(2, L))
@@ -449,8 +463,8 @@ def walk(rings, outputs, terms, cached, piece, entry, C: gl.constexpr, GROUP: gl
         row_max = new_max
         acc = acc * gl.expand_dims(rescale, 2)
         if terms.V_BY_TOKEN:
-            keys = first + keys_in(C, gl.SliceLayout(1, L))
-            p = p * gl.expand_dims(scale_of_values(terms, cached, piece, entry, keys), 1)
+            scales = scale_of_values(terms, cached, piece, entry, first + keys_in(C, gl.SliceLayout(1, L)))
+            p = p * gl.expand_dims(scales, 1)
         if C.narrow == 0:
             async_copy.wait_group(under_way)
             partition_barrier()
@@ -492,7 +506,7 @@ def gather_warps(k_ring, stats, acc, row_max, row_sum, C: gl.constexpr, ROWS: gl
 
 
 @gluon.jit
-def merge(outputs, rows, parts, first, job_begins, total_units, C: gl.constexpr, ROWS: gl.constexpr):
+def merge(outputs, rows, parts, first, job_begins, stretch, C: gl.constexpr, ROWS: gl.constexpr):
     """The parts of a job added up in their order, `rows` of each: see `gather_warps`."""
     R: gl.constexpr = result_layout(C)
     AT_ONCE: gl.constexpr = parts_at_once(C, ROWS)
@@ -504,11 +518,11 @@ def merge(outputs, rows, parts, first, job_begins, total_units, C: gl.constexpr,
     top = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(0, S))
     total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(0, S))
     for i in range(0, parts, AT_ONCE):
-        at = outputs.sums + place_of(i + number, first, job_begins, total_units, C) * (2 * ROWS) + row
+        at = outputs.sums + place_of(i + number, first, job_begins, stretch, C) * (2 * ROWS) + row
         there = (i + number < parts) & (row < rows)
         tops = gl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg")
         totals = gl.load(at + ROWS, mask=there, other=0.0, cache_modifier=".cg")
-        at = outputs.parts + place_of(i + number_3, first, job_begins, total_units, C).to(gl.int64) * (ROWS * C.head_dim_v)
+        at = outputs.parts + place_of(i + number_3, first, job_begins, stretch, C).to(gl.int64) * (ROWS * C.head_dim_v)
         there = (i + number_3 < parts) & (row_3 < rows) & (column < C.head_dim_v)
         os = gl.load(at + (row_3 * C.head_dim_v + column), mask=there, other=0.0, cache_modifier=".cg")
         new_top = gl.maximum(top, gl.max(tops, 0))
@@ -606,7 +620,8 @@ def decode_kernel(
     stats = gl.allocate_shared_memory(gl.float32, [2, C.rows], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
     total = all_units(requests, heads_kv, C, GROUP)
-    x, last = start_of(gl.program_id(0), total), start_of(gl.program_id(0) + 1, total)
+    stretch = stretch_of(requests, total, heads_kv, C, GROUP)
+    x, last = start_of(gl.program_id(0), stretch, total), start_of(gl.program_id(0) + 1, stretch, total)
     b, begins = request_at(requests, x, heads_kv, C, GROUP)
     while x < last:
         jobs, units = jobs_and_units(requests, b, b < batch, heads_kv, C, GROUP)
@@ -631,7 +646,7 @@ def decode_kernel(
             found = walk(rings, outputs, terms, cached, piece, entry, C, GROUP, DIM, DIM_V)
             o, top, row_sum = gather_warps(k_ring, stats, found[0], found[1], found[2], C, ROWS)
             job_begins = begins + job * units
-            number, first = parts_of(job_begins, units, total, C)
+            number, first = parts_of(job_begins, units, stretch, C)
             if number == 1:
                 write(outputs, terms, piece, o, top, row_sum, C, GROUP, DIM_V, ROWS)
             else:
@@ -639,12 +654,12 @@ def decode_kernel(
                 if C.split:
                     part = unit
                 rows = queries * GROUP - piece.first_row
-                leave_part(outputs, rows, place_of(part, first, job_begins, total, C), o, top, row_sum, C, ROWS)
+                leave_part(outputs, rows, place_of(part, first, job_begins, stretch, C), o, top, row_sum, C, ROWS)
                 partition_barrier()  # so the arrival tells of what all threads wrote
                 arrival = arrivals + (b * heads_kv + head) * tiles + tile
                 if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == number - 1:
                     gl.store(arrival, 0)
-                    o, top, row_sum = merge(outputs, rows, number, first, job_begins, total, C, ROWS)
+                    o, top, row_sum = merge(outputs, rows, number, first, job_begins, stretch, C, ROWS)
                     write(outputs, terms, piece, o, top, row_sum, C, GROUP, DIM_V, ROWS)
             partition_barrier()  # everybody has read what the warps found, where K goes next
             x += count

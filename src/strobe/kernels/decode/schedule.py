@@ -2,8 +2,8 @@
 
 A request's work comes in jobs: one for each key head and each tile of its rows. A job's keys come in units, steps of `tokens`
 keys, or, where a request's bits must not depend on the others, splits of `split` keys that begin at multiples of `split`. All
-units of all jobs stand in one line, request by request, and every CTA takes a stretch of it, all of the same length but for one
-unit. So the work is even whatever the lengths, and the host need not know them.
+units of all jobs stand in one line, request by request, and every CTA takes a stretch of it, all of the same length. So the
+work is even whatever the lengths, and the host need not know them.
 
     parts of a job        stretches that cut it, in order; or each of its splits
     place of a part       where its partial result goes: two a CTA, as a stretch begins and ends within a job at most; or its
@@ -129,34 +129,38 @@ def request_at(requests, x, heads, C: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def start_of(cta, total):
+def stretch_of(requests, total, heads, C: gl.constexpr, GROUP: gl.constexpr):
+    """How many units a CTA takes: what makes the work even or, if that is hardly more, what cuts a job of the first request
+    into equal parts. Where all requests are as long, no CTA then ends one job and begins another, which costs a few
+    microseconds."""
+    stretch = gl.maximum((total + gl.num_programs(0) - 1) // gl.num_programs(0), 1)
+    _, units = jobs_and_units(requests, requests.batch * 0, requests.batch > 0, heads, C, GROUP)
+    parts = gl.maximum(units // stretch, 1)
+    equal = (units + parts - 1) // parts
+    return gl.where((equal >= stretch) & (8 * equal <= 9 * stretch), equal, stretch)
+
+
+@gluon.jit
+def start_of(cta, stretch, total):
     """Where the stretch of a CTA begins in the line."""
-    each = total // gl.num_programs(0)
-    return cta * each + gl.minimum(cta, total % gl.num_programs(0))
+    return gl.minimum(cta * stretch, total)
 
 
 @gluon.jit
-def cta_of(x, total):
-    """The CTA whose stretch has unit x of the line."""
-    each, longer = total // gl.num_programs(0), total % gl.num_programs(0)
-    return gl.where(x < longer * (each + 1), x // (each + 1), longer + (x - longer * (each + 1)) // gl.maximum(each, 1))
-
-
-@gluon.jit
-def parts_of(job_begins, units, total, C: gl.constexpr):
+def parts_of(job_begins, units, stretch, C: gl.constexpr):
     """How many parts a job has whose units begin at `job_begins` in the line, and the CTA of the first one."""
     if C.split:
         return units, job_begins
     else:
-        first = cta_of(job_begins, total)
-        return cta_of(job_begins + units - 1, total) - first + 1, first
+        first = job_begins // stretch
+        return (job_begins + units - 1) // stretch - first + 1, first
 
 
 @gluon.jit
-def place_of(part, first, job_begins, total, C: gl.constexpr):
+def place_of(part, first, job_begins, stretch, C: gl.constexpr):
     """Where the partial result of a job's part goes. part: its number, or several; first: of `parts_of`."""
     if C.split:
         return first + part
     else:
-        within = (job_begins > start_of(first, total)).to(gl.int32)
+        within = (job_begins > first * stretch).to(gl.int32)
         return 2 * (first + part) + gl.where(part == 0, within, 0)
