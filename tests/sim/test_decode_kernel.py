@@ -25,14 +25,18 @@ def test_against_the_specification(seed):
     simulate(seed)
 
 
-@pytest.mark.parametrize("kind", ["none", "request", "key", "large queries"])
-def test_a_cache_of_8_bits(kind):
-    call = draw(6, torch.bfloat16, head_dim=128, head_dim_v=128, ragged=False, page=16, heads_kv=2)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["none", "request", "key", "large values", "large queries", "small queries"])
+def test_a_cache_of_8_bits(kind, dtype):
+    call = draw(6, dtype, head_dim=128, head_dim_v=128, ragged=False, page=16, heads_kv=2)
     k, v = (x.nan_to_num(nan=448.0).to(torch.float8_e4m3fn) for x in (call.cache.k, call.cache.v))
-    shape = {"request": (len(call.cache.lengths), 2), "key": k.shape[:3]}.get(kind)
-    if kind == "large queries":  # beyond float16, in which they meet such keys
-        call = call._replace(q=call.q * 2.0**18, keywords={**call.keywords, "scale": 2.0**-21})
+    shape = {"request": (len(call.cache.lengths), 2), "key": k.shape[:3], "large values": k.shape[:3]}.get(kind)
     scales = [None, None] if shape is None else [torch.rand(shape) + 0.5 for _ in range(2)]
+    if kind == "large values":  # beyond float16, in which P meets values that have no such scales
+        v, scales[1] = (v.float().abs() * 2.0**-6).to(v.dtype), scales[1] * 2.0**18
+    if kind.endswith("queries") and dtype == torch.bfloat16:  # beyond float16, in which they meet such keys
+        power = 18.0 if kind == "large queries" else -30.0
+        call = call._replace(q=call.q * 2.0**power, keywords={**call.keywords, "scale": 2.0 ** (-3.0 - power)})
     cache = strobe.Cache(k, v, call.cache.lengths, call.cache.page_table, k_scale=scales[0], v_scale=scales[1])
     run(call._replace(cache=cache), ctas=4)
 

@@ -402,12 +402,12 @@ def products_of(rings, slot, q, outputs, piece, C: gl.constexpr, GROUP: gl.const
 
 @gluon.jit
 def as_half(q):
-    """Q in float16, divided by a power of two where it has large numbers, and that power. (float8 becomes float16 in one
-    instruction for two numbers, bfloat16 in several for each.)"""
+    """Q in float16, each row divided by a power of two that makes its largest number about 1024, and these powers. (float8
+    becomes float16 in one instruction for two numbers, bfloat16 in several for each.)"""
     wide = q.to(gl.float32)
-    top = gl.expand_dims(gl.expand_dims(gl.max(gl.max(gl.abs(wide), 2), 1), 1), 2)
-    power = gl.exp2(gl.ceil(gl.log2(gl.maximum(top, 1024.0))) - 10.0)
-    return (wide * gl.convert_layout(1.0 / power, q.type.layout)).to(gl.float16), power
+    top = gl.expand_dims(gl.max(gl.abs(wide), 2), 2)
+    power = gl.exp2(gl.ceil(gl.log2(gl.maximum(top, 1e-30))) - 10.0)
+    return (wide * (1.0 / power)).to(gl.float16), power
 
 
 @gluon.jit
@@ -438,6 +438,7 @@ def walk(rings, outputs, terms, cached, piece, entry, C: gl.constexpr, GROUP: gl
     v_pages = same_or_looked_up(cached, piece, k_pages, begin + ahead + of_v, C)
 
     q = load_queries(outputs, piece, 0, CHUNK if C.head_dim > 128 else C.head_dim, LEFT, C, GROUP, DIM)
+    OF_P: gl.constexpr = gl.bfloat16 if terms.V_BY_TOKEN else gl.float16 if C.kv_bytes == 1 else q.dtype
     if C.kv_bytes == 1 and C.head_dim <= 128 and q.dtype == gl.bfloat16:
         q, power = as_half(q)
         k_scale = k_scale * gl.convert_layout(power, L)
@@ -462,7 +463,7 @@ def walk(rings, outputs, terms, cached, piece, entry, C: gl.constexpr, GROUP: gl
         row_sum = row_sum * rescale + gl.sum(p, 2)
         row_max = new_max
         acc = acc * gl.expand_dims(rescale, 2)
-        if terms.V_BY_TOKEN:
+        if terms.V_BY_TOKEN:  # they may leave the range of float16
             scales = scale_of_values(terms, cached, piece, entry, first + keys_in(C, gl.SliceLayout(1, L)))
             p = p * gl.expand_dims(scales, 1)
         if C.narrow == 0:
@@ -470,8 +471,8 @@ def walk(rings, outputs, terms, cached, piece, entry, C: gl.constexpr, GROUP: gl
             partition_barrier()
             copy_values(rings, next, cached, piece, entry, first + ahead + of_v, v_pages, V_COPY, C, DIM_V)
             v_pages = same_or_looked_up(cached, piece, k_pages, first + ahead + of_v + C.tokens, C)
-        v = rings[1].index(now).load(RIGHT).to(q.dtype)
-        acc = mma_v2(gl.convert_layout(p.to(q.dtype), LEFT), v, acc)
+        v = rings[1].index(now).load(RIGHT).to(OF_P)
+        acc = mma_v2(gl.convert_layout(p.to(OF_P), LEFT), v, acc)
     async_copy.wait_group(0)
     return acc, row_max, row_sum
 

@@ -130,14 +130,14 @@ def request_at(requests, x, heads, C: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def stretch_of(requests, total, heads, C: gl.constexpr, GROUP: gl.constexpr):
-    """How many units a CTA takes: what makes the work even or, if that is hardly more, what cuts a job of the first request
-    into equal parts. Where all requests are as long, no CTA then ends one job and begins another, which costs a few
-    microseconds."""
+    """How many units a CTA takes: what makes the work even or, where all requests are as long as the first, what cuts a job in
+    equal parts, if that is hardly more. Then no CTA ends one job and begins another, which costs a few microseconds."""
     stretch = gl.maximum((total + gl.num_programs(0) - 1) // gl.num_programs(0), 1)
-    _, units = jobs_and_units(requests, requests.batch * 0, requests.batch > 0, heads, C, GROUP)
+    jobs, units = jobs_and_units(requests, requests.batch * 0, requests.batch > 0, heads, C, GROUP)
     parts = gl.maximum(units // stretch, 1)
     equal = (units + parts - 1) // parts
-    return gl.where((equal >= stretch) & (8 * equal <= 9 * stretch), equal, stretch)
+    alike = requests.batch * jobs * units == total
+    return gl.where(alike & (equal >= stretch) & (8 * equal <= 9 * stretch), equal, stretch)
 
 
 @gluon.jit
