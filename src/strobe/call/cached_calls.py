@@ -6,6 +6,8 @@ Which backend runs is decided from the DecodeProblem. Nothing here waits for the
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -16,7 +18,7 @@ from torch.nn import Parameter
 from strobe.call import dispatch, launches, operators
 from strobe.call.prepared_calls import likeness
 from strobe.call.tables import ClockCache
-from strobe.call.torch_internals import assert_async, current_device, is_transformed, raw_stream
+from strobe.call.torch_internals import assert_async, current_device, dispatch_state, guard_of, is_transformed, raw_stream
 from strobe.cpu import append as append_cpu
 from strobe.cpu.cached import merged
 from strobe.device import arch_of
@@ -30,14 +32,18 @@ Outputs = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Known(NamedTuple):
-    """What is known of calls that look the same. launches: None if each of them is run by the operator."""
+    """What is known of calls that look the same. alike(*given): whether the tensors of another call look like theirs.
+    launches: None if each of them is run by the operator. new_out: makes the tensor for a result."""
 
+    alike: Callable[..., bool]
     launches: launches.Prepared | None
-    columns: int
-    """The head dim of the values."""
+    new_out: Callable[[], torch.Tensor]
 
 
 _known: ClockCache[Known] = ClockCache(1024)
+_latest: ClockCache[tuple[Known, ...]] = ClockCache(1024)
+"""What a call has beside its tensors' looks -> the most recently used entries, newest first."""
+_LATEST = 4
 
 
 def decode(tensors: tuple[torch.Tensor | None, ...], numbers: tuple, check: Callable[[], Checked]) -> Outputs:
@@ -45,50 +51,73 @@ def decode(tensors: tuple[torch.Tensor | None, ...], numbers: tuple, check: Call
 
     tensors: in the order of `DecodeOperands`, in shapes that `check` may change, but not their addresses. numbers: all else
     that its user gave. Calls whose tensors look the same and whose numbers are equal run the same launches. check: checks the
-    call."""
-    key = _key(tensors, numbers)
-    if key is None:
+    call.
+
+    As in `prepared_calls`, the latest calls are recognised by PyTorch's guards, which ask all questions in one call, and all
+    others by a key."""
+    q = tensors[0]
+    if q is None or type(q) not in _PLAIN or not _may_be_prepared(q) or torch.compiler.is_compiling() or is_transformed():
         return _by_operator(*check())
-    known = _known.get(key)
-    if known is None:
-        operands, options = check()
-        known = Known(_launches(operands, options), options.head_dim_v)
-        _known.put(key, known)
+    given = [x for x in tensors if x is not None]
+    try:
+        addresses = [x.data_ptr() for x in given]
+        if any([x.is_nested for x in given]):  # PyTorch's guards crash the process on one
+            return _by_operator(*check())
+    except (AttributeError, RuntimeError):  # no tensor; a tensor that has no address
+        return _by_operator(*check())
+    misaligned = functools.reduce(operator.or_, addresses) % 16 and tuple([address % 16 for address in addresses])
+    rest = tuple(map(type, tensors)), numbers, misaligned, torch.is_grad_enabled()
+    try:
+        latest = _latest.get(rest) or ()
+    except TypeError:  # a number that has no hash, such as a list
+        return _by_operator(*check())
+    for known in latest:
+        if known.alike(*given):
+            break
+    else:
+        likenesses = tuple([None if x is None else likeness(x) for x in tensors])
+        if False in likenesses:
+            return _by_operator(*check())
+        key = rest, likenesses, dispatch_state()
+        found = _known.get(key)
+        known = found or _prepare(*check(), given)
+        if found is None:
+            _known.put(key, known)
+        others = [other for other in latest if other is not known]
+        _latest.put(rest, (known, *others[: _LATEST - 1]))
     if known.launches is None:
         return _by_operator(*check())
-    q, out = tensors[0], tensors[_OUT]
-    assert q is not None
+    out = tensors[_OUT]
     if out is None:
-        out = _new_out(q, known.columns, tensors[_CU] is not None)
-    addresses = tuple([x.data_ptr() for x in (*tensors[:_OUT], out) if x is not None])
-    return out, known.launches.decode(raw_stream(q.get_device()), addresses)
+        out = known.new_out()
+        addresses.append(out.data_ptr())
+    return out, known.launches.decode(raw_stream(q.get_device()), tuple(addresses))
 
 
-_CU = DecodeOperands._fields.index("cu_seqlens_q")
+def _may_be_prepared(q: torch.Tensor) -> bool:
+    return q.is_cuda and q.get_device() == current_device()
 
 
 def forget() -> None:
     """Drop everything that was prepared."""
     _known.clear()
+    _latest.clear()
 
 
-def _key(tensors: tuple[torch.Tensor | None, ...], numbers: tuple) -> tuple | None:
-    """What a call's launches depend on; None if the operator must run it."""
-    q = tensors[0]
-    if not isinstance(q, torch.Tensor) or not q.is_cuda or q.get_device() != current_device():
-        return None
-    if torch.compiler.is_compiling() or is_transformed() or os.environ.get("STROBE_DEBUG", "0") == "1":
-        return None
-    likenesses = tuple([None if x is None else type(x) in _PLAIN and likeness(x) for x in tensors])
-    key = likenesses, numbers, torch.is_grad_enabled()
-    try:
-        hash(key)
-    except TypeError:  # a number that has no hash, such as a list
-        return None
-    return None if False in likenesses else key
+def _prepare(operands: DecodeOperands, options: DecodeOptions, given: list[torch.Tensor]) -> Known:
+    like = _new_out(operands, options)
+    new_out: Callable[[], torch.Tensor] = functools.partial(torch.zeros, like.shape, dtype=like.dtype, device=like.device)
+    found = _launches(operands, options)
+    if found is not None and operands.cu_seqlens_q is None:
+        from strobe.call.launcher import maker
+
+        new_out = maker(like)
+    return Known(guard_of(*given), found, new_out)
 
 
 def _launches(operands: DecodeOperands, options: DecodeOptions) -> launches.Prepared | None:
+    if _debugging():  # the operator checks lengths and tables in every call
+        return None
     operands = _with_out(operands, options)
     problem = describe(operands, options)
     backend = dispatch.select(problem, arch_of(operands.q.device), options.backend)
@@ -96,16 +125,14 @@ def _launches(operands: DecodeOperands, options: DecodeOptions) -> launches.Prep
     return launches.prepared(backend, problem, own)
 
 
-def _new_out(q: torch.Tensor, columns: int, ragged: bool) -> torch.Tensor:
+def _new_out(operands: DecodeOperands, options: DecodeOptions) -> torch.Tensor:
     """Where the result goes; packed rows may belong to no request, so they begin as 0."""
-    new = torch.zeros if ragged else torch.empty
-    return new((*q.shape[:-1], columns), dtype=q.dtype, device=q.device)
+    q, new = operands.q, torch.empty if operands.cu_seqlens_q is None else torch.zeros
+    return new((*q.shape[:-1], options.head_dim_v), dtype=q.dtype, device=q.device)
 
 
 def _with_out(operands: DecodeOperands, options: DecodeOptions) -> DecodeOperands:
-    if operands.out is not None:
-        return operands
-    return operands._replace(out=_new_out(operands.q, options.head_dim_v, operands.cu_seqlens_q is not None))
+    return operands if operands.out is not None else operands._replace(out=_new_out(operands, options))
 
 
 # ---- the operator
@@ -172,13 +199,17 @@ def check_contents(problem: DecodeProblem, operands: DecodeOperands) -> None:
     """Check the numbers in lengths and tables: always on the CPU, where a wrong one raises; on a GPU only with STROBE_DEBUG=1,
     by asserts that run on the GPU."""
     on_cpu = operands.q.device.type == "cpu"
-    if not on_cpu and os.environ.get("STROBE_DEBUG", "0") != "1":
+    if not on_cpu and not _debugging():
         return
     for name, numbers, good, rule in _rules(problem, operands):
         if on_cpu and not bool(good):
             raise ValueError(f"{name} must {rule}, got {numbers.tolist()}")
         if not on_cpu:
             assert_async(good, f"{name} must {rule}")
+
+
+def _debugging() -> bool:
+    return os.environ.get("STROBE_DEBUG", "0") == "1"
 
 
 def _rules(problem: DecodeProblem, operands: DecodeOperands) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, str]]:

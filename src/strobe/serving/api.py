@@ -77,17 +77,22 @@ def decode(
     """
     if not isinstance(cache, Cache):
         raise TypeError(f"cache must be a strobe.Cache, got {type(cache).__name__}")
-    score_tensors = (None, None) if score is None else (getattr(score, "alibi", None), getattr(score, "sinks", None))
+    alibi = sinks = None
+    of_mask: object = mask  # whatever is no mask and no score is refused by name
+    of_score: object = score
+    if isinstance(mask, Mask):
+        of_mask = mask.left, mask.right, mask.prefix, mask.by_pair
+    if isinstance(score, Score):
+        alibi, sinks = score.alibi, score.sinks
+        of_score = score.softcap, score.bias is None, score.function
+    k, v = cache.k, cache.v
     tensors = (
-        q, cache.k, cache.k if cache.v is None else cache.v, cache.lengths, cache.page_table, cache.index, cache.leftpad,
-        cu_seqlens_q, tree, *score_tensors, cache.k_scale, cache.v_scale, out,
+        q, k, k if v is None else v, cache.lengths, cache.page_table, cache.index, cache.leftpad, cu_seqlens_q, tree, alibi,
+        sinks, cache.k_scale, cache.v_scale, out,
     )  # fmt: skip
-    of_score = None if score is None else (getattr(score, "softcap", None), getattr(score, "bias", None), score.__class__)
-    of_function = None if score is None else getattr(score, "function", None)
-    of_mask = (getattr(mask, "left", mask), getattr(mask, "right", None), getattr(mask, "prefix", None))
     numbers = (
-        of_mask, getattr(mask, "by_pair", False), of_score, of_function, scale, type(scale), max_seqlen_q, type(max_seqlen_q),
-        return_lse, deterministic, type(deterministic), backend, cache.v is None, cache.head_dim_v,
+        of_mask, of_score, scale, type(scale), max_seqlen_q, type(max_seqlen_q), return_lse, deterministic, type(deterministic),
+        backend, v is None, cache.head_dim_v,
     )  # fmt: skip
 
     def check():

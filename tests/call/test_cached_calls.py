@@ -1,0 +1,113 @@
+"""The short way of `strobe.decode` launches what a call that looked the same prepared, and leaves others to the operator."""
+
+import pytest
+import torch
+
+import strobe
+from strobe.call import cached_calls
+
+
+class Plan:
+    """In place of prepared launches: keeps the addresses that it is launched with."""
+
+    def __init__(self):
+        self.launched: list[tuple[int, ...]] = []
+
+    def decode(self, stream, addresses):
+        self.launched.append(addresses)
+
+
+@pytest.fixture
+def plans(monkeypatch) -> list[Plan]:
+    """All that are made."""
+    made: list[Plan] = []
+
+    def launches(operands, options):
+        made.append(Plan())
+        return made[-1]
+
+    monkeypatch.setattr(cached_calls, "_may_be_prepared", lambda q: True)
+    monkeypatch.setattr(cached_calls, "_launches", launches)
+    monkeypatch.setattr(cached_calls, "raw_stream", lambda device: 0)
+    cached_calls.forget()
+    yield made
+    cached_calls.forget()
+
+
+def ints(*numbers) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def call(batch=2, **changes) -> dict:
+    q, (k, v) = torch.randn(batch, 1, 4, 16), torch.randn(2, 6, 8, 2, 16)
+    cache = strobe.Cache(k, v, ints(*[8] * batch), ints(*[[2, 4]] * batch))
+    return {"q": q, "cache": cache, **changes}
+
+
+def addresses(q, cache, **others) -> tuple[int, ...]:
+    tensors = (q, cache.k, cache.v, cache.lengths, cache.page_table, *others.values())
+    return tuple(x.data_ptr() for x in tensors if isinstance(x, torch.Tensor))
+
+
+def test_calls_that_look_the_same_run_the_same_launches(plans):
+    first, second = call(), call(scale=None, mask=None)
+    out = torch.empty_like(first["q"])
+    for one in (first, second, first):
+        found = strobe.decode(**one)
+        assert found.shape == one["q"].shape and found.is_contiguous()
+        assert plans[0].launched[-1] == (*addresses(one["q"], one["cache"]), found.data_ptr())
+    assert strobe.decode(**first, out=out) is out and plans[1].launched == [addresses(**first, out=out)]
+    assert len(plans) == 2
+
+
+OTHERS = {
+    "batch": lambda: call(3), "scale": lambda: call(scale=2.0), "mask": lambda: call(mask=strobe.Full()),
+    "window": lambda: call(mask=strobe.Window(3, 0)), "softcap": lambda: call(score=strobe.Score(softcap=3.0)),
+    "sinks": lambda: call(score=strobe.Score(sinks=torch.zeros(4))), "lse": lambda: call(return_lse=True),
+    "alibi": lambda: call(score=strobe.Score(alibi=torch.zeros(4))), "deterministic": lambda: call(deterministic=True),
+    "tree": lambda: call(tree=torch.ones(1, 1, dtype=torch.bool)),
+    "alignment": lambda: call(q=torch.randn(129)[1:].view(2, 1, 4, 16)),
+    "strides": lambda: call(q=torch.randn(2, 2, 4, 16)[:, :1]),
+    "parameter": lambda: call(q=torch.nn.Parameter(torch.randn(2, 1, 4, 16), requires_grad=False)),
+    "backend": lambda: call(backend="cached_cpu"),
+}  # fmt: skip
+
+
+def test_others_have_launches_of_their_own(plans):
+    strobe.decode(**call())
+    for number, (name, make) in enumerate(OTHERS.items()):
+        one = make()
+        for _ in range(2):
+            strobe.decode(**one)
+        assert len(plans) == number + 2 and len(plans[-1].launched) == 2, name
+    strobe.decode(**call())
+    assert len(plans) == len(OTHERS) + 1
+
+
+def test_more_likenesses_than_are_tried_first(plans):
+    for batch in (*range(1, 9), *range(1, 9)):
+        strobe.decode(**call(batch))
+    assert [len(plan.launched) for plan in plans] == [2] * 8
+
+
+def test_packed_rows_begin_as_zeros(plans):
+    """A row may belong to no request."""
+    cache = call()["cache"]
+    for _ in range(2):
+        assert not strobe.decode(torch.randn(7, 4, 16), cache, cu_seqlens_q=ints(0, 2, 3)).any()
+
+
+def test_what_the_operator_must_run(plans):
+    """A subclass, a tensor that is negated lazily, numbers without a hash, what is wrong."""
+    one = call()
+    wanted = strobe.attention(one["q"], *(torch.stack([x[2], x[2]]) for x in (one["cache"].k, one["cache"].v)))
+    lazy = torch._neg_view(-one["q"])
+    for q in (one["q"].as_subclass(type("Own", (torch.Tensor,), {})), lazy):
+        torch.testing.assert_close(strobe.decode(q, one["cache"]).as_subclass(torch.Tensor), wanted)
+    assert not plans
+    for wrong in ({"scale": [1.0]}, {"mask": {}}, {"score": 3}, {"deterministic": 1}, {"max_seqlen_q": 1}, {"q": 3}):
+        with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+            strobe.decode(**{**one, **wrong})
+    with pytest.raises(TypeError, match="cache_seqlens"):
+        strobe.decode(one["q"], strobe.Cache(one["cache"].k, one["cache"].v, [8, 8]))
+    assert not plans
