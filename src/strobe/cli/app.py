@@ -23,6 +23,7 @@ from strobe.cli.options import (
     names_of,
     numbers_of,
     one_of,
+    pair_of_heads,
     pairs_of_dims,
     part_of,
     picture_path,
@@ -198,6 +199,55 @@ def measure(
     try:
         plans.some(plan.points())
         status = run(plan, where, command_given(sys.argv[1:]), path, resume, picture)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(status)
+
+
+@bench.command("decode")
+def bench_decode(
+    batches: Annotated[str | None, typer.Option(help="Comma-separated; default: 1,8,32,128.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Keys of a request, comma-separated; default: 1k to 128k.")] = None,
+    heads: Annotated[str | None, typer.Option(help="Query heads/key heads, comma-separated; default: 64/8.")] = None,
+    head_dims: Annotated[str | None, typer.Option(help="Comma-separated; default: 128.")] = None,
+    queries: Annotated[str | None, typer.Option(help="Queries of a request, comma-separated; default: 1.")] = None,
+    pages: Annotated[str | None, typer.Option(help="Keys of a page, comma-separated, 0: contiguous; default: 64.")] = None,
+    caches: Annotated[str | None, typer.Option(help="Of bf16, fp16, e4m3, fp32, comma-separated; default: bf16.")] = None,
+    ragged: Annotated[bool, typer.Option("--ragged", help="Lengths drawn around a mean, log-normal.")] = False,
+    rounds: Annotated[int | None, typer.Option(help="Interleaved rounds; default: 9.")] = None,
+    max_seconds: Annotated[float | None, typer.Option(help="Stop then, with what was measured.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Comma-separated, or all that are installed (the default).")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")] = None,
+    json: Annotated[
+        str | None, typer.Option(help="Default: benchmarks/results/decode-<gpu>-<date>.json.", callback=writable)
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Draw to this PNG or SVG; default: a PNG beside the JSON.", callback=writable)
+    ] = None,
+) -> None:
+    """Check and time attention over a cache beside its peers, in bytes of keys and values a second (docs/serving.md)."""
+    from dataclasses import replace
+    from pathlib import Path
+
+    from strobe.lab.bench import decode_peers as lab
+    from strobe.lab.bench.decode import bench as run
+
+    where = device_of(device)
+    at_least(1, rounds=rounds)
+    pairs = None if heads is None else tuple(pair_of_heads(part) for part in heads.split(","))
+    dims = numbers_of("head-dims", head_dims)
+    for dim in dims or ():
+        heads_and_dims(1, None, dim, None)
+    changes = given(
+        batches=numbers_of("batches", batches), lengths=numbers_of("lengths", lengths), heads=pairs, head_dims=dims,
+        queries=numbers_of("queries", queries), pages=numbers_of("pages", pages, least=0),
+        caches=names_of("caches", caches, lab.CACHES), rounds=rounds, max_seconds=positive("max-seconds", max_seconds),
+        peers=None if peers == "all" else names_of("peers", peers, lab.peers_for(where)),
+    )  # fmt: skip
+    plan = replace(lab.Plan() if where.type == "cuda" else lab.CPU, ragged=ragged, **changes)
+    picture = picture_path(out)
+    try:
+        status = run(plan, where, command_given(sys.argv[1:]), Path(json) if json else None, picture)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(status)

@@ -74,14 +74,23 @@ def pairs_of_dims(text: str | None) -> tuple[tuple[int, int], ...] | None:
     return tuple(pairs)
 
 
-def numbers_of(name: str, text: str | None) -> tuple[int, ...] | None:
+def pair_of_heads(text: str) -> tuple[int, int]:
+    """Query heads and key heads from text: "64/8" is (64, 8), and "32" is (32, 32)."""
+    heads = numbers_of("heads", text.replace("/", ",")) or ()
+    if len(heads) > 2:
+        raise typer.BadParameter(f"heads must be query heads/key heads, such as 64/8, got {text}")
+    heads_and_dims(heads[0], heads[-1], 8, None)
+    return heads[0], heads[-1]
+
+
+def numbers_of(name: str, text: str | None, least: int = 1) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise typer.BadParameter(f"{name} must be comma-separated integers, got {text!r}") from None
-    at_least(1, **{name: min(numbers)})
+    at_least(least, **{name: min(numbers)})
     return numbers
 
 

@@ -1,0 +1,347 @@
+"""`strobe bench decode`: a decode step over a cache, beside the attentions that are installed, in bytes of keys and values a
+second.
+
+On a GPU each contender is captured in a CUDA graph of many launches, over copies of the cache that together are larger than the
+L2 cache, so that no launch finds its keys there. Rounds are interleaved, every contender once a round, and the median counts.
+Before it is timed, a contender is compared with float64 attention; who is wrong is not timed.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+
+import torch
+from matplotlib.axes import Axes
+from rich.console import Console
+from rich.table import Table
+
+import strobe
+from strobe.device import Arch, arch_of
+from strobe.lab.bench.bench import Clock, CpuClock, CudaClock, balanced_order
+from strobe.lab.bench.decode_peers import CACHES, OURS, Contender, Inputs, Plan, Point, lengths_of, peers_for
+from strobe.lab.bench.failures import compact
+from strobe.lab.bench.machine import provenance, snapshot
+from strobe.lab.bench.plot import CEILING, PEERS, STROBE, over_lengths, plt
+from strobe.lab.bench.plot import save as save_picture
+from strobe.lab.bench.report import arch_of as arch_named
+from strobe.lab.bench.report import closest, default_path, verdicts
+from strobe.reference import cached
+from strobe.serving.arguments import checked
+from strobe.serving.problem import describe
+
+SCHEMA = 1
+LAUNCHES = 20
+"""Launches of a graph."""
+COLD_BYTES = 200 * 2**20
+"""What the copies of a cache take together at least, on a GPU: more than three times an H200's L2."""
+BOUNDS = {"bf16": 0.03, "fp16": 0.01, "e4m3": 0.03, "fp32": 1e-4}
+"""The largest error, over the largest result, by the dtype of the cache."""
+
+
+@dataclass
+class Ready:
+    """A contender at a point: run() makes `launches` launches."""
+
+    run: Callable[[], object]
+    launches: int
+    error: float
+    kept: list = field(default_factory=list)
+    """What must live as long: its calls, which own what they prepared."""
+    seconds: list[float] = field(default_factory=list)
+    """Seconds of a launch in each round."""
+
+
+def error_of(inputs: Inputs, call: Callable[[], torch.Tensor]) -> float:
+    """The largest error of a call's first and last request, over the largest result."""
+    inputs.out.fill_(torch.nan)
+    found, worst = call(), 0.0
+    for b in {0, inputs.point.batch - 1}:
+        one = slice(b, b + 1)
+        k, v, table = inputs.k, inputs.v, inputs.table
+        if table is None:
+            k, v = k[one], v[one]
+        cache = strobe.Cache(k, v, inputs.lengths[one], None if table is None else table[one])
+        operands, options = checked(inputs.q[one], cache)
+        wanted, _ = cached.decode(describe(operands, options), operands, torch.float64)
+        worst = max(worst, float((found[one].double() - wanted).abs().max() / wanted.abs().max()))
+    return worst
+
+
+def enter(contender: Contender, sets: Sequence[Inputs], clock: Clock) -> Ready:
+    """Prepare, check and capture a contender. Raises what it raises, or ValueError if it is wrong."""
+    calls = [contender.prepare(inputs) for inputs in sets]
+    error, bound = error_of(sets[0], calls[0]), BOUNDS[sets[0].point.cache]
+    if not error <= bound:
+        raise ValueError(f"wrong: its largest error is {error:.1e} of the largest result, allowed {bound:.0e}")
+    many = [calls[i % len(calls)] for i in range(LAUNCHES if isinstance(clock, CudaClock) else len(calls))]
+    if not isinstance(clock, CudaClock):
+        return Ready(lambda: [call() for call in many], len(many), error, calls)
+    for call in calls:
+        call()
+    run, results = clock.captured(many, 1)
+    run()
+    clock.synchronize()
+    return Ready(run, len(many), error, [calls, results])
+
+
+def measure(point: Point, contenders: Sequence[Contender], clock: Clock, device: torch.device, rounds: int) -> dict:
+    """What every contender takes at a point. RuntimeError if one of them broke the GPU's context."""
+    copies = min(LAUNCHES, -(-COLD_BYTES // point.bytes)) if device.type == "cuda" else 1
+    sets = [Inputs(point, device, seed) for seed in range(copies)]
+    ready: dict[str, Ready] = {}
+    results: dict[str, dict] = {}
+    for contender in contenders:
+        try:
+            ready[contender.name] = enter(contender, sets, clock)
+        except Exception as error:
+            results[contender.name] = {"refused": compact(error)}
+            try:
+                clock.synchronize()
+            except Exception as broken:
+                raise RuntimeError(f"{contender.name} broke the GPU's context at {point}: {compact(error)}") from broken
+    names = list(ready)
+    for one in ready.values():
+        clock.seconds(one.run, 1)
+    for order in balanced_order(len(names), rounds):
+        for name in (names[i] for i in order):
+            ready[name].seconds.append(clock.seconds(ready[name].run, 1) / ready[name].launches)
+    read = sum(lengths_of(point)) * point.bytes // (point.batch * point.length)
+    for name, one in ready.items():
+        rates = [read / seconds / 1e9 for seconds in one.seconds]
+        us = 1e6 * median(one.seconds)
+        results[name] = {"us": us, "gb_s": median(rates), "rounds": rates, "error": one.error}
+    return {**asdict(point), "bytes": read, "copies": copies, "results": results}
+
+
+def host_us(contenders: Sequence[Contender], clock: Clock, device: torch.device) -> dict[str, float]:
+    """Microseconds of the host's time that a call of a tiny step takes, by name."""
+    found, inputs = {}, Inputs(Point(1, 64, 8, 1), device, 0)
+    for contender in contenders:
+        times = []
+        try:
+            call = contender.prepare(inputs)
+            for _ in range(30):
+                clock.synchronize()
+                begin = time.perf_counter()
+                for _ in range(10):
+                    call()
+                times.append((time.perf_counter() - begin) * 1e5)
+        except Exception:  # it does not take the step; the points say why
+            continue
+        found[contender.name] = median(times)
+    return found
+
+
+def read_rate(clock: Clock, device: torch.device) -> float | None:
+    """GB/s at which a sum over 2 GiB reads them; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    x = torch.zeros(2**29, device=device)
+    clock.seconds(x.sum, 3)
+    return x.nbytes / clock.seconds(x.sum, 10) / 1e9
+
+
+# ---- kernels are compiled ahead, in many processes
+
+
+def compile_ahead(points: Sequence[Point], arch: Arch) -> None:
+    """Compile Strobe's kernels of all points, each in a process of its own; they stay in Triton's cache on disk."""
+    kinds = {point.kind: point for point in points}.values()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), context) as pool:
+        jobs = [pool.submit(compile_one, point, arch, how) for point in kinds for how in (False, True)]
+        for job in jobs:
+            job.exception()  # what does not compile here raises again where that is reported
+
+
+def compile_one(point: Point, arch: Arch, deterministic: bool) -> None:
+    """Compile the kernel of a point for a GPU that need not be there."""
+    from strobe.kernels.common.call import Tensors
+    from strobe.kernels.decode import launch
+    from strobe.kernels.decode.config import choose
+    from strobe.lab.binary.offline import pretend_gpu
+
+    meta, dtype = partial(torch.empty, device="meta"), CACHES[point.cache]
+    columns = -(-max(lengths_of(point)) // (point.page or max(lengths_of(point))))
+    shape = (point.batch * columns, point.page or max(lengths_of(point)), point.heads_kv, point.head_dim)
+    k, v = (meta(shape, dtype=dtype) for _ in range(2))
+    q = meta((point.batch, point.queries, point.heads, point.head_dim), dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype)
+    table = meta((point.batch, columns), dtype=torch.int32) if point.page else None
+    cache = strobe.Cache(k, v, meta(point.batch, dtype=torch.int32), table)
+    operands, options = checked(q, cache, out=torch.empty_like(q), deterministic=deterministic)
+    problem = describe(operands, options)
+    config = choose(problem, arch)
+    buffers = launch.buffers(problem, arch, config).shared
+    given = {name: x for name, x in operands._asdict().items() if x is not None}
+    tensors = Tensors(**given, **{name: meta(x.shape, dtype=x.dtype) for name, x in buffers.items()})
+    with pretend_gpu(arch.capability):
+        for call in launch.calls(problem, tensors, arch, config):
+            call.compile()
+
+
+# ---- a run
+
+
+def bench(plan: Plan, device: torch.device, command: str, path: Path | None = None, picture: Path | None = None) -> int:
+    """Measure a plan, print a table, write JSON (as it goes) and a picture. Returns the exit status: 0, or 1 if Strobe failed
+    somewhere.
+
+    path: of the JSON; None: benchmarks/results/decode-<device>-<date>.json here. picture: PNG or SVG by its suffix; None: a PNG
+    beside the JSON."""
+    begin, console = time.monotonic(), Console(stderr=True)
+    known = peers_for(device)
+    asked = known if plan.peers is None else {name: known[name] for name in plan.peers}
+    contenders = [*OURS, *(peer for peer in asked.values() if peer.installed)]
+    points = plan.points()
+    clock: Clock = CudaClock(device) if device.type == "cuda" else CpuClock()
+    report: dict = {"schema": SCHEMA, "what": "decode", **provenance(device, command)}
+    report |= {
+        "contenders": [one.name for one in contenders],
+        "not installed": [name for name, peer in asked.items() if not peer.installed],
+        "not asked": [name for name in known if name not in asked],
+        "rounds": plan.rounds, "launches": LAUNCHES, "points": [], "stopped": None,
+    }  # fmt: skip
+    target = path or default_path(report)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if device.type == "cuda":
+        console.print(f"{len(points)} points; compiling", markup=False, highlight=False)
+        compile_ahead(points, arch_of(device))
+    with torch.no_grad(), clock.running():
+        report |= {"read_gb_s": read_rate(clock, device), "before": snapshot(device)}
+        report["host_us"] = host_us(contenders, clock, device) if device.type == "cuda" else {}
+        for number, point in enumerate(points):
+            if time.monotonic() - begin > plan.max_seconds:
+                report["stopped"] = f"out of time after {number} of {len(points)} points"
+                break
+            try:
+                report["points"].append(measure(point, contenders, clock, device, plan.rounds))
+            except RuntimeError as error:
+                report["stopped"] = str(error)
+                break
+            target.write_text(json.dumps(report, indent=1) + "\n")
+            console.print(line_of(report["points"][-1]), markup=False, highlight=False)
+        else:
+            report["after"] = snapshot(device)
+    target.write_text(json.dumps(report, indent=1) + "\n")
+    show(report)
+    console.print(f"written: {target}", markup=False)
+    if report["points"]:
+        console.print(f"written: {draw(report, picture or target.with_suffix('.png'))}", markup=False)
+    failed = any("refused" in facts["results"]["strobe"] for facts in report["points"])
+    return 1 if failed or (report["stopped"] and "broke" in report["stopped"]) else 0
+
+
+# ---- what is shown
+
+
+def load(path: Path) -> dict:
+    """Read a report of `strobe bench decode`. ValueError if the file is anything else."""
+    try:
+        report = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"a result of strobe bench decode must be a JSON file, got {path}: {error}") from None
+    if not isinstance(report, dict) or (report.get("what"), report.get("schema")) != ("decode", SCHEMA):
+        raise ValueError(f"a result of strobe bench decode must say that it is one, of schema {SCHEMA}, got {path}")
+    return report
+
+
+def timed(report: dict) -> list[str]:
+    """The contenders that have a number at some point."""
+    names = {name for facts in report["points"] for name, result in facts["results"].items() if "us" in result}
+    return [name for name in report["contenders"] if name in names]
+
+
+def line_of(facts: dict) -> str:
+    """A point in a line."""
+    results = facts["results"]
+    parts = [f"{name} {result['us']:.1f}" for name, result in results.items() if "us" in result]
+    return f"{Point.of(facts)}: {', '.join(parts)} us"
+
+
+def show(report: dict) -> None:
+    """Print the table of a report, then everything that did not run, with the reason."""
+    console, names = Console(), timed(report)
+    table = Table(title=f"decode, {report['device']['name']}, us (GB/s of keys and values), median of the rounds")
+    table.add_column("point")
+    for name in (*names, "strobe / best peer", ""):
+        table.add_column(name, justify="right")
+    for facts in report["points"]:
+        results = facts["results"]
+        cells = [f"{r['us']:.1f} ({r['gb_s']:.0f})" if "us" in (r := results.get(name, {})) else "-" for name in names]
+        compared = closest(results)
+        words = ("-", "") if compared is None else (str(compared[1]), compared[1].verdict)
+        table.add_row(str(Point.of(facts)), *cells, *words, style={"behind": "red"}.get(words[1]))
+    console.print(table)
+    if counted := verdicts(report["points"]):
+        console.print(f"strobe over the best peer (95%): {counted}", markup=False, highlight=False)
+    if report["read_gb_s"]:
+        console.print(f"a sum over 2 GiB reads {report['read_gb_s']:.0f} GB/s", markup=False, highlight=False)
+    if host := ", ".join(f"{name} {us:.0f}" for name, us in report["host_us"].items()):
+        console.print(f"CPU time of a call, us: {host}", markup=False, highlight=False)
+    if report["not installed"]:
+        console.print(f"not installed: {', '.join(report['not installed'])}", markup=False, highlight=False)
+    for name in report["contenders"]:
+        refused = {facts["results"].get(name, {}).get("refused") for facts in report["points"]} - {None}
+        for reason in sorted(refused):
+            console.print(f"{name}: {reason}", markup=False, highlight=False)
+    if report["stopped"]:
+        console.print(f"incomplete: {report['stopped']}", markup=False, style="bold red")
+
+
+def draw(report: dict, path: Path) -> Path:
+    """Draw GB/s of keys and values against their number, a panel for each batch (columns) and shape (rows), with the rates of a
+    sum over memory and of the data sheet as ceilings."""
+    entries, roofs = report["points"], ceilings(report)
+    columns = sorted({facts["batch"] for facts in entries})
+    rows = list(dict.fromkeys(Point.of(facts).heading for facts in entries))
+    size = (1.0 + 3.2 * len(columns), 1.3 + 2.6 * len(rows))
+    figure, axes = plt.subplots(len(rows), len(columns), figsize=size, squeeze=False, sharey=True, layout="constrained")
+    for row, heading in enumerate(rows):
+        for column, batch in enumerate(columns):
+            panel = axes[row][column]
+            mine = [facts for facts in entries if facts["batch"] == batch and Point.of(facts).heading == heading]
+            panel.set_title(f"batch {batch}, {heading}", fontsize=8)
+            _panel(panel, sorted(mine, key=lambda facts: facts["length"]), timed(report), roofs)
+        axes[row][0].set_ylabel("GB/s")
+    for panel in axes[-1]:
+        panel.set_xlabel("keys of a request")
+    rates = [result["gb_s"] for facts in entries for result in facts["results"].values() if "us" in result]
+    axes[0][0].set_ylim(0, 1.05 * max([*rates, *roofs.values()], default=1.0))
+    roof = "; dashed: " + ", ".join(f"{name} {rate:.0f} GB/s" for name, rate in roofs.items()) if roofs else ""
+    figure.suptitle(f"decode, {report['device']['name']}, {report['date'][:10]}{roof}", fontsize=10)
+    lines = axes[0][0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=max(1, len(lines[0])), fontsize=8, frameon=False)
+    return save_picture(figure, path, dpi=130)
+
+
+def _panel(panel: Axes, entries: list[dict], names: list[str], roofs: dict[str, float]) -> None:
+    """Draw a panel: entries of one shape and batch, in the order of length."""
+    colors = dict(zip((name for name in names if name != "strobe"), cycle(PEERS), strict=False))
+    for name in names:
+        found = [
+            (facts["length"], facts["results"][name]["gb_s"]) for facts in entries if "us" in facts["results"].get(name, {})
+        ]
+        panel.plot(
+            [x for x, _ in found], [y for _, y in found], label=name, color=colors.get(name, STROBE), marker="o", markersize=3,
+            linewidth=1.2 if name in colors else 3.0, zorder=2 if name in colors else 3,
+        )  # fmt: skip
+    for rate in roofs.values():
+        panel.axhline(rate, color=CEILING, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+    over_lengths(panel, [facts["length"] for facts in entries])
+
+
+def ceilings(report: dict) -> dict[str, float]:
+    """GB/s that memory gives, by name: what a sum reads, and the data sheet's rate where it is known."""
+    found = {"a sum": report["read_gb_s"]} if report["read_gb_s"] else {}
+    arch = arch_named(report)
+    return found | ({"data sheet": arch.dram_bandwidth / 1e9} if arch and arch.dram_bandwidth else {})

@@ -1,0 +1,244 @@
+"""The attentions over a cache that `strobe bench decode` measures, and the points at which it does.
+
+A contender's `prepare(inputs)` returns the call to be timed, which returns out [batch, queries, heads, head_dim]. It raises
+where the contender is missing or does not take the point; the report holds the reason.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import strobe
+from strobe.lab.bench.plan import short
+
+CACHES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "fp32": torch.float32}
+"""Dtypes of a cache, by name. The queries of one of 8 bits are bfloat16, those of another have its dtype."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A decode step. length: keys of each request, or their mean if they are ragged. page: keys of a page; 0: contiguous."""
+
+    batch: int
+    length: int
+    heads: int
+    heads_kv: int
+    head_dim: int = 128
+    queries: int = 1
+    page: int = 64
+    cache: str = "bf16"
+    ragged: bool = False
+
+    @classmethod
+    def of(cls, facts: dict) -> Point:
+        """The point at which an entry of a report was measured."""
+        return cls(**{field.name: facts[field.name] for field in fields(cls)})
+
+    def __str__(self) -> str:
+        return f"B={self.batch} kv={short(self.length)} {self.heading}"
+
+    @property
+    def heading(self) -> str:
+        """The point without batch and length, in words."""
+        where = f"page {self.page}" if self.page else "contiguous"
+        some = f" x {self.queries}" if self.queries > 1 else ""
+        ragged = " ragged" if self.ragged else ""
+        return f"{self.cache} heads {self.heads}/{self.heads_kv} D={self.head_dim}{some} {where}{ragged}"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all keys and values."""
+        return self.batch * self.length * self.heads_kv * self.head_dim * 2 * CACHES[self.cache].itemsize
+
+    @property
+    def kind(self) -> Point:
+        """The point without its batch and length, the same for all points whose kernels are the same."""
+        return Point(1, 1, self.heads // self.heads_kv, 1, self.head_dim, self.queries, self.page, self.cache)
+
+
+class Inputs:
+    """The tensors of a point: a cache whose pages lie in any order, queries, and where the result goes."""
+
+    def __init__(self, point: Point, device: torch.device, seed: int):
+        self.point, g = point, torch.Generator(device).manual_seed(seed)
+        dtype = CACHES[point.cache]
+        lengths = lengths_of(point)
+        columns = -(-max(lengths) // (point.page or max(lengths)))
+        shape = (point.batch * columns, point.page or max(lengths), point.heads_kv, point.head_dim)
+        self.k, self.v = (_normal(shape, g, dtype) for _ in range(2))
+        self.table = None
+        if point.page:
+            self.table = torch.randperm(shape[0], generator=g, device=device).view(point.batch, columns).int()
+        q = (point.batch, point.queries, point.heads, point.head_dim)
+        self.q = _normal(q, g, torch.bfloat16 if dtype.itemsize == 1 else dtype)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.out = torch.empty_like(self.q)
+        self.cache = strobe.Cache(self.k, self.v, self.lengths, self.table)
+
+
+def lengths_of(point: Point) -> list[int]:
+    """The keys of each request. Ragged ones are drawn from a log-normal distribution."""
+    if not point.ragged:
+        return [point.length] * point.batch
+    drawn = torch.exp(torch.randn(point.batch, generator=torch.Generator().manual_seed(1)))
+    return (drawn / drawn.mean() * point.length).int().clamp(min=1).tolist()
+
+
+def _normal(shape: tuple[int, ...], g: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    wide = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    return torch.randn(shape, generator=g, device=g.device, dtype=wide).to(dtype)
+
+
+# ---- contenders
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An attention over a cache. module: of a package that must be installed; None: it comes with PyTorch or is Strobe."""
+
+    name: str
+    prepare: Callable[[Inputs], Call]
+    module: str | None = None
+
+    @property
+    def installed(self) -> bool:
+        return self.module is None or importlib.util.find_spec(self.module) is not None
+
+
+def _strobe(inputs: Inputs, deterministic: bool = False) -> Call:
+    return partial(strobe.decode, inputs.q, inputs.cache, out=inputs.out, deterministic=deterministic)
+
+
+def _fa3(inputs: Inputs, ahead: bool) -> Call:
+    from flash_attn_interface import flash_attn_with_kvcache, get_scheduler_metadata
+
+    point, keywords = inputs.point, {}
+    if point.cache == "e4m3":
+        raise ValueError("takes queries of 8 bits with such a cache")
+    if inputs.table is not None:
+        keywords["page_table"] = inputs.table
+    if ahead:
+        keywords["scheduler_metadata"] = get_scheduler_metadata(
+            point.batch, point.queries, int(inputs.lengths.max()), point.heads, point.heads_kv, point.head_dim, inputs.lengths,
+            page_size=point.page or None, causal=True,
+        )  # fmt: skip
+    return partial(
+        flash_attn_with_kvcache,
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        cache_seqlens=inputs.lengths,
+        causal=True,
+        num_splits=0,
+        **keywords,
+    )
+
+
+def _xqa(inputs: Inputs) -> Call:
+    from flashinfer.decode import xqa_batch_decode_with_kv_cache
+
+    point = inputs.point
+    if inputs.table is None or point.queries > 1:
+        raise ValueError("takes pages and one query of a request")
+    workspace = torch.zeros(128 * 2**20, dtype=torch.uint8, device=inputs.q.device)
+    q, out, scale = inputs.q[:, 0], inputs.out[:, 0], point.head_dim**-0.5
+    longest = inputs.table.shape[1] * point.page
+
+    def call() -> torch.Tensor:
+        xqa_batch_decode_with_kv_cache(
+            q, (inputs.k, inputs.v), workspace, inputs.table, inputs.lengths, longest, bmm1_scale=scale, out=out
+        )
+        return inputs.out
+
+    return call
+
+
+def _sdpa(inputs: Inputs, backend: SDPBackend | None) -> Call:
+    point = inputs.point
+    if inputs.table is not None or point.queries > 1 or point.ragged or point.cache == "e4m3":
+        raise ValueError("takes a contiguous cache of 16 or 32 bits, one query of a request, and equal lengths")
+    q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
+
+    def call() -> torch.Tensor:
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=point.heads != point.heads_kv)
+        return out.transpose(1, 2)
+
+    def forced() -> torch.Tensor:
+        assert backend is not None
+        with sdpa_kernel(backend):
+            return call()
+
+    return call if backend is None else forced
+
+
+OURS = (Contender("strobe", _strobe), Contender("strobe deterministic", partial(_strobe, deterministic=True)))
+_SDPA = Contender("SDPA", partial(_sdpa, backend=None))
+_PEERS = (
+    Contender("FA3", partial(_fa3, ahead=False), "flash_attn_interface"),
+    Contender("FA3 planned", partial(_fa3, ahead=True), "flash_attn_interface"),
+    Contender("XQA", _xqa, "flashinfer"),
+    _SDPA,
+    Contender("SDPA cuDNN", partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)),
+    Contender("SDPA flash", partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION)),
+)
+
+
+def peers_for(device: torch.device) -> dict[str, Contender]:
+    """The peers of a device, by name. "FA3 planned" has its schedule made ahead, untimed."""
+    return {peer.name: peer for peer in (_PEERS if device.type == "cuda" else (_SDPA,))}
+
+
+# ---- the plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure: every combination; and how long."""
+
+    batches: tuple[int, ...] = (1, 8, 32, 128)
+    lengths: tuple[int, ...] = (1024, 2048, 8192, 32768, 131072)
+    heads: tuple[tuple[int, int], ...] = ((64, 8),)
+    """Pairs of query heads and key heads."""
+    head_dims: tuple[int, ...] = (128,)
+    queries: tuple[int, ...] = (1,)
+    pages: tuple[int, ...] = (64,)
+    caches: tuple[str, ...] = ("bf16",)
+    ragged: bool = False
+    rounds: int = 9
+    max_seconds: float = math.inf
+    peers: tuple[str, ...] | None = None
+    """Names of the peers to measure; None: all that are installed."""
+    most_bytes: int = 40 * 2**30
+    """Larger caches are left out."""
+
+    def points(self) -> list[Point]:
+        """Shape by shape at each batch and length, those first that tell most. ValueError if there are none."""
+        points = [
+            Point(batch, length, *heads, head_dim, queries, page, cache, self.ragged)
+            for length in sorted(self.lengths, key=lambda n: abs(math.log2(n / 8192)))
+            for batch in self.batches
+            for heads in self.heads
+            for head_dim in self.head_dims
+            for queries in self.queries
+            for page in self.pages
+            for cache in self.caches
+        ]
+        points = [point for point in points if point.bytes <= self.most_bytes]
+        if not points:
+            raise ValueError(f"a cache must have at most {self.most_bytes} bytes, got none at these batches and lengths")
+        return points
+
+
+CPU = Plan((1, 4), (256, 1024), ((8, 2),), (64,), (1,), (16, 0), ("fp32",), rounds=3)
+"""What is measured on a CPU: a few small caches."""

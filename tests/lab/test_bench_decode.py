@@ -1,0 +1,110 @@
+"""`strobe bench decode`, on a CPU: what it measures, and what it makes of that."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from strobe.cli.app import app
+from strobe.lab.bench import decode as lab
+from strobe.lab.bench.bench import CpuClock
+from strobe.lab.bench.decode_peers import CPU, OURS, Contender, Inputs, Plan, Point, peers_for
+
+DEVICE = torch.device("cpu")
+POINT = Point(2, 64, 4, 2, 16, page=8, cache="fp32")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["bench", "decode", "--device", "cpu", *map(str, arguments)])
+
+
+def test_a_run(tmp_path):
+    path, picture = tmp_path / "d.json", tmp_path / "d.svg"
+    done = run("--batches", 2, "--lengths", 64, "--heads", "4/2,4", "--head-dims", 16, "--queries", "1,3", "--pages", "8,0",
+               "--ragged", "--rounds", 2, "--json", path, "--out", picture)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    report = lab.load(path)
+    assert report["contenders"] == ["strobe", "strobe deterministic", "SDPA"] and report["stopped"] is None
+    assert report["what"] == "decode" and picture.stat().st_size
+    shapes = {(facts["heads_kv"], facts["queries"], facts["page"]) for facts in report["points"]}
+    assert shapes == {(kv, queries, page) for kv in (2, 4) for queries in (1, 3) for page in (8, 0)}
+    for facts in report["points"]:
+        ours = facts["results"]["strobe"]
+        assert len(ours["rounds"]) == 2 and ours["error"] < 1e-5 and ours["us"] > 0
+        assert "equal lengths" in facts["results"]["SDPA"]["refused"]
+        lengths = Inputs(Point.of(facts), DEVICE, 0).lengths
+        assert facts["bytes"] == int(lengths.sum()) * facts["heads_kv"] * 16 * 2 * 4
+        assert ours["gb_s"] * ours["us"] == pytest.approx(facts["bytes"] / 1e3, rel=0.5)
+    assert "kv=64 fp32 heads 4/2 D=16 x 3 page 8 ragged" in done.output
+
+
+def test_who_is_wrong_is_not_timed():
+    def wrong(inputs):
+        right = OURS[0].prepare(inputs)
+        return lambda: right().mul_(1.01)
+
+    def missing(inputs):
+        raise ValueError("takes nothing")
+
+    contenders = (*OURS[:1], Contender("wrong", wrong), Contender("missing", missing))
+    results = lab.measure(POINT, contenders, CpuClock(), DEVICE, 1)["results"]
+    assert results["wrong"]["refused"].startswith("ValueError: wrong: its largest error is 1.0e-02")
+    assert "takes nothing" in results["missing"]["refused"] and results["strobe"]["us"] > 0
+
+
+def test_a_table_names_ahead_and_behind(capsys):
+    def result(us):
+        return {"us": us, "gb_s": 1 / us, "rounds": [1 / us, 1.01 / us, 1 / us], "error": 0.0}
+
+    facts = {
+        **vars(POINT),
+        "bytes": 1,
+        "copies": 1,
+        "results": {"strobe": result(2.0), "SDPA": result(1.0), "FA3": result(3.0)},
+    }
+    report = {
+        "device": {"name": "NVIDIA H200"}, "contenders": ["strobe", "FA3", "SDPA"], "points": [facts], "read_gb_s": 4000.0,
+        "host_us": {"strobe": 9.0}, "not installed": ["XQA"], "stopped": "out of time",
+    }  # fmt: skip
+    lab.show(report)
+    said = capsys.readouterr().out
+    for words in ("behind at 1", "0.50", "reads 4000 GB/s", "strobe 9", "not installed: XQA", "out of time"):
+        assert words in said, words
+    assert lab.ceilings(report) == {"a sum": 4000.0, "data sheet": 4800.0}
+
+
+def test_points():
+    plan = Plan(most_bytes=2**30)
+    assert all(point.bytes <= 2**30 for point in plan.points()) and plan.points()[0].length == 8192
+    assert {point.kind for point in plan.points()} == {Point(1, 1, 8, 1)}
+    with pytest.raises(ValueError, match="at most 10 bytes"):
+        replace(CPU, most_bytes=10).points()
+    assert list(peers_for(torch.device("cuda"))) == ["FA3", "FA3 planned", "XQA", "SDPA", "SDPA cuDNN", "SDPA flash"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--heads", "6/4"), "heads must be a multiple of heads-kv"),
+        (("--heads", "6/4/2"), "heads must be query heads/key heads"),
+        (("--pages", "-1"), "pages must be 0 or more"),
+        (("--caches", "int8"), "caches must be one of"),
+        (("--peers", "FA3"), "peers must be one of SDPA"),
+        (("--out", "x.txt"), "must end in .png or .svg"),
+    ],
+)
+def test_wrong_options(arguments, says):
+    done = run(*arguments)
+    assert done.exit_code == 2 and says in " ".join(done.output.replace("│", " ").split())
+
+
+def test_only_its_own_files_are_read(tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps({"what": "forward"}))
+    with pytest.raises(ValueError, match="must say that it is one"):
+        lab.load(path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="must be a JSON file"):
+        lab.load(path)
