@@ -69,9 +69,10 @@ class Config:
         return min(255, 65536 // (32 * self.warps * self.ctas) // 8 * 8)
 
     def parts_at_once(self, rows: int) -> int:
-        """Partial results of so many rows that a CTA loads together when it merges: as many as 128 registers a thread hold,
-        since each further turn waits for memory again."""
-        return min(16, max(1, 128 * 32 * self.warps // (rows * self.head_dim_v)))
+        """Partial results of so many rows that a CTA loads together when it merges, a power of two: as many as 160 registers a
+        thread hold beside their sum, since each further turn waits for memory again."""
+        most = 160 * 32 * self.warps // (rows * self.head_dim_v) - 1
+        return min(16, 1 << max(0, most.bit_length() - 1))
 
     def __post_init__(self):
         if (

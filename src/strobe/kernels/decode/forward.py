@@ -226,62 +226,85 @@ def along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
         return gl.expand_dims(gl.expand_dims(gl.arange(0, n, gl.SliceLayout(0, gl.SliceLayout(1, layout))), 0), 1)
 
 
+@gluon.constexpr_function
+def keys_of_warp(C):
+    return C.tokens // C.token_warps
+
+
+@gluon.constexpr_function
+def on_one_page(C, PAGE):
+    """Whether the keys that a warp has in a step are on one page, which is looked up once for all of them."""
+    return PAGE > 0 and PAGE % keys_of_warp(C) == 0
+
+
+@gluon.jit
+def first_keys_in(C: gl.constexpr, layout: gl.constexpr):
+    """The number of the first key of each warp in a step, [token_warps, 1] in a layout of rank 2."""
+    return gl.expand_dims(gl.arange(0, C.token_warps, gl.SliceLayout(1, layout)), 1) * keys_of_warp(C)
+
+
 @gluon.jit
 def keys_in(C: gl.constexpr, layout: gl.constexpr):
     """The numbers of a step's keys, [token_warps, keys of a warp] in a layout of rank 2."""
-    each: gl.constexpr = C.tokens // C.token_warps
-    warp = gl.expand_dims(gl.arange(0, C.token_warps, gl.SliceLayout(1, layout)), 1)
-    return warp * each + gl.expand_dims(gl.arange(0, each, gl.SliceLayout(0, layout)), 0)
+    return first_keys_in(C, layout) + gl.expand_dims(gl.arange(0, keys_of_warp(C), gl.SliceLayout(0, layout)), 0)
 
 
 # ---- keys and values
 
 
 @gluon.jit
-def look_up(cached, piece, keys):
-    """The pages of keys, -1 for those that are none; a contiguous cache has one entry for all."""
-    if cached.PAGE:
-        at = cached.table + piece.batch.to(gl.int64) * cached.table_row + keys // cached.PAGE
-        return gl.load(at, mask=(keys >= piece.begin) & (keys < piece.end), other=-1)
+def look_up(cached, piece, first, C: gl.constexpr, layout: gl.constexpr):
+    """The pages of a step's keys from key `first` on, -1 for those that are none: [token_warps, keys of a warp or, on one page,
+    1]; 0 for a contiguous cache."""
+    if cached.PAGE == 0:
+        return piece.begin * 0
     else:
-        return keys
+        if on_one_page(C, cached.PAGE):
+            keys = first + first_keys_in(C, layout)
+            there = (keys + keys_of_warp(C) > piece.begin) & (keys < piece.end)
+        else:
+            keys = first + keys_in(C, layout)
+            there = (keys >= piece.begin) & (keys < piece.end)
+        return gl.load(cached.table + piece.batch.to(gl.int64) * cached.table_row + keys // cached.PAGE, mask=there, other=-1)
 
 
 @gluon.jit
-def is_key(cached, piece, keys, pages):
-    """Whether keys belong to a piece and are there."""
+def is_page(cached, pages):
+    """Whether pages are there."""
+    return (pages >= 0) & (pages < cached.pages)
+
+
+@gluon.jit
+def is_key(cached, piece, first, pages, C: gl.constexpr, layout: gl.constexpr):
+    """Whether a step's keys from key `first` on belong to a piece and are there."""
+    keys = first + keys_in(C, layout)
     inside = (keys >= piece.begin) & (keys < piece.end)
     if cached.PAGE:
-        inside = inside & (pages >= 0) & (pages < cached.pages)
+        inside = inside & is_page(cached, pages)
     return inside
 
 
 @gluon.jit
-def rows_at(cached, keys, pages, entry, page_stride, row_stride):
-    """The offsets of keys (or values) in the cache."""
-    if cached.PAGE:
-        return pages.to(gl.int64) * page_stride + (keys % cached.PAGE).to(gl.int64) * row_stride
+def rows_at(cached, first, pages, entry, page_stride, row_stride, C: gl.constexpr, layout: gl.constexpr):
+    """The offsets in the cache of a step's keys (or values) from key `first` on."""
+    if cached.PAGE == 0:
+        return entry.to(gl.int64) * page_stride + (first + keys_in(C, layout)).to(gl.int64) * row_stride
     else:
-        return entry.to(gl.int64) * page_stride + keys.to(gl.int64) * row_stride
+        if on_one_page(C, cached.PAGE):
+            beyond = gl.expand_dims(gl.arange(0, keys_of_warp(C), gl.SliceLayout(0, layout)), 0)
+            row = (first + first_keys_in(C, layout)) % cached.PAGE + beyond
+        else:
+            row = (first + keys_in(C, layout)) % cached.PAGE
+        return pages.to(gl.int64) * page_stride + row.to(gl.int64) * row_stride
 
 
 @gluon.jit
-def k_rows(cached, keys, pages, entry):
-    return rows_at(cached, keys, pages, entry, cached.k_page, cached.k_row)
-
-
-@gluon.jit
-def v_rows(cached, keys, pages, entry):
-    return rows_at(cached, keys, pages, entry, cached.v_page, cached.v_row)
-
-
-@gluon.jit
-def same_or_looked_up(cached, piece, pages, keys, C: gl.constexpr):
-    """The pages of keys as V is copied: those as K is copied, if both have the same layout."""
+def same_or_looked_up(cached, piece, pages, first, C: gl.constexpr, layout: gl.constexpr):
+    """The pages of a step as V is copied: those as K is copied, if both have the same layout."""
     if C.head_dim == C.head_dim_v:
         return pages
     else:
-        return look_up(cached, piece, keys)
+        return look_up(cached, piece, first, C, layout)
 
 
 @gluon.jit
@@ -314,37 +337,64 @@ def load_queries(outputs, piece, FIRST: gl.constexpr, COLUMNS: gl.constexpr, lay
 
 @gluon.jit
 def scores_of(s, terms, cached, piece, entry, first, k_scale, C: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scores, times log2(e), of products s from key `first` on: -inf where nobody sees a key."""
-    keys = first + keys_in(C, gl.SliceLayout(1, LAYOUT))
-    pages = look_up(cached, piece, keys)
-    seen = is_key(cached, piece, keys, pages)
+    """Scores, times log2(e), of products s from key `first` on: -inf where nobody sees a key. In most steps every row sees all
+    keys, but for those of pages that are not there."""
+    KEYS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    pages = look_up(cached, piece, first, C, KEYS)
     if terms.K_BY_TOKEN:
-        at = rows_at(cached, keys, pages, entry, terms.k_scale_page, terms.k_scale_row) + piece.head
-        s = s * gl.expand_dims(gl.load(terms.k_scale + at, mask=seen, other=0.0), 1)
-    keys, seen = gl.expand_dims(keys, 1), gl.expand_dims(seen, 1)
+        at = rows_at(cached, first, pages, entry, terms.k_scale_page, terms.k_scale_row, C, KEYS) + piece.head
+        scales = gl.load(terms.k_scale + at, mask=is_key(cached, piece, first, pages, C, KEYS), other=0.0)
+        s = s * gl.expand_dims(scales, 1)
     if terms.softcap is not None:
         s = terms.softcap * LOG2E * tanh(s * (terms.scale * k_scale / terms.softcap))
     else:
         s = s * (terms.scale * k_scale * LOG2E)
-    if terms.BY_ROW or terms.alibi is not None:
+    if terms.alibi is not None:
         row = piece.first_row + along(C.rows, 1, LAYOUT)
-        query = row // GROUP
+        query, head = row // GROUP, piece.head * GROUP + row % GROUP
+        slope = gl.load(terms.alibi + piece.batch * terms.alibi_batch + head, mask=query < piece.queries, other=0.0)
+        away = piece.length - piece.queries + query - gl.expand_dims(first + keys_in(C, KEYS), 1)
+        s = s - (slope * LOG2E) * gl.abs(away.to(gl.float32))
+    if cached.PAGE:
+        s = gl.where(gl.expand_dims(is_page(cached, pages), 1), s, -float("inf"))
+    if some_are_hidden(terms, piece, first, C):
+        s = gl.where(is_seen(terms, piece, first, C, GROUP, LAYOUT), s, -float("inf"))
+    return s
+
+
+@gluon.jit
+def some_are_hidden(terms, piece, first, C: gl.constexpr):
+    """Whether some row of a tile may not see some key of the step from key `first` on."""
+    hidden = (first < piece.begin) | (first + C.tokens > piece.end)
+    if terms.BY_ROW:
+        own = piece.length - piece.queries  # the key on which the first query stands
+        if terms.right is not None:
+            hidden = hidden | (first + C.tokens > own + terms.right + 1)
+        if terms.left is not None:
+            hidden = hidden | (first < piece.length - 1 - terms.left)
+        if terms.tree is not None:
+            hidden = hidden | (first + C.tokens > own)
+    return hidden
+
+
+@gluon.jit
+def is_seen(terms, piece, first, C: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Whether each row of a tile sees each key of the step from key `first` on."""
+    keys = gl.expand_dims(first + keys_in(C, gl.SliceLayout(1, LAYOUT)), 1)
+    seen = (keys >= piece.begin) & (keys < piece.end)
+    if terms.BY_ROW:
+        query = (piece.first_row + along(C.rows, 1, LAYOUT)) // GROUP
         position = piece.length - piece.queries + query
-        if terms.alibi is not None:
-            head = piece.head * GROUP + row % GROUP
-            slope = gl.load(terms.alibi + piece.batch * terms.alibi_batch + head, mask=query < piece.queries, other=0.0)
-            s = s - (slope * LOG2E) * gl.abs((position - keys).to(gl.float32))
-        if terms.BY_ROW:
-            if terms.right is not None:
-                seen = seen & (keys <= position + terms.right)
-            if terms.left is not None:
-                seen = seen & (keys >= position - terms.left)
-            if terms.tree is not None:
-                drafted = keys - (piece.length - piece.queries)
-                at = terms.tree + piece.batch.to(gl.int64) * terms.tree_batch + query * terms.tree_row
-                asked = (drafted >= 0) & (drafted < piece.queries) & (query < piece.queries)
-                seen = seen & gl.load(at + drafted * terms.tree_column, mask=asked, other=1).to(gl.int1)
-    return gl.where(seen, s, -float("inf"))
+        if terms.right is not None:
+            seen = seen & (keys <= position + terms.right)
+        if terms.left is not None:
+            seen = seen & (keys >= position - terms.left)
+        if terms.tree is not None:
+            drafted = keys - (piece.length - piece.queries)
+            at = terms.tree + piece.batch.to(gl.int64) * terms.tree_batch + query * terms.tree_row
+            asked = (drafted >= 0) & (drafted < piece.queries) & (query < piece.queries)
+            seen = seen & gl.load(at + drafted * terms.tree_column, mask=asked, other=1).to(gl.int1)
+    return seen
 
 
 @gluon.jit
@@ -354,10 +404,12 @@ def _finite(x):
 
 
 @gluon.jit
-def copy_keys(rings, slot, cached, piece, entry, keys, pages, layout: gl.constexpr, C: gl.constexpr, DIM: gl.constexpr):
-    """Start copying a step of K, in one group."""
-    base, rows = cached.k + piece.head.to(gl.int64) * cached.k_head, k_rows(cached, keys, pages, entry)
-    inside = is_key(cached, piece, keys, pages)
+def copy_keys(rings, slot, cached, piece, entry, first, pages, layout: gl.constexpr, C: gl.constexpr, DIM: gl.constexpr):
+    """Start copying a step of K from key `first` on, in one group."""
+    KEYS: gl.constexpr = gl.SliceLayout(2, layout)
+    base = cached.k + piece.head.to(gl.int64) * cached.k_head
+    rows = rows_at(cached, first, pages, entry, cached.k_page, cached.k_row, C, KEYS)
+    inside = is_key(cached, piece, first, pages, C, KEYS)
     copy_step(rings[0].index(slot), base, rows, inside, layout, min(DIM, C.head_dim))
     if C.narrow > 0:
         N: gl.constexpr = copy_layout(C, C.narrow, 16 // C.kv_bytes)
@@ -368,11 +420,13 @@ def copy_keys(rings, slot, cached, piece, entry, keys, pages, layout: gl.constex
 
 
 @gluon.jit
-def copy_values(rings, slot, cached, piece, entry, keys, pages, layout: gl.constexpr, C: gl.constexpr, DIM_V: gl.constexpr):
-    """Start copying a step of V, in one group; nothing where V is columns of K."""
+def copy_values(rings, slot, cached, piece, entry, first, pages, layout: gl.constexpr, C: gl.constexpr, DIM_V: gl.constexpr):
+    """Start copying a step of V from value `first` on, in one group; nothing where V is columns of K."""
     if C.narrow == 0:
-        base, rows = cached.v + piece.head.to(gl.int64) * cached.v_head, v_rows(cached, keys, pages, entry)
-        copy_step(rings[1].index(slot), base, rows, is_key(cached, piece, keys, pages), layout, DIM_V)
+        KEYS: gl.constexpr = gl.SliceLayout(2, layout)
+        base = cached.v + piece.head.to(gl.int64) * cached.v_head
+        rows = rows_at(cached, first, pages, entry, cached.v_page, cached.v_row, C, KEYS)
+        copy_step(rings[1].index(slot), base, rows, is_key(cached, piece, first, pages, C, KEYS), layout, DIM_V)
         async_copy.commit_group()
 
 
@@ -425,17 +479,18 @@ def walk(rings, outputs, terms, cached, piece, entry, C: gl.constexpr, GROUP: gl
         if not terms.K_BY_TOKEN:
             k_scale = gl.load(terms.k_scale + piece.batch * terms.k_scale_page + piece.head * terms.k_scale_row)
 
+    K_KEYS: gl.constexpr = gl.SliceLayout(2, K_COPY)
+    V_KEYS: gl.constexpr = gl.SliceLayout(2, V_COPY)
     begin = piece.begin // C.tokens * C.tokens
-    of_k, of_v = keys_in(C, gl.SliceLayout(2, K_COPY)), keys_in(C, gl.SliceLayout(2, V_COPY))
     for i in gl.static_range(C.stages - 1):
-        keys = begin + i * C.tokens + of_k
-        pages = look_up(cached, piece, keys)
-        copy_keys(rings, i, cached, piece, entry, keys, pages, K_COPY, C, DIM)
-        keys, pages = begin + i * C.tokens + of_v, same_or_looked_up(cached, piece, pages, begin + i * C.tokens + of_v, C)
-        copy_values(rings, i, cached, piece, entry, keys, pages, V_COPY, C, DIM_V)
+        first = begin + i * C.tokens
+        pages = look_up(cached, piece, first, C, K_KEYS)
+        copy_keys(rings, i, cached, piece, entry, first, pages, K_COPY, C, DIM)
+        pages = same_or_looked_up(cached, piece, pages, first, C, V_KEYS)
+        copy_values(rings, i, cached, piece, entry, first, pages, V_COPY, C, DIM_V)
     ahead: gl.constexpr = (C.stages - 1) * C.tokens
-    k_pages = look_up(cached, piece, begin + ahead + of_k)
-    v_pages = same_or_looked_up(cached, piece, k_pages, begin + ahead + of_v, C)
+    k_pages = look_up(cached, piece, begin + ahead, C, K_KEYS)
+    v_pages = same_or_looked_up(cached, piece, k_pages, begin + ahead, C, V_KEYS)
 
     q = load_queries(outputs, piece, 0, CHUNK if C.head_dim > 128 else C.head_dim, LEFT, C, GROUP, DIM)
     OF_P: gl.constexpr = gl.bfloat16 if terms.V_BY_TOKEN else gl.float16 if C.kv_bytes == 1 else q.dtype
@@ -452,8 +507,8 @@ def walk(rings, outputs, terms, cached, piece, entry, C: gl.constexpr, GROUP: gl
         now, next = i % C.stages, (i + C.stages - 1) % C.stages
         async_copy.wait_group(under_way)
         partition_barrier()
-        copy_keys(rings, next, cached, piece, entry, first + ahead + of_k, k_pages, K_COPY, C, DIM)
-        k_pages = look_up(cached, piece, first + ahead + of_k + C.tokens)
+        copy_keys(rings, next, cached, piece, entry, first + ahead, k_pages, K_COPY, C, DIM)
+        k_pages = look_up(cached, piece, first + ahead + C.tokens, C, K_KEYS)
         s = products_of(rings, now, q, outputs, piece, C, GROUP, DIM)
         s = scores_of(s, terms, cached, piece, entry, first, k_scale, C, GROUP, L)
         new_max = gl.maximum(row_max, gl.max(s, 2))
@@ -464,13 +519,12 @@ def walk(rings, outputs, terms, cached, piece, entry, C: gl.constexpr, GROUP: gl
         row_max = new_max
         acc = acc * gl.expand_dims(rescale, 2)
         if terms.V_BY_TOKEN:  # they may leave the range of float16
-            scales = scale_of_values(terms, cached, piece, entry, first + keys_in(C, gl.SliceLayout(1, L)))
-            p = p * gl.expand_dims(scales, 1)
+            p = p * gl.expand_dims(scale_of_values(terms, cached, piece, entry, first, C, gl.SliceLayout(1, L)), 1)
         if C.narrow == 0:
             async_copy.wait_group(under_way)
             partition_barrier()
-            copy_values(rings, next, cached, piece, entry, first + ahead + of_v, v_pages, V_COPY, C, DIM_V)
-            v_pages = same_or_looked_up(cached, piece, k_pages, first + ahead + of_v + C.tokens, C)
+            copy_values(rings, next, cached, piece, entry, first + ahead, v_pages, V_COPY, C, DIM_V)
+            v_pages = same_or_looked_up(cached, piece, k_pages, first + ahead + C.tokens, C, V_KEYS)
         v = rings[1].index(now).load(RIGHT).to(OF_P)
         acc = mma_v2(gl.convert_layout(p.to(OF_P), LEFT), v, acc)
     async_copy.wait_group(0)
@@ -478,11 +532,11 @@ def walk(rings, outputs, terms, cached, piece, entry, C: gl.constexpr, GROUP: gl
 
 
 @gluon.jit
-def scale_of_values(terms, cached, piece, entry, keys):
-    """The scales of the values of keys, 0 for those that are none."""
-    pages = look_up(cached, piece, keys)
-    at = rows_at(cached, keys, pages, entry, terms.v_scale_page, terms.v_scale_row) + piece.head
-    return gl.load(terms.v_scale + at, mask=is_key(cached, piece, keys, pages), other=0.0)
+def scale_of_values(terms, cached, piece, entry, first, C: gl.constexpr, layout: gl.constexpr):
+    """The scales of the values of the step from key `first` on, 0 for those that are none."""
+    pages = look_up(cached, piece, first, C, layout)
+    at = rows_at(cached, first, pages, entry, terms.v_scale_page, terms.v_scale_row, C, layout) + piece.head
+    return gl.load(terms.v_scale + at, mask=is_key(cached, piece, first, pages, C, layout), other=0.0)
 
 
 # ---- results. Of a tile's rows only ROWS may be in use.
@@ -508,12 +562,15 @@ def gather_warps(k_ring, stats, acc, row_max, row_sum, C: gl.constexpr, ROWS: gl
 
 @gluon.jit
 def merge(outputs, rows, parts, first, job_begins, stretch, C: gl.constexpr, ROWS: gl.constexpr):
-    """The parts of a job added up in their order, `rows` of each: see `gather_warps`."""
+    """The parts of a job added up in their order, `rows` of each: see `gather_warps`. Maxima and sums are few: every warp has
+    all of them, a lane a few, and they reach the threads that weigh O through shared memory."""
     R: gl.constexpr = result_layout(C)
     AT_ONCE: gl.constexpr = parts_at_once(C, ROWS)
-    S: gl.constexpr = gl.SliceLayout(2, R)
-    number, row = gl.arange(0, AT_ONCE, gl.SliceLayout(1, S)), gl.arange(0, ROWS, gl.SliceLayout(0, S))
-    number, row = gl.expand_dims(number, 1), gl.expand_dims(row, 0)
+    S: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, C.warps], [1, 0])
+    W: gl.constexpr = gl.SliceLayout(2, R)
+    M: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, R))
+    number = gl.expand_dims(gl.arange(0, AT_ONCE, gl.SliceLayout(1, S)), 1)
+    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, S)), 0)
     number_3, row_3, column = along(AT_ONCE, 0, R), along(ROWS, 1, R), along(C.head_dim_v, 2, R)
     o = gl.full([ROWS, C.head_dim_v], 0.0, gl.float32, gl.SliceLayout(0, R))
     top = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(0, S))
@@ -530,10 +587,9 @@ def merge(outputs, rows, parts, first, job_begins, stretch, C: gl.constexpr, ROW
         shift = _finite(new_top)
         weights, rescale = gl.exp2(tops - gl.expand_dims(shift, 0)), gl.exp2(top - shift)
         total = total * rescale + gl.sum(totals * weights, 0)
-        by_row = gl.convert_layout(rescale, gl.SliceLayout(1, gl.SliceLayout(0, R)))
-        o = o * gl.expand_dims(by_row, 1) + gl.sum(os * gl.expand_dims(weights, 2), 0)
+        o = o * gl.expand_dims(gl.convert_layout(rescale, M), 1)
+        o += gl.sum(os * gl.expand_dims(gl.convert_layout(weights, W), 2), 0)
         top = new_top
-    M: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, R))
     return o, gl.convert_layout(top, M), gl.convert_layout(total, M)
 
 
@@ -620,22 +676,27 @@ def decode_kernel(
             k.dtype.element_ty, [C.stages, C.token_warps, each, C.head_dim_v], ring_layout(C.head_dim_v, width)))  # fmt: skip
     stats = gl.allocate_shared_memory(gl.float32, [2, C.rows], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
-    total = all_units(requests, heads_kv, C, GROUP)
-    stretch = stretch_of(requests, total, heads_kv, C, GROUP)
+    total, most = all_units(requests, heads_kv, C, GROUP)
+    alike = most.to(gl.int64) * batch == total
+    stretch = stretch_of(requests, total, alike, heads_kv, C, GROUP)
     x, last = start_of(gl.program_id(0), stretch, total), start_of(gl.program_id(0) + 1, stretch, total)
-    b, begins = request_at(requests, x, heads_kv, C, GROUP)
+    b, begins = request_at(requests, x, alike, most, heads_kv, C, GROUP)
     while x < last:
         jobs, units = jobs_and_units(requests, b, b < batch, heads_kv, C, GROUP)
         if x == begins + jobs * units:
             b += 1
             begins = x
         else:
-            job, unit = (x - begins) // units, (x - begins) % units
+            job = (x - begins) // units
+            job_begins = begins + job * units
+            unit = x - job_begins
             count = gl.minimum(units - unit, last - x)
             if C.split:
                 count = 1 + 0 * count
-            tiles_here = jobs // heads_kv
-            head, tile = job // tiles_here, job % tiles_here
+            head, tile = job, 0 * job
+            if tiles > 1:
+                head = job // (jobs // heads_kv)
+                tile = job - head * (jobs // heads_kv)
             first_query, queries = queries_of(requests, b, b < batch)
             begin, end, length = keys_of(requests, b, b < batch, queries)
             entry = b
@@ -644,10 +705,9 @@ def decode_kernel(
             origin = (begin // C.unit + unit) * C.unit
             piece = Piece(b, head, tile * C.rows, first_query, queries, length, gl.maximum(begin, origin),
                           gl.minimum(end, origin + count * C.unit))  # fmt: skip
+            number, first = parts_of(job_begins, units, stretch, C)
             found = walk(rings, outputs, terms, cached, piece, entry, C, GROUP, DIM, DIM_V)
             o, top, row_sum = gather_warps(k_ring, stats, found[0], found[1], found[2], C, ROWS)
-            job_begins = begins + job * units
-            number, first = parts_of(job_begins, units, stretch, C)
             if number == 1:
                 write(outputs, terms, piece, o, top, row_sum, C, GROUP, DIM_V, ROWS)
             else:

@@ -101,43 +101,49 @@ def _add(a, b):
 
 @gluon.jit
 def all_units(requests, heads, C: gl.constexpr, GROUP: gl.constexpr):
-    """The units of all requests together."""
+    """The units of all requests together, and of the one that has most."""
     lane = gl.arange(0, AT_ONCE, of_requests(C.warps))
-    total = requests.batch * 0
-    for first in range(0, requests.batch, AT_ONCE):
-        b = first + lane
-        jobs, units = jobs_and_units(requests, b, b < requests.batch, heads, C, GROUP)
-        total += gl.sum(gl.where(b < requests.batch, jobs * units, 0), 0)
-    return total
-
-
-@gluon.jit
-def request_at(requests, x, heads, C: gl.constexpr, GROUP: gl.constexpr):
-    """The request that has unit x of the line, and where its own units begin in the line."""
-    lane = gl.arange(0, AT_ONCE, of_requests(C.warps))
-    ahead, number, begins = requests.batch * 0, requests.batch * 0, requests.batch * 0
+    total, most = requests.batch * 0, requests.batch * 0
     for first in range(0, requests.batch, AT_ONCE):
         b = first + lane
         jobs, units = jobs_and_units(requests, b, b < requests.batch, heads, C, GROUP)
         own = gl.where(b < requests.batch, jobs * units, 0)
-        ends = ahead + gl.associative_scan(own, 0, _add)
-        before = (ends <= x) & (b < requests.batch)
-        number += gl.sum(before.to(gl.int32), 0)
-        begins = gl.maximum(begins, gl.max(gl.where(before, ends, 0), 0))
-        ahead += gl.sum(own, 0)
-    return number, begins
+        total += gl.sum(own, 0)
+        most = gl.maximum(most, gl.max(own, 0))
+    return total, most
 
 
 @gluon.jit
-def stretch_of(requests, total, heads, C: gl.constexpr, GROUP: gl.constexpr):
-    """How many units a CTA takes: what makes the work even or, where all requests are as long as the first, what cuts a job in
-    equal parts, if that is hardly more. Then no CTA ends one job and begins another, which costs a few microseconds."""
+def stretch_of(requests, total, alike, heads, C: gl.constexpr, GROUP: gl.constexpr):
+    """How many units a CTA takes: what makes the work even or, where all requests are alike, what cuts a job in equal parts, if
+    that is hardly more. Then no CTA ends one job and begins another, which costs a few microseconds."""
     stretch = gl.maximum((total + gl.num_programs(0) - 1) // gl.num_programs(0), 1)
-    jobs, units = jobs_and_units(requests, requests.batch * 0, requests.batch > 0, heads, C, GROUP)
+    _, units = jobs_and_units(requests, requests.batch * 0, requests.batch > 0, heads, C, GROUP)
     parts = gl.maximum(units // stretch, 1)
     equal = (units + parts - 1) // parts
-    alike = requests.batch * jobs * units == total
     return gl.where(alike & (equal >= stretch) & (8 * equal <= 9 * stretch), equal, stretch)
+
+
+@gluon.jit
+def request_at(requests, x, alike, most, heads, C: gl.constexpr, GROUP: gl.constexpr):
+    """The request that has unit x of the line, and where its own units begin in the line. alike: whether all have `most`
+    units."""
+    number, begins = requests.batch * 0, requests.batch * 0
+    if alike:
+        number = x // gl.maximum(most, 1)
+        begins = number * most
+    else:
+        lane, ahead = gl.arange(0, AT_ONCE, of_requests(C.warps)), requests.batch * 0
+        for first in range(0, requests.batch, AT_ONCE):
+            b = first + lane
+            jobs, units = jobs_and_units(requests, b, b < requests.batch, heads, C, GROUP)
+            own = gl.where(b < requests.batch, jobs * units, 0)
+            ends = ahead + gl.associative_scan(own, 0, _add)
+            before = (ends <= x) & (b < requests.batch)
+            number += gl.sum(before.to(gl.int32), 0)
+            begins = gl.maximum(begins, gl.max(gl.where(before, ends, 0), 0))
+            ahead += gl.sum(own, 0)
+    return number, begins
 
 
 @gluon.jit
