@@ -61,10 +61,9 @@ class Ready:
     """Seconds of a launch in each round."""
 
 
-def error_of(inputs: Inputs, call: Callable[[], torch.Tensor]) -> float:
-    """The largest error of a call's first and last request, over the largest result."""
-    inputs.out.fill_(torch.nan)
-    found, worst = call(), 0.0
+def right(inputs: Inputs) -> dict[int, torch.Tensor]:
+    """What the first and the last request should give, in float64, by their numbers."""
+    found = {}
     for b in {0, inputs.point.batch - 1}:
         one = slice(b, b + 1)
         k, v, table = inputs.k, inputs.v, inputs.table
@@ -72,15 +71,22 @@ def error_of(inputs: Inputs, call: Callable[[], torch.Tensor]) -> float:
             k, v = k[one], v[one]
         cache = strobe.Cache(k, v, inputs.lengths[one], None if table is None else table[one])
         operands, options = checked(inputs.q[one], cache)
-        wanted, _ = cached.decode(describe(operands, options), operands, torch.float64)
-        worst = max(worst, float((found[one].double() - wanted).abs().max() / wanted.abs().max()))
-    return worst
+        found[b] = cached.decode(describe(operands, options), operands, torch.float64)[0][0]
+    return found
 
 
-def enter(contender: Contender, sets: Sequence[Inputs], clock: Clock) -> Ready:
-    """Prepare, check and capture a contender. Raises what it raises, or ValueError if it is wrong."""
+def error_of(inputs: Inputs, call: Callable[[], torch.Tensor], wanted: dict[int, torch.Tensor]) -> float:
+    """The largest error of a call, over the largest result. wanted: see `right`."""
+    inputs.out.fill_(torch.nan)
+    found = call()
+    return max(float((found[b].double() - x).abs().max() / x.abs().max()) for b, x in wanted.items())
+
+
+def enter(contender: Contender, sets: Sequence[Inputs], wanted: dict[int, torch.Tensor], clock: Clock) -> Ready:
+    """Prepare, check and capture a contender. Raises what it raises, or ValueError if it is wrong. wanted: see `right`, of the
+    first set."""
     calls = [contender.prepare(inputs) for inputs in sets]
-    error, bound = error_of(sets[0], calls[0]), BOUNDS[sets[0].point.cache]
+    error, bound = error_of(sets[0], calls[0], wanted), BOUNDS[sets[0].point.cache]
     if not error <= bound:
         raise ValueError(f"wrong: its largest error is {error:.1e} of the largest result, allowed {bound:.0e}")
     many = [calls[i % len(calls)] for i in range(LAUNCHES if isinstance(clock, CudaClock) else len(calls))]
@@ -98,11 +104,12 @@ def measure(point: Point, contenders: Sequence[Contender], clock: Clock, device:
     """What every contender takes at a point. RuntimeError if one of them broke the GPU's context."""
     copies = min(LAUNCHES, -(-COLD_BYTES // point.bytes)) if device.type == "cuda" else 1
     sets = [Inputs(point, device, seed) for seed in range(copies)]
+    wanted = right(sets[0])
     ready: dict[str, Ready] = {}
     results: dict[str, dict] = {}
     for contender in contenders:
         try:
-            ready[contender.name] = enter(contender, sets, clock)
+            ready[contender.name] = enter(contender, sets, wanted, clock)
         except Exception as error:
             results[contender.name] = {"refused": compact(error)}
             try:
