@@ -398,11 +398,12 @@ def redo_noted(
     n_kv, total_q, total_kv, left, right, prefix, document_q, document_kv, score, places, scale, heads_q, heads_kv, group,
     key_number, row_number,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
-    TILE: tl.constexpr, NOTED: tl.constexpr, SHARE: tl.constexpr,
+    TILE: tl.constexpr, NOTED: tl.constexpr, SHARE: tl.constexpr, IN_TURN: tl.constexpr,
 ):  # fmt: skip
     """Write dK and dV of the keys, and dQ of the rows, whose note is not 0, and set it back. Normally none is. There is no
-    bias."""
-    take_program_turn()
+    bias. IN_TURN: whether it was launched to take its turn (`common.dependent_launch`)."""
+    if IN_TURN:
+        take_program_turn()
     programs = tl.num_programs(0)
     blocks = tl.cdiv(n_kv, NOTED)
     for begin in tl.range(tl.program_id(0), key_number, programs * SHARE, num_stages=1):
@@ -494,8 +495,8 @@ def delta_call(problem: AttentionProblem, tensors: Tensors) -> Call:
     ))  # fmt: skip
 
 
-def redo_call(problem: AttentionProblem, tensors: Tensors, arch: Arch) -> Call:
-    """The launch of `redo_noted`.
+def redo_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, in_turn: bool = True) -> Call:
+    """The launch of `redo_noted`. in_turn: see `common.dependent_launch`, which GPUs before Hopper do not have.
 
     tensors: those of a backward, and
         key_notes: int32 [batch * heads_kv * ceil(seqlen_kv / 64)], by batch, head and block.
@@ -508,7 +509,7 @@ def redo_call(problem: AttentionProblem, tensors: Tensors, arch: Arch) -> Call:
         dbias=bias_gradient(problem, None), key_notes=tensors.key_notes, row_notes=tensors.row_notes,
         key_number=keys, row_number=rows, heads_q=problem.heads_q, heads_kv=problem.heads_kv,
         PADDED=padded(problem.head_dim), PADDED_V=padded(problem.head_dim_v), TILE=REDO_TILE, NOTED=NOTED, SHARE=SHARE,
-        num_warps=4, maxnreg=255, enable_fp_fusion=True, launch_pdl=True,
+        IN_TURN=in_turn, num_warps=4, maxnreg=255, enable_fp_fusion=True, **({"launch_pdl": True} if in_turn else {}),
     ))  # fmt: skip
 
 

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 
 from strobe.kernels.common.scores import LOG2E
-from strobe.kernels.portable import backward as portable
-from strobe.kernels.portable.primitives import LENGTHS_AND_BOUNDS, sequence
+from strobe.kernels.portable.primitives import sequence
 
 ROWS = 64
 """Rows of queries that a program of `prepare` works on."""
@@ -126,48 +125,3 @@ def _convert_chunk(
     inside = (row < left)[:, None] & (column < DIM)[None, :]
     tl.store(to + row.to(tl.int64)[:, None] * stride + column[None, :], (x * scale).to(to.dtype.element_ty), mask=inside)
     return tl.sum((x * 0.0 != 0.0).to(tl.int32), 1)
-
-
-@triton.jit(do_not_specialize=(*LENGTHS_AND_BOUNDS, "heads_q", "heads_kv", "group", "key_number", "row_number"))
-def redo_noted(
-    q, k, v, dout, lse, delta, dq, dbias, dk, dv, key_notes, row_notes, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q,
-    n_kv, total_q, total_kv, left, right, prefix, document_q, document_kv, score, scale, heads_q, heads_kv, group,
-    key_number, row_number,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
-    TILE: tl.constexpr, NOTED: tl.constexpr, SHARE: tl.constexpr,
-):  # fmt: skip
-    """Write dK and dV of the keys, and dQ of the rows, whose note is not 0, and set it back. Normally none is. (As
-    `portable.backward.redo_noted`, which takes its turn by an instruction that GPUs before Hopper do not have.)"""
-    programs = tl.num_programs(0)
-    blocks = tl.cdiv(n_kv, NOTED)
-    for begin in tl.range(tl.program_id(0), key_number, programs * SHARE, num_stages=1):
-        places = begin + programs * tl.arange(0, SHARE)
-        if tl.max(tl.load(key_notes + places, mask=places < key_number, other=0), 0) != 0:
-            for note in tl.range(begin, tl.minimum(begin + programs * SHARE, key_number), programs):
-                if tl.load(key_notes + note) != 0:
-                    batch = note // blocks // heads_kv
-                    start_q, rows = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
-                    start_kv, keys = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
-                    for first in tl.range(note % blocks * NOTED, tl.minimum(note % blocks * NOTED + NOTED, keys), TILE):
-                        portable._keys(
-                            first, note // blocks % heads_kv, batch, start_q, start_kv, rows, keys, q, k, v, dout, lse, delta,
-                            dk, dv, left, right, prefix, document_q, document_kv, score, None, scale, group, None,
-                            DIM, DIM_V, PADDED, PADDED_V, TILE, TILE, True,
-                        )  # fmt: skip
-                    tl.store(key_notes + note, 0)
-    blocks = tl.cdiv(n_q, NOTED)
-    for begin in tl.range(tl.program_id(0), row_number, programs * SHARE, num_stages=1):
-        places = begin + programs * tl.arange(0, SHARE)
-        if tl.max(tl.load(row_notes + places, mask=places < row_number, other=0), 0) != 0:
-            for note in tl.range(begin, tl.minimum(begin + programs * SHARE, row_number), programs):
-                if tl.load(row_notes + note) != 0:
-                    batch = note // blocks // heads_q
-                    start_q, rows = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
-                    start_kv, keys = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
-                    for first in tl.range(note % blocks * NOTED, tl.minimum(note % blocks * NOTED + NOTED, rows), TILE):
-                        portable._rows(
-                            first, note // blocks % heads_q, batch, start_q, start_kv, rows, keys, q, k, v, dout, lse, delta,
-                            dq, dbias, left, right, prefix, document_q, document_kv, score, None, scale, group, None,
-                            DIM, DIM_V, PADDED, PADDED_V, TILE, TILE, True,
-                        )  # fmt: skip
-                    tl.store(row_notes + note, 0)

@@ -63,7 +63,7 @@ def calls(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: Backw
         main_call(problem, tensors, arch, config),
         convert_call(problem, tensors, config) if config.with_dq else portable.calls(problem, tensors, arch)[-1],
     ]
-    return [*found, redo_call(problem, tensors, arch)] if is_cut(problem) else found
+    return [*found, portable.redo_call(problem, tensors, arch, in_turn=False)] if is_cut(problem) else found
 
 
 def compile_only(problem: AttentionProblem, arch: Arch, config: BackwardConfig):
@@ -137,13 +137,6 @@ def convert_call(problem: AttentionProblem, tensors: Tensors, config: BackwardCo
         DOWN=config.warps // config.across_q, ACROSS=config.across_q, TILE_Q=config.tile_q, ROWS_PADDED=ROWS_PADDED,
         num_warps=8, enable_fp_fusion=True,
     ))  # fmt: skip
-
-
-def redo_call(problem: AttentionProblem, tensors: Tensors, arch: Arch) -> Call:
-    """The launch of `backward_ends.redo_noted`."""
-    call = portable.redo_call(problem, tensors, arch)
-    keywords = {name: value for name, value in call.keywords.items() if name not in ("launch_pdl", "places")}
-    return Call(ends.redo_noted, call.grid, (), keywords)
 
 
 # ---- what several take
