@@ -43,7 +43,12 @@ def _twice(score, batch, head, q_index, kv_index):
     "changes, gpu, reason",
     [
         ({}, "T4", "mma.sync for 16 bits and cp.async \\(sm_80 or newer\\), not T4"),
-        ({"dtype": torch.float32}, "A100", "float16 and bfloat16, not float32"),
+        ({"dtype": torch.float64}, "A100", "float16 and bfloat16 and float32, not float64"),
+        (
+            {"dtype": torch.float32, "head_dim": 256, "head_dim_v": 256, "phase": "backward"},
+            "A10",
+            "more shared memory for the backward of float32 at head dims 256 and 256 than A10",
+        ),
         ({"scale": -0.1}, "A100", "positive scale.*not -0.1"),
         ({"head_dim": 20}, "A100", "multiples of 8 .*, not 20 and 128"),
         ({"head_dim_v": 264}, "A100", "head dims up to 256"),
@@ -68,6 +73,7 @@ TAKEN = [
     {"seqused": True},
     {"dropout": 0.1},
     {"score": strobe.Score(bias=torch.zeros(1, 1, 1, 1), function=_twice, function_gradient=_twice)},
+    *({"dtype": torch.float32, "head_dim": dim, "head_dim_v": dim} for dim in range(8, 137, 8)),
 ]
 
 
@@ -123,7 +129,8 @@ masks = {"full": Full(), "causal": Causal()}
 found = []
 for gpu, mask, phase, config in json.loads(sys.argv[1]):
     config = (Config if phase == "forward" else BackwardConfig)(**config)
-    problem = replace(problem_of((config.head_dim, config.head_dim_v), masks[mask], torch.bfloat16), phase=phase)
+    dtype = torch.float32 if config.itemsize == 4 else torch.bfloat16
+    problem = replace(problem_of((config.head_dim, config.head_dim_v), masks[mask], dtype), phase=phase)
     made, = (sm80_forward if phase == "forward" else sm80_backward)(problem, KNOWN[gpu], config)
     audit, flow = made.audit(), flow_of(disassemble(made.kernel.asm["cubin"]))
     loops = innermost_loops(flow, set(range(len(flow.blocks))), ("HMMA",))
@@ -148,8 +155,12 @@ COMPILED = [
     ("A10", "full", BackwardConfig(128, 128, 64, 64, 4, stages=1)),
     ("H200", "causal", BackwardConfig(128, 128, 64, 128, 8, across=2)),
     ("A100", "full", BackwardConfig(96, 96, 64, 128, 8, across=2)),
+    ("A100", "full", Config(128, 128, 64, 32, 4, itemsize=4)),
+    ("RTX 4090", "causal", Config(64, 64, 64, 32, 4, 2, itemsize=4)),
+    ("H200", "full", BackwardConfig(64, 64, 32, 64, 4, itemsize=4)),
+    ("A10", "causal", BackwardConfig(128, 128, 32, 32, 4, across=2, stages=1, itemsize=4)),
 ]
-SOME = (0, 3, 5, 7)
+SOME = (0, 3, 5, 7, 12)
 """Those that are always compiled. A campaign compiles all."""
 
 
@@ -185,6 +196,11 @@ def phase_of(config: Config | BackwardConfig) -> str:
     return "forward" if isinstance(config, Config) else "backward"
 
 
+def instructions_of_a_product(config: Config | BackwardConfig) -> int:
+    """How many make 16 x 8 numbers of 16 terms each: of float32, three for 8 terms."""
+    return 6 if config.itemsize == 4 else 1
+
+
 def test_shared_memory_is_what_config_says(compiled):
     for found in compiled:
         config = (Config if found["phase"] == "forward" else BackwardConfig)(**found["config"])
@@ -202,9 +218,11 @@ def test_the_loop_over_blocks_seen_whole(compiled):
         loop = max(found["loops"], key=lambda counts: counts["HMMA"] / sum(counts.values()))
         rows = config.tile_q // config.warps // 16  # products of 16 rows that a warp makes of its own
         products = config.tile_kv // 8 * config.head_dim // 16 + config.head_dim_v // 8 * config.tile_kv // 16
-        assert loop["HMMA"] == rows * products, found
+        assert loop["HMMA"] == rows * products * instructions_of_a_product(config), found
         operands = config.tile_kv * (config.head_dim + config.head_dim_v) // 256  # four 8 x 8 matrices at a time
         q = 0 if config.q_in_registers else rows * config.head_dim // 16
+        if config.itemsize == 4:  # twice as many bytes; of V, which would have to be transposed, none comes by ldmatrix
+            operands, q = config.tile_kv * config.head_dim // 128, 2 * q
         assert loop["LDSM"] == operands + q, found
         assert loop["MUFU"] == config.tile_q * config.tile_kv // (32 * config.warps), found
         assert not {"STL", "FMUL", "FMNMX", "STS"} & loop.keys(), found
@@ -220,7 +238,7 @@ def test_the_loop_over_tiles_of_rows(compiled):
         config = BackwardConfig(**found["config"])
         loop = max(found["loops"], key=lambda counts: counts["HMMA"] / sum(counts.values()))
         multiplied = config.tile_q * config.tile_kv * (3 * config.head_dim + 2 * config.head_dim_v)
-        assert loop["HMMA"] == multiplied // (16 * 8 * 16 * config.warps), found
+        assert loop["HMMA"] == multiplied // (16 * 8 * 16 * config.warps) * instructions_of_a_product(config), found
         added = loop.get("RED", 0) + loop.get("REDG", 0)
         assert added == config.tile_q * config.head_dim // (32 * config.warps), found
         assert loop["MUFU"] == config.tile_q * config.tile_kv // (32 * config.warps), found
@@ -257,9 +275,12 @@ GPU_CASES = [
 ]
 
 
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_against_reference(case, dtype):
     t = tensors(case, dtype, "cuda")
     check(run(t, "sm80"), t)
@@ -268,9 +289,10 @@ def test_gradients_against_reference(case, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("mask", ["full", "causal"])
-def test_every_candidate_of_the_backward(head_dim, mask, monkeypatch):
-    t = tensors(Case(333, 400, heads_q=4, head_dim=head_dim, mask=mask), torch.bfloat16, "cuda")
-    shape = problem(head_dim=head_dim, head_dim_v=head_dim, phase="backward")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_candidate_of_the_backward(head_dim, mask, dtype, monkeypatch):
+    t = tensors(Case(333, 400, heads_q=4, head_dim=head_dim, mask=mask), dtype, "cuda")
+    shape = problem(head_dim=head_dim, head_dim_v=head_dim, phase="backward", dtype=dtype)
     for chosen in backward_candidates(shape, KNOWN["A100"]):
         with without_plans():
             monkeypatch.setattr(backend, "choose_backward", lambda problem, arch, chosen=chosen: chosen)
@@ -310,7 +332,7 @@ def forward(t) -> Results:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_against_reference(case, dtype):
     t = tensors(case, dtype, "cuda")
     check(forward(t), t, ("out", "lse"))
@@ -319,10 +341,11 @@ def test_against_reference(case, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("mask", ["full", "causal"])
-def test_every_candidate(head_dim, mask, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_candidate(head_dim, mask, dtype, monkeypatch):
     """Whatever config of those that are worth timing is chosen, on any GPU that it fits."""
-    t = tensors(Case(333, 400, heads_q=4, head_dim=head_dim, mask=mask), torch.bfloat16, "cuda")
-    shape = problem(head_dim=head_dim, head_dim_v=head_dim)
+    t = tensors(Case(333, 400, heads_q=4, head_dim=head_dim, mask=mask), dtype, "cuda")
+    shape = problem(head_dim=head_dim, head_dim_v=head_dim, dtype=dtype)
     for chosen in candidates(shape, KNOWN["A100"]):
         with without_plans():
             monkeypatch.setattr(backend, "choose", lambda problem, arch, chosen=chosen: chosen)

@@ -100,10 +100,11 @@ def test_memory_binds_decode_and_exp2_a_small_head():
     assert Cost(small).lower_bound(KNOWN["H200"]).binds == "exp2"
 
 
-def test_float32_runs_at_the_rate_of_the_cuda_cores():
-    arch = KNOWN["A100"]
-    bound = Cost(problem(dtype=torch.float32)).lower_bound(arch)
-    assert bound.tensor == pytest.approx(12288 / arch.fp32_flops)
+def test_float32_runs_at_the_rate_of_three_products_of_tf32_or_of_the_cuda_cores():
+    """TF32 has half the rate of 16 bits."""
+    for name, rate in (("A100", KNOWN["A100"].tensor_flops / 6), ("RTX 4090", KNOWN["RTX 4090"].fp32_flops)):
+        bound = Cost(problem(dtype=torch.float32)).lower_bound(KNOWN[name])
+        assert bound.tensor == pytest.approx(12288 / rate)
 
 
 @pytest.mark.parametrize(

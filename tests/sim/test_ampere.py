@@ -12,7 +12,7 @@ from strobe.kernels.portable import backward as portable_backward
 from strobe.kernels.sm80.config import BackwardConfig, Config, may_be_optimistic, padded
 from strobe.sim.attention import simulate_forward
 
-FP16, BF16 = torch.float16, torch.bfloat16
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 ORDERS = (("in_order", 0), ("random", 1), ("random", 2), ("late", 0), ("early", 0))
 
 
@@ -58,6 +58,11 @@ FORWARD = [
     (case(70, 70, head_dim=256), BF16, config(256, q_in_registers=True)),
     (case(70, 90, head_dim=192, head_dim_v=128, mask="causal"), BF16, config(192, 128)),
     (case(70, 90, head_dim=64, head_dim_v=88, mask="window"), FP16, config(64, 88, stages=2)),
+    # float32.
+    *((case(100, 70, heads=(2, 1), head_dim=d, mask="causal"), FP32, config(d, itemsize=4)) for d in (24, 80, 128)),
+    (SEVERAL, FP32, config(tile_kv=16, stages=2, itemsize=4)),
+    (replace(SEVERAL, logits=30.0, mask="window"), FP32, config(itemsize=4)),
+    (case(70, 90, head_dim=64, head_dim_v=88), FP32, config(64, 88, tile_q=128, warps=8, itemsize=4, optimistic=False)),
 ]
 
 
@@ -104,12 +109,13 @@ ROW = 70
 @pytest.mark.parametrize("optimistic", [True, False])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_reaches_only_rows_that_see_it(name, value, optimistic):
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=short)
+def test_what_is_not_finite_reaches_only_rows_that_see_it(name, value, optimistic, dtype):
     """As it does in the formula, row by row and column by column."""
-    t = tensors(POISON, BF16)
+    t = tensors(POISON, dtype)
     broken = getattr(t, name).clone()
     broken[0, ROW, 0, 3] = value
-    chosen = config(16, optimistic=optimistic)
+    chosen = config(16, optimistic=optimistic, itemsize=dtype.itemsize)
     clean, *_ = simulate_forward(*describe(t), "sm80", chosen)
     got, *_ = simulate_forward(*describe(replace(t, **{name: broken})), "sm80", chosen)
     seen = torch.zeros(POISON.n_q, dtype=torch.bool)
@@ -117,7 +123,8 @@ def test_what_is_not_finite_reaches_only_rows_that_see_it(name, value, optimisti
     torch.testing.assert_close(got[:, ~seen], clean[:, ~seen], atol=2e-2, rtol=2e-2)
     assert torch.isfinite(got[:, ~seen]).all()
     if name == "v":
-        assert not torch.isfinite(got[:, seen, :, 3]).any() and torch.isfinite(got[:, seen][..., 4:]).all()
+        reached = got[:, seen, :, 3]
+        assert (reached.isnan() if value != value else reached == value).all() and torch.isfinite(got[:, seen][..., 4:]).all()
     elif name == "k" or value != value:
         heads = slice(None) if name == "k" else slice(0, 1)
         rows = got[:, seen, heads]
@@ -149,6 +156,11 @@ BACKWARD = [
     (case(60, 70, heads=(2, 1), head_dim=64, mask="causal"), BF16, backward(with_dq=False)),
     (case(60, 70, heads=(2, 1), head_dim=64, bias=True), FP16, backward(across=2, warps=8, with_dq=False)),
     (case(60, 70, head_dim=64, mask="documents", batch=2), BF16, backward(with_dq=False)),
+    # float32.
+    (SMALL, FP32, backward(tile_q=32, itemsize=4)),
+    (case(60, 70, heads=(2, 1), head_dim=24, mask="causal"), FP32, backward(24, tile_q=32, stages=1, itemsize=4)),
+    (case(60, 70, head_dim=128, mask="window"), FP32, backward(128, tile_q=32, warps=8, across=2, stages=1, itemsize=4)),
+    (case(60, 40, head_dim=96), FP32, backward(96, tile_q=16, tile_kv=32, across=2, stages=1, itemsize=4)),
 ]
 
 

@@ -7,13 +7,17 @@ import torch
 from strobe.masks import MAX_BOUND
 from strobe.problem import AttentionProblem, Varlen
 
+HALVES = torch.float16, torch.bfloat16
 
-def gluon_refuses(problem: AttentionProblem) -> str | None:
-    """The reason for which no kernel in Gluon runs a problem, whatever its head dims and lengths; or None."""
+
+def gluon_refuses(problem: AttentionProblem, dtypes: tuple[torch.dtype, ...] = HALVES) -> str | None:
+    """The reason for which a kernel in Gluon that takes some dtypes does not run a problem, whatever its head dims and lengths;
+    or None."""
     if problem.placed:
         return "takes no rows and keys that stand elsewhere in a longer sequence yet"
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
+    if problem.dtype not in dtypes:
+        *names, last = (str(dtype).removeprefix("torch.") for dtype in (*dtypes, problem.dtype))
+        return f"takes {' and '.join(names)}, not {last}"
     if max(_rows(problem)) >= MAX_BOUND:
         return "counts rows in int32 and takes fewer than 2^30 of them"
     if problem.unaligned:

@@ -1,14 +1,18 @@
-"""The backend for mma.sync: problems in float16 and bfloat16, on GPUs from Ampere on."""
+"""The backend for mma.sync: problems in float16, bfloat16 and float32, on GPUs from Ampere on."""
 
 from __future__ import annotations
+
+import torch
 
 from strobe.device import Arch
 from strobe.kernels import has_triton
 from strobe.kernels.common.call import Buffers, Call, Tensors
 from strobe.kernels.common.refusals import gluon_refuses
-from strobe.kernels.sm80.config import LARGEST, BackwardConfig, Config, choose, choose_backward
+from strobe.kernels.sm80.config import LARGEST, BackwardConfig, Config, backward_candidates, choose, choose_backward
 from strobe.kernels.sm80.config import origin as origin_of_choice
 from strobe.problem import AttentionProblem, Varlen, without_gradient
+
+DTYPES = torch.float16, torch.bfloat16, torch.float32
 
 MOST_ROWS = 2**29
 
@@ -27,17 +31,21 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
     dims = problem.head_dim, problem.head_dim_v
     if max(dims) > LARGEST or any(dim % 8 for dim in dims):
         return f"takes head dims up to {LARGEST} in multiples of 8 (it copies 16 bytes at a time), not {dims[0]} and {dims[1]}"
+    refused = gluon_refuses(problem, DTYPES)
     if problem.phase == "backward":
-        return gluon_refuses(problem) or backward_refuses(problem) or without_gradient(problem)
-    return gluon_refuses(problem)
+        return refused or backward_refuses(problem, arch) or without_gradient(problem)
+    return refused
 
 
-def backward_refuses(problem: AttentionProblem) -> str | None:
+def backward_refuses(problem: AttentionProblem, arch: Arch) -> str | None:
     """Why the backward alone does not take a problem; or None."""
     lengths = problem.lengths
     rows = problem.heads_q * (lengths.total_q if isinstance(lengths, Varlen) else lengths.batch * lengths.seqlen_q)
     if rows >= MOST_ROWS:
         return f"counts the query rows of all heads in int32 and takes fewer than 2^29 of them in its backward, not {rows}"
+    if not backward_candidates(problem, arch):
+        dims = problem.head_dim, problem.head_dim_v
+        return f"needs more shared memory for the backward of float32 at head dims {dims[0]} and {dims[1]} than {arch} has"
     return None
 
 

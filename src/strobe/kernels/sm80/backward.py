@@ -35,7 +35,7 @@ What a tile adds to dQ lies in the accumulator in the order of registers and lan
 """
 
 import triton.language as tl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from strobe.kernels.common.tile_scheduler import Lengths
 from strobe.kernels.gluon import aggregate, cp_async, gl, gluon, partition_barrier
@@ -45,7 +45,8 @@ from strobe.kernels.sm80.backward_scores import (
     kept_weights_transposed,
     scores_transposed,
 )
-from strobe.kernels.sm80.layouts import along, in_rows, left, product_layout, right, swizzled
+from strobe.kernels.sm80.layouts import along, in_rows, left, product_layout, swizzled, unit_of
+from strobe.kernels.sm80.products import add_products, rows_by_rows
 from strobe.kernels.sm80.tiles import Matrix, allocate, at, copy_tile, first_of, zeros
 from strobe.kernels.sm90.backward_tiles import KeyHeads, locate_keys
 from strobe.kernels.sm90.scores import SCORE_NUMBERS, Score, score_of, slope_of
@@ -93,10 +94,10 @@ class Kernel:
 @gluon.jit
 def make_memory(dtype: gl.constexpr, C: gl.constexpr):
     statistics = gl.allocate_shared_memory(gl.float32, [C.stages, 2 * C.tile_q], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    ds = gl.allocate_shared_memory(dtype, [1, C.tile_kv, C.tile_q], swizzled(C.tile_q))
+    ds = gl.allocate_shared_memory(dtype, [1, C.tile_kv, C.tile_q], swizzled(C.tile_q, dtype))
     p = None
     if C.across > 1:
-        p = gl.allocate_shared_memory(dtype, [1, C.tile_kv, C.tile_q], swizzled(C.tile_q)).index(0)
+        p = gl.allocate_shared_memory(dtype, [1, C.tile_kv, C.tile_q], swizzled(C.tile_q, dtype)).index(0)
     return Memory(
         allocate(dtype, 1, C.tile_kv, C, False), allocate(dtype, 1, C.tile_kv, C, True),
         allocate(dtype, C.stages, C.tile_q, C, False), allocate(dtype, C.stages, C.tile_q, C, True),
@@ -131,24 +132,6 @@ def stage_of(K, number):
 
 
 # ---- products
-
-
-@gluon.jit
-def transposed_products(a, b, K, LAYOUT: gl.constexpr):
-    """A B^T: [keys, rows], summed over columns."""
-    s = gl.full([K.C.tile_kv, K.C.tile_q], 0.0, gl.float32, LAYOUT)
-    for c in gl.static_range(len(a)):
-        s = mma_v2(a[c].load(left(LAYOUT)), b[c].permute((1, 0)).load(right(LAYOUT)), s)
-    return s
-
-
-@gluon.jit
-def add_products(acc, a, b, LAYOUT: gl.constexpr):
-    """Each chunk of acc with A times that of B."""
-    new = ()
-    for c in gl.static_range(len(b)):
-        new += (mma_v2(a, b[c].load(right(LAYOUT)), acc[c]),)
-    return new
 
 
 @gluon.jit
@@ -188,7 +171,7 @@ def step(K, work, number, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr
     q = at(M.q, stage)
     do = at(M.do, stage)
     statistics = M.statistics.index(stage)
-    s = transposed_products(at(M.k, 0), q, K, S)
+    s = rows_by_rows(at(M.k, 0), q, K.C.tile_kv, K.C.tile_q, S)
     x, factor, of_function = scores_transposed(K, s, row, head, slope_of(work.batch, head, K.score), work)
     x = x - statistics.slice(0, K.C.tile_q).load(gl.SliceLayout(0, S))[None, :]
     if K.MASKED:
@@ -196,15 +179,15 @@ def step(K, work, number, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr
             x = apply_mask_transposed(K, x, row, head, work)
     p = gl.exp2(x)
     kept = kept_weights_transposed(K, p, row, head, work)
-    kept_16 = kept.to(K.dtype)
+    kept_p = kept.to(K.dtype)
     if K.C.across > 1:
-        M.p.store(kept_16)
-    dp = transposed_products(at(M.v, 0), do, K, S)
+        M.p.store(kept_p)
+    dp = rows_by_rows(at(M.v, 0), do, K.C.tile_kv, K.C.tile_q, S)
     delta = statistics.slice(K.C.tile_q, K.C.tile_q).load(gl.SliceLayout(0, S))[None, :]
     ds = gradients_transposed(K, p, kept, dp, delta, factor, of_function).to(K.dtype)
     M.ds.store(ds)
     partition_barrier()
-    dv = add_products(dv, operand(kept_16, M.p, K.C, S), do, S)
+    dv = add_products(dv, operand(kept_p, M.p, K.C, S), do, S)
     dk = add_products(dk, operand(ds, M.ds, K.C, S), q, S)
     if K.C.with_dq:
         rows_by_keys = M.ds.permute((1, 0)).load(left(Q))
@@ -257,14 +240,14 @@ def leave(K, matrix, chunks, gradient, work, factor, OF_V: gl.constexpr, DIM: gl
 @gluon.jit
 def leave_chunk(K, matrix, chunk, x, base, work, FIRST: gl.constexpr, DIM: gl.constexpr):
     """A chunk of columns from FIRST on."""
-    LAYOUT: gl.constexpr = in_rows(x.shape[1], K.C.warps)
+    LAYOUT: gl.constexpr = in_rows(x.shape[1], K.C.warps, K.dtype)
     chunk.store(x)
     partition_barrier()
     key = gl.arange(0, K.C.tile_kv, gl.SliceLayout(1, LAYOUT))
     column = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
     exists = (work.first + key < work.n_kv)[:, None] & (column < DIM)[None, :]
     pointers = base + (key.to(gl.int64) * matrix.row)[:, None] + column[None, :]
-    gl.store(gl.multiple_of(pointers, [1, 16]), chunk.load(LAYOUT), mask=gl.max_constancy(exists, [1, 8]))
+    gl.store(gl.multiple_of(pointers, [1, 16]), chunk.load(LAYOUT), mask=gl.max_constancy(exists, [1, unit_of(K.dtype)]))
 
 
 @gluon.jit

@@ -79,11 +79,11 @@ def prepare(
 @triton.jit(do_not_specialize=("n_q", "total_q", "heads", "padded", "tiles"))
 def convert(
     accumulator, dq, notes, cu_seqlens_q, seqused_q, n_q, total_q, heads, padded, tiles, scale, dq_batch, dq_row, dq_head,
-    DIM: tl.constexpr, PADDED: tl.constexpr, DOWN: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, WIDEST: tl.constexpr, DOWN: tl.constexpr,
     ACROSS: tl.constexpr, TILE_Q: tl.constexpr, ROWS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dQ from the accumulator: put in order, scaled, rounded. notes, if given: 1 for 64 rows where a NaN came out.
-    The last heads come first: what was added up last is still in the L2 cache."""
+    """A tile of dQ from the accumulator: put in order, scaled, rounded. WIDEST: columns of a whole chunk, 32 or 64. notes, if
+    given: 1 for 64 rows where a NaN came out. The last heads come first: what was added up last is still in the L2 cache."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     block = program % tiles
     head = program // tiles % heads
@@ -98,10 +98,13 @@ def convert(
     row = tl.arange(0, TILE_Q)
     left = n - first
     broken = tl.zeros((TILE_Q,), tl.int32)
-    for c in tl.static_range(PADDED // 64):  # chunks as in `config.Chunks`
-        broken += _convert_chunk(at + TILE_Q * 64 * c, to, dq_row, left, scale, 64 * c, DIM, 64, DOWN, ACROSS, TILE_Q)
-    if PADDED & 32:
-        half: tl.constexpr = PADDED // 64 * 64
+    for c in tl.static_range(PADDED // WIDEST):  # chunks as in `config.Chunks`
+        first_column: tl.constexpr = WIDEST * c
+        broken += _convert_chunk(
+            at + TILE_Q * first_column, to, dq_row, left, scale, first_column, DIM, WIDEST, DOWN, ACROSS, TILE_Q
+        )
+    if PADDED % WIDEST & 32:
+        half: tl.constexpr = PADDED // WIDEST * WIDEST
         broken += _convert_chunk(at + TILE_Q * half, to, dq_row, left, scale, half, DIM, 32, DOWN, ACROSS, TILE_Q)
     if PADDED & 16:
         last: tl.constexpr = PADDED - 16

@@ -133,7 +133,7 @@ def convert_call(problem: AttentionProblem, tensors: Tensors, config: BackwardCo
     tiles = triton.cdiv(lengths.seqlen_q, config.tile_q)
     return Call(ends.convert, (tiles * problem.heads_q * lengths.batch,), (), dict(
         accumulator=tensors.accumulator, dq=dq, notes=tensors.row_notes, **_rows(problem, tensors, tiles), scale=problem.scale,
-        **_strides("dq", dq), DIM=problem.head_dim, PADDED=config.head_dim,
+        **_strides("dq", dq), DIM=problem.head_dim, PADDED=config.head_dim, WIDEST=config.widest,
         DOWN=config.warps // config.across_q, ACROSS=config.across_q, TILE_Q=config.tile_q, ROWS_PADDED=ROWS_PADDED,
         num_warps=8, enable_fp_fusion=True,
     ))  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from strobe.device import Arch
 from strobe.kernels.derived import Derived
@@ -25,14 +25,14 @@ def padded(head_dim: int) -> int:
     return -(-head_dim // 16) * 16
 
 
-def _chunks(head_dim: int) -> tuple[int, ...]:
-    """A padded head dim in parts of 64, 32 and 16 columns, the largest first.
+def _chunks(head_dim: int, widest: int) -> tuple[int, ...]:
+    """A padded head dim in parts of 64 or 32 columns, 128 bytes, and for what is left in parts of 32 and 16 columns.
 
-    A tensor of Triton's has a power of two of them. And rows of 64 columns, 128 bytes, are all that a swizzle mixes: in wider
-    ones every step of 16 columns has addresses of its own, which took a third more instructions at head dim 256, and registers
-    of which there are too few."""
-    rest = head_dim % 64
-    return (*(64,) * (head_dim // 64), *(size for size in (32, 16) if rest & size))
+    A tensor of Triton's has a power of two of them. And 128 bytes are all that a swizzle mixes: in wider rows every step of 16
+    columns has addresses of its own, which took a third more instructions at head dim 256, and registers of which there are
+    too few."""
+    rest = head_dim % widest
+    return (*(widest,) * (head_dim // widest), *(size for size in (32, 16) if rest & size))
 
 
 def _firsts(chunks: tuple[int, ...]) -> tuple[int, ...]:
@@ -41,20 +41,27 @@ def _firsts(chunks: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Chunks(Derived):
-    """Head dims, padded, and the chunks of columns that tensors come in. head_dim: of q and k; head_dim_v: of v."""
+    """Head dims, padded, and the chunks of columns that tensors come in. head_dim: of q and k; head_dim_v: of v; itemsize: 2 or
+    4 bytes of a number."""
 
     head_dim: int
     head_dim_v: int
+    itemsize: int = field(default=2, kw_only=True)
+
+    @property
+    def widest(self) -> int:
+        """The most columns of a chunk: 128 bytes."""
+        return 128 // self.itemsize
 
     @property
     def chunks(self) -> tuple[int, ...]:
         """Columns of each chunk of Q and K."""
-        return _chunks(self.head_dim)
+        return _chunks(self.head_dim, self.widest)
 
     @property
     def chunks_v(self) -> tuple[int, ...]:
         """Columns of each chunk of V and O."""
-        return _chunks(self.head_dim_v)
+        return _chunks(self.head_dim_v, self.widest)
 
     @property
     def firsts(self) -> tuple[int, ...]:
@@ -65,6 +72,11 @@ class Chunks(Derived):
     def firsts_v(self) -> tuple[int, ...]:
         """The first column of each chunk of V and O."""
         return _firsts(self.chunks_v)
+
+
+def _shares(rows: int, columns: int, warps: int) -> bool:
+    """Whether so many warps have 16 rows and 8 columns each of a product's result."""
+    return rows * columns >= 16 * 8 * warps
 
 
 def _check(config: Config | BackwardConfig, rows: int) -> None:
@@ -93,6 +105,8 @@ class Config(Chunks):
 
     def __post_init__(self) -> None:
         _check(self, self.tile_q)
+        if self.q_in_registers and self.itemsize != 2:
+            raise ValueError("Q stays in registers as 16-bit numbers alone, got float32")
 
     @property
     def splits(self) -> int:
@@ -105,13 +119,13 @@ class Config(Chunks):
         return self.head_dim == self.head_dim_v
 
     def smem_map(self) -> list[Buffer]:
-        """The buffers of a CTA, of 2-byte elements."""
+        """The buffers of a CTA."""
         shapes = {
             "sQ": (self.tile_q, self.head_dim),
             "sK": (self.stages, self.tile_kv, self.head_dim),
             "sV": (self.stages, self.tile_kv, self.head_dim_v),
         }
-        return [Buffer(name, shape, 2 * math.prod(shape)) for name, shape in shapes.items()]
+        return [Buffer(name, shape, self.itemsize * math.prod(shape)) for name, shape in shapes.items()]
 
     def smem_bytes(self) -> int:
         """The sum of `smem_map`. The compiler adds its own scratch, some bytes a warp."""
@@ -147,14 +161,19 @@ class BackwardConfig(Chunks):
         _check(self, self.tile_kv * self.across)
         if ROWS_PADDED % self.tile_q:
             raise ValueError(f"tile_q must divide {ROWS_PADDED}, got {self.tile_q}")
+        if not _shares(self.tile_q, min(self.chunks), self.warps):
+            raise ValueError(
+                f"each of {self.warps} warps needs 16 rows and 8 columns of dQ of its own, "
+                f"got {self.tile_q} rows of {min(self.chunks)} columns"
+            )
 
     @property
     def across_q(self) -> int:
         """Warps beside each other in a tile of dQ: so many that each has 32 rows, unless a chunk has too few columns."""
-        return min(self.warps * 32 // self.tile_q, min(self.chunks) // 8)
+        return min(self.warps, self.warps * 32 // self.tile_q, min(self.chunks) // 8)
 
     def smem_map(self) -> list[Buffer]:
-        """The buffers of a CTA, of 2-byte elements, and the statistics, of 4."""
+        """The buffers of a CTA; the statistics are float32."""
         shapes = {
             "sK": (self.tile_kv, self.head_dim),
             "sV": (self.tile_kv, self.head_dim_v),
@@ -164,7 +183,7 @@ class BackwardConfig(Chunks):
             **({"sP": (self.tile_kv, self.tile_q)} if self.across > 1 else {}),
         }
         return [
-            *(Buffer(name, shape, 2 * math.prod(shape)) for name, shape in shapes.items()),
+            *(Buffer(name, shape, self.itemsize * math.prod(shape)) for name, shape in shapes.items()),
             Buffer("statistics", (self.stages, 2, self.tile_q), 4 * self.stages * 2 * self.tile_q),
         ]
 
@@ -194,14 +213,24 @@ _TILES: dict[int, tuple[tuple, ...]] = {
 reads K and V from shared memory half as often as one with 16, but has registers for few keys beside them."""
 
 
+_TILES_FP32: dict[int, tuple[tuple, ...]] = {
+    64: ((64, 32, 4, 2), (64, 64, 4), (64, 32, 4)),
+    128: ((64, 32, 4), (64, 16, 4, 2), (64, 32, 4, 2)),
+    256: ((64, 16, 4), (64, 32, 4)),
+}
+"""The same for float32, whose products take three instructions and registers for both parts of each operand."""
+
+
 def candidates(problem: AttentionProblem, arch: Arch) -> list[Config]:
     """The configs that are worth timing on an arch, the best guess first: those that its shared memory holds."""
     dims = padded(problem.head_dim), padded(problem.head_dim_v)
-    widest = next(dim for dim in _TILES if dim >= max(dims))
+    table = _TILES_FP32 if problem.dtype.itemsize == 4 else _TILES
+    widest = next(dim for dim in table if dim >= max(dims))
     # Where blocks are masked one by one, warps that keep Q read less of shared memory beside the mask.
     keeps_q = widest == 64 and problem.mask.band != (None, None, None)
-    tiles = sorted(_TILES[widest], key=lambda tile: keeps_q and tile[4:] != (True,))
-    found = (replace(Config(*dims, *tile), optimistic=may_be_optimistic(problem)) for tile in tiles)
+    tiles = sorted(table[widest], key=lambda tile: keeps_q and tile[4:] != (True,))
+    size, optimistic = problem.dtype.itemsize, may_be_optimistic(problem)
+    found = (replace(Config(*dims, *tile), itemsize=size, optimistic=optimistic) for tile in tiles)
     return [config for config in found if config.smem_bytes() + SCRATCH <= arch.smem_per_block]
 
 
@@ -218,12 +247,27 @@ _BACKWARD_TILES: dict[int, tuple[tuple, ...]] = {
 """Largest head dim -> (tile_q, tile_kv, warps, across, stages) worth timing, the best guess first."""
 
 
+_BACKWARD_TILES_FP32: dict[int, tuple[tuple, ...]] = {
+    64: ((32, 64, 4, 1, 2), (32, 64, 4, 1, 1)),
+    128: ((32, 64, 8, 2, 1), (32, 32, 4, 2, 1), (16, 64, 4, 1, 1)),
+    256: ((32, 64, 8, 2, 1), (16, 32, 4, 2, 1), (32, 32, 4, 2, 1)),
+}
+"""The same for float32."""
+
+
 def backward_candidates(problem: AttentionProblem, arch: Arch) -> list[BackwardConfig]:
-    """The configs of a backward that are worth timing on an arch, the best guess first: those that its shared memory holds."""
+    """The configs of a backward that are worth timing on an arch, the best guess first: those that its shared memory holds, and
+    whose warps all have a part of dQ. There may be none for float32."""
     dims = padded(problem.head_dim), padded(problem.head_dim_v)
-    tiles = _BACKWARD_TILES[next(dim for dim in _BACKWARD_TILES if dim >= max(dims))]
-    with_dq = not problem.deterministic and "bias" not in problem.learned
-    found = (replace(BackwardConfig(*dims, *tile), with_dq=with_dq) for tile in tiles)
+    table = _BACKWARD_TILES_FP32 if problem.dtype.itemsize == 4 else _BACKWARD_TILES
+    tiles = table[next(dim for dim in table if dim >= max(dims))]
+    with_dq, size = not problem.deterministic and "bias" not in problem.learned, problem.dtype.itemsize
+    least = min(_chunks(dims[0], 128 // size))
+    found = (
+        replace(BackwardConfig(*dims, *tile, itemsize=size), with_dq=with_dq)
+        for tile in tiles
+        if _shares(tile[0], least, tile[2])
+    )
     return [config for config in found if config.smem_bytes() + SCRATCH <= arch.smem_per_block]
 
 

@@ -28,13 +28,14 @@ or a NaN or an infinity comes out that a masked-out value may have caused, the C
 """
 
 import triton.language as tl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from strobe.kernels.common.optimistic import BOUNDS
 from strobe.kernels.common.scores import LN2
 from strobe.kernels.common.tile_scheduler import Heads, Lengths, locate
 from strobe.kernels.gluon import aggregate, gl, gluon, partition_barrier
-from strobe.kernels.sm80.layouts import in_rows, left, product_layout, right
+from strobe.kernels.sm80.layouts import in_rows, left, product_layout, right, unit_of
+from strobe.kernels.sm80.products import add_product, add_products, rows_by_rows
 from strobe.kernels.sm80.scores import apply_mask, ask_function, documents_of_block, kept_weights, scores_of
 from strobe.kernels.sm80.tiles import Matrix, allocate, at, copy_tile, first_of, zeros
 from strobe.kernels.sm90.scores import SCORE_NUMBERS, Score, documents_of_rows, score_of, seen_by, sink_of, slope_of
@@ -46,7 +47,7 @@ finite values."""
 
 @gluon.constexpr_function
 def bounds_of(dtype):
-    return BOUNDS["bfloat16" if dtype == gl.bfloat16 else "float16"]
+    return BOUNDS["float16" if dtype == gl.float16 else "bfloat16"]
 
 
 # ---- what a tile is
@@ -212,23 +213,15 @@ def load_q(K, S: gl.constexpr):
 
 
 @gluon.jit
-def products(K, q, k, S: gl.constexpr):
+def products(K, q, k, S: gl.constexpr, CAREFUL: gl.constexpr = False):
     """S = Q K^T."""
-    s = gl.full([K.C.tile_q, K.C.tile_kv], 0.0, gl.float32, S)
-    for c in gl.static_range(len(k)):
-        a = K.q_s[c].index(0).load(left(S)) if q is None else q[c]
-        s = mma_v2(a, k[c].permute((1, 0)).load(right(S)), s)
-    return s
+    return rows_by_rows(at(K.q_s, 0) if q is None else q, k, K.C.tile_q, K.C.tile_kv, S, CAREFUL)
 
 
 @gluon.jit
 def add_output(acc, p, v, S: gl.constexpr):
     """O += P V."""
-    a = gl.convert_layout(p, left(S))  # costs nothing: the registers are in this order
-    new = ()
-    for c in gl.static_range(len(v)):
-        new += (mma_v2(a, v[c].load(right(S)), acc[c]),)
-    return new
+    return add_products(acc, gl.convert_layout(p, left(S)), v, S)  # to convert costs nothing: registers are in this order
 
 
 @gluon.jit
@@ -384,12 +377,12 @@ def store_chunk(K, tile, o, c: gl.constexpr):
     FIRST: gl.constexpr = first_of(K.C, True, c)
     COLUMNS: gl.constexpr = o.shape[1]
     if K.C.leaves_by_q:
-        LAYOUT: gl.constexpr = in_rows(COLUMNS, K.C.warps)
+        LAYOUT: gl.constexpr = in_rows(COLUMNS, K.C.warps, K.dtype)
         o_s = K.q_s[c].index(0)
         o_s.store(o)
         partition_barrier()
         pointers, exists = pointers_of(K, tile, FIRST, COLUMNS, LAYOUT)
-        gl.store(gl.multiple_of(pointers, [1, 16]), o_s.load(LAYOUT), mask=gl.max_constancy(exists, [1, 8]))
+        gl.store(gl.multiple_of(pointers, [1, 16]), o_s.load(LAYOUT), mask=gl.max_constancy(exists, [1, unit_of(K.dtype)]))
     else:
         LAYOUT: gl.constexpr = o.type.layout
         pointers, exists = pointers_of(K, tile, FIRST, COLUMNS, LAYOUT)
@@ -480,7 +473,7 @@ def attend_with_care(K, tile, number, S: gl.constexpr):
         partition_barrier()
         hidden = gl.full([K.C.tile_q, K.C.tile_kv], 0.0, gl.float32, S)
         hidden = ask_function(K, apply_mask(K, hidden, i, documents_of_block(K, S, i, tile), tile), i, tile)
-        s, scale = scores_of(K, products(K, None, at(K.k_s, 0), S), i, tile)
+        s, scale = scores_of(K, products(K, None, at(K.k_s, 0), S, True), i, tile)
         s = gl.where(hidden == 0.0, s * scale, float("-inf"))
         new_m = gl.maximum(m, gl.max(s, 1))
         shift = shift_of(new_m)
@@ -498,7 +491,7 @@ def attend_with_care(K, tile, number, S: gl.constexpr):
             v = K.v_s[c].index(0).load(right(S))
             if K.CUT:
                 v = values_of_pass(v, number)
-            new += (mma_v2(a, v, acc[c]),)
+            new += (add_product(acc[c], a, v, S, True),)
         acc = new
         m = new_m
     partition_barrier()

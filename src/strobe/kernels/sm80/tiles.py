@@ -1,7 +1,7 @@
 """Tiles in shared memory: who copies them in (cp.async), and how products read them (ldmatrix)."""
 
 from strobe.kernels.gluon import aggregate, cp_async, gl, gluon
-from strobe.kernels.sm80.layouts import in_rows, swizzled
+from strobe.kernels.sm80.layouts import in_rows, swizzled, unit_of
 
 
 @aggregate
@@ -43,7 +43,9 @@ def allocate(dtype: gl.constexpr, number: gl.constexpr, rows: gl.constexpr, C: g
     """[number, rows, columns] of shared memory for each chunk, swizzled."""
     chunks = ()
     for c in gl.static_range(number_of(C, OF_V)):
-        chunks += (gl.allocate_shared_memory(dtype, [number, rows, columns_of(C, OF_V, c)], swizzled(columns_of(C, OF_V, c))),)
+        chunks += (
+            gl.allocate_shared_memory(dtype, [number, rows, columns_of(C, OF_V, c)], swizzled(columns_of(C, OF_V, c), dtype)),
+        )
     return chunks
 
 
@@ -91,7 +93,7 @@ def copy_chunk(chunk, corner, stride, left, FIRST: gl.constexpr, DIM: gl.constex
     """Start to copy `left` rows' columns from FIRST on, 16 bytes a thread at a time. corner: a pointer to the first row."""
     ROWS: gl.constexpr = chunk.shape[0]
     COLUMNS: gl.constexpr = chunk.shape[1]
-    LAYOUT: gl.constexpr = in_rows(COLUMNS, WARPS)
+    LAYOUT: gl.constexpr = in_rows(COLUMNS, WARPS, chunk.dtype)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     column = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     pointers = gl.multiple_of(corner + (row.to(gl.int64) * stride)[:, None] + column[None, :], [1, 16])  # bytes
@@ -100,6 +102,6 @@ def copy_chunk(chunk, corner, stride, left, FIRST: gl.constexpr, DIM: gl.constex
         if CUT:
             inside = inside & (row < left)[:, None]
         # A lane's 16 bytes are inside or outside together, as head dims are multiples of 8.
-        cp_async(chunk, pointers, mask=gl.max_constancy(inside, [1, 8]))
+        cp_async(chunk, pointers, mask=gl.max_constancy(inside, [1, unit_of(chunk.dtype)]))
     else:
         cp_async(chunk, pointers)

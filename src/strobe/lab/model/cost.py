@@ -323,9 +323,10 @@ class Tiling:
 
 
 def matmul_rate(arch: Arch, dtype: torch.dtype) -> float:
-    """FLOP/s of exact products in a dtype. Products in float32 do not use the tensor cores, which round to TF32. ValueError
-    where the rates of an arch, or its rate for this dtype, are not known."""
-    rates = {torch.float32: arch.fp32_flops, torch.float16: arch.tensor_flops, torch.float8_e4m3fn: arch.fp8_flops}
+    """FLOP/s of exact products in a dtype: of float32 by multiply-adds or by three products of TF32, which has half the rate of
+    16 bits (`kernels.sm80.products`). ValueError where the rates of an arch, or its rate for this dtype, are not known."""
+    of_float32 = max(arch.fp32_flops, arch.tensor_flops / 6 if arch.capability >= 80 else 0.0)
+    rates = {torch.float32: of_float32, torch.float16: arch.tensor_flops, torch.float8_e4m3fn: arch.fp8_flops}
     if arch.capability >= 80:
         rates[torch.bfloat16] = arch.tensor_flops
     if dtype == torch.float8_e4m3fn and arch.is_gpu and arch.capability < 89:
