@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from problems import CASES, SEED, Case, Results, check, run, tensors, without_plans
+from problems import CASES, SEED, Case, Results, check, describe, formula, run, tensors, upstream, without_plans
 
 import strobe
+from strobe.call import launches
 from strobe.call.dispatch import explain_problem
-from strobe.device import KNOWN
+from strobe.device import KNOWN, arch_of
 from strobe.kernels.sm80 import backend
 from strobe.kernels.sm80.config import SCRATCH, BackwardConfig, Config, backward_candidates, candidates
-from strobe.problem import AttentionProblem, Dense, Varlen
+from strobe.problem import AttentionProblem, Dense, Upstream, Varlen
 
 OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
 GPUS = ("A100", "A10", "RTX 4090", "H200", "RTX 5090")
@@ -297,6 +298,26 @@ def test_every_candidate_of_the_backward(head_dim, mask, dtype, monkeypatch):
         with without_plans():
             monkeypatch.setattr(backend, "choose_backward", lambda problem, arch, chosen=chosen: chosen)
             check(run(t, "sm80"), t)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_nothing_ordinary_is_redone(head_dim, dtype):
+    """Gradients are right, and there are no notes, before the launch that redoes what is noted: it would hide a mistake, and
+    takes three times as long as all others."""
+    t = tensors(Case(600, 600, heads_q=4, heads_kv=2, head_dim=head_dim, mask="causal"), dtype, "cuda")
+    exact = formula(t)
+    dout, dlse = upstream(exact.out, exact.lse)
+    shape, operands = describe(t, "backward")
+    arch = arch_of(t.q.device)
+    given = Upstream(exact.out.to(dtype), exact.lse.float(), dout.to(dtype), dlse.float())
+    made = launches.allocated(backend.buffers(shape, arch), {**operands._asdict(), **given._asdict()})
+    calls = backend.calls(shape, made, arch)
+    for call in calls[:-1]:
+        call.launch()
+    assert not made.key_notes.any() and not made.row_notes.any()
+    check(Results(None, None, made.dq, made.dk, made.dv), t, ("dq", "dk", "dv"))
 
 
 @pytest.mark.gpu

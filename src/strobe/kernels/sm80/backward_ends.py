@@ -83,7 +83,8 @@ def convert(
     ACROSS: tl.constexpr, TILE_Q: tl.constexpr, ROWS_PADDED: tl.constexpr,
 ):  # fmt: skip
     """A tile of dQ from the accumulator: put in order, scaled, rounded. WIDEST: columns of a whole chunk, 32 or 64. notes, if
-    given: 1 for 64 rows where a NaN came out. The last heads come first: what was added up last is still in the L2 cache."""
+    given: 1 for each 64 rows of a tile in which a NaN came out. The last heads come first: what was added up last is still in
+    the L2 cache."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     block = program % tiles
     head = program // tiles % heads
@@ -95,9 +96,8 @@ def convert(
     at = accumulator + (_first_row(cu_seqlens_q, start, batch, head, heads, padded, ROWS_PADDED) + first) * PADDED
     number = 0 if cu_seqlens_q is not None else batch.to(tl.int64)
     to = dq + number * dq_batch + (start + first).to(tl.int64) * dq_row + head * dq_head
-    row = tl.arange(0, TILE_Q)
     left = n - first
-    broken = tl.zeros((TILE_Q,), tl.int32)
+    broken = 0.0
     for c in tl.static_range(PADDED // WIDEST):  # chunks as in `config.Chunks`
         first_column: tl.constexpr = WIDEST * c
         broken += _convert_chunk(
@@ -110,8 +110,10 @@ def convert(
         last: tl.constexpr = PADDED - 16
         broken += _convert_chunk(at + TILE_Q * last, to, dq_row, left, scale, last, DIM, 16, DOWN, ACROSS, TILE_Q)
     if notes is not None:
-        note = (batch * heads + head) * tl.cdiv(n_q, 64) + (first + row) // 64
-        tl.store(notes + note, row * 0 + 1, mask=(broken > 0) & (first + row < n))
+        if broken != 0.0:
+            for row in tl.static_range(0, TILE_Q, 64):
+                if first + row < n:
+                    tl.store(notes + (batch * heads + head) * tl.cdiv(n_q, 64) + (first + row) // 64, 1)
 
 
 @triton.jit
@@ -119,12 +121,15 @@ def _convert_chunk(
     at, to, stride, left, scale, FIRST: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, DOWN: tl.constexpr,
     ACROSS: tl.constexpr, TILE_Q: tl.constexpr,
 ):  # fmt: skip
-    """The columns of a tile from FIRST on; of each row, how many numbers are not finite."""
+    """The columns of a tile from FIRST on; 0, or NaN if some number is not finite."""
     x = tl.load(at + tl.arange(0, TILE_Q * COLUMNS))
+    # As they lie in memory. Of x in its order Triton 3.6 finds wrong sums of rows: a lane's bits for columns lie between those
+    # for rows there, and it takes the sums from the lanes where the highest bits are 0.
+    broken = tl.sum(x * 0.0, 0)
     x = tl.reshape(x, (TILE_Q // 16 // DOWN, 2, COLUMNS // 8 // ACROSS, 2, DOWN, ACROSS, 8, 4))
     x = tl.reshape(tl.permute(x, (0, 4, 1, 6, 2, 5, 7, 3)), (TILE_Q, COLUMNS))
     row = tl.arange(0, TILE_Q)
     column = FIRST + tl.arange(0, COLUMNS)
     inside = (row < left)[:, None] & (column < DIM)[None, :]
     tl.store(to + row.to(tl.int64)[:, None] * stride + column[None, :], (x * scale).to(to.dtype.element_ty), mask=inside)
-    return tl.sum((x * 0.0 != 0.0).to(tl.int32), 1)
+    return broken
