@@ -1,4 +1,5 @@
-"""The kernels for mma.sync beside FlashAttention-2 (PyTorch's flash backend) and the portable ones, in one process, in turns.
+"""The kernels for mma.sync beside PyTorch's (the flash backend, which is FlashAttention-2; for float32 the efficient one) and
+the portable ones, in one process, in turns.
 
 Every contender runs as CUDA graphs on the same inputs, in balanced orders, and is checked against float64 first. Of `sm80`
 each config takes part that is worth timing (`candidates` in `kernels/sm80/config.py`), or the first few of them, and those that
@@ -7,6 +8,7 @@ cp.async instead of wgmma), which tells what they are worth there.
 
     python benchmarks/sm80.py --pilot --max-seconds 90
     python benchmarks/sm80.py --portable --json benchmarks/results/sm80.json
+    python benchmarks/sm80.py --dtypes fp32 --head-dims 64,128 --lengths 4096
     python benchmarks/sm80.py --phases backward --head-dims 128 --masks causal --lengths 4096 --config tile_kv=64,warps=4
 
 A GPU of another kind than the one that a config is for says less: what carries over are the orders of configs, not the times.
@@ -42,7 +44,10 @@ from strobe.lab.bench.peers import bind, peers_for
 from strobe.lab.bench.plan import MASKS, Inputs, Point
 from strobe.problem import AttentionProblem, Operands, Upstream
 
-FA2 = "FA2"
+PEERS = {"fp32": ("SDPA efficient", "SDPA efficient")}
+"""dtype -> the peer that it is timed beside: its name here, and in `strobe.lab.bench.peers`. The flash backend takes no
+float32."""
+FA2 = ("FA2", "SDPA flash")
 GRAPH_SECONDS = 0.004
 """How long a captured graph runs, about."""
 
@@ -140,13 +145,28 @@ def compile_ahead(job: tuple[Point, int, argparse.Namespace]) -> float:
     start = time.perf_counter()
     arch = arch_of(torch.device("cuda"))
     backend, as_arch = backends(point, arch, arguments)[number]
-    problem = point.problem()
     from strobe.lab.binary.offline import pretend_gpu
 
-    with pretend_gpu(arch.capability), compiled_as(as_arch):
+    with pretend_gpu(arch.capability):
+        compile_all(backend, point, arch, as_arch)
+        if point.backward and number == 0:
+            above = replace(point, backward=False)
+            compile_all(fastest(above, arch), above, arch, None)
+    return time.perf_counter() - start
+
+
+def compile_all(backend: Any, point: Point, arch: Arch, as_arch: str | None) -> None:
+    problem = point.problem()
+    with compiled_as(as_arch):
         for call in backend.calls(problem, unfilled(problem, backend.buffers(problem, arch)), arch):
             call.compile()
-    return time.perf_counter() - start
+
+
+def fastest(point: Point, arch: Arch) -> Fixed:
+    """What dispatch would take."""
+    from strobe.kernels.sm80 import backend
+
+    return Fixed(backend.config(point.problem(), arch))
 
 
 # ---- a point
@@ -177,13 +197,12 @@ def our_call(backend: Any, point: Point, inputs: Inputs, upstream: Upstream | No
 
 
 def upstream_of(point: Point, inputs: Inputs, arch: Arch) -> Upstream | None:
-    """out and LSE of the portable forward, for all backwards of ours."""
+    """out and LSE of our forward, for all backwards of ours."""
     if not point.backward:
         return None
-    from strobe.kernels.portable import backend
-
-    forward = replace(point, backward=False).problem()
-    out, lse = launches.forward(backend, forward, Operands(inputs.q, inputs.k, inputs.v))
+    above = replace(point, backward=False)
+    made = launches.run(fastest(above, arch), above.problem(), Operands(inputs.q, inputs.k, inputs.v)._asdict(), arch)
+    out, lse = made.out, made.lse
     assert inputs.dout is not None
     return Upstream(out, lse, inputs.dout, None)
 
@@ -220,10 +239,11 @@ def measured(point: Point, arguments: argparse.Namespace, clock: CudaClock, out_
     device = torch.device("cuda")
     arch = arch_of(device)
     inputs = Inputs.random(point, device, torch.Generator(device).manual_seed(0))
-    gate, peer = Gate(inputs, MASKS[point.mask]), peers_for(device)["SDPA flash"]
+    name, known_as = PEERS.get(point.dtype, FA2)
+    gate, peer = Gate(inputs, MASKS[point.mask]), peers_for(device)[known_as]
     upstream = upstream_of(point, inputs, arch)
     with peer.context():
-        entries = [(Contender(FA2, bind(peer, point, inputs), peer.heads_first), peer.context())]
+        entries = [(Contender(name, bind(peer, point, inputs), peer.heads_first), peer.context())]
     for backend, as_arch in backends(point, arch, arguments):
         entries.append((Contender(backend.name, our_call(backend, point, inputs, upstream, arch)), compiled_as(as_arch)))
     racing, left_out = [], {}
@@ -243,7 +263,7 @@ def measured(point: Point, arguments: argparse.Namespace, clock: CudaClock, out_
             measure(racing[number], clock)
         if out_of_time():
             break
-    return asdict(point) | {"results": {x.name: result_of(x, point) for x in racing}, "left_out": left_out}
+    return asdict(point) | {"peer": name, "results": {x.name: result_of(x, point) for x in racing}, "left_out": left_out}
 
 
 def result_of(contender: Contender, point: Point) -> dict:
@@ -252,12 +272,12 @@ def result_of(contender: Contender, point: Point) -> dict:
 
 
 def show(entry: dict) -> None:
-    """A line for each contender: TFLOP/s, and over FA2 with its 95 % interval."""
-    point = Point.of(entry)
+    """A line for each contender: TFLOP/s, and over the peer with its 95 % interval."""
+    point, peer = Point.of(entry), entry["peer"]
     print(f"\n{point} {'backward' if point.backward else 'forward'}")
-    base = entry["results"].get(FA2)
+    base = entry["results"].get(peer)
     for name, result in sorted(entry["results"].items(), key=lambda item: -item[1]["tflops"]):
-        over = "" if base is None or name == FA2 else f"  {Ratio.of(result['rounds'], base['rounds'])} of {FA2}"
+        over = "" if base is None or name == peer else f"  {Ratio.of(result['rounds'], base['rounds'])} of {peer}"
         print(f"  {result['tflops']:7.1f} TFLOP/s  {name}{over}  (error {result['error']:.1e})")
     for name, reason in entry["left_out"].items():
         print(f"  left out: {name}: {reason}")
@@ -272,8 +292,9 @@ def points_of(arguments: argparse.Namespace) -> list[Point]:
     forward."""
     phases = [phase == "backward" for phase in arguments.phases]
     return [
-        Point(max(1, 16384 // length), length, 2048 // dim, 2048 // dim, dim, dim, "bf16", mask, backward)
+        Point(max(1, 16384 // length), length, 2048 // dim, 2048 // dim, dim, dim, dtype, mask, backward)
         for length in arguments.lengths
+        for dtype in arguments.dtypes
         for dim in arguments.head_dims
         for mask in arguments.masks
         for backward in phases
@@ -284,12 +305,17 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(x) for x in text.split(","))
 
 
+def words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", type=words, default=("bf16",), help="of bf16, fp16, fp32")
     parser.add_argument("--head-dims", type=numbers, default=(64, 128, 96, 256))
     parser.add_argument("--lengths", type=numbers, default=(4096, 1024, 16384, 512, 2048, 8192))
-    parser.add_argument("--masks", type=lambda text: tuple(text.split(",")), default=("full", "causal"))
-    parser.add_argument("--phases", type=lambda text: tuple(text.split(",")), default=("forward", "backward"))
+    parser.add_argument("--masks", type=words, default=("full", "causal"))
+    parser.add_argument("--phases", type=words, default=("forward", "backward"))
     parser.add_argument("--config", action="append", default=[], help="another config of sm80, as changes of the first one")
     parser.add_argument("--most", type=int, help="of the configs that are worth timing, at most so many")
     parser.add_argument("--portable", action="store_true", help="the portable kernels, too")
@@ -316,7 +342,7 @@ def main() -> None:
                 print(f"compiling: {' '.join(str(job.exception()).split())[:200]}", file=sys.stderr)
     print(f"compiled {len(jobs)} contenders in {time.monotonic() - start:.0f} s", flush=True)
 
-    result: dict = {**provenance(torch.device("cuda")), "what": "mma.sync beside FlashAttention-2", "points": []}
+    result: dict = {**provenance(torch.device("cuda")), "what": "mma.sync beside PyTorch's", "points": []}
     clock = CudaClock(torch.device("cuda"))
     with clock.running():
         for point in points:

@@ -26,7 +26,7 @@ def benchmark():
 
 
 def arguments(benchmark, **changes) -> argparse.Namespace:
-    plain = {"phases": ("forward", "backward"), "config": [], "portable": False, "most": None}
+    plain = {"dtypes": ("bf16",), "phases": ("forward", "backward"), "config": [], "portable": False, "most": None}
     return argparse.Namespace(**{**plain, **benchmark.PILOT, **changes})
 
 
@@ -45,6 +45,12 @@ def test_other_configs_and_the_portable_kernels_by_choice(benchmark):
     asked = arguments(benchmark, most=1, config=["stages=4"], portable=True)
     names = [backend.name for backend, _ in benchmark.backends(point, KNOWN["H200"], asked)]
     assert len(names) == 4 and "stages 4" in names[1] and names[2:] == ["portable", "portable as sm_80"]
+
+
+def test_what_float32_is_timed_beside(benchmark):
+    point = benchmark.points_of(arguments(benchmark, dtypes=("fp32",), head_dims=(128,)))[0]
+    assert point.dtype == "fp32" and benchmark.PEERS["fp32"] == ("SDPA efficient", "SDPA efficient")
+    assert all(backend.config.itemsize == 4 for backend, _ in benchmark.backends(point, KNOWN["A100"], arguments(benchmark)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")

@@ -18,13 +18,35 @@ def write(root, name: str, **report) -> None:
 
 BLOCKS = [
     *(pages.trained, pages.deterministic, pages.changed_scores, pages.documents, pages.redo_cost, pages.fp8_accuracy),
-    *(pages.fp8_speed, pages.cpu_backends, pages.cpu_tiles, pages.timelines, pages.hidden),
+    *(pages.fp8_speed, pages.cpu_backends, pages.cpu_tiles, pages.timelines, pages.hidden, pages.ampere),
 ]
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_without_results_it_says_so(block, tmp_path):
     assert block(tmp_path) == pages.NOTHING
+
+
+def test_ampere_shows_what_dispatch_takes_and_the_portable_kernels(tmp_path):
+    def point(length: int, backward: bool, dtype: str = "bf16", **results) -> dict:
+        shape = {"batch": 1, "heads": 16, "heads_kv": 16, "head_dim": 128, "head_dim_v": 128, "mask": "causal"}
+        rounds = {name: {"tflops": speed, "rounds": [speed, 1.001 * speed]} for name, speed in results.items()}
+        peer = "FA2" if dtype == "bf16" else "SDPA efficient"
+        return {**shape, "length": length, "dtype": dtype, "backward": backward, "peer": peer, "results": rounds}
+
+    first, second = "sm80 128x32x4, stages 1", "sm80 128x32x4, stages 2"
+    points = [
+        point(4096, False, **{"FA2": 300.0, first: 330.0, second: 360.0, "portable": 200.0, "portable as sm_80": 150.0}),
+        point(512, False, **{"FA2": 200.0, first: 220.0}),
+        point(4096, True, **{"FA2": 240.0, first: 228.0}),
+        point(4096, False, "fp32", **{"SDPA efficient": 40.0, first: 80.0}),
+    ]
+    write(tmp_path, "sm80-h100.json", points=points)
+    text = pages.ampere(tmp_path)
+    assert "| bf16 D=128 | causal | FA2 | 220 (1.10 ±0.00) | 330 (1.10 ±0.00) |" in text
+    assert "| fp32 D=128 | causal | SDPA efficient |  | 80 (2.00 ±0.00) |" in text
+    assert "| bf16 D=128 | causal | FA2 | 228 (0.95 ±0.00) |" in text.split("Backward:")[1]
+    assert "| bf16 D=128 causal S=4096, forward | 300 | 330 | 200 | 150 |" in text
 
 
 def training(context: int) -> dict:

@@ -2,7 +2,7 @@
 
 A float32 has 24 bits, an operand of TF32 11. So x = big + small, big the upper bits and small what is left, and
 
-    a b = big big + big small + small big,    less than 2^-20 of it missing: small small, and the last bits of each small
+    a b = big big + big small + small big,    less than 2^-19 of it missing: small small, and the last bits of each small
 
 The tensor cores cut off what a sum has no room for, they do not round. So what a block gives is summed by itself, the large
 products and the small ones apart, and then added up by the other units.

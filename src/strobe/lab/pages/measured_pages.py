@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import fmean
 
 from strobe.lab.bench import parallel as measured_parallel
+from strobe.lab.bench.intervals import Ratio
+from strobe.lab.bench.plan import Point, short
 from strobe.lab.bench.report import closest
 from strobe.lab.model import context_parallel as paper
 from strobe.lab.timeline import timeline
@@ -244,6 +246,62 @@ def model_error(root: Path) -> str:
     text += f"simulated {report['date'][:10]} ([JSON](../{path})). In all the simulator is off by {min(errors):+.0%} "
     text += f"to {max(errors):+.0%}."
     return f"{text}\n\n{_table(rows)}"
+
+
+def ampere(root: Path) -> str:
+    """What benchmarks/sm80.py found: each point's speed, and over the peer's; then the portable kernels beside, where they took
+    part."""
+    found = results(root, "sm80-*.json")
+    if not found:
+        return NOTHING
+    report, path = found[-1]
+    points = [(Point.of(entry), entry) for entry in report["points"]]
+    parts = [f"{_where(report, path)} TFLOP/s (a causal mask counts half) and, in brackets, over the peer's."]
+    for phase, backward in (("Forward", False), ("Backward", True)):
+        of_phase = [(point, entry) for point, entry in points if point.backward == backward]
+        if of_phase:
+            parts.append(f"{phase}:\n\n{_table(_ampere_rows(of_phase))}")
+    if beside := _portable_rows(points):
+        parts.append(f"The portable kernels beside, in TFLOP/s:\n\n{_table(beside)}")
+    return "\n\n".join(parts)
+
+
+def _ampere_rows(points: list[tuple[Point, dict]]) -> list[list[str]]:
+    """A row for each shape and mask, a column for each length."""
+    lengths = sorted({point.length for point, _ in points})
+    cells: dict[tuple[str, str, str, str], dict[int, str]] = {}
+    for point, entry in points:
+        ours = _of_sm80(entry)
+        if ours is not None:
+            peer = entry["results"].get(entry["peer"])
+            over = f" ({Ratio.of(ours['rounds'], peer['rounds'])})" if peer else ""
+            row = cells.setdefault((point.dtype, point.heading, point.mask, entry["peer"]), {})
+            row[point.length] = f"{ours['tflops']:.0f}{over}"
+    rows = [["", "mask", "peer", *(short(length) for length in lengths)]]
+    for (dtype, heading, mask, peer), row in cells.items():
+        rows.append([f"{dtype} {heading}", mask, peer, *(row.get(length, "") for length in lengths)])
+    return rows
+
+
+def _of_sm80(entry: dict) -> dict | None:
+    """The result of the config that dispatch takes: the first one that was asked for."""
+    return next((result for name, result in entry["results"].items() if name.startswith("sm80 ")), None)
+
+
+def _portable_rows(points: list[tuple[Point, dict]]) -> list[list[str]]:
+    """Points at which the portable kernels took part; none where they did not."""
+    taking = [(point, entry) for point, entry in points if "portable" in entry["results"]]
+    if not taking:
+        return []
+    names = [name for name in ("portable", "portable as sm_80") if any(name in entry["results"] for _, entry in taking)]
+    rows = [["", "peer", "sm80", *names]]
+    for point, entry in taking:
+        speeds = [entry["results"].get(entry["peer"]), _of_sm80(entry), *(entry["results"].get(name) for name in names)]
+        rows.append([
+            f"{point}, {'backward' if point.backward else 'forward'}",
+            *("" if one is None else f"{one['tflops']:.0f}" for one in speeds),
+        ])  # fmt: skip
+    return rows
 
 
 def results(root: Path, pattern: str) -> list[tuple[dict, Path]]:
