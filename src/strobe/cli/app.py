@@ -204,6 +204,66 @@ def measure(
     raise typer.Exit(status)
 
 
+@bench.command("zoo")
+def bench_zoo(
+    only: Annotated[str | None, typer.Option(help="Comma-separated words: models whose names have one of them.")] = None,
+    phase: Annotated[str | None, typer.Option(help="forward or backward; default: both.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Comma-separated, or all that are installed (the default).")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds at least, more where a balanced order needs it; default: 6.")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(help="Of one contender in one round; default: 0.015.")] = None,
+    max_seconds: Annotated[
+        float | None, typer.Option(help="Of the run, compilers included: shared out evenly, so that no point is left out.")
+    ] = None,
+    part: Annotated[str | None, typer.Option(help="I/N: this part of the points alone, see strobe bench merge.")] = None,
+    json: Annotated[
+        str | None, typer.Option(help="Default: benchmarks/results/zoo-<gpu>-<date>.json.", callback=writable)
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Draw to this PNG or SVG; default: a PNG beside the JSON.", callback=writable)
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the finished points of the file that --json names.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="Print the shapes and where they come from; measure nothing.")] = False,
+) -> None:
+    """Check and time Strobe and its peers at the shapes of real models, forward and backward (docs/bench.md)."""
+    from pathlib import Path
+
+    from strobe.lab.bench import plan as plans
+    from strobe.lab.bench import zoo
+    from strobe.lab.bench.bench import bench as run
+    from strobe.lab.bench.peers import peers_for
+
+    at_least(1, rounds=rounds)
+    backward = None if phase is None else one_of("phase", phase, ("forward", "backward")) == "backward"
+    try:
+        points = zoo.points(backward, tuple(only.split(",")) if only else ())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if list_:
+        for point in points:
+            typer.echo(f"{point}: {point.shape} ({zoo.source_of(point.model)})")
+        return
+    where = device_of("cuda")
+    timing = given(
+        rounds=rounds,
+        seconds=positive("seconds", seconds),
+        max_seconds=positive("max-seconds", max_seconds),
+        part=part_of(part),
+        peers=None if peers == "all" else names_of("peers", peers, peers_for(where)),
+    )
+    path = Path(json) if json else None
+    if resume and not (path and path.exists()):
+        raise typer.BadParameter(f"resume needs --json with a file that is there, got {json}")
+    plan = plans.Plan(zoo=points, even=max_seconds is not None, **timing)
+    try:
+        plans.some(plan.points())
+        status = run(plan, where, command_given(sys.argv[1:]), path, resume, picture_path(out))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(status)
+
+
 @bench.command("decode")
 def bench_decode(
     batches: Annotated[str | None, typer.Option(help="Comma-separated; default: 1,8,32,128.")] = None,

@@ -31,7 +31,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -49,7 +49,7 @@ from strobe.lab.bench.inputs import input_sets
 from strobe.lab.bench.intervals import SMALLEST
 from strobe.lab.bench.machine import Telemetry, Watchdog, describe, provenance, snapshot
 from strobe.lab.bench.peers import Call, Peer, bind, peers_for, standard, strobe_peer
-from strobe.lab.bench.plan import DTYPES, MASKS, Inputs, Plan, Point
+from strobe.lab.bench.plan import DTYPES, Inputs, Plan, Point, mask_of
 from strobe.lab.bench.precompile import Unusable, warm
 from strobe.lab.bench.report import SCHEMA, by_shape, default_path, load, ratios, show
 from strobe.lab.bench.single_call import CALLS, WARMUPS, call_times, statistics
@@ -72,6 +72,9 @@ without this the first contender would have a rested card."""
 
 MOST_ROUNDS = 48
 """The most rounds, all in all, of a point that is measured again."""
+
+SETTLE_SHARE = 0.2
+"""The most of a point's share of the time that goes to settling, where the time is shared out evenly."""
 
 GRAPH_SECONDS = 0.002
 """How many seconds of launches a CUDA graph holds, about. They must be many, as the GPU idles for microseconds between
@@ -362,7 +365,7 @@ class Run:
         self.unusable: Unusable = {}
         self.report: dict = {
             "schema": SCHEMA,
-            "what": "backward" if plan.backward else "forward",
+            "what": "zoo" if plan.zoo is not None else "backward" if plan.backward else "forward",
             **provenance(device, command),
             "stopped": "not finished",
             "protocol": {
@@ -434,10 +437,20 @@ class Run:
                 return f"out of time in point {number + 1} of {len(self.points)}"
         return None
 
+    def _share(self, point: Point) -> float:
+        """Seconds that a point may take of the time that is left, where that is shared out evenly to the points that are left;
+        else infinite."""
+        if not self.plan.even:
+            return math.inf
+        left = len(self.points) - self.points.index(point)
+        return max(0.0, self.plan.max_seconds - (time.monotonic() - self.started)) / left
+
     def _point(self, point: Point) -> bool:
         """Measures a point and writes it into the report. Returns False if time ran out before its last round."""
+        share = self._share(point)
+        until = time.monotonic() + share
         sets = input_sets(point, self.device, self.plan.inputs)
-        facts = asdict(point) | {"flops": point.flops, "sets": len(sets), "telemetry": {}, "results": {}, "finished": False}
+        facts = point.facts | {"flops": point.flops, "sets": len(sets), "telemetry": {}, "results": {}, "finished": False}
         self.report["points"].append(facts)
         entered, launches = self._entered(point, sets, facts, [peer.name for peer in self.peers])
         racing, others = _split(entered, launches)
@@ -446,9 +459,22 @@ class Run:
             self._time(contender, point, facts)
         wanted = rounds_of(max((launches[c.peer.name] for c in racing), default=0.0), len(racing), self.plan)
         facts["redone"] = self._redone(point, entered)
-        facts["finished"] = self._race(racing, point, facts, lambda rounds: rounds >= wanted)
+        settling = min(self.report["protocol"]["settling"], SETTLE_SHARE * share)
+        wanted = self._fit(racing, wanted, until - time.monotonic() - settling)
+        facts["finished"] = self._race(racing, point, facts, lambda rounds: rounds >= wanted, settling)
         facts["telemetry"] = self.telemetry.since(start)
         return facts["finished"]
+
+    def _fit(self, racing: list[Contender], wanted: int, seconds: float) -> int:
+        """How many rounds fit into so many seconds, at least one balanced block; its timings are made shorter if it does not
+        fit."""
+        round_seconds = 2 * self.plan.seconds * len(racing)
+        if not racing or self.single or wanted * round_seconds <= seconds:
+            return wanted
+        block = block_of(len(racing))
+        for contender in racing:
+            contender.count = max(1, int(contender.count * min(1.0, max(0.0, seconds) / (block * round_seconds))))
+        return max(block, int(seconds / round_seconds) // block * block)
 
     def _redone(self, point: Point, entered: list[Contender]) -> float | None:
         """The share of blocks of 64 rows that Strobe's optimistic softmax computes twice; None where it does not run."""
@@ -458,14 +484,15 @@ class Run:
         before = strobe.redone_blocks(self.device)
         with self._guard("strobe", {}):
             ours.calls[-1]()
-        blocks = point.batch * point.heads * -(-point.length // 64)
+        each = point.packed or [point.length] * point.batch
+        blocks = point.heads * sum(-(-length // 64) for length in each)
         return (strobe.redone_blocks(self.device) - before) / blocks
 
     def _entered(
         self, point: Point, sets: list[Inputs], facts: dict, names: list[str]
     ) -> tuple[list[Contender], dict[str, float]]:
         """Makes contenders ready at a point: those of these names that can be, and name -> seconds of one launch."""
-        gate = Gate(sets[-1], MASKS[point.mask])
+        gate = Gate(sets[-1], mask_of(point.mask))
         entered, launches = [], {}
         for peer in (peer for peer in self.peers if peer.name in names):
             if (peer.name, point) in self.unusable:
@@ -478,12 +505,13 @@ class Run:
                 entered.append(contender)
         return entered, launches
 
-    def _race(self, racing: list[Contender], point: Point, facts: dict, enough: Callable[[int], bool]) -> bool:
-        """Times balanced blocks until there are enough rounds. Returns False if time ran out in the first block.
+    def _race(self, racing: list[Contender], point: Point, facts: dict, enough: Callable[[int], bool], settling: float) -> bool:
+        """Times balanced blocks until there are enough rounds, after `settling` seconds. Returns False if time ran out in the
+        first block.
 
         A block in which a contender fails is repeated without it. A block that time cuts short is dropped, but the first one is
         kept."""
-        self._settle(racing, point, facts)
+        self._settle(racing, point, facts, settling)
         while racing and not enough(rounds := len(racing[0].seconds)):
             for number, order in enumerate(balanced_order(len(racing), block_of(len(racing)))):
                 if (rounds or number) and self._out_of_time():
@@ -498,9 +526,9 @@ class Run:
                 self._forget(racing, rounds, point, facts)
         return True
 
-    def _settle(self, racing: list[Contender], point: Point, facts: dict) -> None:
-        """Runs the contenders in turn, untimed, until the card's power has settled."""
-        end = time.monotonic() + self.report["protocol"]["settling"]
+    def _settle(self, racing: list[Contender], point: Point, facts: dict, seconds: float) -> None:
+        """Runs the contenders in turn, untimed, for so many seconds: until the card's power has settled."""
+        end = time.monotonic() + seconds
         while time.monotonic() < end and racing:
             for contender in racing:
                 if "refused" not in facts["results"].get(contender.peer.name, {}):
@@ -529,7 +557,8 @@ class Run:
             racing, _ = self._entered(point, sets, facts, racing_names)
             for contender in racing:
                 contender.take_up(facts["results"][contender.peer.name], facts["flops"])
-            self._race(racing, point, facts, partial(_decided, facts, names))
+            settling = self.report["protocol"]["settling"]
+            self._race(racing, point, facts, partial(_decided, facts, names), settling)
             self._on_point(self.report)
 
     def _time(self, contender: Contender, point: Point, facts: dict) -> None:
@@ -560,7 +589,7 @@ class Run:
         if contender.each:
             result["calls_us"] = statistics(contender.each)
         if contender.extra_bytes is not None:
-            result["extra_bytes_per_row"] = round(contender.extra_bytes / (point.batch * point.length * point.heads), 2)
+            result["extra_bytes_per_row"] = round(contender.extra_bytes / (_rows(point) * point.heads), 2)
         if contender.note:
             result["note"] = contender.note
         if contender.peer.name == "strobe":
@@ -589,7 +618,7 @@ class Run:
         finish."""
         if self.device.type != "cuda" or not self.points:
             return
-        tiny = replace(self.points[0], batch=1, length=128, heads=1, heads_kv=1)
+        tiny = replace(self.points[0], batch=1, length=128, heads=1, heads_kv=1, length_kv=None, packed=None)
         inputs = input_sets(tiny, self.device)[0]
         for peer in self.peers:
             if (peer.name, self.points[0]) in self.unusable:
@@ -632,6 +661,11 @@ def _decided(facts: dict, names: list[str], rounds: int) -> bool:
     found = ratios(facts["results"])
     known = [found[name].half for name in names if name in found]
     return rounds >= MOST_ROUNDS or all(half is not None and half <= SMALLEST for half in known)
+
+
+def _rows(point: Point) -> int:
+    """Query rows of a head, over all sequences."""
+    return sum(point.packed) if point.packed is not None else point.batch * point.length
 
 
 def _backend(point: Point, device: torch.device) -> str | None:
@@ -729,9 +763,9 @@ def bench(
     show(report)
     console.print(f"written: {target}", markup=False)
     if report["points"]:
-        from strobe.lab.bench.plot import draw
+        from strobe.lab.bench.plot import draw, draw_zoo
 
-        for drawn in draw(report, picture or target.with_suffix(".png")):
+        for drawn in (draw if plan.zoo is None else draw_zoo)(report, picture or target.with_suffix(".png")):
             console.print(f"written: {drawn}", markup=False)
     failed = any("refused" in point["results"].get("strobe", {}) for point in report["points"])
     return 1 if failed or (report["stopped"] or "").startswith("the GPU failed") else 0
@@ -739,7 +773,7 @@ def bench(
 
 def _announcement(run: Run) -> str:
     names = ", ".join(run.report["contenders"])
-    seconds = expected_seconds(run.points, len(run.peers), run.plan)
+    seconds = min(expected_seconds(run.points, len(run.peers), run.plan), run.plan.max_seconds)
     time_needed = f", about {seconds / 60:.0f} minutes and the compilers' time" if run.device.type == "cuda" else ""
     return f"{len(run.points)} points, {names}{time_needed}"
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from statistics import median, stdev
@@ -150,7 +150,7 @@ def facts(reports: tuple[dict, dict], found: list[Change]) -> dict:
     """The comparison as a JSON object, which also says where each side comes from."""
     sides = [{"date": r["date"], "command": r["command"], "commit": r["device"].get("commit")} for r in reports]
     points = [
-        {"contender": c.contender, **asdict(c.point), "old": c.old, "new": c.new, "ratio": c.ratio, "noise": c.noise,
+        {"contender": c.contender, **c.point.facts, "old": c.old, "new": c.new, "ratio": c.ratio, "noise": c.noise,
          "assumed": c.assumed, "clocks": c.clocks, "verdict": c.verdict}
         for c in found
     ]  # fmt: skip

@@ -25,7 +25,6 @@ import torch
 
 from strobe.device import arch_of
 from strobe.lab.bench.plan import DTYPES, Inputs, Point
-from strobe.lab.model.cost import Cost
 
 KINDS = ("normal", "model", "worst")
 
@@ -40,7 +39,7 @@ holds 2^128; over a window of 1024 keys they grow by 2^512."""
 def input_sets(point: Point, device: torch.device, kind: str = "normal") -> list[Inputs]:
     """Different sets of inputs, at most 32, so many that together they are at least twice as large as the L2 cache. ValueError
     where inputs of this kind cannot be made."""
-    count = math.ceil(2 * arch_of(device).l2_bytes / max(1, Cost(point.problem()).bytes_read))
+    count = math.ceil(2 * arch_of(device).l2_bytes / max(1, point.bytes_read))
     generator = torch.Generator(device).manual_seed(0)
     make = {"normal": Inputs.random, "model": model, "worst": worst}[kind]
     return [make(point, device, generator) for _ in range(min(32, max(1, count)))]

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 import strobe
-from strobe.lab.bench.plan import MASKS, Inputs, Point
+from strobe.lab.bench.plan import Inputs, Point, mask_of
 from strobe.masks import Mask
 
 Call = Callable[[], Any]
@@ -35,6 +36,8 @@ class Peer:
 
     name: str
     prepare: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Mask], Call]
+    prepare_more: Callable[[Inputs, Mask], Call] | None = None
+    """Prepares a call where q, k, v and a mask do not say all of it: packed sequences, softcaps, sinks. None: takes none."""
     heads_first: bool = False
     """Whether it takes and returns [B, H, S, D]; else [B, S, H, D]."""
     context: Callable[[], AbstractContextManager] = nullcontext
@@ -59,13 +62,26 @@ def bind(peer: Peer, point: Point, inputs: Inputs) -> Call:
         return (x.transpose(1, 2) if peer.heads_first else x).clone(memory_format=torch.contiguous_format)
 
     q, k, v = (native(x) for x in (inputs.q, inputs.k, inputs.v))
-    mask = MASKS[point.mask]
+    mask = mask_of(point.mask)
+
+    def prepared() -> Call:
+        if point.is_plain:
+            return peer.prepare(q, k, v, mask)
+        if peer.prepare_more is None:
+            raise ValueError(f"{peer.name} is measured without packed sequences, softcaps and sinks, got {point.shape}")
+        return peer.prepare_more(replace(inputs, q=q, k=k, v=v), mask)
+
     if inputs.dout is None:
-        return peer.prepare(q, k, v, mask)
+        return prepared()
     dout = native(inputs.dout)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = peer.prepare(q, k, v, mask)()
+    out = prepared()()
     return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+
+def _starts(packed: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int32 [sequences + 1]: the first row of each packed sequence, and the number of all rows."""
+    return torch.tensor([0, *itertools.accumulate(packed)], dtype=torch.int32, device=device)
 
 
 def standard(x: torch.Tensor, peer: Peer) -> torch.Tensor:
@@ -82,7 +98,19 @@ def strobe_peer(backend: str | None = None) -> Peer:
             return lambda: strobe.attention_fp8(q, k, v, mask=mask)
         return lambda: strobe.attention(q, k, v, mask=mask, backend=backend)
 
-    return Peer(f"strobe {backend}" if backend else "strobe", prepare, compiles=True)
+    def prepare_more(inputs, mask) -> Call:
+        score, q, k, v = strobe.Score(softcap=inputs.softcap, sinks=inputs.sinks), inputs.q, inputs.k, inputs.v
+        if inputs.packed is None:
+            return lambda: strobe.attention(q, k, v, mask=mask, score=score, backend=backend)
+        starts = _starts(inputs.packed, q.device)
+        longest = max(inputs.packed)
+        q, k, v = (x[0] for x in (q, k, v))
+        return lambda: strobe.attention(
+            q, k, v, mask=mask, score=score, backend=backend, cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )[None]  # fmt: skip
+
+    return Peer(f"strobe {backend}" if backend else "strobe", prepare, prepare_more, compiles=True)
 
 
 def _sdpa(name: str, backend: str, window: Callable | None = None) -> Peer:
@@ -95,6 +123,9 @@ def _sdpa(name: str, backend: str, window: Callable | None = None) -> Peer:
             if window is None:
                 raise ValueError(f"scaled_dot_product_attention takes no {'fp8' if q.dtype == FP8 else mask} with {name}")
             return window(q, k, v, mask)
+        if mask.is_causal and q.shape[2] != k.shape[2]:
+            raise ValueError(f"scaled_dot_product_attention aligns a causal mask to the first key, got {q.shape[2]} queries "
+                             f"and {k.shape[2]} keys")  # fmt: skip
         options = {"is_causal": mask.is_causal, "enable_gqa": q.shape[1] != k.shape[1]}
         return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
@@ -250,6 +281,29 @@ def _flash_attn_3(q, k, v, mask) -> Call:
     return lambda: _first(flash_attn_func(q, k, v, causal=mask.right == 0, window_size=_band(mask, -1)))
 
 
+def _flash_attn_3_more(inputs, mask) -> Call:
+    import flash_attn_interface as fa3
+
+    if inputs.softcap:
+        raise NotImplementedError("this build of FlashAttention-3 has no softcap")
+    if inputs.q.requires_grad and _fa3_lacks("BACKWARD"):
+        raise NotImplementedError("this build of FlashAttention-3 has no backward")
+    options = {"causal": mask.right == 0, "window_size": _band(mask, -1)}
+    options |= {} if inputs.sinks is None else {"sinks": inputs.sinks.to(inputs.q.dtype)}
+    return _flash_call(fa3, inputs, options)
+
+
+def _flash_call(module, inputs, options: dict) -> Call:
+    """A call of a flash-attn's function for dense inputs, or of that for packed ones."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if inputs.packed is None:
+        return lambda: _first(module.flash_attn_func(q, k, v, **options))
+    starts, longest = _starts(inputs.packed, q.device), max(inputs.packed)
+    q, k, v = (x[0] for x in (q, k, v))
+    lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return lambda: _first(module.flash_attn_varlen_func(q, k, v, **lengths, **options))[None]
+
+
 def _fa3_lacks(what: str) -> bool:
     """Whether the installed FlashAttention-3 was compiled without something, by the module in which it says so."""
     try:
@@ -264,6 +318,15 @@ def _flash_attn_4(q, k, v, mask) -> Call:
     from flash_attn.cute.interface import flash_attn_func
 
     return lambda: _first(flash_attn_func(q, k, v, causal=mask.is_causal, window_size=_band(mask, None)))
+
+
+def _flash_attn_4_more(inputs, mask) -> Call:
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    from flash_attn.cute import interface as fa4
+
+    options = {"causal": mask.is_causal, "window_size": _band(mask, None), "softcap": inputs.softcap}
+    options |= {} if inputs.sinks is None else {"learnable_sink": inputs.sinks.to(inputs.q.dtype)}
+    return _flash_call(fa4, inputs, options)
 
 
 def _flex_attention(q, k, v, mask) -> Call:
@@ -337,8 +400,8 @@ def peers_for(device: torch.device) -> dict[str, Peer]:
     else:
         peers = [
             _sdpa("cuDNN", "CUDNN_ATTENTION", _cudnn_graph),
-            Peer("FA4", _flash_attn_4, compiles=True, module="flash_attn.cute"),
-            Peer("FA3", _flash_attn_3, module="flash_attn_interface"),
+            Peer("FA4", _flash_attn_4, _flash_attn_4_more, compiles=True, module="flash_attn.cute"),
+            Peer("FA3", _flash_attn_3, _flash_attn_3_more, module="flash_attn_interface"),
             Peer("FA2", _flash_attn_2, module="flash_attn.flash_attn_interface"),
             _sdpa("SDPA flash", "FLASH_ATTENTION", _torch_flash_window),
             _sdpa("SDPA efficient", "EFFICIENT_ATTENTION"),

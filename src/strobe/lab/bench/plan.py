@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 
 import torch
 
 from strobe.lab.model.cost import Cost
 from strobe.masks import Causal, Full, Mask, Window
-from strobe.problem import AttentionProblem, Dense
+from strobe.problem import AttentionProblem, Dense, Varlen
+from strobe.scores import Score
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 
@@ -17,13 +18,21 @@ MASKS: dict[str, Mask] = {"full": Full(), "causal": Causal(), "window": Window(l
 """The masks that are measured, by name. "window" has 1024 keys: a query's own and the 1023 before it, which is
 window_size=(1023, 0) of flash-attn. Where that cuts nothing off, the problem is the causal one and is left out."""
 
+
+def mask_of(name: str) -> Mask:
+    """The mask of a name: one of `MASKS`, or "window 128", a query's own key and the 127 before it."""
+    return MASKS[name] if name in MASKS else Window(left=int(name.removeprefix("window ")) - 1, right=0)
+
+
 Dims = tuple[int, int]
 """Two head dims: that of q and k, and that of v."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One problem of a benchmark."""
+    """One problem of a benchmark. What has a default is that of a model's shape (`strobe.lab.bench.zoo`): its name, the number
+    of keys where it is not that of queries, lengths of packed sequences (then batch is their number, length the longest), a
+    softcap, and whether there are sinks."""
 
     batch: int
     length: int
@@ -34,13 +43,29 @@ class Point:
     dtype: str
     mask: str
     backward: bool
+    model: str = ""
+    length_kv: int | None = None
+    packed: tuple[int, ...] | None = None
+    softcap: float = 0.0
+    sinks: bool = False
 
     @classmethod
     def of(cls, facts: dict) -> Point:
         """The point at which an entry of a report was measured."""
-        return cls(**{field.name: facts[field.name] for field in fields(cls)})
+        known = {field.name: facts[field.name] for field in fields(cls) if field.name in facts or field.default is MISSING}
+        if known.get("packed") is not None:
+            known["packed"] = tuple(known["packed"])
+        return cls(**known)
+
+    @property
+    def facts(self) -> dict:
+        """The point in an entry of a report: what differs from its default."""
+        defaults = {field.name: field.default for field in fields(self)}
+        return {name: value for name, value in asdict(self).items() if value != defaults[name] or defaults[name] is MISSING}
 
     def __str__(self) -> str:
+        if self.model:
+            return self.model + (", backward" if self.backward else "")
         return f"{self.dtype} {self.heading} {self.mask} S={self.length}"
 
     @property
@@ -50,27 +75,71 @@ class Point:
         return f"D={dims}" + ("" if self.heads == self.heads_kv else f" heads {self.heads}/{self.heads_kv}")
 
     @property
+    def shape(self) -> str:
+        """The whole shape in words: "2 x 4096 x 77, heads 10, D=64, full" (batch, queries, keys)."""
+        lengths = f"{self.batch} x {self.length}" + (f" x {self.length_kv}" if self.length_kv else "")
+        if self.packed is not None:
+            lengths = f"{len(self.packed)} packed, {min(self.packed)} to {max(self.packed)}"
+        heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
+        dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        extras = [f"softcap {self.softcap:g}"] * bool(self.softcap) + ["sinks"] * self.sinks
+        return ", ".join([lengths, f"heads {heads}", f"D={dims}", self.mask, *extras])
+
+    @property
     def family(self) -> Point:
         """The point without its length and batch, the same for all points that differ in these alone."""
         return replace(self, batch=1, length=1)
 
+    @property
+    def kind(self) -> Point:
+        """The family; of a model's shape without the model, so that what is compiled alike is equal."""
+        if not self.model:
+            return self.family
+        packed = None if self.packed is None else (1,)
+        return replace(self.family, model="", length_kv=None, packed=packed, heads=1, heads_kv=1)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether q, k, v and a mask say all of it."""
+        return self.packed is None and not self.softcap and not self.sinks
+
     def problem(self) -> AttentionProblem:
+        sinks = torch.empty(self.heads, device="meta") if self.sinks else None
+        if self.packed is not None:
+            lengths: Dense | Varlen = Varlen(len(self.packed), sum(self.packed), sum(self.packed), self.length, self.length)
+        else:
+            lengths = Dense(self.batch, self.length, self.length_kv or self.length)
         return AttentionProblem(
-            lengths=Dense(self.batch, self.length, self.length),
+            lengths=lengths,
             heads_q=self.heads,
             heads_kv=self.heads_kv,
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
             dtype=DTYPES[self.dtype],
             scale=self.head_dim**-0.5,
-            mask=MASKS[self.mask],
+            mask=mask_of(self.mask),
+            score=Score(softcap=self.softcap, sinks=sinks).facts(),
             phase="backward" if self.backward else "forward",
         )
 
     @property
+    def costs(self) -> list[Cost]:
+        """The Cost of each packed sequence; of all together where they are not packed."""
+        if self.packed is None:
+            return [Cost(self.problem())]
+        one = replace(self, packed=None, batch=1)
+        return [Cost(replace(one, length=length).problem()) for length in self.packed]
+
+    @property
     def flops(self) -> int:
-        """FLOPs as they are usually quoted: a causal mask counts half of a full one, a window its visible pairs."""
-        return Cost(self.problem()).quoted_flops
+        """FLOPs as they are usually quoted: a causal mask counts half of a full one, a window its visible pairs; and where
+        there are more keys than queries, a causal mask its visible pairs."""
+        return sum(cost.flops if self.length_kv else cost.quoted_flops for cost in self.costs)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of all inputs."""
+        return sum(cost.bytes_read for cost in self.costs)
 
 
 @dataclass(frozen=True)
@@ -167,6 +236,8 @@ class Plan:
     """How long the sustained protocol times one contender in one round. An untimed lead of the same length goes before."""
     max_seconds: float = math.inf
     """The run stops after so many seconds, and keeps what was measured until then."""
+    even: bool = False
+    """Whether `max_seconds` are shared out evenly: all points are measured, in fewer or shorter rounds if need be."""
     backends: tuple[str, ...] = ()
     """Backends of Strobe to measure by name, beside the one that dispatch picks."""
     inputs: str = "normal"
@@ -176,11 +247,15 @@ class Plan:
 
     part: tuple[int, int] = (1, 1)
     """Which part of the points, of how many; the first holds what matters most."""
+    zoo: tuple[Point, ...] | None = None
+    """Shapes of models to measure, instead of grids, in this order."""
 
     def points(self) -> list[Point]:
         """The points of the plan's part in the order of measurement: dtype by dtype, and each by length as in `BY_WEIGHT`, so
-        that a run that is cut short has every shape and mask at the lengths that tell most."""
+        that a run that is cut short has every shape and mask at the lengths that tell most. Shapes of models keep their
+        order."""
         points = [point for grid in self._by_dtype() for point in sorted(grid, key=lambda point: _weight(point.length))]
+        points = points if self.zoo is None else list(self.zoo)
         part, parts = self.part
         return points[len(points) * (part - 1) // parts : len(points) * part // parts]
 
@@ -196,19 +271,41 @@ class Plan:
 @dataclass(frozen=True)
 class Inputs:
     """The inputs of one call: q [B, S, H, D], k [B, S, Hkv, D], v [B, S, Hkv, Dv] and dout [B, S, H, Dv], which only a backward
-    has."""
+    has. sinks: float32 [H]. packed: lengths of sequences that lie one after the other along S; B is 1 then."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     dout: torch.Tensor | None
+    sinks: torch.Tensor | None = None
+    softcap: float = 0.0
+    packed: tuple[int, ...] | None = None
 
     @classmethod
     def random(cls, point: Point, device: torch.device, generator: torch.Generator) -> Inputs:
-        def normal(heads: int, dim: int) -> torch.Tensor:
-            shape = (point.batch, point.length, heads, dim)
+        batch, length = (point.batch, point.length) if point.packed is None else (1, sum(point.packed))
+
+        def normal(heads: int, dim: int, length: int = length) -> torch.Tensor:
+            shape = (batch, length, heads, dim)
             return torch.randn(shape, device=device, dtype=torch.float32, generator=generator).to(DTYPES[point.dtype])
 
-        q, k = normal(point.heads, point.head_dim), normal(point.heads_kv, point.head_dim)
-        v = normal(point.heads_kv, point.head_dim_v)
-        return cls(q, k, v, normal(point.heads, point.head_dim_v) if point.backward else None)
+        length_kv = point.length_kv or length
+        q, k = normal(point.heads, point.head_dim), normal(point.heads_kv, point.head_dim, length_kv)
+        v = normal(point.heads_kv, point.head_dim_v, length_kv)
+        dout = normal(point.heads, point.head_dim_v) if point.backward else None
+        sinks = torch.randn(point.heads, device=device, generator=generator) if point.sinks else None
+        return cls(q, k, v, dout, sinks, point.softcap, point.packed)
+
+    def sequences(self) -> list[Inputs]:
+        """The first and the last of packed sequences, by themselves; all of it where nothing is packed."""
+        return [self] if self.packed is None else [self.sequence(at) for at in ends(self.packed)]
+
+    def sequence(self, at: slice) -> Inputs:
+        """One packed sequence by itself, whose rows `at` says."""
+        q, k, v = (x[:, at] for x in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v, dout=None if self.dout is None else self.dout[:, at], packed=None)
+
+
+def ends(packed: tuple[int, ...]) -> list[slice]:
+    """The rows of the first and of the last packed sequence."""
+    return [slice(0, packed[0]), slice(sum(packed[:-1]), sum(packed))]

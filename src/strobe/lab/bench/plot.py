@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from strobe.lab.bench.plan import Point, short
-from strobe.lab.bench.report import FLOPS_PER_CLOCK, is_hopper, timed
+from strobe.lab.bench.report import FLOPS_PER_CLOCK, closest, is_hopper, timed
 from strobe.lab.model.cost import Cost
 
 STROBE = "#D55E00"
@@ -26,6 +26,9 @@ PEERS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 help."""
 
 CEILING = "#888888"
+
+AHEAD, BEHIND = PEERS[0], STROBE
+"""The colours of points at which Strobe is ahead of all peers, and behind one; what is level is grey."""
 
 
 def save(figure: Figure, path: Path, **options) -> Path:
@@ -61,6 +64,38 @@ def draw(report: dict, path: Path) -> list[Path]:
     for dtype, target in zip(dtypes, paths, strict=True):
         _draw(report, [facts for facts in report["points"] if facts["dtype"] == dtype], target)
     return paths
+
+
+def draw_zoo(report: dict, path: Path) -> list[Path]:
+    """Writes the picture of the shapes of models, PNG or SVG: Strobe's speed over the best peer's at each point that has one,
+    with its 95 % interval; forwards as filled dots, backwards as open ones. Writes nothing where no peer has a number."""
+    shown = [(Point.of(facts), *found) for facts in report["points"] if (found := closest(facts["results"]))]
+    if not shown:
+        return []
+    figure, panel = plt.subplots(figsize=(8.5, 1.2 + 0.2 * len(shown)))
+    for place, (point, _, ratio) in enumerate(shown):
+        color = {"ahead": AHEAD, "behind": BEHIND}.get(ratio.verdict, CEILING)
+        if ratio.half is not None:
+            panel.plot([ratio.low, ratio.high], [place, place], color=color, linewidth=1.5)
+        panel.plot([ratio.value], [place], "o", color=color, markerfacecolor="white" if point.backward else color, markersize=5)
+        panel.annotate(f"{ratio.value:.2f}", (1.01, place), xycoords=("axes fraction", "data"), va="center", fontsize=7)
+    panel.axvline(1.0, color="black", linewidth=0.8)
+    panel.set_yticks(range(len(shown)), [f"{point} (over {name})" for point, name, _ in shown], fontsize=7)
+    panel.set_ylim(len(shown) - 0.5, -0.5)
+    panel.set_xscale("log", base=2)
+    panel.minorticks_off()
+    ends = [
+        end for _, _, ratio in shown for end in ((ratio.value, ratio.value) if ratio.half is None else (ratio.low, ratio.high))
+    ]
+    marks = [mark for mark in (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0) if min(ends) < mark < max(ends) or mark == 1.0]
+    panel.set_xticks(marks, [f"{mark:g}" for mark in marks], fontsize=8)
+    panel.grid(axis="x", color="#E5E5E5", linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.set_xlabel("Strobe's speed over the best peer's, 95 % intervals; open dots are backwards", fontsize=8)
+    incomplete = " (incomplete)" if report["stopped"] else ""
+    panel.set_title(f"Shapes of models, {report['device']['name']}, {report['date'][:10]}{incomplete}", fontsize=10)
+    return [save(figure, path, dpi=130, bbox_inches="tight")]
 
 
 def _draw(report: dict, entries: list[dict], path: Path) -> None:

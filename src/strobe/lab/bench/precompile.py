@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import asdict
 
 import torch
 
@@ -39,7 +38,7 @@ def warm(points: Sequence[Point], peers: Sequence[Peer], device: torch.device, o
         return {}
     families: dict[Point, list[Point]] = {}
     for point in points:
-        families.setdefault(point.family, []).append(point)
+        families.setdefault(point.kind, []).append(point)
     unusable: Unusable = {}
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         jobs = [pool.submit(_family, family, names, device) for family in families.values()]
@@ -51,7 +50,7 @@ def warm(points: Sequence[Point], peers: Sequence[Peer], device: torch.device, o
 
 def _family(points: list[Point], names: list[str], device: torch.device) -> Unusable:
     """Runs one process. If it ended early, the contender that it called last is unusable from that point of the family on."""
-    job = json.dumps({"device": str(device), "names": names, "points": [asdict(point) for point in points]})
+    job = json.dumps({"device": str(device), "names": names, "points": [point.facts for point in points]})
     command = [sys.executable, "-m", "strobe.lab.bench.precompile"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
@@ -83,7 +82,7 @@ def main() -> None:
         for number, facts in enumerate(job["points"]):
             print(f"begin\t{name}\t{number}", flush=True)
             with suppress(Exception):  # a contender that raises here raises again where that is reported
-                _once(peer, Point(**facts), device)
+                _once(peer, Point.of(facts), device)
     print("done", flush=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +17,7 @@ from strobe.lab.pages.sources import changed
 SCHEMA = 2
 
 PARTS = {"what", "date", "command", "device", "protocol", "contenders", "ceiling", "points", "stopped"}
-POINT = {field.name for field in fields(Point)} | {"results"}
+POINT = {field.name for field in fields(Point) if field.default is MISSING} | {"results"}
 """The keys that a report has (`PARTS`) and that each of its points has (`POINT`)."""
 
 
@@ -101,10 +101,10 @@ def outdated(report: dict) -> list[str]:
 
 def kernels_of(report: dict) -> list[str]:
     """The kernels that a Hopper report is about, as `strobe.lab.pages.sources` names them."""
-    if report["what"] == "backward":
-        return ["sm90 backward"]
-    fp8 = {facts["dtype"] == "fp8" for facts in report["points"]}
-    return [kernel for kernel, of_fp8 in (("sm90 forward", False), ("sm90 fp8", True)) if of_fp8 in fp8]
+    backwards = {facts["backward"] for facts in report["points"]}
+    fp8 = {facts["dtype"] == "fp8" for facts in report["points"] if not facts["backward"]}
+    kernels = [kernel for kernel, of_fp8 in (("sm90 forward", False), ("sm90 fp8", True)) if of_fp8 in fp8]
+    return kernels + ["sm90 backward"] * (True in backwards)
 
 
 FLOPS_PER_CLOCK = {"bf16": 4096, "fp16": 4096, "fp8": 8192}
@@ -148,7 +148,9 @@ def show(report: dict) -> None:
     console = Console()
     table = Table(title=f"{report['what']}, {device['name']}, TFLOP/s, median of the rounds")
     names = timed(report)
-    table.add_column("point")
+    zoo = any(facts.get("model") for facts in report["points"])
+    for title in ("point", *["shape"] * zoo):
+        table.add_column(title)
     for name in (*names, "strobe / best peer", ""):
         table.add_column(name, justify="right")
     for facts in report["points"]:
@@ -156,7 +158,8 @@ def show(report: dict) -> None:
         cells = [number(results.get(name, {}).get("tflops")) for name in names]
         compared = closest(results)
         words = ("-", "") if compared is None else (str(compared[1]), compared[1].verdict)
-        table.add_row(str(Point.of(facts)), *cells, *words, style={"behind": "red"}.get(words[1]))
+        shape = [Point.of(facts).shape] * zoo
+        table.add_row(str(Point.of(facts)), *shape, *cells, *words, style={"behind": "red"}.get(words[1]))
     console.print(table)
     if counted := verdicts(report["points"]):
         console.print(f"strobe over the best peer (95%): {counted}", markup=False, highlight=False)

@@ -90,7 +90,7 @@ def _ceilings(point: Point, arch: Arch) -> Ceilings | None:
 
 def _profiled(point: Point, backend: str | None, kernel: str | None, calls: int) -> list[Launch]:
     """The launches of one process under ncu."""
-    job = json.dumps({"point": asdict(point), "backend": backend, "calls": calls})
+    job = json.dumps({"point": point.facts, "backend": backend, "calls": calls})
     found = launches_of(["-m", "strobe.lab.counters.profiled", job], kernel)
     if not found:
         raise ValueError(f"kernel must be a part of a kernel's name in {point}, got {kernel!r}, which none has")
@@ -157,7 +157,7 @@ def report_of(subjects: Sequence[Subject], command: str, device: dict, point: Po
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
         "device": device,
-        "point": asdict(point) if point else None,
+        "point": point.facts if point else None,
         "subjects": [
             {
                 "name": subject.name,
