@@ -68,9 +68,9 @@ PASS_RELEASE = "        channel.release(position)\n"
 O_WAIT = "        tma_store_wait(K.C.o_buffers - 1)  # what was in the buffer has left\n        partition_barrier()\n"
 O_FENCE = "        fence_async_shared()\n        partition_barrier()\n        batch, head"
 
-TILE_EMPTY_WAIT = "    mbarrier.wait(K.memory.tile_empty.index(slot), ((turn // SLOTS) & 1) ^ 1)\n"
+TILE_EMPTY_WAIT = "    mbarrier.wait(K.memory.tile_empty.index(slot), ((turn // K.C.slots) & 1) ^ 1)\n"
 TILE_FULL = "    mbarrier.arrive(K.memory.tile_full.index(slot), count=1)\n"
-TILE_FULL_WAIT = "    mbarrier.wait(K.memory.tile_full.index(slot), (turn // SLOTS) & 1)\n"
+TILE_FULL_WAIT = "    mbarrier.wait(K.memory.tile_full.index(slot), (turn // K.C.slots) & 1)\n"
 TILE_READ = "    place = place_of(w, slot, K.lengths, K.memory)\n    p, note = position_and_note_of(w, slot, K.memory)\n"
 TILE_EMPTY = "    mbarrier.arrive(K.memory.tile_empty.index(slot), count=1)\n"
 NEXT_TILE = "gl.atomic_add(counter, 1) + gl.num_programs(0)"
@@ -350,13 +350,13 @@ BUGS = [
     ),
     tiles(
         "all tiles are published in one slot",
-        "slot = turn % SLOTS\n" + TILE_EMPTY_WAIT,
+        "slot = turn % K.C.slots\n" + TILE_EMPTY_WAIT,
         "slot = 0 * turn\n" + TILE_EMPTY_WAIT,
         WRONG_PHASE,
     ),
     tiles(
         "all tiles are read in one slot",
-        "slot = turn % SLOTS\n" + TILE_FULL_WAIT,
+        "slot = turn % K.C.slots\n" + TILE_FULL_WAIT,
         "slot = 0 * turn\n" + TILE_FULL_WAIT,
         WRONG_PHASE,
     ),
@@ -380,10 +380,14 @@ BUGS = [
         case=SHORT,
     ),
     kernel(
-        "one reader of a tile is enough", "make_barriers(SLOTS, C.groups)", "make_barriers(SLOTS, 1)", WRONG_PHASE, case=SHORT
+        "one reader of a tile is enough",
+        "make_barriers(C.slots, C.groups)",
+        "make_barriers(C.slots, 1)",
+        WRONG_PHASE,
+        case=SHORT,
     ),
-    kernel("a tile is known after two arrivals", "make_barriers(SLOTS, 1)", "make_barriers(SLOTS, 2)", (Deadlock,)),
-    kernel("a tile goes where the next one belongs", "(turn - 1) % SLOTS", "turn % SLOTS", LOST),
+    kernel("a tile is known after two arrivals", "make_barriers(C.slots, 1)", "make_barriers(C.slots, 2)", (Deadlock,)),
+    kernel("a tile goes where the next one belongs", "(turn - 1) % K.C.slots", "turn % K.C.slots", LOST),
     kernel("the counter of tiles is not set back", "        gl.atomic_xchg(K.counters, 0)\n", "", (), launches=2),
     kernel("the counter of CTAs is not set back", "        gl.atomic_xchg(K.counters + 1, 0)\n", "", (), launches=3),
     kernel("the first CTA to end sets the counters back", "gl.num_programs(0) - 1:", "0:", (DoubleWrite,), ctas=2),

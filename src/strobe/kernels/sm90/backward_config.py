@@ -62,7 +62,7 @@ class Config(Chunks):
     def share_columns(self) -> tuple[int, ...]:
         """Columns of dQ that a group computes at a time: of 64 rows a part of them, or, of 128 rows, all for half of the rows.
         A third share is computed by the groups in turn."""
-        return {96: (64, 32), 192: (64, 64, 64)}.get(self.head_dim, (64, 64))
+        return {80: (64, 16), 96: (64, 32), 160: (64, 64, 32), 192: (64, 64, 64)}.get(self.head_dim, (64, 64))
 
     @property
     def products_dp(self) -> int:
@@ -164,13 +164,13 @@ def choose(problem: AttentionProblem) -> Config | SplitConfig:
     2868 / 2759, 1572 / 1477, 873 / 864, 5431 / 4971, 128 2418 / 2349, 1339 / 1277, 764 / 724, 4739 / 4417; 96, with 96 columns
     of K held, 2663 / 2713, 1427 / 1449, 801 / 799, 5030 / 5068."""
     head_dim, head_dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    if head_dim > 192 or head_dim_v > 128 or problem.deterministic:
+    if head_dim > 192 or head_dim_v > (160 if head_dim == 160 else 128) or problem.deterministic:
         return SplitConfig(head_dim, head_dim_v)
     simple = not (problem.score.changed or problem.dropout)
     if head_dim == head_dim_v == 64 and simple:
         return Config(64, 64, 128, turns=True, folded=problem.scale >= LEAST_SCALE)
     head_dim = max(96, head_dim)  # the groups share dQ's columns: 64 each, or a chunk each
-    if head_dim == 192 or not simple:
+    if head_dim > 128 or not simple:
         return Config(head_dim, head_dim_v, 64, turns=False)
     folded = head_dim == 128 and problem.scale >= LEAST_SCALE
     return Config(head_dim, head_dim_v, 64, True, *_held(problem, head_dim, head_dim_v), folded)

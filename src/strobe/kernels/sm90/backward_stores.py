@@ -81,14 +81,20 @@ def leave(w: gl.constexpr, K, dk, dv, work):
 @gluon.jit
 def leave_rounded(w: gl.constexpr, K, dk, dv, work):
     """dK and dV in the inputs' type, of which the place of dQ holds 128 columns."""
-    copy_out(w, K, dv, 0, 1.0, K.outputs.dv, work)
+    leave_chunks(w, K, dv, 1.0, K.outputs.dv, work)
     tma_store_wait(0)
-    if K.C.head_dim <= 128:
-        copy_out(w, K, dk, 0, K.outputs.scale, K.outputs.dk, work)
-    else:  # more than the buffer holds
-        copy_out(w, K, (dk[0],), 0, K.outputs.scale, K.outputs.dk, work)
+    leave_chunks(w, K, dk, K.outputs.scale, K.outputs.dk, work)
+
+
+@gluon.jit
+def leave_chunks(w: gl.constexpr, K, x, scale, descriptors, work):
+    """dK or dV, all at once if the place of dQ holds all, else a chunk after the other."""
+    if x[0].shape[1] < 128 or len(x) == 1:
+        copy_out(w, K, x, 0, scale, descriptors, work)
+    else:
+        copy_out(w, K, (x[0],), 0, scale, descriptors, work)
         tma_store_wait(0)
-        copy_out(w, K, (dk[1],), K.C.wide, K.outputs.scale, (K.outputs.dk[1],), work)
+        copy_out(w, K, (x[1],), x[0].shape[1], scale, (descriptors[1],), work)
 
 
 @gluon.jit

@@ -30,12 +30,12 @@ _SCRATCH = 1024
 """Shared memory that the compiler adds: for the hand-over to the warp roles, for sums across warps."""
 
 _BARRIER, _TILE_FIELDS = 8, 13
-_CHUNKS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}
+_CHUNKS = {64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0), 160: (128, 32), 192: (128, 64), 256: (256, 0)}
 
 
 def padded(head_dim: int) -> int:
     """The head dim that the kernel computes with, for one up to 256: columns beyond the given ones are 0 (TMA fills them)."""
-    return next(dim for dim in _CHUNKS if dim >= head_dim)
+    return next(dim for dim in _CHUNKS if dim >= head_dim and dim != 80)
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,8 @@ class Config(Chunks):
     o_buffers: int = 1
     optimistic: bool = True
     partial: bool = False
+    slots: int = 2
+    static: bool = False
 
     @property
     def o_columns(self) -> int:
@@ -118,17 +120,23 @@ class Config(Chunks):
     @property
     def consumer_registers(self) -> int:
         """Registers a thread that a consumer sets for itself (setmaxnreg): what 65536 leave beside the producer's."""
-        return 240 if self.groups == 2 else 160
+        return 240 if self.groups <= 2 else 160
 
     @property
     def producer_registers(self) -> int:
         return 24
 
+    @property
+    def launch_registers(self) -> int | None:
+        """Registers a thread that a launch asks for; None: what the compiler makes of 65536. One group would be given more than
+        a thread can have; of 128 a thread, which two CTAs may have at a time, the consumer takes 232."""
+        return 128 if self.groups == 1 else None
+
     def smem_map(self) -> list[Buffer]:
         """The buffers of a CTA: Q, the two rings and O, in 2-byte elements (a partial O: 4 bytes); 4 bytes for each number of a
         tile, 8 a barrier."""
         q_buffers = self.q_stages * self.groups
-        barriers = 2 * q_buffers + 4 * self.num_stages + 4
+        barriers = 2 * q_buffers + 4 * self.num_stages + 2 * self.slots
         buffers = {
             "sQ": (q_buffers, ROWS_PER_GROUP, self.head_dim),
             "sK": (self.num_stages, self.tile_kv, self.head_dim),
@@ -138,7 +146,7 @@ class Config(Chunks):
         sizes = {"sO": 4 if self.partial else 2}
         return [
             *(Buffer(name, shape, sizes.get(name, 2) * math.prod(shape)) for name, shape in buffers.items()),
-            Buffer("tiles", (2, _TILE_FIELDS), 4 * 2 * _TILE_FIELDS),
+            Buffer("tiles", (self.slots, _TILE_FIELDS), 4 * self.slots * _TILE_FIELDS),
             Buffer("barriers", (barriers,), _BARRIER * barriers),
         ]
 

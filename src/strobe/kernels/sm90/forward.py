@@ -9,7 +9,7 @@ The grid is persistent: a CTA takes tiles of `tile_q` query rows of one head, on
     shared memory     shape                                  filled by    read by
     q                 [q_stages * groups, 64, head_dim]      producer     group w its own 64 rows
     k, v (Channel)    [num_stages, tile_kv, head_dim]        producer     all groups
-    tiles             [2, fields]                            producer     all groups: where the tile is, its key blocks
+    tiles             [slots, fields]                            producer     all groups: where the tile is, its key blocks
     o                 [o_buffers * groups, 64, o_columns]    consumers    the TMA, which writes it to global memory
 
     barrier              arrivals             says
@@ -78,7 +78,6 @@ from strobe.kernels.sm90.scores import (
 )
 from strobe.kernels.sm90.tile_queue import (
     FIELDS,
-    SLOTS,
     fetch,
     first_block,
     later_block,
@@ -131,11 +130,11 @@ def make_memory(dtype: gl.constexpr, o_dtype: gl.constexpr, C: gl.constexpr):
     return Memory(
         make_chunks(dtype, Q_BUFFERS, ROWS, C.wide, C.narrow),
         make_chunks(o_dtype, O_BUFFERS, ROWS, C.o_columns, 0)[0],
-        gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+        gl.allocate_shared_memory(gl.int32, [C.slots * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
         make_barriers(Q_BUFFERS, 1),
         make_barriers(Q_BUFFERS, 1),
-        make_barriers(SLOTS, 1),
-        make_barriers(SLOTS, C.groups),
+        make_barriers(C.slots, 1),
+        make_barriers(C.slots, C.groups),
     )
 
 
@@ -196,15 +195,16 @@ def producer(K):
         n_kv = work.n_kv
         start_kv = work.start_kv
         batch = work.batch
-        tile, work = with_keys(K, next_tile(K.counters))
+        tile, work = with_keys(K, next_tile(K, tile))
         publish(K, turn, tile, work)
         copy_in(v_desc, K.v.block(g), K.v.acquire(g), start_kv, n_kv, batch, kv_head, i * K.C.tile_kv)
         stamp(K.trace, GROUPS, "v_issued", g)
         g += 1
-    # The last CTA to end leaves the counters as it found them, for the next launch.
-    if gl.atomic_add(K.counters + 1, 1) == gl.num_programs(0) - 1:
-        gl.atomic_xchg(K.counters, 0)
-        gl.atomic_xchg(K.counters + 1, 0)
+    if not K.C.static:
+        # The last CTA to end leaves the counters as it found them, for the next launch.
+        if gl.atomic_add(K.counters + 1, 1) == gl.num_programs(0) - 1:
+            gl.atomic_xchg(K.counters, 0)
+            gl.atomic_xchg(K.counters + 1, 0)
 
 
 # ---- consumer
@@ -456,7 +456,7 @@ def consume(w: gl.constexpr, K, tile):
         if K.MASKED:
             pass_over(K.v, before + 1, g)
         stamp(K.trace, w, "epilogue", 0)
-        epilogue(w, K, acc, old_state, (turn - 1) % SLOTS)
+        epilogue(w, K, acc, old_state, (turn - 1) % K.C.slots)
         if K.C.q_stages == 1:
             s = first_scores(w, K, turn, g, tile)
         if LATE:
@@ -589,7 +589,9 @@ def forward_kernel(
     score = score_of(terms, (slope_batch, slope_head), (bias_batch, bias_head, bias_row, bias_key), sink_stride,
                      (document_q_batch, document_q_row, document_kv_batch, document_kv_row), threshold)  # fmt: skip
     K = Kernel(inputs, outputs, counters, lengths, heads, score, memory, k, v, trace, MASKED, C)
-    if C.groups == 2:
+    if C.groups == 1:
+        gl.warp_specialize([(consumer, (0, K)), (producer, (K,))], [1], [C.producer_registers])
+    elif C.groups == 2:
         gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (producer, (K,))],
                            [4, 1], [C.consumer_registers, C.producer_registers])  # fmt: skip
     else:

@@ -46,7 +46,6 @@ from strobe.kernels.sm90.forward import Memory, Outputs, copy_out, lane_sums, ls
 from strobe.kernels.sm90.layouts import ROWS
 from strobe.kernels.sm90.scores import Score, apply_mask, is_whole, plain_score
 from strobe.kernels.sm90.tile_queue import (
-    SLOTS,
     fetch,
     first_block,
     later_block,
@@ -207,7 +206,7 @@ def producer(K):
             i = next
         # The next tile is asked for as late as may be, or the CTAs would not end together.
         turn += 1
-        tile, work = with_keys(K, next_tile(K.counters))
+        tile, work = with_keys(K, next_tile(K, tile))
         publish(K, turn, tile, work)
         copy_v(K, g, first, i, kv_head)
         g += 1
@@ -348,7 +347,7 @@ def descaled(x, descale, index):
 @gluon.jit
 def tile_scale(w: gl.constexpr, K, turn):
     """(the scale of a tile's scores, but for k's descale; batch and key head in one number)."""
-    batch, head, row, _n_q, _n_kv, _start = place_of(w, turn % SLOTS, K.lengths, K.memory)
+    batch, head, row, _n_q, _n_kv, _start = place_of(w, turn % K.C.slots, K.lengths, K.memory)
     kv_head = batch * (K.heads.heads // K.heads.group) + head // K.heads.group
     if K.descales.q_blocks is None:
         scale = descaled(K.score.inner, K.descales.q, kv_head)
@@ -499,7 +498,7 @@ def consume(w: gl.constexpr, K, tile):
         K.v.release(before)
         if K.MASKED:
             pass_over(K.v, before + 1, g)
-        epilogue(w, K, acc, rounded_sum, old_state, (turn - 1) % SLOTS, o_scale)
+        epilogue(w, K, acc, rounded_sum, old_state, (turn - 1) % K.C.slots, o_scale)
         acc = no_output(K.C)
         rounded_sum = gl.zeros_like(rounded_sum)
     tma_store_wait(0)

@@ -6,9 +6,6 @@ from strobe.kernels.gluon import aggregate, gl, gluon, mbarrier
 from strobe.kernels.sm90.layouts import ROWS, rows_of, scalar_layout
 from strobe.kernels.sm90.scores import documents_of_rows, slope_of
 
-SLOTS = gl.constexpr(2)
-"""Tiles that are known at a time: one is worked on, one is next."""
-
 FIELDS = gl.constexpr(13)
 GO, BATCH, HEAD, ROW, P, NOTE, N_Q, N_KV, START_Q, BEGIN, END, FULL_BEGIN, FULL_END = (gl.constexpr(i) for i in range(13))
 """P: the position of the tile's first row among the keys. NOTE: where the note of its first rows is. Both follow from the
@@ -83,8 +80,13 @@ def later_block(j, begin, lead):
 
 
 @gluon.jit
-def next_tile(counter):
-    return gl.atomic_add(counter, 1) + gl.num_programs(0)
+def next_tile(K, tile):
+    """The tile that this CTA takes after this one: the next that nobody has taken, or, if tiles are static, the next of its
+    own."""
+    if K.C.static:
+        return tile + gl.num_programs(0)
+    else:
+        return gl.atomic_add(K.counters, 1) + gl.num_programs(0)
 
 
 @gluon.jit
@@ -92,7 +94,7 @@ def with_keys(K, tile):
     """The first tile from this one on that sees any key, and its Work. (The others never run.)"""
     work = locate(gl.minimum(tile, K.heads.tiles - 1), K.lengths, K.heads, K.C, EMPTY=True)
     while (tile < K.heads.tiles) & (work.blocks() <= 0):
-        tile = next_tile(K.counters)
+        tile = next_tile(K, tile)
         work = locate(gl.minimum(tile, K.heads.tiles - 1), K.lengths, K.heads, K.C, EMPTY=True)
     return tile, work
 
@@ -101,8 +103,8 @@ def with_keys(K, tile):
 def publish(K, turn, tile, work):
     """The turn-th tile of this CTA, to the consumers."""
     tiles = K.memory.tiles
-    slot = turn % SLOTS
-    mbarrier.wait(K.memory.tile_empty.index(slot), ((turn // SLOTS) & 1) ^ 1)
+    slot = turn % K.C.slots
+    mbarrier.wait(K.memory.tile_empty.index(slot), ((turn // K.C.slots) & 1) ^ 1)
     put(tiles, slot, GO, (tile < K.heads.tiles).to(gl.int32))
     put(tiles, slot, BATCH, work.batch)
     put(tiles, slot, HEAD, work.head)
@@ -146,8 +148,8 @@ def lengths_of(slot, lengths, memory):
 def fetch(w: gl.constexpr, K, turn):
     """The turn-th tile of this CTA, as group w sees it. It stays known until the group arrives at `tile_empty`."""
     tiles = K.memory.tiles
-    slot = turn % SLOTS
-    mbarrier.wait(K.memory.tile_full.index(slot), (turn // SLOTS) & 1)
+    slot = turn % K.C.slots
+    mbarrier.wait(K.memory.tile_full.index(slot), (turn // K.C.slots) & 1)
     begin = get(tiles, slot, BEGIN)
     end = get(tiles, slot, END)
     full_begin = get(tiles, slot, FULL_BEGIN)
