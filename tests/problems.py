@@ -17,7 +17,7 @@ import strobe
 from strobe.call import prepared_calls
 from strobe.lab.fuzz.right import SEED, Results, Tensors, formula, upstream
 from strobe.lab.fuzz.right import describe as describe
-from strobe.masks import Mask
+from strobe.masks import Blocks, Mask
 from strobe.scores import Score
 
 
@@ -25,7 +25,8 @@ from strobe.scores import Score
 class Case:
     """A problem in words; `tensors` makes its inputs. mask: "full", "causal", "window", "ahead" (a window that ends far beyond
     the diagonal), "prefix", "documents", "all", "hashes" (documents with numbers of 64 bits), "function", "functions" (two of
-    them, and a window)."""
+    them, and a window), "blocks" (of 32 rows and 48 keys), "blocks by head" (of 16 and 64, by batch entry and head, and a
+    function and a window)."""
 
     n_q: int
     n_kv: int
@@ -118,6 +119,15 @@ CASES = (
     Case(70, 90, dropout=0.5, packed=True, batch=4, mask="causal"),
     Case(80, 110, dropout=0.1, heads_q=4, softcap=4.0, bias=True, sinks=True, function=True, seqused=True, batch=3, mask="all"),
 )  # fmt: skip
+
+
+BLOCK_CASES = (
+    Case(60, 100, mask="blocks"),
+    Case(100, 60, mask="blocks", heads_q=4, head_dim=64, sinks=True),  # some rows see nothing but their sink
+    Case(40, 100, mask="blocks by head", heads_q=4, heads_kv=1, batch=2),
+    Case(30, 70, mask="blocks by head", heads_q=2, softcap=4.0, alibi=True, bias=True, function=True, dropout=0.1),
+)
+"""Those of masks with blocks, which the portable kernels and `tiled` take, and no other backend."""
 
 
 def tensors(case: Case, dtype=torch.float32, device="cpu", seed: int = 0) -> Tensors:
@@ -224,6 +234,11 @@ def _mask(case: Case, random: torch.Generator, device) -> Mask:
         return documents
     if case.mask == "all":
         return strobe.Window(90, 20) & strobe.Prefix(30) & documents
+    if case.mask == "blocks":
+        return _blocks(case, (1, 1), (32, 48), random, device)
+    if case.mask == "blocks by head":
+        by_head = _blocks(case, (case.batch, case.heads_q), (16, 64), random, device)
+        return by_head & strobe.Visible(_mask_function) & strobe.Window(90, 60)
     masks = {
         "full": strobe.Full(),
         "causal": strobe.Causal(),
@@ -234,6 +249,15 @@ def _mask(case: Case, random: torch.Generator, device) -> Mask:
         "functions": strobe.Visible(_mask_function) & strobe.Visible(_other_mask_function) & strobe.Window(90, 60),
     }
     return masks[case.mask]
+
+
+def _blocks(case: Case, leading: tuple[int, int], size: tuple[int, int], random: torch.Generator, device) -> Mask:
+    """Of the blocks a third is hidden, a third seen whole."""
+    number = -(-case.n_q // size[0]), -(-case.n_kv // size[1])
+    kinds = torch.randint(0, 6, (*leading, *number), generator=random, dtype=torch.int32)
+    kinds = torch.where(kinds > 3, kinds - 4, kinds)
+    pairs = torch.randint(0, 2, (2, *size), generator=random, dtype=torch.uint8)
+    return Mask(blocks=Blocks(kinds.to(device), pairs.to(device)))
 
 
 def run(t: Tensors, backend: str | None) -> Results:

@@ -14,7 +14,7 @@ from strobe.call.options import Options
 from strobe.checks import check_tensor
 from strobe.dropout import check_probability
 from strobe.functions import Function
-from strobe.masks import Mask
+from strobe.masks import Blocks, Mask
 from strobe.scores import SCORE_TENSORS, Score
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -53,6 +53,7 @@ def checked_options(
     elif max_seqlen_q is not None or max_seqlen_kv is not None:
         raise ValueError("max_seqlen_q and max_seqlen_kv go with cu_seqlens; for dense q, k, v leave them None")
     documents = _check_documents(mask, q, k, packed)
+    blocks = _check_blocks(mask, q, k, packed or seqused_q is not None or seqused_kv is not None)
     batch = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
     _check_seqused("seqused_q", seqused_q, batch, q)
     _check_seqused("seqused_k", seqused_kv, batch, q)
@@ -75,6 +76,8 @@ def checked_options(
         prefix=mask.prefix,
         document_q=documents.q if documents else None,
         document_kv=documents.kv if documents else None,
+        block_kinds=blocks.kinds if blocks else None,
+        block_pairs=blocks.pairs if blocks else None,
         mask_function=_key(mask.function),
         softcap=score.softcap,
         **dict(zip(SCORE_TENSORS, score.tensors, strict=True)),
@@ -166,6 +169,25 @@ def _check_documents(mask: Mask, q, k, packed: bool):
         if ids.device != q.device:
             raise ValueError(f"mask: Document's {name} must be on q's device {q.device}, got {ids.device}")
     return documents
+
+
+def _check_blocks(mask: Mask, q, k, of_parts: bool) -> Blocks | None:
+    blocks = mask.blocks
+    if not isinstance(blocks, Blocks):
+        return None
+    if of_parts:
+        raise ValueError("mask: blocks go with dense q, k, v that are used whole, got packed sequences or used lengths")
+    rows, keys = blocks.facts()
+    if rows % 16 or keys % 16 or not rows or not keys:
+        raise ValueError(f"mask: blocks must have multiples of 16 rows and keys, got {rows} and {keys}")
+    whole = (q.shape[0], q.shape[2], -(-q.shape[1] // rows), -(-k.shape[1] // keys))
+    fits = len(blocks.kinds.shape) == 4 and all(n == of for n, of in zip(blocks.kinds.shape[2:], whole[2:], strict=True))
+    if not fits or any(n not in (1, of) for n, of in zip(blocks.kinds.shape[:2], whole[:2], strict=True)):
+        raise ValueError(f"mask: kinds of blocks must have shape {list(whole)}, got {list(blocks.kinds.shape)}")
+    for name, x, dtype in (("kinds", blocks.kinds, torch.int32), ("pairs", blocks.pairs, torch.uint8)):
+        if x.dtype != dtype or x.device != q.device or not x.is_contiguous():
+            raise ValueError(f"mask: {name} of blocks must be contiguous {dtype} on {q.device}, got {x.dtype} on {x.device}")
+    return blocks
 
 
 def _check_seqused(name: str, used: torch.Tensor | None, batch: int, q) -> None:

@@ -1,7 +1,8 @@
 """Masks: which keys a query may see.
 
-Every mask here is one conjunction in normal form, a band around the diagonal, a bidirectional prefix, document numbers and
-a function, so that `Causal() & Window(left=1024) & Document(ids)` is again a `Mask` and a kernel has one thing to read.
+Every mask here is one conjunction in normal form, a band around the diagonal, a bidirectional prefix, document numbers, a
+function and blocks, so that `Causal() & Window(left=1024) & Document(ids)` is again a `Mask` and a kernel has one thing to
+read.
 
 Positions. Query row i of a sequence with n_q queries and n_kv keys stands at position p = i + n_kv - n_q among the
 keys: the last query stands on the last key ("bottom-right" alignment). In these terms key j is visible to row p if
@@ -9,6 +10,7 @@ keys: the last query stands on the last key ("bottom-right" alignment). In these
     p - left <= j <= p + right        (a bound that is None does not apply)
     j <= p  or  j < prefix            (where a prefix is given)
     document_q[i] == document_kv[j]   (where documents are given)
+    the block of (b, h, i, j) says so (where blocks are given)
     f(b, h, i, j)                     (where a function is given)
 
 The five functions below are plain arithmetic on purpose. The host calls them with integers or torch tensors, and the
@@ -21,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
@@ -129,15 +132,65 @@ SOME_DOCUMENTS = Documents(None, None)  # type: ignore[arg-type]
 """What a mask holds that is a fact of a problem: that there are documents, and not which."""
 
 
+class BlockFacts(NamedTuple):
+    """What is known of `Blocks` without their tensors: the rows and the keys of a block."""
+
+    rows: int
+    keys: int
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Which pairs are seen, by blocks of rows and keys, each of a multiple of 16.
+
+    kinds: int32 [batch or 1, heads_q or 1, blocks of rows, blocks of keys], contiguous: 0 where no pair of a block is seen, 1
+        where all are, n + 2 where pairs[n] says which.
+    pairs: uint8 [n, rows, keys], contiguous, 1 where a pair is seen; at least one block, whether or not a kind names it.
+    """
+
+    kinds: torch.Tensor
+    pairs: torch.Tensor
+
+    def __eq__(self, other) -> bool:
+        """Whether two hold the same numbers. Of tensors that are not the same ones it waits for a GPU."""
+        if not isinstance(other, Blocks):
+            return NotImplemented
+        return self is other or (same_tensor(self.kinds, other.kinds) and same_tensor(self.pairs, other.pairs))
+
+    def __hash__(self) -> int:
+        return hash((self.kinds.shape, self.pairs.shape))
+
+    def facts(self) -> BlockFacts:
+        """The blocks without their tensors."""
+        return BlockFacts(*self.pairs.shape[1:])
+
+    def seen(self, i: torch.Tensor, j: torch.Tensor, batches: range, heads: range) -> torch.Tensor:
+        """bool [batch or 1, heads or 1, rows, keys], for rows i [rows, 1] and keys j [1, keys]."""
+        rows, keys = self.facts()
+        kinds = self.kinds if self.kinds.shape[0] == 1 else self.kinds[batches.start : batches.stop]
+        kinds = kinds if kinds.shape[1] == 1 else kinds[:, heads.start : heads.stop]
+        kinds = kinds[:, :, i // rows, j // keys]
+        return (kinds == 1) | ((kinds > 1) & self.pairs[(kinds - 2).clamp(min=0), i % rows, j % keys].bool())
+
+    def hide(self, row_first: int, row_last: int, key_first: int, key_last: int) -> bool:
+        """Whether no batch entry and head sees a pair of these rows and keys (bounds inclusive). It waits for a GPU."""
+        rows, keys = self.facts()
+        within = self.kinds[:, :, row_first // rows : row_last // rows + 1, key_first // keys : key_last // keys + 1]
+        return not bool(within.any())
+
+
 @dataclass(frozen=True)
 class Mask:
-    """A conjunction of a band (left, right), a prefix, documents and a function; `&` gives the conjunction of two masks."""
+    """A conjunction of a band (left, right), a prefix, documents, a function and blocks; `&` gives the conjunction of two
+    masks."""
 
     left: int | None = None
     right: int | None = None
     prefix: int | None = None
     documents: Documents | None = None
     function: Function | None = None
+    blocks: Blocks | BlockFacts | None = None
+    """Blocks of pairs; a problem keeps their facts alone."""
 
     def __post_init__(self):
         for name in ("left", "right", "prefix"):
@@ -155,6 +208,8 @@ class Mask:
             return NotImplemented
         if self.documents is not None and other.documents is not None and self.documents is not other.documents:
             raise ValueError("mask: a conjunction can hold one Document mask, got two; combine their numbers into one")
+        if self.blocks is not None and other.blocks is not None and self.blocks is not other.blocks:
+            raise ValueError("mask: a conjunction can hold the blocks of one mask, got two")
         return Mask(
             left=_least(self.left, other.left),
             right=_least(self.right, other.right),
@@ -163,6 +218,7 @@ class Mask:
             function=both(self.function, other.function)
             if self.function and other.function
             else self.function or other.function,
+            blocks=self.blocks if self.blocks is not None else other.blocks,
         )
 
     def __str__(self) -> str:
@@ -177,6 +233,9 @@ class Mask:
             parts.append("documents")
         if self.function is not None:
             parts.append(f"function {self.function}")
+        if self.blocks is not None:
+            rows, keys = self.blocks.facts() if isinstance(self.blocks, Blocks) else self.blocks
+            parts.append(f"blocks of {rows} x {keys}")
         return " & ".join(parts) or "full"
 
     @property
@@ -198,7 +257,7 @@ class Mask:
     @property
     def by_pair(self) -> bool:
         """Whether pairs are compared one by one, so that no tile is known to be seen whole."""
-        return self.documents is not None or self.function is not None
+        return self.documents is not None or self.function is not None or self.blocks is not None
 
     def of_batch(self, number: int) -> Mask:
         """The mask of one batch entry, whose documents have a batch of 1; its function is not told the number."""
@@ -209,7 +268,7 @@ class Mask:
 
     def dense(self, n_q: int, n_kv: int, batch: int = 1, heads: int = 1, device=None) -> torch.Tensor:
         """The specification: bool, True where visible; [n_q, n_kv], or [batch, n_q, n_kv] if there are documents (which know
-        the batch), or [batch, heads, n_q, n_kv] if there is a function."""
+        the batch), or [batch, heads, n_q, n_kv] if there is a function, or are blocks."""
         i = torch.arange(n_q, device=device)[:, None]
         j = torch.arange(n_kv, device=device)[None, :]
         return self.tile(i, j, n_q, n_kv, range(batch), range(heads))
@@ -226,6 +285,9 @@ class Mask:
             row, key = numbered or (i, j)
             seen = seen & (self.documents.q[:, row[:, 0], None] == self.documents.kv[:, None, key[0]])
             batches = range(batches.start, batches.start + seen.shape[0])
+        if isinstance(self.blocks, Blocks):
+            seen = (seen[:, None] if seen.dim() == 3 else seen) & self.blocks.seen(i, j, batches, heads)
+            seen = seen.expand(len(batches), len(heads), i.shape[0], j.shape[1])
         if self.function is not None:
             batch = torch.arange(batches.start, batches.stop, device=i.device)[:, None, None, None]
             head = torch.arange(heads.start, heads.stop, device=i.device)[:, None, None]
@@ -234,13 +296,14 @@ class Mask:
         return seen
 
     def kv_range(self, row_first: int, row_last: int, n_q: int, n_kv: int) -> tuple[int, int]:
-        """[begin, end) of the keys that some row of row_first..row_last may see; documents and functions are not looked at."""
+        """[begin, end) of the keys that some row of row_first..row_last may see; documents, functions and blocks are not looked
+        at."""
         shift = n_kv - n_q
         begin, end = kv_range(row_first + shift, row_last + shift, n_kv, *self.band)
         return begin, max(begin, end)
 
     def tile_class(self, row_first: int, row_last: int, key_first: int, key_last: int, n_q: int, n_kv: int) -> TileClass:
-        """The class of the tile rows x keys (bounds inclusive); with documents or a function never FULL."""
+        """The class of the tile rows x keys (bounds inclusive); with documents, a function or blocks never FULL."""
         begin, end = self.kv_range(row_first, row_last, n_q, n_kv)
         if key_last < begin or key_first >= end:
             return TileClass.EMPTY
@@ -253,7 +316,7 @@ class Mask:
     def count(self, n_q: int, n_kv: int, batch: int = 1, heads: int = 1) -> int:
         """How many (row, key) pairs are visible, for FLOPs; where that differs, the mean over batch and heads, rounded.
 
-        With documents, over their batch; with a function, over `batch` and `heads`."""
+        With documents, over their batch; with a function or blocks, over `batch` and `heads`."""
         if self.by_pair:
             return round(self._count_pairs(n_q, n_kv, range(batch), range(heads)))
         p = torch.arange(n_kv - n_q, n_kv)
@@ -268,6 +331,7 @@ class Mask:
     def _count_pairs(self, n_q: int, n_kv: int, batches: range, heads: range) -> float:
         """`count`, by looking at every pair, some rows at a time."""
         device = None if self.documents is None else self.documents.q.device
+        device = self.blocks.kinds.device if isinstance(self.blocks, Blocks) else device
         j, total = torch.arange(n_kv, device=device)[None, :], 0.0
         for i in torch.arange(n_q, device=device).split(1024):
             seen = self.tile(i[:, None], j, n_q, n_kv, batches, heads)

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from strobe.masks import SOME_DOCUMENTS, Documents, Mask
+from strobe.masks import SOME_DOCUMENTS, Blocks, Documents, Mask
 from strobe.scores import SCORE_TENSORS, Score, ScoreFacts
 
 Phase = Literal["forward", "backward"]
@@ -62,7 +62,7 @@ Lengths = Dense | Varlen
 class AttentionProblem:
     """out = softmax(score(scale * q k^T), mask) v, for heads_q query heads that share heads_kv key heads (GQA).
 
-    Of a mask with documents, and of a `Score`, it keeps the facts alone (`SOME_DOCUMENTS`, `ScoreFacts`)."""
+    Of a mask with documents or blocks, and of a `Score`, it keeps the facts alone (`SOME_DOCUMENTS`, `ScoreFacts`)."""
 
     lengths: Lengths
     heads_q: int
@@ -95,6 +95,8 @@ class AttentionProblem:
             object.__setattr__(self, "score", self.score.facts())
         if self.mask.documents is not None:
             object.__setattr__(self, "mask", replace(self.mask, documents=SOME_DOCUMENTS))
+        if isinstance(self.mask.blocks, Blocks):
+            object.__setattr__(self, "mask", replace(self.mask, blocks=self.mask.blocks.facts()))
 
     @property
     def group(self) -> int:
@@ -174,6 +176,8 @@ class Operands(NamedTuple):
     seqused_kv: torch.Tensor | None = None
     document_q: torch.Tensor | None = None
     document_kv: torch.Tensor | None = None
+    block_kinds: torch.Tensor | None = None
+    block_pairs: torch.Tensor | None = None
     alibi: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
@@ -206,6 +210,8 @@ def with_tensors(problem: AttentionProblem, operands: Operands) -> tuple[Mask, S
     mask, score = problem.mask, problem.score
     if operands.document_q is not None and operands.document_kv is not None:
         mask = replace(mask, documents=Documents(operands.document_q, operands.document_kv))
+    if operands.block_kinds is not None and operands.block_pairs is not None:
+        mask = replace(mask, blocks=Blocks(operands.block_kinds, operands.block_pairs))
     tensors = {name: getattr(operands, name) for name in SCORE_TENSORS}
     return mask, Score(score.softcap, function=score.function, function_gradient=score.function_gradient, **tensors)
 

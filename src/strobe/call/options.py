@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from strobe.functions import known
-from strobe.masks import SOME_DOCUMENTS, Mask
+from strobe.masks import SOME_DOCUMENTS, BlockFacts, Mask
 from strobe.problem import (
     LEARNED,
     OPTIONAL,
@@ -39,6 +39,8 @@ class Options:
     prefix: int | None = None
     document_q: torch.Tensor | None = None
     document_kv: torch.Tensor | None = None
+    block_kinds: torch.Tensor | None = None
+    block_pairs: torch.Tensor | None = None
     mask_function: str | None = None
     """The key of a `strobe.functions.Function`; score_function and score_gradient are such keys, too."""
     softcap: float = 0.0
@@ -103,6 +105,7 @@ def describe(operands: Operands, options: Options, phase: Phase = "forward", lea
             options.prefix,
             SOME_DOCUMENTS if operands.document_q is not None else None,
             known(options.mask_function),
+            None if operands.block_pairs is None else BlockFacts(*operands.block_pairs.shape[1:]),
         ),
         score=ScoreFacts(
             options.softcap,

@@ -59,6 +59,7 @@ _PLAIN = (torch.Tensor, Parameter)
 _NONE = (None,) * len(OPTIONAL)
 _NO_CHANGES = (None,) * len(SCORE_TENSORS)
 _NO_DESCALES = (None, None, None)
+_NO_BLOCKS = (None, None)
 
 
 def forget() -> None:
@@ -89,6 +90,8 @@ def attention(
     if mask is not None:
         if not isinstance(mask, Mask):
             return None
+        if mask.blocks is not None:  # rare, and made of tensors: the operator keeps what it prepares of these
+            return None
         rules = (mask.left, mask.right, mask.prefix, mask.function)
     if score is not None:
         if not isinstance(score, Score):
@@ -110,7 +113,7 @@ def attention(
     ):  # fmt: skip
         documents = (None, None) if of_mask is None else (of_mask.q, of_mask.kv)
         changes = _NO_CHANGES if score is None else score.tensors
-        optional = (cu_q, cu_kv, used_q, used_kv, *documents, *changes, *descales, None)
+        optional = (cu_q, cu_kv, used_q, used_kv, *documents, *_NO_BLOCKS, *changes, *descales, None)
         likenesses = tuple([None if x is None else likeness(x) for x in optional])
         if False in likenesses:
             return None

@@ -37,7 +37,7 @@ import torch
 
 from strobe.device import Arch
 from strobe.dropout import kept
-from strobe.masks import TileClass
+from strobe.masks import BlockFacts, Blocks, TileClass
 from strobe.problem import AttentionProblem, Gradients, Operands, Tangents, Upstream, lse_shape, without_gradient
 from strobe.reference.precision import without_autocast
 from strobe.reference.sequences import Part, parts
@@ -66,7 +66,15 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
 
 
 def config(problem: AttentionProblem, arch: Arch) -> Config:
-    return Config()
+    return _tiles(problem)
+
+
+def _tiles(problem: AttentionProblem) -> Config:
+    """The tiles of a problem: of a mask with blocks about one block, so that hidden blocks are left out."""
+    blocks = problem.mask.blocks
+    if not isinstance(blocks, BlockFacts):
+        return Config()
+    return Config(*(min(256, n * max(1, 64 // n)) for n in blocks))
 
 
 @without_autocast
@@ -153,6 +161,8 @@ def _kv_tiles(part: Part, batch: int, rows: slice, n_q: int, n_kv: int, tile_kv:
         key = torch.arange(keys.start, keys.stop, device=device)[None, :]
         j = part.key(key)
         seen = None
+        if isinstance(mask.blocks, Blocks) and mask.blocks.hide(rows.start, rows.stop - 1, keys.start, keys.stop - 1):
+            continue
         bounds = part.row(rows.start), part.row(rows.stop - 1), part.key(keys.start), part.key(keys.stop - 1)
         if mask.tile_class(*bounds, *lengths) is not TileClass.FULL:
             seen = mask.tile(i, j, *lengths, batches, heads, (row, key))
@@ -193,7 +203,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, seen: torch.Tensor | None) -> tor
 
 def _forward(part: Part, q, k, v, seed, out, lse) -> None:
     """Compute the forward of one dense batch into out [B, n_q, heads_q, Dv] and lse [B, heads_q, n_q]."""
-    cfg, problem, group = Config(), part.problem, part.problem.group
+    cfg, problem, group = _tiles(part.problem), part.problem, part.problem.group
     n_q, n_kv = q.shape[1], k.shape[1]
     for rows in _q_tiles(n_q, cfg.tile_q):
         q_tile = _heads(q[:, rows], group) * problem.scale
@@ -292,7 +302,7 @@ def _delta(problem: AttentionProblem, out, dout, dlse) -> torch.Tensor:
 
 def _backward(part: Part, saved: _Saved, dq, dk, dv, dbias) -> None:
     """Add the gradients of one dense batch to dq, dk, dv and, if it is not None, dbias, which are in the wide dtype."""
-    cfg, problem, group = Config(), part.problem, part.problem.group
+    cfg, problem, group = _tiles(part.problem), part.problem, part.problem.group
     n_q, n_kv = saved.q.shape[1], saved.k.shape[1]
     for rows in _q_tiles(n_q, cfg.tile_q):
         q_tile, dout = _heads(saved.q[:, rows], group), _heads(saved.dout[:, rows], group)
@@ -321,7 +331,7 @@ def _backward(part: Part, saved: _Saved, dq, dk, dv, dbias) -> None:
 
 def _jvp(part: Part, q, k, v, seed, lse, tangents: Tangents, dout, dlse) -> None:
     """Add, for one dense batch, P dV + (P * dS) V to dout and rowsum(P * dS) to dlse, which are in the wide dtype."""
-    cfg, problem, group = Config(), part.problem, part.problem.group
+    cfg, problem, group = _tiles(part.problem), part.problem, part.problem.group
     n_q, n_kv = q.shape[1], k.shape[1]
     for rows in _q_tiles(n_q, cfg.tile_q):
         q_tile = _heads(q[:, rows], group) * problem.scale

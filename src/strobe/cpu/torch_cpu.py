@@ -39,6 +39,8 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return f"gives results in the inputs' dtype, not partial ones of {str(problem.dtype).removeprefix('torch.')} in float32"
     if problem.mask.function is not None:
         return f"takes no mask function, such as {problem.mask.function}"
+    if problem.mask.blocks is not None:
+        return f"takes no {problem.mask}"
     if not _knows(problem) and _pairs(problem) > _MAX_BIAS:
         return f"takes the mask {problem.mask} as a dense one, of at most 2^24 pairs, not {_pairs(problem)}"
     if str(problem.score) != "plain":

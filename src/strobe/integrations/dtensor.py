@@ -26,7 +26,7 @@ def register() -> None:
     (dim 2), with the bias, sinks, ALiBi slopes, documents and used lengths that belong to a part.
 
     What else is sharded (sequences, packed rows, head dims, key heads that the devices do not divide) is gathered first; so is
-    everything with dropout or a function of pairs, for these count batch entries and heads from 0."""
+    everything with dropout, a function of pairs or blocks, for these count batch entries and heads from 0."""
     from torch.distributed.tensor.experimental import register_sharding
 
     register_sharding(torch.ops.strobe.forward.default)(_forward)
@@ -58,6 +58,8 @@ def _ways(k, options: Options, learned: Sequence[str] = ()):
     everywhere = [Replicate() if name in OPTIONAL and getattr(options, name) is not None else None for name in NAMES]
     yield Replicate(), Replicate(), everywhere, [Replicate() for _ in LEARNED]
     if options.cu_seqlens_q is not None or options.dropout or options.mask_function or options.score_function:
+        return
+    if options.block_kinds is not None:
         return
     alibi = options.alibi
     groups_stay = k.shape[2] % k.mesh.size() == 0  # else a part would not have the key heads of its query heads

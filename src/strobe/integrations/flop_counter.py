@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from strobe.call.options import NAMES, Options, describe, operands_of
-from strobe.masks import Mask
+from strobe.masks import Blocks, Mask
 from strobe.problem import AttentionProblem, Operands, with_tensors
 
 _MODULE = "torch.utils.flop_counter"
@@ -76,6 +76,10 @@ def _pairs(problem: AttentionProblem, mask: Mask, operands: Operands) -> int:
     """How many (query, key) pairs of one head are visible, over the batch. It waits for a GPU where lengths or documents are
     there; of tensors without values, all sequences count as the longest one."""
     lengths = problem.lengths
+    if isinstance(mask.blocks, Blocks):
+        if type(mask.blocks.kinds) is not torch.Tensor or mask.blocks.kinds.is_meta:
+            return lengths.batch * _count(Mask(*mask.band), lengths.seqlen_q, lengths.seqlen_kv)
+        return lengths.batch * mask.count(lengths.seqlen_q, lengths.seqlen_kv, lengths.batch, problem.heads_q)
     if not problem.varlen and not problem.seqused and mask.documents is None:
         return lengths.batch * _count(mask, lengths.seqlen_q, lengths.seqlen_kv)
     sides = (

@@ -165,6 +165,8 @@ def _checked(q, k, v, mask, score, scale, cu_seqlens, cu_seqlens_kv, dropout_p, 
     """The checked options of a rank's call; bounds are those of the whole."""
     if isinstance(score, Score) and score.bias is not None:
         raise ValueError("bias must be None: it is not sharded; a score function may compute it instead")
+    if isinstance(mask, Mask) and mask.blocks is not None:
+        raise ValueError("mask must have no blocks: they are not sharded; a mask function may compute them instead")
     bounds = [None, None]
     if cu_seqlens is not None:
         check_tensor("cu_seqlens", cu_seqlens)

@@ -4,7 +4,8 @@ Its score_mod and the mask_mod of its BlockMask are Python functions that PyTorc
 reads what they compute (`tracing`, `formulas`) and looks for it among what its own kernels know:
 
     mask_mod    a band, keys up to one, a prefix, documents: a mask in normal form, whose hidden blocks are not visited;
-                else, if it reads no tensor, a mask function; else a bias of 0 and -inf for all pairs
+                else the BlockMask's own blocks (`strobe.masks.Blocks`), with the pairs of those of which it shows some;
+                or, where it hides no block, a mask function, which takes no memory
     score_mod   a softcap; a function of the score and the pair with its derivative; what tensors say, added: a bias
 
 The BlockMask's lists have the last word: pairs in a block that they leave out are not seen, whatever mask_mod says.
@@ -22,7 +23,7 @@ import torch
 from strobe import api
 from strobe.call.dispatch import Explanation
 from strobe.integrations.flex.formulas import NoFormula
-from strobe.integrations.flex.masks import Read, Shape, dense, is_block_mask, lists_of, read, traced_mask
+from strobe.integrations.flex.masks import Read, Shape, blocks_of, hides_more, is_block_mask, lists_of, read, traced_mask
 from strobe.integrations.flex.scores import ReadScore, read_score
 from strobe.integrations.flex.tracing import PAIR, trace
 from strobe.integrations.sdpa import empty_result, rows_ahead_of_heads
@@ -93,8 +94,7 @@ def flex_attention(
         out = empty_result(query, key, value, (*query.shape[:-1], value.shape[-1]))
         lse = out.new_full(query.shape[:-1], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
     else:
-        if call.dense is not None:
-            log.warning("flex_attention: %s", call.dense)
+        log.info("flex_attention: mask_mod %s; score_mod %s", call.mask_words, call.score_words)
         out, lse = api.attention(call.q, call.k, call.v, **call.keywords, return_lse=True)
         out = out[..., : value.shape[-1]].transpose(1, 2)
     if return_aux is not None:
@@ -139,8 +139,6 @@ class _Call:
     mask_words: str
     score_words: str
     empty: bool = False
-    dense: str | None = None
-    """What is kept for all pairs instead of by blocks, in words."""
 
 
 def _read_call(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux) -> _Call:
@@ -150,16 +148,13 @@ def _read_call(query, key, value, score_mod, block_mask, scale, enable_gqa, retu
     if 0 in shape:
         return _Call(query, key, value, {}, "", "", empty=True)
     found = _score(score_mod, shape, query)
-    mask, keys, hidden, words, everywhere = _mask(block_mask, shape, query.device)
+    mask, keys, words = _mask(block_mask, shape, query.device)
     score = found.score
-    if hidden is not None:
-        zero = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill(~hidden, -torch.inf)
-        score = replace(score, bias=zero if score.bias is None else score.bias + zero)
     if score.bias is not None and score.bias.shape[-1] != 1:
         score = replace(score, bias=score.bias[..., :keys])
     q, k, v = (rows_ahead_of_heads(x) for x in (query, key[..., :keys, :], value[..., :keys, :]))
     scale = (query.shape[-1] ** -0.5 if scale is None else scale) * found.factor
-    return _Call(q, k, v, dict(mask=mask, score=score, scale=scale), words, found.words, dense=everywhere)
+    return _Call(q, k, v, dict(mask=mask, score=score, scale=scale), words, found.words)
 
 
 def _score(score_mod, shape: Shape, query: torch.Tensor) -> ReadScore:
@@ -169,25 +164,25 @@ def _score(score_mod, shape: Shape, query: torch.Tensor) -> ReadScore:
     return read_score(traced, shape, query.dtype, query.device)
 
 
-def _mask(block_mask, shape: Shape, device) -> tuple[Mask, int, torch.Tensor | None, str, str | None]:
-    """The mask of a BlockMask; how many keys it is among; where it has no such form, the pairs that are seen; in words what
-    became of it, and what of it is not kept by blocks."""
+def _mask(block_mask, shape: Shape, device) -> tuple[Mask, int, str]:
+    """The mask of a BlockMask; how many keys it is among; in words what became of it."""
     if block_mask is None:
-        return Full(), shape.n_kv, None, "full", None
+        return Full(), shape.n_kv, "full"
     traced = traced_mask(block_mask, device)
     lists = lists_of(block_mask, traced, shape)
     try:
         if not lists.agree:
             raise NoFormula("says other things than the lists of its BlockMask")
         found = read(traced, shape)
+        if found.mask.function is not None and hides_more(lists, found.mask, shape, found.keys):
+            raise NoFormula("is a function that hides blocks")
     except NoFormula as reason:
-        seen = dense(block_mask, traced, lists, shape, device)
-        words = f"its blocks are not kept, but a bias for all pairs, {list(seen.shape)}: mask_mod {reason}"
-        return Full(), shape.n_kv, seen, words, words
-    if found.mask.function is None:
-        return found.mask, found.keys, None, f"{_of_keys(found, shape)}; blocks that it hides are not visited", None
-    words = f"{_of_keys(found, shape)}; blocks that its function hides are visited, and masked"
-    return found.mask, found.keys, None, words, words
+        blocks = blocks_of(block_mask, traced, shape)
+        hidden = f"{int((lists.kinds == 0).sum())} of {lists.kinds.numel()} are hidden and not visited"
+        return Mask(blocks=blocks), shape.n_kv, f"{Mask(blocks=blocks)}, of which {hidden}: mask_mod {reason}"
+    if found.mask.function is not None:
+        return found.mask, found.keys, f"{_of_keys(found, shape)}; no block is hidden but by the rest of the mask"
+    return found.mask, found.keys, f"{_of_keys(found, shape)}; blocks that it hides are not visited"
 
 
 def _of_keys(found: Read, shape: Shape) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 
 from strobe.integrations.flex.formulas import Formula, NoFormula, formula_of, function_of, leaves
 from strobe.integrations.flex.tracing import PAIR, Argument, Entry, Traced, trace
-from strobe.masks import Document, Full, Mask, Prefix, Visible, Window
+from strobe.masks import Blocks, Document, Full, Mask, Prefix, Visible, Window
 
 _FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
 
@@ -223,43 +223,105 @@ def _table(number: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.T
 
 @dataclass(frozen=True)
 class Lists:
-    """What a BlockMask's lists say, beside its mask_mod."""
+    """What a BlockMask shows, by its lists and its mask_mod together."""
 
     kinds: torch.Tensor
+    """int32 [batch or 1, heads or 1, blocks of rows, blocks of keys]: 0 where a block shows no pair, 1 where all, 2 where
+    some."""
+    size: tuple[int, int]
+    """Rows and keys of these blocks: the BlockMask's, or what kernels take in their place."""
     agree: bool
     """Whether a pair is seen exactly if the mask_mod says so: no pair that it shows lies in a block that is not listed, and
     none that it hides in a block that is listed as seen whole."""
 
 
-_ROWS = 128
-"""Rows that are compared at once."""
+_SIZE, _LARGEST = 128, 1024
 
 
 def lists_of(block_mask: Any, traced: Traced, shape: Shape) -> Lists:
     """The lists of a BlockMask, compared once with its mask_mod, pair by pair, some rows at a time, as it was made. What the
     mask_mod reads from outside is looked at then, as it was when the lists were made."""
-    known = _lists.setdefault(block_mask, {})
-    key = shape, traced
-    if known.get("key") != key:
-        rows, columns = block_mask.BLOCK_SIZE
-        blocks = math.ceil(shape.n_q / rows), math.ceil(shape.n_kv / columns)
-        kinds = listed_blocks(block_mask, blocks)
-        wrong = torch.zeros((), dtype=torch.bool, device=kinds.device)
-        for first in range(0, shape.n_q, _ROWS):
-            i = torch.arange(first, min(first + _ROWS, shape.n_q), device=kinds.device)
-            of_pairs = _kinds_of_pairs(kinds, i, shape.n_kv, rows, columns)
-            seen = seen_pairs(traced, shape, i)
-            wrong |= ((of_pairs == 0) & seen).any() | ((of_pairs == 2) & ~seen).any()
-        known.update(key=key, lists=Lists(kinds, not bool(wrong)))
-    return known["lists"]
+    return _once(block_mask, "lists", (shape, traced), lambda: _lists(block_mask, traced, shape))
 
 
-_lists: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+def blocks_of(block_mask: Any, traced: Traced, shape: Shape) -> Blocks:
+    """A BlockMask as the blocks of a `strobe.Mask`, made once: its mask_mod is kept for the pairs of blocks of which it shows
+    some."""
+    return _once(block_mask, "blocks", (shape, traced), lambda: _blocks(block_mask, traced, shape))
+
+
+def _once(block_mask: Any, what: str, key: tuple, make: Callable[[], Any]) -> Any:
+    known = _known.setdefault(block_mask, {})
+    if known.get(what, (None,))[0] != key:
+        known[what] = key, make()
+    return known[what][1]
+
+
+_known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+"""BlockMask -> what was made of it -> (for which call, it)."""
+
+
+def _lists(block_mask: Any, traced: Traced, shape: Shape) -> Lists:
+    listed, (rows, keys) = _listed(block_mask, shape), _size(block_mask)
+    wrong = torch.zeros((), dtype=torch.bool, device=listed.device)
+    kinds = []
+    for first in range(0, shape.n_q, rows):
+        i = torch.arange(first, min(first + rows, shape.n_q), device=listed.device)
+        of_pairs, seen = _kinds_of_pairs(listed, i, shape.n_kv, *block_mask.BLOCK_SIZE), seen_pairs(traced, shape, i)
+        wrong |= ((of_pairs == 0) & seen).any() | ((of_pairs == 2) & ~seen).any()
+        seen = (of_pairs == 2) | ((of_pairs == 1) & seen)
+        some, hidden = (_by_blocks(x, keys).any(-1).any(-2) for x in (seen, ~seen))
+        kinds.append(some.int() + (some & hidden).int())
+    return Lists(torch.stack(kinds, 2), (rows, keys), not bool(wrong))
+
+
+def _blocks(block_mask: Any, traced: Traced, shape: Shape) -> Blocks:
+    lists, listed = lists_of(block_mask, traced, shape), _listed(block_mask, shape)
+    kinds, (rows, keys), pairs, number = lists.kinds.clone(), lists.size, [], 0
+    for row, first in enumerate(range(0, shape.n_q, rows)):
+        some = kinds[:, :, row] == 2
+        i = torch.arange(first, min(first + rows, shape.n_q), device=listed.device)
+        of_pairs = _kinds_of_pairs(listed, i, shape.n_kv, *block_mask.BLOCK_SIZE)
+        seen = (of_pairs == 2) | ((of_pairs == 1) & seen_pairs(traced, shape, i))
+        found = _by_blocks(seen, keys).transpose(2, 3)[some].to(torch.uint8)  # [blocks, rows, keys]
+        kinds[:, :, row][some] = torch.arange(number, number + len(found), dtype=torch.int32, device=kinds.device) + 2
+        number += len(found)
+        pairs.append(torch.nn.functional.pad(found, (0, 0, 0, rows - found.shape[1])))
+    if not number:
+        pairs = [kinds.new_zeros(1, rows, keys, dtype=torch.uint8)]
+    return Blocks(kinds.contiguous(), torch.cat(pairs))
+
+
+def _listed(block_mask: Any, shape: Shape) -> torch.Tensor:
+    rows, columns = block_mask.BLOCK_SIZE
+    return listed_blocks(block_mask, (math.ceil(shape.n_q / rows), math.ceil(shape.n_kv / columns)))
+
+
+def _size(block_mask: Any) -> tuple[int, int]:
+    """The rows and keys of the blocks that kernels take for those of a BlockMask."""
+    rows, keys = block_mask.BLOCK_SIZE
+    fits = rows % 16 == keys % 16 == 0 and max(rows, keys) <= _LARGEST
+    return (rows, keys) if fits else (_SIZE, _SIZE)
+
+
+def _by_blocks(pairs: torch.Tensor, keys: int) -> torch.Tensor:
+    """[..., rows, n_kv] -> [..., rows, blocks, keys], filled up with False."""
+    return torch.nn.functional.pad(pairs, (0, -pairs.shape[-1] % keys)).unflatten(-1, (-1, keys))
 
 
 def _kinds_of_pairs(kinds: torch.Tensor, i: torch.Tensor, n_kv: int, rows: int, columns: int) -> torch.Tensor:
     j = torch.arange(n_kv, device=kinds.device)
     return kinds[:, :, (i // rows)[:, None], (j // columns)[None]]
+
+
+def hides_more(lists: Lists, mask: Mask, shape: Shape, keys: int) -> bool:
+    """Whether a BlockMask hides blocks that the band of a mask, among the first `keys` keys, does not."""
+    rows, columns = lists.size
+    visited = torch.zeros(lists.kinds.shape[2:], dtype=torch.bool)
+    for row, first in enumerate(range(0, shape.n_q, rows)):
+        begin, end = mask.kv_range(first, min(first + rows, shape.n_q) - 1, shape.n_q, keys)
+        visited[row, begin // columns : -(-end // columns)] = end > begin
+    return bool((visited.to(lists.kinds.device) & (lists.kinds == 0)).any())
 
 
 def seen_pairs(traced: Traced, shape: Shape, i: torch.Tensor) -> torch.Tensor:
@@ -273,14 +335,6 @@ def indices(shape: Shape, i: torch.Tensor) -> dict[str, torch.Tensor]:
     batch, heads, j = (torch.arange(n, device=i.device, dtype=torch.int32) for n in (shape.batch, shape.heads, shape.n_kv))
     i = i.to(torch.int32)
     return dict(zip(PAIR, (batch[:, None, None, None], heads[:, None, None], i[:, None], j), strict=True))
-
-
-def dense(block_mask: Any, traced: Traced, lists: Lists, shape: Shape, device) -> torch.Tensor:
-    """bool [batch or 1, heads or 1, n_q, n_kv]: the pairs that a BlockMask shows, all of them at once."""
-    i = torch.arange(shape.n_q, device=device)
-    kinds = _kinds_of_pairs(lists.kinds, i, shape.n_kv, *block_mask.BLOCK_SIZE)
-    seen = (kinds == 2) | ((kinds == 1) & seen_pairs(traced, shape, i))
-    return seen.expand(*seen.shape[:2], shape.n_q, shape.n_kv)
 
 
 def traced_mask(block_mask: Any, device: torch.device) -> Traced:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from strobe.masks import BlockFacts
 from strobe.places import NUMBERS
 from strobe.problem import AttentionProblem, Operands, bias_shape, lse_shape
 from strobe.scores import SCORE_TENSORS
@@ -126,10 +127,17 @@ def unfilled_operands(problem: AttentionProblem) -> Operands:
         seqused_kv=used,
         document_q=_meta((lengths.batch, lengths.seqlen_q), torch.int32) if with_documents else None,
         document_kv=_meta((lengths.batch, lengths.seqlen_kv), torch.int32) if with_documents else None,
+        **(_unfilled_blocks(problem, problem.mask.blocks) if isinstance(problem.mask.blocks, BlockFacts) else {}),
         **changes,
         seed=_meta((1,), torch.int64) if problem.dropout else None,
         places=_meta((lengths.batch, NUMBERS), torch.int32) if problem.placed else None,
     )
+
+
+def _unfilled_blocks(problem: AttentionProblem, blocks: BlockFacts) -> dict[str, torch.Tensor]:
+    n_q, n_kv = problem.lengths.seqlen_q, problem.lengths.seqlen_kv
+    kinds = _meta((1, 1, -(-n_q // blocks.rows), -(-n_kv // blocks.keys)), torch.int32)
+    return {"block_kinds": kinds, "block_pairs": _meta((1, *blocks), torch.uint8)}
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

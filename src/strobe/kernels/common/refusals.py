@@ -15,6 +15,8 @@ def gluon_refuses(problem: AttentionProblem, dtypes: tuple[torch.dtype, ...] = H
     or None."""
     if problem.placed:
         return "takes no rows and keys that stand elsewhere in a longer sequence yet"
+    if problem.mask.blocks is not None:
+        return f"takes no {problem.mask} yet"
     if problem.dtype not in dtypes:
         *names, last = (str(dtype).removeprefix("torch.") for dtype in (*dtypes, problem.dtype))
         return f"takes {' and '.join(names)}, not {last}"

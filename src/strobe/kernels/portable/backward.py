@@ -34,6 +34,7 @@ from strobe.kernels.portable.primitives import (
     count_broken,
     count_broken_keys,
     finite_part,
+    kind_of_block,
     kv_phases,
     load_ids,
     load_tile,
@@ -124,6 +125,39 @@ def _positions(rows, n_q, n_kv, places):
 
 
 @device_function
+def _keys_from_tile(
+    dk, dv, k_tile, v_tile, q, dout, lse, delta, j, ids_kv, slope, batch, head, n_q, n_kv, mask, score, places, first,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_Q: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr,
+):  # fmt: skip
+    """`_keys_from_rows`, for the tile of rows from `first` on."""
+    remaining = None
+    if MASKED:
+        remaining = n_q - first
+    rows = first + tl.arange(0, TILE_Q)
+    p = _positions(rows, n_q, n_kv, places)
+    q_tile = load_tile(q, first, remaining, DIM)
+    products = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+    shift = _shift_of(load_vector(lse, first, remaining))
+    do_tile = load_tile(dout, first, remaining, DIM_V)
+    dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
+    seen = None
+    if MASKED:
+        ids_q = load_ids(mask.document_q, batch, first, n_q, TILE_Q)
+        seen = seen_in(p[None, :], j[:, None], n_q, n_kv, mask, score, ids_q[None, :], ids_kv[:, None], batch, head, places)
+        seen = seen & (rows[None, :] < n_q)
+    weights, _, ds = _gradients(
+        products, dp, p[None, :], j[:, None], shift[None, :], load_vector(delta, first, remaining)[None, :], seen, slope,
+        batch, head, n_q, n_kv, score, places, MASKED,
+    )  # fmt: skip
+    if FINITE:
+        do_tile = finite_part(do_tile)
+        q_tile = finite_part(q_tile)
+    dv = product(weights, do_tile, dv)
+    dk = product(ds, q_tile, dk)
+    return dk, dv
+
+
+@device_function
 def _keys_from_rows(
     state, k_tile, v_tile, q, dout, lse, delta, j, ids_kv, slope, batch, head, n_q, n_kv, mask, score, places, begin, end,
     DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_Q: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr,
@@ -131,30 +165,17 @@ def _keys_from_rows(
     """Add what the rows [begin, end) of one query head give to dK and dV of a tile of keys. Tiles are [keys, rows]."""
     dk, dv = state
     for first in tl.range(begin, end, TILE_Q, num_stages=1 if FINITE else None):
-        remaining = None
-        if MASKED:
-            remaining = n_q - first
-        rows = first + tl.arange(0, TILE_Q)
-        p = _positions(rows, n_q, n_kv, places)
-        q_tile = load_tile(q, first, remaining, DIM)
-        products = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
-        shift = _shift_of(load_vector(lse, first, remaining))
-        do_tile = load_tile(dout, first, remaining, DIM_V)
-        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
-        seen = None
-        if MASKED:
-            ids_q = load_ids(mask.document_q, batch, first, n_q, TILE_Q)
-            seen = seen_in(p[None, :], j[:, None], n_q, n_kv, mask, score, ids_q[None, :], ids_kv[:, None], batch, head, places)
-            seen = seen & (rows[None, :] < n_q)
-        weights, _, ds = _gradients(
-            products, dp, p[None, :], j[:, None], shift[None, :], load_vector(delta, first, remaining)[None, :], seen, slope,
-            batch, head, n_q, n_kv, score, places, MASKED,
-        )  # fmt: skip
-        if FINITE:
-            do_tile = finite_part(do_tile)
-            q_tile = finite_part(q_tile)
-        dv = product(weights, do_tile, dv)
-        dk = product(ds, q_tile, dk)
+        if score.blocks is None:
+            dk, dv = _keys_from_tile(
+                dk, dv, k_tile, v_tile, q, dout, lse, delta, j, ids_kv, slope, batch, head, n_q, n_kv, mask, score, places,
+                first, DIM, DIM_V, TILE_Q, MASKED, FINITE,
+            )  # fmt: skip
+        else:
+            if kind_of_block(score.blocks, first, tl.min(j), batch, head) != 0:
+                dk, dv = _keys_from_tile(
+                    dk, dv, k_tile, v_tile, q, dout, lse, delta, j, ids_kv, slope, batch, head, n_q, n_kv, mask, score,
+                    places, first, DIM, DIM_V, TILE_Q, MASKED, FINITE,
+                )  # fmt: skip
     return dk, dv
 
 
@@ -185,7 +206,7 @@ def _keys(
     """Write dK and dV of the keys from `first` on. spans: a pointer to those of the batch entry where there are documents (see
     `common.documents`), or None."""
     mask = Mask(left, right, prefix, document_q, document_kv)
-    BY_PAIR: tl.constexpr = document_q is not None or score.visible is not None
+    BY_PAIR: tl.constexpr = document_q is not None or score.visible is not None or score.blocks is not None
     last = tl.minimum(first + TILE_KV, n_kv) - 1
     begin, full_begin, full_end, end = q_phases(first, last, n_q, n_kv, mask, score, places, TILE_Q)
     if spans is not None:
@@ -271,6 +292,35 @@ def _dkdv(
 
 
 @device_function
+def _rows_from_tile(
+    dq, q_tile, do_tile, shift, delta, k, v, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, places, dbias, first,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr,
+):  # fmt: skip
+    """`_rows_from_keys`, for the tile of keys from `first` on."""
+    remaining = None
+    if MASKED:
+        remaining = n_kv - first
+    j = first + tl.arange(0, TILE_KV)
+    k_tile = load_tile(k, first, remaining, DIM)
+    products = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    dp = tl.dot(do_tile, tl.trans(load_tile(v, first, remaining, DIM_V)), input_precision="ieee")
+    seen = None
+    if MASKED:
+        ids_kv = load_ids(mask.document_kv, batch, first, n_kv, TILE_KV)
+        seen = seen_in(p[:, None], j[None, :], n_q, n_kv, mask, score, ids_q[:, None], ids_kv[None, :], batch, head, places)
+    _, of_bias, ds = _gradients(
+        products, dp, p[:, None], j[None, :], shift[:, None], delta[:, None], seen, slope, batch, head, n_q, n_kv, score,
+        places, MASKED,
+    )  # fmt: skip
+    if dbias.pointer is not None and not FINITE:
+        add_to_bias(dbias, of_bias, p[:, None] - (n_kv - n_q), j[None, :], batch, head, n_q, n_kv)
+    if FINITE:
+        k_tile = finite_part(k_tile)
+    dq = product(ds, k_tile, dq)
+    return dq
+
+
+@device_function
 def _rows_from_keys(
     dq, q_tile, do_tile, shift, delta, k, v, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, places, dbias, begin, end,
     DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr,
@@ -279,26 +329,17 @@ def _rows_from_keys(
 
     FINITE: take keys that are not finite as 0; a bias has had its gradient then."""
     for first in tl.range(begin, end, TILE_KV, num_stages=1 if FINITE else None):
-        remaining = None
-        if MASKED:
-            remaining = n_kv - first
-        j = first + tl.arange(0, TILE_KV)
-        k_tile = load_tile(k, first, remaining, DIM)
-        products = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        dp = tl.dot(do_tile, tl.trans(load_tile(v, first, remaining, DIM_V)), input_precision="ieee")
-        seen = None
-        if MASKED:
-            ids_kv = load_ids(mask.document_kv, batch, first, n_kv, TILE_KV)
-            seen = seen_in(p[:, None], j[None, :], n_q, n_kv, mask, score, ids_q[:, None], ids_kv[None, :], batch, head, places)
-        _, of_bias, ds = _gradients(
-            products, dp, p[:, None], j[None, :], shift[:, None], delta[:, None], seen, slope, batch, head, n_q, n_kv, score,
-            places, MASKED,
-        )  # fmt: skip
-        if dbias.pointer is not None and not FINITE:
-            add_to_bias(dbias, of_bias, p[:, None] - (n_kv - n_q), j[None, :], batch, head, n_q, n_kv)
-        if FINITE:
-            k_tile = finite_part(k_tile)
-        dq = product(ds, k_tile, dq)
+        if score.blocks is None:
+            dq = _rows_from_tile(
+                dq, q_tile, do_tile, shift, delta, k, v, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, places, dbias,
+                first, DIM, DIM_V, TILE_KV, MASKED, FINITE,
+            )  # fmt: skip
+        else:
+            if kind_of_block(score.blocks, tl.min(p) - (n_kv - n_q), first, batch, head) != 0:
+                dq = _rows_from_tile(
+                    dq, q_tile, do_tile, shift, delta, k, v, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, places,
+                    dbias, first, DIM, DIM_V, TILE_KV, MASKED, FINITE,
+                )  # fmt: skip
     return dq
 
 
@@ -311,7 +352,7 @@ def _rows(
 ):  # fmt: skip
     """Write dQ of the rows from `first` on, and what they give to the bias. spans: likewise, of these rows."""
     mask = Mask(left, right, prefix, document_q, document_kv)
-    BY_PAIR: tl.constexpr = document_q is not None or score.visible is not None
+    BY_PAIR: tl.constexpr = document_q is not None or score.visible is not None or score.blocks is not None
     p_first = row_position(first, n_q, n_kv, places)
     last = tl.minimum(first + TILE_Q, n_q) - 1
     p_last = row_position(last, n_q, n_kv, places)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import gcd
 
 from strobe.device import Arch
+from strobe.masks import BlockFacts
 from strobe.problem import AttentionProblem
 
 
@@ -69,10 +71,15 @@ def config(problem: AttentionProblem, arch: Arch) -> Config | BackwardConfig:
 
 
 def choose(kernel: str, problem: AttentionProblem, arch: Arch) -> Config:
-    """The first (largest) candidate that an arch's shared memory holds; on a CPU small tiles, so that there are several."""
+    """The first (largest) candidate that an arch's shared memory holds; on a CPU small tiles, so that there are several. Tiles
+    divide the blocks of a mask that has some."""
     candidates = list(_candidates(kernel, problem, arch))
+    blocks = problem.mask.blocks
     if not arch.is_gpu:
-        return replace(candidates[0], tile_q=64, tile_kv=32, num_stages=1)
+        rows, keys = blocks if isinstance(blocks, BlockFacts) else (64, 32)
+        return replace(candidates[0], tile_q=gcd(64, rows), tile_kv=gcd(32, keys), num_stages=1)
+    if isinstance(blocks, BlockFacts):
+        candidates = [c for c in candidates if blocks.rows % c.tile_q == 0 and blocks.keys % c.tile_kv == 0]
     return next((c for c in candidates if c.smem_bytes() <= arch.smem_per_block), candidates[-1])
 
 

@@ -33,6 +33,7 @@ from strobe.kernels.portable.primitives import (
     any_not_finite,
     count_broken_keys,
     finite_part,
+    kind_of_block,
     kv_phases,
     load_ids,
     load_tile,
@@ -57,6 +58,50 @@ interpreter.mend()
 
 
 @device_function
+def _attend_tile(
+    acc, row_max, row_sum, q_tile, k, v, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, places, first,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    FINITE: tl.constexpr,
+):  # fmt: skip
+    """`_attend`, for the tile of keys from `first` on."""
+    remaining = None
+    if MASKED:
+        remaining = n_kv - first
+    key = first + tl.arange(0, TILE_KV)
+    j = position(key, places, KEYS)
+    k_tile = load_tile(k, first, remaining, DIM)
+    s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    s = score_of(s, p[:, None], j[None, :], score.inner, score.outer, slope)
+    i = p[:, None] - (whole_length(n_kv, places, KEYS) - whole_length(n_q, places, QUERIES))
+    s = biased(s, i, j[None, :], n_q, n_kv, score, batch, head)
+    s = through_function(s, i, j[None, :], score, batch, whole_head(head, places))
+    if MASKED:
+        ids_kv = load_ids(mask.document_kv, batch, first, n_kv, TILE_KV)
+        seen = seen_in(p[:, None], key[None, :], n_q, n_kv, mask, score, ids_q[:, None], ids_kv[None, :], batch, head, places)
+        s = tl.where(seen, s, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(s, 1))
+    shift = new_max
+    if MASKED or score.bias is not None or score.function is not None:
+        # A row that has seen nothing yet has the maximum -inf, and -inf - -inf is no number: shift by 0 instead.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(s - shift[:, None])
+    if CAREFUL:
+        weights = tl.where((s >= shift[:, None]) & (s < float("inf")), 1.0, weights)
+    rescale = tl.exp2(row_max - shift)
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    acc = acc * rescale[:, None]
+    if score.dropout is not None:
+        keep = kept(tl.load(score.dropout.seed), score.dropout.threshold, batch, whole_head(head, places), i, j[None, :])
+        weights = tl.where(keep, weights, 0.0)
+    v_tile = load_tile(v, first, remaining, DIM_V)
+    if FINITE:
+        v_tile = finite_part(v_tile)
+    acc = product(weights, v_tile, acc)
+    row_max = new_max
+    return acc, row_max, row_sum
+
+
+@device_function
 def _attend(
     state, q_tile, k, v, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, places, begin, end,
     DIM: tl.constexpr, DIM_V: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr,
@@ -69,42 +114,17 @@ def _attend(
     """
     acc, row_max, row_sum = state
     for first in tl.range(begin, end, TILE_KV, num_stages=1 if CAREFUL else None):
-        remaining = None
-        if MASKED:
-            remaining = n_kv - first
-        key = first + tl.arange(0, TILE_KV)
-        j = position(key, places, KEYS)
-        k_tile = load_tile(k, first, remaining, DIM)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        s = score_of(s, p[:, None], j[None, :], score.inner, score.outer, slope)
-        i = p[:, None] - (whole_length(n_kv, places, KEYS) - whole_length(n_q, places, QUERIES))
-        s = biased(s, i, j[None, :], n_q, n_kv, score, batch, head)
-        s = through_function(s, i, j[None, :], score, batch, whole_head(head, places))
-        if MASKED:
-            ids_kv = load_ids(mask.document_kv, batch, first, n_kv, TILE_KV)
-            seen = seen_in(
-                p[:, None], key[None, :], n_q, n_kv, mask, score, ids_q[:, None], ids_kv[None, :], batch, head, places
-            )
-            s = tl.where(seen, s, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(s, 1))
-        shift = new_max
-        if MASKED or score.bias is not None or score.function is not None:
-            # A row that has seen nothing yet has the maximum -inf, and -inf - -inf is no number: shift by 0 instead.
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(s - shift[:, None])
-        if CAREFUL:
-            weights = tl.where((s >= shift[:, None]) & (s < float("inf")), 1.0, weights)
-        rescale = tl.exp2(row_max - shift)
-        row_sum = row_sum * rescale + tl.sum(weights, 1)
-        acc = acc * rescale[:, None]
-        if score.dropout is not None:
-            keep = kept(tl.load(score.dropout.seed), score.dropout.threshold, batch, whole_head(head, places), i, j[None, :])
-            weights = tl.where(keep, weights, 0.0)
-        v_tile = load_tile(v, first, remaining, DIM_V)
-        if FINITE:
-            v_tile = finite_part(v_tile)
-        acc = product(weights, v_tile, acc)
-        row_max = new_max
+        if score.blocks is None:
+            acc, row_max, row_sum = _attend_tile(
+                acc, row_max, row_sum, q_tile, k, v, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, places, first,
+                DIM, DIM_V, TILE_KV, MASKED, CAREFUL, FINITE,
+            )  # fmt: skip
+        else:
+            if kind_of_block(score.blocks, tl.min(p) - (n_kv - n_q), first, batch, head) != 0:
+                acc, row_max, row_sum = _attend_tile(
+                    acc, row_max, row_sum, q_tile, k, v, p, ids_q, slope, batch, head, n_q, n_kv, mask, score, places, first,
+                    DIM, DIM_V, TILE_KV, MASKED, CAREFUL, FINITE,
+                )  # fmt: skip
     return acc, row_max, row_sum
 
 
@@ -125,7 +145,7 @@ def _rows(
     begin, full_begin, full_end, end = kv_phases(p_first, p_last, n_kv, mask, score, places, TILE_KV)
     if spans is not None:
         begin, end = within_spans(begin, end, spans, first, last, TILE_Q, TILE_KV)
-    BY_PAIR: tl.constexpr = mask.document_q is not None or score.visible is not None
+    BY_PAIR: tl.constexpr = mask.document_q is not None or score.visible is not None or score.blocks is not None
     PHASES: tl.constexpr = not (ONE_PHASE or BY_PAIR)
     if not PHASES:
         full_begin = begin

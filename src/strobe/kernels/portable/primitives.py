@@ -44,6 +44,19 @@ class Mask(NamedTuple):
     document_kv: Any
 
 
+class Blocks(NamedTuple):
+    """`strobe.masks.Blocks`: pointers to the kinds and to the pairs, strides of the kinds in elements (0 where one stands for
+    many), rows and keys of a block, which tiles divide."""
+
+    kinds: Any
+    batch: Any
+    head: Any
+    row: Any
+    pairs: Any
+    rows: Any
+    keys: Any
+
+
 class Stream(NamedTuple):
     """The rows of one sequence and head: where they begin, offsets [TILE, PADDED] of a tile's elements, a row's stride."""
 
@@ -213,7 +226,7 @@ def kv_phases(p_first, p_last, n_kv, mask, score, places, TILE_KV: tl.constexpr)
     begin, end = kv_range(p_first, p_last, whole, mask.left, mask.right, mask.prefix)
     begin = before(begin, n_kv, places, KEYS) // TILE_KV * TILE_KV
     end = tl.maximum(before(end, n_kv, places, KEYS), begin)
-    if mask.document_q is None and score.visible is None:
+    if mask.document_q is None and score.visible is None and score.blocks is None:
         full_begin, full_end = kv_full(p_first, p_last, whole, mask.left, mask.right, mask.prefix)
         full_begin = before(full_begin, n_kv, places, KEYS)
         full_end = before(full_end, n_kv, places, KEYS)
@@ -238,7 +251,7 @@ def q_phases(first, last, n_q, n_kv, mask, score, places, TILE_Q: tl.constexpr):
     begin, end = q_range(j_first, j_last, shift, whole, mask.left, mask.right, mask.prefix)
     begin = before(begin - shift, n_q, places, QUERIES) // TILE_Q * TILE_Q
     end = tl.maximum(before(end - shift, n_q, places, QUERIES), begin)
-    if mask.document_q is None and score.visible is None:
+    if mask.document_q is None and score.visible is None and score.blocks is None:
         full_begin, full_end = q_full(j_first, j_last, shift, whole, mask.left, mask.right, mask.prefix)
         full_begin = before(full_begin - shift, n_q, places, QUERIES)
         full_begin = tl.minimum(tl.cdiv(full_begin, TILE_Q), tl.cdiv(end, TILE_Q)) * TILE_Q
@@ -273,7 +286,30 @@ def seen_in(p, key, n_q, n_kv, mask, score, ids_q, ids_kv, batch, head, places):
     if score.visible is not None:
         i = p - (whole - whole_length(n_q, places, QUERIES))
         seen = seen & score.visible(batch, whole_head(head, places), i, j)
+    if score.blocks is not None:
+        seen = seen & seen_in_blocks(score.blocks, p - (n_kv - n_q), key, batch, head)
     return seen
+
+
+@device_function
+def kind_of_block(blocks, i, j, batch, head):
+    """What `strobe.masks.Blocks.kinds` says of row i and key j."""
+    at = tl.cast(batch, tl.int64) * blocks.batch + tl.cast(head, tl.int64) * blocks.head
+    return tl.load(blocks.kinds + at + (i // blocks.rows).to(tl.int64) * blocks.row + j // blocks.keys)
+
+
+@device_function
+def seen_in_blocks(blocks, i, j, batch, head):
+    """Which pairs of rows i and keys j, which broadcast to a tile within one block, the block shows."""
+    first_i = tl.min(i)
+    first_j = tl.min(j)
+    kind = kind_of_block(blocks, first_i, first_j, batch, head)
+    size = blocks.rows * blocks.keys
+    pairs = blocks.pairs + tl.maximum(kind - 2, 0).to(tl.int64) * size
+    at = (i - first_i // blocks.rows * blocks.rows) * blocks.keys + (j - first_j // blocks.keys * blocks.keys)
+    # Of the other kinds nothing is loaded.
+    seen = tl.load(pairs + at, mask=at < tl.where(kind > 1, size, 0), other=0).to(tl.int32)
+    return tl.where(kind == 1, 1, seen) != 0
 
 
 @device_function

@@ -15,7 +15,7 @@ from strobe.kernels.common import triton_math
 from strobe.kernels.common.call import Tensors
 from strobe.kernels.common.device_function import device_function
 from strobe.kernels.common.scores import LOG2E, with_bias, with_function
-from strobe.kernels.portable.primitives import Matrix, address
+from strobe.kernels.portable.primitives import Blocks, Matrix, address
 from strobe.problem import AttentionProblem, bias_shape
 
 
@@ -51,8 +51,8 @@ class Dropout(NamedTuple):
 
 class Score(NamedTuple):
     """The factors of `strobe.scores.score_and_factor`; slopes and sinks (a Matrix each, by head), bias; a user's functions of
-    scores, its derivative, and that of masks, compiled (the last is no field of Mask, for a tuple that a kernel makes cannot
-    hold one); dropout, of the weights. Each is None where there is none."""
+    scores, its derivative, and that of masks, compiled, and the blocks of masks (these are no fields of Mask, for a tuple that
+    a kernel makes cannot hold one); dropout, of the weights. Each is None where there is none."""
 
     inner: Any
     outer: Any
@@ -62,6 +62,7 @@ class Score(NamedTuple):
     function: Any
     gradient: Any
     visible: Any
+    blocks: Any
     dropout: Any
 
 
@@ -83,6 +84,7 @@ def score(problem: AttentionProblem, tensors: Tensors) -> Score:
         triton_math.of_user(problem.score.function),
         triton_math.of_user(problem.score.function_gradient) if problem.phase == "backward" else None,
         triton_math.of_user(problem.mask.function),
+        None if tensors.block_kinds is None else _blocks(tensors.block_kinds, tensors.block_pairs),
         None if seed is None else Dropout(seed, threshold(problem.dropout), 1.0 / (1.0 - problem.dropout)),
     )
 
@@ -90,6 +92,11 @@ def score(problem: AttentionProblem, tensors: Tensors) -> Score:
 def _bias(x: torch.Tensor) -> Bias:
     """[batch or 1, heads or 1, rows or 1, keys or 1]: what there is one of is repeated by a stride of 0."""
     return Bias(x, *(stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True)))
+
+
+def _blocks(kinds: torch.Tensor, pairs: torch.Tensor) -> Blocks:
+    batch, head = (stride if size > 1 else 0 for size, stride in zip(kinds.shape[:2], kinds.stride()[:2], strict=True))
+    return Blocks(kinds, batch, head, kinds.shape[3], pairs, *pairs.shape[1:])
 
 
 def bias_gradient(problem: AttentionProblem, dbias: torch.Tensor | None) -> BiasGradient:

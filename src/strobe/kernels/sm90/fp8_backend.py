@@ -22,8 +22,8 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return "has no backward"
     if problem.head_dim not in (64, 128, 256) or problem.head_dim_v != problem.head_dim:
         return f"takes head dim 64, 128 or 256, the same for q, k and v, not {problem.head_dim} and {problem.head_dim_v}"
-    if problem.mask.documents is not None or problem.mask.function is not None:
-        return "takes no documents and no mask function"
+    if problem.mask.by_pair:
+        return "takes no documents, no mask function and no blocks"
     if problem.seqused or problem.dropout or str(problem.score) != "plain":
         return "takes no seqused, no dropout and no score but the plain one"
     if not problem.scale > 0:
