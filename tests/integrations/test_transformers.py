@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import masking_utils  # noqa: E402
 
 from strobe.integrations import transformers as integration  # noqa: E402
+from strobe.integrations.paged_cache import PagedCache  # noqa: E402
 from strobe.integrations.transformers import check, register  # noqa: E402
 from strobe.masks import Causal  # noqa: E402
 
@@ -97,6 +98,66 @@ def test_greedy_tokens(name, padding, cache):
     want, got = (model.generate(**batch(padding), **options) for model in (eager, strobe))
     assert torch.equal(got.sequences, want.sequences)
     assert_close(torch.stack(got.logits), torch.stack(want.logits))
+
+
+@pytest.mark.parametrize("padding", ["ones", "left"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_tokens_over_pages(name, padding):
+    """Token for token as eager attention over transformers' own cache."""
+    eager, strobe = models(name, transformers.AutoModelForCausalLM)
+    options = dict(do_sample=False, max_new_tokens=12, min_new_tokens=12, output_logits=True, return_dict_in_generate=True)
+    want = eager.generate(**batch(padding), **options)
+    cache = PagedCache(3, 31, page=4)
+    got = strobe.generate(**batch(padding), past_key_values=cache, **options)
+    assert torch.equal(got.sequences, want.sequences)
+    assert_close(torch.stack(got.logits), torch.stack(want.logits))
+    assert cache.get_seq_length() == 30 and cache.layers[0].keys.shape[:2] == (3 * 8, 4)
+    cache.reset()  # and once more in the same pages
+    again = strobe.generate(**batch(padding), past_key_values=cache, **options)
+    assert torch.equal(again.sequences, want.sequences)
+
+
+def test_beams_over_pages():
+    eager, strobe = models("llama", transformers.AutoModelForCausalLM)
+    options = dict(do_sample=False, num_beams=3, max_new_tokens=9, min_new_tokens=9)
+    want = eager.generate(**batch("left"), **options)
+    assert torch.equal(strobe.generate(**batch("left"), past_key_values=PagedCache(9, 28, page=8), **options), want)
+
+
+def test_pages_that_are_cropped_and_repeated():
+    _, strobe = models("mistral")
+    ids = batch("none")["input_ids"]
+    wanted = strobe(input_ids=ids, use_cache=False).last_hidden_state
+    cache = PagedCache(3, 19, page=4)
+    with torch.no_grad():
+        strobe(input_ids=ids[:, :15], past_key_values=cache)
+        cache.crop(-4)
+        assert cache.get_seq_length() == 11
+        assert_close(strobe(input_ids=ids[:, 11:], past_key_values=cache).last_hidden_state, wanted[:, 11:])
+        cache.crop(-8)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([0, 3, 4]))
+        assert_close(strobe(input_ids=ids[[0, 1, 2], 11:], past_key_values=cache).last_hidden_state, wanted[[0, 1, 2], 11:])
+
+
+def test_what_a_paged_cache_does_not_take():
+    _, strobe = models("llama")
+    inputs = batch("right")
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="pad on the left"):
+            strobe(**inputs, past_key_values=PagedCache(3, 20))
+        with pytest.raises(ValueError, match="room for 18 keys, got 19"):
+            strobe(input_ids=inputs["input_ids"], past_key_values=PagedCache(3, 18))
+        with pytest.raises(ValueError, match="for the batch, 3, got one for 2"):
+            strobe(input_ids=inputs["input_ids"], past_key_values=PagedCache(2, 20))
+        dense = torch.ones(3, 1, 19, 19, dtype=torch.bool).tril()
+        with pytest.raises(ValueError, match="a mask of every pair"):
+            strobe(input_ids=inputs["input_ids"], attention_mask=dense, past_key_values=PagedCache(3, 20))
+    with pytest.raises(ValueError, match="must not require a gradient"):
+        strobe(input_ids=inputs["input_ids"], past_key_values=PagedCache(3, 20))
+    for wrong in ({"batch": 0}, {"max_length": 1.5}, {"page": True}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            PagedCache(**{"batch": 1, "max_length": 8, **wrong})
 
 
 @pytest.mark.parametrize("name", DECODERS)

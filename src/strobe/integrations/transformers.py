@@ -21,6 +21,8 @@ import torch
 from strobe.api import attention
 from strobe.masks import Causal, Document, Documents, Full, Mask, Window, visible
 from strobe.scores import Score
+from strobe.serving.api import decode
+from strobe.serving.cache import Cache
 
 log = logging.getLogger("strobe")
 
@@ -132,6 +134,8 @@ class ModelMask:
     """Nobody looked yet whether position_ids restart."""
     _packed: list[Mask] = field(default_factory=list)
     """What `packed_by` found: one look serves all layers."""
+    _leftpad: list[torch.Tensor] = field(default_factory=list)
+    """What `leftpad` found."""
 
     ndim: ClassVar[int] = 4
     """transformers takes what has four dimensions for a mask that is ready, and passes it on as it is."""
@@ -158,6 +162,20 @@ class ModelMask:
             self._packed.append(self.mask & Document(numbers) if packed else self.mask)
         return self._packed[0]
 
+    def leftpad(self) -> torch.Tensor | None:
+        """The first key of each sequence that is no padding, int32 [batch], where all padding is on the left; None where there
+        is none."""
+        if self.mask.documents is None:
+            return None
+        if self.documents_of != {"padding"} or self.mask.function is not None:
+            raise ValueError("packed sequences and chunks are not taken over a PagedCache: leave past_key_values out")
+        if not self._leftpad:
+            hidden = self.mask.documents.kv == _NO_DOCUMENT
+            if not _cannot_wait(hidden) and bool((hidden[:, 1:] & ~hidden[:, :-1]).any()):
+                raise ValueError("padding on the right is not taken over a PagedCache: pad on the left (padding_side)")
+            self._leftpad.append(hidden.sum(1, dtype=torch.int32))
+        return self._leftpad[0]
+
     def __getattr__(self, name: str):
         raise NotATensorError(self.model)
 
@@ -179,6 +197,14 @@ def _attention(
 ):  # fmt: skip
     """transformers' attention function: q, k, v [batch, heads, length, D] -> (out [batch, length, heads, D], None)."""
     _check_others(others)
+    paged = getattr(key, "strobe_cache", None)
+    if paged is not None:
+        refused = dict(dropout=dropout, position_bias=position_bias, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        cache, length = paged
+        mask, cache = _mask_over_pages(query, cache, length, attention_mask, causal, sliding_window, refused)
+        score = Score(softcap=softcap or 0.0, sinks=s_aux)
+        return decode(_operand(query), cache, mask=mask, score=score, scale=scaling, deterministic=bool(deterministic)), None
     bias, packed = None, cu_seq_lens_q is not None or cu_seq_lens_k is not None
     if isinstance(attention_mask, ModelMask):
         _check_lengths(attention_mask, query, key)
@@ -209,6 +235,26 @@ def _attention(
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     out: Any = attention(q, k, v, **options)
     return out.view(query.shape[0], query.shape[2], *out.shape[-2:])[..., : value.shape[-1]], None
+
+
+def _mask_over_pages(
+    query, cache: Cache, length: int, attention_mask, causal: bool, sliding_window: int | None, refused: dict[str, Any]
+) -> tuple[Mask, Cache]:
+    """The mask of queries over a `PagedCache` with `length` keys, padding included, and the cache that knows its padding.
+    refused: arguments that must not be given."""
+    for name, value in refused.items():
+        if value is not None and not (isinstance(value, (int, float)) and value == 0):
+            raise ValueError(f"{name} is not taken over a PagedCache: leave past_key_values out")
+    if attention_mask is None:
+        return _implied_mask(causal, sliding_window, query.shape[2], length), cache
+    if not isinstance(attention_mask, ModelMask):
+        raise ValueError("a mask of every pair is not taken over a PagedCache: leave past_key_values out")
+    made_for, given = (attention_mask.n_q, attention_mask.keys), (query.shape[2], length)
+    if made_for != given:
+        raise ValueError(f"attention_mask was made for {made_for} queries and keys, but this layer has {given}")
+    leftpad = attention_mask.leftpad()
+    cache = replace(cache, leftpad=None if leftpad is None else leftpad.to(query.device))
+    return replace(attention_mask.mask, documents=None), cache
 
 
 def _check_others(others: dict[str, Any]) -> None:
