@@ -84,6 +84,47 @@ def test_as_vllm_calls_it(device):
     torch.testing.assert_close(found[1][:, :6].cpu(), lse[:, :6].float(), rtol=bound, atol=bound)
 
 
+def test_keys_that_are_spread_over_gpus():
+    """Key t is on GPU t % 3; one has none of the second sequence."""
+    g = torch.Generator().manual_seed(3)
+    k, v = (torch.randn(2, 20, 2, 16, generator=g) for _ in range(2))
+    q, lengths = torch.randn(2, 4, 16, generator=g), (20, 2)
+    wanted = strobe.decode(q[:, None], strobe.Cache(k, v, ints(*lengths)), return_lse=True)
+    parts = []
+    for rank in range(3):
+        pages = [torch.zeros(4, 4, 2, 16) for _ in range(2)]
+        for b in range(2):
+            for of, x in zip(pages, (k, v), strict=True):
+                mine = x[b, rank : lengths[b] : 3]
+                of.view(2, 8, 2, 16)[b, : len(mine)] = mine
+        used = ints(*[len(range(rank, n, 3)) for n in lengths])
+        found = strobe.flash_attn_varlen_func(
+            q, *pages, ints(0, 1, 2), block_table=ints([0, 1], [2, 3]), seqused_k=used, max_seqlen_q=1, max_seqlen_k=8,
+            causal=True, return_softmax_lse=True, cp_world_size=3, cp_rank=rank, cp_tot_seqused_k=ints(*lengths),
+        )  # fmt: skip
+        parts.append(found[:2])
+    out, lse = strobe.merge(*zip(*parts, strict=True))
+    torch.testing.assert_close(out, wanted[0][:, 0])
+    torch.testing.assert_close(lse, wanted[1][..., 0].T)
+
+
+@pytest.mark.parametrize(
+    ("says", "keywords"),
+    [
+        ("cp_rank must be from 0 to cp_world_size - 1, got 2 of 2", {"cp_rank": 2}),
+        ("max_seqlen_q must be 1 with cp_world_size=2, got 4", {"max_seqlen_q": 4}),
+        ("window_size is not taken", {"window_size": (3, 0)}),
+        ("alibi_slopes is not taken", {"alibi_slopes": torch.ones(2)}),
+        ("s_aux is not taken", {"s_aux": torch.ones(2)}),
+    ],
+)
+def test_what_is_not_taken_of_keys_that_are_spread(says, keywords):
+    q, pages = torch.zeros(1, 2, 16), torch.zeros(1, 8, 2, 16)
+    given = dict(block_table=ints([0]), seqused_k=ints(1), cp_world_size=2, max_seqlen_q=1)
+    with pytest.raises(ValueError, match=says):
+        strobe.flash_attn_varlen_func(q, pages, pages, ints(0, 1), **{**given, **keywords})
+
+
 def test_lengths_may_be_an_int_or_left_out():
     g = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(2, n, 2, 16, generator=g) for n in (1, 8, 8))
@@ -116,5 +157,5 @@ def test_what_is_vllms_alone_is_refused_without_pages():
     q, cu = torch.zeros(4, 2, 16), ints(0, 4)
     with pytest.raises(ValueError, match="out must be left out without a block_table"):
         strobe.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, out=q)
-    with pytest.raises(ValueError, match="cp_world_size is not taken"):
-        strobe.flash_attn_varlen_func(q, q[None], q[None], cu, block_table=ints([0]), seqused_k=ints(1), cp_world_size=2)
+    with pytest.raises(ValueError, match="cp_world_size must be left out without a block_table"):
+        strobe.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, cp_world_size=2)

@@ -81,17 +81,23 @@ def varlen_over_pages(
     D].
 
     seqused_k: int32 [batch], how many keys each sequence has. s_aux and learnable_sink are one: [heads_q]. num_splits=1 asks
-    for bits that do not depend on the batch. scheduler_metadata, fa_version and the like change nothing. Keys that are spread
-    over several GPUs (cp_world_size), q of 8 bits, dropout and an output of 8 bits are refused.
+    for bits that do not depend on the batch. scheduler_metadata, fa_version and the like change nothing. q of 8 bits, dropout
+    and an output of 8 bits are refused.
+
+    cp_world_size > 1: the keys of a sequence are spread over so many GPUs, in turn; k, v and seqused_k are this GPU's, and with
+    return_softmax_lse=True the results of all of them are joined by `strobe.merge`. It takes one query of each sequence, which
+    sees all keys, so cp_rank and cp_tot_seqused_k change nothing.
     """
     _refuse(
-        q_v=q_v, q_descale=q_descale, output_scale=output_scale, cp_tot_seqused_k=cp_tot_seqused_k, seqused_q=seqused_q,
-        cp_world_size=None if cp_world_size == 1 else cp_world_size, dropout_p=dropout_p or None, cu_seqlens_k=cu_seqlens_k,
-        **{name: value for name, value in hints.items() if name not in _HINTS},
+        q_v=q_v, q_descale=q_descale, output_scale=output_scale, seqused_q=seqused_q, dropout_p=dropout_p or None,
+        cu_seqlens_k=cu_seqlens_k, **{name: value for name, value in hints.items() if name not in _HINTS},
     )  # fmt: skip
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("seqused_k", seqused_k)):
         if x is None:
             raise TypeError(f"{name} must be an int32 tensor with a block_table, got None")
+    if cp_world_size != 1:
+        of_place = {"alibi_slopes": alibi_slopes, "s_aux": s_aux, "learnable_sink": learnable_sink}
+        _check_spread(cp_world_size, cp_rank, max_seqlen_q, window_size, of_place)
     cache = Cache(k, v, seqused_k, block_table, k_scale=k_descale, v_scale=v_descale)
     mask, sink = flash_mask(causal, window_size), _one("s_aux", s_aux, "learnable_sink", learnable_sink)
     return decode(
@@ -99,6 +105,21 @@ def varlen_over_pages(
         cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, out=out, return_lse=bool(return_softmax_lse),
         deterministic=bool(deterministic) or num_splits == 1,
     )  # fmt: skip
+
+
+def _check_spread(cp_world_size, cp_rank, max_seqlen_q, window_size, of_place: dict) -> None:
+    """ValueError for what cannot be computed of a GPU's own keys, without knowing where they stand or what the others have.
+    of_place: such arguments, which must be None."""
+    world = integer("cp_world_size must be an int", cp_world_size)
+    if world < 1 or not 0 <= integer("cp_rank must be an int", cp_rank) < world:
+        raise ValueError(f"cp_rank must be from 0 to cp_world_size - 1, got {cp_rank} of {cp_world_size}")
+    if max_seqlen_q != 1:
+        raise ValueError(f"max_seqlen_q must be 1 with cp_world_size={world}, got {max_seqlen_q}")
+    if any(side is not None and side >= 0 for side in window_size or NO_WINDOW):
+        raise ValueError(f"window_size is not taken with cp_world_size={world}, got {window_size}")
+    for name, x in of_place.items():
+        if x is not None:
+            raise ValueError(f"{name} is not taken with cp_world_size={world}, got {_short(x)}")
 
 
 def _one(name: str, x, other_name: str, other):
