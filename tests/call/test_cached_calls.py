@@ -1,10 +1,11 @@
-"""The short way of `strobe.decode` launches what a call that looked the same prepared, and leaves others to the operator."""
+"""The short ways of `strobe.decode` and `strobe.append` launch what a call that looked the same prepared, and leave others to
+the operator."""
 
 import pytest
 import torch
 
 import strobe
-from strobe.call import cached_calls
+from strobe.call import cached_calls, known_calls
 
 
 class Plan:
@@ -16,18 +17,21 @@ class Plan:
     def decode(self, stream, addresses):
         self.launched.append(addresses)
 
+    launch = decode
+
 
 @pytest.fixture
 def plans(monkeypatch) -> list[Plan]:
     """All that are made."""
     made: list[Plan] = []
 
-    def launches(operands, options):
+    def launches(operands, options, *new):
         made.append(Plan())
         return made[-1]
 
-    monkeypatch.setattr(cached_calls, "_may_be_prepared", lambda q: True)
+    monkeypatch.setattr(known_calls, "may_be_prepared", lambda x: True)
     monkeypatch.setattr(cached_calls, "_launches", launches)
+    monkeypatch.setattr(cached_calls, "_append_launch", launches)
     monkeypatch.setattr(cached_calls, "raw_stream", lambda device: 0)
     cached_calls.forget()
     yield made
@@ -111,3 +115,29 @@ def test_what_the_operator_must_run(plans):
     with pytest.raises(TypeError, match="cache_seqlens"):
         strobe.decode(one["q"], strobe.Cache(one["cache"].k, one["cache"].v, [8, 8]))
     assert not plans
+
+
+def test_append(plans):
+    """Calls that look the same run one launch, others one of their own; what copies is left to the operator."""
+    cache = call()["cache"]
+    short = strobe.Cache(cache.k, cache.v, ints(3, 8), cache.page_table)
+    k, v, q = (torch.randn(2, 1, heads, 16) for heads in (2, 2, 4))
+    rotary = strobe.Rotary(torch.randn(20, 8), torch.randn(20, 8))
+    for _ in range(2):
+        longer, turned = strobe.append(short, k, v)
+        pages = short.k, short.v, k, v, short.lengths, short.page_table
+        assert plans[0].launched[-1] == tuple(x.data_ptr() for x in (*pages, longer.lengths)) and turned is None
+    for _ in range(2):
+        longer, turned = strobe.append(short, k, v, q=q, rotary=rotary)
+        assert turned.shape == q.shape
+        assert plans[1].launched[-1] == tuple(x.data_ptr() for x in (*pages, q, *rotary[:2], longer.lengths, turned))
+    strobe.append(short, k, v, q=q, rotary=rotary._replace(interleaved=True))
+    strobe.append(short, k, v, q=q, rotary=rotary, one_position=True)
+    assert [len(plan.launched) for plan in plans] == [2, 2, 1, 1]
+    wide = strobe.Rotary(*(torch.randn(20, 16)[:, :8] for _ in range(2)))
+    longer, _ = strobe.append(short, k, v, q=q, rotary=wide)
+    assert len(plans) == 4 and longer.lengths.tolist() == [4, 9]
+    with pytest.raises(ValueError, match="v must be given"):
+        strobe.append(short, k)
+    with pytest.raises(TypeError, match=r"cache must be a strobe\.Cache"):
+        strobe.append(3, k, v)

@@ -99,6 +99,7 @@ def test_it_compiles_for_gpus_that_are_not_there(version, problems):
 APPEND = """
 import itertools, torch, triton
 import strobe
+from strobe.call import launcher
 from strobe.kernels.decode.append import append_call
 from strobe.lab.binary.offline import pretend_gpu
 from strobe.serving.arguments import checked_append
@@ -121,7 +122,9 @@ for paged, rotary, packed, scaled in itertools.product((False, True), repeat=4):
     operands, options = checked_append(cache, k, v, **given, one_position=False)
     call = append_call(operands, options, ints(3), torch.empty_like(q) if rotary else None)
     with pretend_gpu(90):
-        call.compile()
+        compiled = call.compile()
+    ready = launcher.Call(call.kernel, call.grid, (), call.keywords, compiled)  # raises if it cannot be prepared
+    assert launcher.parameters(compiled, launcher.all_arguments(ready))
     done += 1
 print(done, triton.__version__)
 """
@@ -129,7 +132,7 @@ print(done, triton.__version__)
 
 @pytest.mark.parametrize("oldest", [False, True], ids=["installed Triton", "oldest Triton"])
 def test_append_compiles(oldest):
-    """In all of its forms: what the interpreter takes is more than what a compiler takes."""
+    """In all of its forms, and can be prepared: what the interpreter takes is more than what a compiler takes."""
     if oldest and not OLDEST_TRITON.exists():
         pytest.skip(f"no Triton 3.6 in {OLDEST_TRITON}: `make test` installs it")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([*([str(OLDEST_TRITON)] if oldest else []), str(ROOT / "src")])}

@@ -7,43 +7,50 @@ Which backend runs is decided from the DecodeProblem. Nothing here waits for the
 from __future__ import annotations
 
 import functools
-import operator
 import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from torch.nn import Parameter
 
 from strobe.call import dispatch, launches, operators
-from strobe.call.prepared_calls import likeness
-from strobe.call.tables import ClockCache
-from strobe.call.torch_internals import assert_async, current_device, dispatch_state, guard_of, is_transformed, raw_stream
+from strobe.call.known_calls import KnownCalls
+from strobe.call.torch_internals import assert_async, raw_stream
 from strobe.cpu import append as append_cpu
 from strobe.cpu.cached import merged
 from strobe.device import arch_of
 from strobe.serving.problem import AppendOperands, AppendOptions, DecodeOperands, DecodeOptions, DecodeProblem, describe
 
-_PLAIN = (torch.Tensor, Parameter)
 _OUT = DecodeOperands._fields.index("out")
 
 Checked = tuple[DecodeOperands, DecodeOptions]
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 
 
-class Known(NamedTuple):
-    """What is known of calls that look the same. alike(*given): whether the tensors of another call look like theirs.
-    launches: None if each of them is run by the operator. new_out: makes the tensor for a result."""
+class Decode(NamedTuple):
+    """What calls of `decode` that look the same need. launches: None if each of them is run by the operator. new_out: makes the
+    tensor for a result."""
 
-    alike: Callable[..., bool]
     launches: launches.Prepared | None
     new_out: Callable[[], torch.Tensor]
 
 
-_known: ClockCache[Known] = ClockCache(1024)
-_latest: ClockCache[tuple[Known, ...]] = ClockCache(1024)
-"""What a call has beside its tensors' looks -> the most recently used entries, newest first."""
-_LATEST = 4
+class Append(NamedTuple):
+    """What calls of `append` that look the same need. launch: None if each of them is run by the operator. new: make the new
+    lengths and, where there are queries, those turned."""
+
+    launch: launches.PreparedCall | None
+    new: tuple[Callable[[], torch.Tensor], ...]
+
+
+_decodes: KnownCalls[Decode] = KnownCalls()
+_appends: KnownCalls[Append] = KnownCalls()
+
+
+def forget() -> None:
+    """Drop everything that was prepared."""
+    _decodes.forget()
+    _appends.forget()
 
 
 def decode(tensors: tuple[torch.Tensor | None, ...], numbers: tuple, check: Callable[[], Checked]) -> Outputs:
@@ -51,60 +58,20 @@ def decode(tensors: tuple[torch.Tensor | None, ...], numbers: tuple, check: Call
 
     tensors: in the order of `DecodeOperands`, in shapes that `check` may change, but not their addresses. numbers: all else
     that its user gave. Calls whose tensors look the same and whose numbers are equal run the same launches. check: checks the
-    call.
-
-    As in `prepared_calls`, the latest calls are recognised by PyTorch's guards, which ask all questions in one call, and all
-    others by a key."""
-    q = tensors[0]
-    if q is None or type(q) not in _PLAIN or not _may_be_prepared(q) or torch.compiler.is_compiling() or is_transformed():
+    call."""
+    found = _decodes.find(tensors, numbers, lambda: _prepared_decode(*check()))
+    if found is None or found[0].launches is None:
         return _by_operator(*check())
-    given = [x for x in tensors if x is not None]
-    try:
-        addresses = [x.data_ptr() for x in given]
-        if any([x.is_nested for x in given]):  # PyTorch's guards crash the process on one
-            return _by_operator(*check())
-    except (AttributeError, RuntimeError):  # no tensor; a tensor that has no address
-        return _by_operator(*check())
-    misaligned = functools.reduce(operator.or_, addresses) % 16 and tuple([address % 16 for address in addresses])
-    rest = tuple(map(type, tensors)), numbers, misaligned, torch.is_grad_enabled()
-    try:
-        latest = _latest.get(rest) or ()
-    except TypeError:  # a number that has no hash, such as a list
-        return _by_operator(*check())
-    for known in latest:
-        if known.alike(*given):
-            break
-    else:
-        likenesses = tuple([None if x is None else likeness(x) for x in tensors])
-        if False in likenesses:
-            return _by_operator(*check())
-        key = rest, likenesses, dispatch_state()
-        found = _known.get(key)
-        known = found or _prepare(*check(), given)
-        if found is None:
-            _known.put(key, known)
-        others = [other for other in latest if other is not known]
-        _latest.put(rest, (known, *others[: _LATEST - 1]))
-    if known.launches is None:
-        return _by_operator(*check())
-    out = tensors[_OUT]
+    (prepared, new_out), addresses = found
+    q, out = tensors[0], tensors[_OUT]
+    assert q is not None and prepared is not None
     if out is None:
-        out = known.new_out()
+        out = new_out()
         addresses.append(out.data_ptr())
-    return out, known.launches.decode(raw_stream(q.get_device()), tuple(addresses))
+    return out, prepared.decode(raw_stream(q.get_device()), tuple(addresses))
 
 
-def _may_be_prepared(q: torch.Tensor) -> bool:
-    return q.is_cuda and q.get_device() == current_device()
-
-
-def forget() -> None:
-    """Drop everything that was prepared."""
-    _known.clear()
-    _latest.clear()
-
-
-def _prepare(operands: DecodeOperands, options: DecodeOptions, given: list[torch.Tensor]) -> Known:
+def _prepared_decode(operands: DecodeOperands, options: DecodeOptions) -> Decode:
     like = _new_out(operands, options)
     new_out: Callable[[], torch.Tensor] = functools.partial(torch.zeros, like.shape, dtype=like.dtype, device=like.device)
     found = _launches(operands, options)
@@ -112,7 +79,7 @@ def _prepare(operands: DecodeOperands, options: DecodeOptions, given: list[torch
         from strobe.call.launcher import maker
 
         new_out = maker(like)
-    return Known(guard_of(*given), found, new_out)
+    return Decode(found, new_out)
 
 
 def _launches(operands: DecodeOperands, options: DecodeOptions) -> launches.Prepared | None:
@@ -250,9 +217,44 @@ operators.library.define(f"append({_NEW}, bool interleaved, bool one_position) -
 operators.library.define("merge(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)")
 
 
-def append(operands: AppendOperands, options: AppendOptions) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write new rows to a cache; the new lengths, and the queries turned (nothing where there are none)."""
-    return torch.ops.strobe.append(*operands, *options)
+def append(
+    tensors: tuple[torch.Tensor | None, ...], numbers: tuple, check: Callable[[], tuple[AppendOperands, AppendOptions]]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Write new rows to a cache; the new lengths, and the queries turned, None where there are none. tensors: in the order of
+    `AppendOperands`; numbers and check: see `decode`."""
+    found = _appends.find(tensors, numbers, lambda: _prepared_append(*check()))
+    if found is None or found[0].launch is None:
+        operands, options = check()
+        lengths, turned = torch.ops.strobe.append(*operands, *options)
+        return lengths, None if operands.q is None else turned
+    (launch, new), addresses = found
+    k_cache = tensors[0]
+    assert k_cache is not None and launch is not None
+    made = [make() for make in new]
+    launch.launch(raw_stream(k_cache.get_device()), (*addresses, *[x.data_ptr() for x in made]))
+    return made[0], made[1] if len(made) > 1 else None
+
+
+def _prepared_append(operands: AppendOperands, options: AppendOptions) -> Append:
+    turns = [x for x in (operands.cos, operands.sin) if x is not None]
+    if not all(x.is_contiguous() for x in turns):  # each call copies them
+        return Append(None, ())
+    from strobe.call.launcher import maker
+
+    new = [torch.empty_like(operands.lengths)]
+    if operands.q is not None:
+        new.append(torch.empty(operands.q.shape, dtype=operands.q.dtype, device=operands.q.device))
+    return Append(_append_launch(operands, options, *new), tuple(maker(x) for x in new))
+
+
+def _append_launch(
+    operands: AppendOperands, options: AppendOptions, lengths: torch.Tensor, turned: torch.Tensor | None = None
+) -> launches.PreparedCall | None:
+    from strobe.kernels.decode.append import append_call
+
+    own = AppendOperands._make(None if x is None else x.detach() for x in operands)  # each an object of its own
+    tensors = [x for x in (*own, lengths, turned) if x is not None]
+    return launches.prepared_call(append_call(own, options, lengths, turned), tensors)
 
 
 def merge(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -274,6 +274,33 @@ class Prepared:
             return compiled_call(call.kernel, call.grid, *call.arguments, **call.keywords)
 
 
+class PreparedCall:
+    """One launch for calls that look the same, which shares nothing with other launches. Everything is known but the tensors'
+    addresses."""
+
+    def __init__(self, call: Call, tensors: list[torch.Tensor]):
+        from strobe.call.launcher import compiled_call, prepare
+
+        self._launches = prepare([compiled_call(call.kernel, call.grid, *call.arguments, **call.keywords)], tensors)
+        self._on: Memo[int, tuple[Callable[[tuple[int, ...]], None], threading.Lock]] = Memo(64, self._place)
+
+    def launch(self, stream: int, addresses: tuple[int, ...]) -> None:
+        """Launch on the current device's current stream, whose handle is `stream`. addresses: those of the tensors that it was
+        prepared with, in their order."""
+        launch, lock = self._on[stream]
+        with lock:
+            launch(addresses)
+
+    def _place(self, stream: int) -> tuple[Callable[[tuple[int, ...]], None], threading.Lock]:
+        return self._launches.on(stream), threading.Lock()
+
+
+def prepared_call(call: Call, tensors: list[torch.Tensor]) -> PreparedCall | None:
+    """A call prepared for others whose tensors look like these, each of which is an object of its own; None without CUDA's
+    driver."""
+    return PreparedCall(call, tensors) if _has_driver(tensors[0]) else None
+
+
 def _maker(new: Callable[[], torch.Tensor], fill: float | None) -> Callable[[], torch.Tensor]:
     """A function that makes a tensor as a call's launches need it: filled with `fill`, or uninitialised where that is None."""
     if fill is None:

@@ -135,9 +135,22 @@ def append(
     Raises:
         ValueError, TypeError: naming the argument, before anything is written.
     """
-    operands, options = checked_append(cache, k, v, q, rotary, cu_seqlens, cu_seqlens_q, positions, one_position)
-    lengths, turned = cached_calls.append(operands, options)
-    return replace(cache, lengths=lengths), None if q is None else turned
+    if not isinstance(cache, Cache):
+        raise TypeError(f"cache must be a strobe.Cache, got {type(cache).__name__}")
+    cos, sin, interleaved = rotary if isinstance(rotary, Rotary) else (None, None, False)  # anything else is refused by name
+    leftpad = cache.leftpad  # of which nothing but its check depends
+    of_leftpad = None if leftpad is None else (type(leftpad), getattr(leftpad, "shape", None), getattr(leftpad, "dtype", None))
+    tensors = (
+        cache.k, cache.v, k, v, cache.lengths, cache.page_table, cache.index, cu_seqlens, q, cu_seqlens_q, cos, sin, positions,
+        cache.k_scale, cache.v_scale,
+    )  # fmt: skip
+    numbers = type(rotary), bool(interleaved), bool(one_position), cache.head_dim_v, of_leftpad
+
+    def check():
+        return checked_append(cache, k, v, q, rotary, cu_seqlens, cu_seqlens_q, positions, one_position)
+
+    lengths, turned = cached_calls.append(tensors, numbers, check)
+    return replace(cache, lengths=lengths), turned
 
 
 def merge(

@@ -168,7 +168,7 @@ def append(operands: AppendOperands, options: AppendOptions) -> tuple[torch.Tens
     return lengths, turned
 
 
-def append_call(operands: AppendOperands, options: AppendOptions, lengths: torch.Tensor, turned: torch.Tensor) -> Call:
+def append_call(operands: AppendOperands, options: AppendOptions, lengths: torch.Tensor, turned: torch.Tensor | None) -> Call:
     """The launch of `append`."""
     o, batch = operands, lengths.shape[0]
     rows, rows_q = o.k.shape[:-2].numel(), 0 if o.q is None else o.q.shape[:-2].numel()
