@@ -18,7 +18,7 @@ def write(root, name: str, **report) -> None:
 
 BLOCKS = [
     *(pages.trained, pages.deterministic, pages.changed_scores, pages.documents, pages.redo_cost, pages.fp8_accuracy),
-    *(pages.fp8_speed, pages.cpu_backends, pages.cpu_tiles, pages.timelines, pages.hidden, pages.ampere),
+    *(pages.fp8_speed, pages.cpu_backends, pages.cpu_tiles, pages.timelines, pages.hidden, pages.ampere, pages.decode),
 ]
 
 
@@ -82,6 +82,26 @@ def test_deterministic_takes_the_newest(tmp_path):
     write(tmp_path, "determinism-a.json", protocol={"runs": 50}, points=points(9.0), date="2026-11-21T00:00:00")
     text = pages.deterministic(tmp_path)
     assert "| D 64, causal, 4096 | 50 / 1 / 1 | 1.5e-03 | 1.00 | 1 / 1 / 1 | 2.50 | 2.50 |" in text
+
+
+def test_decode(tmp_path):
+    def result(us: float) -> dict:
+        return {"us": us, "rounds": [1000 / us, 1001 / us, 1000 / us]}
+
+    def point(batch: int, length: int, ours: float) -> dict:
+        results = {"strobe": result(ours), "strobe deterministic": result(1.5 * ours), "FA3": result(20.0)}
+        shape = dict(heads=64, heads_kv=8, head_dim=128, queries=1, page=64, cache="bf16", ragged=False)
+        return {"batch": batch, "length": length, **shape, "results": results}
+
+    report = {
+        "points": [point(1, 1024, 10.0), point(8, 1024, 40.0), point(1, 8192, 20.0)], "contenders": ["strobe", "FA3"],
+        "launches": 20, "rounds": 9, "read_gb_s": 4400.0, "command": "strobe bench decode", "stopped": "out of time",
+    }  # fmt: skip
+    write(tmp_path, "decode-h200.json", **report)
+    text = pages.decode(tmp_path)
+    assert "| bf16 heads 64/8 D=128 page 64 | 1 | 10.0 (**2.00 ±0.00**) | 20.0 (1.00 ±0.00) |" in text
+    assert "| bf16 heads 64/8 D=128 page 64 | 8 | 40.0 (*0.50 ±0.00*) |  |" in text
+    assert "takes 1.50 to 1.50 times as long" in text and "incomplete: out of time." in text and "reads 4400 GB/s" in text
 
 
 def test_changed_scores(tmp_path):

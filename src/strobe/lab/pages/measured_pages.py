@@ -8,9 +8,10 @@ from pathlib import Path
 from statistics import fmean
 
 from strobe.lab.bench import parallel as measured_parallel
+from strobe.lab.bench.decode_peers import Point as DecodePoint
 from strobe.lab.bench.intervals import Ratio
 from strobe.lab.bench.plan import Point, short
-from strobe.lab.bench.report import closest
+from strobe.lab.bench.report import closest, verdicts
 from strobe.lab.model import context_parallel as paper
 from strobe.lab.timeline import timeline
 
@@ -118,6 +119,44 @@ def parallel(root: Path) -> str:
     report, path = found[-1]
     picture = f"![The share of linear scaling, and when each rank computes](../{path.with_suffix('.png')})"
     return f"{picture}\n\n{_where(report, path)}\n\n{_table(measured_parallel.cells(report))}"
+
+
+def decode(root: Path) -> str:
+    """What `strobe bench decode` measured on a GPU: microseconds, and how many times as fast as the best peer that is."""
+    found = [(report, path) for report, path in results(root, "decode-*.json") if report["device"]["kind"] == "cuda"]
+    if not found:
+        return NOTHING
+    report, path = found[-1]
+    points = [(DecodePoint.of(facts), facts["results"]) for facts in report["points"]]
+    lengths = sorted({point.length for point, _ in points})
+    cells: dict[tuple[str, int], dict[int, str]] = {}
+    for point, of_point in points:
+        cells.setdefault((point.heading, point.batch), {})[point.length] = _step(of_point)
+    rows = [["microseconds", "batch", *(short(length) for length in lengths)]]
+    rows += [[heading, str(batch), *(row.get(n, "") for n in lengths)] for (heading, batch), row in cells.items()]
+    fixed = [
+        r["strobe deterministic"]["us"] / r["strobe"]["us"] for _, r in points if "us" in r.get("strobe deterministic", {})
+    ]
+    timed = ", ".join(name for name in report["contenders"] if not name.startswith("strobe"))
+    text = (
+        f"{_where(report, path)} A step's time and, in brackets, how many times as fast as the best of {timed} that is, with "
+        f"its 95 % interval: {verdicts(report['points'])}; bold is ahead, italics behind. Caches are cold, "
+        f"{report['launches']} launches are one CUDA graph, median of {report['rounds']} interleaved rounds. A sum over 2 GiB "
+        f"reads {report['read_gb_s']:.0f} GB/s in the same process. With `deterministic=True` a step takes {min(fixed):.2f} to "
+        f"{max(fixed):.2f} times as long. Reproduce with `{report['command']}`."
+    )
+    picture = f"![GB/s of keys and values against their number](../{path.with_suffix('.png')})"
+    stopped = f" The run is incomplete: {report['stopped']}." if report["stopped"] else ""
+    return f"{picture}\n\n{text}{stopped}\n\n{_table(rows)}"
+
+
+def _step(results: dict[str, dict]) -> str:
+    """Our microseconds, and over the best peer's."""
+    ours, compared = results.get("strobe", {}).get("us"), closest(results)
+    if ours is None or compared is None:
+        return "-" if ours is None else f"{ours:.1f}"
+    mark = {"ahead": "**", "behind": "*"}.get(compared[1].verdict, "")
+    return f"{ours:.1f} ({mark}{compared[1]}{mark})"
 
 
 def redo_cost(root: Path) -> str:

@@ -263,6 +263,7 @@ PAGES: dict[str, dict[str, Callable[[Path], str]]] = {
     "docs/masks.md": {"documents": measured_pages.documents},
     "docs/optimistic_softmax.md": {"redo-cost": measured_pages.redo_cost},
     "docs/parallel.md": {"on paper": measured_pages.context_parallel, "measured": measured_pages.parallel},
+    "docs/serving.md": {"measured": measured_pages.decode},
     "docs/simulator.md": {"model error": measured_pages.model_error},
     "docs/timeline.md": {"timeline": measured_pages.timelines, "hidden": measured_pages.hidden},
 }
