@@ -231,7 +231,8 @@ def serve(s: Settings, device: torch.device) -> tuple[dict, list[Request], Model
     """Serve all requests. Returns what was measured, the requests with their tokens, and the model."""
     torch.manual_seed(s.seed)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = Model(s).to(device, dtype).requires_grad_(False)
+    with device:
+        model = Model(s).to(dtype).requires_grad_(False)
     server, coming, queue = Server(s, model, device, dtype), deque(requests_of(s)), deque()
     every, steps = list(coming), []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("requests"), TimeElapsedColumn())
