@@ -29,13 +29,14 @@ made = []
 for arch, group, n_q, dim, page, cache, beside in json.loads(sys.argv[1]):
     arch, i32 = KNOWN[arch], torch.int32
     kind = torch.float8_e4m3fn if cache == "e4m3" else torch.bfloat16
-    q, (k, v) = meta(4, n_q, 2 * group, dim), (meta(40, page or 512, 2, dim, dtype=kind) for _ in range(2))
-    table, out = meta(4, 8, dtype=i32) if page else None, meta(4, n_q, 2 * group, dim)
-    operands = DecodeOperands(q, k, v, meta(4, dtype=i32), table, out=out)
+    batch = 4 if beside == "few" else 9
+    q, (k, v) = meta(batch, n_q, 2 * group, dim), (meta(40, page or 512, 2, dim, dtype=kind) for _ in range(2))
+    table, out = meta(batch, 8, dtype=i32) if page else None, meta(batch, n_q, 2 * group, dim)
+    operands = DecodeOperands(q, k, v, meta(batch, dtype=i32), table, out=out)
     if cache == "e4m3":
-        operands = operands._replace(k_scale=meta(4, 2, dtype=torch.float32), v_scale=meta(4, 2, dtype=torch.float32))
+        operands = operands._replace(k_scale=meta(batch, 2, dtype=torch.float32), v_scale=meta(batch, 2, dtype=torch.float32))
     if beside == "all":
-        operands = operands._replace(leftpad=meta(4, dtype=i32), tree=meta(4, n_q, n_q, dtype=torch.bool),
+        operands = operands._replace(leftpad=meta(batch, dtype=i32), tree=meta(batch, n_q, n_q, dtype=torch.bool),
                                      alibi=meta(2 * group, dtype=torch.float32), sinks=meta(2 * group, dtype=torch.float32))
     softcap, left = (30.0, 100) if beside == "all" else (0.0, None)
     options = DecodeOptions(n_q, dim, False, 0.1, left, 0, softcap, True, beside == "deterministic", None)
@@ -64,7 +65,7 @@ SOME = [("H200", 8, 1, 128, 64, "bf16", ""), ("H200", 1, 4, 128, None, "bf16", "
 MORE = [
     ("H200", 4, 1, 128, 1, "bf16", "deterministic"), ("H200", 8, 16, 128, 64, "bf16", ""), ("H200", 2, 1, 256, 64, "bf16", ""),
     ("H200", 8, 1, 128, 64, "e4m3", ""), ("H200", 8, 4, 128, 64, "bf16", "all"), ("A100", 8, 1, 128, None, "bf16", ""),
-    ("H200", 7, 1, 80, 16, "bf16", ""),
+    ("H200", 7, 1, 80, 16, "bf16", ""), ("H200", 8, 1, 128, 64, "bf16", "few"),
 ]  # fmt: skip
 SPILLS = {("H200", 8, 16, 128, 64, "bf16", ""): 640, ("H200", 8, 4, 128, 64, "bf16", "all"): 640}
 """Bytes that may be spilled, outside of what runs at every step for the most part."""

@@ -125,7 +125,7 @@ def decode(root: Path) -> str:
     """What `strobe bench decode` measured on a GPU: microseconds, and how many times as fast as the best peer that is."""
     found = [(report, path) for report, path in results(root, "decode-*.json") if report["device"]["kind"] == "cuda"]
     if not found:
-        return NOTHING
+        return "No result is published yet."
     report, path = found[-1]
     points = [(DecodePoint.of(facts), facts["results"]) for facts in report["points"]]
     lengths = sorted({point.length for point, _ in points})
