@@ -117,15 +117,19 @@ def test_run_without_a_gpu(tmp_path):
     assert shown.exit_code == 0 and "no GPU is here" in shown.output and "P stays in registers" in shown.output
 
 
-def test_counters_that_moved():
-    """Of two rungs in a profile: in base units, the largest factor first."""
+def profile_of_two_rungs() -> dict:
     conflicts, duration = counters.CONFLICTS[0].metrics[0], counters.DURATION.metrics[0]
 
     def subject(number, missed, time, unit):
         name = f"{number} {RUNGS[number].title}"
         return {"name": name, "metrics": {conflicts: {"mean": missed, "unit": ""}, duration: {"mean": time, "unit": unit}}}
 
-    profile = {"subjects": [subject(7, 1000.0, 2.0, "ms"), subject(8, 0.0, 500.0, "us")]}
+    return {"subjects": [subject(7, 1000.0, 2.0, "ms"), subject(8, 0.0, 500.0, "us")]}
+
+
+def test_counters_that_moved():
+    """Of two rungs in a profile: in base units, the largest factor first."""
+    profile = profile_of_two_rungs()
     columns = [list(column.cells) for column in counters_moved(profile, RUNGS[7], RUNGS[8]).columns]
     assert columns[0] == [counters.CONFLICTS[0].label, "Duration"] and columns[3] == ["0", "0.25"]
     with pytest.raises(ValueError, match="a profile must hold both rungs, got one without 9 double buffering"):
@@ -216,7 +220,20 @@ def test_the_page_of_a_measured_ladder(on_a_gpu, tmp_path, monkeypatch):
     written = page.climb(tmp_path)
     assert f"1.00 times as fast as the rung before: it gains nothing here. {RUNGS[7].nothing}" in written
     assert "50.00 times as fast as the rung before." in written and "relative error" in written
-    assert page.measured(tmp_path / "docs") == page.NOTHING
+    assert (
+        page.measured(tmp_path / "docs") == page.studies(tmp_path / "docs") == page.counters(tmp_path / "docs") == page.NOTHING
+    )
+
+
+def test_the_page_shows_studies_and_counters(on_a_gpu, tmp_path):
+    folder = tmp_path / page.RESULTS
+    folder.mkdir(parents=True)
+    dated = {"date": "2026-01-01T00:00:00+00:00", "command": "strobe ladder run --profile --rungs 7-8"}
+    (folder / "study-l4.json").write_text(json.dumps(on_a_gpu | dated))
+    written = page.studies(tmp_path)
+    assert "head dim" in written and "| 7 cp.async |" in written and "(../benchmarks/results/study-l4.json)" in written
+    (folder / "rungs-profile-h100.json").write_text(json.dumps(profile_of_two_rungs() | dated | {"device": {"name": "H100"}}))
+    assert "| Duration | 0.002 | 0.0005 | 0.25 |" in page.counters(tmp_path)
 
 
 TTGIR = """

@@ -230,8 +230,19 @@ MOST_MOVED = 12
 
 
 def counters_moved(profile: dict[str, Any], before: Rung, rung: Rung) -> Table:
-    """The counters of Nsight Compute that differ most between two rungs, by the JSON of `strobe ladder run --profile`.
-    ValueError if one of them is not in it."""
+    """The table of `moved_counters`."""
+    heads, *lines = moved_counters(profile, before, rung)
+    shown = Table(title="Counters that moved", title_justify="left")
+    for number, head in enumerate(heads):
+        shown.add_column(head, justify="right" if number else "left")
+    for line in lines:
+        shown.add_row(*line)
+    return shown
+
+
+def moved_counters(profile: dict[str, Any], before: Rung, rung: Rung) -> list[list[str]]:
+    """The counters of Nsight Compute that differ most between two rungs, by the JSON of `strobe ladder run --profile`: a line
+    of heads, then the counters'. ValueError if one of the rungs is not in it."""
     found = {subject["name"]: subject["metrics"] for subject in profile["subjects"]}
     names = [f"{one.number} {one.title}" for one in (before, rung)]
     missing = [name for name in names if name not in found]
@@ -244,14 +255,10 @@ def counters_moved(profile: dict[str, Any], before: Rung, rung: Rung) -> Table:
         for metric in labels
         if metric in old and metric in new and not isinstance(old[metric]["mean"], str)
     }
-    shown = Table(title="Counters that moved", title_justify="left")
-    shown.add_column("")
-    for name in (*names, "times"):
-        shown.add_column(name, justify="right")
+    lines = [["", *names, "times"]]
     for metric, (a, b) in sorted(pairs.items(), key=lambda pair: -_factor(*pair[1]))[:MOST_MOVED]:
-        times = f"{b / a:.3g}" if a else "-"
-        shown.add_row(labels[metric], f"{a:.4g}", f"{b:.4g}", times)
-    return shown
+        lines.append([labels[metric], f"{a:.4g}", f"{b:.4g}", f"{b / a:.3g}" if a else "-"])
+    return lines
 
 
 def _factor(a: float, b: float) -> float:

@@ -6,10 +6,11 @@ import difflib
 import json
 import math
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from strobe.lab.ladder.explain import source, value_of
+from strobe.lab.ladder.explain import moved_counters, source, value_of
 from strobe.lab.ladder.report import GAIN, rows
 from strobe.ladder import RUNGS, Rung
 
@@ -51,6 +52,44 @@ def measured(root: Path) -> str:
         f"![TFLOP/s of each rung](../{path.with_suffix('.png')})\n\n" if (root / path).with_suffix(".png").exists() else ""
     )
     return f"{picture}{where}{roofs}.\n\n{_table(lines)}"
+
+
+def studies(root: Path) -> str:
+    """Rungs at the shapes of others' studies, a run each: study-*.json."""
+    found = [(json.loads(path.read_text()), path.relative_to(root)) for path in sorted((root / RESULTS).glob("study-*.json"))]
+    if not found:
+        return NOTHING
+    lines = [["", "rung", "ms", "TFLOP/s", "over the one above", "JSON"]]
+    for report, path in found:
+        problem = report["problem"]
+        shape = f"{problem['heads']} heads, length {problem['length']}, head dim {problem['head_dim']}"
+        before = None
+        for row in rows(report):
+            if row["seconds"] is None:
+                continue
+            over = before and before / row["seconds"]
+            lines.append([
+                f"{report['device']['name']}, {shape}", f"{row['number']} {row['title']}", f"{1e3 * row['seconds']:.3g}",
+                f"{row['tflops']:.3g}", _number(over, ".2f"), f"[{report['date'][:10]}](../{path})",
+            ])  # fmt: skip
+            before = row["seconds"]
+    return _table(lines)
+
+
+def counters(root: Path) -> str:
+    """What Nsight Compute counted of neighbouring rungs, by the newest rungs-profile-*.json."""
+    found = [
+        json.loads(path.read_text()) | {"path": path.relative_to(root)}
+        for path in (root / RESULTS).glob("rungs-profile-*.json")
+    ]
+    if not found:
+        return NOTHING
+    profile = max(found, key=lambda one: one["date"])
+    names = {subject["name"] for subject in profile["subjects"]}
+    known = [rung for rung in RUNGS if f"{rung.number} {rung.title}" in names]
+    where = f"{profile['device']['name']}, {profile['date'][:10]} ([JSON](../{profile['path']})), by `{profile['command']}`:"
+    tables = [_table(moved_counters(profile, *pair)) for pair in pairwise(known)]
+    return "\n\n".join([where, *tables])
 
 
 def climb(root: Path) -> str:

@@ -259,6 +259,8 @@ PAGES: dict[str, dict[str, Callable[[Path], str]]] = {
         "measured": ladder_page.measured,
         "example": ladder_page.example,
         "climb": ladder_page.climb,
+        "studies": ladder_page.studies,
+        "counters": ladder_page.counters,
     },
     "docs/masks.md": {"documents": measured_pages.documents},
     "docs/optimistic_softmax.md": {"redo-cost": measured_pages.redo_cost},
