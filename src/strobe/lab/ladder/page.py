@@ -63,11 +63,11 @@ def studies(root: Path) -> str:
     for report, path in found:
         problem = report["problem"]
         shape = f"{problem['heads']} heads, length {problem['length']}, head dim {problem['head_dim']}"
-        before = None
+        before: float | None = None
         for row in rows(report):
             if row["seconds"] is None:
                 continue
-            over = before and before / row["seconds"]
+            over = before / row["seconds"] if before else None
             lines.append([
                 f"{report['device']['name']}, {shape}", f"{row['number']} {row['title']}", f"{1e3 * row['seconds']:.3g}",
                 f"{row['tflops']:.3g}", _number(over, ".2f"), f"[{report['date'][:10]}](../{path})",
