@@ -17,6 +17,7 @@ A GPU of another kind than the one that a config is for says less: what carries 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import os
 import sys
@@ -110,14 +111,22 @@ class Portable:
 
 @contextmanager
 def compiled_as(arch: str | None) -> Iterator[None]:
-    """Within it Triton's passes work as for another arch; None: as for the GPU that is there."""
+    """Within it kernels are compiled to the PTX of another arch, and that for the GPU that is there; None: for that alone."""
     if arch is None:
         yield
         return
     from triton import knobs
 
+    def hook(backend=None, stages=None, options=None, language=None, capability=None):
+        """Triton makes PTX of the GPU that is there, whatever its passes worked for. Without arguments: what it asks in order
+        to know this PTX in its cache."""
+        if stages is None:
+            return f"PTX for {arch}", hashlib.sha256(arch.encode()).hexdigest()
+        stages["ptx"] = lambda source, metadata: backend.make_ptx(source, metadata, options, capability)
+
     with knobs.runtime.scope():
         knobs.runtime.override_arch = arch
+        knobs.runtime.add_stages_inspection_hook = hook
         yield
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,39 @@ def test_what_float32_is_timed_beside(benchmark):
     point = benchmark.points_of(arguments(benchmark, dtypes=("fp32",), head_dims=(128,)))[0]
     assert point.dtype == "fp32" and benchmark.PEERS["fp32"] == ("SDPA efficient", "SDPA efficient")
     assert all(backend.config.itemsize == 4 for backend, _ in benchmark.backends(point, KNOWN["A100"], arguments(benchmark)))
+
+
+AS_SM80 = """
+import re, subprocess, sys
+from dataclasses import replace
+from pathlib import Path
+import torch, triton
+sys.path.insert(0, sys.argv[1])
+import sm80 as benchmark
+from strobe.device import KNOWN
+from strobe.kernels.common.call import unfilled
+from strobe.lab.bench.plan import Point
+from strobe.lab.binary.offline import pretend_gpu
+problem = Point(1, 4096, 16, 16, 64, 64, "bf16", "causal", False).problem()
+backend = benchmark.Portable("portable as sm_80", KNOWN["A100"])
+with pretend_gpu(90), benchmark.compiled_as("sm80"):
+    calls = backend.calls(problem, unfilled(problem, backend.buffers(problem, KNOWN["A100"])), KNOWN["A100"])
+    ptx = calls[-1].compile().asm["ptx"]
+assert "mma.sync" in ptx and "cp.async" in ptx and "wgmma" not in ptx
+assert re.search(r"^\\.target sm_80$", ptx, re.MULTILINE)
+path = Path(sys.argv[2])
+path.write_text(re.sub(r"\\.version \\S+", ".version 8.0", ptx))
+ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+subprocess.run([ptxas, "-arch=sm_80", path, "-o", path.with_suffix(".cubin")], check=True)
+"""
+
+
+def test_the_portable_kernels_as_sm_80_are_code_for_sm_80(tmp_path):
+    """What runs on Hopper is PTX that assembles for an A100."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", AS_SM80, str(SCRIPT.parent), str(tmp_path / "forward.ptx")]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")

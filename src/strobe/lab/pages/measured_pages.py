@@ -288,21 +288,22 @@ def model_error(root: Path) -> str:
 
 
 def ampere(root: Path) -> str:
-    """What benchmarks/sm80.py found: each point's speed, and over the peer's; then the portable kernels beside, where they took
-    part."""
+    """What benchmarks/sm80.py found: each point's speed, and over the peer's."""
     found = results(root, "sm80-*.json")
     if not found:
         return NOTHING
     report, path = found[-1]
-    points = [(Point.of(entry), entry) for entry in report["points"]]
+    points = _points_of(report)
     parts = [f"{_where(report, path)} TFLOP/s (a causal mask counts half) and, in brackets, over the peer's."]
     for phase, backward in (("Forward", False), ("Backward", True)):
         of_phase = [(point, entry) for point, entry in points if point.backward == backward]
         if of_phase:
             parts.append(f"{phase}:\n\n{_table(_ampere_rows(of_phase))}")
-    if beside := _portable_rows(points):
-        parts.append(f"The portable kernels beside, in TFLOP/s:\n\n{_table(beside)}")
     return "\n\n".join(parts)
+
+
+def _points_of(report: dict) -> list[tuple[Point, dict]]:
+    return [(Point.of(entry), entry) for entry in report["points"]]
 
 
 def _ampere_rows(points: list[tuple[Point, dict]]) -> list[list[str]]:
@@ -327,20 +328,19 @@ def _of_sm80(entry: dict) -> dict | None:
     return next((result for name, result in entry["results"].items() if name.startswith("sm80 ")), None)
 
 
-def _portable_rows(points: list[tuple[Point, dict]]) -> list[list[str]]:
-    """Points at which the portable kernels took part; none where they did not."""
-    taking = [(point, entry) for point, entry in points if "portable" in entry["results"]]
-    if not taking:
-        return []
-    names = [name for name in ("portable", "portable as sm_80") if any(name in entry["results"] for _, entry in taking)]
-    rows = [["", "peer", "sm80", *names]]
-    for point, entry in taking:
-        speeds = [entry["results"].get(entry["peer"]), _of_sm80(entry), *(entry["results"].get(name) for name in names)]
-        rows.append([
-            f"{point}, {'backward' if point.backward else 'forward'}",
-            *("" if one is None else f"{one['tflops']:.0f}" for one in speeds),
-        ])  # fmt: skip
-    return rows
+def ampere_portable(root: Path) -> str:
+    """What benchmarks/sm80.py --portable found: the portable kernels, as they are and as sm_80 code, beside the others."""
+    found = results(root, "portable-as-sm80-*.json")
+    if not found:
+        return NOTHING
+    report, path = found[-1]
+    rows = [["TFLOP/s (largest relative error)", "PyTorch", "sm80", "portable", "portable as sm_80"]]
+    for point, entry in _points_of(report):
+        named = [entry["results"].get(name) for name in (entry["peer"], "portable", "portable as sm_80")]
+        named.insert(1, _of_sm80(entry))
+        cells = ["" if one is None else f"{one['tflops']:.0f} ({one['error']:.0e})" for one in named]
+        rows.append([f"{point}, {'backward' if point.backward else 'forward'}", *cells])
+    return f"{_where(report, path)}\n\n{_table(rows)}"
 
 
 def results(root: Path, pattern: str) -> list[tuple[dict, Path]]:

@@ -250,7 +250,7 @@ PAGES: dict[str, dict[str, Callable[[Path], str]]] = {
         "measured backward": lambda root: measured(root, "backward"),
         "support": lambda root: support(),
     },
-    "docs/ampere.md": {"measured": measured_pages.ampere},
+    "docs/ampere.md": {"measured": measured_pages.ampere, "portable": measured_pages.ampere_portable},
     "docs/training.md": {"deterministic": measured_pages.deterministic, "train-gpt": measured_pages.trained},
     "docs/backward.md": {"changed-scores": measured_pages.changed_scores},
     "docs/cpu.md": {"backends": measured_pages.cpu_backends, "tiles": measured_pages.cpu_tiles},
