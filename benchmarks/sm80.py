@@ -67,11 +67,7 @@ class Fixed:
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
-        c = self.config
-        parts = [f"sm80 {c.tile_q}x{c.tile_kv}x{c.warps}", f"stages {c.stages}"]
-        parts += ["Q in registers"] if getattr(c, "q_in_registers", False) else []
-        parts += ["P shared"] if getattr(c, "across", 1) > 1 else []
-        self.name = ", ".join(parts)
+        self.name = f"sm80 {self.config.label}"
 
     def buffers(self, problem: AttentionProblem, arch: Arch):
         from strobe.kernels.sm80 import backward_launch, launch

@@ -1,11 +1,17 @@
 """The generated blocks of the documentation's pages: from the newest results, with their numbers."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
+from strobe.device import KNOWN
+from strobe.kernels.sm80 import backend
 from strobe.lab.pages import measured_pages as pages
+from strobe.lab.pages import readme
 from strobe.lab.timeline.timeline import PHASES
+from strobe.masks import Causal
 
 DEVICE = {"kind": "cuda", "name": "NVIDIA H200", "commit": "0123456789abcdef", "packages": {"torch": "2.11", "triton": "3.6"}}
 
@@ -34,12 +40,16 @@ def test_ampere_shows_what_dispatch_takes_and_the_portable_kernels(tmp_path):
         peer = "FA2" if dtype == "bf16" else "SDPA efficient"
         return {**shape, "length": length, "dtype": dtype, "backward": backward, "peer": peer, "results": rounds}
 
-    first, second = "sm80 128x32x4, stages 1", "sm80 128x32x4, stages 2"
+    def taken(dtype: torch.dtype, phase: str = "forward") -> str:
+        problem = replace(readme.BASE, dtype=dtype, phase=phase, mask=Causal())
+        return f"sm80 {backend.config(problem, KNOWN['H100']).label}"
+
+    first, second, in_fp32 = taken(torch.bfloat16), "sm80 another", taken(torch.float32)
     points = [
         point(4096, False, **{"FA2": 300.0, first: 330.0, second: 360.0, "portable": 200.0, "portable as sm_80": 150.0}),
         point(512, False, **{"FA2": 200.0, first: 220.0}),
-        point(4096, True, **{"FA2": 240.0, first: 228.0}),
-        point(4096, False, "fp32", **{"SDPA efficient": 40.0, first: 80.0}),
+        point(4096, True, **{"FA2": 240.0, taken(torch.bfloat16, "backward"): 228.0}),
+        point(4096, False, "fp32", **{"SDPA efficient": 40.0, in_fp32: 80.0}),
     ]
     write(tmp_path, "sm80-h100.json", points=points)
     write(tmp_path, "portable-as-sm80-h100.json", points=points[:1])

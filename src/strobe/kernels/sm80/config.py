@@ -114,6 +114,11 @@ class Config(Chunks):
         return 1
 
     @property
+    def label(self) -> str:
+        """What tells it from others for the same head dims, in few words."""
+        return f"{self.tile_q}x{self.tile_kv}x{self.warps}, stages {self.stages}{', Q in registers' * self.q_in_registers}"
+
+    @property
     def leaves_by_q(self) -> bool:
         """Whether O leaves through the shared memory of Q, whose shape it has; else straight from registers."""
         return self.head_dim == self.head_dim_v
@@ -168,6 +173,11 @@ class BackwardConfig(Chunks):
             )
 
     @property
+    def label(self) -> str:
+        """What tells it from others for the same head dims, in few words."""
+        return f"{self.tile_q}x{self.tile_kv}x{self.warps}, stages {self.stages}{', P shared' * (self.across > 1)}"
+
+    @property
     def across_q(self) -> int:
         """Warps beside each other in a tile of dQ: so many that each has 32 rows, unless a chunk has too few columns."""
         return min(self.warps, self.warps * 32 // self.tile_q, min(self.chunks) // 8)
@@ -204,7 +214,7 @@ class BackwardConfig(Chunks):
 
 _TILES: dict[int, tuple[tuple, ...]] = {
     64: ((128, 64, 4), (128, 64, 4, 2), (128, 64, 4, 1, True)),
-    96: ((128, 32, 4), (128, 32, 4, 2), (64, 64, 4, 2), (128, 64, 4)),
+    96: ((128, 32, 4, 2), (128, 32, 4), (64, 64, 4, 2), (128, 64, 4)),
     128: ((128, 32, 4), (128, 32, 4, 2), (64, 64, 4, 1, True)),
     192: ((64, 64, 4), (128, 64, 8), (64, 32, 4, 2)),
     256: ((64, 64, 4), (64, 32, 4, 2), (64, 32, 4, 2, True), (128, 64, 8)),

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean
 
+from strobe.device import KNOWN
+from strobe.kernels.sm80 import backend
 from strobe.lab.bench import parallel as measured_parallel
 from strobe.lab.bench.decode_peers import Point as DecodePoint
 from strobe.lab.bench.intervals import Ratio
@@ -311,7 +313,7 @@ def _ampere_rows(points: list[tuple[Point, dict]]) -> list[list[str]]:
     lengths = sorted({point.length for point, _ in points})
     cells: dict[tuple[str, str, str, str], dict[int, str]] = {}
     for point, entry in points:
-        ours = _of_sm80(entry)
+        ours = _of_sm80(point, entry)
         if ours is not None:
             peer = entry["results"].get(entry["peer"])
             over = f" ({Ratio.of(ours['rounds'], peer['rounds'])})" if peer else ""
@@ -323,9 +325,9 @@ def _ampere_rows(points: list[tuple[Point, dict]]) -> list[list[str]]:
     return rows
 
 
-def _of_sm80(entry: dict) -> dict | None:
-    """The result of the config that dispatch takes: the first one that was asked for."""
-    return next((result for name, result in entry["results"].items() if name.startswith("sm80 ")), None)
+def _of_sm80(point: Point, entry: dict) -> dict | None:
+    """The result of the config that dispatch takes on an H100 today; None if it was not timed."""
+    return entry["results"].get(f"sm80 {backend.config(point.problem(), KNOWN['H100']).label}")
 
 
 def ampere_portable(root: Path) -> str:
@@ -337,7 +339,7 @@ def ampere_portable(root: Path) -> str:
     rows = [["TFLOP/s (largest relative error)", "PyTorch", "sm80", "portable", "portable as sm_80"]]
     for point, entry in _points_of(report):
         named = [entry["results"].get(name) for name in (entry["peer"], "portable", "portable as sm_80")]
-        named.insert(1, _of_sm80(entry))
+        named.insert(1, _of_sm80(point, entry))
         cells = ["" if one is None else f"{one['tflops']:.0f} ({one['error']:.0e})" for one in named]
         rows.append([f"{point}, {'backward' if point.backward else 'forward'}", *cells])
     return f"{_where(report, path)}\n\n{_table(rows)}"
