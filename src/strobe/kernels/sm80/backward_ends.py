@@ -99,9 +99,8 @@ def convert(
     left = n - first
     broken = 0.0
     for c in tl.static_range(PADDED // WIDEST):  # chunks as in `config.Chunks`
-        first_column: tl.constexpr = WIDEST * c
         broken += _convert_chunk(
-            at + TILE_Q * first_column, to, dq_row, left, scale, first_column, DIM, WIDEST, DOWN, ACROSS, TILE_Q
+            at + TILE_Q * WIDEST * c, to, dq_row, left, scale, WIDEST * c, DIM, WIDEST, DOWN, ACROSS, TILE_Q
         )
     if PADDED % WIDEST & 32:
         half: tl.constexpr = PADDED // WIDEST * WIDEST
