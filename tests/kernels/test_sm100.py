@@ -422,7 +422,7 @@ def test_a_nan_of_a_neighbour_is_not_read(simulated, mask):
     assert not out[150:].any() and lse[:, 150:].isneginf().all()
 
 
-# ---- on a Blackwell GPU: what must pass before `backend.UNPROVEN` may go
+# ---- on a Blackwell GPU: what must pass before `backend.unproven` may go
 
 on_blackwell = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10, reason="needs a Blackwell GPU (sm_100)"

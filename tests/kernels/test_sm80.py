@@ -108,12 +108,22 @@ def test_what_has_an_order_is_left_to_the_portable_kernel():
     assert not backend.config(problem(phase="backward", learned=("bias",)), arch).with_dq
 
 
-def test_it_runs_by_name_until_it_was_measured():
-    asked, found = (explain_problem(problem(), KNOWN["A100"], name) for name in ("sm80", None))
-    assert asked.chosen == "sm80" and asked.warning == backend.UNPROVEN
-    assert asked.config == backend.config(problem(), KNOWN["A100"])
-    assert found.chosen == "portable" and "so it runs only by name: backend='sm80'" in dict(found.refusals)["sm80"]
+def test_where_it_is_the_default():
+    """Where warps multiply by mma.sync, and on Hopper for float32, which the kernels for wgmma do not take."""
+    for gpu in ("A100", "A10", "L4", "RTX 4090", "RTX 5090"):
+        found = explain_problem(problem(), KNOWN[gpu])
+        assert found.chosen == "sm80" and found.warning is None
+        assert found.config == backend.config(problem(), KNOWN[gpu])
     assert explain_problem(problem(), KNOWN["H200"]).chosen == "sm90"
+    assert explain_problem(problem(dtype=torch.float32), KNOWN["H200"]).chosen == "sm80"
+
+
+@pytest.mark.parametrize("phase, gpu", [("forward", "B200"), ("backward", "A100"), ("backward", "B200")])
+def test_where_it_runs_by_name(phase, gpu):
+    shape = problem(phase=phase)
+    asked, found = (explain_problem(shape, KNOWN[gpu], name) for name in ("sm80", None))
+    assert asked.chosen == "sm80" and asked.warning == backend.unproven(shape, KNOWN[gpu])
+    assert found.chosen == "portable" and "so it runs only by name: backend='sm80'" in dict(found.refusals)["sm80"]
 
 
 # ---- offline: the compiler's own numbers
@@ -249,6 +259,34 @@ def test_the_loop_over_tiles_of_rows(compiled):
 def test_copies_are_of_16_bytes_and_pass_by_the_l1_cache(compiled):
     for found in compiled:
         assert found["copies"] and all(name.startswith("LDGSTS.E.BYPASS") and "128" in name for name in found["copies"])
+
+
+ENDS = """
+import json, sys, torch, triton
+from dataclasses import replace
+from strobe.device import KNOWN
+from strobe.kernels.common.call import unfilled
+from strobe.kernels.sm80 import backward_launch
+from strobe.kernels.sm80.config import choose_backward
+from strobe.lab.binary.offline import pretend_gpu, problem_of
+from strobe.masks import Causal
+arch = KNOWN["A100"]
+for dim, dtype in ((128, torch.bfloat16), (112, torch.float32)):
+    problem = replace(problem_of((dim, dim), Causal(), dtype), phase="backward")
+    config = choose_backward(problem, arch)
+    tensors = unfilled(problem, backward_launch.buffers(problem, config))
+    with pretend_gpu(80):
+        for call in backward_launch.calls(problem, tensors, arch, config):
+            if call.kernel.__name__ in ("prepare", "convert"):
+                call.compile()
+print(json.dumps({"triton": triton.__version__}))
+"""
+
+
+@pytest.mark.parametrize("oldest", [True, False], ids=["oldest", "installed"])
+def test_what_runs_before_and_after_the_backward_compiles(oldest):
+    """With several chunks of each width: what a compiler takes of one chunk it may refuse of two."""
+    answer(ENDS, oldest)
 
 
 # ---- on the GPU

@@ -30,6 +30,7 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "ladder": ("sm90 forward",),
     "mutants": (),
     "same-code": (),
+    "sm80": ("sm80 forward", "sm80 backward"),
     "unit-costs": (),
 }
 """How a file's name begins -> the kernels whose speed it tells; none, if it tells of something else."""
@@ -38,12 +39,18 @@ HISTORY = "shows how fast, or how, an earlier version was: pages that quote it s
 OLDER_KERNEL = "measured before launches were prepared and documents left out blocks; its numbers are due again"
 REDO_CHANGED = "the portable kernel changed, which redoes blocks: none of normal inputs has to be"
 BEFORE_PLACES = "measured before the portable kernels knew the places of shards, which ordinary calls do not have"
+REDO_SHARED = (
+    "the launch that redoes gradients serves every GPU now, and is told whether it takes its turn: the same code on Hopper"
+)
 ACCEPTED: dict[str, str] = {
     "backward-h200-2026-11-23.json": REDO_CHANGED,
     "blackwell-simulated.json": BEFORE_PLACES,
     "changed-scores-h200-2026-11-22.json": OLDER_KERNEL,
     "cycles-backward-h200-2026-11-24.json": REDO_CHANGED,
     "cycles-forward-h200-2026-11-24.json": REDO_CHANGED,
+    "cycles-packed-backward-h100-2026-11-24.json": REDO_SHARED,
+    "cycles-packed-forward-h100-2026-11-24.json": REDO_SHARED,
+    "cycles-tile-h100-2026-11-24.json": REDO_SHARED,
     "determinism-h200-2026-11-22.json": OLDER_KERNEL,
     "energy-peers-h200-2026-11-23.json": OLDER_KERNEL,
     "forward-h200-2026-11-21.json": HISTORY,
@@ -53,7 +60,9 @@ ACCEPTED: dict[str, str] = {
     "inputs-model-h200-2026-11-23.json": REDO_CHANGED,
     "inputs-worst-h200-2026-11-23.json": "the portable kernel changed, which redoes nearly all of its blocks; due again",
     "ladder-h200-2026-11-24.json": BEFORE_PLACES,
+    "model-error-h100.json": REDO_SHARED,
     "redo-cost-h200-2026-11-21.json": "has no commit; its numbers are due again",
+    "sm80-h100-2026-11-25.json": "float32 came since, and a mistake of the backward's went: due again",
     "timeline-h200-2026-11-21.json": HISTORY,
     "timeline-h200-2026-11-22.json": OLDER_KERNEL,
     "train-gpt-4096-h200-2026-11-22.json": OLDER_KERNEL,

@@ -19,9 +19,9 @@ and, if it has a choice of configs,
 
     origin(problem, arch) -> str             where the config comes from, in words (printed by `explain`)
 
-and, if its kernel never ran on the hardware that it is for,
+and, if some kernel of its never ran on hardware that it is for, or was not timed there beside the next backend's,
 
-    UNPROVEN                                 what was done instead, in words: it runs only when asked for by name
+    unproven(problem, arch) -> str | None    that, in words, of what a problem runs: only when asked for by name
 
 Modules are imported when first asked, so that `import strobe` costs no Triton.
 """
@@ -105,8 +105,10 @@ def backend_module(name: str) -> ModuleType:
     return importlib.import_module(known[name])
 
 
-def _unproven(name: str) -> str | None:
-    return getattr(backend_module(name), "UNPROVEN", None)
+def unproven(name: str, problem: AttentionProblem | DecodeProblem, arch: Arch) -> str | None:
+    """Why a backend runs a problem by name only, in words; None if it runs it without being asked for."""
+    found = getattr(backend_module(name), "unproven", None)
+    return None if found is None else found(problem, arch)
 
 
 def _refusal(name: str, problem: AttentionProblem | DecodeProblem, arch: Arch, by_name: bool) -> str | None:
@@ -115,8 +117,8 @@ def _refusal(name: str, problem: AttentionProblem | DecodeProblem, arch: Arch, b
     if (name in OF_CACHES) != isinstance(problem, DecodeProblem):
         return "runs attention over a cache alone" if name in OF_CACHES else "runs no attention over a cache"
     reason = backend_module(name).refuses(problem, arch)
-    if reason is None and not by_name and _unproven(name):
-        return f"{_unproven(name)}, so it runs only by name: backend={name!r}"
+    if reason is None and not by_name and (words := unproven(name, problem, arch)):
+        return f"{words}, so it runs only by name: backend={name!r}"
     return reason
 
 
@@ -139,7 +141,7 @@ def explain_problem(problem: AttentionProblem | DecodeProblem, arch: Arch, backe
         elif chosen is None:
             chosen = name
     config = backend_module(chosen).config(problem, arch) if chosen else None
-    warning = _unproven(chosen) if chosen else None
+    warning = unproven(chosen, problem, arch) if chosen else None
     origin = getattr(backend_module(chosen), "origin", None) if chosen else None
     words = origin(problem, arch) if origin else None
     return Explanation(problem, arch, chosen, config, tuple(refusals), origin=words, warning=warning)

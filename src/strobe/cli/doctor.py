@@ -118,8 +118,8 @@ def _backend(name: str, arch: Arch) -> dict[str, Any]:
     try:
         module = dispatch.backend_module(name)
         reason = module.refuses(problem, arch)
-        if reason is None and hasattr(module, "UNPROVEN"):
-            reason = f"runs by name only: {module.UNPROVEN}"
+        if reason is None and (words := dispatch.unproven(name, problem, arch)):
+            reason = f"runs by name only: {words}"
     except ImportError as error:
         reason = f"cannot be imported: {error}"
     return {"name": name, "reason": reason}

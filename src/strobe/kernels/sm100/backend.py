@@ -12,9 +12,12 @@ from strobe.kernels.sm100.config import HEAD_DIMS, Config, choose
 from strobe.kernels.splits import choose_splits
 from strobe.problem import AttentionProblem, Varlen
 
-UNPROVEN = "compiled and simulated, never yet run on a Blackwell GPU"
-
 OLDEST_TRITON = (3, 8)
+
+
+def unproven(problem: AttentionProblem, arch: Arch) -> str | None:
+    """See `strobe.call.dispatch`."""
+    return "compiled and simulated, never yet run on a Blackwell GPU"
 
 
 def refuses(problem: AttentionProblem, arch: Arch) -> str | None:

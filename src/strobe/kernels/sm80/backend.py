@@ -16,7 +16,14 @@ DTYPES = torch.float16, torch.bfloat16, torch.float32
 
 MOST_ROWS = 2**29
 
-UNPROVEN = "compiled and simulated; of its forward an earlier version alone ran on a GPU"
+
+def unproven(problem: AttentionProblem, arch: Arch) -> str | None:
+    """See `strobe.call.dispatch`. The forward was run on Hopper, whose warps have the same instructions."""
+    if problem.phase == "backward":
+        return "not yet run on a GPU as it is now"
+    if arch.capability // 10 in (10, 11):
+        return "not yet timed beside the portable kernels where these use tcgen05"
+    return None
 
 
 def refuses(problem: AttentionProblem, arch: Arch) -> str | None:

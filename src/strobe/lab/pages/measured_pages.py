@@ -297,6 +297,7 @@ def ampere(root: Path) -> str:
     report, path = found[-1]
     points = _points_of(report)
     parts = [f"{_where(report, path)} TFLOP/s (a causal mask counts half) and, in brackets, over the peer's."]
+    parts += [f"{words[0].upper()}{words[1:]}." for words in (report.get("stopped"), report.get("remark")) if words]
     for phase, backward in (("Forward", False), ("Backward", True)):
         of_phase = [(point, entry) for point, entry in points if point.backward == backward]
         if of_phase:

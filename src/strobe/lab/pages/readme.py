@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from strobe.call.dispatch import backend_module
+from strobe.call.dispatch import backend_module, unproven
 from strobe.device import CPU, KNOWN, Arch
 from strobe.lab.bench.intervals import SMALLEST
 from strobe.lab.bench.plan import Point, short
@@ -129,9 +129,14 @@ def support() -> str:
 
 
 def _unproven() -> list[str]:
-    """A sentence for each backend whose kernel never ran on its hardware."""
-    known = {column.backend: getattr(backend_module(column.backend), "UNPROVEN", None) for column in COLUMNS}
-    return [f"`{name}` is {words}: it runs by name only, `backend={name!r}`." for name, words in known.items() if words]
+    """A sentence for each backend that runs by name only, or whose backward does, on the first device of its column."""
+    backward, found = replace(BASE, phase="backward"), []
+    for name, arch in ((column.backend, column.archs[0]) for column in COLUMNS):
+        if words := unproven(name, BASE, arch):
+            found.append(f"`{name}` is {words}: it runs by name only, `backend={name!r}`.")
+        elif words := unproven(name, backward, arch):
+            found.append(f"The backward of `{name}` is {words}: it runs by name only, `backend={name!r}`.")
+    return found
 
 
 def _cell(column: Column, problem: AttentionProblem, notes: Footnotes) -> str:
