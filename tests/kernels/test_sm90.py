@@ -43,6 +43,7 @@ problems = (
     ((128, 40), causal, fp16, 4096, False, Config(128, 64, 2, 128, 3)),
     ((192, 128), full, bf16, 4096, False, Config(192, 128, 2, 64, 2, o_buffers=2)),
     ((256, 256), causal, bf16, 4096, False, Config(256, 256, 2, 64, 2, q_stages=1, o_buffers=2)),
+    ((160, 160), causal, bf16, 4096, False, Config(160, 160, 2, 128, 2, q_stages=1)),
 )
 which, audits = json.loads(sys.argv[1]), []
 for *problem, packed, config in problems if which == "all" else [problems[i] for i in which]:

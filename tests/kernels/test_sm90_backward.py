@@ -43,6 +43,7 @@ D64 = Config(64, 64, 128, turns=True, folded=True)
 D96 = Config(96, 96, 64, turns=True, held_k=64, held_v=64)
 D96_MASKED = Config(96, 96, 64, turns=True, held_k=96)
 D128 = Config(128, 128, 64, turns=True, held_k=64, folded=True)
+D160 = Config(160, 160, 64, turns=False)
 D192 = Config(192, 128, 64, turns=False)
 AUDITED = {
     # Head dims, mask, dtype, length: the config, and of the oldest Triton and the installed one how many loads and stores of
@@ -57,7 +58,8 @@ AUDITED = {
     ((64, 128), "Full()", "float16", 4096): (Config(96, 128, 64, turns=True, held_k=64), (0, 0), (2, 96)),
     ((192, 128), "Full()", "bfloat16", 4096): (D192, (2, 252), (9, 452)),
     ((192, 128), "Causal()", "float16", 1000): (D192, (1, 412), (29, 800)),
-    ((160, 96), "Window(1023, 0)", "bfloat16", 4096): (Config(192, 96, 64, turns=False), (4, 88), (9, 604)),
+    ((176, 96), "Window(1023, 0)", "bfloat16", 4096): (Config(192, 96, 64, turns=False), (4, 88), (9, 604)),
+    ((160, 160), "Causal()", "bfloat16", 4096): (D160, (4, 276), (9, 448)),
 }
 
 AUDIT = """
@@ -86,7 +88,7 @@ def adds_up(kernel):
 
 
 found = []
-for head_dim, head_dim_v in ((192, 128), (256, 256)):
+for head_dim, head_dim_v in ((192, 128), (160, 160), (256, 256)):
     for shape in ((1, 4, 1, 500), (2, 1, 300, 1), (1, 1, 1, 1)):
         score = Score(bias=torch.empty(shape, device="meta"))
         for deterministic in (False, True):
@@ -416,7 +418,7 @@ def test_every_head_dim_has_a_config(head_dim, head_dim_v, mask):
     config = backend.config(given, KNOWN["H200"])
     assert head_dim <= config.head_dim and head_dim_v <= config.head_dim_v
     assert config.smem_bytes() + 640 <= KNOWN["H200"].smem_per_block
-    assert isinstance(config, SplitConfig) == (head_dim > 192 or head_dim_v > 128)
+    assert isinstance(config, SplitConfig) == (head_dim > 192 or head_dim_v > (160 if 128 < head_dim <= 160 else 128))
     if isinstance(config, Config):
         assert config.turns == (config.head_dim <= 128)
         assert config.serial == (head_dim > 128)

@@ -23,7 +23,7 @@ from strobe.problem import AttentionProblem, Dense, Lengths, Varlen
 from strobe.tuning.table import SCHEMA, entries, read, shipped, users
 
 HOPPER = KNOWN["H200"]
-PADDED = (64, 96, 128, 192, 256)
+PADDED = (64, 96, 128, 160, 192, 256)
 SMALL, LARGE = "groups=2,tile_kv=128,num_stages=4", "groups=3,tile_kv=128,num_stages=4"
 OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
 

@@ -24,6 +24,7 @@ D96_TURNS = Config(96, 96, 64, turns=True, held_k=64, held_v=64)
 D96_MASKED = Config(96, 96, 64, turns=True, held_k=96)
 D128 = Config(128, 128, 64, turns=True, held_k=64, folded=True)
 D128_PLAIN = Config(128, 128, 64, turns=False)
+D160 = Config(160, 160, 64, turns=False)
 D192 = Config(192, 128, 64, turns=False)
 
 
@@ -41,6 +42,7 @@ CASES = [
     (case(150, 170, 96, heads=(2, 1)), BF16, D96),
     (case(150, 170, 96, heads=(2, 1)), BF16, D96_TURNS),
     (case(140, 300, 192, heads=(2, 1), head_dim_v=128), BF16, D192),
+    (case(140, 300, 160, heads=(2, 1)), BF16, D160),
     # Many blocks, of one tile or two: the last dQ of each is computed with another K beside it.
     (case(100, 700, 64, heads=(2, 1)), BF16, D64),
     (case(100, 700, 96), FP16, D96),
@@ -54,6 +56,7 @@ CASES = [
     (case(140, 300, 128, mask="causal"), BF16, D128),
     (case(150, 170, 96, heads=(2, 1), mask="causal"), FP16, D96_MASKED),
     (case(150, 170, 192, heads=(2, 1), head_dim_v=128, mask="causal"), FP16, D192),
+    (case(150, 170, 144, heads=(2, 1), mask="causal"), FP16, D160),
     # Sequences packed, one of them empty.
     (case(200, 170, 64, heads=(2, 1), batch=4, packed=True), BF16, D64),
     (case(200, 170, 64, heads=(2, 1), batch=4, packed=True, mask="causal"), FP16, D64),
@@ -79,6 +82,7 @@ CASES = [
     (case(150, 170, 64, heads=(2, 1), batch=2, dropout=0.3, mask="causal"), BF16, D64_PLAIN),
     (case(150, 170, 128, heads=(2, 1), dropout=0.3, function=True, alibi=True), FP16, D128_PLAIN),
     (case(150, 170, 192, heads=(2, 1), head_dim_v=128, dropout=0.2, function=True), FP16, D192),
+    (case(100, 140, 160, batch=3, packed=True, seqused=True, dropout=0.2, mask="window"), BF16, D160),
     # Head dims that are padded, and V's own.
     (case(150, 170, 80, mask="window"), FP16, D96_TURNS),
     (case(100, 150, 128, head_dim_v=64, mask="causal"), FP16, Config(128, 64, 64, True, 64, 64, folded=True)),

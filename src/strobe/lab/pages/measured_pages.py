@@ -215,6 +215,30 @@ def fp8_speed(root: Path) -> str:
     return f"{_where(report, path)}\n\n{_table(rows)}"
 
 
+def zoo(root: Path) -> str:
+    """The newest run of `strobe bench zoo` on a GPU: its picture, what it counts, and a row for each shape and phase."""
+    found = [(report, path) for report, path in results(root, "zoo-*.json") if report["device"]["kind"] == "cuda"]
+    if not found:
+        return NOTHING
+    report, path = found[-1]
+    rows = [["", "shape", "TFLOP/s", "over the best peer", "peer"]]
+    for facts in report["points"]:
+        point, compared = Point.of(facts), closest(facts["results"])
+        rate = facts["results"].get("strobe", {}).get("tflops")
+        ratio = "-" if compared is None else marked(compared[1])
+        rows.append([str(point), point.shape, "-" if rate is None else f"{rate:.0f}", ratio, compared[0] if compared else "-"])
+    heads = [f"![Strobe's speed over the best peer's](../{path.with_suffix('.png')})", _where(report, path)]
+    heads.append(f"By its 95 % interval Strobe is {verdicts(report['points'])}; bold is ahead, italics behind.")
+    heads += [f"The run is incomplete: {report['stopped']}."] if report["stopped"] else []
+    return f"{heads[0]}\n\n{' '.join(heads[1:])}\n\n{_table(rows)}"
+
+
+def marked(ratio: Ratio) -> str:
+    """A ratio, bold where Strobe is ahead, in italics where it is behind."""
+    mark = {"ahead": "**", "behind": "*"}.get(ratio.verdict, "")
+    return f"{mark}{ratio}{mark}"
+
+
 def cpu_backends(root: Path) -> str:
     """What benchmarks/cpu.py found of the backends."""
     return _on_cpu(root, lambda report: [

@@ -258,6 +258,7 @@ PAGES: dict[str, dict[str, Callable[[Path], str]]] = {
     "docs/ampere.md": {"measured": measured_pages.ampere, "portable": measured_pages.ampere_portable},
     "docs/training.md": {"deterministic": measured_pages.deterministic, "train-gpt": measured_pages.trained},
     "docs/backward.md": {"changed-scores": measured_pages.changed_scores},
+    "docs/bench.md": {"zoo": measured_pages.zoo},
     "docs/cpu.md": {"backends": measured_pages.cpu_backends, "tiles": measured_pages.cpu_tiles},
     "docs/fp8.md": {"accuracy": measured_pages.fp8_accuracy, "speed": measured_pages.fp8_speed},
     "docs/ladder.md": {
