@@ -133,6 +133,38 @@ def test_roles_do_their_own_work_only(audits):
             assert counts["UTMASTG"] == config.head_dim_v // config.o_columns, audit["name"]
 
 
+WITHOUT_NOTES = """
+import json, torch, triton
+from strobe.device import KNOWN
+from strobe.kernels.common.call import unfilled
+from strobe.kernels.portable import forward
+from strobe.kernels.sm90 import launch
+from strobe.lab.binary.offline import pretend_gpu, problem_of
+from strobe.lab.binary.sass import disassemble, flow_of
+from strobe.masks import Causal, Full
+
+found = []
+for head_dims, mask in (((40, 40), Full()), ((128, 128), Causal())):
+    problem = problem_of(head_dims, mask, torch.bfloat16)
+    with pretend_gpu(90):
+        kernel = forward.redo_call(problem, unfilled(problem, launch.buffers(problem)), KNOWN["H200"]).compile()
+    names = []
+    for block in flow_of(disassemble(kernel.asm["cubin"])).blocks:
+        names += [instruction.name for instruction in block.instructions]
+        if "BAR" in block.names or "REDUX" in block.names:  # the notes are looked at together
+            break
+    found.append((len(names), names.count("STL")))
+print(json.dumps({"triton": triton.__version__, "found": found}))
+"""
+
+
+@pytest.mark.parametrize("version", [TRITONS[1], pytest.param(TRITONS[0], marks=pytest.mark.exhaustive)])
+def test_where_nothing_is_noted_the_redo_looks_and_ends(version):
+    """It computes and spills next to nothing of what a block would need before it has seen a note."""
+    for instructions, stores in answer(WITHOUT_NOTES, version)["found"]:
+        assert instructions < 200 and stores < 16
+
+
 BESIDE_SCORES = """
 import json, torch, triton
 from dataclasses import replace

@@ -210,6 +210,33 @@ def test_what_is_computed_pair_by_pair_takes_two_groups_and_small_blocks():
         assert (choose(compared).groups, choose(compared).tile_kv) == (2, most)
 
 
+def test_few_keys_take_two_groups_and_tiles_in_a_fixed_order():
+    for head_dim, mask in itertools.product((64, 40), (strobe.Full(), strobe.Causal())):
+        for n_kv in (1, 77, 128):
+            config = choose(problem(head_dim, lengths=Dense(8, 4096, n_kv), heads=20, mask=mask))
+            assert (config.groups, config.slots, config.static) == (2, 4, True) and fits(config)
+    packed = Varlen(100, 7700, 7700, 77, 77)
+    many_keys, dim = Dense(8, 4096, 129), 64
+    others = problem(dim, lengths=many_keys), problem(dim, lengths=packed), problem(128, lengths=Dense(8, 4096, 77))
+    assert {(choose(other).slots, choose(other).static) for other in others} == {(2, False)}
+
+
+def test_up_to_80_columns_are_not_padded_to_96():
+    for head_dim, head_dim_v in ((80, 80), (72, 72), (72, 80)):
+        config = choose(problem(head_dim, head_dim_v))
+        assert (config.head_dim, config.head_dim_v, config.o_columns) == (80, 80, 16) and fits(config)
+    alike = [choose(problem(head_dim)) for head_dim in (80, 96)]
+    assert len({(config.groups, config.tile_kv, config.num_stages, config.q_stages) for config in alike}) == 1
+    for asked in (problem(88), problem(80, 96), replace(problem(80), partial=True)):
+        assert (choose(asked).head_dim, choose(asked).head_dim_v) == (96, 96)
+
+
+def test_narrow_rows_take_three_groups_where_these_are_not_far_behind(tuned):
+    tuned(point("full", 4096, 500, 430), point("causal", 4096, 500, 400))
+    assert [choose(problem(head_dim, lengths=Dense(100, 4096, 4096))).groups for head_dim in (64, 40)] == [2, 3]
+    assert choose(problem(40, lengths=Dense(100, 4096, 4096), mask=strobe.Causal())).groups == 2
+
+
 def _same(batch, head, q_index, kv_index):
     return q_index == kv_index
 

@@ -72,6 +72,10 @@ HOPPER = [
     # Every head dim that is padded, in its chunks.
     *((case(130, 150, head_dim=d, mask="causal"), FP16, hopper(padded(d))) for d in (8, 40, 72, 80, 96, 104)),
     *((case(130, 150, head_dim=d), BF16, hopper(padded(d), q_stages=1)) for d in (136, 192, 200, 256)),
+    *((case(130, 150, head_dim=d, mask=m), BF16, hopper(80, tile_kv=n)) for d, m, n in ((80, "causal", 64), (72, "full", 128))),
+    # Few keys: tiles in a fixed order, more of them known.
+    (case(300, 77, heads=(2, 1), batch=2, head_dim=64), BF16, hopper(tile_kv=128, slots=4, static=True)),
+    (case(300, 90, heads=(2, 1), head_dim=64, mask="causal"), FP16, hopper(slots=4, static=True)),
     # V's own head dim, less and more than that of K.
     (case(150, 200, heads=(2, 1), head_dim=192, head_dim_v=128, mask="causal"), BF16, hopper(192, 128)),
     (case(150, 200, head_dim=64, head_dim_v=256, mask="window"), FP16, hopper(64, 256, q_stages=1)),

@@ -262,16 +262,17 @@ def _redo(
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, NOTED_ROWS: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     # Program p of P looks at the notes p, p + P, ..., SHARE of them at once: blocks that are noted together, as those of one
-    # head with an outlier, go to different programs. Normally no note is set, and few programs cost less than many.
+    # head with an outlier, go to different programs. Normally no note is set, and few programs cost less than many. Nothing
+    # that a block needs may be computed ahead of the loops then: it would be spilled there, up to 2944 bytes a thread.
     take_program_turn()
     programs = tl.num_programs(0)
     blocks = tl.cdiv(n_q, NOTED_ROWS)
     lse_batch, lse_head = _lse_strides(cu_seqlens_q, heads_q, n_q, total_q)
     redone = 0
-    for begin in tl.range(tl.program_id(0), number, programs * SHARE, num_stages=1):
+    for begin in tl.range(tl.program_id(0), number, programs * SHARE, num_stages=1, disable_licm=True):
         looked_at = begin + programs * tl.arange(0, SHARE)
         if tl.max(tl.load(notes + looked_at, mask=looked_at < number, other=0), 0) != 0:
-            for note in tl.range(begin, tl.minimum(begin + programs * SHARE, number), programs):
+            for note in tl.range(begin, tl.minimum(begin + programs * SHARE, number), programs, disable_licm=True):
                 if tl.load(notes + note) != 0:
                     batch = note // blocks // heads_q
                     start_q, rows = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
@@ -282,7 +283,7 @@ def _redo(
                     own_places = places
                     if places is not None:
                         own_places = places + PLACE_NUMBERS * batch
-                    for within in tl.range(0, NOTED_ROWS, TILE_Q):
+                    for within in tl.range(0, NOTED_ROWS, TILE_Q, disable_licm=True):
                         _rows(
                             note % blocks * NOTED_ROWS + within, note // blocks % heads_q, batch, start_q, start_kv, rows,
                             keys, q, k, v, out, lse, lse_batch, lse_head, left, right, prefix, document_q, document_kv, score,

@@ -589,9 +589,7 @@ def forward_kernel(
     score = score_of(terms, (slope_batch, slope_head), (bias_batch, bias_head, bias_row, bias_key), sink_stride,
                      (document_q_batch, document_q_row, document_kv_batch, document_kv_row), threshold)  # fmt: skip
     K = Kernel(inputs, outputs, counters, lengths, heads, score, memory, k, v, trace, MASKED, C)
-    if C.groups == 1:
-        gl.warp_specialize([(consumer, (0, K)), (producer, (K,))], [1], [C.producer_registers])
-    elif C.groups == 2:
+    if C.groups == 2:
         gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (producer, (K,))],
                            [4, 1], [C.consumer_registers, C.producer_registers])  # fmt: skip
     else:

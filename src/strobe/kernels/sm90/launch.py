@@ -90,7 +90,6 @@ def forward_call(
         "num_warps": 4,
         "enable_fp_fusion": True,  # Triton 3.10 turns it off
         "launch_pdl": True,
-        **({"maxnreg": config.launch_registers} if config.launch_registers else {}),
     }
     ctas = min(tiles, arch.sms) if arch.sms and trace is None else tiles
     return Call(forward_kernel, (ctas,), arguments, constants)
