@@ -279,7 +279,10 @@ def translated(
     constant: Callable[[Any], Any] = lambda x: x,
 ):
     """`compiled(copy)` of a copy of the function in which `namespace` stands for `strobe.math` and `constant(x)` for a number
-    x; the functions that it calls are translated in the same way."""
+    x; the functions that it calls are translated in the same way.
+
+    A copy's name has the function's key in it: within a kernel Triton takes functions of one name for the same function, and a
+    maker of functions gives all that it makes one name."""
 
     def change(value):
         if isinstance(value, (bool, int, float)):
@@ -290,7 +293,9 @@ def translated(
             return getattr(namespace, _in_math(value) or "")
         return translated(_unwrapped(value), namespace, compiled, constant)
 
-    return compiled(_copy(function, change))
+    copy = _copy(function, change)
+    copy.__qualname__ += "_" + _key("function", function).partition("@")[2]
+    return compiled(copy)
 
 
 def _package_with(namespace: ModuleType) -> ModuleType:

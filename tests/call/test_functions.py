@@ -199,3 +199,40 @@ def test_gluon_compiles_the_same_source(triton):
     env.pop("TRITON_INTERPRET", None)
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE], capture_output=True, text=True, env=env)
     assert "compiled" in run.stdout, run.stderr[-3000:]
+
+
+def further(least):
+    def by(batch, head, q_index, kv_index):
+        return q_index - kv_index > least
+
+    return by
+
+
+TWO_OF_ONE_NAME = """
+from test_functions import further
+import torch, strobe
+from strobe.arguments import options_of
+from strobe.call.options import describe, operands_of
+from strobe.device import KNOWN
+from strobe.kernels.common.call import unfilled
+from strobe.kernels.portable import backend
+from strobe.lab.binary.offline import pretend_gpu
+
+q, arch = torch.randn(1, 64, 1, 64, dtype=torch.bfloat16), KNOWN["A100"]
+options = options_of(q, q, q, mask=strobe.Visible(further(7001)) & strobe.Visible(further(7003)))
+problem = describe(operands_of(q, q, q, options), options)
+with pretend_gpu(80):
+    [call] = backend.calls(problem, unfilled(problem, backend.buffers(problem, arch)), arch)
+    ir = call.compile().asm["ttir"]
+print("7001" in ir, "7003" in ir)
+"""
+
+
+def test_two_functions_of_one_name_are_both_compiled(tmp_path):
+    """Triton takes two functions of one name, as a maker of functions gives all that it makes, for the same one."""
+    source = Path(strobe.__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (source, ROOT / "tests", ROOT / "tests/call")))}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    env.pop("TRITON_INTERPRET", None)
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", TWO_OF_ONE_NAME], capture_output=True, text=True, env=env)
+    assert run.stdout.split() == ["True", "True"], run.stdout + run.stderr[-3000:]

@@ -138,6 +138,11 @@ def halved(score, b, h, q_idx, kv_idx):
     return score / 2
 
 
+def hidden_and_squashed(score, b, h, q_idx, kv_idx):
+    """Its derivative is 0 where the score is -inf within it."""
+    return torch.sigmoid(torch.where(q_idx >= kv_idx, score, -float("inf")))
+
+
 SCORES = {
     "softcap": (squashed, "softcap(3)"),
     "softcap of a tensor": (squashed_by_a_tensor, "softcap(3)"),
@@ -146,6 +151,7 @@ SCORES = {
     "table": (tabled, "bias"),
     "softcap and bias": (squashed_and_relative, "softcap(3) + bias"),
     "formula": (formula, "function score_mod"),
+    "sigmoid of -inf": (hidden_and_squashed, "function score_mod"),
     "constant": (constant, "function score_mod"),
     "scaled": (halved, "function score_mod"),
 }

@@ -241,7 +241,7 @@ _RULES: dict[str, Callable] = {
     "reciprocal": lambda node, x: ("div", ONE, x),
     "rsqrt": lambda node, x: ("div", ONE, ("sqrt", _floating(node, x))),
     "log1p": lambda node, x: ("log", ("add", ONE, x)),
-    "sigmoid": lambda node, x: ("div", ONE, ("add", ONE, ("exp", ("sub", ZERO, x)))),
+    "sigmoid": lambda node, x: ("sigmoid", _floating(node, x)),
     "relu": lambda node, x: ("where", ("gt", x, number(0)), x, number(0)),
     "square": lambda node, x: ("mul", x, x),
     "pow": _power, "clamp": _clamp,
@@ -372,6 +372,7 @@ _SLOPES: dict[str, Callable] = {
     "log": lambda x, a, da: ("div", da, a),
     "log2": lambda x, a, da: ("div", da, multiplied(number(numbers.log(2.0)), a)),
     "sqrt": lambda x, a, da: ("div", multiplied(number(0.5), da), x),
+    "sigmoid": lambda x, a, da: multiplied(multiplied(x, ("sub", ONE, x)), da),
     "tanh": lambda x, a, da: multiplied(("sub", ONE, ("mul", x, x)), da),
     "abs": lambda x, a, da: ("where", ("gt", a, number(0)), da, ("where", ("lt", a, number(0)), _minus(da), number(0))),
     "maximum": _of_choice("gt"),
@@ -402,7 +403,7 @@ def _value(x: Formula, made: dict[int, object], values: dict[str, torch.Tensor])
 _OPERATORS: dict[str, Callable] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "floordiv": operator.floordiv,
     "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne,
-    "and": operator.and_, "or": operator.or_, "not": operator.invert,
+    "and": operator.and_, "or": operator.or_, "not": operator.invert, "sigmoid": torch.sigmoid,
 }  # fmt: skip
 
 
@@ -452,6 +453,8 @@ def _expression(x: Formula, names: dict[int, str]) -> str:
         return f"{given[0]} // {given[1]}"
     if word == "not":
         return f"~{given[0]}"
+    if word == "sigmoid":  # a word of its own for its derivative, which is 0, not 0 * inf, at -inf
+        return f"1.0 / (1.0 + math.exp(0.0 - {given[0]}))"
     assert word in _CALLS, word
     return f"math.{word}({', '.join(given)})"
 
