@@ -23,9 +23,9 @@ import torch
 from strobe import api
 from strobe.call.dispatch import Explanation
 from strobe.integrations.flex.formulas import NoFormula
-from strobe.integrations.flex.masks import Read, Shape, blocks_of, hides_more, is_block_mask, lists_of, read, traced_mask
+from strobe.integrations.flex.masks import Read, Shape, blocks_of, hides_more, is_block_mask, lists_of, once, read, traced_mask
 from strobe.integrations.flex.scores import ReadScore, read_score
-from strobe.integrations.flex.tracing import PAIR, trace
+from strobe.integrations.flex.tracing import PAIR, Traced, trace
 from strobe.integrations.sdpa import empty_result, rows_ahead_of_heads
 from strobe.masks import Full, Mask
 from strobe.scores import Score
@@ -169,6 +169,10 @@ def _mask(block_mask, shape: Shape, device) -> tuple[Mask, int, str]:
     if block_mask is None:
         return Full(), shape.n_kv, "full"
     traced = traced_mask(block_mask, device)
+    return once(block_mask, "mask", (shape, traced), lambda: _read_mask(block_mask, traced, shape))
+
+
+def _read_mask(block_mask, traced: Traced, shape: Shape) -> tuple[Mask, int, str]:
     lists = lists_of(block_mask, traced, shape)
     try:
         if not lists.agree:

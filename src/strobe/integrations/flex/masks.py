@@ -241,16 +241,17 @@ _SIZE, _LARGEST = 128, 1024
 def lists_of(block_mask: Any, traced: Traced, shape: Shape) -> Lists:
     """The lists of a BlockMask, compared once with its mask_mod, pair by pair, some rows at a time, as it was made. What the
     mask_mod reads from outside is looked at then, as it was when the lists were made."""
-    return _once(block_mask, "lists", (shape, traced), lambda: _lists(block_mask, traced, shape))
+    return once(block_mask, "lists", (shape, traced), lambda: _lists(block_mask, traced, shape))
 
 
 def blocks_of(block_mask: Any, traced: Traced, shape: Shape) -> Blocks:
     """A BlockMask as the blocks of a `strobe.Mask`, made once: its mask_mod is kept for the pairs of blocks of which it shows
     some."""
-    return _once(block_mask, "blocks", (shape, traced), lambda: _blocks(block_mask, traced, shape))
+    return once(block_mask, "blocks", (shape, traced), lambda: _blocks(block_mask, traced, shape))
 
 
-def _once(block_mask: Any, what: str, key: tuple, make: Callable[[], Any]) -> Any:
+def once(block_mask: Any, what: str, key: tuple, make: Callable[[], Any]) -> Any:
+    """What `make` makes of a BlockMask, kept as long as that lives and the key stays the same."""
     known = _known.setdefault(block_mask, {})
     if known.get(what, (None,))[0] != key:
         known[what] = key, make()
@@ -338,5 +339,6 @@ def indices(shape: Shape, i: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def traced_mask(block_mask: Any, device: torch.device) -> Traced:
-    """The graph of a BlockMask's mask_mod."""
-    return trace("mask_mod", block_mask.mask_mod, PAIR, device)
+    """The graph of a BlockMask's mask_mod, as it was when it was first asked for."""
+    mask_mod = block_mask.mask_mod
+    return once(block_mask, "graph", (mask_mod, device), lambda: trace("mask_mod", mask_mod, PAIR, device))

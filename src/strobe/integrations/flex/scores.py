@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from math import inf
 
@@ -59,6 +60,19 @@ def read_score(traced: Traced, shape: Shape, dtype: torch.dtype, device: torch.d
 
 
 def _read(traced: Traced, shape: Shape, dtype: torch.dtype, device: torch.device) -> ReadScore:
+    if traced not in _without_tensors:
+        found = _read_again(traced, shape, dtype, device)
+        if traced.outside():  # which may hold other numbers next time
+            return found
+        _without_tensors[traced] = found
+    return _without_tensors[traced]
+
+
+_without_tensors: weakref.WeakKeyDictionary[Traced, ReadScore] = weakref.WeakKeyDictionary()
+"""What was read from graphs without tensors from outside: it is the same for all calls."""
+
+
+def _read_again(traced: Traced, shape: Shape, dtype: torch.dtype, device: torch.device) -> ReadScore:
     formula = formula_of(traced)
     cap, base = _softcap(formula)
     line = _line(formula, base)
