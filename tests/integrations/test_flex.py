@@ -1,6 +1,7 @@
 """FlexAttention on Strobe: results and gradients beside PyTorch's own eager FlexAttention, in float64."""
 
 import logging
+from random import Random
 
 import pytest
 import torch
@@ -367,3 +368,76 @@ def test_refused_tensors():
     ):
         with pytest.raises(ValueError, match=words):
             strobe.flex_attention(*given)
+
+
+# ---- a campaign of random functions
+
+
+def random_mask(random, n):
+    """A mask_mod of up to three comparisons, documents and functions, joined and negated at random."""
+    a, b, d = random.randint(-6, n // 2), random.randint(-6, n // 2), random.randint(1, 9)
+    terms = (
+        lambda b_, h, q, k: q >= k,
+        lambda b_, h, q, k: k <= q + a,
+        lambda b_, h, q, k: q - k < b,
+        lambda b_, h, q, k: a + k > q - b,
+        lambda b_, h, q, k: (q - k).abs() <= abs(a),
+        lambda b_, h, q, k: k < abs(a) + 3,
+        lambda b_, h, q, k: q < abs(a) + 4,
+        lambda b_, h, q, k: (q >= k) | (k < abs(b)),
+        lambda b_, h, q, k: DOCUMENTS[b_, q] == DOCUMENTS[b_, k],
+        lambda b_, h, q, k: DOCUMENTS[0][q] == DOCUMENTS[1, k],
+        lambda b_, h, q, k: (q - k) % d == 0,
+        lambda b_, h, q, k: (k // d + h) % 2 == 0,
+        lambda b_, h, q, k: (q - 3) // d == (k - 3) // d,
+    )
+    chosen = [(random.choice(terms), random.random() < 0.2, random.random() < 0.3) for _ in range(random.randint(1, 3))]
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        seen = q_idx >= 0
+        for term, negated, joined in chosen:
+            x = ~term(b, h, q_idx, kv_idx) if negated else term(b, h, q_idx, kv_idx)
+            seen = seen | x if joined else seen & x
+        return seen
+
+    return mask_mod
+
+
+def random_score(random):
+    """A score_mod of up to three steps, none of which gives NaN."""
+    c = random.choice((-1.5, 0.25, 2.0))
+    steps = (
+        lambda s, b, h, q, k: s * c,
+        lambda s, b, h, q, k: s + c,
+        lambda s, b, h, q, k: 3 * torch.tanh(s / 3),
+        lambda s, b, h, q, k: torch.where(q >= k, s, c),
+        lambda s, b, h, q, k: s + (q - k) * 0.01,
+        lambda s, b, h, q, k: s - BIAS[h, (q - k).abs()],
+        lambda s, b, h, q, k: torch.sigmoid(s),
+        lambda s, b, h, q, k: torch.clamp(s, -1, 1.5),
+        lambda s, b, h, q, k: s.abs() + torch.exp(-(s**2)),
+        lambda s, b, h, q, k: torch.maximum(s, 0.1 * s),
+        lambda s, b, h, q, k: s / (1 + k),
+    )
+    chosen = [random.choice(steps) for _ in range(random.randint(1, 3))]
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        for step in chosen:
+            score = step(score, b, h, q_idx, kv_idx)
+        return score
+
+    return score_mod
+
+
+@pytest.mark.exhaustive
+def test_a_campaign():
+    random, refused = Random(5), 0
+    for _ in range(400):
+        n_q, n_kv = random.choice(((40, 40), (40, 40), (33, 40), (40, 33), (1, 20)))
+        score_mod = random_score(random) if random.random() < 0.6 else None
+        try:
+            compare(qkv(n_q, n_kv), score_mod, blocks(random_mask(random, 40), n_q, n_kv))
+        except TypeError as error:
+            assert "does more with tensors" in str(error)
+            refused += 1
+    assert refused < 80
