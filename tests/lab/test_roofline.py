@@ -25,7 +25,7 @@ from strobe.lab.bench.report import load
 from strobe.lab.model.ceilings import measure
 from strobe.lab.model.cost import Cost, Standard, Tiling
 from strobe.lab.model.hopper_passes import of_config, passes
-from strobe.lab.model.roofline import Ceilings, Choice, draw, of_report, place, problem_of, sentence
+from strobe.lab.model.roofline import Ceilings, Choice, draw, of_report, place, place_decode, problem_of, sentence
 from strobe.problem import Dense
 
 ROOT = Path(__file__).parents[2]
@@ -213,7 +213,6 @@ def test_sentences_say_what_would_move_it():
     assert "exp2 binds" in (small := sentence(place(long(dim=16), A100, False))) and "polynomials" in small
     decode = problem(lengths=Dense(8, 1, 4096), heads_q=32, heads_kv=4, head_dim=128, head_dim_v=128)
     assert "HBM binds" in sentence(place(decode, A100, False)) and "more queries" in sentence(place(decode, A100, False))
-    assert "its tiles are 0.8% full" in sentence(place(decode, H200, True))
     starved = replace(H200, smem=H200.smem / 4)
     assert "shared memory binds" in sentence(place(long(), starved, True))
 
@@ -222,6 +221,19 @@ def test_decode_is_one_query_against_the_length():
     (point,) = Grid(head_dims=((128, 128),), lengths=(4096,), masks=("causal",)).points(False)
     assert problem_of(point, "decode").lengths == Dense(4, 1, 4096)
     assert problem_of(point, "forward").lengths == Dense(4, 4096, 4096)
+    assert problem_of(point, "decode", 5).lengths == Dense(4, 5, 4096)
+
+
+@pytest.mark.parametrize(("queries", "rows", "used"), [(1, 16, 8), (2, 16, 16), (5, 64, 40), (16, 64, 64)])
+def test_decode_is_placed_as_its_kernel_computes_it(queries, rows, used):
+    """Of 8 query heads that share a key head, padded to 16 rows; 128 rows are two tiles."""
+    decode = problem(lengths=Dense(8, queries, 4096), heads_q=64, heads_kv=8, head_dim=128, head_dim_v=128)
+    placed, tiles = place_decode(decode, H200), -(-8 * queries // rows)
+    keys = 8 * 8 * tiles * 4096
+    assert placed.seconds["matmul"] == pytest.approx(keys * rows * 4 * 128 / H200.matmul)
+    assert placed.seconds["smem"] == pytest.approx(keys * rows // 16 * 2 * 128 * 2 / H200.smem)
+    assert placed.useful == pytest.approx(used / rows) and placed.seconds["HBM"] == place(decode, H200, False).seconds["HBM"]
+    assert placed.binds == ("smem" if queries == 16 else "HBM")  # each 16 rows read K and V again
 
 
 # ---- measurements

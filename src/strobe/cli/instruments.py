@@ -99,8 +99,9 @@ def roofline(
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or, of a forward, fp8 (e4m3).")] = "bf16",
     mask: Annotated[str, typer.Option(help="Of full, causal, window (1024 keys), comma-separated.")] = "full,causal",
     phase: Annotated[
-        str | None, typer.Option(help="forward (the default), backward, or decode: one query for each sequence.")
+        str | None, typer.Option(help="forward (the default), backward, or decode: few queries of each sequence, over a cache.")
     ] = None,
+    queries: Annotated[int | None, typer.Option(help="Queries of each sequence in a decode; default: 1.")] = None,
     arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure the ceilings of this machine's GPU.")] = False,
     report: Annotated[
@@ -122,8 +123,10 @@ def roofline(
     from strobe.lab.bench.report import load
     from strobe.lab.model import roofline as lab
 
-    at_least(1, tokens=tokens, heads=heads, heads_kv=heads_kv)
-    if phase is not None:  # no decode is benchmarked
+    at_least(1, tokens=tokens, heads=heads, heads_kv=heads_kv, queries=queries)
+    if queries is not None and phase != "decode":
+        raise typer.BadParameter(f"queries belongs to --phase decode, got {queries} without it")
+    if phase is not None:  # a decode has reports of its own
         one_of("phase", phase, ("forward", "backward") if report else ("forward", "backward", "decode"))
     picture = picture_path(out)
     if (arch is not None) + measure + (report is not None) > 1:
@@ -155,8 +158,10 @@ def roofline(
             kind = plan.DTYPES[dtype]
             ceilings = _measured(kind) if measure else lab.Ceilings.of(gpu_named(arch), kind)
             hopper = arch_named(arch).capability == 90
-            problems = [lab.problem_of(point, phase or "forward") for point in plan.some(shape.points(phase == "backward"))]
-            found = [lab.place(problem, ceilings, hopper) for problem in problems]
+            points = plan.some(shape.points(phase == "backward"))
+            problems = [lab.problem_of(point, phase or "forward", queries or 1) for point in points]
+            decode = phase == "decode"
+            found = [lab.place_decode(x, ceilings) if decode else lab.place(x, ceilings, hopper) for x in problems]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     Console().print(lab.table(found))

@@ -112,9 +112,7 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
     if is_latent(problem):
         return _latent(problem)
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    rows = MMA_ROWS
-    while not problem.deterministic and rows < min(problem.rows, MOST_ROWS):
-        rows *= 2
+    rows = MMA_ROWS if problem.deterministic else rows_of_tile(problem.rows)
     wide, kv_bytes = max(dim, dim_v), problem.kv_dtype.itemsize
     columns = 2 if dim_v > 128 else 1
     warps = max(4 * columns, rows // MMA_ROWS * columns)
@@ -133,6 +131,14 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
     while config.stages < stages and ctas * (replace(config, stages=config.stages + 1).smem + OVERHEAD) <= room:
         config = replace(config, stages=config.stages + 1)
     return replace(config, ctas=ctas)
+
+
+def rows_of_tile(rows: int) -> int:
+    """Rows of a tile for requests that have at most so many rows that share a key head."""
+    tile = MMA_ROWS
+    while tile < min(rows, MOST_ROWS):
+        tile *= 2
+    return tile
 
 
 def is_latent(problem: DecodeProblem) -> bool:

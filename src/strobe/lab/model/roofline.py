@@ -18,9 +18,10 @@ import torch
 from rich.table import Table
 
 from strobe.device import KNOWN, Arch
+from strobe.kernels.decode.config import MMA_ROWS, rows_of_tile
 from strobe.lab.bench.plan import DTYPES, Dims, Point
 from strobe.lab.bench.report import arch_of
-from strobe.lab.model.cost import Cost, Standard, matmul_rate
+from strobe.lab.model.cost import Cost, Standard, Tiling, matmul_rate
 from strobe.lab.model.cost_report import si
 from strobe.lab.model.hopper_passes import passes
 from strobe.problem import AttentionProblem, Dense
@@ -136,6 +137,25 @@ def place(problem: AttentionProblem, ceilings: Ceilings, hopper: bool, measured:
     )
 
 
+def place_decode(problem: AttentionProblem, ceilings: Ceilings) -> Placed:
+    """Places a problem of few queries under ceilings as the decode kernel computes it: the queries and query heads that share a
+    key head are the rows of a tile, 16 at least, and each 16 rows read all of K and V from shared memory. (It multiplies with
+    mma.sync, which does not reach the ceiling of products.)"""
+    tiling = Tiling(problem, rows_of_tile(problem.lengths.seqlen_q * problem.group), STEP, packed=True)
+    read = tiling.tile_q // MMA_ROWS * STEP * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    seconds = {
+        "matmul": tiling.flops / ceilings.matmul,
+        "exp2": tiling.blocks * tiling.tile_q * STEP / ceilings.exp2,
+        "smem": tiling.blocks * read / ceilings.smem,
+    }
+    placed = place(problem, ceilings, False)
+    return replace(placed, seconds=placed.seconds | seconds, useful=tiling.useful)
+
+
+STEP = 64
+"""Keys of a step of the decode kernel, in most of its configs."""
+
+
 def _seconds(cost: Cost, ceilings: Ceilings) -> dict[str, float]:
     moved = cost.bytes_read + cost.bytes_written
     return {
@@ -145,11 +165,11 @@ def _seconds(cost: Cost, ceilings: Ceilings) -> dict[str, float]:
     }
 
 
-def problem_of(point: Point, phase: str) -> AttentionProblem:
-    """The problem at a point of a plan. In "decode" each sequence has one query, against a cache of the point's length."""
+def problem_of(point: Point, phase: str, queries: int = 1) -> AttentionProblem:
+    """The problem at a point of a plan. In "decode" each sequence has few queries, against a cache of the point's length."""
     problem = point.problem()
     if phase == "decode":
-        return replace(problem, lengths=Dense(point.batch, 1, point.length))
+        return replace(problem, lengths=Dense(point.batch, queries, point.length))
     return problem
 
 
