@@ -36,7 +36,7 @@ def test_a_run(tmp_path):
         assert "equal lengths" in facts["results"]["SDPA"]["refused"]
         lengths = Inputs(Point.of(facts), DEVICE, 0).lengths
         assert facts["bytes"] == int(lengths.sum()) * facts["heads_kv"] * 16 * 2 * 4
-        assert ours["gb_s"] * ours["us"] == pytest.approx(facts["bytes"] / 1e3, rel=0.5)
+        assert ours["gb_s"] * ours["us"] == pytest.approx(facts["bytes"] / 1e3)
     assert "kv=64 fp32 heads 4/2 D=16 x 3 page 8 ragged" in done.output
 
 

@@ -124,9 +124,8 @@ def measure(point: Point, contenders: Sequence[Contender], clock: Clock, device:
             ready[name].seconds.append(clock.seconds(ready[name].run, 1) / ready[name].launches)
     read = sum(lengths_of(point)) * point.bytes // (point.batch * point.length)
     for name, one in ready.items():
-        rates = [read / seconds / 1e9 for seconds in one.seconds]
-        us = 1e6 * median(one.seconds)
-        results[name] = {"us": us, "gb_s": median(rates), "rounds": rates, "error": one.error}
+        rates, middle = [read / seconds / 1e9 for seconds in one.seconds], median(one.seconds)
+        results[name] = {"us": 1e6 * middle, "gb_s": read / middle / 1e9, "rounds": rates, "error": one.error}
     return {**asdict(point), "bytes": read, "copies": copies, "results": results}
 
 
