@@ -67,7 +67,7 @@ class Fixed:
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.name = f"sm80 {self.config.label}"
+        self.name = f"sm80 {self.config.brief}"
 
     def buffers(self, problem: AttentionProblem, arch: Arch):
         from strobe.kernels.sm80 import backward_launch, launch

@@ -42,7 +42,7 @@ def test_ampere_shows_what_dispatch_takes_and_the_portable_kernels(tmp_path):
 
     def taken(dtype: torch.dtype, phase: str = "forward") -> str:
         problem = replace(readme.BASE, dtype=dtype, phase=phase, mask=Causal())
-        return f"sm80 {backend.config(problem, KNOWN['H100']).label}"
+        return f"sm80 {backend.config(problem, KNOWN['H100']).brief}"
 
     first, second, in_fp32 = taken(torch.bfloat16), "sm80 another", taken(torch.float32)
     points = [

@@ -114,7 +114,7 @@ class Config(Chunks):
         return 1
 
     @property
-    def label(self) -> str:
+    def brief(self) -> str:
         """What tells it from others for the same head dims, in few words."""
         return f"{self.tile_q}x{self.tile_kv}x{self.warps}, stages {self.stages}{', Q in registers' * self.q_in_registers}"
 
@@ -173,7 +173,7 @@ class BackwardConfig(Chunks):
             )
 
     @property
-    def label(self) -> str:
+    def brief(self) -> str:
         """What tells it from others for the same head dims, in few words."""
         return f"{self.tile_q}x{self.tile_kv}x{self.warps}, stages {self.stages}{', P shared' * (self.across > 1)}"
 

@@ -352,7 +352,7 @@ def _ampere_rows(points: list[tuple[Point, dict]]) -> list[list[str]]:
 
 def _of_sm80(point: Point, entry: dict) -> dict | None:
     """The result of the config that dispatch takes on an H100 today; None if it was not timed."""
-    return entry["results"].get(f"sm80 {backend.config(point.problem(), KNOWN['H100']).label}")
+    return entry["results"].get(f"sm80 {backend.config(point.problem(), KNOWN['H100']).brief}")
 
 
 def ampere_portable(root: Path) -> str:
