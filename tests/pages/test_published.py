@@ -39,28 +39,28 @@ HISTORY = "shows how fast, or how, an earlier version was: pages that quote it s
 OLDER_KERNEL = "measured before launches were prepared and documents left out blocks; its numbers are due again"
 REDO_CHANGED = "the portable kernel changed, which redoes blocks: none of normal inputs has to be"
 BEFORE_PLACES = "measured before the portable kernels knew the places of shards, which ordinary calls do not have"
-REDO_SHARED = (
-    "the launch that redoes gradients serves every GPU now, and is told whether it takes its turn: the same code on Hopper"
-)
+OTHER_HEAD_DIMS = "measured before head dim 160 had kernels of its own; of what it measures Triton 3.6 makes the same code"
+SPILLING_REDO = "measured before the redo looked for notes without spilling; it shows how fast calls were then and is due again"
 ACCEPTED: dict[str, str] = {
     "backward-h200-2026-11-23.json": REDO_CHANGED,
     "blackwell-simulated.json": BEFORE_PLACES,
     "changed-scores-h200-2026-11-22.json": OLDER_KERNEL,
     "cycles-backward-h200-2026-11-24.json": REDO_CHANGED,
     "cycles-forward-h200-2026-11-24.json": REDO_CHANGED,
-    "cycles-packed-backward-h100-2026-11-24.json": REDO_SHARED,
-    "cycles-packed-forward-h100-2026-11-24.json": REDO_SHARED,
-    "cycles-tile-h100-2026-11-24.json": REDO_SHARED,
+    "cycles-packed-backward-h100-2026-11-24.json": OTHER_HEAD_DIMS,
+    "cycles-packed-forward-h100-2026-11-24.json": SPILLING_REDO,
+    "cycles-tile-h100-2026-11-24.json": OTHER_HEAD_DIMS,
     "determinism-h200-2026-11-22.json": OLDER_KERNEL,
     "energy-peers-h200-2026-11-23.json": OLDER_KERNEL,
     "forward-h200-2026-11-21.json": HISTORY,
     "forward-h200-2026-11-22.json": OLDER_KERNEL,
     "forward-h200-2026-11-23.json": REDO_CHANGED,
     "gqa-backward-h200-2026-11-23.json": OLDER_KERNEL,
+    "h100-forward-2026-11-24.json": SPILLING_REDO,
     "inputs-model-h200-2026-11-23.json": REDO_CHANGED,
     "inputs-worst-h200-2026-11-23.json": "the portable kernel changed, which redoes nearly all of its blocks; due again",
     "ladder-h200-2026-11-24.json": BEFORE_PLACES,
-    "model-error-h100.json": REDO_SHARED,
+    "model-error-h100.json": OTHER_HEAD_DIMS,
     "redo-cost-h200-2026-11-21.json": "has no commit; its numbers are due again",
     "sm80-h100-2026-11-25.json": "float32 came since, and a mistake of the backward's went: due again",
     "timeline-h200-2026-11-21.json": HISTORY,

@@ -39,10 +39,10 @@ SPLIT_TILE = 64
 
 @dataclass(frozen=True)
 class Config(Chunks):
-    """The backward in one pass (`backward`), for head dims up to 192, of v up to 128. tile_q: query rows a tile. turns: whether
-    the groups take turns at issuing products. held_k, held_v: columns of K and V, the first ones, that a group has in
-    registers, too: whole chunks, or of K 64 columns of one of 128. folded: whether the products of S and dP subtract the
-    statistics, too (see `backward_pre_post`); head dims up to 128, scores that nothing changes."""
+    """The backward in one pass (`backward`), for head dims up to 192, of v up to 128, and 160 of both. tile_q: query rows a
+    tile. turns: whether the groups take turns at issuing products. held_k, held_v: columns of K and V, the first ones, that a
+    group has in registers, too: whole chunks, or of K 64 columns of one of 128. folded: whether the products of S and dP
+    subtract the statistics, too (see `backward_pre_post`); head dims up to 128, scores that nothing changes."""
 
     tile_q: int
     turns: bool
@@ -62,7 +62,7 @@ class Config(Chunks):
     def share_columns(self) -> tuple[int, ...]:
         """Columns of dQ that a group computes at a time: of 64 rows a part of them, or, of 128 rows, all for half of the rows.
         A third share is computed by the groups in turn."""
-        return {80: (64, 16), 96: (64, 32), 160: (64, 64, 32), 192: (64, 64, 64)}.get(self.head_dim, (64, 64))
+        return {96: (64, 32), 160: (64, 64, 32), 192: (64, 64, 64)}.get(self.head_dim, (64, 64))
 
     @property
     def products_dp(self) -> int:
@@ -155,14 +155,15 @@ def _tiles(**buffers: tuple[int, int]) -> list[Buffer]:
 
 def choose(problem: AttentionProblem) -> Config | SplitConfig:
     """One pass where registers hold dK and dV, unless the result must have the same bits in every run. Measured on an H200, S =
-    1k, 4k, 16k. (192, 128), TFLOP/s at 4k, 16k: in one pass 579, 596, in two 320, 305. Turns, microseconds with / without, head
-    dim 64: 812 / 829, 2788 / 2866, 10543 / 10701, causal 571 / 587, 1404 / 1506, 5176 / 5581; 96, where 64 columns of K and V
-    are held: 803 / 822, 2613 / 2667, 9884 / 9602, causal 537 / 557, 1421 / 1543, 5004 / 5228; 128: 721 / 735, 2435 / 2534, 8960
-    / 9420, causal 484 / 485, 1247 / 1250, 4711 / 4846. What changes scores or drops some takes registers: head dim 64, causal,
-    4k, milliseconds with slopes, a bias, dropout: in tiles of 128 rows 3.0, 7.5, 3.5, of 64 rows 2.3, 3.2, 2.8; with documents
-    2.3, 2.7. Folded statistics, microseconds without / with, S = 4k full, causal, window of 1024, 16k causal: head dim 64
-    2868 / 2759, 1572 / 1477, 873 / 864, 5431 / 4971, 128 2418 / 2349, 1339 / 1277, 764 / 724, 4739 / 4417; 96, with 96 columns
-    of K held, 2663 / 2713, 1427 / 1449, 801 / 799, 5030 / 5068."""
+    1k, 4k, 16k. (192, 128), TFLOP/s at 4k, 16k: in one pass 579, 596, in two 320, 305. 160, 4k causal on an H100: in one pass
+    507, in two 325, padded to 192 296. Turns, microseconds with / without, head dim 64: 812 / 829, 2788 / 2866, 10543 / 10701,
+    causal 571 / 587, 1404 / 1506, 5176 / 5581; 96, where 64 columns of K and V are held: 803 / 822, 2613 / 2667, 9884 / 9602,
+    causal 537 / 557, 1421 / 1543, 5004 / 5228; 128: 721 / 735, 2435 / 2534, 8960 / 9420, causal 484 / 485, 1247 / 1250, 4711 /
+    4846. What changes scores or drops some takes registers: head dim 64, causal, 4k, milliseconds with slopes, a bias, dropout:
+    in tiles of 128 rows 3.0, 7.5, 3.5, of 64 rows 2.3, 3.2, 2.8; with documents 2.3, 2.7. Folded statistics, microseconds
+    without / with, S = 4k full, causal, window of 1024, 16k causal: head dim 64 2868 / 2759, 1572 / 1477, 873 / 864, 5431 /
+    4971, 128 2418 / 2349, 1339 / 1277, 764 / 724, 4739 / 4417; 96, with 96 columns of K held, 2663 / 2713, 1427 / 1449, 801 /
+    799, 5030 / 5068."""
     head_dim, head_dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     if head_dim > 192 or head_dim_v > (160 if head_dim == 160 else 128) or problem.deterministic:
         return SplitConfig(head_dim, head_dim_v)

@@ -81,9 +81,8 @@ def prepare(
         tl.store(delta + number * lse_batch + head * lse_head + place, sums, mask=exists)
     if accumulator is not None:
         zeros = (first_row + first) * DIM + tl.arange(0, ROWS)[:, None] * DIM
-        COLUMNS: tl.constexpr = 32 if DIM % 32 == 0 else 16
-        for c in tl.static_range(0, DIM, COLUMNS):
-            tl.store(accumulator + zeros + c + tl.arange(0, COLUMNS)[None, :], tl.zeros((ROWS, COLUMNS), tl.float32))
+        for c in tl.static_range(0, DIM, 32):
+            tl.store(accumulator + zeros + c + tl.arange(0, 32)[None, :], tl.zeros((ROWS, 32), tl.float32))
 
 
 @triton.jit
