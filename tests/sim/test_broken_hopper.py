@@ -49,7 +49,7 @@ Q_RELEASE = "        if K.C.q_stages > 1:\n            mbarrier.arrive(K.memory.
 Q_RELEASE_IN_STEP = "mbarrier.arrive(K.memory.q_empty.index(w), count=1, pred=last)"
 Q_RELEASE_OF_ONE = "mbarrier.arrive(K.memory.q_empty.index(w), count=1, pred=tile.go & (tile.blocks == 1))"
 Q_BARRIERS = "make_barriers(Q_BUFFERS, 1),\n        make_barriers(Q_BUFFERS, 1),\n"
-PUBLISH_NEXT = "next_tile(K.counters))\n        publish(K, turn, tile, work)\n"
+PUBLISH_NEXT = "next_tile(K, tile))\n        publish(K, turn, tile, work)\n"
 LAST_V = "        copy_in(v_desc, K.v.block(g), K.v.acquire(g), start_kv, n_kv, batch, kv_head, i * K.C.tile_kv)\n"
 K_WAIT = '    K.k.wait(g)\n    stamp(K.trace, w, "k_ready", g)\n    s = start'
 V_WAIT = "    K.v.wait(before)  # beside the scores"
@@ -73,7 +73,7 @@ TILE_FULL = "    mbarrier.arrive(K.memory.tile_full.index(slot), count=1)\n"
 TILE_FULL_WAIT = "    mbarrier.wait(K.memory.tile_full.index(slot), (turn // K.C.slots) & 1)\n"
 TILE_READ = "    place = place_of(w, slot, K.lengths, K.memory)\n    p, note = position_and_note_of(w, slot, K.memory)\n"
 TILE_EMPTY = "    mbarrier.arrive(K.memory.tile_empty.index(slot), count=1)\n"
-NEXT_TILE = "gl.atomic_add(counter, 1) + gl.num_programs(0)"
+NEXT_TILE = "gl.atomic_add(K.counters, 1) + gl.num_programs(0)"
 
 
 channel = partial(one_edit, KERNEL, CHANNEL)
@@ -361,9 +361,9 @@ BUGS = [
         WRONG_PHASE,
     ),
     tiles("nobody says that there is no tile", "(tile < K.heads.tiles).to(gl.int32)", "1", (Deadlock,)),
-    tiles("the first tiles are taken twice", NEXT_TILE, "gl.atomic_add(counter, 1)", (DoubleWrite,)),
-    tiles("the counter is not counted up", NEXT_TILE, "gl.load(counter) + gl.num_programs(0)", (DoubleWrite,)),
-    tiles("the next tile is the next number", NEXT_TILE, "gl.atomic_add(counter, 1) + 1", (DoubleWrite,), ctas=2),
+    tiles("the first tiles are taken twice", NEXT_TILE, "gl.atomic_add(K.counters, 1)", (DoubleWrite,)),
+    tiles("the counter is not counted up", NEXT_TILE, "gl.load(K.counters) + gl.num_programs(0)", (DoubleWrite,)),
+    tiles("the next tile is the next number", NEXT_TILE, "gl.atomic_add(K.counters, 1) + 1", (DoubleWrite,), ctas=2),
     tiles(
         "both groups have the same rows",
         "    row = get(memory.tiles, slot, ROW) + w * ROWS\n",
