@@ -76,7 +76,7 @@ print(json.dumps([triton.__version__, audits]))
 
 
 REPEATED_BIAS = """
-import json, re, torch
+import json, re, sys, torch
 from strobe import Score
 from strobe.device import KNOWN
 from strobe.lab.binary.offline import portable_backward, sm90_backward
@@ -88,7 +88,7 @@ def adds_up(kernel):
 
 
 found = []
-for head_dim, head_dim_v in ((192, 128), (160, 160), (256, 256)):
+for head_dim, head_dim_v in json.loads(sys.argv[1]):
     for shape in ((1, 4, 1, 500), (2, 1, 300, 1), (1, 1, 1, 1)):
         score = Score(bias=torch.empty(shape, device="meta"))
         for deterministic in (False, True):
@@ -104,11 +104,21 @@ print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module", params=COMPILED_BY)
+REPEATED = [
+    pytest.param((TRITONS[1], ((192, 128),)), id=f"some, {TRITONS[1]}"),
+    *(
+        pytest.param((triton, ((192, 128), (160, 160), (256, 256))), id=f"all, {triton}", marks=pytest.mark.exhaustive)
+        for triton in TRITONS
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=REPEATED)
 def repeated_biases(request):
     """Of each kind of repetition whether it is deterministic, the shared memory, and whether the Hopper kernels, and the
     portable ones, add up floats by atomics."""
-    return json.loads(run_compiler(REPEATED_BIAS, request.param))
+    triton, head_dims = request.param
+    return json.loads(run_compiler(REPEATED_BIAS, triton, json.dumps(head_dims)))
 
 
 def test_a_repeated_bias_leaves_room(repeated_biases):
