@@ -109,18 +109,26 @@ def test_what_has_an_order_is_left_to_the_portable_kernel():
 
 
 def test_where_it_is_the_default():
-    """Where warps multiply by mma.sync, and on Hopper for float32, which the kernels for wgmma do not take."""
+    """Where warps multiply by mma.sync, in 16 bits."""
     for gpu in ("A100", "A10", "L4", "RTX 4090", "RTX 5090"):
         found = explain_problem(problem(), KNOWN[gpu])
         assert found.chosen == "sm80" and found.warning is None
         assert found.config == backend.config(problem(), KNOWN[gpu])
     assert explain_problem(problem(), KNOWN["H200"]).chosen == "sm90"
-    assert explain_problem(problem(dtype=torch.float32), KNOWN["H200"]).chosen == "sm80"
 
 
-@pytest.mark.parametrize("phase, gpu", [("forward", "B200"), ("backward", "A100"), ("backward", "B200")])
-def test_where_it_runs_by_name(phase, gpu):
-    shape = problem(phase=phase)
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    "phase, gpu, dtype",
+    [
+        *(("forward", "B200", BF16), ("backward", "A100", BF16), ("backward", "B200", BF16)),
+        *(("forward", "A100", FP32), ("forward", "H200", FP32)),
+    ],
+)
+def test_where_it_runs_by_name(phase, gpu, dtype):
+    shape = problem(phase=phase, dtype=dtype)
     asked, found = (explain_problem(shape, KNOWN[gpu], name) for name in ("sm80", None))
     assert asked.chosen == "sm80" and asked.warning == backend.unproven(shape, KNOWN[gpu])
     assert found.chosen == "portable" and "so it runs only by name: backend='sm80'" in dict(found.refusals)["sm80"]

@@ -129,13 +129,15 @@ def support() -> str:
 
 
 def _unproven() -> list[str]:
-    """A sentence for each backend that runs by name only, or whose backward does, on the first device of its column."""
-    backward, found = replace(BASE, phase="backward"), []
+    """Sentences for each backend that runs by name only, or whose backward or float32 does, on its column's first device."""
+    parts = {"The backward of ": replace(BASE, phase="backward"), "In float32 ": replace(BASE, dtype=torch.float32)}
+    found = []
     for name, arch in ((column.backend, column.archs[0]) for column in COLUMNS):
-        if words := unproven(name, BASE, arch):
-            found.append(f"`{name}` is {words}: it runs by name only, `backend={name!r}`.")
-        elif words := unproven(name, backward, arch):
-            found.append(f"The backward of `{name}` is {words}: it runs by name only, `backend={name!r}`.")
+        for what, problem in {"": BASE, **parts}.items():
+            if backend_module(name).refuses(problem, arch) is None and (words := unproven(name, problem, arch)):
+                found.append(f"{what}`{name}` is {words}: it runs by name only, `backend={name!r}`.")
+                if not what:
+                    break
     return found
 
 
