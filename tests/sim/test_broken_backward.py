@@ -224,7 +224,12 @@ BUGS = [
     stores("no fence before dQ is added", "    fence_async_shared()\n    tma_add", "    tma_add", (MissingFence,)),
     stores("dV overwrites a dQ that has not left", "    tma_store_wait(0)\n    if K.outputs", "    if K.outputs", (Race,)),
     stores("dV overwrites the dK before", "    tma_store_wait(0)\n    if K.outputs", "    if K.outputs", (Race,), case=BLIND),
-    stores("dK overwrites a dV that has not left", "    tma_store_wait(0)\n    if K.C.head", "    if K.C.head", (Race,)),
+    stores(
+        "dK overwrites a dV that has not left",
+        "    tma_store_wait(0)\n    leave_chunks(w, K, dk,",
+        "    leave_chunks(w, K, dk,",
+        (Race,),
+    ),
     stores(
         "no fence before the stores",
         "    fence_async_shared()\n    partition_barrier()\n    for c",
@@ -298,7 +303,7 @@ WRONG_NUMBERS = [
         "place = consume(w, K, block, g, 0 * place,",
         (),
     ),
-    stores("dK is not scaled", "copy_out(w, K, dk, 0, K.outputs.scale,", "copy_out(w, K, dk, 0, 1.0,", ()),
+    stores("dK is not scaled", "leave_chunks(w, K, dk, K.outputs.scale,", "leave_chunks(w, K, dk, 1.0,", ()),
     stores("registers are in another order", "[8, 0], [0, 2], [0, 4]", "[0, 2], [8, 0], [0, 4]", ()),
     scores(
         "delta is not subtracted",

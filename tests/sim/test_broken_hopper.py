@@ -237,8 +237,8 @@ BUGS = [
     kernel("the last V is not copied", LAST_V, "", (Deadlock,), says=("v.full",)),
     kernel(
         "the next tile's blocks take the last one's positions",
-        "        g += 1\n    # The last CTA",
-        "    # The last CTA",
+        "        g += 1\n    if not K.C.static",
+        "    if not K.C.static",
         WRONG_PHASE,
     ),
     kernel(
