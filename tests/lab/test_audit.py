@@ -13,6 +13,7 @@ from commands import run
 
 from strobe.device import KNOWN
 from strobe.kernels.portable.config import choose
+from strobe.lab.binary import audit
 from strobe.lab.binary.audit import ARCHS, layout_conflicts
 from strobe.lab.binary.audit_report import ptxas_words, readable
 from strobe.lab.binary.offline import problem_of
@@ -292,6 +293,17 @@ def test_a_cubin_of_somebody_else(cubin, tmp_path):
     [narrow], [round_trip] = reports["narrow"]["warnings"], reports["round_trip"]["warnings"]
     assert re.fullmatch(r"(\d+) of \d+ LDG load 4 bytes a lane or less in the main loop of kernel", narrow)
     assert round_trip.startswith("perhaps a layout conversion through shared memory, inferred from the order: ")
+
+
+def test_code_that_reads_what_nothing_has_written_is_warned_of(cubin, monkeypatch):
+    """As the ptxas of CUDA 12.8 made it (docs/upstream.md)."""
+    wrong = "        /*0000*/                   UIADD3 UR61, UP0, UR61, 0x20, URZ ;"
+    right = audit.disassemble
+    monkeypatch.setattr(
+        audit, "disassemble", lambda file: re.sub(r"(?m)^(\s*\.section\s+\.text\..*$)", rf"\1\n{wrong}", right(file))
+    )
+    assert "warning: " in (said := run("audit", str(cubin)).output)
+    assert "wrong code: `UIADD3 UR61, UP0, UR61, 0x20, URZ` reads a register" in " ".join(said.split())
 
 
 def test_the_main_loop_is_the_densest_of_the_innermost():

@@ -32,6 +32,7 @@ from strobe.lab.binary.sass import (
     resources_of,
     resources_of_cubin,
     role_blocks,
+    unwritten,
 )
 from strobe.problem import AttentionProblem, Phase
 
@@ -151,12 +152,14 @@ def _job(name: str, arch_name: str, point: Point) -> Callable[[], list[Report]]:
 
 def _of_made(made: Made, arch: str, length: int) -> Report:
     resources = resources_of(made.kernel)
-    parts = parts_of(flow_of(disassemble(made.kernel.asm["cubin"])), made.roles)
+    sass = disassemble(made.kernel.asm["cubin"])
+    parts = parts_of(flow_of(sass), made.roles)
     warnings = (
         *_spills(resources.spill_bytes, parts),
         *_serial(resources.warnings),
         *_in_loops(parts, _narrow_loads, _round_trips),
         *layout_conflicts(made.kernel.asm["ttgir"]),
+        *_wrong(sass),
     )
     name = f"{made.name}, S={length}"
     return Report(
@@ -176,7 +179,7 @@ def reports_of_cubin(path: Path) -> list[Report]:
     reports = []
     for name, (registers, smem_bytes) in resources.items():
         parts = parts_of(flow_of(texts[name]))
-        warnings = (*_spills(None, parts), *_in_loops(parts, _waits, _narrow_loads, _round_trips))
+        warnings = (*_spills(None, parts), *_in_loops(parts, _waits, _narrow_loads, _round_trips), *_wrong(texts[name]))
         reports.append(Report(name, arch, registers, smem_bytes, None, parts, warnings))
     return reports
 
@@ -228,6 +231,11 @@ def _spills(spill_bytes: int | None, parts: Iterable[Part]) -> Iterator[str]:
         yield f"registers are spilled, {spill_bytes} bytes: {where}"
     elif moves:
         yield f"{moves} loads and stores of local memory, for spilled registers or an array: {where}"
+
+
+def _wrong(sass: str) -> Iterator[str]:
+    for instruction in unwritten(sass):
+        yield f"wrong code: `{instruction}` reads a register that nothing before it has written"
 
 
 def _serial(ptxas: Iterable[str]) -> Iterator[str]:
