@@ -199,7 +199,8 @@ class _Rank:
             inputs = {ONE_GPU: self._whole(tokens), **inputs}
         for number in range(_WARM_UP + self.settings.repeats):
             names = [name for name in inputs if name not in found["failed"]]
-            for name in names[number % len(names) :] + names[: number % len(names)]:
+            first = number % max(1, len(names))
+            for name in names[first:] + names[:first]:
                 with _failures(found["failed"], name), self._within(name) as call:
                     times, most = self._time(call, inputs[name])
                     memory[f"{tokens} {name}"] = most
