@@ -2,15 +2,17 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from problems import Case, Results, check, describe, formula, run, tensors, upstream
 
 import strobe
+from strobe.call import launches
 from strobe.call.dispatch import explain_problem
 from strobe.device import KNOWN
-from strobe.problem import addressable, made_addressable
+from strobe.problem import Upstream, addressable, lse_shape, made_addressable
 
 CASE = Case(100, 130, heads_q=4, heads_kv=2, head_dim=120, mask="causal")
 
@@ -62,6 +64,26 @@ def test_a_copy_is_addressable(view):
     x = torch.randn(2, 5, 4, 120).to(torch.float16)
     copy = made_addressable(view(x))
     assert not addressable(view(x)) and addressable(copy) and torch.equal(copy, x)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_lse_of_a_larger_tensor_is_copied(packed, monkeypatch):
+    """Kernels write delta where the LSE's strides say, into a tensor as large as the LSE: found as memory that a backward of
+    half of the rows overwrote."""
+    given = {}
+
+    def run(backend, problem, tensors, arch):
+        given.update(tensors)
+        return SimpleNamespace(**{f"d{name}": torch.empty_like(tensors[name]) for name in "qkv"})
+
+    monkeypatch.setattr(launches, "run", run)
+    problem, operands = describe(tensors(replace(CASE, packed=packed), torch.float16), "backward")
+    out = torch.randn_like(operands.q)
+    whole = torch.randn(*lse_shape(problem)[:-1], 2 * lse_shape(problem)[-1])
+    lse = whole[..., : lse_shape(problem)[-1]]
+    backend = SimpleNamespace(calls=None)
+    launches.backward(backend, problem, operands, Upstream(out, lse, out, None))
+    assert not lse.is_contiguous() and given["lse"].is_contiguous() and torch.equal(given["lse"], lse)
 
 
 @pytest.mark.gpu

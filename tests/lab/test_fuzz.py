@@ -60,6 +60,7 @@ FOUND = (
     "door='qkvpacked',dtype='bf16',n_q=16,n_kv=16,head_dim=128,head_dim_v=128,right=0,scale=-0.3",
     "dtype='fp64',n_q=40,n_kv=50,dropout=0.1,gradients='both'",
     "n_kv=8,group=2,head_dim=40,head_dim_v=40,values='inf',way='autocast',seed=273",
+    "n_q=5,n_kv=7,packed=True,k_layout='same for all',values='huge',seed=585",
     "backend='portable',n_kv=2,documents='mixed',softcap=1.0,poison='nan',gradients='out',seed=133",
 )
 """What campaigns found, made smaller."""

@@ -50,7 +50,8 @@ def backward(backend: ModuleType, problem: AttentionProblem, operands: Operands,
     """The gradients of a problem, computed by a backend's launches."""
     if problem.is_empty:
         return _gradients_without_pairs(problem, operands, upstream)
-    upstream = upstream._replace(dout=made_addressable(upstream.dout))
+    # Kernels write delta where the LSE's strides say, into a tensor of its own: of a view they would write beyond its end.
+    upstream = upstream._replace(dout=made_addressable(upstream.dout), lse=upstream.lse.contiguous())
     given = {**operands._asdict(), **upstream._asdict()}
     tensors = run(backend, problem, given, arch_of(operands.q.device))
     return _gradients(problem, operands, upstream.lse, vars(tensors))
@@ -155,11 +156,11 @@ def prepared(
 ) -> Prepared | None:
     """The prepared launches of calls whose tensors look like these. Each tensor must be an object of its own.
 
-    None where nothing can be prepared: a backend that launches nothing, no driver of CUDA, an empty problem, or a gradient that
-    has to be copied first."""
+    None where nothing can be prepared: a backend that launches nothing, no driver of CUDA, an empty problem, or a gradient or an
+    LSE that has to be copied first."""
     if not hasattr(backend, "calls") or not _has_driver(operands.q) or problem.is_empty:
         return None
-    if upstream is not None and not addressable(upstream.dout):
+    if upstream is not None and not (addressable(upstream.dout) and upstream.lse.is_contiguous()):
         return None
     return Prepared(backend, problem, operands, upstream)
 

@@ -32,13 +32,15 @@ def attend(q, k, v, scale: float, mask: Mask, score: Score, first_batch: int = 0
 
     s = score.apply(scale * (q @ k.transpose(-1, -2)), i, j, n_q, n_kv, first_batch)
     seen = seen & (s != -torch.inf)
-    some = seen.any(-1)
-    s = torch.where(seen, s, -torch.inf)
-    lse = torch.where(some, torch.logsumexp(torch.where(some[..., None], s, 0.0), -1), -torch.inf)
+    logits = torch.where(seen, s, -torch.inf)
     if score.sinks is not None:
-        lse = torch.logaddexp(lse, score.sinks.to(lse.dtype)[:, None])
-        some = lse != -torch.inf
-    p = torch.where(seen, torch.exp(s - torch.where(some, lse, 0.0)[..., None]), 0.0)
+        sinks = score.sinks.to(s.dtype)[:, None, None].expand(*s.shape[:-1], 1)
+        logits = torch.cat([logits, sinks], -1)
+    some = (logits != -torch.inf).any(-1)
+    logits = torch.where(some[..., None], logits, 0.0)
+    lse = torch.where(some, torch.logsumexp(logits, -1), -torch.inf)
+    # Not exp(s - lse): huge scores swallow the logarithm of the sum, so that the weights of equal ones would not add up to 1.
+    p = torch.where(seen, torch.softmax(logits, -1)[..., :n_kv], 0.0)
     if seed is not None:
         batch, head = torch.arange(batches.start, batches.stop, device=q.device), torch.arange(heads, device=q.device)
         p = p * kept(seed, dropout, batch[:, None, None, None], head[:, None, None], i, j) / (1.0 - dropout)
