@@ -720,7 +720,7 @@ def test_without_a_graph_calls_are_timed_and_it_says_so():
 def test_single_calls_on_a_gpu():
     """What is timed is the kernel: launches that the host cannot queue in time would take as long as Python does."""
     grid = Grid(((64, 64),), (256,), tokens=512, masks=("full",))
-    result = bench.Run(Plan((grid,), protocol="single", rounds=2), torch.device("cuda"), "strobe bench").run()
+    result = bench.Run(Plan((grid,), protocol="single", rounds=2, peers=("SDPA flash",)), torch.device("cuda"), "strobe bench").run()
     measured = result["points"][0]["results"]["strobe"]
     assert measured["timed"] == "calls" and measured["calls_us"]["count"] == 128 * len(measured["rounds"])
     assert measured["calls_us"]["median"] < result["host_us"]["strobe"]["us"] and 200 < measured["sm_clock_mhz"] < 4000
@@ -730,7 +730,7 @@ def test_single_calls_on_a_gpu():
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_run_on_a_gpu(backward):
     grid = Grid(((64, 64),), (256,), tokens=512, masks=("full", "causal"))
-    plan = Plan((grid,), backward, rounds=2, seconds=0.005)
+    plan = Plan((grid,), backward, rounds=2, seconds=0.005, peers=("SDPA flash",))
     result = bench.Run(plan, torch.device("cuda"), "strobe bench").run()
     assert result["stopped"] is None and result["host_us"]["strobe"]["us"] > 0
     for point in result["points"]:
