@@ -720,7 +720,8 @@ def test_without_a_graph_calls_are_timed_and_it_says_so():
 def test_single_calls_on_a_gpu():
     """What is timed is the kernel: launches that the host cannot queue in time would take as long as Python does."""
     grid = Grid(((64, 64),), (256,), tokens=512, masks=("full",))
-    result = bench.Run(Plan((grid,), protocol="single", rounds=2, peers=("SDPA flash",)), torch.device("cuda"), "strobe bench").run()
+    plan = Plan((grid,), protocol="single", rounds=2, peers=("SDPA flash",))
+    result = bench.Run(plan, torch.device("cuda"), "strobe bench").run()
     measured = result["points"][0]["results"]["strobe"]
     assert measured["timed"] == "calls" and measured["calls_us"]["count"] == 128 * len(measured["rounds"])
     assert measured["calls_us"]["median"] < result["host_us"]["strobe"]["us"] and 200 < measured["sm_clock_mhz"] < 4000

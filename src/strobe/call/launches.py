@@ -156,8 +156,8 @@ def prepared(
 ) -> Prepared | None:
     """The prepared launches of calls whose tensors look like these. Each tensor must be an object of its own.
 
-    None where nothing can be prepared: a backend that launches nothing, no driver of CUDA, an empty problem, or a gradient or an
-    LSE that has to be copied first."""
+    None where nothing can be prepared: a backend that launches nothing, no driver of CUDA, an empty problem, or a gradient or
+    an LSE that has to be copied first."""
     if not hasattr(backend, "calls") or not _has_driver(operands.q) or problem.is_empty:
         return None
     if upstream is not None and not (addressable(upstream.dout) and upstream.lse.is_contiguous()):

@@ -9,10 +9,9 @@ import torch
 from strobe.call import launches
 from strobe.device import arch_of
 from strobe.kernels.common.call import Tensors
-from strobe.kernels.common.documents import span_calls
 from strobe.kernels.common.stamp import COUNT, ROLES
 from strobe.kernels.sm90.config import Config
-from strobe.kernels.sm90.launch import buffers, forward_call
+from strobe.kernels.sm90.launch import buffers, forward_call, preparing_calls
 from strobe.problem import AttentionProblem, Operands, lse_shape
 
 
@@ -20,7 +19,8 @@ def launch(problem: AttentionProblem, operands: Operands, config: Config, trace:
     """The tensors of the launch, among them out, lse and the notes, which the caller has to set back to 0."""
     with torch.cuda.device_of(operands.q):  # Triton launches on the current device, which need not be q's
         tensors = launches.allocated(buffers(problem), operands._asdict())
-        for call in (*span_calls(tensors), forward_call(problem, tensors, arch_of(operands.q.device), config, trace)):
+        forward = forward_call(problem, tensors, arch_of(operands.q.device), config, trace)
+        for call in (*preparing_calls(problem, tensors, config), forward):
             call.launch()
     return tensors
 

@@ -115,9 +115,11 @@ def forward_launch(
     host = {80: sm80_launch, 90: sm90_launch, 100: sm100_launch}[arch]
     buffers = sm100_launch.buffers(problem, config) if arch == 100 else host.buffers(problem)
     tensors = Tensors(**operands._asdict(), **unwritten(buffers))
-    if arch == 90 and sm90_launch.has_blind_tiles(problem):
+    if arch == 90 and (problem.varlen or sm90_launch.has_blind_tiles(problem)):
         longest = problem.lengths.seqlen_q
         fill_blind(tensors.out, tensors.lse, longest, operands.sinks, operands.cu_seqlens_q, operands.seqused_q)
+    if arch == 90 and problem.varlen:
+        tensors.tiles_listed = tiles_listed(problem, operands, config.tile_q)
     if arch == 80 and buffers.made["out"].fill is not None:  # as before a call
         tensors.out.zero_()
         tensors.lse.fill_(-torch.inf)
@@ -156,6 +158,31 @@ def spans_of(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return torch.stack([begin, end, whole], 2).to(torch.int32)
 
 
+def tiles_listed(problem: AttentionProblem, operands: Operands, tile_q: int) -> torch.Tensor:
+    """The list that `kernels.sm90.tile_list.list_tiles` makes, in plain Python."""
+    lengths = problem.lengths
+    sides = (
+        (operands.cu_seqlens_q, operands.seqused_q, lengths.seqlen_q, operands.q.shape[0]),
+        (operands.cu_seqlens_kv, operands.seqused_kv, lengths.seqlen_kv, operands.k.shape[0]),
+    )
+    (starts_q, rows), (starts_kv, keys) = (_sequences(*side) for side in sides)
+    longest_first = sorted(range(lengths.batch), key=lambda b: (rows[b] + tile_q - 1) // tile_q, reverse=True)
+    tiles = [
+        (b, row, starts_q[b], rows[b], starts_kv[b], keys[b], 0, 0)
+        for b in longest_first
+        for row in reversed(range(0, rows[b], tile_q))
+    ]
+    return torch.tensor([(len(tiles), *[0] * 7), *tiles], dtype=torch.int32)
+
+
+def _sequences(bounds: torch.Tensor | None, used: torch.Tensor | None, longest: int, total: int) -> tuple[list[int], list[int]]:
+    """First rows and lengths, clamped as kernels do."""
+    assert bounds is not None
+    ends = bounds.long().clamp(0, total)
+    lengths = ends.diff().clamp(0, longest)
+    return ends[:-1].tolist(), (lengths if used is None else lengths.minimum(used.long().clamp(min=0))).tolist()
+
+
 def fp8_launches(
     kernels: ModuleType, problem: AttentionProblem, operands: Operands, ctas: int = 1
 ) -> tuple[Launch, Launch, torch.Tensor, torch.Tensor]:
@@ -163,7 +190,10 @@ def fp8_launches(
     _register_assembly(kernels)
     config = kernels.config(problem)
     tensors = Tensors(**operands._asdict(), **unwritten(fp8_launch.buffers(problem, config)))
-    transposing, attending = fp8_launch.calls(problem, tensors, _ARCHS[90], config)
+    if problem.varlen:
+        tensors.tiles_listed = tiles_listed(problem, operands, config.tile_q)
+    transposing = fp8_launch.transpose_call(problem, tensors, config)
+    attending = fp8_launch.forward_call(problem, tensors, _ARCHS[90], config)
     v, v_t, *others = transposing.arguments
     in_bytes = v.view(torch.uint8), v_t.view(torch.uint8)  # as the kernel takes them: the simulator casts no pointers
     launches = (

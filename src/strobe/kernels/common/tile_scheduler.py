@@ -163,6 +163,12 @@ def locate(tile, lengths, heads, C: gl.constexpr, EMPTY: gl.constexpr = False):
 
     start_q, n_q = sequence(lengths.cu_q, lengths.used_q, batch, lengths.n_q, lengths.total_q)
     start_kv, n_kv = sequence(lengths.cu_kv, lengths.used_kv, batch, lengths.n_kv, lengths.total_kv)
+    return of_place(batch, batch_head % heads.heads, split, row, start_q, n_q, start_kv, n_kv, lengths, C, EMPTY)
+
+
+@gluon.jit
+def of_place(batch, head, split, row, start_q, n_q, start_kv, n_kv, lengths, C: gl.constexpr, EMPTY: gl.constexpr = False):
+    """The Work of the tile of a sequence that begins at a row."""
     shift = n_kv - n_q
     first, last = row + shift, gl.minimum(row + C.tile_q, n_q) - 1 + shift
     key_begin, key_end = kv_range(first, last, n_kv, lengths.left, lengths.right, lengths.prefix)
@@ -182,5 +188,4 @@ def locate(tile, lengths, heads, C: gl.constexpr, EMPTY: gl.constexpr = False):
         end = gl.where(row < n_q, end, begin)
     full_end = gl.minimum(gl.maximum(key_end // C.tile_kv, begin), end)
     full_begin = gl.minimum((key_begin + C.tile_kv - 1) // C.tile_kv, full_end)
-    return Work(batch, batch_head % heads.heads, split, row, n_q, n_kv, start_q, start_kv,
-                begin, full_begin, full_end, end)  # fmt: skip
+    return Work(batch, head, split, row, n_q, n_kv, start_q, start_kv, begin, full_begin, full_end, end)

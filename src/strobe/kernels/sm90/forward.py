@@ -141,7 +141,8 @@ def make_memory(dtype: gl.constexpr, o_dtype: gl.constexpr, C: gl.constexpr):
 @aggregate
 class Kernel:
     """What every role takes. inputs: the descriptors of q, k and v, a tuple of chunks each. counters: int32, of tiles and of
-    CTAs that have ended. memory, k, v: see the tables above. trace: where stamps go, or None. MASKED: whether a block may have
+    CTAs that have ended. memory, k, v: see the tables above. trace: where stamps go, or None. listed: the tiles of packed
+    sequences (see `tile_list`), or None. MASKED: whether a block may have
     keys that a row does not see."""
 
     inputs: gl.tuple
@@ -154,6 +155,7 @@ class Kernel:
     k: Channel
     v: Channel
     trace: (gl.tensor, gl.constexpr)
+    listed: (gl.tensor, gl.constexpr)
     MASKED: gl.constexpr
     C: gl.constexpr
 
@@ -568,7 +570,7 @@ NUMBERS = (
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def forward_kernel(
-    q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, o_desc, lse, notes, counters, trace,
+    q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, o_desc, lse, notes, counters, trace, listed,
     cu_q, cu_kv, used_q, used_kv, heads, group, at_once, rest, tiles, rows, n_q, n_kv, left, right, prefix,
     terms, threshold, slope_batch, slope_head, bias_batch, bias_head, bias_row, bias_key,
     document_q_batch, document_q_row, document_kv_batch, sink_stride, document_kv_row, spans, total_kv,
@@ -585,10 +587,12 @@ def forward_kernel(
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow))
     outputs = Outputs(o_desc, lse, notes, rows)
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans, rows, total_kv)
+    if listed is not None:
+        tiles = gl.load(listed) * heads
     heads = Heads(heads, group, at_once, rest, tiles)
     score = score_of(terms, (slope_batch, slope_head), (bias_batch, bias_head, bias_row, bias_key), sink_stride,
                      (document_q_batch, document_q_row, document_kv_batch, document_kv_row), threshold)  # fmt: skip
-    K = Kernel(inputs, outputs, counters, lengths, heads, score, memory, k, v, trace, MASKED, C)
+    K = Kernel(inputs, outputs, counters, lengths, heads, score, memory, k, v, trace, listed, MASKED, C)
     if C.groups == 2:
         gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (producer, (K,))],
                            [4, 1], [C.consumer_registers, C.producer_registers])  # fmt: skip

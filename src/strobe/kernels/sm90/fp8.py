@@ -152,6 +152,7 @@ class Kernel:
     memory: Memory
     k: Channel
     v: Channel
+    listed: (gl.tensor, gl.constexpr)
     MASKED: gl.constexpr
     C: gl.constexpr
 
@@ -528,8 +529,8 @@ def epilogue(w: gl.constexpr, K, acc, rounded_sum, state, slot, scale):
 
 @gluon.jit(do_not_specialize=["q_blocks", "k_blocks", "heads", "group", "at_once", "rest", "tiles", "rows", "n_q", "n_kv",
                               "left", "right", "prefix", "total_kv"])  # fmt: skip
-def fp8_kernel(q_desc, k_desc, v_desc, o_desc, lse, counters, q_descale, k_descale, v_descale, q_blocks, k_blocks, cu_q, cu_kv,
-               heads, group, at_once, rest, tiles, rows, n_q, n_kv, left, right, prefix, scale, total_kv,
+def fp8_kernel(q_desc, k_desc, v_desc, o_desc, lse, counters, listed, q_descale, k_descale, v_descale, q_blocks, k_blocks,
+               cu_q, cu_kv, heads, group, at_once, rest, tiles, rows, n_q, n_kv, left, right, prefix, scale, total_kv,
                MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
     # Numbers are parameters one by one: Triton 3.6 to 3.9 specialises a kernel for those of a tuple, `do_not_specialize` or not
     # (see `scores.SCORE_NUMBERS`).
@@ -542,10 +543,12 @@ def fp8_kernel(q_desc, k_desc, v_desc, o_desc, lse, counters, q_descale, k_desca
     inputs = (q_desc, k_desc, v_desc)
     outputs = Outputs(o_desc, lse, counters, rows)  # it writes no notes
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, None, None, None, rows, total_kv)
+    if listed is not None:
+        tiles = gl.load(listed) * heads
     heads = Heads(heads, group, at_once, rest, tiles)
     score = plain_score(scale)
     descales = Descales(q_descale, k_descale, v_descale, q_blocks, k_blocks)
-    K = Kernel(inputs, outputs, counters, lengths, heads, score, descales, memory, k, v, MASKED, C)
+    K = Kernel(inputs, outputs, counters, lengths, heads, score, descales, memory, k, v, listed, MASKED, C)
     if C.groups == 2:
         gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (producer, (K,))],
                            [4, 1], [C.consumer_registers, C.producer_registers])  # fmt: skip

@@ -14,6 +14,7 @@ from strobe.kernels.gluon import TensorDescriptor, gl
 from strobe.kernels.sm90.config import HALF_L2, ROWS_PER_GROUP, Config
 from strobe.kernels.sm90.descriptors import descriptors
 from strobe.kernels.sm90.fp8 import DESCALE_ROWS, fp8_kernel, transpose_kernel
+from strobe.kernels.sm90.tile_list import list_buffers, list_calls
 from strobe.problem import AttentionProblem, Varlen
 from strobe.scores import LOG2E
 
@@ -27,14 +28,18 @@ def buffers(problem: AttentionProblem, config: Config) -> Buffers:
         blocks = lengths.total_kv // tile + lengths.batch
     else:
         blocks = lengths.batch * triton.cdiv(lengths.seqlen_kv, tile)
-    blind = problem.varlen or lengths.seqlen_q > lengths.seqlen_kv  # rows that see nothing have no tile
+    blind = not problem.varlen and lengths.seqlen_q > lengths.seqlen_kv  # rows that see nothing have no tile
     v_t = Buffer((problem.heads_kv, blocks * problem.head_dim_v, tile), problem.dtype)
-    return Buffers({**results(problem, fill=blind), "v_t": v_t}, notes={})
+    return Buffers({**results(problem, fill=blind), "v_t": v_t}, list_buffers(problem), {})
 
 
 def calls(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: Config) -> list[Call]:
     """The launches of a forward, in order."""
-    return [transpose_call(problem, tensors, config), forward_call(problem, tensors, arch, config)]
+    return [
+        transpose_call(problem, tensors, config),
+        *list_calls(problem, tensors, config.tile_q),
+        forward_call(problem, tensors, arch, config),
+    ]
 
 
 def transpose_call(problem: AttentionProblem, tensors: Tensors, config: Config) -> Call:
@@ -62,6 +67,7 @@ def forward_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, config
         *descriptors(tensors.out, ROWS_PER_GROUP, (config.o_columns,)),
         tensors.lse,
         tensors.counters,
+        tensors.tiles_listed if problem.varlen else None,
         tensors.q_descale,
         tensors.k_descale,
         tensors.v_descale,

@@ -16,6 +16,7 @@ from strobe.kernels.sm90.config import HALF_L2, ROWS_PER_GROUP, Config
 from strobe.kernels.sm90.descriptors import descriptors
 from strobe.kernels.sm90.forward import forward_kernel
 from strobe.kernels.sm90.scores import score_arguments
+from strobe.kernels.sm90.tile_list import list_buffers, list_calls
 from strobe.problem import AttentionProblem
 
 
@@ -31,15 +32,15 @@ def buffers(problem: AttentionProblem) -> Buffers:
     if problem.score.sinks is not None and has_blind_tiles(problem):
         made["lse"] = made["lse"]._replace(fill=None)
         fill = functools.partial(_fill_lse, lengths.seqlen_q)
-    return Buffers(made, span_buffers(problem, "row_spans"), {"notes": notes}, fill)
+    return Buffers(made, {**span_buffers(problem, "row_spans"), **list_buffers(problem)}, {"notes": notes}, fill)
 
 
 def has_blind_tiles(problem: AttentionProblem) -> bool:
-    """Whether there may be tiles, or packed rows of no sequence, that see nothing: they never run, so out and lse have to say
-    so from the start."""
+    """Whether there may be tiles that see nothing: they never run, so out and lse have to say so from the start. (Of packed
+    sequences `tile_list` writes what rows have that no tile writes.)"""
     lengths = problem.lengths
     early = lengths.seqlen_q > lengths.seqlen_kv  # the first rows stand before the first key
-    return problem.varlen or problem.seqused or (early and problem.mask.band != (None, None, None))
+    return not problem.varlen and (problem.seqused or (early and problem.mask.band != (None, None, None)))
 
 
 def _fill_lse(longest: int, tensors: Tensors) -> None:
@@ -49,7 +50,12 @@ def _fill_lse(longest: int, tensors: Tensors) -> None:
 def calls(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: Config) -> list[Call]:
     """The launches of a forward, in order. The last one exits at once where there is no note."""
     forward = forward_call(problem, tensors, arch, config)
-    return [*span_calls(tensors), forward, portable.redo_call(problem, tensors, arch)]
+    return [*preparing_calls(problem, tensors, config), forward, portable.redo_call(problem, tensors, arch)]
+
+
+def preparing_calls(problem: AttentionProblem, tensors: Tensors, config: Config) -> list[Call]:
+    """The launches that go before the kernel."""
+    return [*span_calls(tensors), *list_calls(problem, tensors, config.tile_q)]
 
 
 def forward_call(
@@ -67,6 +73,7 @@ def forward_call(
         tensors.notes,
         tensors.counters,
         trace,
+        tensors.tiles_listed if problem.varlen else None,
         tensors.cu_seqlens_q,
         tensors.cu_seqlens_kv,
         tensors.seqused_q,

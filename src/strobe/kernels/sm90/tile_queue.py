@@ -1,10 +1,11 @@
 """Tiles of queries, from the producer, which takes them from a counter, to the consumers, through shared memory."""
 
 from strobe.kernels.common.gluon_masks import kv_range
-from strobe.kernels.common.tile_scheduler import locate
+from strobe.kernels.common.tile_scheduler import locate, of_place
 from strobe.kernels.gluon import aggregate, gl, gluon, mbarrier
 from strobe.kernels.sm90.layouts import ROWS, rows_of, scalar_layout
 from strobe.kernels.sm90.scores import documents_of_rows, slope_of
+from strobe.kernels.sm90.tile_list import RECORD
 
 FIELDS = gl.constexpr(13)
 GO, BATCH, HEAD, ROW, P, NOTE, N_Q, N_KV, START_Q, BEGIN, END, FULL_BEGIN, FULL_END = (gl.constexpr(i) for i in range(13))
@@ -92,11 +93,23 @@ def next_tile(K, tile):
 @gluon.jit
 def with_keys(K, tile):
     """The first tile from this one on that sees any key, and its Work. (The others never run.)"""
-    work = locate(gl.minimum(tile, K.heads.tiles - 1), K.lengths, K.heads, K.C, EMPTY=True)
+    work = work_of(K, gl.minimum(tile, K.heads.tiles - 1))
     while (tile < K.heads.tiles) & (work.blocks() <= 0):
         tile = next_tile(K, tile)
-        work = locate(gl.minimum(tile, K.heads.tiles - 1), K.lengths, K.heads, K.C, EMPTY=True)
+        work = work_of(K, gl.minimum(tile, K.heads.tiles - 1))
     return tile, work
+
+
+@gluon.jit
+def work_of(K, tile):
+    """The Work of the tile-th tile: by the list where there is one (see `tile_list`), which all heads go through together."""
+    if K.listed is None:
+        return locate(tile, K.lengths, K.heads, K.C, EMPTY=True)
+    else:
+        tile = gl.maximum(tile, 0)
+        at = K.listed + (1 + tile // K.heads.heads) * RECORD
+        return of_place(gl.load(at), tile % K.heads.heads, tile * 0, gl.load(at + 1), gl.load(at + 2), gl.load(at + 3),
+                        gl.load(at + 4), gl.load(at + 5), K.lengths, K.C, EMPTY=True)  # fmt: skip
 
 
 @gluon.jit

@@ -1,0 +1,135 @@
+"""The tiles of packed sequences, in a list that the forward's producers read, and the results of rows that no tile has.
+
+Sequences differ in length, and a grid that gives each as many tiles as the longest has to skip most of them: a counter and the
+bounds of a sequence are read for each, a microsecond that no product hides. So a small launch goes ahead of the forward: it
+writes where each tile is, those of the longest sequences first, as they see the most keys, and of a sequence the last one
+first. It fills the rows, too, that the forward leaves alone: those of no sequence, those not used, and those that see nothing.
+(32 sequences of 35 to 2608 tokens, 32 heads on 8, D = 128, causal: 473 -> 297 us; 256 of 3 to 848, 12 heads, D = 64: 244 -> 106
+us; H200, of which zeros for all of out and the LSE took a part.)
+
+    tiles_listed    int32 [1 + tiles, 8]    first how many tiles are listed; then of each (batch, first row, start_q, n_q,
+                                            start_kv, n_kv, -, -), `Work` in brief
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from strobe.kernels.common.arguments import totals
+from strobe.kernels.common.call import Buffer, Call, Tensors
+from strobe.kernels.common.dependent_launch import take_program_turn
+from strobe.kernels.common.masks import kv_range
+from strobe.kernels.portable.primitives import LENGTHS_AND_BOUNDS, sequence
+from strobe.kernels.sm90.config import ROWS_PER_GROUP
+from strobe.problem import AttentionProblem, Varlen
+
+RECORD = tl.constexpr(8)
+"""Numbers of a tile, of which the last two are not used."""
+
+CHUNK = 1024
+"""Sequences whose lengths a program looks at together."""
+
+ELEMENTS = 4096
+"""Elements that a program fills at once."""
+
+PROGRAMS = 264
+"""Programs, about: those that fill many rows should not be few."""
+
+
+@triton.jit(do_not_specialize=(*LENGTHS_AND_BOUNDS, "batches", "heads", "width", "sink_stride"))
+def list_tiles(
+    listed, out, lse, sinks, sink_stride, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, batches, heads, width,
+    n_q, n_kv, total_q, total_kv, left, right, prefix,
+    TILE: tl.constexpr, RECORD: tl.constexpr, CHUNK: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """List the tiles of a sequence, and fill its share of the rows that no tile has; the second dim of the grid shares the
+    filling. width: elements of a row of out, of all heads."""
+    take_program_turn()
+    b, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    start_q, rows = sequence(cu_seqlens_q, seqused_q, b, n_q, total_q)
+    start_kv, keys = sequence(cu_seqlens_kv, seqused_kv, b, n_kv, total_kv)
+    tiles = tl.cdiv(rows, TILE)
+    if part == 0:
+        before, total = tiles * 0, tiles * 0
+        for first in tl.range(0, batches, CHUNK):
+            other = first + tl.arange(0, CHUNK)
+            exists = other < batches
+            _, others_rows = sequence(cu_seqlens_q, seqused_q, tl.minimum(other, batches - 1), n_q, total_q)
+            others = tl.where(exists, tl.cdiv(others_rows, TILE), 0)
+            earlier = (others > tiles) | ((others == tiles) & (other < b))
+            before += tl.sum(tl.where(earlier, others, 0), 0)
+            total += tl.sum(others, 0)
+        if b == 0:
+            tl.store(listed, total)
+        for first in tl.range(0, tiles, 32):
+            number = first + tl.arange(0, 32)
+            at = listed + (1 + before + number) * RECORD
+            _store(at, 0, b, number < tiles)
+            _store(at, 1, (tiles - 1 - number) * TILE, number < tiles)
+            _store(at, 2, start_q, number < tiles)
+            _store(at, 3, rows, number < tiles)
+            _store(at, 4, start_kv, number < tiles)
+            _store(at, 5, keys, number < tiles)
+    # Where numbers decrease, or sequences overlap, a row may be filled that a tile writes: the forward comes later.
+    following, _ = sequence(cu_seqlens_q, None, tl.minimum(b + 1, batches - 1), n_q, total_q)
+    end = tl.where(b + 1 < batches, following, total_q)
+    begin = tl.where(b == 0, 0, start_q)
+    _fill(out, lse, None, 0, begin, start_q, heads, width, total_q, part, parts, ELEMENTS)
+    _fill(out, lse, None, 0, start_q + rows, end, heads, width, total_q, part, parts, ELEMENTS)
+    for tile in tl.range(0, tiles):
+        first = tile * TILE
+        last = tl.minimum(first + TILE, rows)
+        key_begin, key_end = kv_range(first + keys - rows, last - 1 + keys - rows, keys, left, right, prefix)
+        if key_end <= key_begin:
+            _fill(out, lse, sinks, sink_stride, start_q + first, start_q + last, heads, width, total_q, part, parts, ELEMENTS)
+
+
+@triton.jit
+def _store(at, field: tl.constexpr, value, mask):
+    tl.store(at + field, tl.zeros(at.shape, tl.int32) + value, mask=mask)
+
+
+@triton.jit
+def _fill(out, lse, sinks, sink_stride, begin, end, heads, width, total, part, parts, ELEMENTS: tl.constexpr):
+    """Write 0, and an LSE of -inf or the head's sink, to the rows begin..end."""
+    element = tl.arange(0, ELEMENTS)
+    first = begin.to(tl.int64) * width
+    number = tl.maximum(end - begin, 0).to(tl.int64) * width
+    for at in tl.range(part * ELEMENTS, number, parts * ELEMENTS):
+        tl.store(out + first + at + element, tl.zeros((ELEMENTS,), out.dtype.element_ty), mask=at + element < number)
+    for head in tl.range(part, heads, parts):
+        value = float("-inf")
+        if sinks is not None:
+            value = tl.load(sinks + head * sink_stride).to(tl.float32)
+        for first_row in tl.range(begin, end, ELEMENTS):
+            row = first_row + element
+            tl.store(lse + total.to(tl.int64) * head + row, tl.zeros((ELEMENTS,), tl.float32) + value, mask=row < end)
+
+
+def list_buffers(problem: AttentionProblem) -> dict[str, Buffer]:
+    """Room for the list, where sequences are packed: as many tiles as all would have if they were the longest, or (that is what
+    bounds may say that cannot be) had all rows."""
+    lengths = problem.lengths
+    if not isinstance(lengths, Varlen):
+        return {}
+    most = lengths.batch * triton.cdiv(min(lengths.seqlen_q, lengths.total_q), ROWS_PER_GROUP)
+    return {"tiles_listed": Buffer((1 + most, RECORD.value), torch.int32)}
+
+
+def list_calls(problem: AttentionProblem, tensors: Tensors, tile_q: int) -> list[Call]:
+    """The launch that lists the tiles, of so many rows, where sequences are packed."""
+    if not problem.varlen:
+        return []
+    lengths, sinks = problem.lengths, tensors.sinks
+    left, right, prefix = problem.mask.device_band
+    total_q, total_kv = totals(problem)
+    return [Call(list_tiles, (lengths.batch, triton.cdiv(PROGRAMS, lengths.batch)), (), dict(
+        listed=tensors.tiles_listed, out=tensors.out, lse=tensors.lse, sinks=sinks,
+        sink_stride=0 if sinks is None else sinks.stride(0), cu_seqlens_q=tensors.cu_seqlens_q,
+        cu_seqlens_kv=tensors.cu_seqlens_kv, seqused_q=tensors.seqused_q, seqused_kv=tensors.seqused_kv,
+        batches=lengths.batch, heads=problem.heads_q, width=problem.heads_q * problem.head_dim_v,
+        n_q=lengths.seqlen_q, n_kv=lengths.seqlen_kv, total_q=total_q, total_kv=total_kv, left=left, right=right, prefix=prefix,
+        TILE=tile_q, RECORD=RECORD.value, CHUNK=CHUNK, ELEMENTS=ELEMENTS, enable_fp_fusion=True, launch_pdl=True,
+    ))]  # fmt: skip
