@@ -7,7 +7,7 @@ import torch
 from commands import run
 
 from strobe.call import dispatch
-from strobe.cli import doctor
+from strobe.cli import doctor, precompile
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_advice(found, monkeypatch):
     assert "less than 1 GiB" in advice(device=gpu) and "CUDA" not in advice(device=gpu)
     assert "very slowly" in advice(environment={"TRITON_INTERPRET": "1"})
     assert "STROBE_DEBUG=1" in advice(environment={"STROBE_DEBUG": "1"})
-    cache = {"folder": "/somewhere", "bytes": 11 << 30, "files": 1, "writable": False}
+    cache = {"folder": "/somewhere", "bytes": 11 << 30, "files": 1, "writable": False, "precompiled": None}
     assert "/somewhere cannot be written" in advice(cache=cache) and "/somewhere is large" in advice(cache=cache)
     monkeypatch.setattr(doctor, "_imports", lambda name: False)
     assert "pip install 'triton>=3.6'" in advice()
@@ -82,3 +82,18 @@ def test_a_backend_that_cannot_be_imported(monkeypatch):
     assert doctor._backend("portable", doctor.arch_of(torch.device("cpu")))["reason"] == (
         "cannot be imported: no module named triton"
     )
+
+
+def test_precompiled_kernels_that_are_not_found(monkeypatch, tmp_path):
+    made = {"folder": "/elsewhere", "arch": "H200", "capability": 90, "command": "strobe precompile config.json"}
+    mark = tmp_path / precompile.MARK
+    mark.write_text(json.dumps(made | {"versions": precompile.versions() | {"triton": "3.5.0"}}))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_MANAGER", raising=False)
+    said = doctor.examine(seconds=0.0)
+    assert "precompiled for H200 by strobe precompile config.json" in doctor.text(said)
+    advice = " ".join(said["advice"])
+    assert "with triton 3.5.0, and this is" in advice and f"TRITON_CACHE_MANAGER={precompile.CACHE_MANAGER}" in advice
+    monkeypatch.setenv("TRITON_CACHE_MANAGER", precompile.CACHE_MANAGER)
+    mark.write_text(json.dumps(made | {"versions": precompile.versions()}))
+    assert "precompiled" not in " ".join(doctor.examine(seconds=0.0)["advice"]) or torch.cuda.is_available()

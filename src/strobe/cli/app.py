@@ -17,8 +17,10 @@ from strobe.cli.options import (
     changed_config,
     command_given,
     device_of,
+    dtype_of,
     fp8_forward,
     given,
+    gpu_named,
     heads_and_dims,
     names_of,
     numbers_of,
@@ -65,6 +67,38 @@ def doctor(json: JsonFile = None) -> None:
     if json is not None:
         typer.echo(f"written: {save(Path(json), found)}")
     raise typer.Exit(0 if passed(found) else 1)
+
+
+@app.command()
+def precompile(
+    model: Annotated[str, typer.Argument(help="A model's config.json.", metavar="CONFIG")],
+    out: Annotated[str, typer.Option(help="The folder for the compiled kernels.")],
+    arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
+    max_length: Annotated[int, typer.Option(help="Tokens of a sequence, at most.")] = 32768,
+    max_batch: Annotated[int, typer.Option(help="Sequences, or requests, of a batch, at most.")] = 64,
+    dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    train: Annotated[bool, typer.Option("--train", help="The backward, too.")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Attention over a cache of pages, too.")] = False,
+    page_size: Annotated[int, typer.Option(help="Keys of a page, with --serve.")] = 64,
+) -> None:
+    """Compile a model's kernels into a folder, for a GPU that need not be there: for containers."""
+    from json import loads
+    from pathlib import Path
+
+    from strobe.cli.precompile import layers_of, text
+    from strobe.cli.precompile import precompile as compile_into
+
+    at_least(1, page_size=page_size, max_length=max_length, max_batch=max_batch)
+    try:
+        layers = layers_of(loads(Path(model).read_text()))
+        made = compile_into(
+            layers, gpu_named(arch), Path(out), dtype=dtype_of(dtype, ("bf16", "fp16")), trained=train,
+            max_batch=max_batch, max_length=max_length, page_size=page_size if serve else None,
+            command=command_given(sys.argv[1:]),
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise typer.BadParameter(f"a model is a config.json whose attention a kernel runs, got {model}: {error}") from None
+    typer.echo(text(made))
 
 
 @app.command()

@@ -16,13 +16,16 @@ import torch
 
 import strobe
 from strobe.call import dispatch
+from strobe.cli.precompile import CACHE_MANAGER, read_mark, versions
 from strobe.device import Arch, arch_of
 from strobe.masks import Causal, Full, Mask, Window
 from strobe.problem import AttentionProblem, Dense, Operands
 from strobe.reference import dense
 
 PACKAGES = ("torch", "triton", "transformers", "flash-attn", "flash-attn-3", "flash-attn-4")
-VARIABLES = ("STROBE_DEBUG", "STROBE_TUNING", "TRITON_CACHE_DIR", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+VARIABLES = (
+    "STROBE_DEBUG", "STROBE_TUNING", "TRITON_CACHE_DIR", "TRITON_CACHE_MANAGER", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
 """Environment variables that change what Strobe does."""
 
 SECONDS = 10.0
@@ -73,6 +76,8 @@ def text(found: dict[str, Any]) -> str:
         lines.append(f"self test {case['name']} on {case['backend']}: {outcome}, {case['seconds']:.1f} s")
     cache = found["cache"]
     lines.append(f"cache     {cache['folder']}, {cache['bytes'] / 2**20:.0f} MiB in {cache['files']} files")
+    if cache["precompiled"]:
+        lines.append(f"          precompiled for {cache['precompiled']['arch']} by {cache['precompiled']['command']}")
     return "\n".join([*lines, *(f"advice    {sentence}" for sentence in found["advice"] or ["nothing is wrong"])])
 
 
@@ -183,7 +188,9 @@ def _cache() -> dict[str, Any]:
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     above = next(path for path in (folder, *folder.parents) if path.exists())
     writable = os.access(above, os.W_OK)
-    return {"folder": str(folder), "files": len(sizes), "bytes": sum(sizes), "writable": writable}
+    return {
+        "folder": str(folder), "files": len(sizes), "bytes": sum(sizes), "writable": writable, "precompiled": read_mark(folder),
+    }  # fmt: skip
 
 
 def _advice(found: dict[str, Any]) -> Iterator[str]:
@@ -201,7 +208,8 @@ def _advice(found: dict[str, Any]) -> Iterator[str]:
         yield "TRITON_INTERPRET is set, so portable kernels run in Triton's interpreter, very slowly: unset it"
     if found["environment"].get("STROBE_DEBUG") == "1":
         yield "STROBE_DEBUG=1 checks lengths on the GPU at every call: unset it where speed counts"
-    if not found["cache"]["writable"]:
+    yield from _advice_on_precompiled(found)
+    if not found["cache"]["writable"] and found["cache"]["precompiled"] is None:
         folder = found["cache"]["folder"]
         yield f"{folder} cannot be written, so every process compiles: set TRITON_CACHE_DIR to a folder that can"
     if found["cache"]["bytes"] > _LARGE_CACHE:
@@ -210,6 +218,22 @@ def _advice(found: dict[str, Any]) -> Iterator[str]:
         yield "part of the self test was left out, as kernels were compiled: run strobe doctor again, they are kept"
     if not passed(found):
         yield "the self test failed: please report it, with all of this output"
+
+
+def _advice_on_precompiled(found: dict[str, Any]) -> Iterator[str]:
+    """What keeps the kernels that `strobe precompile` made from being found."""
+    cache, made = found["cache"], found["cache"]["precompiled"]
+    if made is None:
+        return
+    here = versions()
+    for name, number in made["versions"].items():
+        if here.get(name) != number:
+            yield f"{cache['folder']} was precompiled with {name} {number}, and this is {here.get(name)}: make it anew"
+    if Path(made["folder"]) != Path(cache["folder"]).resolve() and os.environ.get("TRITON_CACHE_MANAGER") != CACHE_MANAGER:
+        yield f"{cache['folder']} was moved, so Triton does not find what is in it: set TRITON_CACHE_MANAGER={CACHE_MANAGER}"
+    capability = found["device"].get("capability")
+    if capability not in (None, made["capability"]):
+        yield f"{cache['folder']} was precompiled for {made['arch']}, and this GPU is another: make it anew"
 
 
 def _imports(name: str) -> bool:
