@@ -1,0 +1,1 @@
+VLLM_BATCH_INVARIANT = False
