@@ -67,7 +67,7 @@ def _refused(name: str, reason: str) -> Callable:
     return refuse
 
 
-_FUNCTIONS: dict[str, Callable] = {
+FUNCTIONS: dict[str, Callable] = {
     "flash_attn_func": api.flash_attn_func,
     "flash_attn_kvpacked_func": api.flash_attn_kvpacked_func,
     "flash_attn_qkvpacked_func": api.flash_attn_qkvpacked_func,
@@ -93,8 +93,8 @@ def _public(module: ModuleType) -> dict[str, object]:
 
 
 _MODULES: dict[str, tuple[str, dict[str, object]]] = {
-    "flash_attn": (VERSIONS["flash-attn"], _FUNCTIONS),  # type: ignore[dict-item]
-    "flash_attn.flash_attn_interface": (VERSIONS["flash-attn"], _FUNCTIONS),  # type: ignore[dict-item]
+    "flash_attn": (VERSIONS["flash-attn"], FUNCTIONS),  # type: ignore[dict-item]
+    "flash_attn.flash_attn_interface": (VERSIONS["flash-attn"], FUNCTIONS),  # type: ignore[dict-item]
     "flash_attn.bert_padding": (VERSIONS["flash-attn"], _public(bert_padding)),
     "flash_attn.layers": (VERSIONS["flash-attn"], {}),
     "flash_attn.layers.rotary": (VERSIONS["flash-attn"], _public(rotary)),
