@@ -89,7 +89,7 @@ def test_wheel_and_source_distribution(tmp_path):
         metadata = message_from_string(archive.read(next(x for x in inside if x.endswith("/METADATA"))).decode())
         entries = archive.read(next(x for x in inside if x.endswith("/entry_points.txt"))).decode()
     source = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src/strobe").rglob("*.py")}
-    assert source | {"strobe/py.typed", "strobe/tuning/tables/sm90.json"} <= inside
+    assert source | {"strobe/py.typed", "strobe/tuning/tables/sm90.json", "strobe/lab/pages/report.html.jinja"} <= inside
     assert not [name for name in inside if name.startswith("tests/")]
     assert "[vllm.general_plugins]\nstrobe = strobe.integrations.vllm:register" in entries
     assert metadata["Version"] == strobe.__version__ and metadata["License-Expression"] == "Apache-2.0"

@@ -21,7 +21,7 @@ class Page(HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.cells, self.sources, self.links, self.tags, self.text = [], [], [], [], ""
+        self.cells, self.sources, self.links, self.tags, self.text, self.places = [], [], [], [], "", []
         self.open: list[str] = []
         self.feed(text)
         self.close()
@@ -30,6 +30,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
         self.links += [value for name, value in attributes if name == "href"]
+        self.places += [value for name, value in attributes if name == "id"]
         self.sources += [value for name, value in attributes if name == "src"]
         if tag not in VOID:
             self.open.append(tag)
@@ -54,7 +55,8 @@ def page(tmp_path, *reports: dict) -> Page:
     text = out.read_text()
     assert "http" not in text, "nothing is fetched, nor linked"
     found = Page(text)
-    assert found.links == [] and all(source.startswith("data:image/png;base64,") for source in found.sources)
+    assert [link.removeprefix("#") for link in found.links] == found.places, "the contents list every part, in its order"
+    assert all(source.startswith("data:image/png;base64,") for source in found.sources)
     for source in found.sources:
         assert base64.b64decode(source.partition(",")[2]).startswith(b"\x89PNG")
     return found

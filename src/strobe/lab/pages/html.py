@@ -1,76 +1,88 @@
 """`strobe report`: what strobe's commands wrote as JSON, as one HTML file that needs nothing else, not even a network.
 
 A file is shown by what it says that it is, with the tables and pictures of the command that wrote it. Pictures are inside the
-file, as PNG.
+file, as PNG. How all of that looks, on a phone and on a wide screen, is report.html.jinja's alone.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
+from jinja2 import Environment, StrictUndefined, Template
 from rich.table import Table
 
 from strobe.call.dispatch import explain_problem
 from strobe.lab.bench.plan import Point
 from strobe.lab.bench.report import SCHEMA, arch_of, closest, extra_memory, number, refusals, timed, verdicts
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-h1 { font-size: 1.5rem; } h2 { border-top: 1px solid #ccc; padding-top: 1rem; margin-top: 2.5rem; font-size: 1.25rem; }
-h3 { font-size: 1rem; margin: 1.5rem 0 0.3rem; } .wide { overflow-x: auto; } img { max-width: 100%; }
-table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.15rem 0.6rem; text-align: right; border-bottom: 1px solid #eee; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } th { border-bottom: 1px solid #999; }
-pre { background: #f6f6f6; padding: 0.7rem; overflow-x: auto; font-size: 0.8rem; }
-"""
+
+class Piece(NamedTuple):
+    """A part of a section: its kind, of which the template knows how it looks, a title and what it shows."""
+
+    kind: str
+    title: str = ""
+    head: Sequence[str] = ()
+    rows: Sequence[Sequence[object]] = ()
+    text: str = ""
 
 
-# ---- pieces of a page; all of them escape
+Pieces = list[Piece]
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+class Section(NamedTuple):
+    """What one file holds, under a title. headings: those within, as they are listed in the contents."""
+
+    title: str
+    file: str
+    facts: Sequence[str]
+    pieces: Pieces
+
+    @property
+    def headings(self) -> list[str]:
+        return [piece.title for piece in self.pieces if piece.kind == "heading"]
+
+
+# ---- pieces of a section
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Pieces:
     """Cells are shown as they are."""
-
-    def line(cells: Sequence[object], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
-
-    body = "\n".join(line(row, "td") for row in rows)
-    return f'<div class="wide"><table>\n<thead>{line(head, "th")}</thead>\n<tbody>\n{body}\n</tbody></table></div>\n'
+    return [Piece("table", head=head, rows=[list(row) for row in rows])]
 
 
-def heading(text: str, level: int = 3) -> str:
-    return f"<h{level}>{escape(text)}</h{level}>\n"
+def heading(text: str) -> Pieces:
+    return [Piece("heading", text)]
 
 
-def words(*lines: str) -> str:
-    return "".join(f"<p>{escape(line)}</p>\n" for line in lines)
+def words(*lines: str) -> Pieces:
+    return [Piece("words", text=line) for line in lines]
 
 
-def folded(title: str, text: str) -> str:
+def folded(title: str, text: str) -> Pieces:
     """Text that opens on a click."""
-    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>\n"
+    return [Piece("folded", title, text=text)]
 
 
-def picture(path: Path, what: str) -> str:
+def picture(path: Path, what: str) -> Pieces:
     """A PNG, inside the page. 128 colors are enough for lines and blocks, and make it a third as large."""
     from PIL import Image  # which matplotlib brings
 
     small = io.BytesIO()
     Image.open(path).convert("RGB").quantize(128).save(small, "PNG", optimize=True)
-    data = base64.b64encode(small.getvalue()).decode()
-    return f'<img alt="{escape(what)}" src="data:image/png;base64,{data}">\n'
+    return [Piece("picture", what, text=base64.b64encode(small.getvalue()).decode())]
 
 
 # ---- a benchmark
 
 
-def of_bench(report: dict) -> str:
+def of_bench(report: dict) -> Pieces:
     """Problem, kernel, table, pictures, what did not run."""
     names, protocol = timed(report), report["protocol"]
     how = ", ".join(f"{key} {value}" for key, value in protocol.items() if not isinstance(value, dict))
@@ -108,7 +120,7 @@ def _bench_row(facts: dict, names: Sequence[str]) -> list[str]:
     return [str(point), str(point.batch), heads, f"{point.flops:.3e}", *rates, *words, str(clock)]
 
 
-def _spreads(report: dict, names: Sequence[str]) -> str:
+def _spreads(report: dict, names: Sequence[str]) -> Pieces:
     """Where calls were timed one by one."""
     rows = []
     for facts in report["points"]:
@@ -118,26 +130,27 @@ def _spreads(report: dict, names: Sequence[str]) -> str:
                 cells = [f"{us[key]:.1f}" for key in ("median", "p10", "p90", "min", "max")]
                 rows.append([str(Point.of(facts)), name, us["count"], *cells])
     if not rows:
-        return ""
+        return []
     return heading("Calls one by one, us") + table(["point", "", "calls", "median", "p10", "p90", "min", "max"], rows)
 
 
-def _bench_pictures(report: dict) -> str:
+def _bench_pictures(report: dict) -> Pieces:
     from strobe.lab.bench.plot import draw
 
     if not report["points"]:
-        return ""
+        return []
     with tempfile.TemporaryDirectory() as folder:
-        return "".join(picture(path, "TFLOP/s against length") for path in draw(report, Path(folder) / "bench.png"))
+        drawn = draw(report, Path(folder) / "bench.png")
+        return [piece for path in drawn for piece in picture(path, "TFLOP/s against length")]
 
 
-def _explanations(report: dict) -> str:
+def _explanations(report: dict) -> Pieces:
     """The backend that ran each family of points, and what dispatch says of it today."""
     arch = arch_of(report)
     families: dict[Point, list[dict]] = {}
     for facts in report["points"]:
         families.setdefault(Point.of(facts).family, []).append(facts)
-    page = ""
+    page: Pieces = []
     for entries in families.values():
         point = Point.of(entries[-1])
         ran = sorted({found for facts in entries if (found := facts["results"].get("strobe", {}).get("backend"))})
@@ -150,7 +163,7 @@ def _explanations(report: dict) -> str:
 # ---- the others
 
 
-def of_comparison(report: dict) -> str:
+def of_comparison(report: dict) -> Pieces:
     """Every contender at every point, the picture."""
     from strobe.lab.bench.compare import draw
 
@@ -169,7 +182,7 @@ def of_comparison(report: dict) -> str:
     return words(*sides) + heading(f"{report['of']}, TFLOP/s") + table(head, rows) + drawn
 
 
-def of_timeline(report: dict) -> str:
+def of_timeline(report: dict) -> Pieces:
     """The steady state, what is hidden, the picture."""
     from strobe.lab.timeline import timeline
 
@@ -184,31 +197,31 @@ def of_timeline(report: dict) -> str:
     )  # fmt: skip
 
 
-def _of_lines(text: str) -> str:
+def _of_lines(text: str) -> Pieces:
     """A table of text, whose columns are two spaces apart at least."""
     rows = [[cell for cell in line.split("  ") if cell] for line in text.splitlines()]
     rows = [[cell.strip() for cell in row] for row in rows]
     return table(rows[0], rows[1:])
 
 
-def of_profile(report: dict) -> str:
+def of_profile(report: dict) -> Pieces:
     """The tables of Nsight Compute's measurements, the picture."""
     from strobe.lab.counters import profile_picture
 
-    point = words(f"{Point.of(report['point'])}") if report["point"] else ""
-    tables = "".join(heading(one["title"]) + table(one["head"], one["rows"]) for one in report["tables"])
+    point = words(f"{Point.of(report['point'])}") if report["point"] else []
+    tables = [piece for one in report["tables"] for piece in heading(one["title"]) + table(one["head"], one["rows"])]
     if not profile_picture.panels_of(report):
         return point + tables
     return point + tables + _drawn(lambda path: profile_picture.draw(report, path), "throughputs, stalls, roofline")
 
 
-def _of_table(shown: Table) -> str:
+def _of_table(shown: Table) -> Pieces:
     """A table of the terminal."""
     columns = [list(column.cells) for column in shown.columns]
     return table([str(column.header) for column in shown.columns], zip(*columns, strict=True))
 
 
-def _drawn(draw: Callable[[Path], object], what: str) -> str:
+def _drawn(draw: Callable[[Path], object], what: str) -> Pieces:
     """What a function draws to a path."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "picture.png"
@@ -216,7 +229,7 @@ def _drawn(draw: Callable[[Path], object], what: str) -> str:
         return picture(path, what)
 
 
-def of_cost(report: dict) -> str:
+def of_cost(report: dict) -> Pieces:
     """Counts and least times of each way to compute, what moves, and all numbers in full."""
     from strobe.lab.model import cost_report
 
@@ -227,7 +240,7 @@ def of_cost(report: dict) -> str:
     )  # fmt: skip
 
 
-def of_roofline(report: dict) -> str:
+def of_roofline(report: dict) -> Pieces:
     """Ceilings, least times, what binds each point, the picture."""
     from strobe.lab.model import roofline
 
@@ -239,7 +252,7 @@ def of_roofline(report: dict) -> str:
     )  # fmt: skip
 
 
-def of_occupancy(report: dict) -> str:
+def of_occupancy(report: dict) -> Pieces:
     """Limits, waves, the picture."""
     from strobe.lab.model import occupancy
 
@@ -250,7 +263,7 @@ def of_occupancy(report: dict) -> str:
     )  # fmt: skip
 
 
-def of_audit(report: dict) -> str:
+def of_audit(report: dict) -> Pieces:
     """Kernels with what they take, counts of instructions, warnings, the picture, and what the instructions do."""
     from strobe.lab.binary import audit_report as audit
 
@@ -262,7 +275,7 @@ def of_audit(report: dict) -> str:
     )  # fmt: skip
 
 
-def of_banks(report: dict) -> str:
+def of_banks(report: dict) -> Pieces:
     """Wavefronts of each access in each layout, what the names mean, the picture."""
     from strobe.lab.model import banks
 
@@ -273,18 +286,18 @@ def of_banks(report: dict) -> str:
     )  # fmt: skip
 
 
-def of_ladder(report: dict) -> str:
+def of_ladder(report: dict) -> Pieces:
     """The rungs with their times and the compiler's numbers, what did not run or gained nothing, the picture."""
     from strobe.lab.ladder import report as ladder
 
     drawn = any(facts.get("seconds") for facts in report["rungs"])
     return (
         _of_table(ladder.table(report)) + words(*ladder.sentences(report))
-        + (_drawn(lambda path: ladder.draw(report, path), "TFLOP/s of each rung") if drawn else "")
+        + (_drawn(lambda path: ladder.draw(report, path), "TFLOP/s of each rung") if drawn else [])
     )  # fmt: skip
 
 
-def of_facts(report: dict) -> str:
+def of_facts(report: dict) -> Pieces:
     """Any object, a line for each value."""
     return table(["", ""], [(key, _shown(value)) for key, value in _flat(report).items()])
 
@@ -306,7 +319,7 @@ def _shown(value: object) -> str:
 # ---- the page
 
 BENCH = "benchmark"
-RENDERERS: dict[str, Callable[[dict], str]] = {
+RENDERERS: dict[str, Callable[[dict], Pieces]] = {
     BENCH: of_bench,
     "comparison": of_comparison,
     "timeline": of_timeline,
@@ -346,20 +359,31 @@ def load(path: Path) -> dict:
 
 def page(reports: Sequence[tuple[str, dict]]) -> str:
     """The HTML of some reports, each with the name of its file."""
-    sections = "".join(_section(name, report) for name, report in reports)
-    title = escape("Strobe: " + ", ".join(dict.fromkeys(_title(report) for _, report in reports)))
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    head += f"<style>{STYLE}</style>"
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body><h1>{title}</h1>\n{sections}</body></html>\n'
+    sections = [_section(name, report) for name, report in reports]
+    devices = dict.fromkeys(name for _, report in reports if (name := _device(report)) is not None)
+    return _template().render(devices=list(devices), sections=sections)
+
+
+@functools.cache
+def _template() -> Template:
+    """The page's template, which stands beside this file. Whatever is put into it is escaped."""
+    return Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    ).from_string(Path(__file__).with_name("report.html.jinja").read_text())
+
+
+def _device(report: dict) -> str | None:
+    """The GPU that a report is of, if it is of one."""
+    device = report.get("device")
+    return device["name"] if isinstance(device, dict) and device.get("name", "no GPU") != "no GPU" else None
 
 
 def _title(report: dict) -> str:
-    device = report.get("device")
-    on = f", {device['name']}" if isinstance(device, dict) and device.get("name", "no GPU") != "no GPU" else ""
-    return f"{report.get('what', 'forward')}{on}"
+    on = _device(report)
+    return report.get("what", "forward") + (f", {on}" if on else "")
 
 
-def _section(name: str, report: dict) -> str:
+def _section(name: str, report: dict) -> Section:
     kind = kind_of(report)
     assert kind is not None, "load() takes no others"
     facts = [f"{key}: {report[key]}" for key in ("date", "command", "remark") if report.get(key)]
@@ -369,15 +393,14 @@ def _section(name: str, report: dict) -> str:
         raise ValueError(
             f"a report is made of whole JSON files, got {name}, in which something is missing: {error!r}"
         ) from None
-    body = heading(f"{_title(report)} ({name})", 2) + words(*facts) + shown
-    return f"<section>{body}{_environment(report)}</section>\n"
+    return Section(_title(report), name, facts, shown + _environment(report))
 
 
-def _environment(report: dict) -> str:
+def _environment(report: dict) -> Pieces:
     """Device, versions, clocks, as far as the file holds them."""
     device, telemetry = report.get("device"), report.get("telemetry")
     if not isinstance(device, dict):
-        return ""
+        return []
     rows = [(key, _shown(value)) for key, value in _flat(device).items() if value is not None]
     rows += [(key, _shown(value)) for key, value in _flat(telemetry or {}).items()]
     return heading("Environment") + table(["", ""], rows)
