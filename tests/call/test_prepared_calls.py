@@ -13,6 +13,7 @@ import strobe
 from strobe.call import dispatch, launches, prepared_calls
 from strobe.call.tables import ClockCache
 from strobe.cpu import tiled
+from strobe.kernels.common.call import Buffer, Buffers
 from strobe.problem import Operands, Upstream
 
 
@@ -656,3 +657,12 @@ def test_deterministic_algorithms_are_another_plan_of_an_operator(operators):
     finally:
         torch.use_deterministic_algorithms(False)
     assert (operators.made, operators.backwards_made) == (1, 2)
+
+
+def test_what_a_launch_is_given_of_a_workspace_is_aligned():
+    """Otherwise Triton compiles kernels once more for some sizes, and those that were compiled ahead are not found."""
+    buffers = Buffers({"out": Buffer((3,), torch.float32)}, notes={"row_notes": 5, "key_notes": 3})
+    made = launches.allocated(buffers, {"q": torch.empty(1)})
+    addresses = {x.data_ptr() for x in (made.counters, made.redone, made.row_notes, made.key_notes)}
+    assert len(addresses) == 4 and not any(address % 16 for address in addresses)
+    assert made.row_notes.numel() >= 5 and made.key_notes.numel() >= 3 and made.redone.numel() == 1

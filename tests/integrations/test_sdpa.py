@@ -283,12 +283,37 @@ def test_varlen_attn_into_a_tensor(on_cpu):
 
 
 @needs_impls
+def test_varlen_attn_over_pages(on_cpu):
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
+
+    i32, (k, v) = dict(dtype=torch.int32), torch.randn(2, 7, 4, 2, 16)
+    q, cu = torch.randn(6, 4, 16), torch.tensor([0, 1, 6], **i32)
+    used, table = torch.tensor([6, 9], **i32), torch.tensor([[3, 0, 99], [5, 1, 2]], **i32)
+    keys, values = (torch.cat([x[[3, 0]].flatten(0, 1)[:6], x[[5, 1, 2]].flatten(0, 1)[:9]]) for x in (k, v))
+    cu_k = torch.tensor([0, 6, 15], **i32)
+    for window, mask in (((-1, -1), None), ((-1, 0), strobe.Causal()), ((3, 0), strobe.Window(3, 0))):
+        out, lse = varlen_attn(
+            q, k, v, cu, None, 5, 9, window_size=window, enable_gqa=True, return_aux=AuxRequest(lse=True), seqused_k=used,
+            block_table=table, num_splits=1,
+        )  # fmt: skip
+        expected = strobe.attention(
+            q, keys, values, mask=mask, cu_seqlens_q=cu, cu_seqlens_kv=cu_k, max_seqlen_q=5, max_seqlen_kv=9, return_lse=True
+        )
+        torch.testing.assert_close((out, lse), expected)
+    into = torch.full_like(q, torch.nan)
+    varlen_attn_out(into, q, k, v, cu, None, 5, 9, window_size=(3, 0), enable_gqa=True, seqused_k=used, block_table=table)
+    torch.testing.assert_close(into, expected[0])
+    with pytest.raises(ValueError, match="dropout_p must be 0 with a block_table"):
+        torch.ops.aten._flash_attention_forward(q, k, v, cu, None, 5, 9, 0.5, False, False, seqused_k=used, block_table=table)
+
+
+@needs_impls
 def test_what_the_operators_refuse(on_cpu):
     q = torch.randn(2, 9, 4, 16)
     call = (q, q, q, None, None, 9, 9, 0.0, False)
     for keywords, message in (
-        (dict(block_table=torch.zeros(2, 1, dtype=torch.int32)), "block_table must be None"),
-        (dict(num_splits=1), "num_splits must be None"),
+        (dict(block_table=torch.zeros(2, 1, dtype=torch.int32)), r"seqused_k must be int32 \[batch\] with a block_table"),
+        (dict(num_splits=1), "num_splits must be None without a block_table"),
     ):
         with pytest.raises(ValueError, match=message):
             torch.ops.aten._flash_attention_forward(*call, False, **keywords)

@@ -89,12 +89,11 @@ def _workspace(buffers: Buffers, device: torch.device) -> dict[str, torch.Tensor
     """The counters and the notes that belong to the current stream, by the names under which kernels take them."""
     if buffers.notes is None:
         return {}
-    counters, notes = workspace.workspace(device, sum(buffers.notes.values()))
-    return {
-        "counters": counters,
-        "redone": counters[2:3],
-        **dict(zip(buffers.notes, notes.split([*buffers.notes.values()]), strict=True)),
-    }
+    aligned = workspace.ALIGNED
+    sizes = [number + -number % aligned for number in buffers.notes.values()]
+    counters, notes = workspace.workspace(device, sum(sizes))
+    named = zip(buffers.notes, notes.split(sizes), strict=True)
+    return {"counters": counters, "redone": counters[aligned : aligned + 1], **dict(named)}
 
 
 def _gradients(problem: AttentionProblem, operands: Operands, lse: torch.Tensor, made: dict[str, Any]) -> Gradients:
@@ -180,7 +179,9 @@ class Prepared:
         upstream: Upstream | None,
     ):
         from strobe.call.launcher import maker, prepare
+        from strobe.call.triton_internals import hash_ahead
 
+        hash_ahead()
         self._problem, self._device, self._index = problem, operands.q.device, operands.q.get_device()
         arch = arch_of(self._device)
         self._buffers = buffers = backend.buffers(problem, arch)

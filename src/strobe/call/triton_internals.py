@@ -35,8 +35,25 @@ def signature_of(compiled) -> dict[str, Any]:
     return compiled.src.signature
 
 
+@functools.cache
+def hash_ahead() -> threading.Thread | None:
+    """Begin to hash Triton's own files, some hundred megabytes, in a thread that lets others run. Triton does it before it looks
+    for the first kernel of a process, and until then there are modules of kernels to import. None if this Triton has no such
+    function."""
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:
+        log.warning("Triton has no triton_key: the first call of a process takes longer")
+        return None
+    thread = threading.Thread(target=triton_key, name="strobe-hash", daemon=True)
+    thread.start()
+    return thread
+
+
 def compiled_kernel(kernel, grid: Sequence[int], arguments: tuple, keywords: dict):
     """The kernel of a call, compiled for the current device if it was not yet. Several threads may compile at once."""
+    if (hashing := hash_ahead()) is not None:
+        hashing.join()
     if sys.version_info[:2] == (3, 11):
         _parse_in_turn()
     return kernel.warmup(*arguments, grid=grid, **keywords)

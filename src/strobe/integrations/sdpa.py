@@ -24,6 +24,8 @@ from strobe.call.options import Options
 from strobe.dropout import new_seed
 from strobe.masks import Causal, Full, Mask, Window
 from strobe.scores import Score
+from strobe.serving.api import decode
+from strobe.serving.cache import Cache
 
 
 def scaled_dot_product_attention(
@@ -255,9 +257,14 @@ def _forward(
     if return_debug_mask:
         raise ValueError("return_debug_mask must be False: strobe.dropout_mask says what is dropped")
     if block_table is not None:
-        raise ValueError("block_table must be None: Strobe does not read paged keys here")
+        return _over_pages(
+            query, Cache(key, value, seqused_k, block_table), cum_seq_q, max_q, dropout_p,
+            _mask(is_causal, window_size_left, window_size_right), alibi_slopes, scale, num_splits == 1,
+        )  # fmt: skip
     if num_splits is not None:
-        raise ValueError(f"num_splits must be None: Strobe decides itself how keys are split, got {num_splits}")
+        raise ValueError(
+            f"num_splits must be None without a block_table: Strobe decides itself how keys are split, got {num_splits}"
+        )
     options = _options(
         query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, scale, window_size_left,
         window_size_right, seqused_k, alibi_slopes,
@@ -268,6 +275,22 @@ def _forward(
         options, state = replace(options, seed=seed), seed.repeat(2)
     out, lse = torch.ops.strobe.forward(query, key, value, *options.arguments())
     unused = query.new_empty((), dtype=torch.int64)
+    return _laid_out_as(query, out), lse, state.view(torch.uint64), unused.view(torch.uint64), out.new_empty(0)
+
+
+def _over_pages(query, cache: Cache, cum_seq_q, max_q, dropout_p, mask: Mask, alibi_slopes, scale, invariant: bool):
+    """The results of PyTorch's operator over a cache's pages, of which there is no backward. invariant: whether a request's bits
+    must not depend on the others, which num_splits=1 asks for."""
+    if cache.lengths is None:
+        raise ValueError("seqused_k must be int32 [batch] with a block_table, got None")
+    if dropout_p:
+        raise ValueError(f"dropout_p must be 0 with a block_table, got {dropout_p}")
+    score = None if alibi_slopes is None else Score(alibi=alibi_slopes)
+    out, lse = decode(
+        query, cache, mask=mask, score=score, scale=scale, cu_seqlens_q=cum_seq_q, max_seqlen_q=int(max_q), return_lse=True,
+        deterministic=invariant,
+    )  # fmt: skip
+    state, unused = query.new_empty(2, dtype=torch.int64), query.new_empty((), dtype=torch.int64)
     return _laid_out_as(query, out), lse, state.view(torch.uint64), unused.view(torch.uint64), out.new_empty(0)
 
 
@@ -306,14 +329,18 @@ def _options(
     seqused_k=None, alibi_slopes=None,
 ) -> Options:  # fmt: skip
     """PyTorch's arguments in Strobe's terms: its flash operators align the last query with the last key, as Strobe does."""
-    left, right = (None if side is None or side < 0 else int(side) for side in (window_left, window_right))
-    mask = Window(left, 0 if is_causal else right)
+    mask = _mask(is_causal, window_left, window_right)
     score = None if alibi_slopes is None else Score(alibi=alibi_slopes)
     packed = cum_seq_q is not None
     return checked_options(
         query, key, value, mask, score, scale, cum_seq_q, cum_seq_k, max_q if packed else None, max_k if packed else None, None,
         seqused_k, False, None, dropout_p,
     )  # fmt: skip
+
+
+def _mask(is_causal: bool, window_left, window_right) -> Mask:
+    left, right = (None if side is None or side < 0 else int(side) for side in (window_left, window_right))
+    return Window(left, 0 if is_causal else right)
 
 
 def _laid_out_as(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

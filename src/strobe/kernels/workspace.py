@@ -15,7 +15,11 @@ from typing import NamedTuple
 import torch
 
 _COUNTERS = 16
-"""Integers before the notes: 0, 1 the counters of tiles and of CTAs that have ended; 2 the running total of blocks redone."""
+"""Integers before the notes: 0, 1 the counters of tiles and of CTAs that have ended; 4 the running total of blocks redone."""
+
+ALIGNED = 4
+"""Integers of 16 bytes. What a launch is given of a workspace begins at a multiple of them: Triton compiles a kernel of its own
+for an address that is no multiple of 16 bytes."""
 
 
 class Workspace(NamedTuple):
@@ -81,4 +85,4 @@ def redone_blocks(device: torch.device | str | int | None = None) -> int:
     if device.type != "cuda":
         raise ValueError(f"device must be a GPU, got {device}")
     index = torch.cuda.current_device() if device.index is None else device.index
-    return sum(int(space[2]) for (of, _), spaces in list(_spaces.items()) if of == index for space in spaces)
+    return sum(int(space[ALIGNED]) for (of, _), spaces in list(_spaces.items()) if of == index for space in spaces)
