@@ -37,9 +37,9 @@ def signature_of(compiled) -> dict[str, Any]:
 
 @functools.cache
 def hash_ahead() -> threading.Thread | None:
-    """Begin to hash Triton's own files, some hundred megabytes, in a thread that lets others run. Triton does it before it looks
-    for the first kernel of a process, and until then there are modules of kernels to import. None if this Triton has no such
-    function."""
+    """Begin to hash Triton's own files, some hundred megabytes, in a thread that lets others run. Triton does it before it
+    looks for the first kernel of a process, and until then there are modules of kernels to import. None if this Triton has no
+    such function."""
     try:
         from triton.runtime.cache import triton_key
     except ImportError:

@@ -279,8 +279,8 @@ def _forward(
 
 
 def _over_pages(query, cache: Cache, cum_seq_q, max_q, dropout_p, mask: Mask, alibi_slopes, scale, invariant: bool):
-    """The results of PyTorch's operator over a cache's pages, of which there is no backward. invariant: whether a request's bits
-    must not depend on the others, which num_splits=1 asks for."""
+    """The results of PyTorch's operator over a cache's pages, of which there is no backward. invariant: whether a request's
+    bits must not depend on the others, which num_splits=1 asks for."""
     if cache.lengths is None:
         raise ValueError("seqused_k must be int32 [batch] with a block_table, got None")
     if dropout_p:
