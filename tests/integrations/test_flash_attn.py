@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -50,6 +51,23 @@ def test_every_public_name_is_there(installed, name):
     for function in PUBLIC[name].split():
         assert callable(getattr(module, function)) and getattr(module, function).__doc__, function
     assert module.__version__.startswith(("2.8.", "3.", "4."))
+
+
+NOT_ATTENTION = (
+    "flash_attn_triton flash_attn_triton_og flash_attn_triton_amd flash_blocksparse_attention flash_blocksparse_attn_interface "
+    "fused_softmax layers.patch_embed losses losses.cross_entropy models models.bert models.gpt modules modules.mha "
+    "modules.mlp ops ops.activations ops.fused_dense ops.layer_norm ops.rms_norm ops.triton ops.triton.rotary ops.triton.layer_norm "
+    "utils utils.benchmark utils.distributed utils.generation utils.library utils.pretrained utils.testing utils.torch pyproject"
+)
+"""The other modules of flash-attn 2.8."""
+
+
+@pytest.mark.parametrize("name", NOT_ATTENTION.split())
+def test_what_is_not_there_says_why(installed, name):
+    with pytest.raises(
+        ModuleNotFoundError, match="Strobe stands for flash-attn, and of that for attention alone: it has flash_attn"
+    ):
+        importlib.import_module(f"flash_attn.{name}")
 
 
 def test_it_comes_and_goes():
@@ -141,18 +159,98 @@ def test_flash_attention_4(installed):
     torch.testing.assert_close((out, lse), expected)
     cu = torch.tensor([0, 9, 18], dtype=torch.int32)
     rows = [x.flatten(0, 1) for x in (q, k, v)]
-    out, none = flash_attn_varlen_func(*rows, cu, cu, 9, 9, causal=True)
+    packed = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=9, max_seqlen_k=9)
+    out, none = flash_attn_varlen_func(*rows, **packed, causal=True)
     torch.testing.assert_close(out.unflatten(0, (2, 9)), strobe.attention(q, k, v, mask=Causal()))
     assert none is None
-    with pytest.raises(ValueError, match=r"mask_mod must be left out: .*strobe\.Visible"):
-        flash_attn_func(q, k, v, mask_mod=lambda *_: True)
+    table, used = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32), torch.tensor([9, 5], dtype=torch.int32)
+    pages = torch.randn(2, 4, 8, 2, 16)
+    out, lse = flash_attn_varlen_func(
+        rows[0][:3].detach(), *pages, cu_seqlens_q=torch.tensor([0, 1, 3], dtype=torch.int32), max_seqlen_q=2, page_table=table,
+        seqused_k=used, causal=True, return_lse=True,
+    )  # fmt: skip
+    for at, places, length, entry in (((0, 1), [3, 1], 9, 0), ((1, 3), [0, 2], 5, 1)):
+        keys, values = (x[places].flatten(0, 1)[None, :length] for x in pages)
+        expected = strobe.attention(rows[0][None, at[0] : at[1]], keys, values, mask=Causal(), return_lse=True)
+        torch.testing.assert_close((out[at[0] : at[1]], lse[:, at[0] : at[1]]), tuple(x[0] for x in expected)), entry
     parts = [strobe.attention(q, k[:, a:b], v[:, a:b], return_lse=True) for a, b in ((0, 4), (4, 9))]
     outs, lses = torch.stack([x for x, _ in parts]), torch.stack([x.transpose(1, 2) for _, x in parts])
     whole, whole_lse = flash_attn_combine(outs, lses)
     expected, expected_lse = strobe.attention(q, k, v, return_lse=True)
     torch.testing.assert_close((whole, whole_lse.transpose(1, 2)), (expected, expected_lse))
+    assert flash_attn_combine(outs, lses, return_lse=False)[1] is None
     nothing, _ = flash_attn_combine(outs, torch.full_like(lses, -torch.inf))
     assert not nothing.any()
+
+
+def _tanh(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):
+    return 20.0 * torch.tanh(score / 20.0)
+
+
+def _slope(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):
+    return score + aux_tensors[0][head] * (q_idx - kv_idx)
+
+
+def _from_the_end(batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):
+    return kv_idx <= q_idx + (seqlen_info.seqlen_k - seqlen_info.seqlen_q)
+
+
+def _same(batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):
+    return aux_tensors[0][batch, q_idx] == aux_tensors[0][batch, kv_idx]
+
+
+def _odd(batch, head, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):
+    return (q_idx + kv_idx * aux_tensors[0][kv_idx]) % aux_scalars[0] != 0
+
+
+FUNCTIONS = {
+    "softcap": (dict(score_mod=_tanh), dict(score=strobe.Score(softcap=20.0)), 9),
+    "last keys": (dict(mask_mod=_from_the_end), dict(mask=Causal()), 12),
+    "both": (dict(mask_mod=_from_the_end, score_mod=_tanh), dict(mask=Causal(), score=strobe.Score(softcap=20.0)), 12),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_flash_attention_4(installed, name):
+    from flash_attn.cute import flash_attn_func
+
+    given, ours, n_kv = FUNCTIONS[name]
+    q, k, v = torch.randn(2, 9, 4, 16), *(torch.randn(2, n_kv, 2, 16) for _ in range(2))
+    sink = torch.randn(4)
+    out, lse = flash_attn_func(q, k, v, **given, softmax_scale=0.3, learnable_sink=sink, return_lse=True)
+    score = replace(ours.get("score", strobe.Score()), sinks=sink)
+    expected = strobe.attention(q, k, v, mask=ours.get("mask"), score=score, scale=0.3, return_lse=True)
+    torch.testing.assert_close((out, lse), expected)
+
+
+def test_aux_tensors_of_flash_attention_4(installed):
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    q, k, v = qkv(2, 9, 4, 16)
+    slopes = torch.randn(4, requires_grad=True)
+    out, _ = flash_attn_func(q, k, v, score_mod=_slope, aux_tensors=[slopes], causal=True)
+    distance = torch.arange(9)[:, None] - torch.arange(9)
+    score = strobe.Score(bias=(slopes[:, None, None] * distance)[None])
+    expected = strobe.attention(q, k, v, mask=Causal(), score=score)
+    torch.testing.assert_close(out, expected)
+    for one, other in zip(*(torch.autograd.grad(x.sum(), slopes) for x in (out, expected)), strict=True):
+        torch.testing.assert_close(one, other)
+    ids = torch.arange(18).view(2, 9) // 4
+    out, _ = flash_attn_func(q, k, v, mask_mod=_same, aux_tensors=[ids])
+    torch.testing.assert_close(out, strobe.attention(q, k, v, mask=strobe.Document(ids)))
+    factors = torch.arange(9) % 3
+    out, _ = flash_attn_func(q, k, v, mask_mod=_odd, aux_tensors=[factors], aux_scalars=(2,))
+    seen = (torch.arange(9)[:, None] + torch.arange(9) * factors) % 2 != 0
+    hidden = torch.zeros(9, 9).masked_fill(~seen, -torch.inf)[None, None]
+    torch.testing.assert_close(out, strobe.attention(q, k, v, score=strobe.Score(bias=hidden)))
+    with pytest.raises(ValueError, match=r"softcap must be left out beside score_mod, got 2\.0"):
+        flash_attn_func(q, k, v, score_mod=_tanh, softcap=2.0)
+    with pytest.raises(TypeError, match="mask_mod"):
+        flash_attn_func(q, k, v, mask_mod=lambda *_: 3)
+    with pytest.raises(ValueError, match="block_sparse_tensors must be left out"):
+        flash_attn_func(q, k, v, block_sparse_tensors=object())
+    with pytest.raises(ValueError, match="mask_mod must be left out of packed sequences"):
+        flash_attn_varlen_func(q, k, v, mask_mod=_same)
 
 
 def test_a_cache(installed):

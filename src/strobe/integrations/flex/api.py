@@ -149,12 +149,44 @@ def _read_call(query, key, value, score_mod, block_mask, scale, enable_gqa, retu
         return _Call(query, key, value, {}, "", "", empty=True)
     found = _score(score_mod, shape, query)
     mask, keys, words = _mask(block_mask, shape, query.device)
-    score = found.score
-    if score.bias is not None and score.bias.shape[-1] != 1:
-        score = replace(score, bias=score.bias[..., :keys])
+    score = _of_first_keys(found.score, keys)
     q, k, v = (rows_ahead_of_heads(x) for x in (query, key[..., :keys, :], value[..., :keys, :]))
     scale = (query.shape[-1] ** -0.5 if scale is None else scale) * found.factor
     return _Call(q, k, v, dict(mask=mask, score=score, scale=scale), words, found.words)
+
+
+def read_functions(
+    q: torch.Tensor, k: torch.Tensor, score_mod: ScoreMod | None, mask_mod: Callable | None
+) -> tuple[Mask, int, Score, float]:
+    """What FlexAttention's functions mean without a BlockMask: the mask, the number of keys that it is among, the score, and
+    what the scale is multiplied by. q [batch, seqlen_q, heads_q, D], k [batch, seqlen_kv, heads_kv, D]. A mask_mod that has no
+    normal form is asked about every pair.
+
+    Raises:
+        TypeError: a function that Strobe's kernels cannot say, or that is not in PyTorch's operators.
+    """
+    shape = Shape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    found = _score(score_mod, shape, q)
+    mask, keys = _mask_of_function(mask_mod, shape, q.device)
+    return mask, keys, _of_first_keys(found.score, keys), found.factor
+
+
+def _mask_of_function(mask_mod: Callable | None, shape: Shape, device) -> tuple[Mask, int]:
+    if mask_mod is None:
+        return Full(), shape.n_kv
+    try:
+        found = read(trace("mask_mod", mask_mod, PAIR, device), shape)
+    except NoFormula:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        return _mask(create_block_mask(mask_mod, *shape, device=device), shape, device)[:2]
+    return found.mask, found.keys
+
+
+def _of_first_keys(score: Score, keys: int) -> Score:
+    if score.bias is None or score.bias.shape[-1] == 1:
+        return score
+    return replace(score, bias=score.bias[..., :keys])
 
 
 def _score(score_mod, shape: Shape, query: torch.Tensor) -> ReadScore:
