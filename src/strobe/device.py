@@ -48,6 +48,11 @@ class Arch:
         return self.capability > 0
 
     @property
+    def is_untried(self) -> bool:
+        """Whether Strobe was never run on such a device: it is no NVIDIA GPU and no CPU."""
+        return not self.is_gpu and self.name not in ("CPU", "meta")
+
+    @property
     def fp8_flops(self) -> float:
         """e4m3 and e5m2 operations a second: where tensor cores take them twice those of 16 bits, by the same sources,
         elsewhere 0."""
@@ -120,7 +125,8 @@ CPU = Arch("CPU", 0)
 
 
 def arch_of(device: torch.device) -> Arch:
-    """The Arch of a torch device: a known GPU by its name, else what the driver reports and its family's limits."""
+    """The Arch of a torch device: a known GPU by its name, else what the driver reports and its family's limits. One that is
+    neither an NVIDIA GPU nor a CPU has a name alone."""
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
         return _cuda_arch(index)
@@ -130,6 +136,8 @@ def arch_of(device: torch.device) -> Arch:
 @functools.cache
 def _cuda_arch(index: int) -> Arch:
     properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:  # its numbers of archs are other ones
+        return Arch(f"{properties.name} under ROCm", 0)
     capability = 10 * properties.major + properties.minor
     # Longest name first: "A100" holds "A10", and "RTX 4090" is not an "L4".
     for name in sorted(KNOWN, key=len, reverse=True):

@@ -3,11 +3,15 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import strobe
+from strobe import device
+from strobe.call import dispatch
+from strobe.device import Arch
 
 
 def x(*shape, dtype=torch.float32, device="cpu"):
@@ -203,6 +207,27 @@ def test_second_gradient_is_refused():
     (gradient,) = torch.autograd.grad(strobe.attention(q, q, q).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["mps", "xpu", "AMD Instinct MI300X under ROCm"])
+def test_devices_of_others_are_refused_and_the_way_out_is_named(monkeypatch, name):
+    monkeypatch.setattr(dispatch, "arch_of", lambda device: Arch(name, 0))
+    q = torch.randn(1, 8, 2, 32)
+    cache = strobe.Cache(q, q, cu(8))
+    untried = rf"on {name}: .*tiled: plain PyTorch, never yet run on {name}, so it runs only by name: backend='tiled'"
+    with pytest.raises(ValueError, match=untried):
+        strobe.attention(q, q, q)
+    assert strobe.attention(q, q, q, backend="tiled").isfinite().all()
+    with pytest.raises(ValueError, match=f"decode: needs an NVIDIA GPU, not {name}"):
+        strobe.decode(q, cache)
+
+
+def test_an_amd_gpu_is_no_nvidia_gpu_of_a_high_number(monkeypatch):
+    found = SimpleNamespace(name="AMD Instinct MI300X", major=9, minor=4)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    arch = device._cuda_arch.__wrapped__(0)
+    assert arch.is_untried and not arch.is_gpu and str(arch) == "AMD Instinct MI300X under ROCm"
 
 
 BAD_CU_SEQLENS_ON_A_GPU = """

@@ -1,5 +1,6 @@
 """The operators under torch's own machinery: opcheck, compile, export, CUDA graphs."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -129,6 +130,33 @@ def test_export(device):
     assert "strobe.forward" in str(program.graph)
     q, k, v = torch.randn(3, 1, 70, 2, 64, device=device, dtype=dtype_of(device))
     torch.testing.assert_close(program.module()(q, k, v), Attention()(q, k, v))
+
+
+class Block(torch.nn.Module):
+    """Attention between two linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(64, 192), torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).unbind(-3)
+        return self.out(strobe.attention(q, k, v, mask=strobe.Causal() & strobe.Window(left=5)).flatten(-2))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
+def test_aot_inductor(tmp_path):
+    """A package of an exported model runs for other lengths than the one that it was made with."""
+    torch.manual_seed(0)
+    model, length = Block().eval(), torch.export.Dim("length", min=2, max=512)
+    with torch.no_grad():
+        program = torch.export.export(model, (torch.randn(2, 40, 64),), dynamic_shapes=({1: length},))
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+        packaged = torch._inductor.aoti_load_package(path)
+        for n in (40, 17, 100):
+            x = torch.randn(2, n, 64)
+            torch.testing.assert_close(packaged(x), model(x))
 
 
 def test_no_gradient_no_saved_tensors():

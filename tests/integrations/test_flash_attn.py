@@ -56,8 +56,9 @@ def test_every_public_name_is_there(installed, name):
 NOT_ATTENTION = (
     "flash_attn_triton flash_attn_triton_og flash_attn_triton_amd flash_blocksparse_attention flash_blocksparse_attn_interface "
     "fused_softmax layers.patch_embed losses losses.cross_entropy models models.bert models.gpt modules modules.mha "
-    "modules.mlp ops ops.activations ops.fused_dense ops.layer_norm ops.rms_norm ops.triton ops.triton.rotary ops.triton.layer_norm "
-    "utils utils.benchmark utils.distributed utils.generation utils.library utils.pretrained utils.testing utils.torch pyproject"
+    "modules.mlp ops ops.activations ops.fused_dense ops.layer_norm ops.rms_norm ops.triton ops.triton.rotary "
+    "ops.triton.layer_norm utils utils.benchmark utils.distributed utils.generation utils.library utils.pretrained "
+    "utils.testing utils.torch pyproject"
 )
 """The other modules of flash-attn 2.8."""
 

@@ -53,6 +53,11 @@ class Config:
     tile_kv: int = 256
 
 
+def unproven(problem: AttentionProblem, arch: Arch) -> str | None:
+    """See `strobe.call.dispatch`."""
+    return f"plain PyTorch, never yet run on {arch}" if arch.is_untried else None
+
+
 def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
     if (problem.varlen or problem.seqused) and arch.name != "CPU":
         return "reads cu_seqlens and seqused on the host, so sequences of different lengths run on a CPU only"

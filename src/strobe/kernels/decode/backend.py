@@ -16,7 +16,7 @@ MOST_COLUMNS = 256
 
 def refuses(problem: DecodeProblem, arch: Arch) -> str | None:
     if not arch.is_gpu:
-        return "needs a GPU"
+        return f"needs an NVIDIA GPU, not {arch}" if arch.is_untried else "needs a GPU"
     if arch.capability < 80:
         return f"needs compute capability 8.0 or newer, not {arch.capability / 10:.1f}"
     if not has_triton():

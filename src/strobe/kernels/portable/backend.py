@@ -28,6 +28,8 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return "needs Triton, which is not installed"
     if problem.dtype not in _DTYPES:
         return f"takes float16, bfloat16 and float32, not {str(problem.dtype).removeprefix('torch.')}"
+    if arch.is_untried:
+        return f"needs an NVIDIA GPU, not {arch}"
     if not arch.is_gpu and not (arch.name == "CPU" and _interpreting()):
         return "needs a GPU; on a CPU it runs in Triton's interpreter only, with TRITON_INTERPRET=1 set before Triton's import"
     if arch.is_gpu and arch.capability < 75:
