@@ -1,5 +1,6 @@
 """What is around the code: the package's files and metadata, and the workflows."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -77,6 +78,26 @@ build_meta.build_sdist(out)
 """
 
 
+DEMO = """
+import sys, strobe
+from strobe.cli.app import app
+print("it is", strobe.__file__)
+app(["demo"])
+"""
+
+
+def check_the_demo(wheel: Path, site: Path) -> None:
+    """`strobe demo` runs from the wheel alone, beside what this environment has of others, and asks no network."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    offline = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(site)}
+    left_out = ("TRITON_INTERPRET", "PYTHONPATH")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out} | offline
+    done = subprocess.run([sys.executable, "-c", DEMO], cwd=site, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert f"it is {site}" in done.stdout and "What ran in" in done.stdout and "The Hopper kernel, compiled here" in done.stdout
+
+
 @pytest.mark.exhaustive
 def test_wheel_and_source_distribution(tmp_path):
     tree, out = tmp_path / "tree", tmp_path / "out"
@@ -94,6 +115,7 @@ def test_wheel_and_source_distribution(tmp_path):
     assert "[vllm.general_plugins]\nstrobe = strobe.integrations.vllm:register" in entries
     assert metadata["Version"] == strobe.__version__ and metadata["License-Expression"] == "Apache-2.0"
     assert "Typing :: Typed" in metadata.get_all("Classifier") and metadata.get_payload().startswith("# Strobe")
+    check_the_demo(wheel, tmp_path / "site")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = ["CHANGELOG.md", "tests/conftest.py", "docs/doors.md", "Makefile", "LICENSE", "tests/lab/profiles/l4-details.csv"]

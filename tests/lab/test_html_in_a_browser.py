@@ -1,74 +1,48 @@
-"""The HTML report in a headless browser, on a phone and on a wide screen; where no browser is installed nothing is tested."""
+"""The HTML report in a headless browser, on a phone and on a wide screen."""
 
 import json
-import re
-import shutil
-import subprocess
-from html import unescape
 
 import pytest
+from browser import measured, needs_browser
 from commands import run
 from reports import report as bench_report
 
-NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"needs a browser: one of {', '.join(NAMES)}")
-
-MEASURE = """
-<script>
+FOUND = """(() => {
+const all = (names) => [...document.querySelectorAll(names)];
 const box = (element) => element.getBoundingClientRect();
 const style = (element) => getComputedStyle(element);
 const scrolls = (element) => element && (style(element).overflowX === "auto" || scrolls(element.parentElement));
-const wide = [...document.querySelectorAll("main *")].filter((element) => box(element).right > innerWidth + 1);
-document.documentElement.dataset.found = JSON.stringify({
+const nav = box(document.querySelector("nav")), main = box(document.querySelector("main"));
+return {
   width: innerWidth,
   page: document.documentElement.scrollWidth,
-  cut: wide.filter((element) => !scrolls(element)).map((element) => element.outerHTML.slice(0, 80)),
-  tables: document.querySelectorAll("table").length,
-  beside: box(document.querySelector("nav")).right <= box(document.querySelector("main")).left,
-  above: box(document.querySelector("nav")).bottom <= box(document.querySelector("main")).top,
-  line: Math.max(...[...document.querySelectorAll("main p")].map((element) => box(element).width)),
-  letters: Math.min(...[...document.querySelectorAll("main *, nav a")].map((element) => parseFloat(style(element).fontSize))),
-  lost: [...document.querySelectorAll("nav a")].filter((a) => !document.getElementById(a.hash.slice(1))).length,
+  cut: all("main *").filter((x) => box(x).right > innerWidth + 1 && !scrolls(x)).map((x) => x.outerHTML.slice(0, 80)),
+  tables: all("table").length,
+  beside: nav.right <= main.left,
+  above: nav.bottom <= main.top,
+  line: Math.max(...all("main p").map((x) => box(x).width)),
+  letters: Math.min(...all("main *, nav a").map((x) => parseFloat(style(x).fontSize))),
+  lost: all("nav a").filter((a) => !document.getElementById(a.hash.slice(1))).length,
   pictures: [...document.images].map((image) => image.complete && image.naturalWidth > 0),
-});
-</script>
-"""
+}})()"""
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """A report with a long command, a wide table and a picture, and what measures it when it is loaded."""
+    """A report with a long command, wide tables and pictures."""
     folder = tmp_path_factory.mktemp("report")
-    measured = bench_report() | {"command": "strobe bench forward --json " + "a-very-long-name" * 20}
+    report = bench_report() | {"command": "strobe bench forward --json " + "a-very-long-name" * 20}
     for n in range(2):
-        (folder / f"{n}.json").write_text(json.dumps(measured))
+        (folder / f"{n}.json").write_text(json.dumps(report))
     result = run("report", *(str(folder / f"{n}.json") for n in range(2)), "--out", str(folder / "out.html"))
     assert result.exit_code == 0, result.output
-    text = (folder / "out.html").read_text()
-    (folder / "measured.html").write_text(text.replace("</body>", MEASURE + "</body>"))
-    return folder / "measured.html"
+    return folder / "out.html"
 
 
-def found(page, width: int) -> dict:
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--dump-dom",
-        f"--window-size={width},900",
-        "--hide-scrollbars",
-        "--virtual-time-budget=5000",
-    ]
-    shown = subprocess.run([BROWSER, *options, page.as_uri()], capture_output=True, text=True, timeout=60)
-    measured = re.search(r'data-found="([^"]*)"', shown.stdout)
-    assert measured, shown.stderr
-    return json.loads(unescape(measured[1]))
-
-
+@needs_browser
 @pytest.mark.parametrize("width", [390, pytest.param(1440, marks=pytest.mark.exhaustive)])
 def test_it_fits(page, width):
-    seen = found(page, width)
+    seen = measured(page, width, FOUND)
     assert seen["width"] == width and seen["page"] == width, "the page does not scroll to the side"
     assert seen["cut"] == [] and seen["tables"] >= 2, "what is wider than the screen scrolls by itself"
     assert seen["letters"] >= 12 and seen["lost"] == 0 and seen["pictures"] == [True, True]

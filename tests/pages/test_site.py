@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from browser import BROWSER, measured
 
 from strobe.lab.pages import site
 
@@ -23,6 +24,14 @@ def test_every_page_has_its_place():
     places = in_nav()
     assert len(places) == len(set(places))
     assert set(places) == pages | set(site.PAGES.values())
+
+
+def test_the_gallery_leads_to_every_page_with_a_picture():
+    picture = re.compile(r"!\[[^]]*\]\(([^)]+\.png)\)")
+    pages = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+    gallery = pages.pop("gallery.md")
+    assert {name for name, text in pages.items() if picture.search(text)} <= set(re.findall(r"\(([a-z_]+\.md)\)", gallery))
+    assert all((ROOT / "docs" / name).exists() for name in picture.findall(gallery)) and len(picture.findall(gallery)) >= 12
 
 
 def test_links_are_changed_to_places_on_the_site():
@@ -50,3 +59,15 @@ def test_the_site_is_built(tmp_path):
     assert done.returncode == 0, done.stderr
     assert 'id="strobe.flex_attention"' in (tmp_path / "reference/doors.html").read_text()
     assert "<h1" in (tmp_path / "index.html").read_text()
+    if BROWSER is None:
+        return
+    for page in ("index.html", "gallery.html", "lab.html", "reference/attention.html"):
+        wide, pictures = measured(tmp_path / page, 390, _ON_A_PHONE)
+        assert wide == 390, f"{page} scrolls to the side on a phone"
+        assert all(width >= 600 for width in pictures), f"{page}: letters of pictures are too small to read"
+
+
+_ON_A_PHONE = """[
+  document.documentElement.scrollWidth,
+  [...document.querySelectorAll("article img")].map((image) => image.getBoundingClientRect().width),
+]"""
