@@ -23,7 +23,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
@@ -158,6 +158,35 @@ def compile_ahead(job: tuple[Point, int, argparse.Namespace]) -> float:
             above = replace(point, backward=False)
             compile_all(fastest(above, arch), above, arch, None)
     return time.perf_counter() - start
+
+
+class Ahead:
+    """Compiles what points need, in their order, in many processes, while the first points are measured."""
+
+    def __init__(self, points: list[Point], arch: Arch, arguments: argparse.Namespace):
+        self._pool = ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=get_context("spawn"))
+        self._jobs: dict[Point, list[Future]] = {}
+        for point in points:
+            if (family := self._family(point)) not in self._jobs:
+                jobs = range(len(backends(point, arch, arguments)))
+                self._jobs[family] = [self._pool.submit(compile_ahead, (point, n, arguments)) for n in jobs]
+
+    @staticmethod
+    def _family(point: Point) -> Point:
+        """One length is enough: no kernel is compiled for a length."""
+        return replace(point, batch=1, length=1)
+
+    def wait(self, point: Point) -> None:
+        """Wait until what a point needs is compiled."""
+        for job in self._jobs[self._family(point)]:
+            if job.exception() is not None:  # it raises again where that is reported
+                print(f"compiling: {' '.join(str(job.exception()).split())[:200]}", file=sys.stderr)
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
 
 
 def compile_all(backend: Any, point: Point, arch: Arch, as_arch: str | None) -> None:
@@ -338,19 +367,11 @@ def main() -> None:
     start = time.monotonic()
     points = points_of(arguments)
     arch = arch_of(torch.device("cuda"))
-    # One length is enough: no kernel is compiled for a length.
-    families = {replace(point, batch=1, length=1): point for point in reversed(points)}.values()
-    jobs = [(p, n, arguments) for p in families for n in range(len(backends(p, arch, arguments)))]
-    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        for job in [pool.submit(compile_ahead, job) for job in jobs]:
-            if job.exception() is not None:  # it raises again where that is reported
-                print(f"compiling: {' '.join(str(job.exception()).split())[:200]}", file=sys.stderr)
-    print(f"compiled {len(jobs)} contenders in {time.monotonic() - start:.0f} s", flush=True)
-
     result: dict = {**provenance(torch.device("cuda")), "what": "mma.sync beside PyTorch's", "points": []}
     clock = CudaClock(torch.device("cuda"))
-    with clock.running():
+    with Ahead(points, arch, arguments) as ahead, clock.running():
         for point in points:
+            ahead.wait(point)
             if time.monotonic() - start > arguments.max_seconds:
                 result["stopped"] = f"out of time after {len(result['points'])} of {len(points)} points"
                 print(result["stopped"])

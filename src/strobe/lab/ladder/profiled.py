@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -23,30 +24,39 @@ from strobe.ladder import RUNGS, Rung
 OWN_KERNELS = "kernel"
 """What the names of the rungs' kernels hold; PyTorch's own, which fill memory, are called otherwise or take little time."""
 
+AT_ONCE = 8
+"""How many rungs are profiled at once."""
+
 
 def profile_rungs(problem: Problem, rungs: Sequence[Rung], calls: int) -> list[Subject]:
-    """A Subject for each rung that runs on this GPU, by ncu. ValueError if ncu is missing, not permitted or fails, or without a
+    """A Subject for each rung that runs on this GPU, by ncu, a process for each. Processes start beside each other, which takes
+    the most time; ncu itself lets one kernel run at a time. ValueError if ncu is missing, not permitted or fails, or without a
     GPU."""
     need_ncu()
     if not torch.cuda.is_available():
         raise ValueError("profiling needs an NVIDIA GPU, got none")
     arch = arch_of(torch.device("cuda"))
-    found = []
-    for rung in rungs:
-        dtype = torch.float32 if rung.takes_fp32 else DTYPES[problem.dtype]
-        if rung.least and rung.refuses(problem.length, problem.head_dim, dtype, arch.capability) is None:
-            job = json.dumps({"problem": vars(problem), "rung": rung.number, "calls": calls})
-            launches = launches_of(["-m", "strobe.lab.ladder.profiled", job], OWN_KERNELS)
-            name = f"{rung.number} {rung.title}"
-            found.append(Subject(name, launches, calls, problem.flops, Ceilings.of(arch, DTYPES[problem.dtype])))
-    if not found:
+    taken = [rung for rung in rungs if rung.least and rung.refuses(*_given(rung, problem), arch.capability) is None]
+    if not taken:
         raise ValueError(f"profiling needs a rung that runs on {arch}, got none")
-    return found
+    jobs = [json.dumps({"problem": vars(problem), "rung": rung.number, "calls": calls}) for rung in taken]
+    ceilings = Ceilings.of(arch, DTYPES[problem.dtype])
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        launches = pool.map(lambda job: launches_of(["-m", "strobe.lab.ladder.profiled", job], OWN_KERNELS), jobs)
+        return [
+            Subject(f"{rung.number} {rung.title}", found, calls, problem.flops, ceilings)
+            for rung, found in zip(taken, launches, strict=True)
+        ]
+
+
+def _given(rung: Rung, problem: Problem) -> tuple[int, int, torch.dtype]:
+    """Length, head dim and dtype of what a rung is called with."""
+    return problem.length, problem.head_dim, torch.float32 if rung.takes_fp32 else DTYPES[problem.dtype]
 
 
 def main(job: dict) -> None:
     rung, problem, device = RUNGS[job["rung"]], Problem(**job["problem"]), torch.device("cuda")
-    inputs = problem.inputs(device, torch.float32 if rung.takes_fp32 else DTYPES[problem.dtype])
+    inputs = problem.inputs(device, _given(rung, problem)[-1])
     for _ in range(3):
         rung.attention(*inputs)
     torch.cuda.synchronize()
