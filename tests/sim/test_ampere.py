@@ -49,6 +49,16 @@ FORWARD = [
     (replace(SEVERAL, mask="prefix", logits=30.0), BF16, config(tile_q=128, warps=8)),
     (replace(SEVERAL, mask="documents", batch=2), FP16, config(stages=2)),
     (replace(SEVERAL, mask="causal", logits=30.0), FP16, config(optimistic=False, stages=2)),
+    # Two warps share rows.
+    (SEVERAL, BF16, config(tile_kv=64, across=2)),
+    (replace(SEVERAL, mask="causal"), FP16, config(stages=2, across=2)),
+    (
+        replace(SEVERAL, mask="window", logits=30.0),
+        BF16,
+        config(tile_kv=64, across=2, warps=8, tile_q=128, q_in_registers=True),
+    ),
+    (replace(SEVERAL, mask="prefix", logits=100.0), FP16, config(across=2, optimistic=False)),
+    (case(70, 90, head_dim=192, head_dim_v=128, mask="causal"), FP16, config(192, 128, across=2)),
     # Tiles that are computed again.
     (replace(SEVERAL, logits=30.0), FP16, config()),
     (replace(SEVERAL, logits=100.0, mask="causal"), FP16, config(stages=2)),
@@ -73,7 +83,13 @@ def test_forward(case, dtype, config, order, seed):
 
 
 RUNNABLE = [case for case in CASES if case.n_q and case.n_kv and case.batch and (case.scale or 1.0) > 0]
-CONFIGS = (dict(), dict(stages=2, q_in_registers=True), dict(tile_q=128, tile_kv=64), dict(tile_q=128, warps=8, stages=3))
+CONFIGS = (
+    dict(),
+    dict(stages=2, q_in_registers=True),
+    dict(tile_q=128, tile_kv=64),
+    dict(tile_q=128, warps=8, stages=3),
+    dict(tile_kv=64, across=2),
+)
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=short)

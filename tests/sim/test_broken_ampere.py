@@ -36,6 +36,7 @@ ONE_STAGE = Kernel(
 )
 RING = replace(ONE_STAGE, config=Config(64, 64, 64, 32, 4, 2))
 SAFE = replace(ONE_STAGE, config=Config(64, 64, 64, 32, 4, optimistic=False))
+IN_PAIRS = replace(ONE_STAGE, config=Config(64, 64, 64, 32, 4, across=2))
 GRADIENTS = Kernel(BACKWARD, 80, Case(130, 70, 1, 2, 1, 64, mask="causal"), BackwardConfig(64, 64, 64, 64, 4), start_backward)
 SHARED_P = replace(GRADIENTS, config=BackwardConfig(64, 64, 64, 64, 8, 2, 1))
 
@@ -146,6 +147,14 @@ BUGS = [
         case=replace(WILD, logits=300.0),
     ),
     one_edit(
+        IN_PAIRS,
+        FORWARD,
+        "the P of the block before",
+        "        K.p_s[0].store(p)\n        partition_barrier()\n        return K.p_s[0].load(left(S))",
+        "        before = K.p_s[0].load(left(S))\n        K.p_s[0].store(p)\n        return before",
+        (Uninitialised,),
+    ),
+    one_edit(
         ONE_STAGE,
         SCORES,
         "a key too many",
@@ -217,6 +226,8 @@ def test_it_is_found(bug, tmp_path):
     assert_found(bug, tmp_path)
 
 
-@pytest.mark.parametrize("kernel", [ONE_STAGE, RING, SAFE, GRADIENTS, SHARED_P], ids=lambda k: k.module.rpartition(".")[2])
+@pytest.mark.parametrize(
+    "kernel", [ONE_STAGE, RING, SAFE, IN_PAIRS, GRADIENTS, SHARED_P], ids=lambda k: k.module.rpartition(".")[2]
+)
 def test_no_false_alarm(kernel, tmp_path):
     assert_right_unless_broken(kernel, tmp_path)

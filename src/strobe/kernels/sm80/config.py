@@ -93,6 +93,8 @@ class Config(Chunks):
     stages: blocks of K, and of V, that are in shared memory at a time. With one, V is copied while S is computed, and the next
         K beside the softmax.
     q_in_registers: whether a warp keeps its rows of Q in registers, or reads them again for each block.
+    across: warps that share rows, 1 or 2. Of two each has half of the keys of S and half of the columns of O, so that it can
+        have 32 rows where the head dim is large; P passes through shared memory.
     optimistic: whether the softmax is optimistic (docs/optimistic_softmax.md), or has a running maximum.
     """
 
@@ -101,10 +103,11 @@ class Config(Chunks):
     warps: int
     stages: int = 1
     q_in_registers: bool = False
+    across: int = 1
     optimistic: bool = True
 
     def __post_init__(self) -> None:
-        _check(self, self.tile_q)
+        _check(self, self.tile_q * self.across)
         if self.q_in_registers and self.itemsize != 2:
             raise ValueError("Q stays in registers as 16-bit numbers alone, got float32")
 
@@ -116,7 +119,8 @@ class Config(Chunks):
     @property
     def brief(self) -> str:
         """What tells it from others for the same head dims, in few words."""
-        return f"{self.tile_q}x{self.tile_kv}x{self.warps}, stages {self.stages}{', Q in registers' * self.q_in_registers}"
+        held = ", Q in registers" * self.q_in_registers + ", P shared" * (self.across > 1)
+        return f"{self.tile_q}x{self.tile_kv}x{self.warps}, stages {self.stages}{held}"
 
     @property
     def leaves_by_q(self) -> bool:
@@ -129,6 +133,7 @@ class Config(Chunks):
             "sQ": (self.tile_q, self.head_dim),
             "sK": (self.stages, self.tile_kv, self.head_dim),
             "sV": (self.stages, self.tile_kv, self.head_dim_v),
+            **({"sP": (self.tile_q, self.tile_kv)} if self.across > 1 else {}),
         }
         return [Buffer(name, shape, self.itemsize * math.prod(shape)) for name, shape in shapes.items()]
 
@@ -138,7 +143,7 @@ class Config(Chunks):
 
     def __str__(self) -> str:
         softmax = "optimistic" if self.optimistic else "safe"
-        held = ", Q in registers" if self.q_in_registers else ""
+        held = ", Q in registers" * self.q_in_registers + ", P through shared memory" * (self.across > 1)
         return (
             f"dims {self.head_dim}, {self.head_dim_v}, tile {self.tile_q} x {self.tile_kv}, {self.warps} warps, "
             f"{self.stages} stages{held}, {softmax} softmax, {self.smem_bytes() / 1024:.0f} KiB shared memory"

@@ -2,12 +2,15 @@
 
 A CTA computes `tile_q` query rows of one head; all its warps do the same, each for 16 or 32 of the rows. It goes over blocks of
 `tile_kv` keys: S = Q K^T, P = softmax(S), O += P V, in registers from S to O: the registers of a result are those of the next
-product's left operand.
+product's left operand. Or two warps share 32 rows (`across`): each has half of the keys of S and half of the columns of O, and
+P passes through shared memory. That is a write, a barrier and a read of P for half of the reads of K and V, of which shared
+memory has to give so many at head dim 256 that the tensor cores wait.
 
     shared memory   shape                        holds
     q               [tile_q, head_dim]           the rows of Q; at the end those of O, on their way out
     k               [stages, tile_kv, head_dim]  blocks of K
     v               [stages, tile_kv, dim_v]     blocks of V
+    p               [tile_q, tile_kv]            P, where two warps share rows
 
     with one stage, block by block               with more
     wait for K(i), barrier                       wait for K(i), V(i), barrier
@@ -34,7 +37,7 @@ from strobe.kernels.common.optimistic import BOUNDS
 from strobe.kernels.common.scores import LN2
 from strobe.kernels.common.tile_scheduler import Heads, Lengths, locate
 from strobe.kernels.gluon import aggregate, gl, gluon, partition_barrier
-from strobe.kernels.sm80.layouts import in_rows, left, product_layout, right, unit_of
+from strobe.kernels.sm80.layouts import in_rows, left, product_layout, right, swizzled, unit_of
 from strobe.kernels.sm80.products import add_product, add_products, rows_by_rows
 from strobe.kernels.sm80.scores import apply_mask, ask_function, documents_of_block, kept_weights, scores_of
 from strobe.kernels.sm80.tiles import Matrix, allocate, at, copy_tile, first_of, zeros
@@ -50,14 +53,23 @@ def bounds_of(dtype):
     return BOUNDS["float16" if dtype == gl.float16 else "bfloat16"]
 
 
+@gluon.jit
+def allocate_weights(dtype: gl.constexpr, C: gl.constexpr):
+    """Shared memory for P, where two warps share rows."""
+    buffers = ()
+    if C.across > 1:
+        buffers += (gl.allocate_shared_memory(dtype, [C.tile_q, C.tile_kv], swizzled(C.tile_kv, dtype)),)
+    return buffers
+
+
 # ---- what a tile is
 
 
 @aggregate
 class Kernel:
     """What a kernel knows before it has a tile. k, v, out: in global memory. lse: float32 as `lse_shape` says. rows: query rows
-    in all. q_s, k_s, v_s: shared memory, a tuple of chunks each. MASKED: whether a block may have keys that a row does not see.
-    CUT: whether a row may meet, in a tile, what it does not see."""
+    in all. q_s, k_s, v_s: shared memory, a tuple of chunks each; p_s: of one, or of none. MASKED: whether a block may have
+    keys that a row does not see. CUT: whether a row may meet, in a tile, what it does not see."""
 
     k: Matrix
     v: Matrix
@@ -70,6 +82,7 @@ class Kernel:
     q_s: gl.tuple
     k_s: gl.tuple
     v_s: gl.tuple
+    p_s: gl.tuple
     dtype: gl.constexpr
     MASKED: gl.constexpr
     CUT: gl.constexpr
@@ -219,9 +232,14 @@ def products(K, q, k, S: gl.constexpr, CAREFUL: gl.constexpr = False):
 
 
 @gluon.jit
-def add_output(acc, p, v, S: gl.constexpr):
-    """O += P V."""
-    return add_products(acc, gl.convert_layout(p, left(S)), v, S)  # to convert costs nothing: registers are in this order
+def to_left(K, p, S: gl.constexpr):
+    """P as a left operand."""
+    if K.C.across > 1:
+        K.p_s[0].store(p)
+        partition_barrier()
+        return K.p_s[0].load(left(S))
+    else:
+        return gl.convert_layout(p, left(S))  # costs nothing: registers are in this order
 
 
 @gluon.jit
@@ -237,9 +255,10 @@ def times(acc, factor):
 
 
 @gluon.jit
-def lane_sums(p):
-    """Row sums within each lane: [rows, columns] -> [rows, 4], a column for each lane of the quad that has the row."""
-    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+def lane_sums(p, ACROSS: gl.constexpr):
+    """Row sums within each lane: [rows, columns] -> [rows, 4 ACROSS], a column for each lane with part of the row, in ACROSS
+    warps."""
+    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // (8 * ACROSS), 4 * ACROSS, 2]), 3), 1)
 
 
 @gluon.jit
@@ -293,9 +312,10 @@ def step(K, tile, q, position, acc, m, row_sum, S: gl.constexpr, FIRST: gl.const
     else:
         shift = m
     p = weights(s, shift, scale)
-    row_sum = lane_sums(p) if FIRST else row_sum + lane_sums(p)
+    sums = lane_sums(p, K.C.across)
+    row_sum = sums if FIRST else row_sum + sums
     p = kept_weights(K, p, i, tile).to(K.dtype)
-    acc = add_output(acc, p, at(K.v_s, stage), S)
+    acc = add_products(acc, to_left(K, p, S), at(K.v_s, stage), S)
     return acc, m, row_sum
 
 
@@ -484,7 +504,7 @@ def attend_with_care(K, tile, number, S: gl.constexpr):
         if K.CUT:
             factor = gl.where(number == COUNTED, 1.0, factor)
             p = gl.where(number == COUNTED, gl.where(hidden == 0.0, 1.0, 0.0), p)
-        a = gl.convert_layout(p.to(K.dtype), left(S))
+        a = to_left(K, p.to(K.dtype), S)
         acc = times(acc, factor)
         new = ()
         for c in gl.static_range(len(acc)):
@@ -531,7 +551,7 @@ def forward_kernel(
 ):  # fmt: skip
     # Numbers are parameters one by one: Triton 3.6 to 3.9 specialises a kernel for those of a tuple, `do_not_specialize` or not
     # (see `sm90.scores.SCORE_NUMBERS`).
-    S: gl.constexpr = product_layout(C.warps)
+    S: gl.constexpr = product_layout(C.warps, C.across)
     dtype: gl.constexpr = q.dtype.element_ty
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans, rows, total_kv)
     heads = Heads(heads, group, at_once, rest, tiles)
@@ -543,7 +563,7 @@ def forward_kernel(
             Matrix(k, k_batch, k_row, k_head), Matrix(v, v_batch, v_row, v_head), Matrix(out, out_batch, out_row, out_head),
             lse, rows, lengths, heads, score, allocate(dtype, 1, C.tile_q, C, False),
             allocate(dtype, C.stages, C.tile_kv, C, False), allocate(dtype, C.stages, C.tile_kv, C, True),
-            dtype, MASKED, CUT, DIM, DIM_V, C,
+            allocate_weights(dtype, C), dtype, MASKED, CUT, DIM, DIM_V, C,
         )  # fmt: skip
         tile = tile_of(K, work, S)
         queries = Matrix(q, q_batch, q_row, q_head)
