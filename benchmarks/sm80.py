@@ -144,11 +144,8 @@ def backends(point: Point, arch: Arch, arguments: argparse.Namespace) -> list[tu
 # ---- compiled ahead, in many processes
 
 
-def compile_ahead(job: tuple[Point, int, argparse.Namespace]) -> float:
-    """Compile what one of the contenders of a point needs, to the cache on disk. Seconds."""
-    point, number, arguments = job
-    start = time.perf_counter()
-    arch = arch_of(torch.device("cuda"))
+def compile_ahead(point: Point, number: int, arch: Arch, arguments: argparse.Namespace) -> None:
+    """Compile what one of the contenders of a point needs, to the cache on disk. It leaves the GPU alone."""
     backend, as_arch = backends(point, arch, arguments)[number]
     from strobe.lab.binary.offline import pretend_gpu
 
@@ -157,7 +154,6 @@ def compile_ahead(job: tuple[Point, int, argparse.Namespace]) -> float:
         if point.backward and number == 0:
             above = replace(point, backward=False)
             compile_all(fastest(above, arch), above, arch, None)
-    return time.perf_counter() - start
 
 
 class Ahead:
@@ -169,7 +165,7 @@ class Ahead:
         for point in points:
             if (family := self._family(point)) not in self._jobs:
                 jobs = range(len(backends(point, arch, arguments)))
-                self._jobs[family] = [self._pool.submit(compile_ahead, (point, n, arguments)) for n in jobs]
+                self._jobs[family] = [self._pool.submit(compile_ahead, point, n, arch, arguments) for n in jobs]
 
     @staticmethod
     def _family(point: Point) -> Point:
@@ -305,10 +301,10 @@ def result_of(contender: Contender, point: Point) -> dict:
     return summary(point.flops, contender.seconds) | {"error": contender.error} | clock
 
 
-def show(entry: dict) -> None:
-    """A line for each contender: TFLOP/s, and over the peer with its 95 % interval."""
+def show(entry: dict, seconds: float) -> None:
+    """A line for each contender: TFLOP/s, and over the peer with its 95 % interval. seconds: since the start."""
     point, peer = Point.of(entry), entry["peer"]
-    print(f"\n{point} {'backward' if point.backward else 'forward'}")
+    print(f"\n{point} {'backward' if point.backward else 'forward'} ({seconds:.0f} s)")
     base = entry["results"].get(peer)
     for name, result in sorted(entry["results"].items(), key=lambda item: -item[1]["tflops"]):
         over = "" if base is None or name == peer else f"  {Ratio.of(result['rounds'], base['rounds'])} of {peer}"
@@ -377,7 +373,7 @@ def main() -> None:
                 print(result["stopped"])
                 break
             entry = measured(point, arguments, clock, lambda: time.monotonic() - start > arguments.max_seconds)
-            show(entry)
+            show(entry, time.monotonic() - start)
             result["points"].append(entry)
             torch.cuda.empty_cache()
             if arguments.json is not None:
