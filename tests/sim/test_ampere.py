@@ -166,6 +166,7 @@ BACKWARD = [
     (case(130, 70, heads=(4, 2), head_dim=96, mask="prefix"), FP16, backward(96, across=2, warps=8)),
     (case(60, 70, head_dim=80), BF16, backward(80, stages=1)),
     (case(60, 70, head_dim=192, head_dim_v=128, mask="causal"), FP16, backward(192, 128, across=2, warps=8, stages=1)),
+    (case(60, 70, head_dim=136, mask="causal"), BF16, backward(136, across=4, warps=8)),
     (case(60, 70, batch=4, head_dim=64, mask="causal", packed=True), BF16, backward(across=2, warps=8)),
     (case(60, 70, head_dim=64, mask="documents", batch=2), FP16, backward()),
     # dQ, and the gradient of a bias, by the portable kernel.

@@ -172,6 +172,8 @@ def step(K, work, number, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr
     do = at(M.do, stage)
     statistics = M.statistics.index(stage)
     s = rows_by_rows(at(M.k, 0), q, K.C.tile_kv, K.C.tile_q, S)
+    # Before P goes to shared memory: no later load of V or dO passes that store, and exponentials pass under these products.
+    dp = rows_by_rows(at(M.v, 0), do, K.C.tile_kv, K.C.tile_q, S)
     x, factor, of_function = scores_transposed(K, s, row, head, slope_of(work.batch, head, K.score), work)
     x = x - statistics.slice(0, K.C.tile_q).load(gl.SliceLayout(0, S))[None, :]
     if K.MASKED:
@@ -182,7 +184,6 @@ def step(K, work, number, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr
     kept_p = kept.to(K.dtype)
     if K.C.across > 1:
         M.p.store(kept_p)
-    dp = rows_by_rows(at(M.v, 0), do, K.C.tile_kv, K.C.tile_q, S)
     delta = statistics.slice(K.C.tile_q, K.C.tile_q).load(gl.SliceLayout(0, S))[None, :]
     ds = gradients_transposed(K, p, kept, dp, delta, factor, of_function).to(K.dtype)
     M.ds.store(ds)

@@ -154,7 +154,7 @@ class Config(Chunks):
 class BackwardConfig(Chunks):
     """How the backward runs. A CTA takes tile_kv keys of one key head, over tiles of tile_q rows.
 
-    across: warps that share the rows of S^T, dK and dV, 1 or 2; with 2 P^T passes through shared memory.
+    across: warps that share the rows of S^T, dK and dV: 1, or 2 or 4, and P^T passes through shared memory.
     stages: tiles of Q and dO that are in shared memory at a time, 1 or 2.
     with_dq: whether it finds dQ, too, by additions in any order; else the portable kernel does, in one order, and the gradient
         of a bias with it.
