@@ -30,6 +30,7 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "ladder": ("sm90 forward",),
     "mutants": (),
     "parallel": SM90,
+    "rungs-profile": (),
     "same-code": (),
     "sm80": ("sm80 forward", "sm80 backward"),
     "unit-costs": (),
