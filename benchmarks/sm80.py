@@ -149,6 +149,8 @@ def compile_ahead(point: Point, number: int, arch: Arch, arguments: argparse.Nam
     backend, as_arch = backends(point, arch, arguments)[number]
     from strobe.lab.binary.offline import pretend_gpu
 
+    hash_in_one_order()
+
     with pretend_gpu(arch.capability):
         compile_all(backend, point, arch, as_arch)
         if point.backward and number == 0:
@@ -160,7 +162,7 @@ class Ahead:
     """Compiles what points need, in their order, in many processes, while the first points are measured."""
 
     def __init__(self, points: list[Point], arch: Arch, arguments: argparse.Namespace):
-        self._pool = ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=get_context("spawn"))
+        self._pool = ProcessPoolExecutor(min(28, max(1, (os.cpu_count() or 1) - 2)), mp_context=get_context("spawn"))
         self._jobs: dict[Point, list[Future]] = {}
         for point in points:
             if (family := self._family(point)) not in self._jobs:
@@ -183,6 +185,17 @@ class Ahead:
 
     def __exit__(self, *error: object) -> None:
         self._pool.shutdown(cancel_futures=True)
+
+
+def hash_in_one_order() -> None:
+    """Triton 3.6 finds a kernel on disk by a hash that depends on which other kernel was hashed before it, so processes that
+    share what they compile hash all kernels in the same order."""
+    from strobe.kernels.portable import backward as portable
+    from strobe.kernels.sm80 import backward, backward_ends, forward
+
+    for kernel in (forward.forward_kernel, backward.backward_kernel, backward_ends.prepare, backward_ends.convert):
+        _ = kernel.cache_key
+    _ = portable.redo_noted.cache_key
 
 
 def compile_all(backend: Any, point: Point, arch: Arch, as_arch: str | None) -> None:
@@ -364,6 +377,7 @@ def main() -> None:
     points = points_of(arguments)
     arch = arch_of(torch.device("cuda"))
     result: dict = {**provenance(torch.device("cuda")), "what": "mma.sync beside PyTorch's", "points": []}
+    hash_in_one_order()
     clock = CudaClock(torch.device("cuda"))
     with Ahead(points, arch, arguments) as ahead, clock.running():
         for point in points:

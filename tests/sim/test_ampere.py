@@ -41,7 +41,7 @@ FORWARD = [
     (case(64, 32, head_dim=64), FP16, config()),  # one block, seen whole
     (case(150, 128, heads=(2, 1), head_dim=64), BF16, config()),
     (SEVERAL, FP16, config(stages=2)),
-    (replace(SEVERAL, mask="causal"), BF16, config(tile_q=128, stages=3)),
+    (replace(SEVERAL, mask="causal"), BF16, config(tile_q=128, stages=2)),
     (replace(SEVERAL, mask="causal"), FP16, config(tile_kv=64, q_in_registers=True)),
     (replace(SEVERAL, mask="window"), BF16, config(stages=2, q_in_registers=True)),
     (case(300, 90, head_dim=64, mask="causal"), FP16, config()),  # the first tiles see nothing
@@ -87,7 +87,7 @@ CONFIGS = (
     dict(),
     dict(stages=2, q_in_registers=True),
     dict(tile_q=128, tile_kv=64),
-    dict(tile_q=128, warps=8, stages=3),
+    dict(tile_q=128, warps=8, stages=2),
     dict(tile_kv=64, across=2),
 )
 

@@ -54,13 +54,14 @@ from strobe.kernels.sm90.scores import SCORE_NUMBERS, Score, score_of, slope_of
 
 @aggregate
 class Memory:
-    """The shared memory of a CTA: see the table above. k, v, q, do: tuples of chunks. p: None where nobody needs it."""
+    """The shared memory of a CTA: see the table above. k, v, q, do: tuples of chunks, q and do of all stages (see `tiles.at`),
+    as statistics are. p: None where nobody needs it."""
 
     k: gl.tuple
     v: gl.tuple
     q: gl.tuple
     do: gl.tuple
-    statistics: gl.shared_memory_descriptor
+    statistics: gl.tuple
     ds: gl.shared_memory_descriptor
     p: (gl.shared_memory_descriptor, gl.constexpr)
 
@@ -93,15 +94,18 @@ class Kernel:
 
 @gluon.jit
 def make_memory(dtype: gl.constexpr, C: gl.constexpr):
-    statistics = gl.allocate_shared_memory(gl.float32, [C.stages, 2 * C.tile_q], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    ds = gl.allocate_shared_memory(dtype, [1, C.tile_kv, C.tile_q], swizzled(C.tile_q, dtype))
+    IN_A_ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    statistics = (gl.allocate_shared_memory(gl.float32, [2 * C.tile_q], IN_A_ROW),)
+    if C.stages == 2:
+        statistics += (gl.allocate_shared_memory(gl.float32, [2 * C.tile_q], IN_A_ROW),)
+    ds = gl.allocate_shared_memory(dtype, [C.tile_kv, C.tile_q], swizzled(C.tile_q, dtype))
     p = None
     if C.across > 1:
-        p = gl.allocate_shared_memory(dtype, [1, C.tile_kv, C.tile_q], swizzled(C.tile_q, dtype)).index(0)
+        p = gl.allocate_shared_memory(dtype, [C.tile_kv, C.tile_q], swizzled(C.tile_q, dtype))
     return Memory(
         allocate(dtype, 1, C.tile_kv, C, False), allocate(dtype, 1, C.tile_kv, C, True),
         allocate(dtype, C.stages, C.tile_q, C, False), allocate(dtype, C.stages, C.tile_q, C, True),
-        statistics, ds.index(0), p,
+        statistics, ds, p,
     )  # fmt: skip
 
 
@@ -109,26 +113,18 @@ def make_memory(dtype: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def copy_rows_of(K, work, tile, member, STAGE):
+def copy_rows_of(K, work, tile, member, STAGE: gl.constexpr):
     """Start to copy a tile of the member-th query head of the block's key head: Q, dO and their statistics."""
     row = tile * K.C.tile_q
     head = work.head_kv * work.group + member
     q = K.q.rows_of(work.batch, head, work.start_q)
     do = K.do.rows_of(work.batch, head, work.start_q)
-    copy_tile(at(K.memory.q, STAGE), K.q, q, row, work.n_q, K.C, False, K.DIM, True)
-    copy_tile(at(K.memory.do, STAGE), K.do, do, row, work.n_q, K.C, True, K.DIM_V, True)
+    copy_tile(at(K.memory.q, STAGE, K.C.stages), K.q, q, row, work.n_q, K.C, False, K.DIM, True)
+    copy_tile(at(K.memory.do, STAGE, K.C.stages), K.do, do, row, work.n_q, K.C, True, K.DIM_V, True)
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [K.C.warps], [0])
     place = (work.row + member * K.heads.padded + row).to(gl.int64) * 2
     numbers = K.statistics + place + gl.arange(0, 2 * K.C.tile_q, LAYOUT)
-    cp_async(K.memory.statistics.index(STAGE), gl.multiple_of(numbers, [16]))
-
-
-@gluon.jit
-def stage_of(K, number):
-    if K.C.stages == 1:
-        return 0
-    else:
-        return number & 1
+    cp_async(K.memory.statistics[STAGE], gl.multiple_of(numbers, [16]))
 
 
 # ---- products
@@ -157,23 +153,41 @@ def tile_after(work, tile, member):
 def step(K, work, number, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr):
     """The number-th tile of rows of a block, one of the member-th query head: its parts of dK and dV added, and what it gives
     to dQ. S, Q: layouts of results by key and by row."""
+    if K.C.stages == 1:
+        dk, dv = step_at(K, work, tile, member, dk, dv, S, Q, 0)
+    else:
+        if number % 2 == 0:
+            dk, dv = step_at(K, work, tile, member, dk, dv, S, Q, 0)
+        else:
+            dk, dv = step_at(K, work, tile, member, dk, dv, S, Q, 1)
+    return dk, dv
+
+
+@gluon.jit
+def step_at(K, work, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr, STAGE: gl.constexpr):
+    """A tile of rows that is in a stage."""
     M = K.memory
     after, member_after = tile_after(work, tile, member)
     row = tile * K.C.tile_q
     head = work.head_kv * work.group + member
-    stage = stage_of(K, number)
     async_copy.wait_group(0)
     partition_barrier()
     if K.C.stages == 2:
         if member_after < work.group:
-            copy_rows_of(K, work, after, member_after, stage_of(K, number + 1))
+            copy_rows_of(K, work, after, member_after, 1 - STAGE)
         async_copy.commit_group()
-    q = at(M.q, stage)
-    do = at(M.do, stage)
-    statistics = M.statistics.index(stage)
-    s = rows_by_rows(at(M.k, 0), q, K.C.tile_kv, K.C.tile_q, S)
-    # Before P goes to shared memory: no later load of V or dO passes that store, and exponentials pass under these products.
-    dp = rows_by_rows(at(M.v, 0), do, K.C.tile_kv, K.C.tile_q, S)
+    q = at(M.q, STAGE, K.C.stages)
+    do = at(M.do, STAGE, K.C.stages)
+    statistics = M.statistics[STAGE]
+    # Both products come before P goes to shared memory: no later load passes that store, and exponentials pass under products.
+    # In either stage another one is first, here and below: of two stages with the same code the compiler makes one, in which it
+    # does not know what is copied and what is read, and puts a barrier between.
+    if STAGE == 0:
+        s = rows_by_rows(M.k, q, K.C.tile_kv, K.C.tile_q, S)
+        dp = rows_by_rows(M.v, do, K.C.tile_kv, K.C.tile_q, S)
+    else:
+        dp = rows_by_rows(M.v, do, K.C.tile_kv, K.C.tile_q, S)
+        s = rows_by_rows(M.k, q, K.C.tile_kv, K.C.tile_q, S)
     x, factor, of_function = scores_transposed(K, s, row, head, slope_of(work.batch, head, K.score), work)
     x = x - statistics.slice(0, K.C.tile_q).load(gl.SliceLayout(0, S))[None, :]
     if K.MASKED:
@@ -188,11 +202,15 @@ def step(K, work, number, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr
     ds = gradients_transposed(K, p, kept, dp, delta, factor, of_function).to(K.dtype)
     M.ds.store(ds)
     partition_barrier()
-    dv = add_products(dv, operand(kept_p, M.p, K.C, S), do, S)
-    dk = add_products(dk, operand(ds, M.ds, K.C, S), q, S)
+    if STAGE == 0:
+        dv = add_products(dv, operand(kept_p, M.p, K.C, S), do, S)
+        dk = add_products(dk, operand(ds, M.ds, K.C, S), q, S)
+    else:
+        dk = add_products(dk, operand(ds, M.ds, K.C, S), q, S)
+        dv = add_products(dv, operand(kept_p, M.p, K.C, S), do, S)
     if K.C.with_dq:
         rows_by_keys = M.ds.permute((1, 0)).load(left(Q))
-        dq = add_products(zeros(K.C.tile_q, K.C, False, Q), rows_by_keys, at(M.k, 0), Q)
+        dq = add_products(zeros(K.C.tile_q, K.C, False, Q), rows_by_keys, M.k, Q)
         place = (work.row + member * K.heads.padded + row).to(gl.int64) * K.C.head_dim
         for c in gl.static_range(len(dq)):
             put_dq(K, dq[c], place + K.C.tile_q * first_of(K.C, False, c))
@@ -235,7 +253,7 @@ def leave(K, matrix, chunks, gradient, work, factor, OF_V: gl.constexpr, DIM: gl
     """A block's dK or dV to global memory, by way of the shared memory of K or V, whose shape it has."""
     base = matrix.rows_of(work.batch, work.head_kv, work.start_kv) + work.first.to(gl.int64) * matrix.row
     for c in gl.static_range(len(gradient)):
-        leave_chunk(K, matrix, chunks[c].index(0), (gradient[c] * factor).to(K.dtype), base, work, first_of(K.C, OF_V, c), DIM)
+        leave_chunk(K, matrix, chunks[c], (gradient[c] * factor).to(K.dtype), base, work, first_of(K.C, OF_V, c), DIM)
 
 
 @gluon.jit
@@ -306,8 +324,8 @@ def backward_kernel(
             keys, values = Matrix(k, k_batch, k_row, k_head), Matrix(v, v_batch, v_row, v_head)
             of_keys = keys.rows_of(work.batch, work.head_kv, work.start_kv)
             of_values = values.rows_of(work.batch, work.head_kv, work.start_kv)
-            copy_tile(at(K.memory.k, 0), keys, of_keys, work.first, work.n_kv, C, False, DIM, True)
-            copy_tile(at(K.memory.v, 0), values, of_values, work.first, work.n_kv, C, True, DIM_V, True)
+            copy_tile(K.memory.k, keys, of_keys, work.first, work.n_kv, C, False, DIM, True)
+            copy_tile(K.memory.v, values, of_values, work.first, work.n_kv, C, True, DIM_V, True)
             copy_rows_of(K, work, work.begin, gl.to_tensor(0), 0)
             async_copy.commit_group()
         tile = work.begin

@@ -80,8 +80,10 @@ def _shares(rows: int, columns: int, warps: int) -> bool:
 
 
 def _check(config: Config | BackwardConfig, rows: int) -> None:
-    """ValueError if some of the warps of a tile with so many rows for one warp across would have none of their own: what two
-    warps hold they would store twice, and read between."""
+    """ValueError if there are more than two stages, or if some of the warps of a tile with so many rows for one warp across
+    would have none of their own: what two warps hold they would store twice, and read between."""
+    if config.stages not in (1, 2):
+        raise ValueError(f"stages must be 1 or 2, got {config.stages}")
     if rows < 16 * config.warps:
         raise ValueError(f"each of {config.warps} warps needs 16 rows of its own, got {rows} rows")
 
@@ -90,8 +92,8 @@ def _check(config: Config | BackwardConfig, rows: int) -> None:
 class Config(Chunks):
     """How the forward runs. A CTA computes tile_q rows of one head, each warp 16 or 32 of them, over blocks of tile_kv keys.
 
-    stages: blocks of K, and of V, that are in shared memory at a time. With one, V is copied while S is computed, and the next
-        K beside the softmax.
+    stages: blocks of K, and of V, that are in shared memory at a time, 1 or 2. With one, V is copied while S is computed, and
+        the next K beside the softmax.
     q_in_registers: whether a warp keeps its rows of Q in registers, or reads them again for each block.
     across: warps that share rows, 1 or 2. Of two each has half of the keys of S and half of the columns of O, so that it can
         have 32 rows where the head dim is large; P passes through shared memory.
@@ -180,7 +182,8 @@ class BackwardConfig(Chunks):
     @property
     def brief(self) -> str:
         """What tells it from others for the same head dims, in few words."""
-        return f"{self.tile_q}x{self.tile_kv}x{self.warps}, stages {self.stages}{', P shared' * (self.across > 1)}"
+        shared = ", P shared" * (self.across > 1) + f" by {self.across}" * (self.across > 2)
+        return f"{self.tile_q}x{self.tile_kv}x{self.warps}, stages {self.stages}{shared}"
 
     @property
     def across_q(self) -> int:
@@ -219,13 +222,14 @@ class BackwardConfig(Chunks):
 
 _TILES: dict[int, tuple[tuple, ...]] = {
     64: ((128, 64, 4), (128, 64, 4, 2), (128, 64, 4, 1, True)),
-    96: ((128, 32, 4, 2), (128, 32, 4), (64, 64, 4, 2), (128, 64, 4)),
-    128: ((128, 32, 4), (128, 32, 4, 2), (64, 64, 4, 1, True)),
-    192: ((64, 64, 4), (128, 64, 8), (64, 32, 4, 2)),
-    256: ((64, 64, 4), (64, 32, 4, 2), (64, 32, 4, 2, True), (128, 64, 8)),
+    96: ((128, 32, 4, 2), (128, 32, 4, 2, True), (128, 32, 4), (64, 64, 4, 2)),
+    128: ((128, 32, 4, 2), (128, 32, 4), (64, 64, 4, 1, True)),
+    192: ((64, 64, 4, 1, False, 2), (64, 64, 4), (128, 64, 8), (64, 32, 4, 2)),
+    256: ((64, 64, 4, 1, False, 2), (128, 64, 8, 1, False, 2), (128, 64, 8, 2, False, 2), (64, 64, 4), (64, 32, 4, 2)),
 }
-"""Largest head dim -> (tile_q, tile_kv, warps, stages, q_in_registers) worth timing, the best guess first. A warp with 32 rows
-reads K and V from shared memory half as often as one with 16, but has registers for few keys beside them."""
+"""Largest head dim -> (tile_q, tile_kv, warps, stages, q_in_registers, across) worth timing, the best guess first. A warp with
+32 rows reads K and V from shared memory half as often as one with 16, but has registers for few keys beside them; from head dim
+192 on O alone would take all registers, so two warps share the rows."""
 
 
 _TILES_FP32: dict[int, tuple[tuple, ...]] = {
@@ -241,11 +245,13 @@ def candidates(problem: AttentionProblem, arch: Arch) -> list[Config]:
     dims = padded(problem.head_dim), padded(problem.head_dim_v)
     table = _TILES_FP32 if problem.dtype.itemsize == 4 else _TILES
     widest = next(dim for dim in table if dim >= max(dims))
-    # Where blocks are masked one by one, warps that keep Q read less of shared memory beside the mask.
-    keeps_q = widest == 64 and problem.mask.band != (None, None, None)
-    tiles = sorted(table[widest], key=lambda tile: keeps_q and tile[4:] != (True,))
     size, optimistic = problem.dtype.itemsize, may_be_optimistic(problem)
-    found = (replace(Config(*dims, *tile), itemsize=size, optimistic=optimistic) for tile in tiles)
+    found = [replace(Config(*dims, *tile), itemsize=size, optimistic=optimistic) for tile in table[widest]]
+    if widest == 64 and problem.mask.band != (None, None, None):
+        # Where blocks are masked one by one, warps that keep Q read less of shared memory beside the mask.
+        found.sort(key=lambda config: not config.q_in_registers)
+    if not optimistic:  # a running maximum of two warps' keys is two more barriers a block
+        found.sort(key=lambda config: config.across)
     return [config for config in found if config.smem_bytes() + SCRATCH <= arch.smem_per_block]
 
 
@@ -254,10 +260,10 @@ def choose(problem: AttentionProblem, arch: Arch) -> Config:
 
 
 _BACKWARD_TILES: dict[int, tuple[tuple, ...]] = {
-    64: ((128, 128, 8, 2), (64, 128, 8), (64, 128, 8, 2), (64, 64, 4)),
+    64: ((128, 128, 8, 2), (128, 128, 8, 4), (64, 128, 8), (64, 128, 8, 2), (64, 64, 4)),
     96: ((64, 128, 8, 2), (64, 128, 8), (64, 64, 4), (64, 64, 4, 1, 1)),
     128: ((64, 128, 8, 2), (64, 128, 8), (64, 64, 8, 2), (64, 64, 4, 1, 1)),
-    256: ((64, 64, 8, 2), (64, 64, 8, 2, 1), (32, 32, 4, 2, 1)),
+    256: ((64, 64, 8, 4), (64, 64, 8, 2), (64, 64, 8, 4, 1), (64, 64, 8, 2, 1), (32, 32, 4, 2, 1)),
 }
 """Largest head dim -> (tile_q, tile_kv, warps, across, stages) worth timing, the best guess first."""
 

@@ -12,9 +12,9 @@ memory has to give so many at head dim 256 that the tensor cores wait.
     v               [stages, tile_kv, dim_v]     blocks of V
     p               [tile_q, tile_kv]            P, where two warps share rows
 
-    with one stage, block by block               with more
+    with one stage, block by block               with two
     wait for K(i), barrier                       wait for K(i), V(i), barrier
-    start to copy V(i)                           start to copy K(i + stages - 1), V(i + stages - 1)
+    start to copy V(i)                           start to copy K(i + 1), V(i + 1)
     S = Q K(i)^T                                 S = Q K(i)^T
     wait for V(i), barrier                       softmax
     start to copy K(i + 1)                       O += P V(i)
@@ -148,55 +148,37 @@ def block_at(K, tile, position):
 
 
 @gluon.jit
-def copy_keys(K, tile, position, STAGE):
+def copy_keys(K, tile, position, STAGE: gl.constexpr):
     first = block_at(K, tile, position) * K.C.tile_kv
-    copy_tile(at(K.k_s, STAGE), K.k, tile.keys, first, tile.n_kv, K.C, False, K.DIM, K.MASKED)
+    copy_tile(at(K.k_s, STAGE, K.C.stages), K.k, tile.keys, first, tile.n_kv, K.C, False, K.DIM, K.MASKED)
 
 
 @gluon.jit
-def copy_values(K, tile, position, STAGE):
+def copy_values(K, tile, position, STAGE: gl.constexpr):
     first = block_at(K, tile, position) * K.C.tile_kv
-    copy_tile(at(K.v_s, STAGE), K.v, tile.values, first, tile.n_kv, K.C, True, K.DIM_V, K.MASKED)
-
-
-@gluon.jit
-def stage_of(K, position):
-    if K.C.stages == 1:
-        return 0
-    else:
-        return (position.to(gl.uint32) % K.C.stages).to(gl.int32)
+    copy_tile(at(K.v_s, STAGE, K.C.stages), K.v, tile.values, first, tile.n_kv, K.C, True, K.DIM_V, K.MASKED)
 
 
 @gluon.jit
 def start_copies(K, tile):
-    """The copies of the first blocks: of K alone, or of all stages but one."""
-    if K.C.stages == 1:
-        copy_keys(K, tile, gl.to_tensor(0), 0)
-        async_copy.commit_group()
-    else:
-        for position in gl.static_range(K.C.stages - 1):
-            if position < tile.end - tile.begin:
-                copy_keys(K, tile, gl.to_tensor(position), position)
-                copy_values(K, tile, gl.to_tensor(position), position)
-            async_copy.commit_group()
+    """The copies of the first block: of K alone or, with two stages, of both."""
+    copy_keys(K, tile, gl.to_tensor(0), 0)
+    if K.C.stages == 2:
+        copy_values(K, tile, gl.to_tensor(0), 0)
+    async_copy.commit_group()
 
 
 @gluon.jit
-def await_keys(K, tile, position):
+def await_keys(K, tile, position, STAGE: gl.constexpr):
     """Wait for the K of a position, and start the copies for which there is room then."""
+    async_copy.wait_group(0)
+    partition_barrier()
     if K.C.stages == 1:
-        async_copy.wait_group(0)
-        partition_barrier()
         copy_values(K, tile, position, 0)
-        async_copy.commit_group()
-    else:
-        async_copy.wait_group(K.C.stages - 2)
-        partition_barrier()
-        ahead = position + (K.C.stages - 1)
-        if ahead < tile.end - tile.begin:
-            copy_keys(K, tile, ahead, stage_of(K, ahead))
-            copy_values(K, tile, ahead, stage_of(K, ahead))
-        async_copy.commit_group()  # of nothing, too, so that a count of groups is one of blocks
+    elif position + 1 < tile.end - tile.begin:
+        copy_keys(K, tile, position + 1, 1 - STAGE)
+        copy_values(K, tile, position + 1, 1 - STAGE)
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -219,7 +201,7 @@ def load_q(K, S: gl.constexpr):
     if K.C.q_in_registers:
         held = ()
         for c in gl.static_range(len(K.q_s)):
-            held += (K.q_s[c].index(0).load(left(S)),)
+            held += (K.q_s[c].load(left(S)),)
         return held
     else:
         return None
@@ -228,7 +210,7 @@ def load_q(K, S: gl.constexpr):
 @gluon.jit
 def products(K, q, k, S: gl.constexpr, CAREFUL: gl.constexpr = False):
     """S = Q K^T."""
-    return rows_by_rows(at(K.q_s, 0) if q is None else q, k, K.C.tile_q, K.C.tile_kv, S, CAREFUL)
+    return rows_by_rows(K.q_s if q is None else q, k, K.C.tile_q, K.C.tile_kv, S, CAREFUL)
 
 
 @gluon.jit
@@ -288,12 +270,26 @@ def rescale_lanes(sums, factor):
 def step(K, tile, q, position, acc, m, row_sum, S: gl.constexpr, FIRST: gl.constexpr, WHOLE: gl.constexpr):
     """The block at a position: (O, m, row sums) with it. m: what exponents are counted from or, with the safe softmax, the
     maximum. FIRST: it is the tile's first. WHOLE: no row of the tile is masked."""
+    if FIRST or K.C.stages == 1:
+        acc, m, row_sum = step_at(K, tile, q, position, acc, m, row_sum, S, FIRST, WHOLE, 0)
+    else:
+        if position % 2 == 0:
+            acc, m, row_sum = step_at(K, tile, q, position, acc, m, row_sum, S, FIRST, WHOLE, 0)
+        else:
+            acc, m, row_sum = step_at(K, tile, q, position, acc, m, row_sum, S, FIRST, WHOLE, 1)
+    return acc, m, row_sum
+
+
+@gluon.jit
+def step_at(
+    K, tile, q, position, acc, m, row_sum, S: gl.constexpr, FIRST: gl.constexpr, WHOLE: gl.constexpr, STAGE: gl.constexpr
+):
+    """The block at a position, whose K and V are in a stage."""
     GUARDED: gl.constexpr = K.MASKED or K.score.CHANGED
     i = block_at(K, tile, position)
-    stage = stage_of(K, position)
-    await_keys(K, tile, position)
+    await_keys(K, tile, position, STAGE)
     documents = 0 if WHOLE else documents_of_block(K, S, i, tile)
-    s = products(K, q, at(K.k_s, stage), S)
+    s = products(K, q, at(K.k_s, STAGE, K.C.stages), S)
     s, scale = scores_of(K, s, i, tile)
     if not WHOLE:
         s = apply_mask(K, s, i, documents, tile)
@@ -315,7 +311,7 @@ def step(K, tile, q, position, acc, m, row_sum, S: gl.constexpr, FIRST: gl.const
     sums = lane_sums(p, K.C.across)
     row_sum = sums if FIRST else row_sum + sums
     p = kept_weights(K, p, i, tile).to(K.dtype)
-    acc = add_products(acc, to_left(K, p, S), at(K.v_s, stage), S)
+    acc = add_products(acc, to_left(K, p, S), at(K.v_s, STAGE, K.C.stages), S)
     return acc, m, row_sum
 
 
@@ -328,7 +324,7 @@ def attend(K, tile, S: gl.constexpr):
     start_copies(K, tile)
     if K.C.q_in_registers:
         # Q came first, and is waited for with the first block.
-        async_copy.wait_group(0 if K.C.stages == 1 else K.C.stages - 2)
+        async_copy.wait_group(0)
         partition_barrier()
         q = load_q(K, S)
     acc = zeros(K.C.tile_q, K.C, True, S)
@@ -398,7 +394,7 @@ def store_chunk(K, tile, o, c: gl.constexpr):
     COLUMNS: gl.constexpr = o.shape[1]
     if K.C.leaves_by_q:
         LAYOUT: gl.constexpr = in_rows(COLUMNS, K.C.warps, K.dtype)
-        o_s = K.q_s[c].index(0)
+        o_s = K.q_s[c]
         o_s.store(o)
         partition_barrier()
         pointers, exists = pointers_of(K, tile, FIRST, COLUMNS, LAYOUT)
@@ -486,14 +482,14 @@ def attend_with_care(K, tile, number, S: gl.constexpr):
     for i in tl.range(tile.begin, tile.end):
         first = i * K.C.tile_kv
         partition_barrier()
-        copy_tile(at(K.k_s, 0), K.k, tile.keys, first, tile.n_kv, K.C, False, K.DIM, True)
-        copy_tile(at(K.v_s, 0), K.v, tile.values, first, tile.n_kv, K.C, True, K.DIM_V, True)
+        copy_tile(at(K.k_s, 0, K.C.stages), K.k, tile.keys, first, tile.n_kv, K.C, False, K.DIM, True)
+        copy_tile(at(K.v_s, 0, K.C.stages), K.v, tile.values, first, tile.n_kv, K.C, True, K.DIM_V, True)
         async_copy.commit_group()
         async_copy.wait_group(0)
         partition_barrier()
         hidden = gl.full([K.C.tile_q, K.C.tile_kv], 0.0, gl.float32, S)
         hidden = ask_function(K, apply_mask(K, hidden, i, documents_of_block(K, S, i, tile), tile), i, tile)
-        s, scale = scores_of(K, products(K, None, at(K.k_s, 0), S, True), i, tile)
+        s, scale = scores_of(K, products(K, None, at(K.k_s, 0, K.C.stages), S, True), i, tile)
         s = gl.where(hidden == 0.0, s * scale, float("-inf"))
         new_m = gl.maximum(m, gl.max(s, 1))
         shift = shift_of(new_m)
@@ -508,7 +504,7 @@ def attend_with_care(K, tile, number, S: gl.constexpr):
         acc = times(acc, factor)
         new = ()
         for c in gl.static_range(len(acc)):
-            v = K.v_s[c].index(0).load(right(S))
+            v = K.v_s[c].load(right(S))
             if K.CUT:
                 v = values_of_pass(v, number)
             new += (add_product(acc[c], a, v, S, True),)
@@ -567,7 +563,7 @@ def forward_kernel(
         )  # fmt: skip
         tile = tile_of(K, work, S)
         queries = Matrix(q, q_batch, q_row, q_head)
-        copy_tile(at(K.q_s, 0), queries, queries.rows_of(tile.batch, tile.head, tile.start_q), tile.row, tile.n_q, C,
+        copy_tile(K.q_s, queries, queries.rows_of(tile.batch, tile.head, tile.start_q), tile.row, tile.n_q, C,
                   False, DIM, True)  # fmt: skip
         acc, m, row_sum = attend(K, tile, S)
         share, lse_of_rows = shares_and_lse(K, tile, m, row_sum)

@@ -39,13 +39,15 @@ def first_of(C, of_v, c):
 
 
 @gluon.jit
-def allocate(dtype: gl.constexpr, number: gl.constexpr, rows: gl.constexpr, C: gl.constexpr, OF_V: gl.constexpr):
-    """[number, rows, columns] of shared memory for each chunk, swizzled."""
+def allocate(dtype: gl.constexpr, stages: gl.constexpr, rows: gl.constexpr, C: gl.constexpr, OF_V: gl.constexpr):
+    """[rows, columns] of shared memory for each chunk, swizzled, of each stage (see `at`). Stages do not lie in one buffer: of
+    a buffer the compiler does not know which stage is copied and which is read, and puts a barrier between."""
     chunks = ()
-    for c in gl.static_range(number_of(C, OF_V)):
-        chunks += (
-            gl.allocate_shared_memory(dtype, [number, rows, columns_of(C, OF_V, c)], swizzled(columns_of(C, OF_V, c), dtype)),
-        )
+    for _ in gl.static_range(stages):
+        for c in gl.static_range(number_of(C, OF_V)):
+            chunks += (
+                gl.allocate_shared_memory(dtype, [rows, columns_of(C, OF_V, c)], swizzled(columns_of(C, OF_V, c), dtype)),
+            )
     return chunks
 
 
@@ -59,11 +61,12 @@ def zeros(rows: gl.constexpr, C: gl.constexpr, OF_V: gl.constexpr, LAYOUT: gl.co
 
 
 @gluon.jit
-def at(chunks, index):
-    """The index-th buffer of each chunk."""
+def at(chunks, STAGE: gl.constexpr, STAGES: gl.constexpr):
+    """The chunks of one of some stages."""
+    NUMBER: gl.constexpr = len(chunks) // STAGES
     chosen = ()
-    for c in gl.static_range(len(chunks)):
-        chosen += (chunks[c].index(index),)
+    for c in gl.static_range(NUMBER):
+        chosen += (chunks[STAGE * NUMBER + c],)
     return chosen
 
 
