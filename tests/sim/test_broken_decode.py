@@ -112,7 +112,7 @@ BUGS = [
     kernel("the tree is read across", "query * terms.tree_row", "query * terms.tree_column", tree=True),
     kernel("the tree counts from the first key", "drafted = keys - (piece.length - piece.queries)", "drafted = keys",
            tree=True),
-    kernel("the sink weighs twice", "+ gl.exp2(sink - _finite(new_top))", "+ 2 * gl.exp2(sink - _finite(new_top))", sinks=True),
+    kernel("the sink weighs twice", "+ gl.exp2(sink - finite(new_top))", "+ 2 * gl.exp2(sink - finite(new_top))", sinks=True),
     kernel("slopes of the first head", "+ head, mask=query", "+ 0 * head, mask=query", alibi=True),
     schedule("the last request is left out", "total += gl.sum(own, 0)",
              "total += gl.sum(gl.where(b < requests.batch - 1, own, 0), 0)"),

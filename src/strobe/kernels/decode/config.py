@@ -19,6 +19,10 @@ FEW_JOBS = 8
 OVERHEAD = 2 * KIB
 """Shared memory of a CTA beside its rings: statistics, what the compiler adds, what the driver takes."""
 MOST_PARTS = 32
+LEAST_BOX = 16
+"""Keys of a page from which on TMA copies them: fewer at a time would take more instructions than cp.async does."""
+WGMMA_FROM_ROWS: int | None = None
+"""Rows that share a key head from which on TMA and wgmma do a decode on Hopper; None: nowhere, until they have been timed."""
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
 
 
@@ -37,6 +41,9 @@ class Config:
     narrow: columns of K beyond head_dim, where V is its first head_dim columns; 0 where V lies elsewhere.
     column_warps: warps that share a state of the softmax, and halve (or quarter) the columns of O, which would not fit the
         registers of one: they exchange scores at every step.
+    box: keys that TMA copies together, all of one page; 0: cp.async copies, mma.sync multiplies. Otherwise TMA and wgmma do, for
+        which four warps have 64 rows.
+    chunk: columns that TMA copies together.
     """
 
     head_dim: int
@@ -50,6 +57,8 @@ class Config:
     kv_bytes: int = 2
     column_warps: int = 1
     narrow: int = 0
+    box: int = 0
+    chunk: int = 0
 
     @property
     def row_warps(self) -> int:
@@ -94,9 +103,11 @@ class Config:
         return self.stages * self.tokens * columns * self.kv_bytes
 
     def smem_map(self) -> list[Buffer]:
-        """The rings of K and V. The results of warps meet in that of K, when it is empty."""
+        """The rings of K and V, and the rows of Q for wgmma. The results of warps meet in the ring of K, when it is empty."""
         other = ("sK narrow", self.narrow) if self.narrow else ("sV", self.head_dim_v)
-        shapes = {"sK": (self.stages, self.tokens, self.head_dim), other[0]: (self.stages, self.tokens, other[1])}
+        shapes: dict[str, tuple[int, ...]] = {"sQ": (self.rows, self.head_dim + self.narrow)} if self.box else {}
+        shapes |= {"sP": (self.rows, self.tokens)} if self.box and self.narrow else {}
+        shapes |= {"sK": (self.stages, self.tokens, self.head_dim), other[0]: (self.stages, self.tokens, other[1])}
         return [Buffer(name, shape, self.kv_bytes * math.prod(shape)) for name, shape in shapes.items()]
 
     @property
@@ -109,6 +120,8 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of a problem on an arch: two CTAs share a multiprocessor, and the ring is as long as their shared memory
     allows, up to three steps of 64 keys, so that 26 KB of each multiprocessor are always under way. On an H100 three CTAs with
     two steps were slower, one CTA with six level or slower, and one group of copies a step, instead of two, level."""
+    if WGMMA_FROM_ROWS is not None and problem.rows >= WGMMA_FROM_ROWS and takes_wgmma(problem, arch):
+        return of_wgmma(problem, arch)
     if is_latent(problem):
         return _latent(problem)
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
@@ -131,6 +144,31 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
     while config.stages < stages and ctas * (replace(config, stages=config.stages + 1).smem + OVERHEAD) <= room:
         config = replace(config, stages=config.stages + 1)
     return replace(config, ctas=ctas)
+
+
+def takes_wgmma(problem: DecodeProblem, arch: Arch) -> bool:
+    """Whether TMA and wgmma can do it: 16 bits, a page of 16 keys at least, scales for more than a key."""
+    by_token = any(scale is not None and len(scale.shape) == 3 for scale in (problem.k_scale, problem.v_scale))
+    box = 64 if is_latent(problem) else LEAST_BOX
+    paged = problem.page_size is None or problem.page_size % box == 0
+    sixteen = problem.kv_dtype == problem.dtype and not by_token
+    return arch.capability == 90 and sixteen and paged and (is_latent(problem) or not problem.shared) and not problem.deterministic
+
+
+def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0, tokens: int = 64) -> Config:
+    """The config of TMA and wgmma: 64 rows for four warps, and two CTAs on a multiprocessor, or 128 rows for eight and one."""
+    if is_latent(problem):
+        return Config(512, 512, 64, 64, 2, 8, 1, column_warps=2, narrow=64, box=64, chunk=256)
+    dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    rows = rows or (64 if problem.rows <= 64 or max(dim, dim_v) > 128 else 128)
+    box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
+    chunk = min(dim, dim_v, 128 if box == tokens else 64)
+    warps, ctas = rows // 16, 2 if rows == 64 and max(dim, dim_v) <= 128 else 1
+    config = Config(dim, dim_v, rows, tokens, 2, warps, ctas, box=box, chunk=chunk)
+    room = arch.smem_per_sm or 100 * KIB
+    while ctas * (replace(config, stages=config.stages + 1).smem + OVERHEAD) <= room and config.stages < 8:
+        config = replace(config, stages=config.stages + 1)
+    return config
 
 
 def rows_of_tile(rows: int) -> int:

@@ -42,7 +42,7 @@ from strobe.kernels.decode.schedule import (
     start_of,
     stretch_of,
 )
-from strobe.kernels.gluon import aggregate, cp_async, gl, gluon, partition_barrier, reinterpret
+from strobe.kernels.gluon import aggregate, cp_async, gl, gluon, partition_barrier, reinterpret, tensor_descriptor
 
 LOG2E = gl.constexpr(1.4426950408889634)
 CHUNK = gl.constexpr(64)
@@ -51,11 +51,11 @@ CHUNK = gl.constexpr(64)
 
 @aggregate
 class Cached:
-    """Where keys and values are: pointers to k, v and, or None, to the page table; their strides, and the number of pages.
-    PAGE: keys of a page, or 0."""
+    """Where keys and values are: pointers to k, v (or descriptors for TMA) and, or None, to the page table; their strides, and
+    the number of pages. PAGE: keys of a page, or 0."""
 
-    k: gl.tensor
-    v: gl.tensor
+    k: (gl.tensor, tensor_descriptor)
+    v: (gl.tensor, tensor_descriptor)
     table: (gl.tensor, gl.constexpr)
     k_page: gl.tensor
     k_row: gl.tensor
@@ -320,16 +320,16 @@ def copy_step(buffer, base, offsets, inside, layout: gl.constexpr, COLUMNS: gl.c
 
 @gluon.jit
 def load_queries(outputs, piece, FIRST: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr, C: gl.constexpr,
-                 GROUP: gl.constexpr, DIM: gl.constexpr):  # fmt: skip
+                 GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr = 2):  # fmt: skip
     """COLUMNS of Q from FIRST on as the first operand of a product, the same for all warps that share its rows; zeros beyond
-    the last row."""
+    the last row. WIDTH: elements that are loaded together."""
     row = piece.first_row + along(C.rows, 1, layout) + 0 * along(C.token_warps, 0, layout)
     column = FIRST + along(COLUMNS, 2, layout)
     query, head = row // GROUP, piece.head * GROUP + row % GROUP
     at = outputs.q + piece.batch.to(gl.int64) * outputs.q_batch
     at += (piece.first_query + query).to(gl.int64) * outputs.q_row + head.to(gl.int64) * outputs.q_head
-    mask = gl.max_constancy((row < piece.queries * GROUP) & (column < DIM), [1, 1, 2])
-    return gl.load(gl.multiple_of(at + column, [1, 1, 4]), mask=mask, other=0.0)  # bytes
+    mask = gl.max_constancy((row < piece.queries * GROUP) & (column < DIM), [1, 1, WIDTH])
+    return gl.load(gl.multiple_of(at + column, [1, 1, 2 * WIDTH]), mask=mask, other=0.0)  # bytes
 
 
 # ---- scores
@@ -345,6 +345,18 @@ def scores_of(s, terms, cached, piece, entry, first, k_scale, C: gl.constexpr, G
         at = rows_at(cached, first, pages, entry, terms.k_scale_page, terms.k_scale_row, C, KEYS) + piece.head
         scales = gl.load(terms.k_scale + at, mask=is_key(cached, piece, first, pages, C, KEYS), other=0.0)
         s = s * gl.expand_dims(scales, 1)
+    s = changed(s, terms, piece, first, k_scale, C, GROUP, LAYOUT)
+    if cached.PAGE:
+        s = gl.where(gl.expand_dims(is_page(cached, pages), 1), s, -float("inf"))
+    if some_are_hidden(terms, piece, first, C):
+        s = gl.where(is_seen(terms, piece, first, C, GROUP, LAYOUT), s, -float("inf"))
+    return s
+
+
+@gluon.jit
+def changed(s, terms, piece, first, k_scale, C: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Scores, times log2(e), of products s from key `first` on, as if every row saw every key."""
+    KEYS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     if terms.softcap is not None:
         s = terms.softcap * LOG2E * tanh(s * (terms.scale * k_scale / terms.softcap))
     else:
@@ -355,10 +367,6 @@ def scores_of(s, terms, cached, piece, entry, first, k_scale, C: gl.constexpr, G
         slope = gl.load(terms.alibi + piece.batch * terms.alibi_batch + head, mask=query < piece.queries, other=0.0)
         away = piece.length - piece.queries + query - gl.expand_dims(first + keys_in(C, KEYS), 1)
         s = s - (slope * LOG2E) * gl.abs(away.to(gl.float32))
-    if cached.PAGE:
-        s = gl.where(gl.expand_dims(is_page(cached, pages), 1), s, -float("inf"))
-    if some_are_hidden(terms, piece, first, C):
-        s = gl.where(is_seen(terms, piece, first, C, GROUP, LAYOUT), s, -float("inf"))
     return s
 
 
@@ -398,7 +406,7 @@ def is_seen(terms, piece, first, C: gl.constexpr, GROUP: gl.constexpr, LAYOUT: g
 
 
 @gluon.jit
-def _finite(x):
+def finite(x):
     """x, or 0 for -inf: what maxima are subtracted as, since -inf - -inf would be NaN."""
     return gl.where(x == -float("inf"), 0.0, x)
 
@@ -512,7 +520,7 @@ def walk(rings, outputs, terms, cached, piece, entry, C: gl.constexpr, GROUP: gl
         s = products_of(rings, now, q, outputs, piece, C, GROUP, DIM)
         s = scores_of(s, terms, cached, piece, entry, first, k_scale, C, GROUP, L)
         new_max = gl.maximum(row_max, gl.max(s, 2))
-        shift = _finite(new_max)
+        shift = finite(new_max)
         p = gl.exp2(s - gl.expand_dims(shift, 2))
         rescale = gl.exp2(row_max - shift)
         row_sum = row_sum * rescale + gl.sum(p, 2)
@@ -539,6 +547,16 @@ def scale_of_values(terms, cached, piece, entry, first, C: gl.constexpr, layout:
     return gl.load(terms.v_scale + at, mask=is_key(cached, piece, first, pages, C, layout), other=0.0)
 
 
+@gluon.jit
+def find(memory, outputs, terms, cached, piece, entry, turn, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+         DIM_V: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
+    """What all warps find along the keys of a piece, as `gather_warps` gives it, and `turn`, which counts nothing here."""
+    rings, stats = memory
+    acc, row_max, row_sum = walk(rings, outputs, terms, cached, piece, entry, C, GROUP, DIM, DIM_V)
+    o, top, total = gather_warps(rings[0], stats, acc, row_max, row_sum, C, ROWS)
+    return o, top, total, turn
+
+
 # ---- results. Of a tile's rows only ROWS may be in use.
 
 
@@ -548,7 +566,7 @@ def gather_warps(k_ring, stats, acc, row_max, row_sum, C: gl.constexpr, ROWS: gl
     R: gl.constexpr = result_layout(C)
     M: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, R))
     top = gl.max(row_max, 0)
-    weight = gl.exp2(row_max - gl.expand_dims(_finite(top), 0))
+    weight = gl.exp2(row_max - gl.expand_dims(finite(top), 0))
     total = gl.sum(row_sum * weight, 0)
     meet = reinterpret(k_ring, gl.float32, meet_shape(C), ring_layout(C.head_dim_v, 4))
     partition_barrier()  # everybody has read the last step of K
@@ -584,7 +602,7 @@ def merge(outputs, rows, parts, first, job_begins, stretch, C: gl.constexpr, ROW
         there = (i + number_3 < parts) & (row_3 < rows) & (column < C.head_dim_v)
         os = gl.load(at + (row_3 * C.head_dim_v + column), mask=there, other=0.0, cache_modifier=".cg")
         new_top = gl.maximum(top, gl.max(tops, 0))
-        shift = _finite(new_top)
+        shift = finite(new_top)
         weights, rescale = gl.exp2(tops - gl.expand_dims(shift, 0)), gl.exp2(top - shift)
         total = total * rescale + gl.sum(totals * weights, 0)
         o = o * gl.expand_dims(gl.convert_layout(rescale, M), 1)
@@ -603,8 +621,8 @@ def write(outputs, terms, piece, o, top, total, C: gl.constexpr, GROUP: gl.const
     if terms.sinks is not None:
         sink = gl.load(terms.sinks + head, mask=there, other=0.0).to(gl.float32) * LOG2E
         new_top = gl.maximum(top, sink)
-        rescale = gl.exp2(top - _finite(new_top))
-        total = total * rescale + gl.exp2(sink - _finite(new_top))
+        rescale = gl.exp2(top - finite(new_top))
+        total = total * rescale + gl.exp2(sink - finite(new_top))
         o = o * gl.expand_dims(rescale, 1)
         top = new_top
     nothing = total == 0.0
@@ -635,6 +653,64 @@ def leave_part(outputs, rows, place, o, top, total, C: gl.constexpr, ROWS: gl.co
     row, column = gl.expand_dims(row, 1), gl.expand_dims(gl.arange(0, C.head_dim_v, gl.SliceLayout(0, gl.SliceLayout(0, R))), 0)
     at = outputs.parts + place.to(gl.int64) * (ROWS * C.head_dim_v) + row * C.head_dim_v + column
     gl.store(at, o, mask=(row < rows) & (column < C.head_dim_v))
+
+
+# ---- the work of a CTA
+
+
+@gluon.jit
+def take_pieces(FIND: gl.constexpr, memory, requests, outputs, terms, cached, heads_kv, tiles, C: gl.constexpr,
+                GROUP: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
+    """All pieces of a CTA's stretch, one after the other. FIND: what finds a piece's result, as `find` does, in a kernel's own
+    memory; `turn` is a number that it may count with."""
+    total, most = all_units(requests, heads_kv, C, GROUP)
+    alike = most.to(gl.int64) * requests.batch == total
+    stretch = stretch_of(requests, total, alike, heads_kv, C, GROUP)
+    x, last = start_of(gl.program_id(0), stretch, total), start_of(gl.program_id(0) + 1, stretch, total)
+    b, begins = request_at(requests, x, alike, most, heads_kv, C, GROUP)
+    turn = gl.to_tensor(0)
+    while x < last:
+        jobs, units = jobs_and_units(requests, b, b < requests.batch, heads_kv, C, GROUP)
+        if x == begins + jobs * units:
+            b += 1
+            begins = x
+        else:
+            job = (x - begins) // units
+            job_begins = begins + job * units
+            unit = x - job_begins
+            count = gl.minimum(units - unit, last - x)
+            if C.split:
+                count = 1 + 0 * count
+            head, tile = job, 0 * job
+            if tiles > 1:
+                head = job // (jobs // heads_kv)
+                tile = job - head * (jobs // heads_kv)
+            first_query, queries = queries_of(requests, b, b < requests.batch)
+            begin, end, length = keys_of(requests, b, b < requests.batch, queries)
+            entry = b
+            if requests.index is not None:
+                entry = gl.load(requests.index + b)
+            origin = (begin // C.unit + unit) * C.unit
+            piece = Piece(b, head, tile * C.rows, first_query, queries, length, gl.maximum(begin, origin),
+                          gl.minimum(end, origin + count * C.unit))  # fmt: skip
+            number, first = parts_of(job_begins, units, stretch, C)
+            o, top, row_sum, turn = FIND(memory, outputs, terms, cached, piece, entry, turn, C, GROUP, DIM, DIM_V, ROWS)
+            if number == 1:
+                write(outputs, terms, piece, o, top, row_sum, C, GROUP, DIM_V, ROWS)
+            else:
+                part = gl.program_id(0) - first
+                if C.split:
+                    part = unit
+                rows = queries * GROUP - piece.first_row
+                leave_part(outputs, rows, place_of(part, first, job_begins, stretch, C), o, top, row_sum, C, ROWS)
+                partition_barrier()  # so the arrival tells of what all threads wrote
+                arrival = outputs.arrivals + (b * heads_kv + head) * tiles + tile
+                if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == number - 1:
+                    gl.store(arrival, 0)
+                    o, top, row_sum = merge(outputs, rows, number, first, job_begins, stretch, C, ROWS)
+                    write(outputs, terms, piece, o, top, row_sum, C, GROUP, DIM_V, ROWS)
+            partition_barrier()  # everybody has read what the warps found, where K goes next
+            x += count
 
 
 NUMBERS = (
@@ -676,51 +752,4 @@ def decode_kernel(
             k.dtype.element_ty, [C.stages, C.token_warps, each, C.head_dim_v], ring_layout(C.head_dim_v, width)))  # fmt: skip
     stats = gl.allocate_shared_memory(gl.float32, [2, C.rows], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
-    total, most = all_units(requests, heads_kv, C, GROUP)
-    alike = most.to(gl.int64) * batch == total
-    stretch = stretch_of(requests, total, alike, heads_kv, C, GROUP)
-    x, last = start_of(gl.program_id(0), stretch, total), start_of(gl.program_id(0) + 1, stretch, total)
-    b, begins = request_at(requests, x, alike, most, heads_kv, C, GROUP)
-    while x < last:
-        jobs, units = jobs_and_units(requests, b, b < batch, heads_kv, C, GROUP)
-        if x == begins + jobs * units:
-            b += 1
-            begins = x
-        else:
-            job = (x - begins) // units
-            job_begins = begins + job * units
-            unit = x - job_begins
-            count = gl.minimum(units - unit, last - x)
-            if C.split:
-                count = 1 + 0 * count
-            head, tile = job, 0 * job
-            if tiles > 1:
-                head = job // (jobs // heads_kv)
-                tile = job - head * (jobs // heads_kv)
-            first_query, queries = queries_of(requests, b, b < batch)
-            begin, end, length = keys_of(requests, b, b < batch, queries)
-            entry = b
-            if index is not None:
-                entry = gl.load(index + b)
-            origin = (begin // C.unit + unit) * C.unit
-            piece = Piece(b, head, tile * C.rows, first_query, queries, length, gl.maximum(begin, origin),
-                          gl.minimum(end, origin + count * C.unit))  # fmt: skip
-            number, first = parts_of(job_begins, units, stretch, C)
-            found = walk(rings, outputs, terms, cached, piece, entry, C, GROUP, DIM, DIM_V)
-            o, top, row_sum = gather_warps(k_ring, stats, found[0], found[1], found[2], C, ROWS)
-            if number == 1:
-                write(outputs, terms, piece, o, top, row_sum, C, GROUP, DIM_V, ROWS)
-            else:
-                part = gl.program_id(0) - first
-                if C.split:
-                    part = unit
-                rows = queries * GROUP - piece.first_row
-                leave_part(outputs, rows, place_of(part, first, job_begins, stretch, C), o, top, row_sum, C, ROWS)
-                partition_barrier()  # so the arrival tells of what all threads wrote
-                arrival = arrivals + (b * heads_kv + head) * tiles + tile
-                if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == number - 1:
-                    gl.store(arrival, 0)
-                    o, top, row_sum = merge(outputs, rows, number, first, job_begins, stretch, C, ROWS)
-                    write(outputs, terms, piece, o, top, row_sum, C, GROUP, DIM_V, ROWS)
-            partition_barrier()  # everybody has read what the warps found, where K goes next
-            x += count
+    take_pieces(find, (rings, stats), requests, outputs, terms, cached, heads_kv, tiles, C, GROUP, DIM, DIM_V, ROWS)

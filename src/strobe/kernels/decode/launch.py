@@ -8,8 +8,10 @@ import torch
 
 from strobe.device import Arch
 from strobe.kernels.common.call import Buffer, Buffers, Call, Tensors
+from strobe.kernels.common.descriptors import descriptor
 from strobe.kernels.decode.config import Config, jobs, partial_places, tiles_of_rows
 from strobe.kernels.decode.forward import decode_kernel
+from strobe.kernels.decode.hopper import hopper_kernel
 from strobe.problem import lse_shape_of
 from strobe.serving.problem import DecodeProblem
 
@@ -66,7 +68,12 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
     )  # fmt: skip
     if arch.capability >= 90:
         constants["launch_pdl"] = True
-    return [Call(decode_kernel, (ctas(problem, arch, config),), (), {**arguments, **constants})]
+    kernel = decode_kernel
+    if config.box:
+        kernel = hopper_kernel
+        arguments["k"] = descriptor(t.k, config.box, config.chunk)
+        arguments["v"] = descriptor(t.k, config.box, config.narrow) if config.narrow else descriptor(t.v, config.box, config.chunk)
+    return [Call(kernel, (ctas(problem, arch, config),), (), {**arguments, **constants})]
 
 
 def by_row(problem: DecodeProblem) -> bool:
