@@ -10,7 +10,7 @@ import torch
 from strobe.device import KNOWN
 from strobe.kernels.common.call import Tensors
 from strobe.kernels.decode import launch
-from strobe.kernels.decode.config import choose
+from strobe.kernels.decode.config import choose, of_wgmma
 from strobe.sim import Launch
 from strobe.sim import attention as attention  # which gives the simulator the models of our assembly
 
@@ -20,17 +20,17 @@ from requests_at_random import Drawn, check, described, right
 
 def run(
     call: Drawn, ctas: int = 3, order: str = "in_order", seed: int = 0, arch: int = 90, launches: int = 1,
-    kernel: ModuleType | None = None, **config,
+    kernel: ModuleType | None = None, wgmma: bool = False, **config,
 ) -> None:  # fmt: skip
     """Simulate `launches` launches of a call, one after the other with the same counters, and check their results. kernel: a
-    module in place of `decode.forward`. config: changes of the config."""
+    module in place of `decode.forward`, or of `decode.hopper` with wgmma. config: changes of the config."""
     columns = call.cache.head_dim_v if call.cache.v is None else call.cache.v.shape[-1]
     out = torch.full((*call.q.shape[:-1], columns), torch.nan, dtype=call.q.dtype)
     if "cu_seqlens_q" in call.keywords:
         out.zero_()
     problem, operands = described(call, out=out)
     gpu = replace(KNOWN["H200" if arch == 90 else "A100"], sms=ctas)
-    chosen = replace(choose(problem, gpu), **{"ctas": 1, **config})
+    chosen = replace((of_wgmma if wgmma else choose)(problem, gpu), **{"ctas": 1, **config})
     buffers = launch.buffers(problem, gpu, chosen)
     made = {
         name: torch.full(x.shape, torch.nan if x.fill is None else x.fill, dtype=x.dtype)
@@ -39,7 +39,7 @@ def run(
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     tensors = Tensors(**given, **made)
     (one,) = launch.calls(problem, tensors, gpu, chosen)
-    function = one.kernel if kernel is None else kernel.decode_kernel
+    function = one.kernel if kernel is None else getattr(kernel, "hopper_kernel" if wgmma else "decode_kernel")
     simulated = Launch(function, one.grid, (), one.keywords, arch=arch, rewritable=("arrivals",))
     wanted = right(call)
     for _ in range(launches):

@@ -11,13 +11,25 @@ import pytest
 import torch
 from decode_launch import run
 from requests_at_random import draw
+from test_decode_kernel import latent
 
 import strobe
 from strobe.kernels.decode import forward
-from strobe.sim import DoubleWrite, IllegalOperation, OutOfBounds, Race, Unfinished, Uninitialised
+from strobe.sim import (
+    BarrierMisuse,
+    Deadlock,
+    DoubleWrite,
+    IllegalOperation,
+    MissingFence,
+    OutOfBounds,
+    Race,
+    Unfinished,
+    Uninitialised,
+)
 
 ORDERS = ("in_order", "random", "late", "early")
 SCHEDULE, FORWARD = "strobe.kernels.decode.schedule", "strobe.kernels.decode.forward"
+HOPPER = "strobe.kernels.decode.hopper"
 NUMBERS = (AssertionError,)
 TOO_EARLY = (Race, Uninitialised)
 
@@ -40,6 +52,10 @@ class Bug:
 
 def kernel(what, text, becomes, errors=NUMBERS, launches=1, **case) -> Bug:
     return Bug(what, FORWARD, text, becomes, errors, case, launches)
+
+
+def hopper(what, text, becomes, errors=NUMBERS, **case) -> Bug:
+    return Bug(what, HOPPER, text, becomes, errors, case)
 
 
 def schedule(what, text, becomes, errors=NUMBERS, **case) -> Bug:
@@ -129,6 +145,66 @@ BUGS = [
              (AssertionError, ZeroDivisionError, IllegalOperation)),
 ]  # fmt: skip
 
+LATENT = {"latent": True}
+NEXT_K = "now + C.stages, cached, next_pages, piece.head, at + ahead"
+NEXT_V = "now - 1 + C.stages, cached, pages, piece.head, at - C.tokens + ahead"
+BARRIER = """        acc = wait_output(acc)
+        partition_barrier()  # everybody has read K of this step, and V of the one before
+"""
+NARROW = "memory.k_narrow.index(slot).permute((1, 0)), s, is_async=True)\n    return warpgroup_mma_wait(0, deps=[s])"
+
+HOPPER_BUGS = [
+    hopper("K is not waited for", "        wait_for(memory.k_full, now, C)\n", "", TOO_EARLY),
+    hopper("V is not waited for", "        wait_for(memory.v_full, now - 1, C)\n", "", TOO_EARLY),
+    hopper("the last V is not waited for", "    wait_for(memory.v_full, turn - 1, C)\n    if has", "    if has", TOO_EARLY),
+    hopper("the phase is the other one", "(turn // C.stages) & 1)", "(turn // C.stages + 1) & 1)",
+           (*TOO_EARLY, Deadlock, BarrierMisuse)),
+    hopper("turns are not counted from piece to piece", "    turn += steps\n", "    turn += steps - 1\n",
+           (*TOO_EARLY, Deadlock, BarrierMisuse, Unfinished, AssertionError)),
+    hopper("S is used a product too early", "warpgroup_mma_wait(C.head_dim_v // C.chunk, deps=[s])",
+           "warpgroup_mma_wait(C.head_dim_v // C.chunk + 1, deps=[s])", (Unfinished,)),
+    hopper("O is used too early", "(warpgroup_mma_wait(0, deps=[acc[c]]),)", "(warpgroup_mma_wait(1, deps=[acc[c]]),)",
+           (Unfinished, Race)),
+    hopper("V is copied over what is read", BARRIER, "        partition_barrier()\n", (Unfinished, Race)),
+    hopper("K is that of the step before", NEXT_K, NEXT_K.replace("at + ahead", "at + ahead - C.tokens"), page=256),
+    hopper("V is that of the step after", NEXT_V, NEXT_V.replace("at - C.tokens + ahead", "at + ahead"), page=256),
+    hopper("a place too far", NEXT_K, NEXT_K.replace("now + C.stages", "now + 1 + C.stages"),
+           (*TOO_EARLY, Deadlock, BarrierMisuse, Unfinished)),
+    hopper("a step too many is copied", "i + C.stages < steps, C, C.head_dim)", "i + C.stages <= steps, C, C.head_dim)",
+           (Unfinished, BarrierMisuse, *TOO_EARLY)),
+    hopper("half of the bytes are expected", "C.tokens * COLUMNS * 2, pred=go", "C.tokens * COLUMNS, pred=go",
+           (BarrierMisuse, Deadlock, *TOO_EARLY)),
+    hopper("another row of the page", "row = row % cached.PAGE", "row = (row + 1) % cached.PAGE", page=32),
+    hopper("the first chunk of columns twice", "[page, head, row, c * W], barrier", "[page, head, row, 0 * W], barrier",
+           head_dim=128, head_dim_v=128),
+    hopper("pages beyond the table are looked up", "return (first + C.box > piece.begin) & (first < piece.end)",
+           "return first + C.box > piece.begin", (OutOfBounds,), lengths=[257, 257], batch=2, room=257),
+    hopper("nobody notices that a page is missing", "& ~is_page(cached, pages[b])", "& (pages[b] < -9)", honest=False),
+    hopper("values beyond the end stay", "(keys >= piece.begin) & (keys < piece.end)", "keys >= piece.begin"),
+    hopper("values ahead of the leftpad stay", "(keys >= piece.begin) & (keys < piece.end)", "keys < piece.end", leftpad=True,
+           page=None),
+    hopper("no values are cleared in the last step", "    if has_others(piece, last, C):\n", "    if first < last - last:\n"),
+    hopper("values are cleared without a fence", "inside, v.load(L), 0.0))\n    fence_async_shared()\n",
+           "inside, v.load(L), 0.0))\n", (MissingFence,)),
+    hopper("Q has no fence", "gl.reshape(q, [C.rows, C.narrow]))\n    fence_async_shared()\n",
+           "gl.reshape(q, [C.rows, C.narrow]))\n", (MissingFence,)),
+    hopper("K comes to where the result was without a fence", "    fence_async_shared()  # K comes there next\n", "",
+           (MissingFence, Race)),
+    hopper("O is not rescaled", "        acc = rescaled(acc, factor, C)\n    last", "    last"),
+    hopper("the sums are not rescaled", "row_sum * factor + gl.sum(p, 1)", "row_sum + gl.sum(p, 1)"),
+    hopper("the parts of O change places", "meet.slice(c * W, W, 2)", "meet.slice((len(acc) - 1 - c) * W, W, 2)", head_dim=128,
+           head_dim_v=128),
+    hopper("a latent step is not waited for", "        wait_for(memory.full, now, C)\n", "", TOO_EARLY, **LATENT),
+    hopper("P has no fence", "        else:\n            fence_async_shared()\n", "        else:\n", (MissingFence,), **LATENT),
+    hopper("latent scores are used too early", NARROW, NARROW.replace("wait(0", "wait(1"), (Unfinished,), **LATENT),
+    hopper("latent columns of another place", "[page, head, row, C.head_dim], barrier", "[page, head, row, 0], barrier",
+           **LATENT),
+    hopper("latent O is not rescaled", "        acc = rescaled(acc, factor, C)\n        memory.p", "        memory.p",
+           **LATENT),
+    hopper("latent sums are not rescaled", "sums * gl.expand_dims(factor, 1) + p", "sums + p", **LATENT),
+    hopper("latent values beyond the end stay", "        if has_others(piece, at, C):\n", "        if at < first:\n", **LATENT),
+]  # fmt: skip
+
 _numbers = count()
 
 
@@ -148,7 +224,7 @@ def altered(module: str, text: str, becomes: str, folder: Path) -> ModuleType:
 def broken(bug: Bug, folder: Path) -> ModuleType:
     """The kernel's module with a mistake in it, or in its schedule."""
     copy = altered(bug.module, bug.text, bug.becomes, folder)
-    if bug.module == FORWARD:
+    if bug.module != SCHEDULE:
         return copy
     whole = altered(FORWARD, '"""Attention of a few', '"""Broken attention of a few', folder)
     for name in vars(whole):
@@ -178,6 +254,23 @@ def test_it_is_found(bug, tmp_path):
             run(call, ctas=7, order=order, seed=number, kernel=module, launches=bug.launches, tokens=64, stages=2)
 
 
+@pytest.mark.parametrize("bug", HOPPER_BUGS, ids=str)
+def test_it_is_found_with_wgmma(bug, tmp_path):
+    case = {**CASE, **bug.case}
+    honest, of_latent = case.pop("honest", True), case.pop("latent", False)
+    call = latent(48) if of_latent else draw(1, torch.float16, honest, **case)
+    if case["leftpad"] and case["page"] is None:
+        for b, pad in enumerate(call.cache.leftpad.tolist()):
+            entry = b if call.cache.index is None else int(call.cache.index[b])
+            call.cache.k[entry, :pad] = call.cache.v[entry, :pad] = torch.nan
+    module = broken(bug, tmp_path)
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            run(call, ctas=2 if of_latent else 5, order=order, seed=number, kernel=module, wgmma=True, stages=2)
+
+
 def test_no_false_alarm():
     for number, order in enumerate(ORDERS):
         run(draw(1, torch.float16, **CASE), ctas=7, order=order, seed=number, launches=2, tokens=64, stages=2)
+        run(draw(1, torch.float16, **CASE), ctas=5, order=order, seed=number, launches=2, wgmma=True, stages=2)
+        run(latent(48), ctas=2, order=order, seed=number, wgmma=True, stages=2)

@@ -47,21 +47,50 @@ def test_columns_that_two_warps_share():
 
 @pytest.mark.parametrize(("heads", "deterministic"), [(16, False), (16, True), (64, False)])
 def test_values_that_are_columns_of_keys(heads, deterministic):
-    """Multi-head latent attention: 576 columns of keys, of which the first 512 are the values."""
+    call = latent(heads)._replace(keywords={"deterministic": deterministic})
+    run(call, ctas=3, **({"split": 64} if deterministic else {}))
+
+
+def simulate_wgmma(seed: int) -> None:
+    """Random requests on TMA and wgmma; of every third a page is not there."""
+    dtype, page = (torch.float16, torch.bfloat16)[seed % 2], [None, 16, 48, 64, 128][seed % 5]
+    call = draw(seed, dtype, honest=seed % 3 > 0, page=page)
+    run(call, ctas=1 + seed % 6, order=ORDERS[seed // 2 % 4], seed=seed, wgmma=True)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_wgmma(seed):
+    simulate_wgmma(seed)
+
+
+@pytest.mark.parametrize(("rows", "tokens", "stages"), [(128, 64, 2), (64, 32, 5), (128, 128, 2)])
+def test_other_configs_of_wgmma(rows, tokens, stages):
+    call = draw(4, torch.bfloat16, head_dim=128, head_dim_v=64, ragged=False, group=8, heads_kv=1, n_q=19, page=32)
+    run(call, ctas=4, wgmma=True, rows=rows, warps=rows // 16, tokens=tokens, stages=stages, box=32, chunk=64)
+
+
+def latent(heads: int, n_q: int = 1) -> Drawn:
+    """A call of multi-head latent attention: 576 columns of keys, of which the first 512 are the values."""
     g = torch.Generator().manual_seed(heads)
-    latent = torch.full((7, 64, 1, 576), torch.nan)
+    columns = torch.full((7, 64, 1, 576), torch.nan)
     for page, rows in ((5, 64), (0, 64), (3, 2), (1, 33)):
-        latent[page, :rows] = torch.randn(rows, 1, 576, generator=g)
+        columns[page, :rows] = torch.randn(rows, 1, 576, generator=g)
     table, lengths = torch.tensor([[5, 0, 3], [1, -1, 9]], dtype=torch.int32), torch.tensor([130, 33], dtype=torch.int32)
-    cache = strobe.Cache(latent.half(), None, lengths, table, head_dim_v=512)
-    q = torch.randn(2, 1, heads, 576, generator=g).half()
-    run(Drawn(q, cache, {"deterministic": deterministic}), ctas=3, **({"split": 64} if deterministic else {}))
+    cache = strobe.Cache(columns.half(), None, lengths, table, head_dim_v=512)
+    return Drawn(torch.randn(2, n_q, heads, 576, generator=g).half(), cache, {})
+
+
+@pytest.mark.parametrize(("heads", "n_q", "order"), [(16, 1, "late"), (48, 2, "random"), (128, 1, "early"), (3, 1, "in_order")])
+def test_values_that_are_columns_of_keys_by_wgmma(heads, n_q, order):
+    run(latent(heads, n_q), ctas=3, wgmma=True, order=order)
 
 
 @pytest.mark.exhaustive
 def test_many_more():
     for seed in range(100, 400):
         simulate(seed)
+    for seed in range(100, 200):
+        simulate_wgmma(seed)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -41,8 +41,8 @@ class Config:
     narrow: columns of K beyond head_dim, where V is its first head_dim columns; 0 where V lies elsewhere.
     column_warps: warps that share a state of the softmax, and halve (or quarter) the columns of O, which would not fit the
         registers of one: they exchange scores at every step.
-    box: keys that TMA copies together, all of one page; 0: cp.async copies, mma.sync multiplies. Otherwise TMA and wgmma do, for
-        which four warps have 64 rows.
+    box: keys that TMA copies together, all of one page, for wgmma, by which four warps have 64 rows; 0: cp.async copies, and
+        mma.sync multiplies.
     chunk: columns that TMA copies together.
     """
 
@@ -152,7 +152,9 @@ def takes_wgmma(problem: DecodeProblem, arch: Arch) -> bool:
     box = 64 if is_latent(problem) else LEAST_BOX
     paged = problem.page_size is None or problem.page_size % box == 0
     sixteen = problem.kv_dtype == problem.dtype and not by_token
-    return arch.capability == 90 and sixteen and paged and (is_latent(problem) or not problem.shared) and not problem.deterministic
+    return (
+        arch.capability == 90 and sixteen and paged and (is_latent(problem) or not problem.shared) and not problem.deterministic
+    )
 
 
 def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0, tokens: int = 64) -> Config:

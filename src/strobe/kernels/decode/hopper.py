@@ -1,7 +1,7 @@
 """Attention of many rows over a cache, in Gluon, for Hopper: TMA, and wgmma, which takes 64 rows at a time.
 
-What its CTAs do is what those of `forward` do, and its requests, terms, results and the schedule are those: the way along the keys
-of a piece differs. All warps of a CTA do the same, and each four of them have 64 rows of a tile.
+The schedule, the terms, the results and their merging are those of `forward`: the way along the keys of a piece differs. All
+warps of a CTA do the same, and each four of them have 64 rows of a tile.
 
     shared memory   shape                                     holds
     k_ring          [stages * chunks * boxes, box, chunk]     steps of K: columns in chunks, keys in boxes, which TMA copies, so
@@ -13,14 +13,14 @@ of a piece differs. All warps of a CTA do the same, and each four of them have 6
     barrier         arrivals      says
     k_full, v_full  TMA bytes     a step of K (V) is there
 
-That a step has been read a barrier of the CTA says, one for each step; then K's place is filled with the step that comes `stages`
-later, V's with the one before.
+A barrier of the CTA, one for each step, says that a step has been read; then K's place is filled with the step that comes
+`stages` later, and V's with the one before.
 
 Step i issues S = Q K(i)^T and O += P(i - 1) V(i - 1) together, and turns S into P(i) while the second still runs.
 
-A box lies in one page. What a box holds of no page, or beyond a contiguous cache, TMA copies as zeros. Keys beyond a length may be
-anything, NaN too: their scores are masked, and their values are set to zero where they lie, in the first and the last step of a
-piece alone.
+A box lies in one page. TMA copies zeros for a page that is not there, and for keys beyond a contiguous cache. Keys beyond a
+length may be anything, NaN too: their scores are masked, and their values are set to zero where they lie, in the first and the
+last step of a piece alone.
 """
 
 import triton.language as tl
@@ -370,8 +370,8 @@ def walk(memory, outputs, terms, cached, piece, entry, turn, C: gl.constexpr, GR
         p = wide.to(dtype)
         acc = wait_output(acc)
         partition_barrier()  # everybody has read K of this step, and V of the one before
-        copy_step(memory.v_desc, memory.v_ring, memory.v_full, now - 1 + C.stages, cached, pages, piece.head, at - C.tokens + ahead,
-                  i - 1 + C.stages < steps, C, C.head_dim_v)  # fmt: skip
+        copy_step(memory.v_desc, memory.v_ring, memory.v_full, now - 1 + C.stages, cached, pages, piece.head,
+                  at - C.tokens + ahead, i - 1 + C.stages < steps, C, C.head_dim_v)  # fmt: skip
         copy_step(memory.k_desc, memory.k_ring, memory.k_full, now + C.stages, cached, next_pages, piece.head, at + ahead,
                   i + C.stages < steps, C, C.head_dim)  # fmt: skip
         pages = next_pages
@@ -427,8 +427,8 @@ def find(memory, outputs, terms, cached, piece, entry, turn, C: gl.constexpr, GR
 
 @aggregate
 class LatentMemory:
-    """What `Memory` is where V is the first columns of K: those in chunks as k_ring and k, the others as k_narrow; p: the weights
-    of a step, [rows, tokens]."""
+    """What `Memory` is where V is the first columns of K: those are k_ring, in chunks, the others k_narrow. p: the weights of
+    a step, [rows, tokens]."""
 
     k_desc: tensor_descriptor
     narrow_desc: tensor_descriptor
@@ -502,8 +502,9 @@ def latent_output(memory, acc, turn, C: gl.constexpr):
 
 @gluon.jit
 def walk_latent(memory, outputs, terms, cached, piece, entry, turn, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr):
-    """What `walk` does, where V is columns of K. Eight warps have 64 rows, four each half of a step's keys and half of the columns
-    of O: the weights meet in shared memory, and the rest of two steps leaves no room for more that would be under way."""
+    """What `walk` does, where V is columns of K. Eight warps have 64 rows, four each half of a step's keys and half of the
+    columns of O, so the weights meet in shared memory. There is room for two steps alone: products of one step do not overlap
+    with those of the next, whose copy would come too late."""
     STAGES: gl.constexpr = C.stages
     ahead: gl.constexpr = STAGES * C.tokens
     S: gl.constexpr = rows_of(C, C.tokens)
@@ -570,10 +571,7 @@ def hopper_kernel(
     C: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, ROWS: gl.constexpr,
     BY_ROW: gl.constexpr, K_BY_TOKEN: gl.constexpr, V_BY_TOKEN: gl.constexpr, IN_TURN: gl.constexpr,
 ):  # fmt: skip
-    if C.narrow > 0:
-        memory = make_latent_memory(k, v, C)
-    else:
-        memory = make_memory(k, v, C)
+    memory = make_latent_memory(k, v, C) if C.narrow > 0 else make_memory(k, v, C)
     fence_async_shared()
     partition_barrier()
     take_turn()

@@ -72,7 +72,9 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
     if config.box:
         kernel = hopper_kernel
         arguments["k"] = descriptor(t.k, config.box, config.chunk)
-        arguments["v"] = descriptor(t.k, config.box, config.narrow) if config.narrow else descriptor(t.v, config.box, config.chunk)
+        arguments["v"] = (
+            descriptor(t.k, config.box, config.narrow) if config.narrow else descriptor(t.v, config.box, config.chunk)
+        )
     return [Call(kernel, (ctas(problem, arch, config),), (), {**arguments, **constants})]
 
 
