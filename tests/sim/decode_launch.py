@@ -21,9 +21,9 @@ from requests_at_random import Drawn, check, described, right
 def run(
     call: Drawn, ctas: int = 3, order: str = "in_order", seed: int = 0, arch: int = 90, launches: int = 1,
     kernel: ModuleType | None = None, wgmma: bool = False, **config,
-) -> None:  # fmt: skip
-    """Simulate `launches` launches of a call, one after the other with the same counters, and check their results. kernel: a
-    module in place of `decode.forward`, or of `decode.hopper` with wgmma. config: changes of the config."""
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out and the LSE of a call: simulate `launches` launches, one after the other with the same counters, and check their
+    results. kernel: a module in place of `decode.forward`, or of `decode.hopper` with wgmma. config: changes of the config."""
     columns = call.cache.head_dim_v if call.cache.v is None else call.cache.v.shape[-1]
     out = torch.full((*call.q.shape[:-1], columns), torch.nan, dtype=call.q.dtype)
     if "cu_seqlens_q" in call.keywords:
@@ -48,3 +48,4 @@ def run(
         simulated.simulate(order, seed)
         check((out, made["lse"]), wanted, call.q.dtype)
     assert not tensors.arrivals.any(), "a counter is not set back"
+    return out, made["lse"]

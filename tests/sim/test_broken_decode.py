@@ -146,31 +146,39 @@ BUGS = [
 ]  # fmt: skip
 
 LATENT = {"latent": True}
-NEXT_K = "now + C.stages, cached, next_pages, piece.head, at + ahead"
-NEXT_V = "now - 1 + C.stages, cached, pages, piece.head, at - C.tokens + ahead"
+LONG = {"lengths": [510, 1, 0, 130], "room": 520}
+NEXT_K = """now + 1 + STAGES, cached, k_pages, piece.head,
+                  at + C.tokens + ahead"""
+NEXT_V = """now - 1 + STAGES, cached, v_pages, piece.head,
+                  at - C.tokens + ahead"""
 BARRIER = """        acc = wait_output(acc)
-        partition_barrier()  # everybody has read K of this step, and V of the one before
+        s = warpgroup_mma_wait(0, deps=[next_s])
+        partition_barrier()  # everybody has read K of the next step, and V of the one before
 """
 NARROW = "memory.k_narrow.index(slot).permute((1, 0)), s, is_async=True)\n    return warpgroup_mma_wait(0, deps=[s])"
 
 HOPPER_BUGS = [
-    hopper("K is not waited for", "        wait_for(memory.k_full, now, C)\n", "", TOO_EARLY),
+    hopper("K is not waited for", "        wait_for(memory.k_full, now + 1, C, i + 1 < steps)\n", "", TOO_EARLY),
     hopper("V is not waited for", "        wait_for(memory.v_full, now - 1, C)\n", "", TOO_EARLY),
     hopper("the last V is not waited for", "    wait_for(memory.v_full, turn - 1, C)\n    if has", "    if has", TOO_EARLY),
-    hopper("the phase is the other one", "(turn // C.stages) & 1)", "(turn // C.stages + 1) & 1)",
+    hopper("the phase is the other one", "(turn // C.stages) & 1,", "(turn // C.stages + 1) & 1,",
            (*TOO_EARLY, Deadlock, BarrierMisuse)),
     hopper("turns are not counted from piece to piece", "    turn += steps\n", "    turn += steps - 1\n",
            (*TOO_EARLY, Deadlock, BarrierMisuse, Unfinished, AssertionError)),
-    hopper("S is used a product too early", "warpgroup_mma_wait(C.head_dim_v // C.chunk, deps=[s])",
-           "warpgroup_mma_wait(C.head_dim_v // C.chunk + 1, deps=[s])", (Unfinished,)),
+    hopper("the first S is used too early", "warpgroup_mma_wait(0, deps=[start_scores(memory, turn, C)])",
+           "start_scores(memory, turn, C)", (Unfinished,)),
+    hopper("S is that of the next step", "        s = seen_scores(s, terms, cached, piece, at,",
+           "        s = seen_scores(next_s, terms, cached, piece, at,", (Unfinished,)),
     hopper("O is used too early", "(warpgroup_mma_wait(0, deps=[acc[c]]),)", "(warpgroup_mma_wait(1, deps=[acc[c]]),)",
            (Unfinished, Race)),
-    hopper("V is copied over what is read", BARRIER, "        partition_barrier()\n", (Unfinished, Race)),
-    hopper("K is that of the step before", NEXT_K, NEXT_K.replace("at + ahead", "at + ahead - C.tokens"), page=256),
-    hopper("V is that of the step after", NEXT_V, NEXT_V.replace("at - C.tokens + ahead", "at + ahead"), page=256),
-    hopper("a place too far", NEXT_K, NEXT_K.replace("now + C.stages", "now + 1 + C.stages"),
-           (*TOO_EARLY, Deadlock, BarrierMisuse, Unfinished)),
-    hopper("a step too many is copied", "i + C.stages < steps, C, C.head_dim)", "i + C.stages <= steps, C, C.head_dim)",
+    hopper("nobody waits for O", BARRIER, BARRIER.partition("\n")[2], (Unfinished, Race)),
+    hopper("nobody waits for S", BARRIER, BARRIER.replace("s = warpgroup_mma_wait(0, deps=[next_s])", "s = next_s"),
+           (Unfinished, Race)),
+    hopper("K is that of the step before", NEXT_K, NEXT_K.replace("at + C.tokens", "at"), page=256, **LONG),
+    hopper("V is that of the step after", NEXT_V, NEXT_V.replace("at - C.tokens", "at"), page=256),
+    hopper("a place too far", NEXT_K, NEXT_K.replace("now + 1", "now + 2"),
+           (*TOO_EARLY, Deadlock, BarrierMisuse, Unfinished), **LONG),
+    hopper("a step too many is copied", "+ ahead, i + 1 + STAGES < steps", "+ ahead, i + 1 + STAGES <= steps",
            (Unfinished, BarrierMisuse, *TOO_EARLY)),
     hopper("half of the bytes are expected", "C.tokens * COLUMNS * 2, pred=go", "C.tokens * COLUMNS, pred=go",
            (BarrierMisuse, Deadlock, *TOO_EARLY)),

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from decode_launch import run
-from requests_at_random import Drawn, draw
+from requests_at_random import Drawn, described, draw
 
 import strobe
+from strobe.device import KNOWN
+from strobe.kernels.decode.config import choose
 
 ORDERS = ("in_order", "random", "late", "early")
 
@@ -67,6 +69,20 @@ def test_wgmma(seed):
 def test_other_configs_of_wgmma(rows, tokens, stages):
     call = draw(4, torch.bfloat16, head_dim=128, head_dim_v=64, ragged=False, group=8, heads_kv=1, n_q=19, page=32)
     run(call, ctas=4, wgmma=True, rows=rows, warps=rows // 16, tokens=tokens, stages=stages, box=32, chunk=64)
+
+
+@pytest.mark.parametrize("wgmma", [False, True])
+def test_bits_depend_neither_on_other_requests_nor_on_the_number_of_queries(wgmma):
+    """Nor does the order in which parts are added up depend on how many rows of a tile are in use."""
+    fixed = dict(head_dim=128, head_dim_v=128, page=16, ragged=False, room=900, batch=2, lengths=[880, 300], n_q=4, tree=False,
+                 mask=strobe.Causal(), group=4, heads_kv=1, leftpad=False, softcap=0.0, alibi=False, sinks=False)  # fmt: skip
+    call = draw(21, torch.bfloat16, deterministic=True, **fixed)
+    cache = strobe.Cache(call.cache.k, call.cache.v, call.cache.lengths[:1], call.cache.page_table[:1])
+    whole = run(call, ctas=3, wgmma=wgmma, split=64)
+    last = run(call._replace(q=call.q[:1, 3:], cache=cache), ctas=2, wgmma=wgmma, split=64)
+    assert torch.equal(whole[0][:1, 3:], last[0]) and torch.equal(whole[1][:1, :, 3:], last[1])
+    at_once = {choose(described(call)[0], KNOWN["H200"]).parts_at_once(rows) for rows in (8, 16)}
+    assert len(at_once) == 1
 
 
 def latent(heads: int, n_q: int = 1) -> Drawn:

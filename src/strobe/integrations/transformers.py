@@ -252,9 +252,10 @@ def _mask_over_pages(
     made_for, given = (attention_mask.n_q, attention_mask.keys), (query.shape[2], length)
     if made_for != given:
         raise ValueError(f"attention_mask was made for {made_for} queries and keys, but this layer has {given}")
-    leftpad = attention_mask.leftpad()
-    cache = replace(cache, leftpad=None if leftpad is None else leftpad.to(query.device))
-    return replace(attention_mask.mask, documents=None), cache
+    leftpad, mask = attention_mask.leftpad(), attention_mask.mask
+    if leftpad is not None:
+        cache, mask = replace(cache, leftpad=leftpad.to(query.device)), replace(mask, documents=None)
+    return mask, cache
 
 
 def _check_others(others: dict[str, Any]) -> None:

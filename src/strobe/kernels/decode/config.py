@@ -21,6 +21,8 @@ OVERHEAD = 2 * KIB
 MOST_PARTS = 32
 LEAST_BOX = 16
 """Keys of a page from which on TMA copies them: fewer at a time would take more instructions than cp.async does."""
+LATENT_BOX = 64
+MOST_STAGES = 8
 WGMMA_FROM_ROWS: int | None = None
 """Rows that share a key head from which on TMA and wgmma do a decode on Hopper; None: nowhere, until they have been timed."""
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
@@ -82,6 +84,8 @@ class Config:
     def parts_at_once(self, rows: int) -> int:
         """Partial results of so many rows that a CTA loads together when it merges, a power of two: as many as 160 registers a
         thread hold beside their sum, since each further turn waits for memory again."""
+        if self.split:  # in the order of sums, bits would depend on the number of queries
+            rows = self.rows
         most = 160 * 32 * self.warps // (rows * self.head_dim_v) - 1
         return min(16, 1 << max(0, most.bit_length() - 1))
 
@@ -120,8 +124,9 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of a problem on an arch: two CTAs share a multiprocessor, and the ring is as long as their shared memory
     allows, up to three steps of 64 keys, so that 26 KB of each multiprocessor are always under way. On an H100 three CTAs with
     two steps were slower, one CTA with six level or slower, and one group of copies a step, instead of two, level."""
-    if WGMMA_FROM_ROWS is not None and problem.rows >= WGMMA_FROM_ROWS and takes_wgmma(problem, arch):
-        return of_wgmma(problem, arch)
+    if WGMMA_FROM_ROWS is not None and takes_wgmma(problem, arch):
+        if problem.deterministic or problem.rows >= WGMMA_FROM_ROWS:  # bits must not depend on the number of rows
+            return of_wgmma(problem, arch)
     if is_latent(problem):
         return _latent(problem)
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
@@ -147,28 +152,29 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
 
 
 def takes_wgmma(problem: DecodeProblem, arch: Arch) -> bool:
-    """Whether TMA and wgmma can do it: 16 bits, a page of 16 keys at least, scales for more than a key."""
+    """Whether TMA and wgmma can do it: 16 bits, head dims of 33 to 128 or latent keys, pages of whole boxes, no scale for each
+    key."""
     by_token = any(scale is not None and len(scale.shape) == 3 for scale in (problem.k_scale, problem.v_scale))
-    box = 64 if is_latent(problem) else LEAST_BOX
+    latent, box = is_latent(problem), LATENT_BOX if is_latent(problem) else LEAST_BOX
+    fits = latent or (not problem.shared and all(padded(dim) in (64, 128) for dim in (problem.head_dim, problem.head_dim_v)))
     paged = problem.page_size is None or problem.page_size % box == 0
-    sixteen = problem.kv_dtype == problem.dtype and not by_token
-    return (
-        arch.capability == 90 and sixteen and paged and (is_latent(problem) or not problem.shared) and not problem.deterministic
-    )
+    return arch.capability == 90 and fits and paged and problem.kv_dtype == problem.dtype and not by_token
 
 
-def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0, tokens: int = 64) -> Config:
-    """The config of TMA and wgmma: 64 rows for four warps, and two CTAs on a multiprocessor, or 128 rows for eight and one."""
+def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
+    """The config of TMA and wgmma: 64 rows for four warps, and two CTAs on a multiprocessor; or 128 rows for eight and one CTA,
+    so that K and V come from the L2 cache half as often. rows: 64 or 128; 0: as the problem asks."""
+    tokens = 64
+    split = split_of(problem.capacity, tokens) if problem.deterministic else 0
     if is_latent(problem):
-        return Config(512, 512, 64, 64, 2, 8, 1, column_warps=2, narrow=64, box=64, chunk=256)
+        return Config(512, 512, 64, tokens, 2, 8, 1, split, column_warps=2, narrow=64, box=LATENT_BOX, chunk=256)
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    rows = rows or (64 if problem.rows <= 64 or max(dim, dim_v) > 128 else 128)
+    rows = rows or (64 if problem.rows <= 64 else 128)
     box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
-    chunk = min(dim, dim_v, 128 if box == tokens else 64)
-    warps, ctas = rows // 16, 2 if rows == 64 and max(dim, dim_v) <= 128 else 1
-    config = Config(dim, dim_v, rows, tokens, 2, warps, ctas, box=box, chunk=chunk)
+    chunk = min(dim, dim_v) if box == tokens else 64
+    config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk)
     room = arch.smem_per_sm or 100 * KIB
-    while ctas * (replace(config, stages=config.stages + 1).smem + OVERHEAD) <= room and config.stages < 8:
+    while config.ctas * (replace(config, stages=config.stages + 1).smem + OVERHEAD) <= room and config.stages < MOST_STAGES:
         config = replace(config, stages=config.stages + 1)
     return config
 

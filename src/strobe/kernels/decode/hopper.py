@@ -14,9 +14,9 @@ warps of a CTA do the same, and each four of them have 64 rows of a tile.
     k_full, v_full  TMA bytes     a step of K (V) is there
 
 A barrier of the CTA, one for each step, says that a step has been read; then K's place is filled with the step that comes
-`stages` later, and V's with the one before.
+`stages` later, and V's with one two before.
 
-Step i issues S = Q K(i)^T and O += P(i - 1) V(i - 1) together, and turns S into P(i) while the second still runs.
+Step i issues S(i + 1) = Q K(i + 1)^T and O += P(i - 1) V(i - 1) together, and turns S(i) into P(i) while both run.
 
 A box lies in one page. TMA copies zeros for a page that is not there, and for keys beyond a contiguous cache. Keys beyond a
 length may be anything, NaN too: their scores are masked, and their values are set to zero where they lie, in the first and the
@@ -180,6 +180,13 @@ def has_hole(cached, piece, first, pages, C: gl.constexpr):
 
 
 @gluon.jit
+def expect_step(barriers, turn, go, C: gl.constexpr, COLUMNS: gl.constexpr):
+    """Tell a step's barrier of the bytes that `copy_step` copies. Between the two the compiler puts a barrier of the CTA: what
+    is copied together is best told together."""
+    mbarrier.expect(barriers.index(turn % C.stages), C.tokens * COLUMNS * 2, pred=go)
+
+
+@gluon.jit
 def copy_step(descriptor, ring, barriers, turn, cached, pages, head, first, go, C: gl.constexpr, COLUMNS: gl.constexpr):
     """Start copying the step from key `first` on to its place in a ring, if `go`; turn: how many steps the CTA copied before
     it."""
@@ -188,7 +195,6 @@ def copy_step(descriptor, ring, barriers, turn, cached, pages, head, first, go, 
     CHUNKS: gl.constexpr = COLUMNS // W
     BOXES: gl.constexpr = C.tokens // C.box
     barrier = barriers.index(slot)
-    mbarrier.expect(barrier, C.tokens * COLUMNS * 2, pred=go)
     for b in gl.static_range(BOXES):
         page, row = place_of_box(cached, pages[b], first + b * C.box)
         for c in gl.static_range(CHUNKS):
@@ -246,9 +252,9 @@ def has_others(piece, first, C: gl.constexpr):
 
 
 @gluon.jit
-def wait_for(barriers, turn, C: gl.constexpr):
-    """Wait until a step is there."""
-    mbarrier.wait(barriers.index(turn % C.stages), (turn // C.stages) & 1)
+def wait_for(barriers, turn, C: gl.constexpr, pred=True):
+    """Wait until a step is there; not if `pred` is false."""
+    mbarrier.wait(barriers.index(turn % C.stages), (turn // C.stages) & 1, pred=pred)
 
 
 @gluon.jit
@@ -325,18 +331,16 @@ def walk(memory, outputs, terms, cached, piece, entry, turn, C: gl.constexpr, GR
     dtype: gl.constexpr = memory.q.dtype
     first = piece.begin // C.tokens * C.tokens
     steps = gl.maximum((piece.end - first + C.tokens - 1) // C.tokens, 1)
-    tables, holes = (), first < first
+    holes = first < first
     for i in gl.static_range(STAGES):
-        tables += (pages_of_boxes(cached, piece, entry, first + i * C.tokens, C),)
-    for i in gl.static_range(STAGES):
+        expect_step(memory.k_full, turn + i, i < steps, C, C.head_dim)
+        expect_step(memory.v_full, turn + i, i < steps, C, C.head_dim_v)
+    for i in tl.range(0, gl.minimum(steps, STAGES), disable_licm=True):
         at = first + i * C.tokens
-        holes = holes | has_hole(cached, piece, at, tables[i], C)
-        copy_step(memory.k_desc, memory.k_ring, memory.k_full, turn + i, cached, tables[i], piece.head, at, i < steps, C,
-                  C.head_dim)  # fmt: skip
-        copy_step(memory.v_desc, memory.v_ring, memory.v_full, turn + i, cached, tables[i], piece.head, at, i < steps, C,
-                  C.head_dim_v)  # fmt: skip
-    pages = pages_of_boxes(cached, piece, entry, first + ahead, C)
-    holes = holes | has_hole(cached, piece, first + ahead, pages, C)
+        pages = pages_of_boxes(cached, piece, entry, at, C)
+        holes = holes | has_hole(cached, piece, at, pages, C)
+        copy_step(memory.k_desc, memory.k_ring, memory.k_full, turn + i, cached, pages, piece.head, at, True, C, C.head_dim)
+        copy_step(memory.v_desc, memory.v_ring, memory.v_full, turn + i, cached, pages, piece.head, at, True, C, C.head_dim_v)
     copy_queries(memory, outputs, piece, C, GROUP, DIM)
     k_scale = 1.0
     if terms.k_scale is not None:
@@ -347,35 +351,46 @@ def walk(memory, outputs, terms, cached, piece, entry, turn, C: gl.constexpr, GR
     row_sum = gl.full([C.rows], 0.0, gl.float32, S)
     wait_for(memory.k_full, turn, C)
     s = warpgroup_mma_wait(0, deps=[start_scores(memory, turn, C)])
-    partition_barrier()  # everybody has read the first step of K
-    copy_step(memory.k_desc, memory.k_ring, memory.k_full, turn + C.stages, cached, pages, piece.head, first + ahead,
-              C.stages < steps, C, C.head_dim)  # fmt: skip
+    wait_for(memory.k_full, turn + 1, C, steps > 1)
+    next_s = start_scores(memory, turn + 1, C)
     s = seen_scores(s, terms, cached, piece, first, k_scale, holes, C, GROUP)
     row_max, row_sum, wide, _ = weights(s, row_max, row_sum)
     p = wide.to(dtype)
+    s = warpgroup_mma_wait(0, deps=[next_s])
+    partition_barrier()  # everybody has read the first two steps of K
+    for i in gl.static_range(2):
+        expect_step(memory.k_full, turn + i + STAGES, i + STAGES < steps, C, C.head_dim)
+    for i in gl.static_range(2):
+        at = first + i * C.tokens + ahead
+        pages = pages_of_boxes(cached, piece, entry, at, C)
+        holes = holes | has_hole(cached, piece, at, pages, C)
+        copy_step(memory.k_desc, memory.k_ring, memory.k_full, turn + i + STAGES, cached, pages, piece.head, at,
+                  i + STAGES < steps, C, C.head_dim)  # fmt: skip
     if (steps > 1) & (first < piece.begin):
         wait_for(memory.v_full, turn, C)
         clear_values(memory.v, turn, piece, first, C)
     for i in tl.range(1, steps, disable_licm=True):
         now = turn + i
         at = first + i * C.tokens
-        next_pages = pages_of_boxes(cached, piece, entry, at + ahead, C)
-        wait_for(memory.k_full, now, C)
-        s = start_scores(memory, now, C)
+        k_pages = pages_of_boxes(cached, piece, entry, at + C.tokens + ahead, C)
+        wait_for(memory.k_full, now + 1, C, i + 1 < steps)
+        next_s = start_scores(memory, now + 1, C)  # of leftovers in the last step, and nobody uses them
         wait_for(memory.v_full, now - 1, C)
         acc = start_output(memory, acc, p, now - 1, C)
-        s = warpgroup_mma_wait(C.head_dim_v // C.chunk, deps=[s])
         s = seen_scores(s, terms, cached, piece, at, k_scale, holes, C, GROUP)
         row_max, row_sum, wide, factor = weights(s, row_max, row_sum)
-        p = wide.to(dtype)
         acc = wait_output(acc)
-        partition_barrier()  # everybody has read K of this step, and V of the one before
-        copy_step(memory.v_desc, memory.v_ring, memory.v_full, now - 1 + C.stages, cached, pages, piece.head,
-                  at - C.tokens + ahead, i - 1 + C.stages < steps, C, C.head_dim_v)  # fmt: skip
-        copy_step(memory.k_desc, memory.k_ring, memory.k_full, now + C.stages, cached, next_pages, piece.head, at + ahead,
-                  i + C.stages < steps, C, C.head_dim)  # fmt: skip
-        pages = next_pages
-        holes = holes | has_hole(cached, piece, at + ahead, pages, C)
+        s = warpgroup_mma_wait(0, deps=[next_s])
+        partition_barrier()  # everybody has read K of the next step, and V of the one before
+        expect_step(memory.v_full, now - 1 + STAGES, i - 1 + STAGES < steps, C, C.head_dim_v)
+        expect_step(memory.k_full, now + 1 + STAGES, i + 1 + STAGES < steps, C, C.head_dim)
+        v_pages = pages_of_boxes(cached, piece, entry, at - C.tokens + ahead, C)
+        copy_step(memory.v_desc, memory.v_ring, memory.v_full, now - 1 + STAGES, cached, v_pages, piece.head,
+                  at - C.tokens + ahead, i - 1 + STAGES < steps, C, C.head_dim_v)  # fmt: skip
+        copy_step(memory.k_desc, memory.k_ring, memory.k_full, now + 1 + STAGES, cached, k_pages, piece.head,
+                  at + C.tokens + ahead, i + 1 + STAGES < steps, C, C.head_dim)  # fmt: skip
+        holes = holes | has_hole(cached, piece, at + C.tokens + ahead, k_pages, C)
+        p = wide.to(dtype)
         acc = rescaled(acc, factor, C)
     last = first + (steps - 1) * C.tokens
     turn += steps
@@ -510,13 +525,12 @@ def walk_latent(memory, outputs, terms, cached, piece, entry, turn, C: gl.conste
     S: gl.constexpr = rows_of(C, C.tokens)
     first = piece.begin // C.tokens * C.tokens
     steps = gl.maximum((piece.end - first + C.tokens - 1) // C.tokens, 1)
-    tables, holes = (), first < first
-    for i in gl.static_range(STAGES):
-        tables += (pages_of_boxes(cached, piece, entry, first + i * C.tokens, C),)
-    for i in gl.static_range(STAGES):
+    holes = first < first
+    for i in tl.range(0, gl.minimum(steps, STAGES), disable_licm=True):
         at = first + i * C.tokens
-        holes = holes | has_hole(cached, piece, at, tables[i], C)
-        copy_latent(memory, turn + i, cached, tables[i][0], piece.head, at, i < steps, C)
+        pages = pages_of_boxes(cached, piece, entry, at, C)
+        holes = holes | has_hole(cached, piece, at, pages, C)
+        copy_latent(memory, turn + i, cached, pages[0], piece.head, at, True, C)
     copy_queries(memory, outputs, piece, C, GROUP, DIM)
     k_scale = 1.0
     if terms.k_scale is not None:
