@@ -72,6 +72,8 @@ EACH = "there = (keys >= piece.begin) & (keys < piece.end)"
 RESET = "                    gl.store(arrival, 0)\n"
 ARRIVAL = 'gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == number - 1'
 
+TILES = {"n_q": 40, "group": 8, "heads_kv": 1, "room": 65, "lengths": [65, 1, 0, 43]}
+
 BUGS = [
     kernel("K is not waited for", WAIT_K, WAIT_K.partition("\n")[2], TOO_EARLY),
     kernel("V is not waited for", WAIT_V, WAIT_V.partition("\n")[2], TOO_EARLY),
@@ -105,6 +107,13 @@ BUGS = [
     kernel("stretches overlap", "start_of(gl.program_id(0) + 1, stretch, total)\n",
            "start_of(gl.program_id(0) + 1, stretch, total) + 1\n",
            (Race, DoubleWrite, AssertionError)),
+    kernel("a tile ends a query too early", "own + last // GROUP + terms.right + 1", "own + last // GROUP + terms.right",
+           **TILES),
+    kernel("a tile ends where its last row begins to see", "gl.minimum(first_row + C.rows, queries * GROUP) - 1", "first_row",
+           **TILES),
+    kernel("a tile begins a query too late", "own + first_row // GROUP - terms.left",
+           "own + first_row // GROUP - terms.left + 1", **{**TILES, "mask": strobe.Window(5, 0)}),
+    kernel("a tile twice", "tiles - 1 - i // 2", "tiles - i // 2 - 2", (DoubleWrite, AssertionError, Race), **TILES),
     kernel("another row of the page", "(first + keys_in(C, layout)) % cached.PAGE",
            "(first + keys_in(C, layout) + 1) % cached.PAGE", page=3),
     kernel("the sums are not rescaled", "row_sum = row_sum * rescale + gl.sum(p, 2)", "row_sum = row_sum + gl.sum(p, 2)"),

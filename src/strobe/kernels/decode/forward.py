@@ -659,6 +659,26 @@ def leave_part(outputs, rows, place, o, top, total, C: gl.constexpr, ROWS: gl.co
 
 
 @gluon.jit
+def tile_in_turn(i, tiles):
+    """The i-th tile of a key head: first and last ones in turn, so that a CTA with several has as many keys as others where
+    the last rows see the most."""
+    return gl.where(i % 2 == 0, i // 2, tiles - 1 - i // 2)
+
+
+@gluon.jit
+def keys_of_tile(terms, first_row, queries, begin, end, length, C: gl.constexpr, GROUP: gl.constexpr):
+    """[begin, end) of the keys that some row of a tile may see, of those that some query of its request may."""
+    own = length - queries
+    if terms.BY_ROW:
+        if terms.right is not None:
+            last = gl.minimum(first_row + C.rows, queries * GROUP) - 1
+            end = gl.minimum(end, gl.maximum(own + last // GROUP + terms.right + 1, begin))
+        if terms.left is not None:
+            begin = gl.minimum(gl.maximum(begin, own + first_row // GROUP - terms.left), end)
+    return begin, end
+
+
+@gluon.jit
 def take_pieces(FIND: gl.constexpr, memory, requests, outputs, terms, cached, heads_kv, tiles, C: gl.constexpr,
                 GROUP: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
     """All pieces of a CTA's stretch, one after the other. FIND: what finds a piece's result, as `find` does, in a kernel's own
@@ -682,17 +702,19 @@ def take_pieces(FIND: gl.constexpr, memory, requests, outputs, terms, cached, he
             if C.split:
                 count = 1 + 0 * count
             head, tile = job, 0 * job
-            if tiles > 1:
-                head = job // (jobs // heads_kv)
-                tile = job - head * (jobs // heads_kv)
             first_query, queries = queries_of(requests, b, b < requests.batch)
             begin, end, length = keys_of(requests, b, b < requests.batch, queries)
+            some_begin, some_end = begin, end
+            if tiles > 1:
+                head = job // (jobs // heads_kv)
+                tile = tile_in_turn(job - head * (jobs // heads_kv), jobs // heads_kv)
+                some_begin, some_end = keys_of_tile(terms, tile * C.rows, queries, begin, end, length, C, GROUP)
             entry = b
             if requests.index is not None:
                 entry = gl.load(requests.index + b)
             origin = (begin // C.unit + unit) * C.unit
-            piece = Piece(b, head, tile * C.rows, first_query, queries, length, gl.maximum(begin, origin),
-                          gl.minimum(end, origin + count * C.unit))  # fmt: skip
+            piece = Piece(b, head, tile * C.rows, first_query, queries, length, gl.maximum(some_begin, origin),
+                          gl.minimum(some_end, origin + count * C.unit))  # fmt: skip
             number, first = parts_of(job_begins, units, stretch, C)
             o, top, row_sum, turn = FIND(memory, outputs, terms, cached, piece, entry, turn, C, GROUP, DIM, DIM_V, ROWS)
             if number == 1:
