@@ -20,9 +20,9 @@ from strobe.kernels.sm80 import config as sm80_config
 from strobe.kernels.sm80 import forward as sm80_forward
 from strobe.kernels.sm80 import launch as sm80_launch
 from strobe.kernels.sm90 import backward_launch as sm90_backward_launch
+from strobe.kernels.sm90 import backward_order, fp8_launch
 from strobe.kernels.sm90 import config as sm90_config
 from strobe.kernels.sm90 import forward as sm90_forward
-from strobe.kernels.sm90 import fp8_launch
 from strobe.kernels.sm90 import launch as sm90_launch
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.kernels.sm100 import config as sm100_config
@@ -31,11 +31,13 @@ from strobe.kernels.sm100 import launch as sm100_launch
 from strobe.problem import AttentionProblem, Operands
 from strobe.sim.barriers import named_arrive, named_sync
 from strobe.sim.costs import Costs
+from strobe.sim.global_memory import await_flag, raise_flag
 from strobe.sim.launch import Launch
 from strobe.sim.lift import register
 from strobe.sim.machine import Report
 from strobe.sim.tensor import Tensor, compute
-from strobe.sim.units.control import take_turn
+from strobe.sim.units.control import fence_async, take_turn
+from strobe.sim.units.tma import store_wait
 
 BACKENDS = {
     "sm80": (sm80_forward, lambda problem: sm80_config.choose(problem, KNOWN["A100"]), 80),
@@ -46,6 +48,10 @@ register(named_barrier.meet, partial(named_sync, threads=256))
 register(named_barrier.announce, partial(named_arrive, threads=256))
 register(dependent_launch.take_turn, take_turn)
 register(dependent_launch.take_program_turn, take_turn)
+register(backward_order.await_flag, await_flag)
+register(backward_order.raise_flag, raise_flag)
+register(backward_order.await_additions, partial(store_wait, read_only=False))
+register(backward_order.fence_all, fence_async)
 register(packed_halves.rounded, lambda x, dtype: x.to(dtype))
 register(packed_halves.widened, lambda x: x.to(tl.float32))
 
@@ -205,11 +211,14 @@ def fp8_launches(
     return *launches, tensors.out, tensors.lse
 
 
-def backward_launch(kernels: ModuleType, problem: AttentionProblem, tensors: Tensors, config: Config, ctas: int = 1) -> Launch:
+def backward_launch(
+    kernels: ModuleType, problem: AttentionProblem, tensors: Tensors, config: Config, ctas: int = 1, resident: int = 1
+) -> Launch:
     """The launch of a module's `backward_kernel`, on tensors that `sm90.backward_pre_post.prepare` has filled. dQ it adds to
-    the accumulator, from where `convert` fetches it."""
+    the accumulator, from where `convert` fetches it. ctas, resident: how many share the blocks, and run at a time."""
     call = sm90_backward_launch.one_pass_call(problem, tensors, _ARCHS[90], config)
-    return Launch(kernels.backward_kernel, (min(ctas, *call.grid),), call.arguments, call.keywords, 90, ("notes", "counters"))
+    return Launch(kernels.backward_kernel, (min(ctas, *call.grid),), call.arguments, call.keywords, 90, ("notes", "counters"),
+                  resident=resident, ordered=("dq_wide",) if config.order else ())  # fmt: skip
 
 
 def split_backward_launches(

@@ -168,11 +168,11 @@ def _store(tensor_desc: Descriptor, coord, src, operation) -> None:
     src.touch(access, write=False, part=mine)
     stores = _bulk_stores()
     stores.issued += 1
+    written = replace(access, agent=stores.agent, tick=stores.issued)
     if operation is None:
-        written = replace(access, agent=stores.agent, tick=stores.issued)
         tensor_desc.array.write(offsets.reshape(-1), running.cta.index, written)
     else:
-        tensor_desc.array.update(offsets.reshape(-1), running.cta.index, access)
+        tensor_desc.array.update(offsets.reshape(-1), running.cta.index, written)
     begin, end = _time(tensor_desc.nbytes_per_cta)
     entry = SimpleNamespace(access=access, number=stores.issued, done=False, time=end)
 
@@ -219,7 +219,7 @@ def _begin(what: str) -> Access:
     knows.learn(agent, tick)
     running.partition.tick()
     running.cta.must_know[agent] = (tick, what, (running.rank,))
-    return Access(agent, tick, knows, what, generic=False)
+    return Access(agent, tick, knows, what, generic=False, acquired=running.partition.fenced)
 
 
 def _time(bytes_: int) -> tuple[float, float]:
