@@ -14,9 +14,9 @@ Under a causal mask, with no window, the last blocks to begin are the longest th
 head has its own keys, the last bundle of heads turns back: blocks ascend, and their rows descend, all from the last tile on.
 
 Nobody waits for ever, however few CTAs the GPU runs at a time. Blocks have numbers in that order, and a CTA takes the next
-number when it runs, and has none of its own: so every block with a smaller number is done, or a running CTA has it. A CTA's groups do
-their blocks and tiles in order, raise what they have added before they wait for the next flag, and wait for smaller numbers
-alone. So of all additions that are still to come, the first, by number and tile, waits for nobody.
+number when it runs, and has none of its own: so every block with a smaller number is done, or a running CTA has it. A CTA's
+groups do their blocks and tiles in order, raise what they have added before they wait for the next flag, and wait for smaller
+numbers alone. So of all additions that are still to come, the first, by number and tile, waits for nobody.
 """
 
 from strobe.kernels.gluon import aggregate, gl, gluon
