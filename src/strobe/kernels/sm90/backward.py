@@ -353,8 +353,7 @@ def consumer(w: gl.constexpr, K):
     if K.C.k_stages == 2:
         if g > 0:
             order = give_last_dq(w, K, g - 1, (block - 1) & 1, place, order)
-            await_left(w, K, order)
-    tma_store_wait(0)
+    await_left(w, K, order)
 
 
 @gluon.jit
