@@ -7,6 +7,7 @@ import torch
 from commands import run
 
 from strobe.call import dispatch
+from strobe.call.triton_internals import MOVED_CACHE
 from strobe.cli import doctor, precompile
 
 
@@ -93,7 +94,7 @@ def test_precompiled_kernels_that_are_not_found(monkeypatch, tmp_path):
     said = doctor.examine(seconds=0.0)
     assert "precompiled for H200 by strobe precompile config.json" in doctor.text(said)
     advice = " ".join(said["advice"])
-    assert "with triton 3.5.0, and this is" in advice and f"TRITON_CACHE_MANAGER={precompile.CACHE_MANAGER}" in advice
-    monkeypatch.setenv("TRITON_CACHE_MANAGER", precompile.CACHE_MANAGER)
+    assert "with triton 3.5.0, and this is" in advice and f"TRITON_CACHE_MANAGER={MOVED_CACHE}" in advice
+    monkeypatch.setenv("TRITON_CACHE_MANAGER", MOVED_CACHE)
     mark.write_text(json.dumps(made | {"versions": precompile.versions()}))
     assert "precompiled" not in " ".join(doctor.examine(seconds=0.0)["advice"]) or torch.cuda.is_available()

@@ -1,5 +1,6 @@
 """`strobe precompile`: what it reads from a model's config, and that a process with its folder, moved, compiles nothing."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 from commands import run
 
+import strobe
+from strobe.call import triton_internals
 from strobe.call.moved_cache import MovedCache
-from strobe.cli.precompile import CACHE_MANAGER, MARK, Layer, layers_of
+from strobe.call.triton_internals import MOVED_CACHE
+from strobe.cli.precompile import MARK, Layer, layers_of
 from strobe.masks import Causal, Full, Window
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
@@ -93,6 +97,17 @@ def test_a_folder_that_was_moved(tmp_path, monkeypatch):
     assert MovedCache("key").get_group("kernel.json") is None, "cut off"
 
 
+def test_a_process_with_such_a_folder_begins_at_import(monkeypatch):
+    begun = []
+    monkeypatch.setattr(triton_internals, "hash_ahead", lambda: begun.append(True))
+    monkeypatch.delenv("TRITON_CACHE_MANAGER", raising=False)
+    triton_internals.begin_where_precompiled()
+    assert not begun
+    monkeypatch.setenv("TRITON_CACHE_MANAGER", MOVED_CACHE)
+    importlib.reload(strobe)
+    assert begun
+
+
 SECOND = """
 import json, random, sys, torch, strobe
 from triton import knobs
@@ -142,11 +157,11 @@ def test_a_second_process_compiles_nothing(tmp_path, arch, phases, most_batch, m
     first = subprocess.run(
         [sys.executable, "-c", program, "precompile", str(config), *options], capture_output=True, text=True, env=environment
     )
-    assert first.returncode == 0 and CACHE_MANAGER in first.stdout, first.stdout + first.stderr
+    assert first.returncode == 0 and MOVED_CACHE in first.stdout, first.stdout + first.stderr
     said = json.loads((made / MARK).read_text())
     assert said["arch"] == arch and said["compiled"] >= len(names) and said["there"] == 0
     moved = made.rename(tmp_path / "moved")
-    environment |= {"TRITON_CACHE_DIR": str(moved), "TRITON_CACHE_MANAGER": CACHE_MANAGER}
+    environment |= {"TRITON_CACHE_DIR": str(moved), "TRITON_CACHE_MANAGER": MOVED_CACHE}
     second = subprocess.run(
         [sys.executable, "-c", SECOND, json.dumps([arch, phases, most_batch, most_length, calls])],
         capture_output=True, text=True, env=environment,

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
 
-from strobe.kernels import triton_version
+from strobe.kernels import has_triton, triton_version
 
 log = logging.getLogger("strobe")
 
 KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))
 """Versions of Triton whose launchers take parameters as `strobe.call.launcher` lays them out."""
+
+
+MOVED_CACHE = "strobe.call.moved_cache:MovedCache"
+"""What TRITON_CACHE_MANAGER is set to where `strobe precompile` has filled Triton's folder."""
 
 
 class Unknown(Exception):
@@ -48,6 +53,13 @@ def hash_ahead() -> threading.Thread | None:
     thread = threading.Thread(target=triton_key, name="strobe-hash", daemon=True)
     thread.start()
     return thread
+
+
+def begin_where_precompiled() -> None:
+    """Begin to hash Triton's files now, which imports Triton, in a process that is told of kernels compiled ahead: its first
+    call compiles nothing, so that hashing is most of what it would wait for."""
+    if os.environ.get("TRITON_CACHE_MANAGER") == MOVED_CACHE and has_triton():
+        hash_ahead()
 
 
 def compiled_kernel(kernel, grid: Sequence[int], arguments: tuple, keywords: dict):

@@ -16,7 +16,8 @@ import torch
 
 import strobe
 from strobe.call import dispatch
-from strobe.cli.precompile import CACHE_MANAGER, read_mark, versions
+from strobe.call.triton_internals import MOVED_CACHE
+from strobe.cli.precompile import read_mark, versions
 from strobe.device import Arch, arch_of
 from strobe.masks import Causal, Full, Mask, Window
 from strobe.problem import AttentionProblem, Dense, Operands
@@ -229,8 +230,8 @@ def _advice_on_precompiled(found: dict[str, Any]) -> Iterator[str]:
     for name, number in made["versions"].items():
         if here.get(name) != number:
             yield f"{cache['folder']} was precompiled with {name} {number}, and this is {here.get(name)}: make it anew"
-    if Path(made["folder"]) != Path(cache["folder"]).resolve() and os.environ.get("TRITON_CACHE_MANAGER") != CACHE_MANAGER:
-        yield f"{cache['folder']} was moved, so Triton does not find what is in it: set TRITON_CACHE_MANAGER={CACHE_MANAGER}"
+    if Path(made["folder"]) != Path(cache["folder"]).resolve() and os.environ.get("TRITON_CACHE_MANAGER") != MOVED_CACHE:
+        yield f"{cache['folder']} was moved, so Triton does not find what is in it: set TRITON_CACHE_MANAGER={MOVED_CACHE}"
     capability = found["device"].get("capability")
     if capability not in (None, made["capability"]):
         yield f"{cache['folder']} was precompiled for {made['arch']}, and this GPU is another: make it anew"

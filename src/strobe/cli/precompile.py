@@ -25,6 +25,7 @@ import strobe
 from strobe.arguments import options_of
 from strobe.call import dispatch
 from strobe.call.options import describe, operands_of
+from strobe.call.triton_internals import MOVED_CACHE
 from strobe.device import Arch
 from strobe.kernels.common.call import Call, Tensors, unfilled
 from strobe.masks import Causal, Full, Mask, Window
@@ -35,8 +36,6 @@ from strobe.serving.problem import describe as describe_decode
 
 MARK = "strobe-precompiled.json"
 """The file in a folder of compiled kernels that says what they are for."""
-
-CACHE_MANAGER = "strobe.call.moved_cache:MovedCache"
 
 _PAGES = 64
 """Pages that a cache pretends to have: kernels do not depend on it."""
@@ -309,7 +308,7 @@ def _compiling_into(folder: Path) -> Iterator[list[bool]]:
     there: list[bool] = []
     before = {name: os.environ.get(name) for name in ("TRITON_CACHE_DIR", "TRITON_CACHE_MANAGER")}
     listener = knobs.compilation.listener
-    os.environ.update(TRITON_CACHE_DIR=str(folder.resolve()), TRITON_CACHE_MANAGER=CACHE_MANAGER)
+    os.environ.update(TRITON_CACHE_DIR=str(folder.resolve()), TRITON_CACHE_MANAGER=MOVED_CACHE)
     knobs.compilation.listener = lambda *, cache_hit, **_: there.append(cache_hit)
     try:
         yield there
@@ -328,5 +327,5 @@ def text(made: dict[str, Any]) -> str:
         f"{made['seconds']:.0f} s"
     )
     lines.append(f"to use    TRITON_CACHE_DIR={made['folder']}, or where it is copied to")
-    lines.append(f"          TRITON_CACHE_MANAGER={CACHE_MANAGER}")
+    lines.append(f"          TRITON_CACHE_MANAGER={MOVED_CACHE}")
     return "\n".join(lines)
