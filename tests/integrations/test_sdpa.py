@@ -5,7 +5,12 @@ autograd and its varlen_attn find it there.
 """
 
 import inspect
+import os
+import re
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -195,6 +200,29 @@ def test_it_compiles_whole():
 def test_it_is_offered_and_not_active():
     assert "strobe" in torch_attention.list_flash_attention_impls()
     assert torch_attention.current_flash_attention_impl() is None
+
+
+WITHOUT_AN_IMPORT = """
+import sys, torch
+assert not [name for name in sys.modules if name.partition(".")[0] in ("strobe", "triton")]
+assert "strobe" in torch.nn.attention.list_flash_attention_impls()
+torch.nn.attention.activate_flash_attention_impl("strobe")
+print("active:", torch.nn.attention.current_flash_attention_impl(), "strobe.integrations.sdpa" in sys.modules)
+"""
+
+
+@needs_impls
+def test_a_program_need_not_import_strobe(tmp_path):
+    """Where it is installed, by the entry point that PyTorch loads."""
+    source = Path(strobe.__file__).parents[1]
+    (entry,) = re.findall(r'"torch\.backends"\]\n(strobe) = "(.*)"', (source.parent / "pyproject.toml").read_text())
+    about = tmp_path / "strobe_attention_here-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: strobe-attention-here\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[torch.backends]\n{entry[0]} = {entry[1]}\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(source), str(tmp_path)])}
+    done = subprocess.run([sys.executable, "-c", WITHOUT_AN_IMPORT], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "active: strobe True" in done.stdout, done.stdout + done.stderr
 
 
 @needs_impls
