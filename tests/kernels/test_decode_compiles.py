@@ -17,7 +17,7 @@ from strobe.call import launcher
 from strobe.device import KNOWN
 from strobe.kernels.common.call import Tensors
 from strobe.kernels.decode import launch
-from strobe.kernels.decode.config import OVERHEAD, choose, of_wgmma
+from strobe.kernels.decode.config import OVERHEAD, of_mma, of_wgmma
 from strobe.lab.binary.offline import pretend_gpu
 from strobe.lab.binary.sass import audit
 from strobe.serving.problem import DecodeOperands, DecodeOptions, describe
@@ -43,7 +43,7 @@ for arch, group, n_q, dim, page, cache, beside in json.loads(sys.argv[1]):
     softcap, left = (30.0, 100) if beside == "all" else (0.0, None)
     options = DecodeOptions(n_q, dim_v, latent, 0.1, left, 0, softcap, True, beside == "deterministic", None)
     problem = describe(operands, options)
-    config = (of_wgmma if beside == "wgmma" else choose)(problem, arch)
+    config = (of_wgmma if beside == "wgmma" else of_mma)(problem, arch)
     buffers = launch.buffers(problem, arch, config)
     others = {name: meta(*x.shape, dtype=x.dtype) for name, x in {**buffers.made, **buffers.shared}.items()}
     given = {name: x for name, x in operands._asdict().items() if x is not None}
@@ -78,7 +78,7 @@ MORE = [
 ]  # fmt: skip
 SPILLS = {
     ("H200", 8, 16, 128, 64, "bf16", ""): 640, ("H200", 8, 4, 128, 64, "bf16", "all"): 640,
-    ("H200", 128, 1, 576, 64, "bf16", "wgmma"): 1600,
+    ("H200", 128, 1, 576, 64, "bf16", "wgmma"): 1600, ("H200", 8, 16, 128, 16, "bf16", "wgmma"): 400,
 }  # fmt: skip
 """Bytes that may be spilled, outside of what runs at every step for the most part."""
 

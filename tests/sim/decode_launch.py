@@ -10,7 +10,7 @@ import torch
 from strobe.device import KNOWN
 from strobe.kernels.common.call import Tensors
 from strobe.kernels.decode import launch
-from strobe.kernels.decode.config import choose, of_wgmma
+from strobe.kernels.decode.config import of_mma, of_wgmma
 from strobe.sim import Launch
 from strobe.sim import attention as attention  # which gives the simulator the models of our assembly
 
@@ -30,7 +30,7 @@ def run(
         out.zero_()
     problem, operands = described(call, out=out)
     gpu = replace(KNOWN["H200" if arch == 90 else "A100"], sms=ctas)
-    chosen = replace((of_wgmma if wgmma else choose)(problem, gpu), **{"ctas": 1, **config})
+    chosen = replace((of_wgmma if wgmma else of_mma)(problem, gpu), **{"ctas": 1, **config})
     buffers = launch.buffers(problem, gpu, chosen)
     made = {
         name: torch.full(x.shape, torch.nan if x.fill is None else x.fill, dtype=x.dtype)

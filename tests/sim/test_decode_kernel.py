@@ -7,7 +7,7 @@ from requests_at_random import Drawn, described, draw
 
 import strobe
 from strobe.device import KNOWN
-from strobe.kernels.decode.config import choose
+from strobe.kernels.decode.config import choose, of_mma, of_wgmma
 
 ORDERS = ("in_order", "random", "late", "early")
 
@@ -81,8 +81,29 @@ def test_bits_depend_neither_on_other_requests_nor_on_the_number_of_queries(wgmm
     whole = run(call, ctas=3, wgmma=wgmma, split=64)
     last = run(call._replace(q=call.q[:1, 3:], cache=cache), ctas=2, wgmma=wgmma, split=64)
     assert torch.equal(whole[0][:1, 3:], last[0]) and torch.equal(whole[1][:1, :, 3:], last[1])
-    at_once = {choose(described(call)[0], KNOWN["H200"]).parts_at_once(rows) for rows in (8, 16)}
-    assert len(at_once) == 1
+    config = (of_wgmma if wgmma else of_mma)(described(call)[0], KNOWN["H200"])
+    assert config.parts_at_once(8) == config.parts_at_once(16)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "rows"),
+    [
+        ({"n_q": 1}, 64),
+        ({"n_q": 16}, 64),
+        ({"n_q": 16, "batch": 40}, 128),
+        ({"n_q": 40, "batch": 40}, 64),
+        ({"n_q": 16, "page": 16}, 128),
+        ({"n_q": 4, "page": 16}, 0),
+        ({"n_q": 1, "group": 1}, 0),
+        ({"n_q": 1, "head_dim": 64}, 0),
+    ],
+)
+def test_which_kernel_runs(fixed, rows):
+    """Rows of a tile where TMA and wgmma run; 0 where mma.sync does."""
+    shape = {"page": 64, "group": 8, "heads_kv": 4, "head_dim": 128, "batch": 2, "ragged": False, "tree": False, "room": 70}
+    problem, _ = described(draw(1, torch.bfloat16, **{**shape, **fixed}))
+    hopper, ampere = (choose(problem, KNOWN[gpu]) for gpu in ("H200", "A100"))
+    assert (hopper.rows if hopper.box else 0) == rows and not ampere.box
 
 
 def latent(heads: int, n_q: int = 1) -> Drawn:

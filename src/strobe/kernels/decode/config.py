@@ -22,9 +22,11 @@ MOST_PARTS = 32
 LEAST_BOX = 16
 """Keys of a page from which on TMA copies them: fewer at a time would take more instructions than cp.async does."""
 LATENT_BOX = 64
+WGMMA_TOKENS = 64
 MOST_STAGES = 8
-WGMMA_FROM_ROWS: int | None = None
-"""Rows that share a key head from which on TMA and wgmma do a decode on Hopper; None: nowhere, until they have been timed."""
+WGMMA_FROM_ROWS = 8
+"""Rows that share a key head from which on TMA and wgmma do a decode on Hopper, in pages of 64 keys or contiguous. On an H200 (64
+heads on 8) they were faster than mma.sync at all points tried: a little at 8 to 32 rows, by far at 128. Fewer were not timed."""
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
 
 
@@ -121,12 +123,16 @@ class Config:
 
 
 def choose(problem: DecodeProblem, arch: Arch) -> Config:
-    """The config of a problem on an arch: two CTAs share a multiprocessor, and the ring is as long as their shared memory
+    """The config of a problem on an arch: for TMA and wgmma where these are faster, else for cp.async and mma.sync."""
+    if takes_wgmma(problem, arch) and gains_by_wgmma(problem):
+        return of_wgmma(problem, arch)
+    return of_mma(problem, arch)
+
+
+def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
+    """The config of cp.async and mma.sync: two CTAs share a multiprocessor, and the ring is as long as their shared memory
     allows, up to three steps of 64 keys, so that 26 KB of each multiprocessor are always under way. On an H100 three CTAs with
     two steps were slower, one CTA with six level or slower, and one group of copies a step, instead of two, level."""
-    if WGMMA_FROM_ROWS is not None and takes_wgmma(problem, arch):
-        if problem.deterministic or problem.rows >= WGMMA_FROM_ROWS:  # bits must not depend on the number of rows
-            return of_wgmma(problem, arch)
     if is_latent(problem):
         return _latent(problem)
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
@@ -161,16 +167,29 @@ def takes_wgmma(problem: DecodeProblem, arch: Arch) -> bool:
     return arch.capability == 90 and fits and paged and problem.kv_dtype == problem.dtype and not by_token
 
 
+def gains_by_wgmma(problem: DecodeProblem) -> bool:
+    """Whether TMA and wgmma are the faster choice where they can do it. Bits that must not depend on the number of queries come
+    from one kernel, whatever that number is. In pages of fewer than 64 keys copies take too many instructions for few rows."""
+    if is_latent(problem):  # by far faster, with 16 heads and with 128
+        return True
+    wide = padded(problem.head_dim) == 128  # others were not timed
+    if problem.page_size is not None and problem.page_size % WGMMA_TOKENS:
+        return wide and not problem.deterministic and problem.rows > 64  # in pages of 16: few level, 128 faster
+    return wide and (problem.deterministic or problem.rows >= WGMMA_FROM_ROWS)
+
+
 def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     """The config of TMA and wgmma: 64 rows for four warps, and two CTAs on a multiprocessor; or 128 rows for eight and one CTA,
-    so that K and V come from the L2 cache half as often. rows: 64 or 128; 0: as the problem asks."""
-    tokens = 64
+    so that K and V come from the L2 cache half as often. That is faster where there are jobs enough, as parts of 128 rows take
+    long to merge, and in small pages. rows: 64 or 128; 0: as the problem asks."""
+    tokens = WGMMA_TOKENS
     split = split_of(problem.capacity, tokens) if problem.deterministic else 0
     if is_latent(problem):
         return Config(512, 512, 64, tokens, 2, 8, 1, split, column_warps=2, narrow=64, box=LATENT_BOX, chunk=256)
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    rows = rows or (64 if problem.rows <= 64 else 128)
     box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
+    many = problem.batch * problem.heads_kv >= (arch.sms or 1) or box < tokens
+    rows = rows or (128 if 64 < problem.rows <= 128 and many and not problem.deterministic else 64)
     chunk = min(dim, dim_v) if box == tokens else 64
     config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk)
     room = arch.smem_per_sm or 100 * KIB
