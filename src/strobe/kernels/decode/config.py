@@ -25,8 +25,8 @@ LATENT_BOX = 64
 WGMMA_TOKENS = 64
 MOST_STAGES = 8
 WGMMA_FROM_ROWS = 8
-"""Rows that share a key head from which on TMA and wgmma do a decode on Hopper, in pages of 64 keys or contiguous. On an H200 (64
-heads on 8) they were faster than mma.sync at all points tried: a little at 8 to 32 rows, by far at 128. Fewer were not timed."""
+"""Rows that share a key head from which on TMA and wgmma do a decode on Hopper, in pages of 64 keys or contiguous. On an H200
+with 64 heads on 8 they were faster than mma.sync wherever tried: a little at 8 to 32 rows, by far at 128. Fewer were not timed."""
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
 
 
