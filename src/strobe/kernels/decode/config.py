@@ -26,7 +26,7 @@ WGMMA_TOKENS = 64
 MOST_STAGES = 8
 WGMMA_FROM_ROWS = 8
 """Rows that share a key head from which on TMA and wgmma do a decode on Hopper, in pages of 64 keys or contiguous. On an H200
-with 64 heads on 8 they were faster than mma.sync wherever tried: a little at 8 to 32 rows, by far at 128. Fewer were not timed."""
+with 64 heads on 8 they were faster than mma.sync wherever tried: a bit at 8 to 32 rows, by far at 128. Fewer: not timed."""
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
 
 
