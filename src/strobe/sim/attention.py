@@ -12,7 +12,7 @@ import triton.language as tl
 
 from strobe.device import KNOWN
 from strobe.kernels.blind_rows import fill_blind
-from strobe.kernels.common import dependent_launch, named_barrier, packed_halves
+from strobe.kernels.common import dependent_launch, flags, named_barrier, packed_halves
 from strobe.kernels.common.call import Buffers, Tensors, gradients
 from strobe.kernels.common.documents import SPAN
 from strobe.kernels.gluon import gl
@@ -20,9 +20,9 @@ from strobe.kernels.sm80 import config as sm80_config
 from strobe.kernels.sm80 import forward as sm80_forward
 from strobe.kernels.sm80 import launch as sm80_launch
 from strobe.kernels.sm90 import backward_launch as sm90_backward_launch
-from strobe.kernels.sm90 import backward_order, fp8_launch
 from strobe.kernels.sm90 import config as sm90_config
 from strobe.kernels.sm90 import forward as sm90_forward
+from strobe.kernels.sm90 import fp8_launch
 from strobe.kernels.sm90 import launch as sm90_launch
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.kernels.sm100 import config as sm100_config
@@ -48,10 +48,10 @@ register(named_barrier.meet, partial(named_sync, threads=256))
 register(named_barrier.announce, partial(named_arrive, threads=256))
 register(dependent_launch.take_turn, take_turn)
 register(dependent_launch.take_program_turn, take_turn)
-register(backward_order.await_flag, await_flag)
-register(backward_order.raise_flag, raise_flag)
-register(backward_order.await_additions, partial(store_wait, read_only=False))
-register(backward_order.fence_all, fence_async)
+register(flags.await_flag, await_flag)
+register(flags.raise_flag, raise_flag)
+register(flags.await_stores, partial(store_wait, read_only=False))
+register(flags.fence_async, fence_async)
 register(packed_halves.rounded, lambda x, dtype: x.to(dtype))
 register(packed_halves.widened, lambda x: x.to(tl.float32))
 

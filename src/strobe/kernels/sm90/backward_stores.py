@@ -2,6 +2,7 @@
 
 from strobe.kernels.common.channel import swizzled
 from strobe.kernels.common.descriptors import coordinates
+from strobe.kernels.common.flags import await_flag, await_stores, fence_async
 from strobe.kernels.gluon import (
     fence_async_shared,
     gl,
@@ -13,7 +14,7 @@ from strobe.kernels.gluon import (
     tma_store_wait,
 )
 from strobe.kernels.sm90.backward_config import PARTIAL_COLUMNS
-from strobe.kernels.sm90.backward_order import await_additions, await_flag, fence_all, flag_of, hand_on
+from strobe.kernels.sm90.backward_order import flag_of, hand_on
 from strobe.kernels.sm90.backward_tiles import HALF
 from strobe.kernels.sm90.layouts import accumulator, rows_of
 
@@ -50,7 +51,7 @@ def add_to_dq(w: gl.constexpr, dq, place, turn, K):
     reinterpret(buffer, gl.float32, [64, COLUMNS], in_order(COLUMNS)).store(dq)
     if K.C.order != 0:
         await_flag(flag_of(place, K), turn.before)
-        fence_all()
+        fence_async()
     else:
         fence_async_shared()
     tma_add(outputs.dq[DESCRIPTOR], [place // 4, 0], buffer)
@@ -101,7 +102,7 @@ def await_left(w: gl.constexpr, K, turn):
     """Wait until what this thread copied from the group's place of dQ has left it. If dQ has an order, wait until it has come,
     and hand on what was added."""
     if K.C.order != 0:
-        await_additions()
+        await_stores()
         partition_barrier()
         return hand_on(w, K, turn)
     else:

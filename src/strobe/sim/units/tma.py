@@ -199,8 +199,8 @@ def store_wait(pendings=0, read_only=True, **_) -> None:
     )
     for entry in first:
         running.partition.knows.learn(entry.access.agent, entry.access.tick)
-        if not read_only:
-            running.partition.knows.learn(stores.agent, entry.number)
+    if not read_only:  # those of which it waited for the reads before, too
+        running.partition.knows.learn(stores.agent, stores.issued - min(int(pendings), len(stores.open)))
     stores.open = stores.open[len(first) :]
 
 
