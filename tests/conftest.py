@@ -69,7 +69,6 @@ SAMPLED = {
     "kernels/test_sm80.py::test_every_candidate": 36,
     "kernels/test_sm80.py::test_every_candidate_of_the_backward": 4,
     "kernels/test_sm80.py::test_gradients_against_reference": 120,
-    "parallel/test_simulated.py::test_on_a_gpu": 6,
     "kernels/test_sm90.py::test_against_reference": 28,
     "kernels/test_sm90.py::test_the_safe_softmax": 5,
     "kernels/test_hopper_gradients.py::test_a_plan_and_the_operator_drop_the_same": 2,

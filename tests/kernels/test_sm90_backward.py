@@ -441,59 +441,6 @@ def test_what_is_audited_is_what_runs(audited):
     assert choose(problem(head_dim=head_dim, head_dim_v=head_dim_v, mask=mask)) == AUDITED[audited][0]
 
 
-ORDERED = {"deterministic": True, "head_dim": 64, "head_dim_v": 64}
-
-
-@pytest.mark.parametrize("changes, order, words", [
-    ({}, 1, "in order, from the first on"),
-    ({"mask": strobe.Causal()}, -1, "in order, from the last on"),
-    ({"mask": strobe.Window(100, 20)}, -1, "in order, from the last on"),
-    ({"mask": strobe.Window(100, None)}, 1, "in order, from the first on"),
-    ({"mask": strobe.Prefix(100)}, -1, "in order, from the last on"),
-    ({"mask": strobe.Prefix(100) & strobe.Window(50, None)}, None, "no neighbours"),
-    ({"mask": strobe.Document(torch.zeros(2, 512, dtype=torch.int32))}, None, "on the device alone"),
-    ({"score": strobe.Score(softcap=3.0)}, None, "not yet timed"),
-    ({"head_dim": 128, "head_dim_v": 128}, None, "not yet timed"),
-    ({"head_dim": 256, "head_dim_v": 256}, None, "two passes"),
-])  # fmt: skip
-def test_what_adds_in_an_order(changes, order, words):
-    """A choice that `explain` tells; without `deterministic` there is none."""
-    given = problem(**{**ORDERED, **changes})
-    chosen = choose(given)
-    assert words in backend.origin(given, KNOWN["H200"])
-    assert isinstance(chosen, SplitConfig) if order is None else chosen.order == order
-    assert getattr(choose(dataclasses.replace(given, deterministic=False)), "order", 0) == 0
-
-
-@pytest.mark.parametrize("heads_kv, back", [(4, True), (2, False)])
-def test_the_last_heads_turn_back(heads_kv, back):
-    """Where each query head has its own keys, under a causal mask."""
-    assert choose(problem(**ORDERED, mask=strobe.Causal(), heads_kv=heads_kv)).turns_back == back
-
-
-ORDERED_AUDIT = """
-import dataclasses, json, sys, torch
-from strobe.kernels.sm90.backward_config import Config
-from strobe.lab.binary.offline import audit_sm90_backward
-from strobe.masks import Causal
-config = Config(64, 64, 128, turns=True, folded=True, order=-1, turns_back=True)
-[audit] = audit_sm90_backward((64, 64), Causal(), torch.bfloat16, 4096, config)
-print(json.dumps([dataclasses.asdict(audit), config.smem_bytes()]))
-"""
-
-
-@pytest.mark.parametrize("triton", COMPILED_BY)
-def test_an_order_spills_no_more(triton):
-    """In the loop over tiles; a flag is read and raised once for each share, there and after it."""
-    audit, smem_bytes = json.loads(run_compiler(ORDERED_AUDIT, triton))
-    most = 0 if triton == "oldest Triton" else 12
-    assert not audit["warnings"] and not audit["unwritten"]
-    assert 0 <= audit["smem_bytes"] - smem_bytes <= 640
-    for loop in audit["main_loops"].values():
-        assert loop.get("LDL", 0) + loop.get("STL", 0) <= most
-        assert (loop["UTMAREDG"], loop["LDG"], loop["STG"]) == (1, 1, 1)
-
-
 def _not_after(batch, head, q_index, kv_index):
     return kv_index <= q_index
 

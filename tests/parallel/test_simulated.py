@@ -77,14 +77,12 @@ def test_on_triton_kernels(case, layout, method):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_on_a_gpu(dtype, layout):
-    """Every case and method, on the kernels that dispatch chooses: `sm90` for what is an ordinary problem."""
-    for case in TAKEN:
-        for method in ranks.METHODS:
-            if fits(case, method, 4):
-                t = tensors(case, dtype, DEVICE)
-                check(ranks.simulated(t, case.packed, 4, layout, method), t)
+@pytest.mark.parametrize("share", [61, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_on_a_gpu(dtype, share):
+    """On the kernels that dispatch chooses: `sm90` for what is an ordinary problem. share: see above."""
+    for case, number, layout, method in combinations(share):
+        t = tensors(case, dtype, DEVICE)
+        check(ranks.simulated(t, case.packed, number, layout, method), t)
 
 
 @pytest.mark.gpu

@@ -27,13 +27,11 @@ class Left(NamedTuple):
 
 
 class Backward:
-    """The three launches of a backward, for the inputs t. ctas, resident: how many share the blocks, and run at a time.
-    kernels: the module of the main kernel."""
+    """The three launches of a backward, for the inputs t. ctas: how many share the blocks. kernels: the module of the main
+    kernel."""
 
-    def __init__(
-        self, t: Tensors, config: Config | SplitConfig, ctas: int = 1, kernels: ModuleType = backward, resident: int = 1
-    ):
-        self.t, self.config, self.ctas, self.kernels, self.resident = t, config, ctas, kernels, resident
+    def __init__(self, t: Tensors, config: Config | SplitConfig, ctas: int = 1, kernels: ModuleType = backward):
+        self.t, self.config, self.ctas, self.kernels = t, config, ctas, kernels
         problem, self.operands = describe(t, "backward")
         self.problem = replace(problem, learned=("bias",) if problem.score.bias is not None else ())
         exact = formula(t)
@@ -51,7 +49,7 @@ class Backward:
 
     def simulate(self, order: str, seed: int) -> Left:
         tensors = self._tensors()
-        launch = kernel_launch(self.kernels, self.problem, tensors, self.config, self.ctas, self.resident)
+        launch = kernel_launch(self.kernels, self.problem, tensors, self.config, self.ctas)
         report = launch.simulate(order, seed, after=self._prepared(tensors))
         call = backward_launch.convert_call(self.problem, tensors, self.config)
         simulate(call.kernel, call.grid, after=report, **call.keywords)
@@ -64,8 +62,6 @@ class Backward:
     def _tensors(self) -> CallTensors:
         made = unwritten(backward_launch.buffers(self.problem, self.config)) | unfilled_gradients(self.problem)
         tensors = CallTensors(**self.operands._asdict(), **self.given._asdict(), **made)
-        if tensors.flags is not None:
-            tensors.flags.fill_(7)  # of a block that may exist
         if tensors.document_q is not None:
             tensors.key_spans = spans_of(tensors.document_kv, tensors.document_q)
             if tensors.row_spans is not None:

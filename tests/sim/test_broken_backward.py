@@ -57,18 +57,18 @@ TILE_WAIT = "    mbarrier.wait(K.memory.full.index(stage), phase_of(g))\n" + FIR
 DP_READY = "    dp, p = warpgroup_mma_wait(0,"
 DS_WAIT = "    await_ds(w, stage ^ 1, g > first)\n    dq = start_dq("
 LAST_DS_WAIT = "    await_ds(w, stage_of(g), True)\n"
-DS_STORE = "    K.memory.ds.index(parity).slice(w * HALF, HALF).store(ds)\n"
+DS_STORE = "    memory.ds.index(parity).slice(w * HALF, HALF).store(ds)\n"
 DS_FENCE = DS_STORE + "    fence_async_shared()\n"
 DQ_READY = "    dq = warpgroup_mma_wait(K.C.products_v + K.C.products, deps=[dq])\n"
 ANNOUNCEMENT = "    announce(DS_READY + 2 * (1 - w) + parity)\n"
 DS_ANNOUNCED = "    announce_ds(w, stage)\n"
-DQ_LEFT = "        tma_store_wait(0)  # what was in memory.dq has left\n"
+DQ_LEFT = "    tma_store_wait(0)  # what was in memory.dq has left\n"
 LAST_DQ_READY = "    dq = warpgroup_mma_wait(0, deps=[dq])\n"
-LAST_DQ_LEFT = "    order = await_left(w, K, order)\n    partition_barrier()\n"
-LAST_DQ = "            order = give_last_dq(w, K, g - 1, (block - 1) & 1, place, order)\n"
+LAST_DQ_LEFT = "    tma_store_wait(0)\n    partition_barrier()\n    give_dq"
+LAST_DQ = "            give_last_dq(w, K, g - 1, (block - 1) & 1, place)\n"
 SERIAL_S_READY = "    s = warpgroup_mma_wait(0, deps=[s])\n"
 SERIAL_MASK = "    p = gl.exp2(x)\n    if (tile < "
-GIVEN = "    if g > first:\n        order = give_dq(w, K, g - 1, fixed, stage ^ 1, place, order)\n"
+GIVEN = "    if g > first:\n        give_dq(w, K, g - 1, fixed, stage ^ 1, place)\n"
 THIRD_LEFT = "            tma_store_wait(0)\n            partition_barrier()\n            add_to_dq(w, third"
 PRODUCTS_READY = "    dv = finished(dv, 0)\n    dk = finished(dk, 0)\n"
 TILE_RELEASE = "        mbarrier.arrive(K.memory.empty.index(stage_of(g)), count=1)\n"
@@ -219,16 +219,14 @@ BUGS = [
     kernel("the turn is not handed on", "        announce(TURN + 1 - w)\n", "        pass\n", (Deadlock,)),
     kernel("the last turn is not taken", LAST_TURN, "", (BarrierMisuse,), says=("left in use",)),
     # Out.
-    kernel("dQ overwrites what has not left", DQ_LEFT, "        pass\n", (Race,)),
-    kernel("the last dQ overwrites what has not left", LAST_DQ_LEFT, "", (Race,)),
-    stores(
-        "no fence before dQ is added", "        fence_async_shared()\n    tma_add", "        pass\n    tma_add", (MissingFence,)
-    ),
+    kernel("dQ overwrites what has not left", DQ_LEFT, "", (Race,)),
+    kernel("the last dQ overwrites what has not left", LAST_DQ_LEFT, "    give_dq", (Race,)),
+    stores("no fence before dQ is added", "    fence_async_shared()\n    tma_add", "    tma_add", (MissingFence,)),
     stores("dV overwrites a dQ that has not left", "    tma_store_wait(0)\n    if K.outputs", "    if K.outputs", (Race,)),
     stores("dV overwrites the dK before", "    tma_store_wait(0)\n    if K.outputs", "    if K.outputs", (Race,), case=BLIND),
     stores(
         "dK overwrites a dV that has not left",
-        "    turn = await_left(w, K, turn)\n    leave_chunks(w, K, dk,",
+        "    tma_store_wait(0)\n    leave_chunks(w, K, dk,",
         "    leave_chunks(w, K, dk,",
         (Race,),
     ),
@@ -238,7 +236,7 @@ BUGS = [
         "    partition_barrier()\n    for c",
         (MissingFence,),
     ),
-    kernel("the last store is not waited for", LAST_DQ + "    await_left(w, K, order)\n", LAST_DQ, (Unfinished,)),
+    kernel("the last store is not waited for", LAST_DQ + "    tma_store_wait(0)\n", LAST_DQ, (Unfinished,)),
 ]
 
 SERIAL_BUGS = [
@@ -301,8 +299,8 @@ WRONG_NUMBERS = [
     ),
     kernel(
         "a block's last dQ goes astray",
-        "place, order = consume(w, K, block, g, place,",
-        "place, order = consume(w, K, block, g, 0 * place,",
+        "place = consume(w, K, block, g, place,",
+        "place = consume(w, K, block, g, 0 * place,",
         (),
     ),
     stores("dK is not scaled", "leave_chunks(w, K, dk, K.outputs.scale,", "leave_chunks(w, K, dk, 1.0,", ()),

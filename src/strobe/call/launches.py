@@ -92,8 +92,9 @@ def _workspace(buffers: Buffers, device: torch.device) -> dict[str, torch.Tensor
     aligned = workspace.ALIGNED
     sizes = [number + -number % aligned for number in buffers.notes.values()]
     counters, notes = workspace.workspace(device, sum(sizes))
-    named = zip(buffers.notes, notes.split(sizes), strict=True)
-    return {"counters": counters, "redone": counters[aligned : aligned + 1], **dict(named)}
+    parts = zip(buffers.notes.items(), notes.split(sizes), strict=True)
+    named = {name: part[:number] for (name, number), part in parts}
+    return {"counters": counters, "redone": counters[aligned : aligned + 1], **named}
 
 
 def _gradients(problem: AttentionProblem, operands: Operands, lse: torch.Tensor, made: dict[str, Any]) -> Gradients:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from strobe.device import KNOWN
 from strobe.kernels.blind_rows import fill_blind
-from strobe.kernels.common import dependent_launch, flags, named_barrier, packed_halves
+from strobe.kernels.common import dependent_launch, named_barrier, packed_halves
 from strobe.kernels.common.call import Buffers, Tensors, gradients
 from strobe.kernels.common.documents import SPAN
 from strobe.kernels.gluon import gl
@@ -31,13 +31,11 @@ from strobe.kernels.sm100 import launch as sm100_launch
 from strobe.problem import AttentionProblem, Operands
 from strobe.sim.barriers import named_arrive, named_sync
 from strobe.sim.costs import Costs
-from strobe.sim.global_memory import await_flag, raise_flag
 from strobe.sim.launch import Launch
 from strobe.sim.lift import register
 from strobe.sim.machine import Report
 from strobe.sim.tensor import Tensor, compute
-from strobe.sim.units.control import fence_async, take_turn
-from strobe.sim.units.tma import store_wait
+from strobe.sim.units.control import take_turn
 
 BACKENDS = {
     "sm80": (sm80_forward, lambda problem: sm80_config.choose(problem, KNOWN["A100"]), 80),
@@ -48,10 +46,6 @@ register(named_barrier.meet, partial(named_sync, threads=256))
 register(named_barrier.announce, partial(named_arrive, threads=256))
 register(dependent_launch.take_turn, take_turn)
 register(dependent_launch.take_program_turn, take_turn)
-register(flags.await_flag, await_flag)
-register(flags.raise_flag, raise_flag)
-register(flags.await_stores, partial(store_wait, read_only=False))
-register(flags.fence_async, fence_async)
 register(packed_halves.rounded, lambda x, dtype: x.to(dtype))
 register(packed_halves.widened, lambda x: x.to(tl.float32))
 
@@ -211,14 +205,11 @@ def fp8_launches(
     return *launches, tensors.out, tensors.lse
 
 
-def backward_launch(
-    kernels: ModuleType, problem: AttentionProblem, tensors: Tensors, config: Config, ctas: int = 1, resident: int = 1
-) -> Launch:
+def backward_launch(kernels: ModuleType, problem: AttentionProblem, tensors: Tensors, config: Config, ctas: int = 1) -> Launch:
     """The launch of a module's `backward_kernel`, on tensors that `sm90.backward_pre_post.prepare` has filled. dQ it adds to
-    the accumulator, from where `convert` fetches it. ctas, resident: how many share the blocks, and run at a time."""
+    the accumulator, from where `convert` fetches it."""
     call = sm90_backward_launch.one_pass_call(problem, tensors, _ARCHS[90], config)
-    return Launch(kernels.backward_kernel, (min(ctas, *call.grid),), call.arguments, call.keywords, 90, ("notes", "counters"),
-                  resident=resident, ordered=("dq_wide",) if config.order else ())  # fmt: skip
+    return Launch(kernels.backward_kernel, (min(ctas, *call.grid),), call.arguments, call.keywords, 90, ("notes", "counters"))
 
 
 def split_backward_launches(

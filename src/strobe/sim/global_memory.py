@@ -84,24 +84,6 @@ def _atomic(operation):
     return atomic
 
 
-def await_flag(flag: Pointer, number) -> None:
-    """Wait until an element holds a number, by loads that acquire: what was known to those who released it is known then."""
-    wanted, place, flat = int(number), int(flag.offset), flag.array.flat
-    line = where()
-    machine().wait(
-        lambda: int(flat[place]) == wanted,
-        lambda: f"{flag.array.name}[{place}], which is {int(flat[place])}, to be {wanted}, at {line}",
-        lambda: 0.0,
-    )
-    machine().atomic_global(flag.array, flag.offsets(), torch.zeros(1), None, lambda old, _: old, "acquire")
-
-
-def raise_flag(flag: Pointer, number) -> None:
-    """Let an element hold a number, unless it is 0, by a store that releases."""
-    if int(number):
-        machine().atomic_global(flag.array, flag.offsets(), torch.tensor([int(number)]), None, lambda _, new: new, "release")
-
-
 atomic_add = _atomic(lambda old, new: old + new)
 atomic_max = _atomic(torch.maximum)
 atomic_min = _atomic(torch.minimum)

@@ -228,12 +228,11 @@ class GlobalArray:
     def __init__(self, name: str, tensor: torch.Tensor, rewritable: bool = False, ahead: Touched | None = None):
         if tensor.device.type != "cpu":
             raise ValueError(f"the simulator takes tensors on the CPU, got {name} on {tensor.device}")
-        self.name, self.rewritable, self.ordered = name, rewritable, False
+        self.name, self.rewritable = name, rewritable
         self.flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # all of it, one-dimensional
         self.writer = np.zeros(self.flat.numel(), np.int32)
         self.reader = np.zeros(self.flat.numel(), np.int32)
         self.updated = np.zeros(self.flat.numel(), bool)
-        self.updater = np.zeros(self.flat.numel(), np.int32)
         self.accesses: list[_Writer | None] = [None, _of_the_launch_ahead()]
         self._released: dict[int, dict[int, Knowledge]] = {}
         """Element -> what those who updated it by releasing atomics knew then, by the numbers of CTAs."""
@@ -266,13 +265,10 @@ class GlobalArray:
         return Touched((self.writer > _AHEAD) | self.updated, self.reader > _AHEAD)
 
     def update(self, offsets: np.ndarray, cta: int, access: Access) -> None:
-        """Note an atomic update, which races with nothing that this launch does, unless updates have to be `ordered`."""
+        """Note an atomic update, which races with nothing that this launch does."""
         self.inside(offsets, access)
         for numbers, was in ((self.writer[offsets], "write"), (self.reader[offsets], "read")):
             self._check(numbers[numbers == _AHEAD], was, cta, access, "updates")
-        if self.ordered:
-            self._check(self.updater[offsets], "update", cta, access, "updates")
-            self.updater[offsets] = self._number(cta, access)
         self.updated[offsets] = True
 
     def acquire(self, offsets: np.ndarray, acquired: dict[int, Knowledge]) -> None:
@@ -300,9 +296,8 @@ class GlobalArray:
             before = self.accesses[number]
             if before is None:
                 continue
-            known = [access.knows] if before.cta in (None, cta) else []
-            known += [knows for other, knows in (access.acquired or {}).items() if other == before.cta]
-            ordered = any(knows.seen[before.access.agent] >= before.access.tick for knows in known)
+            knows = access.knows if before.cta in (None, cta) else (access.acquired or {}).get(before.cta)
+            ordered = knows is not None and knows.seen[before.access.agent] >= before.access.tick
             if not ordered and not (self.rewritable and was == "write" and verb == "writes" and before.cta is not None):
                 raise Race(f"{access} {verb} {self.name}; nothing orders it after the {was} by {before.access}")
 

@@ -8,7 +8,7 @@ from strobe.device import Arch
 from strobe.kernels import has_triton
 from strobe.kernels.common.call import Buffers, Call, Tensors
 from strobe.kernels.common.refusals import gluon_refuses
-from strobe.kernels.sm90.backward_config import SplitConfig, unordered
+from strobe.kernels.sm90.backward_config import SplitConfig
 from strobe.kernels.sm90.backward_config import choose as choose_backward
 from strobe.kernels.sm90.config import choose
 from strobe.kernels.sm90.config import origin as origin_of_choice
@@ -40,7 +40,7 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
 def backward_refuses(problem: AttentionProblem) -> str | None:
     """Why the backward alone does not take a problem; or None."""
     if problem.partial and isinstance(choose_backward(problem), SplitConfig):
-        return "gives partial gradients, in float32, in one pass alone, which head dims over 192 and some masks exclude"
+        return "gives partial gradients, in float32, in one pass alone, which head dims over 192 and `deterministic` exclude"
     lengths = problem.lengths
     rows = problem.heads_q * (lengths.total_q if isinstance(lengths, Varlen) else lengths.batch * lengths.seqlen_q)
     if rows >= MOST_ROWS:
@@ -56,15 +56,7 @@ def config(problem: AttentionProblem, arch: Arch):
 
 def origin(problem: AttentionProblem, arch: Arch) -> str:
     """Where the config comes from, in words."""
-    if problem.phase == "forward":
-        return origin_of_choice(problem)
-    if not problem.deterministic:
-        return "measured, for each head dim"
-    chosen = choose_backward(problem)
-    if isinstance(chosen, SplitConfig):
-        return f"deterministic: two passes, as {unordered(problem) or 'one pass has no room at these head dims'}"
-    begin = "first" if chosen.order == 1 else "last"
-    return f"deterministic: one pass, in which blocks of keys add to dQ in order, from the {begin} on"
+    return "measured, for each head dim" if problem.phase == "backward" else origin_of_choice(problem)
 
 
 def may_be_optimistic(problem: AttentionProblem) -> bool:

@@ -71,7 +71,6 @@ import triton.language as tl
 from strobe.kernels.common.channel import at, make_barriers, make_chunks, swizzled
 from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.descriptors import one_or_two
-from strobe.kernels.common.flags import await_stores
 from strobe.kernels.common.named_barrier import FIRST, announce, meet
 from strobe.kernels.common.packed_halves import rounded, widened
 from strobe.kernels.common.tile_scheduler import Lengths
@@ -87,7 +86,6 @@ from strobe.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from strobe.kernels.sm90 import backward_config as sizes
-from strobe.kernels.sm90.backward_order import added, hand_on, neighbour_of, no_turn, turn_of
 from strobe.kernels.sm90.backward_products import (
     finished,
     half_of,
@@ -106,7 +104,7 @@ from strobe.kernels.sm90.backward_scores import (
     kept_weights_transposed,
     scores_transposed,
 )
-from strobe.kernels.sm90.backward_stores import add_to_dq, await_left, flat, leave, note_of_keys
+from strobe.kernels.sm90.backward_stores import add_to_dq, flat, leave, note_of_keys
 from strobe.kernels.sm90.backward_tiles import (
     HALF,
     KEYS,
@@ -114,13 +112,10 @@ from strobe.kernels.sm90.backward_tiles import (
     STAGES,
     KeyHeads,
     fetch,
-    first_tile,
-    is_past,
     locate_keys,
     phase_of,
     publish,
     stage_of,
-    tile_after,
 )
 from strobe.kernels.sm90.descriptors import copy_in
 from strobe.kernels.sm90.scores import SCORE_NUMBERS, BiasGradient, Score, score_of, slope_of
@@ -211,13 +206,12 @@ def make_ones(C: gl.constexpr):
 
 @aggregate
 class Outputs:
-    """dq, dk, dv: TMA descriptors, of the shares of dQ's accumulator that each group adds, and of chunks. flags: int32, of dQ's
-    order, if it has one (see `backward_order`). notes: int32, one for 64 keys. dbias: see `BiasGradient`. scale: of dK."""
+    """dq, dk, dv: TMA descriptors, of the shares of dQ's accumulator that each group adds, and of chunks. notes: int32, one for
+    64 keys. dbias: see `BiasGradient`. scale: of dK."""
 
     dq: gl.tuple
     dk: gl.tuple
     dv: gl.tuple
-    flags: (gl.tensor, gl.constexpr)
     notes: gl.tensor
     dbias: BiasGradient
     scale: gl.tensor
@@ -250,10 +244,10 @@ def producer(K):
     block = 0
     first = gl.to_tensor(0)  # the first tile of the block before
     g = gl.to_tensor(0)
-    number = gl.program_id(0) if K.C.order == 0 else next_number(K)
+    number = gl.program_id(0)
     while number < K.heads.blocks:
         publish(turn, number, K.memory)
-        work = locate_keys(K, number, KEYS, K.C.tile_q, K.C.order, K.C.turns_back)
+        work = locate_keys(K, number, KEYS, K.C.tile_q)
         if work.begin < work.end:
             copy_tile(K, 0, g, work)
             if K.C.k_stages == 2:
@@ -271,22 +265,12 @@ def producer(K):
             g += count
             block += 1
         turn += 1
-        number = next_number(K)
+        number = gl.atomic_add(K.counters, 1) + gl.num_programs(0)
     publish(turn, number, K.memory)
     # The last CTA to end leaves the counters as it found them, for the next launch.
     if gl.atomic_add(K.counters + 1, 1) == gl.num_programs(0) - 1:
         gl.atomic_xchg(K.counters, 0)
         gl.atomic_xchg(K.counters + 1, 0)
-
-
-@gluon.jit
-def next_number(K):
-    """The next block that nobody has taken. The first ones are the CTAs' own, unless some wait for others, as the GPU may not
-    yet run them."""
-    if K.C.order == 0:
-        return gl.atomic_add(K.counters, 1) + gl.num_programs(0)
-    else:
-        return gl.atomic_add(K.counters, 1)
 
 
 @gluon.jit
@@ -313,8 +297,6 @@ def copy_tile(K, i, g, work):
     tiles = work.end - work.begin
     member = i // tiles
     row = (work.begin + i % tiles) * K.C.tile_q
-    if K.C.turns_back:
-        row = gl.where(work.backwards, (work.end - 1 - i % tiles) * K.C.tile_q, row)
     head = work.head_kv * work.group + member
     stage = stage_of(g)
     full = K.memory.full.index(stage)
@@ -335,32 +317,31 @@ def consumer(w: gl.constexpr, K):
     block = 0
     g = gl.to_tensor(0)
     place = gl.to_tensor(0)
-    order = no_turn(K.C)
     if K.C.turns and w == 1:
         announce(TURN)
     number = fetch(turn, K.memory)
     while number < K.heads.blocks:
-        work = locate_keys(K, number, KEYS, K.C.tile_q, K.C.order, K.C.turns_back)
+        work = locate_keys(K, number, KEYS, K.C.tile_q)
         if work.begin < work.end:
-            place, order = consume(w, K, block, g, place, order, work)
+            place = consume(w, K, block, g, place, work)
             g += (work.end - work.begin) * work.group
             block += 1
         elif work.first < work.n_kv:
-            leave(w, K, no_result(K.C.wide, K.C.narrow), no_result(K.C.wide_v, K.C.narrow_v), order, work)
+            leave(w, K, no_result(K.C.wide, K.C.narrow), no_result(K.C.wide_v, K.C.narrow_v), work)
         turn += 1
         number = fetch(turn, K.memory)
     if K.C.turns and w == 0:
         meet(TURN)
     if K.C.k_stages == 2:
         if g > 0:
-            order = give_last_dq(w, K, g - 1, (block - 1) & 1, place, order)
-    await_left(w, K, order)
+            give_last_dq(w, K, g - 1, (block - 1) & 1, place)
+    tma_store_wait(0)
 
 
 @gluon.jit
-def consume(w: gl.constexpr, K, block, before, place, order, work):
-    """The CTA's block-th block that has tiles, with `before` of them before its first. place, order: where dQ of the tile
-    before goes, and when (see `backward_order.Turn`); returned are those of the last one."""
+def consume(w: gl.constexpr, K, block, before, place, work):
+    """The CTA's block-th block that has tiles, with `before` of them before its first. place: where dQ of the tile before goes;
+    returned is that of the last one."""
     # Group w's share of dQ: where it begins, in units of 64 numbers, of which 64 rows have `dim`.
     FIRST_SHARE: gl.constexpr = w * (K.C.head_dim if K.C.tile_q > HALF else K.C.share_columns[0])
     count = (work.end - work.begin) * work.group
@@ -371,12 +352,9 @@ def consume(w: gl.constexpr, K, block, before, place, order, work):
     mbarrier.wait(K.memory.v.full.index(w), block & 1)
     held_k = hold(half_of(K.memory.k.part(k_stage), w), K.C.held_k, K.C.tile_q)
     held_v = hold(K.memory.v.part(w), K.C.held_v, K.C.tile_q)
-    tile = first_tile(work, K.C)
+    tile = work.begin
     row = work.row
     head = work.head_kv * work.group
-    neighbour = None
-    if K.C.order != 0:
-        neighbour = neighbour_of(work, K.lengths, K.C)
     # The first tile without one before it, and the place of the K that the tile before had.
     if K.C.k_stages == 1:
         first = before
@@ -386,35 +364,33 @@ def consume(w: gl.constexpr, K, block, before, place, order, work):
         at_k_before = k_stage ^ (before > 0).to(gl.int32)
     for g in tl.range(before, before + count, disable_licm=True):
         if K.C.serial:
-            dk, dv, order = serial_step(w, K, g, first, tile, head, place, order, dk, dv, work)
+            dk, dv = serial_step(w, K, g, first, tile, head, place, dk, dv, work)
         else:
             at_k = k_stage | (g >> 30)  # see `step`
-            dk, dv, order = step(w, K, g, first, at_k, at_k_before, tile, head, place, order, held_k, held_v, dk, dv, work)
+            dk, dv = step(w, K, g, first, at_k, at_k_before, tile, head, place, held_k, held_v, dk, dv, work)
             at_k_before = at_k
         mbarrier.arrive(K.memory.empty.index(stage_of(g)), count=1)
         place = (row + tile * K.C.tile_q) // 64 * K.C.head_dim + FIRST_SHARE
-        if K.C.order != 0:
-            order = turn_of(tile, neighbour, order)
-        tile = tile_after(tile, work, K.C)
-        if is_past(tile, work, K.C):  # on to the next head of the group
-            tile = first_tile(work, K.C)
+        tile += 1
+        if tile == work.end:  # on to the next head of the group
+            tile = work.begin
             row += K.heads.padded
             head += 1
     mbarrier.arrive(K.memory.v.empty.index(w), count=1)
     if K.C.k_stages == 1:
-        order = give_last_dq(w, K, before + count - 1, before >> 30, place, order)
+        give_last_dq(w, K, before + count - 1, before >> 30, place)
         mbarrier.arrive(K.memory.k.empty.index(0), count=1)
     if K.NOTED:
         note_of_keys(w, K, dv, work)
         note_of_keys(w, K, dk, work)
-    order = leave(w, K, dk, dv, order, work)
-    return place, order
+    leave(w, K, dk, dv, work)
+    return place
 
 
 @gluon.jit
-def step(w: gl.constexpr, K, g, first, at_k, at_k_before, tile, head, place, order, held_k, held_v, dk, dv, work):
+def step(w: gl.constexpr, K, g, first, at_k, at_k_before, tile, head, place, held_k, held_v, dk, dv, work):
     """Tile g, with the K of a place: its parts of dK and dV added, and, unless it is the first one, dQ of the tile before, to
-    `place`, in its turn. Returned are dK, dV and the Turn."""
+    `place`."""
     dtype: gl.constexpr = K.memory.q[0].dtype
     stage = stage_of(g)
     # V lies at a fixed place. If the compiler knew, it would keep the descriptors of all its parts in registers.
@@ -447,23 +423,21 @@ def step(w: gl.constexpr, K, g, first, at_k, at_k_before, tile, head, place, ord
     await_ds(w, stage ^ 1, g > first)
     dq = start_dq(w, K, stage ^ 1, at_k_before)  # before the first tile there is none: of leftovers
     dv = start_sum(dv, p, do)
-    put_ds(w, stage, ds, K)
+    put_ds(w, stage, ds, K.memory)
     dk = start_sum(dk, ds, q)
     if K.C.turns:
         announce(TURN + 1 - w)
-    order = hand_on(w, K, order)
     dq = warpgroup_mma_wait(K.C.products_v + K.C.products, deps=[dq])
     announce_ds(w, stage)
     if g > first:
-        add_to_dq(w, dq, place, order, K)
-        order = added(place, False, order, K.C)
+        add_to_dq(w, dq, place, K.outputs, K.memory)
     dv = finished(dv, 0)
     dk = finished(dk, 0)
-    return dk, dv, order
+    return dk, dv
 
 
 @gluon.jit
-def serial_step(w: gl.constexpr, K, g, first, tile, head, place, order, dk, dv, work):
+def serial_step(w: gl.constexpr, K, g, first, tile, head, place, dk, dv, work):
     """Tile g as in `step`, where the registers have room for one of S, dP and dQ beside dK and dV: one after the other. P is
     rounded before dP is computed, and dS is made of the rounded P.
 
@@ -493,15 +467,14 @@ def serial_step(w: gl.constexpr, K, g, first, tile, head, place, order, dk, dv, 
     ds = gradients_transposed(w, K, widened(p), widened(kept), dp, delta, factor, of_function, row, head, work).to(dtype)
     dv = start_sum(dv, kept, do)
     await_ds(w, stage ^ 1, g > first)
-    put_ds(w, stage, ds, K)
+    put_ds(w, stage, ds, K.memory)
     dk = start_sum(dk, ds, q)
-    order = hand_on(w, K, order)
     dv = finished(dv, K.C.products)
     dk = finished(dk, 0)
     if g > first:
-        order = give_dq(w, K, g - 1, fixed, stage ^ 1, place, order)
+        give_dq(w, K, g - 1, fixed, stage ^ 1, place)
     announce_ds(w, stage)
-    return dk, dv, order
+    return dk, dv
 
 
 @gluon.jit
@@ -518,41 +491,35 @@ def announce_ds(w: gl.constexpr, parity):
 
 
 @gluon.jit
-def put_ds(w: gl.constexpr, parity, ds, K):
-    if K.C.order != 0:
-        await_stores()
-    else:
-        tma_store_wait(0)  # what was in memory.dq has left
+def put_ds(w: gl.constexpr, parity, ds, memory):
+    tma_store_wait(0)  # what was in memory.dq has left
     partition_barrier()
-    K.memory.ds.index(parity).slice(w * HALF, HALF).store(ds)
+    memory.ds.index(parity).slice(w * HALF, HALF).store(ds)
     fence_async_shared()
 
 
 @gluon.jit
-def give_dq(w: gl.constexpr, K, g, at_k, parity, place, order):
-    """Group w's share of tile g's dQ, and if there is a third, that in turn. Its buffer in shared memory must be free. Returned
-    is the Turn."""
+def give_dq(w: gl.constexpr, K, g, at_k, parity, place):
+    """Group w's share of tile g's dQ, and if there is a third, that in turn. Its buffer in shared memory must be free."""
     dq = start_dq(w, K, parity, at_k)
     dq = warpgroup_mma_wait(0, deps=[dq])
-    add_to_dq(w, dq, place, order, K)
+    add_to_dq(w, dq, place, K.outputs, K.memory)
     if len(K.C.share_columns) == 3:
         if (g & 1) == w:
             third = start_dq(2, K, parity, at_k)
             third = warpgroup_mma_wait(0, deps=[third])
             tma_store_wait(0)
             partition_barrier()
-            add_to_dq(w, third, place + (2 - w) * 64, order, K)
-    return added(place, (g & 1) == w, order, K.C)
+            add_to_dq(w, third, place + (2 - w) * 64, K.outputs, K.memory)
 
 
 @gluon.jit
-def give_last_dq(w: gl.constexpr, K, g, at_k, place, order):
-    """Give group w's share of the dQ of a tile that none follows, when the other group has written its dS. Returned is the
-    Turn."""
+def give_last_dq(w: gl.constexpr, K, g, at_k, place):
+    """Give group w's share of the dQ of a tile that none follows, when the other group has written its dS."""
     await_ds(w, stage_of(g), True)
-    order = await_left(w, K, order)
+    tma_store_wait(0)
     partition_barrier()
-    return give_dq(w, K, g, at_k, stage_of(g), place, order)
+    give_dq(w, K, g, at_k, stage_of(g), place)
 
 
 # ---- entry
@@ -570,7 +537,7 @@ NUMBERS = (
 @gluon.jit(do_not_specialize=NUMBERS)
 def backward_kernel(
     q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, do_wide, do_narrow, statistics_desc, dq_wide, dq_narrow,
-    dk_wide, dk_narrow, dv_wide, dv_narrow, flags, notes, counters, cu_q, cu_kv, used_q, used_kv,
+    dk_wide, dk_narrow, dv_wide, dv_narrow, notes, counters, cu_q, cu_kv, used_q, used_kv,
     heads, heads_kv, at_once, rest, all_heads, blocks, padded, n_q, n_kv, left, right, prefix,
     terms, threshold, slope_batch, slope_head, bias_batch, bias_head, bias_row, bias_key,
     document_q_batch, document_q_row, document_kv_batch, sink_stride, document_kv_row, spans,
@@ -584,8 +551,8 @@ def backward_kernel(
     take_turn()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow),
               one_or_two(do_wide, do_narrow), statistics_desc)  # fmt: skip
-    outputs = Outputs(one_or_two(dq_wide, dq_narrow), one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow),
-                      flags, notes, BiasGradient(dbias, dbias_batch, dbias_head, dbias_row, dbias_key), scale)  # fmt: skip
+    outputs = Outputs(one_or_two(dq_wide, dq_narrow), one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes,
+                      BiasGradient(dbias, dbias_batch, dbias_head, dbias_row, dbias_key), scale)  # fmt: skip
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans, total_q, total_kv)
     heads = KeyHeads(heads, heads_kv, at_once, rest, all_heads, blocks, padded)
     score = score_of(terms, (slope_batch, slope_head), (bias_batch, bias_head, bias_row, bias_key), sink_stride,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from strobe.kernels.memory_map import Buffer, total_bytes
 from strobe.kernels.sm90.config import Chunks, padded
@@ -34,9 +33,6 @@ LEAST_SCALE = 1e-30
 PARTIAL_COLUMNS = 32
 """Columns of dK or dV in float32 that leave together: 128 bytes a row, what a swizzle spans."""
 
-FLAGGED = 64 * 32
-"""Numbers of dQ's accumulator for which there is a flag, if dQ has an order: 32 columns of 64 rows."""
-
 SPLIT_TILE = 64
 """Rows, and keys, of a tile of the split backward."""
 
@@ -46,17 +42,13 @@ class Config(Chunks):
     """The backward in one pass (`backward`), for head dims up to 192, of v up to 128, and 160 of both. tile_q: query rows a
     tile. turns: whether the groups take turns at issuing products. held_k, held_v: columns of K and V, the first ones, that a
     group has in registers, too: whole chunks, or of K 64 columns of one of 128. folded: whether the products of S and dP
-    subtract the statistics, too (see `backward_pre_post`); head dims up to 128, scores that nothing changes. order: 1 or -1 if
-    blocks of keys add to dQ one after the other, from the first or the last on (see `backward_order`), 0 if as they come.
-    turns_back: whether in the last bundle of heads they do so from the first on, and their rows from the last."""
+    subtract the statistics, too (see `backward_pre_post`); head dims up to 128, scores that nothing changes."""
 
     tile_q: int
     turns: bool
     held_k: int = 0
     held_v: int = 0
     folded: bool = False
-    order: int = 0
-    turns_back: bool = False
 
     @property
     def k_stages(self) -> int:
@@ -162,8 +154,7 @@ def _tiles(**buffers: tuple[int, int]) -> list[Buffer]:
 
 
 def choose(problem: AttentionProblem) -> Config | SplitConfig:
-    """One pass where registers hold dK and dV, unless the result must have the same bits in every run and nothing orders what
-    is added to dQ. Measured on an H200, S =
+    """One pass where registers hold dK and dV, unless the result must have the same bits in every run. Measured on an H200, S =
     1k, 4k, 16k. (192, 128), TFLOP/s at 4k, 16k: in one pass 579, 596, in two 320, 305. 160, 4k causal on an H100: in one pass
     507, in two 325, padded to 192 296. Turns, microseconds with / without, head dim 64: 812 / 829, 2788 / 2866, 10543 / 10701,
     causal 571 / 587, 1404 / 1506, 5176 / 5581; 96, where 64 columns of K and V are held: 803 / 822, 2613 / 2667, 9884 / 9602,
@@ -174,34 +165,8 @@ def choose(problem: AttentionProblem) -> Config | SplitConfig:
     4971, 128 2418 / 2349, 1339 / 1277, 764 / 724, 4739 / 4417; 96, with 96 columns of K held, 2663 / 2713, 1427 / 1449, 801 /
     799, 5030 / 5068."""
     head_dim, head_dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    if head_dim > 192 or head_dim_v > (160 if head_dim == 160 else 128) or (problem.deterministic and unordered(problem)):
+    if head_dim > 192 or head_dim_v > (160 if head_dim == 160 else 128) or problem.deterministic:
         return SplitConfig(head_dim, head_dim_v)
-    chosen = _in_one_pass(problem, head_dim, head_dim_v)
-    return replace(chosen, **_order(problem)) if problem.deterministic else chosen
-
-
-def unordered(problem: AttentionProblem) -> str | None:
-    """Why blocks of keys do not add to dQ in an order; or None. The blocks that a row sees must be neighbours, and known from
-    the mask alone. Measured on an H100, TFLOP/s without / with an order, S = 4k, 16k, head dim 64: 536 / 401, 574 / 427, causal
-    508 / 389, 566 / 440."""
-    left, _, prefix = problem.mask.band
-    if problem.mask.by_pair:
-        return "which blocks of keys a row sees is known on the device alone"
-    if left is not None and prefix is not None:
-        return "a row sees blocks of keys that are no neighbours"
-    if max(problem.head_dim, problem.head_dim_v) > 64 or problem.score.changed or problem.dropout:
-        return "one pass with an order is not yet timed there"
-    return None
-
-
-def _order(problem: AttentionProblem) -> dict[str, Any]:
-    left, right, prefix = problem.mask.band
-    if right is None and prefix is None:
-        return {"order": 1}
-    return {"order": -1, "turns_back": left is None and problem.group == 1}
-
-
-def _in_one_pass(problem: AttentionProblem, head_dim: int, head_dim_v: int) -> Config:
     simple = not (problem.score.changed or problem.dropout)
     if head_dim == head_dim_v == 64 and simple:
         return Config(64, 64, 128, turns=True, folded=problem.scale >= LEAST_SCALE)

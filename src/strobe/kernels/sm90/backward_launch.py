@@ -16,7 +16,6 @@ from strobe.kernels.portable.scores import bias_gradient
 from strobe.kernels.sm90 import backward_pre_post as ends
 from strobe.kernels.sm90.backward import backward_kernel, flat
 from strobe.kernels.sm90.backward_config import (
-    FLAGGED,
     KEYS,
     PARTIAL_COLUMNS,
     PARTS,
@@ -33,13 +32,6 @@ from strobe.kernels.sm90.descriptors import descriptors
 from strobe.kernels.sm90.scores import score_arguments
 from strobe.problem import AttentionProblem, Varlen, lse_shape
 
-SIDE_BY_SIDE = 70_000_000
-"""Bytes that the rows of a bundle of heads take where blocks of keys add to dQ from the first on: more than the L2 has, as
-blocks of one head wait for each other."""
-
-TURNED = 4
-"""How many times the heads of the last bundle all heads are, where that turns back (see `Config`)."""
-
 KEYS_PASS_L2 = 8_000_000
 """Bytes, likewise, for the keys pass of two. Head dim 256, full and causal, with half of the L2 / with this: S = 1k 1063 / 951
 and 620 / 589 us, 2k 1921 / 1878 and 1018 / 982."""
@@ -50,7 +42,6 @@ def buffers(problem: AttentionProblem, config: Config | SplitConfig) -> Buffers:
     32, under a mask 4 more, and in one pass 4 for each column of the padded head dim.
 
     statistics, accumulator: what the kernels share (see `backward_pre_post`), the accumulator only in one pass.
-    flags: of the accumulator's order, if it has one (see `backward_order`).
     delta: as the LSE lies, where somebody else wants it too.
     key_notes, row_notes: one for 64 keys of each key head, one for 64 rows of each query head.
     """
@@ -63,8 +54,6 @@ def buffers(problem: AttentionProblem, config: Config | SplitConfig) -> Buffers:
         made["delta"] = Buffer(lse_shape(problem), torch.float32)
     if isinstance(config, Config):
         made["accumulator"] = Buffer((rows * config.head_dim // 256, 256), torch.float32)
-        if config.order:
-            made["flags"] = Buffer((rows * config.head_dim // FLAGGED,), torch.int32)
     names = ("key_spans",) if isinstance(config, Config) else ("key_spans", "row_spans")
     return Buffers(made, span_buffers(problem, *names), {"key_notes": keys, "row_notes": row_notes})
 
@@ -123,15 +112,12 @@ def compile_only(problem: AttentionProblem, arch: Arch, config: Config | SplitCo
 
 
 def one_pass_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: Config) -> Call:
-    columns = problem.head_dim + problem.head_dim_v + 2 * config.head_dim
-    last = problem.heads_kv * problem.lengths.batch // TURNED if config.turns_back else 0
-    blocks, heads = _key_blocks(problem, KEYS, columns, SIDE_BY_SIDE if config.order == 1 else HALF_L2, last)
+    blocks, heads = _key_blocks(problem, KEYS, problem.head_dim + problem.head_dim_v + 2 * config.head_dim, HALF_L2)
     arguments = (
         *_inputs(tensors, config, config.tile_q, KEYS, 64),
         _statistics(tensors.statistics, config.tile_q),
         *_shares(tensors.accumulator, config),
         *_key_gradients(tensors, config),
-        tensors.flags,
         tensors.key_notes,
         tensors.counters,
         *_sequences(tensors),
@@ -194,8 +180,7 @@ def prepare_call(problem: AttentionProblem, tensors: Tensors, config: Config | S
     by_batch, by_head, _ = _of_vector(lse)
     return Call(ends.prepare, (tiles * problem.heads_q * lengths.batch,), (), dict(
         out=out, dout=dout, dlse=dlse, lse=lse, statistics=tensors.statistics, delta=tensors.delta,
-        accumulator=tensors.accumulator, flags=tensors.flags,
-        **_rows(problem, tensors, tiles), **_strides("out", out), **_strides("dout", dout),
+        accumulator=tensors.accumulator, **_rows(problem, tensors, tiles), **_strides("out", out), **_strides("dout", dout),
         scale=problem.scale, lse_batch=by_batch, lse_head=by_head,
         **dict(zip(("dlse_batch", "dlse_head", "dlse_row"), (0, 0, 0) if dlse is None else _of_vector(dlse), strict=True)),
         DIM_V=problem.head_dim_v, PADDED_V=triton.next_power_of_2(problem.head_dim_v), DIM=config.head_dim,
@@ -259,18 +244,14 @@ def _shares(accumulator: torch.Tensor, config: Config) -> list[TensorDescriptor 
     return [*found, None][:2]
 
 
-def _key_blocks(
-    problem: AttentionProblem, keys: int, columns: int, cache_bytes: int, last: int = 0
-) -> tuple[int, tuple[int, ...]]:
+def _key_blocks(problem: AttentionProblem, keys: int, columns: int, cache_bytes: int) -> tuple[int, tuple[int, ...]]:
     """How many blocks of so many keys there are, and the numbers of a kernel's `Heads`. columns: that a query row brings, in
-    the inputs' type; cache_bytes: what the rows of a bundle of heads may take of the L2; last: heads of the last bundle, at
-    least."""
+    the inputs' type; cache_bytes: what the rows of a bundle of heads may take of the L2."""
     lengths = problem.lengths
     heads = lengths.batch * problem.heads_kv
     blocks = triton.cdiv(lengths.seqlen_kv, keys) * heads
     head_bytes = max(1, lengths.seqlen_q) * problem.group * columns * problem.dtype.itemsize
     at_once, rest = bundles(heads, cache_bytes // head_bytes)
-    rest = min(rest, (heads - last) // at_once * at_once)
     return blocks, (problem.heads_q, problem.heads_kv, at_once, rest, heads, blocks, padded_rows(problem)[0])
 
 

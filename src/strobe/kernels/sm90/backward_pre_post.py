@@ -39,14 +39,13 @@ tensors are nearly always multiples of 16."""
 
 @triton.jit(do_not_specialize=("n_q", "total_q", "heads", "padded", "tiles", "scale", *STRIDES_BY_LENGTH))
 def prepare(
-    out, dout, dlse, lse, statistics, delta, accumulator, flags,
-    cu_seqlens_q, seqused_q, n_q, total_q, heads, padded, tiles, scale,
+    out, dout, dlse, lse, statistics, delta, accumulator, cu_seqlens_q, seqused_q, n_q, total_q, heads, padded, tiles, scale,
     out_batch, out_row, out_head, dout_batch, dout_row, dout_head, lse_batch, lse_head, dlse_batch, dlse_head, dlse_row,
     DIM_V: tl.constexpr, PADDED_V: tl.constexpr, DIM: tl.constexpr, TILE_Q: tl.constexpr, PARTS: tl.constexpr,
     ROWS_PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of some rows; their delta once more, as the LSE lies, and zeros in their accumulator and its flags, where
-    these are wanted. DIM: columns of the accumulator."""
+    """The statistics of some rows; their delta once more, as the LSE lies, and zeros in their accumulator, where these are
+    wanted. DIM: columns of the accumulator."""
     take_program_turn()
     block = tl.program_id(0) % tiles
     head = tl.program_id(0) // tiles % heads
@@ -84,8 +83,6 @@ def prepare(
         zeros = (first_row + first) * DIM + tl.arange(0, ROWS)[:, None] * DIM
         for c in tl.static_range(0, DIM, 32):
             tl.store(accumulator + zeros + c + tl.arange(0, 32)[None, :], tl.zeros((ROWS, 32), tl.float32))
-            if flags is not None:
-                tl.store(flags + ((first_row + first) * DIM + c * ROWS) // (32 * ROWS), 0)
 
 
 @triton.jit

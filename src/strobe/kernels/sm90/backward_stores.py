@@ -2,7 +2,6 @@
 
 from strobe.kernels.common.channel import swizzled
 from strobe.kernels.common.descriptors import coordinates
-from strobe.kernels.common.flags import await_flag, await_stores, fence_async
 from strobe.kernels.gluon import (
     fence_async_shared,
     gl,
@@ -14,7 +13,6 @@ from strobe.kernels.gluon import (
     tma_store_wait,
 )
 from strobe.kernels.sm90.backward_config import PARTIAL_COLUMNS
-from strobe.kernels.sm90.backward_order import flag_of, hand_on
 from strobe.kernels.sm90.backward_tiles import HALF
 from strobe.kernels.sm90.layouts import accumulator, rows_of
 
@@ -39,21 +37,15 @@ def in_order(columns):
 
 
 @gluon.jit
-def add_to_dq(w: gl.constexpr, dq, place, turn, K):
-    """Add a share of 64 rows to the accumulator, from number 64 * place on, in its turn if dQ has an order. Group w's buffer in
-    shared memory must be free."""
-    outputs, memory = K.outputs, K.memory
+def add_to_dq(w: gl.constexpr, dq, place, outputs, memory):
+    """Add a share of 64 rows to the accumulator, from number 64 * place on. Group w's buffer in shared memory must be free."""
     COLUMNS: gl.constexpr = dq.shape[1]
     DESCRIPTOR: gl.constexpr = 0 if COLUMNS == 64 else 1
     buffer = memory.dq.index(w)
     if COLUMNS < 64:
         buffer = reinterpret(buffer, gl.float32, [64 // COLUMNS, COLUMNS // 4, 256], flat(2)).index(0)
     reinterpret(buffer, gl.float32, [64, COLUMNS], in_order(COLUMNS)).store(dq)
-    if K.C.order != 0:
-        await_flag(flag_of(place, K), turn.before)
-        fence_async()
-    else:
-        fence_async_shared()
+    fence_async_shared()
     tma_add(outputs.dq[DESCRIPTOR], [place // 4, 0], buffer)
 
 
@@ -75,39 +67,23 @@ def note_of_keys(w: gl.constexpr, K, result, work):
 
 
 @gluon.jit
-def leave(w: gl.constexpr, K, dk, dv, turn, work):
-    """Copy group w's dK and dV to global memory, by way of its place of dQ, one after the other. turn: see
-    `backward_order.Turn`; returned is that when all that was added has been handed on."""
+def leave(w: gl.constexpr, K, dk, dv, work):
+    """Copy group w's dK and dV to global memory, by way of its place of dQ, one after the other."""
     tma_store_wait(0)
     if K.outputs.dv[0].dtype == gl.float32:
         leave_in_pieces(w, K, dv, 1.0, K.outputs.dv[0], work)
-        turn = await_left(w, K, turn)
+        tma_store_wait(0)
         leave_in_pieces(w, K, dk, K.outputs.scale, K.outputs.dk[0], work)
-        return turn
     else:
-        return leave_rounded(w, K, dk, dv, turn, work)
+        leave_rounded(w, K, dk, dv, work)
 
 
 @gluon.jit
-def leave_rounded(w: gl.constexpr, K, dk, dv, turn, work):
+def leave_rounded(w: gl.constexpr, K, dk, dv, work):
     """dK and dV in the inputs' type, of which the place of dQ holds 128 columns."""
     leave_chunks(w, K, dv, 1.0, K.outputs.dv, work)
-    turn = await_left(w, K, turn)
+    tma_store_wait(0)
     leave_chunks(w, K, dk, K.outputs.scale, K.outputs.dk, work)
-    return turn
-
-
-@gluon.jit
-def await_left(w: gl.constexpr, K, turn):
-    """Wait until what this thread copied from the group's place of dQ has left it. If dQ has an order, wait until it has come,
-    and hand on what was added."""
-    if K.C.order != 0:
-        await_stores()
-        partition_barrier()
-        return hand_on(w, K, turn)
-    else:
-        tma_store_wait(0)
-        return turn
 
 
 @gluon.jit

@@ -35,7 +35,7 @@ class Work:
     """A block of keys of one key head: `first` is its first key. n_q, n_kv, start_q, start_kv: of its sequence, as in
     `tile_scheduler.Work`. The rows that see it are the tiles [begin, end), those of [full_begin, full_end) without a mask.
     group: query heads that share it. row: of the first of them and this sequence, the first row in what the backward's kernels
-    share. backwards: whether the tiles come from the last to the first."""
+    share."""
 
     batch: gl.tensor
     head_kv: gl.tensor
@@ -50,23 +50,11 @@ class Work:
     full_end: gl.tensor
     group: gl.tensor
     row: gl.tensor
-    backwards: (gl.tensor, gl.constexpr)
 
 
 @gluon.jit
-def tiles_that_see(first, last, n_q, n_kv, lengths, TILE_Q: gl.constexpr):
-    """[begin, end) of the tiles of rows that see some key of first..last; none if there is no such key."""
-    shift = n_kv - n_q
-    begin, end = q_range(first, last, shift, n_kv, lengths.left, lengths.right, lengths.prefix)
-    begin = (gl.maximum(begin, shift) - shift) // TILE_Q
-    end = gl.where(first < n_kv, gl.maximum((end - shift + TILE_Q - 1) // TILE_Q, begin), begin)
-    return begin, end
-
-
-@gluon.jit
-def locate_keys(K, number, KEYS: gl.constexpr, TILE_Q: gl.constexpr, ORDER: gl.constexpr = 0, BACK: gl.constexpr = False):
-    """The number-th block of so many keys. Under a causal mask those that most rows see come first, within bundles of heads;
-    or, with an ORDER of -1, the last keys first, but for the last bundle where it turns BACK."""
+def locate_keys(K, number, KEYS: gl.constexpr, TILE_Q: gl.constexpr):
+    """The number-th block of so many keys. Under a causal mask those that most rows see come first, within bundles of heads."""
     lengths = K.lengths
     heads = K.heads
     blocks = (lengths.n_kv + KEYS - 1) // KEYS
@@ -74,13 +62,6 @@ def locate_keys(K, number, KEYS: gl.constexpr, TILE_Q: gl.constexpr, ORDER: gl.c
     width = gl.where(bundle < heads.rest, heads.at_once, heads.all - bundle)
     within = number - bundle * blocks
     first = within // width * KEYS
-    backwards = False
-    if ORDER == -1:
-        if BACK:
-            backwards = bundle >= heads.rest
-            first = gl.where(backwards, first, (blocks - 1) * KEYS - first)
-        else:
-            first = (blocks - 1) * KEYS - first
     batch_head = bundle + within % width
     batch = batch_head // heads.heads_kv
     head_kv = batch_head % heads.heads_kv
@@ -90,7 +71,9 @@ def locate_keys(K, number, KEYS: gl.constexpr, TILE_Q: gl.constexpr, ORDER: gl.c
     start_kv, n_kv = sequence(lengths.cu_kv, lengths.used_kv, batch, lengths.n_kv, lengths.total_kv)
     shift = n_kv - n_q
     last = gl.minimum(first + KEYS, n_kv) - 1
-    begin, end = tiles_that_see(first, last, n_q, n_kv, lengths, TILE_Q)
+    begin, end = q_range(first, last, shift, n_kv, lengths.left, lengths.right, lengths.prefix)
+    begin = (gl.maximum(begin, shift) - shift) // TILE_Q
+    end = gl.where(first < n_kv, gl.maximum((end - shift + TILE_Q - 1) // TILE_Q, begin), begin)
     full_begin, full_end = q_full(first, last, shift, n_kv, lengths.left, lengths.right, lengths.prefix)
     full_begin = (gl.maximum(full_begin, shift) - shift + TILE_Q - 1) // TILE_Q
     # The last tile may have fewer rows: those beyond weigh nothing, masked or not.
@@ -106,36 +89,10 @@ def locate_keys(K, number, KEYS: gl.constexpr, TILE_Q: gl.constexpr, ORDER: gl.c
         row = (batch * heads.heads + head_kv * group) * heads.padded
     else:
         row = head_kv * group * heads.padded + (start_q + batch * ROWS_PADDED) // ROWS_PADDED * ROWS_PADDED
-    return Work(batch, head_kv, first, n_q, n_kv, start_q, start_kv, begin, end, full_begin, full_end, group, row, backwards)
+    return Work(batch, head_kv, first, n_q, n_kv, start_q, start_kv, begin, end, full_begin, full_end, group, row)
 
 
 # ---- tiles
-
-
-@gluon.jit
-def first_tile(work, C: gl.constexpr):
-    if C.turns_back:
-        return gl.where(work.backwards, work.end - 1, work.begin)
-    else:
-        return work.begin
-
-
-@gluon.jit
-def tile_after(tile, work, C: gl.constexpr):
-    """The tile after one, of a block's rows; no tile of its own after the last."""
-    if C.turns_back:
-        return tile + gl.where(work.backwards, -1, 1)
-    else:
-        return tile + 1
-
-
-@gluon.jit
-def is_past(tile, work, C: gl.constexpr):
-    """Whether a tile that comes after a block's tiles is none of them."""
-    if C.turns_back:
-        return tile == gl.where(work.backwards, work.begin - 1, work.end)
-    else:
-        return tile == work.end
 
 
 @gluon.jit

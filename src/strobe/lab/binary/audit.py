@@ -71,7 +71,7 @@ KERNELS: dict[str, Kernel] = {
     "sm80-backward": Kernel(offline.sm80_backward, _refuses("sm80"), "sm_80", "backward"),
     "sm90-forward": Kernel(offline.sm90_forward, _refuses("sm90"), "sm_90a"),
     "sm90-backward": Kernel(offline.sm90_backward, _refuses("sm90"), "sm_90a", "backward"),
-    "sm90-split": Kernel(offline.sm90_split, _refuses("sm90"), "sm_90a", "backward", deterministic=True),
+    "sm90-split": Kernel(offline.sm90_backward, _refuses("sm90"), "sm_90a", "backward", deterministic=True),
     "sm90-fp8": Kernel(offline.sm90_fp8, _refuses("sm90_fp8"), "sm_90a", dtype="fp8"),
     "sm100-forward": Kernel(offline.sm100_forward, _refuses("sm100"), "sm_100a"),
 }

@@ -16,7 +16,7 @@ from strobe.kernels.common.call import unfilled
 from strobe.kernels.sm90.backward_config import Config as BackwardConfig
 from strobe.kernels.sm90.backward_config import SplitConfig
 from strobe.kernels.sm90.backward_config import choose as choose_backward
-from strobe.kernels.sm90.config import Config, padded
+from strobe.kernels.sm90.config import Config
 from strobe.lab.binary.sass import Audit, audit
 from strobe.masks import Causal, Mask
 from strobe.problem import AttentionProblem, Dense, Varlen
@@ -144,11 +144,6 @@ def sm90_backward(problem: AttentionProblem, arch: Arch, config: BackwardConfig 
         Made(f"{name}, keys pass", of_keys, ("dv", "dk", "producer"), seconds),
         Made(f"{name}, rows pass", of_rows, ("dq 0", "dq 1", "producer"), seconds),
     ]
-
-
-def sm90_split(problem: AttentionProblem, arch: Arch) -> list[Made]:
-    """The kernels of the two passes, whatever the problem gets."""
-    return sm90_backward(problem, arch, SplitConfig(padded(problem.head_dim), padded(problem.head_dim_v)))
 
 
 def sm90_fp8(problem: AttentionProblem, arch: Arch) -> list[Made]:

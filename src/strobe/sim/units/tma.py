@@ -168,11 +168,11 @@ def _store(tensor_desc: Descriptor, coord, src, operation) -> None:
     src.touch(access, write=False, part=mine)
     stores = _bulk_stores()
     stores.issued += 1
-    written = replace(access, agent=stores.agent, tick=stores.issued)
     if operation is None:
+        written = replace(access, agent=stores.agent, tick=stores.issued)
         tensor_desc.array.write(offsets.reshape(-1), running.cta.index, written)
     else:
-        tensor_desc.array.update(offsets.reshape(-1), running.cta.index, written)
+        tensor_desc.array.update(offsets.reshape(-1), running.cta.index, access)
     begin, end = _time(tensor_desc.nbytes_per_cta)
     entry = SimpleNamespace(access=access, number=stores.issued, done=False, time=end)
 
@@ -199,8 +199,8 @@ def store_wait(pendings=0, read_only=True, **_) -> None:
     )
     for entry in first:
         running.partition.knows.learn(entry.access.agent, entry.access.tick)
-    if not read_only:  # those of which it waited for the reads before, too
-        running.partition.knows.learn(stores.agent, stores.issued - min(int(pendings), len(stores.open)))
+        if not read_only:
+            running.partition.knows.learn(stores.agent, entry.number)
     stores.open = stores.open[len(first) :]
 
 
@@ -219,7 +219,7 @@ def _begin(what: str) -> Access:
     knows.learn(agent, tick)
     running.partition.tick()
     running.cta.must_know[agent] = (tick, what, (running.rank,))
-    return Access(agent, tick, knows, what, generic=False, acquired=running.partition.fenced)
+    return Access(agent, tick, knows, what, generic=False)
 
 
 def _time(bytes_: int) -> tuple[float, float]:
