@@ -139,7 +139,7 @@ print(json.dumps(found))
 @pytest.mark.parametrize(
     ("arch", "phases", "most_batch", "most_length", "calls", "names"),
     [
-        pytest.param("B200", ["forward"], 2, 64, 3, {"_forward"}, id="one kernel"),
+        pytest.param("B200", ["forward"], 2, 64, 3, {"_forward"}, id="one kernel", marks=pytest.mark.exhaustive),
         pytest.param(
             "H200", ["forward", "backward"], 64, 32768, 60,
             {"forward_kernel", "_redo", "prepare", "backward_kernel", "convert", "redo_noted"},

@@ -39,6 +39,7 @@ class Tuned(torch.nn.Module):
         self._attention_call = None
 
 
+@pytest.mark.exhaustive
 def test_torchtune():
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), Tuned())
     torchtune_model.use_strobe(model)

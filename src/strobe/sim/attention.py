@@ -172,7 +172,8 @@ def tiles_listed(problem: AttentionProblem, operands: Operands, tile_q: int) -> 
         for b in longest_first
         for row in reversed(range(0, rows[b], tile_q))
     ]
-    return torch.tensor([(len(tiles), *[0] * 7), *tiles], dtype=torch.int32)
+    nothing = (0,) * 8  # there is room for a tile, of which a kernel without any reads what stands there
+    return torch.tensor([(len(tiles), *[0] * 7), *(tiles or [nothing])], dtype=torch.int32)
 
 
 def _sequences(bounds: torch.Tensor | None, used: torch.Tensor | None, longest: int, total: int) -> tuple[list[int], list[int]]:
