@@ -61,6 +61,6 @@ def test_points_of_a_gpu():
 @pytest.mark.gpu
 def test_deterministic_is_one_bit_pattern():
     device = torch.device("cuda")
-    for point in determinism.points_of(device):
+    for point in determinism.points_of(device)[1::2]:  # the causal ones
         backward = determinism.backward_of(point, device, deterministic=True)
         assert all(one.distinct == 1 for one in determinism.scatters(backward, determinism.Load(device), 20).values()), point

@@ -64,7 +64,6 @@ ACCEPTED: dict[str, str] = {
     "inputs-worst-h200-2026-11-23.json": "the portable kernel changed, which redoes nearly all of its blocks; due again",
     "ladder-h200-2026-11-24.json": BEFORE_PLACES,
     "model-error-h100.json": OTHER_HEAD_DIMS,
-    "parallel-h100-2026-11-25.json": SPILLING_REDO,
     "redo-cost-h200-2026-11-21.json": "has no commit; its numbers are due again",
     "sm80-h100-2026-11-25.json": "float32 came since, and a mistake of the backward's went: due again",
     "sm80-h200-2026-11-25.json": "only which kernel is the default changed since",

@@ -116,7 +116,8 @@ def _process(settings: Settings, rank: int, gpus: int, folder: str) -> None:
     found: dict[str, Any] = {"gpus": gpus, "scaling": [], "memory": {}, "timeline": {}, "right": bench.right()}
     found["ring"] = bench.ring_error() if gpus == settings.gpus[0] else []
     found["steps"] = [bench.steps(settings.tokens[0], method) for method in ("ring", "allgather")] if rank == 0 else []
-    for tokens in (*settings.tokens, *([settings.weak_tokens * gpus] if settings.weak_tokens else [])):
+    lengths = (*settings.tokens, *([settings.weak_tokens * gpus] if settings.weak_tokens else []))
+    for tokens in dict.fromkeys(lengths):
         found["scaling"].append(bench.scaling(tokens, found["memory"]))
     for method in ("ring", "allgather"):
         found["timeline"][method] = bench.timeline(settings.tokens[0], method)
