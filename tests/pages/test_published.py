@@ -23,6 +23,7 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "redo-cost": ("sm90 forward",),
     "timeline": ("sm90 forward",),
     "train-gpt": SM90,
+    "training-steps": SM90,
     "banks": (),
     "bank-counters": (),
     "cpu": (),

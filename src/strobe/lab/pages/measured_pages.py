@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 from strobe.device import KNOWN
 from strobe.kernels.sm80 import backend
@@ -41,6 +41,20 @@ def _training(report: dict, path: Path) -> str:
         f"{fmean(apart):.1e} on average and by {max(apart):.1e} at most. A whole training step takes "
         f"{runs['strobe']['step_ms']:.2f} ms and {runs['SDPA']['step_ms']:.2f} ms."
     )
+
+
+def training_steps(root: Path) -> str:
+    """What benchmarks/training_steps.py found."""
+    found = results(root, "training-steps-*.json")
+    if not found:
+        return NOTHING
+    report, path = found[-1]
+    rows = [["", "", "Strobe, ms", "SDPA, ms", "times as fast"]]
+    for point in report["points"]:
+        ours, theirs = (point["milliseconds"][name] for name in ("strobe", "SDPA"))
+        ratio = Ratio.of([1 / x for x in ours], [1 / x for x in theirs])
+        rows.append([point["shape"]["name"], point["way"], f"{median(ours):.2f}", f"{median(theirs):.2f}", str(ratio)])
+    return f"{_where(report, path)} Medians of {report['protocol']['rounds']} rounds.\n\n{_table(rows)}"
 
 
 def deterministic(root: Path) -> str:

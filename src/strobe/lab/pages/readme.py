@@ -258,7 +258,11 @@ PAGES: dict[str, dict[str, Callable[[Path], str]]] = {
         "support": lambda root: support(),
     },
     "docs/ampere.md": {"measured": measured_pages.ampere, "portable": measured_pages.ampere_portable},
-    "docs/training.md": {"deterministic": measured_pages.deterministic, "train-gpt": measured_pages.trained},
+    "docs/training.md": {
+        "deterministic": measured_pages.deterministic,
+        "train-gpt": measured_pages.trained,
+        "training steps": measured_pages.training_steps,
+    },
     "docs/backward.md": {"changed-scores": measured_pages.changed_scores},
     "docs/bench.md": {"zoo": measured_pages.zoo},
     "docs/cpu.md": {"backends": measured_pages.cpu_backends, "tiles": measured_pages.cpu_tiles},
