@@ -173,7 +173,9 @@ def choose(problem: AttentionProblem) -> Config | SplitConfig:
     head_dim = max(96, head_dim)  # the groups share dQ's columns: 64 each, or a chunk each
     if head_dim > 128 or not simple:
         return Config(head_dim, head_dim_v, 64, turns=False)
-    folded = head_dim == 128 and problem.scale >= LEAST_SCALE
+    # Folded, without a mask and with gradients in float32, Triton 3.6's ptxas makes the products serial.
+    serial = problem.partial and _sees_everything(problem)
+    folded = head_dim == 128 and problem.scale >= LEAST_SCALE and not serial
     return Config(head_dim, head_dim_v, 64, True, *_held(problem, head_dim, head_dim_v), folded)
 
 
@@ -186,5 +188,9 @@ def _held(problem: AttentionProblem, head_dim: int, head_dim_v: int) -> tuple[in
         return 0, 0
     if head_dim + head_dim_v > 192:
         return 64, 0
-    everything = problem.mask.band == (None, None, None)
-    return (64, 64) if everything or head_dim == 128 else (96, 0)
+    return (64, 64) if _sees_everything(problem) or head_dim == 128 else (96, 0)
+
+
+def _sees_everything(problem: AttentionProblem) -> bool:
+    """Whether no band hides a key."""
+    return problem.mask.band == (None, None, None)
