@@ -56,6 +56,7 @@ BACKENDS: dict[str, str] = {
 """Name of a backend -> its module, those that are fastest on a GPU first."""
 
 OF_CACHES: dict[str, str] = {
+    "sm90_cache": "strobe.kernels.sm90.cache_backend",
     "decode": "strobe.kernels.decode.backend",
     "cached_cpu": "strobe.cpu.cached",
 }

@@ -1,0 +1,144 @@
+"""Keys and values of a cache for the Hopper forward: TMA copies a block in boxes, each of which lies in one page.
+
+To TMA a cache is packed rows, of which a box is a short sequence (see `common.descriptors.descriptor`): the hardware ends it where
+its request ends, and writes zeros instead of what lies beyond, which may be anything. So pages lie a whole number of rows apart.
+
+A page that is not there is a box of zeros. What sees it is noted, and computed again by the decode kernel, to which its keys are
+none.
+"""
+
+import torch
+
+from strobe.kernels.common.call import Tensors
+from strobe.kernels.common.descriptors import ENDLESS, FAR, layout_of
+from strobe.kernels.decode.notes import NOTED
+from strobe.kernels.gluon import TensorDescriptor, aggregate, gl, gluon, mbarrier, tma_load
+from strobe.kernels.sm90.config import Config
+from strobe.kernels.sm90.layouts import ROWS
+from strobe.serving.problem import page_rows
+
+CACHE_NUMBERS = ("table_row", "k_page", "v_page", "number_of_pages")
+"""Integers of a cache, which no kernel is specialised for."""
+
+PANEL = 64
+"""Columns that lie together in shared memory: all rows of a block in the first 64, then in the next."""
+
+NO_CACHE = (None,) * 6
+"""What `cache_arguments` gives where there is none."""
+
+
+@aggregate
+class Pages:
+    """Where the keys of a cache lie. table: the pages of each request, by table_row and page, or None where it has one entry, of
+    its own number or that in `entries`. k_page, v_page: rows of K and V from one page (or entry) to the next. number: of pages.
+    SIZE: keys of a page."""
+
+    table: (gl.tensor, gl.constexpr)
+    entries: (gl.tensor, gl.constexpr)
+    table_row: gl.tensor
+    k_page: gl.tensor
+    v_page: gl.tensor
+    number: gl.tensor
+    SIZE: gl.constexpr
+
+
+@gluon.jit
+def copy_pages(pages, descriptors, channel, g, page_rows, n, batch, head, i, C: gl.constexpr):
+    """Start the copy of block i of a request with n keys to position g. Whether a page of it is not there. page_rows: rows from
+    one page to the next. The pages are looked up before the place is waited for."""
+    BOXES: gl.constexpr = C.tile_kv // C.box
+    looked_up = ()
+    for b in gl.static_range(BOXES):
+        looked_up += (page_of(pages, batch, n, i * C.tile_kv + b * C.box),)
+    barrier = channel.acquire(g)
+    chunks = channel.block(g)
+    mbarrier.expect(barrier, bytes_of(chunks))
+    missing = n < 0
+    for b in gl.static_range(BOXES):
+        key = i * C.tile_kv + b * C.box
+        there = (looked_up[b] >= 0) & (looked_up[b] < pages.number)
+        rows = gl.minimum(gl.maximum(n - key, 0), C.box)
+        missing = missing | ((rows > 0) & ~there)
+        rows = gl.where(there, rows, 0)
+        first = gl.where(there, looked_up[b], 0) * page_rows + row_of(pages, key)
+        for c in gl.static_range(len(chunks)):
+            copy_box(descriptors[c], chunks[c], barrier, head, first, rows, b * C.box, c * chunks[0].shape[1])
+    return missing
+
+
+@gluon.jit
+def copy_box(descriptor, chunk, barrier, head, first, rows, at: gl.constexpr, column: gl.constexpr):
+    """Start the copy of the columns of a chunk, which begin at `column` of a head, to the rows of the chunk from `at` on: so many
+    rows of the cache from the first one on, and zeros in the rest of the box."""
+    ROWS_OF_CHUNK: gl.constexpr = chunk.shape[0]
+    COLUMNS: gl.constexpr = chunk.shape[1]
+    BOX: gl.constexpr = descriptor.block_type.shape[3]
+    WIDTH: gl.constexpr = descriptor.block_type.shape[4]
+    box = chunk.reshape([1, 1, 1, ROWS_OF_CHUNK, COLUMNS]).slice(at, BOX, 3)
+    for i in gl.static_range(COLUMNS // WIDTH):
+        place = [FAR, first + rows, head, FAR - rows, column + i * WIDTH]
+        tma_load(descriptor, place, barrier, box.slice(i * WIDTH, WIDTH, 4))
+
+
+@gluon.jit
+def page_of(pages, batch, n, key):
+    """The page (or entry) of a key of a request; -1 for one beyond its n keys."""
+    if pages.table is not None:
+        at = pages.table + batch.to(gl.int64) * pages.table_row + key // pages.SIZE
+        return gl.load(at, mask=key < n, other=-1)
+    elif pages.entries is not None:
+        return gl.load(pages.entries + batch)
+    else:
+        return batch
+
+
+@gluon.jit
+def row_of(pages, key):
+    """The row of a key in its page (or entry)."""
+    if pages.table is not None:
+        return key % pages.SIZE
+    else:
+        return key
+
+
+@gluon.constexpr_function
+def bytes_of(chunks):
+    """Bytes of a block."""
+    return sum(chunk.shape[0] * chunk.shape[1] * chunk.dtype.primitive_bitwidth // 8 for chunk in chunks)
+
+
+@gluon.jit
+def note_missing(K, work, missing):
+    """Note all rows of a tile if a page that it looked up is not there."""
+    GROUPS: gl.constexpr = K.C.groups
+    if missing:
+        note = (work.batch * K.heads.heads + work.head) * ((K.lengths.n_q + ROWS - 1) // ROWS) + work.row // ROWS
+        for w in gl.static_range(GROUPS):
+            if work.row + w * ROWS < work.n_q:
+                gl.store(K.outputs.notes + note + w, 1)
+        gl.store(K.counters + NOTED, 1)
+
+
+# ---- on the host
+
+
+def box_descriptors(x: torch.Tensor, config: Config, chunks: tuple[int, ...]) -> list[TensorDescriptor | None]:
+    """TMA descriptors of k or v of a cache, [pages, page_size, heads, columns], in boxes of one head, one for each chunk of
+    columns; None for one of no columns."""
+    whole = config.box == config.tile_kv
+    return [_descriptor(x, config.box, columns if whole else min(columns, PANEL)) if columns else None for columns in chunks]
+
+
+def _descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """As `common.descriptors.descriptor` of packed rows, with all pages as one tensor."""
+    row, head = x.stride(1), x.stride(2) if x.shape[2] > 1 else x.shape[3]
+    shape, strides = [ENDLESS, ENDLESS, x.shape[2], FAR.value, x.shape[3]], [2**34 - row, row, head, row, 1]
+    block = (1, 1, 1, rows, columns)
+    return TensorDescriptor(x, shape, strides, list(block), layout_of(block, x.dtype))
+
+
+def cache_arguments(tensors: Tensors) -> tuple:
+    """What a kernel is told of a cache."""
+    t = tensors
+    table_row = 0 if t.page_table is None else t.page_table.stride(0)
+    return t.page_table, t.entries, table_row, page_rows(t.k), page_rows(t.v), t.k.shape[0]
