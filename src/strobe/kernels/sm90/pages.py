@@ -45,24 +45,23 @@ class Pages:
 @gluon.jit
 def copy_pages(pages, descriptors, channel, g, page_rows, n, batch, head, i, C: gl.constexpr):
     """Start the copy of block i of a request with n keys to position g. Whether a page of it is not there. page_rows: rows from
-    one page to the next. The pages are looked up before the place is waited for."""
+    one page to the next. Pages are looked up before the place is waited for, a lane each, so that they take one register."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     BOXES: gl.constexpr = C.tile_kv // C.box
-    looked_up = ()
-    for b in gl.static_range(BOXES):
-        looked_up += (page_of(pages, batch, n, i * C.tile_kv + b * C.box),)
+    key = i * C.tile_kv + lane * C.box
+    exists = (lane < BOXES) & (key < n)
+    page = page_of(pages, batch, key, exists)
+    there = exists & (page >= 0) & (page < pages.number)
+    row = gl.where(there, page * page_rows + row_of(pages, key), -1)
+    missing = gl.max((exists & ~there).to(gl.int32), 0) != 0
     barrier = channel.acquire(g)
     chunks = channel.block(g)
     mbarrier.expect(barrier, bytes_of(chunks))
-    missing = n < 0
     for b in gl.static_range(BOXES):
-        key = i * C.tile_kv + b * C.box
-        there = (looked_up[b] >= 0) & (looked_up[b] < pages.number)
-        rows = gl.minimum(gl.maximum(n - key, 0), C.box)
-        missing = missing | ((rows > 0) & ~there)
-        rows = gl.where(there, rows, 0)
-        first = gl.where(there, looked_up[b], 0) * page_rows + row_of(pages, key)
+        first = gl.max(gl.where(lane == b, row, -1), 0)
+        rows = gl.where(first < 0, 0, gl.minimum(n - (i * C.tile_kv + b * C.box), C.box))
         for c in gl.static_range(len(chunks)):
-            copy_box(descriptors[c], chunks[c], barrier, head, first, rows, b * C.box, c * chunks[0].shape[1])
+            copy_box(descriptors[c], chunks[c], barrier, head, gl.maximum(first, 0), rows, b * C.box, c * chunks[0].shape[1])
     return missing
 
 
@@ -81,15 +80,15 @@ def copy_box(descriptor, chunk, barrier, head, first, rows, at: gl.constexpr, co
 
 
 @gluon.jit
-def page_of(pages, batch, n, key):
-    """The page (or entry) of a key of a request; -1 for one beyond its n keys."""
+def page_of(pages, batch, key, exists):
+    """The page (or entry) of some keys of a request, where they exist."""
     if pages.table is not None:
         at = pages.table + batch.to(gl.int64) * pages.table_row + key // pages.SIZE
-        return gl.load(at, mask=key < n, other=-1)
+        return gl.load(at, mask=exists, other=-1)
     elif pages.entries is not None:
-        return gl.load(pages.entries + batch)
+        return gl.load(pages.entries + batch) + 0 * key
     else:
-        return batch
+        return batch + 0 * key
 
 
 @gluon.jit
