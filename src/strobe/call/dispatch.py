@@ -19,7 +19,8 @@ and, if it has a choice of configs,
 
     origin(problem, arch) -> str             where the config comes from, in words (printed by `explain`)
 
-and, if some kernel of its never ran on hardware that it is for, or was not timed there beside the next backend's,
+and, if some kernel of its never ran on hardware that it is for, or was not timed there beside the next backend's, or takes
+longer for some problems,
 
     unproven(problem, arch) -> str | None    that, in words, of what a problem runs: only when asked for by name
 

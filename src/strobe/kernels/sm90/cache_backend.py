@@ -19,9 +19,14 @@ def refuses(problem: DecodeProblem, arch: Arch) -> str | None:
         return reason
     if problem.lengths.seqlen_q < MANY_QUERIES:
         return f"is for requests of {MANY_QUERIES} queries or more, not {problem.lengths.seqlen_q}"
-    if 2 * tiles(problem) < (arch.sms or 0):
-        return f"would leave most of {arch.sms} multiprocessors idle, with {tiles(problem)} tiles"
     return gluon_refuses(as_attention(problem))
+
+
+def unproven(problem: DecodeProblem, arch: Arch) -> str | None:
+    """Why the decode kernel, which shares the keys of a tile among multiprocessors, is the better choice; or None."""
+    if 2 * tiles(problem) < (arch.sms or 0):
+        return f"would leave most of {arch.sms} multiprocessors idle, with {tiles(problem)} tiles of 128 queries"
+    return None
 
 
 def _not_taken(problem: DecodeProblem) -> str | None:
