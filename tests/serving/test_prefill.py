@@ -165,7 +165,7 @@ def test_nothing_is_compiled_for_other_lengths_and_page_tables():
     assert len(sizes) == 1
 
 
-def test_the_box_divides_page_and_block():
-    for page, box in ((None, 128), (16, 16), (48, 16), (64, 64), (128, 128), (192, 64), (256, 128)):
+def test_a_box_lies_in_one_page_and_one_block():
+    for page, box in ((None, 64), (16, 16), (48, 16), (64, 64), (192, 64)):
         config = cache_config.choose(described(prompts(1, **{**MANY, "page": page}))[0], KNOWN["H200"])
-        assert config.box == box and config.tile_kv == 128
+        assert (config.tile_kv, config.box) == (64, box)
