@@ -127,12 +127,14 @@ class Config(Chunks):
     @property
     def consumer_registers(self) -> int:
         """Registers a thread that a consumer sets for itself (setmaxnreg): what 65536 leave beside the producer's."""
-        return (504 - self.producer_registers) // self.groups // 8 * 8
+        return ((504 if self.groups == 2 else 512) - self.producer_registers) // self.groups // 8 * 8
 
     @property
     def producer_registers(self) -> int:
         """Registers a thread of the producer, which takes more to find several pages of a block."""
-        return 40 if 0 < self.box < self.tile_kv else 24
+        if 0 < self.box < self.tile_kv:
+            return 40 if self.groups == 2 else 32
+        return 24
 
     def smem_map(self) -> list[Buffer]:
         """The buffers of a CTA: Q, the two rings and O, in 2-byte elements (a partial O: 4 bytes); 4 bytes for each number of a
