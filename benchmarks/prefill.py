@@ -1,8 +1,8 @@
 """A chunk of a prompt over a paged cache, beside the same attention over contiguous keys.
 
-At each point the last `queries` of a prompt of `keys` are attended causally: by the forward over contiguous tensors ("forward"),
-over a contiguous cache and over pages of several sizes, by the decode kernel, and by FlashAttention-3 over the same pages where
-it is installed. The page numbers are shuffled. All are CUDA graphs, so that Python does not count, timed in interleaved rounds;
+At each point the last `queries` of a prompt of `keys` are attended causally: over contiguous tensors ("forward"), over a
+contiguous cache, over pages of several sizes, by the decode kernel, and by FlashAttention-3 over the same pages where it is
+installed. The page numbers are shuffled. All are CUDA graphs, so that Python does not count, timed in interleaved rounds;
 medians. Each is compared with the forward before it is timed. Prints a table and writes JSON.
 
     python benchmarks/prefill.py --json benchmarks/results/prefill.json [--queries 512,2048] [--keys 8192] [--pages 16,64]

@@ -141,14 +141,14 @@ def test_vllm_and_flash_attn_ask_for_it():
     call = call._replace(q=q, keywords={**call.keywords, "cu_seqlens_q": cu, "max_seqlen_q": 300})
     assert chosen(call) == BACKEND
     cache, wanted = call.cache, right(call)
+    k, v, lengths, table = cache.k, cache.v, cache.lengths, cache.page_table
     varlen = strobe.flash_attn_varlen_func(
-        q, cache.k, cache.v, cu_seqlens_q=cu, max_seqlen_q=300, seqused_k=cache.lengths, block_table=cache.page_table, causal=True
+        q, k, v, cu_seqlens_q=cu, max_seqlen_q=300, seqused_k=lengths, block_table=table, causal=True
     )
-    dense = strobe.flash_attn_with_kvcache(
-        q.view(2, 300, *q.shape[1:]), cache.k, cache.v, cache_seqlens=cache.lengths, page_table=cache.page_table, causal=True
-    )
+    q = q.view(2, 300, *q.shape[1:])
+    dense = strobe.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=table, causal=True)
     check((varlen,), wanted, q.dtype)
-    check((dense.view(q.shape[0], *dense.shape[2:]),), wanted, q.dtype)
+    check((dense.flatten(0, 1),), wanted, q.dtype)
 
 
 @GPU

@@ -1,8 +1,8 @@
 """What another kernel leaves to the decode kernel: the requests of few queries, and blocks of rows that it noted.
 
-The Hopper forward over a cache (`kernels.sm90.pages`) goes ahead. It serves the requests of MANY queries or more, and notes the
-64 rows of a head whose results are not to be trusted: the optimistic softmax left its range, or a page was not there. The decode
-kernel serves the others, and looks at notes only where there is one; the last CTA sets them back to 0.
+The Hopper forward over a cache (`kernels.sm90.pages`) goes ahead. It serves the requests of MANY queries or more, and notes
+the 64 rows of a head whose results are not to be trusted: the optimistic softmax left its range, or a page was not there. The
+decode kernel serves the others, and looks at notes only where there is one; the last CTA sets them back to 0.
 """
 
 from strobe.kernels.gluon import aggregate, gl, gluon, partition_barrier
@@ -10,8 +10,8 @@ from strobe.kernels.gluon import aggregate, gl, gluon, partition_barrier
 NOTED_ROWS = gl.constexpr(64)
 AT_ONCE = gl.constexpr(1024)
 NOTED, ENDED, REDONE = gl.constexpr(2), gl.constexpr(3), gl.constexpr(4)
-"""Where in the workspace's counters it stands whether a block is noted, how many CTAs have looked at the notes and ended, and how
-many blocks were computed again."""
+"""Where in the workspace's counters it stands whether a block is noted, how many CTAs have looked at the notes and ended, and
+how many blocks were computed again."""
 
 
 @aggregate
@@ -27,8 +27,8 @@ class Notes:
 
 @gluon.jit
 def is_left(notes, batch, kv_heads, head, first_row, queries, n_q, C: gl.constexpr, GROUP: gl.constexpr):
-    """Whether a tile of the rows that share a key head is left to the decode kernel: all of a request of few queries, of another
-    those with a note. n_q: the most queries of a request."""
+    """Whether a tile of the rows that share a key head is left to the decode kernel: all of a request of few queries, of
+    another those with a note. n_q: the most queries of a request."""
     left = queries < notes.MANY
     if notes.any:
         blocks = (n_q + NOTED_ROWS - 1) // NOTED_ROWS

@@ -143,9 +143,9 @@ def make_memory(dtype: gl.constexpr, o_dtype: gl.constexpr, C: gl.constexpr):
 @aggregate
 class Kernel:
     """What every role takes. inputs: the descriptors of q, k and v, a tuple of chunks each. counters: int32, of tiles and of
-    CTAs that have ended. memory, k, v: see the tables above. pages: of a cache, or None. trace: where stamps go, or None. listed: the tiles of packed
-    sequences (see `tile_list`), or None. MASKED: whether a block may have
-    keys that a row does not see."""
+    CTAs that have ended. memory, k, v: see the tables above. pages: of a cache, or None. trace: where stamps go, or None.
+    listed: the tiles of packed sequences (see `tile_list`), or None. MASKED: whether a block may have keys that a row does not
+    see."""
 
     inputs: gl.tuple
     outputs: Outputs
@@ -201,8 +201,8 @@ def producer(K):
         for w in gl.static_range(GROUPS):
             slot = (turn % K.C.q_stages) * GROUPS + w
             mbarrier.wait(K.memory.q_empty.index(slot), ((turn // K.C.q_stages) & 1) ^ 1)
-            copy_in(K.inputs[0], at(K.memory.q, slot), K.memory.q_full.index(slot), work.start_q, work.n_q, work.batch, work.head,
-                    work.row + w * ROWS)  # fmt: skip
+            copy_in(K.inputs[0], at(K.memory.q, slot), K.memory.q_full.index(slot), work.start_q, work.n_q, work.batch,
+                    work.head, work.row + w * ROWS)  # fmt: skip
         for j in tl.range(1, work.blocks()):
             g += 1
             next = later_block(j, work.begin, lead)

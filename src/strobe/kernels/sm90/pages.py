@@ -1,10 +1,11 @@
 """Keys and values of a cache for the Hopper forward: TMA copies a block in boxes, each of which lies in one page.
 
-To TMA a cache is packed rows, of which a box is a short sequence (see `common.descriptors.descriptor`): the hardware ends it where
-its request ends, and writes zeros instead of what lies beyond, which may be anything. So pages lie a whole number of rows apart.
+To TMA a cache is packed rows, of which a box is a short sequence (see `common.descriptors.descriptor`): the hardware ends it
+where its request ends, and writes zeros instead of what lies beyond, which may be anything. So pages lie a whole number of rows
+apart.
 
-A page that is not there is a box of zeros. What sees it is noted, and computed again by the decode kernel, to which its keys are
-none.
+A page that is not there is a box of zeros. What sees it is noted, and computed again by the decode kernel, to which its keys
+are none.
 """
 
 import torch
@@ -29,9 +30,9 @@ NO_CACHE = (None,) * 6
 
 @aggregate
 class Pages:
-    """Where the keys of a cache lie. table: the pages of each request, by table_row and page, or None where it has one entry, of
-    its own number or that in `entries`. k_page, v_page: rows of K and V from one page (or entry) to the next. number: of pages.
-    SIZE: keys of a page."""
+    """Where the keys of a cache lie. table: the pages of each request, by table_row and page, or None where it has one entry,
+    of its own number or that in `entries`. k_page, v_page: rows of K and V from one page (or entry) to the next. number: of
+    pages. SIZE: keys of a page."""
 
     table: (gl.tensor, gl.constexpr)
     entries: (gl.tensor, gl.constexpr)
@@ -67,8 +68,8 @@ def copy_pages(pages, descriptors, channel, g, page_rows, n, batch, head, i, C: 
 
 @gluon.jit
 def copy_box(descriptor, chunk, barrier, head, first, rows, at: gl.constexpr, column: gl.constexpr):
-    """Start the copy of the columns of a chunk, which begin at `column` of a head, to the rows of the chunk from `at` on: so many
-    rows of the cache from the first one on, and zeros in the rest of the box."""
+    """Start the copy of the columns of a chunk, which begin at `column` of a head, to the rows of the chunk from `at` on: so
+    many rows of the cache from the first one on, and zeros in the rest of the box."""
     ROWS_OF_CHUNK: gl.constexpr = chunk.shape[0]
     COLUMNS: gl.constexpr = chunk.shape[1]
     BOX: gl.constexpr = descriptor.block_type.shape[3]

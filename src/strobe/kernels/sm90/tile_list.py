@@ -44,8 +44,8 @@ def list_tiles(
     n_q, n_kv, total_q, total_kv, left, right, prefix,
     TILE: tl.constexpr, RECORD: tl.constexpr, CHUNK: tl.constexpr, ELEMENTS: tl.constexpr, LEAST: tl.constexpr = 1,
 ):  # fmt: skip
-    """List the tiles of a sequence of LEAST rows or more, and fill its share of the rows that no tile has; the second dim of the
-    grid shares the filling. width: elements of a row of out, of all heads. Without out nothing is filled."""
+    """List the tiles of a sequence of LEAST rows or more, and fill its share of the rows that no tile has; the second dim of
+    the grid shares the filling. width: elements of a row of out, of all heads. Without out nothing is filled."""
     take_program_turn()
     b, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     start_q, rows = sequence(cu_seqlens_q, seqused_q, b, n_q, total_q)
@@ -84,7 +84,8 @@ def list_tiles(
             last = tl.minimum(first + TILE, rows)
             key_begin, key_end = kv_range(first + keys - rows, last - 1 + keys - rows, keys, left, right, prefix)
             if key_end <= key_begin:
-                _fill(out, lse, sinks, sink_stride, start_q + first, start_q + last, heads, width, total_q, part, parts, ELEMENTS)
+                _fill(out, lse, sinks, sink_stride, start_q + first, start_q + last, heads, width, total_q, part, parts,
+                      ELEMENTS)  # fmt: skip
 
 
 @triton.jit
@@ -129,8 +130,8 @@ def list_buffers(problem: AttentionProblem) -> dict[str, Buffer]:
 
 
 def list_calls(problem: AttentionProblem, tensors: Tensors, tile_q: int, least: int = 1) -> list[Call]:
-    """The launch that lists the tiles, of so many rows, where sequences are packed. least: rows that a sequence must have for its
-    tiles to be listed. Without `out` among the tensors rows that no tile has are left alone."""
+    """The launch that lists the tiles, of so many rows, where sequences are packed. least: rows that a sequence must have for
+    its tiles to be listed. Without `out` among the tensors rows that no tile has are left alone."""
     if not problem.varlen:
         return []
     lengths, sinks = problem.lengths, tensors.sinks
