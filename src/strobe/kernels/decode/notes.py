@@ -34,7 +34,7 @@ def is_left(notes, batch, kv_heads, head, first_row, queries, n_q, C: gl.constex
         blocks = (n_q + NOTED_ROWS - 1) // NOTED_ROWS
         last = gl.minimum(first_row + C.rows, queries * GROUP) - 1
         for block in range(first_row // GROUP // NOTED_ROWS, last // GROUP // NOTED_ROWS + 1):
-            for i in range(0, GROUP):
+            for i in range(GROUP):
                 note = ((batch * kv_heads + head) * GROUP + i) * blocks + block
                 left = left | (gl.load(notes.notes + note) != 0)
     return left

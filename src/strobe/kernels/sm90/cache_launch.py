@@ -16,6 +16,7 @@ from strobe.kernels.sm90.launch import forward_call
 from strobe.kernels.sm90.tile_list import list_buffers, list_calls
 from strobe.serving.problem import DecodeProblem
 
+
 def buffers(problem: DecodeProblem, arch: Arch) -> Buffers:
     """The tensors of the launches: those of the decode kernel, a list of tiles, notes."""
     lengths = problem.lengths

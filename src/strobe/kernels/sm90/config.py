@@ -130,9 +130,14 @@ class Config(Chunks):
         return ((504 if self.groups == 2 else 512) - self.producer_registers) // self.groups // 8 * 8
 
     @property
+    def producers(self) -> int:
+        """Warps that copy: the second one V, where K and V are a cache."""
+        return 2 if self.box else 1
+
+    @property
     def producer_registers(self) -> int:
-        """Registers a thread of the producer, which takes more to find several pages of a block."""
-        if 0 < self.box < self.tile_kv:
+        """Registers a thread of a producer, which takes more to copy a block in many boxes."""
+        if self.box and self.tile_kv // self.box > 2:
             return 40 if self.groups == 2 else 32
         return 24
 

@@ -3,7 +3,8 @@
 The grid is persistent: a CTA takes tiles of `tile_q` query rows of one head, one after the other. Its warps have roles:
 
     role       warps          work
-    producer   1              takes tiles from a counter, tells the consumers; copies Q and blocks of K and V in (TMA)
+    producer   1              takes tiles from a counter, tells the consumers; copies Q and blocks of K and V in (TMA); over a
+                              cache a second warp copies V, as pages have to be looked up
     consumer   4 a group      64 query rows: S = Q K^T and O += P V on the tensor cores (wgmma), softmax in between
 
     shared memory     shape                                  filled by    read by
@@ -18,7 +19,7 @@ The grid is persistent: a CTA takes tiles of `tile_q` query rows of one head, on
     k.full, v.full       TMA bytes            a block is there
     k.empty, v.empty     one a group          every group has read the block
     tile_full[slot]      producer             the next tile is known
-    tile_empty[slot]     one a group          every group has read it
+    tile_empty[slot]     one a group          every group has read it (and the producer of V, if there is one)
 
 The work of a consumer is one stream of key blocks g = 0, 1, 2 ... across its tiles. Step g issues S = Q K(g)^T and
 O += P(g - 1) V(g - 1) together, and turns S into P(g) while the second still runs. At a tile's end Q and K(g) are those
@@ -63,7 +64,7 @@ from strobe.kernels.gluon import (
 )
 from strobe.kernels.sm90.descriptors import copy_in
 from strobe.kernels.sm90.layouts import ROWS, accumulator, rows_of
-from strobe.kernels.sm90.pages import CACHE_NUMBERS, Pages, copy_pages, note_missing
+from strobe.kernels.sm90.pages import CACHE_NUMBERS, Pages, copy_pages, note_missing, producer_of_v
 from strobe.kernels.sm90.scores import (
     SCORE_NUMBERS,
     Score,
@@ -136,7 +137,7 @@ def make_memory(dtype: gl.constexpr, o_dtype: gl.constexpr, C: gl.constexpr):
         make_barriers(Q_BUFFERS, 1),
         make_barriers(Q_BUFFERS, 1),
         make_barriers(C.slots, 1),
-        make_barriers(C.slots, C.groups),
+        make_barriers(C.slots, C.groups + C.producers - 1),
     )
 
 
@@ -172,17 +173,14 @@ def copy_k(K, g, work, kv_head, i):
     if K.C.box == 0:
         copy_in(K.inputs[1], K.k.block(g), K.k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, i * K.C.tile_kv)
     else:
-        missing = copy_pages(K.pages, K.inputs[1], K.k, g, K.pages.k_page, work.n_kv, work.batch, kv_head, i, K.C)
-        note_missing(K, work, missing)
+        note_missing(K, work, copy_pages(K.pages, K.inputs[1], K.k, g, K.pages.k_page, work.n_kv, work.batch, kv_head, i, K.C))
 
 
 @gluon.jit
 def copy_v(K, g, start, n, batch, kv_head, i):
-    """Start the copy of block i of V to position g."""
+    """Start the copy of block i of V to position g. (Over a cache `producer_of_v` does.)"""
     if K.C.box == 0:
         copy_in(K.inputs[2], K.v.block(g), K.v.acquire(g), start, n, batch, kv_head, i * K.C.tile_kv)
-    else:
-        copy_pages(K.pages, K.inputs[2], K.v, g, K.pages.v_page, n, batch, kv_head, i, K.C)
 
 
 @gluon.jit
@@ -619,9 +617,16 @@ def forward_kernel(
     if C.box:
         pages = Pages(page_table, entries, table_row, k_page, v_page, number_of_pages, PAGE)
     K = Kernel(inputs, outputs, counters, lengths, heads, score, memory, k, v, pages, trace, listed, MASKED, C)
-    if C.groups == 2:
+    if C.groups == 2 and C.producers == 1:
         gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (producer, (K,))],
                            [4, 1], [C.consumer_registers, C.producer_registers])  # fmt: skip
-    else:
+    elif C.groups == 2:
+        gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (producer, (K,)), (producer_of_v, (K,))],
+                           [4, 1, 1], [C.consumer_registers, C.producer_registers, C.producer_registers])  # fmt: skip
+    elif C.producers == 1:
         gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (consumer, (2, K)), (producer, (K,))],
                            [4, 4, 1], [C.consumer_registers, C.consumer_registers, C.producer_registers])  # fmt: skip
+    else:
+        gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (consumer, (2, K)), (producer, (K,)), (producer_of_v, (K,))],
+                           [4, 4, 1, 1], [C.consumer_registers, C.consumer_registers, C.producer_registers,
+                                          C.producer_registers])  # fmt: skip

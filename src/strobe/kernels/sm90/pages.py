@@ -9,6 +9,7 @@ are none.
 """
 
 import torch
+import triton.language as tl
 
 from strobe.kernels.common.call import Tensors
 from strobe.kernels.common.descriptors import ENDLESS, FAR, layout_of
@@ -16,6 +17,19 @@ from strobe.kernels.decode.notes import NOTED
 from strobe.kernels.gluon import TensorDescriptor, aggregate, gl, gluon, mbarrier, tma_load
 from strobe.kernels.sm90.config import Config
 from strobe.kernels.sm90.layouts import ROWS
+from strobe.kernels.sm90.tile_queue import (
+    BATCH,
+    BEGIN,
+    END,
+    FULL_BEGIN,
+    FULL_END,
+    GO,
+    HEAD,
+    N_KV,
+    first_block,
+    get,
+    later_block,
+)
 from strobe.serving.problem import page_rows
 
 CACHE_NUMBERS = ("table_row", "k_page", "v_page", "number_of_pages")
@@ -117,6 +131,32 @@ def note_missing(K, work, missing):
             if work.row + w * ROWS < work.n_q:
                 gl.store(K.outputs.notes + note + w, 1)
         gl.store(K.counters + NOTED, 1)
+
+
+@gluon.jit
+def producer_of_v(K):
+    """Copy blocks of V in, as `forward.producer` does those of K, and learn of tiles as the consumers do."""
+    tiles = K.memory.tiles
+    turn = gl.to_tensor(0)
+    g = gl.to_tensor(0)
+    mbarrier.wait(K.memory.tile_full.index(0), 0)
+    while get(tiles, turn % K.C.slots, GO, 1) != 0:
+        slot = turn % K.C.slots
+        batch = get(tiles, slot, BATCH, 1)
+        kv_head = get(tiles, slot, HEAD, 1) // K.heads.group
+        n = get(tiles, slot, N_KV, 1)
+        begin = get(tiles, slot, BEGIN, 1)
+        end = get(tiles, slot, END, 1)
+        full_begin = get(tiles, slot, FULL_BEGIN, 1)
+        full_end = get(tiles, slot, FULL_END, 1)
+        mbarrier.arrive(K.memory.tile_empty.index(slot), count=1)
+        lead = first_block(begin, end, full_begin, full_end, K.lengths, K.score)
+        for j in tl.range(0, end - begin):
+            i = gl.where(j == 0, lead, later_block(j, begin, lead))
+            copy_pages(K.pages, K.inputs[2], K.v, g, K.pages.v_page, n, batch, kv_head, i, K.C)
+            g += 1
+        turn += 1
+        mbarrier.wait(K.memory.tile_full.index(turn % K.C.slots), (turn // K.C.slots) & 1)
 
 
 # ---- on the host

@@ -145,8 +145,9 @@ def put(tiles, slot, field: gl.constexpr, value):
 
 
 @gluon.jit
-def get(tiles, slot, field: gl.constexpr):
-    return gl.max(tiles.index(slot * FIELDS + field).load(scalar_layout(4)), 0)
+def get(tiles, slot, field: gl.constexpr, WARPS: gl.constexpr = 4):
+    """A number of the tile in `slot`. WARPS: of the role that asks."""
+    return gl.max(tiles.index(slot * FIELDS + field).load(scalar_layout(WARPS)), 0)
 
 
 @gluon.jit
