@@ -627,6 +627,6 @@ def forward_kernel(
         gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (consumer, (2, K)), (producer, (K,))],
                            [4, 4, 1], [C.consumer_registers, C.consumer_registers, C.producer_registers])  # fmt: skip
     else:
-        gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (consumer, (2, K)), (producer, (K,)), (producer_of_v, (K,))],
-                           [4, 4, 1, 1], [C.consumer_registers, C.consumer_registers, C.producer_registers,
-                                          C.producer_registers])  # fmt: skip
+        gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (consumer, (2, K)), (producer, (K,)),
+                            (producer_of_v, (K,))], [4, 4, 1, 1], [C.consumer_registers, C.consumer_registers,
+                                                                   C.producer_registers, C.producer_registers])  # fmt: skip
