@@ -107,7 +107,7 @@ def unfilled(problem: AttentionProblem, buffers: Buffers) -> Tensors:
 
 
 def unfilled_buffers(buffers: Buffers) -> dict[str, torch.Tensor]:
-    """Those of a call, and of a workspace, on the meta device."""
+    """The tensors of a call's buffers, and of a workspace, on the meta device."""
     made = {name: _meta(shape, dtype) for name, (shape, dtype, _) in {**buffers.made, **buffers.shared}.items()}
     return {**made, **{name: _meta((16,), torch.int32) for name in ("counters", "redone", *(buffers.notes or ()))}}
 

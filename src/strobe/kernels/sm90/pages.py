@@ -170,7 +170,7 @@ def box_descriptors(x: torch.Tensor, config: Config, chunks: tuple[int, ...]) ->
 
 
 def _descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """As `common.descriptors.descriptor` of packed rows, with all pages as one tensor."""
+    """The TMA descriptor of packed rows (see `common.descriptors.descriptor`) that are those of all pages."""
     row, head = x.stride(1), x.stride(2) if x.shape[2] > 1 else x.shape[3]
     shape, strides = [ENDLESS, ENDLESS, x.shape[2], FAR.value, x.shape[3]], [2**34 - row, row, head, row, 1]
     block = (1, 1, 1, rows, columns)
