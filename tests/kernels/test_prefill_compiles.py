@@ -76,7 +76,9 @@ def test_it_compiles_for_a_gpu_that_is_not_there(version, problems):
         if not OLDEST_TRITON.exists():
             pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(OLDEST_TRITON), environment.get("PYTHONPATH")]))
-    done = subprocess.run([sys.executable, "-c", PROGRAM, json.dumps(problems)], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(problems)], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["triton"].startswith(version)
