@@ -111,6 +111,10 @@ def decode() -> None:
         lengths = torch.full_like(call.cache.lengths, (10**6, -7)[seed % 2])
         strobe.decode(call.q, strobe.Cache(**{**vars(call.cache), "lengths": lengths}), **call.keywords)
         synchronize(f"decode, seed {seed}")
+    for seed, page in enumerate((16, 48, 64, 128, None, 16)):  # prompts, of which the last ones leave notes
+        call = draw(seed, torch.bfloat16, seed < 4, device="cuda", n_q=200, page=page, tree=False, leftpad=False)
+        strobe.decode(call.q, call.cache, backend="sm90_cache", **call.keywords)
+        synchronize(f"prompts, seed {seed}")
     call = draw(1, torch.bfloat16, device="cuda", ragged=False, tree=False, leftpad=False, n_q=1, page=16)
     new_k, new_v = (torch.randn_like(x[: call.q.shape[0], :1]) for x in (call.cache.k, call.cache.v))
     rotary = strobe.Rotary(*(torch.randn(300, 16, device="cuda") for _ in range(2)))

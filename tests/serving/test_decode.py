@@ -81,7 +81,8 @@ def test_explain_and_supports_answer(capsys):
     assert (
         explanation.chosen == "cached_cpu" and "decode: needs a GPU" in str(explanation) and "decode" in capsys.readouterr().out
     )
-    assert strobe.supports(call.q, call.cache, **call.keywords) == (True, ["decode: needs a GPU"])
+    reasons = ["sm90_cache: needs a Hopper GPU (sm_90), not CPU", "decode: needs a GPU"]
+    assert strobe.supports(call.q, call.cache, **call.keywords) == (True, reasons)
     assert strobe.supports(call.q, call.cache, backend="decode", **call.keywords)[0] is False
     assert strobe.supports(call.q, call.cache, scale="large")[0] is False
 

@@ -69,7 +69,7 @@ SEEN = "seen = (keys >= piece.begin) & (keys < piece.end)"
 HIDDEN = "hidden = (first < piece.begin) | (first + C.tokens > piece.end)"
 A_WARPS = "there = (keys + keys_of_warp(C) > piece.begin) & (keys < piece.end)"
 EACH = "there = (keys >= piece.begin) & (keys < piece.end)"
-RESET = "                    gl.store(arrival, 0)\n"
+RESET = "                        gl.store(arrival, 0)\n"
 ARRIVAL = 'gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == number - 1'
 
 TILES = {"n_q": 40, "group": 8, "heads_kv": 1, "room": 65, "lengths": [65, 1, 0, 43]}

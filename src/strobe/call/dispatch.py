@@ -19,7 +19,8 @@ and, if it has a choice of configs,
 
     origin(problem, arch) -> str             where the config comes from, in words (printed by `explain`)
 
-and, if some kernel of its never ran on hardware that it is for, or was not timed there beside the next backend's,
+and, if some kernel of its never ran on hardware that it is for, or was not timed there beside the next backend's, or takes
+longer for some problems,
 
     unproven(problem, arch) -> str | None    that, in words, of what a problem runs: only when asked for by name
 
@@ -56,6 +57,7 @@ BACKENDS: dict[str, str] = {
 """Name of a backend -> its module, those that are fastest on a GPU first."""
 
 OF_CACHES: dict[str, str] = {
+    "sm90_cache": "strobe.kernels.sm90.cache_backend",
     "decode": "strobe.kernels.decode.backend",
     "cached_cpu": "strobe.cpu.cached",
 }

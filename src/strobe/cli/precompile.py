@@ -27,7 +27,7 @@ from strobe.call import dispatch
 from strobe.call.options import describe, operands_of
 from strobe.call.triton_internals import MOVED_CACHE
 from strobe.device import Arch
-from strobe.kernels.common.call import Call, Tensors, unfilled
+from strobe.kernels.common.call import Call, Tensors, unfilled, unfilled_buffers
 from strobe.masks import Causal, Full, Mask, Window
 from strobe.scores import Score
 from strobe.serving.arguments import checked, checked_append
@@ -152,10 +152,9 @@ def _decode_calls(layer: Layer, arch: Arch, cache: Cache, q: torch.Tensor, packe
     operands = operands._replace(out=_meta(*q.shape[:-1], options.head_dim_v, dtype=q.dtype))
     problem = describe_decode(operands, options)
     module = dispatch.select(problem, arch)
-    buffers = module.buffers(problem, arch)
-    made = {name: _meta(*x.shape, dtype=x.dtype) for name, x in {**buffers.made, **buffers.shared}.items()}
     given = {name: x for name, x in operands._asdict().items() if x is not None}
-    yield from (("decode", call) for call in module.calls(problem, Tensors(**given, **made), arch))
+    tensors = Tensors(**given, **unfilled_buffers(module.buffers(problem, arch)))
+    yield from (("decode", call) for call in module.calls(problem, tensors, arch))
 
 
 def _append_calls(layer: Layer, cache: Cache, dtype, batch: int, cu: torch.Tensor) -> Iterator[tuple[str, Call]]:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 _COUNTERS = 16
-"""Integers before the notes: 0, 1 the counters of tiles and of CTAs that have ended; 4 the running total of blocks redone."""
+"""Integers before the notes: 0, 1 the counters of tiles and of CTAs that have ended; 2, 3 whether there is a note, and how many
+CTAs have looked (`kernels.decode.notes`); 4 the running total of blocks redone."""
 
 ALIGNED = 4
 """Integers of 16 bytes. What a launch is given of a workspace begins at a multiple of them: Triton compiles a kernel of its own

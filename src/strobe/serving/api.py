@@ -65,7 +65,8 @@ def decode(
         out: where to write the result, [..., heads_q, head_dim of v] of q's dtype. Packed rows of no request stay as they are.
         return_lse: also return log(sum(exp(scores))), float32, [batch, heads_q, seqlen_q] or [heads_q, total_q].
         deterministic: a request's bits do not depend on what else is in the batch, nor on how many queries come at once.
-        backend: "decode" or "cached_cpu", to run that one or fail; None lets Strobe choose (see `strobe.explain`).
+        backend: "sm90_cache", "decode" or "cached_cpu", to run that one or fail; None lets Strobe choose (see
+            `strobe.explain`).
 
     Returns:
         out, or (out, lse). A row that sees no key gives 0 and an LSE of -inf, or of its sink.

@@ -59,6 +59,8 @@ class DecodeProblem:
     """Whether a request's bits must not depend on what else is in the batch."""
     unaligned: tuple[str, ...] = ()
     """Names of the tensors whose base or strides are not multiples of 16 bytes."""
+    page_rows: tuple[int | None, int | None] = (None, None)
+    """Rows of k and of v from one page (or entry) to the next, where that is a whole number."""
 
     @property
     def batch(self) -> int:
@@ -215,7 +217,16 @@ def describe(operands: DecodeOperands, options: DecodeOptions) -> DecodeProblem:
         with_lse=options.with_lse,
         deterministic=options.deterministic,
         unaligned=tuple(name for name in ("q", "k", "v", "out") if _unaligned(getattr(operands, name))),
+        page_rows=(page_rows(k), page_rows(operands.v)),
     )
+
+
+def page_rows(x: torch.Tensor) -> int | None:
+    """Rows from one page of x to the next, if that is a whole number."""
+    page, row = x.stride()[:2]
+    if x.shape[0] == 1:
+        return x.shape[1]
+    return page // row if 0 < row <= page and page % row == 0 else None
 
 
 def _unaligned(x: torch.Tensor | None) -> bool:

@@ -103,9 +103,13 @@ def unfilled(problem: AttentionProblem, buffers: Buffers) -> Tensors:
         "dout": _meta(problem.out_shape, problem.out_dtype),
         "dlse": None,
     }
+    return Tensors(**unfilled_operands(problem)._asdict(), **{**(upstream if backward else {}), **unfilled_buffers(buffers)})
+
+
+def unfilled_buffers(buffers: Buffers) -> dict[str, torch.Tensor]:
+    """The tensors of a call's buffers, and of a workspace, on the meta device."""
     made = {name: _meta(shape, dtype) for name, (shape, dtype, _) in {**buffers.made, **buffers.shared}.items()}
-    ints = {name: _meta((16,), torch.int32) for name in ("counters", "redone", *(buffers.notes or ()))}
-    return Tensors(**unfilled_operands(problem)._asdict(), **{**(upstream if backward else {}), **made, **ints})
+    return {**made, **{name: _meta((16,), torch.int32) for name in ("counters", "redone", *(buffers.notes or ()))}}
 
 
 def unfilled_operands(problem: AttentionProblem) -> Operands:

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.gluon_math import tanh
 from strobe.kernels.common.scores import LN2
+from strobe.kernels.decode.notes import NOTED, NOTED_ROWS, Notes, forget, is_left
 from strobe.kernels.decode.schedule import (
     Requests,
     all_units,
@@ -715,24 +716,31 @@ def take_pieces(FIND: gl.constexpr, memory, requests, outputs, terms, cached, he
             origin = (begin // C.unit + unit) * C.unit
             piece = Piece(b, head, tile * C.rows, first_query, queries, length, gl.maximum(some_begin, origin),
                           gl.minimum(some_end, origin + count * C.unit))  # fmt: skip
-            number, first = parts_of(job_begins, units, stretch, C)
-            o, top, row_sum, turn = FIND(memory, outputs, terms, cached, piece, entry, turn, C, GROUP, DIM, DIM_V, ROWS)
-            if number == 1:
-                write(outputs, terms, piece, o, top, row_sum, C, GROUP, DIM_V, ROWS)
-            else:
-                part = gl.program_id(0) - first
-                if C.split:
-                    part = unit
-                rows = queries * GROUP - piece.first_row
-                leave_part(outputs, rows, place_of(part, first, job_begins, stretch, C), o, top, row_sum, C, ROWS)
-                partition_barrier()  # so the arrival tells of what all threads wrote
-                arrival = outputs.arrivals + (b * heads_kv + head) * tiles + tile
-                if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == number - 1:
-                    gl.store(arrival, 0)
-                    o, top, row_sum = merge(outputs, rows, number, first, job_begins, stretch, C, ROWS)
+            ours = True
+            if requests.notes is not None:
+                ours = is_left(requests.notes, b, heads_kv, head, piece.first_row, queries, requests.n_q, C, GROUP)
+            if ours:
+                number, first = parts_of(job_begins, units, stretch, C)
+                o, top, row_sum, turn = FIND(memory, outputs, terms, cached, piece, entry, turn, C, GROUP, DIM, DIM_V, ROWS)
+                if number == 1:
                     write(outputs, terms, piece, o, top, row_sum, C, GROUP, DIM_V, ROWS)
+                else:
+                    part = gl.program_id(0) - first
+                    if C.split:
+                        part = unit
+                    rows = queries * GROUP - piece.first_row
+                    leave_part(outputs, rows, place_of(part, first, job_begins, stretch, C), o, top, row_sum, C, ROWS)
+                    partition_barrier()  # so the arrival tells of what all threads wrote
+                    arrival = outputs.arrivals + (b * heads_kv + head) * tiles + tile
+                    if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == number - 1:
+                        gl.store(arrival, 0)
+                        o, top, row_sum = merge(outputs, rows, number, first, job_begins, stretch, C, ROWS)
+                        write(outputs, terms, piece, o, top, row_sum, C, GROUP, DIM_V, ROWS)
             partition_barrier()  # everybody has read what the warps found, where K goes next
             x += count
+    if requests.notes is not None:
+        blocks = (requests.n_q + NOTED_ROWS - 1) // NOTED_ROWS
+        forget(requests.notes, requests.batch * heads_kv * GROUP * blocks, C.warps)
 
 
 NUMBERS = (
@@ -752,10 +760,14 @@ def decode_kernel(
     heads_kv, n_q, capacity, total_q, pages, tiles, scale, softcap, left, right,
     C: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, ROWS: gl.constexpr,
     BY_ROW: gl.constexpr, K_BY_TOKEN: gl.constexpr, V_BY_TOKEN: gl.constexpr, IN_TURN: gl.constexpr,
+    notes=None, counters=None, MANY: gl.constexpr = 0,
 ):  # fmt: skip
     if IN_TURN:
         take_turn()
-    requests = Requests(lengths, leftpad, index, cu_q, batch, n_q, capacity, total_q, pages, left)
+    noted = None
+    if notes is not None:
+        noted = Notes(notes, counters, gl.load(counters + NOTED) != 0, MANY)
+    requests = Requests(lengths, leftpad, index, cu_q, batch, n_q, capacity, total_q, pages, left, noted)
     cached = Cached(k, v, page_table, k_page, k_row, k_head, v_page, v_row, v_head, table_row, pages, PAGE)
     terms = Terms(tree, tree_batch, tree_row, tree_column, alibi, alibi_batch, sinks, k_scale, v_scale, k_scale_page,
                   k_scale_row, v_scale_page, v_scale_row, scale, softcap, left, right, BY_ROW, K_BY_TOKEN,
@@ -774,4 +786,5 @@ def decode_kernel(
             k.dtype.element_ty, [C.stages, C.token_warps, each, C.head_dim_v], ring_layout(C.head_dim_v, width)))  # fmt: skip
     stats = gl.allocate_shared_memory(gl.float32, [2, C.rows], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
-    take_pieces(find, (rings, stats), requests, outputs, terms, cached, heads_kv, tiles, C, GROUP, DIM, DIM_V, ROWS)
+    if notes is None or cu_q is not None or noted.any:
+        take_pieces(find, (rings, stats), requests, outputs, terms, cached, heads_kv, tiles, C, GROUP, DIM, DIM_V, ROWS)

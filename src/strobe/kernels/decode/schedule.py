@@ -10,6 +10,7 @@ work is even whatever the lengths, and the host need not know them.
                           own number in the line of splits
 """
 
+from strobe.kernels.decode.notes import Notes
 from strobe.kernels.gluon import aggregate, gl, gluon
 
 AT_ONCE = gl.constexpr(128)
@@ -20,7 +21,8 @@ AT_ONCE = gl.constexpr(128)
 class Requests:
     """What is known of requests: pointers to lengths and, or None, to leftpad, index and cu_q; how many requests, the most
     queries and keys of one, the packed rows of all, and the entries of the cache that index may name; how far to the left of
-    its own position a query sees, or None."""
+    its own position a query sees, or None. notes: of another kernel (see `notes`), which serves the requests of many queries
+    but for what it noted; or None."""
 
     lengths: gl.tensor
     leftpad: (gl.tensor, gl.constexpr)
@@ -32,9 +34,10 @@ class Requests:
     total_q: gl.tensor
     entries: gl.tensor
     left: (gl.tensor, gl.constexpr)
+    notes: (Notes, gl.constexpr)
 
     @gluon.constexpr_function
-    def __init__(self, lengths, leftpad, index, cu_q, batch, n_q, capacity, total_q, entries, left):
+    def __init__(self, lengths, leftpad, index, cu_q, batch, n_q, capacity, total_q, entries, left, notes=None):
         self.lengths = lengths
         self.leftpad = gl.constexpr(None) if leftpad is None else leftpad
         self.index = gl.constexpr(None) if index is None else index
@@ -45,6 +48,7 @@ class Requests:
         self.total_q = total_q
         self.entries = entries
         self.left = gl.constexpr(None) if left is None else left
+        self.notes = gl.constexpr(None) if notes is None else notes
 
 
 @gluon.jit
@@ -57,6 +61,8 @@ def queries_of(requests, b, there):
         first = gl.minimum(gl.maximum(first, 0), requests.total_q)
         end = gl.minimum(gl.maximum(end, 0), requests.total_q)
         number = gl.minimum(gl.maximum(end - first, 0), requests.n_q)
+    if requests.notes is not None:
+        there = there & ((number < requests.notes.MANY) | requests.notes.any)
     return first, gl.where(there, number, 0)
 
 

@@ -92,6 +92,7 @@ class Config(Chunks):
     partial: whether O leaves in float32, in pieces of half the columns.
     slots: tiles that are known at a time.
     static: whether a CTA takes every so-manieth tile, instead of the next that nobody has.
+    box: of a cache the keys that are copied together, all of one page (see `pages`); 0: K and V are no cache.
     """
 
     groups: int
@@ -103,6 +104,7 @@ class Config(Chunks):
     partial: bool = False
     slots: int = 2
     static: bool = False
+    box: int = 0
 
     @property
     def o_columns(self) -> int:
@@ -125,10 +127,18 @@ class Config(Chunks):
     @property
     def consumer_registers(self) -> int:
         """Registers a thread that a consumer sets for itself (setmaxnreg): what 65536 leave beside the producer's."""
-        return 240 if self.groups == 2 else 160
+        return ((504 if self.groups == 2 else 512) - self.producer_registers) // self.groups // 8 * 8
+
+    @property
+    def producers(self) -> int:
+        """Warps that copy: the second one V, where K and V are a cache."""
+        return 2 if self.box else 1
 
     @property
     def producer_registers(self) -> int:
+        """Registers a thread of a producer, which takes more to copy a block in many boxes."""
+        if self.box and self.tile_kv // self.box > 2:
+            return 40 if self.groups == 2 else 32
         return 24
 
     def smem_map(self) -> list[Buffer]:
@@ -156,6 +166,7 @@ class Config(Chunks):
     def __str__(self) -> str:
         softmax, out = "optimistic" if self.optimistic else "safe", "O in float32" if self.partial else "O"
         tiles = "" if (self.slots, self.static) == (2, False) else f"{self.slots} tiles known, "
+        tiles += f"{self.box} keys of a page at a time, " if self.box else ""
         return (
             f"dims {self.head_dim}, {self.head_dim_v}, tile {self.tile_q} x {self.tile_kv}, {self.groups} consumer groups, "
             f"{self.num_stages} stages, {self.q_stages} of Q, {self.o_buffers} of {out}, {tiles}{softmax} softmax, "

@@ -3,7 +3,8 @@
 The grid is persistent: a CTA takes tiles of `tile_q` query rows of one head, one after the other. Its warps have roles:
 
     role       warps          work
-    producer   1              takes tiles from a counter, tells the consumers; copies Q and blocks of K and V in (TMA)
+    producer   1              takes tiles from a counter, tells the consumers; copies Q and blocks of K and V in (TMA); over a
+                              cache a second warp copies V, as pages have to be looked up
     consumer   4 a group      64 query rows: S = Q K^T and O += P V on the tensor cores (wgmma), softmax in between
 
     shared memory     shape                                  filled by    read by
@@ -18,7 +19,7 @@ The grid is persistent: a CTA takes tiles of `tile_q` query rows of one head, on
     k.full, v.full       TMA bytes            a block is there
     k.empty, v.empty     one a group          every group has read the block
     tile_full[slot]      producer             the next tile is known
-    tile_empty[slot]     one a group          every group has read it
+    tile_empty[slot]     one a group          every group has read it (and the producer of V, if there is one)
 
 The work of a consumer is one stream of key blocks g = 0, 1, 2 ... across its tiles. Step g issues S = Q K(g)^T and
 O += P(g - 1) V(g - 1) together, and turns S into P(g) while the second still runs. At a tile's end Q and K(g) are those
@@ -47,6 +48,7 @@ from strobe.kernels.common.optimistic import BOUNDS
 from strobe.kernels.common.scores import LN2
 from strobe.kernels.common.stamp import stamp
 from strobe.kernels.common.tile_scheduler import Heads, Lengths
+from strobe.kernels.decode.notes import NOTED
 from strobe.kernels.gluon import (
     aggregate,
     fence_async_shared,
@@ -62,6 +64,7 @@ from strobe.kernels.gluon import (
 )
 from strobe.kernels.sm90.descriptors import copy_in
 from strobe.kernels.sm90.layouts import ROWS, accumulator, rows_of
+from strobe.kernels.sm90.pages import CACHE_NUMBERS, Pages, copy_pages, note_missing, producer_of_v
 from strobe.kernels.sm90.scores import (
     SCORE_NUMBERS,
     Score,
@@ -134,16 +137,16 @@ def make_memory(dtype: gl.constexpr, o_dtype: gl.constexpr, C: gl.constexpr):
         make_barriers(Q_BUFFERS, 1),
         make_barriers(Q_BUFFERS, 1),
         make_barriers(C.slots, 1),
-        make_barriers(C.slots, C.groups),
+        make_barriers(C.slots, C.groups + C.producers - 1),
     )
 
 
 @aggregate
 class Kernel:
     """What every role takes. inputs: the descriptors of q, k and v, a tuple of chunks each. counters: int32, of tiles and of
-    CTAs that have ended. memory, k, v: see the tables above. trace: where stamps go, or None. listed: the tiles of packed
-    sequences (see `tile_list`), or None. MASKED: whether a block may have
-    keys that a row does not see."""
+    CTAs that have ended. memory, k, v: see the tables above. pages: of a cache, or None. trace: where stamps go, or None.
+    listed: the tiles of packed sequences (see `tile_list`), or None. MASKED: whether a block may have keys that a row does not
+    see."""
 
     inputs: gl.tuple
     outputs: Outputs
@@ -154,6 +157,7 @@ class Kernel:
     memory: Memory
     k: Channel
     v: Channel
+    pages: (Pages, gl.constexpr)
     trace: (gl.tensor, gl.constexpr)
     listed: (gl.tensor, gl.constexpr)
     MASKED: gl.constexpr
@@ -164,8 +168,23 @@ class Kernel:
 
 
 @gluon.jit
+def copy_k(K, g, work, kv_head, i):
+    """Start the copy of block i of K to position g."""
+    if K.C.box == 0:
+        copy_in(K.inputs[1], K.k.block(g), K.k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, i * K.C.tile_kv)
+    else:
+        note_missing(K, work, copy_pages(K.pages, K.inputs[1], K.k, g, K.pages.k_page, work.n_kv, work.batch, kv_head, i, K.C))
+
+
+@gluon.jit
+def copy_v(K, g, start, n, batch, kv_head, i):
+    """Start the copy of block i of V to position g. (Over a cache `producer_of_v` does.)"""
+    if K.C.box == 0:
+        copy_in(K.inputs[2], K.v.block(g), K.v.acquire(g), start, n, batch, kv_head, i * K.C.tile_kv)
+
+
+@gluon.jit
 def producer(K):
-    q_desc, k_desc, v_desc = K.inputs
     GROUPS: gl.constexpr = K.C.groups
     turn = 0
     g = gl.to_tensor(0)
@@ -175,21 +194,19 @@ def producer(K):
         kv_head = work.head // K.heads.group
         lead = first_block(work.begin, work.end, work.full_begin, work.full_end, K.lengths, K.score)
         i = lead
-        copy_in(k_desc, K.k.block(g), K.k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, i * K.C.tile_kv)
+        copy_k(K, g, work, kv_head, i)
         stamp(K.trace, GROUPS, "k_issued", g)
         for w in gl.static_range(GROUPS):
             slot = (turn % K.C.q_stages) * GROUPS + w
             mbarrier.wait(K.memory.q_empty.index(slot), ((turn // K.C.q_stages) & 1) ^ 1)
-            copy_in(q_desc, at(K.memory.q, slot), K.memory.q_full.index(slot), work.start_q, work.n_q, work.batch, work.head,
-                    work.row + w * ROWS)  # fmt: skip
+            copy_in(K.inputs[0], at(K.memory.q, slot), K.memory.q_full.index(slot), work.start_q, work.n_q, work.batch,
+                    work.head, work.row + w * ROWS)  # fmt: skip
         for j in tl.range(1, work.blocks()):
             g += 1
             next = later_block(j, work.begin, lead)
-            copy_in(k_desc, K.k.block(g), K.k.acquire(g), work.start_kv, work.n_kv, work.batch, kv_head, next * K.C.tile_kv)
+            copy_k(K, g, work, kv_head, next)
             stamp(K.trace, GROUPS, "k_issued", g)
-            copy_in(
-                v_desc, K.v.block(g - 1), K.v.acquire(g - 1), work.start_kv, work.n_kv, work.batch, kv_head, i * K.C.tile_kv
-            )
+            copy_v(K, g - 1, work.start_kv, work.n_kv, work.batch, kv_head, i)
             stamp(K.trace, GROUPS, "v_issued", g - 1)
             i = next
         # The next tile is asked for as late as may be, or the CTAs would not end together.
@@ -199,7 +216,7 @@ def producer(K):
         batch = work.batch
         tile, work = with_keys(K, next_tile(K, tile))
         publish(K, turn, tile, work)
-        copy_in(v_desc, K.v.block(g), K.v.acquire(g), start_kv, n_kv, batch, kv_head, i * K.C.tile_kv)
+        copy_v(K, g, start_kv, n_kv, batch, kv_head, i)
         stamp(K.trace, GROUPS, "v_issued", g)
         g += 1
     if not K.C.static:
@@ -499,6 +516,8 @@ def epilogue(w: gl.constexpr, K, acc, state, slot):
     o = rescaled(acc, share)
     broken = broken | (row_sum >= BOUNDS.most) | (row_sum != row_sum)
     gl.store(K.outputs.notes + note + gl.full([ROWS], 0, gl.int32, LAYOUT), 1, mask=broken & exists)
+    if K.C.box:
+        gl.store(K.counters + NOTED + gl.full([ROWS], 0, gl.int32, LAYOUT), 1, mask=broken & exists)
     for c in gl.static_range(len(o)):
         if K.lengths.used_q is not None:  # rows that exist and are not used
             used = gl.convert_layout(exists, rows_of(o[c].shape[1]))[:, None]
@@ -564,6 +583,7 @@ NUMBERS = (
     *("heads", "group", "at_once", "rest", "tiles", "rows", "n_q", "n_kv", "left", "right", "prefix"),
     *SCORE_NUMBERS,
     "total_kv",
+    *CACHE_NUMBERS,
 )
 """Arguments that no kernel is specialised for: other lengths, bounds and strides do not recompile."""
 
@@ -574,7 +594,8 @@ def forward_kernel(
     cu_q, cu_kv, used_q, used_kv, heads, group, at_once, rest, tiles, rows, n_q, n_kv, left, right, prefix,
     terms, threshold, slope_batch, slope_head, bias_batch, bias_head, bias_row, bias_key,
     document_q_batch, document_q_row, document_kv_batch, sink_stride, document_kv_row, spans, total_kv,
-    MASKED: gl.constexpr, C: gl.constexpr,
+    page_table, entries, table_row, k_page, v_page, number_of_pages,
+    MASKED: gl.constexpr, C: gl.constexpr, PAGE: gl.constexpr = 0,
 ):  # fmt: skip
     # Numbers are parameters one by one: Triton 3.6 to 3.9 specialises a kernel for those of a tuple, `do_not_specialize` or not
     # (see `scores.SCORE_NUMBERS`).
@@ -592,10 +613,20 @@ def forward_kernel(
     heads = Heads(heads, group, at_once, rest, tiles)
     score = score_of(terms, (slope_batch, slope_head), (bias_batch, bias_head, bias_row, bias_key), sink_stride,
                      (document_q_batch, document_q_row, document_kv_batch, document_kv_row), threshold)  # fmt: skip
-    K = Kernel(inputs, outputs, counters, lengths, heads, score, memory, k, v, trace, listed, MASKED, C)
-    if C.groups == 2:
+    pages = None
+    if C.box:
+        pages = Pages(page_table, entries, table_row, k_page, v_page, number_of_pages, PAGE)
+    K = Kernel(inputs, outputs, counters, lengths, heads, score, memory, k, v, pages, trace, listed, MASKED, C)
+    if C.groups == 2 and C.producers == 1:
         gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (producer, (K,))],
                            [4, 1], [C.consumer_registers, C.producer_registers])  # fmt: skip
-    else:
+    elif C.groups == 2:
+        gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (producer, (K,)), (producer_of_v, (K,))],
+                           [4, 1, 1], [C.consumer_registers, C.producer_registers, C.producer_registers])  # fmt: skip
+    elif C.producers == 1:
         gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (consumer, (2, K)), (producer, (K,))],
                            [4, 4, 1], [C.consumer_registers, C.consumer_registers, C.producer_registers])  # fmt: skip
+    else:
+        gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (consumer, (2, K)), (producer, (K,)),
+                            (producer_of_v, (K,))], [4, 4, 1, 1], [C.consumer_registers, C.consumer_registers,
+                                                                   C.producer_registers, C.producer_registers])  # fmt: skip

@@ -11,10 +11,12 @@ from strobe.kernels.blind_rows import fill_blind_lse
 from strobe.kernels.common.arguments import bundles_of_heads, totals
 from strobe.kernels.common.call import Buffers, Call, Tensors, results, unfilled
 from strobe.kernels.common.documents import span_buffers, span_calls
+from strobe.kernels.gluon import TensorDescriptor
 from strobe.kernels.portable import forward as portable
 from strobe.kernels.sm90.config import HALF_L2, ROWS_PER_GROUP, Config
 from strobe.kernels.sm90.descriptors import descriptors
 from strobe.kernels.sm90.forward import forward_kernel
+from strobe.kernels.sm90.pages import NO_CACHE, box_descriptors, cache_arguments
 from strobe.kernels.sm90.scores import score_arguments
 from strobe.kernels.sm90.tile_list import list_buffers, list_calls
 from strobe.problem import AttentionProblem
@@ -66,8 +68,8 @@ def forward_call(
     tiles = triton.cdiv(lengths.seqlen_q, config.tile_q) * lengths.batch * problem.heads_q
     arguments = (
         *descriptors(tensors.q, ROWS_PER_GROUP, (config.wide, config.narrow)),
-        *descriptors(tensors.k, config.tile_kv, (config.wide, config.narrow)),
-        *descriptors(tensors.v, config.tile_kv, (config.wide_v, config.narrow_v)),
+        *key_descriptors(tensors.k, config, (config.wide, config.narrow)),
+        *key_descriptors(tensors.v, config, (config.wide_v, config.narrow_v)),
         *descriptors(tensors.out, ROWS_PER_GROUP, (config.o_columns,)),
         tensors.lse,
         tensors.notes,
@@ -89,17 +91,24 @@ def forward_call(
         *score_arguments(problem, tensors),
         tensors.row_spans,
         totals(problem)[1],
+        *(cache_arguments(tensors) if config.box else NO_CACHE),
     )
     cut = mask.band != (None, None, None) or mask.by_pair or lengths.seqlen_kv % config.tile_kv != 0
     constants = {
         "MASKED": cut or problem.varlen or problem.seqused,
         "C": config,
+        "PAGE": 0 if tensors.page_table is None else tensors.k.shape[1],
         "num_warps": 4,
         "enable_fp_fusion": True,  # Triton 3.10 turns it off
         "launch_pdl": True,
     }
     ctas = min(tiles, arch.sms) if arch.sms and trace is None else tiles
     return Call(forward_kernel, (ctas,), arguments, constants)
+
+
+def key_descriptors(x: torch.Tensor, config: Config, chunks: tuple[int, ...]) -> list[TensorDescriptor | None]:
+    """TMA descriptors of k or v, one for each chunk of columns; None for one of no columns."""
+    return box_descriptors(x, config, chunks) if config.box else descriptors(x, config.tile_kv, chunks)
 
 
 def compile_only(problem: AttentionProblem, arch: Arch, config: Config, traced: bool = False) -> Any:

@@ -42,22 +42,22 @@ PROGRAMS = 264
 def list_tiles(
     listed, out, lse, sinks, sink_stride, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, batches, heads, width,
     n_q, n_kv, total_q, total_kv, left, right, prefix,
-    TILE: tl.constexpr, RECORD: tl.constexpr, CHUNK: tl.constexpr, ELEMENTS: tl.constexpr,
+    TILE: tl.constexpr, RECORD: tl.constexpr, CHUNK: tl.constexpr, ELEMENTS: tl.constexpr, LEAST: tl.constexpr = 1,
 ):  # fmt: skip
-    """List the tiles of a sequence, and fill its share of the rows that no tile has; the second dim of the grid shares the
-    filling. width: elements of a row of out, of all heads."""
+    """List the tiles of a sequence of LEAST rows or more, and fill its share of the rows that no tile has; the second dim of
+    the grid shares the filling. width: elements of a row of out, of all heads. Without out nothing is filled."""
     take_program_turn()
     b, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     start_q, rows = sequence(cu_seqlens_q, seqused_q, b, n_q, total_q)
     start_kv, keys = sequence(cu_seqlens_kv, seqused_kv, b, n_kv, total_kv)
-    tiles = tl.cdiv(rows, TILE)
+    tiles = _tiles(rows, TILE, LEAST)
     if part == 0:
         before, total = tiles * 0, tiles * 0
         for first in tl.range(0, batches, CHUNK):
             other = first + tl.arange(0, CHUNK)
             exists = other < batches
             _, others_rows = sequence(cu_seqlens_q, seqused_q, tl.minimum(other, batches - 1), n_q, total_q)
-            others = tl.where(exists, tl.cdiv(others_rows, TILE), 0)
+            others = tl.where(exists, _tiles(others_rows, TILE, LEAST), 0)
             earlier = (others > tiles) | ((others == tiles) & (other < b))
             before += tl.sum(tl.where(earlier, others, 0), 0)
             total += tl.sum(others, 0)
@@ -72,18 +72,29 @@ def list_tiles(
             _store(at, 3, rows, number < tiles)
             _store(at, 4, start_kv, number < tiles)
             _store(at, 5, keys, number < tiles)
-    # Where numbers decrease, or sequences overlap, a row may be filled that a tile writes: the forward comes later.
-    following, _ = sequence(cu_seqlens_q, None, tl.minimum(b + 1, batches - 1), n_q, total_q)
-    end = tl.where(b + 1 < batches, following, total_q)
-    begin = tl.where(b == 0, 0, start_q)
-    _fill(out, lse, None, 0, begin, start_q, heads, width, total_q, part, parts, ELEMENTS)
-    _fill(out, lse, None, 0, start_q + rows, end, heads, width, total_q, part, parts, ELEMENTS)
-    for tile in tl.range(0, tiles):
-        first = tile * TILE
-        last = tl.minimum(first + TILE, rows)
-        key_begin, key_end = kv_range(first + keys - rows, last - 1 + keys - rows, keys, left, right, prefix)
-        if key_end <= key_begin:
-            _fill(out, lse, sinks, sink_stride, start_q + first, start_q + last, heads, width, total_q, part, parts, ELEMENTS)
+    if out is not None:
+        # Where numbers decrease, or sequences overlap, a row may be filled that a tile writes: the forward comes later.
+        following, _ = sequence(cu_seqlens_q, None, tl.minimum(b + 1, batches - 1), n_q, total_q)
+        end = tl.where(b + 1 < batches, following, total_q)
+        begin = tl.where(b == 0, 0, start_q)
+        _fill(out, lse, None, 0, begin, start_q, heads, width, total_q, part, parts, ELEMENTS)
+        _fill(out, lse, None, 0, start_q + rows, end, heads, width, total_q, part, parts, ELEMENTS)
+        for tile in tl.range(0, tiles):
+            first = tile * TILE
+            last = tl.minimum(first + TILE, rows)
+            key_begin, key_end = kv_range(first + keys - rows, last - 1 + keys - rows, keys, left, right, prefix)
+            if key_end <= key_begin:
+                _fill(out, lse, sinks, sink_stride, start_q + first, start_q + last, heads, width, total_q, part, parts,
+                      ELEMENTS)  # fmt: skip
+
+
+@triton.jit
+def _tiles(rows, TILE: tl.constexpr, LEAST: tl.constexpr):
+    """How many tiles of a sequence are listed."""
+    tiles = tl.cdiv(rows, TILE)
+    if LEAST > 1:
+        tiles = tl.where(rows >= LEAST, tiles, 0)
+    return tiles
 
 
 @triton.jit
@@ -118,18 +129,21 @@ def list_buffers(problem: AttentionProblem) -> dict[str, Buffer]:
     return {"tiles_listed": Buffer((1 + most, RECORD.value), torch.int32)}
 
 
-def list_calls(problem: AttentionProblem, tensors: Tensors, tile_q: int) -> list[Call]:
-    """The launch that lists the tiles, of so many rows, where sequences are packed."""
+def list_calls(problem: AttentionProblem, tensors: Tensors, tile_q: int, least: int = 1) -> list[Call]:
+    """The launch that lists the tiles, of so many rows, where sequences are packed. least: rows that a sequence must have for
+    its tiles to be listed. Without `out` among the tensors rows that no tile has are left alone."""
     if not problem.varlen:
         return []
     lengths, sinks = problem.lengths, tensors.sinks
     left, right, prefix = problem.mask.device_band
     total_q, total_kv = totals(problem)
-    return [Call(list_tiles, (lengths.batch, triton.cdiv(PROGRAMS, lengths.batch)), (), dict(
+    programs = 1 if tensors.out is None else triton.cdiv(PROGRAMS, lengths.batch)
+    return [Call(list_tiles, (lengths.batch, programs), (), dict(
         listed=tensors.tiles_listed, out=tensors.out, lse=tensors.lse, sinks=sinks,
         sink_stride=0 if sinks is None else sinks.stride(0), cu_seqlens_q=tensors.cu_seqlens_q,
         cu_seqlens_kv=tensors.cu_seqlens_kv, seqused_q=tensors.seqused_q, seqused_kv=tensors.seqused_kv,
         batches=lengths.batch, heads=problem.heads_q, width=problem.heads_q * problem.head_dim_v,
         n_q=lengths.seqlen_q, n_kv=lengths.seqlen_kv, total_q=total_q, total_kv=total_kv, left=left, right=right, prefix=prefix,
-        TILE=tile_q, RECORD=RECORD.value, CHUNK=CHUNK, ELEMENTS=ELEMENTS, enable_fp_fusion=True, launch_pdl=True,
+        TILE=tile_q, RECORD=RECORD.value, CHUNK=CHUNK, ELEMENTS=ELEMENTS, LEAST=least,
+        enable_fp_fusion=True, launch_pdl=True,
     ))]  # fmt: skip

@@ -92,7 +92,8 @@ def next_tile(K, tile):
 
 @gluon.jit
 def with_keys(K, tile):
-    """The first tile from this one on that sees any key, and its Work. (The others never run.)"""
+    """The first tile from this one on that sees any key, and its Work. (The others never run. Over a cache those that have a
+    row do, as nobody else writes it.)"""
     work = work_of(K, gl.minimum(tile, K.heads.tiles - 1))
     while (tile < K.heads.tiles) & (work.blocks() <= 0):
         tile = next_tile(K, tile)
@@ -104,12 +105,12 @@ def with_keys(K, tile):
 def work_of(K, tile):
     """The Work of the tile-th tile: by the list where there is one (see `tile_list`), which all heads go through together."""
     if K.listed is None:
-        return locate(tile, K.lengths, K.heads, K.C, EMPTY=True)
+        return locate(tile, K.lengths, K.heads, K.C, EMPTY=K.C.box == 0)
     else:
         tile = gl.maximum(tile, 0)
         at = K.listed + (1 + tile // K.heads.heads) * RECORD
         return of_place(gl.load(at), tile % K.heads.heads, tile * 0, gl.load(at + 1), gl.load(at + 2), gl.load(at + 3),
-                        gl.load(at + 4), gl.load(at + 5), K.lengths, K.C, EMPTY=True)  # fmt: skip
+                        gl.load(at + 4), gl.load(at + 5), K.lengths, K.C, EMPTY=K.C.box == 0)  # fmt: skip
 
 
 @gluon.jit
@@ -144,8 +145,9 @@ def put(tiles, slot, field: gl.constexpr, value):
 
 
 @gluon.jit
-def get(tiles, slot, field: gl.constexpr):
-    return gl.max(tiles.index(slot * FIELDS + field).load(scalar_layout(4)), 0)
+def get(tiles, slot, field: gl.constexpr, WARPS: gl.constexpr = 4):
+    """A number of the tile in `slot`. WARPS: of the role that asks."""
+    return gl.max(tiles.index(slot * FIELDS + field).load(scalar_layout(WARPS)), 0)
 
 
 @gluon.jit

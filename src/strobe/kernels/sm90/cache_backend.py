@@ -1,0 +1,67 @@
+"""The Hopper forward over a cache: prompts, and chunks of prompts."""
+
+from __future__ import annotations
+
+from strobe.device import Arch
+from strobe.kernels.common.call import Buffers, Call, Tensors
+from strobe.kernels.common.refusals import gluon_refuses
+from strobe.kernels.decode import backend as decode
+from strobe.kernels.sm90.cache_config import LEAST_BOX, MANY_QUERIES, as_attention, choose, tiles
+from strobe.kernels.sm90.config import Config
+from strobe.masks import MAX_BOUND
+from strobe.serving.problem import DecodeProblem
+
+
+def refuses(problem: DecodeProblem, arch: Arch) -> str | None:
+    if arch.capability != 90:
+        return f"needs a Hopper GPU (sm_90), not {arch}"
+    if reason := decode.refuses(problem, arch) or _not_taken(problem):  # of which the decode kernel serves what is left
+        return reason
+    if problem.lengths.seqlen_q < MANY_QUERIES:
+        return f"is for requests of {MANY_QUERIES} queries or more, not {problem.lengths.seqlen_q}"
+    return gluon_refuses(as_attention(problem))
+
+
+def unproven(problem: DecodeProblem, arch: Arch) -> str | None:
+    """Why the decode kernel, which shares the keys of a tile among multiprocessors, is the better choice; or None."""
+    if 2 * tiles(problem) < (arch.sms or 0):
+        return f"would leave most of {arch.sms} multiprocessors idle, with {tiles(problem)} tiles of 128 queries"
+    return None
+
+
+def _not_taken(problem: DecodeProblem) -> str | None:
+    """What the decode kernel takes and this does not, in words; or None."""
+    if problem.deterministic:
+        return "gives bits that depend on the number of queries"
+    if problem.kv_dtype != problem.dtype:
+        return "takes no cache of 8 bits"
+    if problem.tree or problem.leftpad:
+        return f"takes no {'tree' if problem.tree else 'leftpad'}"
+    if problem.shared or problem.head_dim > decode.MOST_COLUMNS:
+        return "takes no values that are columns of keys"
+    if problem.page_size is not None and problem.page_size % LEAST_BOX:
+        return f"takes pages of a multiple of {LEAST_BOX} keys, not {problem.page_size}"
+    rows = [x for x in problem.page_rows if x is not None]
+    if len(rows) < 2 or problem.pages * max(rows) >= MAX_BOUND:
+        return "needs pages that lie a whole number of rows apart, and fewer than 2^30 rows in all"
+    if not problem.scale > 0 and not problem.score.softcap:
+        return f"takes a positive scale (it takes maxima before it scales), not {problem.scale:g}"
+    return None
+
+
+def config(problem: DecodeProblem, arch: Arch) -> Config:
+    return choose(problem, arch)
+
+
+def buffers(problem: DecodeProblem, arch: Arch) -> Buffers:
+    """See `strobe.kernels.common.call`."""
+    from strobe.kernels.sm90 import cache_launch
+
+    return cache_launch.buffers(problem, arch)
+
+
+def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch) -> list[Call]:
+    """See `strobe.kernels.common.call`."""
+    from strobe.kernels.sm90 import cache_launch
+
+    return cache_launch.calls(problem, tensors, arch, choose(problem, arch))

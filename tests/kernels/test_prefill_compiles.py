@@ -1,0 +1,88 @@
+"""What the compiler makes of the Hopper forward over a cache, for a GPU that is not there, and that its launches can be
+prepared."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
+
+PROGRAM = """
+import json, sys, torch, triton
+from strobe.call import launcher
+from strobe.device import KNOWN
+from strobe.kernels.common.call import Tensors, unfilled_buffers
+from strobe.kernels.sm90 import cache_backend
+from strobe.lab.binary.offline import pretend_gpu
+from strobe.lab.binary.sass import audit
+from strobe.serving.problem import DecodeOperands, DecodeOptions, describe
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+made, arch, i32 = [], KNOWN["H200"], torch.int32
+for dims, page, packed in json.loads(sys.argv[1]):
+    dim, dim_v = dims
+    rows = (4 * 2048,) if packed else (4, 2048)
+    q, out = meta(*rows, 32, dim), meta(*rows, 32, dim_v)
+    k, v = (meta(40, page or 8192, 8, d) for d in dims)
+    table, cu = meta(4, 8192 // page, dtype=i32) if page else None, meta(5, dtype=i32) if packed else None
+    operands = DecodeOperands(q, k, v, meta(4, dtype=i32), table, cu_seqlens_q=cu, out=out)
+    problem = describe(operands, DecodeOptions(2048, dim_v, False, 0.1, None, 0, 0.0, True, False, None))
+    assert cache_backend.refuses(problem, arch) is None, cache_backend.refuses(problem, arch)
+    given = {name: x for name, x in operands._asdict().items() if x is not None}
+    tensors = Tensors(**given, **unfilled_buffers(cache_backend.buffers(problem, arch)))
+    *_, call, rest = cache_backend.calls(problem, tensors, arch)
+    with pretend_gpu(arch.capability):
+        compiled = call.compile()
+    found, config = audit(compiled, "forward", 0.0, ()), cache_backend.config(problem, arch)
+    ready = launcher.Call(call.kernel, call.grid, call.arguments, call.keywords, compiled)
+    there = {id(x) for x in vars(tensors).values()}
+    values = [p.value for p in launcher.parameters(compiled, launcher.all_arguments(ready))]
+    bases = [x.given.base if isinstance(x, launcher.Descriptor) else x for x in values]
+    made.append({
+        "spills": found.spill_bytes, "smem": compiled.metadata.shared, "smem_said": config.smem_bytes(),
+        "tma": compiled.asm["ptx"].count("cp.async.bulk.tensor.5d.shared"), "boxes": config.tile_kv // config.box,
+        "strangers": sum(isinstance(x, torch.Tensor) and id(x) not in there for x in bases),
+        "rest": [x is tensors.notes or x is tensors.counters for x in (rest.keywords["notes"], rest.keywords["counters"])],
+    })
+print(json.dumps({"triton": triton.__version__, "made": made}))
+"""
+
+SOME = [((128, 128), 16, True)]
+MORE = [
+    ((128, 128), 64, False), ((128, 128), None, False), ((128, 128), 256, True), ((64, 64), 16, False), ((64, 64), 64, True),
+    ((96, 96), 16, False), ((192, 128), 64, True), ((256, 256), 64, False),
+]  # fmt: skip
+SPILLS = {"3.6": 64, "": 400}
+"""Bytes that may be spilled at head dims other than 128: by producers, and with newer Tritons by three groups of consumers."""
+
+
+@pytest.mark.parametrize(
+    ("version", "problems"),
+    [
+        pytest.param("3.6", SOME, id="one, oldest Triton"),
+        pytest.param("3.6", MORE, id="more, oldest Triton", marks=pytest.mark.exhaustive),
+        pytest.param("", [*SOME, *MORE], id="all, installed Triton", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_it_compiles_for_a_gpu_that_is_not_there(version, problems):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if version:
+        if not OLDEST_TRITON.exists():
+            pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(OLDEST_TRITON), environment.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(problems)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["triton"].startswith(version)
+    for problem, made in zip(problems, result["made"], strict=True):
+        assert made["spills"] <= (0 if problem[0] == (128, 128) else SPILLS[version]), (problem, made)
+        assert made["smem_said"] <= made["smem"] <= made["smem_said"] + 2048, (problem, made)
+        assert made["tma"] >= 2 * made["boxes"] and made["strangers"] == 0 and all(made["rest"]), (problem, made)

@@ -1,0 +1,171 @@
+"""Prompts and chunks of them over a cache, through the public door: which kernel serves them, and on a GPU what it gives."""
+
+import pytest
+import torch
+from requests_at_random import Drawn, check, described, draw, right
+
+import strobe
+from strobe.call.dispatch import explain_problem
+from strobe.device import KNOWN
+from strobe.kernels.sm90 import cache_config
+
+GPU = pytest.mark.gpu
+BACKEND = "sm90_cache"
+PAGES = [None, 16, 48, 64, 128, 256]
+
+
+def prompts(seed: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", **fixed) -> Drawn:
+    """Chunks of prompts of up to 300 queries, in pages of every kind."""
+    given = {"n_q": (130, 200, 300)[seed % 3], "page": PAGES[seed % 6], "room": (257, 700)[seed % 2], "tree": False}
+    return draw(seed, dtype, honest=fixed.pop("honest", True), device=device, **{**given, "leftpad": False, **fixed})
+
+
+def chosen(call: Drawn, gpu: str = "H200") -> str | None:
+    return explain_problem(described(call)[0], KNOWN[gpu]).chosen
+
+
+PLAIN = dict(mask=strobe.Causal(), softcap=0.0, alibi=False, sinks=False, head_dim=128, head_dim_v=128)
+MANY = dict(n_q=2048, heads_kv=8, group=4, batch=1, page=64, room=70, ragged=False, **PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend", "says"),
+    [
+        ({}, BACKEND, ""),
+        ({"page": 48}, BACKEND, ""),
+        ({"page": None}, BACKEND, ""),
+        ({"ragged": True, "batch": 4}, BACKEND, ""),
+        ({"n_q": 127}, "decode", "is for requests of 128 queries or more, not 127"),
+        ({"n_q": 128, "group": 1}, "decode", "would leave most of 132 multiprocessors idle, with 8 tiles"),
+        ({"page": 24}, "decode", "takes pages of a multiple of 16 keys, not 24"),
+        ({"leftpad": True}, "decode", "takes no leftpad"),
+        ({"deterministic": True}, "decode", "bits that depend on the number of queries"),
+    ],
+)
+def test_which_kernel_serves_a_chunk(changes, backend, says):
+    problem, _ = described(prompts(1, **{**MANY, **changes}))
+    explanation = explain_problem(problem, KNOWN["H200"])
+    assert explanation.chosen == backend and says in str(explanation)
+    assert explain_problem(problem, KNOWN["A100"]).chosen == "decode"
+
+
+def test_pages_that_lie_no_whole_number_of_rows_apart_stay_with_the_decode_kernel():
+    call = prompts(1, **MANY)
+    pages, page, heads, dim = call.cache.k.shape
+    room = torch.zeros(pages * (page * heads * dim + 8), dtype=call.q.dtype)
+    k = room.as_strided((pages, page, heads, dim), (page * heads * dim + 8, heads * dim, dim, 1))
+    assert chosen(call) == BACKEND
+    assert chosen(call._replace(cache=strobe.Cache(k, call.cache.v, call.cache.lengths, call.cache.page_table))) == "decode"
+    by_heads = call.cache.k.transpose(1, 2).contiguous().transpose(1, 2)
+    both = torch.stack([call.cache.k, call.cache.v], 1)
+    for k, v in ((by_heads, call.cache.v), (both[:, 0], both[:, 1])):
+        assert chosen(call._replace(cache=strobe.Cache(k, v, call.cache.lengths, call.cache.page_table))) == BACKEND
+
+
+# ---- on a GPU
+
+
+@GPU
+@pytest.mark.parametrize("seed", range(36))
+def test_on_a_gpu(seed):
+    call = prompts(seed, (torch.float16, torch.bfloat16)[seed % 2], "cuda", honest=seed % 4 > 0)
+    found = strobe.decode(call.q, call.cache, return_lse=True, backend=BACKEND, **call.keywords)
+    for _ in range(2):  # prepared, and with notes and counters that the call before has left
+        again = strobe.decode(call.q, call.cache, return_lse=True, backend=BACKEND, **call.keywords)
+    check(found, right(call), call.q.dtype)
+    assert torch.equal(found[0], again[0])
+
+
+@GPU
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (96, 96), (192, 128), (256, 256)])
+def test_head_dims_on_a_gpu(dim, dim_v):
+    for page in (16, 64):
+        call = prompts(5, device="cuda", page=page, head_dim=dim, head_dim_v=dim_v, ragged=False)
+        check(strobe.decode(call.q, call.cache, return_lse=True, backend=BACKEND, **call.keywords), right(call), call.q.dtype)
+
+
+@GPU
+@pytest.mark.parametrize("page", [16, 128])
+def test_what_the_optimism_gets_wrong_is_computed_again(page):
+    """A key that counts for more than all others meets some rows late."""
+    call = prompts(7, device="cuda", page=page, room=700, lengths=[650, 300], batch=2, n_q=200, ragged=False, **PLAIN)
+    table, size = call.cache.page_table, page
+    call.cache.k[table[0, 640 // size].long(), 640 % size] *= 2000.0
+    before = strobe.redone_blocks("cuda")
+    found = strobe.decode(call.q, call.cache, return_lse=True, backend=BACKEND, **call.keywords)
+    check(found, right(call), call.q.dtype)
+    assert strobe.redone_blocks("cuda") > before
+    again = strobe.decode(call.q, call.cache, return_lse=True, backend=BACKEND, **call.keywords)
+    assert torch.equal(found[0], again[0])
+
+
+@GPU
+def test_prompts_and_single_tokens_in_one_batch():
+    call = prompts(3, device="cuda", page=64, room=700, lengths=[650, 300, 1, 0, 690, 128], batch=6, n_q=400, ragged=True,
+                   mask=strobe.Causal())  # fmt: skip
+    counts = torch.tensor([0, 400, 1, 1, 3, 130, 127]).cumsum(0).int()
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(int(counts[-1]) + 2, *call.q.shape[1:], generator=g).to(call.q)
+    call = call._replace(q=q, keywords={**call.keywords, "cu_seqlens_q": counts.cuda(), "max_seqlen_q": 400})
+    out = torch.full((*q.shape[:-1], call.cache.v.shape[-1]), 7.0, dtype=q.dtype, device="cuda")
+    found = strobe.decode(q, call.cache, return_lse=True, backend=BACKEND, out=out, **call.keywords)
+    wanted = right(call)
+    assert (out[-2:] == 7.0).all()  # rows of no request
+    check((found[0][:-2], found[1]), (wanted[0][:-2], wanted[1]), q.dtype)
+
+
+@GPU
+def test_a_graph_is_replayed_with_other_lengths_pages_and_queries():
+    fixed = dict(device="cuda", page=16, ragged=False, room=700, batch=3, n_q=200, head_dim=128, head_dim_v=128, heads_kv=2,
+                 group=4)  # fmt: skip
+    call, other = prompts(11, **fixed), prompts(12, **fixed)
+    strobe.decode(call.q, call.cache, return_lse=True, backend=BACKEND, **call.keywords)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = strobe.decode(call.q, call.cache, return_lse=True, backend=BACKEND, **call.keywords)
+    for source in (other, call, other):
+        for name in ("k", "v", "lengths", "page_table"):
+            getattr(call.cache, name).copy_(getattr(source.cache, name).clone())
+        call.q.copy_(source.q.clone())
+        graph.replay()
+        check(found, right(call), torch.bfloat16)
+
+
+@GPU
+def test_vllm_and_flash_attn_ask_for_it():
+    """Both doors give what `decode` gives."""
+    call = prompts(3, device="cuda", page=64, room=700, lengths=[650, 300], batch=2, n_q=300, ragged=True, heads_kv=8, group=8,
+                   **PLAIN)  # fmt: skip
+    cu = torch.tensor([0, 300, 600], dtype=torch.int32, device="cuda")
+    q = torch.randn(600, *call.q.shape[1:], device="cuda").to(call.q.dtype)
+    call = call._replace(q=q, keywords={**call.keywords, "cu_seqlens_q": cu, "max_seqlen_q": 300})
+    assert chosen(call) == BACKEND
+    cache, wanted = call.cache, right(call)
+    k, v, lengths, table = cache.k, cache.v, cache.lengths, cache.page_table
+    varlen = strobe.flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=cu, max_seqlen_q=300, seqused_k=lengths, block_table=table, causal=True
+    )
+    q = q.view(2, 300, *q.shape[1:])
+    dense = strobe.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=table, causal=True)
+    check((varlen,), wanted, q.dtype)
+    check((dense.flatten(0, 1),), wanted, q.dtype)
+
+
+@GPU
+def test_nothing_is_compiled_for_other_lengths_and_page_tables():
+    from strobe.kernels.decode.forward import decode_kernel
+    from strobe.kernels.sm90.forward import forward_kernel
+
+    fixed = dict(device="cuda", page=64, ragged=False, batch=2, n_q=200, heads_kv=2, group=4, **PLAIN)
+    sizes = set()
+    for seed, room in ((1, 700), (2, 1300), (3, 257)):
+        call = prompts(seed, room=room, **fixed)
+        strobe.decode(call.q, call.cache, backend=BACKEND, **call.keywords)
+        sizes.add(tuple(len(next(iter(kernel.device_caches.values()))[0]) for kernel in (forward_kernel, decode_kernel)))
+    assert len(sizes) == 1
+
+
+def test_a_box_lies_in_one_page_and_one_block():
+    for page, box in ((None, 64), (16, 16), (48, 16), (64, 64), (192, 64)):
+        config = cache_config.choose(described(prompts(1, **{**MANY, "page": page}))[0], KNOWN["H200"])
+        assert (config.tile_kv, config.box) == (64, box)

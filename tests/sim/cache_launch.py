@@ -1,0 +1,63 @@
+"""The Hopper forward over a cache, and the decode kernel after it, in the simulator, on requests drawn at random."""
+
+from dataclasses import replace
+from types import ModuleType
+from unittest import mock
+
+import torch
+from decode_launch import Drawn, check, described, right
+
+from strobe.device import KNOWN
+from strobe.kernels.common.call import Tensors
+from strobe.kernels.sm90 import cache_config, cache_launch
+from strobe.kernels.sm90.tile_list import list_tiles
+from strobe.sim import Launch
+from strobe.sim.attention import unwritten
+
+MANY = 20
+"""Queries from which on a request is the forward's here."""
+
+
+def run(
+    call: Drawn, ctas: int = 3, order: str = "in_order", seed: int = 0, launches: int = 1, forward: ModuleType | None = None,
+    rest: ModuleType | None = None, **config,
+) -> int:  # fmt: skip
+    """Simulate the launches of a call, so many times with the same notes and counters, check their results, and say how many
+    blocks were computed again. forward, rest: modules in place of `sm90.forward` and `decode.forward`. config: changes of the
+    forward's config."""
+    out = torch.full((*call.q.shape[:-1], call.cache.v.shape[-1]), torch.nan, dtype=call.q.dtype)
+    problem, operands = described(call, out=out)
+    gpu = replace(KNOWN["H200"], sms=ctas)
+    chosen = replace(cache_config.choose(problem, gpu), **config)
+    buffers = cache_launch.buffers(problem, gpu)
+    given = {name: x for name, x in operands._asdict().items() if x is not None}
+    tensors = Tensors(**given, **unwritten(buffers))
+    tensors.arrivals.zero_()
+    with mock.patch.object(cache_launch, "MANY_QUERIES", MANY):
+        calls = cache_launch.calls(problem, tensors, gpu, chosen)
+    kernels = [
+        calls[-2].kernel if forward is None else forward.forward_kernel,
+        calls[-1].kernel if rest is None else rest.decode_kernel,
+    ]
+    rewritable = "arrivals", "notes", "counters", "out", "lse", "o_desc"
+    simulated = [
+        Launch(kernel, one.grid, one.arguments, one.keywords, rewritable=rewritable)
+        for kernel, one in zip(kernels, calls[-2:], strict=True)
+    ]
+    rows = torch.ones(out.shape[0], dtype=torch.bool)
+    if operands.cu_seqlens_q is not None:
+        rows = torch.arange(out.shape[0]) < operands.cu_seqlens_q[-1]
+    wanted = right(call)
+    for _ in range(launches):
+        out.fill_(torch.nan)
+        tensors.lse.fill_(torch.nan if operands.cu_seqlens_q is None else -torch.inf)
+        for one in calls[:-2]:
+            assert one.kernel is list_tiles
+            one.launch()
+        for one in simulated:
+            one.simulate(order, seed)
+        check((out[rows], tensors.lse), (wanted[0][rows], wanted[1]), call.q.dtype)
+        assert out[~rows].isnan().all(), "a row of no request is written"
+        for left in (tensors.notes, tensors.arrivals, tensors.counters[:4]):
+            assert not left.any(), "something is left over"
+    return int(tensors.counters[4]) // launches

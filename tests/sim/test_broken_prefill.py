@@ -1,0 +1,122 @@
+"""Mistakes made in the Hopper forward over a cache, and in what it leaves to the decode kernel, one at a time: the simulator
+finds each in every order."""
+
+import importlib
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from cache_launch import run
+from requests_at_random import draw
+from test_broken_decode import altered
+from test_prefill_kernel import PLAIN
+
+import strobe
+from strobe.sim import BarrierMisuse, Deadlock, OutOfBounds, Race, Uninitialised
+
+ORDERS = ("in_order", "random", "late", "early")
+FORWARD, PAGES, QUEUE = (f"strobe.kernels.sm90.{name}" for name in ("forward", "pages", "tile_queue"))
+DECODE, NOTES, SCHEDULE = (f"strobe.kernels.decode.{name}" for name in ("forward", "notes", "schedule"))
+HELPS = {PAGES: FORWARD, QUEUE: FORWARD, NOTES: DECODE, SCHEDULE: DECODE}
+"""Whose helpers a module has."""
+HEADS = {FORWARD: ('"""Attention forward', '"""Broken forward'), DECODE: ('"""Attention of', '"""Broken attention of')}
+WRONG = (AssertionError,)
+UNFINISHED = (BarrierMisuse, Deadlock, Race, Uninitialised)
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`text` of a module becomes `becomes`, and the simulation of a case raises one of `errors`. redone: whether blocks are to
+    be computed again there."""
+
+    what: str
+    module: str
+    text: str
+    becomes: str
+    errors: tuple[type[BaseException], ...] = WRONG
+    case: dict = field(default_factory=dict)
+    redone: bool = False
+
+    def __str__(self) -> str:
+        return self.what
+
+
+def lost(what, module, text, becomes, errors=WRONG) -> Bug:
+    """A mistake with notes, which are there as a page is not."""
+    return Bug(what, module, text, becomes, errors, {"honest": False}, True)
+
+
+MIXED = {"ragged": True, "n_q": 40}
+
+BUGS = [
+    Bug("pages beyond the table are looked up", PAGES, "exists = (lane < BOXES) & (key < n)", "exists = lane < BOXES",
+        (OutOfBounds,), {"lengths": [60, 70], "room": 70}),
+    lost("page numbers are not checked", PAGES, "there = exists & (page >= 0) & (page < pages.number)", "there = exists",
+         (OutOfBounds, AssertionError)),
+    lost("nobody notices that a page is missing", PAGES, "(exists & ~there)", "(exists & there & ~there)"),
+    lost("the second rows of a tile are not noted", PAGES, "gl.static_range(GROUPS)", "gl.static_range(1)"),
+    lost("nobody hears of the notes", PAGES, "        gl.store(K.counters + NOTED, 1)\n", ""),
+    Bug("a request does not end a box", PAGES, "gl.minimum(n - (i * C.tile_kv + b * C.box), C.box)", "C.box + 0 * n"),
+    Bug("another row of the page", PAGES, "return key % pages.SIZE", "return (key + 1) % pages.SIZE", case={"page": 48}),
+    Bug("the first box for all", PAGES, "gl.where(lane == b, row, -1)", "gl.where(lane == 0, row, -1)"),
+    Bug("half of the bytes are expected", PAGES, "primitive_bitwidth // 8", "primitive_bitwidth // 16", UNFINISHED),
+    Bug("the first panel of columns twice", PAGES, "column + i * WIDTH]", "column]", case={"head_dim": 128, "head_dim_v": 128}),
+    Bug("pages of V lie as those of K", FORWARD, "K.v, g, K.pages.v_page", "K.v, g, K.pages.k_page", case={"apart": True}),
+    Bug("rows that see nothing are left alone", QUEUE, "K.C, EMPTY=K.C.box == 0)\n    else", "K.C, EMPTY=True)\n    else",
+        case={"lengths": [60, 0]}),
+    Bug("nobody hears of what the optimism got wrong", FORWARD, "    if K.C.box:\n        gl.store(K.counters",
+        "    if False:\n        gl.store(K.counters", case={"late": True}, redone=True),
+    Bug("requests of few queries are nobody's", NOTES, "left = queries < notes.MANY", "left = queries < 0", case=MIXED),
+    Bug("the notes of the first head for all", NOTES, "* GROUP + i) * blocks", "* GROUP + 0 * i) * blocks", case={"late": True},
+        redone=True),
+    Bug("the notes of other rows", NOTES, "* blocks + block", "* blocks + block - first_row // GROUP // NOTED_ROWS",
+        case={"late": True}, redone=True),
+    lost("the notes stay", NOTES, "                gl.store(at, gl.zeros_like(lane), mask=first + lane < number)\n", ""),
+    lost("that there are notes stays", NOTES, "            gl.store(notes.counters + NOTED, 0)\n", ""),
+    lost("the count of CTAs stays", NOTES, "            gl.store(notes.counters + ENDED, 0)\n", ""),
+    lost("the first CTA to end forgets the notes", NOTES, "== gl.num_programs(0) - 1", "== 0", (Race, AssertionError)),
+    lost("noted rows are nobody's", SCHEDULE, "(number < requests.notes.MANY) | requests.notes.any",
+         "number < requests.notes.MANY"),
+]  # fmt: skip
+
+
+def broken(bug: Bug, folder) -> dict:
+    """The modules with a mistake, by the kernel that they stand for."""
+    copy, kernel = altered(bug.module, bug.text, bug.becomes, folder), HELPS.get(bug.module, bug.module)
+    if kernel != bug.module:
+        whole, original = altered(kernel, *HEADS[kernel], folder), vars(importlib.import_module(bug.module))
+        for name, value in original.items():
+            if callable(value) and not name.startswith("__") and getattr(whole, name, None) is value:
+                setattr(whole, name, getattr(copy, name))
+        copy = whole
+    return {"forward" if kernel == FORWARD else "rest": copy}
+
+
+def case_of(bug: Bug):
+    case = {**PLAIN, "n_q": 70, "batch": 2, "lengths": [250, 100], **bug.case}
+    honest, late, apart = (case.pop(name, default) for name, default in (("honest", True), ("late", False), ("apart", False)))
+    call = draw(1, torch.float16, honest, **case)
+    if late:  # the last two rows of the second head meet a key that counts for more than all others
+        call.cache.k[int(call.cache.page_table[0, 248 // 16]), 248 % 16] *= 300.0
+        call.q[:, :, 0] = 0.0
+    if apart:
+        both = torch.stack([call.cache.v, call.cache.v], 1)
+        call = call._replace(cache=strobe.Cache(**{**vars(call.cache), "v": both[:, 0]}))
+    return call
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_it_is_found(bug, tmp_path):
+    modules, call = broken(bug, tmp_path), case_of(bug)
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            redone = run(call, ctas=3, order=order, seed=number, launches=2 if bug.redone else 1, **modules)
+            assert (redone > 0) == bug.redone
+
+
+CASES = {str(bug.case): bug for bug in BUGS}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_false_alarm(case):
+    assert (run(case_of(CASES[case]), launches=2) > 0) == CASES[case].redone
