@@ -41,6 +41,11 @@ def padded(head_dim: int) -> int:
     return next(dim for dim in _CHUNKS if dim >= head_dim and dim != NARROWED)
 
 
+def chunked(head_dim: int) -> int:
+    """The least columns, in chunks, that hold a head dim up to 256."""
+    return next(dim for dim in _CHUNKS if dim >= head_dim)
+
+
 @dataclass(frozen=True)
 class Chunks(Derived):
     """Head dims, padded, and the chunks of columns that tensors come in. head_dim: of q and k; head_dim_v: of v."""
