@@ -22,9 +22,8 @@ from strobe.kernels.sm80 import launch as sm80_launch
 from strobe.kernels.sm90 import backward_launch as sm90_backward_launch
 from strobe.kernels.sm90 import config as sm90_config
 from strobe.kernels.sm90 import forward as sm90_forward
-from strobe.kernels.sm90 import fp8_launch
+from strobe.kernels.sm90 import fp8_launch, short, short_config, short_launch
 from strobe.kernels.sm90 import launch as sm90_launch
-from strobe.kernels.sm90 import short, short_config, short_launch
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.kernels.sm100 import config as sm100_config
 from strobe.kernels.sm100 import forward as sm100_forward

@@ -10,7 +10,7 @@ from strobe.kernels.common.call import Buffers, Call, Tensors
 from strobe.kernels.common.refusals import gluon_refuses
 from strobe.kernels.sm90.backward_config import SplitConfig
 from strobe.kernels.sm90.backward_config import choose as choose_backward
-from strobe.kernels.sm90.config import choose
+from strobe.kernels.sm90.config import Config, choose
 from strobe.kernels.sm90.config import origin as origin_of_choice
 from strobe.kernels.sm90.short_config import choose as choose_short
 from strobe.kernels.sm90.short_config import takes as takes_short
@@ -55,6 +55,11 @@ def config(problem: AttentionProblem, arch: Arch):
         return choose_backward(problem)
     if takes_short(problem):
         return choose_short(problem)
+    return long_config(problem)
+
+
+def long_config(problem: AttentionProblem) -> Config:
+    """What the forward for any number of keys would run with."""
     return replace(choose(problem), optimistic=_optimistic and may_be_optimistic(problem), partial=problem.partial)
 
 

@@ -35,7 +35,6 @@ from strobe.kernels.gluon import (
     tma_store,
     tma_store_wait,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from strobe.kernels.sm90.forward import no_output, rescaled, start_output, wait_output
 from strobe.kernels.sm90.layouts import ROWS, accumulator, columns_of, rows_of
@@ -43,10 +42,11 @@ from strobe.kernels.sm90.short_config import KEYS_OF_BOX
 
 BOX = gl.constexpr(KEYS_OF_BOX)
 
+
 @aggregate
 class Memory:
-    """The shared memory of a CTA: see the table above. Each of q, k, v, o is a tuple of chunks; k and v have those of each part of
-    the keys, part after part."""
+    """The shared memory of a CTA: see the table above. Each of q, k, v, o is a tuple of chunks; k and v have those of each part
+    of the keys, part after part."""
 
     q: gl.tuple
     k: gl.tuple
@@ -193,8 +193,8 @@ def short_kernel(
     q_wide, q_narrow, k_wide, k_narrow, k_rest_wide, k_rest_narrow, v_wide, v_narrow, v_rest_wide, v_rest_narrow,
     o_wide, o_narrow, lse, heads, group, tiles, share, n_q, n_kv, scale, C: gl.constexpr,
 ):  # fmt: skip
-    """tiles: of 64 rows that a head has; share: how many of them a CTA goes through. The grid: heads of all entries, times shares.
-    scale: times log2(e)."""
+    """tiles: of 64 rows that a head has; share: how many of them a CTA goes through. The grid: heads of all entries, times
+    shares. scale: times log2(e)."""
     STAGES: gl.constexpr = C.q_stages
     dtype: gl.constexpr = q_wide.dtype
     memory = make_memory(dtype, C)

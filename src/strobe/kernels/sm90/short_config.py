@@ -99,9 +99,10 @@ class ShortConfig(Chunks):
         return total_bytes(self.smem_map())
 
     def __str__(self) -> str:
+        kib = self.smem_bytes() / 1024
         return (
-            f"dims {self.head_dim}, {self.head_dim_v}, tile {self.tile_q} x {self.tile_kv}, all keys at once, {self.ctas} CTAs a "
-            f"multiprocessor, {self.q_stages} stages of Q, {self.smem_bytes() / 1024:.0f} KiB shared memory each"
+            f"dims {self.head_dim}, {self.head_dim_v}, tile {self.tile_q} x {self.tile_kv}, all keys at once, "
+            f"{self.ctas} CTAs a multiprocessor, {self.q_stages} stages of Q, {kib:.0f} KiB shared memory each"
         )
 
 
