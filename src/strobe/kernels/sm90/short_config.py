@@ -12,6 +12,7 @@ from strobe.problem import AttentionProblem, Dense
 
 _PARTS = (
     (64,), (64, 16), (64, 32), (128,), (128, 16), (128, 32), (128, 64), (128, 64, 16), (128, 64, 32), (128, 128),
+    (128, 128, 16),
 )  # fmt: skip
 """Parts in which keys come: powers of two."""
 
