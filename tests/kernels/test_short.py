@@ -23,11 +23,13 @@ def problem(n_q=4096, n_kv=77, head_dim=64, **more) -> AttentionProblem:
 
 
 def test_it_takes_plain_attention_to_few_keys():
-    for n_kv, head_dim in ((1, 64), (77, 40), (128, 64)):
+    for n_kv, head_dim in ((1, 64), (77, 40), (197, 64), (77, 160), (128, 128)):
         assert takes(problem(n_kv=n_kv, head_dim=head_dim))
         assert isinstance(backend.config(problem(n_kv=n_kv, head_dim=head_dim), H200), ShortConfig)
     refused = (
         problem(n_kv=1000),
+        problem(n_kv=209),
+        problem(n_kv=197, head_dim=128),
         problem(head_dim=256),
         problem(mask=Causal()),
         problem(score=strobe.Score(softcap=3.0)),
@@ -46,11 +48,17 @@ def test_keys_come_in_the_smallest_parts_that_hold_them():
 
 
 def test_ctas_find_room():
-    for n_kv in (1, 77, 90, 128):
-        for head_dim in (40, 64, 80):
+    for n_kv in (1, 77, 90, 128, 197):
+        for head_dim in (40, 64, 80, 128, 160):
             config = choose(problem(n_kv=n_kv, head_dim=head_dim))
             assert config.ctas * (config.smem_bytes() + 1024) <= H200.smem_carveouts[-1] + 1024 * config.ctas
             assert config.ctas * config.registers * 128 <= H200.registers_per_sm
+
+
+def test_where_ctas_have_a_head_each_they_ask_for_two_tiles_at_once():
+    assert choose(problem()).q_stages == 1
+    assert choose(problem(lengths=Dense(128, 77, 77))).q_stages == 2
+    assert choose(problem(lengths=Dense(128, 197, 197))).q_stages == 1  # or a CTA less would find room
 
 
 @pytest.mark.parametrize("tiles, heads", [(64, 80), (16, 160), (64, 64), (1, 1536), (64, 8), (3, 1000), (5, 1)])
@@ -71,7 +79,7 @@ from strobe.kernels.sm90 import short_config
 from strobe.lab.binary.offline import sm90_forward
 from strobe.problem import AttentionProblem, Dense
 found = []
-for n_kv, head_dim in ((77, 64), (128, 40), (77, 80)):
+for n_kv, head_dim in ((77, 64), (128, 40), (77, 80), (77, 128)):
     lengths = Dense(8, 4096, n_kv)
     problem = AttentionProblem(lengths, 8, 8, head_dim, head_dim, torch.bfloat16, head_dim**-0.5)
     config, (made,) = short_config.choose(problem), sm90_forward(problem, KNOWN["H200"])
@@ -94,8 +102,8 @@ def test_what_the_compiler_makes_of_it(version):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("n_q, n_kv", [(1, 1), (64, 64), (333, 77), (1000, 90), (4096, 128), (65, 16)])
-@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 80])
+@pytest.mark.parametrize("n_q, n_kv", [(1, 1), (64, 64), (333, 77), (1000, 90), (200, 128), (65, 16), (197, 197)])
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 96, 128, 160])
 def test_right_numbers(head_dim, n_q, n_kv, dtype):
     t = tensors(Case(n_q, n_kv, batch=3, heads_q=4, heads_kv=2, head_dim=head_dim), dtype, "cuda")
     out, lse = strobe.attention(t.q, t.k, t.v, return_lse=True, backend="sm90", **t.keywords)

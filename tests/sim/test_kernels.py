@@ -132,8 +132,9 @@ FEW_KEYS = [
     (case(130, 65, head_dim=64, head_dim_v=80), FP16, None),
     (case(1, 1, batch=3, head_dim=64), BF16, None),
     (case(150, 197, heads=(1, 1), head_dim=64), FP16, None),
-    (case(70, 256, head_dim=64), BF16, None),
-    (case(300, 77, head_dim=64, logits=100.0), FP16, ShortConfig(64, 64, (64, 16), q_stages=1)),
+    (case(70, 77, head_dim=160), BF16, None),
+    (case(70, 256, head_dim=64), BF16, ShortConfig(64, 64, (128, 128))),
+    (case(300, 77, head_dim=64, logits=100.0), FP16, ShortConfig(64, 64, (64, 16), q_stages=2)),
     (case(300, 50, head_dim=64), BF16, ShortConfig(64, 64, (64,), q_stages=3)),
 ]
 
