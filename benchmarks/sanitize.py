@@ -41,6 +41,8 @@ def hopper() -> None:
         for mask in MASKS:
             inputs, keywords = packed(head_dim, (130, 0, 300, 1))
             strobe.attention(*inputs, mask=mask, backend="sm90", **keywords)
+    for head_dim, n_kv in ((8, 1), (64, 77), (80, 128), (64, 197)):  # few keys, which have a kernel of their own
+        strobe.attention(*problem(head_dim, 300, n_kv, heads=64), backend="sm90")
     # More tiles than CTAs; tiles that see nothing; noted rows, for a NaN and for a late key; the safe softmax.
     strobe.attention(*problem(64, 300, 100, heads=64), mask=strobe.Causal(), backend="sm90")
     q, k, v = problem(64, 200, 300)

@@ -15,6 +15,8 @@ from strobe.kernels.common import arguments
 from strobe.kernels.sm90 import forward as sm90_forward
 from strobe.kernels.sm90.config import Config as Hopper
 from strobe.kernels.sm90.config import padded
+from strobe.kernels.sm90.short_config import ShortConfig
+from strobe.kernels.sm90.short_config import choose as choose_short
 from strobe.kernels.sm100.config import Config as Blackwell
 from strobe.reference import optimistic
 from strobe.scores import LOG2E
@@ -32,7 +34,7 @@ def case(n_q, n_kv, heads=(1, 1), batch=1, **more) -> Case:
 
 def short(value) -> str:
     """The name of a test: what differs from a config's defaults is read in the list."""
-    return "" if isinstance(value, Hopper | Blackwell) else str(value).removeprefix("torch.")
+    return "" if isinstance(value, Hopper | ShortConfig | Blackwell) else str(value).removeprefix("torch.")
 
 
 def assert_right(case: Case, dtype, backend: str, config, order: str, seed: int, ctas: int = 1):
@@ -121,6 +123,29 @@ def test_hopper(case, dtype, config, order, seed, ctas):
     """All tiles in one CTA, or two that share them."""
     report = assert_right(case, dtype, "sm90", config, order, seed, ctas)
     assert report.smem_bytes == config.smem_bytes()
+
+
+FEW_KEYS = [
+    (case(300, 77, heads=(2, 1), batch=2, head_dim=64), BF16, None),
+    (case(130, 90, heads=(2, 1), head_dim=40), FP16, None),
+    (case(200, 70, heads=(2, 2), head_dim=72), BF16, None),
+    (case(130, 65, head_dim=64, head_dim_v=80), FP16, None),
+    (case(1, 1, batch=3, head_dim=64), BF16, None),
+    (case(150, 197, heads=(1, 1), head_dim=64), FP16, None),
+    (case(70, 77, head_dim=160), BF16, None),
+    (case(70, 256, head_dim=64), BF16, ShortConfig(64, 64, (128, 128))),
+    (case(300, 77, head_dim=64, logits=100.0), FP16, ShortConfig(64, 64, (64, 16), q_stages=2)),
+    (case(300, 50, head_dim=64), BF16, ShortConfig(64, 64, (64,), q_stages=3)),
+]
+
+
+@pytest.mark.parametrize("order, seed", ORDERS)
+@pytest.mark.parametrize("case, dtype, config", FEW_KEYS, ids=short)
+def test_hopper_to_few_keys(case, dtype, config, order, seed):
+    """A CTA goes through all tiles of a head."""
+    chosen = config or choose_short(describe(tensors(case, dtype))[0])
+    report = assert_right(case, dtype, "sm90 short", chosen, order, seed)
+    assert report.smem_bytes == chosen.smem_bytes()
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])

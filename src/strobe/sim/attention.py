@@ -22,7 +22,7 @@ from strobe.kernels.sm80 import launch as sm80_launch
 from strobe.kernels.sm90 import backward_launch as sm90_backward_launch
 from strobe.kernels.sm90 import config as sm90_config
 from strobe.kernels.sm90 import forward as sm90_forward
-from strobe.kernels.sm90 import fp8_launch
+from strobe.kernels.sm90 import fp8_launch, short, short_config, short_launch
 from strobe.kernels.sm90 import launch as sm90_launch
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.kernels.sm100 import config as sm100_config
@@ -40,6 +40,7 @@ from strobe.sim.units.control import take_turn
 BACKENDS = {
     "sm80": (sm80_forward, lambda problem: sm80_config.choose(problem, KNOWN["A100"]), 80),
     "sm90": (sm90_forward, sm90_config.choose, 90),
+    "sm90 short": (short, short_config.choose, 90),
     "sm100": (sm100_forward, sm100_config.choose, 100),
 }
 register(named_barrier.meet, partial(named_sync, threads=256))
@@ -112,7 +113,8 @@ def forward_launch(
     """The launch of a module's `forward_kernel`, and what it fills: out, lse (both NaN until then) and notes."""
     if 0 in (*operands.q.shape, *operands.k.shape):
         raise ValueError(f"no kernel runs for q {list(operands.q.shape)} and k {list(operands.k.shape)}: one is empty")
-    host = {80: sm80_launch, 90: sm90_launch, 100: sm100_launch}[arch]
+    few = isinstance(config, short_config.ShortConfig)
+    host = short_launch if few else {80: sm80_launch, 90: sm90_launch, 100: sm100_launch}[arch]
     buffers = sm100_launch.buffers(problem, config) if arch == 100 else host.buffers(problem)
     tensors = Tensors(**operands._asdict(), **unwritten(buffers))
     if arch == 90 and (problem.varlen or sm90_launch.has_blind_tiles(problem)):
@@ -128,7 +130,7 @@ def forward_launch(
     call = host.forward_call(problem, tensors, _ARCHS[arch], config)
     grid = (min(ctas, *call.grid),) if getattr(config, "persistent", False) else call.grid
     rewritable = ("out", "lse") if arch == 80 else ("notes", "counters")  # a tile may be computed again
-    launch = Launch(kernels.forward_kernel, grid, call.arguments, call.keywords, arch, rewritable)
+    launch = Launch(getattr(kernels, call.kernel.__name__), grid, call.arguments, call.keywords, arch, rewritable)
     split = getattr(config, "splits", 1) > 1
     out, lse = (tensors.out_parts, tensors.lse_parts) if split else (tensors.out, tensors.lse)
     return launch, out, lse, tensors.notes

@@ -10,8 +10,10 @@ from strobe.kernels.common.call import Buffers, Call, Tensors
 from strobe.kernels.common.refusals import gluon_refuses
 from strobe.kernels.sm90.backward_config import SplitConfig
 from strobe.kernels.sm90.backward_config import choose as choose_backward
-from strobe.kernels.sm90.config import choose
+from strobe.kernels.sm90.config import Config, choose
 from strobe.kernels.sm90.config import origin as origin_of_choice
+from strobe.kernels.sm90.short_config import choose as choose_short
+from strobe.kernels.sm90.short_config import takes as takes_short
 from strobe.problem import AttentionProblem, Varlen, without_gradient
 
 MOST_ROWS = 2**29
@@ -51,12 +53,21 @@ def backward_refuses(problem: AttentionProblem) -> str | None:
 def config(problem: AttentionProblem, arch: Arch):
     if problem.phase == "backward":
         return choose_backward(problem)
+    if takes_short(problem):
+        return choose_short(problem)
+    return long_config(problem)
+
+
+def long_config(problem: AttentionProblem) -> Config:
+    """What the forward for any number of keys would run with."""
     return replace(choose(problem), optimistic=_optimistic and may_be_optimistic(problem), partial=problem.partial)
 
 
 def origin(problem: AttentionProblem, arch: Arch) -> str:
     """Where the config comes from, in words."""
-    return "measured, for each head dim" if problem.phase == "backward" else origin_of_choice(problem)
+    if problem.phase == "backward":
+        return "measured, for each head dim"
+    return "all keys are one block" if takes_short(problem) else origin_of_choice(problem)
 
 
 def may_be_optimistic(problem: AttentionProblem) -> bool:
@@ -73,6 +84,10 @@ def buffers(problem: AttentionProblem, arch: Arch) -> Buffers:
         from strobe.kernels.sm90 import backward_launch
 
         return backward_launch.buffers(problem, config(problem, arch))
+    if takes_short(problem):
+        from strobe.kernels.sm90 import short_launch
+
+        return short_launch.buffers(problem)
     from strobe.kernels.sm90 import launch
 
     return launch.buffers(problem)
@@ -84,6 +99,10 @@ def calls(problem: AttentionProblem, tensors: Tensors, arch: Arch) -> list[Call]
         from strobe.kernels.sm90 import backward_launch
 
         return backward_launch.calls(problem, tensors, arch, config(problem, arch))
+    if takes_short(problem):
+        from strobe.kernels.sm90 import short_launch
+
+        return [short_launch.forward_call(problem, tensors, arch, choose_short(problem))]
     from strobe.kernels.sm90 import launch
 
     return launch.calls(problem, tensors, arch, config(problem, arch))

@@ -41,6 +41,11 @@ def padded(head_dim: int) -> int:
     return next(dim for dim in _CHUNKS if dim >= head_dim and dim != NARROWED)
 
 
+def chunked(head_dim: int) -> int:
+    """The least columns, in chunks, that hold a head dim up to 256."""
+    return next(dim for dim in _CHUNKS if dim >= head_dim)
+
+
 @dataclass(frozen=True)
 class Chunks(Derived):
     """Head dims, padded, and the chunks of columns that tensors come in. head_dim: of q and k; head_dim_v: of v."""
@@ -263,9 +268,8 @@ def _choice(problem: AttentionProblem) -> Choice:
 def _adapted(config: Config, problem: AttentionProblem) -> Config:
     """A table's config, changed for what no table measures; measured on an H100. Head dims up to 80 in 80 columns instead of
     96: 8 x 1024 rows, 8 heads 55.5 us instead of 57.7 (in three groups 52.1 instead of 54.5); 8 x 2048, 32 heads, causal, 385
-    instead of 404. Few keys, in 64 columns: two groups, tiles in a fixed order of which four are known. 4096 rows and 77 keys,
-    80 heads: 51.9 us instead of 60.3; 1024 rows, 160 heads: 30.2 instead of 35.5; 77 rows and keys, causal, 1536 heads: 30.5
-    instead of 38.8. But with 197 keys it is slower: 95.0 instead of 88.1."""
+    instead of 404. Few keys, in 64 columns, which a mask keeps from the kernel for few keys: two groups, tiles in a fixed order
+    of which four are known. 77 rows and keys, causal, 1536 heads: 30.5 us instead of 38.8. But with 197 keys it is slower."""
     columns = max(problem.head_dim, problem.head_dim_v)
     if (config.head_dim, config.head_dim_v) == (96, 96) and columns <= NARROWED and not problem.partial:
         config = replace(config, head_dim=NARROWED, head_dim_v=NARROWED, o_buffers=1)

@@ -17,6 +17,7 @@ from strobe.kernels.sm90.backward_config import Config as BackwardConfig
 from strobe.kernels.sm90.backward_config import SplitConfig
 from strobe.kernels.sm90.backward_config import choose as choose_backward
 from strobe.kernels.sm90.config import Config
+from strobe.kernels.sm90.short_config import ShortConfig
 from strobe.lab.binary.sass import Audit, audit
 from strobe.masks import Causal, Mask
 from strobe.problem import AttentionProblem, Dense, Varlen
@@ -122,10 +123,15 @@ def sm80_backward(problem: AttentionProblem, arch: Arch, config: Any = None) -> 
     return [Made(_name("sm80", problem), compiled, seconds=seconds)]
 
 
-def sm90_forward(problem: AttentionProblem, arch: Arch, config: Config | None = None, traced: bool = False) -> list[Made]:
-    from strobe.kernels.sm90 import backend, launch
+def sm90_forward(
+    problem: AttentionProblem, arch: Arch, config: Config | ShortConfig | None = None, traced: bool = False
+) -> list[Made]:
+    from strobe.kernels.sm90 import backend, launch, short_launch
 
-    chosen = config or backend.config(problem, arch)
+    chosen = config or (backend.long_config(problem) if traced else backend.config(problem, arch))
+    if isinstance(chosen, ShortConfig):
+        compiled, seconds = _timed(arch, lambda: short_launch.compile_only(problem, arch, chosen))
+        return [Made(_name("sm90", problem), compiled, seconds=seconds)]
     compiled, seconds = _timed(arch, lambda: launch.compile_only(problem, arch, chosen, traced))
     return [Made(_name("sm90", problem), compiled, _sm90_roles(chosen.groups), seconds)]
 

@@ -18,6 +18,7 @@ from strobe.call.dispatch import backend_module
 from strobe.device import KNOWN
 from strobe.kernels.sm90 import backward_config
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
+from strobe.kernels.sm90.short_config import ShortConfig
 from strobe.lab.model.cost import Tiling
 from strobe.problem import AttentionProblem
 
@@ -77,13 +78,13 @@ def held(product: Product, depth: int) -> tuple[Product, ...]:
     return tuple(part for part in parts if part.depth > 0)
 
 
-def of_config(config: Config | backward_config.Config | backward_config.SplitConfig) -> tuple[Pass, ...]:
+def of_config(config: Config | ShortConfig | backward_config.Config | backward_config.SplitConfig) -> tuple[Pass, ...]:
     """The passes of a kernel with this config: one for the forward and for the backward; two, over keys and over rows, for the
     split backward."""
     dim, dim_v = config.head_dim, config.head_dim_v
-    if isinstance(config, Config):
+    if isinstance(config, Config | ShortConfig):
         products = Product(config.tile_kv, dim), Product(dim_v, config.tile_kv, in_registers=True)  # S, O
-        return (Pass(config.tile_q, config.tile_kv, config.groups * products),)
+        return (Pass(config.tile_q, config.tile_kv, config.tile_q // ROWS_PER_GROUP * products),)
     rows = backward_config.SPLIT_TILE if isinstance(config, backward_config.SplitConfig) else config.tile_q
     of_s, of_dp = Product(rows, dim), Product(rows, dim_v)  # transposed: the rows of their results are 64 keys
     of_keys = Product(dim_v, rows, in_registers=True), Product(dim, rows, in_registers=True)  # dV, dK

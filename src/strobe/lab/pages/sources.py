@@ -25,7 +25,12 @@ PARTS = ("kernels", "tuning")
 SUFFIXES = (".py", ".json")
 
 KERNELS: dict[str, tuple[str, ...]] = {
-    "sm90 forward": ("kernels/sm90/launch.py", "kernels/sm90/plan.py", "tuning/tables/sm90.json"),
+    "sm90 forward": (
+        "kernels/sm90/launch.py",
+        "kernels/sm90/short_launch.py",
+        "kernels/sm90/plan.py",
+        "tuning/tables/sm90.json",
+    ),
     "sm90 backward": ("kernels/sm90/backward_launch.py", "kernels/sm90/backward_plan.py"),
     "sm90 fp8": ("kernels/sm90/fp8_launch.py", "kernels/sm90/fp8.py", "tuning/tables/sm90.json"),
     "portable": ("kernels/portable/forward.py", "kernels/portable/backward.py", "kernels/portable/plan.py"),

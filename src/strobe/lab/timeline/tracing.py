@@ -74,7 +74,7 @@ def _simulated_point(head_dim: int, mask: str, length: int) -> dict:
     from strobe.sim.tensor import Scalar
 
     sim.register(clock, lambda: Scalar(1 + int(machine().partition.time), torch.int64))  # 0 says "not passed"
-    config = backend.config(_problem(head_dim, mask, length), KNOWN["H200"])
+    config = backend.long_config(_problem(head_dim, mask, length))
     problem = replace(_problem(head_dim, mask, length), lengths=Dense(1, config.tile_q, length), heads_q=1, heads_kv=1)
     q, k, v = (torch.randn(1, n, 1, head_dim).to(problem.dtype) for n in (config.tile_q, length, length))
     tensors = Tensors(q=q, k=k, v=v, **unwritten(buffers(problem)))
@@ -106,7 +106,7 @@ def _point(problem: AttentionProblem, device: torch.device, telemetry: Telemetry
     from strobe.kernels.sm90 import backend
     from strobe.lab.forward_alone import launch, launch_traced
 
-    lengths, config = problem.lengths, backend.config(problem, arch_of(device))
+    lengths, config = problem.lengths, backend.long_config(problem)
     assert isinstance(lengths, Dense)
     shape = (lengths.batch, lengths.seqlen_q, problem.heads_q, problem.head_dim)
     operands = Operands(*(torch.randn(shape, device=device).to(problem.dtype) for _ in range(3)))
