@@ -129,7 +129,7 @@ def compile_only(problem: AttentionProblem, arch: Arch, config: Config | SplitCo
 
 def one_pass_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: Config) -> Call:
     columns = problem.head_dim + problem.head_dim_v + 2 * config.head_dim
-    blocks, heads = _key_blocks(problem, KEYS, columns, HALF_L2, listed=problem.varlen)
+    blocks, heads = _key_blocks(problem, KEYS, columns, HALF_L2, is_listed(problem, config))
     arguments = (
         *_inputs(tensors, config, config.tile_q, KEYS, 64),
         _statistics(tensors.statistics, config.tile_q),
