@@ -296,9 +296,13 @@ def copy_v(K, block, work):
 def copy_tile(K, i, g, work):
     """Start the copies of the i-th tile of a block, which is the CTA's g-th."""
     q_desc, _k_desc, _v_desc, do_desc, statistics_desc = K.inputs
-    tiles = work.end - work.begin
-    member = i // tiles
-    row = (work.begin + i % tiles) * K.C.tile_q
+    if K.C.ascending:
+        tiles = work.end - work.begin
+        member = i // tiles
+        row = (work.begin + i % tiles) * K.C.tile_q
+    else:
+        member = i % work.group
+        row = (work.end - 1 - i // work.group) * K.C.tile_q
     head = work.head_kv * work.group + member
     stage = stage_of(g)
     full = K.memory.full.index(stage)
@@ -354,9 +358,13 @@ def consume(w: gl.constexpr, K, block, before, place, work):
     mbarrier.wait(K.memory.v.full.index(w), block & 1)
     held_k = hold(half_of(K.memory.k.part(k_stage), w), K.C.held_k, K.C.tile_q)
     held_v = hold(K.memory.v.part(w), K.C.held_v, K.C.tile_q)
-    tile = work.begin
+    if K.C.ascending:
+        tile = work.begin
+    else:
+        tile = work.end - 1
     row = work.row
     head = work.head_kv * work.group
+    member = gl.to_tensor(0)
     # The first tile without one before it, and the place of the K that the tile before had.
     if K.C.k_stages == 1:
         first = before
@@ -373,11 +381,19 @@ def consume(w: gl.constexpr, K, block, before, place, work):
             at_k_before = at_k
         mbarrier.arrive(K.memory.empty.index(stage_of(g)), count=1)
         place = (row + tile * K.C.tile_q) // 64 * K.C.head_dim + FIRST_SHARE
-        tile += 1
-        if tile == work.end:  # on to the next head of the group
-            tile = work.begin
-            row += K.heads.padded
-            head += 1
+        if K.C.ascending:
+            tile += 1
+            if tile == work.end:  # on to the next head of the group
+                tile = work.begin
+                row += K.heads.padded
+                head += 1
+        else:
+            member += 1
+            if member == work.group:  # on to the rows before, of the first head of the group
+                member = member * 0
+                tile -= 1
+            row = work.row + member * K.heads.padded
+            head = work.head_kv * work.group + member
     mbarrier.arrive(K.memory.v.empty.index(w), count=1)
     if K.C.k_stages == 1:
         give_last_dq(w, K, before + count - 1, before >> 30, place)
