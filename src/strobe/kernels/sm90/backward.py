@@ -358,10 +358,7 @@ def consume(w: gl.constexpr, K, block, before, place, work):
     mbarrier.wait(K.memory.v.full.index(w), block & 1)
     held_k = hold(half_of(K.memory.k.part(k_stage), w), K.C.held_k, K.C.tile_q)
     held_v = hold(K.memory.v.part(w), K.C.held_v, K.C.tile_q)
-    if K.C.ascending:
-        tile = work.begin
-    else:
-        tile = work.end - 1
+    tile = work.begin if K.C.ascending else work.end - 1
     row = work.row
     head = work.head_kv * work.group
     member = gl.to_tensor(0)

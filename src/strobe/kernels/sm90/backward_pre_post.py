@@ -111,9 +111,18 @@ def _prepare_rows(
     if delta is not None:
         tl.store(delta + number * lse_batch + head * lse_head + place, sums, mask=exists)
     if accumulator is not None:
-        zeros = (first_row + first) * DIM + tl.arange(0, ROWS)[:, None] * DIM
-        for c in tl.static_range(0, DIM, 32):
-            tl.store(accumulator + zeros + c + tl.arange(0, 32)[None, :], tl.zeros((ROWS, 32), tl.float32))
+        if cu_seqlens_q is None:
+            _clear(accumulator, first_row + first, DIM, ROWS)
+        else:
+            if first < n:  # short sequences have as many rows of padding, of which nobody reads what is added up
+                _clear(accumulator, first_row + first, DIM, ROWS)
+
+
+@triton.jit
+def _clear(accumulator, first_row, DIM: tl.constexpr, ROWS: tl.constexpr):
+    zeros = first_row * DIM + tl.arange(0, ROWS)[:, None] * DIM
+    for c in tl.static_range(0, DIM, 32):
+        tl.store(accumulator + zeros + c + tl.arange(0, 32)[None, :], tl.zeros((ROWS, 32), tl.float32))
 
 
 @triton.jit
