@@ -1,13 +1,20 @@
 """Bundles of heads: how long multiprocessors wait at the end of a causal problem, by arithmetic."""
 
 import heapq
+from dataclasses import replace
 from math import ceil
+from unittest import mock
 
 import pytest
 import torch
 
 from strobe import Causal
+from strobe.device import KNOWN
 from strobe.kernels.common.arguments import bundles_of_heads
+from strobe.kernels.common.call import unfilled
+from strobe.kernels.sm90 import backward_launch
+from strobe.kernels.sm90.backward_config import KEYS
+from strobe.kernels.sm90.backward_config import choose as choose_backward
 from strobe.kernels.sm90.config import HALF_L2, choose
 from strobe.problem import AttentionProblem, Dense
 
@@ -25,6 +32,11 @@ def busy(problem: AttentionProblem, tile_q: int, tile_kv: int, at_once: int, res
     """The share of time in which multiprocessors work, if each takes the next tile, in `locate`'s order, when it is free."""
     heads, length = problem.lengths.batch * problem.heads_q, problem.lengths.seqlen_q
     costs = [ceil(min(length, (tile + 1) * tile_q) / tile_kv) + ENDS for tile in range(ceil(length / tile_q))]
+    return busy_with(costs, heads, at_once, rest)
+
+
+def busy_with(costs: list[float], heads: int, at_once: int, rest: int) -> float:
+    """The same for tiles of a head that cost so much, of which the last comes first."""
     free = [0.0] * SMS
     for size in [*[at_once] * (rest // at_once), heads - rest]:
         for cost in reversed(costs):
@@ -56,3 +68,21 @@ def test_small_last_bundles_cost_time():
     problem = causal(512, 256, 256, heads=8)
     assert bundles_of_heads(problem, HALF_L2) == (16, 192)
     assert busy(problem, 128, 64, 16, 240) < 0.94 < 0.96 < busy(problem, 128, 64, 16, 192)
+
+
+def of_backward(heads: int, heads_kv: int, length: int) -> float:
+    """The share of time in which multiprocessors work in a causal backward in one pass."""
+    problem = replace(causal(length, 128, 128, heads, heads // heads_kv), lengths=Dense(1, length, length), phase="backward")
+    config = choose_backward(problem)
+    tensors = unfilled(problem, backward_launch.buffers(problem, config))
+    call = backward_launch.one_pass_call(problem, tensors, KNOWN["H200"], config)
+    _, _, at_once, rest, *_ = [x for x in call.arguments if isinstance(x, int)]
+    tiles = [ceil((length - first) / config.tile_q) * problem.group + ENDS for first in range(0, length, KEYS)]
+    return busy_with(tiles[::-1], heads_kv, at_once, rest)
+
+
+@pytest.mark.parametrize("heads, heads_kv", [(28, 4), (32, 8), (40, 8), (64, 8), (16, 16)])
+def test_few_key_heads_of_a_backward_end_together(heads, heads_kv):
+    assert of_backward(heads, heads_kv, 8192) > 0.9
+    with mock.patch.object(backward_launch, "LAST_BLOCKS", 1):
+        assert of_backward(28, 4, 8192) < 0.7

@@ -31,7 +31,7 @@ from strobe.kernels.common.call import Tensors
 from strobe.kernels.portable import backend as portable
 from strobe.kernels.portable import backward as portable_backward
 from strobe.kernels.portable import forward as portable_forward
-from strobe.kernels.sm90 import backward_launch, fp8, fp8_backend, fp8_launch
+from strobe.kernels.sm90 import backward_launch, fp8, fp8_backend, fp8_launch, tile_list
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.problem import Upstream, lse_shape
 from strobe.sim.attention import unwritten
@@ -105,13 +105,16 @@ def test_blocks_that_are_computed_again(lie: Lie):
 @CPU_ONLY
 @pytest.mark.parametrize("config", [Config(64, 64, 128, turns=True, folded=True), SplitConfig(96, 96)], ids=["one pass", "two"])
 @pytest.mark.parametrize("lie", LYING)
-def test_ends_of_the_hopper_backward(lie: Lie, config):
+def test_ends_of_the_hopper_backward(lie: Lie, config, monkeypatch):
     t, problem, operands = inputs(lie, (64, 64))
     problem, out = backward_of(problem), upstream(t, 64)
     lse, dlse = torch.zeros(lse_shape(problem)), torch.zeros(lse_shape(problem))
     made = unwritten(backward_launch.buffers(problem, config))
     given = Tensors(**operands._asdict(), **Upstream(out, lse, out, dlse)._asdict(), **made)
     with interpreted_launches():
+        if backward_launch.is_listed(problem, config):
+            monkeypatch.setattr(tile_list, "PROGRAMS", 6)
+            tile_list.backward_list_call(problem, given).launch()
         backward_launch.prepare_call(problem, given, config).launch()
         if isinstance(config, Config):
             backward_launch.convert_call(problem, given, config).launch()

@@ -1,4 +1,4 @@
-"""The list of packed tiles and the rows filled beside it, against plain Python: in Triton's interpreter, or on a GPU."""
+"""The lists of packed tiles and the rows filled beside them, against plain Python: in Triton's interpreter, or on a GPU."""
 
 from dataclasses import replace
 
@@ -9,10 +9,11 @@ from problems import Case, describe, tensors
 
 from strobe.kernels.blind_rows import fill_blind
 from strobe.kernels.common.call import Tensors
-from strobe.kernels.sm90 import tile_list
+from strobe.kernels.sm90 import backward_launch, tile_list
+from strobe.kernels.sm90.backward_config import KEYS, ROWS_PADDED, Config
 from strobe.kernels.sm90.launch import buffers
 from strobe.masks import kv_range
-from strobe.sim.attention import tiles_listed, unwritten
+from strobe.sim.attention import clamped_sequences, tiles_listed, unwritten
 
 CUDA = torch.cuda.is_available()
 TILE = 64
@@ -55,6 +56,32 @@ def check(problem, operands) -> None:
     assert overlapping or bool(found.out[~left].isnan().all()), "rows of tiles are filled, too"
 
 
+def check_backward(problem, operands) -> None:
+    """The lists of rows and of keys, and zeros in the gradients where no sequence is."""
+    problem = replace(problem, phase="backward")
+    made = unwritten(backward_launch.buffers(problem, Config(64, 64, 128, turns=True)))
+    found = Tensors(**operands._asdict(), **{name: x.to(operands.q.device) for name, x in made.items()})
+    tile_list.backward_list_call(problem, found).launch()
+    (starts_q, rows), (starts_kv, keys) = clamped_sequences(problem, operands)
+    most_rows_first = sorted(range(problem.lengths.batch), key=lambda b: rows[b], reverse=True)
+    for listed, lengths, size in ((found.rows_listed, rows, ROWS_PADDED), (found.keys_listed, keys, KEYS)):
+        want = [
+            [b, first, starts_q[b], rows[b], starts_kv[b], keys[b]]
+            for b in most_rows_first
+            for first in reversed(range(0, lengths[b], size))
+        ]
+        assert int(listed[0, 0]) == len(want) < len(listed)
+        assert listed[1 : 1 + len(want), :6].tolist() == want
+    overlapping = any(bool((bounds.diff() < 0).any()) for bounds in (operands.cu_seqlens_q, operands.cu_seqlens_kv))
+    for grad, starts, lengths in ((found.dq, starts_q, rows), (found.dk, starts_kv, keys), (found.dv, starts_kv, keys)):
+        outside = torch.ones(grad.shape[0], dtype=torch.bool)
+        for start, n in zip(starts, lengths, strict=True):
+            outside[start : start + n] = False
+        outside = outside.to(grad.device)
+        assert bool((grad[outside] == 0).all())
+        assert overlapping or bool(grad[~outside].isnan().all()), "rows of sequences are filled, too"
+
+
 CASES = [
     Case(200, 230, packed=True, batch=4, mask="causal"),
     Case(150, 70, packed=True, batch=5, heads_q=4, mask="causal", sinks=True),
@@ -65,19 +92,24 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_honest_lengths(case):
-    check(*describe(tensors(case, torch.float16, "cuda" if CUDA else "cpu")))
+    described = describe(tensors(case, torch.float16, "cuda" if CUDA else "cpu"))
+    check(*described)
+    check_backward(*described)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 1024])
 def test_many_sequences_are_looked_at_in_chunks(chunk, monkeypatch):
     monkeypatch.setattr(tile_list, "CHUNK", chunk)
-    check(*describe(tensors(replace(CASES[0], batch=5), torch.float16, "cuda" if CUDA else "cpu")))
+    described = describe(tensors(replace(CASES[0], batch=5), torch.float16, "cuda" if CUDA else "cpu"))
+    check(*described)
+    check_backward(*described)
 
 
 @pytest.mark.parametrize("lie", [lie for lie in lying.LIES if lie.packed and lie.max_q < 2**28], ids=str)
 def test_lying_lengths(lie):
     _, problem, operands = lying.inputs(lie, device="cuda" if CUDA else "cpu")
     check(problem, operands)
+    check_backward(problem, operands)
 
 
 def test_the_list_is_as_long_as_lengths_may_be():
@@ -85,3 +117,6 @@ def test_the_list_is_as_long_as_lengths_may_be():
     _, problem, _ = lying.inputs(next(lie for lie in lying.LIES if lie.max_q == 2**29))
     (room,) = tile_list.list_buffers(problem).values()
     assert room.shape == (1 + lying.BATCH * -(-lying.N_Q // 64), 8)
+    rows, keys = tile_list.backward_list_buffers(problem).values()
+    assert rows.shape == (1 + lying.BATCH * -(-lying.N_Q // ROWS_PADDED), 8)
+    assert keys.shape == (1 + lying.BATCH * -(-lying.N_KV // KEYS), 8)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from types import ModuleType
 from typing import NamedTuple
+from unittest import mock
 
+import torch
 from problems import Results, Tensors, check, describe, formula, upstream
 
 from strobe.kernels.common.call import Tensors as CallTensors
-from strobe.kernels.sm90 import backward, backward_launch, backward_split
+from strobe.kernels.sm90 import backward, backward_launch, backward_split, tile_list
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.problem import Gradients, Upstream, summed_bias
 from strobe.sim import simulate
@@ -27,7 +29,7 @@ class Left(NamedTuple):
 
 
 class Backward:
-    """The three launches of a backward, for the inputs t. ctas: how many share the blocks. kernels: the module of the main
+    """The launches of a backward, for the inputs t. ctas: how many share the blocks. kernels: the module of the main
     kernel."""
 
     def __init__(self, t: Tensors, config: Config | SplitConfig, ctas: int = 1, kernels: ModuleType = backward):
@@ -56,11 +58,20 @@ class Backward:
         return Left(_gradients(tensors), tensors, report)
 
     def _prepared(self, tensors: CallTensors) -> Report:
+        """Report of the launch that prepares, behind the one that lists the tiles of packed sequences."""
+        report = None
+        if backward_launch.is_listed(self.problem, self.config):
+            with mock.patch.object(tile_list, "PROGRAMS", 4):
+                call = tile_list.backward_list_call(self.problem, tensors)
+            report = simulate(call.kernel, call.grid, **call.keywords)
         call = backward_launch.prepare_call(self.problem, tensors, self.config)
-        return simulate(call.kernel, call.grid, **call.keywords)
+        return simulate(call.kernel, call.grid, after=report, **call.keywords)
 
     def _tensors(self) -> CallTensors:
         made = unwritten(backward_launch.buffers(self.problem, self.config)) | unfilled_gradients(self.problem)
+        if backward_launch.is_listed(self.problem, self.config):  # that launch writes what the others leave
+            for name in ("dq", "dk", "dv"):
+                made[name].fill_(torch.nan)
         tensors = CallTensors(**self.operands._asdict(), **self.given._asdict(), **made)
         if tensors.document_q is not None:
             tensors.key_spans = spans_of(tensors.document_kv, tensors.document_q)

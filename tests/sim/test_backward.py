@@ -12,6 +12,7 @@ from problems import Case, tensors
 import strobe
 from strobe.kernels.common import arguments
 from strobe.kernels.gluon import gl, gluon, reinterpret
+from strobe.kernels.sm90 import backward_launch
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.sim import simulate
 
@@ -153,6 +154,13 @@ def in_bundles(name: str, order: str, seed: int) -> None:
     t = tensors(case(150, 256, config.head_dim, heads=(5, 5), mask="causal"), FP16)
     with mock.patch.multiple(arguments, MOST_HEADS=1, MOST_LAST=2):
         kernels(t, config).run(order, seed)
+
+
+def test_heads_of_packed_sequences_in_several_bundles():
+    """Of the longest sequence in three, the last of which has one head, of another one in two, of a short one in one."""
+    t = tensors(case(300, 300, 64, heads=(5, 5), batch=5, packed=True, mask="causal"), FP16)
+    with mock.patch.multiple(backward_launch, LAST_BLOCKS=3, HALF_L2=1):
+        Backward(t, D64, ctas=2).run("random", 1)
 
 
 def test_notes_tell_who_met_a_nan():

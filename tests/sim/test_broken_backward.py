@@ -26,8 +26,8 @@ KERNEL = Kernel(
 ODD = replace(CAUSAL, heads_q=1)
 # Three blocks that no row sees, and two more.
 BLIND = replace(CAUSAL, n_q=100, n_kv=600, mask="window")
-# Blocks beyond the ends of shorter sequences, which are passed over.
-PACKED = replace(CAUSAL, batch=4, packed=True)
+# Blocks that are listed, of two heads.
+PACKED = replace(CAUSAL, batch=4, packed=True, heads_kv=2)
 # Rows and keys that exist and are not used.
 USED = replace(CAUSAL, n_q=150, n_kv=170, batch=3, seqused=True)
 TOO_EARLY = (Race, Uninitialised)
@@ -117,6 +117,27 @@ BUGS = [
     tiles("nobody says that a block was read", NUMBER_EMPTY, "", (Deadlock,), says=("number_empty",)),
     moved(TILES, "a block is given back before it is read", NUMBER_READ, NUMBER_EMPTY, (Race,), case=PACKED),
     kernel("the first blocks are taken twice", NEXT_NUMBER, "gl.atomic_add(K.counters, 1)", (DoubleWrite,)),
+    kernel(
+        "one block of each head is not listed",
+        "gl.load(listed) * heads_kv",
+        "(gl.load(listed) - 1) * heads_kv",
+        (),
+        case=PACKED,
+    ),
+    tiles(
+        "a listed block is the first head's",
+        "(at), bundle + within % width",
+        "(at), bundle + within % 1",
+        (DoubleWrite,),
+        case=PACKED,
+    ),
+    tiles(
+        "listed blocks are counted from the wrong one",
+        "blocks - 1 - gl.load(at + 1) // KEYS",
+        "blocks - 1",
+        (DoubleWrite,),
+        case=PACKED,
+    ),
     kernel("the counter of blocks is not set back", "        gl.atomic_xchg(K.counters, 0)\n", "", ()),
     # Copies.
     kernel("K is copied before its buffer is empty", K_EMPTY_WAIT, "                pass\n", WRONG_PHASE, **ONE_K),

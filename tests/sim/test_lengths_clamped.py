@@ -18,6 +18,7 @@ from strobe.kernels.sm90 import backward, backward_launch, backward_split, fp8
 from strobe.kernels.sm90 import forward as sm90_forward
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.kernels.sm90.config import Config as Hopper
+from strobe.kernels.sm90.tile_list import backward_list_call
 from strobe.kernels.sm100 import forward as sm100_forward
 from strobe.kernels.sm100.config import Config as Blackwell
 from strobe.problem import Upstream
@@ -99,10 +100,15 @@ def test_hopper_backward(lie: Lie, config):
     made = unwritten(backward_launch.buffers(problem, config)) | unfilled_gradients(problem)
     given = Upstream(out, lse, dout)
     tensors = Tensors(**operands._asdict(), **given._asdict(), **made)
-    for x in (tensors.dq, tensors.dk, tensors.dv):
-        x.zero_()  # as before a call
+    report = None
+    if backward_launch.is_listed(problem, config):
+        listing = backward_list_call(problem, tensors)
+        report = simulate(listing.kernel, (listing.grid[0], 2), rewritable=OVERLAPPING, **listing.keywords)
+    else:
+        for x in (tensors.dq, tensors.dk, tensors.dv):
+            x.zero_()  # as before a call
     prepare = backward_launch.prepare_call(problem, tensors, config)
-    report = simulate(prepare.kernel, prepare.grid, rewritable=OVERLAPPING, **prepare.keywords)
+    report = simulate(prepare.kernel, prepare.grid, rewritable=OVERLAPPING, after=report, **prepare.keywords)
     if config is TWO_PASSES:
         launches = split_backward_launches(backward_split, problem, tensors, config)
     else:

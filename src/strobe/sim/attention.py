@@ -162,13 +162,8 @@ def spans_of(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 def tiles_listed(problem: AttentionProblem, operands: Operands, tile_q: int) -> torch.Tensor:
     """The list that `kernels.sm90.tile_list.list_tiles` makes, in plain Python."""
-    lengths = problem.lengths
-    sides = (
-        (operands.cu_seqlens_q, operands.seqused_q, lengths.seqlen_q, operands.q.shape[0]),
-        (operands.cu_seqlens_kv, operands.seqused_kv, lengths.seqlen_kv, operands.k.shape[0]),
-    )
-    (starts_q, rows), (starts_kv, keys) = (_sequences(*side) for side in sides)
-    longest_first = sorted(range(lengths.batch), key=lambda b: (rows[b] + tile_q - 1) // tile_q, reverse=True)
+    (starts_q, rows), (starts_kv, keys) = clamped_sequences(problem, operands)
+    longest_first = sorted(range(problem.lengths.batch), key=lambda b: (rows[b] + tile_q - 1) // tile_q, reverse=True)
     tiles = [
         (b, row, starts_q[b], rows[b], starts_kv[b], keys[b], 0, 0)
         for b in longest_first
@@ -178,8 +173,16 @@ def tiles_listed(problem: AttentionProblem, operands: Operands, tile_q: int) -> 
     return torch.tensor([(len(tiles), *[0] * 7), *(tiles or [nothing])], dtype=torch.int32)
 
 
-def _sequences(bounds: torch.Tensor | None, used: torch.Tensor | None, longest: int, total: int) -> tuple[list[int], list[int]]:
-    """First rows and lengths, clamped as kernels do."""
+def clamped_sequences(problem: AttentionProblem, operands: Operands) -> list[tuple[list[int], list[int]]]:
+    """First rows and lengths of packed sequences, of queries and of keys, clamped as kernels do."""
+    lengths = problem.lengths
+    return [
+        _clamped(operands.cu_seqlens_q, operands.seqused_q, lengths.seqlen_q, operands.q.shape[0]),
+        _clamped(operands.cu_seqlens_kv, operands.seqused_kv, lengths.seqlen_kv, operands.k.shape[0]),
+    ]
+
+
+def _clamped(bounds: torch.Tensor | None, used: torch.Tensor | None, longest: int, total: int) -> tuple[list[int], list[int]]:
     assert bounds is not None
     ends = bounds.long().clamp(0, total)
     lengths = ends.diff().clamp(0, longest)

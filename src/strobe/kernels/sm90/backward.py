@@ -112,10 +112,10 @@ from strobe.kernels.sm90.backward_tiles import (
     STAGES,
     KeyHeads,
     fetch,
-    locate_keys,
     phase_of,
     publish,
     stage_of,
+    work_of,
 )
 from strobe.kernels.sm90.descriptors import copy_in
 from strobe.kernels.sm90.scores import SCORE_NUMBERS, BiasGradient, Score, score_of, slope_of
@@ -220,8 +220,9 @@ class Outputs:
 @aggregate
 class Kernel:
     """What every role takes. inputs: the descriptors of q, k, v and do, a tuple of chunks each, and that of the statistics.
-    counters: int32, of blocks and of CTAs that have ended. memory: see the table above. MASKED: whether a tile may have rows
-    that do not see a key. NOTED: whether 64 keys are noted whose gradients are not finite."""
+    counters: int32, of blocks and of CTAs that have ended. memory: see the table above. listed: the blocks of packed sequences
+    (see `tile_list`), or None. MASKED: whether a tile may have rows that do not see a key. NOTED: whether 64 keys are noted
+    whose gradients are not finite."""
 
     inputs: gl.tuple
     outputs: Outputs
@@ -230,6 +231,7 @@ class Kernel:
     heads: KeyHeads
     score: Score
     memory: Memory
+    listed: (gl.tensor, gl.constexpr)
     MASKED: gl.constexpr
     NOTED: gl.constexpr
     C: gl.constexpr
@@ -247,7 +249,7 @@ def producer(K):
     number = gl.program_id(0)
     while number < K.heads.blocks:
         publish(turn, number, K.memory)
-        work = locate_keys(K, number, KEYS, K.C.tile_q)
+        work = work_of(K, number)
         if work.begin < work.end:
             copy_tile(K, 0, g, work)
             if K.C.k_stages == 2:
@@ -294,9 +296,13 @@ def copy_v(K, block, work):
 def copy_tile(K, i, g, work):
     """Start the copies of the i-th tile of a block, which is the CTA's g-th."""
     q_desc, _k_desc, _v_desc, do_desc, statistics_desc = K.inputs
-    tiles = work.end - work.begin
-    member = i // tiles
-    row = (work.begin + i % tiles) * K.C.tile_q
+    if K.C.ascending:
+        tiles = work.end - work.begin
+        member = i // tiles
+        row = (work.begin + i % tiles) * K.C.tile_q
+    else:
+        member = i % work.group
+        row = (work.end - 1 - i // work.group) * K.C.tile_q
     head = work.head_kv * work.group + member
     stage = stage_of(g)
     full = K.memory.full.index(stage)
@@ -321,7 +327,7 @@ def consumer(w: gl.constexpr, K):
         announce(TURN)
     number = fetch(turn, K.memory)
     while number < K.heads.blocks:
-        work = locate_keys(K, number, KEYS, K.C.tile_q)
+        work = work_of(K, number)
         if work.begin < work.end:
             place = consume(w, K, block, g, place, work)
             g += (work.end - work.begin) * work.group
@@ -352,9 +358,10 @@ def consume(w: gl.constexpr, K, block, before, place, work):
     mbarrier.wait(K.memory.v.full.index(w), block & 1)
     held_k = hold(half_of(K.memory.k.part(k_stage), w), K.C.held_k, K.C.tile_q)
     held_v = hold(K.memory.v.part(w), K.C.held_v, K.C.tile_q)
-    tile = work.begin
+    tile = work.begin if K.C.ascending else work.end - 1
     row = work.row
     head = work.head_kv * work.group
+    member = gl.to_tensor(0)
     # The first tile without one before it, and the place of the K that the tile before had.
     if K.C.k_stages == 1:
         first = before
@@ -371,11 +378,19 @@ def consume(w: gl.constexpr, K, block, before, place, work):
             at_k_before = at_k
         mbarrier.arrive(K.memory.empty.index(stage_of(g)), count=1)
         place = (row + tile * K.C.tile_q) // 64 * K.C.head_dim + FIRST_SHARE
-        tile += 1
-        if tile == work.end:  # on to the next head of the group
-            tile = work.begin
-            row += K.heads.padded
-            head += 1
+        if K.C.ascending:
+            tile += 1
+            if tile == work.end:  # on to the next head of the group
+                tile = work.begin
+                row += K.heads.padded
+                head += 1
+        else:
+            member += 1
+            if member == work.group:  # on to the rows before, of the first head of the group
+                member = member * 0
+                tile -= 1
+            row = work.row + member * K.heads.padded
+            head = work.head_kv * work.group + member
     mbarrier.arrive(K.memory.v.empty.index(w), count=1)
     if K.C.k_stages == 1:
         give_last_dq(w, K, before + count - 1, before >> 30, place)
@@ -537,7 +552,7 @@ NUMBERS = (
 @gluon.jit(do_not_specialize=NUMBERS)
 def backward_kernel(
     q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, do_wide, do_narrow, statistics_desc, dq_wide, dq_narrow,
-    dk_wide, dk_narrow, dv_wide, dv_narrow, notes, counters, cu_q, cu_kv, used_q, used_kv,
+    dk_wide, dk_narrow, dv_wide, dv_narrow, notes, counters, listed, cu_q, cu_kv, used_q, used_kv,
     heads, heads_kv, at_once, rest, all_heads, blocks, padded, n_q, n_kv, left, right, prefix,
     terms, threshold, slope_batch, slope_head, bias_batch, bias_head, bias_row, bias_key,
     document_q_batch, document_q_row, document_kv_batch, sink_stride, document_kv_row, spans,
@@ -554,8 +569,10 @@ def backward_kernel(
     outputs = Outputs(one_or_two(dq_wide, dq_narrow), one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes,
                       BiasGradient(dbias, dbias_batch, dbias_head, dbias_row, dbias_key), scale)  # fmt: skip
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans, total_q, total_kv)
+    if listed is not None:
+        blocks = gl.load(listed) * heads_kv
     heads = KeyHeads(heads, heads_kv, at_once, rest, all_heads, blocks, padded)
     score = score_of(terms, (slope_batch, slope_head), (bias_batch, bias_head, bias_row, bias_key), sink_stride,
                      (document_q_batch, document_q_row, document_kv_batch, document_kv_row), threshold)  # fmt: skip
-    K = Kernel(inputs, outputs, counters, lengths, heads, score, memory, MASKED, NOTED, C)
+    K = Kernel(inputs, outputs, counters, lengths, heads, score, memory, listed, MASKED, NOTED, C)
     gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (producer, (K,))], [4, 1], [240, 24])

@@ -49,6 +49,7 @@ class Config(Chunks):
     held_k: int = 0
     held_v: int = 0
     folded: bool = False
+    ascending: bool = False
 
     @property
     def k_stages(self) -> int:

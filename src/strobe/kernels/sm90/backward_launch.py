@@ -30,7 +30,12 @@ from strobe.kernels.sm90.backward_split import keys_kernel, rows_kernel
 from strobe.kernels.sm90.config import HALF_L2, SMS
 from strobe.kernels.sm90.descriptors import descriptors
 from strobe.kernels.sm90.scores import score_arguments
+from strobe.kernels.sm90.tile_list import RECORD, backward_list_buffers, backward_list_call, likely_tiles
 from strobe.problem import AttentionProblem, Varlen, lse_shape
+
+LAST_BLOCKS = 256
+"""Blocks of keys of the last bundle of heads, at least: about two for each multiprocessor, as under a causal mask the first
+ones of a head take twice as long as the mean, and should not begin when all others end."""
 
 KEYS_PASS_L2 = 8_000_000
 """Bytes, likewise, for the keys pass of two. Head dim 256, full and causal, with half of the L2 / with this: S = 1k 1063 / 951
@@ -48,6 +53,8 @@ def buffers(problem: AttentionProblem, config: Config | SplitConfig) -> Buffers:
     _, rows = padded_rows(problem)
     keys, row_notes = number_of_notes(problem)
     made = gradients(problem)
+    if is_listed(problem, config):  # that launch writes the zeros
+        made |= {name: made[name]._replace(fill=None) for name in ("dq", "dk", "dv")}
     folded = Buffer((2 * rows, PARTS), torch.bfloat16)
     made["statistics"] = folded if is_folded(config) else Buffer((2 * rows,), torch.float32)
     if is_noted(problem) or "sinks" in problem.learned:
@@ -55,7 +62,13 @@ def buffers(problem: AttentionProblem, config: Config | SplitConfig) -> Buffers:
     if isinstance(config, Config):
         made["accumulator"] = Buffer((rows * config.head_dim // 256, 256), torch.float32)
     names = ("key_spans",) if isinstance(config, Config) else ("key_spans", "row_spans")
-    return Buffers(made, span_buffers(problem, *names), {"key_notes": keys, "row_notes": row_notes})
+    lists = backward_list_buffers(problem) if is_listed(problem, config) else {}
+    return Buffers(made, {**span_buffers(problem, *names), **lists}, {"key_notes": keys, "row_notes": row_notes})
+
+
+def is_listed(problem: AttentionProblem, config: Config | SplitConfig) -> bool:
+    """Whether there are lists of rows and keys (see `tile_list`)."""
+    return problem.varlen and isinstance(config, Config)
 
 
 def is_folded(config: Config | SplitConfig) -> bool:
@@ -86,10 +99,13 @@ def is_noted(problem: AttentionProblem) -> bool:
 
 
 def calls(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: Config | SplitConfig) -> list[Call]:
-    """The launches of a backward, in order: rows that belong to no sequence are left alone, and so are pairs of a bias that
-    nobody sees. Where a mask cuts, the notes of blocks are set into which something may have come that they do not see, and
-    the last launch redoes these."""
-    found = [*span_calls(tensors), prepare_call(problem, tensors, config), *main_calls(problem, tensors, arch, config)]
+    """The launches of a backward, in order: pairs of a bias that nobody sees are left alone, and so are, in two passes, rows
+    that belong to no sequence. Where a mask cuts, the notes of blocks are set into which something may have come that they do
+    not see, and the last launch redoes these."""
+    found = [*span_calls(tensors)]
+    if is_listed(problem, config):
+        found.append(backward_list_call(problem, tensors))
+    found += [prepare_call(problem, tensors, config), *main_calls(problem, tensors, arch, config)]
     if isinstance(config, Config):
         found.append(convert_call(problem, tensors, config))
     return [*found, portable.redo_call(problem, tensors, arch)] if is_noted(problem) else found
@@ -112,7 +128,8 @@ def compile_only(problem: AttentionProblem, arch: Arch, config: Config | SplitCo
 
 
 def one_pass_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: Config) -> Call:
-    blocks, heads = _key_blocks(problem, KEYS, problem.head_dim + problem.head_dim_v + 2 * config.head_dim, HALF_L2)
+    columns = problem.head_dim + problem.head_dim_v + 2 * config.head_dim
+    blocks, heads = _key_blocks(problem, KEYS, columns, HALF_L2, is_listed(problem, config))
     arguments = (
         *_inputs(tensors, config, config.tile_q, KEYS, 64),
         _statistics(tensors.statistics, config.tile_q),
@@ -120,6 +137,7 @@ def one_pass_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, confi
         *_key_gradients(tensors, config),
         tensors.key_notes,
         tensors.counters,
+        tensors.keys_listed,
         *_sequences(tensors),
         *heads,
         *_bounds(problem),
@@ -178,27 +196,27 @@ def prepare_call(problem: AttentionProblem, tensors: Tensors, config: Config | S
     lengths, out, dout, lse, dlse = problem.lengths, tensors.out, tensors.dout, tensors.lse, tensors.dlse
     tiles = triton.cdiv(lengths.seqlen_q, ROWS_PADDED) * ROWS_PADDED // ends.ROWS
     by_batch, by_head, _ = _of_vector(lse)
-    return Call(ends.prepare, (tiles * problem.heads_q * lengths.batch,), (), dict(
+    return Call(ends.prepare, (_row_programs(problem, config, tiles),), (), dict(
         out=out, dout=dout, dlse=dlse, lse=lse, statistics=tensors.statistics, delta=tensors.delta,
-        accumulator=tensors.accumulator, **_rows(problem, tensors, tiles), **_strides("out", out), **_strides("dout", dout),
-        scale=problem.scale, lse_batch=by_batch, lse_head=by_head,
+        accumulator=tensors.accumulator, **_rows(problem, tensors, config, tiles), **_strides("out", out),
+        **_strides("dout", dout), scale=problem.scale, lse_batch=by_batch, lse_head=by_head,
         **dict(zip(("dlse_batch", "dlse_head", "dlse_row"), (0, 0, 0) if dlse is None else _of_vector(dlse), strict=True)),
         DIM_V=problem.head_dim_v, PADDED_V=triton.next_power_of_2(problem.head_dim_v), DIM=config.head_dim,
         TILE_Q=config.tile_q if isinstance(config, Config) else SPLIT_TILE, PARTS=PARTS, ROWS_PADDED=ROWS_PADDED,
-        ROWS=ends.ROWS, enable_fp_fusion=True, launch_pdl=True,
+        ROWS=ends.ROWS, RECORD=RECORD.value, enable_fp_fusion=True, launch_pdl=True,
     ))  # fmt: skip
 
 
 def convert_call(problem: AttentionProblem, tensors: Tensors, config: Config) -> Call:
-    lengths, dq = problem.lengths, tensors.dq
-    tiles = triton.cdiv(lengths.seqlen_q, ends.ROWS)
+    dq = tensors.dq
+    tiles = triton.cdiv(problem.lengths.seqlen_q, ends.ROWS)
     columns = min(config.share_columns)
-    grid = (config.head_dim // columns * tiles * problem.heads_q * lengths.batch,)
+    grid = (config.head_dim // columns * _row_programs(problem, config, tiles),)
     return Call(ends.convert, grid, (), dict(
         accumulator=tensors.accumulator, dq=dq, notes=tensors.row_notes if is_noted(problem) else None,
-        **_rows(problem, tensors, tiles), scale=problem.scale, **_strides("dq", dq),
+        **_rows(problem, tensors, config, tiles), scale=problem.scale, **_strides("dq", dq),
         DIM=problem.head_dim, COLUMNS=columns, PADDED=config.head_dim, ROWS_PADDED=ROWS_PADDED, ROWS=ends.ROWS,
-        enable_fp_fusion=True, launch_pdl=True,
+        RECORD=RECORD.value, enable_fp_fusion=True, launch_pdl=True,
     ))  # fmt: skip
 
 
@@ -244,15 +262,19 @@ def _shares(accumulator: torch.Tensor, config: Config) -> list[TensorDescriptor 
     return [*found, None][:2]
 
 
-def _key_blocks(problem: AttentionProblem, keys: int, columns: int, cache_bytes: int) -> tuple[int, tuple[int, ...]]:
+def _key_blocks(
+    problem: AttentionProblem, keys: int, columns: int, cache_bytes: int, listed: bool = False
+) -> tuple[int, tuple[int, ...]]:
     """How many blocks of so many keys there are, and the numbers of a kernel's `Heads`. columns: that a query row brings, in
     the inputs' type; cache_bytes: what the rows of a bundle of heads may take of the L2."""
     lengths = problem.lengths
-    heads = lengths.batch * problem.heads_kv
-    blocks = triton.cdiv(lengths.seqlen_kv, keys) * heads
-    head_bytes = max(1, lengths.seqlen_q) * problem.group * columns * problem.dtype.itemsize
-    at_once, rest = bundles(heads, cache_bytes // head_bytes)
-    return blocks, (problem.heads_q, problem.heads_kv, at_once, rest, heads, blocks, padded_rows(problem)[0])
+    heads, blocks = lengths.batch * problem.heads_kv, triton.cdiv(lengths.seqlen_kv, keys)
+    row_bytes = problem.group * columns * problem.dtype.itemsize
+    fitting = cache_bytes // (max(1, lengths.seqlen_q) * row_bytes)
+    at_once, rest = bundles(heads, fitting, least=LAST_BLOCKS // max(1, blocks))
+    if listed:
+        at_once = max(cache_bytes // row_bytes, LAST_BLOCKS * keys)
+    return blocks * heads, (problem.heads_q, problem.heads_kv, at_once, rest, heads, blocks * heads, padded_rows(problem)[0])
 
 
 def _bounds(problem: AttentionProblem) -> tuple:
@@ -272,13 +294,22 @@ def _constants(problem: AttentionProblem, keys: int, config: Config | SplitConfi
     }
 
 
-def _rows(problem: AttentionProblem, tensors: Tensors, tiles: int) -> dict:
+def _row_programs(problem: AttentionProblem, config: Config | SplitConfig, tiles: int) -> int:
+    """Programs that take so many tiles of a sequence each, or those that are listed."""
+    lengths = problem.lengths
+    if is_listed(problem, config):
+        assert isinstance(lengths, Varlen)
+        return likely_tiles(lengths, ROWS_PADDED) * (ROWS_PADDED // ends.ROWS) * problem.heads_q
+    return tiles * problem.heads_q * lengths.batch
+
+
+def _rows(problem: AttentionProblem, tensors: Tensors, config: Config | SplitConfig, tiles: int) -> dict:
     """tiles: of a sequence."""
     lengths = problem.lengths
     return dict(
-        cu_seqlens_q=tensors.cu_seqlens_q, seqused_q=tensors.seqused_q, n_q=lengths.seqlen_q,
-        total_q=lengths.total_q if isinstance(lengths, Varlen) else 0, heads=problem.heads_q, padded=padded_rows(problem)[0],
-        tiles=tiles,
+        listed=tensors.rows_listed if is_listed(problem, config) else None, cu_seqlens_q=tensors.cu_seqlens_q,
+        seqused_q=tensors.seqused_q, n_q=lengths.seqlen_q, total_q=lengths.total_q if isinstance(lengths, Varlen) else 0,
+        heads=problem.heads_q, padded=padded_rows(problem)[0], tiles=tiles,
     )  # fmt: skip
 
 

@@ -39,21 +39,52 @@ tensors are nearly always multiples of 16."""
 
 @triton.jit(do_not_specialize=("n_q", "total_q", "heads", "padded", "tiles", "scale", *STRIDES_BY_LENGTH))
 def prepare(
-    out, dout, dlse, lse, statistics, delta, accumulator, cu_seqlens_q, seqused_q, n_q, total_q, heads, padded, tiles, scale,
+    out, dout, dlse, lse, statistics, delta, accumulator, listed, cu_seqlens_q, seqused_q, n_q, total_q, heads, padded, tiles,
+    scale,
+    out_batch, out_row, out_head, dout_batch, dout_row, dout_head, lse_batch, lse_head, dlse_batch, dlse_head, dlse_row,
+    DIM_V: tl.constexpr, PADDED_V: tl.constexpr, DIM: tl.constexpr, TILE_Q: tl.constexpr, PARTS: tl.constexpr,
+    ROWS_PADDED: tl.constexpr, ROWS: tl.constexpr, RECORD: tl.constexpr, ACROSS: tl.constexpr = True,
+):  # fmt: skip
+    """The statistics of some rows; their delta once more, as the LSE lies, and zeros in their accumulator, where these are
+    wanted. DIM: columns of the accumulator. listed: the tiles of packed sequences (see `tile_list`), which the programs share,
+    however many there are."""
+    take_program_turn()
+    if listed is None:
+        block = tl.program_id(0) % tiles
+        head = tl.program_id(0) // tiles % heads
+        batch = tl.program_id(0) // tiles // heads
+        start, n = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
+        first = block * ROWS
+        if first >= tl.cdiv(n, ROWS_PADDED) * ROWS_PADDED:
+            return
+        _prepare_rows(out, dout, dlse, lse, statistics, delta, accumulator, cu_seqlens_q, batch, head, first, start, n, heads,
+                      padded, scale, out_batch, out_row, out_head, dout_batch, dout_row, dout_head, lse_batch, lse_head,
+                      dlse_batch, dlse_head, dlse_row, DIM_V, PADDED_V, DIM, TILE_Q, PARTS, ROWS_PADDED, ROWS)  # fmt: skip
+    else:
+        pieces = tl.load(listed) * (ROWS_PADDED // ROWS)
+        for number in tl.range(tl.program_id(0), pieces * heads, tl.num_programs(0)):
+            if ACROSS:
+                piece = number // heads
+                head = number % heads
+            else:
+                piece = number % pieces
+                head = number // pieces
+            at = listed + (1 + piece // (ROWS_PADDED // ROWS)) * RECORD
+            first = tl.load(at + 1) + piece % (ROWS_PADDED // ROWS) * ROWS
+            _prepare_rows(out, dout, dlse, lse, statistics, delta, accumulator, cu_seqlens_q, tl.load(at), head,
+                          first, tl.load(at + 2), tl.load(at + 3), heads, padded, scale, out_batch, out_row, out_head,
+                          dout_batch, dout_row, dout_head, lse_batch, lse_head, dlse_batch, dlse_head, dlse_row, DIM_V,
+                          PADDED_V, DIM, TILE_Q, PARTS, ROWS_PADDED, ROWS)  # fmt: skip
+
+
+@triton.jit
+def _prepare_rows(
+    out, dout, dlse, lse, statistics, delta, accumulator, cu_seqlens_q, batch, head, first, start, n, heads, padded, scale,
     out_batch, out_row, out_head, dout_batch, dout_row, dout_head, lse_batch, lse_head, dlse_batch, dlse_head, dlse_row,
     DIM_V: tl.constexpr, PADDED_V: tl.constexpr, DIM: tl.constexpr, TILE_Q: tl.constexpr, PARTS: tl.constexpr,
     ROWS_PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of some rows; their delta once more, as the LSE lies, and zeros in their accumulator, where these are
-    wanted. DIM: columns of the accumulator."""
-    take_program_turn()
-    block = tl.program_id(0) % tiles
-    head = tl.program_id(0) // tiles % heads
-    batch = tl.program_id(0) // tiles // heads
-    start, n = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
-    first = block * ROWS
-    if first >= tl.cdiv(n, ROWS_PADDED) * ROWS_PADDED:
-        return
+    """What `prepare` makes of the rows from `first` on of a sequence and head. start, n: of the sequence."""
     row = first + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED_V)
     exists = row < n
@@ -80,9 +111,18 @@ def prepare(
     if delta is not None:
         tl.store(delta + number * lse_batch + head * lse_head + place, sums, mask=exists)
     if accumulator is not None:
-        zeros = (first_row + first) * DIM + tl.arange(0, ROWS)[:, None] * DIM
-        for c in tl.static_range(0, DIM, 32):
-            tl.store(accumulator + zeros + c + tl.arange(0, 32)[None, :], tl.zeros((ROWS, 32), tl.float32))
+        if cu_seqlens_q is None:
+            _clear(accumulator, first_row + first, DIM, ROWS)
+        else:
+            if first < n:  # short sequences have as many rows of padding, of which nobody reads what is added up
+                _clear(accumulator, first_row + first, DIM, ROWS)
+
+
+@triton.jit
+def _clear(accumulator, first_row, DIM: tl.constexpr, ROWS: tl.constexpr):
+    zeros = first_row * DIM + tl.arange(0, ROWS)[:, None] * DIM
+    for c in tl.static_range(0, DIM, 32):
+        tl.store(accumulator + zeros + c + tl.arange(0, 32)[None, :], tl.zeros((ROWS, 32), tl.float32))
 
 
 @triton.jit
@@ -99,24 +139,56 @@ def _store_parts(statistics, here, x, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=("n_q", "total_q", "heads", "padded", "tiles"))
 def convert(
-    accumulator, dq, notes, cu_seqlens_q, seqused_q, n_q, total_q, heads, padded, tiles, scale,
+    accumulator, dq, notes, listed, cu_seqlens_q, seqused_q, n_q, total_q, heads, padded, tiles, scale,
+    dq_batch, dq_row, dq_head,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, ROWS_PADDED: tl.constexpr, ROWS: tl.constexpr,
+    RECORD: tl.constexpr, ACROSS: tl.constexpr = True,
+):  # fmt: skip
+    """Some rows and columns of dQ from the accumulator: put in order, scaled, rounded. PADDED: columns of the accumulator,
+    which comes in shares of COLUMNS; notes, if given: 1 where a NaN came out; listed: as in `prepare`. The last heads come
+    first: what was added up last is still in the L2 cache."""
+    take_program_turn()
+    shares: tl.constexpr = PADDED // COLUMNS
+    if listed is None:
+        number = tl.num_programs(0) - 1 - tl.program_id(0)
+        share = number % shares
+        block = number // shares % tiles
+        head = number // shares // tiles % heads
+        batch = number // shares // tiles // heads
+        start, n = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
+        first = block * ROWS
+        if first >= n:
+            return
+        _convert_rows(accumulator, dq, notes, cu_seqlens_q, batch, head, first, share, start, n, heads, padded, tiles, scale,
+                      dq_batch, dq_row, dq_head, DIM, COLUMNS, PADDED, ROWS_PADDED, ROWS)  # fmt: skip
+    else:
+        pieces = tl.load(listed) * (ROWS_PADDED // ROWS)
+        last = pieces * heads * shares - 1
+        for turned in tl.range(tl.program_id(0), last + 1, tl.num_programs(0)):
+            number = last - turned
+            share = number % shares
+            if ACROSS:
+                piece = number // shares // heads
+                head = number // shares % heads
+            else:
+                piece = number // shares % pieces
+                head = number // shares // pieces
+            at = listed + (1 + piece // (ROWS_PADDED // ROWS)) * RECORD
+            first = tl.load(at + 1) + piece % (ROWS_PADDED // ROWS) * ROWS
+            n = tl.load(at + 3)
+            if first < n:
+                _convert_rows(accumulator, dq, notes, cu_seqlens_q, tl.load(at), head, first,
+                              share, tl.load(at + 2), n, heads, padded, tiles, scale, dq_batch, dq_row, dq_head, DIM,
+                              COLUMNS, PADDED, ROWS_PADDED, ROWS)  # fmt: skip
+
+
+@triton.jit
+def _convert_rows(
+    accumulator, dq, notes, cu_seqlens_q, batch, head, first, share, start, n, heads, padded, tiles, scale,
     dq_batch, dq_row, dq_head,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, ROWS_PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Some rows and columns of dQ from the accumulator: put in order, scaled, rounded. PADDED: columns of the accumulator,
-    which comes in shares of COLUMNS; notes, if given: 1 where a NaN came out. The last heads come first: what was added up
-    last is still in the L2 cache."""
-    take_program_turn()
-    shares: tl.constexpr = PADDED // COLUMNS
-    number = tl.num_programs(0) - 1 - tl.program_id(0)
-    share = number % shares
-    block = number // shares % tiles
-    head = number // shares // tiles % heads
-    batch = number // shares // tiles // heads
-    start, n = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
-    first = block * ROWS
-    if first >= n:
-        return
+    """What `convert` makes of a share of the columns of the rows from `first` on of a sequence and head."""
     first_row = _first_row(cu_seqlens_q, start, batch, head, heads, padded, ROWS_PADDED)
     x = tl.load(accumulator + ((first_row + first) * PADDED + share * ROWS * COLUMNS) + tl.arange(0, ROWS * COLUMNS))
     x = tl.reshape(x, (COLUMNS // 8, 4, 8, 4, 2, 2))  # column / 8, warp, row % 8, lane of the quad, row / 8 % 2, column % 2
@@ -130,4 +202,4 @@ def convert(
     if notes is not None:
         broken = tl.max(tl.where(inside & (x * 0.0 != 0.0), 1, 0))
         if broken != 0:
-            tl.store(notes + (batch * heads + head) * tiles + block, 1)
+            tl.store(notes + (batch * heads + head) * tiles + first // ROWS, 1)

@@ -5,6 +5,7 @@ from strobe.kernels.common.tile_scheduler import sequence, within_spans
 from strobe.kernels.gluon import aggregate, gl, gluon, mbarrier
 from strobe.kernels.sm90 import backward_config as sizes
 from strobe.kernels.sm90.layouts import scalar_layout
+from strobe.kernels.sm90.tile_list import RECORD
 
 KEYS = gl.constexpr(sizes.KEYS)
 HALF = gl.constexpr(sizes.KEYS // 2)
@@ -17,9 +18,9 @@ ROWS_PADDED = gl.constexpr(sizes.ROWS_PADDED)
 @aggregate
 class KeyHeads:
     """heads, heads_kv: of queries and of keys. at_once: key heads whose blocks come together, in a bundle, so that their Q, dO
-    and dQ stay in the L2 cache. rest: the key head from which on all are one bundle, a multiple of at_once. all: key heads of
-    the whole batch. blocks: of all of them. padded: rows that a query head has in what the backward's kernels share, all
-    sequences together if they are packed."""
+    and dQ stay in the L2 cache; where blocks are listed, how many rows the heads of a bundle have. rest: the key head from
+    which on all are one bundle, a multiple of at_once. all: key heads of the whole batch. blocks: of all of them. padded: rows
+    that a query head has in what the backward's kernels share, all sequences together if they are packed."""
 
     heads: gl.tensor
     heads_kv: gl.tensor
@@ -65,10 +66,41 @@ def locate_keys(K, number, KEYS: gl.constexpr, TILE_Q: gl.constexpr):
     batch_head = bundle + within % width
     batch = batch_head // heads.heads_kv
     head_kv = batch_head % heads.heads_kv
-    group = heads.heads // heads.heads_kv
 
     start_q, n_q = sequence(lengths.cu_q, lengths.used_q, batch, lengths.n_q, lengths.total_q)
     start_kv, n_kv = sequence(lengths.cu_kv, lengths.used_kv, batch, lengths.n_kv, lengths.total_kv)
+    return _of_place(K, batch, head_kv, first, start_q, n_q, start_kv, n_kv, KEYS, TILE_Q)
+
+
+@gluon.jit
+def work_of(K, number):
+    """The number-th block of the kernel in one pass: by the list where there is one (see `tile_list`). Of the blocks of a
+    sequence come first those that most rows see, within bundles of heads, which are as even as can be."""
+    if K.listed is None:
+        return locate_keys(K, number, KEYS, K.C.tile_q)
+    else:
+        heads = K.heads
+        at = K.listed + (1 + number // heads.heads_kv) * RECORD
+        n_q = gl.load(at + 3)
+        n_kv = gl.load(at + 5)
+        blocks = (n_kv + KEYS - 1) // KEYS
+        place = blocks - 1 - gl.load(at + 1) // KEYS  # of the record among the sequence's
+        within = place * heads.heads_kv + number % heads.heads_kv
+        bundles = gl.maximum((heads.heads_kv * n_q + heads.at_once - 1) // heads.at_once, 1)
+        width = (heads.heads_kv + bundles - 1) // bundles
+        bundle = within // (width * blocks) * width  # the first of its heads
+        width = gl.minimum(width, heads.heads_kv - bundle)
+        within -= bundle * blocks
+        return _of_place(K, gl.load(at), bundle + within % width, within // width * KEYS, gl.load(at + 2), n_q,
+                         gl.load(at + 4), n_kv, KEYS, K.C.tile_q)  # fmt: skip
+
+
+@gluon.jit
+def _of_place(K, batch, head_kv, first, start_q, n_q, start_kv, n_kv, KEYS: gl.constexpr, TILE_Q: gl.constexpr):
+    """The block of a sequence and a key head that begins at a key."""
+    lengths = K.lengths
+    heads = K.heads
+    group = heads.heads // heads.heads_kv
     shift = n_kv - n_q
     last = gl.minimum(first + KEYS, n_kv) - 1
     begin, end = q_range(first, last, shift, n_kv, lengths.left, lengths.right, lengths.prefix)

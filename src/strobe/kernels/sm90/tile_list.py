@@ -1,4 +1,4 @@
-"""The tiles of packed sequences, in a list that the forward's producers read, and the results of rows that no tile has.
+"""The tiles of packed sequences, in lists that the kernels read, and the results of rows that no tile has.
 
 Sequences differ in length, and a grid that gives each as many tiles as the longest has to skip most of them: a counter and the
 bounds of a sequence are read for each, a microsecond that no product hides. So a small launch goes ahead of the forward: it
@@ -7,8 +7,13 @@ first. It fills the rows, too, that the forward leaves alone: those of no sequen
 (32 sequences of 35 to 2608 tokens, 32 heads on 8, D = 128, causal: 473 -> 297 us; 256 of 3 to 848, 12 heads, D = 64: 244 -> 106
 us; H200, of which zeros for all of out and the LSE took a part.)
 
+Ahead of the backward in one pass goes one that lists tiles of rows, for what comes before and after, and blocks of keys, those
+that the most rows may see first, and fills dQ, dK and dV in the same way.
+
     tiles_listed    int32 [1 + tiles, 8]    first how many tiles are listed; then of each (batch, first row, start_q, n_q,
                                             start_kv, n_kv, -, -), `Work` in brief
+    rows_listed     the same, of ROWS_PADDED rows each
+    keys_listed     the same, of KEYS keys each, with its first key; those of a sequence come one after the other
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from strobe.kernels.common.call import Buffer, Call, Tensors
 from strobe.kernels.common.dependent_launch import take_program_turn
 from strobe.kernels.common.masks import kv_range
 from strobe.kernels.portable.primitives import LENGTHS_AND_BOUNDS, sequence
+from strobe.kernels.sm90.backward_config import KEYS, ROWS_PADDED
 from strobe.kernels.sm90.config import ROWS_PER_GROUP
 from strobe.problem import AttentionProblem, Varlen
 
@@ -63,20 +69,9 @@ def list_tiles(
             total += tl.sum(others, 0)
         if b == 0:
             tl.store(listed, total)
-        for first in tl.range(0, tiles, 32):
-            number = first + tl.arange(0, 32)
-            at = listed + (1 + before + number) * RECORD
-            _store(at, 0, b, number < tiles)
-            _store(at, 1, (tiles - 1 - number) * TILE, number < tiles)
-            _store(at, 2, start_q, number < tiles)
-            _store(at, 3, rows, number < tiles)
-            _store(at, 4, start_kv, number < tiles)
-            _store(at, 5, keys, number < tiles)
+        _list(listed, before, tiles, b, start_q, rows, start_kv, keys, TILE, RECORD)
     if out is not None:
-        # Where numbers decrease, or sequences overlap, a row may be filled that a tile writes: the forward comes later.
-        following, _ = sequence(cu_seqlens_q, None, tl.minimum(b + 1, batches - 1), n_q, total_q)
-        end = tl.where(b + 1 < batches, following, total_q)
-        begin = tl.where(b == 0, 0, start_q)
+        begin, end = _around(cu_seqlens_q, start_q, b, batches, n_q, total_q)
         _fill(out, lse, None, 0, begin, start_q, heads, width, total_q, part, parts, ELEMENTS)
         _fill(out, lse, None, 0, start_q + rows, end, heads, width, total_q, part, parts, ELEMENTS)
         for tile in tl.range(0, tiles):
@@ -97,19 +92,79 @@ def _tiles(rows, TILE: tl.constexpr, LEAST: tl.constexpr):
     return tiles
 
 
+@triton.jit(do_not_specialize=("batches", "width_q", "width_k", "width_v", "n_q", "n_kv", "total_q", "total_kv"))
+def list_rows_and_keys(
+    rows_listed, keys_listed, dq, dk, dv, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, batches,
+    width_q, width_k, width_v, n_q, n_kv, total_q, total_kv,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, RECORD: tl.constexpr, CHUNK: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """List a sequence's tiles of rows and its blocks of keys, and write 0 to its share of the gradients that no tile has. The
+    sequences with the most rows come first. width_q, width_k, width_v: elements of a row of dQ, dK, dV, of all heads."""
+    take_program_turn()
+    b, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    start_q, rows = sequence(cu_seqlens_q, seqused_q, b, n_q, total_q)
+    start_kv, keys = sequence(cu_seqlens_kv, seqused_kv, b, n_kv, total_kv)
+    if part == 0:
+        rows_before, rows_total, keys_before, keys_total = rows * 0, rows * 0, rows * 0, rows * 0
+        for first in tl.range(0, batches, CHUNK):
+            other = first + tl.arange(0, CHUNK)
+            exists = other < batches
+            _, others_rows = sequence(cu_seqlens_q, seqused_q, tl.minimum(other, batches - 1), n_q, total_q)
+            _, others_keys = sequence(cu_seqlens_kv, seqused_kv, tl.minimum(other, batches - 1), n_kv, total_kv)
+            earlier = (others_rows > rows) | ((others_rows == rows) & (other < b))
+            of_rows = tl.where(exists, tl.cdiv(others_rows, ROWS), 0)
+            of_keys = tl.where(exists, tl.cdiv(others_keys, KEYS), 0)
+            rows_before += tl.sum(tl.where(earlier, of_rows, 0), 0)
+            keys_before += tl.sum(tl.where(earlier, of_keys, 0), 0)
+            rows_total += tl.sum(of_rows, 0)
+            keys_total += tl.sum(of_keys, 0)
+        if b == 0:
+            tl.store(rows_listed, rows_total)
+            tl.store(keys_listed, keys_total)
+        _list(rows_listed, rows_before, tl.cdiv(rows, ROWS), b, start_q, rows, start_kv, keys, ROWS, RECORD)
+        _list(keys_listed, keys_before, tl.cdiv(keys, KEYS), b, start_q, rows, start_kv, keys, KEYS, RECORD)
+    begin, end = _around(cu_seqlens_q, start_q, b, batches, n_q, total_q)
+    _fill_rows(dq, begin, start_q, width_q, part, parts, ELEMENTS)
+    _fill_rows(dq, start_q + rows, end, width_q, part, parts, ELEMENTS)
+    begin, end = _around(cu_seqlens_kv, start_kv, b, batches, n_kv, total_kv)
+    _fill_rows(dk, begin, start_kv, width_k, part, parts, ELEMENTS)
+    _fill_rows(dk, start_kv + keys, end, width_k, part, parts, ELEMENTS)
+    _fill_rows(dv, begin, start_kv, width_v, part, parts, ELEMENTS)
+    _fill_rows(dv, start_kv + keys, end, width_v, part, parts, ELEMENTS)
+
+
+@triton.jit
+def _list(listed, before, tiles, b, start_q, rows, start_kv, keys, TILE: tl.constexpr, RECORD: tl.constexpr):
+    """List the tiles of sequence b, the last one first, behind those that are `before` it."""
+    for first in tl.range(0, tiles, 32):
+        number = first + tl.arange(0, 32)
+        at = listed + (1 + before + number) * RECORD
+        _store(at, 0, b, number < tiles)
+        _store(at, 1, (tiles - 1 - number) * TILE, number < tiles)
+        _store(at, 2, start_q, number < tiles)
+        _store(at, 3, rows, number < tiles)
+        _store(at, 4, start_kv, number < tiles)
+        _store(at, 5, keys, number < tiles)
+
+
 @triton.jit
 def _store(at, field: tl.constexpr, value, mask):
     tl.store(at + field, tl.zeros(at.shape, tl.int32) + value, mask=mask)
 
 
 @triton.jit
+def _around(cu_seqlens, start, b, batches, n, total):
+    """[begin, end) of the rows that are sequence b's or, around it, none's: those before the first one, and those up to the
+    next. Where numbers decrease, or sequences overlap, a row may be filled that a tile writes: the tiles come later."""
+    following, _ = sequence(cu_seqlens, None, tl.minimum(b + 1, batches - 1), n, total)
+    return tl.where(b == 0, 0, start), tl.where(b + 1 < batches, following, total)
+
+
+@triton.jit
 def _fill(out, lse, sinks, sink_stride, begin, end, heads, width, total, part, parts, ELEMENTS: tl.constexpr):
     """Write 0, and an LSE of -inf or the head's sink, to the rows begin..end."""
+    _fill_rows(out, begin, end, width, part, parts, ELEMENTS)
     element = tl.arange(0, ELEMENTS)
-    first = begin.to(tl.int64) * width
-    number = tl.maximum(end - begin, 0).to(tl.int64) * width
-    for at in tl.range(part * ELEMENTS, number, parts * ELEMENTS):
-        tl.store(out + first + at + element, tl.zeros((ELEMENTS,), out.dtype.element_ty), mask=at + element < number)
     for head in tl.range(part, heads, parts):
         value = float("-inf")
         if sinks is not None:
@@ -119,14 +174,28 @@ def _fill(out, lse, sinks, sink_stride, begin, end, heads, width, total, part, p
             tl.store(lse + total.to(tl.int64) * head + row, tl.zeros((ELEMENTS,), tl.float32) + value, mask=row < end)
 
 
+@triton.jit
+def _fill_rows(x, begin, end, width, part, parts, ELEMENTS: tl.constexpr):
+    """Write 0 to a part of the rows begin..end."""
+    element = tl.arange(0, ELEMENTS)
+    first = begin.to(tl.int64) * width
+    number = tl.maximum(end - begin, 0).to(tl.int64) * width
+    for at in tl.range(part * ELEMENTS, number, parts * ELEMENTS):
+        tl.store(x + first + at + element, tl.zeros((ELEMENTS,), x.dtype.element_ty), mask=at + element < number)
+
+
 def list_buffers(problem: AttentionProblem) -> dict[str, Buffer]:
     """Room for the list, where sequences are packed: as many tiles as all would have if they were the longest, or (that is what
     bounds may say that cannot be) had all rows."""
     lengths = problem.lengths
     if not isinstance(lengths, Varlen):
         return {}
-    most = lengths.batch * triton.cdiv(min(lengths.seqlen_q, lengths.total_q), ROWS_PER_GROUP)
-    return {"tiles_listed": Buffer((1 + most, RECORD.value), torch.int32)}
+    return {"tiles_listed": _room(lengths.batch, lengths.seqlen_q, lengths.total_q, ROWS_PER_GROUP)}
+
+
+def _room(sequences: int, longest: int, total: int, tile: int) -> Buffer:
+    """For a list of tiles of so many rows: of sequences that have `total` rows together, each at most `longest`."""
+    return Buffer((1 + sequences * triton.cdiv(min(longest, total), tile), RECORD.value), torch.int32)
 
 
 def list_calls(problem: AttentionProblem, tensors: Tensors, tile_q: int, least: int = 1) -> list[Call]:
@@ -147,3 +216,35 @@ def list_calls(problem: AttentionProblem, tensors: Tensors, tile_q: int, least: 
         TILE=tile_q, RECORD=RECORD.value, CHUNK=CHUNK, ELEMENTS=ELEMENTS, LEAST=least,
         enable_fp_fusion=True, launch_pdl=True,
     ))]  # fmt: skip
+
+
+# ---- the lists of a backward
+
+
+def backward_list_buffers(problem: AttentionProblem) -> dict[str, Buffer]:
+    """Room for the lists of a backward, as in `list_buffers`."""
+    lengths = problem.lengths
+    assert isinstance(lengths, Varlen)
+    return {
+        "rows_listed": _room(lengths.batch, lengths.seqlen_q, lengths.total_q, ROWS_PADDED),
+        "keys_listed": _room(lengths.batch, lengths.seqlen_kv, lengths.total_kv, KEYS),
+    }
+
+
+def backward_list_call(problem: AttentionProblem, tensors: Tensors) -> Call:
+    """The launch that lists the tiles of rows and the blocks of keys of a backward on packed sequences."""
+    lengths = problem.lengths
+    total_q, total_kv = totals(problem)
+    return Call(list_rows_and_keys, (lengths.batch, triton.cdiv(PROGRAMS, lengths.batch)), (), dict(
+        rows_listed=tensors.rows_listed, keys_listed=tensors.keys_listed, dq=tensors.dq, dk=tensors.dk, dv=tensors.dv,
+        cu_seqlens_q=tensors.cu_seqlens_q, cu_seqlens_kv=tensors.cu_seqlens_kv, seqused_q=tensors.seqused_q,
+        seqused_kv=tensors.seqused_kv, batches=lengths.batch, width_q=problem.heads_q * problem.head_dim,
+        width_k=problem.heads_kv * problem.head_dim, width_v=problem.heads_kv * problem.head_dim_v, n_q=lengths.seqlen_q,
+        n_kv=lengths.seqlen_kv, total_q=total_q, total_kv=total_kv, ROWS=ROWS_PADDED, KEYS=KEYS, RECORD=RECORD.value,
+        CHUNK=CHUNK, ELEMENTS=ELEMENTS, enable_fp_fusion=True, launch_pdl=True,
+    ))  # fmt: skip
+
+
+def likely_tiles(lengths: Varlen, rows: int) -> int:
+    """How many tiles of so many rows of queries sequences have at most, unless their bounds say what cannot be."""
+    return min(lengths.total_q // rows + lengths.batch, lengths.batch * triton.cdiv(lengths.seqlen_q, rows))
