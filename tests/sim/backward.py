@@ -9,7 +9,7 @@ from typing import NamedTuple
 from problems import Results, Tensors, check, describe, formula, upstream
 
 from strobe.kernels.common.call import Tensors as CallTensors
-from strobe.kernels.sm90 import backward, backward_launch, backward_split
+from strobe.kernels.sm90 import backward, backward_dq, backward_launch, backward_split
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.problem import Gradients, Upstream, summed_bias
 from strobe.sim import simulate
@@ -74,15 +74,18 @@ def _gradients(tensors: CallTensors) -> Gradients:
 
 
 class SplitBackward(Backward):
-    """The launches of a backward in two passes. kernels: the module of its two main kernels."""
+    """The launches of a backward in two passes. kernels: the module of its two main kernels; dq_kernels: of the one that takes
+    the second one's place where dS is stored."""
 
-    def __init__(self, t: Tensors, config: SplitConfig, kernels: ModuleType = backward_split):
+    def __init__(self, t: Tensors, config: SplitConfig, kernels: ModuleType = backward_split, dq_kernels: ModuleType = backward_dq):
         super().__init__(t, config, kernels=kernels)
+        self.dq_kernels = dq_kernels
 
     def simulate(self, order: str, seed: int) -> Left:
         """The report is of the keys pass."""
         tensors = self._tensors()
-        keys, rows = split_backward_launches(self.kernels, self.problem, tensors, self.config)
-        report = keys.simulate(order, seed, after=self._prepared(tensors))
-        rows.simulate(order, seed, after=report)
+        keys, *others = split_backward_launches(self.kernels, self.problem, tensors, self.config, self.dq_kernels)
+        report = before = keys.simulate(order, seed, after=self._prepared(tensors))
+        for launch in others:
+            before = launch.simulate(order, seed, after=before)
         return Left(_gradients(tensors), tensors, report)

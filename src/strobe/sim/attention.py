@@ -19,6 +19,7 @@ from strobe.kernels.gluon import gl
 from strobe.kernels.sm80 import config as sm80_config
 from strobe.kernels.sm80 import forward as sm80_forward
 from strobe.kernels.sm80 import launch as sm80_launch
+from strobe.kernels.sm90 import backward_dq
 from strobe.kernels.sm90 import backward_launch as sm90_backward_launch
 from strobe.kernels.sm90 import config as sm90_config
 from strobe.kernels.sm90 import forward as sm90_forward
@@ -214,15 +215,16 @@ def backward_launch(kernels: ModuleType, problem: AttentionProblem, tensors: Ten
 
 
 def split_backward_launches(
-    kernels: ModuleType, problem: AttentionProblem, tensors: Tensors, config: SplitConfig
-) -> tuple[Launch, Launch]:
-    """The launches of a module's `keys_kernel` and `rows_kernel`, on tensors that `prepare` has filled."""
-    keys = sm90_backward_launch.keys_call(problem, tensors, config)
-    rows = sm90_backward_launch.rows_call(problem, tensors, config)
-    return (
-        Launch(kernels.keys_kernel, keys.grid, keys.arguments, keys.keywords, 90, ("notes",)),
-        Launch(kernels.rows_kernel, rows.grid, rows.arguments, rows.keywords, 90, ("notes",)),
-    )
+    kernels: ModuleType, problem: AttentionProblem, tensors: Tensors, config: SplitConfig, dq_kernels: ModuleType = backward_dq
+) -> list[Launch]:
+    """The launches of a module's `keys_kernel` and `rows_kernel`, or of `dq_kernels`, on tensors that `prepare` has filled."""
+    named = {"keys_kernel": kernels, "rows_kernel": kernels, "dq_kernel": dq_kernels}
+    calls = sm90_backward_launch.main_calls(problem, tensors, _ARCHS[90], config)
+    return [
+        Launch(getattr(named[name], name), call.grid, call.arguments, call.keywords, 90, ("notes",))
+        for call in calls
+        for name in (call.kernel.__name__,)
+    ]
 
 
 def unfilled_gradients(problem: AttentionProblem) -> dict[str, torch.Tensor]:

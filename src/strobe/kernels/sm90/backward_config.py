@@ -36,6 +36,9 @@ PARTIAL_COLUMNS = 32
 SPLIT_TILE = 64
 """Rows, and keys, of a tile of the split backward."""
 
+MOST_STORED = 2**30
+"""Bytes of dS that are in memory at a time, at most: heads take turns."""
+
 
 @dataclass(frozen=True)
 class Config(Chunks):
@@ -103,11 +106,19 @@ class Config(Chunks):
 
 @dataclass(frozen=True)
 class SplitConfig(Chunks):
-    """The backward in two passes (`backward_split`). v_stages: blocks in the ring of V in the rows pass."""
+    """The backward in two passes (`backward_split`). stored: whether the keys pass stores dS, so that dQ is a product
+    (`backward_dq`), else the pass over rows computes it again. v_stages: blocks in the ring of V in that pass; dq_stages: blocks
+    in the ring of the product."""
+
+    stored: bool = False
 
     @property
     def v_stages(self) -> int:
         return 1 if self.head_dim_v == 256 else STAGES
+
+    @property
+    def dq_stages(self) -> int:
+        return 4
 
     @property
     def tile_q(self) -> int:
@@ -125,13 +136,14 @@ class SplitConfig(Chunks):
 
     def smem_map(self) -> list[Buffer]:
         """The shared memory of the pass, over keys or over rows, that takes more of it."""
-        return max(self.keys_map(), self.rows_map(), key=total_bytes)
+        return max(self.keys_map(), self.dq_map() if self.stored else self.rows_map(), key=total_bytes)
 
     def keys_map(self) -> list[Buffer]:
         dim, dim_v = self.head_dim, self.head_dim_v
         return [
             *_tiles(sK=(1, dim), sV=(1, dim_v), sQ=(STAGES, dim), sdO=(STAGES, dim_v)),
-            Buffer("sP", (2, SPLIT_TILE, SPLIT_TILE), 2 * 2 * SPLIT_TILE**2),
+            *_tiles(sP=(2, SPLIT_TILE)),
+            *(_tiles(sdS=(2, SPLIT_TILE)) if self.stored else ()),
             Buffer("statistics", (STAGES, 2, SPLIT_TILE), 4 * STAGES * 2 * SPLIT_TILE),
             Buffer("barriers", (2 + 6 * STAGES,), 8 * (2 + 6 * STAGES)),
         ]
@@ -140,6 +152,10 @@ class SplitConfig(Chunks):
         dim, dim_v, barriers = self.head_dim, self.head_dim_v, 4 + 2 * (STAGES + self.v_stages)
         tiles = _tiles(sQ=(2, dim), sdO=(2, dim_v), sK=(STAGES, dim), sV=(self.v_stages, dim_v))
         return [*tiles, Buffer("barriers", (barriers,), 8 * barriers)]
+
+    def dq_map(self) -> list[Buffer]:
+        tiles = _tiles(sdS=(2 * self.dq_stages, SPLIT_TILE), sK=(self.dq_stages, self.head_dim))
+        return [*tiles, Buffer("barriers", (2 * self.dq_stages,), 8 * 2 * self.dq_stages)]
 
     def smem_bytes(self) -> int:
         return total_bytes(self.smem_map())
@@ -166,7 +182,7 @@ def choose(problem: AttentionProblem) -> Config | SplitConfig:
     799, 5030 / 5068."""
     head_dim, head_dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     if head_dim > 192 or head_dim_v > (160 if head_dim == 160 else 128) or problem.deterministic:
-        return SplitConfig(head_dim, head_dim_v)
+        return SplitConfig(head_dim, head_dim_v, stored=_is_stored(problem))
     simple = not (problem.score.changed or problem.dropout)
     if head_dim == head_dim_v == 64 and simple:
         return Config(64, 64, 128, turns=True, folded=problem.scale >= LEAST_SCALE)
@@ -177,6 +193,28 @@ def choose(problem: AttentionProblem) -> Config | SplitConfig:
     serial = problem.partial and _sees_everything(problem)
     folded = head_dim == 128 and problem.scale >= LEAST_SCALE and not serial
     return Config(head_dim, head_dim_v, 64, True, *_held(problem, head_dim, head_dim_v), folded)
+
+
+def stored_rows(problem: AttentionProblem) -> int:
+    """Tiles of rows for which a block of keys has room where dS is stored: those that may see it, from a pair of tiles on."""
+    left, right, prefix = problem.mask.band
+    pairs = -(-problem.lengths.seqlen_q // ROWS_PADDED)
+    if left is not None and right is not None and prefix is None:
+        pairs = min(pairs, (left + right + SPLIT_TILE + ROWS_PADDED - 2) // ROWS_PADDED + 1)
+    return 2 * pairs
+
+
+def stored_bytes(problem: AttentionProblem) -> int:
+    """Bytes of dS of the query heads that share a key head."""
+    blocks = -(-problem.lengths.seqlen_kv // SPLIT_TILE)
+    return problem.group * blocks * stored_rows(problem) * 2 * SPLIT_TILE**2
+
+
+def _is_stored(problem: AttentionProblem) -> bool:
+    """Whether the keys pass may store dS: where there is memory for it, and where a tile that a pass over rows visits is one that
+    the keys pass visits, too, which documents do not say."""
+    plain = problem.mask.documents is None and problem.mask.blocks is None and "bias" not in problem.learned
+    return plain and stored_bytes(problem) <= MOST_STORED
 
 
 def _held(problem: AttentionProblem, head_dim: int, head_dim_v: int) -> tuple[int, int]:

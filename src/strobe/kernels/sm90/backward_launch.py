@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 
@@ -17,6 +19,7 @@ from strobe.kernels.sm90 import backward_pre_post as ends
 from strobe.kernels.sm90.backward import backward_kernel, flat
 from strobe.kernels.sm90.backward_config import (
     KEYS,
+    MOST_STORED,
     PARTIAL_COLUMNS,
     PARTS,
     PRODUCT,
@@ -25,7 +28,10 @@ from strobe.kernels.sm90.backward_config import (
     Chunks,
     Config,
     SplitConfig,
+    stored_bytes,
+    stored_rows,
 )
+from strobe.kernels.sm90.backward_dq import dq_kernel
 from strobe.kernels.sm90.backward_split import keys_kernel, rows_kernel
 from strobe.kernels.sm90.config import HALF_L2, SMS
 from strobe.kernels.sm90.descriptors import descriptors
@@ -54,12 +60,25 @@ def buffers(problem: AttentionProblem, config: Config | SplitConfig) -> Buffers:
         made["delta"] = Buffer(lse_shape(problem), torch.float32)
     if isinstance(config, Config):
         made["accumulator"] = Buffer((rows * config.head_dim // 256, 256), torch.float32)
+    if is_stored(config):
+        heads = stored_heads(problem)
+        made["stored"] = Buffer((heads * stored_bytes(problem) // (2 * SPLIT_TILE), SPLIT_TILE), problem.dtype)
     names = ("key_spans",) if isinstance(config, Config) else ("key_spans", "row_spans")
     return Buffers(made, span_buffers(problem, *names), {"key_notes": keys, "row_notes": row_notes})
 
 
 def is_folded(config: Config | SplitConfig) -> bool:
     return isinstance(config, Config) and config.folded
+
+
+def is_stored(config: Config | SplitConfig) -> bool:
+    return isinstance(config, SplitConfig) and config.stored
+
+
+def stored_heads(problem: AttentionProblem) -> int:
+    """Key heads whose dS is in memory at a time: all, or a power of two."""
+    fitting = MOST_STORED // stored_bytes(problem)
+    return min(problem.lengths.batch * problem.heads_kv, 1 << fitting.bit_length() - 1)
 
 
 def padded_rows(problem: AttentionProblem) -> tuple[int, int]:
@@ -99,13 +118,21 @@ def main_calls(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: 
     """The launches over tiles of scores: one pass, or those of keys and of rows."""
     if isinstance(config, Config):
         return [one_pass_call(problem, tensors, arch, config)]
+    if config.stored:
+        heads, at_once = problem.lengths.batch * problem.heads_kv, stored_heads(problem)
+        return [
+            call(problem, tensors, config, range(first, min(first + at_once, heads)))
+            for first in range(0, heads, at_once)
+            for call in (keys_call, dq_call)
+        ]
     return [keys_call(problem, tensors, config), rows_call(problem, tensors, config)]
 
 
 def compile_only(problem: AttentionProblem, arch: Arch, config: Config | SplitConfig) -> list:
     """The compiled kernels over tiles of scores, from shapes alone (see strobe.lab.binary.offline)."""
     tensors = unfilled(problem, buffers(problem, config))
-    return [call.compile() for call in main_calls(problem, tensors, arch, config)]
+    calls = main_calls(problem, tensors, arch, config)
+    return [call.compile() for call in {id(call.kernel): call for call in calls}.values()]
 
 
 # ---- the launch of each kernel
@@ -132,12 +159,17 @@ def one_pass_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, confi
     return Call(backward_kernel, (min(blocks, arch.sms or SMS),), arguments, _constants(problem, KEYS, config))
 
 
-def keys_call(problem: AttentionProblem, tensors: Tensors, config: SplitConfig) -> Call:
-    blocks, heads = _key_blocks(problem, SPLIT_TILE, problem.head_dim + problem.head_dim_v, KEYS_PASS_L2)
+def keys_call(problem: AttentionProblem, tensors: Tensors, config: SplitConfig, turn: range | None = None) -> Call:
+    """turn: the key heads, of the whole batch, whose dS is stored; None: all, and none is."""
+    blocks, heads = _key_blocks(problem, SPLIT_TILE, problem.head_dim + problem.head_dim_v, KEYS_PASS_L2, config.stored)
+    of_a_head = blocks // (problem.lengths.batch * problem.heads_kv)
+    turn = turn or range(blocks // of_a_head)
     arguments = (
         *_inputs(tensors, config, SPLIT_TILE, SPLIT_TILE, SPLIT_TILE),
         _statistics(tensors.statistics, SPLIT_TILE),
         *_key_gradients(tensors, config),
+        *_stored(problem, tensors),
+        turn.start * of_a_head,
         tensors.key_notes,
         *_sequences(tensors),
         *heads,
@@ -147,7 +179,31 @@ def keys_call(problem: AttentionProblem, tensors: Tensors, config: SplitConfig) 
         problem.scale,
         *totals(problem),
     )
-    return Call(keys_kernel, (blocks,), arguments, _constants(problem, SPLIT_TILE, config))
+    return Call(keys_kernel, (len(turn) * of_a_head,), arguments, _constants(problem, SPLIT_TILE, config))
+
+
+def dq_call(problem: AttentionProblem, tensors: Tensors, config: SplitConfig, turn: range) -> Call:
+    """turn: as in `keys_call`."""
+    heads = problem.lengths.batch * problem.heads_q
+    of_a_head = triton.cdiv(problem.lengths.seqlen_q, config.tile_q)
+    arguments = (
+        *descriptors(tensors.k, SPLIT_TILE, (config.wide, config.narrow)),
+        *_stored(problem, tensors),
+        turn.start * problem.group * of_a_head,
+        *descriptors(tensors.dq, SPLIT_TILE, (config.wide, config.narrow)),
+        tensors.row_notes,
+        *_sequences(tensors),
+        problem.heads_q,
+        problem.group,
+        *_in_turns(bundles_of_heads(problem, HALF_L2), heads, stored_heads(problem) * problem.group),
+        heads * of_a_head,
+        *_bounds(problem),
+        problem.scale,
+        *totals(problem),
+    )
+    constants = _constants(problem, SPLIT_TILE, config)
+    del constants["MASKED"]
+    return Call(dq_kernel, (len(turn) * problem.group * of_a_head,), arguments, constants)
 
 
 def rows_call(problem: AttentionProblem, tensors: Tensors, config: SplitConfig) -> Call:
@@ -244,14 +300,36 @@ def _shares(accumulator: torch.Tensor, config: Config) -> list[TensorDescriptor 
     return [*found, None][:2]
 
 
-def _key_blocks(problem: AttentionProblem, keys: int, columns: int, cache_bytes: int) -> tuple[int, tuple[int, ...]]:
+def _stored(problem: AttentionProblem, tensors: Tensors) -> tuple[TensorDescriptor | None, int, int]:
+    """The arguments of `StoredTiles`."""
+    if tensors.stored is None:
+        return None, 1, 1
+    layout = layout_of((SPLIT_TILE, SPLIT_TILE), problem.dtype)
+    stored = TensorDescriptor.from_tensor(tensors.stored, [SPLIT_TILE, SPLIT_TILE], layout)
+    return stored, stored_heads(problem) * problem.group, stored_rows(problem)
+
+
+def _in_turns(bundles: tuple[int, int], heads: int, turn: int) -> tuple[int, int]:
+    """`bundles` of which none has heads of two turns, of so many heads each."""
+    if turn >= heads:
+        return bundles
+    at_once = math.gcd(bundles[0], turn)
+    return at_once, heads // at_once * at_once
+
+
+def _key_blocks(
+    problem: AttentionProblem, keys: int, columns: int, cache_bytes: int, in_turns: bool = False
+) -> tuple[int, tuple[int, ...]]:
     """How many blocks of so many keys there are, and the numbers of a kernel's `Heads`. columns: that a query row brings, in
-    the inputs' type; cache_bytes: what the rows of a bundle of heads may take of the L2."""
+    the inputs' type; cache_bytes: what the rows of a bundle of heads may take of the L2; in_turns: whether a launch has only
+    those heads whose dS is stored."""
     lengths = problem.lengths
     heads = lengths.batch * problem.heads_kv
     blocks = triton.cdiv(lengths.seqlen_kv, keys) * heads
     head_bytes = max(1, lengths.seqlen_q) * problem.group * columns * problem.dtype.itemsize
     at_once, rest = bundles(heads, cache_bytes // head_bytes)
+    if in_turns:
+        at_once, rest = _in_turns((at_once, rest), heads, stored_heads(problem))
     return blocks, (problem.heads_q, problem.heads_kv, at_once, rest, heads, blocks, padded_rows(problem)[0])
 
 

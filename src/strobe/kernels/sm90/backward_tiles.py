@@ -92,6 +92,31 @@ def locate_keys(K, number, KEYS: gl.constexpr, TILE_Q: gl.constexpr):
     return Work(batch, head_kv, first, n_q, n_kv, start_q, start_kv, begin, end, full_begin, full_end, group, row)
 
 
+# ---- where dS is stored
+
+STORED_NUMBERS = ("stored_heads", "stored_rows")
+
+
+@aggregate
+class StoredTiles:
+    """dS^T of some heads in global memory: [heads, blocks of 64 keys, tiles of 64 rows, 64 keys, 64 rows]. descriptor: for the
+    TMA, of rows of 64. heads: of queries, so many in turn. rows: tiles of a block of keys, counted in a window from the first
+    pair that sees it on. Tiles that nobody sees are not written."""
+
+    descriptor: (gl.tensor, gl.constexpr)
+    heads: gl.tensor
+    rows: gl.tensor
+
+    @gluon.jit
+    def number(self, head, block, tile, work, lengths):
+        """The number of a tile of rows that sees a block of keys, of a head of the whole batch."""
+        if (lengths.left is not None) & (lengths.right is not None) & (lengths.prefix is None):
+            shift = work.n_kv - work.n_q
+            tile -= (gl.maximum(block * HALF - lengths.right, shift) - shift) // KEYS * 2
+        blocks = (lengths.n_kv + HALF - 1) // HALF
+        return ((head % self.heads) * blocks + block) * self.rows + tile
+
+
 # ---- tiles
 
 
