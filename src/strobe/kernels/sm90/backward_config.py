@@ -121,6 +121,12 @@ class SplitConfig(Chunks):
         return 4
 
     @property
+    def dq_behind(self) -> int:
+        """How many products of a group may be under way while the next block is waited for. (Of two chunks with Triton 3.6
+        ptxas would make them serial; and the groups overlap each other, anyway.)"""
+        return 0 if self.narrow else 1
+
+    @property
     def tile_q(self) -> int:
         """Rows of a CTA in the rows pass."""
         return 2 * SPLIT_TILE

@@ -5,7 +5,7 @@ the same bits in every run; with the four products of the keys pass that makes f
 
     role        warps        work
     producer    1            copies, for each block, K and both groups' dS^T in (TMA)
-    dq_role     4 a group    64 of the rows: dQ += dS K, of which the last is a block behind
+    dq_role     4 a group    64 of the rows: dQ += dS K
 
 dS^T lies in memory as the keys pass has it, 64 keys x 64 rows a tile: the tensor cores read it transposed. A group whose rows
 do not see a block lets it pass, since the tile was never written. dQ leaves through the places of the group's own dS.
@@ -37,7 +37,7 @@ from strobe.kernels.sm90.descriptors import copy_in
 
 @aggregate
 class DqMemory:
-    """ds: [2 groups, stages, 64 keys, 64 rows]. k: a channel of blocks, whose barriers are those of dS too."""
+    """ds: [2 groups * stages, 64 keys, 64 rows]. k: a channel of blocks, whose barriers are those of dS too."""
 
     ds: gl.shared_memory_descriptor
     k: Channel
@@ -48,7 +48,7 @@ def make_dq_memory(dtype: gl.constexpr, C: gl.constexpr):
     """The caller fences."""
     chunks = make_chunks(dtype, C.dq_stages, TILE, C.wide, C.narrow)
     return DqMemory(
-        gl.allocate_shared_memory(dtype, [2, C.dq_stages, TILE, TILE], swizzled(dtype, TILE)),
+        gl.allocate_shared_memory(dtype, [2 * C.dq_stages, TILE, TILE], swizzled(dtype, TILE)),
         Channel(chunks, make_barriers(C.dq_stages, 2), make_barriers(C.dq_stages, 2), C.dq_stages),
     )
 
@@ -88,7 +88,7 @@ def dq_producer(K):
         tile = K.ds.number(work.batch * K.heads.heads + work.head, block, work.row // TILE, work, K.lengths)
         mbarrier.expect(full, 2 * TILE * TILE * 2)
         for w in gl.static_range(2):
-            tma_load(K.ds.descriptor, [(tile + w) * TILE, 0], full, K.memory.ds.index(w).index(channel.slot(g)))
+            tma_load(K.ds.descriptor[0], [(tile + w) * TILE, 0], full, ds_of(w, g, K))
         copy_in(K.k, channel.block(g), full, work.start_kv, work.n_kv, work.batch, work.head // K.heads.group, block * TILE)
 
 
@@ -121,18 +121,18 @@ def dq_role(w: gl.constexpr, K):
     let_pass(0, begin, channel)
     for g in tl.range(begin, end, disable_licm=True):
         channel.wait(g)
-        dq = add_product(dq, K.memory.ds.index(w).index(channel.slot(g)), channel.block(g))
-        dq = finished(dq, K.C.products)
-        channel.release(g - 1, g > begin)
+        dq = add_product(dq, ds_of(w, g, K), channel.block(g))
+        dq = finished(dq, K.C.dq_behind)
+        channel.release(g - K.C.dq_behind, g - K.C.dq_behind >= begin)
     dq = finished(dq, 0)
-    if end > begin:
-        channel.release(end - 1)
+    if K.C.dq_behind > 0:
+        channel.release(end - 1, end > begin)
     let_pass(end, work.blocks(), channel)
     if work.row < work.n_q:
         if K.NOTED:
             note_of_rows(w, K, dq, work)
         partition_barrier()
-        store_rows(places(K.memory.ds.index(w), dq), K, dq, work, first)
+        store_rows(places(w, dq, K), K, dq, work, first)
 
 
 @gluon.jit
@@ -145,18 +145,24 @@ def add_product(dq, ds, k):
 
 
 @gluon.jit
-def places(buffer, dq):
-    """A group's places of dS, seen as places for the chunks of its dQ, one after the other."""
+def ds_of(w: gl.constexpr, g, K):
+    """Group w's place of dS of the g-th block."""
+    return K.memory.ds.index(w * K.C.dq_stages + K.memory.k.slot(g))
+
+
+@gluon.jit
+def places(w: gl.constexpr, dq, K):
+    """Group w's places of dS, seen as places for the chunks of its dQ, one after the other."""
     chunks = ()
     for c in gl.static_range(len(dq)):
-        chunks += (place(buffer, dq[c].shape[1], c * dq[0].shape[1] // dq[c].shape[1]),)
+        chunks += (place(K.memory.ds, dq[c].shape[1], w * K.C.dq_stages * TILE + c * dq[0].shape[1]),)
     return chunks
 
 
 @gluon.jit
-def place(buffer, columns: gl.constexpr, index: gl.constexpr):
+def place(buffer, columns: gl.constexpr, first: gl.constexpr):
     number: gl.constexpr = buffer.shape[0] * TILE // columns
-    return reinterpret(buffer, buffer.dtype, [number, TILE, columns], swizzled(buffer.dtype, columns)).index(index)
+    return reinterpret(buffer, buffer.dtype, [number, TILE, columns], swizzled(buffer.dtype, columns)).index(first // columns)
 
 
 DQ_NUMBERS = (
@@ -177,6 +183,6 @@ def dq_kernel(
     outputs = DqOutputs(one_or_two(dq_wide, dq_narrow), notes, scale)
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, None, total_q, total_kv)
     heads = Heads(heads, group, at_once, rest, tiles)
-    stored = StoredTiles(ds, stored_heads, stored_rows)
+    stored = StoredTiles((ds,), stored_heads, stored_rows)
     K = DqKernel(gl.program_id(0) + first, one_or_two(k_wide, k_narrow), stored, outputs, lengths, heads, memory, NOTED, C)
     gl.warp_specialize([(dq_role, (0, K)), (dq_role, (1, K)), (dq_producer, (K,))], [4, 1], [240, 24])

@@ -352,7 +352,7 @@ def send_ds(g, work, K):
         partition_barrier()
         row, head = place_of(g, work)
         tile = K.outputs.ds.number(work.batch * K.heads.heads + head, work.first // TILE, row // TILE, work, K.lengths)
-        tma_store(K.outputs.ds.descriptor, [tile * TILE, 0], K.memory.ds[0].index(g % 2))
+        tma_store(K.outputs.ds.descriptor[0], [tile * TILE, 0], K.memory.ds[0].index(g % 2))
 
 
 @gluon.jit
@@ -392,7 +392,7 @@ def keys_kernel(
     take_turn()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow),
               one_or_two(do_wide, do_narrow), statistics_desc)  # fmt: skip
-    stored = StoredTiles(ds, stored_heads, stored_rows)
+    stored = StoredTiles((ds,), stored_heads, stored_rows)
     outputs = KeysOutputs(one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), stored, notes, scale)
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans, total_q, total_kv)
     heads = KeyHeads(heads, heads_kv, at_once, rest, all_heads, blocks, padded)

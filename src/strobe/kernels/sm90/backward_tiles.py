@@ -100,10 +100,10 @@ STORED_NUMBERS = ("stored_heads", "stored_rows")
 @aggregate
 class StoredTiles:
     """dS^T of some heads in global memory: [heads, blocks of 64 keys, tiles of 64 rows, 64 keys, 64 rows]. descriptor: for the
-    TMA, of rows of 64. heads: of queries, so many in turn. rows: tiles of a block of keys, counted in a window from the first
+    TMA, of rows of 64, in a tuple. heads: of queries, so many in turn. rows: tiles of a block of keys, counted in a window from the first
     pair that sees it on. Tiles that nobody sees are not written."""
 
-    descriptor: (gl.tensor, gl.constexpr)
+    descriptor: gl.tuple
     heads: gl.tensor
     rows: gl.tensor
 

@@ -142,7 +142,7 @@ def sm90_backward(problem: AttentionProblem, arch: Arch, config: BackwardConfig 
     of_keys, of_rows = compiled
     return [
         Made(f"{name}, keys pass", of_keys, ("dv", "dk", "producer"), seconds),
-        Made(f"{name}, rows pass", of_rows, ("dq 0", "dq 1", "producer"), seconds),
+        Made(f"{name}, {'dQ' if chosen.stored else 'rows pass'}", of_rows, ("dq 0", "dq 1", "producer"), seconds),
     ]
 
 
