@@ -13,8 +13,7 @@ from strobe.kernels.sm90 import backward, backward_dq, backward_launch, backward
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.problem import Gradients, Upstream, summed_bias
 from strobe.sim import simulate
-from strobe.sim.attention import backward_launch as kernel_launch
-from strobe.sim.attention import spans_of, split_backward_launches, unfilled_gradients, unwritten
+from strobe.sim.attention import backward_launches, spans_of, unfilled_gradients, unwritten
 from strobe.sim.machine import Report
 
 
@@ -27,11 +26,18 @@ class Left(NamedTuple):
 
 
 class Backward:
-    """The three launches of a backward, for the inputs t. ctas: how many share the blocks. kernels: the module of the main
-    kernel."""
+    """The launches of a backward, for the inputs t. ctas: how many share the blocks of one pass. kernels: the module of the
+    main kernels; dq_kernels: of the one that computes dQ where dS is stored."""
 
-    def __init__(self, t: Tensors, config: Config | SplitConfig, ctas: int = 1, kernels: ModuleType = backward):
-        self.t, self.config, self.ctas, self.kernels = t, config, ctas, kernels
+    def __init__(
+        self,
+        t: Tensors,
+        config: Config | SplitConfig,
+        ctas: int = 1,
+        kernels: ModuleType = backward,
+        dq_kernels: ModuleType = backward_dq,
+    ):
+        self.t, self.config, self.ctas, self.kernels, self.dq_kernels = t, config, ctas, kernels, dq_kernels
         problem, self.operands = describe(t, "backward")
         self.problem = replace(problem, learned=("bias",) if problem.score.bias is not None else ())
         exact = formula(t)
@@ -48,12 +54,16 @@ class Backward:
         return report
 
     def simulate(self, order: str, seed: int) -> Left:
+        """The report is of the first main kernel."""
         tensors = self._tensors()
-        launch = kernel_launch(self.kernels, self.problem, tensors, self.config, self.ctas)
-        report = launch.simulate(order, seed, after=self._prepared(tensors))
-        call = backward_launch.convert_call(self.problem, tensors, self.config)
-        simulate(call.kernel, call.grid, after=report, **call.keywords)
-        return Left(_gradients(tensors), tensors, report)
+        launches = backward_launches(self.kernels, self.problem, tensors, self.config, self.ctas, self.dq_kernels)
+        reports = [self._prepared(tensors)]
+        for launch in launches:
+            reports.append(launch.simulate(order, seed, after=reports[-1]))
+        if tensors.accumulator is not None:
+            call = backward_launch.convert_call(self.problem, tensors, self.config)
+            simulate(call.kernel, call.grid, after=reports[-1], **call.keywords)
+        return Left(_gradients(tensors), tensors, reports[1])
 
     def _prepared(self, tensors: CallTensors) -> Report:
         call = backward_launch.prepare_call(self.problem, tensors, self.config)
@@ -74,18 +84,7 @@ def _gradients(tensors: CallTensors) -> Gradients:
 
 
 class SplitBackward(Backward):
-    """The launches of a backward in two passes. kernels: the module of its two main kernels; dq_kernels: of the one that takes
-    the second one's place where dS is stored."""
+    """The launches of a backward in two passes."""
 
-    def __init__(self, t: Tensors, config: SplitConfig, kernels: ModuleType = backward_split, dq_kernels: ModuleType = backward_dq):
-        super().__init__(t, config, kernels=kernels)
-        self.dq_kernels = dq_kernels
-
-    def simulate(self, order: str, seed: int) -> Left:
-        """The report is of the keys pass."""
-        tensors = self._tensors()
-        keys, *others = split_backward_launches(self.kernels, self.problem, tensors, self.config, self.dq_kernels)
-        report = before = keys.simulate(order, seed, after=self._prepared(tensors))
-        for launch in others:
-            before = launch.simulate(order, seed, after=before)
-        return Left(_gradients(tensors), tensors, report)
+    def __init__(self, t: Tensors, config: SplitConfig, kernels: ModuleType = backward_split, **more):
+        super().__init__(t, config, kernels=kernels, **more)

@@ -22,8 +22,7 @@ from strobe.kernels.sm100 import forward as sm100_forward
 from strobe.kernels.sm100.config import Config as Blackwell
 from strobe.problem import Upstream
 from strobe.sim import simulate
-from strobe.sim.attention import backward_launch as kernel_launch
-from strobe.sim.attention import forward_launch, fp8_launches, split_backward_launches, unfilled_gradients, unwritten
+from strobe.sim.attention import backward_launches, forward_launch, fp8_launches, unfilled_gradients, unwritten
 
 AMPERE = Ampere(64, 64, 64, 32, 4, 2)
 AMPERE_BACKWARD = AmpereBackward(64, 64, 64, 64, 4)
@@ -103,11 +102,8 @@ def test_hopper_backward(lie: Lie, config):
         x.zero_()  # as before a call
     prepare = backward_launch.prepare_call(problem, tensors, config)
     report = simulate(prepare.kernel, prepare.grid, rewritable=OVERLAPPING, **prepare.keywords)
-    if config is TWO_PASSES:
-        launches = split_backward_launches(backward_split, problem, tensors, config)
-    else:
-        launches = [kernel_launch(backward, problem, tensors, config, ctas=2)]
-    for launch in launches:
+    kernels = backward if isinstance(config, Config) else backward_split
+    for launch in backward_launches(kernels, problem, tensors, config, ctas=2):
         report = replace(launch, rewritable=OVERLAPPING).simulate("random", 1, after=report)
     if config is ONE_PASS:
         convert = backward_launch.convert_call(problem, tensors, config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from strobe.kernels.memory_map import Buffer, total_bytes
 from strobe.kernels.sm90.config import Chunks, padded
@@ -45,13 +45,15 @@ class Config(Chunks):
     """The backward in one pass (`backward`), for head dims up to 192, of v up to 128, and 160 of both. tile_q: query rows a
     tile. turns: whether the groups take turns at issuing products. held_k, held_v: columns of K and V, the first ones, that a
     group has in registers, too: whole chunks, or of K 64 columns of one of 128. folded: whether the products of S and dP
-    subtract the statistics, too (see `backward_pre_post`); head dims up to 128, scores that nothing changes."""
+    subtract the statistics, too (see `backward_pre_post`); head dims up to 128, scores that nothing changes. stored: whether dS
+    is stored, and dQ is a product of its own (`backward_dq`)."""
 
     tile_q: int
     turns: bool
     held_k: int = 0
     held_v: int = 0
     folded: bool = False
+    stored: bool = False
 
     @property
     def k_stages(self) -> int:
@@ -60,6 +62,11 @@ class Config(Chunks):
         1321 / 1292, 4k 4120 / 4195, causal 2265 / 2199, window of 1024 1301 / 1279, 16k causal 7730 / 7568; 96, 1k causal
         886 / 853, 4k full 4009 / 3924, causal 2231 / 2206, window 1287 / 1254."""
         return 2 if max(self.head_dim, self.head_dim_v) <= 96 else 1
+
+    @property
+    def ds_keys(self) -> int:
+        """Keys of a place of dS: of both groups, or, where each group's leaves, of one."""
+        return SPLIT_TILE if self.stored else KEYS
 
     @property
     def share_columns(self) -> tuple[int, ...]:
@@ -107,24 +114,13 @@ class Config(Chunks):
 @dataclass(frozen=True)
 class SplitConfig(Chunks):
     """The backward in two passes (`backward_split`). stored: whether the keys pass stores dS, so that dQ is a product
-    (`backward_dq`), else the pass over rows computes it again. v_stages: blocks in the ring of V in that pass; dq_stages: blocks
-    in the ring of the product."""
+    (`backward_dq`), else the pass over rows computes it again. v_stages: blocks in the ring of V in that pass."""
 
     stored: bool = False
 
     @property
     def v_stages(self) -> int:
         return 1 if self.head_dim_v == 256 else STAGES
-
-    @property
-    def dq_stages(self) -> int:
-        return 4
-
-    @property
-    def dq_behind(self) -> int:
-        """How many products of a group may be under way while the next block is waited for. (Of two chunks with Triton 3.6
-        ptxas would make them serial; and the groups overlap each other, anyway.)"""
-        return 0 if self.narrow else 1
 
     @property
     def tile_q(self) -> int:
@@ -142,7 +138,7 @@ class SplitConfig(Chunks):
 
     def smem_map(self) -> list[Buffer]:
         """The shared memory of the pass, over keys or over rows, that takes more of it."""
-        return max(self.keys_map(), self.dq_map() if self.stored else self.rows_map(), key=total_bytes)
+        return self.keys_map() if self.stored else max(self.keys_map(), self.rows_map(), key=total_bytes)
 
     def keys_map(self) -> list[Buffer]:
         dim, dim_v = self.head_dim, self.head_dim_v
@@ -159,9 +155,40 @@ class SplitConfig(Chunks):
         tiles = _tiles(sQ=(2, dim), sdO=(2, dim_v), sK=(STAGES, dim), sV=(self.v_stages, dim_v))
         return [*tiles, Buffer("barriers", (barriers,), 8 * barriers)]
 
-    def dq_map(self) -> list[Buffer]:
-        tiles = _tiles(sdS=(2 * self.dq_stages, SPLIT_TILE), sK=(self.dq_stages, self.head_dim))
-        return [*tiles, Buffer("barriers", (2 * self.dq_stages,), 8 * 2 * self.dq_stages)]
+    def smem_bytes(self) -> int:
+        return total_bytes(self.smem_map())
+
+
+@dataclass(frozen=True)
+class DqConfig(Chunks):
+    """The product dQ = dS K, of what was stored (`backward_dq`). stages: blocks of keys in the ring. behind: how many products
+    of a group may be under way while the next block is waited for. (Of two chunks with Triton 3.6 ptxas would make them serial;
+    and the groups overlap each other, anyway.)"""
+
+    @property
+    def tile_q(self) -> int:
+        return 2 * SPLIT_TILE
+
+    @property
+    def tile_kv(self) -> int:
+        return SPLIT_TILE
+
+    @property
+    def splits(self) -> int:
+        """See `SplitConfig.splits`."""
+        return 1
+
+    @property
+    def stages(self) -> int:
+        return 4
+
+    @property
+    def behind(self) -> int:
+        return 0 if self.narrow else 1
+
+    def smem_map(self) -> list[Buffer]:
+        tiles = _tiles(sdS=(2 * self.stages, SPLIT_TILE), sK=(self.stages, self.head_dim))
+        return [*tiles, Buffer("barriers", (2 * self.stages,), 8 * 2 * self.stages)]
 
     def smem_bytes(self) -> int:
         return total_bytes(self.smem_map())
@@ -187,8 +214,14 @@ def choose(problem: AttentionProblem) -> Config | SplitConfig:
     4971, 128 2418 / 2349, 1339 / 1277, 764 / 724, 4739 / 4417; 96, with 96 columns of K held, 2663 / 2713, 1427 / 1449, 801 /
     799, 5030 / 5068."""
     head_dim, head_dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    if head_dim > 192 or head_dim_v > (160 if head_dim == 160 else 128) or problem.deterministic:
-        return SplitConfig(head_dim, head_dim_v, stored=_is_stored(problem))
+    stored = _may_store(problem)
+    if head_dim > 192 or head_dim_v > (160 if head_dim == 160 else 128) or (problem.deterministic and not stored):
+        return SplitConfig(head_dim, head_dim_v, stored=stored and "bias" not in problem.learned)
+    return replace(_one_pass(problem, head_dim, head_dim_v), stored=problem.deterministic)
+
+
+def _one_pass(problem: AttentionProblem, head_dim: int, head_dim_v: int) -> Config:
+    """What is measured, see `choose`. head_dim, head_dim_v: padded."""
     simple = not (problem.score.changed or problem.dropout)
     if head_dim == head_dim_v == 64 and simple:
         return Config(64, 64, 128, turns=True, folded=problem.scale >= LEAST_SCALE)
@@ -201,26 +234,25 @@ def choose(problem: AttentionProblem) -> Config | SplitConfig:
     return Config(head_dim, head_dim_v, 64, True, *_held(problem, head_dim, head_dim_v), folded)
 
 
-def stored_rows(problem: AttentionProblem) -> int:
-    """Tiles of rows for which a block of keys has room where dS is stored: those that may see it, from a pair of tiles on."""
+def stored_pairs(problem: AttentionProblem) -> int:
+    """Pairs of tiles of 64 rows that a block of keys has room for where dS is stored: those that may see it."""
     left, right, prefix = problem.mask.band
     pairs = -(-problem.lengths.seqlen_q // ROWS_PADDED)
     if left is not None and right is not None and prefix is None:
-        pairs = min(pairs, (left + right + SPLIT_TILE + ROWS_PADDED - 2) // ROWS_PADDED + 1)
-    return 2 * pairs
+        pairs = min(pairs, (left + right + KEYS + ROWS_PADDED - 2) // ROWS_PADDED + 1)
+    return pairs
 
 
 def stored_bytes(problem: AttentionProblem) -> int:
     """Bytes of dS of the query heads that share a key head."""
-    blocks = -(-problem.lengths.seqlen_kv // SPLIT_TILE)
-    return problem.group * blocks * stored_rows(problem) * 2 * SPLIT_TILE**2
+    return problem.group * -(-problem.lengths.seqlen_kv // KEYS) * KEYS * stored_pairs(problem) * ROWS_PADDED * 2
 
 
-def _is_stored(problem: AttentionProblem) -> bool:
-    """Whether the keys pass may store dS: where there is memory for it, and where a tile that a pass over rows visits is one that
-    the keys pass visits, too, which documents do not say."""
-    plain = problem.mask.documents is None and problem.mask.blocks is None and "bias" not in problem.learned
-    return plain and stored_bytes(problem) <= MOST_STORED
+def _may_store(problem: AttentionProblem) -> bool:
+    """Whether dS may be stored: where there is memory for it, dQ is to be rounded, and a pass over rows visits no tile that one
+    over keys leaves out, of which documents assure nobody."""
+    mask = problem.mask
+    return not problem.partial and mask.documents is None and mask.blocks is None and stored_bytes(problem) <= MOST_STORED
 
 
 def _held(problem: AttentionProblem, head_dim: int, head_dim_v: int) -> tuple[int, int]:

@@ -46,10 +46,10 @@ class DqMemory:
 @gluon.jit
 def make_dq_memory(dtype: gl.constexpr, C: gl.constexpr):
     """The caller fences."""
-    chunks = make_chunks(dtype, C.dq_stages, TILE, C.wide, C.narrow)
+    chunks = make_chunks(dtype, C.stages, TILE, C.wide, C.narrow)
     return DqMemory(
-        gl.allocate_shared_memory(dtype, [2 * C.dq_stages, TILE, TILE], swizzled(dtype, TILE)),
-        Channel(chunks, make_barriers(C.dq_stages, 2), make_barriers(C.dq_stages, 2), C.dq_stages),
+        gl.allocate_shared_memory(dtype, [2 * C.stages, TILE, TILE], swizzled(dtype, TILE)),
+        Channel(chunks, make_barriers(C.stages, 2), make_barriers(C.stages, 2), C.stages),
     )
 
 
@@ -85,10 +85,10 @@ def dq_producer(K):
     for g in tl.range(0, work.blocks()):
         block = work.begin + g
         full = channel.acquire(g)
-        tile = K.ds.number(work.batch * K.heads.heads + work.head, block, work.row // TILE, work, K.lengths)
+        place = K.ds.place(work.batch * K.heads.heads + work.head, block * TILE, work.row, work, K.lengths)
         mbarrier.expect(full, 2 * TILE * TILE * 2)
         for w in gl.static_range(2):
-            tma_load(K.ds.descriptor[0], [(tile + w) * TILE, 0], full, ds_of(w, g, K))
+            tma_load(K.ds.descriptor[0], [place[0], w * TILE], full, ds_of(w, g, K))
         copy_in(K.k, channel.block(g), full, work.start_kv, work.n_kv, work.batch, work.head // K.heads.group, block * TILE)
 
 
@@ -122,10 +122,10 @@ def dq_role(w: gl.constexpr, K):
     for g in tl.range(begin, end, disable_licm=True):
         channel.wait(g)
         dq = add_product(dq, ds_of(w, g, K), channel.block(g))
-        dq = finished(dq, K.C.dq_behind)
-        channel.release(g - K.C.dq_behind, g - K.C.dq_behind >= begin)
+        dq = finished(dq, K.C.behind)
+        channel.release(g - K.C.behind, g - K.C.behind >= begin)
     dq = finished(dq, 0)
-    if K.C.dq_behind > 0:
+    if K.C.behind > 0:
         channel.release(end - 1, end > begin)
     let_pass(end, work.blocks(), channel)
     if work.row < work.n_q:
@@ -147,7 +147,7 @@ def add_product(dq, ds, k):
 @gluon.jit
 def ds_of(w: gl.constexpr, g, K):
     """Group w's place of dS of the g-th block."""
-    return K.memory.ds.index(w * K.C.dq_stages + K.memory.k.slot(g))
+    return K.memory.ds.index(w * K.C.stages + K.memory.k.slot(g))
 
 
 @gluon.jit
@@ -155,7 +155,7 @@ def places(w: gl.constexpr, dq, K):
     """Group w's places of dS, seen as places for the chunks of its dQ, one after the other."""
     chunks = ()
     for c in gl.static_range(len(dq)):
-        chunks += (place(K.memory.ds, dq[c].shape[1], w * K.C.dq_stages * TILE + c * dq[0].shape[1]),)
+        chunks += (place(K.memory.ds, dq[c].shape[1], w * K.C.stages * TILE + c * dq[0].shape[1]),)
     return chunks
 
 
@@ -173,7 +173,7 @@ DQ_NUMBERS = (
 
 @gluon.jit(do_not_specialize=DQ_NUMBERS)
 def dq_kernel(
-    k_wide, k_narrow, ds, stored_heads, stored_rows, first, dq_wide, dq_narrow, notes, cu_q, cu_kv, used_q, used_kv,
+    k_wide, k_narrow, ds, stored_heads, stored_pairs, first, dq_wide, dq_narrow, notes, cu_q, cu_kv, used_q, used_kv,
     heads, group, at_once, rest, tiles, n_q, n_kv, left, right, prefix, scale, total_q, total_kv,
     NOTED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -183,6 +183,6 @@ def dq_kernel(
     outputs = DqOutputs(one_or_two(dq_wide, dq_narrow), notes, scale)
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, None, total_q, total_kv)
     heads = Heads(heads, group, at_once, rest, tiles)
-    stored = StoredTiles((ds,), stored_heads, stored_rows)
+    stored = StoredTiles((ds,), stored_heads, stored_pairs)
     K = DqKernel(gl.program_id(0) + first, one_or_two(k_wide, k_narrow), stored, outputs, lengths, heads, memory, NOTED, C)
     gl.warp_specialize([(dq_role, (0, K)), (dq_role, (1, K)), (dq_producer, (K,))], [4, 1], [240, 24])

@@ -27,9 +27,10 @@ from strobe.kernels.sm90.backward_config import (
     SPLIT_TILE,
     Chunks,
     Config,
+    DqConfig,
     SplitConfig,
     stored_bytes,
-    stored_rows,
+    stored_pairs,
 )
 from strobe.kernels.sm90.backward_dq import dq_kernel
 from strobe.kernels.sm90.backward_split import keys_kernel, rows_kernel
@@ -58,21 +59,17 @@ def buffers(problem: AttentionProblem, config: Config | SplitConfig) -> Buffers:
     made["statistics"] = folded if is_folded(config) else Buffer((2 * rows,), torch.float32)
     if is_noted(problem) or "sinks" in problem.learned:
         made["delta"] = Buffer(lse_shape(problem), torch.float32)
-    if isinstance(config, Config):
+    if isinstance(config, Config) and not config.stored:
         made["accumulator"] = Buffer((rows * config.head_dim // 256, 256), torch.float32)
-    if is_stored(config):
-        heads = stored_heads(problem)
-        made["stored"] = Buffer((heads * stored_bytes(problem) // (2 * SPLIT_TILE), SPLIT_TILE), problem.dtype)
+    if config.stored:
+        numbers = stored_heads(problem) * stored_bytes(problem) // problem.dtype.itemsize
+        made["stored"] = Buffer((numbers // ROWS_PADDED, ROWS_PADDED), problem.dtype)
     names = ("key_spans",) if isinstance(config, Config) else ("key_spans", "row_spans")
     return Buffers(made, span_buffers(problem, *names), {"key_notes": keys, "row_notes": row_notes})
 
 
-def is_folded(config: Config | SplitConfig) -> bool:
+def is_folded(config: Config | SplitConfig | DqConfig) -> bool:
     return isinstance(config, Config) and config.folded
-
-
-def is_stored(config: Config | SplitConfig) -> bool:
-    return isinstance(config, SplitConfig) and config.stored
 
 
 def stored_heads(problem: AttentionProblem) -> int:
@@ -109,23 +106,28 @@ def calls(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: Confi
     nobody sees. Where a mask cuts, the notes of blocks are set into which something may have come that they do not see, and
     the last launch redoes these."""
     found = [*span_calls(tensors), prepare_call(problem, tensors, config), *main_calls(problem, tensors, arch, config)]
-    if isinstance(config, Config):
+    if isinstance(config, Config) and not config.stored:
         found.append(convert_call(problem, tensors, config))
     return [*found, portable.redo_call(problem, tensors, arch)] if is_noted(problem) else found
 
 
 def main_calls(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: Config | SplitConfig) -> list[Call]:
-    """The launches over tiles of scores: one pass, or those of keys and of rows."""
-    if isinstance(config, Config):
-        return [one_pass_call(problem, tensors, arch, config)]
-    if config.stored:
-        heads, at_once = problem.lengths.batch * problem.heads_kv, stored_heads(problem)
-        return [
-            call(problem, tensors, config, range(first, min(first + at_once, heads)))
-            for first in range(0, heads, at_once)
-            for call in (keys_call, dq_call)
-        ]
-    return [keys_call(problem, tensors, config), rows_call(problem, tensors, config)]
+    """The launches over tiles of scores: one pass, or those of keys and of rows. Where dS is stored, for some heads after the
+    other, the pass over keys and the product that is dQ."""
+    heads = problem.lengths.batch * problem.heads_kv
+    at_once = stored_heads(problem) if config.stored else heads
+    found = []
+    for first in range(0, heads, at_once):
+        turn = range(first, min(first + at_once, heads))
+        if isinstance(config, Config):
+            found.append(one_pass_call(problem, tensors, arch, config, turn))
+        else:
+            found.append(keys_call(problem, tensors, config, turn))
+        if config.stored:
+            found.append(dq_call(problem, tensors, config, turn))
+        elif isinstance(config, SplitConfig):
+            found.append(rows_call(problem, tensors, config))
+    return found
 
 
 def compile_only(problem: AttentionProblem, arch: Arch, config: Config | SplitConfig) -> list:
@@ -138,14 +140,18 @@ def compile_only(problem: AttentionProblem, arch: Arch, config: Config | SplitCo
 # ---- the launch of each kernel
 
 
-def one_pass_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: Config) -> Call:
-    blocks, heads = _key_blocks(problem, KEYS, problem.head_dim + problem.head_dim_v + 2 * config.head_dim, HALF_L2)
+def one_pass_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: Config, turn: range) -> Call:
+    """turn: the key heads, of the whole batch, whose blocks the launch has."""
+    columns = problem.head_dim + problem.head_dim_v + (0 if config.stored else 2 * config.head_dim)
+    first, blocks, heads = _key_blocks(problem, KEYS, columns, HALF_L2, turn)
     arguments = (
         *_inputs(tensors, config, config.tile_q, KEYS, 64),
         _statistics(tensors.statistics, config.tile_q),
         *_shares(tensors.accumulator, config),
         *_key_gradients(tensors, config),
+        *_stored(problem, tensors, config.tile_q),
         tensors.key_notes,
+        first,
         tensors.counters,
         *_sequences(tensors),
         *heads,
@@ -159,18 +165,16 @@ def one_pass_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, confi
     return Call(backward_kernel, (min(blocks, arch.sms or SMS),), arguments, _constants(problem, KEYS, config))
 
 
-def keys_call(problem: AttentionProblem, tensors: Tensors, config: SplitConfig, turn: range | None = None) -> Call:
-    """turn: the key heads, of the whole batch, whose dS is stored; None: all, and none is."""
-    blocks, heads = _key_blocks(problem, SPLIT_TILE, problem.head_dim + problem.head_dim_v, KEYS_PASS_L2, config.stored)
-    of_a_head = blocks // (problem.lengths.batch * problem.heads_kv)
-    turn = turn or range(blocks // of_a_head)
+def keys_call(problem: AttentionProblem, tensors: Tensors, config: SplitConfig, turn: range) -> Call:
+    """turn: as in `one_pass_call`."""
+    first, blocks, heads = _key_blocks(problem, SPLIT_TILE, problem.head_dim + problem.head_dim_v, KEYS_PASS_L2, turn)
     arguments = (
         *_inputs(tensors, config, SPLIT_TILE, SPLIT_TILE, SPLIT_TILE),
         _statistics(tensors.statistics, SPLIT_TILE),
         *_key_gradients(tensors, config),
-        *_stored(problem, tensors),
-        turn.start * of_a_head,
+        *_stored(problem, tensors, SPLIT_TILE),
         tensors.key_notes,
+        first,
         *_sequences(tensors),
         *heads,
         *_bounds(problem),
@@ -179,31 +183,32 @@ def keys_call(problem: AttentionProblem, tensors: Tensors, config: SplitConfig, 
         problem.scale,
         *totals(problem),
     )
-    return Call(keys_kernel, (len(turn) * of_a_head,), arguments, _constants(problem, SPLIT_TILE, config))
+    return Call(keys_kernel, (blocks,), arguments, _constants(problem, SPLIT_TILE, config))
 
 
-def dq_call(problem: AttentionProblem, tensors: Tensors, config: SplitConfig, turn: range) -> Call:
-    """turn: as in `keys_call`."""
-    heads = problem.lengths.batch * problem.heads_q
-    of_a_head = triton.cdiv(problem.lengths.seqlen_q, config.tile_q)
+def dq_call(problem: AttentionProblem, tensors: Tensors, of_keys: Config | SplitConfig, turn: range) -> Call:
+    """turn: as in `one_pass_call`."""
+    config = DqConfig(of_keys.head_dim, of_keys.head_dim_v)
+    tiles, heads = triton.cdiv(problem.lengths.seqlen_q, config.tile_q), problem.lengths.batch * problem.heads_q
+    of_turn = range(turn.start * problem.group, turn.stop * problem.group)
     arguments = (
         *descriptors(tensors.k, SPLIT_TILE, (config.wide, config.narrow)),
-        *_stored(problem, tensors),
-        turn.start * problem.group * of_a_head,
+        *_stored(problem, tensors, SPLIT_TILE),
+        of_turn.start * tiles,
         *descriptors(tensors.dq, SPLIT_TILE, (config.wide, config.narrow)),
         tensors.row_notes,
         *_sequences(tensors),
         problem.heads_q,
         problem.group,
-        *_in_turns(bundles_of_heads(problem, HALF_L2), heads, stored_heads(problem) * problem.group),
-        heads * of_a_head,
+        *_of_turn(bundles_of_heads(problem, HALF_L2), heads, of_turn),
+        heads * tiles,
         *_bounds(problem),
         problem.scale,
         *totals(problem),
     )
     constants = _constants(problem, SPLIT_TILE, config)
     del constants["MASKED"]
-    return Call(dq_kernel, (len(turn) * problem.group * of_a_head,), arguments, constants)
+    return Call(dq_kernel, (len(of_turn) * tiles,), arguments, constants)
 
 
 def rows_call(problem: AttentionProblem, tensors: Tensors, config: SplitConfig) -> Call:
@@ -292,52 +297,53 @@ def _statistics(statistics: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(statistics, [2 * rows], flat(1))
 
 
-def _shares(accumulator: torch.Tensor, config: Config) -> list[TensorDescriptor | None]:
+def _shares(accumulator: torch.Tensor | None, config: Config) -> list[TensorDescriptor | None]:
     """Descriptors of the accumulator of dQ, for the parts in which a group adds to it; the second is None if all parts are
-    equally large."""
+    equally large, and both if there is none."""
+    if accumulator is None:
+        return [None, None]
     rows = sorted({columns // 4 for columns in config.share_columns}, reverse=True)
     found = [TensorDescriptor.from_tensor(accumulator, [number, 256], flat(2)) for number in rows]
     return [*found, None][:2]
 
 
-def _stored(problem: AttentionProblem, tensors: Tensors) -> tuple[TensorDescriptor | None, int, int]:
-    """The arguments of `StoredTiles`."""
+def _stored(problem: AttentionProblem, tensors: Tensors, rows: int) -> tuple[TensorDescriptor | None, int, int]:
+    """The arguments of `StoredTiles`, for tiles of so many rows."""
     if tensors.stored is None:
         return None, 1, 1
-    layout = layout_of((SPLIT_TILE, SPLIT_TILE), problem.dtype)
-    stored = TensorDescriptor.from_tensor(tensors.stored, [SPLIT_TILE, SPLIT_TILE], layout)
-    return stored, stored_heads(problem) * problem.group, stored_rows(problem)
+    block = (SPLIT_TILE, rows)
+    stored = TensorDescriptor.from_tensor(tensors.stored, [*block], layout_of(block, problem.dtype))
+    return stored, stored_heads(problem) * problem.group, stored_pairs(problem)
 
 
-def _in_turns(bundles: tuple[int, int], heads: int, turn: int) -> tuple[int, int]:
-    """`bundles` of which none has heads of two turns, of so many heads each."""
-    if turn >= heads:
+def _of_turn(bundles: tuple[int, int], heads: int, turn: range) -> tuple[int, int]:
+    """`bundles` of which none has heads of two turns."""
+    if len(turn) == heads:
         return bundles
-    at_once = math.gcd(bundles[0], turn)
+    at_once = math.gcd(bundles[0], turn.start, turn.stop)
     return at_once, heads // at_once * at_once
 
 
 def _key_blocks(
-    problem: AttentionProblem, keys: int, columns: int, cache_bytes: int, in_turns: bool = False
-) -> tuple[int, tuple[int, ...]]:
-    """How many blocks of so many keys there are, and the numbers of a kernel's `Heads`. columns: that a query row brings, in
-    the inputs' type; cache_bytes: what the rows of a bundle of heads may take of the L2; in_turns: whether a launch has only
-    those heads whose dS is stored."""
+    problem: AttentionProblem, keys: int, columns: int, cache_bytes: int, turn: range
+) -> tuple[int, int, tuple[int, ...]]:
+    """The number of the first block of so many keys of a turn's heads, how many these have, and the numbers of a kernel's
+    `Heads`. columns: that a query row brings, in the inputs' type; cache_bytes: what the rows of a bundle of heads may take of
+    the L2."""
     lengths = problem.lengths
     heads = lengths.batch * problem.heads_kv
-    blocks = triton.cdiv(lengths.seqlen_kv, keys) * heads
+    blocks = triton.cdiv(lengths.seqlen_kv, keys)
     head_bytes = max(1, lengths.seqlen_q) * problem.group * columns * problem.dtype.itemsize
-    at_once, rest = bundles(heads, cache_bytes // head_bytes)
-    if in_turns:
-        at_once, rest = _in_turns((at_once, rest), heads, stored_heads(problem))
-    return blocks, (problem.heads_q, problem.heads_kv, at_once, rest, heads, blocks, padded_rows(problem)[0])
+    at_once, rest = _of_turn(bundles(heads, cache_bytes // head_bytes), heads, turn)
+    numbers = problem.heads_q, problem.heads_kv, at_once, rest, heads, turn.stop * blocks, padded_rows(problem)[0]
+    return turn.start * blocks, len(turn) * blocks, numbers
 
 
 def _bounds(problem: AttentionProblem) -> tuple:
     return problem.lengths.seqlen_q, problem.lengths.seqlen_kv, *problem.mask.device_band
 
 
-def _constants(problem: AttentionProblem, keys: int, config: Config | SplitConfig) -> dict:
+def _constants(problem: AttentionProblem, keys: int, config: Config | SplitConfig | DqConfig) -> dict:
     """keys: of a block."""
     return {
         # Folded, at head dim 64, ptxas finds no registers without the branch that asks for a mask, and makes products serial.

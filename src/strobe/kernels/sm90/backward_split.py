@@ -49,7 +49,7 @@ from strobe.kernels.sm90.backward import NUMBERS
 from strobe.kernels.sm90.backward_products import finished, no_result, start_products, start_sum
 from strobe.kernels.sm90.backward_scores import apply_mask_transposed, kept_weights_transposed, scores_transposed
 from strobe.kernels.sm90.backward_stores import flat, note_of_keys
-from strobe.kernels.sm90.backward_tiles import ROWS_PADDED, STAGES, STORED_NUMBERS, KeyHeads, StoredTiles, locate_keys
+from strobe.kernels.sm90.backward_tiles import ROWS_PADDED, STAGES, KeyHeads, StoredTiles, locate_keys
 from strobe.kernels.sm90.descriptors import copy_in
 from strobe.kernels.sm90.layouts import accumulator, columns_of, rows_of
 from strobe.kernels.sm90.scores import (
@@ -92,8 +92,8 @@ def by_register():
 
 @aggregate
 class KeysMemory:
-    """k, v: chunks of [1, 64, columns]. q, do, statistics: channels of tiles. p: [2, 64 keys, 64 rows]. ds: the same, in a tuple
-    that is empty if dS is not stored."""
+    """k, v: chunks of [1, 64, columns]. q, do, statistics: channels of tiles. p: [2, 64 keys, 64 rows]. ds: the same, in a
+    tuple that is empty if dS is not stored."""
 
     k: gl.tuple
     v: gl.tuple
@@ -351,8 +351,8 @@ def send_ds(g, work, K):
         tma_store_wait(0)
         partition_barrier()
         row, head = place_of(g, work)
-        tile = K.outputs.ds.number(work.batch * K.heads.heads + head, work.first // TILE, row // TILE, work, K.lengths)
-        tma_store(K.outputs.ds.descriptor[0], [tile * TILE, 0], K.memory.ds[0].index(g % 2))
+        place = K.outputs.ds.place(work.batch * K.heads.heads + head, work.first, row, work, K.lengths)
+        tma_store(K.outputs.ds.descriptor[0], place, K.memory.ds[0].index(g % 2))
 
 
 @gluon.jit
@@ -372,13 +372,10 @@ def store_keys(x, scale, buffers, descriptors, work, lengths):
     tma_store_wait(0)
 
 
-KEYS_NUMBERS = (*NUMBERS, "first", *STORED_NUMBERS)
-
-
-@gluon.jit(do_not_specialize=KEYS_NUMBERS)
+@gluon.jit(do_not_specialize=NUMBERS)
 def keys_kernel(
     q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, do_wide, do_narrow, statistics_desc,
-    dk_wide, dk_narrow, dv_wide, dv_narrow, ds, stored_heads, stored_rows, first, notes, cu_q, cu_kv, used_q, used_kv,
+    dk_wide, dk_narrow, dv_wide, dv_narrow, ds, stored_heads, stored_pairs, notes, first, cu_q, cu_kv, used_q, used_kv,
     heads, heads_kv, at_once, rest, all_heads, blocks, padded, n_q, n_kv, left, right, prefix,
     terms, threshold, slope_batch, slope_head, bias_batch, bias_head, bias_row, bias_key,
     document_q_batch, document_q_row, document_kv_batch, sink_stride, document_kv_row, spans,
@@ -392,7 +389,7 @@ def keys_kernel(
     take_turn()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow),
               one_or_two(do_wide, do_narrow), statistics_desc)  # fmt: skip
-    stored = StoredTiles((ds,), stored_heads, stored_rows)
+    stored = StoredTiles(one_or_two(ds, None), stored_heads, stored_pairs)
     outputs = KeysOutputs(one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), stored, notes, scale)
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans, total_q, total_kv)
     heads = KeyHeads(heads, heads_kv, at_once, rest, all_heads, blocks, padded)

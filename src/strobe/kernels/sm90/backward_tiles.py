@@ -94,27 +94,30 @@ def locate_keys(K, number, KEYS: gl.constexpr, TILE_Q: gl.constexpr):
 
 # ---- where dS is stored
 
-STORED_NUMBERS = ("stored_heads", "stored_rows")
+STORED_NUMBERS = ("stored_heads", "stored_pairs")
 
 
 @aggregate
 class StoredTiles:
-    """dS^T of some heads in global memory: [heads, blocks of 64 keys, tiles of 64 rows, 64 keys, 64 rows]. descriptor: for the
-    TMA, of rows of 64, in a tuple. heads: of queries, so many in turn. rows: tiles of a block of keys, counted in a window from the first
-    pair that sees it on. Tiles that nobody sees are not written."""
+    """dS^T of some heads in global memory: [heads, blocks of 64 keys, pairs of tiles, 64 keys, 128 rows]. descriptor: for the
+    TMA, in a tuple that is empty if dS is not stored. heads: of queries; those of the batch take turns. pairs: that a block of
+    keys has room for, in a window from the first one that sees it on. Tiles that nobody sees are not written."""
 
     descriptor: gl.tuple
     heads: gl.tensor
-    rows: gl.tensor
+    pairs: gl.tensor
 
     @gluon.jit
-    def number(self, head, block, tile, work, lengths):
-        """The number of a tile of rows that sees a block of keys, of a head of the whole batch."""
-        if (lengths.left is not None) & (lengths.right is not None) & (lengths.prefix is None):
-            shift = work.n_kv - work.n_q
-            tile -= (gl.maximum(block * HALF - lengths.right, shift) - shift) // KEYS * 2
-        blocks = (lengths.n_kv + HALF - 1) // HALF
-        return ((head % self.heads) * blocks + block) * self.rows + tile
+    def place(self, head, first, row, work, lengths):
+        """Where the TMA finds the tile of 64 keys from `first` on and the rows from `row` on, of a head of the whole batch."""
+        pair = row // KEYS
+        if lengths.left is not None:
+            if lengths.right is not None:
+                if lengths.prefix is None:
+                    shift = work.n_kv - work.n_q
+                    pair -= (gl.maximum(first // KEYS * KEYS - lengths.right, shift) - shift) // KEYS
+        blocks = (lengths.n_kv + KEYS - 1) // KEYS * 2
+        return [(((head % self.heads) * blocks + first // HALF) * self.pairs + pair) * HALF, row % KEYS]
 
 
 # ---- tiles
