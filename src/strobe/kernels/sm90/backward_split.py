@@ -297,7 +297,7 @@ def dk_role(K):
             dp = start_products(at(K.memory.v, 0), K.memory.do.block(start))
             dp = warpgroup_mma_wait(0, deps=[dp])
             K.memory.do.release(start)
-            ds = gradients(dp, start, count, work, K.score, K.memory).to(dtype)
+            ds = gradients(dp, start, count, work, K).to(dtype)
             for g in tl.range(1, count, disable_licm=True):
                 K.memory.do.wait(g)
                 dp = start_products(at(K.memory.v, g >> 30), K.memory.do.block(g))
@@ -307,7 +307,7 @@ def dk_role(K):
                 send_ds(g - 1, work, K)
                 dp = warpgroup_mma_wait(K.C.products, deps=[dp])
                 K.memory.do.release(g)
-                new_ds = gradients(dp, g, count, work, K.score, K.memory)
+                new_ds = gradients(dp, g, count, work, K)
                 K.memory.q.wait(g - 1)  # likewise
                 dk = finished(dk, 0)
                 K.memory.q.release(g - 1)
@@ -325,23 +325,26 @@ def dk_role(K):
 
 
 @gluon.jit
-def gradients(dp, g, count, work, score, memory):
-    """dS^T of the g-th tile."""
+def gradients(dp, g, count, work, K):
+    """dS^T of the g-th tile. Where it is stored, `put_ds` gives the statistics back."""
     row, head = place_of(g, work)
-    dp = kept_weights_transposed(dp, 0, row, head, work, score)
-    memory.statistics.wait(g)
-    delta = memory.statistics.block(g)[0].slice(TILE, TILE).load(columns_of(TILE))
-    release_statistics(g, memory)
-    return receive(g, count, memory) * (dp - delta[None, :])
+    dp = kept_weights_transposed(dp, 0, row, head, work, K.score)
+    K.memory.statistics.wait(g)
+    delta = K.memory.statistics.block(g)[0].slice(TILE, TILE).load(columns_of(TILE))
+    if not K.C.stored:
+        release_statistics(g, K.memory)
+    dp = dp - delta[None, :]
+    return receive(g, count, K.memory) * dp
 
 
 @gluon.jit
 def put_ds(ds, g, K):
     """Put dS^T of the g-th tile, if it is stored, where the TMA takes it from: a place that `send_ds` of the tile before has
-    found empty. Beside a product, as the fence takes its time."""
+    found empty. Beside a product, as the fence takes its time; and that of the statistics, too, as one between two tiles'
+    would wait for what `send_ds` has started."""
     if K.C.stored:
         K.memory.ds[0].index(g % 2).store(ds)
-        fence_async_shared()
+        release_statistics(g, K.memory)
 
 
 @gluon.jit
