@@ -10,6 +10,7 @@ from strobe.kernels.common.call import Buffers, Call, Tensors
 from strobe.kernels.common.refusals import gluon_refuses
 from strobe.kernels.sm90.backward_config import SplitConfig
 from strobe.kernels.sm90.backward_config import choose as choose_backward
+from strobe.kernels.sm90.backward_config import origin as origin_of_backward
 from strobe.kernels.sm90.config import choose
 from strobe.kernels.sm90.config import origin as origin_of_choice
 from strobe.problem import AttentionProblem, Varlen, without_gradient
@@ -56,7 +57,7 @@ def config(problem: AttentionProblem, arch: Arch):
 
 def origin(problem: AttentionProblem, arch: Arch) -> str:
     """Where the config comes from, in words."""
-    return "measured, for each head dim" if problem.phase == "backward" else origin_of_choice(problem)
+    return origin_of_backward(problem) if problem.phase == "backward" else origin_of_choice(problem)
 
 
 def may_be_optimistic(problem: AttentionProblem) -> bool:

@@ -220,6 +220,16 @@ def choose(problem: AttentionProblem) -> Config | SplitConfig:
     return replace(_one_pass(problem, head_dim, head_dim_v), stored=problem.deterministic)
 
 
+def origin(problem: AttentionProblem) -> str:
+    """Where the config comes from, and what becomes of dS, in words."""
+    config, measured, mib = choose(problem), "measured, for each head dim", stored_bytes(problem) / 2**20
+    if config.stored:
+        return f"{measured}; stores dS, {stored_heads(problem) * mib:.0f} MiB at a time"
+    if isinstance(config, SplitConfig) and stored_bytes(problem) > MOST_STORED:
+        return f"{measured}; computes dS twice, as a key head's is {mib:.0f} MiB, more than {MOST_STORED >> 20}"
+    return measured
+
+
 def _one_pass(problem: AttentionProblem, head_dim: int, head_dim_v: int) -> Config:
     """What is measured, see `choose`. head_dim, head_dim_v: padded."""
     simple = not (problem.score.changed or problem.dropout)
@@ -246,6 +256,12 @@ def stored_pairs(problem: AttentionProblem) -> int:
 def stored_bytes(problem: AttentionProblem) -> int:
     """Bytes of dS of the query heads that share a key head."""
     return problem.group * -(-problem.lengths.seqlen_kv // KEYS) * KEYS * stored_pairs(problem) * ROWS_PADDED * 2
+
+
+def stored_heads(problem: AttentionProblem) -> int:
+    """Key heads whose dS is in memory at a time: all, or a power of two."""
+    fitting = MOST_STORED // stored_bytes(problem)
+    return min(problem.lengths.batch * problem.heads_kv, 1 << fitting.bit_length() - 1)
 
 
 def _may_store(problem: AttentionProblem) -> bool:

@@ -19,7 +19,6 @@ from strobe.kernels.sm90 import backward_pre_post as ends
 from strobe.kernels.sm90.backward import backward_kernel, flat
 from strobe.kernels.sm90.backward_config import (
     KEYS,
-    MOST_STORED,
     PARTIAL_COLUMNS,
     PARTS,
     PRODUCT,
@@ -30,6 +29,7 @@ from strobe.kernels.sm90.backward_config import (
     DqConfig,
     SplitConfig,
     stored_bytes,
+    stored_heads,
     stored_pairs,
 )
 from strobe.kernels.sm90.backward_dq import dq_kernel
@@ -70,12 +70,6 @@ def buffers(problem: AttentionProblem, config: Config | SplitConfig) -> Buffers:
 
 def is_folded(config: Config | SplitConfig | DqConfig) -> bool:
     return isinstance(config, Config) and config.folded
-
-
-def stored_heads(problem: AttentionProblem) -> int:
-    """Key heads whose dS is in memory at a time: all, or a power of two."""
-    fitting = MOST_STORED // stored_bytes(problem)
-    return min(problem.lengths.batch * problem.heads_kv, 1 << fitting.bit_length() - 1)
 
 
 def padded_rows(problem: AttentionProblem) -> tuple[int, int]:
