@@ -501,6 +501,28 @@ def test_what_takes_registers_gets_smaller_tiles(changes):
     assert not config.turns and not config.folded
 
 
+@pytest.mark.parametrize("changes, stored", [
+    ({}, False),
+    ({"deterministic": True}, True),
+    ({"deterministic": True, "score": strobe.Score(bias=torch.zeros(1, 1, 512, 512)), "learned": ("bias",)}, True),
+    ({"deterministic": True, "mask": strobe.Document(torch.zeros(2, 512, dtype=torch.int32))}, False),
+    ({"deterministic": True, "lengths": Dense(1, 32768, 32768)}, False),
+    ({"deterministic": True, "lengths": Dense(1, 32768, 32768), "mask": strobe.Window(1000, 0)}, True),
+    ({"deterministic": True, "lengths": Dense(9, 16384, 16384)}, True),
+    ({"deterministic": True, "lengths": Varlen(9, 9000, 9000, 1000, 1000)}, True),
+    ({"deterministic": True, "lengths": Varlen(99, 20000, 20000, 8000, 8000)}, False),
+    ({"head_dim": 256}, True),
+    ({"head_dim": 256, "score": strobe.Score(bias=torch.zeros(1, 1, 512, 512)), "learned": ("bias",)}, False),
+])  # fmt: skip
+def test_where_ds_may_be_stored(changes, stored):
+    """Head dim 256, and what must be deterministic, if there is memory for a head, or few turns of packed sequences."""
+    given = problem(**changes)
+    config = choose(given)
+    assert config.stored == stored
+    assert isinstance(config, Config) == (given.head_dim <= 192 and (stored or not given.deterministic))
+    assert ("stores dS" in backend.origin(given, KNOWN["H200"])) == stored
+
+
 def test_an_lse_by_the_scale_must_be_a_number():
     for head_dim in (64, 128):
         folded = [choose(problem(head_dim=head_dim, head_dim_v=head_dim, scale=scale)).folded for scale in (1e-31, 1e-29)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from strobe.kernels.memory_map import Buffer, total_bytes
 from strobe.kernels.sm90.config import Chunks, padded
-from strobe.problem import AttentionProblem
+from strobe.problem import AttentionProblem, Varlen
 
 KEYS = 128
 """Keys of a block: 64 for each of two groups."""
@@ -268,7 +268,18 @@ def _may_store(problem: AttentionProblem) -> bool:
     """Whether dS may be stored: where there is memory for it, dQ is to be rounded, and a pass over rows visits no tile that one
     over keys leaves out, of which documents assure nobody."""
     mask = problem.mask
-    return not problem.partial and mask.documents is None and mask.blocks is None and stored_bytes(problem) <= MOST_STORED
+    plain = not problem.partial and mask.documents is None and mask.blocks is None
+    return plain and stored_bytes(problem) <= MOST_STORED and _turns_are_full(problem)
+
+
+def _turns_are_full(problem: AttentionProblem) -> bool:
+    """Whether turns are few, or have something to do: each has room for the longest of packed sequences."""
+    lengths = problem.lengths
+    if not isinstance(lengths, Varlen):
+        return True
+    few = lengths.batch * problem.heads_kv <= 4 * stored_heads(problem)
+    room = lengths.batch**2 * lengths.seqlen_q * lengths.seqlen_kv
+    return few or 8 * lengths.total_q * lengths.total_kv >= room
 
 
 def _held(problem: AttentionProblem, head_dim: int, head_dim_v: int) -> tuple[int, int]:
