@@ -30,6 +30,7 @@ HOPPER = Hopper(64, 64, 2, 64, 2)
 BLACKWELL = Blackwell(64, 64)
 ONE_PASS = Config(64, 64, 128, turns=True, folded=True)
 TWO_PASSES = SplitConfig(96, 96)
+STORED = SplitConfig(64, 64, stored=True)
 OVERLAPPING = (
     *("notes", "counters", "out", "lse", "dk", "dv", "o_desc", "o_wide", "v_t", "statistics", "delta", "accumulator", "dq"),
     *("dk_wide", "dv_wide", "dq_wide", "dk_narrow", "dv_narrow", "dq_narrow"),
@@ -87,7 +88,7 @@ def test_fp8_forward(lie: Lie):
         check_forward(want, out, lse, tolerance=0.1)
 
 
-@pytest.mark.parametrize("config", [ONE_PASS, TWO_PASSES], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("config", [ONE_PASS, TWO_PASSES, STORED], ids=["one pass", "two passes", "stored"])
 @pytest.mark.parametrize("lie", lying())
 def test_hopper_backward(lie: Lie, config):
     t, problem, operands = inputs(lie, (64, 64), (2, 1), mask=strobe.Causal())
