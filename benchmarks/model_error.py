@@ -113,8 +113,7 @@ def simulated_cycles(config: backward_config.Config, tiles: int) -> float:
     from strobe.kernels.common.call import Tensors
     from strobe.kernels.sm90 import backward, backward_launch
     from strobe.sim import simulate
-    from strobe.sim.attention import backward_launch as launch_of
-    from strobe.sim.attention import unwritten
+    from strobe.sim.attention import backward_launches, unwritten
 
     keys, rows = backward_config.KEYS, tiles * config.tile_q
     problem = backward_problem(1, rows, keys, 1)
@@ -127,7 +126,8 @@ def simulated_cycles(config: backward_config.Config, tiles: int) -> float:
     tensors = Tensors(q=q, k=k, v=v, out=out, lse=lse, dout=dout, **made)
     prepare = backward_launch.prepare_call(problem, tensors, config)
     prepared = simulate(prepare.kernel, prepare.grid, **prepare.keywords)
-    return launch_of(backward, problem, tensors, config).simulate("timed", after=prepared).cycles
+    [launch] = backward_launches(backward, problem, tensors, config)
+    return launch.simulate("timed", after=prepared).cycles
 
 
 # ---- both

@@ -80,6 +80,10 @@ def hopper_backward() -> None:
     q, k, v = problem(128, 200, 300)
     q.data[:, 20] = float("nan")
     strobe.attention(q, k, v, mask=strobe.Window(100, 20), backend="sm90").sum().backward()
+    for dims in ((64, 64), (96, 96), (192, 128), (256, 256)):  # dS stored
+        for mask in MASKS:
+            q, k, v = problem(dims[0], 200, 300, dims[1])
+            strobe.attention(q, k, v, mask=mask, deterministic=True, backend="sm90").sum().backward()
     # What changes scores, what is compared pair by pair, what is dropped; a bias's gradient, of every pair and added up.
     for deterministic in (False, True):
         for bias in (torch.randn(2, 4, 200, 300, device="cuda"), torch.randn(1, 4, 1, 300, device="cuda")):

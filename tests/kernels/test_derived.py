@@ -17,6 +17,7 @@ CONFIGS = [
     (config.Config(64, 64, 2, 128, 4), "tile_q"),
     (backward_config.Config(96, 96, 64, turns=True), "k_stages"),
     (backward_config.SplitConfig(256, 256), "v_stages"),
+    (backward_config.DqConfig(256, 256), "stages"),
     (sm80_config.Config(96, 96, 64, 64, 4), "leaves_by_q"),
     (sm100_config.Config(128, 128), "ctas"),
 ]

@@ -10,6 +10,7 @@ import strobe
 from strobe.call import prepared_calls
 from strobe.call.dispatch import explain_problem
 from strobe.device import KNOWN
+from strobe.kernels.sm90 import backward_launch
 from strobe.problem import AttentionProblem, Dense
 
 pytestmark = pytest.mark.gpu
@@ -77,6 +78,34 @@ def test_deterministic(dims, mask):
     for _ in range(10):
         again = run(t, None)
         assert all(torch.equal(getattr(first, name), getattr(again, name)) for name in ("dq", "dk", "dv"))
+
+
+DETERMINISTIC_CASES = [
+    *(
+        Case(n_q, n_kv, batch=3, heads_q=4, heads_kv=2, head_dim=dims[0], head_dim_v=dims[1], mask=mask)
+        for dims in (*DIMS, (64, 256))
+        for mask in ("full", "causal", "window", "prefix")
+        for n_q, n_kv in ((333, 777), (777, 333))
+    ),
+    *(
+        Case(700, 900, batch=7, heads_q=4, head_dim=dims[0], head_dim_v=dims[1], mask=mask, packed=True)
+        for dims in DIMS
+        for mask in ("full", "causal", "window")
+    ),
+    *TAKEN,
+    *(replace(case, head_dim=256) for case in TAKEN if case.head_dim_v is None and not case.function),
+]
+
+
+@pytest.mark.parametrize("at_once", [1, None], ids=["turns", "at once"])
+@pytest.mark.parametrize("case", DETERMINISTIC_CASES, ids=str)
+def test_deterministic_against_reference(case, at_once, monkeypatch):
+    """dS is stored, where it can be; turns: of one key head at a time."""
+    t = tensors(case, torch.bfloat16, "cuda")
+    if at_once:
+        monkeypatch.setattr(backward_launch, "stored_heads", lambda problem: at_once)
+    with without_plans():
+        check(run(replace(t, keywords={**t.keywords, "deterministic": True}), "sm90"), t)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

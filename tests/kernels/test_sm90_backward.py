@@ -249,6 +249,41 @@ def test_the_two_passes(triton):
                 assert roles[role]["MUFU.EX2"] == 32, name
 
 
+STORED = """
+import dataclasses, json, sys, torch
+from dataclasses import replace
+from strobe.kernels.sm90.backward_config import DqConfig, choose
+from strobe.lab.binary.offline import audit_sm90_backward, problem_of
+from strobe.masks import Causal, Full
+audits = []
+for *head_dims, mask in (256, 256, Full()), (256, 256, Causal()), (64, 64, Full()), (128, 128, Causal()), (192, 128, Causal()):
+    problem = replace(problem_of(head_dims, mask, torch.bfloat16), phase="backward", deterministic=True)
+    config = choose(problem)
+    smem_bytes = [buffers.smem_bytes() for buffers in (config, DqConfig(*head_dims))]
+    for audit, bytes_ in zip(audit_sm90_backward(head_dims, mask, config=config), smem_bytes, strict=True):
+        audits.append((dataclasses.asdict(audit), bytes_, *head_dims))
+print(json.dumps(audits))
+"""
+
+
+@pytest.mark.parametrize("triton", TRITONS)
+def test_where_ds_is_stored(triton):
+    """It leaves by the TMA, once a tile of each role that makes it, with one fence; and dQ is one product for each block."""
+    for audit, smem_bytes, head_dim, _head_dim_v in json.loads(run_compiler(STORED, triton)):
+        name, roles, loops = audit["name"], audit["roles"], audit["main_loops"]
+        assert not audit["warnings"], name
+        assert 0 <= audit["smem_bytes"] - smem_bytes <= 640, name
+        assert audit["spill_bytes"] <= (440 if head_dim == 192 else 300 if head_dim < 192 and triton == TRITONS[1] else 0), name
+        assert not any("UTMAREDG" in counts for counts in roles.values()), name
+        if name.endswith("dQ"):
+            chunks = 2 if head_dim == 192 else 1
+            for role in ("dq 0", "dq 1"):
+                assert loops[role]["HGMMA"] == 4 * chunks and roles[role]["HGMMA"] == 4 * chunks, name
+        else:
+            for role in ("dk",) if head_dim == 256 else ("consumer 0", "consumer 1"):
+                assert loops[role]["UTMASTG"] == loops[role]["MEMBAR"] == 1, name
+
+
 COUNT = """
 import torch
 from strobe.device import KNOWN
@@ -392,6 +427,8 @@ with pretend_gpu(90):
         check(256, False, mask=mask, score=changed, seqused_q=used),
         check(64, dropout_p=0.3),
         check(128, mask=mask, score=changed, learned=("bias", "sinks")),
+        check(128, deterministic=True),
+        check(256, mask=strobe.Causal()),
     ]))
 """
 
@@ -400,6 +437,7 @@ with pretend_gpu(90):
 def test_a_plan_launches_with_the_tensors_of_its_call(triton):
     """Whatever tensors there are, those of a later call reach the kernels where Triton would put them, one given twice too."""
     one_pass, two_passes = ["prepare", "backward_kernel", "convert"], ["prepare", "keys_kernel", "rows_kernel"]
+    stored, two_stored = ["prepare", "backward_kernel", "dq_kernel"], ["prepare", "keys_kernel", "dq_kernel"]
     assert json.loads(run_compiler(PLANS, triton)) == [
         one_pass,
         [*one_pass, "redo_noted"],
@@ -407,6 +445,8 @@ def test_a_plan_launches_with_the_tensors_of_its_call(triton):
         ["spans_kernel", "spans_kernel", *two_passes, "redo_noted"],
         one_pass,
         ["spans_kernel", *one_pass, "redo_noted"],
+        stored,
+        [*two_stored, "redo_noted"],
     ]
 
 
@@ -459,6 +499,28 @@ def test_what_takes_registers_gets_smaller_tiles(changes):
     assert (plain.tile_q, changed.tile_q) == (128, 64)
     config = backend.config(problem(**changes), KNOWN["H200"])
     assert not config.turns and not config.folded
+
+
+@pytest.mark.parametrize("changes, stored", [
+    ({}, False),
+    ({"deterministic": True}, True),
+    ({"deterministic": True, "score": strobe.Score(bias=torch.zeros(1, 1, 512, 512)), "learned": ("bias",)}, True),
+    ({"deterministic": True, "mask": strobe.Document(torch.zeros(2, 512, dtype=torch.int32))}, False),
+    ({"deterministic": True, "lengths": Dense(1, 32768, 32768)}, False),
+    ({"deterministic": True, "lengths": Dense(1, 32768, 32768), "mask": strobe.Window(1000, 0)}, True),
+    ({"deterministic": True, "lengths": Dense(9, 16384, 16384)}, True),
+    ({"deterministic": True, "lengths": Varlen(9, 9000, 9000, 1000, 1000)}, True),
+    ({"deterministic": True, "lengths": Varlen(99, 20000, 20000, 8000, 8000)}, False),
+    ({"head_dim": 256}, True),
+    ({"head_dim": 256, "score": strobe.Score(bias=torch.zeros(1, 1, 512, 512)), "learned": ("bias",)}, False),
+])  # fmt: skip
+def test_where_ds_may_be_stored(changes, stored):
+    """Head dim 256, and what must be deterministic, if there is memory for a head, or few turns of packed sequences."""
+    given = problem(**changes)
+    config = choose(given)
+    assert config.stored == stored
+    assert isinstance(config, Config) == (given.head_dim <= 192 and (stored or not given.deterministic))
+    assert ("stores dS" in backend.origin(given, KNOWN["H200"])) == stored
 
 
 def test_an_lse_by_the_scale_must_be_a_number():

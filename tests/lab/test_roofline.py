@@ -101,6 +101,15 @@ def test_the_two_passes_operands_by_hand():
     assert keys.flops == 4 * 2 * 64 * 64 * 256 and rows.flops == 3 * 2 * 128 * 64 * 256, "seven products, not five"
 
 
+def test_a_stored_ds_is_an_operand_by_hand():
+    # dS, 64 x 64, and K, 64 x 256, of two groups; five products in all.
+    keys, rows = of_config(SplitConfig(256, 256, stored=True))
+    assert rows.operand_bytes == 2 * (64 * 64 + 64 * 256) * 2
+    assert 2 * keys.flops + rows.flops == 5 * 2 * 128 * 64 * 256
+    keys, rows = of_config(BackwardConfig(64, 64, 128, turns=True, stored=True))
+    assert keys.flops + rows.flops * 2 == 5 * 2 * 128 * 128 * 64
+
+
 OPERANDS = """
 import json, sys
 from strobe.lab.binary.audit import reports_of

@@ -11,12 +11,11 @@ import torch
 from problems import Results, Tensors, check, describe, formula, upstream
 
 from strobe.kernels.common.call import Tensors as CallTensors
-from strobe.kernels.sm90 import backward, backward_launch, backward_split, tile_list
+from strobe.kernels.sm90 import backward, backward_dq, backward_launch, backward_split, tile_list
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.problem import Gradients, Upstream, summed_bias
 from strobe.sim import simulate
-from strobe.sim.attention import backward_launch as kernel_launch
-from strobe.sim.attention import spans_of, split_backward_launches, unfilled_gradients, unwritten
+from strobe.sim.attention import backward_launches, spans_of, unfilled_gradients, unwritten
 from strobe.sim.machine import Report
 
 
@@ -29,11 +28,18 @@ class Left(NamedTuple):
 
 
 class Backward:
-    """The launches of a backward, for the inputs t. ctas: how many share the blocks. kernels: the module of the main
-    kernel."""
+    """The launches of a backward, for the inputs t. ctas: how many share the blocks of one pass. kernels: the module of the
+    main kernels; dq_kernels: of the one that computes dQ where dS is stored."""
 
-    def __init__(self, t: Tensors, config: Config | SplitConfig, ctas: int = 1, kernels: ModuleType = backward):
-        self.t, self.config, self.ctas, self.kernels = t, config, ctas, kernels
+    def __init__(
+        self,
+        t: Tensors,
+        config: Config | SplitConfig,
+        ctas: int = 1,
+        kernels: ModuleType = backward,
+        dq_kernels: ModuleType = backward_dq,
+    ):
+        self.t, self.config, self.ctas, self.kernels, self.dq_kernels = t, config, ctas, kernels, dq_kernels
         problem, self.operands = describe(t, "backward")
         self.problem = replace(problem, learned=("bias",) if problem.score.bias is not None else ())
         exact = formula(t)
@@ -50,12 +56,16 @@ class Backward:
         return report
 
     def simulate(self, order: str, seed: int) -> Left:
+        """The report is of the first main kernel."""
         tensors = self._tensors()
-        launch = kernel_launch(self.kernels, self.problem, tensors, self.config, self.ctas)
-        report = launch.simulate(order, seed, after=self._prepared(tensors))
-        call = backward_launch.convert_call(self.problem, tensors, self.config)
-        simulate(call.kernel, call.grid, after=report, **call.keywords)
-        return Left(_gradients(tensors), tensors, report)
+        launches = backward_launches(self.kernels, self.problem, tensors, self.config, self.ctas, self.dq_kernels)
+        reports = [self._prepared(tensors)]
+        for launch in launches:
+            reports.append(launch.simulate(order, seed, after=reports[-1]))
+        if tensors.accumulator is not None:
+            call = backward_launch.convert_call(self.problem, tensors, self.config)
+            simulate(call.kernel, call.grid, after=reports[-1], **call.keywords)
+        return Left(_gradients(tensors), tensors, reports[1])
 
     def _prepared(self, tensors: CallTensors) -> Report:
         """Report of the launch that prepares, behind the one that lists the tiles of packed sequences."""
@@ -85,15 +95,7 @@ def _gradients(tensors: CallTensors) -> Gradients:
 
 
 class SplitBackward(Backward):
-    """The launches of a backward in two passes. kernels: the module of its two main kernels."""
+    """The launches of a backward in two passes."""
 
-    def __init__(self, t: Tensors, config: SplitConfig, kernels: ModuleType = backward_split):
-        super().__init__(t, config, kernels=kernels)
-
-    def simulate(self, order: str, seed: int) -> Left:
-        """The report is of the keys pass."""
-        tensors = self._tensors()
-        keys, rows = split_backward_launches(self.kernels, self.problem, tensors, self.config)
-        report = keys.simulate(order, seed, after=self._prepared(tensors))
-        rows.simulate(order, seed, after=report)
-        return Left(_gradients(tensors), tensors, report)
+    def __init__(self, t: Tensors, config: SplitConfig, kernels: ModuleType = backward_split, **more):
+        super().__init__(t, config, kernels=kernels, **more)

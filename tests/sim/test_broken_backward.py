@@ -41,7 +41,7 @@ NUMBER_FULL = "    mbarrier.arrive(memory.number_full.index(slot), count=1)\n"
 NUMBER_FULL_WAIT = "    mbarrier.wait(memory.number_full.index(slot), (turn // SLOTS) & 1)\n"
 NUMBER_READ = "    number = gl.max(memory.number.index(slot).load(scalar_layout(4)), 0)\n"
 NUMBER_EMPTY = "    mbarrier.arrive(memory.number_empty.index(slot), count=1)\n"
-NEXT_NUMBER = "gl.atomic_add(K.counters, 1) + gl.num_programs(0)"
+NEXT_NUMBER = "gl.atomic_add(K.counters, 1) + K.first + gl.num_programs(0)"
 K_EMPTY_WAIT = "                mbarrier.wait(K.memory.k.empty.index(0), (block & 1) ^ 1)\n"
 V_EMPTY_WAIT = "        mbarrier.wait(K.memory.v.empty.index(half), (block & 1) ^ 1)\n"
 TILE_EMPTY_WAIT = "    mbarrier.wait(K.memory.empty.index(stage), phase_of(g) ^ 1)\n"
@@ -55,20 +55,20 @@ V_WAIT = "    mbarrier.wait(K.memory.v.full.index(w), block & 1)\n"
 FIRST_PRODUCTS = "    s = start_products_held(half_of(K.memory.k.part(at_k), w), held_k, q)\n    s = subtract("
 TILE_WAIT = "    mbarrier.wait(K.memory.full.index(stage), phase_of(g))\n" + FIRST_PRODUCTS
 DP_READY = "    dp, p = warpgroup_mma_wait(0,"
-DS_WAIT = "    await_ds(w, stage ^ 1, g > first)\n    dq = start_dq("
+DS_WAIT = "        await_ds(w, stage ^ 1, g > first)\n        dq = start_dq("
 LAST_DS_WAIT = "    await_ds(w, stage_of(g), True)\n"
-DS_STORE = "    memory.ds.index(parity).slice(w * HALF, HALF).store(ds)\n"
+DS_STORE = "        K.memory.ds.index(parity).slice(w * HALF, HALF).store(ds)\n"
 DS_FENCE = DS_STORE + "    fence_async_shared()\n"
-DQ_READY = "    dq = warpgroup_mma_wait(K.C.products_v + K.C.products, deps=[dq])\n"
+DQ_READY = "        dq = warpgroup_mma_wait(K.C.products_v + K.C.products, deps=[dq])\n"
 ANNOUNCEMENT = "    announce(DS_READY + 2 * (1 - w) + parity)\n"
-DS_ANNOUNCED = "    announce_ds(w, stage)\n"
+DS_ANNOUNCED = "        announce_ds(w, stage)\n"
 DQ_LEFT = "    tma_store_wait(0)  # what was in memory.dq has left\n"
 LAST_DQ_READY = "    dq = warpgroup_mma_wait(0, deps=[dq])\n"
 LAST_DQ_LEFT = "    tma_store_wait(0)\n    partition_barrier()\n    give_dq"
 LAST_DQ = "            give_last_dq(w, K, g - 1, (block - 1) & 1, place)\n"
 SERIAL_S_READY = "    s = warpgroup_mma_wait(0, deps=[s])\n"
 SERIAL_MASK = "    p = gl.exp2(x)\n    if (tile < "
-GIVEN = "    if g > first:\n        give_dq(w, K, g - 1, fixed, stage ^ 1, place)\n"
+GIVEN = "        if g > first:\n            give_dq(w, K, g - 1, fixed, stage ^ 1, place)\n"
 THIRD_LEFT = "            tma_store_wait(0)\n            partition_barrier()\n            add_to_dq(w, third"
 PRODUCTS_READY = "    dv = finished(dv, 0)\n    dk = finished(dk, 0)\n"
 TILE_RELEASE = "        mbarrier.arrive(K.memory.empty.index(stage_of(g)), count=1)\n"
@@ -116,7 +116,7 @@ BUGS = [
     tiles("a block is not waited for", NUMBER_FULL_WAIT, "", TOO_EARLY),
     tiles("nobody says that a block was read", NUMBER_EMPTY, "", (Deadlock,), says=("number_empty",)),
     moved(TILES, "a block is given back before it is read", NUMBER_READ, NUMBER_EMPTY, (Race,), case=PACKED),
-    kernel("the first blocks are taken twice", NEXT_NUMBER, "gl.atomic_add(K.counters, 1)", (DoubleWrite,)),
+    kernel("the first blocks are taken twice", NEXT_NUMBER, "gl.atomic_add(K.counters, 1) + K.first", (DoubleWrite,)),
     kernel(
         "one block of each head is not listed",
         "gl.load(listed) * heads_kv",
@@ -198,18 +198,20 @@ BUGS = [
     kernel("dK is not waited for", PRODUCTS_READY, "    dv = finished(dv, K.C.products)\n", (Unfinished, Race)),
     kernel(
         "leftovers are added to dQ",
-        "    if g > first:\n        add_to_dq",
-        "    if g >= first:\n        add_to_dq",
+        "        if g > first:\n            add_to_dq",
+        "        if g >= first:\n            add_to_dq",
         LOST,
     ),
     # dS.
-    kernel("the other half of dS is not waited for", DS_WAIT, "    dq = start_dq(", WRONG_PHASE),
+    kernel("the other half of dS is not waited for", DS_WAIT, "        dq = start_dq(", WRONG_PHASE),
     kernel("the first tile waits for a dS", DS_WAIT, DS_WAIT.replace("g > first", "True"), (Deadlock,)),
     kernel("the other dS is waited for", DS_WAIT, DS_WAIT.replace("stage ^ 1", "stage"), WRONG_PHASE),
     kernel("the last dS is not waited for", LAST_DS_WAIT, "", WRONG_PHASE),
     kernel("the last dQ is forgotten", LAST_DQ, "            pass\n", (BarrierMisuse, AssertionError)),
     kernel("nobody says that its dS is there", ANNOUNCEMENT, "    pass\n", (Deadlock,), says=("named barrier",)),
-    kernel("dS is announced before it is written", DS_STORE, ANNOUNCEMENT + DS_STORE, (Race, MissingFence, *WRONG_PHASE)),
+    kernel(
+        "dS is announced before it is written", DS_STORE, "    " + ANNOUNCEMENT + DS_STORE, (Race, MissingFence, *WRONG_PHASE)
+    ),
     kernel("dS is announced before the other one is read", DQ_READY + DS_ANNOUNCED, DS_ANNOUNCED + DQ_READY, (Race,)),
     kernel("a group announces its dS to itself", ANNOUNCEMENT, ANNOUNCEMENT.replace("(1 - w)", "w"), WRONG_PHASE),
     kernel("one buffer of dS", DS_STORE, DS_STORE.replace("parity", "0 * parity"), (Race, Uninitialised, MissingFence)),
@@ -265,8 +267,8 @@ SERIAL_BUGS = [
     kernel("dS is used before dP is done", "    dp = warpgroup_mma_wait(0, deps=[dp])\n", "", (Unfinished,), **SERIAL),
     kernel(
         "the other half of dS is not waited for, serially",
-        "    await_ds(w, stage ^ 1, g > first)\n    put_ds",
-        "    put_ds",
+        "        await_ds(w, stage ^ 1, g > first)\n    put_ds",
+        "        pass\n    put_ds",
         WRONG_PHASE,
         **SERIAL,
     ),

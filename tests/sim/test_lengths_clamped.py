@@ -23,8 +23,7 @@ from strobe.kernels.sm100 import forward as sm100_forward
 from strobe.kernels.sm100.config import Config as Blackwell
 from strobe.problem import Upstream
 from strobe.sim import simulate
-from strobe.sim.attention import backward_launch as kernel_launch
-from strobe.sim.attention import forward_launch, fp8_launches, split_backward_launches, unfilled_gradients, unwritten
+from strobe.sim.attention import backward_launches, forward_launch, fp8_launches, unfilled_gradients, unwritten
 
 AMPERE = Ampere(64, 64, 64, 32, 4, 2)
 AMPERE_BACKWARD = AmpereBackward(64, 64, 64, 64, 4)
@@ -32,6 +31,7 @@ HOPPER = Hopper(64, 64, 2, 64, 2)
 BLACKWELL = Blackwell(64, 64)
 ONE_PASS = Config(64, 64, 128, turns=True, folded=True)
 TWO_PASSES = SplitConfig(96, 96)
+STORED = SplitConfig(64, 64, stored=True)
 OVERLAPPING = (
     *("notes", "counters", "out", "lse", "dk", "dv", "o_desc", "o_wide", "v_t", "statistics", "delta", "accumulator", "dq"),
     *("dk_wide", "dv_wide", "dq_wide", "dk_narrow", "dv_narrow", "dq_narrow"),
@@ -89,7 +89,7 @@ def test_fp8_forward(lie: Lie):
         check_forward(want, out, lse, tolerance=0.1)
 
 
-@pytest.mark.parametrize("config", [ONE_PASS, TWO_PASSES], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("config", [ONE_PASS, TWO_PASSES, STORED], ids=["one pass", "two passes", "stored"])
 @pytest.mark.parametrize("lie", lying())
 def test_hopper_backward(lie: Lie, config):
     t, problem, operands = inputs(lie, (64, 64), (2, 1), mask=strobe.Causal())
@@ -109,11 +109,8 @@ def test_hopper_backward(lie: Lie, config):
             x.zero_()  # as before a call
     prepare = backward_launch.prepare_call(problem, tensors, config)
     report = simulate(prepare.kernel, prepare.grid, rewritable=OVERLAPPING, after=report, **prepare.keywords)
-    if config is TWO_PASSES:
-        launches = split_backward_launches(backward_split, problem, tensors, config)
-    else:
-        launches = [kernel_launch(backward, problem, tensors, config, ctas=2)]
-    for launch in launches:
+    kernels = backward if isinstance(config, Config) else backward_split
+    for launch in backward_launches(kernels, problem, tensors, config, ctas=2):
         report = replace(launch, rewritable=OVERLAPPING).simulate("random", 1, after=report)
     if config is ONE_PASS:
         convert = backward_launch.convert_call(problem, tensors, config)

@@ -201,8 +201,10 @@ class Prepared:
         self._places: Memo[int, _Place] = Memo(64, self._place)
         before = operands if upstream is None else (*operands[:3], *upstream, *operands[3:])  # as addresses come
         tensors = [x for x in (*before, *made.values(), *shared.values(), *space.values()) if x is not None]
-        with ThreadPoolExecutor(len(calls)) as pool:  # so a first call waits for the longest compilation alone
-            self._launches = prepare(list(pool.map(self._compiled, calls)), tensors)
+        one_each = {id(call.kernel): call for call in calls}.values()
+        with ThreadPoolExecutor(len(one_each)) as pool:  # so a first call waits for the longest compilation alone
+            list(pool.map(self._compiled, one_each))
+        self._launches = prepare([self._compiled(call) for call in calls], tensors)
 
     def forward(
         self, stream: int, wants_lse: bool, addresses: tuple[int, ...], tensors: tuple[torch.Tensor | None, ...]

@@ -19,10 +19,10 @@ from strobe.kernels.gluon import gl
 from strobe.kernels.sm80 import config as sm80_config
 from strobe.kernels.sm80 import forward as sm80_forward
 from strobe.kernels.sm80 import launch as sm80_launch
+from strobe.kernels.sm90 import backward_dq, fp8_launch, short, short_config, short_launch
 from strobe.kernels.sm90 import backward_launch as sm90_backward_launch
 from strobe.kernels.sm90 import config as sm90_config
 from strobe.kernels.sm90 import forward as sm90_forward
-from strobe.kernels.sm90 import fp8_launch, short, short_config, short_launch
 from strobe.kernels.sm90 import launch as sm90_launch
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.kernels.sm100 import config as sm100_config
@@ -211,23 +211,24 @@ def fp8_launches(
     return *launches, tensors.out, tensors.lse
 
 
-def backward_launch(kernels: ModuleType, problem: AttentionProblem, tensors: Tensors, config: Config, ctas: int = 1) -> Launch:
-    """The launch of a module's `backward_kernel`, on tensors that `sm90.backward_pre_post.prepare` has filled. dQ it adds to
-    the accumulator, from where `convert` fetches it."""
-    call = sm90_backward_launch.one_pass_call(problem, tensors, _ARCHS[90], config)
-    return Launch(kernels.backward_kernel, (min(ctas, *call.grid),), call.arguments, call.keywords, 90, ("notes", "counters"))
-
-
-def split_backward_launches(
-    kernels: ModuleType, problem: AttentionProblem, tensors: Tensors, config: SplitConfig
-) -> tuple[Launch, Launch]:
-    """The launches of a module's `keys_kernel` and `rows_kernel`, on tensors that `prepare` has filled."""
-    keys = sm90_backward_launch.keys_call(problem, tensors, config)
-    rows = sm90_backward_launch.rows_call(problem, tensors, config)
-    return (
-        Launch(kernels.keys_kernel, keys.grid, keys.arguments, keys.keywords, 90, ("notes",)),
-        Launch(kernels.rows_kernel, rows.grid, rows.arguments, rows.keywords, 90, ("notes",)),
-    )
+def backward_launches(
+    kernels: ModuleType,
+    problem: AttentionProblem,
+    tensors: Tensors,
+    config: Config | SplitConfig,
+    ctas: int = 1,
+    dq_kernels: ModuleType = backward_dq,
+) -> list[Launch]:
+    """The launches over tiles of scores, of a module's kernels and, where dS is stored, of `dq_kernels`, on tensors that
+    `sm90.backward_pre_post.prepare` has filled. dQ of one pass is added to the accumulator, from where `convert` fetches it.
+    ctas: how many share the blocks of one pass."""
+    launches = []
+    for call in sm90_backward_launch.main_calls(problem, tensors, _ARCHS[90], config):
+        name = call.kernel.__name__
+        kernel = getattr(dq_kernels if name == "dq_kernel" else kernels, name)
+        grid = (min(ctas, *call.grid),) if name == "backward_kernel" else call.grid
+        launches.append(Launch(kernel, grid, call.arguments, call.keywords, 90, ("notes", "counters")))
+    return launches
 
 
 def unfilled_gradients(problem: AttentionProblem) -> dict[str, torch.Tensor]:

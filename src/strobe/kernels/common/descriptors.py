@@ -26,8 +26,10 @@ def coordinates(descriptor, start, n, batch, head, row, column):
 
 @gluon.jit
 def one_or_two(first, second):
-    """The descriptors of all chunks."""
-    if second is None:
+    """The descriptors of all chunks, none where the first is None."""
+    if first is None:
+        return ()
+    elif second is None:
         return (first,)
     else:
         return (first, second)

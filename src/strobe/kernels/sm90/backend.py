@@ -10,6 +10,7 @@ from strobe.kernels.common.call import Buffers, Call, Tensors
 from strobe.kernels.common.refusals import gluon_refuses
 from strobe.kernels.sm90.backward_config import SplitConfig
 from strobe.kernels.sm90.backward_config import choose as choose_backward
+from strobe.kernels.sm90.backward_config import origin as origin_of_backward
 from strobe.kernels.sm90.config import Config, choose
 from strobe.kernels.sm90.config import origin as origin_of_choice
 from strobe.kernels.sm90.short_config import choose as choose_short
@@ -66,7 +67,7 @@ def long_config(problem: AttentionProblem) -> Config:
 def origin(problem: AttentionProblem, arch: Arch) -> str:
     """Where the config comes from, in words."""
     if problem.phase == "backward":
-        return "measured, for each head dim"
+        return origin_of_backward(problem)
     return "all keys are one block" if takes_short(problem) else origin_of_choice(problem)
 
 

@@ -82,6 +82,7 @@ from strobe.kernels.gluon import (
     mbarrier,
     partition_barrier,
     tma_load,
+    tma_store,
     tma_store_wait,
     warpgroup_mma_wait,
 )
@@ -110,7 +111,9 @@ from strobe.kernels.sm90.backward_tiles import (
     KEYS,
     SLOTS,
     STAGES,
+    STORED_NUMBERS,
     KeyHeads,
+    StoredTiles,
     fetch,
     phase_of,
     publish,
@@ -166,7 +169,6 @@ class Memory:
 @gluon.jit
 def make_memory(dtype: gl.constexpr, C: gl.constexpr):
     """The caller fences."""
-    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, C.tile_q], dtype)
     return Memory(
         gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
         make_barriers(SLOTS, 1),
@@ -179,9 +181,15 @@ def make_memory(dtype: gl.constexpr, C: gl.constexpr):
         make_ones(C),
         make_barriers(STAGES, 3),
         make_barriers(STAGES, 2),
-        gl.allocate_shared_memory(dtype, [2, KEYS, C.tile_q], DS_LAYOUT),
+        make_ds(dtype, 2 * KEYS // C.ds_keys, C.ds_keys, C.tile_q),
         gl.allocate_shared_memory(gl.float32, [2, 16, 256], flat(2)),
     )
+
+
+@gluon.jit
+def make_ds(dtype: gl.constexpr, number: gl.constexpr, keys: gl.constexpr, rows: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([keys, rows], dtype)
+    return gl.allocate_shared_memory(dtype, [number, keys, rows], LAYOUT)
 
 
 @gluon.jit
@@ -206,10 +214,11 @@ def make_ones(C: gl.constexpr):
 
 @aggregate
 class Outputs:
-    """dq, dk, dv: TMA descriptors, of the shares of dQ's accumulator that each group adds, and of chunks. notes: int32, one for
-    64 keys. dbias: see `BiasGradient`. scale: of dK."""
+    """dq, dk, dv: TMA descriptors, of the shares of dQ's accumulator that each group adds, and of chunks. ds: where dS goes, if
+    it is stored. notes: int32, one for 64 keys. dbias: see `BiasGradient`. scale: of dK."""
 
     dq: gl.tuple
+    ds: StoredTiles
     dk: gl.tuple
     dv: gl.tuple
     notes: gl.tensor
@@ -220,13 +229,14 @@ class Outputs:
 @aggregate
 class Kernel:
     """What every role takes. inputs: the descriptors of q, k, v and do, a tuple of chunks each, and that of the statistics.
-    counters: int32, of blocks and of CTAs that have ended. memory: see the table above. listed: the blocks of packed sequences
-    (see `tile_list`), or None. MASKED: whether a tile may have rows that do not see a key. NOTED: whether 64 keys are noted
-    whose gradients are not finite."""
+    counters: int32, of blocks and of CTAs that have ended. first: number of the launch's first block. memory: see the table
+    above. listed: the blocks of packed sequences (see `tile_list`), or None. MASKED: whether a tile may have rows that do not
+    see a key. NOTED: whether 64 keys are noted whose gradients are not finite."""
 
     inputs: gl.tuple
     outputs: Outputs
     counters: gl.tensor
+    first: gl.tensor
     lengths: Lengths
     heads: KeyHeads
     score: Score
@@ -246,7 +256,7 @@ def producer(K):
     block = 0
     first = gl.to_tensor(0)  # the first tile of the block before
     g = gl.to_tensor(0)
-    number = gl.program_id(0)
+    number = K.first + gl.program_id(0)
     while number < K.heads.blocks:
         publish(turn, number, K.memory)
         work = work_of(K, number)
@@ -267,7 +277,7 @@ def producer(K):
             g += count
             block += 1
         turn += 1
-        number = gl.atomic_add(K.counters, 1) + gl.num_programs(0)
+        number = gl.atomic_add(K.counters, 1) + K.first + gl.num_programs(0)
     publish(turn, number, K.memory)
     # The last CTA to end leaves the counters as it found them, for the next launch.
     if gl.atomic_add(K.counters + 1, 1) == gl.num_programs(0) - 1:
@@ -338,7 +348,7 @@ def consumer(w: gl.constexpr, K):
         number = fetch(turn, K.memory)
     if K.C.turns and w == 0:
         meet(TURN)
-    if K.C.k_stages == 2:
+    if K.C.k_stages == 2 and not K.C.stored:
         if g > 0:
             give_last_dq(w, K, g - 1, (block - 1) & 1, place)
     tma_store_wait(0)
@@ -393,7 +403,8 @@ def consume(w: gl.constexpr, K, block, before, place, work):
             head = work.head_kv * work.group + member
     mbarrier.arrive(K.memory.v.empty.index(w), count=1)
     if K.C.k_stages == 1:
-        give_last_dq(w, K, before + count - 1, before >> 30, place)
+        if not K.C.stored:
+            give_last_dq(w, K, before + count - 1, before >> 30, place)
         mbarrier.arrive(K.memory.k.empty.index(0), count=1)
     if K.NOTED:
         note_of_keys(w, K, dv, work)
@@ -435,17 +446,21 @@ def step(w: gl.constexpr, K, g, first, at_k, at_k_before, tile, head, place, hel
 
     if K.C.turns:
         meet(TURN + w)
-    await_ds(w, stage ^ 1, g > first)
-    dq = start_dq(w, K, stage ^ 1, at_k_before)  # before the first tile there is none: of leftovers
+    if not K.C.stored:
+        await_ds(w, stage ^ 1, g > first)
+        dq = start_dq(w, K, stage ^ 1, at_k_before)  # before the first tile there is none: of leftovers
     dv = start_sum(dv, p, do)
-    put_ds(w, stage, ds, K.memory)
+    put_ds(w, stage, ds, K)
     dk = start_sum(dk, ds, q)
     if K.C.turns:
         announce(TURN + 1 - w)
-    dq = warpgroup_mma_wait(K.C.products_v + K.C.products, deps=[dq])
-    announce_ds(w, stage)
-    if g > first:
-        add_to_dq(w, dq, place, K.outputs, K.memory)
+    if K.C.stored:
+        send_ds(w, K, stage, row, head, work)
+    else:
+        dq = warpgroup_mma_wait(K.C.products_v + K.C.products, deps=[dq])
+        announce_ds(w, stage)
+        if g > first:
+            add_to_dq(w, dq, place, K.outputs, K.memory)
     dv = finished(dv, 0)
     dk = finished(dk, 0)
     return dk, dv
@@ -481,14 +496,18 @@ def serial_step(w: gl.constexpr, K, g, first, tile, head, place, dk, dv, work):
     dp = warpgroup_mma_wait(0, deps=[dp])
     ds = gradients_transposed(w, K, widened(p), widened(kept), dp, delta, factor, of_function, row, head, work).to(dtype)
     dv = start_sum(dv, kept, do)
-    await_ds(w, stage ^ 1, g > first)
-    put_ds(w, stage, ds, K.memory)
+    if not K.C.stored:
+        await_ds(w, stage ^ 1, g > first)
+    put_ds(w, stage, ds, K)
     dk = start_sum(dk, ds, q)
+    if K.C.stored:
+        send_ds(w, K, stage, row, head, work)
     dv = finished(dv, K.C.products)
     dk = finished(dk, 0)
-    if g > first:
-        give_dq(w, K, g - 1, fixed, stage ^ 1, place)
-    announce_ds(w, stage)
+    if not K.C.stored:
+        if g > first:
+            give_dq(w, K, g - 1, fixed, stage ^ 1, place)
+        announce_ds(w, stage)
     return dk, dv
 
 
@@ -506,11 +525,23 @@ def announce_ds(w: gl.constexpr, parity):
 
 
 @gluon.jit
-def put_ds(w: gl.constexpr, parity, ds, memory):
-    tma_store_wait(0)  # what was in memory.dq has left
-    partition_barrier()
-    memory.ds.index(parity).slice(w * HALF, HALF).store(ds)
+def put_ds(w: gl.constexpr, parity, ds, K):
+    if K.C.stored:
+        K.memory.ds.index(2 * w + parity).store(ds)  # `send_ds` of the tile before has found it empty
+    else:
+        tma_store_wait(0)  # what was in memory.dq has left
+        partition_barrier()
+        K.memory.ds.index(parity).slice(w * HALF, HALF).store(ds)
     fence_async_shared()
+
+
+@gluon.jit
+def send_ds(w: gl.constexpr, K, parity, row, head, work):
+    """Start the copy of this group's dS to global memory. What was in its other place has left."""
+    tma_store_wait(0)
+    partition_barrier()
+    place = K.outputs.ds.place(work.batch * K.heads.heads + head, work.first + w * HALF, row, work, K.lengths)
+    tma_store(K.outputs.ds.descriptor[0], place, K.memory.ds.index(2 * w + parity))
 
 
 @gluon.jit
@@ -544,7 +575,7 @@ NUMBERS = (
     *("heads", "heads_kv", "at_once", "rest", "all_heads", "blocks", "padded", "n_q", "n_kv", "left", "right", "prefix"),
     *SCORE_NUMBERS,
     *("dbias_batch", "dbias_head", "dbias_row", "dbias_key"),
-    *("total_q", "total_kv"),
+    *("total_q", "total_kv", "first", *STORED_NUMBERS),
 )
 """Arguments that no kernel is specialised for: other lengths, bounds and strides do not recompile."""
 
@@ -552,7 +583,8 @@ NUMBERS = (
 @gluon.jit(do_not_specialize=NUMBERS)
 def backward_kernel(
     q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, do_wide, do_narrow, statistics_desc, dq_wide, dq_narrow,
-    dk_wide, dk_narrow, dv_wide, dv_narrow, notes, counters, listed, cu_q, cu_kv, used_q, used_kv,
+    dk_wide, dk_narrow, dv_wide, dv_narrow, ds, stored_heads, stored_pairs, notes, first, counters, listed,
+    cu_q, cu_kv, used_q, used_kv,
     heads, heads_kv, at_once, rest, all_heads, blocks, padded, n_q, n_kv, left, right, prefix,
     terms, threshold, slope_batch, slope_head, bias_batch, bias_head, bias_row, bias_key,
     document_q_batch, document_q_row, document_kv_batch, sink_stride, document_kv_row, spans,
@@ -566,7 +598,8 @@ def backward_kernel(
     take_turn()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow),
               one_or_two(do_wide, do_narrow), statistics_desc)  # fmt: skip
-    outputs = Outputs(one_or_two(dq_wide, dq_narrow), one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes,
+    outputs = Outputs(one_or_two(dq_wide, dq_narrow), StoredTiles(one_or_two(ds, None), stored_heads, stored_pairs),
+                      one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes,
                       BiasGradient(dbias, dbias_batch, dbias_head, dbias_row, dbias_key), scale)  # fmt: skip
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans, total_q, total_kv)
     if listed is not None:
@@ -574,5 +607,5 @@ def backward_kernel(
     heads = KeyHeads(heads, heads_kv, at_once, rest, all_heads, blocks, padded)
     score = score_of(terms, (slope_batch, slope_head), (bias_batch, bias_head, bias_row, bias_key), sink_stride,
                      (document_q_batch, document_q_row, document_kv_batch, document_kv_row), threshold)  # fmt: skip
-    K = Kernel(inputs, outputs, counters, lengths, heads, score, memory, listed, MASKED, NOTED, C)
+    K = Kernel(inputs, outputs, counters, first, lengths, heads, score, memory, listed, MASKED, NOTED, C)
     gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (producer, (K,))], [4, 1], [240, 24])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from strobe.kernels.memory_map import Buffer, total_bytes
 from strobe.kernels.sm90.config import Chunks, padded
-from strobe.problem import AttentionProblem
+from strobe.problem import AttentionProblem, Varlen
 
 KEYS = 128
 """Keys of a block: 64 for each of two groups."""
@@ -36,13 +36,17 @@ PARTIAL_COLUMNS = 32
 SPLIT_TILE = 64
 """Rows, and keys, of a tile of the split backward."""
 
+MOST_STORED = 2**30
+"""Bytes of dS that are in memory at a time, at most: heads take turns."""
+
 
 @dataclass(frozen=True)
 class Config(Chunks):
     """The backward in one pass (`backward`), for head dims up to 192, of v up to 128, and 160 of both. tile_q: query rows a
     tile. turns: whether the groups take turns at issuing products. held_k, held_v: columns of K and V, the first ones, that a
     group has in registers, too: whole chunks, or of K 64 columns of one of 128. folded: whether the products of S and dP
-    subtract the statistics, too (see `backward_pre_post`); head dims up to 128, scores that nothing changes."""
+    subtract the statistics, too (see `backward_pre_post`); head dims up to 128, scores that nothing changes. stored: whether dS
+    is stored, and dQ is a product of its own (`backward_dq`)."""
 
     tile_q: int
     turns: bool
@@ -50,6 +54,7 @@ class Config(Chunks):
     held_v: int = 0
     folded: bool = False
     ascending: bool = False
+    stored: bool = False
 
     @property
     def k_stages(self) -> int:
@@ -58,6 +63,11 @@ class Config(Chunks):
         1321 / 1292, 4k 4120 / 4195, causal 2265 / 2199, window of 1024 1301 / 1279, 16k causal 7730 / 7568; 96, 1k causal
         886 / 853, 4k full 4009 / 3924, causal 2231 / 2206, window 1287 / 1254."""
         return 2 if max(self.head_dim, self.head_dim_v) <= 96 else 1
+
+    @property
+    def ds_keys(self) -> int:
+        """Keys of a place of dS: of both groups, or, where each group's leaves, of one."""
+        return SPLIT_TILE if self.stored else KEYS
 
     @property
     def share_columns(self) -> tuple[int, ...]:
@@ -104,7 +114,10 @@ class Config(Chunks):
 
 @dataclass(frozen=True)
 class SplitConfig(Chunks):
-    """The backward in two passes (`backward_split`). v_stages: blocks in the ring of V in the rows pass."""
+    """The backward in two passes (`backward_split`). stored: whether the keys pass stores dS, so that dQ is a product
+    (`backward_dq`), else the pass over rows computes it again. v_stages: blocks in the ring of V in that pass."""
+
+    stored: bool = False
 
     @property
     def v_stages(self) -> int:
@@ -126,13 +139,14 @@ class SplitConfig(Chunks):
 
     def smem_map(self) -> list[Buffer]:
         """The shared memory of the pass, over keys or over rows, that takes more of it."""
-        return max(self.keys_map(), self.rows_map(), key=total_bytes)
+        return self.keys_map() if self.stored else max(self.keys_map(), self.rows_map(), key=total_bytes)
 
     def keys_map(self) -> list[Buffer]:
         dim, dim_v = self.head_dim, self.head_dim_v
         return [
             *_tiles(sK=(1, dim), sV=(1, dim_v), sQ=(STAGES, dim), sdO=(STAGES, dim_v)),
-            Buffer("sP", (2, SPLIT_TILE, SPLIT_TILE), 2 * 2 * SPLIT_TILE**2),
+            *_tiles(sP=(2, SPLIT_TILE)),
+            *(_tiles(sdS=(2, SPLIT_TILE)) if self.stored else ()),
             Buffer("statistics", (STAGES, 2, SPLIT_TILE), 4 * STAGES * 2 * SPLIT_TILE),
             Buffer("barriers", (2 + 6 * STAGES,), 8 * (2 + 6 * STAGES)),
         ]
@@ -141,6 +155,41 @@ class SplitConfig(Chunks):
         dim, dim_v, barriers = self.head_dim, self.head_dim_v, 4 + 2 * (STAGES + self.v_stages)
         tiles = _tiles(sQ=(2, dim), sdO=(2, dim_v), sK=(STAGES, dim), sV=(self.v_stages, dim_v))
         return [*tiles, Buffer("barriers", (barriers,), 8 * barriers)]
+
+    def smem_bytes(self) -> int:
+        return total_bytes(self.smem_map())
+
+
+@dataclass(frozen=True)
+class DqConfig(Chunks):
+    """The product dQ = dS K, of what was stored (`backward_dq`). stages: blocks of keys in the ring. behind: how many products
+    of a group may be under way while the next block is waited for. (Of two chunks with Triton 3.6 ptxas would make them serial;
+    and the groups overlap each other, anyway.)"""
+
+    @property
+    def tile_q(self) -> int:
+        return 2 * SPLIT_TILE
+
+    @property
+    def tile_kv(self) -> int:
+        return SPLIT_TILE
+
+    @property
+    def splits(self) -> int:
+        """See `SplitConfig.splits`."""
+        return 1
+
+    @property
+    def stages(self) -> int:
+        return 4
+
+    @property
+    def behind(self) -> int:
+        return 0 if self.narrow else 1
+
+    def smem_map(self) -> list[Buffer]:
+        tiles = _tiles(sdS=(2 * self.stages, SPLIT_TILE), sK=(self.stages, self.head_dim))
+        return [*tiles, Buffer("barriers", (2 * self.stages,), 8 * 2 * self.stages)]
 
     def smem_bytes(self) -> int:
         return total_bytes(self.smem_map())
@@ -166,8 +215,24 @@ def choose(problem: AttentionProblem) -> Config | SplitConfig:
     4971, 128 2418 / 2349, 1339 / 1277, 764 / 724, 4739 / 4417; 96, with 96 columns of K held, 2663 / 2713, 1427 / 1449, 801 /
     799, 5030 / 5068."""
     head_dim, head_dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    if head_dim > 192 or head_dim_v > (160 if head_dim == 160 else 128) or problem.deterministic:
-        return SplitConfig(head_dim, head_dim_v)
+    stored = _may_store(problem)
+    if head_dim > 192 or head_dim_v > (160 if head_dim == 160 else 128) or (problem.deterministic and not stored):
+        return SplitConfig(head_dim, head_dim_v, stored=stored and "bias" not in problem.learned)
+    return replace(_one_pass(problem, head_dim, head_dim_v), stored=problem.deterministic)
+
+
+def origin(problem: AttentionProblem) -> str:
+    """Where the config comes from, and what becomes of dS, in words."""
+    config, measured, mib = choose(problem), "measured, for each head dim", stored_bytes(problem) / 2**20
+    if config.stored:
+        return f"{measured}; stores dS, {stored_heads(problem) * mib:.0f} MiB at a time"
+    if isinstance(config, SplitConfig) and stored_bytes(problem) > MOST_STORED:
+        return f"{measured}; computes dS twice, as a key head's is {mib:.0f} MiB, more than {MOST_STORED >> 20}"
+    return measured
+
+
+def _one_pass(problem: AttentionProblem, head_dim: int, head_dim_v: int) -> Config:
+    """What is measured, see `choose`. head_dim, head_dim_v: padded."""
     simple = not (problem.score.changed or problem.dropout)
     if head_dim == head_dim_v == 64 and simple:
         return Config(64, 64, 128, turns=True, folded=problem.scale >= LEAST_SCALE)
@@ -178,6 +243,44 @@ def choose(problem: AttentionProblem) -> Config | SplitConfig:
     serial = problem.partial and _sees_everything(problem)
     folded = head_dim == 128 and problem.scale >= LEAST_SCALE and not serial
     return Config(head_dim, head_dim_v, 64, True, *_held(problem, head_dim, head_dim_v), folded)
+
+
+def stored_pairs(problem: AttentionProblem) -> int:
+    """Pairs of tiles of 64 rows that a block of keys has room for where dS is stored: those that may see it."""
+    left, right, prefix = problem.mask.band
+    pairs = -(-problem.lengths.seqlen_q // ROWS_PADDED)
+    if left is not None and right is not None and prefix is None:
+        pairs = min(pairs, (left + right + KEYS + ROWS_PADDED - 2) // ROWS_PADDED + 1)
+    return pairs
+
+
+def stored_bytes(problem: AttentionProblem) -> int:
+    """Bytes of dS of the query heads that share a key head."""
+    return problem.group * -(-problem.lengths.seqlen_kv // KEYS) * KEYS * stored_pairs(problem) * ROWS_PADDED * 2
+
+
+def stored_heads(problem: AttentionProblem) -> int:
+    """Key heads whose dS is in memory at a time: all, or a power of two."""
+    fitting = MOST_STORED // stored_bytes(problem)
+    return min(problem.lengths.batch * problem.heads_kv, 1 << fitting.bit_length() - 1)
+
+
+def _may_store(problem: AttentionProblem) -> bool:
+    """Whether dS may be stored: where there is memory for it, dQ is to be rounded, and a pass over rows visits no tile that one
+    over keys leaves out, of which documents assure nobody."""
+    mask = problem.mask
+    plain = not problem.partial and mask.documents is None and mask.blocks is None
+    return plain and stored_bytes(problem) <= MOST_STORED and _turns_are_full(problem)
+
+
+def _turns_are_full(problem: AttentionProblem) -> bool:
+    """Whether turns are few, or have something to do: each has room for the longest of packed sequences."""
+    lengths = problem.lengths
+    if not isinstance(lengths, Varlen):
+        return True
+    few = lengths.batch * problem.heads_kv <= 4 * stored_heads(problem)
+    room = lengths.batch**2 * lengths.seqlen_q * lengths.seqlen_kv
+    return few or 8 * lengths.total_q * lengths.total_kv >= room
 
 
 def _held(problem: AttentionProblem, head_dim: int, head_dim_v: int) -> tuple[int, int]:

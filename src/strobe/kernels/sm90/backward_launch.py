@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 
@@ -24,8 +26,13 @@ from strobe.kernels.sm90.backward_config import (
     SPLIT_TILE,
     Chunks,
     Config,
+    DqConfig,
     SplitConfig,
+    stored_bytes,
+    stored_heads,
+    stored_pairs,
 )
+from strobe.kernels.sm90.backward_dq import dq_kernel
 from strobe.kernels.sm90.backward_split import keys_kernel, rows_kernel
 from strobe.kernels.sm90.config import HALF_L2, SMS
 from strobe.kernels.sm90.descriptors import descriptors
@@ -59,8 +66,11 @@ def buffers(problem: AttentionProblem, config: Config | SplitConfig) -> Buffers:
     made["statistics"] = folded if is_folded(config) else Buffer((2 * rows,), torch.float32)
     if is_noted(problem) or "sinks" in problem.learned:
         made["delta"] = Buffer(lse_shape(problem), torch.float32)
-    if isinstance(config, Config):
+    if isinstance(config, Config) and not config.stored:
         made["accumulator"] = Buffer((rows * config.head_dim // 256, 256), torch.float32)
+    if config.stored:
+        numbers = stored_heads(problem) * stored_bytes(problem) // problem.dtype.itemsize
+        made["stored"] = Buffer((numbers // ROWS_PADDED, ROWS_PADDED), problem.dtype)
     names = ("key_spans",) if isinstance(config, Config) else ("key_spans", "row_spans")
     lists = backward_list_buffers(problem) if is_listed(problem, config) else {}
     return Buffers(made, {**span_buffers(problem, *names), **lists}, {"key_notes": keys, "row_notes": row_notes})
@@ -68,10 +78,10 @@ def buffers(problem: AttentionProblem, config: Config | SplitConfig) -> Buffers:
 
 def is_listed(problem: AttentionProblem, config: Config | SplitConfig) -> bool:
     """Whether there are lists of rows and keys (see `tile_list`)."""
-    return problem.varlen and isinstance(config, Config)
+    return problem.varlen and isinstance(config, Config) and not config.stored
 
 
-def is_folded(config: Config | SplitConfig) -> bool:
+def is_folded(config: Config | SplitConfig | DqConfig) -> bool:
     return isinstance(config, Config) and config.folded
 
 
@@ -99,43 +109,59 @@ def is_noted(problem: AttentionProblem) -> bool:
 
 
 def calls(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: Config | SplitConfig) -> list[Call]:
-    """The launches of a backward, in order: pairs of a bias that nobody sees are left alone, and so are, in two passes, rows
-    that belong to no sequence. Where a mask cuts, the notes of blocks are set into which something may have come that they do
-    not see, and the last launch redoes these."""
+    """The launches of a backward, in order: pairs of a bias that nobody sees are left alone, and so are, where there are no
+    lists, rows that belong to no sequence. Where a mask cuts, the notes of blocks are set into which something may have come
+    that they do not see, and the last launch redoes these."""
     found = [*span_calls(tensors)]
     if is_listed(problem, config):
         found.append(backward_list_call(problem, tensors))
     found += [prepare_call(problem, tensors, config), *main_calls(problem, tensors, arch, config)]
-    if isinstance(config, Config):
+    if isinstance(config, Config) and not config.stored:
         found.append(convert_call(problem, tensors, config))
     return [*found, portable.redo_call(problem, tensors, arch)] if is_noted(problem) else found
 
 
 def main_calls(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: Config | SplitConfig) -> list[Call]:
-    """The launches over tiles of scores: one pass, or those of keys and of rows."""
-    if isinstance(config, Config):
-        return [one_pass_call(problem, tensors, arch, config)]
-    return [keys_call(problem, tensors, config), rows_call(problem, tensors, config)]
+    """The launches over tiles of scores: one pass, or those of keys and of rows. Where dS is stored, for some heads after the
+    other, the pass over keys and the product that is dQ."""
+    heads = problem.lengths.batch * problem.heads_kv
+    at_once = stored_heads(problem) if config.stored else heads
+    found = []
+    for first in range(0, heads, at_once):
+        turn = range(first, min(first + at_once, heads))
+        if isinstance(config, Config):
+            found.append(one_pass_call(problem, tensors, arch, config, turn))
+        else:
+            found.append(keys_call(problem, tensors, config, turn))
+        if config.stored:
+            found.append(dq_call(problem, tensors, config, turn))
+        elif isinstance(config, SplitConfig):
+            found.append(rows_call(problem, tensors, config))
+    return found
 
 
 def compile_only(problem: AttentionProblem, arch: Arch, config: Config | SplitConfig) -> list:
     """The compiled kernels over tiles of scores, from shapes alone (see strobe.lab.binary.offline)."""
     tensors = unfilled(problem, buffers(problem, config))
-    return [call.compile() for call in main_calls(problem, tensors, arch, config)]
+    calls = main_calls(problem, tensors, arch, config)
+    return [call.compile() for call in {id(call.kernel): call for call in calls}.values()]
 
 
 # ---- the launch of each kernel
 
 
-def one_pass_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: Config) -> Call:
-    columns = problem.head_dim + problem.head_dim_v + 2 * config.head_dim
-    blocks, heads = _key_blocks(problem, KEYS, columns, HALF_L2, is_listed(problem, config))
+def one_pass_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: Config, turn: range) -> Call:
+    """turn: the key heads, of the whole batch, whose blocks the launch has."""
+    columns = problem.head_dim + problem.head_dim_v + (0 if config.stored else 2 * config.head_dim)
+    first, blocks, heads = _key_blocks(problem, KEYS, columns, HALF_L2, turn, is_listed(problem, config))
     arguments = (
         *_inputs(tensors, config, config.tile_q, KEYS, 64),
         _statistics(tensors.statistics, config.tile_q),
         *_shares(tensors.accumulator, config),
         *_key_gradients(tensors, config),
+        *_stored(problem, tensors, config.tile_q),
         tensors.key_notes,
+        first,
         tensors.counters,
         tensors.keys_listed,
         *_sequences(tensors),
@@ -150,13 +176,16 @@ def one_pass_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, confi
     return Call(backward_kernel, (min(blocks, arch.sms or SMS),), arguments, _constants(problem, KEYS, config))
 
 
-def keys_call(problem: AttentionProblem, tensors: Tensors, config: SplitConfig) -> Call:
-    blocks, heads = _key_blocks(problem, SPLIT_TILE, problem.head_dim + problem.head_dim_v, KEYS_PASS_L2)
+def keys_call(problem: AttentionProblem, tensors: Tensors, config: SplitConfig, turn: range) -> Call:
+    """turn: as in `one_pass_call`."""
+    first, blocks, heads = _key_blocks(problem, SPLIT_TILE, problem.head_dim + problem.head_dim_v, KEYS_PASS_L2, turn)
     arguments = (
         *_inputs(tensors, config, SPLIT_TILE, SPLIT_TILE, SPLIT_TILE),
         _statistics(tensors.statistics, SPLIT_TILE),
         *_key_gradients(tensors, config),
+        *_stored(problem, tensors, SPLIT_TILE),
         tensors.key_notes,
+        first,
         *_sequences(tensors),
         *heads,
         *_bounds(problem),
@@ -166,6 +195,31 @@ def keys_call(problem: AttentionProblem, tensors: Tensors, config: SplitConfig) 
         *totals(problem),
     )
     return Call(keys_kernel, (blocks,), arguments, _constants(problem, SPLIT_TILE, config))
+
+
+def dq_call(problem: AttentionProblem, tensors: Tensors, of_keys: Config | SplitConfig, turn: range) -> Call:
+    """turn: as in `one_pass_call`."""
+    config = DqConfig(of_keys.head_dim, of_keys.head_dim_v)
+    tiles, heads = triton.cdiv(problem.lengths.seqlen_q, config.tile_q), problem.lengths.batch * problem.heads_q
+    of_turn = range(turn.start * problem.group, turn.stop * problem.group)
+    arguments = (
+        *descriptors(tensors.k, SPLIT_TILE, (config.wide, config.narrow)),
+        *_stored(problem, tensors, SPLIT_TILE),
+        of_turn.start * tiles,
+        *descriptors(tensors.dq, SPLIT_TILE, (config.wide, config.narrow)),
+        tensors.row_notes,
+        *_sequences(tensors),
+        problem.heads_q,
+        problem.group,
+        *_of_turn(bundles_of_heads(problem, HALF_L2), heads, of_turn),
+        heads * tiles,
+        *_bounds(problem),
+        problem.scale,
+        *totals(problem),
+    )
+    constants = _constants(problem, SPLIT_TILE, config)
+    del constants["MASKED"]
+    return Call(dq_kernel, (len(of_turn) * tiles,), arguments, constants)
 
 
 def rows_call(problem: AttentionProblem, tensors: Tensors, config: SplitConfig) -> Call:
@@ -254,34 +308,55 @@ def _statistics(statistics: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(statistics, [2 * rows], flat(1))
 
 
-def _shares(accumulator: torch.Tensor, config: Config) -> list[TensorDescriptor | None]:
+def _shares(accumulator: torch.Tensor | None, config: Config) -> list[TensorDescriptor | None]:
     """Descriptors of the accumulator of dQ, for the parts in which a group adds to it; the second is None if all parts are
-    equally large."""
+    equally large, and both if there is none."""
+    if accumulator is None:
+        return [None, None]
     rows = sorted({columns // 4 for columns in config.share_columns}, reverse=True)
     found = [TensorDescriptor.from_tensor(accumulator, [number, 256], flat(2)) for number in rows]
     return [*found, None][:2]
 
 
+def _stored(problem: AttentionProblem, tensors: Tensors, rows: int) -> tuple[TensorDescriptor | None, int, int]:
+    """The arguments of `StoredTiles`, for tiles of so many rows."""
+    if tensors.stored is None:
+        return None, 1, 1
+    block = (SPLIT_TILE, rows)
+    stored = TensorDescriptor.from_tensor(tensors.stored, [*block], layout_of(block, problem.dtype))
+    return stored, stored_heads(problem) * problem.group, stored_pairs(problem)
+
+
+def _of_turn(bundles: tuple[int, int], heads: int, turn: range) -> tuple[int, int]:
+    """`bundles` of which none has heads of two turns."""
+    if len(turn) == heads:
+        return bundles
+    at_once = math.gcd(bundles[0], turn.start, turn.stop)
+    return at_once, heads // at_once * at_once
+
+
 def _key_blocks(
-    problem: AttentionProblem, keys: int, columns: int, cache_bytes: int, listed: bool = False
-) -> tuple[int, tuple[int, ...]]:
-    """How many blocks of so many keys there are, and the numbers of a kernel's `Heads`. columns: that a query row brings, in
-    the inputs' type; cache_bytes: what the rows of a bundle of heads may take of the L2."""
+    problem: AttentionProblem, keys: int, columns: int, cache_bytes: int, turn: range, listed: bool = False
+) -> tuple[int, int, tuple[int, ...]]:
+    """The number of the first block of so many keys of a turn's heads, how many these have, and the numbers of a kernel's
+    `Heads`. columns: that a query row brings, in the inputs' type; cache_bytes: what the rows of a bundle of heads may take of
+    the L2."""
     lengths = problem.lengths
     heads, blocks = lengths.batch * problem.heads_kv, triton.cdiv(lengths.seqlen_kv, keys)
     row_bytes = problem.group * columns * problem.dtype.itemsize
     fitting = cache_bytes // (max(1, lengths.seqlen_q) * row_bytes)
-    at_once, rest = bundles(heads, fitting, least=LAST_BLOCKS // max(1, blocks))
+    at_once, rest = _of_turn(bundles(heads, fitting, least=LAST_BLOCKS // max(1, blocks)), heads, turn)
     if listed:
         at_once = max(cache_bytes // row_bytes, LAST_BLOCKS * keys)
-    return blocks * heads, (problem.heads_q, problem.heads_kv, at_once, rest, heads, blocks * heads, padded_rows(problem)[0])
+    numbers = problem.heads_q, problem.heads_kv, at_once, rest, heads, turn.stop * blocks, padded_rows(problem)[0]
+    return turn.start * blocks, len(turn) * blocks, numbers
 
 
 def _bounds(problem: AttentionProblem) -> tuple:
     return problem.lengths.seqlen_q, problem.lengths.seqlen_kv, *problem.mask.device_band
 
 
-def _constants(problem: AttentionProblem, keys: int, config: Config | SplitConfig) -> dict:
+def _constants(problem: AttentionProblem, keys: int, config: Config | SplitConfig | DqConfig) -> dict:
     """keys: of a block."""
     return {
         # Folded, at head dim 64, ptxas finds no registers without the branch that asks for a mask, and makes products serial.

@@ -1,7 +1,8 @@
 """Attention backward for Hopper in Gluon, in two passes over the scores: one for dK and dV, one for dQ.
 
 No sum leaves a CTA, so the results have the same bits in every run; and no CTA holds more than 64 rows of dK or dV, or 128 of
-dQ, so that head dims go up to 256. It costs seven products where `backward` has five, as both passes compute S and dP.
+dQ, so that head dims go up to 256. It costs seven products where `backward` has five, as both passes compute S and dP. Where
+there is memory for it, the keys pass stores dS, and a plain product (`backward_dq`) takes the place of the rows pass.
 
     keys pass     a CTA has 64 keys of a key head and walks over the tiles of 64 query rows that see them
 
@@ -11,7 +12,8 @@ dQ, so that head dims go up to 256. It costs seven products where `backward` has
     dk_role     4        dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dK += dS^T Q
 
     P^T goes from dV's group to dK's, through shared memory, in the precision of the inputs. (A group could not hold
-    both dK and dV at head dim 256: 128 registers a thread each.)
+    both dK and dV at head dim 256: 128 registers a thread each.) dS^T, where it is stored, leaves through two more places, as
+    the TMA writes what a product reads.
 
     rows pass     a CTA has 128 query rows of a head and walks over the blocks of 64 keys that they see
 
@@ -25,7 +27,7 @@ are released by both groups.
 
 import triton.language as tl
 
-from strobe.kernels.common.channel import Channel, at, make_barriers, make_channel, make_chunks
+from strobe.kernels.common.channel import Channel, at, make_barriers, make_channel, make_chunks, swizzled
 from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.descriptors import coordinates, one_or_two
 from strobe.kernels.common.named_barrier import FIRST, announce, meet, rendezvous
@@ -47,7 +49,7 @@ from strobe.kernels.sm90.backward import NUMBERS
 from strobe.kernels.sm90.backward_products import finished, no_result, start_products, start_sum
 from strobe.kernels.sm90.backward_scores import apply_mask_transposed, kept_weights_transposed, scores_transposed
 from strobe.kernels.sm90.backward_stores import flat, note_of_keys
-from strobe.kernels.sm90.backward_tiles import ROWS_PADDED, STAGES, KeyHeads, locate_keys
+from strobe.kernels.sm90.backward_tiles import ROWS_PADDED, STAGES, KeyHeads, StoredTiles, locate_keys
 from strobe.kernels.sm90.descriptors import copy_in
 from strobe.kernels.sm90.layouts import accumulator, columns_of, rows_of
 from strobe.kernels.sm90.scores import (
@@ -90,7 +92,8 @@ def by_register():
 
 @aggregate
 class KeysMemory:
-    """k, v: chunks of [1, 64, columns]. q, do, statistics: channels of tiles. p: [2, 64 keys, 64 rows]."""
+    """k, v: chunks of [1, 64, columns]. q, do, statistics: channels of tiles. p: [2, 64 keys, 64 rows]. ds: the same, in a
+    tuple that is empty if dS is not stored."""
 
     k: gl.tuple
     v: gl.tuple
@@ -100,6 +103,7 @@ class KeysMemory:
     do: Channel
     statistics: Channel
     p: gl.shared_memory_descriptor
+    ds: gl.tuple
 
 
 @gluon.jit
@@ -115,23 +119,34 @@ def make_keys_memory(dtype: gl.constexpr, C: gl.constexpr):
         make_channel(dtype, STAGES, TILE, C.wide_v, C.narrow_v, 2),
         Channel(statistics, make_barriers(STAGES, 1), make_barriers(STAGES, 2), STAGES),
         gl.allocate_shared_memory(dtype, [2, TILE, TILE], by_register()),
+        make_ds(dtype, C),
     )
+
+
+@gluon.jit
+def make_ds(dtype: gl.constexpr, C: gl.constexpr):
+    if C.stored:
+        return (gl.allocate_shared_memory(dtype, [2, TILE, TILE], swizzled(dtype, TILE)),)
+    else:
+        return ()
 
 
 @aggregate
 class KeysOutputs:
-    """dk, dv: TMA descriptors of chunks. notes: int32, one for 64 keys. scale: of dK."""
+    """dk, dv: TMA descriptors of chunks. ds: where dS goes, if it is stored. notes: int32, one for 64 keys. scale: of dK."""
 
     dk: gl.tuple
     dv: gl.tuple
+    ds: StoredTiles
     notes: gl.tensor
     scale: gl.tensor
 
 
 @aggregate
 class KeysKernel:
-    """What every role of the keys pass takes: as `backward.Kernel`, without counters."""
+    """What every role of the keys pass takes: as `backward.Kernel`, without counters. number: of the CTA's block."""
 
+    number: gl.tensor
     inputs: gl.tuple
     outputs: KeysOutputs
     lengths: Lengths
@@ -146,7 +161,7 @@ class KeysKernel:
 @gluon.jit
 def keys_producer(K):
     q_desc, k_desc, v_desc, do_desc, statistics_desc = K.inputs
-    work = locate_keys(K, gl.program_id(0), TILE, TILE)
+    work = locate_keys(K, K.number, TILE, TILE)
     if work.first < work.n_kv:
         copy_in(k_desc, at(K.memory.k, 0), K.memory.k_full.index(0), work.start_kv, work.n_kv, work.batch, work.head_kv,
                 work.first)  # fmt: skip
@@ -228,7 +243,7 @@ def receive(g, count, memory):
 @gluon.jit
 def dv_role(K):
     dtype: gl.constexpr = K.memory.p.dtype
-    work = locate_keys(K, gl.program_id(0), TILE, TILE)
+    work = locate_keys(K, K.number, TILE, TILE)
     if work.first < work.n_kv:
         count = (work.end - work.begin) * work.group
         dv = no_result(K.C.wide_v, K.C.narrow_v)
@@ -271,7 +286,7 @@ def dv_role(K):
 @gluon.jit
 def dk_role(K):
     dtype: gl.constexpr = K.memory.p.dtype
-    work = locate_keys(K, gl.program_id(0), TILE, TILE)
+    work = locate_keys(K, K.number, TILE, TILE)
     if work.first < work.n_kv:
         count = (work.end - work.begin) * work.group
         dk = no_result(K.C.wide, K.C.narrow)
@@ -282,21 +297,25 @@ def dk_role(K):
             dp = start_products(at(K.memory.v, 0), K.memory.do.block(start))
             dp = warpgroup_mma_wait(0, deps=[dp])
             K.memory.do.release(start)
-            ds = gradients(dp, start, count, work, K.score, K.memory).to(dtype)
+            ds = gradients(dp, start, count, work, K).to(dtype)
             for g in tl.range(1, count, disable_licm=True):
                 K.memory.do.wait(g)
                 dp = start_products(at(K.memory.v, g >> 30), K.memory.do.block(g))
+                put_ds(ds, g - 1, K)
                 K.memory.q.wait(g - 1)
                 dk = start_sum(dk, ds, K.memory.q.block(g - 1))
+                send_ds(g - 1, work, K)
                 dp = warpgroup_mma_wait(K.C.products, deps=[dp])
                 K.memory.do.release(g)
-                new_ds = gradients(dp, g, count, work, K.score, K.memory)
+                new_ds = gradients(dp, g, count, work, K)
                 K.memory.q.wait(g - 1)  # likewise
                 dk = finished(dk, 0)
                 K.memory.q.release(g - 1)
                 ds = new_ds.to(dtype)
+            put_ds(ds, count - 1, K)
             K.memory.q.wait(count - 1)
             dk = start_sum(dk, ds, K.memory.q.block(count - 1))
+            send_ds(count - 1, work, K)
             dk = finished(dk, 0)
             K.memory.q.release(count - 1)
         rendezvous(ENDED, 1)
@@ -306,14 +325,37 @@ def dk_role(K):
 
 
 @gluon.jit
-def gradients(dp, g, count, work, score, memory):
-    """dS^T of the g-th tile."""
+def gradients(dp, g, count, work, K):
+    """dS^T of the g-th tile. Where it is stored, `put_ds` gives the statistics back."""
     row, head = place_of(g, work)
-    dp = kept_weights_transposed(dp, 0, row, head, work, score)
-    memory.statistics.wait(g)
-    delta = memory.statistics.block(g)[0].slice(TILE, TILE).load(columns_of(TILE))
-    release_statistics(g, memory)
-    return receive(g, count, memory) * (dp - delta[None, :])
+    dp = kept_weights_transposed(dp, 0, row, head, work, K.score)
+    K.memory.statistics.wait(g)
+    delta = K.memory.statistics.block(g)[0].slice(TILE, TILE).load(columns_of(TILE))
+    if not K.C.stored:
+        release_statistics(g, K.memory)
+    dp = dp - delta[None, :]
+    return receive(g, count, K.memory) * dp
+
+
+@gluon.jit
+def put_ds(ds, g, K):
+    """Put dS^T of the g-th tile, if it is stored, where the TMA takes it from: a place that `send_ds` of the tile before has
+    found empty. Beside a product, as the fence takes its time; and that of the statistics, too, as one between two tiles'
+    would wait for what `send_ds` has started."""
+    if K.C.stored:
+        K.memory.ds[0].index(g % 2).store(ds)
+        release_statistics(g, K.memory)
+
+
+@gluon.jit
+def send_ds(g, work, K):
+    """Start the copy of the g-th tile's dS^T to global memory; what was in the other place has left."""
+    if K.C.stored:
+        tma_store_wait(0)
+        partition_barrier()
+        row, head = place_of(g, work)
+        place = K.outputs.ds.place(work.batch * K.heads.heads + head, work.first, row, work, K.lengths)
+        tma_store(K.outputs.ds.descriptor[0], place, K.memory.ds[0].index(g % 2))
 
 
 @gluon.jit
@@ -336,7 +378,7 @@ def store_keys(x, scale, buffers, descriptors, work, lengths):
 @gluon.jit(do_not_specialize=NUMBERS)
 def keys_kernel(
     q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, do_wide, do_narrow, statistics_desc,
-    dk_wide, dk_narrow, dv_wide, dv_narrow, notes, cu_q, cu_kv, used_q, used_kv,
+    dk_wide, dk_narrow, dv_wide, dv_narrow, ds, stored_heads, stored_pairs, notes, first, cu_q, cu_kv, used_q, used_kv,
     heads, heads_kv, at_once, rest, all_heads, blocks, padded, n_q, n_kv, left, right, prefix,
     terms, threshold, slope_batch, slope_head, bias_batch, bias_head, bias_row, bias_key,
     document_q_batch, document_q_row, document_kv_batch, sink_stride, document_kv_row, spans,
@@ -350,12 +392,13 @@ def keys_kernel(
     take_turn()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow),
               one_or_two(do_wide, do_narrow), statistics_desc)  # fmt: skip
-    outputs = KeysOutputs(one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes, scale)
+    stored = StoredTiles(one_or_two(ds, None), stored_heads, stored_pairs)
+    outputs = KeysOutputs(one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), stored, notes, scale)
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans, total_q, total_kv)
     heads = KeyHeads(heads, heads_kv, at_once, rest, all_heads, blocks, padded)
     score = score_of(terms, (slope_batch, slope_head), (bias_batch, bias_head, bias_row, bias_key), sink_stride,
                      (document_q_batch, document_q_row, document_kv_batch, document_kv_row), threshold)  # fmt: skip
-    K = KeysKernel(inputs, outputs, lengths, heads, score, memory, MASKED, NOTED, C)
+    K = KeysKernel(gl.program_id(0) + first, inputs, outputs, lengths, heads, score, memory, MASKED, NOTED, C)
     gl.warp_specialize([(dv_role, (K,)), (dk_role, (K,)), (keys_producer, (K,))], [4, 1], [240, 24])
 
 
@@ -535,7 +578,7 @@ def dq_role(w: gl.constexpr, K):
     if exists:
         if K.NOTED:
             note_of_rows(w, K, dq, work)
-        store_rows(w, K, dq, work, first)
+        store_rows(at(K.memory.q, w), K, dq, work, first)
 
 
 @gluon.jit
@@ -551,21 +594,20 @@ def note_of_rows(w: gl.constexpr, K, dq, work):
 
 
 @gluon.jit
-def store_rows(w: gl.constexpr, K, dq, work, first):
-    """Group w's dQ to global memory, by way of the buffers in which its Q was."""
-    buffers = K.memory.q
+def store_rows(buffers, K, dq, work, first):
+    """A group's dQ, of the rows from `first` on, to global memory, by way of shared memory that nobody else reads any more."""
     descriptors = K.outputs.dq
     for c in gl.static_range(len(dq)):
         result = dq[c] * K.outputs.scale
         if K.lengths.used_q is not None:  # rows that exist and are not used
             row = first + gl.arange(0, TILE, rows_of(dq[c].shape[1]))
             result = gl.where((row < work.n_q)[:, None], result, 0.0)
-        buffers[c].index(w).store(result.to(descriptors[c].dtype))
+        buffers[c].store(result.to(descriptors[c].dtype))
     fence_async_shared()
     partition_barrier()
     for c in gl.static_range(len(dq)):
         place = coordinates(descriptors[c], work.start_q, work.n_q, work.batch, work.head, first, c * dq[0].shape[1])
-        tma_store(descriptors[c], place, buffers[c].index(w).reshape(descriptors[c].block_type.shape))
+        tma_store(descriptors[c], place, buffers[c].reshape(descriptors[c].block_type.shape))
     tma_store_wait(0)
 
 

@@ -124,6 +124,34 @@ def _of_place(K, batch, head_kv, first, start_q, n_q, start_kv, n_kv, KEYS: gl.c
     return Work(batch, head_kv, first, n_q, n_kv, start_q, start_kv, begin, end, full_begin, full_end, group, row)
 
 
+# ---- where dS is stored
+
+STORED_NUMBERS = ("stored_heads", "stored_pairs")
+
+
+@aggregate
+class StoredTiles:
+    """dS^T of some heads in global memory: [heads, blocks of 64 keys, pairs of tiles, 64 keys, 128 rows]. descriptor: for the
+    TMA, in a tuple that is empty if dS is not stored. heads: of queries; those of the batch take turns. pairs: that a block of
+    keys has room for, in a window from the first one that sees it on. Tiles that nobody sees are not written."""
+
+    descriptor: gl.tuple
+    heads: gl.tensor
+    pairs: gl.tensor
+
+    @gluon.jit
+    def place(self, head, first, row, work, lengths):
+        """Where the TMA finds the tile of 64 keys from `first` on and the rows from `row` on, of a head of the whole batch."""
+        pair = row // KEYS
+        if lengths.left is not None:
+            if lengths.right is not None:
+                if lengths.prefix is None:
+                    shift = work.n_kv - work.n_q
+                    pair -= (gl.maximum(first // KEYS * KEYS - lengths.right, shift) - shift) // KEYS
+        blocks = (lengths.n_kv + KEYS - 1) // KEYS * 2
+        return [(((head % self.heads) * blocks + first // HALF) * self.pairs + pair) * HALF, row % KEYS]
+
+
 # ---- tiles
 
 

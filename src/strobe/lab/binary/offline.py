@@ -137,19 +137,20 @@ def sm90_forward(
 
 
 def sm90_backward(problem: AttentionProblem, arch: Arch, config: BackwardConfig | SplitConfig | None = None) -> list[Made]:
-    """One kernel, or those of the two passes."""
+    """One kernel, or those of two passes, or one with that of dQ."""
     from strobe.kernels.sm90 import backward_launch
 
     chosen = config or choose_backward(problem)
     compiled, seconds = _timed(arch, lambda: backward_launch.compile_only(problem, arch, chosen))
     name = _name("sm90", problem)
+    found = []
     if isinstance(chosen, BackwardConfig):
-        return [Made(name, compiled[0], _sm90_roles(2), seconds)]
-    of_keys, of_rows = compiled
-    return [
-        Made(f"{name}, keys pass", of_keys, ("dv", "dk", "producer"), seconds),
-        Made(f"{name}, rows pass", of_rows, ("dq 0", "dq 1", "producer"), seconds),
-    ]
+        found.append(Made(name, compiled[0], _sm90_roles(2), seconds))
+    else:
+        found.append(Made(f"{name}, keys pass", compiled[0], ("dv", "dk", "producer"), seconds))
+    for of_rows in compiled[1:]:
+        found.append(Made(f"{name}, {'dQ' if chosen.stored else 'rows pass'}", of_rows, ("dq 0", "dq 1", "producer"), seconds))
+    return found
 
 
 def sm90_fp8(problem: AttentionProblem, arch: Arch) -> list[Made]:

@@ -80,7 +80,7 @@ def held(product: Product, depth: int) -> tuple[Product, ...]:
 
 def of_config(config: Config | ShortConfig | backward_config.Config | backward_config.SplitConfig) -> tuple[Pass, ...]:
     """The passes of a kernel with this config: one for the forward and for the backward; two, over keys and over rows, for the
-    split backward."""
+    split backward and where dS is stored."""
     dim, dim_v = config.head_dim, config.head_dim_v
     if isinstance(config, Config | ShortConfig):
         products = Product(config.tile_kv, dim), Product(dim_v, config.tile_kv, in_registers=True)  # S, O
@@ -93,7 +93,18 @@ def of_config(config: Config | ShortConfig | backward_config.Config | backward_c
         scores = *held(of_s, config.held_k), *held(of_dp, config.held_v)
         if config.folded:
             scores += (Product(rows, backward_config.PRODUCT),) * 2
+        if config.stored:
+            return Pass(rows, keys, 2 * (*scores, *of_keys)), _dq_pass(dim)
         of_rows = tuple(Product(columns, keys) for columns in config.share_columns)  # dQ, of both groups
         return (Pass(rows, keys, 2 * (*scores, *of_keys) + of_rows),)
+    over_keys = Pass(rows, config.tile_kv, (of_s, of_dp, *of_keys))
+    if config.stored:
+        return over_keys, _dq_pass(dim)
     dq = Product(dim, config.tile_kv, in_registers=True)
-    return Pass(rows, config.tile_kv, (of_s, of_dp, *of_keys)), Pass(config.tile_q, config.tile_kv, 2 * (of_s, of_dp, dq))
+    return over_keys, Pass(config.tile_q, config.tile_kv, 2 * (of_s, of_dp, dq))
+
+
+def _dq_pass(dim: int) -> Pass:
+    """The product dQ = dS K, of two groups."""
+    config = backward_config.DqConfig(dim, dim)
+    return Pass(config.tile_q, config.tile_kv, 2 * (Product(dim, config.tile_kv),))
