@@ -1,5 +1,5 @@
-"""The kernels for mma.sync beside PyTorch's (the flash backend, which is FlashAttention-2; for float32 the efficient one) and
-the portable ones, in one process, in turns.
+"""The kernels for mma.sync beside PyTorch's (the flash backend, which is FlashAttention-2; for float32 the efficient one and the
+formula) and the portable ones, in one process, in turns.
 
 Every contender runs as CUDA graphs on the same inputs, in balanced orders, and is checked against float64 first. Of `sm80`
 each config takes part that is worth timing (`candidates` in `kernels/sm80/config.py`), or the first few of them, and those that
@@ -41,18 +41,16 @@ from strobe.lab.bench.accuracy import BOUNDS, Gate
 from strobe.lab.bench.bench import CudaClock, balanced_order, block_of, summary
 from strobe.lab.bench.intervals import Ratio
 from strobe.lab.bench.machine import provenance, save
-from strobe.lab.bench.peers import bind, peers_for
+from strobe.lab.bench.peers import Peer, bind, sdpa
 from strobe.lab.bench.plan import MASKS, Inputs, Point
 from strobe.problem import AttentionProblem, Operands, Upstream
 
-PEERS = {"fp32": ("SDPA efficient", "SDPA efficient")}
-"""dtype -> the peer that it is timed beside: its name here, and in `strobe.lab.bench.peers`. The flash backend takes no
-float32."""
-FA2 = ("FA2", "SDPA flash")
+PEERS = {"FA2": "FLASH_ATTENTION", "SDPA efficient": "EFFICIENT_ATTENTION", "SDPA math": "MATH"}
+"""PyTorch's backends that take part, by the names that are shown."""
 GRAPH_SECONDS = 0.004
 """How long a captured graph runs, about."""
 
-PILOT = {"head_dims": (96, 256, 128, 64), "lengths": (4096,), "masks": ("causal", "full"), "most": 2, "rounds": 2}
+PILOT = {"head_dims": (96, 256, 128, 64), "lengths": (4096,), "masks": ("causal", "full"), "most": (2,), "rounds": 2}
 """What --pilot changes: one length, two configs a point, few rounds."""
 
 
@@ -133,7 +131,8 @@ def backends(point: Point, arch: Arch, arguments: argparse.Namespace) -> list[tu
     problem = point.problem()
     found = (backward_candidates if point.backward else candidates)(problem, arch)
     asked = [changed_config(found[0], text, ("head_dim", "head_dim_v")) for text in arguments.config]
-    chosen = dict.fromkeys((*found[: arguments.most], *asked))
+    most = arguments.most and arguments.most[-1 if point.backward else 0]
+    chosen = dict.fromkeys((*found[:most], *asked))
     ours: list[tuple[Any, str | None]] = [(Fixed(config), None) for config in chosen]
     if not arguments.portable:
         return ours
@@ -278,15 +277,22 @@ def measure(contender: Contender, clock: CudaClock) -> None:
         contender.mhz.append(mhz)
 
 
+def peers_of(point: Point) -> list[Peer]:
+    """Whom a point is timed beside, the one of the ratios first. The flash backend takes no float32."""
+    names = ("SDPA efficient", "SDPA math") if point.dtype == "fp32" else ("FA2",)
+    return [sdpa(name, PEERS[name]) for name in names]
+
+
 def measured(point: Point, arguments: argparse.Namespace, clock: CudaClock, out_of_time: Callable[[], bool]) -> dict:
     device = torch.device("cuda")
     arch = arch_of(device)
     inputs = Inputs.random(point, device, torch.Generator(device).manual_seed(0))
-    name, known_as = PEERS.get(point.dtype, FA2)
-    gate, peer = Gate(inputs, MASKS[point.mask]), peers_for(device)[known_as]
+    gate, peers = Gate(inputs, MASKS[point.mask]), peers_of(point)
     upstream = upstream_of(point, inputs, arch)
-    with peer.context():
-        entries = [(Contender(name, bind(peer, point, inputs), peer.heads_first), peer.context())]
+    entries = []
+    for peer in peers:
+        with peer.context():
+            entries.append((Contender(peer.name, bind(peer, point, inputs), peer.heads_first), peer.context()))
     for backend, as_arch in backends(point, arch, arguments):
         entries.append((Contender(backend.name, our_call(backend, point, inputs, upstream, arch)), compiled_as(as_arch)))
     racing, left_out = [], {}
@@ -306,7 +312,7 @@ def measured(point: Point, arguments: argparse.Namespace, clock: CudaClock, out_
             measure(racing[number], clock)
         if out_of_time():
             break
-    return asdict(point) | {"peer": name, "results": {x.name: result_of(x, point) for x in racing}, "left_out": left_out}
+    return asdict(point) | {"peer": peers[0].name, "results": {x.name: result_of(x, point) for x in racing}, "left_out": left_out}
 
 
 def result_of(contender: Contender, point: Point) -> dict:
@@ -360,7 +366,7 @@ def main() -> None:
     parser.add_argument("--masks", type=words, default=("full", "causal"))
     parser.add_argument("--phases", type=words, default=("forward", "backward"))
     parser.add_argument("--config", action="append", default=[], help="another config of sm80, as changes of the first one")
-    parser.add_argument("--most", type=int, help="of the configs that are worth timing, at most so many")
+    parser.add_argument("--most", type=numbers, help="of the configs worth timing at most so many, or F,B: forward, backward")
     parser.add_argument("--portable", action="store_true", help="the portable kernels, too")
     parser.add_argument("--pilot", action="store_true", help="one length, two configs a point, few rounds")
     parser.add_argument("--rounds", type=int, default=6)

@@ -161,6 +161,7 @@ for gpu, mask, phase, config in json.loads(sys.argv[1]):
         "smem_bytes": audit.smem_bytes,
         "loops": [counted(i.mnemonic.split(".")[0] for i in flow.instructions(loop)) for loop in loops],
         "copies": [i.mnemonic for i in flow.instructions(range(len(flow.blocks))) if i.mnemonic.startswith("LDGSTS")],
+        "stores": counted(i.mnemonic for i in flow.instructions(range(len(flow.blocks))) if i.mnemonic.startswith("STG")),
     })
 print(json.dumps({"triton": triton.__version__, "found": found}))
 """
@@ -186,6 +187,8 @@ COMPILED = [
 ]
 SOME = (0, 3, 5, 7, 11, 14)
 """Those that are always compiled. A campaign compiles all."""
+ONE = (4,)
+"""What the oldest Triton always compiles."""
 
 
 def answer(code: str, oldest: bool, *arguments: str) -> dict:
@@ -206,6 +209,7 @@ def answer(code: str, oldest: bool, *arguments: str) -> dict:
     scope="module",
     params=[
         pytest.param((False, SOME), id="some, installed Triton"),
+        pytest.param((True, ONE), id="one, oldest Triton"),
         *(pytest.param((old, range(len(COMPILED))), id=f"all, {'oldest' if old else 'installed'} Triton",
                        marks=pytest.mark.exhaustive) for old in (True, False)),
     ],
@@ -280,6 +284,16 @@ def test_the_loop_over_tiles_of_rows(compiled):
 def test_copies_are_of_16_bytes_and_pass_by_the_l1_cache(compiled):
     for found in compiled:
         assert found["copies"] and all(name.startswith("LDGSTS.E.BYPASS") and "128" in name for name in found["copies"])
+
+
+def test_results_leave_by_16_bytes(compiled):
+    """O, dK and dV, once each; what else is stored are the LSE, notes and, if it comes to that, a tile computed again."""
+    for found in compiled:
+        forward = found["phase"] == "forward"
+        config = (Config if forward else BackwardConfig)(**found["config"])
+        numbers = config.tile_q * config.head_dim_v if forward else config.tile_kv * (config.head_dim + config.head_dim_v)
+        wide = sum(count for name, count in found["stores"].items() if name.endswith(".128"))
+        assert wide * 16 * 32 * config.warps == numbers * config.itemsize, found
 
 
 ENDS = """

@@ -221,11 +221,14 @@ class BackwardConfig(Chunks):
 # ---- which configs there are
 
 _TILES: dict[int, tuple[tuple, ...]] = {
-    64: ((128, 64, 4), (128, 64, 4, 2), (128, 64, 4, 1, True)),
-    96: ((128, 32, 4, 2), (128, 32, 4, 2, True), (128, 32, 4), (64, 64, 4, 2)),
-    128: ((128, 32, 4, 2), (128, 32, 4), (64, 64, 4, 1, True)),
+    64: ((128, 64, 4, 2), (128, 64, 4), (128, 64, 4, 1, True), (128, 64, 4, 2, True), (64, 64, 4, 2, True)),
+    96: ((128, 32, 4, 2), (128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4), (64, 32, 4, 2, True)),
+    128: ((128, 32, 4, 2), (128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1, True), (64, 32, 4, 2, True)),
     192: ((64, 64, 4, 1, False, 2), (64, 64, 4), (128, 64, 8), (64, 32, 4, 2)),
-    256: ((64, 64, 4, 1, False, 2), (128, 64, 8, 1, False, 2), (128, 64, 8, 2, False, 2), (64, 64, 4), (64, 32, 4, 2)),
+    256: (
+        *((64, 64, 4, 1, False, 2), (64, 32, 4, 2, False, 2), (128, 64, 8, 1, False, 2), (128, 32, 8, 2, False, 2)),
+        *((32, 64, 4, 1, False, 2), (64, 64, 4), (64, 32, 4, 2)),
+    ),
 }
 """Largest head dim -> (tile_q, tile_kv, warps, stages, q_in_registers, across) worth timing, the best guess first. A warp with
 32 rows reads K and V from shared memory half as often as one with 16, but has registers for few keys beside them; from head dim
