@@ -1,5 +1,5 @@
-"""The kernels for mma.sync beside PyTorch's (the flash backend, which is FlashAttention-2; for float32 the efficient one and the
-formula) and the portable ones, in one process, in turns.
+"""The kernels for mma.sync beside PyTorch's (the flash backend, which is FlashAttention-2; for float32 the efficient one and
+the formula) and the portable ones, in one process, in turns.
 
 Every contender runs as CUDA graphs on the same inputs, in balanced orders, and is checked against float64 first. Of `sm80`
 each config takes part that is worth timing (`candidates` in `kernels/sm80/config.py`), or the first few of them, and those that
@@ -312,7 +312,11 @@ def measured(point: Point, arguments: argparse.Namespace, clock: CudaClock, out_
             measure(racing[number], clock)
         if out_of_time():
             break
-    return asdict(point) | {"peer": peers[0].name, "results": {x.name: result_of(x, point) for x in racing}, "left_out": left_out}
+    return asdict(point) | {
+        "peer": peers[0].name,
+        "results": {x.name: result_of(x, point) for x in racing},
+        "left_out": left_out,
+    }
 
 
 def result_of(contender: Contender, point: Point) -> dict:

@@ -15,7 +15,7 @@ from strobe.lab.bench import bench, plot, zoo
 from strobe.lab.bench.accuracy import Gate
 from strobe.lab.bench.inputs import input_sets
 from strobe.lab.bench.merge import merge
-from strobe.lab.bench.peers import Peer, sdpa, bind, strobe_peer
+from strobe.lab.bench.peers import Peer, bind, sdpa, strobe_peer
 from strobe.lab.bench.plan import Inputs, Plan, Point, mask_of
 from strobe.lab.bench.report import default_path, kernels_of, load, show
 from strobe.masks import Causal, Window

@@ -220,9 +220,7 @@ def test_the_page_of_a_measured_ladder(on_a_gpu, tmp_path, monkeypatch):
     written = page.climb(tmp_path)
     assert f"1.00 times as fast as the rung before: it gains nothing here. {RUNGS[7].nothing}" in written
     assert "50.00 times as fast as the rung before." in written and "relative error" in written
-    assert (
-        page.measured(tmp_path / "docs") == page.studies(tmp_path / "docs") == page.counters(tmp_path / "docs") == page.NOTHING
-    )
+    assert {make(tmp_path / "docs") for make in (page.measured, page.studies, page.counters, page.pair)} == {page.NOTHING}
 
 
 def test_the_page_shows_studies_and_counters(on_a_gpu, tmp_path):
@@ -234,6 +232,11 @@ def test_the_page_shows_studies_and_counters(on_a_gpu, tmp_path):
     assert "head dim" in written and "| 7 cp.async |" in written and "(../benchmarks/results/study-l4.json)" in written
     (folder / "rungs-profile-h100.json").write_text(json.dumps(profile_of_two_rungs() | dated | {"device": {"name": "H100"}}))
     assert "| Duration | 0.002 | 0.0005 | 0.25 |" in page.counters(tmp_path)
+    tables = [{"title": title, "head": ["metric", "3", "4"], "rows": [["x", "1", "2"]]} for title in ("Launch", "Another")]
+    profiled = dated | {"device": {"name": "H100"}, "tables": tables}
+    (folder / "study-profile-h100.json").write_text(json.dumps(profiled))
+    assert "Launch:\n\n| metric | 3 | 4 |\n| --- | ---: | ---: |\n| x | 1 | 2 |" in page.pair(tmp_path)
+    assert "Another" not in page.pair(tmp_path) and page.studies(tmp_path) == written
 
 
 TTGIR = """
