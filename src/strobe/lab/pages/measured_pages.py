@@ -422,8 +422,8 @@ def single(root: Path) -> str:
     protocol = report["protocol"]
     return (
         f"{_where(report, path)} {protocol['warm-ups']} calls to warm up, {protocol['calls']} timed, {protocol['rounds']} "
-        f"times at least; FA2 is PyTorch's flash backend.{said}{stopped} TFLOP/s, in brackets over FA2's; the median call, and the "
-        f"tenth and ninetieth percentile of calls.\n\n{_table(rows)}"
+        f"times at least; FA2 is PyTorch's flash backend.{said}{stopped} TFLOP/s, in brackets over FA2's; the median call, and "
+        f"the tenth and ninetieth percentile of calls.\n\n{_table(rows)}"
     )
 
 
