@@ -162,6 +162,8 @@ def test_a_run_stops():
         ("run --profile", "this needs Nsight Compute, got no ncu on the PATH"),
         ("show 19", "rungs must be from 0 to 18, got '19'"),
         ("show 14 --arch A100", "rung 14 needs a GPU from sm_90 to sm_90, got sm_80"),
+        ("shapes --rung 13", "shapes are those of rungs 4 to 12, which multiply by mma.sync, got rung 13"),
+        ("shapes --rung 6 --warps 8", "rung must be given without tile and warps: it has its own"),
         ("shapes --tile 60x64", "tile must have a multiple of 64 queries and of 16 keys, got 60x64 for 4 warps"),
     ],
 )
@@ -175,6 +177,8 @@ def test_shapes(tmp_path):
     result = run("ladder", "shapes", "--json", str(tmp_path / "shapes.json"))
     assert result.exit_code == 0 and "ldmatrix.x4.trans" in result.output
     assert json.loads((tmp_path / "shapes.json").read_text())["registers"][0]["registers"] == 32
+    result = run("ladder", "shapes", "--rung", "5")
+    assert result.exit_code == 0 and "LDG, 2 bytes a lane" in result.output and "ldmatrix" not in result.output
 
 
 def test_show_diff_and_explain(tmp_path):
