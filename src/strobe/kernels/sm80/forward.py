@@ -385,27 +385,28 @@ def pointers_of(K, tile, column: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl
 
 @gluon.jit
 def store_output(K, tile, o):
-    """O to global memory."""
+    """O to global memory: rows of 16 bytes a thread by way of Q's shared memory, or as it is."""
+    if K.C.leaves_by_q:
+        for c in gl.static_range(len(o)):
+            K.q_s[c].store(o[c].to(K.dtype))
+        partition_barrier()
     for c in gl.static_range(len(o)):
-        store_chunk(K, tile, o[c].to(K.dtype), c)
+        store_chunk(K, tile, o[c], c)
 
 
 @gluon.jit
 def store_chunk(K, tile, o, c: gl.constexpr):
-    """A chunk of O to global memory: rows of 16 bytes a thread by way of Q's shared memory, or as it is."""
+    """A chunk of O to global memory, from where it is by now."""
     FIRST: gl.constexpr = first_of(K.C, True, c)
     COLUMNS: gl.constexpr = o.shape[1]
     if K.C.leaves_by_q:
         LAYOUT: gl.constexpr = in_rows(COLUMNS, K.C.warps, K.dtype)
-        o_s = K.q_s[c]
-        o_s.store(o)
-        partition_barrier()
         pointers, exists = pointers_of(K, tile, FIRST, COLUMNS, LAYOUT, unit_of(K.dtype))
-        gl.store(pointers, o_s.load(LAYOUT), mask=exists)
+        gl.store(pointers, K.q_s[c].load(LAYOUT), mask=exists)
     else:
         LAYOUT: gl.constexpr = o.type.layout
         pointers, exists = pointers_of(K, tile, FIRST, COLUMNS, LAYOUT)
-        gl.store(pointers, o, mask=exists)
+        gl.store(pointers, o.to(K.dtype), mask=exists)
 
 
 @gluon.jit
