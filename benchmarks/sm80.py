@@ -9,6 +9,7 @@ cp.async instead of wgmma), which tells what they are worth there.
     python benchmarks/sm80.py --pilot --max-seconds 90
     python benchmarks/sm80.py --portable --json benchmarks/results/sm80.json
     python benchmarks/sm80.py --dtypes fp32 --head-dims 64,128 --lengths 4096
+    python benchmarks/sm80.py --phases forward --tokens 1024 --lengths 1024,512
     python benchmarks/sm80.py --phases backward --head-dims 128 --masks causal --lengths 4096 --config tile_kv=64,warps=4
 
 A GPU of another kind than the one that a config is for says less: what carries over are the orders of configs, not the times.
@@ -345,7 +346,7 @@ def points_of(arguments: argparse.Namespace) -> list[Point]:
     forward."""
     phases = [phase == "backward" for phase in arguments.phases]
     return [
-        Point(max(1, 16384 // length), length, 2048 // dim, 2048 // dim, dim, dim, dtype, mask, backward)
+        Point(max(1, arguments.tokens // length), length, 2048 // dim, 2048 // dim, dim, dim, dtype, mask, backward)
         for length in arguments.lengths
         for dtype in arguments.dtypes
         for dim in arguments.head_dims
@@ -367,6 +368,7 @@ def main() -> None:
     parser.add_argument("--dtypes", type=words, default=("bf16",), help="of bf16, fp16, fp32")
     parser.add_argument("--head-dims", type=numbers, default=(64, 128, 96, 256))
     parser.add_argument("--lengths", type=numbers, default=(4096, 1024, 16384, 512, 2048, 8192))
+    parser.add_argument("--tokens", type=int, default=16384, help="batch x length")
     parser.add_argument("--masks", type=words, default=("full", "causal"))
     parser.add_argument("--phases", type=words, default=("forward", "backward"))
     parser.add_argument("--config", action="append", default=[], help="another config of sm80, as changes of the first one")

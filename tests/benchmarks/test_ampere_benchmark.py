@@ -27,7 +27,14 @@ def benchmark():
 
 
 def arguments(benchmark, **changes) -> argparse.Namespace:
-    plain = {"dtypes": ("bf16",), "phases": ("forward", "backward"), "config": [], "portable": False, "most": None}
+    plain = {
+        "dtypes": ("bf16",),
+        "phases": ("forward", "backward"),
+        "config": [],
+        "portable": False,
+        "most": None,
+        "tokens": 16384,
+    }
     return argparse.Namespace(**{**plain, **benchmark.PILOT, **changes})
 
 
