@@ -3,8 +3,8 @@ the formula) and the portable ones, in one process, in turns.
 
 Every contender runs as CUDA graphs on the same inputs, in balanced orders, and is checked against float64 first. Of `sm80`
 each config takes part that is worth timing (`candidates` in `kernels/sm80/config.py`), or the first few of them, and those that
-are asked for. With `--portable` the portable kernels take part twice: as they are, and compiled as for an A100 (mma.sync and
-cp.async instead of wgmma), which tells what they are worth there.
+are asked for. With `--portable` the portable kernels take part: as they are and, but for float32, compiled as for an A100
+(mma.sync and cp.async instead of wgmma), which tells what they are worth there.
 
     python benchmarks/sm80.py --pilot --max-seconds 90
     python benchmarks/sm80.py --portable --json benchmarks/results/sm80.json
@@ -137,8 +137,10 @@ def backends(point: Point, arch: Arch, arguments: argparse.Namespace) -> list[tu
     ours: list[tuple[Any, str | None]] = [(Fixed(config), None) for config in chosen]
     if not arguments.portable:
         return ours
-    a100 = replace(KNOWN["A100"], sms=arch.sms)
-    return [*ours, (Portable("portable", arch), None), (Portable("portable as sm_80", a100), "sm80")]
+    ours.append((Portable("portable", arch), None))
+    if point.dtype != "fp32":  # of which multiply-adds are made, one by one, on either
+        ours.append((Portable("portable as sm_80", replace(KNOWN["A100"], sms=arch.sms)), "sm80"))
+    return ours
 
 
 # ---- compiled ahead, in many processes

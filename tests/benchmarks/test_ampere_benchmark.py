@@ -64,6 +64,8 @@ def test_so_many_configs_of_each_phase(benchmark):
 def test_what_float32_is_timed_beside(benchmark):
     point = benchmark.points_of(arguments(benchmark, dtypes=("fp32",), head_dims=(128,)))[0]
     assert point.dtype == "fp32" and [peer.name for peer in benchmark.peers_of(point)] == ["SDPA efficient", "SDPA math"]
+    *_, (portable, _) = benchmark.backends(point, KNOWN["A100"], arguments(benchmark, portable=True))
+    assert portable.name == "portable"
     assert all(backend.config.itemsize == 4 for backend, _ in benchmark.backends(point, KNOWN["A100"], arguments(benchmark)))
 
 
