@@ -237,7 +237,7 @@ _TILES: dict[int, tuple[tuple, ...]] = {
 
 
 _TILES_FP32: dict[int, tuple[tuple, ...]] = {
-    64: ((64, 32, 4, 2), (64, 64, 4), (64, 32, 4)),
+    64: ((64, 64, 4), (64, 32, 4, 2), (64, 32, 4)),
     128: ((64, 32, 4), (64, 16, 4, 2), (64, 32, 4, 2)),
     256: ((64, 16, 4), (64, 32, 4)),
 }
@@ -312,4 +312,10 @@ def may_be_optimistic(problem: AttentionProblem) -> bool:
 
 def origin(problem: AttentionProblem) -> str:
     """Where the config comes from, in words."""
+    if problem.dtype.itemsize == 2 and max(padded(problem.head_dim), padded(problem.head_dim_v)) in MEASURED:
+        return "by what was measured on Hopper"
     return "guessed from what the compiler makes of it, not measured yet"
+
+
+MEASURED = 64, 96, 128, 256
+"""Head dims that configs were timed at (docs/ampere.md)."""
