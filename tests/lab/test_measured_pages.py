@@ -36,7 +36,7 @@ def test_without_results_it_says_so(block, tmp_path):
 
 def test_ampere_shows_what_dispatch_takes_and_the_portable_kernels(tmp_path):
     def point(length: int, backward: bool, dtype: str = "bf16", **results) -> dict:
-        shape = {"batch": 1, "heads": 16, "heads_kv": 16, "head_dim": 128, "head_dim_v": 128, "mask": "causal"}
+        shape = {"batch": 32, "heads": 16, "heads_kv": 16, "head_dim": 128, "head_dim_v": 128, "mask": "causal"}
         rounds = {name: {"tflops": speed, "rounds": [speed, speed], "error": 2e-3} for name, speed in results.items()}
         peer = "FA2" if dtype == "bf16" else "SDPA efficient"
         return {**shape, "length": length, "dtype": dtype, "backward": backward, "peer": peer, "results": rounds}
