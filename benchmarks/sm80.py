@@ -1,14 +1,15 @@
-"""The kernels for mma.sync beside PyTorch's (the flash backend, which is FlashAttention-2; for float32 the efficient one) and
-the portable ones, in one process, in turns.
+"""The kernels for mma.sync beside PyTorch's (the flash backend, which is FlashAttention-2; for float32 the efficient one and
+the formula) and the portable ones, in one process, in turns.
 
 Every contender runs as CUDA graphs on the same inputs, in balanced orders, and is checked against float64 first. Of `sm80`
 each config takes part that is worth timing (`candidates` in `kernels/sm80/config.py`), or the first few of them, and those that
-are asked for. With `--portable` the portable kernels take part twice: as they are, and compiled as for an A100 (mma.sync and
-cp.async instead of wgmma), which tells what they are worth there.
+are asked for. With `--portable` the portable kernels take part: as they are and, but for float32, compiled as for an A100
+(mma.sync and cp.async instead of wgmma), which tells what they are worth there.
 
     python benchmarks/sm80.py --pilot --max-seconds 90
     python benchmarks/sm80.py --portable --json benchmarks/results/sm80.json
     python benchmarks/sm80.py --dtypes fp32 --head-dims 64,128 --lengths 4096
+    python benchmarks/sm80.py --phases forward --tokens 1024 --lengths 1024,512
     python benchmarks/sm80.py --phases backward --head-dims 128 --masks causal --lengths 4096 --config tile_kv=64,warps=4
 
 A GPU of another kind than the one that a config is for says less: what carries over are the orders of configs, not the times.
@@ -41,18 +42,16 @@ from strobe.lab.bench.accuracy import BOUNDS, Gate
 from strobe.lab.bench.bench import CudaClock, balanced_order, block_of, summary
 from strobe.lab.bench.intervals import Ratio
 from strobe.lab.bench.machine import provenance, save
-from strobe.lab.bench.peers import bind, peers_for
+from strobe.lab.bench.peers import Peer, bind, sdpa
 from strobe.lab.bench.plan import MASKS, Inputs, Point
 from strobe.problem import AttentionProblem, Operands, Upstream
 
-PEERS = {"fp32": ("SDPA efficient", "SDPA efficient")}
-"""dtype -> the peer that it is timed beside: its name here, and in `strobe.lab.bench.peers`. The flash backend takes no
-float32."""
-FA2 = ("FA2", "SDPA flash")
+PEERS = {"FA2": "FLASH_ATTENTION", "SDPA efficient": "EFFICIENT_ATTENTION", "SDPA math": "MATH"}
+"""PyTorch's backends that take part, by the names that are shown."""
 GRAPH_SECONDS = 0.004
 """How long a captured graph runs, about."""
 
-PILOT = {"head_dims": (96, 256, 128, 64), "lengths": (4096,), "masks": ("causal", "full"), "most": 2, "rounds": 2}
+PILOT = {"head_dims": (96, 256, 128, 64), "lengths": (4096,), "masks": ("causal", "full"), "most": (2,), "rounds": 2}
 """What --pilot changes: one length, two configs a point, few rounds."""
 
 
@@ -133,12 +132,15 @@ def backends(point: Point, arch: Arch, arguments: argparse.Namespace) -> list[tu
     problem = point.problem()
     found = (backward_candidates if point.backward else candidates)(problem, arch)
     asked = [changed_config(found[0], text, ("head_dim", "head_dim_v")) for text in arguments.config]
-    chosen = dict.fromkeys((*found[: arguments.most], *asked))
+    most = arguments.most and arguments.most[-1 if point.backward else 0]
+    chosen = dict.fromkeys((*found[:most], *asked))
     ours: list[tuple[Any, str | None]] = [(Fixed(config), None) for config in chosen]
     if not arguments.portable:
         return ours
-    a100 = replace(KNOWN["A100"], sms=arch.sms)
-    return [*ours, (Portable("portable", arch), None), (Portable("portable as sm_80", a100), "sm80")]
+    ours.append((Portable("portable", arch), None))
+    if point.dtype != "fp32":  # of which multiply-adds are made, one by one, on either
+        ours.append((Portable("portable as sm_80", replace(KNOWN["A100"], sms=arch.sms)), "sm80"))
+    return ours
 
 
 # ---- compiled ahead, in many processes
@@ -278,15 +280,22 @@ def measure(contender: Contender, clock: CudaClock) -> None:
         contender.mhz.append(mhz)
 
 
+def peers_of(point: Point) -> list[Peer]:
+    """Whom a point is timed beside, the one of the ratios first. The flash backend takes no float32."""
+    names = ("SDPA efficient", "SDPA math") if point.dtype == "fp32" else ("FA2",)
+    return [sdpa(name, PEERS[name]) for name in names]
+
+
 def measured(point: Point, arguments: argparse.Namespace, clock: CudaClock, out_of_time: Callable[[], bool]) -> dict:
     device = torch.device("cuda")
     arch = arch_of(device)
     inputs = Inputs.random(point, device, torch.Generator(device).manual_seed(0))
-    name, known_as = PEERS.get(point.dtype, FA2)
-    gate, peer = Gate(inputs, MASKS[point.mask]), peers_for(device)[known_as]
+    gate, peers = Gate(inputs, MASKS[point.mask]), peers_of(point)
     upstream = upstream_of(point, inputs, arch)
-    with peer.context():
-        entries = [(Contender(name, bind(peer, point, inputs), peer.heads_first), peer.context())]
+    entries = []
+    for peer in peers:
+        with peer.context():
+            entries.append((Contender(peer.name, bind(peer, point, inputs), peer.heads_first), peer.context()))
     for backend, as_arch in backends(point, arch, arguments):
         entries.append((Contender(backend.name, our_call(backend, point, inputs, upstream, arch)), compiled_as(as_arch)))
     racing, left_out = [], {}
@@ -306,7 +315,11 @@ def measured(point: Point, arguments: argparse.Namespace, clock: CudaClock, out_
             measure(racing[number], clock)
         if out_of_time():
             break
-    return asdict(point) | {"peer": name, "results": {x.name: result_of(x, point) for x in racing}, "left_out": left_out}
+    return asdict(point) | {
+        "peer": peers[0].name,
+        "results": {x.name: result_of(x, point) for x in racing},
+        "left_out": left_out,
+    }
 
 
 def result_of(contender: Contender, point: Point) -> dict:
@@ -335,7 +348,7 @@ def points_of(arguments: argparse.Namespace) -> list[Point]:
     forward."""
     phases = [phase == "backward" for phase in arguments.phases]
     return [
-        Point(max(1, 16384 // length), length, 2048 // dim, 2048 // dim, dim, dim, dtype, mask, backward)
+        Point(max(1, arguments.tokens // length), length, 2048 // dim, 2048 // dim, dim, dim, dtype, mask, backward)
         for length in arguments.lengths
         for dtype in arguments.dtypes
         for dim in arguments.head_dims
@@ -357,10 +370,11 @@ def main() -> None:
     parser.add_argument("--dtypes", type=words, default=("bf16",), help="of bf16, fp16, fp32")
     parser.add_argument("--head-dims", type=numbers, default=(64, 128, 96, 256))
     parser.add_argument("--lengths", type=numbers, default=(4096, 1024, 16384, 512, 2048, 8192))
+    parser.add_argument("--tokens", type=int, default=16384, help="batch x length")
     parser.add_argument("--masks", type=words, default=("full", "causal"))
     parser.add_argument("--phases", type=words, default=("forward", "backward"))
     parser.add_argument("--config", action="append", default=[], help="another config of sm80, as changes of the first one")
-    parser.add_argument("--most", type=int, help="of the configs that are worth timing, at most so many")
+    parser.add_argument("--most", type=numbers, help="of the configs worth timing at most so many, or F,B: forward, backward")
     parser.add_argument("--portable", action="store_true", help="the portable kernels, too")
     parser.add_argument("--pilot", action="store_true", help="one length, two configs a point, few rounds")
     parser.add_argument("--rounds", type=int, default=6)

@@ -27,7 +27,14 @@ def benchmark():
 
 
 def arguments(benchmark, **changes) -> argparse.Namespace:
-    plain = {"dtypes": ("bf16",), "phases": ("forward", "backward"), "config": [], "portable": False, "most": None}
+    plain = {
+        "dtypes": ("bf16",),
+        "phases": ("forward", "backward"),
+        "config": [],
+        "portable": False,
+        "most": None,
+        "tokens": 16384,
+    }
     return argparse.Namespace(**{**plain, **benchmark.PILOT, **changes})
 
 
@@ -43,14 +50,22 @@ def test_a_pilot_has_every_head_dim_and_both_phases(benchmark):
 
 def test_other_configs_and_the_portable_kernels_by_choice(benchmark):
     point = benchmark.points_of(arguments(benchmark))[0]
-    asked = arguments(benchmark, most=1, config=["tile_kv=16"], portable=True)
+    asked = arguments(benchmark, most=(1,), config=["tile_kv=16"], portable=True)
     names = [backend.name for backend, _ in benchmark.backends(point, KNOWN["H200"], asked)]
     assert len(names) == 4 and "x16x" in names[1] and names[2:] == ["portable", "portable as sm_80"]
 
 
+def test_so_many_configs_of_each_phase(benchmark):
+    forward, backward = benchmark.points_of(arguments(benchmark))[:2]
+    asked = arguments(benchmark, most=(3, 1))
+    assert [len(benchmark.backends(point, KNOWN["H200"], asked)) for point in (forward, backward)] == [3, 1]
+
+
 def test_what_float32_is_timed_beside(benchmark):
     point = benchmark.points_of(arguments(benchmark, dtypes=("fp32",), head_dims=(128,)))[0]
-    assert point.dtype == "fp32" and benchmark.PEERS["fp32"] == ("SDPA efficient", "SDPA efficient")
+    assert point.dtype == "fp32" and [peer.name for peer in benchmark.peers_of(point)] == ["SDPA efficient", "SDPA math"]
+    *_, (portable, _) = benchmark.backends(point, KNOWN["A100"], arguments(benchmark, portable=True))
+    assert portable.name == "portable"
     assert all(backend.config.itemsize == 4 for backend, _ in benchmark.backends(point, KNOWN["A100"], arguments(benchmark)))
 
 

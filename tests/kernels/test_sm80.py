@@ -101,6 +101,24 @@ def test_the_optimistic_softmax_where_the_first_block_says_enough():
     assert not backend.config(problem(score=strobe.Score(alibi=torch.ones(4))), arch).optimistic
 
 
+def test_which_tile_a_length_a_mask_and_few_tiles_ask_for():
+    """By what was measured: see `config.candidates`."""
+    arch = KNOWN["A100"]
+
+    def tile(**changes) -> tuple[int, int]:
+        chosen = backend.config(problem(**changes), arch)
+        return chosen.tile_q, chosen.warps
+
+    def of(batch: int, length: int) -> dict:
+        return {"lengths": Dense(batch, length, length), "heads_q": 8, "heads_kv": 8}
+
+    wide = {"head_dim": 256, "head_dim_v": 256}
+    assert tile(**wide, **of(4, 4096)) == (128, 8)
+    assert tile(**wide, **of(32, 512)) == tile(**wide, **of(4, 4096), mask=strobe.Causal()) == (64, 4)
+    assert tile(**of(4, 4096)) == (128, 4)
+    assert tile(**of(1, 1024)) == tile(**wide, **of(1, 1024)) == (64, 4)
+
+
 def test_what_has_an_order_is_left_to_the_portable_kernel():
     arch = KNOWN["A100"]
     assert backend.config(problem(phase="backward"), arch).with_dq
@@ -108,32 +126,27 @@ def test_what_has_an_order_is_left_to_the_portable_kernel():
     assert not backend.config(problem(phase="backward", learned=("bias",)), arch).with_dq
 
 
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_where_it_is_the_default(phase):
-    """Where warps multiply by mma.sync, in 16 bits."""
-    shape = problem(phase=phase)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_where_it_is_the_default(phase, dtype):
+    """Where warps multiply by mma.sync; on Hopper in float32, which wgmma does not take."""
+    shape = problem(phase=phase, dtype=dtype)
     for gpu in ("A100", "A10", "L4", "RTX 4090", "RTX 5090"):
         found = explain_problem(shape, KNOWN[gpu])
         assert found.chosen == "sm80" and found.warning is None
         assert found.config == backend.config(shape, KNOWN[gpu])
-    assert explain_problem(shape, KNOWN["H200"]).chosen == "sm90"
+    assert explain_problem(shape, KNOWN["H200"]).chosen == ("sm90" if dtype == BF16 else "sm80")
 
 
-BF16, FP32 = torch.bfloat16, torch.float32
-
-
-@pytest.mark.parametrize(
-    "phase, gpu, dtype",
-    [
-        *((phase, "B200", BF16) for phase in ("forward", "backward")),
-        *((phase, "A100", FP32) for phase in ("forward", "backward")),
-        ("forward", "H200", FP32),
-    ],
-)
-def test_where_it_runs_by_name(phase, gpu, dtype):
-    shape = problem(phase=phase, dtype=dtype)
-    asked, found = (explain_problem(shape, KNOWN[gpu], name) for name in ("sm80", None))
-    assert asked.chosen == "sm80" and asked.warning == backend.unproven(shape, KNOWN[gpu])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_where_it_runs_by_name(phase, dtype):
+    shape, arch = problem(phase=phase, dtype=dtype), KNOWN["B200"]
+    asked, found = (explain_problem(shape, arch, name) for name in ("sm80", None))
+    assert asked.chosen == "sm80" and asked.warning == backend.unproven(shape, arch)
     assert found.chosen == "portable" and "so it runs only by name: backend='sm80'" in dict(found.refusals)["sm80"]
 
 
@@ -161,6 +174,7 @@ for gpu, mask, phase, config in json.loads(sys.argv[1]):
         "smem_bytes": audit.smem_bytes,
         "loops": [counted(i.mnemonic.split(".")[0] for i in flow.instructions(loop)) for loop in loops],
         "copies": [i.mnemonic for i in flow.instructions(range(len(flow.blocks))) if i.mnemonic.startswith("LDGSTS")],
+        "stores": counted(i.mnemonic for i in flow.instructions(range(len(flow.blocks))) if i.mnemonic.startswith("STG")),
     })
 print(json.dumps({"triton": triton.__version__, "found": found}))
 """
@@ -186,6 +200,8 @@ COMPILED = [
 ]
 SOME = (0, 3, 5, 7, 11, 14)
 """Those that are always compiled. A campaign compiles all."""
+ONE = (4,)
+"""What the oldest Triton always compiles."""
 
 
 def answer(code: str, oldest: bool, *arguments: str) -> dict:
@@ -206,6 +222,7 @@ def answer(code: str, oldest: bool, *arguments: str) -> dict:
     scope="module",
     params=[
         pytest.param((False, SOME), id="some, installed Triton"),
+        pytest.param((True, ONE), id="one, oldest Triton"),
         *(pytest.param((old, range(len(COMPILED))), id=f"all, {'oldest' if old else 'installed'} Triton",
                        marks=pytest.mark.exhaustive) for old in (True, False)),
     ],
@@ -268,8 +285,8 @@ def test_the_loop_over_tiles_of_rows(compiled):
         loop = max(found["loops"], key=lambda counts: counts["HMMA"] / sum(counts.values()))
         multiplied = config.tile_q * config.tile_kv * (3 * config.head_dim + 2 * config.head_dim_v)
         products = multiplied // (16 * 8 * 16 * config.warps) * instructions_of_a_product(config)
-        tiles = loop["HMMA"] // products  # of two stages the compiler may take one after the other
-        assert tiles in (1, config.stages) and loop["HMMA"] == tiles * products, found
+        tiles = loop["HMMA"] // products  # of each stage one and, with a mask in 16 bits, one more without it
+        assert tiles in (1, config.stages, 2 * config.stages) and loop["HMMA"] == tiles * products, found
         added = loop.get("RED", 0) + loop.get("REDG", 0)
         assert added == tiles * config.tile_q * config.head_dim // (32 * config.warps), found
         assert loop["MUFU"] == tiles * config.tile_q * config.tile_kv // (32 * config.warps), found
@@ -280,6 +297,16 @@ def test_the_loop_over_tiles_of_rows(compiled):
 def test_copies_are_of_16_bytes_and_pass_by_the_l1_cache(compiled):
     for found in compiled:
         assert found["copies"] and all(name.startswith("LDGSTS.E.BYPASS") and "128" in name for name in found["copies"])
+
+
+def test_results_leave_by_16_bytes(compiled):
+    """O, dK and dV, once each; what else is stored are the LSE, notes and, if it comes to that, a tile computed again."""
+    for found in compiled:
+        forward = found["phase"] == "forward"
+        config = (Config if forward else BackwardConfig)(**found["config"])
+        numbers = config.tile_q * config.head_dim_v if forward else config.tile_kv * (config.head_dim + config.head_dim_v)
+        wide = sum(count for name, count in found["stores"].items() if name.endswith(".128"))
+        assert wide * 16 * 32 * config.warps == numbers * config.itemsize, found
 
 
 ENDS = """

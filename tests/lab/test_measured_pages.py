@@ -25,6 +25,7 @@ def write(root, name: str, **report) -> None:
 BLOCKS = [
     *(pages.trained, pages.deterministic, pages.changed_scores, pages.documents, pages.redo_cost, pages.fp8_accuracy),
     *(pages.fp8_speed, pages.cpu_backends, pages.cpu_tiles, pages.timelines, pages.hidden, pages.ampere, pages.ampere_portable),
+    *(pages.ampere_float32, pages.single),
 ]
 
 
@@ -35,7 +36,7 @@ def test_without_results_it_says_so(block, tmp_path):
 
 def test_ampere_shows_what_dispatch_takes_and_the_portable_kernels(tmp_path):
     def point(length: int, backward: bool, dtype: str = "bf16", **results) -> dict:
-        shape = {"batch": 1, "heads": 16, "heads_kv": 16, "head_dim": 128, "head_dim_v": 128, "mask": "causal"}
+        shape = {"batch": 32, "heads": 16, "heads_kv": 16, "head_dim": 128, "head_dim_v": 128, "mask": "causal"}
         rounds = {name: {"tflops": speed, "rounds": [speed, speed], "error": 2e-3} for name, speed in results.items()}
         peer = "FA2" if dtype == "bf16" else "SDPA efficient"
         return {**shape, "length": length, "dtype": dtype, "backward": backward, "peer": peer, "results": rounds}
@@ -57,8 +58,30 @@ def test_ampere_shows_what_dispatch_takes_and_the_portable_kernels(tmp_path):
     assert "| bf16 D=128 | causal | FA2 | 220 (1.10 ±0.00) | 330 (1.10 ±0.00) |" in text
     assert "| fp32 D=128 | causal | SDPA efficient |  | 80 (2.00 ±0.00) |" in text
     assert "| bf16 D=128 | causal | FA2 | 228 (0.95 ±0.00) |" in text.split("Backward:")[1]
-    line = "| bf16 D=128 causal S=4096, forward | 300 (2e-03) | 330 (2e-03) | 200 (2e-03) | 150 (2e-03) |"
-    assert line in pages.ampere_portable(tmp_path)
+    text = pages.ampere_portable(tmp_path)
+    assert "| sm80 | FA2 | portable | portable as sm_80 |" in text
+    assert "| bf16 D=128 causal S=4096, forward | 330 (2e-03) | 300 (2e-03) | 200 (2e-03) | 150 (2e-03) |" in text
+    write(tmp_path, "fp32-sm80-h100.json", points=points[3:], stopped="out of time after 1 of 2 points")
+    text = pages.ampere_float32(tmp_path)
+    assert "| fp32 D=128 causal S=4096, forward | 80 (2e-03) | 40 (2e-03) |" in text and "after 1 of 2 points" in text
+
+
+def test_single_calls_beside_flash_attention_2(tmp_path):
+    def result(speed: float, us: float) -> dict:
+        return {"tflops": speed, "rounds": [speed, speed], "calls_us": {"median": us, "p10": 0.9 * us, "p90": 1.1 * us}}
+
+    shape = {"batch": 4, "heads": 16, "heads_kv": 16, "head_dim": 128, "head_dim_v": 128, "dtype": "bf16", "mask": "full"}
+    clocks = {"sm_clock_mhz": 1800.0, "memory_clock_mhz": 3201.0}
+    points = [
+        {**shape, "length": length, "backward": False, "telemetry": clocks,
+         "results": {"strobe": result(600.0, 500.0), "SDPA flash": result(300.0, 1000.0)}}
+        for length in (4096, 512)
+    ]  # fmt: skip
+    protocol = {"warm-ups": 32, "calls": 128, "rounds": 2}
+    write(tmp_path, "single-h200.json", points=points, protocol=protocol, stopped=None)
+    text = pages.single(tmp_path)
+    assert text.index("S=512") < text.index("S=4096") and "SMs 1800 to 1800 MHz, memory 3201 MHz" in text
+    assert "| 300, 1000 us, 900 to 1100 | 600 (2.00 ±0.00), 500 us, 450 to 550 |" in text
 
 
 def training(context: int) -> dict:

@@ -15,7 +15,7 @@ from strobe.lab.bench import bench, plot, zoo
 from strobe.lab.bench.accuracy import Gate
 from strobe.lab.bench.inputs import input_sets
 from strobe.lab.bench.merge import merge
-from strobe.lab.bench.peers import Peer, _sdpa, bind, strobe_peer
+from strobe.lab.bench.peers import Peer, bind, sdpa, strobe_peer
 from strobe.lab.bench.plan import Inputs, Plan, Point, mask_of
 from strobe.lab.bench.report import default_path, kernels_of, load, show
 from strobe.masks import Causal, Window
@@ -105,9 +105,9 @@ def test_who_does_not_take_a_point_says_so_by_name():
     for point in SMALL[2:]:
         inputs = Inputs.random(point, CPU, torch.Generator())
         with pytest.raises(ValueError, match="SDPA is measured without packed sequences, softcaps and sinks"):
-            bind(_sdpa("SDPA", "MATH"), point, inputs)
+            bind(sdpa("SDPA", "MATH"), point, inputs)
     with pytest.raises(ValueError, match="aligns a causal mask to the first key, got 8 queries and 24 keys"):
-        bind(_sdpa("SDPA", "MATH"), SMALL[1], Inputs.random(SMALL[1], CPU, torch.Generator()))
+        bind(sdpa("SDPA", "MATH"), SMALL[1], Inputs.random(SMALL[1], CPU, torch.Generator()))
 
 
 def plan(**changes) -> Plan:

@@ -162,6 +162,8 @@ def test_a_run_stops():
         ("run --profile", "this needs Nsight Compute, got no ncu on the PATH"),
         ("show 19", "rungs must be from 0 to 18, got '19'"),
         ("show 14 --arch A100", "rung 14 needs a GPU from sm_90 to sm_90, got sm_80"),
+        ("shapes --rung 13", "shapes are those of rungs 4 to 12, which multiply by mma.sync, got rung 13"),
+        ("shapes --rung 6 --warps 8", "rung must be given without tile and warps: it has its own"),
         ("shapes --tile 60x64", "tile must have a multiple of 64 queries and of 16 keys, got 60x64 for 4 warps"),
     ],
 )
@@ -175,6 +177,8 @@ def test_shapes(tmp_path):
     result = run("ladder", "shapes", "--json", str(tmp_path / "shapes.json"))
     assert result.exit_code == 0 and "ldmatrix.x4.trans" in result.output
     assert json.loads((tmp_path / "shapes.json").read_text())["registers"][0]["registers"] == 32
+    result = run("ladder", "shapes", "--rung", "5")
+    assert result.exit_code == 0 and "LDG, 2 bytes a lane" in result.output and "ldmatrix" not in result.output
 
 
 def test_show_diff_and_explain(tmp_path):
@@ -220,9 +224,7 @@ def test_the_page_of_a_measured_ladder(on_a_gpu, tmp_path, monkeypatch):
     written = page.climb(tmp_path)
     assert f"1.00 times as fast as the rung before: it gains nothing here. {RUNGS[7].nothing}" in written
     assert "50.00 times as fast as the rung before." in written and "relative error" in written
-    assert (
-        page.measured(tmp_path / "docs") == page.studies(tmp_path / "docs") == page.counters(tmp_path / "docs") == page.NOTHING
-    )
+    assert {make(tmp_path / "docs") for make in (page.measured, page.studies, page.counters, page.pair)} == {page.NOTHING}
 
 
 def test_the_page_shows_studies_and_counters(on_a_gpu, tmp_path):
@@ -234,6 +236,11 @@ def test_the_page_shows_studies_and_counters(on_a_gpu, tmp_path):
     assert "head dim" in written and "| 7 cp.async |" in written and "(../benchmarks/results/study-l4.json)" in written
     (folder / "rungs-profile-h100.json").write_text(json.dumps(profile_of_two_rungs() | dated | {"device": {"name": "H100"}}))
     assert "| Duration | 0.002 | 0.0005 | 0.25 |" in page.counters(tmp_path)
+    tables = [{"title": title, "head": ["metric", "3", "4"], "rows": [["x", "1", "2"]]} for title in ("Launch", "Another")]
+    profiled = dated | {"device": {"name": "H100"}, "tables": tables}
+    (folder / "study-profile-h100.json").write_text(json.dumps(profiled))
+    assert "Launch:\n\n| metric | 3 | 4 |\n| --- | ---: | ---: |\n| x | 1 | 2 |" in page.pair(tmp_path)
+    assert "Another" not in page.pair(tmp_path) and page.studies(tmp_path) == written
 
 
 TTGIR = """

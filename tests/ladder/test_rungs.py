@@ -11,14 +11,17 @@ import torch
 
 from strobe.device import KNOWN
 from strobe.lab.bench.accuracy import BOUNDS
-from strobe.lab.ladder.arithmetic import Tile, footprint, races
+from strobe.lab.ladder import page
+from strobe.lab.ladder.arithmetic import LANES_OF_K, LANES_OF_Q, LANES_OF_V, Tile, footprint, races
 from strobe.lab.ladder.checked import relative_error
 from strobe.lab.ladder.edited import told, variant, without
 from strobe.lab.ladder.explain import changed_lines, padding, too_many
+from strobe.lab.model.fragments import FRAGMENTS
 from strobe.ladder import RUNGS
 from strobe.ladder.rungs import capability_of
 from strobe.sim import simulate
 
+ROOT = Path(__file__).parents[2]
 OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
 SIMULATED = [rung for rung in RUNGS if rung.least and hasattr(rung.module, "launches")]
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -146,6 +149,43 @@ def test_a_tile_in_registers():
     assert [(one["m"], one["n"], one["k"], one["mma"]) for one in tile.gemms()] == [(16, 64, 128, 64), (16, 128, 64, 64)]
     assert tile.bytes_moved(4096) == 2 * 128 * (64 + 4096) * 2
     assert tile.product_flops == 4 * 64 * 64 * 128
+
+
+OPERATIONS = {"LDG": "LDG", "STS": "STS", "cp.async": "LDGSTS", "ldmatrix.x4": "LDSM", "ldmatrix.x4.trans": "LDSM"}
+
+
+@pytest.mark.parametrize("number", range(5, 13))
+def test_loads_and_stores_are_the_compilers(number):
+    """By arithmetic and in the loop's machine code. Rung 4 is left out, as S and P cross shared memory there, too."""
+    rungs = json.loads((ROOT / page.COMPILED).read_text())["rungs"]
+    compiled = next(facts["compiled"]["loop"] for facts in rungs if facts["number"] == number)
+    tile, counts = Tile.of(RUNGS[number], 128), dict.fromkeys(OPERATIONS.values(), 0)
+    for one in tile.operations():
+        counts[OPERATIONS[one["instruction"].split(",")[0]]] += one["count"]
+    assert counts == {name: compiled.get(name, 0) for name in counts}
+    assert sum(one["mma"] for one in tile.gemms()) == compiled["HMMA"]
+
+
+def corner(name: str, register: int) -> tuple[int, int]:
+    """The first row and column of what a register holds of an operand."""
+    one = FRAGMENTS[name]
+    return next((r, c) for r in range(one.rows) for c in range(one.columns) if one.at(r, c).register == register)
+
+
+@pytest.mark.parametrize("lane", range(32))
+def test_which_row_a_lane_names_for_ldmatrix(lane):
+    """Of a matrix that becomes register lane // 8: of A, or of two B operands beside each other, whose columns are the rows of
+    K, and whose rows are those of V, transposed on the way."""
+    matrix, row = lane // 8, lane % 8
+    of_q, (k, _) = corner("mma-a", matrix), corner("mma-b", matrix % 2)
+    wanted = [
+        (LANES_OF_Q, (of_q[0] + row, of_q[1])),
+        (LANES_OF_K, (matrix // 2 * 8 + row, k)),
+        (LANES_OF_V, (k + row, matrix // 2 * 8)),
+    ]
+    for lanes, want in wanted:
+        row_of, column_of = (part.split(" ", 1)[1].replace(" (", " * (") for part in lanes.split(", "))
+        assert (eval(row_of, {"l": lane}), eval(column_of, {"l": lane})) == want
 
 
 def test_a_rung_is_a_few_lines_more_than_the_one_before():

@@ -28,13 +28,16 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "bank-counters": (),
     "cpu": (),
     "fp8-cpu": (),
+    "fp32-sm80": ("sm80 forward", "sm80 backward"),
     "host": (),
     "ladder": ("sm90 forward",),
     "mutants": (),
     "parallel": SM90,
+    "portable-as-sm80": ("portable", "sm80 forward", "sm80 backward"),
     "rungs-profile": (),
     "same-code": (),
     "sm80": ("sm80 forward", "sm80 backward"),
+    "study": (),
     "unit-costs": (),
 }
 """How a file's name begins -> the kernels whose speed it tells; none, if it tells of something else."""

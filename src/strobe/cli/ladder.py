@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 ladder = typer.Typer(help="One attention, from a loop on one core to the product's kernel, step by step (docs/ladder.md).")
 
 Number = Annotated[int, typer.Argument(help="A rung's number.")]
-HeadDim = Annotated[int, typer.Option(help="64 or 128.")]
+HeadDim = Annotated[int, typer.Option(help="64 or 128; of rungs below 6 also 32.")]
 ArchName = Annotated[
     str | None, typer.Option(help="A GPU by name to compile for; default: A100, or H200 where a rung needs one.")
 ]
@@ -261,9 +261,10 @@ def explain(
 
 @ladder.command()
 def shapes(
-    tile: Annotated[str, typer.Option(help="QUERIESxKEYS.")] = "64x64",
+    tile: Annotated[str | None, typer.Option(help="QUERIESxKEYS; default: 64x64.")] = None,
     head_dim: HeadDim = 128,
-    warps: Annotated[int, typer.Option(help="Of a CTA.")] = 4,
+    warps: Annotated[int | None, typer.Option(help="Of a CTA; default: 4.")] = None,
+    rung: Annotated[int | None, typer.Option(help="Of this rung, 4 to 12: its tile, and how it loads.")] = None,
     lengths: Annotated[
         str, typer.Option(help="Comma-separated, for the arithmetic intensity.")
     ] = "512,1024,2048,4096,8192,16384",
@@ -272,16 +273,26 @@ def shapes(
     """A tile's GEMM shapes, registers, loads and stores, and FLOPs a byte of global memory."""
     from rich.console import Console
 
+    from strobe.lab.ladder.arithmetic import Tile
     from strobe.lab.ladder.shapes import facts, tables
 
-    rows, keys = shape_of("tile", tile)
     _head_dim(head_dim)
-    at_least(1, warps=warps)
-    if rows % (16 * warps) or keys % 16:
-        raise typer.BadParameter(
-            f"tile must have a multiple of {16 * warps} queries and of 16 keys, got {tile} for {warps} warps"
-        )
-    found = facts(rows, keys, head_dim, warps, numbers_of("lengths", lengths) or ())
+    if rung is not None:
+        if tile is not None or warps is not None:
+            raise typer.BadParameter("rung must be given without tile and warps: it has its own")
+        try:
+            chosen = Tile.of(_rung(rung), head_dim)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    else:
+        rows, keys = shape_of("tile", tile or "64x64")
+        chosen = Tile(rows, keys, head_dim, warps or 4)
+        at_least(1, warps=chosen.warps)
+        if rows % (16 * chosen.warps) or keys % 16:
+            raise typer.BadParameter(
+                f"tile must have a multiple of {16 * chosen.warps} queries and of 16 keys, got {tile} for {chosen.warps} warps"
+            )
+    found = facts(chosen, numbers_of("lengths", lengths) or ())
     for shown in tables(found):
         Console().print(shown)
     _write(json, found)

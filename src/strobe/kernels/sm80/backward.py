@@ -154,18 +154,36 @@ def step(K, work, number, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr
     """The number-th tile of rows of a block, one of the member-th query head: its parts of dK and dV added, and what it gives
     to dQ. S, Q: layouts of results by key and by row."""
     if K.C.stages == 1:
-        dk, dv = step_at(K, work, tile, member, dk, dv, S, Q, 0)
+        dk, dv = step_masked(K, work, tile, member, dk, dv, S, Q, 0)
     else:
         if number % 2 == 0:
-            dk, dv = step_at(K, work, tile, member, dk, dv, S, Q, 0)
+            dk, dv = step_masked(K, work, tile, member, dk, dv, S, Q, 0)
         else:
-            dk, dv = step_at(K, work, tile, member, dk, dv, S, Q, 1)
+            dk, dv = step_masked(K, work, tile, member, dk, dv, S, Q, 1)
     return dk, dv
 
 
 @gluon.jit
-def step_at(K, work, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr, STAGE: gl.constexpr):
-    """A tile of rows that is in a stage."""
+def step_masked(K, work, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr, STAGE: gl.constexpr):
+    """A tile of rows that is in a stage, masked where it needs to be. In 16 bits a branch leads to a step with a mask or one
+    without: within a step it keeps what comes before from passing under what comes after. float32 has too much code for two."""
+    if K.MASKED:
+        cut = (tile < work.full_begin) | (tile >= work.full_end) | (tile * K.C.tile_q + K.C.tile_q > work.n_q)
+        if K.C.itemsize == 4:
+            dk, dv = step_at(K, work, tile, member, dk, dv, S, Q, STAGE, cut)
+        else:
+            if cut:
+                dk, dv = step_at(K, work, tile, member, dk, dv, S, Q, STAGE, True)
+            else:
+                dk, dv = step_at(K, work, tile, member, dk, dv, S, Q, STAGE, False)
+    else:
+        dk, dv = step_at(K, work, tile, member, dk, dv, S, Q, STAGE, False)
+    return dk, dv
+
+
+@gluon.jit
+def step_at(K, work, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr, STAGE: gl.constexpr, cut):
+    """A tile of rows that is in a stage. cut: whether a row of it may not see a key."""
     M = K.memory
     after, member_after = tile_after(work, tile, member)
     row = tile * K.C.tile_q
@@ -190,9 +208,8 @@ def step_at(K, work, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr, STA
         s = rows_by_rows(M.k, q, K.C.tile_kv, K.C.tile_q, S)
     x, factor, of_function = scores_transposed(K, s, row, head, slope_of(work.batch, head, K.score), work)
     x = x - statistics.slice(0, K.C.tile_q).load(gl.SliceLayout(0, S))[None, :]
-    if K.MASKED:
-        if (tile < work.full_begin) | (tile >= work.full_end) | (row + K.C.tile_q > work.n_q):
-            x = apply_mask_transposed(K, x, row, head, work)
+    if cut:
+        x = apply_mask_transposed(K, x, row, head, work)
     p = gl.exp2(x)
     kept = kept_weights_transposed(K, p, row, head, work)
     kept_p = kept.to(K.dtype)

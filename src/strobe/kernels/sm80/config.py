@@ -16,6 +16,10 @@ SCRATCH = 1024
 LARGEST = 256
 """The largest head dim."""
 
+LONG = 1024
+"""From so many keys on a CTA that a multiprocessor has to itself loses less at its begin and end than it gains between: by what
+was measured at 512 and 4096 keys, a tile's time being linear in them, from 709 on."""
+
 ROWS_PADDED = 128
 """Rows of a sequence are rounded up to so many in what the backward's kernels share: a multiple of every tile_q."""
 
@@ -221,19 +225,19 @@ class BackwardConfig(Chunks):
 # ---- which configs there are
 
 _TILES: dict[int, tuple[tuple, ...]] = {
-    64: ((128, 64, 4), (128, 64, 4, 2), (128, 64, 4, 1, True)),
-    96: ((128, 32, 4, 2), (128, 32, 4, 2, True), (128, 32, 4), (64, 64, 4, 2)),
-    128: ((128, 32, 4, 2), (128, 32, 4), (64, 64, 4, 1, True)),
+    64: ((128, 64, 4, 2, True), (128, 64, 4, 2), (64, 64, 4, 2, True)),
+    96: ((128, 32, 4, 2), (128, 64, 4, 2), (64, 64, 4, 2)),
+    128: ((128, 32, 4, 2), (128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1, True)),
     192: ((64, 64, 4, 1, False, 2), (64, 64, 4), (128, 64, 8), (64, 32, 4, 2)),
-    256: ((64, 64, 4, 1, False, 2), (128, 64, 8, 1, False, 2), (128, 64, 8, 2, False, 2), (64, 64, 4), (64, 32, 4, 2)),
+    256: ((64, 64, 4, 1, False, 2), (128, 64, 8, 1, False, 2), (64, 32, 4, 2, False, 2), (64, 64, 4), (64, 32, 4, 2)),
 }
-"""Largest head dim -> (tile_q, tile_kv, warps, stages, q_in_registers, across) worth timing, the best guess first. A warp with
+"""Largest head dim -> (tile_q, tile_kv, warps, stages, q_in_registers, across) worth timing, the best first. A warp with
 32 rows reads K and V from shared memory half as often as one with 16, but has registers for few keys beside them; from head dim
 192 on O alone would take all registers, so two warps share the rows."""
 
 
 _TILES_FP32: dict[int, tuple[tuple, ...]] = {
-    64: ((64, 32, 4, 2), (64, 64, 4), (64, 32, 4)),
+    64: ((64, 64, 4), (64, 32, 4, 2), (64, 32, 4)),
     128: ((64, 32, 4), (64, 16, 4, 2), (64, 32, 4, 2)),
     256: ((64, 16, 4), (64, 32, 4)),
 }
@@ -241,15 +245,18 @@ _TILES_FP32: dict[int, tuple[tuple, ...]] = {
 
 
 def candidates(problem: AttentionProblem, arch: Arch) -> list[Config]:
-    """The configs that are worth timing on an arch, the best guess first: those that its shared memory holds."""
+    """The configs that are worth timing on an arch, the best first: those that its shared memory holds."""
     dims = padded(problem.head_dim), padded(problem.head_dim_v)
     table = _TILES_FP32 if problem.dtype.itemsize == 4 else _TILES
     widest = next(dim for dim in table if dim >= max(dims))
     size, optimistic = problem.dtype.itemsize, may_be_optimistic(problem)
     found = [replace(Config(*dims, *tile), itemsize=size, optimistic=optimistic) for tile in table[widest]]
-    if widest == 64 and problem.mask.band != (None, None, None):
-        # Where blocks are masked one by one, warps that keep Q read less of shared memory beside the mask.
-        found.sort(key=lambda config: not config.q_in_registers)
+    lengths, whole = problem.lengths, problem.mask.band == (None, None, None) and not problem.mask.by_pair
+    if widest == LARGEST and whole and lengths.seqlen_kv >= LONG:  # 5 % faster and more; causal, 5 % slower and more
+        found.sort(key=lambda config: -config.tile_q)
+    tiles = -(-lengths.seqlen_q // found[0].tile_q) * lengths.batch * problem.heads_q
+    if tiles <= arch.sms:  # with one tile each, or none, multiprocessors have room for more of half the rows
+        found.sort(key=lambda config: config.tile_q)
     if not optimistic:  # a running maximum of two warps' keys is two more barriers a block
         found.sort(key=lambda config: config.across)
     return [config for config in found if config.smem_bytes() + SCRATCH <= arch.smem_per_block]
@@ -305,4 +312,10 @@ def may_be_optimistic(problem: AttentionProblem) -> bool:
 
 def origin(problem: AttentionProblem) -> str:
     """Where the config comes from, in words."""
+    if problem.dtype.itemsize == 2 and max(padded(problem.head_dim), padded(problem.head_dim_v)) in MEASURED:
+        return "by what was measured on Hopper"
     return "guessed from what the compiler makes of it, not measured yet"
+
+
+MEASURED = 64, 96, 128, 256
+"""Head dims that configs were timed at (docs/ampere.md)."""

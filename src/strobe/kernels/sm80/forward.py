@@ -371,47 +371,58 @@ def store_lse(K, tile, lse, S: gl.constexpr):
 
 
 @gluon.jit
-def pointers_of(K, tile, column: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where a tile's columns of O from `column` on go, and which of them exist."""
+def pointers_of(K, tile, column: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, UNIT: gl.constexpr = 1):
+    """Where a tile's columns of O from `column` on go, and which of them exist. UNIT: neighbours in a row that a lane stores as
+    one. It is promised here, as Triton 3.6 forgets what is promised of a call's result."""
     row = gl.arange(0, K.C.tile_q, gl.SliceLayout(1, LAYOUT))
     columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     base = K.out.rows_of(tile.batch, tile.head, tile.start_q) + tile.row.to(gl.int64) * K.out.row
     pointers = base + (row.to(gl.int64) * K.out.row)[:, None] + columns[None, :]
-    return pointers, (tile.row + row < tile.n_q)[:, None] & (columns < K.DIM_V)[None, :]
+    exists = (tile.row + row < tile.n_q)[:, None] & (columns < K.DIM_V)[None, :]
+    BYTES: gl.constexpr = UNIT * K.dtype.primitive_bitwidth // 8
+    return gl.multiple_of(pointers, [1, BYTES]), gl.max_constancy(exists, [1, UNIT])
 
 
 @gluon.jit
 def store_output(K, tile, o):
-    """O to global memory."""
+    """O to global memory: rows of 16 bytes a thread by way of Q's shared memory, or as it is."""
+    if K.C.leaves_by_q:
+        for c in gl.static_range(len(o)):
+            K.q_s[c].store(o[c].to(K.dtype))
+        partition_barrier()
     for c in gl.static_range(len(o)):
-        store_chunk(K, tile, o[c].to(K.dtype), c)
+        store_chunk(K, tile, o[c], c)
 
 
 @gluon.jit
 def store_chunk(K, tile, o, c: gl.constexpr):
-    """A chunk of O to global memory: rows of 16 bytes a thread by way of Q's shared memory, or as it is."""
+    """A chunk of O to global memory, from where it is by now."""
     FIRST: gl.constexpr = first_of(K.C, True, c)
     COLUMNS: gl.constexpr = o.shape[1]
     if K.C.leaves_by_q:
         LAYOUT: gl.constexpr = in_rows(COLUMNS, K.C.warps, K.dtype)
-        o_s = K.q_s[c]
-        o_s.store(o)
-        partition_barrier()
-        pointers, exists = pointers_of(K, tile, FIRST, COLUMNS, LAYOUT)
-        gl.store(gl.multiple_of(pointers, [1, 16]), o_s.load(LAYOUT), mask=gl.max_constancy(exists, [1, unit_of(K.dtype)]))
+        pointers, exists = pointers_of(K, tile, FIRST, COLUMNS, LAYOUT, unit_of(K.dtype))
+        gl.store(pointers, K.q_s[c].load(LAYOUT), mask=exists)
     else:
         LAYOUT: gl.constexpr = o.type.layout
         pointers, exists = pointers_of(K, tile, FIRST, COLUMNS, LAYOUT)
-        gl.store(pointers, o, mask=exists)
+        gl.store(pointers, o.to(K.dtype), mask=exists)
+
+
+@gluon.jit
+def not_finite(o, ACROSS: gl.constexpr, S: gl.constexpr):
+    """NaN for each row that has a NaN or an infinity, else 0. Chunks are added up within lanes first: between two warps that
+    share rows a sum takes barriers."""
+    sums = lane_sums(o[0] * 0.0, ACROSS)
+    for c in gl.static_range(1, len(o)):
+        sums += gl.convert_layout(lane_sums(o[c] * 0.0, ACROSS), sums.type.layout)  # moves nothing
+    return all_lanes(sums, S)
 
 
 @gluon.jit
 def is_broken(K, tile, o, m, row_sum, S: gl.constexpr):
     """Which rows have to be computed again: a NaN or an infinity came out, or optimism went wrong."""
-    broken = gl.full([K.C.tile_q], 0.0, gl.float32, gl.SliceLayout(1, S))
-    for c in gl.static_range(len(o)):
-        broken += gl.sum(o[c] * 0.0, 1)
-    broken = (broken != 0.0) | (row_sum != row_sum)
+    broken = (not_finite(o, K.C.across, S) != 0.0) | (row_sum != row_sum)
     if K.C.optimistic:
         BOUNDS_OF: gl.constexpr = bounds_of(K.dtype)
         p = tile.p + gl.arange(0, K.C.tile_q, gl.SliceLayout(1, S))
@@ -444,9 +455,8 @@ def redo(K, tile, S: gl.constexpr):
     while number < passes:
         acc, m, row_sum = attend_with_care(K, tile, number, S)
         share, lse = shares_and_lse(K, tile, m, row_sum)
-        broken = gl.full([K.C.tile_q], 0.0, gl.float32, gl.SliceLayout(1, S))
+        broken = not_finite(acc, K.C.across, S)
         for c in gl.static_range(len(acc)):
-            broken += gl.sum(acc[c] * 0.0, 1)
             put_pass(K, tile, number, acc[c], share, first_of(K.C, True, c))
         if number == NATURAL:
             store_lse(K, tile, lse, S)

@@ -2,7 +2,7 @@
 
 A peer's `prepare(q, k, v, mask)` takes tensors in the peer's own layout and returns the call to be timed, which returns out in
 the same layout. It raises where the peer is missing or does not take the problem; the report holds the reason.
-PyTorch's math backend takes part on a CPU only: on a GPU the scores that it stores would crowd out everyone else.
+PyTorch's math backend takes part by itself on a CPU only: on a GPU the scores that it stores would crowd out everyone else.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def strobe_peer(backend: str | None = None) -> Peer:
     return Peer(f"strobe {backend}" if backend else "strobe", prepare, prepare_more, compiles=True)
 
 
-def _sdpa(name: str, backend: str, window: Callable | None = None) -> Peer:
+def sdpa(name: str, backend: str, window: Callable | None = None) -> Peer:
     """The peer for one backend of PyTorch's scaled_dot_product_attention. window: another `prepare`, for problems that this
     function cannot express, such as windows."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -396,15 +396,15 @@ def _first(result) -> torch.Tensor:
 def peers_for(device: torch.device) -> dict[str, Peer]:
     """Name -> peer, for all peers that there are for a device."""
     if device.type == "cpu":
-        peers = [_sdpa("SDPA flash", "FLASH_ATTENTION"), _sdpa("SDPA math", "MATH")]
+        peers = [sdpa("SDPA flash", "FLASH_ATTENTION"), sdpa("SDPA math", "MATH")]
     else:
         peers = [
-            _sdpa("cuDNN", "CUDNN_ATTENTION", _cudnn_graph),
+            sdpa("cuDNN", "CUDNN_ATTENTION", _cudnn_graph),
             Peer("FA4", _flash_attn_4, _flash_attn_4_more, compiles=True, module="flash_attn.cute"),
             Peer("FA3", _flash_attn_3, _flash_attn_3_more, module="flash_attn_interface"),
             Peer("FA2", _flash_attn_2, module="flash_attn.flash_attn_interface"),
-            _sdpa("SDPA flash", "FLASH_ATTENTION", _torch_flash_window),
-            _sdpa("SDPA efficient", "EFFICIENT_ATTENTION"),
+            sdpa("SDPA flash", "FLASH_ATTENTION", _torch_flash_window),
+            sdpa("SDPA efficient", "EFFICIENT_ATTENTION"),
             Peer("FlexAttention", _flex_attention, heads_first=True, compiles=True),
             Peer("xFormers", _xformers, module="xformers"),
         ]

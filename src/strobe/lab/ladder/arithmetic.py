@@ -11,19 +11,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from strobe.ladder import Rung
+
 ITEM = 2
 """Bytes of an element of Q, K, V and O."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A CTA's tile: queries, keys of a block, head dim, warps; whether the scale is folded into exp2."""
+    """A CTA's tile: queries, keys of a block, head dim, warps; whether the scale is folded into exp2; how K and V come
+    ("fragments": from global memory as mma.sync wants them, "registers": through these to shared memory, "cp.async"); whether Q
+    stays in registers."""
 
     rows: int
     keys: int
     head_dim: int
     warps: int = 4
     folded: bool = True
+    way: str = "cp.async"
+    q_held: bool = False
+
+    @staticmethod
+    def of(rung: Rung, head_dim: int) -> Tile:
+        """The tile of a rung that multiplies by mma.sync; of several the first. ValueError for another rung."""
+        if not 4 <= rung.number <= 12:
+            raise ValueError(f"shapes are those of rungs 4 to 12, which multiply by mma.sync, got rung {rung.number}")
+        tile = rung.tiles(head_dim)[0].get("tile", (64, 64, 4))
+        way = "fragments" if rung.number < 6 else "registers" if rung.number == 6 else "cp.async"
+        rows, keys, warps = tile
+        return Tile(rows, keys, head_dim, warps, rung.number >= 11, way, rung.number < 6 or rung.number >= 10)
 
     @property
     def product_flops(self) -> int:
@@ -73,18 +89,49 @@ class Tile:
         ]
 
     def operations(self) -> list[dict]:
-        """Loads and stores of one block, in instructions of one warp: by cp.async or STG of 16 bytes a lane, and
-        ldmatrix.x4."""
-        copied = self.keys * self.head_dim * ITEM // (16 * 32 * self.warps)
-        read = self.keys * self.head_dim * ITEM // (16 * 32)
-        of_q = self.rows // self.warps * self.head_dim * ITEM // (16 * 32)
-        return [
-            {"tensor": "K", "from": "global", "to": "shared", "instruction": "cp.async, 16 bytes a lane", "count": copied},
-            {"tensor": "V", "from": "global", "to": "shared", "instruction": "cp.async, 16 bytes a lane", "count": copied},
-            {"tensor": "K", "from": "shared", "to": "registers", "instruction": "ldmatrix.x4", "count": read},
-            {"tensor": "V", "from": "shared", "to": "registers", "instruction": "ldmatrix.x4.trans", "count": read},
-            {"tensor": "Q", "from": "shared", "to": "registers", "instruction": "ldmatrix.x4", "count": of_q},
-        ]
+        """Loads and stores of one block, in instructions of one warp, and where lane l begins: its row and column."""
+        tensors = {"K": LANES_OF_K, "V": LANES_OF_V}
+        if self.way == "fragments":  # two neighbours in a row of K are one register's, of V they are two registers'
+            sizes, pair = {"K": 4, "V": 2}, {"K": "row l // 4, column 2 (l % 4)", "V": "row 2 (l % 4), column l // 4"}
+            return [
+                _operation(
+                    name, "global", "registers", f"LDG, {sizes[name]} bytes a lane", self._bytes, sizes[name], pair[name]
+                )
+                for name in tensors
+            ]
+        copied = self._bytes // self.warps
+        found = []
+        for name in tensors:
+            if self.way == "cp.async":
+                found.append(_operation(name, "global", "shared", "cp.async, 16 bytes a lane", copied, 16, LANES_OF_COPY))
+            else:
+                found.append(_operation(name, "global", "registers", "LDG, 16 bytes a lane", copied, 16, LANES_OF_COPY))
+                found.append(_operation(name, "registers", "shared", "STS, 16 bytes a lane", copied, 16, LANES_OF_COPY))
+        for name, lanes in tensors.items():
+            instruction = "ldmatrix.x4" + ".trans" * (name == "V")
+            found.append(_operation(name, "shared", "registers", instruction, self._bytes, 16, lanes))
+        if not self.q_held:
+            q = self.rows // self.warps * self.head_dim * ITEM
+            found.append(_operation("Q", "shared", "registers", "ldmatrix.x4", q, 16, LANES_OF_Q))
+        return found
+
+    @property
+    def _bytes(self) -> int:
+        """Bytes of a block of K, or of V."""
+        return self.keys * self.head_dim * ITEM
+
+
+LANES_OF_COPY = "row l // 8, column 8 (l % 8)"
+LANES_OF_K = "row l % 8 + 8 (l // 16), column 8 (l // 8 % 2)"
+LANES_OF_V = LANES_OF_Q = "row l % 16, column 8 (l // 16)"
+"""Where lane l begins in a tile of 64 columns that is copied, or which row of 8 it names for ldmatrix, so that registers come
+in the order of `strobe fragments`."""
+
+
+def _operation(tensor: str, source: str, to: str, instruction: str, size: int, each: int, lanes: str) -> dict:
+    """A row of `Tile.operations`: so many bytes, of which a lane takes `each` at a time."""
+    count = size // (each * 32)
+    return {"tensor": tensor, "from": source, "to": to, "instruction": instruction, "count": count, "lane l": lanes}
 
 
 # ---- the FP32 kernel of one thread an element

@@ -56,7 +56,8 @@ def measured(root: Path) -> str:
 
 def studies(root: Path) -> str:
     """Rungs at the shapes of others' studies, a run each: study-*.json."""
-    found = [(json.loads(path.read_text()), path.relative_to(root)) for path in sorted((root / RESULTS).glob("study-*.json"))]
+    paths = sorted((root / RESULTS).glob("study-*.json"))
+    found = [(json.loads(path.read_text()), path.relative_to(root)) for path in paths if "profile" not in path.name]
     if not found:
         return NOTHING
     lines = [["", "rung", "ms", "TFLOP/s", "over the one above", "JSON"]]
@@ -78,18 +79,36 @@ def studies(root: Path) -> str:
 
 def counters(root: Path) -> str:
     """What Nsight Compute counted of neighbouring rungs, by the newest rungs-profile-*.json."""
-    found = [
-        json.loads(path.read_text()) | {"path": path.relative_to(root)}
-        for path in (root / RESULTS).glob("rungs-profile-*.json")
-    ]
-    if not found:
+    profile = _newest_profile(root, "rungs-profile-*.json")
+    if profile is None:
         return NOTHING
-    profile = max(found, key=lambda one: one["date"])
     names = {subject["name"] for subject in profile["subjects"]}
     known = [rung for rung in RUNGS if f"{rung.number} {rung.title}" in names]
-    where = f"{profile['device']['name']}, {profile['date'][:10]} ([JSON](../{profile['path']})), by `{profile['command']}`:"
-    tables = [_table(moved_counters(profile, *pair)) for pair in pairwise(known)]
-    return "\n\n".join([where, *tables])
+    pairs = [pair for pair in pairwise(known) if pair[0].number + 1 == pair[1].number]
+    return "\n\n".join([_by(profile), *(_table(moved_counters(profile, *pair)) for pair in pairs)])
+
+
+OF_A_PAIR = "Throughput", "Launch", "Occupancy", "Workload of each unit", "By nvprof's names"
+"""The tables of a profile that `pair` shows."""
+
+
+def pair(root: Path) -> str:
+    """Nsight Compute's tables of FP32 against tensor cores, by the newest study-profile-*.json."""
+    profile = _newest_profile(root, "study-profile-*.json")
+    if profile is None:
+        return NOTHING
+    tables = [table for table in profile["tables"] if table["title"] in OF_A_PAIR]
+    return "\n\n".join([_by(profile), *(f"{one['title']}:\n\n{_table([one['head'], *one['rows']])}" for one in tables)])
+
+
+def _newest_profile(root: Path, pattern: str) -> dict | None:
+    """The newest JSON of `strobe ladder run --profile` of a pattern, and in "path" where it lies."""
+    found = [json.loads(path.read_text()) | {"path": path.relative_to(root)} for path in (root / RESULTS).glob(pattern)]
+    return max(found, key=lambda one: one["date"], default=None)
+
+
+def _by(profile: dict) -> str:
+    return f"{profile['device']['name']}, {profile['date'][:10]} ([JSON](../{profile['path']})), by `{profile['command']}`:"
 
 
 def climb(root: Path) -> str:

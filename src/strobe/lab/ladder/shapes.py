@@ -10,12 +10,11 @@ from rich.table import Table
 from strobe.lab.ladder.arithmetic import Tile
 
 
-def facts(rows: int, keys: int, head_dim: int, warps: int, lengths: Sequence[int]) -> dict[str, Any]:
-    """GEMM shapes, register storage, operations and intensity of a tile [rows, keys] as a JSON object."""
-    tile = Tile(rows, keys, head_dim, warps)
+def facts(tile: Tile, lengths: Sequence[int]) -> dict[str, Any]:
+    """GEMM shapes, register storage, operations and intensity of a tile as a JSON object."""
     return {
         "what": "ladder shapes",
-        "tile": {"rows": rows, "keys": keys, "head_dim": head_dim, "warps": warps},
+        "tile": vars(tile),
         "gemms": tile.gemms(),
         "registers": tile.registers(),
         "operations": tile.operations(),
@@ -30,7 +29,7 @@ def facts(rows: int, keys: int, head_dim: int, warps: int, lengths: Sequence[int
 TITLES = {
     "gemms": "Products of one block, of one warp",
     "registers": "Registers of a lane, were the whole tiles held there",
-    "operations": "Loads of one block, instructions of one warp",
+    "operations": "Loads and stores of one block, instructions of one warp",
     "intensity": "Global memory of one tile, over all blocks",
 }
 

@@ -19,6 +19,8 @@ from strobe.lab.timeline import timeline
 
 RESULTS = Path("benchmarks/results")
 NOTHING = "Not measured on a GPU yet."
+BASELINE = "SDPA flash"
+"""FlashAttention-2, as PyTorch has it."""
 
 
 def trained(root: Path) -> str:
@@ -371,17 +373,58 @@ def _of_sm80(point: Point, entry: dict) -> dict | None:
 
 def ampere_portable(root: Path) -> str:
     """What benchmarks/sm80.py --portable found: the portable kernels, as they are and as sm_80 code, beside the others."""
-    found = results(root, "portable-as-sm80-*.json")
+    return _beside_portable(root, "portable-as-sm80-*.json")
+
+
+def ampere_float32(root: Path) -> str:
+    """The same of float32, beside PyTorch's efficient backend and its formula."""
+    return _beside_portable(root, "fp32-sm80-*.json")
+
+
+def _beside_portable(root: Path, pattern: str) -> str:
+    found = results(root, pattern)
     if not found:
         return NOTHING
     report, path = found[-1]
-    rows = [["TFLOP/s (largest relative error)", "PyTorch", "sm80", "portable", "portable as sm_80"]]
-    for point, entry in _points_of(report):
-        named = [entry["results"].get(name) for name in (entry["peer"], "portable", "portable as sm_80")]
-        named.insert(1, _of_sm80(point, entry))
-        cells = ["" if one is None else f"{one['tflops']:.0f} ({one['error']:.0e})" for one in named]
+    points = _points_of(report)
+    others = [name for name in dict.fromkeys(n for _, at in points for n in at["results"]) if not name.startswith("sm80")]
+    rows = [["TFLOP/s (largest relative error)", "sm80", *others]]
+    for point, entry in points:
+        named = [_of_sm80(point, entry), *(entry["results"].get(name) for name in others)]
+        cells = ["" if one is None else f"{one['tflops']:.3g} ({one['error']:.0e})" for one in named]
         rows.append([f"{point}, {'backward' if point.backward else 'forward'}", *cells])
-    return f"{_where(report, path)}\n\n{_table(rows)}"
+    stopped = f" The run is incomplete: {report['stopped']}." if report.get("stopped") else ""
+    return f"{_where(report, path)}{stopped}\n\n{_table(rows)}"
+
+
+def single(root: Path) -> str:
+    """The newest run of `strobe bench --protocol single` on a GPU: each contender's TFLOP/s over FlashAttention-2's, and how
+    much its calls differ."""
+    found = [(report, path) for report, path in results(root, "single-*.json") if report["device"]["kind"] == "cuda"]
+    if not found:
+        return NOTHING
+    report, path = found[-1]
+    points = sorted(_points_of(report), key=lambda one: (one[0].backward, one[0].length))
+    names = sorted({name for _, entry in points for name in entry["results"]} - {BASELINE})
+    rows = [["", "FA2", *names]]
+    for point, entry in points:
+        base, cells = entry["results"].get(BASELINE), []
+        for name in (BASELINE, *names):
+            one = entry["results"].get(name, {})
+            over = f" ({Ratio.of(one['rounds'], base['rounds'])})" if name != BASELINE and base and "rounds" in one else ""
+            us = one.get("calls_us")
+            cells.append(f"{one['tflops']:.0f}{over}, {us['median']:.0f} us, {us['p10']:.0f} to {us['p90']:.0f}" if us else "")
+        rows.append([str(point), *cells])
+    clocks = [at["telemetry"] for at in report["points"] if at.get("telemetry")]
+    sms, memory = ([at[name] for at in clocks if name in at] for name in ("sm_clock_mhz", "memory_clock_mhz"))
+    said = f" Clocks: SMs {min(sms):.0f} to {max(sms):.0f} MHz, memory {max(memory):.0f} MHz." if sms and memory else ""
+    stopped = f" The run is incomplete: {report['stopped']}." if report["stopped"] else ""
+    protocol = report["protocol"]
+    return (
+        f"{_where(report, path)} {protocol['warm-ups']} calls to warm up, {protocol['calls']} timed, {protocol['rounds']} "
+        f"times at least; FA2 is PyTorch's flash backend.{said}{stopped} TFLOP/s, in brackets over FA2's; the median call, and "
+        f"the tenth and ninetieth percentile of calls.\n\n{_table(rows)}"
+    )
 
 
 def results(root: Path, pattern: str) -> list[tuple[dict, Path]]:

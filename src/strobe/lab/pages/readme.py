@@ -257,14 +257,18 @@ PAGES: dict[str, dict[str, Callable[[Path], str]]] = {
         "measured backward": lambda root: measured(root, "backward"),
         "support": lambda root: support(),
     },
-    "docs/ampere.md": {"measured": measured_pages.ampere, "portable": measured_pages.ampere_portable},
+    "docs/ampere.md": {
+        "measured": measured_pages.ampere,
+        "portable": measured_pages.ampere_portable,
+        "float32": measured_pages.ampere_float32,
+    },
     "docs/training.md": {
         "deterministic": measured_pages.deterministic,
         "train-gpt": measured_pages.trained,
         "training steps": measured_pages.training_steps,
     },
     "docs/backward.md": {"changed-scores": measured_pages.changed_scores},
-    "docs/bench.md": {"zoo": measured_pages.zoo},
+    "docs/bench.md": {"zoo": measured_pages.zoo, "single": measured_pages.single},
     "docs/cpu.md": {"backends": measured_pages.cpu_backends, "tiles": measured_pages.cpu_tiles},
     "docs/fp8.md": {"accuracy": measured_pages.fp8_accuracy, "speed": measured_pages.fp8_speed},
     "docs/ladder.md": {
@@ -272,6 +276,7 @@ PAGES: dict[str, dict[str, Callable[[Path], str]]] = {
         "example": ladder_page.example,
         "climb": ladder_page.climb,
         "studies": ladder_page.studies,
+        "pair": ladder_page.pair,
         "counters": ladder_page.counters,
     },
     "docs/masks.md": {"documents": measured_pages.documents},
