@@ -7,7 +7,7 @@ import torch
 from commands import run
 
 from strobe.call import dispatch
-from strobe.call.triton_internals import MOVED_CACHE
+from strobe.call.precompiled import MOVED_CACHE
 from strobe.cli import doctor, precompile
 
 

@@ -16,8 +16,8 @@ import torch
 
 import strobe
 from strobe.call import dispatch
-from strobe.call.triton_internals import MOVED_CACHE
-from strobe.cli.precompile import read_mark, versions
+from strobe.call.precompiled import MOVED_CACHE, read_mark
+from strobe.cli.precompile import versions
 from strobe.device import Arch, arch_of
 from strobe.masks import Causal, Full, Mask, Window
 from strobe.problem import AttentionProblem, Dense, Operands
