@@ -150,7 +150,7 @@ def first_calls() -> dict[str, Any]:
         compiles = laps({"TRITON_CACHE_DIR": str(folder / "cache")})
         from_disk = [laps({"TRITON_CACHE_DIR": str(folder / "cache")}) for _ in range(PROCESSES)]
         (folder / "config.json").write_text(json.dumps(MODEL))
-        command = "import sys; from strobe.cli.app import app; app(sys.argv[1:])"
+        command = "import sys; from strobe_cli.app import app; app(sys.argv[1:])"
         options = ["--max-length", "128", "--max-batch", "1", "--out", str(folder / "made")]
         python(command, "precompile", str(folder / "config.json"), *options)
         told = {"TRITON_CACHE_DIR": str((folder / "made").rename(folder / "moved")), "TRITON_CACHE_MANAGER": MOVED_CACHE}

@@ -34,7 +34,6 @@ from typing import Any
 import torch
 
 from strobe.call import launches
-from strobe.cli.options import changed_config
 from strobe.device import KNOWN, Arch, arch_of
 from strobe.kernels.common.call import unfilled
 from strobe.lab.bench.accuracy import BOUNDS, Gate
@@ -44,6 +43,7 @@ from strobe.lab.bench.machine import provenance, save
 from strobe.lab.bench.peers import bind, peers_for
 from strobe.lab.bench.plan import MASKS, Inputs, Point
 from strobe.problem import AttentionProblem, Operands, Upstream
+from strobe_cli.options import changed_config
 
 PEERS = {"fp32": ("SDPA efficient", "SDPA efficient")}
 """dtype -> the peer that it is timed beside: its name here, and in `strobe.lab.bench.peers`. The flash backend takes no

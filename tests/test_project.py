@@ -80,7 +80,7 @@ build_meta.build_sdist(out)
 
 DEMO = """
 import sys, strobe
-from strobe.cli.app import app
+from strobe_cli.app import app
 print("it is", strobe.__file__)
 app(["demo"])
 """

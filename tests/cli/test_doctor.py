@@ -8,7 +8,7 @@ from commands import run
 
 from strobe.call import dispatch
 from strobe.call.precompiled import MOVED_CACHE
-from strobe.cli import doctor, precompile
+from strobe_cli import doctor, precompile
 
 
 @pytest.fixture(scope="module")

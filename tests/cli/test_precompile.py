@@ -14,8 +14,8 @@ import strobe
 from strobe.call import moved_cache, precompiled, triton_internals
 from strobe.call.moved_cache import MovedCache
 from strobe.call.precompiled import MARK, MOVED_CACHE
-from strobe.cli.precompile import Layer, layers_of
 from strobe.masks import Causal, Full, Window
+from strobe_cli.precompile import Layer, layers_of
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 LOCAL, SEEN = Causal() & Window(left=4095), Causal()
@@ -212,7 +212,7 @@ def test_a_second_process_compiles_nothing(tmp_path, arch, phases, most_batch, m
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     sizes = ["--max-batch", str(most_batch), "--max-length", str(most_length)]
     options = ["--out", str(made), "--arch", arch, *sizes, *(["--train"] if "backward" in phases else [])]
-    program = "import sys; from strobe.cli.app import app; app(sys.argv[1:])"
+    program = "import sys; from strobe_cli.app import app; app(sys.argv[1:])"
     first = subprocess.run(
         [sys.executable, "-c", program, "precompile", str(config), *options], capture_output=True, text=True, env=environment
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from strobe.cli.app import app
+from strobe_cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strobe.cli.instruments import instruments
-from strobe.cli.ladder import ladder
-from strobe.cli.options import (
+from strobe_cli.instruments import instruments
+from strobe_cli.ladder import ladder
+from strobe_cli.options import (
     JsonFile,
     alone,
     arch_named,
@@ -49,7 +49,7 @@ app = typer.Typer(
 @app.command()
 def demo() -> None:
     """Run a real text encoder on Strobe, beside PyTorch's attention."""
-    from strobe.cli.demo import main
+    from strobe_cli.demo import main
 
     main()
 
@@ -59,8 +59,8 @@ def doctor(json: JsonFile = None) -> None:
     """What is installed, which backends run here and why the others do not, a short self test, and what to do."""
     from pathlib import Path
 
-    from strobe.cli.doctor import examine, passed, text
     from strobe.lab.bench.machine import save
+    from strobe_cli.doctor import examine, passed, text
 
     found = examine()
     typer.echo(text(found))
@@ -85,8 +85,8 @@ def precompile(
     from json import loads
     from pathlib import Path
 
-    from strobe.cli.precompile import layers_of, text
-    from strobe.cli.precompile import precompile as compile_into
+    from strobe_cli.precompile import layers_of, text
+    from strobe_cli.precompile import precompile as compile_into
 
     at_least(1, page_size=page_size, max_length=max_length, max_batch=max_batch)
     try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strobe.cli.options import (
+from strobe_cli.options import (
     DTYPES_OF_FORWARDS,
     JsonFile,
     alone,

@@ -17,11 +17,11 @@ import torch
 import strobe
 from strobe.call import dispatch
 from strobe.call.precompiled import MOVED_CACHE, read_mark
-from strobe.cli.precompile import versions
 from strobe.device import Arch, arch_of
 from strobe.masks import Causal, Full, Mask, Window
 from strobe.problem import AttentionProblem, Dense, Operands
 from strobe.reference import dense
+from strobe_cli.precompile import versions
 
 PACKAGES = ("torch", "triton", "transformers", "flash-attn", "flash-attn-3", "flash-attn-4")
 VARIABLES = (
