@@ -1,4 +1,4 @@
-"""What a call costs the host: CPU time of a warm call, beside the peers', and the first call of a process.
+"""What a warm call costs the host: its CPU time, beside the peers'. Of a process's first call: `benchmarks/first_call.py`.
 
 Shapes are tiny and the GPU is waited for every few calls, so that no call waits for it: what is timed is the host alone.
 
@@ -8,53 +8,22 @@ Shapes are tiny and the GPU is waited for every few calls, so that no call waits
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import torch
 
 import strobe
 from strobe.call import prepared_calls
-from strobe.call.precompiled import MOVED_CACHE
 from strobe.lab.bench.machine import provenance, save
 from strobe.lab.bench.peers import peers_for
 
 SHAPE = (1, 128, 4, 128)
-
-FIRST_CALL = """
-import json, time
-laps, begin = {}, time.perf_counter()
-def lap(name):
-    global begin
-    now = time.perf_counter()
-    laps[name], begin = now - begin, now
-import torch
-lap("import torch")
-import strobe
-lap("import strobe")
-q, k, v = torch.randn(3, 1, 128, 4, 128, device="cuda", dtype=torch.bfloat16).unbind()
-torch.cuda.synchronize()
-lap("tensors on the GPU")
-strobe.attention(q, k, v, mask=strobe.Causal())
-torch.cuda.synchronize()
-lap("call")
-print(json.dumps(laps))
-"""
-MODEL = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128}
-"""The config of a model whose layers make that call."""
-
-PROCESSES = 5
-"""How often a process with compiled kernels is started."""
 
 ROUNDS, UNCOUNTED = 10, 32
 
@@ -142,51 +111,15 @@ def summary(times: list[float]) -> dict[str, float]:
     return {"median_us": round(statistics.median(times), 2), "p90_us": round(times[int(0.9 * len(times))], 2)}
 
 
-def first_calls() -> dict[str, Any]:
-    """Seconds of a process's first call: that compiles; that finds the kernels on disk; that finds those which `strobe
-    precompile` made, in a folder that was moved, by a process that has no C compiler. And what precedes it."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        compiles = laps({"TRITON_CACHE_DIR": str(folder / "cache")})
-        from_disk = [laps({"TRITON_CACHE_DIR": str(folder / "cache")}) for _ in range(PROCESSES)]
-        (folder / "config.json").write_text(json.dumps(MODEL))
-        command = "import sys; from strobe_cli.app import app; app(sys.argv[1:])"
-        options = ["--max-length", "128", "--max-batch", "1", "--out", str(folder / "made")]
-        python(command, "precompile", str(folder / "config.json"), *options)
-        told = {"TRITON_CACHE_DIR": str((folder / "made").rename(folder / "moved")), "TRITON_CACHE_MANAGER": MOVED_CACHE}
-        precompiled = [laps({**told, "CC": "/bin/false"}) for _ in range(PROCESSES)]
-    middle = {"from_disk": median(from_disk), "precompiled": median(precompiled)}
-    seconds = {"compiles_s": compiles["call"], **{f"{name}_s": laps["call"] for name, laps in middle.items()}}
-    return {**seconds, "processes": PROCESSES, "laps": {"compiles": compiles, **middle}, "each_precompiled": precompiled}
-
-
-def laps(environment: dict[str, str]) -> dict[str, float]:
-    """Seconds of each step of a process that makes one call."""
-    return {name: round(seconds, 3) for name, seconds in json.loads(python(FIRST_CALL, **environment)).items()}
-
-
-def python(program: str, *arguments: str, **environment: str) -> str:
-    """What a Python program prints."""
-    command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=True).stdout
-
-
-def median(of: list[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(one[name] for one in of) for name in of[0]}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--calls", type=int, default=2000)
     arguments = parser.parse_args()
-    results = {"shape": SHAPE, "warm": warm(arguments.calls), "first": first_calls()}
+    results = {"shape": SHAPE, "warm": warm(arguments.calls)}
     for name, times in results["warm"].items():
         text = times.get("error") or f"{times['median_us']:8.1f} us   p90 {times['p90_us']:8.1f} us"
         print(f"{name:<52} {text}")
-    first = results["first"]
-    ways = "{compiles_s} s compiling, {from_disk_s} s from the disk's cache, {precompiled_s} s with kernels compiled ahead"
-    print(f"first call of a process: {ways.format(**first)}\n{json.dumps(first['laps'], indent=1)}")
     if arguments.json:
         save(arguments.json, {"what": "host", **provenance(torch.device("cuda")), **results})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -621,3 +623,12 @@ def _at_least_time(problem: AttentionProblem, arch: Arch) -> str:
         return str(Cost(problem).lower_bound(arch))
     except ValueError as error:
         return f"unknown: {error}"
+
+
+def main() -> None:
+    """The `strobe` command.
+
+    What libraries write as the interpreter ends is left out: Triton's bindings list every object of the compiler that is still
+    there, which is no use to the reader of a table."""
+    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno()))
+    app()
