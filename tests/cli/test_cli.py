@@ -32,6 +32,7 @@ def test_explain_answers_for_a_gpu_that_is_not_here():
     result = run("explain", "--arch", "h200", "--seqlen-q", "16384")
     assert result.exit_code == 0
     assert "device    H200 (sm_90)" in result.output and "refused   torch_cpu: runs on a CPU only" in result.output
+    assert "passed    sm80, portable, tiled: run it too, by name" in result.output
     assert "at least  2.22 ms, bound by matmul" in result.output
 
 

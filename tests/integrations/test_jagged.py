@@ -81,10 +81,10 @@ def test_rows_between_the_sequences_are_not_seen(device):
     unused = (beyond < starts[:, None]) | (beyond >= (starts + lengths)[:, None])
     dense[unused.to(device)] = torch.nan
     q = torch.nested.narrow(dense, 1, starts.to(device), lengths.to(device), layout=torch.jagged)
-    out = strobe.attention(q, q, q, mask=strobe.Causal())
+    out = strobe.attention(q, q, q)
     for n, start, x, one in zip(lengths, starts, dense, out.unbind(), strict=True):
         rows = x[None, start : start + n].double()
-        torch.testing.assert_close(one.double(), strobe.attention(rows, rows, rows, mask=strobe.Causal())[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(one.double(), strobe.attention(rows, rows, rows)[0], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
