@@ -495,7 +495,8 @@ def timeline(
     simulate: Annotated[bool, typer.Option("--simulate", help="By the simulator's clock; needs no GPU.")] = False,
     report: Annotated[str | None, typer.Option(help="Draw this JSON instead of measuring.")] = None,
     json: Annotated[
-        str | None, typer.Option(help="Default: benchmarks/results/timeline-<gpu>-<date>.json.", callback=writable)
+        str | None,
+        typer.Option(help="Default: benchmarks/results/timeline-<gpu>-<date>.json; none with --simulate.", callback=writable),
     ] = None,
     out: Annotated[
         str | None, typer.Option(help="Draw to this PNG or SVG; default: a PNG beside the JSON.", callback=writable)
@@ -515,9 +516,9 @@ def timeline(
     picture = picture_path(out)
     if report is not None:
         alone(context, "report", "out", "perfetto")
-        path = Path(report)
+        path: Path | None = Path(report)
         try:
-            measurement = timelines.load(path)
+            measurement = timelines.load(Path(report))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
     else:
@@ -531,11 +532,14 @@ def timeline(
             measurement = run(dims, masks, length, command_given(sys.argv[1:]))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
-        path = Path(json) if json else default_path(measurement)
-        typer.echo(f"written: {save(path, measurement, indent=None)}")
+        path = Path(json) if json else None if simulate else default_path(measurement)
+        if path is not None:
+            typer.echo(f"written: {save(path, measurement, indent=None)}")
     typer.echo(timelines.table(measurement))
     typer.echo(f"\nof the time of a typical CTA (and hidden under other work of it):\n{timelines.hidden_table(measurement)}")
-    typer.echo(f"written: {timelines.draw(timelines.measured(measurement), picture or path.with_suffix('.png'))}")
+    drawn = picture or (path and path.with_suffix(".png"))
+    if drawn is not None:
+        typer.echo(f"written: {timelines.draw(timelines.measured(measurement), drawn)}")
     if perfetto is not None:
         made = {key: measurement[key] for key in ("date", "command", "device")}
         trace = made | timelines.perfetto(timelines.whole_ctas(measurement))

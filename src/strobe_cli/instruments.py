@@ -221,6 +221,7 @@ def occupancy(
 
     from strobe.lab.bench import plan
     from strobe.lab.model import occupancy as lab
+    from strobe.lab.progress import each
 
     at_least(1, registers=registers, threads=threads, grid=grid, length=length, heads=heads)
     at_least(0, smem=smem)
@@ -244,7 +245,8 @@ def occupancy(
             found = [(lab.Occupancy(on, lab.Block(threads, registers, smem or 0)), grid)]
         else:
             points = plan.some(shape.points(backward=False))
-            blocks = [lab.compiled(backend, p, on) for p in points for backend in chosen or lab.takers(p, on)]
+            asked = [(backend, point) for point in points for backend in chosen or lab.takers(point, on)]
+            blocks = [lab.compiled(backend, point, on) for backend, point in each(asked, "compiling")]
             found = [(lab.Occupancy(on, block), tiles) for block, tiles in blocks]
         facts = lab.facts(found)
     except ValueError as error:

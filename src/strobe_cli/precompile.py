@@ -217,6 +217,7 @@ def precompile(
     """
     from strobe.call.launcher import compiled_call
     from strobe.lab.binary.offline import pretend_gpu
+    from strobe.lab.progress import each
 
     start = time.perf_counter()
     calls: dict[tuple, tuple[str, Call]] = {}
@@ -225,8 +226,9 @@ def precompile(
     folder.mkdir(parents=True, exist_ok=True)
     with _compiling_into(folder) as there, pretend_gpu(arch.capability), ThreadPoolExecutor(os.cpu_count()) as pool:
         made = [call for _, call in calls.values()]
-        for _ in pool.map(lambda call: compiled_call(call.kernel, call.grid, *call.arguments, **call.keywords), made):
-            pass
+        begun = [pool.submit(compiled_call, call.kernel, call.grid, *call.arguments, **call.keywords) for call in made]
+        for compiling in each(begun, "compiling"):
+            compiling.result()
     found = {
         "what": "precompiled",
         "command": command,

@@ -267,3 +267,13 @@ def test_a_timeline_is_simulated_without_a_gpu(tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(path.read_text())["device"]["name"] == "simulated sm_90"
     assert (tmp_path / "simulated.png").exists()
+
+
+def test_a_simulated_timeline_writes_nothing_unasked(tmp_path, monkeypatch):
+    found = timeline.load(ROOT / "benchmarks/results/timeline-h200-2026-11-22.json")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tracing, "simulate", lambda *asked: found)
+    shown = CliRunner().invoke(app, ["timeline", "--simulate"])
+    assert shown.exit_code == 0 and "softmax" in shown.output and not list(tmp_path.iterdir())
+    assert CliRunner().invoke(app, ["timeline", "--simulate", "--out", "drawn.png"]).exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["drawn.png"]
