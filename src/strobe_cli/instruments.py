@@ -370,7 +370,8 @@ def devices(json: JsonFile = None) -> None:
     from strobe.lab.model import devices as lab
 
     found = lab.facts()
-    Console().print(lab.table(found))
+    for table in lab.tables(found):
+        Console().print(table)
     _write_json(json, found)
 
 
