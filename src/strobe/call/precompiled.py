@@ -43,6 +43,7 @@ def begin() -> threading.Thread | None:
     mark = read_mark(Path(os.environ.get("TRITON_CACHE_DIR", ""))) or {}
     thread = threading.Thread(target=_get_ready, args=(mark,), name="strobe-precompiled", daemon=True)
     thread.start()
+    os.register_at_fork(before=thread.join)  # a child would wait forever for modules that the thread has half imported
     return thread
 
 
