@@ -1,4 +1,4 @@
-"""What a call costs the host: CPU time of a warm call, beside the peers', and the first call of a process.
+"""What a warm call costs the host: its CPU time, beside the peers'. Of a process's first call: `benchmarks/first_call.py`.
 
 Shapes are tiny and the GPU is waited for every few calls, so that no call waits for it: what is timed is the host alone.
 
@@ -8,11 +8,7 @@ Shapes are tiny and the GPU is waited for every few calls, so that no call waits
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,17 +24,6 @@ from strobe.lab.bench.machine import provenance, save
 from strobe.lab.bench.peers import peers_for
 
 SHAPE = (1, 128, 4, 128)
-
-FIRST_CALL = """
-import time, torch, strobe
-q, k, v = torch.randn(3, 1, 128, 4, 128, device="cuda", dtype=torch.bfloat16).unbind()
-torch.cuda.synchronize()
-begin = time.perf_counter()
-strobe.attention(q, k, v, mask=strobe.Causal())
-torch.cuda.synchronize()
-print(time.perf_counter() - begin)
-"""
-
 
 ROUNDS, UNCOUNTED = 10, 32
 
@@ -126,31 +111,15 @@ def summary(times: list[float]) -> dict[str, float]:
     return {"median_us": round(statistics.median(times), 2), "p90_us": round(times[int(0.9 * len(times))], 2)}
 
 
-def first_calls() -> dict[str, float]:
-    """Seconds of a process's first call, that compiles; and of the next process's, that finds the kernels on disk."""
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "TRITON_CACHE_DIR": cache}
-
-        def seconds() -> float:
-            done = subprocess.run(
-                [sys.executable, "-c", FIRST_CALL], env=environment, capture_output=True, text=True, check=True
-            )
-            return round(float(done.stdout), 3)
-
-        return {"compiles_s": seconds(), "from_disk_s": seconds()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--calls", type=int, default=2000)
     arguments = parser.parse_args()
-    results = {"shape": SHAPE, "warm": warm(arguments.calls), "first": first_calls()}
+    results = {"shape": SHAPE, "warm": warm(arguments.calls)}
     for name, times in results["warm"].items():
         text = times.get("error") or f"{times['median_us']:8.1f} us   p90 {times['p90_us']:8.1f} us"
         print(f"{name:<52} {text}")
-    first = results["first"]
-    print(f"first call of a process: {first['compiles_s']} s compiling, {first['from_disk_s']} s from the disk's cache")
     if arguments.json:
         save(arguments.json, {"what": "host", **provenance(torch.device("cuda")), **results})
 

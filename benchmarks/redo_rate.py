@@ -25,12 +25,12 @@ from rich.table import Table
 
 import strobe
 from strobe.call.dispatch import explain_problem
-from strobe.cli.demo import model_folder
-from strobe.cli.demo_text import TEXTS
 from strobe.device import KNOWN, arch_of
 from strobe.lab.bench.machine import provenance, save
 from strobe.problem import AttentionProblem, Dense, Operands
 from strobe.reference import optimistic
+from strobe_cli.demo import model_folder
+from strobe_cli.demo_text import TEXTS
 
 ROOT = Path(__file__).parent.parent
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -35,7 +35,6 @@ from typing import Any
 import torch
 
 from strobe.call import launches
-from strobe.cli.options import changed_config
 from strobe.device import KNOWN, Arch, arch_of
 from strobe.kernels.common.call import unfilled
 from strobe.lab.bench.accuracy import BOUNDS, Gate
@@ -45,6 +44,7 @@ from strobe.lab.bench.machine import provenance, save
 from strobe.lab.bench.peers import Peer, bind, sdpa
 from strobe.lab.bench.plan import MASKS, Inputs, Point
 from strobe.problem import AttentionProblem, Operands, Upstream
+from strobe_cli.options import changed_config
 
 PEERS = {"FA2": "FLASH_ATTENTION", "SDPA efficient": "EFFICIENT_ATTENTION", "SDPA math": "MATH"}
 """PyTorch's backends that take part, by the names that are shown."""

@@ -2,7 +2,7 @@
 
 from typer.testing import CliRunner
 
-from strobe.cli.app import app
+from strobe_cli.app import app
 
 
 def run(*arguments: str):

@@ -80,7 +80,7 @@ build_meta.build_sdist(out)
 
 DEMO = """
 import sys, strobe
-from strobe.cli.app import app
+from strobe_cli.app import app
 print("it is", strobe.__file__)
 app(["demo"])
 """
@@ -96,6 +96,48 @@ def check_the_demo(wheel: Path, site: Path) -> None:
     done = subprocess.run([sys.executable, "-c", DEMO], cwd=site, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert f"it is {site}" in done.stdout and "What ran in" in done.stdout and "The Hopper kernel, compiled here" in done.stdout
+
+
+METADATA = """
+import sys
+from setuptools import build_meta
+print(build_meta.prepare_metadata_for_build_wheel(sys.argv[1]))
+"""
+
+
+def metadata_of(tmp_path: Path, repository: str):
+    """The metadata of a wheel built where the project's address is this."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    for folder in ("src/strobe", "out"):
+        (tmp_path / folder).mkdir(parents=True)
+    environment = os.environ | {"STROBE_REPOSITORY": repository}
+    command = [sys.executable, "-c", METADATA, str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return message_from_string((tmp_path / "out" / done.stdout.splitlines()[-1] / "METADATA").read_text())
+
+
+def test_an_index_page_stands_alone(tmp_path):
+    """Links and pictures lead to files of the repository that are there; nothing is left of what a page hides."""
+    metadata = metadata_of(tmp_path, "https://github.com/owner/name/")
+    text, base = metadata.get_payload(), "https://github.com/owner/name"
+    assert metadata["Description-Content-Type"] == "text/markdown" and text.startswith("# Strobe") and "<!--" not in text
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
+    assert urls["Homepage"] == base and urls["Issues"] == f"{base}/issues"
+    pictures, links = (re.findall(rf"{mark}\[[^\]]*\]\(([^)\s]+)\)", text) for mark in ("!", "(?<!!)"))
+    assert len(pictures) >= 2 and len(links) > 20
+    ways = {"raw": pictures, "blob": [*links, *(urls[name] for name in ("Documentation", "Changelog", "Measurements"))]}
+    for way, found in ways.items():
+        for link in found:
+            start = f"{base}/{way}/v{strobe.__version__}/"
+            assert link.startswith(start) and (ROOT / link.removeprefix(start).partition("#")[0]).exists(), link
+
+
+def test_without_an_address_nothing_leads_nowhere(tmp_path):
+    metadata = metadata_of(tmp_path, "")
+    assert metadata.get_all("Project-URL") is None
+    assert "](" not in metadata.get_payload() and "doors" in metadata.get_payload()
 
 
 @pytest.mark.exhaustive
@@ -119,6 +161,14 @@ def test_wheel_and_source_distribution(tmp_path):
     check_the_demo(wheel, tmp_path / "site")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = ["CHANGELOG.md", "tests/conftest.py", "docs/doors.md", "Makefile", "LICENSE", "tests/lab/profiles/l4-details.csv"]
+    wanted = [
+        "CHANGELOG.md",
+        "setup.py",
+        "tests/conftest.py",
+        "docs/doors.md",
+        "Makefile",
+        "LICENSE",
+        "tests/lab/profiles/l4-details.csv",
+    ]
     assert set(wanted) | {f"src/{name}" for name in source} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith(".venv")]

@@ -10,7 +10,7 @@ from strobe.api import (
     supports,
     use_optimistic_softmax,
 )
-from strobe.call import triton_internals as _triton_internals
+from strobe.call import precompiled as _precompiled
 from strobe.call.dispatch import BACKENDS
 from strobe.dropout import dropout_mask
 from strobe.fp8 import attention_fp8
@@ -29,7 +29,7 @@ from strobe.serving.flash import flash_attn_with_kvcache
 __version__ = "0.1.0"
 
 _sdpa.register()
-_triton_internals.begin_where_precompiled()
+_precompiled.begin()
 _flop_counter.register()
 
 __all__ = [

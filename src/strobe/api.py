@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from strobe import fp8
+from strobe import fp8, jagged
 from strobe.arguments import checked_options, options_of, wants_gradient
 from strobe.call import derivatives as derivatives  # which defines the operators
 from strobe.call import dispatch, prepared_calls
@@ -84,7 +84,9 @@ def attention(
 
     Args:
         q: [batch, seqlen_q, heads_q, head_dim]; packed: [total_q, heads_q, head_dim]. float16, bfloat16, float32 (float64
-            on a CPU). Any strides with a contiguous last dim; head_dim a multiple of 8 up to 256.
+            on a CPU). Any strides with a contiguous last dim; head_dim a multiple of 8 up to 256. Or a nested tensor with
+            layout=torch.jagged, [batch, jagged, heads_q, head_dim], as k and v are then: packed sequences that bring their
+            bounds, which cu_seqlens, max_seqlen and seqused are left out for.
         k: as q, with seqlen_kv and heads_kv, which divides heads_q (GQA, MQA).
         v: as k; its head dim may differ.
         mask: Full() (the default), Causal(), Window(...), Prefix(...), Document(...), Visible(function), or several
@@ -109,8 +111,9 @@ def attention(
         backend: a name from `strobe.BACKENDS` to run that one or fail; None lets Strobe choose (see `explain`).
 
     Returns:
-        out, shaped as q with v's head dim; or (out, lse). A row that sees no key gives 0, LSE -inf (with sinks: its sink) and
-        zero gradients. A gradient through a score function needs its derivative, and is refused without when it is asked for.
+        out, shaped (and nested) as q with v's head dim; or (out, lse). A row that sees no key gives 0, LSE -inf (with sinks:
+        its sink) and zero gradients. A gradient through a score function needs its derivative, and is refused without when it
+        is asked for.
 
     Raises:
         ValueError, TypeError: naming the argument, before any launch.
@@ -123,6 +126,12 @@ def attention(
     )  # fmt: skip
     result = prepared_calls.attention(checked_options, call, dropout_p, return_lse)
     if result is None:
+        if jagged.any_jagged(q, k, v):
+            return jagged.attention(
+                attention, q, k, v, return_lse, mask=mask, score=score, scale=scale, cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_kv=cu_seqlens_kv, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv, seqused_q=seqused_q,
+                seqused_kv=seqused_kv, dropout_p=dropout_p, deterministic=deterministic, backend=backend,
+            )  # fmt: skip
         options = checked_options(*call, dropout_p)
         if options.dropout:
             options = replace(options, seed=new_seed(q.device))
@@ -215,7 +224,10 @@ def _asked(q, k, v, backend: str | None, keywords: dict) -> tuple[torch.Tensor, 
     if getattr(q, "dtype", None) == torch.float8_e4m3fn:
         return q, k, v, fp8.checked(q, k, v, backend=backend, **keywords)
     q, k, v, score = autocast(q, k, v, keywords.get("score"))
-    return q, k, v, options_of(q, k, v, backend=backend, **{**keywords, "score": score})
+    keywords = {**keywords, "score": score}
+    if jagged.any_jagged(q, k, v):
+        q, k, v, keywords = jagged.packed(q, k, v, **keywords)
+    return q, k, v, options_of(q, k, v, backend=backend, **keywords)
 
 
 def flash_attn_func(

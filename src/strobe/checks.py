@@ -10,7 +10,10 @@ def check_tensor(name: str, x) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.is_nested:
-        raise TypeError(f"{name} must be a plain tensor, got a nested one: pack its sequences and pass cu_seqlens")
+        raise TypeError(
+            f"{name} must be a plain tensor, got a nested one: make q, k and v with layout=torch.jagged, "
+            "or pack their sequences and pass cu_seqlens"
+        )
     if x.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got one with layout {x.layout}")
 

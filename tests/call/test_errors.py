@@ -66,7 +66,7 @@ BAD = {
     "last dim strided": (lambda: attend(q=x(2, 8, 32, 4).mT), ValueError, "q must be contiguous in its last dim"),
     "no heads of q": (lambda: attend(q=x(2, 8, 0, 32)), ValueError, "q's heads must be a multiple of k's, got 0 and 4"),
     "q nested": (lambda: attend(q=nested(), k=nested(), v=nested()), TypeError, "q must be a plain tensor, got a nested one"),
-    "q jagged": (lambda: attend(q=nested(torch.jagged)), TypeError, "q must be a plain tensor, got a nested one"),
+    "q jagged": (lambda: attend(q=nested(torch.jagged)), TypeError, "all nested tensors or none, got a plain k"),
     "k sparse": (lambda: attend(k=Q.to_sparse()), TypeError, "k must be a dense tensor, got one with layout torch.sparse_coo"),
     "v mkldnn": (lambda: attend(v=Q.to_mkldnn()), TypeError, "v must be a dense tensor, got one with layout torch._mkldnn"),
     "bias sparse": (
@@ -191,7 +191,7 @@ def test_supports_gives_the_reason_instead():
     ok, reasons = strobe.supports(Q, Q, Q, scale=10**400)
     assert not ok and "an int of 1329 bits" in reasons[0]
     ok, reasons = strobe.supports(nested(torch.jagged), Q, Q)
-    assert not ok and "got a nested one" in reasons[0]
+    assert not ok and "got a plain k" in reasons[0]
 
 
 def test_a_nested_tensor_beside_plain_ones_of_its_sizes():

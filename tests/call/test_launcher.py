@@ -7,15 +7,55 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from problems import without_plans
 
 import strobe
-from strobe.call import prepared_calls, torch_internals
+from strobe.call import launcher, prepared_calls, torch_internals
 
 OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
+
+
+class Library:
+    """Stands for libcuda: `got` lists what its functions are called with."""
+
+    def __init__(self, without_context: bool = False):
+        self.got: list[tuple] = []
+        self._without_context = without_context
+
+    def __getattr__(self, name):
+        def function(*arguments):
+            self.got.append((name, *arguments))
+            if name == "cuModuleLoadData" and self._without_context:
+                self._without_context = False
+                return 201
+            if name == "cuModuleGetFunction":
+                arguments[0]._obj.value = 4321
+            return 0
+
+        self.__dict__[name] = function
+        return function
+
+
+@pytest.mark.parametrize("without_context", [False, True])
+@pytest.mark.parametrize("shared", [49152, 49153])
+def test_a_kernel_is_loaded(monkeypatch, shared, without_context):
+    """Shared memory beyond 48 KiB is asked for: attribute 8."""
+    library = Library(without_context)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launcher, "_driver", lambda: launcher.Driver(library))
+    metadata = SimpleNamespace(shared=shared)
+    compiled = SimpleNamespace(function=None, kernel=b"image", name="kernel", metadata=metadata, __hash__=object.__hash__)
+    assert launcher.function.__wrapped__(compiled, 0) == 4321
+    names = [name for name, *_ in library.got]
+    context = ["cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuModuleLoadData"] if without_context else []
+    more = ["cuFuncSetCacheConfig", "cuFuncSetAttribute"] if shared > 49152 else []
+    assert names == ["cuModuleLoadData", *context, "cuModuleGetFunction", *more]
+    assert library.got[0][2] == b"image" and (not more or library.got[-1][2:] == (8, shared))
+
 
 # ---- offline: the driver's part is played by a recorder, on the oldest and on the installed Triton
 
@@ -128,8 +168,8 @@ with pretend_gpu(90):
     from triton.runtime import jit
 
     there, jit.JITCallable = jit.JITCallable, None
-    triton_internals._parse_in_turn.cache_clear()
-    triton_internals._parse_in_turn()
+    triton_internals.parse_in_turn.cache_clear()
+    triton_internals.parse_in_turn()
     jit.JITCallable = there
     result["without"] = [*without, type(launcher.prepare([add_one_call], (a, b))).__name__]
 
@@ -368,7 +408,7 @@ print(len(failed))
 """
 
 
-def test_threads_that_compile_parse_in_turn():
+def test_threads_that_compileparse_in_turn():
     """CPython 3.11 fails where two of them parse at once."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = PARSE.replace("TESTS", repr(str(Path(__file__).parents[1])))

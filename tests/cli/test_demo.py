@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("transformers")
 
 import strobe
-from strobe.cli import demo
 from strobe.integrations import transformers as integration
+from strobe_cli import demo
 
 
 @pytest.fixture
@@ -24,14 +24,14 @@ def quick(monkeypatch):
     monkeypatch.setattr(demo, "EXAMPLES", (5,))
 
 
-SHORT = "from strobe.cli import demo; demo.TEXTS, demo.EXAMPLES, demo.ROUNDS = demo.TEXTS[:20], (14,), 1; demo.main()"
+SHORT = "from strobe_cli import demo; demo.TEXTS, demo.EXAMPLES, demo.ROUNDS = demo.TEXTS[:20], (14,), 1; demo.main()"
 
 
 @pytest.mark.parametrize(
     "program, count",
     [
         pytest.param(["-c", SHORT], "20", id="short"),
-        pytest.param(["-m", "strobe.cli.demo"], "60", id="whole", marks=pytest.mark.exhaustive),
+        pytest.param(["-m", "strobe_cli.demo"], "60", id="whole", marks=pytest.mark.exhaustive),
     ],
 )
 def test_demo_end_to_end(program, count):
@@ -78,5 +78,5 @@ def test_the_model_may_be_elsewhere(quick, monkeypatch, tmp_path):
 
 def test_importing_the_demo_does_not_import_sentence_transformers():
     heavy = "{'sentence_transformers', 'transformers'}"
-    code = f"import sys, strobe.cli.demo as demo; demo.model_folder(); assert not {heavy} & set(sys.modules)"
+    code = f"import sys, strobe_cli.demo as demo; demo.model_folder(); assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

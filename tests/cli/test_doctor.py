@@ -7,8 +7,8 @@ import torch
 from commands import run
 
 from strobe.call import dispatch
-from strobe.call.triton_internals import MOVED_CACHE
-from strobe.cli import doctor, precompile
+from strobe.call.precompiled import MOVED_CACHE
+from strobe_cli import doctor, precompile
 
 
 @pytest.fixture(scope="module")

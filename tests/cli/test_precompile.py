@@ -11,11 +11,11 @@ import pytest
 from commands import run
 
 import strobe
-from strobe.call import triton_internals
+from strobe.call import moved_cache, precompiled, triton_internals
 from strobe.call.moved_cache import MovedCache
-from strobe.call.triton_internals import MOVED_CACHE
-from strobe.cli.precompile import MARK, Layer, layers_of
+from strobe.call.precompiled import MARK, MOVED_CACHE
 from strobe.masks import Causal, Full, Window
+from strobe_cli.precompile import Layer, layers_of
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 LOCAL, SEEN = Causal() & Window(left=4095), Causal()
@@ -97,15 +97,78 @@ def test_a_folder_that_was_moved(tmp_path, monkeypatch):
     assert MovedCache("key").get_group("kernel.json") is None, "cut off"
 
 
+def test_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
+    """What is there is found, and what is compiled beside it goes elsewhere."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made = MovedCache("key")
+    made.put_group("kernel.json", {name: made.put("text", name) for name in ("kernel.json", "kernel.cubin")})
+    makedirs = os.makedirs
+
+    def read_only(path, exist_ok=False):
+        if Path(path).is_relative_to(tmp_path) and not Path(path).exists():
+            raise OSError("Read-only file system")
+        makedirs(path, exist_ok=exist_ok)
+
+    monkeypatch.setattr(os, "makedirs", read_only)
+    assert MovedCache("key").get_group("kernel.json") is not None
+    other = MovedCache("other")
+    assert other.get_group("kernel.json") is None
+    other.put_group("kernel.json", {"kernel.json": other.put("text", "kernel.json")})
+    found = MovedCache("other").get_group("kernel.json")
+    assert found is not None and Path(found["kernel.json"]).read_text() == "text" and not (tmp_path / "other").exists()
+    moved_cache._spare_folder().cleanup()
+    moved_cache._spare_folder.cache_clear()
+
+
 def test_a_process_with_such_a_folder_begins_at_import(monkeypatch):
     begun = []
-    monkeypatch.setattr(triton_internals, "hash_ahead", lambda: begun.append(True))
+    monkeypatch.setattr(precompiled, "_get_ready", begun.append)
     monkeypatch.delenv("TRITON_CACHE_MANAGER", raising=False)
-    triton_internals.begin_where_precompiled()
-    assert not begun
+    precompiled.begin.cache_clear()
+    assert precompiled.begin() is None
     monkeypatch.setenv("TRITON_CACHE_MANAGER", MOVED_CACHE)
+    precompiled.begin.cache_clear()
     importlib.reload(strobe)
-    assert begun
+    precompiled.wait()
+    assert begun == [{}]
+    precompiled.begin.cache_clear()
+
+
+READY = """
+import json, os, sys
+import strobe
+from strobe.call import precompiled, triton_internals
+
+said = []
+precompiled.log.warning = said.append
+if (child := os.fork()) == 0:
+    os._exit(0)
+os.waitpid(child, 0)
+in_child = not precompiled.begin().is_alive()
+precompiled.wait()
+from triton.runtime import cache, driver
+from strobe.kernels.portable import forward
+
+in_time = in_child, forward._redo.hash is not None, "strobe.kernels.sm90.forward" in sys.modules
+key = cache.triton_key()
+print(json.dumps([said, in_time, key, type(driver._active).__name__, triton_internals.take_key({})]))
+"""
+
+
+@pytest.mark.parametrize("same_files", [True, False])
+def test_what_a_first_call_waits_for_is_there(tmp_path, same_files):
+    """The kernels are imported and hashed; Triton's key is that which was written down, if its files are those."""
+    files = triton_internals.key_of_files()
+    known = {**files, "key": "written down"} if same_files else {"files": "others", "key": "written down"}
+    kernels = [["strobe.kernels.portable.forward", "_redo"], ["strobe.kernels.sm90.forward", "forward_kernel"]]
+    (tmp_path / MARK).write_text(json.dumps({"triton": known, "kernels": kernels}))
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_CACHE_MANAGER": MOVED_CACHE}
+    done = subprocess.run([sys.executable, "-c", READY], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    said, in_time, key, driver, without = json.loads(done.stdout)
+    assert said == [] and in_time == [True, True, True] and driver == "_Driver" and not without
+    assert key == ("written down" if same_files else files["key"])
 
 
 SECOND = """
@@ -153,7 +216,7 @@ def test_a_second_process_compiles_nothing(tmp_path, arch, phases, most_batch, m
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     sizes = ["--max-batch", str(most_batch), "--max-length", str(most_length)]
     options = ["--out", str(made), "--arch", arch, *sizes, *(["--train"] if "backward" in phases else [])]
-    program = "import sys; from strobe.cli.app import app; app(sys.argv[1:])"
+    program = "import sys; from strobe_cli.app import app; app(sys.argv[1:])"
     first = subprocess.run(
         [sys.executable, "-c", program, "precompile", str(config), *options], capture_output=True, text=True, env=environment
     )

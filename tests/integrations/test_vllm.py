@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import re
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,7 +106,7 @@ class Server:
     def __init__(self, vllm, heads, heads_kv, dtype=torch.bfloat16, kv_cache_dtype="auto", layout="NHD", **options):
         self.vllm, self.heads, self.heads_kv, self.dtype = vllm, heads, heads_kv, dtype
         self.impl = vllm.backend.get_impl_cls()(heads, D, 0.2, heads_kv, kv_cache_dtype=kv_cache_dtype, **options)
-        self.builder = vllm.backend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
+        self.builder = vllm.backend.get_builder_cls()(None, ["layer"], None, torch.get_default_device())
         eight = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(kv_cache_dtype)
         shape = (40, heads_kv, PAGE, 2 * D) if layout == "HND" else (40, PAGE, heads_kv, 2 * D)
         cache = torch.full(shape, float("nan")).to(eight or dtype)
@@ -115,7 +116,7 @@ class Server:
         scale = torch.tensor(0.5)
         self.layer = SimpleNamespace(_q_scale=one, _k_scale=scale if eight else one, _v_scale=scale if eight else one)
         self.keys, self.values, self.pages = {}, {}, {}
-        self.free = torch.randperm(39, generator=torch.Generator().manual_seed(1)).add(1).tolist()
+        self.free = torch.randperm(39, generator=torch.Generator().manual_seed(1), device="cpu").add(1).tolist()
 
     def step(self, news: dict[int, int], padding: int = 0, causal: bool = True):
         """A step with so many new tokens of each request: (rows of the result, those of the specification)."""
@@ -138,10 +139,10 @@ class Server:
         for row, name in zip(table, news, strict=True):
             row[: len(self.pages[name])] = torch.tensor(self.pages[name])
         common = self.vllm.interface.CommonAttentionMetadata(
-            query_start_loc=torch.tensor(starts, **i32), query_start_loc_cpu=torch.tensor(starts, **i32),
+            query_start_loc=torch.tensor(starts, **i32), query_start_loc_cpu=torch.tensor(starts, **i32, device="cpu"),
             seq_lens=torch.tensor(lengths, **i32), num_reqs=len(news), num_actual_tokens=n, max_query_len=max(news.values()),
             max_seq_len=max(lengths), block_table_tensor=table, slot_mapping=torch.tensor(slots + [-1] * padding),
-            causal=causal, seq_lens_cpu_upper_bound=torch.tensor(lengths, **i32),
+            causal=causal, seq_lens_cpu_upper_bound=torch.tensor(lengths, **i32, device="cpu"),
         )  # fmt: skip
         self.metadata = self.builder.build(0, common)
         extra = torch.full((padding, 1, D), 7.0, dtype=self.dtype)
@@ -269,3 +270,49 @@ def test_a_captured_graph_is_of_the_cache(vllm):
     assert server.builder.build(0, common).prompts and not server.builder.build_for_cudagraph_capture(common).prompts
     table = torch.ones(1, 2)
     assert server.builder.update_block_table(server.metadata, table, None).block_table is table
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_on_a_gpu(vllm, layout):
+    with torch.device("cuda"):
+        server = Server(vllm, 4, 2, layout=layout)
+        for news, padding in (({0: 20, 1: 33}, 0), ({0: 1, 1: 1}, 3), ({1: 1, 2: 40, 0: 5}, 0)):
+            close(server.step(news, padding), server.expected(strobe.Causal()))
+
+
+@pytest.mark.gpu
+def test_a_graph_on_a_gpu_is_replayed_over_other_lengths(vllm):
+    """A step of one token a request is captured once, as vLLM does; each replay reads its own lengths, pages and slots."""
+    with torch.device("cuda"):
+        server = Server(vllm, 4, 2)
+        server.step({0: 20, 1: 33})
+        close(server.step({0: 1, 1: 1}), server.expected(strobe.Causal()))
+        metadata = replace(server.metadata, **{
+            name: x.clone() for name, x in vars(server.metadata).items() if isinstance(x, torch.Tensor)
+        })  # fmt: skip
+        q, k, v = (torch.empty(2, heads, D, dtype=torch.bfloat16) for heads in (4, 2, 2))
+        out = torch.empty_like(q)
+
+        def layer():
+            server.impl.do_kv_cache_update(server.layer, k, v, server.cache, metadata.slot_mapping)
+            server.impl.forward(server.layer, q, k, v, server.cache, metadata, out)
+
+        written = server.cache.clone()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            layer()
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                layer()
+        server.cache.copy_(written)
+        for _ in range(40):  # past the pages that it was captured with
+            server.step({0: 1, 1: 1})
+            for name, kept in vars(metadata).items():
+                if isinstance(kept, torch.Tensor):
+                    kept.copy_(getattr(server.metadata, name))
+            q.copy_(torch.cat([rows for _, rows in server.rows]))
+            k.copy_(torch.stack([server.keys[name][-1] for name in (0, 1)]))
+            v.copy_(torch.stack([server.values[name][-1] for name in (0, 1)]))
+            graph.replay()
+            close(out, server.expected(strobe.Causal()))

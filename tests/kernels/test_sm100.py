@@ -18,7 +18,6 @@ from strobe.call import launches
 from strobe.call.dispatch import explain_problem, select
 from strobe.call.options import describe as problem_described
 from strobe.call.options import operands_of
-from strobe.cli.app import app
 from strobe.device import KNOWN
 from strobe.kernels import triton_version
 from strobe.kernels.memory_map import Buffer, Columns, lines
@@ -26,6 +25,7 @@ from strobe.kernels.sm100 import backend
 from strobe.kernels.sm100.config import HEAD_DIMS, Config, choose
 from strobe.problem import AttentionProblem, Dense, Varlen
 from strobe.sim import simulate
+from strobe_cli.app import app
 
 B200 = KNOWN["B200"]
 TRITON_3_8 = Path(sys.prefix) / "triton-3.8"

@@ -7,10 +7,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from strobe.cli.app import app
 from strobe.lab.bench import decode as lab
 from strobe.lab.bench.bench import CpuClock
 from strobe.lab.bench.decode_peers import CPU, OURS, Contender, Inputs, Plan, Point, peers_for
+from strobe_cli.app import app
 
 DEVICE = torch.device("cpu")
 POINT = Point(2, 64, 4, 2, 16, page=8, cache="fp32")

@@ -8,10 +8,10 @@ import torch
 from typer.testing import CliRunner
 
 import strobe
-from strobe.cli.app import app
 from strobe.device import CPU, KNOWN
 from strobe.lab.model.cost import Cost, Standard, Tile, Tiling, matmul_rate
 from strobe.problem import AttentionProblem, Dense, Varlen
+from strobe_cli.app import app
 
 
 def problem(mask=None, lengths=None, **changes) -> AttentionProblem:

@@ -6,9 +6,11 @@ import re
 import pytest
 import torch
 from commands import run
+from typer.testing import CliRunner
 
 from strobe.device import KNOWN
 from strobe.lab.model.fragments import FRAGMENTS, Place, cell, facts
+from strobe_cli.app import app
 
 gl = pytest.importorskip("triton.experimental.gluon.language")
 
@@ -61,6 +63,8 @@ def test_devices(tmp_path):
     path = tmp_path / "devices.json"
     result = run("devices", "--json", str(path))
     assert result.exit_code == 0 and all(name in result.output for name in KNOWN)
+    narrow = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["devices"]).output
+    assert "…" not in narrow and max(map(len, narrow.splitlines())) <= 80
     found = {one["name"]: one for one in json.loads(path.read_text())["devices"]}
     assert len(found) == len(KNOWN)
     assert (found["A100"]["smem_per_block"], found["RTX 3090"]["smem_per_block"]) == (163 * 1024, 99 * 1024)

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from strobe.cli.app import app
 from strobe.device import CPU, KIB, KNOWN
 from strobe.lab.model.occupancy import Block, Occupancy, Waves, draw, facts
+from strobe_cli.app import app
 
 L4 = KNOWN["L4"]
 
@@ -150,7 +150,7 @@ def test_wrong_options_are_one_sentence_and_status_2(arguments, words):
 def test_our_kernels_by_the_compilers_numbers(tmp_path):
     path = tmp_path / "o.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = f"from strobe.cli.app import app; app('occupancy --arch H200 --head-dims 128 --json {path}'.split())"
+    command = f"from strobe_cli.app import app; app('occupancy --arch H200 --head-dims 128 --json {path}'.split())"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     hopper, portable = json.loads(path.read_text())["kernels"]

@@ -15,7 +15,6 @@ from test_cost import problem
 from typer.testing import CliRunner
 
 import strobe
-from strobe.cli.app import app
 from strobe.device import KNOWN
 from strobe.kernels.sm90.backward_config import Config as BackwardConfig
 from strobe.kernels.sm90.backward_config import SplitConfig
@@ -27,6 +26,7 @@ from strobe.lab.model.cost import Cost, Standard, Tiling
 from strobe.lab.model.hopper_passes import of_config, passes
 from strobe.lab.model.roofline import Ceilings, Choice, draw, of_report, place, place_decode, problem_of, sentence
 from strobe.problem import Dense
+from strobe_cli.app import app
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "benchmarks" / "results" / "forward-h200-2026-11-21.json"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from strobe.cli.app import app
 from strobe.kernels import triton_version
 from strobe.lab.pages import shown
+from strobe_cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / shown.PAGE).read_text()

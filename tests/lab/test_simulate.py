@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from strobe.cli.app import app
+from strobe_cli.app import app
 
 GEMM = Path(__file__).parents[2] / "examples" / "gemm"
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from strobe.cli.app import app
 from strobe.kernels.common.stamp import EVENTS, ROLES
 from strobe.lab.timeline import timeline, tracing
 from strobe.sim.trace import Event, Span, Timeline, phases, timeline_of
+from strobe_cli.app import app
 
 ROOT = Path(__file__).parents[2]
 
@@ -262,8 +262,18 @@ def test_a_timeline_is_simulated_without_a_gpu(tmp_path):
     path = tmp_path / "simulated.json"
     options = ["timeline", "--simulate", "--head-dims", "64", "--mask", "full", "--length", "1024", "--json", str(path)]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    code = "from strobe.cli.app import app; app()"  # in a process of its own: what other tests import is not there
+    code = "from strobe_cli.app import app; app()"  # in a process of its own: what other tests import is not there
     done = subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert json.loads(path.read_text())["device"]["name"] == "simulated sm_90"
     assert (tmp_path / "simulated.png").exists()
+
+
+def test_a_simulated_timeline_writes_nothing_unasked(tmp_path, monkeypatch):
+    found = timeline.load(ROOT / "benchmarks/results/timeline-h200-2026-11-22.json")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tracing, "simulate", lambda *asked: found)
+    shown = CliRunner().invoke(app, ["timeline", "--simulate"])
+    assert shown.exit_code == 0 and "softmax" in shown.output and not list(tmp_path.iterdir())
+    assert CliRunner().invoke(app, ["timeline", "--simulate", "--out", "drawn.png"]).exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["drawn.png"]

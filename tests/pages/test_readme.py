@@ -24,7 +24,7 @@ def test_pages_are_up_to_date(page):
 
 
 def test_nothing_is_claimed_before_it_was_measured(tmp_path):
-    assert readme.measured(tmp_path) == "No measurement on a GPU is published yet."
+    assert readme.measured(tmp_path) == readme.in_short(tmp_path) == "No measurement on a GPU is published yet."
 
 
 def write(root: Path, name: str, **changes) -> None:
@@ -38,7 +38,7 @@ def test_measured_block_is_the_newest_gpu_result(tmp_path):
     write(tmp_path, "forward-new.json", command="strobe bench --seconds 1")
     write(tmp_path, "forward-cpu.json", date="2027-01-01T00:00:00+00:00", device={"kind": "cpu"})
     text = readme.measured(tmp_path)
-    assert "(benchmarks/results/forward-new.png)" in text and "`strobe bench --seconds 1`" in text
+    assert "(../benchmarks/results/forward-new.png)" in text and "`strobe bench --seconds 1`" in text
     assert "2026-01-02" in text and "commit abc" in text and "NVIDIA H200" in text and "at 800" in text
     assert "over the best of cuDNN." in text, "contenders that never ran are not named"
     assert "|  | mask | 1k |" in text
@@ -61,6 +61,23 @@ def test_the_caption_says_who_is_ahead_of_whom_on_what(tmp_path):
     assert "Not taking part: FA3 (not installed); FA4 (not measured)." in text
     assert "inputs: a model's activations, at most 2% of the blocks computed twice." in text
     assert "Changed since then: the kernel `sm90 forward`." in text
+
+
+def test_in_short_a_head_dim_is_a_line(tmp_path):
+    """The geometric mean of 1.1 and 0.9; the interval is half of the root of the points' squares."""
+    rates = {"strobe": [110.0, 111.1, 108.9], "cuDNN": [100.0, 100.0, 100.0]}
+    ahead = {name: {"tflops": rounds[0], "rounds": rounds} for name, rounds in rates.items()}
+    behind = {"strobe": {"tflops": 90.0, "rounds": [90.0, 90.9, 89.1]}, "cuDNN": ahead["cuDNN"]}
+    first, second = report()["points"]
+    wide = first | {"head_dim": 256, "head_dim_v": 256, "results": behind}
+    write(tmp_path, "forward-h200.json", points=[first | {"results": ahead}, second | {"results": behind}, wide])
+    write(tmp_path, "backward-h200.json", points=[first | {"results": ahead, "length": 4096}], what="backward")
+    lines = readme.in_short(tmp_path).splitlines()
+    assert lines[0] == "|  | forward | backward |"
+    assert lines[2] == "| D=128 | 0.99 ±0.02 (0.90 to 1.10) | **1.10 ±0.03** (1.10 to 1.10) |"
+    assert lines[3] == "| D=256 | *0.90 ±0.03* (0.90 to 0.90) |  |"
+    assert "1k to 1k tokens, beside cuDNN: ahead at 1 points, level at 0, behind at 2, of 3 (NVIDIA H200" in lines[5]
+    assert "[JSON](benchmarks/results/backward-h200.json)" in lines[5] and "(benchmarks/results/forward-h200.png)" in lines[7]
 
 
 def test_a_row_holds_all_lengths_of_one_shape(tmp_path):
@@ -103,5 +120,5 @@ def test_support_marks_archs_that_differ_and_backwards_that_are_refused(monkeypa
 
 
 def test_missing_markers_are_an_error():
-    with pytest.raises(ValueError, match="begin: measured"):
+    with pytest.raises(ValueError, match="begin: in short"):
         readme.rewritten("# nothing", ROOT)

@@ -8,11 +8,11 @@ from typer.testing import CliRunner
 
 import strobe
 from strobe import parallel
-from strobe.cli.app import app
 from strobe.device import KNOWN
 from strobe.lab.model import context_parallel, schedule
 from strobe.parallel.choice import INFINIBAND, NVLINK, Machine, choose, name_of, predict
 from strobe.parallel.schedules import Method
+from strobe_cli.app import app
 
 SETTING = context_parallel.setting_of(32, 8, 128, strobe.Causal(), torch.bfloat16, 8192)
 

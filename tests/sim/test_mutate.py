@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from strobe.cli.app import app
 from strobe.lab.simulated import mutate
 from strobe.lab.simulated.mutants import mutants_of, sample
 from strobe.lab.simulated.simulate import module_of
+from strobe_cli.app import app
 
 RING = """
 import torch

@@ -85,6 +85,8 @@ class Explanation:
     """Where the config comes from, in words."""
     warning: str | None = None
     """What to know before trusting the chosen kernel."""
+    others: tuple[str, ...] = ()
+    """The backends that would run it too, and come after the chosen one."""
 
     def __str__(self) -> str:
         lines = [f"problem   {self.problem}", f"device    {self.arch}", f"chosen    {self.chosen or 'none'}"]
@@ -94,6 +96,8 @@ class Explanation:
             lines += [f"config    {self.config}", *memory_map.lines(self.config)]
         if self.origin is not None:
             lines.append(f"choice    {self.origin}")
+        if self.others:
+            lines.append(f"passed    {', '.join(self.others)}: run{'s' * (len(self.others) == 1)} it too, by name")
         lines += [f"refused   {name}: {reason}" for name, reason in self.refusals]
         if self.backward is not None:
             lines += ["", str(self.backward)]
@@ -135,18 +139,19 @@ def ranked(problem: AttentionProblem | DecodeProblem, arch: Arch) -> list[str]:
 
 def explain_problem(problem: AttentionProblem | DecodeProblem, arch: Arch, backend: str | None = None) -> Explanation:
     """The choice of a backend for a problem. `chosen` is None if all candidates refuse, or the one that was asked for."""
-    refusals, chosen = [], None
+    refusals, takers = [], []
     for name in ranked(problem, arch) if backend is None else [backend]:
         reason = _refusal(name, problem, arch, backend is not None)
         if reason is not None:
             refusals.append((name, reason))
-        elif chosen is None:
-            chosen = name
+        else:
+            takers.append(name)
+    chosen = takers[0] if takers else None
     config = backend_module(chosen).config(problem, arch) if chosen else None
     warning = unproven(chosen, problem, arch) if chosen else None
     origin = getattr(backend_module(chosen), "origin", None) if chosen else None
     words = origin(problem, arch) if origin else None
-    return Explanation(problem, arch, chosen, config, tuple(refusals), origin=words, warning=warning)
+    return Explanation(problem, arch, chosen, config, tuple(refusals), origin=words, warning=warning, others=tuple(takers[1:]))
 
 
 def select(problem: AttentionProblem | DecodeProblem, arch: Arch, backend: str | None = None) -> ModuleType:

@@ -43,8 +43,6 @@ _CODES = {
 }  # fmt: skip
 """Triton's type of a number -> its code in `struct`."""
 
-function = triton_internals.function
-
 _OTHERWISE = (Unknown, AttributeError, ImportError, KeyError, TypeError, ValueError, struct.error)
 """What is raised where a Triton is other than known."""
 
@@ -126,6 +124,14 @@ def all_arguments(call: Call) -> list:
     names = triton_internals.signature_of(call.compiled)
     values = {**dict(zip(names, call.arguments, strict=False)), **call.keywords}
     return [values.get(name) for name in names]
+
+
+@functools.cache
+def function(compiled, device: int) -> int:
+    """The driver's handle of a compiled kernel, loaded on a device, which must be the current one.
+
+    Triton's own way, `_init_handles`, compiles a module and a launcher in C first, which are not needed here."""
+    return compiled.function or _driver().load(compiled.kernel, compiled.name, compiled.metadata.shared)
 
 
 @functools.cache
@@ -402,6 +408,8 @@ def _swap(value, now: dict[int, _At]):
 
 
 _INVALID_CONTEXT = 201
+_SHARED_UNASKED = 48 * 1024  # bytes that a launch gets without asking for more
+_PREFER_SHARED, _MAX_DYNAMIC_SHARED = 1, 8
 _TYPES = {
     "cuTensorMapEncodeTiled": (
         ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64, *4 * (ctypes.c_void_p,), *4 * (ctypes.c_int,),
@@ -409,6 +417,10 @@ _TYPES = {
     "cuDevicePrimaryCtxRetain": (ctypes.c_void_p, ctypes.c_int),
     "cuCtxSetCurrent": (ctypes.c_void_p,),
     "cuGetErrorString": (ctypes.c_int, ctypes.c_void_p),
+    "cuModuleLoadData": (ctypes.c_void_p, ctypes.c_char_p),
+    "cuModuleGetFunction": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p),
+    "cuFuncSetCacheConfig": (ctypes.c_void_p, ctypes.c_int),
+    "cuFuncSetAttribute": (ctypes.c_void_p, ctypes.c_int, ctypes.c_int),
 }  # fmt: skip
 """Name of a driver's function -> the types of its arguments."""
 
@@ -435,6 +447,18 @@ class Driver:
             status = function(*arguments)
         if status:
             raise RuntimeError(f"{name} failed: {self._text(status)}")
+
+    def load(self, image: bytes, name: str, shared: int) -> int:
+        """The handle of a kernel in an image of machine code, loaded on the current device. shared: bytes of shared memory that
+        its launches ask for."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self.call("cuModuleLoadData", ctypes.byref(module), image)
+        self.call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+        if shared > _SHARED_UNASKED:
+            self.call("cuFuncSetCacheConfig", function, _PREFER_SHARED)
+            self.call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, shared)
+        assert function.value is not None
+        return function.value
 
     def _enter_context(self) -> None:
         context = ctypes.c_void_p()

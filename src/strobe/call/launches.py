@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.call import counters, torch_internals
+from strobe.call import counters, precompiled, torch_internals
 from strobe.call.tables import Memo
 from strobe.device import Arch, arch_of
 from strobe.kernels import workspace
@@ -60,6 +60,7 @@ def backward(backend: ModuleType, problem: AttentionProblem, operands: Operands,
 def run(backend: ModuleType, problem: AttentionProblem | DecodeProblem, given: dict[str, Any], arch: Arch) -> Tensors:
     """Make the launches of a call on the current stream of its device. given: the call's tensors, by name. Returns them and all
     that the launches needed beside them, results included."""
+    precompiled.wait()
     with torch.cuda.device_of(given["q"]), workspace.lock(given["q"].device):
         tensors = allocated(backend.buffers(problem, arch), given)
         for call in backend.calls(problem, tensors, arch):
@@ -182,6 +183,7 @@ class Prepared:
         from strobe.call.launcher import maker, prepare
         from strobe.call.triton_internals import hash_ahead
 
+        precompiled.wait()
         hash_ahead()
         self._problem, self._device, self._index = problem, operands.q.device, operands.q.get_device()
         arch = arch_of(self._device)

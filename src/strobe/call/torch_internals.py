@@ -180,6 +180,26 @@ any_autocast: Callable[[], bool] = _private(
 )
 
 
+def _longest(x: torch.Tensor) -> int:
+    lengths = x.offsets().diff() if x.lengths() is None else x.lengths()  # type: ignore[attr-defined]
+    return int(lengths.max()) if lengths.numel() else 0
+
+
+def jagged_dim(x: Any) -> int:
+    """The dim of a jagged tensor whose size differs from sequence to sequence."""
+    if hasattr(x, "_ragged_idx"):
+        return x._ragged_idx
+    return next(dim for dim, size in enumerate(x.shape) if not isinstance(size, int))
+
+
+def longest_sequence(x: Any) -> int | None:
+    """The length of a jagged tensor's longest sequence. PyTorch keeps it in the tensor, once the device was waited for.
+    Compiled code does not wait, and gives None where it is not kept."""
+    if torch.compiler.is_compiling():
+        return getattr(x, "_maybe_max_seqlen", None)
+    return x._get_max_seqlen() if hasattr(x, "_get_max_seqlen") else _longest(x)
+
+
 def _assert_now(good: torch.Tensor, message: str) -> None:
     if not bool(good):
         raise RuntimeError(message)

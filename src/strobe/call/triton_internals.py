@@ -7,23 +7,23 @@ The tests run on the versions in `KNOWN`. On any other version, kernels that wri
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
-import os
 import sys
 import threading
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from typing import Any
 
-from strobe.kernels import has_triton, triton_version
+import torch
+
+from strobe.kernels import triton_version
 
 log = logging.getLogger("strobe")
 
 KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))
 """Versions of Triton whose launchers take parameters as `strobe.call.launcher` lays them out."""
-
-
-MOVED_CACHE = "strobe.call.moved_cache:MovedCache"
-"""What TRITON_CACHE_MANAGER is set to where `strobe precompile` has filled Triton's folder."""
 
 
 class Unknown(Exception):
@@ -55,29 +55,89 @@ def hash_ahead() -> threading.Thread | None:
     return thread
 
 
-def begin_where_precompiled() -> None:
-    """Begin to hash Triton's files now, which imports Triton, in a process that is told of kernels compiled ahead: its first
-    call compiles nothing, so that hashing is most of what it would wait for."""
-    if os.environ.get("TRITON_CACHE_MANAGER") == MOVED_CACHE and has_triton():
-        hash_ahead()
+def key_of_files() -> dict[str, str]:
+    """What Triton's key of its own files is, and a hash of the list of these files as they were installed, which takes no time:
+    where the list is the same, so is the key. Empty where one of them cannot be told."""
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:
+        return {}
+    files = _installed_files()
+    return {} if files is None else {"files": files, "key": triton_key()}
+
+
+def take_key(known: dict[str, str]) -> bool:
+    """Have Triton take its key from an earlier `key_of_files`, if the same files are installed; says whether it does."""
+    from triton.runtime import cache
+
+    if not hasattr(cache, "triton_key") or not known or known["files"] != _installed_files():
+        return False
+    cache.triton_key = lambda: known["key"]
+    return True
+
+
+def _installed_files() -> str | None:
+    """A hash of the names and hashes of Triton's files, as its installer listed them; None where it did not."""
+    import triton
+
+    try:
+        installed = distribution("triton")
+    except PackageNotFoundError:
+        return None
+    if Path(str(installed.locate_file("triton"))).resolve() != Path(triton.__file__).resolve().parent:
+        return None
+    lines = (installed.read_text("RECORD") or "").splitlines()
+    listed = sorted(line for line in lines if line.startswith("triton/") and ",sha256=" in line)
+    return hashlib.sha256("\n".join(listed).encode()).hexdigest() if listed else None
+
+
+class _Driver:
+    """What Triton asks of a driver while it compiles, as PyTorch knows it. Everything else is asked of Triton's own driver,
+    which is made then, and for which Triton runs a C compiler if its folder has none."""
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        major, minor = torch.cuda.get_device_capability()
+        return GPUTarget("cuda", 10 * major + minor, 32)
+
+    def get_current_device(self) -> int:
+        return torch.cuda.current_device()
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return torch.cuda.current_stream(device).cuda_stream
+
+    def __getattr__(self, name: str):
+        from triton.runtime import driver
+
+        return getattr(driver.default, name)
+
+
+def compile_without_driver() -> None:
+    """Have Triton's own driver made only where something needs it; a process that finds all its kernels does not."""
+    from triton.runtime import driver
+
+    if getattr(driver, "_active", driver) is None and hasattr(driver, "set_active") and torch.version.hip is None:
+        driver.set_active(_Driver())
 
 
 def compiled_kernel(kernel, grid: Sequence[int], arguments: tuple, keywords: dict):
     """The kernel of a call, compiled for the current device if it was not yet. Several threads may compile at once."""
     if (hashing := hash_ahead()) is not None:
         hashing.join()
-    if sys.version_info[:2] == (3, 11):
-        _parse_in_turn()
+    parse_in_turn()
     return kernel.warmup(*arguments, grid=grid, **keywords)
 
 
 @functools.cache
-def _parse_in_turn() -> None:
-    """Makes threads parse the source of kernels, and of the functions that these call, one at a time from now on.
+def parse_in_turn() -> None:
+    """Makes CPython 3.11's threads parse the source of kernels, and of what these call, one at a time from now on.
 
-    CPython 3.11 has one counter, for all threads, of how deeply the parsed source is nested. If a garbage collection lets a
+    It has one counter, for all threads, of how deeply the parsed source is nested. If a garbage collection lets a
     second thread parse in the middle, both fail with a SystemError; and Triton, which was about to hash a function's source,
     uses a hash without the source from then on."""
+    if sys.version_info[:2] != (3, 11):
+        return
     try:
         from triton.runtime.jit import JITCallable
 
@@ -94,17 +154,4 @@ def _parse_in_turn() -> None:
 
 
 _parsing = threading.RLock()
-"""The lock of all wrappers. Two threads that run `_parse_in_turn` at once may wrap twice, so its owner can take it again."""
-
-
-@functools.cache
-def function(compiled, device: int) -> int:
-    """The driver's handle of a compiled kernel, loaded on a device, which must be the current one.
-
-    Triton's own way, `_init_handles`, also makes a launcher, for which Triton 3.6 runs a C compiler. It is not needed here."""
-    if compiled.module is not None:
-        return compiled.function
-    from triton.runtime import driver
-
-    _module, found, *_ = driver.active.utils.load_binary(compiled.name, compiled.kernel, compiled.metadata.shared, device)
-    return found
+"""The lock of all wrappers. Two threads that run `parse_in_turn` at once may wrap twice, so its owner can take it again."""

@@ -21,7 +21,9 @@ import torch
 from strobe.api import attention
 from strobe.arguments import checked_options
 from strobe.call.options import Options
+from strobe.call.torch_internals import jagged_dim
 from strobe.dropout import new_seed
+from strobe.jagged import any_jagged, is_jagged, same_bounds
 from strobe.masks import Causal, Full, Mask, Window
 from strobe.scores import Score
 from strobe.serving.api import decode
@@ -42,7 +44,8 @@ def scaled_dot_product_attention(
     """PyTorch's function of this name: softmax(scale * query key^T + attn_mask) value, differentiable in all four.
 
     Args:
-        query: [..., heads_q, L, E]. Any head dim up to 256: one that is not a multiple of 8 is filled up with zeros.
+        query: [..., heads_q, L, E]. Any head dim up to 256: one that is not a multiple of 8 is filled up with zeros. Or a
+            nested tensor with layout=torch.jagged, [batch, heads_q, jagged, E], as key and value too; E is a multiple of 8.
         key: [..., heads_kv, S, E]. Its dims ahead of the last two broadcast with query's.
         value: [..., heads_kv, S, Ev].
         attn_mask: broadcasts to [..., heads_q, L, S]: bool, True where a query sees a key, or floating point, added to the
@@ -60,6 +63,8 @@ def scaled_dot_product_attention(
         RuntimeError, IndexError: where PyTorch raises it.
         ValueError, TypeError: where Strobe cannot: head dims above 256, dtypes and devices that no backend takes.
     """
+    if any_jagged(query, key, value):
+        return _of_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     _check_as_torch(query, key, value, attn_mask, dropout_p)
     query, key, value = _same_heads(query, key, value, enable_gqa)
     *leading, n_q, _ = query.shape
@@ -84,7 +89,35 @@ def scaled_dot_product_attention(
     return out.transpose(1, 2).reshape(out_shape) if len(leading) != 2 else out.transpose(1, 2)
 
 
+def _of_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> torch.Tensor:
+    """The result of nested tensors, [batch, heads, jagged, head_dim], of which attention takes [batch, jagged, heads,
+    head_dim]."""
+    named = {"query": query, "key": key, "value": value}
+    for name, x in named.items():
+        if not is_jagged(x):
+            raise ValueError(f"query, key and value must be nested with layout=torch.jagged all or none, got another {name}")
+        if x.dim() != 4 or jagged_dim(x) != 2:
+            raise ValueError(f"{name} must have shape [batch, heads, jagged, head_dim], got {list(x.shape)}")
+    if attn_mask is not None:
+        raise ValueError("attn_mask must be None with nested tensors, as for PyTorch")
+    _check_dropout(dropout_p)
+    if key.shape[1] != query.shape[1] and not enable_gqa:
+        raise RuntimeError(f"key must have query's {query.shape[1]} heads without enable_gqa, got {key.shape[1]}")
+    if is_causal and not same_bounds(query, key):
+        raise ValueError("is_causal takes nested tensors with as many keys as queries in each sequence: see strobe.Causal")
+    q, k, v = (x.transpose(1, 2) for x in named.values())
+    share = 0.0 if dropout_p == 1.0 else dropout_p
+    out: Any = attention(q, k, v, mask=Causal() if is_causal else None, scale=scale, dropout_p=share)
+    out = out.transpose(1, 2)
+    return out * 0.0 if dropout_p == 1.0 else out
+
+
 # ---- PyTorch's rules
+
+
+def _check_dropout(dropout_p: float) -> None:
+    if not 0.0 <= dropout_p <= 1.0:
+        raise RuntimeError(f"dropout_p must be from 0 to 1, got {dropout_p}")
 
 
 def _check_as_torch(query, key, value, attn_mask, dropout_p) -> None:
@@ -94,9 +127,7 @@ def _check_as_torch(query, key, value, attn_mask, dropout_p) -> None:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.is_nested:
-            raise ValueError(
-                f"{name} must be a dense tensor, got a nested one: pack it and pass cu_seqlens to strobe.attention"
-            )
+            raise ValueError(f"{name} must be a dense tensor, or all three nested with layout=torch.jagged, got a nested one")
     for x in tensors.values():
         if x.dim() < 2:
             raise RuntimeError(
@@ -112,8 +143,7 @@ def _check_as_torch(query, key, value, attn_mask, dropout_p) -> None:
             )
         if not x.dtype.is_floating_point:
             raise RuntimeError(f"query, key and value must be floating point, got {x.dtype}")
-    if not 0.0 <= dropout_p <= 1.0:
-        raise RuntimeError(f"dropout_p must be from 0 to 1, got {dropout_p}")
+    _check_dropout(dropout_p)
     if key.shape[-1] != query.shape[-1]:
         raise RuntimeError(f"key must have query's last dim {query.shape[-1]}, got {key.shape[-1]}")
     if value.shape[-2] != key.shape[-2]:

@@ -112,12 +112,12 @@ def computed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     try:
         from transformers import AttentionInterface, AutoModel, AutoTokenizer, logging
 
-        from strobe.cli.demo import model_folder
+        from strobe_cli.demo import model_folder
 
         folder = model_folder()
     except (ImportError, SystemExit) as error:
         raise ValueError(f"a model's activations need the demo's model, got none: {error}") from None
-    from strobe.cli.demo_text import TEXTS
+    from strobe_cli.demo_text import TEXTS
 
     seen: list[tuple[torch.Tensor, ...]] = []
 

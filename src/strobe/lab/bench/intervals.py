@@ -47,6 +47,15 @@ class Ratio:
         t = T95[min(len(logs) - 1, len(T95)) - 1]
         return cls(math.exp(fmean(logs)), t * stdev(logs) / math.sqrt(len(logs)))
 
+    @classmethod
+    def over(cls, ratios: Sequence[Ratio]) -> Ratio:
+        """The geometric mean of ratios of one run, whose errors are independent. ValueError if there are none."""
+        if not ratios:
+            raise ValueError("a mean needs a ratio, got none")
+        halves = [ratio.half for ratio in ratios]
+        half = None if None in halves else math.hypot(*halves) / len(halves)  # type: ignore[arg-type]
+        return cls(math.exp(fmean(math.log(ratio.value) for ratio in ratios)), half)
+
     @property
     def low(self) -> float:
         return 0.0 if self.half is None else self.value * math.exp(-self.half)

@@ -21,8 +21,8 @@ from statistics import median
 import torch
 
 import strobe
-from strobe.cli.options import command_given
 from strobe.lab.pages.sources import sources
+from strobe_cli.options import command_given
 
 PACKAGES = (
     *("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend"),

@@ -34,6 +34,7 @@ from strobe.lab.binary.sass import (
     role_blocks,
     unwritten,
 )
+from strobe.lab.progress import each
 from strobe.problem import AttentionProblem, Phase
 
 # ---- what can be compiled
@@ -123,7 +124,7 @@ def reports_of(kernels: Iterable[str], points: Sequence[Point], own_dtype: bool 
     ValueError, before anything is compiled, for what is none of them, or what a kernel does not take. Compiling takes 2 to 20
     seconds on a core."""
     jobs = [job for kernel in kernels for job in _jobs(kernel, points, own_dtype)]
-    return [report for job in jobs for report in job()]
+    return [report for job in each(jobs, "compiling") for report in job()]
 
 
 def _jobs(what: str, points: Sequence[Point], own_dtype: bool) -> list[Callable[[], list[Report]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.table import Table
@@ -40,26 +41,37 @@ def _of(arch: Arch) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any]) -> Table:
-    """`facts` as a table, a line for each GPU."""
-    shown = Table(title="Shared memory in KiB, rates by the data sheets, dense", title_justify="left")
-    columns = {
+def tables(found: dict[str, Any]) -> list[Table]:
+    """`facts` as two tables that fit 80 columns, a line for each GPU: what a multiprocessor has, and how fast the GPU is."""
+    holds = {
         "": lambda one: one["name"],
         "capability": lambda one: one["capability"],
-        "SMs": lambda one: str(one["sms"]),
-        "MHz": lambda one: f"{one['clock'] / 1e6:.0f}",
-        "shared a block / SM": lambda one: f"{one['smem_per_block'] // KIB} / {one['smem_per_sm'] // KIB}",
-        "registers a thread / SM": lambda one: f"{one['registers_per_thread']} / {one['registers_per_sm']}",
+        "KiB a block": lambda one: f"{one['smem_per_block'] // KIB}",
+        "KiB": lambda one: f"{one['smem_per_sm'] // KIB}",
+        "registers": lambda one: f"{one['registers_per_sm']}",
         "warps": lambda one: str(one["warps_per_sm"]),
         "blocks": lambda one: str(one["blocks_per_sm"]),
-        "L2 MiB": lambda one: f"{one['l2_bytes'] / MIB:g}",
-        "16-bit TFLOP/s": lambda one: f"{one['tensor_flops'] / 1e12:g}",
+    }
+    rates = {
+        "": lambda one: one["name"],
+        "SMs": lambda one: str(one["sms"]),
+        "MHz": lambda one: f"{one['clock'] / 1e6:.0f}",
+        "16-bit": lambda one: f"{one['tensor_flops'] / 1e12:g}",
         "FP32": lambda one: f"{one['fp32_flops'] / 1e12:g}",
         "exp2 T/s": lambda one: f"{one['exp2_rate'] / 1e12:.3g}",
+        "L2 MiB": lambda one: f"{one['l2_bytes'] / MIB:g}",
         "GB/s": lambda one: f"{one['dram_bandwidth'] / 1e9:.0f}",
     }
+    return [
+        _table(f"Of a multiprocessor: shared memory, at most {REGISTERS_PER_THREAD} registers a thread", holds, found),
+        _table("Of the GPU by its data sheet: TFLOP/s (dense), exponentials, memory", rates, found),
+    ]
+
+
+def _table(title: str, columns: dict[str, Callable[[dict[str, Any]], str]], found: dict[str, Any]) -> Table:
+    shown = Table(title=title, title_justify="left")
     for name in columns:
-        shown.add_column(name, justify="right" if name else "left", no_wrap=name == "")
+        shown.add_column(name, justify="right" if name else "left", no_wrap=True)
     for one in found["devices"]:
         shown.add_row(*(cell(one) for cell in columns.values()))
     return shown

@@ -3,6 +3,7 @@
 A block stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`:
 
 measured   the newest benchmarks/results/forward-*.json (by its date) that was measured on a GPU, and its picture
+in short   the same, a line for each head dim, beside the backward
 support    what each backend refuses, asked of the backend itself
 others     see `strobe.lab.pages.measured_pages`
 """
@@ -18,7 +19,7 @@ import torch
 
 from strobe.call.dispatch import backend_module, unproven
 from strobe.device import CPU, KNOWN, Arch
-from strobe.lab.bench.intervals import SMALLEST
+from strobe.lab.bench.intervals import SMALLEST, Ratio
 from strobe.lab.bench.plan import Point, short
 from strobe.lab.bench.report import best_peer, closest, load, missing, outdated, timed, verdicts
 from strobe.lab.ladder import page as ladder_page
@@ -28,6 +29,7 @@ from strobe.problem import AttentionProblem, Dense, Varlen
 from strobe.scores import Score
 
 RESULTS = Path("benchmarks/results")
+NOTHING = "No measurement on a GPU is published yet."
 
 BASE = AttentionProblem(
     lengths=Dense(2, 1024, 1024), heads_q=16, heads_kv=16, head_dim=128, head_dim_v=128, dtype=torch.bfloat16, scale=128**-0.5
@@ -175,13 +177,13 @@ def newest(root: Path, what: str) -> Path | None:
 
 
 def measured(root: Path, what: str = "forward") -> str:
-    """The picture, the table of one dtype and where they come from; says so if nothing was measured yet."""
+    """The picture, the table of one dtype and where they come from, for a page in docs; says so if nothing was measured yet."""
     path = newest(root, what)
     if path is None:
-        return "No measurement on a GPU is published yet."
+        return NOTHING
     report = load(path)
-    relative = path.relative_to(root)
-    points = [facts for facts in report["points"] if facts["dtype"] == report["points"][0]["dtype"]]
+    relative = ".." / path.relative_to(root)
+    points = _of_one_dtype(report)
     lengths = sorted({facts["length"] for facts in points})
     lines = [f"![TFLOP/s against sequence length]({relative.with_suffix('.png')})", "", _origin(report, relative, points), ""]
     lines += [_row(["", "mask", *(short(length) for length in lengths)]), _row(["---", "---", *("---:" for _ in lengths)])]
@@ -192,6 +194,56 @@ def measured(root: Path, what: str = "forward") -> str:
         cells = [_rate(by_length[length]) if length in by_length else "" for length in lengths]
         lines.append(_row([f"{family.dtype} {family.heading}", family.mask, *cells]))
     return "\n".join(lines)
+
+
+def _of_one_dtype(report: dict) -> list[dict]:
+    return [facts for facts in report["points"] if facts["dtype"] == report["points"][0]["dtype"]]
+
+
+def in_short(root: Path) -> str:
+    """How many times as fast as the best peer Strobe is: for each head dim, over its points, the forward and the backward."""
+    paths = {what: path for what in ("forward", "backward") if (path := newest(root, what)) is not None}
+    reports = {what: load(path) for what, path in paths.items()}
+    if not reports:
+        return NOTHING
+    found = {what: _by_heading(_of_one_dtype(report)) for what, report in reports.items()}
+    headings = list(dict.fromkeys(heading for by_heading in found.values() for heading in by_heading))
+    lines = [_row(["", *reports]), _row(["---", *("---:" for _ in reports)])]
+    lines += [
+        _row([heading, *(_over_points(by_heading.get(heading, [])) for by_heading in found.values())]) for heading in headings
+    ]
+    picture = next(iter(paths.values())).relative_to(root).with_suffix(".png")
+    origins = [_short_origin(report, paths[what].relative_to(root)) for what, report in reports.items()]
+    return "\n".join([*lines, "", " ".join(origins), "", f"![TFLOP/s against sequence length]({picture})"])
+
+
+def _by_heading(points: list[dict]) -> dict[str, list[Ratio]]:
+    """Each head dim's ratios to the best peer of a point."""
+    found: dict[str, list[Ratio]] = {}
+    for facts in points:
+        if compared := closest(facts["results"]):
+            found.setdefault(Point.of(facts).family.heading, []).append(compared[1])
+    return found
+
+
+def _over_points(ratios: list[Ratio]) -> str:
+    """The mean of points, and the least and the greatest of them: "**1.12 ±0.01** (1.03 to 1.21)"."""
+    if not ratios:
+        return ""
+    of_all, values = Ratio.over(ratios), [ratio.value for ratio in ratios]
+    mark = {"ahead": "**", "behind": "*"}.get(of_all.verdict, "")
+    return f"{mark}{of_all}{mark} ({min(values):.2f} to {max(values):.2f})"
+
+
+def _short_origin(report: dict, path: Path) -> str:
+    """Against whom, at how many points, where and when, and whether its kernels have changed since."""
+    points = _of_one_dtype(report)
+    lengths = sorted(facts["length"] for facts in points)
+    peers = ", ".join(name for name in timed(report) if not name.startswith("strobe"))
+    what = f"The {report['what']}, {short(lengths[0])} to {short(lengths[-1])} tokens, beside {peers}"
+    where = f"{report['device']['name']}, {report['date'][:10]}, [JSON]({path})"
+    changed = f" Changed since then: {', '.join(names)}." if (names := outdated(report)) else ""
+    return f"{what}: {verdicts(points)} ({where}).{changed}"
 
 
 def _rate(results: dict[str, dict]) -> str:
@@ -253,9 +305,7 @@ def _rounds(points: list[dict]) -> str:
 
 PAGES: dict[str, dict[str, Callable[[Path], str]]] = {
     "README.md": {
-        "measured": measured,
-        "measured backward": lambda root: measured(root, "backward"),
-        "support": lambda root: support(),
+        "in short": in_short,
     },
     "docs/ampere.md": {
         "measured": measured_pages.ampere,
@@ -268,7 +318,12 @@ PAGES: dict[str, dict[str, Callable[[Path], str]]] = {
         "training steps": measured_pages.training_steps,
     },
     "docs/backward.md": {"changed-scores": measured_pages.changed_scores},
-    "docs/bench.md": {"zoo": measured_pages.zoo, "single": measured_pages.single},
+    "docs/bench.md": {
+        "measured": measured,
+        "measured backward": lambda root: measured(root, "backward"),
+        "zoo": measured_pages.zoo,
+        "single": measured_pages.single,
+    },
     "docs/cpu.md": {"backends": measured_pages.cpu_backends, "tiles": measured_pages.cpu_tiles},
     "docs/fp8.md": {"accuracy": measured_pages.fp8_accuracy, "speed": measured_pages.fp8_speed},
     "docs/ladder.md": {
@@ -283,6 +338,7 @@ PAGES: dict[str, dict[str, Callable[[Path], str]]] = {
     "docs/optimistic_softmax.md": {"redo-cost": measured_pages.redo_cost},
     "docs/parallel.md": {"on paper": measured_pages.context_parallel, "measured": measured_pages.parallel},
     "docs/serving.md": {"measured": measured_pages.decode},
+    "docs/support.md": {"support": lambda root: support()},
     "docs/simulator.md": {"model error": measured_pages.model_error},
     "docs/timeline.md": {"timeline": measured_pages.timelines, "hidden": measured_pages.hidden},
 }

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PAGE = Path("docs/lab.md")
-PROGRAM = "from strobe.cli.app import app; app()"
+PROGRAM = "from strobe_cli.app import app; app()"
 FILES = {"--json": "result.json", "--out": "picture.png", "--perfetto": "trace.json"}
 COLUMNS = "128"
 

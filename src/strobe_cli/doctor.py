@@ -16,12 +16,12 @@ import torch
 
 import strobe
 from strobe.call import dispatch
-from strobe.call.triton_internals import MOVED_CACHE
-from strobe.cli.precompile import read_mark, versions
+from strobe.call.precompiled import MOVED_CACHE, read_mark
 from strobe.device import Arch, arch_of
 from strobe.masks import Causal, Full, Mask, Window
 from strobe.problem import AttentionProblem, Dense, Operands
 from strobe.reference import dense
+from strobe_cli.precompile import versions
 
 PACKAGES = ("torch", "triton", "transformers", "flash-attn", "flash-attn-3", "flash-attn-4")
 VARIABLES = (

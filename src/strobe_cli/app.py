@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strobe.cli.instruments import instruments
-from strobe.cli.ladder import ladder
-from strobe.cli.options import (
+from strobe_cli.instruments import instruments
+from strobe_cli.ladder import ladder
+from strobe_cli.options import (
     JsonFile,
     alone,
     arch_named,
@@ -49,7 +51,7 @@ app = typer.Typer(
 @app.command()
 def demo() -> None:
     """Run a real text encoder on Strobe, beside PyTorch's attention."""
-    from strobe.cli.demo import main
+    from strobe_cli.demo import main
 
     main()
 
@@ -59,8 +61,8 @@ def doctor(json: JsonFile = None) -> None:
     """What is installed, which backends run here and why the others do not, a short self test, and what to do."""
     from pathlib import Path
 
-    from strobe.cli.doctor import examine, passed, text
     from strobe.lab.bench.machine import save
+    from strobe_cli.doctor import examine, passed, text
 
     found = examine()
     typer.echo(text(found))
@@ -85,8 +87,8 @@ def precompile(
     from json import loads
     from pathlib import Path
 
-    from strobe.cli.precompile import layers_of, text
-    from strobe.cli.precompile import precompile as compile_into
+    from strobe_cli.precompile import layers_of, text
+    from strobe_cli.precompile import precompile as compile_into
 
     at_least(1, page_size=page_size, max_length=max_length, max_batch=max_batch)
     try:
@@ -493,7 +495,8 @@ def timeline(
     simulate: Annotated[bool, typer.Option("--simulate", help="By the simulator's clock; needs no GPU.")] = False,
     report: Annotated[str | None, typer.Option(help="Draw this JSON instead of measuring.")] = None,
     json: Annotated[
-        str | None, typer.Option(help="Default: benchmarks/results/timeline-<gpu>-<date>.json.", callback=writable)
+        str | None,
+        typer.Option(help="Default: benchmarks/results/timeline-<gpu>-<date>.json; none with --simulate.", callback=writable),
     ] = None,
     out: Annotated[
         str | None, typer.Option(help="Draw to this PNG or SVG; default: a PNG beside the JSON.", callback=writable)
@@ -513,9 +516,9 @@ def timeline(
     picture = picture_path(out)
     if report is not None:
         alone(context, "report", "out", "perfetto")
-        path = Path(report)
+        path: Path | None = Path(report)
         try:
-            measurement = timelines.load(path)
+            measurement = timelines.load(Path(report))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
     else:
@@ -529,11 +532,14 @@ def timeline(
             measurement = run(dims, masks, length, command_given(sys.argv[1:]))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
-        path = Path(json) if json else default_path(measurement)
-        typer.echo(f"written: {save(path, measurement, indent=None)}")
+        path = Path(json) if json else None if simulate else default_path(measurement)
+        if path is not None:
+            typer.echo(f"written: {save(path, measurement, indent=None)}")
     typer.echo(timelines.table(measurement))
     typer.echo(f"\nof the time of a typical CTA (and hidden under other work of it):\n{timelines.hidden_table(measurement)}")
-    typer.echo(f"written: {timelines.draw(timelines.measured(measurement), picture or path.with_suffix('.png'))}")
+    drawn = picture or (path and path.with_suffix(".png"))
+    if drawn is not None:
+        typer.echo(f"written: {timelines.draw(timelines.measured(measurement), drawn)}")
     if perfetto is not None:
         made = {key: measurement[key] for key in ("date", "command", "device")}
         trace = made | timelines.perfetto(timelines.whole_ctas(measurement))
@@ -621,3 +627,12 @@ def _at_least_time(problem: AttentionProblem, arch: Arch) -> str:
         return str(Cost(problem).lower_bound(arch))
     except ValueError as error:
         return f"unknown: {error}"
+
+
+def main() -> None:
+    """The `strobe` command.
+
+    What libraries write as the interpreter ends is left out: Triton's bindings list every object of the compiler that is still
+    there, which is no use to the reader of a table."""
+    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno()))
+    app()
