@@ -221,6 +221,22 @@ def test_few_keys_take_two_groups_and_tiles_in_a_fixed_order():
     assert {(choose(other).slots, choose(other).static) for other in others} == {(2, False)}
 
 
+def test_few_tiles_of_few_blocks_have_small_ones():
+    """Where a multiprocessor walks along few keys in all; a window is as its point in the table says."""
+    for asked in (
+        problem(128, lengths=Dense(1, 2048, 2048), heads=32, mask=strobe.Causal()),
+        problem(128, lengths=Dense(1, 1024, 1024), heads=16),
+        problem(160, lengths=Dense(16, 256, 256), heads=8),
+    ):
+        assert (choose(asked).groups, choose(asked).tile_kv) == (2, 64) and fits(choose(asked))
+    for asked in (
+        problem(128, lengths=Dense(4, 4096, 4096), heads=16, mask=strobe.Causal()),
+        problem(160, lengths=Dense(4, 4096, 4096), heads=32, mask=strobe.Causal()),
+        problem(64, lengths=Dense(1, 2048, 2048), heads=32),
+    ):
+        assert choose(asked).tile_kv == 128
+
+
 def test_up_to_80_columns_are_not_padded_to_96():
     for head_dim, head_dim_v in ((80, 80), (72, 72), (72, 80)):
         config = choose(problem(head_dim, head_dim_v))

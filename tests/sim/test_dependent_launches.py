@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 import strobe.sim.attention  # noqa: F401 (gives `take_turn` its model)
-from strobe.kernels.common.dependent_launch import take_program_turn, take_turn
+from strobe.kernels.common.dependent_launch import take_last_turn, take_program_turn, take_turn
 from strobe.kernels.gluon import TensorDescriptor, mbarrier, tma_load
 from strobe.sim import Race, Unfinished, simulate
 
@@ -55,10 +55,13 @@ def second(x, y, box, WHAT: gl.constexpr, EARLY: gl.constexpr, TURN: gl.constexp
 
 
 @triton.jit
-def second_program(x, EARLY: tl.constexpr):
+def second_program(x, EARLY: tl.constexpr, LAST: tl.constexpr):
     if EARLY:
         tl.load(x + tl.arange(0, 128))
-    take_program_turn()
+    if LAST:
+        take_last_turn()
+    else:
+        take_program_turn()
     tl.load(x + tl.arange(0, 128))
 
 
@@ -90,9 +93,10 @@ def test_every_cta_takes_its_turn():
         run("reads what is read", early=True, turn=False, dependent=True)
 
 
-def test_a_program_in_plain_triton_takes_its_turn():
+@pytest.mark.parametrize("last", [False, True])
+def test_a_program_in_plain_triton_takes_its_turn(last):
     x = torch.zeros(128)
     ahead = simulate(first, (1,), x, torch.zeros(128))
-    simulate(second_program, (1,), x, False, launch_pdl=True, after=ahead)
+    simulate(second_program, (1,), x, False, last, launch_pdl=True, after=ahead)
     with pytest.raises(Race, match="the launch ahead"):
-        simulate(second_program, (1,), x, True, launch_pdl=True, after=ahead)
+        simulate(second_program, (1,), x, True, last, launch_pdl=True, after=ahead)

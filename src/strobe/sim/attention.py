@@ -47,6 +47,7 @@ register(named_barrier.meet, partial(named_sync, threads=256))
 register(named_barrier.announce, partial(named_arrive, threads=256))
 register(dependent_launch.take_turn, take_turn)
 register(dependent_launch.take_program_turn, take_turn)
+register(dependent_launch.take_last_turn, take_turn)
 register(packed_halves.rounded, lambda x, dtype: x.to(dtype))
 register(packed_halves.widened, lambda x: x.to(tl.float32))
 

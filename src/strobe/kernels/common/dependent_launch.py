@@ -4,6 +4,9 @@ A kernel that is launched with `launch_pdl` sets up what only it knows, its barr
 memory that others read or write. From then on the next launch may begin, and waits for its own turn.
 
 Every CTA takes its turn: a launch only knows that the one ahead has ended, and relies on it for those before.
+
+A short launch that ends a call lets the next one begin before its own turn: what that does ahead of its turn, and its way to
+the multiprocessors, hides behind the long launch ahead of both.
 """
 
 import triton
@@ -12,6 +15,7 @@ import triton.language as tl
 from strobe.kernels.gluon import gl, gluon
 
 PTX = tl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0;")
+LAST = tl.constexpr("griddepcontrol.launch_dependents; griddepcontrol.wait; mov.b32 $0, 0;")
 
 
 @gluon.jit
@@ -25,3 +29,10 @@ def take_turn():
 def take_program_turn():
     """Wait until the launches ahead have ended and what they wrote is seen, in a kernel in plain Triton."""
     tl.inline_asm_elementwise(PTX, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def take_last_turn():
+    """Let the next launch begin, then wait until the launches ahead have ended and what they wrote is seen: in a short kernel,
+    in plain Triton, that ends a call."""
+    tl.inline_asm_elementwise(LAST, "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from strobe.device import Arch
 from strobe.kernels.common.call import Buffers, Call, Tensors, results
-from strobe.kernels.common.dependent_launch import take_program_turn
+from strobe.kernels.common.dependent_launch import take_last_turn
 from strobe.kernels.common.device_function import device_function
 from strobe.kernels.common.documents import SPAN, span_buffers, span_calls
 from strobe.kernels.common.philox import kept
@@ -264,7 +264,7 @@ def _redo(
     # Program p of P looks at the notes p, p + P, ..., SHARE of them at once: blocks that are noted together, as those of one
     # head with an outlier, go to different programs. Normally no note is set, and few programs cost less than many. Nothing
     # that a block needs may be computed ahead of the loops then: it would be spilled there, up to 2944 bytes a thread.
-    take_program_turn()
+    take_last_turn()
     programs = tl.num_programs(0)
     blocks = tl.cdiv(n_q, NOTED_ROWS)
     lse_batch, lse_head = _lse_strides(cu_seqlens_q, heads_q, n_q, total_q)
@@ -320,12 +320,14 @@ def redo_call(problem: AttentionProblem, tensors: Tensors, arch: Arch) -> Call:
             of a stream, and all replays of a graph.
         redone, if there is one: int32 [1], to which the number of blocks is added that were redone.
     """
-    number = tensors.notes.numel()
-    keywords = _keywords(problem, tensors, choose("redo", problem, arch)) | dict(
+    number, config = tensors.notes.numel(), choose("redo", problem, arch)
+    at_once = 2 if config.num_warps <= 4 else 1  # on a multiprocessor; others would come when these have gone
+    keywords = _keywords(problem, tensors, config) | dict(
         notes=tensors.notes, number=number, counter=tensors.redone, NOTED_ROWS=NOTED_ROWS, SHARE=_SHARE,
         launch_pdl=True,
     )  # fmt: skip
-    return Call(_redo, (min(number, 2 * (arch.sms or 4)),), (), keywords)  # on a CPU few, so that a program has several notes
+    programs = at_once * (arch.sms or 4)  # on a CPU few, so that a program has several notes
+    return Call(_redo, (min(number, programs),), (), keywords)
 
 
 def _keywords(problem: AttentionProblem, tensors: Tensors, config: Config) -> dict:

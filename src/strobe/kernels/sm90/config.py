@@ -193,6 +193,11 @@ NARROW_GAIN = 1.2
 longer, and in three groups more query rows share what it brings. Head dim 40, 8 x 4096, 8 heads, on an H100: 471 us, with
 two groups 582."""
 
+FEW_KEYS = 4800
+"""Keys that a multiprocessor walks along in all, up to which blocks of 64 keys are faster at head dims 128 and 160, as the
+first and the last block of its tiles overlap with less: 1 x 2048, 32 heads of 128, causal (4096 keys), 67.0 us, in blocks of
+128 keys 71.5; 16 x 256, 8 heads of 160 (512), 25.8 and 26.7; on an H100."""
+
 _SPARE_REGISTERS = 30
 """Registers that a consumer needs for all but its parts of O, S and P."""
 
@@ -269,14 +274,26 @@ def _adapted(config: Config, problem: AttentionProblem) -> Config:
     """A table's config, changed for what no table measures; measured on an H100. Head dims up to 80 in 80 columns instead of
     96: 8 x 1024 rows, 8 heads 55.5 us instead of 57.7 (in three groups 52.1 instead of 54.5); 8 x 2048, 32 heads, causal, 385
     instead of 404. Few keys, in 64 columns, which a mask keeps from the kernel for few keys: two groups, tiles in a fixed order
-    of which four are known. 77 rows and keys, causal, 1536 heads: 30.5 us instead of 38.8. But with 197 keys it is slower."""
+    of which four are known. 77 rows and keys, causal, 1536 heads: 30.5 us instead of 38.8. But with 197 keys it is slower.
+    A few tiles, of few blocks: see FEW_KEYS."""
     columns = max(problem.head_dim, problem.head_dim_v)
+    if (config.head_dim, config.head_dim_v) in ((128, 128), (160, 160)) and _walks_few(config, problem):
+        return _spacious(config.head_dim, config.head_dim_v, 64).config
     if (config.head_dim, config.head_dim_v) == (96, 96) and columns <= NARROWED and not problem.partial:
         config = replace(config, head_dim=NARROWED, head_dim_v=NARROWED, o_buffers=1)
     few = isinstance(problem.lengths, Dense) and problem.lengths.seqlen_kv <= SHORT_KEYS and not problem.seqused
     if few and (config.head_dim, config.head_dim_v) == (64, 64):
         config = replace(config, groups=2, slots=4, static=True)
     return config
+
+
+def _walks_few(config: Config, problem: AttentionProblem) -> bool:
+    """Whether the tiles of a multiprocessor see no more than FEW_KEYS, one after the other; of causal ones half of them count.
+    (Windows are as their points in the table say.)"""
+    shape = Shape.of(problem.lengths, problem.heads_q, problem.mask.band)
+    tiles = shape.sequences * shape.heads * -(-shape.length // config.tile_q)
+    walked = -(-tiles // SMS) * shape.keys // (2 if shape.mask == "causal" else 1)
+    return shape.mask != "window" and walked <= FEW_KEYS
 
 
 @functools.cache
