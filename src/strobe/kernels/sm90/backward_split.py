@@ -340,8 +340,7 @@ def gradients(dp, g, count, work, K):
 @gluon.jit
 def put_ds(ds, g, K):
     """Put dS^T of the g-th tile, if it is stored, where the TMA takes it from: a place that `send_ds` of the tile before has
-    found empty. Beside a product, as the fence takes its time; and that of the statistics, too, as one between two tiles'
-    would wait for what `send_ds` has started."""
+    found empty. Beside a product, as the fence takes its time: one for dS and for the statistics, which are given back."""
     if K.C.stored:
         K.memory.ds[0].index(g % 2).store(ds)
         release_statistics(g, K.memory)
