@@ -165,17 +165,17 @@ def step(K, work, number, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr
 
 @gluon.jit
 def step_masked(K, work, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr, STAGE: gl.constexpr):
-    """A tile of rows that is in a stage, masked where it needs to be. In 16 bits a branch leads to a step with a mask or one
-    without: within a step it keeps what comes before from passing under what comes after. float32 has too much code for two."""
+    """A tile of rows that is in a stage, masked where it needs to be: by a step with a mask or one without (`apart`), or by a
+    branch within a step, which keeps what comes before it from passing under what comes after."""
     if K.MASKED:
         cut = (tile < work.full_begin) | (tile >= work.full_end) | (tile * K.C.tile_q + K.C.tile_q > work.n_q)
-        if K.C.itemsize == 4:
-            dk, dv = step_at(K, work, tile, member, dk, dv, S, Q, STAGE, cut)
-        else:
+        if K.C.apart:
             if cut:
                 dk, dv = step_at(K, work, tile, member, dk, dv, S, Q, STAGE, True)
             else:
                 dk, dv = step_at(K, work, tile, member, dk, dv, S, Q, STAGE, False)
+        else:
+            dk, dv = step_at(K, work, tile, member, dk, dv, S, Q, STAGE, cut)
     else:
         dk, dv = step_at(K, work, tile, member, dk, dv, S, Q, STAGE, False)
     return dk, dv
