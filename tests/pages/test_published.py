@@ -34,6 +34,7 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "mutants": (),
     "parallel": SM90,
     "portable-as-sm80": ("portable", "sm80 forward", "sm80 backward"),
+    "prefill": (),
     "rungs-profile": (),
     "same-code": (),
     "sm80": ("sm80 forward", "sm80 backward"),
