@@ -51,6 +51,8 @@ SAMPLED = {
     "sim/test_ampere.py::test_every_problem": 8,
     "sim/test_ampere.py::test_forward": 8,
     "sim/test_split_backward.py::test_in_every_order": 8,
+    "sim/test_stored_backward.py::test_in_every_order": 4,
+    "sim/test_stored_backward.py::test_it_is_found": 4,
     "sim/test_split_backward.py::test_no_false_alarm": 3,
     "lab/test_bench.py::test_the_order_is_balanced_whoever_drops_out": 4,
     "kernels/test_hopper_gradients.py::test_a_bias_may_be_repeated": 10,
@@ -59,6 +61,7 @@ SAMPLED = {
     "kernels/test_hopper_gradients.py::test_a_plan_and_the_operator_learn_the_same": 10,
     "kernels/test_hopper_gradients.py::test_against_reference": 60,
     "kernels/test_hopper_gradients.py::test_deterministic": 3,
+    "kernels/test_hopper_gradients.py::test_deterministic_against_reference": 20,
     "kernels/test_lying_lengths.py::test_on_a_gpu": 8,
     "kernels/test_lying_lengths.py::test_fp8_on_a_gpu": 6,
     "kernels/test_optimistic.py::test_documents_equal_those_of_the_safe_one": 4,
@@ -96,6 +99,7 @@ ONE_TRITON = {
     "kernels/test_portable_plan.py::test_launches_need_no_triton",
     "kernels/test_sm90_backward.py::test_lengths_batch_and_heads_compile_nothing",
     "kernels/test_sm90_backward.py::test_the_two_passes",
+    "kernels/test_sm90_backward.py::test_where_ds_is_stored",
     "sim/test_conformance.py::test_the_compiler_takes_them",
 }
 """Tests that ask the same of two Tritons: what they ask of the oldest one is `exhaustive`."""
