@@ -151,10 +151,11 @@ def test_wheel_and_source_distribution(tmp_path):
         inside = set(archive.namelist())
         metadata = message_from_string(archive.read(next(x for x in inside if x.endswith("/METADATA"))).decode())
         entries = archive.read(next(x for x in inside if x.endswith("/entry_points.txt"))).decode()
-    source = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src/strobe").rglob("*.py")}
+    source = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src").rglob("*.py")}
     assert source | {"strobe/py.typed", "strobe/tuning/tables/sm90.json", "strobe/lab/pages/report.html.jinja"} <= inside
     assert not [name for name in inside if name.startswith("tests/")]
     assert "strobe_for_torch.py" in inside and "[torch.backends]\nstrobe = strobe_for_torch:register" in entries
+    assert "[console_scripts]\nstrobe = strobe_cli.app:main" in entries
     assert "[vllm.general_plugins]\nstrobe = strobe.integrations.vllm:register" in entries
     assert metadata["Version"] == strobe.__version__ and metadata["License-Expression"] == "Apache-2.0"
     assert "Typing :: Typed" in metadata.get_all("Classifier") and metadata.get_payload().startswith("# Strobe")
