@@ -35,7 +35,6 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "parallel": SM90,
     "prefill": ("sm90 forward",),
     "portable-as-sm80": ("portable", "sm80 forward", "sm80 backward"),
-    "prefill": (),
     "rungs-profile": (),
     "same-code": (),
     "sm80": ("sm80 forward", "sm80 backward"),
