@@ -102,7 +102,7 @@ def test_the_optimistic_softmax_where_the_first_block_says_enough():
 
 
 def test_which_tile_a_length_a_mask_and_few_tiles_ask_for():
-    """By what was measured: see `config.candidates`."""
+    """See `config.candidates`."""
     arch = KNOWN["A100"]
 
     def tile(**changes) -> tuple[int, int]:

@@ -58,6 +58,9 @@ def test_ampere_shows_what_dispatch_takes_and_the_portable_kernels(tmp_path):
     assert "| bf16 D=128 | causal | FA2 | 220 (1.10 ±0.00) | 330 (1.10 ±0.00) |" in text
     assert "| fp32 D=128 | causal | SDPA efficient |  | 80 (2.00 ±0.00) |" in text
     assert "| bf16 D=128 | causal | FA2 | 228 (0.95 ±0.00) |" in text.split("Backward:")[1]
+    write(tmp_path, "sm80-h100-later.json", date="2026-11-25", points=[point(512, False, **{"FA2": 200.0, first: 260.0})])
+    text = pages.ampere(tmp_path)  # a point's newest result, and where each length comes from
+    assert "| FA2 | 260 (1.30 ±0.00) | 330 (1.10 ±0.00) |" in text and "512: NVIDIA" in text and "4k: NVIDIA" in text
     text = pages.ampere_portable(tmp_path)
     assert "| sm80 | FA2 | portable | portable as sm_80 |" in text
     assert "| bf16 D=128 causal S=4096, forward | 330 (2e-03) | 300 (2e-03) | 200 (2e-03) | 150 (2e-03) |" in text

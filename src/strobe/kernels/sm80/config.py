@@ -261,7 +261,7 @@ def candidates(problem: AttentionProblem, arch: Arch) -> list[Config]:
     if widest == LARGEST and whole and lengths.seqlen_kv >= LONG:  # 5 % faster and more; causal, 5 % slower and more
         found.sort(key=lambda config: -config.tile_q)
     tiles = -(-lengths.seqlen_q // found[0].tile_q) * lengths.batch * problem.heads_q
-    if tiles <= arch.sms:  # with one tile each, or none, multiprocessors have room for more of half the rows
+    if tiles <= arch.sms:  # one each at most, and room for two of half the rows; not timed yet
         found.sort(key=lambda config: config.tile_q)
     if not optimistic:  # a running maximum of two warps' keys is two more barriers a block
         found.sort(key=lambda config: config.across)

@@ -330,19 +330,29 @@ def model_error(root: Path) -> str:
 
 
 def ampere(root: Path) -> str:
-    """What benchmarks/sm80.py found: each point's speed, and over the peer's."""
-    found = results(root, "sm80-*.json")
-    if not found:
+    """What benchmarks/sm80.py found: each point's speed, and over the peer's, by the newest run that has the point with today's
+    config."""
+    taken: dict[Point, tuple[dict, Path, dict]] = {}
+    for report, path in results(root, "sm80-*.json"):
+        taken |= {point: (report, path, at) for point, at in _points_of(report) if _of_sm80(point, at) is not None}
+    if not taken:
         return NOTHING
-    report, path = found[-1]
-    points = _points_of(report)
-    parts = [f"{_where(report, path)} TFLOP/s (a causal mask counts half) and, in brackets, over the peer's."]
-    parts += [f"{words[0].upper()}{words[1:]}." for words in (report.get("stopped"), report.get("remark")) if words]
+    parts = ["TFLOP/s (a causal mask counts half) and, in brackets, over the peer's."]
+    for path, report in {path: report for report, path, _ in taken.values()}.items():
+        lengths = sorted({point.length for point, found in taken.items() if found[1] == path})
+        said = [f"{', '.join(short(length) for length in lengths)}: {_where(report, path)}"]
+        said += [f"{words[0].upper()}{words[1:]}." for words in (report.get("stopped"), report.get("remark")) if words]
+        parts.append(" ".join(said))
     for phase, backward in (("Forward", False), ("Backward", True)):
-        of_phase = [(point, entry) for point, entry in points if point.backward == backward]
+        of_phase = [(point, taken[point][2]) for point in sorted(taken, key=_by_shape) if point.backward == backward]
         if of_phase:
             parts.append(f"{phase}:\n\n{_table(_ampere_rows(of_phase))}")
     return "\n\n".join(parts)
+
+
+def _by_shape(point: Point) -> tuple:
+    """The order of rows: by type and head dim, without a mask first."""
+    return point.dtype, point.head_dim, point.mask != "full"
 
 
 def _points_of(report: dict) -> list[tuple[Point, dict]]:
