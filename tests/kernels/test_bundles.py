@@ -75,10 +75,10 @@ def of_backward(heads: int, heads_kv: int, length: int) -> float:
     problem = replace(causal(length, 128, 128, heads, heads // heads_kv), lengths=Dense(1, length, length), phase="backward")
     config = choose_backward(problem)
     tensors = unfilled(problem, backward_launch.buffers(problem, config))
-    call = backward_launch.one_pass_call(problem, tensors, KNOWN["H200"], config)
-    _, _, at_once, rest, *_ = [x for x in call.arguments if isinstance(x, int)]
+    call = backward_launch.one_pass_call(problem, tensors, KNOWN["H200"], config, range(heads_kv))
+    given = dict(zip(call.kernel.arg_names, call.arguments, strict=False))
     tiles = [ceil((length - first) / config.tile_q) * problem.group + ENDS for first in range(0, length, KEYS)]
-    return busy_with(tiles[::-1], heads_kv, at_once, rest)
+    return busy_with(tiles[::-1], heads_kv, given["at_once"], given["rest"])
 
 
 @pytest.mark.parametrize("heads, heads_kv", [(28, 4), (32, 8), (40, 8), (64, 8), (16, 16)])

@@ -53,7 +53,6 @@ class Config(Chunks):
     held_k: int = 0
     held_v: int = 0
     folded: bool = False
-    ascending: bool = False
     stored: bool = False
 
     @property

@@ -43,7 +43,7 @@ def prepare(
     scale,
     out_batch, out_row, out_head, dout_batch, dout_row, dout_head, lse_batch, lse_head, dlse_batch, dlse_head, dlse_row,
     DIM_V: tl.constexpr, PADDED_V: tl.constexpr, DIM: tl.constexpr, TILE_Q: tl.constexpr, PARTS: tl.constexpr,
-    ROWS_PADDED: tl.constexpr, ROWS: tl.constexpr, RECORD: tl.constexpr, ACROSS: tl.constexpr = True,
+    ROWS_PADDED: tl.constexpr, ROWS: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
     """The statistics of some rows; their delta once more, as the LSE lies, and zeros in their accumulator, where these are
     wanted. DIM: columns of the accumulator. listed: the tiles of packed sequences (see `tile_list`), which the programs share,
@@ -63,15 +63,10 @@ def prepare(
     else:
         pieces = tl.load(listed) * (ROWS_PADDED // ROWS)
         for number in tl.range(tl.program_id(0), pieces * heads, tl.num_programs(0)):
-            if ACROSS:
-                piece = number // heads
-                head = number % heads
-            else:
-                piece = number % pieces
-                head = number // pieces
+            piece = number // heads
             at = listed + (1 + piece // (ROWS_PADDED // ROWS)) * RECORD
             first = tl.load(at + 1) + piece % (ROWS_PADDED // ROWS) * ROWS
-            _prepare_rows(out, dout, dlse, lse, statistics, delta, accumulator, cu_seqlens_q, tl.load(at), head,
+            _prepare_rows(out, dout, dlse, lse, statistics, delta, accumulator, cu_seqlens_q, tl.load(at), number % heads,
                           first, tl.load(at + 2), tl.load(at + 3), heads, padded, scale, out_batch, out_row, out_head,
                           dout_batch, dout_row, dout_head, lse_batch, lse_head, dlse_batch, dlse_head, dlse_row, DIM_V,
                           PADDED_V, DIM, TILE_Q, PARTS, ROWS_PADDED, ROWS)  # fmt: skip
@@ -142,7 +137,7 @@ def convert(
     accumulator, dq, notes, listed, cu_seqlens_q, seqused_q, n_q, total_q, heads, padded, tiles, scale,
     dq_batch, dq_row, dq_head,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, ROWS_PADDED: tl.constexpr, ROWS: tl.constexpr,
-    RECORD: tl.constexpr, ACROSS: tl.constexpr = True,
+    RECORD: tl.constexpr,
 ):  # fmt: skip
     """Some rows and columns of dQ from the accumulator: put in order, scaled, rounded. PADDED: columns of the accumulator,
     which comes in shares of COLUMNS; notes, if given: 1 where a NaN came out; listed: as in `prepare`. The last heads come
@@ -166,19 +161,13 @@ def convert(
         last = pieces * heads * shares - 1
         for turned in tl.range(tl.program_id(0), last + 1, tl.num_programs(0)):
             number = last - turned
-            share = number % shares
-            if ACROSS:
-                piece = number // shares // heads
-                head = number // shares % heads
-            else:
-                piece = number // shares % pieces
-                head = number // shares // pieces
+            piece = number // shares // heads
             at = listed + (1 + piece // (ROWS_PADDED // ROWS)) * RECORD
             first = tl.load(at + 1) + piece % (ROWS_PADDED // ROWS) * ROWS
             n = tl.load(at + 3)
             if first < n:
-                _convert_rows(accumulator, dq, notes, cu_seqlens_q, tl.load(at), head, first,
-                              share, tl.load(at + 2), n, heads, padded, tiles, scale, dq_batch, dq_row, dq_head, DIM,
+                _convert_rows(accumulator, dq, notes, cu_seqlens_q, tl.load(at), number // shares % heads, first,
+                              number % shares, tl.load(at + 2), n, heads, padded, tiles, scale, dq_batch, dq_row, dq_head, DIM,
                               COLUMNS, PADDED, ROWS_PADDED, ROWS)  # fmt: skip
 
 

@@ -8,7 +8,8 @@ first. It fills the rows, too, that the forward leaves alone: those of no sequen
 us; H200, of which zeros for all of out and the LSE took a part.)
 
 Ahead of the backward in one pass goes one that lists tiles of rows, for what comes before and after, and blocks of keys, those
-that the most rows may see first, and fills dQ, dK and dV in the same way.
+that the most rows may see first, and fills dQ, dK and dV in the same way. (Backwards of these sequences: 1260 -> 1099 us, and
+with the order of rows in `backward` 1006; 504 -> 326 us; H100.)
 
     tiles_listed    int32 [1 + tiles, 8]    first how many tiles are listed; then of each (batch, first row, start_q, n_q,
                                             start_kv, n_kv, -, -), `Work` in brief
