@@ -312,7 +312,7 @@ WRONG_NUMBERS = [
     kernel("the LSE is not folded", "    s = subtract(s, 0, stage, K.memory, K.C)\n", "", ()),
     kernel("dP's statistics are those of S", "dp = subtract(dp, K.C.tile_q,", "dp = subtract(dp, 0,", ()),
     kernel("both groups add the same share of dQ", " // 64 * K.C.head_dim + FIRST_SHARE", " // 64 * K.C.head_dim", ()),
-    kernel("every head of a group adds to the first one's dQ", "member * K.heads.padded + tile", "0 * member + tile", ()),
+    kernel("every head of a group adds to the first one's dQ", "                row += K.heads.padded\n", "", ()),
     kernel("no tile is masked", "    if K.MASKED:\n", "    if K.MASKED and g < 0:\n", ()),
     kernel(
         "a block's last dQ is made of the next one's K",
