@@ -89,17 +89,15 @@ def test_bits_depend_neither_on_other_requests_nor_on_the_number_of_queries(wgmm
 @pytest.mark.parametrize(
     ("fixed", "rows"),
     [
-        ({"n_q": 1}, 0),
+        ({"n_q": 4}, 0),
         ({"n_q": 1, "deterministic": True}, 64),
-        ({"n_q": 2}, 64),
-        ({"n_q": 8}, 64),
+        ({"n_q": 5}, 64),
         ({"n_q": 9}, 128),
         ({"n_q": 40, "batch": 40}, 128),
         ({"n_q": 16, "page": 16}, 128),
-        ({"n_q": 4, "page": 16}, 64),
-        ({"n_q": 4, "page": 8}, 0),
+        ({"n_q": 16, "page": 8}, 0),
         ({"n_q": 1, "group": 1}, 0),
-        ({"n_q": 1, "head_dim": 64}, 0),
+        ({"n_q": 16, "head_dim": 64}, 0),
     ],
 )
 def test_which_kernel_runs(fixed, rows):

@@ -76,12 +76,12 @@ def place_of_box(cached, page, first):
 
 
 @gluon.jit
-def copy_queries(buffer, outputs, piece, FIRST: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr):
-    """Columns of the rows of a tile of Q from FIRST on to a buffer, zeros beyond the last one. The caller fences."""
+def rows_of_queries(outputs, piece, FIRST: gl.constexpr, COLUMNS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
+                    DIM: gl.constexpr):  # fmt: skip
+    """Columns of the rows of a tile of Q from FIRST on, zeros beyond the last one."""
     WIDTH: gl.constexpr = 8 if DIM % 8 == 0 else 2
-    COLUMNS: gl.constexpr = buffer.shape[1]
     q = load_queries(outputs, piece, FIRST, COLUMNS, rows_layout(COLUMNS, C.warps), C, GROUP, DIM, WIDTH)
-    buffer.store(gl.reshape(q, [C.rows, COLUMNS]))
+    return gl.reshape(q, [C.rows, COLUMNS])
 
 
 @gluon.jit

@@ -24,9 +24,9 @@ LEAST_BOX = 16
 LATENT_BOX = 64
 WGMMA_TOKENS = 64
 MOST_STAGES = 8
-WGMMA_FROM_ROWS = 16
-"""Rows that share a key head from which on TMA and wgmma do a decode on Hopper, in pages of 64 keys or contiguous. On an H200
-with 64 heads on 8 they were faster than mma.sync wherever tried: a bit at 8 to 32 rows, by far at 128. Fewer: not timed."""
+WGMMA_FROM_ROWS = 33
+"""Rows that share a key head from which on TMA and wgmma do a decode on Hopper. On an H100 with 64 heads on 8 mma.sync was
+faster at 8 and 16 rows and mostly at 32, by far slower at 128; 64: not timed."""
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
 
 

@@ -48,7 +48,7 @@ from strobe.kernels.gluon import aggregate, cp_async, gl, gluon, partition_barri
 LOG2E = gl.constexpr(1.4426950408889634)
 CHUNK = gl.constexpr(64)
 """Columns of Q that are loaded at a time where it has many: the width of a swizzle."""
-PATIENCE = gl.constexpr(16)
+PATIENCE = gl.constexpr(64)
 """How often a CTA whose work is done looks whether the other parts of its last job are there, to help to merge them."""
 GAVE_UP = gl.constexpr(1 << 16)
 
@@ -135,7 +135,7 @@ class Terms:
 @aggregate
 class Outputs:
     """q, out and lse (or None) with their strides of a batch entry, a row and a head; parts float32 [places, rows, dim_v], sums
-    float32 [places, 2, rows]; arrivals int32 [batch * key heads * tiles, 2], 0 between launches (see `merge_together`). With
+    float32 [places, 2, rows]; arrivals int32 [2 * batch * key heads * tiles], 0 between launches (see `merge_together`). With
     several groups of rows, each has places and arrivals of its own."""
 
     q: gl.tensor

@@ -33,7 +33,6 @@ from strobe.kernels.decode.boxes import (
     accumulator,
     clear_values,
     copy_boxes,
-    copy_queries,
     first_step,
     has_others,
     misses_a_page,
@@ -41,6 +40,7 @@ from strobe.kernels.decode.boxes import (
     pages_of_boxes,
     rescaled,
     rows_of,
+    rows_of_queries,
     scale_of_keys,
     seen_scores,
     wait_output,
@@ -197,15 +197,17 @@ def walk(W: gl.constexpr, memory, K, piece, position):
     S: gl.constexpr = rows_of(G, G.tokens)
     dtype: gl.constexpr = memory.q.dtype
     first, steps = first_step(piece, G)
-    partition_barrier()  # everybody has read the rows before
-    q = ()
+    rows, q = (), ()
     for c in gl.static_range(G.head_dim // G.chunk):
+        rows += (rows_of_queries(K.outputs, piece, c * G.chunk, G.chunk, G, K.GROUP, K.DIM),)
         q += (memory.q.index(W * (G.head_dim // G.chunk) + c),)
-        copy_queries(q[c], K.outputs, piece, c * G.chunk, G, K.GROUP, K.DIM)
+    holes = misses_a_page(K.cached, piece, G)  # while Q is on its way: behind the copies of all CTAs a load takes long
+    k_scale = scale_of_keys(K.terms, piece)
+    partition_barrier()  # everybody has read the rows before
+    for c in gl.static_range(len(q)):
+        q[c].store(rows[c])
     fence_async_shared()
     partition_barrier()
-    holes = misses_a_page(K.cached, piece, G)
-    k_scale = scale_of_keys(K.terms, piece)
 
     acc = no_output(G)
     memory.k.wait(position)

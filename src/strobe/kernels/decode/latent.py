@@ -24,7 +24,6 @@ from strobe.kernels.common.channel import make_barriers, swizzled
 from strobe.kernels.decode.boxes import (
     accumulator,
     clear_values,
-    copy_queries,
     first_step,
     has_others,
     misses_a_page,
@@ -33,6 +32,7 @@ from strobe.kernels.decode.boxes import (
     place_of_box,
     rescaled,
     rows_of,
+    rows_of_queries,
     scale_of_keys,
     seen_scores,
     wait_output,
@@ -162,8 +162,8 @@ def walk_latent(memory, K, piece, turn):
         pages = pages_of_boxes(K.cached, piece, at, C)
         copy_latent(memory, turn + i, K.cached, pages[0], piece.head, at, True, C)
     for c in gl.static_range(len(memory.q)):
-        copy_queries(memory.q[c], K.outputs, piece, c * C.chunk, C, K.GROUP, K.DIM)
-    copy_queries(memory.q_narrow, K.outputs, piece, C.head_dim, C, K.GROUP, K.DIM)
+        memory.q[c].store(rows_of_queries(K.outputs, piece, c * C.chunk, C.chunk, C, K.GROUP, K.DIM))
+    memory.q_narrow.store(rows_of_queries(K.outputs, piece, C.head_dim, C.narrow, C, K.GROUP, K.DIM))
     fence_async_shared()
     partition_barrier()
     holes = misses_a_page(K.cached, piece, C)

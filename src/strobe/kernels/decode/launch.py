@@ -38,7 +38,7 @@ def buffers(problem: DecodeProblem, arch: Arch, config: Config) -> Buffers:
         "parts": Buffer((places, rows, config.head_dim_v), torch.float32),
         "sums": Buffer((places, 2, rows), torch.float32),
     }
-    shared["arrivals"] = Buffer((jobs(problem, config) * config.groups, 2), torch.int32, 0.0)  # each launch leaves them at 0
+    shared["arrivals"] = Buffer((2 * jobs(problem, config) * config.groups,), torch.int32, 0.0)  # each launch leaves them at 0
     return Buffers({"lse": lse} if problem.with_lse else {}, shared)
 
 
