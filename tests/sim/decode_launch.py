@@ -36,6 +36,7 @@ def run(
         name: torch.full(x.shape, torch.nan if x.fill is None else x.fill, dtype=x.dtype)
         for name, x in {**buffers.made, **buffers.shared}.items()
     }
+    assert all(len(x.shape) == 1 for x in buffers.shared.values() if x.fill is not None), "counters stand in one line"
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     tensors = Tensors(**given, **made)
     (one,) = launch.calls(problem, tensors, gpu, chosen)

@@ -14,7 +14,6 @@ from requests_at_random import draw
 from test_decode_kernel import latent
 
 import strobe
-from strobe.kernels.decode import forward
 from strobe.sim import (
     BarrierMisuse,
     Deadlock,
@@ -29,7 +28,8 @@ from strobe.sim import (
 
 ORDERS = ("in_order", "random", "late", "early")
 SCHEDULE, FORWARD = "strobe.kernels.decode.schedule", "strobe.kernels.decode.forward"
-HOPPER = "strobe.kernels.decode.hopper"
+HOPPER, BOXES = "strobe.kernels.decode.hopper", "strobe.kernels.decode.boxes"
+LATENTS, LATENT = "strobe.kernels.decode.latent", {"latent": True}
 NUMBERS = (AssertionError,)
 TOO_EARLY = (Race, Uninitialised)
 
@@ -58,6 +58,14 @@ def hopper(what, text, becomes, errors=NUMBERS, **case) -> Bug:
     return Bug(what, HOPPER, text, becomes, errors, case)
 
 
+def boxes(what, text, becomes, errors=NUMBERS, **case) -> Bug:
+    return Bug(what, BOXES, text, becomes, errors, case)
+
+
+def latent_bug(what, text, becomes, errors=NUMBERS) -> Bug:
+    return Bug(f"latent: {what}", LATENTS, text, becomes, errors, LATENT)
+
+
 def schedule(what, text, becomes, errors=NUMBERS, **case) -> Bug:
     return Bug(what, SCHEDULE, text, becomes, errors, case)
 
@@ -69,8 +77,9 @@ SEEN = "seen = (keys >= piece.begin) & (keys < piece.end)"
 HIDDEN = "hidden = (first < piece.begin) | (first + C.tokens > piece.end)"
 A_WARPS = "there = (keys + keys_of_warp(C) > piece.begin) & (keys < piece.end)"
 EACH = "there = (keys >= piece.begin) & (keys < piece.end)"
-RESET = "                        gl.store(arrival, 0)\n"
-ARRIVAL = 'gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == number - 1'
+LAST = "    elif there == job.parts:\n"
+RESET = LAST + '        gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")\n'
+ARRIVAL = 'gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") + 1'
 
 TILES = {"n_q": 40, "group": 8, "heads_kv": 1, "room": 65, "lengths": [65, 1, 0, 43]}
 
@@ -120,15 +129,16 @@ BUGS = [
     kernel("O is not rescaled", "        acc = acc * gl.expand_dims(rescale, 2)\n", ""),
     kernel("warps are added up without their weights", "meet.store(acc * gl.expand_dims(weight, 2))", "meet.store(acc)"),
     kernel("the maximum of one warp", "top = gl.max(row_max, 0)", "top = gl.min(row_max, 0)"),
-    kernel("parts are added up without their weights", "gl.sum(os * gl.expand_dims(gl.convert_layout(weights, W), 2), 0)",
+    kernel("parts are added up without their weights", "gl.sum(os * gl.expand_dims(gl.convert_layout(weights, H), 2), 0)",
            "gl.sum(os, 0)"),
-    kernel("everybody merges", ARRIVAL, ARRIVAL.replace("== number - 1", ">= 0"), (Race, DoubleWrite)),
-    kernel("the first to come merges", ARRIVAL, ARRIVAL.replace("== number - 1", "== 0"), (Race, AssertionError)),
+    kernel("everybody merges", LAST, LAST.replace("== job.parts", ">= 1"), (Race, DoubleWrite, AssertionError)),
+    kernel("the first to come merges", LAST, LAST.replace("== job.parts", "== 1"), (Race, AssertionError)),
     kernel("an arrival that releases nothing", ARRIVAL, ARRIVAL.replace("acq_rel", "acquire"), (Race,)),
     kernel("an arrival that acquires nothing", ARRIVAL, ARRIVAL.replace("acq_rel", "release"), (Race,)),
-    kernel("the counter is not set back", RESET, "", launches=2),
-    kernel("a part too few is merged", "for i in range(0, parts, AT_ONCE)", "for i in range(0, parts - AT_ONCE, AT_ONCE)"),
-    kernel("rows beyond the last are written", "    there = row < piece.queries * GROUP\n", "    there = row >= 0\n",
+    kernel("arrivals are not set back", RESET, LAST, (Race, AssertionError), launches=2),
+    kernel("a part too few is merged", "for i in range(0, job.parts, AT_ONCE)",
+           "for i in range(0, job.parts - AT_ONCE, AT_ONCE)"),
+    kernel("rows beyond the last are written", "    there = row < piece.queries * K.GROUP\n", "    there = row >= 0\n",
            (DoubleWrite, OutOfBounds, Race)),
     kernel("the LSE is that of base 2", "(top + gl.log2(total)) * LN2", "(top + gl.log2(total))"),
     kernel("a query sees the next one's key", "(keys <= position + terms.right)", "(keys <= position + 1)"),
@@ -155,72 +165,85 @@ BUGS = [
              (AssertionError, ZeroDivisionError, IllegalOperation)),
 ]  # fmt: skip
 
-LATENT = {"latent": True}
 LONG = {"lengths": [510, 1, 0, 130], "room": 520}
-NEXT_K = """now + 1 + STAGES, cached, k_pages, piece.head,
-                  at + C.tokens + ahead"""
-NEXT_V = """now - 1 + STAGES, cached, v_pages, piece.head,
-                  at - C.tokens + ahead"""
-BARRIER = """        acc = wait_output(acc)
-        s = warpgroup_mma_wait(0, deps=[next_s])
-        partition_barrier()  # everybody has read K of the next step, and V of the one before
-"""
-NARROW = "memory.k_narrow.index(slot).permute((1, 0)), s, is_async=True)\n    return warpgroup_mma_wait(0, deps=[s])"
+MANY = {"group": 8, "n_q": 10, "heads_kv": 1}
+S_OF_STEP = "        s = warpgroup_mma_wait(len(acc), deps=[s])\n        memory.k.release(now)\n"
+O_OF_STEP = "        acc = wait_output(acc)\n        memory.v.release(now - 1)\n"
+V_OF_STEP = "        memory.v.wait(now - 1)\n        acc = start"
+CLEARED = """            fence_async_shared()
+            partition_barrier()
+            mbarrier.arrive(full"""
+COPY_K = "position + i, barrier, K.cached, pages, piece.head, at, C)"
+COPY_V = "position, barrier, K.cached, pages, piece.head, at, C)\n        if clears"
+NARROW = "memory.narrow.index(turn % C.stages).permute((1, 0)), s, is_async=True)\n    return warpgroup_mma_wait(0, deps=[s])"
+
+
+def swapped(lines):
+    """Two lines in the other order."""
+    first, second = lines.splitlines(keepends=True)
+    return second + first
+
 
 HOPPER_BUGS = [
-    hopper("K is not waited for", "        wait_for(memory.k_full, now + 1, C, i + 1 < steps)\n", "", TOO_EARLY),
-    hopper("V is not waited for", "        wait_for(memory.v_full, now - 1, C)\n", "", TOO_EARLY),
-    hopper("the last V is not waited for", "    wait_for(memory.v_full, turn - 1, C)\n    if has", "    if has", TOO_EARLY),
-    hopper("the phase is the other one", "(turn // C.stages) & 1,", "(turn // C.stages + 1) & 1,",
-           (*TOO_EARLY, Deadlock, BarrierMisuse)),
-    hopper("turns are not counted from piece to piece", "    turn += steps\n", "    turn += steps - 1\n",
+    hopper("K is not waited for", "        memory.k.wait(now)\n", "", TOO_EARLY),
+    hopper("the first K is not waited for", "    memory.k.wait(position)\n", "", (*TOO_EARLY, Deadlock)),
+    hopper("V is not waited for", V_OF_STEP + "_output(acc, p", "        acc = start_output(acc, p", TOO_EARLY),
+    hopper("the last V is not waited for", "    memory.v.wait(position - 1)\n", "", (*TOO_EARLY, Deadlock)),
+    hopper("a place is filled that is not empty", "memory.k.acquire(position + i)",
+           "memory.k.full.index(memory.k.slot(position + i))", (Race, BarrierMisuse), **LONG),
+    hopper("K is released while S reads it", S_OF_STEP, swapped(S_OF_STEP), (Race, Unfinished), **LONG),
+    hopper("V is released while O reads it", O_OF_STEP, swapped(O_OF_STEP), (Race, Unfinished), **LONG),
+    hopper("K is not released", "        memory.k.release(now)\n", "", (Deadlock,), **LONG),
+    hopper("V is not released", "        memory.v.release(now - 1)\n", "", (Deadlock,), **LONG),
+    hopper("one group's release is enough", "make_barriers(C.stages, C.groups), C.stages)",
+           "make_barriers(C.stages, 1), C.stages)", (Race, BarrierMisuse), **LONG, **MANY),
+    hopper("positions are not counted from piece to piece", "    position += steps\n", "    position += steps - 1\n",
            (*TOO_EARLY, Deadlock, BarrierMisuse, Unfinished, AssertionError)),
-    hopper("the first S is used too early", "warpgroup_mma_wait(0, deps=[start_scores(memory, turn, C)])",
-           "start_scores(memory, turn, C)", (Unfinished,)),
-    hopper("S is that of the next step", "        s = seen_scores(s, terms, cached, piece, at,",
-           "        s = seen_scores(next_s, terms, cached, piece, at,", (Unfinished,)),
-    hopper("O is used too early", "(warpgroup_mma_wait(0, deps=[acc[c]]),)", "(warpgroup_mma_wait(1, deps=[acc[c]]),)",
-           (Unfinished, Race)),
-    hopper("nobody waits for O", BARRIER, BARRIER.partition("\n")[2], (Unfinished, Race)),
-    hopper("nobody waits for S", BARRIER, BARRIER.replace("s = warpgroup_mma_wait(0, deps=[next_s])", "s = next_s"),
-           (Unfinished, Race)),
-    hopper("K is that of the step before", NEXT_K, NEXT_K.replace("at + C.tokens", "at"), page=256, **LONG),
-    hopper("V is that of the step after", NEXT_V, NEXT_V.replace("at - C.tokens", "at"), page=256),
-    hopper("a place too far", NEXT_K, NEXT_K.replace("now + 1", "now + 2"),
-           (*TOO_EARLY, Deadlock, BarrierMisuse, Unfinished), **LONG),
-    hopper("a step too many is copied", "+ ahead, i + 1 + STAGES < steps", "+ ahead, i + 1 + STAGES <= steps",
-           (Unfinished, BarrierMisuse, *TOO_EARLY)),
-    hopper("half of the bytes are expected", "C.tokens * COLUMNS * 2, pred=go", "C.tokens * COLUMNS, pred=go",
+    hopper("the first S is used too early", "warpgroup_mma_wait(0, deps=[start_scores(q, memory.k.block(position), G)])",
+           "start_scores(q, memory.k.block(position), G)", (Unfinished,)),
+    hopper("nobody waits for S", S_OF_STEP, S_OF_STEP.partition("\n")[2], (Unfinished,)),
+    boxes("O is used too early", "(warpgroup_mma_wait(0, deps=[acc[c]]),)", "(warpgroup_mma_wait(1, deps=[acc[c]]),)",
+          (Unfinished, Race)),
+    hopper("K is that of the step after", COPY_K, COPY_K.replace("at,", "at + C.tokens,"), page=256, **LONG),
+    hopper("V is that of the step after", COPY_V, COPY_V.replace("at,", "at + C.tokens,"), page=256, **LONG),
+    hopper("half of K's bytes are expected", "C.tokens * C.head_dim * 2)", "C.tokens * C.head_dim)",
            (BarrierMisuse, Deadlock, *TOO_EARLY)),
-    hopper("another row of the page", "row = row % cached.PAGE", "row = (row + 1) % cached.PAGE", page=32),
-    hopper("the first chunk of columns twice", "[page, head, row, c * W], barrier", "[page, head, row, 0 * W], barrier",
-           head_dim=128, head_dim_v=128),
-    hopper("pages beyond the table are looked up", "return (first + C.box > piece.begin) & (first < piece.end)",
-           "return first + C.box > piece.begin", (OutOfBounds,), lengths=[257, 257], batch=2, room=257),
-    hopper("nobody notices that a page is missing", "& ~is_page(cached, pages[b])", "& (pages[b] < -9)", honest=False),
-    hopper("values beyond the end stay", "(keys >= piece.begin) & (keys < piece.end)", "keys >= piece.begin"),
-    hopper("values ahead of the leftpad stay", "(keys >= piece.begin) & (keys < piece.end)", "keys < piece.end", leftpad=True,
-           page=None),
-    hopper("no values are cleared in the last step", "    if has_others(piece, last, C):\n", "    if first < last - last:\n"),
-    hopper("values are cleared without a fence", "inside, v.load(L), 0.0))\n    fence_async_shared()\n",
-           "inside, v.load(L), 0.0))\n", (MissingFence,)),
-    hopper("Q has no fence", "gl.reshape(q, [C.rows, C.narrow]))\n    fence_async_shared()\n",
-           "gl.reshape(q, [C.rows, C.narrow]))\n", (MissingFence,)),
-    hopper("K comes to where the result was without a fence", "    fence_async_shared()  # K comes there next\n", "",
-           (MissingFence, Race)),
-    hopper("O is not rescaled", "        acc = rescaled(acc, factor, C)\n    last", "    last"),
-    hopper("the sums are not rescaled", "row_sum * factor + gl.sum(p, 1)", "row_sum + gl.sum(p, 1)"),
-    hopper("the parts of O change places", "meet.slice(c * W, W, 2)", "meet.slice((len(acc) - 1 - c) * W, W, 2)", head_dim=128,
-           head_dim_v=128),
-    hopper("a latent step is not waited for", "        wait_for(memory.full, now, C)\n", "", TOO_EARLY, **LATENT),
-    hopper("P has no fence", "        else:\n            fence_async_shared()\n", "        else:\n", (MissingFence,), **LATENT),
-    hopper("latent scores are used too early", NARROW, NARROW.replace("wait(0", "wait(1"), (Unfinished,), **LATENT),
-    hopper("latent columns of another place", "[page, head, row, C.head_dim], barrier", "[page, head, row, 0], barrier",
-           **LATENT),
-    hopper("latent O is not rescaled", "        acc = rescaled(acc, factor, C)\n        memory.p", "        memory.p",
-           **LATENT),
-    hopper("latent sums are not rescaled", "sums * gl.expand_dims(factor, 1) + p", "sums + p", **LATENT),
-    hopper("latent values beyond the end stay", "        if has_others(piece, at, C):\n", "        if at < first:\n", **LATENT),
+    hopper("half of V's bytes are expected", "C.tokens * C.head_dim_v * 2)", "C.tokens * C.head_dim_v)",
+           (BarrierMisuse, Deadlock, *TOO_EARLY)),
+    boxes("another row of the page", "row = row % cached.PAGE", "row = (row + 1) % cached.PAGE", page=32),
+    boxes("the first chunk of columns twice", "[page, head, row, COLUMN], barrier", "[page, head, row, 0], barrier",
+          head_dim=128, head_dim_v=128),
+    boxes("pages beyond the table are looked up", "return (first + C.box > piece.begin) & (first < piece.end)",
+          "return first + C.box > piece.begin", (OutOfBounds,), lengths=[257, 257], batch=2, room=257),
+    boxes("nobody notices that a page is missing", "& ~is_page(cached, pages)", "& (pages < -9)", honest=False),
+    boxes("values beyond the end stay", "(keys >= piece.begin) & (keys < piece.end)", "keys >= piece.begin"),
+    boxes("values ahead of the leftpad stay", "(keys >= piece.begin) & (keys < piece.end)", "keys < piece.end", leftpad=True,
+          page=None),
+    hopper("no values are cleared", "clears = has_others(piece, at, C)", "clears = at < first"),
+    hopper("values are told before they are cleared", "gl.where(clears, C.stages, memory.v.slot(position))",
+           "memory.v.slot(position)", (*TOO_EARLY, Deadlock, BarrierMisuse, DoubleWrite)),
+    hopper("values are cleared before they are there", "            mbarrier.wait(barrier, cleared & 1)\n", "",
+           (*TOO_EARLY, BarrierMisuse)),
+    hopper("what is cleared is not counted", "            cleared += 1\n", "", (*TOO_EARLY, Deadlock, BarrierMisuse)),
+    hopper("values are cleared without a fence", CLEARED, CLEARED.partition("\n")[2], (MissingFence,)),
+    hopper("Q has no fence", "rows[c])\n    fence_async_shared()\n", "rows[c])\n", (MissingFence,)),
+    hopper("all groups have the first rows", "piece.first_row + W *", "piece.first_row + 0 *", (Race, DoubleWrite), **MANY),
+    hopper("O is not rescaled", "        acc = rescaled(acc, factor, G)\n", ""),
+    hopper("the sums are not rescaled", "sums * gl.expand_dims(gl.convert_layout(factor",
+           "sums + 0 * gl.expand_dims(gl.convert_layout(factor"),
+    latent_bug("a step is not waited for",
+               "        mbarrier.wait(memory.full.index(now % STAGES), (now // STAGES) & 1)\n", "", TOO_EARLY),
+    latent_bug("P has no fence", "        fence_async_shared()\n        partition_barrier()\n        acc", "        acc",
+               (MissingFence,)),
+    latent_bug("Q has no fence", "K.DIM))\n    fence_async_shared()\n", "K.DIM))\n", (MissingFence,)),
+    latent_bug("scores are used too early", NARROW, NARROW.replace("wait(0", "wait(1"), (Unfinished,)),
+    latent_bug("columns of another place", "[page, head, row, C.head_dim], barrier", "[page, head, row, 0], barrier"),
+    latent_bug("O is not rescaled", "        acc = rescaled(acc, factor, C)\n", ""),
+    latent_bug("the sums are not rescaled", "sums * gl.expand_dims(factor, 1) + p", "sums + p"),
+    latent_bug("values beyond the end stay", "        if has_others(piece, at, C):\n", "        if at < first:\n"),
+    latent_bug("the parts of O change places", "meet.slice(c * W, W, 2)", "meet.slice((len(acc) - 1 - c) * W, W, 2)"),
+    latent_bug("K comes to where the result was without a fence", "    fence_async_shared()  # K comes there next\n", "",
+               (MissingFence, Race)),
 ]  # fmt: skip
 
 _numbers = count()
@@ -240,13 +263,15 @@ def altered(module: str, text: str, becomes: str, folder: Path) -> ModuleType:
 
 
 def broken(bug: Bug, folder: Path) -> ModuleType:
-    """The kernel's module with a mistake in it, or in its schedule."""
+    """The kernel's module with a mistake in it, or in what it imports."""
     copy = altered(bug.module, bug.text, bug.becomes, folder)
-    if bug.module != SCHEDULE:
+    if bug.module in (FORWARD, HOPPER):
         return copy
-    whole = altered(FORWARD, '"""Attention of a few', '"""Broken attention of a few', folder)
+    entry = FORWARD if bug.module == SCHEDULE else HOPPER
+    whole = altered(entry, '"""Attention of ', '"""Broken attention of ', folder)
+    right = importlib.import_module(bug.module)
     for name in vars(whole):
-        if name in vars(copy) and getattr(forward, name, None) is getattr(importlib.import_module(SCHEDULE), name, 0):
+        if name in vars(copy) and getattr(whole, name) is getattr(right, name, 0):
             setattr(whole, name, getattr(copy, name))
     return whole
 

@@ -7,7 +7,7 @@ from requests_at_random import Drawn, described, draw
 
 import strobe
 from strobe.device import KNOWN
-from strobe.kernels.decode.config import choose, of_mma, of_wgmma
+from strobe.kernels.decode.config import choose
 
 ORDERS = ("in_order", "random", "late", "early")
 
@@ -68,34 +68,36 @@ def test_wgmma(seed):
 @pytest.mark.parametrize(("rows", "tokens", "stages"), [(128, 64, 2), (64, 32, 5), (128, 128, 2)])
 def test_other_configs_of_wgmma(rows, tokens, stages):
     call = draw(4, torch.bfloat16, head_dim=128, head_dim_v=64, ragged=False, group=8, heads_kv=1, n_q=19, page=32)
-    run(call, ctas=4, wgmma=True, rows=rows, warps=rows // 16, tokens=tokens, stages=stages, box=32, chunk=64)
+    of_rows = {"rows": rows, "warps": rows // 16, "groups": rows // 64}
+    run(call, ctas=4, wgmma=True, tokens=tokens, stages=stages, box=32, chunk=64, **of_rows)
 
 
-@pytest.mark.parametrize("wgmma", [False, True])
-def test_bits_depend_neither_on_other_requests_nor_on_the_number_of_queries(wgmma):
-    """Nor does the order in which parts are added up depend on how many rows of a tile are in use."""
-    fixed = dict(head_dim=128, head_dim_v=128, page=16, ragged=False, room=900, batch=2, lengths=[880, 300], n_q=4, tree=False,
-                 mask=strobe.Causal(), group=4, heads_kv=1, leftpad=False, softcap=0.0, alibi=False, sinks=False)  # fmt: skip
+@pytest.mark.parametrize(("wgmma", "n_q"), [(False, 4), (True, 4), (True, 18)])
+def test_bits_depend_neither_on_other_requests_nor_on_the_number_of_queries(wgmma, n_q):
+    """Nor on how many groups of warps share them, nor does the order in which parts are added up depend on how many rows of a
+    tile are in use."""
+    fixed = dict(head_dim=128, head_dim_v=128, page=16, ragged=False, room=900, batch=2, lengths=[880, 300], n_q=n_q,
+                 tree=False, mask=strobe.Causal(), group=4, heads_kv=1, leftpad=False, softcap=0.0, alibi=False,
+                 sinks=False)  # fmt: skip
     call = draw(21, torch.bfloat16, deterministic=True, **fixed)
     cache = strobe.Cache(call.cache.k, call.cache.v, call.cache.lengths[:1], call.cache.page_table[:1])
     whole = run(call, ctas=3, wgmma=wgmma, split=64)
-    last = run(call._replace(q=call.q[:1, 3:], cache=cache), ctas=2, wgmma=wgmma, split=64)
-    assert torch.equal(whole[0][:1, 3:], last[0]) and torch.equal(whole[1][:1, :, 3:], last[1])
-    config = (of_wgmma if wgmma else of_mma)(described(call)[0], KNOWN["H200"])
-    assert config.parts_at_once(8) == config.parts_at_once(16)
+    last = run(call._replace(q=call.q[:1, -1:], cache=cache), ctas=2, wgmma=wgmma, split=64)
+    assert torch.equal(whole[0][:1, -1:], last[0]) and torch.equal(whole[1][:1, :, -1:], last[1])
 
 
 @pytest.mark.parametrize(
     ("fixed", "rows"),
     [
-        ({"n_q": 1}, 64),
-        ({"n_q": 16}, 64),
-        ({"n_q": 16, "batch": 40}, 128),
-        ({"n_q": 40, "batch": 40}, 64),
+        ({"n_q": 4}, 0),
+        ({"n_q": 1, "deterministic": True}, 64),
+        ({"n_q": 5}, 64),
+        ({"n_q": 9}, 128),
+        ({"n_q": 40, "batch": 40}, 128),
         ({"n_q": 16, "page": 16}, 128),
-        ({"n_q": 4, "page": 16}, 0),
+        ({"n_q": 16, "page": 8}, 0),
         ({"n_q": 1, "group": 1}, 0),
-        ({"n_q": 1, "head_dim": 64}, 0),
+        ({"n_q": 16, "head_dim": 64}, 0),
     ],
 )
 def test_which_kernel_runs(fixed, rows):

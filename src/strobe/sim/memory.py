@@ -296,8 +296,8 @@ class GlobalArray:
             before = self.accesses[number]
             if before is None:
                 continue
-            knows = access.knows if before.cta in (None, cta) else (access.acquired or {}).get(before.cta)
-            ordered = knows is not None and knows.seen[before.access.agent] >= before.access.tick
+            known = [(access.acquired or {}).get(before.cta), access.knows if before.cta in (None, cta) else None]
+            ordered = any(knows and knows.seen[before.access.agent] >= before.access.tick for knows in known)
             if not ordered and not (self.rewritable and was == "write" and verb == "writes" and before.cta is not None):
                 raise Race(f"{access} {verb} {self.name}; nothing orders it after the {was} by {before.access}")
 

@@ -24,9 +24,9 @@ LEAST_BOX = 16
 LATENT_BOX = 64
 WGMMA_TOKENS = 64
 MOST_STAGES = 8
-WGMMA_FROM_ROWS = 8
-"""Rows that share a key head from which on TMA and wgmma do a decode on Hopper, in pages of 64 keys or contiguous. On an H200
-with 64 heads on 8 they were faster than mma.sync wherever tried: a bit at 8 to 32 rows, by far at 128. Fewer: not timed."""
+WGMMA_FROM_ROWS = 33
+"""Rows that share a key head from which on TMA and wgmma do a decode on Hopper. On an H100 with 64 heads on 8 mma.sync was
+faster at 8 and 16 rows and mostly at 32, by far slower at 128; 64: not timed."""
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
 
 
@@ -48,6 +48,7 @@ class Config:
     box: keys that TMA copies together, all of one page, for wgmma, by which four warps have 64 rows; 0: cp.async copies, and
         mma.sync multiplies.
     chunk: columns that TMA copies together.
+    groups: groups of four warps that have 64 rows each and know nothing of each other.
     """
 
     head_dim: int
@@ -63,6 +64,22 @@ class Config:
     narrow: int = 0
     box: int = 0
     chunk: int = 0
+    groups: int = 1
+
+    @property
+    def specialised(self) -> bool:
+        """Whether warps have roles: those of each group multiply, two others copy."""
+        return self.box > 0 and not self.narrow
+
+    @property
+    def launched_warps(self) -> int:
+        """Warps that a launch names: those of the first role."""
+        return self.warps // self.groups
+
+    @property
+    def of_group(self) -> Config:
+        """The config as a group of warps sees it."""
+        return replace(self, rows=self.rows // self.groups, warps=self.warps // self.groups)
 
     @property
     def row_warps(self) -> int:
@@ -80,16 +97,39 @@ class Config:
 
     @property
     def registers(self) -> int:
-        """Registers that a thread may have, so that all CTAs of a multiprocessor have some."""
-        return min(255, 65536 // (32 * self.warps * self.ctas) // 8 * 8)
+        """Registers that a thread may have, so that all CTAs of a multiprocessor have some. Warps come by fours."""
+        warps = self.warps + 4 if self.specialised else self.warps
+        return min(255, 65536 // (32 * warps * self.ctas) // 8 * 8)
+
+    @property
+    def copier_registers(self) -> int:
+        """Registers a thread that a warp which copies sets for itself (setmaxnreg)."""
+        return 80
+
+    @property
+    def group_registers(self) -> int:
+        """Registers a thread that a warp which multiplies sets for itself: what copiers leave."""
+        return (65536 // self.ctas - 128 * self.copier_registers) // (32 * self.warps) // 8 * 8
+
+    @property
+    def merged_rows(self) -> int:
+        """Rows of many parts that a group of warps merges at once, 8 at most, as many as any result has."""
+        return min(8, self.warps // self.groups * max(1, 128 // self.head_dim_v))
+
+    def parts_beside(self, rows: int) -> int:
+        """Partial results of so many rows that a group of warps can hold beside their sum, in the registers that are free."""
+        registers = 136 if self.specialised else 160
+        return registers * 32 * (self.warps // self.groups) // (rows * self.head_dim_v) - 1
 
     def parts_at_once(self, rows: int) -> int:
-        """Partial results of so many rows that a CTA loads together when it merges, a power of two: as many as 160 registers a
-        thread hold beside their sum, since each further turn waits for memory again."""
-        if self.split:  # in the order of sums, bits would depend on the number of queries
-            rows = self.rows
-        most = 160 * 32 * self.warps // (rows * self.head_dim_v) - 1
-        return min(16, 1 << max(0, most.bit_length() - 1))
+        """Partial results of so many rows that a group of warps loads together when it merges, a power of two: as many as it
+        can hold, since each further turn waits for memory again."""
+        return min(32, 1 << max(0, self.parts_beside(rows).bit_length() - 1))
+
+    def most_alone(self, rows: int) -> int:
+        """Up to how many parts of so many rows the last to come merges them alone: in two turns, or four. 0 where registers do
+        not hold them, or where parts must be added up in an order that does not depend on the rows."""
+        return 0 if self.split or self.parts_beside(rows) < 1 else max(4, 2 * self.parts_at_once(rows))
 
     def __post_init__(self):
         if (
@@ -169,29 +209,25 @@ def takes_wgmma(problem: DecodeProblem, arch: Arch) -> bool:
 
 def gains_by_wgmma(problem: DecodeProblem) -> bool:
     """Whether TMA and wgmma are the faster choice where they can do it. Bits that must not depend on the number of queries come
-    from one kernel, whatever that number is. In pages of fewer than 64 keys copies take too many instructions for few rows."""
+    from one kernel, whatever that number is."""
     if is_latent(problem):  # by far faster, with 16 heads and with 128
         return True
     wide = padded(problem.head_dim) == 128  # others were not timed
-    if problem.page_size is not None and problem.page_size % WGMMA_TOKENS:
-        return wide and not problem.deterministic and problem.rows > 64  # in pages of 16: few level, 128 faster
     return wide and (problem.deterministic or problem.rows >= WGMMA_FROM_ROWS)
 
 
 def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
-    """The config of TMA and wgmma: 64 rows for four warps, and two CTAs on a multiprocessor; or 128 rows for eight and one CTA,
-    so that K and V come from the L2 cache half as often. That is faster where there are jobs enough, as parts of 128 rows take
-    long to merge, and in small pages. rows: 64 or 128; 0: as the problem asks."""
+    """The config of TMA and wgmma: 64 rows for one group of warps, and two CTAs on a multiprocessor; or 128 rows for two and
+    one CTA. What is computed of a row is the same, to the bit. rows: 64 or 128; 0: as the problem asks."""
     tokens = WGMMA_TOKENS
     split = split_of(problem.capacity, tokens) if problem.deterministic else 0
     if is_latent(problem):
         return Config(512, 512, 64, tokens, 2, 8, 1, split, column_warps=2, narrow=64, box=LATENT_BOX, chunk=256)
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
-    many = problem.batch * problem.heads_kv >= (arch.sms or 1) or box < tokens
-    rows = rows or (128 if 64 < problem.rows <= 128 and many and not problem.deterministic else 64)
+    rows = rows or (128 if problem.rows > 64 else 64)
     chunk = min(dim, dim_v) if box == tokens else 64
-    config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk)
+    config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk, groups=rows // 64)
     room = arch.smem_per_sm or 100 * KIB
     while config.ctas * (replace(config, stages=config.stages + 1).smem + OVERHEAD) <= room and config.stages < MOST_STAGES:
         config = replace(config, stages=config.stages + 1)

@@ -22,7 +22,7 @@ Keys that are none (beyond a length, of a page that is not there) are copied as 
 stays there.
 
 A job whose keys are all in one piece is written at once. Otherwise each part is written to global memory, and whoever comes
-last merges them, in their order, in the same launch; the counter of arrivals is set back to 0.
+last merges them, in their order, in the same launch, together with those who are done and wait; counters are set back to 0.
 """
 
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -48,6 +48,9 @@ from strobe.kernels.gluon import aggregate, cp_async, gl, gluon, partition_barri
 LOG2E = gl.constexpr(1.4426950408889634)
 CHUNK = gl.constexpr(64)
 """Columns of Q that are loaded at a time where it has many: the width of a swizzle."""
+PATIENCE = gl.constexpr(64)
+"""How often a CTA whose work is done looks whether the other parts of its last job are there, to help to merge them."""
+GAVE_UP = gl.constexpr(1 << 16)
 
 
 @aggregate
@@ -132,7 +135,8 @@ class Terms:
 @aggregate
 class Outputs:
     """q, out and lse (or None) with their strides of a batch entry, a row and a head; parts float32 [places, rows, dim_v], sums
-    float32 [places, 2, rows]; arrivals int32 [batch * key heads * tiles], 0 between launches."""
+    float32 [places, 2, rows]; arrivals int32 [2 * batch * key heads * tiles], 0 between launches (see `merge_together`). With
+    several groups of rows, each has places and arrivals of its own."""
 
     q: gl.tensor
     q_batch: gl.tensor
@@ -161,10 +165,11 @@ class Outputs:
 
 @aggregate
 class Piece:
-    """A part of a job's keys: its request, its key head, its first row (of all that share the head); the request's first query,
-    its number of queries and its length; the keys [begin, end) of the piece."""
+    """A part of a job's keys: its request, the entry of the cache, its key head, its first row (of all that share the head);
+    the request's first query, its number of queries and its length; the keys [begin, end) of the piece."""
 
     batch: gl.tensor
+    entry: gl.tensor
     head: gl.tensor
     first_row: gl.tensor
     first_query: gl.tensor
@@ -172,6 +177,39 @@ class Piece:
     length: gl.tensor
     begin: gl.tensor
     end: gl.tensor
+
+
+@aggregate
+class Job:
+    """What a piece is a part of: its number among all jobs, how many parts it has, the CTA (or split) of the first one, where
+    its units begin in the line, the stretch of a CTA; where this part's result goes, and how often its CTA may look whether
+    the others are there."""
+
+    number: gl.tensor
+    parts: gl.tensor
+    first: gl.tensor
+    begins: gl.tensor
+    stretch: gl.tensor
+    place: gl.tensor
+    patience: gl.tensor
+
+
+@aggregate
+class Kernel:
+    """What all roles of a kernel take. heads_kv, tiles: key heads, and tiles of the rows of one in the longest request. GROUP:
+    query heads of a key head. DIM, DIM_V: columns of K and V. ROWS: rows of a result that may be in use."""
+
+    requests: Requests
+    outputs: Outputs
+    terms: Terms
+    cached: Cached
+    heads_kv: gl.tensor
+    tiles: gl.tensor
+    C: gl.constexpr
+    GROUP: gl.constexpr
+    DIM: gl.constexpr
+    DIM_V: gl.constexpr
+    ROWS: gl.constexpr
 
 
 # ---- layouts. Tensors of a step are [token_warps, rows or keys of a warp, keys or columns].
@@ -210,10 +248,15 @@ def parts_at_once(C, rows):
 
 
 @gluon.constexpr_function
+def most_alone(C, rows):
+    return C.most_alone(rows)
+
+
+@gluon.constexpr_function
 def result_layout(C):
     """The layout of [parts or warps, rows, columns] when results are added up along the first dim, within a thread."""
     across = min(32, C.head_dim_v // 4)
-    return gl.BlockedLayout([1, 1, 4], [1, 32 // across, across], [1, C.warps, 1], [2, 1, 0])
+    return gl.BlockedLayout([1, 1, 4], [1, 32 // across, across], [1, C.warps // C.groups, 1], [2, 1, 0])
 
 
 @gluon.jit
@@ -474,9 +517,10 @@ def as_half(q):
 
 
 @gluon.jit
-def walk(rings, outputs, terms, cached, piece, entry, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+def walk(rings, outputs, terms, cached, piece, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
          DIM_V: gl.constexpr):  # fmt: skip
     """Walk along the keys of a piece: each warp's O, maxima and sums."""
+    entry = piece.entry
     L: gl.constexpr = product_layout(C)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, L, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, L, 2)
@@ -549,13 +593,14 @@ def scale_of_values(terms, cached, piece, entry, first, C: gl.constexpr, layout:
 
 
 @gluon.jit
-def find(memory, outputs, terms, cached, piece, entry, turn, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
-         DIM_V: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
-    """What all warps find along the keys of a piece, as `gather_warps` gives it, and `turn`, which counts nothing here."""
+def take(W: gl.constexpr, memory, K, piece, job, state):
+    """What all warps find along the keys of a piece is added up and delivered."""
     rings, stats = memory
-    acc, row_max, row_sum = walk(rings, outputs, terms, cached, piece, entry, C, GROUP, DIM, DIM_V)
-    o, top, total = gather_warps(rings[0], stats, acc, row_max, row_sum, C, ROWS)
-    return o, top, total, turn
+    acc, row_max, row_sum = walk(rings, K.outputs, K.terms, K.cached, piece, K.C, K.GROUP, K.DIM, K.DIM_V)
+    o, top, total = gather_warps(rings[0], stats, acc, row_max, row_sum, K.C, K.ROWS)
+    deliver(W, K, piece, job, (o,), top, total)
+    partition_barrier()  # everybody has read what the warps found, where K goes next
+    return state
 
 
 # ---- results. Of a tile's rows only ROWS may be in use.
@@ -580,45 +625,54 @@ def gather_warps(k_ring, stats, acc, row_max, row_sum, C: gl.constexpr, ROWS: gl
 
 
 @gluon.jit
-def merge(outputs, rows, parts, first, job_begins, stretch, C: gl.constexpr, ROWS: gl.constexpr):
-    """The parts of a job added up in their order, `rows` of each: see `gather_warps`. Maxima and sums are few: every warp has
-    all of them, a lane a few, and they reach the threads that weigh O through shared memory."""
+def merge(W: gl.constexpr, K, job, row, rows, MERGED: gl.constexpr):
+    """The parts of a job added up in their order, MERGED rows from row `row` on, of `rows` in use: see `gather_warps`. Maxima
+    and sums are few: every warp has all of them, a lane a few, and they reach the threads that weigh O by shared memory."""
+    C: gl.constexpr = K.C
     R: gl.constexpr = result_layout(C)
-    AT_ONCE: gl.constexpr = parts_at_once(C, ROWS)
-    S: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, C.warps], [1, 0])
-    W: gl.constexpr = gl.SliceLayout(2, R)
+    AT_ONCE: gl.constexpr = parts_at_once(C, MERGED)
+    STRIDE: gl.constexpr = K.ROWS * C.head_dim_v
+    S: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, gl.num_warps()], [1, 0])
+    H: gl.constexpr = gl.SliceLayout(2, R)
     M: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, R))
     number = gl.expand_dims(gl.arange(0, AT_ONCE, gl.SliceLayout(1, S)), 1)
-    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, S)), 0)
-    number_3, row_3, column = along(AT_ONCE, 0, R), along(ROWS, 1, R), along(C.head_dim_v, 2, R)
-    o = gl.full([ROWS, C.head_dim_v], 0.0, gl.float32, gl.SliceLayout(0, R))
-    top = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(0, S))
-    total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(0, S))
-    for i in range(0, parts, AT_ONCE):
-        at = outputs.sums + place_of(i + number, first, job_begins, stretch, C) * (2 * ROWS) + row
-        there = (i + number < parts) & (row < rows)
+    row_2 = row + gl.expand_dims(gl.arange(0, MERGED, gl.SliceLayout(0, S)), 0)
+    number_3, row_3, column = along(AT_ONCE, 0, R), row + along(MERGED, 1, R), along(C.head_dim_v, 2, R)
+    o = gl.full([MERGED, C.head_dim_v], 0.0, gl.float32, gl.SliceLayout(0, R))
+    top = gl.full([MERGED], -float("inf"), gl.float32, gl.SliceLayout(0, S))
+    total = gl.full([MERGED], 0.0, gl.float32, gl.SliceLayout(0, S))
+    for i in range(0, job.parts, AT_ONCE):
+        at = K.outputs.sums + place_of_group(W, i + number, job, C) * (2 * K.ROWS) + row_2
+        there = (i + number < job.parts) & (row_2 < rows)
         tops = gl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg")
-        totals = gl.load(at + ROWS, mask=there, other=0.0, cache_modifier=".cg")
-        at = outputs.parts + place_of(i + number_3, first, job_begins, stretch, C).to(gl.int64) * (ROWS * C.head_dim_v)
-        there = (i + number_3 < parts) & (row_3 < rows) & (column < C.head_dim_v)
+        totals = gl.load(at + K.ROWS, mask=there, other=0.0, cache_modifier=".cg")
+        at = K.outputs.parts + place_of_group(W, i + number_3, job, C).to(gl.int64) * STRIDE
+        there = (i + number_3 < job.parts) & (row_3 < rows) & (column < C.head_dim_v)
         os = gl.load(at + (row_3 * C.head_dim_v + column), mask=there, other=0.0, cache_modifier=".cg")
         new_top = gl.maximum(top, gl.max(tops, 0))
         shift = finite(new_top)
         weights, rescale = gl.exp2(tops - gl.expand_dims(shift, 0)), gl.exp2(top - shift)
         total = total * rescale + gl.sum(totals * weights, 0)
         o = o * gl.expand_dims(gl.convert_layout(rescale, M), 1)
-        o += gl.sum(os * gl.expand_dims(gl.convert_layout(weights, W), 2), 0)
+        o += gl.sum(os * gl.expand_dims(gl.convert_layout(weights, H), 2), 0)
         top = new_top
     return o, gl.convert_layout(top, M), gl.convert_layout(total, M)
 
 
 @gluon.jit
-def write(outputs, terms, piece, o, top, total, C: gl.constexpr, GROUP: gl.constexpr, DIM_V: gl.constexpr, ROWS: gl.constexpr):
-    """Write out and the LSE of a tile."""
-    R: gl.constexpr = result_layout(C)
-    row = piece.first_row + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(0, R)))
-    there = row < piece.queries * GROUP
-    query, head = piece.first_query + row // GROUP, piece.head * GROUP + row % GROUP
+def place_of_group(W: gl.constexpr, part, job, C: gl.constexpr):
+    """Where what a group of rows found of a job's part goes. part: its number, or several."""
+    return place_of(part, job.first, job.begins, job.stretch, C) * C.groups + W
+
+
+@gluon.jit
+def write(K, piece, row, o, top, total, COLUMN: gl.constexpr):
+    """Write out and the LSE of rows of a piece's tile, from row `row` on; o: columns from COLUMN on."""
+    outputs, terms = K.outputs, K.terms
+    L: gl.constexpr = o.type.layout
+    row = piece.first_row + row + gl.arange(0, o.shape[0], gl.SliceLayout(1, L))
+    there = row < piece.queries * K.GROUP
+    query, head = piece.first_query + row // K.GROUP, piece.head * K.GROUP + row % K.GROUP
     if terms.sinks is not None:
         sink = gl.load(terms.sinks + head, mask=there, other=0.0).to(gl.float32) * LOG2E
         new_top = gl.maximum(top, sink)
@@ -632,28 +686,89 @@ def write(outputs, terms, piece, o, top, total, C: gl.constexpr, GROUP: gl.const
         if not terms.V_BY_TOKEN:
             factor *= gl.load(terms.v_scale + piece.batch * terms.v_scale_page + piece.head * terms.v_scale_row)
     if outputs.lse is not None:
-        lse = gl.where(nothing, -float("inf"), (top + gl.log2(total)) * LN2)
-        at = outputs.lse + piece.batch.to(gl.int64) * outputs.lse_batch + head.to(gl.int64) * outputs.lse_head + query
-        gl.store(at, lse, mask=there)
-    column = gl.expand_dims(gl.arange(0, C.head_dim_v, gl.SliceLayout(0, gl.SliceLayout(0, R))), 0)
+        if COLUMN == 0:
+            lse = gl.where(nothing, -float("inf"), (top + gl.log2(total)) * LN2)
+            at = outputs.lse + piece.batch.to(gl.int64) * outputs.lse_batch + head.to(gl.int64) * outputs.lse_head + query
+            gl.store(at, lse, mask=there)
+    column = COLUMN + gl.expand_dims(gl.arange(0, o.shape[1], gl.SliceLayout(0, L)), 0)
     at = outputs.out + piece.batch.to(gl.int64) * outputs.out_batch
     at += gl.expand_dims(query.to(gl.int64) * outputs.out_row + head.to(gl.int64) * outputs.out_head, 1) + column
     o = (o * gl.expand_dims(factor, 1)).to(outputs.out.dtype.element_ty)
-    mask = gl.max_constancy(gl.expand_dims(there, 1) & (column < DIM_V), [1, 4])
+    mask = gl.max_constancy(gl.expand_dims(there, 1) & (column < K.DIM_V), [1, 4])
     gl.store(gl.multiple_of(at, [1, 8]), o, mask=mask)  # bytes
 
 
 @gluon.jit
-def leave_part(outputs, rows, place, o, top, total, C: gl.constexpr, ROWS: gl.constexpr):
-    """Write `rows` of a part of a result to where whoever merges it looks for it."""
-    R: gl.constexpr = result_layout(C)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(0, R)))
-    at = outputs.sums + place * (2 * ROWS) + row
-    gl.store(at, top, mask=row < rows)
-    gl.store(at + ROWS, total, mask=row < rows)
-    row, column = gl.expand_dims(row, 1), gl.expand_dims(gl.arange(0, C.head_dim_v, gl.SliceLayout(0, gl.SliceLayout(0, R))), 0)
-    at = outputs.parts + place.to(gl.int64) * (ROWS * C.head_dim_v) + row * C.head_dim_v + column
-    gl.store(at, o, mask=(row < rows) & (column < C.head_dim_v))
+def leave_part(W: gl.constexpr, K, job, rows, o, top, total, COLUMN: gl.constexpr):
+    """Write `rows` of a part of a result to where whoever merges it looks for it; o: columns from COLUMN on."""
+    L: gl.constexpr = o.type.layout
+    place = job.place * K.C.groups + W
+    row = gl.arange(0, o.shape[0], gl.SliceLayout(1, L))
+    if COLUMN == 0:
+        at = K.outputs.sums + place * (2 * K.ROWS) + row
+        gl.store(at, top, mask=row < rows)
+        gl.store(at + K.ROWS, total, mask=row < rows)
+    row, column = gl.expand_dims(row, 1), COLUMN + gl.expand_dims(gl.arange(0, o.shape[1], gl.SliceLayout(0, L)), 0)
+    at = K.outputs.parts + place.to(gl.int64) * (K.ROWS * K.C.head_dim_v) + row * K.C.head_dim_v + column
+    gl.store(at, o, mask=(row < rows) & (column < K.C.head_dim_v))
+
+
+@gluon.jit
+def hand_in(W: gl.constexpr, K, piece, job, rows):
+    """A part of a job is written: the last to arrive merges all parts, `rows` of each, at once if they are few; else all who
+    wait for that do it together."""
+    arrivals = K.outputs.arrivals + 2 * (job.number * K.C.groups + W)
+    partition_barrier()  # so the arrival tells of what all threads wrote
+    there = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") + 1
+    if job.parts > most_alone(K.C, K.ROWS):
+        merge_together(W, K, piece, job, rows, arrivals, there)
+    elif there == job.parts:
+        gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
+        o, top, total = merge(W, K, job, 0, rows, K.ROWS)
+        write(K, piece, 0, o, top, total, 0)
+
+
+@gluon.jit
+def merge_together(W: gl.constexpr, K, piece, job, rows, arrivals, there):
+    """Merge many parts with whoever waits for them: each takes the next few rows, until none are left. there: how many have
+    arrived.
+
+    Nobody relies on a helper: one may give up at any time, and a launch needs no CTA to run beside another. Of the two counters
+    the second one counts who takes rows, those who found none left, and GAVE_UP times those who did not wait: so the last to
+    leave knows that he is, and sets both back to 0."""
+    MERGED: gl.constexpr = K.C.merged_rows
+    looks = job.patience
+    while (there < job.parts) & (looks > 0):
+        there = gl.atomic_add(arrivals, 0, sem="acquire", scope="gpu")
+        looks -= 1
+    all_there = there >= job.parts
+    turns = (rows + MERGED - 1) // MERGED
+    turn = gl.atomic_add(arrivals + 1, gl.where(all_there, 1, GAVE_UP), sem="relaxed", scope="gpu")
+    while all_there & (turn % GAVE_UP < turns):
+        row = turn % GAVE_UP * MERGED
+        o, top, total = merge(W, K, job, row, rows, MERGED)
+        write(K, piece, row, o, top, total, 0)
+        turn = gl.atomic_add(arrivals + 1, 1, sem="relaxed", scope="gpu")
+    if gl.maximum(turn % GAVE_UP - turns, 0) + turn // GAVE_UP == job.parts - 1:
+        gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
+        gl.atomic_xchg(arrivals + 1, 0, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def deliver(W: gl.constexpr, K, piece, job, acc, top, total):
+    """Write what the W-th group of rows found of a piece, O in chunks of columns: the result, or a part of it, which whoever
+    comes last merges."""
+    M: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
+    WIDE: gl.constexpr = acc[0].shape[1]
+    top, total = gl.convert_layout(top, M), gl.convert_layout(total, M)
+    rows = piece.queries * K.GROUP - piece.first_row
+    if job.parts == 1:
+        for c in gl.static_range(len(acc)):
+            write(K, piece, 0, acc[c], top, total, c * WIDE)
+    elif rows > 0:
+        for c in gl.static_range(len(acc)):
+            leave_part(W, K, job, rows, acc[c], top, total, c * WIDE)
+        hand_in(W, K, piece, job, gl.minimum(rows, K.ROWS))
 
 
 # ---- the work of a CTA
@@ -680,16 +795,17 @@ def keys_of_tile(terms, first_row, queries, begin, end, length, C: gl.constexpr,
 
 
 @gluon.jit
-def take_pieces(FIND: gl.constexpr, memory, requests, outputs, terms, cached, heads_kv, tiles, C: gl.constexpr,
-                GROUP: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
-    """All pieces of a CTA's stretch, one after the other. FIND: what finds a piece's result, as `find` does, in a kernel's own
-    memory; `turn` is a number that it may count with."""
+def take_pieces(TAKE: gl.constexpr, W: gl.constexpr, memory, K, state):
+    """All pieces of a CTA's stretch, one after the other. TAKE: what a role does with a piece, as `take` does, in a kernel's
+    own memory, as the W-th of its kind; `state` is what it remembers from piece to piece."""
+    C: gl.constexpr = K.C
+    GROUP: gl.constexpr = K.GROUP
+    requests, heads_kv, tiles = K.requests, K.heads_kv, K.tiles
     total, most = all_units(requests, heads_kv, C, GROUP)
     alike = most.to(gl.int64) * requests.batch == total
     stretch = stretch_of(requests, total, alike, heads_kv, C, GROUP)
     x, last = start_of(gl.program_id(0), stretch, total), start_of(gl.program_id(0) + 1, stretch, total)
     b, begins = request_at(requests, x, alike, most, heads_kv, C, GROUP)
-    turn = gl.to_tensor(0)
     while x < last:
         jobs, units = jobs_and_units(requests, b, b < requests.batch, heads_kv, C, GROUP)
         if x == begins + jobs * units:
@@ -709,34 +825,25 @@ def take_pieces(FIND: gl.constexpr, memory, requests, outputs, terms, cached, he
             if tiles > 1:
                 head = job // (jobs // heads_kv)
                 tile = tile_in_turn(job - head * (jobs // heads_kv), jobs // heads_kv)
-                some_begin, some_end = keys_of_tile(terms, tile * C.rows, queries, begin, end, length, C, GROUP)
+                some_begin, some_end = keys_of_tile(K.terms, tile * C.rows, queries, begin, end, length, C, GROUP)
             entry = b
             if requests.index is not None:
                 entry = gl.load(requests.index + b)
             origin = (begin // C.unit + unit) * C.unit
-            piece = Piece(b, head, tile * C.rows, first_query, queries, length, gl.maximum(some_begin, origin),
+            piece = Piece(b, entry, head, tile * C.rows, first_query, queries, length, gl.maximum(some_begin, origin),
                           gl.minimum(some_end, origin + count * C.unit))  # fmt: skip
             ours = True
             if requests.notes is not None:
                 ours = is_left(requests.notes, b, heads_kv, head, piece.first_row, queries, requests.n_q, C, GROUP)
             if ours:
-                number, first = parts_of(job_begins, units, stretch, C)
-                o, top, row_sum, turn = FIND(memory, outputs, terms, cached, piece, entry, turn, C, GROUP, DIM, DIM_V, ROWS)
-                if number == 1:
-                    write(outputs, terms, piece, o, top, row_sum, C, GROUP, DIM_V, ROWS)
-                else:
-                    part = gl.program_id(0) - first
-                    if C.split:
-                        part = unit
-                    rows = queries * GROUP - piece.first_row
-                    leave_part(outputs, rows, place_of(part, first, job_begins, stretch, C), o, top, row_sum, C, ROWS)
-                    partition_barrier()  # so the arrival tells of what all threads wrote
-                    arrival = outputs.arrivals + (b * heads_kv + head) * tiles + tile
-                    if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == number - 1:
-                        gl.store(arrival, 0)
-                        o, top, row_sum = merge(outputs, rows, number, first, job_begins, stretch, C, ROWS)
-                        write(outputs, terms, piece, o, top, row_sum, C, GROUP, DIM_V, ROWS)
-            partition_barrier()  # everybody has read what the warps found, where K goes next
+                parts, first = parts_of(job_begins, units, stretch, C)
+                part = gl.program_id(0) - first
+                if C.split:
+                    part = unit
+                place = place_of(part, first, job_begins, stretch, C)
+                patience = gl.where(x + count < last, 0, PATIENCE)
+                number = (b * heads_kv + head) * tiles + tile
+                state = TAKE(W, memory, K, piece, Job(number, parts, first, job_begins, stretch, place, patience), state)
             x += count
     if requests.notes is not None:
         blocks = (requests.n_q + NOTED_ROWS - 1) // NOTED_ROWS
@@ -774,6 +881,7 @@ def decode_kernel(
                   V_BY_TOKEN)  # fmt: skip
     outputs = Outputs(q, q_batch, q_row, q_head, out, out_batch, out_row, out_head, lse, lse_batch, lse_head, parts, sums,
                       arrivals)  # fmt: skip
+    K = Kernel(requests, outputs, terms, cached, heads_kv, tiles, C, GROUP, DIM, DIM_V, ROWS)
     each: gl.constexpr = C.tokens // C.token_warps
     width: gl.constexpr = 16 // C.kv_bytes
     k_ring = gl.allocate_shared_memory(k.dtype.element_ty, [C.stages, C.token_warps, each, C.head_dim],
@@ -787,4 +895,4 @@ def decode_kernel(
     stats = gl.allocate_shared_memory(gl.float32, [2, C.rows], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
     if notes is None or cu_q is not None or noted.any:
-        take_pieces(find, (rings, stats), requests, outputs, terms, cached, heads_kv, tiles, C, GROUP, DIM, DIM_V, ROWS)
+        take_pieces(take, 0, (rings, stats), K, gl.to_tensor(0))

@@ -1,48 +1,53 @@
-"""Attention of many rows over a cache, in Gluon, for Hopper: TMA, and wgmma, which takes 64 rows at a time.
+"""Attention of many rows over a cache, in Gluon, for Hopper: TMA, wgmma, warp specialisation.
 
-The schedule, the terms, the results and their merging are those of `forward`: the way along the keys of a piece differs. All
-warps of a CTA do the same, and each four of them have 64 rows of a tile.
+The schedule, the terms, the results and their merging are those of `forward`, the copies and scores those of `boxes`. Every
+role finds its CTA's pieces of work from the lengths by itself. The roles:
 
-    shared memory   shape                                     holds
-    k_ring          [stages * chunks * boxes, box, chunk]     steps of K: columns in chunks, keys in boxes, which TMA copies, so
-                                                              that a chunk of a step is one [tokens, chunk] to the tensor cores;
-                                                              at the end of a piece its result
-    v_ring          the same of V                             at the end of a piece the maximum and the sum of each row
-    q               [chunks, rows, chunk]                     the rows of Q
+    role          warps                          work
+    copier of K   1                              copies steps of K in (TMA)
+    copier of V   1                              copies steps of V in, and clears what is not of the piece in its first and last
+    multiplier    4 for each 64 rows of a tile   S = Q K^T and O += P V (wgmma), the softmax in between; the result, or a part
 
-    barrier         arrivals      says
-    k_full, v_full  TMA bytes     a step of K (V) is there
+    shared memory   shape                              filled by      read by
+    k, v (Channel)  a chunk of [stages, tokens,        its copier     all multipliers
+                    chunk] each: columns in chunks,
+                    keys in boxes, which TMA copies
+    q               [groups * chunks, 64, chunk]       a multiplier   itself
 
-A barrier of the CTA, one for each step, says that a step has been read; then K's place is filled with the step that comes
-`stages` later, and V's with one two before.
+    barrier         arrivals                           says
+    full            TMA bytes, or the copier of V      a step is there
+    v.full, last    TMA bytes                          a step of V is there that must be cleared
+    empty           one a multiplier                   every multiplier has read a step
 
-Step i issues S(i + 1) = Q K(i + 1)^T and O += P(i - 1) V(i - 1) together, and turns S(i) into P(i) while both run.
+A multiplier issues S(i) = Q K(i)^T and O += P(i - 1) V(i - 1) together, and turns S(i) into P(i) while the second still runs.
 
 A box lies in one page. TMA copies zeros for a page that is not there, and for keys beyond a contiguous cache. Keys beyond a
-length may be anything, NaN too: their scores are masked, and their values are set to zero where they lie, in the first and the
-last step of a piece alone.
+length may be anything, NaN too: their scores are masked, and their values are set to zero where they lie.
 """
 
 import triton.language as tl
 
-from strobe.kernels.common.channel import make_barriers, swizzled
+from strobe.kernels.common.channel import Channel, make_barriers, swizzled
 from strobe.kernels.common.dependent_launch import take_turn
-from strobe.kernels.decode.forward import (
-    NUMBERS,
-    Cached,
-    Outputs,
-    Terms,
-    changed,
-    finite,
-    is_page,
-    is_seen,
-    load_queries,
-    look_up,
-    result_layout,
-    ring_layout,
-    some_are_hidden,
-    take_pieces,
+from strobe.kernels.decode.boxes import (
+    accumulator,
+    clear_values,
+    copy_boxes,
+    first_step,
+    has_others,
+    misses_a_page,
+    no_output,
+    pages_of_boxes,
+    rescaled,
+    rows_of,
+    rows_of_queries,
+    scale_of_keys,
+    seen_scores,
+    wait_output,
+    weights,
 )
+from strobe.kernels.decode.forward import NUMBERS, Cached, Kernel, Outputs, Piece, Terms, deliver, take_pieces
+from strobe.kernels.decode.latent import make_latent_memory, take_latent
 from strobe.kernels.decode.schedule import Requests
 from strobe.kernels.gluon import (
     aggregate,
@@ -51,9 +56,7 @@ from strobe.kernels.gluon import (
     gluon,
     mbarrier,
     partition_barrier,
-    reinterpret,
     tensor_descriptor,
-    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -61,516 +64,195 @@ from strobe.kernels.gluon import (
 
 @aggregate
 class Memory:
-    """The descriptors of K and V, and the shared memory of a CTA: see the tables above. k, v: the rings as the tensor cores see
-    them, [stages * chunks, tokens, chunk]."""
+    """The descriptors of K and V, and the shared memory of a CTA: see the tables above."""
 
     k_desc: tensor_descriptor
     v_desc: tensor_descriptor
     q: gl.shared_memory_descriptor
-    k_ring: gl.shared_memory_descriptor
-    v_ring: gl.shared_memory_descriptor
-    k: gl.shared_memory_descriptor
-    v: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    stats: gl.shared_memory_descriptor
+    k: Channel
+    v: Channel
 
 
 @gluon.constexpr_function
-def accumulator(C, columns):
-    """A result of wgmma, [rows, columns]: four warps have 64 rows, and with column_warps a part of the columns."""
-    across = C.column_warps
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[C.warps // across, across], instr_shape=[16, columns // across, 16]
-    )
-
-
-@gluon.constexpr_function
-def rows_of(C, columns):
-    return gl.SliceLayout(1, accumulator(C, columns))
-
-
-@gluon.constexpr_function
-def rows_layout(C, columns):
-    """The layout of [1, rows or keys, columns] when a thread has 16 bytes of a row."""
-    across = columns // 8
-    return gl.BlockedLayout([1, 1, 8], [1, 32 // across, across], [1, C.warps, 1], [2, 1, 0])
-
-
-@gluon.constexpr_function
-def steps_shape(C, columns):
-    """A ring as the tensor cores see it."""
-    return [C.stages * (columns // C.chunk), C.tokens, C.chunk]
-
-
-@gluon.constexpr_function
-def boxes_shape(C, columns):
-    """A ring as TMA sees it."""
-    return [C.stages * (columns // C.chunk) * (C.tokens // C.box), C.box, C.chunk]
-
-
-@gluon.constexpr_function
-def stats_shape(C):
-    return [2, C.rows]
-
-
-@gluon.constexpr_function
-def result_shape(C):
-    return [1, C.rows, C.head_dim_v]
+def queries_shape(C):
+    return [C.groups * (C.head_dim // C.chunk), C.rows // C.groups, C.chunk]
 
 
 @gluon.jit
 def make_memory(k_desc, v_desc, C: gl.constexpr):
     """The caller fences."""
     dtype: gl.constexpr = k_desc.dtype
-    W: gl.constexpr = C.chunk
-    L: gl.constexpr = swizzled(dtype, W)
-    k_ring = gl.allocate_shared_memory(dtype, boxes_shape(C, C.head_dim), L)
-    v_ring = gl.allocate_shared_memory(dtype, boxes_shape(C, C.head_dim_v), L)
-    return Memory(
-        k_desc,
-        v_desc,
-        gl.allocate_shared_memory(dtype, [C.head_dim // W, C.rows, W], L),
-        k_ring,
-        v_ring,
-        reinterpret(k_ring, dtype, steps_shape(C, C.head_dim), L),
-        reinterpret(v_ring, dtype, steps_shape(C, C.head_dim_v), L),
-        make_barriers(C.stages, 1),
-        make_barriers(C.stages, 1),
-        stats_in(v_ring, C),
-    )
+    q = gl.allocate_shared_memory(dtype, queries_shape(C), swizzled(dtype, C.chunk))
+    return Memory(k_desc, v_desc, q, make_ring(dtype, C.head_dim, 0, C), make_ring(dtype, C.head_dim_v, 1, C))
 
 
 @gluon.jit
-def stats_in(ring, C: gl.constexpr):
-    """Two numbers of each row, in a ring's memory."""
-    return reinterpret(ring, gl.float32, stats_shape(C), gl.SwizzledSharedLayout(1, 1, 1, [0]))
+def make_ring(dtype: gl.constexpr, columns: gl.constexpr, more: gl.constexpr, C: gl.constexpr):
+    """A channel of steps, and so many barriers more behind those of its steps."""
+    chunks = ()
+    for _ in gl.static_range(columns // C.chunk):
+        chunks += (gl.allocate_shared_memory(dtype, [C.stages, C.tokens, C.chunk], swizzled(dtype, C.chunk)),)
+    return Channel(chunks, make_barriers(C.stages + more, 1), make_barriers(C.stages, C.groups), C.stages)
 
 
-# ---- copies
-
-
-@gluon.jit
-def pages_of_boxes(cached, piece, entry, first, C: gl.constexpr):
-    """The page (or entry) of each box of the step from key `first` on; -1 for one that has no key of the piece."""
-    pages = ()
-    for b in gl.static_range(C.tokens // C.box):
-        if cached.PAGE == 0:
-            pages += (entry,)
-        else:
-            at = cached.table + piece.batch.to(gl.int64) * cached.table_row + (first + b * C.box) // cached.PAGE
-            pages += (gl.load(at, mask=has_keys(piece, first + b * C.box, C), other=-1),)
-    return pages
+# ---- copiers
 
 
 @gluon.jit
-def has_keys(piece, first, C: gl.constexpr):
-    """Whether a box has keys of a piece."""
-    return (first + C.box > piece.begin) & (first < piece.end)
+def copy_step(descriptor, channel, position, barrier, cached, pages, head, first, C: gl.constexpr):
+    """Start copying the step from key `first` on to its place, whose turn it is."""
+    for c in gl.static_range(len(channel.chunks)):
+        copy_boxes(descriptor, channel.chunks[c], channel.slot(position), barrier, cached, pages, head, first, c * C.chunk, C)
 
 
 @gluon.jit
-def has_hole(cached, piece, first, pages, C: gl.constexpr):
-    """Whether a box has keys whose page is not there."""
-    hole = first < first
-    if cached.PAGE:
-        for b in gl.static_range(C.tokens // C.box):
-            hole = hole | (has_keys(piece, first + b * C.box, C) & ~is_page(cached, pages[b]))
-    return hole
+def copy_keys(W: gl.constexpr, memory, K, piece, job, position):
+    """Copy K of a piece; position: how many steps the CTA copied before."""
+    C: gl.constexpr = K.C
+    first, steps = first_step(piece, C)
+    pages = pages_of_boxes(K.cached, piece, first, C)
+    for i in tl.range(0, steps):
+        at = first + i * C.tokens
+        next_pages = pages_of_boxes(K.cached, piece, at + C.tokens, C)
+        barrier = memory.k.acquire(position + i)
+        mbarrier.expect(barrier, C.tokens * C.head_dim * 2)
+        copy_step(memory.k_desc, memory.k, position + i, barrier, K.cached, pages, piece.head, at, C)
+        pages = next_pages
+    return position + steps
 
 
 @gluon.jit
-def expect_step(barriers, turn, go, C: gl.constexpr, COLUMNS: gl.constexpr):
-    """Tell a step's barrier of the bytes that `copy_step` copies. Between the two the compiler puts a barrier of the CTA: what
-    is copied together is best told together."""
-    mbarrier.expect(barriers.index(turn % C.stages), C.tokens * COLUMNS * 2, pred=go)
+def copy_values(W: gl.constexpr, memory, K, piece, job, state):
+    """Copy V of a piece, without values that are not of it; state: how many steps the CTA copied before, and how many of them
+    it cleared."""
+    C: gl.constexpr = K.C
+    position, cleared = state
+    first, steps = first_step(piece, C)
+    pages = pages_of_boxes(K.cached, piece, first, C)
+    for i in tl.range(0, steps):
+        at = first + i * C.tokens
+        next_pages = pages_of_boxes(K.cached, piece, at + C.tokens, C)
+        clears = has_others(piece, at, C)
+        full = memory.v.acquire(position)
+        barrier = memory.v.full.index(gl.where(clears, C.stages, memory.v.slot(position)))
+        mbarrier.expect(barrier, C.tokens * C.head_dim_v * 2)
+        copy_step(memory.v_desc, memory.v, position, barrier, K.cached, pages, piece.head, at, C)
+        if clears:
+            mbarrier.wait(barrier, cleared & 1)
+            values = memory.v.block(position)
+            for c in gl.static_range(len(values)):
+                clear_values(values[c], piece, at, C)
+            fence_async_shared()
+            partition_barrier()
+            mbarrier.arrive(full, count=1)
+            cleared += 1
+        position += 1
+        pages = next_pages
+    return position, cleared
 
 
 @gluon.jit
-def copy_step(descriptor, ring, barriers, turn, cached, pages, head, first, go, C: gl.constexpr, COLUMNS: gl.constexpr):
-    """Start copying the step from key `first` on to its place in a ring, if `go`; turn: how many steps the CTA copied before
-    it."""
-    slot = turn % C.stages
-    W: gl.constexpr = C.chunk
-    CHUNKS: gl.constexpr = COLUMNS // W
-    BOXES: gl.constexpr = C.tokens // C.box
-    barrier = barriers.index(slot)
-    for b in gl.static_range(BOXES):
-        page, row = place_of_box(cached, pages[b], first + b * C.box)
-        for c in gl.static_range(CHUNKS):
-            box = ring.index((slot * CHUNKS + c) * BOXES + b).reshape(descriptor.block_type.shape)
-            tma_load(descriptor, [page, head, row, c * W], barrier, box, pred=go)
+def copier_of_keys(memory, K):
+    take_pieces(copy_keys, 0, memory, K, gl.to_tensor(0))
 
 
 @gluon.jit
-def place_of_box(cached, page, first):
-    """Where TMA finds the box from key `first` on: its page, the one behind the last for one that is not there, and its row."""
-    row = first
-    if cached.PAGE:
-        row = row % cached.PAGE
-    return gl.where(is_page(cached, page), page, cached.pages), row
+def copier_of_values(memory, K):
+    take_pieces(copy_values, 0, memory, K, (gl.to_tensor(0), gl.to_tensor(0)))
+
+
+# ---- multipliers
 
 
 @gluon.jit
-def copy_queries(memory, outputs, piece, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr):
-    """The rows of a tile of Q to shared memory, zeros beyond the last one."""
-    W: gl.constexpr = C.chunk
-    WIDTH: gl.constexpr = 8 if DIM % 8 == 0 else 2
-    for c in gl.static_range(C.head_dim // W):
-        q = load_queries(outputs, piece, c * W, W, rows_layout(C, W), C, GROUP, DIM, WIDTH)
-        memory.q.index(c).store(gl.reshape(q, [C.rows, W]))
-    if C.narrow > 0:
-        q = load_queries(outputs, piece, C.head_dim, C.narrow, rows_layout(C, C.narrow), C, GROUP, DIM, WIDTH)
-        memory.q_narrow.store(gl.reshape(q, [C.rows, C.narrow]))
-    fence_async_shared()
-    partition_barrier()
-
-
-@gluon.jit
-def clear_values(values, turn, piece, first, C: gl.constexpr):
-    """Set the values of a step to zero that are not of a piece: 0 * NaN would be NaN."""
-    slot = turn % C.stages
-    W: gl.constexpr = C.chunk
-    CHUNKS: gl.constexpr = C.head_dim_v // W
-    L: gl.constexpr = gl.SliceLayout(0, rows_layout(C, W))
-    keys = gl.expand_dims(first + gl.arange(0, C.tokens, gl.SliceLayout(1, L)), 1)
-    inside = (keys >= piece.begin) & (keys < piece.end)
-    for c in gl.static_range(CHUNKS):
-        v = values.index(slot * CHUNKS + c)
-        v.store(gl.where(inside, v.load(L), 0.0))
-    fence_async_shared()
-    partition_barrier()
-
-
-@gluon.jit
-def has_others(piece, first, C: gl.constexpr):
-    """Whether a step has keys that are not of a piece."""
-    return (first < piece.begin) | (first + C.tokens > piece.end)
-
-
-# ---- products
-
-
-@gluon.jit
-def wait_for(barriers, turn, C: gl.constexpr, pred=True):
-    """Wait until a step is there; not if `pred` is false."""
-    mbarrier.wait(barriers.index(turn % C.stages), (turn // C.stages) & 1, pred=pred)
-
-
-@gluon.jit
-def start_scores(memory, turn, C: gl.constexpr):
+def start_scores(q, k, G: gl.constexpr):
     """S = Q K^T."""
-    CHUNKS: gl.constexpr = C.head_dim // C.chunk
-    s = gl.full([C.rows, C.tokens], 0.0, gl.float32, accumulator(C, C.tokens))
-    for c in gl.static_range(CHUNKS):
-        k = memory.k.index(turn % C.stages * CHUNKS + c)
-        s = warpgroup_mma(memory.q.index(c), k.permute((1, 0)), s, use_acc=c > 0, is_async=True)
+    s = gl.full([G.rows, G.tokens], 0.0, gl.float32, accumulator(G, G.tokens))
+    for c in gl.static_range(len(q)):
+        s = warpgroup_mma(q[c], k[c].permute((1, 0)), s, use_acc=c > 0, is_async=True)
     return s
 
 
 @gluon.jit
-def start_output(memory, acc, p, turn, C: gl.constexpr):
+def start_output(acc, p, v, G: gl.constexpr):
     """O += P V."""
-    CHUNKS: gl.constexpr = C.head_dim_v // C.chunk
-    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator(C, C.chunk), k_width=2)
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator(G, G.chunk), k_width=2)
     new = ()
-    for c in gl.static_range(CHUNKS):
-        v = memory.v.index(turn % C.stages * CHUNKS + c)
-        new += (warpgroup_mma(gl.convert_layout(p, P), v, acc[c], is_async=True),)
+    for c in gl.static_range(len(v)):
+        new += (warpgroup_mma(gl.convert_layout(p, P), v[c], acc[c], is_async=True),)
     return new
 
 
 @gluon.jit
-def wait_output(acc):
-    done = ()
-    for c in gl.static_range(len(acc)):
-        done += (warpgroup_mma_wait(0, deps=[acc[c]]),)
-    return done
+def lane_sums(p):
+    """Row sums within each lane: [rows, columns] -> [rows, 4], a column for each lane of the quad that has the row."""
+    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
-def no_output(C: gl.constexpr):
-    acc = ()
-    for _ in gl.static_range(C.head_dim_v // C.chunk):
-        acc += (gl.full([C.rows, C.chunk], 0.0, gl.float32, accumulator(C, C.chunk)),)
-    return acc
-
-
-@gluon.jit
-def seen_scores(s, terms, cached, piece, first, k_scale, holes, C: gl.constexpr, GROUP: gl.constexpr):
-    """Scores, times log2(e), of products s [rows, tokens] from key `first` on; -inf where nobody sees a key. holes: whether a
-    page may not be there."""
-    s = gl.reshape(s, [1, C.rows, C.tokens])
-    L: gl.constexpr = s.type.layout
-    s = changed(s, terms, piece, first, k_scale, C, GROUP, L)
-    if holes | some_are_hidden(terms, piece, first, C):
-        if cached.PAGE:
-            pages = look_up(cached, piece, first, C, gl.SliceLayout(1, L))
-            s = gl.where(gl.expand_dims(is_page(cached, pages), 1), s, -float("inf"))
-        s = gl.where(is_seen(terms, piece, first, C, GROUP, L), s, -float("inf"))
-    return gl.convert_layout(gl.reshape(s, [C.rows, C.tokens]), accumulator(C, C.tokens))
-
-
-@gluon.jit
-def weights(s, row_max, row_sum):
-    """The maximum and the sum of each row with the scores of a step, its P, and the factor of what was summed before."""
-    new_max = gl.maximum(row_max, gl.max(s, 1))
-    shift = finite(new_max)
-    p = gl.exp2(s - gl.expand_dims(shift, 1))
-    factor = gl.exp2(row_max - shift)
-    return new_max, row_sum * factor + gl.sum(p, 1), p, factor
-
-
-@gluon.jit
-def walk(memory, outputs, terms, cached, piece, entry, turn, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr):
-    """Walk along the keys of a piece, one step at least: O in chunks, the maximum and the sum of each row, and how many steps
-    the CTA has copied."""
-    STAGES: gl.constexpr = C.stages
-    ahead: gl.constexpr = STAGES * C.tokens
-    S: gl.constexpr = rows_of(C, C.tokens)
+def walk(W: gl.constexpr, memory, K, piece, position):
+    """Walk along the keys of a piece, one step at least: O in chunks, the maximum and the sum of each row of the W-th group,
+    and how many steps the CTA has copied."""
+    G: gl.constexpr = K.C.of_group
+    S: gl.constexpr = rows_of(G, G.tokens)
     dtype: gl.constexpr = memory.q.dtype
-    first = piece.begin // C.tokens * C.tokens
-    steps = gl.maximum((piece.end - first + C.tokens - 1) // C.tokens, 1)
-    holes = first < first
-    for i in gl.static_range(STAGES):
-        expect_step(memory.k_full, turn + i, i < steps, C, C.head_dim)
-        expect_step(memory.v_full, turn + i, i < steps, C, C.head_dim_v)
-    for i in tl.range(0, gl.minimum(steps, STAGES), disable_licm=True):
-        at = first + i * C.tokens
-        pages = pages_of_boxes(cached, piece, entry, at, C)
-        holes = holes | has_hole(cached, piece, at, pages, C)
-        copy_step(memory.k_desc, memory.k_ring, memory.k_full, turn + i, cached, pages, piece.head, at, True, C, C.head_dim)
-        copy_step(memory.v_desc, memory.v_ring, memory.v_full, turn + i, cached, pages, piece.head, at, True, C, C.head_dim_v)
-    copy_queries(memory, outputs, piece, C, GROUP, DIM)
-    k_scale = 1.0
-    if terms.k_scale is not None:
-        k_scale = gl.load(terms.k_scale + piece.batch * terms.k_scale_page + piece.head * terms.k_scale_row)
-
-    acc = no_output(C)
-    row_max = gl.full([C.rows], -float("inf"), gl.float32, S)
-    row_sum = gl.full([C.rows], 0.0, gl.float32, S)
-    wait_for(memory.k_full, turn, C)
-    s = warpgroup_mma_wait(0, deps=[start_scores(memory, turn, C)])
-    wait_for(memory.k_full, turn + 1, C, steps > 1)
-    next_s = start_scores(memory, turn + 1, C)
-    s = seen_scores(s, terms, cached, piece, first, k_scale, holes, C, GROUP)
-    row_max, row_sum, wide, _ = weights(s, row_max, row_sum)
-    p = wide.to(dtype)
-    s = warpgroup_mma_wait(0, deps=[next_s])
-    partition_barrier()  # everybody has read the first two steps of K
-    for i in gl.static_range(2):
-        expect_step(memory.k_full, turn + i + STAGES, i + STAGES < steps, C, C.head_dim)
-    for i in gl.static_range(2):
-        at = first + i * C.tokens + ahead
-        pages = pages_of_boxes(cached, piece, entry, at, C)
-        holes = holes | has_hole(cached, piece, at, pages, C)
-        copy_step(memory.k_desc, memory.k_ring, memory.k_full, turn + i + STAGES, cached, pages, piece.head, at,
-                  i + STAGES < steps, C, C.head_dim)  # fmt: skip
-    if (steps > 1) & (first < piece.begin):
-        wait_for(memory.v_full, turn, C)
-        clear_values(memory.v, turn, piece, first, C)
-    for i in tl.range(1, steps, disable_licm=True):
-        now = turn + i
-        at = first + i * C.tokens
-        k_pages = pages_of_boxes(cached, piece, entry, at + C.tokens + ahead, C)
-        wait_for(memory.k_full, now + 1, C, i + 1 < steps)
-        next_s = start_scores(memory, now + 1, C)  # of leftovers in the last step, and nobody uses them
-        wait_for(memory.v_full, now - 1, C)
-        acc = start_output(memory, acc, p, now - 1, C)
-        s = seen_scores(s, terms, cached, piece, at, k_scale, holes, C, GROUP)
-        row_max, row_sum, wide, factor = weights(s, row_max, row_sum)
-        acc = wait_output(acc)
-        s = warpgroup_mma_wait(0, deps=[next_s])
-        partition_barrier()  # everybody has read K of the next step, and V of the one before
-        expect_step(memory.v_full, now - 1 + STAGES, i - 1 + STAGES < steps, C, C.head_dim_v)
-        expect_step(memory.k_full, now + 1 + STAGES, i + 1 + STAGES < steps, C, C.head_dim)
-        v_pages = pages_of_boxes(cached, piece, entry, at - C.tokens + ahead, C)
-        copy_step(memory.v_desc, memory.v_ring, memory.v_full, now - 1 + STAGES, cached, v_pages, piece.head,
-                  at - C.tokens + ahead, i - 1 + STAGES < steps, C, C.head_dim_v)  # fmt: skip
-        copy_step(memory.k_desc, memory.k_ring, memory.k_full, now + 1 + STAGES, cached, k_pages, piece.head,
-                  at + C.tokens + ahead, i + 1 + STAGES < steps, C, C.head_dim)  # fmt: skip
-        holes = holes | has_hole(cached, piece, at + C.tokens + ahead, k_pages, C)
-        p = wide.to(dtype)
-        acc = rescaled(acc, factor, C)
-    last = first + (steps - 1) * C.tokens
-    turn += steps
-    wait_for(memory.v_full, turn - 1, C)
-    if has_others(piece, last, C):
-        clear_values(memory.v, turn - 1, piece, last, C)
-    acc = wait_output(start_output(memory, acc, p, turn - 1, C))
-    return acc, row_max, row_sum, turn
-
-
-@gluon.jit
-def rescaled(acc, factor, C: gl.constexpr):
-    new = ()
-    for c in gl.static_range(len(acc)):
-        new += (acc[c] * gl.expand_dims(gl.convert_layout(factor, rows_of(C, acc[c].shape[1])), 1),)
-    return new
-
-
-@gluon.jit
-def gather(memory, acc, top, total, C: gl.constexpr, ROWS: gl.constexpr):
-    """What the warps of a CTA found, [ROWS, dim_v], as `forward.gather_warps` gives it: by way of the ring of K."""
-    R: gl.constexpr = result_layout(C)
-    M: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, R))
-    W: gl.constexpr = C.chunk
-    meet = reinterpret(memory.k_ring, gl.float32, result_shape(C), ring_layout(C.head_dim_v, 4))
-    partition_barrier()  # everybody has read the last step of K
-    for c in gl.static_range(len(acc)):
-        meet.slice(c * W, W, 2).store(gl.reshape(acc[c], [1, C.rows, W]))
-    memory.stats.index(0).store(top)
-    memory.stats.index(1).store(total)
+    first, steps = first_step(piece, G)
+    rows, q = (), ()
+    for c in gl.static_range(G.head_dim // G.chunk):
+        rows += (rows_of_queries(K.outputs, piece, c * G.chunk, G.chunk, G, K.GROUP, K.DIM),)
+        q += (memory.q.index(W * (G.head_dim // G.chunk) + c),)
+    holes = misses_a_page(K.cached, piece, G)  # while Q is on its way: behind the copies of all CTAs a load takes long
+    k_scale = scale_of_keys(K.terms, piece)
+    partition_barrier()  # everybody has read the rows before
+    for c in gl.static_range(len(q)):
+        q[c].store(rows[c])
+    fence_async_shared()
     partition_barrier()
-    o = gl.sum(meet.slice(0, ROWS, 1).load(R), 0)
-    top, total = memory.stats.index(0).slice(0, ROWS).load(M), memory.stats.index(1).slice(0, ROWS).load(M)
-    fence_async_shared()  # K comes there next
-    return o, top, total
+
+    acc = no_output(G)
+    memory.k.wait(position)
+    s = warpgroup_mma_wait(0, deps=[start_scores(q, memory.k.block(position), G)])
+    memory.k.release(position)
+    s = seen_scores(s, K.terms, K.cached, piece, first, k_scale, holes, G, K.GROUP)
+    top, wide, _ = weights(s, gl.full([G.rows], -float("inf"), gl.float32, S))
+    sums = lane_sums(wide)
+    p = wide.to(dtype)
+    for i in tl.range(1, steps, disable_licm=True):
+        now = position + i
+        memory.k.wait(now)
+        s = start_scores(q, memory.k.block(now), G)
+        memory.v.wait(now - 1)
+        acc = start_output(acc, p, memory.v.block(now - 1), G)
+        s = warpgroup_mma_wait(len(acc), deps=[s])
+        memory.k.release(now)
+        s = seen_scores(s, K.terms, K.cached, piece, first + i * G.tokens, k_scale, holes, G, K.GROUP)
+        top, wide, factor = weights(s, top)
+        sums = sums * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout)), 1) + lane_sums(wide)
+        memory.v.wait(now - 1)  # complete already, but ptxas moves no wait above it: P V stays hidden under the exponentials
+        acc = wait_output(acc)
+        memory.v.release(now - 1)
+        p = wide.to(dtype)
+        acc = rescaled(acc, factor, G)
+    position += steps
+    memory.v.wait(position - 1)
+    acc = wait_output(start_output(acc, p, memory.v.block(position - 1), G))
+    memory.v.release(position - 1)
+    return acc, top, gl.convert_layout(gl.sum(sums, 1), S), position
 
 
 @gluon.jit
-def find(memory, outputs, terms, cached, piece, entry, turn, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
-         DIM_V: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
-    """What is found along the keys of a piece, as `gather` gives it, and how many steps the CTA has copied."""
-    acc, row_max, row_sum, turn = walk(memory, outputs, terms, cached, piece, entry, turn, C, GROUP, DIM)
-    o, top, total = gather(memory, acc, row_max, row_sum, C, ROWS)
-    return o, top, total, turn
-
-
-# ---- values that are columns of keys
-
-
-@aggregate
-class LatentMemory:
-    """What `Memory` is where V is the first columns of K: those are k_ring, in chunks, the others k_narrow. p: the weights of
-    a step, [rows, tokens]."""
-
-    k_desc: tensor_descriptor
-    narrow_desc: tensor_descriptor
-    q: gl.shared_memory_descriptor
-    q_narrow: gl.shared_memory_descriptor
-    k_ring: gl.shared_memory_descriptor
-    k_narrow: gl.shared_memory_descriptor
-    p: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    stats: gl.shared_memory_descriptor
+def multiply(W: gl.constexpr, memory, K, piece, job, position):
+    """What is found for the W-th 64 rows of a piece's tile is delivered; position: how many steps the CTA has copied before."""
+    own = Piece(piece.batch, piece.entry, piece.head, piece.first_row + W * (K.C.rows // K.C.groups), piece.first_query,
+                piece.queries, piece.length, piece.begin, piece.end)  # fmt: skip
+    acc, top, total, position = walk(W, memory, K, own, position)
+    deliver(W, K, own, job, acc, top, total)
+    return position
 
 
 @gluon.jit
-def make_latent_memory(k_desc, narrow_desc, C: gl.constexpr):
-    """The caller fences."""
-    dtype: gl.constexpr = k_desc.dtype
-    L: gl.constexpr = swizzled(dtype, C.chunk)
-    N: gl.constexpr = swizzled(dtype, C.narrow)
-    k_narrow = gl.allocate_shared_memory(dtype, [C.stages, C.tokens, C.narrow], N)
-    return LatentMemory(
-        k_desc,
-        narrow_desc,
-        gl.allocate_shared_memory(dtype, [C.head_dim // C.chunk, C.rows, C.chunk], L),
-        gl.allocate_shared_memory(dtype, [C.rows, C.narrow], N),
-        gl.allocate_shared_memory(dtype, steps_shape(C, C.head_dim), L),
-        k_narrow,
-        gl.allocate_shared_memory(dtype, [C.rows, C.tokens], swizzled(dtype, C.tokens)),
-        make_barriers(C.stages, 1),
-        stats_in(k_narrow, C),
-    )
-
-
-@gluon.jit
-def copy_latent(memory, turn, cached, page, head, first, go, C: gl.constexpr):
-    """Start copying the step from key `first` on, if `go`: see `copy_step`. A step is one box."""
-    slot = turn % C.stages
-    CHUNKS: gl.constexpr = C.head_dim // C.chunk
-    barrier = memory.full.index(slot)
-    mbarrier.expect(barrier, C.tokens * (C.head_dim + C.narrow) * 2, pred=go)
-    page, row = place_of_box(cached, page, first)
-    for c in gl.static_range(CHUNKS):
-        box = memory.k_ring.index(slot * CHUNKS + c).reshape(memory.k_desc.block_type.shape)
-        tma_load(memory.k_desc, [page, head, row, c * C.chunk], barrier, box, pred=go)
-    box = memory.k_narrow.index(slot).reshape(memory.narrow_desc.block_type.shape)
-    tma_load(memory.narrow_desc, [page, head, row, C.head_dim], barrier, box, pred=go)
-
-
-@gluon.jit
-def latent_scores(memory, turn, C: gl.constexpr):
-    """S = Q K^T."""
-    slot = turn % C.stages
-    CHUNKS: gl.constexpr = C.head_dim // C.chunk
-    s = gl.full([C.rows, C.tokens], 0.0, gl.float32, accumulator(C, C.tokens))
-    for c in gl.static_range(CHUNKS):
-        k = memory.k_ring.index(slot * CHUNKS + c)
-        s = warpgroup_mma(memory.q.index(c), k.permute((1, 0)), s, use_acc=c > 0, is_async=True)
-    s = warpgroup_mma(memory.q_narrow, memory.k_narrow.index(slot).permute((1, 0)), s, is_async=True)
-    return warpgroup_mma_wait(0, deps=[s])
-
-
-@gluon.jit
-def latent_output(memory, acc, turn, C: gl.constexpr):
-    """O += P V."""
-    CHUNKS: gl.constexpr = C.head_dim_v // C.chunk
-    new = ()
-    for c in gl.static_range(CHUNKS):
-        v = memory.k_ring.index(turn % C.stages * CHUNKS + c)
-        new += (warpgroup_mma(memory.p, v, acc[c], is_async=True),)
-    return wait_output(new)
-
-
-@gluon.jit
-def walk_latent(memory, outputs, terms, cached, piece, entry, turn, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr):
-    """What `walk` does, where V is columns of K. Eight warps have 64 rows, four each half of a step's keys and half of the
-    columns of O, so the weights meet in shared memory. There is room for two steps alone: products of one step do not overlap
-    with those of the next, whose copy would come too late."""
-    STAGES: gl.constexpr = C.stages
-    ahead: gl.constexpr = STAGES * C.tokens
-    S: gl.constexpr = rows_of(C, C.tokens)
-    first = piece.begin // C.tokens * C.tokens
-    steps = gl.maximum((piece.end - first + C.tokens - 1) // C.tokens, 1)
-    holes = first < first
-    for i in tl.range(0, gl.minimum(steps, STAGES), disable_licm=True):
-        at = first + i * C.tokens
-        pages = pages_of_boxes(cached, piece, entry, at, C)
-        holes = holes | has_hole(cached, piece, at, pages, C)
-        copy_latent(memory, turn + i, cached, pages[0], piece.head, at, True, C)
-    copy_queries(memory, outputs, piece, C, GROUP, DIM)
-    k_scale = 1.0
-    if terms.k_scale is not None:
-        k_scale = gl.load(terms.k_scale + piece.batch * terms.k_scale_page + piece.head * terms.k_scale_row)
-    acc = no_output(C)
-    row_max = gl.full([C.rows], -float("inf"), gl.float32, S)
-    sums = gl.full([C.rows, C.tokens], 0.0, gl.float32, accumulator(C, C.tokens))
-    for i in tl.range(0, steps, disable_licm=True):
-        now = turn + i
-        at = first + i * C.tokens
-        pages = pages_of_boxes(cached, piece, entry, at + ahead, C)
-        wait_for(memory.full, now, C)
-        s = seen_scores(latent_scores(memory, now, C), terms, cached, piece, at, k_scale, holes, C, GROUP)
-        new_max = gl.maximum(row_max, gl.max(s, 1))
-        shift = finite(new_max)
-        p = gl.exp2(s - gl.expand_dims(shift, 1))
-        factor = gl.exp2(row_max - shift)
-        row_max = new_max
-        sums = sums * gl.expand_dims(factor, 1) + p
-        acc = rescaled(acc, factor, C)
-        memory.p.store(p.to(memory.p.dtype))
-        if has_others(piece, at, C):
-            clear_values(memory.k_ring, now, piece, at, C)
-        else:
-            fence_async_shared()
-            partition_barrier()
-        acc = latent_output(memory, acc, now, C)
-        partition_barrier()  # everybody has read this step, and P
-        copy_latent(memory, now + STAGES, cached, pages[0], piece.head, at + ahead, i + STAGES < steps, C)
-        holes = holes | has_hole(cached, piece, at + ahead, pages, C)
-    return acc, row_max, gl.sum(sums, 1), turn + steps
-
-
-@gluon.jit
-def find_latent(memory, outputs, terms, cached, piece, entry, turn, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
-                DIM_V: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
-    """What `find` does, where V is columns of K."""
-    acc, row_max, row_sum, turn = walk_latent(memory, outputs, terms, cached, piece, entry, turn, C, GROUP, DIM)
-    o, top, total = gather(memory, acc, row_max, row_sum, C, ROWS)
-    return o, top, total, turn
+def multiplier(W: gl.constexpr, memory, K):
+    take_pieces(multiply, W, memory, K, gl.to_tensor(0))
 
 
 # ---- entry
@@ -596,5 +278,17 @@ def hopper_kernel(
                   V_BY_TOKEN)  # fmt: skip
     outputs = Outputs(q, q_batch, q_row, q_head, out, out_batch, out_row, out_head, lse, lse_batch, lse_head, parts, sums,
                       arrivals)  # fmt: skip
-    FIND: gl.constexpr = find_latent if C.narrow > 0 else find
-    take_pieces(FIND, memory, requests, outputs, terms, cached, heads_kv, tiles, C, GROUP, DIM, DIM_V, ROWS)
+    K = Kernel(requests, outputs, terms, cached, heads_kv, tiles, C, GROUP, DIM, DIM_V, ROWS)
+    if C.narrow > 0:
+        take_pieces(take_latent, 0, memory, K, gl.to_tensor(0))
+    elif C.groups == 2:
+        gl.warp_specialize(
+            [(multiplier, (0, memory, K)), (multiplier, (1, memory, K)), (copier_of_keys, (memory, K)),
+             (copier_of_values, (memory, K))],
+            [4, 1, 1], [C.group_registers, C.copier_registers, C.copier_registers],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(multiplier, (0, memory, K)), (copier_of_keys, (memory, K)), (copier_of_values, (memory, K))],
+            [1, 1], [C.copier_registers, C.copier_registers],
+        )  # fmt: skip

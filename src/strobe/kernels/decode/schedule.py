@@ -108,7 +108,7 @@ def _add(a, b):
 @gluon.jit
 def all_units(requests, heads, C: gl.constexpr, GROUP: gl.constexpr):
     """The units of all requests together, and of the one that has most."""
-    lane = gl.arange(0, AT_ONCE, of_requests(C.warps))
+    lane = gl.arange(0, AT_ONCE, of_requests(gl.num_warps()))
     total, most = requests.batch * 0, requests.batch * 0
     for first in range(0, requests.batch, AT_ONCE):
         b = first + lane
@@ -139,7 +139,7 @@ def request_at(requests, x, alike, most, heads, C: gl.constexpr, GROUP: gl.const
         number = x // gl.maximum(most, 1)
         begins = number * most
     else:
-        lane, ahead = gl.arange(0, AT_ONCE, of_requests(C.warps)), requests.batch * 0
+        lane, ahead = gl.arange(0, AT_ONCE, of_requests(gl.num_warps())), requests.batch * 0
         for first in range(0, requests.batch, AT_ONCE):
             b = first + lane
             jobs, units = jobs_and_units(requests, b, b < requests.batch, heads, C, GROUP)

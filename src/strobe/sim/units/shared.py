@@ -103,6 +103,12 @@ class SharedView:
                 f"{where()} reinterprets {self.name}, {self.shape} {self.dtype}, as {shape} {dtype}: past the end of "
                 f"{self.buffer.name}"
             )
+        swizzled = isinstance(self.layout, gl.NVMMASharedLayout) and isinstance(layout, gl.NVMMASharedLayout)
+        if swizzled and list(self.shape[-2:]) != shape[-2:] and (_is_wide(self.layout, self.shape) or _is_wide(layout, shape)):
+            raise IllegalOperation(
+                f"{where()} reinterprets {self.name}, {self.shape}, as {shape}: columns beyond the width of a swizzle lie "
+                f"behind all rows of the others"
+            )
         data = torch.empty(0, dtype=torch.uint8).set_(memory, begin, (wanted,), (1,)).view(torch_dtype(dtype)).view(shape)
         if isinstance(layout, gl.SharedLinearLayout):
             return LinearView(self.buffer, _by_bits(data, layout.offset_bases), dtype, layout, self.name)
@@ -251,3 +257,8 @@ def _about_to_be_replaced(name: str) -> Buffer | None:
 def _holders(thing) -> int:
     """The number of objects that refer to a thing; the variables of a function count as one."""
     return sum(not isinstance(holder, FrameType) for holder in gc.get_referrers(thing))
+
+
+def _is_wide(layout: gl.NVMMASharedLayout, shape) -> bool:
+    """Whether a row is wider than a swizzle, so that it lies in pieces."""
+    return 0 < 8 * layout.swizzle_byte_width < shape[-1] * layout.element_bitwidth

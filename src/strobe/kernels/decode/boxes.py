@@ -1,0 +1,186 @@
+"""What Hopper's kernels for a cache share: boxes of keys that TMA copies, rows of Q, scores by wgmma, 64 rows at a time."""
+
+from strobe.kernels.common.channel import swizzled
+from strobe.kernels.decode.forward import changed, finite, is_page, is_seen, load_queries, look_up, some_are_hidden
+from strobe.kernels.gluon import gl, gluon, reinterpret, tma_load, warpgroup_mma_wait
+
+
+@gluon.constexpr_function
+def accumulator(C, columns):
+    """A result of wgmma, [rows, columns]: four warps have 64 rows, and with column_warps a part of the columns."""
+    across = C.column_warps
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[C.warps // across, across], instr_shape=[16, columns // across, 16]
+    )
+
+
+@gluon.constexpr_function
+def rows_of(C, columns):
+    return gl.SliceLayout(1, accumulator(C, columns))
+
+
+@gluon.constexpr_function
+def rows_layout(columns, warps):
+    """The layout of [1, rows or keys, columns] when a thread has 16 bytes of a row."""
+    across = columns // 8
+    return gl.BlockedLayout([1, 1, 8], [1, 32 // across, across], [1, warps, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def boxes_shape(C):
+    """A chunk of a ring as TMA sees it."""
+    return [C.stages * (C.tokens // C.box), C.box, C.chunk]
+
+
+# ---- copies
+
+
+@gluon.jit
+def pages_of_boxes(cached, piece, first, C: gl.constexpr):
+    """The page (or entry) of each box of the step from key `first` on; -1 for one that has no key of the piece."""
+    pages = ()
+    for b in gl.static_range(C.tokens // C.box):
+        if cached.PAGE == 0:
+            pages += (piece.entry,)
+        else:
+            at = cached.table + piece.batch.to(gl.int64) * cached.table_row + (first + b * C.box) // cached.PAGE
+            pages += (gl.load(at, mask=has_keys(piece, first + b * C.box, C), other=-1),)
+    return pages
+
+
+@gluon.jit
+def has_keys(piece, first, C: gl.constexpr):
+    """Whether a box has keys of a piece."""
+    return (first + C.box > piece.begin) & (first < piece.end)
+
+
+@gluon.jit
+def copy_boxes(descriptor, chunk, slot, barrier, cached, pages, head, first, COLUMN: gl.constexpr, C: gl.constexpr):
+    """Start copying columns from COLUMN on of the step from key `first` on to a place in a ring. chunk: [stages, tokens,
+    columns]. TMA copies zeros for a page that is not there, and for keys beyond a contiguous cache."""
+    BOXES: gl.constexpr = C.tokens // C.box
+    ring = reinterpret(chunk, chunk.dtype, boxes_shape(C), swizzled(chunk.dtype, C.chunk))
+    for b in gl.static_range(BOXES):
+        page, row = place_of_box(cached, pages[b], first + b * C.box)
+        box = ring.index(slot * BOXES + b).reshape(descriptor.block_type.shape)
+        tma_load(descriptor, [page, head, row, COLUMN], barrier, box)
+
+
+@gluon.jit
+def place_of_box(cached, page, first):
+    """Where TMA finds the box from key `first` on: its page, the one behind the last for one that is not there, and its row."""
+    row = first
+    if cached.PAGE:
+        row = row % cached.PAGE
+    return gl.where(is_page(cached, page), page, cached.pages), row
+
+
+@gluon.jit
+def rows_of_queries(outputs, piece, FIRST: gl.constexpr, COLUMNS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
+                    DIM: gl.constexpr):  # fmt: skip
+    """Columns of the rows of a tile of Q from FIRST on, zeros beyond the last one."""
+    WIDTH: gl.constexpr = 8 if DIM % 8 == 0 else 2
+    q = load_queries(outputs, piece, FIRST, COLUMNS, rows_layout(COLUMNS, C.warps), C, GROUP, DIM, WIDTH)
+    return gl.reshape(q, [C.rows, COLUMNS])
+
+
+@gluon.jit
+def clear_values(values, piece, first, C: gl.constexpr):
+    """Set the values of a step to zero that are not of a piece: 0 * NaN would be NaN. values: a chunk of their columns. The
+    caller fences."""
+    AT_ONCE: gl.constexpr = 16
+    L: gl.constexpr = gl.SliceLayout(0, rows_layout(C.chunk, gl.num_warps()))
+    for i in gl.static_range(C.tokens // AT_ONCE):
+        keys = first + i * AT_ONCE + gl.expand_dims(gl.arange(0, AT_ONCE, gl.SliceLayout(1, L)), 1)
+        some = values.slice(i * AT_ONCE, AT_ONCE, 0)
+        some.store(gl.where((keys >= piece.begin) & (keys < piece.end), some.load(L), 0.0))
+
+
+@gluon.jit
+def has_others(piece, first, C: gl.constexpr):
+    """Whether a step has keys that are not of a piece."""
+    return (first < piece.begin) | (first + C.tokens > piece.end)
+
+
+@gluon.jit
+def first_step(piece, C: gl.constexpr):
+    """The first key of a piece's first step, and how many steps it has, one at least."""
+    first = piece.begin // C.tokens * C.tokens
+    return first, gl.maximum((piece.end - first + C.tokens - 1) // C.tokens, 1)
+
+
+# ---- scores and products
+
+
+LOOKED_AT = gl.constexpr(512)
+"""Pages that are looked at together."""
+
+
+@gluon.jit
+def misses_a_page(cached, piece, C: gl.constexpr):
+    """Whether a page of a piece is not there."""
+    missing = piece.begin < piece.begin
+    if cached.PAGE:
+        L: gl.constexpr = gl.BlockedLayout([LOOKED_AT // 32 // C.warps], [32], [C.warps], [0])
+        end = (piece.end + cached.PAGE - 1) // cached.PAGE
+        for first in range(piece.begin // cached.PAGE, end, LOOKED_AT):
+            number = first + gl.arange(0, LOOKED_AT, L)
+            at = cached.table + piece.batch.to(gl.int64) * cached.table_row + number
+            pages = gl.load(at, mask=number < end, other=-1)
+            missing = missing | (gl.max(((number < end) & ~is_page(cached, pages)).to(gl.int32), 0) > 0)
+    return missing
+
+
+@gluon.jit
+def scale_of_keys(terms, piece):
+    scale = 1.0
+    if terms.k_scale is not None:
+        scale = gl.load(terms.k_scale + piece.batch * terms.k_scale_page + piece.head * terms.k_scale_row)
+    return scale
+
+
+@gluon.jit
+def seen_scores(s, terms, cached, piece, first, k_scale, holes, C: gl.constexpr, GROUP: gl.constexpr):
+    """Scores, times log2(e), of products s [rows, tokens] from key `first` on; -inf where nobody sees a key. holes: whether a
+    page may not be there."""
+    s = gl.reshape(s, [1, C.rows, C.tokens])
+    L: gl.constexpr = s.type.layout
+    s = changed(s, terms, piece, first, k_scale, C, GROUP, L)
+    if holes | some_are_hidden(terms, piece, first, C):
+        if cached.PAGE:
+            pages = look_up(cached, piece, first, C, gl.SliceLayout(1, L))
+            s = gl.where(gl.expand_dims(is_page(cached, pages), 1), s, -float("inf"))
+        s = gl.where(is_seen(terms, piece, first, C, GROUP, L), s, -float("inf"))
+    return gl.convert_layout(gl.reshape(s, [C.rows, C.tokens]), accumulator(C, C.tokens))
+
+
+@gluon.jit
+def weights(s, top):
+    """The maximum of each row with the scores of a step, its P, and the factor of what was summed before."""
+    new_top = gl.maximum(top, gl.max(s, 1))
+    shift = finite(new_top)
+    return new_top, gl.exp2(s - gl.expand_dims(shift, 1)), gl.exp2(top - shift)
+
+
+@gluon.jit
+def wait_output(acc):
+    done = ()
+    for c in gl.static_range(len(acc)):
+        done += (warpgroup_mma_wait(0, deps=[acc[c]]),)
+    return done
+
+
+@gluon.jit
+def no_output(C: gl.constexpr):
+    acc = ()
+    for _ in gl.static_range(C.head_dim_v // C.chunk):
+        acc += (gl.full([C.rows, C.chunk], 0.0, gl.float32, accumulator(C, C.chunk)),)
+    return acc
+
+
+@gluon.jit
+def rescaled(acc, factor, C: gl.constexpr):
+    new = ()
+    for c in gl.static_range(len(acc)):
+        new += (acc[c] * gl.expand_dims(gl.convert_layout(factor, rows_of(C, acc[c].shape[1])), 1),)
+    return new

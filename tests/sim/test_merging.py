@@ -1,0 +1,89 @@
+"""Parts of a decode's result, merged by whoever waits for them: in the simulator the CTAs of a launch come one after the other,
+so here the warps of one stand for three of them."""
+
+import pytest
+import torch
+from test_broken_decode import FORWARD, altered
+
+from strobe.kernels.decode import forward
+from strobe.kernels.decode.config import Config
+from strobe.kernels.gluon import gl, gluon
+from strobe.sim import DoubleWrite, Race, SimulationError, simulate
+from strobe.sim import attention as attention  # which gives the simulator the models of our assembly
+
+PARTS, ROWS, COLUMNS = 3, 16, 16
+GROUP = 4
+CONFIG = Config(COLUMNS, COLUMNS, ROWS, 64, 2, 4, 1, split=64)
+
+
+@gluon.jit
+def part(W: gl.constexpr, HAND_IN: gl.constexpr, q, out, lse, parts, sums, arrivals, patience, rows, C: gl.constexpr):
+    """The W-th of three CTAs: what it found is W + 1 everywhere, its maximum W and its sum 2."""
+    L: gl.constexpr = forward.result_layout(C)
+    R: gl.constexpr = gl.SliceLayout(0, L)
+    zero = 0 * rows
+    outputs = forward.Outputs(q, zero, 16, 16, out, zero, zero + 64, zero + 16, lse, zero, zero + 4, parts, sums, arrivals)
+    terms = forward.Terms(None, zero, zero, zero, None, zero, None, None, None, zero, zero, zero, zero, 1.0, None, None, None,
+                          False, False, False)  # fmt: skip
+    cached = forward.Cached(q, q, None, zero, zero, zero, zero, zero, zero, zero, zero, 0)
+    requests = forward.Requests(q, None, None, None, zero, zero, zero, zero, zero, None)
+    K = forward.Kernel(requests, outputs, terms, cached, zero, zero, C, 4, 16, 16, 16)
+    piece = forward.Piece(zero, zero, zero, zero, zero, rows // 4, zero, zero, zero)
+    job = forward.Job(zero, zero + 3, zero, zero, zero, zero + W, patience)
+    o = gl.full([16, 16], W + 1.0, gl.float32, R)
+    top = gl.full([16], W + 0.0, gl.float32, gl.SliceLayout(1, R))
+    forward.leave_part(0, K, job, rows, o, top, 0.0 * top + 2.0, 0)
+    HAND_IN(0, K, piece, job, rows)
+
+
+@gluon.jit
+def together(HAND_IN: gl.constexpr, q, out, lse, parts, sums, arrivals, patience, rows, C: gl.constexpr):
+    rest = (q, out, lse, parts, sums, arrivals, patience, rows, C)
+    gl.warp_specialize(
+        [(part, (0, HAND_IN, *rest)), (part, (1, HAND_IN, *rest)), (part, (2, HAND_IN, *rest))], [4, 4], [128, 128]
+    )
+
+
+def merged(order: str, seed: int, patience: int, rows: int, hand_in=forward.hand_in) -> None:
+    """Merge twice, with the same counters, and check the results."""
+    arrivals = torch.zeros(1, 2, dtype=torch.int32)
+    for _ in range(2):
+        out, lse = torch.full((ROWS // GROUP, GROUP, COLUMNS), torch.nan), torch.full((GROUP, ROWS // GROUP), torch.nan)
+        parts, sums = torch.full((PARTS, ROWS, COLUMNS), torch.nan), torch.full((PARTS, 2, ROWS), torch.nan)
+        q = torch.zeros(1)
+        simulate(together, (1,), hand_in, q, out, lse, parts, sums, arrivals, patience, rows, C=CONFIG, order=order, seed=seed,
+                 rewritable=("arrivals",))  # fmt: skip
+        weights = 2.0 ** torch.arange(PARTS)
+        wanted = (weights * torch.arange(1, PARTS + 1)).sum() / (2 * weights.sum())
+        assert torch.allclose(out[: rows // GROUP], wanted) and out[rows // GROUP :].isnan().all()
+        assert torch.allclose(lse[:, : rows // GROUP], torch.log(2 * weights.sum()))
+        assert not arrivals.any(), "a counter is not set back"
+
+
+@pytest.mark.parametrize("patience", [0, 2, 50])
+@pytest.mark.parametrize("order", ["in_order", "random", "late", "early"])
+def test_by_whoever_waits(order, patience):
+    for seed in range(6):
+        merged(order, seed, patience, rows=(16, 12)[seed % 2])
+
+
+@pytest.mark.parametrize(
+    ("text", "becomes"),
+    [
+        ("all_there = there >= job.parts", "all_there = there >= job.parts - 1"),
+        ("turn % GAVE_UP < turns", "turn % GAVE_UP <= turns"),
+        ("row = turn % GAVE_UP * MERGED", "row = turn % GAVE_UP"),
+        ("(rows + MERGED - 1) // MERGED", "(rows - 1) // MERGED"),
+        ('        gl.atomic_xchg(arrivals + 1, 0, sem="relaxed", scope="gpu")\n', ""),
+        ("gl.where(all_there, 1, GAVE_UP)", "1"),
+        ("- turns, 0) + turn // GAVE_UP == job.parts - 1", "- turns, 0) == job.parts - 1"),
+        ("- turns, 0) + turn // GAVE_UP == job.parts - 1", "- turns, 0) + turn // GAVE_UP >= 0"),
+        ('        turn = gl.atomic_add(arrivals + 1, 1, sem="relaxed", scope="gpu")\n', "        turn += 1\n"),
+        ('gl.atomic_add(arrivals, 0, sem="acquire", scope="gpu")', 'gl.atomic_add(arrivals, 0, sem="relaxed", scope="gpu")'),
+    ],
+)
+def test_a_mistake_is_found(text, becomes, tmp_path):
+    wrong = altered(FORWARD, text, becomes, tmp_path).hand_in
+    with pytest.raises((AssertionError, SimulationError, Race, DoubleWrite)):
+        for seed in range(12):
+            merged("random", seed, (2, 50)[seed % 2], rows=16, hand_in=wrong)
