@@ -61,7 +61,7 @@ def test_wrong_numbers_are_told(tmp_path):
     "arguments, message",
     [
         (["nowhere.py"], "FILE must be a Python file, got nowhere.py"),
-        (["--backend", "sm70"], "backend must be one of sm80, sm90, sm100, got 'sm70'"),
+        (["--backend", "sm70"], "backend must be one of sm80, sm90, sm90 short, sm100, got 'sm70'"),
         (["--orders", "timed"], "orders must be one of in_order, random, late, early, uneven, got 'timed'"),
         (["--seeds", "0"], "seeds must be 1 or more, got 0"),
         (["--backend", "sm100", "--config", "q_stages=3"], "q_stages must be 1 or 2, got 3"),

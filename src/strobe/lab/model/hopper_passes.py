@@ -44,11 +44,12 @@ class Product(NamedTuple):
 @dataclass(frozen=True)
 class Pass:
     """A walk over the scores in tiles of tile_q rows x tile_kv keys. products: those of one tile, of all groups of a CTA
-    together."""
+    together. weights: whether the weights are computed, an exponential each."""
 
     tile_q: int
     tile_kv: int
     products: tuple[Product, ...]
+    weights: bool = True
 
     @property
     def flops(self) -> int:
@@ -107,4 +108,4 @@ def of_config(config: Config | ShortConfig | backward_config.Config | backward_c
 def _dq_pass(dim: int) -> Pass:
     """The product dQ = dS K, of two groups."""
     config = backward_config.DqConfig(dim, dim)
-    return Pass(config.tile_q, config.tile_kv, 2 * (Product(dim, config.tile_kv),))
+    return Pass(config.tile_q, config.tile_kv, 2 * (Product(dim, config.tile_kv),), weights=False)

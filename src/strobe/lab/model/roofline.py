@@ -117,11 +117,11 @@ def place(problem: AttentionProblem, ceilings: Ceilings, hopper: bool, measured:
     seconds, useful = _seconds(cost, ceilings), None
     walks = [(one, one.blocks(problem)) for one in passes(problem)] if hopper else []
     if walks:
-        pairs = sum(blocks * one.tile_q * one.tile_kv for one, blocks in walks)
-        useful = len(walks) * cost.exponentials / pairs if pairs else 0.0
+        weighed = [blocks * one.tile_q * one.tile_kv for one, blocks in walks if one.weights]
+        useful = len(weighed) * cost.exponentials / sum(weighed) if sum(weighed) else 0.0
         seconds |= {
             "matmul": sum(blocks * one.flops for one, blocks in walks) / ceilings.matmul,
-            "exp2": pairs / ceilings.exp2,
+            "exp2": sum(weighed) / ceilings.exp2,
             "smem": sum(blocks * one.operand_bytes for one, blocks in walks) / ceilings.smem,
         }
     return Placed(

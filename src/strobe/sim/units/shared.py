@@ -103,8 +103,10 @@ class SharedView:
                 f"{where()} reinterprets {self.name}, {self.shape} {self.dtype}, as {shape} {dtype}: past the end of "
                 f"{self.buffer.name}"
             )
+        # As numbers of another type it is other memory by another name: nobody reads by the one what was written by the other.
         swizzled = isinstance(self.layout, gl.NVMMASharedLayout) and isinstance(layout, gl.NVMMASharedLayout)
-        if swizzled and list(self.shape[-2:]) != shape[-2:] and (_is_wide(self.layout, self.shape) or _is_wide(layout, shape)):
+        swizzled = swizzled and dtype == self.dtype
+        if swizzled and self.shape[-2] != shape[-2] and (_is_wide(self.layout, self.shape) or _is_wide(layout, shape)):
             raise IllegalOperation(
                 f"{where()} reinterprets {self.name}, {self.shape}, as {shape}: columns beyond the width of a swizzle lie "
                 f"behind all rows of the others"
