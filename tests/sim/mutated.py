@@ -20,6 +20,7 @@ import test_backward  # noqa: E402
 import test_fp8_kernel  # noqa: E402
 import test_kernels  # noqa: E402
 import test_split_backward  # noqa: E402
+import test_stored_backward  # noqa: E402
 from problems import Case, Results, describe, tensors  # noqa: E402
 
 from strobe.kernels.common import channel, named_barrier, tile_scheduler  # noqa: E402
@@ -35,6 +36,7 @@ from strobe.kernels.sm90 import (  # noqa: E402
 )
 from strobe.kernels.sm90 import descriptors as sm90_descriptors  # noqa: E402
 from strobe.kernels.sm90 import forward as sm90_forward  # noqa: E402
+from strobe.kernels.sm90.backward_config import Config, SplitConfig  # noqa: E402
 from strobe.lab.simulated.mutate import Subject, Trial  # noqa: E402
 from strobe.sim.attention import forward_launch  # noqa: E402
 
@@ -129,16 +131,23 @@ def more_of(name: str) -> list[Trial]:
     ]
 
 
+def stored(kind: type) -> list[tuple]:
+    """The cases where dS is stored of a kind of config."""
+    return [one for one in test_stored_backward.CASES if isinstance(one[2], kind)]
+
+
 def sm90_backward() -> Subject:
     helpers = ("finished", "await_ds", "announce_ds", "put_ds", "publish")
-    tried = trials(test_backward.CASES, lambda t, config: launches.Backward(t, config).run)
+    cases = [*test_backward.CASES, *stored(Config)]
+    tried = trials(cases, lambda t, config: launches.Backward(t, config).run)
     modules = [backward, backward_tiles, backward_products, backward_scores, backward_stores]
     return Subject(modules, [*tried, *more_of("one pass")], helpers, EQUIVALENT["sm90-backward"])
 
 
 def sm90_backward_split() -> Subject:
     helpers = ("finished", "release_statistics")
-    tried = trials(test_split_backward.CASES, lambda t, config: launches.SplitBackward(t, config).run)
+    cases = [*test_split_backward.CASES, *stored(SplitConfig)]
+    tried = trials(cases, lambda t, config: launches.SplitBackward(t, config).run)
     return Subject(
         [backward_split, named_barrier], [*tried, *more_of("two passes")], helpers, EQUIVALENT["sm90-backward-split"]
     )

@@ -50,7 +50,7 @@ Q_RELEASE_IN_STEP = "mbarrier.arrive(K.memory.q_empty.index(w), count=1, pred=la
 Q_RELEASE_OF_ONE = "mbarrier.arrive(K.memory.q_empty.index(w), count=1, pred=tile.go & (tile.blocks == 1))"
 Q_BARRIERS = "make_barriers(Q_BUFFERS, 1),\n        make_barriers(Q_BUFFERS, 1),\n"
 PUBLISH_NEXT = "next_tile(K, tile))\n        publish(K, turn, tile, work)\n"
-LAST_V = "        copy_in(v_desc, K.v.block(g), K.v.acquire(g), start_kv, n_kv, batch, kv_head, i * K.C.tile_kv)\n"
+LAST_V = "        copy_v(K, g, start_kv, n_kv, batch, kv_head, i)\n"
 K_WAIT = '    K.k.wait(g)\n    stamp(K.trace, w, "k_ready", g)\n    s = start'
 V_WAIT = "    K.v.wait(before)  # beside the scores"
 S_READY = '    s = warpgroup_mma_wait(K.C.products_v, deps=[s])\n    stamp(K.trace, w, "s_ready", g)\n'
@@ -381,7 +381,7 @@ BUGS = [
     ),
     kernel(
         "one reader of a tile is enough",
-        "make_barriers(C.slots, C.groups)",
+        "make_barriers(C.slots, C.groups + C.producers - 1)",
         "make_barriers(C.slots, 1)",
         WRONG_PHASE,
         case=SHORT,

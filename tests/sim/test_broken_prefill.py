@@ -61,7 +61,7 @@ BUGS = [
     Bug("the first box for all", PAGES, "gl.where(lane == b, row, -1)", "gl.where(lane == 0, row, -1)"),
     Bug("half of the bytes are expected", PAGES, "primitive_bitwidth // 8", "primitive_bitwidth // 16", UNFINISHED),
     Bug("the first panel of columns twice", PAGES, "column + i * WIDTH]", "column]", case={"head_dim": 128, "head_dim_v": 128}),
-    Bug("pages of V lie as those of K", FORWARD, "K.v, g, K.pages.v_page", "K.v, g, K.pages.k_page", case={"apart": True}),
+    Bug("pages of V lie as those of K", PAGES, "K.v, g, K.pages.v_page", "K.v, g, K.pages.k_page", case={"apart": True}),
     Bug("rows that see nothing are left alone", QUEUE, "K.C, EMPTY=K.C.box == 0)\n    else", "K.C, EMPTY=True)\n    else",
         case={"lengths": [60, 0]}),
     Bug("nobody hears of what the optimism got wrong", FORWARD, "    if K.C.box:\n        gl.store(K.counters",
