@@ -61,7 +61,7 @@ SAMPLED = {
     "kernels/test_hopper_gradients.py::test_a_plan_and_the_operator_learn_the_same": 10,
     "kernels/test_hopper_gradients.py::test_against_reference": 60,
     "kernels/test_hopper_gradients.py::test_deterministic": 3,
-    "kernels/test_hopper_gradients.py::test_deterministic_against_reference": 20,
+    "kernels/test_hopper_gradients.py::test_deterministic_against_reference": 40,
     "kernels/test_lying_lengths.py::test_on_a_gpu": 8,
     "kernels/test_lying_lengths.py::test_fp8_on_a_gpu": 6,
     "kernels/test_optimistic.py::test_documents_equal_those_of_the_safe_one": 4,
@@ -83,7 +83,8 @@ SAMPLED = {
     "call/test_properties.py::test_every_backend_against_the_reference": 10,
     "call/test_dropout.py::test_every_backend_drops_what_the_mask_says": 6,
     "serving/test_decode.py::test_on_a_gpu": 4,
-    "serving/test_prefill.py::test_on_a_gpu": 4,
+    "serving/test_prefill.py::test_on_a_gpu": 8,
+    "kernels/test_short.py::test_right_numbers": 3,
     "ladder/test_rungs.py::test_on_a_gpu": 4,
     "call/test_operators.py::test_opcheck": 4,
     "call/test_operators.py::test_compile_without_graph_breaks": 6,
@@ -114,6 +115,7 @@ LONG = {
     "lab/test_bench.py::test_run_on_a_gpu",
     "lab/test_bench.py::test_single_calls_on_a_gpu",
     "lab/test_fuzz.py::test_a_campaign_on_a_gpu_finds_nothing",
+    "parallel/test_simulated.py::test_on_a_gpu",
 }
 """Tests that take half a minute on a GPU and more: they begin first, so that no process is left with one at the end."""
 

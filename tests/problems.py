@@ -101,6 +101,7 @@ CASES = (
     Case(150, 40, sinks=True, mask="causal"),  # the first rows see their sink alone
     Case(70, 90, sinks=True, mask="window", packed=True, batch=4),
     Case(30, 0, sinks=True),
+    Case(90, 1, sinks=True, logits=300.0),  # some sinks are far above all scores, or far below
     Case(80, 100, heads_q=4, function=True, mask="causal"),
     Case(80, 100, function=True, packed=True, batch=3),
     Case(80, 100, heads_q=4, mask="function"),

@@ -208,6 +208,14 @@ def further(least):
     return by
 
 
+def without_interpreter(program: str, **environment: str) -> subprocess.CompletedProcess:
+    """A program that has run where Triton compiles, with this file among its modules."""
+    paths = Path(strobe.__file__).parents[1], ROOT / "tests", ROOT / "tests/call"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), **environment}
+    env.pop("TRITON_INTERPRET", None)
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, env=env)
+
+
 TWO_OF_ONE_NAME = """
 from test_functions import further
 import torch, strobe
@@ -230,9 +238,35 @@ print("7001" in ir, "7003" in ir)
 
 def test_two_functions_of_one_name_are_both_compiled(tmp_path):
     """Triton takes two functions of one name, as a maker of functions gives all that it makes, for the same one."""
-    source = Path(strobe.__file__).parents[1]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (source, ROOT / "tests", ROOT / "tests/call")))}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path)}
-    env.pop("TRITON_INTERPRET", None)
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", TWO_OF_ONE_NAME], capture_output=True, text=True, env=env)
+    run = without_interpreter(TWO_OF_ONE_NAME, TRITON_CACHE_DIR=str(tmp_path))
     assert run.stdout.split() == ["True", "True"], run.stdout + run.stderr[-3000:]
+
+
+def of_keys(batch, head, q_index, kv_index):
+    return kv_index != 7 + batch
+
+
+def of_rows(batch, head, q_index, kv_index):
+    return q_index < 50
+
+
+ONE_COORDINATE = """
+from dataclasses import replace
+import torch, strobe
+from strobe.device import KNOWN
+from strobe.lab.binary import offline
+from strobe.problem import AttentionProblem, Dense
+from test_functions import of_keys, of_rows
+
+a100, made = KNOWN["A100"], []
+for function in (of_keys, of_rows):
+    problem = AttentionProblem(Dense(2, 300, 310), 2, 2, 64, 64, torch.bfloat16, 0.1, mask=strobe.Visible(function))
+    made += offline.portable_forward(problem, a100) + offline.portable_backward(replace(problem, phase="backward"), a100)
+    made += offline.sm80_forward(problem, a100) + offline.sm90_forward(problem, KNOWN["H200"])
+print(len(made))
+"""
+
+
+def test_masks_of_keys_or_rows_alone_are_compiled():
+    run = without_interpreter(ONE_COORDINATE)
+    assert run.stdout.split() == ["10"], run.stdout + run.stderr[-3000:]

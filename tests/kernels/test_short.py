@@ -23,13 +23,14 @@ def problem(n_q=4096, n_kv=77, head_dim=64, **more) -> AttentionProblem:
 
 
 def test_it_takes_plain_attention_to_few_keys():
-    for n_kv, head_dim in ((1, 64), (77, 40), (197, 64), (77, 160), (128, 128)):
+    for n_kv, head_dim in ((1, 64), (77, 40), (197, 64), (77, 160), (128, 128), (144, 128)):
         assert takes(problem(n_kv=n_kv, head_dim=head_dim))
         assert isinstance(backend.config(problem(n_kv=n_kv, head_dim=head_dim), H200), ShortConfig)
     refused = (
         problem(n_kv=1000),
         problem(n_kv=209),
         problem(n_kv=197, head_dim=128),
+        problem(n_kv=197, head_dim=128, head_dim_v=64),
         problem(head_dim=256),
         problem(mask=Causal()),
         problem(score=strobe.Score(softcap=3.0)),
@@ -80,7 +81,7 @@ from strobe.kernels.sm90 import short_config
 from strobe.lab.binary.offline import sm90_forward
 from strobe.problem import AttentionProblem, Dense
 found = []
-for n_kv, head_dim in ((77, 64), (128, 40), (77, 80), (77, 128)):
+for n_kv, head_dim in ((77, 64), (128, 40), (77, 80), (77, 128), (130, 128)):
     lengths = Dense(8, 4096, n_kv)
     problem = AttentionProblem(lengths, 8, 8, head_dim, head_dim, torch.bfloat16, head_dim**-0.5)
     config, (made,) = short_config.choose(problem), sm90_forward(problem, KNOWN["H200"])
@@ -103,7 +104,7 @@ def test_what_the_compiler_makes_of_it(version):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("n_q, n_kv", [(1, 1), (64, 64), (333, 77), (1000, 90), (200, 128), (65, 16), (197, 197)])
+@pytest.mark.parametrize("n_q, n_kv", [(1, 1), (64, 64), (333, 77), (1000, 90), (200, 128), (99, 130), (65, 16), (197, 197)])
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 96, 128, 160])
 def test_right_numbers(head_dim, n_q, n_kv, dtype):
     t = tensors(Case(n_q, n_kv, batch=3, heads_q=4, heads_kv=2, head_dim=head_dim), dtype, "cuda")
@@ -115,7 +116,7 @@ def test_right_numbers(head_dim, n_q, n_kv, dtype):
 def test_huge_scores_and_what_is_no_number():
     """Of huge scores the largest counts alone; a row of NaN stays one row, and a NaN among values its column."""
     q, k, v = (torch.randn(1, n, 2, 64, device="cuda", dtype=torch.bfloat16) for n in (200, 77, 77))
-    huge, _ = strobe.attention(q * 1e18, k * 1e18, v, return_lse=True, backend="sm90")
+    huge, _ = strobe.attention(q * 2.0**60, k * 2.0**60, v, return_lse=True, backend="sm90")
     best = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()).argmax(-1)
     expected = torch.stack([v[0, best[0, h], h] for h in range(2)], 1)[None]
     torch.testing.assert_close(huge, expected)

@@ -347,6 +347,7 @@ def finite_part(tile):
 def count_broken(seen, tile, acc):
     """acc + for each row of `seen` and column of the tile, how many entries that are not finite the row sees."""
     broken = tl.where(is_finite(tile), 0.0, 1.0)
+    seen = tl.broadcast_to(seen, acc.shape[0], tile.shape[0])  # a mask may look at keys alone
     return tl.dot(seen.to(tl.float16), broken.to(tl.float16), acc)
 
 

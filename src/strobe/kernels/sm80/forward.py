@@ -349,12 +349,16 @@ def attend(K, tile, S: gl.constexpr):
 @gluon.jit
 def shares_and_lse(K, tile, m, row_sum):
     """What a row of O has to be multiplied by, and its LSE."""
+    rescale = 1.0
     if K.score.sinks is not None:
         sink = sink_of(tile.head, K.score)
-        m = gl.where(row_sum == 0.0, gl.where(sink == float("-inf"), 0.0, sink), m)
-        row_sum += gl.exp2(sink - m)
+        top = gl.maximum(gl.where(row_sum == 0.0, float("-inf"), m), sink)
+        top = gl.where(top == float("-inf"), 0.0, top)
+        rescale = gl.where(row_sum == 0.0, 0.0, gl.exp2(m - top))  # a sink may be far above all scores
+        row_sum = row_sum * rescale + gl.exp2(sink - top)
+        m = top
     m = gl.where(row_sum == 0.0, 0.0, m)
-    share = gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
+    share = gl.where(row_sum == 0.0, 0.0, rescale / row_sum)
     if K.score.seed is not None:
         share *= K.score.kept_scale
     return share, (m + gl.log2(row_sum)) * LN2

@@ -38,9 +38,6 @@ from strobe.kernels.gluon import (
 )
 from strobe.kernels.sm90.forward import no_output, rescaled, start_output, wait_output
 from strobe.kernels.sm90.layouts import ROWS, accumulator, columns_of, rows_of
-from strobe.kernels.sm90.short_config import KEYS_OF_BOX
-
-BOX = gl.constexpr(KEYS_OF_BOX)
 
 
 @aggregate
@@ -90,15 +87,16 @@ def copy(descriptors, chunks, barrier, batch, head, row, pred):
 
 
 @gluon.jit
-def copy_parts(descriptors, rest, chunks, barrier, batch, head, C: gl.constexpr):
-    """Start the copy of all keys of a head, or of their values: in boxes of 64, and one of `rest` if fewer are left over."""
+def copy_parts(descriptors, rest, chunks, barrier, batch, head, BOX: gl.constexpr, C: gl.constexpr):
+    """Start the copy of all keys of a head, or of their values: in boxes of BOX, and one of `rest` if fewer are left over."""
     for i in gl.static_range(len(C.parts)):
         part = chunks[i * len(descriptors) : (i + 1) * len(descriptors)]
-        copy_part(descriptors if C.parts[i] >= BOX else rest, part, barrier, batch, head, C.first(i), C.parts[i])
+        copy_part(descriptors if C.parts[i] >= BOX else rest, part, barrier, batch, head, C.first(i), C.parts[i],
+                  BOX)  # fmt: skip
 
 
 @gluon.jit
-def copy_part(descriptors, chunks, barrier, batch, head, first, KEYS: gl.constexpr):
+def copy_part(descriptors, chunks, barrier, batch, head, first, KEYS: gl.constexpr, BOX: gl.constexpr):
     ROWS_OF_BOX: gl.constexpr = min(KEYS, BOX)
     for b in gl.static_range(KEYS // ROWS_OF_BOX):
         boxes = ()
@@ -219,9 +217,11 @@ def short_kernel(
     for i in gl.static_range(STAGES):
         copy(q_desc, at(memory.q, i), memory.q_full.index(i), batch, head, (first + i) * ROWS, first + i < last)
     k_desc = one_or_two(k_wide, k_narrow)
-    copy_parts(k_desc, one_or_two(k_rest_wide, k_rest_narrow), memory.k, kv_full, batch, kv_head, C)
+    copy_parts(k_desc, one_or_two(k_rest_wide, k_rest_narrow), memory.k, kv_full, batch, kv_head,
+               C.box(C.wide), C)  # fmt: skip
     v_desc = one_or_two(v_wide, v_narrow)
-    copy_parts(v_desc, one_or_two(v_rest_wide, v_rest_narrow), memory.v, kv_full, batch, kv_head, C)
+    copy_parts(v_desc, one_or_two(v_rest_wide, v_rest_narrow), memory.v, kv_full, batch, kv_head,
+               C.box(C.wide_v), C)  # fmt: skip
     mbarrier.wait(kv_full, 0)
     for tile in tl.range(first, last):
         turn = tile - first

@@ -13,8 +13,8 @@ from strobe.problem import AttentionProblem, Dense
 _PARTS = ((64,), (64, 16), (64, 32), (128,), (128, 16), (128, 32), (128, 64), (128, 64, 16))
 """Parts in which keys come: powers of two."""
 
-KEYS_OF_BOX = 64
-"""Keys that the TMA copies at a time; those of a smaller part at once."""
+_KEYS_OF_BOX, _SWIZZLE = 64, 128
+"""Keys that the TMA copies at a time, and bytes of a row that it swizzles."""
 
 MOST = 272
 """Keys and columns of V together, of which a thread holds scores and O: more of them leave a multiprocessor too few CTAs.
@@ -55,10 +55,14 @@ class ShortConfig(Chunks):
         """The first key of a part."""
         return sum(self.parts[:part])
 
-    @property
-    def rest(self) -> int:
+    def box(self, wide: int) -> int:
+        """Keys that the TMA copies at a time, of chunks `wide` columns wide; those of a smaller part at once. What rows have
+        beyond the width of a swizzle lies behind all rows of a part: such a part is one box."""
+        return self.parts[0] if 2 * wide > _SWIZZLE else _KEYS_OF_BOX
+
+    def rest(self, wide: int) -> int:
         """Keys of the last part, if these are less than a box, else a box."""
-        return min(KEYS_OF_BOX, self.parts[-1])
+        return min(self.box(wide), self.parts[-1])
 
     @property
     def ctas(self) -> int:
@@ -113,7 +117,9 @@ def takes(problem: AttentionProblem) -> bool:
 
 
 def _fits(config: ShortConfig) -> bool:
-    return config.keys + config.head_dim_v <= MOST and config.ctas >= 2
+    sizes = {config.parts[0], config.parts[-1]}  # of boxes, for wide rows
+    boxes = 2 * max(config.wide, config.wide_v) <= _SWIZZLE or set(config.parts) <= sizes
+    return boxes and config.keys + config.head_dim_v <= MOST and config.ctas >= 2
 
 
 def choose(problem: AttentionProblem) -> ShortConfig:

@@ -10,7 +10,7 @@ from strobe.kernels.common.scores import LOG2E
 from strobe.kernels.sm90.config import ROWS_PER_GROUP
 from strobe.kernels.sm90.descriptors import descriptors
 from strobe.kernels.sm90.short import short_kernel
-from strobe.kernels.sm90.short_config import KEYS_OF_BOX, ShortConfig, tiles_of_a_cta
+from strobe.kernels.sm90.short_config import ShortConfig, tiles_of_a_cta
 from strobe.problem import AttentionProblem
 
 
@@ -28,10 +28,10 @@ def forward_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, config
     of_qk, of_v = (config.wide, config.narrow), (config.wide_v, config.narrow_v)
     arguments = (
         *descriptors(tensors.q, ROWS_PER_GROUP, of_qk),
-        *descriptors(tensors.k, KEYS_OF_BOX, of_qk),
-        *descriptors(tensors.k, config.rest, of_qk),
-        *descriptors(tensors.v, KEYS_OF_BOX, of_v),
-        *descriptors(tensors.v, config.rest, of_v),
+        *descriptors(tensors.k, config.box(config.wide), of_qk),
+        *descriptors(tensors.k, config.rest(config.wide), of_qk),
+        *descriptors(tensors.v, config.box(config.wide_v), of_v),
+        *descriptors(tensors.v, config.rest(config.wide_v), of_v),
         *descriptors(tensors.out, ROWS_PER_GROUP, of_v),
         tensors.lse,
         problem.heads_q,
