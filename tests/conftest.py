@@ -106,7 +106,6 @@ ONE_TRITON = {
 """Tests that ask the same of two Tritons: what they ask of the oldest one is `exhaustive`."""
 
 LONG = {
-    "benchmarks/test_determinism_benchmark.py::test_deterministic_is_one_bit_pattern",
     "call/test_launcher.py::test_attention_by_plans_is_the_operators",
     "call/test_properties.py::test_every_backend_against_the_reference",
     "kernels/test_hopper_gradients.py::test_streams_at_once_beside_other_tensors",
@@ -140,10 +139,25 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     if HAS_GPU:
         items.sort(key=lambda item: item.nodeid.removeprefix("tests/").partition("[")[0] not in LONG)
+        items.sort(key=lambda item: "alone" in item.keywords)
     if "exhaustive" not in config.option.markexpr:
         left_out = [item for item in items if "exhaustive" in item.keywords]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if "exhaustive" not in item.keywords]
+
+
+@pytest.fixture(autouse=True)
+def turn_at_the_gpu(request):
+    """A test that is marked `alone` waits until those of other processes have ended, and they wait for it."""
+    if not HAS_GPU or "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    path = Path(tempfile.gettempdir()) / f"strobe-{os.environ['PYTEST_XDIST_TESTRUNUID']}"
+    with open(f"{path}-door", "w") as door, open(f"{path}-room", "w") as room:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if "alone" in request.keywords else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -270,4 +271,4 @@ def command_given(arguments: list[str], program: str = "strobe") -> str:
                 next(rest, None)
         elif argument != "--resume":
             kept.append(argument)
-    return " ".join([program, *kept])
+    return " ".join([program, *map(shlex.quote, kept)])

@@ -25,7 +25,7 @@ import strobe
 from strobe.arguments import options_of
 from strobe.call import dispatch
 from strobe.call.options import describe, operands_of
-from strobe.call.precompiled import MARK, MOVED_CACHE
+from strobe.call.precompiled import MARK, MOVED_CACHE, hash_of_sources
 from strobe.call.triton_internals import key_of_files
 from strobe.device import Arch
 from strobe.kernels.common.call import Call, Tensors, unfilled, unfilled_buffers
@@ -237,7 +237,8 @@ def precompile(
         "capability": arch.capability,
         "versions": versions(),
         "triton": key_of_files(),
-        "kernels": sorted({(call.kernel.__module__, call.kernel.__name__) for call in made}),
+        "sources": hash_of_sources(),
+        "kernels": sorted({(call.kernel.__module__, call.kernel.__name__, call.kernel.cache_key) for call in made}),
         "layers": [str(layer) for layer in layers],
         "dtype": str(dtype).removeprefix("torch."),
         "max_batch": max_batch,

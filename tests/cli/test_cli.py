@@ -189,6 +189,7 @@ def test_a_result_says_how_it_was_made_and_not_where_it_went():
         for where in ([option, "a.txt"], [f"{option}=a.txt"], [option, "a.txt", f"{option}=b.txt", "--resume"]):
             assert command_given([command, *where, "--mask=full"]) == f"strobe {command} --mask=full"
     assert command_given(["cost", "--json"]) == "strobe cost"
+    assert command_given(["bench", "forward", "--peers", "SDPA flash"]) == "strobe bench forward --peers 'SDPA flash'"
 
 
 def test_pictures_of_a_benchmark_and_of_a_timeline_go_where_they_are_asked_to(tmp_path, monkeypatch):

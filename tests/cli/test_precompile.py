@@ -149,26 +149,28 @@ precompiled.wait()
 from triton.runtime import cache, driver
 from strobe.kernels.portable import forward
 
-in_time = in_child, forward._redo.hash is not None, "strobe.kernels.sm90.forward" in sys.modules
+in_time = in_child, "strobe.kernels.sm90.forward" in sys.modules
 key = cache.triton_key()
-print(json.dumps([said, in_time, key, type(driver._active).__name__, triton_internals.take_key({})]))
+print(json.dumps([said, in_time, key, forward._redo.hash, type(driver._active).__name__, triton_internals.take_key({})]))
 """
 
 
 @pytest.mark.parametrize("same_files", [True, False])
 def test_what_a_first_call_waits_for_is_there(tmp_path, same_files):
-    """The kernels are imported and hashed; Triton's key is that which was written down, if its files are those."""
+    """The kernels are imported and hashed; if the files are the same, by the keys that were written down."""
     files = triton_internals.key_of_files()
     known = {**files, "key": "written down"} if same_files else {"files": "others", "key": "written down"}
-    kernels = [["strobe.kernels.portable.forward", "_redo"], ["strobe.kernels.sm90.forward", "forward_kernel"]]
-    (tmp_path / MARK).write_text(json.dumps({"triton": known, "kernels": kernels}))
+    kernels = [["strobe.kernels.portable.forward", "_redo", "this too"], ["strobe.kernels.sm90.forward", "forward_kernel", ""]]
+    sources = precompiled.hash_of_sources() if same_files else "others"
+    (tmp_path / MARK).write_text(json.dumps({"triton": known, "sources": sources, "kernels": kernels}))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_CACHE_MANAGER": MOVED_CACHE}
     done = subprocess.run([sys.executable, "-c", READY], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    said, in_time, key, driver, without = json.loads(done.stdout)
-    assert said == [] and in_time == [True, True, True] and driver == "_Driver" and not without
+    said, in_time, key, of_redo, driver, without = json.loads(done.stdout)
+    assert said == [] and in_time == [True, True] and driver == "_Driver" and not without
     assert key == ("written down" if same_files else files["key"])
+    assert of_redo == "this too" if same_files else len(of_redo) == 64
 
 
 SECOND = """

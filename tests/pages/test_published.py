@@ -49,6 +49,7 @@ REDO_CHANGED = "the portable kernel changed, which redoes blocks: none of normal
 BEFORE_PLACES = "measured before the portable kernels knew the places of shards, which ordinary calls do not have"
 OTHER_HEAD_DIMS = "measured before head dim 160 had kernels of its own; of what it measures Triton 3.6 makes the same code"
 SPILLING_REDO = "measured before the redo looked for notes without spilling; it shows how fast calls were then and is due again"
+DEFAULT_SINCE = "since then what it measured runs by default, by the same kernels"
 ACCEPTED: dict[str, str] = {
     "backward-h200-2026-11-23.json": REDO_CHANGED,
     "blackwell-simulated.json": BEFORE_PLACES,
@@ -69,14 +70,15 @@ ACCEPTED: dict[str, str] = {
     "inputs-worst-h200-2026-11-23.json": "the portable kernel changed, which redoes nearly all of its blocks; due again",
     "ladder-h200-2026-11-24.json": BEFORE_PLACES,
     "model-error-h100.json": OTHER_HEAD_DIMS,
-    "parallel-h100-2026-11-25.json": "a ring's gradients were slower: its products were serial without a mask; due again",
+    "parallel-h100-2026-11-25.json": "the redo takes masks of keys alone since, which no point has",
+    "portable-as-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
     "prefill-h100-2026-11-25.json": "one kernel for few keys came since, which no point asks for",
     "redo-cost-h200-2026-11-21.json": "has no commit; its numbers are due again",
     "sm80-h100-2026-11-25.json": "float32 came since, and a mistake of the backward's went: due again",
     "sm80-h100-2026-11-25-4k.json": "changed since: the backward of head dim 256, of which it has no point",
     "sm80-h100-2026-11-25-lengths.json": "measured before one barrier for O, and before whole tiles had a step of their own",
     "sm80-h200-2026-11-25.json": "measured while Triton 3.6 stored O two bytes at a time",
-    "fp32-sm80-h100-2026-11-25.json": "measured before O left behind one barrier",
+    "fp32-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
     "timeline-h200-2026-11-21.json": HISTORY,
     "timeline-h200-2026-11-22.json": OLDER_KERNEL,
     "train-gpt-4096-h200-2026-11-22.json": OLDER_KERNEL,

@@ -1,12 +1,14 @@
 """A process that is told of kernels compiled ahead, by `strobe precompile`: what its first call waits for begins at the import.
 
 Such a call compiles nothing, so that it waits for what Triton does before it finds a kernel: its import, a hash of its own
-files, the import of the kernels and a hash of their source. A thread does these while a program loads its model.
+files, the import of the kernels and a hash of their source. A thread does these while a program loads its model; the hashes
+were written down, and are taken from there if the files are the same.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import json
 import logging
@@ -35,6 +37,14 @@ def read_mark(folder: Path) -> dict[str, Any] | None:
         return None
 
 
+def hash_of_sources() -> str:
+    """A hash of the files that kernels are compiled from, which takes no time: where they are the same, so are the hashes that
+    Triton finds by reading each function."""
+    package = Path(__file__).parents[1]
+    files = sorted([*package.glob("*.py"), *(package / "kernels").rglob("*.py")])
+    return hashlib.sha256(b"".join(str(x.relative_to(package)).encode() + x.read_bytes() for x in files)).hexdigest()
+
+
 @functools.cache
 def begin() -> threading.Thread | None:
     """Begin, in a thread, what the first call would wait for; None in a process that is told of no compiled kernels."""
@@ -60,7 +70,11 @@ def _get_ready(mark: dict[str, Any]) -> None:
             triton_internals.hash_ahead()
         triton_internals.compile_without_driver()
         triton_internals.parse_in_turn()
-        for module, name in mark.get("kernels", ()):
-            _ = getattr(importlib.import_module(module), name).cache_key
+        unchanged = mark.get("sources") == hash_of_sources()
+        for module, name, key in mark.get("kernels", ()):
+            kernel = getattr(importlib.import_module(module), name)
+            if unchanged:
+                kernel.hash = key
+            _ = kernel.cache_key
     except Exception as reason:  # a first call does all of it again, and says what is wrong
         log.warning(f"what precompiled kernels need could not be made ready ahead: {type(reason).__name__}: {reason}")

@@ -19,8 +19,6 @@ MOST_ROWS = 2**29
 
 def unproven(problem: AttentionProblem, arch: Arch) -> str | None:
     """See `strobe.call.dispatch`. The kernels were run on Hopper, whose warps have the same instructions."""
-    if problem.dtype == torch.float32 and problem.phase == "backward":
-        return "not yet timed beside the portable kernels"
     if arch.capability // 10 in (10, 11):
         return "not yet timed beside the portable kernels where these use tcgen05"
     return None
