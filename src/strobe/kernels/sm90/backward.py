@@ -6,7 +6,8 @@ goes to an accumulator in global memory.
 
 In packed sequences it walks from the last rows on, through all heads of a group at each: under a causal mask the CTAs of a head
 all see those, read them together, and find them in the L2 cache (1099 -> 1006 us, H100, `tile_list`). Where all sequences have
-one length that is not measured yet; there the heads come one after the other, each from its first rows on.
+one length that was slower: 0.92 to 1.01 of the speed (H100, head dims 64 and 128, 1k to 16k, with a group of four least). There
+the heads come one after the other, each from its first rows on.
 
     P  = exp(S - LSE),  S = score(Q K^T)         computed again
     dV = P^T dO
