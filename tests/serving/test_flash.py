@@ -108,6 +108,39 @@ def test_keys_that_are_spread_over_gpus():
     torch.testing.assert_close(lse, wanted[1][..., 0].T)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("appended", [False, True])
+def test_queries_of_values_too(device, appended):
+    """As multi-head latent attention is called: keys and values are columns of one tensor, and queries have a part for each."""
+    dims = (512, 64) if device == "cuda" else (24, 16)
+    dtype, bound = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 3e-2)
+    g = torch.Generator().manual_seed(4)
+    latent, q = (torch.randn(*shape, sum(dims), generator=g).to(dtype) for shape in ((6, 16, 1), (2, 1, 4)))
+    new, table, lengths = torch.randn(2, 1, 1, sum(dims), generator=g).to(dtype), ints([4, 1, 3], [0, 5, 2]), [20, 40]
+    if appended:
+        for b, n in enumerate(lengths):
+            latent[table[b, n // 16], n % 16] = new[b, 0]
+    full = [n + appended for n in lengths]
+    wanted = strobe.decode(q, strobe.Cache(latent, latent[..., : dims[0]].contiguous(), ints(*full), table))
+    if appended:
+        for b, n in enumerate(lengths):
+            latent[table[b, n // 16], n % 16] = 0.0
+    latent, q, new, table = (x.to(device) for x in (latent, q, new, table))
+    v_cache, k_cache = latent.split(dims, -1)
+    (v, k), (qv, q_of_k) = new.split(dims, -1), q.split(dims, -1)
+    found = strobe.flash_attn_with_kvcache(
+        q_of_k, k_cache, v_cache, *((k, v) if appended else ()), cache_seqlens=ints(*lengths, device=device), block_table=table,
+        causal=True, qv=qv,
+    )  # fmt: skip
+    torch.testing.assert_close(found.cpu(), wanted, rtol=bound, atol=bound)
+    pages = latent[:, :, 0]
+    found = strobe.flash_attn_varlen_func(
+        q_of_k[:, 0], pages[..., dims[0] :].unsqueeze(-2), pages[..., : dims[0]].unsqueeze(-2), ints(0, 1, 2, device=device),
+        block_table=table, seqused_k=ints(*full, device=device), max_seqlen_q=1, causal=True, q_v=qv[:, 0],
+    )  # fmt: skip
+    torch.testing.assert_close(found.cpu(), wanted[:, 0], rtol=bound, atol=bound)
+
+
 @pytest.mark.parametrize(
     ("says", "keywords"),
     [
@@ -136,7 +169,9 @@ def test_lengths_may_be_an_int_or_left_out():
 @pytest.mark.parametrize(
     ("says", "keywords"),
     [
-        ("qv is not taken over a cache", {"qv": torch.zeros(2, 1, 2, 512)}),
+        (r"qv must have shape \[2, 1, 2, 16\] and q's torch.float32, got \[2, 1, 2, 512\]", {"qv": torch.zeros(2, 1, 2, 512)}),
+        ("qv goes with v_cache and k_cache that are first and other columns", {"qv": torch.zeros(2, 1, 2, 16)}),
+        ("k_descale and v_descale are not taken with qv", {"qv": torch.zeros(2, 1, 2, 16), "k_descale": torch.ones(2, 2)}),
         ("q_descale is not taken", {"q_descale": torch.ones(2, 2)}),
         ("attention_chunk is not taken", {"attention_chunk": 8}),
         ("block_table and page_table are one argument", {"block_table": ints([0], [1]), "page_table": ints([0], [1])}),

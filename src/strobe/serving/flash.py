@@ -4,6 +4,7 @@ and `append`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,11 +38,15 @@ def flash_attn_with_kvcache(
     have that of the first, as in flash-attn. sinks, learnable_sink and s_aux are one: [heads_q]. k_descale, v_descale: float32,
     of a cache of 8 bits, of any shape that `strobe.Cache` takes.
 
+    qv: [..., heads_q, D of v], whose products with the values are added to the scores, as in multi-head latent attention:
+    v_cache and k_cache are then the first and the other columns of one tensor. Without a softmax_scale it is 1 / sqrt of both
+    head dims together.
+
     num_splits=1 asks for bits that do not depend on the batch, as `deterministic=True` does; other numbers, scheduler_metadata,
     pack_gqa and sm_margin change nothing, as work is dealt out on the device.
     Returns out, or (out, softmax_lse), softmax_lse [batch, heads_q, seqlen_q] or [heads_q, total_q].
     """
-    _refuse(qv=qv, q_descale=q_descale, attention_chunk=attention_chunk or None)
+    _refuse(q_descale=q_descale, attention_chunk=attention_chunk or None)
     table = _one("block_table", block_table, "page_table", page_table)
     sink = _one("sinks", _one("sinks", sinks, "learnable_sink", learnable_sink), "s_aux", s_aux)
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -64,6 +69,8 @@ def flash_attn_with_kvcache(
             positions=rotary_seqlens, one_position=not own,
         )  # fmt: skip
         q = q if turned is None else turned
+    if qv is not None:
+        q, cache = _of_latent("qv", q, qv, cache)
     return decode(
         q, cache, mask=Full() if mask is None else mask, score=flash_score(softcap, alibi_slopes, sink), scale=softmax_scale,
         cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, out=out, return_lse=bool(return_softmax_lse),
@@ -82,14 +89,14 @@ def varlen_over_pages(
 
     seqused_k: int32 [batch], how many keys each sequence has. s_aux and learnable_sink are one: [heads_q]. num_splits=1 asks
     for bits that do not depend on the batch. scheduler_metadata, fa_version and the like change nothing. q of 8 bits, dropout
-    and an output of 8 bits are refused.
+    and an output of 8 bits are refused. q_v: as `qv` of `flash_attn_with_kvcache`.
 
     cp_world_size > 1: the keys of a sequence are spread over so many GPUs, in turn; k, v and seqused_k are this GPU's, and with
     return_softmax_lse=True the results of all of them are joined by `strobe.merge`. It takes one query of each sequence, which
     sees all keys, so cp_rank and cp_tot_seqused_k change nothing.
     """
     _refuse(
-        q_v=q_v, q_descale=q_descale, output_scale=output_scale, seqused_q=seqused_q, dropout_p=dropout_p or None,
+        q_descale=q_descale, output_scale=output_scale, seqused_q=seqused_q, dropout_p=dropout_p or None,
         cu_seqlens_k=cu_seqlens_k, **{name: value for name, value in hints.items() if name not in _HINTS},
     )  # fmt: skip
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("seqused_k", seqused_k)):
@@ -99,6 +106,8 @@ def varlen_over_pages(
         of_place = {"alibi_slopes": alibi_slopes, "s_aux": s_aux, "learnable_sink": learnable_sink}
         _check_spread(cp_world_size, cp_rank, max_seqlen_q, window_size, of_place)
     cache = Cache(k, v, seqused_k, block_table, k_scale=k_descale, v_scale=v_descale)
+    if q_v is not None:
+        q, cache = _of_latent("q_v", q, q_v, cache)
     mask, sink = flash_mask(causal, window_size), _one("s_aux", s_aux, "learnable_sink", learnable_sink)
     return decode(
         q, cache, mask=Full() if mask is None else mask, score=flash_score(softcap, alibi_slopes, sink), scale=softmax_scale,
@@ -120,6 +129,38 @@ def _check_spread(cp_world_size, cp_rank, max_seqlen_q, window_size, of_place: d
     for name, x in of_place.items():
         if x is not None:
             raise ValueError(f"{name} is not taken with cp_world_size={world}, got {_short(x)}")
+
+
+def _of_latent(name: str, q: torch.Tensor, qv: torch.Tensor, cache: Cache) -> tuple[torch.Tensor, Cache]:
+    """q and a cache of which v is the first columns of k, for queries qv of the values beside q of the keys: both lie in one
+    tensor, whose first columns are the values."""
+    check_tensor("q", q)
+    check_tensor(name, qv)
+    k, v = cache.k, cache.v
+    assert v is not None
+    if qv.shape != (*q.shape[:-1], v.shape[-1]) or qv.dtype != q.dtype:
+        wanted = [*q.shape[:-1], v.shape[-1]]
+        raise ValueError(f"{name} must have shape {wanted} and q's {q.dtype}, got {list(qv.shape)}, {qv.dtype}")
+    if cache.k_scale is not None or cache.v_scale is not None:
+        raise ValueError(f"k_descale and v_descale are not taken with {name}: leave them out")
+    if not _are_neighbours(v, k):
+        raise ValueError(f"{name} goes with v_cache and k_cache that are first and other columns of one tensor, got two")
+    columns = v.shape[-1] + k.shape[-1]
+    strides = [columns if size == 1 else stride for size, stride in zip(v.shape[:-1], v.stride()[:-1], strict=True)]
+    latent = v.as_strided((*v.shape[:-1], columns), (*strides, 1))
+    return torch.cat((qv, q), -1), replace(cache, k=latent, v=None, head_dim_v=v.shape[-1])
+
+
+def _are_neighbours(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether the columns of `right` follow those of `left` in memory."""
+    if left.shape[:-1] != right.shape[:-1] or left.dtype != right.dtype or left.stride(-1) != 1 or right.stride(-1) != 1:
+        return False
+    if left.untyped_storage().data_ptr() != right.untyped_storage().data_ptr():
+        return False
+    columns, sizes = left.shape[-1] + right.shape[-1], left.shape[:-1]
+    strides = zip(sizes, left.stride(), right.stride(), strict=False)
+    apart = all(size == 1 or (of_left == of_right and of_left >= columns) for size, of_left, of_right in strides)
+    return apart and right.storage_offset() == left.storage_offset() + left.shape[-1]
 
 
 def _one(name: str, x, other_name: str, other):
