@@ -182,7 +182,7 @@ def name_of(problem: AttentionProblem) -> str:
     return f"D={dims} heads {heads} {problem.mask} {shape}"
 
 
-def _gpu_of(report: dict) -> Arch:
+def gpu_of(report: dict) -> Arch:
     """The GPU of a report. ValueError for one whose facts are not known."""
     arch = arch_of(report)
     if arch is None or not arch.is_gpu:
@@ -232,18 +232,23 @@ def of_report(report: dict, choice: Choice) -> tuple[Ceilings, list[Placed]]:
     """Places what `strobe bench` measured of Strobe at the points of a choice. Returns the ceilings at the median of the
     points' clocks, and the points, each under the ceilings at its own clock. ValueError for a GPU or a dtype whose rates are
     not known, and where no point is left."""
-    arch = _gpu_of(report)
+    arch = gpu_of(report)
     ceilings = Ceilings.of(arch, DTYPES[choice.dtype])
-    found = []
-    for entry in report["points"]:
-        point, result = Point.of(entry), entry["results"].get("strobe", {})
-        if "tflops" in result and choice.takes(point):
-            here = ceilings.at_clock(result.get("sm_clock_mhz", ceilings.clock / 1e6) * 1e6)
-            seconds = point.flops / (result["tflops"] * 1e12)
-            found.append(place(point.problem(), here, arch.capability == 90, seconds))
+    points = [Point.of(entry) for entry in report["points"]]
+    taken = ((point, entry["results"]) for point, entry in zip(points, report["points"], strict=True) if choice.takes(point))
+    found = [placed for point, results in taken if (placed := place_measured(point, results.get("strobe", {}), arch))]
     if not found:
         raise ValueError(f"roofline: the report must have a point of Strobe's as asked for, got none of {choice}")
     return ceilings.at_clock(median(placed.clock for placed in found)), found
+
+
+def place_measured(point: Point, result: dict, arch: Arch) -> Placed | None:
+    """Places what `strobe bench` measured of Strobe at a point, at the clock that it ran at; None where it measured nothing."""
+    if "tflops" not in result:
+        return None
+    ceilings = Ceilings.of(arch, DTYPES[point.dtype])
+    here = ceilings.at_clock(result.get("sm_clock_mhz", ceilings.clock / 1e6) * 1e6)
+    return place(point.problem(), here, arch.capability == 90, point.flops / (result["tflops"] * 1e12))
 
 
 # ---- what it says
@@ -276,12 +281,12 @@ def sentence(placed: Placed) -> str:
     second, seconds = _second(placed)
     reached = f", of which {placed.share:.0%} were measured" if placed.share is not None else ""
     return (
-        f"{placed.name}: {_words(placed.binds)} binds at {si(placed.ceiling, 'FLOP/s')}{reached}; "
-        f"{_words(second)} needs {seconds / placed.least:.0%} of its time; {moves(placed)}"
+        f"{placed.name}: {words(placed.binds)} binds at {si(placed.ceiling, 'FLOP/s')}{reached}; "
+        f"{words(second)} needs {seconds / placed.least:.0%} of its time; {moves(placed)}"
     )
 
 
-def _words(unit: str) -> str:
+def words(unit: str) -> str:
     return "shared memory" if unit == "smem" else unit
 
 
@@ -353,7 +358,7 @@ def draw(found: list[Placed], ceilings: Ceilings, path: Path) -> Path:
                 height = max(placed.ceiling for placed in bound) / 1e12
                 panel.plot([left, right], [height] * 2, color=colors[head_dims], linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
                 panel.annotate(
-                    _words(unit), (left, height), xytext=(2, 2), textcoords="offset points", fontsize=7, color=CEILING
+                    words(unit), (left, height), xytext=(2, 2), textcoords="offset points", fontsize=7, color=CEILING
                 )
     panel.annotate(
         f"tensor cores, {ceilings.matmul / 1e12:.0f} TFLOP/s", (left, ceilings.matmul / 1e12), xytext=(2, 3),

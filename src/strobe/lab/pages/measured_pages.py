@@ -15,6 +15,7 @@ from strobe.lab.bench.intervals import Ratio
 from strobe.lab.bench.plan import Point, short
 from strobe.lab.bench.report import closest, verdicts
 from strobe.lab.model import context_parallel as paper
+from strobe.lab.model import roofline
 from strobe.lab.timeline import timeline
 
 RESULTS = Path("benchmarks/results")
@@ -237,16 +238,24 @@ def zoo(root: Path) -> str:
     if not found:
         return NOTHING
     report, path = found[-1]
-    rows = [["", "shape", "TFLOP/s", "over the best peer", "peer"]]
+    rows = [["", "shape", "TFLOP/s", "over the best peer", "peer", "binds", "of its roof", "MHz"]]
     for facts in report["points"]:
-        point, compared = Point.of(facts), closest(facts["results"])
-        rate = facts["results"].get("strobe", {}).get("tflops")
-        ratio = "-" if compared is None else marked(compared[1])
-        rows.append([str(point), point.shape, "-" if rate is None else f"{rate:.0f}", ratio, compared[0] if compared else "-"])
+        point, compared, ours = Point.of(facts), closest(facts["results"]), facts["results"].get("strobe", {})
+        rate, clock = (f"{ours[name]:.0f}" if name in ours else "-" for name in ("tflops", "sm_clock_mhz"))
+        beside = ("-", "-") if compared is None else (marked(compared[1]), compared[0])
+        rows.append([str(point), point.shape, rate, *beside, *_bound(point, ours, report), clock])
     heads = [f"![Strobe's speed over the best peer's](../{path.with_suffix('.png')})", _where(report, path)]
     heads.append(f"By its 95 % interval Strobe is {verdicts(report['points'])}; bold is ahead, italics behind.")
     heads += [f"The run is incomplete: {report['stopped']}."] if report["stopped"] else []
     return f"{heads[0]}\n\n{' '.join(heads[1:])}\n\n{_table(rows)}"
+
+
+def _bound(point: Point, ours: dict, report: dict) -> tuple[str, str]:
+    """Which unit binds a point, and the share of its least time in what was measured; of packed sequences nobody knows."""
+    placed = None if point.packed else roofline.place_measured(point, ours, roofline.gpu_of(report))
+    if placed is None or placed.share is None:
+        return "-", "-"
+    return roofline.words(placed.binds), f"{placed.share:.0%}"
 
 
 def marked(ratio: Ratio) -> str:
