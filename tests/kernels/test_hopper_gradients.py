@@ -108,6 +108,7 @@ def test_deterministic_against_reference(case, at_once, monkeypatch):
         check(run(replace(t, keywords={**t.keywords, "deterministic": True}), "sm90"), t)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_deterministic_on_a_busy_gpu(head_dim):
     """Matrix products run beside it on another stream, so that thread blocks and copies meet in another order every time."""

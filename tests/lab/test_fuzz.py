@@ -62,6 +62,8 @@ FOUND = (
     "n_kv=8,group=2,head_dim=40,head_dim_v=40,values='inf',way='autocast',seed=273",
     "n_q=5,n_kv=7,packed=True,k_layout='same for all',values='huge',seed=585",
     "backend='portable',n_kv=2,documents='mixed',softcap=1.0,poison='nan',gradients='out',seed=133",
+    "backend='portable',dtype='bf16',n_q=30,n_kv=15,head_dim=128,head_dim_v=128,right=0,bias='b1qk',function=2,dropout=0.5,"
+    "gradients='out',seed=44",
 )
 """What campaigns found, made smaller."""
 
@@ -72,6 +74,9 @@ FOUND_ON_A_GPU = (
     "device='cuda',backend='sm90',dtype='fp16',n_q=257,n_kv=511,heads_kv=3,group=2,head_dim=40,left=1000,prefix=127,"
     "logits=5.0,gradients='out',way='others first',seed=672",
     "device='cuda',backend='portable',dtype='fp16',n_q=100,n_kv=200,head_dim=40,seed=672",
+    "device='cuda',door='flash',n_q=127,n_kv=3,heads_kv=3,group=2,head_dim=80,head_dim_v=80,alibi='batch',sinks='fp32',"
+    "logits=300.0,seed=985",
+    "device='cuda',backend='sm90',dtype='bf16',n_q=300,n_kv=31,heads_kv=2,head_dim=80,head_dim_v=80,visible=2,seed=122",
 )
 
 

@@ -25,7 +25,7 @@ def write(root, name: str, **report) -> None:
 BLOCKS = [
     *(pages.trained, pages.deterministic, pages.changed_scores, pages.documents, pages.redo_cost, pages.fp8_accuracy),
     *(pages.fp8_speed, pages.cpu_backends, pages.cpu_tiles, pages.timelines, pages.hidden, pages.ampere, pages.ampere_portable),
-    *(pages.ampere_float32, pages.single),
+    *(pages.ampere_float32, pages.single, pages.shared),
 ]
 
 

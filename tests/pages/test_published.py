@@ -38,6 +38,7 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "rungs-profile": (),
     "same-code": (),
     "sm80": ("sm80 forward", "sm80 backward"),
+    "shared-gpu": (),
     "study": (),
     "unit-costs": (),
 }

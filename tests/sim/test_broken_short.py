@@ -36,7 +36,7 @@ BUGS = [
     short("a tile too many is asked for", NEXT_Q, NEXT_Q.replace("< last", "<= last"), (*WRONG_PHASE, Unfinished)),
     short("the next tile's rows come too late", NEXT_Q, NEXT_Q.replace("tile + STAGES)", "tile + STAGES + 1)"), ()),
     short("keys that are not there are seen", "(key < n_kv)", "(key <= n_kv)", ()),
-    short("the second part begins at the first key", "C.first(i), C.parts[i])", "0, C.parts[i])", ()),
+    short("the second part begins at the first key", "C.first(i), C.parts[i],", "0, C.parts[i],", ()),
     short("O is written over before it has left", O_LEFT, "        partition_barrier()\n", (Race,)),
     short("O leaves before it is there", O_THERE, O_THERE.replace("        fence_async_shared()\n", ""), (MissingFence,)),
     short("nobody waits for the last O", LAST_O, LAST_O.splitlines(True)[0], (Unfinished,)),

@@ -199,12 +199,13 @@ class _Part:
         """Bound [batch, heads_q, rows] of the absolute error of a row's scores and of its LSE, and so of the relative error of
         its weights."""
 
-    def _attend(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend(self, v: torch.Tensor, drops: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         problem, bias = self.part.problem, self.inputs.get("dbias")
+        dropout = problem.dropout if drops else 0.0
         bias = self.pairs if bias is None else self.pairs + bias
         score = replace(self.part.score, bias=bias, sinks=self.inputs.get("dsinks"))
         return dense.attend(
-            self.q, self.k, v, problem.scale, self.part.mask, score, self.part.batch, problem.dropout, self.seed
+            self.q, self.k, v, problem.scale, self.part.mask, score, self.part.batch, dropout, self.seed if drops else None
         )
 
     @torch.no_grad()
@@ -266,12 +267,12 @@ class _Part:
         return 1 - self.part.problem.dropout
 
     def _weights(self) -> torch.Tensor:
-        """P, or a little more, [batch, heads_q, rows, keys]."""
+        """P before any of it is dropped, [batch, heads_q, rows, keys]."""
         if self.part.problem.score.function is None:  # which would put its derivative here
             (weights,) = torch.autograd.grad(self.lse.sum(), self.pairs, retain_graph=True, materialize_grads=True)
             return weights
         one = torch.eye(self.k.shape[1], dtype=self.v.dtype, device=self.v.device)[None, :, None]
-        weights, _ = self._attend(one.expand(*self.v.shape[:-1], -1))
+        weights, _ = self._attend(one.expand(*self.v.shape[:-1], -1), drops=False)
         return weights.detach().transpose(1, 2)
 
     def _allowed(self, of_pairs, weights, relative, dout, dlse) -> dict[str, torch.Tensor]:

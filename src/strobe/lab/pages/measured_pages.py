@@ -446,6 +446,20 @@ def single(root: Path) -> str:
     )
 
 
+def shared(root: Path) -> str:
+    """What benchmarks/shared_gpu.py found: runs whose stored dS differs, by what keeps the GPU busy."""
+    found = results(root, "shared-gpu-*.json")
+    if not found:
+        return NOTHING
+    report, path = found[-1]
+    rows = [["other processes", "beside it", "runs", "differ", "eight bytes that differ: where, what, how often"]]
+    for at in report["settings"]:
+        busy = "none" if at["neighbours"] == "nothing" else f"{report['processes']}, with {at['neighbours']}"
+        words = "; ".join(f"{word['place']}: `{word['bytes']}`, {word['times']}" for word in at["words"]) or "-"
+        rows.append([busy, "products" if at["products beside"] else "-", str(at["runs"]), str(at["differ"]), words])
+    return f"{_where(report, path)} Driver {report['device']['driver']}.\n\n{_table(rows)}"
+
+
 def results(root: Path, pattern: str) -> list[tuple[dict, Path]]:
     """The reports of a pattern by their date, and their paths from the root."""
     paths = (root / RESULTS).glob(pattern)

@@ -326,6 +326,7 @@ PAGES: dict[str, dict[str, Callable[[Path], str]]] = {
     },
     "docs/cpu.md": {"backends": measured_pages.cpu_backends, "tiles": measured_pages.cpu_tiles},
     "docs/fp8.md": {"accuracy": measured_pages.fp8_accuracy, "speed": measured_pages.fp8_speed},
+    "docs/upstream.md": {"shared": measured_pages.shared},
     "docs/ladder.md": {
         "measured": ladder_page.measured,
         "example": ladder_page.example,
