@@ -17,7 +17,7 @@ from strobe.lab.binary import audit
 from strobe.lab.binary.audit import ARCHS, layout_conflicts
 from strobe.lab.binary.audit_report import ptxas_words, readable
 from strobe.lab.binary.offline import problem_of
-from strobe.lab.binary.sass import flow_of, innermost_loops, main_loop
+from strobe.lab.binary.sass import flow_of, innermost_loops, main_loop, unwritten
 from strobe.lab.pages.glossary import GLOSSARY
 from strobe.masks import Full
 
@@ -390,3 +390,19 @@ def test_the_interpreter_compiles_nothing():
 
 def test_every_arch_has_a_gpu():
     assert all(arch in KNOWN.values() and name.startswith(f"sm_{arch.capability}") for name, arch in ARCHS.items())
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (["UMOV UR4, 0x1 ;", "UIADD3 UR5, UR4, UR6, URZ ;"], ("UIADD3 UR5, UR4, UR6, URZ",)),
+        (["UMOV UR5, UR6 ;", "UIADD3 UR7, UR5, 0x1, URZ ;"], ("UMOV UR5, UR6",)),
+        (["UMOV UR5, UR6 ;", "UIADD3 UR5, UR5, 0x1, URZ ;"], ("UMOV UR5, UR6",)),
+        (["UMOV UR5, UR6 ;", "@!UP0 UMOV UR5, 0x1 ;"], ("UMOV UR5, UR6",)),
+        (["UMOV UR5, UR6 ;", "UMOV UR5, 0x1 ;"], ()),
+        (["UMOV.64 UR4, URZ ;", "UIADD3 UR6, UR5, 0x1, URZ ;"], ()),
+    ],
+)
+def test_what_reads_a_uniform_register_that_nothing_has_written(lines, found):
+    """A copy that the next instruction writes over is nobody's."""
+    assert unwritten("\n".join(f"        /*{16 * i:04x}*/                   {line}" for i, line in enumerate(lines))) == found

@@ -185,16 +185,23 @@ _WRITES_UNIFORM = ("U", "S2UR", "R2UR", "REDUX", "LDCU", "VOTEU", "CS2UR")
 
 def unwritten(sass: str) -> tuple[str, ...]:
     """Instructions that read a uniform register which no instruction before them in the text writes, other than in a
-    descriptor: a mistake of ptxas, which has made such code of rows of shared memory of two widths (CUDA 12.8)."""
+    descriptor: a mistake of ptxas, which has made such code of rows of shared memory of two widths (CUDA 12.8). A copy that
+    the next instruction writes over is not one: nobody uses it."""
     written: set[int] = set()
-    found = []
+    found: list[str] = []
+    copied: int | None = None  # by the last instruction, if it is the last one found
     for instruction in (Instruction(*match.groups()) for match in map(_INSTRUCTION.match, sass.splitlines()) if match):
         operands = instruction.operands.rstrip(" ;").split(",")
         target = _REGISTER.fullmatch(operands[0].strip()) if instruction.mnemonic.startswith(_WRITES_UNIFORM) else None
         read = [int(number) for x in operands[target is not None :] if "desc[" not in x for number in _REGISTER.findall(x)]
+        into = None if target is None else int(target[1])
+        if copied is not None and copied == into and into not in read and not instruction.guard:
+            found.pop()
+        copied = None
         if not written.issuperset(read):
             found.append(str(instruction))
-        if target is not None:
+            copied = into if instruction.mnemonic == "UMOV" else None
+        if into is not None:
             wide = (
                 4
                 if ".128" in instruction.mnemonic
@@ -202,7 +209,7 @@ def unwritten(sass: str) -> tuple[str, ...]:
                 if ".64" in instruction.mnemonic or ".WIDE" in instruction.mnemonic
                 else 1
             )
-            written.update(range(int(target[1]), int(target[1]) + wide))
+            written.update(range(into, into + wide))
         written.update(read)  # told once
     return tuple(found)
 
