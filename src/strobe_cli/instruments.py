@@ -475,26 +475,32 @@ def fuzz(
     first: Annotated[int | None, typer.Option(help="The first case's number; default: one that was not drawn before.")] = None,
     case: Annotated[str | None, typer.Option(help="Run this case alone: its number, or its facts.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")] = None,
+    arch: Annotated[str | None, typer.Option(help="Compile for this GPU (H200, A100, ...), and run nothing.")] = None,
     json: JsonFile = None,
 ) -> None:
     """Random problems, layouts and bad arguments against the float64 specification; status 1 if any fails (docs/fuzzing.md)."""
     from os import cpu_count
     from random import SystemRandom
 
+    from strobe.device import KNOWN
     from strobe.lab.fuzz import fuzz as fuzzer
 
+    if arch is not None:
+        alone(context, "arch", *(set(context.params) - {"device"}))
+        one_of("arch", arch, [name for name, known in KNOWN.items() if known.is_gpu])
     where = device_of(device)
+    on = arch or where.type
     if case is not None:
-        alone(context, "case", "device")
+        alone(context, "case", "device", "arch")
         try:
-            raise typer.Exit(fuzzer.fuzz_one(case, where.type).bad)
+            raise typer.Exit(fuzzer.fuzz_one(case, on).bad)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
     positive("seconds", seconds)
     at_least(1, workers=workers)
     at_least(0, first=first)
     start = SystemRandom().randrange(10**9) if first is None else first
-    found = fuzzer.fuzz(where.type, seconds, workers or min(12, cpu_count() or 1), start)
+    found = fuzzer.fuzz(on, seconds, workers or min(12, cpu_count() or 1), start)
     _write_json(json, found, where)
     raise typer.Exit(bool(found["failures"]))
 

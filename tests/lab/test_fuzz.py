@@ -16,6 +16,7 @@ from strobe.cpu import tiled
 from strobe.kernels.portable import forward as _  # noqa: F401  kernels take their copy of `masks` before it is broken
 from strobe.lab.fuzz import fuzz
 from strobe.lab.fuzz.cases import FAMILY, Case, drawn, simpler
+from strobe.lab.fuzz.compiled import compiled
 from strobe.lab.fuzz.run import Outcome, outcome
 from strobe.scores import Score
 
@@ -90,6 +91,29 @@ def test_what_was_found_is_right(case):
 @pytest.mark.parametrize("case", FOUND_ON_A_GPU)
 def test_what_was_found_on_a_gpu_is_right(case):
     assert outcome(Case.told(case)) == Outcome("right")
+
+
+# ---- compiled, not run
+
+
+@pytest.mark.parametrize("case", ["bad=5", "door='fp8'", "n_q=3,backend='tiled'"])
+def test_nothing_is_compiled_of_what_is_refused(case):
+    assert compiled(Case.told(case), "A100").kind == "refused"
+
+
+def test_a_failure_says_what_it_was_compiled_for():
+    found = fuzz.Found("A100")
+    found.add(5, drawn(5, "cuda"), Outcome("error", "words"))
+    assert found.failures[0].command() == "strobe fuzz --arch A100 --case 5"
+    smaller = replace(found.failures[0], smallest=Case.told("n_q=3"))
+    assert smaller.command() == 'strobe fuzz --arch A100 --case "n_q=3"'
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", ["A100", "H200"])
+def test_a_campaign_compiles(arch):
+    found = fuzz.campaign(arch, 900.0, first=302723920, most=3)
+    assert found.cases == 3 and not found.failures and not found.refusals, found
 
 
 # ---- broken on purpose

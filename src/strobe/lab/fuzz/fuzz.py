@@ -14,7 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -23,7 +24,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from strobe.device import KNOWN
 from strobe.lab.fuzz.cases import FAMILY, Case, drawn, simpler
+from strobe.lab.fuzz.compiled import compiled
 from strobe.lab.fuzz.run import Outcome, outcome
 
 DEADLINE = 120.0
@@ -45,6 +48,8 @@ class Failure:
     case: Case
     outcome: Outcome
     smallest: Case | None = None
+    arch: str | None = None
+    """What it was compiled for, if it did not run."""
 
     @property
     def kind(self) -> Kind:
@@ -52,15 +57,17 @@ class Failure:
 
     def command(self) -> str:
         """What runs the smallest case that is known."""
+        where = f"--arch {self.arch} " if self.arch else ""
         if self.smallest is None and self.number is not None:
-            return f"strobe fuzz --device {self.case.device} --case {self.number}"
-        return f'strobe fuzz --case "{self.smallest or self.case}"'
+            return f"strobe fuzz {where or f'--device {self.case.device} '}--case {self.number}"
+        return f'strobe fuzz {where}--case "{self.smallest or self.case}"'
 
 
 @dataclass
 class Found:
     """What a campaign has found so far."""
 
+    arch: str | None = None
     cases: int = 0
     features: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
@@ -71,7 +78,7 @@ class Found:
     def add(self, number: int | None, case: Case, of: Outcome) -> None:
         self.cases += 1
         if of.bad:
-            self.failures.append(Failure(number, case, of))
+            self.failures.append(Failure(number, case, of, arch=self.arch))
         elif of.kind == "refused":
             self.refusals[re.sub(r"\d+", "#", of.words)[:100]] += 1
         else:
@@ -96,12 +103,20 @@ def _work(tasks: Connection, device: str, run: Run) -> None:
     _prepare(device)
     while True:
         task = tasks.recv()
-        tasks.send(run(drawn(task, device) if isinstance(task, int) else task))
+        tasks.send(run(drawn(task, _kind(device)) if isinstance(task, int) else task))
+
+
+def _kind(device: str) -> str:
+    """The kind of device that cases are drawn for: "cuda" where they are compiled for an arch."""
+    return "cuda" if device in KNOWN else device
 
 
 def _prepare(device: str) -> None:
-    """Settings of a process that runs cases; on a CPU plain Triton kernels run in Triton's interpreter."""
-    if device == "cpu":
+    """Settings of a process that runs cases; on a CPU plain Triton kernels run in Triton's interpreter, and nothing but the
+    compiler runs where kernels are compiled for an arch."""
+    if device in KNOWN:
+        os.environ.pop("TRITON_INTERPRET", None)
+    elif device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     else:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # which PyTorch wants of deterministic products
@@ -163,13 +178,15 @@ class Worker:
 
 def campaign(
     device: str, seconds: float, workers: int = 1, first: int = 0, most: int | None = None,
-    on_step: Callable[[Found], None] = lambda found: None, run: Run = outcome,
+    on_step: Callable[[Found], None] = lambda found: None, run: Run | None = None,
 ) -> Found:  # fmt: skip
     """Runs the cases of first, first + 1, ... for so many seconds, or so many of them, then looks for smaller cases of what
-    failed. A worker takes a whole family of cases, whose kernels it has compiled then. What still runs `GRACE` seconds after
-    the end is cut off."""
-    found, deadline = Found(), time.monotonic() + seconds
-    families = _families(first, most, FAMILY if device == "cuda" else 8)
+    failed. device: "cuda", "cpu", or an arch for which cases are compiled. A worker takes a whole family of cases, whose
+    kernels it has compiled then. run: what it does with a case; default: `run_on`. What still runs `GRACE` seconds after the
+    end is cut off."""
+    run = run or run_on(device)
+    found, deadline = Found(device if device in KNOWN else None), time.monotonic() + seconds
+    families = _families(first, most, FAMILY if _kind(device) == "cuda" else 8)
     crew: dict[Worker, Iterator[int]] = {}
     idle = [Worker(device, run) for _ in range(workers)]
     while True:
@@ -203,7 +220,7 @@ def campaign(
             if worker.tasks in ready or worker.late:
                 assert isinstance(worker.task, int)
                 number = worker.task
-                found.add(number, drawn(number, device), worker.result())
+                found.add(number, drawn(number, _kind(device)), worker.result())
                 on_step(found)
                 idle.append(worker if worker.alive else _replaced(worker, crew))
     found.failures = _smallest(found, device, run)
@@ -239,7 +256,7 @@ def _smallest(found: Found, device: str, run: Run) -> list[Failure]:
             failures += same
             continue
         smallest = _smaller(Worker(device, run), first, deadline)
-        failures += [Failure(first.number, first.case, first.outcome, smallest), *others]
+        failures += [replace(first, smallest=smallest), *others]
     return failures
 
 
@@ -297,13 +314,19 @@ def fuzz(device: str, seconds: float, workers: int, first: int) -> dict:
     return facts
 
 
+def run_on(device: str) -> Run:
+    """What is done with a case: it runs on "cuda" or "cpu", or is compiled for an arch."""
+    return partial(compiled, arch=device) if device in KNOWN else outcome
+
+
 def fuzz_one(text: str, device: str) -> Outcome:
-    """Runs one case here, told by its number or its facts, and prints it. ValueError for other text."""
-    case = drawn(int(text), device) if text.isdigit() else Case.told(text)
-    _prepare(case.device)
+    """Does with one case here what a campaign does, told by its number or its facts, and prints it. ValueError for other
+    text."""
+    case = drawn(int(text), _kind(device)) if text.isdigit() else Case.told(text)
+    _prepare(device if device in KNOWN else case.device)
     console = Console()
     console.print(f"case      {escape(str(case))}", highlight=False, soft_wrap=True)
-    of = outcome(case)
+    of = run_on(device)(case)
     console.print(f"outcome   {of.kind}{': ' * bool(of.words)}{escape(of.words)}", highlight=False, soft_wrap=True)
     return of
 

@@ -1,0 +1,69 @@
+"""One case of the fuzzer without a GPU: what it needs on one is compiled, and the machine code is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from strobe.call import dispatch
+from strobe.device import KNOWN, Arch
+from strobe.kernels.common.call import Call, unfilled
+from strobe.lab.bench.failures import compact
+from strobe.lab.fuzz.cases import Case
+from strobe.lab.fuzz.inputs import inputs
+from strobe.lab.fuzz.right import Tensors, describe
+from strobe.lab.fuzz.run import Outcome
+from strobe.problem import AttentionProblem
+
+_seen: set[str] = set()
+"""Hashes of the kernels that this process has looked at."""
+
+
+def compiled(case: Case, arch: str) -> Outcome:
+    """Compiles the kernels of a case's calls for a GPU that need not be there. "right" if all of them compile, and no
+    instruction reads what nothing has written (see `sass.unwritten`); "refused" where there is nothing to compile."""
+    if case.bad or case.lie or case.door == "fp8":
+        return Outcome("refused", "compiles nothing of its own")
+    try:
+        given = inputs(replace(case, device="cpu")).given
+        calls = list(_calls(case, given, KNOWN[arch]))
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return Outcome("refused", str(error).splitlines()[0])
+    if not calls:
+        return Outcome("refused", "runs no kernel")
+    try:
+        return _looked_at(calls, KNOWN[arch])
+    except Exception as error:
+        while error.__cause__ is not None:  # Triton tells where from, and the reason last
+            error = error.__cause__  # type: ignore[assignment]
+        return Outcome("error", compact(error))
+
+
+def _calls(case: Case, t: Tensors, arch: Arch) -> Iterator[Call]:
+    for phase in ("forward", "backward") if case.gradients else ("forward",):
+        problem = replace(describe(t, phase)[0], deterministic=case.deterministic)
+        backend = dispatch.select(problem, arch, case.backend)
+        if hasattr(backend, "calls") and not problem.is_empty:
+            yield from _of_backend(backend, problem, arch)
+
+
+def _of_backend(backend, problem: AttentionProblem, arch: Arch) -> list[Call]:
+    from strobe.lab.binary.offline import pretend_gpu
+
+    with pretend_gpu(arch.capability):
+        return backend.calls(problem, unfilled(problem, backend.buffers(problem, arch)), arch)
+
+
+def _looked_at(calls: list[Call], arch: Arch) -> Outcome:
+    from strobe.lab.binary.offline import pretend_gpu
+    from strobe.lab.binary.sass import audit
+
+    with pretend_gpu(arch.capability):
+        for call in calls:
+            kernel = call.compile()
+            if kernel.hash not in _seen:
+                _seen.add(kernel.hash)
+                found = audit(kernel, call.kernel.__name__).unwritten
+                if found:
+                    return Outcome("wrong", f"{call.kernel.__name__}: {found[0]} reads what nothing has written")
+    return Outcome("right")
