@@ -16,6 +16,7 @@ from strobe.checks import check_tensor
 from strobe.cpu.by_value import DESCALE_ROWS
 from strobe.masks import Mask
 from strobe.problem import AttentionProblem
+from strobe.scores import Score
 
 E4M3 = torch.float8_e4m3fn
 
@@ -24,22 +25,28 @@ E4M3 = torch.float8_e4m3fn
 def attention_fp8(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, mask: Mask | None = None,
-    scale: float | None = None, cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_kv: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, return_lse: Literal[False] = False,
+    score: Score | None = None, scale: float | None = None, cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None,
+    seqused_q: torch.Tensor | None = None, seqused_kv: torch.Tensor | None = None, backend: str | None = None,
+    return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def attention_fp8(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, mask: Mask | None = None,
-    scale: float | None = None, cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_kv: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, return_lse: Literal[True],
+    score: Score | None = None, scale: float | None = None, cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None,
+    seqused_q: torch.Tensor | None = None, seqused_kv: torch.Tensor | None = None, backend: str | None = None,
+    return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def attention_fp8(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, mask: Mask | None = None,
-    scale: float | None = None, cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_kv: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, return_lse: bool,
+    score: Score | None = None, scale: float | None = None, cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None,
+    seqused_q: torch.Tensor | None = None, seqused_kv: torch.Tensor | None = None, backend: str | None = None,
+    return_lse: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def attention_fp8(
     q: torch.Tensor,
@@ -50,24 +57,32 @@ def attention_fp8(
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     mask: Mask | None = None,
+    score: Score | None = None,
     scale: float | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_kv: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_kv: torch.Tensor | None = None,
+    backend: str | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`strobe.attention` of q * q_descale, k * k_descale and v * v_descale, given in e4m3. It has no
     gradient: what requires one is refused.
 
     Args:
-        q, k, v: float8_e4m3fn, shaped as `strobe.attention` takes them. On a GPU head_dim is 64, 128 or 256, also of v.
+        q, k, v: float8_e4m3fn, shaped as `strobe.attention` takes them. On a GPU head_dim is 64, 128 or 256, also of v; by
+            name any multiple of 16 up to 256.
         q_descale, k_descale, v_descale: float32 on q's device, positive for q and k; None is 1.
             Per head, as in FlashAttention-3: [batch, heads_kv], also of q, whose heads share that of their key head.
             By blocks of 128 rows, of q and k if they are not packed: [batch, heads_q, ceil(seqlen_q / 128)],
             [batch, heads_kv, ceil(seqlen_kv / 128)].
         mask, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, return_lse: as `strobe.attention` takes them.
             On a GPU no documents and no mask function.
+        score, seqused_q, seqused_kv: as `strobe.attention` takes them; on a GPU softcap and sinks, and by name alone.
+        backend: "sm90_fp8" or "by_value", to run that one or fail; None lets Strobe choose. By name the kernel takes what was
+            simulated and has not yet run on a GPU (see `strobe.explain`).
 
     Returns:
         out, bfloat16; or (out, lse), lse float32. On a GPU the weights of the values are rounded to e4m3 (docs/fp8.md).
@@ -76,13 +91,15 @@ def attention_fp8(
         ValueError, TypeError: naming the argument, before any launch, or the reason why the kernel does not take the problem.
     """
     call = (
-        q, k, v, mask, None, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, None, None, False, None,
+        q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, False,
+        backend,
     )  # fmt: skip
     descales = _contiguous(q_descale), _contiguous(k_descale), _contiguous(v_descale)
 
-    def check(q, k, v, mask, _score, scale, cu_q, cu_kv, max_q, max_kv, *_others) -> Options:
-        keywords = {"mask": mask, "scale": scale, "cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_kv}
-        return checked(q, k, v, *descales, max_seqlen_q=max_q, max_seqlen_kv=max_kv, **keywords)
+    def check(q, k, v, mask, score, scale, cu_q, cu_kv, max_q, max_kv, used_q, used_kv, _same, backend, *_dropout) -> Options:
+        keywords = {"mask": mask, "score": score, "scale": scale, "cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_kv}
+        keywords |= {"max_seqlen_q": max_q, "max_seqlen_kv": max_kv, "seqused_q": used_q, "seqused_kv": used_kv}
+        return checked(q, k, v, *descales, backend=backend, **keywords)
 
     found = prepared_calls.attention(check, call, 0.0, return_lse, descales)
     if found is None:
@@ -100,6 +117,10 @@ def checked(q, k, v, q_descale=None, k_descale=None, v_descale=None, *, backend=
         _check_plain(name, x)
         if x.dim() and x.stride(-1) != 1:  # the tensors below have no strides of their own
             raise ValueError(f"{name} must be contiguous in its last dim (stride 1), got stride {x.stride(-1)}")
+    for name in ("alibi", "bias", "sinks"):
+        x = getattr(keywords.get("score"), name, None)
+        if isinstance(x, torch.Tensor):
+            _check_plain(f"score: {name}", x)
     # `attention` checks the rest, on tensors of the same shapes that take no memory
     shapes = [x.new_empty(x.shape[-1:], dtype=torch.bfloat16).expand(x.shape) for x in (q, k, v)]
     options = options_of(*shapes, backend=backend, **keywords)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from strobe import Causal, Document, Full, Prefix, Window
+from strobe import Causal, Document, Full, Prefix, Window, attention
 from strobe.device import KNOWN
 from strobe.fp8 import E4M3, attention_fp8
-from strobe.kernels.sm90.fp8_backend import refuses
+from strobe.kernels.sm90.fp8_backend import refuses, unproven
 from strobe.problem import AttentionProblem, Dense, Varlen
 from strobe.reference.dense import attend
 from strobe.scores import Score
@@ -84,6 +84,24 @@ def test_packed_sequences_have_descales_of_their_own():
     assert not out[11].any()
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_scores_and_used_lengths_are_those_of_attention(packed):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(*((40,) if packed else (2, 20)), heads, 16).to(E4M3) for heads in (4, 2, 2))
+    used_q, used_kv = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([20, 5], [7, 20]))
+    lengths: dict = {"seqused_q": used_q, "seqused_kv": used_kv}
+    if packed:
+        cu = torch.tensor([0, 20, 40], dtype=torch.int32)
+        lengths |= {"cu_seqlens_q": cu, "cu_seqlens_kv": cu}
+    keywords = {"mask": Causal(), "score": Score(softcap=2.0, sinks=torch.randn(4)), "return_lse": True, **lengths}
+    out, lse = attention_fp8(q, k, v, **keywords)
+    want, want_lse = attention(q.double(), k.double(), v.double(), **keywords)
+    torch.testing.assert_close(out.double(), want, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(lse.double(), want_lse.double(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="score: sinks must not require a gradient"):
+        attention_fp8(q, k, v, score=Score(sinks=torch.zeros(4, requires_grad=True)), **lengths)
+
+
 def test_bad_arguments_are_named():
     x = torch.zeros(2, 8, 4, 16, dtype=E4M3)
     with pytest.raises(TypeError, match=r"v must be float8_e4m3fn, got torch\.bfloat16"):
@@ -119,8 +137,8 @@ def test_what_requires_a_gradient_is_refused():
 
 @pytest.mark.gpu
 def test_a_head_dim_that_the_kernel_does_not_take_is_a_bad_value():
-    x = torch.zeros(1, 8, 2, 96, device="cuda").to(E4M3)
-    with pytest.raises(ValueError, match=r"no backend runs \[.*head dim 96, float8_e4m3fn.*sm90_fp8: "):
+    x = torch.zeros(1, 8, 2, 72, device="cuda").to(E4M3)
+    with pytest.raises(ValueError, match=r"no backend runs \[.*head dim 72, float8_e4m3fn.*sm90_fp8: "):
         attention_fp8(x, x, x)
 
 
@@ -140,7 +158,12 @@ def test_the_kernel_says_what_it_does_not_take():
     h200 = KNOWN["H200"]
     assert refuses(problem(), h200) is None
     assert "needs a Hopper GPU" in refuses(problem(), KNOWN["B200"])
-    assert "takes head dim 64, 128 or 256" in refuses(problem(96), h200)
+    for head_dim in (72, 264):
+        assert "takes head dims up to 256 in multiples of 16" in refuses(problem(head_dim), h200)
+    assert "of scores softcap and sinks alone" in refuses(problem(score=Score(alibi=torch.ones(2))), h200)
+    assert unproven(problem(), h200) is None and refuses(problem(96), h200) is None
+    for new in (problem(96), problem(seqused=True), problem(score=Score(softcap=3.0))):
+        assert refuses(new, h200) is None and unproven(new, h200)
     numbers = torch.zeros(1, 256, dtype=torch.int32)
     assert "no documents" in refuses(problem(mask=Document(numbers, numbers)), h200)
     assert "which k lacks" in refuses(problem(unaligned=("k", "v")), h200)
@@ -233,6 +256,31 @@ def test_the_kernel_compiles_without_spills_in_its_loops_or_serialised_products(
 
 
 # ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("head_dim", "score", "used"), [(96, 0, False), (16, 0, True), (192, 1, False), (64, 1, True), (128, 1, True)]
+)
+def test_what_came_last_on_a_gpu(head_dim, score, used):
+    """Other head dims, softcap, sinks and used lengths, by name until this has passed on a GPU."""
+    torch.manual_seed(0)
+    for n_q, n_kv in ((1, 1), (130, 700), (500, 130)):
+        q, k, v = (torch.randn(2, n, heads, head_dim, device="cuda").to(E4M3) for n, heads in ((n_q, 4), (n_kv, 2), (n_kv, 2)))
+        keywords: dict = {"mask": Causal(), "return_lse": True}
+        if score:
+            keywords["score"] = Score(softcap=5.0, sinks=torch.randn(4, device="cuda"))
+        if used:
+            lengths = torch.tensor([n_kv, n_kv // 3], dtype=torch.int32, device="cuda")
+            keywords |= {"seqused_kv": lengths, "seqused_q": lengths.clamp(max=n_q)}
+        out, lse = attention_fp8(q, k, v, backend="sm90_fp8", **keywords)
+        on_cpu = {
+            name: Score(softcap=5.0, sinks=x.sinks.cpu()) if name == "score" else x.cpu() if torch.is_tensor(x) else x
+            for name, x in keywords.items()
+        }
+        want, want_lse = attention(*(x.cpu().double() for x in (q, k, v)), **on_cpu)
+        assert relative_error(out.cpu(), want) < 0.04
+        torch.testing.assert_close(lse.cpu().double(), want_lse.double(), rtol=0, atol=5e-3)
 
 
 @pytest.mark.gpu

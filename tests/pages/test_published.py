@@ -80,6 +80,7 @@ ACCEPTED: dict[str, str] = {
     "sm80-h100-2026-11-25-lengths.json": "measured before one barrier for O, and before whole tiles had a step of their own",
     "sm80-h200-2026-11-25.json": "measured while Triton 3.6 stored O two bytes at a time",
     "fp32-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
+    "single-h100-2026-11-25.json": "since then e4m3 shares two functions of the host with the forward",
     "timeline-h200-2026-11-21.json": HISTORY,
     "timeline-h200-2026-11-22.json": OLDER_KERNEL,
     "train-gpt-4096-h200-2026-11-22.json": OLDER_KERNEL,

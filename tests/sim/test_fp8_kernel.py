@@ -12,7 +12,7 @@ from problems import Case, Tensors, describe, tensors
 from strobe.kernels.sm90 import fp8
 from strobe.kernels.sm90.config import Config
 from strobe.reference.dense import attention
-from strobe.sim import BarrierMisuse, Deadlock, MissingFence, Race, Unfinished, Uninitialised
+from strobe.sim import BarrierMisuse, Deadlock, MissingFence, OutOfBounds, Race, Unfinished, Uninitialised
 from strobe.sim.attention import fp8_launches
 
 E4M3 = torch.float8_e4m3fn
@@ -91,6 +91,13 @@ CASES = [
     (case(150, 170, batch=3, packed=True, mask="causal"), "heads", 1),
     (case(130, 150, 128, logits=30.0), "heads", 1),  # references move
     (case(130, 150, 256, heads=(1, 1), mask="causal"), "heads", 1),
+    (case(130, 150, 96), "heads", 1),
+    (case(70, 150, 16, heads=(1, 1), mask="causal"), None, 1),
+    (case(70, 150, 144, heads=(1, 1)), None, 1),
+    (case(130, 260, softcap=2.0, mask="causal", logits=5.0), "blocks", 1),
+    (case(150, 90, heads=(4, 2), sinks=True, mask="causal", logits=30.0), "heads", 1),  # some sinks are far above all scores
+    (case(130, 200, batch=3, seqused=True, mask="causal"), "heads", 1),
+    (case(130, 200, batch=3, seqused=True, sinks=True, softcap=3.0, packed=True), "heads", 1),
 ]
 
 
@@ -125,6 +132,14 @@ KERNEL = Kernel(FP8, 90, case(130, 170, logits=30.0), Config(64, 64, 2, 64, 2), 
 TOO_EARLY = (Race, Uninitialised, Unfinished, MissingFence)
 WRONG_PHASE = (Race, Uninitialised, Deadlock, BarrierMisuse, Unfinished)
 kernel = partial(one_edit, KERNEL, FP8)
+
+
+def of(case: Case, *edit) -> Bug:
+    return one_edit(Kernel(FP8, 90, case, Config(64, 64, 2, 64, 2), started), FP8, *edit)
+
+
+CAPPED = "        s, _ = score_and_factor(s, None, None, scale, K.score.outer, None)\n"
+USED = case(70, 170, batch=2, seqused=True)
 IN_STEP = "    K.k.release(g)\n    state, p, factor"
 V_BYTES = "    mbarrier.expect(full, v_desc.block_type.nbytes)\n"
 ACC_READY = "    acc = warpgroup_mma_wait(0, deps=[acc])\n    p = from_now(p)\n    K.v.release(before)\n"
@@ -147,6 +162,10 @@ BUGS = [
     kernel("Q is given back twice", "        mbarrier.arrive(K.memory.q_empty.index(slot), count=1)\n",
            "        mbarrier.arrive(K.memory.q_empty.index(slot), count=1)\n" * 2, (BarrierMisuse, Race, Deadlock)),
     kernel("v's descale is forgotten", "descaled(1.0, K.descales.v, kv_head)", "1.0", ()),
+    of(case(70, 170, softcap=2.0, logits=5.0), "scores are not capped", CAPPED, "        s = s * scale\n", ()),
+    of(case(70, 90, sinks=True), "a sink is in the LSE alone", "        rounded_sum += gl.exp2(sink - m)", "        m = m", ()),
+    of(case(70, 170, 48), "columns of V that are not there", " & (d < DIM)[None, :]", "", (OutOfBounds,)),
+    of(USED, "keys that are not used", "right, prefix, used_q, used_kv, None", "right, prefix, used_q, None, None", ()),
 ]  # fmt: skip
 
 

@@ -118,11 +118,8 @@ def forward_launch(
     host = short_launch if few else {80: sm80_launch, 90: sm90_launch, 100: sm100_launch}[arch]
     buffers = sm100_launch.buffers(problem, config) if arch == 100 else host.buffers(problem)
     tensors = Tensors(**operands._asdict(), **unwritten(buffers))
-    if arch == 90 and (problem.varlen or sm90_launch.has_blind_tiles(problem)):
-        longest = problem.lengths.seqlen_q
-        fill_blind(tensors.out, tensors.lse, longest, operands.sinks, operands.cu_seqlens_q, operands.seqused_q)
-    if arch == 90 and problem.varlen:
-        tensors.tiles_listed = tiles_listed(problem, operands, config.tile_q)
+    if arch == 90:
+        _prepare(problem, operands, tensors, config.tile_q)
     if arch == 80 and buffers.made["out"].fill is not None:  # as before a call
         tensors.out.zero_()
         tensors.lse.fill_(-torch.inf)
@@ -135,6 +132,15 @@ def forward_launch(
     split = getattr(config, "splits", 1) > 1
     out, lse = (tensors.out_parts, tensors.lse_parts) if split else (tensors.out, tensors.lse)
     return launch, out, lse, tensors.notes
+
+
+def _prepare(problem: AttentionProblem, operands: Operands, tensors: Tensors, tile_q: int) -> None:
+    """What is done ahead of Hopper's forward: rows that no tile writes are filled, and tiles of packed sequences listed."""
+    if problem.varlen or sm90_launch.has_blind_tiles(problem):
+        longest = problem.lengths.seqlen_q
+        fill_blind(tensors.out, tensors.lse, longest, operands.sinks, operands.cu_seqlens_q, operands.seqused_q)
+    if problem.varlen:
+        tensors.tiles_listed = tiles_listed(problem, operands, tile_q)
 
 
 _ARCHS = {80: KNOWN["A100"], 90: replace(KNOWN["H100"], sms=0), 100: replace(KNOWN["B200"], sms=0)}
@@ -197,8 +203,7 @@ def fp8_launches(
     _register_assembly(kernels)
     config = kernels.config(problem)
     tensors = Tensors(**operands._asdict(), **unwritten(fp8_launch.buffers(problem, config)))
-    if problem.varlen:
-        tensors.tiles_listed = tiles_listed(problem, operands, config.tile_q)
+    _prepare(problem, operands, tensors, config.tile_q)
     transposing = fp8_launch.transpose_call(problem, tensors, config)
     attending = fp8_launch.forward_call(problem, tensors, _ARCHS[90], config)
     v, v_t, *others = transposing.arguments

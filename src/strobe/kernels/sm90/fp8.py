@@ -26,6 +26,7 @@ import triton.language as tl
 
 from strobe.kernels.common.channel import Channel, at, make_channel
 from strobe.kernels.common.dependent_launch import take_program_turn, take_turn
+from strobe.kernels.common.gluon_scores import score_and_factor
 from strobe.kernels.common.scores import LN2
 from strobe.kernels.common.tile_scheduler import Heads, Lengths
 from strobe.kernels.gluon import (
@@ -44,7 +45,7 @@ from strobe.kernels.sm90.config import Config
 from strobe.kernels.sm90.descriptors import copy_in
 from strobe.kernels.sm90.forward import Memory, Outputs, copy_out, lane_sums, lse_row, make_memory, pass_over, row_max
 from strobe.kernels.sm90.layouts import ROWS
-from strobe.kernels.sm90.scores import Score, apply_mask, is_whole, plain_score
+from strobe.kernels.sm90.scores import Score, apply_mask, is_whole, simple_score, sink_of
 from strobe.kernels.sm90.tile_queue import (
     fetch,
     first_block,
@@ -67,11 +68,12 @@ DESCALE_ROWS = gl.constexpr(128)
 """Rows of q or k that share a descale, where a head has many."""
 
 _CONFIGS = {64: Config(64, 64, 3, 128, 4), 128: Config(128, 128, 2, 128, 4), 256: Config(256, 256, 2, 128, 2)}
-"""By head dim. Measured on an H200 (docs/fp8.md): with 64 keys a block, length 16384 loses 23% at head dim 128, 15% at 256."""
+"""By head dim; others are padded with zeros, by TMA and in V^T. Measured on an H200 (docs/fp8.md): with 64 keys a block, length
+16384 loses 23% at head dim 128, 15% at 256."""
 
 
 def config(problem: AttentionProblem) -> Config:
-    return _CONFIGS[problem.head_dim]
+    return next(found for head_dim, found in _CONFIGS.items() if head_dim >= problem.head_dim)
 
 
 # ---- V^T
@@ -84,18 +86,21 @@ def key_at(place):
 
 
 @triton.jit(do_not_specialize=["n", "total", "blocks"])
-def transpose_kernel(v, v_t, cu_kv, n, total, blocks, by_batch, by_row, by_head, TILE: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """One block of keys: bytes [TILE, HEAD_DIM] of v to [HEAD_DIM, TILE] of v_t. Beyond the last key it writes 0."""
+def transpose_kernel(
+    v, v_t, cu_kv, used_kv, n, total, blocks, by_batch, by_row, by_head, TILE: tl.constexpr, DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """One block of keys: bytes [TILE, DIM] of v to [PADDED, TILE] of v_t. Beyond the last key and column it writes 0."""
     take_program_turn()
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     target = batch * ((n + TILE - 1) // TILE) + block
-    start, n = sequence(cu_kv, None, batch, n, total)
+    start, n = sequence(cu_kv, used_kv, batch, n, total)
     if cu_kv is not None:
         target = start // TILE + batch + block
     if block * TILE < n:
         place = tl.arange(0, TILE)
         key = block * TILE + key_at(place)
-        d = tl.arange(0, HEAD_DIM)
+        d = tl.arange(0, PADDED)
         # Bytes: what they mean does not matter here.
         rows = (
             v.to(tl.pointer_type(tl.uint8))
@@ -103,8 +108,8 @@ def transpose_kernel(v, v_t, cu_kv, n, total, blocks, by_batch, by_row, by_head,
             + head.to(tl.int64) * by_head
             + (start + key).to(tl.int64) * by_row
         )
-        x = tl.load(rows[:, None] + d[None, :], mask=(key < n)[:, None], other=0)
-        to = v_t.to(tl.pointer_type(tl.uint8)) + (head.to(tl.int64) * blocks + target) * (HEAD_DIM * TILE)
+        x = tl.load(rows[:, None] + d[None, :], mask=(key < n)[:, None] & (d < DIM)[None, :], other=0)
+        to = v_t.to(tl.pointer_type(tl.uint8)) + (head.to(tl.int64) * blocks + target) * (PADDED * TILE)
         tl.store(to + d[:, None] * TILE + place[None, :], tl.trans(x))
 
 
@@ -368,12 +373,15 @@ def block_scale(K, scale, kv_head, i):
 
 
 @gluon.jit
-def masked_scores(K, s, i, tile):
-    """-inf where a row does not see a key of block i."""
+def seen_scores(K, s, i, tile, scale):
+    """q.k of block i -> (scores, -inf where a row does not see a key; by what they have yet to be multiplied)."""
+    if K.score.outer is not None:
+        s, _ = score_and_factor(s, None, None, scale, K.score.outer, None)
+        scale = 1.0
     if K.MASKED:
         if not is_whole(i, tile):
             s = gl.convert_layout(apply_mask(s, i, tile, K.lengths, K.C), accumulator(K.C.tile_kv))
-    return s
+    return s, scale
 
 
 @gluon.jit
@@ -387,7 +395,7 @@ def weights(s, m, scale, MASKED: gl.constexpr):
 @gluon.jit
 def first_weights(K, s, tile, scale):
     """(reference, row sums) and P of a tile's first block."""
-    s = masked_scores(K, s, lead_of(tile), tile)
+    s, scale = seen_scores(K, s, lead_of(tile), tile, scale)
     m = row_max(s) * scale - HEADROOM
     p = weights(s, m, scale, K.MASKED)
     return (m, lane_sums(p)), packed(p, K.C)
@@ -397,7 +405,7 @@ def first_weights(K, s, tile, scale):
 def later_weights(K, state, s, i, tile, scale):
     """The state with a later block, its P, and the factor of what was summed before."""
     m, row_sum = state
-    s = masked_scores(K, s, i, tile)
+    s, scale = seen_scores(K, s, i, tile, scale)
     if K.MASKED:
         if not is_whole(lead_of(tile), tile):  # some rows may see the first of their keys here
             m = gl.where(m == float("-inf"), row_max(s) * scale - HEADROOM, m)
@@ -512,26 +520,62 @@ def epilogue(w: gl.constexpr, K, acc, rounded_sum, state, slot, scale):
     LAYOUT: gl.constexpr = rows_of(K.C.tile_kv)
     place = place_of(w, slot, K.lengths, K.memory)
     mbarrier.arrive(K.memory.tile_empty.index(slot), count=1)
-    _batch, _head, row, n_q, _n_kv, _start = place
+    _batch, head, row, n_q, _n_kv, _start = place
     rows = row + gl.arange(0, ROWS, LAYOUT)
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), LAYOUT)
     rounded_sum = gl.convert_layout(gl.sum(rounded_sum, 1), LAYOUT)
     # A sum that overflowed (scores that exceed the first block's by 2^124) must not look like a result.
-    inverse = gl.where(row_sum == 0.0, 0.0, gl.where(row_sum == float("inf"), float("nan"), scale / rounded_sum))
+    lost = row_sum == float("inf")
+    nothing = row_sum == 0.0
+    if K.score.sinks is not None:
+        sink = sink_of(head, K.score)
+        rounded_sum += gl.exp2(sink - m)  # it may be far above all scores: then O is 0
+        m, row_sum = joined(gl.where(nothing, float("-inf"), m), row_sum, sink)
+    inverse = gl.where(nothing, 0.0, gl.where(lost, float("nan"), scale / rounded_sum))
     m = gl.where(row_sum == 0.0, 0.0, m)
     gl.store(K.outputs.lse + lse_row(K, place) + rows, (m + gl.log2(row_sum)) * LN2, mask=rows < n_q)
     o = acc * gl.convert_layout(inverse, rows_of(K.C.head_dim_v))[:, None]
     copy_out(w, K, o, place, 0)
 
 
+@gluon.jit
+def joined(m, row_sum, sink):
+    """(reference, sum) of weights with that of a sink."""
+    top = gl.maximum(m, sink)
+    top = gl.where(top == float("-inf"), 0.0, top)
+    return top, row_sum * gl.exp2(m - top) + gl.exp2(sink - top)
+
+
 # ---- entry
 
 
-@gluon.jit(do_not_specialize=["q_blocks", "k_blocks", "heads", "group", "at_once", "rest", "tiles", "rows", "n_q", "n_kv",
-                              "left", "right", "prefix", "total_kv"])  # fmt: skip
-def fp8_kernel(q_desc, k_desc, v_desc, o_desc, lse, counters, listed, q_descale, k_descale, v_descale, q_blocks, k_blocks,
-               cu_q, cu_kv, heads, group, at_once, rest, tiles, rows, n_q, n_kv, left, right, prefix, scale, total_kv,
-               MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
+NUMBERS = (
+    *(
+        "q_blocks",
+        "k_blocks",
+        "sink_stride",
+        "heads",
+        "group",
+        "at_once",
+        "rest",
+        "tiles",
+        "rows",
+        "n_q",
+        "n_kv",
+        "left",
+        "right",
+    ),
+    *("prefix", "total_kv"),
+)
+"""Arguments that the kernel is not specialised for."""
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def fp8_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse, counters, listed, q_descale, k_descale, v_descale, q_blocks, k_blocks, sinks,
+    sink_stride, outer, cu_q, cu_kv, used_q, used_kv, heads, group, at_once, rest, tiles, rows, n_q, n_kv, left, right, prefix,
+    scale, total_kv, MASKED: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
     # Numbers are parameters one by one: Triton 3.6 to 3.9 specialises a kernel for those of a tuple, `do_not_specialize` or not
     # (see `scores.SCORE_NUMBERS`).
     dtype: gl.constexpr = q_desc.dtype
@@ -542,11 +586,11 @@ def fp8_kernel(q_desc, k_desc, v_desc, o_desc, lse, counters, listed, q_descale,
     take_turn()
     inputs = (q_desc, k_desc, v_desc)
     outputs = Outputs(o_desc, lse, counters, rows)  # it writes no notes
-    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, None, None, None, rows, total_kv)
+    lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, None, rows, total_kv)
     if listed is not None:
         tiles = gl.load(listed) * heads
     heads = Heads(heads, group, at_once, rest, tiles)
-    score = plain_score(scale)
+    score = simple_score(scale, outer, sinks, sink_stride)
     descales = Descales(q_descale, k_descale, v_descale, q_blocks, k_blocks)
     K = Kernel(inputs, outputs, counters, lengths, heads, score, descales, memory, k, v, listed, MASKED, C)
     if C.groups == 2:

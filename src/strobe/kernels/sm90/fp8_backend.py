@@ -20,12 +20,14 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         return f"takes float8_e4m3fn, not {str(problem.dtype).removeprefix('torch.')}"
     if problem.phase == "backward":
         return "has no backward"
-    if problem.head_dim not in (64, 128, 256) or problem.head_dim_v != problem.head_dim:
-        return f"takes head dim 64, 128 or 256, the same for q, k and v, not {problem.head_dim} and {problem.head_dim_v}"
+    dims = problem.head_dim, problem.head_dim_v
+    if problem.head_dim > 256 or problem.head_dim % 16 or dims[0] != dims[1]:
+        return f"takes head dims up to 256 in multiples of 16, the same for q, k and v, not {dims[0]} and {dims[1]}"
     if problem.mask.by_pair:
         return "takes no documents, no mask function and no blocks"
-    if problem.seqused or problem.dropout or str(problem.score) != "plain":
-        return "takes no seqused, no dropout and no score but the plain one"
+    score = problem.score
+    if problem.dropout or score.alibi is not None or score.bias is not None or score.function is not None:
+        return "takes no dropout, and of scores softcap and sinks alone"
     if not problem.scale > 0:
         return f"takes a positive scale (it takes maxima before it scales), not {problem.scale:g}"
     lengths = problem.lengths
@@ -38,6 +40,13 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
             f"needs bases and strides in multiples of 16 bytes and no dim expanded with stride 0 (for TMA), "
             f"which {', '.join(unaligned)} lacks"
         )
+    return None
+
+
+def unproven(problem: AttentionProblem, arch: Arch) -> str | None:
+    """See `strobe.call.dispatch`. What came last was compiled and simulated."""
+    if problem.head_dim not in (64, 128, 256) or problem.seqused or str(problem.score) != "plain":
+        return "not yet run on a GPU with softcap, sinks, used lengths, or head dims other than 64, 128 and 256"
     return None
 
 

@@ -9,14 +9,15 @@ import triton
 
 from strobe.device import Arch
 from strobe.kernels.common.arguments import bundles_of_heads, totals
-from strobe.kernels.common.call import Buffer, Buffers, Call, Tensors, results, unfilled
+from strobe.kernels.common.call import Buffer, Buffers, Call, Tensors, unfilled
 from strobe.kernels.gluon import TensorDescriptor, gl
 from strobe.kernels.sm90.config import HALF_L2, ROWS_PER_GROUP, Config
 from strobe.kernels.sm90.descriptors import descriptors
 from strobe.kernels.sm90.fp8 import DESCALE_ROWS, fp8_kernel, transpose_kernel
+from strobe.kernels.sm90.launch import results_of_tiles
+from strobe.kernels.sm90.scores import inner_and_outer
 from strobe.kernels.sm90.tile_list import list_buffers, list_calls
 from strobe.problem import AttentionProblem, Varlen
-from strobe.scores import LOG2E
 
 
 def buffers(problem: AttentionProblem, config: Config) -> Buffers:
@@ -28,9 +29,9 @@ def buffers(problem: AttentionProblem, config: Config) -> Buffers:
         blocks = lengths.total_kv // tile + lengths.batch
     else:
         blocks = lengths.batch * triton.cdiv(lengths.seqlen_kv, tile)
-    blind = not problem.varlen and lengths.seqlen_q > lengths.seqlen_kv  # rows that see nothing have no tile
-    v_t = Buffer((problem.heads_kv, blocks * problem.head_dim_v, tile), problem.dtype)
-    return Buffers({**results(problem, fill=blind), "v_t": v_t}, list_buffers(problem), {})
+    v_t = Buffer((problem.heads_kv, blocks * config.head_dim_v, tile), problem.dtype)
+    made, fill = results_of_tiles(problem)
+    return Buffers({**made, "v_t": v_t}, list_buffers(problem), {}, fill)
 
 
 def calls(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: Config) -> list[Call]:
@@ -47,8 +48,9 @@ def transpose_call(problem: AttentionProblem, tensors: Tensors, config: Config) 
     lengths, v, tile = problem.lengths, tensors.v, config.tile_kv
     by_batch = 0 if problem.varlen else v.stride(0)
     arguments = (
-        v, tensors.v_t, tensors.cu_seqlens_kv, lengths.seqlen_kv, totals(problem)[1],
-        tensors.v_t.shape[1] // problem.head_dim_v, by_batch, v.stride(-3), v.stride(-2), tile, problem.head_dim_v,
+        v, tensors.v_t, tensors.cu_seqlens_kv, tensors.seqused_kv, lengths.seqlen_kv, totals(problem)[1],
+        tensors.v_t.shape[1] // config.head_dim_v, by_batch, v.stride(-3), v.stride(-2), tile, problem.head_dim_v,
+        config.head_dim_v,
     )  # fmt: skip
     constants = {"enable_fp_fusion": True, "launch_pdl": True}
     return Call(transpose_kernel, (triton.cdiv(lengths.seqlen_kv, tile), problem.heads_kv, lengths.batch), arguments, constants)
@@ -58,7 +60,8 @@ def forward_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, config
     """The launch of the kernel, given V^T."""
     lengths, v_t = problem.lengths, tensors.v_t
     tiles = triton.cdiv(lengths.seqlen_q, config.tile_q) * lengths.batch * problem.heads_q
-    block = [1, problem.head_dim_v, config.tile_kv]
+    block = [1, config.head_dim_v, config.tile_kv]
+    inner, outer = inner_and_outer(problem)
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
     arguments = (
         *descriptors(tensors.q, ROWS_PER_GROUP, (config.head_dim,)),
@@ -72,8 +75,13 @@ def forward_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, config
         tensors.k_descale,
         tensors.v_descale,
         *(None if x is None or x.dim() == 2 else x.shape[2] for x in (tensors.q_descale, tensors.k_descale)),
+        tensors.sinks,
+        0 if tensors.sinks is None else tensors.sinks.stride(0),
+        outer,
         tensors.cu_seqlens_q,
         tensors.cu_seqlens_kv,
+        tensors.seqused_q,
+        tensors.seqused_kv,
         problem.heads_q,
         problem.group,
         *bundles_of_heads(problem, HALF_L2),
@@ -82,12 +90,12 @@ def forward_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, config
         lengths.seqlen_q,
         lengths.seqlen_kv,
         *problem.mask.device_band,
-        problem.scale * LOG2E,
+        inner,
         totals(problem)[1],
     )
     cut = problem.mask.band != (None, None, None) or lengths.seqlen_kv % config.tile_kv != 0
     constants = {
-        "MASKED": cut or problem.varlen,
+        "MASKED": cut or problem.varlen or problem.seqused,
         "C": config,
         "num_warps": 4,
         "enable_fp_fusion": True,  # Triton 3.10 turns it off

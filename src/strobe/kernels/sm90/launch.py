@@ -1,6 +1,7 @@
 """The host half of the Hopper forward: tensors, arguments and the launches of `forward.forward_kernel` and of its redo."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import triton
 from strobe.device import Arch
 from strobe.kernels.blind_rows import fill_blind_lse
 from strobe.kernels.common.arguments import bundles_of_heads, totals
-from strobe.kernels.common.call import Buffers, Call, Tensors, results, unfilled
+from strobe.kernels.common.call import Buffer, Buffers, Call, Tensors, results, unfilled
 from strobe.kernels.common.documents import span_buffers, span_calls
 from strobe.kernels.gluon import TensorDescriptor
 from strobe.kernels.portable import forward as portable
@@ -28,13 +29,19 @@ def buffers(problem: AttentionProblem) -> Buffers:
     notes: int32 [batch * heads_q * ceil(seqlen_q / 64)], non-zero where 64 rows have to be computed again, as their sums left
     the range that an optimistic softmax may use, or a NaN or an infinity came out, which a masked-out value may have caused.
     """
-    lengths, fill = problem.lengths, None
+    lengths = problem.lengths
     notes = lengths.batch * problem.heads_q * triton.cdiv(lengths.seqlen_q, ROWS_PER_GROUP)
-    made = results(problem, fill=has_blind_tiles(problem))
-    if problem.score.sinks is not None and has_blind_tiles(problem):
-        made["lse"] = made["lse"]._replace(fill=None)
-        fill = functools.partial(_fill_lse, lengths.seqlen_q)
+    made, fill = results_of_tiles(problem)
     return Buffers(made, {**span_buffers(problem, "row_spans"), **list_buffers(problem)}, {"notes": notes}, fill)
+
+
+def results_of_tiles(problem: AttentionProblem) -> tuple[dict[str, Buffer], Callable[[Tensors], None] | None]:
+    """out and lse, and what writes into them first what no number says, or None."""
+    made, blind = results(problem, fill=has_blind_tiles(problem)), has_blind_tiles(problem)
+    if problem.score.sinks is None or not blind:
+        return made, None
+    made["lse"] = made["lse"]._replace(fill=None)
+    return made, functools.partial(_fill_lse, problem.lengths.seqlen_q)
 
 
 def has_blind_tiles(problem: AttentionProblem) -> bool:

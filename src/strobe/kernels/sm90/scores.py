@@ -52,9 +52,7 @@ def score_arguments(problem: AttentionProblem, tensors: Tensors) -> tuple:
     """The arguments `terms`, those named in `SCORE_NUMBERS`, and `document_kv_row`. log2(e) is folded into the factors.
     A backward is told of no sinks: they are in the LSE."""
     score, backward = problem.score, problem.phase == "backward"
-    inner, outer = problem.scale * LOG2E.value, None
-    if score.softcap:
-        inner, outer = problem.scale / score.softcap, score.softcap * LOG2E.value
+    inner, outer = inner_and_outer(problem)
     slopes, bias, seed = tensors.alibi, tensors.bias, tensors.seed
     sinks = None if backward else tensors.sinks
     terms = Terms(
@@ -82,6 +80,14 @@ def score_arguments(problem: AttentionProblem, tensors: Tensors) -> tuple:
         0 if sinks is None else sinks.stride(0),
         document_kv_row,
     )
+
+
+def inner_and_outer(problem: AttentionProblem) -> tuple[float, float | None]:
+    """The factors of `strobe.scores.score_and_factor`, log2(e) in them; None: there is no softcap."""
+    softcap = problem.score.softcap
+    if softcap:
+        return problem.scale / softcap, softcap * LOG2E.value
+    return problem.scale * LOG2E.value, None
 
 
 def _strides(ids: torch.Tensor | None) -> tuple[int, ...]:
@@ -151,14 +157,14 @@ def score_of(terms, slope_strides, bias_strides, sink_stride, document_strides, 
 
 
 @gluon.jit
-def plain_score(scale):
-    """The Score that multiplies q.k by `scale` and does nothing else. The strides of what there is not are 0."""
+def simple_score(inner, outer, sinks, sink_stride):
+    """The Score that has factors and sinks alone. The strides of what there is not are 0."""
     zero = gl.to_tensor(0)
     return Score(
-        inner=scale, outer=None, slopes=None, slope_strides=(zero, zero), bias=None, bias_strides=(zero, zero, zero, zero),
-        sinks=None, sink_stride=zero, function=None, gradient=None, visible=None, document_q=None, document_kv=None,
+        inner=inner, outer=outer, slopes=None, slope_strides=(zero, zero), bias=None, bias_strides=(zero, zero, zero, zero),
+        sinks=sinks, sink_stride=sink_stride, function=None, gradient=None, visible=None, document_q=None, document_kv=None,
         document_q_strides=(zero, zero), document_kv_batch=zero, document_kv_row=zero, seed=None, threshold=zero,
-        kept_scale=zero, CHANGED=False, BY_PAIR=False, PLACED=False,
+        kept_scale=zero, CHANGED=outer is not None, BY_PAIR=False, PLACED=False,
     )  # fmt: skip
 
 
