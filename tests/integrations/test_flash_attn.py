@@ -145,8 +145,8 @@ def test_flash_attention_3(installed):
     assert torch.equal(eight, strobe.attention_fp8(*low, q_descale=descale, mask=Causal()))
     with pytest.raises(ValueError, match="attention_chunk must be left out: chunks are document numbers"):
         fa3.flash_attn_func(q, k, v, attention_chunk=4)
-    with pytest.raises(ValueError, match="e4m3 goes without softcap"):
-        fa3.flash_attn_func(*low, softcap=1.0)
+    capped = fa3.flash_attn_func(*low, q_descale=descale, softcap=1.0)
+    assert torch.equal(capped, strobe.attention_fp8(*low, q_descale=descale, score=strobe.Score(softcap=1.0)))
 
 
 def test_flash_attention_4(installed):

@@ -121,17 +121,11 @@ def _window(window_size, causal: bool) -> Mask:
 def _attention(
     q, k, v, scale, causal, window_size, softcap, deterministic, return_lse, descales=(None, None, None), sink=None, **lengths
 ):  # fmt: skip
-    mask = _window(window_size, causal)
+    named = {"mask": _window(window_size, causal), "score": Score(softcap, sinks=sink), "scale": scale}
     if any(x is not None for x in descales) or q.dtype.itemsize == 1:
-        used = [lengths.pop(name, None) for name in ("seqused_q", "seqused_kv")]
-        if softcap or sink is not None or any(x is not None for x in used):
-            raise ValueError("e4m3 goes without softcap, sinks and used lengths")
-        named = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
-        return fp8.attention_fp8(q, k, v, **named, mask=mask, scale=scale, return_lse=return_lse, **lengths)
-    return api.attention(
-        q, k, v, mask=mask, score=Score(softcap, sinks=sink), scale=scale, return_lse=return_lse,
-        deterministic=bool(deterministic), **lengths,
-    )  # fmt: skip
+        named |= zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)
+        return fp8.attention_fp8(q, k, v, return_lse=return_lse, **named, **lengths)
+    return api.attention(q, k, v, return_lse=return_lse, deterministic=bool(deterministic), **named, **lengths)
 
 
 # ---- FlashAttention-4
