@@ -12,7 +12,18 @@ import typer
 from strobe_cli.instruments import instruments
 from strobe_cli.ladder import ladder
 from strobe_cli.options import (
+    DeviceName,
+    GpuName,
+    HeadDim,
+    HeadDims,
+    HeadDimV,
+    Heads,
+    HeadsOf2048,
     JsonFile,
+    KeyHeads,
+    Keys,
+    Peers,
+    WindowSides,
     alone,
     arch_named,
     at_least,
@@ -75,7 +86,7 @@ def doctor(json: JsonFile = None) -> None:
 def precompile(
     model: Annotated[str, typer.Argument(help="A model's config.json.", metavar="CONFIG")],
     out: Annotated[str, typer.Option(help="The folder for the compiled kernels.")],
-    arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
+    arch: GpuName = None,
     max_length: Annotated[int, typer.Option(help="Tokens of a sequence, at most.")] = 32768,
     max_batch: Annotated[int, typer.Option(help="Sequences, or requests, of a batch, at most.")] = 64,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
@@ -107,14 +118,14 @@ def precompile(
 def explain(
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     seqlen_q: Annotated[int, typer.Option(help="Queries of a sequence.")] = 4096,
-    seqlen_kv: Annotated[int | None, typer.Option(help="Keys of a sequence; default: as many as queries.")] = None,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
-    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
-    head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 128,
-    head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")] = None,
+    seqlen_kv: Keys = None,
+    heads: Heads = 16,
+    heads_kv: KeyHeads = None,
+    head_dim: HeadDim = 128,
+    head_dim_v: HeadDimV = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
-    window: Annotated[str | None, typer.Option(help="Sliding window LEFT,RIGHT; -1 leaves a side open.")] = None,
+    window: WindowSides = None,
     softcap: Annotated[float, typer.Option(help="Softcap of the scores; 0: none.")] = 0.0,
     backward: Annotated[bool, typer.Option("--backward", help="Ask about the backward.")] = False,
     arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...) or CPU; default: this machine's.")] = None,
@@ -157,11 +168,11 @@ def _bench(context: typer.Context) -> None:
 @bench.command("backward")
 def measure(
     context: typer.Context,
-    head_dims: Annotated[str | None, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = None,
+    head_dims: HeadDims = None,
     lengths: Annotated[str | None, typer.Option(help="Comma-separated sequence lengths.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Batch x length; default: 16384.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Query heads; default: 2048 / head dim.")] = None,
-    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
+    heads: HeadsOf2048 = None,
+    heads_kv: KeyHeads = None,
     dtype: Annotated[str | None, typer.Option(help="Of bf16, fp16, fp32, fp8, comma-separated.")] = None,
     mask: Annotated[str | None, typer.Option(help="Of full, causal, window (1024 keys), comma-separated.")] = None,
     protocol: Annotated[
@@ -180,8 +191,8 @@ def measure(
         str | None, typer.Option(help="I/N: this part of the points alone, see strobe bench merge; 1/N matters most.")
     ] = None,
     backends: Annotated[str | None, typer.Option(help="Strobe's backends to time by name too, comma-separated.")] = None,
-    peers: Annotated[str | None, typer.Option(help="Comma-separated, or all that are installed (the default).")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")] = None,
+    peers: Peers = None,
+    device: DeviceName = None,
     json: Annotated[
         str | None, typer.Option(help="Default: benchmarks/results/<what>-<gpu>-<date>.json.", callback=writable)
     ] = None,
@@ -244,7 +255,7 @@ def measure(
 def bench_zoo(
     only: Annotated[str | None, typer.Option(help="Comma-separated words: models whose names have one of them.")] = None,
     phase: Annotated[str | None, typer.Option(help="forward or backward; default: both.")] = None,
-    peers: Annotated[str | None, typer.Option(help="Comma-separated, or all that are installed (the default).")] = None,
+    peers: Peers = None,
     rounds: Annotated[
         int | None, typer.Option(help="Rounds at least, more where a balanced order needs it; default: 6.")
     ] = None,
@@ -312,8 +323,8 @@ def bench_decode(
     ragged: Annotated[bool, typer.Option("--ragged", help="Lengths drawn around a mean, log-normal.")] = False,
     rounds: Annotated[int | None, typer.Option(help="Interleaved rounds; default: 9.")] = None,
     max_seconds: Annotated[float | None, typer.Option(help="Stop then, with what was measured.")] = None,
-    peers: Annotated[str | None, typer.Option(help="Comma-separated, or all that are installed (the default).")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")] = None,
+    peers: Peers = None,
+    device: DeviceName = None,
     json: Annotated[
         str | None, typer.Option(help="Default: benchmarks/results/decode-<gpu>-<date>.json.", callback=writable)
     ] = None,
@@ -356,7 +367,7 @@ def bench_parallel(
     ] = None,
     tokens: Annotated[str, typer.Option(help="Tokens of the whole sequence, comma-separated.")] = "131072",
     weak_tokens: Annotated[int, typer.Option(help="Tokens of each GPU in weak scaling; 0: none.")] = 0,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
+    heads: Heads = 32,
     heads_kv: Annotated[int, typer.Option(help="Key heads.")] = 8,
     head_dim: Annotated[int, typer.Option(help="Head dim.")] = 128,
     checked: Annotated[int, typer.Option(help="Tokens of the sequence of which every method and mask is checked.")] = 2048,
@@ -468,7 +479,7 @@ def compare(
 
 @app.command()
 def tune(
-    head_dims: Annotated[str | None, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = None,
+    head_dims: HeadDims = None,
     quick: Annotated[bool, typer.Option("--quick", help="At few lengths.")] = False,
     json: Annotated[
         str | None, typer.Option(help="The table; default: your own, in your cache folder.", callback=writable)
@@ -552,14 +563,14 @@ def simulate(
     file: Annotated[str | None, typer.Argument(help="A Python file whose simulation() returns a strobe.sim.Launch.")] = None,
     backend: Annotated[str, typer.Option(help="Without a file: which of our forward kernels, sm80, sm90 or sm100.")] = "sm90",
     seqlen_q: Annotated[int, typer.Option(help="Queries of a sequence.")] = 300,
-    seqlen_kv: Annotated[int | None, typer.Option(help="Keys of a sequence; default: as many as queries.")] = None,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 2,
-    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
-    head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 64,
-    head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")] = None,
+    seqlen_kv: Keys = None,
+    heads: Heads = 2,
+    heads_kv: KeyHeads = None,
+    head_dim: HeadDim = 64,
+    head_dim_v: HeadDimV = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
     causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
-    window: Annotated[str | None, typer.Option(help="Sliding window LEFT,RIGHT; -1 leaves a side open.")] = None,
+    window: WindowSides = None,
     config: Annotated[str | None, typer.Option(help="Change the config, such as q_stages=1,split_p=false.")] = None,
     orders: Annotated[
         str, typer.Option(help="Of in_order, random, late, early, uneven.")

@@ -9,7 +9,17 @@ import typer
 
 from strobe_cli.options import (
     DTYPES_OF_FORWARDS,
+    DeviceName,
+    GpuName,
+    HeadDim,
+    HeadDims,
+    HeadDimV,
+    Heads,
+    HeadsOf2048,
     JsonFile,
+    KeyHeads,
+    Keys,
+    WindowSides,
     alone,
     arch_named,
     at_least,
@@ -42,18 +52,18 @@ instruments = typer.Typer()
 def cost(
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     seqlen_q: Annotated[int, typer.Option(help="Queries of a sequence.")] = 4096,
-    seqlen_kv: Annotated[int | None, typer.Option(help="Keys of a sequence; default: as many as queries.")] = None,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
-    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
-    head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 128,
-    head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")] = None,
+    seqlen_kv: Keys = None,
+    heads: Heads = 16,
+    heads_kv: KeyHeads = None,
+    head_dim: HeadDim = 128,
+    head_dim_v: HeadDimV = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or, of a forward, fp8 (e4m3).")] = "bf16",
     causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
-    window: Annotated[str | None, typer.Option(help="Sliding window LEFT,RIGHT; -1 leaves a side open.")] = None,
+    window: WindowSides = None,
     backward: Annotated[bool, typer.Option("--backward", help="The backward.")] = False,
     tile: Annotated[str | None, typer.Option(help="QUERIESxKEYS of a forward; default: 128x128.")] = None,
     packed: Annotated[bool, typer.Option("--packed", help="Tiles hold the rows of all heads that share a key head.")] = False,
-    arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
+    arch: GpuName = None,
     out: Annotated[str | None, typer.Option(help="Draw the least times to this PNG or SVG.", callback=writable)] = None,
     json: JsonFile = None,
 ) -> None:
@@ -91,18 +101,18 @@ def _measured(dtype: torch.dtype) -> Ceilings:
 
 @instruments.command()
 def roofline(
-    head_dims: Annotated[str | None, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = None,
+    head_dims: HeadDims = None,
     lengths: Annotated[str | None, typer.Option(help="Comma-separated sequence lengths.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Batch x length; default: 16384.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Query heads; default: 2048 / head dim.")] = None,
-    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
+    heads: HeadsOf2048 = None,
+    heads_kv: KeyHeads = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or, of a forward, fp8 (e4m3).")] = "bf16",
     mask: Annotated[str, typer.Option(help="Of full, causal, window (1024 keys), comma-separated.")] = "full,causal",
     phase: Annotated[
         str | None, typer.Option(help="forward (the default), backward, or decode: few queries of each sequence, over a cache.")
     ] = None,
     queries: Annotated[int | None, typer.Option(help="Queries of each sequence in a decode; default: 1.")] = None,
-    arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
+    arch: GpuName = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure the ceilings of this machine's GPU.")] = False,
     report: Annotated[
         str | None, typer.Option(help="Place what this JSON of strobe bench measured, of what the options above allow.")
@@ -209,10 +219,10 @@ def occupancy(
     backends: Annotated[str | None, typer.Option(help="Of sm90, portable; default: all that take the problem.")] = None,
     head_dims: Annotated[str, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = "64,128",
     length: Annotated[int, typer.Option(help="Sequence length; batch x length is 16384 tokens.")] = 4096,
-    heads: Annotated[int | None, typer.Option(help="Query heads; default: 2048 / head dim.")] = None,
+    heads: HeadsOf2048 = None,
     dtype: Annotated[str, typer.Option(help="Of bf16, fp16, fp32, comma-separated.")] = "bf16",
     mask: Annotated[str, typer.Option(help="Of full, causal, window (1024 keys), comma-separated.")] = "causal",
-    arch: Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")] = None,
+    arch: GpuName = None,
     out: Annotated[str | None, typer.Option(help="Draw the limits to this PNG or SVG.", callback=writable)] = None,
     json: JsonFile = None,
 ) -> None:
@@ -265,7 +275,7 @@ def audit(
     kernels: Annotated[list[str], typer.Argument(help="KERNEL, KERNEL@ARCH or a cubin file; several are compared.")],
     head_dims: Annotated[str, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")] = "128",
     length: Annotated[int, typer.Option(help="Sequence length; batch x length is 16384 tokens.")] = 4096,
-    heads: Annotated[int | None, typer.Option(help="Query heads; default: 2048 / head dim.")] = None,
+    heads: HeadsOf2048 = None,
     dtype: Annotated[
         str | None, typer.Option(help="Of bf16, fp16, fp32, comma-separated; default: bf16, fp8 for sm90-fp8.")
     ] = None,
@@ -381,10 +391,10 @@ def profile(
     backends: Annotated[str | None, typer.Option(help="One or two, comma-separated; default: what dispatch picks.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 4,
     length: Annotated[int, typer.Option(help="Sequence length.")] = 4096,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
-    heads_kv: Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")] = None,
-    head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 128,
-    head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")] = None,
+    heads: Heads = 16,
+    heads_kv: KeyHeads = None,
+    head_dim: HeadDim = 128,
+    head_dim_v: HeadDimV = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp8.")] = "bf16",
     mask: Annotated[str, typer.Option(help="full, causal or window (1024 keys).")] = "full",
     backward: Annotated[bool, typer.Option("--backward", help="The backward.")] = False,
@@ -474,7 +484,7 @@ def fuzz(
     workers: Annotated[int | None, typer.Option(help="Processes; default: as many as processors, 12 at most.")] = None,
     first: Annotated[int | None, typer.Option(help="The first case's number; default: one that was not drawn before.")] = None,
     case: Annotated[str | None, typer.Option(help="Run this case alone: its number, or its facts.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")] = None,
+    device: DeviceName = None,
     arch: Annotated[str | None, typer.Option(help="Compile for this GPU (H200, A100, ...), and run nothing.")] = None,
     json: JsonFile = None,
 ) -> None:

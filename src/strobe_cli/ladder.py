@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from strobe_cli.options import (
+    DeviceName,
     JsonFile,
     alone,
     at_least,
@@ -49,7 +50,7 @@ def run(
     rungs: Annotated[str | None, typer.Option(help="Such as 0-8 or 3,4; default: all.")] = None,
     rounds: Annotated[int, typer.Option(help="Timings of each rung, of which the median counts.")] = 5,
     max_seconds: Annotated[float, typer.Option(help="Stop then, with what was measured.")] = 300.0,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")] = None,
+    device: DeviceName = None,
     profile: Annotated[bool, typer.Option("--profile", help="By Nsight Compute instead: counters of each rung.")] = False,
     calls: Annotated[int, typer.Option(help="With --profile: calls, of which mean and extremes are shown.")] = 4,
     report: Annotated[str | None, typer.Option(help="Show this JSON of strobe ladder run instead of measuring.")] = None,

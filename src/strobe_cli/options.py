@@ -118,9 +118,6 @@ def writable(text: str | None) -> str | None:
     return text
 
 
-JsonFile = Annotated[str | None, typer.Option(help="Write the numbers here, too.", callback=writable)]
-
-
 def picture_path(text: str | None, name: str = "out") -> Path | None:
     """The path of a picture to draw, a PNG or an SVG by its suffix. name: the option's name, for the message."""
     from pathlib import Path
@@ -272,3 +269,19 @@ def command_given(arguments: list[str], program: str = "strobe") -> str:
         elif argument != "--resume":
             kept.append(argument)
     return " ".join([program, *map(shlex.quote, kept)])
+
+
+# ---- options of several commands
+
+DeviceName = Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")]
+GpuName = Annotated[str | None, typer.Option(help="A GPU by name (H200, A100, ...); default: this machine's.")]
+HeadDim = Annotated[int, typer.Option(help="Head dim of q and k.")]
+HeadDimV = Annotated[int | None, typer.Option(help="Head dim of v; default: that of k.")]
+HeadDims = Annotated[str | None, typer.Option(help="Comma-separated, such as 64,192/128 (of q and k / of v).")]
+Heads = Annotated[int, typer.Option(help="Query heads.")]
+HeadsOf2048 = Annotated[int | None, typer.Option(help="Query heads; default: 2048 / head dim.")]
+KeyHeads = Annotated[int | None, typer.Option(help="Key heads; default: as many as query heads.")]
+Keys = Annotated[int | None, typer.Option(help="Keys of a sequence; default: as many as queries.")]
+Peers = Annotated[str | None, typer.Option(help="Comma-separated, or all that are installed (the default).")]
+WindowSides = Annotated[str | None, typer.Option(help="Sliding window LEFT,RIGHT; -1 leaves a side open.")]
+JsonFile = Annotated[str | None, typer.Option(help="Write the numbers here, too.", callback=writable)]

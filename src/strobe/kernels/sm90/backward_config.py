@@ -111,20 +111,11 @@ class Config(Chunks):
         return total_bytes(self.smem_map())
 
 
-@dataclass(frozen=True)
-class SplitConfig(Chunks):
-    """The backward in two passes (`backward_split`). stored: whether the keys pass stores dS, so that dQ is a product
-    (`backward_dq`), else the pass over rows computes it again. v_stages: blocks in the ring of V in that pass."""
-
-    stored: bool = False
-
-    @property
-    def v_stages(self) -> int:
-        return 1 if self.head_dim_v == 256 else STAGES
+class RowTiles(Chunks):
+    """What goes over tiles of rows, 64 of which each of two groups has, and over keys 64 at a time."""
 
     @property
     def tile_q(self) -> int:
-        """Rows of a CTA in the rows pass."""
         return 2 * SPLIT_TILE
 
     @property
@@ -133,8 +124,20 @@ class SplitConfig(Chunks):
 
     @property
     def splits(self) -> int:
-        """Parts that the keys of a tile are shared out to (see `common.work.locate`)."""
+        """Parts that the keys of a tile are shared out to (see `tile_scheduler.locate`)."""
         return 1
+
+
+@dataclass(frozen=True)
+class SplitConfig(RowTiles):
+    """The backward in two passes (`backward_split`). stored: whether the keys pass stores dS, so that dQ is a product
+    (`backward_dq`), else the pass over rows computes it again. v_stages: blocks in the ring of V in that pass."""
+
+    stored: bool = False
+
+    @property
+    def v_stages(self) -> int:
+        return 1 if self.head_dim_v == 256 else STAGES
 
     def smem_map(self) -> list[Buffer]:
         """The shared memory of the pass, over keys or over rows, that takes more of it."""
@@ -160,23 +163,10 @@ class SplitConfig(Chunks):
 
 
 @dataclass(frozen=True)
-class DqConfig(Chunks):
+class DqConfig(RowTiles):
     """The product dQ = dS K, of what was stored (`backward_dq`). stages: blocks of keys in the ring. behind: how many products
     of a group may be under way while the next block is waited for. (Of two chunks with Triton 3.6 ptxas would make them serial;
     and the groups overlap each other, anyway.)"""
-
-    @property
-    def tile_q(self) -> int:
-        return 2 * SPLIT_TILE
-
-    @property
-    def tile_kv(self) -> int:
-        return SPLIT_TILE
-
-    @property
-    def splits(self) -> int:
-        """See `SplitConfig.splits`."""
-        return 1
 
     @property
     def stages(self) -> int:
