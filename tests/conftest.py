@@ -4,6 +4,7 @@ import fcntl
 import os
 import subprocess
 import tempfile
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from zlib import crc32
 
@@ -144,25 +145,59 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     if HAS_GPU:
         items.sort(key=lambda item: item.nodeid.removeprefix("tests/").partition("[")[0] not in LONG)
-        items.sort(key=lambda item: "alone" in item.keywords)
+        items.sort(key=lambda item: "alone" in item.fixturenames)
     if "exhaustive" not in config.option.markexpr:
         left_out = [item for item in items if "exhaustive" in item.keywords]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if "exhaustive" not in item.keywords]
 
 
+class Room:
+    """Where tests of several processes use one GPU: many at once, or one that is alone. Who waits at the door for the room to
+    be empty lets nobody else in."""
+
+    def __init__(self, name: str):
+        folder = Path(tempfile.gettempdir())
+        self._door, self._room = ((folder / f"strobe-{name}-{what}").open("w") for what in ("door", "room"))
+
+    @contextmanager
+    def shared(self):
+        fcntl.flock(self._door, fcntl.LOCK_EX)
+        fcntl.flock(self._room, fcntl.LOCK_SH)
+        fcntl.flock(self._door, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._room, fcntl.LOCK_UN)
+
+    @contextmanager
+    def alone(self):
+        """For who shares it."""
+        fcntl.flock(self._room, fcntl.LOCK_UN)
+        fcntl.flock(self._door, fcntl.LOCK_EX)
+        fcntl.flock(self._room, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._room, fcntl.LOCK_SH)
+            fcntl.flock(self._door, fcntl.LOCK_UN)
+
+
 @pytest.fixture(autouse=True)
-def turn_at_the_gpu(request):
-    """A test that is marked `alone` waits until those of other processes have ended, and they wait for it."""
+def room():
+    """The room of the GPU, which the test shares; None where there is one process."""
     if not HAS_GPU or "PYTEST_XDIST_WORKER" not in os.environ:
-        yield
+        yield None
         return
-    path = Path(tempfile.gettempdir()) / f"strobe-{os.environ['PYTEST_XDIST_TESTRUNUID']}"
-    with open(f"{path}-door", "w") as door, open(f"{path}-room", "w") as room:
-        fcntl.flock(door, fcntl.LOCK_EX)
-        fcntl.flock(room, fcntl.LOCK_EX if "alone" in request.keywords else fcntl.LOCK_SH)
-        fcntl.flock(door, fcntl.LOCK_UN)
-        yield
+    room = Room(os.environ["PYTEST_XDIST_TESTRUNUID"])
+    with room.shared():
+        yield room
+
+
+@pytest.fixture
+def alone(room):
+    """Makes a context in which no other test uses the GPU. Such tests come last."""
+    return nullcontext if room is None else room.alone
 
 
 @pytest.fixture(autouse=True, scope="session")

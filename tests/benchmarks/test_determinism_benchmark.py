@@ -59,10 +59,11 @@ def test_points_of_a_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.alone
-def test_deterministic_is_one_bit_pattern():
+def test_deterministic_is_one_bit_pattern(alone):
     """Alone, as processes that take turns at a GPU may change each other's shared memory (docs/upstream.md)."""
     device = torch.device("cuda")
     for point in determinism.points_of(device)[1::2]:  # the causal ones
-        backward = determinism.backward_of(point, device, deterministic=True)
-        assert all(one.distinct == 1 for one in determinism.scatters(backward, determinism.Load(device), 20).values()), point
+        backward, load = determinism.backward_of(point, device, deterministic=True), determinism.Load(device)
+        backward()
+        with alone():
+            assert all(one.distinct == 1 for one in determinism.scatters(backward, load, 20).values()), point

@@ -108,21 +108,21 @@ def test_deterministic_against_reference(case, at_once, monkeypatch):
         check(run(replace(t, keywords={**t.keywords, "deterministic": True}), "sm90"), t)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_deterministic_on_a_busy_gpu(head_dim):
+def test_deterministic_on_a_busy_gpu(head_dim, alone):
     """Matrix products run beside it on another stream, so that thread blocks and copies meet in another order every time."""
     q, k, v, dout = torch.randn(4, 4, 4096, 2048 // head_dim, head_dim, dtype=torch.bfloat16, device="cuda")
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = strobe.attention(q, k, v, deterministic=True)
-    first, beside, x = None, torch.cuda.Stream(), torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
-    for _ in range(20):
-        with torch.cuda.stream(beside):
-            for _ in range(8):
-                x @ x
-        grads = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-        first = first or grads
-        assert all(torch.equal(a, b) for a, b in zip(first, grads, strict=True))
+    first, beside = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), torch.cuda.Stream()
+    x = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
+    with alone():
+        for _ in range(20):
+            with torch.cuda.stream(beside):
+                for _ in range(8):
+                    x @ x
+            grads = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+            assert all(torch.equal(a, b) for a, b in zip(first, grads, strict=True))
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
