@@ -65,6 +65,7 @@ FOUND = (
     "backend='portable',n_kv=2,documents='mixed',softcap=1.0,poison='nan',gradients='out',seed=133",
     "backend='portable',dtype='bf16',n_q=30,n_kv=15,head_dim=128,head_dim_v=128,right=0,bias='b1qk',function=2,dropout=0.5,"
     "gradients='out',seed=44",
+    "dtype='fp64',n_q=2,n_kv=2,group=2,head_dim=96,head_dim_v=96,documents='sorted',alibi='batch',values='inf',seed=934",
 )
 """What campaigns found, made smaller."""
 
