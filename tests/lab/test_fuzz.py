@@ -12,7 +12,7 @@ from commands import run as command
 
 from strobe import masks
 from strobe.call import launches
-from strobe.cpu import tiled
+from strobe.cpu import cached, tiled
 from strobe.kernels.portable import forward as _  # noqa: F401  kernels take their copy of `masks` before it is broken
 from strobe.lab.fuzz import fuzz
 from strobe.lab.fuzz.cases import FAMILY, Case, drawn, simpler
@@ -92,6 +92,51 @@ def test_what_was_found_is_right(case):
 @pytest.mark.parametrize("case", FOUND_ON_A_GPU)
 def test_what_was_found_on_a_gpu_is_right(case):
     assert outcome(Case.told(case)) == Outcome("right")
+
+
+# ---- caches
+
+
+def test_a_campaign_of_caches_finds_nothing():
+    found = fuzz.campaign("cpu", 900.0, first=fuzz.CACHES + SystemRandom().randrange(10**8), most=24)
+    assert not found.failures, told(found)
+    assert found.cases == 24 and found.refusals.total() < 12
+
+
+def test_a_case_of_a_cache_is_told_by_its_facts():
+    for number in range(fuzz.CACHES, fuzz.CACHES + 40):
+        case = fuzz.case_of(number, "cuda")
+        assert fuzz.told(str(case)) == case and all(one != case for one in case.simpler())
+    with pytest.raises(ValueError, match="a case of a cache must be facts such as door='cache',n_q=5,page=16, got"):
+        fuzz.told("door='cache',pages=3")
+
+
+def one_key_too_many(p, j, n_kv, left, right, prefix):
+    return ORIGINAL_VISIBLE(p, j, n_kv, None if left is None else left + 1, right, prefix)
+
+
+def without_scales(x, scale, *arguments):
+    return ORIGINAL_VALUES(x, None, *arguments)
+
+
+ORIGINAL_VALUES = cached._values
+BREAKS_OF_CACHES = {
+    "a window that is off by one": (cached, "visible", one_key_too_many),
+    "scales that are ignored": (cached, "_values", without_scales),
+    "a row whose sink is forgotten": (cached, "_attend", lambda problem, operands, *more: ORIGINAL_ATTEND(
+        problem, operands._replace(sinks=None), *more)),
+}  # fmt: skip
+ORIGINAL_ATTEND = cached._attend
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("what", BREAKS_OF_CACHES)
+def test_a_broken_cache_is_found(what):
+    place, name, broken = BREAKS_OF_CACHES[what]
+    cases = [fuzz.case_of(number, "cpu") for number in range(fuzz.CACHES, fuzz.CACHES + 200)]
+    with mock.patch.object(place, name, broken):
+        found = next(case for case in cases if fuzz.outcome_of(case).bad)
+    assert not fuzz.outcome_of(found).bad
 
 
 # ---- compiled, not run

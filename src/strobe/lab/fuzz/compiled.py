@@ -9,6 +9,7 @@ from strobe.call import dispatch
 from strobe.device import KNOWN, Arch
 from strobe.kernels.common.call import Call, unfilled
 from strobe.lab.bench.failures import compact
+from strobe.lab.fuzz.caches import CacheCase
 from strobe.lab.fuzz.cases import Case
 from strobe.lab.fuzz.inputs import inputs
 from strobe.lab.fuzz.right import Tensors, describe
@@ -19,10 +20,10 @@ _seen: set[str] = set()
 """Hashes of the kernels that this process has looked at."""
 
 
-def compiled(case: Case, arch: str) -> Outcome:
+def compiled(case: Case | CacheCase, arch: str) -> Outcome:
     """Compiles the kernels of a case's calls for a GPU that need not be there. "right" if all of them compile, and no
     instruction reads what nothing has written (see `sass.unwritten`); "refused" where there is nothing to compile."""
-    if case.bad or case.lie or case.door == "fp8":
+    if isinstance(case, CacheCase) or case.bad or case.lie or case.door == "fp8":
         return Outcome("refused", "compiles nothing of its own")
     try:
         given = inputs(replace(case, device="cpu")).given

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -25,6 +26,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from strobe.device import KNOWN
+from strobe.lab.fuzz import caches
+from strobe.lab.fuzz.caches import CacheCase
 from strobe.lab.fuzz.cases import FAMILY, Case, drawn, simpler
 from strobe.lab.fuzz.compiled import compiled
 from strobe.lab.fuzz.run import Outcome, outcome
@@ -38,6 +41,11 @@ GRACE = 15.0
 SMALLER_SECONDS = 60.0
 """Seconds that the search for the smallest cases of all failures may take."""
 
+CACHES = 2 * 10**9
+"""Cases of this number and above are caches."""
+
+AnyCase = Case | CacheCase
+
 Kind = tuple[str, str]
 """What failures have in common: how it failed, and its words without numbers."""
 
@@ -45,9 +53,9 @@ Kind = tuple[str, str]
 @dataclass(frozen=True)
 class Failure:
     number: int | None
-    case: Case
+    case: AnyCase
     outcome: Outcome
-    smallest: Case | None = None
+    smallest: AnyCase | None = None
     arch: str | None = None
     """What it was compiled for, if it did not run."""
 
@@ -75,7 +83,7 @@ class Found:
     cut_off: int = 0
     """How many cases were still running at the end."""
 
-    def add(self, number: int | None, case: Case, of: Outcome) -> None:
+    def add(self, number: int | None, case: AnyCase, of: Outcome) -> None:
         self.cases += 1
         if of.bad:
             self.failures.append(Failure(number, case, of, arch=self.arch))
@@ -94,7 +102,7 @@ class Found:
 # ---- workers
 
 
-Run = Callable[[Case], Outcome]
+Run = Callable[[Any], Outcome]
 """What a worker does with a case."""
 
 
@@ -103,7 +111,12 @@ def _work(tasks: Connection, device: str, run: Run) -> None:
     _prepare(device)
     while True:
         task = tasks.recv()
-        tasks.send(run(drawn(task, _kind(device)) if isinstance(task, int) else task))
+        tasks.send(run(case_of(task, _kind(device)) if isinstance(task, int) else task))
+
+
+def case_of(number: int, device: str) -> AnyCase:
+    """The case of a number, on "cpu" or "cuda"."""
+    return caches.drawn(number - CACHES, device) if number >= CACHES else drawn(number, device)
 
 
 def _kind(device: str) -> str:
@@ -135,10 +148,10 @@ class Worker:
         self._process = context.Process(target=_work, args=(theirs, device, run), daemon=True)
         self._process.start()
         theirs.close()
-        self.task: int | Case | None = None
+        self.task: int | AnyCase | None = None
         self._since = time.monotonic()
 
-    def start(self, task: int | Case) -> None:
+    def start(self, task: int | AnyCase) -> None:
         self.task, self._since = task, time.monotonic()
         with suppress(OSError):  # it died, which `result` will say
             self.tasks.send(task)
@@ -220,7 +233,7 @@ def campaign(
             if worker.tasks in ready or worker.late:
                 assert isinstance(worker.task, int)
                 number = worker.task
-                found.add(number, drawn(number, _kind(device)), worker.result())
+                found.add(number, case_of(number, _kind(device)), worker.result())
                 on_step(found)
                 idle.append(worker if worker.alive else _replaced(worker, crew))
     found.failures = _smallest(found, device, run)
@@ -228,9 +241,16 @@ def campaign(
 
 
 def _families(first: int, most: int | None, size: int) -> Iterator[Iterator[int]]:
-    """Numbers from first on, by families."""
-    end = first + most if most is not None else None
-    start = first
+    """Numbers from first on, by families; without an end each fourth family is one of caches."""
+    if most is not None:
+        yield from _consecutive(first, first + most, size)
+        return
+    of_attention, of_caches = (_consecutive(start, None, size) for start in (first, first + CACHES))
+    for turn in count():
+        yield next(of_caches if turn % 4 == 3 else of_attention)
+
+
+def _consecutive(start: int, end: int | None, size: int) -> Iterator[Iterator[int]]:
     while end is None or start < end:
         stop = (start // size + 1) * size
         yield iter(range(start, stop if end is None else min(stop, end)))
@@ -260,13 +280,13 @@ def _smallest(found: Found, device: str, run: Run) -> list[Failure]:
     return failures
 
 
-def _smaller(worker: Worker, failure: Failure, deadline: float) -> Case:
+def _smaller(worker: Worker, failure: Failure, deadline: float) -> AnyCase:
     """A case with few facts that fails alike, found by putting facts back to their simplest, one after the other."""
     case = failure.case
     progress = True
     while progress:
         progress = False
-        for simple in simpler(case):
+        for simple in case.simpler() if isinstance(case, CacheCase) else simpler(case):
             if time.monotonic() > deadline:
                 break
             worker.start(simple)
@@ -316,13 +336,23 @@ def fuzz(device: str, seconds: float, workers: int, first: int) -> dict:
 
 def run_on(device: str) -> Run:
     """What is done with a case: it runs on "cuda" or "cpu", or is compiled for an arch."""
-    return partial(compiled, arch=device) if device in KNOWN else outcome
+    return partial(compiled, arch=device) if device in KNOWN else outcome_of
+
+
+def outcome_of(case: AnyCase) -> Outcome:
+    """Runs a case of either kind."""
+    return caches.outcome(case) if isinstance(case, CacheCase) else outcome(case)
+
+
+def told(text: str) -> AnyCase:
+    """The case of what `str` made. ValueError for other text."""
+    return CacheCase.told(text) if "door='cache'" in text else Case.told(text)
 
 
 def fuzz_one(text: str, device: str) -> Outcome:
     """Does with one case here what a campaign does, told by its number or its facts, and prints it. ValueError for other
     text."""
-    case = drawn(int(text), _kind(device)) if text.isdigit() else Case.told(text)
+    case = case_of(int(text), _kind(device)) if text.isdigit() else told(text)
     _prepare(device if device in KNOWN else case.device)
     console = Console()
     console.print(f"case      {escape(str(case))}", highlight=False, soft_wrap=True)
@@ -360,11 +390,11 @@ def show(facts: dict) -> None:
     table = Table(title=f"{facts['cases']} cases from {facts['first']} on, on {facts['machine']}")
     table.add_column("feature")
     table.add_column("right", justify="right")
-    for name, count in sorted(facts["features"].items()):
-        table.add_row(name, str(count))
+    for name, times in sorted(facts["features"].items()):
+        table.add_row(name, str(times))
     console.print(table)
-    for reason, count in facts["refused"].items():
-        console.print(f"refused {count:5d}   {reason}", markup=False, highlight=False, soft_wrap=True)
+    for reason, times in facts["refused"].items():
+        console.print(f"refused {times:5d}   {reason}", markup=False, highlight=False, soft_wrap=True)
     if facts["cut_off"]:
         console.print(f"{facts['cut_off']} cases still ran at the end and were cut off", highlight=False)
     for failure in facts["failures"]:

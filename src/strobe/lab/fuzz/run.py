@@ -304,6 +304,7 @@ def compare(case: Case, given: Inputs, results: Results) -> None:
     want, allowed = reference(clean, precision, given.dout, dlse)
     if touched is not None:
         # Whether a row meets values of keys whose scores are all -inf, no sentence says: what came out is right.
+        assert want.lse is not None
         blind = torch.isneginf(want.lse).transpose(-1, -2)[..., None]
         want = replace(want, out=torch.where(touched, torch.where(blind, results.out.double(), torch.nan), want.out))
     words = differs(results, want, allowed)
