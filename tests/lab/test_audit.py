@@ -369,7 +369,7 @@ def test_names_that_a_reader_can_read(name, shown):
         ("sm90-forward@sm_75", "an arch must be one of sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_120, got 'sm_75'"),
         ("sm90-forward@sm_80", "sm90-forward needs a Hopper GPU (sm_90), not A100 (sm_80)"),
         ("sm100-forward@sm_90a", "sm100-forward needs a data-center Blackwell GPU (sm_100, sm_103), not H200 (sm_90)"),
-        ("sm90-fp8 --head-dims 96", "sm90-fp8 takes head dim 64, 128 or 256"),
+        ("sm90-fp8 --head-dims 72", "sm90-fp8 takes head dims up to 256 in multiples of 16"),
         ("portable-forward --head-dims 12", "head-dims must be multiples of 8 from 8 to 256, or two joined by /, got 12"),
         ("portable-forward --length 1024 --mask window", "a window of 1024 keys needs a length of more than 1024"),
         ("sm90-forward --dtype fp32", "sm90-forward takes float16 and bfloat16, not float32"),

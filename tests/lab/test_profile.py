@@ -362,7 +362,7 @@ def test_a_backend_that_refuses_is_not_profiled(fake_ncu):
         ({}, "torch_cpu", "torch_cpu: runs on a CPU only"),
         ({"dtype": "fp8"}, "portable", "portable: takes float16, bfloat16 and float32, not float8"),
         ({"dtype": "fp8", "backward": True}, None, "sm90_fp8: has no backward"),
-        ({"dtype": "fp8", "head_dim": 96}, "sm90_fp8", "sm90_fp8: takes head dim 64, 128 or 256"),
+        ({"dtype": "fp8", "head_dim": 72}, "sm90_fp8", "sm90_fp8: takes head dims up to 256 in multiples of 16"),
     ):
         with pytest.raises(ValueError, match=rf"needs a kernel that runs .* got none on H200.*: {reason}"):
             profile.profile_backends(replace(POINT, **changes), (backend,), None, 1)
