@@ -157,8 +157,9 @@ def test_a_failure_says_what_it_was_compiled_for():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", ["A100", "H200"])
-def test_a_campaign_compiles(arch):
-    found = fuzz.campaign(arch, 900.0, first=302723920, most=3)
+@pytest.mark.parametrize("first", [302723920, fuzz.CACHES], ids=["attention", "caches"])
+def test_a_campaign_compiles(arch, first):
+    found = fuzz.campaign(arch, 900.0, first=first, most=3)
     assert found.cases == 3 and not found.failures and not found.refusals, found
 
 

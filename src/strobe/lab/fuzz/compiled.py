@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
+
 from strobe.call import dispatch
 from strobe.device import KNOWN, Arch
-from strobe.kernels.common.call import Call, unfilled
+from strobe.kernels.common.call import Call, Tensors, unfilled, unfilled_buffers
 from strobe.lab.bench.failures import compact
 from strobe.lab.fuzz.caches import CacheCase
+from strobe.lab.fuzz.caches import Call as CachedCall
 from strobe.lab.fuzz.cases import Case
 from strobe.lab.fuzz.inputs import inputs
-from strobe.lab.fuzz.right import Tensors, describe
+from strobe.lab.fuzz.right import describe
 from strobe.lab.fuzz.run import Outcome
 from strobe.problem import AttentionProblem
+from strobe.serving.arguments import checked
+from strobe.serving.problem import describe as describe_decode
 
 _seen: set[str] = set()
 """Hashes of the kernels that this process has looked at."""
@@ -23,11 +28,10 @@ _seen: set[str] = set()
 def compiled(case: Case | CacheCase, arch: str) -> Outcome:
     """Compiles the kernels of a case's calls for a GPU that need not be there. "right" if all of them compile, and no
     instruction reads what nothing has written (see `sass.unwritten`); "refused" where there is nothing to compile."""
-    if isinstance(case, CacheCase) or case.bad or case.lie or case.door == "fp8":
+    if not isinstance(case, CacheCase) and (case.bad or case.lie or case.door == "fp8"):
         return Outcome("refused", "compiles nothing of its own")
     try:
-        given = inputs(replace(case, device="cpu")).given
-        calls = list(_calls(case, given, KNOWN[arch]))
+        calls = list(_of_cache(case, KNOWN[arch]) if isinstance(case, CacheCase) else _calls(case, KNOWN[arch]))
     except (TypeError, ValueError, NotImplementedError) as error:
         return Outcome("refused", str(error).splitlines()[0])
     if not calls:
@@ -40,12 +44,28 @@ def compiled(case: Case | CacheCase, arch: str) -> Outcome:
         return Outcome("error", compact(error))
 
 
-def _calls(case: Case, t: Tensors, arch: Arch) -> Iterator[Call]:
+def _calls(case: Case, arch: Arch) -> Iterator[Call]:
+    t = inputs(replace(case, device="cpu")).given
     for phase in ("forward", "backward") if case.gradients else ("forward",):
         problem = replace(describe(t, phase)[0], deterministic=case.deterministic)
         backend = dispatch.select(problem, arch, case.backend)
         if hasattr(backend, "calls") and not problem.is_empty:
             yield from _of_backend(backend, problem, arch)
+
+
+def _of_cache(case: CacheCase, arch: Arch) -> list[Call]:
+    from strobe.lab.binary.offline import pretend_gpu
+
+    of = CachedCall(replace(case, device="cpu", missing=False))
+    operands, options = checked(of.q, of.cache, return_lse=True, **of.keywords)
+    out = torch.empty(*of.q.shape[:-1], case.head_dim_v, dtype=of.q.dtype)
+    problem = describe_decode(operands._replace(out=out), options)
+    backend = dispatch.select(problem, arch)
+    if problem.is_empty:
+        return []
+    given = {name: x.to("meta") for name, x in operands._replace(out=out)._asdict().items() if x is not None}
+    with pretend_gpu(arch.capability):
+        return backend.calls(problem, Tensors(**given, **unfilled_buffers(backend.buffers(problem, arch))), arch)
 
 
 def _of_backend(backend, problem: AttentionProblem, arch: Arch) -> list[Call]:
