@@ -114,7 +114,8 @@ def drawn(number: int, device: str = "cpu") -> CacheCase:
     dim = kernel.choice((64, 128, 128, 128, 80, 96, 256, 40))
     facts: dict[str, Any] = dict(
         dtype=kernel.choice(("bf16", "bf16", "fp16") if device == "cuda" else ("bf16", "fp16", "fp32")),
-        head_dim=dim, head_dim_v=dim, group=kernel.choice((1, 2, 4, 7, 8)), page=kernel.choice((0, 0, 1, 3, 16, 16, 64, 64, 128, 256)),
+        head_dim=dim, head_dim_v=dim, group=kernel.choice((1, 2, 4, 7, 8)),
+        page=kernel.choice((0, 0, 1, 3, 16, 16, 64, 64, 128, 256)),
         ragged=some(kernel, 0.3), tree=some(kernel, 0.15), leftpad=some(kernel, 0.2), softcap=5.0 * some(kernel, 0.2),
         alibi=kernel.choice(("", "", "", "heads", "batch")), sinks=some(kernel, 0.25), deterministic=some(kernel, 0.2),
         mask=kernel.choice(("causal", "causal", "full", "window")), n_q=kernel.choice((1, 1, 1, 2, 4, 5, 16, 33)),
