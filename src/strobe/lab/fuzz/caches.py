@@ -20,8 +20,8 @@ from strobe.serving.arguments import checked
 from strobe.serving.problem import DecodeOperands, DecodeProblem, describe
 
 WAYS = ("once", "once", "once", "again", "into", "graph")
-"""again: a second call is right, too, and gives the same bits if it must. into: the result goes to a tensor that is given. graph: a CUDA graph is replayed,
-then again with other lengths, pages and numbers."""
+"""again: a second call is right, too, and gives the same bits if it must. into: the result goes to a tensor that is given.
+graph: a CUDA graph is replayed, then again with other lengths, pages and numbers."""
 
 POISON = {"nan": torch.nan, "inf": torch.inf, "large": 3e4}
 """What lies where no request may read."""
