@@ -164,7 +164,7 @@ BUGS = [
     kernel("v's descale is forgotten", "descaled(1.0, K.descales.v, kv_head)", "1.0", ()),
     of(case(70, 170, softcap=2.0, logits=5.0), "scores are not capped", CAPPED, "        s = s * scale\n", ()),
     of(case(70, 90, sinks=True), "a sink is in the LSE alone", "        rounded_sum += gl.exp2(sink - m)", "        m = m", ()),
-    of(case(70, 170, 48), "columns of V that are not there", " & (d < DIM)[None, :]", "", (OutOfBounds,)),
+    of(case(70, 170, 48), "columns of V that are not there", "there & (d < DIM)[None, :]", "there", (OutOfBounds,)),
     of(USED, "keys that are not used", "right, prefix, used_q, used_kv, None", "right, prefix, used_q, None, None", ()),
 ]  # fmt: skip
 

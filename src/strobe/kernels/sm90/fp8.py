@@ -108,7 +108,10 @@ def transpose_kernel(
             + head.to(tl.int64) * by_head
             + (start + key).to(tl.int64) * by_row
         )
-        x = tl.load(rows[:, None] + d[None, :], mask=(key < n)[:, None] & (d < DIM)[None, :], other=0)
+        there = (key < n)[:, None]
+        if DIM < PADDED:
+            there = there & (d < DIM)[None, :]
+        x = tl.load(rows[:, None] + d[None, :], mask=there, other=0)
         to = v_t.to(tl.pointer_type(tl.uint8)) + (head.to(tl.int64) * blocks + target) * (PADDED * TILE)
         tl.store(to + d[:, None] * TILE + place[None, :], tl.trans(x))
 

@@ -76,7 +76,7 @@ def forward_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, config
         tensors.v_descale,
         *(None if x is None or x.dim() == 2 else x.shape[2] for x in (tensors.q_descale, tensors.k_descale)),
         tensors.sinks,
-        0 if tensors.sinks is None else tensors.sinks.stride(0),
+        None if tensors.sinks is None else tensors.sinks.stride(0),
         outer,
         tensors.cu_seqlens_q,
         tensors.cu_seqlens_kv,

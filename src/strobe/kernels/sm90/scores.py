@@ -158,8 +158,10 @@ def score_of(terms, slope_strides, bias_strides, sink_stride, document_strides, 
 
 @gluon.jit
 def simple_score(inner, outer, sinks, sink_stride):
-    """The Score that has factors and sinks alone. The strides of what there is not are 0."""
+    """The Score that has factors and sinks alone. The strides of what there is not are 0. sink_stride: None without sinks."""
     zero = gl.to_tensor(0)
+    if sink_stride is None:
+        sink_stride = zero
     return Score(
         inner=inner, outer=outer, slopes=None, slope_strides=(zero, zero), bias=None, bias_strides=(zero, zero, zero, zero),
         sinks=sinks, sink_stride=sink_stride, function=None, gradient=None, visible=None, document_q=None, document_kv=None,
