@@ -260,7 +260,7 @@ def bounds(problem: DecodeProblem, operands: DecodeOperands) -> tuple[torch.Tens
 
 
 def _largest(out: torch.Tensor) -> torch.Tensor:
-    """Of the latent nobody takes the keys' signs away: the largest number of a row stands for all."""
+    """A size for all numbers of a row, its largest: the latent's values are keys, too, whose signs count."""
     return out.abs().amax(-1, keepdim=True).expand_as(out) + 1.0
 
 
