@@ -142,6 +142,8 @@ def _max_seqlen(name: str, value, total: int) -> int:
     value = integer(f"{name} must be an int", value)
     if value < 0:
         raise ValueError(f"{name} must be 0 or more, got {value}")
+    if isinstance(value, int) and value >= 2**31:
+        raise ValueError(f"{name} must be at most {2**31 - 1}, got {value}")
     return value
 
 

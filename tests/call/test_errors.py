@@ -123,6 +123,7 @@ BAD = {
     "max_seqlen a bool": (lambda: varlen(max_k=True), TypeError, "max_seqlen_k must be an int, got bool"),
     "max_seqlen a string": (lambda: varlen(max_q="6"), TypeError, "max_seqlen_q must be an int, got str"),
     "max_seqlen negative": (lambda: varlen(max_q=-1), ValueError, "max_seqlen_q must be 0 or more"),
+    "max_seqlen beyond int32": (lambda: varlen(max_k=10**39), ValueError, "max_seqlen_k must be at most 2147483647, got 1000"),
     "max_seqlen for dense": (lambda: attend(max_seqlen_q=8), ValueError, "max_seqlen_q and max_seqlen_kv go with cu_seqlens"),
     "packed q of rank 4": (lambda: varlen(q=Q), ValueError, r"q must have shape \[total, heads, head_dim\]"),
     "block table": (lambda: varlen(block_table=cu(0)), ValueError, "cu_seqlens_k is not taken over a cache"),
