@@ -553,23 +553,9 @@ def joined(m, row_sum, sink):
 
 
 NUMBERS = (
-    *(
-        "q_blocks",
-        "k_blocks",
-        "sink_stride",
-        "heads",
-        "group",
-        "at_once",
-        "rest",
-        "tiles",
-        "rows",
-        "n_q",
-        "n_kv",
-        "left",
-        "right",
-    ),
-    *("prefix", "total_kv"),
-)
+    "q_blocks", "k_blocks", "sink_stride", "heads", "group", "at_once", "rest", "tiles", "rows", "n_q", "n_kv", "left", "right",
+    "prefix", "total_kv",
+)  # fmt: skip
 """Arguments that the kernel is not specialised for."""
 
 
