@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 import strobe
 from strobe.lab.bench.failures import compact
-from strobe.lab.fuzz.cases import FAMILY
+from strobe.lab.fuzz.cases import FAMILY, Facts
 from strobe.lab.fuzz.inputs import dtype_of
 from strobe.lab.fuzz.run import Outcome
 from strobe.reference import cached
@@ -28,7 +27,7 @@ POISON = {"nan": torch.nan, "inf": torch.inf, "large": 3e4}
 
 
 @dataclass(frozen=True)
-class CacheCase:
+class CacheCase(Facts):
     """Requests, their cache, and how `decode` is called. Defaults are the simplest."""
 
     device: str = "cpu"
@@ -67,24 +66,11 @@ class CacheCase:
     way: str = "once"
     seed: int = 0
 
+    door: str = "cache"
+    """Always told: by it the text of such a case is known."""
+
     def __str__(self) -> str:
-        return ",".join(["door='cache'", *(f"{name}={value!r}" for name, value in self.changed().items())])
-
-    def changed(self) -> dict[str, object]:
-        """The facts that are not the simplest."""
-        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
-
-    @staticmethod
-    def told(text: str) -> CacheCase:
-        """The case of what `str` made. ValueError for other text."""
-        try:
-            call = ast.parse(f"Case({text})", mode="eval").body
-            assert isinstance(call, ast.Call) and not call.args
-            facts: dict[str, Any] = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
-            assert facts.pop("door") == "cache"
-            return CacheCase(**facts)
-        except (SyntaxError, TypeError, ValueError, AssertionError):
-            raise ValueError(f"a case of a cache must be facts such as {CacheCase(n_q=5, page=16)}, got {text!r}") from None
+        return f"door={self.door!r},{super().__str__()}".rstrip(",")
 
     def features(self) -> list[str]:
         """What a campaign counts."""
@@ -96,11 +82,7 @@ class CacheCase:
         for name in (one for one in self.changed() if one not in ("device", "seed", "head_dim_v", "batch", "room", "n_q")):
             facts: dict[str, Any] = {"head_dim_v": 64} if name in ("head_dim", "latent") else {}
             yield replace(self, **facts, **{name: getattr(CacheCase(), name)})
-        for name in ("batch", "n_q", "room"):
-            value = getattr(self, name)
-            for less in dict.fromkeys((1, value // 2, value - 1)):
-                if 0 < less < value:
-                    yield replace(self, **{name: less})
+        yield from self.lessened(("batch", "n_q", "room"))
 
 
 def drawn(number: int, device: str = "cpu") -> CacheCase:

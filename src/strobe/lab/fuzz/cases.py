@@ -6,9 +6,10 @@ A fact's default is its simplest value, so a case is told by what differs from t
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from random import Random
+from typing import Any
 
 DOORS = ("attention", "flash", "kvpacked", "qkvpacked", "fp8", "simulator")
 """`strobe.attention`; flash-attn's functions (of packed sequences too), of which two take one tensor for k and v, or for all;
@@ -36,8 +37,42 @@ LIES = ("beyond", "huge", "negative", "decreasing", "not from 0", "longer than m
 """What cu_seqlens or seqused hold that cannot be."""
 
 
+_NUMBERS = ("batch", "n_q", "n_kv", "heads_kv", "group", "left", "right", "prefix")
+"""Facts that are made smaller a little at a time."""
+
+
+class Facts:
+    """What cases of all doors have in common. A case is a frozen dataclass, of which each fact has a default."""
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={value!r}" for name, value in self.changed().items())
+
+    def changed(self) -> dict[str, object]:
+        """The facts that are not the simplest."""
+        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}  # type: ignore[arg-type]
+
+    @classmethod
+    def told(cls, text: str) -> Any:
+        """The case of what `str` made. ValueError for other text."""
+        try:
+            call = ast.parse(f"Case({text})", mode="eval").body
+            assert isinstance(call, ast.Call) and not call.args
+            return cls(**{word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg})
+        except (SyntaxError, TypeError, ValueError, AssertionError):
+            example = cls(n_q=5)  # type: ignore[call-arg]
+            raise ValueError(f"a case must be an integer or facts such as {example}, got {text!r}") from None
+
+    def lessened(self, names: Iterable[str]) -> Iterator[Any]:
+        """Cases with less of one of these numbers."""
+        for name in names:
+            value = getattr(self, name)
+            for less in dict.fromkeys(() if value is None else (1, value // 2, value - 1)):
+                if 0 < less < value:
+                    yield replace(self, **{name: less})  # type: ignore[type-var]
+
+
 @dataclass(frozen=True)
-class Case:
+class Case(Facts):
     """A problem, how it is called and what its tensors hold."""
 
     device: str = "cpu"
@@ -90,22 +125,15 @@ class Case:
     seed: int = 0
     """The seed from which the tensors' numbers are drawn."""
 
-    def __str__(self) -> str:
-        return ",".join(f"{name}={value!r}" for name, value in self.changed().items())
-
-    def changed(self) -> dict[str, object]:
-        """The facts that are not the simplest."""
-        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
-
-    @staticmethod
-    def told(text: str) -> Case:
-        """The case of what `str` made. ValueError for other text."""
-        try:
-            call = ast.parse(f"Case({text})", mode="eval").body
-            assert isinstance(call, ast.Call) and not call.args
-            return Case(**{word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg})
-        except (SyntaxError, TypeError, ValueError, AssertionError):
-            raise ValueError(f"a case must be an integer or facts such as {Case(n_q=5, right=0)}, got {text!r}") from None
+    def simpler(self) -> Iterator[Case]:
+        """Cases that are one step simpler, the greatest steps first."""
+        kept = ("device", "seed", "head_dim_v", *_NUMBERS[:5])
+        for name in (one for one in self.changed() if one not in kept):
+            yield replace(self, **{name: getattr(Case(), name)})
+        yield from self.lessened(_NUMBERS)
+        for dim in (8, 64, 128):
+            if self.head_dim > dim:
+                yield replace(self, head_dim=dim, head_dim_v=dim)
 
     def features(self) -> list[str]:
         """What a campaign counts."""
@@ -323,21 +351,3 @@ def _of_size(case: Case, most: int) -> Case:
         if case.door == "qkvpacked":
             case = replace(case, n_q=case.n_kv)
     return case
-
-
-_NUMBERS = ("batch", "n_q", "n_kv", "heads_kv", "group", "left", "right", "prefix")
-
-
-def simpler(case: Case) -> Iterator[Case]:
-    """Cases that are one step simpler, the greatest steps first."""
-    kept = ("device", "seed", "head_dim_v", *_NUMBERS[:5])
-    for name in (one for one in case.changed() if one not in kept):
-        yield replace(case, **{name: getattr(Case(), name)})
-    for name in _NUMBERS:
-        value = getattr(case, name)
-        for less in dict.fromkeys(() if value is None else (1, value // 2, value - 1)):
-            if 0 < less < value:
-                yield replace(case, **{name: less})
-    for dim in (8, 64, 128):
-        if case.head_dim > dim:
-            yield replace(case, head_dim=dim, head_dim_v=dim)

@@ -28,7 +28,7 @@ from rich.table import Table
 from strobe.device import KNOWN
 from strobe.lab.fuzz import caches
 from strobe.lab.fuzz.caches import CacheCase
-from strobe.lab.fuzz.cases import FAMILY, Case, drawn, simpler
+from strobe.lab.fuzz.cases import FAMILY, Case, drawn
 from strobe.lab.fuzz.compiled import compiled
 from strobe.lab.fuzz.run import Outcome, outcome
 
@@ -286,7 +286,7 @@ def _smaller(worker: Worker, failure: Failure, deadline: float) -> AnyCase:
     progress = True
     while progress:
         progress = False
-        for simple in case.simpler() if isinstance(case, CacheCase) else simpler(case):
+        for simple in case.simpler():
             if time.monotonic() > deadline:
                 break
             worker.start(simple)
