@@ -245,6 +245,7 @@ def _mask(case: Case, random: torch.Generator, device) -> Mask:
         "causal": strobe.Causal(),
         "window": strobe.Window(37, 11),
         "ahead": strobe.Window(37, 200),
+        "behind": strobe.Window(10, None),
         "prefix": strobe.Prefix(41),
         "function": strobe.Visible(_mask_function),
         "functions": strobe.Visible(_mask_function) & strobe.Visible(_other_mask_function) & strobe.Window(90, 60),

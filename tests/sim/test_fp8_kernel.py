@@ -96,7 +96,7 @@ CASES = [
     (case(70, 150, 144, heads=(1, 1)), None, 1),
     (case(130, 260, softcap=2.0, mask="causal", logits=5.0), "blocks", 1),
     (case(150, 90, heads=(4, 2), sinks=True, mask="causal", logits=30.0), "heads", 1),  # some sinks are far above all scores
-    (case(130, 200, batch=3, seqused=True, mask="causal"), "heads", 1),
+    (case(130, 200, batch=4, seqused=True, mask="causal"), "heads", 1),  # of some that have keys, not all rows are used
     (case(130, 200, batch=3, seqused=True, sinks=True, softcap=3.0, packed=True), "heads", 1),
 ]
 
@@ -140,6 +140,8 @@ def of(case: Case, *edit) -> Bug:
 
 CAPPED = "        s, _ = score_and_factor(s, None, None, scale, K.score.outer, None)\n"
 USED = case(70, 170, batch=2, seqused=True)
+USED_IN_PART = case(70, 170, batch=4, seqused=True)
+UNUSED_ROWS = "gl.where(gl.convert_layout(rows < n_q, rows_of(K.C.head_dim_v))[:, None], o, 0.0)"
 IN_STEP = "    K.k.release(g)\n    state, p, factor"
 V_BYTES = "    mbarrier.expect(full, v_desc.block_type.nbytes)\n"
 ACC_READY = "    acc = warpgroup_mma_wait(0, deps=[acc])\n    p = from_now(p)\n    K.v.release(before)\n"
@@ -165,6 +167,7 @@ BUGS = [
     of(case(70, 170, softcap=2.0, logits=5.0), "scores are not capped", CAPPED, "        s = s * scale\n", ()),
     of(case(70, 90, sinks=True), "a sink is in the LSE alone", "        rounded_sum += gl.exp2(sink - m)", "        m = m", ()),
     of(case(70, 170, 48), "columns of V that are not there", "there & (d < DIM)[None, :]", "there", (OutOfBounds,)),
+    of(USED_IN_PART, "rows that are not used are written", UNUSED_ROWS, "o", ()),
     of(USED, "keys that are not used", "right, prefix, used_q, used_kv, None", "right, prefix, used_q, None, None", ()),
 ]  # fmt: skip
 

@@ -33,11 +33,13 @@ CASES = [
     (case(260, 260, 64, mask="window"), FP16, D64),
     (case(150, 170, 96, heads=(2, 1), mask="prefix"), BF16, D96),
     (case(90, 130, 96, batch=4, packed=True, seqused=True), FP16, D96),
+    (case(90, 200, 96, batch=4, packed=True, mask="behind"), BF16, D96),  # no query has 177 of the keys
     (case(90, 150, 96, bias=True, dropout=0.2, mask="causal"), BF16, D96),
     (case(90, 150, 192, head_dim_v=128, mask="causal"), BF16, D192),
     (case(90, 260, 64, heads=(2, 1)), FP16, SPLIT64),
     (case(260, 260, 64, mask="window"), FP16, SPLIT64),
     (case(100, 140, 64, batch=4, packed=True, mask="causal"), BF16, SPLIT64),
+    (case(90, 200, 64, batch=4, packed=True, mask="behind"), BF16, SPLIT64),
     (case(90, 150, 256, heads=(2, 1), mask="causal"), BF16, SPLIT256),
 ]
 

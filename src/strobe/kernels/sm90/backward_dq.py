@@ -98,9 +98,9 @@ def blocks_seen(first, work, lengths):
     shift = work.n_kv - work.n_q
     last = gl.minimum(first + TILE, work.n_q) - 1
     begin, end = kv_range(first + shift, last + shift, work.n_kv, lengths.left, lengths.right, lengths.prefix)
-    begin = gl.maximum(begin // TILE, work.begin)
+    begin = gl.minimum(gl.maximum(begin // TILE, work.begin), work.end)
     end = gl.where(first < work.n_q, gl.minimum((end + TILE - 1) // TILE, work.end), begin)
-    return gl.minimum(begin, work.end) - work.begin, gl.maximum(end, begin) - work.begin
+    return begin - work.begin, gl.maximum(end, begin) - work.begin
 
 
 @gluon.jit

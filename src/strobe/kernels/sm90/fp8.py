@@ -538,6 +538,8 @@ def epilogue(w: gl.constexpr, K, acc, rounded_sum, state, slot, scale):
     m = gl.where(row_sum == 0.0, 0.0, m)
     gl.store(K.outputs.lse + lse_row(K, place) + rows, (m + gl.log2(row_sum)) * LN2, mask=rows < n_q)
     o = acc * gl.convert_layout(inverse, rows_of(K.C.head_dim_v))[:, None]
+    if K.lengths.used_q is not None:  # rows that exist and are not used
+        o = gl.where(gl.convert_layout(rows < n_q, rows_of(K.C.head_dim_v))[:, None], o, 0.0)
     copy_out(w, K, o, place, 0)
 
 

@@ -230,7 +230,7 @@ class Call:
 def bounds(problem: DecodeProblem, operands: DecodeOperands) -> tuple[torch.Tensor, ...]:
     """out and lse by the specification, and how far off each number may be."""
     out, lse = cached.decode(problem, operands)
-    sizes = operands._replace(v=operands.v.abs()) if not problem.shared else operands
+    sizes = operands._replace(v=operands.v.float().abs().to(operands.v.dtype)) if not problem.shared else operands
     of_values = cached.decode(problem, sizes)[0] if not problem.shared else _largest(out)
     q, k = (x.double().nan_to_num(0.0, 0.0, 0.0).norm(dim=-1) for x in (operands.q, operands.k))
     size = abs(problem.scale) * q.max() * k.clamp(max=1e3).max() * 2 + problem.score.softcap
