@@ -84,7 +84,10 @@ def run(settings: Settings, command: str) -> dict:
     for gpus in settings.gpus:
         with tempfile.TemporaryDirectory() as folder:
             context = multiprocessing.get_context("spawn")
-            processes = [context.Process(target=_process, args=(settings, rank, gpus, folder)) for rank in range(gpus)]
+            processes = [
+                context.Process(target=_process, args=(settings, rank, gpus, folder), daemon=True)  # they end when this one does
+                for rank in range(gpus)
+            ]
             for process in processes:
                 process.start()
             for process in processes:
