@@ -80,9 +80,8 @@ def attention_fp8(
             [batch, heads_kv, ceil(seqlen_kv / 128)].
         mask, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, return_lse: as `strobe.attention` takes them.
             On a GPU no documents and no mask function.
-        score, seqused_q, seqused_kv: as `strobe.attention` takes them; on a GPU softcap and sinks, and by name alone.
-        backend: "sm90_fp8" or "by_value", to run that one or fail; None lets Strobe choose. By name the kernel takes what was
-            simulated and has not yet run on a GPU (see `strobe.explain`).
+        score, seqused_q, seqused_kv: as `strobe.attention` takes them; on a GPU softcap and sinks.
+        backend: "sm90_fp8" or "by_value", to run that one or fail; None lets Strobe choose.
 
     Returns:
         out, bfloat16; or (out, lse), lse float32. On a GPU the weights of the values are rounded to e4m3 (docs/fp8.md).

@@ -43,13 +43,6 @@ def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
     return None
 
 
-def unproven(problem: AttentionProblem, arch: Arch) -> str | None:
-    """See `strobe.call.dispatch`. What came last was compiled and simulated."""
-    if problem.head_dim not in (64, 128, 256) or problem.seqused or str(problem.score) != "plain":
-        return "not yet run on a GPU with softcap, sinks, used lengths, or head dims other than 64, 128 and 256"
-    return None
-
-
 def config(problem: AttentionProblem, arch: Arch):
     from strobe.kernels.sm90 import fp8
 

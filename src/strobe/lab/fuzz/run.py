@@ -221,8 +221,7 @@ def _call(case: Case, t: Tensors, descales: dict[str, torch.Tensor] | None) -> t
         result = strobe.attention(q, k, v, **keywords, **options)
         return result if case.wants_lse else (result, None)
     if case.door == "fp8":
-        options = {name: x for name, x in keywords.items() if name != "score"} | (descales or {})
-        result = strobe.attention_fp8(q, k, v, return_lse=case.wants_lse, **options)
+        result = strobe.attention_fp8(q, k, v, return_lse=case.wants_lse, **keywords, **(descales or {}))
         return result if case.wants_lse else (result, None)
     mask: Mask = keywords["mask"]
     score: Score = keywords["score"]
