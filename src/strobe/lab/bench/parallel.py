@@ -85,7 +85,7 @@ def run(settings: Settings, command: str) -> dict:
         with tempfile.TemporaryDirectory() as folder:
             context = multiprocessing.get_context("spawn")
             processes = [
-                context.Process(target=_process, args=(settings, rank, gpus, folder), daemon=True)  # they end when this one does
+                context.Process(target=_process, args=(settings, rank, gpus, folder), daemon=True)  # ends with this one
                 for rank in range(gpus)
             ]
             for process in processes:

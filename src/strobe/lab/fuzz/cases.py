@@ -292,8 +292,8 @@ def _consistent(case: Case) -> Case:
         facts |= dict(n_q=case.n_kv, group=1, q_layout="contiguous")
     if case.door in ("fp8", "simulator"):
         facts |= dict(
-            backend=None, alibi="", bias="", function=0, dropout=0.0, gradients="", deterministic=False, documents="", visible=0,
-            lie="", bad=0, poison="", logits=min(case.logits, 5.0),
+            backend=None, alibi="", bias="", function=0, dropout=0.0, gradients="", deterministic=False, documents="",
+            visible=0, lie="", bad=0, poison="", logits=min(case.logits, 5.0),
             way=case.way if case.way in ("once", "no_grad", "again", "stream") else "once",
             values=case.values if case.values in ("normal", "growing", "equal", "zero") else "normal",
         )  # fmt: skip
@@ -307,8 +307,8 @@ def _consistent(case: Case) -> Case:
     if case.door == "simulator":
         facts |= dict(
             used="", softcap=0.0, sinks="", dtype="bf16" if case.dtype == "bf16" else "fp16", head_dim=64, head_dim_v=64,
-            packed=False, batch=1, heads_kv=1, group=min(case.group, 2), n_q=max(1, case.n_q), n_kv=max(1, case.n_kv), scale=None,
-            wants_lse=True, way="once",
+            packed=False, batch=1, heads_kv=1, group=min(case.group, 2), n_q=max(1, case.n_q), n_kv=max(1, case.n_kv),
+            scale=None, wants_lse=True, way="once",
         )  # fmt: skip
     if case.values in ("nan", "inf"):
         facts |= dict(gradients="", poison="", bias="", function=0, dropout=0.0, logits=1.0, softcap=0.0)
