@@ -14,7 +14,7 @@ from strobe.arguments import checked_options, options_of, wants_gradient
 from strobe.call import derivatives as derivatives  # which defines the operators
 from strobe.call import dispatch, prepared_calls
 from strobe.call.options import Options, describe, learned_of, operands_of
-from strobe.call.torch_internals import any_autocast
+from strobe.call.torch_internals import any_autocast, has_autocast
 from strobe.checks import check_tensor
 from strobe.device import arch_of
 from strobe.dropout import new_seed
@@ -144,7 +144,7 @@ def autocast(q, k, v, score: Score | None) -> tuple[torch.Tensor, torch.Tensor, 
     """What torch.autocast makes of a call: q, k, v and a bias of 16 bits in its dtype, as it does for PyTorch's attention.
     float64 stays; so do a bias and sinks in float32, which are added in float32."""
     kind = q.device.type if isinstance(q, torch.Tensor) else ""
-    if not (kind and any_autocast() and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    if not (kind and any_autocast() and has_autocast(kind) and torch.is_autocast_enabled(kind)):
         return q, k, v, score
     dtype = torch.get_autocast_dtype(kind)
     q, k, v = (x.to(dtype) if getattr(x, "dtype", None) in _AUTOCAST else x for x in (q, k, v))

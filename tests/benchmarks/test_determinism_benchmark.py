@@ -62,8 +62,8 @@ def test_points_of_a_gpu():
 def test_deterministic_is_one_bit_pattern(alone):
     """Alone, as processes that take turns at a GPU may change each other's shared memory (docs/upstream.md)."""
     device = torch.device("cuda")
-    for point in determinism.points_of(device)[1::2]:  # the causal ones
-        backward, load = determinism.backward_of(point, device, deterministic=True), determinism.Load(device)
-        backward()
-        with alone():
-            assert all(one.distinct == 1 for one in determinism.scatters(backward, load, 20).values()), point
+    point = next(p for p in determinism.points_of(device) if (p.head_dim, p.mask) == (128, "causal"))
+    backward, load = determinism.backward_of(point, device, deterministic=True), determinism.Load(device)
+    backward()
+    with alone():
+        assert all(one.distinct == 1 for one in determinism.scatters(backward, load, 20).values())

@@ -84,6 +84,21 @@ def before(bound):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_compile_under_autocast_without_graph_breaks(device):
+    layer = torch.nn.Linear(32, 32, device=device)
+
+    def step(x):
+        with torch.autocast(device, torch.bfloat16):
+            y = layer(x)
+            return strobe.attention(y, y, y, mask=strobe.Causal()).float().square().sum()
+
+    x = torch.randn(1, 20, 2, 32, device=device, requires_grad=True)
+    (want,) = torch.autograd.grad(step(x), x)
+    (got,) = torch.autograd.grad(torch.compile(step, fullgraph=True, backend="aot_eager")(x), x)
+    torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_functions_may_be_given_within_what_is_compiled(device):
     q = torch.randn(1, 20, 2, 32, device=device, dtype=dtype_of(device))
 

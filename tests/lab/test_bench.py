@@ -724,7 +724,8 @@ def test_single_calls_on_a_gpu():
     result = bench.Run(plan, torch.device("cuda"), "strobe bench").run()
     measured = result["points"][0]["results"]["strobe"]
     assert measured["timed"] == "calls" and measured["calls_us"]["count"] == 128 * len(measured["rounds"])
-    assert measured["calls_us"]["median"] < result["host_us"]["strobe"]["us"] and 200 < measured["sm_clock_mhz"] < 4000
+    # (the fastest: other tests may use the GPU)
+    assert measured["calls_us"]["min"] < result["host_us"]["strobe"]["us"] and 200 < measured["sm_clock_mhz"] < 4000
 
 
 @pytest.mark.gpu

@@ -79,7 +79,7 @@ FOUND_ON_A_GPU = (
     "device='cuda',door='flash',n_q=127,n_kv=3,heads_kv=3,group=2,head_dim=80,head_dim_v=80,alibi='batch',sinks='fp32',"
     "logits=300.0,seed=985",
     "device='cuda',backend='sm90',dtype='bf16',n_q=300,n_kv=31,heads_kv=2,head_dim=80,head_dim_v=80,visible=2,seed=122",
-    "device='cuda',backend='sm90',batch=2,n_kv=2000,left=37,packed=True,gradients='lse',deterministic=True,seed=850",
+    "device='cuda',backend='sm90',dtype='bf16',batch=2,n_kv=2000,left=37,packed=True,gradients='lse',deterministic=True,seed=850",
 )
 
 

@@ -77,7 +77,7 @@ def test_on_triton_kernels(case, layout, method):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("share", [479, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("share", [1288, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_on_a_gpu(dtype, share):
     """On the kernels that dispatch chooses: `sm90` for what is an ordinary problem. share: see above."""
     for case, number, layout, method in combinations(share):

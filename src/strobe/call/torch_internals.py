@@ -230,3 +230,10 @@ constant_when_compiled: Callable[[Callable], Callable] = (
 )
 """Marks a function whose result the compiler may take for a constant, as `torch.compiler.assume_constant_result` does, but that
 one imports the whole compiler, and with it Triton."""
+
+
+@constant_when_compiled
+def has_autocast(kind: str) -> bool:
+    """Whether torch.autocast knows a kind of device. (PyTorch 2.11's compiler does not know PyTorch's own function, which would
+    end its graph.)"""
+    return torch.amp.is_autocast_available(kind)

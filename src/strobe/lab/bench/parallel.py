@@ -108,8 +108,7 @@ def _process(settings: Settings, rank: int, gpus: int, folder: str) -> None:
     device = torch.device(settings.device, rank) if settings.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)  # or those of all ranks would wait for each other's
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", init_method=Path(folder, "store").as_uri(), rank=rank, world_size=gpus,

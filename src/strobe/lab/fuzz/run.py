@@ -221,7 +221,8 @@ def _call(case: Case, t: Tensors, descales: dict[str, torch.Tensor] | None) -> t
         result = strobe.attention(q, k, v, **keywords, **options)
         return result if case.wants_lse else (result, None)
     if case.door == "fp8":
-        result = strobe.attention_fp8(q, k, v, return_lse=case.wants_lse, **keywords, **(descales or {}))
+        options = {**keywords, **(descales or {})}
+        result = strobe.attention_fp8(q, k, v, return_lse=case.wants_lse, **options)
         return result if case.wants_lse else (result, None)
     mask: Mask = keywords["mask"]
     score: Score = keywords["score"]
