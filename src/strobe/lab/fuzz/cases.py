@@ -25,7 +25,8 @@ VALUES = ("normal", "growing", "falling", "spikes", "equal", "tiny", "huge", "ze
 """growing, falling: scores along the keys. spikes: few large keys. nan, inf: some numbers that rows see; forward only."""
 
 WAYS = (
-    "once", "no_grad", "inference", "again", "others first", "checkpoint", "compiled", "autocast", "filled", "graph", "stream",
+    "once", "no_grad", "inference", "again", "others first", "checkpoint", "compiled", "autocast", "compiled under autocast",
+    "filled", "graph", "stream",
 )  # fmt: skip
 """again: a second call gives the same bits. others first: a call with other tensors of the same shapes comes first, so that the
 second finds its plan. filled: PyTorch fills new memory with NaN. graph, stream: CUDA's."""
@@ -262,7 +263,15 @@ def _call(random: Random, case: Case) -> Case:
         facts |= dict(lie=random.choice(LIES))
     facts |= dict(wants_lse=case.gradients in ("both", "lse") or _some(random, 0.7))
     ways = WAYS if gpu else WAYS[:-2]
-    rare = {"compiled": 1, "checkpoint": 2, "graph": 3, "once": 30, "again": 8, "others first": 20 if gpu else 5}
+    rare = {
+        "compiled": 1,
+        "compiled under autocast": 1,
+        "checkpoint": 2,
+        "graph": 3,
+        "once": 30,
+        "again": 8,
+        "others first": 20 if gpu else 5,
+    }
     facts |= dict(way=random.choices(ways, [rare.get(way, 5) for way in ways])[0])
     if _some(random, 0.08):
         facts |= dict(bad=random.randrange(1, 1 << 16), gradients="", way="once")
@@ -321,7 +330,7 @@ def _consistent(case: Case) -> Case:
         facts |= dict(gradients="")
     if case.way == "graph" and case.backend == "tiled":  # which looks at its numbers
         facts |= dict(way="once")
-    if case.way in ("graph", "compiled", "checkpoint") and case.dropout:
+    if case.way in ("graph", "compiled", "compiled under autocast", "checkpoint") and case.dropout:
         facts |= dict(way="once")
     if case.way == "checkpoint":
         facts |= dict(gradients=facts.get("gradients", case.gradients) and "both", wants_lse=True)

@@ -60,7 +60,7 @@ def inputs(case: Case, shift: int = 0) -> Inputs:
             if how not in _EXPANDED:
                 x[unseen] = POISON[case.poison]
         given = replace(clean, q=bad[0], k=bad[1], v=bad[2])
-    if case.way == "autocast":
+    if case.way.endswith("autocast"):
         clean = _cast(clean)
     q, k, v = (in_memory(x, how) for x, how in zip((given.q, given.k, given.v), case.layouts, strict=True))
     return Inputs(Tensors(q, k, v, keywords), clean, *_upstream(case, clean, random))

@@ -171,6 +171,7 @@ def _surroundings(case: Case) -> Iterator[None]:
         "no_grad": torch.no_grad,
         "inference": torch.inference_mode,
         "autocast": lambda: torch.autocast(case.device, torch.bfloat16),
+        "compiled under autocast": lambda: torch.autocast(case.device, torch.bfloat16),
         "stream": lambda: torch.cuda.stream(torch.cuda.Stream()),
     }
     if case.way == "filled":
@@ -189,7 +190,7 @@ def _surroundings(case: Case) -> Iterator[None]:
 def _results(case: Case, given: Inputs) -> Results:
     t = given.given.with_gradients() if case.gradients else given.given
     call = _call
-    if case.way == "compiled":
+    if case.way.startswith("compiled"):
         torch._dynamo.reset()
         call = torch.compile(_call, backend="aot_eager", fullgraph=True)
     if case.dropout:
