@@ -60,7 +60,6 @@ ACCEPTED: dict[str, str] = {
     "cycles-packed-backward-h100-2026-11-24.json": OTHER_HEAD_DIMS,
     "cycles-packed-forward-h100-2026-11-24.json": SPILLING_REDO,
     "cycles-tile-h100-2026-11-24.json": OTHER_HEAD_DIMS,
-    "determinism-h200-2026-11-22.json": OLDER_KERNEL,
     "energy-peers-h200-2026-11-23.json": OLDER_KERNEL,
     "forward-h200-2026-11-21.json": HISTORY,
     "forward-h200-2026-11-22.json": OLDER_KERNEL,
@@ -85,7 +84,6 @@ ACCEPTED: dict[str, str] = {
     "timeline-h200-2026-11-22.json": OLDER_KERNEL,
     "train-gpt-4096-h200-2026-11-22.json": OLDER_KERNEL,
     "train-gpt-h200-2026-11-22.json": OLDER_KERNEL,
-    "zoo-h200-2026-11-25.json": "measured while blocks of keys could add to dQ in an order, which no point asked for",
 }
 """Published results that are older than a kernel of theirs, and why they may stay."""
 
