@@ -109,6 +109,7 @@ def test_nothing_spills(audits):
         assert audit["spill_bytes"] == 0, (audit["name"], spilling)
 
 
+@pytest.mark.exhaustive
 def test_other_configs(other_audits):
     """Two CTAs under a mask keep two words of the kernel's start in local memory; each role loads them before its loop."""
     for name, two_ctas_masked, spilled, owners in other_audits:

@@ -236,7 +236,7 @@ def worker_that_dies(case: Case) -> Outcome:
 
 def test_a_campaign_survives_its_workers():
     """And says which case each died of, and the smallest case of those that failed alike."""
-    with mock.patch.object(fuzz, "DEADLINE", 14.0), mock.patch.object(fuzz, "SMALLER_SECONDS", 6.0):
+    with mock.patch.object(fuzz, "DEADLINE", 9.0), mock.patch.object(fuzz, "SMALLER_SECONDS", 4.0):
         found = fuzz.campaign("cpu", 600.0, workers=2, first=0, most=12, run=worker_that_dies)
     kinds = {failure.number: failure.outcome for failure in found.failures}
     assert kinds[2] == Outcome("died", "SIGABRT") and kinds[4].kind == "hung"
