@@ -62,6 +62,8 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(name):
+    if name == "no heads at all" and torch.__version__ < "2.13":
+        pytest.skip("PyTorch's own function divides by zero before 2.13")
     compare(qkv(*SHAPES[name]))
     compare(qkv(*SHAPES[name], head_dim_v=7), scale=0.3)
 

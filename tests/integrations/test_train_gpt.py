@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def test_json_picture_and_summary(tmp_path, capsys):
     options = [f"--{name}={value}" for name, value in vars(SETTINGS).items()]
     train_gpt.main([*(option.replace("_", "-") for option in options), f"--json={path}"])
     report = json.loads(path.read_text())
-    assert report["settings"] == vars(SETTINGS) and report["device"]["packages"]["torch"] == torch.__version__
+    assert report["settings"] == vars(SETTINGS) and report["device"]["packages"]["torch"] == version("torch")
     for run in report["runs"].values():
         assert len(run["loss"]) == 3 and len(run["window_ms"]) == 2 and run["step_ms"] == run["window_ms"][1] > 0
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
