@@ -18,7 +18,7 @@ _CAUSAL = Causal()
 def flash_mask(causal: bool, window_size: Sequence[int] | None) -> Mask | None:
     """The mask of flash-attn's `causal` and `window_size`; None is no mask."""
     if window_size is None or (not torch.compiler.is_compiling() and window_size is NO_WINDOW):
-        # The default needs no checks, which take half a microsecond. (PyTorch 2.11's compiler does not know `is` of two tuples.)
+        # The default needs no checks, which take half a microsecond. (PyTorch 2.11's compiler knows no `is` of two tuples.)
         return _CAUSAL if causal else None
     try:
         left, right = window_size
