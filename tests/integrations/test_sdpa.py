@@ -22,6 +22,10 @@ from strobe.integrations import sdpa
 
 HAS_IMPLS = hasattr(torch_attention, "register_flash_attention_impl")
 needs_impls = pytest.mark.skipif(not HAS_IMPLS, reason="PyTorch takes implementations from 2.11 on")
+needs_pages = pytest.mark.skipif(
+    not hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace"),
+    reason="this PyTorch's varlen_attn takes no pages, no out and no groups of heads",
+)
 
 
 def qkv(shape_q=(2, 3, 5, 16), shape_k=None, head_dim_v=None, dtype=torch.float64):
@@ -283,7 +287,7 @@ def test_dropout_of_the_operators(on_cpu):
         torch.testing.assert_close(one, other)
 
 
-@needs_impls
+@needs_pages
 def test_varlen_attn(on_cpu):
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
@@ -302,7 +306,7 @@ def test_varlen_attn(on_cpu):
         torch.testing.assert_close(grads, expected_grads)
 
 
-@needs_impls
+@needs_pages
 def test_varlen_attn_into_a_tensor(on_cpu):
     q = torch.randn(11, 4, 16)
     cu, used = torch.tensor([0, 4, 11], dtype=torch.int32), torch.tensor([2, 5], dtype=torch.int32)
@@ -312,7 +316,7 @@ def test_varlen_attn_into_a_tensor(on_cpu):
     torch.testing.assert_close(out, expected)
 
 
-@needs_impls
+@needs_pages
 def test_varlen_attn_over_pages(on_cpu):
     from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
 
@@ -337,7 +341,7 @@ def test_varlen_attn_over_pages(on_cpu):
         torch.ops.aten._flash_attention_forward(q, k, v, cu, None, 5, 9, 0.5, False, False, seqused_k=used, block_table=table)
 
 
-@needs_impls
+@needs_pages
 def test_what_the_operators_refuse(on_cpu):
     q = torch.randn(2, 9, 4, 16)
     call = (q, q, q, None, None, 9, 9, 0.0, False)

@@ -333,7 +333,7 @@ print(json.dumps({"triton": triton.__version__}))
 """
 
 
-@pytest.mark.parametrize("oldest", [True, False], ids=["oldest", "installed"])
+@pytest.mark.parametrize("oldest", [True, False], ids=["oldest Triton", "installed Triton"])
 def test_what_runs_before_and_after_the_backward_compiles(oldest):
     """With several chunks of each width: what a compiler takes of one chunk it may refuse of two."""
     answer(ENDS, oldest)

@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_provenance_is_that_of_the_command_and_the_device(monkeypatch):
     monkeypatch.setattr(sys, "argv", [script, "--json", "out.json", "--rounds", "3"])
     made = machine.provenance(torch.device("cpu"))
     assert made["command"] == "python benchmarks/fp8.py --rounds 3" and made["device"]["kind"] == "cpu"
-    assert made["device"]["packages"]["torch"] == torch.__version__
+    assert made["device"]["packages"]["torch"] == version("torch")
     assert machine.provenance("no GPU", "strobe cost")["command"] == "strobe cost"
 
 
