@@ -98,6 +98,7 @@ def test_compile_under_autocast_without_graph_breaks(device):
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="PyTorch's compiler takes a function within a function from 2.11 on")
 @pytest.mark.parametrize("device", DEVICES)
 def test_functions_may_be_given_within_what_is_compiled(device):
     q = torch.randn(1, 20, 2, 32, device=device, dtype=dtype_of(device))

@@ -20,8 +20,8 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 import strobe
 from strobe.integrations import sdpa
 
-HAS_IMPLS = hasattr(torch_attention, "register_flash_attention_impl")
-needs_impls = pytest.mark.skipif(not HAS_IMPLS, reason="PyTorch takes implementations from 2.11 on")
+HAS_IMPLS = hasattr(torch_attention, "restore_flash_attention_impl")
+needs_impls = pytest.mark.skipif(not HAS_IMPLS, reason="PyTorch takes implementations and gives them back from 2.11 on")
 needs_pages = pytest.mark.skipif(
     not hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace"),
     reason="this PyTorch's varlen_attn takes no pages, no out and no groups of heads",

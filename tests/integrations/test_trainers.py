@@ -19,7 +19,7 @@ torchtitan_model = importlib.import_module("torchtitan_model")
 torchtune_model = importlib.import_module("torchtune_model")
 
 needs_impls = pytest.mark.skipif(
-    not hasattr(torch.nn.attention, "register_flash_attention_impl"), reason="this PyTorch takes no implementations"
+    not hasattr(torch.nn.attention, "restore_flash_attention_impl"), reason="this PyTorch takes no implementations"
 )
 
 
