@@ -20,6 +20,7 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "decode": (),
     "determinism": ("sm90 backward",),
     "energy": ("sm90 forward",),
+    "first-call": (),
     "redo-cost": ("sm90 forward",),
     "timeline": ("sm90 forward",),
     "train-gpt": SM90,
