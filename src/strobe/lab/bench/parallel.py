@@ -84,14 +84,15 @@ def run(settings: Settings, command: str) -> dict:
     for gpus in settings.gpus:
         with tempfile.TemporaryDirectory() as folder:
             context = multiprocessing.get_context("spawn")
-            processes = [
-                context.Process(target=_process, args=(settings, rank, gpus, folder), daemon=True)  # ends with this one
-                for rank in range(gpus)
-            ]
+            processes = [context.Process(target=_process, args=(settings, rank, gpus, folder)) for rank in range(gpus)]
             for process in processes:
                 process.start()
-            for process in processes:
-                process.join()
+            try:
+                for process in processes:
+                    process.join()
+            finally:
+                for process in processes:
+                    process.kill()
             answers = [Path(folder, f"{rank}.json") for rank in range(gpus)]
             if not all(path.exists() for path in answers):
                 raise RuntimeError(f"a process of {gpus} died: see its message above")
