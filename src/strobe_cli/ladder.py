@@ -83,11 +83,12 @@ def run(
         one_of("dtype", dtype, ("bf16", "fp16"))
         _head_dim(head_dim)
         problem, chosen = Problem(heads, length, head_dim, dtype), _rungs(rungs)
+        seconds = positive("max-seconds", max_seconds) or 0.0
         if profile:
-            _profiled(problem, chosen, calls, json)
+            _profiled(problem, chosen, calls, seconds, json)
             return
         where = device_of(device)
-        found = _measured(problem, chosen, where, rounds, positive("max-seconds", max_seconds) or 0.0)
+        found = _measured(problem, chosen, where, rounds, seconds)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     _shown(found)
@@ -165,14 +166,16 @@ def _shown(found: dict) -> None:
         typer.echo(line)
 
 
-def _profiled(problem: Problem, rungs: Sequence[Rung], calls: int, json: str | None) -> None:
+def _profiled(problem: Problem, rungs: Sequence[Rung], calls: int, max_seconds: float, json: str | None) -> None:
     from pathlib import Path
 
     from strobe.lab.bench.machine import describe, save
     from strobe.lab.counters import profile as profiles
     from strobe.lab.ladder.profiled import profile_rungs
 
-    subjects = profile_rungs(problem, rungs, calls)
+    subjects, late = profile_rungs(problem, rungs, calls, max_seconds)
+    for rung in late:
+        typer.echo(f"not done after {max_seconds:g} s: {rung.number} {rung.title}", err=True)
     found = profiles.report_of(subjects, command_given(sys.argv[1:]), describe(device_of("cuda")))
     profiles.show(found)
     if json is not None:

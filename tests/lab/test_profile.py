@@ -5,6 +5,7 @@ The files in `profiles/` are made for these tests, of numbers that were publishe
 
 import json
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,11 @@ from commands import run
 from strobe.device import KNOWN
 from strobe.lab.bench.plan import Point
 from strobe.lab.counters import counters, ncu, profile, profiled
+from strobe.lab.ladder import profiled as ladder_profiled
+from strobe.lab.ladder.measure import Problem
 from strobe.lab.model.roofline import Ceilings
 from strobe.lab.pages import html
+from strobe.ladder import RUNGS
 
 PROFILES = Path(__file__).parent / "profiles"
 DETAILS = PROFILES / "l4-details.csv"
@@ -392,3 +396,13 @@ def test_only_the_calls_after_the_warm_up_are_profiled(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("wait"))
     profiled.main({"point": vars(POINT), "backend": "sm90", "calls": 2})
     assert seen == ["strobe sm90"] * 3 + ["wait", "start"] + ["strobe sm90"] * 2 + ["wait", "stop"]
+
+
+def test_rungs_that_are_not_done_in_time_are_named(fake_ncu, monkeypatch):
+    fake_ncu(page=raw(MAIN, units=UNITS))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ladder_profiled, "arch_of", lambda device: KNOWN["H200"])
+    script = Path(shutil.which("ncu"))
+    script.write_text(script.read_text().replace("#!/bin/sh", '#!/bin/sh\ncase "$*" in *\'"rung": 7\'*) exec sleep 30;; esac'))
+    subjects, late = ladder_profiled.profile_rungs(Problem(16, 1024, 128, "bf16"), RUNGS[6:9], 1, 3.0)
+    assert [subject.name for subject in subjects] == [f"{n} {RUNGS[n].title}" for n in (6, 8)] and late == [RUNGS[7]]

@@ -97,15 +97,16 @@ def _profiled(point: Point, backend: str | None, kernel: str | None, calls: int)
     return found
 
 
-def launches_of(arguments: list[str], kernel: str | None = None) -> list[Launch]:
+def launches_of(arguments: list[str], kernel: str | None = None, timeout: float | None = None) -> list[Launch]:
     """What a Python process with these arguments launches between torch.cuda.profiler.start() and stop(), both pages of ncu's
-    report. kernel: a regular expression that the names of the kernels must hold. ValueError if ncu is missing or fails."""
+    report. kernel: a regular expression that the names of the kernels must hold. ValueError if ncu is missing or fails,
+    TimeoutExpired if the process has not ended after so many seconds."""
     with tempfile.TemporaryDirectory() as folder:
         report = str(Path(folder) / "profile.ncu-rep")
         options = ["--config-file", "off", "--export", report, "--force-overwrite", "--profile-from-start", "off"]
         options += ["--target-processes", "application-only", "--set", "full", "--metrics", ",".join(counters.EXTRA)]
         options += ["--apply-rules", "no", "--import-source", "no", *(["--kernel-name", f"regex:{kernel}"] if kernel else [])]
-        said = run_ncu([*options, sys.executable, *arguments])
+        said = run_ncu([*options, sys.executable, *arguments], timeout)
         if "No kernels were profiled" in said:
             return []
         return ncu.read(*(run_ncu(["--import", report, "--csv", "--page", page]) for page in ("details", "raw")))
@@ -119,10 +120,11 @@ def need_ncu() -> None:
         )
 
 
-def run_ncu(arguments: list[str]) -> str:
-    """What it prints. ValueError in one sentence if it is missing, not permitted or fails."""
+def run_ncu(arguments: list[str], timeout: float | None = None) -> str:
+    """What it prints. ValueError in one sentence if it is missing, not permitted or fails, TimeoutExpired if it has not ended
+    after so many seconds."""
     need_ncu()
-    done = subprocess.run(["ncu", *arguments], capture_output=True, text=True)
+    done = subprocess.run(["ncu", *arguments], capture_output=True, text=True, timeout=timeout)
     said = done.stdout + done.stderr
     if "ERR_NVGPUCTRPERM" in said:
         raise ValueError(

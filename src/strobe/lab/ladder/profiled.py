@@ -7,7 +7,9 @@ is to run with `--profile-from-start off`.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +18,7 @@ import torch
 from strobe.device import arch_of
 from strobe.lab.bench.plan import DTYPES
 from strobe.lab.counters.counters import Subject
+from strobe.lab.counters.ncu import Launch
 from strobe.lab.counters.profile import launches_of, need_ncu
 from strobe.lab.ladder.measure import Problem
 from strobe.lab.model.roofline import Ceilings
@@ -28,10 +31,10 @@ AT_ONCE = 8
 """How many rungs are profiled at once."""
 
 
-def profile_rungs(problem: Problem, rungs: Sequence[Rung], calls: int) -> list[Subject]:
-    """A Subject for each rung that runs on this GPU, by ncu, a process for each. Processes start beside each other, which takes
-    the most time; ncu itself lets one kernel run at a time. ValueError if ncu is missing, not permitted or fails, or without a
-    GPU."""
+def profile_rungs(problem: Problem, rungs: Sequence[Rung], calls: int, max_seconds: float) -> tuple[list[Subject], list[Rung]]:
+    """A Subject for each rung that runs on this GPU, by ncu, a process for each; and the rungs that were not done after
+    `max_seconds`. Processes start beside each other, which takes the most time; ncu itself lets one kernel run at a time.
+    ValueError if ncu is missing, not permitted or fails, or without a GPU."""
     need_ncu()
     if not torch.cuda.is_available():
         raise ValueError("profiling needs an NVIDIA GPU, got none")
@@ -41,12 +44,22 @@ def profile_rungs(problem: Problem, rungs: Sequence[Rung], calls: int) -> list[S
         raise ValueError(f"profiling needs a rung that runs on {arch}, got none")
     jobs = [json.dumps({"problem": vars(problem), "rung": rung.number, "calls": calls}) for rung in taken]
     ceilings = Ceilings.of(arch, DTYPES[problem.dtype])
+    end = time.monotonic() + max_seconds
+
+    def launches(job: str) -> list[Launch] | None:
+        try:
+            return launches_of(["-m", "strobe.lab.ladder.profiled", job], OWN_KERNELS, max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return None
+
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        launches = pool.map(lambda job: launches_of(["-m", "strobe.lab.ladder.profiled", job], OWN_KERNELS), jobs)
-        return [
-            Subject(f"{rung.number} {rung.title}", found, calls, problem.flops, ceilings)
-            for rung, found in zip(taken, launches, strict=True)
-        ]
+        by_rung = dict(zip(taken, pool.map(launches, jobs), strict=True))
+    subjects = [
+        Subject(f"{rung.number} {rung.title}", found, calls, problem.flops, ceilings)
+        for rung, found in by_rung.items()
+        if found is not None
+    ]
+    return subjects, [rung for rung, found in by_rung.items() if found is None]
 
 
 def _given(rung: Rung, problem: Problem) -> tuple[int, int, torch.dtype]:
