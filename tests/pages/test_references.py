@@ -93,7 +93,7 @@ def test_a_number_without_a_source_is_found(text, tmp_path):
         *(
             "```\n520 TFLOP/s\n```",
             "[a picture](bench-30-ms.png)",
-            "Python >= 3.10",
+            "Python >= 3.10, PyTorch 2.11",
             "| mask | heads |\n| --- | --- |\n| full | 32/4 |",
         ),
         "<!-- begin: table -->\n| D | us |\n| --- | --- |\n| 64 | 512 |\n<!-- end: table -->",

@@ -42,7 +42,7 @@ UNITS = (
 )  # fmt: skip
 MEASURED = re.compile(
     rf"(?<![\w.^-])\d+(?:\.\d+)?(?:(?:, | and | to | or |-)\d+(?:\.\d+)?)* ?(?:{'|'.join(UNITS)})(?!\w)"  # 15.4 us, 3 and 4 %
-    r"|(?<![\w.^-])[012]\.\d\d(?![\d.\w])"  # a ratio, such as 1.07
+    r"|(?<![\w.^-])(?<!PyTorch )[012]\.\d\d(?![\d.\w])"  # a ratio, such as 1.07
 )
 _CELL = re.compile(r"[~<>]?-?\d+(?:\.\d+)?(?: ?%| us| ms)?(?: \([\d., ]+\))?(?: / \d+(?:\.\d+)?)*")
 
