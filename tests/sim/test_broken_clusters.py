@@ -169,5 +169,6 @@ def test_it_is_found(bug, tmp_path):
     assert_found(bug, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_no_false_alarm(tmp_path):
     assert_right_unless_broken(KERNEL, tmp_path)
