@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import strobe
+from strobe.call.dispatch import explain_problem
 from strobe.device import KNOWN
 from strobe.kernels.sm90 import backend
 from strobe.kernels.sm90.backward_config import Config, SplitConfig, choose
@@ -521,6 +522,13 @@ def test_where_ds_may_be_stored(changes, stored):
     assert config.stored == stored
     assert isinstance(config, Config) == (given.head_dim <= 192 and (stored or not given.deterministic))
     assert ("stores dS" in backend.origin(given, KNOWN["H200"])) == stored
+
+
+def test_packed_sequences_without_keys_have_a_config():
+    """No kernel runs for them, but `strobe.explain` says which would."""
+    problem = AttentionProblem(Varlen(2, 30, 0, 20, 0), 4, 2, 64, 64, torch.bfloat16, 0.1, strobe.Causal(), phase="backward")
+    found = explain_problem(problem, KNOWN["H200"])
+    assert found.chosen == "sm90" and found.config == choose(problem)
 
 
 def test_an_lse_by_the_scale_must_be_a_number():

@@ -250,7 +250,7 @@ def stored_bytes(problem: AttentionProblem) -> int:
 
 def stored_heads(problem: AttentionProblem) -> int:
     """Key heads whose dS is in memory at a time: all, or a power of two."""
-    fitting = MOST_STORED // stored_bytes(problem)
+    fitting = MOST_STORED // max(1, stored_bytes(problem))  # there may be no keys
     return min(problem.lengths.batch * problem.heads_kv, 1 << fitting.bit_length() - 1)
 
 
