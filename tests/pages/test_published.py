@@ -46,6 +46,7 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
 """How a file's name begins -> the kernels whose speed it tells; none, if it tells of something else."""
 
 HISTORY = "shows how fast, or how, an earlier version was: pages that quote it say which"
+WITHOUT_KEYS = "since then packed sequences without keys have a config, which no point has"
 OLDER_KERNEL = "measured before launches were prepared and documents left out blocks; its numbers are due again"
 REDO_CHANGED = "the portable kernel changed, which redoes blocks: none of normal inputs has to be"
 BEFORE_PLACES = "measured before the portable kernels knew the places of shards, which ordinary calls do not have"
@@ -61,6 +62,7 @@ ACCEPTED: dict[str, str] = {
     "cycles-packed-backward-h100-2026-11-24.json": OTHER_HEAD_DIMS,
     "cycles-packed-forward-h100-2026-11-24.json": SPILLING_REDO,
     "cycles-tile-h100-2026-11-24.json": OTHER_HEAD_DIMS,
+    "determinism-h100-2026-11-25.json": WITHOUT_KEYS,
     "energy-peers-h200-2026-11-23.json": OLDER_KERNEL,
     "forward-h200-2026-11-21.json": HISTORY,
     "forward-h200-2026-11-22.json": OLDER_KERNEL,
@@ -85,6 +87,7 @@ ACCEPTED: dict[str, str] = {
     "timeline-h200-2026-11-22.json": OLDER_KERNEL,
     "train-gpt-4096-h200-2026-11-22.json": OLDER_KERNEL,
     "train-gpt-h200-2026-11-22.json": OLDER_KERNEL,
+    "zoo-h100-2026-11-25.json": WITHOUT_KEYS,
 }
 """Published results that are older than a kernel of theirs, and why they may stay."""
 
