@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from problems import Case, Results, check, describe, formula, tensors
+from tritons import needs_tcgen05
 from typer.testing import CliRunner
 
 import strobe
@@ -19,7 +20,6 @@ from strobe.call.dispatch import explain_problem, select
 from strobe.call.options import describe as problem_described
 from strobe.call.options import operands_of
 from strobe.device import KNOWN
-from strobe.kernels import triton_version
 from strobe.kernels.memory_map import Buffer, Columns, lines
 from strobe.kernels.sm100 import backend
 from strobe.kernels.sm100.config import HEAD_DIMS, Config, choose
@@ -30,7 +30,7 @@ from strobe_cli.app import app
 B200 = KNOWN["B200"]
 TRITON_3_8 = Path(sys.prefix) / "triton-3.8"
 
-pytestmark = pytest.mark.skipif(triton_version() < (3, 8), reason="the Blackwell kernel needs Triton 3.8 or newer")
+pytestmark = needs_tcgen05
 
 # ---- offline: the compiler's own numbers, on the oldest Triton that can and on the installed one
 

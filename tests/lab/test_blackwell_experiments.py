@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tritons import needs_tcgen05
 from typer.testing import CliRunner
 
 from strobe.kernels import triton_version
@@ -12,7 +13,7 @@ from strobe_cli.app import app
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.skipif(triton_version() < (3, 8), reason="the Blackwell kernel needs Triton 3.8 or newer")
+pytestmark = needs_tcgen05
 
 if triton_version() >= (3, 8):
     from strobe.lab.blackwell import experiments, page, pictures

@@ -3,12 +3,10 @@
 from pathlib import Path
 
 import pytest
+from tritons import needs_tcgen05
 from typer.testing import CliRunner
 
-from strobe.kernels import triton_version
 from strobe_cli.app import app
-
-needs_tcgen05 = pytest.mark.skipif(triton_version() < (3, 8), reason="the Blackwell kernel needs Triton 3.8 or newer")
 
 GEMM = Path(__file__).parents[2] / "examples" / "gemm"
 

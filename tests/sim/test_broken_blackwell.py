@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 from broken import Bug, Kernel, assert_found, assert_right_unless_broken, one_edit
 from problems import Case
+from tritons import needs_tcgen05
 
-from strobe.kernels import triton_version
 from strobe.kernels.sm100.config import Config
 from strobe.sim import (
     BarrierMisuse,
@@ -20,7 +20,7 @@ from strobe.sim import (
     Uninitialised,
 )
 
-pytestmark = pytest.mark.skipif(triton_version() < (3, 8), reason="the Blackwell kernel needs Triton 3.8 or newer")
+pytestmark = needs_tcgen05
 
 FORWARD, MEMORY, TMA = (f"strobe.kernels.sm100.{name}" for name in ("forward", "memory", "descriptors"))
 # One CTA takes three tiles, each of three blocks through a ring of three; every block rescales O.

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from problems import Case, Results, check, describe, formula, tensors
+from tritons import needs_tcgen05
 
-from strobe.kernels import triton_version
 from strobe.kernels.common import arguments
 from strobe.kernels.sm90 import forward as sm90_forward
 from strobe.kernels.sm90.config import Config as Hopper
@@ -25,7 +25,6 @@ from strobe.sim.attention import forward_launch, simulate_forward
 
 FP16, BF16 = torch.float16, torch.bfloat16
 ORDERS = (("in_order", 0), ("random", 1), ("random", 2), ("late", 0), ("early", 0))
-needs_tcgen05 = pytest.mark.skipif(triton_version() < (3, 8), reason="the Blackwell kernel needs Triton 3.8 or newer")
 
 
 def case(n_q, n_kv, heads=(1, 1), batch=1, **more) -> Case:

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from lying import LIES, SAMPLE, Lie, backward_of, check_backward, check_forward, expected, inputs
+from tritons import needs_tcgen05
 
 import strobe
 from strobe.device import KNOWN
-from strobe.kernels import triton_version
 from strobe.kernels.common.call import Tensors
 from strobe.kernels.sm80 import backward_launch as ampere_launch
 from strobe.kernels.sm80 import forward as sm80_forward
@@ -67,7 +67,7 @@ def test_hopper_forward(lie: Lie):
     forward(lie, sm90_forward, 90, HOPPER, strobe.Causal())
 
 
-@pytest.mark.skipif(triton_version() < (3, 8), reason="the Blackwell kernel needs Triton 3.8 or newer")
+@needs_tcgen05
 @pytest.mark.parametrize("lie", lying([lie for lie in LIES if lie.packed and lie.used_q is None and lie.used_kv is None]))
 def test_blackwell_forward(lie: Lie):
     forward(lie, sm100_forward, 100, BLACKWELL, strobe.Causal())
