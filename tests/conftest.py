@@ -105,7 +105,8 @@ SAMPLED = {
     "kernels/test_hopper_gradients.py::test_poison_reaches_only_what_sees_it": 2,
     "call/test_operators.py::test_compile_without_graph_breaks": 12,
 }
-"""Test -> one of how many of its cases always runs, chosen by a hash of their names; the others are `exhaustive`."""
+"""Test -> one of how many of its cases always runs, chosen by a hash of their names, and of few cases one; the others are
+`exhaustive`."""
 
 ONE_TRITON = {
     "call/test_fp8.py::test_the_kernel_compiles_without_spills_in_its_loops_or_serialised_products",
@@ -150,18 +151,36 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+def _test_and_case(item) -> tuple[str, str]:
+    name, _, case = item.nodeid.removeprefix("tests/").partition("[")
+    return name, case
+
+
+def _always(items) -> set[str]:
+    """The ids of the cases that SAMPLED does not leave to the campaigns."""
+    cases: dict[str, dict[int, str]] = {}
+    for item in items:
+        if "exhaustive" not in item.keywords:
+            cases.setdefault(_test_and_case(item)[0], {})[crc32(item.nodeid.encode())] = item.nodeid
+    found: set[str] = set()
+    for name, by_hash in cases.items():
+        found.update({id_ for number, id_ in by_hash.items() if number % SAMPLED.get(name, 1) == 0} or {by_hash[min(by_hash)]})
+    return found
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    always = _always(items)
     for item in items:
-        name, _, case = item.nodeid.removeprefix("tests/").partition("[")
-        if crc32(item.nodeid.encode()) % SAMPLED.get(name, 1) or (name in ONE_TRITON and ("oldest" in case or "3.6" in case)):
+        name, case = _test_and_case(item)
+        if item.nodeid not in always or (name in ONE_TRITON and ("oldest" in case or "3.6" in case)):
             item.add_marker(pytest.mark.exhaustive)
         if OLDEST_IS_INSTALLED and "installed Triton" in case:
             item.add_marker(pytest.mark.skip(reason="the installed Triton is the oldest one"))
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     if HAS_GPU:
-        items.sort(key=lambda item: item.nodeid.removeprefix("tests/").partition("[")[0] not in LONG)
+        items.sort(key=lambda item: _test_and_case(item)[0] not in LONG)
         items.sort(key=lambda item: "alone" in item.fixturenames)
     if "exhaustive" not in config.option.markexpr:
         left_out = [item for item in items if "exhaustive" in item.keywords]
