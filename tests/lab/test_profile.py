@@ -398,11 +398,14 @@ def test_only_the_calls_after_the_warm_up_are_profiled(monkeypatch):
     assert seen == ["strobe sm90"] * 3 + ["wait", "start"] + ["strobe sm90"] * 2 + ["wait", "stop"]
 
 
-def test_rungs_that_are_not_done_in_time_are_named(fake_ncu, monkeypatch):
+def test_rungs_that_are_not_done_in_time_are_named(fake_ncu, monkeypatch, tmp_path):
     fake_ncu(page=raw(MAIN, units=UNITS))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(ladder_profiled, "arch_of", lambda device: KNOWN["H200"])
     script = Path(shutil.which("ncu"))
-    script.write_text(script.read_text().replace("#!/bin/sh", '#!/bin/sh\ncase "$*" in *\'"rung": 7\'*) exec sleep 30;; esac'))
+    late_one = f'case "$*" in *\'"rung": 7\'*) sleep 100 & echo $! > {tmp_path}/watched; wait;; esac'
+    script.write_text(script.read_text().replace("#!/bin/sh", f"#!/bin/sh\n{late_one}"))
     subjects, late = ladder_profiled.profile_rungs(Problem(16, 1024, 128, "bf16"), RUNGS[6:9], 1, 3.0)
     assert [subject.name for subject in subjects] == [f"{n} {RUNGS[n].title}" for n in (6, 8)] and late == [RUNGS[7]]
+    state = Path("/proc", (tmp_path / "watched").read_text().strip(), "stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z", "what ncu watches is still there"

@@ -11,7 +11,9 @@ ncu runs a kernel many times, with caches flushed and the clock held at its base
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -124,18 +126,25 @@ def run_ncu(arguments: list[str], timeout: float | None = None) -> str:
     """What it prints. ValueError in one sentence if it is missing, not permitted or fails, TimeoutExpired if it has not ended
     after so many seconds."""
     need_ncu()
-    done = subprocess.run(["ncu", *arguments], capture_output=True, text=True, timeout=timeout)
-    said = done.stdout + done.stderr
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(["ncu", *arguments], stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)  # and what it watches, which would go on using the GPU
+        process.wait()
+        raise
+    said = out + err
     if "ERR_NVGPUCTRPERM" in said:
         raise ValueError(
             "ncu may not read the GPU's performance counters (ERR_NVGPUCTRPERM): the driver gives them to administrators "
             "only, which https://developer.nvidia.com/ERR_NVGPUCTRPERM says how to change"
         )
-    if done.returncode:
+    if process.returncode:
         lines = [line for line in said.splitlines() if line.strip()]
         errors = [line for line in lines if "==ERROR==" in line] + lines[-1:]
-        raise ValueError(f"ncu failed with status {done.returncode}: {errors[0] if errors else 'it said nothing'}")
-    return done.stdout if "--import" in arguments else said
+        raise ValueError(f"ncu failed with status {process.returncode}: {errors[0] if errors else 'it said nothing'}")
+    return out if "--import" in arguments else said
 
 
 # ---- what a user sees
