@@ -409,3 +409,13 @@ def test_rungs_that_are_not_done_in_time_are_named(fake_ncu, monkeypatch, tmp_pa
     assert [subject.name for subject in subjects] == [f"{n} {RUNGS[n].title}" for n in (6, 8)] and late == [RUNGS[7]]
     state = Path("/proc", (tmp_path / "watched").read_text().strip(), "stat")
     assert not state.exists() or state.read_text().split()[2] == "Z", "what ncu watches is still there"
+
+
+def test_every_number_is_shown_whole_however_many_kernels_there_are(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    [one, _] = profile.of_files([DETAILS])
+    many = [replace(one, name=f"{n} what changes in registers") for n in range(8)]
+    profile.show(profile.report_of(many, "strobe profile", {"name": "H100"}))
+    shown = capsys.readouterr().out
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
+    assert shown.count("6623369") == len(many), "each has its elapsed cycles"

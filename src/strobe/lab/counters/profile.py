@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from strobe.call.dispatch import explain_problem
@@ -185,12 +186,35 @@ def report_of(subjects: Sequence[Subject], command: str, device: dict, point: Po
 
 
 def show(report: dict) -> None:
-    """The tables on the terminal."""
+    """The tables on the terminal, each as often as it takes for all subjects to have room."""
     console = Console()
+    names = [subject["name"] for subject in report["subjects"]]
     for table in report["tables"]:
-        shown = Table(title=table["title"], title_justify="left")
-        for n, head in enumerate(table["head"]):
-            shown.add_column(head, justify="left" if n == 0 else "right")
-        for row in table["rows"]:
-            shown.add_row(*row)
-        console.print(shown)
+        for shown in _that_fit(table, names, console):
+            console.print(shown)
+
+
+def _that_fit(table: dict, names: Sequence[str], console: Console) -> list[Table]:
+    """The table in parts, of as many subjects each as fit without a broken word, of one at least."""
+    unbound = console.options.update(width=100_000)
+    for most in range(len(names), 0, -1):
+        parts = [_part(table, names, names[i : i + most]) for i in range(0, len(names), most)]
+        if all(Measurement.get(console, unbound, part).minimum <= console.width for part in parts):
+            break
+    return parts
+
+
+def _part(table: dict, names: Sequence[str], some: Sequence[str]) -> Table:
+    """The columns of some subjects, beside the labels. A subject's columns begin with its name."""
+    owners = [max(filter(head.startswith, names), key=len, default=None) for head in table["head"]]
+    for n, head in enumerate(table["head"]):
+        if head in ("max", "avg"):
+            owners[n] = owners[n - 1]
+    taken = [n for n, owner in enumerate(owners) if owner is None or owner in some]
+    shown = Table(title=table["title"], title_justify="left")
+    for n in taken:
+        words = [len(word) for cell in (table["head"][n], *(row[n] for row in table["rows"])) for word in cell.split()]
+        shown.add_column(table["head"][n], justify="left" if n == 0 else "right", min_width=max(words))
+    for row in table["rows"]:
+        shown.add_row(*(row[n] for n in taken))
+    return shown
