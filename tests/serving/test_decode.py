@@ -171,6 +171,20 @@ def test_on_a_gpu(seed):
 
 
 @GPU
+@pytest.mark.parametrize("seed", range(12))
+def test_17_to_64_rows_on_a_gpu(seed):
+    """Which Hopper gives to one group of wgmma, in many parts; the same call has the same bits."""
+    n_q, group = [(4, 8), (3, 7), (16, 4), (5, 8)][seed % 4]
+    page = [16, 64, 256, None, 48, 1][seed % 6]
+    call = draw(seed, torch.bfloat16, honest=seed % 3 > 0, device="cuda", n_q=n_q, group=group, page=page, room=3000, batch=3,
+                head_dim=(128, 80)[seed % 2], head_dim_v=128)  # fmt: skip
+    found = strobe.decode(call.q, call.cache, return_lse=True, **call.keywords)
+    check(found, right(call), torch.bfloat16)
+    for _ in range(5):
+        assert torch.equal(strobe.decode(call.q, call.cache, return_lse=True, **call.keywords)[0], found[0])
+
+
+@GPU
 def test_a_graph_is_replayed_with_other_lengths_pages_and_queries():
     call = draw(11, torch.bfloat16, device="cuda", page=16, ragged=False, room=257, leftpad=False, batch=3)
     other = draw(12, torch.bfloat16, device="cuda", page=16, ragged=False, room=257, leftpad=False, batch=3,

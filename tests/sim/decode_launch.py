@@ -1,6 +1,7 @@
 """The decode kernel in the simulator, on requests drawn at random."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,7 @@ import torch
 from strobe.device import KNOWN
 from strobe.kernels.common.call import Tensors
 from strobe.kernels.decode import launch
-from strobe.kernels.decode.config import of_mma, of_wgmma
+from strobe.kernels.decode.config import of_mma
 from strobe.sim import Launch
 from strobe.sim import attention as attention  # which gives the simulator the models of our assembly
 
@@ -20,17 +21,18 @@ from requests_at_random import Drawn, check, described, right
 
 def run(
     call: Drawn, ctas: int = 3, order: str = "in_order", seed: int = 0, arch: int = 90, launches: int = 1,
-    kernel: ModuleType | None = None, wgmma: bool = False, **config,
+    kernel: ModuleType | None = None, choose: Callable = of_mma, **config,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out and the LSE of a call: simulate `launches` launches, one after the other with the same counters, and check their
-    results. kernel: a module in place of `decode.forward`, or of `decode.hopper` with wgmma. config: changes of the config."""
+    results. kernel: a module in place of `decode.forward`, or of `decode.hopper` with wgmma. choose: makes the config; config:
+    changes of it."""
     columns = call.cache.head_dim_v if call.cache.v is None else call.cache.v.shape[-1]
     out = torch.full((*call.q.shape[:-1], columns), torch.nan, dtype=call.q.dtype)
     if "cu_seqlens_q" in call.keywords:
         out.zero_()
     problem, operands = described(call, out=out)
     gpu = replace(KNOWN["H200" if arch == 90 else "A100"], sms=ctas)
-    chosen = replace((of_wgmma if wgmma else of_mma)(problem, gpu), **{"ctas": 1, **config})
+    chosen = replace(choose(problem, gpu), **{"ctas": 1, **config})
     buffers = launch.buffers(problem, gpu, chosen)
     made = {
         name: torch.full(x.shape, torch.nan if x.fill is None else x.fill, dtype=x.dtype)
@@ -40,7 +42,7 @@ def run(
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     tensors = Tensors(**given, **made)
     (one,) = launch.calls(problem, tensors, gpu, chosen)
-    function = one.kernel if kernel is None else getattr(kernel, "hopper_kernel" if wgmma else "decode_kernel")
+    function = one.kernel if kernel is None else getattr(kernel, "hopper_kernel" if chosen.by_wgmma else "decode_kernel")
     simulated = Launch(function, one.grid, (), one.keywords, arch=arch, rewritable=("arrivals",))
     wanted = right(call)
     for _ in range(launches):

@@ -14,6 +14,7 @@ from requests_at_random import draw
 from test_decode_kernel import latent
 
 import strobe
+from strobe.kernels.decode.config import of_one_group, of_wgmma
 from strobe.sim import (
     BarrierMisuse,
     Deadlock,
@@ -127,7 +128,13 @@ BUGS = [
            "(first + keys_in(C, layout) + 1) % cached.PAGE", page=3),
     kernel("the sums are not rescaled", "row_sum = row_sum * rescale + gl.sum(p, 2)", "row_sum = row_sum + gl.sum(p, 2)"),
     kernel("O is not rescaled", "        acc = acc * gl.expand_dims(rescale, 2)\n", ""),
-    kernel("warps are added up without their weights", "meet.store(acc * gl.expand_dims(weight, 2))", "meet.store(acc)"),
+    kernel("warps are added up without their weights", "in_chunks(acc * gl.expand_dims(weight, 2),", "in_chunks(acc,"),
+    kernel("a chunk of O twice", "in_chunks(first, COLUMNS) + in_chunks(second", "in_chunks(first, COLUMNS) + in_chunks(first",
+           head_dim=128, head_dim_v=128, tokens=128, stages=3),
+    kernel("the pages of a warp change places", "gl.where(own // PAGE == n, page", "gl.where(own // PAGE != n, page", page=16,
+           tokens=128),
+    kernel("the first page of a warp's few counts for its first key alone", "(keys + PAGE > piece.begin)",
+           "(keys >= piece.begin)", leftpad=True, tokens=128),
     kernel("the maximum of one warp", "top = gl.max(row_max, 0)", "top = gl.min(row_max, 0)"),
     kernel("parts are added up without their weights", "gl.sum(os * gl.expand_dims(gl.convert_layout(weights, H), 2), 0)",
            "gl.sum(os, 0)"),
@@ -154,9 +161,9 @@ BUGS = [
     kernel("all requests count as alike", "most.to(gl.int64) * requests.batch == total", "most >= 0",
            (AssertionError, DoubleWrite)),
     schedule("requests that are alike begin one further", "begins = number * most", "begins = number * most + 1",
-             (AssertionError, Race, DoubleWrite), lengths=[100] * 4),
+             (AssertionError, Race, DoubleWrite, IllegalOperation), lengths=[100] * 4),
     schedule("two parts have one place", "gl.where(part == 0, within, 0)", "0 * within", (DoubleWrite,)),
-    schedule("a part too many", "// stretch - first + 1, first", "// stretch - first + 2, first",
+    schedule("a part too many", "stretch) - first + 1, first", "stretch) - first + 2, first",
              (DoubleWrite, AssertionError)),
     schedule("lengths are not clamped", "    length = gl.minimum(gl.maximum(length, 0), requests.capacity)\n", "",
              (OutOfBounds,),
@@ -246,6 +253,25 @@ HOPPER_BUGS = [
                (MissingFence, Race)),
 ]  # fmt: skip
 
+FILLED = "memory.v.acquire(position)\n        copy_rows"
+TOLD = "position - LAG, 2 * LAG)\n        v_rows"
+ONE_GROUP_BUGS = [
+    hopper("a copy is not waited for", "    async_copy.wait_group(UNDER_WAY)\n", "", (*TOO_EARLY, Unfinished)),
+    hopper("K is told a step too early", TOLD, TOLD.replace("LAG,", "LAG + 1,"),
+           (*TOO_EARLY, Unfinished, Deadlock, BarrierMisuse)),
+    hopper("the last V is told while it is being copied", "2 * (LAG - i) - 2", "2 * (LAG - i) - 1", (*TOO_EARLY, Unfinished)),
+    hopper("what is copied has no fence", "(UNDER_WAY)\n    fence_async_shared()\n", "(UNDER_WAY)\n", (MissingFence,)),
+    hopper("a step is told that is none", "pred=position >= 0)", "pred=position >= -1)",
+           (*TOO_EARLY, Unfinished, Deadlock, BarrierMisuse)),
+    hopper("a place is filled that is not empty", FILLED, "copy_rows", (Race, BarrierMisuse)),
+    hopper("what is no key is copied", "is_key(cached, piece, at, pages, C, KEYS)", "pages == pages", (*NUMBERS, OutOfBounds)),
+    hopper("pages are those of the step before", "pages = look_up(cached, piece, at + C.tokens, C, KEYS)",
+           "pages = look_up(cached, piece, at, C, KEYS)", (*NUMBERS, OutOfBounds)),
+    hopper("rows of V are where those of K are", "copy_rows(memory.v.block(position)[0], v_base, v_rows",
+           "copy_rows(memory.v.block(position)[0], v_base, k_rows", (*NUMBERS, OutOfBounds), head_dim_v=80),
+]  # fmt: skip
+ONE_GROUP = {"head_dim": 128, "head_dim_v": 128, "group": 8, "heads_kv": 1, "room": 520, "lengths": [510, 1, 0, 330]}
+
 _numbers = count()
 
 
@@ -287,6 +313,7 @@ CASE = {
 def test_it_is_found(bug, tmp_path):
     case = {**CASE, **bug.case}
     honest, lie = case.pop("honest", True), case.pop("lie", False)
+    config = {name: case.pop(name, usual) for name, usual in (("tokens", 64), ("stages", 2))}
     call = draw(1, torch.float16, honest, **case)
     if lie:
         lengths = torch.tensor([10**6, 1, -9, 130], dtype=torch.int32)
@@ -294,7 +321,7 @@ def test_it_is_found(bug, tmp_path):
     module = broken(bug, tmp_path)
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
-            run(call, ctas=7, order=order, seed=number, kernel=module, launches=bug.launches, tokens=64, stages=2)
+            run(call, ctas=7, order=order, seed=number, kernel=module, launches=bug.launches, **config)
 
 
 @pytest.mark.parametrize("bug", HOPPER_BUGS, ids=str)
@@ -309,11 +336,21 @@ def test_it_is_found_with_wgmma(bug, tmp_path):
     module = broken(bug, tmp_path)
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
-            run(call, ctas=2 if of_latent else 5, order=order, seed=number, kernel=module, wgmma=True, stages=2)
+            run(call, ctas=2 if of_latent else 5, order=order, seed=number, kernel=module, choose=of_wgmma, stages=2)
+
+
+@pytest.mark.parametrize("bug", ONE_GROUP_BUGS, ids=str)
+def test_it_is_found_with_one_group(bug, tmp_path):
+    call = draw(1, torch.float16, **{**CASE, **ONE_GROUP, **bug.case})
+    module = broken(bug, tmp_path)
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            run(call, ctas=3, order=order, seed=number, kernel=module, choose=of_one_group, stages=4)
 
 
 def test_no_false_alarm():
     for number, order in enumerate(ORDERS):
         run(draw(1, torch.float16, **CASE), ctas=7, order=order, seed=number, launches=2, tokens=64, stages=2)
-        run(draw(1, torch.float16, **CASE), ctas=5, order=order, seed=number, launches=2, wgmma=True, stages=2)
-        run(latent(48), ctas=2, order=order, seed=number, wgmma=True, stages=2)
+        run(draw(1, torch.float16, **CASE), ctas=5, order=order, seed=number, launches=2, choose=of_wgmma, stages=2)
+        run(latent(48), ctas=2, order=order, seed=number, choose=of_wgmma, stages=2)
+        run(draw(1, torch.float16, **{**CASE, **ONE_GROUP}), ctas=3, order=order, seed=number, choose=of_one_group, stages=4)

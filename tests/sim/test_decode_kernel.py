@@ -1,5 +1,7 @@
 """The decode kernel in the simulator: requests of every kind, in every order, against the specification."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from decode_launch import run
@@ -7,7 +9,7 @@ from requests_at_random import Drawn, described, draw
 
 import strobe
 from strobe.device import KNOWN
-from strobe.kernels.decode.config import choose
+from strobe.kernels.decode.config import choose, of_mma, of_one_group, of_wgmma
 
 ORDERS = ("in_order", "random", "late", "early")
 
@@ -57,7 +59,7 @@ def simulate_wgmma(seed: int) -> None:
     """Random requests on TMA and wgmma; of every third a page is not there."""
     dtype, page = (torch.float16, torch.bfloat16)[seed % 2], [None, 16, 48, 64, 128][seed % 5]
     call = draw(seed, dtype, honest=seed % 3 > 0, page=page)
-    run(call, ctas=1 + seed % 6, order=ORDERS[seed // 2 % 4], seed=seed, wgmma=True)
+    run(call, ctas=1 + seed % 6, order=ORDERS[seed // 2 % 4], seed=seed, choose=of_wgmma)
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -65,15 +67,45 @@ def test_wgmma(seed):
     simulate_wgmma(seed)
 
 
+def test_several_whole_jobs():
+    """Eight jobs of three steps for three CTAs: three whole ones each, not eight steps."""
+    call = draw(5, torch.float16, ragged=False, batch=8, lengths=[190] * 8, room=192, n_q=16, group=8, heads_kv=1, page=64,
+                leftpad=False, mask=None)  # fmt: skip
+    run(call, ctas=3, choose=of_wgmma)
+
+
+def simulate_one_group(seed: int) -> None:
+    """Random requests on one group of wgmma, whose keys cp.async copies; of every third a page is not there. Poison is where
+    nobody has a key."""
+    dtype, page = (torch.float16, torch.bfloat16)[seed % 2], [None, 16, 48, 64, 128, 1, 32][seed % 7]
+    n_q, group = [(4, 8), (3, 7), (16, 4), (5, 4)][seed % 4]
+    dim, dim_v = [(128, 128), (80, 80), (96, 128)][seed % 3]
+    call = draw(seed, dtype, honest=seed % 3 > 0, page=page, n_q=n_q, group=group, head_dim=dim, head_dim_v=dim_v)
+    run(call, ctas=1 + seed % 6, order=ORDERS[seed // 2 % 4], seed=seed, choose=of_one_group, stages=2 + seed % 5)
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_one_group_of_wgmma(seed):
+    simulate_one_group(seed)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_one_group_launch_after_launch(order):
+    """With jobs of many steps, and as many stages as on a GPU."""
+    call = draw(2, torch.bfloat16, ragged=False, lengths=[700, 33, 0], batch=3, page=16, room=720, n_q=4, group=8, heads_kv=1,
+                head_dim=128, head_dim_v=128)  # fmt: skip
+    run(call, ctas=4, order=order, launches=2, choose=of_one_group)
+
+
 @pytest.mark.parametrize(("rows", "tokens", "stages"), [(128, 64, 2), (64, 32, 5), (128, 128, 2)])
 def test_other_configs_of_wgmma(rows, tokens, stages):
     call = draw(4, torch.bfloat16, head_dim=128, head_dim_v=64, ragged=False, group=8, heads_kv=1, n_q=19, page=32)
     of_rows = {"rows": rows, "warps": rows // 16, "groups": rows // 64}
-    run(call, ctas=4, wgmma=True, tokens=tokens, stages=stages, box=32, chunk=64, **of_rows)
+    run(call, ctas=4, choose=of_wgmma, tokens=tokens, stages=stages, box=32, chunk=64, **of_rows)
 
 
-@pytest.mark.parametrize(("wgmma", "n_q"), [(False, 4), (True, 4), (True, 18)])
-def test_bits_depend_neither_on_other_requests_nor_on_the_number_of_queries(wgmma, n_q):
+@pytest.mark.parametrize(("kind", "n_q"), [(of_mma, 4), (of_wgmma, 4), (of_wgmma, 18)])
+def test_bits_depend_neither_on_other_requests_nor_on_the_number_of_queries(kind, n_q):
     """Nor on how many groups of warps share them, nor does the order in which parts are added up depend on how many rows of a
     tile are in use."""
     fixed = dict(head_dim=128, head_dim_v=128, page=16, ragged=False, room=900, batch=2, lengths=[880, 300], n_q=n_q,
@@ -81,31 +113,54 @@ def test_bits_depend_neither_on_other_requests_nor_on_the_number_of_queries(wgmm
                  sinks=False)  # fmt: skip
     call = draw(21, torch.bfloat16, deterministic=True, **fixed)
     cache = strobe.Cache(call.cache.k, call.cache.v, call.cache.lengths[:1], call.cache.page_table[:1])
-    whole = run(call, ctas=3, wgmma=wgmma, split=64)
-    last = run(call._replace(q=call.q[:1, -1:], cache=cache), ctas=2, wgmma=wgmma, split=64)
+    whole = run(call, ctas=3, choose=kind, split=64)
+    last = run(call._replace(q=call.q[:1, -1:], cache=cache), ctas=2, choose=kind, split=64)
     assert torch.equal(whole[0][:1, -1:], last[0]) and torch.equal(whole[1][:1, :, -1:], last[1])
 
 
 @pytest.mark.parametrize(
-    ("fixed", "rows"),
+    ("fixed", "kind"),
     [
-        ({"n_q": 4}, 0),
-        ({"n_q": 1, "deterministic": True}, 64),
-        ({"n_q": 5}, 64),
-        ({"n_q": 9}, 128),
-        ({"n_q": 40, "batch": 40}, 128),
-        ({"n_q": 16, "page": 16}, 128),
-        ({"n_q": 16, "page": 8}, 0),
-        ({"n_q": 1, "group": 1}, 0),
-        ({"n_q": 16, "head_dim": 64}, 0),
+        ({"n_q": 2}, "mma"),
+        ({"n_q": 4}, "one group"),
+        ({"n_q": 3, "group": 7, "page": None, "head_dim": 80}, "one group"),
+        ({"n_q": 8, "page": 16}, "one group"),
+        ({"n_q": 8, "page": 8}, "mma"),
+        ({"n_q": 8, "head_dim_v": 64}, "TMA, 64 rows"),
+        ({"n_q": 1, "deterministic": True}, "TMA, 64 rows"),
+        ({"n_q": 4, "deterministic": True}, "TMA, 64 rows"),
+        ({"n_q": 9}, "TMA, 128 rows"),
+        ({"n_q": 40, "batch": 40}, "TMA, 128 rows"),
+        ({"n_q": 16, "page": 16}, "TMA, 128 rows"),
+        ({"n_q": 16, "page": 8}, "mma"),
+        ({"n_q": 1, "group": 1}, "mma"),
+        ({"n_q": 16, "head_dim": 64}, "mma"),
     ],
 )
-def test_which_kernel_runs(fixed, rows):
-    """Rows of a tile where TMA and wgmma run; 0 where mma.sync does."""
-    shape = {"page": 64, "group": 8, "heads_kv": 4, "head_dim": 128, "batch": 2, "ragged": False, "tree": False, "room": 70}
-    problem, _ = described(draw(1, torch.bfloat16, **{**shape, **fixed}))
-    hopper, ampere = (choose(problem, KNOWN[gpu]) for gpu in ("H200", "A100"))
-    assert (hopper.rows if hopper.box else 0) == rows and not ampere.box
+def test_which_kernel_runs(fixed, kind):
+    problem = problem_of(**fixed)
+    assert kind_of(choose(problem, KNOWN["H200"])) == kind
+    assert kind_of(choose(problem, KNOWN["A100"])) == "mma"
+
+
+@pytest.mark.parametrize(("n_q", "kind"), [(4, "mma"), (8, "TMA, 64 rows")])
+def test_many_keys_are_not_one_groups(n_q, kind):
+    problem = problem_of(n_q=n_q)
+    for keys, wanted in ((1 << 17, "one group"), ((1 << 17) + 1, kind)):  # of 2 requests and 4 key heads
+        longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=keys))
+        assert kind_of(choose(longer, KNOWN["H200"])) == wanted
+
+
+def problem_of(**fixed):
+    shape = {"page": 64, "group": 8, "heads_kv": 4, "head_dim": 128, "head_dim_v": fixed.get("head_dim", 128), "batch": 2,
+             "ragged": False, "tree": False, "room": 70}  # fmt: skip
+    return described(draw(1, torch.bfloat16, **{**shape, **fixed}))[0]
+
+
+def kind_of(config) -> str:
+    if not config.by_wgmma:
+        return "mma"
+    return f"TMA, {config.rows} rows" if config.box else "one group"
 
 
 def latent(heads: int, n_q: int = 1) -> Drawn:
@@ -121,7 +176,7 @@ def latent(heads: int, n_q: int = 1) -> Drawn:
 
 @pytest.mark.parametrize(("heads", "n_q", "order"), [(16, 1, "late"), (48, 2, "random"), (128, 1, "early"), (3, 1, "in_order")])
 def test_values_that_are_columns_of_keys_by_wgmma(heads, n_q, order):
-    run(latent(heads, n_q), ctas=3, wgmma=True, order=order)
+    run(latent(heads, n_q), ctas=3, choose=of_wgmma, order=order)
 
 
 @pytest.mark.exhaustive
@@ -130,6 +185,7 @@ def test_many_more():
         simulate(seed)
     for seed in range(100, 200):
         simulate_wgmma(seed)
+        simulate_one_group(seed)
 
 
 @pytest.mark.parametrize("order", ORDERS)

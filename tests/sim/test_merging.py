@@ -19,7 +19,7 @@ CONFIG = Config(COLUMNS, COLUMNS, ROWS, 64, 2, 4, 1, split=64)
 @gluon.jit
 def part(W: gl.constexpr, HAND_IN: gl.constexpr, q, out, lse, parts, sums, arrivals, patience, rows, C: gl.constexpr):
     """The W-th of three CTAs: what it found is W + 1 everywhere, its maximum W and its sum 2."""
-    L: gl.constexpr = forward.result_layout(C)
+    L: gl.constexpr = forward.result_layout(C, 16)
     R: gl.constexpr = gl.SliceLayout(0, L)
     zero = 0 * rows
     outputs = forward.Outputs(q, zero, 16, 16, out, zero, zero + 64, zero + 16, lse, zero, zero + 4, parts, sums, arrivals)

@@ -98,6 +98,7 @@ __all__ = [
     "TensorMemoryLayout",
     "aggregate",
     "allocate_tensor_memory",
+    "async_copy",
     "cp_async",
     "fence_async_shared",
     "fma2",

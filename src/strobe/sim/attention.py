@@ -12,7 +12,7 @@ import triton.language as tl
 
 from strobe.device import KNOWN
 from strobe.kernels.blind_rows import fill_blind
-from strobe.kernels.common import dependent_launch, named_barrier, packed_halves
+from strobe.kernels.common import dependent_launch, named_barrier, packed_halves, prefetch
 from strobe.kernels.common.call import Buffers, Tensors, gradients
 from strobe.kernels.common.documents import SPAN
 from strobe.kernels.gluon import gl
@@ -48,6 +48,7 @@ register(named_barrier.announce, partial(named_arrive, threads=256))
 register(dependent_launch.take_turn, take_turn)
 register(dependent_launch.take_program_turn, take_turn)
 register(dependent_launch.take_last_turn, take_turn)
+register(prefetch.prefetch, lambda pointer, size: None)
 register(packed_halves.rounded, lambda x, dtype: x.to(dtype))
 register(packed_halves.widened, lambda x: x.to(tl.float32))
 

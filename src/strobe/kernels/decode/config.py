@@ -27,6 +27,9 @@ MOST_STAGES = 8
 WGMMA_FROM_ROWS = 33
 """Rows that share a key head from which on TMA and wgmma do a decode on Hopper. On an H100 with 64 heads on 8 mma.sync was
 faster at 8 and 16 rows and mostly at 32, by far slower at 128; 64: not timed."""
+MOST_KEYS_OF_ONE_GROUP = 1 << 20
+"""Keys of all key heads of all requests up to which 17 to 64 rows are one group's of wgmma: on an H100 it was ahead of mma.sync
+at 2^19, behind it at 2^21."""
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
 
 
@@ -45,9 +48,8 @@ class Config:
     narrow: columns of K beyond head_dim, where V is its first head_dim columns; 0 where V lies elsewhere.
     column_warps: warps that share a state of the softmax, and halve (or quarter) the columns of O, which would not fit the
         registers of one: they exchange scores at every step.
-    box: keys that TMA copies together, all of one page, for wgmma, by which four warps have 64 rows; 0: cp.async copies, and
-        mma.sync multiplies.
-    chunk: columns that TMA copies together.
+    box: keys that TMA copies together, all of one page; 0: cp.async copies.
+    chunk: columns of shared memory that lie together, for wgmma, by which four warps have 64 rows; 0: mma.sync multiplies.
     groups: groups of four warps that have 64 rows each and know nothing of each other.
     """
 
@@ -67,9 +69,18 @@ class Config:
     groups: int = 1
 
     @property
+    def by_wgmma(self) -> bool:
+        return self.chunk > 0
+
+    @property
     def specialised(self) -> bool:
-        """Whether warps have roles: those of each group multiply, two others copy."""
-        return self.box > 0 and not self.narrow
+        """Whether warps have roles: those of each group multiply, two or four others copy."""
+        return self.by_wgmma and not self.narrow
+
+    @property
+    def by_whole_jobs(self) -> bool:
+        """Whether a CTA takes several whole jobs where all requests are alike, rather than whole ones and pieces."""
+        return self.groups > 1  # an H100, 128 rows, 32 requests of 8k keys: 389 microseconds, not 417; fewer rows: no gain
 
     @property
     def launched_warps(self) -> int:
@@ -104,7 +115,7 @@ class Config:
     @property
     def copier_registers(self) -> int:
         """Registers a thread that a warp which copies sets for itself (setmaxnreg)."""
-        return 80
+        return 80 if self.box else 104
 
     @property
     def group_registers(self) -> int:
@@ -151,8 +162,8 @@ class Config:
     def smem_map(self) -> list[Buffer]:
         """The rings of K and V, and the rows of Q for wgmma. The results of warps meet in the ring of K, when it is empty."""
         other = ("sK narrow", self.narrow) if self.narrow else ("sV", self.head_dim_v)
-        shapes: dict[str, tuple[int, ...]] = {"sQ": (self.rows, self.head_dim + self.narrow)} if self.box else {}
-        shapes |= {"sP": (self.rows, self.tokens)} if self.box and self.narrow else {}
+        shapes: dict[str, tuple[int, ...]] = {"sQ": (self.rows, self.head_dim + self.narrow)} if self.by_wgmma else {}
+        shapes |= {"sP": (self.rows, self.tokens)} if self.by_wgmma and self.narrow else {}
         shapes |= {"sK": (self.stages, self.tokens, self.head_dim), other[0]: (self.stages, self.tokens, other[1])}
         return [Buffer(name, shape, self.kv_bytes * math.prod(shape)) for name, shape in shapes.items()]
 
@@ -163,9 +174,12 @@ class Config:
 
 
 def choose(problem: DecodeProblem, arch: Arch) -> Config:
-    """The config of a problem on an arch: for TMA and wgmma where these are faster, else for cp.async and mma.sync."""
-    if takes_wgmma(problem, arch) and gains_by_wgmma(problem):
-        return of_wgmma(problem, arch)
+    """The config of a problem on an arch: for wgmma, by TMA or cp.async, where it is faster, else for mma.sync."""
+    if takes_wgmma(problem, arch):
+        if gains_by_one_group(problem):
+            return of_one_group(problem, arch)
+        if gains_by_wgmma(problem):
+            return of_wgmma(problem, arch)
     return of_mma(problem, arch)
 
 
@@ -228,6 +242,33 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     rows = rows or (128 if problem.rows > 64 else 64)
     chunk = min(dim, dim_v) if box == tokens else 64
     config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk, groups=rows // 64)
+    return with_all_stages(config, arch)
+
+
+def gains_by_one_group(problem: DecodeProblem) -> bool:
+    """Whether one group of wgmma, whose keys cp.async copies, is the fastest choice where wgmma can do it: more rows than one
+    product of mma.sync has, one group's at most, and not so many keys that memory's rate alone counts. Other head dims were not
+    timed; bits that must not depend on the number of queries come from `of_wgmma`, whatever that number is."""
+    # An H100, 32 rows (4 queries of 64 heads on 8), bf16, microseconds beside those of mma.sync:
+    #              1 of 1k      1 of 8k      8 of 1k      8 of 8k        32 of 8k
+    #   page 16    10.0 (12.0)  20.7 (22.2)  19.4 (21.0)   97.8 (102.3)  375 (365)
+    #   page 64    10.1 (11.9)  22.0 (22.2)  21.0 (20.9)  100.3 (101.0)
+    # TMA and two CTAs, 8 of 8k: 107.8 and 107.4; 33 to 64 rows, which are the same products, were not timed.
+    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128
+    keys = problem.batch * problem.heads_kv * problem.capacity
+    some = MMA_ROWS < problem.rows <= MOST_ROWS and keys <= MOST_KEYS_OF_ONE_GROUP
+    return wide and some and not problem.deterministic
+
+
+def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
+    """The config of one group of wgmma, beside four warps that copy by cp.async: one CTA a multiprocessor, and a long ring."""
+    # two CTAs with half a ring each: 13.2, 26.7, 25.3 and 109.8 microseconds, in place of the four in the first line above
+    dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    return with_all_stages(Config(dim, dim_v, 64, WGMMA_TOKENS, 2, 4, 1, chunk=dim), arch)
+
+
+def with_all_stages(config: Config, arch: Arch) -> Config:
+    """A config with as many stages as there is room for."""
     room = arch.smem_per_sm or 100 * KIB
     while config.ctas * (replace(config, stages=config.stages + 1).smem + OVERHEAD) <= room and config.stages < MOST_STAGES:
         config = replace(config, stages=config.stages + 1)

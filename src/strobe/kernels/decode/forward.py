@@ -25,10 +25,13 @@ A job whose keys are all in one piece is written at once. Otherwise each part is
 last merges them, in their order, in the same launch, together with those who are done and wait; counters are set back to 0.
 """
 
+import math
+
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.gluon_math import tanh
+from strobe.kernels.common.prefetch import prefetch
 from strobe.kernels.common.scores import LN2
 from strobe.kernels.decode.notes import NOTED, NOTED_ROWS, Notes, forget, is_left
 from strobe.kernels.decode.schedule import (
@@ -39,6 +42,7 @@ from strobe.kernels.decode.schedule import (
     parts_of,
     place_of,
     queries_of,
+    quotient,
     request_at,
     start_of,
     stretch_of,
@@ -239,7 +243,11 @@ def ring_layout(columns, width):
 
 @gluon.constexpr_function
 def meet_shape(C):
-    return [C.token_warps, C.rows, C.head_dim_v]
+    """The ring of K as a place for what all warps found: chunks of columns, so wide that whole ones fill the ring. (Triton 3.8
+    sees memory as another type only if that is equally large.)"""
+    room = C.ring_bytes(C.head_dim) // (4 * C.token_warps * C.rows)
+    columns = math.gcd(C.head_dim_v, room)
+    return [room // columns, C.token_warps, C.rows, columns]
 
 
 @gluon.constexpr_function
@@ -253,9 +261,9 @@ def most_alone(C, rows):
 
 
 @gluon.constexpr_function
-def result_layout(C):
+def result_layout(C, columns):
     """The layout of [parts or warps, rows, columns] when results are added up along the first dim, within a thread."""
-    across = min(32, C.head_dim_v // 4)
+    across = min(32, columns // 4)
     return gl.BlockedLayout([1, 1, 4], [1, 32 // across, across], [1, C.warps // C.groups, 1], [2, 1, 0])
 
 
@@ -281,6 +289,12 @@ def on_one_page(C, PAGE):
     return PAGE > 0 and PAGE % keys_of_warp(C) == 0
 
 
+@gluon.constexpr_function
+def on_few_pages(C, PAGE):
+    """Whether the keys that a warp has in a step are on two to four whole pages."""
+    return PAGE > 0 and keys_of_warp(C) % PAGE == 0 and keys_of_warp(C) // PAGE in (2, 4)
+
+
 @gluon.jit
 def first_keys_in(C: gl.constexpr, layout: gl.constexpr):
     """The number of the first key of each warp in a step, [token_warps, 1] in a layout of rank 2."""
@@ -302,6 +316,8 @@ def look_up(cached, piece, first, C: gl.constexpr, layout: gl.constexpr):
     1]; 0 for a contiguous cache."""
     if cached.PAGE == 0:
         return piece.begin * 0
+    elif on_few_pages(C, cached.PAGE):
+        return look_up_few(cached, piece, first, C, layout)
     else:
         if on_one_page(C, cached.PAGE):
             keys = first + first_keys_in(C, layout)
@@ -310,6 +326,20 @@ def look_up(cached, piece, first, C: gl.constexpr, layout: gl.constexpr):
             keys = first + keys_in(C, layout)
             there = (keys >= piece.begin) & (keys < piece.end)
         return gl.load(cached.table + piece.batch.to(gl.int64) * cached.table_row + keys // cached.PAGE, mask=there, other=-1)
+
+
+@gluon.jit
+def look_up_few(cached, piece, first, C: gl.constexpr, layout: gl.constexpr):
+    """What `look_up` gives where the keys that a warp has in a step are on a few whole pages: each is looked up once."""
+    PAGE: gl.constexpr = cached.PAGE
+    row = cached.table + piece.batch.to(gl.int64) * cached.table_row
+    own = gl.expand_dims(gl.arange(0, keys_of_warp(C), gl.SliceLayout(0, layout)), 0)
+    pages = own * 0 - 1
+    for n in gl.static_range(keys_of_warp(C) // PAGE):
+        keys = first + n * PAGE + first_keys_in(C, layout)
+        page = gl.load(row + keys // PAGE, mask=(keys + PAGE > piece.begin) & (keys < piece.end), other=-1)
+        pages = gl.where(own // PAGE == n, page, pages)
+    return pages
 
 
 @gluon.jit
@@ -535,14 +565,17 @@ def walk(rings, outputs, terms, cached, piece, C: gl.constexpr, GROUP: gl.conste
     K_KEYS: gl.constexpr = gl.SliceLayout(2, K_COPY)
     V_KEYS: gl.constexpr = gl.SliceLayout(2, V_COPY)
     begin = piece.begin // C.tokens * C.tokens
+    STAGES: gl.constexpr = C.stages
+    k_pages = ()
+    for i in gl.static_range(STAGES):  # all are under way before the first copy waits for its own
+        k_pages += (look_up(cached, piece, begin + i * C.tokens, C, K_KEYS),)
     for i in gl.static_range(C.stages - 1):
         first = begin + i * C.tokens
-        pages = look_up(cached, piece, first, C, K_KEYS)
-        copy_keys(rings, i, cached, piece, entry, first, pages, K_COPY, C, DIM)
-        pages = same_or_looked_up(cached, piece, pages, first, C, V_KEYS)
+        copy_keys(rings, i, cached, piece, entry, first, k_pages[i], K_COPY, C, DIM)
+        pages = same_or_looked_up(cached, piece, k_pages[i], first, C, V_KEYS)
         copy_values(rings, i, cached, piece, entry, first, pages, V_COPY, C, DIM_V)
     ahead: gl.constexpr = (C.stages - 1) * C.tokens
-    k_pages = look_up(cached, piece, begin + ahead, C, K_KEYS)
+    k_pages = k_pages[C.stages - 1]
     v_pages = same_or_looked_up(cached, piece, k_pages, begin + ahead, C, V_KEYS)
 
     q = load_queries(outputs, piece, 0, CHUNK if C.head_dim > 128 else C.head_dim, LEFT, C, GROUP, DIM)
@@ -598,7 +631,7 @@ def take(W: gl.constexpr, memory, K, piece, job, state):
     rings, stats = memory
     acc, row_max, row_sum = walk(rings, K.outputs, K.terms, K.cached, piece, K.C, K.GROUP, K.DIM, K.DIM_V)
     o, top, total = gather_warps(rings[0], stats, acc, row_max, row_sum, K.C, K.ROWS)
-    deliver(W, K, piece, job, (o,), top, total)
+    deliver(W, K, piece, job, o, top, total)
     partition_barrier()  # everybody has read what the warps found, where K goes next
     return state
 
@@ -607,20 +640,36 @@ def take(W: gl.constexpr, memory, K, piece, job, state):
 
 
 @gluon.jit
+def in_chunks(x, COLUMNS: gl.constexpr):
+    """x [.., .., columns] in chunks of COLUMNS, which each thread has a part of."""
+    if x.shape[2] == COLUMNS:
+        return (x,)
+    else:
+        halves = gl.reshape(x, [x.shape[0], x.shape[1], 2, x.shape[2] // 2])
+        first, second = gl.split(gl.permute(halves, (0, 1, 3, 2)))
+        return in_chunks(first, COLUMNS) + in_chunks(second, COLUMNS)
+
+
+@gluon.jit
 def gather_warps(k_ring, stats, acc, row_max, row_sum, C: gl.constexpr, ROWS: gl.constexpr):
-    """What all warps of a CTA found together: O [ROWS, dim_v], not divided yet, the maximum and the sum of each row."""
-    R: gl.constexpr = result_layout(C)
+    """What all warps of a CTA found together: O in chunks of columns, [ROWS, columns] each, not divided yet, the maximum and
+    the sum of each row."""
+    R: gl.constexpr = result_layout(C, meet_shape(C)[3])
     M: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, R))
     top = gl.max(row_max, 0)
     weight = gl.exp2(row_max - gl.expand_dims(finite(top), 0))
     total = gl.sum(row_sum * weight, 0)
-    meet = reinterpret(k_ring, gl.float32, meet_shape(C), ring_layout(C.head_dim_v, 4))
+    meet = reinterpret(k_ring, gl.float32, meet_shape(C), ring_layout(meet_shape(C)[3], 4))
     partition_barrier()  # everybody has read the last step of K
-    meet.store(acc * gl.expand_dims(weight, 2))
+    chunks = in_chunks(acc * gl.expand_dims(weight, 2), meet_shape(C)[3])
+    for c in gl.static_range(len(chunks)):
+        meet.index(c).store(chunks[c])
     stats.index(0).store(top)
     stats.index(1).store(total)
     partition_barrier()
-    o = gl.sum(meet.slice(0, ROWS, 1).load(R), 0)
+    o = ()
+    for c in gl.static_range(len(chunks)):
+        o += (gl.sum(meet.index(c).slice(0, ROWS, 1).load(R), 0),)
     return o, stats.index(0).slice(0, ROWS).load(M), stats.index(1).slice(0, ROWS).load(M)
 
 
@@ -629,7 +678,7 @@ def merge(W: gl.constexpr, K, job, row, rows, MERGED: gl.constexpr):
     """The parts of a job added up in their order, MERGED rows from row `row` on, of `rows` in use: see `gather_warps`. Maxima
     and sums are few: every warp has all of them, a lane a few, and they reach the threads that weigh O by shared memory."""
     C: gl.constexpr = K.C
-    R: gl.constexpr = result_layout(C)
+    R: gl.constexpr = result_layout(C, C.head_dim_v)
     AT_ONCE: gl.constexpr = parts_at_once(C, MERGED)
     STRIDE: gl.constexpr = K.ROWS * C.head_dim_v
     S: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, gl.num_warps()], [1, 0])
@@ -775,6 +824,19 @@ def deliver(W: gl.constexpr, K, piece, job, acc, top, total):
 
 
 @gluon.jit
+def ask_ahead(K):
+    """Ask for page numbers and queries while the lengths are on their way."""
+    requests, cached, outputs = K.requests, K.cached, K.outputs
+    if cached.PAGE:
+        columns = (requests.capacity + cached.PAGE - 1) // cached.PAGE
+        prefetch(cached.table, ((requests.batch - 1).to(gl.int64) * cached.table_row + columns) * 4)
+    if requests.cu_q is None:
+        last = (requests.batch - 1).to(gl.int64) * outputs.q_batch + (requests.n_q - 1).to(gl.int64) * outputs.q_row
+        last += (K.heads_kv * K.GROUP - 1).to(gl.int64) * outputs.q_head
+        prefetch(outputs.q, (last + K.DIM) * 2)
+
+
+@gluon.jit
 def tile_in_turn(i, tiles):
     """The i-th tile of a key head: first and last ones in turn, so that a CTA with several has as many keys as others where
     the last rows see the most."""
@@ -812,7 +874,7 @@ def take_pieces(TAKE: gl.constexpr, W: gl.constexpr, memory, K, state):
             b += 1
             begins = x
         else:
-            job = (x - begins) // units
+            job = quotient(x - begins, units)
             job_begins = begins + job * units
             unit = x - job_begins
             count = gl.minimum(units - unit, last - x)
@@ -848,6 +910,7 @@ def take_pieces(TAKE: gl.constexpr, W: gl.constexpr, memory, K, state):
     if requests.notes is not None:
         blocks = (requests.n_q + NOTED_ROWS - 1) // NOTED_ROWS
         forget(requests.notes, requests.batch * heads_kv * GROUP * blocks, C.warps)
+    return state
 
 
 NUMBERS = (
@@ -882,6 +945,7 @@ def decode_kernel(
     outputs = Outputs(q, q_batch, q_row, q_head, out, out_batch, out_row, out_head, lse, lse_batch, lse_head, parts, sums,
                       arrivals)  # fmt: skip
     K = Kernel(requests, outputs, terms, cached, heads_kv, tiles, C, GROUP, DIM, DIM_V, ROWS)
+    ask_ahead(K)
     each: gl.constexpr = C.tokens // C.token_warps
     width: gl.constexpr = 16 // C.kv_bytes
     k_ring = gl.allocate_shared_memory(k.dtype.element_ty, [C.stages, C.token_warps, each, C.head_dim],

@@ -3,19 +3,22 @@
 The schedule, the terms, the results and their merging are those of `forward`, the copies and scores those of `boxes`. Every
 role finds its CTA's pieces of work from the lengths by itself. The roles:
 
-    role          warps                          work
-    copier of K   1                              copies steps of K in (TMA)
-    copier of V   1                              copies steps of V in, and clears what is not of the piece in its first and last
-    multiplier    4 for each 64 rows of a tile   S = Q K^T and O += P V (wgmma), the softmax in between; the result, or a part
+    role            warps                          work
+    copier of K     1                              copies steps of K in (TMA)
+    copier of V     1                              copies steps of V in; clears what is not of the piece in its first and last
+    copier of rows  4                              in place of both: copies steps of K and V in, whole rows (cp.async)
+    multiplier      4 for each 64 rows of a tile   S = Q K^T and O += P V (wgmma), the softmax in between; the result, or part
 
     shared memory   shape                              filled by      read by
     k, v (Channel)  a chunk of [stages, tokens,        its copier     all multipliers
                     chunk] each: columns in chunks,
-                    keys in boxes, which TMA copies
+                    keys in boxes, which TMA copies,
+                    or one chunk of whole rows
     q               [groups * chunks, 64, chunk]       a multiplier   itself
 
     barrier         arrivals                           says
-    full            TMA bytes, or the copier of V      a step is there
+    full            TMA bytes, or the copier of V,     a step is there
+                    or the copier of rows
     v.full, last    TMA bytes                          a step of V is there that must be cleared
     empty           one a multiplier                   every multiplier has read a step
 
@@ -23,6 +26,9 @@ A multiplier issues S(i) = Q K(i)^T and O += P(i - 1) V(i - 1) together, and tur
 
 A box lies in one page. TMA copies zeros for a page that is not there, and for keys beyond a contiguous cache. Keys beyond a
 length may be anything, NaN too: their scores are masked, and their values are set to zero where they lie.
+
+The copier of rows writes zeros for all that is not a key of the piece. What it copied the tensor cores may read when each of
+its threads has waited for its own copies and fenced. It hands a step over some steps later, when that waits for nothing.
 """
 
 import triton.language as tl
@@ -39,6 +45,7 @@ from strobe.kernels.decode.boxes import (
     no_output,
     pages_of_boxes,
     rescaled,
+    rows_layout,
     rows_of,
     rows_of_queries,
     scale_of_keys,
@@ -46,11 +53,26 @@ from strobe.kernels.decode.boxes import (
     wait_output,
     weights,
 )
-from strobe.kernels.decode.forward import NUMBERS, Cached, Kernel, Outputs, Piece, Terms, deliver, take_pieces
+from strobe.kernels.decode.forward import (
+    NUMBERS,
+    Cached,
+    Kernel,
+    Outputs,
+    Piece,
+    Terms,
+    ask_ahead,
+    deliver,
+    is_key,
+    look_up,
+    rows_at,
+    take_pieces,
+)
 from strobe.kernels.decode.latent import make_latent_memory, take_latent
 from strobe.kernels.decode.schedule import Requests
 from strobe.kernels.gluon import (
     aggregate,
+    async_copy,
+    cp_async,
     fence_async_shared,
     gl,
     gluon,
@@ -66,8 +88,8 @@ from strobe.kernels.gluon import (
 class Memory:
     """The descriptors of K and V, and the shared memory of a CTA: see the tables above."""
 
-    k_desc: tensor_descriptor
-    v_desc: tensor_descriptor
+    k_desc: (gl.tensor, tensor_descriptor)
+    v_desc: (gl.tensor, tensor_descriptor)
     q: gl.shared_memory_descriptor
     k: Channel
     v: Channel
@@ -81,7 +103,7 @@ def queries_shape(C):
 @gluon.jit
 def make_memory(k_desc, v_desc, C: gl.constexpr):
     """The caller fences."""
-    dtype: gl.constexpr = k_desc.dtype
+    dtype: gl.constexpr = k_desc.dtype if C.box else k_desc.dtype.element_ty
     q = gl.allocate_shared_memory(dtype, queries_shape(C), swizzled(dtype, C.chunk))
     return Memory(k_desc, v_desc, q, make_ring(dtype, C.head_dim, 0, C), make_ring(dtype, C.head_dim_v, 1, C))
 
@@ -159,6 +181,77 @@ def copier_of_keys(memory, K):
 @gluon.jit
 def copier_of_values(memory, K):
     take_pieces(copy_values, 0, memory, K, (gl.to_tensor(0), gl.to_tensor(0)))
+
+
+# ---- the copier by cp.async
+
+
+@gluon.constexpr_function
+def lag_of(C):
+    """How many steps are being copied beside the one that is told to be there."""
+    return C.stages - 2
+
+
+@gluon.jit
+def copy_rows(block, base, rows, inside, COLUMNS: gl.constexpr):
+    """Start copying a step's rows, at offsets `rows` from `base`, in one group; zeros where none is inside, and beyond
+    COLUMNS."""
+    WIDE: gl.constexpr = block.shape[1]
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // WIDE, WIDE // 8], [gl.num_warps(), 1], [1, 0])
+    KEYS: gl.constexpr = gl.SliceLayout(1, L)
+    rows = gl.convert_layout(gl.reshape(gl.where(inside, rows, 0), [block.shape[0]]), KEYS)
+    inside = gl.convert_layout(gl.reshape(inside, [block.shape[0]]), KEYS)
+    columns = gl.expand_dims(gl.arange(0, WIDE, gl.SliceLayout(0, L)), 0)
+    mask = gl.max_constancy(gl.expand_dims(inside, 1) & (columns < COLUMNS), [1, 8])
+    cp_async(block, gl.multiple_of(base + gl.expand_dims(rows, 1) + columns, [1, 16]), mask=mask)  # bytes
+    async_copy.commit_group()
+
+
+@gluon.jit
+def hand_over(channel, position, UNDER_WAY: gl.constexpr):
+    """Let a step be read, if there is one: it is there when so many groups of copies are still under way."""
+    async_copy.wait_group(UNDER_WAY)
+    fence_async_shared()
+    partition_barrier()
+    mbarrier.arrive(channel.full.index(channel.slot(gl.maximum(position, 0))), count=1, pred=position >= 0)
+
+
+@gluon.jit
+def copy_keys_and_values(W: gl.constexpr, memory, K, piece, job, position):
+    """Copy K and V of a piece, and hand over what was copied a few steps before; position: how many steps the CTA copied
+    before."""
+    C: gl.constexpr = K.C
+    KEYS: gl.constexpr = gl.SliceLayout(2, rows_layout(C.chunk, gl.num_warps()))
+    LAG: gl.constexpr = lag_of(C)
+    cached = K.cached
+    first, steps = first_step(piece, C)
+    k_base = cached.k + piece.head.to(gl.int64) * cached.k_head
+    v_base = cached.v + piece.head.to(gl.int64) * cached.v_head
+    pages = look_up(cached, piece, first, C, KEYS)
+    for i in tl.range(0, steps):
+        at = first + i * C.tokens
+        inside = is_key(cached, piece, at, pages, C, KEYS)
+        k_rows = rows_at(cached, at, pages, piece.entry, cached.k_page, cached.k_row, C, KEYS)
+        next_pages = look_up(cached, piece, at + C.tokens, C, KEYS)
+        memory.k.acquire(position)
+        copy_rows(memory.k.block(position)[0], k_base, k_rows, inside, K.DIM)
+        hand_over(memory.k, position - LAG, 2 * LAG)
+        v_rows = rows_at(cached, at, pages, piece.entry, cached.v_page, cached.v_row, C, KEYS)
+        memory.v.acquire(position)
+        copy_rows(memory.v.block(position)[0], v_base, v_rows, inside, K.DIM_V)
+        hand_over(memory.v, position - LAG, 2 * LAG)
+        position += 1
+        pages = next_pages
+    return position
+
+
+@gluon.jit
+def copier_of_rows(memory, K):
+    LAG: gl.constexpr = lag_of(K.C)
+    position = take_pieces(copy_keys_and_values, 0, memory, K, gl.to_tensor(0))
+    for i in gl.static_range(LAG):
+        hand_over(memory.k, position - LAG + i, 2 * (LAG - i) - 1)
+        hand_over(memory.v, position - LAG + i, 2 * (LAG - i) - 2)
 
 
 # ---- multipliers
@@ -279,8 +372,11 @@ def hopper_kernel(
     outputs = Outputs(q, q_batch, q_row, q_head, out, out_batch, out_row, out_head, lse, lse_batch, lse_head, parts, sums,
                       arrivals)  # fmt: skip
     K = Kernel(requests, outputs, terms, cached, heads_kv, tiles, C, GROUP, DIM, DIM_V, ROWS)
+    ask_ahead(K)
     if C.narrow > 0:
         take_pieces(take_latent, 0, memory, K, gl.to_tensor(0))
+    elif C.box == 0:
+        gl.warp_specialize([(multiplier, (0, memory, K)), (copier_of_rows, (memory, K))], [4], [C.copier_registers])
     elif C.groups == 2:
         gl.warp_specialize(
             [(multiplier, (0, memory, K)), (multiplier, (1, memory, K)), (copier_of_keys, (memory, K)),

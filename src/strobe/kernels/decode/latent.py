@@ -196,7 +196,7 @@ def walk_latent(memory, K, piece, turn):
 @gluon.jit
 def gather(memory, acc, top, total, C: gl.constexpr, ROWS: gl.constexpr):
     """What the warps of a CTA found, [ROWS, dim_v], as `forward.gather_warps` gives it: by way of the ring of K."""
-    R: gl.constexpr = result_layout(C)
+    R: gl.constexpr = result_layout(C, C.head_dim_v)
     M: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, R))
     W: gl.constexpr = C.chunk
     meet = reinterpret(memory.k, gl.float32, result_shape(C), ring_layout(C.head_dim_v, 4))

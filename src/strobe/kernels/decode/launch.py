@@ -69,8 +69,9 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
     if arch.capability >= 90:
         constants["launch_pdl"] = True
     kernel = decode_kernel
-    if config.box:
+    if config.by_wgmma:
         kernel = hopper_kernel
+    if config.box:
         arguments["k"] = descriptor(t.k, config.box, config.chunk)
         arguments["v"] = (
             descriptor(t.k, config.box, config.narrow) if config.narrow else descriptor(t.v, config.box, config.chunk)

@@ -101,6 +101,12 @@ def of_requests(warps):
 
 
 @gluon.jit
+def quotient(a, b):
+    """a // b of numbers that are not negative, for which a division without signs takes fewer instructions."""
+    return (a.to(gl.uint32) // b.to(gl.uint32)).to(gl.int32)
+
+
+@gluon.jit
 def _add(a, b):
     return a + b
 
@@ -121,12 +127,14 @@ def all_units(requests, heads, C: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def stretch_of(requests, total, alike, heads, C: gl.constexpr, GROUP: gl.constexpr):
-    """How many units a CTA takes: what makes the work even or, where all requests are alike, what cuts a job in equal parts, if
-    that is hardly more. Then no CTA ends one job and begins another, which costs a few microseconds."""
-    stretch = gl.maximum((total + gl.num_programs(0) - 1) // gl.num_programs(0), 1)
+    """How many units a CTA takes: what makes the work even or, where all requests are alike, what cuts a job in equal parts, or
+    is several whole jobs, if that is hardly more. Then no CTA takes pieces of two jobs, which costs a few microseconds."""
+    stretch = gl.maximum(quotient(total + gl.num_programs(0) - 1, gl.num_programs(0)), 1)
     _, units = jobs_and_units(requests, requests.batch * 0, requests.batch > 0, heads, C, GROUP)
-    parts = gl.maximum(units // stretch, 1)
-    equal = (units + parts - 1) // parts
+    parts = gl.maximum(quotient(units, stretch), 1)
+    equal = quotient(units + parts - 1, parts)
+    if C.by_whole_jobs:
+        equal = gl.where(stretch > units, quotient(stretch + units - 1, units) * units, equal)
     return gl.where(alike & (equal >= stretch) & (8 * equal <= 9 * stretch), equal, stretch)
 
 
@@ -136,7 +144,7 @@ def request_at(requests, x, alike, most, heads, C: gl.constexpr, GROUP: gl.const
     units."""
     number, begins = requests.batch * 0, requests.batch * 0
     if alike:
-        number = x // gl.maximum(most, 1)
+        number = quotient(x, gl.maximum(most, 1))
         begins = number * most
     else:
         lane, ahead = gl.arange(0, AT_ONCE, of_requests(gl.num_warps())), requests.batch * 0
@@ -164,8 +172,8 @@ def parts_of(job_begins, units, stretch, C: gl.constexpr):
     if C.split:
         return units, job_begins
     else:
-        first = job_begins // stretch
-        return (job_begins + units - 1) // stretch - first + 1, first
+        first = quotient(job_begins, stretch)
+        return quotient(job_begins + units - 1, stretch) - first + 1, first
 
 
 @gluon.jit

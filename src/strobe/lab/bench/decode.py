@@ -27,6 +27,7 @@ from rich.table import Table
 
 import strobe
 from strobe.device import Arch, arch_of
+from strobe.kernels.decode.config import Config, choose
 from strobe.lab.bench.bench import Clock, CpuClock, CudaClock, balanced_order
 from strobe.lab.bench.decode_peers import CACHES, OURS, Contender, Inputs, Plan, Point, lengths_of, peers_for
 from strobe.lab.bench.failures import compact
@@ -37,7 +38,7 @@ from strobe.lab.bench.report import arch_of as arch_named
 from strobe.lab.bench.report import closest, default_path, verdicts
 from strobe.reference import cached
 from strobe.serving.arguments import checked
-from strobe.serving.problem import describe
+from strobe.serving.problem import DecodeOperands, DecodeProblem, describe
 
 SCHEMA = 1
 LAUNCHES = 20
@@ -162,21 +163,21 @@ def read_rate(clock: Clock, device: torch.device) -> float | None:
 
 def compile_ahead(points: Sequence[Point], arch: Arch) -> None:
     """Compile Strobe's kernels of all points, each in a process of its own; they stay in Triton's cache on disk."""
-    kinds = {point.kind: point for point in points}.values()
+    kernels = {(point.kind, config_of(point, arch, how)): (point, arch, how) for point in points for how in (False, True)}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), context) as pool:
-        jobs = [pool.submit(compile_one, point, arch, how) for point in kinds for how in (False, True)]
+        jobs = [pool.submit(compile_one, *kernel) for kernel in kernels.values()]
         for job in jobs:
             job.exception()  # what does not compile here raises again where that is reported
 
 
-def compile_one(point: Point, arch: Arch, deterministic: bool) -> None:
-    """Compile the kernel of a point for a GPU that need not be there."""
-    from strobe.kernels.common.call import Tensors
-    from strobe.kernels.decode import launch
-    from strobe.kernels.decode.config import choose
-    from strobe.lab.binary.offline import pretend_gpu
+def config_of(point: Point, arch: Arch, deterministic: bool) -> Config:
+    """The config of a point's kernel."""
+    return choose(described(point, deterministic)[0], arch)
 
+
+def described(point: Point, deterministic: bool) -> tuple[DecodeProblem, DecodeOperands]:
+    """The problem of a point, and tensors without memory."""
     meta, dtype = partial(torch.empty, device="meta"), CACHES[point.cache]
     columns = -(-max(lengths_of(point)) // (point.page or max(lengths_of(point))))
     shape = (point.batch * columns, point.page or max(lengths_of(point)), point.heads_kv, point.head_dim)
@@ -185,8 +186,18 @@ def compile_one(point: Point, arch: Arch, deterministic: bool) -> None:
     table = meta((point.batch, columns), dtype=torch.int32) if point.page else None
     cache = strobe.Cache(k, v, meta(point.batch, dtype=torch.int32), table)
     operands, options = checked(q, cache, out=torch.empty_like(q), deterministic=deterministic)
-    problem = describe(operands, options)
-    config = choose(problem, arch)
+    return describe(operands, options), operands
+
+
+def compile_one(point: Point, arch: Arch, deterministic: bool) -> None:
+    """Compile the kernel of a point for a GPU that need not be there."""
+    from strobe.kernels.common.call import Tensors
+    from strobe.kernels.decode import launch
+    from strobe.lab.binary.offline import pretend_gpu
+
+    meta = partial(torch.empty, device="meta")
+    problem, operands = described(point, deterministic)
+    config = config_of(point, arch, deterministic)
     buffers = launch.buffers(problem, arch, config).shared
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     tensors = Tensors(**given, **{name: meta(x.shape, dtype=x.dtype) for name, x in buffers.items()})

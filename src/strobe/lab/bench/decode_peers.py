@@ -61,7 +61,7 @@ class Point:
 
     @property
     def kind(self) -> Point:
-        """The point without its batch and length, the same for all points whose kernels are the same."""
+        """The point without its batch and length, the same for all points whose kernels differ by their configs alone."""
         return Point(1, 1, self.heads // self.heads_kv, 1, self.head_dim, self.queries, self.page, self.cache)
 
 
