@@ -4,6 +4,9 @@ Accuracy: the relative error (root mean square) against float64 on the inputs be
 a few channels, or a few rows, that are much larger, quantised by one number for a whole tensor, by head, and by blocks of
 128 rows (v then by head). bf16 is the same attention of inputs in bfloat16. On a CPU `attention_fp8` rounds the inputs alone.
 
+Sums of many keys, on a GPU: the largest error where all values are 3, and the error (root mean square) of normal ones, of the
+last 128 rows against float64 on the rounded inputs, beside FlashAttention-3 if it is installed.
+
 Speed: CUDA graphs in interleaved rounds, medians; V's transposition is part of it.
 
     python benchmarks/fp8.py --json benchmarks/results/fp8.json
@@ -12,6 +15,7 @@ Speed: CUDA graphs in interleaved rounds, medians; V's transposition is part of 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +30,8 @@ ROUNDS = 15
 TOKENS, WIDTH = 16384, 2048
 HEADS, ROWS = 4, 1024
 """Of the inputs for accuracy, at head dim 128."""
+LAST = 128
+"""Rows that `sums` compares."""
 
 
 def inputs(kind: str, device: str) -> tuple[torch.Tensor, ...]:
@@ -74,6 +80,37 @@ def accuracy(device: str) -> list[dict]:
 
 def error(out: torch.Tensor, want: torch.Tensor) -> float:
     return ((out.double() - want).norm() / want.norm()).item()
+
+
+def sums() -> list[dict]:
+    """Errors by the number of keys, in percent: of a row's weights the tensor cores sum up as many."""
+    found = []
+    for head_dim, length in itertools.product((64, 128), (1024, 4096, 16384, 65536)):
+        q, k, v = (torch.randn(1, length, 2, head_dim, device="cuda").to(E4M3) for _ in range(3))
+        three = torch.full_like(v, 3.0, dtype=torch.float32).to(E4M3)
+        last = q[:, -LAST:].double()
+        want = strobe.attention(last.cpu(), k.cpu().double(), v.cpu().double(), mask=strobe.Full()).cuda()
+        of_point: dict = {"head_dim": head_dim, "keys": length}
+        for name, call in contenders().items():
+            constant, normal = (call(q, k, x)[:, -LAST:].double() for x in (three, v))
+            of_point[name] = {"constant": 100 * (constant / 3 - 1).abs().max().item(), "normal": 100 * error(normal, want)}
+        found.append(of_point)
+        print(head_dim, length, *(f"{name} {x}" for name, x in of_point.items() if isinstance(x, dict)), sep=", ", flush=True)
+    return found
+
+
+def contenders() -> dict[str, Callable[..., torch.Tensor]]:
+    """Attention of e4m3 without a mask, by name."""
+    found: dict[str, Callable[..., torch.Tensor]] = {"Strobe": attention_fp8}
+    try:
+        from flash_attn_interface import flash_attn_func
+    except ImportError:
+        return found
+    return found | {"FA3": lambda q, k, v: first(flash_attn_func(q, k, v))}
+
+
+def first(x: torch.Tensor | tuple) -> torch.Tensor:
+    return x[0] if isinstance(x, tuple) else x
 
 
 def speed() -> list[dict]:
@@ -135,6 +172,7 @@ def main() -> None:
         "what": "fp8",
         **provenance(torch.device(device)),
         "accuracy": accuracy(device),
+        "sums": sums() if device == "cuda" else [],
         "speed": speed() if device == "cuda" else [],
     }
     if path:

@@ -142,21 +142,27 @@ CAPPED = "        s, _ = score_and_factor(s, None, None, scale, K.score.outer, N
 USED = case(70, 170, batch=2, seqused=True)
 USED_IN_PART = case(70, 170, batch=4, seqused=True)
 UNUSED_ROWS = "gl.where(gl.convert_layout(rows < n_q, rows_of(K.C.head_dim_v))[:, None], o, 0.0)"
+BESIDE = "    s, acc, rounded_sum = beside_output(K, s, p, before, acc, rounded_sum)\n"
 IN_STEP = "    K.k.release(g)\n    state, p, factor"
 V_BYTES = "    mbarrier.expect(full, v_desc.block_type.nbytes)\n"
 ACC_READY = "    acc = warpgroup_mma_wait(0, deps=[acc])\n    p = from_now(p)\n    K.v.release(before)\n"
 BUGS = [
     kernel("the transposition does not take its turn", "    take_program_turn()\n", "", (Unfinished,)),
     kernel("the forward does not take its turn", "    take_turn()\n", "", (Race, Unfinished)),
-    kernel("keys lie in their own order", "block * TILE + key_at(place)", "block * TILE + place", ()),
+    kernel("keys lie in their own order", "(e // 2 * 8 + e % 2)", "e", ()),
     kernel("the bytes of V are not expected", V_BYTES, "", WRONG_PHASE),
     kernel("V's block is the one before", "first, i, kv_head)\n            i = next",
            "first, i - 1, kv_head)\n            i = next", ()),
     kernel("K is not waited for", "    K.k.wait(g)\n    s = start_scores(q,", "    s = start_scores(q,", WRONG_PHASE),
-    kernel("K is given back before its product is done", "    s = warpgroup_mma_wait(1, deps=[s])\n" + IN_STEP,
-           "    K.k.release(g)\n    s = warpgroup_mma_wait(1, deps=[s])\n" + IN_STEP.partition("\n")[2], (Race,)),
+    kernel("K is given back before its product is done", BESIDE + IN_STEP,
+           "    K.k.release(g)\n" + BESIDE + IN_STEP.partition("\n")[2], (Race,)),
     kernel("K is never given back", IN_STEP, IN_STEP.partition("\n")[2], (Deadlock,)),
-    kernel("the scores are used too early", "    s = warpgroup_mma_wait(1, deps=[s])\n" + IN_STEP, IN_STEP, (Unfinished, Race)),
+    kernel("the scores are used too early", "mma_wait(1, deps=[s, of_block])", "mma_wait(3, deps=[s, of_block])",
+           (Unfinished, Race)),
+    kernel("sums of weights are used too early", "    s, of_block = warpgroup_mma_wait(1, deps=[s, of_block])\n",
+           "    s = warpgroup_mma_wait(1, deps=[s])\n", (Unfinished, Race)),
+    kernel("the ones are not there for the tensor cores", "    fence_async_shared()\n    take_turn()", "    take_turn()",
+           (MissingFence, *WRONG_PHASE)),
     kernel("V is given back before its product is done", ACC_READY,
            "    K.v.release(before)\n" + ACC_READY.replace("    K.v.release(before)\n", ""), (Race,)),
     kernel("O is used before it is done", ACC_READY, ACC_READY.replace("(0,", "(1,"), (Unfinished, Race)),

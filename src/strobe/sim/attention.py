@@ -208,9 +208,9 @@ def fp8_launches(
     transposing = fp8_launch.transpose_call(problem, tensors, config)
     attending = fp8_launch.forward_call(problem, tensors, _ARCHS[90], config)
     v, v_t, *others = transposing.arguments
-    in_bytes = v.view(torch.uint8), v_t.view(torch.uint8)  # as the kernel takes them: the simulator casts no pointers
+    cast = v.view(torch.uint8), v_t.view(torch.int32)  # as the kernel takes them: the simulator casts no pointers
     launches = (
-        Launch(kernels.transpose_kernel, transposing.grid, (*in_bytes, *others), transposing.keywords, 90),
+        Launch(kernels.transpose_kernel, transposing.grid, (*cast, *others), transposing.keywords, 90),
         Launch(
             kernels.fp8_kernel, (min(ctas, *attending.grid),), attending.arguments, attending.keywords, 90, ("counters",)
         ),

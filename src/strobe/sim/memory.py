@@ -221,6 +221,13 @@ _AHEAD = 1
 """The number of the launch ahead in the list of a GlobalArray's accesses; 0 stands for nobody."""
 
 
+def _of_elements(touched: np.ndarray, number: int) -> np.ndarray:
+    """Which of so many elements were touched, of a memory whose larger or smaller elements are known."""
+    if touched.size > number:
+        return touched.reshape(number, -1).any(1)
+    return np.repeat(touched, number // max(1, touched.size))
+
+
 class GlobalArray:
     """The memory of one tensor that the host gave to the kernel; offsets count elements from the start of its storage. ahead:
     what the launch ahead touched of it."""
@@ -237,7 +244,9 @@ class GlobalArray:
         self._released: dict[int, dict[int, Knowledge]] = {}
         """Element -> what those who updated it by releasing atomics knew then, by the numbers of CTAs."""
         if ahead is not None:
-            self.writer[ahead.written], self.reader[ahead.read] = _AHEAD, _AHEAD
+            number = self.flat.numel()
+            self.writer[_of_elements(ahead.written, number)] = _AHEAD
+            self.reader[_of_elements(ahead.read, number)] = _AHEAD
 
     def read(self, offsets: np.ndarray, cta: int, access: Access) -> None:
         self.inside(offsets, access)

@@ -211,6 +211,20 @@ def fp8_accuracy(root: Path) -> str:
     return f"{_where(report, path)}\n\n{_table(rows)}"
 
 
+def fp8_sums(root: Path) -> str:
+    """What benchmarks/fp8.py found on a GPU: errors by the number of keys that are summed up."""
+    found = [(report, path) for report, path in results(root, "fp8-*.json") if report.get("sums")]
+    if not found:
+        return NOTHING
+    report, path = found[-1]
+    names = [name for name in report["sums"][0] if name not in ("head_dim", "keys")]
+    rows = [["head dim, keys", *(f"{name}, {kind}" for kind in ("values all 3", "normal values") for name in names)]]
+    for at in report["sums"]:
+        cells = [f"{at[name][kind]:.1f} %" for kind in ("constant", "normal") for name in names]
+        rows.append([f"{at['head_dim']}, {short(at['keys'])}", *cells])
+    return f"{_where(report, path)} No mask.\n\n{_table(rows)}"
+
+
 def fp8_speed(root: Path) -> str:
     """The newest benchmark's fp8: TFLOP/s, over our own bf16 at the same point, and over the best peer's fp8."""
     found = [
