@@ -52,6 +52,7 @@ REDO_CHANGED = "the portable kernel changed, which redoes blocks: none of normal
 BEFORE_PLACES = "measured before the portable kernels knew the places of shards, which ordinary calls do not have"
 OTHER_HEAD_DIMS = "measured before head dim 160 had kernels of its own; of what it measures Triton 3.6 makes the same code"
 SPILLING_REDO = "measured before the redo looked for notes without spilling; it shows how fast calls were then and is due again"
+ONE_MORE_NAME = "since then one more name is taken from Gluon, for decode alone"
 DEFAULT_SINCE = "since then what it measured runs by default, by the same kernels"
 ACCEPTED: dict[str, str] = {
     "backward-h200-2026-11-23.json": REDO_CHANGED,
@@ -78,8 +79,10 @@ ACCEPTED: dict[str, str] = {
     "prefill-h100-2026-11-25.json": "one kernel for few keys came since, which no point asks for",
     "redo-cost-h200-2026-11-21.json": "has no commit; its numbers are due again",
     "sm80-h100-2026-11-25.json": "float32 came since, and a mistake of the backward's went: due again",
+    "sm80-h100-2026-11-25-lengths.json": ONE_MORE_NAME,
     "sm80-h200-2026-11-25.json": "measured while Triton 3.6 stored O two bytes at a time",
     "fp32-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
+    "single-h100-2026-11-25.json": ONE_MORE_NAME,
     "timeline-h200-2026-11-21.json": HISTORY,
     "timeline-h200-2026-11-22.json": OLDER_KERNEL,
     "train-gpt-4096-h200-2026-11-22.json": OLDER_KERNEL,
