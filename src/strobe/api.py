@@ -13,6 +13,7 @@ from strobe import fp8, jagged
 from strobe.arguments import checked_options, options_of, wants_gradient
 from strobe.call import derivatives as derivatives  # which defines the operators
 from strobe.call import dispatch, prepared_calls
+from strobe.call.operators import call_forward
 from strobe.call.options import Options, describe, learned_of, operands_of
 from strobe.call.torch_internals import any_autocast, has_autocast
 from strobe.checks import check_tensor
@@ -135,7 +136,7 @@ def attention(
         options = checked_options(*call, dropout_p)
         if options.dropout:
             options = replace(options, seed=new_seed(q.device))
-        result = torch.ops.strobe.forward(q, k, v, *options.arguments())
+        result = call_forward(q, k, v, options)
     out, lse = result
     return (out, lse) if return_lse else out
 

@@ -9,7 +9,6 @@ import typer
 
 from strobe_cli.options import (
     DTYPES_OF_FORWARDS,
-    DeviceName,
     GpuName,
     HeadDim,
     HeadDims,
@@ -484,7 +483,7 @@ def fuzz(
     workers: Annotated[int | None, typer.Option(help="Processes; default: as many as processors, 12 at most.")] = None,
     first: Annotated[int | None, typer.Option(help="The first case's number; default: one that was not drawn before.")] = None,
     case: Annotated[str | None, typer.Option(help="Run this case alone: its number, or its facts.")] = None,
-    device: DeviceName = None,
+    device: Annotated[str | None, typer.Option(help="cuda, cpu, or simulator: Hopper's kernels without a GPU.")] = None,
     arch: Annotated[str | None, typer.Option(help="Compile for this GPU (H200, A100, ...), and run nothing.")] = None,
     json: JsonFile = None,
 ) -> None:
@@ -498,8 +497,9 @@ def fuzz(
     if arch is not None:
         alone(context, "arch", *(set(context.params) - {"device"}))
         one_of("arch", arch, [name for name, known in KNOWN.items() if known.is_gpu])
-    where = device_of(device)
-    on = arch or where.type
+    simulated = device == "simulator"
+    where = device_of("cpu" if simulated else device)
+    on = arch or ("simulator" if simulated else where.type)
     if case is not None:
         alone(context, "case", "device", "arch")
         try:

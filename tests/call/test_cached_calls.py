@@ -15,7 +15,7 @@ class Plan:
         self.launched: list[tuple[int, ...]] = []
 
     def decode(self, stream, addresses):
-        self.launched.append(addresses)
+        self.launched.append(tuple(addresses))
 
     launch = decode
 
@@ -88,6 +88,22 @@ def test_others_have_launches_of_their_own(plans):
     assert len(plans) == len(OTHERS) + 1
 
 
+@pytest.mark.parametrize("latent", [False, True])
+def test_what_is_repeated_is_recognised_by_its_guard(plans, monkeypatch, latent):
+    """A latent comes twice, as keys and as values."""
+    cache = (
+        strobe.Cache(torch.randn(6, 8, 2, 16), None, ints(8, 8), ints([2, 4], [1, 3]), head_dim_v=8)
+        if latent
+        else call()["cache"]
+    )
+    q = torch.randn(2, 1, 4, 16)
+    strobe.decode(q, cache)
+    monkeypatch.setattr(known_calls, "likeness", lambda x: pytest.fail("a key was made"))
+    strobe.decode(q, cache)
+    strobe.decode(q.clone(), cache)
+    assert [len(plan.launched) for plan in plans] == [3]
+
+
 def test_more_likenesses_than_are_tried_first(plans):
     for batch in (*range(1, 9), *range(1, 9)):
         strobe.decode(**call(batch))
@@ -127,6 +143,7 @@ def test_append(plans):
         longer, turned = strobe.append(short, k, v)
         pages = short.k, short.v, k, v, short.lengths, short.page_table
         assert plans[0].launched[-1] == tuple(x.data_ptr() for x in (*pages, longer.lengths)) and turned is None
+        assert longer.k is short.k and longer.page_table is short.page_table and short.lengths.tolist() == [3, 8]
     for _ in range(2):
         longer, turned = strobe.append(short, k, v, q=q, rotary=rotary)
         assert turned.shape == q.shape

@@ -9,8 +9,9 @@ from problems import Case, Results, run, tensors, upstream
 
 import strobe
 from strobe.arguments import options_of
-from strobe.call.options import learned_of
+from strobe.call.options import BAND, NAMES, NUMBERS, Options, learned_of
 from strobe.dropout import new_seed
+from strobe.problem import OPTIONAL
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CASES = (
@@ -43,9 +44,12 @@ def test_opcheck(case, device):
     q, k, v, out, lse, *rest = (
         x.detach() if isinstance(x, torch.Tensor) else x for x in (t.q, t.k, t.v, out, lse, *options.arguments())
     )
-    torch.library.opcheck(
-        torch.ops.strobe.backward, (torch.randn_like(out), torch.zeros_like(lse), q, k, v, out, lse, *rest, learned)
-    )
+    upstream = torch.randn_like(out), torch.zeros_like(lse)
+    torch.library.opcheck(torch.ops.strobe.backward, (*upstream, q, k, v, out, lse, *rest, learned))
+    assert options.is_band() == (case == CASES[0])
+    if options.is_band():
+        torch.library.opcheck(torch.ops.strobe.forward_band, (t.q, t.k, t.v, *rest[:BAND]), **tolerance)
+        torch.library.opcheck(torch.ops.strobe.backward_band, (*upstream, q, k, v, out, lse, *rest[:BAND]))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -173,6 +177,45 @@ def test_aot_inductor(tmp_path):
         for n in (40, 17, 100):
             x = torch.randn(2, n, 64)
             torch.testing.assert_close(packaged(x), model(x))
+
+
+def test_options_end_with_the_tensors_of_operands():
+    """By which prepared calls take them apart."""
+    assert NAMES[NUMBERS:] == OPTIONAL
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("band", ["", "_band"])
+def test_operators_of_plain_tensors_are_dispatched_once(grad, band):
+    """Where nobody asks for a gradient: compiled code calls them so."""
+    q = torch.randn(1, 8, 2, 16, requires_grad=grad)
+    forward, backward = (getattr(torch.ops.strobe, name + band) for name in ("forward", "backward"))
+    options = options_of(q, q, q).arguments()
+    options, learned = (options[:BAND], ()) if band else (options, ([],))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.set_grad_enabled(grad):
+        out, lse = forward(q, q, q, *options)
+        with torch.no_grad():
+            found = backward(out.detach(), None, q, q, q, out, lse, *options, *learned)
+    names = [event.name for event in profile.events()]
+    assert (names.count(f"strobe::forward{band}"), names.count(f"strobe::backward{band}")) == (1 + grad, 1)
+    assert len(found) == 5 and found[3:] == (None, None)  # nobody asked for those of a bias and sinks
+
+
+def test_what_is_a_band():
+    """No other option may be lost."""
+    assert Options(scale=0.5, left=3, right=0).is_band()
+    with_others = {"max_q", "max_kv", "score_gradient"}  # of no meaning alone
+    for name in set(NAMES[BAND:]) - with_others:
+        assert not Options(**{name: torch.ones(1) if name in OPTIONAL else 1}).is_band(), name
+    q = torch.randn(1, 8, 2, 16)
+    for keywords, band in (({"mask": strobe.Window(left=2)}, True), ({"mask": strobe.Prefix(2)}, False)):
+        graphs = []
+        compiled = torch.compile(
+            lambda q, keywords=keywords: strobe.attention(q, q, q, **keywords), fullgraph=True,
+            backend=lambda graph, inputs, graphs=graphs: graphs.append(str(graph.graph)) or graph,
+        )  # fmt: skip
+        torch.testing.assert_close(compiled(q), strobe.attention(q, q, q, **keywords))
+        assert ("strobe.forward_band" in graphs[0]) == band
 
 
 def test_no_gradient_no_saved_tensors():

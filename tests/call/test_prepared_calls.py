@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import strobe
-from strobe.call import dispatch, launches, prepared_calls
+from strobe.call import dispatch, known_calls, launches, prepared_calls
 from strobe.call.tables import ClockCache
 from strobe.cpu import tiled
 from strobe.kernels.common.call import Buffer, Buffers
@@ -57,8 +57,9 @@ class Planned:
         self.looks = [x if x is None else x.stride() for x in tensors]
 
     def check(self, addresses, now):
-        assert addresses == tuple(x.data_ptr() for x in now if x is not None)
-        assert self.looks == [x if x is None else x.stride() for x in now]
+        assert list(addresses) == [x.data_ptr() for x in now if x is not None]
+        looks = [x if x is None else x.stride() for x in now]  # of the operators, without what no call gives
+        assert self.looks[: len(looks)] == looks and not any(self.looks[len(looks) :])
 
     def forward(self, stream, wants_lse, addresses, now):
         self.check(addresses, now)
@@ -78,6 +79,7 @@ def plans(monkeypatch):
     """Of forwards: gradients are the operator's."""
     plans = Plans()
     monkeypatch.setattr(launches, "prepared", plans.prepared)
+    monkeypatch.setattr(known_calls, "may_be_prepared", lambda x: True)
     for phase in ("forward", "backward"):  # the operators have none, but in the tests of those
         monkeypatch.setattr(prepared_calls, phase, lambda *call: None)
     prepared_calls.forget()
@@ -119,12 +121,53 @@ def test_a_plan_serves_calls_that_look_the_same(plans):
     assert not torch.equal(*out)
 
 
-def test_one_tensor_given_thrice_plans_for_three(plans):
+def test_one_tensor_given_twice_or_thrice_is_no_plan_for_others(plans):
     q, k, v = torch.randn(3, 1, 8, 2, 16).unbind()
-    strobe.attention(q, q, q, backend="tiled")
-    got = strobe.attention(q, k, v, backend="tiled")
-    assert (plans.made, plans.called) == (1, 2)
-    torch.testing.assert_close(got, strobe.attention(q, k, v, backend="torch_cpu"))
+    for number, call in enumerate([(q, q, q), (q, k, k), (q, q, v), (q, k, q), (q, k, v)], 1):
+        for _ in range(2):
+            got = strobe.attention(*call, backend="tiled")
+            torch.testing.assert_close(got, strobe.attention(*call, backend="torch_cpu"))
+        assert (plans.made, plans.called) == (number, 2 * number)
+
+
+def test_bounds_of_keys_that_are_those_of_queries_are_no_plan_for_others(plans):
+    """Guards are given one object once, so that of which it is given must be told apart."""
+    x, few, many = torch.randn(6, 2, 16), *(torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 2, 6], [0, 1, 2]))
+    calls = [{"cu_seqlens_q": few, "cu_seqlens_kv": few}, {"cu_seqlens_q": few, "cu_seqlens_kv": many}]
+    used = torch.tensor([1, 1], dtype=torch.int32)
+    calls += [
+        {**calls[0], "seqused_q": used, "seqused_kv": used},
+        {**calls[0], "seqused_q": used},
+        {**calls[0], "seqused_kv": used},
+    ]
+    for number, keywords in enumerate(calls, 1):
+        for _ in range(2):
+            got = strobe.attention(x, x.clone(), x.clone(), backend="tiled", **keywords)
+        assert (plans.made, plans.called) == (number, 2 * number)
+        with without_plans():
+            torch.testing.assert_close(got, strobe.attention(x, x.clone(), x.clone(), backend="tiled", **keywords))
+
+
+@pytest.mark.parametrize("name", ["dense", "thrice", "packed", "used", "documents", "bias", "all", "gradients"])
+def test_what_is_repeated_is_recognised_by_its_guard(plans, monkeypatch, name):
+    """To make a key, which takes longer, is for what was not seen lately."""
+    keywords = beside(name, 0) if name in BESIDE else {}
+    q, k, v = (x.detach().requires_grad_(name == "gradients") for x in leaves(name == "packed"))
+    if name == "gradients":
+        plans.backwards = True
+    if name == "thrice":
+        k = v = q
+
+    def call():
+        out = strobe.attention(q, k, v, backend="tiled", **keywords)
+        return torch.autograd.grad(out.sum(), q) if name == "gradients" else out
+
+    call()
+    made = plans.made
+    for module, function in ((prepared_calls, "_looks"), (known_calls, "likeness")):
+        monkeypatch.setattr(module, function, lambda x: pytest.fail("a key was made"))
+    call()
+    assert plans.made == made == 1
 
 
 def test_who_wants_the_lse(plans):
@@ -584,7 +627,7 @@ def operators(monkeypatch):
     monkeypatch.setattr(launches, "prepared", plans.prepared)
     plans.backwards = True
     monkeypatch.setattr(prepared_calls, "attention", lambda *call: None)
-    monkeypatch.setattr(prepared_calls, "_may_be_prepared", lambda q: True)
+    monkeypatch.setattr(known_calls, "may_be_prepared", lambda x: True)
     prepared_calls.forget()
     yield plans
     prepared_calls.forget()
@@ -618,6 +661,16 @@ def test_operators_beside_other_tensors(operators, name):
         want = trained(0), trained(1), trained(0)
     for one, other in zip(got, want, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", [None, "packed", "sinks"])
+def test_what_operators_repeat_is_recognised_by_its_guard(operators, monkeypatch, name):
+    qkv = [x.detach() for x in leaves(name == "packed")]
+    keywords = {} if name is None else beside(name, 0)
+    strobe.attention(*qkv, backend="tiled", **keywords)
+    monkeypatch.setattr(known_calls, "likeness", lambda x: pytest.fail("a key was made"))
+    strobe.attention(*qkv, backend="tiled", **keywords)
+    assert (operators.made, operators.called) == (1, 2)
 
 
 def test_what_operators_tell_apart(operators):

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from strobe.call import torch_internals
 
@@ -86,3 +89,57 @@ def test_a_missing_name_costs_no_result(answers, name):
 
 def test_nothing_is_said_where_nothing_is_missing(answers):
     assert answers[None][3] == []
+
+
+class Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+STRAIGHT = {
+    "a plain tensor": lambda f, x: f(x),
+    "a parameter": lambda f, x: f(torch.nn.Parameter(x), x),
+    "no gradients": lambda f, x: within(torch.no_grad(), f, x),
+    "autocast": lambda f, x: within(torch.autocast("cpu", torch.bfloat16), f, x),
+    "a default device": lambda f, x: within(torch.device("cpu"), f, x),
+}
+NOT_STRAIGHT = {
+    "a mode": lambda f, x: within(Watch(), f, x),
+    "a compiler": lambda f, x: torch.compile(f, backend="aot_eager")(x),
+    "a fake tensor": lambda f, x: f(FakeTensorMode().from_tensor(x)),
+    "a transform": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "another sign": lambda f, x: f(torch._neg_view(x)),
+    "another sign of the second": lambda f, x: f(x, torch._neg_view(x)),
+    "sparse": lambda f, x: f(x.to_sparse()),
+    "nested": lambda f, x: f(torch.nested.nested_tensor([x, x])),
+    "jagged": lambda f, x: f(torch.nested.nested_tensor([x, x], layout=torch.jagged)),
+    "meta": lambda f, x: f(x.to("meta")),
+}
+
+
+def within(context, f, *arguments):
+    with context:
+        f(*arguments)
+
+
+@pytest.mark.skipif(not torch_internals.HAS_RULES, reason="this PyTorch has no rules at dispatch keys")
+@pytest.mark.parametrize("name", [*STRAIGHT, *NOT_STRAIGHT])
+def test_what_stands_between_autograd_and_a_kernel(name):
+    with torch.library._scoped_library("strobe_test", "FRAGMENT") as library:
+        library.define("keys(Tensor x, Tensor? y=None) -> Tensor")
+        seen = []
+
+        def autograd(keyset, *arguments):
+            seen.append(torch_internals.next_is_a_kernel(keyset))
+            with torch_internals.below_autograd():
+                return torch.ops.strobe_test.keys(*arguments)
+
+        library.impl("keys", autograd, "Autograd", with_keyset=True)
+        library.impl("keys", lambda x, y=None: x.clone(), "CPU")
+        torch.library.register_fake("strobe_test::keys", lambda x, y=None: torch.empty_like(x), lib=library)
+        call = {**STRAIGHT, **NOT_STRAIGHT}[name]
+        try:
+            call(torch.ops.strobe_test.keys, torch.randn(2, 3))
+        except (NotImplementedError, RuntimeError):
+            assert name in ("nested", "jagged", "sparse", "meta")  # there is no kernel for these
+        assert seen[0] == (name in STRAIGHT)

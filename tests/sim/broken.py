@@ -102,7 +102,7 @@ def assert_found_in_some_order(bug: Bug, folder: Path) -> None:
 
 def _run(bug: Bug, folder: Path) -> Run:
     """Runs the broken kernel in an order and checks its numbers."""
-    kernel = _altered(bug.module, bug.edits, folder)
+    kernel = altered(bug.module, bug.edits, folder)
     if bug.module == SM100_HOST:
         return _by_host(bug, kernel, folder)
     if bug.module != bug.kernel.module:
@@ -136,7 +136,7 @@ def _forward(kernel: ModuleType, bug: Bug, t: Tensors, config) -> Run:
     return run
 
 
-def _altered(module: str, edits: tuple[tuple[str, str], ...], folder: Path) -> ModuleType:
+def altered(module: str, edits: tuple[tuple[str, str], ...], folder: Path) -> ModuleType:
     """A copy of a module with other text. AssertionError if a text does not occur in it exactly once."""
     source = Path(str(importlib.import_module(module).__file__)).read_text()
     for before, after in edits:
@@ -152,12 +152,12 @@ def _altered(module: str, edits: tuple[tuple[str, str], ...], folder: Path) -> M
     return copy
 
 
-def _with_helper(module: str, helper: str, altered: ModuleType, folder: Path) -> ModuleType:
+def _with_helper(module: str, helper: str, broken: ModuleType, folder: Path) -> ModuleType:
     """A copy of a module that uses an altered copy of a helper."""
-    kernel, original = _altered(module, (), folder), vars(importlib.import_module(helper))
-    names = [name for name, value in vars(altered).items() if value is not original.get(name) and hasattr(kernel, name)]
+    kernel, original = altered(module, (), folder), vars(importlib.import_module(helper))
+    names = [name for name, value in vars(broken).items() if value is not original.get(name) and hasattr(kernel, name)]
     changed = [name for name in names if not name.startswith("__") and getattr(kernel, name) is original.get(name)]
     assert changed, f"{module} uses nothing of {helper}"
     for name in changed:
-        setattr(kernel, name, getattr(altered, name))
+        setattr(kernel, name, getattr(broken, name))
     return kernel

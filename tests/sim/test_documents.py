@@ -138,7 +138,7 @@ def test_whole_blocks_are_not_compared(monkeypatch):
 
 @pytest.mark.parametrize("kernels, config", BACKWARDS, ids=["one pass", "two passes"])
 def test_whole_blocks_are_not_compared_backward(kernels, config, monkeypatch):
-    monkeypatch.setattr("backward.spans_of", lambda *_: spans_of(WHOLE, WHOLE))
+    monkeypatch.setattr("strobe.sim.attention.spans_of", lambda *_: spans_of(WHOLE, WHOLE))
     simulated = kernels(problem(512, strobe.Document(WHOLE, WHOLE), (1, 1)), config)
     simulated.problem = replace(simulated.problem, mask=strobe.Document(TOLD, WHOLE))
     simulated.run("in_order", 0)

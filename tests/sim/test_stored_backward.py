@@ -73,7 +73,7 @@ def test_heads_take_turns(config):
     with mock.patch.object(backward_launch, "stored_heads", lambda problem: 4):
         simulated = backward(t, config)
         simulated.run("random", 1)
-        made = backward_launch.main_calls(simulated.problem, simulated._tensors(), KNOWN["H200"], config)
+        made = backward_launch.main_calls(simulated.problem, simulated.tensors(), KNOWN["H200"], config)
     assert [call.kernel.__name__ for call in made[1::2]] == ["dq_kernel"] * 2
 
 

@@ -24,6 +24,7 @@ from strobe.serving.problem import AppendOperands, AppendOptions, DecodeOperands
 _OUT = DecodeOperands._fields.index("out")
 
 Checked = tuple[DecodeOperands, DecodeOptions]
+CheckedAppend = tuple[AppendOperands, AppendOptions]
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -53,25 +54,28 @@ def forget() -> None:
     _appends.forget()
 
 
-def decode(tensors: tuple[torch.Tensor | None, ...], numbers: tuple, check: Callable[[], Checked]) -> Outputs:
+def decode(
+    tensors: tuple[torch.Tensor | None, ...], numbers: tuple, check: Callable[..., Checked], arguments: tuple
+) -> Outputs:
     """out, and the LSE or None if it is not wanted, of a call.
 
     tensors: in the order of `DecodeOperands`, in shapes that `check` may change, but not their addresses. numbers: all else
-    that its user gave. Calls whose tensors look the same and whose numbers are equal run the same launches. check: checks the
-    call."""
-    found = _decodes.find(tensors, numbers, lambda: _prepared_decode(*check()))
+    that its user gave. Calls whose tensors look the same and whose numbers are equal run the same launches. check(*arguments):
+    checks the call."""
+    found = _decodes.find(tensors, numbers, _prepared_decode, check, arguments)
     if found is None or found[0].launches is None:
-        return _by_operator(*check())
+        return _by_operator(*check(*arguments))
     (prepared, new_out), addresses = found
     q, out = tensors[0], tensors[_OUT]
     assert q is not None and prepared is not None
     if out is None:
         out = new_out()
         addresses.append(out.data_ptr())
-    return out, prepared.decode(raw_stream(q.get_device()), tuple(addresses))
+    return out, prepared.decode(raw_stream(q.get_device()), addresses)
 
 
-def _prepared_decode(operands: DecodeOperands, options: DecodeOptions) -> Decode:
+def _prepared_decode(check: Callable[..., Checked], arguments: tuple) -> Decode:
+    operands, options = check(*arguments)
     like = _new_out(operands, options)
     new_out: Callable[[], torch.Tensor] = functools.partial(torch.zeros, like.shape, dtype=like.dtype, device=like.device)
     found = _launches(operands, options)
@@ -218,13 +222,13 @@ operators.library.define("merge(Tensor outs, Tensor lses) -> (Tensor out, Tensor
 
 
 def append(
-    tensors: tuple[torch.Tensor | None, ...], numbers: tuple, check: Callable[[], tuple[AppendOperands, AppendOptions]]
+    tensors: tuple[torch.Tensor | None, ...], numbers: tuple, check: Callable[..., CheckedAppend], arguments: tuple
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Write new rows to a cache; the new lengths, and the queries turned, None where there are none. tensors: in the order of
-    `AppendOperands`; numbers and check: see `decode`."""
-    found = _appends.find(tensors, numbers, lambda: _prepared_append(*check()))
+    `AppendOperands`; numbers, check and arguments: see `decode`."""
+    found = _appends.find(tensors, numbers, _prepared_append, check, arguments)
     if found is None or found[0].launch is None:
-        operands, options = check()
+        operands, options = check(*arguments)
         lengths, turned = torch.ops.strobe.append(*operands, *options)
         return lengths, None if operands.q is None else turned
     (launch, new), addresses = found
@@ -235,7 +239,8 @@ def append(
     return made[0], made[1] if len(made) > 1 else None
 
 
-def _prepared_append(operands: AppendOperands, options: AppendOptions) -> Append:
+def _prepared_append(check: Callable[..., CheckedAppend], arguments: tuple) -> Append:
+    operands, options = check(*arguments)
     turns = [x for x in (operands.cos, operands.sin) if x is not None]
     if not all(x.is_contiguous() for x in turns):  # each call copies them
         return Append(None, ())

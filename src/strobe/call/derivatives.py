@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from strobe.call.operators import library
-from strobe.call.options import NAMES, Options, gradients, learned_of
+from strobe.call.operators import library, run_backward, run_forward, run_jvp
+from strobe.call.options import BAND, NAMES, Options, gradients, learned_of
 from strobe.call.torch_internals import (
     HAS_RULES,
     SingleLevelFunction,
@@ -23,16 +23,19 @@ from strobe.call.torch_internals import (
     below_autograd,
     in_dual_level,
     in_functorch,
+    next_is_a_kernel,
     set_forward_gradients,
     single_level,
 )
 from strobe.problem import LEARNED, OPTIONAL
 
+_ops = torch.ops.strobe
+
 
 class _Forward(SingleLevelFunction):
     @staticmethod
     def forward(ctx, *arguments):
-        outputs = _plain("forward", arguments)
+        outputs = _plain(_ops.forward_band if len(arguments) == 3 + BAND else _ops.forward, arguments)
         _save(ctx, arguments, outputs)
         return outputs
 
@@ -43,7 +46,7 @@ class _Forward(SingleLevelFunction):
 
     @staticmethod
     def jvp(ctx, dq, dk, dv, *tangents):
-        of_options = dict(zip(NAMES, tangents, strict=True))
+        of_options = dict.fromkeys(NAMES) | dict(zip(NAMES, tangents, strict=False))
         if of_options["alibi"] is not None:
             raise NotImplementedError("alibi_slopes have no derivative: they must not have a tangent")
         q, k, v, out, lse, *tensors = ctx.saved_tensors
@@ -73,8 +76,8 @@ class _Derivative(SingleLevelFunction):
     """A derivative as an operator of its own, which cannot be differentiated again."""
 
     @staticmethod
-    def forward(ctx, name, *arguments):
-        return _plain(name, arguments)
+    def forward(ctx, operator, *arguments):
+        return _plain(operator, arguments)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -83,9 +86,8 @@ class _Derivative(SingleLevelFunction):
     jvp = backward
 
 
-def _plain(name: str, arguments: Sequence):
+def _plain(operator: Callable, arguments: Sequence):
     """Calls an operator so that its results have no derivatives, except those that other transforms of torch.func ask for."""
-    operator = getattr(torch.ops.strobe, name)
     with below_autograd():
         if not in_functorch():
             return operator(*arguments)
@@ -109,13 +111,14 @@ def _batched(call: Callable, leading: int, info, in_dims: Sequence, arguments: S
         entries = (
             [x if dim is None else x.select(dim, n) for x, dim in zip(arguments, dims, strict=True)] for n in range(size)
         )
-        results = tuple(map(torch.stack, zip(*(call(*entry) for entry in entries), strict=True)))
+        of_each = zip(*(call(*entry) for entry in entries), strict=True)
+        results = tuple(None if of_one[0] is None else torch.stack(of_one) for of_one in of_each)
     else:
         first = [x if x is None else _in_front(x, dim, size) for x, dim in zip(tensors, dims, strict=False)]
         batch = next(x.shape[1] for x in first if x is not None)
         folded = call(*(x if x is None else x.flatten(0, 1) for x in first), *rest)
-        results = tuple(x.unflatten(0, (size, batch)) if x.dim() > 1 else x.new_empty(size, 0) for x in folded)
-    return results, (0,) * len(results)
+        results = tuple(None if x is None else x.unflatten(0, (size, batch)) for x in folded)
+    return results, tuple(None if x is None else 0 for x in results)
 
 
 def _in_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
@@ -123,28 +126,35 @@ def _in_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
-def _register(name: str, leading: int, apply: Callable, backward: Callable, save: Callable | None = None) -> None:
-    """Give an operator its derivative and its rule for vmap. leading: how many tensors its arguments begin with."""
-    operator = getattr(torch.ops.strobe, name)
+def _register(
+    name: str, kernel: Callable, leading: int, apply: Callable, backward: Callable, save: Callable | None = None
+) -> None:
+    """Give an operator its derivative and its rule for vmap.
 
-    def differentiable(*arguments):
+    kernel: what it runs on plain tensors. leading: how many tensors its arguments begin with."""
+    operator = getattr(_ops, name)
+
+    def differentiable(keyset, *arguments):
         if in_functorch():
             with single_level():
                 return apply(*arguments)
         if in_dual_level() or (torch.is_grad_enabled() and any_requires_grad(*arguments)):
             return apply(*arguments)
-        return _plain(name, arguments)
+        if next_is_a_kernel(keyset):  # as in every call of compiled code: to dispatch once more takes 7 us
+            return kernel(*arguments)
+        return _plain(operator, arguments)
 
     def batched(info, in_dims, *arguments):
         return _batched(operator, leading, info, in_dims, arguments)
 
     if HAS_RULES:
-        library.impl(name, differentiable, "Autograd")
+        library.impl(name, differentiable, "Autograd", with_keyset=True)
     else:
         torch.library.register_autograd(f"strobe::{name}", backward, setup_context=save, lib=library)
     torch.library.register_vmap(f"strobe::{name}", batched, lib=library)
 
 
-_register("forward", 3, _Forward.apply, _Forward.backward, _save)
-_register("backward", 7, partial(_Derivative.apply, "backward"), _Derivative.backward)
-_register("jvp", 10, partial(_Derivative.apply, "jvp"), _Derivative.backward)
+for _name in ("forward", "forward_band"):
+    _register(_name, run_forward, 3, _Forward.apply, _Forward.backward, _save)
+for _name, _kernel, _leading in (("backward", run_backward, 7), ("backward_band", run_backward, 7), ("jvp", run_jvp, 10)):
+    _register(_name, _kernel, _leading, partial(_Derivative.apply, getattr(_ops, _name)), _Derivative.backward)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -194,6 +194,8 @@ class Prepared:
         space = _workspace(buffers, self._device)
         calls = backend.calls(problem, Tensors(**given, **made, **shared, **space), arch)
         self._names = tuple(made)
+        self._of_qkv = self._names[:3] == ("dq", "dk", "dv") and not (isinstance(problem, AttentionProblem) and problem.learned)
+        """Whether the first that is made are the gradients, and no other is asked for."""
         self._new = tuple(_maker(maker(x), buffers.made[name].fill) for name, x in made.items())
         self._new_shared = [self._shared(x, buffers.shared[name]) for name, x in shared.items()]
         lse = made.get("lse")
@@ -209,12 +211,12 @@ class Prepared:
         self._launches = prepare([self._compiled(call) for call in calls], tensors)
 
     def forward(
-        self, stream: int, wants_lse: bool, addresses: tuple[int, ...], tensors: tuple[torch.Tensor | None, ...]
+        self, stream: int, wants_lse: bool, addresses: Sequence[int], tensors: tuple[Any, ...]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Launch a forward and return out and lse; None instead of lse where that saves its memory and nobody wants it.
 
-        stream: handle of the current device's current stream. tensors: in the order of `Operands`. addresses: those of the
-        tensors that are not None."""
+        stream: handle of the current device's current stream. tensors: in the order of `Operands`, of which the last ones
+        may be left out. addresses: those of the tensors that are not None."""
         place = self._place_of(stream) if stream else self._places[stream]
         new = self._new
         out, lse, at_lse = new[0](), None, place.scratch
@@ -223,7 +225,7 @@ class Prepared:
             at_lse = lse.data_ptr()
         others = [one() for one in new[2:]] if len(new) > 2 else ()
         if self._buffers.fill is not None:
-            self._buffers.fill(Tensors(**Operands._make((*tensors, None))._asdict(), out=out, lse=lse))
+            self._buffers.fill(Tensors(**Operands(*tensors)._asdict(), out=out, lse=lse))
         beside = [x.data_ptr() for x in others] if others else ()
         place.lock.acquire()  # takes half the time of `with`
         try:
@@ -232,24 +234,32 @@ class Prepared:
             place.lock.release()
         return out, lse
 
-    def decode(self, stream: int, addresses: tuple[int, ...]) -> torch.Tensor | None:
+    def decode(self, stream: int, addresses: Sequence[int]) -> torch.Tensor | None:
         """Launch attention over a cache, which writes the `out` that it is given, and return the LSE, or None where the problem
         has none.
 
         stream: handle of the current device's current stream. addresses: those of `DecodeOperands` that are not None."""
         place, made = self._place_of(stream), [new() for new in self._new]
-        with place.lock:
+        place.lock.acquire()
+        try:
             place.launch((*addresses, *[x.data_ptr() for x in made], *place.space))
+        finally:
+            place.lock.release()
         return made[0] if made else None
 
-    def backward(self, stream: int, addresses: tuple[int, ...], tensors: tuple[Any, ...]) -> Gradients:
+    def backward(self, stream: int, addresses: Sequence[int], tensors: tuple[Any, ...]) -> Gradients:
         """Launch a backward and return the gradients.
 
-        stream: handle of the current device's current stream. tensors: q, k, v, those of `Upstream`, the others of `Operands`.
-        addresses: those of the tensors that are not None."""
+        stream: handle of the current device's current stream. tensors: q, k, v, those of `Upstream`, the others of `Operands`,
+        of which the last ones may be left out. addresses: those of the tensors that are not None."""
         place, made = self._place_of(stream), [new() for new in self._new]
-        with place.lock:
+        place.lock.acquire()
+        try:
             place.launch((*addresses, *[x.data_ptr() for x in made], *place.space))
+        finally:
+            place.lock.release()
+        if self._of_qkv:
+            return Gradients(*made[:3])
         q, k, v, _out, lse, _dout, _dlse, *others = tensors
         assert isinstance(self._problem, AttentionProblem)
         return _gradients(self._problem, Operands(q, k, v, *others), lse, dict(zip(self._names, made, strict=True)))

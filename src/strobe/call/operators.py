@@ -1,5 +1,7 @@
 """The torch operators `strobe::forward`, `strobe::backward` and `strobe::jvp`: schema, fake implementation.
 
+`strobe::forward_band` and `strobe::backward_band` are the same with a scale and a band as their only options: most calls.
+
 torch.compile, torch.export and CUDA graphs see these opaque operators; which kernel runs is decided inside them, from the
 AttentionProblem that the arguments describe. Nothing here waits for the GPU.
 
@@ -9,29 +11,30 @@ AttentionProblem that the arguments describe. Nothing here waits for the GPU.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from strobe.call import dispatch, prepared_calls
-from strobe.call.options import SCHEMA, Options, describe, operands_of
+from strobe.call.options import BAND, SCHEMA, SCHEMA_OF_BAND, Options, describe, operands_of
 from strobe.call.torch_internals import assert_async
 from strobe.cpu import tiled
 from strobe.problem import LEARNED, AttentionProblem, Operands, Tangents, Upstream, Varlen, without_gradient
 
 library = torch.library.Library("strobe", "DEF")
-library.define(f"forward(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor out, Tensor lse)")
+_QKV, _GRADIENTS = "Tensor q, Tensor k, Tensor v", ", ".join(f"Tensor d{name}" for name in ("q", "k", "v", *LEARNED))
+for _band, _options, _learned in (("", SCHEMA, ", str[] learned"), ("_band", SCHEMA_OF_BAND, "")):
+    library.define(f"forward{_band}({_QKV}, {_options}) -> (Tensor out, Tensor lse)")
+    library.define(
+        f"backward{_band}(Tensor dout, Tensor? dlse, {_QKV}, Tensor out, Tensor lse, {_options}{_learned}) -> ({_GRADIENTS})"
+    )
 library.define(
-    f"backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {SCHEMA}, str[] learned) -> "
-    f"(Tensor dq, Tensor dk, Tensor dv, {', '.join(f'Tensor d{name}' for name in LEARNED)})"
-)
-library.define(
-    f"jvp({', '.join(f'Tensor? d{name}' for name in Tangents._fields)}, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"jvp({', '.join(f'Tensor? d{name}' for name in Tangents._fields)}, {_QKV}, Tensor out, Tensor lse, "
     f"{SCHEMA}) -> (Tensor dout, Tensor dlse)"
 )
 
 
-def _run_forward(q, k, v, *options):
+def run_forward(q, k, v, *options):
     found = prepared_calls.forward(options, q, k, v)
     if found is not None:
         return found
@@ -42,8 +45,8 @@ def _run_forward(q, k, v, *options):
     return dispatch.forward(problem, operands, opts.backend)
 
 
-def _run_backward(dout, dlse, q, k, v, out, lse, *arguments):
-    *options, learned = arguments
+def run_backward(dout, dlse, q, k, v, out, lse, *arguments):
+    options, learned = of_backward(arguments)
     grads = prepared_calls.backward(options, learned, q, k, v, out, lse, dout, dlse)
     if grads is None:
         opts = Options(*options)
@@ -51,10 +54,23 @@ def _run_backward(dout, dlse, q, k, v, out, lse, *arguments):
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         problem = describe(operands, opts, "backward", learned)
         grads = dispatch.backward(problem, operands, Upstream(out, lse, dout, dlse), opts.backend)
-    return tuple(q.new_empty(0) if grad is None else grad for grad in grads)  # an operator returns tensors, no None
+    return tuple(grads)
 
 
-def _run_jvp(*arguments):
+def of_backward(arguments: tuple) -> tuple[tuple, Sequence[str]]:
+    """The options among the last arguments of a backward, and which tensors of `LEARNED` need gradients."""
+    return (arguments, ()) if len(arguments) == BAND else (arguments[:-1], arguments[-1])
+
+
+def call_forward(q, k, v, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, by the forward's operator; by that of a band where it is enough, for each argument takes a tenth of a
+    microsecond."""
+    if options.is_band():
+        return torch.ops.strobe.forward_band.default(q, k, v, *options.arguments()[:BAND])
+    return torch.ops.strobe.forward.default(q, k, v, *options.arguments())
+
+
+def run_jvp(*arguments):
     tangents, (q, k, v, out, lse, *options) = arguments[:_TANGENTS], arguments[_TANGENTS:]
     opts = Options(*options)
     operands = operands_of(q, k, v, opts)
@@ -110,10 +126,10 @@ def _fake_forward(q, k, v, *options):
 
 
 def _fake_backward(dout, dlse, q, k, v, out, lse, *arguments):
-    *options, learned = arguments
+    options, learned = of_backward(arguments)
     opts = Options(*options)
-    of_options = (getattr(opts, name) if name in learned else q.new_empty(0) for name in LEARNED)
-    return tuple(x.new_empty(x.shape) for x in (q, k, v, *of_options))
+    of_options = (getattr(opts, name) if name in learned else None for name in LEARNED)
+    return tuple(None if x is None else x.new_empty(x.shape) for x in (q, k, v, *of_options))
 
 
 def _fake_jvp(*arguments):
@@ -122,9 +138,11 @@ def _fake_jvp(*arguments):
 
 
 for _key in ("CPU", "CUDA"):
-    library.impl("forward", _run_forward, _key)
-    library.impl("backward", _run_backward, _key)
-    library.impl("jvp", _run_jvp, _key)
-torch.library.register_fake("strobe::forward", _fake_forward, lib=library)
-torch.library.register_fake("strobe::backward", _fake_backward, lib=library)
+    for _band in ("", "_band"):
+        library.impl(f"forward{_band}", run_forward, _key)
+        library.impl(f"backward{_band}", run_backward, _key)
+    library.impl("jvp", run_jvp, _key)
+for _band in ("", "_band"):
+    torch.library.register_fake(f"strobe::forward{_band}", _fake_forward, lib=library)
+    torch.library.register_fake(f"strobe::backward{_band}", _fake_backward, lib=library)
 torch.library.register_fake("strobe::jvp", _fake_jvp, lib=library)

@@ -25,41 +25,52 @@ from strobe.scores import SCORE_TENSORS, ScoreFacts, tensor_facts
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of the operators beside q, k and v, in the order of their schema. Tensors have the names of `Operands`."""
+    """The arguments of the operators beside q, k and v, in the order of their schema. Tensors have the names of `Operands`, and
+    come last, in its order.
 
-    cu_seqlens_q: torch.Tensor | None = None
-    cu_seqlens_kv: torch.Tensor | None = None
-    max_q: int = 0
-    max_kv: int = 0
-    seqused_q: torch.Tensor | None = None
-    seqused_kv: torch.Tensor | None = None
+    The schema has no defaults: PyTorch's compiler would hand over what is left out by keywords, which takes 5 us."""
+
     scale: float = 1.0
     left: int | None = None
     right: int | None = None
     prefix: int | None = None
+    softcap: float = 0.0
+    max_q: int = 0
+    max_kv: int = 0
+    dropout: float = 0.0
+    mask_function: str | None = None
+    """The key of a `strobe.functions.Function`; score_function and score_gradient are such keys, too."""
+    score_function: str | None = None
+    score_gradient: str | None = None
+    deterministic: bool = False
+    backend: str | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_kv: torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
+    seqused_kv: torch.Tensor | None = None
     document_q: torch.Tensor | None = None
     document_kv: torch.Tensor | None = None
     block_kinds: torch.Tensor | None = None
     block_pairs: torch.Tensor | None = None
-    mask_function: str | None = None
-    """The key of a `strobe.functions.Function`; score_function and score_gradient are such keys, too."""
-    softcap: float = 0.0
     alibi: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
-    score_function: str | None = None
-    score_gradient: str | None = None
     q_descale: torch.Tensor | None = None
     k_descale: torch.Tensor | None = None
     v_descale: torch.Tensor | None = None
-    dropout: float = 0.0
     seed: torch.Tensor | None = None
-    deterministic: bool = False
-    backend: str | None = None
 
     def arguments(self) -> tuple:
         """The options as a tuple, in the order in which the operators take them."""
         return tuple([getattr(self, name) for name in NAMES])
+
+    def is_band(self) -> bool:
+        """Whether nothing is asked for but a scale and a band."""
+        return (
+            self.prefix is self.mask_function is self.score_function is self.backend is self.cu_seqlens_q is None
+            and not (self.softcap or self.dropout or self.deterministic)
+            and all(x is None for x in self.tensors())
+        )
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """The options that are tensors, in the order of `OPTIONAL`."""
@@ -68,13 +79,21 @@ class Options:
 
 NAMES = tuple(one.name for one in fields(Options))
 
+NUMBERS = len(NAMES) - len(OPTIONAL)
+"""How many options there are before the tensors."""
+
+BAND = NAMES.index("right") + 1
+"""How many options, the first ones, say the scale and the band."""
+
 _SCHEMA_TYPES = {
     "torch.Tensor | None": "Tensor?", "int": "SymInt", "int | None": "SymInt?", "float": "float", "str | None": "str?",
     "bool": "bool",
 }  # fmt: skip
 
-SCHEMA = ", ".join(f"{_SCHEMA_TYPES[str(one.type)]} {one.name}" for one in fields(Options))
-"""The part of an operator's schema that declares the options."""
+_DECLARED = [f"{_SCHEMA_TYPES[str(one.type)]} {one.name}" for one in fields(Options)]
+
+SCHEMA, SCHEMA_OF_BAND = ", ".join(_DECLARED), ", ".join(_DECLARED[:BAND])
+"""The part of an operator's schema that declares the options: all, or a scale and a band alone."""
 
 
 def operands_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Operands:
@@ -130,9 +149,11 @@ def learned_of(options: Options) -> list[str]:
 
 def gradients(saved: Sequence, options: Options, learned: Sequence[str], dout, dlse) -> Gradients:
     """The gradients, computed by the backward's operator. saved: q, k, v, out, lse, then the tensors of `OPTIONAL`, which the
-    options do not hold. dout and dlse may be None."""
-    q, k, v, out, lse, *tensors = saved
-    options = replace(options, **dict(zip(OPTIONAL, tensors, strict=True)))
+    options do not hold, or none of them. dout and dlse may be None."""
+    q, k, v, out, lse, *optional = saved
+    options = replace(options, **dict(zip(OPTIONAL, optional, strict=False)))
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, *others = torch.ops.strobe.backward(dout, dlse, q, k, v, out, lse, *options.arguments(), list(learned))
-    return Gradients(dq, dk, dv, *(x if name in learned else None for name, x in zip(LEARNED, others, strict=True)))
+    tensors = dout, dlse, q, k, v, out, lse
+    if options.is_band():
+        return Gradients(*torch.ops.strobe.backward_band.default(*tensors, *options.arguments()[:BAND]))
+    return Gradients(*torch.ops.strobe.backward.default(*tensors, *options.arguments(), list(learned)))

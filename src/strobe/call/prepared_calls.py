@@ -3,7 +3,7 @@
 The checks, the choice of a backend, its config and most of a launch follow from shapes, strides, dtypes, the mask and a few
 numbers; and an operator's dispatch serves compilers, subclasses and transforms. So a call that needs none of these, and looks
 like an earlier one in all that matters, finds what was prepared for that one in a table: the backend's launches, which lack
-only the tensors' addresses. Compiled code runs the operators, which find their prepared launches by a key of their arguments.
+only the tensors' addresses. Compiled code runs the operators, which find their prepared launches in tables of the same kind.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Parameter
 
 from strobe.call import dispatch, launches
-from strobe.call.options import NAMES, Options, describe, gradients, learned_of
+from strobe.call.known_calls import PLAIN, KnownCalls, each_once
+from strobe.call.options import NUMBERS, Options, describe, gradients, learned_of
 from strobe.call.tables import ClockCache
 from strobe.call.torch_internals import current_device, dispatch_state, guard_of, is_transformed, keys_of, raw_stream
 from strobe.device import arch_of
@@ -25,9 +25,6 @@ from strobe.dropout import new_seed
 from strobe.masks import Mask
 from strobe.problem import LEARNED, OPTIONAL, Gradients, Operands, Upstream
 from strobe.scores import SCORE_TENSORS, Score
-
-_PLACES = [NAMES.index(name) for name in OPTIONAL]
-"""Where the tensors of `OPTIONAL` are among the options."""
 
 _LEARNED = slice(OPTIONAL.index(LEARNED[0]), OPTIONAL.index(LEARNED[-1]) + 1)
 
@@ -38,25 +35,29 @@ Outputs = tuple[torch.Tensor, Any]
 class Known(NamedTuple):
     """What is known of calls that look the same.
 
-    alike(q, k, v): whether another call's tensors look like those of these calls. launches: the prepared ones, None if these
-    calls run the operator. options: without their tensors. learned: the names of tensors of `LEARNED` that need gradients.
-    backward: how the backward's tensors look -> (the prepared launches of the backward, or None,)."""
+    alike(...): whether another call's tensors, each once, look like those of these calls. launches: the prepared ones, None if
+    these calls run the operator. options: without their tensors. learned: the names of tensors of `LEARNED` that need
+    gradients. backward: the prepared launches of their backwards; None where the operator runs it."""
 
     alike: Callable[..., bool]
     launches: launches.Prepared | None
     differentiable: bool
     options: Options
     learned: list[str]
-    backward: ClockCache[tuple[launches.Prepared | None]]
+    backward: KnownCalls[launches.Prepared | None]
 
 
 _known: ClockCache[Known] = ClockCache(1024)
-_of_operators: ClockCache[tuple[launches.Prepared | None]] = ClockCache(1024)
 _latest: ClockCache[tuple[Known, ...]] = ClockCache(1024)
 """Key of all arguments but q, k and v -> the most recently used entries, newest first."""
+
+_forwards: KnownCalls[launches.Prepared | None] = KnownCalls()
+"""What was prepared for the forward's operator."""
+_backwards: KnownCalls[launches.Prepared | None] = KnownCalls()
+"""What was prepared for the backward's operator."""
+
 _LATEST = 4
-_PLAIN = (torch.Tensor, Parameter)
-_NONE = (None,) * len(OPTIONAL)
+_NO_SEED = (None,) * (len(OPTIONAL) - 1)
 _NO_CHANGES = (None,) * len(SCORE_TENSORS)
 _NO_DESCALES = (None, None, None)
 _NO_BLOCKS = (None, None)
@@ -66,7 +67,8 @@ def forget() -> None:
     """Drop everything that was prepared. Whatever changes the choice of a backend or of a config calls this."""
     _known.clear()
     _latest.clear()
-    _of_operators.clear()
+    _forwards.forget()
+    _backwards.forget()
 
 
 def attention(
@@ -82,11 +84,12 @@ def attention(
     if torch.compiler.is_compiling() or is_transformed():
         return None
     q, k, v, mask, score, scale, cu_q, cu_kv, max_q, max_kv, used_q, used_kv, deterministic, backend = call
-    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and type(deterministic) is bool):
+    if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN and type(deterministic) is bool):
         return None
     rules: tuple | None = None
-    optional: tuple = _NONE
-    likenesses: tuple | None = None
+    optional: tuple = ()
+    given: Sequence = (q, k, v)
+    places: tuple | None = None
     if mask is not None:
         if not isinstance(mask, Mask):
             return None
@@ -111,13 +114,23 @@ def attention(
         or cu_q is not None or cu_kv is not None or used_q is not None or used_kv is not None
         or descales is not _NO_DESCALES
     ):  # fmt: skip
-        documents = (None, None) if of_mask is None else (of_mask.q, of_mask.kv)
+        of_q, of_kv = (None, None) if of_mask is None else (of_mask.q, of_mask.kv)
         changes = _NO_CHANGES if score is None else score.tensors
-        optional = (cu_q, cu_kv, used_q, used_kv, *documents, *_NO_BLOCKS, *changes, *descales, None)
-        likenesses = tuple([None if x is None else likeness(x) for x in optional])
-        if False in likenesses:
+        optional = (cu_q, cu_kv, used_q, used_kv, of_q, of_kv, *_NO_BLOCKS, *changes, *descales, None)
+        # Of queries and keys they are often one object, and guards refuse one that comes twice.
+        same = cu_kv is cu_q, used_kv is used_q, of_kv is of_q
+        of_keys = None if same[0] else cu_kv, None if same[1] else used_kv, None if same[2] else of_kv
+        once = (cu_q, used_q, of_q, *of_keys, *changes, *descales)
+        beside = [x for x in once if x is not None]
+        if any([type(x) not in PLAIN or x.is_nested for x in beside]):
             return None
-        addresses += tuple([x.data_ptr() for x in optional if x is not None])
+        try:
+            addresses += tuple([x.data_ptr() for x in optional if x is not None])
+        except RuntimeError:
+            return None
+        given, places = (q, k, v, *beside), (same, *map(type, once))
+    elif q is k or q is v or k is v:
+        given, places = each_once(given)
     if device >= 0 and device != current_device():
         return None
     numbers = None
@@ -126,20 +139,23 @@ def attention(
             return None
         # Types, too: 1 and True are equal, and so are 0 and False, but `check` does not take them for the same.
         numbers = (scale, type(scale), max_q, type(max_q), max_kv, type(max_kv), dropout, type(dropout))
-    alignments = (addresses[0] | addresses[1] | addresses[2]) % 16 and _alignments(addresses)
+    bits = 0
+    for address in addresses:
+        bits |= address
+    misaligned = bits % 16 and tuple([address % 16 for address in addresses])
     grad_enabled = torch.is_grad_enabled()
-    rest = alignments, likenesses, rules, numbers, backend, grad_enabled, grad_enabled and deterministic
+    rest = misaligned, places, rules, numbers, backend, grad_enabled, grad_enabled and deterministic
     try:
         latest = _latest.get(rest) or ()
     except TypeError:  # a value that has no hash, such as a list
         return None
     for known in latest:
-        if known.alike(q, k, v):
+        if known.alike(*given):
             break
     else:
-        key = rest, _looks(q), _looks(k), _looks(v), dispatch_state()
+        key = rest, tuple(map(_looks, given)), dispatch_state()
         found = _known.get(key)
-        known = found or _prepare(check(*call, dropout), (q, k, v, *optional))
+        known = found or _prepare(check(*call, dropout), (q, k, v, *optional), guard_of(*given))
         if found is None:
             _known.put(key, known)
         others = [other for other in latest if other is not known]
@@ -148,7 +164,7 @@ def attention(
         return None
     if dropout != 0.0:
         seed = new_seed(q.device)
-        optional = (*optional[:-1], seed)
+        optional = _with_seed(optional, seed)
         addresses += (seed.data_ptr(),)
     stream = raw_stream(device) if device >= 0 else 0
     if known.differentiable:
@@ -156,37 +172,32 @@ def attention(
     return known.launches.forward(stream, wants_lse, addresses, (q, k, v, *optional))
 
 
-def likeness(x) -> tuple | bool:
-    """What checks and launches depend on in a tensor; False if x is no plain tensor, or is sparse or nested, or holds its
-    values with the other sign (`is_neg`)."""
-    if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_nested or x.is_neg():
-        return False
-    return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16, x.requires_grad
-
-
 def _looks(x: torch.Tensor) -> tuple:
     """Everything that a guard of PyTorch's compares of a tensor, as a key."""
     return type(x), x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad, keys_of(x)
 
 
-def _alignments(addresses: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(address % 16 for address in addresses[:3])
+def _with_seed(optional: tuple, seed: torch.Tensor) -> tuple:
+    """The tensors of `OPTIONAL`, or none, with dropout's seed at their end."""
+    return (*(optional[:-1] or _NO_SEED), seed)
 
 
-def _prepare(options: Options, tensors: tuple) -> Known:
-    """Prepare for calls that look like this one, whose options are checked. tensors: in the order of `Operands`."""
+def _prepare(options: Options, tensors: tuple, alike: Callable[..., bool]) -> Known:
+    """Prepare for calls that look like this one, whose options are checked. tensors: in the order of `Operands`, of which the
+    last ones may be left out."""
+    given = [x for x in tensors if x is not None]
     if options.dropout:  # each call draws a seed of its own, so any seed does here
-        tensors = (*tensors[:-1], torch.zeros(1, dtype=torch.int64, device=tensors[0].device))
+        tensors = (*tensors[:3], *_with_seed(tensors[3:], torch.zeros(1, dtype=torch.int64, device=tensors[0].device)))
     grad_enabled = torch.is_grad_enabled()
-    differentiable = grad_enabled and any(x is not None and x.requires_grad for x in tensors)
+    differentiable = grad_enabled and any(x.requires_grad for x in given)
     learned = learned_of(options) if grad_enabled else []
     nothing: dict[str, Any] = dict.fromkeys(OPTIONAL)
-    found = None if any(x.is_neg() for x in tensors[:3]) else _launches(options, tensors)
-    return Known(guard_of(*tensors[:3]), found, differentiable, replace(options, **nothing), learned, ClockCache(16))
+    found = None if any(x.is_neg() for x in given) else _launches(options, tensors)
+    return Known(alike, found, differentiable, replace(options, **nothing), learned, KnownCalls(16))
 
 
 def _launches(options: Options, tensors: tuple) -> launches.Prepared | None:
-    operands = Operands._make((*_own(tensors), None))
+    operands = Operands(*_own(tensors))
     problem = describe(operands, options)
     backend = dispatch.select(problem, arch_of(operands.q.device), options.backend)
     # The operator checks lengths that live on the device, in every call.
@@ -195,7 +206,7 @@ def _launches(options: Options, tensors: tuple) -> launches.Prepared | None:
     return launches.prepared(backend, problem, operands)
 
 
-def _own(tensors: tuple) -> list[torch.Tensor | None]:
+def _own(tensors: tuple) -> list[Any]:
     """The tensors, detached. Each is an object of its own, even where a caller passed one tensor twice."""
     return [None if x is None else x.detach() for x in tensors]
 
@@ -228,32 +239,18 @@ def _gradients(known: Known, tensors: tuple) -> Gradients | None:
     dout = tensors[5]
     if dout is None or torch.is_grad_enabled() or is_transformed():
         return None
-    given = [x for x in tensors if x is not None]
-    if any([type(x) not in _PLAIN or x.is_neg() for x in given]):
-        return None
-    device = dout.get_device()
-    if device >= 0 and device != current_device():
-        return None
-    try:
-        addresses = tuple([x.data_ptr() for x in given])
-    except RuntimeError:  # many gradients at once (is_grads_batched) have no address
-        return None
     # Saved tensors look as they did in the forward, unless hooks of saved tensors made copies, whose strides may differ.
-    strides, alignments = tuple([x.stride() for x in given]), tuple([address % 16 for address in addresses])
-    key = strides, alignments, torch.are_deterministic_algorithms_enabled()
-    found = known.backward.get(key)
+    numbers = (torch.are_deterministic_algorithms_enabled(),)
+    found = known.backward.look_up(tensors, numbers, _backward_launches, known.options, known.learned, tensors)
     if found is None:
-        found = (_backward_launches(known.options, known.learned, tensors),)
-        known.backward.put(key, found)
-    (prepared,) = found
-    if prepared is None:
         return None
-    return prepared.backward(raw_stream(device) if device >= 0 else 0, addresses, tensors)
+    prepared, addresses = found
+    return None if prepared is None else prepared.backward(_stream_of(dout), addresses, tensors)
 
 
 def _backward_launches(options: Options, learned: Sequence[str], tensors: tuple) -> launches.Prepared | None:
     q, k, v, out, lse, dout, dlse, *others = _own(tensors)
-    operands, upstream = Operands._make((q, k, v, *others, None)), Upstream._make((out, lse, dout, dlse))
+    operands, upstream = Operands(q, k, v, *others), Upstream(out, lse, dout, dlse)
     problem = describe(operands, options, "backward", learned)
     backend = dispatch.select(problem, arch_of(operands.q.device), options.backend)
     return launches.prepared(backend, problem, operands, upstream)
@@ -262,56 +259,42 @@ def _backward_launches(options: Options, learned: Sequence[str], tensors: tuple)
 # ---- of operators
 
 
-def forward(options: Sequence, *tensors: torch.Tensor) -> Outputs | None:
-    """out and lse for the forward's operator, by prepared launches; None if it has none. options: see `Options`. tensors: q, k,
-    v."""
-    found = _of_operator(_launches, options, tensors, ())
+def forward(options: tuple, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs | None:
+    """out and lse for the forward's operator, by prepared launches; None if it has none. options: see `Options`."""
+    tensors = (q, k, v, *_optional(options))
+    found = _forwards.look_up(tensors, options[:NUMBERS], _launches_of, options, tensors)
     if found is None:
         return None
-    prepared, stream, addresses, tensors = found
-    return prepared.forward(stream, True, addresses, tensors)
+    prepared, addresses = found
+    return None if prepared is None else prepared.forward(_stream_of(q), True, addresses, tensors)
 
 
-def backward(options: Sequence, learned: Sequence[str], *tensors: torch.Tensor | None) -> Gradients | None:
-    """The gradients for the backward's operator, by prepared launches; None if it has none. options: see `Options`. tensors: q,
-    k, v, out, lse, dout, dlse; dlse may be None."""
-
-    def make(options: Options, tensors: tuple) -> launches.Prepared | None:
-        return _backward_launches(options, learned, tensors)
-
-    found = _of_operator(make, options, tensors, (*learned, torch.are_deterministic_algorithms_enabled()))
+def backward(options: tuple, learned: Sequence[str], q: torch.Tensor, *others: torch.Tensor | None) -> Gradients | None:
+    """The gradients for the backward's operator, by prepared launches; None if it has none. options: see `Options`. others: k,
+    v, out, lse, dout, dlse; dlse may be None."""
+    tensors = (q, *others, *_optional(options))
+    numbers = options[:NUMBERS], tuple(learned), torch.are_deterministic_algorithms_enabled()
+    found = _backwards.look_up(tensors, numbers, _backward_launches_of, options, learned, tensors)
     if found is None:
         return None
-    prepared, stream, addresses, tensors = found
-    return prepared.backward(stream, addresses, tensors)
+    prepared, addresses = found
+    return None if prepared is None else prepared.backward(_stream_of(q), addresses, tensors)
 
 
-def _may_be_prepared(q: torch.Tensor) -> bool:
-    """Whether a tensor's device may have prepared launches. A CPU has none, so making a key there would be wasted time."""
-    return q.is_cuda
+def _launches_of(options: tuple, tensors: tuple) -> launches.Prepared | None:
+    return _launches(Options(*options), tensors)
 
 
-def _of_operator(
-    make: Callable[[Options, tuple], launches.Prepared | None], options: Sequence, tensors: tuple, beside: tuple
-) -> tuple[launches.Prepared, int, tuple[int, ...], tuple] | None:
-    """The prepared launches of an operator's call, made where there are none yet, and the stream, addresses and tensors that
-    they take; None if it has none. beside: what else the launches depend on, as a part of the key."""
-    if not _may_be_prepared(tensors[0]):
-        return None
-    device = tensors[0].get_device()
-    if device >= 0 and device != current_device():
-        return None
-    tensors = (*tensors, *[options[place] for place in _PLACES])
-    likenesses = tuple([None if x is None else likeness(x) for x in tensors])
-    if False in likenesses:
-        return None
-    key = likenesses, tuple([x for x in options if not isinstance(x, torch.Tensor)]), beside
-    found = _of_operators.get(key)
-    if found is None:
-        found = (make(Options(*options), tensors),)
-        _of_operators.put(key, found)
-    (prepared,) = found
-    if prepared is None:
-        return None
-    stream = raw_stream(device) if device >= 0 else 0
-    return prepared, stream, tuple([x.data_ptr() for x in tensors if x is not None]), tensors
+def _backward_launches_of(options: tuple, learned: Sequence[str], tensors: tuple) -> launches.Prepared | None:
+    return _backward_launches(Options(*options), learned, tensors)
+
+
+def _optional(options: tuple) -> tuple:
+    """The tensors among an operator's options; none of them where each is None."""
+    tensors = options[NUMBERS:]
+    return tensors if any([x is not None for x in tensors]) else ()
+
+
+def _stream_of(x: torch.Tensor) -> int:
+    device = x.get_device()
+    return raw_stream(device) if device >= 0 else 0

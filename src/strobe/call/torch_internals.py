@@ -158,6 +158,27 @@ SingleLevelFunction: Any = _private("torch.autograd.function._SingleLevelFunctio
 """The class of a derivative that serves one transform of torch.func and calls the operator again for the next one, as PyTorch's
 rules for its own operators do."""
 
+_after_autograd = _private("torch._C._after_autograd_keyset", "an operator's call goes through PyTorch's dispatcher twice")
+
+
+def _next_is_a_kernel(keyset) -> bool:
+    kernels = torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA
+    return _after_autograd is not None and (keyset & _after_autograd).highestPriorityTypeId() in kernels
+
+
+_known_keysets: dict[int, bool] = {}
+
+
+def next_is_a_kernel(keyset) -> bool:
+    """Whether the kernel of a CPU or of CUDA comes after autograd's in an operator's call that has these dispatch keys: all its
+    tensors are plain, and no mode, no transform and no compiler looks on."""
+    number = keyset.raw_repr()
+    found = _known_keysets.get(number)
+    if found is None:
+        found = _known_keysets[number] = _next_is_a_kernel(keyset)
+    return found
+
+
 HAS_RULES = None not in (in_functorch, below_autograd, set_forward_gradients, single_level) and (
     SingleLevelFunction is not torch.autograd.Function
 )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from strobe.call.operators import of_backward
 from strobe.call.options import NAMES, Options
 from strobe.problem import LEARNED, OPTIONAL
 
@@ -29,24 +30,27 @@ def register() -> None:
     everything with dropout, a function of pairs or blocks, for these count batch entries and heads from 0."""
     from torch.distributed.tensor.experimental import register_sharding
 
-    register_sharding(torch.ops.strobe.forward.default)(_forward)
-    register_sharding(torch.ops.strobe.backward.default)(_backward)
+    for forward in (torch.ops.strobe.forward, torch.ops.strobe.forward_band):
+        register_sharding(forward.default)(_forward)
+    for backward in (torch.ops.strobe.backward, torch.ops.strobe.backward_band):
+        register_sharding(backward.default)(_backward)
 
 
 def _forward(q, k, v, *options) -> list[tuple[list, list]]:
     """Pairs of the placements of (out, lse) and of all arguments, None for one that is no tensor."""
     found = []
     for qkv, lse, of_options, _ in _ways(k, Options(*options)):
-        found.append(([qkv, lse], [qkv, qkv, qkv, *of_options]))
+        found.append(([qkv, lse], [qkv, qkv, qkv, *of_options[: len(options)]]))
     return found
 
 
 def _backward(dout, dlse, q, k, v, out, lse, *arguments) -> list[tuple[list, list]]:
     """Pairs of the placements of the gradients (of q, k, v, and of bias and sinks) and of all arguments."""
-    *options, learned = arguments
+    options, learned = of_backward(arguments)
     found = []
     for qkv, of_lse, of_options, of_learned in _ways(k, Options(*options), learned):
-        inputs = [qkv, None if dlse is None else of_lse, qkv, qkv, qkv, qkv, of_lse, *of_options, None]
+        inputs = [qkv, None if dlse is None else of_lse, qkv, qkv, qkv, qkv, of_lse, *of_options[: len(options)]]
+        inputs += [None] * (len(arguments) - len(options))
         found.append(([qkv, qkv, qkv, *of_learned], inputs))
     return found
 

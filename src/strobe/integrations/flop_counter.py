@@ -48,7 +48,9 @@ class _WhenImported(MetaPathFinder):
 
 
 def _hand_over(module: Any) -> None:
-    formulas = {torch.ops.strobe.forward: forward_flops, torch.ops.strobe.backward: backward_flops}
+    ops = torch.ops.strobe
+    formulas = {ops.forward: forward_flops, ops.backward: backward_flops}
+    formulas |= {ops.forward_band: forward_flops, ops.backward_band: backward_flops}
     for operator, formula in formulas.items():
         if operator not in module.flop_registry:
             module.register_flop_formula(operator, get_raw=True)(formula)

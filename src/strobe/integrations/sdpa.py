@@ -20,7 +20,8 @@ import torch
 
 from strobe.api import attention
 from strobe.arguments import checked_options
-from strobe.call.options import Options
+from strobe.call.operators import call_forward
+from strobe.call.options import Options, gradients
 from strobe.call.torch_internals import jagged_dim
 from strobe.dropout import new_seed
 from strobe.jagged import any_jagged, is_jagged, same_bounds
@@ -303,7 +304,7 @@ def _forward(
     if options.dropout:
         seed = new_seed(query.device)
         options, state = replace(options, seed=seed), seed.repeat(2)
-    out, lse = torch.ops.strobe.forward(query, key, value, *options.arguments())
+    out, lse = call_forward(query, key, value, options)
     unused = query.new_empty((), dtype=torch.int64)
     return _laid_out_as(query, out), lse, state.view(torch.uint64), unused.view(torch.uint64), out.new_empty(0)
 
@@ -351,7 +352,7 @@ def _gradients(
     if options.dropout:
         options = replace(options, seed=state.view(torch.int64)[:1])
     tensors = query, key, value, out, logsumexp
-    return torch.ops.strobe.backward(grad_out, None, *tensors, *options.arguments(), [])[:3]
+    return list(gradients((*tensors, *options.tensors()), options, (), grad_out, None)[:3])
 
 
 def _options(

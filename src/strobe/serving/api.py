@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal, overload
 
 import torch
@@ -95,14 +94,8 @@ def decode(
         of_mask, of_score, scale, type(scale), max_seqlen_q, type(max_seqlen_q), return_lse, deterministic, type(deterministic),
         backend, v is None, cache.head_dim_v,
     )  # fmt: skip
-
-    def check():
-        return checked(
-            q, cache, mask=mask, score=score, scale=scale, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, tree=tree,
-            out=out, return_lse=return_lse, deterministic=deterministic, backend=backend,
-        )  # fmt: skip
-
-    found, lse = cached_calls.decode(tensors, numbers, check)
+    call = (q, cache, mask, score, scale, cu_seqlens_q, max_seqlen_q, tree, out, return_lse, deterministic, backend)
+    found, lse = cached_calls.decode(tensors, numbers, checked, call)
     return (found, lse) if return_lse and lse is not None else found
 
 
@@ -146,12 +139,9 @@ def append(
         cache.k_scale, cache.v_scale,
     )  # fmt: skip
     numbers = type(rotary), bool(interleaved), bool(one_position), cache.head_dim_v, of_leftpad
-
-    def check():
-        return checked_append(cache, k, v, q, rotary, cu_seqlens, cu_seqlens_q, positions, one_position)
-
-    lengths, turned = cached_calls.append(tensors, numbers, check)
-    return replace(cache, lengths=lengths), turned
+    call = (cache, k, v, q, rotary, cu_seqlens, cu_seqlens_q, positions, one_position)
+    lengths, turned = cached_calls.append(tensors, numbers, checked_append, call)
+    return cache._with_lengths(lengths), turned
 
 
 def merge(

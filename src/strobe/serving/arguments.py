@@ -18,7 +18,7 @@ MOST_COLUMNS = 576
 
 
 def checked(
-    q, cache, *, mask=None, score=None, scale=None, cu_seqlens_q=None, max_seqlen_q=None, tree=None, out=None, return_lse=False,
+    q, cache, mask=None, score=None, scale=None, cu_seqlens_q=None, max_seqlen_q=None, tree=None, out=None, return_lse=False,
     deterministic=False, backend=None,
 ) -> tuple[DecodeOperands, DecodeOptions]:  # fmt: skip
     """The checked operands and options of a call of `decode`."""

@@ -19,7 +19,17 @@ from strobe.kernels.gluon import gl
 from strobe.kernels.sm80 import config as sm80_config
 from strobe.kernels.sm80 import forward as sm80_forward
 from strobe.kernels.sm80 import launch as sm80_launch
-from strobe.kernels.sm90 import backward_dq, fp8_launch, short, short_config, short_launch
+from strobe.kernels.sm90 import (
+    backward,
+    backward_config,
+    backward_dq,
+    backward_split,
+    fp8_launch,
+    short,
+    short_config,
+    short_launch,
+    tile_list,
+)
 from strobe.kernels.sm90 import backward_launch as sm90_backward_launch
 from strobe.kernels.sm90 import config as sm90_config
 from strobe.kernels.sm90 import forward as sm90_forward
@@ -28,10 +38,10 @@ from strobe.kernels.sm90.backward_config import Config, SplitConfig
 from strobe.kernels.sm100 import config as sm100_config
 from strobe.kernels.sm100 import forward as sm100_forward
 from strobe.kernels.sm100 import launch as sm100_launch
-from strobe.problem import AttentionProblem, Operands
+from strobe.problem import AttentionProblem, Gradients, Operands, Upstream
 from strobe.sim.barriers import named_arrive, named_sync
 from strobe.sim.costs import Costs
-from strobe.sim.launch import Launch
+from strobe.sim.launch import Launch, simulate
 from strobe.sim.lift import register
 from strobe.sim.machine import Report
 from strobe.sim.tensor import Tensor, compute
@@ -236,6 +246,59 @@ def backward_launches(
         grid = (min(ctas, *call.grid),) if name == "backward_kernel" else call.grid
         launches.append(Launch(kernel, grid, call.arguments, call.keywords, 90, ("notes", "counters")))
     return launches
+
+
+class Backward(NamedTuple):
+    """What the launches of a Hopper backward leave, but for that which redoes blocks with notes.
+
+    grads: a bias has that of every pair, sinks have none. report: of the first launch over tiles of scores."""
+
+    grads: Gradients
+    tensors: Tensors
+    report: Report
+
+
+def simulate_backward(
+    problem: AttentionProblem, operands: Operands, upstream: Upstream, config: Config | SplitConfig | None = None,
+    order: str = "in_order", seed: int = 0, ctas: int = 1, kernels: ModuleType | None = None,
+    dq_kernels: ModuleType | None = None,
+) -> Backward:  # fmt: skip
+    """Simulate the launches of a Hopper backward, one after the other as in a stream. config: None means what the backend
+    chooses. order, seed, ctas: see `simulate_forward`. kernels, dq_kernels: see `backward_launches`; None means the backend's
+    own."""
+    config = config or backward_config.choose(problem)
+    kernels = kernels or (backward if isinstance(config, Config) else backward_split)
+    tensors, host, report = backward_tensors(problem, operands, upstream, config), sm90_backward_launch, None
+    if host.is_listed(problem, config):
+        call = tile_list.backward_list_call(problem, tensors)
+        few = (call.grid[0], -(-4 // call.grid[0]))  # programs that share what there is
+        report = simulate(call.kernel, few, **call.keywords)
+    call = host.prepare_call(problem, tensors, config)
+    report = simulate(call.kernel, call.grid, after=report, **call.keywords)
+    reports = []
+    for launch in backward_launches(kernels, problem, tensors, config, ctas, dq_kernels or backward_dq):
+        report = launch.simulate(order, seed, after=report)
+        reports.append(report)
+    if isinstance(config, Config) and not config.stored:
+        call = host.convert_call(problem, tensors, config)
+        simulate(call.kernel, call.grid, after=report, **call.keywords)
+    return Backward(Gradients(tensors.dq, tensors.dk, tensors.dv, tensors.dbias), tensors, reports[0])
+
+
+def backward_tensors(
+    problem: AttentionProblem, operands: Operands, upstream: Upstream, config: Config | SplitConfig
+) -> Tensors:
+    """All tensors of a Hopper backward's launches, those to be written unwritten."""
+    made = unwritten(sm90_backward_launch.buffers(problem, config)) | unfilled_gradients(problem)
+    if sm90_backward_launch.is_listed(problem, config):  # that launch writes what the others leave
+        for name in ("dq", "dk", "dv"):
+            made[name].fill_(torch.nan)
+    tensors = Tensors(**operands._asdict(), **upstream._asdict(), **made)
+    if tensors.document_q is not None:
+        tensors.key_spans = spans_of(tensors.document_kv, tensors.document_q)
+        if tensors.row_spans is not None:
+            tensors.row_spans = spans_of(tensors.document_q, tensors.document_kv)
+    return tensors
 
 
 def unfilled_gradients(problem: AttentionProblem) -> dict[str, torch.Tensor]:

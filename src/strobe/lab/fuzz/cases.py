@@ -178,7 +178,10 @@ _MOST = {"cpu": 1 << 17, "interpreter": 1 << 14, "cuda": 1 << 23}
 
 
 def drawn(number: int, device: str = "cpu") -> Case:
-    """The case of a number. The same on every machine, for each of "cpu" and "cuda"."""
+    """The case of a number. The same on every machine, for each of "cpu", "cuda" and "simulator"."""
+    if device == "simulator":
+        of_its_own = drawn(FAMILY * number, "cuda")  # nothing is compiled, so no family shares anything
+        return _simulated(Random(f"simulator {number}"), replace(of_its_own, seed=number % 1000))
     kernel = Random(f"{device} kernel {number if device == 'cpu' else number // FAMILY}")
     random = Random(f"{device} {number}")
     case = _kernel(kernel, Case(device=device, seed=number % 1000))
@@ -343,6 +346,24 @@ def _consistent(case: Case) -> Case:
         case = replace(case, dout_layout="contiguous", deterministic=False)
     interpreted = case.device == "cpu" and case.backend == "portable"
     return _of_size(case, _MOST["interpreter" if interpreted and case.seed % 20 else case.device])
+
+
+def _simulated(random: Random, case: Case) -> Case:
+    """A GPU's case as the simulator runs it: by Hopper's kernels, with few rows and keys. backend: the way of the backward,
+    "stored dS", "two passes" or, None, what is chosen. way: the order in which asynchronous work finishes."""
+    dims = [min(max(8, dim // 8 * 8), 256) for dim in (case.head_dim, case.head_dim_v)]
+    gradients = case.gradients or random.choice(("", "both"))
+    backend = random.choice((None, "stored dS", "two passes")) if gradients else None
+    return replace(
+        case, device="simulator", door="attention", backend=backend,
+        dtype=case.dtype if case.dtype in ("fp16", "bf16") else "bf16", batch=min(max(1, case.batch), 3),
+        heads_kv=min(case.heads_kv, 2), group=min(case.group, 2), head_dim=dims[0], head_dim_v=dims[1],
+        n_q=min(case.n_q, random.choice((1, 70, 150, 300))), n_kv=min(case.n_kv, random.choice((1, 70, 150, 300))),
+        bias=case.bias if _some(random, 0.5) else "", logits=min(case.logits, 5.0), gradients=gradients, deterministic=False,
+        way=random.choice(("once", "random", "late", "early", "uneven")), bad=0, lie="", poison="", q_layout="contiguous",
+        k_layout="contiguous", v_layout="contiguous", dout_layout="contiguous",
+        values=case.values if case.values in ("growing", "falling", "equal", "zero") else "normal",
+    )  # fmt: skip
 
 
 def _of_size(case: Case, most: int) -> Case:

@@ -115,7 +115,7 @@ def _work(tasks: Connection, device: str, run: Run) -> None:
 
 
 def case_of(number: int, device: str) -> AnyCase:
-    """The case of a number, on "cpu" or "cuda"."""
+    """The case of a number, on "cpu", "cuda" or "simulator"."""
     return caches.drawn(number - CACHES, device) if number >= CACHES else drawn(number, device)
 
 
@@ -194,12 +194,12 @@ def campaign(
     on_step: Callable[[Found], None] = lambda found: None, run: Run | None = None,
 ) -> Found:  # fmt: skip
     """Runs the cases of first, first + 1, ... for so many seconds, or so many of them, then looks for smaller cases of what
-    failed. device: "cuda", "cpu", or an arch for which cases are compiled. A worker takes a whole family of cases, whose
-    kernels it has compiled then. run: what it does with a case; default: `run_on`. What still runs `GRACE` seconds after the
-    end is cut off."""
+    failed. device: "cuda", "cpu", "simulator", or an arch for which cases are compiled. A worker takes a whole family of cases,
+    whose kernels it has compiled then. run: what it does with a case; default: `run_on`. What still runs `GRACE` seconds after
+    the end is cut off."""
     run = run or run_on(device)
     found, deadline = Found(device if device in KNOWN else None), time.monotonic() + seconds
-    families = _families(first, most, FAMILY if _kind(device) == "cuda" else 8)
+    families = _families(first, most, FAMILY if _kind(device) == "cuda" else 8, caches=device != "simulator")
     crew: dict[Worker, Iterator[int]] = {}
     idle = [Worker(device, run) for _ in range(workers)]
     while True:
@@ -240,14 +240,14 @@ def campaign(
     return found
 
 
-def _families(first: int, most: int | None, size: int) -> Iterator[Iterator[int]]:
-    """Numbers from first on, by families; without an end each fourth family is one of caches."""
+def _families(first: int, most: int | None, size: int, caches: bool) -> Iterator[Iterator[int]]:
+    """Numbers from first on, by families; without an end each fourth family is one of caches, if there are any."""
     if most is not None:
         yield from _consecutive(first, first + most, size)
         return
     of_attention, of_caches = (_consecutive(start, None, size) for start in (first, first + CACHES))
     for turn in count():
-        yield next(of_caches if turn % 4 == 3 else of_attention)
+        yield next(of_caches if caches and turn % 4 == 3 else of_attention)
 
 
 def _consecutive(start: int, end: int | None, size: int) -> Iterator[Iterator[int]]:
@@ -335,13 +335,19 @@ def fuzz(device: str, seconds: float, workers: int, first: int) -> dict:
 
 
 def run_on(device: str) -> Run:
-    """What is done with a case: it runs on "cuda" or "cpu", or is compiled for an arch."""
+    """What is done with a case: it runs on "cuda", "cpu" or "simulator", or is compiled for an arch."""
     return partial(compiled, arch=device) if device in KNOWN else outcome_of
 
 
 def outcome_of(case: AnyCase) -> Outcome:
-    """Runs a case of either kind."""
-    return caches.outcome(case) if isinstance(case, CacheCase) else outcome(case)
+    """Runs a case of any kind."""
+    if isinstance(case, CacheCase):
+        return caches.outcome(case)
+    if case.device == "simulator":
+        from strobe.lab.fuzz.simulated import simulated  # which imports Triton: `_prepare` must come before
+
+        return simulated(case)
+    return outcome(case)
 
 
 def told(text: str) -> AnyCase:
