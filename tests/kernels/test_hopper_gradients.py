@@ -100,7 +100,7 @@ DETERMINISTIC_CASES = [
 @pytest.mark.parametrize("at_once", [1, None], ids=["turns", "at once"])
 @pytest.mark.parametrize("case", DETERMINISTIC_CASES, ids=str)
 def test_deterministic_against_reference(case, at_once, monkeypatch):
-    """dS is stored, where it can be; turns: of one key head at a time."""
+    """dQ has an order, or dS is stored, where it can be; turns: of one key head at a time."""
     t = tensors(case, torch.bfloat16, "cuda")
     if at_once:
         monkeypatch.setattr(backward_launch, "stored_heads", lambda problem: at_once)

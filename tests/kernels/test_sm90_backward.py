@@ -257,7 +257,7 @@ from strobe.kernels.sm90.backward_config import DqConfig, choose
 from strobe.lab.binary.offline import audit_sm90_backward, problem_of
 from strobe.masks import Causal, Full
 audits = []
-for *head_dims, mask in (256, 256, Causal()), (64, 64, Full()), (192, 128, Causal()):
+for *head_dims, mask in (256, 256, Causal()), (128, 128, Full()), (192, 128, Causal()):
     problem = replace(problem_of(head_dims, mask, torch.bfloat16), phase="backward", deterministic=True)
     config = choose(problem)
     smem_bytes = [buffers.smem_bytes() for buffers in (config, DqConfig(*head_dims))]
@@ -283,6 +283,40 @@ def test_where_ds_is_stored(triton):
         else:
             for role in ("dk",) if head_dim == 256 else ("consumer 0", "consumer 1"):
                 assert loops[role]["UTMASTG"] == loops[role]["MEMBAR"] == 1, name
+
+
+ORDERED = """
+import dataclasses, json, torch
+from dataclasses import replace
+from strobe.kernels.sm90.backward_config import choose
+from strobe.lab.binary.offline import audit_sm90_backward, problem_of
+from strobe.masks import Causal, Full, Window
+audits = []
+for mask in Full(), Causal(), Window(1023, 0):
+    config = choose(replace(problem_of((64, 64), mask, torch.bfloat16), phase="backward", deterministic=True))
+    [audit] = audit_sm90_backward((64, 64), mask, config=config)
+    audits.append((dataclasses.asdict(audit), config.order, config.smem_bytes()))
+print(json.dumps(audits))
+"""
+
+
+@pytest.mark.parametrize("triton", TRITONS)
+def test_where_dq_has_an_order(triton):
+    """The groups do as ever, but for additions, which are the writers'."""
+    audits = json.loads(run_compiler(ORDERED, triton))
+    assert [order for _, order, _ in audits] == [1, -1, -1]
+    for audit, _, smem_bytes in audits:
+        name, roles = audit["name"], audit["roles"]
+        assert not audit["warnings"] and not audit["unwritten"], name
+        assert 0 <= audit["smem_bytes"] - smem_bytes <= 640, name
+        assert audit["spill_bytes"] <= (320 if triton == TRITONS[1] else 60), name
+        assert list(roles) == ["consumer 0", "consumer 1", "producer", "writer 0", "writer 1"], name
+        for group in range(2):
+            loop, writer = audit["main_loops"][f"consumer {group}"], roles[f"writer {group}"]
+            assert loop["HGMMA"] == 34 and loop["MEMBAR"] == 2, name
+            assert loop.get("LDL", 0) + loop.get("STL", 0) <= 8, name
+            assert "UTMAREDG" not in roles[f"consumer {group}"] and writer["UTMAREDG"] == 1, name
+            assert not {"HGMMA", "UTMASTG", "UTMALDG"} & set(writer), name
 
 
 COUNT = """
@@ -429,6 +463,7 @@ with pretend_gpu(90):
         check(64, dropout_p=0.3),
         check(128, mask=mask, score=changed, learned=("bias", "sinks")),
         check(128, deterministic=True),
+        check(64, deterministic=True),
         check(256, mask=strobe.Causal()),
     ]))
 """
@@ -447,6 +482,7 @@ def test_a_plan_launches_with_the_tensors_of_its_call(triton):
         one_pass,
         ["spans_kernel", *one_pass, "redo_noted"],
         stored,
+        one_pass,
         [*two_stored, "redo_noted"],
     ]
 
@@ -479,7 +515,8 @@ def test_every_head_dim_has_a_config(head_dim, head_dim_v, mask):
 def test_what_is_audited_is_what_runs(audited):
     (head_dim, head_dim_v), mask, *_ = audited
     mask = eval(mask, vars(strobe))
-    assert choose(problem(head_dim=head_dim, head_dim_v=head_dim_v, mask=mask)) == AUDITED[audited][0]
+    chosen = choose(problem(head_dim=head_dim, head_dim_v=head_dim_v, mask=mask))
+    assert dataclasses.replace(chosen, stored=False) == AUDITED[audited][0]  # what runs where dS cannot be stored
 
 
 def _not_after(batch, head, q_index, kv_index):
@@ -512,16 +549,46 @@ def test_what_takes_registers_gets_smaller_tiles(changes):
     ({"deterministic": True, "lengths": Dense(9, 16384, 16384)}, True),
     ({"deterministic": True, "lengths": Varlen(9, 9000, 9000, 1000, 1000)}, True),
     ({"deterministic": True, "lengths": Varlen(99, 20000, 20000, 8000, 8000)}, False),
+    ({"head_dim": 192}, True),
+    ({"head_dim": 192, "lengths": Dense(1, 32768, 32768)}, False),
+    ({"head_dim": 192, "partial": True}, False),
+    ({"head_dim": 192, "lengths": Varlen(9, 9000, 9000, 1000, 1000)}, False),
+    ({"head_dim": 192, "head_dim_v": 64}, False),
     ({"head_dim": 256}, True),
     ({"head_dim": 256, "score": strobe.Score(bias=torch.zeros(1, 1, 512, 512)), "learned": ("bias",)}, False),
 ])  # fmt: skip
 def test_where_ds_may_be_stored(changes, stored):
-    """Head dim 256, and what must be deterministic, if there is memory for a head, or few turns of packed sequences."""
+    """Head dim 256, (192, 128) but packed sequences, and what must be deterministic, if there is memory for a head, or few
+    turns of packed sequences."""
     given = problem(**changes)
     config = choose(given)
     assert config.stored == stored
     assert isinstance(config, Config) == (given.head_dim <= 192 and (stored or not given.deterministic))
     assert ("stores dS" in backend.origin(given, KNOWN["H200"])) == stored
+
+
+@pytest.mark.parametrize("changes, order", [
+    ({}, 1),
+    ({"mask": strobe.Causal()}, -1),
+    ({"mask": strobe.Window(100, 0)}, -1),
+    ({"mask": strobe.Window(100, None)}, 1),
+    ({"mask": strobe.Prefix(100)}, -1),
+    ({"lengths": Dense(1, 65536, 65536)}, 1),
+    ({"head_dim": 40, "head_dim_v": 40}, 1),
+    ({"seqused": True}, 1),
+    ({"partial": True}, 1),
+    ({"deterministic": False}, 0),
+    ({"lengths": Varlen(9, 9000, 9000, 1000, 1000)}, 0),
+    ({"mask": strobe.Document(torch.zeros(2, 512, dtype=torch.int32))}, 0),
+    ({"mask": strobe.Visible(_not_after)}, 0),
+    ({"score": strobe.Score(softcap=3.0)}, 0),
+    ({"head_dim": 96, "head_dim_v": 96}, 0),
+    ({"head_dim": 192, "head_dim_v": 128}, 0),
+])  # fmt: skip
+def test_where_dq_may_have_an_order(changes, order):
+    given = problem(**{"head_dim": 64, "head_dim_v": 64, "deterministic": True, **changes})
+    assert getattr(choose(given), "order", 0) == order
+    assert ("add to dQ in an order" in backend.origin(given, KNOWN["H200"])) == (order != 0)
 
 
 def test_packed_sequences_without_keys_have_a_config():

@@ -52,7 +52,7 @@ REDO_CHANGED = "the portable kernel changed, which redoes blocks: none of normal
 BEFORE_PLACES = "measured before the portable kernels knew the places of shards, which ordinary calls do not have"
 OTHER_HEAD_DIMS = "measured before head dim 160 had kernels of its own; of what it measures Triton 3.6 makes the same code"
 SPILLING_REDO = "measured before the redo looked for notes without spilling; it shows how fast calls were then and is due again"
-ONE_MORE_NAME = "since then one more name is taken from Gluon, for decode alone"
+ELSEWHERE = "what changed since is elsewhere: a name from Gluon for decode, and an order of dQ in Hopper's backward"
 DEFAULT_SINCE = "since then what it measured runs by default, by the same kernels"
 ACCEPTED: dict[str, str] = {
     "backward-h200-2026-11-23.json": REDO_CHANGED,
@@ -63,7 +63,7 @@ ACCEPTED: dict[str, str] = {
     "cycles-packed-backward-h100-2026-11-24.json": OTHER_HEAD_DIMS,
     "cycles-packed-forward-h100-2026-11-24.json": SPILLING_REDO,
     "cycles-tile-h100-2026-11-24.json": OTHER_HEAD_DIMS,
-    "determinism-h100-2026-11-25.json": WITHOUT_KEYS,
+    "determinism-h100-2026-11-25.json": "measured while head dim 64 stored dS, too; due again",
     "energy-peers-h200-2026-11-23.json": OLDER_KERNEL,
     "forward-h200-2026-11-21.json": HISTORY,
     "forward-h200-2026-11-22.json": OLDER_KERNEL,
@@ -79,10 +79,10 @@ ACCEPTED: dict[str, str] = {
     "prefill-h100-2026-11-25.json": "one kernel for few keys came since, which no point asks for",
     "redo-cost-h200-2026-11-21.json": "has no commit; its numbers are due again",
     "sm80-h100-2026-11-25.json": "float32 came since, and a mistake of the backward's went: due again",
-    "sm80-h100-2026-11-25-lengths.json": ONE_MORE_NAME,
+    "sm80-h100-2026-11-25-lengths.json": ELSEWHERE,
     "sm80-h200-2026-11-25.json": "measured while Triton 3.6 stored O two bytes at a time",
     "fp32-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
-    "single-h100-2026-11-25.json": ONE_MORE_NAME,
+    "single-h100-2026-11-25.json": ELSEWHERE,
     "timeline-h200-2026-11-21.json": HISTORY,
     "timeline-h200-2026-11-22.json": OLDER_KERNEL,
     "train-gpt-4096-h200-2026-11-22.json": OLDER_KERNEL,

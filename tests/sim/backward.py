@@ -18,7 +18,7 @@ from strobe.sim.machine import Report
 
 class Backward:
     """The launches of a backward, for the inputs t. ctas: how many share the blocks of one pass. kernels: the module of the
-    main kernels; dq_kernels: of the one that computes dQ where dS is stored."""
+    main kernels; dq_kernels: of the one that computes dQ where dS is stored. resident: how many of the CTAs run at a time."""
 
     def __init__(
         self,
@@ -27,8 +27,10 @@ class Backward:
         ctas: int = 1,
         kernels: ModuleType = backward,
         dq_kernels: ModuleType = backward_dq,
+        resident: int = 1,
     ):
         self.t, self.config, self.ctas, self.kernels, self.dq_kernels = t, config, ctas, kernels, dq_kernels
+        self.resident = resident
         problem, self.operands = describe(t, "backward")
         self.problem = replace(problem, learned=("bias",) if problem.score.bias is not None else ())
         exact = formula(t)
@@ -46,7 +48,16 @@ class Backward:
 
     def simulate(self, order: str, seed: int) -> Left:
         return simulate_backward(
-            self.problem, self.operands, self.given, self.config, order, seed, self.ctas, self.kernels, self.dq_kernels
+            self.problem,
+            self.operands,
+            self.given,
+            self.config,
+            order,
+            seed,
+            self.ctas,
+            self.kernels,
+            self.dq_kernels,
+            self.resident,
         )
 
     def tensors(self) -> CallTensors:

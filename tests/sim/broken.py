@@ -50,7 +50,7 @@ class Bug:
     """In `module`, the kernel's own or one that it uses, a text that occurs once becomes another, for each of `edits`.
 
     errors: one of which a simulation raises; none if only the numbers show it. says: words of every message. case, config:
-    what differs from the kernel's usual. ctas: how many share its tiles. launches: in a row.
+    what differs from the kernel's usual. ctas, resident: how many share its tiles, and run at a time. launches: in a row.
     """
 
     what: str
@@ -62,6 +62,7 @@ class Bug:
     case: Case | None = None
     config: dict = field(default_factory=dict)
     ctas: int = 1
+    resident: int = 1
     launches: int = 1
 
     def __str__(self) -> str:
@@ -80,10 +81,10 @@ def assert_right_unless_broken(kernel: Kernel, folder: Path) -> None:
         run(order, seed)
 
 
-def assert_found(bug: Bug, folder: Path) -> None:
+def assert_found(bug: Bug, folder: Path, orders=ORDERS) -> None:
     """In every order."""
     run = _run(bug, folder)
-    for order, seed in ORDERS:
+    for order, seed in orders:
         with pytest.raises(bug.errors or AssertionError) as raised:
             run(order, seed)
         missing = [words for words in bug.says if words not in str(raised.value)]

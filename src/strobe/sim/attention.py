@@ -12,7 +12,7 @@ import triton.language as tl
 
 from strobe.device import KNOWN
 from strobe.kernels.blind_rows import fill_blind
-from strobe.kernels.common import dependent_launch, named_barrier, packed_halves, prefetch
+from strobe.kernels.common import dependent_launch, flags, named_barrier, packed_halves, prefetch
 from strobe.kernels.common.call import Buffers, Tensors, gradients
 from strobe.kernels.common.documents import SPAN
 from strobe.kernels.gluon import gl
@@ -41,11 +41,13 @@ from strobe.kernels.sm100 import launch as sm100_launch
 from strobe.problem import AttentionProblem, Gradients, Operands, Upstream
 from strobe.sim.barriers import named_arrive, named_sync
 from strobe.sim.costs import Costs
+from strobe.sim.global_memory import await_flag
 from strobe.sim.launch import Launch, simulate
 from strobe.sim.lift import register
 from strobe.sim.machine import Report
 from strobe.sim.tensor import Tensor, compute
-from strobe.sim.units.control import take_turn
+from strobe.sim.units.control import fence_async, take_turn
+from strobe.sim.units.tma import raise_when_added
 
 BACKENDS = {
     "sm80": (sm80_forward, lambda problem: sm80_config.choose(problem, KNOWN["A100"]), 80),
@@ -59,6 +61,9 @@ register(dependent_launch.take_turn, take_turn)
 register(dependent_launch.take_program_turn, take_turn)
 register(dependent_launch.take_last_turn, take_turn)
 register(prefetch.prefetch, lambda pointer, size: None)
+register(flags.await_flag, await_flag)
+register(flags.raise_when_added, raise_when_added)
+register(flags.fence_async, fence_async)
 register(packed_halves.rounded, lambda x, dtype: x.to(dtype))
 register(packed_halves.widened, lambda x: x.to(tl.float32))
 
@@ -235,16 +240,20 @@ def backward_launches(
     config: Config | SplitConfig,
     ctas: int = 1,
     dq_kernels: ModuleType = backward_dq,
+    resident: int = 1,
 ) -> list[Launch]:
     """The launches over tiles of scores, of a module's kernels and, where dS is stored, of `dq_kernels`, on tensors that
     `sm90.backward_pre_post.prepare` has filled. dQ of one pass is added to the accumulator, from where `convert` fetches it.
-    ctas: how many share the blocks of one pass."""
+    ctas, resident: how many share the blocks of one pass, and run at a time."""
     launches = []
     for call in sm90_backward_launch.main_calls(problem, tensors, _ARCHS[90], config):
         name = call.kernel.__name__
         kernel = getattr(dq_kernels if name == "dq_kernel" else kernels, name)
         grid = (min(ctas, *call.grid),) if name == "backward_kernel" else call.grid
-        launches.append(Launch(kernel, grid, call.arguments, call.keywords, 90, ("notes", "counters")))
+        ordered = ("dq_wide",) if isinstance(config, Config) and config.order else ()
+        launches.append(
+            Launch(kernel, grid, call.arguments, call.keywords, 90, ("notes", "counters"), resident=resident, ordered=ordered)
+        )
     return launches
 
 
@@ -261,11 +270,11 @@ class Backward(NamedTuple):
 def simulate_backward(
     problem: AttentionProblem, operands: Operands, upstream: Upstream, config: Config | SplitConfig | None = None,
     order: str = "in_order", seed: int = 0, ctas: int = 1, kernels: ModuleType | None = None,
-    dq_kernels: ModuleType | None = None,
+    dq_kernels: ModuleType | None = None, resident: int = 1,
 ) -> Backward:  # fmt: skip
     """Simulate the launches of a Hopper backward, one after the other as in a stream. config: None means what the backend
-    chooses. order, seed, ctas: see `simulate_forward`. kernels, dq_kernels: see `backward_launches`; None means the backend's
-    own."""
+    chooses. order, seed, ctas: see `simulate_forward`. kernels, dq_kernels, resident: see `backward_launches`; None means the
+    backend's own."""
     config = config or backward_config.choose(problem)
     kernels = kernels or (backward if isinstance(config, Config) else backward_split)
     tensors, host, report = backward_tensors(problem, operands, upstream, config), sm90_backward_launch, None
@@ -276,7 +285,7 @@ def simulate_backward(
     call = host.prepare_call(problem, tensors, config)
     report = simulate(call.kernel, call.grid, after=report, **call.keywords)
     reports = []
-    for launch in backward_launches(kernels, problem, tensors, config, ctas, dq_kernels or backward_dq):
+    for launch in backward_launches(kernels, problem, tensors, config, ctas, dq_kernels or backward_dq, resident):
         report = launch.simulate(order, seed, after=report)
         reports.append(report)
     if isinstance(config, Config) and not config.stored:
@@ -294,6 +303,8 @@ def backward_tensors(
         for name in ("dq", "dk", "dv"):
             made[name].fill_(torch.nan)
     tensors = Tensors(**operands._asdict(), **upstream._asdict(), **made)
+    if tensors.flags is not None:
+        tensors.flags.fill_(7)  # of tiles that may exist
     if tensors.document_q is not None:
         tensors.key_spans = spans_of(tensors.document_kv, tensors.document_q)
         if tensors.row_spans is not None:

@@ -84,6 +84,22 @@ def _atomic(operation):
     return atomic
 
 
+def await_flag(flag: Pointer, number, known):
+    """Wait until an element is a number at least, by loads that acquire: what was known to those who released it is known then.
+    Returned is what it is; nothing is waited for where that is known."""
+    least, place, flat = int(number), int(flag.offset), flag.array.flat
+    if int(known) >= least:
+        return known
+    line = where()
+    machine().wait(
+        lambda: int(flat[place]) >= least,
+        lambda: f"{flag.array.name}[{place}], which is {int(flat[place])}, to be {least}, at {line}",
+        lambda: 0.0,
+    )
+    old = machine().atomic_global(flag.array, flag.offsets(), torch.zeros(1), None, lambda old, _: old, "acquire")
+    return _loaded(old, flag, None)
+
+
 atomic_add = _atomic(lambda old, new: old + new)
 atomic_max = _atomic(torch.maximum)
 atomic_min = _atomic(torch.minimum)

@@ -30,7 +30,8 @@ OLDEST_TRITON = (3, 6)
 class Launch:
     """A launch `kernel[grid](*args, **kwargs)` to be simulated, and how to check its results: `check()` raises AssertionError.
 
-    arch: 80, 90 or 100. rewritable: names of arguments whose elements may be written more than once. triton: see `simulate`.
+    arch: 80, 90 or 100. rewritable: names of arguments whose elements may be written more than once. triton, resident, ordered:
+    see `simulate`.
     """
 
     kernel: Any
@@ -41,6 +42,8 @@ class Launch:
     rewritable: Sequence[str] = ()
     check: Callable[[], None] = lambda: None
     triton: tuple[int, int] = OLDEST_TRITON
+    resident: int = 1
+    ordered: Sequence[str] = ()
 
     def simulate(
         self, order: str = "in_order", seed: int = 0, costs: Costs | None = None, after: Report | None = None
@@ -48,7 +51,7 @@ class Launch:
         """Run the launch; order, seed, costs and after: see `simulate`."""
         options: dict[str, Any] = {
             "order": order, "seed": seed, "arch": self.arch, "rewritable": self.rewritable, "costs": costs, "after": after,
-            "triton": self.triton,
+            "triton": self.triton, "resident": self.resident, "ordered": self.ordered,
         }  # fmt: skip
         return simulate(self.kernel, self.grid, *self.args, **options, **self.kwargs)
 
@@ -56,7 +59,7 @@ class Launch:
 def simulate(
     kernel, grid: Sequence[int], *args, order: str = "in_order", seed: int = 0, arch: int = 90, rewritable: Sequence[str] = (),
     num_warps: int = 4, num_ctas: int = 1, costs: Costs | None = None, launch_pdl: bool = False, after: Report | None = None,
-    triton: tuple[int, int] = OLDEST_TRITON, **kwargs,
+    triton: tuple[int, int] = OLDEST_TRITON, resident: int = 1, ordered: Sequence[str] = (), **kwargs,
 ) -> Report:  # fmt: skip
     """Run a Gluon kernel, its source unchanged, over `grid` on tensors of the CPU, which it changes as on a GPU.
 
@@ -64,8 +67,9 @@ def simulate(
     asynchronous work finishes and partitions take turns (see `machine`). arch: 80, 90 or 100. costs: the costs of a timed run;
     None: the arch's own. num_ctas: 1, or 2 for a cluster. after: the Report of the launch ahead in the stream, which a launch
     with launch_pdl may not have waited for (programmatic dependent launch). triton: the release whose compiler may be relied
-    on: from (3, 8) on it fences before a TMA store. Raises a SimulationError for the first mistake that it
-    finds; ValueError or TypeError for arguments that no launch takes.
+    on: from (3, 8) on it fences before a TMA store. resident: how many CTAs run at a time. ordered: names of arguments to whose
+    elements CTAs must add one after the other, so that sums have the same bits in every run. Raises a SimulationError for the
+    first mistake that it finds; ValueError or TypeError for arguments that no launch takes.
     """
     if num_ctas not in (1, 2):
         raise Unsupported(f"the simulator runs clusters of 1 or 2 CTAs, got num_ctas={num_ctas}")
@@ -78,8 +82,9 @@ def simulate(
     try:
         function = lift(kernel)
         arguments = {name: _argument(machine, name, value, name in rewritable) for name, value in bound.items()}
-        for program in _programs(machine.grid):
-            machine.run(program, function.__name__, lambda: function(**arguments))
+        for name in ordered:
+            arguments[name].array.ordered = True
+        machine.run(_programs(machine.grid), function.__name__, lambda: function(**arguments), resident)
     finally:
         torch.set_num_threads(threads)
         context.running.pop()

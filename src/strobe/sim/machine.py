@@ -10,8 +10,9 @@ copy, a memory access); there the scheduler decides who goes on, and which async
     uneven     the partition whose number the seed is goes on only when nothing else can; work finishes when the others need it
     timed      whichever comes first on the clock of `costs`
 
-A CTA runs to its end before the next begins: what CTAs may share is global memory, and `memory.GlobalArray` needs no
-interleaving to see that nothing orders them.
+A CTA runs to its end before the next begins, unless several are to be resident: what CTAs may share is global memory, and
+`memory.GlobalArray` needs no interleaving to see that nothing orders them. A kernel whose CTAs wait for each
+other must end however many are resident.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import itertools
 import random
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -68,6 +69,8 @@ class Partition:
         """Whether it has initialised barriers, and its cluster has not met since."""
         self.acquired: dict[int, Knowledge] = {}
         """What it knows of other CTAs, by their numbers, from atomics that acquire."""
+        self.fenced: dict[int, Knowledge] = {}
+        """What of that its copies know, too, from fences of the async proxy."""
         self.loads: list[Load] = []
         """The partition's loads from shared memory since its last arrival or fence."""
         self.routine = greenlet(self._run, cta.machine.scheduler)  # where control goes when it ends
@@ -116,6 +119,7 @@ class Cta:
     def __init__(self, machine: Machine, index: int, program: tuple[int, int, int]):
         self.machine, self.index, self.program = machine, index, program
         self.partitions: list[Partition] = []
+        self.mains: list[Partition] = []
         self.queues: dict[Any, deque[AsyncWork]] = {}
         self.barriers: dict[Any, Any] = {}
         self.named_barriers: dict[Any, Any] = {}
@@ -176,6 +180,17 @@ class Cta:
         self._slots.append((self.new_agent(), 1))
         return self._slots[-1]
 
+    @property
+    def over(self) -> bool:
+        """Whether all its partitions have ended, and nothing is under way."""
+        return all(p.done for p in self.partitions) and not any(self.queues.values())
+
+    def stop(self) -> None:
+        """End coroutines that an error left in the middle."""
+        for partition in self.partitions:
+            if not partition.done and partition.routine:
+                partition.routine.throw()
+
     def post(self, queue: Any, what: str, finish: Callable[[], None], time: float = 0.0) -> AsyncWork:
         """Post work that finishes later; the work of one queue finishes in order."""
         work = AsyncWork(what, finish, time, self.machine.next_number())
@@ -205,7 +220,7 @@ class Report:
 
 
 class Machine:
-    """A GPU with one multiprocessor, which runs the programs of a launch one after the other."""
+    """A GPU, which runs the programs of a launch one after the other, or so many at a time."""
 
     def __init__(
         self, order: str, seed: int, arch: int, num_warps: int, num_ctas: int, grid: Sequence[int], costs,
@@ -227,6 +242,7 @@ class Machine:
         self.max_steps = 20_000_000
         self._numbers = itertools.count()
         self._turn = 0
+        self._residents: list[Cta] = []
 
     # ---- what simulated calls use
 
@@ -348,24 +364,41 @@ class Machine:
 
     # ---- running
 
-    def run(self, program: tuple[int, int, int], name: str, body: Callable[[], Any]) -> None:
-        """Run one CTA from start to end."""
-        self._cta = Cta(self, self.report.ctas, program)
-        self.report.ctas += 1
+    def run(self, programs: Iterable[tuple[int, int, int]], name: str, body: Callable[[], Any], resident: int = 1) -> None:
+        """Run a CTA for each program, so many at a time: one begins when one has ended."""
         self.scheduler = getcurrent()
-        mains = [self.spawn(name, body, self.num_warps, Knowledge(), 0.0, rank) for rank in range(self.num_ctas)]
-        if not self.dependent:
-            for main in mains:
-                main.take_turn()
+        left = iter(programs)
         try:
-            self._schedule()
-            self._check_exit(mains)
+            while True:
+                while len(self._residents) < resident and (program := next(left, None)) is not None:
+                    self._residents.append(self._begun(program, name, body))
+                if not self._residents:
+                    return
+                self._schedule()
+                for cta in [cta for cta in self._residents if cta.over]:
+                    self._cta = cta
+                    self._end(cta)
+                    self._residents.remove(cta)
         finally:
-            self._stop()
-        report, cta = self.report, self._cta
+            for cta in self._residents:
+                cta.stop()
+            self._residents.clear()
+
+    def _begun(self, program: tuple[int, int, int], name: str, body: Callable[[], Any]) -> Cta:
+        self._cta = cta = Cta(self, self.report.ctas, program)
+        self.report.ctas += 1
+        cta.mains = [self.spawn(name, body, self.num_warps, Knowledge(), 0.0, rank) for rank in range(self.num_ctas)]
+        if not self.dependent:
+            for main in cta.mains:
+                main.take_turn()
+        return cta
+
+    def _end(self, cta: Cta) -> None:
+        self._check_exit(cta.mains)
+        report = self.report
         report.smem_bytes = max(report.smem_bytes, cta.smem_bytes)
         report.tmem_columns = max(report.tmem_columns, cta.tmem_columns)
-        report.cycles = max([report.cycles, *(main.time for main in mains)])
+        report.cycles = max([report.cycles, *(main.time for main in cta.mains)])
         if cta.index == 0:
             report.lives = {partition.name: (partition.born, partition.time) for partition in cta.partitions}
             report.busy = cta._pipes[0].busy()
@@ -376,15 +409,14 @@ class Machine:
         return partition
 
     def _schedule(self) -> None:
-        cta = self._cta
-        while True:
-            live = [p for p in cta.partitions if not p.done]
+        """Run the CTAs that are resident until one of them has ended."""
+        while not any(cta.over for cta in self._residents):
+            live = [p for cta in self._residents for p in cta.partitions if not p.done]
             able = [p for p in live if p.ready is None or p.ready()]
-            work = [queue for queue in cta.queues.values() if queue]
-            if not live and not work:
-                return
+            work = [queue for cta in self._residents for queue in cta.queues.values() if queue]
             if not able and not work:
-                raise Deadlock("; ".join(f"{p.name} waits for {p.waits_for()}" for p in live))
+                several = len(self._residents) > 1
+                raise Deadlock("; ".join(f"{f'CTA {p.cta.index} ' * several}{p.name} waits for {p.waits_for()}" for p in live))
             self.report.steps += 1
             if self.report.steps > self.max_steps:
                 raise Deadlock(f"no end after {self.max_steps} steps")
@@ -395,7 +427,7 @@ class Machine:
                 chosen.popleft().finish()
 
     def _resume(self, partition: Partition) -> None:
-        self._current = partition
+        self._current, self._cta = partition, partition.cta
         partition.ready = None
         try:
             partition.routine.switch()
@@ -420,7 +452,8 @@ class Machine:
             return self.random.choice(able) if able else max(work, key=lambda queue: queue[0].number)
         self._turn += 1
         if self.order == "uneven":
-            last = self._cta.partitions[self.seed % len(self._cta.partitions)]
+            everybody = [partition for cta in self._residents for partition in cta.partitions]
+            last = everybody[self.seed % len(everybody)]
             others = [partition for partition in able if partition is not last]
             if others:
                 return others[self._turn % len(others)]
@@ -448,12 +481,6 @@ class Machine:
         for barrier in (*cta.barriers.values(), *cta.named_barriers.values()):
             if barrier.in_use:
                 raise BarrierMisuse(f"{barrier} is left in use at exit: {barrier.state()}")
-
-    def _stop(self) -> None:
-        """End coroutines that an error left in the middle."""
-        for partition in self._cta.partitions:
-            if not partition.done and partition.routine:
-                partition.routine.throw()
 
 
 def _chosen(offsets: torch.Tensor, mask: torch.Tensor | None) -> np.ndarray:

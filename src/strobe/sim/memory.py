@@ -224,7 +224,7 @@ _AHEAD = 1
 def _of_elements(touched: np.ndarray, number: int) -> np.ndarray:
     """Which of so many elements were touched, of a memory whose larger or smaller elements are known."""
     if touched.size > number:
-        return touched.reshape(number, -1).any(1)
+        return np.any(touched.reshape(number, -1), axis=1)
     return np.repeat(touched, number // max(1, touched.size))
 
 
@@ -235,11 +235,12 @@ class GlobalArray:
     def __init__(self, name: str, tensor: torch.Tensor, rewritable: bool = False, ahead: Touched | None = None):
         if tensor.device.type != "cpu":
             raise ValueError(f"the simulator takes tensors on the CPU, got {name} on {tensor.device}")
-        self.name, self.rewritable = name, rewritable
+        self.name, self.rewritable, self.ordered = name, rewritable, False
         self.flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # all of it, one-dimensional
         self.writer = np.zeros(self.flat.numel(), np.int32)
         self.reader = np.zeros(self.flat.numel(), np.int32)
         self.updated = np.zeros(self.flat.numel(), bool)
+        self.updater = np.zeros(self.flat.numel(), np.int32)
         self.accesses: list[_Writer | None] = [None, _of_the_launch_ahead()]
         self._released: dict[int, dict[int, Knowledge]] = {}
         """Element -> what those who updated it by releasing atomics knew then, by the numbers of CTAs."""
@@ -274,10 +275,13 @@ class GlobalArray:
         return Touched((self.writer > _AHEAD) | self.updated, self.reader > _AHEAD)
 
     def update(self, offsets: np.ndarray, cta: int, access: Access) -> None:
-        """Note an atomic update, which races with nothing that this launch does."""
+        """Note an atomic update, which races with nothing that this launch does, unless updates have to be `ordered`."""
         self.inside(offsets, access)
         for numbers, was in ((self.writer[offsets], "write"), (self.reader[offsets], "read")):
             self._check(numbers[numbers == _AHEAD], was, cta, access, "updates")
+        if self.ordered:
+            self._check(self.updater[offsets], "update", cta, access, "updates")
+            self.updater[offsets] = self._number(cta, access)
         self.updated[offsets] = True
 
     def acquire(self, offsets: np.ndarray, acquired: dict[int, Knowledge]) -> None:

@@ -19,6 +19,7 @@ the heads come one after the other, each from its first rows on.
     producer   1              takes blocks from a counter, tells the consumers; copies K, V, and per tile Q, dO and the
                               statistics (LSE and delta) in (TMA)
     consumer   4 a group      64 of the keys: all five products on the tensor cores (wgmma)
+    writer     1 a group      where additions to dQ have an order: starts those of its group (see `backward_order`)
 
     shared memory      shape                              filled by    read by
     number             [SLOTS]                            producer     both groups: which block
@@ -92,6 +93,7 @@ from strobe.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from strobe.kernels.sm90 import backward_config as sizes
+from strobe.kernels.sm90.backward_order import writer
 from strobe.kernels.sm90.backward_products import (
     finished,
     half_of,
@@ -114,12 +116,13 @@ from strobe.kernels.sm90.backward_stores import add_to_dq, flat, leave, note_of_
 from strobe.kernels.sm90.backward_tiles import (
     HALF,
     KEYS,
-    SLOTS,
     STAGES,
     STORED_NUMBERS,
     KeyHeads,
+    Numbers,
     StoredTiles,
     fetch,
+    make_numbers,
     phase_of,
     publish,
     stage_of,
@@ -156,9 +159,7 @@ class Block:
 class Memory:
     """The shared memory of a CTA: see the table above. q, do are tuples of chunks."""
 
-    number: gl.shared_memory_descriptor
-    number_full: gl.shared_memory_descriptor
-    number_empty: gl.shared_memory_descriptor
+    numbers: Numbers
     k: Block
     v: Block
     q: gl.tuple
@@ -169,15 +170,16 @@ class Memory:
     empty: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
+    dq_full: (gl.shared_memory_descriptor, gl.constexpr)
+    dq_empty: (gl.shared_memory_descriptor, gl.constexpr)
+    writers_numbers: (Numbers, gl.constexpr)
 
 
 @gluon.jit
 def make_memory(dtype: gl.constexpr, C: gl.constexpr):
     """The caller fences."""
     return Memory(
-        gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
-        make_barriers(SLOTS, 1),
-        make_barriers(SLOTS, 2),
+        make_numbers(),
         Block(make_chunks(dtype, C.k_stages, KEYS, C.wide, C.narrow), make_barriers(C.k_stages, 1), make_barriers(1, 2)),
         Block(make_chunks(dtype, 2, HALF, C.wide_v, C.narrow_v), make_barriers(2, 1), make_barriers(2, 1)),
         make_chunks(dtype, STAGES, C.tile_q, C.wide, C.narrow),
@@ -188,6 +190,9 @@ def make_memory(dtype: gl.constexpr, C: gl.constexpr):
         make_barriers(STAGES, 2),
         make_ds(dtype, 2 * KEYS // C.ds_keys, C.ds_keys, C.tile_q),
         gl.allocate_shared_memory(gl.float32, [2, 16, 256], flat(2)),
+        make_barriers(2, 1) if C.order != 0 else None,
+        make_barriers(2, 1) if C.order != 0 else None,
+        make_numbers() if C.order != 0 else None,
     )
 
 
@@ -220,12 +225,14 @@ def make_ones(C: gl.constexpr):
 @aggregate
 class Outputs:
     """dq, dk, dv: TMA descriptors, of the shares of dQ's accumulator that each group adds, and of chunks. ds: where dS goes, if
-    it is stored. notes: int32, one for 64 keys. dbias: see `BiasGradient`. scale: of dK."""
+    it is stored. flags: int32, of dQ's order, if it has one (see `backward_order`). notes: int32, one for 64 keys. dbias: see
+    `BiasGradient`. scale: of dK."""
 
     dq: gl.tuple
     ds: StoredTiles
     dk: gl.tuple
     dv: gl.tuple
+    flags: (gl.tensor, gl.constexpr)
     notes: gl.tensor
     dbias: BiasGradient
     scale: gl.tensor
@@ -261,9 +268,9 @@ def producer(K):
     block = 0
     first = gl.to_tensor(0)  # the first tile of the block before
     g = gl.to_tensor(0)
-    number = K.first + gl.program_id(0)
+    number = K.first + gl.program_id(0) if K.C.order == 0 else next_number(K)
     while number < K.heads.blocks:
-        publish(turn, number, K.memory)
+        publish(turn, number, K.memory.numbers)
         work = work_of(K, number)
         if work.begin < work.end:
             copy_tile(K, 0, g, work)
@@ -274,6 +281,8 @@ def producer(K):
             else:
                 mbarrier.wait(K.memory.k.empty.index(0), (block & 1) ^ 1)
             copy_k(K, block, work)
+            if K.C.order != 0:
+                publish(block, number, K.memory.writers_numbers)
             copy_v(K, block, work)
             count = (work.end - work.begin) * work.group
             for i in tl.range(1, count):
@@ -282,12 +291,24 @@ def producer(K):
             g += count
             block += 1
         turn += 1
-        number = gl.atomic_add(K.counters, 1) + K.first + gl.num_programs(0)
-    publish(turn, number, K.memory)
+        number = next_number(K)
+    publish(turn, number, K.memory.numbers)
+    if K.C.order != 0:
+        publish(block, number, K.memory.writers_numbers)
     # The last CTA to end leaves the counters as it found them, for the next launch.
     if gl.atomic_add(K.counters + 1, 1) == gl.num_programs(0) - 1:
         gl.atomic_xchg(K.counters, 0)
         gl.atomic_xchg(K.counters + 1, 0)
+
+
+@gluon.jit
+def next_number(K):
+    """The next block that nobody has taken. The first ones are the CTAs' own, unless some wait for others, as the GPU may not
+    yet run them."""
+    if K.C.order == 0:
+        return gl.atomic_add(K.counters, 1) + K.first + gl.num_programs(0)
+    else:
+        return gl.atomic_add(K.counters, 1) + K.first
 
 
 @gluon.jit
@@ -340,7 +361,7 @@ def consumer(w: gl.constexpr, K):
     place = gl.to_tensor(0)
     if K.C.turns and w == 1:
         announce(TURN)
-    number = fetch(turn, K.memory)
+    number = fetch(turn, K.memory.numbers)
     while number < K.heads.blocks:
         work = work_of(K, number)
         if work.begin < work.end:
@@ -348,9 +369,9 @@ def consumer(w: gl.constexpr, K):
             g += (work.end - work.begin) * work.group
             block += 1
         elif work.first < work.n_kv:
-            leave(w, K, no_result(K.C.wide, K.C.narrow), no_result(K.C.wide_v, K.C.narrow_v), work)
+            leave(w, K, no_result(K.C.wide, K.C.narrow), no_result(K.C.wide_v, K.C.narrow_v), g, work)
         turn += 1
-        number = fetch(turn, K.memory)
+        number = fetch(turn, K.memory.numbers)
     if K.C.turns and w == 0:
         meet(TURN)
     if K.C.k_stages == 2 and not K.C.stored:
@@ -414,7 +435,7 @@ def consume(w: gl.constexpr, K, block, before, place, work):
     if K.NOTED:
         note_of_keys(w, K, dv, work)
         note_of_keys(w, K, dk, work)
-    leave(w, K, dk, dv, work)
+    leave(w, K, dk, dv, before + count, work)
     return place
 
 
@@ -465,7 +486,7 @@ def step(w: gl.constexpr, K, g, first, at_k, at_k_before, tile, head, place, hel
         dq = warpgroup_mma_wait(K.C.products_v + K.C.products, deps=[dq])
         announce_ds(w, stage)
         if g > first:
-            add_to_dq(w, dq, place, K.outputs, K.memory)
+            add_to_dq(w, dq, place, g - 1, K)
     dv = finished(dv, 0)
     dk = finished(dk, 0)
     return dk, dv
@@ -554,14 +575,14 @@ def give_dq(w: gl.constexpr, K, g, at_k, parity, place):
     """Group w's share of tile g's dQ, and if there is a third, that in turn. Its buffer in shared memory must be free."""
     dq = start_dq(w, K, parity, at_k)
     dq = warpgroup_mma_wait(0, deps=[dq])
-    add_to_dq(w, dq, place, K.outputs, K.memory)
+    add_to_dq(w, dq, place, g, K)
     if len(K.C.share_columns) == 3:
         if (g & 1) == w:
             third = start_dq(2, K, parity, at_k)
             third = warpgroup_mma_wait(0, deps=[third])
             tma_store_wait(0)
             partition_barrier()
-            add_to_dq(w, third, place + (2 - w) * 64, K.outputs, K.memory)
+            add_to_dq(w, third, place + (2 - w) * 64, g, K)
 
 
 @gluon.jit
@@ -588,7 +609,7 @@ NUMBERS = (
 @gluon.jit(do_not_specialize=NUMBERS)
 def backward_kernel(
     q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, do_wide, do_narrow, statistics_desc, dq_wide, dq_narrow,
-    dk_wide, dk_narrow, dv_wide, dv_narrow, ds, stored_heads, stored_pairs, notes, first, counters, listed,
+    dk_wide, dk_narrow, dv_wide, dv_narrow, ds, stored_heads, stored_pairs, flags, notes, first, counters, listed,
     cu_q, cu_kv, used_q, used_kv,
     heads, heads_kv, at_once, rest, all_heads, blocks, padded, n_q, n_kv, left, right, prefix,
     terms, threshold, slope_batch, slope_head, bias_batch, bias_head, bias_row, bias_key,
@@ -604,7 +625,7 @@ def backward_kernel(
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow),
               one_or_two(do_wide, do_narrow), statistics_desc)  # fmt: skip
     outputs = Outputs(one_or_two(dq_wide, dq_narrow), StoredTiles(one_or_two(ds, None), stored_heads, stored_pairs),
-                      one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), notes,
+                      one_or_two(dk_wide, dk_narrow), one_or_two(dv_wide, dv_narrow), flags, notes,
                       BiasGradient(dbias, dbias_batch, dbias_head, dbias_row, dbias_key), scale)  # fmt: skip
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans, total_q, total_kv)
     if listed is not None:
@@ -613,4 +634,10 @@ def backward_kernel(
     score = score_of(terms, (slope_batch, slope_head), (bias_batch, bias_head, bias_row, bias_key), sink_stride,
                      (document_q_batch, document_q_row, document_kv_batch, document_kv_row), threshold)  # fmt: skip
     K = Kernel(inputs, outputs, counters, first, lengths, heads, score, memory, listed, MASKED, NOTED, C)
-    gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (producer, (K,))], [4, 1], [240, 24])
+    if C.order == 0:
+        gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (producer, (K,))], [4, 1], [240, 24])
+    else:
+        gl.warp_specialize(
+            [(consumer, (0, K)), (consumer, (1, K)), (producer, (K,)), (writer, (0, K)), (writer, (1, K))],
+            [4, 1, 1, 1], [240, 24, 24, 24],
+        )  # fmt: skip

@@ -46,7 +46,8 @@ class Config(Chunks):
     tile. turns: whether the groups take turns at issuing products. held_k, held_v: columns of K and V, the first ones, that a
     group has in registers, too: whole chunks, or of K 64 columns of one of 128. folded: whether the products of S and dP
     subtract the statistics, too (see `backward_pre_post`); head dims up to 128, scores that nothing changes. stored: whether dS
-    is stored, and dQ is a product of its own (`backward_dq`)."""
+    is stored, and dQ is a product of its own (`backward_dq`). order: 1 or -1 if blocks of keys add to dQ one after the other,
+    from the first or the last on (see `backward_order`), 0 if as they come; at head dim 64."""
 
     tile_q: int
     turns: bool
@@ -54,6 +55,7 @@ class Config(Chunks):
     held_v: int = 0
     folded: bool = False
     stored: bool = False
+    order: int = 0
 
     @property
     def k_stages(self) -> int:
@@ -90,7 +92,7 @@ class Config(Chunks):
         return 2 * self.tile_q * (2 * PRODUCT if self.folded else 4)
 
     def smem_map(self) -> list[Buffer]:
-        barriers = 2 * SLOTS + self.k_stages + 1 + 4 + 2 * STAGES
+        barriers = 2 * SLOTS + self.k_stages + 1 + 4 + 2 * STAGES + (4 + 2 * SLOTS if self.order else 0)
         shapes = {
             "sK": (self.k_stages, KEYS, self.head_dim),
             "sV": (KEYS, self.head_dim_v),
@@ -103,7 +105,7 @@ class Config(Chunks):
             Buffer("sdQ", (2, 64, 64), 4 * 2 * 64 * 64),
             Buffer("statistics", (STAGES, 2, self.tile_q), STAGES * self.statistics_bytes),
             *([Buffer("ones", (KEYS // 2, PRODUCT), KEYS * PRODUCT)] if self.folded else ()),
-            Buffer("numbers", (SLOTS,), 4 * SLOTS),
+            Buffer("numbers", (SLOTS,), 4 * SLOTS * (2 if self.order else 1)),
             Buffer("barriers", (barriers,), 8 * barriers),
         ]
 
@@ -192,27 +194,43 @@ def _tiles(**buffers: tuple[int, int]) -> list[Buffer]:
     ]
 
 
+STORING = (192, 128), (160, 160)
+"""Head dims of k and v at which dS is stored in any case: see `choose`."""
+
+
 def choose(problem: AttentionProblem) -> Config | SplitConfig:
-    """One pass where registers hold dK and dV, unless the result must have the same bits in every run. Measured on an H200, S =
-    1k, 4k, 16k. (192, 128), TFLOP/s at 4k, 16k: in one pass 579, 596, in two 320, 305. 160, 4k causal on an H100: in one pass
-    507, in two 325, padded to 192 296. Turns, microseconds with / without, head dim 64: 812 / 829, 2788 / 2866, 10543 / 10701,
-    causal 571 / 587, 1404 / 1506, 5176 / 5581; 96, where 64 columns of K and V are held: 803 / 822, 2613 / 2667, 9884 / 9602,
-    causal 537 / 557, 1421 / 1543, 5004 / 5228; 128: 721 / 735, 2435 / 2534, 8960 / 9420, causal 484 / 485, 1247 / 1250, 4711 /
-    4846. What changes scores or drops some takes registers: head dim 64, causal, 4k, milliseconds with slopes, a bias, dropout:
-    in tiles of 128 rows 3.0, 7.5, 3.5, of 64 rows 2.3, 3.2, 2.8; with documents 2.3, 2.7. Folded statistics, microseconds
-    without / with, S = 4k full, causal, window of 1024, 16k causal: head dim 64 2868 / 2759, 1572 / 1477, 873 / 864, 5431 /
-    4971, 128 2418 / 2349, 1339 / 1277, 764 / 724, 4739 / 4417; 96, with 96 columns of K held, 2663 / 2713, 1427 / 1449, 801 /
-    799, 5030 / 5068."""
+    """One pass where registers hold dK and dV. Where the result must have the same bits in every run, blocks add to dQ in an
+    order if they can at head dim 64, where that is faster than to store dS; above it is slower. At (192, 128) and at 160
+    dS is stored in any case: on an H100, of the time of one pass, at 1k, 4k, 16k: (192, 128) 0.82, 0.97, 0.94, causal 0.81, 0.93,
+    0.95, a window of 1024 0.89 (4k); 160 at 4k 1.00, causal 0.99, at 1k 0.89. (Not in packed sequences, whose blocks are
+    listed in one pass: these were not measured.)
+
+    Measured on an H200, S = 1k, 4k, 16k. (192, 128), TFLOP/s at 4k, 16k: in one pass 579, 596, in two 320, 305. 160, 4k
+    causal on an H100: in one pass 507, in two 325, padded to 192 296. Turns, microseconds with / without, head dim 64: 812
+    / 829, 2788 / 2866, 10543 / 10701, causal 571 / 587, 1404 / 1506, 5176 / 5581; 96, where 64 columns of K and V are held:
+    803 / 822, 2613 / 2667, 9884 / 9602, causal 537 / 557, 1421 / 1543, 5004 / 5228; 128: 721 / 735, 2435 / 2534, 8960 /
+    9420, causal 484 / 485, 1247 / 1250, 4711 / 4846. What changes scores or drops some takes registers: head dim 64,
+    causal, 4k, milliseconds with slopes, a bias, dropout: in tiles of 128 rows 3.0, 7.5, 3.5, of 64 rows 2.3, 3.2, 2.8;
+    with documents 2.3, 2.7. Folded statistics, microseconds without / with, S = 4k full, causal, window of 1024, 16k
+    causal: head dim 64 2868 / 2759, 1572 / 1477, 873 / 864, 5431 / 4971, 128 2418 / 2349, 1339 / 1277, 764 / 724, 4739 /
+    4417; 96, with 96 columns of K held, 2663 / 2713, 1427 / 1449, 801 / 799, 5030 / 5068."""
     head_dim, head_dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     stored = _may_store(problem)
-    if head_dim > 192 or head_dim_v > (160 if head_dim == 160 else 128) or (problem.deterministic and not stored):
+    if head_dim > 192 or head_dim_v > (160 if head_dim == 160 else 128):
         return SplitConfig(head_dim, head_dim_v, stored=stored and "bias" not in problem.learned)
-    return replace(_one_pass(problem, head_dim, head_dim_v), stored=problem.deterministic)
+    config = _one_pass(problem, head_dim, head_dim_v)
+    if problem.deterministic:
+        if config.head_dim == 64 and _may_order(problem):
+            return replace(config, order=1 if _sees_what_comes(problem) else -1)
+        return replace(config, stored=True) if stored else SplitConfig(head_dim, head_dim_v)
+    return replace(config, stored=stored and (head_dim, head_dim_v) in STORING and not problem.varlen)
 
 
 def origin(problem: AttentionProblem) -> str:
     """Where the config comes from, and what becomes of dS, in words."""
     config, measured, mib = choose(problem), "measured, for each head dim", stored_bytes(problem) / 2**20
+    if isinstance(config, Config) and config.order:
+        return f"{measured}; blocks of keys add to dQ in an order, from the {'first' if config.order == 1 else 'last'} on"
     if config.stored:
         return f"{measured}; stores dS, {stored_heads(problem) * mib:.0f} MiB at a time"
     if isinstance(config, SplitConfig) and stored_bytes(problem) > MOST_STORED:
@@ -262,6 +280,13 @@ def _may_store(problem: AttentionProblem) -> bool:
     return plain and stored_bytes(problem) <= MOST_STORED and _turns_are_full(problem)
 
 
+def _may_order(problem: AttentionProblem) -> bool:
+    """Whether blocks of keys may add to dQ in an order: where those that a row sees are neighbours, known from the mask alone,
+    and the blocks of packed sequences do not come in an order of their own."""
+    left, _, prefix = problem.mask.band
+    return not (problem.mask.by_pair or problem.varlen or (left is not None and prefix is not None))
+
+
 def _turns_are_full(problem: AttentionProblem) -> bool:
     """Whether turns are few, or have something to do: each has room for the longest of packed sequences."""
     lengths = problem.lengths
@@ -282,6 +307,12 @@ def _held(problem: AttentionProblem, head_dim: int, head_dim_v: int) -> tuple[in
     if head_dim + head_dim_v > 192:
         return 64, 0
     return (64, 64) if _sees_everything(problem) or head_dim == 128 else (96, 0)
+
+
+def _sees_what_comes(problem: AttentionProblem) -> bool:
+    """Whether a row sees all keys behind it."""
+    _, right, prefix = problem.mask.band
+    return right is None and prefix is None
 
 
 def _sees_everything(problem: AttentionProblem) -> bool:

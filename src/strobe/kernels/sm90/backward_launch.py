@@ -40,6 +40,12 @@ from strobe.kernels.sm90.scores import score_arguments
 from strobe.kernels.sm90.tile_list import RECORD, backward_list_buffers, backward_list_call, likely_tiles
 from strobe.problem import AttentionProblem, Varlen, lse_shape
 
+SIDE_BY_SIDE = 34_000_000
+"""Bytes that the rows of a bundle of heads take where blocks of keys add to dQ in an order: as much as the L2 cache holds, so
+that few CTAs share a head, as these wait for each other. At head dim 64 that is 4 heads at 16k, 16 at 4k and, as no bundle has
+more, 32 at 1k. Of the default's time on an H100, full and causal: 16k 1.03, 1.06, 4k 1.01, 1.06, with 24 heads 1.15 (full); 1k
+1.05, 1.07, with 64 heads 1.19, 1.15; 32 heads on 8, causal, 4k: 1.31."""
+
 LAST_BLOCKS = 256
 """Blocks of keys of the last bundle of heads, at least: about two for each multiprocessor, as under a causal mask the first
 ones of a head take twice as long as the mean, and should not begin when all others end."""
@@ -54,6 +60,7 @@ def buffers(problem: AttentionProblem, config: Config | SplitConfig) -> Buffers:
     32, under a mask 4 more, and in one pass 4 for each column of the padded head dim.
 
     statistics, accumulator: what the kernels share (see `backward_pre_post`), the accumulator only in one pass.
+    flags: of the order in which dQ is added up, if it has one (see `backward_order`).
     delta: as the LSE lies, where somebody else wants it too.
     key_notes, row_notes: one for 64 keys of each key head, one for 64 rows of each query head.
     """
@@ -68,6 +75,8 @@ def buffers(problem: AttentionProblem, config: Config | SplitConfig) -> Buffers:
         made["delta"] = Buffer(lse_shape(problem), torch.float32)
     if isinstance(config, Config) and not config.stored:
         made["accumulator"] = Buffer((rows * config.head_dim // 256, 256), torch.float32)
+    if is_ordered(config):
+        made["flags"] = Buffer((number_of_flags(problem),), torch.int32)
     if config.stored:
         numbers = stored_heads(problem) * stored_bytes(problem) // problem.dtype.itemsize
         made["stored"] = Buffer((numbers // ROWS_PADDED, ROWS_PADDED), problem.dtype)
@@ -83,6 +92,15 @@ def is_listed(problem: AttentionProblem, config: Config | SplitConfig) -> bool:
 
 def is_folded(config: Config | SplitConfig | DqConfig) -> bool:
     return isinstance(config, Config) and config.folded
+
+
+def is_ordered(config: Config | SplitConfig) -> bool:
+    return isinstance(config, Config) and config.order != 0
+
+
+def number_of_flags(problem: AttentionProblem) -> int:
+    """Flags of the order of dQ: two for each block of keys."""
+    return 2 * problem.lengths.batch * problem.heads_kv * triton.cdiv(problem.lengths.seqlen_kv, KEYS)
 
 
 def padded_rows(problem: AttentionProblem) -> tuple[int, int]:
@@ -153,13 +171,17 @@ def compile_only(problem: AttentionProblem, arch: Arch, config: Config | SplitCo
 def one_pass_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: Config, turn: range) -> Call:
     """turn: the key heads, of the whole batch, whose blocks the launch has."""
     columns = problem.head_dim + problem.head_dim_v + (0 if config.stored else 2 * config.head_dim)
-    first, blocks, heads = _key_blocks(problem, KEYS, columns, HALF_L2, turn, is_listed(problem, config))
+    cache_bytes = SIDE_BY_SIDE if config.order else HALF_L2
+    first, blocks, heads = _key_blocks(
+        problem, KEYS, columns, cache_bytes, turn, is_listed(problem, config), is_ordered(config)
+    )
     arguments = (
         *_inputs(tensors, config, config.tile_q, KEYS, 64),
         _statistics(tensors.statistics, config.tile_q),
         *_shares(tensors.accumulator, config),
         *_key_gradients(tensors, config),
         *_stored(problem, tensors, config.tile_q),
+        tensors.flags,
         tensors.key_notes,
         first,
         tensors.counters,
@@ -252,8 +274,9 @@ def prepare_call(problem: AttentionProblem, tensors: Tensors, config: Config | S
     by_batch, by_head, _ = _of_vector(lse)
     return Call(ends.prepare, (_row_programs(problem, config, tiles),), (), dict(
         out=out, dout=dout, dlse=dlse, lse=lse, statistics=tensors.statistics, delta=tensors.delta,
-        accumulator=tensors.accumulator, **_rows(problem, tensors, config, tiles), **_strides("out", out),
-        **_strides("dout", dout), scale=problem.scale, lse_batch=by_batch, lse_head=by_head,
+        accumulator=tensors.accumulator, flags=tensors.flags, flagged=number_of_flags(problem) if is_ordered(config) else None,
+        **_rows(problem, tensors, config, tiles),
+        **_strides("out", out), **_strides("dout", dout), scale=problem.scale, lse_batch=by_batch, lse_head=by_head,
         **dict(zip(("dlse_batch", "dlse_head", "dlse_row"), (0, 0, 0) if dlse is None else _of_vector(dlse), strict=True)),
         DIM_V=problem.head_dim_v, PADDED_V=triton.next_power_of_2(problem.head_dim_v), DIM=config.head_dim,
         TILE_Q=config.tile_q if isinstance(config, Config) else SPLIT_TILE, PARTS=PARTS, ROWS_PADDED=ROWS_PADDED,
@@ -336,16 +359,22 @@ def _of_turn(bundles: tuple[int, int], heads: int, turn: range) -> tuple[int, in
 
 
 def _key_blocks(
-    problem: AttentionProblem, keys: int, columns: int, cache_bytes: int, turn: range, listed: bool = False
+    problem: AttentionProblem,
+    keys: int,
+    columns: int,
+    cache_bytes: int,
+    turn: range,
+    listed: bool = False,
+    large: bool = False,
 ) -> tuple[int, int, tuple[int, ...]]:
     """The number of the first block of so many keys of a turn's heads, how many these have, and the numbers of a kernel's
     `Heads`. columns: that a query row brings, in the inputs' type; cache_bytes: what the rows of a bundle of heads may take of
-    the L2."""
+    the L2; large: see `bundles`."""
     lengths = problem.lengths
     heads, blocks = lengths.batch * problem.heads_kv, triton.cdiv(lengths.seqlen_kv, keys)
     row_bytes = problem.group * columns * problem.dtype.itemsize
     fitting = cache_bytes // (max(1, lengths.seqlen_q) * row_bytes)
-    at_once, rest = _of_turn(bundles(heads, fitting, least=LAST_BLOCKS // max(1, blocks)), heads, turn)
+    at_once, rest = _of_turn(bundles(heads, fitting, 1, LAST_BLOCKS // max(1, blocks), large), heads, turn)
     if listed:
         at_once = max(cache_bytes // row_bytes, LAST_BLOCKS * keys)
     numbers = problem.heads_q, problem.heads_kv, at_once, rest, heads, turn.stop * blocks, padded_rows(problem)[0]

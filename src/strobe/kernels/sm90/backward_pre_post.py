@@ -37,18 +37,21 @@ STRIDES_BY_LENGTH = ("lse_batch", "lse_head", "dlse_batch", "dlse_head")
 tensors are nearly always multiples of 16."""
 
 
-@triton.jit(do_not_specialize=("n_q", "total_q", "heads", "padded", "tiles", "scale", *STRIDES_BY_LENGTH))
+@triton.jit(do_not_specialize=("flagged", "n_q", "total_q", "heads", "padded", "tiles", "scale", *STRIDES_BY_LENGTH))
 def prepare(
-    out, dout, dlse, lse, statistics, delta, accumulator, listed, cu_seqlens_q, seqused_q, n_q, total_q, heads, padded, tiles,
-    scale,
+    out, dout, dlse, lse, statistics, delta, accumulator, flags, flagged, listed, cu_seqlens_q, seqused_q, n_q, total_q, heads,
+    padded, tiles, scale,
     out_batch, out_row, out_head, dout_batch, dout_row, dout_head, lse_batch, lse_head, dlse_batch, dlse_head, dlse_row,
     DIM_V: tl.constexpr, PADDED_V: tl.constexpr, DIM: tl.constexpr, TILE_Q: tl.constexpr, PARTS: tl.constexpr,
     ROWS_PADDED: tl.constexpr, ROWS: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
     """The statistics of some rows; their delta once more, as the LSE lies, and zeros in their accumulator, where these are
-    wanted. DIM: columns of the accumulator. listed: the tiles of packed sequences (see `tile_list`), which the programs share,
-    however many there are."""
+    wanted. DIM: columns of the accumulator. flags: as many zeros, for the programs to share. listed: the tiles of packed
+    sequences (see `tile_list`), which the programs share, however many there are."""
     take_program_turn()
+    if flags is not None:
+        for number in tl.range(tl.program_id(0), flagged, tl.num_programs(0)):
+            tl.store(flags + number, 0)
     if listed is None:
         block = tl.program_id(0) % tiles
         head = tl.program_id(0) // tiles % heads

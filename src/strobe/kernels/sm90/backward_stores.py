@@ -6,6 +6,7 @@ from strobe.kernels.gluon import (
     fence_async_shared,
     gl,
     gluon,
+    mbarrier,
     partition_barrier,
     reinterpret,
     tma_add,
@@ -37,16 +38,29 @@ def in_order(columns):
 
 
 @gluon.jit
-def add_to_dq(w: gl.constexpr, dq, place, outputs, memory):
-    """Add a share of 64 rows to the accumulator, from number 64 * place on. Group w's buffer in shared memory must be free."""
+def add_to_dq(w: gl.constexpr, dq, place, g, K):
+    """Add a share of 64 rows, of the CTA's g-th tile, to the accumulator, from number 64 * place on; or, if dQ has an order,
+    give it to the writer. Group w's buffer in shared memory must be free, but for what the writer reads there."""
     COLUMNS: gl.constexpr = dq.shape[1]
     DESCRIPTOR: gl.constexpr = 0 if COLUMNS == 64 else 1
-    buffer = memory.dq.index(w)
+    buffer = K.memory.dq.index(w)
     if COLUMNS < 64:
         buffer = reinterpret(buffer, gl.float32, [64 // COLUMNS, COLUMNS // 4, 256], flat(2)).index(0)
+    if K.C.order != 0:
+        await_writer(w, g, K)
     reinterpret(buffer, gl.float32, [64, COLUMNS], in_order(COLUMNS)).store(dq)
     fence_async_shared()
-    tma_add(outputs.dq[DESCRIPTOR], [place // 4, 0], buffer)
+    if K.C.order == 0:
+        tma_add(K.outputs.dq[DESCRIPTOR], [place // 4, 0], buffer)
+    else:
+        partition_barrier()
+        mbarrier.arrive(K.memory.dq_full.index(w), count=1)
+
+
+@gluon.jit
+def await_writer(w: gl.constexpr, given, K):
+    """Wait until the writer needs group w's place of dQ no more, by which the group has given so many shares."""
+    mbarrier.wait(K.memory.dq_empty.index(w), (given & 1) ^ 1)
 
 
 # ---- dK and dV
@@ -67,8 +81,10 @@ def note_of_keys(w: gl.constexpr, K, result, work):
 
 
 @gluon.jit
-def leave(w: gl.constexpr, K, dk, dv, work):
-    """Copy group w's dK and dV to global memory, by way of its place of dQ, one after the other."""
+def leave(w: gl.constexpr, K, dk, dv, tiles, work):
+    """Copy group w's dK and dV to global memory, by way of its place of dQ, one after the other. tiles: of the CTA so far."""
+    if K.C.order != 0:
+        await_writer(w, gl.maximum(tiles - 1, 0), K)  # dQ of the last tile comes later
     tma_store_wait(0)
     if K.outputs.dv[0].dtype == gl.float32:
         leave_in_pieces(w, K, dv, 1.0, K.outputs.dv[0], work)

@@ -1,5 +1,6 @@
 """The work of Hopper's backward: blocks of keys, the tiles of rows that see them, and how a CTA's roles come to know them."""
 
+from strobe.kernels.common.channel import make_barriers
 from strobe.kernels.common.gluon_masks import q_full, q_range
 from strobe.kernels.common.tile_scheduler import sequence, within_spans
 from strobe.kernels.gluon import aggregate, gl, gluon, mbarrier
@@ -54,8 +55,9 @@ class Work:
 
 
 @gluon.jit
-def locate_keys(K, number, KEYS: gl.constexpr, TILE_Q: gl.constexpr):
-    """The number-th block of so many keys. Under a causal mask those that most rows see come first, within bundles of heads."""
+def locate_keys(K, number, KEYS: gl.constexpr, TILE_Q: gl.constexpr, ORDER: gl.constexpr = 0):
+    """The number-th block of so many keys. Under a causal mask those that most rows see come first, within bundles of heads;
+    or, with an ORDER of -1, the last keys first."""
     lengths = K.lengths
     heads = K.heads
     blocks = (lengths.n_kv + KEYS - 1) // KEYS
@@ -63,6 +65,8 @@ def locate_keys(K, number, KEYS: gl.constexpr, TILE_Q: gl.constexpr):
     width = gl.where(bundle < heads.rest, heads.at_once, heads.all - bundle)
     within = number - bundle * blocks
     first = within // width * KEYS
+    if ORDER == -1:
+        first = (blocks - 1) * KEYS - first
     batch_head = bundle + within % width
     batch = batch_head // heads.heads_kv
     head_kv = batch_head % heads.heads_kv
@@ -77,7 +81,7 @@ def work_of(K, number):
     """The number-th block of the kernel in one pass: by the list where there is one (see `tile_list`). Of the blocks of a
     sequence come first those that most rows see, within bundles of heads, which are as even as can be."""
     if K.listed is None:
-        return locate_keys(K, number, KEYS, K.C.tile_q)
+        return locate_keys(K, number, KEYS, K.C.tile_q, K.C.order)
     else:
         heads = K.heads
         at = K.listed + (1 + number // heads.heads_kv) * RECORD
@@ -96,6 +100,16 @@ def work_of(K, number):
 
 
 @gluon.jit
+def tiles_that_see(first, last, n_q, n_kv, lengths, TILE_Q: gl.constexpr):
+    """[begin, end) of the tiles of rows that see some key of first..last; none if there is no such key."""
+    shift = n_kv - n_q
+    begin, end = q_range(first, last, shift, n_kv, lengths.left, lengths.right, lengths.prefix)
+    begin = (gl.maximum(begin, shift) - shift) // TILE_Q
+    end = gl.where(first < n_kv, gl.maximum((end - shift + TILE_Q - 1) // TILE_Q, begin), begin)
+    return begin, end
+
+
+@gluon.jit
 def _of_place(K, batch, head_kv, first, start_q, n_q, start_kv, n_kv, KEYS: gl.constexpr, TILE_Q: gl.constexpr):
     """The block of a sequence and a key head that begins at a key."""
     lengths = K.lengths
@@ -103,9 +117,7 @@ def _of_place(K, batch, head_kv, first, start_q, n_q, start_kv, n_kv, KEYS: gl.c
     group = heads.heads // heads.heads_kv
     shift = n_kv - n_q
     last = gl.minimum(first + KEYS, n_kv) - 1
-    begin, end = q_range(first, last, shift, n_kv, lengths.left, lengths.right, lengths.prefix)
-    begin = (gl.maximum(begin, shift) - shift) // TILE_Q
-    end = gl.where(first < n_kv, gl.maximum((end - shift + TILE_Q - 1) // TILE_Q, begin), begin)
+    begin, end = tiles_that_see(first, last, n_q, n_kv, lengths, TILE_Q)
     full_begin, full_end = q_full(first, last, shift, n_kv, lengths.left, lengths.right, lengths.prefix)
     full_begin = (gl.maximum(full_begin, shift) - shift + TILE_Q - 1) // TILE_Q
     # The last tile may have fewer rows: those beyond weigh nothing, masked or not.
@@ -167,12 +179,31 @@ def phase_of(g):
     return ((g.to(gl.uint32) // STAGES) & 1).to(gl.int32)
 
 
-# ---- the number of a block, from the producer to the consumers
+# ---- the number of a block, from the producer to others
+
+
+@aggregate
+class Numbers:
+    """Where two roles find the numbers of blocks, by turns, with its barriers."""
+
+    number: gl.shared_memory_descriptor
+    number_full: gl.shared_memory_descriptor
+    number_empty: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def make_numbers():
+    """The caller fences."""
+    return Numbers(
+        gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+        make_barriers(SLOTS, 1),
+        make_barriers(SLOTS, 2),
+    )
 
 
 @gluon.jit
 def publish(turn, number, memory):
-    """Tell the consumers the number of this CTA's turn-th block; one that is too large says that there is none."""
+    """Tell two roles the number of this CTA's turn-th block; one that is too large says that there is none."""
     slot = turn % SLOTS
     mbarrier.wait(memory.number_empty.index(slot), ((turn // SLOTS) & 1) ^ 1)
     memory.number.index(slot).store(gl.full([1], 0, gl.int32, scalar_layout(1)) + number)
@@ -180,10 +211,10 @@ def publish(turn, number, memory):
 
 
 @gluon.jit
-def fetch(turn, memory):
-    """The number of this CTA's turn-th block, from the producer."""
+def fetch(turn, memory, WARPS: gl.constexpr = 4):
+    """The number of this CTA's turn-th block, from the producer. WARPS: of the role."""
     slot = turn % SLOTS
     mbarrier.wait(memory.number_full.index(slot), (turn // SLOTS) & 1)
-    number = gl.max(memory.number.index(slot).load(scalar_layout(4)), 0)
+    number = gl.max(memory.number.index(slot).load(scalar_layout(WARPS)), 0)
     mbarrier.arrive(memory.number_empty.index(slot), count=1)
     return number

@@ -182,7 +182,8 @@ class _Rank:
         random = torch.Generator(self.device).manual_seed(1)
         q, k, v = (torch.randn(1, 2048, heads, 128, generator=random, device=self.device) for heads in (4, 2, 2))
         half = [x.to(torch.bfloat16) for x in (q, k, v)]
-        exact = _formula(*(x.double() for x in half), seen=strobe.Causal().dense(2048, 2048, device=self.device))
+        q, k, v = (x.double() for x in half)
+        exact = _formula(q, k, v, strobe.Causal().dense(2048, 2048, device=self.device))
         alone = cast(torch.Tensor, strobe.attention(*half, mask=strobe.Causal()))
         found: list[dict[str, Any]] = [{"ranks": 1, "error": _error(alone, exact)}]
         for ranks in (2, 4, 8, 16):

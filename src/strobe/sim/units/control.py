@@ -79,5 +79,12 @@ def launch_dependents() -> None:
 
 
 def fence_async_shared(cluster=False) -> None:
-    """Make what this partition wrote, or knows to be written, visible to the async proxy."""
+    """Make what this partition wrote to shared memory, or knows to be written, visible to the async proxy."""
     machine().partition.fence()
+
+
+def fence_async() -> None:
+    """Make all that this partition knows visible to the async proxy, of global memory too (fence.proxy.async)."""
+    partition = machine().partition
+    partition.fence()
+    partition.fenced = {cta: knows.copy() for cta, knows in partition.acquired.items()}

@@ -168,11 +168,11 @@ def _store(tensor_desc: Descriptor, coord, src, operation) -> None:
     src.touch(access, write=False, part=mine)
     stores = _bulk_stores()
     stores.issued += 1
+    written = replace(access, agent=stores.agent, tick=stores.issued)
     if operation is None:
-        written = replace(access, agent=stores.agent, tick=stores.issued)
         tensor_desc.array.write(offsets.reshape(-1), running.cta.index, written)
     else:
-        tensor_desc.array.update(offsets.reshape(-1), running.cta.index, access)
+        tensor_desc.array.update(offsets.reshape(-1), running.cta.index, written)
     begin, end = _time(tensor_desc.nbytes_per_cta)
     entry = SimpleNamespace(access=access, number=stores.issued, done=False, time=end)
 
@@ -199,9 +199,15 @@ def store_wait(pendings=0, read_only=True, **_) -> None:
     )
     for entry in first:
         running.partition.knows.learn(entry.access.agent, entry.access.tick)
-        if not read_only:
-            running.partition.knows.learn(stores.agent, entry.number)
+    if not read_only:  # those of which it waited for the reads before, too
+        running.partition.knows.learn(stores.agent, stores.issued - min(int(pendings), len(stores.open)))
     stores.open = stores.open[len(first) :]
+
+
+def raise_when_added(flag: Pointer, number) -> None:
+    """Let an element hold a number, by a store that releases, when no store is under way."""
+    store_wait(0, read_only=False)
+    machine().atomic_global(flag.array, flag.offsets(), torch.tensor([int(number)]), None, lambda _, new: new, "release")
 
 
 def _bulk_stores() -> BulkStores:
@@ -219,7 +225,7 @@ def _begin(what: str) -> Access:
     knows.learn(agent, tick)
     running.partition.tick()
     running.cta.must_know[agent] = (tick, what, (running.rank,))
-    return Access(agent, tick, knows, what, generic=False)
+    return Access(agent, tick, knows, what, generic=False, acquired=running.partition.fenced)
 
 
 def _time(bytes_: int) -> tuple[float, float]:
