@@ -3,9 +3,10 @@
 from strobe.problem import AttentionProblem, Varlen
 
 MOST_HEADS, MOST_LARGE, MOST_LAST = 16, 32, 64
-"""Key heads of a bundle, of a large one, and of the last one, at most. The first tiles of a bundle read K and V from memory, the others find
-them in the L2 cache: in large bundles all CTAs read at once, and then none, in small ones some read while others compute.
-Forward, S = 512, causal, head dims 64, 96, 128, 256, as many as fit / 16: 134 / 128, 131 / 118, 116 / 104, 111 / 101 us."""
+"""Key heads of a bundle, of a large one, and of the last one, at most. The first tiles of a bundle read K and V from memory,
+the others find them in the L2 cache: in large bundles all CTAs read at once, and then none, in small ones some read while
+others compute. Forward, S = 512, causal, head dims 64, 96, 128, 256, as many as fit / 16: 134 / 128, 131 / 118, 116 / 104,
+111 / 101 us."""
 
 
 def bundles_of_heads(problem: AttentionProblem, cache_bytes: int) -> tuple[int, int]:

@@ -201,9 +201,9 @@ STORING = (192, 128), (160, 160)
 def choose(problem: AttentionProblem) -> Config | SplitConfig:
     """One pass where registers hold dK and dV. Where the result must have the same bits in every run, blocks add to dQ in an
     order if they can at head dim 64, where that is faster than to store dS; above it is slower. At (192, 128) and at 160
-    dS is stored in any case: on an H100, of the time of one pass, at 1k, 4k, 16k: (192, 128) 0.82, 0.97, 0.94, causal 0.81, 0.93,
-    0.95, a window of 1024 0.89 (4k); 160 at 4k 1.00, causal 0.99, at 1k 0.89. (Not in packed sequences, whose blocks are
-    listed in one pass: these were not measured.)
+    dS is stored in any case: on an H100, of the time of one pass, at 1k, 4k, 16k: (192, 128) 0.82, 0.97, 0.94, causal 0.81,
+    0.93, 0.95, a window of 1024 0.89 (4k); 160 at 4k 1.00, causal 0.99, at 1k 0.89. (Not in packed sequences, whose blocks
+    are listed in one pass: these were not measured.)
 
     Measured on an H200, S = 1k, 4k, 16k. (192, 128), TFLOP/s at 4k, 16k: in one pass 579, 596, in two 320, 305. 160, 4k
     causal on an H100: in one pass 507, in two 325, padded to 192 296. Turns, microseconds with / without, head dim 64: 812
