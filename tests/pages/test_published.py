@@ -29,6 +29,8 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "bank-counters": (),
     "cpu": (),
     "fp8-cpu": (),
+    "fp8-forward": ("sm90 fp8",),
+    "fp8-sums": ("sm90 fp8",),
     "fp32-sm80": ("sm80 forward", "sm80 backward"),
     "host": (),
     "ladder": ("sm90 forward",),

@@ -229,7 +229,7 @@ def fp8_speed(root: Path) -> str:
     """The newest benchmark's fp8: TFLOP/s, over our own bf16 at the same point, and over the best peer's fp8."""
     found = [
         (report, path, points)
-        for report, path in results(root, "forward-*.json")
+        for report, path in (*results(root, "forward-*.json"), *results(root, "fp8-forward-*.json"))
         if (points := [point for point in report["points"] if point["dtype"] == "fp8"])
     ]
     if not found:
