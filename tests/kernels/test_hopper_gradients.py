@@ -269,10 +269,9 @@ def same(got: Results, want: Results, dq: bool) -> None:
 
 def backwards_planned() -> int:
     """How many plans there are of backwards."""
-    every = [
-        entry for prepared, _ in prepared_calls._known._entries.values() for entry, _ in prepared.backward._entries.values()
-    ]
-    return sum(plan is not None for (plan,) in every)
+    backwards = [entry.backward for entry, _ in prepared_calls._known._entries.values()]
+    plans = [plan for table in backwards for (plan,), _ in table._prepared._entries.values()]
+    return sum(plan is not None for plan in plans)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

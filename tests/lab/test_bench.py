@@ -725,8 +725,10 @@ def test_single_calls_on_a_gpu():
     result = bench.Run(plan, torch.device("cuda"), "strobe bench").run()
     measured = result["points"][0]["results"]["strobe"]
     assert measured["timed"] == "calls" and measured["calls_us"]["count"] == 128 * len(measured["rounds"])
-    # (the fastest: other tests may use the GPU)
-    assert measured["calls_us"]["min"] < result["host_us"]["strobe"]["us"] and 200 < measured["sm_clock_mhz"] < 4000
+    assert 200 < measured["sm_clock_mhz"] < 4000
+    # (the fastest, and of PyTorch's calls, which take the host longer: other tests may use the GPU)
+    of_peer = result["points"][0]["results"]["SDPA flash"]
+    assert of_peer["calls_us"]["min"] < result["host_us"]["SDPA flash"]["us"]
 
 
 @pytest.mark.gpu
