@@ -16,7 +16,7 @@ from strobe.lab.fuzz.simulated import simulated
 from strobe.sim import attention
 
 OF_THE_SIMULATOR = "device='simulator',dtype='bf16'"
-FOUND = f"{OF_THE_SIMULATOR},backend='stored dS',batch=3,n_kv=127,left=16,packed=True,gradients='both',seed=42"
+FOUND = f"{OF_THE_SIMULATOR},backend='deterministic',batch=3,n_kv=127,left=16,packed=True,gradients='both',seed=42"
 """What a campaign found, made smaller: a packed sequence with keys and no queries, under a window."""
 
 
@@ -37,12 +37,12 @@ def test_cases_are_small_and_of_all_ways():
         assert max(case.n_q, case.n_kv) <= 300 and all(one != case for one in case.simpler())
         counted.update({case.backend: 1, case.way: 1, case.gradients != "": 1})
     assert (
-        min(counted[name] for name in (None, "stored dS", "two passes", "once", "random", "late", "uneven", True, False)) > 40
+        min(counted[name] for name in (None, "deterministic", "two passes", "once", "random", "late", "uneven", True, False)) > 40
     )
 
 
 @pytest.mark.parametrize("gradients, way", [("", "random"), ("both", "once"), ("lse", "late"), ("out", "uneven")])
-@pytest.mark.parametrize("backend", [None, "stored dS", "two passes"])
+@pytest.mark.parametrize("backend", [None, "deterministic", "two passes"])
 def test_each_way_is_right(backend, gradients, way):
     facts = dict(n_q=70, n_kv=100, group=2, head_dim=64, head_dim_v=64, right=0, sinks="fp32", bias="bhqk")
     case = Case("simulator", dtype="fp16", backend=backend, gradients=gradients, way=way, **facts)

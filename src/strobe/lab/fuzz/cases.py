@@ -350,10 +350,10 @@ def _consistent(case: Case) -> Case:
 
 def _simulated(random: Random, case: Case) -> Case:
     """A GPU's case as the simulator runs it: by Hopper's kernels, with few rows and keys. backend: the way of the backward,
-    "stored dS", "two passes" or, None, what is chosen. way: the order in which asynchronous work finishes."""
+    "deterministic", "two passes" or, None, what is chosen. way: the order in which asynchronous work finishes."""
     dims = [min(max(8, dim // 8 * 8), 256) for dim in (case.head_dim, case.head_dim_v)]
     gradients = case.gradients or random.choice(("", "both"))
-    backend = random.choice((None, "stored dS", "two passes")) if gradients else None
+    backend = random.choice((None, "deterministic", "two passes")) if gradients else None
     return replace(
         case, device="simulator", door="attention", backend=backend,
         dtype=case.dtype if case.dtype in ("fp16", "bf16") else "bf16", batch=min(max(1, case.batch), 3),

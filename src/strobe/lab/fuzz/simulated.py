@@ -78,8 +78,13 @@ def _backward(case: Case, problem: AttentionProblem, operands: Operands, upstrea
     """None: some blocks are left to another kernel."""
     from strobe.sim.attention import simulate_backward
 
-    problem = replace(problem, deterministic=case.backend == "stored dS")
-    left = simulate_backward(problem, operands, upstream, _config(case, problem), _order(case), case.seed)
+    problem = replace(problem, deterministic=case.backend == "deterministic")
+    config = _config(case, problem)
+    # CTAs that add to dQ in an order wait for each other: more than run at a time.
+    ctas, resident = (3, 2) if isinstance(config, Config) and config.order else (1, 1)
+    left = simulate_backward(
+        problem, operands, upstream, config, _order(case), case.seed, ctas=ctas, resident=resident,
+    )  # fmt: skip
     if left.tensors.key_notes.any() or left.tensors.row_notes.any():
         return None
     grads, sinks = left.grads, operands.sinks
