@@ -36,9 +36,8 @@ def test_cases_are_small_and_of_all_ways():
         assert drawn(number, "simulator") == case == fuzz.told(str(case))
         assert max(case.n_q, case.n_kv) <= 300 and all(one != case for one in case.simpler())
         counted.update({case.backend: 1, case.way: 1, case.gradients != "": 1})
-    assert (
-        min(counted[name] for name in (None, "deterministic", "two passes", "once", "random", "late", "uneven", True, False)) > 40
-    )
+    kinds = None, "deterministic", "two passes", "once", "random", "late", "uneven", True, False
+    assert min(counted[kind] for kind in kinds) > 40
 
 
 @pytest.mark.parametrize("gradients, way", [("", "random"), ("both", "once"), ("lse", "late"), ("out", "uneven")])
