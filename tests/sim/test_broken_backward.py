@@ -39,7 +39,7 @@ NUMBER_EMPTY_WAIT = "    mbarrier.wait(memory.number_empty.index(slot), ((turn /
 NUMBER = "    memory.number.index(slot).store(gl.full([1], 0, gl.int32, scalar_layout(1)) + number)\n"
 NUMBER_FULL = "    mbarrier.arrive(memory.number_full.index(slot), count=1)\n"
 NUMBER_FULL_WAIT = "    mbarrier.wait(memory.number_full.index(slot), (turn // SLOTS) & 1)\n"
-NUMBER_READ = "    number = gl.max(memory.number.index(slot).load(scalar_layout(4)), 0)\n"
+NUMBER_READ = "    number = gl.max(memory.number.index(slot).load(scalar_layout(WARPS)), 0)\n"
 NUMBER_EMPTY = "    mbarrier.arrive(memory.number_empty.index(slot), count=1)\n"
 NEXT_NUMBER = "gl.atomic_add(K.counters, 1) + K.first + gl.num_programs(0)"
 K_EMPTY_WAIT = "                mbarrier.wait(K.memory.k.empty.index(0), (block & 1) ^ 1)\n"
@@ -80,7 +80,7 @@ LAST_TURN = "    if K.C.turns and w == 0:\n        meet(TURN)\n"
 
 ENTRY_END = (
     "(producer, (K,))], [4, 1], [240, 24])\n",
-    "(producer, (K,))], [4, 1], [240, 24])\n    take_turn()\n",
+    "(producer, (K,))], [4, 1], [240, 24])\n        take_turn()\n",
 )
 
 
@@ -244,7 +244,12 @@ BUGS = [
     # Out.
     kernel("dQ overwrites what has not left", DQ_LEFT, "", (Race,)),
     kernel("the last dQ overwrites what has not left", LAST_DQ_LEFT, "    give_dq", (Race,)),
-    stores("no fence before dQ is added", "    fence_async_shared()\n    tma_add", "    tma_add", (MissingFence,)),
+    stores(
+        "no fence before dQ is added",
+        "    fence_async_shared()\n    if K.C.order == 0:",
+        "    if K.C.order == 0:",
+        (MissingFence,),
+    ),
     stores("dV overwrites a dQ that has not left", "    tma_store_wait(0)\n    if K.outputs", "    if K.outputs", (Race,)),
     stores("dV overwrites the dK before", "    tma_store_wait(0)\n    if K.outputs", "    if K.outputs", (Race,), case=BLIND),
     stores(
