@@ -205,11 +205,10 @@ def _that_fit(table: dict, names: Sequence[str], console: Console) -> list[Table
 
 
 def _part(table: dict, names: Sequence[str], some: Sequence[str]) -> Table:
-    """The columns of some subjects, beside the labels. A subject's columns begin with its name."""
-    owners = [max(filter(head.startswith, names), key=len, default=None) for head in table["head"]]
-    for n, head in enumerate(table["head"]):
-        if head in ("max", "avg"):
-            owners[n] = owners[n - 1]
+    """The columns of some subjects, beside the labels. A subject's columns are those from the first with its name on."""
+    owners: list[str | None] = []
+    for head in table["head"]:
+        owners.append(max(filter(head.startswith, names), key=len, default=owners[-1] if owners else None))
     taken = [n for n, owner in enumerate(owners) if owner is None or owner in some]
     shown = Table(title=table["title"], title_justify="left")
     for n in taken:
