@@ -79,14 +79,24 @@ def main() -> None:
     print(f"power limit {limit} W")
     with Meter(device) as meter:
         for text, point in zip(options.points, points, strict=True):
-            results[text] = {peer.name: measured(point, peer, options.seconds, meter, clock) for peer in peers}
+            results[text] = {peer.name: _tried(point, peer, options.seconds, meter, clock) for peer in peers}
             print(f"{text:<32}", "   ".join(_line(name, x) for name, x in results[text].items()), flush=True)
-    if options.json:
-        facts = {"power limit, W": limit, "seconds": options.seconds, "points": results}
-        save(options.json, {"what": "energy", **provenance(device), **facts})
+            if options.json:  # after each point, so that a run that is cut keeps what it has
+                facts = {"power limit, W": limit, "seconds": options.seconds, "points": results}
+                save(options.json, {"what": "energy", **provenance(device), **facts})
 
 
-def _line(name: str, x: dict[str, float]) -> str:
+def _tried(point: Point, peer: Peer, seconds: float, meter: Meter, clock: CudaClock) -> dict[str, float | str]:
+    """What is `measured`; of a peer that does not take the point its words."""
+    try:
+        return measured(point, peer, seconds, meter, clock)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return {"refused": str(error).splitlines()[0]}
+
+
+def _line(name: str, x: dict) -> str:
+    if "refused" in x:
+        return f"{name} {x['refused']}"
     return f"{name} {x['us']:.0f} us {x['joules']:.3f} J {x['watts']:.0f} W {x['sm_clock_mhz']:.0f} MHz"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import strobe
+from strobe.fp8 import attention_fp8
 
 
 def problem(head_dim: int, n_q: int, n_kv: int, head_dim_v: int | None = None, heads: int = 4, dtype=torch.bfloat16):
@@ -66,6 +67,14 @@ def hopper() -> None:
     strobe.attention(q, k, v, **{name: x.to(torch.int32) for name, x in used.items()}, backend="sm90")
 
 
+@torch.no_grad()
+def hopper_fp8() -> None:
+    for head_dim in (64, 96, 256):
+        for mask in MASKS:
+            inputs = (x.to(torch.float8_e4m3fn) for x in problem(head_dim, 200, 300))
+            attention_fp8(*inputs, mask=mask, score=strobe.Score(sinks=torch.rand(4, device="cuda")))
+
+
 def hopper_backward() -> None:
     for dims in ((8, 8), (64, 64), (96, 96), (128, 128), (64, 128), (192, 128), (256, 256)):
         for mask in MASKS:
@@ -80,7 +89,7 @@ def hopper_backward() -> None:
     q, k, v = problem(128, 200, 300)
     q.data[:, 20] = float("nan")
     strobe.attention(q, k, v, mask=strobe.Window(100, 20), backend="sm90").sum().backward()
-    for dims in ((64, 64), (96, 96), (192, 128), (256, 256)):  # dS stored
+    for dims in ((64, 64), (96, 96), (192, 128), (256, 256)):  # additions in an order, or dS stored
         for mask in MASKS:
             q, k, v = problem(dims[0], 200, 300, dims[1])
             strobe.attention(q, k, v, mask=mask, deterministic=True, backend="sm90").sum().backward()
@@ -117,6 +126,10 @@ def decode() -> None:
         lengths = torch.full_like(call.cache.lengths, (10**6, -7)[seed % 2])
         strobe.decode(call.q, strobe.Cache(**{**vars(call.cache), "lengths": lengths}), **call.keywords)
         synchronize(f"decode, seed {seed}")
+    for seed, (n_q, group, page) in enumerate(((4, 8, 64), (3, 7, 16), (16, 4, None), (5, 8, 48))):  # one group of wgmma
+        call = draw(seed, torch.bfloat16, device="cuda", n_q=n_q, group=group, page=page, room=700, batch=2, head_dim=128)
+        strobe.decode(call.q, call.cache, **call.keywords)
+        synchronize(f"several queries, seed {seed}")
     for seed, page in enumerate((16, 48, 64, 128, None, 16)):  # prompts, of which the last ones leave notes
         call = draw(seed, torch.bfloat16, seed < 4, device="cuda", n_q=200, page=page, tree=False, leftpad=False)
         strobe.decode(call.q, call.cache, backend="sm90_cache", **call.keywords)
@@ -180,6 +193,7 @@ def main() -> None:
     else:
         decode()
         hopper()
+        hopper_fp8()
         hopper_backward()
         portable()
     torch.cuda.synchronize()
