@@ -161,9 +161,9 @@ def main(arguments: list[str] | None = None) -> None:
         for way in WAYS:
             points.append(measure(shape, way, device, options.rounds, options.seconds))
             print(line(points[-1]), flush=True)
-    if options.json:
-        protocol = {"rounds": options.rounds, "seconds": options.seconds}
-        save(options.json, {"what": "training steps", **provenance(device), "protocol": protocol, "points": points})
+            if options.json:  # after each point, so that a run that is cut keeps what it has
+                protocol = {"rounds": options.rounds, "seconds": options.seconds}
+                save(options.json, {"what": "training steps", **provenance(device), "protocol": protocol, "points": points})
 
 
 if __name__ == "__main__":

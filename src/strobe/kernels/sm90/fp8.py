@@ -454,7 +454,8 @@ def later_weights(K, state, s, i, tile, scale):
     m, row_sum = state
     s, scale = seen_scores(K, s, i, tile, scale)
     if K.MASKED:
-        if not is_whole(lead_of(tile), tile):  # some rows may see the first of their keys here
+        # Without a left side whoever sees a key sees the first one.
+        if K.lengths.left is not None and not is_whole(lead_of(tile), tile):  # some rows may see the first of their keys here
             m = gl.where(m == float("-inf"), row_max(s) * scale - HEADROOM, m)
     p = weights(s, m, scale, K.MASKED)
     sums = lane_sums(p)
@@ -506,11 +507,11 @@ def consume(w: gl.constexpr, K, tile):
     s = start_scores(at(K.memory.q, w), K.k.block(g), K.C)
     s = warpgroup_mma_wait(0, deps=[s])
     K.k.release(g)
-    state, p = first_weights(K, s, tile, block_scale(K, scale, kv_head, lead_of(tile)))
-    acc = no_output(K.C)
-    rounded_sum = gl.zeros_like(state[1])
     while tile.go:
-        # state and p are those of the tile's first block, at position g; acc and rounded_sum, a block behind, are 0
+        # s are the scores of the tile's first block, at position g
+        state, p = first_weights(K, s, tile, block_scale(K, scale, kv_head, lead_of(tile)))
+        acc = no_output(K.C)
+        rounded_sum = gl.zeros_like(state[1])
         slot = (turn % K.C.q_stages) * K.C.groups + w
         q = at(K.memory.q, slot)
         skip = tile.between if K.MASKED and tile.between is not None else 0
@@ -525,7 +526,6 @@ def consume(w: gl.constexpr, K, tile):
         mbarrier.arrive(K.memory.q_empty.index(slot), count=1)
         before = g
         g += 1 + skip + (tile.after if K.MASKED else 0)
-        old_state = state
         o_scale = descaled(1.0, K.descales.v, kv_head)
         turn += 1
         tile = fetch(w, K, turn)
@@ -539,18 +539,11 @@ def consume(w: gl.constexpr, K, tile):
         s = start_scores(at(K.memory.q, slot), K.k.block(g), K.C)
         s, acc, rounded_sum = beside_output(K, s, p, before, acc, rounded_sum)
         K.k.release(g, tile.go)
-        lead_scale = scale
-        if tile.go:
-            lead_scale = block_scale(K, scale, kv_head, lead_of(tile))
-        state, p = first_weights(K, s, tile, lead_scale)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        p = from_now(p)
         K.v.release(before)
         if K.MASKED:
             pass_over(K.v, before + 1, g)
-        epilogue(w, K, acc, rounded_sum, old_state, (turn - 1) % K.C.slots, o_scale)
-        acc = no_output(K.C)
-        rounded_sum = gl.zeros_like(rounded_sum)
+        epilogue(w, K, acc, rounded_sum, state, (turn - 1) % K.C.slots, o_scale)
     tma_store_wait(0)
 
 
