@@ -245,13 +245,13 @@ def test_the_kernel_compiles_without_spills_in_its_loops_or_serialised_products(
     assert result.returncode == 0, result.stderr[-2000:]
     spills, smem, local, found, conversions, moves, warnings = result.stdout.split(maxsplit=6)
     crowded = not folder and head_dim == 64  # three groups of 160 registers, of which newer compilers spill a few
-    assert int(local) <= (8 if crowded else 0) and ("C75" not in warnings)
-    assert int(spills) <= (600 if crowded else 0 if folder or head_dim < 256 else 60)
+    assert int(local) <= (16 if crowded else 0) and ("C75" not in warnings)
+    assert int(spills) <= (600 if crowded else 0 if head_dim == 128 else 100)  # between tiles
     assert int(smem) <= 227 * 1024
     assert int(found) == products
-    # P is rounded and packed three times in the text, and at 256 summed up again twice, two weights an instruction; no byte is
+    # P is rounded and packed twice in the text, and at 256 summed up again twice, two weights an instruction; no byte is
     # moved (on the oldest Triton an instruction for four weights puts the pairs together, once)
-    assert int(conversions) == (5 if head_dim == 256 else 3) * 32 + head_dim // 4
+    assert int(conversions) == (4 if head_dim == 256 else 2) * 32 + head_dim // 4
     assert int(moves) <= (16 if folder else 0)
 
 
@@ -284,10 +284,11 @@ def test_scores_used_lengths_and_head_dims_on_a_gpu(head_dim, score, used):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("mask", [Full(), Causal(), Window(200, 0), Window(30, 40), Prefix(70)], ids=str)
+@pytest.mark.parametrize("mask", [Full(), Causal(), Window(200, 0), Window(30, 40), Window(2500, 9), Prefix(70)], ids=str)
 def test_on_a_gpu(mask, head_dim):
     torch.manual_seed(0)
-    for n_q, n_kv in ((1, 1), (130, 700), (1000, 1000), (500, 130)):
+    many = [(300, 4200)] if head_dim == 64 else []  # which take three groups, but in the small windows
+    for n_q, n_kv in ((1, 1), (130, 700), (1000, 1000), (500, 130), *many):
         (q, _), (k, k_descale), (v, v_descale) = (
             by_head(2, n, h, head_dim, device="cuda") for n, h in ((n_q, 4), (n_kv, 2), (n_kv, 2))
         )

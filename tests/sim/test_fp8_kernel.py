@@ -20,6 +20,12 @@ ORDERS = (("in_order", 0), ("random", 1), ("late", 0), ("early", 0), ("timed", 0
 FP8 = "strobe.kernels.sm90.fp8"
 
 
+@pytest.fixture(autouse=True)
+def three_groups(monkeypatch):
+    """At head dim 64, where so few keys would else take two."""
+    monkeypatch.setattr(fp8, "MANY_KEYS", 0)
+
+
 class Fp8:
     """Both launches of a forward, for the inputs t rounded to e4m3. descales: None, "heads" or "blocks"."""
 
@@ -104,6 +110,15 @@ CASES = [
 @pytest.mark.parametrize("case, descales, ctas", CASES, ids=str)
 def test_in_every_order(case, descales, ctas):
     forward = Fp8(tensors(case, torch.float16), descales=descales, ctas=ctas)
+    for order, seed in ORDERS:
+        forward.run(order, seed)
+
+
+def test_few_keys_take_two_groups(monkeypatch):
+    monkeypatch.undo()
+    t = tensors(case(300, 300, mask="causal"), torch.float16)
+    forward = Fp8(t)
+    assert fp8.config(forward.problem).groups == 2
     for order, seed in ORDERS:
         forward.run(order, seed)
 
