@@ -34,6 +34,7 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "fp32-sm80": ("sm80 forward", "sm80 backward"),
     "host": (),
     "ladder": ("sm90 forward",),
+    "latent": (),
     "mutants": (),
     "parallel": SM90,
     "prefill": ("sm90 forward",),
