@@ -119,6 +119,18 @@ def test_which_tile_a_length_a_mask_and_few_tiles_ask_for():
     assert tile(**of(1, 1024)) == tile(**wide, **of(1, 1024)) == (64, 4)
 
 
+def test_rows_come_in_parts_where_two_ctas_have_room_and_work():
+    """See `config.backward_candidates`."""
+
+    def parts(gpu: str, batch: int, **changes) -> int:
+        shape = {"phase": "backward", "lengths": Dense(batch, 1024, 1024), "head_dim": 64, "head_dim_v": 64, **changes}
+        return backend.config(problem(**shape, heads_q=16, heads_kv=16), KNOWN[gpu]).parts
+
+    assert [parts(gpu, 4) for gpu in ("A100", "H100", "RTX 4090", "RTX 5090")] == [2, 2, 1, 1]
+    assert [parts(gpu, 1) for gpu in ("A100", "H100")] == [2, 1]  # 128 blocks
+    assert parts("A100", 4, head_dim=96, head_dim_v=96) == 1
+
+
 def test_what_has_an_order_is_left_to_the_portable_kernel():
     arch = KNOWN["A100"]
     assert backend.config(problem(phase="backward"), arch).with_dq
@@ -190,6 +202,8 @@ COMPILED = [
     ("H200", "full", Config(64, 64, 128, 64, 4, 2)),
     ("H200", "causal", Config(128, 128, 64, 64, 4, 1, True)),
     ("A100", "causal", BackwardConfig(64, 64, 64, 128, 8)),
+    ("A100", "full", BackwardConfig(64, 64, 64, 128, 4, parts=2)),
+    ("H200", "causal", BackwardConfig(64, 64, 64, 128, 4, parts=2)),
     ("A10", "full", BackwardConfig(128, 128, 64, 64, 4, stages=1)),
     ("H200", "causal", BackwardConfig(128, 128, 64, 128, 8, across=2)),
     ("A100", "full", BackwardConfig(96, 96, 64, 128, 8, across=2)),
@@ -200,7 +214,7 @@ COMPILED = [
     ("H200", "full", BackwardConfig(64, 64, 32, 64, 4, itemsize=4)),
     ("A10", "causal", BackwardConfig(128, 128, 32, 32, 4, across=2, stages=1, itemsize=4)),
 ]
-SOME = (0, 3, 5, 7, 11, 14)
+SOME = (0, 3, 5, 8, 13, 16)
 """Those that are always compiled. A campaign compiles all."""
 ONE = (4,)
 """What the oldest Triton always compiles."""

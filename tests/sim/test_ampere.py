@@ -169,6 +169,9 @@ BACKWARD = [
     (case(60, 70, head_dim=136, mask="causal"), BF16, backward(136, across=4, warps=8)),
     (case(60, 70, batch=4, head_dim=64, mask="causal", packed=True), BF16, backward(across=2, warps=8)),
     (case(60, 70, head_dim=64, mask="documents", batch=2), FP16, backward()),
+    (SMALL, FP16, backward(tile_kv=128, parts=2)),
+    (replace(SMALL, mask="causal"), BF16, backward(tile_kv=128, parts=2)),
+    (case(130, 140, heads=(4, 2), head_dim=40, mask="window"), BF16, backward(40, tile_kv=128, parts=2, stages=1)),
     # dQ, and the gradient of a bias, by the portable kernel.
     (case(60, 70, heads=(2, 1), head_dim=64, mask="causal"), BF16, backward(with_dq=False)),
     (case(60, 70, heads=(2, 1), head_dim=64, bias=True), FP16, backward(across=2, warps=8, with_dq=False)),
@@ -188,14 +191,17 @@ def test_backward(case, dtype, config, order, seed):
     assert report.smem_bytes == config.smem_bytes()
 
 
-BACKWARD_CONFIGS = (dict(), dict(warps=8, across=2), dict(tile_kv=128, warps=8, stages=1), dict(tile_q=128, warps=8, across=2))
+BACKWARD_CONFIGS = (
+    dict(), dict(warps=8, across=2), dict(tile_kv=128, warps=8, stages=1), dict(tile_q=128, warps=8, across=2),
+    dict(tile_kv=128, parts=2),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("number, case", list(enumerate(RUNNABLE)), ids=short)
 def test_backward_of_every_problem(number, case):
     chosen = backward(case.head_dim, case.head_dim_v, **BACKWARD_CONFIGS[number % len(BACKWARD_CONFIGS)])
     if chosen.smem_bytes() > 160_000:
-        chosen = replace(chosen, tile_q=64, tile_kv=64, stages=1)
+        chosen = replace(chosen, tile_q=64, tile_kv=64, warps=4 * chosen.across, stages=1, parts=1)
     Backward(tensors(case, (FP16, BF16)[number % 2]), chosen).run("random", number)
 
 

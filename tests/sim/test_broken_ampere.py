@@ -12,7 +12,7 @@ from strobe.kernels.sm80.config import BackwardConfig, Config
 from strobe.sim import OutOfBounds, Race, Unfinished, Uninitialised
 from strobe.sim.attention import forward_launch
 
-FORWARD, BACKWARD = "strobe.kernels.sm80.forward", "strobe.kernels.sm80.backward"
+FORWARD, BACKWARD, BACKWARD_PARTS = (f"strobe.kernels.sm80.{name}" for name in ("forward", "backward", "backward_parts"))
 TILES, SCORES, BACKWARD_SCORES = (f"strobe.kernels.sm80.{name}" for name in ("tiles", "scores", "backward_scores"))
 TOO_EARLY = (Race, Unfinished, Uninitialised)
 NUMBERS = ()
@@ -38,6 +38,7 @@ RING = replace(ONE_STAGE, config=Config(64, 64, 64, 32, 4, 2))
 SAFE = replace(ONE_STAGE, config=Config(64, 64, 64, 32, 4, optimistic=False))
 IN_PAIRS = replace(ONE_STAGE, config=Config(64, 64, 64, 32, 4, across=2))
 GRADIENTS = Kernel(BACKWARD, 80, Case(130, 70, 1, 2, 1, 64, mask="causal"), BackwardConfig(64, 64, 64, 64, 4), start_backward)
+IN_PARTS = replace(GRADIENTS, config=BackwardConfig(64, 64, 64, 128, 4, parts=2))
 SHARED_P = replace(GRADIENTS, config=BackwardConfig(64, 64, 64, 64, 8, 2, 1))
 
 WILD = Case(100, 133, 1, 1, 1, 64, logits=30.0)
@@ -192,6 +193,38 @@ BUGS = [
         "dQ of the wrong head",
         "place = (work.row + member * K.heads.padded + row).to(gl.int64) * K.C.head_dim",
         "place = (work.row + row).to(gl.int64) * K.C.head_dim",
+        NUMBERS,
+    ),
+    one_edit(
+        IN_PARTS,
+        BACKWARD_PARTS,
+        "dS of a part over that of another",
+        "M.ds[PART].store(ds)",
+        "M.ds[0].store(ds)",
+        TOO_EARLY,
+    ),
+    one_edit(
+        IN_PARTS,
+        BACKWARD_PARTS,
+        "dQ of another part",
+        "M.ds[i].permute",
+        "M.ds[0].permute",
+        NUMBERS,
+    ),
+    one_edit(
+        IN_PARTS,
+        BACKWARD_PARTS,
+        "the rows of another part",
+        "    row += FIRST\n",
+        "",
+        NUMBERS,
+    ),
+    one_edit(
+        IN_PARTS,
+        BACKWARD_PARTS,
+        "delta of the LSE, in parts",
+        "slice(NUMBER * K.C.tile_q + FIRST, K.C.rows)",
+        "slice(FIRST, K.C.rows)",
         NUMBERS,
     ),
     one_edit(

@@ -14,7 +14,7 @@ atomic additions in float32.
     k, v            [tile_kv, dim]               the block; at the end dK and dV, on their way out
     q, do           [stages, tile_q, dim]        tiles of Q and dO
     statistics      [stages, 2 * tile_q]         of their rows: the LSE in powers of two, then delta
-    ds              [tile_kv, tile_q]            dS^T, for dQ
+    ds              [parts, tile_kv, rows]       dS^T, for dQ
     p               [tile_kv, tile_q]            P^T, where two warps share rows of dK and dV
 
     tile by tile: wait for its copies, barrier; start to copy the next one (two stages)
@@ -26,7 +26,8 @@ atomic additions in float32.
 S and dP are computed transposed, keys by rows. If each warp has 16 keys of a block to itself, P^T and dS^T are the left
 operands of dV and dK as they are, in registers, and only dS passes through shared memory, for dQ, which sums over the keys of
 all warps. If two warps share 32 keys (`across`), each has half of the columns of dK and dV and both need all of P^T: fewer
-reads of Q and dO for a write and a read of P.
+reads of Q and dO for a write and a read of P. Or a warp has 32 keys to itself, and a tile's rows come in `parts` (see
+`backward_parts`).
 
 A backward that must be deterministic, or finds the gradient of a bias, leaves dQ to the portable kernel, which has an order.
 
@@ -39,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from strobe.kernels.common.tile_scheduler import Lengths
 from strobe.kernels.gluon import aggregate, cp_async, gl, gluon, partition_barrier
+from strobe.kernels.sm80.backward_parts import add_dq, add_parts
 from strobe.kernels.sm80.backward_scores import (
     apply_mask_transposed,
     gradients_transposed,
@@ -55,14 +57,14 @@ from strobe.kernels.sm90.scores import SCORE_NUMBERS, Score, score_of, slope_of
 @aggregate
 class Memory:
     """The shared memory of a CTA: see the table above. k, v, q, do: tuples of chunks, q and do of all stages (see `tiles.at`),
-    as statistics are. p: None where nobody needs it."""
+    as statistics are. ds: a tuple of parts. p: None where nobody needs it."""
 
     k: gl.tuple
     v: gl.tuple
     q: gl.tuple
     do: gl.tuple
     statistics: gl.tuple
-    ds: gl.shared_memory_descriptor
+    ds: gl.tuple
     p: (gl.shared_memory_descriptor, gl.constexpr)
 
 
@@ -98,7 +100,10 @@ def make_memory(dtype: gl.constexpr, C: gl.constexpr):
     statistics = (gl.allocate_shared_memory(gl.float32, [2 * C.tile_q], IN_A_ROW),)
     if C.stages == 2:
         statistics += (gl.allocate_shared_memory(gl.float32, [2 * C.tile_q], IN_A_ROW),)
-    ds = gl.allocate_shared_memory(dtype, [C.tile_kv, C.tile_q], swizzled(C.tile_q, dtype))
+    PARTS: gl.constexpr = C.parts
+    ds = ()
+    for _ in gl.static_range(PARTS):
+        ds += (gl.allocate_shared_memory(dtype, [C.tile_kv, C.rows], swizzled(C.rows, dtype)),)
     p = None
     if C.across > 1:
         p = gl.allocate_shared_memory(dtype, [C.tile_kv, C.tile_q], swizzled(C.tile_q, dtype))
@@ -194,6 +199,31 @@ def step_at(K, work, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr, STA
         if member_after < work.group:
             copy_rows_of(K, work, after, member_after, 1 - STAGE)
         async_copy.commit_group()
+    if K.C.parts == 1:
+        dk, dv = add_tile(K, work, row, head, dk, dv, S, STAGE, cut)
+    else:
+        dk, dv = add_parts(K, work, row, head, dk, dv, S, STAGE, cut)
+    if K.C.with_dq:
+        place = (work.row + member * K.heads.padded + row).to(gl.int64) * K.C.head_dim
+        if K.C.parts == 1:
+            rows_by_keys = M.ds[0].permute((1, 0)).load(left(Q))
+            dq = add_products(zeros(K.C.tile_q, K.C, False, Q), rows_by_keys, M.k, Q)
+            for c in gl.static_range(len(dq)):
+                put_dq(K, dq[c], place + K.C.tile_q * first_of(K.C, False, c))
+        else:
+            add_dq(K, place, Q)
+    if K.C.stages == 1:
+        partition_barrier()
+        if member_after < work.group:
+            copy_rows_of(K, work, after, member_after, 0)
+        async_copy.commit_group()
+    return dk, dv
+
+
+@gluon.jit
+def add_tile(K, work, row, head, dk, dv, S: gl.constexpr, STAGE: gl.constexpr, cut):
+    """dK and dV with what a tile, from `row` on, gives; its dS in shared memory, where all warps see it."""
+    M = K.memory
     q = at(M.q, STAGE, K.C.stages)
     do = at(M.do, STAGE, K.C.stages)
     statistics = M.statistics[STAGE]
@@ -217,25 +247,14 @@ def step_at(K, work, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr, STA
         M.p.store(kept_p)
     delta = statistics.slice(K.C.tile_q, K.C.tile_q).load(gl.SliceLayout(0, S))[None, :]
     ds = gradients_transposed(K, p, kept, dp, delta, factor, of_function).to(K.dtype)
-    M.ds.store(ds)
+    M.ds[0].store(ds)
     partition_barrier()
     if STAGE == 0:
         dv = add_products(dv, operand(kept_p, M.p, K.C, S), do, S)
-        dk = add_products(dk, operand(ds, M.ds, K.C, S), q, S)
+        dk = add_products(dk, operand(ds, M.ds[0], K.C, S), q, S)
     else:
-        dk = add_products(dk, operand(ds, M.ds, K.C, S), q, S)
+        dk = add_products(dk, operand(ds, M.ds[0], K.C, S), q, S)
         dv = add_products(dv, operand(kept_p, M.p, K.C, S), do, S)
-    if K.C.with_dq:
-        rows_by_keys = M.ds.permute((1, 0)).load(left(Q))
-        dq = add_products(zeros(K.C.tile_q, K.C, False, Q), rows_by_keys, M.k, Q)
-        place = (work.row + member * K.heads.padded + row).to(gl.int64) * K.C.head_dim
-        for c in gl.static_range(len(dq)):
-            put_dq(K, dq[c], place + K.C.tile_q * first_of(K.C, False, c))
-    if K.C.stages == 1:
-        partition_barrier()
-        if member_after < work.group:
-            copy_rows_of(K, work, after, member_after, 0)
-        async_copy.commit_group()
     return dk, dv
 
 

@@ -10,7 +10,7 @@ def indices_transposed(K, s, row, work):
     """Indices in their sequence: of the rows of the tile that begins at `row`, and of the block's keys. s: a tensor with the
     layout of scores."""
     LAYOUT: gl.constexpr = s.type.layout
-    rows = row + gl.arange(0, K.C.tile_q, gl.SliceLayout(0, LAYOUT))
+    rows = row + gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT))
     return rows, work.first + gl.arange(0, K.C.tile_kv, gl.SliceLayout(1, LAYOUT))
 
 
@@ -30,10 +30,10 @@ def apply_mask_transposed(K, x, row, head, work):
 
     Row 8 a + 2 b + e of a tile lies in lane b of a quad. Seen in these dims a lane compares a number of its own with numbers
     that the compiler knows: no registers for rows."""
-    y = gl.reshape(x, [K.C.tile_kv, K.C.tile_q // 8, 4, 2])
+    y = gl.reshape(x, [K.C.tile_kv, x.shape[1] // 8, 4, 2])
     L: gl.constexpr = y.type.layout
     key = work.first + gl.arange(0, K.C.tile_kv, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
-    a = gl.arange(0, K.C.tile_q // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+    a = gl.arange(0, x.shape[1] // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
     b = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
     e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
     within = 8 * a[None, :, None, None] + e[None, None, None, :]
@@ -49,7 +49,7 @@ def apply_mask_transposed(K, x, row, head, work):
         y = gl.where(within <= key + K.lengths.left - p, y, hidden)
     if K.lengths.prefix is not None:
         y = gl.where(within >= gl.where(key < K.lengths.prefix, 0, key - p), y, hidden)
-    x = gl.convert_layout(gl.reshape(y, [K.C.tile_kv, K.C.tile_q]), x.type.layout)
+    x = gl.convert_layout(gl.reshape(y, x.shape), x.type.layout)
     rows, keys = indices_transposed(K, x, row, work)
     if K.score.document_q is not None:
         of_rows = documents_of_rows(work.batch, rows, work.n_q, K.score)
