@@ -242,8 +242,8 @@ def test_the_two_passes(triton):
             assert roles["dv"]["HGMMA"] == 2 * (scores + sums_v), name
             assert roles["dk"]["HGMMA"] == 2 * (dp + sums), name
             assert roles["dv"]["MUFU.EX2"] == 2 * 32 and "MUFU.EX2" not in roles["dk"], name
-            for role in ("dv", "dk"):  # a fence before the statistics' place is given back
-                assert audit["main_loops"][role]["MEMBAR"] == 1, name
+            for role in ("dv", "dk"):  # nothing that threads write is read by the TMA
+                assert "MEMBAR" not in audit["main_loops"][role], name
         else:
             for role in ("dq 0", "dq 1"):
                 assert roles[role]["HGMMA"] == scores + dp + 2 * sums, name
@@ -274,7 +274,8 @@ def test_where_ds_is_stored(triton):
         name, roles, loops = audit["name"], audit["roles"], audit["main_loops"]
         assert not audit["warnings"], name
         assert 0 <= audit["smem_bytes"] - smem_bytes <= 640, name
-        assert audit["spill_bytes"] <= (440 if head_dim == 192 else 300 if head_dim < 192 and triton == TRITONS[1] else 0), name
+        newest = {256: 128, 192: 440}.get(head_dim, 300)
+        assert audit["spill_bytes"] <= (newest if triton == TRITONS[1] else 440 if head_dim == 192 else 0), name
         assert not any("UTMAREDG" in counts for counts in roles.values()), name
         if name.endswith("dQ"):
             chunks = 2 if head_dim == 192 else 1

@@ -146,7 +146,7 @@ def sm90_backward() -> Subject:
 
 
 def sm90_backward_split() -> Subject:
-    helpers = ("finished", "release_statistics")
+    helpers = ("finished",)
     cases = [*test_split_backward.CASES, *stored(SplitConfig)]
     tried = trials(cases, lambda t, config: launches.SplitBackward(t, config).run)
     return Subject(

@@ -69,8 +69,12 @@ SPLIT = "strobe.kernels.sm90.backward_split"
 CAUSAL = Case(200, 200, batch=1, heads_q=2, heads_kv=1, head_dim=64, mask="causal")
 KERNEL = Kernel(SPLIT, 90, CAUSAL, SplitConfig(64, 64), lambda kernels, bug, t, config: SplitBackward(t, config, kernels).run)
 TOO_EARLY = (Race, Uninitialised, BarrierMisuse)
-FENCE, STATISTICS_RELEASED = "    fence_async_shared()\n", "    memory.statistics.release(g)\n"
-P_STORE = "    memory.p.index(g % 2).store(p.to(memory.p.dtype))\n"
+FENCE = "    fence_async_shared()\n"
+P_STORE = "    K.memory.p.index(g % 2).store(p.to(K.memory.p.dtype))\n"
+Q_WAIT = "    K.memory.q.wait(g)\n"
+DELTA = "    dp = dp - statistics_of(g, K)"
+DP_DONE = "                dp = warpgroup_mma_wait(0, deps=[dp])\n"
+DO_GIVEN = "                K.memory.do.release(g)\n"
 P_ANNOUNCED = "    announce(P_READY + g % 2)\n"
 P_WAIT = "    meet(P_READY + g % 2)\n    p = "
 P_READ = "        announce(P_READ + g % 2)\n"
@@ -84,9 +88,9 @@ BUGS = [
         "the keys pass does not take its turn", FENCE + "    take_turn()\n    inputs", FENCE + "    inputs", (Race, Unfinished)
     ),
     kernel("the rows pass does not take its turn", "    take_turn()  # at", "    pass  # at", (Unfinished,)),
-    kernel("V is not waited for", "        mbarrier.wait(K.memory.v_full.index(0), 0)\n", "", TOO_EARLY),
-    kernel("the statistics are not waited for", "    K.memory.statistics.wait(g)\n    x = x -", "    x = x -", TOO_EARLY),
-    kernel("the statistics are given back while they are loaded", FENCE + STATISTICS_RELEASED, STATISTICS_RELEASED, (Race,)),
+    kernel("V is not waited for", "            mbarrier.wait(K.memory.v_full.index(0), 0)\n", "", TOO_EARLY),
+    kernel("Q is not waited for", "                K.memory.q.wait(g)\n", "", TOO_EARLY),
+    kernel("delta is not waited for", Q_WAIT + DELTA, DELTA, TOO_EARLY),
     kernel("P is not waited for", P_WAIT, "    p = ", TOO_EARLY),
     kernel("nobody says that P is there", P_ANNOUNCED, "    pass\n", (Deadlock,)),
     kernel("P is announced before it is written", P_STORE + P_ANNOUNCED, P_ANNOUNCED + P_STORE, (Race, Uninitialised)),
@@ -98,10 +102,11 @@ BUGS = [
     kernel(
         "dK overwrites a K that is read", "        rendezvous(ENDED, 1)\n", "        announce(ENDED)\n", (Race, BarrierMisuse)
     ),
+    kernel("dO is given back while dP reads it", DP_DONE + DO_GIVEN, DO_GIVEN + DP_DONE, (Race,)),
     kernel(
         "a tile of Q is given back before its product is done",
-        "                dk = finished(dk, 0)\n                K.memory.q.release(g - 1)\n",
-        "                K.memory.q.release(g - 1)\n                dk = finished(dk, 0)\n",
+        "                dk = finished(dk, K.C.products_dp)\n                K.memory.q.release(g - 1)\n",
+        "                K.memory.q.release(g - 1)\n                dk = finished(dk, K.C.products_dp)\n",
         (Race,),
     ),
 ]

@@ -20,6 +20,7 @@ D64 = Config(64, 64, 128, turns=True, folded=True, stored=True)
 D96 = Config(96, 96, 64, turns=False, stored=True)
 D192 = Config(192, 128, 64, turns=False, stored=True)
 SPLIT64, SPLIT256 = (SplitConfig(dim, dim, stored=True) for dim in (64, 256))
+HELD = replace(SPLIT256, held=128)
 
 
 def case(n_q, n_kv, head_dim, heads=(1, 1), batch=1, **more) -> Case:
@@ -39,6 +40,8 @@ CASES = [
     (case(260, 260, 64, mask="window"), FP16, SPLIT64),
     (case(100, 140, 64, batch=4, packed=True, mask="causal"), BF16, SPLIT64),
     (case(90, 150, 256, heads=(2, 1), mask="causal"), BF16, SPLIT256),
+    (case(200, 150, 256, heads=(2, 1), mask="causal"), BF16, HELD),
+    (case(70, 100, 256, batch=3, packed=True, mask="window"), FP16, HELD),
 ]
 
 

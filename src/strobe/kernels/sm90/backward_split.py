@@ -7,13 +7,15 @@ there is memory for it, the keys pass stores dS, and a plain product (`backward_
     keys pass     a CTA has 64 keys of a key head and walks over the tiles of 64 query rows that see them
 
     role        warps    work
-    producer    1        copies K, V, and per tile Q, dO and the statistics in (TMA)
-    dv_role     4        S^T = K Q^T, P^T, dV += P^T dO
-    dk_role     4        dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dK += dS^T Q
+    producer    1        copies K, V, and per tile Q with the statistics, and dO in (TMA)
+    dv_role     4        S^T = K Q^T, beside dV += P^T dO of the tile before, P^T
+    dk_role     4        dK += dS^T Q of the tile before, dP^T = V dO^T, dS^T = P^T * (dP^T - delta)
 
     P^T goes from dV's group to dK's, through shared memory, in the precision of the inputs. (A group could not hold
     both dK and dV at head dim 256: 128 registers a thread each.) dS^T, where it is stored, leaves through two more places, as
-    the TMA writes what a product reads.
+    the TMA writes what a product reads. The first columns of K and of V may be held in registers. They come by way of the
+    places of P^T and dS^T, and what they would take of shared memory is a third place of Q, of which a tile needs its own for
+    longest: from S to dK of two tiles later, and the time of a copy.
 
     rows pass     a CTA has 128 query rows of a head and walks over the blocks of 64 keys that they see
 
@@ -39,14 +41,16 @@ from strobe.kernels.gluon import (
     gluon,
     mbarrier,
     partition_barrier,
+    reinterpret,
     tma_load,
     tma_store,
     tma_store_wait,
+    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from strobe.kernels.sm90 import backward_config as sizes
 from strobe.kernels.sm90.backward import NUMBERS
-from strobe.kernels.sm90.backward_products import finished, no_result, start_products, start_sum
+from strobe.kernels.sm90.backward_products import finished, hold_part, no_result, start_products, start_sum
 from strobe.kernels.sm90.backward_scores import apply_mask_transposed, kept_weights_transposed, scores_transposed
 from strobe.kernels.sm90.backward_stores import flat, note_of_keys
 from strobe.kernels.sm90.backward_tiles import ROWS_PADDED, STAGES, KeyHeads, StoredTiles, locate_keys
@@ -92,8 +96,8 @@ def by_register():
 
 @aggregate
 class KeysMemory:
-    """k, v: chunks of [1, 64, columns]. q, do, statistics: channels of tiles. p: [2, 64 keys, 64 rows]. ds: the same, in a
-    tuple that is empty if dS is not stored."""
+    """k, v: chunks of [1, 64, columns], without the columns that are held. q, do: channels of tiles. statistics: [stages of q,
+    2 * 64], with the barriers of q. p: [2, 64 keys, 64 rows]. ds: the same, in a tuple that is empty if dS is not stored."""
 
     k: gl.tuple
     v: gl.tuple
@@ -101,7 +105,7 @@ class KeysMemory:
     v_full: gl.shared_memory_descriptor
     q: Channel
     do: Channel
-    statistics: Channel
+    statistics: gl.shared_memory_descriptor
     p: gl.shared_memory_descriptor
     ds: gl.tuple
 
@@ -109,15 +113,14 @@ class KeysMemory:
 @gluon.jit
 def make_keys_memory(dtype: gl.constexpr, C: gl.constexpr):
     """The caller fences."""
-    statistics = (gl.allocate_shared_memory(gl.float32, [STAGES, 2 * TILE], flat(1)),)
     return KeysMemory(
-        make_chunks(dtype, 1, TILE, C.wide, C.narrow),
-        make_chunks(dtype, 1, TILE, C.wide_v, C.narrow_v),
+        make_chunks(dtype, 1, TILE, C.wide - C.held, C.narrow),
+        make_chunks(dtype, 1, TILE, C.wide_v - C.held, C.narrow_v),
         make_barriers(1, 1),
         make_barriers(1, 1),
-        make_channel(dtype, STAGES, TILE, C.wide, C.narrow, 2),
+        make_channel(dtype, C.q_stages, TILE, C.wide, C.narrow, 1),
         make_channel(dtype, STAGES, TILE, C.wide_v, C.narrow_v, 2),
-        Channel(statistics, make_barriers(STAGES, 1), make_barriers(STAGES, 2), STAGES),
+        gl.allocate_shared_memory(gl.float32, [C.q_stages, 2 * TILE], flat(1)),
         gl.allocate_shared_memory(dtype, [2, TILE, TILE], by_register()),
         make_ds(dtype, C),
     )
@@ -163,20 +166,69 @@ def keys_producer(K):
     q_desc, k_desc, v_desc, do_desc, statistics_desc = K.inputs
     work = locate_keys(K, K.number, TILE, TILE)
     if work.first < work.n_kv:
-        copy_in(k_desc, at(K.memory.k, 0), K.memory.k_full.index(0), work.start_kv, work.n_kv, work.batch, work.head_kv,
-                work.first)  # fmt: skip
-        copy_in(v_desc, at(K.memory.v, 0), K.memory.v_full.index(0), work.start_kv, work.n_kv, work.batch, work.head_kv,
-                work.first)  # fmt: skip
+        copy_keys(k_desc, K.memory.k, K.memory.k_full, (K.memory.p,), work, K.C)
         tiles = work.end - work.begin
         for g in tl.range(0, tiles * work.group):
             member = g // tiles
             row = (work.begin + g % tiles) * TILE
             head = work.head_kv * work.group + member
-            full = K.memory.statistics.acquire(g)
-            mbarrier.expect(full, 2 * TILE * 4)
-            tma_load(statistics_desc, [(work.row + member * K.heads.padded + row) * 2], full, K.memory.statistics.block(g)[0])
-            copy_in(q_desc, K.memory.q.block(g), K.memory.q.acquire(g), work.start_q, work.n_q, work.batch, head, row)
+            full = K.memory.q.acquire(g)
+            place = (work.row + member * K.heads.padded + row) * 2
+            copy_in(q_desc, K.memory.q.block(g), full, work.start_q, work.n_q, work.batch, head, row, 2 * TILE * 4)
+            tma_load(statistics_desc, [place], full, statistics_of(g, K))
+            if g == 0:
+                copy_keys(v_desc, K.memory.v, K.memory.v_full, K.memory.ds, work, K.C)
             copy_in(do_desc, K.memory.do.block(g), K.memory.do.acquire(g), work.start_q, work.n_q, work.batch, head, row)
+
+
+@gluon.jit
+def copy_keys(descriptors, chunks, full, places, work, C: gl.constexpr):
+    """Start the copy of a block's K or V; of the columns that are held to where `hold_keys` finds them."""
+    if C.held == 0:
+        copy_in(descriptors, at(chunks, 0), full.index(0), work.start_kv, work.n_kv, work.batch, work.head_kv, work.first)
+    else:
+        first, rest = held_place(places, C), chunks[0].index(0)
+        mbarrier.expect(full.index(0), 2 * descriptors[0].block_type.nbytes)
+        for c in gl.static_range(2):
+            place = coordinates(descriptors[0], work.start_kv, work.n_kv, work.batch, work.head_kv, work.first, c * C.held)
+            part = first if c == 0 else rest
+            tma_load(descriptors[0], place, full.index(0), part.reshape(descriptors[0].block_type.shape))
+
+
+@gluon.jit
+def held_place(places, C: gl.constexpr):
+    COLUMNS: gl.constexpr = C.held
+    dtype: gl.constexpr = places[0].dtype
+    return reinterpret(places[0], dtype, [1, TILE, COLUMNS], swizzled(dtype, COLUMNS)).index(0)
+
+
+@gluon.jit
+def hold_keys(places, C: gl.constexpr):
+    """Load the columns of K or V that the group holds, of a block that has come."""
+    if C.held == 0:
+        return ()
+    else:
+        held = hold_part(held_place(places, C), C.held, TILE)
+        partition_barrier()  # before the group writes there
+        return held
+
+
+@gluon.jit
+def start_scores(a, held, b, C: gl.constexpr):
+    """Start a b^T, of which the first columns of a are held."""
+    if C.held == 0:
+        return start_products(a, b)
+    else:
+        REST: gl.constexpr = b[0].shape[1] - C.held
+        s = gl.full([TILE, TILE], 0.0, gl.float32, accumulator(TILE))
+        s = warpgroup_mma(held[0], b[0].slice(0, C.held, dim=1).permute((1, 0)), s, use_acc=False, is_async=True)
+        return warpgroup_mma(a[0], b[0].slice(C.held, REST, dim=1).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def statistics_of(g, K):
+    """LSE and delta of the g-th tile's rows."""
+    return K.memory.statistics.index(K.memory.q.slot(g))
 
 
 @gluon.jit
@@ -185,9 +237,7 @@ def weights_of(K, s, g, slope, work):
     scores' gradient."""
     row, head = place_of(g, work)
     x, factor, of_function = scores_transposed(s, 0, row, head, slope, work, K.score)
-    K.memory.statistics.wait(g)
-    x = x - K.memory.statistics.block(g)[0].slice(0, TILE).load(columns_of(TILE))[None, :]
-    release_statistics(g, K.memory)
+    x = x - statistics_of(g, K).slice(0, TILE).load(columns_of(TILE))[None, :]
     if K.MASKED:
         tile = row // TILE
         if (tile < work.full_begin) | (tile >= work.full_end):
@@ -198,14 +248,6 @@ def weights_of(K, s, g, slope, work):
         return kept, weighed(p, of_function, K.score) * factor
     else:
         return kept, p
-
-
-@gluon.jit
-def release_statistics(g, memory):
-    """The next tile's are copied by the TMA, which is no part of the order in which warps' loads and stores are done: the fence
-    waits for the loads that are under way. (Without it dK differed in up to all of 100 runs on a busy H200.)"""
-    fence_async_shared()
-    memory.statistics.release(g)
 
 
 @gluon.jit
@@ -223,21 +265,21 @@ def slope_of_tile(g, work, score):
 
 
 @gluon.jit
-def send(p, g, memory):
+def send(p, g, K):
     """Send P^T of the g-th tile to dK's group."""
     if g >= 2:
         meet(P_READ + g % 2)
-    memory.p.index(g % 2).store(p.to(memory.p.dtype))
+    K.memory.p.index(g % 2).store(p.to(K.memory.p.dtype))
     announce(P_READY + g % 2)
 
 
 @gluon.jit
-def receive(g, count, memory):
+def receive(g, count, K):
     meet(P_READY + g % 2)
-    p = memory.p.index(g % 2).load(accumulator(TILE))
+    p = K.memory.p.index(g % 2).load(accumulator(TILE))
     if g + 2 < count:
         announce(P_READ + g % 2)
-    return p.to(gl.float32)
+    return p
 
 
 @gluon.jit
@@ -248,31 +290,30 @@ def dv_role(K):
         count = (work.end - work.begin) * work.group
         dv = no_result(K.C.wide_v, K.C.narrow_v)
         mbarrier.wait(K.memory.k_full.index(0), 0)
+        held = hold_keys((K.memory.p,), K.C)
         start = gl.to_tensor(0)
         if count > 0:
             K.memory.q.wait(start)
-            s = start_products(at(K.memory.k, 0), K.memory.q.block(start))
+            s = start_scores(at(K.memory.k, 0), held, K.memory.q.block(start), K.C)
             slope = slope_of_tile(start, work, K.score)
             s = warpgroup_mma_wait(0, deps=[s])
-            K.memory.q.release(start)
             weight, sent = weights_of(K, s, start, slope, work)
-            send(sent, start, K.memory)
+            send(sent, start, K)
             p = weight.to(dtype)
             for g in tl.range(1, count, disable_licm=True):
                 K.memory.q.wait(g)
-                s = start_products(at(K.memory.k, g >> 30), K.memory.q.block(g))
+                s = start_scores(at(K.memory.k, g >> 30), held, K.memory.q.block(g), K.C)
                 K.memory.do.wait(g - 1)
                 dv = start_sum(dv, p, K.memory.do.block(g - 1))
                 slope = slope_of_tile(g, work, K.score)  # beside the products
                 s = warpgroup_mma_wait(K.C.products_v, deps=[s])
-                K.memory.q.release(g)
                 weight, sent = weights_of(K, s, g, slope, work)
                 K.memory.do.wait(g - 1)  # complete already; but ptxas moves no later wait above it, and dV stays hidden
                 # Rounded earlier, P would be written to registers that dV still reads, and ptxas makes all products serial.
                 dv = finished(dv, 0)
                 K.memory.do.release(g - 1)
                 p = weight.to(dtype)
-                send(sent, g, K.memory)
+                send(sent, g, K)
             K.memory.do.wait(count - 1)
             dv = start_sum(dv, p, K.memory.do.block(count - 1))
             dv = finished(dv, 0)
@@ -280,70 +321,62 @@ def dv_role(K):
         rendezvous(ENDED, 0)
         if K.NOTED:
             note_of_keys(0, K, dv, work)
-        store_keys(dv, 1.0, K.memory.v, K.outputs.dv, work, K.lengths)
+        store_keys(dv, 1.0, K.memory.do.chunks, K.outputs.dv, work, K.lengths)
 
 
 @gluon.jit
 def dk_role(K):
-    dtype: gl.constexpr = K.memory.p.dtype
     work = locate_keys(K, K.number, TILE, TILE)
     if work.first < work.n_kv:
         count = (work.end - work.begin) * work.group
         dk = no_result(K.C.wide, K.C.narrow)
-        mbarrier.wait(K.memory.v_full.index(0), 0)
         start = gl.to_tensor(0)
         if count > 0:
+            mbarrier.wait(K.memory.v_full.index(0), 0)
+            held = hold_keys(K.memory.ds, K.C)
             K.memory.do.wait(start)
-            dp = start_products(at(K.memory.v, 0), K.memory.do.block(start))
+            dp = start_scores(at(K.memory.v, 0), held, K.memory.do.block(start), K.C)
             dp = warpgroup_mma_wait(0, deps=[dp])
             K.memory.do.release(start)
-            ds = gradients(dp, start, count, work, K).to(dtype)
+            ds = gradients(dp, start, count, work, K)
             for g in tl.range(1, count, disable_licm=True):
-                K.memory.do.wait(g)
-                dp = start_products(at(K.memory.v, g >> 30), K.memory.do.block(g))
-                put_ds(ds, g - 1, K)
-                K.memory.q.wait(g - 1)
                 dk = start_sum(dk, ds, K.memory.q.block(g - 1))
+                K.memory.do.wait(g)
+                dp = start_scores(at(K.memory.v, g >> 30), held, K.memory.do.block(g), K.C)
+                put_ds(ds, g - 1, K)
                 send_ds(g - 1, work, K)
-                dp = warpgroup_mma_wait(K.C.products, deps=[dp])
-                K.memory.do.release(g)
-                new_ds = gradients(dp, g, count, work, K)
-                K.memory.q.wait(g - 1)  # likewise
-                dk = finished(dk, 0)
+                dk = finished(dk, K.C.products_dp)
                 K.memory.q.release(g - 1)
-                ds = new_ds.to(dtype)
-            put_ds(ds, count - 1, K)
-            K.memory.q.wait(count - 1)
+                dp = warpgroup_mma_wait(0, deps=[dp])
+                K.memory.do.release(g)
+                ds = gradients(dp, g, count, work, K)
             dk = start_sum(dk, ds, K.memory.q.block(count - 1))
+            put_ds(ds, count - 1, K)
             send_ds(count - 1, work, K)
             dk = finished(dk, 0)
-            K.memory.q.release(count - 1)
         rendezvous(ENDED, 1)
         if K.NOTED:
             note_of_keys(0, K, dk, work)
-        store_keys(dk, K.outputs.scale, K.memory.k, K.outputs.dk, work, K.lengths)
+        store_keys(dk, K.outputs.scale, K.memory.q.chunks, K.outputs.dk, work, K.lengths)
 
 
 @gluon.jit
 def gradients(dp, g, count, work, K):
-    """dS^T of the g-th tile. Where it is stored, `put_ds` gives the statistics back."""
+    """dS^T of the g-th tile, rounded."""
     row, head = place_of(g, work)
     dp = kept_weights_transposed(dp, 0, row, head, work, K.score)
-    K.memory.statistics.wait(g)
-    delta = K.memory.statistics.block(g)[0].slice(TILE, TILE).load(columns_of(TILE))
-    if not K.C.stored:
-        release_statistics(g, K.memory)
-    dp = dp - delta[None, :]
-    return receive(g, count, K.memory) * dp
+    K.memory.q.wait(g)
+    dp = dp - statistics_of(g, K).slice(TILE, TILE).load(columns_of(TILE))[None, :]
+    return (receive(g, count, K).to(gl.float32) * dp).to(K.memory.p.dtype)
 
 
 @gluon.jit
 def put_ds(ds, g, K):
     """Put dS^T of the g-th tile, if it is stored, where the TMA takes it from: a place that `send_ds` of the tile before has
-    found empty. Beside a product, as the fence takes its time: one for dS and for the statistics, which are given back."""
+    found empty. Beside a product, as the fence takes its time."""
     if K.C.stored:
         K.memory.ds[0].index(g % 2).store(ds)
-        release_statistics(g, K.memory)
+        fence_async_shared()
 
 
 @gluon.jit
@@ -359,7 +392,7 @@ def send_ds(g, work, K):
 
 @gluon.jit
 def store_keys(x, scale, buffers, descriptors, work, lengths):
-    """dK or dV to global memory, by way of the buffers in which K or V was."""
+    """dK or dV to global memory, by way of a place where tiles of Q or dO were."""
     for c in gl.static_range(len(x)):
         result = x[c] * scale
         if lengths.used_kv is not None:  # keys that exist and are not used

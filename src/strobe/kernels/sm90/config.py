@@ -26,7 +26,7 @@ HALF_L2 = 30_000_000
 SMS = KNOWN["H100"].sms
 """Multiprocessors of an H100 SXM and an H200; the Hopper GPUs with fewer choose as if they had these."""
 
-_SCRATCH = 1024
+SCRATCH = 1024
 """Shared memory that the compiler adds: for the hand-over to the warp roles, for sums across warps."""
 
 _BARRIER, _TILE_FIELDS = 8, 13
@@ -217,7 +217,7 @@ def _fits(config: Config) -> bool:
     live = config.head_dim_v // 2 + config.tile_kv // 2 + config.tile_kv // 4
     return (
         live + _SPARE_REGISTERS <= config.consumer_registers
-        and config.smem_bytes() + _SCRATCH <= SMEM_BYTES
+        and config.smem_bytes() + SCRATCH <= SMEM_BYTES
         and config.num_stages * config.tile_kv <= _RING_KEYS
         and config.head_dim_v // config.o_columns % config.o_buffers == 0  # a piece finds its buffer as the last tile left it
     )

@@ -7,11 +7,11 @@ from strobe.kernels.gluon import TensorDescriptor, gl, gluon, mbarrier, tma_load
 
 
 @gluon.jit
-def copy_in(descriptors, chunks, barrier, start, n, batch, head, row):
-    """Start the copy of rows of one head; the barrier expects their bytes. Rows from n on come as 0."""
+def copy_in(descriptors, chunks, barrier, start, n, batch, head, row, MORE: gl.constexpr = 0):
+    """Start the copy of rows of one head; the barrier expects their bytes, and MORE. Rows from n on come as 0."""
     NUMBER: gl.constexpr = len(descriptors)
     BYTES: gl.constexpr = descriptors[0].block_type.nbytes + (descriptors[1].block_type.nbytes if NUMBER == 2 else 0)
-    mbarrier.expect(barrier, BYTES)
+    mbarrier.expect(barrier, BYTES + MORE)
     for c in gl.static_range(NUMBER):
         place = coordinates(descriptors[c], start, n, batch, head, row, c * chunks[0].shape[1])
         tma_load(descriptors[c], place, barrier, chunks[c].reshape(descriptors[c].block_type.shape))

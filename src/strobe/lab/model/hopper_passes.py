@@ -98,7 +98,7 @@ def of_config(config: Config | ShortConfig | backward_config.Config | backward_c
             return Pass(rows, keys, 2 * (*scores, *of_keys)), _dq_pass(dim)
         of_rows = tuple(Product(columns, keys) for columns in config.share_columns)  # dQ, of both groups
         return (Pass(rows, keys, 2 * (*scores, *of_keys) + of_rows),)
-    over_keys = Pass(rows, config.tile_kv, (of_s, of_dp, *of_keys))
+    over_keys = Pass(rows, config.tile_kv, (*held(of_s, config.held), *held(of_dp, config.held), *of_keys))
     if config.stored:
         return over_keys, _dq_pass(dim)
     dq = Product(dim, config.tile_kv, in_registers=True)
