@@ -293,10 +293,12 @@ from strobe.kernels.sm90.backward_config import choose
 from strobe.lab.binary.offline import audit_sm90_backward, problem_of
 from strobe.masks import Causal, Full, Window
 audits = []
-for mask in Full(), Causal(), Window(1023, 0):
-    config = choose(replace(problem_of((64, 64), mask, torch.bfloat16), phase="backward", deterministic=True))
-    [audit] = audit_sm90_backward((64, 64), mask, config=config)
-    audits.append((dataclasses.asdict(audit), config.order, config.smem_bytes()))
+orders = (64, Full(), 1), (64, Causal(), -1), (64, Window(1023, 0), -1), (96, Full(), 1), (96, Causal(), -1), (128, Causal(), 2)
+for head_dim, mask, order in orders:
+    config = choose(replace(problem_of((head_dim, head_dim), mask, torch.bfloat16), phase="backward"))
+    config = replace(config, stored=False, order=order)
+    [audit] = audit_sm90_backward((head_dim, head_dim), mask, config=config)
+    audits.append((dataclasses.asdict(audit), head_dim, config.smem_bytes()))
 print(json.dumps(audits))
 """
 
@@ -305,16 +307,15 @@ print(json.dumps(audits))
 def test_where_dq_has_an_order(triton):
     """The groups do as ever, but for additions, which are the writers'."""
     audits = json.loads(run_compiler(ORDERED, triton))
-    assert [order for _, order, _ in audits] == [1, -1, -1]
-    for audit, _, smem_bytes in audits:
+    for audit, head_dim, smem_bytes in audits:
         name, roles = audit["name"], audit["roles"]
         assert not audit["warnings"] and not audit["unwritten"], name
         assert 0 <= audit["smem_bytes"] - smem_bytes <= 640, name
-        assert audit["spill_bytes"] <= (320 if triton == TRITONS[1] else 60), name
+        assert audit["spill_bytes"] <= (340 if triton == TRITONS[1] else 80), name
         assert list(roles) == ["consumer 0", "consumer 1", "producer", "writer 0", "writer 1"], name
         for group in range(2):
             loop, writer = audit["main_loops"][f"consumer {group}"], roles[f"writer {group}"]
-            assert loop["HGMMA"] == 34 and loop["MEMBAR"] == 2, name
+            assert loop["HGMMA"] == {64: 34, 96: 32, 128: 34}[head_dim] and loop["MEMBAR"] == 2, name
             assert loop.get("LDL", 0) + loop.get("STL", 0) <= 8, name
             assert "UTMAREDG" not in roles[f"consumer {group}"] and writer["UTMAREDG"] == 1, name
             assert not {"HGMMA", "UTMASTG", "UTMALDG"} & set(writer), name
@@ -545,11 +546,12 @@ def test_what_takes_registers_gets_smaller_tiles(changes):
     ({"deterministic": True}, True),
     ({"deterministic": True, "score": strobe.Score(bias=torch.zeros(1, 1, 512, 512)), "learned": ("bias",)}, True),
     ({"deterministic": True, "mask": strobe.Document(torch.zeros(2, 512, dtype=torch.int32))}, False),
-    ({"deterministic": True, "lengths": Dense(1, 32768, 32768)}, False),
+    ({"deterministic": True, "lengths": Dense(1, 32768, 32768), "score": strobe.Score(softcap=3.0)}, False),
     ({"deterministic": True, "lengths": Dense(1, 32768, 32768), "mask": strobe.Window(1000, 0)}, True),
-    ({"deterministic": True, "lengths": Dense(9, 16384, 16384)}, True),
+    ({"deterministic": True, "lengths": Dense(9, 16384, 16384)}, False),
+    ({"deterministic": True, "lengths": Dense(9, 8192, 8192)}, True),
     ({"deterministic": True, "lengths": Varlen(9, 9000, 9000, 1000, 1000)}, True),
-    ({"deterministic": True, "lengths": Varlen(99, 20000, 20000, 8000, 8000)}, False),
+    ({"deterministic": True, "lengths": Varlen(99, 20000, 20000, 8000, 8000), "score": strobe.Score(softcap=3.0)}, False),
     ({"head_dim": 192}, True),
     ({"head_dim": 192, "lengths": Dense(1, 32768, 32768)}, False),
     ({"head_dim": 192, "partial": True}, False),
@@ -564,13 +566,14 @@ def test_where_ds_may_be_stored(changes, stored):
     given = problem(**changes)
     config = choose(given)
     assert config.stored == stored
-    assert isinstance(config, Config) == (given.head_dim <= 192 and (stored or not given.deterministic))
+    one_pass = stored or not given.deterministic or getattr(config, "order", 0) != 0
+    assert isinstance(config, Config) == (given.head_dim <= 192 and one_pass)
     assert ("stores dS" in backend.origin(given, KNOWN["H200"])) == stored
 
 
 @pytest.mark.parametrize("changes, order", [
     ({}, 1),
-    ({"mask": strobe.Causal()}, -1),
+    ({"mask": strobe.Causal()}, 2),
     ({"mask": strobe.Window(100, 0)}, -1),
     ({"mask": strobe.Window(100, None)}, 1),
     ({"mask": strobe.Prefix(100)}, -1),
@@ -579,11 +582,23 @@ def test_where_ds_may_be_stored(changes, stored):
     ({"seqused": True}, 1),
     ({"partial": True}, 1),
     ({"deterministic": False}, 0),
+    ({"mask": strobe.Causal(), "heads_kv": 4}, -1),
     ({"lengths": Varlen(9, 9000, 9000, 1000, 1000)}, 0),
+    ({"lengths": Varlen(99, 20000, 20000, 8000, 8000)}, 2),
     ({"mask": strobe.Document(torch.zeros(2, 512, dtype=torch.int32))}, 0),
     ({"mask": strobe.Visible(_not_after)}, 0),
     ({"score": strobe.Score(softcap=3.0)}, 0),
     ({"head_dim": 96, "head_dim_v": 96}, 0),
+    ({"head_dim": 96, "head_dim_v": 96, "heads_kv": 4}, 1),
+    ({"head_dim": 96, "head_dim_v": 96, "heads_kv": 4, "mask": strobe.Causal()}, 0),
+    ({"head_dim": 80, "head_dim_v": 80, "heads_kv": 4, "mask": strobe.Causal(), "lengths": Dense(1, 4096, 4096)}, -1),
+    ({"head_dim": 96, "head_dim_v": 96, "heads_kv": 4, "mask": strobe.Window(100, 0), "lengths": Dense(1, 4096, 4096)}, 0),
+    ({"head_dim": 64, "head_dim_v": 128, "heads_kv": 4}, 0),
+    ({"head_dim": 128, "head_dim_v": 128, "heads_kv": 4}, 0),
+    ({"head_dim": 128, "head_dim_v": 128, "partial": True}, 1),
+    ({"head_dim": 128, "head_dim_v": 128, "lengths": Dense(1, 32768, 32768)}, 1),
+    ({"head_dim": 128, "head_dim_v": 128, "heads_q": 28, "lengths": Dense(2, 8192, 8192), "mask": strobe.Causal()}, 2),
+    ({"head_dim": 128, "head_dim_v": 128, "lengths": Varlen(99, 20000, 20000, 8000, 8000), "mask": strobe.Prefix(9)}, 2),
     ({"head_dim": 192, "head_dim_v": 128}, 0),
 ])  # fmt: skip
 def test_where_dq_may_have_an_order(changes, order):

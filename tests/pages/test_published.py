@@ -56,6 +56,8 @@ BEFORE_PLACES = "measured before the portable kernels knew the places of shards,
 OTHER_HEAD_DIMS = "measured before head dim 160 had kernels of its own; of what it measures Triton 3.6 makes the same code"
 SPILLING_REDO = "measured before the redo looked for notes without spilling; it shows how fast calls were then and is due again"
 ELSEWHERE = "what changed since is elsewhere: a name from Gluon for decode, and an order of dQ in Hopper's backward"
+OF_THE_BACKWARD = "what changed since is of the backward in 16 bits"
+MORE_ORDERS = "since then dQ has an order at other head dims too; of the default Triton 3.6 makes the same code"
 DEFAULT_SINCE = "since then what it measured runs by default, by the same kernels"
 ACCEPTED: dict[str, str] = {
     "backward-h200-2026-11-23.json": REDO_CHANGED,
@@ -66,6 +68,7 @@ ACCEPTED: dict[str, str] = {
     "cycles-packed-backward-h100-2026-11-24.json": OTHER_HEAD_DIMS,
     "cycles-packed-forward-h100-2026-11-24.json": SPILLING_REDO,
     "cycles-tile-h100-2026-11-24.json": OTHER_HEAD_DIMS,
+    "determinism-h100-2026-11-25.json": MORE_ORDERS,
     "energy-peers-h200-2026-11-23.json": OLDER_KERNEL,
     "forward-h200-2026-11-21.json": HISTORY,
     "forward-h200-2026-11-22.json": OLDER_KERNEL,
@@ -84,12 +87,14 @@ ACCEPTED: dict[str, str] = {
     "sm80-h100-2026-11-25-lengths.json": "up to head dim 64 the backward takes two CTAs since; the rest is the same code",
     "sm80-h200-2026-11-25.json": "measured while Triton 3.6 stored O two bytes at a time",
     "fp32-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
-    "fp8-sums-h100-2026-11-25.json": "what changed since is of the backward in 16 bits",
+    "fp8-forward-h100-2026-11-25.json": OF_THE_BACKWARD,
+    "fp8-sums-h100-2026-11-25.json": OF_THE_BACKWARD,
     "single-h100-2026-11-25.json": ELSEWHERE,
     "timeline-h200-2026-11-21.json": HISTORY,
     "timeline-h200-2026-11-22.json": OLDER_KERNEL,
     "train-gpt-4096-h200-2026-11-22.json": OLDER_KERNEL,
     "train-gpt-h200-2026-11-22.json": OLDER_KERNEL,
+    "training-steps-h100-2026-11-25.json": MORE_ORDERS,
     "zoo-h100-2026-11-25.json": WITHOUT_KEYS,
 }
 """Published results that are older than a kernel of theirs, and why they may stay."""

@@ -19,12 +19,14 @@ from strobe.sim import Deadlock, Race, Uninitialised
 
 FP16, BF16 = torch.float16, torch.bfloat16
 AS_THEY_COME = Config(64, 64, 128, turns=True, folded=True)
-UP, DOWN = (replace(AS_THEY_COME, order=order) for order in (1, -1))
+UP, DOWN, LAST_ROWS = (replace(AS_THEY_COME, order=order) for order in (1, -1, 2))
+UP96, DOWN96, LAST_ROWS96 = (Config(96, 96, 64, turns=True, held_k=64, held_v=64, order=order) for order in (1, -1, 2))
+UP128, DOWN128, LAST_ROWS128 = (Config(128, 128, 64, turns=True, held_k=64, folded=True, order=order) for order in (1, -1, 2))
 ORDERS = (("in_order", 0), ("random", 1), ("late", 0), ("early", 0), *(("uneven", number) for number in range(8)))
 
 
-def case(n_q, n_kv, heads=(1, 1), batch=1, **more) -> Case:
-    return Case(n_q, n_kv, batch, *heads, 64, **more)
+def case(n_q, n_kv, heads=(1, 1), batch=1, head_dim=64, **more) -> Case:
+    return Case(n_q, n_kv, batch, *heads, head_dim, **more)
 
 
 CASES = [
@@ -45,16 +47,31 @@ CASES = [
     # Less is used.
     (case(150, 170, batch=4, seqused=True, mask="causal"), FP16, DOWN),
     (case(100, 140, batch=4, seqused=True), FP16, UP),
+    # Smaller tiles, shares that differ, one place for K.
+    (case(300, 300, heads=(2, 1), head_dim=96), BF16, UP96),
+    (case(200, 300, heads=(2, 1), mask="causal", head_dim=96), BF16, DOWN96),
+    (case(200, 300, heads=(2, 1), head_dim=128), BF16, UP128),
+    (case(200, 200, heads=(2, 1), mask="causal", head_dim=128), BF16, DOWN128),
+    # The last rows first.
+    (case(300, 300, heads=(4, 2), mask="causal"), FP16, LAST_ROWS),
+    (case(200, 300, heads=(3, 1), mask="causal", head_dim=96), BF16, LAST_ROWS96),
+    (case(150, 200, heads=(2, 1), mask="causal", head_dim=128), BF16, LAST_ROWS128),
+    # Packed sequences.
+    (case(400, 400, heads=(4, 2), batch=3, packed=True, mask="causal"), BF16, LAST_ROWS),
+    (case(400, 300, heads=(2, 2), batch=3, packed=True), FP16, LAST_ROWS),
+    (case(200, 500, heads=(2, 1), batch=4, packed=True, mask="window", head_dim=128), BF16, LAST_ROWS128),
+    (case(300, 300, heads=(2, 1), batch=3, packed=True, mask="prefix", head_dim=96), BF16, LAST_ROWS96),
+    (case(300, 300, heads=(2, 1), batch=3, packed=True, seqused=True, mask="causal"), BF16, LAST_ROWS),
 ]
 
 
 def short(value) -> str:
     if isinstance(value, Config):
-        return {1: "up", -1: "down"}[value.order]
+        return {1: "up", -1: "down", 2: "last rows"}[value.order]
     return str(value).removeprefix("torch.")
 
 
-SAMPLE = (0, 5, 7)
+SAMPLE = (0, 5, 7, 15, 16)
 SOME = [pytest.param(*of, marks=() if number in SAMPLE else pytest.mark.exhaustive) for number, of in enumerate(CASES)]
 
 
@@ -100,8 +117,12 @@ def start(kernels, bug, t, config):
 
 KERNEL = Kernel(BACKWARD, 90, CAUSAL, DOWN, start)
 kernel, order, stores = (partial(one_edit, KERNEL, module, ctas=3, resident=3) for module in (BACKWARD, ORDER, STORES))
-NEEDED = "gl.where(shared, passed + tile - neighbour.begin + 1, 0)"
-WAITED = f"        known = await_neighbour(neighbour.flags + w, {NEEDED}, known)\n"
+last_rows = partial(one_edit, replace(KERNEL, config=LAST_ROWS), ORDER, ctas=3, resident=3)
+WINDOW = case(300, 500, heads=(2, 1), mask="window")
+FULL128 = case(130, 200, head_dim=128)
+ONE_PLACE = {"head_dim": 128, "head_dim_v": 128, "tile_q": 64, "held_k": 64, "order": 1}
+NUMBER = "number_of(tile, member, neighbour, work, K)"
+WAITED = f"        known = await_neighbour(neighbour.flags + w, {NUMBER}, known)\n"
 RAISED = "        raise_when_added(flag, i + 1)\n"
 INSIDE = "(tile >= neighbour.begin) & (tile < neighbour.end)"
 FULL = "    mbarrier.wait(K.memory.dq_full.index(w), g & 1)\n"
@@ -118,18 +139,41 @@ BUGS = [
         "the block on the other side is waited for",
         KERNEL,
         ORDER,
-        (("work.first - K.C.order * KEYS", "work.first + K.C.order * KEYS"), ("- 2 * K.C.order", "+ 2 * K.C.order")),
+        (("work.first - STEP * KEYS", "work.first + STEP * KEYS"), ("- 2 * STEP", "+ 2 * STEP")),
         (Deadlock,),
         ctas=3,
     ),
     order("no tile waits", INSIDE, "tile < 0", (Race,)),
-    order("heads are not told apart", "            passed += neighbour.end - neighbour.begin\n", "", (Race,)),
-    order("one tile less is waited for", "neighbour.begin + 1, 0)", "neighbour.begin, 0)", (Race,)),
+    order("heads are not told apart", "(neighbour.end - neighbour.begin) * member + tile", "tile", (Race,)),
+    order("one tile less is waited for", "tile - neighbour.begin + 1", "tile - neighbour.begin", (Race,)),
+    last_rows("heads of a tile are not told apart", "* work.group + member + 1", "* work.group + 1", (Race,)),
+    last_rows("one head less is waited for", "* work.group + member + 1", "* work.group + member", (Race,)),
+    last_rows(
+        "tiles are counted from the own last one",
+        "(neighbour.end - 1 - tile)",
+        "(work.end - 1 - tile)",
+        (Race, Deadlock),
+        case=WINDOW,
+    ),
     order("what is not yet there is added", FULL, "", (Race, Uninitialised)),
     order("a place is given back before it is read", READ, "    partition_barrier()", (Race,)),
     order("a place is not given back", "    mbarrier.arrive(K.memory.dq_empty.index(w), count=1)\n", "", (Deadlock,)),
     stores("a share overwrites the one before", EMPTY, "", (Race,)),
-    stores("dV overwrites a share", "        await_writer(w, gl.maximum(tiles - 1, 0), K)", "        pass", (Race,)),
+    stores(
+        "dV overwrites a share",
+        "        await_writer(w, gl.maximum(tiles - (K.C.k_stages - 1), 0), K)",
+        "        pass",
+        (Race,),
+    ),
+    stores("dV overwrites the last share", "tiles - (K.C.k_stages - 1)", "tiles - 1", (Race,), case=FULL128, config=ONE_PLACE),
+    order(
+        "a share goes to the other group's columns",
+        "first_share(w, K.C))",
+        "first_share(1 - w, K.C))",
+        (),
+        config=ONE_PLACE,
+        case=FULL128,
+    ),
     Bug(
         "the first blocks are the CTAs' own",
         KERNEL,

@@ -112,7 +112,7 @@ from strobe.kernels.sm90.backward_scores import (
     kept_weights_transposed,
     scores_transposed,
 )
-from strobe.kernels.sm90.backward_stores import add_to_dq, flat, leave, note_of_keys
+from strobe.kernels.sm90.backward_stores import add_to_dq, first_share, flat, leave, note_of_keys
 from strobe.kernels.sm90.backward_tiles import (
     HALF,
     KEYS,
@@ -332,7 +332,7 @@ def copy_v(K, block, work):
 def copy_tile(K, i, g, work):
     """Start the copies of the i-th tile of a block, which is the CTA's g-th."""
     q_desc, _k_desc, _v_desc, do_desc, statistics_desc = K.inputs
-    if K.listed is None:
+    if K.listed is None and K.C.order != 2:
         tiles = work.end - work.begin
         member = i // tiles
         row = (work.begin + i % tiles) * K.C.tile_q
@@ -384,8 +384,6 @@ def consumer(w: gl.constexpr, K):
 def consume(w: gl.constexpr, K, block, before, place, work):
     """The CTA's block-th block that has tiles, with `before` of them before its first. place: where dQ of the tile before goes;
     returned is that of the last one."""
-    # Group w's share of dQ: where it begins, in units of 64 numbers, of which 64 rows have `dim`.
-    FIRST_SHARE: gl.constexpr = w * (K.C.head_dim if K.C.tile_q > HALF else K.C.share_columns[0])
     count = (work.end - work.begin) * work.group
     dk = no_result(K.C.wide, K.C.narrow)
     dv = no_result(K.C.wide_v, K.C.narrow_v)
@@ -394,7 +392,8 @@ def consume(w: gl.constexpr, K, block, before, place, work):
     mbarrier.wait(K.memory.v.full.index(w), block & 1)
     held_k = hold(half_of(K.memory.k.part(k_stage), w), K.C.held_k, K.C.tile_q)
     held_v = hold(K.memory.v.part(w), K.C.held_v, K.C.tile_q)
-    tile = work.begin if K.listed is None else work.end - 1
+    UPWARDS: gl.constexpr = K.listed is None and K.C.order != 2
+    tile = work.begin if UPWARDS else work.end - 1
     row = work.row
     head = work.head_kv * work.group
     member = gl.to_tensor(0)
@@ -413,8 +412,8 @@ def consume(w: gl.constexpr, K, block, before, place, work):
             dk, dv = step(w, K, g, first, at_k, at_k_before, tile, head, place, held_k, held_v, dk, dv, work)
             at_k_before = at_k
         mbarrier.arrive(K.memory.empty.index(stage_of(g)), count=1)
-        place = (row + tile * K.C.tile_q) // 64 * K.C.head_dim + FIRST_SHARE
-        if K.listed is None:
+        place = (row + tile * K.C.tile_q) // 64 * K.C.head_dim + first_share(w, K.C)
+        if UPWARDS:
             tile += 1
             if tile == work.end:  # on to the next head of the group
                 tile = work.begin

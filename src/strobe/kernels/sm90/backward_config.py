@@ -39,6 +39,9 @@ SPLIT_TILE = 64
 MOST_STORED = 2**30
 """Bytes of dS that are in memory at a time, at most: heads take turns."""
 
+FULL_TURN = 256
+"""Blocks of keys that keep all multiprocessors busy, about two for each."""
+
 
 @dataclass(frozen=True)
 class Config(Chunks):
@@ -47,7 +50,8 @@ class Config(Chunks):
     group has in registers, too: whole chunks, or of K 64 columns of one of 128. folded: whether the products of S and dP
     subtract the statistics, too (see `backward_pre_post`); head dims up to 128, scores that nothing changes. stored: whether dS
     is stored, and dQ is a product of its own (`backward_dq`). order: 1 or -1 if blocks of keys add to dQ one after the other,
-    from the first or the last on (see `backward_order`), 0 if as they come; at head dim 64."""
+    from the first or the last on, 2 if from the first on and over rows from the last on (see `backward_order`), 0 if as they
+    come; up to head dim 128, where nothing changes scores."""
 
     tile_q: int
     turns: bool
@@ -216,7 +220,7 @@ STORING = (192, 128), (160, 160)
 
 def choose(problem: AttentionProblem) -> Config | SplitConfig:
     """One pass where registers hold dK and dV. Where the result must have the same bits in every run, blocks add to dQ in an
-    order if they can at head dim 64, where that is faster than to store dS; above it is slower. At (192, 128) and at 160
+    order, or dS is stored (`_order`). At (192, 128) and at 160
     dS is stored in any case: on an H100, of the time of one pass, at 1k, 4k, 16k: (192, 128) 0.82, 0.97, 0.94, causal 0.81,
     0.93, 0.95, a window of 1024 0.89 (4k); 160 at 4k 1.00, causal 0.99, at 1k 0.89. (Not in packed sequences, whose blocks
     are listed in one pass: these were not measured.)
@@ -236,8 +240,9 @@ def choose(problem: AttentionProblem) -> Config | SplitConfig:
         return _split(problem, head_dim, head_dim_v, stored and "bias" not in problem.learned)
     config = _one_pass(problem, head_dim, head_dim_v)
     if problem.deterministic:
-        if config.head_dim == 64 and _may_order(problem):
-            return replace(config, order=1 if _sees_what_comes(problem) else -1)
+        order = _order(problem, config, stored)
+        if order:
+            return replace(config, order=order)
         return replace(config, stored=True) if stored else SplitConfig(head_dim, head_dim_v)
     return replace(config, stored=stored and (head_dim, head_dim_v) in STORING and not problem.varlen)
 
@@ -246,7 +251,7 @@ def origin(problem: AttentionProblem) -> str:
     """Where the config comes from, and what becomes of dS, in words."""
     config, measured, mib = choose(problem), "measured, for each head dim", stored_bytes(problem) / 2**20
     if isinstance(config, Config) and config.order:
-        return f"{measured}; blocks of keys add to dQ in an order, from the {'first' if config.order == 1 else 'last'} on"
+        return f"{measured}; blocks of keys add to dQ in an order, from the {'last' if config.order == -1 else 'first'} on"
     if config.stored:
         return f"{measured}; stores dS, {stored_heads(problem) * mib:.0f} MiB at a time"
     if isinstance(config, SplitConfig) and stored_bytes(problem) > MOST_STORED:
@@ -305,11 +310,36 @@ def _may_store(problem: AttentionProblem) -> bool:
     return plain and stored_bytes(problem) <= MOST_STORED and _turns_are_full(problem)
 
 
-def _may_order(problem: AttentionProblem) -> bool:
-    """Whether blocks of keys may add to dQ in an order: where those that a row sees are neighbours, known from the mask alone,
-    and the blocks of packed sequences do not come in an order of their own."""
+def _order(problem: AttentionProblem, config: Config, stored: bool) -> int:
+    """In which order blocks of keys add to dQ; 0 if it has none, or if dS may be stored and that is faster."""
+    if not _may_order(problem, config) or (stored and not _order_is_faster(problem, config)):
+        return 0
+    if problem.varlen or (problem.group > 1 and _is_causal(problem)):
+        return 2
+    return 1 if _sees_what_comes(problem) else -1
+
+
+def _may_order(problem: AttentionProblem, config: Config) -> bool:
+    """Whether blocks of keys may add to dQ in an order: where nothing changes scores, and the blocks that a row sees are
+    neighbours, known from the mask alone."""
     left, _, prefix = problem.mask.band
-    return not (problem.mask.by_pair or problem.varlen or (left is not None and prefix is not None))
+    return config.turns and not (problem.mask.by_pair or (left is not None and prefix is not None))
+
+
+def _order_is_faster(problem: AttentionProblem, config: Config) -> bool:
+    """Whether blocks of keys that add to dQ in an order are faster than dS stored. At head dim 64 they are, and where dS comes
+    in turns too small for the GPU. Else, of the default's time on an H100, ordered (with a flag that is also looked at ahead)
+    and stored: head dim 96, full, 1k 1.20, 1.28, 4k 1.13, 1.37, causal, 1k 1.20, 1.09, 4k 1.15, 1.30, 16k 1.12, 1.33; 128,
+    full, 1k 1.29, 1.17, 4k 1.26, 1.31, 16k 1.21, 1.25, causal, 1k 1.34, 0.99, 4k 1.29, 1.21, 16k 1.24, 1.23. Causal, 28 heads
+    on 4 of keys at 8k, a head a turn: 1.32, 2.26. Packed sequences whose dS may be stored were not measured."""
+    lengths = problem.lengths
+    if isinstance(lengths, Varlen):
+        return False
+    turn = stored_heads(problem)
+    if config.head_dim == 64 or (turn < lengths.batch * problem.heads_kv and turn * lengths.seqlen_kv < FULL_TURN * KEYS):
+        return True
+    long = _sees_everything(problem) or (_is_causal(problem) and lengths.seqlen_kv >= 4096)
+    return config.head_dim == config.head_dim_v == 96 and problem.group == 1 and long
 
 
 def _turns_are_full(problem: AttentionProblem) -> bool:
@@ -338,6 +368,12 @@ def _sees_what_comes(problem: AttentionProblem) -> bool:
     """Whether a row sees all keys behind it."""
     _, right, prefix = problem.mask.band
     return right is None and prefix is None
+
+
+def _is_causal(problem: AttentionProblem) -> bool:
+    """Whether a row sees all keys up to one, and none after it."""
+    left, right, prefix = problem.mask.band
+    return right is not None and left is prefix is None
 
 
 def _sees_everything(problem: AttentionProblem) -> bool:

@@ -44,7 +44,8 @@ SIDE_BY_SIDE = 34_000_000
 """Bytes that the rows of a bundle of heads take where blocks of keys add to dQ in an order: as much as the L2 cache holds, so
 that few CTAs share a head, as these wait for each other. At head dim 64 that is 4 heads at 16k, 16 at 4k and, as no bundle has
 more, 32 at 1k. Of the default's time on an H100, full and causal: 16k 1.03, 1.06, 4k 1.01, 1.06, with 24 heads 1.15 (full); 1k
-1.05, 1.07, with 64 heads 1.19, 1.15; 32 heads on 8, causal, 4k: 1.31."""
+1.05, 1.07, with 64 heads 1.19, 1.15; 32 heads on 8, causal, 4k, the last keys first: 1.31. At head dim 128, 4k, in an
+experiment's kernel: 1.39, full, with half as much 1.45, with twice as much 1.88."""
 
 LAST_BLOCKS = 256
 """Blocks of keys of the last bundle of heads, at least: about two for each multiprocessor, as under a causal mask the first

@@ -14,12 +14,15 @@ Each block of keys has a flag for each writer, an int32 in global memory, 0 befo
 that writer has added its shares of. Of the blocks that a tile's rows see, which are neighbours of each other, each waits until
 the one before it has added this tile:
 
-    order    masks                 a block waits for             why
-    -1       with a right side     the block of later keys       it begins at a later tile: it is ahead
-     1       all others            the block of earlier keys     all begin at the first tile, one after the other
+    order    masks                        a block waits for           rows from    why
+     1       none on the right            the block of earlier keys   the first    all begin there, one after the other
+    -1       others                       the block of later keys     the first    it begins at a later tile: it is ahead
+     2       causal, with groups of       the block of earlier keys   the last     all begin there; the longest blocks come
+             heads; packed sequences                                               first, not when all others end
 
-A block walks over its tiles in the order in which its neighbour does, so what the flag said once may do for many tiles. One
-thread starts an addition, waits until it is over, not only read from shared memory, and raises the flag.
+A block walks over its tiles in the order in which its neighbour does: of one head of a group after the other, or, from the last
+rows on, of all heads at each tile, as blocks of other lengths could not follow each other else. So what the flag said once may
+do for many tiles. One thread starts an addition, waits until it is over, not only read from shared memory, and raises the flag.
 
 Nobody waits for ever, however few CTAs the GPU runs at a time. Blocks have numbers in that order, and a CTA takes the next
 number when it runs, and has none of its own: so every block with a smaller number is done, or a running CTA has it. A CTA does
@@ -31,7 +34,8 @@ nobody: its groups wait for its writers alone, and what these added before is ad
 import triton.language as tl
 
 from strobe.kernels.common.flags import await_flag, fence_async, raise_when_added
-from strobe.kernels.gluon import aggregate, gl, gluon, mbarrier, partition_barrier, tma_add, tma_store_wait
+from strobe.kernels.gluon import aggregate, gl, gluon, mbarrier, partition_barrier, tma_store_wait
+from strobe.kernels.sm90.backward_stores import first_share, place_of_share, start_addition
 from strobe.kernels.sm90.backward_tiles import HALF, KEYS, fetch, tiles_that_see, work_of
 
 
@@ -52,30 +56,47 @@ def writer(w: gl.constexpr, K):
 @gluon.jit
 def add_block(w: gl.constexpr, K, before, work):
     """Add group w's shares of a block, with `before` of the CTA's tiles before its first."""
-    count = (work.end - work.begin) * work.group
     neighbour = neighbour_of(work, K)
     flag = flags_of(work, K) + w
-    tile = work.begin
-    row = work.row
+    tile = work.end - 1 if K.C.order == 2 else work.begin
+    member = gl.to_tensor(0)
     known = gl.to_tensor(0)
-    passed = gl.to_tensor(0)  # tiles of the neighbour for the heads before this one
-    for i in tl.range(count):
-        shared = (tile >= neighbour.begin) & (tile < neighbour.end)
-        known = await_neighbour(neighbour.flags + w, gl.where(shared, passed + tile - neighbour.begin + 1, 0), known)
-        add_share(w, K, before + i, ((row + tile * K.C.tile_q) // HALF + w) * K.C.head_dim)
+    for i in tl.range((work.end - work.begin) * work.group):
+        known = await_neighbour(neighbour.flags + w, number_of(tile, member, neighbour, work, K), known)
+        row = work.row + member * K.heads.padded + tile * K.C.tile_q
+        add_share(w, K, before + i, row // HALF * K.C.head_dim + first_share(w, K.C))
         raise_when_added(flag, i + 1)
+        tile, member = following(tile, member, work, K)
+
+
+@gluon.jit
+def following(tile, member, work, K):
+    """The tile, and the member of the group of heads, that come after these."""
+    if K.C.order == 2:
+        member += 1
+        last = member == work.group
+        return gl.where(last, tile - 1, tile), gl.where(last, 0, member)
+    else:
         tile += 1
-        if tile == work.end:  # on to the next head of the group
-            tile = work.begin
-            row += K.heads.padded
-            passed += neighbour.end - neighbour.begin
+        last = tile == work.end
+        return gl.where(last, work.begin, tile), gl.where(last, member + 1, member)
+
+
+@gluon.jit
+def number_of(tile, member, neighbour, work, K):
+    """What a neighbour's flag has to be before this tile of a member of the group may be added."""
+    if K.C.order == 2:
+        number = (neighbour.end - 1 - tile) * work.group + member + 1
+    else:
+        number = (neighbour.end - neighbour.begin) * member + tile - neighbour.begin + 1
+    return gl.where((tile >= neighbour.begin) & (tile < neighbour.end), number, 0)
 
 
 @gluon.jit
 def add_share(w: gl.constexpr, K, g, place):
     """Add group w's share of the CTA's g-th tile to the accumulator, from number 64 * place on."""
     mbarrier.wait(K.memory.dq_full.index(w), g & 1)
-    tma_add(K.outputs.dq[0], [place // 4, 0], K.memory.dq.index(w))
+    start_addition(K, place, place_of_share(w, K, K.C.share_columns[w]))
     tma_store_wait(0)
     partition_barrier()  # the thread that arrives may be another than that which waited
     mbarrier.arrive(K.memory.dq_empty.index(w), count=1)
@@ -103,10 +124,11 @@ class Neighbour:
 @gluon.jit
 def neighbour_of(work, K):
     """Which block adds before this one."""
-    first = work.first - K.C.order * KEYS
+    STEP: gl.constexpr = -1 if K.C.order == -1 else 1
+    first = work.first - STEP * KEYS
     last = gl.minimum(first + KEYS, work.n_kv) - 1
     begin, end = tiles_that_see(first, last, work.n_q, work.n_kv, K.lengths, K.C.tile_q)
-    return Neighbour(begin, gl.where(first >= 0, end, begin), flags_of(work, K) - 2 * K.C.order)
+    return Neighbour(begin, gl.where(first >= 0, end, begin), flags_of(work, K) - 2 * STEP)
 
 
 @gluon.jit

@@ -42,19 +42,38 @@ def add_to_dq(w: gl.constexpr, dq, place, g, K):
     """Add a share of 64 rows, of the CTA's g-th tile, to the accumulator, from number 64 * place on; or, if dQ has an order,
     give it to the writer. Group w's buffer in shared memory must be free, but for what the writer reads there."""
     COLUMNS: gl.constexpr = dq.shape[1]
-    DESCRIPTOR: gl.constexpr = 0 if COLUMNS == 64 else 1
-    buffer = K.memory.dq.index(w)
-    if COLUMNS < 64:
-        buffer = reinterpret(buffer, gl.float32, [64 // COLUMNS, COLUMNS // 4, 256], flat(2)).index(0)
+    buffer = place_of_share(w, K, COLUMNS)
     if K.C.order != 0:
         await_writer(w, g, K)
     reinterpret(buffer, gl.float32, [64, COLUMNS], in_order(COLUMNS)).store(dq)
     fence_async_shared()
     if K.C.order == 0:
-        tma_add(K.outputs.dq[DESCRIPTOR], [place // 4, 0], buffer)
+        start_addition(K, place, buffer)
     else:
         partition_barrier()
         mbarrier.arrive(K.memory.dq_full.index(w), count=1)
+
+
+@gluon.jit
+def place_of_share(w: gl.constexpr, K, COLUMNS: gl.constexpr):
+    """Group w's place of dQ, as the TMA reads a share of so many columns."""
+    place = K.memory.dq.index(w)
+    if COLUMNS < 64:
+        place = reinterpret(place, gl.float32, [64 // COLUMNS, COLUMNS // 4, 256], flat(2)).index(0)
+    return place
+
+
+@gluon.jit
+def start_addition(K, place, share):
+    """Start to add a share in shared memory to the accumulator, from number 64 * place on."""
+    DESCRIPTOR: gl.constexpr = 0 if share.shape[0] == 16 else 1
+    tma_add(K.outputs.dq[DESCRIPTOR], [place // 4, 0], share)
+
+
+@gluon.constexpr_function
+def first_share(w, C):
+    """Where group w's share of a tile's dQ begins, in units of 64 numbers, of which 64 rows have `head_dim`."""
+    return w * (C.head_dim if C.tile_q > 64 else C.share_columns[0])
 
 
 @gluon.jit
@@ -84,7 +103,8 @@ def note_of_keys(w: gl.constexpr, K, result, work):
 def leave(w: gl.constexpr, K, dk, dv, tiles, work):
     """Copy group w's dK and dV to global memory, by way of its place of dQ, one after the other. tiles: of the CTA so far."""
     if K.C.order != 0:
-        await_writer(w, gl.maximum(tiles - 1, 0), K)  # dQ of the last tile comes later
+        # Where there are two places for K, dQ of the last tile comes later.
+        await_writer(w, gl.maximum(tiles - (K.C.k_stages - 1), 0), K)
     tma_store_wait(0)
     if K.outputs.dv[0].dtype == gl.float32:
         leave_in_pieces(w, K, dv, 1.0, K.outputs.dv[0], work)
