@@ -173,10 +173,10 @@ BUGS = [
 ]  # fmt: skip
 
 LONG = {"lengths": [510, 1, 0, 130], "room": 520}
-MANY = {"group": 8, "n_q": 10, "heads_kv": 1}
-S_OF_STEP = "        s = warpgroup_mma_wait(len(acc), deps=[s])\n        memory.k.release(now)\n"
-O_OF_STEP = "        acc = wait_output(acc)\n        memory.v.release(now - 1)\n"
-V_OF_STEP = "        memory.v.wait(now - 1)\n        acc = start"
+EVEN = {"lengths": [512, 1, 0, 192], "room": 520}
+S_OF_STEP = "            s = warpgroup_mma_wait(len(acc), deps=[s])\n            memory.k.release(now)\n"
+O_OF_STEP = "            acc = wait_output(acc)\n            memory.v.release(now - 1)\n"
+V_OF_STEP = "            memory.v.wait(now - 1)\n            acc = start"
 CLEARED = """            fence_async_shared()
             partition_barrier()
             mbarrier.arrive(full"""
@@ -192,22 +192,20 @@ def swapped(lines):
 
 
 HOPPER_BUGS = [
-    hopper("K is not waited for", "        memory.k.wait(now)\n", "", TOO_EARLY),
+    hopper("K is not waited for", "            memory.k.wait(now)\n", "", TOO_EARLY),
     hopper("the first K is not waited for", "    memory.k.wait(position)\n", "", (*TOO_EARLY, Deadlock)),
-    hopper("V is not waited for", V_OF_STEP + "_output(acc, p", "        acc = start_output(acc, p", TOO_EARLY),
+    hopper("V is not waited for", V_OF_STEP + "_output(acc, p", "            acc = start_output(acc, p", TOO_EARLY),
     hopper("the last V is not waited for", "    memory.v.wait(position - 1)\n", "", (*TOO_EARLY, Deadlock)),
     hopper("a place is filled that is not empty", "memory.k.acquire(position + i)",
            "memory.k.full.index(memory.k.slot(position + i))", (Race, BarrierMisuse), **LONG),
     hopper("K is released while S reads it", S_OF_STEP, swapped(S_OF_STEP), (Race, Unfinished), **LONG),
     hopper("V is released while O reads it", O_OF_STEP, swapped(O_OF_STEP), (Race, Unfinished), **LONG),
-    hopper("K is not released", "        memory.k.release(now)\n", "", (Deadlock,), **LONG),
-    hopper("V is not released", "        memory.v.release(now - 1)\n", "", (Deadlock,), **LONG),
-    hopper("one group's release is enough", "make_barriers(C.stages, C.groups), C.stages)",
-           "make_barriers(C.stages, 1), C.stages)", (Race, BarrierMisuse), **LONG, **MANY),
+    hopper("K is not released", "            memory.k.release(now)\n", "", (Deadlock,), **LONG),
+    hopper("V is not released", "            memory.v.release(now - 1)\n", "", (Deadlock,), **LONG),
     hopper("positions are not counted from piece to piece", "    position += steps\n", "    position += steps - 1\n",
            (*TOO_EARLY, Deadlock, BarrierMisuse, Unfinished, AssertionError)),
-    hopper("the first S is used too early", "warpgroup_mma_wait(0, deps=[start_scores(q, memory.k.block(position), G)])",
-           "start_scores(q, memory.k.block(position), G)", (Unfinished,)),
+    hopper("the first S is used too early", "warpgroup_mma_wait(0, deps=[start_scores(q, memory.k.block(position), C)])",
+           "start_scores(q, memory.k.block(position), C)", (Unfinished,)),
     hopper("nobody waits for S", S_OF_STEP, S_OF_STEP.partition("\n")[2], (Unfinished,)),
     boxes("O is used too early", "(warpgroup_mma_wait(0, deps=[acc[c]]),)", "(warpgroup_mma_wait(1, deps=[acc[c]]),)",
           (Unfinished, Race)),
@@ -233,11 +231,20 @@ HOPPER_BUGS = [
            (*TOO_EARLY, BarrierMisuse)),
     hopper("what is cleared is not counted", "            cleared += 1\n", "", (*TOO_EARLY, Deadlock, BarrierMisuse)),
     hopper("values are cleared without a fence", CLEARED, CLEARED.partition("\n")[2], (MissingFence,)),
-    hopper("Q has no fence", "rows[c])\n    fence_async_shared()\n", "rows[c])\n", (MissingFence,)),
-    hopper("all groups have the first rows", "piece.first_row + W *", "piece.first_row + 0 *", (Race, DoubleWrite), **MANY),
-    hopper("O is not rescaled", "        acc = rescaled(acc, factor, G)\n", ""),
+    hopper("Q has no fence", "memory.q.dtype))\n    fence_async_shared()\n", "memory.q.dtype))\n", (MissingFence,)),
+    hopper("O is not rescaled", "            acc = rescaled(acc, factor, C)\n", ""),
     hopper("the sums are not rescaled", "sums * gl.expand_dims(gl.convert_layout(factor",
            "sums + 0 * gl.expand_dims(gl.convert_layout(factor"),
+    hopper("a step in which some queries see less counts as plain", "own + terms.right + 1", "own + terms.right + 200", **EVEN),
+    hopper("a step to the left of some windows counts as plain",
+           "plain & (first + C.tokens >= piece.length - 1 - terms.left)", "plain", mask=strobe.Window(190, 3), **EVEN),
+    hopper("a step with drafted keys counts as plain", "end = gl.minimum(end, own)", "end += 0 * own", tree=True,
+           mask=strobe.Full(), **LONG),
+    hopper("a step counts as plain though a page is missing", "plain = ~holes", "plain = holes == holes", honest=False,
+           page=256, **LONG),
+    hopper("the first step is taken twice", "gl.to_tensor(1), plain_steps", "gl.to_tensor(0), plain_steps",
+           (*NUMBERS, *TOO_EARLY, Deadlock, BarrierMisuse, Unfinished), **LONG),
+    hopper("maxima are not those of scores", "gl.max(s, 1) * scale", "gl.max(s, 1)"),
     latent_bug("a step is not waited for",
                "        mbarrier.wait(memory.full.index(now % STAGES), (now // STAGES) & 1)\n", "", TOO_EARLY),
     latent_bug("P has no fence", "        fence_async_shared()\n        partition_barrier()\n        acc", "        acc",
@@ -263,7 +270,7 @@ ONE_GROUP_BUGS = [
     hopper("what is copied has no fence", "(UNDER_WAY)\n    fence_async_shared()\n", "(UNDER_WAY)\n", (MissingFence,)),
     hopper("a step is told that is none", "pred=position >= 0)", "pred=position >= -1)",
            (*TOO_EARLY, Unfinished, Deadlock, BarrierMisuse)),
-    hopper("a place is filled that is not empty", FILLED, "copy_rows", (Race, BarrierMisuse)),
+    hopper("a place is filled that is not empty", FILLED, "copy_rows", (Race, BarrierMisuse, Deadlock)),
     hopper("what is no key is copied", "is_key(cached, piece, at, pages, C, KEYS)", "pages == pages", (*NUMBERS, OutOfBounds)),
     hopper("pages are those of the step before", "pages = look_up(cached, piece, at + C.tokens, C, KEYS)",
            "pages = look_up(cached, piece, at, C, KEYS)", (*NUMBERS, OutOfBounds)),

@@ -74,6 +74,15 @@ def test_several_whole_jobs():
     run(call, ctas=3, choose=of_wgmma)
 
 
+def test_a_scale_that_is_not_positive():
+    for scale in (-0.2, 0.0):
+        for choose_one in (of_wgmma, of_one_group):
+            call = draw(
+                6, torch.float16, ragged=False, n_q=16, group=8, heads_kv=1, page=16, head_dim=64, head_dim_v=64, softcap=0.0
+            )
+            run(call._replace(keywords={**call.keywords, "scale": scale}), choose=choose_one)
+
+
 def simulate_one_group(seed: int) -> None:
     """Random requests on one group of wgmma, whose keys cp.async copies; of every third a page is not there. Poison is where
     nobody has a key."""
@@ -100,7 +109,7 @@ def test_one_group_launch_after_launch(order):
 @pytest.mark.parametrize(("rows", "tokens", "stages"), [(128, 64, 2), (64, 32, 5), (128, 128, 2)])
 def test_other_configs_of_wgmma(rows, tokens, stages):
     call = draw(4, torch.bfloat16, head_dim=128, head_dim_v=64, ragged=False, group=8, heads_kv=1, n_q=19, page=32)
-    of_rows = {"rows": rows, "warps": rows // 16, "groups": rows // 64}
+    of_rows = {"rows": rows, "warps": rows // 16}
     run(call, ctas=4, choose=of_wgmma, tokens=tokens, stages=stages, box=32, chunk=64, **of_rows)
 
 
@@ -129,12 +138,17 @@ def test_bits_depend_neither_on_other_requests_nor_on_the_number_of_queries(kind
         ({"n_q": 8, "head_dim_v": 64}, "TMA, 64 rows"),
         ({"n_q": 1, "deterministic": True}, "TMA, 64 rows"),
         ({"n_q": 4, "deterministic": True}, "TMA, 64 rows"),
-        ({"n_q": 9}, "TMA, 128 rows"),
+        ({"n_q": 9}, "one group"),
+        ({"n_q": 17}, "TMA, 128 rows"),
         ({"n_q": 40, "batch": 40}, "TMA, 128 rows"),
-        ({"n_q": 16, "page": 16}, "TMA, 128 rows"),
+        ({"n_q": 16, "page": 16}, "one group"),
+        ({"n_q": 16, "deterministic": True}, "TMA, 128 rows"),
         ({"n_q": 16, "page": 8}, "mma"),
         ({"n_q": 1, "group": 1}, "mma"),
-        ({"n_q": 16, "head_dim": 64}, "mma"),
+        ({"n_q": 16, "head_dim": 64}, "TMA, 128 rows"),
+        ({"n_q": 4, "head_dim": 64}, "one group"),
+        ({"n_q": 1, "head_dim": 64}, "mma"),
+        ({"n_q": 16, "head_dim": 64, "deterministic": True}, "mma"),
     ],
 )
 def test_which_kernel_runs(fixed, kind):
@@ -143,10 +157,13 @@ def test_which_kernel_runs(fixed, kind):
     assert kind_of(choose(problem, KNOWN["A100"])) == "mma"
 
 
-@pytest.mark.parametrize(("n_q", "kind"), [(4, "mma"), (8, "TMA, 64 rows")])
-def test_many_keys_are_not_one_groups(n_q, kind):
-    problem = problem_of(n_q=n_q)
-    for keys, wanted in ((1 << 17, "one group"), ((1 << 17) + 1, kind)):  # of 2 requests and 4 key heads
+@pytest.mark.parametrize(
+    ("n_q", "dim", "most", "kind"),
+    [(4, 128, 1 << 17, "mma"), (8, 128, 1 << 17, "TMA, 64 rows"), (16, 128, 1 << 13, "TMA, 128 rows"), (4, 64, 1 << 13, "mma")],
+)
+def test_many_keys_are_not_one_groups(n_q, dim, most, kind):
+    problem = problem_of(n_q=n_q, head_dim=dim)
+    for keys, wanted in ((most, "one group"), (most + 1, kind)):  # of 2 requests and 4 key heads
         longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=keys))
         assert kind_of(choose(longer, KNOWN["H200"])) == wanted
 

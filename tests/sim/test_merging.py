@@ -1,6 +1,8 @@
 """Parts of a decode's result, merged by whoever waits for them: in the simulator the CTAs of a launch come one after the other,
 so here the warps of one stand for three of them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_broken_decode import FORWARD, altered
@@ -14,6 +16,7 @@ from strobe.sim import attention as attention  # which gives the simulator the m
 PARTS, ROWS, COLUMNS = 3, 16, 16
 GROUP = 4
 CONFIG = Config(COLUMNS, COLUMNS, ROWS, 64, 2, 4, 1, split=64)
+OF_WGMMA = replace(CONFIG, chunk=COLUMNS)
 
 
 @gluon.jit
@@ -32,8 +35,8 @@ def part(W: gl.constexpr, HAND_IN: gl.constexpr, q, out, lse, parts, sums, arriv
     job = forward.Job(zero, zero + 3, zero, zero, zero, zero + W, patience)
     o = gl.full([16, 16], W + 1.0, gl.float32, R)
     top = gl.full([16], W + 0.0, gl.float32, gl.SliceLayout(1, R))
-    forward.leave_part(0, K, job, rows, o, top, 0.0 * top + 2.0, 0)
-    HAND_IN(0, K, piece, job, rows)
+    forward.leave_part(K, job, rows, o, top, 0.0 * top + 2.0, 0)
+    HAND_IN(K, piece, job, rows)
 
 
 @gluon.jit
@@ -44,14 +47,14 @@ def together(HAND_IN: gl.constexpr, q, out, lse, parts, sums, arrivals, patience
     )
 
 
-def merged(order: str, seed: int, patience: int, rows: int, hand_in=forward.hand_in) -> None:
+def merged(order: str, seed: int, patience: int, rows: int, hand_in=forward.hand_in, config=CONFIG) -> None:
     """Merge twice, with the same counters, and check the results."""
     arrivals = torch.zeros(1, 2, dtype=torch.int32)
     for _ in range(2):
         out, lse = torch.full((ROWS // GROUP, GROUP, COLUMNS), torch.nan), torch.full((GROUP, ROWS // GROUP), torch.nan)
         parts, sums = torch.full((PARTS, ROWS, COLUMNS), torch.nan), torch.full((PARTS, 2, ROWS), torch.nan)
         q = torch.zeros(1)
-        simulate(together, (1,), hand_in, q, out, lse, parts, sums, arrivals, patience, rows, C=CONFIG, order=order, seed=seed,
+        simulate(together, (1,), hand_in, q, out, lse, parts, sums, arrivals, patience, rows, C=config, order=order, seed=seed,
                  rewritable=("arrivals",))  # fmt: skip
         weights = 2.0 ** torch.arange(PARTS)
         wanted = (weights * torch.arange(1, PARTS + 1)).sum() / (2 * weights.sum())
@@ -62,28 +65,35 @@ def merged(order: str, seed: int, patience: int, rows: int, hand_in=forward.hand
 
 @pytest.mark.parametrize("patience", [0, 2, 50])
 @pytest.mark.parametrize("order", ["in_order", "random", "late", "early"])
-def test_by_whoever_waits(order, patience):
+@pytest.mark.parametrize("config", [CONFIG, OF_WGMMA], ids=["mma.sync", "wgmma"])
+def test_by_whoever_waits(order, patience, config):
     for seed in range(6):
-        merged(order, seed, patience, rows=(16, 12)[seed % 2])
+        merged(order, seed, patience, rows=(16, 12)[seed % 2], config=config)
 
 
 @pytest.mark.parametrize(
     ("text", "becomes"),
     [
-        ("all_there = there >= job.parts", "all_there = there >= job.parts - 1"),
-        ("turn % GAVE_UP < turns", "turn % GAVE_UP <= turns"),
-        ("row = turn % GAVE_UP * MERGED", "row = turn % GAVE_UP"),
+        ("if there % GAVE_UP == job.parts:", "if there % GAVE_UP >= job.parts - 1:"),
+        ("while turn < turns", "while turn <= turns"),
+        ("row = turn * MERGED", "row = turn"),
         ("(rows + MERGED - 1) // MERGED", "(rows - 1) // MERGED"),
-        ('        gl.atomic_xchg(arrivals + 1, 0, sem="relaxed", scope="gpu")\n', ""),
-        ("gl.where(all_there, 1, GAVE_UP)", "1"),
-        ("- turns, 0) + turn // GAVE_UP == job.parts - 1", "- turns, 0) == job.parts - 1"),
-        ("- turns, 0) + turn // GAVE_UP == job.parts - 1", "- turns, 0) + turn // GAVE_UP >= 0"),
-        ('        turn = gl.atomic_add(arrivals + 1, 1, sem="relaxed", scope="gpu")\n', "        turn += 1\n"),
+        ('            gl.atomic_xchg(arrivals + 1, 0, sem="relaxed", scope="gpu")\n', ""),
+        ("(arrivals, there, there + GAVE_UP", "(arrivals, there, there"),
+        ("known = (absent == 0) | alone", "known = absent >= 0"),
+        ("gl.where(alone, 0, number)", "number"),
+        ("number, looks = there % GAVE_UP - 1", "number, looks = there % GAVE_UP"),
+        ("turn += job.parts - absent", "turn += 1"),
+        ("left == job.parts - absent - 1", "left == job.parts - 1"),
+        ("left == job.parts - absent - 1", "left >= 0"),
+        ('                turn = gl.atomic_add(arrivals + 1, 1, sem="relaxed", scope="gpu")\n', "                turn += 1\n"),
         ('gl.atomic_add(arrivals, 0, sem="acquire", scope="gpu")', 'gl.atomic_add(arrivals, 0, sem="relaxed", scope="gpu")'),
+        ('there + GAVE_UP, sem="acquire"', 'there + GAVE_UP, sem="relaxed"'),
+        ("        stays = seen != there\n", "        stays = looks < 0\n"),
     ],
 )
 def test_a_mistake_is_found(text, becomes, tmp_path):
     wrong = altered(FORWARD, text, becomes, tmp_path).hand_in
     with pytest.raises((AssertionError, SimulationError, Race, DoubleWrite)):
         for seed in range(12):
-            merged("random", seed, (2, 50)[seed % 2], rows=16, hand_in=wrong)
+            merged("random", seed, (2, 50)[seed % 2], rows=16, hand_in=wrong, config=(CONFIG, OF_WGMMA)[seed // 2 % 2])

@@ -121,7 +121,7 @@ def misses_a_page(cached, piece, C: gl.constexpr):
     """Whether a page of a piece is not there."""
     missing = piece.begin < piece.begin
     if cached.PAGE:
-        L: gl.constexpr = gl.BlockedLayout([LOOKED_AT // 32 // C.warps], [32], [C.warps], [0])
+        L: gl.constexpr = gl.BlockedLayout([LOOKED_AT // 32 // gl.num_warps()], [32], [gl.num_warps()], [0])
         end = (piece.end + cached.PAGE - 1) // cached.PAGE
         for first in range(piece.begin // cached.PAGE, end, LOOKED_AT):
             number = first + gl.arange(0, LOOKED_AT, L)

@@ -30,6 +30,9 @@ faster at 8 and 16 rows and mostly at 32, by far slower at 128; 64: not timed.""
 MOST_KEYS_OF_ONE_GROUP = 1 << 20
 """Keys of all key heads of all requests up to which 17 to 64 rows are one group's of wgmma: on an H100 it was ahead of mma.sync
 at 2^19, behind it at 2^21."""
+FEW_KEYS_OF_ONE_GROUP = 1 << 16
+"""The same for 65 to 128 rows, whose two tiles both read them, and for head dim 64: on an H100 it was ahead at 2^16, behind or
+level at 2^19, and at 2^18 with head dim 64."""
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
 
 
@@ -50,7 +53,6 @@ class Config:
         registers of one: they exchange scores at every step.
     box: keys that TMA copies together, all of one page; 0: cp.async copies.
     chunk: columns of shared memory that lie together, for wgmma, by which four warps have 64 rows; 0: mma.sync multiplies.
-    groups: groups of four warps that have 64 rows each and know nothing of each other.
     """
 
     head_dim: int
@@ -66,7 +68,6 @@ class Config:
     narrow: int = 0
     box: int = 0
     chunk: int = 0
-    groups: int = 1
 
     @property
     def by_wgmma(self) -> bool:
@@ -74,23 +75,19 @@ class Config:
 
     @property
     def specialised(self) -> bool:
-        """Whether warps have roles: those of each group multiply, two or four others copy."""
+        """Whether warps have roles: some multiply, others copy."""
         return self.by_wgmma and not self.narrow
 
     @property
     def by_whole_jobs(self) -> bool:
         """Whether a CTA takes several whole jobs where all requests are alike, rather than whole ones and pieces."""
-        return self.groups > 1  # an H100, 128 rows, 32 requests of 8k keys: 389 microseconds, not 417; fewer rows: no gain
+        # an H100, 128 rows, 32 requests of 8k keys: 389 microseconds, not 417; fewer rows: no gain
+        return self.specialised and self.rows > 64
 
     @property
-    def launched_warps(self) -> int:
-        """Warps that a launch names: those of the first role."""
-        return self.warps // self.groups
-
-    @property
-    def of_group(self) -> Config:
-        """The config as a group of warps sees it."""
-        return replace(self, rows=self.rows // self.groups, warps=self.warps // self.groups)
+    def parts_in_squares(self) -> bool:
+        """Whether parts of results lie in squares of 8 rows and columns, as a warp has them of wgmma, 32 bytes of each row."""
+        return self.specialised  # an H100, one request of 1k to 8k keys, 128 rows: half a microsecond faster
 
     @property
     def row_warps(self) -> int:
@@ -118,24 +115,20 @@ class Config:
         return 80 if self.box else 104
 
     @property
-    def group_registers(self) -> int:
-        """Registers a thread that a warp which multiplies sets for itself: what copiers leave."""
-        return (65536 // self.ctas - 128 * self.copier_registers) // (32 * self.warps) // 8 * 8
-
-    @property
     def merged_rows(self) -> int:
-        """Rows of many parts that a group of warps merges at once, 8 at most, as many as any result has."""
-        return min(8, self.warps // self.groups * max(1, 128 // self.head_dim_v))
+        """Rows of many parts that are merged at once, 8 at most, as many as any result has."""
+        return min(8, self.warps * max(1, 128 // self.head_dim_v))
 
     def parts_beside(self, rows: int) -> int:
-        """Partial results of so many rows that a group of warps can hold beside their sum, in the registers that are free."""
+        """Partial results of so many rows that the warps can hold beside their sum, in the registers that are free."""
         registers = 136 if self.specialised else 160
-        return registers * 32 * (self.warps // self.groups) // (rows * self.head_dim_v) - 1
+        return registers * 32 * self.warps // (rows * self.head_dim_v) - 1
 
     def parts_at_once(self, rows: int) -> int:
-        """Partial results of so many rows that a group of warps loads together when it merges, a power of two: as many as it
-        can hold, since each further turn waits for memory again."""
-        return min(32, 1 << max(0, self.parts_beside(rows).bit_length() - 1))
+        """Partial results of so many rows that the warps load together when they merge, a power of two: as many as they can
+        hold, since each further turn waits for memory again, but 8 of wgmma's at most, which takes less code."""
+        # an H100, 128 rows, one request of 1k, 8k: 11.5 and 23.3 microseconds in tiles of 64 rows, with 32 parts 12.4 and 24.0
+        return min(8 if self.specialised else 32, 1 << max(0, self.parts_beside(rows).bit_length() - 1))
 
     def most_alone(self, rows: int) -> int:
         """Up to how many parts of so many rows the last to come merges them alone: in two turns, or four. 0 where registers do
@@ -226,13 +219,18 @@ def gains_by_wgmma(problem: DecodeProblem) -> bool:
     from one kernel, whatever that number is."""
     if is_latent(problem):  # by far faster, with 16 heads and with 128
         return True
-    wide = padded(problem.head_dim) == 128  # others were not timed
-    return wide and (problem.deterministic or problem.rows >= WGMMA_FROM_ROWS)
+    if (
+        padded(problem.head_dim) == 64
+    ):  # 64 heads on 8, 16 queries, 1 of 8k, 32 of 1k, 8k: 20.7, 41.3, 243.8, not 21.8, 66.2, 418.9
+        return padded(problem.head_dim_v) == 64 and problem.rows > MOST_ROWS and not problem.deterministic
+    return problem.deterministic or problem.rows >= WGMMA_FROM_ROWS
 
 
 def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
-    """The config of TMA and wgmma: 64 rows for one group of warps, and two CTAs on a multiprocessor; or 128 rows for two and
-    one CTA. What is computed of a row is the same, to the bit. rows: 64 or 128; 0: as the problem asks."""
+    """The config of TMA and wgmma: 64 rows for four warps, and two CTAs on a multiprocessor; or 128 rows for eight and one CTA.
+    What is computed of a row is the same, to the bit. rows: 64 or 128; 0: as the problem asks."""
+    # Eight warps share one code. Where each four had a role, an H100 took 119.1 and 405.7 microseconds, not 113.2 and 386.4,
+    # for 8 and 32 requests of 8k keys, 128 rows, page 16; but for 32 of 1k 66.6, not 69.4.
     tokens = WGMMA_TOKENS
     split = split_of(problem.capacity, tokens) if problem.deterministic else 0
     if is_latent(problem):
@@ -241,23 +239,32 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
     rows = rows or (128 if problem.rows > 64 else 64)
     chunk = min(dim, dim_v) if box == tokens else 64
-    config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk, groups=rows // 64)
+    config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk)
     return with_all_stages(config, arch)
 
 
 def gains_by_one_group(problem: DecodeProblem) -> bool:
     """Whether one group of wgmma, whose keys cp.async copies, is the fastest choice where wgmma can do it: more rows than one
-    product of mma.sync has, one group's at most, and not so many keys that memory's rate alone counts. Other head dims were not
-    timed; bits that must not depend on the number of queries come from `of_wgmma`, whatever that number is."""
+    product of mma.sync has, one group's at most, or two where both may read the keys, and not so many keys that memory's rate
+    alone counts. Bits that must not depend on the number of queries come from `of_wgmma`, whatever that number is."""
     # An H100, 32 rows (4 queries of 64 heads on 8), bf16, microseconds beside those of mma.sync:
     #              1 of 1k      1 of 8k      8 of 1k      8 of 8k        32 of 8k
     #   page 16    10.0 (12.0)  20.7 (22.2)  19.4 (21.0)   97.8 (102.3)  375 (365)
     #   page 64    10.1 (11.9)  22.0 (22.2)  21.0 (20.9)  100.3 (101.0)
     # TMA and two CTAs, 8 of 8k: 107.8 and 107.4; 33 to 64 rows, which are the same products, were not timed.
-    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128
+    # 128 rows (16 queries) in two tiles, beside TMA and tiles of 128:
+    #              1 of 1k      1 of 8k      8 of 1k
+    #   page 16    11.9 (15.8)  24.2 (30.6)  21.7 (32.4)
+    #   page 64    12.1 (14.9)  24.2 (28.8)  21.7 (31.6)
+    #   contiguous 11.4 (14.9)  23.0 (28.0)  20.3 (29.0)
+    # head dim 64, 32 rows, beside mma.sync: 14.7 (17.7) for 1 of 8k, but 33.3 (31.4) for 32 of 1k
+    dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    if problem.deterministic or dim != dim_v or not MMA_ROWS < problem.rows <= 2 * MOST_ROWS:
+        return False
     keys = problem.batch * problem.heads_kv * problem.capacity
-    some = MMA_ROWS < problem.rows <= MOST_ROWS and keys <= MOST_KEYS_OF_ONE_GROUP
-    return wide and some and not problem.deterministic
+    if dim == 64:
+        return problem.rows <= MOST_ROWS and keys <= FEW_KEYS_OF_ONE_GROUP
+    return keys <= (MOST_KEYS_OF_ONE_GROUP if problem.rows <= MOST_ROWS else FEW_KEYS_OF_ONE_GROUP)
 
 
 def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:

@@ -139,8 +139,7 @@ class Terms:
 @aggregate
 class Outputs:
     """q, out and lse (or None) with their strides of a batch entry, a row and a head; parts float32 [places, rows, dim_v], sums
-    float32 [places, 2, rows]; arrivals int32 [2 * batch * key heads * tiles], 0 between launches (see `merge_together`). With
-    several groups of rows, each has places and arrivals of its own."""
+    float32 [places, 2, rows]; arrivals int32 [2 * batch * key heads * tiles], 0 between launches (see `merge_together`)."""
 
     q: gl.tensor
     q_batch: gl.tensor
@@ -264,7 +263,25 @@ def most_alone(C, rows):
 def result_layout(C, columns):
     """The layout of [parts or warps, rows, columns] when results are added up along the first dim, within a thread."""
     across = min(32, columns // 4)
-    return gl.BlockedLayout([1, 1, 4], [1, 32 // across, across], [1, C.warps // C.groups, 1], [2, 1, 0])
+    return gl.BlockedLayout([1, 1, 4], [1, 32 // across, across], [1, C.warps, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def merge_layout(C, rows):
+    """The layout in which so many rows of parts are read: as they lie."""
+    if not C.parts_in_squares:
+        return result_layout(C, C.head_dim_v)
+    down = min(8, rows)
+    return gl.BlockedLayout([1, 1, 4], [1, down, 32 // down], [1, 1, C.warps] if rows <= 8 else [1, C.warps, 1], [2, 1, 0])
+
+
+@gluon.jit
+def place_in_part(row, column, C: gl.constexpr):
+    """Where a number of O lies in a part: in its row, or in a square of 8 rows and 8 columns, as a warp has it of wgmma."""
+    if C.parts_in_squares:
+        return row // 8 * (8 * C.head_dim_v) + column // 8 * 64 + row % 8 * 8 + column % 8
+    else:
+        return row * C.head_dim_v + column
 
 
 @gluon.jit
@@ -626,12 +643,12 @@ def scale_of_values(terms, cached, piece, entry, first, C: gl.constexpr, layout:
 
 
 @gluon.jit
-def take(W: gl.constexpr, memory, K, piece, job, state):
+def take(memory, K, piece, job, state):
     """What all warps find along the keys of a piece is added up and delivered."""
     rings, stats = memory
     acc, row_max, row_sum = walk(rings, K.outputs, K.terms, K.cached, piece, K.C, K.GROUP, K.DIM, K.DIM_V)
     o, top, total = gather_warps(rings[0], stats, acc, row_max, row_sum, K.C, K.ROWS)
-    deliver(W, K, piece, job, o, top, total)
+    deliver(K, piece, job, o, top, total)
     partition_barrier()  # everybody has read what the warps found, where K goes next
     return state
 
@@ -674,11 +691,11 @@ def gather_warps(k_ring, stats, acc, row_max, row_sum, C: gl.constexpr, ROWS: gl
 
 
 @gluon.jit
-def merge(W: gl.constexpr, K, job, row, rows, MERGED: gl.constexpr):
+def merge(K, job, row, rows, MERGED: gl.constexpr):
     """The parts of a job added up in their order, MERGED rows from row `row` on, of `rows` in use: see `gather_warps`. Maxima
     and sums are few: every warp has all of them, a lane a few, and they reach the threads that weigh O by shared memory."""
     C: gl.constexpr = K.C
-    R: gl.constexpr = result_layout(C, C.head_dim_v)
+    R: gl.constexpr = merge_layout(C, MERGED)
     AT_ONCE: gl.constexpr = parts_at_once(C, MERGED)
     STRIDE: gl.constexpr = K.ROWS * C.head_dim_v
     S: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, gl.num_warps()], [1, 0])
@@ -691,13 +708,13 @@ def merge(W: gl.constexpr, K, job, row, rows, MERGED: gl.constexpr):
     top = gl.full([MERGED], -float("inf"), gl.float32, gl.SliceLayout(0, S))
     total = gl.full([MERGED], 0.0, gl.float32, gl.SliceLayout(0, S))
     for i in range(0, job.parts, AT_ONCE):
-        at = K.outputs.sums + place_of_group(W, i + number, job, C) * (2 * K.ROWS) + row_2
+        at = K.outputs.sums + place_of(i + number, job.first, job.begins, job.stretch, C) * (2 * K.ROWS) + row_2
         there = (i + number < job.parts) & (row_2 < rows)
         tops = gl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg")
         totals = gl.load(at + K.ROWS, mask=there, other=0.0, cache_modifier=".cg")
-        at = K.outputs.parts + place_of_group(W, i + number_3, job, C).to(gl.int64) * STRIDE
+        at = K.outputs.parts + place_of(i + number_3, job.first, job.begins, job.stretch, C).to(gl.int64) * STRIDE
         there = (i + number_3 < job.parts) & (row_3 < rows) & (column < C.head_dim_v)
-        os = gl.load(at + (row_3 * C.head_dim_v + column), mask=there, other=0.0, cache_modifier=".cg")
+        os = gl.load(at + place_in_part(row_3, column, C), mask=there, other=0.0, cache_modifier=".cg")
         new_top = gl.maximum(top, gl.max(tops, 0))
         shift = finite(new_top)
         weights, rescale = gl.exp2(tops - gl.expand_dims(shift, 0)), gl.exp2(top - shift)
@@ -706,12 +723,6 @@ def merge(W: gl.constexpr, K, job, row, rows, MERGED: gl.constexpr):
         o += gl.sum(os * gl.expand_dims(gl.convert_layout(weights, H), 2), 0)
         top = new_top
     return o, gl.convert_layout(top, M), gl.convert_layout(total, M)
-
-
-@gluon.jit
-def place_of_group(W: gl.constexpr, part, job, C: gl.constexpr):
-    """Where what a group of rows found of a job's part goes. part: its number, or several."""
-    return place_of(part, job.first, job.begins, job.stretch, C) * C.groups + W
 
 
 @gluon.jit
@@ -748,65 +759,113 @@ def write(K, piece, row, o, top, total, COLUMN: gl.constexpr):
 
 
 @gluon.jit
-def leave_part(W: gl.constexpr, K, job, rows, o, top, total, COLUMN: gl.constexpr):
+def leave_part(K, job, rows, o, top, total, COLUMN: gl.constexpr):
     """Write `rows` of a part of a result to where whoever merges it looks for it; o: columns from COLUMN on."""
     L: gl.constexpr = o.type.layout
-    place = job.place * K.C.groups + W
     row = gl.arange(0, o.shape[0], gl.SliceLayout(1, L))
     if COLUMN == 0:
-        at = K.outputs.sums + place * (2 * K.ROWS) + row
+        at = K.outputs.sums + job.place * (2 * K.ROWS) + row
         gl.store(at, top, mask=row < rows)
         gl.store(at + K.ROWS, total, mask=row < rows)
     row, column = gl.expand_dims(row, 1), COLUMN + gl.expand_dims(gl.arange(0, o.shape[1], gl.SliceLayout(0, L)), 0)
-    at = K.outputs.parts + place.to(gl.int64) * (K.ROWS * K.C.head_dim_v) + row * K.C.head_dim_v + column
+    at = K.outputs.parts + job.place.to(gl.int64) * (K.ROWS * K.C.head_dim_v) + place_in_part(row, column, K.C)
     gl.store(at, o, mask=(row < rows) & (column < K.C.head_dim_v))
 
 
 @gluon.jit
-def hand_in(W: gl.constexpr, K, piece, job, rows):
+def hand_in(K, piece, job, rows):
     """A part of a job is written: the last to arrive merges all parts, `rows` of each, at once if they are few; else all who
     wait for that do it together."""
-    arrivals = K.outputs.arrivals + 2 * (job.number * K.C.groups + W)
+    arrivals = K.outputs.arrivals + 2 * job.number
     partition_barrier()  # so the arrival tells of what all threads wrote
     there = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") + 1
     if job.parts > most_alone(K.C, K.ROWS):
-        merge_together(W, K, piece, job, rows, arrivals, there)
+        merge_together(K, piece, job, rows, arrivals, there)
     elif there == job.parts:
         gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
-        o, top, total = merge(W, K, job, 0, rows, K.ROWS)
+        o, top, total = merge(K, job, 0, rows, K.ROWS)
         write(K, piece, 0, o, top, total, 0)
 
 
 @gluon.jit
-def merge_together(W: gl.constexpr, K, piece, job, rows, arrivals, there):
-    """Merge many parts with whoever waits for them: each takes the next few rows, until none are left. there: how many have
-    arrived.
+def merge_together(K, piece, job, rows, arrivals, there):
+    """Merge many parts with whoever waits for them. there: how many have arrived.
 
-    Nobody relies on a helper: one may give up at any time, and a launch needs no CTA to run beside another. Of the two counters
-    the second one counts who takes rows, those who found none left, and GAVE_UP times those who did not wait: so the last to
-    leave knows that he is, and sets both back to 0."""
+    Nobody relies on a helper: one may give up until all parts are there, and a launch needs no CTA to run beside another. Of
+    the two counters the first one counts parts, and GAVE_UP times those who did not wait. Once all are there nobody gives up,
+    so all who waited see how many are absent: if nobody is, or all others are, each knows its share of the rows; else each
+    takes the next few, by the second counter, until none are left. Everybody counts there: so the last one knows that he is,
+    and sets both back to 0."""
     MERGED: gl.constexpr = K.C.merged_rows
-    looks = job.patience
-    while (there < job.parts) & (looks > 0):
-        there = gl.atomic_add(arrivals, 0, sem="acquire", scope="gpu")
-        looks -= 1
-    all_there = there >= job.parts
-    turns = (rows + MERGED - 1) // MERGED
-    turn = gl.atomic_add(arrivals + 1, gl.where(all_there, 1, GAVE_UP), sem="relaxed", scope="gpu")
-    while all_there & (turn % GAVE_UP < turns):
-        row = turn % GAVE_UP * MERGED
-        o, top, total = merge(W, K, job, row, rows, MERGED)
-        write(K, piece, row, o, top, total, 0)
-        turn = gl.atomic_add(arrivals + 1, 1, sem="relaxed", scope="gpu")
-    if gl.maximum(turn % GAVE_UP - turns, 0) + turn // GAVE_UP == job.parts - 1:
-        gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
-        gl.atomic_xchg(arrivals + 1, 0, sem="relaxed", scope="gpu")
+    there, number = wait_for_parts(job, arrivals, there)
+    absent = there // GAVE_UP
+    if there % GAVE_UP == job.parts:
+        answer = ask(arrivals + 1, K.C)
+        alone = absent == job.parts - 1
+        known = (absent == 0) | alone
+        turn, turns = gl.where(alone, 0, number), (rows + MERGED - 1) // MERGED
+        if not known:
+            turn = heard(answer, K.C)
+        while turn < turns:
+            row = turn * MERGED
+            o, top, total = merge(K, job, row, rows, MERGED)
+            write(K, piece, row, o, top, total, 0)
+            if known:
+                turn += job.parts - absent
+            else:
+                turn = gl.atomic_add(arrivals + 1, 1, sem="relaxed", scope="gpu")
+        left = turn - turns
+        if known:
+            left = heard(answer, K.C)
+        if left == job.parts - absent - 1:
+            gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
+            gl.atomic_xchg(arrivals + 1, 0, sem="relaxed", scope="gpu")
+
+
+@gluon.constexpr_function
+def lanes(warps):
+    return gl.BlockedLayout([1], [32], [warps], [0])
 
 
 @gluon.jit
-def deliver(W: gl.constexpr, K, piece, job, acc, top, total):
-    """Write what the W-th group of rows found of a piece, O in chunks of columns: the result, or a part of it, which whoever
-    comes last merges."""
+def ask(counter, C: gl.constexpr):
+    """Add 1 to a counter; what it was, see `heard`, need not be there yet where one thread alone waits for it."""
+    if C.specialised:
+        lane = gl.arange(0, 32 * gl.num_warps(), lanes(gl.num_warps()))
+        return gl.atomic_add(counter + 0 * lane, 1 + 0 * lane, mask=lane == 0, sem="relaxed", scope="gpu")
+    else:  # mma.sync's kernel has no register for it
+        return gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def heard(answer, C: gl.constexpr):
+    """What a counter was when `ask` did."""
+    if C.specialised:
+        lane = gl.arange(0, 32 * gl.num_warps(), lanes(gl.num_warps()))
+        return gl.max(gl.where(lane == 0, answer, 0), 0)
+    else:
+        return answer
+
+
+@gluon.jit
+def wait_for_parts(job, arrivals, there):
+    """Wait until all parts of a job are there, or give up, which the counter of arrivals then says: its value, which others do
+    not change any more once all are there, and as the how-manieth part this one came. there: how many have arrived."""
+    number, looks = there % GAVE_UP - 1, job.patience
+    while (there % GAVE_UP < job.parts) & (looks > 0):
+        there = gl.atomic_add(arrivals, 0, sem="acquire", scope="gpu")
+        looks -= 1
+    stays = looks >= 0
+    while (there % GAVE_UP < job.parts) & stays:
+        seen = gl.atomic_cas(arrivals, there, there + GAVE_UP, sem="acquire", scope="gpu")
+        stays = seen != there
+        there = seen
+    return there, number
+
+
+@gluon.jit
+def deliver(K, piece, job, acc, top, total):
+    """Write what was found of a piece, O in chunks of columns: the result, or a part of it, which whoever comes last merges."""
     M: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     WIDE: gl.constexpr = acc[0].shape[1]
     top, total = gl.convert_layout(top, M), gl.convert_layout(total, M)
@@ -816,8 +875,8 @@ def deliver(W: gl.constexpr, K, piece, job, acc, top, total):
             write(K, piece, 0, acc[c], top, total, c * WIDE)
     elif rows > 0:
         for c in gl.static_range(len(acc)):
-            leave_part(W, K, job, rows, acc[c], top, total, c * WIDE)
-        hand_in(W, K, piece, job, gl.minimum(rows, K.ROWS))
+            leave_part(K, job, rows, acc[c], top, total, c * WIDE)
+        hand_in(K, piece, job, gl.minimum(rows, K.ROWS))
 
 
 # ---- the work of a CTA
@@ -857,9 +916,9 @@ def keys_of_tile(terms, first_row, queries, begin, end, length, C: gl.constexpr,
 
 
 @gluon.jit
-def take_pieces(TAKE: gl.constexpr, W: gl.constexpr, memory, K, state):
+def take_pieces(TAKE: gl.constexpr, memory, K, state):
     """All pieces of a CTA's stretch, one after the other. TAKE: what a role does with a piece, as `take` does, in a kernel's
-    own memory, as the W-th of its kind; `state` is what it remembers from piece to piece."""
+    own memory; `state` is what it remembers from piece to piece."""
     C: gl.constexpr = K.C
     GROUP: gl.constexpr = K.GROUP
     requests, heads_kv, tiles = K.requests, K.heads_kv, K.tiles
@@ -905,7 +964,7 @@ def take_pieces(TAKE: gl.constexpr, W: gl.constexpr, memory, K, state):
                 place = place_of(part, first, job_begins, stretch, C)
                 patience = gl.where(x + count < last, 0, PATIENCE)
                 number = (b * heads_kv + head) * tiles + tile
-                state = TAKE(W, memory, K, piece, Job(number, parts, first, job_begins, stretch, place, patience), state)
+                state = TAKE(memory, K, piece, Job(number, parts, first, job_begins, stretch, place, patience), state)
             x += count
     if requests.notes is not None:
         blocks = (requests.n_q + NOTED_ROWS - 1) // NOTED_ROWS
@@ -959,4 +1018,4 @@ def decode_kernel(
     stats = gl.allocate_shared_memory(gl.float32, [2, C.rows], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
     if notes is None or cu_q is not None or noted.any:
-        take_pieces(take, 0, (rings, stats), K, gl.to_tensor(0))
+        take_pieces(take, (rings, stats), K, gl.to_tensor(0))

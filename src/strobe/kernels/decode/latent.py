@@ -213,10 +213,10 @@ def gather(memory, acc, top, total, C: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def take_latent(W: gl.constexpr, memory, K, piece, job, turn):
+def take_latent(memory, K, piece, job, turn):
     """What is found along the keys of a piece is delivered; turn: how many steps the CTA has copied."""
     acc, top, total, turn = walk_latent(memory, K, piece, turn)
     o, top, total = gather(memory, acc, top, total, K.C, K.ROWS)
-    deliver(W, K, piece, job, (o,), top, total)
+    deliver(K, piece, job, (o,), top, total)
     partition_barrier()  # everybody has read the result, where K goes next
     return turn

@@ -26,19 +26,19 @@ def ctas(problem: DecodeProblem, arch: Arch, config: Config) -> int:
 def result_rows(problem: DecodeProblem, config: Config) -> int:
     """Rows of a group's result: all, or the power of two that holds those of a request; 8 at least, since shared memory is
     swizzled in 8 rows and cut between them alone."""
-    return min(config.rows // config.groups, max(8, 1 << (problem.rows - 1).bit_length()))
+    return min(config.rows, max(8, 1 << (problem.rows - 1).bit_length()))
 
 
 def buffers(problem: DecodeProblem, arch: Arch, config: Config) -> Buffers:
     """The tensors of a launch: the LSE, parts of results with the maximum and the sum of each row, and two counters of arrivals
     for each job and group of rows."""
-    places, rows = partial_places(problem, config, ctas(problem, arch, config)) * config.groups, result_rows(problem, config)
+    places, rows = partial_places(problem, config, ctas(problem, arch, config)), result_rows(problem, config)
     lse = Buffer(lse_shape_of(problem.lengths, problem.heads_q), torch.float32, -torch.inf if problem.ragged else None)
     shared = {
         "parts": Buffer((places, rows, config.head_dim_v), torch.float32),
         "sums": Buffer((places, 2, rows), torch.float32),
     }
-    shared["arrivals"] = Buffer((2 * jobs(problem, config) * config.groups,), torch.int32, 0.0)  # each launch leaves them at 0
+    shared["arrivals"] = Buffer((2 * jobs(problem, config),), torch.int32, 0.0)  # each launch leaves them at 0
     return Buffers({"lse": lse} if problem.with_lse else {}, shared)
 
 
@@ -64,7 +64,7 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
     constants: dict[str, Any] = dict(
         C=config, GROUP=problem.group, PAGE=problem.page_size or 0, DIM=problem.head_dim, DIM_V=problem.head_dim_v,
         ROWS=result_rows(problem, config), BY_ROW=by_row(problem), K_BY_TOKEN=by_token[0], V_BY_TOKEN=by_token[1],
-        IN_TURN=arch.capability >= 90, num_warps=config.launched_warps, maxnreg=config.registers, enable_fp_fusion=True,
+        IN_TURN=arch.capability >= 90, num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
     )  # fmt: skip
     if arch.capability >= 90:
         constants["launch_pdl"] = True
