@@ -1,3 +1,5 @@
+# mypy: ignore-errors
+# (Device code is a language of its own: Triton's compiler checks it.)
 """A tile of rows in mma.sync's backward whose warps have 32 keys of a block to themselves, with dK and dV of them in registers.
 
 Beside these there is no room for S and dP of more than 32 rows, so a tile comes in parts of so many. P^T and dS^T are left
