@@ -83,6 +83,7 @@ SPILLS = {
     ("H200", 8, 4, 128, 64, "bf16", "wgmma"): 800, ("H200", 8, 4, 64, None, "bf16", "wgmma"): 600,
     ("H200", 8, 4, 128, 16, "bf16", "wgmma"): 900,
     ("H200", 8, 16, 128, 64, "bf16", "wgmma"): 500, ("H200", 8, 16, 128, 16, "bf16", "wgmma"): 600,
+    ("A100", 4, 1, 64, 16, "bf16", ""): 16,
     ("H200", 7, 1, 80, 16, "bf16", ""): 64, ("H200", 128, 1, 576, 64, "bf16", "wgmma"): 64,
 }  # fmt: skip
 """Bytes that may be spilled: outside of what runs at every step for the most part, there a number or none is loaded again."""
