@@ -219,9 +219,8 @@ def gains_by_wgmma(problem: DecodeProblem) -> bool:
     from one kernel, whatever that number is."""
     if is_latent(problem):  # by far faster, with 16 heads and with 128
         return True
-    if (
-        padded(problem.head_dim) == 64
-    ):  # 64 heads on 8, 16 queries, 1 of 8k, 32 of 1k, 8k: 20.7, 41.3, 243.8, not 21.8, 66.2, 418.9
+    if padded(problem.head_dim) == 64:
+        # 64 heads on 8, 16 queries, an H100, 1 of 8k, 32 of 1k, 8k: 20.7, 41.3, 243.8 microseconds, not 21.8, 66.2, 418.9
         return padded(problem.head_dim_v) == 64 and problem.rows > MOST_ROWS and not problem.deterministic
     return problem.deterministic or problem.rows >= WGMMA_FROM_ROWS
 
