@@ -90,7 +90,7 @@ def _tried(point: Point, peer: Peer, seconds: float, meter: Meter, clock: CudaCl
     """What is `measured`; of a peer that does not take the point its words."""
     try:
         return measured(point, peer, seconds, meter, clock)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
         return {"refused": str(error).splitlines()[0]}
 
 
