@@ -42,7 +42,7 @@ RELEASE = "mbarrier.arrive(self.empty.index(self.slot(position)), count=1, pred=
 BLOCK = "return at(self.chunks, self.slot(position))"
 RING = "make_barriers(stages, 1), make_barriers(stages, consumers)"
 
-EXPECT = "mbarrier.expect(barrier, BYTES)"
+EXPECT = "mbarrier.expect(barrier, BYTES + MORE)"
 Q_EMPTY_WAIT = "mbarrier.wait(K.memory.q_empty.index(slot), ((turn // K.C.q_stages) & 1) ^ 1)"
 Q_FULL_WAIT = "mbarrier.wait(K.memory.q_full.index(slot), (turn // K.C.q_stages) & 1, pred=tile.go)\n"
 Q_RELEASE = "        if K.C.q_stages > 1:\n            mbarrier.arrive(K.memory.q_empty.index(slot), count=1)\n"
