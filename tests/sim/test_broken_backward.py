@@ -316,7 +316,7 @@ WRONG_NUMBERS = [
     kernel("every tile has the first one's statistics", "K.heads.padded + row) * 2", "K.heads.padded) * 2", ()),
     kernel("the LSE is not folded", "    s = subtract(s, 0, stage, K.memory, K.C)\n", "", ()),
     kernel("dP's statistics are those of S", "dp = subtract(dp, K.C.tile_q,", "dp = subtract(dp, 0,", ()),
-    kernel("both groups add the same share of dQ", " // 64 * K.C.head_dim + FIRST_SHARE", " // 64 * K.C.head_dim", ()),
+    kernel("both groups add the same share of dQ", " // 64 * K.C.head_dim + first_share(w, K.C)", " // 64 * K.C.head_dim", ()),
     kernel("every head of a group adds to the first one's dQ", "                row += K.heads.padded\n", "", ()),
     kernel("no tile is masked", "    if K.MASKED:\n", "    if K.MASKED and g < 0:\n", ()),
     kernel(
