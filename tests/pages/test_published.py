@@ -86,6 +86,7 @@ ACCEPTED: dict[str, str] = {
     "sm80-h100-2026-11-25.json": "float32 came since, and a mistake of the backward's went: due again",
     "sm80-h100-2026-11-25-lengths.json": "up to head dim 64 the backward takes two CTAs since; the rest is the same code",
     "sm80-h200-2026-11-25.json": "measured while Triton 3.6 stored O two bytes at a time",
+    "determinism-h200-2026-11-26.json": "since then an argument that nobody gave is gone from the host's side",
     "energy-h100-2026-11-26.json": "its points' kernels are the same code: head dim 256 and orders of dQ changed since",
     "fp32-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
     "fp8-sums-h100-2026-11-25.json": OF_THE_BACKWARD,

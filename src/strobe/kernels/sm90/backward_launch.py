@@ -220,9 +220,9 @@ def keys_call(problem: AttentionProblem, tensors: Tensors, config: SplitConfig, 
     return Call(keys_kernel, (blocks,), arguments, _constants(problem, SPLIT_TILE, config))
 
 
-def dq_call(problem: AttentionProblem, tensors: Tensors, of_keys: Config | SplitConfig, turn: range, **more) -> Call:
+def dq_call(problem: AttentionProblem, tensors: Tensors, of_keys: Config | SplitConfig, turn: range) -> Call:
     """turn: as in `one_pass_call`."""
-    config = DqConfig(of_keys.head_dim, of_keys.head_dim_v, **more)
+    config = DqConfig(of_keys.head_dim, of_keys.head_dim_v)
     tiles, heads = triton.cdiv(problem.lengths.seqlen_q, config.tile_q), problem.lengths.batch * problem.heads_q
     of_turn = range(turn.start * problem.group, turn.stop * problem.group)
     arguments = (
