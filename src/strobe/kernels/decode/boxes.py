@@ -117,7 +117,7 @@ LOOKED_AT = gl.constexpr(512)
 
 
 @gluon.jit
-def misses_a_page(cached, piece, C: gl.constexpr):
+def misses_a_page(cached, piece):
     """Whether a page of a piece is not there."""
     missing = piece.begin < piece.begin
     if cached.PAGE:

@@ -300,7 +300,7 @@ def store_queries(memory, K, piece, C: gl.constexpr):
     for c in gl.static_range(CHUNKS):
         rows += (rows_of_queries(K.outputs, piece, c * C.chunk, C.chunk, C, K.GROUP, K.DIM),)
         q += (memory.q.index(c),)
-    holes = misses_a_page(K.cached, piece, C)  # while Q is on its way: behind the copies of all CTAs a load takes long
+    holes = misses_a_page(K.cached, piece)  # while Q is on its way: behind the copies of all CTAs a load takes long
     scale, sign = scale_of_scores(K.terms, piece)
     partition_barrier()  # everybody has read the rows before
     for c in gl.static_range(CHUNKS):
@@ -381,9 +381,8 @@ def walk(memory, K, piece, position):
             s = masked(s, K, piece, first + i * C.tokens, holes, C, MASKED)
             top, wide, factor = weights_of(s, scale, top)
             sums = sums * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout)), 1) + lane_sums(wide)
-            memory.v.wait(
-                now - 1
-            )  # complete already, but ptxas moves no wait above it: P V stays hidden under the exponentials
+            # Complete already, but ptxas moves no wait above it: P V stays hidden under the exponentials.
+            memory.v.wait(now - 1)
             acc = wait_output(acc)
             memory.v.release(now - 1)
             p = wide.to(dtype)

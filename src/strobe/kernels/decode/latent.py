@@ -166,7 +166,7 @@ def walk_latent(memory, K, piece, turn):
     memory.q_narrow.store(rows_of_queries(K.outputs, piece, C.head_dim, C.narrow, C, K.GROUP, K.DIM))
     fence_async_shared()
     partition_barrier()
-    holes = misses_a_page(K.cached, piece, C)
+    holes = misses_a_page(K.cached, piece)
     k_scale = scale_of_keys(K.terms, piece)
     acc = no_output(C)
     top = gl.full([C.rows], -float("inf"), gl.float32, rows_of(C, C.tokens))
