@@ -14,14 +14,13 @@ The library is vLLM's: `unzip vllm-0.33.0-*.whl vllm/_flashmla_C.abi3.so`.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
 import torch
-from prefill import milliseconds
+from prefill import medians
 
 import strobe
 from strobe.lab.bench.machine import provenance, save
@@ -93,15 +92,10 @@ def point(batch: int, keys: int, heads: int, queries: int, flashmla: bool) -> di
     wanted = sets[0].strobe()()
     for name, calls in contestants(sets, flashmla).items():
         try:
-            ready[name] = graph_of(calls, wanted)
+            ready[name] = graph_of(calls, wanted), len(calls)
         except Exception as error:
             refused[name] = str(error).splitlines()[0][:200]
-    times: dict[str, list[float]] = {name: [] for name in ready}
-    for turn in range(ROUNDS):
-        names = list(ready)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            times[name].append(milliseconds(ready[name], len(sets)))
-    us = {name: 1e3 * statistics.median(each) for name, each in times.items()}
+    us = medians(ready, ROUNDS)
     return {"batch": batch, "keys": keys, "heads": heads, "queries": queries, "bytes": size, "us": us, "refused": refused}
 
 

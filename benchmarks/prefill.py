@@ -87,6 +87,16 @@ def graph_of(call: Call, wanted: torch.Tensor) -> tuple[Callable[[], object], in
     return graph.replay, launches
 
 
+def medians(ready: dict[str, tuple[Callable[[], object], int]], rounds: int) -> dict[str, float]:
+    """Microseconds of a launch of each, by name: medians of rounds in which they take turns. ready: see `graph_of`."""
+    times: dict[str, list[float]] = {name: [] for name in ready}
+    names = list(ready)
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            times[name].append(milliseconds(*ready[name]))
+    return {name: 1e3 * statistics.median(each) for name, each in times.items()}
+
+
 def point(batch: int, queries: int, keys: int, heads: tuple[int, int], dim: int, pages: list[int]) -> dict:
     """Medians of all contestants, which take turns."""
     calls = contestants(batch, queries, keys, *heads, dim, pages)
@@ -96,12 +106,7 @@ def point(batch: int, queries: int, keys: int, heads: tuple[int, int], dim: int,
             ready[name] = graph_of(call, wanted)
         except Exception as error:
             refused[name] = str(error).splitlines()[0][:200]
-    times: dict[str, list[float]] = {name: [] for name in ready}
-    for turn in range(ROUNDS):
-        names = list(ready)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            times[name].append(milliseconds(*ready[name]))
-    us = {name: 1e3 * statistics.median(each) for name, each in times.items()}
+    us = medians(ready, ROUNDS)
     at = {"batch": batch, "queries": queries, "keys": keys, "heads": heads, "head_dim": dim}
     return {**at, "us": us, "refused": refused}
 
