@@ -3,16 +3,22 @@ PYTHON ?= python3
 BIN := .venv/bin
 OTHER_TRITONS := .venv/triton-3.6 .venv/triton-3.8
 
-.PHONY: demo test test-all gpu-test bench readme lab site clean
+.PHONY: demo test types tests test-all gpu-test bench readme lab site clean
 
 demo: .venv/demo
 	$(BIN)/strobe demo
 
-# A file's tests run in one process, so that what they compile is compiled once.
 test: .venv/dev $(OTHER_TRITONS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(MAKE) -j2 types tests
+
+# Beside the tests, as it uses one core.
+types:
 	$(BIN)/mypy
+
+# A file's tests run in one process, so that what they compile is compiled once.
+tests:
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 # `test`, then the campaigns: every kernel in every order of the simulator, every family of models, mutants, the long fuzz.

@@ -11,6 +11,8 @@ from reports import report as bench_report
 
 from strobe_cli.options import command_given
 
+pytestmark = pytest.mark.usefixtures("small_product")
+
 
 def test_help_lists_the_commands():
     result = run("--help")

@@ -55,7 +55,7 @@ for arch, group, n_q, dim, page, cache, beside in json.loads(sys.argv[1]):
     known = launcher.parameters(compiled, launcher.all_arguments(ready))
     there = {id(x) for x in (*given.values(), *others.values())}
     made.append({
-        "registers": found.registers, "allowed": config.registers, "spills": found.spill_bytes,
+        "wrong_code": found.wrong_code, "registers": found.registers, "allowed": config.registers, "spills": found.spill_bytes,
         "smem": compiled.metadata.shared, "smem_said": config.smem, "overhead": OVERHEAD, "ldmatrix": ptx.count("ldmatrix"),
         "copies": ptx.count("cp.async.cg"), "narrow": ptx.count("cp.async.ca"),
         "wgmma": ptx.count("wgmma.mma_async"), "tma": ptx.count("cp.async.bulk.tensor"),
@@ -93,7 +93,7 @@ SPILLS = {
     ("version", "problems"),
     [
         pytest.param("3.6", SOME, id="some, oldest Triton"),
-        pytest.param("3.8", FEW, id="few, Triton 3.8"),
+        pytest.param("3.8", FEW[:1], id="one, Triton 3.8"),
         pytest.param("", FEW, id="few, installed Triton"),
         pytest.param("3.6", MORE, id="more, oldest Triton", marks=pytest.mark.exhaustive),
         pytest.param("", [*SOME, *MORE], id="all, installed Triton", marks=pytest.mark.exhaustive),
@@ -112,6 +112,7 @@ def test_it_compiles_for_gpus_that_are_not_there(version, problems):
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["triton"].startswith(version)
     for problem, made in zip(problems, result["made"], strict=True):
+        assert not made["wrong_code"], (problem, made)
         assert made["registers"] <= made["allowed"] and made["spills"] <= SPILLS.get(tuple(problem), 0), (problem, made)
         assert made["smem_said"] <= made["smem"] <= made["smem_said"] + made["overhead"] + 4096, (problem, made)
         assert made["smem"] + 1024 <= made["room"] and not made["narrow"] and made["strangers"] == 0, (problem, made)

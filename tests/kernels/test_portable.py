@@ -382,7 +382,7 @@ from strobe.call import launches
 from strobe.kernels.portable import backend, config, forward
 from strobe.problem import Upstream
 from strobe.lab.binary.offline import pretend_gpu
-from strobe.lab.binary.sass import disassemble, unwritten
+from strobe.lab.binary.sass import disassemble, wrong_code
 
 arch, dtype, compiled = KNOWN[sys.argv[1]], getattr(torch, sys.argv[2]), {}
 launch = JITFunction.run
@@ -404,7 +404,7 @@ for head_dim in map(int, sys.argv[4].split(",")):
     for kernel in ("forward", "redo", "dkdv", "dq") if arch.capability >= 90 else ("forward", "dkdv", "dq"):
         made = compiled[f"_{kernel}"]
         bound = config.choose(kernel, problem, arch).smem_bytes()
-        wrong = unwritten(disassemble(made.asm["cubin"])) if arch.capability == 90 else []
+        wrong = wrong_code(disassemble(made.asm["cubin"])) if arch.capability == 90 else []
         print(json.dumps([head_dim, kernel, made.metadata.shared, bound, "trap;" in made.asm["ptx"], wrong]))
 """
 ROOT = Path(__file__).parents[2]
@@ -434,14 +434,15 @@ EVERYTHING = {"softcap": 4.0, "alibi": True, "bias": True, "sinks": True, "funct
 def test_compiles(gpu, dtype, mask, head_dims, features, triton):
     if triton is not None and not triton.exists():
         pytest.skip(f"no Triton 3.6 in {triton}: `make test` installs it")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(triton or ""), str(ROOT / "tests")])}
+    path = [str(triton or ""), str(ROOT / "src"), str(ROOT / "tests")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     env.pop("TRITON_INTERPRET", None)
     arguments = [gpu, dtype, mask, head_dims, json.dumps(features)]
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE, *arguments], capture_output=True, text=True, env=env)
     assert run.returncode == 0, run.stderr[-3000:]
     kernels = [json.loads(line) for line in run.stdout.splitlines()]
     assert len(kernels) == (4 if KNOWN[gpu].capability >= 90 else 3) * len(head_dims.split(","))
-    for head_dim, kernel, shared, bound, traps, unwritten in kernels:
+    for head_dim, kernel, shared, bound, traps, wrong in kernels:
         assert shared <= bound <= KNOWN[gpu].smem_per_block, f"{kernel}, head dim {head_dim}: {shared} bytes, bound {bound}"
         assert not traps, f"{kernel}, head dim {head_dim}: the compiler gave up and made a kernel that traps"
-        assert not unwritten, f"{kernel}, head dim {head_dim}: code that reads what nothing has written"
+        assert not wrong, f"{kernel}, head dim {head_dim}: {wrong}"

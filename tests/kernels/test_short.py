@@ -87,16 +87,16 @@ for n_kv, head_dim in ((77, 64), (128, 40), (77, 80), (77, 128), (130, 128)):
     config, (made,) = short_config.choose(problem), sm90_forward(problem, KNOWN["H200"])
     audit = made.audit()
     sizes = audit.registers, config.registers, audit.spill_bytes, audit.smem_bytes - config.smem_bytes()
-    found.append((*sizes, audit.warnings, audit.unwritten))
+    found.append((*sizes, audit.warnings, audit.wrong_code))
 print(json.dumps({"triton": triton.__version__, "found": found}))
 """
 
 
 @pytest.mark.parametrize("version", [TRITONS[1], pytest.param(TRITONS[0], marks=pytest.mark.exhaustive)])
 def test_what_the_compiler_makes_of_it(version):
-    for registers, most, spills, excess, warnings, unwritten in answer(AUDIT, version)["found"]:
+    for registers, most, spills, excess, warnings, wrong_code in answer(AUDIT, version)["found"]:
         assert registers <= most and spills == 0 and 0 <= excess <= 512
-        assert not warnings and not unwritten
+        assert not warnings and not wrong_code
 
 
 # ---- on the GPU

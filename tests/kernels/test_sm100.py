@@ -35,17 +35,19 @@ pytestmark = needs_tcgen05
 # ---- offline: the compiler's own numbers, on the oldest Triton that can and on the installed one
 
 AUDIT = """
-import dataclasses, json, torch, triton
+import dataclasses, json, sys, torch, triton
 from strobe.lab.binary.offline import audit_sm100_forward
 from strobe.masks import Causal, Full
+problems = (
+    ((128, 128), True, torch.bfloat16, 4096), ((128, 128), False, torch.float16, 4096),
+    ((64, 64), True, torch.float16, 1000), ((96, 96), True, torch.bfloat16, 1000),
+    ((192, 128), True, torch.bfloat16, 4096),
+)
+which = json.loads(sys.argv[1])
 audits = [
     {"head_dims": dims, "causal": causal,
      **dataclasses.asdict(audit_sm100_forward(dims, Causal() if causal else Full(), dtype, length))}
-    for dims, causal, dtype, length in (
-        ((128, 128), True, torch.bfloat16, 4096), ((128, 128), False, torch.float16, 4096),
-        ((64, 64), True, torch.float16, 1000), ((96, 96), True, torch.bfloat16, 1000),
-        ((192, 128), True, torch.bfloat16, 4096),
-    )
+    for dims, causal, dtype, length in (problems if which is None else [problems[i] for i in which])
 ]
 print(json.dumps({"triton": triton.__version__, "audits": audits}))
 """
@@ -67,9 +69,20 @@ print(json.dumps({"triton": triton.__version__, "audits": audits}))
 """
 
 
-@pytest.fixture(scope="module", params=[pytest.param("Triton 3.8", marks=pytest.mark.exhaustive), "installed Triton"])
+AUDITED = [
+    pytest.param(("installed Triton", (0, 2)), id="some, installed Triton"),
+    *(
+        pytest.param((triton, None), id=f"all, {triton}", marks=pytest.mark.exhaustive)
+        for triton in ("Triton 3.8", "installed Triton")
+    ),
+]
+"""By which Triton which problems are compiled; None: all."""
+
+
+@pytest.fixture(scope="module", params=AUDITED)
 def audits(request):
-    return audited(request.param, AUDIT)
+    triton, which = request.param
+    return audited(triton, AUDIT, json.dumps(which))
 
 
 @pytest.fixture(scope="module", params=[pytest.param("Triton 3.8", marks=pytest.mark.exhaustive), "installed Triton"])
@@ -77,14 +90,14 @@ def other_audits(request):
     return audited(request.param, AUDIT_OTHERS)
 
 
-def audited(triton: str, script: str) -> list:
+def audited(triton: str, script: str, *arguments: str) -> list:
     """What a script prints of kernels that one Triton compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if triton == "Triton 3.8":
         if not TRITON_3_8.exists():
             pytest.skip("`make test` installs Triton 3.8 in .venv/triton-3.8; it is not there")
         environment["PYTHONPATH"] = str(TRITON_3_8)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert (triton == "Triton 3.8") == result["triton"].startswith("3.8")

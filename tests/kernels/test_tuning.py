@@ -344,6 +344,7 @@ def test_flaws():
     assert flaw(Audit("kernel", 168, 200_000, 16, {"LDL": 3, "STL": 1})) is None
     assert flaw(Audit("kernel", 168, 200_000, 0, {"LDL": 1})) == "uses local memory"
     assert flaw(Audit("kernel", 168, 200_000, 0, {}, warnings=("C7510: serialized",))) == "ptxas: C7510: serialized"
+    assert flaw(Audit("kernel", 168, 200_000, 0, {}, wrong_code=("wrong code: ...",))) == "wrong code: ..."
     assert flaw(Audit("kernel", 168, 240_000, 0, {})) == "takes 240000 bytes of shared memory"
 
 

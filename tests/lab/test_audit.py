@@ -17,7 +17,7 @@ from strobe.lab.binary import audit
 from strobe.lab.binary.audit import ARCHS, layout_conflicts
 from strobe.lab.binary.audit_report import ptxas_words, readable
 from strobe.lab.binary.offline import problem_of
-from strobe.lab.binary.sass import flow_of, innermost_loops, main_loop, unwritten
+from strobe.lab.binary.sass import flow_of, innermost_loops, left_over, main_loop, unwritten, wrong_code
 from strobe.lab.pages.glossary import GLOSSARY
 from strobe.masks import Full
 
@@ -405,4 +405,77 @@ def test_every_arch_has_a_gpu():
 )
 def test_what_reads_a_uniform_register_that_nothing_has_written(lines, found):
     """A copy that the next instruction writes over is nobody's."""
-    assert unwritten("\n".join(f"        /*{16 * i:04x}*/                   {line}" for i, line in enumerate(lines))) == found
+    assert unwritten(listed("\n".join(lines))) == found
+
+
+def listed(lines: str) -> str:
+    """Labels and instructions, one a line, as nvdisasm shows them."""
+    return "\n".join(
+        line if line.endswith(":") else f"        /*{16 * i:04x}*/                   {line}"
+        for i, line in enumerate(map(str.strip, lines.strip().splitlines()))
+    )
+
+
+TWO_LOOPS = """
+    S2UR UR4, SR_CgaCtaId ;
+    ULEA UR12, UR4, UR12, 0x18 ;
+    {ahead}
+    @!P0 BRA `(.L_x_1) ;
+    .L_x_0:
+    {first}
+    UMOV UR6, UR18 ;
+    UMOV UR7, UR19 ;
+    QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24, gsb0 ;
+    @P1 BRA `(.L_x_0) ;
+    .L_x_1:
+    {between}
+    .L_x_2:
+    {second}
+    UMOV UR6, UR18 ;
+    UMOV UR7, UR19 ;
+    {product} ;
+    @P2 BRA `(.L_x_2) ;
+    EXIT ;
+"""
+"""Two loops that multiply by the same rows of Q, in UR4 and UR5, and by a block of keys, in UR6 and UR7."""
+
+MADE_ANEW = """UIADD3 UR4, UP0, UR12, 0x2, URZ ;
+    UIADD3.X UR5, UR8, 0x40000040, URZ, UP0, !UPT ;"""
+SAVED = """MOV R5, UR4 ;
+    UMOV UR4, 0x400 ;
+    R2UR UR4, R5 ;"""
+OF_BOTH = "QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24, gsb0"
+
+
+@pytest.mark.parametrize(
+    ("parts", "wrong"),
+    [
+        ({"first": MADE_ANEW}, True),
+        ({"first": MADE_ANEW, "second": MADE_ANEW}, False),
+        ({"ahead": MADE_ANEW}, False),
+        ({"first": "UIADD3.64 UR4, UR12, 0x2 ;"}, True),
+        ({"first": "UMOV UR4, UR18 ;", "second": "UIADD3.X UR5, UR8, 0x40000040, URZ, UP0, !UPT ;"}, True),
+        ({"first": MADE_ANEW, "second": f"@P3 {MADE_ANEW}"}, True),  # in some steps alone
+        ({"ahead": "EXIT ;", "first": MADE_ANEW}, False),  # what nobody reaches
+        ({"ahead": f"{MADE_ANEW}\n.L_x_3:", "first": SAVED}, False),
+        ({"ahead": MADE_ANEW, "first": "UIADD3 UR4, UR4, 0x40, URZ ;"}, False),  # carried on
+        ({"first": MADE_ANEW, "product": "QGMMA.64x128x32.F32.E4M3.E4M3 R24, R8, gdesc[UR4], R24"}, False),  # reads UR6, UR7
+        ({"first": MADE_ANEW, "product": "QGMMA.64x128x32.F32.E4M3.E4M3 R24, R8, gdesc[UR2], R24"}, True),
+    ],
+)
+def test_what_takes_a_descriptor_from_a_loop_that_may_not_have_run(parts, wrong):
+    empty = dict.fromkeys(("ahead", "first", "between", "second"), "")
+    given = empty | {"product": OF_BOTH} | parts
+    lines = TWO_LOOPS.format(**given)
+    assert left_over(listed(lines)) == ((given["product"],) if wrong else ())
+    always = lines.replace("@!P0 BRA `(.L_x_1) ;", "")
+    assert left_over(listed(always)) == ()
+
+
+def test_wrong_code_is_a_sentence():
+    lines = listed(
+        TWO_LOOPS.format(ahead="", first=MADE_ANEW, between="UIADD3 UR9, UR40, 0x1, URZ ;", second="", product=OF_BOTH)
+    )
+    said = wrong_code(lines)
+    assert "wrong code: `UIADD3 UR9, UR40, 0x1, URZ` reads a register that nothing before it has written" in said
+    assert said[-1] == f"wrong code: `{OF_BOTH}` takes a descriptor from a loop that may not have run"

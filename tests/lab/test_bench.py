@@ -39,6 +39,8 @@ from strobe.lab.bench.report import (
 )
 from strobe.lab.bench.single_call import statistics
 
+pytestmark = pytest.mark.usefixtures("small_product")
+
 CPU = torch.device("cpu")
 SMALL = Grid(((32, 32),), (64,), tokens=128, heads=4, heads_kv=2, dtypes=("fp32",), masks=("full", "causal"))
 

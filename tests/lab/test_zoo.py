@@ -20,6 +20,8 @@ from strobe.lab.bench.plan import Inputs, Plan, Point, mask_of
 from strobe.lab.bench.report import default_path, kernels_of, load, show
 from strobe.masks import Causal, Window
 
+pytestmark = pytest.mark.usefixtures("small_product")
+
 CPU = torch.device("cpu")
 POINTS = zoo.points()
 

@@ -70,6 +70,9 @@ SETTLE_SECONDS = 0.3
 """How long contenders run in turn, untimed, before the first round. A power limit answers to the last tenths of a second, so
 without this the first contender would have a rested card."""
 
+PRODUCT = {"cuda": (8192, "bf16"), "cpu": (2048, "fp32")}
+"""Rows of the square matrices whose product is timed before and after all points, and their dtype."""
+
 MOST_ROUNDS = 48
 """The most rounds, all in all, of a point that is measured again."""
 
@@ -630,7 +633,7 @@ class Run:
     def _around(self, when: str) -> None:
         """Measures clocks, temperature and a large square matrix product; `when` is "before" or "after" all points."""
         self._step("matrix product", HANG_SECONDS)
-        size, dtype = (8192, "bf16") if self.device.type == "cuda" else (2048, "fp32")
+        size, dtype = PRODUCT[self.device.type]
         a, b = (torch.randn(size, size, device=self.device).to(DTYPES[dtype]) for _ in range(2))
         once = [self.clock.seconds(lambda: a @ b, 1) for _ in range(2)][-1]
         seconds = self.clock.seconds(lambda: a @ b, max(1, round(self.plan.seconds / once)))

@@ -136,13 +136,15 @@ them.)"""
 
 
 def flaw(audit: Audit) -> str | None:
-    """Why a compiled kernel cannot be as fast as it should; or None."""
+    """Why a compiled kernel cannot be as fast as it should, or not right; or None."""
     if audit.spill_bytes > FEW_BYTES:
         return f"spills {audit.spill_bytes} bytes"
     if not audit.spill_bytes and audit.instructions.keys() & {"LDL", "STL"}:
         return "uses local memory"
     if audit.warnings:
         return f"ptxas: {audit.warnings[0].strip()}"
+    if audit.wrong_code:
+        return audit.wrong_code[0]
     if audit.smem_bytes > KNOWN["H200"].smem_per_block:
         return f"takes {audit.smem_bytes} bytes of shared memory"
     return None

@@ -4,7 +4,8 @@ Our kernels are compiled offline, for GPUs that are not there; ptxas says what i
 cubin says less: its registers and its instructions. Either way the control flow gives the warp roles and each one's main loop.
 
 What is called a warning is of two kinds. Spills, serial products and narrow loads are facts of the text. That registers change
-hands through shared memory, and that the products of a cubin are serial, is inferred from patterns, and says so.
+hands through shared memory, and that the products of a cubin are serial, is inferred from patterns, and says so. Wrong code is
+what `sass.wrong_code` finds: patterns of ptxas's known mistakes (docs/upstream.md).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from strobe.lab.binary.sass import (
     resources_of,
     resources_of_cubin,
     role_blocks,
-    unwritten,
+    wrong_code,
 )
 from strobe.lab.progress import each
 from strobe.problem import AttentionProblem, Phase
@@ -160,7 +161,7 @@ def _of_made(made: Made, arch: str, length: int) -> Report:
         *_serial(resources.warnings),
         *_in_loops(parts, _narrow_loads, _round_trips),
         *layout_conflicts(made.kernel.asm["ttgir"]),
-        *_wrong(sass),
+        *wrong_code(sass),
     )
     name = f"{made.name}, S={length}"
     return Report(
@@ -180,7 +181,7 @@ def reports_of_cubin(path: Path) -> list[Report]:
     reports = []
     for name, (registers, smem_bytes) in resources.items():
         parts = parts_of(flow_of(texts[name]))
-        warnings = (*_spills(None, parts), *_in_loops(parts, _waits, _narrow_loads, _round_trips), *_wrong(texts[name]))
+        warnings = (*_spills(None, parts), *_in_loops(parts, _waits, _narrow_loads, _round_trips), *wrong_code(texts[name]))
         reports.append(Report(name, arch, registers, smem_bytes, None, parts, warnings))
     return reports
 
@@ -232,11 +233,6 @@ def _spills(spill_bytes: int | None, parts: Iterable[Part]) -> Iterator[str]:
         yield f"registers are spilled, {spill_bytes} bytes: {where}"
     elif moves:
         yield f"{moves} loads and stores of local memory, for spilled registers or an array: {where}"
-
-
-def _wrong(sass: str) -> Iterator[str]:
-    for instruction in unwritten(sass):
-        yield f"wrong code: `{instruction}` reads a register that nothing before it has written"
 
 
 def _serial(ptxas: Iterable[str]) -> Iterator[str]:

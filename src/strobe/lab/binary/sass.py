@@ -15,8 +15,9 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,7 +30,7 @@ class Audit:
     loads; counts of SASS mnemonics up to the first dot, and of MUFU by function; the same for each role, if the roles were
     named (code that roles share counts for each of them); listings, each role's mnemonics in the order of the text; main_loops,
     the counts in the innermost loop with tensor cores of the roles that have one; ptxas's warnings; seconds to compile; threads
-    of a block, those of all roles; instructions that read what none before them has `unwritten`."""
+    of a block, those of all roles; what ptxas made wrong, `wrong_code`."""
 
     name: str
     registers: int
@@ -42,7 +43,7 @@ class Audit:
     warnings: tuple[str, ...] = ()
     seconds: float = field(default=0.0, compare=False)
     threads: int = 0
-    unwritten: tuple[str, ...] = ()
+    wrong_code: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """The numbers, and a table of the roles' instructions that matter."""
@@ -55,10 +56,7 @@ class Audit:
             lines.append(" " * width + "".join(f"{name:>10}" for name in shown))
         for role, counts in self.roles.items():
             lines.append(f"{role:{width}}" + "".join(f"{counts.get(name, 0):>10}" for name in shown))
-        lines += [f"warning: {warning}" for warning in self.warnings]
-        return "\n".join(
-            lines + [f"warning: {one} reads what nothing has written: ptxas made wrong code" for one in self.unwritten]
-        )
+        return "\n".join([*lines, *(f"warning: {warning}" for warning in (*self.warnings, *self.wrong_code))])
 
 
 MATTERS = (
@@ -87,7 +85,7 @@ def audit(compiled, name: str, seconds: float = 0.0, roles: tuple[str, ...] = ()
         warnings=resources.warnings,
         seconds=seconds,
         threads=compiled.metadata.num_warps * compiled.metadata.target.warp_size,
-        unwritten=unwritten(sass),
+        wrong_code=wrong_code(sass),
     )
 
 
@@ -179,41 +177,6 @@ def count_instructions(sass: str) -> dict[str, int]:
     return counted(Instruction(*match.groups()).name for match in found if match)
 
 
-_REGISTER = re.compile(r"\bUR(\d+)\b")
-_WRITES_UNIFORM = ("U", "S2UR", "R2UR", "REDUX", "LDCU", "VOTEU", "CS2UR")
-
-
-def unwritten(sass: str) -> tuple[str, ...]:
-    """Instructions that read a uniform register which no instruction before them in the text writes, other than in a
-    descriptor: a mistake of ptxas, which has made such code of rows of shared memory of two widths (CUDA 12.8). A copy that
-    the next instruction writes over is not one: nobody uses it."""
-    written: set[int] = set()
-    found: list[str] = []
-    copied: int | None = None  # by the last instruction, if it is the last one found
-    for instruction in (Instruction(*match.groups()) for match in map(_INSTRUCTION.match, sass.splitlines()) if match):
-        operands = instruction.operands.rstrip(" ;").split(",")
-        target = _REGISTER.fullmatch(operands[0].strip()) if instruction.mnemonic.startswith(_WRITES_UNIFORM) else None
-        read = [int(number) for x in operands[target is not None :] if "desc[" not in x for number in _REGISTER.findall(x)]
-        into = None if target is None else int(target[1])
-        if copied is not None and copied == into and into not in read and not instruction.guard:
-            found.pop()
-        copied = None
-        if not written.issuperset(read):
-            found.append(str(instruction))
-            copied = into if instruction.mnemonic == "UMOV" else None
-        if into is not None:
-            wide = (
-                4
-                if ".128" in instruction.mnemonic
-                else 2
-                if ".64" in instruction.mnemonic or ".WIDE" in instruction.mnemonic
-                else 1
-            )
-            written.update(range(into, into + wide))
-        written.update(read)  # told once
-    return tuple(found)
-
-
 def counted(things: Iterable[T]) -> dict[T, int]:
     """How often each occurs, the most frequent first."""
     return dict(Counter(things).most_common())
@@ -246,6 +209,16 @@ class Flow:
     blocks: list[Block]
     successors: Successors
     labels: dict[str, int]
+
+    @cached_property
+    def predecessors(self) -> Successors:
+        """For each block, the indices of the blocks that may come before it."""
+        found: Successors = [set() for _ in self.blocks]
+        for i, after in enumerate(self.successors):
+            for j in after:
+                if j < len(found):
+                    found[j].add(i)
+        return found
 
     def instructions(self, chosen: Iterable[int]) -> list[Instruction]:
         """The instructions of the chosen blocks, in the order of the text."""
@@ -328,6 +301,16 @@ def _loop(successors: Successors, block: int, inside: set[int]) -> set[int]:
     return {i for i in after if block in _reached(successors, i, without)}
 
 
+def natural_loops(flow: Flow) -> list[set[int]]:
+    """All loops: of each head, which every way from the kernel's entry into the loop passes, what leads back to it."""
+    found: dict[int, set[int]] = {}
+    for end, heads in enumerate(flow.successors):
+        for head in heads:
+            if head <= end and end not in _reached(flow.successors, 0, {head}):
+                found.setdefault(head, {head}).update(_reached(flow.predecessors, end, {head}))
+    return list(found.values())
+
+
 def _blocks(sass: str) -> tuple[list[Block], dict[str, int]]:
     """The blocks in the order of the text, and the labels of those that have one."""
     blocks, labels = [Block()], {}
@@ -370,6 +353,123 @@ def _waiting_loop(successors: list[set[int]], switch: int) -> set[int]:
     """The loop around a switch: what every path from the kernel's entry to it must pass, and what it comes back to."""
     returns = _reached(successors, switch, set())
     return {i for i in returns if switch not in _reached(successors, 0, {i})}
+
+
+# ---- mistakes of ptxas (docs/upstream.md)
+
+_REGISTER = re.compile(r"\bUR(\d+)\b")
+_WRITES_UNIFORM = ("U", "S2UR", "R2UR", "REDUX", "LDCU", "VOTEU", "CS2UR")
+
+
+def wrong_code(sass: str) -> tuple[str, ...]:
+    """What ptxas is known to get wrong, a sentence for each instruction."""
+    return (
+        *(f"wrong code: `{one}` reads a register that nothing before it has written" for one in unwritten(sass)),
+        *(f"wrong code: `{one}` takes a descriptor from a loop that may not have run" for one in left_over(sass)),
+    )
+
+
+def unwritten(sass: str) -> tuple[str, ...]:
+    """Instructions that read a uniform register which no instruction before them in the text writes, other than in a
+    descriptor: a mistake of ptxas, which has made such code of rows of shared memory of two widths (CUDA 12.8). A copy that
+    the next instruction writes over is not one: nobody uses it."""
+    written: set[int] = set()
+    found: list[str] = []
+    copied: range | None = None  # into what, by the last instruction, if it is the last one found
+    for instruction in (Instruction(*match.groups()) for match in map(_INSTRUCTION.match, sass.splitlines()) if match):
+        into = _written(instruction)
+        operands = instruction.operands.rstrip(" ;").split(",")[bool(into) :]
+        read = [int(number) for x in operands if "desc[" not in x for number in _REGISTER.findall(x)]
+        if copied and copied[0] in into[:1] and copied[0] not in read and not instruction.guard:
+            found.pop()
+        copied = None
+        if not written.issuperset(read):
+            found.append(str(instruction))
+            copied = into if instruction.mnemonic == "UMOV" else None
+        written.update(into)
+        written.update(read)  # told once
+    return tuple(found)
+
+
+def left_over(sass: str) -> tuple[str, ...]:
+    """Products (wgmma) that take a descriptor, or a part of one, from a loop before them that may not have run: a mistake of
+    ptxas (CUDA 12.8), which has made the descriptor of what two loops multiply by in the first one alone. A loop that reads
+    what the register held before it, to carry it on or to put it back, has not made it. What a descriptor is made of is not
+    looked at."""
+    flow = flow_of(sass)
+    loops = natural_loops(flow)
+    return tuple(
+        str(product)
+        for i, block in enumerate(flow.blocks)
+        for k, product in enumerate(block.instructions)
+        if any(
+            _is_left(flow, loops, register, writer, i)
+            for register in _descriptors(product)
+            for writer in _writers(flow, register, i, k)
+        )
+    )
+
+
+def _written(instruction: Instruction) -> range:
+    """The uniform registers that an instruction writes."""
+    if not instruction.mnemonic.startswith(_WRITES_UNIFORM):
+        return range(0)
+    target = _REGISTER.fullmatch(instruction.operands.split(",")[0].strip(" ;"))
+    if target is None:
+        return range(0)
+    modifiers = instruction.mnemonic.split(".")
+    width = 4 if "128" in modifiers else 2 if "64" in modifiers or "WIDE" in modifiers else 1
+    return range(int(target[1]), int(target[1]) + width)
+
+
+def _reads(instruction: Instruction, register: int) -> bool:
+    """Whether an instruction names a uniform register as one to read, or the first one of its pair, or has it in a
+    descriptor."""
+    operands = instruction.operands.split(",")[bool(_written(instruction)) :]
+    named = {int(number) for x in operands for number in _REGISTER.findall(x)}
+    pair = ".64" in instruction.mnemonic and register - 1 in named
+    return register in named or pair or register in _descriptors(instruction)
+
+
+def _descriptors(product: Instruction) -> range:
+    """The four uniform registers in which a wgmma has its descriptors, of its operands in turn; the last two if the first
+    operand is in registers."""
+    found = re.search(r"(, R\d+, )?gdesc\[UR(\d+)\]", product.operands)
+    return range(int(found[2]) + 2 * bool(found[1]), int(found[2]) + 4) if found else range(0)
+
+
+def _writers(flow: Flow, register: int, block: int, end: int) -> Iterator[int]:
+    """The blocks that may have written what a uniform register holds ahead of instruction `end` of a block."""
+    seen: set[int] = set()
+    left = [(block, end)]
+    while left:
+        block, end = left.pop()
+        for instruction in reversed(flow.blocks[block].instructions[:end]):
+            if register in _written(instruction):
+                yield block
+                if not instruction.guard:
+                    break
+        else:
+            left += [(i, len(flow.blocks[i].instructions)) for i in flow.predecessors[block] - seen]
+            seen |= flow.predecessors[block]
+
+
+def _is_left(flow: Flow, loops: list[set[int]], register: int, writer: int, reader: int) -> bool:
+    """Whether a block writes a register in loops that the reader is not in, and that a way to it passes by."""
+    left = [loop for loop in loops if writer in loop and reader not in loop]
+    passed_by = bool(left) and reader in _reached(flow.successors, 0, {writer})
+    return passed_by and not any(_takes_over(flow, loop, register) for loop in left)
+
+
+def _takes_over(flow: Flow, loop: set[int], register: int) -> bool:
+    """Whether a loop reads what a register held before it."""
+    return any(
+        writer not in loop
+        for i in loop
+        for k, instruction in enumerate(flow.blocks[i].instructions)
+        if _reads(instruction, register)
+        for writer in _writers(flow, register, i, k)
+    )
 
 
 def _ptxas_report(compiled) -> str:

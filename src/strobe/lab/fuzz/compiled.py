@@ -26,8 +26,8 @@ _seen: set[str] = set()
 
 
 def compiled(case: Case | CacheCase, arch: str) -> Outcome:
-    """Compiles the kernels of a case's calls for a GPU that need not be there. "right" if all of them compile, and no
-    instruction reads what nothing has written (see `sass.unwritten`); "refused" where there is nothing to compile."""
+    """Compiles the kernels of a case's calls for a GPU that need not be there. "right" if all of them compile, and none is
+    `sass.wrong_code`; "refused" where there is nothing to compile."""
     if not isinstance(case, CacheCase) and (case.bad or case.lie or case.door == "fp8"):
         return Outcome("refused", "compiles nothing of its own")
     try:
@@ -84,7 +84,7 @@ def _looked_at(calls: list[Call], arch: Arch) -> Outcome:
             kernel = call.compile()
             if kernel.hash not in _seen:
                 _seen.add(kernel.hash)
-                found = audit(kernel, call.kernel.__name__).unwritten
+                found = audit(kernel, call.kernel.__name__).wrong_code
                 if found:
-                    return Outcome("wrong", f"{call.kernel.__name__}: {found[0]} reads what nothing has written")
+                    return Outcome("wrong", f"{call.kernel.__name__}: {found[0]}")
     return Outcome("right")
