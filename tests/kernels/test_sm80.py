@@ -117,6 +117,17 @@ def test_which_tile_a_length_a_mask_and_few_tiles_ask_for():
     assert tile(**wide, **of(32, 512)) == tile(**wide, **of(4, 4096), mask=strobe.Causal()) == (64, 4)
     assert tile(**of(4, 4096)) == (128, 4)
     assert tile(**of(1, 1024)) == tile(**wide, **of(1, 1024)) == (64, 4)
+    between = {"head_dim": 96, "head_dim_v": 96, **of(4, 4096)}
+    whole, causal = (backend.config(problem(**between, mask=mask), arch) for mask in (strobe.Full(), strobe.Causal()))
+    assert (whole.tile_kv, whole.q_in_registers) == (64, False) and (causal.tile_kv, causal.q_in_registers) == (32, True)
+
+
+def test_chunks_and_pieces():
+    """Equal chunks in the forward, wide ones in the backward, whose dQ comes in pieces where head dims are large."""
+    assert [Config(dim, dim, 64, 32, 4).chunks for dim in (80, 96, 128)] == [(64, 16), (32, 32, 32), (64, 64)]
+    assert [BackwardConfig(dim, dim, 64, 64, 4).chunks for dim in (80, 96, 128)] == [(64, 16), (64, 32), (64, 64)]
+    assert [BackwardConfig(dim, dim, 64, 64, 4).piece for dim in (80, 96, 128)] == [64, 64, 32]
+    assert BackwardConfig(128, 128, 32, 64, 8, across=2).across_q == 4
 
 
 def test_rows_come_in_parts_where_two_ctas_have_room_and_work():
@@ -213,6 +224,10 @@ COMPILED = [
     ("RTX 4090", "causal", Config(64, 64, 64, 32, 4, 2, itemsize=4)),
     ("H200", "full", BackwardConfig(64, 64, 32, 64, 4, itemsize=4)),
     ("A10", "causal", BackwardConfig(128, 128, 32, 32, 4, across=2, stages=1, itemsize=4)),
+    ("A100", "full", Config(96, 96, 128, 64, 4, 2)),
+    ("H200", "causal", Config(96, 96, 128, 32, 4, 2, True)),
+    ("A100", "full", BackwardConfig(128, 128, 64, 128, 8, across=2)),
+    ("H200", "full", BackwardConfig(256, 256, 64, 64, 8, across=4)),
 ]
 SOME = (0, 3, 5, 8, 13, 16)
 """Those that are always compiled. A campaign compiles all."""

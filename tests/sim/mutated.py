@@ -117,11 +117,12 @@ def sm80() -> Subject:
 
 def sm80_backward() -> Subject:
     from strobe.kernels.sm80 import backward as kernels
+    from strobe.kernels.sm80 import backward_dq as dq
     from strobe.kernels.sm80 import backward_parts as parts
     from strobe.kernels.sm80 import backward_scores as scores
 
     tried = trials(test_ampere.BACKWARD, lambda t, config: test_ampere.Backward(t, config).run)
-    return Subject([kernels, parts, scores], tried, equivalent=EQUIVALENT["sm80-backward"])
+    return Subject([kernels, parts, dq, scores], tried, equivalent=EQUIVALENT["sm80-backward"])
 
 
 def more_of(name: str) -> list[Trial]:

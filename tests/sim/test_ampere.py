@@ -66,6 +66,7 @@ FORWARD = [
     # Every way in which head dims are cut into chunks.
     *((case(100, 70, head_dim=d, mask="causal"), FP16, config(d)) for d in (8, 24, 40, 72, 96, 136, 160, 192)),
     (case(70, 70, head_dim=256), BF16, config(256, q_in_registers=True)),
+    (case(130, 128, head_dim=96), BF16, config(96, tile_q=128, tile_kv=64, stages=2)),
     (case(70, 90, head_dim=192, head_dim_v=128, mask="causal"), BF16, config(192, 128)),
     (case(70, 90, head_dim=64, head_dim_v=88, mask="window"), FP16, config(64, 88, stages=2)),
     # float32.
@@ -168,6 +169,10 @@ BACKWARD = [
     (case(60, 70, head_dim=192, head_dim_v=128, mask="causal"), FP16, backward(192, 128, across=2, warps=8, stages=1)),
     (case(60, 70, head_dim=136, mask="causal"), BF16, backward(136, across=4, warps=8)),
     (case(60, 70, batch=4, head_dim=64, mask="causal", packed=True), BF16, backward(across=2, warps=8)),
+    # All whole: dQ is added in chunks, or in pieces of them.
+    (case(128, 64, heads=(2, 1), head_dim=96), FP16, backward(96, across=2, warps=8)),
+    (case(128, 64, heads=(2, 1), head_dim=128), BF16, backward(128, across=2, warps=8)),
+    (case(64, 128, head_dim=144), FP16, backward(144, stages=1)),
     (case(60, 70, head_dim=64, mask="documents", batch=2), FP16, backward()),
     (SMALL, FP16, backward(tile_kv=128, parts=2)),
     (replace(SMALL, mask="causal"), BF16, backward(tile_kv=128, parts=2)),

@@ -12,7 +12,8 @@ from strobe.kernels.sm80.config import BackwardConfig, Config
 from strobe.sim import OutOfBounds, Race, Unfinished, Uninitialised
 from strobe.sim.attention import forward_launch
 
-FORWARD, BACKWARD, BACKWARD_PARTS = (f"strobe.kernels.sm80.{name}" for name in ("forward", "backward", "backward_parts"))
+FORWARD, BACKWARD = (f"strobe.kernels.sm80.{name}" for name in ("forward", "backward"))
+BACKWARD_PARTS, BACKWARD_DQ = (f"strobe.kernels.sm80.{name}" for name in ("backward_parts", "backward_dq"))
 TILES, SCORES, BACKWARD_SCORES = (f"strobe.kernels.sm80.{name}" for name in ("tiles", "scores", "backward_scores"))
 TOO_EARLY = (Race, Unfinished, Uninitialised)
 NUMBERS = ()
@@ -40,6 +41,8 @@ IN_PAIRS = replace(ONE_STAGE, config=Config(64, 64, 64, 32, 4, across=2))
 GRADIENTS = Kernel(BACKWARD, 80, Case(130, 70, 1, 2, 1, 64, mask="causal"), BackwardConfig(64, 64, 64, 64, 4), start_backward)
 IN_PARTS = replace(GRADIENTS, config=BackwardConfig(64, 64, 64, 128, 4, parts=2))
 SHARED_P = replace(GRADIENTS, config=BackwardConfig(64, 64, 64, 64, 8, 2, 1))
+
+IN_PIECES = replace(GRADIENTS, case=Case(64, 64, 1, 1, 1, 128), config=BackwardConfig(128, 128, 32, 64, 8, across=2, stages=1))
 
 WILD = Case(100, 133, 1, 1, 1, 64, logits=30.0)
 
@@ -205,10 +208,18 @@ BUGS = [
     ),
     one_edit(
         IN_PARTS,
-        BACKWARD_PARTS,
+        BACKWARD_DQ,
         "dQ of another part",
         "M.ds[i].permute",
         "M.ds[0].permute",
+        NUMBERS,
+    ),
+    one_edit(
+        IN_PIECES,
+        BACKWARD_DQ,
+        "dQ of a piece over that of another",
+        "first_of(K.C, False, c) + j * COLUMNS, i)",
+        "first_of(K.C, False, c), i)",
         NUMBERS,
     ),
     one_edit(

@@ -32,7 +32,7 @@ reads of Q and dO for a write and a read of P. Or a warp has 32 keys to itself, 
 A backward that must be deterministic, or finds the gradient of a bias, leaves dQ to the portable kernel, which has an order.
 
 What a tile adds to dQ lies in the accumulator in the order of registers and lanes, so that a warp's 32 additions are neighbours
-(`put_dq`); `backward_ends.convert` puts it in order.
+(`backward_dq.put_dq`); `backward_ends.convert` puts it in order.
 """
 
 import triton.language as tl
@@ -40,14 +40,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from strobe.kernels.common.tile_scheduler import Lengths
 from strobe.kernels.gluon import aggregate, cp_async, gl, gluon, partition_barrier
-from strobe.kernels.sm80.backward_parts import add_dq, add_parts
+from strobe.kernels.sm80.backward_dq import add_dq
+from strobe.kernels.sm80.backward_parts import add_parts
 from strobe.kernels.sm80.backward_scores import (
     apply_mask_transposed,
     gradients_transposed,
     kept_weights_transposed,
     scores_transposed,
 )
-from strobe.kernels.sm80.layouts import along, in_rows, left, product_layout, swizzled, unit_of
+from strobe.kernels.sm80.layouts import in_rows, left, product_layout, swizzled, unit_of
 from strobe.kernels.sm80.products import add_products, rows_by_rows
 from strobe.kernels.sm80.tiles import Matrix, allocate, at, copy_tile, first_of, zeros
 from strobe.kernels.sm90.backward_tiles import KeyHeads, locate_keys
@@ -189,7 +190,6 @@ def step_masked(K, work, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr,
 @gluon.jit
 def step_at(K, work, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr, STAGE: gl.constexpr, cut):
     """A tile of rows that is in a stage. cut: whether a row of it may not see a key."""
-    M = K.memory
     after, member_after = tile_after(work, tile, member)
     row = tile * K.C.tile_q
     head = work.head_kv * work.group + member
@@ -205,13 +205,7 @@ def step_at(K, work, tile, member, dk, dv, S: gl.constexpr, Q: gl.constexpr, STA
         dk, dv = add_parts(K, work, row, head, dk, dv, S, STAGE, cut)
     if K.C.with_dq:
         place = (work.row + member * K.heads.padded + row).to(gl.int64) * K.C.head_dim
-        if K.C.parts == 1:
-            rows_by_keys = M.ds[0].permute((1, 0)).load(left(Q))
-            dq = add_products(zeros(K.C.tile_q, K.C, False, Q), rows_by_keys, M.k, Q)
-            for c in gl.static_range(len(dq)):
-                put_dq(K, dq[c], place + K.C.tile_q * first_of(K.C, False, c))
-        else:
-            add_dq(K, place, Q)
+        add_dq(K, place, Q)
     if K.C.stages == 1:
         partition_barrier()
         if member_after < work.group:
@@ -256,32 +250,6 @@ def add_tile(K, work, row, head, dk, dv, S: gl.constexpr, STAGE: gl.constexpr, c
         dk = add_products(dk, operand(ds, M.ds[0], K.C, S), q, S)
         dv = add_products(dv, operand(kept_p, M.p, K.C, S), do, S)
     return dk, dv
-
-
-@gluon.jit
-def put_dq(K, dq, place):
-    """Add a chunk of a tile's dQ to the accumulator, from `place` on: what the lanes of a warp hold in one register lies side
-    by side, [tile_q / 16 / down, 2, columns / 8 / across, 2, down, across, 8, 4], for `down` by `across` warps (see
-    `backward_ends.convert`)."""
-    ACROSS: gl.constexpr = K.C.across_q
-    DOWN: gl.constexpr = K.C.warps // ACROSS
-    COLUMNS: gl.constexpr = dq.shape[1] // 8
-    x = gl.reshape(dq, [K.C.tile_q // 16, 2, 8, COLUMNS, 4, 2])
-    L: gl.constexpr = x.type.layout
-    m = gl.arange(0, K.C.tile_q // 16, along(L, 6, 0))
-    h = gl.arange(0, 2, along(L, 6, 1))
-    lane = gl.arange(0, 8, along(L, 6, 2))
-    n = gl.arange(0, COLUMNS, along(L, 6, 3))
-    b = gl.arange(0, 4, along(L, 6, 4))
-    e = gl.arange(0, 2, along(L, 6, 5))
-    UNIT: gl.constexpr = 32 * K.C.warps
-    ROW: gl.constexpr = COLUMNS // ACROSS * 2 * UNIT
-    at_m = m // DOWN * (2 * ROW) + m % DOWN * (32 * ACROSS)
-    at_n = n // ACROSS * (2 * UNIT) + n % ACROSS * 32
-    of_rows = at_m[:, None, None, None, None, None] + (h * ROW)[None, :, None, None, None, None]
-    of_columns = at_n[None, None, None, :, None, None] + (e * UNIT)[None, None, None, None, None, :]
-    of_lanes = (lane * 4)[None, None, :, None, None, None] + b[None, None, None, None, :, None]
-    gl.atomic_add(K.accumulator + place + (of_rows + of_columns + of_lanes), x, sem="relaxed")
 
 
 @gluon.jit

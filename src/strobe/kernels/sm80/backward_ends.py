@@ -6,7 +6,7 @@ each from a multiple of 128 on).
     statistics    [rows / tile_q, 2, tile_q]    of each tile of rows the LSE in powers of two, then delta; a row that does not
                                                 exist has an LSE of +inf, so that it weighs nothing
     accumulator   [rows / tile_q, dim * tile_q] dQ, a tile at a time, a chunk of columns after the other, in the order of
-                                                registers (`backward.put_dq`)
+                                                registers (`backward_dq.put_dq`)
 """
 
 import triton

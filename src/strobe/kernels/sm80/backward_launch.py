@@ -99,11 +99,9 @@ def main_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: B
         problem.scale,
         *totals(problem),
     )
-    noted = is_cut(problem)
-    cut = lengths.seqlen_kv % config.tile_kv != 0 or lengths.seqlen_q % config.tile_q != 0
     constants = {
-        "MASKED": noted or problem.varlen or cut,
-        "NOTED": noted,
+        "MASKED": is_masked(problem, config),
+        "NOTED": is_cut(problem),
         "DIM": problem.head_dim,
         "DIM_V": problem.head_dim_v,
         "C": config,
@@ -112,6 +110,13 @@ def main_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: B
         "enable_fp_fusion": True,  # Triton 3.10 turns it off
     }
     return Call(backward_kernel, (blocks,), arguments, constants)
+
+
+def is_masked(problem: AttentionProblem, config: BackwardConfig) -> bool:
+    """Whether a tile may have rows that do not see a key."""
+    lengths = problem.lengths
+    cut = lengths.seqlen_kv % config.tile_kv != 0 or lengths.seqlen_q % config.tile_q != 0
+    return is_cut(problem) or problem.varlen or cut
 
 
 def prepare_call(problem: AttentionProblem, tensors: Tensors, config: BackwardConfig) -> Call:
@@ -133,7 +138,8 @@ def convert_call(problem: AttentionProblem, tensors: Tensors, config: BackwardCo
     tiles = triton.cdiv(lengths.seqlen_q, config.tile_q)
     return Call(ends.convert, (tiles * problem.heads_q * lengths.batch,), (), dict(
         accumulator=tensors.accumulator, dq=dq, notes=tensors.row_notes, **_rows(problem, tensors, tiles), scale=problem.scale,
-        **_strides("dq", dq), DIM=problem.head_dim, PADDED=config.head_dim, WIDEST=config.widest,
+        **_strides("dq", dq), DIM=problem.head_dim, PADDED=config.head_dim,
+        WIDEST=config.widest if is_masked(problem, config) else config.piece,
         DOWN=config.warps // config.across_q, ACROSS=config.across_q, TILE_Q=config.tile_q, ROWS_PADDED=ROWS_PADDED,
         num_warps=8, enable_fp_fusion=True,
     ))  # fmt: skip

@@ -17,9 +17,9 @@ from strobe.kernels.sm80.backward_scores import (
     kept_weights_transposed,
     scores_transposed,
 )
-from strobe.kernels.sm80.layouts import left, right
-from strobe.kernels.sm80.products import add_product, add_products, rows_by_rows
-from strobe.kernels.sm80.tiles import at, first_of, zeros
+from strobe.kernels.sm80.layouts import left
+from strobe.kernels.sm80.products import add_products, rows_by_rows
+from strobe.kernels.sm80.tiles import at
 from strobe.kernels.sm90.scores import slope_of
 
 
@@ -81,35 +81,3 @@ def statistics_of(K, STAGE: gl.constexpr, NUMBER: gl.constexpr, FIRST: gl.conste
     """The LSE (0) or delta (1) of the rows of a part, which begins at row FIRST of a tile: [1, rows]."""
     numbers = K.memory.statistics[STAGE].slice(NUMBER * K.C.tile_q + FIRST, K.C.rows)
     return numbers.load(gl.SliceLayout(0, S))[None, :]
-
-
-@gluon.jit
-def add_dq(K, place, Q: gl.constexpr):
-    """What a tile's dS gives to dQ, added to the accumulator from `place` on. K is read once for all parts, each of which has a
-    buffer of its own: between writes to parts of one buffer the compiler puts barriers."""
-    M = K.memory
-    PARTS: gl.constexpr = K.C.parts
-    nothing = zeros(K.C.rows, K.C, False, Q)
-    of_rows = ()
-    for i in gl.static_range(PARTS):
-        of_rows += (M.ds[i].permute((1, 0)).load(left(Q)),)
-    dq = ()
-    for c in gl.static_range(len(M.k)):
-        of_keys = M.k[c].load(right(Q))
-        for i in gl.static_range(PARTS):
-            dq += (add_product(nothing[c], of_rows[i], of_keys, Q),)
-    for c in gl.static_range(len(M.k)):
-        for i in gl.static_range(PARTS):
-            x = dq[c * PARTS + i]
-            put_part(K, x, place + K.C.tile_q * first_of(K.C, False, c) + i * (x.shape[0] * x.shape[1]))
-
-
-@gluon.jit
-def put_part(K, dq, place):
-    """Add a chunk of a part's dQ to the accumulator, from `place` on, in the order of `backward.put_dq`, seen as a vector: a
-    lane's addresses differ by constants."""
-    ACROSS: gl.constexpr = K.C.across_q
-    DOWN: gl.constexpr = K.C.warps // ACROSS
-    x = gl.reshape(dq, [dq.shape[0] // 16 // DOWN, DOWN, 2, 8, dq.shape[1] // 8 // ACROSS, ACROSS, 4, 2])
-    x = gl.reshape(gl.permute(x, [0, 2, 4, 7, 1, 5, 3, 6]), [dq.shape[0] * dq.shape[1]])
-    gl.atomic_add(K.accumulator + place + gl.arange(0, x.shape[0], x.type.layout), x, sem="relaxed")

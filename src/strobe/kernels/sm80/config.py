@@ -54,7 +54,7 @@ class Chunks(Derived):
 
     @property
     def widest(self) -> int:
-        """The most columns of a chunk: 128 bytes."""
+        """The most columns of a chunk: of 128 bytes."""
         return 128 // self.itemsize
 
     @property
@@ -116,6 +116,13 @@ class Config(Chunks):
         _check(self, self.tile_q * self.across)
         if self.q_in_registers and self.itemsize != 2:
             raise ValueError("Q stays in registers as 16-bit numbers alone, got float32")
+
+    @property
+    def widest(self) -> int:
+        """The most columns of a chunk: 32 where all can have as many, as at head dim 96. Addresses differ by constants, which
+        leaves registers for blocks of 64 keys, or for Q. At head dims 128 and 256 it lost up to 13 % of the speed."""
+        even = self.head_dim % 64 == self.head_dim_v % 64 == 32
+        return 32 if even else super().widest
 
     @property
     def splits(self) -> int:
@@ -182,10 +189,10 @@ class BackwardConfig(Chunks):
             raise ValueError(f"tile_q must divide {ROWS_PADDED}, got {self.tile_q}")
         if self.parts > 1 and self.across > 1:
             raise ValueError(f"rows come in parts where no warps share them, got {self.parts} parts and across={self.across}")
-        if not _shares(self.rows, min(self.chunks), self.warps):
+        if not _shares(self.rows, self._least, self.warps):
             raise ValueError(
                 f"each of {self.warps} warps needs 16 rows and 8 columns of dQ of its own, "
-                f"got {self.rows} rows of {min(self.chunks)} columns"
+                f"got {self.rows} rows of {self._least} columns"
             )
 
     @property
@@ -207,9 +214,21 @@ class BackwardConfig(Chunks):
         return self.itemsize == 2 and max(self.head_dim, self.head_dim_v) <= 128
 
     @property
+    def piece(self) -> int:
+        """The most columns of dQ that are added to the accumulator at a time, where no mask is: 32, between the products of the
+        others, from head dims 128 on; else a chunk, after all products. Full, 16k, head dims 128 and 256: 7 and 8 % of the
+        speed, by chunks 4 and 7, at head dim 96 -1; under a causal mask -2."""
+        return 32 if self.itemsize == 2 and self.head_dim > 96 else self.widest
+
+    @property
     def across_q(self) -> int:
         """Warps beside each other in a tile of dQ: so many that each has 32 rows, unless a chunk has too few columns."""
-        return min(self.warps, self.warps * 32 // self.tile_q, min(self.chunks) // 8)
+        return min(self.warps, self.warps * 32 // self.tile_q, self._least // 8)
+
+    @property
+    def _least(self) -> int:
+        """The fewest columns of dQ that are a product by themselves."""
+        return min(*self.chunks, self.piece)
 
     def smem_map(self) -> list[Buffer]:
         """The buffers of a CTA; the statistics are float32."""
@@ -243,7 +262,7 @@ class BackwardConfig(Chunks):
 
 _TILES: dict[int, tuple[tuple, ...]] = {
     64: ((128, 64, 4, 2, True), (128, 64, 4, 2), (64, 64, 4, 2, True)),
-    96: ((128, 32, 4, 2), (128, 64, 4, 2), (64, 64, 4, 2)),
+    96: ((128, 32, 4, 2), (128, 32, 4, 2, True), (128, 64, 4, 2), (128, 64, 4), (64, 64, 4, 2)),
     128: ((128, 32, 4, 2), (128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1, True)),
     192: ((64, 64, 4, 1, False, 2), (64, 64, 4), (128, 64, 8), (64, 32, 4, 2)),
     256: ((64, 64, 4, 1, False, 2), (128, 64, 8, 1, False, 2), (64, 32, 4, 2, False, 2), (64, 64, 4), (64, 32, 4, 2)),
@@ -271,6 +290,10 @@ def candidates(problem: AttentionProblem, arch: Arch) -> list[Config]:
     lengths, whole = problem.lengths, problem.mask.band == (None, None, None) and not problem.mask.by_pair
     if widest == LARGEST and whole and lengths.seqlen_kv >= LONG:  # 5 % faster and more; causal, 5 % slower and more
         found.sort(key=lambda config: -config.tile_q)
+    if (
+        dims == (96, 96) and size == 2
+    ):  # whole, 64 keys are 3 to 5 % faster than Q in registers; causal, at 512 tokens, 8 % slower
+        found.sort(key=lambda config: (-config.tile_kv, not _twice(config, arch)) if whole else (not config.q_in_registers,))
     tiles = -(-lengths.seqlen_q // found[0].tile_q) * lengths.batch * problem.heads_q
     if tiles <= arch.sms:  # one each at most, and room for two of half the rows; not timed yet
         found.sort(key=lambda config: config.tile_q)
@@ -322,8 +345,12 @@ def backward_candidates(problem: AttentionProblem, arch: Arch) -> list[BackwardC
 def _fits(config: BackwardConfig, arch: Arch) -> bool:
     """Whether the shared memory of an arch holds a config: where rows come in parts, of two CTAs a multiprocessor, one of which
     multiplies while the other takes exponentials."""
-    alone = config.smem_bytes() + SCRATCH <= arch.smem_per_block
-    return alone and (config.parts == 1 or 2 * (config.smem_bytes() + arch.smem_reserved) <= arch.smem_per_sm)
+    return config.smem_bytes() + SCRATCH <= arch.smem_per_block and (config.parts == 1 or _twice(config, arch))
+
+
+def _twice(config: Config | BackwardConfig, arch: Arch) -> bool:
+    """Whether the shared memory of a multiprocessor holds two CTAs."""
+    return 2 * (config.smem_bytes() + arch.smem_reserved) <= arch.smem_per_sm
 
 
 def choose_backward(problem: AttentionProblem, arch: Arch) -> BackwardConfig:
