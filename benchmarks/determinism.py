@@ -1,9 +1,9 @@
 """Are gradients the same bits in every run, and what does it cost? The same backward many times on a busy GPU.
 
-Each of 50 runs of a backward starts while matrix products run beside it on another stream, so that its thread blocks meet in
+Each of 20 runs of a backward starts while matrix products run beside it on another stream, so that its thread blocks meet in
 another order every time. For dq, dk and dv: how many distinct bit patterns there were, and the largest spread of an element
 over the runs, relative to the largest element. Then the time of a backward with and without `deterministic=True`, in
-interleaved rounds on an idle GPU; medians. Prints a table, writes JSON.
+interleaved rounds on an idle GPU; medians. Prints a table, writes JSON. Kernels are compiled before, in many processes at once.
 
     python benchmarks/determinism.py --json benchmarks/results/determinism.json
 """
@@ -11,9 +11,12 @@ interleaved rounds on an idle GPU; medians. Prints a table, writes JSON.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -28,9 +31,15 @@ from strobe.lab.bench.machine import provenance, save
 from strobe.lab.bench.plan import MASKS, Inputs, Point
 
 GRADIENTS = ("dq", "dk", "dv")
-RUNS, ROUNDS, LAUNCHES = 50, 15, 10
-SHAPES = tuple(product((64, 128, 256), ("full", "causal")))
-TOKENS, LENGTH, WIDTH = 16384, 4096, 2048
+RUNS, ROUNDS, LAUNCHES = 20, 9, 4
+HEAD_DIMS = 64, 96, 128
+LENGTHS = 1024, 4096, 16384
+MASKED = [*product(("full", "causal"), LENGTHS), ("window", 4096)]
+SHARED = 64, 128
+"""Head dims at which 32 heads share 8 of keys, too, under a causal mask."""
+ALIKE = (192, 128), (256, 256)
+"""Head dims at which both ways are the same kernels."""
+TOKENS, WIDTH = 16384, 2048
 WAYS = ("default", "deterministic")
 
 Backward = Callable[[], tuple[torch.Tensor, ...]]
@@ -166,8 +175,26 @@ def points_of(device: torch.device) -> list[Point]:
     """The evidence's on a GPU; one tiny one on a CPU."""
     if device.type != "cuda":
         return [Point(1, 128, 2, 2, 32, 32, "fp32", "causal", True)]
-    shapes = [(dim, mask, WIDTH // dim) for dim, mask in SHAPES]
-    return [Point(TOKENS // LENGTH, LENGTH, heads, heads, dim, dim, "bf16", mask, True) for dim, mask, heads in shapes]
+    shapes = [(length, WIDTH // dim, WIDTH // dim, dim, dim, mask) for dim, (mask, length) in product(HEAD_DIMS, MASKED)]
+    shapes += [(length, 32, 8, dim, dim, "causal") for dim, length in product(SHARED, LENGTHS)]
+    shapes += [(4096, WIDTH // dims[0], WIDTH // dims[0], *dims, "causal") for dims in ALIKE]
+    return [Point(TOKENS // length, length, *heads_and_dims, "bf16", mask, True) for length, *heads_and_dims, mask in shapes]
+
+
+def compile_all(points: list[Point], device: torch.device) -> None:
+    """Have the kernels of all points on disk."""
+    if device.type == "cuda":
+        kinds: dict[Point, list[Point]] = {}
+        for point in points:
+            kinds.setdefault(point.kind, []).append(point)
+        with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(run_once, *zip(*product(kinds.values(), (True, False)), strict=True)))
+
+
+def run_once(points: Iterable[Point], deterministic: bool) -> None:
+    """The backward of each."""
+    for point in points:
+        backward_of(point, torch.device("cuda"), deterministic)()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -176,6 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=RUNS)
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    compile_all(points_of(device), device)
     points = [measure(point, device, options.runs, ROUNDS, LAUNCHES) for point in points_of(device)]
     print(table(points))
     if options.json:

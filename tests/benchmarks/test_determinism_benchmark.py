@@ -53,8 +53,16 @@ def test_a_run(tmp_path, capsys):
 
 def test_points_of_a_gpu():
     points = determinism.points_of(torch.device("cuda"))
-    assert {(p.head_dim, p.mask, p.length, p.batch, p.heads * p.head_dim) for p in points} == {
-        (dim, mask, 4096, 4, 2048) for dim in (64, 128, 256) for mask in ("full", "causal")
+    shapes = [(p.head_dim, p.mask, p.length, p.heads // p.heads_kv) for p in points]
+    assert len(set(shapes)) == len(shapes) and all(p.batch * p.length == 16384 for p in points)
+    assert {shape for shape in shapes if shape[0] > 128} == {(dim, "causal", 4096, 1) for dim in (192, 256)}
+    for dim in (64, 96, 128):
+        assert {(mask, length) for of, mask, length, group in shapes if (of, group) == (dim, 1)} == {
+            *((mask, length) for mask in ("full", "causal") for length in (1024, 4096, 16384)),
+            ("window", 4096),
+        }
+    assert {(dim, mask, length) for dim, mask, length, group in shapes if group == 4} == {
+        (dim, "causal", length) for dim in (64, 128) for length in (1024, 4096, 16384)
     }
 
 

@@ -317,21 +317,23 @@ print(json.dumps(audits))
 
 @pytest.mark.parametrize("by", compiling(1, 4))
 def test_where_dq_has_an_order(by):
-    """The groups do as ever, but for additions, which are the writers'."""
+    """The groups do as ever, but for additions, which are the writer's. It has no barrier of memory; the teller's loop has one,
+    of the CTA and of the GPU."""
     triton, which = by
     audits = json.loads(run_compiler(ORDERED, triton, json.dumps(which)))
     for audit, head_dim, smem_bytes in audits:
         name, roles = audit["name"], audit["roles"]
         assert not audit["warnings"] and not audit["wrong_code"], name
-        assert 0 <= audit["smem_bytes"] - smem_bytes <= 640, name
-        assert audit["spill_bytes"] <= (420 if triton == TRITONS[1] else 80), name
-        assert list(roles) == ["consumer 0", "consumer 1", "producer", "writer 0", "writer 1"], name
+        assert 0 <= audit["smem_bytes"] - smem_bytes <= 720, name
+        assert audit["spill_bytes"] <= (420 if triton == TRITONS[1] else 100), name
+        assert list(roles) == ["consumer 0", "consumer 1", "producer", "writer", "teller"], name
+        assert roles["writer"]["UTMAREDG"] == 2 and "MEMBAR" not in roles["writer"] and roles["teller"]["MEMBAR"] == 2, name
+        assert not {"HGMMA", "UTMASTG", "UTMALDG"} & {*roles["writer"], *roles["teller"]}, name
         for group in range(2):
-            loop, writer = audit["main_loops"][f"consumer {group}"], roles[f"writer {group}"]
+            loop = audit["main_loops"][f"consumer {group}"]
             assert loop["HGMMA"] == {64: 34, 96: 36, 128: 34}[head_dim] and loop["MEMBAR"] == 2, name
             assert loop.get("LDL", 0) + loop.get("STL", 0) <= 10, name
-            assert "UTMAREDG" not in roles[f"consumer {group}"] and writer["UTMAREDG"] == 1, name
-            assert not {"HGMMA", "UTMASTG", "UTMALDG"} & set(writer), name
+            assert "UTMAREDG" not in roles[f"consumer {group}"], name
 
 
 COUNT = """
@@ -477,7 +479,7 @@ with pretend_gpu(90):
         check(256, False, mask=mask, score=changed, seqused_q=used),
         check(64, dropout_p=0.3),
         check(128, mask=mask, score=changed, learned=("bias", "sinks")),
-        check(128, deterministic=True),
+        check(128, deterministic=True, mask=strobe.Causal()),
         check(64, deterministic=True),
         check(256, mask=strobe.Causal()),
     ]))
@@ -496,7 +498,7 @@ def test_a_plan_launches_with_the_tensors_of_its_call(triton):
         ["spans_kernel", "spans_kernel", *two_passes, "redo_noted"],
         one_pass,
         ["spans_kernel", *one_pass, "redo_noted"],
-        stored,
+        [*stored, "redo_noted"],
         one_pass,
         [*two_stored, "redo_noted"],
     ]
@@ -556,13 +558,15 @@ def test_what_takes_registers_gets_smaller_tiles(changes):
 
 @pytest.mark.parametrize("changes, stored", [
     ({}, False),
-    ({"deterministic": True}, True),
+    ({"deterministic": True}, False),
+    ({"deterministic": True, "mask": strobe.Causal()}, True),
     ({"deterministic": True, "score": strobe.Score(bias=torch.zeros(1, 1, 512, 512)), "learned": ("bias",)}, True),
     ({"deterministic": True, "mask": strobe.Document(torch.zeros(2, 512, dtype=torch.int32))}, False),
     ({"deterministic": True, "lengths": Dense(1, 32768, 32768), "score": strobe.Score(softcap=3.0)}, False),
     ({"deterministic": True, "lengths": Dense(1, 32768, 32768), "mask": strobe.Window(1000, 0)}, True),
     ({"deterministic": True, "lengths": Dense(9, 16384, 16384)}, False),
-    ({"deterministic": True, "lengths": Dense(9, 8192, 8192)}, True),
+    ({"deterministic": True, "lengths": Dense(9, 8192, 8192), "mask": strobe.Causal()}, False),
+    ({"deterministic": True, "lengths": Dense(9, 8192, 8192), "mask": strobe.Causal(), "heads_kv": 4}, True),
     ({"deterministic": True, "lengths": Varlen(9, 9000, 9000, 1000, 1000)}, True),
     ({"deterministic": True, "lengths": Varlen(99, 20000, 20000, 8000, 8000), "score": strobe.Score(softcap=3.0)}, False),
     ({"head_dim": 192}, True),
@@ -601,13 +605,16 @@ def test_where_ds_may_be_stored(changes, stored):
     ({"mask": strobe.Document(torch.zeros(2, 512, dtype=torch.int32))}, 0),
     ({"mask": strobe.Visible(_not_after)}, 0),
     ({"score": strobe.Score(softcap=3.0)}, 0),
-    ({"head_dim": 96, "head_dim_v": 96}, 0),
+    ({"head_dim": 96, "head_dim_v": 96}, 1),
     ({"head_dim": 96, "head_dim_v": 96, "heads_kv": 4}, 1),
-    ({"head_dim": 96, "head_dim_v": 96, "heads_kv": 4, "mask": strobe.Causal()}, 0),
+    ({"head_dim": 96, "head_dim_v": 96, "heads_kv": 4, "mask": strobe.Causal()}, -1),
     ({"head_dim": 80, "head_dim_v": 80, "heads_kv": 4, "mask": strobe.Causal(), "lengths": Dense(1, 4096, 4096)}, -1),
-    ({"head_dim": 96, "head_dim_v": 96, "heads_kv": 4, "mask": strobe.Window(100, 0), "lengths": Dense(1, 4096, 4096)}, 0),
-    ({"head_dim": 64, "head_dim_v": 128, "heads_kv": 4}, 0),
-    ({"head_dim": 128, "head_dim_v": 128, "heads_kv": 4}, 0),
+    ({"head_dim": 96, "head_dim_v": 96, "heads_kv": 4, "mask": strobe.Window(100, 0), "lengths": Dense(1, 4096, 4096)}, -1),
+    ({"head_dim": 64, "head_dim_v": 128, "heads_kv": 4}, 1),
+    ({"head_dim": 128, "head_dim_v": 128}, 1),
+    ({"head_dim": 128, "head_dim_v": 128, "mask": strobe.Causal()}, 0),
+    ({"head_dim": 128, "head_dim_v": 128, "mask": strobe.Window(100, 0)}, 0),
+    ({"head_dim": 128, "head_dim_v": 128, "lengths": Dense(4, 8192, 8192), "mask": strobe.Causal()}, 2),
     ({"head_dim": 128, "head_dim_v": 128, "partial": True}, 1),
     ({"head_dim": 128, "head_dim_v": 128, "lengths": Dense(1, 32768, 32768)}, 1),
     ({"head_dim": 128, "head_dim_v": 128, "heads_q": 28, "lengths": Dense(2, 8192, 8192), "mask": strobe.Causal()}, 2),

@@ -112,14 +112,15 @@ def test_deterministic_takes_the_newest(tmp_path):
     def points(ms: float) -> list[dict]:
         scatter = {name: {"distinct": 1, "spread": 0.0} for name in ("dq", "dk", "dv")}
         default = scatter | {"dq": {"distinct": 50, "spread": 0.0015}}
-        point = {"head_dim": 64, "mask": "causal", "length": 4096}
+        shape = dict(batch=4, heads=32, heads_kv=8, head_dim=64, head_dim_v=64, dtype="bf16", backward=True)
+        point = shape | {"mask": "causal", "length": 4096}
         ways = {"default": default, "deterministic": scatter}
         return [{"point": point, "scatter": ways, "ms": {"default": 1.0, "deterministic": ms}}]
 
     write(tmp_path, "determinism-b.json", protocol={"runs": 50}, points=points(2.5))
     write(tmp_path, "determinism-a.json", protocol={"runs": 50}, points=points(9.0), date="2026-11-21T00:00:00")
     text = pages.deterministic(tmp_path)
-    assert "| D 64, causal, 4096 | 50 / 1 / 1 | 1.5e-03 | 1.00 | 1 / 1 / 1 | 2.50 | 2.50 |" in text
+    assert "| D=64 heads 32/8, causal | 50 / 1 / 1 | 1.5e-03 | 1 / 1 / 1 | 2.50 |" in text
 
 
 def test_decode(tmp_path):

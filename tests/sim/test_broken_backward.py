@@ -41,7 +41,7 @@ NUMBER_FULL = "    mbarrier.arrive(memory.number_full.index(slot), count=1)\n"
 NUMBER_FULL_WAIT = "    mbarrier.wait(memory.number_full.index(slot), (turn // SLOTS) & 1)\n"
 NUMBER_READ = "    number = gl.max(memory.number.index(slot).load(scalar_layout(WARPS)), 0)\n"
 NUMBER_EMPTY = "    mbarrier.arrive(memory.number_empty.index(slot), count=1)\n"
-NEXT_NUMBER = "gl.atomic_add(K.counters, 1) + K.first + gl.num_programs(0)"
+NEXT_NUMBER = "number + gl.num_programs(0) if K.C.order == 0 else number"
 K_EMPTY_WAIT = "                mbarrier.wait(K.memory.k.empty.index(0), (block & 1) ^ 1)\n"
 V_EMPTY_WAIT = "        mbarrier.wait(K.memory.v.empty.index(half), (block & 1) ^ 1)\n"
 TILE_EMPTY_WAIT = "    mbarrier.wait(K.memory.empty.index(stage), phase_of(g) ^ 1)\n"
@@ -62,7 +62,7 @@ DS_FENCE = DS_STORE + "    fence_async_shared()\n"
 DQ_READY = "        dq = warpgroup_mma_wait(K.C.products_v + K.C.products, deps=[dq])\n"
 ANNOUNCEMENT = "    announce(DS_READY + 2 * (1 - w) + parity)\n"
 DS_ANNOUNCED = "        announce_ds(w, stage)\n"
-DQ_LEFT = "        tma_store_wait(0)  # what was in memory.dq has left\n"
+DQ_LEFT = "            tma_store_wait(0)  # what was in memory.dq has left\n"
 LAST_DQ_READY = "    dq = warpgroup_mma_wait(0, deps=[dq])\n"
 LAST_DQ_LEFT = "    tma_store_wait(0)\n    partition_barrier()\n    give_dq"
 LAST_DQ = "            give_last_dq(w, K, g - 1, (block - 1) & 1, place)\n"
@@ -116,7 +116,7 @@ BUGS = [
     tiles("a block is not waited for", NUMBER_FULL_WAIT, "", TOO_EARLY),
     tiles("nobody says that a block was read", NUMBER_EMPTY, "", (Deadlock,), says=("number_empty",)),
     moved(TILES, "a block is given back before it is read", NUMBER_READ, NUMBER_EMPTY, (Race,), case=PACKED),
-    kernel("the first blocks are taken twice", NEXT_NUMBER, "gl.atomic_add(K.counters, 1) + K.first", (DoubleWrite,)),
+    kernel("the first blocks are taken twice", NEXT_NUMBER, "number", (DoubleWrite,)),
     kernel(
         "one block of each head is not listed",
         "gl.load(listed) * heads_kv",

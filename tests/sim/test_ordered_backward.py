@@ -122,24 +122,33 @@ WINDOW = case(300, 500, heads=(2, 1), mask="window")
 FULL128 = case(130, 200, head_dim=128)
 ONE_PLACE = {"head_dim": 128, "head_dim_v": 128, "tile_q": 64, "held_k": 64, "order": 1}
 NUMBER = "number_of(tile, member, neighbour, work, K)"
-WAITED = f"        known = await_neighbour(neighbour.flags + w, {NUMBER}, known)\n"
-RAISED = "        raise_when_added(flag, i + 1)\n"
+WAITED = f"        known = await_neighbour(neighbour.flag, {NUMBER}, known)\n"
+RAISED = "        raise_flag(flag, i + 1)\n"
+ADDED = "    await_additions()\n"
 INSIDE = "(tile >= neighbour.begin) & (tile < neighbour.end)"
-FULL = "    mbarrier.wait(K.memory.dq_full.index(w), g & 1)\n"
-READ = "    tma_store_wait(0)\n    partition_barrier()"
+FULL = "        mbarrier.wait(K.memory.dq_full.index(w), g & 1)\n"
+READ = "        tma_store_wait(0)\n        partition_barrier()"
 EMPTY = "    if K.C.order != 0:\n        await_writer(w, g, K)\n"
 
 BUGS = [
     order("a flag is not waited for", WAITED, "", (Race,)),
-    order("what others added is not seen by the TMA", "    if found > known:\n        fence_async()\n", "", (Race,)),
-    order("a flag is raised when what is added has but left", RAISED, "        gl.atomic_xchg(flag, i + 1)\n", (Race,)),
-    order("nobody raises a flag", RAISED, "", (Deadlock,)),
-    order("a flag is raised a tile too early", "raise_when_added(flag, i + 1)", "raise_when_added(flag, i + 2)", (Race,)),
+    order("what others added is not seen by the TMA", "    if found > known:\n        fence_async_global()\n", "", (Race,)),
+    order("a flag is raised when what is added has but left", ADDED, "", (Race,)),
+    order("a flag is raised and says nothing", RAISED, '        gl.atomic_xchg(flag, i + 1, sem="relaxed")\n', (Race,)),
+    order("nobody raises a flag", RAISED, "        pass\n", (Deadlock,)),
+    order(
+        "what is added is told before it is",
+        "    mbarrier.wait(K.memory.dq_added.index(0), (before + i) & 1)\n",
+        "    pass\n",
+        (Race,),
+    ),
+    order("nobody is told", "    mbarrier.arrive(K.memory.dq_added.index(0), count=1)\n", "", (Deadlock,)),
+    order("a flag is raised a tile too early", "raise_flag(flag, i + 1)", "raise_flag(flag, i + 2)", (Race,)),
     Bug(
         "the block on the other side is waited for",
         KERNEL,
         ORDER,
-        (("work.first - STEP * KEYS", "work.first + STEP * KEYS"), ("- 2 * STEP", "+ 2 * STEP")),
+        (("work.first - STEP * KEYS", "work.first + STEP * KEYS"), ("K) - STEP", "K) + STEP")),
         (Deadlock,),
         ctas=3,
     ),
@@ -156,8 +165,8 @@ BUGS = [
         case=WINDOW,
     ),
     order("what is not yet there is added", FULL, "", (Race, Uninitialised)),
-    order("a place is given back before it is read", READ, "    partition_barrier()", (Race,)),
-    order("a place is not given back", "    mbarrier.arrive(K.memory.dq_empty.index(w), count=1)\n", "", (Deadlock,)),
+    order("a place is given back before it is read", READ, "        partition_barrier()", (Race,)),
+    order("a place is not given back", "        mbarrier.arrive(K.memory.dq_empty.index(w), count=1)\n", "", (Deadlock,)),
     stores("a share overwrites the one before", EMPTY, "", (Race,)),
     stores(
         "dV overwrites a share",
@@ -166,10 +175,20 @@ BUGS = [
         (Race,),
     ),
     stores("dV overwrites the last share", "tiles - (K.C.k_stages - 1)", "tiles - 1", (Race,), case=FULL128, config=ONE_PLACE),
+    kernel(
+        "dQ overwrites dK",
+        "    if K.C.dq_waits_once:\n        tma_store_wait(0)  # dK has left memory.dq\n        partition_barrier()\n",
+        "",
+        (Race,),
+        config=ONE_PLACE,
+        case=FULL128,
+        ctas=1,
+        resident=1,
+    ),
     order(
         "a share goes to the other group's columns",
-        "first_share(w, K.C))",
-        "first_share(1 - w, K.C))",
+        "first_share(w, K.C),",
+        "first_share(1 - w, K.C),",
         (),
         config=ONE_PLACE,
         case=FULL128,
@@ -180,7 +199,7 @@ BUGS = [
         BACKWARD,
         (
             ("gl.program_id(0) if K.C.order == 0 else next_number(K)", "gl.program_id(0)"),
-            ("    if K.C.order == 0:\n        return gl.atomic_add", "    if K.C.order != 2:\n        return gl.atomic_add"),
+            ("gl.num_programs(0) if K.C.order == 0 else number", "gl.num_programs(0)"),
         ),
         (Deadlock,),
         ctas=2,

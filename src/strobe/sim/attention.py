@@ -46,8 +46,8 @@ from strobe.sim.launch import Launch, simulate
 from strobe.sim.lift import register
 from strobe.sim.machine import Report
 from strobe.sim.tensor import Tensor, compute
-from strobe.sim.units.control import fence_async, take_turn
-from strobe.sim.units.tma import raise_when_added
+from strobe.sim.units.control import fence_async_global, take_turn
+from strobe.sim.units.tma import await_additions, raise_flag
 
 BACKENDS = {
     "sm80": (sm80_forward, lambda problem: sm80_config.choose(problem, KNOWN["A100"]), 80),
@@ -62,8 +62,9 @@ register(dependent_launch.take_program_turn, take_turn)
 register(dependent_launch.take_last_turn, take_turn)
 register(prefetch.prefetch, lambda pointer, size: None)
 register(flags.await_flag, await_flag)
-register(flags.raise_when_added, raise_when_added)
-register(flags.fence_async, fence_async)
+register(flags.await_additions, await_additions)
+register(flags.raise_flag, raise_flag)
+register(flags.fence_async_global, fence_async_global)
 register(packed_halves.rounded, lambda x, dtype: x.to(dtype))
 register(packed_halves.widened, lambda x: x.to(tl.float32))
 

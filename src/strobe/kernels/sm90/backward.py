@@ -19,7 +19,8 @@ the heads come one after the other, each from its first rows on.
     producer   1              takes blocks from a counter, tells the consumers; copies K, V, and per tile Q, dO and the
                               statistics (LSE and delta) in (TMA)
     consumer   4 a group      64 of the keys: all five products on the tensor cores (wgmma)
-    writer     1 a group      where additions to dQ have an order: starts those of its group (see `backward_order`)
+    writer     1              where additions to dQ have an order: starts them (see `backward_order`)
+    teller     1              likewise: says that they are done
 
     shared memory      shape                              filled by    read by
     number             [SLOTS]                            producer     both groups: which block
@@ -93,7 +94,7 @@ from strobe.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from strobe.kernels.sm90 import backward_config as sizes
-from strobe.kernels.sm90.backward_order import writer
+from strobe.kernels.sm90.backward_order import teller, writer
 from strobe.kernels.sm90.backward_products import (
     finished,
     half_of,
@@ -172,6 +173,8 @@ class Memory:
     dq: gl.shared_memory_descriptor
     dq_full: (gl.shared_memory_descriptor, gl.constexpr)
     dq_empty: (gl.shared_memory_descriptor, gl.constexpr)
+    dq_added: (gl.shared_memory_descriptor, gl.constexpr)
+    dq_told: (gl.shared_memory_descriptor, gl.constexpr)
     writers_numbers: (Numbers, gl.constexpr)
 
 
@@ -179,7 +182,7 @@ class Memory:
 def make_memory(dtype: gl.constexpr, C: gl.constexpr):
     """The caller fences."""
     return Memory(
-        make_numbers(),
+        make_numbers(2),
         Block(make_chunks(dtype, C.k_stages, KEYS, C.wide, C.narrow), make_barriers(C.k_stages, 1), make_barriers(1, 2)),
         Block(make_chunks(dtype, 2, HALF, C.wide_v, C.narrow_v), make_barriers(2, 1), make_barriers(2, 1)),
         make_chunks(dtype, STAGES, C.tile_q, C.wide, C.narrow),
@@ -192,7 +195,9 @@ def make_memory(dtype: gl.constexpr, C: gl.constexpr):
         gl.allocate_shared_memory(gl.float32, [2, 16, 256], flat(2)),
         make_barriers(2, 1) if C.order != 0 else None,
         make_barriers(2, 1) if C.order != 0 else None,
-        make_numbers() if C.order != 0 else None,
+        make_barriers(1, 1) if C.order != 0 else None,
+        make_barriers(1, 1) if C.order != 0 else None,
+        make_numbers(2) if C.order != 0 else None,
     )
 
 
@@ -304,11 +309,10 @@ def producer(K):
 @gluon.jit
 def next_number(K):
     """The next block that nobody has taken. The first ones are the CTAs' own, unless some wait for others, as the GPU may not
-    yet run them."""
-    if K.C.order == 0:
-        return gl.atomic_add(K.counters, 1) + K.first + gl.num_programs(0)
-    else:
-        return gl.atomic_add(K.counters, 1) + K.first
+    yet run them. Relaxed, as it says nothing of memory: else the producer waits for all that the multiprocessor has under way
+    (MEMBAR.GPU). Of the time before, H200, head dim 128, 1k, 4k, 16k: 0.994, 0.998, 0.987, causal 0.997, 0.996, 0.984."""
+    number = gl.atomic_add(K.counters, 1, sem="relaxed") + K.first
+    return number + gl.num_programs(0) if K.C.order == 0 else number
 
 
 @gluon.jit
@@ -390,6 +394,9 @@ def consume(w: gl.constexpr, K, block, before, place, work):
     k_stage = block % K.C.k_stages
     mbarrier.wait(K.memory.k.full.index(k_stage), (block // K.C.k_stages) & 1)
     mbarrier.wait(K.memory.v.full.index(w), block & 1)
+    if K.C.dq_waits_once:
+        tma_store_wait(0)  # dK has left memory.dq
+        partition_barrier()
     held_k = hold(half_of(K.memory.k.part(k_stage), w), K.C.held_k, K.C.tile_q)
     held_v = hold(K.memory.v.part(w), K.C.held_v, K.C.tile_q)
     UPWARDS: gl.constexpr = K.listed is None and K.C.order != 2
@@ -554,8 +561,9 @@ def put_ds(w: gl.constexpr, parity, ds, K):
     if K.C.stored:
         K.memory.ds.index(2 * w + parity).store(ds)  # `send_ds` of the tile before has found it empty
     else:
-        tma_store_wait(0)  # what was in memory.dq has left
-        partition_barrier()
+        if not K.C.dq_waits_once:
+            tma_store_wait(0)  # what was in memory.dq has left
+            partition_barrier()
         K.memory.ds.index(parity).slice(w * HALF, HALF).store(ds)
     fence_async_shared()
 
@@ -637,6 +645,6 @@ def backward_kernel(
         gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (producer, (K,))], [4, 1], [240, 24])
     else:
         gl.warp_specialize(
-            [(consumer, (0, K)), (consumer, (1, K)), (producer, (K,)), (writer, (0, K)), (writer, (1, K))],
+            [(consumer, (0, K)), (consumer, (1, K)), (producer, (K,)), (writer, (K,)), (teller, (K,))],
             [4, 1, 1, 1], [240, 24, 24, 24],
         )  # fmt: skip

@@ -70,6 +70,14 @@ class Config(Chunks):
         return 2 if max(self.head_dim, self.head_dim_v) <= 96 else 1
 
     @property
+    def dq_waits_once(self) -> bool:
+        """Whether a group asks once a block, when it waits for K anyway, and not at each tile, whether the TMA has read its
+        place of dQ: where the writer sends dQ from there, that was dK alone. With an order, of the default's time before and
+        so, H200, head dim 128: full, 1k 1.08, 1.08, 4k 1.09, 1.05, 16k 1.03, 1.01; causal, 4k, 32 heads on 8: 1.12, 1.10. Not
+        measured with two places for K, of which the next one is there before dK has left."""
+        return self.order != 0 and self.k_stages == 1
+
+    @property
     def ds_keys(self) -> int:
         """Keys of a place of dS: of both groups, or, where each group's leaves, of one."""
         return SPLIT_TILE if self.stored else KEYS
@@ -96,7 +104,7 @@ class Config(Chunks):
         return 2 * self.tile_q * (2 * PRODUCT if self.folded else 4)
 
     def smem_map(self) -> list[Buffer]:
-        barriers = 2 * SLOTS + self.k_stages + 1 + 4 + 2 * STAGES + (4 + 2 * SLOTS if self.order else 0)
+        barriers = 2 * SLOTS + self.k_stages + 1 + 4 + 2 * STAGES + (6 + 2 * SLOTS if self.order else 0)
         shapes = {
             "sK": (self.k_stages, KEYS, self.head_dim),
             "sV": (KEYS, self.head_dim_v),
@@ -327,19 +335,21 @@ def _may_order(problem: AttentionProblem, config: Config) -> bool:
 
 
 def _order_is_faster(problem: AttentionProblem, config: Config) -> bool:
-    """Whether blocks of keys that add to dQ in an order are faster than dS stored. At head dim 64 they are, and where dS comes
-    in turns too small for the GPU. Else, of the default's time on an H100, ordered (with a flag that is also looked at ahead)
-    and stored: head dim 96, full, 1k 1.20, 1.28, 4k 1.13, 1.37, causal, 1k 1.20, 1.09, 4k 1.15, 1.30, 16k 1.12, 1.33; 128,
-    full, 1k 1.29, 1.17, 4k 1.26, 1.31, 16k 1.21, 1.25, causal, 1k 1.34, 0.99, 4k 1.29, 1.21, 16k 1.24, 1.23. Causal, 28 heads
-    on 4 of keys at 8k, a head a turn: 1.32, 2.26. Packed sequences whose dS may be stored were not measured."""
+    """Whether blocks of keys that add to dQ in an order are faster than dS stored: up to head dim 96, where all rows see all
+    keys, and where dS comes in turns too small for the GPU, or for the L2 cache if heads share keys. Of the default's time on
+    an H200, ordered and stored: head dim 96, full, 1k 1.02, 1.14, 4k 0.99, 1.14, causal, 1k 1.04, 1.04, 4k 1.05, 1.17, 16k
+    1.02, 1.16; 128, full, 1k 1.07, 1.07, 4k 1.05, 1.16, 16k 1.00, 1.11, causal, 1k 1.10, 0.97, 4k 1.10, 1.06, 16k 1.09, 1.05;
+    with 32 heads on 8, full, 4k 1.09, 1.14, causal, 1k 1.09, 0.95, 4k 1.12, 1.35. (At head dim 128 with dV leaving by V's place,
+    and without `dq_waits_once`; as it is, through autograd, 4k: full 1.07, causal with 32 heads on 8 1.12, and stored, causal
+    1.10.) Packed sequences whose dS may be stored were not measured."""
     lengths = problem.lengths
     if isinstance(lengths, Varlen):
         return False
-    turn = stored_heads(problem)
-    if config.head_dim == 64 or (turn < lengths.batch * problem.heads_kv and turn * lengths.seqlen_kv < FULL_TURN * KEYS):
+    if config.k_stages == 2 or _sees_everything(problem):
         return True
-    long = _sees_everything(problem) or (_is_causal(problem) and lengths.seqlen_kv >= 4096)
-    return config.head_dim == config.head_dim_v == 96 and problem.group == 1 and long
+    turn = stored_heads(problem)
+    shared = problem.group > 1 and _is_causal(problem)
+    return turn < lengths.batch * problem.heads_kv and (shared or turn * lengths.seqlen_kv < FULL_TURN * KEYS)
 
 
 def _turns_are_full(problem: AttentionProblem) -> bool:

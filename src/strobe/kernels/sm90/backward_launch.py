@@ -100,8 +100,8 @@ def is_ordered(config: Config | SplitConfig) -> bool:
 
 
 def number_of_flags(problem: AttentionProblem) -> int:
-    """Flags of the order of dQ: two for each block of keys."""
-    return 2 * problem.lengths.batch * problem.heads_kv * triton.cdiv(problem.lengths.seqlen_kv, KEYS)
+    """Flags of the order of dQ: one for each block of keys."""
+    return problem.lengths.batch * problem.heads_kv * triton.cdiv(problem.lengths.seqlen_kv, KEYS)
 
 
 def padded_rows(problem: AttentionProblem) -> tuple[int, int]:

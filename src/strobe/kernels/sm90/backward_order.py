@@ -1,18 +1,19 @@
 """The order in which blocks of keys add to dQ, where it must have the same bits in every run (`Config.order`).
 
-A warp for each group, the writer, adds the group's shares. The group puts one in its place in shared memory, and goes on;
-before it puts the next one there, the writer has started to add this one, and the TMA has read it:
+A warp, the writer, adds the shares of both groups, and another, the teller, says so. A group puts a share in its place in
+shared memory, and goes on; before it puts the next one there, the writer has started to add this one, and the TMA has read it:
 
     barrier             arrivals     says
     dq_full[w]          group w      a share is in its place
-    dq_empty[w]         writer w     it has been read
+    dq_empty[w]         writer       it has been read
+    dq_added            writer       both shares of a tile are added
+    dq_told             teller       that has been said
 
-The writers are told of blocks with tiles alone, apart from the groups: these may be past many without any when the last share
-of a block comes.
+Both are told of blocks with tiles alone, apart from the groups: these may be past many without any when the last share of a
+block comes.
 
-Each block of keys has a flag for each writer, an int32 in global memory, 0 before the launch: how many of the block's tiles
-that writer has added its shares of. Of the blocks that a tile's rows see, which are neighbours of each other, each waits until
-the one before it has added this tile:
+Each block of keys has a flag, an int32 in global memory, 0 before the launch: how many of the block's tiles are added. Of the
+blocks that a tile's rows see, which are neighbours of each other, each waits until the one before it has added this tile:
 
     order    masks                        a block waits for           rows from    why
      1       none on the right            the block of earlier keys   the first    all begin there, one after the other
@@ -22,51 +23,73 @@ the one before it has added this tile:
 
 A block walks over its tiles in the order in which its neighbour does: of one head of a group after the other, or, from the last
 rows on, of all heads at each tile, as blocks of other lengths could not follow each other else. So what the flag said once may
-do for many tiles. One thread starts an addition, waits until it is over, not only read from shared memory, and raises the flag.
+do for many tiles. One thread starts the additions of a tile and waits until they are over, not only read from shared memory.
+The flag is raised by the teller, as that takes long: it waits for what the multiprocessor has under way (MEMBAR.GPU), while the
+writer goes on to the next tile.
 
 Nobody waits for ever, however few CTAs the GPU runs at a time. Blocks have numbers in that order, and a CTA takes the next
 number when it runs, and has none of its own: so every block with a smaller number is done, or a running CTA has it. A CTA does
-its blocks and their tiles in order, its writers raise flags without waiting for anything but what they have started, and wait
-for blocks with smaller numbers alone. So of all additions that are still to come, the first, by number and tile, waits for
-nobody: its groups wait for its writers alone, and what these added before is added, and said.
+its blocks and their tiles in order, its flags are raised without a wait for anything but what its writer has started, and the
+writer waits for blocks with smaller numbers alone. So of all additions that are still to come, the first, by number and tile,
+waits for nobody: its groups wait for its writer alone, and what that added before is added, and said.
 """
 
 import triton.language as tl
 
-from strobe.kernels.common.flags import await_flag, fence_async, raise_when_added
+from strobe.kernels.common.flags import await_additions, await_flag, fence_async_global, raise_flag
 from strobe.kernels.gluon import aggregate, gl, gluon, mbarrier, partition_barrier, tma_store_wait
 from strobe.kernels.sm90.backward_stores import first_share, place_of_share, start_addition
 from strobe.kernels.sm90.backward_tiles import HALF, KEYS, fetch, tiles_that_see, work_of
 
 
 @gluon.jit
-def writer(w: gl.constexpr, K):
-    """Add all shares of group w."""
+def writer(K):
+    """Add all shares."""
+    take_blocks(K, add_block)
+
+
+@gluon.jit
+def teller(K):
+    """Say of all tiles that they are added."""
+    take_blocks(K, tell_block)
+
+
+@gluon.jit
+def take_blocks(K, do: gl.constexpr):
+    """Do something with each of the CTA's blocks, `do(K, before, work)`: `before` of its tiles are before the block's first."""
     block = 0
     g = gl.to_tensor(0)
     number = fetch(block, K.memory.writers_numbers, 1)
     while number < K.heads.blocks:
         work = work_of(K, number)
-        add_block(w, K, g, work)
+        do(K, g, work)
         g += (work.end - work.begin) * work.group
         block += 1
         number = fetch(block, K.memory.writers_numbers, 1)
 
 
 @gluon.jit
-def add_block(w: gl.constexpr, K, before, work):
-    """Add group w's shares of a block, with `before` of the CTA's tiles before its first."""
+def add_block(K, before, work):
+    """Add the shares of a block."""
     neighbour = neighbour_of(work, K)
-    flag = flags_of(work, K) + w
     tile = work.end - 1 if K.C.order == 2 else work.begin
     member = gl.to_tensor(0)
     known = gl.to_tensor(0)
     for i in tl.range((work.end - work.begin) * work.group):
-        known = await_neighbour(neighbour.flags + w, number_of(tile, member, neighbour, work, K), known)
+        known = await_neighbour(neighbour.flag, number_of(tile, member, neighbour, work, K), known)
         row = work.row + member * K.heads.padded + tile * K.C.tile_q
-        add_share(w, K, before + i, row // HALF * K.C.head_dim + first_share(w, K.C))
-        raise_when_added(flag, i + 1)
+        add_tile(K, before + i, row // HALF * K.C.head_dim)
         tile, member = following(tile, member, work, K)
+
+
+@gluon.jit
+def tell_block(K, before, work):
+    """Say of a block's tiles that they are added."""
+    flag = flag_of(work, K)
+    for i in tl.range((work.end - work.begin) * work.group):
+        mbarrier.wait(K.memory.dq_added.index(0), (before + i) & 1)
+        raise_flag(flag, i + 1)
+        mbarrier.arrive(K.memory.dq_told.index(0), count=1)
 
 
 @gluon.jit
@@ -93,13 +116,18 @@ def number_of(tile, member, neighbour, work, K):
 
 
 @gluon.jit
-def add_share(w: gl.constexpr, K, g, place):
-    """Add group w's share of the CTA's g-th tile to the accumulator, from number 64 * place on."""
-    mbarrier.wait(K.memory.dq_full.index(w), g & 1)
-    start_addition(K, place, place_of_share(w, K, K.C.share_columns[w]))
-    tma_store_wait(0)
-    partition_barrier()  # the thread that arrives may be another than that which waited
-    mbarrier.arrive(K.memory.dq_empty.index(w), count=1)
+def add_tile(K, g, place):
+    """Add the shares of the CTA's g-th tile to the accumulator, from number 64 * place on."""
+    for w in gl.static_range(2):
+        mbarrier.wait(K.memory.dq_full.index(w), g & 1)
+        start_addition(K, place + first_share(w, K.C), place_of_share(w, K, K.C.share_columns[w]))
+        tma_store_wait(0)
+        partition_barrier()  # the thread that arrives may be another than that which waited
+        mbarrier.arrive(K.memory.dq_empty.index(w), count=1)
+    await_additions()
+    partition_barrier()
+    mbarrier.wait(K.memory.dq_told.index(0), (g & 1) ^ 1)
+    mbarrier.arrive(K.memory.dq_added.index(0), count=1)
 
 
 @gluon.jit
@@ -108,17 +136,17 @@ def await_neighbour(flag, number, known):
     it is `known` to be. (A fence for every tile was slower under a causal mask.)"""
     found = await_flag(flag, number, known)
     if found > known:
-        fence_async()
+        fence_async_global()
     return found
 
 
 @aggregate
 class Neighbour:
-    """The block that adds before this one: its tiles [begin, end), none if there is no such block, and where its flags are."""
+    """The block that adds before this one: its tiles [begin, end), none if there is no such block, and where its flag is."""
 
     begin: gl.tensor
     end: gl.tensor
-    flags: gl.tensor
+    flag: gl.tensor
 
 
 @gluon.jit
@@ -128,11 +156,11 @@ def neighbour_of(work, K):
     first = work.first - STEP * KEYS
     last = gl.minimum(first + KEYS, work.n_kv) - 1
     begin, end = tiles_that_see(first, last, work.n_q, work.n_kv, K.lengths, K.C.tile_q)
-    return Neighbour(begin, gl.where(first >= 0, end, begin), flags_of(work, K) - 2 * STEP)
+    return Neighbour(begin, gl.where(first >= 0, end, begin), flag_of(work, K) - STEP)
 
 
 @gluon.jit
-def flags_of(work, K):
-    """Where the flags of a block are."""
+def flag_of(work, K):
+    """Where the flag of a block is."""
     blocks = (K.lengths.n_kv + KEYS - 1) // KEYS
-    return K.outputs.flags + ((work.batch * K.heads.heads_kv + work.head_kv) * blocks + work.first // KEYS) * 2
+    return K.outputs.flags + (work.batch * K.heads.heads_kv + work.head_kv) * blocks + work.first // KEYS

@@ -192,12 +192,12 @@ class Numbers:
 
 
 @gluon.jit
-def make_numbers():
-    """The caller fences."""
+def make_numbers(READERS: gl.constexpr):
+    """For so many roles. The caller fences."""
     return Numbers(
         gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
         make_barriers(SLOTS, 1),
-        make_barriers(SLOTS, 2),
+        make_barriers(SLOTS, READERS),
     )
 
 

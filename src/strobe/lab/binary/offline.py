@@ -145,7 +145,7 @@ def sm90_backward(problem: AttentionProblem, arch: Arch, config: BackwardConfig 
     name = _name("sm90", problem)
     found = []
     if isinstance(chosen, BackwardConfig):
-        found.append(Made(name, compiled[0], (*_sm90_roles(2), *(("writer 0", "writer 1") if chosen.order else ())), seconds))
+        found.append(Made(name, compiled[0], (*_sm90_roles(2), *(("writer", "teller") if chosen.order else ())), seconds))
     else:
         found.append(Made(f"{name}, keys pass", compiled[0], ("dv", "dk", "producer"), seconds))
     for of_rows in compiled[1:]:

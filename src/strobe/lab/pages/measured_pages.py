@@ -67,18 +67,30 @@ def deterministic(root: Path) -> str:
         return NOTHING
     report, path = found[-1]
     runs = report["protocol"]["runs"]
-    rows = [["", "distinct dQ / dK / dV", "spread of dQ", "ms", "deterministic: distinct", "ms", "time"]]
-    for at in report["points"]:
-        point, default, fixed = at["point"], at["scatter"]["default"], at["scatter"]["deterministic"]
-        names = ("dq", "dk", "dv")
-        rows.append([
-            f"D {point['head_dim']}, {point['mask']}, {point['length']}",
-            " / ".join(str(default[name]["distinct"]) for name in names), f"{default['dq']['spread']:.1e}",
-            f"{at['ms']['default']:.2f}", " / ".join(str(fixed[name]["distinct"]) for name in names),
-            f"{at['ms']['deterministic']:.2f}", f"{at['ms']['deterministic'] / at['ms']['default']:.2f}",
-        ])  # fmt: skip
-    text = f"{runs} runs each on a busy GPU: how many different results there were, and by how much an element of dQ differed"
-    return f"{_where(report, path)} {text}, relative to the largest. Times are of an idle GPU.\n\n{_table(rows)}"
+    lengths = sorted({at["point"]["length"] for at in report["points"]})
+    rows = [["", "distinct dQ / dK / dV", "spread of dQ", "deterministic: distinct", *(f"time at {n}" for n in lengths)]]
+    for name, points in _of_all_lengths(report["points"]).items():
+        most = {
+            way: " / ".join(str(max(at["scatter"][way][x]["distinct"] for at in points)) for x in ("dq", "dk", "dv"))
+            for way in ("default", "deterministic")
+        }
+        spread = max(at["scatter"]["default"]["dq"]["spread"] for at in points)
+        times = {at["point"]["length"]: f"{at['ms']['deterministic'] / at['ms']['default']:.2f}" for at in points}
+        rows.append([name, most["default"], f"{spread:.1e}", most["deterministic"], *(times.get(n, "") for n in lengths)])
+    return (
+        f"{_where(report, path)} {runs} runs each on a busy GPU: how many different results there were, and by how much an "
+        "element of dQ differed, relative to the largest; the most of all lengths. Then how many times as long a "
+        f"deterministic backward takes, on an idle GPU.\n\n{_table(rows)}"
+    )
+
+
+def _of_all_lengths(points: list[dict]) -> dict[str, list[dict]]:
+    """Measured points, those together that differ in their lengths alone."""
+    found: dict[str, list[dict]] = {}
+    for at in points:
+        point = Point.of(at["point"])
+        found.setdefault(f"{point.heading}, {point.mask}", []).append(at)
+    return found
 
 
 def changed_scores(root: Path) -> str:

@@ -83,8 +83,7 @@ def fence_async_shared(cluster=False) -> None:
     machine().partition.fence()
 
 
-def fence_async() -> None:
-    """Make all that this partition knows visible to the async proxy, of global memory too (fence.proxy.async)."""
+def fence_async_global() -> None:
+    """Make what this partition knows of global memory visible to the async proxy (fence.proxy.async.global)."""
     partition = machine().partition
-    partition.fence()
     partition.fenced = {cta: knows.copy() for cta, knows in partition.acquired.items()}

@@ -204,9 +204,13 @@ def store_wait(pendings=0, read_only=True, **_) -> None:
     stores.open = stores.open[len(first) :]
 
 
-def raise_when_added(flag: Pointer, number) -> None:
-    """Let an element hold a number, by a store that releases, when no store is under way."""
+def await_additions() -> None:
+    """Wait until no store is under way."""
     store_wait(0, read_only=False)
+
+
+def raise_flag(flag: Pointer, number) -> None:
+    """Let an element hold a number, by a store that releases."""
     machine().atomic_global(flag.array, flag.offsets(), torch.tensor([int(number)]), None, lambda _, new: new, "release")
 
 
