@@ -119,7 +119,7 @@ def attention(
     Raises:
         ValueError, TypeError: naming the argument, before any launch.
     """
-    if any_autocast():
+    if any_autocast() and not _is_cast(q, k, v, score):
         q, k, v, score = autocast(q, k, v, score)
     call = (
         q, k, v, mask, score, scale, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv,
@@ -139,6 +139,15 @@ def attention(
         result = call_forward(q, k, v, options)
     out, lse = result
     return (out, lse) if return_lse else out
+
+
+def _is_cast(q, k, v, score: Score | None) -> bool:
+    """Whether autocast leaves a call as it is, since the layers before gave q, k and v its dtype: on a GPU, where a microsecond
+    of the seven that `autocast` takes is enough to see it."""
+    try:
+        return score is None and q.is_cuda and q.dtype == k.dtype == v.dtype == torch.get_autocast_dtype("cuda")
+    except AttributeError:  # no tensor
+        return False
 
 
 def autocast(q, k, v, score: Score | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Score | None]:

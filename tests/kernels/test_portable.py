@@ -16,6 +16,7 @@ from problems import CASES, Case, check, describe, run, tensors, upstream
 import strobe
 from strobe.call import launches
 from strobe.device import CPU, KNOWN, arch_of
+from strobe.kernels import workspace
 from strobe.kernels.common.call import Tensors as CallTensors
 from strobe.kernels.portable import backend
 from strobe.kernels.portable import backward as portable_backward
@@ -307,11 +308,13 @@ NOTED = (
 )
 
 
-@pytest.mark.parametrize("share", [2, 128])
+@pytest.mark.parametrize("share, waiting, noted", [(2, 8, None), (128, 8, None), (2, 3, 1), (128, 2, 1)])
 @pytest.mark.parametrize("case", NOTED, ids=str)
-def test_only_noted_rows_are_written(case, share, monkeypatch):
-    """However many notes a program looks at in one go."""
+def test_only_noted_rows_are_written(case, share, waiting, noted, monkeypatch):
+    """However many notes a program looks at in one go, and whether all wait, or a few and those that see that there is a
+    note."""
     monkeypatch.setattr(portable_forward, "_SHARE", share)
+    monkeypatch.setattr(portable_forward, "WAITING", waiting)
     t = tensors(case, torch.float32, DEVICE)
     problem, operands = describe(t)
     want_out, want_lse = launches.forward(backend, problem, operands)
@@ -321,7 +324,11 @@ def test_only_noted_rows_are_written(case, share, monkeypatch):
     set_notes, counter = notes.nonzero().flatten().tolist(), torch.tensor([5], dtype=torch.int32, device=DEVICE)
     out, lse = torch.full_like(want_out, 7.0), torch.full_like(want_lse, 7.0)
     given = CallTensors(**operands._asdict(), out=out, lse=lse, notes=notes, redone=counter)
-    portable_forward.redo_call(problem, given, arch_of(notes.device)).launch()
+    if noted is not None:
+        given.counters = torch.zeros(16, dtype=torch.int32, device=DEVICE)
+        given.counters[workspace.NOTED] = noted
+    portable_forward.redo_call(problem, given, arch_of(notes.device), given.counters).launch()
+    assert noted is None or not given.counters[: workspace.SHARES].any()  # the next forward sets that back
     assert not notes.any() and counter.item() == 5 + len(set_notes)
     noted = torch.zeros_like(want_lse, dtype=torch.bool)
     starts = t.keywords["cu_seqlens_q"].tolist() if case.packed else None

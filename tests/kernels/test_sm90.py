@@ -146,8 +146,9 @@ from strobe.masks import Causal, Full
 found = []
 for head_dims, mask in (((40, 40), Full()), ((128, 128), Causal())):
     problem = problem_of(head_dims, mask, torch.bfloat16)
+    made = unfilled(problem, launch.buffers(problem))
     with pretend_gpu(90):
-        kernel = forward.redo_call(problem, unfilled(problem, launch.buffers(problem)), KNOWN["H200"]).compile()
+        kernel = forward.redo_call(problem, made, KNOWN["H200"], made.counters).compile()
     names = []
     for block in flow_of(disassemble(kernel.asm["cubin"])).blocks:
         names += [instruction.name for instruction in block.instructions]

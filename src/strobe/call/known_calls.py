@@ -65,16 +65,14 @@ class KnownCalls(Generic[Prepared]):
         kernel, say."""
         if not may_be_prepared(tensors[0]):
             return None
-        given, addresses, bits = [], [], 0
+        given = [x for x in tensors if x is not None]
         try:
-            for x in tensors:
-                if x is not None:
-                    address = x.data_ptr()
-                    given.append(x)
-                    addresses.append(address)
-                    bits |= address
+            addresses = [x.data_ptr() for x in given]
         except (AttributeError, RuntimeError):  # no tensor; a tensor that has no address
             return None
+        bits = 0
+        for address in addresses:
+            bits |= address
         misaligned = bits % 16 and tuple([address % 16 for address in addresses])
         twice = None
         if len({*addresses}) < len(addresses):

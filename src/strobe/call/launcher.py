@@ -251,6 +251,10 @@ def _aligned(size: int) -> tuple[ctypes.Array, int]:
 # ---- launches
 
 
+_FRAMES = 128
+"""For how many places of its tensors a call keeps what it writes: some two kilobytes each. More layers than that pack anew."""
+
+
 class PreparedLaunches:
     """Kernels with all their arguments but the addresses, launched one after the other.
 
@@ -334,14 +338,21 @@ class _Frame:
 
     def __init__(self, prepared: PreparedLaunches, stream: int):
         self._prepared = prepared  # it owns what the frame points to
-        self._described, self._write, self._driver = prepared.described, prepared.written.pack_into, _driver()
-        self._memory, self._begin, self._launches = prepared.lay_out(stream)
+        self._driver = _driver()
+        memory, begin, self._launches = prepared.lay_out(stream)
+        self._begin = memoryview(memory).cast("B")[begin : begin + prepared.written.size]
+        """Where a launch writes."""
+        self._packed: Memo[tuple[int, ...], bytes] = Memo(_FRAMES, self._pack)
+        """Addresses -> what is written for them. A model's next step often finds its tensors where they were."""
         self._written: tuple[int, ...] | None = None
 
+    def _pack(self, addresses: tuple[int, ...]) -> bytes:
+        described = [encoded[addresses[slot]] for slot, encoded in self._prepared.described]
+        return self._prepared.written.pack(*described, *addresses)
+
     def launch(self, addresses: tuple[int, ...]) -> None:
-        if addresses != self._written:  # a model's next step often finds its tensors where they were
-            described = [encoded[addresses[slot]] for slot, encoded in self._described]
-            self._write(self._memory, self._begin, *described, *addresses)
+        if addresses != self._written:
+            self._begin[:] = self._packed[addresses]
             self._written = addresses
         launch = self._driver.launch
         for config, function, pointers, extra in self._launches:
@@ -410,6 +421,7 @@ def _swap(value, now: dict[int, _At]):
 _INVALID_CONTEXT = 201
 _SHARED_UNASKED = 48 * 1024  # bytes that a launch gets without asking for more
 _PREFER_SHARED, _MAX_DYNAMIC_SHARED = 1, 8
+_CAPTURING = 1
 _TYPES = {
     "cuTensorMapEncodeTiled": (
         ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64, *4 * (ctypes.c_void_p,), *4 * (ctypes.c_int,),
@@ -460,6 +472,14 @@ class Driver:
         assert function.value is not None
         return function.value
 
+    def capture_of(self, stream: int) -> int | None:
+        """The number of the capture that a stream is in, which no other has; None if there is none, or nobody can tell."""
+        ask = getattr(self._library, "cuStreamGetCaptureInfo_v2", None)
+        status, capture, nothing = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+        if ask is None or ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(capture), *3 * (nothing,)):
+            return None
+        return capture.value if status.value == _CAPTURING else None
+
     def _enter_context(self) -> None:
         context = ctypes.c_void_p()
         self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device())
@@ -474,3 +494,8 @@ class Driver:
 @functools.cache
 def _driver() -> Driver:
     return Driver(ctypes.CDLL("libcuda.so.1"))
+
+
+def capture_of(stream: int) -> int | None:
+    """See `Driver.capture_of`."""
+    return _driver().capture_of(stream)

@@ -6,6 +6,7 @@ A backend names its tensors and lists its launches once (see `strobe.kernels.com
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -92,10 +93,19 @@ def _workspace(buffers: Buffers, device: torch.device) -> dict[str, torch.Tensor
         return {}
     aligned = workspace.ALIGNED
     sizes = [number + -number % aligned for number in buffers.notes.values()]
-    counters, notes = workspace.workspace(device, sum(sizes))
+    shared, notes = _shared_space(device, sum(sizes))
     parts = zip(buffers.notes.items(), notes.split(sizes), strict=True)
     named = {name: part[:number] for (name, number), part in parts}
-    return {"counters": counters, "redone": counters[aligned : aligned + 1], **named}
+    return {"counters": shared, "redone": shared[aligned : aligned + 1], **named}
+
+
+def _shared_space(device: torch.device, notes: int) -> workspace.Workspace:
+    """The workspace of the current stream, or of what is being captured there."""
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return workspace.cut(counters.of_capture(device, workspace.COUNTERS + notes), notes)
+        counters.make_reserve(device)
+    return workspace.workspace(device, notes)
 
 
 def _gradients(problem: AttentionProblem, operands: Operands, lse: torch.Tensor, made: dict[str, Any]) -> Gradients:
@@ -170,6 +180,26 @@ def _has_driver(x: torch.Tensor) -> bool:
     return x.is_cuda and torch.version.hip is None
 
 
+class Inner(NamedTuple):
+    """Tensors that no call returns, in one piece of memory, as each that PyTorch is asked for takes a microsecond. new() makes
+    it; each of the tensors begins at an offset."""
+
+    new: Callable[[], torch.Tensor]
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> Inner:
+        from strobe.call.launcher import maker
+
+        aligned = [-(-x.nbytes // _ALIGNED) * _ALIGNED for x in tensors]
+        ends = tuple(itertools.accumulate(aligned))
+        return cls(maker(torch.empty(ends[-1], dtype=torch.uint8, device=tensors[0].device)), (0, *ends[:-1]))
+
+
+_ALIGNED = 512
+"""Bytes of which PyTorch's allocator gives multiples."""
+
+
 class Prepared:
     """A backend's launches for calls that look the same. Everything is known but the tensors' addresses."""
 
@@ -197,6 +227,7 @@ class Prepared:
         self._of_qkv = self._names[:3] == ("dq", "dk", "dv") and not (isinstance(problem, AttentionProblem) and problem.learned)
         """Whether the first that is made are the gradients, and no other is asked for."""
         self._new = tuple(_maker(maker(x), buffers.made[name].fill) for name, x in made.items())
+        self._inner = Inner.of([x for x in made.values()][3:]) if self._has_inner() else None
         self._new_shared = [self._shared(x, buffers.shared[name]) for name, x in shared.items()]
         lse = made.get("lse")
         self._spare_lse = lse is not None and buffers.made["lse"].fill is None and buffers.fill is None
@@ -252,10 +283,16 @@ class Prepared:
 
         stream: handle of the current device's current stream. tensors: q, k, v, those of `Upstream`, the others of `Operands`,
         of which the last ones may be left out. addresses: those of the tensors that are not None."""
-        place, made = self._place_of(stream), [new() for new in self._new]
+        place, inner = self._place_of(stream), self._inner
+        made = [new() for new in (self._new if inner is None else self._new[:3])]
+        places = [x.data_ptr() for x in made]
+        if inner is not None:
+            memory = inner.new()
+            begin = memory.data_ptr()
+            places += [begin + offset for offset in inner.offsets]
         place.lock.acquire()
         try:
-            place.launch((*addresses, *[x.data_ptr() for x in made], *place.space))
+            place.launch((*addresses, *places, *place.space))
         finally:
             place.lock.release()
         if self._of_qkv:
@@ -263,6 +300,11 @@ class Prepared:
         q, k, v, _out, lse, _dout, _dlse, *others = tensors
         assert isinstance(self._problem, AttentionProblem)
         return _gradients(self._problem, Operands(q, k, v, *others), lse, dict(zip(self._names, made, strict=True)))
+
+    def _has_inner(self) -> bool:
+        """Whether this is a backward that returns the first three tensors it makes, and fills no other."""
+        others = [self._buffers.made[name] for name in self._names[3:]]
+        return self._of_qkv and len(others) > 1 and all(buffer.fill is None for buffer in others)
 
     def _place_of(self, stream: int) -> _Place:
         # A graph has a place of its own. (The default stream, 0, cannot be captured, and to ask takes half a microsecond.)

@@ -19,7 +19,15 @@ from strobe.call import dispatch, launches
 from strobe.call.known_calls import PLAIN, KnownCalls, each_once
 from strobe.call.options import NUMBERS, Options, describe, gradients, learned_of
 from strobe.call.tables import ClockCache
-from strobe.call.torch_internals import current_device, dispatch_state, guard_of, is_transformed, keys_of, raw_stream
+from strobe.call.torch_internals import (
+    bare_apply,
+    current_device,
+    dispatch_state,
+    guard_of,
+    is_transformed,
+    keys_of,
+    raw_stream,
+)
 from strobe.device import arch_of
 from strobe.dropout import new_seed
 from strobe.masks import Mask
@@ -168,7 +176,7 @@ def attention(
         addresses += (seed.data_ptr(),)
     stream = raw_stream(device) if device >= 0 else 0
     if known.differentiable:
-        return _Differentiable.apply(known, stream, addresses, optional, q, k, v, *optional[_LEARNED])
+        return _apply(known, stream, addresses, optional, q, k, v, *optional[_LEARNED])
     return known.launches.forward(stream, wants_lse, addresses, (q, k, v, *optional))
 
 
@@ -231,6 +239,9 @@ class _Differentiable(torch.autograd.Function):
         if found is None:
             found = gradients(saved, known.options, known.learned, dout, dlse)
         return None, None, None, None, *found
+
+
+_apply = bare_apply(_Differentiable)
 
 
 def _gradients(known: Known, tensors: tuple) -> Gradients | None:

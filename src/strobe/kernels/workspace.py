@@ -2,7 +2,7 @@
 
 A launch leaves them as it found them: the counters are set back by the last CTA, a note by the launch that redoes its
 rows. So they are zeroed once in the life of a stream, and a launch costs no memset. A CUDA graph may be replayed beside
-anything, so what is captured gets a workspace of its own, zeroed at the beginning of each replay.
+anything, so what is captured on a stream has counters of its own (`call.counters`).
 
 Threads may share a stream: who leaves notes and who redoes their rows are two launches, which `lock` keeps together.
 """
@@ -14,9 +14,14 @@ from typing import NamedTuple
 
 import torch
 
-_COUNTERS = 16
+COUNTERS = 16
 """Integers before the notes: 0, 1 the counters of tiles and of CTAs that have ended; 2, 3 whether there is a note, and how many
-CTAs have looked (`kernels.decode.notes`); 4 the running total of blocks redone."""
+CTAs have looked (`kernels.decode.notes`, `kernels.portable.forward`); 4 the running total of blocks redone; 8 how many shares
+of the notes are taken."""
+
+NOTED, ENDED, SHARES = 2, 3, 8
+"""The counters that say whether there is a note, and how many of those who look at the notes have done so; the last of these
+sets both back. And how many shares of the notes are taken, which a forward sets back."""
 
 ALIGNED = 4
 """Integers of 16 bytes. What a launch is given of a workspace begins at a multiple of them: Triton compiles a kernel of its own
@@ -43,11 +48,11 @@ def workspace(device: torch.device, notes: int) -> Workspace:
     """The workspace of the device's current stream, with room for so many notes."""
     stream = _current(device)
     if stream is None:
-        return _cut(torch.zeros(_COUNTERS + notes, dtype=torch.int32, device=device), notes)
+        return cut(torch.zeros(COUNTERS + notes, dtype=torch.int32, device=device), notes)
     spaces = _spaces.setdefault(stream, [])
-    if not spaces or spaces[-1].numel() < _COUNTERS + notes:
-        spaces.append(torch.zeros(_COUNTERS + 2 * notes, dtype=torch.int32, device=device))
-    return _cut(spaces[-1], notes)
+    if not spaces or spaces[-1].numel() < COUNTERS + notes:
+        spaces.append(torch.zeros(COUNTERS + 2 * notes, dtype=torch.int32, device=device))
+    return cut(spaces[-1], notes)
 
 
 def scratch(device: torch.device, numel: int) -> torch.Tensor:
@@ -75,8 +80,8 @@ def _current(device: torch.device) -> _Stream | None:
     return index, torch.cuda.current_stream(device).cuda_stream
 
 
-def _cut(space: torch.Tensor, notes: int) -> Workspace:
-    return Workspace(space[:_COUNTERS], space[_COUNTERS : _COUNTERS + notes])
+def cut(space: torch.Tensor, notes: int) -> Workspace:
+    return Workspace(space[:COUNTERS], space[COUNTERS : COUNTERS + notes])
 
 
 def redone_blocks(device: torch.device | str | int | None = None) -> int:

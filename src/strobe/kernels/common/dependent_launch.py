@@ -3,7 +3,9 @@
 A kernel that is launched with `launch_pdl` sets up what only it knows, its barriers, say, and takes its turn before it touches
 memory that others read or write. From then on the next launch may begin, and waits for its own turn.
 
-Every CTA takes its turn: a launch only knows that the one ahead has ended, and relies on it for those before.
+A CTA of every launch takes its turn, and so does whoever touches memory: a launch only knows that the one ahead has ended, and
+relies on it for those before. If the launch ahead took its turn before it let this one begin, those before it have ended when
+a CTA begins, and what they wrote may be read ahead of the turn.
 
 A short launch that ends a call lets the next one begin before its own turn: what that does ahead of its turn, and its way to
 the multiprocessors, hides behind the long launch ahead of both.
@@ -20,8 +22,8 @@ LAST = tl.constexpr("griddepcontrol.launch_dependents; griddepcontrol.wait; mov.
 
 @gluon.jit
 def take_turn():
-    """Wait until the launches ahead have ended and what they wrote is seen. The kernel's first warps do it for all roles,
-    before these begin."""
+    """Wait until the launches ahead have ended and what they wrote is seen. One role does it for all: the kernel's first warps
+    before the roles begin, or the producer, for which all others wait before they touch memory."""
     gl.inline_asm_elementwise(PTX, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -5,11 +5,12 @@ the 64 rows of a head whose results are not to be trusted: the optimistic softma
 decode kernel serves the others, and looks at notes only where there is one; the last CTA sets them back to 0.
 """
 
+from strobe.kernels import workspace
 from strobe.kernels.gluon import aggregate, gl, gluon, partition_barrier
 
 NOTED_ROWS = gl.constexpr(64)
 AT_ONCE = gl.constexpr(1024)
-NOTED, ENDED, REDONE = gl.constexpr(2), gl.constexpr(3), gl.constexpr(4)
+NOTED, ENDED, REDONE = gl.constexpr(workspace.NOTED), gl.constexpr(workspace.ENDED), gl.constexpr(4)
 """Where in the workspace's counters it stands whether a block is noted, how many CTAs have looked at the notes and ended, and
 how many blocks were computed again."""
 

@@ -11,6 +11,7 @@ values, and gives that to the rows that see no others.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -52,6 +53,7 @@ from strobe.kernels.portable.primitives import (
     within_spans,
 )
 from strobe.kernels.portable.scores import biased, sink_of, slope_of, through_function
+from strobe.kernels.workspace import ENDED, NOTED, SHARES
 from strobe.problem import AttentionProblem
 
 interpreter.mend()
@@ -253,48 +255,82 @@ NOTED_ROWS = 64
 
 _SHARE = 128
 
+WAITING = 4
+"""Programs of `_redo` that wait for the launch ahead whatever it has noted so far. They are on two multiprocessors. On an H100,
+of the time with all waiting: causal, 1 x 1024, 16 heads of 128 columns 0.95, 1 x 2048, 32 heads 0.95; full, 16 x 256, 8 heads
+of 160 0.97; one is level with four. With all blocks noted 1.01, 0.98, 0.99; the causal two with one, noted last, 2.1, 1.01."""
+
 
 @triton.jit(do_not_specialize=(*LENGTHS_AND_BOUNDS, "heads_q", "group", "number"))
 def _redo(
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, n_q, n_kv, total_q, total_kv,
-    left, right, prefix, document_q, document_kv, score, places, heads_q, group, notes, number, counter, spans,
+    left, right, prefix, document_q, document_kv, score, places, heads_q, group, notes, number, counters, counter, spans,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, NOTED_ROWS: tl.constexpr, SHARE: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, NOTED_ROWS: tl.constexpr, SHARE: tl.constexpr, WAITING: tl.constexpr,
+    NOTED: tl.constexpr, ENDED: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    # Program p of P looks at the notes p, p + P, ..., SHARE of them at once: blocks that are noted together, as those of one
-    # head with an outlier, go to different programs. Normally no note is set, and few programs cost less than many. Nothing
-    # that a block needs may be computed ahead of the loops then: it would be spilled there, up to 2944 bytes a thread.
-    take_last_turn()
+    # The notes are in shares, one for each program: share p of P has the notes p, p + P, ..., SHARE of which are looked at
+    # together, so that blocks that are noted together, as those of one head with an outlier, go to different programs. Normally
+    # no note is set, and few programs cost less than many. Nothing that a block needs may be computed ahead of the loops then:
+    # it would be spilled there, up to 2944 bytes a thread.
+    #
+    # Where `counters` say whether there is a note, WAITING programs wait for the launch ahead. The others leave at once if
+    # there is none when they come, as a multiprocessor on which they waited would have no room for the next launch. Who stays
+    # takes one share after the other. (Warps of a program that read different numbers would part ways, and not meet again at
+    # the next barrier: what others may change meanwhile is read by atomics, once for all warps.)
     programs = tl.num_programs(0)
+    waiting = tl.minimum(programs, WAITING)
+    share = tl.program_id(0)
+    if counters is not None:
+        if share >= waiting:
+            if tl.atomic_or(counters + NOTED, 0, sem="relaxed") == 0:
+                share = -1
+        if share < 0:
+            return
+    take_last_turn()
+    if counters is not None:
+        if share < waiting:
+            if tl.load(counters + NOTED) == 0:  # it is set back when all that wait have looked
+                share = -1
+        if share < 0:
+            return
+        share = tl.atomic_add(counters + SHARES, 1, sem="relaxed")
     blocks = tl.cdiv(n_q, NOTED_ROWS)
     lse_batch, lse_head = _lse_strides(cu_seqlens_q, heads_q, n_q, total_q)
     redone = 0
-    for begin in tl.range(tl.program_id(0), number, programs * SHARE, num_stages=1, disable_licm=True):
-        looked_at = begin + programs * tl.arange(0, SHARE)
-        if tl.max(tl.load(notes + looked_at, mask=looked_at < number, other=0), 0) != 0:
-            for note in tl.range(begin, tl.minimum(begin + programs * SHARE, number), programs, disable_licm=True):
-                if tl.load(notes + note) != 0:
-                    batch = note // blocks // heads_q
-                    start_q, rows = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
-                    start_kv, keys = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
-                    own_spans = spans
-                    if spans is not None:
-                        own_spans = spans + 3 * batch * blocks
-                    own_places = places
-                    if places is not None:
-                        own_places = places + PLACE_NUMBERS * batch
-                    for within in tl.range(0, NOTED_ROWS, TILE_Q, disable_licm=True):
-                        _rows(
-                            note % blocks * NOTED_ROWS + within, note // blocks % heads_q, batch, start_q, start_kv, rows,
-                            keys, q, k, v, out, lse, lse_batch, lse_head, left, right, prefix, document_q, document_kv, score,
-                            own_places, group, own_spans, DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV,
-                            True,
-                        )  # fmt: skip
-                    tl.store(notes + note, 0)
-                    redone += 1
+    while share < programs:
+        for begin in tl.range(share, number, programs * SHARE, num_stages=1, disable_licm=True):
+            looked_at = begin + programs * tl.arange(0, SHARE)
+            if tl.max(tl.load(notes + looked_at, mask=looked_at < number, other=0), 0) != 0:
+                for note in tl.range(begin, tl.minimum(begin + programs * SHARE, number), programs, disable_licm=True):
+                    if tl.load(notes + note) != 0:
+                        batch = note // blocks // heads_q
+                        start_q, rows = sequence(cu_seqlens_q, seqused_q, batch, n_q, total_q)
+                        start_kv, keys = sequence(cu_seqlens_kv, seqused_kv, batch, n_kv, total_kv)
+                        own_spans = spans
+                        if spans is not None:
+                            own_spans = spans + 3 * batch * blocks
+                        own_places = places
+                        if places is not None:
+                            own_places = places + PLACE_NUMBERS * batch
+                        for within in tl.range(0, NOTED_ROWS, TILE_Q, disable_licm=True):
+                            _rows(
+                                note % blocks * NOTED_ROWS + within, note // blocks % heads_q, batch, start_q, start_kv, rows,
+                                keys, q, k, v, out, lse, lse_batch, lse_head, left, right, prefix, document_q, document_kv,
+                                score, own_places, group, own_spans, DIM, DIM_V, PADDED, PADDED_V, TILE_Q, TILE_KV,
+                                True,
+                            )  # fmt: skip
+                        tl.store(notes + note, 0)
+                        redone += 1
+        share = programs if counters is None else tl.atomic_add(counters + SHARES, 1, sem="relaxed")
     if counter is not None:
         if redone != 0:
             tl.atomic_add(counter, redone, sem="relaxed")
+    if counters is not None:
+        if tl.program_id(0) < waiting:
+            if tl.atomic_add(counters + ENDED, 1, sem="relaxed") == waiting - 1:
+                tl.store(counters + NOTED, 0)
+                tl.store(counters + ENDED, 0)
 
 
 def buffers(problem: AttentionProblem) -> Buffers:
@@ -310,7 +346,7 @@ def calls(problem: AttentionProblem, tensors: Tensors, arch: Arch) -> list[Call]
     return [*span_calls(tensors, in_turn=False), forward]
 
 
-def redo_call(problem: AttentionProblem, tensors: Tensors, arch: Arch) -> Call:
+def redo_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, counters: torch.Tensor | None = None) -> Call:
     """The launch that writes out and lse of those blocks of 64 rows whose note is not 0, and sets their notes back to 0. It
     takes its turn after the launch that noted them (`common.dependent_launch`), which GPUs before Hopper cannot.
 
@@ -319,12 +355,14 @@ def redo_call(problem: AttentionProblem, tensors: Tensors, arch: Arch) -> Call:
             place (b * heads_q + h) * ceil(seqlen_q / 64) + r. As it is all 0 again afterwards, one buffer serves all launches
             of a stream, and all replays of a graph.
         redone, if there is one: int32 [1], to which the number of blocks is added that were redone.
+
+    counters: those of the workspace, if the launch ahead says there whether it left a note.
     """
     number, config = tensors.notes.numel(), choose("redo", problem, arch)
     at_once = 2 if config.num_warps <= 4 else 1  # on a multiprocessor; others would come when these have gone
     keywords = _keywords(problem, tensors, config) | dict(
-        notes=tensors.notes, number=number, counter=tensors.redone, NOTED_ROWS=NOTED_ROWS, SHARE=_SHARE,
-        launch_pdl=True,
+        notes=tensors.notes, number=number, counters=counters, counter=tensors.redone, NOTED_ROWS=NOTED_ROWS, SHARE=_SHARE,
+        WAITING=WAITING, NOTED=NOTED, ENDED=ENDED, SHARES=SHARES, launch_pdl=True,
     )  # fmt: skip
     programs = at_once * (arch.sms or 4)  # on a CPU few, so that a program has several notes
     return Call(_redo, (min(number, programs),), (), keywords)

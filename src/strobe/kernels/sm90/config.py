@@ -193,10 +193,13 @@ NARROW_GAIN = 1.2
 longer, and in three groups more query rows share what it brings. Head dim 40, 8 x 4096, 8 heads, on an H100: 471 us, with
 two groups 582."""
 
-FEW_KEYS = 4800
+FEW_KEYS, FEW_CAUSAL_KEYS = 4800, 8192
 """Keys that a multiprocessor walks along in all, up to which blocks of 64 keys are faster at head dims 128 and 160, as the
-first and the last block of its tiles overlap with less: 1 x 2048, 32 heads of 128, causal (4096 keys), 67.0 us, in blocks of
-128 keys 71.5; 16 x 256, 8 heads of 160 (512), 25.8 and 26.7; on an H100."""
+first and the last block of its tiles overlap with less; more where each tile has a block of which a mask leaves half, unless
+the table prefers three groups for their number of tiles. On an H100, of the time in blocks of 128 keys, head dim 128: causal,
+1 x 2048, 32 heads (4096 keys) 0.93; 3 x 1999, 13 heads (4997) 0.95; 8 x 1024, 24 heads (6144) 0.92; 1 x 3072, 24 heads (7680)
+0.98; 4 x 2048, 16 heads (8192) 0.96, 2 x 4096, 8 heads 1.00; 1 x 8192, 8 heads (16384) 1.06; full, 1 x 2048, 16 heads (4096)
+0.89; 2 x 2048 and 8 x 1024, 16 heads (8192) 1.02 and 0.99."""
 
 _SPARE_REGISTERS = 30
 """Registers that a consumer needs for all but its parts of O, S and P."""
@@ -288,12 +291,13 @@ def _adapted(config: Config, problem: AttentionProblem) -> Config:
 
 
 def _walks_few(config: Config, problem: AttentionProblem) -> bool:
-    """Whether the tiles of a multiprocessor see no more than FEW_KEYS, one after the other; of causal ones half of them count.
+    """Whether the tiles of a multiprocessor see few keys, one after the other: see FEW_KEYS. Of causal ones half of them count.
     (Windows are as their points in the table say.)"""
     shape = Shape.of(problem.lengths, problem.heads_q, problem.mask.band)
     tiles = shape.sequences * shape.heads * -(-shape.length // config.tile_q)
-    walked = -(-tiles // SMS) * shape.keys // (2 if shape.mask == "causal" else 1)
-    return shape.mask != "window" and walked <= FEW_KEYS
+    causal = shape.mask == "causal"
+    walked = -(-tiles // SMS) * shape.keys // (2 if causal else 1)
+    return shape.mask != "window" and walked <= (FEW_CAUSAL_KEYS if causal and config.groups == 2 else FEW_KEYS)
 
 
 @functools.cache

@@ -41,6 +41,7 @@ The accumulator layout gives a row to the four lanes of a quad. Row sums stay wi
 
 import triton.language as tl
 
+from strobe.kernels import workspace
 from strobe.kernels.common.channel import Channel, at, make_barriers, make_channel, make_chunks
 from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.descriptors import coordinates, one_or_two
@@ -48,7 +49,6 @@ from strobe.kernels.common.optimistic import BOUNDS
 from strobe.kernels.common.scores import LN2
 from strobe.kernels.common.stamp import stamp
 from strobe.kernels.common.tile_scheduler import Heads, Lengths
-from strobe.kernels.decode.notes import NOTED
 from strobe.kernels.gluon import (
     aggregate,
     fence_async_shared,
@@ -91,6 +91,8 @@ from strobe.kernels.sm90.tile_queue import (
     publish,
     with_keys,
 )
+
+NOTED, SHARES = gl.constexpr(workspace.NOTED), gl.constexpr(workspace.SHARES)
 
 
 @gluon.constexpr_function
@@ -188,6 +190,12 @@ def producer(K):
     GROUPS: gl.constexpr = K.C.groups
     turn = 0
     g = gl.to_tensor(0)
+    if K.listed is None:
+        # For all roles, which begin meanwhile: the others touch no memory before they know a tile. On an H100 16 x 256, 8 heads
+        # of 160 took 20.5 us, with the turn ahead of the roles 21.6; others were level.
+        take_turn()
+    if gl.program_id(0) == 0:
+        gl.store(K.counters + SHARES, 0)  # of the notes, which nobody looks at now
     tile, work = with_keys(K, gl.program_id(0))
     publish(K, turn, tile, work)
     while tile < K.heads.tiles:
@@ -516,8 +524,7 @@ def epilogue(w: gl.constexpr, K, acc, state, slot):
     o = rescaled(acc, share)
     broken = broken | (row_sum >= BOUNDS.most) | (row_sum != row_sum)
     gl.store(K.outputs.notes + note + gl.full([ROWS], 0, gl.int32, LAYOUT), 1, mask=broken & exists)
-    if K.C.box:
-        gl.store(K.counters + NOTED + gl.full([ROWS], 0, gl.int32, LAYOUT), 1, mask=broken & exists)
+    gl.store(K.counters + NOTED + gl.full([ROWS], 0, gl.int32, LAYOUT), 1, mask=broken & exists)
     for c in gl.static_range(len(o)):
         if K.lengths.used_q is not None:  # rows that exist and are not used
             used = gl.convert_layout(exists, rows_of(o[c].shape[1]))[:, None]
@@ -604,11 +611,11 @@ def forward_kernel(
     k = make_channel(dtype, C.num_stages, C.tile_kv, C.wide, C.narrow, C.groups)
     v = make_channel(dtype, C.num_stages, C.tile_kv, C.wide_v, C.narrow_v, C.groups)
     fence_async_shared()
-    take_turn()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow))
     outputs = Outputs(o_desc, lse, notes, rows)
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans, rows, total_kv)
     if listed is not None:
+        take_turn()
         tiles = gl.load(listed) * heads
     heads = Heads(heads, group, at_once, rest, tiles)
     score = score_of(terms, (slope_batch, slope_head), (bias_batch, bias_head, bias_row, bias_key), sink_stride,

@@ -59,7 +59,7 @@ def _fill_lse(longest: int, tensors: Tensors) -> None:
 def calls(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: Config) -> list[Call]:
     """The launches of a forward, in order. The last one exits at once where there is no note."""
     forward = forward_call(problem, tensors, arch, config)
-    return [*preparing_calls(problem, tensors, config), forward, portable.redo_call(problem, tensors, arch)]
+    return [*preparing_calls(problem, tensors, config), forward, portable.redo_call(problem, tensors, arch, tensors.counters)]
 
 
 def preparing_calls(problem: AttentionProblem, tensors: Tensors, config: Config) -> list[Call]:

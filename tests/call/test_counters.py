@@ -1,0 +1,63 @@
+"""Counters of what is captured: which launches share them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from strobe.call import counters, launcher
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    """A GPU that captures: `capture.stream` and `capture.number` say where and what, `capture.reserved` how much was taken."""
+    state = SimpleNamespace(stream=7, number=1, taken=[])
+
+    def reserved(device, number):
+        state.taken.append(number)
+        return torch.zeros(number, dtype=torch.int32) if sum(state.taken) <= 1000 else None
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=state.stream, device_index=0))
+    monkeypatch.setattr(launcher, "capture_of", lambda stream: state.number)
+    monkeypatch.setattr(counters, "reserved", reserved)
+    monkeypatch.setattr(counters, "_of_captures", {})
+    monkeypatch.setattr(counters, "zeros", lambda device, number: torch.zeros(number, dtype=torch.int32))
+    return state
+
+
+def test_launches_of_a_capture_share_their_counters(capture):
+    first = counters.of_capture(DEVICE, 100)
+    assert counters.of_capture(DEVICE, 60) is first and capture.taken == [100]
+    larger = counters.of_capture(DEVICE, 200)
+    assert larger.numel() == 200 and counters.of_capture(DEVICE, 100) is larger
+
+
+def test_other_captures_and_other_streams_share_nothing(capture):
+    found = [counters.of_capture(DEVICE, 8)]
+    capture.number = 2
+    found.append(counters.of_capture(DEVICE, 8))
+    capture.stream = 8
+    found.append(counters.of_capture(DEVICE, 8))
+    assert len({x.data_ptr() for x in found}) == 3
+
+
+def test_without_the_number_of_a_capture_each_launch_has_its_own(capture):
+    capture.number = None
+    assert counters.of_capture(DEVICE, 8) is not counters.of_capture(DEVICE, 8)
+
+
+def test_what_the_graph_zeroes_itself_is_not_shared(capture, monkeypatch):
+    """Its memory is given to others when the call is over."""
+    monkeypatch.setattr(counters, "reserved", lambda device, number: None)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, **keywords: zeros(*shape, **keywords))
+    assert counters.of_capture(DEVICE, 8) is not counters.of_capture(DEVICE, 8)
+
+
+def test_who_has_no_driver_asks_nobody(monkeypatch):
+    """A driver without the question, or one that fails."""
+    assert launcher.Driver.capture_of(SimpleNamespace(_library=SimpleNamespace()), 7) is None
+    failing = SimpleNamespace(cuStreamGetCaptureInfo_v2=lambda *arguments: 1)
+    assert launcher.Driver.capture_of(SimpleNamespace(_library=failing), 7) is None
