@@ -42,6 +42,7 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "queries-decode": (),
     "rungs-profile": (),
     "same-code": (),
+    "short-decode": (),
     "sm80": ("sm80 forward", "sm80 backward"),
     "shared-gpu": (),
     "study": (),

@@ -126,14 +126,18 @@ class Config:
 
     def parts_at_once(self, rows: int) -> int:
         """Partial results of so many rows that the warps load together when they merge, a power of two: as many as they can
-        hold, since each further turn waits for memory again, but 8 of wgmma's at most, which takes less code."""
+        hold, since each further turn waits for memory again, but 16 at most, or 8 of wgmma's, which takes less code."""
         # an H100, 128 rows, one request of 1k, 8k: 11.5 and 23.3 microseconds in tiles of 64 rows, with 32 parts 12.4 and 24.0
-        return min(8 if self.specialised else 32, 1 << max(0, self.parts_beside(rows).bit_length() - 1))
+        if self.specialised:
+            return min(8, power_of_two(self.parts_beside(rows)))
+        return min(16, power_of_two(2 * self.parts_beside(rows) // 3))  # maxima and sums take half as many registers as O
 
     def most_alone(self, rows: int) -> int:
         """Up to how many parts of so many rows the last to come merges them alone: in two turns, or four. 0 where registers do
         not hold them, or where parts must be added up in an order that does not depend on the rows."""
-        return 0 if self.split or self.parts_beside(rows) < 1 else max(4, 2 * self.parts_at_once(rows))
+        most = 8 if self.specialised else 32
+        beside = self.parts_beside(rows)
+        return 0 if self.split or beside < 1 else max(4, 2 * min(most, power_of_two(beside)))
 
     def __post_init__(self):
         if (
@@ -309,6 +313,11 @@ def split_of(capacity: int, tokens: int) -> int:
     while split * MOST_PARTS < capacity or (split < USUAL_SPLIT and 4 * split < capacity):
         split *= 2
     return max(split, tokens)
+
+
+def power_of_two(n: int) -> int:
+    """The greatest power of two that is not more than a number, or 1."""
+    return 1 << max(0, n.bit_length() - 1)
 
 
 def padded(dim: int) -> int:

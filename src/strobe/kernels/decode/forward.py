@@ -12,7 +12,7 @@ The grid is persistent, and finds its own work from the lengths (`schedule`). Al
                                                 at the end of a piece what the warps found, to be added up
     v_ring          [stages, tokens, dim_v]     the same of V, if it is not the first columns of K
     narrow ring     [stages, tokens, narrow]    the columns of K beyond those of V, where V is the others
-    stats           [2, rows]                   the maximum and the sum of each row, over all warps
+    stats           2 x [token_warps, rows]     the maxima and the sums of each warp's rows
 
 A step is two groups of cp.async, of K and of V. After the wait for a group a barrier says that everybody's copies are there,
 and that everybody has read what is copied over next. Where pages are looked up, the page numbers of a step are loaded one step
@@ -37,7 +37,7 @@ from strobe.kernels.decode.notes import NOTED, NOTED_ROWS, Notes, forget, is_lef
 from strobe.kernels.decode.schedule import (
     Requests,
     all_units,
-    jobs_and_units,
+    jobs_of,
     keys_of,
     parts_of,
     place_of,
@@ -46,6 +46,7 @@ from strobe.kernels.decode.schedule import (
     request_at,
     start_of,
     stretch_of,
+    units_of,
 )
 from strobe.kernels.gluon import aggregate, cp_async, gl, gluon, partition_barrier, reinterpret, tensor_descriptor
 
@@ -241,12 +242,13 @@ def ring_layout(columns, width):
 
 
 @gluon.constexpr_function
-def meet_shape(C):
+def meet_shape(C, ROWS):
     """The ring of K as a place for what all warps found: chunks of columns, so wide that whole ones fill the ring. (Triton 3.8
     sees memory as another type only if that is equally large.)"""
-    room = C.ring_bytes(C.head_dim) // (4 * C.token_warps * C.rows)
+    rows = ROWS if C.rows == 2 * ROWS == 16 else C.rows
+    room = C.ring_bytes(C.head_dim) // (4 * C.token_warps * rows)
     columns = math.gcd(C.head_dim_v, room)
-    return [room // columns, C.token_warps, C.rows, columns]
+    return [room // columns, C.token_warps, rows, columns]
 
 
 @gluon.constexpr_function
@@ -381,12 +383,18 @@ def rows_at(cached, first, pages, entry, page_stride, row_stride, C: gl.constexp
     if cached.PAGE == 0:
         return entry.to(gl.int64) * page_stride + (first + keys_in(C, layout)).to(gl.int64) * row_stride
     else:
-        if on_one_page(C, cached.PAGE):
-            beyond = gl.expand_dims(gl.arange(0, keys_of_warp(C), gl.SliceLayout(0, layout)), 0)
-            row = (first + first_keys_in(C, layout)) % cached.PAGE + beyond
-        else:
-            row = (first + keys_in(C, layout)) % cached.PAGE
+        row = rows_of_pages(first, cached.PAGE, C, layout)
         return pages.to(gl.int64) * page_stride + row.to(gl.int64) * row_stride
+
+
+@gluon.jit
+def rows_of_pages(first, PAGE: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+    """Which rows of their pages a step's keys from key `first` on are."""
+    if on_one_page(C, PAGE):
+        beyond = gl.expand_dims(gl.arange(0, keys_of_warp(C), gl.SliceLayout(0, layout)), 0)
+        return (first + first_keys_in(C, layout)) % PAGE + beyond
+    else:
+        return (first + keys_in(C, layout)) % PAGE
 
 
 @gluon.jit
@@ -399,14 +407,34 @@ def same_or_looked_up(cached, piece, pages, first, C: gl.constexpr, layout: gl.c
 
 
 @gluon.jit
-def copy_step(buffer, base, offsets, inside, layout: gl.constexpr, COLUMNS: gl.constexpr):
-    """Start copying the rows at `offsets` [warps, keys] into a buffer, zeros where there is no key, and beyond COLUMNS. Where
-    there is no key the address is that of the first row: none lies outside of the cache, though it would not be read."""
+def wide(a, b):
+    """The product, in 64 bits, of numbers that are not negative: one instruction, as those without a sign have one."""
+    if b.dtype == gl.int32:
+        return a.to(gl.uint32).to(gl.int64) * b.to(gl.uint32).to(gl.int64)
+    else:
+        return a.to(gl.int64) * b
+
+
+@gluon.jit
+def copy_step(buffer, base, cached, piece, first, pages, page_stride, row_stride, layout: gl.constexpr, COLUMNS: gl.constexpr,
+              C: gl.constexpr):  # fmt: skip
+    """Start copying a step's keys (or values) from key `first` on into a buffer, zeros where there is no key, and beyond
+    COLUMNS. Where there is no key the address is that of another row: none lies outside of the cache, though it would not be
+    read. What the rows of a page share is computed once."""
+    KEYS: gl.constexpr = gl.SliceLayout(2, layout)
     columns = along(buffer.shape[2], 2, layout)
-    pointers = base + gl.expand_dims(gl.where(inside, offsets, 0), 2) + columns
+    inside = is_key(cached, piece, first, pages, C, KEYS)
+    if cached.PAGE == 0:
+        pages, rows = piece.entry, gl.where(inside, first + keys_in(C, KEYS), 0)
+        at = base + wide(gl.where(is_page(cached, pages), pages, 0), page_stride) + columns
+    else:
+        rows = rows_of_pages(first, cached.PAGE, C, KEYS)
+        at = base + gl.expand_dims(wide(gl.where(is_page(cached, pages), pages, 0), page_stride), 2) + columns
     width: gl.constexpr = layout.size_per_thread[2]
     mask = gl.max_constancy(gl.expand_dims(inside, 2) & (columns < COLUMNS), [1, 1, width])
-    cp_async(buffer, gl.multiple_of(pointers, [1, 1, 16]), mask=mask)  # bytes
+    if cached.PAGE != 1:  # or 0 would be added, which folds, and with it what is said of the sum
+        at += gl.expand_dims(wide(rows, row_stride), 2)
+    cp_async(buffer, gl.multiple_of(at, [1, 1, 16]), mask=mask)  # bytes
 
 
 @gluon.jit
@@ -503,29 +531,29 @@ def finite(x):
 
 
 @gluon.jit
-def copy_keys(rings, slot, cached, piece, entry, first, pages, layout: gl.constexpr, C: gl.constexpr, DIM: gl.constexpr):
-    """Start copying a step of K from key `first` on, in one group."""
-    KEYS: gl.constexpr = gl.SliceLayout(2, layout)
-    base = cached.k + piece.head.to(gl.int64) * cached.k_head
-    rows = rows_at(cached, first, pages, entry, cached.k_page, cached.k_row, C, KEYS)
-    inside = is_key(cached, piece, first, pages, C, KEYS)
-    copy_step(rings[0].index(slot), base, rows, inside, layout, min(DIM, C.head_dim))
-    if C.narrow > 0:
-        N: gl.constexpr = copy_layout(C, C.narrow, 16 // C.kv_bytes)
-        S: gl.constexpr = gl.SliceLayout(2, N)
-        rows, inside = gl.convert_layout(rows, S), gl.convert_layout(inside, S)
-        copy_step(rings[2].index(slot), base + C.head_dim, rows, inside, N, DIM - C.head_dim)
+def copy_keys(rings, slot, cached, piece, first, pages, layout: gl.constexpr, C: gl.constexpr, DIM: gl.constexpr):
+    """Start copying a step of K from key `first` on, in one group, which is empty beyond the piece."""
+    if first < piece.end:
+        base = cached.k + piece.head.to(gl.int64) * cached.k_head
+        copy_step(rings[0].index(slot), base, cached, piece, first, pages, cached.k_page, cached.k_row, layout,
+                  min(DIM, C.head_dim), C)  # fmt: skip
+        if C.narrow > 0:
+            N: gl.constexpr = copy_layout(C, C.narrow, 16 // C.kv_bytes)
+            S: gl.constexpr = gl.SliceLayout(2, N)
+            if cached.PAGE:
+                pages = gl.convert_layout(pages, S)
+            copy_step(rings[2].index(slot), base + C.head_dim, cached, piece, first, pages, cached.k_page, cached.k_row, N,
+                      DIM - C.head_dim, C)  # fmt: skip
     async_copy.commit_group()
 
 
 @gluon.jit
-def copy_values(rings, slot, cached, piece, entry, first, pages, layout: gl.constexpr, C: gl.constexpr, DIM_V: gl.constexpr):
+def copy_values(rings, slot, cached, piece, first, pages, layout: gl.constexpr, C: gl.constexpr, DIM_V: gl.constexpr):
     """Start copying a step of V from value `first` on, in one group; nothing where V is columns of K."""
     if C.narrow == 0:
-        KEYS: gl.constexpr = gl.SliceLayout(2, layout)
-        base = cached.v + piece.head.to(gl.int64) * cached.v_head
-        rows = rows_at(cached, first, pages, entry, cached.v_page, cached.v_row, C, KEYS)
-        copy_step(rings[1].index(slot), base, rows, is_key(cached, piece, first, pages, C, KEYS), layout, DIM_V)
+        if first < piece.end:
+            base = cached.v + piece.head.to(gl.int64) * cached.v_head
+            copy_step(rings[1].index(slot), base, cached, piece, first, pages, cached.v_page, cached.v_row, layout, DIM_V, C)
         async_copy.commit_group()
 
 
@@ -588,13 +616,12 @@ def walk(rings, outputs, terms, cached, piece, C: gl.constexpr, GROUP: gl.conste
         k_pages += (look_up(cached, piece, begin + i * C.tokens, C, K_KEYS),)
     for i in gl.static_range(C.stages - 1):
         first = begin + i * C.tokens
-        copy_keys(rings, i, cached, piece, entry, first, k_pages[i], K_COPY, C, DIM)
+        copy_keys(rings, i, cached, piece, first, k_pages[i], K_COPY, C, DIM)
         pages = same_or_looked_up(cached, piece, k_pages[i], first, C, V_KEYS)
-        copy_values(rings, i, cached, piece, entry, first, pages, V_COPY, C, DIM_V)
+        copy_values(rings, i, cached, piece, first, pages, V_COPY, C, DIM_V)
     ahead: gl.constexpr = (C.stages - 1) * C.tokens
     k_pages = k_pages[C.stages - 1]
     v_pages = same_or_looked_up(cached, piece, k_pages, begin + ahead, C, V_KEYS)
-
     q = load_queries(outputs, piece, 0, CHUNK if C.head_dim > 128 else C.head_dim, LEFT, C, GROUP, DIM)
     OF_P: gl.constexpr = gl.bfloat16 if terms.V_BY_TOKEN else gl.float16 if C.kv_bytes == 1 else q.dtype
     if C.kv_bytes == 1 and C.head_dim <= 128 and q.dtype == gl.bfloat16:
@@ -610,7 +637,7 @@ def walk(rings, outputs, terms, cached, piece, C: gl.constexpr, GROUP: gl.conste
         now, next = i % C.stages, (i + C.stages - 1) % C.stages
         async_copy.wait_group(under_way)
         partition_barrier()
-        copy_keys(rings, next, cached, piece, entry, first + ahead, k_pages, K_COPY, C, DIM)
+        copy_keys(rings, next, cached, piece, first + ahead, k_pages, K_COPY, C, DIM)
         k_pages = look_up(cached, piece, first + ahead + C.tokens, C, K_KEYS)
         s = products_of(rings, now, q, outputs, piece, C, GROUP, DIM)
         s = scores_of(s, terms, cached, piece, entry, first, k_scale, C, GROUP, L)
@@ -626,7 +653,7 @@ def walk(rings, outputs, terms, cached, piece, C: gl.constexpr, GROUP: gl.conste
         if C.narrow == 0:
             async_copy.wait_group(under_way)
             partition_barrier()
-            copy_values(rings, next, cached, piece, entry, first + ahead, v_pages, V_COPY, C, DIM_V)
+            copy_values(rings, next, cached, piece, first + ahead, v_pages, V_COPY, C, DIM_V)
             v_pages = same_or_looked_up(cached, piece, k_pages, first + ahead + C.tokens, C, V_KEYS)
         v = rings[1].index(now).load(RIGHT).to(OF_P)
         acc = mma_v2(gl.convert_layout(p.to(OF_P), LEFT), v, acc)
@@ -668,59 +695,76 @@ def in_chunks(x, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def gather_warps(k_ring, stats, acc, row_max, row_sum, C: gl.constexpr, ROWS: gl.constexpr):
-    """What all warps of a CTA found together: O in chunks of columns, [ROWS, columns] each, not divided yet, the maximum and
-    the sum of each row."""
-    R: gl.constexpr = result_layout(C, meet_shape(C)[3])
-    M: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, R))
-    top = gl.max(row_max, 0)
-    weight = gl.exp2(row_max - gl.expand_dims(finite(top), 0))
-    total = gl.sum(row_sum * weight, 0)
-    meet = reinterpret(k_ring, gl.float32, meet_shape(C), ring_layout(meet_shape(C)[3], 4))
-    partition_barrier()  # everybody has read the last step of K
-    chunks = in_chunks(acc * gl.expand_dims(weight, 2), meet_shape(C)[3])
-    for c in gl.static_range(len(chunks)):
-        meet.index(c).store(chunks[c])
-    stats.index(0).store(top)
-    stats.index(1).store(total)
-    partition_barrier()
-    o = ()
-    for c in gl.static_range(len(chunks)):
-        o += (gl.sum(meet.index(c).slice(0, ROWS, 1).load(R), 0),)
-    return o, stats.index(0).slice(0, ROWS).load(M), stats.index(1).slice(0, ROWS).load(M)
+def rows_in_use(x, C: gl.constexpr, ROWS: gl.constexpr):
+    """x [.., rows, columns] without rows that are not in use: half of 16, of which each thread has some."""
+    if C.rows == 2 * ROWS and C.rows == 16:
+        halves = gl.reshape(x, [x.shape[0], 2, ROWS, x.shape[2]])
+        return gl.split(gl.permute(halves, (0, 2, 3, 1)))[0]
+    else:
+        return x
 
 
 @gluon.jit
-def merge(K, job, row, rows, MERGED: gl.constexpr):
-    """The parts of a job added up in their order, MERGED rows from row `row` on, of `rows` in use: see `gather_warps`. Maxima
-    and sums are few: every warp has all of them, a lane a few, and they reach the threads that weigh O by shared memory."""
+def gather_warps(k_ring, stats, acc, row_max, row_sum, C: gl.constexpr, ROWS: gl.constexpr):
+    """What all warps of a CTA found together: O in chunks of columns, [ROWS, columns] each, not divided yet, the maximum and
+    the sum of each row. A thread weighs what it adds up, so the warps meet once."""
+    SHAPE: gl.constexpr = meet_shape(C, ROWS)
+    R: gl.constexpr = result_layout(C, SHAPE[3])
+    W: gl.constexpr = gl.SliceLayout(2, R)
+    M: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, R))
+    UNIT: gl.constexpr = 8 if C.rows == 16 else 4  # by 8 a warp's 8 rows hit all banks; for more rows a register is missing
+    meet = reinterpret(k_ring, gl.float32, SHAPE, ring_layout(SHAPE[3], UNIT))
+    partition_barrier()  # everybody has read the last step of K
+    chunks = in_chunks(rows_in_use(acc, C, ROWS), SHAPE[3])
+    for c in gl.static_range(len(chunks)):
+        meet.index(c).store(chunks[c])
+    stats[0].store(row_max)
+    stats[1].store(row_sum)
+    partition_barrier()
+    tops = stats[0].slice(0, ROWS, 1).load(W)
+    top = gl.max(tops, 0)
+    weights = gl.exp2(tops - gl.expand_dims(finite(top), 0))
+    total = gl.sum(stats[1].slice(0, ROWS, 1).load(W) * weights, 0)
+    o = ()
+    for c in gl.static_range(len(chunks)):
+        o += (gl.sum(meet.index(c).slice(0, ROWS, 1).load(R) * gl.expand_dims(weights, 2), 0),)
+    return o, gl.convert_layout(top, M), gl.convert_layout(total, M)
+
+
+@gluon.jit
+def merge(K, job, row, rows, MERGED: gl.constexpr, AT_ONCE: gl.constexpr):
+    """The parts of a job added up in their order, AT_ONCE of them at a time, MERGED rows from row `row` on, of `rows` in use:
+    see `gather_warps`. Every thread loads the maxima and sums by which it weighs O, so none waits for another."""
     C: gl.constexpr = K.C
     R: gl.constexpr = merge_layout(C, MERGED)
-    AT_ONCE: gl.constexpr = parts_at_once(C, MERGED)
     STRIDE: gl.constexpr = K.ROWS * C.head_dim_v
-    S: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, gl.num_warps()], [1, 0])
     H: gl.constexpr = gl.SliceLayout(2, R)
     M: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, R))
-    number = gl.expand_dims(gl.arange(0, AT_ONCE, gl.SliceLayout(1, S)), 1)
-    row_2 = row + gl.expand_dims(gl.arange(0, MERGED, gl.SliceLayout(0, S)), 0)
+    number = gl.expand_dims(gl.arange(0, AT_ONCE, gl.SliceLayout(1, H)), 1)
+    row_2 = row + gl.expand_dims(gl.arange(0, MERGED, gl.SliceLayout(0, H)), 0)
     number_3, row_3, column = along(AT_ONCE, 0, R), row + along(MERGED, 1, R), along(C.head_dim_v, 2, R)
     o = gl.full([MERGED, C.head_dim_v], 0.0, gl.float32, gl.SliceLayout(0, R))
-    top = gl.full([MERGED], -float("inf"), gl.float32, gl.SliceLayout(0, S))
-    total = gl.full([MERGED], 0.0, gl.float32, gl.SliceLayout(0, S))
+    top = gl.full([MERGED], -float("inf"), gl.float32, gl.SliceLayout(0, H))
+    total = gl.full([MERGED], 0.0, gl.float32, gl.SliceLayout(0, H))
+    SPACE: gl.constexpr = 1 if C.split else 2  # places from one part to the next, but for the first one
+    start = place_of(1, job.first, job.begins, job.stretch, C) - SPACE
+    own = place_of(0, job.first, job.begins, job.stretch, C) - start
+    sums = K.outputs.sums + start * (2 * K.ROWS) + row_2
+    parts = K.outputs.parts + start.to(gl.int64) * STRIDE + place_in_part(row_3, column, C)
     for i in range(0, job.parts, AT_ONCE):
-        at = K.outputs.sums + place_of(i + number, job.first, job.begins, job.stretch, C) * (2 * K.ROWS) + row_2
+        at = sums + number * (SPACE * 2 * K.ROWS) + gl.where(i + number == 0, own * (2 * K.ROWS), i * (SPACE * 2 * K.ROWS))
         there = (i + number < job.parts) & (row_2 < rows)
         tops = gl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg")
         totals = gl.load(at + K.ROWS, mask=there, other=0.0, cache_modifier=".cg")
-        at = K.outputs.parts + place_of(i + number_3, job.first, job.begins, job.stretch, C).to(gl.int64) * STRIDE
+        at = parts + number_3 * (SPACE * STRIDE) + gl.where(i + number_3 == 0, own * STRIDE, i * (SPACE * STRIDE))
         there = (i + number_3 < job.parts) & (row_3 < rows) & (column < C.head_dim_v)
-        os = gl.load(at + place_in_part(row_3, column, C), mask=there, other=0.0, cache_modifier=".cg")
+        os = gl.load(at, mask=there, other=0.0, cache_modifier=".cg")
         new_top = gl.maximum(top, gl.max(tops, 0))
         shift = finite(new_top)
         weights, rescale = gl.exp2(tops - gl.expand_dims(shift, 0)), gl.exp2(top - shift)
         total = total * rescale + gl.sum(totals * weights, 0)
         o = o * gl.expand_dims(gl.convert_layout(rescale, M), 1)
-        o += gl.sum(os * gl.expand_dims(gl.convert_layout(weights, H), 2), 0)
+        o += gl.sum(os * gl.expand_dims(weights, 2), 0)
         top = new_top
     return o, gl.convert_layout(top, M), gl.convert_layout(total, M)
 
@@ -783,7 +827,21 @@ def hand_in(K, piece, job, rows):
         merge_together(K, piece, job, rows, arrivals, there)
     elif there == job.parts:
         gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
-        o, top, total = merge(K, job, 0, rows, K.ROWS)
+        merge_alone(K, piece, job, rows, parts_at_once(K.C, K.ROWS))
+
+
+@gluon.jit
+def merge_alone(K, piece, job, rows, AT_ONCE: gl.constexpr):
+    """Merge all parts of a job, AT_ONCE of them at a time or, if they are few, 8, as code for more takes longer though most of
+    it loads nothing."""
+    if AT_ONCE > 8:
+        if job.parts <= 8:
+            merge_alone(K, piece, job, rows, 8)
+        else:
+            o, top, total = merge(K, job, 0, rows, K.ROWS, AT_ONCE)
+            write(K, piece, 0, o, top, total, 0)
+    else:
+        o, top, total = merge(K, job, 0, rows, K.ROWS, AT_ONCE)
         write(K, piece, 0, o, top, total, 0)
 
 
@@ -808,7 +866,7 @@ def merge_together(K, piece, job, rows, arrivals, there):
             turn = heard(answer, K.C)
         while turn < turns:
             row = turn * MERGED
-            o, top, total = merge(K, job, row, rows, MERGED)
+            o, top, total = merge(K, job, row, rows, MERGED, parts_at_once(K.C, MERGED))
             write(K, piece, row, o, top, total, 0)
             if known:
                 turn += job.parts - absent
@@ -922,13 +980,15 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
     C: gl.constexpr = K.C
     GROUP: gl.constexpr = K.GROUP
     requests, heads_kv, tiles = K.requests, K.heads_kv, K.tiles
-    total, most = all_units(requests, heads_kv, C, GROUP)
+    total, most, units = all_units(requests, heads_kv, C, GROUP)
     alike = most.to(gl.int64) * requests.batch == total
-    stretch = stretch_of(requests, total, alike, heads_kv, C, GROUP)
+    stretch = stretch_of(total, alike, units, C)
     x, last = start_of(gl.program_id(0), stretch, total), start_of(gl.program_id(0) + 1, stretch, total)
     b, begins = request_at(requests, x, alike, most, heads_kv, C, GROUP)
     while x < last:
-        jobs, units = jobs_and_units(requests, b, b < requests.batch, heads_kv, C, GROUP)
+        first_query, queries = queries_of(requests, b, b < requests.batch)
+        begin, end, length = keys_of(requests, b, b < requests.batch, queries)
+        jobs, units = jobs_of(queries, heads_kv, C, GROUP), units_of(begin, end, C)
         if x == begins + jobs * units:
             b += 1
             begins = x
@@ -940,8 +1000,6 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
             if C.split:
                 count = 1 + 0 * count
             head, tile = job, 0 * job
-            first_query, queries = queries_of(requests, b, b < requests.batch)
-            begin, end, length = keys_of(requests, b, b < requests.batch, queries)
             some_begin, some_end = begin, end
             if tiles > 1:
                 head = job // (jobs // heads_kv)
@@ -1015,7 +1073,9 @@ def decode_kernel(
     else:
         rings = (k_ring, gl.allocate_shared_memory(
             k.dtype.element_ty, [C.stages, C.token_warps, each, C.head_dim_v], ring_layout(C.head_dim_v, width)))  # fmt: skip
-    stats = gl.allocate_shared_memory(gl.float32, [2, C.rows], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    stats = (gl.allocate_shared_memory(gl.float32, [C.token_warps, C.rows], PLAIN),
+             gl.allocate_shared_memory(gl.float32, [C.token_warps, C.rows], PLAIN))  # fmt: skip
 
     if notes is None or cu_q is not None or noted.any:
         take_pieces(take, (rings, stats), K, gl.to_tensor(0))

@@ -85,13 +85,22 @@ def keys_of(requests, b, there, queries):
 
 @gluon.jit
 def jobs_and_units(requests, b, there, heads, C: gl.constexpr, GROUP: gl.constexpr):
-    """How many jobs request b (or each of several) has, and how many units a job of it: at least one, as rows that see nothing
-    have a result too."""
+    """How many jobs request b (or each of several) has, and how many units a job of it."""
     _, queries = queries_of(requests, b, there)
     begin, end, _ = keys_of(requests, b, there, queries)
-    unit: gl.constexpr = C.unit
-    units = gl.maximum((end + unit - 1) // unit - begin // unit, 1)
-    return heads * ((queries * GROUP + C.rows - 1) // C.rows), units
+    return jobs_of(queries, heads, C, GROUP), units_of(begin, end, C)
+
+
+@gluon.jit
+def jobs_of(queries, heads, C: gl.constexpr, GROUP: gl.constexpr):
+    """How many jobs a request of so many queries has."""
+    return heads * ((queries * GROUP + C.rows - 1) // C.rows)
+
+
+@gluon.jit
+def units_of(begin, end, C: gl.constexpr):
+    """How many units a job of the keys [begin, end) has: at least one, as rows that see nothing have a result too."""
+    return gl.maximum((end + C.unit - 1) // C.unit - begin // C.unit, 1)
 
 
 @gluon.constexpr_function
@@ -113,29 +122,38 @@ def _add(a, b):
 
 @gluon.jit
 def all_units(requests, heads, C: gl.constexpr, GROUP: gl.constexpr):
-    """The units of all requests together, and of the one that has most."""
+    """The units of all requests together, those of the one that has most, and those of a job, if all requests are alike."""
     lane = gl.arange(0, AT_ONCE, of_requests(gl.num_warps()))
     total, most = requests.batch * 0, requests.batch * 0
     for first in range(0, requests.batch, AT_ONCE):
         b = first + lane
         jobs, units = jobs_and_units(requests, b, b < requests.batch, heads, C, GROUP)
+        if requests.cu_q is None and requests.notes is None:  # as many jobs for each
+            jobs = 1
         own = gl.where(b < requests.batch, jobs * units, 0)
         total += gl.sum(own, 0)
         most = gl.maximum(most, gl.max(own, 0))
-    return total, most
+    if requests.cu_q is None and requests.notes is None:
+        jobs = jobs_of(requests.n_q, heads, C, GROUP)
+        return total * jobs, most * jobs, most
+    else:
+        _, units = jobs_and_units(requests, requests.batch * 0, requests.batch > 0, heads, C, GROUP)
+        return total, most, units
 
 
 @gluon.jit
-def stretch_of(requests, total, alike, heads, C: gl.constexpr, GROUP: gl.constexpr):
-    """How many units a CTA takes: what makes the work even or, where all requests are alike, what cuts a job in equal parts, or
-    is several whole jobs, if that is hardly more. Then no CTA takes pieces of two jobs, which costs a few microseconds."""
+def stretch_of(total, alike, units, C: gl.constexpr):
+    """How many units a CTA takes: what makes the work even or, where all requests are alike, what cuts a job (of so many units)
+    in equal parts, or is several whole jobs, if that is hardly more. Then no CTA takes pieces of two jobs, which costs a few
+    microseconds."""
     stretch = gl.maximum(quotient(total + gl.num_programs(0) - 1, gl.num_programs(0)), 1)
-    _, units = jobs_and_units(requests, requests.batch * 0, requests.batch > 0, heads, C, GROUP)
-    parts = gl.maximum(quotient(units, stretch), 1)
-    equal = quotient(units + parts - 1, parts)
-    if C.by_whole_jobs:
-        equal = gl.where(stretch > units, quotient(stretch + units - 1, units) * units, equal)
-    return gl.where(alike & (equal >= stretch) & (8 * equal <= 9 * stretch), equal, stretch)
+    if alike & (stretch > 1):
+        parts = gl.maximum(quotient(units, stretch), 1)
+        equal = quotient(units + parts - 1, parts)
+        if C.by_whole_jobs:
+            equal = gl.where(stretch > units, quotient(stretch + units - 1, units) * units, equal)
+        stretch = gl.where((equal >= stretch) & (8 * equal <= 9 * stretch), equal, stretch)
+    return stretch
 
 
 @gluon.jit
@@ -144,8 +162,9 @@ def request_at(requests, x, alike, most, heads, C: gl.constexpr, GROUP: gl.const
     units."""
     number, begins = requests.batch * 0, requests.batch * 0
     if alike:
-        number = quotient(x, gl.maximum(most, 1))
-        begins = number * most
+        if requests.batch > 1:
+            number = quotient(x, gl.maximum(most, 1))
+            begins = number * most
     else:
         lane, ahead = gl.arange(0, AT_ONCE, of_requests(gl.num_warps())), requests.batch * 0
         for first in range(0, requests.batch, AT_ONCE):
