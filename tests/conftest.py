@@ -37,6 +37,7 @@ SAMPLED = {
     "sim/test_broken_decode.py::test_it_is_found": 3,
     "sim/test_ordered_backward.py::test_it_is_found": 2,
     "sim/test_broken_decode.py::test_it_is_found_with_wgmma": 3,
+    "sim/test_broken_decode.py::test_it_is_found_with_two_groups": 4,
     "sim/test_broken_prefill.py::test_it_is_found": 6,
     "sim/test_broken_prefill.py::test_no_false_alarm": 4,
     "sim/test_prefill_kernel.py::test_against_the_specification": 4,

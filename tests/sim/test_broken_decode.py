@@ -11,7 +11,7 @@ import pytest
 import torch
 from decode_launch import run
 from requests_at_random import draw
-from test_decode_kernel import latent
+from test_decode_kernel import latent, long_latent
 
 import strobe
 from strobe.kernels.decode.config import of_one_group, of_wgmma
@@ -31,6 +31,7 @@ ORDERS = ("in_order", "random", "late", "early")
 SCHEDULE, FORWARD = "strobe.kernels.decode.schedule", "strobe.kernels.decode.forward"
 HOPPER, BOXES = "strobe.kernels.decode.hopper", "strobe.kernels.decode.boxes"
 LATENTS, LATENT = "strobe.kernels.decode.latent", {"latent": True}
+TURNS = "strobe.kernels.decode.latent_turns"
 NUMBERS = (AssertionError,)
 TOO_EARLY = (Race, Uninitialised)
 
@@ -65,6 +66,10 @@ def boxes(what, text, becomes, errors=NUMBERS, **case) -> Bug:
 
 def latent_bug(what, text, becomes, errors=NUMBERS) -> Bug:
     return Bug(f"latent: {what}", LATENTS, text, becomes, errors, LATENT)
+
+
+def turns(what, text, becomes, errors=NUMBERS, **case) -> Bug:
+    return Bug(what, TURNS, text, becomes, errors, case)
 
 
 def schedule(what, text, becomes, errors=NUMBERS, **case) -> Bug:
@@ -112,10 +117,9 @@ BUGS = [
            room=257, page=1),
     kernel("pages beyond the table are looked up for a warp", A_WARPS, "there = keys >= 0", (OutOfBounds,), lengths=[257, 257],
            batch=2, room=257),
-    kernel("the page of a warp's next keys", "(first + first_keys_in(C, layout)) % PAGE",
-           "(first + first_keys_in(C, layout) + 1) % PAGE", page=128),
-    kernel("stretches overlap", "start_of(gl.program_id(0) + 1, stretch, total)\n",
-           "start_of(gl.program_id(0) + 1, stretch, total) + 1\n",
+    kernel("the page of a warp's next keys", "(first + first_keys_in(C, layout)) % cached.PAGE",
+           "(first + first_keys_in(C, layout) + 1) % cached.PAGE", page=128),
+    kernel("stretches overlap", "start_of(team + 1, stretch, total)\n", "start_of(team + 1, stretch, total) + 1\n",
            (Race, DoubleWrite, AssertionError)),
     kernel("a tile ends a query too early", "own + last // GROUP + terms.right + 1", "own + last // GROUP + terms.right",
            **TILES),
@@ -244,7 +248,7 @@ HOPPER_BUGS = [
            page=256, **LONG),
     hopper("the first step is taken twice", "gl.to_tensor(1), plain_steps", "gl.to_tensor(0), plain_steps",
            (*NUMBERS, *TOO_EARLY, Deadlock, BarrierMisuse, Unfinished), **LONG),
-    hopper("maxima are not those of scores", "gl.max(s, 1) * scale", "gl.max(s, 1)"),
+    boxes("maxima are not those of scores", "gl.max(s, 1) * scale", "gl.max(s, 1)"),
     latent_bug("a step is not waited for",
                "        mbarrier.wait(memory.full.index(now % STAGES), (now // STAGES) & 1)\n", "", TOO_EARLY),
     latent_bug("P has no fence", "        fence_async_shared()\n        partition_barrier()\n        acc", "        acc",
@@ -279,6 +283,78 @@ ONE_GROUP_BUGS = [
 ]  # fmt: skip
 ONE_GROUP = {"head_dim": 128, "head_dim_v": 128, "group": 8, "heads_kv": 1, "room": 520, "lengths": [510, 1, 0, 330]}
 
+AFTER_LEFT = """        acc = warpgroup_mma_wait(0, deps=[acc])
+        partition_barrier()  # everybody has read the step before
+        fill(walk, odd_page, n + 1, 1, 0)
+"""
+AFTER_RIGHT = """        acc = warpgroup_mma_wait(1, deps=[acc])
+        partition_barrier()  # everybody has read the step before
+        fill(walk, even_page, n + 1, 0, 1)
+        fill(walk, even_page, n + 1, 0, NARROW)
+"""
+
+
+def fill_first_of(lines: str) -> str:
+    """What fills a place ahead of what waits until it has been read."""
+    wait, barrier, *fills = lines.splitlines(keepends=True)
+    return "".join([*fills, wait, barrier])
+
+
+TURNS_BUGS = [
+    turns("K is not waited for", "    mbarrier.wait(memory.full.index(3 * ODDS + PART), turn & 1)\n", "", TOO_EARLY),
+    turns("K of the turn before", "turn & 1", "(turn + 1) & 1", (*TOO_EARLY, Deadlock)),
+    turns("half of the bytes are expected", "C.tokens * COLUMNS * 2", "C.tokens * COLUMNS",
+          (BarrierMisuse, Deadlock, *TOO_EARLY)),
+    turns("P is not waited for", "    meet(EVEN + 1 - W)\n", "", (*TOO_EARLY, Deadlock, BarrierMisuse, MissingFence)),
+    turns("P has no fence", "store(top)\n    fence_async_shared()\n", "store(top)\n", (MissingFence,)),
+    turns("P is told of before it is there", "    memory.narrow.index(W).store(p)\n",
+          "    announce(EVEN + W)\n    memory.narrow.index(W).store(p)\n", (*TOO_EARLY, Deadlock, BarrierMisuse, MissingFence)),
+    turns("P lies where the other one's does", "memory.narrow.index(W).store(p)", "memory.narrow.index(1 - W).store(p)",
+          (*TOO_EARLY, MissingFence, *NUMBERS)),
+    turns("the maxima of the own step", "memory.tops.index(1 - W)", "memory.tops.index(W)", (*TOO_EARLY, *NUMBERS)),
+    turns("O does not follow the other one's maxima", "return rescaled((acc,), factor, C)[0], new_top", "return acc, new_top"),
+    turns("the sums do not follow the other one's maxima", "new_top, scaled_sums(sums, factor)\n", "new_top, sums\n"),
+    turns("the sums do not follow the own maxima", "scaled_sums(sums, factor) + lane_sums(wide)", "sums + lane_sums(wide)"),
+    turns("the left O does not follow its own maxima", "n, rescaled((acc,), factor, C)[0], p, 0)", "n, acc, p, 0)"),
+    turns("the right O does not follow its own maxima", "n, rescaled((acc,), factor, C)[0], p, 1)", "n, acc, p, 1)"),
+    turns("the left group fills what it still reads", AFTER_LEFT, fill_first_of(AFTER_LEFT), (Race, BarrierMisuse)),
+    turns("the right group fills what it still reads", AFTER_RIGHT, fill_first_of(AFTER_RIGHT), (Race, BarrierMisuse)),
+    turns("O of the own step is not waited for", "warpgroup_mma_wait(0, deps=[start_output(walk, step, acc, gl.",
+          "warpgroup_mma_wait(1, deps=[start_output(walk, step, acc, gl.", (Unfinished, Race)),
+    turns("S is used too early", "s = warpgroup_mma_wait(1, deps=[s])", "s = warpgroup_mma_wait(2, deps=[s])",
+          (Unfinished, Race)),
+    turns("the right S is used too early", "warpgroup_mma_wait(0, deps=[start_other_scores(memory, s, odds + i, 1)])",
+          "warpgroup_mma_wait(1, deps=[start_other_scores(memory, s, odds + i, 1)])", (Unfinished, Race)),
+    turns("a step too few is filled", "go = step < walk.steps", "go = step < walk.steps - 1",
+          (Deadlock, *TOO_EARLY, BarrierMisuse)),
+    turns("the page of another step", "odd_page, page = page_of(walk, n + 1), page_of(walk, n + 2)",
+          "odd_page, page = page_of(walk, n), page_of(walk, n + 2)"),
+    turns("columns of another part", "PART * C.chunk], barrier", "0 * C.chunk], barrier"),
+    turns("Q has no fence", "(narrow * sign).to(dtype))\n    fence_async_shared()\n", "(narrow * sign).to(dtype))\n",
+          (MissingFence,)),
+    turns("Q is not met for", "    fence_async_shared()\n    rendezvous(MET, W)\n", "    fence_async_shared()\n",
+          (*TOO_EARLY, MissingFence, Deadlock, BarrierMisuse)),
+    turns("values beyond the end stay", "    if has_others(walk.piece, at, C):\n", "    if at < walk.first:\n"),
+    turns("values are cleared without a fence", "at, C)\n        fence_async_shared()\n", "at, C)\n", (MissingFence,)),
+    turns("the last odd step is left out", "if walk.steps == 2 * mine:", "if walk.steps == 2 * mine + 1:",
+          (*NUMBERS, Deadlock, *TOO_EARLY, BarrierMisuse)),
+    turns("steps are not counted from piece to piece", "walk_right(walk, turns[1])", "walk_right(walk, turns[1] * 0)",
+          (*TOO_EARLY, Deadlock, BarrierMisuse), ctas=2),
+    turns("the sums of one group", "total += memory.sums.index(1 - W)", "total += memory.sums.index(W)"),
+    turns("the sums are not met for", "store(total)\n    rendezvous(MET, W)\n", "store(total)\n",
+          (*TOO_EARLY, Deadlock, BarrierMisuse)),
+    turns("both halves at one place", "o.out + W * K.DIM_V", "o.out + 0 * K.DIM_V", (DoubleWrite, Race)),
+    turns("both groups count one job's arrivals", "o.arrivals + W * 2 * jobs", "o.arrivals",
+          (Race, DoubleWrite, *NUMBERS, Deadlock)),
+    turns("parts of both halves at one place", "o.parts + W * places", "o.parts + 0 * places", (DoubleWrite, Race)),
+    schedule("those abreast have one place for their parts", ") * C.abreast + gl.program_id(0) % C.abreast",
+             ") * C.abreast", (DoubleWrite, Race)),
+    kernel("those abreast have one tile", "jobs // heads_kv) * C.abreast + member",
+           "jobs // heads_kv) * C.abreast", (DoubleWrite, Race, *NUMBERS)),
+    kernel("few rows of few parts are merged", "merge_rows(K, piece, job, turn * size, rows, K.C.merged_of_few)",
+           "merge_rows(K, piece, job, turn * size, rows, K.C.merged_rows)"),
+]  # fmt: skip
+
 _numbers = count()
 
 
@@ -307,6 +383,20 @@ def broken(bug: Bug, folder: Path) -> ModuleType:
         if name in vars(copy) and getattr(whole, name) is getattr(right, name, 0):
             setattr(whole, name, getattr(copy, name))
     return whole
+
+
+def broken_turns(bug: Bug, folder: Path) -> ModuleType:
+    """The Hopper kernel's module over the groups in turns and all that they import, with a mistake in one of them."""
+    line = (SCHEDULE, FORWARD, TURNS, HOPPER)
+    copies = [altered(bug.module, bug.text, bug.becomes, folder)]
+    for name in line[line.index(bug.module) + 1 :]:
+        copies.append(whole := altered(name, '"""Attention of ', '"""Broken attention of ', folder))
+        for ahead, copy in zip(line[line.index(bug.module) :], copies[:-1], strict=False):
+            right = importlib.import_module(ahead)
+            for known in vars(whole):
+                if known in vars(copy) and getattr(whole, known) is getattr(right, known, 0):
+                    setattr(whole, known, getattr(copy, known))
+    return copies[-1]
 
 
 CASE = {
@@ -355,9 +445,18 @@ def test_it_is_found_with_one_group(bug, tmp_path):
             run(call, ctas=3, order=order, seed=number, kernel=module, choose=of_one_group, stages=4)
 
 
+@pytest.mark.parametrize("bug", TURNS_BUGS, ids=str)
+def test_it_is_found_with_two_groups(bug, tmp_path):
+    call, module = long_latent(80), broken_turns(bug, tmp_path)
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            run(call, order=order, seed=number, kernel=module, choose=of_wgmma, **{"ctas": 4, **bug.case})
+
+
 def test_no_false_alarm():
     for number, order in enumerate(ORDERS):
         run(draw(1, torch.float16, **CASE), ctas=7, order=order, seed=number, launches=2, tokens=64, stages=2)
         run(draw(1, torch.float16, **CASE), ctas=5, order=order, seed=number, launches=2, choose=of_wgmma, stages=2)
         run(latent(48), ctas=2, order=order, seed=number, choose=of_wgmma, stages=2)
+        run(long_latent(80), ctas=4, order=order, seed=number, launches=2, choose=of_wgmma)
         run(draw(1, torch.float16, **{**CASE, **ONE_GROUP}), ctas=3, order=order, seed=number, choose=of_one_group, stages=4)

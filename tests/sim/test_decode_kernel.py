@@ -191,6 +191,32 @@ def latent(heads: int, n_q: int = 1) -> Drawn:
     return Drawn(torch.randn(2, n_q, heads, 576, generator=g).half(), cache, {})
 
 
+def long_latent(heads: int) -> Drawn:
+    """The same with more steps, and a request without keys."""
+    call = drawn_latent(1, torch.float16, page=64, group=heads, heads_kv=1, batch=3, lengths=[430, 0, 250], room=450, n_q=1,
+                        ragged=False, tree=False, leftpad=False, mask=None, softcap=0.0, alibi=False, sinks=False)  # fmt: skip
+    return call
+
+
+def drawn_latent(seed: int, dtype: torch.dtype, **fixed) -> Drawn:
+    """A random call of which the values are columns of keys."""
+    call = draw(seed, dtype, head_dim=576, head_dim_v=512, **fixed)
+    return call._replace(cache=strobe.Cache(**{**vars(call.cache), "v": None, "head_dim_v": 512}))
+
+
+def simulate_turns(seed: int) -> None:
+    """Random requests of more than 64 rows, for two groups that take turns; of every third a page is not there."""
+    dtype, page = (torch.float16, torch.bfloat16)[seed % 2], [None, 64, 128][seed % 3]
+    fixed = {"group": (66, 72, 80, 128)[seed % 4], "heads_kv": 1 + seed % 2, "room": (130, 257, 400)[seed // 3 % 3]}
+    call = drawn_latent(seed, dtype, honest=seed // 4 % 3 > 0, page=page, **fixed)
+    run(call, ctas=1 + seed % 6, order=ORDERS[seed // 2 % 4], seed=seed, choose=of_wgmma)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_two_groups_that_take_turns(seed):
+    simulate_turns(seed)
+
+
 @pytest.mark.parametrize(("heads", "n_q", "order"), [(16, 1, "late"), (48, 2, "random"), (128, 1, "early"), (3, 1, "in_order")])
 def test_values_that_are_columns_of_keys_by_wgmma(heads, n_q, order):
     run(latent(heads, n_q), ctas=3, choose=of_wgmma, order=order)
@@ -203,6 +229,7 @@ def test_many_more():
     for seed in range(100, 200):
         simulate_wgmma(seed)
         simulate_one_group(seed)
+        simulate_turns(seed)
 
 
 @pytest.mark.parametrize("order", ORDERS)

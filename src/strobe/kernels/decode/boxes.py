@@ -1,7 +1,16 @@
 """What Hopper's kernels for a cache share: boxes of keys that TMA copies, rows of Q, scores by wgmma, 64 rows at a time."""
 
 from strobe.kernels.common.channel import swizzled
-from strobe.kernels.decode.forward import changed, finite, is_page, is_seen, load_queries, look_up, some_are_hidden
+from strobe.kernels.decode.forward import (
+    LOG2E,
+    changed,
+    finite,
+    is_page,
+    is_seen,
+    load_queries,
+    look_up,
+    some_are_hidden,
+)
 from strobe.kernels.gluon import gl, gluon, reinterpret, tma_load, warpgroup_mma_wait
 
 
@@ -184,3 +193,46 @@ def rescaled(acc, factor, C: gl.constexpr):
     for c in gl.static_range(len(acc)):
         new += (acc[c] * gl.expand_dims(gl.convert_layout(factor, rows_of(C, acc[c].shape[1])), 1),)
     return new
+
+
+@gluon.jit
+def scale_of_scores(terms, piece):
+    """By what products are multiplied to become scores, times log2(e), a positive number, and by what Q is for that: 1, -1 or
+    0, as the scale is. Scores that change otherwise are changed one by one."""
+    scale = terms.scale * scale_of_keys(terms, piece) * LOG2E
+    if (terms.softcap is not None) | (terms.alibi is not None):
+        return 0.0 * scale + 1.0, 0.0 * scale + 1.0
+    else:
+        sign = gl.where(scale > 0.0, 1.0, gl.where(scale < 0.0, -1.0, 0.0))
+        return gl.where(scale == 0.0, 1.0, gl.abs(scale)), sign
+
+
+@gluon.jit
+def masked(s, K, piece, first, holes, C: gl.constexpr, MASKED: gl.constexpr):
+    """Products s [rows, tokens] from key `first` on, changed as terms ask; -inf where nobody sees a key."""
+    cached, terms = K.cached, K.terms
+    s = gl.reshape(s, [1, C.rows, C.tokens])
+    L: gl.constexpr = s.type.layout
+    if (terms.softcap is not None) | (terms.alibi is not None):
+        s = changed(s, terms, piece, first, scale_of_keys(terms, piece), C, K.GROUP, L)
+    if MASKED:
+        if holes | some_are_hidden(terms, piece, first, C):
+            if cached.PAGE:
+                pages = look_up(cached, piece, first, C, gl.SliceLayout(1, L))
+                s = gl.where(gl.expand_dims(is_page(cached, pages), 1), s, -float("inf"))
+            s = gl.where(is_seen(terms, piece, first, C, K.GROUP, L), s, -float("inf"))
+    return gl.convert_layout(gl.reshape(s, [C.rows, C.tokens]), accumulator(C, C.tokens))
+
+
+@gluon.jit
+def weights_of(s, scale, top):
+    """The maximum of each row with the scores of a step, its P, and the factor of what was summed before."""
+    new_top = gl.maximum(top, gl.max(s, 1) * scale)
+    shift = finite(new_top)
+    return new_top, gl.exp2(gl.fma(s, scale, gl.expand_dims(-shift, 1))), gl.exp2(top - shift)
+
+
+@gluon.jit
+def lane_sums(p):
+    """Row sums within each lane: [rows, columns] -> [rows, 4], a column for each lane of the quad that has the row."""
+    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)

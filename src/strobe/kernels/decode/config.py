@@ -24,6 +24,9 @@ LEAST_BOX = 16
 LATENT_BOX = 64
 WGMMA_TOKENS = 64
 MOST_STAGES = 8
+MOST_ABREAST = 4
+"""Tiles that are walked along together: more leave multiprocessors over. On an H100, 128 heads, 128 requests of 32k keys took
+as long as reading them twice, one time for each tile."""
 WGMMA_FROM_ROWS = 33
 """Rows that share a key head from which on TMA and wgmma do a decode on Hopper. On an H100 with 64 heads on 8 mma.sync was
 faster at 8 and 16 rows and mostly at 32, by far slower at 128; 64: not timed."""
@@ -33,6 +36,10 @@ at 2^19, behind it at 2^21."""
 FEW_KEYS_OF_ONE_GROUP = 1 << 16
 """The same for 65 to 128 rows, whose two tiles both read them, and for head dim 64: on an H100 it was ahead at 2^16, behind or
 level at 2^19, and at 2^18 with head dim 64."""
+FEW_LATENT_KEYS = 1 << 17
+"""Keys of all requests up to which 64 rows of a latent are for eight warps that do the same. On an H200 with 16 heads they were
+ahead of two groups in turns at 2^16 (36.4 and 44.5 microseconds), level at 2^17, behind at 2^18 (99.7 and 96.7) and at 2^20
+(341 and 298)."""
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
 
 
@@ -53,6 +60,9 @@ class Config:
         registers of one: they exchange scores at every step.
     box: keys that TMA copies together, all of one page; 0: cp.async copies.
     chunk: columns of shared memory that lie together, for wgmma, by which four warps have 64 rows; 0: mma.sync multiplies.
+    abreast: tiles of a key head whose CTAs, neighbours, walk along the same keys at the same time: the first of them reads a
+        key from memory, the others find it in the L2 cache.
+    halves: groups of so many warps that have head_dim_v columns of O each, and take turns at the softmax.
     """
 
     head_dim: int
@@ -68,6 +78,8 @@ class Config:
     narrow: int = 0
     box: int = 0
     chunk: int = 0
+    abreast: int = 1
+    halves: int = 1
 
     @property
     def by_wgmma(self) -> bool:
@@ -76,7 +88,7 @@ class Config:
     @property
     def specialised(self) -> bool:
         """Whether warps have roles: some multiply, others copy."""
-        return self.by_wgmma and not self.narrow
+        return self.by_wgmma and (not self.narrow or self.halves > 1)
 
     @property
     def by_whole_jobs(self) -> bool:
@@ -106,7 +118,7 @@ class Config:
     @property
     def registers(self) -> int:
         """Registers that a thread may have, so that all CTAs of a multiprocessor have some. Warps come by fours."""
-        warps = self.warps + 4 if self.specialised else self.warps
+        warps = 2 * self.warps if self.halves > 1 else self.warps + 4 if self.specialised else self.warps
         return min(255, 65536 // (32 * warps * self.ctas) // 8 * 8)
 
     @property
@@ -117,7 +129,16 @@ class Config:
     @property
     def merged_rows(self) -> int:
         """Rows of many parts that are merged at once, 8 at most, as many as any result has."""
+        if self.narrow:  # so that a thread has four numbers of a part, and many parts at once
+            # an H200, one request of 8k keys, 16 heads: 20.0 microseconds, with 8 rows 33.6; 128 heads: 24.6, with 4 rows 28.6
+            return 128 * self.warps // self.head_dim_v
         return min(8, self.warps * max(1, 128 // self.head_dim_v))
+
+    @property
+    def merged_of_few(self) -> int:
+        """The same for few parts, of which a thread reads several rows; 0: the same number."""
+        # an H200, 128 heads, 32 requests of 8k keys, two parts of each tile: 145 microseconds, with 2 rows 154
+        return 16 if self.halves > 1 else 0
 
     def parts_beside(self, rows: int) -> int:
         """Partial results of so many rows that the warps can hold beside their sum, in the registers that are free."""
@@ -129,7 +150,7 @@ class Config:
         hold, since each further turn waits for memory again, but 16 at most, or 8 of wgmma's, which takes less code."""
         # an H100, 128 rows, one request of 1k, 8k: 11.5 and 23.3 microseconds in tiles of 64 rows, with 32 parts 12.4 and 24.0
         if self.specialised:
-            return min(8, power_of_two(self.parts_beside(rows)))
+            return min(16 if self.narrow else 8, power_of_two(self.parts_beside(rows)))
         return min(16, power_of_two(2 * self.parts_beside(rows) // 3))  # maxima and sums take half as many registers as O
 
     def most_alone(self, rows: int) -> int:
@@ -160,7 +181,7 @@ class Config:
         """The rings of K and V, and the rows of Q for wgmma. The results of warps meet in the ring of K, when it is empty."""
         other = ("sK narrow", self.narrow) if self.narrow else ("sV", self.head_dim_v)
         shapes: dict[str, tuple[int, ...]] = {"sQ": (self.rows, self.head_dim + self.narrow)} if self.by_wgmma else {}
-        shapes |= {"sP": (self.rows, self.tokens)} if self.by_wgmma and self.narrow else {}
+        shapes |= {"sP": (self.rows, self.tokens)} if self.by_wgmma and self.narrow and self.halves == 1 else {}
         shapes |= {"sK": (self.stages, self.tokens, self.head_dim), other[0]: (self.stages, self.tokens, other[1])}
         return [Buffer(name, shape, self.kv_bytes * math.prod(shape)) for name, shape in shapes.items()]
 
@@ -237,13 +258,31 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     tokens = WGMMA_TOKENS
     split = split_of(problem.capacity, tokens) if problem.deterministic else 0
     if is_latent(problem):
-        return Config(512, 512, 64, tokens, 2, 8, 1, split, column_warps=2, narrow=64, box=LATENT_BOX, chunk=256)
+        return of_latent(problem, arch, split)
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
     rows = rows or (128 if problem.rows > 64 else 64)
     chunk = min(dim, dim_v) if box == tokens else 64
     config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk)
     return with_all_stages(config, arch)
+
+
+def of_latent(problem: DecodeProblem, arch: Arch, split: int = 0) -> Config:
+    """The config of TMA and wgmma for multi-head latent attention: eight warps that do the same, or two groups of four."""
+    usual = Config(512, 512, 64, WGMMA_TOKENS, 2, 8, 1, split, column_warps=2, narrow=64, box=LATENT_BOX, chunk=256)
+    keys = problem.batch * problem.heads_kv * problem.capacity
+    if split or (problem.rows <= usual.rows and keys <= FEW_LATENT_KEYS):
+        return usual
+    abreast = min(tiles_abreast(problem, usual), arch.sms or 1)
+    return replace(usual, head_dim_v=256, warps=4, column_warps=1, halves=2, abreast=abreast)
+
+
+def tiles_abreast(problem: DecodeProblem, config: Config) -> int:
+    """How many tiles of a key head are walked along together: all of a request, or of a query where requests have different
+    numbers; up to four, so that few multiprocessors are left over."""
+    rows = problem.group if problem.ragged else problem.rows
+    tiles = -(-rows // config.rows)
+    return -(-tiles // -(-tiles // MOST_ABREAST))
 
 
 def gains_by_one_group(problem: DecodeProblem) -> bool:
@@ -338,8 +377,8 @@ def jobs(problem: DecodeProblem, config: Config) -> int:
 
 
 def tiles_of_rows(problem: DecodeProblem, config: Config) -> int:
-    """Tiles of the rows of one key head in the longest request."""
-    return -(-problem.rows // config.rows)
+    """Tiles of the rows of one key head in the longest request, as many as are abreast or a multiple of it."""
+    return -(-problem.rows // (config.rows * config.abreast)) * config.abreast
 
 
 DTYPES = (torch.float16, torch.bfloat16)

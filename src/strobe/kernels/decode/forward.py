@@ -56,6 +56,8 @@ CHUNK = gl.constexpr(64)
 PATIENCE = gl.constexpr(64)
 """How often a CTA whose work is done looks whether the other parts of its last job are there, to help to merge them."""
 GAVE_UP = gl.constexpr(1 << 16)
+FEW_PARTS = gl.constexpr(8)
+"""Parts of a job that are so few that more rows are merged at once."""
 
 
 @aggregate
@@ -272,9 +274,12 @@ def result_layout(C, columns):
 def merge_layout(C, rows):
     """The layout in which so many rows of parts are read: as they lie."""
     if not C.parts_in_squares:
+        if rows < C.warps:
+            return gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, rows, C.warps // rows], [2, 1, 0])
         return result_layout(C, C.head_dim_v)
     down = min(8, rows)
-    return gl.BlockedLayout([1, 1, 4], [1, down, 32 // down], [1, 1, C.warps] if rows <= 8 else [1, C.warps, 1], [2, 1, 0])
+    high = min(C.warps, rows // down)
+    return gl.BlockedLayout([1, 1, 4], [1, down, 32 // down], [1, high, C.warps // high], [2, 1, 0])
 
 
 @gluon.jit
@@ -854,20 +859,24 @@ def merge_together(K, piece, job, rows, arrivals, there):
     so all who waited see how many are absent: if nobody is, or all others are, each knows its share of the rows; else each
     takes the next few, by the second counter, until none are left. Everybody counts there: so the last one knows that he is,
     and sets both back to 0."""
-    MERGED: gl.constexpr = K.C.merged_rows
+    size = rows_at_once(K.C, job.parts)
     there, number = wait_for_parts(job, arrivals, there)
     absent = there // GAVE_UP
     if there % GAVE_UP == job.parts:
         answer = ask(arrivals + 1, K.C)
         alone = absent == job.parts - 1
         known = (absent == 0) | alone
-        turn, turns = gl.where(alone, 0, number), (rows + MERGED - 1) // MERGED
+        turn, turns = gl.where(alone, 0, number), (rows + size - 1) // size
         if not known:
             turn = heard(answer, K.C)
         while turn < turns:
-            row = turn * MERGED
-            o, top, total = merge(K, job, row, rows, MERGED, parts_at_once(K.C, MERGED))
-            write(K, piece, row, o, top, total, 0)
+            if K.C.merged_of_few > 0:
+                if job.parts <= FEW_PARTS:
+                    merge_rows(K, piece, job, turn * size, rows, K.C.merged_of_few)
+                else:
+                    merge_rows(K, piece, job, turn * size, rows, K.C.merged_rows)
+            else:
+                merge_rows(K, piece, job, turn * size, rows, K.C.merged_rows)
             if known:
                 turn += job.parts - absent
             else:
@@ -878,6 +887,22 @@ def merge_together(K, piece, job, rows, arrivals, there):
         if left == job.parts - absent - 1:
             gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
             gl.atomic_xchg(arrivals + 1, 0, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def rows_at_once(C: gl.constexpr, parts):
+    """Rows of a job of so many parts that are merged at once."""
+    rows = 0 * parts + C.merged_rows
+    if C.merged_of_few > 0:
+        rows = gl.where(parts <= FEW_PARTS, C.merged_of_few, rows)
+    return rows
+
+
+@gluon.jit
+def merge_rows(K, piece, job, row, rows, MERGED: gl.constexpr):
+    """Merge MERGED rows of a job from row `row` on, of `rows` in use, and write them."""
+    o, top, total = merge(K, job, row, rows, MERGED, parts_at_once(K.C, MERGED))
+    write(K, piece, row, o, top, total, 0)
 
 
 @gluon.constexpr_function
@@ -983,7 +1008,8 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
     total, most, units = all_units(requests, heads_kv, C, GROUP)
     alike = most.to(gl.int64) * requests.batch == total
     stretch = stretch_of(total, alike, units, C)
-    x, last = start_of(gl.program_id(0), stretch, total), start_of(gl.program_id(0) + 1, stretch, total)
+    team, member = gl.program_id(0) // C.abreast, gl.program_id(0) % C.abreast
+    x, last = start_of(team, stretch, total), start_of(team + 1, stretch, total)
     b, begins = request_at(requests, x, alike, most, heads_kv, C, GROUP)
     while x < last:
         first_query, queries = queries_of(requests, b, b < requests.batch)
@@ -1003,7 +1029,7 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
             some_begin, some_end = begin, end
             if tiles > 1:
                 head = job // (jobs // heads_kv)
-                tile = tile_in_turn(job - head * (jobs // heads_kv), jobs // heads_kv)
+                tile = tile_in_turn(job - head * (jobs // heads_kv), jobs // heads_kv) * C.abreast + member
                 some_begin, some_end = keys_of_tile(K.terms, tile * C.rows, queries, begin, end, length, C, GROUP)
             entry = b
             if requests.index is not None:
@@ -1012,11 +1038,13 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
             piece = Piece(b, entry, head, tile * C.rows, first_query, queries, length, gl.maximum(some_begin, origin),
                           gl.minimum(some_end, origin + count * C.unit))  # fmt: skip
             ours = True
+            if C.abreast > 1:
+                ours = piece.first_row < queries * GROUP
             if requests.notes is not None:
                 ours = is_left(requests.notes, b, heads_kv, head, piece.first_row, queries, requests.n_q, C, GROUP)
             if ours:
                 parts, first = parts_of(job_begins, units, stretch, C)
-                part = gl.program_id(0) - first
+                part = team - first
                 if C.split:
                     part = unit
                 place = place_of(part, first, job_begins, stretch, C)

@@ -41,6 +41,8 @@ from strobe.kernels.decode.boxes import (
     copy_boxes,
     first_step,
     has_others,
+    lane_sums,
+    masked,
     misses_a_page,
     no_output,
     pages_of_boxes,
@@ -48,29 +50,25 @@ from strobe.kernels.decode.boxes import (
     rows_layout,
     rows_of,
     rows_of_queries,
-    scale_of_keys,
+    scale_of_scores,
     wait_output,
+    weights_of,
 )
 from strobe.kernels.decode.forward import (
-    LOG2E,
     NUMBERS,
     Cached,
     Kernel,
     Outputs,
     Terms,
     ask_ahead,
-    changed,
     deliver,
-    finite,
     is_key,
-    is_page,
-    is_seen,
     look_up,
     rows_at,
-    some_are_hidden,
     take_pieces,
 )
 from strobe.kernels.decode.latent import make_latent_memory, take_latent
+from strobe.kernels.decode.latent_turns import left_group, make_turns_memory, right_group
 from strobe.kernels.decode.schedule import Requests
 from strobe.kernels.gluon import (
     aggregate,
@@ -275,24 +273,6 @@ def start_output(acc, p, v, C: gl.constexpr):
 
 
 @gluon.jit
-def lane_sums(p):
-    """Row sums within each lane: [rows, columns] -> [rows, 4], a column for each lane of the quad that has the row."""
-    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def scale_of_scores(terms, piece):
-    """By what products are multiplied to become scores, times log2(e), a positive number, and by what Q is for that: 1, -1 or
-    0, as the scale is. Scores that change otherwise are changed one by one."""
-    scale = terms.scale * scale_of_keys(terms, piece) * LOG2E
-    if (terms.softcap is not None) | (terms.alibi is not None):
-        return 0.0 * scale + 1.0, 0.0 * scale + 1.0
-    else:
-        sign = gl.where(scale > 0.0, 1.0, gl.where(scale < 0.0, -1.0, 0.0))
-        return gl.where(scale == 0.0, 1.0, gl.abs(scale)), sign
-
-
-@gluon.jit
 def store_queries(memory, K, piece, C: gl.constexpr):
     """Q of a piece in shared memory, in chunks of columns, by what its products become scores, and if a page is missing."""
     CHUNKS: gl.constexpr = C.head_dim // C.chunk
@@ -323,31 +303,6 @@ def plain_steps(terms, piece, first, steps, holes, C: gl.constexpr):
         if terms.left is not None:
             plain = plain & (first + C.tokens >= piece.length - 1 - terms.left)
     return gl.where(plain, gl.maximum(gl.minimum((end - first) // C.tokens, steps), 1), 1)
-
-
-@gluon.jit
-def masked(s, K, piece, first, holes, C: gl.constexpr, MASKED: gl.constexpr):
-    """Products s [rows, tokens] from key `first` on, changed as terms ask; -inf where nobody sees a key."""
-    cached, terms = K.cached, K.terms
-    s = gl.reshape(s, [1, C.rows, C.tokens])
-    L: gl.constexpr = s.type.layout
-    if (terms.softcap is not None) | (terms.alibi is not None):
-        s = changed(s, terms, piece, first, scale_of_keys(terms, piece), C, K.GROUP, L)
-    if MASKED:
-        if holes | some_are_hidden(terms, piece, first, C):
-            if cached.PAGE:
-                pages = look_up(cached, piece, first, C, gl.SliceLayout(1, L))
-                s = gl.where(gl.expand_dims(is_page(cached, pages), 1), s, -float("inf"))
-            s = gl.where(is_seen(terms, piece, first, C, K.GROUP, L), s, -float("inf"))
-    return gl.convert_layout(gl.reshape(s, [C.rows, C.tokens]), accumulator(C, C.tokens))
-
-
-@gluon.jit
-def weights_of(s, scale, top):
-    """The maximum of each row with the scores of a step, its P, and the factor of what was summed before."""
-    new_top = gl.maximum(top, gl.max(s, 1) * scale)
-    shift = finite(new_top)
-    return new_top, gl.exp2(gl.fma(s, scale, gl.expand_dims(-shift, 1))), gl.exp2(top - shift)
 
 
 @gluon.jit
@@ -420,7 +375,12 @@ def hopper_kernel(
     C: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, ROWS: gl.constexpr,
     BY_ROW: gl.constexpr, K_BY_TOKEN: gl.constexpr, V_BY_TOKEN: gl.constexpr, IN_TURN: gl.constexpr,
 ):  # fmt: skip
-    memory = make_latent_memory(k, v, C) if C.narrow > 0 else make_memory(k, v, C)
+    if C.halves > 1:
+        memory = make_turns_memory(k, v, C)
+    elif C.narrow > 0:
+        memory = make_latent_memory(k, v, C)
+    else:
+        memory = make_memory(k, v, C)
     fence_async_shared()
     partition_barrier()
     take_turn()
@@ -433,7 +393,9 @@ def hopper_kernel(
                       arrivals)  # fmt: skip
     K = Kernel(requests, outputs, terms, cached, heads_kv, tiles, C, GROUP, DIM, DIM_V, ROWS)
     ask_ahead(K)
-    if C.narrow > 0:
+    if C.halves > 1:
+        gl.warp_specialize([(left_group, (memory, K)), (right_group, (memory, K))], [4], [C.registers // 8 * 8])
+    elif C.narrow > 0:
         take_pieces(take_latent, memory, K, gl.to_tensor(0))
     elif C.box == 0:
         gl.warp_specialize([(multiplier, (memory, K)), (copier_of_rows, (memory, K))], [4], [C.copier_registers])

@@ -35,10 +35,10 @@ def buffers(problem: DecodeProblem, arch: Arch, config: Config) -> Buffers:
     places, rows = partial_places(problem, config, ctas(problem, arch, config)), result_rows(problem, config)
     lse = Buffer(lse_shape_of(problem.lengths, problem.heads_q), torch.float32, -torch.inf if problem.ragged else None)
     shared = {
-        "parts": Buffer((places, rows, config.head_dim_v), torch.float32),
-        "sums": Buffer((places, 2, rows), torch.float32),
+        "parts": Buffer((config.halves * places, rows, config.head_dim_v), torch.float32),
+        "sums": Buffer((config.halves * places, 2, rows), torch.float32),
     }
-    shared["arrivals"] = Buffer((2 * jobs(problem, config),), torch.int32, 0.0)  # each launch leaves them at 0
+    shared["arrivals"] = Buffer((config.halves * 2 * jobs(problem, config),), torch.int32, 0.0)  # each launch leaves them at 0
     return Buffers({"lse": lse} if problem.with_lse else {}, shared)
 
 
@@ -62,7 +62,8 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
         right=problem.mask.device_band[1],
     )  # fmt: skip
     constants: dict[str, Any] = dict(
-        C=config, GROUP=problem.group, PAGE=problem.page_size or 0, DIM=problem.head_dim, DIM_V=problem.head_dim_v,
+        C=config, GROUP=problem.group, PAGE=problem.page_size or 0, DIM=problem.head_dim,
+        DIM_V=problem.head_dim_v // config.halves,
         ROWS=result_rows(problem, config), BY_ROW=by_row(problem), K_BY_TOKEN=by_token[0], V_BY_TOKEN=by_token[1],
         IN_TURN=arch.capability >= 90, num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
     )  # fmt: skip

@@ -3,7 +3,8 @@
 A request's work comes in jobs: one for each key head and each tile of its rows. A job's keys come in units, steps of `tokens`
 keys, or, where a request's bits must not depend on the others, splits of `split` keys that begin at multiples of `split`. All
 units of all jobs stand in one line, request by request, and every CTA takes a stretch of it, all of the same length. So the
-work is even whatever the lengths, and the host need not know them.
+work is even whatever the lengths, and the host need not know them. Tiles that are abreast (`Config.abreast`) are one job in
+this line, and as many CTAs, neighbours, take the same stretch of it, each for a tile of its own.
 
     parts of a job        stretches that cut it, in order; or each of its splits
     place of a part       where its partial result goes: two a CTA, as a stretch begins and ends within a job at most; or its
@@ -93,8 +94,9 @@ def jobs_and_units(requests, b, there, heads, C: gl.constexpr, GROUP: gl.constex
 
 @gluon.jit
 def jobs_of(queries, heads, C: gl.constexpr, GROUP: gl.constexpr):
-    """How many jobs a request of so many queries has."""
-    return heads * ((queries * GROUP + C.rows - 1) // C.rows)
+    """How many jobs a request of so many queries has, those abreast counted as one."""
+    together: gl.constexpr = C.rows * C.abreast
+    return heads * ((queries * GROUP + together - 1) // together)
 
 
 @gluon.jit
@@ -143,10 +145,11 @@ def all_units(requests, heads, C: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def stretch_of(total, alike, units, C: gl.constexpr):
-    """How many units a CTA takes: what makes the work even or, where all requests are alike, what cuts a job (of so many units)
-    in equal parts, or is several whole jobs, if that is hardly more. Then no CTA takes pieces of two jobs, which costs a few
-    microseconds."""
-    stretch = gl.maximum(quotient(total + gl.num_programs(0) - 1, gl.num_programs(0)), 1)
+    """How many units a CTA takes, or each of those abreast: what makes the work even or, where all requests are alike, what
+    cuts a job (of so many units) in equal parts, or is several whole jobs, if that is hardly more. Then no CTA takes pieces of
+    two jobs, which costs a few microseconds."""
+    teams = gl.num_programs(0) // C.abreast
+    stretch = gl.maximum(quotient(total + teams - 1, teams), 1)
     if alike & (stretch > 1):
         parts = gl.maximum(quotient(units, stretch), 1)
         equal = quotient(units + parts - 1, parts)
@@ -202,4 +205,4 @@ def place_of(part, first, job_begins, stretch, C: gl.constexpr):
         return first + part
     else:
         within = (job_begins > first * stretch).to(gl.int32)
-        return 2 * (first + part) + gl.where(part == 0, within, 0)
+        return (2 * (first + part) + gl.where(part == 0, within, 0)) * C.abreast + gl.program_id(0) % C.abreast
