@@ -62,7 +62,6 @@ OF_THE_BACKWARD = "what changed since is of the backward in 16 bits"
 MORE_ORDERS = "since then dQ has an order at other head dims too; of the default Triton 3.6 makes the same code"
 DEFAULT_SINCE = "since then what it measured runs by default, by the same kernels"
 SHARED_COUNTERS = "since then calls of a graph share counters, by which short ones gain; due again"
-SMALLER_BLOCKS = "since then more causal calls take blocks of 64 keys on Hopper, which it tells nothing of"
 ACCEPTED: dict[str, str] = {
     "backward-h200-2026-11-23.json": REDO_CHANGED,
     "blackwell-simulated.json": BEFORE_PLACES,
@@ -92,9 +91,7 @@ ACCEPTED: dict[str, str] = {
     "sm80-h200-2026-11-25.json": "measured while Triton 3.6 stored O two bytes at a time",
     "energy-h100-2026-11-26.json": "its points' kernels are the same code: head dim 256 and orders of dQ changed since",
     "fp32-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
-    "fp8-forward-h200-2026-11-26.json": OF_THE_BACKWARD,
-    "sm80-h200-2026-11-26-head64.json": SMALLER_BLOCKS,
-    "determinism-h200-2026-11-26.json": "since then an argument that nobody gave is gone from the host's side",
+    "fp8-forward-h200-2026-11-26.json": SHARED_COUNTERS,
     "fp8-sums-h100-2026-11-25.json": OF_THE_BACKWARD,
     "single-h100-2026-11-25.json": ELSEWHERE,
     "timeline-h200-2026-11-21.json": HISTORY,
