@@ -339,9 +339,9 @@ def _order_is_faster(problem: AttentionProblem, config: Config) -> bool:
     keys, and where dS comes in turns too small for the GPU, or for the L2 cache if heads share keys. Of the default's time on
     an H200, ordered and stored: head dim 96, full, 1k 1.02, 1.14, 4k 0.99, 1.14, causal, 1k 1.04, 1.04, 4k 1.05, 1.17, 16k
     1.02, 1.16; 128, full, 1k 1.07, 1.07, 4k 1.05, 1.16, 16k 1.00, 1.11, causal, 1k 1.10, 0.97, 4k 1.10, 1.06, 16k 1.09, 1.05;
-    with 32 heads on 8, full, 4k 1.09, 1.14, causal, 1k 1.09, 0.95, 4k 1.12, 1.35. (At head dim 128 with dV leaving by V's
-    place, and without `dq_waits_once`; as it is, through autograd, 4k: full 1.07, causal with 32 heads on 8 1.12, and stored,
-    causal 1.10.) Packed sequences whose dS may be stored were not measured."""
+    with 32 heads on 8, full, 4k 1.09, 1.14, causal, 1k 1.09, 0.95, 4k 1.12, 1.35. (Those at 128 with dV leaving by V's place
+    and without `dq_waits_once`; as it is, through autograd, 4k: full 1.07, causal with 32 heads on 8 1.12, and stored, causal
+    1.10.) Packed sequences whose dS may be stored were not measured."""
     lengths = problem.lengths
     if isinstance(lengths, Varlen):
         return False
