@@ -106,10 +106,12 @@ def test_one_group_launch_after_launch(order):
     run(call, ctas=4, order=order, launches=2, choose=of_one_group)
 
 
-@pytest.mark.parametrize(("rows", "tokens", "stages"), [(128, 64, 2), (64, 32, 5), (128, 128, 2)])
-def test_other_configs_of_wgmma(rows, tokens, stages):
+@pytest.mark.parametrize(
+    ("rows", "tokens", "stages", "groups"), [(128, 64, 2, 1), (64, 32, 5, 1), (128, 128, 2, 1), (128, 64, 3, 2)]
+)
+def test_other_configs_of_wgmma(rows, tokens, stages, groups):
     call = draw(4, torch.bfloat16, head_dim=128, head_dim_v=64, ragged=False, group=8, heads_kv=1, n_q=19, page=32)
-    of_rows = {"rows": rows, "warps": rows // 16}
+    of_rows = {"rows": rows, "warps": rows // 16, "groups": groups}
     run(call, ctas=4, choose=of_wgmma, tokens=tokens, stages=stages, box=32, chunk=64, **of_rows)
 
 
@@ -159,13 +161,35 @@ def test_which_kernel_runs(fixed, kind):
 
 @pytest.mark.parametrize(
     ("n_q", "dim", "most", "kind"),
-    [(4, 128, 1 << 17, "mma"), (8, 128, 1 << 17, "TMA, 64 rows"), (16, 128, 1 << 13, "TMA, 128 rows"), (4, 64, 1 << 13, "mma")],
+    [
+        (1, 128, 1 << 17, "mma"),
+        (4, 128, 1 << 17, "mma"),
+        (8, 128, 1 << 17, "TMA, 64 rows"),
+        (16, 128, 1 << 13, "TMA, 128 rows"),
+        (4, 64, 1 << 13, "mma"),
+    ],
 )
 def test_many_keys_are_not_one_groups(n_q, dim, most, kind):
     problem = problem_of(n_q=n_q, head_dim=dim)
     for keys, wanted in ((most, "one group"), (most + 1, kind)):  # of 2 requests and 4 key heads
         longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=keys))
         assert kind_of(choose(longer, KNOWN["H200"])) == wanted
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_two_groups_launch_after_launch(order):
+    call = draw(2, torch.bfloat16, ragged=False, lengths=[700, 33, 0], batch=3, page=16, room=720, n_q=16, group=7, heads_kv=1,
+                head_dim=128, head_dim_v=128)  # fmt: skip
+    run(call, ctas=4, order=order, launches=2, choose=of_wgmma, groups=2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "fixed", "groups"), [((1 << 17) - 1, {}, 1), (1 << 17, {}, 2), (1 << 17, {"deterministic": True}, 1)]
+)
+def test_many_keys_are_for_groups_with_roles(keys, fixed, groups):
+    problem = problem_of(n_q=16, **fixed)
+    longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=keys))  # of 2 requests and 4 key heads
+    assert choose(longer, KNOWN["H200"]).groups == groups
 
 
 def problem_of(**fixed):

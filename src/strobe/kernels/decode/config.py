@@ -31,8 +31,8 @@ WGMMA_FROM_ROWS = 33
 """Rows that share a key head from which on TMA and wgmma do a decode on Hopper. On an H100 with 64 heads on 8 mma.sync was
 faster at 8 and 16 rows and mostly at 32, by far slower at 128; 64: not timed."""
 MOST_KEYS_OF_ONE_GROUP = 1 << 20
-"""Keys of all key heads of all requests up to which 17 to 64 rows are one group's of wgmma: on an H100 it was ahead of mma.sync
-at 2^19, behind it at 2^21."""
+"""Keys of all key heads of all requests up to which 17 to 64 rows are one group's of wgmma: on an H100 and an H200 it was
+ahead of mma.sync up to 2^19, level at 2^20, behind it at 2^21."""
 FEW_KEYS_OF_ONE_GROUP = 1 << 16
 """The same for 65 to 128 rows, whose two tiles both read them, and for head dim 64: on an H100 it was ahead at 2^16, behind or
 level at 2^19, and at 2^18 with head dim 64."""
@@ -40,6 +40,8 @@ FEW_LATENT_KEYS = 1 << 17
 """Keys of all requests up to which 64 rows of a latent are for eight warps that do the same. On an H200 with 16 heads they were
 ahead of two groups in turns at 2^16 (36.4 and 44.5 microseconds), level at 2^17, behind at 2^18 (99.7 and 96.7) and at 2^20
 (341 and 298)."""
+LEAST_KEYS_OF_TWO_GROUPS = 1 << 20
+"""Keys of all key heads of all requests from which on the two groups that share 128 rows have a role each."""
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
 
 
@@ -63,6 +65,7 @@ class Config:
     abreast: tiles of a key head whose CTAs, neighbours, walk along the same keys at the same time: the first of them reads a
         key from memory, the others find it in the L2 cache.
     halves: groups of so many warps that have head_dim_v columns of O each, and take turns at the softmax.
+    groups: of warps, each of which has a share of the rows, and a role of its own.
     """
 
     head_dim: int
@@ -80,6 +83,12 @@ class Config:
     chunk: int = 0
     abreast: int = 1
     halves: int = 1
+    groups: int = 1
+
+    @property
+    def of_group(self) -> Config:
+        """The config as one group of warps sees it."""
+        return replace(self, rows=self.rows // self.groups, warps=self.warps // self.groups, groups=1)
 
     @property
     def by_wgmma(self) -> bool:
@@ -122,9 +131,15 @@ class Config:
         return min(255, 65536 // (32 * warps * self.ctas) // 8 * 8)
 
     @property
+    def group_registers(self) -> int:
+        """Registers a thread that the second group sets for itself: what copiers leave."""
+        return (65536 // self.ctas - 128 * self.copier_registers) // (32 * self.warps) // 8 * 8
+
+    @property
     def copier_registers(self) -> int:
         """Registers a thread that a warp which copies sets for itself (setmaxnreg)."""
-        return 80 if self.box else 104
+        # by cp.async over pages of 64 keys, with 104 the loop spilled: 16.4 microseconds, not 14.8 (an H200, one request of 8k)
+        return 80 if self.box else 152
 
     @property
     def merged_rows(self) -> int:
@@ -253,8 +268,9 @@ def gains_by_wgmma(problem: DecodeProblem) -> bool:
 def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     """The config of TMA and wgmma: 64 rows for four warps, and two CTAs on a multiprocessor; or 128 rows for eight and one CTA.
     What is computed of a row is the same, to the bit. rows: 64 or 128; 0: as the problem asks."""
-    # Eight warps share one code. Where each four had a role, an H100 took 119.1 and 405.7 microseconds, not 113.2 and 386.4,
-    # for 8 and 32 requests of 8k keys, 128 rows, page 16; but for 32 of 1k 66.6, not 69.4.
+    # Groups of two roles do not wait for each other, those of one have one code. An H200, 128 rows, microseconds with two
+    # (and one), pages of 64 and 16, contiguous: 32 requests of 8k keys: 337 (372), 362 (384), 324 (371); 8 of 8k over pages: 85
+    # (87), 91 (89); 32 of 1k: 54 (55), 58 (58); 1 of 32k: 50.3 (48.9).
     tokens = WGMMA_TOKENS
     split = split_of(problem.capacity, tokens) if problem.deterministic else 0
     if is_latent(problem):
@@ -263,7 +279,8 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
     rows = rows or (128 if problem.rows > 64 else 64)
     chunk = min(dim, dim_v) if box == tokens else 64
-    config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk)
+    apart = rows > MOST_ROWS and not problem.deterministic and keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS
+    config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk, groups=1 + apart)
     return with_all_stages(config, arch)
 
 
@@ -303,10 +320,15 @@ def gains_by_one_group(problem: DecodeProblem) -> bool:
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     if problem.deterministic or dim != dim_v or not MMA_ROWS < problem.rows <= 2 * MOST_ROWS:
         return False
-    keys = problem.batch * problem.heads_kv * problem.capacity
+    keys = keys_of(problem)
     if dim == 64:
         return problem.rows <= MOST_ROWS and keys <= FEW_KEYS_OF_ONE_GROUP
     return keys <= (MOST_KEYS_OF_ONE_GROUP if problem.rows <= MOST_ROWS else FEW_KEYS_OF_ONE_GROUP)
+
+
+def keys_of(problem: DecodeProblem) -> int:
+    """The most keys of all key heads of all requests."""
+    return problem.batch * problem.heads_kv * problem.capacity
 
 
 def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:

@@ -259,6 +259,12 @@ def parts_at_once(C, rows):
 
 
 @gluon.constexpr_function
+def rows_of_group(C, rows):
+    """Rows that one group of warps may have, of `rows` of a result that may be in use."""
+    return min(rows, C.rows)
+
+
+@gluon.constexpr_function
 def most_alone(C, rows):
     return C.most_alone(rows)
 
@@ -825,28 +831,30 @@ def leave_part(K, job, rows, o, top, total, COLUMN: gl.constexpr):
 def hand_in(K, piece, job, rows):
     """A part of a job is written: the last to arrive merges all parts, `rows` of each, at once if they are few; else all who
     wait for that do it together."""
+    ROWS: gl.constexpr = rows_of_group(K.C, K.ROWS)
     arrivals = K.outputs.arrivals + 2 * job.number
     partition_barrier()  # so the arrival tells of what all threads wrote
     there = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") + 1
-    if job.parts > most_alone(K.C, K.ROWS):
+    if job.parts > most_alone(K.C, ROWS):
         merge_together(K, piece, job, rows, arrivals, there)
     elif there == job.parts:
         gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
-        merge_alone(K, piece, job, rows, parts_at_once(K.C, K.ROWS))
+        merge_alone(K, piece, job, rows, parts_at_once(K.C, ROWS))
 
 
 @gluon.jit
 def merge_alone(K, piece, job, rows, AT_ONCE: gl.constexpr):
     """Merge all parts of a job, AT_ONCE of them at a time or, if they are few, 8, as code for more takes longer though most of
     it loads nothing."""
+    ROWS: gl.constexpr = rows_of_group(K.C, K.ROWS)
     if AT_ONCE > 8:
         if job.parts <= 8:
             merge_alone(K, piece, job, rows, 8)
         else:
-            o, top, total = merge(K, job, 0, rows, K.ROWS, AT_ONCE)
+            o, top, total = merge(K, job, 0, rows, ROWS, AT_ONCE)
             write(K, piece, 0, o, top, total, 0)
     else:
-        o, top, total = merge(K, job, 0, rows, K.ROWS, AT_ONCE)
+        o, top, total = merge(K, job, 0, rows, ROWS, AT_ONCE)
         write(K, piece, 0, o, top, total, 0)
 
 
@@ -959,7 +967,7 @@ def deliver(K, piece, job, acc, top, total):
     elif rows > 0:
         for c in gl.static_range(len(acc)):
             leave_part(K, job, rows, acc[c], top, total, c * WIDE)
-        hand_in(K, piece, job, gl.minimum(rows, K.ROWS))
+        hand_in(K, piece, job, gl.minimum(rows, rows_of_group(K.C, K.ROWS)))
 
 
 # ---- the work of a CTA

@@ -8,21 +8,25 @@ role finds its CTA's pieces of work from the lengths by itself. The roles:
     copier of V     1                              copies steps of V in; clears what is not of the piece in its first and last
     copier of rows  4                              in place of both: copies steps of K and V in, whole rows (cp.async)
     multiplier      4 for each 64 rows of a tile   S = Q K^T and O += P V (wgmma), the softmax in between; the result, or part
+                    or, of two groups, one each
 
     shared memory   shape                              filled by      read by
     k, v (Channel)  a chunk of [stages, tokens,        its copier     the multiplier
                     chunk] each: columns in chunks,
                     keys in boxes, which TMA copies,
                     or one chunk of whole rows
-    q               [chunks, rows, chunk]              the multiplier itself
+    q               [groups * chunks, rows of a        a multiplier   itself
+                    group, chunk]
 
     barrier         arrivals                           says
     full            TMA bytes, or the copier of V,     a step is there
                     or the copier of rows
     v.full, last    TMA bytes                          a step of V is there that must be cleared
-    empty           the multiplier                     a step has been read
+    empty           one of each multiplier             a step has been read
 
 A multiplier issues S(i) = Q K(i)^T and O += P(i - 1) V(i - 1) together, and turns S(i) into P(i) while the second still runs.
+An instruction of wgmma waits until the tensor core has taken those ahead of it: what hides most of a softmax is another group's
+products.
 
 A box lies in one page. TMA copies zeros for a page that is not there, and for keys beyond a contiguous cache. Keys beyond a
 length may be anything, NaN too: their scores are masked, and their values are set to zero where they lie.
@@ -57,8 +61,10 @@ from strobe.kernels.decode.boxes import (
 from strobe.kernels.decode.forward import (
     NUMBERS,
     Cached,
+    Job,
     Kernel,
     Outputs,
+    Piece,
     Terms,
     ask_ahead,
     deliver,
@@ -100,7 +106,8 @@ class Memory:
 def make_memory(k_desc, v_desc, C: gl.constexpr):
     """The caller fences."""
     dtype: gl.constexpr = k_desc.dtype if C.box else k_desc.dtype.element_ty
-    q = gl.allocate_shared_memory(dtype, [C.head_dim // C.chunk, C.rows, C.chunk], swizzled(dtype, C.chunk))
+    shape: gl.constexpr = [C.groups * (C.head_dim // C.chunk), C.rows // C.groups, C.chunk]
+    q = gl.allocate_shared_memory(dtype, shape, swizzled(dtype, C.chunk))
     return Memory(k_desc, v_desc, q, make_ring(dtype, C.head_dim, 0, C), make_ring(dtype, C.head_dim_v, 1, C))
 
 
@@ -110,7 +117,7 @@ def make_ring(dtype: gl.constexpr, columns: gl.constexpr, more: gl.constexpr, C:
     chunks = ()
     for _ in gl.static_range(columns // C.chunk):
         chunks += (gl.allocate_shared_memory(dtype, [C.stages, C.tokens, C.chunk], swizzled(dtype, C.chunk)),)
-    return Channel(chunks, make_barriers(C.stages + more, 1), make_barriers(C.stages, 1), C.stages)
+    return Channel(chunks, make_barriers(C.stages + more, 1), make_barriers(C.stages, C.groups), C.stages)
 
 
 # ---- copiers
@@ -273,13 +280,13 @@ def start_output(acc, p, v, C: gl.constexpr):
 
 
 @gluon.jit
-def store_queries(memory, K, piece, C: gl.constexpr):
-    """Q of a piece in shared memory, in chunks of columns, by what its products become scores, and if a page is missing."""
+def store_queries(W: gl.constexpr, memory, K, piece, C: gl.constexpr):
+    """The W-th group's Q in shared memory, in chunks of columns, by what products become scores, and if a page is missing."""
     CHUNKS: gl.constexpr = C.head_dim // C.chunk
     rows, q = (), ()
     for c in gl.static_range(CHUNKS):
         rows += (rows_of_queries(K.outputs, piece, c * C.chunk, C.chunk, C, K.GROUP, K.DIM),)
-        q += (memory.q.index(c),)
+        q += (memory.q.index(W * CHUNKS + c),)
     holes = misses_a_page(K.cached, piece)  # while Q is on its way: behind the copies of all CTAs a load takes long
     scale, sign = scale_of_scores(K.terms, piece)
     partition_barrier()  # everybody has read the rows before
@@ -306,14 +313,14 @@ def plain_steps(terms, piece, first, steps, holes, C: gl.constexpr):
 
 
 @gluon.jit
-def walk(memory, K, piece, position):
-    """Walk along the keys of a piece, one step at least: O in chunks, the maximum and the sum of each row, and how many
-    steps the CTA has copied."""
+def walk(W: gl.constexpr, memory, K, piece, position):
+    """Walk along the keys of a piece, one step at least: O in chunks, the maximum and the sum of each row of the W-th group,
+    and how many steps the CTA has copied."""
     C: gl.constexpr = K.C
     S: gl.constexpr = rows_of(C, C.tokens)
     dtype: gl.constexpr = memory.q.dtype
     first, steps = first_step(piece, C)
-    q, scale, holes = store_queries(memory, K, piece, C)
+    q, scale, holes = store_queries(W, memory, K, piece, C)
     acc = no_output(C)
     memory.k.wait(position)
     s = warpgroup_mma_wait(0, deps=[start_scores(q, memory.k.block(position), C)])
@@ -350,17 +357,53 @@ def walk(memory, K, piece, position):
     return acc, top, gl.convert_layout(gl.sum(sums, 1), S), position
 
 
+@gluon.constexpr_function
+def of_group(C):
+    return C.of_group
+
+
 @gluon.jit
-def multiply(memory, K, piece, job, position):
-    """What is found of a piece is delivered; position: how many steps the CTA has copied before."""
-    acc, top, total, position = walk(memory, K, piece, position)
-    deliver(K, piece, job, acc, top, total)
+def as_seen_by(W: gl.constexpr, K, piece, job):
+    """A kernel, a piece and a job as the W-th group sees them: it has rows, parts and arrivals of its own."""
+    C: gl.constexpr = of_group(K.C)
+    FIRST: gl.constexpr = W * C.rows
+    o = K.outputs
+    outputs = Outputs(o.q, o.q_batch, o.q_row, o.q_head, o.out, o.out_batch, o.out_row, o.out_head, o.lse, o.lse_batch,
+                      o.lse_head, o.parts + FIRST * C.head_dim_v, o.sums + FIRST, o.arrivals)  # fmt: skip
+    own = Kernel(K.requests, outputs, K.terms, K.cached, K.heads_kv, K.tiles, C, K.GROUP, K.DIM, K.DIM_V, K.ROWS)
+    rows = Piece(piece.batch, piece.entry, piece.head, piece.first_row + FIRST, piece.first_query, piece.queries, piece.length,
+                 piece.begin, piece.end)  # fmt: skip
+    number = K.C.groups * job.number + W
+    return own, rows, Job(number, job.parts, job.first, job.begins, job.stretch, job.place, job.patience)
+
+
+@gluon.jit
+def multiply(W: gl.constexpr, memory, K, piece, job, position):
+    """What the W-th group finds of a piece is delivered; position: how many steps the CTA has copied before."""
+    own, rows, job = as_seen_by(W, K, piece, job)
+    acc, top, total, position = walk(W, memory, own, rows, position)
+    deliver(own, rows, job, acc, top, total)
     return position
 
 
 @gluon.jit
+def multiply_first(memory, K, piece, job, position):
+    return multiply(0, memory, K, piece, job, position)
+
+
+@gluon.jit
+def multiply_second(memory, K, piece, job, position):
+    return multiply(1, memory, K, piece, job, position)
+
+
+@gluon.jit
 def multiplier(memory, K):
-    take_pieces(multiply, memory, K, gl.to_tensor(0))
+    take_pieces(multiply_first, memory, K, gl.to_tensor(0))
+
+
+@gluon.jit
+def second_multiplier(memory, K):
+    take_pieces(multiply_second, memory, K, gl.to_tensor(0))
 
 
 # ---- entry
@@ -399,6 +442,12 @@ def hopper_kernel(
         take_pieces(take_latent, memory, K, gl.to_tensor(0))
     elif C.box == 0:
         gl.warp_specialize([(multiplier, (memory, K)), (copier_of_rows, (memory, K))], [4], [C.copier_registers])
+    elif C.groups == 2:
+        gl.warp_specialize(
+            [(multiplier, (memory, K)), (second_multiplier, (memory, K)), (copier_of_keys, (memory, K)),
+             (copier_of_values, (memory, K))],
+            [4, 1, 1], [C.group_registers, C.copier_registers, C.copier_registers],
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [(multiplier, (memory, K)), (copier_of_keys, (memory, K)), (copier_of_values, (memory, K))],

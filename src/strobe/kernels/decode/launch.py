@@ -38,7 +38,8 @@ def buffers(problem: DecodeProblem, arch: Arch, config: Config) -> Buffers:
         "parts": Buffer((config.halves * places, rows, config.head_dim_v), torch.float32),
         "sums": Buffer((config.halves * places, 2, rows), torch.float32),
     }
-    shared["arrivals"] = Buffer((config.halves * 2 * jobs(problem, config),), torch.int32, 0.0)  # each launch leaves them at 0
+    arrivals = 2 * config.halves * config.groups * jobs(problem, config)
+    shared["arrivals"] = Buffer((arrivals,), torch.int32, 0.0)  # each launch leaves them at 0
     return Buffers({"lse": lse} if problem.with_lse else {}, shared)
 
 
@@ -65,7 +66,7 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
         C=config, GROUP=problem.group, PAGE=problem.page_size or 0, DIM=problem.head_dim,
         DIM_V=problem.head_dim_v // config.halves,
         ROWS=result_rows(problem, config), BY_ROW=by_row(problem), K_BY_TOKEN=by_token[0], V_BY_TOKEN=by_token[1],
-        IN_TURN=arch.capability >= 90, num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
+        IN_TURN=arch.capability >= 90, num_warps=config.warps // config.groups, maxnreg=config.registers, enable_fp_fusion=True,
     )  # fmt: skip
     if arch.capability >= 90:
         constants["launch_pdl"] = True
