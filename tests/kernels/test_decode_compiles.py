@@ -78,8 +78,9 @@ MORE = [
     ("H200", 4, 1, 128, 1, "bf16", "deterministic"), ("H200", 8, 16, 128, 64, "bf16", ""), ("H200", 2, 1, 256, 64, "bf16", ""),
     ("H200", 8, 1, 128, 64, "e4m3", ""), ("H200", 8, 4, 128, 64, "bf16", "all"), ("A100", 8, 1, 128, None, "bf16", ""),
     ("H200", 7, 1, 80, 16, "bf16", ""), ("H200", 8, 1, 128, 64, "bf16", "few"),
-    ("H200", 8, 1, 128, 16, "bf16", "one group"),
+    ("H200", 8, 1, 128, 16, "bf16", "one group"), ("A100", 4, 1, 576, 16, "bf16", ""),
 ]  # fmt: skip
+ALL = [*SOME, *MORE]
 SPILLS = {
     ("H200", 8, 16, 128, 64, "bf16", ""): 640, ("H200", 8, 4, 128, 64, "bf16", "all"): 640,
     ("H200", 8, 4, 128, 64, "bf16", "wgmma"): 800, ("H200", 8, 4, 64, None, "bf16", "wgmma"): 600,
@@ -99,8 +100,8 @@ SPILLS = {
         pytest.param("3.6", SOME, id="some, oldest Triton"),
         pytest.param("3.8", FEW[:1], id="one, Triton 3.8"),
         pytest.param("", FEW, id="few, installed Triton"),
-        pytest.param("3.6", MORE, id="more, oldest Triton", marks=pytest.mark.exhaustive),
-        pytest.param("", [*SOME, *MORE], id="all, installed Triton", marks=pytest.mark.exhaustive),
+        *(pytest.param("3.6", MORE[i::3], id=f"more, {i}, oldest Triton", marks=pytest.mark.exhaustive) for i in range(3)),
+        *(pytest.param("", ALL[i::4], id=f"all, {i}, installed Triton", marks=pytest.mark.exhaustive) for i in range(4)),
     ],
 )
 def test_it_compiles_for_gpus_that_are_not_there(version, problems):

@@ -132,7 +132,9 @@ def test_bits_depend_neither_on_other_requests_nor_on_the_number_of_queries(kind
 @pytest.mark.parametrize(
     ("fixed", "kind"),
     [
-        ({"n_q": 2}, "mma"),
+        ({"n_q": 1}, "mma"),
+        ({"n_q": 2}, "one group"),
+        ({"n_q": 2, "page": 8}, "mma"),
         ({"n_q": 4}, "one group"),
         ({"n_q": 3, "group": 7, "page": None, "head_dim": 80}, "one group"),
         ({"n_q": 8, "page": 16}, "one group"),
@@ -162,7 +164,6 @@ def test_which_kernel_runs(fixed, kind):
 @pytest.mark.parametrize(
     ("n_q", "dim", "most", "kind"),
     [
-        (1, 128, 1 << 17, "mma"),
         (4, 128, 1 << 17, "mma"),
         (8, 128, 1 << 17, "TMA, 64 rows"),
         (16, 128, 1 << 13, "TMA, 128 rows"),
@@ -174,6 +175,13 @@ def test_many_keys_are_not_one_groups(n_q, dim, most, kind):
     for keys, wanted in ((most, "one group"), (most + 1, kind)):  # of 2 requests and 4 key heads
         longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=keys))
         assert kind_of(choose(longer, KNOWN["H200"])) == wanted
+
+
+@pytest.mark.parametrize(("capacity", "kind"), [((1 << 14) - 1, "mma"), (1 << 14, "one group")])
+def test_few_rows_of_many_keys_are_one_groups(capacity, kind):
+    problem = problem_of(n_q=1)
+    longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=capacity))  # of 2 requests and 4 key heads
+    assert kind_of(choose(longer, KNOWN["H200"])) == kind
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -239,6 +247,11 @@ def simulate_turns(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_two_groups_that_take_turns(seed):
     simulate_turns(seed)
+
+
+def test_tiles_abreast_in_many_parts():
+    """Two CTAs walk along each part; 7 steps in four parts and more, so that some lie far from the first one."""
+    run(long_latent(128), ctas=14, choose=of_wgmma)
 
 
 @pytest.mark.parametrize(("heads", "n_q", "order"), [(16, 1, "late"), (48, 2, "random"), (128, 1, "early"), (3, 1, "in_order")])

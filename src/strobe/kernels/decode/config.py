@@ -31,7 +31,7 @@ WGMMA_FROM_ROWS = 33
 """Rows that share a key head from which on TMA and wgmma do a decode on Hopper. On an H100 with 64 heads on 8 mma.sync was
 faster at 8 and 16 rows and mostly at 32, by far slower at 128; 64: not timed."""
 MOST_KEYS_OF_ONE_GROUP = 1 << 20
-"""Keys of all key heads of all requests up to which 17 to 64 rows are one group's of wgmma: on an H100 and an H200 it was
+"""Keys of all key heads of all requests up to which 64 rows or fewer are one group's of wgmma: on an H100 and an H200 it was
 ahead of mma.sync up to 2^19, level at 2^20, behind it at 2^21."""
 FEW_KEYS_OF_ONE_GROUP = 1 << 16
 """The same for 65 to 128 rows, whose two tiles both read them, and for head dim 64: on an H100 it was ahead at 2^16, behind or
@@ -40,6 +40,8 @@ FEW_LATENT_KEYS = 1 << 17
 """Keys of all requests up to which 64 rows of a latent are for eight warps that do the same. On an H200 with 16 heads they were
 ahead of two groups in turns at 2^16 (36.4 and 44.5 microseconds), level at 2^17, behind at 2^18 (99.7 and 96.7) and at 2^20
 (341 and 298)."""
+LEAST_KEYS_OF_FEW_ROWS = 1 << 17
+"""Keys from which on one group is the faster choice for up to 8 rows, too: for fewer mma.sync is, which leaves 8 rows away."""
 LEAST_KEYS_OF_TWO_GROUPS = 1 << 20
 """Keys of all key heads of all requests from which on the two groups that share 128 rows have a role each."""
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
@@ -303,9 +305,15 @@ def tiles_abreast(problem: DecodeProblem, config: Config) -> int:
 
 
 def gains_by_one_group(problem: DecodeProblem) -> bool:
-    """Whether one group of wgmma, whose keys cp.async copies, is the fastest choice where wgmma can do it: more rows than one
-    product of mma.sync has, one group's at most, or two where both may read the keys, and not so many keys that memory's rate
-    alone counts. Bits that must not depend on the number of queries come from `of_wgmma`, whatever that number is."""
+    """Whether one group of wgmma, whose keys cp.async copies, is the fastest choice where wgmma can do it: one group's rows at
+    most, or two where both may read the keys, and not so many keys that memory's rate alone counts. Bits that must not depend
+    on the number of queries come from `of_wgmma`, whatever that number is."""
+    # An H200, page 64, microseconds beside those of mma.sync, in runs of their own, whose peer took the same time within 2 %:
+    #   16 rows, 32 heads on 8:  1 of 1k 8.4 (9.2), 1 of 8k 15.3 (16.6), 8 of 1k 14.2 (14.8), 8 of 8k 67.3 (70.9);
+    #                            page 16: 1 of 8k 15.2 (17.8), 8 of 8k 67.7 (71.7)
+    #   4 rows, 32 heads on 8:   1 of 32k 38.4 (39.5), 8 of 8k 66.8 (68.3), but 32 of 1k 36.2 (35.5)
+    #   7 rows, 28 heads on 4:   1 of 8k 12.4 (12.4), 8 of 8k 37.8 (38.0), 32 of 1k 20.2 (21.7)
+    #   8 rows, 16 heads on 2:   8 of 8k 21.8 (23.0)
     # An H100, 32 rows (4 queries of 64 heads on 8), bf16, microseconds beside those of mma.sync:
     #              1 of 1k      1 of 8k      8 of 1k      8 of 8k        32 of 8k
     #   page 16    10.0 (12.0)  20.7 (22.2)  19.4 (21.0)   97.8 (102.3)  375 (365)
@@ -318,11 +326,13 @@ def gains_by_one_group(problem: DecodeProblem) -> bool:
     #   contiguous 11.4 (14.9)  23.0 (28.0)  20.3 (29.0)
     # head dim 64, 32 rows, beside mma.sync: 14.7 (17.7) for 1 of 8k, but 33.3 (31.4) for 32 of 1k
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    if problem.deterministic or dim != dim_v or not MMA_ROWS < problem.rows <= 2 * MOST_ROWS:
+    if problem.deterministic or dim != dim_v or problem.rows > 2 * MOST_ROWS:
         return False
     keys = keys_of(problem)
     if dim == 64:
-        return problem.rows <= MOST_ROWS and keys <= FEW_KEYS_OF_ONE_GROUP
+        return MMA_ROWS < problem.rows <= MOST_ROWS and keys <= FEW_KEYS_OF_ONE_GROUP
+    if problem.rows <= MMA_ROWS // 2 and keys < LEAST_KEYS_OF_FEW_ROWS:
+        return False
     return keys <= (MOST_KEYS_OF_ONE_GROUP if problem.rows <= MOST_ROWS else FEW_KEYS_OF_ONE_GROUP)
 
 

@@ -56,6 +56,8 @@ CHUNK = gl.constexpr(64)
 PATIENCE = gl.constexpr(64)
 """How often a CTA whose work is done looks whether the other parts of its last job are there, to help to merge them."""
 GAVE_UP = gl.constexpr(1 << 16)
+MMA_ROWS = gl.constexpr(16)
+"""Rows of a product of mma.sync."""
 FEW_PARTS = gl.constexpr(8)
 """Parts of a job that are so few that more rows are merged at once."""
 
@@ -542,18 +544,29 @@ def finite(x):
 
 
 @gluon.jit
+def is_copied(first, piece, C: gl.constexpr):
+    """Whether a step from key `first` on is copied. Where many rows keep the tensor cores busy, even if it lies beyond the
+    piece, as zeros: a branch in the loop would keep copies and products apart."""
+    if C.rows > MMA_ROWS:
+        return gl.to_tensor(True)
+    else:
+        return first < piece.end
+
+
+@gluon.jit
 def copy_keys(rings, slot, cached, piece, first, pages, layout: gl.constexpr, C: gl.constexpr, DIM: gl.constexpr):
     """Start copying a step of K from key `first` on, in one group, which is empty beyond the piece."""
-    if first < piece.end:
+    if is_copied(first, piece, C):
         base = cached.k + piece.head.to(gl.int64) * cached.k_head
         copy_step(rings[0].index(slot), base, cached, piece, first, pages, cached.k_page, cached.k_row, layout,
                   min(DIM, C.head_dim), C)  # fmt: skip
         if C.narrow > 0:
             N: gl.constexpr = copy_layout(C, C.narrow, 16 // C.kv_bytes)
             S: gl.constexpr = gl.SliceLayout(2, N)
+            own_pages = pages
             if cached.PAGE:
-                pages = gl.convert_layout(pages, S)
-            copy_step(rings[2].index(slot), base + C.head_dim, cached, piece, first, pages, cached.k_page, cached.k_row, N,
+                own_pages = gl.convert_layout(pages, S)
+            copy_step(rings[2].index(slot), base + C.head_dim, cached, piece, first, own_pages, cached.k_page, cached.k_row, N,
                       DIM - C.head_dim, C)  # fmt: skip
     async_copy.commit_group()
 
@@ -562,7 +575,7 @@ def copy_keys(rings, slot, cached, piece, first, pages, layout: gl.constexpr, C:
 def copy_values(rings, slot, cached, piece, first, pages, layout: gl.constexpr, C: gl.constexpr, DIM_V: gl.constexpr):
     """Start copying a step of V from value `first` on, in one group; nothing where V is columns of K."""
     if C.narrow == 0:
-        if first < piece.end:
+        if is_copied(first, piece, C):
             base = cached.v + piece.head.to(gl.int64) * cached.v_head
             copy_step(rings[1].index(slot), base, cached, piece, first, pages, cached.v_page, cached.v_row, layout, DIM_V, C)
         async_copy.commit_group()
@@ -757,7 +770,7 @@ def merge(K, job, row, rows, MERGED: gl.constexpr, AT_ONCE: gl.constexpr):
     o = gl.full([MERGED, C.head_dim_v], 0.0, gl.float32, gl.SliceLayout(0, R))
     top = gl.full([MERGED], -float("inf"), gl.float32, gl.SliceLayout(0, H))
     total = gl.full([MERGED], 0.0, gl.float32, gl.SliceLayout(0, H))
-    SPACE: gl.constexpr = 1 if C.split else 2  # places from one part to the next, but for the first one
+    SPACE: gl.constexpr = 1 if C.split else 2 * C.abreast  # places from one part to the next, but for the first one
     start = place_of(1, job.first, job.begins, job.stretch, C) - SPACE
     own = place_of(0, job.first, job.begins, job.stretch, C) - start
     sums = K.outputs.sums + start * (2 * K.ROWS) + row_2
