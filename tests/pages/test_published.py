@@ -86,9 +86,6 @@ ACCEPTED: dict[str, str] = {
     "prefill-h100-2026-11-25.json": "one kernel for few keys came since, which no point asks for",
     "redo-cost-h200-2026-11-21.json": "has no commit; its numbers are due again",
     "sm80-h100-2026-11-25.json": "float32 came since, and a mistake of the backward's went: due again",
-    "sm80-h100-2026-11-25-lengths.json": "head dims 96 and more without a mask, and 64 in the backward, became faster since",
-    "sm80-h200-2026-11-26-head64.json": "what changed since is of other head dims",
-    "sm80-h200-2026-11-25.json": "measured while Triton 3.6 stored O two bytes at a time",
     "energy-h100-2026-11-26.json": "its points' kernels are the same code: head dim 256 and orders of dQ changed since",
     "fp32-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
     "fp8-forward-h200-2026-11-26.json": SHARED_COUNTERS,
@@ -99,7 +96,6 @@ ACCEPTED: dict[str, str] = {
     "train-gpt-4096-h200-2026-11-22.json": OLDER_KERNEL,
     "train-gpt-h200-2026-11-22.json": OLDER_KERNEL,
     "training-steps-h100-2026-11-25.json": MORE_ORDERS,
-    "zoo-h100-2026-11-25.json": WITHOUT_KEYS,
 }
 """Published results that are older than a kernel of theirs, and why they may stay."""
 
