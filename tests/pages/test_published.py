@@ -39,7 +39,7 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "parallel": SM90,
     "prefill": ("sm90 forward",),
     "portable-as-sm80": ("portable", "sm80 forward", "sm80 backward"),
-    "queries-decode": (),
+    "heads-decode": (),
     "rungs-profile": (),
     "same-code": (),
     "short-decode": (),
@@ -51,7 +51,6 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
 """How a file's name begins -> the kernels whose speed it tells; none, if it tells of something else."""
 
 HISTORY = "shows how fast, or how, an earlier version was: pages that quote it say which"
-WITHOUT_KEYS = "since then packed sequences without keys have a config, which no point has"
 OLDER_KERNEL = "measured before launches were prepared and documents left out blocks; its numbers are due again"
 REDO_CHANGED = "the portable kernel changed, which redoes blocks: none of normal inputs has to be"
 BEFORE_PLACES = "measured before the portable kernels knew the places of shards, which ordinary calls do not have"
@@ -59,9 +58,7 @@ OTHER_HEAD_DIMS = "measured before head dim 160 had kernels of its own; of what 
 SPILLING_REDO = "measured before the redo looked for notes without spilling; it shows how fast calls were then and is due again"
 ELSEWHERE = "what changed since is elsewhere: a name from Gluon for decode, and an order of dQ in Hopper's backward"
 OF_THE_BACKWARD = "what changed since is of the backward in 16 bits"
-MORE_ORDERS = "since then dQ has an order at other head dims too; of the default Triton 3.6 makes the same code"
 DEFAULT_SINCE = "since then what it measured runs by default, by the same kernels"
-SHARED_COUNTERS = "since then calls of a graph share counters, by which short ones gain; due again"
 ACCEPTED: dict[str, str] = {
     "backward-h200-2026-11-23.json": REDO_CHANGED,
     "blackwell-simulated.json": BEFORE_PLACES,
@@ -88,14 +85,12 @@ ACCEPTED: dict[str, str] = {
     "sm80-h100-2026-11-25.json": "float32 came since, and a mistake of the backward's went: due again",
     "energy-h100-2026-11-26.json": "its points' kernels are the same code: head dim 256 and orders of dQ changed since",
     "fp32-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
-    "fp8-forward-h200-2026-11-26.json": SHARED_COUNTERS,
     "fp8-sums-h100-2026-11-25.json": OF_THE_BACKWARD,
     "single-h100-2026-11-25.json": ELSEWHERE,
     "timeline-h200-2026-11-21.json": HISTORY,
     "timeline-h200-2026-11-22.json": OLDER_KERNEL,
     "train-gpt-4096-h200-2026-11-22.json": OLDER_KERNEL,
     "train-gpt-h200-2026-11-22.json": OLDER_KERNEL,
-    "training-steps-h100-2026-11-25.json": MORE_ORDERS,
 }
 """Published results that are older than a kernel of theirs, and why they may stay."""
 
