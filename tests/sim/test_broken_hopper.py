@@ -414,7 +414,13 @@ BUGS = [
     kernel("rows beyond the last have an LSE", "exists = rows < n_q", "exists = rows < n_q + 1", (OutOfBounds,)),
     # An arrival that counts for the block before does no harm where every other group has arrived already.
     kernel("a block is given back before it is full", PASS_WAIT, "", WRONG_PHASE, case=WINDOW, config={"groups": 3}),
-    kernel("the launch does not take its turn", "    take_turn()\n", "", (Unfinished,), says=("launch_pdl",)),
+    kernel(
+        "the launch does not take its turn",
+        "level.\n        take_turn()\n",
+        "level.\n        pass\n",
+        (Unfinished,),
+        says=("launch_pdl",),
+    ),
 ]
 
 WRONG_NUMBERS = [
