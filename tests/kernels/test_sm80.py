@@ -308,7 +308,8 @@ def test_the_loop_over_blocks_seen_whole(compiled):
 
 
 def test_the_loop_over_tiles_of_rows(compiled):
-    """Five products; a float32 addition to memory for each number of dQ; hardly anything in local memory."""
+    """Five products; a float32 addition to memory for each number of dQ; hardly anything in local memory. (An A10's tiles of
+    128 columns, whose dQ comes in pieces, keep most there.)"""
     for found in compiled:
         if found["phase"] == "forward":
             continue
@@ -321,7 +322,7 @@ def test_the_loop_over_tiles_of_rows(compiled):
         added = loop.get("RED", 0) + loop.get("REDG", 0)
         assert added == tiles * config.tile_q * config.head_dim // (32 * config.warps), found
         assert loop["MUFU"] == tiles * config.tile_q * config.tile_kv // (32 * config.warps), found
-        assert loop.get("LDL", 0) + loop.get("STL", 0) <= (40 if config.itemsize == 2 else 90) * tiles, found
+        assert loop.get("LDL", 0) + loop.get("STL", 0) <= (45 if config.itemsize == 2 else 90) * tiles, found
         assert loop["BAR"] == tiles * (4 - config.stages), found
 
 
