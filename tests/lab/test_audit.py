@@ -154,8 +154,10 @@ def test_roles_and_their_main_loops(made):
             assert len({loop_of(report, name)[products] for name in consumers}) == 1
             assert loop_of(report, producer)["UTMALDG"] and products not in loop_of(report, producer)
     for report in audited.get("sm90-split", ()):
-        assert report["spill_bytes"] <= (0 if report["name"].endswith("dQ") else 300)
-        assert all(loop_of(report, name).get("HGMMA") for name in list(report["parts"])[:2])
+        # Outside of the main loops, but for a few loads.
+        assert report["spill_bytes"] <= (0 if report["name"].endswith("dQ") else 330)
+        loops = [loop_of(report, name) for name in list(report["parts"])[:2]]
+        assert all(loop["HGMMA"] and not loop.get("STL") and loop.get("LDL", 0) <= 3 for loop in loops)
     for what in ("sm90-forward", "sm90-split", "sm90-fp8"):  # each takes its turn (`kernels.common.turn`)
         for report in audited.get(what, ()):
             for name in ("ACQBULK", "PREEXIT"):

@@ -61,6 +61,7 @@ def test_an_output_that_changed_is_found():
     assert shown.missing("A: 12\n...\nC:  14\n", SAID) is None
     assert shown.missing("A: 12\nB: 14\n", SAID) == "B: 14"
     assert shown.missing("B: 13\nA: 12\n", SAID) == "A: 12"
+    assert shown.missing("3 barriers, compiled in 5 ms", "3 barriers, compiled in 71 ms\n") is None
 
 
 @pytest.mark.parametrize(
