@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -103,11 +103,9 @@ def assert_found_in_some_order(bug: Bug, folder: Path) -> None:
 
 def _run(bug: Bug, folder: Path) -> Run:
     """Runs the broken kernel in an order and checks its numbers."""
-    kernel = altered(bug.module, bug.edits, folder)
     if bug.module == SM100_HOST:
-        return _by_host(bug, kernel, folder)
-    if bug.module != bug.kernel.module:
-        kernel = _with_helper(bug.kernel.module, bug.module, kernel, folder)
+        return _by_host(bug, altered(bug.module, bug.edits, folder), folder)
+    kernel = altered_over(tuple(dict.fromkeys((bug.module, bug.kernel.module))), bug.edits, folder)
     t = tensors(bug.case or bug.kernel.case, torch.float16)
     config = replace(bug.kernel.config, **bug.config)
     return (bug.kernel.start or _forward)(kernel, bug, t, config)
@@ -153,12 +151,22 @@ def altered(module: str, edits: tuple[tuple[str, str], ...], folder: Path) -> Mo
     return copy
 
 
-def _with_helper(module: str, helper: str, broken: ModuleType, folder: Path) -> ModuleType:
-    """A copy of a module that uses an altered copy of a helper."""
-    kernel, original = altered(module, (), folder), vars(importlib.import_module(helper))
-    names = [name for name, value in vars(broken).items() if value is not original.get(name) and hasattr(kernel, name)]
-    changed = [name for name in names if not name.startswith("__") and getattr(kernel, name) is original.get(name)]
-    assert changed, f"{module} uses nothing of {helper}"
+def altered_over(modules: Sequence[str], edits: tuple[tuple[str, str], ...], folder: Path) -> ModuleType:
+    """A copy of the last of some modules, each of which may use those before it, where the first one has other text."""
+    copies = [altered(modules[0], edits, folder)]
+    for module in modules[1:]:
+        copy = altered(module, (), folder)
+        used = sum(_used_instead(copy, name, other) for name, other in zip(modules, copies, strict=False))
+        assert used or module != modules[-1], f"{module} uses nothing of {modules[:-1]}"
+        copies.append(copy)
+    return copies[-1]
+
+
+def _used_instead(user: ModuleType, module: str, copy: ModuleType) -> int:
+    """Let a module use what is of a copy where it used what is of another module. How many names that are."""
+    original = vars(importlib.import_module(module))
+    names = [name for name, value in vars(copy).items() if not name.startswith("__") and value is not original.get(name)]
+    changed = [name for name in names if name in original and vars(user).get(name) is original[name]]
     for name in changed:
-        setattr(kernel, name, getattr(broken, name))
-    return kernel
+        setattr(user, name, getattr(copy, name))
+    return len(changed)

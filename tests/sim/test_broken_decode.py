@@ -1,14 +1,13 @@
 """Mistakes made in the decode kernel, one at a time: the simulator finds each in every order."""
 
 import importlib
-import importlib.util
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from broken import altered_over
 from decode_launch import run
 from requests_at_random import draw
 from test_decode_kernel import latent, long_latent
@@ -28,10 +27,14 @@ from strobe.sim import (
 )
 
 ORDERS = ("in_order", "random", "late", "early")
-SCHEDULE, FORWARD = "strobe.kernels.decode.schedule", "strobe.kernels.decode.forward"
-HOPPER, BOXES = "strobe.kernels.decode.hopper", "strobe.kernels.decode.boxes"
-LATENTS, LATENT = "strobe.kernels.decode.latent", {"latent": True}
-TURNS = "strobe.kernels.decode.latent_turns"
+SHARED = SCHEDULE, *PARTS = [
+    f"strobe.kernels.decode.{name}" for name in ("schedule", "layouts", "keys", "scores", "results", "pieces")
+]
+"""What the kernels share, in the order in which they import each other."""
+FORWARD, BOXES, LATENTS, TURNS, HOPPER = (
+    f"strobe.kernels.decode.{name}" for name in ("forward", "boxes", "latent", "latent_turns", "hopper")
+)
+LATENT = {"latent": True}
 NUMBERS = (AssertionError,)
 TOO_EARLY = (Race, Uninitialised)
 
@@ -53,7 +56,14 @@ class Bug:
 
 
 def kernel(what, text, becomes, errors=NUMBERS, launches=1, **case) -> Bug:
-    return Bug(what, FORWARD, text, becomes, errors, case, launches)
+    """In mma.sync's kernel, or in what it shares with the others."""
+    return Bug(what, module_with(text), text, becomes, errors, case, launches)
+
+
+def module_with(text: str) -> str:
+    """The one module of mma.sync's kernel in which a text stands."""
+    [module] = [name for name in (*PARTS, FORWARD) if text in Path(str(importlib.import_module(name).__file__)).read_text()]
+    return module
 
 
 def hopper(what, text, becomes, errors=NUMBERS, **case) -> Bug:
@@ -355,48 +365,11 @@ TURNS_BUGS = [
            "merge_rows(K, piece, job, turn * size, rows, K.C.merged_rows)"),
 ]  # fmt: skip
 
-_numbers = count()
 
-
-def altered(module: str, text: str, becomes: str, folder: Path) -> ModuleType:
-    """A copy of a module with other text, which occurs in it once."""
-    source = Path(str(importlib.import_module(module).__file__)).read_text()
-    assert source.count(text) == 1, f"{module} has this {source.count(text)} times, not once: {text!r}"
-    path = folder / f"altered_decode_{next(_numbers)}.py"
-    path.write_text(source.replace(text, becomes))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
-    copy = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copy)
-    return copy
-
-
-def broken(bug: Bug, folder: Path) -> ModuleType:
-    """The kernel's module with a mistake in it, or in what it imports."""
-    copy = altered(bug.module, bug.text, bug.becomes, folder)
-    if bug.module in (FORWARD, HOPPER):
-        return copy
-    entry = FORWARD if bug.module == SCHEDULE else HOPPER
-    whole = altered(entry, '"""Attention of ', '"""Broken attention of ', folder)
-    right = importlib.import_module(bug.module)
-    for name in vars(whole):
-        if name in vars(copy) and getattr(whole, name) is getattr(right, name, 0):
-            setattr(whole, name, getattr(copy, name))
-    return whole
-
-
-def broken_turns(bug: Bug, folder: Path) -> ModuleType:
-    """The Hopper kernel's module over the groups in turns and all that they import, with a mistake in one of them."""
-    line = (SCHEDULE, FORWARD, TURNS, HOPPER)
-    copies = [altered(bug.module, bug.text, bug.becomes, folder)]
-    for name in line[line.index(bug.module) + 1 :]:
-        copies.append(whole := altered(name, '"""Attention of ', '"""Broken attention of ', folder))
-        for ahead, copy in zip(line[line.index(bug.module) :], copies[:-1], strict=False):
-            right = importlib.import_module(ahead)
-            for known in vars(whole):
-                if known in vars(copy) and getattr(whole, known) is getattr(right, known, 0):
-                    setattr(whole, known, getattr(copy, known))
-    return copies[-1]
+def broken(bug: Bug, entry: str, folder: Path) -> ModuleType:
+    """A kernel's module, over all that it imports, with a mistake in it or in one of them."""
+    line = [name for name in (*SHARED, FORWARD, BOXES, LATENTS, TURNS, HOPPER) if name == entry or name != FORWARD]
+    return altered_over(line[line.index(bug.module) : line.index(entry) + 1], ((bug.text, bug.becomes),), folder)
 
 
 CASE = {
@@ -415,7 +388,7 @@ def test_it_is_found(bug, tmp_path):
     if lie:
         lengths = torch.tensor([10**6, 1, -9, 130], dtype=torch.int32)
         call = call._replace(cache=strobe.Cache(**{**vars(call.cache), "lengths": lengths}))
-    module = broken(bug, tmp_path)
+    module = broken(bug, FORWARD, tmp_path)
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
             run(call, ctas=7, order=order, seed=number, kernel=module, launches=bug.launches, **config)
@@ -430,7 +403,7 @@ def test_it_is_found_with_wgmma(bug, tmp_path):
         for b, pad in enumerate(call.cache.leftpad.tolist()):
             entry = b if call.cache.index is None else int(call.cache.index[b])
             call.cache.k[entry, :pad] = call.cache.v[entry, :pad] = torch.nan
-    module = broken(bug, tmp_path)
+    module = broken(bug, HOPPER, tmp_path)
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
             run(call, ctas=2 if of_latent else 5, order=order, seed=number, kernel=module, choose=of_wgmma, stages=2)
@@ -439,7 +412,7 @@ def test_it_is_found_with_wgmma(bug, tmp_path):
 @pytest.mark.parametrize("bug", ONE_GROUP_BUGS, ids=str)
 def test_it_is_found_with_one_group(bug, tmp_path):
     call = draw(1, torch.float16, **{**CASE, **ONE_GROUP, **bug.case})
-    module = broken(bug, tmp_path)
+    module = broken(bug, HOPPER, tmp_path)
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
             run(call, ctas=3, order=order, seed=number, kernel=module, choose=of_one_group, stages=4)
@@ -447,7 +420,7 @@ def test_it_is_found_with_one_group(bug, tmp_path):
 
 @pytest.mark.parametrize("bug", TURNS_BUGS, ids=str)
 def test_it_is_found_with_two_groups(bug, tmp_path):
-    call, module = long_latent(80), broken_turns(bug, tmp_path)
+    call, module = long_latent(80), broken(bug, HOPPER, tmp_path)
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
             run(call, order=order, seed=number, kernel=module, choose=of_wgmma, **{"ctas": 4, **bug.case})

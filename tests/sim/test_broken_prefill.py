@@ -1,14 +1,15 @@
 """Mistakes made in the Hopper forward over a cache, and in what it leaves to the decode kernel, one at a time: the simulator
 finds each in every order."""
 
-import importlib
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+from broken import altered_over
 from cache_launch import run
 from requests_at_random import draw
-from test_broken_decode import altered
+from test_broken_decode import FORWARD as DECODE
+from test_broken_decode import SHARED
 from test_prefill_kernel import PLAIN
 
 import strobe
@@ -16,10 +17,9 @@ from strobe.sim import BarrierMisuse, Deadlock, OutOfBounds, Race, Uninitialised
 
 ORDERS = ("in_order", "random", "late", "early")
 FORWARD, PAGES, QUEUE = (f"strobe.kernels.sm90.{name}" for name in ("forward", "pages", "tile_queue"))
-DECODE, NOTES, SCHEDULE = (f"strobe.kernels.decode.{name}" for name in ("forward", "notes", "schedule"))
-HELPS = {PAGES: FORWARD, QUEUE: FORWARD, NOTES: DECODE, SCHEDULE: DECODE}
-"""Whose helpers a module has."""
-HEADS = {FORWARD: ('"""Attention forward', '"""Broken forward'), DECODE: ('"""Attention of', '"""Broken attention of')}
+NOTES, SCHEDULE = "strobe.kernels.decode.notes", SHARED[0]
+HELPS = {PAGES: [PAGES, FORWARD], QUEUE: [QUEUE, FORWARD], NOTES: [NOTES, *SHARED, DECODE], SCHEDULE: [*SHARED, DECODE]}
+"""A module, and those over it up to a kernel's."""
 WRONG = (AssertionError,)
 UNFINISHED = (BarrierMisuse, Deadlock, Race, Uninitialised)
 
@@ -82,14 +82,8 @@ BUGS = [
 
 def broken(bug: Bug, folder) -> dict:
     """The modules with a mistake, by the kernel that they stand for."""
-    copy, kernel = altered(bug.module, bug.text, bug.becomes, folder), HELPS.get(bug.module, bug.module)
-    if kernel != bug.module:
-        whole, original = altered(kernel, *HEADS[kernel], folder), vars(importlib.import_module(bug.module))
-        for name, value in original.items():
-            if callable(value) and not name.startswith("__") and getattr(whole, name, None) is value:
-                setattr(whole, name, getattr(copy, name))
-        copy = whole
-    return {"forward" if kernel == FORWARD else "rest": copy}
+    line = HELPS.get(bug.module, [bug.module])
+    return {"forward" if line[-1] == FORWARD else "rest": altered_over(line, ((bug.text, bug.becomes),), folder)}
 
 
 def case_of(bug: Bug):

@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_broken_decode import FORWARD, altered
+from broken import altered
 
-from strobe.kernels.decode import forward
+from strobe.kernels.decode import results
+from strobe.kernels.decode.arguments import Cached, Job, Kernel, Outputs, Piece, Terms
 from strobe.kernels.decode.config import Config
+from strobe.kernels.decode.layouts import result_layout
+from strobe.kernels.decode.schedule import Requests
 from strobe.kernels.gluon import gl, gluon
 from strobe.sim import DoubleWrite, Race, SimulationError, simulate
 from strobe.sim import attention as attention  # which gives the simulator the models of our assembly
@@ -22,20 +25,20 @@ OF_WGMMA = replace(CONFIG, chunk=COLUMNS)
 @gluon.jit
 def part(W: gl.constexpr, HAND_IN: gl.constexpr, q, out, lse, parts, sums, arrivals, patience, rows, C: gl.constexpr):
     """The W-th of three CTAs: what it found is W + 1 everywhere, its maximum W and its sum 2."""
-    L: gl.constexpr = forward.result_layout(C, 16)
+    L: gl.constexpr = result_layout(C, 16)
     R: gl.constexpr = gl.SliceLayout(0, L)
     zero = 0 * rows
-    outputs = forward.Outputs(q, zero, 16, 16, out, zero, zero + 64, zero + 16, lse, zero, zero + 4, parts, sums, arrivals)
-    terms = forward.Terms(None, zero, zero, zero, None, zero, None, None, None, zero, zero, zero, zero, 1.0, None, None, None,
+    outputs = Outputs(q, zero, 16, 16, out, zero, zero + 64, zero + 16, lse, zero, zero + 4, parts, sums, arrivals)
+    terms = Terms(None, zero, zero, zero, None, zero, None, None, None, zero, zero, zero, zero, 1.0, None, None, None,
                           False, False, False)  # fmt: skip
-    cached = forward.Cached(q, q, None, zero, zero, zero, zero, zero, zero, zero, zero, 0)
-    requests = forward.Requests(q, None, None, None, zero, zero, zero, zero, zero, None)
-    K = forward.Kernel(requests, outputs, terms, cached, zero, zero, C, 4, 16, 16, 16)
-    piece = forward.Piece(zero, zero, zero, zero, zero, rows // 4, zero, zero, zero)
-    job = forward.Job(zero, zero + 3, zero, zero, zero, zero + W, patience)
+    cached = Cached(q, q, None, zero, zero, zero, zero, zero, zero, zero, zero, 0)
+    requests = Requests(q, None, None, None, zero, zero, zero, zero, zero, None)
+    K = Kernel(requests, outputs, terms, cached, zero, zero, C, 4, 16, 16, 16)
+    piece = Piece(zero, zero, zero, zero, zero, rows // 4, zero, zero, zero)
+    job = Job(zero, zero + 3, zero, zero, zero, zero + W, patience)
     o = gl.full([16, 16], W + 1.0, gl.float32, R)
     top = gl.full([16], W + 0.0, gl.float32, gl.SliceLayout(1, R))
-    forward.leave_part(K, job, rows, o, top, 0.0 * top + 2.0, 0)
+    results.leave_part(K, job, rows, o, top, 0.0 * top + 2.0, 0)
     HAND_IN(K, piece, job, rows)
 
 
@@ -47,7 +50,7 @@ def together(HAND_IN: gl.constexpr, q, out, lse, parts, sums, arrivals, patience
     )
 
 
-def merged(order: str, seed: int, patience: int, rows: int, hand_in=forward.hand_in, config=CONFIG) -> None:
+def merged(order: str, seed: int, patience: int, rows: int, hand_in=results.hand_in, config=CONFIG) -> None:
     """Merge twice, with the same counters, and check the results."""
     arrivals = torch.zeros(1, 2, dtype=torch.int32)
     for _ in range(2):
@@ -93,7 +96,7 @@ def test_by_whoever_waits(order, patience, config):
     ],
 )
 def test_a_mistake_is_found(text, becomes, tmp_path):
-    wrong = altered(FORWARD, text, becomes, tmp_path).hand_in
+    wrong = altered(results.__name__, ((text, becomes),), tmp_path).hand_in
     with pytest.raises((AssertionError, SimulationError, Race, DoubleWrite)):
         for seed in range(12):
             merged("random", seed, (2, 50)[seed % 2], rows=16, hand_in=wrong, config=(CONFIG, OF_WGMMA)[seed // 2 % 2])

@@ -39,6 +39,7 @@ import triton.language as tl
 
 from strobe.kernels.common.channel import Channel, make_barriers, swizzled
 from strobe.kernels.common.dependent_launch import take_turn
+from strobe.kernels.decode.arguments import NUMBERS, Cached, Job, Kernel, Outputs, Piece, Terms
 from strobe.kernels.decode.boxes import (
     accumulator,
     clear_values,
@@ -58,23 +59,11 @@ from strobe.kernels.decode.boxes import (
     wait_output,
     weights_of,
 )
-from strobe.kernels.decode.forward import (
-    NUMBERS,
-    Cached,
-    Job,
-    Kernel,
-    Outputs,
-    Piece,
-    Terms,
-    ask_ahead,
-    deliver,
-    is_key,
-    look_up,
-    rows_at,
-    take_pieces,
-)
+from strobe.kernels.decode.keys import is_key, look_up, rows_at
 from strobe.kernels.decode.latent import make_latent_memory, take_latent
 from strobe.kernels.decode.latent_turns import left_group, make_turns_memory, right_group
+from strobe.kernels.decode.pieces import ask_ahead, take_pieces
+from strobe.kernels.decode.results import deliver
 from strobe.kernels.decode.schedule import Requests
 from strobe.kernels.gluon import (
     aggregate,

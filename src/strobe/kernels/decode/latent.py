@@ -38,7 +38,8 @@ from strobe.kernels.decode.boxes import (
     wait_output,
     weights,
 )
-from strobe.kernels.decode.forward import deliver, result_layout, ring_layout
+from strobe.kernels.decode.layouts import result_layout, ring_layout
+from strobe.kernels.decode.results import deliver
 from strobe.kernels.gluon import (
     aggregate,
     fence_async_shared,

@@ -31,6 +31,7 @@ import triton.language as tl
 
 from strobe.kernels.common.channel import make_barriers, swizzled
 from strobe.kernels.common.named_barrier import FIRST, announce, meet, rendezvous
+from strobe.kernels.decode.arguments import Kernel, Outputs, Piece
 from strobe.kernels.decode.boxes import (
     accumulator,
     clear_values,
@@ -48,7 +49,9 @@ from strobe.kernels.decode.boxes import (
     scale_of_scores,
     weights_of,
 )
-from strobe.kernels.decode.forward import Kernel, Outputs, Piece, deliver, finite, take_pieces
+from strobe.kernels.decode.pieces import take_pieces
+from strobe.kernels.decode.results import deliver
+from strobe.kernels.decode.scores import finite
 from strobe.kernels.gluon import (
     aggregate,
     fence_async_shared,

@@ -1,0 +1,138 @@
+"""Which keys a step has, where they lie, and how they are copied by cp.async; queries."""
+
+from strobe.kernels.decode.layouts import along, first_keys_in, keys_in, keys_of_warp
+from strobe.kernels.gluon import cp_async, gl, gluon
+
+
+@gluon.constexpr_function
+def on_one_page(C, PAGE):
+    """Whether the keys that a warp has in a step are on one page, which is looked up once for all of them."""
+    return PAGE > 0 and PAGE % keys_of_warp(C) == 0
+
+
+@gluon.constexpr_function
+def on_few_pages(C, PAGE):
+    """Whether the keys that a warp has in a step are on two to four whole pages."""
+    return PAGE > 0 and keys_of_warp(C) % PAGE == 0 and keys_of_warp(C) // PAGE in (2, 4)
+
+
+@gluon.jit
+def look_up(cached, piece, first, C: gl.constexpr, layout: gl.constexpr):
+    """The pages of a step's keys from key `first` on, -1 for those that are none: [token_warps, keys of a warp or, on one page,
+    1]; 0 for a contiguous cache."""
+    if cached.PAGE == 0:
+        return piece.begin * 0
+    elif on_few_pages(C, cached.PAGE):
+        return look_up_few(cached, piece, first, C, layout)
+    else:
+        if on_one_page(C, cached.PAGE):
+            keys = first + first_keys_in(C, layout)
+            there = (keys + keys_of_warp(C) > piece.begin) & (keys < piece.end)
+        else:
+            keys = first + keys_in(C, layout)
+            there = (keys >= piece.begin) & (keys < piece.end)
+        return gl.load(cached.table + piece.batch.to(gl.int64) * cached.table_row + keys // cached.PAGE, mask=there, other=-1)
+
+
+@gluon.jit
+def look_up_few(cached, piece, first, C: gl.constexpr, layout: gl.constexpr):
+    """What `look_up` gives where the keys that a warp has in a step are on a few whole pages: each is looked up once."""
+    PAGE: gl.constexpr = cached.PAGE
+    row = cached.table + piece.batch.to(gl.int64) * cached.table_row
+    own = gl.expand_dims(gl.arange(0, keys_of_warp(C), gl.SliceLayout(0, layout)), 0)
+    pages = own * 0 - 1
+    for n in gl.static_range(keys_of_warp(C) // PAGE):
+        keys = first + n * PAGE + first_keys_in(C, layout)
+        page = gl.load(row + keys // PAGE, mask=(keys + PAGE > piece.begin) & (keys < piece.end), other=-1)
+        pages = gl.where(own // PAGE == n, page, pages)
+    return pages
+
+
+@gluon.jit
+def is_page(cached, pages):
+    """Whether pages are there."""
+    return (pages >= 0) & (pages < cached.pages)
+
+
+@gluon.jit
+def is_key(cached, piece, first, pages, C: gl.constexpr, layout: gl.constexpr):
+    """Whether a step's keys from key `first` on belong to a piece and are there."""
+    keys = first + keys_in(C, layout)
+    inside = (keys >= piece.begin) & (keys < piece.end)
+    if cached.PAGE:
+        inside = inside & is_page(cached, pages)
+    return inside
+
+
+@gluon.jit
+def rows_at(cached, first, pages, entry, page_stride, row_stride, C: gl.constexpr, layout: gl.constexpr):
+    """The offsets in the cache of a step's keys (or values) from key `first` on."""
+    if cached.PAGE == 0:
+        return entry.to(gl.int64) * page_stride + (first + keys_in(C, layout)).to(gl.int64) * row_stride
+    else:
+        row = rows_of_pages(first, cached.PAGE, C, layout)
+        return pages.to(gl.int64) * page_stride + row.to(gl.int64) * row_stride
+
+
+@gluon.jit
+def rows_of_pages(first, PAGE: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+    """Which rows of their pages a step's keys from key `first` on are."""
+    if on_one_page(C, PAGE):
+        beyond = gl.expand_dims(gl.arange(0, keys_of_warp(C), gl.SliceLayout(0, layout)), 0)
+        return (first + first_keys_in(C, layout)) % PAGE + beyond
+    else:
+        return (first + keys_in(C, layout)) % PAGE
+
+
+@gluon.jit
+def same_or_looked_up(cached, piece, pages, first, C: gl.constexpr, layout: gl.constexpr):
+    """The pages of a step as V is copied: those as K is copied, if both have the same layout."""
+    if C.head_dim == C.head_dim_v:
+        return pages
+    else:
+        return look_up(cached, piece, first, C, layout)
+
+
+@gluon.jit
+def wide(a, b):
+    """The product, in 64 bits, of numbers that are not negative: one instruction, as those without a sign have one."""
+    if b.dtype == gl.int32:
+        return a.to(gl.uint32).to(gl.int64) * b.to(gl.uint32).to(gl.int64)
+    else:
+        return a.to(gl.int64) * b
+
+
+@gluon.jit
+def copy_step(buffer, base, cached, piece, first, pages, page_stride, row_stride, layout: gl.constexpr, COLUMNS: gl.constexpr,
+              C: gl.constexpr):  # fmt: skip
+    """Start copying a step's keys (or values) from key `first` on into a buffer, zeros where there is no key, and beyond
+    COLUMNS. Where there is no key the address is that of another row: none lies outside of the cache, though it would not be
+    read. What the rows of a page share is computed once."""
+    KEYS: gl.constexpr = gl.SliceLayout(2, layout)
+    columns = along(buffer.shape[2], 2, layout)
+    inside = is_key(cached, piece, first, pages, C, KEYS)
+    if cached.PAGE == 0:
+        pages, rows = piece.entry, gl.where(inside, first + keys_in(C, KEYS), 0)
+        at = base + wide(gl.where(is_page(cached, pages), pages, 0), page_stride) + columns
+    else:
+        rows = rows_of_pages(first, cached.PAGE, C, KEYS)
+        at = base + gl.expand_dims(wide(gl.where(is_page(cached, pages), pages, 0), page_stride), 2) + columns
+    width: gl.constexpr = layout.size_per_thread[2]
+    mask = gl.max_constancy(gl.expand_dims(inside, 2) & (columns < COLUMNS), [1, 1, width])
+    if cached.PAGE != 1:  # or 0 would be added, which folds, and with it what is said of the sum
+        at += gl.expand_dims(wide(rows, row_stride), 2)
+    cp_async(buffer, gl.multiple_of(at, [1, 1, 16]), mask=mask)  # bytes
+
+
+@gluon.jit
+def load_queries(outputs, piece, FIRST: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr, C: gl.constexpr,
+                 GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr = 2):  # fmt: skip
+    """COLUMNS of Q from FIRST on as the first operand of a product, the same for all warps that share its rows; zeros beyond
+    the last row. WIDTH: elements that are loaded together."""
+    row = piece.first_row + along(C.rows, 1, layout) + 0 * along(C.token_warps, 0, layout)
+    column = FIRST + along(COLUMNS, 2, layout)
+    query, head = row // GROUP, piece.head * GROUP + row % GROUP
+    at = outputs.q + piece.batch.to(gl.int64) * outputs.q_batch
+    at += (piece.first_query + query).to(gl.int64) * outputs.q_row + head.to(gl.int64) * outputs.q_head
+    mask = gl.max_constancy((row < piece.queries * GROUP) & (column < DIM), [1, 1, WIDTH])
+    return gl.load(gl.multiple_of(at + column, [1, 1, 2 * WIDTH]), mask=mask, other=0.0)  # bytes

@@ -1,0 +1,113 @@
+"""The work of a CTA: the pieces of its stretch, one after the other."""
+
+from strobe.kernels.common.prefetch import prefetch
+from strobe.kernels.decode.arguments import Job, Piece
+from strobe.kernels.decode.notes import NOTED_ROWS, forget, is_left
+from strobe.kernels.decode.results import PATIENCE
+from strobe.kernels.decode.schedule import (
+    all_units,
+    jobs_of,
+    keys_of,
+    parts_of,
+    place_of,
+    queries_of,
+    quotient,
+    request_at,
+    start_of,
+    stretch_of,
+    units_of,
+)
+from strobe.kernels.gluon import gl, gluon
+
+
+@gluon.jit
+def ask_ahead(K):
+    """Ask for page numbers and queries while the lengths are on their way."""
+    requests, cached, outputs = K.requests, K.cached, K.outputs
+    if cached.PAGE:
+        columns = (requests.capacity + cached.PAGE - 1) // cached.PAGE
+        prefetch(cached.table, ((requests.batch - 1).to(gl.int64) * cached.table_row + columns) * 4)
+    if requests.cu_q is None:
+        last = (requests.batch - 1).to(gl.int64) * outputs.q_batch + (requests.n_q - 1).to(gl.int64) * outputs.q_row
+        last += (K.heads_kv * K.GROUP - 1).to(gl.int64) * outputs.q_head
+        prefetch(outputs.q, (last + K.DIM) * 2)
+
+
+@gluon.jit
+def tile_in_turn(i, tiles):
+    """The i-th tile of a key head: first and last ones in turn, so that a CTA with several has as many keys as others where
+    the last rows see the most."""
+    return gl.where(i % 2 == 0, i // 2, tiles - 1 - i // 2)
+
+
+@gluon.jit
+def keys_of_tile(terms, first_row, queries, begin, end, length, C: gl.constexpr, GROUP: gl.constexpr):
+    """[begin, end) of the keys that some row of a tile may see, of those that some query of its request may."""
+    own = length - queries
+    if terms.BY_ROW:
+        if terms.right is not None:
+            last = gl.minimum(first_row + C.rows, queries * GROUP) - 1
+            end = gl.minimum(end, gl.maximum(own + last // GROUP + terms.right + 1, begin))
+        if terms.left is not None:
+            begin = gl.minimum(gl.maximum(begin, own + first_row // GROUP - terms.left), end)
+    return begin, end
+
+
+@gluon.jit
+def take_pieces(TAKE: gl.constexpr, memory, K, state):
+    """All pieces of a CTA's stretch, one after the other. TAKE: what a role does with a piece, as `take` does, in a kernel's
+    own memory; `state` is what it remembers from piece to piece."""
+    C: gl.constexpr = K.C
+    GROUP: gl.constexpr = K.GROUP
+    requests, heads_kv, tiles = K.requests, K.heads_kv, K.tiles
+    total, most, units = all_units(requests, heads_kv, C, GROUP)
+    alike = most.to(gl.int64) * requests.batch == total
+    stretch = stretch_of(total, alike, units, C)
+    team, member = gl.program_id(0) // C.abreast, gl.program_id(0) % C.abreast
+    x, last = start_of(team, stretch, total), start_of(team + 1, stretch, total)
+    b, begins = request_at(requests, x, alike, most, heads_kv, C, GROUP)
+    while x < last:
+        first_query, queries = queries_of(requests, b, b < requests.batch)
+        begin, end, length = keys_of(requests, b, b < requests.batch, queries)
+        jobs, units = jobs_of(queries, heads_kv, C, GROUP), units_of(begin, end, C)
+        if x == begins + jobs * units:
+            b += 1
+            begins = x
+        else:
+            job = quotient(x - begins, units)
+            job_begins = begins + job * units
+            unit = x - job_begins
+            count = gl.minimum(units - unit, last - x)
+            if C.split:
+                count = 1 + 0 * count
+            head, tile = job, 0 * job
+            some_begin, some_end = begin, end
+            if tiles > 1:
+                head = job // (jobs // heads_kv)
+                tile = tile_in_turn(job - head * (jobs // heads_kv), jobs // heads_kv) * C.abreast + member
+                some_begin, some_end = keys_of_tile(K.terms, tile * C.rows, queries, begin, end, length, C, GROUP)
+            entry = b
+            if requests.index is not None:
+                entry = gl.load(requests.index + b)
+            origin = (begin // C.unit + unit) * C.unit
+            piece = Piece(b, entry, head, tile * C.rows, first_query, queries, length, gl.maximum(some_begin, origin),
+                          gl.minimum(some_end, origin + count * C.unit))  # fmt: skip
+            ours = True
+            if C.abreast > 1:
+                ours = piece.first_row < queries * GROUP
+            if requests.notes is not None:
+                ours = is_left(requests.notes, b, heads_kv, head, piece.first_row, queries, requests.n_q, C, GROUP)
+            if ours:
+                parts, first = parts_of(job_begins, units, stretch, C)
+                part = team - first
+                if C.split:
+                    part = unit
+                place = place_of(part, first, job_begins, stretch, C)
+                patience = gl.where(x + count < last, 0, PATIENCE)
+                number = (b * heads_kv + head) * tiles + tile
+                state = TAKE(memory, K, piece, Job(number, parts, first, job_begins, stretch, place, patience), state)
+            x += count
+    if requests.notes is not None:
+        blocks = (requests.n_q + NOTED_ROWS - 1) // NOTED_ROWS
+        forget(requests.notes, requests.batch * heads_kv * GROUP * blocks, C.warps)
+    return state

@@ -1,0 +1,283 @@
+"""What becomes of what was found of a piece: it is written, or handed in as a part, and parts are merged in the same launch.
+
+A job whose keys are all in one piece is written at once. Otherwise each part is written to global memory, and whoever comes
+last merges them, in their order, together with those who are done and wait; counters are set back to 0. Of a tile's rows only
+ROWS may be in use.
+"""
+
+from strobe.kernels.common.scores import LN2
+from strobe.kernels.decode.layouts import along, result_layout
+from strobe.kernels.decode.schedule import place_of
+from strobe.kernels.decode.scores import LOG2E, finite
+from strobe.kernels.gluon import gl, gluon, partition_barrier
+
+PATIENCE = gl.constexpr(64)
+"""How often a CTA whose work is done looks whether the other parts of its last job are there, to help to merge them."""
+GAVE_UP = gl.constexpr(1 << 16)
+FEW_PARTS = gl.constexpr(8)
+"""Parts of a job that are so few that more rows are merged at once."""
+
+
+@gluon.constexpr_function
+def parts_at_once(C, rows):
+    return C.parts_at_once(rows)
+
+
+@gluon.constexpr_function
+def rows_of_group(C, rows):
+    """Rows that one group of warps may have, of `rows` of a result that may be in use."""
+    return min(rows, C.rows)
+
+
+@gluon.constexpr_function
+def most_alone(C, rows):
+    return C.most_alone(rows)
+
+
+@gluon.constexpr_function
+def merge_layout(C, rows):
+    """The layout in which so many rows of parts are read: as they lie."""
+    if not C.parts_in_squares:
+        if rows < C.warps:
+            return gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, rows, C.warps // rows], [2, 1, 0])
+        return result_layout(C, C.head_dim_v)
+    down = min(8, rows)
+    high = min(C.warps, rows // down)
+    return gl.BlockedLayout([1, 1, 4], [1, down, 32 // down], [1, high, C.warps // high], [2, 1, 0])
+
+
+@gluon.jit
+def place_in_part(row, column, C: gl.constexpr):
+    """Where a number of O lies in a part: in its row, or in a square of 8 rows and 8 columns, as a warp has it of wgmma."""
+    if C.parts_in_squares:
+        return row // 8 * (8 * C.head_dim_v) + column // 8 * 64 + row % 8 * 8 + column % 8
+    else:
+        return row * C.head_dim_v + column
+
+
+@gluon.jit
+def merge(K, job, row, rows, MERGED: gl.constexpr, AT_ONCE: gl.constexpr):
+    """The parts of a job added up in their order, AT_ONCE of them at a time, MERGED rows from row `row` on, of `rows` in use:
+    see `gather_warps`. Every thread loads the maxima and sums by which it weighs O, so none waits for another."""
+    C: gl.constexpr = K.C
+    R: gl.constexpr = merge_layout(C, MERGED)
+    STRIDE: gl.constexpr = K.ROWS * C.head_dim_v
+    H: gl.constexpr = gl.SliceLayout(2, R)
+    M: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, R))
+    number = gl.expand_dims(gl.arange(0, AT_ONCE, gl.SliceLayout(1, H)), 1)
+    row_2 = row + gl.expand_dims(gl.arange(0, MERGED, gl.SliceLayout(0, H)), 0)
+    number_3, row_3, column = along(AT_ONCE, 0, R), row + along(MERGED, 1, R), along(C.head_dim_v, 2, R)
+    o = gl.full([MERGED, C.head_dim_v], 0.0, gl.float32, gl.SliceLayout(0, R))
+    top = gl.full([MERGED], -float("inf"), gl.float32, gl.SliceLayout(0, H))
+    total = gl.full([MERGED], 0.0, gl.float32, gl.SliceLayout(0, H))
+    SPACE: gl.constexpr = 1 if C.split else 2 * C.abreast  # places from one part to the next, but for the first one
+    start = place_of(1, job.first, job.begins, job.stretch, C) - SPACE
+    own = place_of(0, job.first, job.begins, job.stretch, C) - start
+    sums = K.outputs.sums + start * (2 * K.ROWS) + row_2
+    parts = K.outputs.parts + start.to(gl.int64) * STRIDE + place_in_part(row_3, column, C)
+    for i in range(0, job.parts, AT_ONCE):
+        at = sums + number * (SPACE * 2 * K.ROWS) + gl.where(i + number == 0, own * (2 * K.ROWS), i * (SPACE * 2 * K.ROWS))
+        there = (i + number < job.parts) & (row_2 < rows)
+        tops = gl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg")
+        totals = gl.load(at + K.ROWS, mask=there, other=0.0, cache_modifier=".cg")
+        at = parts + number_3 * (SPACE * STRIDE) + gl.where(i + number_3 == 0, own * STRIDE, i * (SPACE * STRIDE))
+        there = (i + number_3 < job.parts) & (row_3 < rows) & (column < C.head_dim_v)
+        os = gl.load(at, mask=there, other=0.0, cache_modifier=".cg")
+        new_top = gl.maximum(top, gl.max(tops, 0))
+        shift = finite(new_top)
+        weights, rescale = gl.exp2(tops - gl.expand_dims(shift, 0)), gl.exp2(top - shift)
+        total = total * rescale + gl.sum(totals * weights, 0)
+        o = o * gl.expand_dims(gl.convert_layout(rescale, M), 1)
+        o += gl.sum(os * gl.expand_dims(weights, 2), 0)
+        top = new_top
+    return o, gl.convert_layout(top, M), gl.convert_layout(total, M)
+
+
+@gluon.jit
+def write(K, piece, row, o, top, total, COLUMN: gl.constexpr):
+    """Write out and the LSE of rows of a piece's tile, from row `row` on; o: columns from COLUMN on."""
+    outputs, terms = K.outputs, K.terms
+    L: gl.constexpr = o.type.layout
+    row = piece.first_row + row + gl.arange(0, o.shape[0], gl.SliceLayout(1, L))
+    there = row < piece.queries * K.GROUP
+    query, head = piece.first_query + row // K.GROUP, piece.head * K.GROUP + row % K.GROUP
+    if terms.sinks is not None:
+        sink = gl.load(terms.sinks + head, mask=there, other=0.0).to(gl.float32) * LOG2E
+        new_top = gl.maximum(top, sink)
+        rescale = gl.exp2(top - finite(new_top))
+        total = total * rescale + gl.exp2(sink - finite(new_top))
+        o = o * gl.expand_dims(rescale, 1)
+        top = new_top
+    nothing = total == 0.0
+    factor = 1.0 / gl.where(nothing, 1.0, total)
+    if terms.v_scale is not None:
+        if not terms.V_BY_TOKEN:
+            factor *= gl.load(terms.v_scale + piece.batch * terms.v_scale_page + piece.head * terms.v_scale_row)
+    if outputs.lse is not None:
+        if COLUMN == 0:
+            lse = gl.where(nothing, -float("inf"), (top + gl.log2(total)) * LN2)
+            at = outputs.lse + piece.batch.to(gl.int64) * outputs.lse_batch + head.to(gl.int64) * outputs.lse_head + query
+            gl.store(at, lse, mask=there)
+    column = COLUMN + gl.expand_dims(gl.arange(0, o.shape[1], gl.SliceLayout(0, L)), 0)
+    at = outputs.out + piece.batch.to(gl.int64) * outputs.out_batch
+    at += gl.expand_dims(query.to(gl.int64) * outputs.out_row + head.to(gl.int64) * outputs.out_head, 1) + column
+    o = (o * gl.expand_dims(factor, 1)).to(outputs.out.dtype.element_ty)
+    mask = gl.max_constancy(gl.expand_dims(there, 1) & (column < K.DIM_V), [1, 4])
+    gl.store(gl.multiple_of(at, [1, 8]), o, mask=mask)  # bytes
+
+
+@gluon.jit
+def leave_part(K, job, rows, o, top, total, COLUMN: gl.constexpr):
+    """Write `rows` of a part of a result to where whoever merges it looks for it; o: columns from COLUMN on."""
+    L: gl.constexpr = o.type.layout
+    row = gl.arange(0, o.shape[0], gl.SliceLayout(1, L))
+    if COLUMN == 0:
+        at = K.outputs.sums + job.place * (2 * K.ROWS) + row
+        gl.store(at, top, mask=row < rows)
+        gl.store(at + K.ROWS, total, mask=row < rows)
+    row, column = gl.expand_dims(row, 1), COLUMN + gl.expand_dims(gl.arange(0, o.shape[1], gl.SliceLayout(0, L)), 0)
+    at = K.outputs.parts + job.place.to(gl.int64) * (K.ROWS * K.C.head_dim_v) + place_in_part(row, column, K.C)
+    gl.store(at, o, mask=(row < rows) & (column < K.C.head_dim_v))
+
+
+@gluon.jit
+def hand_in(K, piece, job, rows):
+    """A part of a job is written: the last to arrive merges all parts, `rows` of each, at once if they are few; else all who
+    wait for that do it together."""
+    ROWS: gl.constexpr = rows_of_group(K.C, K.ROWS)
+    arrivals = K.outputs.arrivals + 2 * job.number
+    partition_barrier()  # so the arrival tells of what all threads wrote
+    there = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") + 1
+    if job.parts > most_alone(K.C, ROWS):
+        merge_together(K, piece, job, rows, arrivals, there)
+    elif there == job.parts:
+        gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
+        merge_alone(K, piece, job, rows, parts_at_once(K.C, ROWS))
+
+
+@gluon.jit
+def merge_alone(K, piece, job, rows, AT_ONCE: gl.constexpr):
+    """Merge all parts of a job, AT_ONCE of them at a time or, if they are few, 8, as code for more takes longer though most of
+    it loads nothing."""
+    ROWS: gl.constexpr = rows_of_group(K.C, K.ROWS)
+    if AT_ONCE > 8:
+        if job.parts <= 8:
+            merge_alone(K, piece, job, rows, 8)
+        else:
+            o, top, total = merge(K, job, 0, rows, ROWS, AT_ONCE)
+            write(K, piece, 0, o, top, total, 0)
+    else:
+        o, top, total = merge(K, job, 0, rows, ROWS, AT_ONCE)
+        write(K, piece, 0, o, top, total, 0)
+
+
+@gluon.jit
+def merge_together(K, piece, job, rows, arrivals, there):
+    """Merge many parts with whoever waits for them. there: how many have arrived.
+
+    Nobody relies on a helper: one may give up until all parts are there, and a launch needs no CTA to run beside another. Of
+    the two counters the first one counts parts, and GAVE_UP times those who did not wait. Once all are there nobody gives up,
+    so all who waited see how many are absent: if nobody is, or all others are, each knows its share of the rows; else each
+    takes the next few, by the second counter, until none are left. Everybody counts there: so the last one knows that he is,
+    and sets both back to 0."""
+    size = rows_at_once(K.C, job.parts)
+    there, number = wait_for_parts(job, arrivals, there)
+    absent = there // GAVE_UP
+    if there % GAVE_UP == job.parts:
+        answer = ask(arrivals + 1, K.C)
+        alone = absent == job.parts - 1
+        known = (absent == 0) | alone
+        turn, turns = gl.where(alone, 0, number), (rows + size - 1) // size
+        if not known:
+            turn = heard(answer, K.C)
+        while turn < turns:
+            if K.C.merged_of_few > 0:
+                if job.parts <= FEW_PARTS:
+                    merge_rows(K, piece, job, turn * size, rows, K.C.merged_of_few)
+                else:
+                    merge_rows(K, piece, job, turn * size, rows, K.C.merged_rows)
+            else:
+                merge_rows(K, piece, job, turn * size, rows, K.C.merged_rows)
+            if known:
+                turn += job.parts - absent
+            else:
+                turn = gl.atomic_add(arrivals + 1, 1, sem="relaxed", scope="gpu")
+        left = turn - turns
+        if known:
+            left = heard(answer, K.C)
+        if left == job.parts - absent - 1:
+            gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
+            gl.atomic_xchg(arrivals + 1, 0, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def rows_at_once(C: gl.constexpr, parts):
+    """Rows of a job of so many parts that are merged at once."""
+    rows = 0 * parts + C.merged_rows
+    if C.merged_of_few > 0:
+        rows = gl.where(parts <= FEW_PARTS, C.merged_of_few, rows)
+    return rows
+
+
+@gluon.jit
+def merge_rows(K, piece, job, row, rows, MERGED: gl.constexpr):
+    """Merge MERGED rows of a job from row `row` on, of `rows` in use, and write them."""
+    o, top, total = merge(K, job, row, rows, MERGED, parts_at_once(K.C, MERGED))
+    write(K, piece, row, o, top, total, 0)
+
+
+@gluon.constexpr_function
+def lanes(warps):
+    return gl.BlockedLayout([1], [32], [warps], [0])
+
+
+@gluon.jit
+def ask(counter, C: gl.constexpr):
+    """Add 1 to a counter; what it was, see `heard`, need not be there yet where one thread alone waits for it."""
+    if C.specialised:
+        lane = gl.arange(0, 32 * gl.num_warps(), lanes(gl.num_warps()))
+        return gl.atomic_add(counter + 0 * lane, 1 + 0 * lane, mask=lane == 0, sem="relaxed", scope="gpu")
+    else:  # mma.sync's kernel has no register for it
+        return gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def heard(answer, C: gl.constexpr):
+    """What a counter was when `ask` did."""
+    if C.specialised:
+        lane = gl.arange(0, 32 * gl.num_warps(), lanes(gl.num_warps()))
+        return gl.max(gl.where(lane == 0, answer, 0), 0)
+    else:
+        return answer
+
+
+@gluon.jit
+def wait_for_parts(job, arrivals, there):
+    """Wait until all parts of a job are there, or give up, which the counter of arrivals then says: its value, which others do
+    not change any more once all are there, and as the how-manieth part this one came. there: how many have arrived."""
+    number, looks = there % GAVE_UP - 1, job.patience
+    while (there % GAVE_UP < job.parts) & (looks > 0):
+        there = gl.atomic_add(arrivals, 0, sem="acquire", scope="gpu")
+        looks -= 1
+    stays = looks >= 0
+    while (there % GAVE_UP < job.parts) & stays:
+        seen = gl.atomic_cas(arrivals, there, there + GAVE_UP, sem="acquire", scope="gpu")
+        stays = seen != there
+        there = seen
+    return there, number
+
+
+@gluon.jit
+def deliver(K, piece, job, acc, top, total):
+    """Write what was found of a piece, O in chunks of columns: the result, or a part of it, which whoever comes last merges."""
+    M: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
+    WIDE: gl.constexpr = acc[0].shape[1]
+    top, total = gl.convert_layout(top, M), gl.convert_layout(total, M)
+    rows = piece.queries * K.GROUP - piece.first_row
+    if job.parts == 1:
+        for c in gl.static_range(len(acc)):
+            write(K, piece, 0, acc[c], top, total, c * WIDE)
+    elif rows > 0:
+        for c in gl.static_range(len(acc)):
+            leave_part(K, job, rows, acc[c], top, total, c * WIDE)
+        hand_in(K, piece, job, gl.minimum(rows, rows_of_group(K.C, K.ROWS)))
