@@ -1,8 +1,9 @@
 """What Hopper's kernels for a cache share: boxes of keys that TMA copies, rows of Q, scores by wgmma, 64 rows at a time."""
 
 from strobe.kernels.common.channel import swizzled
+from strobe.kernels.common.scores import LOG2E
 from strobe.kernels.decode.keys import is_page, load_queries, look_up
-from strobe.kernels.decode.scores import LOG2E, changed, finite, is_seen, some_are_hidden
+from strobe.kernels.decode.scores import changed, finite, is_seen, some_are_hidden
 from strobe.kernels.gluon import gl, gluon, reinterpret, tma_load, warpgroup_mma_wait
 
 

@@ -1,4 +1,5 @@
-"""Layouts of mma.sync's decode kernel. Tensors of a step are [token_warps, rows or keys of a warp, keys or columns]."""
+"""Layouts of mma.sync's decode kernel, and numbers along them. Tensors of a step are
+[token_warps, rows or keys of a warp, keys or columns]."""
 
 from strobe.kernels.gluon import gl, gluon
 

@@ -5,10 +5,10 @@ last merges them, in their order, together with those who are done and wait; cou
 ROWS may be in use.
 """
 
-from strobe.kernels.common.scores import LN2
+from strobe.kernels.common.scores import LN2, LOG2E
 from strobe.kernels.decode.layouts import along, result_layout
 from strobe.kernels.decode.schedule import place_of
-from strobe.kernels.decode.scores import LOG2E, finite
+from strobe.kernels.decode.scores import finite
 from strobe.kernels.gluon import gl, gluon, partition_barrier
 
 PATIENCE = gl.constexpr(64)

@@ -1,11 +1,10 @@
 """Scores from products: scale, softcap, ALiBi; and which row sees which key."""
 
 from strobe.kernels.common.gluon_math import tanh
+from strobe.kernels.common.scores import LOG2E
 from strobe.kernels.decode.keys import is_key, is_page, look_up, rows_at
 from strobe.kernels.decode.layouts import along, keys_in
 from strobe.kernels.gluon import gl, gluon
-
-LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
