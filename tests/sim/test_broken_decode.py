@@ -368,8 +368,8 @@ TURNS_BUGS = [
 
 def broken(bug: Bug, entry: str, folder: Path) -> ModuleType:
     """A kernel's module, over all that it imports, with a mistake in it or in one of them."""
-    line = [name for name in (*SHARED, FORWARD, BOXES, LATENTS, TURNS, HOPPER) if name == entry or name != FORWARD]
-    return altered_over(line[line.index(bug.module) : line.index(entry) + 1], ((bug.text, bug.becomes),), folder)
+    line = [*SHARED, FORWARD] if entry == FORWARD else [*SHARED, BOXES, LATENTS, TURNS, HOPPER]
+    return altered_over(line[line.index(bug.module) :], ((bug.text, bug.becomes),), folder)
 
 
 CASE = {

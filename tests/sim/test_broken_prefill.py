@@ -9,7 +9,7 @@ from broken import altered_over
 from cache_launch import run
 from requests_at_random import draw
 from test_broken_decode import FORWARD as DECODE
-from test_broken_decode import SHARED
+from test_broken_decode import SCHEDULE, SHARED
 from test_prefill_kernel import PLAIN
 
 import strobe
@@ -17,7 +17,7 @@ from strobe.sim import BarrierMisuse, Deadlock, OutOfBounds, Race, Uninitialised
 
 ORDERS = ("in_order", "random", "late", "early")
 FORWARD, PAGES, QUEUE = (f"strobe.kernels.sm90.{name}" for name in ("forward", "pages", "tile_queue"))
-NOTES, SCHEDULE = "strobe.kernels.decode.notes", SHARED[0]
+NOTES = "strobe.kernels.decode.notes"
 HELPS = {PAGES: [PAGES, FORWARD], QUEUE: [QUEUE, FORWARD], NOTES: [NOTES, *SHARED, DECODE], SCHEDULE: [*SHARED, DECODE]}
 """A module, and those over it up to a kernel's."""
 WRONG = (AssertionError,)
