@@ -31,7 +31,7 @@ from strobe_cli.app import app
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "benchmarks" / "results" / "forward-h200-2026-11-21.json"
-BACKWARD = MEASURED.with_stem("backward-h200-2026-11-23")
+BACKWARD = MEASURED.with_stem("backward-h200-2026-11-26")
 H200 = Ceilings.of(KNOWN["H200"], torch.bfloat16)
 A100 = Ceilings.of(KNOWN["A100"], torch.bfloat16)
 
@@ -392,7 +392,7 @@ def test_the_command_places_the_tokens_and_the_phase_that_it_is_asked_for():
             *((BACKWARD, "--phase backward"), (BACKWARD, "--phase backward --tokens 16384 --lengths 4096")),
         )
     ]
-    assert shown == [8, 8, 2, 3, 1]
+    assert shown == [8, 8, 2, 4, 1]
 
 
 def test_the_command_of_a_decode():

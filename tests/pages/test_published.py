@@ -60,7 +60,6 @@ ELSEWHERE = "what changed since is elsewhere: a name from Gluon for decode, and 
 OF_THE_BACKWARD = "what changed since is of the backward in 16 bits"
 DEFAULT_SINCE = "since then what it measured runs by default, by the same kernels"
 ACCEPTED: dict[str, str] = {
-    "backward-h200-2026-11-23.json": REDO_CHANGED,
     "blackwell-simulated.json": BEFORE_PLACES,
     "changed-scores-h200-2026-11-22.json": OLDER_KERNEL,
     "cycles-backward-h200-2026-11-24.json": REDO_CHANGED,
