@@ -323,6 +323,7 @@ def bench_decode(
     ragged: Annotated[bool, typer.Option("--ragged", help="Lengths drawn around a mean, log-normal.")] = False,
     rounds: Annotated[int | None, typer.Option(help="Interleaved rounds; default: 9.")] = None,
     max_seconds: Annotated[float | None, typer.Option(help="Stop then, with what was measured.")] = None,
+    part: Annotated[str | None, typer.Option(help="I/N: this part of the points alone, see strobe bench merge.")] = None,
     peers: Peers = None,
     device: DeviceName = None,
     json: Annotated[
@@ -349,7 +350,7 @@ def bench_decode(
         batches=numbers_of("batches", batches), lengths=numbers_of("lengths", lengths), heads=pairs, head_dims=dims,
         queries=numbers_of("queries", queries), pages=numbers_of("pages", pages, least=0),
         caches=names_of("caches", caches, lab.CACHES), rounds=rounds, max_seconds=positive("max-seconds", max_seconds),
-        peers=None if peers == "all" else names_of("peers", peers, lab.peers_for(where)),
+        peers=None if peers == "all" else names_of("peers", peers, lab.peers_for(where)), part=part_of(part),
     )  # fmt: skip
     plan = replace(lab.Plan() if where.type == "cuda" else lab.CPU, ragged=ragged, **changes)
     picture = picture_path(out)
@@ -441,14 +442,14 @@ def merge(
     """Make one report of a run's parts, if all are of the same GPU, commit, versions and protocol."""
     from pathlib import Path
 
+    from strobe.lab.bench import decode, report
     from strobe.lab.bench.merge import merge as run
-    from strobe.lab.bench.report import show
 
     try:
-        report = run([Path(file) for file in files], Path(out))
+        merged = run([Path(file) for file in files], Path(out))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    show(report)
+    (decode if merged["what"] == "decode" else report).show(merged)
     typer.echo(f"written: {out}")
 
 

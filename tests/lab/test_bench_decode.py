@@ -40,6 +40,21 @@ def test_a_run(tmp_path):
     assert "kv=64 fp32 heads 4/2 D=16 x 3 page 8 ragged" in done.output
 
 
+def test_parts_are_merged_into_what_one_run_would_be(tmp_path):
+    shape = ("--batches", "1,2", "--lengths", "64,32", "--heads", "4/2", "--head-dims", 16, "--pages", "8,0", "--rounds", 1)
+    paths = [tmp_path / f"{n}.json" for n in (1, 2, 3)]
+    for n, path in enumerate(paths, 1):
+        assert run(*shape, "--part", f"{n}/3", "--json", path).exit_code == 0
+    whole = tmp_path / "whole.json"
+    merged = CliRunner().invoke(app, ["bench", "merge", *map(str, paths[::-1]), "--out", str(whole)])
+    assert merged.exit_code == 0, merged.output
+    report, points = lab.load(whole), Plan((1, 2), (64, 32), ((4, 2),), (16,), (1,), (0, 8), ("fp32",)).points()
+    assert [Point.of(facts) for facts in report["points"]] == points and report["stopped"] is None
+    assert "--part" not in report["command"] and len(report["parts"]) == 3
+    twice = CliRunner().invoke(app, ["bench", "merge", str(paths[0]), str(paths[0]), "--out", str(tmp_path / "twice.json")])
+    assert twice.exit_code == 2 and "measured once" in twice.output
+
+
 def test_who_is_wrong_is_not_timed():
     def wrong(inputs):
         right = OURS[0].prepare(inputs)

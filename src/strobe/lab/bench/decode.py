@@ -226,7 +226,7 @@ def bench(plan: Plan, device: torch.device, command: str, path: Path | None = No
         "contenders": [one.name for one in contenders],
         "not installed": [name for name, peer in asked.items() if not peer.installed],
         "not asked": [name for name in known if name not in asked],
-        "rounds": plan.rounds, "launches": LAUNCHES, "points": [], "stopped": None,
+        "part": list(plan.part), "rounds": plan.rounds, "launches": LAUNCHES, "points": [], "stopped": None,
     }  # fmt: skip
     target = path or default_path(report)
     target.parent.mkdir(parents=True, exist_ok=True)

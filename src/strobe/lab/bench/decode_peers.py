@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -63,6 +63,17 @@ class Point:
     def kind(self) -> Point:
         """The point without its batch and length, the same for all points whose kernels differ by their configs alone."""
         return Point(1, 1, self.heads // self.heads_kv, 1, self.head_dim, self.queries, self.page, self.cache)
+
+
+def in_order(points: Iterable[dict]) -> list[dict]:
+    """Entries of a report, shape by shape at each length and batch, as those of one run are."""
+
+    def key(facts: dict) -> tuple:
+        point = Point.of(facts)
+        shape = (-point.heads, point.heads_kv, point.head_dim, point.queries, point.page, point.cache)
+        return abs(math.log2(point.length / 8192)), point.length, point.batch, *shape
+
+    return sorted(points, key=key)
 
 
 class Inputs:
@@ -221,9 +232,11 @@ class Plan:
     """Names of the peers to measure; None: all that are installed."""
     most_bytes: int = 40 * 2**30
     """Larger caches are left out."""
+    part: tuple[int, int] = (1, 1)
+    """Which part of the points, of how many; each has its share of every length."""
 
     def points(self) -> list[Point]:
-        """Shape by shape at each batch and length, those first that tell most. ValueError if there are none."""
+        """The plan's part, shape by shape at each batch and length, those first that tell most. ValueError if none is left."""
         points = [
             Point(batch, length, *heads, head_dim, queries, page, cache, self.ragged)
             for length in sorted(self.lengths, key=lambda n: abs(math.log2(n / 8192)))
@@ -237,7 +250,8 @@ class Plan:
         points = [point for point in points if point.bytes <= self.most_bytes]
         if not points:
             raise ValueError(f"a cache must have at most {self.most_bytes} bytes, got none at these batches and lengths")
-        return points
+        part, parts = self.part
+        return points[part - 1 :: parts]
 
 
 CPU = Plan((1, 4), (256, 1024), ((8, 2),), (64,), (1,), (16, 0), ("fp32",), rounds=3)

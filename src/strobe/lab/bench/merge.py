@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
+from strobe.lab.bench import decode, decode_peers
 from strobe.lab.bench.plan import Point
 from strobe.lab.bench.report import by_shape, load
 
@@ -18,33 +19,50 @@ def merge(paths: Sequence[Path], out: Path) -> dict:
     ValueError unless all are of the same GPU, commit, kernels, versions, phase, protocol and contenders, and no point was
     measured twice. If parts of the plan are missing, "stopped" says so.
     """
-    reports = [load(path) for path in paths]
+    reports = [_read(path) for path in paths]
     first = reports[0]
     for path, report in zip(paths[1:], reports[1:], strict=True):
         for what, mine, other in zip(_MUST_AGREE, _facts(first), _facts(report), strict=True):
             if mine != other:
                 raise ValueError(f"merge needs the same {what} in all reports, got {mine} in {paths[0]} and {other} in {path}")
-    points = [facts for report in reports for facts in report["points"] if facts["finished"]]
-    seen = set[Point]()
-    for point in map(Point.of, points):
-        if point in seen:
-            raise ValueError(f"merge needs points that were measured once, got {point} in two reports")
-        seen.add(point)
     merged = first | {
         "date": min(report["date"] for report in reports),
         "command": re.sub(r" --part[ =]\S+", "", first["command"]),
         "stopped": _missing(reports),
         "part": [1, 1],
-        "ceiling": first["ceiling"] | {name: rate for name, rate in reports[-1]["ceiling"].items() if name == "after"},
-        "parts": [
-            {name: report[name] for name in ("date", "command", "stopped", "ceiling", "telemetry")} for report in reports
-        ],
-        "points": by_shape(points),
+        "parts": [{name: report[name] for name in _OF_A_PART if name in report} for report in reports],
     }
+    if first["what"] == "decode":
+        merged["points"] = decode_peers.in_order(_once(reports, decode_peers.Point.of))
+    else:
+        merged["points"] = by_shape(_once(reports, Point.of))
+        merged["ceiling"] = first["ceiling"] | {name: rate for name, rate in reports[-1]["ceiling"].items() if name == "after"}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(merged, indent=1) + "\n")
     return merged
 
+
+def _read(path: Path) -> dict:
+    """A report of any `strobe bench` that has parts. ValueError if the file is anything else."""
+    try:
+        return decode.load(path)
+    except ValueError:
+        return load(path)
+
+
+def _once(reports: Sequence[dict], of: Callable[[dict], Hashable]) -> list[dict]:
+    """The finished points of all reports. ValueError if one is there twice. of: gives the point of an entry."""
+    points = [facts for report in reports for facts in report["points"] if facts.get("finished", True)]
+    seen = set()
+    for point in map(of, points):
+        if point in seen:
+            raise ValueError(f"merge needs points that were measured once, got {point} in two reports")
+        seen.add(point)
+    return points
+
+
+_OF_A_PART = ("date", "command", "stopped", "ceiling", "telemetry", "read_gb_s", "before", "after")
+"""What a merged report keeps of each part."""
 
 _MUST_AGREE = ("GPU", "commit", "source of the kernels", "versions", "phase", "protocol", "contenders", "inputs")
 
@@ -53,7 +71,8 @@ def _facts(report: dict) -> tuple:
     device = report["device"]
     versions = {name: device.get(name) for name in ("packages", "driver", "cuda", "cudnn", "python")}
     commit, kernels = device.get("commit"), report.get("kernels")
-    ran = (report["what"], report["protocol"], report["contenders"], report.get("inputs", "normal"))
+    protocol = report.get("protocol") or (report["rounds"], report["launches"])
+    ran = (report["what"], protocol, report["contenders"], report.get("inputs", "normal"))
     return (device["name"], commit, kernels, versions, *ran)
 
 
