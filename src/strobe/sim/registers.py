@@ -173,8 +173,9 @@ LARGEST_DENORMAL = 2.0**-126 - 2.0**-149
 
 
 def _exp2(data: torch.Tensor) -> torch.Tensor:
-    """2^x as ex2.approx.ftz computes it: denormal results are zero."""
-    return torch.nn.functional.threshold(torch.exp2(data), LARGEST_DENORMAL, 0.0)
+    """2^x as ex2.approx.ftz computes it: denormal results are zero. In float64 first, since PyTorch's last bit depends on where
+    in a tensor a number stands."""
+    return torch.nn.functional.threshold(torch.exp2(data.double()).to(data.dtype), LARGEST_DENORMAL, 0.0)
 
 
 exp2 = _float_function("exp2", _exp2)
