@@ -87,9 +87,7 @@ SPILLS = {
     ("H200", 8, 4, 128, 16, "bf16", "wgmma"): 900,
     ("H200", 8, 16, 128, 64, "bf16", "wgmma"): 500, ("H200", 8, 16, 128, 16, "bf16", "wgmma"): 600,
     ("A100", 4, 1, 64, 16, "bf16", ""): 16,
-    ("H200", 7, 1, 80, 16, "bf16", ""): 64, ("H200", 128, 1, 576, 64, "bf16", "wgmma"): 96,
-    ("H200", 16, 1, 576, 64, "bf16", "wgmma"): 32,
-    ("H200", 128, 2, 576, 64, "bf16", "wgmma"): 64,
+    ("H200", 7, 1, 80, 16, "bf16", ""): 64, ("H200", 16, 1, 576, 64, "bf16", "wgmma"): 32,
 }  # fmt: skip
 """Bytes that may be spilled: outside of what runs at every step for the most part, there a number or none is loaded again."""
 
@@ -122,7 +120,8 @@ def test_it_compiles_for_gpus_that_are_not_there(version, problems):
         assert made["smem_said"] <= made["smem"] <= made["smem_said"] + made["overhead"] + 4096, (problem, made)
         assert made["smem"] + 1024 <= made["room"] and not made["narrow"] and made["strangers"] == 0, (problem, made)
         if "wgmma" in problem:
-            assert made["wgmma"] and made["tma"] and not made["copies"], (problem, made)
+            in_turns = problem[3] == 576 and problem[1] * problem[2] > 64  # whose rows of Q cp.async copies
+            assert made["wgmma"] and made["tma"] and bool(made["copies"]) == in_turns, (problem, made)
         elif "one group" in problem:
             assert made["wgmma"] and made["copies"] and not made["tma"], (problem, made)
         else:

@@ -223,11 +223,12 @@ def latent(heads: int, n_q: int = 1) -> Drawn:
     return Drawn(torch.randn(2, n_q, heads, 576, generator=g).half(), cache, {})
 
 
-def long_latent(heads: int) -> Drawn:
-    """The same with more steps, and a request without keys."""
-    call = drawn_latent(1, torch.float16, page=64, group=heads, heads_kv=1, batch=3, lengths=[430, 0, 250], room=450, n_q=1,
-                        ragged=False, tree=False, leftpad=False, mask=None, softcap=0.0, alibi=False, sinks=False)  # fmt: skip
-    return call
+def long_latent(heads: int, honest: bool = True, scale: float = 0.1) -> Drawn:
+    """The same with more steps, and a request without keys. honest: no page is missing."""
+    call = drawn_latent(1, torch.float16, honest=honest, page=64, group=heads, heads_kv=1, batch=3, lengths=[430, 0, 250],
+                        room=450, n_q=1, ragged=False, tree=False, leftpad=False, mask=None, softcap=0.0, alibi=False,
+                        sinks=False)  # fmt: skip
+    return call._replace(keywords={**call.keywords, "scale": scale})
 
 
 def drawn_latent(seed: int, dtype: torch.dtype, **fixed) -> Drawn:

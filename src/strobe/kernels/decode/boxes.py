@@ -2,9 +2,9 @@
 
 from strobe.kernels.common.channel import swizzled
 from strobe.kernels.common.scores import LOG2E
-from strobe.kernels.decode.keys import is_page, load_queries, look_up
+from strobe.kernels.decode.keys import is_page, load_queries, look_up, wide
 from strobe.kernels.decode.scores import changed, finite, is_seen, some_are_hidden
-from strobe.kernels.gluon import gl, gluon, reinterpret, tma_load, warpgroup_mma_wait
+from strobe.kernels.gluon import cp_async, gl, gluon, reinterpret, tma_load, warpgroup_mma_wait
 
 
 @gluon.constexpr_function
@@ -84,6 +84,27 @@ def rows_of_queries(outputs, piece, FIRST: gl.constexpr, COLUMNS: gl.constexpr, 
     WIDTH: gl.constexpr = 8 if DIM % 8 == 0 else 2
     q = load_queries(outputs, piece, FIRST, COLUMNS, rows_layout(COLUMNS, C.warps), C, GROUP, DIM, WIDTH)
     return gl.reshape(q, [C.rows, COLUMNS])
+
+
+@gluon.jit
+def copy_queries(place, outputs, piece, FIRST: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):
+    """Start copying columns from FIRST on of the rows of a tile of Q to a place in shared memory; zeros beyond the last row."""
+    COLUMNS: gl.constexpr = place.shape[1]
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0])
+    row = gl.arange(0, C.rows, gl.SliceLayout(1, L))
+    at = outputs.q + piece.batch.to(gl.int64) * outputs.q_batch + FIRST
+    column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, L)), 0)
+    if GROUP % C.rows == 0:  # all rows are there, and of one query: so addresses take fewer instructions
+        query, head = piece.first_query + piece.first_row // GROUP, piece.head * GROUP + piece.first_row % GROUP
+        at += wide(query, outputs.q_row) + wide(head, outputs.q_head)
+        at += gl.expand_dims(wide(row, outputs.q_head), 1) + column
+        cp_async(place, gl.multiple_of(at, [1, 16]))  # bytes
+    else:
+        row += piece.first_row
+        query, head = piece.first_query + row // GROUP, piece.head * GROUP + row % GROUP
+        at += gl.expand_dims(wide(query, outputs.q_row) + wide(head, outputs.q_head), 1) + column
+        mask = gl.max_constancy(gl.expand_dims(row < piece.queries * GROUP, 1) & (column >= 0), [1, 8])
+        cp_async(place, gl.multiple_of(at, [1, 16]), mask=mask)  # bytes
 
 
 @gluon.jit

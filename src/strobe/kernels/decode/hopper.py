@@ -424,7 +424,8 @@ def hopper_kernel(
     outputs = Outputs(q, q_batch, q_row, q_head, out, out_batch, out_row, out_head, lse, lse_batch, lse_head, parts, sums,
                       arrivals)  # fmt: skip
     K = Kernel(requests, outputs, terms, cached, heads_kv, tiles, C, GROUP, DIM, DIM_V, ROWS)
-    ask_ahead(K)
+    if C.halves == 1:  # two groups in turns: level or a percent faster without (an H100), as their first loads wait behind it
+        ask_ahead(K)
     if C.halves > 1:
         gl.warp_specialize([(left_group, (memory, K)), (right_group, (memory, K))], [4], [C.registers // 8 * 8])
     elif C.narrow > 0:

@@ -17,43 +17,50 @@ exponentials:
     q, q_narrow     [2 halves, rows, half],       the groups, a half each; the      both
                     [rows, narrow]                right one the narrow part
     sums            [2, rows]                     each group, when a piece ends     the other one
+    board           [numbers of a piece]          the right group, which finds      the left one
+                                                  the pieces
 
     barrier         arrivals                      says
-    full            TMA bytes                     a half, or the narrow part, of an even or an odd step is there
+    full            TMA bytes                     what a group copies of an even or an odd step is there
     EVEN, ODD       all threads of both groups    P of an even or an odd step is there (and that P before it has been read)
     MET             all threads of both groups    Q is there; the sums are there, and the piece has been read
+    TOLD            all threads of both groups    a piece stands on the board
 
 Nobody says that a place is free: who fills it has read it last. Half a step of K is read for S first, then for P V by the group
 that fills it; the narrow part is read for S, then P takes its place, which the other group reads and fills again.
+
+What runs once in a launch is short: its instructions come from memory, a few lines at a time, and two groups that both search
+for their work wait for twice as many.
 """
 
 import triton.language as tl
 
 from strobe.kernels.common.channel import make_barriers, swizzled
 from strobe.kernels.common.named_barrier import FIRST, announce, meet, rendezvous
-from strobe.kernels.decode.arguments import Kernel, Outputs, Piece
+from strobe.kernels.decode.arguments import Job, Kernel, Outputs, Piece
 from strobe.kernels.decode.boxes import (
     accumulator,
     clear_values,
+    copy_queries,
     first_step,
     has_others,
     lane_sums,
     masked,
-    misses_a_page,
     no_output,
     pages_of_boxes,
     place_of_box,
     rescaled,
     rows_of,
-    rows_of_queries,
     scale_of_scores,
     weights_of,
 )
+from strobe.kernels.decode.keys import is_page
 from strobe.kernels.decode.pieces import take_pieces
 from strobe.kernels.decode.results import deliver
-from strobe.kernels.decode.scores import finite
+from strobe.kernels.decode.scores import finite, is_seen, some_are_hidden
 from strobe.kernels.gluon import (
     aggregate,
+    async_copy,
     fence_async_shared,
     gl,
     gluon,
@@ -65,10 +72,12 @@ from strobe.kernels.gluon import (
     warpgroup_mma_wait,
 )
 
-EVEN, ODD, MET = FIRST, gl.constexpr(FIRST.value + 1), gl.constexpr(FIRST.value + 2)
-"""Numbers of named barriers."""
+EVEN, ODD, MET, TOLD = (gl.constexpr(FIRST.value + number) for number in (0, 1, 2, 4))
+"""Numbers of named barriers; that of MET and the next one are a pair."""
 NARROW = gl.constexpr(2)
 """The part of a step, beside its halves 0 and 1, that is no values."""
+NUMBERS = gl.constexpr(16)
+"""Numbers that say what a piece and its job are."""
 
 
 @aggregate
@@ -80,10 +89,11 @@ class TurnsMemory:
     q: gl.shared_memory_descriptor
     q_narrow: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
-    narrow: gl.shared_memory_descriptor
+    narrow: gl.tuple
     tops: gl.shared_memory_descriptor
     sums: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
+    board: gl.shared_memory_descriptor
+    full: gl.tuple
 
 
 @gluon.jit
@@ -93,16 +103,23 @@ def make_turns_memory(k_desc, narrow_desc, C: gl.constexpr):
     HALF: gl.constexpr = swizzled(dtype, C.chunk)
     N: gl.constexpr = swizzled(dtype, C.narrow)
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    full = ()  # one by one: between waits for barriers of one array Triton has the warps of a group meet
+    for _ in gl.static_range(4):
+        full += (make_barriers(1, 1),)
+    narrow = ()
+    for _ in gl.static_range(2):
+        narrow += (gl.allocate_shared_memory(dtype, [1, C.tokens, C.narrow], N),)
     return TurnsMemory(
         k_desc,
         narrow_desc,
         gl.allocate_shared_memory(dtype, [2, C.rows, C.chunk], HALF),
         gl.allocate_shared_memory(dtype, [1, C.rows, C.narrow], N),
         gl.allocate_shared_memory(dtype, [4, C.tokens, C.chunk], HALF),
-        gl.allocate_shared_memory(dtype, [2, C.tokens, C.narrow], N),
+        narrow,
         gl.allocate_shared_memory(gl.float32, [2, C.rows], ROWS),
         gl.allocate_shared_memory(gl.float32, [2, C.rows], ROWS),
-        make_barriers(6, 1),
+        gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], ROWS),
+        full,
     )
 
 
@@ -127,12 +144,12 @@ def walk_along(memory, K, piece):
 
 
 @gluon.jit
-def place(memory, odds, PART: gl.constexpr):
-    """Where a part of an even or an odd step lies."""
+def place(memory, zero, ODDS: gl.constexpr, PART: gl.constexpr):
+    """Where a part of an even or an odd step lies. zero: 0, see `unknown_zero`."""
     if PART == NARROW:
-        return memory.narrow.index(odds)
+        return memory.narrow[ODDS].index(zero)
     else:
-        return memory.k.index(2 * odds + PART)
+        return memory.k.index(zero + 2 * ODDS + PART)
 
 
 @gluon.jit
@@ -142,74 +159,89 @@ def page_of(walk, step):
 
 
 @gluon.jit
-def fill(walk, page, step, ODDS: gl.constexpr, PART: gl.constexpr):
-    """Start copying a part of a step, if the piece has that step."""
+def copy_part(walk, page, step, barrier, go, ODDS: gl.constexpr, PART: gl.constexpr):
+    """Start copying a part of a step, if `go`."""
     memory = walk.memory
     C: gl.constexpr = walk.K.C
-    COLUMNS: gl.constexpr = C.narrow if PART == NARROW else C.chunk
     desc = memory.narrow_desc if PART == NARROW else memory.k_desc
-    barrier = memory.full.index(3 * ODDS + PART)
-    go = step < walk.steps
-    mbarrier.expect(barrier, C.tokens * COLUMNS * 2, pred=go)
     page, row = place_of_box(walk.K.cached, page, walk.first + step * C.tokens)
-    box = place(memory, ODDS, PART).reshape(desc.block_type.shape)
+    box = place(memory, 0, ODDS, PART).reshape(desc.block_type.shape)
     tma_load(desc, [page, walk.piece.head, row, PART * C.chunk], barrier, box, pred=go)
 
 
 @gluon.jit
-def fill_first(walk, W: gl.constexpr):
-    """Start copying a group's parts of the first two steps."""
+def fill(walk, page, step, ODDS: gl.constexpr, W: gl.constexpr):
+    """Start copying a group's half of a step, and the narrow part of the other one's, if the piece has that step."""
+    C: gl.constexpr = walk.K.C
+    COLUMNS: gl.constexpr = C.chunk if W == ODDS else C.chunk + C.narrow
+    barrier = walk.memory.full[2 * ODDS + W].index(0)
+    go = step < walk.steps
+    mbarrier.expect(barrier, C.tokens * COLUMNS * 2, pred=go)
+    copy_part(walk, page, step, barrier, go, ODDS, W)
+    if W != ODDS:
+        copy_part(walk, page, step, barrier, go, ODDS, NARROW)
+
+
+@gluon.jit
+def start_piece(memory, K, piece, W: gl.constexpr):
+    """Start copying a group's parts of Q and of the first two steps."""
+    C: gl.constexpr = K.C
+    walk = walk_along(memory, K, piece)
     pages = page_of(walk, 0), page_of(walk, 1)
+    copy_queries(memory.q.index(W), K.outputs, piece, W * C.chunk, C, K.GROUP)  # behind the keys it would come late
+    if W == 1:
+        copy_queries(memory.q_narrow.index(0), K.outputs, piece, C.head_dim, C, K.GROUP)
+    async_copy.commit_group()
     fill(walk, pages[0], 0, 0, W)
-    fill(walk, pages[1 - W], 1 - W, 1 - W, NARROW)
     fill(walk, pages[1], 1, 1, W)
+    return walk
 
 
 # ---- products
 
 
 @gluon.jit
-def start_part(memory, s, turn, ODDS: gl.constexpr, PART: gl.constexpr, ADDS: gl.constexpr):
-    """S += Q K^T of a part of the turn-th even or odd step, once it is there."""
-    mbarrier.wait(memory.full.index(3 * ODDS + PART), turn & 1)
-    zero = turn >> 30  # unknown to the compiler, or it keeps the places of 36 products in registers, and spills them
+def unknown_zero(turn):
+    """0, which the compiler does not know, or it keeps the places of 36 products in registers, and spills them."""
+    return turn >> 30
+
+
+@gluon.jit
+def start_part(memory, s, zero, ODDS: gl.constexpr, PART: gl.constexpr, ADDS: gl.constexpr):
+    """S += Q K^T of a part of an even or an odd step."""
     q = memory.q_narrow.index(zero) if PART == NARROW else memory.q.index(zero + PART)
-    return warpgroup_mma(q, place(memory, zero + ODDS, PART).permute((1, 0)), s, use_acc=ADDS, is_async=True)
+    return warpgroup_mma(q, place(memory, zero, ODDS, PART).permute((1, 0)), s, use_acc=ADDS, is_async=True)
 
 
 @gluon.jit
 def start_scores(memory, C: gl.constexpr, turn, ODDS: gl.constexpr):
-    """S = Q K^T of the half that came first: the own one of the group whose step it is."""
+    """S = Q K^T of the half that came first, of the turn-th even or odd step: the own one of the group whose step it is."""
     s = gl.full([C.rows, C.tokens], 0.0, gl.float32, accumulator(C, C.tokens))
-    return start_part(memory, s, turn, ODDS, ODDS, False)
+    mbarrier.wait(memory.full[3 * ODDS].index(0), turn & 1)
+    return start_part(memory, s, unknown_zero(turn), ODDS, ODDS, False)
 
 
 @gluon.jit
 def start_other_scores(memory, s, turn, ODDS: gl.constexpr):
     """S += Q K^T of all else."""
-    s = start_part(memory, s, turn, ODDS, 1 - ODDS, True)
-    return start_part(memory, s, turn, ODDS, NARROW, True)
+    zero = unknown_zero(turn)
+    mbarrier.wait(memory.full[1 + ODDS].index(0), turn & 1)
+    s = start_part(memory, s, zero, ODDS, 1 - ODDS, True)
+    return start_part(memory, s, zero, ODDS, NARROW, True)
 
 
 @gluon.jit
-def start_output(walk, step, acc, p, ODDS: gl.constexpr, W: gl.constexpr):
-    """O += P V of a group's half of a step. p: the group's own, or in shared memory."""
-    C: gl.constexpr = walk.K.C
-    v = place(walk.memory, ODDS, W)
-    at = walk.first + step * C.tokens
-    if has_others(walk.piece, at, C):
-        clear_values(v, walk.piece, at, C)
-        fence_async_shared()
-        partition_barrier()
-    return warpgroup_mma(p, v, acc, is_async=True)
+def start_output(walk, acc, p, ODDS: gl.constexpr, W: gl.constexpr):
+    """O += P V of a group's half of an even or an odd step. p: the group's own, or in shared memory."""
+    return warpgroup_mma(p, place(walk.memory, 0, ODDS, W), acc, is_async=True)
 
 
 @gluon.jit
-def own_output(walk, step, acc, p, W: gl.constexpr):
+def own_output(walk, acc, p, W: gl.constexpr):
     """O + P V of a group's half of its own step."""
     C: gl.constexpr = walk.K.C
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator(C, C.chunk), k_width=2)
-    acc = warpgroup_mma_wait(0, deps=[start_output(walk, step, acc, gl.convert_layout(p, P), W, W)])
+    acc = warpgroup_mma_wait(0, deps=[start_output(walk, acc, gl.convert_layout(p, P), W, W)])
     partition_barrier()  # everybody has read it
     return acc
 
@@ -223,19 +255,47 @@ def scaled_sums(sums, factor):
 
 
 @gluon.jit
-def own_weights(walk, s, step, scale, holes, top, sums):
-    """P of a group's own step, the maxima and the sums with it, and the factor of what was summed before."""
+def clear_step(walk, at, W: gl.constexpr):
+    """Set the values of a group's own step to zero that are not of the piece, both halves."""
     C: gl.constexpr = walk.K.C
-    s = masked(s, walk.K, walk.piece, walk.first + step * C.tokens, holes, C, True)
+    for half in tl.range(2):
+        clear_values(walk.memory.k.index(2 * W + half), walk.piece, at, C)
+    fence_async_shared()  # before the group's warps meet in `publish`: one multiplies what others have cleared
+
+
+@gluon.jit
+def seen_alone(walk, s, at, hole):
+    """Products of the step from key `at` on; -inf where nobody sees a key, and for all keys of a hole, a page that is none."""
+    C: gl.constexpr = walk.K.C
+    s = gl.reshape(s, [1, C.rows, C.tokens])
+    L: gl.constexpr = s.type.layout
+    s = gl.where(is_seen(walk.K.terms, walk.piece, at, C, walk.K.GROUP, L), s, -float("inf"))
+    s = gl.convert_layout(gl.reshape(s, [C.rows, C.tokens]), accumulator(C, C.tokens))
+    return gl.where(hole, -float("inf"), s)
+
+
+@gluon.jit
+def own_weights(walk, s, step, page, scale, sign, top, sums, W: gl.constexpr):
+    """P of a group's own step, the maxima and the sums with it, and the factor of what was summed before. page: the step's."""
+    K = walk.K
+    at = walk.first + step * K.C.tokens
+    if sign < 1.0:
+        s = s * sign
+    s = masked(s, K, walk.piece, at, False, K.C, False)
+    hole = ~is_page(K.cached, page)
+    if hole | some_are_hidden(K.terms, walk.piece, at, K.C):
+        if has_others(walk.piece, at, K.C):
+            clear_step(walk, at, W)
+        s = seen_alone(walk, s, at, hole)
     top, wide, factor = weights_of(s, scale, top)
-    return wide.to(walk.memory.k.dtype), top, scaled_sums(sums, factor) + lane_sums(wide), factor
+    return wide.to(walk.memory.q.dtype), top, scaled_sums(sums, factor) + lane_sums(wide), factor
 
 
 @gluon.jit
 def publish(memory, p, top, W: gl.constexpr):
     """Let the other group have P of this one's step, and the maxima by which it was computed."""
     partition_barrier()  # everybody has multiplied what lies there by Q
-    memory.narrow.index(W).store(p)
+    memory.narrow[W].index(0).store(p)
     memory.tops.index(W).store(top)
     fence_async_shared()
     announce(EVEN + W)
@@ -255,25 +315,16 @@ def follow(memory, C: gl.constexpr, acc, top, sums, W: gl.constexpr):
 
 @gluon.jit
 def begin_piece(walk, W: gl.constexpr):
-    """Start copying, and store Q for both groups: by what its products become scores, and if a page is missing; O, the maxima
-    and the sums of no keys."""
-    memory, K = walk.memory, walk.K
+    """Wait for Q, of both groups: by what its products become scores; O, the maxima and the sums of no keys."""
+    K = walk.K
     C: gl.constexpr = K.C
-    dtype: gl.constexpr = memory.k.dtype
-    q = rows_of_queries(K.outputs, walk.piece, W * C.chunk, C.chunk, C, K.GROUP, K.DIM)
-    if W == 1:
-        narrow = rows_of_queries(K.outputs, walk.piece, C.head_dim, C.narrow, C, K.GROUP, K.DIM)
-    fill_first(walk, W)  # behind the copies Q would come late
-    holes = misses_a_page(K.cached, walk.piece)
     scale, sign = scale_of_scores(K.terms, walk.piece)
-    memory.q.index(W).store((q * sign).to(dtype))
-    if W == 1:
-        memory.q_narrow.index(0).store((narrow * sign).to(dtype))
+    async_copy.wait_group(0)
     fence_async_shared()
     rendezvous(MET, W)
     top = gl.full([C.rows], -float("inf"), gl.float32, rows_of(C, C.tokens))
     sums = lane_sums(gl.full([C.rows, C.tokens], 0.0, gl.float32, accumulator(C, C.tokens)))
-    return scale, holes, no_output(C)[0], top, sums
+    return scale, sign, page_of(walk, W), no_output(C)[0], top, sums
 
 
 @gluon.jit
@@ -282,32 +333,31 @@ def walk_left(walk, evens):
     memory = walk.memory
     C: gl.constexpr = walk.K.C
     mine = (walk.steps + 1) // 2
-    scale, holes, acc, top, sums = begin_piece(walk, 0)
+    scale, sign, own, acc, top, sums = begin_piece(walk, 0)
     page = page_of(walk, 2)
     s = start_other_scores(memory, start_scores(memory, C, evens, 0), evens, 0)
     s = warpgroup_mma_wait(0, deps=[s])
-    p, top, sums, _ = own_weights(walk, s, 0, scale, holes, top, sums)
+    p, top, sums, _ = own_weights(walk, s, 0, own, scale, sign, top, sums, 0)
     publish(memory, p, top, 0)
-    acc = own_output(walk, 0, acc, p, 0)
+    acc = own_output(walk, acc, p, 0)
     fill(walk, page, 2, 0, 0)
     for i in tl.range(1, mine, disable_licm=True):
         n = 2 * i
-        odd_page, page = page_of(walk, n + 1), page_of(walk, n + 2)
+        own, odd_page, page = page, page_of(walk, n + 1), page_of(walk, n + 2)
         s = start_other_scores(memory, start_scores(memory, C, evens + i, 0), evens + i, 0)
         acc, top, sums = follow(memory, C, acc, top, sums, 0)
-        acc = start_output(walk, n - 1, acc, memory.narrow.index(1), 1, 0)
+        acc = start_output(walk, acc, memory.narrow[1].index(0), 1, 0)
         s = warpgroup_mma_wait(1, deps=[s])
-        p, top, sums, factor = own_weights(walk, s, n, scale, holes, top, sums)
+        p, top, sums, factor = own_weights(walk, s, n, own, scale, sign, top, sums, 0)
         publish(memory, p, top, 0)
         acc = warpgroup_mma_wait(0, deps=[acc])
         partition_barrier()  # everybody has read the step before
         fill(walk, odd_page, n + 1, 1, 0)
-        fill(walk, odd_page, n + 1, 1, NARROW)
-        acc = own_output(walk, n, rescaled((acc,), factor, C)[0], p, 0)
+        acc = own_output(walk, rescaled((acc,), factor, C)[0], p, 0)
         fill(walk, page, n + 2, 0, 0)
     if walk.steps == 2 * mine:
         acc, top, sums = follow(memory, C, acc, top, sums, 0)
-        acc = warpgroup_mma_wait(0, deps=[start_output(walk, walk.steps - 1, acc, memory.narrow.index(1), 1, 0)])
+        acc = warpgroup_mma_wait(0, deps=[start_output(walk, acc, memory.narrow[1].index(0), 1, 0)])
     return acc, top, sums
 
 
@@ -317,25 +367,24 @@ def walk_right(walk, odds):
     memory = walk.memory
     C: gl.constexpr = walk.K.C
     mine = walk.steps // 2
-    scale, holes, acc, top, sums = begin_piece(walk, 1)
+    scale, sign, page, acc, top, sums = begin_piece(walk, 1)
     for i in tl.range(0, mine, disable_licm=True):
         n = 2 * i + 1
-        even_page, page = page_of(walk, n + 1), page_of(walk, n + 2)
+        own, even_page, page = page, page_of(walk, n + 1), page_of(walk, n + 2)
         acc, top, sums = follow(memory, C, acc, top, sums, 1)
-        acc = start_output(walk, n - 1, acc, memory.narrow.index(0), 0, 1)
+        acc = start_output(walk, acc, memory.narrow[0].index(0), 0, 1)
         s = start_scores(memory, C, odds + i, 1)
         acc = warpgroup_mma_wait(1, deps=[acc])
         partition_barrier()  # everybody has read the step before
         fill(walk, even_page, n + 1, 0, 1)
-        fill(walk, even_page, n + 1, 0, NARROW)
         s = warpgroup_mma_wait(0, deps=[start_other_scores(memory, s, odds + i, 1)])
-        p, top, sums, factor = own_weights(walk, s, n, scale, holes, top, sums)
+        p, top, sums, factor = own_weights(walk, s, n, own, scale, sign, top, sums, 1)
         publish(memory, p, top, 1)
-        acc = own_output(walk, n, rescaled((acc,), factor, C)[0], p, 1)
+        acc = own_output(walk, rescaled((acc,), factor, C)[0], p, 1)
         fill(walk, page, n + 2, 1, 1)
     if walk.steps > 2 * mine:
         acc, top, sums = follow(memory, C, acc, top, sums, 1)
-        acc = warpgroup_mma_wait(0, deps=[start_output(walk, walk.steps - 1, acc, memory.narrow.index(0), 0, 1)])
+        acc = warpgroup_mma_wait(0, deps=[start_output(walk, acc, memory.narrow[0].index(0), 0, 1)])
     return acc, top, sums
 
 
@@ -363,29 +412,65 @@ def end_piece(walk, job, acc, top, sums, W: gl.constexpr):
     deliver(half_of(walk.K, W), walk.piece, job, (acc,), top, total)
 
 
-@gluon.jit
-def take_left(memory, K, piece, job, turns):
-    """turns: how many even and odd steps the CTA had before."""
-    walk = walk_along(memory, K, piece)
-    acc, top, sums = walk_left(walk, turns[0])
-    end_piece(walk, job, acc, top, sums, 0)
-    return turns[0] + (walk.steps + 1) // 2, turns[1] + walk.steps // 2
+@gluon.constexpr_function
+def of_a_number(warps):
+    return gl.BlockedLayout([1], [32], [warps], [0])
 
 
 @gluon.jit
-def take_right(memory, K, piece, job, turns):
-    """turns: how many even and odd steps the CTA had before."""
-    walk = walk_along(memory, K, piece)
-    acc, top, sums = walk_right(walk, turns[1])
+def tell(memory, piece, job):
+    """Let the left group know of a piece."""
+    numbers = (
+        piece.batch, piece.entry, piece.head, piece.first_row, piece.first_query, piece.queries, piece.length, piece.begin,
+        piece.end, job.number, job.parts, job.first, job.begins, job.stretch, job.place, job.patience,
+    )  # fmt: skip
+    for i in gl.static_range(NUMBERS):
+        memory.board.index(i).store(gl.full([1], 0, gl.int32, of_a_number(gl.num_warps())) + numbers[i])
+    announce(TOLD)
+
+
+@gluon.jit
+def tell_of_the_end(memory):
+    """Let the left group know that there is no piece any more: by a job of no parts."""
+    none = gl.to_tensor(0)
+    piece = Piece(none, none, none, none, none, none, none, none, none)
+    tell(memory, piece, Job(none, none, none, none, none, none, none))
+
+
+@gluon.jit
+def hear(memory):
+    """The piece and the job of which the right group tells."""
+    meet(TOLD)
+    n = ()
+    for i in gl.static_range(NUMBERS):
+        n += (gl.max(memory.board.index(i).load(of_a_number(gl.num_warps())), 0),)
+    return Piece(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8]), Job(n[9], n[10], n[11], n[12], n[13], n[14], n[15])
+
+
+@gluon.jit
+def take_right(memory, K, piece, job, odds):
+    """Tell of a piece, and take it. odds: how many odd steps the CTA had before."""
+    tell(memory, piece, job)
+    walk = start_piece(memory, K, piece, 1)
+    acc, top, sums = walk_right(walk, odds)
     end_piece(walk, job, acc, top, sums, 1)
-    return turns[0] + (walk.steps + 1) // 2, turns[1] + walk.steps // 2
+    return odds + walk.steps // 2
 
 
 @gluon.jit
 def left_group(memory, K):
-    take_pieces(take_left, memory, K, (gl.to_tensor(0), gl.to_tensor(0)))
+    """Take the pieces of which the right group tells."""
+    evens = gl.to_tensor(0)  # steps that the CTA had before
+    piece, job = hear(memory)
+    while job.parts > 0:
+        walk = start_piece(memory, K, piece, 0)
+        acc, top, sums = walk_left(walk, evens)
+        end_piece(walk, job, acc, top, sums, 0)
+        evens += (walk.steps + 1) // 2
+        piece, job = hear(memory)
 
 
 @gluon.jit
 def right_group(memory, K):
-    take_pieces(take_right, memory, K, (gl.to_tensor(0), gl.to_tensor(0)))
+    take_pieces(take_right, memory, K, gl.to_tensor(0))
+    tell_of_the_end(memory)
