@@ -14,7 +14,8 @@ import torch
 import strobe
 from strobe.call.dispatch import explain_problem
 from strobe.device import KNOWN
-from strobe.kernels.sm90 import backend
+from strobe.kernels.common.call import unfilled
+from strobe.kernels.sm90 import backend, backward_launch
 from strobe.kernels.sm90.backward_config import Config, SplitConfig, choose
 from strobe.problem import AttentionProblem, Dense, Varlen
 
@@ -340,7 +341,8 @@ COUNT = """
 import torch
 from strobe.device import KNOWN
 from strobe.kernels.common.call import unfilled
-from strobe.kernels.sm90 import backend
+from strobe.kernels.common.call import unfilled
+from strobe.kernels.sm90 import backend, backward_launch
 from strobe.lab.binary.offline import pretend_gpu
 from strobe.masks import Causal
 from strobe.problem import AttentionProblem, Dense
@@ -377,7 +379,8 @@ from strobe.arguments import options_of
 from strobe.call import launcher, launches as launching, torch_internals
 from strobe.call.options import describe, operands_of
 from strobe.device import KNOWN
-from strobe.kernels.sm90 import backend
+from strobe.kernels.common.call import unfilled
+from strobe.kernels.sm90 import backend, backward_launch
 from strobe.lab.binary.offline import pretend_gpu
 from strobe.problem import Operands, Upstream, lse_shape
 
@@ -625,6 +628,24 @@ def test_where_dq_may_have_an_order(changes, order):
     given = problem(**{"head_dim": 64, "head_dim_v": 64, "deterministic": True, **changes})
     assert getattr(choose(given), "order", 0) == order
     assert ("add to dQ in an order" in backend.origin(given, KNOWN["H200"])) == (order != 0)
+
+
+@pytest.mark.parametrize("changes, cleared", [
+    ({}, False),
+    ({"deterministic": False}, True),
+    ({"lengths": Dense(2, 600, 500)}, False),
+    ({"lengths": Dense(2, 600, 500), "mask": strobe.Causal()}, True),
+    ({"lengths": Dense(2, 500, 600), "mask": strobe.Causal()}, False),
+    ({"mask": strobe.Window(100, 0)}, False),
+    ({"seqused": True}, True),
+    ({"lengths": Varlen(99, 20000, 20000, 8000, 8000)}, True),
+])  # fmt: skip
+def test_sums_are_cleared_where_none_may_be_the_first(changes, cleared):
+    given = problem(**{"head_dim": 64, "head_dim_v": 64, "deterministic": True, **changes})
+    config = choose(given)
+    tensors = unfilled(given, backward_launch.buffers(given, config))
+    call = backward_launch.prepare_call(given, tensors, config)
+    assert (call.keywords["accumulator"] is not None) == cleared
 
 
 def test_packed_sequences_without_keys_have_a_config():

@@ -15,7 +15,7 @@ from problems import Case, tensors
 from strobe.kernels.common import arguments
 from strobe.kernels.sm90 import backward_launch
 from strobe.kernels.sm90.backward_config import Config
-from strobe.sim import Deadlock, Race, Uninitialised
+from strobe.sim import Deadlock, DoubleWrite, Race, Uninitialised
 
 FP16, BF16 = torch.float16, torch.bfloat16
 AS_THEY_COME = Config(64, 64, 128, turns=True, folded=True)
@@ -121,8 +121,7 @@ last_rows = partial(one_edit, replace(KERNEL, config=LAST_ROWS), ORDER, ctas=3, 
 WINDOW = case(300, 500, heads=(2, 1), mask="window")
 FULL128 = case(130, 200, head_dim=128)
 ONE_PLACE = {"head_dim": 128, "head_dim_v": 128, "tile_q": 64, "held_k": 64, "order": 1}
-NUMBER = "number_of(tile, member, neighbour, work, K)"
-WAITED = f"        known = await_neighbour(neighbour.flag, {NUMBER}, known)\n"
+WAITED = "        known = await_neighbour(neighbour.flag, number, known)\n"
 RAISED = "        raise_flag(flag, i + 1)\n"
 ADDED = "    await_additions()\n"
 INSIDE = "(tile >= neighbour.begin) & (tile < neighbour.end)"
@@ -140,7 +139,7 @@ BUGS = [
         "what is added is told before it is",
         "    mbarrier.wait(K.memory.dq_added.index(0), (before + i) & 1)\n",
         "    pass\n",
-        (Race,),
+        (Race, Deadlock),
     ),
     order("nobody is told", "    mbarrier.arrive(K.memory.dq_added.index(0), count=1)\n", "", (Deadlock,)),
     order("a flag is raised a tile too early", "raise_flag(flag, i + 1)", "raise_flag(flag, i + 2)", (Race,)),
@@ -152,11 +151,11 @@ BUGS = [
         (Deadlock,),
         ctas=3,
     ),
-    order("no tile waits", INSIDE, "tile < 0", (Race,)),
+    order("no tile waits", INSIDE, "tile < 0", (Race, DoubleWrite)),
     order("heads are not told apart", "(neighbour.end - neighbour.begin) * member + tile", "tile", (Race,)),
-    order("one tile less is waited for", "tile - neighbour.begin + 1", "tile - neighbour.begin", (Race,)),
+    order("one tile less is waited for", "tile - neighbour.begin + 1", "tile - neighbour.begin", (Race, DoubleWrite)),
     last_rows("heads of a tile are not told apart", "* work.group + member + 1", "* work.group + 1", (Race,)),
-    last_rows("one head less is waited for", "* work.group + member + 1", "* work.group + member", (Race,)),
+    last_rows("one head less is waited for", "* work.group + member + 1", "* work.group + member", (Race, DoubleWrite)),
     last_rows(
         "tiles are counted from the own last one",
         "(neighbour.end - 1 - tile)",
@@ -165,6 +164,9 @@ BUGS = [
         case=WINDOW,
     ),
     order("what is not yet there is added", FULL, "", (Race, Uninitialised)),
+    order("the first share is added to what lies there", "        if first:\n", "        if g < 0:\n", (Uninitialised,)),
+    order("every share is stored", "        if first:\n", "        if g >= 0:\n", (DoubleWrite,)),
+    order("a second block stores its share, too", "number == 0)", "number <= 1)", (DoubleWrite,)),
     order("a place is given back before it is read", READ, "        partition_barrier()", (Race,)),
     order("a place is not given back", "        mbarrier.arrive(K.memory.dq_empty.index(w), count=1)\n", "", (Deadlock,)),
     stores("a share overwrites the one before", EMPTY, "", (Race,)),

@@ -39,6 +39,9 @@ SPLIT_TILE = 64
 MOST_STORED = 2**30
 """Bytes of dS that are in memory at a time, at most: heads take turns."""
 
+FLAG_STRIDE = 32
+"""Numbers from one flag of dQ's order to the next, so that each has a line of the L2 cache to itself."""
+
 FULL_TURN = 256
 """Blocks of keys that keep all multiprocessors busy, about two for each."""
 

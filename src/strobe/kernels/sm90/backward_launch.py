@@ -18,6 +18,7 @@ from strobe.kernels.portable.scores import bias_gradient
 from strobe.kernels.sm90 import backward_pre_post as ends
 from strobe.kernels.sm90.backward import backward_kernel, flat
 from strobe.kernels.sm90.backward_config import (
+    FLAG_STRIDE,
     KEYS,
     PARTIAL_COLUMNS,
     PARTS,
@@ -36,6 +37,7 @@ from strobe.kernels.sm90.backward_dq import dq_kernel
 from strobe.kernels.sm90.backward_split import keys_kernel, rows_kernel
 from strobe.kernels.sm90.config import HALF_L2, SMS
 from strobe.kernels.sm90.descriptors import descriptors
+from strobe.kernels.sm90.launch import has_blind_tiles
 from strobe.kernels.sm90.scores import score_arguments
 from strobe.kernels.sm90.tile_list import RECORD, backward_list_buffers, backward_list_call, likely_tiles
 from strobe.problem import AttentionProblem, Varlen, lse_shape
@@ -77,7 +79,7 @@ def buffers(problem: AttentionProblem, config: Config | SplitConfig) -> Buffers:
     if isinstance(config, Config) and not config.stored:
         made["accumulator"] = Buffer((rows * config.head_dim // 256, 256), torch.float32)
     if is_ordered(config):
-        made["flags"] = Buffer((number_of_flags(problem),), torch.int32)
+        made["flags"] = Buffer((number_of_flags(problem), FLAG_STRIDE), torch.int32)
     if config.stored:
         numbers = stored_heads(problem) * stored_bytes(problem) // problem.dtype.itemsize
         made["stored"] = Buffer((numbers // ROWS_PADDED, ROWS_PADDED), problem.dtype)
@@ -97,6 +99,12 @@ def is_folded(config: Config | SplitConfig | DqConfig) -> bool:
 
 def is_ordered(config: Config | SplitConfig) -> bool:
     return isinstance(config, Config) and config.order != 0
+
+
+def is_cleared(problem: AttentionProblem, config: Config | SplitConfig) -> bool:
+    """Whether dQ's accumulator has to be 0 from the start: where blocks of keys add to it as they come, or where there may be
+    rows to which none adds. With an order the first block that adds to a tile stores its share."""
+    return not is_ordered(config) or problem.varlen or has_blind_tiles(problem)
 
 
 def number_of_flags(problem: AttentionProblem) -> int:
@@ -283,7 +291,8 @@ def prepare_call(problem: AttentionProblem, tensors: Tensors, config: Config | S
     by_batch, by_head, _ = _of_vector(lse)
     return Call(ends.prepare, (_row_programs(problem, config, tiles),), (), dict(
         out=out, dout=dout, dlse=dlse, lse=lse, statistics=tensors.statistics, delta=tensors.delta,
-        accumulator=tensors.accumulator, flags=tensors.flags, flagged=number_of_flags(problem) if is_ordered(config) else None,
+        accumulator=tensors.accumulator if is_cleared(problem, config) else None,
+        flags=tensors.flags, flagged=number_of_flags(problem) if is_ordered(config) else None,
         **_rows(problem, tensors, config, tiles),
         **_strides("out", out), **_strides("dout", dout), scale=problem.scale, lse_batch=by_batch, lse_head=by_head,
         **dict(zip(("dlse_batch", "dlse_head", "dlse_row"), (0, 0, 0) if dlse is None else _of_vector(dlse), strict=True)),

@@ -13,7 +13,8 @@ Both are told of blocks with tiles alone, apart from the groups: these may be pa
 block comes.
 
 Each block of keys has a flag, an int32 in global memory, 0 before the launch: how many of the block's tiles are added. Of the
-blocks that a tile's rows see, which are neighbours of each other, each waits until the one before it has added this tile:
+blocks that a tile's rows see, which are neighbours of each other, each waits until the one before it has added this tile. The
+first of them has none before it: it stores its shares, whatever lies there.
 
     order    masks                        a block waits for           rows from    why
      1       none on the right            the block of earlier keys   the first    all begin there, one after the other
@@ -38,8 +39,11 @@ import triton.language as tl
 
 from strobe.kernels.common.flags import await_additions, await_flag, fence_async_global, raise_flag
 from strobe.kernels.gluon import aggregate, gl, gluon, mbarrier, partition_barrier, tma_store_wait
-from strobe.kernels.sm90.backward_stores import first_share, place_of_share, start_addition
+from strobe.kernels.sm90 import backward_config as sizes
+from strobe.kernels.sm90.backward_stores import first_share, place_of_share, start_addition, start_store
 from strobe.kernels.sm90.backward_tiles import HALF, KEYS, fetch, tiles_that_see, work_of
+
+FLAG_STRIDE = gl.constexpr(sizes.FLAG_STRIDE)
 
 
 @gluon.jit
@@ -76,9 +80,10 @@ def add_block(K, before, work):
     member = gl.to_tensor(0)
     known = gl.to_tensor(0)
     for i in tl.range((work.end - work.begin) * work.group):
-        known = await_neighbour(neighbour.flag, number_of(tile, member, neighbour, work, K), known)
+        number = number_of(tile, member, neighbour, work, K)
+        known = await_neighbour(neighbour.flag, number, known)
         row = work.row + member * K.heads.padded + tile * K.C.tile_q
-        add_tile(K, before + i, row // HALF * K.C.head_dim)
+        add_tile(K, before + i, row // HALF * K.C.head_dim, number == 0)
         tile, member = following(tile, member, work, K)
 
 
@@ -116,11 +121,16 @@ def number_of(tile, member, neighbour, work, K):
 
 
 @gluon.jit
-def add_tile(K, g, place):
-    """Add the shares of the CTA's g-th tile to the accumulator, from number 64 * place on."""
+def add_tile(K, g, place, first):
+    """Add the shares of the CTA's g-th tile to the accumulator, from number 64 * place on; or store them there, if they are the
+    first of all blocks'."""
     for w in gl.static_range(2):
         mbarrier.wait(K.memory.dq_full.index(w), g & 1)
-        start_addition(K, place + first_share(w, K.C), place_of_share(w, K, K.C.share_columns[w]))
+        share = place_of_share(w, K, K.C.share_columns[w])
+        if first:
+            start_store(K, place + first_share(w, K.C), share)
+        else:
+            start_addition(K, place + first_share(w, K.C), share)
         tma_store_wait(0)
         partition_barrier()  # the thread that arrives may be another than that which waited
         mbarrier.arrive(K.memory.dq_empty.index(w), count=1)
@@ -156,11 +166,12 @@ def neighbour_of(work, K):
     first = work.first - STEP * KEYS
     last = gl.minimum(first + KEYS, work.n_kv) - 1
     begin, end = tiles_that_see(first, last, work.n_q, work.n_kv, K.lengths, K.C.tile_q)
-    return Neighbour(begin, gl.where(first >= 0, end, begin), flag_of(work, K) - STEP)
+    return Neighbour(begin, gl.where(first >= 0, end, begin), flag_of(work, K) - STEP * FLAG_STRIDE)
 
 
 @gluon.jit
 def flag_of(work, K):
     """Where the flag of a block is."""
     blocks = (K.lengths.n_kv + KEYS - 1) // KEYS
-    return K.outputs.flags + (work.batch * K.heads.heads_kv + work.head_kv) * blocks + work.first // KEYS
+    number = (work.batch * K.heads.heads_kv + work.head_kv) * blocks + work.first // KEYS
+    return K.outputs.flags + number * FLAG_STRIDE

@@ -17,8 +17,10 @@ import triton.language as tl
 from strobe.kernels.common.dependent_launch import take_program_turn
 from strobe.kernels.common.scores import LOG2E
 from strobe.kernels.portable.primitives import sequence
+from strobe.kernels.sm90 import backward_config as sizes
 
 FAR = tl.constexpr(2.0**127)
+FLAG_STRIDE = tl.constexpr(sizes.FLAG_STRIDE)
 ROWS = 64
 """Rows of queries that one program works on."""
 
@@ -46,12 +48,12 @@ def prepare(
     ROWS_PADDED: tl.constexpr, ROWS: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
     """The statistics of some rows; their delta once more, as the LSE lies, and zeros in their accumulator, where these are
-    wanted. DIM: columns of the accumulator. flags: as many zeros, for the programs to share. listed: the tiles of packed
-    sequences (see `tile_list`), which the programs share, however many there are."""
+    wanted. DIM: columns of the accumulator. flags: so many become 0, which the programs share. listed: the tiles of packed
+    sequences (see `tile_list`), which the programs share, too, however many there are."""
     take_program_turn()
     if flags is not None:
         for number in tl.range(tl.program_id(0), flagged, tl.num_programs(0)):
-            tl.store(flags + number, 0)
+            tl.store(flags + number * FLAG_STRIDE, 0)
     if listed is None:
         block = tl.program_id(0) % tiles
         head = tl.program_id(0) // tiles % heads

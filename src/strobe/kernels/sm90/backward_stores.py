@@ -66,8 +66,19 @@ def place_of_share(w: gl.constexpr, K, COLUMNS: gl.constexpr):
 @gluon.jit
 def start_addition(K, place, share):
     """Start to add a share in shared memory to the accumulator, from number 64 * place on."""
-    DESCRIPTOR: gl.constexpr = 0 if share.shape[0] == 16 else 1
-    tma_add(K.outputs.dq[DESCRIPTOR], [place // 4, 0], share)
+    tma_add(K.outputs.dq[descriptor_of(share.shape[0])], [place // 4, 0], share)
+
+
+@gluon.jit
+def start_store(K, place, share):
+    """Start to store a share there, to which nobody has added yet."""
+    tma_store(K.outputs.dq[descriptor_of(share.shape[0])], [place // 4, 0], share)
+
+
+@gluon.constexpr_function
+def descriptor_of(rows):
+    """Which of the accumulator's descriptors takes a share: that of 64 columns is the first."""
+    return 0 if rows == 16 else 1
 
 
 @gluon.constexpr_function
