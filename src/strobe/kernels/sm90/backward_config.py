@@ -42,9 +42,6 @@ MOST_STORED = 2**30
 FLAG_STRIDE = 32
 """Numbers from one flag of dQ's order to the next, so that each has a line of the L2 cache to itself."""
 
-FULL_TURN = 256
-"""Blocks of keys that keep all multiprocessors busy, about two for each."""
-
 
 @dataclass(frozen=True)
 class Config(Chunks):
@@ -322,8 +319,12 @@ def _may_store(problem: AttentionProblem) -> bool:
 
 
 def _order(problem: AttentionProblem, config: Config, stored: bool) -> int:
-    """In which order blocks of keys add to dQ; 0 if it has none, or if dS may be stored and that is faster."""
-    if not _may_order(problem, config) or (stored and not _order_is_faster(problem, config)):
+    """In which order blocks of keys add to dQ; 0 if it has none. Packed sequences, which were not measured, have none where dS
+    may be stored. Else it is faster than dS stored, or level. Of the default's time on an H100, ordered and stored, head dim
+    128: causal, 1k 0.97, 1.00, 4k 1.08, 1.17, 16k 1.09, 1.19, a window of 1024, 4k 0.99, 1.10; 32 heads on 8, causal, 1k 0.87,
+    0.85. 96 on an H200, when flags shared lines and sums were cleared: full, 1k 1.02, 1.14, 4k 0.99, 1.14, causal, 1k 1.04,
+    1.04, 4k 1.05, 1.17, 16k 1.02, 1.16."""
+    if not _may_order(problem, config) or (stored and problem.varlen):
         return 0
     if problem.varlen or (problem.group > 1 and _is_causal(problem)):
         return 2
@@ -335,24 +336,6 @@ def _may_order(problem: AttentionProblem, config: Config) -> bool:
     neighbours, known from the mask alone."""
     left, _, prefix = problem.mask.band
     return config.turns and not (problem.mask.by_pair or (left is not None and prefix is not None))
-
-
-def _order_is_faster(problem: AttentionProblem, config: Config) -> bool:
-    """Whether blocks of keys that add to dQ in an order are faster than dS stored: up to head dim 96, where all rows see all
-    keys, and where dS comes in turns too small for the GPU, or for the L2 cache if heads share keys. Of the default's time on
-    an H200, ordered and stored: head dim 96, full, 1k 1.02, 1.14, 4k 0.99, 1.14, causal, 1k 1.04, 1.04, 4k 1.05, 1.17, 16k
-    1.02, 1.16; 128, full, 1k 1.07, 1.07, 4k 1.05, 1.16, 16k 1.00, 1.11, causal, 1k 1.10, 0.97, 4k 1.10, 1.06, 16k 1.09, 1.05;
-    with 32 heads on 8, full, 4k 1.09, 1.14, causal, 1k 1.09, 0.95, 4k 1.12, 1.35. (Those at 128 with dV leaving by V's place
-    and without `dq_waits_once`; as it is, through autograd, 4k: full 1.07, causal with 32 heads on 8 1.12, and stored, causal
-    1.10.) Packed sequences whose dS may be stored were not measured."""
-    lengths = problem.lengths
-    if isinstance(lengths, Varlen):
-        return False
-    if config.k_stages == 2 or _sees_everything(problem):
-        return True
-    turn = stored_heads(problem)
-    shared = problem.group > 1 and _is_causal(problem)
-    return turn < lengths.batch * problem.heads_kv and (shared or turn * lengths.seqlen_kv < FULL_TURN * KEYS)
 
 
 def _turns_are_full(problem: AttentionProblem) -> bool:

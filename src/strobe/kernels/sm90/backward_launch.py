@@ -44,10 +44,15 @@ from strobe.problem import AttentionProblem, Varlen, lse_shape
 
 SIDE_BY_SIDE = 34_000_000
 """Bytes that the rows of a bundle of heads take where blocks of keys add to dQ in an order: as much as the L2 cache holds, so
-that few CTAs share a head, as these wait for each other. At head dim 64 that is 4 heads at 16k, 16 at 4k and, as no bundle has
-more, 32 at 1k. Of the default's time on an H100, full and causal: 16k 1.03, 1.06, 4k 1.01, 1.06, with 24 heads 1.15 (full); 1k
-1.05, 1.07, with 64 heads 1.19, 1.15; 32 heads on 8, causal, 4k, the last keys first: 1.31. At head dim 128, 4k, in an
-experiment's kernel: 1.39, full, with half as much 1.45, with twice as much 1.88."""
+that few CTAs share a head, as these wait for each other. Of the default's time on an H100, with half as much, this, and twice
+as much: head dim 64, 16k, 1.03, 1.03, 1.04, causal 1.05, 1.04, 1.27; 128, 16k, 1.09, 1.07, 1.10, causal 1.09, 1.09, 1.34, 4k
+1.07, 1.06, 1.06, causal 1.04, 1.08, 1.55. At 1k with 16 heads, the most, and with 32: head dim 64 0.97, 0.97, causal 0.93,
+0.92; 96 0.94, 0.95, causal 0.91, 0.96; 128 0.97, 1.02, causal 0.97, 1.07."""
+
+ABREAST = 2048
+"""Rows of a query head that CTAs are at, where these walk from the last rows on, one behind the other: only these have to be in
+the L2 cache. Of the default's time on an H100, 32 heads on 8, causal, with bundles of 1, 2, 4 and 8 key heads: head dim 64, 16k
+1.11, 1.07, 1.05, 1.03; 128, 16k 1.10, 1.04, 1.04, 1.08; with 2, 4 and 8: 128, 4k 1.04, 1.04, 0.98."""
 
 LAST_BLOCKS = 256
 """Blocks of keys of the last bundle of heads, at least: about two for each multiprocessor, as under a causal mask the first
@@ -181,9 +186,8 @@ def one_pass_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, confi
     """turn: the key heads, of the whole batch, whose blocks the launch has."""
     columns = problem.head_dim + problem.head_dim_v + (0 if config.stored else 2 * config.head_dim)
     cache_bytes = SIDE_BY_SIDE if config.order else HALF_L2
-    first, blocks, heads = _key_blocks(
-        problem, KEYS, columns, cache_bytes, turn, is_listed(problem, config), is_ordered(config)
-    )
+    rows = min(problem.lengths.seqlen_q, ABREAST) if config.order == 2 else problem.lengths.seqlen_q
+    first, blocks, heads = _key_blocks(problem, KEYS, rows, columns, cache_bytes, turn, is_listed(problem, config))
     arguments = (
         *_inputs(tensors, config, config.tile_q, KEYS, 64),
         _statistics(tensors.statistics, config.tile_q),
@@ -209,7 +213,8 @@ def one_pass_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, confi
 
 def keys_call(problem: AttentionProblem, tensors: Tensors, config: SplitConfig, turn: range) -> Call:
     """turn: as in `one_pass_call`."""
-    first, blocks, heads = _key_blocks(problem, SPLIT_TILE, problem.head_dim + problem.head_dim_v, KEYS_PASS_L2, turn)
+    rows = problem.lengths.seqlen_q
+    first, blocks, heads = _key_blocks(problem, SPLIT_TILE, rows, problem.head_dim + problem.head_dim_v, KEYS_PASS_L2, turn)
     arguments = (
         *_inputs(tensors, config, SPLIT_TILE, SPLIT_TILE, SPLIT_TILE, config.held),
         _statistics(tensors.statistics, SPLIT_TILE),
@@ -380,20 +385,20 @@ def _of_turn(bundles: tuple[int, int], heads: int, turn: range) -> tuple[int, in
 def _key_blocks(
     problem: AttentionProblem,
     keys: int,
+    rows: int,
     columns: int,
     cache_bytes: int,
     turn: range,
     listed: bool = False,
-    large: bool = False,
 ) -> tuple[int, int, tuple[int, ...]]:
     """The number of the first block of so many keys of a turn's heads, how many these have, and the numbers of a kernel's
-    `Heads`. columns: that a query row brings, in the inputs' type; cache_bytes: what the rows of a bundle of heads may take of
-    the L2; large: see `bundles`."""
+    `Heads`. rows, columns: of a query head that are to be in the L2 at a time, and that a row brings, in the inputs' type;
+    cache_bytes: what the rows of a bundle of heads may take of it."""
     lengths = problem.lengths
     heads, blocks = lengths.batch * problem.heads_kv, triton.cdiv(lengths.seqlen_kv, keys)
     row_bytes = problem.group * columns * problem.dtype.itemsize
-    fitting = cache_bytes // (max(1, lengths.seqlen_q) * row_bytes)
-    at_once, rest = _of_turn(bundles(heads, fitting, 1, LAST_BLOCKS // max(1, blocks), large), heads, turn)
+    fitting = cache_bytes // (max(1, rows) * row_bytes)
+    at_once, rest = _of_turn(bundles(heads, fitting, 1, LAST_BLOCKS // max(1, blocks)), heads, turn)
     if listed:
         at_once = max(cache_bytes // row_bytes, LAST_BLOCKS * keys)
     numbers = problem.heads_q, problem.heads_kv, at_once, rest, heads, turn.stop * blocks, padded_rows(problem)[0]
