@@ -275,6 +275,15 @@ HOPPER_BUGS = [
                (MissingFence, Race)),
 ]  # fmt: skip
 
+BY_WAY_OF_Q_BUGS = [
+    hopper("both groups' results pass through one place", "memory.q.index(W * (own.C.head_dim // own.C.chunk))",
+           "memory.q.index(0)", (Race, MissingFence, *NUMBERS)),
+    kernel("a chunk of columns is written over the first", "by_rows(o, place), COLUMN, 8)", "by_rows(o, place), 0, 8)",
+           (DoubleWrite, *NUMBERS)),
+    kernel("rows that are no queries are written", "    there = row < piece.queries * K.GROUP\n", "    there = row >= 0\n",
+            (DoubleWrite, OutOfBounds, Race)),
+]  # fmt: skip
+
 FILLED = "memory.v.acquire(position)\n        copy_rows"
 TOLD = "position - LAG, 2 * LAG)\n        v_rows"
 ONE_GROUP_BUGS = [
@@ -292,6 +301,16 @@ ONE_GROUP_BUGS = [
     hopper("rows of V are where those of K are", "copy_rows(memory.v.block(position)[0], v_base, v_rows",
            "copy_rows(memory.v.block(position)[0], v_base, k_rows", (*NUMBERS, OutOfBounds), head_dim_v=80),
 ]  # fmt: skip
+MANY_ROWS = {
+    "head_dim": 128,
+    "head_dim_v": 128,
+    "group": 8,
+    "heads_kv": 1,
+    "n_q": 13,
+    "batch": 4,
+    "lengths": [120] * 4,
+    "room": 128,
+}
 ONE_GROUP = {"head_dim": 128, "head_dim_v": 128, "group": 8, "heads_kv": 1, "room": 520, "lengths": [510, 1, 0, 330]}
 
 AFTER_LEFT = """        acc = warpgroup_mma_wait(0, deps=[acc])
@@ -430,6 +449,14 @@ def test_it_is_found_with_wgmma(bug, tmp_path):
             run(call, ctas=2 if of_latent else 5, order=order, seed=number, kernel=module, choose=of_wgmma, stages=2)
 
 
+@pytest.mark.parametrize("bug", BY_WAY_OF_Q_BUGS, ids=str)
+def test_it_is_found_where_results_pass_through_the_place_of_q(bug, tmp_path):
+    call, module = draw(1, torch.float16, **{**CASE, **MANY_ROWS}), broken(bug, HOPPER, tmp_path)
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            run(call, ctas=4, order=order, seed=number, kernel=module, choose=of_wgmma, stages=2, groups=2, by_way_of_q=True)
+
+
 @pytest.mark.parametrize("bug", ONE_GROUP_BUGS, ids=str)
 def test_it_is_found_with_one_group(bug, tmp_path):
     call = draw(1, torch.float16, **{**CASE, **ONE_GROUP, **bug.case})
@@ -452,6 +479,8 @@ def test_no_false_alarm():
     for number, order in enumerate(ORDERS):
         run(draw(1, torch.float16, **CASE), ctas=7, order=order, seed=number, launches=2, tokens=64, stages=2)
         run(draw(1, torch.float16, **CASE), ctas=5, order=order, seed=number, launches=2, choose=of_wgmma, stages=2)
+        run(draw(1, torch.float16, **{**CASE, **MANY_ROWS}), ctas=4, order=order, seed=number, choose=of_wgmma, stages=2,
+            groups=2, by_way_of_q=True)  # fmt: skip
         run(latent(48), ctas=2, order=order, seed=number, choose=of_wgmma, stages=2)
         run(long_latent(80), ctas=4, order=order, seed=number, launches=2, choose=of_wgmma)
         run(long_latent(128, False, -0.1), ctas=4, order=order, seed=number, choose=of_wgmma)

@@ -200,6 +200,30 @@ def test_many_keys_are_for_groups_with_roles(keys, fixed, groups):
     assert choose(longer, KNOWN["H200"]).groups == groups
 
 
+@pytest.mark.parametrize(("groups", "page"), [(1, 64), (2, 16), (2, None)])
+def test_results_by_way_of_q(groups, page):
+    """Of whole jobs and of parts, in one chunk of columns and in two."""
+    call = draw(4, torch.float16, ragged=False, batch=4, lengths=[190, 64, 0, 130], room=192, n_q=13, group=7, heads_kv=1,
+                page=page, head_dim=128, head_dim_v=128)  # fmt: skip
+    for ctas in (3, 8):
+        run(call, ctas=ctas, launches=2, choose=of_wgmma, groups=groups, by_way_of_q=True)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "page", "fixed", "stages", "by_way_of_q"),
+    [
+        (2047, 64, {}, 6, True), (2048, 64, {}, 4, False), (2048, None, {}, 6, False), (2047, None, {}, 6, True),
+        (2048, 64, {"deterministic": True}, 6, False), (1024, 64, {"deterministic": True}, 6, False),
+        (2048, 64, {"head_dim": 64, "head_dim_v": 64}, 8, False),
+    ],
+)  # fmt: skip
+def test_many_rows_by_the_room_of_a_request(capacity, page, fixed, stages, by_way_of_q):
+    problem = problem_of(n_q=16, group=8, head_dim=128, head_dim_v=128)
+    longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=capacity), page_size=page, **fixed)
+    chosen = of_wgmma(longer, KNOWN["H200"])
+    assert (chosen.stages, chosen.by_way_of_q) == (stages, by_way_of_q)
+
+
 def problem_of(**fixed):
     shape = {"page": 64, "group": 8, "heads_kv": 4, "head_dim": 128, "head_dim_v": fixed.get("head_dim", 128), "batch": 2,
              "ragged": False, "tree": False, "room": 70}  # fmt: skip

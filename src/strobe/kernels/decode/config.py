@@ -44,6 +44,10 @@ LEAST_KEYS_OF_FEW_ROWS = 1 << 17
 """Keys from which on one group is the faster choice for up to 8 rows, too: for fewer mma.sync is, which leaves 8 rows away."""
 LEAST_KEYS_OF_TWO_GROUPS = 1 << 20
 """Keys of all key heads of all requests from which on the two groups that share 128 rows have a role each."""
+LONG_ROOM = 2048
+"""Keys of a request from which on there is room for many, where 65 rows or more share a key head: see `of_wgmma`."""
+MOST_UNDER_WAY = 128 * KIB
+"""Bytes of keys and values that such a CTA copies at once where it has to look up pages."""
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
 
 
@@ -68,6 +72,7 @@ class Config:
         key from memory, the others find it in the L2 cache.
     halves: groups of so many warps that have head_dim_v columns of O each, and take turns at the softmax.
     groups: of warps, each of which has a share of the rows, and a role of its own.
+    by_way_of_q: results pass through the shared memory of Q, after which a thread writes 16 bytes of a row, not 4.
     """
 
     head_dim: int
@@ -86,6 +91,7 @@ class Config:
     abreast: int = 1
     halves: int = 1
     groups: int = 1
+    by_way_of_q: bool = False
 
     @property
     def of_group(self) -> Config:
@@ -282,9 +288,20 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
     rows = rows or (128 if problem.rows > 64 else 64)
     chunk = min(dim, dim_v) if box == tokens else 64
-    apart = rows > MOST_ROWS and not problem.deterministic and keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS
-    config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk, groups=1 + apart)
-    return with_all_stages(config, arch)
+    # An H100, 128 rows, microseconds as it is now (and with all stages, written by 4 bytes), pages of 64 and 16:
+    #   a long room:  8 requests of 8k keys 104.9 (107.4), 108.6 (111.1); 32 of 8k 378.8 (382.4), 385.5 (400.4);
+    #                 1 of 32k 59.8 (60.8), 62.0 (65.9); 8 of 2k 37.5 (38.0), 39.2 (40.9)
+    #   a short one:  32 of 1k 61.7 (64.8), 64.1 (68.0); 128 of 1k 233.7 (237.7), 237.8 (243.2)
+    # What is asked for beside keys (page numbers, Q) comes behind all that is under way. With 4 stages 128 of 1k took 257.5
+    # over pages of 16. An H200 was not timed.
+    many, long = rows > MOST_ROWS and not problem.deterministic, problem.capacity >= LONG_ROOM
+    apart = many and keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS
+    config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk, groups=1 + apart,
+                    by_way_of_q=many and not long)  # fmt: skip
+    most = MOST_STAGES
+    if many and long and problem.page_size is not None:
+        most = MOST_UNDER_WAY // (tokens * (dim + dim_v) * config.kv_bytes)
+    return with_all_stages(config, arch, most)
 
 
 def of_latent(problem: DecodeProblem, arch: Arch, split: int = 0) -> Config:
@@ -349,10 +366,10 @@ def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
     return with_all_stages(Config(dim, dim_v, 64, WGMMA_TOKENS, 2, 4, 1, chunk=dim), arch)
 
 
-def with_all_stages(config: Config, arch: Arch) -> Config:
-    """A config with as many stages as there is room for."""
+def with_all_stages(config: Config, arch: Arch, most: int = MOST_STAGES) -> Config:
+    """A config with as many stages as there is room for, up to `most`."""
     room = arch.smem_per_sm or 100 * KIB
-    while config.ctas * (replace(config, stages=config.stages + 1).smem + OVERHEAD) <= room and config.stages < MOST_STAGES:
+    while config.ctas * (replace(config, stages=config.stages + 1).smem + OVERHEAD) <= room and config.stages < most:
         config = replace(config, stages=config.stages + 1)
     return config
 

@@ -94,11 +94,11 @@ def merge(K, job, row, rows, MERGED: gl.constexpr, AT_ONCE: gl.constexpr):
 
 
 @gluon.constexpr_function
-def wide_layout(C, layout, rows, columns):
-    """The layout in which rows of a result are written: as they are or, of two groups in turns, with 16 bytes of a row in a
-    thread, not 4, for which only lanes of a warp exchange numbers."""
+def wide_layout(layout, rows, columns):
+    """A layout in which a thread has 16 bytes of a row, not 4 as after a product, for which only lanes of a warp exchange
+    numbers; other layouts stay as they are."""
     # an H100, 128 heads, 128 requests of 1k keys: 87 microseconds, not 96
-    if C.halves == 1 or not isinstance(layout, gl.NVMMADistributedLayout):
+    if not isinstance(layout, gl.NVMMADistributedLayout):
         return layout
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *([0, 1 << bit] for bit in range(5, columns.bit_length() - 1))],
@@ -117,10 +117,9 @@ def rows_of_result(K, piece, row, n: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(K, piece, row, o, COLUMN: gl.constexpr):
-    """Write rows of out from row `row` of a piece's tile on; o: columns from COLUMN on."""
+def store_rows(K, piece, row, o, COLUMN: gl.constexpr, WIDTH: gl.constexpr):
+    """Write rows of out from row `row` of a piece's tile on; o: columns from COLUMN on. WIDTH: neighbours of a thread."""
     outputs = K.outputs
-    WIDTH: gl.constexpr = 4 if K.C.halves == 1 else 8
     query, head, there = rows_of_result(K, piece, row, o.shape[0], gl.SliceLayout(1, o.type.layout))
     column = COLUMN + gl.expand_dims(gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout)), 0)
     at = outputs.out + piece.batch.to(gl.int64) * outputs.out_batch
@@ -130,8 +129,9 @@ def store_rows(K, piece, row, o, COLUMN: gl.constexpr):
 
 
 @gluon.jit
-def write(K, piece, row, o, top, total, COLUMN: gl.constexpr):
-    """Write out and the LSE of rows of a piece's tile, from row `row` on; o: columns from COLUMN on."""
+def write(K, piece, row, o, top, total, COLUMN: gl.constexpr, place=None):
+    """Write out and the LSE of rows of a piece's tile, from row `row` on; o: columns from COLUMN on. place: free shared memory
+    of its shape, by way of which a thread comes to have more of a row; or None."""
     outputs, terms = K.outputs, K.terms
     L: gl.constexpr = o.type.layout
     query, head, there = rows_of_result(K, piece, row, o.shape[0], gl.SliceLayout(1, L))
@@ -153,7 +153,22 @@ def write(K, piece, row, o, top, total, COLUMN: gl.constexpr):
             at = outputs.lse + piece.batch.to(gl.int64) * outputs.lse_batch + head.to(gl.int64) * outputs.lse_head + query
             gl.store(at, lse, mask=there)
     o = (o * gl.expand_dims(factor, 1)).to(outputs.out.dtype.element_ty)
-    store_rows(K, piece, row, gl.convert_layout(o, wide_layout(K.C, L, o.shape[0], o.shape[1])), COLUMN)
+    if place is not None:
+        store_rows(K, piece, row, by_rows(o, place), COLUMN, 8)
+    elif K.C.halves == 2:
+        store_rows(K, piece, row, gl.convert_layout(o, wide_layout(L, o.shape[0], o.shape[1])), COLUMN, 8)
+    else:
+        store_rows(K, piece, row, o, COLUMN, 4)
+
+
+@gluon.jit
+def by_rows(o, place):
+    """The same numbers, of which a thread has 16 bytes of a row."""
+    WIDE: gl.constexpr = o.shape[1]
+    partition_barrier()  # everybody has read what lies there
+    place.store(o)
+    partition_barrier()
+    return place.load(gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [gl.num_warps(), 1], [1, 0]))
 
 
 @gluon.jit
@@ -298,15 +313,16 @@ def wait_for_parts(job, arrivals, there):
 
 
 @gluon.jit
-def deliver(K, piece, job, acc, top, total):
-    """Write what was found of a piece, O in chunks of columns: the result, or a part of it, which whoever comes last merges."""
+def deliver(K, piece, job, acc, top, total, place=None):
+    """Write what was found of a piece, O in chunks of columns: the result, by way of `place` (see `write`), or a part of it,
+    which whoever comes last merges."""
     M: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     WIDE: gl.constexpr = acc[0].shape[1]
     top, total = gl.convert_layout(top, M), gl.convert_layout(total, M)
     rows = piece.queries * K.GROUP - piece.first_row
     if job.parts == 1:
         for c in gl.static_range(len(acc)):
-            write(K, piece, 0, acc[c], top, total, c * WIDE)
+            write(K, piece, 0, acc[c], top, total, c * WIDE, place)
     elif rows > 0:
         for c in gl.static_range(len(acc)):
             leave_part(K, job, rows, acc[c], top, total, c * WIDE)
