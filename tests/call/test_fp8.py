@@ -194,9 +194,9 @@ def test_v_is_transposed_in_the_order_of_the_lanes(packed):
         spans, lengths, shape, cu = [(0, 200), (200, 400)], Dense(2, 200, 200), (2, 200, 2, 64), None
         firsts = [0, 2]
     v = torch.randn(shape).to(E4M3)
-    given = AttentionProblem(lengths, 2, 2, 64, 64, E4M3, 0.1)
+    given = AttentionProblem(lengths, 2, 2, 64, 64, E4M3, 0.1, unaligned=("v",))  # else it takes a GPU
     tensors = Tensors(v=v, cu_seqlens_kv=cu, **unwritten(fp8_launch.buffers(given, fp8.config(given))))
-    fp8_launch.transpose_call(given, tensors, fp8.config(given)).launch()
+    fp8_launch.transpose_call(given, tensors, KNOWN["H200"], fp8.config(given)).launch()
     v_t = tensors.v_t.float().reshape(2, -1, 64, 128)
     rows = v.float().reshape(-1, 2, 64)
     for first, (begin, end) in zip(firsts, spans, strict=True):
@@ -222,7 +222,8 @@ problem = problem_of((int(sys.argv[1]),) * 2, Causal(), torch.float8_e4m3fn, 409
 with pretend_gpu(90):
     compiled = fp8_launch.compile_only(problem, KNOWN["H200"], fp8.config(problem), by_block=sys.argv[2] == "blocks")
     tensors = unfilled(problem, fp8_launch.buffers(problem, fp8.config(problem)))
-    fp8_launch.transpose_call(problem, tensors, fp8.config(problem)).compile()
+    transposing = audit(fp8_launch.transpose_call(problem, tensors, KNOWN["H200"], fp8.config(problem)).compile(), "V^T")
+    assert transposing.spill_bytes == 0 and not transposing.warnings, transposing
 groups = fp8.config(problem).groups
 report = audit(compiled, "fp8", roles=(*(f"consumer {w}" for w in range(groups)), "producer"))
 consumer = report.roles["consumer 0"]

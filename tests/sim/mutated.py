@@ -32,6 +32,7 @@ from strobe.kernels.sm90 import (  # noqa: E402
     backward_stores,
     backward_tiles,
     fp8,
+    fp8_transpose,
     tile_queue,
 )
 from strobe.kernels.sm90 import descriptors as sm90_descriptors  # noqa: E402
@@ -167,7 +168,7 @@ def sm100() -> Subject:
 def sm90_fp8() -> Subject:
     cases = [(case, torch.float16, descales) for case, descales, _ in test_fp8_kernel.CASES]
     tried = trials(cases, lambda t, descales: test_fp8_kernel.Fp8(t, descales=descales).run)
-    return Subject([fp8], tried, ("pass_over",), EQUIVALENT["sm90-fp8"])
+    return Subject([fp8, fp8_transpose], tried, ("pass_over",), EQUIVALENT["sm90-fp8"])
 
 
 def gemm(name: str) -> Subject:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -25,6 +25,7 @@ from strobe.kernels.sm90 import (
     backward_dq,
     backward_split,
     fp8_launch,
+    fp8_transpose,
     short,
     short_config,
     short_launch,
@@ -92,6 +93,17 @@ def _register_assembly(kernels: ModuleType) -> None:
     register(kernels.add_rounded, _add_rounded)
     register(kernels.from_now, lambda p: p)
     register(kernels.scaled, lambda x, factor: x * factor[:, None])
+
+
+def _words_of(x: Tensor) -> Tensor:
+    """Model of `fp8_transpose.words_of`."""
+    keys, columns = x.shape
+
+    def words(data: torch.Tensor) -> torch.Tensor:
+        of_lanes = data.view(torch.uint8).reshape(keys // 16, 2, 4, 2, columns).permute(0, 2, 4, 1, 3)
+        return of_lanes.contiguous().reshape(keys // 4, columns, 4).view(torch.int32).squeeze(-1)
+
+    return compute("free", words, x)
 
 
 class Forward(NamedTuple):
@@ -214,24 +226,31 @@ def _clamped(bounds: torch.Tensor | None, used: torch.Tensor | None, longest: in
 
 
 def fp8_launches(
-    kernels: ModuleType, problem: AttentionProblem, operands: Operands, ctas: int = 1
+    kernels: ModuleType, problem: AttentionProblem, operands: Operands, ctas: int = 1, transposing: ModuleType = fp8_transpose
 ) -> tuple[Launch, Launch, torch.Tensor, torch.Tensor]:
-    """The launches of a module's `transpose_kernel` and `fp8_kernel`, and what the second fills: out and lse, NaN before."""
+    """The launch of a module that transposes V, that of a module's `fp8_kernel`, and what the second fills: out and lse, NaN
+    before. ctas: how many share the tiles, and V."""
     _register_assembly(kernels)
+    register(transposing.words_of, _words_of)
     config = kernels.config(problem)
     tensors = Tensors(**operands._asdict(), **unwritten(fp8_launch.buffers(problem, config)))
     _prepare(problem, operands, tensors, config.tile_q)
-    transposing = fp8_launch.transpose_call(problem, tensors, config)
+    first = fp8_launch.transpose_call(problem, tensors, _ARCHS[90], config)
+    grid = (min(ctas, *first.grid),) if fp8_launch.is_beside(problem) else first.grid
     attending = fp8_launch.forward_call(problem, tensors, _ARCHS[90], config)
-    v, v_t, *others = transposing.arguments
-    cast = v.view(torch.uint8), v_t.view(torch.int32)  # as the kernel takes them: the simulator casts no pointers
     launches = (
-        Launch(kernels.transpose_kernel, transposing.grid, (*cast, *others), transposing.keywords, 90),
+        Launch(getattr(transposing, first.kernel.__name__), grid, _by_bytes(tensors, first.arguments), first.keywords, 90),
         Launch(
             kernels.fp8_kernel, (min(ctas, *attending.grid),), attending.arguments, attending.keywords, 90, ("counters",)
         ),
     )  # fmt: skip
     return *launches, tensors.out, tensors.lse
+
+
+def _by_bytes(tensors: Tensors, arguments: tuple) -> list[Any]:
+    """The arguments of a launch that casts the pointers to V and V^T, which the simulator does not."""
+    cast = {id(tensors.v): tensors.v.view(torch.uint8), id(tensors.v_t): tensors.v_t.view(torch.int32)}
+    return [cast.get(id(x), x) for x in arguments]
 
 
 def backward_launches(

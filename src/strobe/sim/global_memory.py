@@ -96,7 +96,7 @@ def await_flag(flag: Pointer, number, known):
         lambda: f"{flag.array.name}[{place}], which is {int(flat[place])}, to be {least}, at {line}",
         lambda: 0.0,
     )
-    old = machine().atomic_global(flag.array, flag.offsets(), torch.zeros(1), None, lambda old, _: old, "acquire")
+    old = machine().atomic_global(flag.array, flag.offsets(), torch.zeros(1), None, lambda old, _: old, "acquire", least)
     return _loaded(old, flag, None)
 
 

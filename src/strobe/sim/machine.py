@@ -18,6 +18,7 @@ other must end however many are resident.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import weakref
 from collections import Counter, deque
@@ -341,25 +342,29 @@ class Machine:
         values = values.expand(offsets.shape) if mask is None else values.expand(offsets.shape)[mask.expand(offsets.shape)]
         array.flat[torch.from_numpy(chosen)] = values.reshape(-1).to(array.flat.dtype)
 
-    def atomic_global(self, array: GlobalArray, offsets, values, mask, operation, sem: str = "acq_rel") -> torch.Tensor:
+    def atomic_global(
+        self, array: GlobalArray, offsets, values, mask, operation, sem: str = "acq_rel", least: float = math.inf
+    ):
         """Update elements one by one, in the order of the lanes; returns what they held. Atomics race with plain accesses
-        alone. One that acquires learns what was known to those who updated the element by one that releases."""
+        alone. One that acquires learns what was known to those who updated the element by one that releases, of the launch
+        ahead until it held `least`."""
         self.pause()
         old = torch.zeros(offsets.shape, dtype=array.flat.dtype)
         lanes = torch.ones(offsets.shape, dtype=torch.bool) if mask is None else mask.expand(offsets.shape)
         values = values.expand(offsets.shape)
         chosen, partition = _chosen(offsets, mask), self._current
-        array.update(chosen, self._cta.index, partition.access(what=f"atomic on {array.name} by "))
+        verb = "updates" if least == math.inf else "awaits"
+        array.update(chosen, self._cta.index, partition.access(what=f"atomic on {array.name} by "), verb)
         if sem in ("acquire", "acq_rel"):
-            array.acquire(chosen, partition.acquired)
-        if sem in ("release", "acq_rel"):
-            array.release(chosen, {**partition.acquired, self._cta.index: partition.knows})
-            partition.tick()
+            array.acquire(chosen, partition.acquired, least)
         for lane in lanes.nonzero():
             at = tuple(lane.tolist())
             place = int(offsets[at])
             old[at] = array.flat[place]
             array.flat[place] = operation(array.flat[place], values[at])
+        if sem in ("release", "acq_rel"):
+            array.release(chosen, {**partition.acquired, self._cta.index: partition.knows})
+            partition.tick()
         return old
 
     # ---- running

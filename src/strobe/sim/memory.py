@@ -11,8 +11,9 @@ the async proxy may overwrite before it is read: an arrival at a barrier waits f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -197,14 +198,6 @@ class Buffer:
 # ---- global memory
 
 
-@dataclass(frozen=True, eq=False)
-class Touched:
-    """Elements of one tensor's memory that a launch wrote and read, bool."""
-
-    written: np.ndarray
-    read: np.ndarray
-
-
 @dataclass(eq=False)
 class _Writer:
     """Somebody who touched global memory. cta: number of the CTA, None for the launch ahead."""
@@ -213,8 +206,26 @@ class _Writer:
     access: Access
 
 
+@dataclass(frozen=True, eq=False)
+class Touched:
+    """Elements of one tensor's memory that a launch wrote and read, bool; for those of the next launch who have not waited for
+    it, who wrote each element last, a number in `accesses`, and its updates by releasing atomics, in their order: what the
+    element held then, and what was known, by the numbers of CTAs."""
+
+    written: np.ndarray
+    read: np.ndarray
+    writer: np.ndarray
+    accesses: list[_Writer | None]
+    released: dict[int, list[tuple[float, dict[int, Knowledge]]]]
+
+
 def _of_the_launch_ahead() -> _Writer:
     return _Writer(None, Access(AHEAD, 1, Knowledge(), "the launch ahead, for which it has not waited (griddepcontrol.wait)"))
+
+
+def _before(cta: int) -> int:
+    """The number that a CTA of the launch ahead has in the next one, whose own are not negative."""
+    return -1 - cta
 
 
 _AHEAD = 1
@@ -222,9 +233,9 @@ _AHEAD = 1
 
 
 def _of_elements(touched: np.ndarray, number: int) -> np.ndarray:
-    """Which of so many elements were touched, of a memory whose larger or smaller elements are known."""
+    """Which of so many elements were touched, or by whom last, of a memory whose larger or smaller elements are known."""
     if touched.size > number:
-        return np.any(touched.reshape(number, -1), axis=1)
+        return np.max(touched.reshape(number, -1), axis=1)
     return np.repeat(touched, number // max(1, touched.size))
 
 
@@ -244,55 +255,68 @@ class GlobalArray:
         self.accesses: list[_Writer | None] = [None, _of_the_launch_ahead()]
         self._released: dict[int, dict[int, Knowledge]] = {}
         """Element -> what those who updated it by releasing atomics knew then, by the numbers of CTAs."""
+        self._releases: dict[int, list[tuple[float, dict[int, Knowledge]]]] = {}
+        """Element -> one after the other, what it held then and what that one knew."""
+        self._ahead: Touched | None = None
         if ahead is not None:
             number = self.flat.numel()
             self.writer[_of_elements(ahead.written, number)] = _AHEAD
             self.reader[_of_elements(ahead.read, number)] = _AHEAD
+            self._ahead = replace(ahead, writer=_of_elements(ahead.writer, number))
 
     def read(self, offsets: np.ndarray, cta: int, access: Access) -> None:
         self.inside(offsets, access)
-        self._check(self.writer[offsets], "write", cta, access, "reads")
+        self._check(offsets, self.writer, "write", cta, access, "reads")
         self.reader[offsets] = self._number(cta, access)
 
     def write(self, offsets: np.ndarray, cta: int, access: Access) -> None:
         """Note a write of one access; DoubleWrite too if it has the same offset twice."""
         self.inside(offsets, access)
-        self._check(self.reader[offsets], "read", cta, access, "writes")
+        self._check(offsets, self.reader, "read", cta, access, "writes")
         if not self.rewritable:
             before = self.writer[offsets]
             if before.max(initial=0) > _AHEAD:
                 other = self.accesses[before.max()]
                 raise DoubleWrite(f"{access} writes an element of {self.name} that {other.access} wrote already")
-            self._check(before, "write", cta, access, "writes")
+            self._check(offsets, self.writer, "write", cta, access, "writes")
             if np.unique(offsets).size != offsets.size:
                 raise DoubleWrite(f"{access} writes an element of {self.name} twice at once")
         else:
-            self._check(self.writer[offsets], "write", cta, access, "writes")
+            self._check(offsets, self.writer, "write", cta, access, "writes")
         self.writer[offsets] = self._number(cta, access)
 
     def touched(self) -> Touched:
         """Elements that this launch touched."""
-        return Touched((self.writer > _AHEAD) | self.updated, self.reader > _AHEAD)
+        writer = np.where(self.writer > _AHEAD, self.writer, 0)
+        return Touched((writer > 0) | self.updated, self.reader > _AHEAD, writer, self.accesses, self._releases)
 
-    def update(self, offsets: np.ndarray, cta: int, access: Access) -> None:
-        """Note an atomic update, which races with nothing that this launch does, unless updates have to be `ordered`."""
+    def update(self, offsets: np.ndarray, cta: int, access: Access, verb: str = "updates") -> None:
+        """Note an atomic update, which races with nothing that this launch does, unless updates have to be `ordered`. What the
+        launch ahead updates may be awaited meanwhile, not updated."""
         self.inside(offsets, access)
-        for numbers, was in ((self.writer[offsets], "write"), (self.reader[offsets], "read")):
-            self._check(numbers[numbers == _AHEAD], was, cta, access, "updates")
+        for touched, was in ((self.writer, "write"), (self.reader, "read")):
+            self._check(offsets[touched[offsets] == _AHEAD], touched, was, cta, access, verb)
         if self.ordered:
-            self._check(self.updater[offsets], "update", cta, access, "updates")
+            self._check(offsets, self.updater, "update", cta, access, "updates")
             self.updater[offsets] = self._number(cta, access)
         self.updated[offsets] = True
 
-    def acquire(self, offsets: np.ndarray, acquired: dict[int, Knowledge]) -> None:
-        """Learn what those knew who released these elements."""
+    def acquire(self, offsets: np.ndarray, acquired: dict[int, Knowledge], least: float = math.inf) -> None:
+        """Learn what those knew who released these elements; in the launch ahead, those until an element held `least`, since
+        the one who waits for that may have seen no more."""
         for offset in offsets.tolist():
             _learn(acquired, self._released.get(offset, {}))
+            for held, known in [] if self._ahead is None else self._ahead.released.get(offset, []):
+                _learn(acquired, {_before(cta): knowledge for cta, knowledge in known.items() if cta >= 0})
+                if held >= least:
+                    break
 
     def release(self, offsets: np.ndarray, known: dict[int, Knowledge]) -> None:
-        """Leave what is known at these elements, for those who acquire them."""
+        """Leave what is known at these elements, which hold their new numbers, for those who acquire them."""
+        known = {cta: knowledge.copy() for cta, knowledge in known.items()}
         for offset in offsets.tolist():
             _learn(self._released.setdefault(offset, {}), known)
+            self._releases.setdefault(offset, []).append((float(self.flat[offset]), known))
 
     def inside(self, offsets: np.ndarray, access: Access) -> None:
         """Raise OutOfBounds if an offset lies outside."""
@@ -304,15 +328,41 @@ class GlobalArray:
         self.accesses.append(_Writer(cta, access))
         return len(self.accesses) - 1
 
-    def _check(self, numbers: np.ndarray, was: str, cta: int, access: Access, verb: str) -> None:
+    def _check(self, offsets: np.ndarray, touched: np.ndarray, was: str, cta: int, access: Access, verb: str) -> None:
+        numbers = touched[offsets]
         for number in np.unique(numbers):
             before = self.accesses[number]
-            if before is None:
+            if before is None or self._is_before(before, cta, access):
                 continue
-            known = [(access.acquired or {}).get(before.cta), access.knows if before.cta in (None, cta) else None]
-            ordered = any(knows and knows.seen[before.access.agent] >= before.access.tick for knows in known)
-            if not ordered and not (self.rewritable and was == "write" and verb == "writes" and before.cta is not None):
+            if before.cta is None and was == "write" and self._is_released(offsets[numbers == number], access, verb):
+                continue
+            if not (self.rewritable and was == "write" and verb == "writes" and before.cta is not None):
                 raise Race(f"{access} {verb} {self.name}; nothing orders it after the {was} by {before.access}")
+
+    def _is_before(self, before: _Writer, cta: int, access: Access) -> bool:
+        known = [_acquired(access, before), access.knows if before.cta in (None, cta) else None]
+        return any(_covers(knows, before.access) for knows in known)
+
+    def _is_released(self, offsets: np.ndarray, access: Access, verb: str) -> bool:
+        """Whether all who wrote these elements in the launch ahead, for which `access` has not waited, released them to it.
+        What was only updated may be awaited, too."""
+        assert self._ahead is not None
+        writers = [self._ahead.accesses[number] for number in np.unique(self._ahead.writer[offsets])]
+        return all(
+            verb == "awaits"
+            if writer is None or writer.cta is None
+            else _covers(_acquired(access, _Writer(_before(writer.cta), writer.access)), writer.access)
+            for writer in writers
+        )
+
+
+def _acquired(access: Access, writer: _Writer) -> Knowledge | None:
+    """What an access knows of a CTA from atomics."""
+    return None if access.acquired is None or writer.cta is None else access.acquired.get(writer.cta)
+
+
+def _covers(knows: Knowledge | None, access: Access) -> bool:
+    return knows is not None and bool(knows.seen[access.agent] >= access.tick)
 
 
 def _learn(known: dict[int, Knowledge], more: dict[int, Knowledge]) -> None:
