@@ -1,12 +1,13 @@
 """Hopper's fp8 forward, its source unchanged, in the simulator; and mistakes made in it, one at a time."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
 import pytest
 import torch
-from broken import Bug, Kernel, Run, assert_found, assert_right_unless_broken, one_edit
+from broken import Bug, Kernel, Run, altered, assert_found, assert_right_unless_broken, one_edit
 from problems import Case, Tensors, describe, tensors
 
 from strobe.kernels.sm90 import fp8, fp8_transpose
@@ -156,11 +157,38 @@ def test_values_that_are_all_the_same(head_dim, mask):
     assert (out.float() - 3.0).abs().max() <= 3.0 / 128
 
 
+def outgrowing(kernels: ModuleType = fp8) -> Fp8:
+    """Rows whose own block of keys, where one sees its own key alone, has weights that are 2^-130 of those to the left."""
+    t = tensors(case(256, 256, heads=(1, 1), mask="causal"), torch.float16)
+    t.q.zero_()[..., 0] = 1
+    t.k.zero_()[:, :128, :, 0] = 2
+    forward = Fp8(t, kernels, descales=None)
+    forward.problem = replace(forward.problem, scale=130 * math.log(2) / 2)
+    forward.exact = attention(forward.problem, _float64(forward.operands), torch.float64)
+    return forward
+
+
+def test_a_row_is_not_judged_by_its_own_key():
+    forward = outgrowing()
+    assert fp8.is_from_diagonal(forward.problem, fp8.config(forward.problem))
+    for order, seed in ORDERS:
+        forward.run(order, seed)
+
+
+def test_a_row_that_is_judged_by_its_own_key_is_lost(tmp_path):
+    kernels = altered(
+        FP8, (("            m += higher\n            lowered = gl.exp2(-higher)\n", "            pass\n"),), tmp_path
+    )
+    kernels.MANY_KEYS = 0
+    with pytest.raises(AssertionError, match="error nan"):
+        outgrowing(kernels).run("in_order", 0)
+
+
 # ---- mistakes
 
 
 def started(kernels: ModuleType, bug: Bug, t: Tensors, config: Config) -> Run:
-    kernels._CONFIGS = {config.head_dim: config}
+    kernels._CONFIGS, kernels.MANY_KEYS = {config.head_dim: config}, 0
     return Fp8(t, kernels, ctas=bug.ctas).run
 
 
@@ -180,6 +208,9 @@ VALUES = Kernel(TRANSPOSE, 90, MANY_CHUNKS, WIDE, started_transposing)
 TOO_EARLY = (Race, Uninitialised, Unfinished, MissingFence)
 WRONG_PHASE = (Race, Uninitialised, Deadlock, BarrierMisuse, Unfinished)
 kernel = partial(one_edit, KERNEL, FP8)
+# Three groups of rows, whose diagonals lie in different blocks.
+DIAGONAL = Kernel(FP8, 90, case(200, 264, mask="causal", logits=20.0), Config(64, 64, 3, 128, 4), started)
+diagonal = partial(one_edit, DIAGONAL, FP8)
 
 
 values = partial(one_edit, VALUES, TRANSPOSE)
@@ -246,6 +277,10 @@ BUGS = [
     kernel("Q is given back twice", "        mbarrier.arrive(K.memory.q_empty.index(slot), count=1)\n",
            "        mbarrier.arrive(K.memory.q_empty.index(slot), count=1)\n" * 2, (BarrierMisuse, Race, Deadlock)),
     kernel("v's descale is forgotten", "descaled(1.0, K.descales.v, kv_head)", "1.0", ()),
+    diagonal("the diagonal's block is not masked", "        if FIRST:\n", "        if not FIRST:\n", ()),
+    diagonal("the producer begins elsewhere", "lead = from_diagonal(0, work.end)", "lead = work.begin", ()),
+    diagonal("a block of K is not passed over", "        if K.MASKED:\n            pass_over(K.k, before + 1, g)\n", "",
+             (Deadlock, BarrierMisuse)),
     of(case(70, 170, softcap=2.0, logits=5.0), "scores are not capped", CAPPED, "        s = s * scale\n", ()),
     of(case(70, 90, sinks=True), "a sink is in the LSE alone", "        rounded_sum += gl.exp2(sink - m)", "        m = m", ()),
     of(USED_IN_PART, "rows that are not used are written", UNUSED_ROWS, "o", ()),

@@ -40,6 +40,7 @@ from strobe.kernels.gluon import (
     tensor_descriptor,
     tma_load,
 )
+from strobe.kernels.portable.primitives import sequence as sequence_of_program
 
 WARPS = gl.constexpr(16)
 """Warps that turn bytes: each has 16 columns of a block."""
@@ -256,7 +257,7 @@ def transpose_kernel(
     take_program_turn()
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     target = batch * ((n + TILE - 1) // TILE) + block
-    start, n = sequence(cu_kv, used_kv, batch, n, total)
+    start, n = sequence_of_program(cu_kv, used_kv, batch, n, total)
     if cu_kv is not None:
         target = start // TILE + batch + block
     if block * TILE < n:
