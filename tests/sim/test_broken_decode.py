@@ -280,7 +280,7 @@ BY_WAY_OF_Q_BUGS = [
            "memory.q.index(0)", (Race, MissingFence, *NUMBERS)),
     kernel("a chunk of columns is written over the first", "by_rows(o, place), COLUMN, 8)", "by_rows(o, place), 0, 8)",
            (DoubleWrite, *NUMBERS)),
-    kernel("rows that are no queries are written", "    there = row < piece.queries * K.GROUP\n", "    there = row >= 0\n",
+    kernel("rows that are no queries are written", "GROUP, row < piece.queries * K.GROUP\n", "GROUP, row >= 0\n",
             (DoubleWrite, OutOfBounds, Race)),
 ]  # fmt: skip
 
