@@ -8,8 +8,9 @@ from types import ModuleType
 from problems import Results, Tensors, check, describe, formula, upstream
 
 from strobe.kernels.common.call import Tensors as CallTensors
-from strobe.kernels.sm90 import backward, backward_dq, backward_split
+from strobe.kernels.sm90 import backward, backward_dq, backward_short, backward_split
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
+from strobe.kernels.sm90.backward_short_config import ShortBackwardConfig
 from strobe.problem import Upstream, summed_bias
 from strobe.sim.attention import Backward as Left
 from strobe.sim.attention import backward_tensors, simulate_backward
@@ -23,7 +24,7 @@ class Backward:
     def __init__(
         self,
         t: Tensors,
-        config: Config | SplitConfig,
+        config: Config | SplitConfig | ShortBackwardConfig,
         ctas: int = 1,
         kernels: ModuleType = backward,
         dq_kernels: ModuleType = backward_dq,
@@ -43,7 +44,8 @@ class Backward:
         grads, tensors, report = self.simulate(order, seed)
         dbias = {} if grads.bias is None else {"dbias": summed_bias(grads.bias, self.operands.bias)}
         check(Results(None, None, grads.q, grads.k, grads.v, **dbias), self.t, ("dq", "dk", "dv", *dbias))
-        assert not (tensors.key_notes.any() or tensors.row_notes.any() or tensors.counters.any())
+        left = tensors.key_notes, tensors.row_notes, tensors.arrivals, tensors.counters
+        assert not any(numbers is not None and numbers.any() for numbers in left)
         return report
 
     def simulate(self, order: str, seed: int) -> Left:
@@ -70,3 +72,10 @@ class SplitBackward(Backward):
 
     def __init__(self, t: Tensors, config: SplitConfig, kernels: ModuleType = backward_split, **more):
         super().__init__(t, config, kernels=kernels, **more)
+
+
+class ShortBackward(Backward):
+    """The launch of a backward to few keys. ctas: multiprocessors, each of which has as many CTAs as the config says."""
+
+    def __init__(self, t: Tensors, config: ShortBackwardConfig, ctas: int = 1, kernels: ModuleType = backward_short, **more):
+        super().__init__(t, config, ctas, kernels, **more)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from strobe.device import KNOWN
 from strobe.kernels.blind_rows import fill_blind
-from strobe.kernels.common import dependent_launch, flags, named_barrier, packed_halves, prefetch
+from strobe.kernels.common import dependent_launch, exp2, flags, named_barrier, packed_halves, prefetch
 from strobe.kernels.common.call import Buffers, Tensors, gradients
 from strobe.kernels.common.documents import SPAN
 from strobe.kernels.gluon import gl
@@ -23,6 +23,8 @@ from strobe.kernels.sm90 import (
     backward,
     backward_config,
     backward_dq,
+    backward_short,
+    backward_short_launch,
     backward_split,
     fp8_launch,
     fp8_transpose,
@@ -36,10 +38,12 @@ from strobe.kernels.sm90 import config as sm90_config
 from strobe.kernels.sm90 import forward as sm90_forward
 from strobe.kernels.sm90 import launch as sm90_launch
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
+from strobe.kernels.sm90.backward_short_config import ShortBackwardConfig
 from strobe.kernels.sm100 import config as sm100_config
 from strobe.kernels.sm100 import forward as sm100_forward
 from strobe.kernels.sm100 import launch as sm100_launch
 from strobe.problem import AttentionProblem, Gradients, Operands, Upstream
+from strobe.sim import registers
 from strobe.sim.barriers import named_arrive, named_sync
 from strobe.sim.costs import Costs
 from strobe.sim.global_memory import await_flag
@@ -66,6 +70,7 @@ register(flags.await_flag, await_flag)
 register(flags.await_additions, await_additions)
 register(flags.raise_flag, raise_flag)
 register(flags.fence_async_global, fence_async_global)
+register(exp2.exp2_flushed, registers.exp2)
 register(packed_halves.rounded, lambda x, dtype: x.to(dtype))
 register(packed_halves.widened, lambda x: x.to(tl.float32))
 
@@ -288,14 +293,16 @@ class Backward(NamedTuple):
 
 
 def simulate_backward(
-    problem: AttentionProblem, operands: Operands, upstream: Upstream, config: Config | SplitConfig | None = None,
-    order: str = "in_order", seed: int = 0, ctas: int = 1, kernels: ModuleType | None = None,
-    dq_kernels: ModuleType | None = None, resident: int = 1,
+    problem: AttentionProblem, operands: Operands, upstream: Upstream,
+    config: Config | SplitConfig | ShortBackwardConfig | None = None, order: str = "in_order", seed: int = 0, ctas: int = 1,
+    kernels: ModuleType | None = None, dq_kernels: ModuleType | None = None, resident: int = 1,
 ) -> Backward:  # fmt: skip
     """Simulate the launches of a Hopper backward, one after the other as in a stream. config: None means what the backend
-    chooses. order, seed, ctas: see `simulate_forward`. kernels, dq_kernels, resident: see `backward_launches`; None means the
-    backend's own."""
+    chooses for any number of keys. order, seed, ctas: see `simulate_forward`; with few keys, of each config.ctas. kernels,
+    dq_kernels, resident: see `backward_launches`; None means the backend's own."""
     config = config or backward_config.choose(problem)
+    if isinstance(config, ShortBackwardConfig):
+        return _short_backward(problem, operands, upstream, config, order, seed, ctas, kernels or backward_short, resident)
     kernels = kernels or (backward if isinstance(config, Config) else backward_split)
     tensors, host, report = backward_tensors(problem, operands, upstream, config), sm90_backward_launch, None
     if host.is_listed(problem, config):
@@ -312,6 +319,21 @@ def simulate_backward(
         call = host.convert_call(problem, tensors, config)
         simulate(call.kernel, call.grid, after=report, **call.keywords)
     return Backward(Gradients(tensors.dq, tensors.dk, tensors.dv, tensors.dbias), tensors, reports[0])
+
+
+def _short_backward(
+    problem: AttentionProblem, operands: Operands, upstream: Upstream, config: ShortBackwardConfig, order: str, seed: int,
+    ctas: int, kernels: ModuleType, resident: int,
+) -> Backward:  # fmt: skip
+    """What the one launch of a backward to few keys leaves."""
+    arch = replace(_ARCHS[90], sms=ctas)
+    made = unwritten(backward_short_launch.buffers(problem, arch, config))
+    tensors = Tensors(**operands._asdict(), **upstream._asdict(), **made)
+    call = backward_short_launch.backward_call(problem, tensors, arch, config)
+    kernel = getattr(kernels, call.kernel.__name__)
+    launch = Launch(kernel, call.grid, call.arguments, call.keywords, 90, ("arrivals",), resident=resident)
+    report = launch.simulate(order, seed)
+    return Backward(Gradients(tensors.dq, tensors.dk, tensors.dv, None), tensors, report)
 
 
 def backward_tensors(

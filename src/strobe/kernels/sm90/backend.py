@@ -11,6 +11,8 @@ from strobe.kernels.common.refusals import gluon_refuses
 from strobe.kernels.sm90.backward_config import SplitConfig
 from strobe.kernels.sm90.backward_config import choose as choose_backward
 from strobe.kernels.sm90.backward_config import origin as origin_of_backward
+from strobe.kernels.sm90.backward_short_config import choose as choose_short_backward
+from strobe.kernels.sm90.backward_short_config import takes as takes_short_backward
 from strobe.kernels.sm90.config import Config, choose
 from strobe.kernels.sm90.config import origin as origin_of_choice
 from strobe.kernels.sm90.short_config import choose as choose_short
@@ -18,6 +20,8 @@ from strobe.kernels.sm90.short_config import takes as takes_short
 from strobe.problem import AttentionProblem, Varlen, without_gradient
 
 MOST_ROWS = 2**29
+
+ONE_BLOCK = "all keys are one block"
 
 _optimistic = True
 
@@ -53,7 +57,7 @@ def backward_refuses(problem: AttentionProblem) -> str | None:
 
 def config(problem: AttentionProblem, arch: Arch):
     if problem.phase == "backward":
-        return choose_backward(problem)
+        return choose_short_backward(problem) if takes_short_backward(problem) else choose_backward(problem)
     if takes_short(problem):
         return choose_short(problem)
     return long_config(problem)
@@ -67,8 +71,8 @@ def long_config(problem: AttentionProblem) -> Config:
 def origin(problem: AttentionProblem, arch: Arch) -> str:
     """Where the config comes from, in words."""
     if problem.phase == "backward":
-        return origin_of_backward(problem)
-    return "all keys are one block" if takes_short(problem) else origin_of_choice(problem)
+        return ONE_BLOCK if takes_short_backward(problem) else origin_of_backward(problem)
+    return ONE_BLOCK if takes_short(problem) else origin_of_choice(problem)
 
 
 def may_be_optimistic(problem: AttentionProblem) -> bool:
@@ -82,9 +86,13 @@ def may_be_optimistic(problem: AttentionProblem) -> bool:
 def buffers(problem: AttentionProblem, arch: Arch) -> Buffers:
     """See `strobe.kernels.common.call`."""
     if problem.phase == "backward":
+        if takes_short_backward(problem):
+            from strobe.kernels.sm90 import backward_short_launch
+
+            return backward_short_launch.buffers(problem, arch, choose_short_backward(problem))
         from strobe.kernels.sm90 import backward_launch
 
-        return backward_launch.buffers(problem, config(problem, arch))
+        return backward_launch.buffers(problem, choose_backward(problem))
     if takes_short(problem):
         from strobe.kernels.sm90 import short_launch
 
@@ -97,9 +105,13 @@ def buffers(problem: AttentionProblem, arch: Arch) -> Buffers:
 def calls(problem: AttentionProblem, tensors: Tensors, arch: Arch) -> list[Call]:
     """See `strobe.kernels.common.call`."""
     if problem.phase == "backward":
+        if takes_short_backward(problem):
+            from strobe.kernels.sm90 import backward_short_launch
+
+            return [backward_short_launch.backward_call(problem, tensors, arch, choose_short_backward(problem))]
         from strobe.kernels.sm90 import backward_launch
 
-        return backward_launch.calls(problem, tensors, arch, config(problem, arch))
+        return backward_launch.calls(problem, tensors, arch, choose_backward(problem))
     if takes_short(problem):
         from strobe.kernels.sm90 import short_launch
 

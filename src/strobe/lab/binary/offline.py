@@ -15,7 +15,7 @@ from strobe.device import KNOWN, Arch
 from strobe.kernels.common.call import unfilled
 from strobe.kernels.sm90.backward_config import Config as BackwardConfig
 from strobe.kernels.sm90.backward_config import SplitConfig
-from strobe.kernels.sm90.backward_config import choose as choose_backward
+from strobe.kernels.sm90.backward_short_config import ShortBackwardConfig
 from strobe.kernels.sm90.config import Config
 from strobe.kernels.sm90.short_config import ShortConfig
 from strobe.lab.binary.sass import Audit, audit
@@ -136,11 +136,16 @@ def sm90_forward(
     return [Made(_name("sm90", problem), compiled, _sm90_roles(chosen.groups), seconds)]
 
 
-def sm90_backward(problem: AttentionProblem, arch: Arch, config: BackwardConfig | SplitConfig | None = None) -> list[Made]:
+def sm90_backward(
+    problem: AttentionProblem, arch: Arch, config: BackwardConfig | SplitConfig | ShortBackwardConfig | None = None
+) -> list[Made]:
     """One kernel, or those of two passes, or one with that of dQ."""
-    from strobe.kernels.sm90 import backward_launch
+    from strobe.kernels.sm90 import backend, backward_launch, backward_short_launch
 
-    chosen = config or choose_backward(problem)
+    chosen = config or backend.config(problem, arch)
+    if isinstance(chosen, ShortBackwardConfig):
+        one, seconds = _timed(arch, lambda: backward_short_launch.compile_only(problem, arch, chosen))
+        return [Made(_name("sm90", problem), one, seconds=seconds)]
     compiled, seconds = _timed(arch, lambda: backward_launch.compile_only(problem, arch, chosen))
     name = _name("sm90", problem)
     found = []

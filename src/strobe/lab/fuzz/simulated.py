@@ -8,8 +8,9 @@ import torch
 
 from strobe.call.dispatch import backend_module
 from strobe.device import KNOWN
-from strobe.kernels.sm90 import backward_config, short_config
+from strobe.kernels.sm90 import short_config
 from strobe.kernels.sm90.backward_config import Config, SplitConfig
+from strobe.kernels.sm90.backward_short_config import ShortBackwardConfig
 from strobe.kernels.sm90.config import padded
 from strobe.lab.fuzz.cases import Case
 from strobe.lab.fuzz.inputs import inputs
@@ -80,12 +81,13 @@ def _backward(case: Case, problem: AttentionProblem, operands: Operands, upstrea
 
     problem = replace(problem, deterministic=case.backend == "deterministic")
     config = _config(case, problem)
-    # CTAs that add to dQ in an order wait for each other: more than run at a time.
-    ctas, resident = (3, 2) if isinstance(config, Config) and config.order else (1, 1)
+    # CTAs that add to dQ in an order wait for each other, those that share a head count each other: more than run at a time.
+    several = isinstance(config, ShortBackwardConfig) or (isinstance(config, Config) and config.order != 0)
+    ctas, resident = (3, 2) if several else (1, 1)
     left = simulate_backward(
         problem, operands, upstream, config, _order(case), case.seed, ctas=ctas, resident=resident,
     )  # fmt: skip
-    if left.tensors.key_notes.any() or left.tensors.row_notes.any():
+    if any(notes is not None and notes.any() for notes in (left.tensors.key_notes, left.tensors.row_notes)):
         return None
     grads, sinks = left.grads, operands.sinks
     return Results(
@@ -95,10 +97,10 @@ def _backward(case: Case, problem: AttentionProblem, operands: Operands, upstrea
     )  # fmt: skip
 
 
-def _config(case: Case, problem: AttentionProblem) -> Config | SplitConfig:
+def _config(case: Case, problem: AttentionProblem) -> Config | SplitConfig | ShortBackwardConfig:
     if case.backend == "two passes":
         return SplitConfig(padded(problem.head_dim), padded(problem.head_dim_v))
-    return backward_config.choose(problem)
+    return backend_module("sm90").config(problem, _ARCH)
 
 
 def _filled(results: Results, want: Results, problem: AttentionProblem) -> Results:

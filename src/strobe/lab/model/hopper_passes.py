@@ -17,6 +17,7 @@ from typing import NamedTuple
 from strobe.call.dispatch import backend_module
 from strobe.device import KNOWN
 from strobe.kernels.sm90 import backward_config
+from strobe.kernels.sm90.backward_short_config import ShortBackwardConfig
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
 from strobe.kernels.sm90.short_config import ShortConfig
 from strobe.lab.model.cost import Tiling
@@ -79,13 +80,19 @@ def held(product: Product, depth: int) -> tuple[Product, ...]:
     return tuple(part for part in parts if part.depth > 0)
 
 
-def of_config(config: Config | ShortConfig | backward_config.Config | backward_config.SplitConfig) -> tuple[Pass, ...]:
+def of_config(
+    config: Config | ShortConfig | ShortBackwardConfig | backward_config.Config | backward_config.SplitConfig,
+) -> tuple[Pass, ...]:
     """The passes of a kernel with this config: one for the forward and for the backward; two, over keys and over rows, for the
     split backward and where dS is stored."""
     dim, dim_v = config.head_dim, config.head_dim_v
     if isinstance(config, Config | ShortConfig):
         products = Product(config.tile_kv, dim), Product(dim_v, config.tile_kv, in_registers=True)  # S, O
         return (Pass(config.tile_q, config.tile_kv, config.tile_q // ROWS_PER_GROUP * products),)
+    if isinstance(config, ShortBackwardConfig):
+        of_sums = (dim + dim_v) // ROWS_PER_GROUP * (Product(config.keys, config.tile_q),)  # dK and dV, transposed
+        others = Product(config.keys, dim), Product(config.keys, dim_v), Product(dim, config.keys)  # S, dP, dQ
+        return (Pass(config.tile_q, config.tile_kv, (*others, *of_sums)),)
     rows = backward_config.SPLIT_TILE if isinstance(config, backward_config.SplitConfig) else config.tile_q
     of_s, of_dp = Product(rows, dim), Product(rows, dim_v)  # transposed: the rows of their results are 64 keys
     of_keys = Product(dim_v, rows, in_registers=True), Product(dim, rows, in_registers=True)  # dV, dK
