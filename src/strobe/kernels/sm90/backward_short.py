@@ -378,15 +378,14 @@ def finish(K, head, sum_k, sum_v):
     first = begin // K.tiles.share
     last = (end - 1) // K.tiles.share
     before = 0
-    if last > first and K.C.cut < 2:
+    if last > first:
         leave(leave(share_of(K, gl.program_id(0), head), sum_k), sum_v)
         partition_barrier()
         before = gl.atomic_add(K.arrivals + head, 1, sem="acq_rel", scope="gpu")
         if before == last - first:
             gl.atomic_xchg(K.arrivals + head, 0, sem="relaxed", scope="gpu")
-            if K.C.cut < 1:
-                sum_k = total(K, head, first, last, 0, K.C.head_dim)
-                sum_v = total(K, head, first, last, K.C.keys * K.C.head_dim, K.C.head_dim_v)
+            sum_k = total(K, head, first, last, 0, K.C.head_dim)
+            sum_v = total(K, head, first, last, K.C.keys * K.C.head_dim, K.C.head_dim_v)
     if before == last - first:
         put(sum_k, K.memory.k, K.scale)
         put(sum_v, K.memory.v, 1.0)

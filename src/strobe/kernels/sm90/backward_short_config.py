@@ -36,7 +36,6 @@ class ShortBackwardConfig(Derived):
     warps: int = 4
     stages: int = 2
     most_ctas: int = 2
-    cut: int = 0
 
     @property
     def tile_q(self) -> int:
@@ -115,7 +114,7 @@ def choose(problem: AttentionProblem) -> ShortBackwardConfig:
     parts = next(parts for parts in _PARTS if sum(parts) >= problem.lengths.seqlen_kv)
     head_dim, head_dim_v = (64 if dim <= 64 else 128 for dim in (problem.head_dim, problem.head_dim_v))
     small = max(head_dim, head_dim_v) == 64 and sum(parts) <= 96
-    return ShortBackwardConfig(head_dim, head_dim_v, parts, *((4, 3, 2) if small else (8, 3, 1)))
+    return ShortBackwardConfig(head_dim, head_dim_v, parts, *((4, 2, 2) if small else (8, 2, 1)))
 
 
 def tiles_of_a_cta(config: ShortBackwardConfig, tiles: int, sms: int) -> int:
