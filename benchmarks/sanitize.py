@@ -84,6 +84,8 @@ def hopper_backward() -> None:
         inputs, keywords = packed(head_dim, (130, 0, 300, 1))
         q, k, v = (x.requires_grad_() for x in inputs)
         strobe.attention(q, k, v, mask=strobe.Causal(), backend="sm90", **keywords).sum().backward()
+    for dims, n_kv, heads in (((8, 8), 1, 64), ((64, 64), 77, 10), ((80, 128), 90, 10), ((128, 128), 128, 10)):  # few keys
+        strobe.attention(*problem(dims[0], 900, n_kv, dims[1], heads), backend="sm90").sum().backward()
     # More blocks than CTAs; keys that nobody sees; a block to be computed again; the same bits in every run; changed scores.
     strobe.attention(*problem(64, 300, 100, heads=64), mask=strobe.Causal(), backend="sm90").sum().backward()
     q, k, v = problem(128, 200, 300)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 FILES = {
     "the Hopper forward": ["test_broken_hopper"],
     "its fp8 forward": ["test_fp8_kernel"],
-    "the Hopper backwards": ["test_broken_backward", "test_split_backward"],
+    "the Hopper backwards": ["test_broken_backward", "test_split_backward", "test_few_keys_backward"],
     "the Blackwell forward": ["test_broken_blackwell"],
     "only a pair of CTAs": ["test_broken_clusters"],
 }

@@ -111,6 +111,10 @@ def takes(problem: AttentionProblem) -> bool:
 
 
 def choose(problem: AttentionProblem) -> ShortBackwardConfig:
+    """The config of a problem that the kernel takes: four warps where their registers hold the sums, and two CTAs. Measured on
+    an H100, microseconds, 8 x 4096 x 77, 10 heads of 64 columns: two CTAs of four warps 64.1, of eight 75.3, one CTA of four
+    75.9, of eight 88.6, and the backward for any number of keys 218. With three stages 64.1, too; 8 heads of 40 columns, 49.9,
+    with two 47.5."""
     parts = next(parts for parts in _PARTS if sum(parts) >= problem.lengths.seqlen_kv)
     head_dim, head_dim_v = (64 if dim <= 64 else 128 for dim in (problem.head_dim, problem.head_dim_v))
     small = max(head_dim, head_dim_v) == 64 and sum(parts) <= 96
