@@ -21,17 +21,18 @@ def case(n_q, n_kv, head_dim=64, heads=(1, 1), batch=1, **more) -> Case:
     return Case(n_q, n_kv, batch, *heads, head_dim, **more)
 
 
-# Each with how many multiprocessors share the tiles, of two CTAs each.
+# Each with the number of multiprocessors, which have one or two CTAs each.
 CASES = [
     (case(64, 64), FP16, replace(D64, parts=(64,)), 1),
     (case(1, 1), BF16, replace(D64, parts=(64,), stages=1), 1),
-    # A head for several CTAs; several heads for one; a CTA with the end of one, all of another and the beginning of a third.
+    # A head for one CTA, for two, for three; the tiles of several query heads.
+    (case(333, 77, heads=(2, 2), batch=2), BF16, D64, 1),
+    (case(333, 77, heads=(2, 2)), FP16, D64, 2),
     (case(333, 77), BF16, D64, 3),
-    (case(333, 77, heads=(4, 4)), FP16, D64, 1),
-    (case(150, 70, heads=(5, 5)), FP16, D64, 1),
-    (case(150, 77, heads=(6, 2), batch=2), BF16, D64, 2),
-    (case(65, 90, heads=(2, 1), batch=3), FP16, replace(D64, parts=(64, 32), warps=8, stages=3), 1),
-    (case(150, 128, 96, heads=(2, 1)), BF16, ShortBackwardConfig(128, 128, (128,), warps=8), 1),
+    (case(150, 77, heads=(6, 2), batch=2), BF16, D64, 4),
+    (case(300, 70, heads=(5, 1)), FP16, D64, 4),
+    (case(65, 90, heads=(2, 1), batch=3), FP16, replace(D64, parts=(64, 32), warps=8, stages=3), 2),
+    (case(150, 128, 96, heads=(2, 1)), BF16, ShortBackwardConfig(128, 128, (128,), warps=8), 2),
     (case(150, 77, 40, heads=(2, 2)), FP16, D64, 1),
     (case(150, 77, 40, head_dim_v=72), BF16, ShortBackwardConfig(64, 128, (64, 16), warps=8), 1),
     (case(150, 77, 128, head_dim_v=64), FP16, ShortBackwardConfig(128, 64, (64, 16), warps=8, stages=1), 1),
@@ -52,7 +53,7 @@ def test_in_every_order(case, dtype, config, sms):
 
 
 def test_the_same_bits_whoever_comes_last():
-    backward = ShortBackward(tensors(case(600, 77, heads=(2, 2)), BF16), D64, 3, resident=6)
+    backward = ShortBackward(tensors(case(900, 77, heads=(2, 2)), BF16), D64, 4, resident=6)
     first, *others = [backward.simulate(order, seed).grads for order, seed in (*ORDERS, ("random", 2), ("random", 3))]
     for grads in others:
         assert all(torch.equal(getattr(first, name), getattr(grads, name)) for name in "qkv")
@@ -79,18 +80,20 @@ def test_what_is_no_number():
 # ---- mistakes
 
 SHORT = "strobe.kernels.sm90.backward_short"
-# Four CTAs with five of the eighteen tiles that three heads have: the second one has the last of a head and four of the next.
+# Each of two heads has six tiles, the last of 13 rows, and two CTAs.
 KERNEL = Kernel(
     SHORT,
     90,
-    case(333, 77, heads=(3, 3)),
+    case(333, 77, heads=(2, 2)),
     D64,
     lambda kernels, bug, t, config: ShortBackward(t, config, 2, kernels, resident=bug.resident).run,
 )
 WRONG_NUMBERS = (AssertionError, OutOfBounds)
 WRONG_PHASE = (Race, Uninitialised, Deadlock, BarrierMisuse)
 
-KV_WAIT = "        mbarrier.wait(memory.kv_full, (head - first) & 1)\n"
+WRAP = "        last = row == self.of_head * ROWS\n"
+KV_BYTES = "    mbarrier.expect(memory.kv_full, C.kv_bytes)\n"
+KV_WAIT = "    mbarrier.wait(memory.kv_full, 0)\n"
 ROWS_WAIT = "    mbarrier.wait(memory.full.index(stage), (turn // K.C.stages) & 1)\n"
 S_READY, DP_READY = "    s = finished(s, PARTS)\n", "    dp = finished(dp)\n"
 DQ_LEFT = "    tma_store_wait(0)  # the dQ of the tile before has left\n"
@@ -98,18 +101,18 @@ DS_THERE = DQ_LEFT + "    fence_async_shared()\n"
 DQ_READY = "    dq = warpgroup_mma_wait(2 * PARTS, deps=[dq])\n"
 DQ_THERE = "    memory.dq.store((dq * K.scale).to(dtype))\n    fence_async_shared()\n"
 ALL_READY = "    sum_v, sum_k = finished(sum_v), finished(sum_k)\n"
-LEAVING = "        leave(leave(share_of(K, gl.program_id(0), head), sum_k), sum_v)\n        partition_barrier()\n"
-COUNTED = '        before = gl.atomic_add(K.arrivals + head, 1, sem="acq_rel", scope="gpu")\n'
-SET_BACK = '            gl.atomic_xchg(K.arrivals + head, 0, sem="relaxed", scope="gpu")\n'
-LAST_ADDS = "before == last - first:\n" + SET_BACK
-GRADIENTS_THERE = "        put(sum_v, K.memory.v, 1.0)\n        fence_async_shared()\n"
-GRADIENTS_LEFT = "            tma_store_wait(0)  # dK and dV have left\n"
-LAST_LEFT = "            copy_keys(K, head + 1)\n    tma_store_wait(0)\n"
+LEAVING = "        leave(leave(shares + number.to(gl.int64) * C.share_numbers, sum_k), sum_v)\n"
+BARRIER = "        partition_barrier()  # so the count tells of what all threads wrote\n"
+COUNTED = '        before = gl.atomic_add(arrivals + head, 1, sem="acq_rel", scope="gpu")\n'
+SET_BACK = '            gl.atomic_xchg(arrivals + head, 0, sem="relaxed", scope="gpu")\n'
+LAST_ADDS = "before == ctas - 1:\n" + SET_BACK
+GRADIENTS_THERE = "        put(sum_v, memory.v, 1.0)\n        fence_async_shared()\n"
+LAST_LEFT = "        send(parts_of(dv, dv_last, C), memory.v, batch, head_kv)\n    tma_store_wait(0)\n"
 
 kernel = partial(one_edit, KERNEL, SHORT)
 BUGS = [
     kernel("keys are not waited for", KV_WAIT, "", (Race, Uninitialised)),
-    kernel("the phase of K and V never flips", KV_WAIT, KV_WAIT.replace("(head - first) & 1", "0"), WRONG_PHASE),
+    kernel("keys are promised fewer bytes", KV_BYTES, KV_BYTES.replace("C.kv_bytes", "C.kv_bytes // 2"), WRONG_PHASE),
     kernel("rows are not waited for", ROWS_WAIT, "", WRONG_PHASE),
     kernel("the phase of rows flips with every tile", ROWS_WAIT, ROWS_WAIT.replace("turn // K.C.stages", "turn"), WRONG_PHASE),
     kernel("scores are not waited for", S_READY, S_READY.replace("PARTS", "2 * PARTS"), (Unfinished, Race)),
@@ -120,19 +123,18 @@ BUGS = [
     kernel("dQ leaves before it is there", DQ_THERE, DQ_THERE.splitlines(True)[0], (MissingFence,)),
     kernel("sums are not waited for", ALL_READY, "    sum_v = finished(sum_v, PARTS)\n", (Unfinished, Race)),
     kernel("a tile too many comes", "to, pred=tile < K.tiles.end", "to, pred=tile <= K.tiles.end", (*WRONG_PHASE, Unfinished)),
-    kernel("the rows of another tile come", "row == self.of_head * ROWS", "row > self.of_head * ROWS", WRONG_NUMBERS),
+    kernel("the rows of another tile come", WRAP, WRAP.replace("==", ">"), WRONG_NUMBERS, case=case(150, 77, heads=(2, 1))),
     kernel("the LSE of rows that are not there", "(row < K.n_q) & (tile", "(row <= K.n_q) & (tile", WRONG_NUMBERS),
     kernel("the LSE's gradient is left out", "delta = -dm + gl", "delta = -0.0 * dm + gl", ()),
     kernel("delta is of the first part of the keys", "delta += gl", "delta += 0.0 * gl", ()),
     kernel("statistics are of the tile before", "(K, tile + 1, following)", "(K, tile + 1, place)", ()),
-    kernel("a share is counted before it is written", LEAVING + COUNTED, COUNTED + LEAVING, (Race, Uninitialised)),
+    kernel("a share is counted too early", LEAVING + BARRIER + COUNTED, COUNTED + LEAVING + BARRIER, (Race, Uninitialised)),
     kernel("the counter says nothing of memory", 'sem="acq_rel"', 'sem="relaxed"', (Race,)),
     kernel("the counter is not set back", SET_BACK, "", ()),
-    kernel("who comes first adds up", LAST_ADDS, LAST_ADDS.replace("last - first", "0"), (Race, Uninitialised)),
-    kernel("the last share is left out", "cta + i <= last)", "cta + i < last)", ()),
-    kernel("two heads share a place", "(cta + head)", "(cta + 0 * head)", (Race, DoubleWrite)),
+    kernel("who comes first adds up", LAST_ADDS, LAST_ADDS.replace("ctas - 1", "0"), (Race, Uninitialised)),
+    kernel("the last share is left out", "first + i < shares)", "first + i < shares - 1)", ()),
+    kernel("two CTAs share a place", "number.to(gl.int64)", "head.to(gl.int64)", (Race, DoubleWrite)),
     kernel("dK leaves before it is there", GRADIENTS_THERE, GRADIENTS_THERE.splitlines(True)[0], (MissingFence,)),
-    kernel("the next keys overwrite dK", GRADIENTS_LEFT, "", (Race,)),
     kernel("nobody waits for the last rows", LAST_LEFT, LAST_LEFT.splitlines(True)[0], (Unfinished,)),
 ]  # fmt: skip
 

@@ -7,9 +7,9 @@ CTAs share a multiprocessor: while one waits, others compute.
 
     S = Q K^T     dP = dO V^T     dV^T = dO^T P     dK^T = Q^T dS     dQ = dS K,     dS = P * (dP - rowsum(P * dP) + dLSE)
 
-All tiles of rows, head after head, are shared out evenly: a CTA may have a part of one head, whole heads, and a part of
-another. It holds dK and dV of its rows in registers. Where several CTAs have parts of a head, each writes its own, and who
-comes last adds all up, in their order: the bits are the same in every run.
+A CTA holds K and V of its head, and goes through a part of the rows of all query heads that share it, with the sums dK and dV
+in registers. Where several CTAs have parts of a head, each writes its own sums, and who comes last adds all up, in their order:
+the bits are the same in every run.
 
     shared memory   shape                          holds
     k, v            [1, keys, head_dim], in parts  all keys: a power of two of them, and a smaller one; then their gradients
@@ -85,58 +85,41 @@ def make_memory(dtype: gl.constexpr, C: gl.constexpr):
 
 @aggregate
 class Tiles:
-    """All tiles of 64 rows: head after head, of which `group` share a key head. of_head: tiles of a query head; begin, end: of
-    the CTA, which are `share` or, of the last one, fewer."""
+    """The tiles of 64 rows that a CTA goes through, [begin, end) of those of all query heads that share a key head. Each of the
+    query heads, from `first_head` on of a batch entry, has `of_head` tiles."""
 
-    heads_kv: gl.tensor
-    group: gl.tensor
+    batch: gl.tensor
+    first_head: gl.tensor
     of_head: gl.tensor
-    share: gl.tensor
     begin: gl.tensor
     end: gl.tensor
 
     @gluon.jit
     def place(self, tile):
-        """(batch entry, query head, first row) of a tile."""
-        head, heads = tile // self.of_head, self.heads_kv * self.group
-        return head // heads, head % heads, tile % self.of_head * ROWS
+        """(query head, first row) of a tile."""
+        return self.first_head + tile // self.of_head, tile % self.of_head * ROWS
 
     @gluon.jit
     def after(self, place):
         """The place of the next tile: without a division."""
-        batch, head, row = place
+        head, row = place
         row += ROWS
         last = row == self.of_head * ROWS
-        row = gl.where(last, 0, row)
-        head += last.to(gl.int32)
-        last = head == self.heads_kv * self.group
-        return batch + last.to(gl.int32), gl.where(last, 0, head), row
-
-    @gluon.jit
-    def of_keys(self, head):
-        """[begin, end) of the tiles of a key head of the whole batch."""
-        tiles = self.group * self.of_head
-        return head * tiles, head * tiles + tiles
+        return head + last.to(gl.int32), gl.where(last, 0, row)
 
 
 @aggregate
 class Kernel:
-    """What every step takes. rows, k, v, dk, dv: tuples of TMA descriptors, of Q and dO, and of parts of the keys. dlse: the
-    LSE's gradient, if it has one. shares: float32, see `share_of`; arrivals: a counter for each key head. scale: of scores,
-    without log2(e)."""
+    """What every step takes. rows: TMA descriptors of Q and dO; dq: of dQ. dlse: the LSE's gradient, if it has one. heads: of
+    queries, of a batch entry. scale: of scores, without log2(e)."""
 
     rows: gl.tuple
-    k: gl.tuple
-    v: gl.tuple
+    dq: gl.tuple
     lse: gl.tensor
     dlse: (gl.tensor, gl.constexpr)
     dlse_strides: gl.tuple
-    dq: gl.tuple
-    dk: gl.tuple
-    dv: gl.tuple
-    shares: gl.tensor
-    arrivals: gl.tensor
     tiles: Tiles
+    heads: gl.tensor
     n_q: gl.tensor
     n_kv: gl.tensor
     scale: gl.tensor
@@ -150,11 +133,11 @@ class Kernel:
 @gluon.jit
 def copy_rows(K, tile, place):
     """Start the copy of a tile of Q and dO, if the CTA has it. Rows beyond a head's last come as 0."""
-    batch, head, row = place
+    head, row = place
     stage = (tile - K.tiles.begin) % K.C.stages
     for i in gl.static_range(2):
         to = K.memory.rows[i].index(stage).reshape(K.rows[i].block_type.shape)
-        tma_load(K.rows[i], [batch, head, row, 0], K.memory.full.index(stage), to, pred=tile < K.tiles.end)
+        tma_load(K.rows[i], [K.tiles.batch, head, row, 0], K.memory.full.index(stage), to, pred=tile < K.tiles.end)
 
 
 @gluon.jit
@@ -165,29 +148,28 @@ def expect_rows(K, tile):
 
 
 @gluon.jit
-def copy_keys(K, head):
-    """Start the copy of all keys of a head, and of their values, of which the barrier was told."""
-    for i in gl.static_range(len(K.C.parts)):
-        place = [head // K.tiles.heads_kv, head % K.tiles.heads_kv, i * K.C.parts[0], 0]
-        tma_load(K.k[i], place, K.memory.kv_full, K.memory.k[i].index(0).reshape(K.k[i].block_type.shape))
-        tma_load(K.v[i], place, K.memory.kv_full, K.memory.v[i].index(0).reshape(K.v[i].block_type.shape))
+def copy_keys(descriptors, parts, barrier, batch, head):
+    """Start the copy of all keys of a head, or of their values, of which the barrier was told."""
+    for i in gl.static_range(len(parts)):
+        to = parts[i].index(0).reshape(descriptors[i].block_type.shape)
+        tma_load(descriptors[i], [batch, head, i * parts[0].shape[1], 0], barrier, to)
 
 
 @gluon.jit
 def load_statistics(K, tile, place):
     """(LSE in powers of two, its gradient) of the rows of a tile. Rows that do not exist have an LSE of +inf: they weigh
     nothing."""
-    batch, head, first = place
+    head, first = place
     row = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout_of(K.C.parts[0], K.C.warps)))
     exists = (row < K.n_q) & (tile < K.tiles.end)
-    first_row = (batch * K.tiles.heads_kv * K.tiles.group + head).to(gl.int64) * K.n_q
+    first_row = (K.tiles.batch * K.heads + head).to(gl.int64) * K.n_q
     m = gl.load(K.lse + first_row + row, mask=exists, other=float("inf"))
     m = gl.where(m == float("-inf"), 0.0, m) * LOG2E
     if K.dlse is None:
         return m, 0.0
     else:
         by_batch, by_head, by_row = K.dlse_strides
-        place = batch.to(gl.int64) * by_batch + head.to(gl.int64) * by_head + row.to(gl.int64) * by_row
+        place = K.tiles.batch.to(gl.int64) * by_batch + head.to(gl.int64) * by_head + row.to(gl.int64) * by_row
         return m, gl.load(K.dlse + place, mask=exists, other=0.0)
 
 
@@ -299,15 +281,12 @@ def step(K, tile, place, ahead, sum_k, sum_v, m, dm):
     expect_rows(K, tile + K.C.stages)
     partition_barrier()  # dQ is there, and all warps have read this tile
     copy_rows(K, tile + K.C.stages, ahead)
-    batch, head, row = place
-    tma_store(K.dq[0], [batch, head, row, 0], memory.dq.reshape(K.dq[0].block_type.shape))
+    head, row = place
+    tma_store(K.dq[0], [K.tiles.batch, head, row, 0], memory.dq.reshape(K.dq[0].block_type.shape))
     return following, K.tiles.after(ahead), sum_k, sum_v, m, dm
 
 
-# ---- a head
-
-AT_ONCE = gl.constexpr(2)
-"""Shares that are loaded at a time."""
+# ---- sums
 
 
 @gluon.jit
@@ -321,47 +300,35 @@ def numbers_of(x):
 
 
 @gluon.jit
-def share_of(K, cta, head):
-    """Where a CTA's share of a head is: both only grow along the tiles, so their sum is another one for each pair."""
-    return K.shares + (cta + head).to(gl.int64) * K.C.share_numbers
-
-
-@gluon.jit
-def leave(place, sums):
+def leave(share, sums):
     """Write sums to a share; where it goes on."""
     for i in gl.static_range(len(sums)):
-        gl.store(place + numbers_of(sums[i]), sums[i])
-        place += sums[i].shape[0] * sums[i].shape[1]
-    return place
+        gl.store(share + numbers_of(sums[i]), sums[i])
+        share += sums[i].shape[0] * sums[i].shape[1]
+    return share
 
 
 @gluon.jit
-def total(K, head, first, last, BEGIN: gl.constexpr, dim: gl.constexpr):
-    """What all shares of a head have from number BEGIN on, of sums of `dim` columns: some are loaded at a time."""
-    sums = no_sums(dim, K.C)
-    for cta in tl.range(first, last + 1, AT_ONCE):
+def total(share, shares, dim: gl.constexpr, C: gl.constexpr):
+    """What so many shares have, one after the other, of sums of `dim` columns. The first one is at `share`. Some are loaded at
+    a time."""
+    AT_ONCE: gl.constexpr = C.at_once
+    sums = no_sums(dim, C)
+    for first in tl.range(0, shares, AT_ONCE):
         for i in gl.static_range(AT_ONCE):
-            sums = add(share_of(K, cta + i, head) + BEGIN, sums, cta + i <= last)
+            sums = add(share + (first + i).to(gl.int64) * C.share_numbers, sums, first + i < shares)
     return sums
 
 
 @gluon.jit
-def add(place, sums, pred):
+def add(share, sums, pred):
     """The sums and, if pred, what a share has of them."""
     added = ()
     for i in gl.static_range(len(sums)):
         numbers = numbers_of(sums[i])
-        added += (sums[i] + gl.load(place + numbers, mask=(numbers >= 0) & pred, other=0.0),)
-        place += sums[i].shape[0] * sums[i].shape[1]
+        added += (sums[i] + gl.load(share + numbers, mask=(numbers >= 0) & pred, other=0.0),)
+        share += sums[i].shape[0] * sums[i].shape[1]
     return added
-
-
-@gluon.jit
-def send(K, descriptors, parts, head):
-    """Copy dK or dV of a head out, from where K or V was."""
-    for i in gl.static_range(len(parts)):
-        place = [head // K.tiles.heads_kv, head % K.tiles.heads_kv, i * K.C.parts[0], 0]
-        tma_store(descriptors[i], place, parts[i].index(0).reshape(descriptors[i].block_type.shape))
 
 
 @gluon.jit
@@ -372,67 +339,55 @@ def put(sums, parts, factor):
 
 
 @gluon.jit
-def finish(K, head, sum_k, sum_v):
-    """Hand in a CTA's sums of a head; who comes last, of those who have tiles of it, adds all up in their order."""
-    begin, end = K.tiles.of_keys(head)
-    first = begin // K.tiles.share
-    last = (end - 1) // K.tiles.share
-    before = 0
-    if last > first:
-        leave(leave(share_of(K, gl.program_id(0), head), sum_k), sum_v)
-        partition_barrier()
-        before = gl.atomic_add(K.arrivals + head, 1, sem="acq_rel", scope="gpu")
-        if before == last - first:
-            gl.atomic_xchg(K.arrivals + head, 0, sem="relaxed", scope="gpu")
-            sum_k = total(K, head, first, last, 0, K.C.head_dim)
-            sum_v = total(K, head, first, last, K.C.keys * K.C.head_dim, K.C.head_dim_v)
-    if before == last - first:
-        put(sum_k, K.memory.k, K.scale)
-        put(sum_v, K.memory.v, 1.0)
-        fence_async_shared()
-        partition_barrier()
-        send(K, K.dk, K.memory.k, head)
-        send(K, K.dv, K.memory.v, head)
+def send(descriptors, parts, batch, head):
+    """Copy dK or dV of a head out, from where K or V was."""
+    for i in gl.static_range(len(parts)):
+        place = parts[i].index(0).reshape(descriptors[i].block_type.shape)
+        tma_store(descriptors[i], [batch, head, i * parts[0].shape[1], 0], place)
 
 
 # ---- entry
 
 
 @gluon.jit
-def parts_of(first, rest, C: gl.constexpr):
-    """The descriptors of all parts."""
+def parts_of(first, last, C: gl.constexpr):
+    """The descriptors of all parts of the keys."""
     if len(C.parts) == 1:
         return (first,)
     else:
-        return (first, rest)
+        return (first, last)
 
 
-NUMBERS = ("heads_kv", "group", "of_head", "all_tiles", "share", "n_q", "n_kv", "dlse_batch", "dlse_head", "dlse_row")
+NUMBERS = ("heads_kv", "group", "of_head", "share", "n_q", "n_kv", "dlse_batch", "dlse_head", "dlse_row")
 """Arguments that the kernel is not specialised for."""
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def short_backward_kernel(
-    q, do, k, k_rest, v, v_rest, lse, dlse, dlse_batch, dlse_head, dlse_row, dq, dk, dk_rest, dv, dv_rest, shares, arrivals,
-    heads_kv, group, of_head, all_tiles, share, n_q, n_kv, scale, C: gl.constexpr,
+    q, do, k, k_last, v, v_last, lse, dlse, dlse_batch, dlse_head, dlse_row, dq, dk, dk_last, dv, dv_last, shares, arrivals,
+    heads_kv, group, of_head, share, n_q, n_kv, scale, C: gl.constexpr,
 ):  # fmt: skip
-    """all_tiles, share, of_head: see `Tiles`. The grid: all tiles, shared out."""
+    """of_head: tiles of a query head; share: how many of a key head's tiles a CTA goes through. The grid: key heads of all
+    entries, times parts of their tiles. shares: float32, room for the sums of every CTA; arrivals: a counter for each key head,
+    left at 0."""
     STAGES: gl.constexpr = C.stages
     memory = make_memory(q.dtype, C)
     fence_async_shared()
-    begin = gl.program_id(0) * share
-    end = gl.minimum(begin + share, all_tiles)
-    tiles = Tiles(heads_kv, group, of_head, share, begin, end)
-    K = Kernel(
-        (q, do), parts_of(k, k_rest, C), parts_of(v, v_rest, C), lse, dlse, (dlse_batch, dlse_head, dlse_row),
-        (dq,), parts_of(dk, dk_rest, C), parts_of(dv, dv_rest, C), shares, arrivals, tiles, n_q, n_kv, scale, memory, C,
-    )  # fmt: skip
-    first = begin // (group * of_head)
+    number = gl.program_id(0)
+    ctas = (group * of_head + share - 1) // share  # that have a part of a head
+    head = number // ctas
+    batch = head // heads_kv
+    head_kv = head % heads_kv
+    begin = number % ctas * share
+    tiles = Tiles(batch, head_kv * group, of_head, begin, gl.minimum(begin + share, group * of_head))
+    dlse_strides = (dlse_batch, dlse_head, dlse_row)
+    K = Kernel((q, do), (dq,), lse, dlse, dlse_strides, tiles, heads_kv * group, n_q, n_kv, scale, memory, C)
     partition_barrier()
     take_turn()
 
     mbarrier.expect(memory.kv_full, C.kv_bytes)
-    copy_keys(K, first)
+    copy_keys(parts_of(k, k_last, C), memory.k, memory.kv_full, batch, head_kv)
+    copy_keys(parts_of(v, v_last, C), memory.v, memory.kv_full, batch, head_kv)
     place = tiles.place(begin)
     ahead = place
     for i in gl.static_range(STAGES):
@@ -440,16 +395,26 @@ def short_backward_kernel(
         copy_rows(K, begin + i, ahead)
         ahead = tiles.after(ahead)
     m, dm = load_statistics(K, begin, place)
-    for head in tl.range(first, (end - 1) // (group * of_head) + 1):
-        mbarrier.wait(memory.kv_full, (head - first) & 1)
-        sum_k, sum_v = no_sums(C.head_dim, C), no_sums(C.head_dim_v, C)
-        begin_head, end_head = tiles.of_keys(head)
-        for tile in tl.range(gl.maximum(begin, begin_head), gl.minimum(end, end_head), disable_licm=True):
-            place, ahead, sum_k, sum_v, m, dm = step(K, tile, place, ahead, sum_k, sum_v, m, dm)
-        finish(K, head, sum_k, sum_v)
-        if end_head < end:
-            mbarrier.expect(memory.kv_full, C.kv_bytes)
-            tma_store_wait(0)  # dK and dV have left
-            partition_barrier()
-            copy_keys(K, head + 1)
+    sum_k, sum_v = no_sums(C.head_dim, C), no_sums(C.head_dim_v, C)
+    mbarrier.wait(memory.kv_full, 0)
+    for tile in tl.range(begin, tiles.end, disable_licm=True):
+        place, ahead, sum_k, sum_v, m, dm = step(K, tile, place, ahead, sum_k, sum_v, m, dm)
+
+    before = 0
+    if ctas > 1:
+        leave(leave(shares + number.to(gl.int64) * C.share_numbers, sum_k), sum_v)
+        partition_barrier()  # so the count tells of what all threads wrote
+        before = gl.atomic_add(arrivals + head, 1, sem="acq_rel", scope="gpu")
+        if before == ctas - 1:
+            gl.atomic_xchg(arrivals + head, 0, sem="relaxed", scope="gpu")
+            first = shares + (head * ctas).to(gl.int64) * C.share_numbers
+            sum_k = total(first, ctas, C.head_dim, C)
+            sum_v = total(first + C.keys * C.head_dim, ctas, C.head_dim_v, C)
+    if before == ctas - 1:
+        put(sum_k, memory.k, scale)
+        put(sum_v, memory.v, 1.0)
+        fence_async_shared()
+        partition_barrier()
+        send(parts_of(dk, dk_last, C), memory.k, batch, head_kv)
+        send(parts_of(dv, dv_last, C), memory.v, batch, head_kv)
     tma_store_wait(0)

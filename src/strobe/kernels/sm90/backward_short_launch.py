@@ -15,25 +15,24 @@ from strobe.kernels.sm90.config import ROWS_PER_GROUP, SMS
 from strobe.problem import AttentionProblem
 
 
-def _work(problem: AttentionProblem, arch: Arch, config: ShortBackwardConfig) -> tuple[int, int, int, int]:
-    """Key heads of the whole batch, tiles of a query head, all tiles, and how many of these a CTA goes through."""
-    heads = problem.lengths.batch * problem.heads_kv
-    tiles = triton.cdiv(problem.lengths.seqlen_q, ROWS_PER_GROUP)
-    all_tiles = heads * problem.group * tiles
-    return heads, tiles, all_tiles, tiles_of_a_cta(config, all_tiles, arch.sms or SMS)
-
-
 def buffers(problem: AttentionProblem, arch: Arch, config: ShortBackwardConfig) -> Buffers:
-    """The tensors of a backward: the gradients; shares of dK and dV, and a counter of arrivals for each key head."""
-    heads, _, all_tiles, share = _work(problem, arch, config)
-    shares = Buffer((triton.cdiv(all_tiles, share) + heads - 1, config.share_numbers), torch.float32)
+    """The tensors of a backward: the gradients; shares of dK and dV, where CTAs share a key head, and a counter for each."""
+    heads, tiles = problem.lengths.batch * problem.heads_kv, _tiles(problem)
+    ctas = heads * triton.cdiv(tiles, tiles_of_a_cta(config, tiles, heads, arch.sms or SMS))
+    shares = Buffer((ctas if ctas > heads else 0, config.share_numbers), torch.float32)
     return Buffers(gradients(problem), {"shares": shares, "arrivals": Buffer((heads,), torch.int32, 0.0)})
+
+
+def _tiles(problem: AttentionProblem) -> int:
+    """Tiles of all query heads that share a key head."""
+    return problem.group * triton.cdiv(problem.lengths.seqlen_q, ROWS_PER_GROUP)
 
 
 def backward_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, config: ShortBackwardConfig) -> Call:
     """The launch of the kernel."""
     lengths, t = problem.lengths, tensors
-    _, tiles, all_tiles, share = _work(problem, arch, config)
+    heads, tiles = lengths.batch * problem.heads_kv, _tiles(problem)
+    share = tiles_of_a_cta(config, tiles, heads, arch.sms or SMS)
     arguments = (
         descriptor(t.q, ROWS_PER_GROUP, config.head_dim),
         descriptor(t.dout, ROWS_PER_GROUP, config.head_dim_v),
@@ -49,8 +48,7 @@ def backward_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, confi
         t.arrivals,
         problem.heads_kv,
         problem.group,
-        tiles,
-        all_tiles,
+        tiles // problem.group,
         share,
         lengths.seqlen_q,
         lengths.seqlen_kv,
@@ -63,7 +61,7 @@ def backward_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, confi
         "enable_fp_fusion": True,
         "launch_pdl": True,
     }
-    return Call(short_backward_kernel, (triton.cdiv(all_tiles, share),), arguments, constants)
+    return Call(short_backward_kernel, (heads * triton.cdiv(tiles, share),), arguments, constants)
 
 
 def _parts(x: torch.Tensor, config: ShortBackwardConfig, columns: int) -> list[TensorDescriptor]:
