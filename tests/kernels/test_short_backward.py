@@ -173,8 +173,8 @@ def test_in_a_graph_and_on_another_stream():
     wanted = torch.autograd.grad(out, leaves, dout, retain_graph=True)
     beside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        again = strobe.attention(*leaves, backend="sm90")
-        found = torch.autograd.grad(again, leaves, dout)
+        captured = [x.detach().requires_grad_() for x in leaves]
+        found = torch.autograd.grad(strobe.attention(*captured, backend="sm90"), captured, dout)
     for _ in range(5):
         with torch.cuda.stream(beside):
             others = torch.autograd.grad(out, leaves, dout, retain_graph=True)

@@ -59,6 +59,7 @@ SPILLING_REDO = "measured before the redo looked for notes without spilling; it 
 ELSEWHERE = "what changed since is elsewhere: a name from Gluon for decode, and an order of dQ in Hopper's backward"
 OF_THE_BACKWARD = "what changed since is of the backward in 16 bits"
 DEFAULT_SINCE = "since then what it measured runs by default, by the same kernels"
+FEW_KEYS = "one kernel for few keys came since, which no point asks for"
 ACCEPTED: dict[str, str] = {
     "blackwell-simulated.json": BEFORE_PLACES,
     "changed-scores-h200-2026-11-22.json": OLDER_KERNEL,
@@ -79,9 +80,13 @@ ACCEPTED: dict[str, str] = {
     "model-error-h100.json": OTHER_HEAD_DIMS,
     "parallel-h100-2026-11-25.json": "the redo takes masks of keys alone since, which no point has",
     "portable-as-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
-    "prefill-h100-2026-11-25.json": "one kernel for few keys came since, which no point asks for",
+    "prefill-h100-2026-11-25.json": FEW_KEYS,
     "redo-cost-h200-2026-11-21.json": "has no commit; its numbers are due again",
     "sm80-h100-2026-11-25.json": "float32 came since, and a mistake of the backward's went: due again",
+    "determinism-h200-2026-11-26.json": FEW_KEYS,
+    "split-backward-h200-2026-11-26.json": FEW_KEYS,
+    "training-steps-h200-2026-11-26.json": FEW_KEYS,
+    "zoo-h200-2026-11-26.json": "a kernel for few keys came since, which takes the backward of its cross attention: due again",
     "energy-h100-2026-11-26.json": "its points' kernels are the same code: head dim 256 and orders of dQ changed since",
     "fp32-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
     "fp8-forward-h200-2026-11-26.json": "V is transposed beside the forward since: due again",

@@ -31,7 +31,11 @@ KERNELS: dict[str, tuple[str, ...]] = {
         "kernels/sm90/plan.py",
         "tuning/tables/sm90.json",
     ),
-    "sm90 backward": ("kernels/sm90/backward_launch.py", "kernels/sm90/backward_plan.py"),
+    "sm90 backward": (
+        "kernels/sm90/backward_launch.py",
+        "kernels/sm90/backward_short_launch.py",
+        "kernels/sm90/backward_plan.py",
+    ),
     "sm90 fp8": ("kernels/sm90/fp8_launch.py", "kernels/sm90/fp8.py", "tuning/tables/sm90.json"),
     "portable": ("kernels/portable/forward.py", "kernels/portable/backward.py", "kernels/portable/plan.py"),
     "sm80 forward": ("kernels/sm80/launch.py", "kernels/sm80/backend.py"),
