@@ -485,6 +485,7 @@ with pretend_gpu(90):
         check(256, False, mask=mask, score=changed, seqused_q=used),
         check(64, dropout_p=0.3),
         check(128, mask=mask, score=changed, learned=("bias", "sinks")),
+        check(160, mask=strobe.Causal()),
         check(128, deterministic=True, mask=strobe.Causal()),
         check(64, deterministic=True),
         check(256, mask=strobe.Causal()),
@@ -505,6 +506,7 @@ def test_a_plan_launches_with_the_tensors_of_its_call(triton):
         one_pass,
         ["spans_kernel", *one_pass, "redo_noted"],
         [*stored, "redo_noted"],
+        [*one_pass, "redo_noted"],
         one_pass,
         [*two_stored, "redo_noted"],
     ]
