@@ -293,8 +293,8 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     #                 1 of 32k 59.8 (60.8), 62.0 (65.9); 8 of 2k 37.5 (38.0), 39.2 (40.9)
     #   a short one:  32 of 1k 61.7 (64.8), 64.1 (68.0); 128 of 1k 233.7 (237.7), 237.8 (243.2)
     # What is asked for beside keys (page numbers, Q) comes behind all that is under way. With 4 stages 128 of 1k took 257.5
-    # over pages of 16. An H200, before it and now, of FlashAttention-3: 32 of 1k 0.92 and 0.94, over pages of 16 0.88 and 0.93; 32
-    # of 8k 0.89 and 0.95, 0.83 and 0.87.
+    # over pages of 16. An H200, of FlashAttention-3's speed, before it and now: 32 of 1k 0.92 and 0.94, over pages of 16 0.88
+    # and 0.93; 32 of 8k 0.89 and 0.95, 0.83 and 0.87.
     many, long = rows > MOST_ROWS and not problem.deterministic, problem.capacity >= LONG_ROOM
     apart = many and keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS
     config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk, groups=1 + apart,
