@@ -3,9 +3,10 @@
 Each of 20 runs of a backward starts while matrix products run beside it on another stream, so that its thread blocks meet in
 another order every time. For dq, dk and dv: how many distinct bit patterns there were, and the largest spread of an element
 over the runs, relative to the largest element. Then the time of a backward with and without `deterministic=True`, in
-interleaved rounds on an idle GPU; medians. Prints a table, writes JSON. Kernels are compiled before, in many processes at once.
+interleaved rounds on an idle GPU; medians. Peers take part that can be asked for the same. Prints a table, writes JSON. Kernels
+are compiled before, in many processes at once.
 
-    python benchmarks/determinism.py --json benchmarks/results/determinism.json
+    python benchmarks/determinism.py [--json FILE] [--peers cuDNN,FA4] [--dims 64,96] [--max-seconds 80]
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from pathlib import Path
 
 import torch
 
-import strobe
 from strobe.call.dispatch import explain_problem
 from strobe.device import arch_of
 from strobe.lab.bench.machine import provenance, save
-from strobe.lab.bench.plan import MASKS, Inputs, Point
+from strobe.lab.bench.peers import Peer, bind, deterministic_peers, strobe_peer
+from strobe.lab.bench.plan import Inputs, Point
 
 GRADIENTS = ("dq", "dk", "dv")
 RUNS, ROUNDS, LAUNCHES = 20, 9, 4
@@ -40,7 +41,8 @@ SHARED = 64, 128
 ALIKE = (192, 128), (256, 256)
 """Head dims at which both ways are the same kernels."""
 TOKENS, WIDTH = 16384, 2048
-WAYS = ("default", "deterministic")
+WAYS = {"default": strobe_peer(), "deterministic": strobe_peer(deterministic=True)}
+"""Ours."""
 
 Backward = Callable[[], tuple[torch.Tensor, ...]]
 """Returns dq, dk, dv."""
@@ -96,12 +98,9 @@ class Load:
                 torch.mm(self._a, self._a, out=self._out)
 
 
-def backward_of(point: Point, device: torch.device, deterministic: bool) -> Backward:
+def backward_of(point: Point, device: torch.device, peer: Peer) -> Backward:
     """The backward of one attention, over and over on the same inputs."""
-    inputs = Inputs.random(point, device, torch.Generator(device).manual_seed(0))
-    q, k, v = (x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    out = strobe.attention(q, k, v, mask=MASKS[point.mask], deterministic=deterministic)
-    return lambda: torch.autograd.grad(out, (q, k, v), inputs.dout, retain_graph=True)
+    return bind(peer, point, Inputs.random(point, device, torch.Generator(device).manual_seed(0)))
 
 
 def scatters(backward: Backward, load: Load, runs: int) -> dict[str, Scatter]:
@@ -141,34 +140,50 @@ def interleaved(ways: dict[str, Backward], device: torch.device, rounds: int, la
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def measure(point: Point, device: torch.device, runs: int, rounds: int, launches: int) -> dict:
-    """Scatter and time of both ways at one point."""
-    ways = {way: backward_of(point, device, way == "deterministic") for way in WAYS}
+def measure(point: Point, device: torch.device, ways: dict[str, Peer], runs: int, rounds: int, launches: int) -> dict:
+    """Scatter and time of all ways at one point; of a peer that does not take it, its words."""
+    backwards, refused = {}, {}
+    for way, peer in ways.items():
+        try:
+            backwards[way] = backward_of(point, device, peer)
+            backwards[way]()
+        except (ImportError, RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
+            if way in WAYS:
+                raise
+            backwards.pop(way, None)
+            refused[way] = (str(error).splitlines() or [type(error).__name__])[0]
     problems = {way: replace(point.problem(), deterministic=way == "deterministic") for way in WAYS}
     load = Load(device)
-    found = {way: scatters(backward, load, runs) for way, backward in ways.items()}
+    found = {way: scatters(backward, load, runs) for way, backward in backwards.items()}
     if device.type == "cuda":
         torch.cuda.synchronize()
     return {
         "point": asdict(point),
         "backend": {way: explain_problem(problem, arch_of(device)).chosen for way, problem in problems.items()},
         "scatter": {way: {name: asdict(one) for name, one in each.items()} for way, each in found.items()},
-        "ms": interleaved(ways, device, rounds, launches),
+        "ms": interleaved(backwards, device, rounds, launches),
+        "refused": refused,
     }
 
 
 def table(points: list[dict]) -> str:
-    """A row for each point: distinct results and spread of dq / dk / dv in both ways, and both times."""
-    heading = [f"{way}: {what}" for way in WAYS for what in ("backend", "distinct", "spread", "ms")]
+    """A row for each point: of each way distinct results and spread of dq / dk / dv, and its time; last, how many times as long
+    a deterministic backward of ours takes as a default one."""
+    ways = list(dict.fromkeys(way for at in points for way in at["ms"]))
+    heading = [f"{way}: {what}" for way in ways for what in ("distinct", "spread", "ms")]
     lines = [["", *heading, "time"], ["---"] * (len(heading) + 2)]
     for at in points:
         row = [str(Point(**at["point"]))]
-        for way in WAYS:
-            scatter = [at["scatter"][way][name] for name in GRADIENTS]
-            row += [at["backend"][way], " / ".join(str(one["distinct"]) for one in scatter)]
-            row += [" / ".join(f"{one['spread']:.1e}" for one in scatter), f"{at['ms'][way]:.3f}"]
+        for way in ways:
+            row += _cells(at, way) if way in at["ms"] else ["", "", ""]
         lines.append([*row, f"{at['ms']['deterministic'] / at['ms']['default']:.2f}"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cells(at: dict, way: str) -> list[str]:
+    scatter = [at["scatter"][way][name] for name in GRADIENTS]
+    distinct = " / ".join(str(one["distinct"]) for one in scatter)
+    return [distinct, " / ".join(f"{one['spread']:.1e}" for one in scatter), f"{at['ms'][way]:.3f}"]
 
 
 def points_of(device: torch.device) -> list[Point]:
@@ -181,34 +196,52 @@ def points_of(device: torch.device) -> list[Point]:
     return [Point(TOKENS // length, length, *heads_and_dims, "bf16", mask, True) for length, *heads_and_dims, mask in shapes]
 
 
-def compile_all(points: list[Point], device: torch.device) -> None:
+def compile_all(points: list[Point], device: torch.device, peers: list[Peer]) -> None:
     """Have the kernels of all points on disk."""
     if device.type == "cuda":
         kinds: dict[Point, list[Point]] = {}
         for point in points:
             kinds.setdefault(point.kind, []).append(point)
+        ours = list(product(kinds.values(), WAYS))
+        theirs = [(kind, peer.name) for kind, peer in product(kinds.values(), peers) if peer.compiles]
         with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(run_once, *zip(*product(kinds.values(), (True, False)), strict=True)))
+            list(pool.map(run_once, *zip(*theirs, *ours, strict=True)))
 
 
-def run_once(points: Iterable[Point], deterministic: bool) -> None:
-    """The backward of each."""
+def run_once(points: Iterable[Point], way: str) -> None:
+    """The backward of each; a peer that does not take it says so when it is measured."""
     for point in points:
-        backward_of(point, torch.device("cuda"), deterministic)()
+        try:
+            backward_of(point, torch.device("cuda"), (WAYS | deterministic_peers())[way])()
+        except Exception:
+            if way in WAYS:
+                raise
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the result")
+    parser.add_argument("--json", type=Path, help="where to write the result, after each point")
     parser.add_argument("--runs", type=int, default=RUNS)
+    parser.add_argument("--peers", default="", help="of cuDNN and FA4, with commas between them")
+    parser.add_argument("--dims", default="", help="head dims of q and k, with commas between them; all, if none is given")
+    parser.add_argument("--max-seconds", type=float, default=float("inf"), help="begin no point later than that")
     options = parser.parse_args(arguments)
+    begin = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    compile_all(points_of(device), device)
-    points = [measure(point, device, options.runs, ROUNDS, LAUNCHES) for point in points_of(device)]
+    peers = [deterministic_peers()[name] for name in options.peers.split(",") if name]
+    dims = {int(dim) for dim in options.dims.split(",") if dim}
+    asked = [point for point in points_of(device) if not dims or point.head_dim in dims]
+    compile_all(asked, device, peers)
+    ways = WAYS | {peer.name: peer for peer in peers}
+    points: list[dict] = []
+    for point in asked:
+        if time.monotonic() - begin < options.max_seconds:
+            points.append(measure(point, device, ways, options.runs, ROUNDS, LAUNCHES))
+            print(table(points[-1:]).splitlines()[-1], flush=True)
+            if options.json:
+                protocol = {"runs": options.runs, "rounds": ROUNDS, "launches": LAUNCHES}
+                save(options.json, {"what": "determinism", **provenance(device), "protocol": protocol, "points": points})
     print(table(points))
-    if options.json:
-        protocol = {"runs": options.runs, "rounds": ROUNDS, "launches": LAUNCHES}
-        save(options.json, {"what": "determinism", **provenance(device), "protocol": protocol, "points": points})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ fast as its calls are frugal, and no faster for having fewer cycles: watts tell 
 
     python benchmarks/energy.py [--json FILE] [--seconds 1.2] [--peers cuDNN,FA4] [POINT ...]
 
-A point is forward or backward, head dim (of q and k / of v, if they differ), mask and length: backward:192/128:causal:4096.
+A point is forward or backward, head dim (of q and k / of v, if they differ), mask and length, backward:192/128:causal:4096, or
+a shape of the zoo: "backward:SDXL, cross attention 64 x 64".
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from strobe.lab.bench import zoo
 from strobe.lab.bench.bench import CudaClock, contenders_of
 from strobe.lab.bench.energy_meter import Meter, power_limit, watts
 from strobe.lab.bench.machine import provenance, save
@@ -34,7 +36,11 @@ LEAD = 0.3
 
 def point_of(text: str) -> Point:
     try:
-        phase, dims, mask, length = text.split(":")
+        phase, _, model = text.partition(":")
+        for point in zoo.points({"forward": False, "backward": True}[phase]):
+            if point.model == model:
+                return point
+        dims, mask, length = model.split(":")
         head_dim, _, head_dim_v = dims.partition("/")
         grid = Grid(head_dims=((int(head_dim), int(head_dim_v or head_dim)),), lengths=(int(length),), masks=(mask,))
         [point] = grid.points({"forward": False, "backward": True}[phase])

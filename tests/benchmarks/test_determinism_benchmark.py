@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import strobe
+from strobe.lab.bench.peers import Peer
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 determinism = importlib.import_module("determinism")
 
@@ -33,11 +36,20 @@ def test_spread_is_of_an_element_relative_to_the_largest(dtype):
 
 
 def test_both_ways_are_asked_for(monkeypatch):
-    asked, attention = [], determinism.strobe.attention
+    asked, attention = [], strobe.attention
     record = lambda *tensors, **keywords: (asked.append(keywords["deterministic"]), attention(*tensors, **keywords))[1]  # noqa: E731
-    monkeypatch.setattr(determinism.strobe, "attention", record)
-    determinism.measure(determinism.points_of(torch.device("cpu"))[0], torch.device("cpu"), 2, 1, 1)
+    monkeypatch.setattr(strobe, "attention", record)
+    determinism.measure(determinism.points_of(torch.device("cpu"))[0], torch.device("cpu"), determinism.WAYS, 2, 1, 1)
     assert asked == [False, True]
+
+
+def test_a_peer_that_refuses_says_so():
+    def refuse(*_):
+        raise ValueError("takes no float32\nat all")
+
+    cpu, ways = torch.device("cpu"), determinism.WAYS | {"other": Peer("other", refuse)}
+    point = determinism.measure(determinism.points_of(cpu)[0], cpu, ways, 2, 1, 1)
+    assert point["refused"] == {"other": "takes no float32"} and set(point["ms"]) == set(determinism.WAYS)
 
 
 def test_a_run(tmp_path, capsys):
@@ -71,7 +83,7 @@ def test_deterministic_is_one_bit_pattern(alone):
     """Alone, as processes that take turns at a GPU may change each other's shared memory (docs/upstream.md)."""
     device = torch.device("cuda")
     point = next(p for p in determinism.points_of(device) if (p.head_dim, p.mask) == (128, "causal"))
-    backward, load = determinism.backward_of(point, device, deterministic=True), determinism.Load(device)
+    backward, load = determinism.backward_of(point, device, determinism.WAYS["deterministic"]), determinism.Load(device)
     backward()
     with alone():
         assert all(one.distinct == 1 for one in determinism.scatters(backward, load, 20).values())

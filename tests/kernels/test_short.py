@@ -57,10 +57,10 @@ def test_ctas_find_room():
 
 
 def test_where_ctas_have_a_head_each_they_ask_for_two_tiles_at_once():
-    assert choose(problem()).q_stages == 1
-    assert (choose(problem(head_dim=40)).q_stages, choose(problem(head_dim=40)).ctas) == (2, 2)
-    assert choose(problem(lengths=Dense(128, 77, 77))).q_stages == 2
-    assert choose(problem(lengths=Dense(128, 197, 197))).q_stages == 1  # or a CTA less would find room
+    assert choose(problem()).stages == 1
+    assert (choose(problem(head_dim=40)).stages, choose(problem(head_dim=40)).ctas) == (2, 2)
+    assert choose(problem(lengths=Dense(128, 77, 77))).stages == 2
+    assert choose(problem(lengths=Dense(128, 197, 197))).stages == 1  # or a CTA less would find room
 
 
 @pytest.mark.parametrize("tiles, heads", [(64, 80), (16, 160), (64, 64), (1, 1536), (64, 8), (3, 1000), (5, 1)])

@@ -11,9 +11,7 @@ from strobe.sim import BarrierMisuse, Deadlock, MissingFence, OutOfBounds, Race,
 
 SHORT = "strobe.kernels.sm90.short"
 # Five tiles, the last of 44 rows; 77 keys in parts of 64 and 16.
-KERNEL = Kernel(
-    SHORT, 90, Case(300, 77, batch=1, heads_q=1, heads_kv=1, head_dim=64), ShortConfig(64, 64, (64, 16), q_stages=2)
-)
+KERNEL = Kernel(SHORT, 90, Case(300, 77, batch=1, heads_q=1, heads_kv=1, head_dim=64), ShortConfig(64, 64, (64, 16), stages=2))
 WRONG_PHASE = (Race, Uninitialised, Deadlock, BarrierMisuse)
 
 KV_WAIT = "    mbarrier.wait(kv_full, 0)\n"

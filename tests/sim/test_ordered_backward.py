@@ -194,8 +194,8 @@ BUGS = [
     ),
     order(
         "a share goes to the other group's columns",
-        "start_addition(K, place + first_share(w, K.C),",
-        "start_addition(K, place + first_share(1 - w, K.C),",
+        "start_addition(K, to, share)",
+        "start_addition(K, place + first_share(1 - w, K.C), share)",
         (),
         config=ONE_PLACE,
         case=FULL128,

@@ -127,10 +127,11 @@ def add_tile(K, g, place, first):
     for w in gl.static_range(2):
         mbarrier.wait(K.memory.dq_full.index(w), g & 1)
         share = place_of_share(w, K, K.C.share_columns[w])
+        to = place + first_share(w, K.C)
         if first:
-            start_store(K, place + first_share(w, K.C), share)
+            start_store(K, to, share)
         else:
-            start_addition(K, place + first_share(w, K.C), share)
+            start_addition(K, to, share)
         tma_store_wait(0)
         partition_barrier()  # the thread that arrives may be another than that which waited
         mbarrier.arrive(K.memory.dq_empty.index(w), count=1)

@@ -6,7 +6,7 @@ for its rows, others compute. It holds K and V of its head, and goes through a p
 
     shared memory   shape                          holds
     k, v            [1, keys, head_dim], in parts  all keys: a power of two of them, and a smaller one
-    q               [q_stages, 64, head_dim]         the rows of this tile and of the next one
+    q               [stages, 64, head_dim]         the rows of this tile and of the next one
     o               [1, 64, head_dim_v]            rows on their way out
 
     barrier         arrivals      says
@@ -57,12 +57,12 @@ class Memory:
 def make_memory(dtype: gl.constexpr, C: gl.constexpr):
     """The caller fences."""
     return Memory(
-        make_chunks(dtype, C.q_stages, ROWS, C.wide, C.narrow),
+        make_chunks(dtype, C.stages, ROWS, C.wide, C.narrow),
         make_parts(dtype, C.wide, C.narrow, C),
         make_parts(dtype, C.wide_v, C.narrow_v, C),
         make_chunks(dtype, 1, ROWS, C.wide_v, C.narrow_v),
         make_barriers(1, 1),
-        make_barriers(C.q_stages, 1),
+        make_barriers(C.stages, 1),
     )
 
 
@@ -193,7 +193,7 @@ def short_kernel(
 ):  # fmt: skip
     """tiles: of 64 rows that a head has; share: how many of them a CTA goes through. The grid: heads of all entries, times
     shares. scale: times log2(e)."""
-    STAGES: gl.constexpr = C.q_stages
+    STAGES: gl.constexpr = C.stages
     dtype: gl.constexpr = q_wide.dtype
     memory = make_memory(dtype, C)
     fence_async_shared()

@@ -90,13 +90,14 @@ def standard(x: torch.Tensor, peer: Peer) -> torch.Tensor:
     return x.transpose(1, 2) if peer.heads_first else x
 
 
-def strobe_peer(backend: str | None = None) -> Peer:
-    """Strobe with the kernel that dispatch picks, or with one backend by name."""
+def strobe_peer(backend: str | None = None, deterministic: bool = False) -> Peer:
+    """Strobe with the kernel that dispatch picks, or with one backend by name; its gradients the same bits in every run, if
+    asked for."""
 
     def prepare(q, k, v, mask) -> Call:
         if q.dtype == FP8:
             return lambda: strobe.attention_fp8(q, k, v, mask=mask)
-        return lambda: strobe.attention(q, k, v, mask=mask, backend=backend)
+        return lambda: strobe.attention(q, k, v, mask=mask, backend=backend, deterministic=deterministic)
 
     def prepare_more(inputs, mask) -> Call:
         score, q, k, v = strobe.Score(softcap=inputs.softcap, sinks=inputs.sinks), inputs.q, inputs.k, inputs.v
@@ -206,8 +207,8 @@ class _CudnnGraph:
         cudnn.set_stream(handle=_cudnn_handle(), stream=torch.cuda.current_stream().cuda_stream)
 
 
-def _cudnn_graph(q, k, v, mask) -> Call:
-    """A call of cuDNN by its own Python package, for what PyTorch cannot ask of cuDNN: windows and fp8."""
+def _cudnn_graph(q, k, v, mask, deterministic: bool = False) -> Call:
+    """A call of cuDNN by its own Python package, for what PyTorch cannot ask of it: windows, fp8, deterministic gradients."""
     if mask.prefix is not None or mask.right not in (None, 0):
         raise ValueError(f"cuDNN takes full, causal and causal windows, not {mask}")
     if q.dtype == FP8:
@@ -226,7 +227,8 @@ def _cudnn_graph(q, k, v, mask) -> Call:
     backward = _CudnnGraph(q.dtype)
     names = ("q", "k", "v", "o", "dO", "stats")
     inputs = dict(zip(names, backward.takes(q, k, v, out, out, lse), strict=True))
-    for gradient, like in zip(backward.graph.sdpa_backward(**inputs, **options), (q, k, v), strict=True):
+    gradients = backward.graph.sdpa_backward(**inputs, **options, use_deterministic_algorithm=deterministic)
+    for gradient, like in zip(gradients, (q, k, v), strict=True):
         backward.gives(gradient, like)
     backward.build()
     return lambda: _CudnnAttention.apply(forward, backward, q, k, v, out, lse)
@@ -313,11 +315,12 @@ def _fa3_lacks(what: str) -> bool:
     return bool(CONFIG.get("build_flags", {}).get(f"FLASHATTENTION_DISABLE_{what}"))
 
 
-def _flash_attn_4(q, k, v, mask) -> Call:
+def _flash_attn_4(q, k, v, mask, deterministic: bool = False) -> Call:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read when flash_attn is imported
     from flash_attn.cute.interface import flash_attn_func
 
-    return lambda: _first(flash_attn_func(q, k, v, causal=mask.is_causal, window_size=_band(mask, None)))
+    options = {"causal": mask.is_causal, "window_size": _band(mask, None), "deterministic": deterministic}
+    return lambda: _first(flash_attn_func(q, k, v, **options))
 
 
 def _flash_attn_4_more(inputs, mask) -> Call:
@@ -408,4 +411,13 @@ def peers_for(device: torch.device) -> dict[str, Peer]:
             Peer("FlexAttention", _flex_attention, heads_first=True, compiles=True),
             Peer("xFormers", _xformers, module="xformers"),
         ]
+    return {peer.name: peer for peer in peers}
+
+
+def deterministic_peers() -> dict[str, Peer]:
+    """Name -> peer, for those of a GPU that can be asked for gradients with the same bits in every run."""
+    peers = [
+        Peer("cuDNN", functools.partial(_cudnn_graph, deterministic=True), heads_first=True, module="cudnn"),
+        Peer("FA4", functools.partial(_flash_attn_4, deterministic=True), compiles=True, module="flash_attn.cute"),
+    ]
     return {peer.name: peer for peer in peers}

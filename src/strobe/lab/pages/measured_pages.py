@@ -77,11 +77,37 @@ def deterministic(root: Path) -> str:
         spread = max(at["scatter"]["default"]["dq"]["spread"] for at in points)
         times = {at["point"]["length"]: f"{at['ms']['deterministic'] / at['ms']['default']:.2f}" for at in points}
         rows.append([name, most["default"], f"{spread:.1e}", most["deterministic"], *(times.get(n, "") for n in lengths)])
-    return (
+    text = (
         f"{_where(report, path)} {runs} runs each on a busy GPU: how many different results there were, and by how much an "
         "element of dQ differed, relative to the largest; the most of all lengths. Then how many times as long a "
         f"deterministic backward takes, on an idle GPU.\n\n{_table(rows)}"
     )
+    return text + _beside_deterministic_peers(report["points"], lengths)
+
+
+def _beside_deterministic_peers(points: list[dict], lengths: list[int]) -> str:
+    """Our deterministic backward beside those of peers, if any took part."""
+    peers = list(dict.fromkeys(way for at in points for way in at["ms"] if way not in ("default", "deterministic")))
+    if not peers:
+        return ""
+    rows = [["", *(f"{peer}: distinct" for peer in peers), *(f"at {n}" for n in lengths)]]
+    for name, alike in _of_all_lengths(points).items():
+        cells = {at["point"]["length"]: " / ".join(_times_as_fast(at, peer) for peer in peers) for at in alike}
+        rows.append([name, *(_most_distinct(alike, peer) for peer in peers), *(cells.get(n, "") for n in lengths)])
+    return (
+        "\n\nBeside peers that were asked for the same: how many different results these had, and how many times as fast our "
+        f"deterministic backward is as that of {' / '.join(peers)}; a dash where a peer refuses.\n\n{_table(rows)}"
+    )
+
+
+def _most_distinct(points: list[dict], peer: str) -> str:
+    """Of dQ / dK / dV the most different results at one length."""
+    took = [at["scatter"][peer] for at in points if peer in at["scatter"]]
+    return " / ".join(str(max(scatter[x]["distinct"] for scatter in took)) for x in ("dq", "dk", "dv")) if took else "-"
+
+
+def _times_as_fast(at: dict, peer: str) -> str:
+    return f"{at['ms'][peer] / at['ms']['deterministic']:.2f}" if peer in at["ms"] else "-"
 
 
 def _of_all_lengths(points: list[dict]) -> dict[str, list[dict]]:
