@@ -112,6 +112,7 @@ CASES = [
     (case(150, 90, heads=(4, 2), sinks=True, mask="causal", logits=30.0), "heads", 1),  # some sinks are far above all scores
     (case(130, 200, batch=4, seqused=True, mask="causal"), "heads", 1),  # of some that have keys, not all rows are used
     (case(130, 200, batch=3, seqused=True, sinks=True, softcap=3.0, packed=True), "heads", 1),
+    (case(70, 390, heads=(1, 1), mask="causal"), "heads", 1),  # from the diagonal on: four blocks, of which a group has three
 ]
 
 

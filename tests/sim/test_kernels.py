@@ -134,8 +134,8 @@ FEW_KEYS = [
     (case(70, 77, head_dim=160), BF16, None),
     (case(70, 130, head_dim=128), BF16, None),  # of wide rows the first part comes in one box
     (case(70, 256, head_dim=64), BF16, ShortConfig(64, 64, (128, 128))),
-    (case(300, 77, head_dim=64, logits=100.0), FP16, ShortConfig(64, 64, (64, 16), q_stages=2)),
-    (case(300, 50, head_dim=64), BF16, ShortConfig(64, 64, (64,), q_stages=3)),
+    (case(300, 77, head_dim=64, logits=100.0), FP16, ShortConfig(64, 64, (64, 16), stages=2)),
+    (case(300, 50, head_dim=64), BF16, ShortConfig(64, 64, (64,), stages=3)),
 ]
 
 
