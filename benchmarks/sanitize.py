@@ -1,8 +1,9 @@
-"""Small cases of every GPU kernel, for NVIDIA's checker:
+"""Small cases of every GPU kernel, for NVIDIA's checker.
 
-compute-sanitizer --tool memcheck python benchmarks/sanitize.py     (likewise racecheck, initcheck, synccheck)
-compute-sanitizer --tool memcheck python benchmarks/sanitize.py --lying     (lengths that cannot be: see tests/lying.py)
-compute-sanitizer --tool memcheck python benchmarks/sanitize.py --decode    (attention over a cache alone)
+    compute-sanitizer --tool memcheck python benchmarks/sanitize.py [PART ...]     (likewise racecheck, initcheck, synccheck)
+
+Most of the time kernels are compiled, one after the other: parts can run at the same time. `lying` (lengths that cannot be: see
+tests/lying.py) runs where it is named.
 """
 
 import argparse
@@ -95,7 +96,10 @@ def hopper_backward() -> None:
         for mask in MASKS:
             q, k, v = problem(dims[0], 200, 300, dims[1])
             strobe.attention(q, k, v, mask=mask, deterministic=True, backend="sm90").sum().backward()
-    # What changes scores, what is compared pair by pair, what is dropped; a bias's gradient, of every pair and added up.
+
+
+def hopper_changed_backward() -> None:
+    """What changes scores, what is compared pair by pair, what is dropped; a bias's gradient, of every pair and added up."""
     for deterministic in (False, True):
         for bias in (torch.randn(2, 4, 200, 300, device="cuda"), torch.randn(1, 4, 1, 300, device="cuda")):
             q, k, v = problem(64, 200, 300)
@@ -182,24 +186,28 @@ def synchronize(name: str) -> None:
         raise RuntimeError(f"{name}: {error}") from None
 
 
+PARTS = {
+    "decode": decode,
+    "forward": hopper,
+    "fp8": hopper_fp8,
+    "backward": hopper_backward,
+    "changed": hopper_changed_backward,
+    "portable": portable,
+    "lying": lying,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lying", action="store_true", help="lengths that cannot be, instead of the cases")
-    parser.add_argument("--decode", action="store_true", help="attention over a cache alone")
-    options = parser.parse_args()
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    parts = parser.parse_args().parts or [part for part in PARTS if part != "lying"]
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"PART must be of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     torch.manual_seed(0)
-    if options.lying:
-        lying()
-    elif options.decode:
-        decode()
-    else:
-        decode()
-        hopper()
-        hopper_fp8()
-        hopper_backward()
-        portable()
-    torch.cuda.synchronize()
-    print("all kernels ran")
+    for part in parts:
+        PARTS[part]()
+        synchronize(part)
+        print(f"{part}: all kernels ran", flush=True)
 
 
 if __name__ == "__main__":
