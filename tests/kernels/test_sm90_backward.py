@@ -307,11 +307,11 @@ from strobe.kernels.sm90.backward_config import choose
 from strobe.lab.binary.offline import audit_sm90_backward, problem_of
 from strobe.masks import Causal, Full, Window
 audits, which = [], json.loads(sys.argv[1])
-orders = [(dim, mask, order) for dim in (64, 96, 128) for mask, order in ((Full(), 1), (Causal(), -1), (Window(1023, 0), -1))]
-orders += [(64, Causal(), 2), (128, Causal(), 2)]
-for head_dim, mask, order in orders if which is None else [orders[i] for i in which]:
+ways = (Full(), 1, False), (Causal(), -1, False), (Window(1023, 0), -1, False)
+ways = [(dim, *way) for dim in (64, 96, 128) for way in ways] + [(dim, Causal(), 1, True) for dim in (64, 128)]
+for head_dim, mask, order, downwards in ways if which is None else [ways[i] for i in which]:
     config = choose(replace(problem_of((head_dim, head_dim), mask, torch.bfloat16), phase="backward"))
-    config = replace(config, stored=False, order=order)
+    config = replace(config, stored=False, order=order, downwards=downwards)
     [audit] = audit_sm90_backward((head_dim, head_dim), mask, config=config)
     audits.append((dataclasses.asdict(audit), head_dim, config.smem_bytes()))
 print(json.dumps(audits))
@@ -341,9 +341,8 @@ def test_where_dq_has_an_order(by):
 
 
 COUNT = """
-import torch
+import sys, torch
 from strobe.device import KNOWN
-from strobe.kernels.common.call import unfilled
 from strobe.kernels.common.call import unfilled
 from strobe.kernels.sm90 import backend, backward_launch
 from strobe.lab.binary.offline import pretend_gpu
@@ -363,16 +362,22 @@ def compile_all(batch, n_q, n_kv, heads, heads_kv):
 
 
 with pretend_gpu(90):
-    for sizes in ((1, 4096, 4096, 4, 4), (1, 1, 1, 1, 1), (3, 17, 333, 4, 2), (1, 512, 4096, 16, 1), (5, 2048, 2049, 3, 3)):
+    for sizes in eval(sys.argv[1]):
         kernels = compile_all(*sizes)
     print([len(cache) for kernel in kernels for cache, *_ in kernel.device_caches.values()])
 """
 
+LONG = (1, 4096, 4096, 4, 4), (1, 1999, 1999, 1, 1), (3, 1717, 333, 4, 4), (16, 1512, 4096, 16, 1), (5, 2048, 2049, 3, 3)
+BRIEF = (1, 1024, 1024, 4, 4), (1, 1, 1, 1, 1), (3, 17, 333, 4, 4), (5, 512, 1000, 3, 3)
+BRIEF_GROUPS = (1, 1024, 1024, 4, 2), (1, 1, 1, 2, 1), (3, 17, 333, 16, 1)
+
 
 @pytest.mark.parametrize("triton", TRITONS)
-def test_lengths_batch_and_heads_compile_nothing(triton):
-    """Each of the three kernels of one config and one kind of mask is one kernel."""
-    assert run_compiler(COUNT, triton) == "[1, 1, 1]"
+@pytest.mark.parametrize("sizes", [LONG, BRIEF, BRIEF_GROUPS])
+def test_lengths_batch_and_heads_compile_nothing(triton, sizes):
+    """Each of the three kernels of one config and one kind of mask is one kernel; long causal sequences have a config of their
+    own, and so have short ones with groups of heads."""
+    assert run_compiler(COUNT, triton, repr(sizes)) == "[1, 1, 1]"
 
 
 PLANS = """
@@ -541,7 +546,9 @@ def test_what_is_audited_is_what_runs(audited):
     (head_dim, head_dim_v), mask, *_ = audited
     mask = eval(mask, vars(strobe))
     chosen = choose(problem(head_dim=head_dim, head_dim_v=head_dim_v, mask=mask))
-    assert dataclasses.replace(chosen, stored=False) == AUDITED[audited][0]  # what runs where dS cannot be stored
+    # What runs where dS cannot be stored, sums come in any order, and each head has its own keys.
+    plain = {} if isinstance(chosen, SplitConfig) else {"order": 0, "downwards": False}
+    assert dataclasses.replace(chosen, stored=False, **plain) == AUDITED[audited][0]
 
 
 def _not_after(batch, head, q_index, kv_index):
@@ -596,9 +603,12 @@ def test_where_ds_may_be_stored(changes, stored):
     assert ("stores dS" in backend.origin(given, KNOWN["H200"])) == stored
 
 
+DOWN = "downwards"
+
+
 @pytest.mark.parametrize("changes, order", [
     ({}, 1),
-    ({"mask": strobe.Causal()}, 2),
+    ({"mask": strobe.Causal()}, DOWN),
     ({"mask": strobe.Window(100, 0)}, -1),
     ({"mask": strobe.Window(100, None)}, 1),
     ({"mask": strobe.Prefix(100)}, -1),
@@ -607,9 +617,19 @@ def test_where_ds_may_be_stored(changes, stored):
     ({"seqused": True}, 1),
     ({"partial": True}, 1),
     ({"deterministic": False}, 0),
+    ({"deterministic": False, "mask": strobe.Window(2048, 0)}, -1),
+    ({"deterministic": False, "mask": strobe.Window(2049, 0)}, 0),
+    ({"deterministic": False, "mask": strobe.Window(1025, 0), "head_dim": 128, "head_dim_v": 128}, 0),
+    ({"deterministic": False, "mask": strobe.Causal(), "heads_kv": 4, "lengths": Dense(2, 1024, 1024)}, -1),
+    ({"deterministic": False, "mask": strobe.Causal(), "heads_kv": 4, "lengths": Dense(2, 1024, 1025)}, 0),
+    ({"deterministic": False, "mask": strobe.Causal(), "heads_kv": 2, "lengths": Dense(2, 2048, 2048)}, 0),
+    ({"deterministic": False, "mask": strobe.Causal(), "heads_q": 5, "heads_kv": 1, "lengths": Dense(2, 2048, 2048)}, DOWN),
+    ({"deterministic": False, "head_dim": 96, "head_dim_v": 96, "lengths": Dense(2, 1024, 1024)}, 1),
+    ({"deterministic": False, "head_dim": 96, "head_dim_v": 96, "lengths": Dense(2, 1023, 1023)}, 0),
+    ({"deterministic": False, "mask": strobe.Window(100, 0), "lengths": Varlen(9, 9000, 9000, 1000, 1000)}, 0),
     ({"mask": strobe.Causal(), "heads_kv": 4}, -1),
     ({"lengths": Varlen(9, 9000, 9000, 1000, 1000)}, 0),
-    ({"lengths": Varlen(99, 20000, 20000, 8000, 8000)}, 2),
+    ({"lengths": Varlen(99, 20000, 20000, 8000, 8000)}, DOWN),
     ({"mask": strobe.Document(torch.zeros(2, 512, dtype=torch.int32))}, 0),
     ({"mask": strobe.Visible(_not_after)}, 0),
     ({"score": strobe.Score(softcap=3.0)}, 0),
@@ -620,20 +640,33 @@ def test_where_ds_may_be_stored(changes, stored):
     ({"head_dim": 96, "head_dim_v": 96, "heads_kv": 4, "mask": strobe.Window(100, 0), "lengths": Dense(1, 4096, 4096)}, -1),
     ({"head_dim": 64, "head_dim_v": 128, "heads_kv": 4}, 1),
     ({"head_dim": 128, "head_dim_v": 128}, 1),
-    ({"head_dim": 128, "head_dim_v": 128, "mask": strobe.Causal()}, 2),
+    ({"head_dim": 128, "head_dim_v": 128, "mask": strobe.Causal()}, DOWN),
     ({"head_dim": 128, "head_dim_v": 128, "mask": strobe.Causal(), "heads_kv": 4}, -1),
     ({"head_dim": 128, "head_dim_v": 128, "mask": strobe.Window(100, 0)}, -1),
-    ({"head_dim": 128, "head_dim_v": 128, "lengths": Dense(4, 8192, 8192), "mask": strobe.Causal()}, 2),
+    ({"head_dim": 128, "head_dim_v": 128, "lengths": Dense(4, 8192, 8192), "mask": strobe.Causal()}, DOWN),
     ({"head_dim": 128, "head_dim_v": 128, "partial": True}, 1),
     ({"head_dim": 128, "head_dim_v": 128, "lengths": Dense(1, 32768, 32768)}, 1),
-    ({"head_dim": 128, "head_dim_v": 128, "heads_q": 28, "lengths": Dense(2, 8192, 8192), "mask": strobe.Causal()}, 2),
-    ({"head_dim": 128, "head_dim_v": 128, "lengths": Varlen(99, 20000, 20000, 8000, 8000), "mask": strobe.Prefix(9)}, 2),
+    ({"head_dim": 128, "head_dim_v": 128, "heads_q": 28, "lengths": Dense(2, 8192, 8192), "mask": strobe.Causal()}, DOWN),
+    ({"head_dim": 128, "head_dim_v": 128, "lengths": Varlen(99, 20000, 20000, 8000, 8000), "mask": strobe.Prefix(9)}, DOWN),
     ({"head_dim": 192, "head_dim_v": 128}, 0),
 ])  # fmt: skip
 def test_where_dq_may_have_an_order(changes, order):
     given = problem(**{"head_dim": 64, "head_dim_v": 64, "deterministic": True, **changes})
-    assert getattr(choose(given), "order", 0) == order
+    config = choose(given)
+    found = getattr(config, "order", 0)
+    assert (DOWN if found == 1 and config.downwards else found) == order
     assert ("add to dQ in an order" in backend.origin(given, KNOWN["H200"])) == (order != 0)
+
+
+@pytest.mark.parametrize("changes, downwards", [
+    ({"heads_q": 28, "heads_kv": 4, "lengths": Dense(1, 8192, 8192)}, True),
+    ({"heads_q": 40, "heads_kv": 8, "lengths": Dense(1, 8192, 8192)}, False),
+    ({"heads_q": 28, "heads_kv": 28, "lengths": Dense(1, 1100, 1100)}, False),
+    ({"heads_q": 28, "heads_kv": 4, "lengths": Dense(1, 8192, 8192), "head_dim": 64, "head_dim_v": 64}, False),
+])  # fmt: skip
+def test_a_single_bundle_of_groups_begins_at_the_last_rows(changes, downwards):
+    config = choose(problem(**{"head_dim": 128, "head_dim_v": 128, "mask": strobe.Causal(), **changes}))
+    assert config.order == 0 and config.downwards == downwards
 
 
 @pytest.mark.parametrize("changes, cleared", [

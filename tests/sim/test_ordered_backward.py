@@ -19,9 +19,10 @@ from strobe.sim import Deadlock, DoubleWrite, Race, Uninitialised
 
 FP16, BF16 = torch.float16, torch.bfloat16
 AS_THEY_COME = Config(64, 64, 128, turns=True, folded=True)
-UP, DOWN, LAST_ROWS = (replace(AS_THEY_COME, order=order) for order in (1, -1, 2))
-UP96, DOWN96, LAST_ROWS96 = (Config(96, 96, 64, turns=True, held_k=64, held_v=64, order=order) for order in (1, -1, 2))
-UP128, DOWN128, LAST_ROWS128 = (Config(128, 128, 64, turns=True, held_k=64, folded=True, order=order) for order in (1, -1, 2))
+WAYS = {"order": 1}, {"order": -1}, {"order": 1, "downwards": True}
+UP, DOWN, LAST_ROWS = (replace(AS_THEY_COME, **way) for way in WAYS)
+UP96, DOWN96, LAST_ROWS96 = (Config(96, 96, 64, turns=True, held_k=64, held_v=64, **way) for way in WAYS)
+UP128, DOWN128, LAST_ROWS128 = (Config(128, 128, 64, turns=True, held_k=64, folded=True, **way) for way in WAYS)
 ORDERS = (("in_order", 0), ("random", 1), ("late", 0), ("early", 0), *(("uneven", number) for number in range(8)))
 
 
@@ -67,7 +68,7 @@ CASES = [
 
 def short(value) -> str:
     if isinstance(value, Config):
-        return {1: "up", -1: "down", 2: "last rows"}[value.order]
+        return "last rows" if value.downwards else {1: "up", -1: "down"}[value.order]
     return str(value).removeprefix("torch.")
 
 

@@ -336,7 +336,7 @@ def copy_v(K, block, work):
 def copy_tile(K, i, g, work):
     """Start the copies of the i-th tile of a block, which is the CTA's g-th."""
     q_desc, _k_desc, _v_desc, do_desc, statistics_desc = K.inputs
-    if K.listed is None and K.C.order != 2:
+    if K.listed is None and not K.C.downwards:
         tiles = work.end - work.begin
         member = i // tiles
         row = (work.begin + i % tiles) * K.C.tile_q
@@ -399,7 +399,7 @@ def consume(w: gl.constexpr, K, block, before, place, work):
         partition_barrier()
     held_k = hold(half_of(K.memory.k.part(k_stage), w), K.C.held_k, K.C.tile_q)
     held_v = hold(K.memory.v.part(w), K.C.held_v, K.C.tile_q)
-    UPWARDS: gl.constexpr = K.listed is None and K.C.order != 2
+    UPWARDS: gl.constexpr = K.listed is None and not K.C.downwards
     tile = work.begin if UPWARDS else work.end - 1
     row = work.row
     head = work.head_kv * work.group

@@ -43,6 +43,22 @@ FLAG_STRIDE = 32
 """Numbers from one flag of dQ's order to the next, so that each has a line of the L2 cache to itself."""
 
 
+LAST_BLOCKS = 256
+"""Blocks of keys of the last bundle of heads, at least: about two for each multiprocessor, as under a causal mask the first
+ones of a head take twice as long as the mean, and should not begin when all others end."""
+
+NARROW = {64: 2048, 96: 2048, 128: 1024}
+"""Keys to the left that a row of a window sees, at most, where an order is faster, by head dim. Times as fast as without
+one, H100, 4k and 16k, windows of 1024: head dim 64 1.05, 1.01, 96 1.06, 1.06, 128 1.01, 1.04; of 2048, 4k: 1.02, 1.07,
+0.94; 64 heads on 8, head dim 64, 8k, a window of 128: 1.25."""
+
+SHORT = 1024
+"""Keys of a causal sequence, at most, where an order is faster, and of a full one, at least, at head dim 96. Times as fast,
+H100, causal, 256, 512, 1k, 2k: head dim 64 1.17, 1.17, 1.08, 1.00, 128 1.30, 1.20, 1.07, 0.94, 96 -, 1.22, 1.13, 1.03 (4k
+1.01); 32 heads on 8, 1k 1.16; 64 on 8, 512, 1k, 2k 1.47, 1.43, 1.37. Full, 96, 4k, 8k, 16k 1.08, 1.05, 1.03; but head dim
+64, 512, where each waits for the one before, 0.89."""
+
+
 @dataclass(frozen=True)
 class Config(Chunks):
     """The backward in one pass (`backward`), for head dims up to 192, of v up to 128, and 160 of both. tile_q: query rows a
@@ -50,8 +66,8 @@ class Config(Chunks):
     group has in registers, too: whole chunks, or of K 64 columns of one of 128. folded: whether the products of S and dP
     subtract the statistics, too (see `backward_pre_post`); head dims up to 128, scores that nothing changes. stored: whether dS
     is stored, and dQ is a product of its own (`backward_dq`). order: 1 or -1 if blocks of keys add to dQ one after the other,
-    from the first or the last on, 2 if from the first on and over rows from the last on (see `backward_order`), 0 if as they
-    come; up to head dim 128, where nothing changes scores."""
+    from the first or the last on (see `backward_order`), 0 if as they come; up to head dim 128, where nothing changes scores.
+    downwards: whether a block goes over rows from the last on, at each tile through all heads of a group (see `_is_grouped`)."""
 
     tile_q: int
     turns: bool
@@ -60,6 +76,7 @@ class Config(Chunks):
     folded: bool = False
     stored: bool = False
     order: int = 0
+    downwards: bool = False
 
     @property
     def k_stages(self) -> int:
@@ -228,10 +245,10 @@ STORING = (192, 128), (160, 160)
 
 def choose(problem: AttentionProblem) -> Config | SplitConfig:
     """One pass where registers hold dK and dV. Where the result must have the same bits in every run, blocks add to dQ in an
-    order, or dS is stored (`_order`). At (192, 128) and at 160
-    dS is stored in any case: on an H100, of the time of one pass, at 1k, 4k, 16k: (192, 128) 0.82, 0.97, 0.94, causal 0.81,
-    0.93, 0.95, a window of 1024 0.89 (4k); 160 at 4k 1.00, causal 0.99, at 1k 0.89. (Not in packed sequences, whose blocks
-    are listed in one pass: these were not measured.)
+    order, or dS is stored (`_ordered`); so they do where that is faster. At (192, 128) and at 160 dS is stored in any case:
+    on an H100, of the time of one pass, at 1k, 4k, 16k: (192, 128) 0.82, 0.97, 0.94, causal 0.81, 0.93, 0.95, a window of
+    1024 0.89 (4k); 160 at 4k 1.00, causal 0.99, at 1k 0.89. (Not in packed sequences, whose blocks are listed in one pass:
+    these were not measured.)
 
     Measured on an H200, S = 1k, 4k, 16k. (192, 128), TFLOP/s at 4k, 16k: in one pass 579, 596, in two 320, 305. 160, 4k
     causal on an H100: in one pass 507, in two 325, padded to 192 296. Turns, microseconds with / without, head dim 64: 812
@@ -247,12 +264,12 @@ def choose(problem: AttentionProblem) -> Config | SplitConfig:
     if head_dim > 192 or head_dim_v > (160 if head_dim == 160 else 128):
         return _split(problem, head_dim, head_dim_v, stored and "bias" not in problem.learned)
     config = _one_pass(problem, head_dim, head_dim_v)
-    if problem.deterministic:
-        order = _order(problem, config, stored)
-        if order:
-            return replace(config, order=order)
-        return replace(config, stored=True) if stored else SplitConfig(head_dim, head_dim_v)
-    return replace(config, stored=stored and (head_dim, head_dim_v) in STORING and not problem.varlen)
+    if problem.deterministic or _order_is_faster(problem, config):
+        in_two = replace(config, stored=True) if stored else SplitConfig(head_dim, head_dim_v)
+        return _ordered(problem, config, stored) or in_two
+    if stored and (head_dim, head_dim_v) in STORING and not problem.varlen:
+        return replace(config, stored=True)
+    return replace(config, downwards=config.turns and head_dim == 128 and _is_grouped(problem) and _is_one_bundle(problem))
 
 
 def origin(problem: AttentionProblem) -> str:
@@ -318,17 +335,44 @@ def _may_store(problem: AttentionProblem) -> bool:
     return plain and stored_bytes(problem) <= MOST_STORED and _turns_are_full(problem)
 
 
-def _order(problem: AttentionProblem, config: Config, stored: bool) -> int:
-    """In which order blocks of keys add to dQ; 0 if it has none. Packed sequences, which were not measured, have none where dS
-    may be stored. Else it is faster than dS stored, or level. Of the default's time on an H100, ordered and stored, head dim
-    128: causal, 1k 0.97, 1.00, 4k 1.08, 1.17, 16k 1.09, 1.19, a window of 1024, 4k 0.99, 1.10; 32 heads on 8, causal, 1k 0.87,
-    0.85. 96 on an H200, when flags shared lines and sums were cleared: full, 1k 1.02, 1.14, 4k 0.99, 1.14, causal, 1k 1.04,
-    1.04, 4k 1.05, 1.17, 16k 1.02, 1.16."""
+def _ordered(problem: AttentionProblem, config: Config, stored: bool) -> Config | None:
+    """The config with an order in which blocks of keys add to dQ; None if they can't have one. Packed sequences, which were not
+    measured, have none where dS may be stored. Else it is faster than dS stored, or level. Of the default's time on an H100,
+    ordered and stored, head dim 128: causal, 1k 0.97, 1.00, 4k 1.08, 1.17, 16k 1.09, 1.19, a window of 1024, 4k 0.99, 1.10;
+    32 heads on 8, causal, 1k 0.87, 0.85. 96 on an H200, when flags shared lines and sums were cleared: full, 1k 1.02, 1.14,
+    4k 0.99, 1.14, causal, 1k 1.04, 1.04, 4k 1.05, 1.17, 16k 1.02, 1.16."""
     if not _may_order(problem, config) or (stored and problem.varlen):
-        return 0
-    if problem.varlen or (problem.group > 1 and _is_causal(problem)):
-        return 2
-    return 1 if _sees_what_comes(problem) else -1
+        return None
+    downwards = problem.varlen or _is_grouped(problem)
+    return replace(config, order=1 if downwards or _sees_what_comes(problem) else -1, downwards=downwards)
+
+
+def _is_grouped(problem: AttentionProblem) -> bool:
+    """Whether all blocks of keys see the last rows, and several heads share keys: CTAs that go over rows from the last on are
+    at the same ones, and the L2 cache holds what they add to dQ there."""
+    return problem.group > 1 and _is_causal(problem) and not problem.varlen
+
+
+def _is_one_bundle(problem: AttentionProblem) -> bool:
+    """Whether all heads are one bundle, whose rows the L2 cache does not hold, as they have few blocks of keys. From the last
+    rows on, times as fast, head dim 128, H100: 28 heads on 4, 4k, 8k 1.07, 1.16; 64 on 8, 4k 1.13; 16 on 2, 8k 1.04; 14 on 2,
+    16k 1.08. (28 on 4, 8k, on an H200: 1.03.) Head dims 64 and 96: 0.99. With more blocks, 40 heads on 8, 8k: 0.90."""
+    lengths = problem.lengths
+    return lengths.batch * problem.heads_kv * -(-lengths.seqlen_kv // KEYS) <= LAST_BLOCKS
+
+
+def _order_is_faster(problem: AttentionProblem, config: Config) -> bool:
+    """Whether blocks of keys take less time if they add to dQ in an order: the first one stores its sums, so that nobody clears
+    them, and where few blocks see a row nobody waits for long."""
+    left, lengths = problem.mask.band[0], problem.lengths
+    if problem.varlen or not _may_order(problem, config):
+        return False
+    if left is not None:
+        return left <= NARROW[config.head_dim]
+    longest = max(lengths.seqlen_q, lengths.seqlen_kv)
+    if _is_causal(problem):
+        return longest <= (2 * SHORT if problem.group > 4 else SHORT)
+    return config.head_dim == 96 and longest >= SHORT and _sees_everything(problem)
 
 
 def _may_order(problem: AttentionProblem, config: Config) -> bool:

@@ -20,6 +20,7 @@ from strobe.kernels.sm90.backward import backward_kernel, flat
 from strobe.kernels.sm90.backward_config import (
     FLAG_STRIDE,
     KEYS,
+    LAST_BLOCKS,
     PARTIAL_COLUMNS,
     PARTS,
     PRODUCT,
@@ -53,10 +54,6 @@ ABREAST = 2048
 """Rows of a query head that CTAs are at, where these walk from the last rows on, one behind the other: only these have to be in
 the L2 cache. Of the default's time on an H100, 32 heads on 8, causal, with bundles of 1, 2, 4 and 8 key heads: head dim 64, 16k
 1.11, 1.07, 1.05, 1.03; 128, 16k 1.10, 1.04, 1.04, 1.08; with 2, 4 and 8: 128, 4k 1.04, 1.04, 0.98."""
-
-LAST_BLOCKS = 256
-"""Blocks of keys of the last bundle of heads, at least: about two for each multiprocessor, as under a causal mask the first
-ones of a head take twice as long as the mean, and should not begin when all others end."""
 
 KEYS_PASS_L2 = 8_000_000
 """Bytes, likewise, for the keys pass of two. Head dim 256, full and causal, with half of the L2 / with this: S = 1k 1063 / 951
@@ -186,7 +183,7 @@ def one_pass_call(problem: AttentionProblem, tensors: Tensors, arch: Arch, confi
     """turn: the key heads, of the whole batch, whose blocks the launch has."""
     columns = problem.head_dim + problem.head_dim_v + (0 if config.stored else 2 * config.head_dim)
     cache_bytes = SIDE_BY_SIDE if config.order else HALF_L2
-    rows = min(problem.lengths.seqlen_q, ABREAST) if config.order == 2 else problem.lengths.seqlen_q
+    rows = min(problem.lengths.seqlen_q, ABREAST) if config.downwards else problem.lengths.seqlen_q
     first, blocks, heads = _key_blocks(problem, KEYS, rows, columns, cache_bytes, turn, is_listed(problem, config))
     arguments = (
         *_inputs(tensors, config, config.tile_q, KEYS, 64),

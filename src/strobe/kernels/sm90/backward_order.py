@@ -19,7 +19,7 @@ first of them has none before it: it stores its shares, whatever lies there.
     order    masks                        a block waits for           rows from    why
      1       none on the right            the block of earlier keys   the first    all begin there, one after the other
     -1       others                       the block of later keys     the first    it begins at a later tile: it is ahead
-     2       causal, with groups of       the block of earlier keys   the last     all begin there; the longest blocks come
+     1       causal, with groups of       the block of earlier keys   the last     all begin there; the longest blocks come
              heads; packed sequences                                               first, not when all others end
 
 A block walks over its tiles in the order in which its neighbour does: of one head of a group after the other, or, from the last
@@ -76,7 +76,7 @@ def take_blocks(K, do: gl.constexpr):
 def add_block(K, before, work):
     """Add the shares of a block."""
     neighbour = neighbour_of(work, K)
-    tile = work.end - 1 if K.C.order == 2 else work.begin
+    tile = work.end - 1 if K.C.downwards else work.begin
     member = gl.to_tensor(0)
     known = gl.to_tensor(0)
     for i in tl.range((work.end - work.begin) * work.group):
@@ -100,7 +100,7 @@ def tell_block(K, before, work):
 @gluon.jit
 def following(tile, member, work, K):
     """The tile, and the member of the group of heads, that come after these."""
-    if K.C.order == 2:
+    if K.C.downwards:
         member += 1
         last = member == work.group
         return gl.where(last, tile - 1, tile), gl.where(last, 0, member)
@@ -113,7 +113,7 @@ def following(tile, member, work, K):
 @gluon.jit
 def number_of(tile, member, neighbour, work, K):
     """What a neighbour's flag has to be before this tile of a member of the group may be added."""
-    if K.C.order == 2:
+    if K.C.downwards:
         number = (neighbour.end - 1 - tile) * work.group + member + 1
     else:
         number = (neighbour.end - neighbour.begin) * member + tile - neighbour.begin + 1
