@@ -101,7 +101,7 @@ def _beside_deterministic_peers(points: list[dict], lengths: list[int]) -> str:
 
 
 def _most_distinct(points: list[dict], peer: str) -> str:
-    """Of dQ / dK / dV the most different results at one length."""
+    """Count the different results of dQ / dK / dV: the most at one length."""
     took = [at["scatter"][peer] for at in points if peer in at["scatter"]]
     return " / ".join(str(max(scatter[x]["distinct"] for scatter in took)) for x in ("dq", "dk", "dv")) if took else "-"
 
