@@ -48,6 +48,7 @@ LONG_ROOM = 2048
 """Keys of a request from which on there is room for many, where 65 rows or more share a key head: see `of_wgmma`."""
 MOST_UNDER_WAY = 128 * KIB
 """Bytes of keys and values that such a CTA copies at once where it has to look up pages."""
+START_BYTES = 192 * KIB
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
 
 
@@ -73,6 +74,7 @@ class Config:
     halves: groups of so many warps that have head_dim_v columns of O each, and take turns at the softmax.
     groups: of warps, each of which has a share of the rows, and a role of its own.
     by_way_of_q: results pass through the shared memory of Q, after which a thread writes 16 bytes of a row, not 4.
+    start: units that a CTA could read in the time that a piece costs beside its keys.
     """
 
     head_dim: int
@@ -92,6 +94,7 @@ class Config:
     halves: int = 1
     groups: int = 1
     by_way_of_q: bool = False
+    start: int = 0
 
     @property
     def of_group(self) -> Config:
@@ -217,12 +220,22 @@ class Config:
 
 def choose(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of a problem on an arch: for wgmma, by TMA or cp.async, where it is faster, else for mma.sync."""
+    make = of_mma
     if takes_wgmma(problem, arch):
         if gains_by_one_group(problem):
-            return of_one_group(problem, arch)
-        if gains_by_wgmma(problem):
-            return of_wgmma(problem, arch)
-    return of_mma(problem, arch)
+            make = of_one_group
+        elif gains_by_wgmma(problem):
+            make = of_wgmma
+    config = make(problem, arch)
+    return replace(config, start=start_of(config))
+
+
+def start_of(config: Config) -> int:
+    """`Config.start`. Splits are pieces of their own, each as costly as the others."""
+    if config.split:
+        return 0
+    columns = config.head_dim + (config.narrow or config.head_dim_v)
+    return START_BYTES // (config.ctas * config.tokens * columns * config.kv_bytes)
 
 
 def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
