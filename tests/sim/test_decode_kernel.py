@@ -74,6 +74,12 @@ def test_several_whole_jobs():
     run(call, ctas=3, choose=of_wgmma)
 
 
+def test_several_whole_jobs_of_one_group():
+    call = draw(5, torch.float16, ragged=False, batch=8, lengths=[190] * 8, room=192, n_q=4, group=8, heads_kv=1, page=64,
+                leftpad=False, mask=None, head_dim=128, head_dim_v=128)  # fmt: skip
+    run(call, ctas=3, choose=of_one_group)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", [of_mma, of_wgmma, of_one_group])
 def test_pieces_that_count_for_more_than_their_keys(kind, order):
@@ -233,6 +239,20 @@ def test_many_rows_by_the_room_of_a_request(capacity, page, fixed, stages, by_wa
     longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=capacity), page_size=page, **fixed)
     chosen = of_wgmma(longer, KNOWN["H200"])
     assert (chosen.stages, chosen.by_way_of_q) == (stages, by_way_of_q)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "start"),
+    [
+        ({"n_q": 1}, 2),  # mma.sync, two CTAs
+        ({"n_q": 4}, 4),  # one group, cp.async
+        ({"n_q": 4, "head_dim": 64}, 8),
+        ({"n_q": 40, "batch": 40}, 12),  # TMA
+        ({"n_q": 4, "deterministic": True}, 0),
+    ],
+)
+def test_how_many_units_a_piece_costs_beside_its_keys(fixed, start):
+    assert choose(problem_of(**fixed), KNOWN["H200"]).start == start
 
 
 def problem_of(**fixed):

@@ -48,7 +48,12 @@ LONG_ROOM = 2048
 """Keys of a request from which on there is room for many, where 65 rows or more share a key head: see `of_wgmma`."""
 MOST_UNDER_WAY = 128 * KIB
 """Bytes of keys and values that such a CTA copies at once where it has to look up pages."""
-START_BYTES = 192 * KIB
+START_BYTES = 128 * KIB
+"""Bytes of keys and values that a multiprocessor could read in the time that a piece costs beside its keys, where cp.async
+copies. An H100, 4 queries of 64 heads on 8, 32 requests whose lengths have a log-normal distribution around 2k: 104.5
+microseconds with one group, 110.9 without; by mma.sync 109.5 and 113.1."""
+START_BYTES_OF_TMA = 384 * KIB
+"""The same where TMA copies, behind which a piece's rows of Q come late."""
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
 
 
@@ -113,9 +118,9 @@ class Config:
     @property
     def by_whole_jobs(self) -> bool:
         """Whether a CTA takes several whole jobs where all requests are alike, rather than whole ones and pieces."""
-        # an H100, 128 rows, 32 requests of 8k keys: 389 microseconds, not 417; fewer rows: no gain; 128 heads of a latent, 128
-        # requests of 1k keys, 2 queries: 156 microseconds, not 174
-        return self.specialised and (self.rows > 64 or self.halves > 1)
+        # an H100, 128 rows, 32 requests of 8k keys: 389 microseconds, not 417; one group, 4 queries of 64 heads on 8, 32
+        # requests of 2k: 97.5, not 102.7; 128 heads of a latent, 128 requests of 1k keys, 2 queries: 156, not 174
+        return self.specialised and (self.rows > 64 or self.halves > 1 or self.box == 0)
 
     @property
     def parts_in_squares(self) -> bool:
@@ -231,11 +236,12 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
 
 
 def start_of(config: Config) -> int:
-    """`Config.start`. Splits are pieces of their own, each as costly as the others."""
-    if config.split:
+    """`Config.start`. Splits are pieces of their own, each as costly as the others; for a latent none was tried."""
+    if config.split or config.narrow:
         return 0
-    columns = config.head_dim + (config.narrow or config.head_dim_v)
-    return START_BYTES // (config.ctas * config.tokens * columns * config.kv_bytes)
+    columns = config.head_dim + config.head_dim_v
+    size = START_BYTES_OF_TMA if config.box else START_BYTES
+    return size // (config.ctas * config.tokens * columns * config.kv_bytes)
 
 
 def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
