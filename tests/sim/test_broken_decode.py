@@ -171,6 +171,13 @@ BUGS = [
            tree=True),
     kernel("the sink weighs twice", "+ gl.exp2(sink - finite(new_top))", "+ 2 * gl.exp2(sink - finite(new_top))", sinks=True),
     kernel("slopes of the first head", "+ head, mask=query", "+ 0 * head, mask=query", alibi=True),
+    kernel("the room of starts is not counted", "    total += jobs * start\n", "", start=3),
+    kernel("a stretch that begins behind a job's units has a piece of it", "ours = count > 0", "ours = count > -9",
+           (AssertionError, Race, DoubleWrite), start=3),
+    kernel("a job begins behind its first unit", "job_begins + room, x + count", "job_begins + room + 1, x + count",
+           (AssertionError, Race, DoubleWrite, IllegalOperation, OutOfBounds), start=3),
+    schedule("requests begin where there is room for two starts", "jobs * (units + start)", "jobs * (units + 2 * start)",
+             (AssertionError, Race, DoubleWrite, IllegalOperation, OutOfBounds), start=3),
     schedule("the last request is left out", "total += gl.sum(own, 0)",
              "total += gl.sum(gl.where(b < requests.batch - 1, own, 0), 0)"),
     kernel("all requests count as alike", "most.to(gl.int64) * requests.batch == total", "most >= 0",
@@ -423,7 +430,7 @@ CASE = {
 def test_it_is_found(bug, tmp_path):
     case = {**CASE, **bug.case}
     honest, lie = case.pop("honest", True), case.pop("lie", False)
-    config = {name: case.pop(name, usual) for name, usual in (("tokens", 64), ("stages", 2))}
+    config = {name: case.pop(name, usual) for name, usual in (("tokens", 64), ("stages", 2), ("start", 0))}
     call = draw(1, torch.float16, honest, **case)
     if lie:
         lengths = torch.tensor([10**6, 1, -9, 130], dtype=torch.int32)

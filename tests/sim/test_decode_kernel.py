@@ -20,7 +20,7 @@ def simulate(seed: int) -> None:
     dtype = (torch.float16, torch.bfloat16)[seed % 2]
     deterministic = seed % 4 == 3
     call = draw(seed, dtype, honest=seed % 3 > 0, deterministic=deterministic)
-    config = {"split": 128} if deterministic else {}
+    config = {"split": 128} if deterministic else {"start": seed % 5}
     run(call, ctas=1 + seed % 6, order=ORDERS[seed // 2 % 4], seed=seed, arch=(80, 90)[seed % 2], **config)
 
 
@@ -59,7 +59,7 @@ def simulate_wgmma(seed: int) -> None:
     """Random requests on TMA and wgmma; of every third a page is not there."""
     dtype, page = (torch.float16, torch.bfloat16)[seed % 2], [None, 16, 48, 64, 128][seed % 5]
     call = draw(seed, dtype, honest=seed % 3 > 0, page=page)
-    run(call, ctas=1 + seed % 6, order=ORDERS[seed // 2 % 4], seed=seed, choose=of_wgmma)
+    run(call, ctas=1 + seed % 6, order=ORDERS[seed // 2 % 4], seed=seed, choose=of_wgmma, start=seed % 4)
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -72,6 +72,22 @@ def test_several_whole_jobs():
     call = draw(5, torch.float16, ragged=False, batch=8, lengths=[190] * 8, room=192, n_q=16, group=8, heads_kv=1, page=64,
                 leftpad=False, mask=None)  # fmt: skip
     run(call, ctas=3, choose=of_wgmma)
+
+
+def test_several_whole_jobs_of_one_group():
+    call = draw(5, torch.float16, ragged=False, batch=8, lengths=[190] * 8, room=192, n_q=4, group=8, heads_kv=1, page=64,
+                leftpad=False, mask=None, head_dim=128, head_dim_v=128)  # fmt: skip
+    run(call, ctas=3, choose=of_one_group)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", [of_mma, of_wgmma, of_one_group])
+def test_pieces_that_count_for_more_than_their_keys(kind, order):
+    """Short requests between long ones: stretches that begin in a job, behind its units and where a job begins."""
+    call = draw(1, torch.float16, ragged=False, lengths=[250, 1, 0, 130, 1, 400], batch=6, page=16, room=400, n_q=2, group=2,
+                heads_kv=2, head_dim=128, head_dim_v=128)  # fmt: skip
+    for ctas in (3, 8, 19):
+        run(call, ctas=ctas, order=order, launches=2, choose=kind, start=3)
 
 
 def test_a_scale_that_is_not_positive():
@@ -90,7 +106,8 @@ def simulate_one_group(seed: int) -> None:
     n_q, group = [(4, 8), (3, 7), (16, 4), (5, 4)][seed % 4]
     dim, dim_v = [(128, 128), (80, 80), (96, 128)][seed % 3]
     call = draw(seed, dtype, honest=seed % 3 > 0, page=page, n_q=n_q, group=group, head_dim=dim, head_dim_v=dim_v)
-    run(call, ctas=1 + seed % 6, order=ORDERS[seed // 2 % 4], seed=seed, choose=of_one_group, stages=2 + seed % 5)
+    run(call, ctas=1 + seed % 6, order=ORDERS[seed // 2 % 4], seed=seed, choose=of_one_group, stages=2 + seed % 5,
+        start=seed % 3)  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(14))
@@ -224,6 +241,20 @@ def test_many_rows_by_the_room_of_a_request(capacity, page, fixed, stages, by_wa
     assert (chosen.stages, chosen.by_way_of_q) == (stages, by_way_of_q)
 
 
+@pytest.mark.parametrize(
+    ("fixed", "start"),
+    [
+        ({"n_q": 1}, 2),  # mma.sync, two CTAs
+        ({"n_q": 4}, 4),  # one group, cp.async
+        ({"n_q": 4, "head_dim": 64}, 8),
+        ({"n_q": 40, "batch": 40}, 12),  # TMA
+        ({"n_q": 4, "deterministic": True}, 0),
+    ],
+)
+def test_how_many_units_a_piece_costs_beside_its_keys(fixed, start):
+    assert choose(problem_of(**fixed), KNOWN["H200"]).start == start
+
+
 def problem_of(**fixed):
     shape = {"page": 64, "group": 8, "heads_kv": 4, "head_dim": 128, "head_dim_v": fixed.get("head_dim", 128), "batch": 2,
              "ragged": False, "tree": False, "room": 70}  # fmt: skip
@@ -266,7 +297,7 @@ def simulate_turns(seed: int) -> None:
     dtype, page = (torch.float16, torch.bfloat16)[seed % 2], [None, 64, 128][seed % 3]
     fixed = {"group": (66, 72, 80, 128)[seed % 4], "heads_kv": 1 + seed % 2, "room": (130, 257, 400)[seed // 3 % 3]}
     call = drawn_latent(seed, dtype, honest=seed // 4 % 3 > 0, page=page, **fixed)
-    run(call, ctas=1 + seed % 6, order=ORDERS[seed // 2 % 4], seed=seed, choose=of_wgmma)
+    run(call, ctas=1 + seed % 6, order=ORDERS[seed // 2 % 4], seed=seed, choose=of_wgmma, start=seed % 3)
 
 
 @pytest.mark.parametrize("seed", range(12))

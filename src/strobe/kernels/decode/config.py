@@ -48,6 +48,12 @@ LONG_ROOM = 2048
 """Keys of a request from which on there is room for many, where 65 rows or more share a key head: see `of_wgmma`."""
 MOST_UNDER_WAY = 128 * KIB
 """Bytes of keys and values that such a CTA copies at once where it has to look up pages."""
+START_BYTES = 128 * KIB
+"""Bytes of keys and values that a multiprocessor could read in the time that a piece costs beside its keys, where cp.async
+copies. An H100, 4 queries of 64 heads on 8, 32 requests whose lengths have a log-normal distribution around 2k: 104.5
+microseconds with one group, 110.9 without; by mma.sync 109.5 and 113.1."""
+START_BYTES_OF_TMA = 384 * KIB
+"""The same where TMA copies, behind which a piece's rows of Q come late."""
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
 
 
@@ -73,6 +79,7 @@ class Config:
     halves: groups of so many warps that have head_dim_v columns of O each, and take turns at the softmax.
     groups: of warps, each of which has a share of the rows, and a role of its own.
     by_way_of_q: results pass through the shared memory of Q, after which a thread writes 16 bytes of a row, not 4.
+    start: units that a CTA could read in the time that a piece costs beside its keys.
     """
 
     head_dim: int
@@ -92,6 +99,7 @@ class Config:
     halves: int = 1
     groups: int = 1
     by_way_of_q: bool = False
+    start: int = 0
 
     @property
     def of_group(self) -> Config:
@@ -110,9 +118,9 @@ class Config:
     @property
     def by_whole_jobs(self) -> bool:
         """Whether a CTA takes several whole jobs where all requests are alike, rather than whole ones and pieces."""
-        # an H100, 128 rows, 32 requests of 8k keys: 389 microseconds, not 417; fewer rows: no gain; 128 heads of a latent, 128
-        # requests of 1k keys, 2 queries: 156 microseconds, not 174
-        return self.specialised and (self.rows > 64 or self.halves > 1)
+        # an H100, 128 rows, 32 requests of 8k keys: 389 microseconds, not 417; one group, 4 queries of 64 heads on 8, 32
+        # requests of 2k: 97.5, not 102.7; 128 heads of a latent, 128 requests of 1k keys, 2 queries: 156, not 174
+        return self.specialised and (self.rows > 64 or self.halves > 1 or self.box == 0)
 
     @property
     def parts_in_squares(self) -> bool:
@@ -217,12 +225,23 @@ class Config:
 
 def choose(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of a problem on an arch: for wgmma, by TMA or cp.async, where it is faster, else for mma.sync."""
+    make = of_mma
     if takes_wgmma(problem, arch):
         if gains_by_one_group(problem):
-            return of_one_group(problem, arch)
-        if gains_by_wgmma(problem):
-            return of_wgmma(problem, arch)
-    return of_mma(problem, arch)
+            make = of_one_group
+        elif gains_by_wgmma(problem):
+            make = of_wgmma
+    config = make(problem, arch)
+    return replace(config, start=start_of(config))
+
+
+def start_of(config: Config) -> int:
+    """`Config.start`. Splits are pieces of their own, each as costly as the others; for a latent none was tried."""
+    if config.split or config.narrow:
+        return 0
+    columns = config.head_dim + config.head_dim_v
+    size = START_BYTES_OF_TMA if config.box else START_BYTES
+    return size // (config.ctas * config.tokens * columns * config.kv_bytes)
 
 
 def of_mma(problem: DecodeProblem, arch: Arch) -> Config:

@@ -60,26 +60,30 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
     C: gl.constexpr = K.C
     GROUP: gl.constexpr = K.GROUP
     requests, heads_kv, tiles = K.requests, K.heads_kv, K.tiles
-    total, most, units = all_units(requests, heads_kv, C, GROUP)
+    total, most, units, jobs = all_units(requests, heads_kv, C, GROUP)
     alike = most.to(gl.int64) * requests.batch == total
+    start = gl.where(alike, 0, C.start)  # alike: as much of it for each CTA
+    total += jobs * start
     stretch = stretch_of(total, alike, units, C)
     team, member = gl.program_id(0) // C.abreast, gl.program_id(0) % C.abreast
     x, last = start_of(team, stretch, total), start_of(team + 1, stretch, total)
-    b, begins = request_at(requests, x, alike, most, heads_kv, C, GROUP)
+    b, begins = request_at(requests, x, alike, most, start, heads_kv, C, GROUP)
     while x < last:
         first_query, queries = queries_of(requests, b, b < requests.batch)
         begin, end, length = keys_of(requests, b, b < requests.batch, queries)
         jobs, units = jobs_of(queries, heads_kv, C, GROUP), units_of(begin, end, C)
-        if x == begins + jobs * units:
+        room = units + start
+        if x == begins + jobs * room:
             b += 1
             begins = x
         else:
-            job = quotient(x - begins, units)
-            job_begins = begins + job * units
+            job = quotient(x - begins, room)
+            job_begins = begins + job * room
             unit = x - job_begins
-            count = gl.minimum(units - unit, last - x)
+            count = gl.minimum(units - unit, last - x)  # none, if the stretch begins behind the units
             if C.split:
                 count = 1 + 0 * count
+            next = gl.where(unit + count == units, job_begins + room, x + count)
             head, tile = job, 0 * job
             some_begin, some_end = begin, end
             if tiles > 1:
@@ -92,21 +96,21 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
             origin = (begin // C.unit + unit) * C.unit
             piece = Piece(b, entry, head, tile * C.rows, first_query, queries, length, gl.maximum(some_begin, origin),
                           gl.minimum(some_end, origin + count * C.unit))  # fmt: skip
-            ours = True
+            ours = count > 0
             if C.abreast > 1:
-                ours = piece.first_row < queries * GROUP
+                ours = ours & (piece.first_row < queries * GROUP)
             if requests.notes is not None:
-                ours = is_left(requests.notes, b, heads_kv, head, piece.first_row, queries, requests.n_q, C, GROUP)
+                ours = ours & is_left(requests.notes, b, heads_kv, head, piece.first_row, queries, requests.n_q, C, GROUP)
             if ours:
                 parts, first = parts_of(job_begins, units, stretch, C)
                 part = team - first
                 if C.split:
                     part = unit
                 place = place_of(part, first, job_begins, stretch, C)
-                patience = gl.where(x + count < last, 0, PATIENCE)
+                patience = gl.where(next < last, 0, PATIENCE)
                 number = (b * heads_kv + head) * tiles + tile
                 state = TAKE(memory, K, piece, Job(number, parts, first, job_begins, stretch, place, patience), state)
-            x += count
+            x = next
     if requests.notes is not None:
         blocks = (requests.n_q + NOTED_ROWS - 1) // NOTED_ROWS
         forget(requests.notes, requests.batch * heads_kv * GROUP * blocks, C.warps)

@@ -6,7 +6,11 @@ units of all jobs stand in one line, request by request, and every CTA takes a s
 work is even whatever the lengths, and the host need not know them. Tiles that are abreast (`Config.abreast`) are one job in
 this line, and as many CTAs, neighbours, take the same stretch of it, each for a tile of its own.
 
-    parts of a job        stretches that cut it, in order; or each of its splits
+A piece costs time beside its keys, too. So a job's units are followed in the line by an empty place, as long as the units that
+could be read meanwhile (`Config.start`): a CTA that has many short jobs has fewer keys than others.
+
+    room of a job         its units, and the empty place behind them
+    parts of a job        stretches that cut its units, in order; or each of its splits
     place of a part       where its partial result goes: two a CTA, as a stretch begins and ends within a job at most; or its
                           own number in the line of splits
 """
@@ -124,23 +128,26 @@ def _add(a, b):
 
 @gluon.jit
 def all_units(requests, heads, C: gl.constexpr, GROUP: gl.constexpr):
-    """The units of all requests together, those of the one that has most, and those of a job, if all requests are alike."""
+    """The units of all requests together, those of the one that has most, those of a job, if all requests are alike, and all
+    jobs."""
     lane = gl.arange(0, AT_ONCE, of_requests(gl.num_warps()))
-    total, most = requests.batch * 0, requests.batch * 0
+    total, most, number = requests.batch * 0, requests.batch * 0, requests.batch * 0
     for first in range(0, requests.batch, AT_ONCE):
         b = first + lane
         jobs, units = jobs_and_units(requests, b, b < requests.batch, heads, C, GROUP)
         if requests.cu_q is None and requests.notes is None:  # as many jobs for each
             jobs = 1
+        else:
+            number += gl.sum(gl.where(b < requests.batch, jobs, 0), 0)
         own = gl.where(b < requests.batch, jobs * units, 0)
         total += gl.sum(own, 0)
         most = gl.maximum(most, gl.max(own, 0))
     if requests.cu_q is None and requests.notes is None:
         jobs = jobs_of(requests.n_q, heads, C, GROUP)
-        return total * jobs, most * jobs, most
+        return total * jobs, most * jobs, most, requests.batch * jobs
     else:
         _, units = jobs_and_units(requests, requests.batch * 0, requests.batch > 0, heads, C, GROUP)
-        return total, most, units
+        return total, most, units, number
 
 
 @gluon.jit
@@ -160,9 +167,9 @@ def stretch_of(total, alike, units, C: gl.constexpr):
 
 
 @gluon.jit
-def request_at(requests, x, alike, most, heads, C: gl.constexpr, GROUP: gl.constexpr):
-    """The request that has unit x of the line, and where its own units begin in the line. alike: whether all have `most`
-    units."""
+def request_at(requests, x, alike, most, start, heads, C: gl.constexpr, GROUP: gl.constexpr):
+    """The request that has place x of the line, and where its own places begin in the line. alike: whether all have `most`
+    units, and nothing behind them; start: places behind the units of a job."""
     number, begins = requests.batch * 0, requests.batch * 0
     if alike:
         if requests.batch > 1:
@@ -173,7 +180,7 @@ def request_at(requests, x, alike, most, heads, C: gl.constexpr, GROUP: gl.const
         for first in range(0, requests.batch, AT_ONCE):
             b = first + lane
             jobs, units = jobs_and_units(requests, b, b < requests.batch, heads, C, GROUP)
-            own = gl.where(b < requests.batch, jobs * units, 0)
+            own = gl.where(b < requests.batch, jobs * (units + start), 0)
             ends = ahead + gl.associative_scan(own, 0, _add)
             before = (ends <= x) & (b < requests.batch)
             number += gl.sum(before.to(gl.int32), 0)
