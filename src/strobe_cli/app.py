@@ -324,6 +324,7 @@ def bench_decode(
     rounds: Annotated[int | None, typer.Option(help="Interleaved rounds; default: 9.")] = None,
     max_seconds: Annotated[float | None, typer.Option(help="Stop then, with what was measured.")] = None,
     part: Annotated[str | None, typer.Option(help="I/N: this part of the points alone, see strobe bench merge.")] = None,
+    deterministic: Annotated[bool, typer.Option(help="Whether deterministic=True is timed, too.")] = True,
     peers: Peers = None,
     device: DeviceName = None,
     json: Annotated[
@@ -352,7 +353,7 @@ def bench_decode(
         caches=names_of("caches", caches, lab.CACHES), rounds=rounds, max_seconds=positive("max-seconds", max_seconds),
         peers=None if peers == "all" else names_of("peers", peers, lab.peers_for(where)), part=part_of(part),
     )  # fmt: skip
-    plan = replace(lab.Plan() if where.type == "cuda" else lab.CPU, ragged=ragged, **changes)
+    plan = replace(lab.Plan() if where.type == "cuda" else lab.CPU, ragged=ragged, deterministic=deterministic, **changes)
     picture = picture_path(out)
     try:
         status = run(plan, where, command_given(sys.argv[1:]), Path(json) if json else None, picture)

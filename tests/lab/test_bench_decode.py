@@ -99,6 +99,15 @@ def test_points():
     assert list(peers_for(torch.device("cuda"))) == ["FA3", "FA3 planned", "XQA", "SDPA", "SDPA cuDNN", "SDPA flash"]
 
 
+def test_a_part_has_all_pages_and_queries_of_its_shapes():
+    plan = Plan(heads=((64, 8), (32, 8)), queries=(1, 4), pages=(64, 0), caches=("bf16", "e4m3"))
+    parts = [replace(plan, part=(n, 3)).points() for n in (1, 2, 3)]
+    assert sorted(str(point) for part in parts for point in part) == sorted(map(str, plan.points()))
+    shapes = [{(p.batch, p.length, p.heads) for p in part} for part in parts]
+    assert not shapes[0] & shapes[1] and not shapes[1] & shapes[2] and not shapes[0] & shapes[2]
+    assert all({p.length for p in part} == set(plan.lengths) and {p.batch for p in part} == set(plan.batches) for part in parts)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -116,13 +116,6 @@ class Config:
         return self.by_wgmma and (not self.narrow or self.halves > 1)
 
     @property
-    def by_whole_jobs(self) -> bool:
-        """Whether a CTA takes several whole jobs where all requests are alike, rather than whole ones and pieces."""
-        # an H100, 128 rows, 32 requests of 8k keys: 389 microseconds, not 417; one group, 4 queries of 64 heads on 8, 32
-        # requests of 2k: 97.5, not 102.7; 128 heads of a latent, 128 requests of 1k keys, 2 queries: 156, not 174
-        return self.specialised and (self.rows > 64 or self.halves > 1 or self.box == 0)
-
-    @property
     def parts_in_squares(self) -> bool:
         """Whether parts of results lie in squares of 8 rows and columns, as a warp has them of wgmma, 32 bytes of each row."""
         return self.specialised  # an H100, one request of 1k to 8k keys, 128 rows: half a microsecond faster

@@ -161,9 +161,11 @@ def read_rate(clock: Clock, device: torch.device) -> float | None:
 # ---- kernels are compiled ahead, in many processes
 
 
-def compile_ahead(points: Sequence[Point], arch: Arch) -> None:
-    """Compile Strobe's kernels of all points, each in a process of its own; they stay in Triton's cache on disk."""
-    kernels = {(point.kind, config_of(point, arch, how)): (point, arch, how) for point in points for how in (False, True)}
+def compile_ahead(points: Sequence[Point], arch: Arch, deterministic: bool) -> None:
+    """Compile Strobe's kernels of all points, each in a process of its own; they stay in Triton's cache on disk. deterministic:
+    those of `deterministic=True`, too."""
+    hows = (False, True) if deterministic else (False,)
+    kernels = {(point.kind, config_of(point, arch, how)): (point, arch, how) for point in points for how in hows}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), context) as pool:
         jobs = [pool.submit(compile_one, *kernel) for kernel in kernels.values()]
@@ -218,7 +220,8 @@ def bench(plan: Plan, device: torch.device, command: str, path: Path | None = No
     begin, console = time.monotonic(), Console(stderr=True)
     known = peers_for(device)
     asked = known if plan.peers is None else {name: known[name] for name in plan.peers}
-    contenders = [*OURS, *(peer for peer in asked.values() if peer.installed)]
+    ours = OURS if plan.deterministic else OURS[:1]
+    contenders = [*ours, *(peer for peer in asked.values() if peer.installed)]
     points = plan.points()
     clock: Clock = CudaClock(device) if device.type == "cuda" else CpuClock()
     report: dict = {"schema": SCHEMA, "what": "decode", **provenance(device, command)}
@@ -232,7 +235,7 @@ def bench(plan: Plan, device: torch.device, command: str, path: Path | None = No
     target.parent.mkdir(parents=True, exist_ok=True)
     if device.type == "cuda":
         console.print(f"{len(points)} points; compiling", markup=False, highlight=False)
-        compile_ahead(points, arch_of(device))
+        compile_ahead(points, arch_of(device), plan.deterministic)
     with torch.no_grad(), clock.running():
         report |= {"read_gb_s": read_rate(clock, device), "before": snapshot(device)}
         report["host_us"] = host_us(contenders, clock, device) if device.type == "cuda" else {}

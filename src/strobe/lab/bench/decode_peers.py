@@ -232,8 +232,11 @@ class Plan:
     """Names of the peers to measure; None: all that are installed."""
     most_bytes: int = 40 * 2**30
     """Larger caches are left out."""
+    deterministic: bool = True
+    """Whether `deterministic=True` takes part."""
     part: tuple[int, int] = (1, 1)
-    """Which part of the points, of how many; each has its share of every length."""
+    """Which part of the points, of how many; each has its share of every length. What differs by queries, pages or the cache
+    alone is in one part, so that one GPU times it."""
 
     def points(self) -> list[Point]:
         """The plan's part, shape by shape at each batch and length, those first that tell most. ValueError if none is left."""
@@ -251,7 +254,13 @@ class Plan:
         if not points:
             raise ValueError(f"a cache must have at most {self.most_bytes} bytes, got none at these batches and lengths")
         part, parts = self.part
-        return points[part - 1 :: parts]
+        shapes = dict.fromkeys(map(_shape_of, points))
+        mine = {shape for n, shape in enumerate(shapes) if (n + n // parts) % parts == part - 1}
+        return [point for point in points if _shape_of(point) in mine]
+
+
+def _shape_of(point: Point) -> tuple[int, ...]:
+    return point.batch, point.length, point.heads, point.heads_kv, point.head_dim
 
 
 CPU = Plan((1, 4), (256, 1024), ((8, 2),), (64,), (1,), (16, 0), ("fp32",), rounds=3)
