@@ -10,7 +10,7 @@ import torch
 from broken import altered_over
 from decode_launch import run
 from requests_at_random import draw
-from test_decode_kernel import latent, long_latent
+from test_decode_kernel import OPTIMISTIC, far_scores, latent, long_latent
 
 import strobe
 from strobe.kernels.decode.config import of_one_group, of_wgmma
@@ -31,8 +31,8 @@ SHARED = SCHEDULE, *PARTS = [
     f"strobe.kernels.decode.{name}" for name in ("schedule", "layouts", "keys", "scores", "results", "pieces")
 ]
 """What the kernels share, in the order in which they import each other."""
-FORWARD, BOXES, LATENTS, TURNS, HOPPER = (
-    f"strobe.kernels.decode.{name}" for name in ("forward", "boxes", "latent", "latent_turns", "hopper")
+FORWARD, BOXES, LATENTS, TURNS, AGAIN, HOPPER = (
+    f"strobe.kernels.decode.{name}" for name in ("forward", "boxes", "latent", "latent_turns", "again", "hopper")
 )
 LATENT = {"latent": True}
 NUMBERS = (AssertionError,)
@@ -76,6 +76,10 @@ def boxes(what, text, becomes, errors=NUMBERS, **case) -> Bug:
 
 def latent_bug(what, text, becomes, errors=NUMBERS) -> Bug:
     return Bug(f"latent: {what}", LATENTS, text, becomes, errors, LATENT)
+
+
+def again(what, text, becomes, errors=NUMBERS) -> Bug:
+    return Bug(what, AGAIN, text, becomes, errors)
 
 
 def turns(what, text, becomes, errors=NUMBERS, **case) -> Bug:
@@ -199,11 +203,11 @@ EVEN = {"lengths": [512, 1, 0, 192], "room": 520}
 S_OF_STEP = "            s = warpgroup_mma_wait(len(acc), deps=[s])\n            memory.k.release(now)\n"
 O_OF_STEP = "            acc = wait_output(acc)\n            memory.v.release(now - 1)\n"
 V_OF_STEP = "            memory.v.wait(now - 1)\n            acc = start"
-CLEARED = """            fence_async_shared()
-            partition_barrier()
-            mbarrier.arrive(full"""
+CLEARED = """                    fence_async_shared()
+                    partition_barrier()
+                    mbarrier.arrive(full"""
 COPY_K = "position + i, barrier, K.cached, pages, piece.head, at, C)"
-COPY_V = "position, barrier, K.cached, pages, piece.head, at, C)\n        if clears"
+COPY_V = "position, barrier, K.cached, pages, piece.head, at, C)\n                if clears"
 NARROW = "memory.narrow.index(turn % C.stages).permute((1, 0)), s, is_async=True)\n    return warpgroup_mma_wait(0, deps=[s])"
 
 
@@ -215,7 +219,7 @@ def swapped(lines):
 
 HOPPER_BUGS = [
     hopper("K is not waited for", "            memory.k.wait(now)\n", "", TOO_EARLY),
-    hopper("the first K is not waited for", "    memory.k.wait(position)\n", "", (*TOO_EARLY, Deadlock)),
+    hopper("the first K is not waited for", "    memory.k.wait(position)\n", "", (*TOO_EARLY, Deadlock, BarrierMisuse)),
     hopper("V is not waited for", V_OF_STEP + "_output(acc, p", "            acc = start_output(acc, p", TOO_EARLY),
     hopper("the last V is not waited for", "    memory.v.wait(position - 1)\n", "", (*TOO_EARLY, Deadlock)),
     hopper("a place is filled that is not empty", "memory.k.acquire(position + i)",
@@ -249,14 +253,13 @@ HOPPER_BUGS = [
     hopper("no values are cleared", "clears = has_others(piece, at, C)", "clears = at < first"),
     hopper("values are told before they are cleared", "gl.where(clears, C.stages, memory.v.slot(position))",
            "memory.v.slot(position)", (*TOO_EARLY, Deadlock, BarrierMisuse, DoubleWrite)),
-    hopper("values are cleared before they are there", "            mbarrier.wait(barrier, cleared & 1)\n", "",
+    hopper("values are cleared before they are there", "                    mbarrier.wait(barrier, cleared & 1)\n", "",
            (*TOO_EARLY, BarrierMisuse)),
-    hopper("what is cleared is not counted", "            cleared += 1\n", "", (*TOO_EARLY, Deadlock, BarrierMisuse)),
+    hopper("what is cleared is not counted", "                    cleared += 1\n", "", (*TOO_EARLY, Deadlock, BarrierMisuse)),
     hopper("values are cleared without a fence", CLEARED, CLEARED.partition("\n")[2], (MissingFence,)),
     hopper("Q has no fence", "memory.q.dtype))\n    fence_async_shared()\n", "memory.q.dtype))\n", (MissingFence,)),
-    hopper("O is not rescaled", "            acc = rescaled(acc, factor, C)\n", ""),
-    hopper("the sums are not rescaled", "sums * gl.expand_dims(gl.convert_layout(factor",
-           "sums + 0 * gl.expand_dims(gl.convert_layout(factor"),
+    hopper("O is not rescaled", "                acc = rescaled(acc, factor, C)\n", "                pass\n"),
+    hopper("the sums are not rescaled", "sums * factors + lane_sums(wide)", "sums + lane_sums(wide)"),
     hopper("a step in which some queries see less counts as plain", "own + terms.right + 1", "own + terms.right + 200", **EVEN),
     hopper("a step to the left of some windows counts as plain",
            "plain & (first + C.tokens >= piece.length - 1 - terms.left)", "plain", mask=strobe.Window(190, 3), **EVEN),
@@ -289,6 +292,24 @@ BY_WAY_OF_Q_BUGS = [
            (DoubleWrite, *NUMBERS)),
     kernel("rows that are no queries are written", "GROUP, row < piece.queries * K.GROUP\n", "GROUP, row >= 0\n",
             (DoubleWrite, OutOfBounds, Race)),
+]  # fmt: skip
+
+TOLD_OF = """            again.broken.index(W).store(gl.full([1], 0, gl.int32, of_a_number(gl.num_warps())) + broken)
+            mbarrier.arrive(again.told.index(0), count=1)
+"""
+AGAIN_BUGS = [
+    again("results may be anything", " == 0.0)\n", " != 9.0)\n"),
+    again("nothing is broken", "return gl.min(right.to(gl.int32), 0) == 0", "return gl.min(right.to(gl.int32), 0) > 1"),
+    again("a group tells before it has written", TOLD_OF, swapped(TOLD_OF), (*TOO_EARLY, Deadlock)),
+    again("what groups tell is not waited for", "            mbarrier.wait(again.told.index(0), 0)\n", "",
+          (*TOO_EARLY, Deadlock)),
+    again("the first group alone is asked", "gl.static_range(GROUPS)", "gl.static_range(1)", (*NUMBERS, Deadlock)),
+    again("all pieces have one bit", "gl.minimum(number, LAST_BIT - 1)", "0 * number", (DoubleWrite, Race, *NUMBERS)),
+    hopper("what is taken again is taken with hope", "plain = gl.where(hopeful, plain, 1)", "plain += 0 * steps"),
+    hopper("both groups deliver again", "is_chosen(mine, number", "is_chosen(chosen, number", (DoubleWrite, Race, *NUMBERS)),
+    hopper("pieces of K are not counted", "return position, number + 1, chosen\n\n\n@gluon.jit\ndef copy_values",
+           "return position, number, chosen\n\n\n@gluon.jit\ndef copy_values", (Deadlock, BarrierMisuse, *NUMBERS)),
+    hopper("O of a masked step is not rescaled", "if MASKED or not C.optimistic:", "if not C.optimistic:"),
 ]  # fmt: skip
 
 FILLED = "memory.v.acquire(position)\n        copy_rows"
@@ -415,7 +436,7 @@ TURNS_BUGS = [
 
 def broken(bug: Bug, entry: str, folder: Path) -> ModuleType:
     """A kernel's module, over all that it imports, with a mistake in it or in one of them."""
-    line = [*SHARED, FORWARD] if entry == FORWARD else [*SHARED, BOXES, LATENTS, TURNS, HOPPER]
+    line = [*SHARED, FORWARD] if entry == FORWARD else [*SHARED, BOXES, LATENTS, TURNS, AGAIN, HOPPER]
     return altered_over(line[line.index(bug.module) :], ((bug.text, bug.becomes),), folder)
 
 
@@ -464,6 +485,14 @@ def test_it_is_found_where_results_pass_through_the_place_of_q(bug, tmp_path):
             run(call, ctas=4, order=order, seed=number, kernel=module, choose=of_wgmma, stages=2, groups=2, by_way_of_q=True)
 
 
+@pytest.mark.parametrize("bug", AGAIN_BUGS, ids=str)
+def test_it_is_found_where_pieces_are_taken_again(bug, tmp_path):
+    call, module = far_scores(torch.float16, 64), broken(bug, HOPPER, tmp_path)
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            run(call, ctas=2, order=order, seed=number, kernel=module, choose=of_wgmma, stages=2, groups=2, **OPTIMISTIC)
+
+
 @pytest.mark.parametrize("bug", ONE_GROUP_BUGS, ids=str)
 def test_it_is_found_with_one_group(bug, tmp_path):
     call = draw(1, torch.float16, **{**CASE, **ONE_GROUP, **bug.case})
@@ -488,6 +517,7 @@ def test_no_false_alarm():
         run(draw(1, torch.float16, **CASE), ctas=5, order=order, seed=number, launches=2, choose=of_wgmma, stages=2)
         run(draw(1, torch.float16, **{**CASE, **MANY_ROWS}), ctas=4, order=order, seed=number, choose=of_wgmma, stages=2,
             groups=2, by_way_of_q=True)  # fmt: skip
+        run(far_scores(torch.float16, 64), ctas=2, order=order, seed=number, choose=of_wgmma, stages=2, groups=2, **OPTIMISTIC)
         run(latent(48), ctas=2, order=order, seed=number, choose=of_wgmma, stages=2)
         run(long_latent(80), ctas=4, order=order, seed=number, launches=2, choose=of_wgmma)
         run(long_latent(128, False, -0.1), ctas=4, order=order, seed=number, choose=of_wgmma)

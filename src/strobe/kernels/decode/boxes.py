@@ -50,6 +50,42 @@ def pages_of_boxes(cached, piece, first, C: gl.constexpr):
     return pages
 
 
+@gluon.constexpr_function
+def window_of(C):
+    """Steps whose pages are looked up together, one by each lane."""
+    return 32 // (C.tokens // C.box)
+
+
+@gluon.constexpr_function
+def lanes():
+    return gl.BlockedLayout([1], [32], [1], [0])
+
+
+@gluon.jit
+def pages_of_window(cached, piece, first, C: gl.constexpr):
+    """The pages of the boxes from key `first` on, one in each lane; -1 for one that has no key of the piece. For one warp."""
+    first += gl.arange(0, 32, lanes()) * C.box
+    if cached.PAGE == 0:
+        return first
+    else:
+        at = cached.table + piece.batch.to(gl.int64) * cached.table_row + first // cached.PAGE
+        return gl.load(at, mask=has_keys(piece, first, C), other=-1)
+
+
+@gluon.jit
+def pages_of_step(cached, piece, window, i, C: gl.constexpr):
+    """The page (or entry) of each box of the i-th step of a window."""
+    BOXES: gl.constexpr = C.tokens // C.box
+    pages = ()
+    for b in gl.static_range(BOXES):
+        if cached.PAGE == 0:
+            pages += (piece.entry,)
+        else:
+            lane = gl.arange(0, 32, lanes())
+            pages += (gl.max(gl.where(lane == i * BOXES + b, window, -(2**31)), 0),)
+    return pages
+
+
 @gluon.jit
 def has_keys(piece, first, C: gl.constexpr):
     """Whether a box has keys of a piece."""
@@ -230,10 +266,11 @@ def masked(s, K, piece, first, holes, C: gl.constexpr, MASKED: gl.constexpr):
     if (terms.softcap is not None) | (terms.alibi is not None):
         s = changed(s, terms, piece, first, scale_of_keys(terms, piece), C, K.GROUP, L)
     if MASKED:
-        if holes | some_are_hidden(terms, piece, first, C):
-            if cached.PAGE:
+        if cached.PAGE:
+            if holes:  # to look pages up takes long behind the copies of all CTAs
                 pages = look_up(cached, piece, first, C, gl.SliceLayout(1, L))
                 s = gl.where(gl.expand_dims(is_page(cached, pages), 1), s, -float("inf"))
+        if some_are_hidden(terms, piece, first, C):
             s = gl.where(is_seen(terms, piece, first, C, K.GROUP, L), s, -float("inf"))
     return gl.convert_layout(gl.reshape(s, [C.rows, C.tokens]), accumulator(C, C.tokens))
 

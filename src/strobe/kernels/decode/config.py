@@ -43,7 +43,12 @@ ahead of two groups in turns at 2^16 (36.4 and 44.5 microseconds), level at 2^17
 LEAST_KEYS_OF_FEW_ROWS = 1 << 17
 """Keys from which on one group is the faster choice for up to 8 rows, too: for fewer mma.sync is, which leaves 8 rows away."""
 LEAST_KEYS_OF_TWO_GROUPS = 1 << 20
-"""Keys of all key heads of all requests from which on the two groups that share 128 rows have a role each."""
+"""Keys of all key heads of all requests from which on the two groups that share 128 rows have a role each, on any memory."""
+FAST_MEMORY = 4e12
+"""Bytes a second of a memory that does not bind where 128 rows share a key head: an H200's, not an H100's."""
+HOPEFUL_ROOM = 4096
+"""Keys of a request from which on its steps are so many that the optimistic softmax gains: on an H200, with 16 queries of 64
+heads on 8, it was ahead from 8k on, level at 2k and behind at 1k."""
 LONG_ROOM = 2048
 """Keys of a request from which on there is room for many, where 65 rows or more share a key head: see `of_wgmma`."""
 MOST_UNDER_WAY = 128 * KIB
@@ -80,6 +85,8 @@ class Config:
     groups: of warps, each of which has a share of the rows, and a role of its own.
     by_way_of_q: results pass through the shared memory of Q, after which a thread writes 16 bytes of a row, not 4.
     start: units that a CTA could read in the time that a piece costs beside its keys.
+    holds_q: a group of warps has its rows of Q in registers.
+    optimistic: exponents of steps that all rows see whole are counted from the maxima of a piece's first step.
     """
 
     head_dim: int
@@ -100,6 +107,8 @@ class Config:
     groups: int = 1
     by_way_of_q: bool = False
     start: int = 0
+    holds_q: bool = False
+    optimistic: bool = False
 
     @property
     def of_group(self) -> Config:
@@ -307,14 +316,27 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     # What is asked for beside keys (page numbers, Q) comes behind all that is under way. With 4 stages 128 of 1k took 257.5
     # over pages of 16. An H200, of FlashAttention-3's speed, before it and now: 32 of 1k 0.92 and 0.94, over pages of 16 0.88
     # and 0.93; 32 of 8k 0.89 and 0.95, 0.83 and 0.87.
+    # Two groups that hold Q, with the optimistic softmax from 8k on, on an H200, of FlashAttention-3's speed (and before, in
+    # the same run), pages of 64 and 16:
+    #   128 requests of 8k keys 1.10 (0.93), 0.97 (0.84); 8 of 32k 1.08 (0.92), 0.90 (0.85); 32 of 8k 1.05 (1.02), 0.93 (0.87);
+    #   8 of 8k 0.99 (0.95), 0.96 (0.90); 32 of 2k 0.97 (0.90), 0.94 (0.87); 32 of 1k 1.00 (0.92), 0.98 (0.93)
+    # On an H100 level or a percent or two faster from 2^20 keys on; for fewer, one group was ahead.
     many, long = rows > MOST_ROWS and not problem.deterministic, problem.capacity >= LONG_ROOM
-    apart = many and keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS
+    wide, fast = dim == dim_v == 128, arch.dram_bandwidth >= FAST_MEMORY
+    apart = many and (keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS or (wide and fast))
+    holds_q = apart and wide
     config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk, groups=1 + apart,
-                    by_way_of_q=many and not long)  # fmt: skip
+                    by_way_of_q=many and not long, holds_q=holds_q, optimistic=holds_q and is_hopeful(problem))  # fmt: skip
     most = MOST_STAGES
-    if many and long and problem.page_size is not None:
+    if many and (long or (wide and fast)) and problem.page_size is not None:
         most = MOST_UNDER_WAY // (tokens * (dim + dim_v) * config.kv_bytes)
     return with_all_stages(config, arch, most)
+
+
+def is_hopeful(problem: DecodeProblem) -> bool:
+    """Whether the optimistic softmax gains: there are many steps that all rows see whole, whose scores are not likely to be far
+    above those of the first one, of which each row sees some."""
+    return problem.capacity >= HOPEFUL_ROOM and problem.mask.left is None and problem.score.alibi is None
 
 
 def of_latent(problem: DecodeProblem, arch: Arch, split: int = 0) -> Config:

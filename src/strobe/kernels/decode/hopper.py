@@ -40,6 +40,7 @@ import triton.language as tl
 from strobe.kernels.common.channel import Channel, make_barriers, swizzled
 from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.packed_halves import rounded
+from strobe.kernels.decode.again import ALL, Again, bit_of, chosen_next, is_chosen, make_again, out_of_range, tell
 from strobe.kernels.decode.arguments import NUMBERS, Cached, Job, Kernel, Outputs, Piece, Terms
 from strobe.kernels.decode.boxes import (
     accumulator,
@@ -51,7 +52,8 @@ from strobe.kernels.decode.boxes import (
     masked,
     misses_a_page,
     no_output,
-    pages_of_boxes,
+    pages_of_step,
+    pages_of_window,
     rescaled,
     rows_layout,
     rows_of,
@@ -59,6 +61,7 @@ from strobe.kernels.decode.boxes import (
     scale_of_scores,
     wait_output,
     weights_of,
+    window_of,
 )
 from strobe.kernels.decode.keys import is_key, look_up, rows_at
 from strobe.kernels.decode.latent import make_latent_memory, take_latent
@@ -66,6 +69,7 @@ from strobe.kernels.decode.latent_turns import left_group, make_turns_memory, ri
 from strobe.kernels.decode.pieces import ask_ahead, take_pieces
 from strobe.kernels.decode.results import deliver
 from strobe.kernels.decode.schedule import Requests
+from strobe.kernels.decode.scores import finite
 from strobe.kernels.gluon import (
     aggregate,
     async_copy,
@@ -90,6 +94,7 @@ class Memory:
     q: gl.shared_memory_descriptor
     k: Channel
     v: Channel
+    again: Again
 
 
 @gluon.jit
@@ -98,7 +103,8 @@ def make_memory(k_desc, v_desc, C: gl.constexpr):
     dtype: gl.constexpr = k_desc.dtype if C.box else k_desc.dtype.element_ty
     shape: gl.constexpr = [C.groups * (C.head_dim // C.chunk), C.rows // C.groups, C.chunk]
     q = gl.allocate_shared_memory(dtype, shape, swizzled(dtype, C.chunk))
-    return Memory(k_desc, v_desc, q, make_ring(dtype, C.head_dim, 0, C), make_ring(dtype, C.head_dim_v, 1, C))
+    k, v = make_ring(dtype, C.head_dim, 0, C), make_ring(dtype, C.head_dim_v, 1, C)
+    return Memory(k_desc, v_desc, q, k, v, make_again(C.groups))
 
 
 @gluon.jit
@@ -121,59 +127,74 @@ def copy_step(descriptor, channel, position, barrier, cached, pages, head, first
 
 
 @gluon.jit
-def copy_keys(memory, K, piece, job, position):
-    """Copy K of a piece; position: how many steps the CTA copied before."""
+def copy_keys(memory, K, piece, job, state):
+    """Copy K of a piece, if it is chosen; state: how many steps the CTA copied before, the number of the piece, and which
+    pieces are chosen."""
     C: gl.constexpr = K.C
-    first, steps = first_step(piece, C)
-    pages = pages_of_boxes(K.cached, piece, first, C)
-    for i in tl.range(0, steps):
-        at = first + i * C.tokens
-        next_pages = pages_of_boxes(K.cached, piece, at + C.tokens, C)
-        barrier = memory.k.acquire(position + i)
-        mbarrier.expect(barrier, C.tokens * C.head_dim * 2)
-        copy_step(memory.k_desc, memory.k, position + i, barrier, K.cached, pages, piece.head, at, C)
-        pages = next_pages
-    return position + steps
+    position, number, chosen = state
+    if is_chosen(chosen, number, job, C):
+        first, steps = first_step(piece, C)
+        window = pages_of_window(K.cached, piece, first, C)
+        for begin in tl.range(0, steps, window_of(C)):
+            next_window = pages_of_window(K.cached, piece, first + (begin + window_of(C)) * C.tokens, C)
+            for i in tl.range(begin, gl.minimum(begin + window_of(C), steps)):
+                at = first + i * C.tokens
+                pages = pages_of_step(K.cached, piece, window, i - begin, C)
+                barrier = memory.k.acquire(position + i)
+                mbarrier.expect(barrier, C.tokens * C.head_dim * 2)
+                copy_step(memory.k_desc, memory.k, position + i, barrier, K.cached, pages, piece.head, at, C)
+            window = next_window
+        position += steps
+    return position, number + 1, chosen
 
 
 @gluon.jit
 def copy_values(memory, K, piece, job, state):
-    """Copy V of a piece, without values that are not of it; state: how many steps the CTA copied before, and how many of them
-    it cleared."""
+    """Copy V of a piece, if it is chosen, without values that are not of it; state: how many steps the CTA copied before, how
+    many of them it cleared, the number of the piece, and which pieces are chosen."""
     C: gl.constexpr = K.C
-    position, cleared = state
-    first, steps = first_step(piece, C)
-    pages = pages_of_boxes(K.cached, piece, first, C)
-    for i in tl.range(0, steps):
-        at = first + i * C.tokens
-        next_pages = pages_of_boxes(K.cached, piece, at + C.tokens, C)
-        clears = has_others(piece, at, C)
-        full = memory.v.acquire(position)
-        barrier = memory.v.full.index(gl.where(clears, C.stages, memory.v.slot(position)))
-        mbarrier.expect(barrier, C.tokens * C.head_dim_v * 2)
-        copy_step(memory.v_desc, memory.v, position, barrier, K.cached, pages, piece.head, at, C)
-        if clears:
-            mbarrier.wait(barrier, cleared & 1)
-            values = memory.v.block(position)
-            for c in gl.static_range(len(values)):
-                clear_values(values[c], piece, at, C)
-            fence_async_shared()
-            partition_barrier()
-            mbarrier.arrive(full, count=1)
-            cleared += 1
-        position += 1
-        pages = next_pages
-    return position, cleared
+    position, cleared, number, chosen = state
+    if is_chosen(chosen, number, job, C):
+        first, steps = first_step(piece, C)
+        window = pages_of_window(K.cached, piece, first, C)
+        for begin in tl.range(0, steps, window_of(C)):
+            next_window = pages_of_window(K.cached, piece, first + (begin + window_of(C)) * C.tokens, C)
+            for i in tl.range(begin, gl.minimum(begin + window_of(C), steps)):
+                at = first + i * C.tokens
+                pages = pages_of_step(K.cached, piece, window, i - begin, C)
+                clears = has_others(piece, at, C)
+                full = memory.v.acquire(position)
+                barrier = memory.v.full.index(gl.where(clears, C.stages, memory.v.slot(position)))
+                mbarrier.expect(barrier, C.tokens * C.head_dim_v * 2)
+                copy_step(memory.v_desc, memory.v, position, barrier, K.cached, pages, piece.head, at, C)
+                if clears:
+                    mbarrier.wait(barrier, cleared & 1)
+                    values = memory.v.block(position)
+                    for c in gl.static_range(len(values)):
+                        clear_values(values[c], piece, at, C)
+                    fence_async_shared()
+                    partition_barrier()
+                    mbarrier.arrive(full, count=1)
+                    cleared += 1
+                position += 1
+            window = next_window
+    return position, cleared, number + 1, chosen
 
 
 @gluon.jit
 def copier_of_keys(memory, K):
-    take_pieces(copy_keys, memory, K, gl.to_tensor(0))
+    position, chosen = gl.to_tensor(0), gl.to_tensor(ALL)
+    while chosen != 0:
+        position, _, _ = take_pieces(copy_keys, memory, K, (position, 0 * position, chosen))
+        chosen = chosen_next(memory.again, chosen, K.C)
 
 
 @gluon.jit
 def copier_of_values(memory, K):
-    take_pieces(copy_values, memory, K, (gl.to_tensor(0), gl.to_tensor(0)))
+    position, cleared, chosen = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(ALL)
+    while chosen != 0:
+        position, cleared, _, _ = take_pieces(copy_values, memory, K, (position, cleared, 0 * position, chosen))
+        chosen = chosen_next(memory.again, chosen, K.C)
 
 
 # ---- the copier by cp.async
@@ -271,7 +292,8 @@ def start_output(acc, p, v, C: gl.constexpr):
 
 @gluon.jit
 def store_queries(W: gl.constexpr, memory, K, piece, C: gl.constexpr):
-    """The W-th group's Q in shared memory, in chunks of columns, by what products become scores, and if a page is missing."""
+    """The W-th group's Q, in shared memory or registers, in chunks of columns, by what products become scores, and if a page is
+    missing."""
     CHUNKS: gl.constexpr = C.head_dim // C.chunk
     rows, q = (), ()
     for c in gl.static_range(CHUNKS):
@@ -284,7 +306,14 @@ def store_queries(W: gl.constexpr, memory, K, piece, C: gl.constexpr):
         q[c].store((rows[c] * sign).to(memory.q.dtype))
     fence_async_shared()
     partition_barrier()
-    return q, scale, holes
+    if C.holds_q:
+        L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator(C, C.tokens), k_width=2)
+        held = ()
+        for c in gl.static_range(CHUNKS):
+            held += (q[c].load(L),)
+        return held, scale, holes
+    else:
+        return q, scale, holes
 
 
 @gluon.jit
@@ -313,9 +342,10 @@ def operand_of(p, dtype: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def walk(W: gl.constexpr, memory, K, piece, position):
-    """Walk along the keys of a piece, one step at least: O in chunks, the maximum and the sum of each row of the W-th group,
-    and how many steps the CTA has copied."""
+def walk(W: gl.constexpr, memory, K, piece, position, hopeful):
+    """Walk along the keys of a piece, one step at least: O in chunks, what exponents are counted from and the sum for each row
+    of the W-th group, how many steps the CTA has copied, and whether that has to be done again. hopeful: whether the optimistic
+    softmax may be tried."""
     C: gl.constexpr = K.C
     S: gl.constexpr = rows_of(C, C.tokens)
     dtype: gl.constexpr = memory.q.dtype
@@ -330,6 +360,9 @@ def walk(W: gl.constexpr, memory, K, piece, position):
     sums = lane_sums(wide)
     p = operand_of(wide, dtype, C)
     begin, plain = gl.to_tensor(1), plain_steps(K.terms, piece, first, steps, holes, C)
+    if C.optimistic:
+        plain = gl.where(hopeful, plain, 1)
+    shift = gl.expand_dims(-finite(top), 1)
     for MASKED in gl.static_range(2):
         end = steps if MASKED else plain
         for i in tl.range(begin, end, disable_licm=True):
@@ -341,20 +374,30 @@ def walk(W: gl.constexpr, memory, K, piece, position):
             s = warpgroup_mma_wait(len(acc), deps=[s])
             memory.k.release(now)
             s = masked(s, K, piece, first + i * C.tokens, holes, C, MASKED)
-            top, wide, factor = weights_of(s, scale, top)
-            sums = sums * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout)), 1) + lane_sums(wide)
+            if C.optimistic and not MASKED:
+                wide = gl.exp2(gl.fma(s, scale, shift))
+                sums += lane_sums(wide)
+            else:
+                top, wide, factor = weights_of(s, scale, top)
+                factors = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout)), 1)
+                sums = sums * factors + lane_sums(wide)
             # Complete already, but ptxas moves no wait above it: P V stays hidden under the exponentials.
             memory.v.wait(now - 1)
             acc = wait_output(acc)
             memory.v.release(now - 1)
             p = operand_of(wide, dtype, C)
-            acc = rescaled(acc, factor, C)
+            if MASKED or not C.optimistic:
+                acc = rescaled(acc, factor, C)
         begin = end
     position += steps
     memory.v.wait(position - 1)
     acc = wait_output(start_output(acc, p, memory.v.block(position - 1), C))
     memory.v.release(position - 1)
-    return acc, top, gl.convert_layout(gl.sum(sums, 1), S), position
+    total = gl.convert_layout(gl.sum(sums, 1), S)
+    broken = False
+    if C.optimistic:
+        broken = (plain > 1) & out_of_range(acc, total)
+    return acc, top, total, position, broken
 
 
 @gluon.constexpr_function
@@ -378,35 +421,52 @@ def as_seen_by(W: gl.constexpr, K, piece, job):
 
 
 @gluon.jit
-def multiply(W: gl.constexpr, memory, K, piece, job, position):
-    """What the W-th group finds of a piece is delivered; position: how many steps the CTA has copied before."""
-    own, rows, job = as_seen_by(W, K, piece, job)
-    acc, top, total, position = walk(W, memory, own, rows, position)
-    if own.C.by_way_of_q:
-        deliver(own, rows, job, acc, top, total, memory.q.index(W * (own.C.head_dim // own.C.chunk)))
-    else:
-        deliver(own, rows, job, acc, top, total)
-    return position
+def multiply(W: gl.constexpr, memory, K, piece, job, state):
+    """What the W-th group finds of a piece is delivered, if the piece is chosen; state: how many steps the CTA has copied
+    before, the number of the piece, which pieces are chosen, which of them are this group's, and which have to be taken
+    again."""
+    position, number, chosen, mine, broken = state
+    if is_chosen(chosen, number, job, K.C):
+        own, rows, own_job = as_seen_by(W, K, piece, job)
+        acc, top, total, position, failed = walk(W, memory, own, rows, position, chosen == ALL)
+        if failed:
+            broken = broken | bit_of(number, job)
+        elif is_chosen(mine, number, job, K.C):
+            if own.C.by_way_of_q:
+                deliver(own, rows, own_job, acc, top, total, memory.q.index(W * (own.C.head_dim // own.C.chunk)))
+            else:
+                deliver(own, rows, own_job, acc, top, total)
+    return position, number + 1, chosen, mine, broken
 
 
 @gluon.jit
-def multiply_first(memory, K, piece, job, position):
-    return multiply(0, memory, K, piece, job, position)
+def multiply_first(memory, K, piece, job, state):
+    return multiply(0, memory, K, piece, job, state)
 
 
 @gluon.jit
-def multiply_second(memory, K, piece, job, position):
-    return multiply(1, memory, K, piece, job, position)
+def multiply_second(memory, K, piece, job, state):
+    return multiply(1, memory, K, piece, job, state)
+
+
+@gluon.jit
+def multiply_all(MULTIPLY: gl.constexpr, W: gl.constexpr, memory, K):
+    position, chosen, mine = gl.to_tensor(0), gl.to_tensor(ALL), gl.to_tensor(ALL)
+    while chosen != 0:
+        zero = 0 * position
+        position, _, _, _, mine = take_pieces(MULTIPLY, memory, K, (position, zero, chosen, mine, zero))
+        tell(memory.again, W, chosen, mine, K.C)
+        chosen = chosen_next(memory.again, chosen, K.C)
 
 
 @gluon.jit
 def multiplier(memory, K):
-    take_pieces(multiply_first, memory, K, gl.to_tensor(0))
+    multiply_all(multiply_first, 0, memory, K)
 
 
 @gluon.jit
 def second_multiplier(memory, K):
-    take_pieces(multiply_second, memory, K, gl.to_tensor(0))
+    multiply_all(multiply_second, 1, memory, K)
 
 
 # ---- entry
