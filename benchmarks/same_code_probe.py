@@ -268,7 +268,7 @@ class Launches:
             setattr(owner, name, value)
 
     def compile_calls(self) -> None:
-        for kernel, grid, arguments, keywords in self._calls:
+        for kernel, grid, arguments, keywords, *_ in self._calls:
             if not any(kernel is known for known, _, _ in self.compiled):
                 kernel.warmup(*arguments, grid=grid, **keywords)
 

@@ -41,20 +41,25 @@ class Library:
 
 
 @pytest.mark.parametrize("without_context", [False, True])
-@pytest.mark.parametrize("shared", [49152, 49153])
-def test_a_kernel_is_loaded(monkeypatch, shared, without_context):
-    """Shared memory beyond 48 KiB is asked for: attribute 8."""
+@pytest.mark.parametrize(("shared", "cluster"), [(49152, 1), (49153, 8), (49153, 16)])
+def test_a_kernel_is_loaded(monkeypatch, shared, cluster, without_context):
+    """Shared memory beyond 48 KiB is asked for, attribute 8, and so are clusters of more than 8 CTAs, attribute 14."""
     library = Library(without_context)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launcher, "_driver", lambda: launcher.Driver(library))
     metadata = SimpleNamespace(shared=shared)
-    compiled = SimpleNamespace(function=None, kernel=b"image", name="kernel", metadata=metadata, __hash__=object.__hash__)
+    compiled = SimpleNamespace(
+        function=None, kernel=b"image", name="kernel", metadata=metadata, packed_metadata=(4, cluster, shared),
+        __hash__=object.__hash__,
+    )  # fmt: skip
     assert launcher.function.__wrapped__(compiled, 0) == 4321
     names = [name for name, *_ in library.got]
     context = ["cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuModuleLoadData"] if without_context else []
     more = ["cuFuncSetCacheConfig", "cuFuncSetAttribute"] if shared > 49152 else []
-    assert names == ["cuModuleLoadData", *context, "cuModuleGetFunction", *more]
-    assert library.got[0][2] == b"image" and (not more or library.got[-1][2:] == (8, shared))
+    asked = [(8, shared)] * (shared > 49152) + [(14, 1)] * (cluster > 8)
+    assert names == ["cuModuleLoadData", *context, "cuModuleGetFunction", *more, *["cuFuncSetAttribute"] * (cluster > 8)]
+    assert library.got[0][2] == b"image"
+    assert [got[2:] for got in library.got if got[0] == "cuFuncSetAttribute"] == asked
 
 
 # ---- offline: the driver's part is played by a recorder, on the oldest and on the installed Triton
@@ -65,6 +70,7 @@ import torch, triton
 sys.path.insert(0, TESTS)
 import launch_kernels as kernels
 from strobe.call import echo, launcher, triton_internals
+from strobe.kernels.common.call import launch_in_clusters
 from strobe.lab.binary.offline import pretend_gpu
 
 launches, encoded = [], []
@@ -95,7 +101,7 @@ launcher._driver = lambda: recorder
 
 def prepared(tensors, *calls):
     kernels = []
-    for kernel, grid, arguments, keywords in calls:
+    for kernel, grid, arguments, keywords, *_ in calls:
         call = launcher.compiled_call(kernel, grid, *arguments, **keywords)
         if call.compiled.function is None:
             call.compiled.function = 4321 + len(recorder.compiled)
@@ -172,6 +178,12 @@ with pretend_gpu(90):
     triton_internals.parse_in_turn()
     jit.JITCallable = there
     result["without"] = [*without, type(launcher.prepare([add_one_call], (a, b))).__name__]
+
+    # In clusters: of eight warps, as what was compiled stays so.
+    of_8 = {**keywords_1, "num_warps": 8}
+    launch_in_clusters(launcher.compiled_call(kernels.add_one, (3,), *arguments_1, **of_8).compiled, 16)
+    prepared((a, b), (kernels.add_one, (3,), arguments_1, of_8)).on(83)((a.data_ptr(), b.data_ptr()))
+    result["in_clusters"] = launches.pop()
 
     try:
         prepared((a,), add_one)
@@ -254,6 +266,14 @@ def test_parameters_of_tuples_and_attributes(recorded):
     x, y = recorded["matrices"]
     assert last["values"] == [*packed("Q", x), *packed("i", 5), *packed("Q", y), *packed("i", 3, 5), *packed("Q", 0, 0)]
     assert last["attributes"] == struct.pack("<I4xI60x", 6, 1).hex()
+
+
+def test_clusters(recorded):
+    """The grid is one of clusters; their dimensions are attribute 4, that their CTAs are spread attribute 5."""
+    launch = recorded["in_clusters"]
+    assert launch["config"][:4] == [48, 1, 1, 256]
+    spread = struct.pack("<I4xI60x", 5, 1)
+    assert launch["attributes"] == (struct.pack("<I4x3I52x", 4, 16, 1, 1) + spread).hex()
 
 
 def test_what_cannot_be_prepared(recorded):

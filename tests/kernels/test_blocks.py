@@ -150,7 +150,7 @@ for gpu, number, size in json.loads(sys.argv[1]):
         problem = replace(problem, mask=replace(problem.mask, blocks=type(problem.mask.blocks)(size, size)))
         calls = backend.calls(problem, unfilled(problem, backend.buffers(problem, arch)), arch)
         with pretend_gpu(arch.capability):
-            for kernel, grid, arguments, keywords in calls:
+            for kernel, grid, arguments, keywords, *_ in calls:
                 call = launcher.compiled_call(kernel, grid, *arguments, **keywords)
                 launcher.parameters(call.compiled, launcher.all_arguments(call))  # or Unknown is raised
                 print(kernel.__name__, call.compiled.metadata.shared, "trap;" in call.compiled.asm["ptx"])

@@ -29,7 +29,7 @@ made = []
 for arch, group, n_q, dim, page, cache, beside in json.loads(sys.argv[1]):
     arch, i32 = KNOWN[arch], torch.int32
     kind = torch.float8_e4m3fn if cache == "e4m3" else torch.bfloat16
-    batch, latent = 4 if beside == "few" else 9, dim == 576
+    batch, latent = {"few": 4, "one request": 1}.get(beside, 9), dim == 576
     dim_v, heads_kv = 512 if latent else dim, 1 if latent else 2
     q, k = meta(batch, n_q, heads_kv * group, dim), meta(40, page or 512, heads_kv, dim, dtype=kind)
     v = k[..., :dim_v] if latent else meta(*k.shape, dtype=kind)
@@ -58,7 +58,7 @@ for arch, group, n_q, dim, page, cache, beside in json.loads(sys.argv[1]):
         "wrong_code": found.wrong_code, "registers": found.registers, "allowed": config.registers, "spills": found.spill_bytes,
         "smem": compiled.metadata.shared, "smem_said": config.smem, "overhead": OVERHEAD, "ldmatrix": ptx.count("ldmatrix"),
         "copies": ptx.count("cp.async.cg"), "narrow": ptx.count("cp.async.ca"),
-        "wgmma": ptx.count("wgmma.mma_async"), "tma": ptx.count("cp.async.bulk.tensor"),
+        "posted": ptx.count("st.async"), "wgmma": ptx.count("wgmma.mma_async"), "tma": ptx.count("cp.async.bulk.tensor"),
         "room": arch.smem_per_sm // config.ctas,
         "strangers": sum(isinstance(p.value, torch.Tensor) and id(p.value) not in there for p in known),
     })
@@ -66,8 +66,9 @@ print(json.dumps({"triton": triton.__version__, "made": made}))
 """
 
 FEW = [("H200", 8, 4, 128, 64, "bf16", ""), ("H200", 8, 4, 128, 64, "bf16", "one group")]
+ALONE = ("H200", 8, 1, 128, 64, "bf16", "one request")
 SOME = [
-    *FEW, ("H200", 8, 1, 128, 64, "bf16", ""), ("H200", 1, 4, 128, None, "bf16", ""), ("A100", 4, 1, 64, 16, "bf16", ""),
+    *FEW, ALONE, ("H200", 8, 1, 128, 64, "bf16", ""), ("H200", 1, 4, 128, None, "bf16", ""), ("A100", 4, 1, 64, 16, "bf16", ""),
     ("H200", 8, 16, 128, 64, "bf16", "wgmma"),
 ]  # fmt: skip
 MORE = [
@@ -96,8 +97,8 @@ SPILLS = {
     ("version", "problems"),
     [
         pytest.param("3.6", SOME, id="some, oldest Triton"),
-        pytest.param("3.8", FEW[:1], id="one, Triton 3.8"),
-        pytest.param("", FEW, id="few, installed Triton"),
+        pytest.param("3.8", [*FEW[:1], ALONE], id="two, Triton 3.8"),
+        pytest.param("", [*FEW, ALONE], id="few, installed Triton"),
         *(pytest.param("3.6", MORE[i::3], id=f"more, {i}, oldest Triton", marks=pytest.mark.exhaustive) for i in range(3)),
         *(pytest.param("", ALL[i::4], id=f"all, {i}, installed Triton", marks=pytest.mark.exhaustive) for i in range(4)),
     ],
@@ -119,6 +120,7 @@ def test_it_compiles_for_gpus_that_are_not_there(version, problems):
         assert made["registers"] <= made["allowed"] and made["spills"] <= SPILLS.get(tuple(problem), 0), (problem, made)
         assert made["smem_said"] <= made["smem"] <= made["smem_said"] + made["overhead"] + 4096, (problem, made)
         assert made["smem"] + 1024 <= made["room"] and not made["narrow"] and made["strangers"] == 0, (problem, made)
+        assert bool(made["posted"]) == ("one request" in problem), (problem, made)
         if "wgmma" in problem:
             in_turns = problem[3] == 576 and problem[1] * problem[2] > 64  # whose rows of Q cp.async copies
             assert made["wgmma"] and made["tma"] and bool(made["copies"]) == in_turns, (problem, made)

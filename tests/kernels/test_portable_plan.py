@@ -132,7 +132,7 @@ for gpu, dtype, case in json.loads(sys.argv[1]):
         problem, _ = describe(t, phase)
         calls += backend.calls(problem, unfilled(problem, backend.buffers(problem, arch)), arch)
     with pretend_gpu(arch.capability):
-        for kernel, grid, arguments, keywords in calls:
+        for kernel, grid, arguments, keywords, *_ in calls:
             call = launcher.compiled_call(kernel, grid, *arguments, **keywords)
             launcher.parameters(call.compiled, launcher.all_arguments(call))  # or Unknown is raised
             print(kernel.__name__)

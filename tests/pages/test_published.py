@@ -36,6 +36,7 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "ladder": ("sm90 forward",),
     "latent": (),
     "mutants": (),
+    "one-request": (),
     "parallel": SM90,
     "prefill": ("sm90 forward",),
     "portable-as-sm80": ("portable", "sm80 forward", "sm80 backward"),
@@ -59,6 +60,7 @@ SPILLING_REDO = "measured before the redo looked for notes without spilling; it 
 ELSEWHERE = "what changed since is elsewhere: a name from Gluon for decode, and an order of dQ in Hopper's backward"
 OF_THE_BACKWARD = "what changed since is of the backward in 16 bits"
 DEFAULT_SINCE = "since then what it measured runs by default, by the same kernels"
+IN_CLUSTERS = "what changed since is that a launch may be one of clusters, as decode's for one request is"
 FEW_KEYS = "one kernel for few keys came since, which no point asks for"
 ACCEPTED: dict[str, str] = {
     "blackwell-simulated.json": BEFORE_PLACES,
@@ -91,6 +93,9 @@ ACCEPTED: dict[str, str] = {
     "zoo-h200-2026-11-26.json": "a kernel for few keys came since, which takes the backward of its cross attention: due again",
     "energy-h100-2026-11-26.json": "its points' kernels are the same code: head dim 256 and orders of dQ changed since",
     "fp32-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
+    "determinism-h200-2026-11-26.json": IN_CLUSTERS,
+    "fp8-forward-h200-2026-11-26.json": IN_CLUSTERS,
+    "zoo-peers-h200-2026-11-26.json": IN_CLUSTERS,
     "fp8-sums-h100-2026-11-25.json": "what it measures are sums without a mask, whose order is the same",
     "single-h100-2026-11-25.json": ELSEWHERE,
     "timeline-h200-2026-11-21.json": HISTORY,

@@ -185,11 +185,29 @@ def test_17_to_64_rows_on_a_gpu(seed):
 
 
 @GPU
-def test_a_graph_is_replayed_with_other_lengths_pages_and_queries():
-    call = draw(11, torch.bfloat16, device="cuda", page=16, ragged=False, room=257, leftpad=False, batch=3)
-    other = draw(12, torch.bfloat16, device="cuda", page=16, ragged=False, room=257, leftpad=False, batch=3,
-                 head_dim=call.q.shape[-1], head_dim_v=call.cache.v.shape[-1], heads_kv=call.cache.k.shape[2],
-                 group=call.q.shape[2] // call.cache.k.shape[2], n_q=call.q.shape[1])  # fmt: skip
+@pytest.mark.parametrize("seed", range(18))
+def test_one_request_on_a_gpu(seed):
+    """Each of whose key heads a cluster has on Hopper; the same call has the same bits."""
+    n_q, group = [(1, 8), (1, 4), (2, 4), (1, 1), (3, 2)][seed % 5]
+    page, dim = [None, 16, 64, 128, 1, 48][seed % 6], (80, 96, 128)[seed % 3]
+    call = draw(seed, DTYPES[2 + seed % 2], honest=seed % 3 > 0, device="cuda", ragged=False, batch=1, heads_kv=1 + seed % 8,
+                n_q=n_q, group=group, page=page, head_dim=dim, head_dim_v=dim, room=(64, 700, 2900)[seed // 2 % 3])  # fmt: skip
+    found = strobe.decode(call.q, call.cache, return_lse=True, **call.keywords)
+    check(found, right(call), DTYPES[2 + seed % 2])
+    for _ in range(5):
+        assert torch.equal(strobe.decode(call.q, call.cache, return_lse=True, **call.keywords)[0], found[0])
+
+
+@GPU
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_graph_is_replayed_with_other_lengths_pages_and_queries(batch):
+    same = {"page": 16, "ragged": False, "room": 257, "leftpad": False, "batch": batch}
+    if batch == 1:  # a cluster for each key head on Hopper
+        same |= {"head_dim": 128, "head_dim_v": 128, "group": 8, "n_q": 1}
+    call = draw(11, torch.bfloat16, device="cuda", **same)
+    same |= {"head_dim": call.q.shape[-1], "head_dim_v": call.cache.v.shape[-1], "heads_kv": call.cache.k.shape[2],
+             "group": call.q.shape[2] // call.cache.k.shape[2], "n_q": call.q.shape[1]}  # fmt: skip
+    other = draw(12, torch.bfloat16, device="cuda", **same)
     strobe.decode(call.q, call.cache, return_lse=True, **call.keywords)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

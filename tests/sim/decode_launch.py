@@ -43,7 +43,8 @@ def run(
     tensors = Tensors(**given, **made)
     (one,) = launch.calls(problem, tensors, gpu, chosen)
     function = one.kernel if kernel is None else getattr(kernel, "hopper_kernel" if chosen.by_wgmma else "decode_kernel")
-    simulated = Launch(function, one.grid, (), one.keywords, arch=arch, rewritable=("arrivals",))
+    grid = (one.grid[0] * one.cluster,)
+    simulated = Launch(function, grid, (), one.keywords, arch=arch, rewritable=("arrivals",), resident=one.cluster)
     wanted = right(call)
     for _ in range(launches):
         if "cu_seqlens_q" not in call.keywords:

@@ -434,6 +434,34 @@ TURNS_BUGS = [
 ]  # fmt: skip
 
 
+CLUSTER = {
+    "batch": 1, "lengths": [1900], "room": 2000, "n_q": 1, "group": 4, "head_dim": 128, "head_dim_v": 128, "mask": None,
+}  # fmt: skip
+BEGIN = "        begin_cluster(C.cluster, ROWS * C.head_dim_v)\n"
+CLUSTER_BUGS = [
+    kernel("nobody says that it has begun", BEGIN, "", (Race,)),
+    kernel("the steps of the next CTA", "(begin // C.tokens + rank)", "(begin // C.tokens + rank + 1)"),
+    kernel("steps that lie side by side are copied", "ahead: gl.constexpr = (C.stages - 1) * C.stride",
+           "ahead: gl.constexpr = (C.stages - 1) * C.tokens"),
+    kernel("values of the first step are copied before its end is known",
+           "copy_values(rings, i, cached, piece,", "copy_values(rings, i, cached, asked,", lengths=[1000]),
+    kernel("pages are asked for beyond the room", "length, begin, requests.capacity)",
+           "length, begin, requests.capacity + 4096)", (OutOfBounds, IllegalOperation)),
+    kernel("the steps of all begin in the window", "begin = gl.maximum(begin, origin)", "origin = gl.maximum(begin, origin)",
+           mask=strobe.Window(700, 0)),
+    kernel("scores look at the pages of the step before", "s_pages, look_up(cached, piece, first + C.stride,",
+           "s_pages, look_up(cached, piece, first,", honest=False, ctas=8, page=64, lengths=[768]),
+    kernel("parts are not weighed", "gl.sum(total_of * weight_of, 0)", "gl.sum(total_of, 0)"),
+    kernel("nothing minus nothing", "top_of - gl.expand_dims(finite(top), 0)", "top_of - gl.expand_dims(top, 0)", lengths=[0]),
+    kernel("both halves of a row at one place", "rank * SHARE % COLUMNS + gl.arange", "gl.arange",
+           (DoubleWrite, Race, *NUMBERS)),
+    kernel("rows of the next share", "row = K.outputs, rank * SHARE // COLUMNS", "row = K.outputs, rank * SHARE // COLUMNS + 1",
+           (DoubleWrite, Race, *NUMBERS)),
+    kernel("both halves write the LSE", "mask=there & (column == 0))", "mask=there & (gl.abs(column - 32) == 32))",
+           (DoubleWrite, Race)),
+]  # fmt: skip
+
+
 def broken(bug: Bug, entry: str, folder: Path) -> ModuleType:
     """A kernel's module, over all that it imports, with a mistake in it or in one of them."""
     line = [*SHARED, FORWARD] if entry == FORWARD else [*SHARED, BOXES, LATENTS, TURNS, AGAIN, HOPPER]
@@ -511,6 +539,16 @@ def test_it_is_found_with_two_groups(bug, tmp_path):
             run(call, ctas=case["ctas"], order=order, seed=number, kernel=module, choose=of_wgmma)
 
 
+@pytest.mark.parametrize("bug", CLUSTER_BUGS, ids=str)
+def test_it_is_found_in_a_cluster(bug, tmp_path):
+    case = {**CASE, **CLUSTER, **bug.case}
+    ctas, honest = case.pop("ctas", 16), case.pop("honest", True)
+    call, module = draw(1, torch.float16, honest, **case), broken(bug, FORWARD, tmp_path)
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            run(call, order=order, seed=number, kernel=module, stages=2, cluster=ctas)
+
+
 def test_no_false_alarm():
     for number, order in enumerate(ORDERS):
         run(draw(1, torch.float16, **CASE), ctas=7, order=order, seed=number, launches=2, tokens=64, stages=2)
@@ -522,3 +560,4 @@ def test_no_false_alarm():
         run(long_latent(80), ctas=4, order=order, seed=number, launches=2, choose=of_wgmma)
         run(long_latent(128, False, -0.1), ctas=4, order=order, seed=number, choose=of_wgmma)
         run(draw(1, torch.float16, **{**CASE, **ONE_GROUP}), ctas=3, order=order, seed=number, choose=of_one_group, stages=4)
+        run(draw(1, torch.float16, **{**CASE, **CLUSTER}), order=order, seed=number, launches=2, stages=2)

@@ -110,7 +110,7 @@ def _echo(device: torch.device) -> bool:
 
     found, tensors, wanted = echo.calls(device, with_tma=torch.cuda.get_device_capability(device)[0] == 9)
     try:
-        compiled = [compiled_call(kernel, grid, *arguments, **keywords) for kernel, grid, arguments, keywords in found]
+        compiled = [compiled_call(call.kernel, call.grid, *call.arguments, **call.keywords) for call in found]
         handles = [(call.compiled, function(call.compiled, device.index), call.grid, all_arguments(call)) for call in compiled]
         launch = PreparedLaunches(handles, tensors).on(torch.cuda.current_stream(device).cuda_stream)
         launch(tuple(x.data_ptr() for x in tensors))
@@ -131,7 +131,9 @@ def function(compiled, device: int) -> int:
     """The driver's handle of a compiled kernel, loaded on a device, which must be the current one.
 
     Triton's own way, `_init_handles`, compiles a module and a launcher in C first, which are not needed here."""
-    return compiled.function or _driver().load(compiled.kernel, compiled.name, compiled.metadata.shared)
+    return compiled.function or _driver().load(
+        compiled.kernel, compiled.name, compiled.metadata.shared, triton_internals.cluster_of(compiled)
+    )
 
 
 @functools.cache
@@ -327,9 +329,9 @@ class _Kernel(NamedTuple):
 
     @classmethod
     def of(cls, compiled, handle: int, grid: Sequence[int], offsets: list[int]) -> _Kernel:
-        metadata = compiled.metadata
-        shape = (*grid, metadata.num_warps * metadata.warp_size, 1, 1, metadata.shared)
-        return cls(compiled, ctypes.c_void_p(handle), shape, _attributes(metadata), offsets)
+        metadata, cluster = compiled.metadata, triton_internals.cluster_of(compiled)
+        shape = (grid[0] * cluster, *grid[1:], metadata.num_warps * metadata.warp_size, 1, 1, metadata.shared)
+        return cls(compiled, ctypes.c_void_p(handle), shape, _attributes(metadata, cluster), offsets)
 
 
 class _Frame:
@@ -368,11 +370,13 @@ def _slot(tensor: torch.Tensor, tensors: Tensors) -> int:
     raise NotGiven(f"every tensor of a prepared launch must be given, got none for one of shape {list(tensor.shape)}")
 
 
-def _attributes(metadata) -> ctypes.Array:
+def _attributes(metadata, cluster: int) -> ctypes.Array:
     """The attributes of a launch, as the driver reads them: each CUlaunchAttribute is a number and 64 bytes for its value."""
-    cooperative, programmatic_serialization = 2, 6
+    cooperative, cluster_dimension, cluster_policy, programmatic_serialization, spread = 2, 4, 5, 6, 1
     chosen = [(cooperative, metadata.launch_cooperative_grid), (programmatic_serialization, metadata.launch_pdl)]
     packed = b"".join(struct.pack("<I4xI60x", number, 1) for number, wanted in chosen if wanted)
+    if cluster > 1:
+        packed += struct.pack("<I4x3I52x", cluster_dimension, cluster, 1, 1) + struct.pack("<I4xI60x", cluster_policy, spread)
     return (ctypes.c_char * len(packed)).from_buffer_copy(packed)
 
 
@@ -420,7 +424,8 @@ def _swap(value, now: dict[int, _At]):
 
 _INVALID_CONTEXT = 201
 _SHARED_UNASKED = 48 * 1024  # bytes that a launch gets without asking for more
-_PREFER_SHARED, _MAX_DYNAMIC_SHARED = 1, 8
+_PREFER_SHARED, _MAX_DYNAMIC_SHARED, _LARGE_CLUSTERS = 1, 8, 14
+_LARGE_CLUSTER = 9  # CTAs, from which on a cluster does not fit every GPU
 _CAPTURING = 1
 _TYPES = {
     "cuTensorMapEncodeTiled": (
@@ -460,15 +465,17 @@ class Driver:
         if status:
             raise RuntimeError(f"{name} failed: {self._text(status)}")
 
-    def load(self, image: bytes, name: str, shared: int) -> int:
+    def load(self, image: bytes, name: str, shared: int, cluster: int = 1) -> int:
         """The handle of a kernel in an image of machine code, loaded on the current device. shared: bytes of shared memory that
-        its launches ask for."""
+        its launches ask for; cluster: CTAs of a cluster."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         self.call("cuModuleLoadData", ctypes.byref(module), image)
         self.call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
         if shared > _SHARED_UNASKED:
             self.call("cuFuncSetCacheConfig", function, _PREFER_SHARED)
             self.call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, shared)
+        if cluster >= _LARGE_CLUSTER:
+            self.call("cuFuncSetAttribute", function, _LARGE_CLUSTERS, 1)
         assert function.value is not None
         return function.value
 

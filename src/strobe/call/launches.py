@@ -20,7 +20,7 @@ from strobe.call.tables import Memo
 from strobe.device import Arch, arch_of
 from strobe.kernels import workspace
 from strobe.kernels.blind_rows import fill_blind
-from strobe.kernels.common.call import Buffer, Buffers, Call, Tensors
+from strobe.kernels.common.call import Buffer, Buffers, Call, Tensors, launch_in_clusters
 from strobe.problem import (
     AttentionProblem,
     Gradients,
@@ -330,7 +330,10 @@ class Prepared:
         from strobe.call.launcher import compiled_call
 
         with torch.cuda.device(self._index):  # -1 where there is no GPU: does nothing
-            return compiled_call(call.kernel, call.grid, *call.arguments, **call.keywords)
+            made = compiled_call(call.kernel, call.grid, *call.arguments, **call.keywords)
+        if call.cluster > 1:
+            launch_in_clusters(made.compiled, call.cluster)
+        return made
 
 
 class PreparedCall:

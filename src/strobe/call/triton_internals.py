@@ -40,6 +40,11 @@ def signature_of(compiled) -> dict[str, Any]:
     return compiled.src.signature
 
 
+def cluster_of(compiled) -> int:
+    """How many CTAs Triton launches for each program of a compiled kernel's grid, as a cluster."""
+    return compiled.packed_metadata[1]
+
+
 @functools.cache
 def hash_ahead() -> threading.Thread | None:
     """Begin to hash Triton's own files, some hundred megabytes, in a thread that lets others run. Triton does it before it

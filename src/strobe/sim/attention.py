@@ -12,7 +12,7 @@ import triton.language as tl
 
 from strobe.device import KNOWN
 from strobe.kernels.blind_rows import fill_blind
-from strobe.kernels.common import dependent_launch, exp2, flags, named_barrier, packed_halves, prefetch
+from strobe.kernels.common import cluster, dependent_launch, exp2, flags, named_barrier, packed_halves, prefetch
 from strobe.kernels.common.call import Buffers, Tensors, gradients
 from strobe.kernels.common.documents import SPAN
 from strobe.kernels.gluon import gl
@@ -43,7 +43,7 @@ from strobe.kernels.sm100 import config as sm100_config
 from strobe.kernels.sm100 import forward as sm100_forward
 from strobe.kernels.sm100 import launch as sm100_launch
 from strobe.problem import AttentionProblem, Gradients, Operands, Upstream
-from strobe.sim import registers
+from strobe.sim import clusters, registers
 from strobe.sim.barriers import named_arrive, named_sync
 from strobe.sim.costs import Costs
 from strobe.sim.global_memory import await_flag
@@ -60,9 +60,20 @@ BACKENDS = {
     "sm90 short": (short, short_config.choose, 90),
     "sm100": (sm100_forward, sm100_config.choose, 100),
 }
+
+
+def _exchange(x: Tensor, top: Tensor, total: Tensor, ctas: int) -> tuple[Tensor, ...]:
+    """Model of `cluster.exchange`."""
+    for tensor in (x, top, total):
+        tensor.check_ready()
+    of_rows = (of_row.data[:, None].expand(x.data.shape) for of_row in (top, total))
+    return tuple(Tensor(found) for found in clusters.all_to_all(ctas, x.data, *of_rows))
+
+
 register(named_barrier.meet, partial(named_sync, threads=256))
 register(named_barrier.announce, partial(named_arrive, threads=256))
 register(dependent_launch.take_turn, take_turn)
+register(cluster.read_arguments, lambda *_: None)
 register(dependent_launch.take_program_turn, take_turn)
 register(dependent_launch.take_last_turn, take_turn)
 register(prefetch.prefetch, lambda pointer, size: None)
@@ -71,6 +82,8 @@ register(flags.await_additions, await_additions)
 register(flags.raise_flag, raise_flag)
 register(flags.fence_async_global, fence_async_global)
 register(exp2.exp2_flushed, registers.exp2)
+register(cluster.begin_cluster, lambda ctas, numbers: clusters.begin(ctas))
+register(cluster.exchange, _exchange)
 register(packed_halves.rounded, lambda x, dtype: x.to(dtype))
 register(packed_halves.widened, lambda x: x.to(tl.float32))
 

@@ -16,7 +16,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from strobe.sim.context import machine
-from strobe.sim.errors import Unsupported
+from strobe.sim.errors import Race, Unsupported
 from strobe.sim.kernel_source import where
 
 
@@ -75,3 +75,44 @@ def own_lanes(layout, shape: torch.Size) -> torch.Tensor | None:
     lanes = torch.zeros(shape, dtype=torch.bool)
     lanes.narrow(dim, running.rank * half, half).fill_(True)
     return lanes
+
+
+# ---- CTAs that are programs of their own (`kernels.common.cluster`)
+
+
+class Meeting:
+    """What the CTAs of a cluster have posted to each other, by the rank of who did; who has begun; when the last one posted."""
+
+    def __init__(self) -> None:
+        self.begun: set[int] = set()
+        self.posted: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.time = 0.0
+
+
+def _meeting(ctas: int) -> tuple[Meeting, int]:
+    """The meeting of the running program's cluster of so many, and its rank there."""
+    cluster, rank = divmod(machine().program_id(0), ctas)
+    return machine().meetings.setdefault(cluster, Meeting()), rank
+
+
+def begin(ctas: int) -> None:
+    """Say that the running program has begun."""
+    meeting, rank = _meeting(ctas)
+    meeting.begun.add(rank)
+
+
+def all_to_all(ctas: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Post the i-th of equal shares of each tensor to program i of a cluster; what is posted to this one, [ctas, numbers of a
+    share] of each. Race if this one has not said that it may be posted to."""
+    running, line = machine(), where()
+    meeting, rank = _meeting(ctas)
+    if rank not in meeting.begun:
+        raise Race(f"{line}: others post to a CTA of their cluster that has not said that it has begun")
+    meeting.posted[rank] = tensors
+    meeting.time = max(meeting.time, running.partition.time)
+    running.wait(
+        lambda: len(meeting.posted) == ctas,
+        lambda: f"all CTAs of its cluster at {line}",
+        lambda: meeting.time + running.costs.named_barrier,
+    )
+    return [torch.stack([meeting.posted[i][n].reshape(ctas, -1)[rank] for i in range(ctas)]) for n in range(len(tensors))]

@@ -29,20 +29,34 @@ class Tensors(SimpleNamespace):
 
 
 class Call(NamedTuple):
-    """A launch that is not made yet: `kernel[grid](*arguments, **keywords)`."""
+    """A launch that is not made yet: `kernel[grid](*arguments, **keywords)`. cluster: how many CTAs, each a program of its own,
+    take the place of each of the grid, run at the same time and reach each other's shared memory."""
 
     kernel: Any
     grid: tuple[int, ...]
     arguments: tuple
     keywords: dict
+    cluster: int = 1
 
     def launch(self) -> None:
         """Launch on the current device and its current stream."""
+        if self.cluster > 1:
+            self.compile()  # so Triton knows of the clusters
         self.kernel[self.grid](*self.arguments, **self.keywords)
 
     def compile(self) -> Any:
         """The compiled kernel, not launched; the tensors may be on the meta device."""
-        return self.kernel.warmup(*self.arguments, grid=self.grid, **self.keywords)
+        compiled = self.kernel.warmup(*self.arguments, grid=self.grid, **self.keywords)
+        if self.cluster > 1:
+            launch_in_clusters(compiled, self.cluster)
+        return compiled
+
+
+def launch_in_clusters(compiled: Any, size: int) -> None:
+    """Have Triton launch a compiled kernel in clusters. (To Triton the CTAs of a cluster are one program, which it compiles as
+    such, but how it launches them is told apart.)"""
+    warps, _, shared = compiled.packed_metadata
+    compiled.packed_metadata = warps, size, shared
 
 
 class Buffer(NamedTuple):

@@ -59,6 +59,12 @@ copies. An H100, 4 queries of 64 heads on 8, 32 requests whose lengths have a lo
 microseconds with one group, 110.9 without; by mma.sync 109.5 and 113.1."""
 START_BYTES_OF_TMA = 384 * KIB
 """The same where TMA copies, behind which a piece's rows of Q come late."""
+CLUSTER = 16
+"""CTAs that share a key head of one request, as a cluster. Two fit a multiprocessor, as eight clusters of one CTA on each are
+more than an H200 runs at once."""
+MOST_KEYS_OF_CLUSTERS = 1 << 15
+"""Keys of all key heads of one request up to which clusters are the faster choice: for more the rate counts at which they are
+read, and a cluster's CTAs are close together."""
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
 
 
@@ -83,6 +89,7 @@ class Config:
         key from memory, the others find it in the L2 cache.
     halves: groups of so many warps that have head_dim_v columns of O each, and take turns at the softmax.
     groups: of warps, each of which has a share of the rows, and a role of its own.
+    cluster: CTAs of a cluster, which have a key head of the one request, and its steps by turns; 1: no clusters.
     by_way_of_q: results pass through the shared memory of Q, after which a thread writes 16 bytes of a row, not 4.
     start: units that a CTA could read in the time that a piece costs beside its keys.
     holds_q: a group of warps has its rows of Q in registers.
@@ -105,6 +112,7 @@ class Config:
     abreast: int = 1
     halves: int = 1
     groups: int = 1
+    cluster: int = 1
     by_way_of_q: bool = False
     start: int = 0
     holds_q: bool = False
@@ -114,6 +122,11 @@ class Config:
     def of_group(self) -> Config:
         """The config as one group of warps sees it."""
         return replace(self, rows=self.rows // self.groups, warps=self.warps // self.groups, groups=1)
+
+    @property
+    def stride(self) -> int:
+        """Keys from the begin of a CTA's step to that of its next one."""
+        return self.tokens * self.cluster
 
     @property
     def by_wgmma(self) -> bool:
@@ -212,12 +225,15 @@ class Config:
         return self.stages * self.tokens * columns * self.kv_bytes
 
     def smem_map(self) -> list[Buffer]:
-        """The rings of K and V, and the rows of Q for wgmma. The results of warps meet in the ring of K, when it is empty."""
+        """The rings of K and V, and the rows of Q for wgmma. The results of warps meet in the ring of K, when it is empty; in
+        a cluster, which has memory for what its CTAs post to each other beside (`common.cluster`), in a place of their own."""
         other = ("sK narrow", self.narrow) if self.narrow else ("sV", self.head_dim_v)
         shapes: dict[str, tuple[int, ...]] = {"sQ": (self.rows, self.head_dim + self.narrow)} if self.by_wgmma else {}
         shapes |= {"sP": (self.rows, self.tokens)} if self.by_wgmma and self.narrow and self.halves == 1 else {}
         shapes |= {"sK": (self.stages, self.tokens, self.head_dim), other[0]: (self.stages, self.tokens, other[1])}
-        return [Buffer(name, shape, self.kv_bytes * math.prod(shape)) for name, shape in shapes.items()]
+        meet = (self.token_warps, MMA_ROWS // 2, self.head_dim_v)
+        met = [Buffer("sO of warps", meet, 4 * math.prod(meet))] if self.cluster > 1 else []
+        return [*(Buffer(name, shape, self.kv_bytes * math.prod(shape)) for name, shape in shapes.items()), *met]
 
     @property
     def smem(self) -> int:
@@ -264,6 +280,8 @@ def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
     config = Config(dim, dim_v, rows, tokens, 2, warps, 1, split, kv_bytes, columns)
     few = not split and rows == MMA_ROWS and jobs(problem, config) <= FEW_JOBS
     if few and wide == 128 and kv_bytes == 2 and arch.capability == 90:
+        if takes_cluster(problem):
+            return replace(config, cluster=CLUSTER)
         config = replace(config, warps=8, tokens=128)  # half as many parts to merge: 4 % faster (batch 1, 8k keys, 8 key heads)
     while config.meeting_bytes > config.ring_bytes(dim):
         config = replace(config, stages=config.stages + 1)
@@ -272,6 +290,12 @@ def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
     while config.stages < stages and ctas * (replace(config, stages=config.stages + 1).smem + OVERHEAD) <= room:
         config = replace(config, stages=config.stages + 1)
     return replace(config, ctas=ctas)
+
+
+def takes_cluster(problem: DecodeProblem) -> bool:
+    """Whether each key head is a cluster's: of one request, of few rows and, as far as room goes, few keys."""
+    one = problem.batch == 1 and not problem.ragged and problem.rows <= CLUSTER // 2
+    return one and padded(problem.head_dim) == padded(problem.head_dim_v) and keys_of(problem) <= MOST_KEYS_OF_CLUSTERS
 
 
 def takes_wgmma(problem: DecodeProblem, arch: Arch) -> bool:

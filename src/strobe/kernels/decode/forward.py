@@ -19,7 +19,10 @@ and that everybody has read what is copied over next. Where pages are looked up,
 before its copies begin.
 
 Keys that are none (beyond a length, of a page that is not there) are copied as zeros and masked: whatever lies there, NaN too,
-stays there.
+stays there. (In a cluster the first keys of a CTA are asked for before the length is known, and are masked alone.)
+
+Where one request is all, a cluster has each of its key heads: see `take_share`. What its warps found meets in memory of its
+own, and what its CTAs found in that of all (`common.cluster`).
 
 Here is what is mma.sync's own. Beside it stands what it shares with Hopper's kernels: a CTA's pieces of work (`pieces`), where
 keys lie (`keys`), which of them count for how much (`scores`), writing and merging results (`results`).
@@ -29,14 +32,15 @@ import math
 
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from strobe.kernels.common.cluster import begin_cluster, read_arguments
 from strobe.kernels.common.dependent_launch import take_turn
-from strobe.kernels.decode.arguments import NUMBERS, Cached, Kernel, Outputs, Terms
+from strobe.kernels.decode.arguments import NUMBERS, Cached, Kernel, Outputs, Piece, Terms
 from strobe.kernels.decode.keys import copy_step, is_key, load_queries, look_up, rows_at, same_or_looked_up
 from strobe.kernels.decode.layouts import copy_layout, product_layout, result_layout, ring_layout
 from strobe.kernels.decode.notes import NOTED, Notes
 from strobe.kernels.decode.pieces import ask_ahead, take_pieces
-from strobe.kernels.decode.results import deliver
-from strobe.kernels.decode.schedule import Requests
+from strobe.kernels.decode.results import deliver, deliver_share
+from strobe.kernels.decode.schedule import Requests, keys_of
 from strobe.kernels.decode.scores import finite, scores_of
 from strobe.kernels.gluon import gl, gluon, partition_barrier, reinterpret
 
@@ -67,9 +71,11 @@ def is_copied(first, piece, C: gl.constexpr):
 
 
 @gluon.jit
-def copy_keys(rings, slot, cached, piece, first, pages, layout: gl.constexpr, C: gl.constexpr, DIM: gl.constexpr):
-    """Start copying a step of K from key `first` on, in one group, which is empty beyond the piece."""
-    if is_copied(first, piece, C):
+def copy_keys(rings, slot, cached, piece, first, pages, layout: gl.constexpr, C: gl.constexpr, DIM: gl.constexpr,
+              AT_ONCE: gl.constexpr = False):  # fmt: skip
+    """Start copying a step of K from key `first` on, in one group, which is empty beyond the piece. AT_ONCE: with zeros there,
+    as it is not known yet where the piece ends."""
+    if AT_ONCE or is_copied(first, piece, C):
         base = cached.k + piece.head.to(gl.int64) * cached.k_head
         copy_step(rings[0].index(slot), base, cached, piece, first, pages, cached.k_page, cached.k_row, layout,
                   min(DIM, C.head_dim), C)  # fmt: skip
@@ -129,9 +135,10 @@ def as_half(q):
 
 
 @gluon.jit
-def walk(rings, outputs, terms, cached, piece, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+def walk(rings, outputs, terms, cached, piece, asked, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
          DIM_V: gl.constexpr):  # fmt: skip
-    """Walk along the keys of a piece: each warp's O, maxima and sums."""
+    """Walk along the keys of a piece: each warp's O, maxima and sums. asked: the piece, or as much of it as is known before its
+    request's length is, in whose stead the first pages are looked up, and the first keys are copied."""
     entry = piece.entry
     L: gl.constexpr = product_layout(C)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, L, 2)
@@ -146,20 +153,28 @@ def walk(rings, outputs, terms, cached, piece, C: gl.constexpr, GROUP: gl.conste
 
     K_KEYS: gl.constexpr = gl.SliceLayout(2, K_COPY)
     V_KEYS: gl.constexpr = gl.SliceLayout(2, V_COPY)
+    S_KEYS: gl.constexpr = gl.SliceLayout(1, L)
+    SHARE: gl.constexpr = C.cluster > 1
     begin = piece.begin // C.tokens * C.tokens
     STAGES: gl.constexpr = C.stages
     k_pages = ()
     for i in gl.static_range(STAGES):  # all are under way before the first copy waits for its own
-        k_pages += (look_up(cached, piece, begin + i * C.tokens, C, K_KEYS),)
+        k_pages += (look_up(cached, asked, begin + i * C.stride, C, K_KEYS, SHARE),)
+    if SHARE:
+        s_pages = look_up(cached, asked, begin, C, S_KEYS, SHARE)
+        copy_keys(rings, 0, cached, asked, begin, k_pages[0], K_COPY, C, DIM, SHARE)
+        q = load_queries(outputs, piece, 0, C.head_dim, LEFT, C, GROUP, DIM)
     for i in gl.static_range(C.stages - 1):
-        first = begin + i * C.tokens
-        copy_keys(rings, i, cached, piece, first, k_pages[i], K_COPY, C, DIM)
+        first = begin + i * C.stride
+        if not SHARE or i > 0:
+            copy_keys(rings, i, cached, piece, first, k_pages[i], K_COPY, C, DIM)
         pages = same_or_looked_up(cached, piece, k_pages[i], first, C, V_KEYS)
         copy_values(rings, i, cached, piece, first, pages, V_COPY, C, DIM_V)
-    ahead: gl.constexpr = (C.stages - 1) * C.tokens
+    ahead: gl.constexpr = (C.stages - 1) * C.stride
     k_pages = k_pages[C.stages - 1]
     v_pages = same_or_looked_up(cached, piece, k_pages, begin + ahead, C, V_KEYS)
-    q = load_queries(outputs, piece, 0, CHUNK if C.head_dim > 128 else C.head_dim, LEFT, C, GROUP, DIM)
+    if not SHARE:
+        q = load_queries(outputs, piece, 0, CHUNK if C.head_dim > 128 else C.head_dim, LEFT, C, GROUP, DIM)
     OF_P: gl.constexpr = gl.bfloat16 if terms.V_BY_TOKEN else gl.float16 if C.kv_bytes == 1 else q.dtype
     if C.kv_bytes == 1 and C.head_dim <= 128 and q.dtype == gl.bfloat16:
         q, power = as_half(q)
@@ -168,16 +183,20 @@ def walk(rings, outputs, terms, cached, piece, C: gl.constexpr, GROUP: gl.conste
     row_max = gl.full([C.token_warps, C.rows], -float("inf"), gl.float32, gl.SliceLayout(2, L))
     row_sum = gl.full([C.token_warps, C.rows], 0.0, gl.float32, gl.SliceLayout(2, L))
     under_way: gl.constexpr = (C.stages - 1) * (1 if C.narrow > 0 else 2) - 1
-    steps = (piece.end - begin + C.tokens - 1) // C.tokens
+    steps = (piece.end - begin + C.stride - 1) // C.stride
     for i in range(steps):
-        first = begin + i * C.tokens
+        first = begin + i * C.stride
         now, next = i % C.stages, (i + C.stages - 1) % C.stages
         async_copy.wait_group(under_way)
         partition_barrier()
         copy_keys(rings, next, cached, piece, first + ahead, k_pages, K_COPY, C, DIM)
-        k_pages = look_up(cached, piece, first + ahead + C.tokens, C, K_KEYS)
+        k_pages = look_up(cached, piece, first + ahead + C.stride, C, K_KEYS)
         s = products_of(rings, now, q, outputs, piece, C, GROUP, DIM)
-        s = scores_of(s, terms, cached, piece, entry, first, k_scale, C, GROUP, L)
+        if SHARE:
+            of_scores, s_pages = s_pages, look_up(cached, piece, first + C.stride, C, S_KEYS)
+        else:
+            of_scores = look_up(cached, piece, first, C, S_KEYS)
+        s = scores_of(s, terms, cached, piece, entry, first, of_scores, k_scale, C, GROUP, L)
         new_max = gl.maximum(row_max, gl.max(s, 2))
         shift = finite(new_max)
         p = gl.exp2(s - gl.expand_dims(shift, 2))
@@ -191,7 +210,7 @@ def walk(rings, outputs, terms, cached, piece, C: gl.constexpr, GROUP: gl.conste
             async_copy.wait_group(under_way)
             partition_barrier()
             copy_values(rings, next, cached, piece, first + ahead, v_pages, V_COPY, C, DIM_V)
-            v_pages = same_or_looked_up(cached, piece, k_pages, first + ahead + C.tokens, C, V_KEYS)
+            v_pages = same_or_looked_up(cached, piece, k_pages, first + ahead + C.stride, C, V_KEYS)
         v = rings[1].index(now).load(RIGHT).to(OF_P)
         acc = mma_v2(gl.convert_layout(p.to(OF_P), LEFT), v, acc)
     async_copy.wait_group(0)
@@ -210,11 +229,31 @@ def scale_of_values(terms, cached, piece, entry, first, C: gl.constexpr, layout:
 def take(memory, K, piece, job, state):
     """What all warps find along the keys of a piece is added up and delivered."""
     rings, stats = memory
-    acc, row_max, row_sum = walk(rings, K.outputs, K.terms, K.cached, piece, K.C, K.GROUP, K.DIM, K.DIM_V)
-    o, top, total = gather_warps(rings[0], stats, acc, row_max, row_sum, K.C, K.ROWS)
+    acc, row_max, row_sum = walk(rings, K.outputs, K.terms, K.cached, piece, piece, K.C, K.GROUP, K.DIM, K.DIM_V)
+    o, top, total = gather_warps(in_ring(rings[0], K.C, K.ROWS), stats, acc, row_max, row_sum, K.C, K.ROWS)
     deliver(K, piece, job, o, top, total)
     partition_barrier()  # everybody has read what the warps found, where K goes next
     return state
+
+
+@gluon.jit
+def take_share(memory, K):
+    """What a CTA of a cluster does, of which each has a key head of the one request: its share of the steps, by turns, and of
+    the result. Whose turn it is does not depend on the length, so pages and keys are asked for while that is on its way."""
+    C: gl.constexpr = K.C
+    requests, rank = K.requests, gl.program_id(0) % C.cluster
+    rings, stats, meet = memory
+    head, entry, first = gl.program_id(0) // C.cluster, 0 * rank, 0 * rank
+    begin, end, length = keys_of(requests, first, first < requests.batch, requests.n_q, True)
+    if requests.index is not None:
+        entry = gl.load(requests.index)
+    origin = (begin // C.tokens + rank) * C.tokens
+    begin = gl.maximum(begin, origin)
+    piece = Piece(first, entry, head, first, first, requests.n_q, length, begin, end)
+    asked = Piece(first, entry, head, first, first, requests.n_q, length, begin, requests.capacity)
+    acc, row_max, row_sum = walk(rings, K.outputs, K.terms, K.cached, piece, asked, C, K.GROUP, K.DIM, K.DIM_V)
+    o, top, total = gather_warps(meet, stats, acc, row_max, row_sum, C, K.ROWS)
+    deliver_share(K, piece, rank, o[0], top, total)
 
 
 @gluon.jit
@@ -239,16 +278,29 @@ def rows_in_use(x, C: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def gather_warps(k_ring, stats, acc, row_max, row_sum, C: gl.constexpr, ROWS: gl.constexpr):
-    """What all warps of a CTA found together: O in chunks of columns, [ROWS, columns] each, not divided yet, the maximum and
-    the sum of each row. A thread weighs what it adds up, so the warps meet once."""
+def in_ring(k_ring, C: gl.constexpr, ROWS: gl.constexpr):
+    """The ring of K as a place where warps meet, once everybody has read its last step."""
     SHAPE: gl.constexpr = meet_shape(C, ROWS)
+    meet = reinterpret(k_ring, gl.float32, SHAPE, meet_layout(C, SHAPE[3]))
+    partition_barrier()
+    return meet
+
+
+@gluon.constexpr_function
+def meet_layout(C, columns):
+    unit = 8 if C.rows == 16 else 4  # by 8 a warp's 8 rows hit all banks; for more rows a register is missing
+    return ring_layout(columns, unit)
+
+
+@gluon.jit
+def gather_warps(meet, stats, acc, row_max, row_sum, C: gl.constexpr, ROWS: gl.constexpr):
+    """What all warps of a CTA found together: O in chunks of columns, [ROWS, columns] each, not divided yet, the maximum and
+    the sum of each row. A thread weighs what it adds up, so the warps meet once. meet: where, [chunks, warps, ROWS,
+    columns]."""
+    SHAPE: gl.constexpr = meet.shape
     R: gl.constexpr = result_layout(C, SHAPE[3])
     W: gl.constexpr = gl.SliceLayout(2, R)
     M: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, R))
-    UNIT: gl.constexpr = 8 if C.rows == 16 else 4  # by 8 a warp's 8 rows hit all banks; for more rows a register is missing
-    meet = reinterpret(k_ring, gl.float32, SHAPE, ring_layout(SHAPE[3], UNIT))
-    partition_barrier()  # everybody has read the last step of K
     chunks = in_chunks(rows_in_use(acc, C, ROWS), SHAPE[3])
     for c in gl.static_range(len(chunks)):
         meet.index(c).store(chunks[c])
@@ -275,6 +327,9 @@ def decode_kernel(
     BY_ROW: gl.constexpr, K_BY_TOKEN: gl.constexpr, V_BY_TOKEN: gl.constexpr, IN_TURN: gl.constexpr,
     notes=None, counters=None, MANY: gl.constexpr = 0,
 ):  # fmt: skip
+    if C.cluster > 1:
+        begin_cluster(C.cluster, ROWS * C.head_dim_v)
+        read_arguments(lengths, q_batch, v_head, out_head, tiles)
     if IN_TURN:
         take_turn()
     noted = None
@@ -288,7 +343,8 @@ def decode_kernel(
     outputs = Outputs(q, q_batch, q_row, q_head, out, out_batch, out_row, out_head, lse, lse_batch, lse_head, parts, sums,
                       arrivals)  # fmt: skip
     K = Kernel(requests, outputs, terms, cached, heads_kv, tiles, C, GROUP, DIM, DIM_V, ROWS)
-    ask_ahead(K)
+    if C.cluster == 1:
+        ask_ahead(K)
     each: gl.constexpr = C.tokens // C.token_warps
     width: gl.constexpr = 16 // C.kv_bytes
     k_ring = gl.allocate_shared_memory(k.dtype.element_ty, [C.stages, C.token_warps, each, C.head_dim],
@@ -303,5 +359,8 @@ def decode_kernel(
     stats = (gl.allocate_shared_memory(gl.float32, [C.token_warps, C.rows], PLAIN),
              gl.allocate_shared_memory(gl.float32, [C.token_warps, C.rows], PLAIN))  # fmt: skip
 
-    if notes is None or cu_q is not None or noted.any:
+    if C.cluster > 1:
+        meet = gl.allocate_shared_memory(gl.float32, [1, C.token_warps, ROWS, C.head_dim_v], meet_layout(C, C.head_dim_v))
+        take_share((rings, stats, meet), K)
+    elif notes is None or cu_q is not None or noted.any:
         take_pieces(take, (rings, stats), K, gl.to_tensor(0))

@@ -17,13 +17,13 @@ def on_few_pages(C, PAGE):
 
 
 @gluon.jit
-def look_up(cached, piece, first, C: gl.constexpr, layout: gl.constexpr):
+def look_up(cached, piece, first, C: gl.constexpr, layout: gl.constexpr, AT_ONCE: gl.constexpr = False):
     """The pages of a step's keys from key `first` on, -1 for those that are none: [token_warps, keys of a warp or, on one page,
-    1]; 0 for a contiguous cache."""
+    1]; 0 for a contiguous cache. AT_ONCE: asked for here, and not where the compiler thinks them needed."""
     if cached.PAGE == 0:
         return piece.begin * 0
     elif on_few_pages(C, cached.PAGE):
-        return look_up_few(cached, piece, first, C, layout)
+        return look_up_few(cached, piece, first, C, layout, AT_ONCE)
     else:
         if on_one_page(C, cached.PAGE):
             keys = first + first_keys_in(C, layout)
@@ -31,11 +31,12 @@ def look_up(cached, piece, first, C: gl.constexpr, layout: gl.constexpr):
         else:
             keys = first + keys_in(C, layout)
             there = (keys >= piece.begin) & (keys < piece.end)
-        return gl.load(cached.table + piece.batch.to(gl.int64) * cached.table_row + keys // cached.PAGE, mask=there, other=-1)
+        row = cached.table + piece.batch.to(gl.int64) * cached.table_row
+        return gl.load(row + keys // cached.PAGE, mask=there, other=-1, volatile=AT_ONCE)
 
 
 @gluon.jit
-def look_up_few(cached, piece, first, C: gl.constexpr, layout: gl.constexpr):
+def look_up_few(cached, piece, first, C: gl.constexpr, layout: gl.constexpr, AT_ONCE: gl.constexpr):
     """What `look_up` gives where the keys that a warp has in a step are on a few whole pages: each is looked up once."""
     PAGE: gl.constexpr = cached.PAGE
     row = cached.table + piece.batch.to(gl.int64) * cached.table_row
@@ -43,7 +44,8 @@ def look_up_few(cached, piece, first, C: gl.constexpr, layout: gl.constexpr):
     pages = own * 0 - 1
     for n in gl.static_range(keys_of_warp(C) // PAGE):
         keys = first + n * PAGE + first_keys_in(C, layout)
-        page = gl.load(row + keys // PAGE, mask=(keys + PAGE > piece.begin) & (keys < piece.end), other=-1)
+        there = (keys + PAGE > piece.begin) & (keys < piece.end)
+        page = gl.load(row + keys // PAGE, mask=there, other=-1, volatile=AT_ONCE)
         pages = gl.where(own // PAGE == n, page, pages)
     return pages
 

@@ -19,7 +19,9 @@ FALLBACK_SMS = 108
 
 
 def ctas(problem: DecodeProblem, arch: Arch, config: Config) -> int:
-    """CTAs of a launch: as many as run at once."""
+    """CTAs of a launch: as many as run at once, or a cluster for each key head."""
+    if config.cluster > 1:
+        return config.cluster * problem.heads_kv
     return config.ctas * (arch.sms or FALLBACK_SMS)
 
 
@@ -78,7 +80,8 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
         arguments["v"] = (
             descriptor(t.k, config.box, config.narrow) if config.narrow else descriptor(t.v, config.box, config.chunk)
         )
-    return [Call(kernel, (ctas(problem, arch, config),), (), {**arguments, **constants})]
+    grid = ctas(problem, arch, config) // config.cluster
+    return [Call(kernel, (grid,), (), {**arguments, **constants}, config.cluster)]
 
 
 def by_row(problem: DecodeProblem) -> bool:

@@ -5,6 +5,7 @@ last merges them, in their order, together with those who are done and wait; cou
 ROWS may be in use.
 """
 
+from strobe.kernels.common.cluster import exchange
 from strobe.kernels.common.scores import LN2, LOG2E
 from strobe.kernels.decode.layouts import along, result_layout
 from strobe.kernels.decode.schedule import place_of
@@ -129,27 +130,33 @@ def store_rows(K, piece, row, o, COLUMN: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def write(K, piece, row, o, top, total, COLUMN: gl.constexpr, place=None):
-    """Write out and the LSE of rows of a piece's tile, from row `row` on; o: columns from COLUMN on. place: free shared memory
-    of its shape, by way of which a thread comes to have more of a row; or None."""
-    outputs, terms = K.outputs, K.terms
-    L: gl.constexpr = o.type.layout
-    query, head, there = rows_of_result(K, piece, row, o.shape[0], gl.SliceLayout(1, L))
+def factor_and_lse(K, piece, head, there, top, total):
+    """By what O of rows is multiplied at last, and their LSE; of each, or of all numbers of one."""
+    terms, rescale = K.terms, 1.0
     if terms.sinks is not None:
         sink = gl.load(terms.sinks + head, mask=there, other=0.0).to(gl.float32) * LOG2E
         new_top = gl.maximum(top, sink)
         rescale = gl.exp2(top - finite(new_top))
         total = total * rescale + gl.exp2(sink - finite(new_top))
-        o = o * gl.expand_dims(rescale, 1)
         top = new_top
     nothing = total == 0.0
-    factor = 1.0 / gl.where(nothing, 1.0, total)
+    factor = rescale / gl.where(nothing, 1.0, total)
     if terms.v_scale is not None:
         if not terms.V_BY_TOKEN:
             factor *= gl.load(terms.v_scale + piece.batch * terms.v_scale_page + piece.head * terms.v_scale_row)
+    return factor, gl.where(nothing, -float("inf"), (top + gl.log2(total)) * LN2)
+
+
+@gluon.jit
+def write(K, piece, row, o, top, total, COLUMN: gl.constexpr, place=None):
+    """Write out and the LSE of rows of a piece's tile, from row `row` on; o: columns from COLUMN on. place: free shared memory
+    of its shape, by way of which a thread comes to have more of a row; or None."""
+    outputs = K.outputs
+    L: gl.constexpr = o.type.layout
+    query, head, there = rows_of_result(K, piece, row, o.shape[0], gl.SliceLayout(1, L))
+    factor, lse = factor_and_lse(K, piece, head, there, top, total)
     if outputs.lse is not None:
         if COLUMN == 0:
-            lse = gl.where(nothing, -float("inf"), (top + gl.log2(total)) * LN2)
             at = outputs.lse + piece.batch.to(gl.int64) * outputs.lse_batch + head.to(gl.int64) * outputs.lse_head + query
             gl.store(at, lse, mask=there)
     o = (o * gl.expand_dims(factor, 1)).to(outputs.out.dtype.element_ty)
@@ -327,3 +334,25 @@ def deliver(K, piece, job, acc, top, total, place=None):
         for c in gl.static_range(len(acc)):
             leave_part(K, job, rows, acc[c], top, total, c * WIDE)
         hand_in(K, piece, job, gl.minimum(rows, rows_of_group(K.C, K.ROWS)))
+
+
+@gluon.jit
+def deliver_share(K, piece, rank, o, top, total):
+    """Write a CTA's share, a row or a part of one, of what all CTAs of a cluster found of their pieces of a job."""
+    shares, top_of, total_of = exchange(o, top, total, K.C.cluster)
+    top = gl.max(top_of, 0)
+    weight_of = gl.exp2(top_of - gl.expand_dims(finite(top), 0))
+    total = gl.sum(total_of * weight_of, 0)
+    SHARE: gl.constexpr = shares.shape[1]
+    COLUMNS: gl.constexpr = o.shape[1]
+    outputs, row = K.outputs, rank * SHARE // COLUMNS
+    column = rank * SHARE % COLUMNS + gl.arange(0, SHARE, total.type.layout)
+    query, head, there = row // K.GROUP, piece.head * K.GROUP + row % K.GROUP, row < piece.queries * K.GROUP
+    factor, lse = factor_and_lse(K, piece, head, there, top, total)
+    if outputs.lse is not None:
+        at = outputs.lse + piece.batch.to(gl.int64) * outputs.lse_batch + head.to(gl.int64) * outputs.lse_head + query
+        gl.store(at + 0 * column, lse, mask=there & (column == 0))
+    at = outputs.out + piece.batch.to(gl.int64) * outputs.out_batch + query.to(gl.int64) * outputs.out_row
+    at += head.to(gl.int64) * outputs.out_head
+    o = (gl.sum(shares * weight_of, 0) * factor).to(outputs.out.dtype.element_ty)
+    gl.store(at + column, o, mask=there & (column < K.DIM_V))

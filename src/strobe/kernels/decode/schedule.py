@@ -72,10 +72,11 @@ def queries_of(requests, b, there):
 
 
 @gluon.jit
-def keys_of(requests, b, there, queries):
+def keys_of(requests, b, there, queries, AT_ONCE: gl.constexpr = False):
     """[begin, end) of the keys that some query of request b (or of several) may see, and the length that positions count from.
-    Whatever the numbers are, 0 <= begin <= end <= capacity."""
-    length = gl.load(requests.lengths + b, mask=there, other=0)
+    Whatever the numbers are, 0 <= begin <= end <= capacity. AT_ONCE: the length is asked for here, and not where the compiler
+    thinks it needed."""
+    length = gl.load(requests.lengths + b, mask=there, other=0, volatile=AT_ONCE)
     length = gl.minimum(gl.maximum(length, 0), requests.capacity)
     begin, end = length * 0, length
     if requests.leftpad is not None:

@@ -2,17 +2,17 @@
 
 from strobe.kernels.common.gluon_math import tanh
 from strobe.kernels.common.scores import LOG2E
-from strobe.kernels.decode.keys import is_key, is_page, look_up, rows_at
+from strobe.kernels.decode.keys import is_key, is_page, rows_at
 from strobe.kernels.decode.layouts import along, keys_in
 from strobe.kernels.gluon import gl, gluon
 
 
 @gluon.jit
-def scores_of(s, terms, cached, piece, entry, first, k_scale, C: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scores, times log2(e), of products s from key `first` on: -inf where nobody sees a key. In most steps every row sees all
-    keys, but for those of pages that are not there."""
+def scores_of(s, terms, cached, piece, entry, first, pages, k_scale, C: gl.constexpr, GROUP: gl.constexpr,
+              LAYOUT: gl.constexpr):  # fmt: skip
+    """Scores, times log2(e), of products s from key `first` on, which lie in `pages`: -inf where nobody sees a key. In most
+    steps every row sees all keys, but for those of pages that are not there."""
     KEYS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    pages = look_up(cached, piece, first, C, KEYS)
     if terms.K_BY_TOKEN:
         at = rows_at(cached, first, pages, entry, terms.k_scale_page, terms.k_scale_row, C, KEYS) + piece.head
         scales = gl.load(terms.k_scale + at, mask=is_key(cached, piece, first, pages, C, KEYS), other=0.0)

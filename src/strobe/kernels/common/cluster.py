@@ -1,0 +1,153 @@
+"""CTAs of a cluster give each other what they found, by way of their shared memory, without a word through global memory.
+
+They are programs of their own, neighbours, which run at the same time since the launch asks for it (see `Call.cluster`). Each
+posts the shares of what it found to the CTAs whose they are (st.async), and waits until it has its own share of all: an
+mbarrier counts the bytes. So a number is under way once, and nobody waits for a fence.
+
+Nobody posts anything before all have begun, and each waits for all that is posted to it. So each may end when it likes.
+"""
+
+import math
+
+from strobe.kernels.gluon import gl, gluon
+
+
+@gluon.jit
+def begin_cluster(CTAS: gl.constexpr, NUMBERS: gl.constexpr):
+    """Tell the CTAs of a cluster that this one has begun and may be posted to. All threads do, once, ahead of the kernel's one
+    `exchange`, of tensors of so many numbers."""
+    gl.inline_asm_elementwise(begin_ptx(CTAS, NUMBERS), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def read_arguments(pointer, a, b, c, d):
+    """Read some of a kernel's arguments ahead of its turn, one in every 64 bytes, so that after it the constant cache has
+    them. (They are compared with a number, for a wait that nobody notices, or the compiler would not read them.)"""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred same;
+        .reg .b32 x;
+        cvt.u32.u64 x, $1;
+        xor.b32 x, x, $2;
+        xor.b32 x, x, $3;
+        xor.b32 x, x, $4;
+        xor.b32 x, x, $5;
+        setp.eq.u32 same, x, 0x9e3779b9;
+        @same nanosleep.u32 1;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r,r,r,r", [pointer.to(gl.int64), a, b, c, d], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def exchange(x, top, total, CTAS: gl.constexpr):
+    """This CTA's share of what each CTA of a cluster has as x, [CTAS, numbers of a share], and, for each number, what it has as
+    `top` and `total` of the row.
+
+    x: float32 [rows, columns], of which a thread has four neighbours in rows that are as far apart as there are warps, in
+    order. A share is a row or a part of one: the i-th of CTAS equal parts of x is that of CTA i."""
+    EACH: gl.constexpr = numbers_of_thread(x.shape, gl.num_warps())
+    top, total = gl.expand_dims(top, 1) + 0.0 * x, gl.expand_dims(total, 1) + 0.0 * x
+    x, top, total = gl.inline_asm_elementwise(
+        exchange_ptx(x.shape[0], x.shape[1], CTAS, gl.num_warps()), operands(EACH), [x, top, total],
+        dtype=(gl.float32, gl.float32, gl.float32), is_pure=False, pack=EACH)  # fmt: skip
+    return by_ctas(x, CTAS), by_ctas(top, CTAS), by_ctas(total, CTAS)
+
+
+@gluon.jit
+def by_ctas(x, CTAS: gl.constexpr):
+    """Numbers as `exchange_ptx` leaves them in threads, as [CTAS, numbers of a share]."""
+    EACH: gl.constexpr = numbers_of_thread(x.shape, gl.num_warps())
+    x = gl.reshape(x, [EACH // 4, gl.num_warps(), CTAS // EACH, 32 * EACH // CTAS, 4])
+    return gl.reshape(gl.permute(x, (2, 0, 4, 1, 3)), [CTAS, 32 * EACH * gl.num_warps() // CTAS])
+
+
+@gluon.constexpr_function
+def numbers_of_thread(shape, warps):
+    return math.prod(shape) // (32 * warps)
+
+
+@gluon.constexpr_function
+def operands(each):
+    return ",".join(["=&f"] * (3 * each) + ["f"] * (3 * each))
+
+
+@gluon.constexpr_function
+def begin_ptx(ctas, numbers):
+    """PTX of `begin_cluster`. Its shared memory is declared for the whole kernel, as `exchange_ptx` names it, too."""
+    return f"""
+        .shared .align 16 .b8 posted_numbers[{4 * numbers}];
+        .shared .align 16 .b8 posted_sums[{8 * ctas}];
+        .shared .align 8 .b64 all_posted;
+        {{
+        .reg .pred first;
+        .reg .b32 at, lane;
+        mov.u32 lane, %tid.x;
+        mov.u32 at, all_posted;
+        setp.eq.u32 first, lane, 0;
+        @first mbarrier.init.shared::cta.b64 [at], 1;
+        @first fence.mbarrier_init.release.cluster;
+        @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {4 * numbers + 8 * ctas};
+        barrier.cluster.arrive.relaxed.aligned;
+        mov.b32 $0, 0;
+        }}"""
+
+
+@gluon.constexpr_function
+def exchange_ptx(rows, columns, ctas, warps):
+    """PTX of `exchange`, for all numbers of a thread at once. It takes those of several CTAs, so that a warp has all that are
+    added up: of `each` CTAs, in one of `across` neighbouring places of a share."""
+    each, share = rows * columns // (32 * warps), rows * columns // ctas
+    across = 32 * each // ctas
+    post = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
+    lines = [
+        ".reg .pred is_first, over;",
+        ".reg .b32 rank, lane, warp, at, to, in_share, there, barrier;",
+        "mov.u32 rank, %cluster_ctarank;",
+        "mov.u32 at, %tid.x;",
+        "shr.u32 warp, at, 5;",
+        "and.b32 lane, at, 31;",
+        "barrier.cluster.wait.acquire.aligned;",
+    ]
+    for i in range(each // 4):
+        numbers = ", ".join(f"${3 * each + 4 * i + j}" for j in range(4))
+        lines += [
+            "mad.lo.u32 at, warp, 32, lane;",
+            f"mad.lo.u32 at, at, 4, {i * warps * columns};",
+            f"div.u32 to, at, {share};",
+            f"rem.u32 in_share, at, {share};",
+            f"mad.lo.u32 at, rank, {share}, in_share;",
+            "mov.u32 there, posted_numbers;",
+            "mad.lo.u32 there, at, 4, there;",
+            "mapa.shared::cluster.u32 there, there, to;",
+            "mov.u32 barrier, all_posted;",
+            "mapa.shared::cluster.u32 barrier, barrier, to;",
+            f"{post}.v4.f32 [there], {{{numbers}}}, [barrier];",
+            "mov.u32 there, posted_sums;",
+            "mad.lo.u32 there, rank, 8, there;",
+            "mapa.shared::cluster.u32 there, there, to;",
+            "setp.eq.u32 is_first, in_share, 0;",
+            f"@is_first {post}.v2.f32 [there], {{${4 * each + 4 * i}, ${5 * each + 4 * i}}}, [barrier];",
+        ]
+    lines += [
+        "mov.u32 barrier, all_posted;",
+        "again:",
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [barrier], 0;",
+        "@!over bra again;",
+        f"div.u32 to, lane, {across};",
+        f"mul.lo.u32 to, to, {each};",
+        "mov.u32 there, posted_sums;",
+        "mad.lo.u32 there, to, 8, there;",
+        f"rem.u32 in_share, lane, {across};",
+        f"mad.lo.u32 in_share, warp, {across}, in_share;",
+        f"mad.lo.u32 in_share, to, {share}, in_share;",
+        "mov.u32 at, posted_numbers;",
+        "mad.lo.u32 at, in_share, 4, at;",
+    ]
+    for i in range(each):
+        lines += [
+            f"ld.shared.f32 ${i}, [at + {4 * share * i}];",
+            f"ld.shared.v2.f32 {{${each + i}, ${2 * each + i}}}, [there + {8 * i}];",
+        ]
+    return "\n".join(["{", *lines, "}"])
