@@ -130,10 +130,20 @@ class Piece:
 
 
 @aggregate
+class Chain:
+    """A job's splits, which are added up one after the other. The CTA that has the first one adds up those that it has; singly:
+    whether a CTA is another, which hands in each split that it has. after, until: the splits of all others, in the line."""
+
+    singly: gl.tensor
+    after: gl.tensor
+    until: gl.tensor
+
+
+@aggregate
 class Job:
     """What a piece is a part of: its number among all jobs, how many parts it has, the CTA (or split) of the first one, where
     its units begin in the line, the stretch of a CTA; where this part's result goes, and how often its CTA may look whether
-    the others are there."""
+    the others are there. chain: see there, or None."""
 
     number: gl.tensor
     parts: gl.tensor
@@ -142,6 +152,14 @@ class Job:
     stretch: gl.tensor
     place: gl.tensor
     patience: gl.tensor
+    chain: (Chain, gl.constexpr)
+
+    @gluon.constexpr_function
+    def __init__(self, number, parts, first, begins, stretch, place, patience, chain=None):
+        self.number, self.parts, self.first = number, parts, first
+        self.begins, self.stretch = begins, stretch
+        self.place, self.patience = place, patience
+        self.chain = gl.constexpr(None) if chain is None else chain
 
 
 @aggregate

@@ -129,6 +129,11 @@ class Config:
         return self.warps // (self.row_warps * self.column_warps)
 
     @property
+    def chained(self) -> bool:
+        """Whether a CTA adds up the splits that it has of a job, from the job's first one on."""
+        return self.split > 0 and self.specialised and not self.narrow
+
+    @property
     def unit(self) -> int:
         """Keys of what the schedule deals in."""
         return self.split or self.tokens
@@ -182,7 +187,7 @@ class Config:
         not hold them, or where parts must be added up in an order that does not depend on the rows."""
         most = 8 if self.specialised else 32
         beside = self.parts_beside(rows)
-        return 0 if self.split or beside < 1 else max(4, 2 * min(most, power_of_two(beside)))
+        return 0 if (self.split and not self.chained) or beside < 1 else max(4, 2 * min(most, power_of_two(beside)))
 
     def __post_init__(self):
         if (
@@ -295,7 +300,7 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     # What is asked for beside keys (page numbers, Q) comes behind all that is under way. With 4 stages 128 of 1k took 257.5
     # over pages of 16. An H200, of FlashAttention-3's speed, before it and now: 32 of 1k 0.92 and 0.94, over pages of 16 0.88
     # and 0.93; 32 of 8k 0.89 and 0.95, 0.83 and 0.87.
-    many, long = rows > MOST_ROWS and not problem.deterministic, problem.capacity >= LONG_ROOM
+    many, long = rows > MOST_ROWS, problem.capacity >= LONG_ROOM
     apart = many and keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS
     config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk, groups=1 + apart,
                     by_way_of_q=many and not long)  # fmt: skip
@@ -345,9 +350,11 @@ def gains_by_one_group(problem: DecodeProblem) -> bool:
     #   contiguous 11.4 (14.9)  23.0 (28.0)  20.3 (29.0)
     # head dim 64, 32 rows, beside mma.sync: 14.7 (17.7) for 1 of 8k, but 33.3 (31.4) for 32 of 1k
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    if problem.deterministic or dim != dim_v or problem.rows > 2 * MOST_ROWS:
+    if dim != dim_v or problem.rows > 2 * MOST_ROWS:
         return False
     keys = keys_of(problem)
+    if problem.deterministic:
+        return dim == 128 and (problem.rows <= MOST_ROWS or keys <= FEW_KEYS_OF_ONE_GROUP)
     if dim == 64:
         return MMA_ROWS < problem.rows <= MOST_ROWS and keys <= FEW_KEYS_OF_ONE_GROUP
     if problem.rows <= MMA_ROWS // 2 and keys < LEAST_KEYS_OF_FEW_ROWS:
@@ -364,7 +371,8 @@ def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of one group of wgmma, beside four warps that copy by cp.async: one CTA a multiprocessor, and a long ring."""
     # two CTAs with half a ring each: 13.2, 26.7, 25.3 and 109.8 microseconds, in place of the four in the first line above
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    return with_all_stages(Config(dim, dim_v, 64, WGMMA_TOKENS, 2, 4, 1, chunk=dim), arch)
+    split = split_of(problem.capacity, WGMMA_TOKENS) if problem.deterministic else 0
+    return with_all_stages(Config(dim, dim_v, 64, WGMMA_TOKENS, 2, 4, 1, split, chunk=dim), arch)
 
 
 def with_all_stages(config: Config, arch: Arch, most: int = MOST_STAGES) -> Config:
@@ -419,7 +427,11 @@ def partial_places(problem: DecodeProblem, config: Config, ctas: int) -> int:
     """How many partial results there may be."""
     if not config.split:
         return 2 * ctas
-    return jobs(problem, config) * -(-problem.capacity // config.split)
+    splits = -(-problem.capacity // config.split)
+    if config.chained:
+        stretch = 9 * -(-jobs(problem, config) * splits // ctas) // 8 + 1  # at most: see `schedule.stretch_of`
+        return ctas * (min(stretch, splits) + 1)
+    return jobs(problem, config) * splits
 
 
 def jobs(problem: DecodeProblem, config: Config) -> int:

@@ -64,7 +64,7 @@ from strobe.kernels.decode.keys import is_key, look_up, rows_at
 from strobe.kernels.decode.latent import make_latent_memory, take_latent
 from strobe.kernels.decode.latent_turns import left_group, make_turns_memory, right_group
 from strobe.kernels.decode.pieces import ask_ahead, take_pieces
-from strobe.kernels.decode.results import deliver
+from strobe.kernels.decode.results import added, deliver, leave_parts
 from strobe.kernels.decode.schedule import Requests
 from strobe.kernels.gluon import (
     aggregate,
@@ -313,26 +313,14 @@ def operand_of(p, dtype: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def walk(W: gl.constexpr, memory, K, piece, position):
-    """Walk along the keys of a piece, one step at least: O in chunks, the maximum and the sum of each row of the W-th group,
-    and how many steps the CTA has copied."""
+def walk_on(memory, K, piece, q, scale, holes, first, plain, position, begin, end, acc, top, sums, p):
+    """Walk along steps [begin, end) of a piece, of which those up to `plain` are not masked. What was found of those before is
+    added to, but for the values of the last one, P V, which is still to come, before and after."""
     C: gl.constexpr = K.C
-    S: gl.constexpr = rows_of(C, C.tokens)
     dtype: gl.constexpr = memory.q.dtype
-    first, steps = first_step(piece, C)
-    q, scale, holes = store_queries(W, memory, K, piece, C)
-    acc = no_output(C)
-    memory.k.wait(position)
-    s = warpgroup_mma_wait(0, deps=[start_scores(q, memory.k.block(position), C)])
-    memory.k.release(position)
-    s = masked(s, K, piece, first, holes, C, True)
-    top, wide, _ = weights_of(s, scale, gl.full([C.rows], -float("inf"), gl.float32, S))
-    sums = lane_sums(wide)
-    p = operand_of(wide, dtype, C)
-    begin, plain = gl.to_tensor(1), plain_steps(K.terms, piece, first, steps, holes, C)
     for MASKED in gl.static_range(2):
-        end = steps if MASKED else plain
-        for i in tl.range(begin, end, disable_licm=True):
+        upto = end if MASKED else gl.minimum(plain, end)
+        for i in tl.range(begin, upto, disable_licm=True):
             now = position + i
             memory.k.wait(now)
             s = start_scores(q, memory.k.block(now), C)
@@ -349,12 +337,65 @@ def walk(W: gl.constexpr, memory, K, piece, position):
             memory.v.release(now - 1)
             p = operand_of(wide, dtype, C)
             acc = rescaled(acc, factor, C)
-        begin = end
+        begin = gl.maximum(upto, begin)
+    return acc, top, sums, p
+
+
+@gluon.jit
+def walk(W: gl.constexpr, memory, K, piece, job, position):
+    """Walk along the keys of a piece, one step at least: O in chunks, the maximum and the sum of each row of the W-th group,
+    and how many steps the CTA has copied."""
+    C: gl.constexpr = K.C
+    S: gl.constexpr = rows_of(C, C.tokens)
+    dtype: gl.constexpr = memory.q.dtype
+    first, steps = first_step(piece, C)
+    q, scale, holes = store_queries(W, memory, K, piece, C)
+    acc = no_output(C)
+    memory.k.wait(position)
+    s = warpgroup_mma_wait(0, deps=[start_scores(q, memory.k.block(position), C)])
+    memory.k.release(position)
+    s = masked(s, K, piece, first, holes, C, True)
+    nothing = gl.full([C.rows], -float("inf"), gl.float32, S)
+    top, wide, _ = weights_of(s, scale, nothing)
+    sums = lane_sums(wide)
+    p = operand_of(wide, dtype, C)
+    begin, plain = gl.to_tensor(1), plain_steps(K.terms, piece, first, steps, holes, C)
+    if C.chained:
+        before, before_top, before_total = acc, nothing, gl.full([C.rows], 0.0, gl.float32, S)
+        SPLIT: gl.constexpr = C.split // C.tokens
+        end = SPLIT - first // C.tokens % SPLIT
+        while end < steps:
+            acc, top, sums, p = walk_on(memory, K, piece, q, scale, holes, first, plain, position, begin, end, acc, top, sums, p)
+            now = position + end
+            memory.k.wait(now)
+            s = start_scores(q, memory.k.block(now), C)
+            memory.v.wait(now - 1)
+            acc = start_output(acc, p, memory.v.block(now - 1), C)
+            s = warpgroup_mma_wait(len(acc), deps=[s])
+            memory.k.release(now)
+            s = masked(s, K, piece, first + end * C.tokens, holes, C, True)
+            new_top, wide, _ = weights_of(s, scale, nothing)
+            memory.v.wait(now - 1)
+            acc = wait_output(acc)
+            memory.v.release(now - 1)
+            p = operand_of(wide, dtype, C)
+            total = gl.convert_layout(gl.sum(sums, 1), S)
+            if job.chain.singly:
+                leave_parts(K, piece, job, first + end * C.tokens - 1, acc, top, total)
+            else:
+                before, before_top, before_total = added(before, before_top, before_total, acc, top, total)
+            acc, top, sums = no_output(C), new_top, lane_sums(wide)
+            begin = end + 1
+            end += SPLIT
+    acc, top, sums, p = walk_on(memory, K, piece, q, scale, holes, first, plain, position, begin, steps, acc, top, sums, p)
     position += steps
     memory.v.wait(position - 1)
     acc = wait_output(start_output(acc, p, memory.v.block(position - 1), C))
     memory.v.release(position - 1)
-    return acc, top, gl.convert_layout(gl.sum(sums, 1), S), position
+    total = gl.convert_layout(gl.sum(sums, 1), S)
+    if C.chained:
+        acc, top, total = added(before, before_top, before_total, acc, top, total)
+    return acc, top, total, position
 
 
 @gluon.constexpr_function
@@ -374,14 +415,14 @@ def as_seen_by(W: gl.constexpr, K, piece, job):
     rows = Piece(piece.batch, piece.entry, piece.head, piece.first_row + FIRST, piece.first_query, piece.queries, piece.length,
                  piece.begin, piece.end)  # fmt: skip
     number = K.C.groups * job.number + W
-    return own, rows, Job(number, job.parts, job.first, job.begins, job.stretch, job.place, job.patience)
+    return own, rows, Job(number, job.parts, job.first, job.begins, job.stretch, job.place, job.patience, job.chain)
 
 
 @gluon.jit
 def multiply(W: gl.constexpr, memory, K, piece, job, position):
     """What the W-th group finds of a piece is delivered; position: how many steps the CTA has copied before."""
     own, rows, job = as_seen_by(W, K, piece, job)
-    acc, top, total, position = walk(W, memory, own, rows, position)
+    acc, top, total, position = walk(W, memory, own, rows, job, position)
     if own.C.by_way_of_q:
         deliver(own, rows, job, acc, top, total, memory.q.index(W * (own.C.head_dim // own.C.chunk)))
     else:

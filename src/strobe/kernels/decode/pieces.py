@@ -1,7 +1,7 @@
 """The work of a CTA: the pieces of its stretch, one after the other."""
 
 from strobe.kernels.common.prefetch import prefetch
-from strobe.kernels.decode.arguments import Job, Piece
+from strobe.kernels.decode.arguments import Chain, Job, Piece
 from strobe.kernels.decode.notes import NOTED_ROWS, forget, is_left
 from strobe.kernels.decode.results import PATIENCE
 from strobe.kernels.decode.schedule import (
@@ -10,6 +10,7 @@ from strobe.kernels.decode.schedule import (
     keys_of,
     parts_of,
     place_of,
+    places_of_cta,
     queries_of,
     quotient,
     request_at,
@@ -78,7 +79,7 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
             job_begins = begins + job * units
             unit = x - job_begins
             count = gl.minimum(units - unit, last - x)
-            if C.split:
+            if C.split and not C.chained:
                 count = 1 + 0 * count
             head, tile = job, 0 * job
             some_begin, some_end = begin, end
@@ -100,12 +101,19 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
             if ours:
                 parts, first = parts_of(job_begins, units, stretch, C)
                 part = team - first
-                if C.split:
+                if C.split and not C.chained:
                     part = unit
-                place = place_of(part, first, job_begins, stretch, C)
+                chain = None
+                if C.chained:
+                    places, line = places_of_cta(requests, stretch, C), job_begins - begin // C.unit
+                    place = gl.where(part > 0, team * (places - stretch) + line, team * places + places - 1)
+                    after = gl.maximum((first + 1) * stretch, line + some_begin // C.unit)
+                    chain = Chain(part > 0, after, line + (some_end + C.unit - 1) // C.unit)
+                else:
+                    place = place_of(part, first, job_begins, stretch, C)
                 patience = gl.where(x + count < last, 0, PATIENCE)
                 number = (b * heads_kv + head) * tiles + tile
-                state = TAKE(memory, K, piece, Job(number, parts, first, job_begins, stretch, place, patience), state)
+                state = TAKE(memory, K, piece, Job(number, parts, first, job_begins, stretch, place, patience, chain), state)
             x += count
     if requests.notes is not None:
         blocks = (requests.n_q + NOTED_ROWS - 1) // NOTED_ROWS

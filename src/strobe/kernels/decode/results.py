@@ -7,7 +7,7 @@ ROWS may be in use.
 
 from strobe.kernels.common.scores import LN2, LOG2E
 from strobe.kernels.decode.layouts import along, result_layout
-from strobe.kernels.decode.schedule import place_of
+from strobe.kernels.decode.schedule import place_of, place_of_link, places_of_cta
 from strobe.kernels.decode.scores import finite
 from strobe.kernels.gluon import gl, gluon, partition_barrier
 
@@ -93,6 +93,61 @@ def merge(K, job, row, rows, MERGED: gl.constexpr, AT_ONCE: gl.constexpr):
     return o, gl.convert_layout(top, M), gl.convert_layout(total, M)
 
 
+@gluon.jit
+def added(o, top, total, other, other_top, other_total):
+    """A state of a softmax, of chunks of O, and that of the keys behind it, added up: rounded the same whoever does it."""
+    M: gl.constexpr = gl.SliceLayout(1, o[0].type.layout)
+    new_top = gl.maximum(top, other_top)
+    shift = finite(new_top)
+    factor, other_factor = gl.exp2(top - shift), gl.exp2(other_top - shift)
+    total = gl.fma(total, factor, other_total * other_factor)
+    factor, other_factor = gl.convert_layout(factor, M), gl.convert_layout(other_factor, M)
+    new = ()
+    for c in gl.static_range(len(o)):
+        # a zero behind it has no sign, as it has none where a state begins
+        behind = gl.fma(other[c], gl.expand_dims(other_factor, 1), 0.0)
+        new += (gl.fma(o[c], gl.expand_dims(factor, 1), behind),)
+    return new, new_top, total
+
+
+@gluon.jit
+def merge_chain(K, job, row, rows, MERGED: gl.constexpr, AT_ONCE: gl.constexpr):
+    """The same of a job whose splits are added up one after the other: its first part is a chain, all others are a split."""
+    C: gl.constexpr = K.C
+    L: gl.constexpr = gl.SliceLayout(0, merge_layout(C, MERGED))
+    M: gl.constexpr = gl.SliceLayout(1, L)
+    row = row + gl.arange(0, MERGED, M)
+    row_2, column = gl.expand_dims(row, 1), gl.expand_dims(gl.arange(0, C.head_dim_v, gl.SliceLayout(0, L)), 0)
+    sums, parts = K.outputs.sums + row, K.outputs.parts + place_in_part(row_2, column, C)
+    places = places_of_cta(K.requests, job.stretch, C)
+    number = 1 + gl.maximum(job.chain.until - job.chain.after, 0)
+    o = (gl.full([MERGED, C.head_dim_v], 0.0, gl.float32, L),)
+    top, total = gl.full([MERGED], -float("inf"), gl.float32, M), gl.full([MERGED], 0.0, gl.float32, M)
+    for i in range(0, number, AT_ONCE):
+        os, tops, totals = (), (), ()
+        for k in gl.static_range(AT_ONCE):
+            place = place_of_link(job.chain.after + i + k - 1, job.stretch, places)
+            if k == 0:
+                place = gl.where(i == 0, job.first * places + places - 1, place)
+            there = (row < rows) & (i + k < number)
+            at = sums + place * (2 * K.ROWS)
+            tops += (gl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg"),)
+            totals += (gl.load(at + K.ROWS, mask=there, other=0.0, cache_modifier=".cg"),)
+            at = parts + place.to(gl.int64) * (K.ROWS * C.head_dim_v)
+            there = (row_2 < rows) & (i + k < number) & (column < C.head_dim_v)
+            os += (gl.load(at, mask=there, other=0.0, cache_modifier=".cg"),)
+        for k in gl.static_range(AT_ONCE):
+            if k == 0:
+                if i == 0:
+                    o, top, total = (os[0],), tops[0], totals[0]
+                else:
+                    o, top, total = added(o, top, total, (os[0],), tops[0], totals[0])
+            else:
+                if i + k < number:
+                    o, top, total = added(o, top, total, (os[k],), tops[k], totals[k])
+    return o[0], top, total
+
+
 @gluon.constexpr_function
 def wide_layout(layout, rows, columns):
     """A layout in which a thread has 16 bytes of a row, not 4 as after a product, for which only lanes of a warp exchange
@@ -172,17 +227,30 @@ def by_rows(o, place):
 
 
 @gluon.jit
-def leave_part(K, job, rows, o, top, total, COLUMN: gl.constexpr):
+def leave_part(K, place, rows, o, top, total, COLUMN: gl.constexpr):
     """Write `rows` of a part of a result to where whoever merges it looks for it; o: columns from COLUMN on."""
     L: gl.constexpr = o.type.layout
     row = gl.arange(0, o.shape[0], gl.SliceLayout(1, L))
     if COLUMN == 0:
-        at = K.outputs.sums + job.place * (2 * K.ROWS) + row
+        at = K.outputs.sums + place * (2 * K.ROWS) + row
         gl.store(at, top, mask=row < rows)
         gl.store(at + K.ROWS, total, mask=row < rows)
     row, column = gl.expand_dims(row, 1), COLUMN + gl.expand_dims(gl.arange(0, o.shape[1], gl.SliceLayout(0, L)), 0)
-    at = K.outputs.parts + job.place.to(gl.int64) * (K.ROWS * K.C.head_dim_v) + place_in_part(row, column, K.C)
+    at = K.outputs.parts + place.to(gl.int64) * (K.ROWS * K.C.head_dim_v) + place_in_part(row, column, K.C)
     gl.store(at, o, mask=(row < rows) & (column < K.C.head_dim_v))
+
+
+@gluon.jit
+def leave_parts(K, piece, job, key, acc, top, total):
+    """Write a part of a piece's result, O in chunks of columns, whose last key is `key`."""
+    M: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
+    top, total = gl.convert_layout(top, M), gl.convert_layout(total, M)
+    place = job.place
+    if K.C.chained:
+        place += gl.where(job.chain.singly, gl.maximum(key, piece.begin) // K.C.unit, 0)
+    rows = piece.queries * K.GROUP - piece.first_row
+    for c in gl.static_range(len(acc)):
+        leave_part(K, place, rows, acc[c], top, total, c * acc[0].shape[1])
 
 
 @gluon.jit
@@ -205,7 +273,9 @@ def merge_alone(K, piece, job, rows, AT_ONCE: gl.constexpr):
     """Merge all parts of a job, AT_ONCE of them at a time or, if they are few, 8, as code for more takes longer though most of
     it loads nothing."""
     ROWS: gl.constexpr = rows_of_group(K.C, K.ROWS)
-    if AT_ONCE > 8:
+    if K.C.chained:
+        merge_rows(K, piece, job, 0, rows, ROWS)
+    elif AT_ONCE > 8:
         if job.parts <= 8:
             merge_alone(K, piece, job, rows, 8)
         else:
@@ -267,7 +337,10 @@ def rows_at_once(C: gl.constexpr, parts):
 @gluon.jit
 def merge_rows(K, piece, job, row, rows, MERGED: gl.constexpr):
     """Merge MERGED rows of a job from row `row` on, of `rows` in use, and write them."""
-    o, top, total = merge(K, job, row, rows, MERGED, parts_at_once(K.C, MERGED))
+    if K.C.chained:
+        o, top, total = merge_chain(K, job, row, rows, MERGED, parts_at_once(K.C, MERGED))
+    else:
+        o, top, total = merge(K, job, row, rows, MERGED, parts_at_once(K.C, MERGED))
     write(K, piece, row, o, top, total, 0)
 
 
@@ -324,6 +397,5 @@ def deliver(K, piece, job, acc, top, total, place=None):
         for c in gl.static_range(len(acc)):
             write(K, piece, 0, acc[c], top, total, c * WIDE, place)
     elif rows > 0:
-        for c in gl.static_range(len(acc)):
-            leave_part(K, job, rows, acc[c], top, total, c * WIDE)
+        leave_parts(K, piece, job, piece.end - 1, acc, top, total)
         hand_in(K, piece, job, gl.minimum(rows, rows_of_group(K.C, K.ROWS)))

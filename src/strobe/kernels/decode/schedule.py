@@ -191,7 +191,7 @@ def start_of(cta, stretch, total):
 @gluon.jit
 def parts_of(job_begins, units, stretch, C: gl.constexpr):
     """How many parts a job has whose units begin at `job_begins` in the line, and the CTA of the first one."""
-    if C.split:
+    if C.split and not C.chained:
         return units, job_begins
     else:
         first = quotient(job_begins, stretch)
@@ -206,3 +206,16 @@ def place_of(part, first, job_begins, stretch, C: gl.constexpr):
     else:
         within = (job_begins > first * stretch).to(gl.int32)
         return (2 * (first + part) + gl.where(part == 0, within, 0)) * C.abreast + gl.program_id(0) % C.abreast
+
+
+@gluon.jit
+def places_of_cta(requests, stretch, C: gl.constexpr):
+    """How many places a CTA has for parts of chains: one for each split of its stretch, of one job, and one more for a chain."""
+    return gl.minimum(stretch, (requests.capacity + C.unit - 1) // C.unit) + 1
+
+
+@gluon.jit
+def place_of_link(x, stretch, places):
+    """Where the part goes that is split x of the line alone."""
+    cta = quotient(x, stretch)
+    return cta * places + x - cta * stretch
