@@ -153,7 +153,7 @@ class Config:
     def copier_registers(self) -> int:
         """Registers a thread that a warp which copies sets for itself (setmaxnreg)."""
         # by cp.async over pages of 64 keys, with 104 the loop spilled: 16.4 microseconds, not 14.8 (an H200, one request of 8k)
-        return 80 if self.box else 152
+        return (40 if self.chained else 80) if self.box else 152
 
     @property
     def merged_rows(self) -> int:
@@ -167,7 +167,7 @@ class Config:
     def merged_of_few(self) -> int:
         """The same for few parts, of which a thread reads several rows; 0: the same number."""
         # an H200, 128 heads, 32 requests of 8k keys, two parts of each tile: 145 microseconds, with 2 rows 154
-        return 16 if self.halves > 1 else 0
+        return 4 * self.warps if self.chained else 16 if self.halves > 1 else 0
 
     def parts_beside(self, rows: int) -> int:
         """Partial results of so many rows that the warps can hold beside their sum, in the registers that are free."""
@@ -187,7 +187,9 @@ class Config:
         not hold them, or where parts must be added up in an order that does not depend on the rows."""
         most = 8 if self.specialised else 32
         beside = self.parts_beside(rows)
-        return 0 if (self.split and not self.chained) or beside < 1 else max(4, 2 * min(most, power_of_two(beside)))
+        if self.chained:
+            return 16 if rows <= 32 else 0
+        return 0 if self.split or beside < 1 else max(4, 2 * min(most, power_of_two(beside)))
 
     def __post_init__(self):
         if (

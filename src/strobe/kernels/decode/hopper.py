@@ -364,30 +364,32 @@ def walk(W: gl.constexpr, memory, K, piece, job, position):
         before, before_top, before_total = acc, nothing, gl.full([C.rows], 0.0, gl.float32, S)
         SPLIT: gl.constexpr = C.split // C.tokens
         end = SPLIT - first // C.tokens % SPLIT
-        while end < steps:
-            acc, top, sums, p = walk_on(memory, K, piece, q, scale, holes, first, plain, position, begin, end, acc, top, sums, p)
-            now = position + end
-            memory.k.wait(now)
-            s = start_scores(q, memory.k.block(now), C)
-            memory.v.wait(now - 1)
-            acc = start_output(acc, p, memory.v.block(now - 1), C)
-            s = warpgroup_mma_wait(len(acc), deps=[s])
-            memory.k.release(now)
-            s = masked(s, K, piece, first + end * C.tokens, holes, C, True)
-            new_top, wide, _ = weights_of(s, scale, nothing)
-            memory.v.wait(now - 1)
-            acc = wait_output(acc)
-            memory.v.release(now - 1)
-            p = operand_of(wide, dtype, C)
-            total = gl.convert_layout(gl.sum(sums, 1), S)
-            if job.chain.singly:
-                leave_parts(K, piece, job, first + end * C.tokens - 1, acc, top, total)
-            else:
-                before, before_top, before_total = added(before, before_top, before_total, acc, top, total)
-            acc, top, sums = no_output(C), new_top, lane_sums(wide)
+        while begin <= steps:
+            acc, top, sums, p = walk_on(memory, K, piece, q, scale, holes, first, plain, position, begin, gl.minimum(end, steps), acc, top, sums, p)
+            if end < steps:
+                now = position + end
+                memory.k.wait(now)
+                s = start_scores(q, memory.k.block(now), C)
+                memory.v.wait(now - 1)
+                acc = start_output(acc, p, memory.v.block(now - 1), C)
+                s = warpgroup_mma_wait(len(acc), deps=[s])
+                memory.k.release(now)
+                s = masked(s, K, piece, first + end * C.tokens, holes, C, True)
+                new_top, wide, _ = weights_of(s, scale, nothing)
+                memory.v.wait(now - 1)
+                acc = wait_output(acc)
+                memory.v.release(now - 1)
+                p = operand_of(wide, dtype, C)
+                total = gl.convert_layout(gl.sum(sums, 1), S)
+                if job.chain.singly:
+                    leave_parts(K, piece, job, first + end * C.tokens - 1, acc, top, total)
+                else:
+                    before, before_top, before_total = added(before, before_top, before_total, acc, top, total)
+                acc, top, sums = no_output(C), new_top, lane_sums(wide)
             begin = end + 1
             end += SPLIT
-    acc, top, sums, p = walk_on(memory, K, piece, q, scale, holes, first, plain, position, begin, steps, acc, top, sums, p)
+    else:
+        acc, top, sums, p = walk_on(memory, K, piece, q, scale, holes, first, plain, position, begin, steps, acc, top, sums, p)
     position += steps
     memory.v.wait(position - 1)
     acc = wait_output(start_output(acc, p, memory.v.block(position - 1), C))

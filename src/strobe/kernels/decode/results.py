@@ -247,7 +247,7 @@ def leave_parts(K, piece, job, key, acc, top, total):
     top, total = gl.convert_layout(top, M), gl.convert_layout(total, M)
     place = job.place
     if K.C.chained:
-        place += gl.where(job.chain.singly, gl.maximum(key, piece.begin) // K.C.unit, 0)
+        place += gl.where(job.chain.singly, key // K.C.unit, 0)
     rows = piece.queries * K.GROUP - piece.first_row
     for c in gl.static_range(len(acc)):
         leave_part(K, place, rows, acc[c], top, total, c * acc[0].shape[1])
@@ -397,5 +397,9 @@ def deliver(K, piece, job, acc, top, total, place=None):
         for c in gl.static_range(len(acc)):
             write(K, piece, 0, acc[c], top, total, c * WIDE, place)
     elif rows > 0:
-        leave_parts(K, piece, job, piece.end - 1, acc, top, total)
+        if K.C.chained:
+            if ~job.chain.singly | (piece.begin < piece.end):  # else nobody reads it
+                leave_parts(K, piece, job, piece.end - 1, acc, top, total)
+        else:
+            leave_parts(K, piece, job, piece.end - 1, acc, top, total)
         hand_in(K, piece, job, gl.minimum(rows, rows_of_group(K.C, K.ROWS)))
