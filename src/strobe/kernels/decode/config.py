@@ -129,11 +129,6 @@ class Config:
         return self.warps // (self.row_warps * self.column_warps)
 
     @property
-    def chained(self) -> bool:
-        """Whether a CTA adds up the splits that it has of a job, from the job's first one on."""
-        return self.split > 0 and self.specialised and not self.narrow
-
-    @property
     def unit(self) -> int:
         """Keys of what the schedule deals in."""
         return self.split or self.tokens
@@ -153,7 +148,7 @@ class Config:
     def copier_registers(self) -> int:
         """Registers a thread that a warp which copies sets for itself (setmaxnreg)."""
         # by cp.async over pages of 64 keys, with 104 the loop spilled: 16.4 microseconds, not 14.8 (an H200, one request of 8k)
-        return (40 if self.chained else 80) if self.box else 152
+        return (40 if self.split else 80) if self.box else 152
 
     @property
     def merged_rows(self) -> int:
@@ -167,7 +162,7 @@ class Config:
     def merged_of_few(self) -> int:
         """The same for few parts, of which a thread reads several rows; 0: the same number."""
         # an H200, 128 heads, 32 requests of 8k keys, two parts of each tile: 145 microseconds, with 2 rows 154
-        return 4 * self.warps if self.chained else 16 if self.halves > 1 else 0
+        return 4 * self.warps if self.split and self.specialised else 16 if self.halves > 1 else 0
 
     def parts_beside(self, rows: int) -> int:
         """Partial results of so many rows that the warps can hold beside their sum, in the registers that are free."""
@@ -187,9 +182,9 @@ class Config:
         not hold them, or where parts must be added up in an order that does not depend on the rows."""
         most = 8 if self.specialised else 32
         beside = self.parts_beside(rows)
-        if self.chained:
+        if self.split:
             return 16 if rows <= 32 else 0
-        return 0 if self.split or beside < 1 else max(4, 2 * min(most, power_of_two(beside)))
+        return 0 if beside < 1 else max(4, 2 * min(most, power_of_two(beside)))
 
     def __post_init__(self):
         if (
@@ -430,10 +425,8 @@ def partial_places(problem: DecodeProblem, config: Config, ctas: int) -> int:
     if not config.split:
         return 2 * ctas
     splits = -(-problem.capacity // config.split)
-    if config.chained:
-        stretch = 9 * -(-jobs(problem, config) * splits // ctas) // 8 + 1  # at most: see `schedule.stretch_of`
-        return ctas * (min(stretch, splits) + 1)
-    return jobs(problem, config) * splits
+    stretch = 9 * -(-jobs(problem, config) * splits // ctas) // 8 + 1  # at most: see `schedule.stretch_of`
+    return ctas * (min(stretch, splits) + 1)
 
 
 def jobs(problem: DecodeProblem, config: Config) -> int:

@@ -360,7 +360,7 @@ def walk(W: gl.constexpr, memory, K, piece, job, position):
     sums = lane_sums(wide)
     p = operand_of(wide, dtype, C)
     begin, plain = gl.to_tensor(1), plain_steps(K.terms, piece, first, steps, holes, C)
-    if C.chained:
+    if C.split:
         before, before_top, before_total = acc, nothing, gl.full([C.rows], 0.0, gl.float32, S)
         SPLIT: gl.constexpr = C.split // C.tokens
         end = SPLIT - first // C.tokens % SPLIT
@@ -395,7 +395,7 @@ def walk(W: gl.constexpr, memory, K, piece, job, position):
     acc = wait_output(start_output(acc, p, memory.v.block(position - 1), C))
     memory.v.release(position - 1)
     total = gl.convert_layout(gl.sum(sums, 1), S)
-    if C.chained:
+    if C.split:
         acc, top, total = added(before, before_top, before_total, acc, top, total)
     return acc, top, total, position
 

@@ -79,8 +79,6 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
             job_begins = begins + job * units
             unit = x - job_begins
             count = gl.minimum(units - unit, last - x)
-            if C.split and not C.chained:
-                count = 1 + 0 * count
             head, tile = job, 0 * job
             some_begin, some_end = begin, end
             if tiles > 1:
@@ -99,12 +97,10 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
             if requests.notes is not None:
                 ours = is_left(requests.notes, b, heads_kv, head, piece.first_row, queries, requests.n_q, C, GROUP)
             if ours:
-                parts, first = parts_of(job_begins, units, stretch, C)
+                parts, first = parts_of(job_begins, units, stretch)
                 part = team - first
-                if C.split and not C.chained:
-                    part = unit
                 chain = None
-                if C.chained:
+                if C.split:
                     places, line = places_of_cta(requests, stretch, C), job_begins - begin // C.unit
                     place = gl.where(part > 0, team * (places - stretch) + line, team * places + places - 1)
                     after = gl.maximum((first + 1) * stretch, line + some_begin // C.unit)

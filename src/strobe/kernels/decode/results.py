@@ -6,6 +6,7 @@ ROWS may be in use.
 """
 
 from strobe.kernels.common.scores import LN2, LOG2E
+from strobe.kernels.decode.arguments import Piece
 from strobe.kernels.decode.layouts import along, result_layout
 from strobe.kernels.decode.schedule import place_of, place_of_link, places_of_cta
 from strobe.kernels.decode.scores import finite
@@ -70,7 +71,7 @@ def merge(K, job, row, rows, MERGED: gl.constexpr, AT_ONCE: gl.constexpr):
     o = gl.full([MERGED, C.head_dim_v], 0.0, gl.float32, gl.SliceLayout(0, R))
     top = gl.full([MERGED], -float("inf"), gl.float32, gl.SliceLayout(0, H))
     total = gl.full([MERGED], 0.0, gl.float32, gl.SliceLayout(0, H))
-    SPACE: gl.constexpr = 1 if C.split else 2 * C.abreast  # places from one part to the next, but for the first one
+    SPACE: gl.constexpr = 2 * C.abreast  # places from one part to the next, but for the first one
     start = place_of(1, job.first, job.begins, job.stretch, C) - SPACE
     own = place_of(0, job.first, job.begins, job.stretch, C) - start
     sums = K.outputs.sums + start * (2 * K.ROWS) + row_2
@@ -246,7 +247,7 @@ def leave_parts(K, piece, job, key, acc, top, total):
     M: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     top, total = gl.convert_layout(top, M), gl.convert_layout(total, M)
     place = job.place
-    if K.C.chained:
+    if K.C.split:
         place += gl.where(job.chain.singly, key // K.C.unit, 0)
     rows = piece.queries * K.GROUP - piece.first_row
     for c in gl.static_range(len(acc)):
@@ -273,7 +274,7 @@ def merge_alone(K, piece, job, rows, AT_ONCE: gl.constexpr):
     """Merge all parts of a job, AT_ONCE of them at a time or, if they are few, 8, as code for more takes longer though most of
     it loads nothing."""
     ROWS: gl.constexpr = rows_of_group(K.C, K.ROWS)
-    if K.C.chained:
+    if K.C.split:
         merge_rows(K, piece, job, 0, rows, ROWS)
     elif AT_ONCE > 8:
         if job.parts <= 8:
@@ -337,7 +338,7 @@ def rows_at_once(C: gl.constexpr, parts):
 @gluon.jit
 def merge_rows(K, piece, job, row, rows, MERGED: gl.constexpr):
     """Merge MERGED rows of a job from row `row` on, of `rows` in use, and write them."""
-    if K.C.chained:
+    if K.C.split:
         o, top, total = merge_chain(K, job, row, rows, MERGED, parts_at_once(K.C, MERGED))
     else:
         o, top, total = merge(K, job, row, rows, MERGED, parts_at_once(K.C, MERGED))
@@ -397,9 +398,42 @@ def deliver(K, piece, job, acc, top, total, place=None):
         for c in gl.static_range(len(acc)):
             write(K, piece, 0, acc[c], top, total, c * WIDE, place)
     elif rows > 0:
-        if K.C.chained:
+        if K.C.split:
             if ~job.chain.singly | (piece.begin < piece.end):  # else nobody reads it
                 leave_parts(K, piece, job, piece.end - 1, acc, top, total)
         else:
             leave_parts(K, piece, job, piece.end - 1, acc, top, total)
         hand_in(K, piece, job, gl.minimum(rows, rows_of_group(K.C, K.ROWS)))
+
+
+@gluon.jit
+def nothing(R: gl.constexpr, COLUMNS: gl.constexpr, K):
+    """What is found of no keys: O in chunks of COLUMNS in a layout of [parts, rows, columns], the maximum and the sum of each
+    row."""
+    L: gl.constexpr = gl.SliceLayout(0, R)
+    M: gl.constexpr = gl.SliceLayout(1, L)
+    o = ()
+    for _ in gl.static_range(K.C.head_dim_v // COLUMNS):
+        o += (gl.full([K.ROWS, COLUMNS], 0.0, gl.float32, L),)
+    return o, gl.full([K.ROWS], -float("inf"), gl.float32, M), gl.full([K.ROWS], 0.0, gl.float32, M)
+
+
+@gluon.jit
+def take_splits(FIND: gl.constexpr, memory, K, piece, job, found, state):
+    """What FIND finds of each split of a piece is added to `found`, and delivered, or handed in by itself."""
+    SPLIT: gl.constexpr = K.C.split
+    o, top, total = found
+    first = piece.begin // SPLIT
+    splits = gl.maximum((piece.end + SPLIT - 1) // SPLIT - first, 1)
+    for i in range(splits):
+        begin, end = gl.maximum((first + i) * SPLIT, piece.begin), gl.minimum((first + i + 1) * SPLIT, piece.end)
+        its = Piece(piece.batch, piece.entry, piece.head, piece.first_row, piece.first_query, piece.queries, piece.length,
+                    begin, end)  # fmt: skip
+        (its_o, its_top, its_total), state = FIND(memory, K, its, state)
+        partition_barrier()  # everybody has read what was found, where K goes next
+        if job.chain.singly & (i + 1 < splits):
+            leave_parts(K, its, job, end - 1, its_o, its_top, its_total)
+        else:
+            o, top, total = added(o, top, total, its_o, its_top, its_total)
+    deliver(K, piece, job, o, top, total)
+    return state

@@ -189,23 +189,17 @@ def start_of(cta, stretch, total):
 
 
 @gluon.jit
-def parts_of(job_begins, units, stretch, C: gl.constexpr):
+def parts_of(job_begins, units, stretch):
     """How many parts a job has whose units begin at `job_begins` in the line, and the CTA of the first one."""
-    if C.split and not C.chained:
-        return units, job_begins
-    else:
-        first = quotient(job_begins, stretch)
-        return quotient(job_begins + units - 1, stretch) - first + 1, first
+    first = quotient(job_begins, stretch)
+    return quotient(job_begins + units - 1, stretch) - first + 1, first
 
 
 @gluon.jit
 def place_of(part, first, job_begins, stretch, C: gl.constexpr):
     """Where the partial result of a job's part goes. part: its number, or several; first: of `parts_of`."""
-    if C.split:
-        return first + part
-    else:
-        within = (job_begins > first * stretch).to(gl.int32)
-        return (2 * (first + part) + gl.where(part == 0, within, 0)) * C.abreast + gl.program_id(0) % C.abreast
+    within = (job_begins > first * stretch).to(gl.int32)
+    return (2 * (first + part) + gl.where(part == 0, within, 0)) * C.abreast + gl.program_id(0) % C.abreast
 
 
 @gluon.jit
