@@ -213,8 +213,8 @@ def take(memory, K, piece, job, state):
         COLUMNS: gl.constexpr = meet_shape(K.C, K.ROWS)[3]
         return take_splits(find, memory, K, piece, job, nothing(result_layout(K.C, COLUMNS), COLUMNS, K), state)
     else:
-        (o, top, total), state = find(memory, K, piece, state)
-        deliver(K, piece, job, o, top, total)
+        found, state = find(memory, K, piece, state)
+        deliver(K, piece, job, found[0], found[1], found[2])
         partition_barrier()  # everybody has read what the warps found, where K goes next
         return state
 

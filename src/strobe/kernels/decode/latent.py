@@ -220,8 +220,8 @@ def take_latent(memory, K, piece, job, turn):
     if C.split:
         return take_splits(find, memory, K, piece, job, nothing(result_layout(C, C.head_dim_v), C.head_dim_v, K), turn)
     else:
-        (o, top, total), turn = find(memory, K, piece, turn)
-        deliver(K, piece, job, o, top, total)
+        found, turn = find(memory, K, piece, turn)
+        deliver(K, piece, job, found[0], found[1], found[2])
         partition_barrier()  # everybody has read the result, where K goes next
         return turn
 

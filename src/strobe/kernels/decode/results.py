@@ -429,7 +429,8 @@ def take_splits(FIND: gl.constexpr, memory, K, piece, job, found, state):
         begin, end = gl.maximum((first + i) * SPLIT, piece.begin), gl.minimum((first + i + 1) * SPLIT, piece.end)
         its = Piece(piece.batch, piece.entry, piece.head, piece.first_row, piece.first_query, piece.queries, piece.length,
                     begin, end)  # fmt: skip
-        (its_o, its_top, its_total), state = FIND(memory, K, its, state)
+        its_found, state = FIND(memory, K, its, state)
+        its_o, its_top, its_total = its_found
         partition_barrier()  # everybody has read what was found, where K goes next
         if job.chain.singly & (i + 1 < splits):
             leave_parts(K, its, job, end - 1, its_o, its_top, its_total)
