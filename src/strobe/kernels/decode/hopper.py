@@ -342,6 +342,29 @@ def walk_on(memory, K, piece, q, scale, holes, first, plain, position, begin, en
 
 
 @gluon.jit
+def turn_over(memory, K, piece, q, scale, holes, at, now, acc, p):
+    """From one split to the next, whose first step is `now` and begins with key `at`: O of the one, the maximum of each row in
+    the other's first step, and its P."""
+    C: gl.constexpr = K.C
+    memory.k.wait(now)
+    s = start_scores(q, memory.k.block(now), C)
+    memory.v.wait(now - 1)
+    acc = start_output(acc, p, memory.v.block(now - 1), C)
+    s = warpgroup_mma_wait(len(acc), deps=[s])
+    memory.k.release(now)
+    top, wide, _ = weights_of(masked(s, K, piece, at, holes, C, True), scale, no_maximum(C))
+    memory.v.wait(now - 1)
+    acc = wait_output(acc)
+    memory.v.release(now - 1)
+    return acc, top, wide
+
+
+@gluon.jit
+def no_maximum(C: gl.constexpr):
+    return gl.full([C.rows], -float("inf"), gl.float32, rows_of(C, C.tokens))
+
+
+@gluon.jit
 def walk(W: gl.constexpr, memory, K, piece, job, position):
     """Walk along the keys of a piece, one step at least: O in chunks, the maximum and the sum of each row of the W-th group,
     and how many steps the CTA has copied."""
@@ -355,37 +378,27 @@ def walk(W: gl.constexpr, memory, K, piece, job, position):
     s = warpgroup_mma_wait(0, deps=[start_scores(q, memory.k.block(position), C)])
     memory.k.release(position)
     s = masked(s, K, piece, first, holes, C, True)
-    nothing = gl.full([C.rows], -float("inf"), gl.float32, S)
-    top, wide, _ = weights_of(s, scale, nothing)
+    top, wide, _ = weights_of(s, scale, no_maximum(C))
     sums = lane_sums(wide)
     p = operand_of(wide, dtype, C)
     begin, plain = gl.to_tensor(1), plain_steps(K.terms, piece, first, steps, holes, C)
     if C.split:
-        before, before_top, before_total = acc, nothing, gl.full([C.rows], 0.0, gl.float32, S)
+        before, before_top, before_total = acc, no_maximum(C), gl.full([C.rows], 0.0, gl.float32, S)
         SPLIT: gl.constexpr = C.split // C.tokens
         end = SPLIT - first // C.tokens % SPLIT
         while begin <= steps:
-            acc, top, sums, p = walk_on(memory, K, piece, q, scale, holes, first, plain, position, begin, gl.minimum(end, steps), acc, top, sums, p)
+            acc, top, sums, p = walk_on(memory, K, piece, q, scale, holes, first, plain, position, begin, gl.minimum(end, steps),
+                                        acc, top, sums, p)  # fmt: skip
             if end < steps:
-                now = position + end
-                memory.k.wait(now)
-                s = start_scores(q, memory.k.block(now), C)
-                memory.v.wait(now - 1)
-                acc = start_output(acc, p, memory.v.block(now - 1), C)
-                s = warpgroup_mma_wait(len(acc), deps=[s])
-                memory.k.release(now)
-                s = masked(s, K, piece, first + end * C.tokens, holes, C, True)
-                new_top, wide, _ = weights_of(s, scale, nothing)
-                memory.v.wait(now - 1)
-                acc = wait_output(acc)
-                memory.v.release(now - 1)
+                at = first + end * C.tokens
+                acc, next_top, wide = turn_over(memory, K, piece, q, scale, holes, at, position + end, acc, p)
                 p = operand_of(wide, dtype, C)
                 total = gl.convert_layout(gl.sum(sums, 1), S)
                 if job.chain.singly:
-                    leave_parts(K, piece, job, first + end * C.tokens - 1, acc, top, total)
+                    leave_parts(K, piece, job, at - 1, acc, top, total)
                 else:
                     before, before_top, before_total = added(before, before_top, before_total, acc, top, total)
-                acc, top, sums = no_output(C), new_top, lane_sums(wide)
+                acc, top, sums = no_output(C), next_top, lane_sums(wide)
             begin = end + 1
             end += SPLIT
     else:
