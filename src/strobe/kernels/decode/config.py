@@ -92,6 +92,10 @@ class Config:
     halves: int = 1
     groups: int = 1
     by_way_of_q: bool = False
+    inloop: bool = False
+    keep: bool = False
+    alone: int = -1
+    copying: int = 56
 
     @property
     def of_group(self) -> Config:
@@ -148,7 +152,7 @@ class Config:
     def copier_registers(self) -> int:
         """Registers a thread that a warp which copies sets for itself (setmaxnreg)."""
         # by cp.async over pages of 64 keys, with 104 the loop spilled: 16.4 microseconds, not 14.8 (an H200, one request of 8k)
-        return (40 if self.split else 80) if self.box else 152
+        return (self.copying if self.split else 80) if self.box else 152
 
     @property
     def merged_rows(self) -> int:
@@ -156,13 +160,15 @@ class Config:
         if self.narrow:  # so that a thread has four numbers of a part, and many parts at once
             # an H200, one request of 8k keys, 16 heads: 20.0 microseconds, with 8 rows 33.6; 128 heads: 24.6, with 4 rows 28.6
             return 128 * self.warps // self.head_dim_v
+        if self.split and self.specialised:
+            return 8
         return min(8, self.warps * max(1, 128 // self.head_dim_v))
 
     @property
     def merged_of_few(self) -> int:
         """The same for few parts, of which a thread reads several rows; 0: the same number."""
         # an H200, 128 heads, 32 requests of 8k keys, two parts of each tile: 145 microseconds, with 2 rows 154
-        return 4 * self.warps if self.split and self.specialised else 16 if self.halves > 1 else 0
+        return 8 * self.warps if self.split and self.specialised else 16 if self.halves > 1 else 0
 
     def parts_beside(self, rows: int) -> int:
         """Partial results of so many rows that the warps can hold beside their sum, in the registers that are free."""
@@ -182,8 +188,8 @@ class Config:
         not hold them, or where parts must be added up in an order that does not depend on the rows."""
         most = 8 if self.specialised else 32
         beside = self.parts_beside(rows)
-        if self.split:
-            return 16 if rows <= 32 else 0
+        if self.split and self.alone >= 0:
+            return self.alone
         return 0 if beside < 1 else max(4, 2 * min(most, power_of_two(beside)))
 
     def __post_init__(self):

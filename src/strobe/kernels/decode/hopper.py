@@ -342,6 +342,49 @@ def walk_on(memory, K, piece, q, scale, holes, first, plain, position, begin, en
 
 
 @gluon.jit
+def walk_through(memory, K, piece, job, q, scale, holes, first, plain, position, steps, acc, top, sums, p):
+    C: gl.constexpr = K.C
+    S: gl.constexpr = rows_of(C, C.tokens)
+    SPLIT: gl.constexpr = C.split // C.tokens
+    dtype: gl.constexpr = memory.q.dtype
+    before, before_top, before_total = acc, no_maximum(C), gl.full([C.rows], 0.0, gl.float32, S)
+    begin = gl.to_tensor(1)
+    for MASKED in gl.static_range(2):
+        upto = steps if MASKED else plain
+        for i in tl.range(begin, upto, disable_licm=True):
+            now = position + i
+            at = first + i * C.tokens
+            memory.k.wait(now)
+            s = start_scores(q, memory.k.block(now), C)
+            memory.v.wait(now - 1)
+            acc = start_output(acc, p, memory.v.block(now - 1), C)
+            s = warpgroup_mma_wait(len(acc), deps=[s])
+            memory.k.release(now)
+            s = masked(s, K, piece, at, holes, C, MASKED)
+            begins = (at // C.tokens) % SPLIT == 0
+            new_top, wide, factor = weights_of(s, scale, gl.where(begins, -float("inf"), top))
+            lanes = lane_sums(wide)
+            # Complete already, but ptxas moves no wait above it: P V stays hidden under the exponentials.
+            memory.v.wait(now - 1)
+            acc = wait_output(acc)
+            memory.v.release(now - 1)
+            p = operand_of(wide, dtype, C)
+            if begins:
+                total = gl.convert_layout(gl.sum(sums, 1), S)
+                if job.chain.singly:
+                    leave_parts(K, piece, job, at - 1, acc, top, total)
+                else:
+                    before, before_top, before_total = added(before, before_top, before_total, acc, top, total)
+                acc, sums = no_output(C), lanes
+            else:
+                sums = sums * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout)), 1) + lanes
+                acc = rescaled(acc, factor, C)
+            top = new_top
+        begin = upto
+    return acc, top, sums, p, before, before_top, before_total
+
+
+@gluon.jit
 def turn_over(memory, K, piece, q, scale, holes, at, now, acc, p):
     """From one split to the next, whose first step is `now` and begins with key `at`: O of the one, the maximum of each row in
     the other's first step, and its P."""
@@ -382,7 +425,10 @@ def walk(W: gl.constexpr, memory, K, piece, job, position):
     sums = lane_sums(wide)
     p = operand_of(wide, dtype, C)
     begin, plain = gl.to_tensor(1), plain_steps(K.terms, piece, first, steps, holes, C)
-    if C.split:
+    if C.inloop:
+        acc, top, sums, p, before, before_top, before_total = walk_through(
+            memory, K, piece, job, q, scale, holes, first, plain, position, steps, acc, top, sums, p)
+    elif C.split:
         before, before_top, before_total = acc, no_maximum(C), gl.full([C.rows], 0.0, gl.float32, S)
         SPLIT: gl.constexpr = C.split // C.tokens
         end = SPLIT - first // C.tokens % SPLIT

@@ -15,8 +15,11 @@ from strobe.kernels.gluon import gl, gluon, partition_barrier
 PATIENCE = gl.constexpr(64)
 """How often a CTA whose work is done looks whether the other parts of its last job are there, to help to merge them."""
 GAVE_UP = gl.constexpr(1 << 16)
-FEW_PARTS = gl.constexpr(8)
-"""Parts of a job that are so few that more rows are merged at once."""
+@gluon.constexpr_function
+def few_parts(C):
+    return 4 if C.split else 8
+
+
 
 
 @gluon.constexpr_function
@@ -238,7 +241,10 @@ def leave_part(K, place, rows, o, top, total, COLUMN: gl.constexpr):
         gl.store(at + K.ROWS, total, mask=row < rows)
     row, column = gl.expand_dims(row, 1), COLUMN + gl.expand_dims(gl.arange(0, o.shape[1], gl.SliceLayout(0, L)), 0)
     at = K.outputs.parts + place.to(gl.int64) * (K.ROWS * K.C.head_dim_v) + place_in_part(row, column, K.C)
-    gl.store(at, o, mask=(row < rows) & (column < K.C.head_dim_v))
+    if K.C.keep:
+        gl.store(at, o, mask=(row < rows) & (column < K.C.head_dim_v), eviction_policy="evict_last")
+    else:
+        gl.store(at, o, mask=(row < rows) & (column < K.C.head_dim_v))
 
 
 @gluon.jit
@@ -308,7 +314,7 @@ def merge_together(K, piece, job, rows, arrivals, there):
             turn = heard(answer, K.C)
         while turn < turns:
             if K.C.merged_of_few > 0:
-                if job.parts <= FEW_PARTS:
+                if job.parts <= few_parts(K.C):
                     merge_rows(K, piece, job, turn * size, rows, K.C.merged_of_few)
                 else:
                     merge_rows(K, piece, job, turn * size, rows, K.C.merged_rows)
@@ -331,7 +337,7 @@ def rows_at_once(C: gl.constexpr, parts):
     """Rows of a job of so many parts that are merged at once."""
     rows = 0 * parts + C.merged_rows
     if C.merged_of_few > 0:
-        rows = gl.where(parts <= FEW_PARTS, C.merged_of_few, rows)
+        rows = gl.where(parts <= few_parts(C), C.merged_of_few, rows)
     return rows
 
 
