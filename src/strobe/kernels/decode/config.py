@@ -188,8 +188,8 @@ class Config:
         not hold them, or where parts must be added up in an order that does not depend on the rows."""
         most = 8 if self.specialised else 32
         beside = self.parts_beside(rows)
-        if self.split and self.alone >= 0:
-            return self.alone
+        if self.split:
+            return 16 if rows <= 8 else 0
         return 0 if beside < 1 else max(4, 2 * min(most, power_of_two(beside)))
 
     def __post_init__(self):
