@@ -43,7 +43,8 @@ def run(
     tensors = Tensors(**given, **made)
     (one,) = launch.calls(problem, tensors, gpu, chosen)
     function = one.kernel if kernel is None else getattr(kernel, "hopper_kernel" if chosen.by_wgmma else "decode_kernel")
-    simulated = Launch(function, one.grid, (), one.keywords, arch=arch, rewritable=("arrivals",))
+    again = ("arrivals", "parts", "sums") if chosen.split else ("arrivals",)  # by a CTA that merges several whole jobs
+    simulated = Launch(function, one.grid, (), one.keywords, arch=arch, rewritable=again)
     wanted = right(call)
     for _ in range(launches):
         if "cu_seqlens_q" not in call.keywords:

@@ -21,7 +21,7 @@ def simulate(seed: int) -> None:
     dtype = (torch.float16, torch.bfloat16)[seed % 2]
     deterministic = seed % 4 == 3
     call = draw(seed, dtype, honest=seed % 3 > 0, deterministic=deterministic)
-    config = {"split": 128} if deterministic else {}
+    config = {"split": 128, "chain": 256} if deterministic else {}
     run(call, ctas=1 + seed % 6, order=ORDERS[seed // 2 % 4], seed=seed, arch=(80, 90)[seed % 2], **config)
 
 
@@ -53,7 +53,7 @@ def test_columns_that_two_warps_share():
 @pytest.mark.parametrize(("heads", "deterministic"), [(16, False), (16, True), (64, False)])
 def test_values_that_are_columns_of_keys(heads, deterministic):
     call = latent(heads)._replace(keywords={"deterministic": deterministic})
-    run(call, ctas=3, **({"split": 64} if deterministic else {}))
+    run(call, ctas=3, **({"split": 64, "chain": 128} if deterministic else {}))
 
 
 def simulate_wgmma(seed: int) -> None:
@@ -119,6 +119,8 @@ def test_other_configs_of_wgmma(rows, tokens, stages, groups):
 FIXED = {"head_dim": 128, "head_dim_v": 128, "page": 64, "ragged": False, "room": 900, "batch": 2, "lengths": [880, 300],
          "tree": False, "mask": strobe.Causal(), "group": 4, "heads_kv": 1, "leftpad": False, "softcap": 0.0, "alibi": False,
          "sinks": False}  # fmt: skip
+CUT = {"split": 128, "chain": 512}
+"""Keys of a split and of a chain, so few that a request has two chains."""
 
 
 @pytest.mark.parametrize("n_q", [4, 18])
@@ -127,11 +129,11 @@ def test_bits_depend_on_a_requests_keys_alone(kinds, n_q):
     """On neither other requests, nor the number of queries, nor how many CTAs there are, nor how many groups of warps."""
     call = draw(21, torch.bfloat16, deterministic=True, n_q=n_q, **FIXED)
     cache = strobe.Cache(call.cache.k, call.cache.v, call.cache.lengths[:1], call.cache.page_table[:1])
-    whole = run(call, ctas=1, choose=kinds[0], split=128)
+    whole = run(call, ctas=1, choose=kinds[0], **CUT)
     for kind, ctas in itertools.product(kinds, (2, 3, 16)):
-        found = run(call, ctas=ctas, choose=kind, split=128)
+        found = run(call, ctas=ctas, choose=kind, **CUT)
         assert torch.equal(whole[0], found[0]) and torch.equal(whole[1], found[1]), (kind, ctas)
-        last = run(call._replace(q=call.q[:1, -1:], cache=cache), ctas=ctas, choose=kind, split=128)
+        last = run(call._replace(q=call.q[:1, -1:], cache=cache), ctas=ctas, choose=kind, **CUT)
         assert torch.equal(whole[0][:1, -1:], last[0]) and torch.equal(whole[1][:1, :, -1:], last[1]), (kind, ctas)
 
 
@@ -143,8 +145,8 @@ def simulate_splits(seed: int) -> None:
     call = draw(seed, dtype, honest=seed % 3 > 0, page=page, n_q=n_q, group=group, heads_kv=1, head_dim=128, head_dim_v=128,
                 tree=False, deterministic=True, room=(257, 700)[seed // 3 % 2])  # fmt: skip
     kind, order = (of_one_group, of_wgmma, of_mma)[seed % 3], ORDERS[seed // 2 % 4]
-    split = {"split": 128 if kind is of_mma else 64}
-    one, several = (run(call, ctas=ctas, order=order, seed=seed, choose=kind, **split) for ctas in (1, 2 + seed % 12))
+    cut = {"split": 128 if kind is of_mma else 64, "chain": ((256, 512), (384, 1024))[seed // 3 % 2][seed // 2 % 2]}
+    one, several = (run(call, ctas=ctas, order=order, seed=seed, choose=kind, **cut) for ctas in (1, 2 + seed % 12))
     assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(one, several, strict=True))
 
 
@@ -156,7 +158,7 @@ def test_splits(seed):
 @pytest.mark.parametrize("choose_one", [of_mma, of_wgmma])
 def test_bits_of_latent_keys(choose_one):
     call = latent(48)._replace(keywords={"deterministic": True})
-    one, *others = (run(call, ctas=ctas, choose=choose_one, split=64) for ctas in (1, 2, 5))
+    one, *others = (run(call, ctas=ctas, choose=choose_one, split=64, chain=128) for ctas in (1, 2, 5))
     assert all(torch.equal(x, y) for other in others for x, y in zip(one, other, strict=True))
 
 

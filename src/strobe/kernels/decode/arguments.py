@@ -131,12 +131,18 @@ class Piece:
 
 @aggregate
 class Chain:
-    """A job's splits, which are added up one after the other. The CTA that has the first one adds up those that it has; singly:
-    whether a CTA is another, which hands in each split that it has. after, until: the splits of all others, in the line."""
+    """A job's splits, which are added up in chains: the first of a chain and those behind it that a CTA has by that CTA, which
+    hands them in as one part, all others when the job is merged, each of them a part. begins: whether the job begins with this
+    piece; settled: the first key of the piece from which on it has the beginning of each chain; line: what the number of a split
+    is less than its place in the line of the schedule; job_begin, begin, end: the first split of the job, that of its tile, and
+    the one behind its tile's last."""
 
-    singly: gl.tensor
-    after: gl.tensor
-    until: gl.tensor
+    begins: gl.tensor
+    settled: gl.tensor
+    line: gl.tensor
+    job_begin: gl.tensor
+    begin: gl.tensor
+    end: gl.tensor
 
 
 @aggregate

@@ -62,6 +62,7 @@ class Config:
     warps: rows / 16 of them share the rows, column_warps the columns of O, the others the keys of a step.
     ctas: on each multiprocessor.
     split: keys of a part, where parts must not depend on other requests; 0: parts are as long as balance asks.
+    chain: keys whose splits are added up one after the other; half of those that a request has room for, at least.
     kv_bytes: of an element of the cache.
     narrow: columns of K beyond head_dim, where V is its first head_dim columns; 0 where V lies elsewhere.
     column_warps: warps that share a state of the softmax, and halve (or quarter) the columns of O, which would not fit the
@@ -92,10 +93,7 @@ class Config:
     halves: int = 1
     groups: int = 1
     by_way_of_q: bool = False
-    inloop: bool = False
-    keep: bool = False
-    alone: int = -1
-    copying: int = 56
+    chain: int = 0
 
     @property
     def of_group(self) -> Config:
@@ -152,7 +150,7 @@ class Config:
     def copier_registers(self) -> int:
         """Registers a thread that a warp which copies sets for itself (setmaxnreg)."""
         # by cp.async over pages of 64 keys, with 104 the loop spilled: 16.4 microseconds, not 14.8 (an H200, one request of 8k)
-        return (self.copying if self.split else 80) if self.box else 152
+        return (56 if self.split else 80) if self.box else 152
 
     @property
     def merged_rows(self) -> int:
@@ -248,7 +246,7 @@ def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
     if rows == MOST_ROWS and wide == 128 and kv_bytes == 2:
         tokens, stages = 32, 6  # 64 rows: a warp has half as many scores at once: 4 % faster (16 queries of 64 heads on 8)
     split = split_of(problem.capacity, max(tokens, 64)) if problem.deterministic else 0
-    config = Config(dim, dim_v, rows, tokens, 2, warps, 1, split, kv_bytes, columns)
+    config = Config(dim, dim_v, rows, tokens, 2, warps, 1, split, kv_bytes, columns, chain=chain_of(problem))
     few = not split and rows == MMA_ROWS and jobs(problem, config) <= FEW_JOBS
     if few and wide == 128 and kv_bytes == 2 and arch.capability == 90:
         config = replace(config, warps=8, tokens=128)  # half as many parts to merge: 4 % faster (batch 1, 8k keys, 8 key heads)
@@ -289,9 +287,9 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     # (and one), pages of 64 and 16, contiguous: 32 requests of 8k keys: 337 (372), 362 (384), 324 (371); 8 of 8k over pages: 85
     # (87), 91 (89); 32 of 1k: 54 (55), 58 (58); 1 of 32k: 50.3 (48.9).
     tokens = WGMMA_TOKENS
-    split = split_of(problem.capacity, tokens) if problem.deterministic else 0
+    split = short_split_of(problem) if problem.deterministic else 0
     if is_latent(problem):
-        return of_latent(problem, arch, split)
+        return of_latent(problem, arch)
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
     rows = rows or (128 if problem.rows > 64 else 64)
@@ -306,16 +304,18 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     many, long = rows > MOST_ROWS, problem.capacity >= LONG_ROOM
     apart = many and keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS
     config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk, groups=1 + apart,
-                    by_way_of_q=many and not long)  # fmt: skip
+                    by_way_of_q=many and not long, chain=chain_of(problem))  # fmt: skip
     most = MOST_STAGES
     if many and long and problem.page_size is not None:
         most = MOST_UNDER_WAY // (tokens * (dim + dim_v) * config.kv_bytes)
     return with_all_stages(config, arch, most)
 
 
-def of_latent(problem: DecodeProblem, arch: Arch, split: int = 0) -> Config:
+def of_latent(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of TMA and wgmma for multi-head latent attention: eight warps that do the same, or two groups of four."""
-    usual = Config(512, 512, 64, WGMMA_TOKENS, 2, 8, 1, split, column_warps=2, narrow=64, box=LATENT_BOX, chunk=256)
+    split = split_of(problem.capacity, WGMMA_TOKENS) if problem.deterministic else 0
+    usual = Config(512, 512, 64, WGMMA_TOKENS, 2, 8, 1, split, column_warps=2, narrow=64, box=LATENT_BOX, chunk=256,
+                   chain=chain_of(problem))  # fmt: skip
     keys = problem.batch * problem.heads_kv * problem.capacity
     if split or (problem.rows <= usual.rows and keys <= FEW_LATENT_KEYS):
         return usual
@@ -374,8 +374,8 @@ def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of one group of wgmma, beside four warps that copy by cp.async: one CTA a multiprocessor, and a long ring."""
     # two CTAs with half a ring each: 13.2, 26.7, 25.3 and 109.8 microseconds, in place of the four in the first line above
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    split = split_of(problem.capacity, WGMMA_TOKENS) if problem.deterministic else 0
-    return with_all_stages(Config(dim, dim_v, 64, WGMMA_TOKENS, 2, 4, 1, split, chunk=dim), arch)
+    split = short_split_of(problem) if problem.deterministic else 0
+    return with_all_stages(Config(dim, dim_v, 64, WGMMA_TOKENS, 2, 4, 1, split, chunk=dim, chain=chain_of(problem)), arch)
 
 
 def with_all_stages(config: Config, arch: Arch, most: int = MOST_STAGES) -> Config:
@@ -404,7 +404,7 @@ def _latent(problem: DecodeProblem) -> Config:
     rows = 32 if problem.rows > MMA_ROWS and not problem.deterministic else MMA_ROWS
     split = split_of(problem.capacity, 64) if problem.deterministic else 0
     kv_bytes = problem.kv_dtype.itemsize
-    return Config(512, 512, rows, 64, 2 if kv_bytes == 2 else 4, 8, 1, split, kv_bytes, 4, 64)
+    return Config(512, 512, rows, 64, 2 if kv_bytes == 2 else 4, 8, 1, split, kv_bytes, 4, 64, chain=chain_of(problem))
 
 
 def split_of(capacity: int, tokens: int) -> int:
@@ -414,6 +414,24 @@ def split_of(capacity: int, tokens: int) -> int:
     while split * MOST_PARTS < capacity or (split < USUAL_SPLIT and 4 * split < capacity):
         split *= 2
     return max(split, tokens)
+
+
+def short_split_of(problem: DecodeProblem) -> int:
+    """The same where a CTA goes from one split to the next without a pause: with 8 key heads a 16th of the room, or an 8th of up
+    to 4096, so that one request keeps a GPU busy."""
+    room, splits = room_of(problem.capacity), min(32, max(8, 128 // problem.heads_kv))
+    return max(WGMMA_TOKENS, max(room, min(8192, 2 * room)) // splits)
+
+
+def chain_of(problem: DecodeProblem) -> int:
+    """Keys of a chain: the room or, where many keys hide that what was found of one chain is written and read, half of it."""
+    room = room_of(problem.capacity)
+    return 0 if not problem.deterministic else room // 2 if room > LONG_ROOM else max(room, USUAL_SPLIT)
+
+
+def room_of(capacity: int) -> int:
+    """The power of two that holds what a request has room for."""
+    return 1 << (capacity - 1).bit_length()
 
 
 def power_of_two(n: int) -> int:
@@ -432,7 +450,7 @@ def partial_places(problem: DecodeProblem, config: Config, ctas: int) -> int:
         return 2 * ctas
     splits = -(-problem.capacity // config.split)
     stretch = 9 * -(-jobs(problem, config) * splits // ctas) // 8 + 1  # at most: see `schedule.stretch_of`
-    return ctas * (min(stretch, splits) + 1)
+    return ctas * min(stretch, splits + 1)
 
 
 def jobs(problem: DecodeProblem, config: Config) -> int:

@@ -40,7 +40,7 @@ import triton.language as tl
 from strobe.kernels.common.channel import Channel, make_barriers, swizzled
 from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.packed_halves import rounded
-from strobe.kernels.decode.arguments import NUMBERS, Cached, Job, Kernel, Outputs, Piece, Terms
+from strobe.kernels.decode.arguments import NUMBERS, Cached, Chain, Job, Kernel, Outputs, Piece, Terms
 from strobe.kernels.decode.boxes import (
     accumulator,
     clear_values,
@@ -64,7 +64,7 @@ from strobe.kernels.decode.keys import is_key, look_up, rows_at
 from strobe.kernels.decode.latent import make_latent_memory, take_latent
 from strobe.kernels.decode.latent_turns import left_group, make_turns_memory, right_group
 from strobe.kernels.decode.pieces import ask_ahead, take_pieces
-from strobe.kernels.decode.results import added, deliver, leave_parts
+from strobe.kernels.decode.results import added, deliver, ends_part, leave_parts
 from strobe.kernels.decode.schedule import Requests
 from strobe.kernels.gluon import (
     aggregate,
@@ -81,6 +81,10 @@ from strobe.kernels.gluon import (
 )
 
 
+NOTES = gl.constexpr(22)
+"""Numbers of a piece and its job."""
+
+
 @aggregate
 class Memory:
     """The descriptors of K and V, and the shared memory of a CTA: see the tables above."""
@@ -90,6 +94,7 @@ class Memory:
     q: gl.shared_memory_descriptor
     k: Channel
     v: Channel
+    board: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -98,7 +103,10 @@ def make_memory(k_desc, v_desc, C: gl.constexpr):
     dtype: gl.constexpr = k_desc.dtype if C.box else k_desc.dtype.element_ty
     shape: gl.constexpr = [C.groups * (C.head_dim // C.chunk), C.rows // C.groups, C.chunk]
     q = gl.allocate_shared_memory(dtype, shape, swizzled(dtype, C.chunk))
-    return Memory(k_desc, v_desc, q, make_ring(dtype, C.head_dim, 0, C), make_ring(dtype, C.head_dim_v, 1, C))
+    board = q
+    if C.split:
+        board = gl.allocate_shared_memory(gl.int32, [C.groups * NOTES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Memory(k_desc, v_desc, q, make_ring(dtype, C.head_dim, 0, C), make_ring(dtype, C.head_dim_v, 1, C), board)
 
 
 @gluon.jit
@@ -312,48 +320,58 @@ def operand_of(p, dtype: gl.constexpr, C: gl.constexpr):
         return p.to(dtype)
 
 
-@gluon.jit
-def walk_on(memory, K, piece, q, scale, holes, first, plain, position, begin, end, acc, top, sums, p):
-    """Walk along steps [begin, end) of a piece, of which those up to `plain` are not masked. What was found of those before is
-    added to, but for the values of the last one, P V, which is still to come, before and after."""
-    C: gl.constexpr = K.C
-    dtype: gl.constexpr = memory.q.dtype
-    for MASKED in gl.static_range(2):
-        upto = end if MASKED else gl.minimum(plain, end)
-        for i in tl.range(begin, upto, disable_licm=True):
-            now = position + i
-            memory.k.wait(now)
-            s = start_scores(q, memory.k.block(now), C)
-            memory.v.wait(now - 1)
-            acc = start_output(acc, p, memory.v.block(now - 1), C)
-            s = warpgroup_mma_wait(len(acc), deps=[s])
-            memory.k.release(now)
-            s = masked(s, K, piece, first + i * C.tokens, holes, C, MASKED)
-            top, wide, factor = weights_of(s, scale, top)
-            sums = sums * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout)), 1) + lane_sums(wide)
-            # Complete already, but ptxas moves no wait above it: P V stays hidden under the exponentials.
-            memory.v.wait(now - 1)
-            acc = wait_output(acc)
-            memory.v.release(now - 1)
-            p = operand_of(wide, dtype, C)
-            acc = rescaled(acc, factor, C)
-        begin = gl.maximum(upto, begin)
-    return acc, top, sums, p
+@gluon.constexpr_function
+def of_a_number(warps):
+    return gl.BlockedLayout([1], [32], [warps], [0])
 
 
 @gluon.jit
-def walk_through(memory, K, piece, job, q, scale, holes, first, plain, position, steps, acc, top, sums, p):
+def note(W: gl.constexpr, memory, piece, job):
+    """Write a piece and its job down, so that no register has to hold them while the group walks along its keys."""
+    chain = job.chain
+    numbers = (
+        piece.batch, piece.entry, piece.head, piece.first_row, piece.first_query, piece.queries, piece.length, piece.begin,
+        piece.end, job.number, job.parts, job.first, job.begins, job.stretch, job.place, job.patience, chain.begins.to(gl.int32),
+        chain.settled, chain.line, chain.job_begin, chain.begin, chain.end,
+    )  # fmt: skip
+    for i in gl.static_range(NOTES):
+        memory.board.index(W * NOTES + i).store(gl.full([1], 0, gl.int32, of_a_number(gl.num_warps())) + numbers[i])
+
+
+@gluon.jit
+def noted(W: gl.constexpr, memory):
+    """What `note` wrote down."""
+    n = ()
+    for i in gl.static_range(NOTES):
+        n += (gl.max(memory.board.index(W * NOTES + i).load(of_a_number(gl.num_warps())), 0),)
+    chain = Chain(n[16] != 0, n[17], n[18], n[19], n[20], n[21])
+    return Piece(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8]), Job(n[9], n[10], n[11], n[12], n[13], n[14], n[15], chain)
+
+
+@gluon.jit
+def walk(W: gl.constexpr, memory, K, piece, job, position):
+    """Walk along the keys of a piece, one step at least: O in chunks, the maximum and the sum of each row of the W-th group,
+    and how many steps the CTA has copied. Where keys are cut in splits, that is of the last part, and the others are handed in."""
     C: gl.constexpr = K.C
     S: gl.constexpr = rows_of(C, C.tokens)
-    SPLIT: gl.constexpr = C.split // C.tokens
     dtype: gl.constexpr = memory.q.dtype
-    before, before_top, before_total = acc, no_maximum(C), gl.full([C.rows], 0.0, gl.float32, S)
-    begin = gl.to_tensor(1)
+    first, steps = first_step(piece, C)
+    q, scale, holes = store_queries(W, memory, K, piece, C)
+    acc = no_output(C)
+    nothing = gl.full([C.rows], -float("inf"), gl.float32, S)
+    part, part_top, part_total = acc, nothing, gl.full([C.rows], 0.0, gl.float32, S)  # of the splits before
+    memory.k.wait(position)
+    s = warpgroup_mma_wait(0, deps=[start_scores(q, memory.k.block(position), C)])
+    memory.k.release(position)
+    s = masked(s, K, piece, first, holes, C, True)
+    top, wide, _ = weights_of(s, scale, nothing)
+    sums = lane_sums(wide)
+    p = operand_of(wide, dtype, C)
+    begin, plain = gl.to_tensor(1), plain_steps(K.terms, piece, first, steps, holes, C)
     for MASKED in gl.static_range(2):
-        upto = steps if MASKED else plain
-        for i in tl.range(begin, upto, disable_licm=True):
-            now = position + i
-            at = first + i * C.tokens
+        end = steps if MASKED else plain
+        for i in tl.range(begin, end, disable_licm=True):
+            now, at = position + i, first + i * C.tokens
             memory.k.wait(now)
             s = start_scores(q, memory.k.block(now), C)
             memory.v.wait(now - 1)
@@ -361,9 +379,15 @@ def walk_through(memory, K, piece, job, q, scale, holes, first, plain, position,
             s = warpgroup_mma_wait(len(acc), deps=[s])
             memory.k.release(now)
             s = masked(s, K, piece, at, holes, C, MASKED)
-            begins = (at // C.tokens) % SPLIT == 0
-            new_top, wide, factor = weights_of(s, scale, gl.where(begins, -float("inf"), top))
+            if C.split:
+                begins = at % C.split == 0
+                before = gl.where(begins, nothing, top)
+            else:
+                begins: gl.constexpr = False
+                before = top
+            next_top, wide, factor = weights_of(s, scale, before)
             lanes = lane_sums(wide)
+            next_sums = sums * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout)), 1) + lanes
             # Complete already, but ptxas moves no wait above it: P V stays hidden under the exponentials.
             memory.v.wait(now - 1)
             acc = wait_output(acc)
@@ -371,91 +395,23 @@ def walk_through(memory, K, piece, job, q, scale, holes, first, plain, position,
             p = operand_of(wide, dtype, C)
             if begins:
                 total = gl.convert_layout(gl.sum(sums, 1), S)
-                if job.chain.singly:
-                    leave_parts(K, piece, job, at - 1, acc, top, total)
-                else:
-                    before, before_top, before_total = added(before, before_top, before_total, acc, top, total)
+                part, part_top, part_total = added(part, part_top, part_total, acc, top, total)
                 acc, sums = no_output(C), lanes
+                if ends_part(job.chain, at, C):
+                    its, its_job = noted(W, memory)
+                    leave_parts(K, its, its_job, at - 1, part, part_top, part_total)
+                    part, part_top, part_total = acc, nothing, 0.0 * part_total
             else:
-                sums = sums * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout)), 1) + lanes
-                acc = rescaled(acc, factor, C)
-            top = new_top
-        begin = upto
-    return acc, top, sums, p, before, before_top, before_total
-
-
-@gluon.jit
-def turn_over(memory, K, piece, q, scale, holes, at, now, acc, p):
-    """From one split to the next, whose first step is `now` and begins with key `at`: O of the one, the maximum of each row in
-    the other's first step, and its P."""
-    C: gl.constexpr = K.C
-    memory.k.wait(now)
-    s = start_scores(q, memory.k.block(now), C)
-    memory.v.wait(now - 1)
-    acc = start_output(acc, p, memory.v.block(now - 1), C)
-    s = warpgroup_mma_wait(len(acc), deps=[s])
-    memory.k.release(now)
-    top, wide, _ = weights_of(masked(s, K, piece, at, holes, C, True), scale, no_maximum(C))
-    memory.v.wait(now - 1)
-    acc = wait_output(acc)
-    memory.v.release(now - 1)
-    return acc, top, wide
-
-
-@gluon.jit
-def no_maximum(C: gl.constexpr):
-    return gl.full([C.rows], -float("inf"), gl.float32, rows_of(C, C.tokens))
-
-
-@gluon.jit
-def walk(W: gl.constexpr, memory, K, piece, job, position):
-    """Walk along the keys of a piece, one step at least: O in chunks, the maximum and the sum of each row of the W-th group,
-    and how many steps the CTA has copied."""
-    C: gl.constexpr = K.C
-    S: gl.constexpr = rows_of(C, C.tokens)
-    dtype: gl.constexpr = memory.q.dtype
-    first, steps = first_step(piece, C)
-    q, scale, holes = store_queries(W, memory, K, piece, C)
-    acc = no_output(C)
-    memory.k.wait(position)
-    s = warpgroup_mma_wait(0, deps=[start_scores(q, memory.k.block(position), C)])
-    memory.k.release(position)
-    s = masked(s, K, piece, first, holes, C, True)
-    top, wide, _ = weights_of(s, scale, no_maximum(C))
-    sums = lane_sums(wide)
-    p = operand_of(wide, dtype, C)
-    begin, plain = gl.to_tensor(1), plain_steps(K.terms, piece, first, steps, holes, C)
-    if C.inloop:
-        acc, top, sums, p, before, before_top, before_total = walk_through(
-            memory, K, piece, job, q, scale, holes, first, plain, position, steps, acc, top, sums, p)
-    elif C.split:
-        before, before_top, before_total = acc, no_maximum(C), gl.full([C.rows], 0.0, gl.float32, S)
-        SPLIT: gl.constexpr = C.split // C.tokens
-        end = SPLIT - first // C.tokens % SPLIT
-        while begin <= steps:
-            acc, top, sums, p = walk_on(memory, K, piece, q, scale, holes, first, plain, position, begin, gl.minimum(end, steps),
-                                        acc, top, sums, p)  # fmt: skip
-            if end < steps:
-                at = first + end * C.tokens
-                acc, next_top, wide = turn_over(memory, K, piece, q, scale, holes, at, position + end, acc, p)
-                p = operand_of(wide, dtype, C)
-                total = gl.convert_layout(gl.sum(sums, 1), S)
-                if job.chain.singly:
-                    leave_parts(K, piece, job, at - 1, acc, top, total)
-                else:
-                    before, before_top, before_total = added(before, before_top, before_total, acc, top, total)
-                acc, top, sums = no_output(C), next_top, lane_sums(wide)
-            begin = end + 1
-            end += SPLIT
-    else:
-        acc, top, sums, p = walk_on(memory, K, piece, q, scale, holes, first, plain, position, begin, steps, acc, top, sums, p)
+                acc, sums = rescaled(acc, factor, C), next_sums
+            top = next_top
+        begin = end
     position += steps
     memory.v.wait(position - 1)
     acc = wait_output(start_output(acc, p, memory.v.block(position - 1), C))
     memory.v.release(position - 1)
     total = gl.convert_layout(gl.sum(sums, 1), S)
     if C.split:
-        acc, top, total = added(before, before_top, before_total, acc, top, total)
+        acc, top, total = added(part, part_top, part_total, acc, top, total)
     return acc, top, total, position
 
 
@@ -483,7 +439,11 @@ def as_seen_by(W: gl.constexpr, K, piece, job):
 def multiply(W: gl.constexpr, memory, K, piece, job, position):
     """What the W-th group finds of a piece is delivered; position: how many steps the CTA has copied before."""
     own, rows, job = as_seen_by(W, K, piece, job)
+    if own.C.split:
+        note(W, memory, rows, job)
     acc, top, total, position = walk(W, memory, own, rows, job, position)
+    if own.C.split:
+        rows, job = noted(W, memory)
     if own.C.by_way_of_q:
         deliver(own, rows, job, acc, top, total, memory.q.index(W * (own.C.head_dim // own.C.chunk)))
     else:

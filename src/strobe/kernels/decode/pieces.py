@@ -101,10 +101,11 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
                 part = team - first
                 chain = None
                 if C.split:
-                    places, line = places_of_cta(requests, stretch, C), job_begins - begin // C.unit
-                    place = gl.where(part > 0, team * (places - stretch) + line, team * places + places - 1)
-                    after = gl.maximum((first + 1) * stretch, line + some_begin // C.unit)
-                    chain = Chain(part > 0, after, line + (some_end + C.unit - 1) // C.unit)
+                    places, own = places_of_cta(requests, stretch, C), begin // C.unit
+                    settled = gl.where(part > 0, (origin + C.chain - 1) // C.chain * C.chain, 0)
+                    chain = Chain(part == 0, settled, job_begins - own, own, some_begin // C.unit,
+                                  (some_end + C.unit - 1) // C.unit)  # fmt: skip
+                    place = team * places
                 else:
                     place = place_of(part, first, job_begins, stretch, C)
                 patience = gl.where(x + count < last, 0, PATIENCE)

@@ -8,7 +8,7 @@ ROWS may be in use.
 from strobe.kernels.common.scores import LN2, LOG2E
 from strobe.kernels.decode.arguments import Piece
 from strobe.kernels.decode.layouts import along, result_layout
-from strobe.kernels.decode.schedule import place_of, place_of_link, places_of_cta
+from strobe.kernels.decode.schedule import place_from, place_of, places_of_cta, quotient
 from strobe.kernels.decode.scores import finite
 from strobe.kernels.gluon import gl, gluon, partition_barrier
 
@@ -123,16 +123,32 @@ def merge_chain(K, job, row, rows, MERGED: gl.constexpr, AT_ONCE: gl.constexpr):
     row = row + gl.arange(0, MERGED, M)
     row_2, column = gl.expand_dims(row, 1), gl.expand_dims(gl.arange(0, C.head_dim_v, gl.SliceLayout(0, L)), 0)
     sums, parts = K.outputs.sums + row, K.outputs.parts + place_in_part(row_2, column, C)
-    places = places_of_cta(K.requests, job.stretch, C)
-    number = 1 + gl.maximum(job.chain.until - job.chain.after, 0)
+    chain, places = job.chain, places_of_cta(K.requests, job.stretch, C)
+    PER_CHAIN: gl.constexpr = C.chain // C.split
+    # [begin, middle) of one chain and [middle, end) of another; those before `alone` and `alone_2` have a part together
+    middle = (chain.job_begin // PER_CHAIN + 1) * PER_CHAIN
+    alone = (job.first + 1) * job.stretch - chain.line
+    alone_2 = (quotient(chain.line + middle, job.stretch) + 1) * job.stretch - chain.line
+    heads = (chain.begin < gl.minimum(gl.minimum(alone, middle), chain.end)).to(gl.int32)
+    begin = gl.maximum(alone, chain.begin)
+    one = heads + gl.maximum(gl.minimum(middle, chain.end) - begin, 0)
+    heads_2 = ((middle < chain.end) & (chain.begin < alone_2)).to(gl.int32)
+    begin_2 = gl.maximum(alone_2, chain.begin)
+    number = one + heads_2 + gl.maximum(chain.end - gl.maximum(begin_2, middle), 0)
     o = (gl.full([MERGED, C.head_dim_v], 0.0, gl.float32, L),)
     top, total = gl.full([MERGED], -float("inf"), gl.float32, M), gl.full([MERGED], 0.0, gl.float32, M)
+    before, before_top, before_total = o, top, total
+    lane = gl.arange(0, 32, lanes(gl.num_warps()))
     for i in range(0, number, AT_ONCE):
         os, tops, totals = (), (), ()
+        some = i + lane
+        of_one = gl.where(some < heads, chain.job_begin, begin + some - heads)
+        of_other = gl.where(some < one + heads_2, middle, begin_2 + some - one - heads_2)
+        split = gl.where(some < one, of_one, of_other)
+        cta = quotient(chain.line + split, job.stretch)
+        each = gl.where(some < number, place_from(chain, split, cta, cta == job.first, job.stretch, places, C), 0)
         for k in gl.static_range(AT_ONCE):
-            place = place_of_link(job.chain.after + i + k - 1, job.stretch, places)
-            if k == 0:
-                place = gl.where(i == 0, job.first * places + places - 1, place)
+            place = gl.max(gl.where(lane == k, each, 0), 0)
             there = (row < rows) & (i + k < number)
             at = sums + place * (2 * K.ROWS)
             tops += (gl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg"),)
@@ -141,14 +157,14 @@ def merge_chain(K, job, row, rows, MERGED: gl.constexpr, AT_ONCE: gl.constexpr):
             there = (row_2 < rows) & (i + k < number) & (column < C.head_dim_v)
             os += (gl.load(at, mask=there, other=0.0, cache_modifier=".cg"),)
         for k in gl.static_range(AT_ONCE):
-            if k == 0:
-                if i == 0:
-                    o, top, total = (os[0],), tops[0], totals[0]
+            if i + k < number:
+                if (i + k == 0) | (i + k == one):
+                    before, before_top, before_total = o, top, total
+                    o, top, total = (os[k],), tops[k], totals[k]
                 else:
-                    o, top, total = added(o, top, total, (os[0],), tops[0], totals[0])
-            else:
-                if i + k < number:
                     o, top, total = added(o, top, total, (os[k],), tops[k], totals[k])
+    if number > one:
+        o, top, total = added(before, before_top, before_total, o, top, total)
     return o[0], top, total
 
 
@@ -230,6 +246,12 @@ def by_rows(o, place):
     return place.load(gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [gl.num_warps(), 1], [1, 0]))
 
 
+@gluon.constexpr_function
+def stays(C):
+    """Whether parts of results stay in the L2 cache while keys pass through it: those of splits wait for others."""
+    return "evict_last" if C.split else ""
+
+
 @gluon.jit
 def leave_part(K, place, rows, o, top, total, COLUMN: gl.constexpr):
     """Write `rows` of a part of a result to where whoever merges it looks for it; o: columns from COLUMN on."""
@@ -241,20 +263,21 @@ def leave_part(K, place, rows, o, top, total, COLUMN: gl.constexpr):
         gl.store(at + K.ROWS, total, mask=row < rows)
     row, column = gl.expand_dims(row, 1), COLUMN + gl.expand_dims(gl.arange(0, o.shape[1], gl.SliceLayout(0, L)), 0)
     at = K.outputs.parts + place.to(gl.int64) * (K.ROWS * K.C.head_dim_v) + place_in_part(row, column, K.C)
-    if K.C.keep:
-        gl.store(at, o, mask=(row < rows) & (column < K.C.head_dim_v), eviction_policy="evict_last")
-    else:
-        gl.store(at, o, mask=(row < rows) & (column < K.C.head_dim_v))
+    gl.store(at, o, mask=(row < rows) & (column < K.C.head_dim_v), eviction_policy=stays(K.C))
 
 
 @gluon.jit
 def leave_parts(K, piece, job, key, acc, top, total):
     """Write a part of a piece's result, O in chunks of columns, whose last key is `key`."""
+    C: gl.constexpr = K.C
     M: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     top, total = gl.convert_layout(top, M), gl.convert_layout(total, M)
     place = job.place
-    if K.C.split:
-        place += gl.where(job.chain.singly, key // K.C.unit, 0)
+    if C.split:
+        split = gl.where(key < job.chain.settled, key // C.split, key // C.chain * (C.chain // C.split))
+        split = gl.maximum(split, job.chain.job_begin)
+        places = places_of_cta(K.requests, job.stretch, C)
+        place = place_from(job.chain, split, gl.program_id(0), job.chain.begins, job.stretch, places, C)
     rows = piece.queries * K.GROUP - piece.first_row
     for c in gl.static_range(len(acc)):
         leave_part(K, place, rows, acc[c], top, total, c * acc[0].shape[1])
@@ -268,11 +291,14 @@ def hand_in(K, piece, job, rows):
     arrivals = K.outputs.arrivals + 2 * job.number
     partition_barrier()  # so the arrival tells of what all threads wrote
     there = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") + 1
-    if job.parts > most_alone(K.C, ROWS):
+    if most_alone(K.C, ROWS) == 0:
         merge_together(K, piece, job, rows, arrivals, there)
-    elif there == job.parts:
-        gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
-        merge_alone(K, piece, job, rows, parts_at_once(K.C, ROWS))
+    else:
+        if job.parts > most_alone(K.C, ROWS):
+            merge_together(K, piece, job, rows, arrivals, there)
+        elif there == job.parts:
+            gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
+            merge_alone(K, piece, job, rows, parts_at_once(K.C, ROWS))
 
 
 @gluon.jit
@@ -400,12 +426,15 @@ def deliver(K, piece, job, acc, top, total, place=None):
     WIDE: gl.constexpr = acc[0].shape[1]
     top, total = gl.convert_layout(top, M), gl.convert_layout(total, M)
     rows = piece.queries * K.GROUP - piece.first_row
-    if job.parts == 1:
+    whole = job.parts == 1
+    if K.C.split:
+        whole = whole & (piece.begin // K.C.chain == gl.maximum(piece.end - 1, piece.begin) // K.C.chain)
+    if whole:
         for c in gl.static_range(len(acc)):
             write(K, piece, 0, acc[c], top, total, c * WIDE, place)
     elif rows > 0:
         if K.C.split:
-            if ~job.chain.singly | (piece.begin < piece.end):  # else nobody reads it
+            if piece.begin < piece.end:  # else nobody reads it
                 leave_parts(K, piece, job, piece.end - 1, acc, top, total)
         else:
             leave_parts(K, piece, job, piece.end - 1, acc, top, total)
@@ -425,6 +454,12 @@ def nothing(R: gl.constexpr, COLUMNS: gl.constexpr, K):
 
 
 @gluon.jit
+def ends_part(chain, end, C: gl.constexpr):
+    """Whether a part ends with the split that ends with key `end`."""
+    return (end <= chain.settled) | (end % C.chain == 0)
+
+
+@gluon.jit
 def take_splits(FIND: gl.constexpr, memory, K, piece, job, found, state):
     """What FIND finds of each split of a piece is added to `found`, and delivered, or handed in by itself."""
     SPLIT: gl.constexpr = K.C.split
@@ -438,9 +473,12 @@ def take_splits(FIND: gl.constexpr, memory, K, piece, job, found, state):
         its_found, state = FIND(memory, K, its, state)
         its_o, its_top, its_total = its_found
         partition_barrier()  # everybody has read what was found, where K goes next
-        if job.chain.singly & (i + 1 < splits):
-            leave_parts(K, its, job, end - 1, its_o, its_top, its_total)
+        if end <= job.chain.settled:
+            o, top, total = its_o, its_top, its_total
         else:
             o, top, total = added(o, top, total, its_o, its_top, its_total)
+        if (i + 1 < splits) & ends_part(job.chain, end, K.C):
+            leave_parts(K, its, job, end - 1, o, top, total)
+            o, top, total = found
     deliver(K, piece, job, o, top, total)
     return state

@@ -204,12 +204,15 @@ def place_of(part, first, job_begins, stretch, C: gl.constexpr):
 
 @gluon.jit
 def places_of_cta(requests, stretch, C: gl.constexpr):
-    """How many places a CTA has for parts of chains: one for each split of its stretch, of one job, and one more for a chain."""
-    return gl.minimum(stretch, (requests.capacity + C.unit - 1) // C.unit) + 1
+    """How many places a CTA has for parts of splits: for each of the job with which its stretch begins, in their order, and from
+    the last place on for the chains of another, with which it ends."""
+    return gl.minimum(stretch, (requests.capacity + C.unit - 1) // C.unit + 1)
 
 
 @gluon.jit
-def place_of_link(x, stretch, places):
-    """Where the part goes that is split x of the line alone."""
-    cta = quotient(x, stretch)
-    return cta * places + x - cta * stretch
+def place_from(chain, split, cta, begins, stretch, places, C: gl.constexpr):
+    """The place of the part of a CTA that begins with a split of a job. begins: whether the job begins with that CTA."""
+    PER_CHAIN: gl.constexpr = C.chain // C.split
+    of_others = chain.line + split - cta * stretch
+    of_first = places - 1 - (split // PER_CHAIN - chain.job_begin // PER_CHAIN)
+    return cta * places + gl.where(begins, of_first, of_others)
