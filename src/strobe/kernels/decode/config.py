@@ -94,6 +94,7 @@ class Config:
     groups: int = 1
     by_way_of_q: bool = False
     chain: int = 0
+    keep: bool = True
 
     @property
     def of_group(self) -> Config:
