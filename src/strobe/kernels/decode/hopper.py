@@ -17,6 +17,7 @@ role finds its CTA's pieces of work from the lengths by itself. The roles:
                     or one chunk of whole rows
     q               [groups * chunks, rows of a        a multiplier   itself
                     group, chunk]
+    board           [groups * NOTES, 1]                a multiplier   itself: numbers of a piece, where there are splits
 
     barrier         arrivals                           says
     full            TMA bytes, or the copier of V,     a step is there

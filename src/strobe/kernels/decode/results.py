@@ -291,14 +291,13 @@ def hand_in(K, piece, job, rows):
     arrivals = K.outputs.arrivals + 2 * job.number
     partition_barrier()  # so the arrival tells of what all threads wrote
     there = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") + 1
-    if most_alone(K.C, ROWS) == 0:
+    if most_alone(K.C, ROWS) == 0:  # then there is no code for it
         merge_together(K, piece, job, rows, arrivals, there)
-    else:
-        if job.parts > most_alone(K.C, ROWS):
-            merge_together(K, piece, job, rows, arrivals, there)
-        elif there == job.parts:
-            gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
-            merge_alone(K, piece, job, rows, parts_at_once(K.C, ROWS))
+    elif job.parts > most_alone(K.C, ROWS):
+        merge_together(K, piece, job, rows, arrivals, there)
+    elif there == job.parts:
+        gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
+        merge_alone(K, piece, job, rows, parts_at_once(K.C, ROWS))
 
 
 @gluon.jit

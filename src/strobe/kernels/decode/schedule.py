@@ -1,14 +1,15 @@
 """Which CTA computes which keys of which request: found on the device, from the lengths.
 
 A request's work comes in jobs: one for each key head and each tile of its rows. A job's keys come in units, steps of `tokens`
-keys, or, where a request's bits must not depend on the others, splits of `split` keys that begin at multiples of `split`. All
+keys, or, where a request's bits must not depend on the others, splits of `split` keys that begin at multiples of `split` and
+are added up in chains of `chain` keys (see `arguments.Chain`). All
 units of all jobs stand in one line, request by request, and every CTA takes a stretch of it, all of the same length. So the
 work is even whatever the lengths, and the host need not know them. Tiles that are abreast (`Config.abreast`) are one job in
 this line, and as many CTAs, neighbours, take the same stretch of it, each for a tile of its own.
 
-    parts of a job        stretches that cut it, in order; or each of its splits
-    place of a part       where its partial result goes: two a CTA, as a stretch begins and ends within a job at most; or its
-                          own number in the line of splits
+    parts of a job        stretches that cut it, in order
+    place of a part       where its partial result goes: two a CTA, as a stretch begins and ends within a job at most; where
+                          there are splits, one for each that a CTA hands in
 """
 
 from strobe.kernels.decode.notes import Notes
