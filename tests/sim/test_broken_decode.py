@@ -28,7 +28,7 @@ from strobe.sim import (
 
 ORDERS = ("in_order", "random", "late", "early")
 SHARED = SCHEDULE, *PARTS = [
-    f"strobe.kernels.decode.{name}" for name in ("schedule", "layouts", "keys", "scores", "results", "pieces")
+    f"strobe.kernels.decode.{name}" for name in ("schedule", "layouts", "keys", "scores", "splits", "results", "pieces")
 ]
 """What the kernels share, in the order in which they import each other."""
 FORWARD, BOXES, LATENTS, TURNS, HOPPER = (
@@ -316,8 +316,8 @@ ONE_GROUP = {"head_dim": 128, "head_dim_v": 128, "group": 8, "heads_kv": 1, "roo
 NEXT_PART = "                    part, part_top, part_total = acc, nothing, 0.0 * part_total\n"
 
 
-def results(what, text, becomes, errors=NUMBERS) -> Bug:
-    return Bug(what, "strobe.kernels.decode.results", text, becomes, errors)
+def splits(what, text, becomes, errors=NUMBERS) -> Bug:
+    return Bug(what, "strobe.kernels.decode.splits", text, becomes, errors)
 
 
 SPLIT_BUGS = [
@@ -329,23 +329,22 @@ SPLIT_BUGS = [
     hopper("a part goes on where the one before ended", NEXT_PART, "                    pass\n"),
     hopper("the last split is left out", "        acc, top, total = added(part, part_top, part_total, acc, top, total)\n",
            "        acc, top, total = part, part_top, part_total\n", (*NUMBERS, *TOO_EARLY)),
-    results("splits of whose chain others have the first are added up", "(end <= chain.settled) | ", "", (*NUMBERS, *TOO_EARLY)),
-    results("a chain does not end", " | (end % C.chain == 0)", "", (*NUMBERS, *TOO_EARLY)),
-    results("chains are added up as one", "if (i + k == 0) | (i + k == one):", "if i + k == 0:"),
-    results("the other chain is left out", "    if number > one:\n        o, top, total = added(before",
-            "    if number < 0:\n        o, top, total = added(before"),
-    results("no chain has a first part", "heads = (chain.begin < gl.minimum(gl.minimum(alone, middle), chain.end)).to(gl.int32)",
-            "heads = 0 * alone", (*NUMBERS, *TOO_EARLY)),
-    results("the other chain has no first part", "heads_2 = ((middle < chain.end) & (chain.begin < alone_2)).to(gl.int32)",
-            "heads_2 = 0 * alone_2"),
-    results("a CTA has a split more of a chain", "alone_2 = (quotient(chain.line + middle, job.stretch) + 1) * job.stretch - chain.line",
-            "alone_2 = (quotient(chain.line + middle, job.stretch) + 1) * job.stretch - chain.line + 1"),
-    results("a chain that a CTA goes through counts as whole", "gl.maximum(piece.end - 1, piece.begin) // K.C.chain)",
-            "piece.begin // K.C.chain)"),
-    schedule("splits have one place", "of_others = chain.line + split - cta * stretch", "of_others = 0 * split",
-             (DoubleWrite, *NUMBERS, *TOO_EARLY, Race)),
-    schedule("chains have one place", "(split // PER_CHAIN - chain.job_begin // PER_CHAIN)", "0 * split",
-             (DoubleWrite, *NUMBERS, *TOO_EARLY)),
+    splits("splits of whose chain others have the first are added up", "(end <= chain.settled) | ", "", (*NUMBERS, *TOO_EARLY)),
+    splits("a chain does not end", " | (end % C.chain == 0)", "", (*NUMBERS, *TOO_EARLY)),
+    splits("no chain has a part of several splits", "(first < gl.minimum(beyond, end)).to(gl.int32)", "0 * first",
+           (*NUMBERS, *TOO_EARLY)),
+    splits("a CTA has a split more of a chain", "+ 1) * job.stretch - chain.line\n", "+ 1) * job.stretch - chain.line + 1\n"),
+    splits("a split of others is left out", "gl.maximum(end - single, 0)", "gl.maximum(end - single - 1, 0)"),
+    splits("the other chain begins where the first one does", "parts_of_chain(job, middle, chain.end)",
+           "parts_of_chain(job, middle + 1, chain.end)"),
+    splits("splits have one place", "of_others = chain.line + split - cta * stretch", "of_others = 0 * split",
+           (DoubleWrite, *NUMBERS, *TOO_EARLY, Race)),
+    splits("chains have one place", "(split // PER_CHAIN - chain.job_begin // PER_CHAIN)", "0 * split",
+           (DoubleWrite, *NUMBERS, *TOO_EARLY)),
+    kernel("chains are added up as one", "if (i + k == 0) | (i + k == own.of_first):", "if i + k == 0:"),
+    kernel("the other chain is left out", "if own.number > own.of_first:", "if own.number < 0:"),
+    kernel("a chain that a CTA goes through counts as whole", "gl.maximum(piece.end - 1, piece.begin) // K.C.chain)",
+           "piece.begin // K.C.chain)"),
 ]  # fmt: skip
 
 AFTER_LEFT = """        acc = warpgroup_mma_wait(0, deps=[acc])

@@ -65,8 +65,9 @@ from strobe.kernels.decode.keys import is_key, look_up, rows_at
 from strobe.kernels.decode.latent import make_latent_memory, take_latent
 from strobe.kernels.decode.latent_turns import left_group, make_turns_memory, right_group
 from strobe.kernels.decode.pieces import ask_ahead, take_pieces
-from strobe.kernels.decode.results import added, deliver, ends_part, leave_parts
+from strobe.kernels.decode.results import deliver, leave_parts
 from strobe.kernels.decode.schedule import Requests
+from strobe.kernels.decode.splits import added, ends_part
 from strobe.kernels.gluon import (
     aggregate,
     async_copy,

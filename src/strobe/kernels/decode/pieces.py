@@ -10,7 +10,6 @@ from strobe.kernels.decode.schedule import (
     keys_of,
     parts_of,
     place_of,
-    places_of_cta,
     queries_of,
     quotient,
     request_at,
@@ -18,6 +17,7 @@ from strobe.kernels.decode.schedule import (
     stretch_of,
     units_of,
 )
+from strobe.kernels.decode.splits import places_of_cta
 from strobe.kernels.gluon import gl, gluon
 
 

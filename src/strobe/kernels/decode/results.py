@@ -8,8 +8,9 @@ ROWS may be in use.
 from strobe.kernels.common.scores import LN2, LOG2E
 from strobe.kernels.decode.arguments import Piece
 from strobe.kernels.decode.layouts import along, result_layout
-from strobe.kernels.decode.schedule import place_from, place_of, places_of_cta, quotient
+from strobe.kernels.decode.schedule import place_of
 from strobe.kernels.decode.scores import finite
+from strobe.kernels.decode.splits import added, ends_part, own_place, parts_in_order, place_of_part, places_of_cta
 from strobe.kernels.gluon import gl, gluon, partition_barrier
 
 PATIENCE = gl.constexpr(64)
@@ -98,72 +99,39 @@ def merge(K, job, row, rows, MERGED: gl.constexpr, AT_ONCE: gl.constexpr):
 
 
 @gluon.jit
-def added(o, top, total, other, other_top, other_total):
-    """A state of a softmax, of chunks of O, and that of the keys behind it, added up: rounded the same whoever does it."""
-    M: gl.constexpr = gl.SliceLayout(1, o[0].type.layout)
-    new_top = gl.maximum(top, other_top)
-    shift = finite(new_top)
-    factor, other_factor = gl.exp2(top - shift), gl.exp2(other_top - shift)
-    total = gl.fma(total, factor, other_total * other_factor)
-    factor, other_factor = gl.convert_layout(factor, M), gl.convert_layout(other_factor, M)
-    new = ()
-    for c in gl.static_range(len(o)):
-        # a zero behind it has no sign, as it has none where a state begins
-        behind = gl.fma(other[c], gl.expand_dims(other_factor, 1), 0.0)
-        new += (gl.fma(o[c], gl.expand_dims(factor, 1), behind),)
-    return new, new_top, total
-
-
-@gluon.jit
-def merge_chain(K, job, row, rows, MERGED: gl.constexpr, AT_ONCE: gl.constexpr):
-    """The same of a job whose splits are added up one after the other: its first part is a chain, all others are a split."""
+def merge_splits(K, job, row, rows, MERGED: gl.constexpr, AT_ONCE: gl.constexpr):
+    """The same of a job whose keys are cut in splits: its parts are added up to chains, and these, one after the other."""
     C: gl.constexpr = K.C
     L: gl.constexpr = gl.SliceLayout(0, merge_layout(C, MERGED))
     M: gl.constexpr = gl.SliceLayout(1, L)
     row = row + gl.arange(0, MERGED, M)
     row_2, column = gl.expand_dims(row, 1), gl.expand_dims(gl.arange(0, C.head_dim_v, gl.SliceLayout(0, L)), 0)
     sums, parts = K.outputs.sums + row, K.outputs.parts + place_in_part(row_2, column, C)
-    chain, places = job.chain, places_of_cta(K.requests, job.stretch, C)
-    PER_CHAIN: gl.constexpr = C.chain // C.split
-    # [begin, middle) of one chain and [middle, end) of another; those before `alone` and `alone_2` have a part together
-    middle = (chain.job_begin // PER_CHAIN + 1) * PER_CHAIN
-    alone = (job.first + 1) * job.stretch - chain.line
-    alone_2 = (quotient(chain.line + middle, job.stretch) + 1) * job.stretch - chain.line
-    heads = (chain.begin < gl.minimum(gl.minimum(alone, middle), chain.end)).to(gl.int32)
-    begin = gl.maximum(alone, chain.begin)
-    one = heads + gl.maximum(gl.minimum(middle, chain.end) - begin, 0)
-    heads_2 = ((middle < chain.end) & (chain.begin < alone_2)).to(gl.int32)
-    begin_2 = gl.maximum(alone_2, chain.begin)
-    number = one + heads_2 + gl.maximum(chain.end - gl.maximum(begin_2, middle), 0)
+    places, own = places_of_cta(K.requests, job.stretch, C), parts_in_order(job, C)
     o = (gl.full([MERGED, C.head_dim_v], 0.0, gl.float32, L),)
     top, total = gl.full([MERGED], -float("inf"), gl.float32, M), gl.full([MERGED], 0.0, gl.float32, M)
     before, before_top, before_total = o, top, total
     lane = gl.arange(0, 32, lanes(gl.num_warps()))
-    for i in range(0, number, AT_ONCE):
+    for i in range(0, own.number, AT_ONCE):
         os, tops, totals = (), (), ()
-        some = i + lane
-        of_one = gl.where(some < heads, chain.job_begin, begin + some - heads)
-        of_other = gl.where(some < one + heads_2, middle, begin_2 + some - one - heads_2)
-        split = gl.where(some < one, of_one, of_other)
-        cta = quotient(chain.line + split, job.stretch)
-        each = gl.where(some < number, place_from(chain, split, cta, cta == job.first, job.stretch, places, C), 0)
+        each = gl.where(i + lane < own.number, place_of_part(job, own, i + lane, places, C), 0)
         for k in gl.static_range(AT_ONCE):
             place = gl.max(gl.where(lane == k, each, 0), 0)
-            there = (row < rows) & (i + k < number)
+            there = (row < rows) & (i + k < own.number)
             at = sums + place * (2 * K.ROWS)
             tops += (gl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg"),)
             totals += (gl.load(at + K.ROWS, mask=there, other=0.0, cache_modifier=".cg"),)
             at = parts + place.to(gl.int64) * (K.ROWS * C.head_dim_v)
-            there = (row_2 < rows) & (i + k < number) & (column < C.head_dim_v)
+            there = (row_2 < rows) & (i + k < own.number) & (column < C.head_dim_v)
             os += (gl.load(at, mask=there, other=0.0, cache_modifier=".cg"),)
         for k in gl.static_range(AT_ONCE):
-            if i + k < number:
-                if (i + k == 0) | (i + k == one):
+            if i + k < own.number:
+                if (i + k == 0) | (i + k == own.of_first):
                     before, before_top, before_total = o, top, total
                     o, top, total = (os[k],), tops[k], totals[k]
                 else:
                     o, top, total = added(o, top, total, (os[k],), tops[k], totals[k])
-    if number > one:
+    if own.number > own.of_first:
         o, top, total = added(before, before_top, before_total, o, top, total)
     return o[0], top, total
 
@@ -274,10 +242,7 @@ def leave_parts(K, piece, job, key, acc, top, total):
     top, total = gl.convert_layout(top, M), gl.convert_layout(total, M)
     place = job.place
     if C.split:
-        split = gl.where(key < job.chain.settled, key // C.split, key // C.chain * (C.chain // C.split))
-        split = gl.maximum(split, job.chain.job_begin)
-        places = places_of_cta(K.requests, job.stretch, C)
-        place = place_from(job.chain, split, gl.program_id(0), job.chain.begins, job.stretch, places, C)
+        place = own_place(job, key, places_of_cta(K.requests, job.stretch, C), C)
     rows = piece.queries * K.GROUP - piece.first_row
     for c in gl.static_range(len(acc)):
         leave_part(K, place, rows, acc[c], top, total, c * acc[0].shape[1])
@@ -370,7 +335,7 @@ def rows_at_once(C: gl.constexpr, parts):
 def merge_rows(K, piece, job, row, rows, MERGED: gl.constexpr):
     """Merge MERGED rows of a job from row `row` on, of `rows` in use, and write them."""
     if K.C.split:
-        o, top, total = merge_chain(K, job, row, rows, MERGED, parts_at_once(K.C, MERGED))
+        o, top, total = merge_splits(K, job, row, rows, MERGED, parts_at_once(K.C, MERGED))
     else:
         o, top, total = merge(K, job, row, rows, MERGED, parts_at_once(K.C, MERGED))
     write(K, piece, row, o, top, total, 0)
@@ -450,12 +415,6 @@ def nothing(R: gl.constexpr, COLUMNS: gl.constexpr, K):
     for _ in gl.static_range(K.C.head_dim_v // COLUMNS):
         o += (gl.full([K.ROWS, COLUMNS], 0.0, gl.float32, L),)
     return o, gl.full([K.ROWS], -float("inf"), gl.float32, M), gl.full([K.ROWS], 0.0, gl.float32, M)
-
-
-@gluon.jit
-def ends_part(chain, end, C: gl.constexpr):
-    """Whether a part ends with the split that ends with key `end`."""
-    return (end <= chain.settled) | (end % C.chain == 0)
 
 
 @gluon.jit

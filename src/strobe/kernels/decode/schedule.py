@@ -201,19 +201,3 @@ def place_of(part, first, job_begins, stretch, C: gl.constexpr):
     """Where the partial result of a job's part goes. part: its number, or several; first: of `parts_of`."""
     within = (job_begins > first * stretch).to(gl.int32)
     return (2 * (first + part) + gl.where(part == 0, within, 0)) * C.abreast + gl.program_id(0) % C.abreast
-
-
-@gluon.jit
-def places_of_cta(requests, stretch, C: gl.constexpr):
-    """How many places a CTA has for parts of splits: for each of the job with which its stretch begins, in their order, and from
-    the last place on for the chains of another, with which it ends."""
-    return gl.minimum(stretch, (requests.capacity + C.unit - 1) // C.unit + 1)
-
-
-@gluon.jit
-def place_from(chain, split, cta, begins, stretch, places, C: gl.constexpr):
-    """The place of the part of a CTA that begins with a split of a job. begins: whether the job begins with that CTA."""
-    PER_CHAIN: gl.constexpr = C.chain // C.split
-    of_others = chain.line + split - cta * stretch
-    of_first = places - 1 - (split // PER_CHAIN - chain.job_begin // PER_CHAIN)
-    return cta * places + gl.where(begins, of_first, of_others)
