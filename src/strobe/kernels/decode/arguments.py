@@ -131,11 +131,9 @@ class Piece:
 
 @aggregate
 class Chain:
-    """A job's splits, which are added up in chains: the first of a chain and those behind it that a CTA has by that CTA, which
-    hands them in as one part, all others when the job is merged, each of them a part. begins: whether the job begins with this
-    piece; settled: the first key of the piece from which on it has the beginning of each chain; line: what the number of a split
-    is less than its place in the line of the schedule; job_begin, begin, end: the first split of the job, that of its tile, and
-    the one behind its tile's last."""
+    """What a piece knows of its job's splits (see `splits`). begins: whether the job begins with it; settled: the first key
+    from which on it has the beginning of each chain; line: what has to be added to the number of a split to get its place in
+    the line of the schedule; job_begin: the job's first split; begin, end: those that its tile sees."""
 
     begins: gl.tensor
     settled: gl.tensor

@@ -169,6 +169,11 @@ class Config:
         # an H200, 128 heads, 32 requests of 8k keys, two parts of each tile: 145 microseconds, with 2 rows 154
         return 8 * self.warps if self.split and self.specialised else 16 if self.halves > 1 else 0
 
+    @property
+    def few_parts(self) -> int:
+        """Parts of a job that are so few; CTAs that have parts, where each may have several."""
+        return 4 if self.split else 8
+
     def parts_beside(self, rows: int) -> int:
         """Partial results of so many rows that the warps can hold beside their sum, in the registers that are free."""
         registers = 136 if self.specialised else 160
@@ -376,7 +381,8 @@ def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
     # two CTAs with half a ring each: 13.2, 26.7, 25.3 and 109.8 microseconds, in place of the four in the first line above
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     split = short_split_of(problem) if problem.deterministic else 0
-    return with_all_stages(Config(dim, dim_v, 64, WGMMA_TOKENS, 2, 4, 1, split, chunk=dim, chain=chain_of(problem)), arch)
+    config = Config(dim, dim_v, 64, WGMMA_TOKENS, 2, 4, 1, split, chunk=dim, chain=chain_of(problem))
+    return with_all_stages(config, arch)
 
 
 def with_all_stages(config: Config, arch: Arch, most: int = MOST_STAGES) -> Config:
@@ -418,8 +424,8 @@ def split_of(capacity: int, tokens: int) -> int:
 
 
 def short_split_of(problem: DecodeProblem) -> int:
-    """The same where a CTA goes from one split to the next without a pause: with 8 key heads a 16th of the room, or an 8th of up
-    to 4096, so that one request keeps a GPU busy."""
+    """The same where a CTA goes from one split to the next without a pause: with 8 key heads a 16th of the room, or an 8th of
+    up to 4096, so that one request keeps a GPU busy."""
     room, splits = room_of(problem.capacity), min(32, max(8, 128 // problem.heads_kv))
     return max(WGMMA_TOKENS, max(room, min(8192, 2 * room)) // splits)
 

@@ -63,7 +63,7 @@ from strobe.kernels.decode.boxes import (
 )
 from strobe.kernels.decode.keys import is_key, look_up, rows_at
 from strobe.kernels.decode.latent import make_latent_memory, take_latent
-from strobe.kernels.decode.latent_turns import left_group, make_turns_memory, right_group
+from strobe.kernels.decode.latent_turns import left_group, make_turns_memory, of_a_number, right_group
 from strobe.kernels.decode.pieces import ask_ahead, take_pieces
 from strobe.kernels.decode.results import deliver, leave_parts
 from strobe.kernels.decode.schedule import Requests
@@ -81,7 +81,6 @@ from strobe.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
 
 NOTES = gl.constexpr(22)
 """Numbers of a piece and its job."""
@@ -322,19 +321,14 @@ def operand_of(p, dtype: gl.constexpr, C: gl.constexpr):
         return p.to(dtype)
 
 
-@gluon.constexpr_function
-def of_a_number(warps):
-    return gl.BlockedLayout([1], [32], [warps], [0])
-
-
 @gluon.jit
 def note(W: gl.constexpr, memory, piece, job):
     """Write a piece and its job down, so that no register has to hold them while the group walks along its keys."""
     chain = job.chain
     numbers = (
         piece.batch, piece.entry, piece.head, piece.first_row, piece.first_query, piece.queries, piece.length, piece.begin,
-        piece.end, job.number, job.parts, job.first, job.begins, job.stretch, job.place, job.patience, chain.begins.to(gl.int32),
-        chain.settled, chain.line, chain.job_begin, chain.begin, chain.end,
+        piece.end, job.number, job.parts, job.first, job.begins, job.stretch, job.place, job.patience,
+        chain.begins.to(gl.int32), chain.settled, chain.line, chain.job_begin, chain.begin, chain.end,
     )  # fmt: skip
     for i in gl.static_range(NOTES):
         memory.board.index(W * NOTES + i).store(gl.full([1], 0, gl.int32, of_a_number(gl.num_warps())) + numbers[i])
@@ -347,13 +341,15 @@ def noted(W: gl.constexpr, memory):
     for i in gl.static_range(NOTES):
         n += (gl.max(memory.board.index(W * NOTES + i).load(of_a_number(gl.num_warps())), 0),)
     chain = Chain(n[16] != 0, n[17], n[18], n[19], n[20], n[21])
-    return Piece(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8]), Job(n[9], n[10], n[11], n[12], n[13], n[14], n[15], chain)
+    piece = Piece(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8])
+    return piece, Job(n[9], n[10], n[11], n[12], n[13], n[14], n[15], chain)
 
 
 @gluon.jit
 def walk(W: gl.constexpr, memory, K, piece, job, position):
     """Walk along the keys of a piece, one step at least: O in chunks, the maximum and the sum of each row of the W-th group,
-    and how many steps the CTA has copied. Where keys are cut in splits, that is of the last part, and the others are handed in."""
+    and how many steps the CTA has copied. Where keys are cut in splits, that is what the last part is made of; those before are
+    left."""
     C: gl.constexpr = K.C
     S: gl.constexpr = rows_of(C, C.tokens)
     dtype: gl.constexpr = memory.q.dtype

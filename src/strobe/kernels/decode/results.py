@@ -16,11 +16,6 @@ from strobe.kernels.gluon import gl, gluon, partition_barrier
 PATIENCE = gl.constexpr(64)
 """How often a CTA whose work is done looks whether the other parts of its last job are there, to help to merge them."""
 GAVE_UP = gl.constexpr(1 << 16)
-@gluon.constexpr_function
-def few_parts(C):
-    return 4 if C.split else 8
-
-
 
 
 @gluon.constexpr_function
@@ -256,7 +251,7 @@ def hand_in(K, piece, job, rows):
     arrivals = K.outputs.arrivals + 2 * job.number
     partition_barrier()  # so the arrival tells of what all threads wrote
     there = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") + 1
-    if most_alone(K.C, ROWS) == 0:  # then there is no code for it
+    if most_alone(K.C, ROWS) == 0:  # noqa: SIM114, so that there is no code for it
         merge_together(K, piece, job, rows, arrivals, there)
     elif job.parts > most_alone(K.C, ROWS):
         merge_together(K, piece, job, rows, arrivals, there)
@@ -304,7 +299,7 @@ def merge_together(K, piece, job, rows, arrivals, there):
             turn = heard(answer, K.C)
         while turn < turns:
             if K.C.merged_of_few > 0:
-                if job.parts <= few_parts(K.C):
+                if job.parts <= K.C.few_parts:
                     merge_rows(K, piece, job, turn * size, rows, K.C.merged_of_few)
                 else:
                     merge_rows(K, piece, job, turn * size, rows, K.C.merged_rows)
@@ -327,7 +322,7 @@ def rows_at_once(C: gl.constexpr, parts):
     """Rows of a job of so many parts that are merged at once."""
     rows = 0 * parts + C.merged_rows
     if C.merged_of_few > 0:
-        rows = gl.where(parts <= few_parts(C), C.merged_of_few, rows)
+        rows = gl.where(parts <= C.few_parts, C.merged_of_few, rows)
     return rows
 
 

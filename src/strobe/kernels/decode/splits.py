@@ -68,9 +68,9 @@ def own_place(job, key, places, C: gl.constexpr):
 
 @aggregate
 class Parts:
-    """The parts of a tile in their order: `number` of them, the first `of_first` of the job's first chain. head, head_2: whether
-    a chain has a part of several splits, which begins with split `begin`, `begin_2`; then come single ones from `single`,
-    `single_2` on."""
+    """The parts of a tile in their order: `number` of them, the first `of_first` of the job's first chain. head, head_2: 1 if a
+    part is what a CTA has of a chain from its first split on, `begin` or `begin_2`, else 0. Then come single splits, from
+    `single` or `single_2` on."""
 
     number: gl.tensor
     of_first: gl.tensor
