@@ -94,7 +94,6 @@ class Config:
     groups: int = 1
     by_way_of_q: bool = False
     chain: int = 0
-    keep: bool = True
 
     @property
     def of_group(self) -> Config:
@@ -308,7 +307,7 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     # over pages of 16. An H200, of FlashAttention-3's speed, before it and now: 32 of 1k 0.92 and 0.94, over pages of 16 0.88
     # and 0.93; 32 of 8k 0.89 and 0.95, 0.83 and 0.87.
     many, long = rows > MOST_ROWS, problem.capacity >= LONG_ROOM
-    apart = many and keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS
+    apart = many and keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS and (long or not problem.deterministic)
     config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk, groups=1 + apart,
                     by_way_of_q=many and not long, chain=chain_of(problem))  # fmt: skip
     most = MOST_STAGES

@@ -212,7 +212,7 @@ def by_rows(o, place):
 @gluon.constexpr_function
 def stays(C):
     """Whether parts of results stay in the L2 cache while keys pass through it: those of splits wait for others."""
-    return "evict_last" if C.split and C.keep else ""
+    return "evict_last" if C.split else ""
 
 
 @gluon.jit
