@@ -44,7 +44,8 @@ def run(
     (one,) = launch.calls(problem, tensors, gpu, chosen)
     function = one.kernel if kernel is None else getattr(kernel, "hopper_kernel" if chosen.by_wgmma else "decode_kernel")
     grid = (one.grid[0] * one.cluster,)
-    simulated = Launch(function, grid, (), one.keywords, arch=arch, rewritable=("arrivals",), resident=one.cluster)
+    again = ("arrivals", "parts", "sums") if chosen.split else ("arrivals",)  # by a CTA that merges several whole jobs
+    simulated = Launch(function, grid, (), one.keywords, arch=arch, rewritable=again, resident=one.cluster)
     wanted = right(call)
     for _ in range(launches):
         if "cu_seqlens_q" not in call.keywords:

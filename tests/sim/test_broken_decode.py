@@ -10,7 +10,7 @@ import torch
 from broken import altered_over
 from decode_launch import run
 from requests_at_random import draw
-from test_decode_kernel import OPTIMISTIC, far_scores, latent, long_latent
+from test_decode_kernel import CUT, FIXED, OPTIMISTIC, far_scores, latent, long_latent
 
 import strobe
 from strobe.kernels.decode.config import of_one_group, of_wgmma
@@ -28,7 +28,7 @@ from strobe.sim import (
 
 ORDERS = ("in_order", "random", "late", "early")
 SHARED = SCHEDULE, *PARTS = [
-    f"strobe.kernels.decode.{name}" for name in ("schedule", "layouts", "keys", "scores", "results", "pieces")
+    f"strobe.kernels.decode.{name}" for name in ("schedule", "layouts", "keys", "scores", "splits", "results", "pieces")
 ]
 """What the kernels share, in the order in which they import each other."""
 FORWARD, BOXES, LATENTS, TURNS, AGAIN, HOPPER = (
@@ -341,6 +341,40 @@ MANY_ROWS = {
 }
 ONE_GROUP = {"head_dim": 128, "head_dim_v": 128, "group": 8, "heads_kv": 1, "room": 520, "lengths": [510, 1, 0, 330]}
 
+NEXT_PART = "                    part, part_top, part_total = acc, nothing, 0.0 * part_total\n"
+
+
+def splits(what, text, becomes, errors=NUMBERS) -> Bug:
+    return Bug(what, "strobe.kernels.decode.splits", text, becomes, errors)
+
+
+SPLIT_BUGS = [
+    hopper("a split goes on where the one before ended", "gl.where(begins, nothing, top)", "top"),
+    hopper("a split begins a step late", "at % C.split == 0", "at % C.split == C.tokens"),
+    hopper("what was found of a split is found of the next one, too", "acc, sums = no_output(C), lanes", "sums = lanes"),
+    hopper("the sums of a split are those of the next one, too", "acc, sums = no_output(C), lanes",
+           "acc, sums = no_output(C), next_sums + sums"),
+    hopper("a part goes on where the one before ended", NEXT_PART, "                    pass\n"),
+    hopper("the last split is left out", "        acc, top, total = added(part, part_top, part_total, acc, top, total)\n",
+           "        acc, top, total = part, part_top, part_total\n", (*NUMBERS, *TOO_EARLY)),
+    splits("splits of whose chain others have the first are added up", "(end <= chain.settled) | ", "", (*NUMBERS, *TOO_EARLY)),
+    splits("a chain does not end", " | (end % C.chain == 0)", "", (*NUMBERS, *TOO_EARLY)),
+    splits("no chain has a part of several splits", "(first < gl.minimum(beyond, end)).to(gl.int32)", "0 * first",
+           (*NUMBERS, *TOO_EARLY)),
+    splits("a CTA has a split more of a chain", "+ 1) * job.stretch - chain.line\n", "+ 1) * job.stretch - chain.line + 1\n"),
+    splits("a split of others is left out", "gl.maximum(end - single, 0)", "gl.maximum(end - single - 1, 0)"),
+    splits("the other chain begins where the first one does", "parts_of_chain(job, middle, chain.end)",
+           "parts_of_chain(job, middle + 1, chain.end)"),
+    splits("splits have one place", "of_others = chain.line + split - cta * stretch", "of_others = 0 * split",
+           (DoubleWrite, *NUMBERS, *TOO_EARLY, Race)),
+    splits("chains have one place", "(split // PER_CHAIN - chain.job_begin // PER_CHAIN)", "0 * split",
+           (DoubleWrite, *NUMBERS, *TOO_EARLY)),
+    kernel("chains are added up as one", "if (i + k == 0) | (i + k == own.of_first):", "if i + k == 0:"),
+    kernel("the other chain is left out", "if own.number > own.of_first:", "if own.number < 0:"),
+    kernel("a chain that a CTA goes through counts as whole", "gl.maximum(piece.end - 1, piece.begin) // K.C.chain)",
+           "piece.begin // K.C.chain)"),
+]  # fmt: skip
+
 AFTER_LEFT = """        acc = warpgroup_mma_wait(0, deps=[acc])
         partition_barrier()  # everybody has read the step before
         fill(walk, odd_page, n + 1, 1, 0)
@@ -519,6 +553,18 @@ def test_it_is_found_where_pieces_are_taken_again(bug, tmp_path):
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
             run(call, ctas=2, order=order, seed=number, kernel=module, choose=of_wgmma, stages=2, groups=2, **OPTIMISTIC)
+
+
+@pytest.mark.parametrize("bug", SPLIT_BUGS, ids=str)
+def test_it_is_found_with_splits(bug, tmp_path):
+    """By the numbers, or as bits depend on how many CTAs there are."""
+    call, module = draw(21, torch.bfloat16, n_q=4, deterministic=True, **FIXED), broken(bug, HOPPER, tmp_path)
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            one, *others = (
+                run(call, ctas=ctas, order=order, seed=number, kernel=module, choose=of_one_group, **CUT) for ctas in (1, 3, 20)
+            )
+            assert all(torch.equal(x, y) for other in others for x, y in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("bug", ONE_GROUP_BUGS, ids=str)

@@ -130,10 +130,24 @@ class Piece:
 
 
 @aggregate
+class Chain:
+    """What a piece knows of its job's splits (see `splits`). begins: whether the job begins with it; settled: the first key
+    from which on it has the beginning of each chain; line: what has to be added to the number of a split to get its place in
+    the line of the schedule; job_begin: the job's first split; begin, end: those that its tile sees."""
+
+    begins: gl.tensor
+    settled: gl.tensor
+    line: gl.tensor
+    job_begin: gl.tensor
+    begin: gl.tensor
+    end: gl.tensor
+
+
+@aggregate
 class Job:
     """What a piece is a part of: its number among all jobs, how many parts it has, the CTA (or split) of the first one, where
     its units begin in the line, the stretch of a CTA; where this part's result goes, and how often its CTA may look whether
-    the others are there."""
+    the others are there. chain: see there, or None."""
 
     number: gl.tensor
     parts: gl.tensor
@@ -142,6 +156,14 @@ class Job:
     stretch: gl.tensor
     place: gl.tensor
     patience: gl.tensor
+    chain: (Chain, gl.constexpr)
+
+    @gluon.constexpr_function
+    def __init__(self, number, parts, first, begins, stretch, place, patience, chain=None):
+        self.number, self.parts, self.first = number, parts, first
+        self.begins, self.stretch = begins, stretch
+        self.place, self.patience = place, patience
+        self.chain = gl.constexpr(None) if chain is None else chain
 
 
 @aggregate

@@ -79,6 +79,7 @@ class Config:
     warps: rows / 16 of them share the rows, column_warps the columns of O, the others the keys of a step.
     ctas: on each multiprocessor.
     split: keys of a part, where parts must not depend on other requests; 0: parts are as long as balance asks.
+    chain: keys whose splits are added up one after the other; half of those that a request has room for, at least.
     kv_bytes: of an element of the cache.
     narrow: columns of K beyond head_dim, where V is its first head_dim columns; 0 where V lies elsewhere.
     column_warps: warps that share a state of the softmax, and halve (or quarter) the columns of O, which would not fit the
@@ -117,6 +118,7 @@ class Config:
     start: int = 0
     holds_q: bool = False
     optimistic: bool = False
+    chain: int = 0
 
     @property
     def of_group(self) -> Config:
@@ -171,7 +173,7 @@ class Config:
     def copier_registers(self) -> int:
         """Registers a thread that a warp which copies sets for itself (setmaxnreg)."""
         # by cp.async over pages of 64 keys, with 104 the loop spilled: 16.4 microseconds, not 14.8 (an H200, one request of 8k)
-        return 80 if self.box else 152
+        return (56 if self.split else 80) if self.box else 152
 
     @property
     def merged_rows(self) -> int:
@@ -179,13 +181,20 @@ class Config:
         if self.narrow:  # so that a thread has four numbers of a part, and many parts at once
             # an H200, one request of 8k keys, 16 heads: 20.0 microseconds, with 8 rows 33.6; 128 heads: 24.6, with 4 rows 28.6
             return 128 * self.warps // self.head_dim_v
+        if self.split and self.specialised:
+            return 8
         return min(8, self.warps * max(1, 128 // self.head_dim_v))
 
     @property
     def merged_of_few(self) -> int:
         """The same for few parts, of which a thread reads several rows; 0: the same number."""
         # an H200, 128 heads, 32 requests of 8k keys, two parts of each tile: 145 microseconds, with 2 rows 154
-        return 16 if self.halves > 1 else 0
+        return 8 * self.warps if self.split and self.specialised else 16 if self.halves > 1 else 0
+
+    @property
+    def few_parts(self) -> int:
+        """Parts of a job that are so few; CTAs that have parts, where each may have several."""
+        return 4 if self.split else 8
 
     def parts_beside(self, rows: int) -> int:
         """Partial results of so many rows that the warps can hold beside their sum, in the registers that are free."""
@@ -205,7 +214,9 @@ class Config:
         not hold them, or where parts must be added up in an order that does not depend on the rows."""
         most = 8 if self.specialised else 32
         beside = self.parts_beside(rows)
-        return 0 if self.split or beside < 1 else max(4, 2 * min(most, power_of_two(beside)))
+        if self.split:
+            return 16 if rows <= 8 else 0
+        return 0 if beside < 1 else max(4, 2 * min(most, power_of_two(beside)))
 
     def __post_init__(self):
         if (
@@ -277,7 +288,7 @@ def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
     if rows == MOST_ROWS and wide == 128 and kv_bytes == 2:
         tokens, stages = 32, 6  # 64 rows: a warp has half as many scores at once: 4 % faster (16 queries of 64 heads on 8)
     split = split_of(problem.capacity, max(tokens, 64)) if problem.deterministic else 0
-    config = Config(dim, dim_v, rows, tokens, 2, warps, 1, split, kv_bytes, columns)
+    config = Config(dim, dim_v, rows, tokens, 2, warps, 1, split, kv_bytes, columns, chain=chain_of(problem))
     few = not split and rows == MMA_ROWS and jobs(problem, config) <= FEW_JOBS
     if few and wide == 128 and kv_bytes == 2 and arch.capability == 90:
         if takes_cluster(problem):
@@ -326,9 +337,9 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     # (and one), pages of 64 and 16, contiguous: 32 requests of 8k keys: 337 (372), 362 (384), 324 (371); 8 of 8k over pages: 85
     # (87), 91 (89); 32 of 1k: 54 (55), 58 (58); 1 of 32k: 50.3 (48.9).
     tokens = WGMMA_TOKENS
-    split = split_of(problem.capacity, tokens) if problem.deterministic else 0
+    split = short_split_of(problem) if problem.deterministic else 0
     if is_latent(problem):
-        return of_latent(problem, arch, split)
+        return of_latent(problem, arch)
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
     rows = rows or (128 if problem.rows > 64 else 64)
@@ -345,14 +356,15 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     #   128 requests of 8k keys 1.10 (0.93), 0.97 (0.84); 8 of 32k 1.08 (0.92), 0.90 (0.85); 32 of 8k 1.05 (1.02), 0.93 (0.87);
     #   8 of 8k 0.99 (0.95), 0.96 (0.90); 32 of 2k 0.97 (0.90), 0.94 (0.87); 32 of 1k 1.00 (0.92), 0.98 (0.93)
     # On an H100 level or a percent or two faster from 2^20 keys on; for fewer, one group was ahead.
-    many, long = rows > MOST_ROWS and not problem.deterministic, problem.capacity >= LONG_ROOM
-    wide, fast = dim == dim_v == 128, arch.dram_bandwidth >= FAST_MEMORY
-    apart = many and (keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS or (wide and fast))
-    holds_q = apart and wide
+    many, long = rows > MOST_ROWS, problem.capacity >= LONG_ROOM
+    fast = dim == dim_v == 128 and arch.dram_bandwidth >= FAST_MEMORY and not problem.deterministic
+    apart = many and (keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS or fast) and (long or not problem.deterministic)
+    holds_q = apart and dim == dim_v == 128 and not problem.deterministic
     config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk, groups=1 + apart,
-                    by_way_of_q=many and not long, holds_q=holds_q, optimistic=holds_q and is_hopeful(problem))  # fmt: skip
+                    by_way_of_q=many and not long, holds_q=holds_q, optimistic=holds_q and is_hopeful(problem),
+                    chain=chain_of(problem))  # fmt: skip
     most = MOST_STAGES
-    if many and (long or (wide and fast)) and problem.page_size is not None:
+    if many and (long or fast) and problem.page_size is not None:
         most = MOST_UNDER_WAY // (tokens * (dim + dim_v) * config.kv_bytes)
     return with_all_stages(config, arch, most)
 
@@ -363,9 +375,11 @@ def is_hopeful(problem: DecodeProblem) -> bool:
     return problem.capacity >= HOPEFUL_ROOM and problem.mask.left is None and problem.score.alibi is None
 
 
-def of_latent(problem: DecodeProblem, arch: Arch, split: int = 0) -> Config:
+def of_latent(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of TMA and wgmma for multi-head latent attention: eight warps that do the same, or two groups of four."""
-    usual = Config(512, 512, 64, WGMMA_TOKENS, 2, 8, 1, split, column_warps=2, narrow=64, box=LATENT_BOX, chunk=256)
+    split = split_of(problem.capacity, WGMMA_TOKENS) if problem.deterministic else 0
+    usual = Config(512, 512, 64, WGMMA_TOKENS, 2, 8, 1, split, column_warps=2, narrow=64, box=LATENT_BOX, chunk=256,
+                   chain=chain_of(problem))  # fmt: skip
     keys = problem.batch * problem.heads_kv * problem.capacity
     if split or (problem.rows <= usual.rows and keys <= FEW_LATENT_KEYS):
         return usual
@@ -403,9 +417,11 @@ def gains_by_one_group(problem: DecodeProblem) -> bool:
     #   contiguous 11.4 (14.9)  23.0 (28.0)  20.3 (29.0)
     # head dim 64, 32 rows, beside mma.sync: 14.7 (17.7) for 1 of 8k, but 33.3 (31.4) for 32 of 1k
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    if problem.deterministic or dim != dim_v or problem.rows > 2 * MOST_ROWS:
+    if dim != dim_v or problem.rows > 2 * MOST_ROWS:
         return False
     keys = keys_of(problem)
+    if problem.deterministic:
+        return dim == 128 and (problem.rows <= MOST_ROWS or keys <= FEW_KEYS_OF_ONE_GROUP)
     if dim == 64:
         return MMA_ROWS < problem.rows <= MOST_ROWS and keys <= FEW_KEYS_OF_ONE_GROUP
     if problem.rows <= MMA_ROWS // 2 and keys < LEAST_KEYS_OF_FEW_ROWS:
@@ -422,7 +438,9 @@ def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of one group of wgmma, beside four warps that copy by cp.async: one CTA a multiprocessor, and a long ring."""
     # two CTAs with half a ring each: 13.2, 26.7, 25.3 and 109.8 microseconds, in place of the four in the first line above
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    return with_all_stages(Config(dim, dim_v, 64, WGMMA_TOKENS, 2, 4, 1, chunk=dim), arch)
+    split = short_split_of(problem) if problem.deterministic else 0
+    config = Config(dim, dim_v, 64, WGMMA_TOKENS, 2, 4, 1, split, chunk=dim, chain=chain_of(problem))
+    return with_all_stages(config, arch)
 
 
 def with_all_stages(config: Config, arch: Arch, most: int = MOST_STAGES) -> Config:
@@ -451,7 +469,7 @@ def _latent(problem: DecodeProblem) -> Config:
     rows = 32 if problem.rows > MMA_ROWS and not problem.deterministic else MMA_ROWS
     split = split_of(problem.capacity, 64) if problem.deterministic else 0
     kv_bytes = problem.kv_dtype.itemsize
-    return Config(512, 512, rows, 64, 2 if kv_bytes == 2 else 4, 8, 1, split, kv_bytes, 4, 64)
+    return Config(512, 512, rows, 64, 2 if kv_bytes == 2 else 4, 8, 1, split, kv_bytes, 4, 64, chain=chain_of(problem))
 
 
 def split_of(capacity: int, tokens: int) -> int:
@@ -461,6 +479,24 @@ def split_of(capacity: int, tokens: int) -> int:
     while split * MOST_PARTS < capacity or (split < USUAL_SPLIT and 4 * split < capacity):
         split *= 2
     return max(split, tokens)
+
+
+def short_split_of(problem: DecodeProblem) -> int:
+    """The same where a CTA goes from one split to the next without a pause: with 8 key heads a 16th of the room, or an 8th of
+    up to 4096, so that one request keeps a GPU busy."""
+    room, splits = room_of(problem.capacity), min(32, max(8, 128 // problem.heads_kv))
+    return max(WGMMA_TOKENS, max(room, min(8192, 2 * room)) // splits)
+
+
+def chain_of(problem: DecodeProblem) -> int:
+    """Keys of a chain: the room or, where many keys hide that what was found of one chain is written and read, half of it."""
+    room = room_of(problem.capacity)
+    return 0 if not problem.deterministic else room // 2 if room > LONG_ROOM else max(room, USUAL_SPLIT)
+
+
+def room_of(capacity: int) -> int:
+    """The power of two that holds what a request has room for."""
+    return 1 << (capacity - 1).bit_length()
 
 
 def power_of_two(n: int) -> int:
@@ -477,7 +513,9 @@ def partial_places(problem: DecodeProblem, config: Config, ctas: int) -> int:
     """How many partial results there may be."""
     if not config.split:
         return 2 * ctas
-    return jobs(problem, config) * -(-problem.capacity // config.split)
+    splits = -(-problem.capacity // config.split)
+    stretch = 9 * -(-jobs(problem, config) * splits // ctas) // 8 + 1  # at most: see `schedule.stretch_of`
+    return ctas * min(stretch, splits + 1)
 
 
 def jobs(problem: DecodeProblem, config: Config) -> int:

@@ -39,7 +39,7 @@ from strobe.kernels.decode.keys import copy_step, is_key, load_queries, look_up,
 from strobe.kernels.decode.layouts import copy_layout, product_layout, result_layout, ring_layout
 from strobe.kernels.decode.notes import NOTED, Notes
 from strobe.kernels.decode.pieces import ask_ahead, take_pieces
-from strobe.kernels.decode.results import deliver, deliver_share
+from strobe.kernels.decode.results import deliver, deliver_share, nothing, take_splits
 from strobe.kernels.decode.schedule import Requests, keys_of
 from strobe.kernels.decode.scores import finite, scores_of
 from strobe.kernels.gluon import gl, gluon, partition_barrier, reinterpret
@@ -228,12 +228,22 @@ def scale_of_values(terms, cached, piece, entry, first, C: gl.constexpr, layout:
 @gluon.jit
 def take(memory, K, piece, job, state):
     """What all warps find along the keys of a piece is added up and delivered."""
+    if K.C.split:
+        COLUMNS: gl.constexpr = meet_shape(K.C, K.ROWS)[3]
+        return take_splits(find, memory, K, piece, job, nothing(result_layout(K.C, COLUMNS), COLUMNS, K), state)
+    else:
+        found, state = find(memory, K, piece, state)
+        deliver(K, piece, job, found[0], found[1], found[2])
+        partition_barrier()  # everybody has read what the warps found, where K goes next
+        return state
+
+
+@gluon.jit
+def find(memory, K, piece, state):
+    """What all warps find along the keys of a piece, added up."""
     rings, stats = memory
     acc, row_max, row_sum = walk(rings, K.outputs, K.terms, K.cached, piece, piece, K.C, K.GROUP, K.DIM, K.DIM_V)
-    o, top, total = gather_warps(in_ring(rings[0], K.C, K.ROWS), stats, acc, row_max, row_sum, K.C, K.ROWS)
-    deliver(K, piece, job, o, top, total)
-    partition_barrier()  # everybody has read what the warps found, where K goes next
-    return state
+    return gather_warps(in_ring(rings[0], K.C, K.ROWS), stats, acc, row_max, row_sum, K.C, K.ROWS), state
 
 
 @gluon.jit

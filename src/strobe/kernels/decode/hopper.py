@@ -17,6 +17,7 @@ role finds its CTA's pieces of work from the lengths by itself. The roles:
                     or one chunk of whole rows
     q               [groups * chunks, rows of a        a multiplier   itself
                     group, chunk]
+    board           [groups * NOTES, 1]                a multiplier   itself: numbers of a piece, where there are splits
 
     barrier         arrivals                           says
     full            TMA bytes, or the copier of V,     a step is there
@@ -41,7 +42,7 @@ from strobe.kernels.common.channel import Channel, make_barriers, swizzled
 from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.packed_halves import rounded
 from strobe.kernels.decode.again import ALL, Again, bit_of, chosen_next, is_chosen, make_again, out_of_range, tell
-from strobe.kernels.decode.arguments import NUMBERS, Cached, Job, Kernel, Outputs, Piece, Terms
+from strobe.kernels.decode.arguments import NUMBERS, Cached, Chain, Job, Kernel, Outputs, Piece, Terms
 from strobe.kernels.decode.boxes import (
     accumulator,
     clear_values,
@@ -65,11 +66,12 @@ from strobe.kernels.decode.boxes import (
 )
 from strobe.kernels.decode.keys import is_key, look_up, rows_at
 from strobe.kernels.decode.latent import make_latent_memory, take_latent
-from strobe.kernels.decode.latent_turns import left_group, make_turns_memory, right_group
+from strobe.kernels.decode.latent_turns import left_group, make_turns_memory, of_a_number, right_group
 from strobe.kernels.decode.pieces import ask_ahead, take_pieces
-from strobe.kernels.decode.results import deliver
+from strobe.kernels.decode.results import deliver, leave_parts
 from strobe.kernels.decode.schedule import Requests
 from strobe.kernels.decode.scores import finite
+from strobe.kernels.decode.splits import added, ends_part
 from strobe.kernels.gluon import (
     aggregate,
     async_copy,
@@ -84,6 +86,9 @@ from strobe.kernels.gluon import (
     warpgroup_mma_wait,
 )
 
+NOTES = gl.constexpr(22)
+"""Numbers of a piece and its job."""
+
 
 @aggregate
 class Memory:
@@ -95,6 +100,7 @@ class Memory:
     k: Channel
     v: Channel
     again: Again
+    board: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -103,8 +109,11 @@ def make_memory(k_desc, v_desc, C: gl.constexpr):
     dtype: gl.constexpr = k_desc.dtype if C.box else k_desc.dtype.element_ty
     shape: gl.constexpr = [C.groups * (C.head_dim // C.chunk), C.rows // C.groups, C.chunk]
     q = gl.allocate_shared_memory(dtype, shape, swizzled(dtype, C.chunk))
+    board = q
+    if C.split:
+        board = gl.allocate_shared_memory(gl.int32, [C.groups * NOTES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k, v = make_ring(dtype, C.head_dim, 0, C), make_ring(dtype, C.head_dim_v, 1, C)
-    return Memory(k_desc, v_desc, q, k, v, make_again(C.groups))
+    return Memory(k_desc, v_desc, q, k, v, make_again(C.groups), board)
 
 
 @gluon.jit
@@ -342,21 +351,53 @@ def operand_of(p, dtype: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def walk(W: gl.constexpr, memory, K, piece, position, hopeful):
+def rescaled_sums(sums, factor):
+    """Sums of each lane of a row, of whose exponentials the reference has moved."""
+    return sums * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout)), 1)
+
+
+@gluon.jit
+def note(W: gl.constexpr, memory, piece, job):
+    """Write a piece and its job down, so that no register has to hold them while the group walks along its keys."""
+    chain = job.chain
+    numbers = (
+        piece.batch, piece.entry, piece.head, piece.first_row, piece.first_query, piece.queries, piece.length, piece.begin,
+        piece.end, job.number, job.parts, job.first, job.begins, job.stretch, job.place, job.patience,
+        chain.begins.to(gl.int32), chain.settled, chain.line, chain.job_begin, chain.begin, chain.end,
+    )  # fmt: skip
+    for i in gl.static_range(NOTES):
+        memory.board.index(W * NOTES + i).store(gl.full([1], 0, gl.int32, of_a_number(gl.num_warps())) + numbers[i])
+
+
+@gluon.jit
+def noted(W: gl.constexpr, memory):
+    """What `note` wrote down."""
+    n = ()
+    for i in gl.static_range(NOTES):
+        n += (gl.max(memory.board.index(W * NOTES + i).load(of_a_number(gl.num_warps())), 0),)
+    chain = Chain(n[16] != 0, n[17], n[18], n[19], n[20], n[21])
+    piece = Piece(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8])
+    return piece, Job(n[9], n[10], n[11], n[12], n[13], n[14], n[15], chain)
+
+
+@gluon.jit
+def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful):
     """Walk along the keys of a piece, one step at least: O in chunks, what exponents are counted from and the sum for each row
-    of the W-th group, how many steps the CTA has copied, and whether that has to be done again. hopeful: whether the optimistic
-    softmax may be tried."""
+    of the W-th group, how many steps the CTA has copied, and whether that has to be done again. Where keys are cut in splits,
+    that is what the last part is made of; those before are left. hopeful: whether the optimistic softmax may be tried."""
     C: gl.constexpr = K.C
     S: gl.constexpr = rows_of(C, C.tokens)
     dtype: gl.constexpr = memory.q.dtype
     first, steps = first_step(piece, C)
     q, scale, holes = store_queries(W, memory, K, piece, C)
     acc = no_output(C)
+    nothing = gl.full([C.rows], -float("inf"), gl.float32, S)
+    part, part_top, part_total = acc, nothing, gl.full([C.rows], 0.0, gl.float32, S)  # of the splits before
     memory.k.wait(position)
     s = warpgroup_mma_wait(0, deps=[start_scores(q, memory.k.block(position), C)])
     memory.k.release(position)
     s = masked(s, K, piece, first, holes, C, True)
-    top, wide, _ = weights_of(s, scale, gl.full([C.rows], -float("inf"), gl.float32, S))
+    top, wide, _ = weights_of(s, scale, nothing)
     sums = lane_sums(wide)
     p = operand_of(wide, dtype, C)
     begin, plain = gl.to_tensor(1), plain_steps(K.terms, piece, first, steps, holes, C)
@@ -366,27 +407,42 @@ def walk(W: gl.constexpr, memory, K, piece, position, hopeful):
     for MASKED in gl.static_range(2):
         end = steps if MASKED else plain
         for i in tl.range(begin, end, disable_licm=True):
-            now = position + i
+            now, at = position + i, first + i * C.tokens
             memory.k.wait(now)
             s = start_scores(q, memory.k.block(now), C)
             memory.v.wait(now - 1)
             acc = start_output(acc, p, memory.v.block(now - 1), C)
             s = warpgroup_mma_wait(len(acc), deps=[s])
             memory.k.release(now)
-            s = masked(s, K, piece, first + i * C.tokens, holes, C, MASKED)
+            s = masked(s, K, piece, at, holes, C, MASKED)
             if C.optimistic and not MASKED:
                 wide = gl.exp2(gl.fma(s, scale, shift))
                 sums += lane_sums(wide)
+            elif C.split:
+                next_top, wide, factor = weights_of(s, scale, gl.where(at % C.split == 0, nothing, top))
+                lanes = lane_sums(wide)
+                next_sums = rescaled_sums(sums, factor) + lanes
             else:
                 top, wide, factor = weights_of(s, scale, top)
-                factors = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout)), 1)
-                sums = sums * factors + lane_sums(wide)
+                sums = rescaled_sums(sums, factor) + lane_sums(wide)
             # Complete already, but ptxas moves no wait above it: P V stays hidden under the exponentials.
             memory.v.wait(now - 1)
             acc = wait_output(acc)
             memory.v.release(now - 1)
             p = operand_of(wide, dtype, C)
-            if MASKED or not C.optimistic:
+            if C.split:
+                if at % C.split == 0:
+                    total = gl.convert_layout(gl.sum(sums, 1), S)
+                    part, part_top, part_total = added(part, part_top, part_total, acc, top, total)
+                    acc, sums = no_output(C), lanes
+                    if ends_part(job.chain, at, C):
+                        its, its_job = noted(W, memory)
+                        leave_parts(K, its, its_job, at - 1, part, part_top, part_total)
+                        part, part_top, part_total = acc, nothing, 0.0 * part_total
+                else:
+                    acc, sums = rescaled(acc, factor, C), next_sums
+                top = next_top
+            elif MASKED or not C.optimistic:
                 acc = rescaled(acc, factor, C)
         begin = end
     position += steps
@@ -397,6 +453,8 @@ def walk(W: gl.constexpr, memory, K, piece, position, hopeful):
     broken = False
     if C.optimistic:
         broken = (plain > 1) & out_of_range(acc, total)
+    if C.split:
+        acc, top, total = added(part, part_top, part_total, acc, top, total)
     return acc, top, total, position, broken
 
 
@@ -417,7 +475,7 @@ def as_seen_by(W: gl.constexpr, K, piece, job):
     rows = Piece(piece.batch, piece.entry, piece.head, piece.first_row + FIRST, piece.first_query, piece.queries, piece.length,
                  piece.begin, piece.end)  # fmt: skip
     number = K.C.groups * job.number + W
-    return own, rows, Job(number, job.parts, job.first, job.begins, job.stretch, job.place, job.patience)
+    return own, rows, Job(number, job.parts, job.first, job.begins, job.stretch, job.place, job.patience, job.chain)
 
 
 @gluon.jit
@@ -428,7 +486,11 @@ def multiply(W: gl.constexpr, memory, K, piece, job, state):
     position, number, chosen, mine, broken = state
     if is_chosen(chosen, number, job, K.C):
         own, rows, own_job = as_seen_by(W, K, piece, job)
-        acc, top, total, position, failed = walk(W, memory, own, rows, position, chosen == ALL)
+        if own.C.split:
+            note(W, memory, rows, own_job)
+        acc, top, total, position, failed = walk(W, memory, own, rows, own_job, position, chosen == ALL)
+        if own.C.split:
+            rows, own_job = noted(W, memory)
         if failed:
             broken = broken | bit_of(number, job)
         elif is_chosen(mine, number, job, K.C):

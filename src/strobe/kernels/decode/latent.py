@@ -39,7 +39,7 @@ from strobe.kernels.decode.boxes import (
     weights,
 )
 from strobe.kernels.decode.layouts import result_layout, ring_layout
-from strobe.kernels.decode.results import deliver
+from strobe.kernels.decode.results import deliver, nothing, take_splits
 from strobe.kernels.gluon import (
     aggregate,
     fence_async_shared,
@@ -216,8 +216,19 @@ def gather(memory, acc, top, total, C: gl.constexpr, ROWS: gl.constexpr):
 @gluon.jit
 def take_latent(memory, K, piece, job, turn):
     """What is found along the keys of a piece is delivered; turn: how many steps the CTA has copied."""
+    C: gl.constexpr = K.C
+    if C.split:
+        return take_splits(find, memory, K, piece, job, nothing(result_layout(C, C.head_dim_v), C.head_dim_v, K), turn)
+    else:
+        found, turn = find(memory, K, piece, turn)
+        deliver(K, piece, job, found[0], found[1], found[2])
+        partition_barrier()  # everybody has read the result, where K goes next
+        return turn
+
+
+@gluon.jit
+def find(memory, K, piece, turn):
+    """What is found along the keys of a piece."""
     acc, top, total, turn = walk_latent(memory, K, piece, turn)
     o, top, total = gather(memory, acc, top, total, K.C, K.ROWS)
-    deliver(K, piece, job, (o,), top, total)
-    partition_barrier()  # everybody has read the result, where K goes next
-    return turn
+    return ((o,), top, total), turn

@@ -1,7 +1,7 @@
 """The work of a CTA: the pieces of its stretch, one after the other."""
 
 from strobe.kernels.common.prefetch import prefetch
-from strobe.kernels.decode.arguments import Job, Piece
+from strobe.kernels.decode.arguments import Chain, Job, Piece
 from strobe.kernels.decode.notes import NOTED_ROWS, forget, is_left
 from strobe.kernels.decode.results import PATIENCE
 from strobe.kernels.decode.schedule import (
@@ -17,6 +17,7 @@ from strobe.kernels.decode.schedule import (
     stretch_of,
     units_of,
 )
+from strobe.kernels.decode.splits import places_of_cta
 from strobe.kernels.gluon import gl, gluon
 
 
@@ -81,8 +82,6 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
             job_begins = begins + job * room
             unit = x - job_begins
             count = gl.minimum(units - unit, last - x)  # none, if the stretch begins behind the units
-            if C.split:
-                count = 1 + 0 * count
             next = gl.where(unit + count == units, job_begins + room, x + count)
             head, tile = job, 0 * job
             some_begin, some_end = begin, end
@@ -102,14 +101,20 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
             if requests.notes is not None:
                 ours = ours & is_left(requests.notes, b, heads_kv, head, piece.first_row, queries, requests.n_q, C, GROUP)
             if ours:
-                parts, first = parts_of(job_begins, units, stretch, C)
+                parts, first = parts_of(job_begins, units, stretch)
                 part = team - first
+                chain = None
                 if C.split:
-                    part = unit
-                place = place_of(part, first, job_begins, stretch, C)
+                    places, own = places_of_cta(requests, stretch, C), begin // C.unit
+                    settled = gl.where(part > 0, (origin + C.chain - 1) // C.chain * C.chain, 0)
+                    chain = Chain(part == 0, settled, job_begins - own, own, some_begin // C.unit,
+                                  (some_end + C.unit - 1) // C.unit)  # fmt: skip
+                    place = team * places
+                else:
+                    place = place_of(part, first, job_begins, stretch, C)
                 patience = gl.where(next < last, 0, PATIENCE)
                 number = (b * heads_kv + head) * tiles + tile
-                state = TAKE(memory, K, piece, Job(number, parts, first, job_begins, stretch, place, patience), state)
+                state = TAKE(memory, K, piece, Job(number, parts, first, job_begins, stretch, place, patience, chain), state)
             x = next
     if requests.notes is not None:
         blocks = (requests.n_q + NOTED_ROWS - 1) // NOTED_ROWS

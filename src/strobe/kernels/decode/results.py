@@ -7,16 +7,16 @@ ROWS may be in use.
 
 from strobe.kernels.common.cluster import exchange
 from strobe.kernels.common.scores import LN2, LOG2E
+from strobe.kernels.decode.arguments import Piece
 from strobe.kernels.decode.layouts import along, result_layout
 from strobe.kernels.decode.schedule import place_of
 from strobe.kernels.decode.scores import finite
+from strobe.kernels.decode.splits import added, ends_part, own_place, parts_in_order, place_of_part, places_of_cta
 from strobe.kernels.gluon import gl, gluon, partition_barrier
 
 PATIENCE = gl.constexpr(64)
 """How often a CTA whose work is done looks whether the other parts of its last job are there, to help to merge them."""
 GAVE_UP = gl.constexpr(1 << 16)
-FEW_PARTS = gl.constexpr(8)
-"""Parts of a job that are so few that more rows are merged at once."""
 
 
 @gluon.constexpr_function
@@ -71,7 +71,7 @@ def merge(K, job, row, rows, MERGED: gl.constexpr, AT_ONCE: gl.constexpr):
     o = gl.full([MERGED, C.head_dim_v], 0.0, gl.float32, gl.SliceLayout(0, R))
     top = gl.full([MERGED], -float("inf"), gl.float32, gl.SliceLayout(0, H))
     total = gl.full([MERGED], 0.0, gl.float32, gl.SliceLayout(0, H))
-    SPACE: gl.constexpr = 1 if C.split else 2 * C.abreast  # places from one part to the next, but for the first one
+    SPACE: gl.constexpr = 2 * C.abreast  # places from one part to the next, but for the first one
     start = place_of(1, job.first, job.begins, job.stretch, C) - SPACE
     own = place_of(0, job.first, job.begins, job.stretch, C) - start
     sums = K.outputs.sums + start * (2 * K.ROWS) + row_2
@@ -92,6 +92,44 @@ def merge(K, job, row, rows, MERGED: gl.constexpr, AT_ONCE: gl.constexpr):
         o += gl.sum(os * gl.expand_dims(weights, 2), 0)
         top = new_top
     return o, gl.convert_layout(top, M), gl.convert_layout(total, M)
+
+
+@gluon.jit
+def merge_splits(K, job, row, rows, MERGED: gl.constexpr, AT_ONCE: gl.constexpr):
+    """The same of a job whose keys are cut in splits: its parts are added up to chains, and these, one after the other."""
+    C: gl.constexpr = K.C
+    L: gl.constexpr = gl.SliceLayout(0, merge_layout(C, MERGED))
+    M: gl.constexpr = gl.SliceLayout(1, L)
+    row = row + gl.arange(0, MERGED, M)
+    row_2, column = gl.expand_dims(row, 1), gl.expand_dims(gl.arange(0, C.head_dim_v, gl.SliceLayout(0, L)), 0)
+    sums, parts = K.outputs.sums + row, K.outputs.parts + place_in_part(row_2, column, C)
+    places, own = places_of_cta(K.requests, job.stretch, C), parts_in_order(job, C)
+    o = (gl.full([MERGED, C.head_dim_v], 0.0, gl.float32, L),)
+    top, total = gl.full([MERGED], -float("inf"), gl.float32, M), gl.full([MERGED], 0.0, gl.float32, M)
+    before, before_top, before_total = o, top, total
+    lane = gl.arange(0, 32, lanes(gl.num_warps()))
+    for i in range(0, own.number, AT_ONCE):
+        os, tops, totals = (), (), ()
+        each = gl.where(i + lane < own.number, place_of_part(job, own, i + lane, places, C), 0)
+        for k in gl.static_range(AT_ONCE):
+            place = gl.max(gl.where(lane == k, each, 0), 0)
+            there = (row < rows) & (i + k < own.number)
+            at = sums + place * (2 * K.ROWS)
+            tops += (gl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg"),)
+            totals += (gl.load(at + K.ROWS, mask=there, other=0.0, cache_modifier=".cg"),)
+            at = parts + place.to(gl.int64) * (K.ROWS * C.head_dim_v)
+            there = (row_2 < rows) & (i + k < own.number) & (column < C.head_dim_v)
+            os += (gl.load(at, mask=there, other=0.0, cache_modifier=".cg"),)
+        for k in gl.static_range(AT_ONCE):
+            if i + k < own.number:
+                if (i + k == 0) | (i + k == own.of_first):
+                    before, before_top, before_total = o, top, total
+                    o, top, total = (os[k],), tops[k], totals[k]
+                else:
+                    o, top, total = added(o, top, total, (os[k],), tops[k], totals[k])
+    if own.number > own.of_first:
+        o, top, total = added(before, before_top, before_total, o, top, total)
+    return o[0], top, total
 
 
 @gluon.constexpr_function
@@ -178,18 +216,38 @@ def by_rows(o, place):
     return place.load(gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [gl.num_warps(), 1], [1, 0]))
 
 
+@gluon.constexpr_function
+def stays(C):
+    """Whether parts of results stay in the L2 cache while keys pass through it: those of splits wait for others."""
+    return "evict_last" if C.split else ""
+
+
 @gluon.jit
-def leave_part(K, job, rows, o, top, total, COLUMN: gl.constexpr):
+def leave_part(K, place, rows, o, top, total, COLUMN: gl.constexpr):
     """Write `rows` of a part of a result to where whoever merges it looks for it; o: columns from COLUMN on."""
     L: gl.constexpr = o.type.layout
     row = gl.arange(0, o.shape[0], gl.SliceLayout(1, L))
     if COLUMN == 0:
-        at = K.outputs.sums + job.place * (2 * K.ROWS) + row
+        at = K.outputs.sums + place * (2 * K.ROWS) + row
         gl.store(at, top, mask=row < rows)
         gl.store(at + K.ROWS, total, mask=row < rows)
     row, column = gl.expand_dims(row, 1), COLUMN + gl.expand_dims(gl.arange(0, o.shape[1], gl.SliceLayout(0, L)), 0)
-    at = K.outputs.parts + job.place.to(gl.int64) * (K.ROWS * K.C.head_dim_v) + place_in_part(row, column, K.C)
-    gl.store(at, o, mask=(row < rows) & (column < K.C.head_dim_v))
+    at = K.outputs.parts + place.to(gl.int64) * (K.ROWS * K.C.head_dim_v) + place_in_part(row, column, K.C)
+    gl.store(at, o, mask=(row < rows) & (column < K.C.head_dim_v), eviction_policy=stays(K.C))
+
+
+@gluon.jit
+def leave_parts(K, piece, job, key, acc, top, total):
+    """Write a part of a piece's result, O in chunks of columns, whose last key is `key`."""
+    C: gl.constexpr = K.C
+    M: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
+    top, total = gl.convert_layout(top, M), gl.convert_layout(total, M)
+    place = job.place
+    if C.split:
+        place = own_place(job, key, places_of_cta(K.requests, job.stretch, C), C)
+    rows = piece.queries * K.GROUP - piece.first_row
+    for c in gl.static_range(len(acc)):
+        leave_part(K, place, rows, acc[c], top, total, c * acc[0].shape[1])
 
 
 @gluon.jit
@@ -200,7 +258,9 @@ def hand_in(K, piece, job, rows):
     arrivals = K.outputs.arrivals + 2 * job.number
     partition_barrier()  # so the arrival tells of what all threads wrote
     there = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") + 1
-    if job.parts > most_alone(K.C, ROWS):
+    if most_alone(K.C, ROWS) == 0:  # noqa: SIM114, so that there is no code for it
+        merge_together(K, piece, job, rows, arrivals, there)
+    elif job.parts > most_alone(K.C, ROWS):
         merge_together(K, piece, job, rows, arrivals, there)
     elif there == job.parts:
         gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
@@ -212,7 +272,9 @@ def merge_alone(K, piece, job, rows, AT_ONCE: gl.constexpr):
     """Merge all parts of a job, AT_ONCE of them at a time or, if they are few, 8, as code for more takes longer though most of
     it loads nothing."""
     ROWS: gl.constexpr = rows_of_group(K.C, K.ROWS)
-    if AT_ONCE > 8:
+    if K.C.split:
+        merge_rows(K, piece, job, 0, rows, ROWS)
+    elif AT_ONCE > 8:
         if job.parts <= 8:
             merge_alone(K, piece, job, rows, 8)
         else:
@@ -244,7 +306,7 @@ def merge_together(K, piece, job, rows, arrivals, there):
             turn = heard(answer, K.C)
         while turn < turns:
             if K.C.merged_of_few > 0:
-                if job.parts <= FEW_PARTS:
+                if job.parts <= K.C.few_parts:
                     merge_rows(K, piece, job, turn * size, rows, K.C.merged_of_few)
                 else:
                     merge_rows(K, piece, job, turn * size, rows, K.C.merged_rows)
@@ -267,14 +329,17 @@ def rows_at_once(C: gl.constexpr, parts):
     """Rows of a job of so many parts that are merged at once."""
     rows = 0 * parts + C.merged_rows
     if C.merged_of_few > 0:
-        rows = gl.where(parts <= FEW_PARTS, C.merged_of_few, rows)
+        rows = gl.where(parts <= C.few_parts, C.merged_of_few, rows)
     return rows
 
 
 @gluon.jit
 def merge_rows(K, piece, job, row, rows, MERGED: gl.constexpr):
     """Merge MERGED rows of a job from row `row` on, of `rows` in use, and write them."""
-    o, top, total = merge(K, job, row, rows, MERGED, parts_at_once(K.C, MERGED))
+    if K.C.split:
+        o, top, total = merge_splits(K, job, row, rows, MERGED, parts_at_once(K.C, MERGED))
+    else:
+        o, top, total = merge(K, job, row, rows, MERGED, parts_at_once(K.C, MERGED))
     write(K, piece, row, o, top, total, 0)
 
 
@@ -327,12 +392,18 @@ def deliver(K, piece, job, acc, top, total, place=None):
     WIDE: gl.constexpr = acc[0].shape[1]
     top, total = gl.convert_layout(top, M), gl.convert_layout(total, M)
     rows = piece.queries * K.GROUP - piece.first_row
-    if job.parts == 1:
+    whole = job.parts == 1
+    if K.C.split:
+        whole = whole & (piece.begin // K.C.chain == gl.maximum(piece.end - 1, piece.begin) // K.C.chain)
+    if whole:
         for c in gl.static_range(len(acc)):
             write(K, piece, 0, acc[c], top, total, c * WIDE, place)
     elif rows > 0:
-        for c in gl.static_range(len(acc)):
-            leave_part(K, job, rows, acc[c], top, total, c * WIDE)
+        if K.C.split:
+            if piece.begin < piece.end:  # else nobody reads it
+                leave_parts(K, piece, job, piece.end - 1, acc, top, total)
+        else:
+            leave_parts(K, piece, job, piece.end - 1, acc, top, total)
         hand_in(K, piece, job, gl.minimum(rows, rows_of_group(K.C, K.ROWS)))
 
 
@@ -356,3 +427,40 @@ def deliver_share(K, piece, rank, o, top, total):
     at += head.to(gl.int64) * outputs.out_head
     o = (gl.sum(shares * weight_of, 0) * factor).to(outputs.out.dtype.element_ty)
     gl.store(at + column, o, mask=there & (column < K.DIM_V))
+
+
+@gluon.jit
+def nothing(R: gl.constexpr, COLUMNS: gl.constexpr, K):
+    """What is found of no keys: O in chunks of COLUMNS in a layout of [parts, rows, columns], the maximum and the sum of each
+    row."""
+    L: gl.constexpr = gl.SliceLayout(0, R)
+    M: gl.constexpr = gl.SliceLayout(1, L)
+    o = ()
+    for _ in gl.static_range(K.C.head_dim_v // COLUMNS):
+        o += (gl.full([K.ROWS, COLUMNS], 0.0, gl.float32, L),)
+    return o, gl.full([K.ROWS], -float("inf"), gl.float32, M), gl.full([K.ROWS], 0.0, gl.float32, M)
+
+
+@gluon.jit
+def take_splits(FIND: gl.constexpr, memory, K, piece, job, found, state):
+    """What FIND finds of each split of a piece is added to `found`, and delivered, or handed in by itself."""
+    SPLIT: gl.constexpr = K.C.split
+    o, top, total = found
+    first = piece.begin // SPLIT
+    splits = gl.maximum((piece.end + SPLIT - 1) // SPLIT - first, 1)
+    for i in range(splits):
+        begin, end = gl.maximum((first + i) * SPLIT, piece.begin), gl.minimum((first + i + 1) * SPLIT, piece.end)
+        its = Piece(piece.batch, piece.entry, piece.head, piece.first_row, piece.first_query, piece.queries, piece.length,
+                    begin, end)  # fmt: skip
+        its_found, state = FIND(memory, K, its, state)
+        its_o, its_top, its_total = its_found
+        partition_barrier()  # everybody has read what was found, where K goes next
+        if end <= job.chain.settled:
+            o, top, total = its_o, its_top, its_total
+        else:
+            o, top, total = added(o, top, total, its_o, its_top, its_total)
+        if (i + 1 < splits) & ends_part(job.chain, end, K.C):
+            leave_parts(K, its, job, end - 1, o, top, total)
+            o, top, total = found
+    deliver(K, piece, job, o, top, total)
+    return state

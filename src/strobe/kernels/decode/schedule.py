@@ -1,7 +1,8 @@
 """Which CTA computes which keys of which request: found on the device, from the lengths.
 
 A request's work comes in jobs: one for each key head and each tile of its rows. A job's keys come in units, steps of `tokens`
-keys, or, where a request's bits must not depend on the others, splits of `split` keys that begin at multiples of `split`. All
+keys, or, where a request's bits must not depend on the others, splits of `split` keys that begin at multiples of `split` and
+are added up in chains of `chain` keys (see `arguments.Chain`). All
 units of all jobs stand in one line, request by request, and every CTA takes a stretch of it, all of the same length. So the
 work is even whatever the lengths, and the host need not know them. Tiles that are abreast (`Config.abreast`) are one job in
 this line, and as many CTAs, neighbours, take the same stretch of it, each for a tile of its own.
@@ -10,9 +11,9 @@ A piece costs time beside its keys, too. So a job's units are followed in the li
 could be read meanwhile (`Config.start`): a CTA that has many short jobs has fewer keys than others.
 
     room of a job         its units, and the empty place behind them
-    parts of a job        stretches that cut its units, in order; or each of its splits
-    place of a part       where its partial result goes: two a CTA, as a stretch begins and ends within a job at most; or its
-                          own number in the line of splits
+    parts of a job        stretches that cut its units, in order
+    place of a part       where its partial result goes: two a CTA, as a stretch begins and ends within a job at most; where
+                          there are splits, one for each that a CTA hands in
 """
 
 from strobe.kernels.decode.notes import Notes
@@ -198,20 +199,14 @@ def start_of(cta, stretch, total):
 
 
 @gluon.jit
-def parts_of(job_begins, units, stretch, C: gl.constexpr):
+def parts_of(job_begins, units, stretch):
     """How many parts a job has whose units begin at `job_begins` in the line, and the CTA of the first one."""
-    if C.split:
-        return units, job_begins
-    else:
-        first = quotient(job_begins, stretch)
-        return quotient(job_begins + units - 1, stretch) - first + 1, first
+    first = quotient(job_begins, stretch)
+    return quotient(job_begins + units - 1, stretch) - first + 1, first
 
 
 @gluon.jit
 def place_of(part, first, job_begins, stretch, C: gl.constexpr):
     """Where the partial result of a job's part goes. part: its number, or several; first: of `parts_of`."""
-    if C.split:
-        return first + part
-    else:
-        within = (job_begins > first * stretch).to(gl.int32)
-        return (2 * (first + part) + gl.where(part == 0, within, 0)) * C.abreast + gl.program_id(0) % C.abreast
+    within = (job_begins > first * stretch).to(gl.int32)
+    return (2 * (first + part) + gl.where(part == 0, within, 0)) * C.abreast + gl.program_id(0) % C.abreast

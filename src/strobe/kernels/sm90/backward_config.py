@@ -67,7 +67,7 @@ class Config(Chunks):
     subtract the statistics, too (see `backward_pre_post`); head dims up to 128, scores that nothing changes. stored: whether dS
     is stored, and dQ is a product of its own (`backward_dq`). order: 1 or -1 if blocks of keys add to dQ one after the other,
     from the first or the last on (see `backward_order`), 0 if as they come; up to head dim 128, where nothing changes scores.
-    downwards: whether a block goes over rows from the last on, at each tile through all heads of a group (see `_is_grouped`)."""
+    downwards: whether a block goes over rows from the last on, at each through all heads of a group (see `_is_grouped`)."""
 
     tile_q: int
     turns: bool
