@@ -418,7 +418,8 @@ def deliver_share(K, piece, rank, o, top, total):
     COLUMNS: gl.constexpr = o.shape[1]
     outputs, row = K.outputs, rank * SHARE // COLUMNS
     column = rank * SHARE % COLUMNS + gl.arange(0, SHARE, total.type.layout)
-    query, head, there = row // K.GROUP, piece.head * K.GROUP + row % K.GROUP, row < piece.queries * K.GROUP
+    query, head = row // K.GROUP, piece.head * K.GROUP + row % K.GROUP
+    there = row < piece.queries * K.GROUP
     factor, lse = factor_and_lse(K, piece, head, there, top, total)
     if outputs.lse is not None:
         at = outputs.lse + piece.batch.to(gl.int64) * outputs.lse_batch + head.to(gl.int64) * outputs.lse_head + query
