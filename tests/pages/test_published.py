@@ -41,6 +41,7 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "prefill": ("sm90 forward",),
     "portable-as-sm80": ("portable", "sm80 forward", "sm80 backward"),
     "heads-decode": (),
+    "fixed-decode": (),
     "rungs-profile": (),
     "same-code": (),
     "short-decode": (),
@@ -60,6 +61,7 @@ SPILLING_REDO = "measured before the redo looked for notes without spilling; it 
 ELSEWHERE = "what changed since is elsewhere: a name from Gluon for decode, and an order of dQ in Hopper's backward"
 OF_THE_BACKWARD = "what changed since is of the backward in 16 bits"
 DEFAULT_SINCE = "since then what it measured runs by default, by the same kernels"
+AN_ORDER_SINCE = "since then an order for dQ is the default where that is faster"
 IN_CLUSTERS = "what changed since is that a launch may be one of clusters, as decode's for one request is"
 FEW_KEYS = "one kernel for few keys came since, which no point asks for"
 ACCEPTED: dict[str, str] = {
@@ -70,6 +72,8 @@ ACCEPTED: dict[str, str] = {
     "cycles-packed-backward-h100-2026-11-24.json": OTHER_HEAD_DIMS,
     "cycles-packed-forward-h100-2026-11-24.json": SPILLING_REDO,
     "cycles-tile-h100-2026-11-24.json": OTHER_HEAD_DIMS,
+    "determinism-h100-2026-11-26.json": AN_ORDER_SINCE,
+    "energy-peers-h100-2026-11-26.json": AN_ORDER_SINCE,
     "energy-peers-h200-2026-11-23.json": OLDER_KERNEL,
     "forward-h200-2026-11-21.json": HISTORY,
     "forward-h200-2026-11-22.json": OLDER_KERNEL,
@@ -88,14 +92,12 @@ ACCEPTED: dict[str, str] = {
     "backward-h200-2026-11-26.json": FEW_KEYS,
     "split-backward-h200-2026-11-26.json": FEW_KEYS,
     "sm80-h200-2026-11-26.json": "what changed since are heads that come together in Hopper's ordered backward",
-    "zoo-backward-h200-2026-11-26.json": "cross attention has a kernel for few keys since; the page says so",
     "training-steps-h200-2026-11-26.json": FEW_KEYS,
-    "zoo-h200-2026-11-26.json": "a kernel for few keys came since, which takes the backward of its cross attention: due again",
     "energy-h100-2026-11-26.json": "its points' kernels are the same code: head dim 256 and orders of dQ changed since",
     "fp32-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
-    "determinism-h200-2026-11-26.json": IN_CLUSTERS,
+    "determinism-h200-2026-11-26.json": AN_ORDER_SINCE,
     "fp8-forward-h200-2026-11-26.json": IN_CLUSTERS,
-    "zoo-peers-h200-2026-11-26.json": IN_CLUSTERS,
+    "zoo-peers-h200-2026-11-26.json": AN_ORDER_SINCE,
     "fp8-sums-h100-2026-11-25.json": "what it measures are sums without a mask, whose order is the same",
     "single-h100-2026-11-25.json": ELSEWHERE,
     "timeline-h200-2026-11-21.json": HISTORY,

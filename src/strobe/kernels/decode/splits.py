@@ -95,7 +95,7 @@ def parts_in_order(job, C: gl.constexpr):
 
 @gluon.jit
 def parts_of_chain(job, begin, end):
-    """Of splits [begin, end) of a chain: whether those of the CTA that has the first one are a part of the tile, the first of
+    """Tell of splits [begin, end) of a chain: whether those of the CTA with the first one are a part of the tile, the first of
     the others, and how many they are."""
     chain = job.chain
     beyond = (quotient(chain.line + begin, job.stretch) + 1) * job.stretch - chain.line
