@@ -259,7 +259,7 @@ HOPPER_BUGS = [
     hopper("values are cleared without a fence", CLEARED, CLEARED.partition("\n")[2], (MissingFence,)),
     hopper("Q has no fence", "memory.q.dtype))\n    fence_async_shared()\n", "memory.q.dtype))\n", (MissingFence,)),
     hopper("O is not rescaled", "                acc = rescaled(acc, factor, C)\n", "                pass\n"),
-    hopper("the sums are not rescaled", "sums * factors + lane_sums(wide)", "sums + lane_sums(wide)"),
+    hopper("the sums are not rescaled", "sums = rescaled_sums(sums, factor) + lane_sums(wide)", "sums += lane_sums(wide)"),
     hopper("a step in which some queries see less counts as plain", "own + terms.right + 1", "own + terms.right + 200", **EVEN),
     hopper("a step to the left of some windows counts as plain",
            "plain & (first + C.tokens >= piece.length - 1 - terms.left)", "plain", mask=strobe.Window(190, 3), **EVEN),
@@ -349,8 +349,8 @@ def splits(what, text, becomes, errors=NUMBERS) -> Bug:
 
 
 SPLIT_BUGS = [
-    hopper("a split goes on where the one before ended", "gl.where(begins, nothing, top)", "top"),
-    hopper("a split begins a step late", "at % C.split == 0", "at % C.split == C.tokens"),
+    hopper("a split goes on where the one before ended", "gl.where(at % C.split == 0, nothing, top)", "top"),
+    hopper("a split begins a step late", "at % C.split == 0:", "at % C.split == C.tokens:"),
     hopper("what was found of a split is found of the next one, too", "acc, sums = no_output(C), lanes", "sums = lanes"),
     hopper("the sums of a split are those of the next one, too", "acc, sums = no_output(C), lanes",
            "acc, sums = no_output(C), next_sums + sums"),

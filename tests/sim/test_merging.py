@@ -18,7 +18,16 @@ from strobe.sim import attention as attention  # which gives the simulator the m
 
 PARTS, ROWS, COLUMNS = 3, 16, 16
 GROUP = 4
-CONFIG = Config(COLUMNS, COLUMNS, ROWS, 64, 2, 4, 1, split=64)
+
+
+class Together(Config):
+    """All who wait merge a share of the rows, however few the parts."""
+
+    def most_alone(self, rows: int) -> int:
+        return 0
+
+
+CONFIG = Together(COLUMNS, COLUMNS, ROWS, 64, 2, 4, 1)
 OF_WGMMA = replace(CONFIG, chunk=COLUMNS)
 
 
@@ -35,10 +44,10 @@ def part(W: gl.constexpr, HAND_IN: gl.constexpr, q, out, lse, parts, sums, arriv
     requests = Requests(q, None, None, None, zero, zero, zero, zero, zero, None)
     K = Kernel(requests, outputs, terms, cached, zero, zero, C, 4, 16, 16, 16)
     piece = Piece(zero, zero, zero, zero, zero, rows // 4, zero, zero, zero)
-    job = Job(zero, zero + 3, zero, zero, zero, zero + W, patience)
+    job = Job(zero, zero + 3, zero, zero, zero, zero + 2 * W, patience)
     o = gl.full([16, 16], W + 1.0, gl.float32, R)
     top = gl.full([16], W + 0.0, gl.float32, gl.SliceLayout(1, R))
-    results.leave_part(K, job, rows, o, top, 0.0 * top + 2.0, 0)
+    results.leave_part(K, job.place, rows, o, top, 0.0 * top + 2.0, 0)
     HAND_IN(K, piece, job, rows)
 
 
@@ -55,7 +64,7 @@ def merged(order: str, seed: int, patience: int, rows: int, hand_in=results.hand
     arrivals = torch.zeros(1, 2, dtype=torch.int32)
     for _ in range(2):
         out, lse = torch.full((ROWS // GROUP, GROUP, COLUMNS), torch.nan), torch.full((GROUP, ROWS // GROUP), torch.nan)
-        parts, sums = torch.full((PARTS, ROWS, COLUMNS), torch.nan), torch.full((PARTS, 2, ROWS), torch.nan)
+        parts, sums = (torch.full((2 * PARTS, *shape), torch.nan) for shape in ((ROWS, COLUMNS), (2, ROWS)))
         q = torch.zeros(1)
         simulate(together, (1,), hand_in, q, out, lse, parts, sums, arrivals, patience, rows, C=config, order=order, seed=seed,
                  rewritable=("arrivals",))  # fmt: skip
