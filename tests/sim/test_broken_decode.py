@@ -295,7 +295,7 @@ BY_WAY_OF_Q_BUGS = [
             (DoubleWrite, OutOfBounds, Race)),
 ]  # fmt: skip
 
-TOLD_OF = """            again.broken.index(W).store(gl.full([1], 0, gl.int32, of_a_number(gl.num_warps())) + broken)
+TOLD_OF = """            again.broken.index(W).store(gl.full([1], 0, gl.int32, lanes(gl.num_warps())) + broken)
             mbarrier.arrive(again.told.index(0), count=1)
 """
 AGAIN_BUGS = [

@@ -13,6 +13,7 @@ them once more, with a running maximum.
 """
 
 from strobe.kernels.common.channel import make_barriers
+from strobe.kernels.decode.layouts import lanes
 from strobe.kernels.gluon import aggregate, gl, gluon, mbarrier
 
 ALL = gl.constexpr(-1)
@@ -37,11 +38,6 @@ def make_again(GROUPS: gl.constexpr):
     return Again(broken, make_barriers(1, GROUPS))
 
 
-@gluon.constexpr_function
-def of_a_number(warps):
-    return gl.BlockedLayout([1], [32], [warps], [0])
-
-
 @gluon.jit
 def bit_of(number, job):
     """The bit of a CTA's piece of that number. Later ones share a bit, as the result of a whole job may be written twice; but a
@@ -64,7 +60,7 @@ def tell(again, W: gl.constexpr, chosen, broken, C: gl.constexpr):
     """The W-th group has taken all pieces, if they are chosen, and tells which ones it has to take again."""
     if C.optimistic:
         if chosen == ALL:
-            again.broken.index(W).store(gl.full([1], 0, gl.int32, of_a_number(gl.num_warps())) + broken)
+            again.broken.index(W).store(gl.full([1], 0, gl.int32, lanes(gl.num_warps())) + broken)
             mbarrier.arrive(again.told.index(0), count=1)
 
 
@@ -77,7 +73,7 @@ def chosen_next(again, chosen, C: gl.constexpr):
         if chosen == ALL:
             mbarrier.wait(again.told.index(0), 0)
             for w in gl.static_range(GROUPS):
-                next = next | gl.max(again.broken.index(w).load(of_a_number(gl.num_warps())), 0)
+                next = next | gl.max(again.broken.index(w).load(lanes(gl.num_warps())), 0)
     return next
 
 

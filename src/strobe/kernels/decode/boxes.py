@@ -3,6 +3,7 @@
 from strobe.kernels.common.channel import swizzled
 from strobe.kernels.common.scores import LOG2E
 from strobe.kernels.decode.keys import is_page, load_queries, look_up, wide
+from strobe.kernels.decode.layouts import lanes
 from strobe.kernels.decode.scores import changed, finite, is_seen, some_are_hidden
 from strobe.kernels.gluon import cp_async, gl, gluon, reinterpret, tma_load, warpgroup_mma_wait
 
@@ -56,15 +57,10 @@ def window_of(C):
     return 32 // (C.tokens // C.box)
 
 
-@gluon.constexpr_function
-def lanes():
-    return gl.BlockedLayout([1], [32], [1], [0])
-
-
 @gluon.jit
 def pages_of_window(cached, piece, first, C: gl.constexpr):
     """The pages of the boxes from key `first` on, one in each lane; -1 for one that has no key of the piece. For one warp."""
-    first += gl.arange(0, 32, lanes()) * C.box
+    first += gl.arange(0, 32, lanes(1)) * C.box
     if cached.PAGE == 0:
         return first
     else:
@@ -81,7 +77,7 @@ def pages_of_step(cached, piece, window, i, C: gl.constexpr):
         if cached.PAGE == 0:
             pages += (piece.entry,)
         else:
-            lane = gl.arange(0, 32, lanes())
+            lane = gl.arange(0, 32, lanes(1))
             pages += (gl.max(gl.where(lane == i * BOXES + b, window, -(2**31)), 0),)
     return pages
 

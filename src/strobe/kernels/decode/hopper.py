@@ -66,7 +66,8 @@ from strobe.kernels.decode.boxes import (
 )
 from strobe.kernels.decode.keys import is_key, look_up, rows_at
 from strobe.kernels.decode.latent import make_latent_memory, take_latent
-from strobe.kernels.decode.latent_turns import left_group, make_turns_memory, of_a_number, right_group
+from strobe.kernels.decode.latent_turns import left_group, make_turns_memory, right_group
+from strobe.kernels.decode.layouts import lanes
 from strobe.kernels.decode.pieces import ask_ahead, take_pieces
 from strobe.kernels.decode.results import deliver, leave_parts
 from strobe.kernels.decode.schedule import Requests
@@ -366,7 +367,7 @@ def note(W: gl.constexpr, memory, piece, job):
         chain.begins.to(gl.int32), chain.settled, chain.line, chain.job_begin, chain.begin, chain.end,
     )  # fmt: skip
     for i in gl.static_range(NOTES):
-        memory.board.index(W * NOTES + i).store(gl.full([1], 0, gl.int32, of_a_number(gl.num_warps())) + numbers[i])
+        memory.board.index(W * NOTES + i).store(gl.full([1], 0, gl.int32, lanes(gl.num_warps())) + numbers[i])
 
 
 @gluon.jit
@@ -374,7 +375,7 @@ def noted(W: gl.constexpr, memory):
     """What `note` wrote down."""
     n = ()
     for i in gl.static_range(NOTES):
-        n += (gl.max(memory.board.index(W * NOTES + i).load(of_a_number(gl.num_warps())), 0),)
+        n += (gl.max(memory.board.index(W * NOTES + i).load(lanes(gl.num_warps())), 0),)
     chain = Chain(n[16] != 0, n[17], n[18], n[19], n[20], n[21])
     piece = Piece(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8])
     return piece, Job(n[9], n[10], n[11], n[12], n[13], n[14], n[15], chain)

@@ -55,6 +55,7 @@ from strobe.kernels.decode.boxes import (
     weights_of,
 )
 from strobe.kernels.decode.keys import is_page
+from strobe.kernels.decode.layouts import lanes
 from strobe.kernels.decode.pieces import take_pieces
 from strobe.kernels.decode.results import deliver
 from strobe.kernels.decode.scores import finite, is_seen, some_are_hidden
@@ -412,11 +413,6 @@ def end_piece(walk, job, acc, top, sums, W: gl.constexpr):
     deliver(half_of(walk.K, W), walk.piece, job, (acc,), top, total)
 
 
-@gluon.constexpr_function
-def of_a_number(warps):
-    return gl.BlockedLayout([1], [32], [warps], [0])
-
-
 @gluon.jit
 def tell(memory, piece, job):
     """Let the left group know of a piece."""
@@ -425,7 +421,7 @@ def tell(memory, piece, job):
         piece.end, job.number, job.parts, job.first, job.begins, job.stretch, job.place, job.patience,
     )  # fmt: skip
     for i in gl.static_range(NUMBERS):
-        memory.board.index(i).store(gl.full([1], 0, gl.int32, of_a_number(gl.num_warps())) + numbers[i])
+        memory.board.index(i).store(gl.full([1], 0, gl.int32, lanes(gl.num_warps())) + numbers[i])
     announce(TOLD)
 
 
@@ -443,7 +439,7 @@ def hear(memory):
     meet(TOLD)
     n = ()
     for i in gl.static_range(NUMBERS):
-        n += (gl.max(memory.board.index(i).load(of_a_number(gl.num_warps())), 0),)
+        n += (gl.max(memory.board.index(i).load(lanes(gl.num_warps())), 0),)
     return Piece(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8]), Job(n[9], n[10], n[11], n[12], n[13], n[14], n[15])
 
 

@@ -5,6 +5,12 @@ from strobe.kernels.gluon import gl, gluon
 
 
 @gluon.constexpr_function
+def lanes(warps):
+    """A number for each lane, or one for all: every warp has them, so sums need no other warp."""
+    return gl.BlockedLayout([1], [32], [warps], [0])
+
+
+@gluon.constexpr_function
 def product_layout(C):
     return gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[C.token_warps, C.row_warps, C.column_warps], instr_shape=[1, 16, 8]

@@ -8,7 +8,7 @@ ROWS may be in use.
 from strobe.kernels.common.cluster import exchange
 from strobe.kernels.common.scores import LN2, LOG2E
 from strobe.kernels.decode.arguments import Piece
-from strobe.kernels.decode.layouts import along, result_layout
+from strobe.kernels.decode.layouts import along, lanes, result_layout
 from strobe.kernels.decode.schedule import place_of
 from strobe.kernels.decode.scores import finite
 from strobe.kernels.decode.splits import added, ends_part, own_place, parts_in_order, place_of_part, places_of_cta
@@ -341,11 +341,6 @@ def merge_rows(K, piece, job, row, rows, MERGED: gl.constexpr):
     else:
         o, top, total = merge(K, job, row, rows, MERGED, parts_at_once(K.C, MERGED))
     write(K, piece, row, o, top, total, 0)
-
-
-@gluon.constexpr_function
-def lanes(warps):
-    return gl.BlockedLayout([1], [32], [warps], [0])
 
 
 @gluon.jit
