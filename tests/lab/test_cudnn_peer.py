@@ -7,10 +7,13 @@ import pytest
 import torch
 
 import strobe
-from strobe.lab.bench import peers
+from strobe.lab.bench import cudnn_graph, decode_peers, peers
 from strobe.lab.bench.accuracy import Gate
 from strobe.lab.bench.inputs import input_sets
 from strobe.lab.bench.plan import MASKS, Point
+
+CACHE = ("seq_len_q", "seq_len_kv", "paged_attention_k_table", "paged_attention_v_table")
+"""What a graph over a cache takes, in the order of `Graph.decoded`."""
 
 
 class Described:
@@ -39,12 +42,13 @@ class Graph:
     """Of one operation, which `execute` computes on the bound tensors."""
 
     def __init__(self, **options):
-        self.built = False
+        self.built, self.cache = False, []
 
     def tensor(self, dim, stride, data_type):
         return Described(dim, stride, data_type)
 
     def sdpa(self, q, k, v, generate_stats, **options):
+        self.cache = [options.pop(name) for name in CACHE if name in options]
         self.options, self.inputs, self.outputs = options, (q, k, v), (Described(), Described() if generate_stats else None)
         return self.outputs
 
@@ -65,6 +69,8 @@ class Graph:
             assert (list(x.shape), list(x.stride())) == (described.dim, described.stride) and not x.requires_grad
             assert described.data_type == str(x.dtype)
         q, k, v, *dout = (bound[x].transpose(1, 2).clone() for x in self.inputs)
+        if self.cache:
+            return bound[self.outputs[0]].copy_(self.decoded(q, k, v, *(bound[x] for x in self.cache)).transpose(1, 2))
         window = strobe.Window(self.options["sliding_window_length"] - 1, 0 if self.options["use_causal_mask"] else None)
         with torch.enable_grad():
             leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -74,10 +80,23 @@ class Graph:
             if described is not None:
                 bound[described].copy_(x.detach().transpose(1, 2))
 
+    def decoded(self, q, k, v, lengths_q, lengths, *tables):
+        """A step over a cache, as cuDNN masks it: by lengths, and from the last query and key on where that is asked for."""
+        assert self.options["use_padding_mask"] and set(lengths_q.flatten().tolist()) == {q.shape[1]}
+        if tables:
+            assert tables[0] is tables[1] and self.options["paged_attention_max_seq_len_kv"] == tables[0].shape[2] * k.shape[1]
+            k, v = (x[tables[0].flatten().long()].view(len(q), -1, *x.shape[2:]) for x in (k, v))
+        mask, out = strobe.Causal() if self.options["use_causal_mask_bottom_right"] else strobe.Full(), []
+        for b, length in enumerate(lengths.flatten().tolist()):
+            one = (q[b : b + 1], k[b : b + 1, :length], v[b : b + 1, :length])
+            out.append(strobe.attention(*one, mask=mask, scale=self.options["attn_scale"]))
+        return torch.cat(out)
+
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    names = {"BFLOAT16": torch.bfloat16, "HALF": torch.float16, "FLOAT": torch.float32, "FP8_E4M3": torch.float8_e4m3fn}
+    names = {"BFLOAT16": torch.bfloat16, "HALF": torch.float16, "FLOAT": torch.float32, "INT32": torch.int32}
+    names["FP8_E4M3"] = torch.float8_e4m3fn
     module = SimpleNamespace(
         data_type=SimpleNamespace(**{name: str(dtype) for name, dtype in names.items()}),
         heur_mode=SimpleNamespace(A=0, FALLBACK=1),
@@ -87,9 +106,9 @@ def cudnn(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "cudnn", module)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    peers._cudnn_handle.cache_clear()
+    cudnn_graph.handle.cache_clear()
     yield peers.Peer("cuDNN", peers._cudnn_graph, heads_first=True)
-    peers._cudnn_handle.cache_clear()
+    cudnn_graph.handle.cache_clear()
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -110,3 +129,15 @@ def test_what_it_does_not_take(cudnn):
         cudnn.prepare(q, q, q, strobe.Window(3, 3))
     with pytest.raises(ValueError, match="in fp8"):
         cudnn.prepare(*[q.to(torch.float8_e4m3fn)] * 3, strobe.Window(3, 0))
+
+
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_cache(cudnn, page, queries):
+    point = decode_peers.Point(3, 40, 4, 2, 16, queries, page, "fp32", ragged=True)
+    inputs = decode_peers.Inputs(point, torch.device("cpu"), 0)
+    call = decode_peers.peers_for(torch.device("cuda"))["cuDNN"].prepare(inputs)
+    inputs.out.fill_(torch.nan)
+    assert (call() - strobe.decode(inputs.q, inputs.cache)).abs().max() < 1e-5
+    with pytest.raises(ValueError, match="caches of 16 bits"):
+        decode_peers._cudnn(decode_peers.Inputs(decode_peers.Point(1, 8, 1, 1, 16, cache="e4m3"), torch.device("cpu"), 0))

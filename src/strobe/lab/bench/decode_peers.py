@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import strobe
+from strobe.lab.bench.cudnn_graph import CudnnGraph
 from strobe.lab.bench.plan import short
 
 CACHES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "fp32": torch.float32}
@@ -193,12 +194,40 @@ def _sdpa(inputs: Inputs, backend: SDPBackend | None) -> Call:
     return call if backend is None else forced
 
 
+def _cudnn(inputs: Inputs) -> Call:
+    point, table = inputs.point, inputs.table
+    if point.cache == "e4m3":
+        raise ValueError("is measured with caches of 16 bits")
+    lengths = inputs.lengths.view(-1, 1, 1, 1)
+    q, k, v, out = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v, inputs.out))
+    bound = [q, k, v, torch.full_like(lengths, point.queries), lengths]
+    if table is not None:
+        bound.append(table.view(point.batch, 1, -1, 1))
+    graph = CudnnGraph(inputs.q.dtype)
+    described = graph.takes(*bound)
+    options = dict(zip(("q", "k", "v", "seq_len_q", "seq_len_kv"), described, strict=False))
+    if table is not None:
+        options |= {"paged_attention_k_table": described[-1], "paged_attention_v_table": described[-1]}
+        options["paged_attention_max_seq_len_kv"] = table.shape[1] * point.page
+    options |= {"attn_scale": point.head_dim**-0.5, "use_padding_mask": True, "generate_stats": False}
+    found, _ = graph.graph.sdpa(**options, use_causal_mask_bottom_right=point.queries > 1)
+    graph.gives(found, out)
+    run = graph.ready(tuple(bound), (out,))
+
+    def call() -> torch.Tensor:
+        run()
+        return inputs.out
+
+    return call
+
+
 OURS = (Contender("strobe", _strobe), Contender("strobe deterministic", partial(_strobe, deterministic=True)))
 _SDPA = Contender("SDPA", partial(_sdpa, backend=None))
 _PEERS = (
     Contender("FA3", partial(_fa3, ahead=False), "flash_attn_interface"),
     Contender("FA3 planned", partial(_fa3, ahead=True), "flash_attn_interface"),
     Contender("XQA", _xqa, "flashinfer"),
+    Contender("cuDNN", _cudnn, "cudnn"),
     _SDPA,
     Contender("SDPA cuDNN", partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)),
     Contender("SDPA flash", partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION)),

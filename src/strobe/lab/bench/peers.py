@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import strobe
+from strobe.lab.bench.cudnn_graph import CudnnGraph
 from strobe.lab.bench.plan import Inputs, Point, mask_of
 from strobe.masks import Mask
 
@@ -144,69 +145,6 @@ def _torch_flash_window(q, k, v, mask) -> Call:
     return lambda: flash(q, k, v, *sizes, window_size_left=left, window_size_right=right)[0].transpose(1, 2)
 
 
-@functools.cache
-def _cudnn_handle() -> Any:
-    import cudnn
-
-    return cudnn.create_handle()
-
-
-class _CudnnGraph:
-    """A graph of cuDNN's own Python package, nvidia-cudnn-frontend. First describe its inputs and outputs, then build and run
-    it."""
-
-    def __init__(self, dtype: torch.dtype):
-        import cudnn
-
-        single = cudnn.data_type.FLOAT
-        self._types = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF, torch.float32: single}
-        self._types[FP8] = cudnn.data_type.FP8_E4M3
-        self._described: list = []
-        options = {"io_data_type": self._types[dtype], "intermediate_data_type": single, "compute_data_type": single}
-        self._on_this_stream()
-        self.graph = cudnn.pygraph(**options, handle=_cudnn_handle())
-
-    def takes(self, *tensors: torch.Tensor) -> list:
-        """Describe inputs of these shapes, strides and dtypes. Returns what stands for each of them in the graph."""
-        found = [self.graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=self._types[x.dtype]) for x in tensors]
-        self._described += found
-        return found
-
-    def gives(self, described: Any, like: torch.Tensor) -> None:
-        """Describe an output of the graph: it has the shape, strides and dtype of `like`."""
-        described.set_output(True).set_dim(list(like.shape)).set_stride(list(like.stride()))
-        described.set_data_type(self._types[like.dtype])
-        self._described.append(described)
-
-    def build(self) -> None:
-        import cudnn
-
-        self.graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-
-    def run(self, *tensors: torch.Tensor) -> None:
-        """Run the graph. tensors: inputs, then outputs, in the order of their descriptions. PyTorch lends the workspace."""
-        self._on_this_stream()
-        workspace = torch.empty(max(1, self.graph.get_workspace_size()), dtype=torch.uint8, device=tensors[0].device)
-        bound = {described: x.detach() for described, x in zip(self._described, tensors, strict=True)}
-        self.graph.execute(bound, workspace, handle=_cudnn_handle())
-
-    def ready(self, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> Call:
-        """Build the graph. Returns a call that runs it on these tensors and returns the first output."""
-        self.build()
-
-        def call() -> torch.Tensor:
-            self.run(*inputs, *outputs)
-            return outputs[0]
-
-        return call
-
-    @staticmethod
-    def _on_this_stream() -> None:
-        import cudnn
-
-        cudnn.set_stream(handle=_cudnn_handle(), stream=torch.cuda.current_stream().cuda_stream)
-
-
 def _cudnn_graph(q, k, v, mask, deterministic: bool = False) -> Call:
     """A call of cuDNN by its own Python package, for what PyTorch cannot ask of it: windows, fp8, deterministic gradients."""
     if mask.prefix is not None or mask.right not in (None, 0):
@@ -217,14 +155,14 @@ def _cudnn_graph(q, k, v, mask, deterministic: bool = False) -> Call:
     lse = torch.empty(*q.shape[:3], 1, device=q.device)
     options = {"attn_scale": q.shape[-1] ** -0.5, "use_causal_mask": mask.right == 0}
     options["sliding_window_length"] = None if mask.left is None else mask.left + 1
-    forward = _CudnnGraph(q.dtype)
+    forward = CudnnGraph(q.dtype)
     described, stats = forward.graph.sdpa(*forward.takes(q, k, v), generate_stats=q.requires_grad, **options)
     forward.gives(described, out)
     if not q.requires_grad:
         return forward.ready((q, k, v), (out,))
     forward.gives(stats, lse)
     forward.build()
-    backward = _CudnnGraph(q.dtype)
+    backward = CudnnGraph(q.dtype)
     names = ("q", "k", "v", "o", "dO", "stats")
     inputs = dict(zip(names, backward.takes(q, k, v, out, out, lse), strict=True))
     gradients = backward.graph.sdpa_backward(**inputs, **options, use_deterministic_algorithm=deterministic)
@@ -238,7 +176,7 @@ class _CudnnAttention(torch.autograd.Function):
     """cuDNN's graphs of a forward and a backward as one differentiable function. out and lse show how the results look."""
 
     @staticmethod
-    def forward(ctx, forward: _CudnnGraph, backward: _CudnnGraph, q, k, v, out, lse):
+    def forward(ctx, forward: CudnnGraph, backward: CudnnGraph, q, k, v, out, lse):
         out, lse = torch.empty_like(out), torch.empty_like(lse)
         forward.run(q, k, v, out, lse)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -259,7 +197,7 @@ def _cudnn_fp8(q, k, v, mask) -> Call:
     # P lies in [0, 1] and is stored times 256, below e4m3's largest number, 448.
     scales = [torch.full((1, 1, 1, 1), value, device=q.device) for value in (1.0, 1.0, 1.0, 1 / 256, 256.0, FP8_OUT_SCALE)]
     out = torch.empty(*q.shape[:3], v.shape[-1], dtype=FP8, device=q.device)
-    graph = _CudnnGraph(FP8)
+    graph = CudnnGraph(FP8)
     options = {"attn_scale": q.shape[-1] ** -0.5, "generate_stats": False, "use_causal_mask": mask.right == 0}
     described, _, *largest = graph.graph.sdpa_fp8(*graph.takes(q, k, v, *scales), **options)
     graph.gives(described, out)
