@@ -81,15 +81,15 @@ class Graph:
                 bound[described].copy_(x.detach().transpose(1, 2))
 
     def decoded(self, q, k, v, lengths_q, lengths, *tables):
-        """A step over a cache, as cuDNN masks it: by lengths, and from the last query and key on where that is asked for."""
+        """A step over a cache, as cuDNN masks it: by lengths."""
         assert self.options["use_padding_mask"] and set(lengths_q.flatten().tolist()) == {q.shape[1]}
         if tables:
             assert tables[0] is tables[1] and self.options["paged_attention_max_seq_len_kv"] == tables[0].shape[2] * k.shape[1]
             k, v = (x[tables[0].flatten().long()].view(len(q), -1, *x.shape[2:]) for x in (k, v))
-        mask, out = strobe.Causal() if self.options["use_causal_mask_bottom_right"] else strobe.Full(), []
+        out = []
         for b, length in enumerate(lengths.flatten().tolist()):
             one = (q[b : b + 1], k[b : b + 1, :length], v[b : b + 1, :length])
-            out.append(strobe.attention(*one, mask=mask, scale=self.options["attn_scale"]))
+            out.append(strobe.attention(*one, scale=self.options["attn_scale"]))
         return torch.cat(out)
 
 
@@ -132,12 +132,11 @@ def test_what_it_does_not_take(cudnn):
 
 
 @pytest.mark.parametrize("page", [0, 16])
-@pytest.mark.parametrize("queries", [1, 3])
-def test_a_cache(cudnn, page, queries):
-    point = decode_peers.Point(3, 40, 4, 2, 16, queries, page, "fp32", ragged=True)
+def test_a_cache(cudnn, page):
+    point = decode_peers.Point(3, 40, 4, 2, 16, 1, page, "fp32", ragged=True)
     inputs = decode_peers.Inputs(point, torch.device("cpu"), 0)
     call = decode_peers.peers_for(torch.device("cuda"))["cuDNN"].prepare(inputs)
     inputs.out.fill_(torch.nan)
     assert (call() - strobe.decode(inputs.q, inputs.cache)).abs().max() < 1e-5
-    with pytest.raises(ValueError, match="caches of 16 bits"):
+    with pytest.raises(ValueError, match="a cache of 16 bits"):
         decode_peers._cudnn(decode_peers.Inputs(decode_peers.Point(1, 8, 1, 1, 16, cache="e4m3"), torch.device("cpu"), 0))

@@ -42,7 +42,10 @@ from strobe.serving.problem import DecodeOperands, DecodeProblem, describe
 
 SCHEMA = 1
 LAUNCHES = 20
-"""Launches of a graph."""
+"""Launches of a graph, of a cache up to GRAPH_BYTES / 20."""
+GRAPH_BYTES = 16 * 2**30
+"""What the launches of a graph read together, where a cache is large; LEAST_LAUNCHES at least."""
+LEAST_LAUNCHES = 4
 COLD_BYTES = 200 * 2**20
 """What the copies of a cache take together at least, on a GPU: more than three times an H200's L2."""
 BOUNDS = {"bf16": 0.03, "fp16": 0.01, "e4m3": 0.03, "fp32": 1e-4}
@@ -83,6 +86,11 @@ def error_of(inputs: Inputs, call: Callable[[], torch.Tensor], wanted: dict[int,
     return max(float((found[b].double() - x).abs().max() / x.abs().max()) for b, x in wanted.items())
 
 
+def launches_of(point: Point) -> int:
+    """Launches of a graph: enough that one of them takes about as long as in a longer graph."""
+    return max(LEAST_LAUNCHES, min(LAUNCHES, GRAPH_BYTES // point.bytes))
+
+
 def enter(contender: Contender, sets: Sequence[Inputs], wanted: dict[int, torch.Tensor], clock: Clock) -> Ready:
     """Prepare, check and capture a contender. Raises what it raises, or ValueError if it is wrong. wanted: see `right`, of the
     first set."""
@@ -90,7 +98,7 @@ def enter(contender: Contender, sets: Sequence[Inputs], wanted: dict[int, torch.
     error, bound = error_of(sets[0], calls[0], wanted), BOUNDS[sets[0].point.cache]
     if not error <= bound:
         raise ValueError(f"wrong: its largest error is {error:.1e} of the largest result, allowed {bound:.0e}")
-    many = [calls[i % len(calls)] for i in range(LAUNCHES if isinstance(clock, CudaClock) else len(calls))]
+    many = [calls[i % len(calls)] for i in range(launches_of(sets[0].point) if isinstance(clock, CudaClock) else len(calls))]
     if not isinstance(clock, CudaClock):
         return Ready(lambda: [call() for call in many], len(many), error, calls)
     for call in calls:

@@ -196,11 +196,11 @@ def _sdpa(inputs: Inputs, backend: SDPBackend | None) -> Call:
 
 def _cudnn(inputs: Inputs) -> Call:
     point, table = inputs.point, inputs.table
-    if point.cache == "e4m3":
-        raise ValueError("is measured with caches of 16 bits")
+    if point.cache == "e4m3" or point.queries > 1:
+        raise ValueError("is measured with a cache of 16 bits and one query of a request")
     lengths = inputs.lengths.view(-1, 1, 1, 1)
     q, k, v, out = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v, inputs.out))
-    bound = [q, k, v, torch.full_like(lengths, point.queries), lengths]
+    bound = [q, k, v, torch.ones_like(lengths), lengths]
     if table is not None:
         bound.append(table.view(point.batch, 1, -1, 1))
     graph = CudnnGraph(inputs.q.dtype)
@@ -209,8 +209,7 @@ def _cudnn(inputs: Inputs) -> Call:
     if table is not None:
         options |= {"paged_attention_k_table": described[-1], "paged_attention_v_table": described[-1]}
         options["paged_attention_max_seq_len_kv"] = table.shape[1] * point.page
-    options |= {"attn_scale": point.head_dim**-0.5, "use_padding_mask": True, "generate_stats": False}
-    found, _ = graph.graph.sdpa(**options, use_causal_mask_bottom_right=point.queries > 1)
+    found, _ = graph.graph.sdpa(**options, attn_scale=point.head_dim**-0.5, use_padding_mask=True, generate_stats=False)
     graph.gives(found, out)
     run = graph.ready(tuple(bound), (out,))
 

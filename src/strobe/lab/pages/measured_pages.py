@@ -198,9 +198,10 @@ def decode(root: Path) -> str:
     text = (
         f"{_where(report, path)} A step's time and, in brackets, how many times as fast as the best of {timed} that is, with "
         f"its 95 % interval: {verdicts(report['points'])}; bold is ahead, italics behind. Caches are cold, "
-        f"{report['launches']} launches are one CUDA graph, median of {report['rounds']} interleaved rounds. A sum over 2 GiB "
-        f"reads {report['read_gb_s']:.0f} GB/s in the same process. With `deterministic=True` a step takes {min(fixed):.2f} to "
-        f"{max(fixed):.2f} times as long. Reproduce with `{report['command']}`."
+        f"up to {report['launches']} launches are one CUDA graph, median of {report['rounds']} interleaved rounds. "
+        f"A sum over 2 GiB reads {report['read_gb_s']:.0f} GB/s in the same process. "
+        f"With `deterministic=True` a step takes {min(fixed):.2f} to {max(fixed):.2f} times as long. "
+        f"Reproduce with `{report['command']}`."
     )
     picture = f"![GB/s of keys and values against their number](../{path.with_suffix('.png')})"
     stopped = f" The run is incomplete: {report['stopped']}." if report["stopped"] else ""
