@@ -64,7 +64,6 @@ DEFAULT_SINCE = "since then what it measured runs by default, by the same kernel
 AN_ORDER_SINCE = "since then an order for dQ is the default where that is faster"
 IN_CLUSTERS = "what changed since is that a launch may be one of clusters, as decode's for one request is"
 FEW_KEYS = "one kernel for few keys came since, which no point asks for"
-OF_THE_KEY = "what changed since is how a kernel's key on disk is made"
 ACCEPTED: dict[str, str] = {
     "blackwell-simulated.json": BEFORE_PLACES,
     "changed-scores-h200-2026-11-22.json": OLDER_KERNEL,
@@ -98,7 +97,6 @@ ACCEPTED: dict[str, str] = {
     "fp32-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
     "determinism-h200-2026-11-26.json": AN_ORDER_SINCE,
     "fp8-forward-h200-2026-11-26.json": IN_CLUSTERS,
-    "zoo-peers-h100-2026-11-26.json": OF_THE_KEY,
     "zoo-peers-h200-2026-11-26.json": AN_ORDER_SINCE,
     "fp8-sums-h100-2026-11-25.json": "what it measures are sums without a mask, whose order is the same",
     "single-h100-2026-11-25.json": ELSEWHERE,

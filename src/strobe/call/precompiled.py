@@ -19,7 +19,6 @@ from typing import Any
 
 from strobe.call import triton_internals
 from strobe.kernels import has_triton
-from strobe.kernels.hashing import hash_callees_first
 
 log = logging.getLogger("strobe")
 
@@ -70,7 +69,6 @@ def _get_ready(mark: dict[str, Any]) -> None:
         if not triton_internals.take_key(mark.get("triton", {})):
             triton_internals.hash_ahead()
         triton_internals.compile_without_driver()
-        hash_callees_first()
         triton_internals.parse_in_turn()
         unchanged = mark.get("sources") == hash_of_sources()
         for module, name, key in mark.get("kernels", ()):

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from strobe.kernels import triton_version
-from strobe.kernels.hashing import hash_callees_first
 
 log = logging.getLogger("strobe")
 
@@ -131,7 +130,6 @@ def compiled_kernel(kernel, grid: Sequence[int], arguments: tuple, keywords: dic
     """The kernel of a call, compiled for the current device if it was not yet. Several threads may compile at once."""
     if (hashing := hash_ahead()) is not None:
         hashing.join()
-    hash_callees_first()
     parse_in_turn()
     return kernel.warmup(*arguments, grid=grid, **keywords)
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strobe.kernels.hashing import hash_callees_first
 from strobe.masks import BlockFacts
 from strobe.places import NUMBERS
 from strobe.problem import AttentionProblem, Operands, bias_shape, lse_shape
@@ -41,14 +40,12 @@ class Call(NamedTuple):
 
     def launch(self) -> None:
         """Launch on the current device and its current stream."""
-        hash_callees_first()
         if self.cluster > 1:
             self.compile()  # so Triton knows of the clusters
         self.kernel[self.grid](*self.arguments, **self.keywords)
 
     def compile(self) -> Any:
         """The compiled kernel, not launched; the tensors may be on the meta device."""
-        hash_callees_first()
         compiled = self.kernel.warmup(*self.arguments, grid=self.grid, **self.keywords)
         if self.cluster > 1:
             launch_in_clusters(compiled, self.cluster)
