@@ -131,6 +131,7 @@ def compiled_kernel(kernel, grid: Sequence[int], arguments: tuple, keywords: dic
     if (hashing := hash_ahead()) is not None:
         hashing.join()
     parse_in_turn()
+    hash_called_first()
     return kernel.warmup(*arguments, grid=grid, **keywords)
 
 
@@ -156,6 +157,30 @@ def parse_in_turn() -> None:
             return theirs(self)
 
     JITCallable.parse = parse
+
+
+@functools.cache
+def hash_called_first() -> None:
+    """Makes Triton before 3.8 hash what a function calls before it asks what that depends on, as later ones do.
+
+    It takes over a called function's globals, which are part of its own key, before that has looked for them, unless it was
+    hashed already. So a kernel's key depends on which kernels came earlier in the process, and a process in which they come in
+    another order does not find them on disk."""
+    if triton_version() >= (3, 8):
+        return
+    try:
+        from triton.runtime.jit import DependenciesFinder
+
+        theirs = DependenciesFinder._update_hash
+    except (ImportError, AttributeError):
+        log.warning("Triton has no DependenciesFinder: kernels may be compiled again where they are called in another order")
+        return
+
+    def update_hash(self, function):
+        _ = function.cache_key
+        theirs(self, function)
+
+    DependenciesFinder._update_hash = update_hash
 
 
 _parsing = threading.RLock()
