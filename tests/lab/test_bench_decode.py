@@ -96,7 +96,8 @@ def test_points():
     assert {point.kind for point in plan.points()} == {Point(1, 1, 8, 1)}
     with pytest.raises(ValueError, match="at most 10 bytes"):
         replace(CPU, most_bytes=10).points()
-    assert list(peers_for(torch.device("cuda"))) == ["FA3", "FA3 planned", "XQA", "SDPA", "SDPA cuDNN", "SDPA flash"]
+    names = ["FA3", "FA3 planned", "XQA", "cuDNN paged", "SDPA", "SDPA cuDNN", "SDPA flash"]
+    assert list(peers_for(torch.device("cuda"))) == names
 
 
 def test_a_part_has_all_pages_and_queries_of_its_shapes():

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import strobe
+from strobe.lab.bench.peers import CudnnGraph
 from strobe.lab.bench.plan import short
 
 CACHES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "fp32": torch.float32}
@@ -175,6 +176,31 @@ def _xqa(inputs: Inputs) -> Call:
     return call
 
 
+def _cudnn_paged(inputs: Inputs) -> Call:
+    """cuDNN by its own package, nvidia-cudnn-frontend: PyTorch knows nothing of its pages."""
+    point = inputs.point
+    if inputs.table is None or point.cache == "e4m3":
+        raise ValueError("takes pages of 16 bits")
+    used, longest = inputs.lengths.view(-1, 1, 1, 1), inputs.table.shape[1] * point.page
+    graph, table = CudnnGraph(inputs.q.dtype), inputs.table[:, None, :, None]
+    q, k, v, out = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v, inputs.out))
+    tensors = (q, k, v, torch.full_like(used, point.queries), used, table, table)
+    *qkv, of_queries, of_used, of_k_table, of_v_table = graph.takes(*tensors)
+    described, _ = graph.graph.sdpa(
+        *qkv, generate_stats=False, attn_scale=point.head_dim**-0.5, use_padding_mask=True, seq_len_q=of_queries,
+        seq_len_kv=of_used, use_causal_mask_bottom_right=point.queries > 1, paged_attention_k_table=of_k_table,
+        paged_attention_v_table=of_v_table, paged_attention_max_seq_len_kv=longest,
+    )  # fmt: skip
+    graph.gives(described, out)
+    run = graph.ready(tensors, (out,))
+
+    def call() -> torch.Tensor:
+        run()
+        return inputs.out
+
+    return call
+
+
 def _sdpa(inputs: Inputs, backend: SDPBackend | None) -> Call:
     point = inputs.point
     if inputs.table is not None or point.queries > 1 or point.ragged or point.cache == "e4m3":
@@ -199,6 +225,7 @@ _PEERS = (
     Contender("FA3", partial(_fa3, ahead=False), "flash_attn_interface"),
     Contender("FA3 planned", partial(_fa3, ahead=True), "flash_attn_interface"),
     Contender("XQA", _xqa, "flashinfer"),
+    Contender("cuDNN paged", _cudnn_paged, "cudnn"),
     _SDPA,
     Contender("SDPA cuDNN", partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)),
     Contender("SDPA flash", partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION)),

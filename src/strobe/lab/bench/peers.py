@@ -151,7 +151,7 @@ def _cudnn_handle() -> Any:
     return cudnn.create_handle()
 
 
-class _CudnnGraph:
+class CudnnGraph:
     """A graph of cuDNN's own Python package, nvidia-cudnn-frontend. First describe its inputs and outputs, then build and run
     it."""
 
@@ -160,7 +160,7 @@ class _CudnnGraph:
 
         single = cudnn.data_type.FLOAT
         self._types = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF, torch.float32: single}
-        self._types[FP8] = cudnn.data_type.FP8_E4M3
+        self._types |= {FP8: cudnn.data_type.FP8_E4M3, torch.int32: cudnn.data_type.INT32}
         self._described: list = []
         options = {"io_data_type": self._types[dtype], "intermediate_data_type": single, "compute_data_type": single}
         self._on_this_stream()
@@ -217,14 +217,14 @@ def _cudnn_graph(q, k, v, mask, deterministic: bool = False) -> Call:
     lse = torch.empty(*q.shape[:3], 1, device=q.device)
     options = {"attn_scale": q.shape[-1] ** -0.5, "use_causal_mask": mask.right == 0}
     options["sliding_window_length"] = None if mask.left is None else mask.left + 1
-    forward = _CudnnGraph(q.dtype)
+    forward = CudnnGraph(q.dtype)
     described, stats = forward.graph.sdpa(*forward.takes(q, k, v), generate_stats=q.requires_grad, **options)
     forward.gives(described, out)
     if not q.requires_grad:
         return forward.ready((q, k, v), (out,))
     forward.gives(stats, lse)
     forward.build()
-    backward = _CudnnGraph(q.dtype)
+    backward = CudnnGraph(q.dtype)
     names = ("q", "k", "v", "o", "dO", "stats")
     inputs = dict(zip(names, backward.takes(q, k, v, out, out, lse), strict=True))
     gradients = backward.graph.sdpa_backward(**inputs, **options, use_deterministic_algorithm=deterministic)
@@ -238,7 +238,7 @@ class _CudnnAttention(torch.autograd.Function):
     """cuDNN's graphs of a forward and a backward as one differentiable function. out and lse show how the results look."""
 
     @staticmethod
-    def forward(ctx, forward: _CudnnGraph, backward: _CudnnGraph, q, k, v, out, lse):
+    def forward(ctx, forward: CudnnGraph, backward: CudnnGraph, q, k, v, out, lse):
         out, lse = torch.empty_like(out), torch.empty_like(lse)
         forward.run(q, k, v, out, lse)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -259,7 +259,7 @@ def _cudnn_fp8(q, k, v, mask) -> Call:
     # P lies in [0, 1] and is stored times 256, below e4m3's largest number, 448.
     scales = [torch.full((1, 1, 1, 1), value, device=q.device) for value in (1.0, 1.0, 1.0, 1 / 256, 256.0, FP8_OUT_SCALE)]
     out = torch.empty(*q.shape[:3], v.shape[-1], dtype=FP8, device=q.device)
-    graph = _CudnnGraph(FP8)
+    graph = CudnnGraph(FP8)
     options = {"attn_scale": q.shape[-1] ** -0.5, "generate_stats": False, "use_causal_mask": mask.right == 0}
     described, _, *largest = graph.graph.sdpa_fp8(*graph.takes(q, k, v, *scales), **options)
     graph.gives(described, out)
