@@ -11,6 +11,7 @@ see tests/lying.py) runs where it is named.
 
 import argparse
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -38,8 +39,12 @@ from strobe_cli.precompile import kind_of
 
 sys.path += [str(Path(__file__).parent.parent / "tests" / folder) for folder in ("", "serving")]
 
+from requests_at_random import draw
+
 DEVICE = "cuda"
 """Where tensors are; "cpu" while kernels are compiled for a GPU that need not be there."""
+
+BEGIN = time.perf_counter()
 
 SHARE = (1, 1)
 """Which share of each part's cases runs, of how many."""
@@ -157,26 +162,36 @@ def portable() -> None:
 
 
 def decode() -> None:
-    """Requests at random over caches of every kind, missing pages and lengths that cannot be among them; an append, a graph."""
-    from requests_at_random import draw
-
+    """Requests at random over caches of every kind, missing pages and lengths that cannot be among them."""
     for seed in cases(range(24)):
         call = draw(seed, torch.bfloat16, honest=seed % 3 > 0, device=DEVICE, deterministic=seed % 5 == 0)
         strobe.decode(call.q, call.cache, return_lse=True, **call.keywords)
         lengths = torch.full_like(call.cache.lengths, (10**6, -7)[seed % 2])
         strobe.decode(call.q, strobe.Cache(**{**vars(call.cache), "lengths": lengths}), **call.keywords)
         synchronize(f"decode, seed {seed}")
-    shapes = ((4, 8, 64), (3, 7, 16), (16, 4, None), (5, 8, 48), (16, 8, 64), (16, 8, 16))  # one group of wgmma, or eight warps
+
+
+def several_queries() -> None:
+    """One group of wgmma, or eight warps."""
+    shapes = ((4, 8, 64), (3, 7, 16), (16, 4, None), (5, 8, 48), (16, 8, 64), (16, 8, 16))
     for seed, (n_q, group, page) in cases(enumerate(shapes)):
         call = draw(seed, torch.bfloat16, device=DEVICE, n_q=n_q, group=group, page=page, room=700, batch=2, head_dim=128)
         strobe.decode(call.q, call.cache, **call.keywords)
         synchronize(f"several queries, seed {seed}")
-    for page, group, heads_kv in cases(((16, 8, 8), (None, 4, 2), (64, 1, 4))):  # a cluster for each key head
+
+
+def one_request() -> None:
+    """A cluster for each key head."""
+    for page, group, heads_kv in cases(((None, 4, 2), (64, 1, 4), (16, 8, 8))):
         call = draw(1, torch.bfloat16, device=DEVICE, n_q=1, group=group, heads_kv=heads_kv, page=page, room=1500, batch=1,
                     head_dim=128, head_dim_v=128, ragged=False, tree=False, leftpad=False)  # fmt: skip
         strobe.decode(call.q, call.cache, **call.keywords)
         synchronize(f"one request, {heads_kv} key heads")
-    for heads in cases((16, 128)):  # the latent of MLA
+
+
+def latent_and_bits() -> None:
+    """The latent of MLA; caches of 8 bits."""
+    for heads in cases((16, 128)):
         latent, q = (torch.randn(*shape, 576, dtype=torch.bfloat16, device=DEVICE) for shape in ((40, 64, 1), (2, 1, heads)))
         lengths, table = torch.tensor([1300, 17], dtype=torch.int32), torch.arange(40, dtype=torch.int32).view(2, 20)
         strobe.decode(q, strobe.Cache(latent, None, lengths.to(DEVICE), table.to(DEVICE), head_dim_v=512))
@@ -186,6 +201,10 @@ def decode() -> None:
         k, v = (x.nan_to_num(nan=448.0).to(dtype) for x in (call.cache.k, call.cache.v))
         strobe.decode(call.q, strobe.Cache(**{**vars(call.cache), "k": k, "v": v}), **call.keywords)
         synchronize(f"a cache of {dtype}")
+
+
+def prompts() -> None:
+    """Over pages; an append, and a step in a graph."""
     for seed, page in cases(enumerate((16, 48, 64, 128, None, 16))):  # prompts, of which the last ones leave notes
         call = draw(seed, torch.bfloat16, seed < 4, device=DEVICE, n_q=200, page=page, tree=False, leftpad=False)
         strobe.decode(call.q, call.cache, backend="sm90_cache", **call.keywords)
@@ -232,18 +251,26 @@ def lying() -> None:
 
 
 def synchronize(name: str) -> None:
-    """Wait for the GPU, and say what has run; RuntimeError with its name if that was wrong."""
+    """Wait for the GPU, and say what has run and when; RuntimeError with its name if that was wrong."""
     if DEVICE == "cpu":
         return
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
         raise RuntimeError(f"{name}: {error}") from None
-    print(name, flush=True)
+    say(name)
+
+
+def say(what: str) -> None:
+    print(f"{time.perf_counter() - BEGIN:6.1f} s  {what}", flush=True)
 
 
 PARTS = {
     "decode": decode,
+    "several": several_queries,
+    "one": one_request,
+    "latent": latent_and_bits,
+    "prompts": prompts,
     "forward": hopper,
     "fp8": hopper_fp8,
     "backward": hopper_backward,
@@ -285,7 +312,13 @@ def compiling(arch: Arch) -> Iterator[None]:
 def counting() -> Iterator[list[bool]]:
     """What it yields gets an entry for each kernel that Triton is asked for, whether it was in its cache."""
     there: list[bool] = []
-    with mock.patch.object(knobs.compilation, "listener", lambda *, cache_hit, **_: there.append(cache_hit)):
+
+    def listener(*, src, cache_hit: bool, **_) -> None:
+        there.append(cache_hit)
+        if not cache_hit and DEVICE == "cuda":
+            say(f"compiled: {src.name}")
+
+    with mock.patch.object(knobs.compilation, "listener", listener):
         yield there
 
 
@@ -310,7 +343,7 @@ def main() -> None:
             else:
                 PARTS[part]()
                 synchronize(f"{part}: all kernels ran")
-        print(f"{part}: {there.count(False)} kernels compiled, {there.count(True)} were there", flush=True)
+        say(f"{part}: {there.count(False)} kernels compiled, {there.count(True)} were there")
 
 
 def share(text: str) -> tuple[int, int]:

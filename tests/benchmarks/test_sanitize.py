@@ -20,10 +20,8 @@ def test_a_second_process_finds_what_was_compiled(tmp_path):
     """One case, of its own kernel and the one that computes noted blocks again, for one GPU and then for another."""
     found = [run("--compile", gpu, "--share", "9/12", "fp8", TRITON_CACHE_DIR=str(tmp_path)) for gpu in ("H100", "H200")]
     assert [one.returncode for one in found] == [0, 0], found[0].stderr + found[1].stderr
-    assert [one.stdout for one in found] == [
-        "fp8: 2 kernels compiled, 0 were there\n",
-        "fp8: 0 kernels compiled, 2 were there\n",
-    ]
+    wanted = ["fp8: 2 kernels compiled, 0 were there", "fp8: 0 kernels compiled, 2 were there"]
+    assert [one.stdout.strip().partition(" s  ")[2] for one in found] == wanted
 
 
 @pytest.mark.parametrize(
@@ -31,7 +29,7 @@ def test_a_second_process_finds_what_was_compiled(tmp_path):
     [
         (("--compile", "A100"), "invalid choice: 'A100'"),
         (("--share", "5/4"), "must be I/N with I from 1 to N, got 5/4"),
-        (("nothing",), "PART must be of decode, forward"),
+        (("nothing",), "PART must be of decode, several"),
     ],
 )
 def test_wrong_options(arguments, says):
