@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from strobe.call.triton_internals import hash_called_first
+from strobe.call.triton_internals import stable_keys
 from strobe.device import KNOWN, Arch
 from strobe.kernels.common.call import unfilled
 from strobe.kernels.sm90.backward_config import Config as BackwardConfig
@@ -34,7 +34,7 @@ def pretend_gpu(capability: int) -> Iterator[None]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    hash_called_first()
+    stable_keys()
 
     class Pretended:
         """What Triton asks of a driver while it compiles."""
