@@ -59,7 +59,7 @@ def flash_attn_with_kvcache(
         check_tensor("cu_seqlens_q", cu_seqlens_q)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     lengths = _lengths(cache_seqlens, k_cache, table, batch, k is not None)
-    cache = Cache(k_cache, v_cache, lengths, table, cache_batch_idx, cache_leftpad, k_descale, v_descale)
+    cache = Cache._of(k_cache, v_cache, lengths, table, cache_batch_idx, cache_leftpad, k_descale, v_descale)
     q, scaled = _of_8_bits(q, q_descale, cache, out)
     mask = flash_mask(causal, window_size)
     if (k is None) != (v is None):
@@ -119,7 +119,8 @@ def varlen_over_pages(
         of_place = {"alibi_slopes": alibi_slopes, "s_aux": s_aux, "learnable_sink": learnable_sink}
         _check_spread(cp_world_size, cp_rank, max_seqlen_q, window_size, of_place)
     check_tensor("q", q)
-    q, cache = _of_8_bits(q, q_descale, Cache(k, v, seqused_k, block_table, k_scale=k_descale, v_scale=v_descale), out)
+    cache = Cache._of(k, v, seqused_k, block_table, k_scale=k_descale, v_scale=v_descale)
+    q, cache = _of_8_bits(q, q_descale, cache, out)
     if q_v is not None:
         q, cache = _of_latent("q_v", q, q_v, cache)
     mask, sink = flash_mask(causal, window_size), _one("s_aux", s_aux, "learnable_sink", learnable_sink)
