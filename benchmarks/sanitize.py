@@ -182,9 +182,9 @@ def several_queries() -> None:
 
 def one_request() -> None:
     """A cluster for each key head."""
-    for page, group, heads_kv in cases(((None, 4, 2), (64, 1, 4), (16, 8, 8))):
+    for page, group, heads_kv in cases(((None, 4, 2), (16, 8, 2), (64, 1, 4), (None, 8, 8), (16, 8, 8))):
         call = draw(1, torch.bfloat16, device=DEVICE, n_q=1, group=group, heads_kv=heads_kv, page=page, room=1500, batch=1,
-                    head_dim=128, head_dim_v=128, ragged=False, tree=False, leftpad=False)  # fmt: skip
+                    head_dim=128, head_dim_v=128, mask=strobe.Causal(), ragged=False, tree=False, leftpad=False)  # fmt: skip
         strobe.decode(call.q, call.cache, **call.keywords)
         synchronize(f"one request, {heads_kv} key heads")
 
