@@ -1,4 +1,5 @@
-"""What a warm call costs the host: its CPU time, beside the peers'. Of a process's first call: `benchmarks/first_call.py`.
+"""What a warm call costs the host: its CPU time, beside the peers', and that of a step over a cache. Of a process's first call:
+`benchmarks/first_call.py`.
 
 Shapes are tiny and the GPU is waited for every few calls, so that no call waits for it: what is timed is the host alone.
 
@@ -61,6 +62,7 @@ def warm(calls: int) -> dict[str, dict]:
         "strobe.attention, causal, by the operator": Way(causal, operators),
         "strobe.attention, causal, portable": Way(portable),
         "strobe.attention, causal, portable, by the operator": Way(portable, operators),
+        **over_a_cache(),
     }
     results: dict[str, dict] = {}
     for name, peer in peers_for(q.device).items():
@@ -82,6 +84,30 @@ def warm(calls: int) -> dict[str, dict]:
             if turn:
                 times[name] += found
     return {name: summary(found) for name, found in times.items()} | results
+
+
+def over_a_cache() -> dict[str, Way]:
+    """Steps of 8 requests over pages of 64 keys, of one token each."""
+    heads, (batch, page, columns), dim = SHAPE[2], (8, 64, 4), SHAPE[3]
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    q, k, v = (normal(batch, 1, heads, dim) for _ in range(3))
+    pages = normal(batch * columns, page, heads, dim), normal(batch * columns, page, heads, dim)
+    lengths = torch.full((batch,), 100, dtype=torch.int32, device="cuda")
+    table = torch.arange(batch * columns, dtype=torch.int32, device="cuda").view(batch, columns)
+    cache, turns = strobe.Cache(*pages, lengths, table), (normal(256, dim // 2), normal(256, dim // 2))
+    rotary, given = strobe.Rotary(*turns), {"cache_seqlens": lengths, "block_table": table, "causal": True}
+    return {
+        "strobe.decode": Way(lambda: strobe.decode(q, cache)),
+        "strobe.decode, deterministic": Way(lambda: strobe.decode(q, cache, deterministic=True)),
+        "strobe.append, with a rotary embedding": Way(lambda: strobe.append(cache, k, v, q=q, rotary=rotary)),
+        "strobe.flash_attn_with_kvcache": Way(lambda: strobe.flash_attn_with_kvcache(q, *pages, **given)),
+        "strobe.flash_attn_with_kvcache, appending with a rotary embedding": Way(
+            lambda: strobe.flash_attn_with_kvcache(q, *pages, k, v, *turns, **given)
+        ),
+    }
 
 
 def _without_gradients(context: Callable[[], AbstractContextManager]) -> Callable[[], AbstractContextManager]:
@@ -119,7 +145,7 @@ def main() -> None:
     results = {"shape": SHAPE, "warm": warm(arguments.calls)}
     for name, times in results["warm"].items():
         text = times.get("error") or f"{times['median_us']:8.1f} us   p90 {times['p90_us']:8.1f} us"
-        print(f"{name:<52} {text}")
+        print(f"{name:<68} {text}")
     if arguments.json:
         save(arguments.json, {"what": "host", **provenance(torch.device("cuda")), **results})
 

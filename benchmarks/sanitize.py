@@ -1,31 +1,71 @@
 """Small cases of every GPU kernel, for NVIDIA's checker.
 
+    python benchmarks/sanitize.py --compile H200 [PART ...]     compile what these parts need, on any machine
     compute-sanitizer --tool memcheck python benchmarks/sanitize.py [PART ...]     (likewise racecheck, initcheck, synccheck)
 
-Most of the time kernels are compiled, one after the other: parts can run at the same time. `lying` (lengths that cannot be: see
-tests/lying.py) runs where it is named.
+Under the checker a kernel takes several times as long to compile, so compile them ahead, into the same TRITON_CACHE_DIR; which
+config a call gets may depend on the GPU's name. What was compiled after all is counted. Parts can run at the same time, and so
+can shares of a part (`--share 2/4`: every fourth case, from the second on). `lying` (lengths that cannot be:
+see tests/lying.py) runs where it is named.
 """
 
 import argparse
 import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import islice, product
+from os import cpu_count
 from pathlib import Path
+from typing import TypeVar
+from unittest import mock
 
 import torch
+from triton import knobs
 
 import strobe
+from strobe import api
+from strobe.call import cached_calls, dispatch, launches, operators, prepared_calls
+from strobe.call.launcher import compiled_call
+from strobe.cpu import append as append_cpu
+from strobe.device import KNOWN, Arch
 from strobe.fp8 import attention_fp8
+from strobe.kernels.common.call import Call
+from strobe.kernels.decode import append
+from strobe.lab.binary.offline import pretend_gpu
+from strobe_cli.precompile import kind_of
+
+sys.path += [str(Path(__file__).parent.parent / "tests" / folder) for folder in ("", "serving")]
+
+from requests_at_random import draw
+
+DEVICE = "cuda"
+"""Where tensors are; "cpu" while kernels are compiled for a GPU that need not be there."""
+
+BEGIN = time.perf_counter()
+
+SHARE = (1, 1)
+"""Which share of each part's cases runs, of how many."""
+
+Case = TypeVar("Case")
+
+
+def cases(every: Iterable[Case]) -> Iterator[Case]:
+    """The cases of this process's share."""
+    return islice(every, SHARE[0] - 1, None, SHARE[1])
 
 
 def problem(head_dim: int, n_q: int, n_kv: int, head_dim_v: int | None = None, heads: int = 4, dtype=torch.bfloat16):
     shapes = ((2, n_q, heads, head_dim), (2, n_kv, 2, head_dim), (2, n_kv, 2, head_dim_v or head_dim))
-    return [torch.randn(shape, dtype=dtype, device="cuda", requires_grad=True) for shape in shapes]
+    return [torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True) for shape in shapes]
 
 
 def packed(head_dim: int, lengths: tuple[int, ...]):
     """Sequences of these lengths, of queries and keys; and the keywords that say so."""
-    q, k, v = (torch.randn(sum(lengths), heads, head_dim, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2))
-    starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    q, k, v = (torch.randn(sum(lengths), heads, head_dim, dtype=torch.bfloat16, device=DEVICE) for heads in (4, 2, 2))
+    starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
     keywords = dict(cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
     return (q, k, v), keywords
 
@@ -35,15 +75,13 @@ MASKS = (strobe.Full(), strobe.Causal(), strobe.Window(100, 20), strobe.Prefix(7
 
 @torch.no_grad()
 def hopper() -> None:
-    for dims in ((8, 8), (64, 64), (80, 80), (128, 128), (192, 128), (256, 256)):
-        for mask in MASKS:
-            q, k, v = problem(dims[0], 200, 300, dims[1])
-            strobe.attention(q, k, v, mask=mask, backend="sm90")
-    for head_dim in (64, 96, 256):
-        for mask in MASKS:
-            inputs, keywords = packed(head_dim, (130, 0, 300, 1))
-            strobe.attention(*inputs, mask=mask, backend="sm90", **keywords)
-    for head_dim, n_kv in ((8, 1), (64, 77), (80, 128), (64, 197)):  # few keys, which have a kernel of their own
+    for dims, mask in cases(product(((8, 8), (64, 64), (80, 80), (128, 128), (192, 128), (256, 256)), MASKS)):
+        q, k, v = problem(dims[0], 200, 300, dims[1])
+        strobe.attention(q, k, v, mask=mask, backend="sm90")
+    for head_dim, mask in cases(product((64, 96, 256), MASKS)):
+        inputs, keywords = packed(head_dim, (130, 0, 300, 1))
+        strobe.attention(*inputs, mask=mask, backend="sm90", **keywords)
+    for head_dim, n_kv in cases(((8, 1), (64, 77), (80, 128), (64, 197))):  # few keys, which have a kernel of their own
         strobe.attention(*problem(head_dim, 300, n_kv, heads=64), backend="sm90")
     # More tiles than CTAs; tiles that see nothing; noted rows, for a NaN and for a late key; the safe softmax.
     strobe.attention(*problem(64, 300, 100, heads=64), mask=strobe.Causal(), backend="sm90")
@@ -54,14 +92,14 @@ def hopper() -> None:
     strobe.attention(q, k, poisoned, mask=strobe.Causal(), backend="sm90")
     strobe.attention(q, late, v, backend="sm90")
     strobe.use_optimistic_softmax(False)
-    for mask in MASKS:
+    for mask in cases(MASKS):
         strobe.attention(q, k, v, mask=mask, backend="sm90")
     strobe.use_optimistic_softmax(True)
     # What changes scores, and what masks pair by pair.
-    score = strobe.Score(softcap=5.0, alibi=torch.rand(4, device="cuda"), sinks=torch.rand(4, device="cuda"))
-    bias = strobe.Score(bias=torch.randn(2, 1, 200, 300, device="cuda"))
-    documents = strobe.Document(*(torch.randint(0, 3, (2, n), device="cuda").sort().values for n in (200, 300)))
-    used = {"seqused_q": torch.tensor([200, 70], device="cuda"), "seqused_kv": torch.tensor([0, 170], device="cuda")}
+    score = strobe.Score(softcap=5.0, alibi=torch.rand(4, device=DEVICE), sinks=torch.rand(4, device=DEVICE))
+    bias = strobe.Score(bias=torch.randn(2, 1, 200, 300, device=DEVICE))
+    documents = strobe.Document(*(torch.randint(0, 3, (2, n), device=DEVICE).sort().values for n in (200, 300)))
+    used = {"seqused_q": torch.tensor([200, 70], device=DEVICE), "seqused_kv": torch.tensor([0, 170], device=DEVICE)}
     strobe.attention(q, k, v, mask=strobe.Causal(), score=score, backend="sm90")
     strobe.attention(q, k, v, score=bias, backend="sm90")
     strobe.attention(q, k, v, mask=documents, dropout_p=0.1, backend="sm90")
@@ -70,50 +108,52 @@ def hopper() -> None:
 
 @torch.no_grad()
 def hopper_fp8() -> None:
-    for head_dim in (64, 96, 256):
-        for mask in MASKS:
-            inputs = (x.to(torch.float8_e4m3fn) for x in problem(head_dim, 200, 300))
-            attention_fp8(*inputs, mask=mask, score=strobe.Score(sinks=torch.rand(4, device="cuda")))
+    for head_dim, mask in cases(product((64, 96, 256), MASKS)):
+        inputs = (x.to(torch.float8_e4m3fn) for x in problem(head_dim, 200, 300))
+        attention_fp8(*inputs, mask=mask, score=strobe.Score(sinks=torch.rand(4, device=DEVICE)))
 
 
 def hopper_backward() -> None:
-    for dims in ((8, 8), (64, 64), (96, 96), (128, 128), (64, 128), (192, 128), (256, 256)):
-        for mask in MASKS:
-            q, k, v = problem(dims[0], 200, 300, dims[1])
-            strobe.attention(q, k, v, mask=mask, backend="sm90").sum().backward()
-    for head_dim in (64, 96, 256):
+    for dims, mask in cases(product(((8, 8), (64, 64), (96, 96), (128, 128), (64, 128), (192, 128), (256, 256)), MASKS)):
+        q, k, v = problem(dims[0], 200, 300, dims[1])
+        strobe.attention(q, k, v, mask=mask, backend="sm90").sum().backward()
+        synchronize(f"backward of head dims {dims}, {mask}")
+    for head_dim in cases((64, 96, 256)):
         inputs, keywords = packed(head_dim, (130, 0, 300, 1))
         q, k, v = (x.requires_grad_() for x in inputs)
         strobe.attention(q, k, v, mask=strobe.Causal(), backend="sm90", **keywords).sum().backward()
-    for dims, n_kv, heads in (((8, 8), 1, 64), ((64, 64), 77, 10), ((80, 128), 90, 10), ((128, 128), 128, 10)):  # few keys
+    few_keys = (((8, 8), 1, 64), ((64, 64), 77, 10), ((80, 128), 90, 10), ((128, 128), 128, 10))
+    for dims, n_kv, heads in cases(few_keys):
         strobe.attention(*problem(dims[0], 900, n_kv, dims[1], heads), backend="sm90").sum().backward()
+        synchronize(f"backward of head dims {dims}, {n_kv} keys")
     # More blocks than CTAs; keys that nobody sees; a block to be computed again; the same bits in every run; changed scores.
     strobe.attention(*problem(64, 300, 100, heads=64), mask=strobe.Causal(), backend="sm90").sum().backward()
     q, k, v = problem(128, 200, 300)
     q.data[:, 20] = float("nan")
     strobe.attention(q, k, v, mask=strobe.Window(100, 20), backend="sm90").sum().backward()
-    for dims in ((64, 64), (96, 96), (192, 128), (256, 256)):  # additions in an order, or dS stored
-        for mask in MASKS:
-            q, k, v = problem(dims[0], 200, 300, dims[1])
-            strobe.attention(q, k, v, mask=mask, deterministic=True, backend="sm90").sum().backward()
+    # Additions in an order, or dS stored.
+    for dims, mask in cases(product(((64, 64), (96, 96), (192, 128), (256, 256)), MASKS)):
+        q, k, v = problem(dims[0], 200, 300, dims[1])
+        strobe.attention(q, k, v, mask=mask, deterministic=True, backend="sm90").sum().backward()
+        synchronize(f"deterministic backward of head dims {dims}, {mask}")
 
 
 def hopper_changed_backward() -> None:
     """What changes scores, what is compared pair by pair, what is dropped; a bias's gradient, of every pair and added up."""
-    for deterministic in (False, True):
-        for bias in (torch.randn(2, 4, 200, 300, device="cuda"), torch.randn(1, 4, 1, 300, device="cuda")):
+    for deterministic in cases((False, True)):
+        for bias in (torch.randn(2, 4, 200, 300, device=DEVICE), torch.randn(1, 4, 1, 300, device=DEVICE)):
             q, k, v = problem(64, 200, 300)
-            score = strobe.Score(softcap=5.0, alibi=torch.rand(4, device="cuda"), bias=bias.requires_grad_())
+            score = strobe.Score(softcap=5.0, alibi=torch.rand(4, device=DEVICE), bias=bias.requires_grad_())
             strobe.attention(q, k, v, score=score, deterministic=deterministic, backend="sm90").sum().backward()
         for head_dim in (64, 128, 192):
             q, k, v = problem(head_dim, 200, 300, min(head_dim, 128))
-            ids = (torch.randint(0, 3, (2, n), device="cuda").sort().values for n in (200, 300))
+            ids = (torch.randint(0, 3, (2, n), device=DEVICE).sort().values for n in (200, 300))
             mask = strobe.Document(*ids) & strobe.Window(100, 20)
             strobe.attention(q, k, v, mask=mask, dropout_p=0.1, deterministic=deterministic, backend="sm90").sum().backward()
 
 
 def portable() -> None:
-    for mask in (*MASKS, strobe.Prefix(30) & strobe.Document(torch.randint(0, 3, (2, 130), device="cuda"))):
+    for mask in cases((*MASKS, strobe.Prefix(30) & strobe.Document(torch.randint(0, 3, (2, 130), device=DEVICE)))):
         q, k, v = problem(40, 130, 130)
         strobe.attention(q, k, v, mask=mask, score=strobe.Score(softcap=5.0), backend="portable").sum().backward()
     inputs, keywords = packed(64, (17, 0, 63))
@@ -122,28 +162,60 @@ def portable() -> None:
 
 
 def decode() -> None:
-    """Requests at random over caches of every kind, missing pages and lengths that cannot be among them; an append, a graph."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "serving"))
-    from requests_at_random import draw
-
-    for seed in range(24):
-        call = draw(seed, torch.bfloat16, honest=seed % 3 > 0, device="cuda", deterministic=seed % 5 == 0)
+    """Requests at random over caches of every kind, missing pages and lengths that cannot be among them."""
+    for seed in cases(range(24)):
+        call = draw(seed, torch.bfloat16, honest=seed % 3 > 0, device=DEVICE, deterministic=seed % 5 == 0)
         strobe.decode(call.q, call.cache, return_lse=True, **call.keywords)
         lengths = torch.full_like(call.cache.lengths, (10**6, -7)[seed % 2])
         strobe.decode(call.q, strobe.Cache(**{**vars(call.cache), "lengths": lengths}), **call.keywords)
         synchronize(f"decode, seed {seed}")
-    for seed, (n_q, group, page) in enumerate(((4, 8, 64), (3, 7, 16), (16, 4, None), (5, 8, 48))):  # one group of wgmma
-        call = draw(seed, torch.bfloat16, device="cuda", n_q=n_q, group=group, page=page, room=700, batch=2, head_dim=128)
+
+
+def several_queries() -> None:
+    """One group of wgmma, or eight warps."""
+    shapes = ((4, 8, 64), (3, 7, 16), (16, 4, None), (5, 8, 48), (16, 8, 64), (16, 8, 16))
+    for seed, (n_q, group, page) in cases(enumerate(shapes)):
+        call = draw(seed, torch.bfloat16, device=DEVICE, n_q=n_q, group=group, page=page, room=700, batch=2, head_dim=128)
         strobe.decode(call.q, call.cache, **call.keywords)
         synchronize(f"several queries, seed {seed}")
-    for seed, page in enumerate((16, 48, 64, 128, None, 16)):  # prompts, of which the last ones leave notes
-        call = draw(seed, torch.bfloat16, seed < 4, device="cuda", n_q=200, page=page, tree=False, leftpad=False)
+
+
+def one_request() -> None:
+    """A cluster for each key head."""
+    for page, group, heads_kv in cases(((None, 4, 2), (16, 8, 2), (64, 1, 4), (None, 8, 8), (16, 8, 8))):
+        call = draw(1, torch.bfloat16, device=DEVICE, n_q=1, group=group, heads_kv=heads_kv, page=page, room=1500, batch=1,
+                    head_dim=128, head_dim_v=128, mask=strobe.Causal(), ragged=False, tree=False, leftpad=False)  # fmt: skip
+        strobe.decode(call.q, call.cache, **call.keywords)
+        synchronize(f"one request, {heads_kv} key heads")
+
+
+def latent_and_bits() -> None:
+    """The latent of MLA; caches of 8 bits."""
+    for heads in cases((16, 128)):
+        latent, q = (torch.randn(*shape, 576, dtype=torch.bfloat16, device=DEVICE) for shape in ((40, 64, 1), (2, 1, heads)))
+        lengths, table = torch.tensor([1300, 17], dtype=torch.int32), torch.arange(40, dtype=torch.int32).view(2, 20)
+        strobe.decode(q, strobe.Cache(latent, None, lengths.to(DEVICE), table.to(DEVICE), head_dim_v=512))
+        synchronize(f"a latent, {heads} heads")
+    for dtype in cases((torch.float8_e4m3fn, torch.float8_e5m2)):
+        call = draw(2, torch.bfloat16, device=DEVICE, page=16, room=700, leftpad=False)
+        k, v = (x.nan_to_num(nan=448.0).to(dtype) for x in (call.cache.k, call.cache.v))
+        strobe.decode(call.q, strobe.Cache(**{**vars(call.cache), "k": k, "v": v}), **call.keywords)
+        synchronize(f"a cache of {dtype}")
+
+
+def prompts() -> None:
+    """Over pages; an append, and a step in a graph."""
+    for seed, page in cases(enumerate((16, 48, 64, 128, None, 16))):  # prompts, of which the last ones leave notes
+        call = draw(seed, torch.bfloat16, seed < 4, device=DEVICE, n_q=200, page=page, tree=False, leftpad=False)
         strobe.decode(call.q, call.cache, backend="sm90_cache", **call.keywords)
         synchronize(f"prompts, seed {seed}")
-    call = draw(1, torch.bfloat16, device="cuda", ragged=False, tree=False, leftpad=False, n_q=1, page=16)
+    call = draw(1, torch.bfloat16, device=DEVICE, ragged=False, tree=False, leftpad=False, n_q=1, page=16)
     new_k, new_v = (torch.randn_like(x[: call.q.shape[0], :1]) for x in (call.cache.k, call.cache.v))
-    rotary = strobe.Rotary(*(torch.randn(300, 16, device="cuda") for _ in range(2)))
+    rotary = strobe.Rotary(*(torch.randn(300, 16, device=DEVICE) for _ in range(2)))
     cache, q = strobe.append(call.cache, new_k, new_v, q=call.q, rotary=rotary)
+    if DEVICE == "cpu":
+        strobe.decode(q, cache)
+        return
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         strobe.decode(q, cache)
@@ -154,7 +226,6 @@ def decode() -> None:
 
 def lying() -> None:
     """Lengths that cannot be, with each kernel that takes lengths: no access leaves its tensors."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
     from lying import LIES, all_lengths, backward_of, inputs
 
     from strobe.call import launches
@@ -166,28 +237,40 @@ def lying() -> None:
     for name, deterministic in (("sm90", False), ("sm90", True), ("portable", False)):
         backend = backend_module(name)
         for lie in lies:
-            t, problem, operands = inputs(lie, (64, 64), device="cuda", mask=strobe.Causal())
+            t, problem, operands = inputs(lie, (64, 64), device=DEVICE, mask=strobe.Causal())
             out, lse = launches.forward(backend, problem, operands)
             upstream = Upstream(out, lse, torch.ones_like(out))
             launches.backward(backend, backward_of(problem, deterministic), operands, upstream)
             synchronize(f"{name}, {lie}")
     for lie in LIES:
         if lie.packed and not lie.wide and lie.used_q is None and lie.used_kv is None:
-            t, problem, operands = inputs(lie, (64, 64), device="cuda", mask=strobe.Causal())
+            t, problem, operands = inputs(lie, (64, 64), device=DEVICE, mask=strobe.Causal())
             q, k, v = (x.to(torch.float8_e4m3fn) for x in (t.q, t.k, t.v))
             launches.forward(fp8_backend, replace(problem, dtype=q.dtype), operands._replace(q=q, k=k, v=v))
             synchronize(f"fp8, {lie}")
 
 
 def synchronize(name: str) -> None:
+    """Wait for the GPU, and say what has run and when; RuntimeError with its name if that was wrong."""
+    if DEVICE == "cpu":
+        return
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
         raise RuntimeError(f"{name}: {error}") from None
+    say(name)
+
+
+def say(what: str) -> None:
+    print(f"{time.perf_counter() - BEGIN:6.1f} s  {what}", flush=True)
 
 
 PARTS = {
     "decode": decode,
+    "several": several_queries,
+    "one": one_request,
+    "latent": latent_and_bits,
+    "prompts": prompts,
     "forward": hopper,
     "fp8": hopper_fp8,
     "backward": hopper_backward,
@@ -197,17 +280,78 @@ PARTS = {
 }
 
 
+# ---- compiled ahead
+
+
+@contextmanager
+def compiling(arch: Arch) -> Iterator[None]:
+    """Within it, calls with tensors on the CPU are those of a GPU, and kernels are compiled instead of launched, in threads. At
+    its end all are."""
+    begun: dict[tuple, Future] = {}
+
+    def compile_once(call: Call) -> None:
+        key = kind_of(call)
+        if key not in begun:
+            begun[key] = pool.submit(compiled_call, call.kernel, call.grid, *call.arguments, **call.keywords)
+
+    with ExitStack() as stack:
+        for module in (api, cached_calls, dispatch, launches, prepared_calls):
+            stack.enter_context(mock.patch.object(module, "arch_of", lambda device: arch))
+        for module, name in ((cached_calls, "check_contents"), (operators, "_check_lengths")):  # a CPU refuses what lies
+            stack.enter_context(mock.patch.object(module, name, lambda *_: None))
+        stack.enter_context(mock.patch.object(append_cpu, "append", append.append))
+        stack.enter_context(mock.patch.object(Call, "launch", compile_once))
+        stack.enter_context(pretend_gpu(arch.capability))
+        pool = stack.enter_context(ThreadPoolExecutor(cpu_count()))
+        yield
+        for kernel in begun.values():
+            kernel.result()
+
+
+@contextmanager
+def counting() -> Iterator[list[bool]]:
+    """What it yields gets an entry for each kernel that Triton is asked for, whether it was in its cache."""
+    there: list[bool] = []
+
+    def listener(*, src, cache_hit: bool, **_) -> None:
+        there.append(cache_hit)
+        if not cache_hit and DEVICE == "cuda":
+            say(f"compiled: {src.name}")
+
+    with mock.patch.object(knobs.compilation, "listener", listener):
+        yield there
+
+
 def main() -> None:
+    global DEVICE, SHARE
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
-    parts = parser.parse_args().parts or [part for part in PARTS if part != "lying"]
+    parser.add_argument("--compile", metavar="GPU", choices=[name for name, arch in KNOWN.items() if arch.capability == 90])
+    parser.add_argument("--share", metavar="I/N", type=share, default=SHARE)
+    arguments = parser.parse_args()
+    parts = arguments.parts or [part for part in PARTS if part != "lying"]
     if unknown := set(parts) - set(PARTS):
         parser.error(f"PART must be of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
-    torch.manual_seed(0)
+    SHARE = arguments.share
     for part in parts:
-        PARTS[part]()
-        synchronize(part)
-        print(f"{part}: all kernels ran", flush=True)
+        torch.manual_seed(0)
+        with counting() as there:
+            if arguments.compile:
+                DEVICE = "cpu"
+                with compiling(KNOWN[arguments.compile]):
+                    PARTS[part]()
+            else:
+                PARTS[part]()
+                synchronize(f"{part}: all kernels ran")
+        say(f"{part}: {there.count(False)} kernels compiled, {there.count(True)} were there")
+
+
+def share(text: str) -> tuple[int, int]:
+    """The share "2/4" as two numbers."""
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise argparse.ArgumentTypeError(f"must be I/N with I from 1 to N, got {text}")
+    return int(number), int(of)
 
 
 if __name__ == "__main__":

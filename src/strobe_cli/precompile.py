@@ -222,7 +222,7 @@ def precompile(
     start = time.perf_counter()
     calls: dict[tuple, tuple[str, Call]] = {}
     for name, call in _calls(layers, arch, dtype, _sweep(max_batch), _sweep(max_length), trained, page_size):
-        calls.setdefault(_key(call), (name, call))
+        calls.setdefault(kind_of(call), (name, call))
     folder.mkdir(parents=True, exist_ok=True)
     with _compiling_into(folder) as there, pretend_gpu(arch.capability), ThreadPoolExecutor(os.cpu_count()) as pool:
         made = [call for _, call in calls.values()]
@@ -269,7 +269,7 @@ def _sweep(most: int) -> list[int]:
     return sorted({near for step in steps for near in (step, step - 1) if 1 <= near <= most})
 
 
-def _key(call: Call) -> tuple:
+def kind_of(call: Call) -> tuple:
     """What tells calls apart that are compiled apart; some calls of one kernel too, which Triton then compiles once."""
     named = (f"{name}={x!r}" if name.isupper() else (name, _kind(x)) for name, x in call.keywords.items())
     return (call.kernel, *map(_kind, call.arguments), *named)

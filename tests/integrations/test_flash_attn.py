@@ -270,6 +270,31 @@ def test_a_cache(installed):
             torch.testing.assert_close(out[n : n + 1], strobe.attention(q[n : n + 1], rows, rows))
 
 
+def test_flash_attention_3_has_an_order_of_its_own(installed):
+    import flash_attn_interface
+
+    names = list(inspect.signature(flash_attn_interface.flash_attn_with_kvcache).parameters)
+    wanted = """q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad page_table
+        cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale k_descale v_descale softmax_scale causal window_size
+        attention_chunk softcap rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin return_softmax_lse"""
+    assert names[:30] == wanted.split()
+    g = torch.Generator().manual_seed(0)
+    shapes = (2, 1, 4, 16), (2, 1, 2, 16), (4, 8, 2, 16), (9, 8)
+    q, new, pages, turns = (torch.randn(*shape, generator=g) for shape in shapes)
+    used, table = (torch.tensor(x, dtype=torch.int32) for x in ([5, 2], [[0], [3]]))
+    cu = torch.tensor([0, 1, 2], dtype=torch.int32)
+    found = flash_attn_interface.flash_attn_with_kvcache(
+        q[:, 0], pages.clone(), pages.clone(), new, new, None, turns, turns, used, None, None, table, cu, None, 1, used, None,
+        None, None, 0.3, True, (4, 0), 0, 2.0, False, None, 1, True, 0, True,
+    )  # fmt: skip
+    wanted = strobe.flash_attn_with_kvcache(
+        q[:, 0], pages.clone(), pages.clone(), new, new, turns, turns, used, block_table=table, softmax_scale=0.3, causal=True,
+        window_size=(4, 0), softcap=2.0, rotary_interleaved=False, num_splits=1, return_softmax_lse=True, cu_seqlens_q=cu,
+        max_seqlen_q=1, rotary_seqlens=used,
+    )  # fmt: skip
+    assert all(map(torch.equal, found, wanted))
+
+
 def test_padding(installed):
     from flash_attn.bert_padding import (
         index_first_axis,

@@ -32,6 +32,7 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "fp8-forward": ("sm90 fp8",),
     "fp8-sums": ("sm90 fp8",),
     "fp32-sm80": ("sm80 forward", "sm80 backward"),
+    "generate": (),
     "host": (),
     "ladder": ("sm90 forward",),
     "latent": (),

@@ -146,6 +146,12 @@ def test_a_shared_prefix_and_the_rest_are_the_whole():
     torch.testing.assert_close(merged_lse, lse)
 
 
+@pytest.mark.parametrize(("parts", "says"), [(None, "outs must be a sequence of tensors"), ([], "at least one part")])
+def test_what_are_no_parts(parts, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        strobe.merge(parts, parts)
+
+
 @pytest.mark.parametrize(
     ("says", "changes"),
     [

@@ -1,5 +1,9 @@
 """Attention over a cache through the public door, on a CPU and on a GPU, against the specification."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from requests_at_random import Drawn, check, draw, right
@@ -235,8 +239,25 @@ def test_the_bits_of_a_request_do_not_depend_on_the_others():
         assert torch.equal(last, together[b : b + 1, 3:])
 
 
+A_PAGE_THAT_IS_NONE = """
+import torch, strobe
+q, pages = (torch.ones(*shape, 2, 64, dtype=torch.bfloat16, device="cuda") for shape in ((1, 1), (4, 16)))
+lengths, table = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([40], [[3, 4, 1]]))
+out = strobe.decode(q, strobe.Cache(pages, pages, lengths, table))
+torch.cuda.synchronize()
+print("ran", bool((out == 1).all()))
+"""
+
+
 @GPU
-def test_lies_are_told_by_an_assert(monkeypatch):
+def test_lies_are_told_with_the_debug_switch_and_harmless_without(monkeypatch):
+    def run(debug: str) -> subprocess.CompletedProcess:
+        environment = {**os.environ, "STROBE_DEBUG": debug}
+        return subprocess.run([sys.executable, "-c", A_PAGE_THAT_IS_NONE], capture_output=True, text=True, env=environment)
+
+    assert "ran True" in run("0").stdout
+    told = run("1")
+    assert told.returncode != 0 and "page_table must name one of 4 pages for all keys within cache_seqlens" in told.stderr
     monkeypatch.setenv("STROBE_DEBUG", "1")
     call = draw(4, torch.bfloat16, device="cuda")
     check(strobe.decode(call.q, call.cache, return_lse=True, **call.keywords), right(call), torch.bfloat16)

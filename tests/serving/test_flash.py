@@ -163,7 +163,47 @@ def test_lengths_may_be_an_int_or_left_out():
     q, k, v = (torch.randn(2, n, 2, 16, generator=g) for n in (1, 8, 8))
     five = strobe.flash_attn_with_kvcache(q, k, v, cache_seqlens=5)
     torch.testing.assert_close(five, strobe.attention(q, k[:, :5], v[:, :5]))
+    torch.testing.assert_close(strobe.flash_attn_with_kvcache(q, k, v, cache_seqlens=ints(5)[0]), five)
     torch.testing.assert_close(strobe.flash_attn_with_kvcache(q, k, v), strobe.attention(q, k, v))
+
+
+@pytest.mark.parametrize("how", ["nothing appended", "16 bits", "8 bits"])
+def test_queries_of_8_bits(how):
+    """As FlashAttention-3 is called with a cache in e4m3: q_descale and k_descale together are one scale."""
+    g = torch.Generator().manual_seed(5)
+
+    def of_8_bits(*shape):
+        return torch.randn(*shape, generator=g).to(torch.float8_e4m3fn)
+
+    q, k, v, new = of_8_bits(2, 1, 4, 64), of_8_bits(4, 16, 2, 64), of_8_bits(4, 16, 2, 64), of_8_bits(2, 1, 2, 64)
+    q_descale, k_descale, v_descale = (torch.rand(2, 2, generator=g) + 0.5 for _ in range(3))
+    table, lengths, descales = ints([2, 1], [0, 3]), [20, 3], {"k_descale": k_descale, "v_descale": v_descale}
+    wide_k, wide_v = torch.empty(2, 32, 2, 64), torch.empty(2, 32, 2, 64)
+    for b in range(2):
+        wide_k[b] = k[table[b]].flatten(0, 1).float() * k_descale[b, :, None]
+        wide_v[b] = v[table[b]].flatten(0, 1).float() * v_descale[b, :, None]
+        if how != "nothing appended":
+            wide_k[b, lengths[b]] = new[b, 0].float() * k_descale[b, :, None]
+            wide_v[b, lengths[b]] = new[b, 0].float() * v_descale[b, :, None]
+    appended = () if how == "nothing appended" else (new, new)
+    if how == "16 bits":
+        wide = new.float()[:, 0]
+        appended = tuple((wide * x[..., None]).bfloat16()[:, None] for x in (k_descale, v_descale))
+    full = [n + bool(appended) for n in lengths]
+    wide_q = q.float() * q_descale.repeat_interleave(2, 1)[:, None, :, None]
+    wanted = strobe.decode(wide_q, strobe.Cache(wide_k, wide_v, ints(*full)))
+    found = strobe.flash_attn_with_kvcache(
+        q, k, v, *appended, cache_seqlens=ints(*lengths), page_table=table, causal=True, q_descale=q_descale, **descales
+    )
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), wanted, rtol=3e-2, atol=3e-2)
+    out = torch.empty(2, 4, 64, dtype=torch.float16)
+    again = strobe.flash_attn_varlen_func(
+        q[:, 0], k, v, ints(0, 1, 2), block_table=table, seqused_k=ints(*full), max_seqlen_q=1, causal=True, out=out,
+        q_descale=q_descale, **descales,
+    )  # fmt: skip
+    assert again is out
+    torch.testing.assert_close(out.float(), wanted[:, 0], rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize(
@@ -172,11 +212,19 @@ def test_lengths_may_be_an_int_or_left_out():
         (r"qv must have shape \[2, 1, 2, 16\] and q's torch.float32, got \[2, 1, 2, 512\]", {"qv": torch.zeros(2, 1, 2, 512)}),
         ("qv goes with v_cache and k_cache that are first and other columns", {"qv": torch.zeros(2, 1, 2, 16)}),
         ("k_descale and v_descale are not taken with qv", {"qv": torch.zeros(2, 1, 2, 16), "k_descale": torch.ones(2, 2)}),
-        ("q_descale is not taken", {"q_descale": torch.ones(2, 2)}),
+        ("q_descale goes with q of 8 bits, got one of torch.float32", {"q_descale": torch.ones(2, 2)}),
+        ("q of 8 bits goes with a cache of 8 bits", {"q": torch.zeros(2, 1, 2, 16).to(torch.float8_e4m3fn)}),
+        ("q must be a tensor, got list", {"q": [0.0]}),
+        ("cu_seqlens_q must be a tensor, got list", {"cu_seqlens_q": [0, 1, 2]}),
         ("attention_chunk is not taken", {"attention_chunk": 8}),
         ("block_table and page_table are one argument", {"block_table": ints([0], [1]), "page_table": ints([0], [1])}),
         ("sinks and s_aux are one argument", {"sinks": torch.zeros(2), "s_aux": torch.zeros(2)}),
-        ("rotary_cos and cu_seqlens_k_new go with k and v", {"rotary_cos": torch.zeros(8, 8), "rotary_sin": torch.zeros(8, 8)}),
+        ("and rotary_seqlens go with k and v", {"rotary_cos": torch.zeros(8, 8), "rotary_sin": torch.zeros(8, 8)}),
+        ("and rotary_seqlens go with k and v", {"rotary_seqlens": ints(3, 4)}),
+        (
+            "rotary_seqlens must be int32",
+            {"k": torch.zeros(2, 1, 2, 16), "v": torch.zeros(2, 1, 2, 16), "rotary_seqlens": torch.ones(2)},
+        ),
         ("k and v go together", {"k": torch.zeros(2, 1, 2, 16)}),
         ("cache_seqlens must say where", {"k": torch.zeros(2, 1, 2, 16), "v": torch.zeros(2, 1, 2, 16), "cache_seqlens": None}),
         ("cache_seqlens must be an int32 tensor or an int", {"cache_seqlens": 2.5}),
@@ -185,7 +233,20 @@ def test_lengths_may_be_an_int_or_left_out():
 def test_what_is_not_taken_is_refused_by_name(says, keywords):
     q, k = torch.zeros(2, 1, 2, 16), torch.zeros(2, 8, 2, 16)
     with pytest.raises((TypeError, ValueError), match=says):
-        strobe.flash_attn_with_kvcache(q, k, k, **{"cache_seqlens": ints(3, 4), **keywords})
+        strobe.flash_attn_with_kvcache(**{"q": q, "k_cache": k, "v_cache": k, "cache_seqlens": ints(3, 4), **keywords})
+
+
+def test_what_is_not_taken_of_8_bits():
+    x, table, more = torch.zeros(2, 1, 2, 16).to(torch.float8_e4m3fn), ints([0], [1]), torch.ones(2, 2)
+    given = {"cache_seqlens": ints(1, 1), "block_table": table}
+    with pytest.raises(ValueError, match=r"q_descale must be float32 \[2, 2\], got torch.float32 \[2\]"):
+        strobe.flash_attn_with_kvcache(x, x, x, q_descale=more[0], **given)
+    with pytest.raises(ValueError, match="q_descale goes with a k_descale of one number for all keys of a head"):
+        strobe.flash_attn_with_kvcache(x, x, x, q_descale=more, k_descale=torch.ones(2, 1, 2), **given)
+    with pytest.raises(TypeError, match="v must have 16 or 32 bits for a cache of 8"):
+        strobe.append(strobe.Cache(x, x, ints(0, 0)), x.bfloat16(), x)
+    with pytest.raises(TypeError, match="seqused_k must be an int32 tensor with a block_table, got list"):
+        strobe.flash_attn_varlen_func(x[:, 0], x, x, ints(0, 1, 2), block_table=table, seqused_k=[1, 1])
 
 
 def test_what_is_vllms_alone_is_refused_without_pages():

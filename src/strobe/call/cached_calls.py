@@ -16,6 +16,7 @@ import torch
 from strobe.call import dispatch, launches, operators
 from strobe.call.known_calls import KnownCalls
 from strobe.call.torch_internals import assert_async, raw_stream
+from strobe.call.triton_internals import stable_keys
 from strobe.cpu import append as append_cpu
 from strobe.cpu.cached import merged
 from strobe.device import arch_of
@@ -274,6 +275,7 @@ def _append(*arguments):
         return append_cpu.append(operands, options)
     from strobe.kernels.decode import append as kernel
 
+    stable_keys()
     return kernel.append(operands, options)
 
 
@@ -287,6 +289,7 @@ def _merge(outs: torch.Tensor, lses: torch.Tensor):
     if outs.device.type != "cpu":
         from strobe.kernels.decode import merge as kernel
 
+        stable_keys()
         return kernel.merge(outs, lses)
     return merged(outs, lses)
 

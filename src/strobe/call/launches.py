@@ -17,6 +17,7 @@ import torch
 
 from strobe.call import counters, precompiled, torch_internals
 from strobe.call.tables import Memo
+from strobe.call.triton_internals import stable_keys
 from strobe.device import Arch, arch_of
 from strobe.kernels import workspace
 from strobe.kernels.blind_rows import fill_blind
@@ -62,6 +63,7 @@ def run(backend: ModuleType, problem: AttentionProblem | DecodeProblem, given: d
     """Make the launches of a call on the current stream of its device. given: the call's tensors, by name. Returns them and all
     that the launches needed beside them, results included."""
     precompiled.wait()
+    stable_keys()
     with torch.cuda.device_of(given["q"]), workspace.lock(given["q"].device):
         tensors = allocated(backend.buffers(problem, arch), given)
         for call in backend.calls(problem, tensors, arch):

@@ -70,6 +70,7 @@ def _get_ready(mark: dict[str, Any]) -> None:
             triton_internals.hash_ahead()
         triton_internals.compile_without_driver()
         triton_internals.parse_in_turn()
+        triton_internals.stable_keys()
         unchanged = mark.get("sources") == hash_of_sources()
         for module, name, key in mark.get("kernels", ()):
             kernel = getattr(importlib.import_module(module), name)

@@ -131,6 +131,7 @@ def compiled_kernel(kernel, grid: Sequence[int], arguments: tuple, keywords: dic
     if (hashing := hash_ahead()) is not None:
         hashing.join()
     parse_in_turn()
+    stable_keys()
     return kernel.warmup(*arguments, grid=grid, **keywords)
 
 
@@ -156,6 +157,54 @@ def parse_in_turn() -> None:
             return theirs(self)
 
     JITCallable.parse = parse
+
+
+@functools.cache
+def stable_keys() -> None:
+    """Makes the key under which Triton looks for a kernel on disk depend on the kernel alone.
+
+    Part of it are the constants that the kernel and what it calls use, in the order of their names and, where two modules have
+    one of the same name, of these modules' addresses, which differ from process to process. And before Triton 3.8 those of a
+    called function count only if that was hashed earlier, for another kernel."""
+    try:
+        from triton.runtime.jit import DependenciesFinder
+
+        begin, update_hash = DependenciesFinder.__init__, DependenciesFinder._update_hash
+    except (ImportError, AttributeError):
+        log.warning("Triton has no DependenciesFinder: a process may compile again what another one has left on disk")
+        return
+
+    def by_value(self, *arguments, **keywords):
+        begin(self, *arguments, **keywords)
+        self.used_global_vals = _Constants()
+
+    def called_first(self, function):
+        _ = function.cache_key
+        update_hash(self, function)
+
+    DependenciesFinder.__init__, DependenciesFinder._update_hash = by_value, called_first  # type: ignore[method-assign]
+
+
+class _Constants(dict):
+    """A function's constants, (name, number of their module) -> (value, that module's names), which sort by name and value."""
+
+    def items(self):
+        return [(_Constant.of(key, value), (value, module)) for key, (value, module) in super().items()]
+
+
+class _Constant(tuple):
+    """A key of `_Constants` that knows the value."""
+
+    shown: str
+
+    @classmethod
+    def of(cls, key: tuple[str, int], value) -> _Constant:
+        made = cls(key)
+        made.shown = str(value)
+        return made
+
+    def __lt__(self, other) -> bool:
+        return (self[0], self.shown) < (other[0], other.shown)
 
 
 _parsing = threading.RLock()

@@ -48,7 +48,11 @@ class PagedLayer(CacheLayerMixin):
         so_far = strobe.Cache(self.keys, self.values, self.lengths, self.table)
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (key_states, value_states))
         longer = strobe.append(so_far, k.transpose(1, 2), v.transpose(1, 2))[0]
-        self.lengths, self.length = longer.lengths, self.length + new
+        if self.lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.lengths.copy_(longer.lengths)  # a replay appends where the one before ended
+        else:
+            self.lengths = longer.lengths
+        self.length += new
         key_states.strobe_cache = longer, self.length  # type: ignore[attr-defined]
         return key_states, value_states
 

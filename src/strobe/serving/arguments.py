@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from strobe.arguments import check_scale, integer, wants_gradient
@@ -91,11 +93,11 @@ def check_cache(cache: Cache) -> None:
         check_device(name, x, k)
     if k.shape[2] < 1:
         raise ValueError(f"k_cache must have at least one head, got {list(k.shape)}")
-    _check_ints("cache_seqlens", cache.lengths, k, None)
+    check_ints("cache_seqlens", cache.lengths, k, None)
     batch = cache.lengths.shape[0]
     for name, x in (("cache_batch_idx", cache.index), ("cache_leftpad", cache.leftpad)):
         if x is not None:
-            _check_ints(name, x, k, batch)
+            check_ints(name, x, k, batch)
     table = cache.page_table
     if table is None:
         if k.shape[0] < batch and cache.index is None:
@@ -124,7 +126,8 @@ def values_columns(cache: Cache) -> int:
     return int(cache.head_dim_v or 0) if cache.v is None else cache.v.shape[3]
 
 
-def _check_ints(name: str, x, k: torch.Tensor, batch: int | None) -> None:
+def check_ints(name: str, x, k: torch.Tensor, batch: int | None) -> None:
+    """TypeError or ValueError if x is not int32 [batch], of any batch if it is None."""
     check_tensor(name, x)
     if x.dtype != torch.int32:
         raise TypeError(f"{name} must be int32, got {x.dtype}")
@@ -259,7 +262,7 @@ def checked_append(
     if rotary is not None:
         check_rotary(rotary, cache)
     if positions is not None:
-        _check_ints("positions", positions, cache.k, batch)
+        check_ints("positions", positions, cache.k, batch)
     scales = per_request(cache.k_scale, cache), per_request(cache.v_scale, cache)
     if any(scale is not None and scale.dim() == 3 for scale in scales):
         raise ValueError("k_descale and v_descale must be one number for all keys of a head where keys are appended")
@@ -275,6 +278,8 @@ def checked_parts(outs, lses) -> tuple[torch.Tensor, torch.Tensor]:
     """Parts to be merged, each stacked along a new first dim."""
     stacked = []
     for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, (Sequence, torch.Tensor)):
+            raise TypeError(f"{name} must be a sequence of tensors or a stacked one, got {type(parts).__name__}")
         parts = list(parts)
         if not parts:
             raise ValueError(f"{name} must have at least one part, got none")
@@ -306,7 +311,8 @@ def check_new(name: str, x, cache: Cache, columns: int, cu, like: torch.Tensor |
     elif x.shape[-2:] != (heads, columns):
         raise ValueError(f"{name} must have {heads} heads of {columns} columns, got {list(x.shape)}")
     if x.dtype not in DTYPES or cache.k.dtype not in (x.dtype, *OF_8_BITS):
-        raise TypeError(f"{name} must have the cache's dtype {cache.k.dtype} (or 16 bits for a cache of 8), got {x.dtype}")
+        wanted = "16 or 32 bits for a cache of 8" if cache.k.dtype in OF_8_BITS else f"the cache's dtype {cache.k.dtype}"
+        raise TypeError(f"{name} must have {wanted}, got {x.dtype}")
     if like is not None and (x.shape[:-2] != like.shape[:-2] or x.dtype != like.dtype):
         raise ValueError(
             f"{name} must have k's rows and dtype, got {list(x.shape)} {x.dtype} for {list(like.shape)} {like.dtype}"

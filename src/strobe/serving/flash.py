@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from strobe.arguments import integer
-from strobe.checks import check_tensor
+from strobe.checks import check_device, check_tensor
 from strobe.flash_arguments import NO_WINDOW, flash_mask, flash_score
 from strobe.masks import Full
 from strobe.serving.api import append, decode
+from strobe.serving.arguments import OF_8_BITS, check_cache, check_ints
 from strobe.serving.cache import Cache, Rotary
 
 _HINTS = ("scheduler_metadata", "pack_gqa", "sm_margin", "fa_version")
@@ -42,37 +43,49 @@ def flash_attn_with_kvcache(
     v_cache and k_cache are then the first and the other columns of one tensor. Without a softmax_scale it is 1 / sqrt of both
     head dims together.
 
+    q may have 8 bits, with q_descale, float32 [batch, heads_kv], beside a cache of 8 bits: the result is bfloat16, or as `out`.
+    k and v of 8 bits are written as they are, those of 16 divided by k_descale and v_descale.
+
     num_splits=1 asks for bits that do not depend on the batch, as `deterministic=True` does; other numbers, scheduler_metadata,
     pack_gqa and sm_margin change nothing, as work is dealt out on the device.
     Returns out, or (out, softmax_lse), softmax_lse [batch, heads_q, seqlen_q] or [heads_q, total_q].
     """
-    _refuse(q_descale=q_descale, attention_chunk=attention_chunk or None)
+    _refuse(attention_chunk=attention_chunk or None)
     table = _one("block_table", block_table, "page_table", page_table)
     sink = _one("sinks", _one("sinks", sinks, "learnable_sink", learnable_sink), "s_aux", s_aux)
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, x)
+    if cu_seqlens_q is not None:
+        check_tensor("cu_seqlens_q", cu_seqlens_q)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     lengths = _lengths(cache_seqlens, k_cache, table, batch, k is not None)
-    cache = Cache(k_cache, v_cache, lengths, table, cache_batch_idx, cache_leftpad, k_descale, v_descale)
+    cache = Cache._of(k_cache, v_cache, lengths, table, cache_batch_idx, cache_leftpad, k_descale, v_descale)
+    q, scaled = _of_8_bits(q, q_descale, cache, out)
     mask = flash_mask(causal, window_size)
     if (k is None) != (v is None):
         raise ValueError("k and v go together, got one of them")
     if (rotary_cos is None) != (rotary_sin is None):
         raise ValueError("rotary_cos and rotary_sin go together, got one of them")
-    if k is None and (rotary_cos is not None or cu_seqlens_k_new is not None):
-        raise ValueError("rotary_cos and cu_seqlens_k_new go with k and v, which are appended, got none")
+    if k is None and any(x is not None for x in (rotary_cos, cu_seqlens_k_new, rotary_seqlens)):
+        raise ValueError("rotary_cos, cu_seqlens_k_new and rotary_seqlens go with k and v, which are appended, got none")
+    if rotary_seqlens is not None:
+        check_ints("rotary_seqlens", rotary_seqlens, k_cache, batch)
     if k is not None:
         rotary = None if rotary_cos is None else Rotary(rotary_cos, rotary_sin, bool(rotary_interleaved))
         own = mask is not None and (mask.left is not None or mask.right is not None)
+        for name, x in (("k", k), ("v", v)):
+            check_tensor(name, x)
+        if k.dtype in OF_8_BITS and v.dtype in OF_8_BITS:  # they have been divided by the scales already
+            k, v, cache = k.to(torch.bfloat16), v.to(torch.bfloat16), replace(cache, k_scale=None, v_scale=None)
         cache, turned = append(
             cache, k, v, q=None if rotary is None else q, rotary=rotary, cu_seqlens=cu_seqlens_k_new, cu_seqlens_q=cu_seqlens_q,
             positions=rotary_seqlens, one_position=not own,
         )  # fmt: skip
-        q = q if turned is None else turned
+        q, scaled = q if turned is None else turned, scaled._with_lengths(cache.lengths)
     if qv is not None:
-        q, cache = _of_latent("qv", q, qv, cache)
+        q, scaled = _of_latent("qv", q, qv, scaled)
     return decode(
-        q, cache, mask=Full() if mask is None else mask, score=flash_score(softcap, alibi_slopes, sink), scale=softmax_scale,
+        q, scaled, mask=Full() if mask is None else mask, score=flash_score(softcap, alibi_slopes, sink), scale=softmax_scale,
         cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, out=out, return_lse=bool(return_softmax_lse),
         deterministic=bool(deterministic) or num_splits == 1,
     )  # fmt: skip
@@ -88,24 +101,26 @@ def varlen_over_pages(
     D].
 
     seqused_k: int32 [batch], how many keys each sequence has. s_aux and learnable_sink are one: [heads_q]. num_splits=1 asks
-    for bits that do not depend on the batch. scheduler_metadata, fa_version and the like change nothing. q of 8 bits, dropout
-    and an output of 8 bits are refused. q_v: as `qv` of `flash_attn_with_kvcache`.
+    for bits that do not depend on the batch. scheduler_metadata, fa_version and the like change nothing. Dropout and an output
+    of 8 bits are refused. q_v, and q of 8 bits: as `qv` and q of `flash_attn_with_kvcache`.
 
     cp_world_size > 1: the keys of a sequence are spread over so many GPUs, in turn; k, v and seqused_k are this GPU's, and with
     return_softmax_lse=True the results of all of them are joined by `strobe.merge`. It takes one query of each sequence, which
     sees all keys, so cp_rank and cp_tot_seqused_k change nothing.
     """
     _refuse(
-        q_descale=q_descale, output_scale=output_scale, seqused_q=seqused_q, dropout_p=dropout_p or None,
+        output_scale=output_scale, seqused_q=seqused_q, dropout_p=dropout_p or None,
         cu_seqlens_k=cu_seqlens_k, **{name: value for name, value in hints.items() if name not in _HINTS},
     )  # fmt: skip
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("seqused_k", seqused_k)):
-        if x is None:
-            raise TypeError(f"{name} must be an int32 tensor with a block_table, got None")
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be an int32 tensor with a block_table, got {type(x).__name__}")
     if cp_world_size != 1:
         of_place = {"alibi_slopes": alibi_slopes, "s_aux": s_aux, "learnable_sink": learnable_sink}
         _check_spread(cp_world_size, cp_rank, max_seqlen_q, window_size, of_place)
-    cache = Cache(k, v, seqused_k, block_table, k_scale=k_descale, v_scale=v_descale)
+    check_tensor("q", q)
+    cache = Cache._of(k, v, seqused_k, block_table, k_scale=k_descale, v_scale=v_descale)
+    q, cache = _of_8_bits(q, q_descale, cache, out)
     if q_v is not None:
         q, cache = _of_latent("q_v", q, q_v, cache)
     mask, sink = flash_mask(causal, window_size), _one("s_aux", s_aux, "learnable_sink", learnable_sink)
@@ -129,6 +144,32 @@ def _check_spread(cp_world_size, cp_rank, max_seqlen_q, window_size, of_place: d
     for name, x in of_place.items():
         if x is not None:
             raise ValueError(f"{name} is not taken with cp_world_size={world}, got {_short(x)}")
+
+
+def _of_8_bits(
+    q: torch.Tensor, q_descale: torch.Tensor | None, cache: Cache, out: torch.Tensor | None
+) -> tuple[torch.Tensor, Cache]:
+    """q of 8 bits in 16, which hold it exactly, and a cache whose keys are multiplied by q's scale, too."""
+    if q.dtype not in OF_8_BITS:
+        if q_descale is not None:
+            raise ValueError(f"q_descale goes with q of 8 bits, got one of {q.dtype}")
+        return q, cache
+    check_cache(cache)
+    if cache.k.dtype not in OF_8_BITS:
+        raise TypeError(f"q of 8 bits goes with a cache of 8 bits, got one of {cache.k.dtype}")
+    q = q.to(torch.bfloat16 if out is None else out.dtype)
+    if q_descale is None:
+        return q, cache
+    check_tensor("q_descale", q_descale)
+    wanted = [cache.lengths.shape[0], cache.k.shape[2]]
+    if q_descale.dtype != torch.float32 or list(q_descale.shape) != wanted:
+        raise ValueError(f"q_descale must be float32 {wanted}, got {q_descale.dtype} {list(q_descale.shape)}")
+    check_device("q_descale", q_descale, q)
+    if cache.k_scale is None:
+        return q, replace(cache, k_scale=q_descale)
+    if cache.k_scale.dim() == 3:
+        raise ValueError("q_descale goes with a k_descale of one number for all keys of a head, got one for each key")
+    return q, replace(cache, k_scale=cache.k_scale * q_descale)
 
 
 def _of_latent(name: str, q: torch.Tensor, qv: torch.Tensor, cache: Cache) -> tuple[torch.Tensor, Cache]:
@@ -185,6 +226,8 @@ def _lengths(cache_seqlens, k_cache, table, batch: int, appends: bool) -> torch.
     """The lengths as a tensor, from one, an int for all, or None for all that there is room for."""
     if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dim() > 0:
         return cache_seqlens
+    if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dtype == torch.int32:
+        return cache_seqlens.repeat(batch)
     if cache_seqlens is None:
         if appends:
             raise ValueError("cache_seqlens must say where k and v are appended, got None")

@@ -77,7 +77,6 @@ FUNCTIONS: dict[str, Callable] = {
     "flash_attn_with_kvcache": flash_attn_with_kvcache,
 }
 _FA3 = {name: getattr(fa3, name) for name in vars(fa3) if name.startswith("flash_attn_")} | {
-    "flash_attn_with_kvcache": flash_attn_with_kvcache,
     "get_scheduler_metadata": _refused("get_scheduler_metadata", "its kernels need no metadata, leave scheduler_metadata out"),
 }
 _FA4 = dict(vars(fa3.fa4))

@@ -15,7 +15,7 @@ from strobe import api, fp8
 from strobe.integrations.flex.api import read_functions
 from strobe.masks import Mask, Window
 from strobe.scores import Score
-from strobe.serving.flash import varlen_over_pages
+from strobe.serving import flash
 
 _NO_WINDOW = (-1, -1)
 
@@ -83,6 +83,22 @@ def flash_attn_qkvpacked_func(
         return_attn_probs,
         (q_descale, k_descale, v_descale),
     )
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+    cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
+    q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False, window_size=_NO_WINDOW, attention_chunk=0,
+    softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
+    return_softmax_lse=False, sinks=None,
+):  # fmt: skip
+    """FlashAttention-3's function of this name: `strobe.flash_attn_with_kvcache` with the arguments in its order."""
+    return flash.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
+        softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits, return_softmax_lse, qv=qv,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, rotary_seqlens=rotary_seqlens,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk, sinks=sinks,
+    )  # fmt: skip
 
 
 def flash_attn_combine(
@@ -209,7 +225,7 @@ def _fa4_varlen_func(
     )  # fmt: skip
     if page_table is not None:
         sides = tuple(-1 if side is None else side for side in window_size)
-        result = varlen_over_pages(
+        result = flash.varlen_over_pages(
             q, k, v, cu_seqlens_q, page_table, seqused_k, max_seqlen_q, softmax_scale=softmax_scale, causal=causal,
             window_size=sides, softcap=softcap, learnable_sink=learnable_sink, deterministic=deterministic,
             return_softmax_lse=return_lse, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,

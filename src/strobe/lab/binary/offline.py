@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from strobe.call.triton_internals import stable_keys
 from strobe.device import KNOWN, Arch
 from strobe.kernels.common.call import unfilled
 from strobe.kernels.sm90.backward_config import Config as BackwardConfig
@@ -32,6 +33,8 @@ def pretend_gpu(capability: int) -> Iterator[None]:
         raise RuntimeError("kernels cannot be compiled while TRITON_INTERPRET=1: unset it before Triton is imported")
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
+
+    stable_keys()
 
     class Pretended:
         """What Triton asks of a driver while it compiles."""
