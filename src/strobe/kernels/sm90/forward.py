@@ -42,7 +42,7 @@ The accumulator layout gives a row to the four lanes of a quad. Row sums stay wi
 import triton.language as tl
 
 from strobe.kernels import workspace
-from strobe.kernels.common.channel import Channel, at, make_barriers, make_channel, make_chunks
+from strobe.kernels.common.channel import Channel, at, make_barriers, make_chunks
 from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.descriptors import coordinates, one_or_two
 from strobe.kernels.common.optimistic import BOUNDS
@@ -64,7 +64,7 @@ from strobe.kernels.gluon import (
 )
 from strobe.kernels.sm90.descriptors import copy_in
 from strobe.kernels.sm90.layouts import ROWS, accumulator, rows_of
-from strobe.kernels.sm90.pages import CACHE_NUMBERS, Pages, copy_pages, note_missing, producer_of_v
+from strobe.kernels.sm90.pages import CACHE_NUMBERS, Pages, copy_pages, make_ring, note_missing, operand_of, producer_of_v
 from strobe.kernels.sm90.scores import (
     SCORE_NUMBERS,
     Score,
@@ -251,16 +251,16 @@ def start_scores(q, k, C: gl.constexpr):
     """S = Q K^T."""
     s = gl.full([ROWS, C.tile_kv], 0.0, gl.float32, accumulator(C.tile_kv))
     for c in gl.static_range(len(q)):
-        s = warpgroup_mma(q[c], k[c].permute((1, 0)), s, use_acc=c > 0, is_async=True)
+        s = warpgroup_mma(q[c], operand_of(k[c], C).permute((1, 0)), s, use_acc=c > 0, is_async=True)
     return s
 
 
 @gluon.jit
-def start_output(acc, p, v):
+def start_output(acc, p, v, C: gl.constexpr):
     """O += P V."""
     new = ()
     for c in gl.static_range(len(v)):
-        new += (warpgroup_mma(operand(p, v[c].shape[1], v[c].dtype), v[c], acc[c], is_async=True),)
+        new += (warpgroup_mma(operand(p, acc[c].shape[1], v[c].dtype), operand_of(v[c], C), acc[c], is_async=True),)
     return new
 
 
@@ -371,7 +371,7 @@ def step(w: gl.constexpr, K, before, g, i, acc, state, p, q, tile, last):
     s = start_scores(q, K.k.block(g), K.C)
     documents = documents_of_block(K, i, tile)
     K.v.wait(before)  # beside the scores, as waiting takes time even if V is there
-    acc = start_output(acc, p, K.v.block(before))
+    acc = start_output(acc, p, K.v.block(before), K.C)
     s = warpgroup_mma_wait(K.C.products_v, deps=[s])
     stamp(K.trace, w, "s_ready", g)
     K.k.release(g)
@@ -470,13 +470,13 @@ def consume(w: gl.constexpr, K, tile):
             mbarrier.wait(K.memory.q_full.index(slot), (turn // K.C.q_stages) & 1, pred=tile.go)
             K.k.wait(g, tile.go)
             s = start_scores(at(K.memory.q, slot), K.k.block(g), K.C)
-            acc = start_output(acc, p, K.v.block(before))
+            acc = start_output(acc, p, K.v.block(before), K.C)
             s = warpgroup_mma_wait(K.C.products_v, deps=[s])
             K.k.release(g, tile.go)
             if not LATE:
                 state, p = first_weights(K, s, documents, tile, dtype)
         else:
-            acc = start_output(acc, p, K.v.block(before))
+            acc = start_output(acc, p, K.v.block(before), K.C)
         acc = wait_output(acc)
         stamp(K.trace, w, "o_ready", before)
         K.v.release(before)
@@ -608,8 +608,8 @@ def forward_kernel(
     # (see `scores.SCORE_NUMBERS`).
     dtype: gl.constexpr = q_wide.dtype
     memory = make_memory(dtype, o_desc.dtype, C)
-    k = make_channel(dtype, C.num_stages, C.tile_kv, C.wide, C.narrow, C.groups)
-    v = make_channel(dtype, C.num_stages, C.tile_kv, C.wide_v, C.narrow_v, C.groups)
+    k = make_ring(dtype, C.wide, C.narrow, C)
+    v = make_ring(dtype, C.wide_v, C.narrow_v, C)
     fence_async_shared()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow))
     outputs = Outputs(o_desc, lse, notes, rows)
