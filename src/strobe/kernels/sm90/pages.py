@@ -19,7 +19,7 @@ import torch
 import triton.language as tl
 
 from strobe.kernels.common.call import Tensors
-from strobe.kernels.common.channel import Channel, make_barriers, make_channel, swizzled
+from strobe.kernels.common.channel import swizzled
 from strobe.kernels.common.descriptors import ENDLESS, FAR, layout_of
 from strobe.kernels.decode.notes import NOTED
 from strobe.kernels.gluon import TensorDescriptor, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
@@ -67,8 +67,7 @@ class Pages:
 @gluon.jit
 def copy_pages(pages, descriptors, channel, g, page_rows, n, batch, head, i, C: gl.constexpr):
     """Start the copy of block i of a request with n keys to position g. Whether a page of it is not there. page_rows: rows from
-    one page to the next. Pages are looked up, a lane each, and boxes found before the place is waited for: it is free late, and
-    its products wait for the last of the copies."""
+    one page to the next. Pages are looked up before the place is waited for, a lane each, so that they take one register."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     BOXES: gl.constexpr = C.tile_kv // C.box
     key = i * C.tile_kv + lane * C.box
@@ -77,19 +76,17 @@ def copy_pages(pages, descriptors, channel, g, page_rows, n, batch, head, i, C: 
     there = exists & (page >= 0) & (page < pages.number)
     row = gl.where(there, page * page_rows + row_of(pages, key), -1)
     missing = gl.max((exists & ~there).to(gl.int32), 0) != 0
-    place = group_of(row) if C.grouped else row
     firsts = ()
-    for b in gl.static_range(BOXES):
-        firsts += (box_of(place, lane, b),)
+    if not C.grouped:  # found early, they would cost groups time: uniform registers would be moved back and forth
+        for b in gl.static_range(BOXES):
+            firsts += (box_of(row, lane, b),)
     barrier = channel.acquire(g)
     chunks = channel.block(g)
     mbarrier.expect(barrier, bytes_of(chunks))
     if C.grouped:
         keys = gl.maximum(n - i * C.tile_kv, 0)
         if (keys >= C.tile_kv) | (keys % C.box == 0):
-            for b in gl.static_range(BOXES):
-                box = chunks[0].slice(b * (C.box // GROUP), C.box // GROUP, 0)
-                tma_load(descriptors[0], [firsts[b], head, 0, 0, 0], barrier, box)
+            copy_groups(descriptors[0], chunks[0], barrier, head, row, lane, C)
         else:
             copy_last(descriptors[1], chunks[0], barrier, head, row, lane, keys, C)
     else:
@@ -108,9 +105,13 @@ def box_of(place, lane, b):
 
 
 @gluon.jit
-def group_of(row):
-    """The group that a row begins, or one that is none."""
-    return gl.where(row < 0, FAR, row // GROUP)
+def copy_groups(descriptor, block, barrier, head, row, lane, C: gl.constexpr):
+    """Start the copies of a block of groups, which ends with a box. row: of the cache, where a lane's box begins, or -1."""
+    BOXES: gl.constexpr = C.tile_kv // C.box
+    GROUPS: gl.constexpr = C.box // GROUP
+    group = (row.to(gl.uint32) // GROUP).to(gl.int32)  # that of -1 lies beyond all others, and comes as zeros
+    for b in gl.static_range(BOXES):
+        tma_load(descriptor, [box_of(group, lane, b), head, 0, 0, 0], barrier, block.slice(b * GROUPS, GROUPS, 0))
 
 
 @gluon.jit
@@ -180,30 +181,27 @@ def bytes_of(chunks):
 
 
 @gluon.jit
-def make_ring(dtype: gl.constexpr, wide: gl.constexpr, narrow: gl.constexpr, C: gl.constexpr):
-    """The channel of K or V, whose consumers read it by `operand_of`. The caller fences."""
-    if C.grouped:
-        SHAPE: gl.constexpr = [C.num_stages, C.tile_kv // GROUP, 1, wide // PANEL, GROUP, PANEL]
-        ring = gl.allocate_shared_memory(dtype, SHAPE, in_boxes(dtype))
-        return Channel((ring,), make_barriers(C.num_stages, 1), make_barriers(C.num_stages, C.groups), C.num_stages)
-    else:
-        return make_channel(dtype, C.num_stages, C.tile_kv, wide, narrow, C.groups)
+def make_groups(dtype: gl.constexpr, columns: gl.constexpr, C: gl.constexpr):
+    """The blocks of a ring of groups, as TMA writes them."""
+    SHAPE: gl.constexpr = [C.num_stages, C.tile_kv // GROUP, 1, columns // PANEL, GROUP, PANEL]
+    return gl.allocate_shared_memory(dtype, SHAPE, in_boxes(dtype))
 
 
 @gluon.jit
-def operand_of(chunk, C: gl.constexpr):
-    """A chunk of a block as products take it, [keys, columns]."""
+def block_of(channel, position, C: gl.constexpr):
+    """The chunks of a position as products take them, [keys, columns] each."""
     if C.grouped:
-        KEYS: gl.constexpr = chunk.shape[0] * GROUP
-        COLUMNS: gl.constexpr = chunk.shape[2] * PANEL
-        return reinterpret(chunk, chunk.dtype, [KEYS, COLUMNS], in_groups(KEYS, COLUMNS))
+        block = channel.block(position)[0]
+        KEYS: gl.constexpr = C.tile_kv
+        COLUMNS: gl.constexpr = block.shape[2] * PANEL
+        return (reinterpret(block, block.dtype, [KEYS, COLUMNS], in_groups(KEYS, COLUMNS)),)
     else:
-        return chunk
+        return channel.block(position)
 
 
 @gluon.constexpr_function
 def in_boxes(dtype):
-    """The layout of groups as TMA writes them."""
+    """The layout of boxes [groups, 1, panels, 8, 64]."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.primitive_bitwidth, rank=5)
 
 

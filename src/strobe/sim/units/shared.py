@@ -230,8 +230,8 @@ class LinearView(SharedView):
 
 
 def _unswizzled(steps: list[list[int]], layout) -> list[list[int]]:
-    """The steps without the swizzle of the memory's own layout, by which elements do not lie here: of a row of 128 bytes, 16 lie
-    at their number XOR the row's."""
+    """The steps without the swizzle of the memory's own layout, by which elements do not lie here: 16 bytes of a row, which has
+    128, lie at their number XOR the row's."""
     swizzle = layout.swizzle_byte_width if isinstance(layout, gl.NVMMASharedLayout) else 0
     if swizzle != 128 or all(sum(map(bool, step)) == 1 for step in steps):
         return steps
