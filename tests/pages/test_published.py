@@ -65,6 +65,7 @@ DEFAULT_SINCE = "since then what it measured runs by default, by the same kernel
 AN_ORDER_SINCE = "since then an order for dQ is the default where that is faster"
 IN_CLUSTERS = "what changed since is that a launch may be one of clusters, as decode's for one request is"
 FEW_KEYS = "one kernel for few keys came since, which no point asks for"
+OVER_PAGES = "what changed since is how keys of small pages are copied, which no point has"
 ACCEPTED: dict[str, str] = {
     "blackwell-simulated.json": BEFORE_PLACES,
     "changed-scores-h200-2026-11-22.json": OLDER_KERNEL,
@@ -87,7 +88,7 @@ ACCEPTED: dict[str, str] = {
     "model-error-h100.json": OTHER_HEAD_DIMS,
     "parallel-h100-2026-11-25.json": "the redo takes masks of keys alone since, which no point has",
     "portable-as-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
-    "prefill-h100-2026-11-25.json": FEW_KEYS,
+    "prefill-h100-2026-11-25.json": "measured before boxes of small pages had all columns; due again",
     "redo-cost-h200-2026-11-21.json": "has no commit; its numbers are due again",
     "sm80-h100-2026-11-25.json": "float32 came since, and a mistake of the backward's went: due again",
     "backward-h200-2026-11-26.json": FEW_KEYS,
@@ -98,6 +99,7 @@ ACCEPTED: dict[str, str] = {
     "fp32-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
     "determinism-h200-2026-11-26.json": AN_ORDER_SINCE,
     "fp8-forward-h200-2026-11-26.json": IN_CLUSTERS,
+    "zoo-peers-h100-2026-11-26.json": OVER_PAGES,
     "zoo-peers-h200-2026-11-26.json": AN_ORDER_SINCE,
     "fp8-sums-h100-2026-11-25.json": "what it measures are sums without a mask, whose order is the same",
     "single-h100-2026-11-25.json": ELSEWHERE,

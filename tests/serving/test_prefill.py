@@ -49,6 +49,29 @@ def test_which_kernel_serves_a_chunk(changes, backend, says):
     assert explain_problem(problem, KNOWN["A100"]).chosen == "decode"
 
 
+@pytest.mark.parametrize(
+    ("changes", "grouped"),
+    [
+        ({"page": 16}, True),
+        ({"page": 48}, True),
+        ({"head_dim": 256, "head_dim_v": 256, "page": 16}, True),
+        ({"page": 64}, False),
+        ({"page": None}, False),
+        ({"page": 16, "head_dim": 64, "head_dim_v": 64}, False),
+        ({"page": 16, "head_dim": 120, "head_dim_v": 128}, False),
+        ({"page": 16, "head_dim": 192}, False),
+    ],
+)
+def test_keys_lie_in_groups_where_these_are_whole_panels_and_blocks_have_several_pages(changes, grouped):
+    call = prompts(1, **{**MANY, **changes})
+    assert cache_config.choose(described(call)[0], KNOWN["H200"]).grouped == grouped
+    if grouped:  # pages that lie no whole number of groups apart
+        pages, page, heads, dim = call.cache.k.shape
+        k = torch.zeros(pages, page + 4, heads, dim, dtype=call.q.dtype)[:, :page]
+        apart = call._replace(cache=strobe.Cache(k, *list(vars(call.cache).values())[1:]))
+        assert not cache_config.choose(described(apart)[0], KNOWN["H200"]).grouped
+
+
 def test_pages_that_lie_no_whole_number_of_rows_apart_stay_with_the_decode_kernel():
     call = prompts(1, **MANY)
     pages, page, heads, dim = call.cache.k.shape

@@ -13,7 +13,7 @@ from test_broken_decode import SCHEDULE, SHARED
 from test_prefill_kernel import PLAIN
 
 import strobe
-from strobe.sim import BarrierMisuse, Deadlock, OutOfBounds, Race, Uninitialised
+from strobe.sim import BarrierMisuse, Deadlock, OutOfBounds, Race, Uninitialised, Unsupported
 
 ORDERS = ("in_order", "random", "late", "early")
 FORWARD, PAGES, QUEUE = (f"strobe.kernels.sm90.{name}" for name in ("forward", "pages", "tile_queue"))
@@ -47,6 +47,8 @@ def lost(what, module, text, becomes, errors=WRONG) -> Bug:
 
 
 MIXED = {"ragged": True, "n_q": 40}
+GROUPED = {"head_dim": 128, "head_dim_v": 128}
+PANELS = {"head_dim": 192, "head_dim_v": 128}
 
 BUGS = [
     Bug("pages beyond the table are looked up", PAGES, "exists = (lane < BOXES) & (key < n)", "exists = lane < BOXES",
@@ -58,9 +60,20 @@ BUGS = [
     lost("nobody hears of the notes", PAGES, "        gl.store(K.counters + NOTED, 1)\n", ""),
     Bug("a request does not end a box", PAGES, "gl.minimum(n - (i * C.tile_kv + b * C.box), C.box)", "C.box + 0 * n"),
     Bug("another row of the page", PAGES, "return key % pages.SIZE", "return (key + 1) % pages.SIZE", case={"page": 48}),
-    Bug("the first box for all", PAGES, "gl.where(lane == b, row, -1)", "gl.where(lane == 0, row, -1)"),
+    Bug("the first box for all", PAGES, "gl.where(lane == b, place, -1)", "gl.where(lane == 0, place, -1)"),
     Bug("half of the bytes are expected", PAGES, "primitive_bitwidth // 8", "primitive_bitwidth // 16", UNFINISHED),
-    Bug("the first panel of columns twice", PAGES, "column + i * WIDTH]", "column]", case={"head_dim": 128, "head_dim_v": 128}),
+    Bug("the first panel of columns twice", PAGES, "column + i * WIDTH]", "column]", case=PANELS),
+    Bug("a request does not end a square", PAGES, "gl.minimum(gl.maximum(keys - i * GROUP, 0), GROUP)", "GROUP + 0 * keys",
+        case=GROUPED),
+    Bug("a request ends nowhere", PAGES, "(keys >= C.tile_kv) | (keys % C.box == 0)", "keys >= 0", case=GROUPED),
+    Bug("the first group of a box for all", PAGES, "i * GROUP % C.box + rows", "rows", case=GROUPED),
+    Bug("the first panel of a square twice", PAGES, "FAR - rows, p * PANEL]", "FAR - rows, 0]", case=GROUPED),
+    Bug("squares lie as if there were one panel", PAGES, "squares.index(i * PANELS + p)", "squares.index(i + p)",
+        (*WRONG, *UNFINISHED), GROUPED),
+    Bug("groups without keys are left out", PAGES, "range(begun, GROUPS)", "range(GROUPS, GROUPS)", UNFINISHED, GROUPED),
+    Bug("a row for its group", PAGES, "row.to(gl.uint32) // GROUP", "row.to(gl.uint32)", case=GROUPED),
+    Bug("the swizzle of other keys", PAGES, "[1, 8], [2, 16], [4, 32]", "[1, 16], [2, 8], [4, 32]", (Unsupported,), GROUPED),
+    Bug("panels lie behind groups", PAGES, "square + panels + groups", "square + groups + panels", case=GROUPED),
     Bug("pages of V lie as those of K", PAGES, "K.v, g, K.pages.v_page", "K.v, g, K.pages.k_page", case={"apart": True}),
     Bug("rows that see nothing are left alone", QUEUE, "K.C, EMPTY=K.C.box == 0)\n    else", "K.C, EMPTY=True)\n    else",
         case={"lengths": [60, 0]}),

@@ -34,9 +34,26 @@ PLAIN = dict(head_dim=64, head_dim_v=64, group=2, heads_kv=1, ragged=False, tree
 
 
 def test_a_block_has_boxes_of_two_chunks_of_columns():
-    """96 columns are 64 and 32, and 128 are two panels of 64."""
-    for dim in (96, 128):
+    """96 columns are 64 and 32, and 192 are two panels of 64 and another chunk."""
+    for dim in (96, 192):
         run(draw(1, torch.bfloat16, **{**PLAIN, "head_dim": dim, "head_dim_v": dim, "n_q": 30, "batch": 1}), tile_kv=64, box=16)
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("page", [16, 48, 32])
+def test_groups_of_keys(dim, page):
+    """Requests that end with a block, with a box, with a group, within one; pages that are not there."""
+    case = {
+        **PLAIN,
+        "head_dim": dim,
+        "head_dim_v": dim,
+        "page": page,
+        "n_q": 30,
+        "batch": 5,
+        "lengths": [192, 224, 200, 251, 5],
+    }
+    for honest in (True, False):
+        run(draw(1, torch.bfloat16, honest, **case), order="late")
 
 
 def test_prompts_and_single_tokens_share_a_batch():
@@ -63,14 +80,16 @@ def test_lengths_that_lie_stay_within_the_cache(lengths):
     run(call._replace(cache=lying))
 
 
-def test_layouts_of_other_caches():
+@pytest.mark.parametrize("dim", [64, 128])
+def test_layouts_of_other_caches(dim):
     """Heads ahead of rows, keys beside values, one page."""
-    call = draw(4, torch.float16, **{**PLAIN, "n_q": 30, "batch": 2, "heads_kv": 2})
+    dims = {"head_dim": dim, "head_dim_v": dim}
+    call = draw(4, torch.float16, **{**PLAIN, **dims, "n_q": 30, "batch": 2, "heads_kv": 2})
     k, v, *others = vars(call.cache).values()
     by_heads = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
     both = torch.stack([k, v], 1)
     for pools in (by_heads, (both[:, 0], both[:, 1])):
         run(call._replace(cache=strobe.Cache(*pools, *others)))
-    one = draw(4, torch.float16, **{**PLAIN, "n_q": 30, "batch": 1, "page": 64, "room": 60})
+    one = draw(4, torch.float16, **{**PLAIN, **dims, "n_q": 30, "batch": 1, "page": 64, "room": 60})
     used = one.cache.page_table[0, :1].long()
     run(one._replace(cache=strobe.Cache(one.cache.k[used], one.cache.v[used], one.cache.lengths, torch.zeros(1, 1).int())))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from strobe.device import Arch
 from strobe.kernels.sm90 import backend as sm90
-from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
+from strobe.kernels.sm90.config import GROUP_KEYS, PANEL_COLUMNS, ROWS_PER_GROUP, Config
 from strobe.problem import AttentionProblem, Varlen
 from strobe.serving.problem import DecodeProblem
 
@@ -30,7 +30,16 @@ def as_attention(problem: DecodeProblem) -> AttentionProblem:
 def choose(problem: DecodeProblem, arch: Arch) -> Config:
     """The forward's config for the attention, with the keys that a block has on one page."""
     config = sm90.config(as_attention(problem), arch)
-    return replace(config, box=config.tile_kv if problem.page_size is None else math.gcd(config.tile_kv, problem.page_size))
+    box = config.tile_kv if problem.page_size is None else math.gcd(config.tile_kv, problem.page_size)
+    return replace(config, box=box, grouped=box < config.tile_kv and takes_groups(config, problem))
+
+
+def takes_groups(config: Config, problem: DecodeProblem) -> bool:
+    """Whether keys may lie in groups with all of their columns: these are several whole panels, and pages lie a whole number of
+    groups apart."""
+    dims = (problem.head_dim, problem.head_dim_v)
+    panels = dims == (config.wide, config.wide_v) and min(dims) > PANEL_COLUMNS
+    return panels and all(rows % GROUP_KEYS == 0 for rows in problem.page_rows if rows is not None)
 
 
 def tiles(problem: DecodeProblem) -> int:

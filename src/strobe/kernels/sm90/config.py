@@ -17,6 +17,9 @@ from strobe.tuning.table import Shape, entries, fields_of
 ROWS_PER_GROUP = 64
 """Query rows of a consumer warpgroup: the M of a wgmma."""
 
+PANEL_COLUMNS, GROUP_KEYS = 64, 8
+"""Columns that lie together in shared memory, and keys of them: a square that TMA and the tensor core swizzle."""
+
 SMEM_BYTES = KNOWN["H100"].smem_per_block
 """Shared memory that a CTA may have on Hopper."""
 
@@ -98,6 +101,7 @@ class Config(Chunks):
     slots: tiles that are known at a time.
     static: whether a CTA takes every so-manieth tile, instead of the next that nobody has.
     box: of a cache the keys that are copied together, all of one page (see `pages`); 0: K and V are no cache.
+    grouped: whether 8 keys of a cache lie together with all of their columns, which one copy brings (see `pages`).
     """
 
     groups: int
@@ -110,6 +114,7 @@ class Config(Chunks):
     slots: int = 2
     static: bool = False
     box: int = 0
+    grouped: bool = False
 
     @property
     def o_columns(self) -> int:
@@ -142,7 +147,7 @@ class Config(Chunks):
     @property
     def producer_registers(self) -> int:
         """Registers a thread of a producer, which takes more to copy a block in many boxes."""
-        if self.box and self.tile_kv // self.box > 2:
+        if self.grouped or (self.box and self.tile_kv // self.box > 2):
             return 40 if self.groups == 2 else 32
         return 24
 

@@ -64,7 +64,7 @@ from strobe.kernels.gluon import (
 )
 from strobe.kernels.sm90.descriptors import copy_in
 from strobe.kernels.sm90.layouts import ROWS, accumulator, rows_of
-from strobe.kernels.sm90.pages import CACHE_NUMBERS, Pages, copy_pages, note_missing, producer_of_v
+from strobe.kernels.sm90.pages import CACHE_NUMBERS, Pages, block_of, copy_pages, make_groups, note_missing, producer_of_v
 from strobe.kernels.sm90.scores import (
     SCORE_NUMBERS,
     Score,
@@ -141,6 +141,16 @@ def make_memory(dtype: gl.constexpr, o_dtype: gl.constexpr, C: gl.constexpr):
         make_barriers(C.slots, 1),
         make_barriers(C.slots, C.groups + C.producers - 1),
     )
+
+
+@gluon.jit
+def make_ring(dtype: gl.constexpr, wide: gl.constexpr, narrow: gl.constexpr, C: gl.constexpr):
+    """The channel of K or of V. The caller fences."""
+    if C.grouped:
+        blocks = (make_groups(dtype, wide, C),)
+        return Channel(blocks, make_barriers(C.num_stages, 1), make_barriers(C.num_stages, C.groups), C.num_stages)
+    else:
+        return make_channel(dtype, C.num_stages, C.tile_kv, wide, narrow, C.groups)
 
 
 @aggregate
@@ -368,10 +378,10 @@ def step(w: gl.constexpr, K, before, g, i, acc, state, p, q, tile, last):
         pass_over(K.k, before + 1, g)
     K.k.wait(g)
     stamp(K.trace, w, "k_ready", g)
-    s = start_scores(q, K.k.block(g), K.C)
+    s = start_scores(q, block_of(K.k, g, K.C), K.C)
     documents = documents_of_block(K, i, tile)
     K.v.wait(before)  # beside the scores, as waiting takes time even if V is there
-    acc = start_output(acc, p, K.v.block(before))
+    acc = start_output(acc, p, block_of(K.v, before, K.C))
     s = warpgroup_mma_wait(K.C.products_v, deps=[s])
     stamp(K.trace, w, "s_ready", g)
     K.k.release(g)
@@ -407,7 +417,7 @@ def first_scores(w: gl.constexpr, K, turn, g, tile):
     slot = (turn % K.C.q_stages) * K.C.groups + w
     mbarrier.wait(K.memory.q_full.index(slot), (turn // K.C.q_stages) & 1, pred=tile.go)
     K.k.wait(g, tile.go)
-    s = start_scores(at(K.memory.q, slot), K.k.block(g), K.C)
+    s = start_scores(at(K.memory.q, slot), block_of(K.k, g, K.C), K.C)
     s = warpgroup_mma_wait(0, deps=[s])
     K.k.release(g, tile.go)
     if K.C.q_stages == 1:
@@ -469,14 +479,14 @@ def consume(w: gl.constexpr, K, tile):
             slot = (turn % K.C.q_stages) * K.C.groups + w
             mbarrier.wait(K.memory.q_full.index(slot), (turn // K.C.q_stages) & 1, pred=tile.go)
             K.k.wait(g, tile.go)
-            s = start_scores(at(K.memory.q, slot), K.k.block(g), K.C)
-            acc = start_output(acc, p, K.v.block(before))
+            s = start_scores(at(K.memory.q, slot), block_of(K.k, g, K.C), K.C)
+            acc = start_output(acc, p, block_of(K.v, before, K.C))
             s = warpgroup_mma_wait(K.C.products_v, deps=[s])
             K.k.release(g, tile.go)
             if not LATE:
                 state, p = first_weights(K, s, documents, tile, dtype)
         else:
-            acc = start_output(acc, p, K.v.block(before))
+            acc = start_output(acc, p, block_of(K.v, before, K.C))
         acc = wait_output(acc)
         stamp(K.trace, w, "o_ready", before)
         K.v.release(before)
@@ -608,8 +618,8 @@ def forward_kernel(
     # (see `scores.SCORE_NUMBERS`).
     dtype: gl.constexpr = q_wide.dtype
     memory = make_memory(dtype, o_desc.dtype, C)
-    k = make_channel(dtype, C.num_stages, C.tile_kv, C.wide, C.narrow, C.groups)
-    v = make_channel(dtype, C.num_stages, C.tile_kv, C.wide_v, C.narrow_v, C.groups)
+    k = make_ring(dtype, C.wide, C.narrow, C)
+    v = make_ring(dtype, C.wide_v, C.narrow_v, C)
     fence_async_shared()
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow))
     outputs = Outputs(o_desc, lse, notes, rows)

@@ -4,18 +4,26 @@ To TMA a cache is packed rows, of which a box is a short sequence (see `common.d
 where its request ends, and writes zeros instead of what lies beyond, which may be anything. So pages lie a whole number of rows
 apart.
 
+A box has a panel of columns, 64, as rows are swizzled by 128 bytes; all keys of a block lie together in one panel, then in the
+next. Small pages take many boxes so. Where the config is `grouped`, 8 keys lie together in all panels instead, then the next 8:
+a box has all columns. To TMA keys are groups of 8 then, which end nowhere, so the box in which a request ends is copied in
+squares of 8 keys and one panel instead.
+
 A page that is not there is a box of zeros. What sees it is noted, and computed again by the decode kernel, to which its keys
 are none.
 """
+
+import math
 
 import torch
 import triton.language as tl
 
 from strobe.kernels.common.call import Tensors
+from strobe.kernels.common.channel import swizzled
 from strobe.kernels.common.descriptors import ENDLESS, FAR, layout_of
 from strobe.kernels.decode.notes import NOTED
-from strobe.kernels.gluon import TensorDescriptor, aggregate, gl, gluon, mbarrier, tma_load
-from strobe.kernels.sm90.config import Config
+from strobe.kernels.gluon import TensorDescriptor, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
+from strobe.kernels.sm90.config import GROUP_KEYS, PANEL_COLUMNS, Config
 from strobe.kernels.sm90.layouts import ROWS
 from strobe.kernels.sm90.tile_queue import (
     BATCH,
@@ -35,8 +43,7 @@ from strobe.serving.problem import page_rows
 CACHE_NUMBERS = ("table_row", "k_page", "v_page", "number_of_pages")
 """Integers of a cache, which no kernel is specialised for."""
 
-PANEL = 64
-"""Columns that lie together in shared memory: all rows of a block in the first 64, then in the next."""
+PANEL, GROUP = gl.constexpr(PANEL_COLUMNS), gl.constexpr(GROUP_KEYS)
 
 NO_CACHE = (None,) * 6
 """What `cache_arguments` gives where there is none."""
@@ -69,15 +76,67 @@ def copy_pages(pages, descriptors, channel, g, page_rows, n, batch, head, i, C: 
     there = exists & (page >= 0) & (page < pages.number)
     row = gl.where(there, page * page_rows + row_of(pages, key), -1)
     missing = gl.max((exists & ~there).to(gl.int32), 0) != 0
+    firsts = ()
+    if not C.grouped:  # found early, they would cost groups time: uniform registers would be moved back and forth
+        for b in gl.static_range(BOXES):
+            firsts += (box_of(row, lane, b),)
     barrier = channel.acquire(g)
     chunks = channel.block(g)
     mbarrier.expect(barrier, bytes_of(chunks))
-    for b in gl.static_range(BOXES):
-        first = gl.max(gl.where(lane == b, row, -1), 0)
-        rows = gl.where(first < 0, 0, gl.minimum(n - (i * C.tile_kv + b * C.box), C.box))
-        for c in gl.static_range(len(chunks)):
-            copy_box(descriptors[c], chunks[c], barrier, head, gl.maximum(first, 0), rows, b * C.box, c * chunks[0].shape[1])
+    if C.grouped:
+        keys = gl.maximum(n - i * C.tile_kv, 0)
+        if (keys >= C.tile_kv) | (keys % C.box == 0):
+            copy_groups(descriptors[0], chunks[0], barrier, head, row, lane, C)
+        else:
+            copy_last(descriptors[1], chunks[0], barrier, head, row, lane, keys, C)
+    else:
+        for b in gl.static_range(BOXES):
+            rows = gl.where(firsts[b] < 0, 0, gl.minimum(n - (i * C.tile_kv + b * C.box), C.box))
+            for c in gl.static_range(len(chunks)):
+                copy_box(descriptors[c], chunks[c], barrier, head, gl.maximum(firsts[b], 0), rows, b * C.box,
+                         c * chunks[0].shape[1])  # fmt: skip
     return missing
+
+
+@gluon.jit
+def box_of(place, lane, b):
+    """Where box b lies, which lane b knows."""
+    return gl.max(gl.where(lane == b, place, -1), 0)
+
+
+@gluon.jit
+def copy_groups(descriptor, block, barrier, head, row, lane, C: gl.constexpr):
+    """Start the copies of a block of groups, which ends with a box. row: of the cache, where a lane's box begins, or -1."""
+    BOXES: gl.constexpr = C.tile_kv // C.box
+    GROUPS: gl.constexpr = C.box // GROUP
+    group = (row.to(gl.uint32) // GROUP).to(gl.int32)  # that of -1 lies beyond all others, and comes as zeros
+    for b in gl.static_range(BOXES):
+        tma_load(descriptor, [box_of(group, lane, b), head, 0, 0, 0], barrier, block.slice(b * GROUPS, GROUPS, 0))
+
+
+@gluon.jit
+def copy_last(descriptor, block, barrier, head, row, lane, keys, C: gl.constexpr):
+    """Start the copies of a block of groups, of which so many keys are the request's, in squares of 8 keys and one panel. row:
+    of the cache, that each lane's box begins with, or -1."""
+    GROUPS: gl.constexpr = block.shape[0]
+    PANELS: gl.constexpr = block.shape[2]
+    squares = reinterpret(block, block.dtype, [GROUPS * PANELS, GROUP, PANEL], swizzled(block.dtype, PANEL))
+    begun = (keys + GROUP - 1) // GROUP
+    for i in range(begun):
+        copy_squares(descriptor, squares, barrier, head, row, lane, keys, i, PANELS, C)
+    for i in range(begun, GROUPS):  # of zeros; one loop for both would be unrolled
+        copy_squares(descriptor, squares, barrier, head, row, lane, keys, i, PANELS, C)
+
+
+@gluon.jit
+def copy_squares(descriptor, squares, barrier, head, row, lane, keys, i, PANELS: gl.constexpr, C: gl.constexpr):
+    """Start the copies of group i of the block."""
+    first = box_of(row, lane, i * GROUP // C.box)
+    rows = gl.where(first < 0, 0, gl.minimum(gl.maximum(keys - i * GROUP, 0), GROUP))
+    end = gl.maximum(first, 0) + i * GROUP % C.box + rows
+    for p in gl.static_range(PANELS):
+        square = squares.index(i * PANELS + p).reshape([1, 1, 1, GROUP, PANEL])
+        tma_load(descriptor, [FAR, end, head, FAR - rows, p * PANEL], barrier, square)
 
 
 @gluon.jit
@@ -118,7 +177,42 @@ def row_of(pages, key):
 @gluon.constexpr_function
 def bytes_of(chunks):
     """Bytes of a block."""
-    return sum(chunk.shape[0] * chunk.shape[1] * chunk.dtype.primitive_bitwidth // 8 for chunk in chunks)
+    return sum(math.prod(chunk.shape) * chunk.dtype.primitive_bitwidth // 8 for chunk in chunks)
+
+
+@gluon.jit
+def make_groups(dtype: gl.constexpr, columns: gl.constexpr, C: gl.constexpr):
+    """The blocks of a ring of groups, as TMA writes them."""
+    SHAPE: gl.constexpr = [C.num_stages, C.tile_kv // GROUP, 1, columns // PANEL, GROUP, PANEL]
+    return gl.allocate_shared_memory(dtype, SHAPE, in_boxes(dtype))
+
+
+@gluon.jit
+def block_of(channel, position, C: gl.constexpr):
+    """The chunks of a position as products take them, [keys, columns] each."""
+    if C.grouped:
+        block = channel.block(position)[0]
+        KEYS: gl.constexpr = C.tile_kv
+        COLUMNS: gl.constexpr = block.shape[2] * PANEL
+        return (reinterpret(block, block.dtype, [KEYS, COLUMNS], in_groups(KEYS, COLUMNS)),)
+    else:
+        return channel.block(position)
+
+
+@gluon.constexpr_function
+def in_boxes(dtype):
+    """The layout of boxes [groups, 1, panels, 8, 64]."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.primitive_bitwidth, rank=5)
+
+
+@gluon.constexpr_function
+def in_groups(keys, columns):
+    """The same as products read it: the steps, in key and column, of each bit of an element's number. 8 columns of a key of a
+    group lie at their number XOR the key's."""
+    square = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32]]
+    panels = [[0, PANEL.value << i] for i in range((columns // PANEL.value).bit_length() - 1)]
+    groups = [[GROUP.value << i, 0] for i in range((keys // GROUP.value).bit_length() - 1)]
+    return gl.SharedLinearLayout(square + panels + groups)
 
 
 @gluon.jit
@@ -164,9 +258,21 @@ def producer_of_v(K):
 
 def box_descriptors(x: torch.Tensor, config: Config, chunks: tuple[int, ...]) -> list[TensorDescriptor | None]:
     """TMA descriptors of k or v of a cache, [pages, page_size, heads, columns], in boxes of one head, one for each chunk of
-    columns; None for one of no columns."""
+    columns; None for one of no columns. Of groups two, the second for the last block of a request."""
+    if config.grouped:
+        return [_groups(x, config.box, chunks[0]), _descriptor(x, GROUP.value, PANEL.value)]
     whole = config.box == config.tile_kv
-    return [_descriptor(x, config.box, columns if whole else min(columns, PANEL)) if columns else None for columns in chunks]
+    widths = [columns if whole else min(columns, PANEL.value) for columns in chunks]
+    return [_descriptor(x, config.box, columns) if columns else None for columns in widths]
+
+
+def _groups(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """The TMA descriptor of the groups of 8 rows that are those of all pages, with all columns."""
+    row, head = x.stride(1), x.stride(2) if x.shape[2] > 1 else x.shape[3]
+    group, panel = GROUP.value, PANEL.value
+    shape = [x.shape[0] * page_rows(x) // group, x.shape[2], columns // panel, group, panel]
+    block = (rows // group, 1, columns // panel, group, panel)
+    return TensorDescriptor(x, shape, [group * row, head, panel, row, 1], list(block), layout_of(block, x.dtype))
 
 
 def _descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

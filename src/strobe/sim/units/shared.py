@@ -113,7 +113,8 @@ class SharedView:
             )
         data = torch.empty(0, dtype=torch.uint8).set_(memory, begin, (wanted,), (1,)).view(torch_dtype(dtype)).view(shape)
         if isinstance(layout, gl.SharedLinearLayout):
-            return LinearView(self.buffer, _by_bits(data, layout.offset_bases), dtype, layout, self.name)
+            steps = _unswizzled(layout.offset_bases, self.layout)
+            return LinearView(self.buffer, _by_bits(data, steps), dtype, layout, self.name)
         return SharedView(self.buffer, data, dtype, layout or self.layout, self.name)
 
     _reinterpret = reinterpret
@@ -122,6 +123,10 @@ class SharedView:
         pass
 
     # ---- accesses
+
+    def values(self) -> torch.Tensor:
+        """What is there now, in the shape of the view."""
+        return self.data
 
     def footprint(self, data: torch.Tensor) -> Footprint:
         key = (data.storage_offset() * data.element_size(), data.element_size(), tuple(data.shape), data.stride())
@@ -213,11 +218,35 @@ class LinearView(SharedView):
         bits = [max(step[dim] for step in self.layout.offset_bases) for dim in range(len(self.layout.offset_bases[0]))]
         return [2 * bit for bit in bits]
 
+    def permute(self, order) -> LinearView:
+        axes, bits = [int(axis) for axis in order], [size.bit_length() - 1 for size in self.shape]
+        begins = [sum(bits[:dim]) for dim in range(len(bits))]
+        data = self.data.permute([begins[axis] + bit for axis in axes for bit in range(bits[axis])])
+        layout = gl.SharedLinearLayout([[step[axis] for axis in axes] for step in self.layout.offset_bases])
+        return LinearView(self.buffer, data, self.dtype, layout, self.name)
+
+    def values(self) -> torch.Tensor:
+        return self.data.reshape(self.shape)
+
+
+def _unswizzled(steps: list[list[int]], layout) -> list[list[int]]:
+    """The steps without the swizzle of the memory's own layout, by which elements do not lie here: 16 bytes of a row, which has
+    128, lie at their number XOR the row's."""
+    swizzle = layout.swizzle_byte_width if isinstance(layout, gl.NVMMASharedLayout) else 0
+    if swizzle != 128 or all(sum(map(bool, step)) == 1 for step in steps):
+        return steps
+    row, unit = (int(math.log2(8 * size // layout.element_bitwidth)) for size in (swizzle, 16))
+    swizzled = zip(steps[row:], steps[unit:row], strict=False)
+    plain = [[a - b for a, b in zip(step, by, strict=True)] for step, by in swizzled]
+    return [*steps[:row], *plain, *steps[row + len(plain) :]]
+
 
 def _by_bits(data: torch.Tensor, steps: list[list[int]]) -> torch.Tensor:
     """A view of contiguous elements, each bit of whose number is one step in one dim: it has a dim of 2 for each of these
     steps, the largest of the first dim first."""
-    if any(sum(map(bool, step)) != 1 or max(step) & (max(step) - 1) for step in steps) or data.numel() != 2 ** len(steps):
+    if any(
+        sum(map(bool, step)) != 1 or min(step) < 0 or max(step) & (max(step) - 1) for step in steps
+    ) or data.numel() != 2 ** len(steps):
         raise Unsupported(f"the simulator has no shared memory in the order of {steps}, which {where()} asks for")
     places = [len(steps) - 1 - i for i in sorted(range(len(steps)), key=steps.__getitem__, reverse=True)]
     return data.view([2] * len(steps)).permute(places)

@@ -69,10 +69,10 @@ def mma(a, b, acc: Tensor, use_acc=True, precision=None, max_num_imprecise_acc=N
     result = torch.full(acc.data.shape, torch.nan, dtype=acc.data.dtype)
     work = SimpleNamespace(finished=False, description=f"wgmma at {place}", time=0.0)
     begin, work.time = _time(a, b, partition)
-    left = a.data.clone() if isinstance(a, Tensor) else a.data
+    left = a.data.clone() if isinstance(a, Tensor) else a
 
     def finish() -> None:
-        product = left.float() @ b.data.float()
+        product = (left if left is not a else a.values()).float() @ b.values().float()
         result.copy_(product + acc.data if keep else product)
         products.finished = number
 
@@ -112,7 +112,7 @@ def wait(num_outstanding=0, deps=None):
 
 
 def _check(a, b, acc: Tensor, place: str) -> None:
-    (m, k), (k_b, n) = a.data.shape, b.data.shape
+    (m, k), (k_b, n) = a.shape, b.shape
     if k != k_b or list(acc.data.shape) != [m, n]:
         raise IllegalOperation(f"{place} multiplies [{m}, {k}] by [{k_b}, {n}] into {list(acc.data.shape)}")
     if isinstance(b, Tensor):
@@ -127,7 +127,7 @@ def _time(a, b, partition: Partition) -> tuple[float, float]:
     running = machine()
     if not running.timed:
         return 0.0, 0.0
-    (m, k), n = a.data.shape, b.data.shape[1]
+    (m, k), n = a.shape, b.shape[1]
     cycles = running.costs.mma_cycles(m, n, k, b.data.element_size(), isinstance(a, Tensor))
     begin, end = running.cta.pipes["tensor core"].reserve(partition.time + running.costs.mma_issue, cycles)
     return begin, end + running.costs.mma_latency
