@@ -372,8 +372,9 @@ SPLIT_BUGS = [
            (DoubleWrite, *NUMBERS, *TOO_EARLY)),
     kernel("chains are added up as one", "if (i + k == 0) | (i + k == own.of_first):", "if i + k == 0:"),
     kernel("the other chain is left out", "if own.number > own.of_first:", "if own.number < 0:"),
-    kernel("a chain that a CTA goes through counts as whole", "gl.maximum(piece.end - 1, piece.begin) // K.C.chain)",
-           "piece.begin // K.C.chain)"),
+    kernel("the first of two whole chains is left out", "    if piece.begin < begins:\n", "    if piece.begin < 0:\n"),
+    kernel("the first of two whole chains is where the second would be", "own_place(job, begins - 1,",
+           "own_place(job, piece.end - 1,", (*NUMBERS, *TOO_EARLY)),
 ]  # fmt: skip
 
 AFTER_LEFT = """        acc = warpgroup_mma_wait(0, deps=[acc])
@@ -563,7 +564,8 @@ def test_it_is_found_with_splits(bug, tmp_path):
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
             one, *others = (
-                run(call, ctas=ctas, order=order, seed=number, kernel=module, choose=of_one_group, **CUT) for ctas in (1, 3, 20)
+                run(call, ctas=ctas, order=order, seed=number, kernel=module, choose=of_one_group, **CUT)
+                for ctas in (1, 2, 3, 20)
             )
             assert all(torch.equal(x, y) for other in others for x, y in zip(one, other, strict=True))
 
