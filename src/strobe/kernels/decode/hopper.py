@@ -137,73 +137,86 @@ def copy_step(descriptor, channel, position, barrier, cached, pages, head, first
 
 
 @gluon.jit
-def copy_keys(memory, K, piece, job, state):
+def copy_steps(COPY: gl.constexpr, memory, K, piece, state):
+    """Copy the steps of a piece, each by COPY, which is told its first key and its pages. They are looked up a window of steps
+    ahead."""
+    C: gl.constexpr = K.C
+    first, steps = first_step(piece, C)
+    window = pages_of_window(K.cached, piece, first, C)
+    for begin in tl.range(0, steps, window_of(C)):
+        next_window = pages_of_window(K.cached, piece, first + (begin + window_of(C)) * C.tokens, C)
+        for i in tl.range(begin, gl.minimum(begin + window_of(C), steps)):
+            pages = pages_of_step(K.cached, piece, window, i - begin, C)
+            state = COPY(memory, K, piece, first + i * C.tokens, pages, state)
+        window = next_window
+    return state
+
+
+@gluon.jit
+def copy_keys(memory, K, piece, at, pages, position):
+    """Copy K of a step; position: how many steps the CTA copied before."""
+    C: gl.constexpr = K.C
+    barrier = memory.k.acquire(position)
+    mbarrier.expect(barrier, C.tokens * C.head_dim * 2)
+    copy_step(memory.k_desc, memory.k, position, barrier, K.cached, pages, piece.head, at, C)
+    return position + 1
+
+
+@gluon.jit
+def copy_values(memory, K, piece, at, pages, state):
+    """Copy V of a step, without values that are not of the piece; state: how many steps the CTA copied before, and how many of
+    them it cleared."""
+    C: gl.constexpr = K.C
+    position, cleared = state
+    clears = has_others(piece, at, C)
+    full = memory.v.acquire(position)
+    barrier = memory.v.full.index(gl.where(clears, C.stages, memory.v.slot(position)))
+    mbarrier.expect(barrier, C.tokens * C.head_dim_v * 2)
+    copy_step(memory.v_desc, memory.v, position, barrier, K.cached, pages, piece.head, at, C)
+    if clears:
+        mbarrier.wait(barrier, cleared & 1)
+        values = memory.v.block(position)
+        for c in gl.static_range(len(values)):
+            clear_values(values[c], piece, at, C)
+        fence_async_shared()
+        partition_barrier()
+        mbarrier.arrive(full, count=1)
+        cleared += 1
+    return position + 1, cleared
+
+
+@gluon.jit
+def take_keys(memory, K, piece, job, state):
     """Copy K of a piece, if it is chosen; state: how many steps the CTA copied before, the number of the piece, and which
     pieces are chosen."""
-    C: gl.constexpr = K.C
     position, number, chosen = state
-    if is_chosen(chosen, number, job, C):
-        first, steps = first_step(piece, C)
-        window = pages_of_window(K.cached, piece, first, C)
-        for begin in tl.range(0, steps, window_of(C)):
-            next_window = pages_of_window(K.cached, piece, first + (begin + window_of(C)) * C.tokens, C)
-            for i in tl.range(begin, gl.minimum(begin + window_of(C), steps)):
-                at = first + i * C.tokens
-                pages = pages_of_step(K.cached, piece, window, i - begin, C)
-                barrier = memory.k.acquire(position + i)
-                mbarrier.expect(barrier, C.tokens * C.head_dim * 2)
-                copy_step(memory.k_desc, memory.k, position + i, barrier, K.cached, pages, piece.head, at, C)
-            window = next_window
-        position += steps
+    if is_chosen(chosen, number, job, K.C):
+        position = copy_steps(copy_keys, memory, K, piece, position)
     return position, number + 1, chosen
 
 
 @gluon.jit
-def copy_values(memory, K, piece, job, state):
-    """Copy V of a piece, if it is chosen, without values that are not of it; state: how many steps the CTA copied before, how
-    many of them it cleared, the number of the piece, and which pieces are chosen."""
-    C: gl.constexpr = K.C
-    position, cleared, number, chosen = state
-    if is_chosen(chosen, number, job, C):
-        first, steps = first_step(piece, C)
-        window = pages_of_window(K.cached, piece, first, C)
-        for begin in tl.range(0, steps, window_of(C)):
-            next_window = pages_of_window(K.cached, piece, first + (begin + window_of(C)) * C.tokens, C)
-            for i in tl.range(begin, gl.minimum(begin + window_of(C), steps)):
-                at = first + i * C.tokens
-                pages = pages_of_step(K.cached, piece, window, i - begin, C)
-                clears = has_others(piece, at, C)
-                full = memory.v.acquire(position)
-                barrier = memory.v.full.index(gl.where(clears, C.stages, memory.v.slot(position)))
-                mbarrier.expect(barrier, C.tokens * C.head_dim_v * 2)
-                copy_step(memory.v_desc, memory.v, position, barrier, K.cached, pages, piece.head, at, C)
-                if clears:
-                    mbarrier.wait(barrier, cleared & 1)
-                    values = memory.v.block(position)
-                    for c in gl.static_range(len(values)):
-                        clear_values(values[c], piece, at, C)
-                    fence_async_shared()
-                    partition_barrier()
-                    mbarrier.arrive(full, count=1)
-                    cleared += 1
-                position += 1
-            window = next_window
-    return position, cleared, number + 1, chosen
+def take_values(memory, K, piece, job, state):
+    """The same of V; state: of `copy_values`, then the number of the piece, and which pieces are chosen."""
+    copied, number, chosen = state
+    if is_chosen(chosen, number, job, K.C):
+        copied = copy_steps(copy_values, memory, K, piece, copied)
+    return copied, number + 1, chosen
 
 
 @gluon.jit
 def copier_of_keys(memory, K):
     position, chosen = gl.to_tensor(0), gl.to_tensor(ALL)
     while chosen != 0:
-        position, _, _ = take_pieces(copy_keys, memory, K, (position, 0 * position, chosen))
+        position, _, _ = take_pieces(take_keys, memory, K, (position, 0 * position, chosen))
         chosen = chosen_next(memory.again, chosen, K.C)
 
 
 @gluon.jit
 def copier_of_values(memory, K):
-    position, cleared, chosen = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(ALL)
+    copied, chosen = (gl.to_tensor(0), gl.to_tensor(0)), gl.to_tensor(ALL)
     while chosen != 0:
-        position, cleared, _, _ = take_pieces(copy_values, memory, K, (position, cleared, 0 * position, chosen))
+        copied, _, _ = take_pieces(take_values, memory, K, (copied, 0 * chosen, chosen))
         chosen = chosen_next(memory.again, chosen, K.C)
 
 
@@ -382,25 +395,101 @@ def noted(W: gl.constexpr, memory):
 
 
 @gluon.jit
+def next_scores(memory, K, piece, q, acc, p, now, at, holes, MASKED: gl.constexpr):
+    """Scores of the step from key `at` on, the CTA's `now`-th, and O, to which P V of the step before is being added
+    (`output_of`)."""
+    C: gl.constexpr = K.C
+    memory.k.wait(now)
+    s = start_scores(q, memory.k.block(now), C)
+    memory.v.wait(now - 1)
+    acc = start_output(acc, p, memory.v.block(now - 1), C)
+    s = warpgroup_mma_wait(len(acc), deps=[s])
+    memory.k.release(now)
+    return masked(s, K, piece, at, holes, C, MASKED), acc
+
+
+@gluon.jit
+def output_of(memory, acc, position):
+    """O, when P V of that step is added to it."""
+    # Complete already, but ptxas moves no wait above it: P V stays hidden under the exponentials.
+    memory.v.wait(position)
+    acc = wait_output(acc)
+    memory.v.release(position)
+    return acc
+
+
+@gluon.jit
+def hopeful_step(memory, s, scale, shift, acc, sums, now, C: gl.constexpr):
+    """P of a step's scores, whose exponents are counted from the same maxima as those of the steps before; O and sums."""
+    wide = gl.exp2(gl.fma(s, scale, shift))
+    sums += lane_sums(wide)
+    acc = output_of(memory, acc, now - 1)
+    return operand_of(wide, memory.q.dtype, C), acc, sums
+
+
+@gluon.jit
+def running_step(memory, s, scale, acc, top, sums, now, C: gl.constexpr):
+    """The same with a running maximum, which is returned, too."""
+    top, wide, factor = weights_of(s, scale, top)
+    sums = rescaled_sums(sums, factor) + lane_sums(wide)
+    acc = output_of(memory, acc, now - 1)
+    p = operand_of(wide, memory.q.dtype, C)
+    return p, rescaled(acc, factor, C), top, sums
+
+
+@gluon.jit
+def split_step(W: gl.constexpr, memory, K, job, s, scale, acc, top, sums, part, now, at):
+    """The same where keys are cut in splits: one that begins with this step is found from nothing, and the one before it is
+    added to its part, which is left if it ends. part: O, maxima and sums of the splits before, returned last."""
+    C: gl.constexpr = K.C
+    none = no_part(C)
+    next_top, wide, factor = weights_of(s, scale, gl.where(at % C.split == 0, none[1], top))
+    own_sums = lane_sums(wide)
+    next_sums = rescaled_sums(sums, factor) + own_sums
+    acc = output_of(memory, acc, now - 1)
+    p = operand_of(wide, memory.q.dtype, C)
+    if at % C.split == 0:
+        part = added_split(part, acc, top, sums)
+        if ends_part(job.chain, at, C):
+            its, its_job = noted(W, memory)
+            leave_parts(K, its, its_job, at - 1, *part)
+            part = none
+        acc, sums = no_output(C), own_sums
+    else:
+        acc, sums = rescaled(acc, factor, C), next_sums
+    return p, acc, next_top, sums, part
+
+
+@gluon.jit
+def no_part(C: gl.constexpr):
+    """O, maxima and sums of no keys."""
+    S: gl.constexpr = rows_of(C, C.tokens)
+    return no_output(C), gl.full([C.rows], -float("inf"), gl.float32, S), gl.full([C.rows], 0.0, gl.float32, S)
+
+
+@gluon.jit
+def added_split(part, acc, top, sums):
+    """A part with the split that comes behind it."""
+    o, part_top, part_total = part
+    return added(o, part_top, part_total, acc, top, gl.convert_layout(gl.sum(sums, 1), top.type.layout))
+
+
+@gluon.jit
 def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful):
     """Walk along the keys of a piece, one step at least: O in chunks, what exponents are counted from and the sum for each row
     of the W-th group, how many steps the CTA has copied, and whether that has to be done again. Where keys are cut in splits,
     that is what the last part is made of; those before are left. hopeful: whether the optimistic softmax may be tried."""
     C: gl.constexpr = K.C
-    S: gl.constexpr = rows_of(C, C.tokens)
-    dtype: gl.constexpr = memory.q.dtype
     first, steps = first_step(piece, C)
     q, scale, holes = store_queries(W, memory, K, piece, C)
-    acc = no_output(C)
-    nothing = gl.full([C.rows], -float("inf"), gl.float32, S)
-    part, part_top, part_total = acc, nothing, gl.full([C.rows], 0.0, gl.float32, S)  # of the splits before
+    part = no_part(C)
+    acc, nothing, _ = part
     memory.k.wait(position)
     s = warpgroup_mma_wait(0, deps=[start_scores(q, memory.k.block(position), C)])
     memory.k.release(position)
     s = masked(s, K, piece, first, holes, C, True)
     top, wide, _ = weights_of(s, scale, nothing)
-    sums = lane_sums(wide)
-    p = operand_of(wide, dtype, C)
+    sums, p = lane_sums(wide), operand_of(wide, memory.q.dtype, C)
     begin, plain = gl.to_tensor(1), plain_steps(K.terms, piece, first, steps, holes, C)
     if C.optimistic:
         plain = gl.where(hopeful, plain, 1)
@@ -409,53 +498,24 @@ def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful):
         end = steps if MASKED else plain
         for i in tl.range(begin, end, disable_licm=True):
             now, at = position + i, first + i * C.tokens
-            memory.k.wait(now)
-            s = start_scores(q, memory.k.block(now), C)
-            memory.v.wait(now - 1)
-            acc = start_output(acc, p, memory.v.block(now - 1), C)
-            s = warpgroup_mma_wait(len(acc), deps=[s])
-            memory.k.release(now)
-            s = masked(s, K, piece, at, holes, C, MASKED)
+            s, acc = next_scores(memory, K, piece, q, acc, p, now, at, holes, MASKED)
             if C.optimistic and not MASKED:
-                wide = gl.exp2(gl.fma(s, scale, shift))
-                sums += lane_sums(wide)
+                p, acc, sums = hopeful_step(memory, s, scale, shift, acc, sums, now, C)
             elif C.split:
-                next_top, wide, factor = weights_of(s, scale, gl.where(at % C.split == 0, nothing, top))
-                lanes = lane_sums(wide)
-                next_sums = rescaled_sums(sums, factor) + lanes
+                p, acc, top, sums, part = split_step(W, memory, K, job, s, scale, acc, top, sums, part, now, at)
             else:
-                top, wide, factor = weights_of(s, scale, top)
-                sums = rescaled_sums(sums, factor) + lane_sums(wide)
-            # Complete already, but ptxas moves no wait above it: P V stays hidden under the exponentials.
-            memory.v.wait(now - 1)
-            acc = wait_output(acc)
-            memory.v.release(now - 1)
-            p = operand_of(wide, dtype, C)
-            if C.split:
-                if at % C.split == 0:
-                    total = gl.convert_layout(gl.sum(sums, 1), S)
-                    part, part_top, part_total = added(part, part_top, part_total, acc, top, total)
-                    acc, sums = no_output(C), lanes
-                    if ends_part(job.chain, at, C):
-                        its, its_job = noted(W, memory)
-                        leave_parts(K, its, its_job, at - 1, part, part_top, part_total)
-                        part, part_top, part_total = acc, nothing, 0.0 * part_total
-                else:
-                    acc, sums = rescaled(acc, factor, C), next_sums
-                top = next_top
-            elif MASKED or not C.optimistic:
-                acc = rescaled(acc, factor, C)
+                p, acc, top, sums = running_step(memory, s, scale, acc, top, sums, now, C)
         begin = end
     position += steps
     memory.v.wait(position - 1)
     acc = wait_output(start_output(acc, p, memory.v.block(position - 1), C))
     memory.v.release(position - 1)
-    total = gl.convert_layout(gl.sum(sums, 1), S)
+    total = gl.convert_layout(gl.sum(sums, 1), rows_of(C, C.tokens))
     broken = False
     if C.optimistic:
         broken = (plain > 1) & out_of_range(acc, total)
     if C.split:
-        acc, top, total = added(part, part_top, part_total, acc, top, total)
+        acc, top, total = added_split(part, acc, top, sums)
     return acc, top, total, position, broken
 
 

@@ -251,6 +251,33 @@ def leave_parts(K, piece, job, key, acc, top, total):
 
 
 @gluon.jit
+def with_chain_before(K, piece, job, acc, top, total):
+    """What was found of a job's second chain, with what this CTA left of the first one, if it has both."""
+    C: gl.constexpr = K.C
+    M: gl.constexpr = top.type.layout
+    begins = (piece.end - 1) // C.chain * C.chain
+    if piece.begin < begins:
+        place = own_place(job, begins - 1, places_of_cta(K.requests, job.stretch, C), C)
+        partition_barrier()  # of a row's numbers each is written by one of the threads that need it
+        row = gl.arange(0, C.rows, M)
+        there = row < piece.queries * K.GROUP - piece.first_row
+        at = K.outputs.sums + place * (2 * K.ROWS) + row
+        before_top = gl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg")
+        before_total = gl.load(at + K.ROWS, mask=there, other=0.0, cache_modifier=".cg")
+        before = ()
+        for c in gl.static_range(len(acc)):
+            L: gl.constexpr = acc[c].type.layout
+            WIDE: gl.constexpr = acc[c].shape[1]
+            row_2 = gl.expand_dims(gl.convert_layout(row, gl.SliceLayout(1, L)), 1)
+            column = c * WIDE + gl.expand_dims(gl.arange(0, WIDE, gl.SliceLayout(0, L)), 0)
+            at = K.outputs.parts + place.to(gl.int64) * (K.ROWS * C.head_dim_v) + place_in_part(row_2, column, C)
+            there_2 = gl.expand_dims(gl.convert_layout(there, gl.SliceLayout(1, L)), 1) & (column < C.head_dim_v)
+            before += (gl.load(at, mask=there_2, other=0.0, cache_modifier=".cg"),)
+        acc, top, total = added(before, before_top, before_total, acc, top, total)
+    return acc, top, total
+
+
+@gluon.jit
 def hand_in(K, piece, job, rows):
     """A part of a job is written: the last to arrive merges all parts, `rows` of each, at once if they are few; else all who
     wait for that do it together."""
@@ -387,10 +414,9 @@ def deliver(K, piece, job, acc, top, total, place=None):
     WIDE: gl.constexpr = acc[0].shape[1]
     top, total = gl.convert_layout(top, M), gl.convert_layout(total, M)
     rows = piece.queries * K.GROUP - piece.first_row
-    whole = job.parts == 1
-    if K.C.split:
-        whole = whole & (piece.begin // K.C.chain == gl.maximum(piece.end - 1, piece.begin) // K.C.chain)
-    if whole:
+    if job.parts == 1:
+        if K.C.split:
+            acc, top, total = with_chain_before(K, piece, job, acc, top, total)
         for c in gl.static_range(len(acc)):
             write(K, piece, 0, acc[c], top, total, c * WIDE, place)
     elif rows > 0:

@@ -11,7 +11,7 @@ has to each other, and hands them in as one part; splits of a chain that another
     CTA         0   0   0   1   1   1   1   2   2
     parts       ---------   -   -   -   -----   -   -
 
-A job of one chain that a CTA has whole needs no part.
+A job that a CTA has whole is handed to nobody: the sum of its first chain, of two, waits where a part would.
 """
 
 from strobe.kernels.decode.schedule import quotient
