@@ -137,6 +137,13 @@ def copy_step(descriptor, channel, position, barrier, cached, pages, head, first
 
 
 @gluon.jit
+def wait_for_earlier(channel, position, C: gl.constexpr):
+    """Wait until so many steps before this one are there that no more are under way than may be."""
+    if C.under_way > 0:
+        channel.wait(gl.maximum(position - C.under_way, 0), pred=position >= C.under_way)
+
+
+@gluon.jit
 def copy_keys(memory, K, piece, job, state):
     """Copy K of a piece, if it is chosen; state: how many steps the CTA copied before, the number of the piece, and which
     pieces are chosen."""
@@ -150,6 +157,7 @@ def copy_keys(memory, K, piece, job, state):
             for i in tl.range(begin, gl.minimum(begin + window_of(C), steps)):
                 at = first + i * C.tokens
                 pages = pages_of_step(K.cached, piece, window, i - begin, C)
+                wait_for_earlier(memory.k, position + i, C)
                 barrier = memory.k.acquire(position + i)
                 mbarrier.expect(barrier, C.tokens * C.head_dim * 2)
                 copy_step(memory.k_desc, memory.k, position + i, barrier, K.cached, pages, piece.head, at, C)
@@ -173,6 +181,7 @@ def copy_values(memory, K, piece, job, state):
                 at = first + i * C.tokens
                 pages = pages_of_step(K.cached, piece, window, i - begin, C)
                 clears = has_others(piece, at, C)
+                wait_for_earlier(memory.v, position, C)
                 full = memory.v.acquire(position)
                 barrier = memory.v.full.index(gl.where(clears, C.stages, memory.v.slot(position)))
                 mbarrier.expect(barrier, C.tokens * C.head_dim_v * 2)
