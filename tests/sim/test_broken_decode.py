@@ -103,6 +103,9 @@ ARRIVAL = 'gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") + 1'
 
 TILES = {"n_q": 40, "group": 8, "heads_kv": 1, "room": 65, "lengths": [65, 1, 0, 43]}
 
+WHOLE_JOBS = {"batch": 7, "lengths": [190] * 7, "by_turns": True}
+"""Of which seven CTAs have two each."""
+
 BUGS = [
     kernel("K is not waited for", WAIT_K, WAIT_K.partition("\n")[2], TOO_EARLY),
     kernel("V is not waited for", WAIT_V, WAIT_V.partition("\n")[2], TOO_EARLY),
@@ -178,6 +181,11 @@ BUGS = [
     kernel("the room of starts is not counted", "    total += jobs * start\n", "", start=3),
     kernel("a stretch that begins behind a job's units has a piece of it", "ours = count > 0", "ours = count > -9",
            (AssertionError, Race, DoubleWrite), start=3),
+    kernel("a turn is left out", "x + turn, next", "x + 2 * turn, next", **WHOLE_JOBS),
+    kernel("a CTA has its whole jobs one after the other", "x, last = team * units, total", "last = total",
+           (AssertionError, DoubleWrite), **WHOLE_JOBS),
+    kernel("a request begins with the job whose turn it is", "b * most, x)", "x, x)",
+           (AssertionError, DoubleWrite, Race, IllegalOperation, OutOfBounds), **WHOLE_JOBS),
     kernel("a job begins behind its first unit", "job_begins + room, x + count", "job_begins + room + 1, x + count",
            (AssertionError, Race, DoubleWrite, IllegalOperation, OutOfBounds), start=3),
     schedule("requests begin where there is room for two starts", "jobs * (units + start)", "jobs * (units + 2 * start)",
@@ -293,6 +301,13 @@ BY_WAY_OF_Q_BUGS = [
            (DoubleWrite, *NUMBERS)),
     kernel("rows that are no queries are written", "GROUP, row < piece.queries * K.GROUP\n", "GROUP, row >= 0\n",
             (DoubleWrite, OutOfBounds, Race)),
+]  # fmt: skip
+
+UNDER_WAY_BUGS = [
+    hopper("a copier waits for the step that it is to copy",
+           "gl.maximum(position - C.under_way, 0), pred=position >= C.under_way", "position", (Deadlock,)),
+    hopper("a copier waits for the first step before it asks for it", "pred=position >= C.under_way", "pred=position >= 0",
+           (Deadlock,)),
 ]  # fmt: skip
 
 TOLD_OF = """            again.broken.index(W).store(gl.full([1], 0, gl.int32, lanes(gl.num_warps())) + broken)
@@ -511,11 +526,15 @@ CASE = {
 }  # fmt: skip
 
 
+USUAL = {"tokens": 64, "stages": 2, "start": 0, "by_turns": False}
+"""The config of a case that does not name another."""
+
+
 @pytest.mark.parametrize("bug", BUGS, ids=str)
 def test_it_is_found(bug, tmp_path):
     case = {**CASE, **bug.case}
     honest, lie = case.pop("honest", True), case.pop("lie", False)
-    config = {name: case.pop(name, usual) for name, usual in (("tokens", 64), ("stages", 2), ("start", 0))}
+    config = {name: case.pop(name, usual) for name, usual in USUAL.items()}
     call = draw(1, torch.float16, honest, **case)
     if lie:
         lengths = torch.tensor([10**6, 1, -9, 130], dtype=torch.int32)
@@ -547,6 +566,14 @@ def test_it_is_found_where_results_pass_through_the_place_of_q(bug, tmp_path):
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
             run(call, ctas=4, order=order, seed=number, kernel=module, choose=of_wgmma, stages=2, groups=2, by_way_of_q=True)
+
+
+@pytest.mark.parametrize("bug", UNDER_WAY_BUGS, ids=str)
+def test_it_is_found_where_few_steps_are_under_way(bug, tmp_path):
+    call, module = draw(1, torch.float16, **{**CASE, **MANY_ROWS}), broken(bug, HOPPER, tmp_path)
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            run(call, ctas=4, order=order, seed=number, kernel=module, choose=of_wgmma, stages=2, groups=2, under_way=1)
 
 
 @pytest.mark.parametrize("bug", AGAIN_BUGS, ids=str)

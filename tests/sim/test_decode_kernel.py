@@ -85,17 +85,23 @@ def test_wgmma(seed):
     simulate_wgmma(seed)
 
 
-def test_several_whole_jobs():
+@pytest.mark.parametrize("by_turns", [False, True])
+@pytest.mark.parametrize(("kind", "n_q"), [(of_wgmma, 16), (of_one_group, 4), (of_mma, 4)])
+def test_several_whole_jobs(kind, n_q, by_turns):
     """Eight jobs of three steps for three CTAs: three whole ones each, not eight steps."""
-    call = draw(5, torch.float16, ragged=False, batch=8, lengths=[190] * 8, room=192, n_q=16, group=8, heads_kv=1, page=64,
-                leftpad=False, mask=None)  # fmt: skip
-    run(call, ctas=3, choose=of_wgmma)
-
-
-def test_several_whole_jobs_of_one_group():
-    call = draw(5, torch.float16, ragged=False, batch=8, lengths=[190] * 8, room=192, n_q=4, group=8, heads_kv=1, page=64,
+    call = draw(5, torch.float16, ragged=False, batch=4, lengths=[190] * 4, room=192, n_q=n_q, group=8, heads_kv=2, page=64,
                 leftpad=False, mask=None, head_dim=128, head_dim_v=128)  # fmt: skip
-    run(call, ctas=3, choose=of_one_group)
+    run(call, ctas=3, choose=kind, launches=2, by_turns=by_turns)
+
+
+@pytest.mark.parametrize("kind", [of_mma, of_one_group])
+@pytest.mark.parametrize("length", [190, 0])
+def test_turns_that_are_not_taken(kind, length):
+    """Where lengths differ or jobs are cut, each CTA has one stretch."""
+    for lengths, ctas in (([190, 190, 190, length], 3), ([190] * 4, 5)):
+        call = draw(5, torch.float16, ragged=False, batch=4, lengths=lengths, room=192, n_q=2, group=2, heads_kv=2, page=64,
+                    leftpad=False, mask=None, head_dim=128, head_dim_v=128)  # fmt: skip
+        run(call, ctas=ctas, choose=kind, by_turns=True, start=2)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -244,13 +250,14 @@ def test_many_keys_are_not_one_groups(n_q, dim, most, kind):
     for keys, wanted in ((most, "one group"), (most + 1, kind)):  # of 2 requests and 4 key heads
         longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=keys))
         assert kind_of(choose(longer, KNOWN["H200"])) == wanted
+        assert kind_of(choose(longer, KNOWN["H100"])) == ("one group" if dim == 128 and n_q < 16 else wanted)
 
 
-@pytest.mark.parametrize(("capacity", "kind"), [((1 << 14) - 1, "mma"), (1 << 14, "one group")])
+@pytest.mark.parametrize(("capacity", "kind"), [((1 << 14) - 1, "mma"), (1 << 14, "one group"), (1 << 18, "mma")])
 def test_few_rows_of_many_keys_are_one_groups(capacity, kind):
     problem = problem_of(n_q=1)
     longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=capacity))  # of 2 requests and 4 key heads
-    assert kind_of(choose(longer, KNOWN["H200"])) == kind
+    assert kind_of(choose(longer, KNOWN["H200"])) == kind_of(choose(longer, KNOWN["H100"])) == kind
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -310,6 +317,46 @@ def test_results_by_way_of_q(groups, page):
                 page=page, head_dim=128, head_dim_v=128)  # fmt: skip
     for ctas in (3, 8):
         run(call, ctas=ctas, launches=2, choose=of_wgmma, groups=groups, by_way_of_q=True)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("stages", "under_way"), [(3, 1), (3, 2), (2, 2)])
+def test_a_ring_of_which_few_steps_are_under_way(stages, under_way, order):
+    call = draw(3, torch.bfloat16, ragged=False, lengths=[700, 33, 0, 64], batch=4, page=16, room=720, n_q=16, group=7,
+                heads_kv=1, head_dim=128, head_dim_v=128)  # fmt: skip
+    run(call, ctas=4, order=order, choose=of_wgmma, groups=2, stages=stages, under_way=under_way, **OPTIMISTIC)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "page", "fixed", "under_way"),
+    [
+        (2048, 16, {}, 2),
+        (2047, 64, {}, 0),
+        (2048, None, {}, 0),
+        (2048, 64, {"deterministic": True}, 0),
+        (2048, 64, {"n_q": 8}, 0),
+    ],
+)
+def test_how_many_steps_are_under_way(capacity, page, fixed, under_way):
+    """As many as there is room for on an H100."""
+    problem = problem_of(**{"n_q": 16, **fixed})
+    longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=capacity), page_size=page)
+    assert [of_wgmma(longer, KNOWN[arch]).under_way for arch in ("H200", "H100")] == [under_way, 0]
+
+
+@pytest.mark.parametrize(
+    ("fixed", "keys", "archs"),
+    [
+        ({"n_q": 1}, 1 << 18, ["H200", "H100"]), ({"n_q": 1}, 1 << 17, ["H100"]), ({"n_q": 1}, (1 << 17) - 1, []),
+        ({"n_q": 4}, 1 << 18, ["H200", "H100"]),
+        ({"n_q": 4}, 1 << 17, ["H100"]), ({"n_q": 16}, 1 << 17, ["H100"]), ({"n_q": 1, "heads_kv": 1}, 1 << 20, []),
+        ({"n_q": 4, "deterministic": True}, 1 << 18, []),
+    ],
+)  # fmt: skip
+def test_where_whole_jobs_are_taken_by_turns(fixed, keys, archs):
+    problem = problem_of(**fixed)
+    longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=keys))  # of 2 requests and 4 key heads
+    assert [arch for arch in ("H200", "H100") if choose(longer, KNOWN[arch]).by_turns] == archs
 
 
 @pytest.mark.parametrize(

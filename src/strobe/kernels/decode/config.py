@@ -32,7 +32,10 @@ WGMMA_FROM_ROWS = 33
 faster at 8 and 16 rows and mostly at 32, by far slower at 128; 64: not timed."""
 MOST_KEYS_OF_ONE_GROUP = 1 << 20
 """Keys of all key heads of all requests up to which 64 rows or fewer are one group's of wgmma: on an H100 and an H200 it was
-ahead of mma.sync up to 2^19, level at 2^20, behind it at 2^21."""
+ahead of mma.sync up to 2^19, level at 2^20, behind it at 2^21. On an H100, since whole jobs are taken by turns, it is ahead
+with any number, but for up to 8 rows: 4 queries of 64 heads on 8, 128 requests of 8k keys 1418 microseconds, not 1425; of
+unequal lengths, 32 around 2k 104.4, not 108.2, 128 around 2k 386, not 388, 32 around 8k 370, not 374; one query 100, 371 and
+365, not 99, 366 and 363."""
 FEW_KEYS_OF_ONE_GROUP = 1 << 16
 """The same for 65 to 128 rows, whose two tiles both read them, and for head dim 64: on an H100 it was ahead at 2^16, behind or
 level at 2^19, and at 2^18 with head dim 64."""
@@ -53,6 +56,15 @@ LONG_ROOM = 2048
 """Keys of a request from which on there is room for many, where 65 rows or more share a key head: see `of_wgmma`."""
 MOST_UNDER_WAY = 128 * KIB
 """Bytes of keys and values that such a CTA copies at once where it has to look up pages."""
+LEAST_KEYS_OF_TURNS = 1 << 20
+"""Keys of all key heads of all requests from which on CTAs take whole jobs by turns: for fewer nothing was gained, and 16
+queries of 32 requests of 1k keys were slower by the instructions."""
+UNDER_WAY = 2
+"""Steps of K, and of V, that such a CTA copies at once where memory is fast; the others of its ring are there. What is asked
+for beside keys waits for less. An H200, 16 queries of 64 heads on 8, pages of 64, microseconds (and with all 4 under way): 32
+requests of 8k keys 264 (288), over pages of 16 286 (311), 8 of 32k 264 (300), 128 of 8k 1069 (1100), 8 of 8k 80.4 (82.4), 32 of
+2k 81.9 (82.3), 128 of 2k 320 (320); of unequal lengths, 32 around 2k 97.8 (100.2), 8 around 8k 91.0 (101.7), 128 around 8k 1074
+(1116). One step: 292, for 32 of 8k; three of six: 289; two of six: 273. An H100: not timed."""
 START_BYTES = 128 * KIB
 """Bytes of keys and values that a multiprocessor could read in the time that a piece costs beside its keys, where cp.async
 copies. An H100, 4 queries of 64 heads on 8, 32 requests whose lengths have a log-normal distribution around 2k: 104.5
@@ -93,6 +105,8 @@ class Config:
     cluster: CTAs of a cluster, which have a key head of the one request, and its steps by turns; 1: no clusters.
     by_way_of_q: results pass through the shared memory of Q, after which a thread writes 16 bytes of a row, not 4.
     start: units that a CTA could read in the time that a piece costs beside its keys.
+    by_turns: CTAs that have several whole jobs take them by turns.
+    under_way: steps of K, and of V, that TMA copies at once; 0: as many as the ring has.
     holds_q: a group of warps has its rows of Q in registers.
     optimistic: exponents of steps that all rows see whole are counted from the maxima of a piece's first step.
     """
@@ -116,6 +130,8 @@ class Config:
     cluster: int = 1
     by_way_of_q: bool = False
     start: int = 0
+    by_turns: bool = False
+    under_way: int = 0
     holds_q: bool = False
     optimistic: bool = False
     chain: int = 0
@@ -256,12 +272,25 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of a problem on an arch: for wgmma, by TMA or cp.async, where it is faster, else for mma.sync."""
     make = of_mma
     if takes_wgmma(problem, arch):
-        if gains_by_one_group(problem):
+        if gains_by_one_group(problem, arch):
             make = of_one_group
         elif gains_by_wgmma(problem):
             make = of_wgmma
     config = make(problem, arch)
-    return replace(config, start=start_of(config))
+    return replace(config, start=start_of(config), by_turns=gains_by_turns(problem, arch, config))
+
+
+def gains_by_turns(problem: DecodeProblem, arch: Arch, config: Config) -> bool:
+    """Whether whole jobs are taken by turns: there are many keys, and a request's heads have neighbours. Not by wgmma where
+    memory is fast."""
+    # Microseconds, pages of 64, and in the line's order, 1 query | 4 queries:
+    #   an H100, one group: 64 heads on 8, 128 requests of 8k keys 1406 (1425) | 1418 (1443), of 2k 359 (368) | 369 (376);
+    #                       32 on 32, 32 of 8k 1394 (1417) | 1401 (1423); 40 on 8, 128 of 8k 1400 (1420) | 1416 (1434)
+    #             mma.sync: 128 of 8k 1411 (1426) | 1425 (1440); 28 on 4 708 (714) | 718 (730); 16 queries 1478 (1500)
+    #   an H200, mma.sync:  128 of 8k 960 (971) | 986 (988), of 2k 246 (252) | 260 (264); 32 on 32 956 (962) | 957 (968)
+    #   an H200, one group, 4 queries, 128 of 1k: 151 (141). 128 rows: from level to a percent faster, or slower
+    many = keys_of(problem) >= LEAST_KEYS_OF_TURNS and problem.heads_kv > 1
+    return many and not config.split and not (config.by_wgmma and arch.dram_bandwidth >= FAST_MEMORY)
 
 
 def start_of(config: Config) -> int:
@@ -362,6 +391,7 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     holds_q = apart and dim == dim_v == 128 and not problem.deterministic
     config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk, groups=1 + apart,
                     by_way_of_q=many and not long, holds_q=holds_q, optimistic=holds_q and is_hopeful(problem),
+                    under_way=UNDER_WAY if fast and many and long and problem.page_size is not None else 0,
                     chain=chain_of(problem))  # fmt: skip
     most = MOST_STAGES
     if many and (long or fast) and problem.page_size is not None:
@@ -395,10 +425,10 @@ def tiles_abreast(problem: DecodeProblem, config: Config) -> int:
     return -(-tiles // -(-tiles // MOST_ABREAST))
 
 
-def gains_by_one_group(problem: DecodeProblem) -> bool:
+def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
     """Whether one group of wgmma, whose keys cp.async copies, is the fastest choice where wgmma can do it: one group's rows at
-    most, or two where both may read the keys, and not so many keys that memory's rate alone counts. Bits that must not depend
-    on the number of queries come from `of_wgmma`, whatever that number is."""
+    most, or two where both may read the keys, and, where memory is fast or rows are few, not too many keys. Bits that must not
+    depend on the number of queries come from `of_wgmma`, whatever that number is."""
     # An H200, page 64, microseconds beside those of mma.sync, in runs of their own, whose peer took the same time within 2 %:
     #   16 rows, 32 heads on 8:  1 of 1k 8.4 (9.2), 1 of 8k 15.3 (16.6), 8 of 1k 14.2 (14.8), 8 of 8k 67.3 (70.9);
     #                            page 16: 1 of 8k 15.2 (17.8), 8 of 8k 67.7 (71.7)
@@ -426,7 +456,10 @@ def gains_by_one_group(problem: DecodeProblem) -> bool:
         return MMA_ROWS < problem.rows <= MOST_ROWS and keys <= FEW_KEYS_OF_ONE_GROUP
     if problem.rows <= MMA_ROWS // 2 and keys < LEAST_KEYS_OF_FEW_ROWS:
         return False
-    return keys <= (MOST_KEYS_OF_ONE_GROUP if problem.rows <= MOST_ROWS else FEW_KEYS_OF_ONE_GROUP)
+    if problem.rows > MOST_ROWS:
+        return keys <= FEW_KEYS_OF_ONE_GROUP
+    slow = arch.dram_bandwidth < FAST_MEMORY and problem.rows > MMA_ROWS // 2
+    return slow or keys <= MOST_KEYS_OF_ONE_GROUP
 
 
 def keys_of(problem: DecodeProblem) -> int:

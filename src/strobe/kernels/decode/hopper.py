@@ -137,6 +137,13 @@ def copy_step(descriptor, channel, position, barrier, cached, pages, head, first
 
 
 @gluon.jit
+def wait_for_earlier(channel, position, C: gl.constexpr):
+    """Wait until so many steps before this one are there that no more are under way than may be."""
+    if C.under_way > 0:
+        channel.wait(gl.maximum(position - C.under_way, 0), pred=position >= C.under_way)
+
+
+@gluon.jit
 def copy_steps(COPY: gl.constexpr, memory, K, piece, state):
     """Copy the steps of a piece, each by COPY, which is told its first key and its pages. They are looked up a window of steps
     ahead."""
@@ -156,6 +163,7 @@ def copy_steps(COPY: gl.constexpr, memory, K, piece, state):
 def copy_keys(memory, K, piece, at, pages, position):
     """Copy K of a step; position: how many steps the CTA copied before."""
     C: gl.constexpr = K.C
+    wait_for_earlier(memory.k, position, C)
     barrier = memory.k.acquire(position)
     mbarrier.expect(barrier, C.tokens * C.head_dim * 2)
     copy_step(memory.k_desc, memory.k, position, barrier, K.cached, pages, piece.head, at, C)
@@ -169,6 +177,7 @@ def copy_values(memory, K, piece, at, pages, state):
     C: gl.constexpr = K.C
     position, cleared = state
     clears = has_others(piece, at, C)
+    wait_for_earlier(memory.v, position, C)
     full = memory.v.acquire(position)
     barrier = memory.v.full.index(gl.where(clears, C.stages, memory.v.slot(position)))
     mbarrier.expect(barrier, C.tokens * C.head_dim_v * 2)

@@ -15,6 +15,7 @@ from strobe.kernels.decode.schedule import (
     request_at,
     start_of,
     stretch_of,
+    turn_of,
     units_of,
 )
 from strobe.kernels.decode.splits import places_of_cta
@@ -68,21 +69,31 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
     stretch = stretch_of(total, alike, units, C)
     team, member = gl.program_id(0) // C.abreast, gl.program_id(0) % C.abreast
     x, last = start_of(team, stretch, total), start_of(team + 1, stretch, total)
+    turn = 0 * units
+    if C.by_turns:
+        turn = turn_of(alike, units, stretch, C)
+        if turn > 0:
+            x, last = team * units, total
     b, begins = request_at(requests, x, alike, most, start, heads_kv, C, GROUP)
     while x < last:
         first_query, queries = queries_of(requests, b, b < requests.batch)
         begin, end, length = keys_of(requests, b, b < requests.batch, queries)
         jobs, units = jobs_of(queries, heads_kv, C, GROUP), units_of(begin, end, C)
         room = units + start
-        if x == begins + jobs * room:
+        if x >= begins + jobs * room:
             b += 1
             begins = x
+            if C.by_turns:
+                b = gl.where(turn > 0, quotient(x, most), b)
+                begins = gl.where(turn > 0, b * most, x)
         else:
             job = quotient(x - begins, room)
             job_begins = begins + job * room
             unit = x - job_begins
             count = gl.minimum(units - unit, last - x)  # none, if the stretch begins behind the units
             next = gl.where(unit + count == units, job_begins + room, x + count)
+            if C.by_turns:
+                next = gl.where(turn > 0, x + turn, next)
             head, tile = job, 0 * job
             some_begin, some_end = begin, end
             if tiles > 1:

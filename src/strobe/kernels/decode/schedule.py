@@ -170,6 +170,14 @@ def stretch_of(total, alike, units, C: gl.constexpr):
 
 
 @gluon.jit
+def turn_of(alike, units, stretch, C: gl.constexpr):
+    """From one job of a CTA to its next one, in units, if all have several whole ones, which they take by turns; else 0. What
+    neighbours read at once is then all heads of a request, which lie side by side in memory."""
+    whole = alike & (stretch > units) & (quotient(stretch, units) * units == stretch)
+    return gl.where(whole, gl.num_programs(0) // C.abreast * units, 0)
+
+
+@gluon.jit
 def request_at(requests, x, alike, most, start, heads, C: gl.constexpr, GROUP: gl.constexpr):
     """The request that has place x of the line, and where its own places begin in the line. alike: whether all have `most`
     units, and nothing behind them; start: places behind the units of a job."""
