@@ -13,7 +13,7 @@ from requests_at_random import draw
 from test_decode_kernel import CUT, FIXED, OPTIMISTIC, far_scores, latent, long_latent
 
 import strobe
-from strobe.kernels.decode.config import of_one_group, of_wgmma
+from strobe.kernels.decode.config import of_one_group, of_shares, of_wgmma
 from strobe.sim import (
     BarrierMisuse,
     Deadlock,
@@ -488,9 +488,9 @@ TURNS_BUGS = [
 CLUSTER = {
     "batch": 1, "lengths": [1900], "room": 2000, "n_q": 1, "group": 4, "head_dim": 128, "head_dim_v": 128, "mask": None,
 }  # fmt: skip
-BEGIN = "        begin_cluster(C.cluster, ROWS * C.head_dim_v)\n"
+BEGIN = "        begin_cluster(C.cluster, ROWS * C.head_dim_v, C.posts)\n"
 CLUSTER_BUGS = [
-    kernel("nobody says that it has begun", BEGIN, "", (Race,)),
+    kernel("nobody says that it has begun", BEGIN, "        pass\n", (Race,)),
     kernel("the steps of the next CTA", "(begin // C.tokens + rank)", "(begin // C.tokens + rank + 1)"),
     kernel("steps that lie side by side are copied", "ahead: gl.constexpr = (C.stages - 1) * C.stride",
            "ahead: gl.constexpr = (C.stages - 1) * C.tokens"),
@@ -510,6 +510,17 @@ CLUSTER_BUGS = [
            (DoubleWrite, Race, *NUMBERS)),
     kernel("both halves write the LSE", "mask=there & (column == 0))", "mask=there & (gl.abs(column - 32) == 32))",
            (DoubleWrite, Race)),
+]  # fmt: skip
+
+
+EVENLY = {"shares": 12, "clustered": False, "stages": 3}
+EVENLY_BUGS = [
+    kernel("more parts than CTAs are waited for", "gl.minimum(units_of(begin, end, C), C.shares)", "units_of(begin, end, C)",
+           lengths=[1900]),
+    kernel("those without keys deliver, too", "if C.clustered or rank < parts:", "if C.clustered or rank >= 0:",
+           (DoubleWrite, Race, *NUMBERS)),
+    kernel("parts of all key heads at one place", "2 * (of_head + rank), 0", "2 * rank, 0", (DoubleWrite, Race, *NUMBERS)),
+    kernel("a part at the place behind its own", "2 * (of_head + rank), 0", "2 * (of_head + rank) + 1, 0"),
 ]  # fmt: skip
 
 
@@ -622,7 +633,15 @@ def test_it_is_found_in_a_cluster(bug, tmp_path):
     call, module = draw(1, torch.float16, honest, **case), broken(bug, FORWARD, tmp_path)
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
-            run(call, order=order, seed=number, kernel=module, stages=2, cluster=ctas)
+            run(call, order=order, seed=number, kernel=module, choose=of_shares, shares=ctas)
+
+
+@pytest.mark.parametrize("bug", EVENLY_BUGS, ids=str)
+def test_it_is_found_where_a_key_head_is_shared(bug, tmp_path):
+    call, module = draw(1, torch.float16, **{**CASE, **CLUSTER, "lengths": [600], **bug.case}), broken(bug, FORWARD, tmp_path)
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            run(call, order=order, seed=number, kernel=module, launches=2, choose=of_shares, **EVENLY)
 
 
 def test_no_false_alarm():
@@ -636,4 +655,6 @@ def test_no_false_alarm():
         run(long_latent(80), ctas=4, order=order, seed=number, launches=2, choose=of_wgmma)
         run(long_latent(128, False, -0.1), ctas=4, order=order, seed=number, choose=of_wgmma)
         run(draw(1, torch.float16, **{**CASE, **ONE_GROUP}), ctas=3, order=order, seed=number, choose=of_one_group, stages=4)
-        run(draw(1, torch.float16, **{**CASE, **CLUSTER}), order=order, seed=number, launches=2, stages=2)
+        run(draw(1, torch.float16, **{**CASE, **CLUSTER}), order=order, seed=number, launches=2, choose=of_shares)
+        run(draw(1, torch.float16, **{**CASE, **CLUSTER, "lengths": [600]}), order=order, seed=number, launches=2,
+            choose=of_shares, **EVENLY)  # fmt: skip

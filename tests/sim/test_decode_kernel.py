@@ -10,7 +10,7 @@ from requests_at_random import Drawn, described, draw
 
 import strobe
 from strobe.device import KNOWN
-from strobe.kernels.decode.config import choose, of_mma, of_one_group, of_wgmma
+from strobe.kernels.decode.config import choose, of_mma, of_one_group, of_shares, of_wgmma
 
 ORDERS = ("in_order", "random", "late", "early")
 
@@ -56,21 +56,26 @@ def test_values_that_are_columns_of_keys(heads, deterministic):
     run(call, ctas=3, **({"split": 64, "chain": 128} if deterministic else {}))
 
 
-def simulate_cluster(seed: int) -> None:
-    """One request, for each of whose key heads there is a cluster; of every third a page is not there."""
+def simulate_one_request(seed: int) -> None:
+    """One request, whose key heads are shared evenly, half of the time by clusters; of every third a page is not there."""
     n_q, group = [(1, 8), (1, 4), (2, 4), (1, 1), (3, 2)][seed % 5]
+    if seed % 7 == 6:
+        n_q, group = 4, 6
     dim, page = (80, 96, 128)[seed % 3], [None, 16, 64, 128, 1, 48][seed % 6]
     call = draw(seed, (torch.float16, torch.bfloat16)[seed % 2], honest=seed % 3 > 0, ragged=False, batch=1, heads_kv=2,
                 n_q=n_q, group=group, page=page, head_dim=dim, head_dim_v=dim, room=(64, 700, 2100)[seed // 2 % 3])  # fmt: skip
     problem, _ = described(call)
-    assert of_mma(problem, KNOWN["H200"]).cluster == 16
-    changes = {"cluster": 8, "tokens": 128, "warps": 8, "stages": 2} if seed % 4 == 3 else {}
-    run(call, order=ORDERS[seed // 2 % 4], seed=seed, launches=1 + seed % 2, **changes)
+    config = choose(problem, KNOWN["H200"])
+    assert (config.shares, config.clustered) == ((64, False) if n_q * group > 8 else (16, True))
+    changes = {}
+    if seed % 4 and n_q * group <= 8:
+        changes = {"clustered": seed % 4 == 1, "shares": (5, 8, 2, 12)[seed % 4], "stages": 3}
+    run(call, ctas=19, order=ORDERS[seed // 2 % 4], seed=seed, launches=1 + seed % 2, choose=of_shares, **changes)
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_a_cluster_for_each_key_head(seed):
-    simulate_cluster(seed)
+def test_one_request(seed):
+    simulate_one_request(seed)
 
 
 def simulate_wgmma(seed: int) -> None:

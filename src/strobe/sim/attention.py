@@ -62,7 +62,7 @@ BACKENDS = {
 }
 
 
-def _exchange(x: Tensor, top: Tensor, total: Tensor, ctas: int) -> tuple[Tensor, ...]:
+def _exchange(x: Tensor, top: Tensor, total: Tensor, ctas: int, posts: bool) -> tuple[Tensor, ...]:
     """Model of `cluster.exchange`."""
     for tensor in (x, top, total):
         tensor.check_ready()
@@ -82,7 +82,7 @@ register(flags.await_additions, await_additions)
 register(flags.raise_flag, raise_flag)
 register(flags.fence_async_global, fence_async_global)
 register(exp2.exp2_flushed, registers.exp2)
-register(cluster.begin_cluster, lambda ctas, numbers: clusters.begin(ctas))
+register(cluster.begin_cluster, lambda ctas, numbers, posts: clusters.begin(ctas))
 register(cluster.exchange, _exchange)
 register(packed_halves.rounded, lambda x, dtype: x.to(dtype))
 register(packed_halves.widened, lambda x: x.to(tl.float32))

@@ -1,10 +1,14 @@
 """CTAs of a cluster give each other what they found, by way of their shared memory, without a word through global memory.
 
 They are programs of their own, neighbours, which run at the same time since the launch asks for it (see `Call.cluster`). Each
-posts the shares of what it found to the CTAs whose they are (st.async), and waits until it has its own share of all: an
-mbarrier counts the bytes. So a number is under way once, and nobody waits for a fence.
+writes the shares of what it found to the CTAs whose they are, in one of two ways:
 
-Nobody posts anything before all have begun, and each waits for all that is posted to it. So each may end when it likes.
+    it posts them     (st.async), and waits until an mbarrier has counted the bytes of its own share of all: a number is under
+                      way once, and nobody waits for a fence
+    it stores them    and all meet at a barrier of the cluster: slower, but CTAs that end together leave room together, so that
+                      those of the next launch lie further apart
+
+Nobody writes to another one's shared memory before all have begun, or after it has its share. So each may end when it likes.
 """
 
 import math
@@ -13,10 +17,10 @@ from strobe.kernels.gluon import gl, gluon
 
 
 @gluon.jit
-def begin_cluster(CTAS: gl.constexpr, NUMBERS: gl.constexpr):
-    """Tell the CTAs of a cluster that this one has begun and may be posted to. All threads do, once, ahead of the kernel's one
+def begin_cluster(CTAS: gl.constexpr, NUMBERS: gl.constexpr, POSTS: gl.constexpr):
+    """Tell the CTAs of a cluster that this one has begun and may be written to. All threads do, once, ahead of the kernel's one
     `exchange`, of tensors of so many numbers."""
-    gl.inline_asm_elementwise(begin_ptx(CTAS, NUMBERS), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(begin_ptx(CTAS, NUMBERS, POSTS), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -41,7 +45,7 @@ def read_arguments(pointer, a, b, c, d):
 
 
 @gluon.jit
-def exchange(x, top, total, CTAS: gl.constexpr):
+def exchange(x, top, total, CTAS: gl.constexpr, POSTS: gl.constexpr):
     """This CTA's share of what each CTA of a cluster has as x, [CTAS, numbers of a share], and, for each number, what it has as
     `top` and `total` of the row.
 
@@ -50,7 +54,7 @@ def exchange(x, top, total, CTAS: gl.constexpr):
     EACH: gl.constexpr = numbers_of_thread(x.shape, gl.num_warps())
     top, total = gl.expand_dims(top, 1) + 0.0 * x, gl.expand_dims(total, 1) + 0.0 * x
     x, top, total = gl.inline_asm_elementwise(
-        exchange_ptx(x.shape[0], x.shape[1], CTAS, gl.num_warps()), operands(EACH), [x, top, total],
+        exchange_ptx(x.shape[0], x.shape[1], CTAS, gl.num_warps(), POSTS), operands(EACH), [x, top, total],
         dtype=(gl.float32, gl.float32, gl.float32), is_pure=False, pack=EACH)  # fmt: skip
     return by_ctas(x, CTAS), by_ctas(top, CTAS), by_ctas(total, CTAS)
 
@@ -74,33 +78,35 @@ def operands(each):
 
 
 @gluon.constexpr_function
-def begin_ptx(ctas, numbers):
+def begin_ptx(ctas, numbers, posts):
     """PTX of `begin_cluster`. Its shared memory is declared for the whole kernel, as `exchange_ptx` names it, too."""
-    return f"""
-        .shared .align 16 .b8 posted_numbers[{4 * numbers}];
-        .shared .align 16 .b8 posted_sums[{8 * ctas}];
-        .shared .align 8 .b64 all_posted;
-        {{
+    expect = f"""
         .reg .pred first;
         .reg .b32 at, lane;
         mov.u32 lane, %tid.x;
-        mov.u32 at, all_posted;
+        mov.u32 at, all_written;
         setp.eq.u32 first, lane, 0;
         @first mbarrier.init.shared::cta.b64 [at], 1;
         @first fence.mbarrier_init.release.cluster;
-        @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {4 * numbers + 8 * ctas};
+        @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {4 * numbers + 8 * ctas};"""
+    return f"""
+        .shared .align 16 .b8 all_numbers[{4 * numbers}];
+        .shared .align 16 .b8 all_sums[{8 * ctas}];
+        .shared .align 8 .b64 all_written;
+        {{{expect if posts else ""}
         barrier.cluster.arrive.relaxed.aligned;
         mov.b32 $0, 0;
         }}"""
 
 
 @gluon.constexpr_function
-def exchange_ptx(rows, columns, ctas, warps):
+def exchange_ptx(rows, columns, ctas, warps, posts):
     """PTX of `exchange`, for all numbers of a thread at once. It takes those of several CTAs, so that a warp has all that are
     added up: of `each` CTAs, in one of `across` neighbouring places of a share."""
     each, share = rows * columns // (32 * warps), rows * columns // ctas
     across = 32 * each // ctas
-    post = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
+    write = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes" if posts else "st.shared::cluster"
+    told = ", [barrier]" if posts else ""
     lines = [
         ".reg .pred is_first, over;",
         ".reg .b32 rank, lane, warp, at, to, in_share, there, barrier;",
@@ -118,31 +124,36 @@ def exchange_ptx(rows, columns, ctas, warps):
             f"div.u32 to, at, {share};",
             f"rem.u32 in_share, at, {share};",
             f"mad.lo.u32 at, rank, {share}, in_share;",
-            "mov.u32 there, posted_numbers;",
+            "mov.u32 there, all_numbers;",
             "mad.lo.u32 there, at, 4, there;",
             "mapa.shared::cluster.u32 there, there, to;",
-            "mov.u32 barrier, all_posted;",
+            "mov.u32 barrier, all_written;",
             "mapa.shared::cluster.u32 barrier, barrier, to;",
-            f"{post}.v4.f32 [there], {{{numbers}}}, [barrier];",
-            "mov.u32 there, posted_sums;",
+            f"{write}.v4.f32 [there], {{{numbers}}}{told};",
+            "mov.u32 there, all_sums;",
             "mad.lo.u32 there, rank, 8, there;",
             "mapa.shared::cluster.u32 there, there, to;",
             "setp.eq.u32 is_first, in_share, 0;",
-            f"@is_first {post}.v2.f32 [there], {{${4 * each + 4 * i}, ${5 * each + 4 * i}}}, [barrier];",
+            f"@is_first {write}.v2.f32 [there], {{${4 * each + 4 * i}, ${5 * each + 4 * i}}}{told};",
         ]
+    if posts:
+        lines += [
+            "mov.u32 barrier, all_written;",
+            "again:",
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [barrier], 0;",
+            "@!over bra again;",
+        ]
+    else:
+        lines += ["barrier.cluster.arrive.release.aligned;", "barrier.cluster.wait.acquire.aligned;"]
     lines += [
-        "mov.u32 barrier, all_posted;",
-        "again:",
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [barrier], 0;",
-        "@!over bra again;",
         f"div.u32 to, lane, {across};",
         f"mul.lo.u32 to, to, {each};",
-        "mov.u32 there, posted_sums;",
+        "mov.u32 there, all_sums;",
         "mad.lo.u32 there, to, 8, there;",
         f"rem.u32 in_share, lane, {across};",
         f"mad.lo.u32 in_share, warp, {across}, in_share;",
         f"mad.lo.u32 in_share, to, {share}, in_share;",
-        "mov.u32 at, posted_numbers;",
+        "mov.u32 at, all_numbers;",
         "mad.lo.u32 at, in_share, 4, at;",
     ]
     for i in range(each):

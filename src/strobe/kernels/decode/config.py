@@ -71,12 +71,22 @@ copies. An H100, 4 queries of 64 heads on 8, 32 requests whose lengths have a lo
 microseconds with one group, 110.9 without; by mma.sync 109.5 and 113.1."""
 START_BYTES_OF_TMA = 384 * KIB
 """The same where TMA copies, behind which a piece's rows of Q come late."""
+MOST_SHARED_ROWS = 32
+"""Rows of a key head up to which the CTAs of one request share its key heads evenly. An H200, 8 queries of 64 heads on 8, 8k
+keys: 20.7 microseconds, 16.7 by one group of wgmma; 4 queries: 15.9 and 16.5."""
+MOST_SHARES = 64
+"""CTAs that share a key head where keys are not many: each has a part that is merged."""
+FEW_SHARES = 8
+"""Parts of a key head that the last CTA to come merges alone, as it would wait for others for as long."""
+MANY_SHARED_KEYS = 1 << 17
+"""Keys of all key heads from which on copies bind, not what comes ahead and behind: eight warps have a step. An H200, one query
+of 64 heads on 8, 32k keys: 37.0 microseconds, 39.4 with four warps; an H100, 8k keys: 18.1 and 17.4."""
 CLUSTER = 16
-"""CTAs that share a key head of one request, as a cluster. Two fit a multiprocessor, as eight clusters of one CTA on each are
-more than an H200 runs at once."""
-MOST_KEYS_OF_CLUSTERS = 1 << 15
-"""Keys of all key heads of one request up to which clusters are the faster choice: for more the rate counts at which they are
-read, and a cluster's CTAs are close together."""
+LEAST_CLUSTER, ALL_CLUSTERS = 8, 64
+MOST_KEYS_OF_POSTS, MOST_KEYS_OF_CLUSTERS = 1024, 4096
+"""Keys of one request, as far as room goes, up to which its key heads are for clusters whose CTAs post to each other, and for
+clusters at all. Those that post have `CLUSTER` CTAs, or fewer, so that each of all has a multiprocessor to itself."""
+FALLBACK_SMS = 108
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
 
 
@@ -102,7 +112,9 @@ class Config:
         key from memory, the others find it in the L2 cache.
     halves: groups of so many warps that have head_dim_v columns of O each, and take turns at the softmax.
     groups: of warps, each of which has a share of the rows, and a role of its own.
-    cluster: CTAs of a cluster, which have a key head of the one request, and its steps by turns; 1: no clusters.
+    shares: CTAs that have a key head of the one request, and its steps by turns; 1: work is dealt out from the lengths.
+    clustered: those of a key head are a cluster.
+    posts: they post to each other what they found (see `common.cluster`).
     by_way_of_q: results pass through the shared memory of Q, after which a thread writes 16 bytes of a row, not 4.
     start: units that a CTA could read in the time that a piece costs beside its keys.
     by_turns: CTAs that have several whole jobs take them by turns.
@@ -127,7 +139,9 @@ class Config:
     abreast: int = 1
     halves: int = 1
     groups: int = 1
-    cluster: int = 1
+    shares: int = 1
+    clustered: bool = False
+    posts: bool = False
     by_way_of_q: bool = False
     start: int = 0
     by_turns: bool = False
@@ -144,7 +158,17 @@ class Config:
     @property
     def stride(self) -> int:
         """Keys from the begin of a CTA's step to that of its next one."""
-        return self.tokens * self.cluster
+        return self.tokens * self.shares
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.shares if self.clustered else 1
+
+    @property
+    def meets_apart(self) -> bool:
+        """Whether what the warps found meets in memory of its own, for which a short ring leaves room."""
+        return self.clustered and self.stages == 2
 
     @property
     def by_wgmma(self) -> bool:
@@ -194,6 +218,8 @@ class Config:
     @property
     def merged_rows(self) -> int:
         """Rows of many parts that are merged at once, 8 at most, as many as any result has."""
+        if self.shares > 1:  # all who have a share help
+            return 2
         if self.narrow:  # so that a thread has four numbers of a part, and many parts at once
             # an H200, one request of 8k keys, 16 heads: 20.0 microseconds, with 8 rows 33.6; 128 heads: 24.6, with 4 rows 28.6
             return 128 * self.warps // self.head_dim_v
@@ -228,6 +254,8 @@ class Config:
     def most_alone(self, rows: int) -> int:
         """Up to how many parts of so many rows the last to come merges them alone: in two turns, or four. 0 where registers do
         not hold them, or where parts must be added up in an order that does not depend on the rows."""
+        if self.shares > 1:
+            return FEW_SHARES
         most = 8 if self.specialised else 32
         beside = self.parts_beside(rows)
         if self.split:
@@ -252,14 +280,14 @@ class Config:
         return self.stages * self.tokens * columns * self.kv_bytes
 
     def smem_map(self) -> list[Buffer]:
-        """The rings of K and V, and the rows of Q for wgmma. The results of warps meet in the ring of K, when it is empty; in
-        a cluster, which has memory for what its CTAs post to each other beside (`common.cluster`), in a place of their own."""
+        """The rings of K and V, and the rows of Q for wgmma. The results of warps meet in the ring of K, when it is empty, or
+        in a place of their own, as does what the CTAs of a cluster give each other (`common.cluster`)."""
         other = ("sK narrow", self.narrow) if self.narrow else ("sV", self.head_dim_v)
         shapes: dict[str, tuple[int, ...]] = {"sQ": (self.rows, self.head_dim + self.narrow)} if self.by_wgmma else {}
         shapes |= {"sP": (self.rows, self.tokens)} if self.by_wgmma and self.narrow and self.halves == 1 else {}
         shapes |= {"sK": (self.stages, self.tokens, self.head_dim), other[0]: (self.stages, self.tokens, other[1])}
         meet = (self.token_warps, MMA_ROWS // 2, self.head_dim_v)
-        met = [Buffer("sO of warps", meet, 4 * math.prod(meet))] if self.cluster > 1 else []
+        met = [Buffer("sO of warps", meet, 4 * math.prod(meet))] if self.meets_apart else []
         return [*(Buffer(name, shape, self.kv_bytes * math.prod(shape)) for name, shape in shapes.items()), *met]
 
     @property
@@ -271,7 +299,9 @@ class Config:
 def choose(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of a problem on an arch: for wgmma, by TMA or cp.async, where it is faster, else for mma.sync."""
     make = of_mma
-    if takes_wgmma(problem, arch):
+    if takes_shares(problem, arch):
+        make = of_shares
+    elif takes_wgmma(problem, arch):
         if gains_by_one_group(problem, arch):
             make = of_one_group
         elif gains_by_wgmma(problem):
@@ -320,8 +350,6 @@ def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
     config = Config(dim, dim_v, rows, tokens, 2, warps, 1, split, kv_bytes, columns, chain=chain_of(problem))
     few = not split and rows == MMA_ROWS and jobs(problem, config) <= FEW_JOBS
     if few and wide == 128 and kv_bytes == 2 and arch.capability == 90:
-        if takes_cluster(problem):
-            return replace(config, cluster=CLUSTER)
         config = replace(config, warps=8, tokens=128)  # half as many parts to merge: 4 % faster (batch 1, 8k keys, 8 key heads)
     while config.meeting_bytes > config.ring_bytes(dim):
         config = replace(config, stages=config.stages + 1)
@@ -332,10 +360,41 @@ def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
     return replace(config, ctas=ctas)
 
 
-def takes_cluster(problem: DecodeProblem) -> bool:
-    """Whether each key head is a cluster's: of one request, of few rows and, as far as room goes, few keys."""
-    one = problem.batch == 1 and not problem.ragged and problem.rows <= CLUSTER // 2
-    return one and padded(problem.head_dim) == padded(problem.head_dim_v) and keys_of(problem) <= MOST_KEYS_OF_CLUSTERS
+def takes_shares(problem: DecodeProblem, arch: Arch) -> bool:
+    """Whether the CTAs of one request share its key heads evenly, whatever its length: where a tile has all rows of a key head,
+    and two CTAs or more have it."""
+    one = problem.batch == 1 and not problem.ragged and not problem.deterministic
+    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128 and problem.kv_dtype.itemsize == 2
+    return one and wide and arch.capability == 90 and problem.rows <= MOST_SHARED_ROWS and shares_of(problem, arch) > 1
+
+
+def shares_of(problem: DecodeProblem, arch: Arch) -> int:
+    """How many CTAs have a key head of one request, if each multiprocessor has one; eights of them, if they are many."""
+    shares = (arch.sms or FALLBACK_SMS) // problem.heads_kv
+    if keys_of(problem) < MANY_SHARED_KEYS:
+        shares = min(MOST_SHARES, shares)
+    return shares if shares < 8 else shares // 8 * 8
+
+
+def of_shares(problem: DecodeProblem, arch: Arch) -> Config:
+    """The config of one request: mma.sync, and as few warps and stages as leave room for the next launch, whose CTAs are there
+    when their turn comes, unless keys are many. Few rows and keys are for clusters."""
+    # An H100, and an H200, one query over pages of 64 keys, microseconds: clusters of 8 that post, of 16 that post, of 16 that
+    # meet, and without clusters
+    #   64 heads on 8   1k: 5.4, 5.8, 5.8, 6.5   2k: 7.6, 8.1, 7.3, 8.0   4k: 11.7, 12.1, 10.3, 11.3   5k: -, -, 11.7, 12.2
+    #                   1k: 5.0, 5.3, 5.2, 5.9   2k: 7.1, 7.2, 6.5, 7.1   4k: -, 10.8, 8.5, 9.7        5k: -, -, 10.6, 10.6
+    #   28 heads on 4   1k: 4.9, 4.2, 4.5, 5.7   2k: 7.2, 5.3, 5.5, 7.2   4k: -, 7.8, 7.6, 8.8         8k: -, 12.0, 11.2, 11.9
+    #                   1k: -, 3.9, 3.8, 5.3     2k: -, 5.1, 5.0, 6.8     4k: -, 7.3, 6.9, 7.9         8k: -, 11.4, 10.4, 10.3
+    rows = rows_of_tile(problem.rows)
+    dealt = Config(128, 128, rows, 64, 3, 4, 1, shares=shares_of(problem, arch))
+    posts = problem.capacity <= MOST_KEYS_OF_POSTS
+    cluster = power_of_two(min(CLUSTER, ALL_CLUSTERS // problem.heads_kv))
+    if problem.rows <= MMA_ROWS // 2 and cluster >= LEAST_CLUSTER and problem.capacity <= MOST_KEYS_OF_CLUSTERS:
+        shares = cluster if posts else CLUSTER
+        return replace(dealt, stages=2 if shares == CLUSTER else 3, shares=shares, clustered=True, posts=posts)
+    if rows == MMA_ROWS and keys_of(problem) >= MANY_SHARED_KEYS:
+        return replace(dealt, tokens=128, warps=8)
+    return dealt
 
 
 def takes_wgmma(problem: DecodeProblem, arch: Arch) -> bool:

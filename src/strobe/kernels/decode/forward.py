@@ -19,10 +19,10 @@ and that everybody has read what is copied over next. Where pages are looked up,
 before its copies begin.
 
 Keys that are none (beyond a length, of a page that is not there) are copied as zeros and masked: whatever lies there, NaN too,
-stays there. (In a cluster the first keys of a CTA are asked for before the length is known, and are masked alone.)
+stays there. (Of one request the first keys of a CTA are asked for before the length is known, and are masked alone.)
 
-Where one request is all, a cluster has each of its key heads: see `take_share`. What its warps found meets in memory of its
-own, and what its CTAs found in that of all (`common.cluster`).
+Where one request is all, each of its key heads is shared by as many CTAs: see `take_share`. What they found is merged as parts
+of a job are or, in a cluster, meets in the shared memory of all (`common.cluster`).
 
 Here is what is mma.sync's own. Beside it stands what it shares with Hopper's kernels: a CTA's pieces of work (`pieces`), where
 keys lie (`keys`), which of them count for how much (`scores`), writing and merging results (`results`).
@@ -34,13 +34,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from strobe.kernels.common.cluster import begin_cluster, read_arguments
 from strobe.kernels.common.dependent_launch import take_turn
-from strobe.kernels.decode.arguments import NUMBERS, Cached, Kernel, Outputs, Piece, Terms
+from strobe.kernels.decode.arguments import NUMBERS, Cached, Job, Kernel, Outputs, Piece, Terms
 from strobe.kernels.decode.keys import copy_step, is_key, load_queries, look_up, rows_at, same_or_looked_up
 from strobe.kernels.decode.layouts import copy_layout, product_layout, result_layout, ring_layout
 from strobe.kernels.decode.notes import NOTED, Notes
 from strobe.kernels.decode.pieces import ask_ahead, take_pieces
-from strobe.kernels.decode.results import deliver, deliver_share, nothing, take_splits
-from strobe.kernels.decode.schedule import Requests, keys_of
+from strobe.kernels.decode.results import PATIENCE, deliver, deliver_share, nothing, take_splits
+from strobe.kernels.decode.schedule import Requests, keys_of, units_of
 from strobe.kernels.decode.scores import finite, scores_of
 from strobe.kernels.gluon import gl, gluon, partition_barrier, reinterpret
 
@@ -154,7 +154,7 @@ def walk(rings, outputs, terms, cached, piece, asked, C: gl.constexpr, GROUP: gl
     K_KEYS: gl.constexpr = gl.SliceLayout(2, K_COPY)
     V_KEYS: gl.constexpr = gl.SliceLayout(2, V_COPY)
     S_KEYS: gl.constexpr = gl.SliceLayout(1, L)
-    SHARE: gl.constexpr = C.cluster > 1
+    SHARE: gl.constexpr = C.shares > 1
     begin = piece.begin // C.tokens * C.tokens
     STAGES: gl.constexpr = C.stages
     k_pages = ()
@@ -248,22 +248,29 @@ def find(memory, K, piece, state):
 
 @gluon.jit
 def take_share(memory, K):
-    """What a CTA of a cluster does, of which each has a key head of the one request: its share of the steps, by turns, and of
+    """What a CTA does that shares a key head of the one request with others: its steps, by turns, and in a cluster its share of
     the result. Whose turn it is does not depend on the length, so pages and keys are asked for while that is on its way."""
     C: gl.constexpr = K.C
-    requests, rank = K.requests, gl.program_id(0) % C.cluster
+    requests, rank = K.requests, gl.program_id(0) % C.shares
     rings, stats, meet = memory
-    head, entry, first = gl.program_id(0) // C.cluster, 0 * rank, 0 * rank
+    head, entry, first = gl.program_id(0) // C.shares, 0 * rank, 0 * rank
     begin, end, length = keys_of(requests, first, first < requests.batch, requests.n_q, True)
     if requests.index is not None:
         entry = gl.load(requests.index)
+    parts = gl.minimum(units_of(begin, end, C), C.shares)
     origin = (begin // C.tokens + rank) * C.tokens
     begin = gl.maximum(begin, origin)
     piece = Piece(first, entry, head, first, first, requests.n_q, length, begin, end)
     asked = Piece(first, entry, head, first, first, requests.n_q, length, begin, requests.capacity)
     acc, row_max, row_sum = walk(rings, K.outputs, K.terms, K.cached, piece, asked, C, K.GROUP, K.DIM, K.DIM_V)
-    o, top, total = gather_warps(meet, stats, acc, row_max, row_sum, C, K.ROWS)
-    deliver_share(K, piece, rank, o[0], top, total)
+    if C.clustered or rank < parts:  # others have no keys
+        o, top, total = gather_warps(meeting_place(rings, meet, C, K.ROWS), stats, acc, row_max, row_sum, C, K.ROWS)
+        if C.clustered:
+            deliver_share(K, piece, rank, o[0], top, total)
+        else:
+            of_head = head * C.shares
+            job = Job(head, parts, of_head, of_head, 0 * rank + 1, 2 * (of_head + rank), 0 * rank + PATIENCE)
+            deliver(K, piece, job, o, top, total)
 
 
 @gluon.jit
@@ -294,6 +301,15 @@ def in_ring(k_ring, C: gl.constexpr, ROWS: gl.constexpr):
     meet = reinterpret(k_ring, gl.float32, SHAPE, meet_layout(C, SHAPE[3]))
     partition_barrier()
     return meet
+
+
+@gluon.jit
+def meeting_place(rings, meet, C: gl.constexpr, ROWS: gl.constexpr):
+    """Where warps meet: at a place of its own, `meet`, or in the ring of K."""
+    if C.meets_apart:
+        return meet
+    else:
+        return in_ring(rings[0], C, ROWS)
 
 
 @gluon.constexpr_function
@@ -338,7 +354,8 @@ def decode_kernel(
     notes=None, counters=None, MANY: gl.constexpr = 0,
 ):  # fmt: skip
     if C.cluster > 1:
-        begin_cluster(C.cluster, ROWS * C.head_dim_v)
+        begin_cluster(C.cluster, ROWS * C.head_dim_v, C.posts)
+    if C.shares > 1:
         read_arguments(lengths, q_batch, v_head, out_head, tiles)
     if IN_TURN:
         take_turn()
@@ -353,7 +370,7 @@ def decode_kernel(
     outputs = Outputs(q, q_batch, q_row, q_head, out, out_batch, out_row, out_head, lse, lse_batch, lse_head, parts, sums,
                       arrivals)  # fmt: skip
     K = Kernel(requests, outputs, terms, cached, heads_kv, tiles, C, GROUP, DIM, DIM_V, ROWS)
-    if C.cluster == 1:
+    if C.shares == 1:
         ask_ahead(K)
     each: gl.constexpr = C.tokens // C.token_warps
     width: gl.constexpr = 16 // C.kv_bytes
@@ -369,8 +386,10 @@ def decode_kernel(
     stats = (gl.allocate_shared_memory(gl.float32, [C.token_warps, C.rows], PLAIN),
              gl.allocate_shared_memory(gl.float32, [C.token_warps, C.rows], PLAIN))  # fmt: skip
 
-    if C.cluster > 1:
+    if C.meets_apart:
         meet = gl.allocate_shared_memory(gl.float32, [1, C.token_warps, ROWS, C.head_dim_v], meet_layout(C, C.head_dim_v))
         take_share((rings, stats, meet), K)
+    elif C.shares > 1:
+        take_share((rings, stats, None), K)
     elif notes is None or cu_q is not None or noted.any:
         take_pieces(take, (rings, stats), K, gl.to_tensor(0))

@@ -9,19 +9,17 @@ import torch
 from strobe.device import Arch
 from strobe.kernels.common.call import Buffer, Buffers, Call, Tensors
 from strobe.kernels.common.descriptors import descriptor
-from strobe.kernels.decode.config import Config, jobs, partial_places, tiles_of_rows
+from strobe.kernels.decode.config import FALLBACK_SMS, Config, jobs, partial_places, tiles_of_rows
 from strobe.kernels.decode.forward import decode_kernel
 from strobe.kernels.decode.hopper import hopper_kernel
 from strobe.problem import lse_shape_of
 from strobe.serving.problem import DecodeProblem
 
-FALLBACK_SMS = 108
-
 
 def ctas(problem: DecodeProblem, arch: Arch, config: Config) -> int:
-    """CTAs of a launch: as many as run at once, or a cluster for each key head."""
-    if config.cluster > 1:
-        return config.cluster * problem.heads_kv
+    """CTAs of a launch: as many as run at once, or as share the key heads of one request."""
+    if config.shares > 1:
+        return config.shares * problem.heads_kv
     return config.ctas * (arch.sms or FALLBACK_SMS)
 
 

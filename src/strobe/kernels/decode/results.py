@@ -40,7 +40,8 @@ def merge_layout(C, rows):
     """The layout in which so many rows of parts are read: as they lie."""
     if not C.parts_in_squares:
         if rows < C.warps:
-            return gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, rows, C.warps // rows], [2, 1, 0])
+            each = rows * C.head_dim_v // (32 * C.warps)
+            return gl.BlockedLayout([1, 1, each], [1, 1, 32], [1, rows, C.warps // rows], [2, 1, 0])
         return result_layout(C, C.head_dim_v)
     down = min(8, rows)
     high = min(C.warps, rows // down)
@@ -431,7 +432,7 @@ def deliver(K, piece, job, acc, top, total, place=None):
 @gluon.jit
 def deliver_share(K, piece, rank, o, top, total):
     """Write a CTA's share, a row or a part of one, of what all CTAs of a cluster found of their pieces of a job."""
-    shares, top_of, total_of = exchange(o, top, total, K.C.cluster)
+    shares, top_of, total_of = exchange(o, top, total, K.C.cluster, K.C.posts)
     top = gl.max(top_of, 0)
     weight_of = gl.exp2(top_of - gl.expand_dims(finite(top), 0))
     total = gl.sum(total_of * weight_of, 0)
