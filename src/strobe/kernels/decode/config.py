@@ -319,7 +319,7 @@ def gains_by_turns(problem: DecodeProblem, arch: Arch, config: Config) -> bool:
     #             mma.sync: 128 of 8k 1411 (1426) | 1425 (1440); 28 on 4 708 (714) | 718 (730); 16 queries 1478 (1500)
     #   an H200, mma.sync:  128 of 8k 960 (971) | 986 (988), of 2k 246 (252) | 260 (264); 32 on 32 956 (962) | 957 (968)
     #   an H200, one group, 4 queries, 128 of 1k: 151 (141). 128 rows: from level to a percent faster, or slower
-    many = keys_of(problem) >= LEAST_KEYS_OF_TURNS and problem.heads_kv > 1
+    many = keys_of(problem) >= LEAST_KEYS_OF_TURNS and problem.heads_kv > 1 and config.shares == 1
     return many and not config.split and not (config.by_wgmma and arch.dram_bandwidth >= FAST_MEMORY)
 
 
