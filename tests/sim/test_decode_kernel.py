@@ -200,6 +200,14 @@ def test_splits(seed):
     simulate_splits(seed)
 
 
+@pytest.mark.parametrize("room", [257, 700])
+def test_splits_of_fewer_rows_than_a_tile(room):
+    call = draw(5, torch.bfloat16, n_q=1, group=4, heads_kv=1, head_dim=128, head_dim_v=128, tree=False, deterministic=True,
+                room=room)  # fmt: skip
+    one, several = (run(call, ctas=ctas, choose=of_mma, split=128, chain=room // 2 // 128 * 128) for ctas in (1, 3))
+    assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(one, several, strict=True))
+
+
 @pytest.mark.parametrize("choose_one", [of_mma, of_wgmma])
 def test_bits_of_latent_keys(choose_one):
     call = latent(48)._replace(keywords={"deterministic": True})

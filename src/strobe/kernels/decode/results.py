@@ -260,7 +260,7 @@ def with_chain_before(K, piece, job, acc, top, total):
     if piece.begin < begins:
         place = own_place(job, begins - 1, places_of_cta(K.requests, job.stretch, C), C)
         partition_barrier()  # of a row's numbers each is written by one of the threads that need it
-        row = gl.arange(0, C.rows, M)
+        row = gl.arange(0, acc[0].shape[0], M)
         there = row < piece.queries * K.GROUP - piece.first_row
         at = K.outputs.sums + place * (2 * K.ROWS) + row
         before_top = gl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg")
