@@ -252,6 +252,17 @@ def leave_parts(K, piece, job, key, acc, top, total):
 
 
 @gluon.jit
+def chunk_of_part(K, place, row, there, c: gl.constexpr, like):
+    """Chunk `c` of O in the part at a place, as `like` lies: the rows that are there."""
+    L: gl.constexpr = like.type.layout
+    row = gl.expand_dims(gl.convert_layout(row, gl.SliceLayout(1, L)), 1)
+    there = gl.expand_dims(gl.convert_layout(there, gl.SliceLayout(1, L)), 1)
+    column = c * like.shape[1] + gl.expand_dims(gl.arange(0, like.shape[1], gl.SliceLayout(0, L)), 0)
+    at = K.outputs.parts + place.to(gl.int64) * (K.ROWS * K.C.head_dim_v) + place_in_part(row, column, K.C)
+    return gl.load(at, mask=there & (column < K.C.head_dim_v), other=0.0, cache_modifier=".cg")
+
+
+@gluon.jit
 def with_chain_before(K, piece, job, acc, top, total):
     """What was found of a job's second chain, with what this CTA left of the first one, if it has both."""
     C: gl.constexpr = K.C
@@ -267,13 +278,7 @@ def with_chain_before(K, piece, job, acc, top, total):
         before_total = gl.load(at + K.ROWS, mask=there, other=0.0, cache_modifier=".cg")
         before = ()
         for c in gl.static_range(len(acc)):
-            L: gl.constexpr = acc[c].type.layout
-            WIDE: gl.constexpr = acc[c].shape[1]
-            row_2 = gl.expand_dims(gl.convert_layout(row, gl.SliceLayout(1, L)), 1)
-            column = c * WIDE + gl.expand_dims(gl.arange(0, WIDE, gl.SliceLayout(0, L)), 0)
-            at = K.outputs.parts + place.to(gl.int64) * (K.ROWS * C.head_dim_v) + place_in_part(row_2, column, C)
-            there_2 = gl.expand_dims(gl.convert_layout(there, gl.SliceLayout(1, L)), 1) & (column < C.head_dim_v)
-            before += (gl.load(at, mask=there_2, other=0.0, cache_modifier=".cg"),)
+            before += (chunk_of_part(K, place, row, there, c, acc[c]),)
         acc, top, total = added(before, before_top, before_total, acc, top, total)
     return acc, top, total
 
