@@ -40,6 +40,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "portable": ("kernels/portable/forward.py", "kernels/portable/backward.py", "kernels/portable/plan.py"),
     "sm80 forward": ("kernels/sm80/launch.py", "kernels/sm80/backend.py"),
     "sm80 backward": ("kernels/sm80/backward_launch.py", "kernels/sm80/backend.py"),
+    "decode": ("kernels/decode/launch.py",),
     "sm100 forward": ("kernels/sm100/launch.py", "kernels/sm100/backend.py", "kernels/sm100/forward.py"),
 }
 """Kernel -> the files it begins with: host code, by all names that it has had, and tables. Those that a version lacks do not
