@@ -77,7 +77,7 @@ def copy_pages(pages, descriptors, channel, g, page_rows, n, batch, head, i, C: 
     row = gl.where(there, page * page_rows + row_of(pages, key), -1)
     missing = gl.max((exists & ~there).to(gl.int32), 0) != 0
     firsts = ()
-    if not C.grouped:  # found early, they would cost groups time: uniform registers would be moved back and forth
+    if not C.grouped:  # whose boxes, found early, do not fit the uniform registers
         for b in gl.static_range(BOXES):
             firsts += (box_of(row, lane, b),)
     barrier = channel.acquire(g)
