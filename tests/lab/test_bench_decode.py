@@ -99,6 +99,10 @@ def test_points():
     assert list(peers_for(torch.device("cuda"))) == ["FA3", "FA3 planned", "XQA", "cuDNN", "SDPA", "SDPA cuDNN", "SDPA flash"]
 
 
+def test_a_large_cache_has_fewer_launches_in_a_graph():
+    assert [lab.launches_of(Point(batch, 32768, 64, 8)) for batch in (1, 8, 32, 128)] == [20, 16, 4, 4]
+
+
 def test_a_part_has_all_pages_and_queries_of_its_shapes():
     plan = Plan(heads=((64, 8), (32, 8)), queries=(1, 4), pages=(64, 0), caches=("bf16", "e4m3"))
     parts = [replace(plan, part=(n, 3)).points() for n in (1, 2, 3)]
