@@ -27,7 +27,8 @@ BATCH = 256
 
 
 class Case(NamedTuple):
-    """A call of `strobe.attention` in words; each word of `others` is one of `_keywords` or of `_problem`."""
+    """A call of `strobe.attention` in words; each word of `others` is one of `_keywords` or of `_problem`. Or one of
+    `strobe.decode`, of kernel "decode", with words of `_step`."""
 
     kernel: str
     head_dims: tuple[int, int]
@@ -56,6 +57,17 @@ VARIANTS = (
     ("dropout",),
 )
 """Each of causal attention of head dim 128."""
+STEPS = (
+    ("page 16",),
+    ("page 64",),
+    ("one request", "page 64"),
+    ("4 queries", "page 64"),
+    ("16 queries", "page 64"),
+    ("16 queries", "page 16"),
+    ("e4m3", "page 64"),
+    ("tree", "4 queries"),
+    ("deterministic", "page 64"),
+)
 FEW_VARIANTS = (("gqa", "varlen"), ("softcap", "bias", "documents"), ("functions",))
 
 
@@ -75,6 +87,8 @@ CASES = [
     *_cases("portable", ((64, 64), (128, 128)), variants=FEW_VARIANTS, backward=True),
     *_cases("sm80 forward", ((64, 64), (128, 128)), variants=FEW_VARIANTS),
     *_cases("sm80 backward", ((64, 64), (128, 128)), variants=FEW_VARIANTS, backward=True),
+    *_cases("decode", ((64, 64), (128, 128), (256, 256)), ("causal",), STEPS),
+    Case("decode", (576, 512), "causal", ("page 64",)),
     *_cases("sm100 forward", ((64, 64), (128, 128)), variants=[("gqa", "varlen"), ("decode",)]),
 ]
 ARCHS = {"portable": "A100", "sm80 forward": "A100", "sm80 backward": "A100", "sm100 forward": "B200"}
@@ -87,6 +101,7 @@ BACKENDS = {
     "portable": "strobe.kernels.portable.backend",
     "sm80 forward": "strobe.kernels.sm80.backend",
     "sm80 backward": "strobe.kernels.sm80.backend",
+    "decode": "strobe.kernels.decode.backend",
     "sm100 forward": "strobe.kernels.sm100.backend",
 }
 OLDEST = {"sm100 forward": (3, 8)}
@@ -103,11 +118,15 @@ FACTS = (
 
 
 def _problem(case: Case) -> Any:
-    """The AttentionProblem of this version. It comes from the public `explain`, on tensors without data."""
+    """The AttentionProblem of this version, or its DecodeProblem, from the public `explain`, on tensors without data."""
     import torch
 
     import strobe
 
+    if case.kernel == "decode":
+        with contextlib.redirect_stdout(io.StringIO()):
+            q, cache, keywords = _step(case)
+            return strobe.explain(q, cache, **keywords).problem
     length_q = 1 if "decode" in case.others else 1000 if "cut" in case.others else LENGTH
     length = 1000 if "cut" in case.others else LENGTH
     batch = 2 if "decode" in case.others else BATCH
@@ -160,6 +179,42 @@ def _keywords(case: Case, batch: int, heads: int, length_q: int, length: int) ->
     return keywords | dict(mask=mask, score=strobe.Score(**score), deterministic="deterministic" in case.others)
 
 
+def _step(case: Case) -> tuple[Any, Any, dict]:
+    """q, a cache and keywords of `strobe.decode`: 16 heads on 2, keys enough that all multiprocessors have work."""
+    import torch
+
+    import strobe
+
+    def numbers(word: str, default: int) -> int:
+        return next((int(n) for each in case.others for n in each.split() if n.isdigit() and word in each), default)
+
+    def new(*shape: int, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    batch = 1 if "one request" in case.others else BATCH
+    queries, page, (dim, dim_v) = numbers("queries", 1), numbers("page", LENGTH), case.head_dims
+    table = new(batch, LENGTH // page, dtype=torch.int32) if page < LENGTH else None
+    kind = torch.float8_e4m3fn if "e4m3" in case.others else torch.bfloat16
+    k = new(batch * LENGTH // page, page, 2, dim, dtype=kind)
+    v = new(*k.shape, dtype=kind) if dim == dim_v else None
+    cache = strobe.Cache(k, v, new(batch, dtype=torch.int32), table, head_dim_v=None if dim == dim_v else dim_v)
+    keywords: dict[str, Any] = dict(out=new(batch, queries, 16, dim_v), deterministic="deterministic" in case.others)
+    if "tree" in case.others:
+        keywords["tree"] = new(queries, queries, dtype=torch.bool)
+    return new(batch, queries, 16, dim), cache, keywords
+
+
+def _decode_tensors(case: Case, problem: Any, arch: Any) -> Any:
+    """The tensors of a decode's call, without data."""
+    import torch
+
+    call = importlib.import_module("strobe.kernels.common.call")
+    checked, (q, cache, keywords) = importlib.import_module("strobe.serving.arguments").checked, _step(case)
+    buffers = importlib.import_module(BACKENDS[case.kernel]).buffers(problem, arch)
+    made = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in {**buffers.made, **buffers.shared}.items()}
+    return call.Tensors(**{**made, **checked(q, cache, **keywords)[0]._asdict()})
+
+
 def _sparse(batch, head, i, j):
     return (i + j + head) % 3 != 0
 
@@ -183,12 +238,18 @@ def _first(*names: str) -> Any:
 def _compile_main(case: Case, problem: Any, arch: Any) -> list:
     """The compiled kernels of a case whose speed is the kernel's."""
     offline = _first("strobe.lab.binary.offline", "strobe.lab.offline")
+    if case.kernel == "decode":
+        calls = importlib.import_module(BACKENDS[case.kernel]).calls(problem, _decode_tensors(case, problem, arch), arch)
+        with offline.pretend_gpu(arch.capability):
+            return [call.compile() for call in calls]
     name = case.kernel.replace(" ", "_") if case.kernel != "portable" else "portable_" + str(case).partition(",")[0]
     return [made.kernel for made in getattr(offline, name)(problem, arch)]
 
 
 def _make_calls(case: Case, problem: Any, arch: Any) -> None:
     """Makes the `Call` of each launch of a case, or compiles what has none, as far as `_compile_main` has not done so."""
+    if case.kernel == "decode":
+        return  # its one launch is the main one
     backend = _first(BACKENDS[case.kernel], "strobe.kernels.sm90.fp8")
     if hasattr(backend, "calls"):
         unfilled = importlib.import_module("strobe.kernels.common.call").unfilled

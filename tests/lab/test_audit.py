@@ -47,8 +47,9 @@ for arch in ("sm_80", "sm_90a"):
 print(json.dumps([triton.__version__, audited, spilling]))
 """
 PORTABLE = [f"portable-forward@{arch}" for arch in ARCHS]
-SOME = ["portable-forward", "portable-forward@sm_90a", "sm90-forward"]
+SOME = ["portable-forward", "portable-forward@sm_90a", "sm90-forward", "decode-16"]
 ALL = [*PORTABLE, "portable-forward", "portable-backward@sm_120", "sm90-forward", "sm90-split", "sm90-fp8", "sm100-forward"]
+ALL += ["decode", "decode@sm_80", "decode-16"]
 MADE = [
     pytest.param(("installed Triton", [*SOME, "sm100-forward"]), id="some, installed Triton"),
     pytest.param(("installed Triton", ALL), id="all, installed Triton", marks=pytest.mark.exhaustive),
@@ -103,6 +104,25 @@ def test_the_portable_forward_on_every_arch(made):
         copied = 2 * config.tile_kv * 128 * 2  # bytes of K and of V
         assert loop["LDGSTS"] == copied // (16 * 32 * warps), what
         assert not {"LDL", "STL", "LDG"} & set(loop), what
+
+
+def test_a_decode_step(made):
+    """16 queries of 8 heads are 128 rows, of which each of two groups multiplies 64 by steps of 64 keys; one query's 8 rows are
+    half of what mma.sync takes."""
+    _, audited, _ = made
+    [many] = audited["decode-16"]
+    assert list(many["parts"]) == ["multiplier", "second multiplier", "copier of keys", "copier of values"]
+    for group in ("multiplier", "second multiplier"):
+        loop = loop_of(many, group)
+        assert (loop["HGMMA"], loop["MUFU.EX2"]) == (128 // 16 + 64 // 16, 64 * 64 // 128)
+        assert not {"LDS", "STS", "LDGSTS", "UTMALDG"} & set(loop)
+    for copier in ("copier of keys", "copier of values"):
+        loop = loop_of(many, copier)
+        assert loop["UTMALDG"] and not {"HGMMA", "LDGSTS"} & set(loop)
+    for what in {"decode", "decode@sm_80"} & set(audited):
+        [one] = audited[what]
+        loop = loop_of(one)
+        assert loop["HMMA"] and loop["LDGSTS"] and loop["LDSM"] and not {"LDL", "STL", "STS"} & set(loop)
 
 
 def test_two_archs_in_one_process_are_two_kernels(made):

@@ -201,19 +201,9 @@ def described(point: Point, deterministic: bool) -> tuple[DecodeProblem, DecodeO
 
 def compile_one(point: Point, arch: Arch, deterministic: bool) -> None:
     """Compile the kernel of a point for a GPU that need not be there."""
-    from strobe.kernels.common.call import Tensors
-    from strobe.kernels.decode import launch
-    from strobe.lab.binary.offline import pretend_gpu
+    from strobe.lab.binary import offline
 
-    meta = partial(torch.empty, device="meta")
-    problem, operands = described(point, deterministic)
-    config = config_of(point, arch, deterministic)
-    buffers = launch.buffers(problem, arch, config).shared
-    given = {name: x for name, x in operands._asdict().items() if x is not None}
-    tensors = Tensors(**given, **{name: meta(x.shape, dtype=x.dtype) for name, x in buffers.items()})
-    with pretend_gpu(arch.capability):
-        for call in launch.calls(problem, tensors, arch, config):
-            call.compile()
+    offline.decode(*described(point, deterministic), arch)
 
 
 # ---- a run

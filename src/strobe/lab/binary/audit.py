@@ -19,6 +19,7 @@ from typing import NamedTuple
 from strobe.call.dispatch import backend_module
 from strobe.device import KNOWN, Arch
 from strobe.kernels import has_triton
+from strobe.lab.bench import decode, decode_peers
 from strobe.lab.bench.plan import Point
 from strobe.lab.binary import offline
 from strobe.lab.binary.offline import Made
@@ -36,7 +37,9 @@ from strobe.lab.binary.sass import (
     wrong_code,
 )
 from strobe.lab.progress import each
+from strobe.masks import Causal, Full
 from strobe.problem import AttentionProblem, Phase
+from strobe.serving.problem import DecodeOperands, DecodeProblem
 
 # ---- what can be compiled
 
@@ -66,6 +69,29 @@ def _refuses(backend: str) -> Callable[[AttentionProblem, Arch], str | None]:
     return lambda problem, arch: backend_module(backend).refuses(problem, arch)
 
 
+HEADS_OF_A_STEP = 64, 8
+"""Query and key heads of a decode step that is audited."""
+
+
+def _decode(queries: int) -> Kernel:
+    """Of a decode step over pages, of so many queries of each sequence, in place of a forward of as many keys."""
+
+    def described(problem: AttentionProblem) -> tuple[DecodeProblem, DecodeOperands]:
+        cache = next(name for name, dtype in decode_peers.CACHES.items() if dtype == problem.dtype)
+        lengths = problem.lengths
+        point = decode_peers.Point(lengths.batch, lengths.seqlen_kv, *HEADS_OF_A_STEP, problem.head_dim, queries, cache=cache)
+        return decode.described(point, deterministic=False)
+
+    def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
+        if problem.head_dim != problem.head_dim_v:
+            return f"is audited with one head dim for k and v, not {problem.head_dim} and {problem.head_dim_v}"
+        if problem.mask not in (Full(), Causal()):
+            return f"is audited with a full or a causal mask, not {problem.mask}"
+        return backend_module("decode").refuses(described(problem)[0], arch)
+
+    return Kernel(lambda problem, arch: offline.decode(*described(problem), arch), refuses, "sm_90a")
+
+
 KERNELS: dict[str, Kernel] = {
     "portable-forward": Kernel(offline.portable_forward, _refuses("portable"), "sm_80"),
     "portable-backward": Kernel(offline.portable_backward, _refuses("portable"), "sm_80", "backward"),
@@ -76,6 +102,8 @@ KERNELS: dict[str, Kernel] = {
     "sm90-split": Kernel(offline.sm90_backward, _refuses("sm90"), "sm_90a", "backward", deterministic=True),
     "sm90-fp8": Kernel(offline.sm90_fp8, _refuses("sm90_fp8"), "sm_90a", dtype="fp8"),
     "sm100-forward": Kernel(offline.sm100_forward, _refuses("sm100"), "sm_100a"),
+    "decode": _decode(1),
+    "decode-16": _decode(16),
 }
 """By name, with the arch that it is compiled for if none is named."""
 

@@ -13,7 +13,8 @@ import torch
 
 from strobe.call.triton_internals import stable_keys
 from strobe.device import KNOWN, Arch
-from strobe.kernels.common.call import unfilled
+from strobe.kernels.common.call import Tensors, unfilled, unfilled_buffers
+from strobe.kernels.decode.config import Config as DecodeConfig
 from strobe.kernels.sm90.backward_config import Config as BackwardConfig
 from strobe.kernels.sm90.backward_config import SplitConfig
 from strobe.kernels.sm90.backward_short_config import ShortBackwardConfig
@@ -22,6 +23,7 @@ from strobe.kernels.sm90.short_config import ShortConfig
 from strobe.lab.binary.sass import Audit, audit
 from strobe.masks import Causal, Mask
 from strobe.problem import AttentionProblem, Dense, Varlen
+from strobe.serving.problem import DecodeOperands, DecodeProblem
 
 CAUSAL = Causal()
 
@@ -178,6 +180,25 @@ def sm100_forward(problem: AttentionProblem, arch: Arch, **changes) -> list[Made
     softmax = (f"softmax {w}" for w in range(config.q_stages))
     roles = (*softmax, *(["correction"] if config.correction else []), "mma", "epilogue", "load")
     return [Made(_name("sm100", problem), compiled, roles, seconds)]
+
+
+def decode(problem: DecodeProblem, operands: DecodeOperands, arch: Arch, config: DecodeConfig | None = None) -> list[Made]:
+    """operands: on the meta device; config: None is what the arch gets."""
+    from strobe.kernels.decode import config as decode_config
+    from strobe.kernels.decode import launch
+
+    chosen = config or decode_config.choose(problem, arch)
+    given = {name: x for name, x in operands._asdict().items() if x is not None}
+    tensors = Tensors(**{**unfilled_buffers(launch.buffers(problem, arch, chosen)), **given})
+    compiled, seconds = _timed(arch, lambda: launch.calls(problem, tensors, arch, chosen)[0].compile())
+    return [Made(str(problem), compiled, _decode_roles(chosen), seconds)]
+
+
+def _decode_roles(config: DecodeConfig) -> tuple[str, ...]:
+    """The warp partitions of `hopper_kernel` where there are more than two: two are told apart by no switch (`role_blocks`)."""
+    if not config.specialised or config.halves > 1 or not config.box:
+        return ()
+    return (*("multiplier", "second multiplier")[: config.groups], "copier of keys", "copier of values")
 
 
 def _sm90_roles(groups: int) -> tuple[str, ...]:
