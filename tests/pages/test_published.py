@@ -67,7 +67,6 @@ AN_ORDER_SINCE = "since then an order for dQ is the default where that is faster
 IN_CLUSTERS = "what changed since is that a launch may be one of clusters, as decode's for one request is"
 FEW_KEYS = "one kernel for few keys came since, which no point asks for"
 OVER_PAGES = "what changed since is how keys of small pages are copied, which no point has"
-FIXED = "what changed since is how deterministic=True takes back a part"
 ACCEPTED: dict[str, str] = {
     "blackwell-simulated.json": BEFORE_PLACES,
     "changed-scores-h200-2026-11-22.json": OLDER_KERNEL,
@@ -77,8 +76,6 @@ ACCEPTED: dict[str, str] = {
     "cycles-packed-forward-h100-2026-11-24.json": SPILLING_REDO,
     "cycles-tile-h100-2026-11-24.json": OTHER_HEAD_DIMS,
     "determinism-h100-2026-11-26.json": AN_ORDER_SINCE,
-    "e4m3-decode-h200-2026-11-26.json": FIXED,
-    "heads-decode-h200-2026-11-26.json": FIXED,
     "latent-h200-2026-11-26.json": "what changed since is one request, turns, deterministic=True: nothing of the latent's",
     "energy-peers-h100-2026-11-26.json": AN_ORDER_SINCE,
     "energy-peers-h200-2026-11-23.json": OLDER_KERNEL,
