@@ -161,8 +161,8 @@ def test_what_are_no_parts(parts, says):
         ("v must have k's rows", {"v": torch.zeros(2, 2, 2, 16)}),
         ("q and positions go with a rotary", {"q": torch.zeros(2, 1, 4, 16)}),
         ("rotary must be a strobe.Rotary", {"rotary": (1, 2)}),
-        ("rotary_sin must have shape", {"rotary": strobe.Rotary(torch.zeros(8, 4), torch.zeros(8, 5))}),
-        ("rotary_cos must have at most 8 columns", {"rotary": strobe.Rotary(torch.zeros(8, 9), torch.zeros(8, 9))}),
+        ("rotary.sin must have shape", {"rotary": strobe.Rotary(torch.zeros(8, 4), torch.zeros(8, 5))}),
+        ("rotary.cos must have at most 8 columns", {"rotary": strobe.Rotary(torch.zeros(8, 9), torch.zeros(8, 9))}),
     ],
 )
 def test_what_is_not_taken_is_refused_by_name(says, changes):

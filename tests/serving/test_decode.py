@@ -102,19 +102,19 @@ def ints(*numbers) -> torch.Tensor:
 
 REFUSED = {
     "cache must be a strobe.Cache": {"cache": 3},
-    "k_cache must have shape": {"cache": cache_of(k=torch.zeros(4, 8, 16), v=torch.zeros(4, 8, 16))},
-    "v_cache must have k_cache's dtype": {"cache": cache_of(v=torch.zeros(4, 8, 2, 16).half())},
-    "v_cache must have k_cache's shape": {"cache": cache_of(v=torch.zeros(4, 8, 1, 16))},
-    "cache_seqlens must be int32": {"cache": cache_of(lengths=torch.tensor([8, 3]))},
-    "cache_batch_idx goes with a contiguous cache": {"cache": cache_of(page_table=ints([0], [1]), index=ints(0, 1))},
-    "page_table must have shape": {"cache": cache_of(page_table=ints([0], [1], [2]))},
-    "k_descale goes with a cache of 8 bits": {"cache": cache_of(k_scale=torch.ones(()))},
+    "cache.k must have shape": {"cache": cache_of(k=torch.zeros(4, 8, 16), v=torch.zeros(4, 8, 16))},
+    "cache.v must have cache.k's dtype": {"cache": cache_of(v=torch.zeros(4, 8, 2, 16).half())},
+    "cache.v must have cache.k's shape": {"cache": cache_of(v=torch.zeros(4, 8, 1, 16))},
+    "cache.lengths must be int32": {"cache": cache_of(lengths=torch.tensor([8, 3]))},
+    "cache.index goes with a contiguous cache": {"cache": cache_of(page_table=ints([0], [1]), index=ints(0, 1))},
+    "cache.page_table must have shape": {"cache": cache_of(page_table=ints([0], [1], [2]))},
+    "cache.k_scale goes with a cache of 8 bits": {"cache": cache_of(k_scale=torch.ones(()))},
     "head_dim_v must be": {"cache": cache_of(v=None)},
     "mask must be Full, Causal or Window": {"mask": strobe.Prefix(3)},
     "score must be softcap": {"score": strobe.Score(bias=torch.zeros(1, 1, 1, 1))},
     "q must have shape": {"q": torch.zeros(3, 1, 4, 16)},
-    "k_cache must have q's dtype": {"q": torch.zeros(2, 1, 4, 16).half()},
-    "k_cache must have q's head dim": {"q": torch.zeros(2, 1, 4, 24)},
+    "cache.k must have q's dtype": {"q": torch.zeros(2, 1, 4, 16).half()},
+    "cache.k must have q's head dim": {"q": torch.zeros(2, 1, 4, 24)},
     "q's heads must be a multiple": {"q": torch.zeros(2, 1, 3, 16)},
     "must not require a gradient": {"q": torch.zeros(2, 1, 4, 16, requires_grad=True)},
     "max_seqlen_q goes with cu_seqlens_q": {"max_seqlen_q": 1},
@@ -123,9 +123,9 @@ REFUSED = {
     "tree must have shape": {"tree": torch.zeros(2, 3, dtype=torch.bool)},
     "out must have shape": {"out": torch.zeros(2, 1, 4, 8)},
     "backend must be one of": {"backend": "sm90"},
-    "cache_seqlens must be from 0 to the 8": {"cache": cache_of(lengths=ints(9, 3))},
+    r"lengths \(cache_seqlens\) must be from 0 to the 8": {"cache": cache_of(lengths=ints(9, 3))},
     "page_table must name one of 4 pages": {"cache": cache_of(page_table=ints([0], [4]))},
-    "cache_leftpad must be from 0 to cache_seqlens": {"cache": cache_of(leftpad=ints(0, 4))},
+    r"leftpad \(cache_leftpad\) must be from 0 to the length": {"cache": cache_of(leftpad=ints(0, 4))},
 }
 
 
@@ -257,7 +257,7 @@ def test_lies_are_told_with_the_debug_switch_and_harmless_without(monkeypatch):
 
     assert "ran True" in run("0").stdout
     told = run("1")
-    assert told.returncode != 0 and "page_table must name one of 4 pages for all keys within cache_seqlens" in told.stderr
+    assert told.returncode != 0 and "page_table must name one of 4 pages for all keys of its request" in told.stderr
     monkeypatch.setenv("STROBE_DEBUG", "1")
     call = draw(4, torch.bfloat16, device="cuda")
     check(strobe.decode(call.q, call.cache, return_lse=True, **call.keywords), right(call), torch.bfloat16)

@@ -109,6 +109,97 @@ def test_keys_that_are_spread_over_gpus():
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_several_queries_over_keys_that_are_spread(device, world):
+    """Sequences of as many queries as keys, of more queries than a GPU has keys, of none, and of one query."""
+    g = torch.Generator().manual_seed(world)
+    dtype, bound = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 3e-2)
+    lengths = 40, 6, 3, 0, 17
+    k, v = (torch.randn(5, 40, 2, 64, generator=g).to(dtype) for _ in range(2))
+    q, cu = torch.randn(13, 4, 64, generator=g).to(dtype), ints(0, 4, 10, 12, 12, 13)
+    wanted = strobe.decode(q, strobe.Cache(k, v, ints(*lengths)), cu_seqlens_q=cu, max_seqlen_q=6, return_lse=True)
+    parts = []
+    for rank in range(world):
+        pages = [torch.full((15, 16, 2, 64), torch.nan, dtype=dtype) for _ in range(2)]
+        for b, n in enumerate(lengths):
+            for of, x in zip(pages, (k, v), strict=True):
+                mine = x[b, rank:n:world]
+                of.view(5, 48, 2, 64)[b, : len(mine)] = mine
+        there = dict(
+            cu_seqlens_q=cu, block_table=torch.arange(15, dtype=torch.int32).view(5, 3),
+            seqused_k=ints(*[len(range(rank, n, world)) for n in lengths]), cp_tot_seqused_k=ints(*lengths),
+        )  # fmt: skip
+        found = strobe.flash_attn_varlen_func(
+            q.to(device), *(x.to(device) for x in pages), max_seqlen_q=6, max_seqlen_k=48, causal=True, return_softmax_lse=True,
+            cp_world_size=world, cp_rank=rank, **{name: x.to(device) for name, x in there.items()},
+        )  # fmt: skip
+        parts.append([x.cpu() for x in found[:2]])
+    out, lse = strobe.merge(*zip(*parts, strict=True))
+    assert len({tuple(part[1].isneginf().flatten().tolist()) for part in parts}) > 1 or world == 1  # some see none of a GPU's
+    torch.testing.assert_close(out, wanted[0], rtol=bound, atol=bound)
+    torch.testing.assert_close(lse, wanted[1].float(), rtol=bound, atol=bound)
+
+
+def over_chunks(q, k, v, first: int, length: int, chunk: int, left, right) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one request's queries, [n, heads, head_dim], in float64, and its LSE [heads, n]; keys count from `first`."""
+    keys = torch.arange(len(k))
+    position = length - len(q) + torch.arange(len(q))
+    own = (position - first) // chunk == ((keys - first) // chunk)[:, None]
+    seen = own.T & (keys >= first) & (keys < length)
+    seen &= (keys >= position[:, None] - left) if left is not None else True
+    seen &= (keys <= position[:, None] + right) if right is not None else True
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    scores = (torch.einsum("ihd,jhd->hij", q.double(), k) * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return torch.einsum("hij,jhd->ihd", weights, v), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    ("chunk", "causal", "window"), [(8, True, (-1, -1)), (8, False, (5, 3)), (3, False, (-1, -1)), (99, True, (4, 0))]
+)
+def test_chunks(device, packed, paged, chunk, causal, window):
+    """As FlashAttention-3's attention_chunk: chunks count from the first key that does."""
+    g = torch.Generator().manual_seed(chunk)
+    dtype, bound = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 3e-2)
+    lengths, queries, first = (16, 13, 2), ((5, 1, 3) if packed else (3, 3, 3)), ((0, 0, 0) if paged else (0, 3, 1))
+    k, v = (torch.randn(3, 16, 2, 64, generator=g).to(dtype) for _ in range(2))
+    q = [torch.randn(n, 4, 64, generator=g).to(dtype) for n in queries]
+    left, right = (None if side < 0 else side for side in window)
+    wanted = [
+        over_chunks(q[b], k[b], v[b], first[b], lengths[b], chunk, left, 0 if causal else right) for b in range(len(lengths))
+    ]
+    nobodys = torch.ones(2, 4, 64, dtype=dtype)
+    rows = torch.cat([*q, nobodys]) if packed else torch.stack(q)
+    given = dict(cache_seqlens=ints(*lengths), cu_seqlens_q=ints(0, 5, 6, 9) if packed else None)
+    if paged:  # a request's four pages lie backwards
+        table = torch.arange(12, dtype=torch.int32).view(3, 4).flip(1)
+        k, v = (x.view(3, 4, 4, 2, 64).flip(1).reshape(12, 4, 2, 64) for x in (k, v))
+        given["block_table"] = table.contiguous()
+    else:
+        given["cache_leftpad"] = ints(*first)
+    there = {name: x.to(device) for name, x in given.items() if x is not None}
+    out, lse = strobe.flash_attn_with_kvcache(
+        *(x.to(device) for x in (rows, k, v)), attention_chunk=chunk, causal=causal, window_size=window,
+        return_softmax_lse=True, **there,
+    )  # fmt: skip
+    found, found_lse = (list(out), list(lse)) if not packed else (out.split((*queries, 2)), lse.split((*queries, 2), 1))
+    if packed:
+        assert found[3].eq(0).all() and found_lse[3].isneginf().all()
+    for b, (of_request, of_lse) in enumerate(wanted):
+        torch.testing.assert_close(found[b].cpu().double(), of_request, rtol=bound, atol=bound)
+        torch.testing.assert_close(found_lse[b].cpu().double(), of_lse, rtol=bound, atol=bound)
+    again = torch.full_like(out, torch.nan)
+    assert strobe.flash_attn_with_kvcache(
+        *(x.to(device) for x in (rows, k, v)), attention_chunk=chunk, causal=causal, window_size=window, out=again, **there
+    ) is again  # fmt: skip
+    assert torch.equal(again[:9], out[:9]) and again[9:].isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("appended", [False, True])
 def test_queries_of_values_too(device, appended):
     """As multi-head latent attention is called: keys and values are columns of one tensor, and queries have a part for each."""
@@ -145,7 +236,13 @@ def test_queries_of_values_too(device, appended):
     ("says", "keywords"),
     [
         ("cp_rank must be from 0 to cp_world_size - 1, got 2 of 2", {"cp_rank": 2}),
-        ("max_seqlen_q must be 1 with cp_world_size=2, got 4", {"max_seqlen_q": 4}),
+        ("max_seqlen_q must be at least 1 with cp_world_size=2, got 0", {"max_seqlen_q": 0}),
+        ("max_seqlen_q must be an int with cp_world_size, got NoneType", {"max_seqlen_q": None}),
+        ("cp_tot_seqused_k must be a tensor, got NoneType", {"max_seqlen_q": 2, "causal": True}),
+        (
+            r"cp_tot_seqused_k must be contiguous with shape \[1\]",
+            {"max_seqlen_q": 2, "causal": True, "cp_tot_seqused_k": ints(1, 1)},
+        ),
         ("window_size is not taken", {"window_size": (3, 0)}),
         ("alibi_slopes is not taken", {"alibi_slopes": torch.ones(2)}),
         ("s_aux is not taken", {"s_aux": torch.ones(2)}),
@@ -154,7 +251,7 @@ def test_queries_of_values_too(device, appended):
 def test_what_is_not_taken_of_keys_that_are_spread(says, keywords):
     q, pages = torch.zeros(1, 2, 16), torch.zeros(1, 8, 2, 16)
     given = dict(block_table=ints([0]), seqused_k=ints(1), cp_world_size=2, max_seqlen_q=1)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises((TypeError, ValueError), match=says):
         strobe.flash_attn_varlen_func(q, pages, pages, ints(0, 1), **{**given, **keywords})
 
 
@@ -216,7 +313,14 @@ def test_queries_of_8_bits(how):
         ("q of 8 bits goes with a cache of 8 bits", {"q": torch.zeros(2, 1, 2, 16).to(torch.float8_e4m3fn)}),
         ("q must be a tensor, got list", {"q": [0.0]}),
         ("cu_seqlens_q must be a tensor, got list", {"cu_seqlens_q": [0, 1, 2]}),
-        ("attention_chunk is not taken", {"attention_chunk": 8}),
+        ("attention_chunk must be 0 .* or more, got -1", {"attention_chunk": -1}),
+        ("attention_chunk must be an int, got float", {"attention_chunk": 2.5}),
+        ("alibi_slopes are not taken with attention_chunk", {"attention_chunk": 8, "alibi_slopes": torch.ones(2)}),
+        ("q must have shape", {"attention_chunk": 8, "q": torch.zeros(1, 2, 16)}),
+        ("k_cache must have q's head dim", {"attention_chunk": 8, "q": torch.zeros(2, 1, 2, 24)}),
+        ("v_cache must have k_cache's dtype", {"v_cache": torch.zeros(2, 8, 2, 16).half()}),
+        ("cache_seqlens must be int32", {"cache_seqlens": torch.tensor([3, 4])}),
+        ("cache_leftpad must be int32", {"cache_leftpad": torch.tensor([3, 4])}),
         ("block_table and page_table are one argument", {"block_table": ints([0], [1]), "page_table": ints([0], [1])}),
         ("sinks and s_aux are one argument", {"sinks": torch.zeros(2), "s_aux": torch.zeros(2)}),
         ("and rotary_seqlens go with k and v", {"rotary_cos": torch.zeros(8, 8), "rotary_sin": torch.zeros(8, 8)}),

@@ -189,19 +189,25 @@ def _rules(problem: DecodeProblem, operands: DecodeOperands) -> Iterator[tuple[s
     nothing waits for the GPU) and the rule in words."""
     lengths, cu = operands.lengths, operands.cu_seqlens_q
     good = (lengths >= 0) & (lengths <= problem.capacity)
-    yield "cache_seqlens", lengths, good.all(), f"be from 0 to the {problem.capacity} keys that a request has room for"
+    yield (
+        "lengths (cache_seqlens)",
+        lengths,
+        good.all(),
+        f"be from 0 to the {problem.capacity} keys that a request has room for",
+    )
     if operands.leftpad is not None:
         leftpad = operands.leftpad
-        yield "cache_leftpad", leftpad, ((leftpad >= 0) & (leftpad <= lengths)).all(), "be from 0 to cache_seqlens"
+        yield "leftpad (cache_leftpad)", leftpad, ((leftpad >= 0) & (leftpad <= lengths)).all(), "be from 0 to the length"
     if operands.entries is not None:
         index = operands.entries
-        yield "cache_batch_idx", index, ((index >= 0) & (index < problem.pages)).all(), f"name one of {problem.pages} entries"
+        good = (index >= 0) & (index < problem.pages)
+        yield "index (cache_batch_idx)", index, good.all(), f"name one of {problem.pages} entries"
     if operands.page_table is not None and problem.page_size is not None:
         table = operands.page_table
         first = torch.arange(table.shape[1], device=table.device) * problem.page_size
         there = (table >= 0) & (table < problem.pages)
         used = first < lengths[:, None]
-        yield "page_table", table, (there | ~used).all(), f"name one of {problem.pages} pages for all keys within cache_seqlens"
+        yield "page_table", table, (there | ~used).all(), f"name one of {problem.pages} pages for all keys of its request"
     if cu is not None:
         steps = cu.diff()
         yield "cu_seqlens_q", cu, (cu[:1] == 0).all() & (steps >= 0).all(), "start at 0 and never decrease"

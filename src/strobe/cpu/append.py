@@ -19,7 +19,9 @@ def append(operands: AppendOperands, options: AppendOptions) -> tuple[torch.Tens
         rows = _rows(operands.k, operands.cu_seqlens, b)
         count = operands.k[rows].shape[0]
         if length < 0:
-            raise ValueError(f"cache_seqlens must be from 0 to the {capacity} keys that a request has room for, got {length}")
+            raise ValueError(
+                f"lengths (cache_seqlens) must be from 0 to the {capacity} keys that a request has room for, got {length}"
+            )
         at = torch.arange(length, length + count)
         places = (table[b].long()[(at // size).clamp(max=table.shape[1] - 1)] if table is not None
                   else torch.full_like(at, b if operands.entries is None else int(operands.entries[b])))  # fmt: skip

@@ -28,7 +28,7 @@ def checked(
     _check_vocabulary(cache, mask, score, deterministic)
     check_cache(cache)
     batch = cache.lengths.shape[0]
-    _check_rows(q, batch, cu_seqlens_q)
+    check_rows(q, batch, cu_seqlens_q)
     _check_q(q, cache)
     max_q = _max_q(q, cu_seqlens_q, max_seqlen_q)
     score.check(q, cache.k, batch, cu_seqlens_q is not None)
@@ -72,8 +72,8 @@ def _check_vocabulary(cache, mask, score, deterministic) -> None:
 
 def check_cache(cache: Cache) -> None:
     """TypeError or ValueError if the tensors of a cache do not fit each other."""
-    k = cache.k
-    for name, x in (("k_cache", k), ("v_cache", cache.v)):
+    k, names = cache.k, cache.names
+    for name, x in ((names.k, k), (names.v, cache.v)):
         if x is None:
             continue
         check_tensor(name, x)
@@ -83,34 +83,36 @@ def check_cache(cache: Cache) -> None:
         if x.dtype not in (*DTYPES, *OF_8_BITS):
             raise TypeError(f"{name} must be float16, bfloat16, float32, float64, float8_e4m3fn or float8_e5m2, got {x.dtype}")
         if x.dtype != k.dtype:
-            raise TypeError(f"{name} must have k_cache's dtype {k.dtype}, got {x.dtype}")
+            raise TypeError(f"{name} must have {names.k}'s dtype {k.dtype}, got {x.dtype}")
         if x.shape[:3] != k.shape[:3]:
-            raise ValueError(f"{name} must have k_cache's shape but for the head dim, got {list(x.shape)} for {list(k.shape)}")
+            raise ValueError(
+                f"{name} must have {names.k}'s shape but for the head dim, got {list(x.shape)} for {list(k.shape)}"
+            )
         if x.shape[3] % 8 or not 8 <= x.shape[3] <= MOST_COLUMNS:
             raise ValueError(f"{name}: head dim must be a multiple of 8 from 8 to {MOST_COLUMNS}, got {x.shape[3]}")
         if x.stride(-1) != 1:
             raise ValueError(f"{name} must be contiguous in its last dim (stride 1), got stride {x.stride(-1)}")
         check_device(name, x, k)
     if k.shape[2] < 1:
-        raise ValueError(f"k_cache must have at least one head, got {list(k.shape)}")
-    check_ints("cache_seqlens", cache.lengths, k, None)
+        raise ValueError(f"{names.k} must have at least one head, got {list(k.shape)}")
+    check_ints(names.lengths, cache.lengths, k, None)
     batch = cache.lengths.shape[0]
-    for name, x in (("cache_batch_idx", cache.index), ("cache_leftpad", cache.leftpad)):
+    for name, x in ((names.index, cache.index), (names.leftpad, cache.leftpad)):
         if x is not None:
             check_ints(name, x, k, batch)
     table = cache.page_table
     if table is None:
         if k.shape[0] < batch and cache.index is None:
             raise ValueError(
-                f"k_cache must have an entry for each of {batch} requests, got {k.shape[0]}: or pass cache_batch_idx"
+                f"{names.k} must have an entry for each of {batch} requests, got {k.shape[0]}: or pass {names.index}"
             )
     else:
-        _check_table(table, k, batch)
+        _check_table(names.page_table, table, k, batch)
         if cache.index is not None:
-            raise ValueError("cache_batch_idx goes with a contiguous cache: with a page table, give that its rows in order")
+            raise ValueError(f"{names.index} goes with a contiguous cache: with a page table, give that its rows in order")
         if k.shape[1] < 1:
-            raise ValueError(f"k_cache must have pages of at least one key, got {list(k.shape)}")
-    for name, x in (("k_descale", cache.k_scale), ("v_descale", cache.v_scale)):
+            raise ValueError(f"{names.k} must have pages of at least one key, got {list(k.shape)}")
+    for name, x in ((names.k_scale, cache.k_scale), (names.v_scale, cache.v_scale)):
         if x is not None:
             _check_scales(name, x, cache)
     if cache.v is not None and cache.head_dim_v is not None:
@@ -136,15 +138,13 @@ def check_ints(name: str, x, k: torch.Tensor, batch: int | None) -> None:
     check_device(name, x, k)
 
 
-def _check_table(table, k: torch.Tensor, batch: int) -> None:
-    check_tensor("page_table", table)
+def _check_table(name: str, table, k: torch.Tensor, batch: int) -> None:
+    check_tensor(name, table)
     if table.dtype != torch.int32:
-        raise TypeError(f"page_table must be int32, got {table.dtype}")
+        raise TypeError(f"{name} must be int32, got {table.dtype}")
     if table.dim() != 2 or table.shape[0] != batch or (table.shape[1] > 1 and table.stride(1) != 1):
-        raise ValueError(
-            f"page_table must have shape [{batch}, pages of a request] and contiguous rows, got {list(table.shape)}"
-        )
-    check_device("page_table", table, k)
+        raise ValueError(f"{name} must have shape [{batch}, pages of a request] and contiguous rows, got {list(table.shape)}")
+    check_device(name, table, k)
 
 
 def _check_scales(name: str, x, cache: Cache) -> None:
@@ -168,22 +168,24 @@ def per_request(scale: torch.Tensor | None, cache: Cache) -> torch.Tensor | None
 
 
 def _check_q(q, cache: Cache) -> None:
+    name = cache.names.k
     if q.dtype not in DTYPES:
         raise TypeError(f"q must be float16, bfloat16, float32 or float64, got {q.dtype}")
     if cache.k.dtype not in (q.dtype, *OF_8_BITS):
-        raise TypeError(f"k_cache must have q's dtype {q.dtype}, or 8 bits, got {cache.k.dtype}")
+        raise TypeError(f"{name} must have q's dtype {q.dtype}, or 8 bits, got {cache.k.dtype}")
     if q.shape[-1] != cache.k.shape[3]:
-        raise ValueError(f"k_cache must have q's head dim {q.shape[-1]}, got {cache.k.shape[3]}")
+        raise ValueError(f"{name} must have q's head dim {q.shape[-1]}, got {cache.k.shape[3]}")
     if q.stride(-1) != 1:
         raise ValueError(f"q must be contiguous in its last dim (stride 1), got stride {q.stride(-1)}")
-    check_device("k_cache", cache.k, q)
+    check_device(name, cache.k, q)
     if q.shape[-2] < 1 or q.shape[-2] % cache.k.shape[2]:
-        raise ValueError(f"q's heads must be a multiple of k_cache's, got {q.shape[-2]} and {cache.k.shape[2]}")
+        raise ValueError(f"q's heads must be a multiple of {name}'s, got {q.shape[-2]} and {cache.k.shape[2]}")
     if wants_gradient(q, cache.k, cache.v):
         raise ValueError("q and the cache must not require a gradient, which decode has not: call it under torch.no_grad()")
 
 
-def _check_rows(q, batch: int, cu_seqlens_q) -> None:
+def check_rows(q, batch: int, cu_seqlens_q) -> None:
+    """TypeError or ValueError if q has not the rows of so many requests."""
     check_tensor("q", q)
     if cu_seqlens_q is None:
         if q.dim() != 4 or q.shape[0] != batch:
@@ -247,7 +249,8 @@ def checked_append(
         raise TypeError(f"cache must be a strobe.Cache, got {type(cache).__name__}")
     check_cache(cache)
     batch = cache.lengths.shape[0]
-    for name, cu in (("cu_seqlens_k_new", cu_seqlens), ("cu_seqlens_q", cu_seqlens_q)):
+    names = cache.names
+    for name, cu in ((names.cu_seqlens, cu_seqlens), ("cu_seqlens_q", cu_seqlens_q)):
         if cu is not None:
             check_cu(name, cu, cache.k, batch)
     check_new("k", k, cache, cache.k.shape[3], cu_seqlens, None)
@@ -265,7 +268,9 @@ def checked_append(
         check_ints("positions", positions, cache.k, batch)
     scales = per_request(cache.k_scale, cache), per_request(cache.v_scale, cache)
     if any(scale is not None and scale.dim() == 3 for scale in scales):
-        raise ValueError("k_descale and v_descale must be one number for all keys of a head where keys are appended")
+        raise ValueError(
+            f"{names.k_scale} and {names.v_scale} must be one number for all keys of a head where keys are appended"
+        )
     cos, sin, interleaved = (None, None, False) if rotary is None else rotary
     operands = AppendOperands(
         cache.k, cache.v, k, v, cache.lengths, cache.page_table, cache.index, cu_seqlens, q, cu_seqlens_q, cos, sin, positions,
@@ -329,12 +334,13 @@ def check_rotary(rotary, cache: Cache) -> None:
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary must be a strobe.Rotary, got {type(rotary).__name__}")
     cos, sin = rotary.cos, rotary.sin
-    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+    of_cos = cache.names.cos
+    for name, x in ((of_cos, cos), (cache.names.sin, sin)):
         check_tensor(name, x)
         if x.dtype not in DTYPES or x.dtype != cos.dtype:
-            raise TypeError(f"{name} must be float16, bfloat16 or float32, as rotary_cos, got {x.dtype}")
+            raise TypeError(f"{name} must be float16, bfloat16 or float32, as {of_cos}, got {x.dtype}")
         if x.dim() != 2 or x.shape != cos.shape or x.stride(-1) != 1:
-            raise ValueError(f"{name} must have shape [positions, rotary dim / 2], as rotary_cos, got {list(x.shape)}")
+            raise ValueError(f"{name} must have shape [positions, rotary dim / 2], as {of_cos}, got {list(x.shape)}")
         if x.shape[0] < 1 or not 1 <= 2 * x.shape[1] <= cache.k.shape[3]:
             raise ValueError(f"{name} must have at most {cache.k.shape[3] // 2} columns and a row, got {list(x.shape)}")
         check_device(name, x, cache.k)

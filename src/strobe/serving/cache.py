@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
+
+
+@dataclass(frozen=True)
+class Names:
+    """What an error calls the tensors of a cache, and those of an append."""
+
+    k: str = "cache.k"
+    v: str = "cache.v"
+    lengths: str = "cache.lengths"
+    page_table: str = "cache.page_table"
+    index: str = "cache.index"
+    leftpad: str = "cache.leftpad"
+    k_scale: str = "cache.k_scale"
+    v_scale: str = "cache.v_scale"
+    cu_seqlens: str = "cu_seqlens"
+    cos: str = "rotary.cos"
+    sin: str = "rotary.sin"
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +51,7 @@ class Cache:
     v_scale: torch.Tensor | None = None
     head_dim_v: int | None = None
     """Columns of k that are the values, where v is None."""
+    names: ClassVar[Names] = Names()
 
     @classmethod
     def _of(cls, k, v, lengths, page_table=None, index=None, leftpad=None, k_scale=None, v_scale=None) -> Cache:

@@ -9,13 +9,26 @@ from typing import Any
 
 import torch
 
-from strobe.arguments import integer
-from strobe.checks import check_device, check_tensor
+from strobe.checks import check_tensor
 from strobe.flash_arguments import NO_WINDOW, flash_mask, flash_score
-from strobe.masks import Full
+from strobe.masks import Full, Mask
+from strobe.scores import Score
 from strobe.serving.api import append, decode
-from strobe.serving.arguments import OF_8_BITS, check_cache, check_ints
+from strobe.serving.arguments import OF_8_BITS, check_cache, check_ints, check_rows
 from strobe.serving.cache import Cache, Rotary
+from strobe.serving.flash_terms import (
+    FlashCache,
+    check_chunk,
+    check_spread,
+    chunks,
+    lengths_of,
+    of_8_bits,
+    of_latent,
+    one_of,
+    refuse,
+    rows_of,
+    spread_tree,
+)
 
 _HINTS = ("scheduler_metadata", "pack_gqa", "sm_margin", "fa_version")
 """Arguments of others that say how to schedule, which happens on the device here: they change nothing."""
@@ -46,27 +59,32 @@ def flash_attn_with_kvcache(
     q may have 8 bits, with q_descale, float32 [batch, heads_kv], beside a cache of 8 bits: the result is bfloat16, or as `out`.
     k and v of 8 bits are written as they are, those of 16 divided by k_descale and v_descale.
 
+    attention_chunk: keys are cut into chunks of so many, from the first one that counts on, and a query sees those of its own
+    chunk alone. Each query is a request of its own then, so the keys of a chunk are read once for each query in it.
+
     num_splits=1 asks for bits that do not depend on the batch, as `deterministic=True` does; other numbers, scheduler_metadata,
     pack_gqa and sm_margin change nothing, as work is dealt out on the device.
     Returns out, or (out, softmax_lse), softmax_lse [batch, heads_q, seqlen_q] or [heads_q, total_q].
     """
-    _refuse(attention_chunk=attention_chunk or None)
-    table = _one("block_table", block_table, "page_table", page_table)
-    sink = _one("sinks", _one("sinks", sinks, "learnable_sink", learnable_sink), "s_aux", s_aux)
-    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        check_tensor(name, x)
+    table = block_table if page_table is None else one_of("block_table", block_table, "page_table", page_table)
+    sink = one_of("sinks", one_of("sinks", sinks, "learnable_sink", learnable_sink), "s_aux", s_aux)
+    if not (type(q) is type(k_cache) is type(v_cache) is torch.Tensor) or q.is_nested or k_cache.is_nested or v_cache.is_nested:
+        for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):  # which takes a microsecond
+            check_tensor(name, x)
     if cu_seqlens_q is not None:
         check_tensor("cu_seqlens_q", cu_seqlens_q)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    lengths = _lengths(cache_seqlens, k_cache, table, batch, k is not None)
-    cache = Cache._of(k_cache, v_cache, lengths, table, cache_batch_idx, cache_leftpad, k_descale, v_descale)
-    q, scaled = _of_8_bits(q, q_descale, cache, out)
-    mask = flash_mask(causal, window_size)
+    lengths = lengths_of(cache_seqlens, k_cache, table, batch, k is not None)
+    cache = FlashCache._of(k_cache, v_cache, lengths, table, cache_batch_idx, cache_leftpad, k_descale, v_descale)
+    q, scaled = of_8_bits(q, q_descale, cache, out)
+    mask, score = flash_mask(causal, window_size), flash_score(softcap, alibi_slopes, sink)
+    if attention_chunk:
+        check_chunk(attention_chunk, alibi_slopes)
     if (k is None) != (v is None):
         raise ValueError("k and v go together, got one of them")
     if (rotary_cos is None) != (rotary_sin is None):
         raise ValueError("rotary_cos and rotary_sin go together, got one of them")
-    if k is None and any(x is not None for x in (rotary_cos, cu_seqlens_k_new, rotary_seqlens)):
+    if k is None and not (rotary_cos is None and cu_seqlens_k_new is None and rotary_seqlens is None):
         raise ValueError("rotary_cos, cu_seqlens_k_new and rotary_seqlens go with k and v, which are appended, got none")
     if rotary_seqlens is not None:
         check_ints("rotary_seqlens", rotary_seqlens, k_cache, batch)
@@ -83,12 +101,36 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
         q, scaled = q if turned is None else turned, scaled._with_lengths(cache.lengths)
     if qv is not None:
-        q, scaled = _of_latent("qv", q, qv, scaled)
+        q, scaled = of_latent("qv", q, qv, scaled)
+    if attention_chunk:
+        return _over_chunks(
+            q, scaled, attention_chunk, mask, cu_seqlens_q, out, bool(return_softmax_lse), score=score, scale=softmax_scale,
+            deterministic=bool(deterministic) or num_splits == 1,
+        )  # fmt: skip
     return decode(
-        q, scaled, mask=Full() if mask is None else mask, score=flash_score(softcap, alibi_slopes, sink), scale=softmax_scale,
-        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, out=out, return_lse=bool(return_softmax_lse),
+        q, scaled, mask=Full() if mask is None else mask, score=score, scale=softmax_scale, cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q, out=out, return_lse=bool(return_softmax_lse),
         deterministic=bool(deterministic) or num_splits == 1,
     )  # fmt: skip
+
+
+def _over_chunks(
+    q: torch.Tensor, cache: Cache, chunk: int, mask: Mask | None, cu_seqlens_q: torch.Tensor | None, out: torch.Tensor | None,
+    return_lse: bool, *, score: Score | None, scale, deterministic: bool,
+):  # fmt: skip
+    """`decode` of each query over its own chunk of the keys, and what it returns."""
+    check_cache(cache)
+    check_rows(q, cache.lengths.shape[0], cu_seqlens_q)
+    rows = rows_of(q, cache.lengths, cu_seqlens_q)
+    found, lse = decode(
+        q.reshape(-1, 1, *q.shape[-2:]), chunks(cache, rows, chunk, mask or Full()), mask=Full(), score=score, scale=scale,
+        return_lse=True, deterministic=deterministic,
+    )  # fmt: skip
+    found = found.view(*q.shape[:-1], found.shape[-1])
+    if out is not None:
+        found = out.copy_(torch.where(rows.there.view(*q.shape[:-2], 1, 1), found, out))
+    by_head = lse.view(q.shape[:-1]).transpose(-1, -2).contiguous()
+    return (found, by_head) if return_lse else found
 
 
 def varlen_over_pages(
@@ -105,10 +147,11 @@ def varlen_over_pages(
     of 8 bits are refused. q_v, and q of 8 bits: as `qv` and q of `flash_attn_with_kvcache`.
 
     cp_world_size > 1: the keys of a sequence are spread over so many GPUs, in turn; k, v and seqused_k are this GPU's, and with
-    return_softmax_lse=True the results of all of them are joined by `strobe.merge`. It takes one query of each sequence, which
-    sees all keys, so cp_rank and cp_tot_seqused_k change nothing.
+    return_softmax_lse=True the results of all of them are joined by `strobe.merge`. cp_tot_seqused_k: int32 [batch], how many
+    keys each sequence has on all GPUs: with several queries and causal=True it and cp_rank say which of this GPU's last keys a
+    query sees.
     """
-    _refuse(
+    refuse(
         output_scale=output_scale, seqused_q=seqused_q, dropout_p=dropout_p or None,
         cu_seqlens_k=cu_seqlens_k, **{name: value for name, value in hints.items() if name not in _HINTS},
     )  # fmt: skip
@@ -117,120 +160,22 @@ def varlen_over_pages(
             raise TypeError(f"{name} must be an int32 tensor with a block_table, got {type(x).__name__}")
     if cp_world_size != 1:
         of_place = {"alibi_slopes": alibi_slopes, "s_aux": s_aux, "learnable_sink": learnable_sink}
-        _check_spread(cp_world_size, cp_rank, max_seqlen_q, window_size, of_place)
+        check_spread(cp_world_size, cp_rank, max_seqlen_q, window_size, of_place)
     check_tensor("q", q)
-    cache = Cache._of(k, v, seqused_k, block_table, k_scale=k_descale, v_scale=v_descale)
-    q, cache = _of_8_bits(q, q_descale, cache, out)
+    cache = FlashCache._of(k, v, seqused_k, block_table, k_scale=k_descale, v_scale=v_descale)
+    q, cache = of_8_bits(q, q_descale, cache, out)
     if q_v is not None:
-        q, cache = _of_latent("q_v", q, q_v, cache)
-    mask, sink = flash_mask(causal, window_size), _one("s_aux", s_aux, "learnable_sink", learnable_sink)
+        q, cache = of_latent("q_v", q, q_v, cache)
+    mask, sink = flash_mask(causal, window_size), one_of("s_aux", s_aux, "learnable_sink", learnable_sink)
+    tree = None
+    if cp_world_size != 1 and causal and max_seqlen_q > 1:
+        check_cache(cache)
+        check_rows(q, cache.lengths.shape[0], cu_seqlens_q)
+        check_ints("cp_tot_seqused_k", cp_tot_seqused_k, k, cache.lengths.shape[0])
+        tree = spread_tree(seqused_k, cu_seqlens_q, cp_tot_seqused_k, max_seqlen_q, cp_world_size, cp_rank)
+        mask = None
     return decode(
         q, cache, mask=Full() if mask is None else mask, score=flash_score(softcap, alibi_slopes, sink), scale=softmax_scale,
-        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, out=out, return_lse=bool(return_softmax_lse),
+        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, tree=tree, out=out, return_lse=bool(return_softmax_lse),
         deterministic=bool(deterministic) or num_splits == 1,
     )  # fmt: skip
-
-
-def _check_spread(cp_world_size, cp_rank, max_seqlen_q, window_size, of_place: dict) -> None:
-    """ValueError for what cannot be computed of a GPU's own keys, without knowing where they stand or what the others have.
-    of_place: such arguments, which must be None."""
-    world = integer("cp_world_size must be an int", cp_world_size)
-    if world < 1 or not 0 <= integer("cp_rank must be an int", cp_rank) < world:
-        raise ValueError(f"cp_rank must be from 0 to cp_world_size - 1, got {cp_rank} of {cp_world_size}")
-    if max_seqlen_q != 1:
-        raise ValueError(f"max_seqlen_q must be 1 with cp_world_size={world}, got {max_seqlen_q}")
-    if any(side is not None and side >= 0 for side in window_size or NO_WINDOW):
-        raise ValueError(f"window_size is not taken with cp_world_size={world}, got {window_size}")
-    for name, x in of_place.items():
-        if x is not None:
-            raise ValueError(f"{name} is not taken with cp_world_size={world}, got {_short(x)}")
-
-
-def _of_8_bits(
-    q: torch.Tensor, q_descale: torch.Tensor | None, cache: Cache, out: torch.Tensor | None
-) -> tuple[torch.Tensor, Cache]:
-    """q of 8 bits in 16, which hold it exactly, and a cache whose keys are multiplied by q's scale, too."""
-    if q.dtype not in OF_8_BITS:
-        if q_descale is not None:
-            raise ValueError(f"q_descale goes with q of 8 bits, got one of {q.dtype}")
-        return q, cache
-    check_cache(cache)
-    if cache.k.dtype not in OF_8_BITS:
-        raise TypeError(f"q of 8 bits goes with a cache of 8 bits, got one of {cache.k.dtype}")
-    q = q.to(torch.bfloat16 if out is None else out.dtype)
-    if q_descale is None:
-        return q, cache
-    check_tensor("q_descale", q_descale)
-    wanted = [cache.lengths.shape[0], cache.k.shape[2]]
-    if q_descale.dtype != torch.float32 or list(q_descale.shape) != wanted:
-        raise ValueError(f"q_descale must be float32 {wanted}, got {q_descale.dtype} {list(q_descale.shape)}")
-    check_device("q_descale", q_descale, q)
-    if cache.k_scale is None:
-        return q, replace(cache, k_scale=q_descale)
-    if cache.k_scale.dim() == 3:
-        raise ValueError("q_descale goes with a k_descale of one number for all keys of a head, got one for each key")
-    return q, replace(cache, k_scale=cache.k_scale * q_descale)
-
-
-def _of_latent(name: str, q: torch.Tensor, qv: torch.Tensor, cache: Cache) -> tuple[torch.Tensor, Cache]:
-    """q and a cache of which v is the first columns of k, for queries qv of the values beside q of the keys: both lie in one
-    tensor, whose first columns are the values."""
-    check_tensor("q", q)
-    check_tensor(name, qv)
-    k, v = cache.k, cache.v
-    assert v is not None
-    if qv.shape != (*q.shape[:-1], v.shape[-1]) or qv.dtype != q.dtype:
-        wanted = [*q.shape[:-1], v.shape[-1]]
-        raise ValueError(f"{name} must have shape {wanted} and q's {q.dtype}, got {list(qv.shape)}, {qv.dtype}")
-    if cache.k_scale is not None or cache.v_scale is not None:
-        raise ValueError(f"k_descale and v_descale are not taken with {name}: leave them out")
-    if not _are_neighbours(v, k):
-        raise ValueError(f"{name} goes with v_cache and k_cache that are first and other columns of one tensor, got two")
-    columns = v.shape[-1] + k.shape[-1]
-    strides = [columns if size == 1 else stride for size, stride in zip(v.shape[:-1], v.stride()[:-1], strict=True)]
-    latent = v.as_strided((*v.shape[:-1], columns), (*strides, 1))
-    return torch.cat((qv, q), -1), replace(cache, k=latent, v=None, head_dim_v=v.shape[-1])
-
-
-def _are_neighbours(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether the columns of `right` follow those of `left` in memory."""
-    if left.shape[:-1] != right.shape[:-1] or left.dtype != right.dtype or left.stride(-1) != 1 or right.stride(-1) != 1:
-        return False
-    if left.untyped_storage().data_ptr() != right.untyped_storage().data_ptr():
-        return False
-    columns, sizes = left.shape[-1] + right.shape[-1], left.shape[:-1]
-    strides = zip(sizes, left.stride(), right.stride(), strict=False)
-    apart = all(size == 1 or (of_left == of_right and of_left >= columns) for size, of_left, of_right in strides)
-    return apart and right.storage_offset() == left.storage_offset() + left.shape[-1]
-
-
-def _one(name: str, x, other_name: str, other):
-    """The one that is given of two arguments that mean the same."""
-    if x is not None and other is not None:
-        raise ValueError(f"{name} and {other_name} are one argument, got both")
-    return other if x is None else x
-
-
-def _refuse(**arguments) -> None:
-    """ValueError for the first argument that is given: none of these is taken."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"{name} is not taken over a cache, got {_short(value)}: leave it out")
-
-
-def _short(value) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-
-
-def _lengths(cache_seqlens, k_cache, table, batch: int, appends: bool) -> torch.Tensor:
-    """The lengths as a tensor, from one, an int for all, or None for all that there is room for."""
-    if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dim() > 0:
-        return cache_seqlens
-    if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dtype == torch.int32:
-        return cache_seqlens.repeat(batch)
-    if cache_seqlens is None:
-        if appends:
-            raise ValueError("cache_seqlens must say where k and v are appended, got None")
-        cache_seqlens = k_cache.shape[1] * (1 if table is None else table.shape[1])
-    length = integer("cache_seqlens must be an int32 tensor or an int", cache_seqlens)
-    return torch.full((batch,), length, dtype=torch.int32, device=k_cache.device)
