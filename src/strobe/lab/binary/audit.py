@@ -74,7 +74,7 @@ HEADS_OF_A_STEP = 64, 8
 
 
 def _decode(queries: int) -> Kernel:
-    """Of a decode step over pages, of so many queries of each sequence, in place of a forward of as many keys."""
+    """A decode step over pages, of so many queries of each sequence, in place of a forward of as many keys."""
 
     def described(problem: AttentionProblem) -> tuple[DecodeProblem, DecodeOperands]:
         cache = next(name for name, dtype in decode_peers.CACHES.items() if dtype == problem.dtype)
