@@ -103,10 +103,11 @@ class DecodeProblem:
 
     def __str__(self) -> str:
         lengths, dims = self.lengths, [self.head_dim] if self.head_dim == self.head_dim_v else [self.head_dim, self.head_dim_v]
-        queries = f"at most {lengths.seqlen_q}" if self.ragged else f"{lengths.seqlen_q}"
+        requests = f"{lengths.batch} request{'s' * (lengths.batch != 1)}"
+        queries = f"{'at most ' * self.ragged}{lengths.seqlen_q} {'query' if lengths.seqlen_q == 1 else 'queries'}"
         where = "contiguous" if self.page_size is None else f"pages of {self.page_size}"
         parts = [
-            f"decode, {lengths.batch} requests of {queries} queries, up to {self.capacity} keys ({where})",
+            f"decode, {requests} of {queries}, up to {self.capacity} keys ({where})",
             f"heads {self.heads_q} on {self.heads_kv}",
             f"head dim {', '.join(map(str, dims))}{' (v in k)' if self.shared else ''}",
             _name(self.dtype) if self.kv_dtype == self.dtype else f"{_name(self.dtype)}, cache {_name(self.kv_dtype)}",
