@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,6 +41,55 @@ def test_prefill_is_decode_token_by_token():
         so_far = strobe.Cache(k, v, torch.tensor([t + 1] * 2, dtype=torch.int32))
         torch.testing.assert_close(strobe.decode(q[:, t : t + 1], so_far), together[:, t : t + 1])
     torch.testing.assert_close(together, strobe.attention(q, k, v, mask=strobe.Causal()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [1, 8, 40])
+@pytest.mark.parametrize("of", ["q", "k", "v"])
+def test_nan_is_not_lost(dtype, length, of):
+    """A request whose last key or value is NaN, or its query, has no number for a result; the other one has its own bits."""
+    g = torch.Generator().manual_seed(6)
+    tensors = {"q": torch.randn(2, 1, 4, 16, generator=g), "k": torch.randn(2, 40, 2, 16, generator=g)}
+    tensors = {name: x.to(dtype) for name, x in {**tensors, "v": torch.randn(2, 40, 2, 16, generator=g)}.items()}
+    lengths = torch.tensor([length, length], dtype=torch.int32)
+
+    def decoded() -> tuple[torch.Tensor, torch.Tensor]:
+        return strobe.decode(tensors["q"], strobe.Cache(tensors["k"], tensors["v"], lengths), return_lse=True)
+
+    clean = decoded()
+    tensors[of][0, 0 if of == "q" else length - 1] = torch.nan
+    out, lse = decoded()
+    assert out[0].isnan().all() and lse[0].isnan().all() == (of != "v")
+    assert torch.equal(out[1], clean[0][1]) and torch.equal(lse[1], clean[1][1])
+
+
+@pytest.mark.parametrize("scale", [-3.0, 0.0])
+def test_scales_that_are_not_positive(scale):
+    g = torch.Generator().manual_seed(8)
+    q, k, v = (8 * torch.randn(1, n, 2, 64, generator=g) for n in (2, 60, 60))
+    cache = strobe.Cache(k, v, torch.tensor([60], dtype=torch.int32))
+    wanted = strobe.decode(q.double(), replace(cache, k=k.double(), v=v.double()), scale=scale, return_lse=True)
+    found = strobe.decode(q, cache, scale=scale, return_lse=True)
+    check(found, wanted, torch.float32)
+    s = scale * torch.einsum("bihd,bjhd->bhij", q.double(), k.double())
+    s = s.masked_fill(~torch.ones(2, 60, dtype=torch.bool).tril(58), -torch.inf)
+    check((torch.einsum("bhij,bjhd->bihd", s.softmax(-1), v.double()), s.logsumexp(-1)), wanted, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("score", ["plain", "softcap", "alibi"])
+def test_bits_that_do_not_depend_on_the_batch(dtype, score):
+    g = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(3, n, heads, 64, generator=g).to(dtype) for n, heads in ((5, 8), (300, 2), (300, 2)))
+    slopes = torch.rand(8, generator=g)
+    scores = {"plain": strobe.Score(), "softcap": strobe.Score(softcap=20.0), "alibi": strobe.Score(alibi=slopes)}
+    options = {"deterministic": True, "return_lse": True, "score": scores[score]}
+    together = strobe.decode(q, strobe.Cache(k, v, torch.tensor([300, 7, 120], dtype=torch.int32)), **options)
+    for b, length in enumerate((300, 7, 120)):
+        for i in range(5):
+            so_far = torch.tensor([length - 4 + i], dtype=torch.int32)
+            alone = strobe.decode(q[b : b + 1, i : i + 1], strobe.Cache(k[b : b + 1], v[b : b + 1], so_far), **options)
+            assert torch.equal(alone[0][0, 0], together[0][b, i]) and torch.equal(alone[1][0, :, 0], together[1][b, :, i])
 
 
 def test_the_operator_is_known_to_the_compiler():

@@ -1,20 +1,29 @@
-"""Attention over a cache on a CPU, in plain torch: one request after the other, some rows at a time, exact.
+"""Attention over a cache on a CPU: one request after the other, some rows at a time, exact.
 
-Query heads that share a key head are stacked along the rows of one product. Lengths and tables are read on the host.
+Query heads that share a key head are stacked along the rows of one product, so that keys and values are read once. PyTorch's
+C++ flash kernel computes what it knows (`torch_cpu` says how far it is trusted), plain torch in float32 the rest: softcaps,
+values of another width than keys, and requests of which an input is a NaN or an infinity. Lengths and tables are read on the
+host, where they were checked: each key is there.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+from strobe.cpu.torch_cpu import is_lost
 from strobe.device import Arch
-from strobe.masks import visible
+from strobe.masks import kv_full, kv_range, visible
 from strobe.problem import lse_shape_of
 from strobe.reference.precision import without_autocast
 from strobe.serving.problem import DecodeOperands, DecodeProblem, queries_of, tokens_of
 
 SCORES = 1 << 22
 """Scores that are computed at once, about: more do not stay in a cache."""
+
+Part = tuple[torch.Tensor, torch.Tensor]
+"""out [rows, heads_q, dim_v] and lse [heads_q, rows] of some queries of a request."""
 
 
 def refuses(problem: DecodeProblem, arch: Arch) -> str | None:
@@ -27,54 +36,175 @@ def config(problem: DecodeProblem, arch: Arch) -> None:
     return None
 
 
+class Rows(NamedTuple):
+    """Queries `first` to `last` of the n_q of request `number`, which has n_kv keys."""
+
+    number: int
+    n_q: int
+    n_kv: int
+    first: int
+    last: int
+
+    @property
+    def positions(self) -> tuple[int, int]:
+        """The keys on which the first and the last of them stand."""
+        return self.n_kv - self.n_q + self.first, self.n_kv - self.n_q + self.last
+
+
 @without_autocast
 def forward(problem: DecodeProblem, operands: DecodeOperands) -> tuple[torch.Tensor, torch.Tensor]:
-    q = operands.q
+    q, knows = operands.q, _flash_knows(problem)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_zeros(problem.out_shape) if operands.out is None else operands.out
     lse = torch.full(lse_shape_of(problem.lengths, problem.heads_q), -torch.inf, dtype=wide, device=q.device)
     for b in range(problem.batch):
-        rows, n_q = queries_of(problem, operands, b)
-        places, at, there = tokens_of(problem, operands, b)
-        k = _values(operands.k, operands.k_scale, b, places, at, there, wide)
-        v = _values(operands.v, operands.v_scale, b, places, at, there, wide)[..., : problem.head_dim_v]
-        mine, of_lse = ((rows,), (slice(None), rows)) if problem.ragged else ((b, rows), (b, slice(None), rows))
-        step = max(1, SCORES // max(1, problem.heads_q * len(there)))
+        mine, n_q = queries_of(problem, operands, b)
+        of_out, of_lse = ((mine,), (slice(None), mine)) if problem.ragged else ((b, mine), (b, slice(None), mine))
+        lying = _lying(problem, operands, b) if knows else None
+        gathered = _gathered(problem, operands, b, wide) if lying is None else None
+        n_kv = (lying or gathered)[0].shape[0]  # type: ignore[index]
+        step = 1 if problem.deterministic else max(1, SCORES // max(1, problem.heads_q * n_kv))  # sums depend on the rows
         for first in range(0, n_q, step):
-            some = slice(first, min(first + step, n_q))
-            one, lse_one = _attend(problem, operands, b, n_q, some, q[mine][some].to(wide), k, v, there)
-            out[mine][some], lse[of_lse][:, some] = one.to(q.dtype), lse_one
+            rows = Rows(b, n_q, n_kv, first, min(first + step, n_q) - 1)
+            some = q[of_out][first : rows.last + 1]
+            found = None if lying is None else _by_flash(problem, operands, rows, some, *lying)
+            if found is None:
+                gathered = gathered or _gathered(problem, operands, b, wide)
+                found = _by_hand(problem, operands, rows, some.to(wide), *gathered)
+            out[of_out][first : rows.last + 1], lse[of_lse][:, first : rows.last + 1] = found
     return out, lse
 
 
-def _values(x, scale, b: int, places, at, there, wide: torch.dtype) -> torch.Tensor:
-    """The keys or values of a request, [heads_kv, n, dim]; 0 where none is there."""
-    values = x[places, at].to(wide)
-    if scale is not None:
-        values *= (scale[b] if scale.dim() == 2 else scale[places, at]).to(wide)[..., None]
-    if not bool(there.all()):
-        values[~there] = 0.0
-    return values.transpose(0, 1)
+def _reach(problem: DecodeProblem, rows: Rows) -> tuple[int, int]:
+    """[begin, end) of the keys in reach of the mask's band from some of these rows."""
+    begin, end = kv_range(*rows.positions, rows.n_kv, *problem.mask.band)
+    begin = min(max(begin, 0), rows.n_kv)
+    return begin, max(begin, end)
 
 
-def _attend(problem: DecodeProblem, operands: DecodeOperands, b: int, n_q: int, some: slice, q, k, v, there):
-    """out [rows, heads_q, dim_v] and lse [heads_q, rows] of the queries `some` of a request that has n_q of them."""
-    heads_kv, n_kv, _ = k.shape
-    count, group = q.shape[0], problem.group
-    stacked = q.reshape(count, heads_kv, group, -1).permute(1, 2, 0, 3).reshape(heads_kv, group * count, -1)
-    s = (problem.scale * (stacked @ k.transpose(1, 2))).view(heads_kv * group, count, n_kv)
+def _seen(problem: DecodeProblem, operands: DecodeOperands, rows: Rows, begin: int, end: int) -> torch.Tensor:
+    """Which of the keys begin ... end - 1 each row sees, bool [rows, keys]."""
+    first, last = rows.positions
+    p, j = torch.arange(first, last + 1)[:, None], torch.arange(begin, end)[None, :]
+    seen = visible(p, j, rows.n_kv, *problem.mask.band).expand(len(p), end - begin)
+    if operands.tree is not None:
+        own = j - (rows.n_kv - rows.n_q)  # the query of which a key is, of those that there are
+        by_tree = operands.tree[rows.number, rows.first : rows.last + 1][:, own[0].clamp(min=0)]
+        seen = seen & (by_tree | (own < 0))
+    return seen
+
+
+def _distances(operands: DecodeOperands, rows: Rows, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+    """What ALiBi subtracts from the scores of keys begin ... end - 1, [heads_q, rows, keys]."""
+    assert operands.alibi is not None
+    slopes = operands.alibi if operands.alibi.dim() == 1 else operands.alibi[rows.number]
+    first, last = rows.positions
+    p, j = torch.arange(first, last + 1)[:, None], torch.arange(begin, end)[None, :]
+    return slopes.to(dtype)[:, None, None] * (p - j).abs()
+
+
+def _stacked(problem: DecodeProblem, q: torch.Tensor) -> torch.Tensor:
+    """[rows, heads_q, dim] -> [heads_kv, group * rows, dim]."""
+    return q.reshape(len(q), problem.heads_kv, problem.group, -1).permute(1, 2, 0, 3).flatten(1, 2)
+
+
+# ---- by PyTorch's flash kernel
+
+
+def _flash_knows(problem: DecodeProblem) -> bool:
+    return problem.head_dim == problem.head_dim_v and not problem.score.softcap and problem.scale > 0
+
+
+def _lying(problem: DecodeProblem, operands: DecodeOperands, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and the values of a request, [n, heads_kv, dim], a view where they lie in one place; in q's dtype, or in float32
+    if the cache has 8 bits."""
+    size, length = problem.page_size, int(operands.lengths[b])
+    first = 0 if operands.leftpad is None else int(operands.leftpad[b])
+    if operands.page_table is not None and size is not None:
+        pages, begin = operands.page_table[b, first // size : -(-length // size)], first // size * size
+    else:
+        pages, begin = torch.tensor([b]) if operands.entries is None else operands.entries[b : b + 1], 0
+
+    def rows_of(x: torch.Tensor) -> torch.Tensor:
+        found = x[int(pages)] if len(pages) == 1 else x.index_select(0, pages).flatten(0, 1)
+        return found[first - begin : length - begin]
+
+    def values(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        found = rows_of(x)[..., : problem.head_dim_v]
+        if problem.kv_dtype == problem.dtype:
+            return found
+        found = found.to(torch.promote_types(problem.dtype, torch.float32))
+        if scale is None:
+            return found
+        return found * (scale[b] if scale.dim() == 2 else rows_of(scale)).to(found.dtype)[..., None]
+
+    return values(operands.k, operands.k_scale), values(operands.v, operands.v_scale)
+
+
+def _by_flash(problem: DecodeProblem, operands: DecodeOperands, rows: Rows, q, k, v) -> Part | None:
+    """None where no key is in reach of the mask's band, or a result may be wrong."""
+    begin, end, count = *_reach(problem, rows), len(q)
+    if end == begin:
+        return None
+    all_begin, all_end = kv_full(*rows.positions, rows.n_kv, *problem.mask.band)
+    all_seen = operands.tree is None and all_begin <= begin and end <= all_end
+    seen = None if all_seen else _seen(problem, operands, rows, begin, end)
+    bias = _bias(problem, operands, rows, begin, end, seen, torch.promote_types(q.dtype, torch.float32))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        _stacked(problem, q.to(k.dtype))[None], *(x[begin:end].transpose(0, 1)[None] for x in (k, v)), 0.0, False,
+        attn_mask=bias, scale=problem.scale,
+    )  # fmt: skip
+    out, lse = out.reshape(problem.heads_q, count, -1), lse.reshape(problem.heads_q, count)
+    blind = None if seen is None else ~seen.any(-1)
+    if is_lost(out, lse, blind):
+        return None
+    if blind is not None:
+        lse = torch.where(blind, -torch.inf, lse)
+    if operands.sinks is not None:
+        alone = lse
+        lse = torch.logaddexp(lse, operands.sinks.to(lse.dtype)[:, None])
+        out = out * torch.where(lse == -torch.inf, 0.0, torch.exp(alone - lse))[..., None]
+    return out.transpose(0, 1).to(q.dtype), lse
+
+
+def _bias(
+    problem: DecodeProblem, operands: DecodeOperands, rows: Rows, begin: int, end: int, seen: torch.Tensor | None, dtype
+) -> torch.Tensor | None:
+    """What is added to the scores of these keys, [1, heads_kv or 1, group * rows, keys]; None if that is nothing."""
+    if operands.alibi is None:
+        return None if seen is None else torch.where(seen, 0.0, -torch.inf).to(dtype).repeat(problem.group, 1)[None, None]
+    bias = -_distances(operands, rows, begin, end, dtype)
+    if seen is not None:
+        bias = bias.masked_fill_(~seen, -torch.inf)
+    return bias.view(1, problem.heads_kv, -1, end - begin)
+
+
+# ---- by hand
+
+
+def _gathered(problem: DecodeProblem, operands: DecodeOperands, b: int, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and the values of a request, [n, heads_kv, dim]."""
+    places, at, _ = tokens_of(problem, operands, b)
+
+    def values(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        found = x[places, at].to(wide)
+        if scale is not None:
+            found *= (scale[b] if scale.dim() == 2 else scale[places, at]).to(wide)[..., None]
+        return found
+
+    return values(operands.k, operands.k_scale), values(operands.v, operands.v_scale)[..., : problem.head_dim_v]
+
+
+def _by_hand(problem: DecodeProblem, operands: DecodeOperands, rows: Rows, q, k, v) -> Part:
+    begin, end, count = *_reach(problem, rows), len(q)
+    k, v, n_kv = k[begin:end], v[begin:end], end - begin
+    s = problem.scale * (_stacked(problem, q) @ k.permute(1, 2, 0))
+    s = s.view(problem.heads_q, count, n_kv)
     if problem.score.softcap:
         s = problem.score.softcap * torch.tanh(s / problem.score.softcap)
-    p = torch.arange(some.start, some.stop, device=q.device)[:, None] + (n_kv - n_q)
-    j = torch.arange(n_kv, device=q.device)[None, :]
     if operands.alibi is not None:
-        slopes = operands.alibi if operands.alibi.dim() == 1 else operands.alibi[b]
-        s = s - slopes.to(s.dtype)[:, None, None] * (p - j).abs()
-    seen = (visible(p, j, n_kv, *problem.mask.band) & there).expand(count, n_kv)
-    if operands.tree is not None:
-        drafts = min(n_q, n_kv)
-        seen = seen.clone()
-        seen[:, n_kv - drafts :] &= operands.tree[b][some, n_q - drafts : n_q]
+        s = s - _distances(operands, rows, begin, end, s.dtype)
+    seen = _seen(problem, operands, rows, begin, end)
     s = s.masked_fill(~seen, -torch.inf)
     top = s.amax(-1) if n_kv else s.new_full(s.shape[:-1], -torch.inf)
     if operands.sinks is not None:
@@ -86,10 +216,10 @@ def _attend(problem: DecodeProblem, operands: DecodeOperands, b: int, n_q: int, 
         total = total + torch.exp(operands.sinks.to(s.dtype)[:, None] - shift)
     lse = torch.where(total == 0.0, -torch.inf, shift + torch.log(total))
     # A value of a key that nobody here sees may be anything, and 0 * NaN is NaN.
-    v = torch.where(seen.any(0)[:, None], v, 0.0)
-    out = weights.view(heads_kv, group * count, n_kv) @ v
-    out = out.view(heads_kv * group, count, -1) / torch.where(total == 0.0, 1.0, total)[..., None]
-    return out.transpose(0, 1), lse
+    v = torch.where(seen.any(0)[:, None, None], v, 0.0)
+    out = weights.view(problem.heads_kv, problem.group * count, n_kv) @ v.transpose(0, 1)
+    out = out.view(problem.heads_q, count, problem.head_dim_v) / torch.where(total == 0.0, 1.0, total)[..., None]
+    return out.transpose(0, 1).to(operands.q.dtype), lse
 
 
 def merged(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

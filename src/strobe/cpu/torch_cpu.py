@@ -103,6 +103,12 @@ def _finite(x: torch.Tensor) -> bool:
     return bool(torch.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32))))
 
 
+def is_lost(out: torch.Tensor, lse: torch.Tensor, blind: torch.Tensor | None) -> bool:
+    """Whether some result of the kernel may be wrong. blind: the rows that see nothing; None: there are none."""
+    lost = (lse == 0.0) | ~(lse < torch.inf)  # an LSE of exactly 0 is rare in a row that sees something
+    return not _finite(out) or bool((lost if blind is None else lost & ~blind).any())
+
+
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     seen = _seen(problem, operands)
     causal, bias = _mask_arguments(problem, seen)
@@ -110,9 +116,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[torch.Tensor
         *_transposed(operands), 0.0, causal, attn_mask=bias, scale=problem.scale
     )
     blind = None if seen is None else ~seen.any(-1)
-    lost = (lse == 0.0) | ~(lse < torch.inf)  # an LSE of exactly 0 is rare in a row that sees something
-    lost = lost if blind is None else lost & ~blind
-    if not _finite(out) or bool(lost.any()):
+    if is_lost(out, lse, blind):
         return tiled.forward(problem, operands)
     if blind is not None:
         lse = torch.where(blind, -torch.inf, lse)
