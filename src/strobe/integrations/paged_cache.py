@@ -45,7 +45,7 @@ class PagedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
-        so_far = strobe.Cache(self.keys, self.values, self.lengths, self.table)
+        so_far = strobe.Cache._of(self.keys, self.values, self.lengths, self.table)
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (key_states, value_states))
         longer = strobe.append(so_far, k.transpose(1, 2), v.transpose(1, 2))[0]
         if self.lengths.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -203,7 +203,7 @@ def _attention(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         cache, length = paged
         mask, cache = _mask_over_pages(query, cache, length, attention_mask, causal, sliding_window, refused)
-        score = Score(softcap=softcap or 0.0, sinks=s_aux)
+        score = _score(softcap, None, s_aux)
         return decode(_operand(query), cache, mask=mask, score=score, scale=scaling, deterministic=bool(deterministic)), None
     bias, packed = None, cu_seq_lens_q is not None or cu_seq_lens_k is not None
     if isinstance(attention_mask, ModelMask):
@@ -223,7 +223,7 @@ def _attention(
     if bias is not None and bias.dtype != torch.float32:
         bias = bias.to(q.dtype)
     options: dict[str, Any] = dict(
-        mask=mask, score=Score(softcap=softcap or 0.0, bias=bias, sinks=s_aux), dropout_p=dropout,
+        mask=mask, score=_score(softcap, bias, s_aux), dropout_p=dropout,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling, deterministic=bool(deterministic),
     )  # fmt: skip
     if max(query.shape[-1], value.shape[-1]) > 256:
@@ -235,6 +235,11 @@ def _attention(
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     out: Any = attention(q, k, v, **options)
     return out.view(query.shape[0], query.shape[2], *out.shape[-2:])[..., : value.shape[-1]], None
+
+
+def _score(softcap: float | None, bias: torch.Tensor | None, sinks: torch.Tensor | None) -> Score | None:
+    """None is the plain score, of which each layer would make and check one."""
+    return Score(softcap=softcap or 0.0, bias=bias, sinks=sinks) if softcap or bias is not None or sinks is not None else None
 
 
 def _mask_over_pages(
