@@ -143,8 +143,8 @@ def test_flash_attention_3(installed):
     descale = torch.full((2, 4), 0.5)
     eight = fa3.flash_attn_func(*low, q_descale=descale, causal=True)
     assert torch.equal(eight, strobe.attention_fp8(*low, q_descale=descale, mask=Causal()))
-    with pytest.raises(ValueError, match="attention_chunk must be left out: chunks are document numbers"):
-        fa3.flash_attn_func(q, k, v, attention_chunk=4)
+    with pytest.raises(ValueError, match=r"attention_chunk must be 0 \(no chunks\) or more, got -4"):
+        fa3.flash_attn_func(q, k, v, attention_chunk=-4)
     capped = fa3.flash_attn_func(*low, q_descale=descale, softcap=1.0)
     assert torch.equal(capped, strobe.attention_fp8(*low, q_descale=descale, score=strobe.Score(softcap=1.0)))
 
@@ -268,6 +268,38 @@ def test_a_cache(installed):
         rows = torch.cat((cache[n : n + 1, :length], new[n : n + 1]), 1)
         for out in outs:
             torch.testing.assert_close(out[n : n + 1], strobe.attention(q[n : n + 1], rows, rows))
+
+
+@pytest.mark.parametrize("causal, window", [(True, (-1, -1)), (False, (-1, -1)), (False, (3, 2))])
+@pytest.mark.parametrize("n_q, n_kv", [(12, 12), (5, 12), (12, 5)])
+def test_chunks_of_keys(causal, window, n_q, n_kv):
+    from strobe.integrations.flash_attn import fa3
+
+    g = torch.Generator().manual_seed(n_q)
+    q, k, v = (torch.randn(2, n, 2, 16, generator=g, dtype=torch.float64).requires_grad_() for n in (n_q, n_kv, n_kv))
+
+    def in_a_chunk(batch, head, i, j):
+        return i // 4 == j // 4
+
+    def wanted(q, k, v):
+        left, right = (None if side < 0 else side for side in window)
+        mask = Window(left, 0 if causal else right) & strobe.Visible(in_a_chunk)
+        ahead = k.shape[1] - q.shape[1]  # rows ahead of the first, so that a row's number is the key on which it stands
+        some = torch.nn.functional.pad(q, (0, 0, 0, 0, ahead, 0)) if ahead >= 0 else q[:, -ahead:]
+        out, lse = strobe.attention(some, k, v, mask=mask, return_lse=True)
+        if ahead >= 0:
+            return out[:, ahead:], lse[..., ahead:]
+        return torch.nn.functional.pad(out, (0, 0, 0, 0, -ahead, 0)), torch.nn.functional.pad(
+            lse, (-ahead, 0), value=-torch.inf
+        )
+
+    out, lse = fa3.flash_attn_func(q, k, v, causal=causal, window_size=window, attention_chunk=4, return_attn_probs=True)
+    torch.testing.assert_close((out, lse), wanted(q, k, v))
+    dout = torch.randn(out.shape, generator=g, dtype=torch.float64)
+    found, right = (torch.autograd.grad(x, (q, k, v), dout) for x in (out, wanted(q, k, v)[0]))
+    torch.testing.assert_close(found, right)
+    with pytest.raises(ValueError, match="attention_chunk must be left out: chunks of packed sequences are a mask function"):
+        fa3.flash_attn_varlen_func(q[0], k[0], v[0], None, None, n_q, n_kv, attention_chunk=4)
 
 
 def test_flash_attention_3_has_an_order_of_its_own(installed):

@@ -11,9 +11,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from strobe import api, fp8
+from strobe.arguments import integer
 from strobe.integrations.flex.api import read_functions
-from strobe.masks import Mask, Window
+from strobe.masks import Document, Mask, Window
 from strobe.scores import Score
 from strobe.serving import flash
 
@@ -25,18 +28,10 @@ def flash_attn_func(
     attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False,
 ):  # fmt: skip
     """FlashAttention-3's function of this name: out, or (out, softmax_lse) with return_attn_probs."""
-    _check_unused(qv=qv, attention_chunk=attention_chunk)
+    _check_unused(qv=qv)
+    descales = q_descale, k_descale, v_descale
     return _attention(
-        q,
-        k,
-        v,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        deterministic,
-        return_attn_probs,
-        (q_descale, k_descale, v_descale),
+        q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, descales, chunk=attention_chunk
     )
 
 
@@ -63,7 +58,6 @@ def flash_attn_qkvpacked_func(
 ):  # fmt: skip
     """FlashAttention-3's function of this name: qkv [batch, seqlen, 3, heads, D], or with num_heads_q
     [batch, seqlen, heads_q + 2 heads_kv, D]."""
-    _check_unused(attention_chunk=attention_chunk)
     if num_heads_q is None:
         if qkv.dim() != 5 or qkv.shape[2] != 3:
             raise ValueError(f"qkv must have shape [batch, seqlen, 3, heads, head_dim], got {list(qkv.shape)}")
@@ -71,17 +65,9 @@ def flash_attn_qkvpacked_func(
     else:
         heads_kv = (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv.split((num_heads_q, heads_kv, heads_kv), 2)
+    descales = q_descale, k_descale, v_descale
     return _attention(
-        q,
-        k,
-        v,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        deterministic,
-        return_attn_probs,
-        (q_descale, k_descale, v_descale),
+        q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, descales, chunk=attention_chunk
     )
 
 
@@ -117,7 +103,7 @@ def flash_attn_combine(
 def _check_unused(**arguments) -> None:
     reasons = {
         "qv": "a second product with the values is not computed",
-        "attention_chunk": "chunks are document numbers, strobe.Document",
+        "attention_chunk": "chunks of packed sequences are a mask function, strobe.Visible",
         "block_sparse_tensors": "tables of blocks are not read: a mask finds its blocks itself",
         "block_sparse_tensors_bwd": "tables of blocks are not read: a mask finds its blocks itself",
         "gather_kv_indices": "keys are not chosen one by one",
@@ -134,10 +120,24 @@ def _window(window_size, causal: bool) -> Mask:
     return Window(left, 0 if causal else right)
 
 
+def _chunks(chunk, q, k) -> Mask:
+    """FlashAttention-3's attention_chunk: keys are cut into chunks of so many, and a query sees those of the chunk in which it
+    stands."""
+    if integer("attention_chunk must be an int", chunk) < 1:
+        raise ValueError(f"attention_chunk must be 0 (no chunks) or more, got {chunk}")
+    n_q, n_kv = q.shape[1], k.shape[1]
+    positions = (torch.arange(first, n_kv, dtype=torch.int32, device=q.device) for first in (n_kv - n_q, 0))
+    return Document(*(torch.div(x, chunk, rounding_mode="floor").expand(q.shape[0], -1) for x in positions))
+
+
 def _attention(
-    q, k, v, scale, causal, window_size, softcap, deterministic, return_lse, descales=(None, None, None), sink=None, **lengths
+    q, k, v, scale, causal, window_size, softcap, deterministic, return_lse, descales=(None, None, None), sink=None, chunk=0,
+    **lengths,
 ):  # fmt: skip
-    named = {"mask": _window(window_size, causal), "score": Score(softcap, sinks=sink), "scale": scale}
+    mask = _window(window_size, causal)
+    if chunk:
+        mask &= _chunks(chunk, q, k)
+    named = {"mask": mask, "score": Score(softcap, sinks=sink), "scale": scale}
     if any(x is not None for x in descales) or q.dtype.itemsize == 1:
         named |= zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)
         return fp8.attention_fp8(q, k, v, return_lse=return_lse, **named, **lengths)
