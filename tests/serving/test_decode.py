@@ -10,6 +10,7 @@ import torch
 from requests_at_random import Drawn, check, draw, right
 
 import strobe
+from strobe.cpu import cached as cpu
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 GPU = pytest.mark.gpu
@@ -20,6 +21,16 @@ def test_on_a_cpu(seed):
     dtype = DTYPES[seed % 4]
     call = draw(seed, dtype)
     check(strobe.decode(call.q, call.cache, return_lse=True, **call.keywords), right(call), dtype)
+
+
+@pytest.mark.parametrize("copied", [1, 700])
+def test_keys_that_are_copied_in_blocks(copied, monkeypatch):
+    """Of one key each, and of some."""
+    monkeypatch.setattr(cpu, "COPIED", copied)
+    for seed in range(24):
+        dtype = DTYPES[seed % 4]
+        call = draw(seed, dtype)
+        check(strobe.decode(call.q, call.cache, return_lse=True, **call.keywords), right(call), dtype)
 
 
 def test_without_an_lse_and_into_a_tensor():
