@@ -24,8 +24,8 @@ from strobe.serving.problem import DecodeOperands, DecodeProblem, queries_of, to
 SCORES = 1 << 22
 """Scores that are computed at once, about: more do not stay in a cache."""
 COPIED = 1 << 21
-"""Numbers of K, and of V, that are copied at once, about, where they lie in pages or have 8 bits. One thread of a Xeon, 8192 keys
-of 8 heads of 128, float32: 18.5 ms, and 49.6 all at once, as each call takes new memory from the system."""
+"""Numbers of K, and of V, that are copied at once, about, where they lie in pages or have 8 bits. One thread of a Xeon, 8192
+keys of 8 heads of 128, float32: 18.5 ms, and 49.6 all at once, as each call takes new memory from the system."""
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """out [rows, heads_q, dim_v] and lse [heads_q, rows] of some queries of a request."""
