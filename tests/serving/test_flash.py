@@ -319,7 +319,7 @@ def test_queries_of_8_bits(how):
         ("cu_seqlens_q must be a tensor, got list", {"cu_seqlens_q": [0, 1, 2]}),
         ("attention_chunk must be 0 .* or more, got -1", {"attention_chunk": -1}),
         ("attention_chunk must be an int, got float", {"attention_chunk": 2.5}),
-        (r"lengths \(cache_seqlens\) must be from 0 to the 8", {"attention_chunk": 2, "cache_seqlens": ints(9, 4)}),
+        (r"lengths \(cache_seqlens\) must be from 0 to the 8", {"attention_chunk": 2, "cache_seqlens": ints(-1, 4)}),
         ("out must have shape", {"attention_chunk": 2, "out": torch.zeros(2, 1, 2, 8)}),
         ("max_seqlen_q goes with cu_seqlens_q", {"attention_chunk": 2, "max_seqlen_q": 1}),
         ("alibi_slopes are not taken with attention_chunk", {"attention_chunk": 8, "alibi_slopes": torch.ones(2)}),
