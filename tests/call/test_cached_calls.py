@@ -158,3 +158,60 @@ def test_append(plans):
         strobe.append(short, k)
     with pytest.raises(TypeError, match=r"cache must be a strobe\.Cache"):
         strobe.append(3, k, v)
+
+
+ROTARY = (torch.randn(20, 8), torch.randn(20, 8))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("options", [{}, {"out": True}, {"sinks": True, "leftpad": True, "return_softmax_lse": True}])
+def test_what_is_appended_and_attended_is_recognised_at_once(plans, turned, options, monkeypatch):
+    """flash-attn's function runs both launches of an earlier call, the second one over what the first one made."""
+    cache = call()["cache"]
+    k, v, q = (torch.randn(2, 1, heads, 16) for heads in (2, 2, 4))
+    given, behind, out = {"cache_seqlens": ints(3, 6), "block_table": cache.page_table, "causal": True}, [], []
+    if "leftpad" in options:
+        given |= {"cache_leftpad": ints(1, 0), "s_aux": torch.zeros(4), "return_softmax_lse": True}
+        behind = [given["cache_leftpad"], given["s_aux"]]
+    if "out" in options:
+        given["out"] = torch.empty_like(q)
+        out = [given["out"]]
+    made: list[torch.Tensor] = []
+    real = cached_calls._prepared_append
+
+    def kept(make):
+        def new():
+            made.append(make())
+            return made[-1]
+
+        return new
+
+    def prepared(*arguments):
+        found = real(*arguments)
+        return found._replace(new=tuple(map(kept, found.new)))
+
+    monkeypatch.setattr(cached_calls, "_prepared_append", prepared)
+    for _ in range(3):
+        q, k = q.clone(), k.clone()
+        made.clear()
+        found = strobe.flash_attn_with_kvcache(q, cache.k, cache.v, k, v, *(ROTARY if turned else ()), **given)
+        lengths, *others = made[-1 - turned :]
+        pages = cache.k, cache.v, k, v, given["cache_seqlens"], cache.page_table
+        appended = (*pages, *((q, *ROTARY) if turned else ()), lengths, *others)
+        assert plans[0].launched[-1] == tuple(x.data_ptr() for x in appended)
+        result = found[0] if "leftpad" in options else found
+        attended = (others[0] if turned else q, cache.k, cache.v, lengths, cache.page_table, *behind, result)
+        assert plans[1].launched[-1] == tuple(x.data_ptr() for x in attended)
+        assert not out or result is out[0]
+        monkeypatch.setattr(known_calls, "likeness", lambda x: pytest.fail("a key was made"))
+    assert [len(plan.launched) for plan in plans] == [3, 3]
+
+
+def test_nothing_is_appended_where_the_attention_is_refused(plans):
+    cache, k = call()["cache"], torch.randn(2, 1, 2, 16)
+    with pytest.raises(TypeError, match="out must have q's dtype"):
+        strobe.flash_attn_with_kvcache(
+            torch.randn(2, 1, 4, 16), cache.k, cache.v, k, k.clone(), cache_seqlens=ints(3, 6), block_table=cache.page_table,
+            out=torch.empty(2, 1, 4, 16, dtype=torch.float64),
+        )  # fmt: skip
+    assert not any(plan.launched for plan in plans)

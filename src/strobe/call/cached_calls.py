@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -45,14 +46,28 @@ class Append(NamedTuple):
     new: tuple[Callable[[], torch.Tensor], ...]
 
 
+class Step(NamedTuple):
+    """What calls of `append_and_decode` that look the same need. of_append, of_decode: what each launch is given, of the
+    addresses of the call's tensors and then of those made: lengths, queries turned, out."""
+
+    append: launches.PreparedCall
+    decode: launches.Prepared
+    new: tuple[Callable[[], torch.Tensor], ...]
+    new_out: Callable[[], torch.Tensor]
+    of_append: Callable[[Sequence[int]], tuple[int, ...]]
+    of_decode: Callable[[Sequence[int]], tuple[int, ...]]
+
+
 _decodes: KnownCalls[Decode] = KnownCalls()
 _appends: KnownCalls[Append] = KnownCalls()
+_steps: KnownCalls[Step | None] = KnownCalls()
 
 
 def forget() -> None:
     """Drop everything that was prepared."""
     _decodes.forget()
     _appends.forget()
+    _steps.forget()
 
 
 def decode(
@@ -271,6 +286,62 @@ def _append_launch(
     own = AppendOperands._make(None if x is None else x.detach() for x in operands)  # each an object of its own
     tensors = [x for x in (*own, lengths, turned) if x is not None]
     return launches.prepared_call(append_call(own, options, lengths, turned), tensors)
+
+
+BESIDE = ("leftpad", "alibi", "sinks", "out")
+"""What an `append_and_decode` takes behind an append's tensors, of which q is there in any case."""
+
+
+def append_and_decode(
+    tensors: tuple[torch.Tensor | None, ...], numbers: tuple, check_append: Callable[..., CheckedAppend], of_append: tuple,
+    check: Callable[..., Checked], of_decode: tuple,
+) -> Outputs | None:  # fmt: skip
+    """Write new rows to a cache and attend over it: out, and the LSE or None if it is not wanted. None, and nothing is done,
+    where an append and a decode must be called.
+
+    tensors: in the order of `AppendOperands`, then of `BESIDE`. check_append(*of_append) checks the append, check(*of_decode)
+    the decode, whose first two arguments, q and the cache, are those before the append."""
+    found = _steps.find(tensors, numbers, _prepared_step, tensors, check_append, of_append, check, of_decode)
+    if found is None:
+        return None
+    (step, addresses), out = found, tensors[-1]
+    if step is None:
+        return None
+    made = [new() for new in step.new]
+    addresses += [x.data_ptr() for x in made]
+    if out is None:
+        out = step.new_out()
+        addresses.append(out.data_ptr())
+    stream = raw_stream(out.get_device())
+    step.append.launch(stream, step.of_append(addresses))
+    return out, step.decode.decode(stream, step.of_decode(addresses))
+
+
+def _prepared_step(
+    tensors: tuple[torch.Tensor | None, ...], check_append: Callable[..., CheckedAppend], of_append: tuple,
+    check: Callable[..., Checked], of_decode: tuple,
+) -> Step | None:  # fmt: skip
+    append = _prepared_append(check_append, of_append)
+    if append.launch is None:
+        return None
+    lengths, *turned = [new() for new in append.new]
+    q, cache, *others = of_decode
+    decode = _prepared_decode(check, ((turned or [q])[0], cache._with_lengths(lengths), *others))
+    if decode.launches is None:
+        return None
+    names = zip((*AppendOperands._fields, *BESIDE), tensors, strict=True)
+    given, made = [name for name, x in names if x is not None], ["lengths made", *(["q made"] if turned else [])]
+    at = {name: i for i, name in enumerate((*given, *made))}
+    at.setdefault("out", len(at))
+    appended = [name for name in given if name not in BESIDE and (turned or name != "q")] + made
+    attended = {name: name for name in DecodeOperands._fields}
+    attended |= {"q": made[-1] if turned else "q", "k": "k_cache", "v": "v_cache", "lengths": "lengths made"}
+    if "v_cache" not in at:
+        attended["v"] = "k_cache"
+    return Step(
+        append.launch, decode.launches, append.new, decode.new_out, itemgetter(*[at[name] for name in appended]),
+        itemgetter(*[at[name] for name in attended.values() if name in at]),
+    )  # fmt: skip
 
 
 def merge(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from strobe.checks import check_tensor
 from strobe.flash_arguments import NO_WINDOW, flash_mask, flash_score
 from strobe.masks import Full, Mask
 from strobe.scores import Score
-from strobe.serving.api import append, decode
+from strobe.serving.api import append, append_and_decode, decode
 from strobe.serving.arguments import OF_8_BITS, check_cache, check_ints, check_rows, checked
 from strobe.serving.cache import Cache, Rotary
 from strobe.serving.flash_terms import (
@@ -98,6 +98,13 @@ def flash_attn_with_kvcache(
             check_tensor(name, x)
         if k.dtype in OF_8_BITS and v.dtype in OF_8_BITS:  # they have been divided by the scales already
             k, v, cache = k.to(torch.bfloat16), v.to(torch.bfloat16), replace(cache, k_scale=None, v_scale=None)
+        if scaled is cache and qv is None and not attention_chunk:
+            found = append_and_decode(
+                cache, k, v, q, rotary, cu_seqlens_k_new, cu_seqlens_q, rotary_seqlens, not own, mask or Full(), score,
+                softmax_scale, max_seqlen_q, out, bool(return_softmax_lse), bool(deterministic) or num_splits == 1,
+            )  # fmt: skip
+            if found is not None:
+                return found
         cache, turned = append(
             cache, k, v, q=None if rotary is None else q, rotary=rotary, cu_seqlens=cu_seqlens_k_new, cu_seqlens_q=cu_seqlens_q,
             positions=rotary_seqlens, one_position=not own,
