@@ -210,7 +210,8 @@ def _attention(
         _check_lengths(attention_mask, query, key)
         mask = _packed_mask(attention_mask) if packed else attention_mask.packed_by(position_ids, query.shape[0])
         mask = _on_device(mask, query.device)
-        key, value = key[:, :, : attention_mask.keys], value[:, :, : attention_mask.keys]
+        if attention_mask.keys < attention_mask.n_kv:
+            key, value = key[:, :, : attention_mask.keys], value[:, :, : attention_mask.keys]
     elif attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = _implied_mask(causal, sliding_window, query.shape[2], key.shape[2])
@@ -234,7 +235,9 @@ def _attention(
         options |= _packed_options(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     out: Any = attention(q, k, v, **options)
-    return out.view(query.shape[0], query.shape[2], *out.shape[-2:])[..., : value.shape[-1]], None
+    if packed:
+        out = out.view(query.shape[0], query.shape[2], *out.shape[-2:])
+    return out if out.shape[-1] == value.shape[-1] else out[..., : value.shape[-1]], None
 
 
 def _score(softcap: float | None, bias: torch.Tensor | None, sinks: torch.Tensor | None) -> Score | None:
