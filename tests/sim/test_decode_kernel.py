@@ -78,6 +78,25 @@ def test_one_request(seed):
     simulate_one_request(seed)
 
 
+def simulate_few_jobs(seed: int) -> None:
+    """Some requests, each of whose key heads is a cluster's, or shared without one, or one CTA's; of every third a page is not
+    there."""
+    n_q, group = [(1, 8), (1, 4), (2, 4), (1, 1), (1, 7)][seed % 5]
+    dim, page = (80, 96, 128)[seed % 3], [None, 16, 64, 128, 1, 48][seed % 6]
+    call = draw(seed, (torch.float16, torch.bfloat16)[seed % 2], honest=seed % 3 > 0, ragged=False, batch=(1, 2, 3, 5)[seed % 4],
+                heads_kv=(2, 1, 3)[seed % 3], n_q=n_q, group=group, page=page, head_dim=dim, head_dim_v=dim,
+                room=(64, 700, 1100)[seed // 2 % 3])  # fmt: skip
+    order, launches = ORDERS[seed // 2 % 4], 1 + seed % 2
+    clusters = {"clustered": True, "shares": (2, 4, 8, 16)[seed // 2 % 4], "stages": (2, 3)[seed % 2]}
+    for changes in (clusters, {"clustered": False, "shares": (1, 2, 5, 12)[seed % 4], "stages": 3}):
+        run(call, order=order, seed=seed, launches=launches, choose=of_shares, **changes)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_few_jobs(seed):
+    simulate_few_jobs(seed)
+
+
 def simulate_wgmma(seed: int) -> None:
     """Random requests on TMA and wgmma; of every third a page is not there."""
     dtype, page = (torch.float16, torch.bfloat16)[seed % 2], [None, 16, 48, 64, 128][seed % 5]

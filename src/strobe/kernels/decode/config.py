@@ -112,7 +112,7 @@ class Config:
         key from memory, the others find it in the L2 cache.
     halves: groups of so many warps that have head_dim_v columns of O each, and take turns at the softmax.
     groups: of warps, each of which has a share of the rows, and a role of its own.
-    shares: CTAs that have a key head of the one request, and its steps by turns; 1: work is dealt out from the lengths.
+    shares: CTAs that have a key head of a request, and its steps by turns; 0: work is dealt out from the lengths.
     clustered: those of a key head are a cluster.
     posts: they post to each other what they found (see `common.cluster`).
     by_way_of_q: results pass through the shared memory of Q, after which a thread writes 16 bytes of a row, not 4.
@@ -139,7 +139,7 @@ class Config:
     abreast: int = 1
     halves: int = 1
     groups: int = 1
-    shares: int = 1
+    shares: int = 0
     clustered: bool = False
     posts: bool = False
     by_way_of_q: bool = False
@@ -158,7 +158,7 @@ class Config:
     @property
     def stride(self) -> int:
         """Keys from the begin of a CTA's step to that of its next one."""
-        return self.tokens * self.shares
+        return self.tokens * max(1, self.shares)
 
     @property
     def cluster(self) -> int:
@@ -319,7 +319,7 @@ def gains_by_turns(problem: DecodeProblem, arch: Arch, config: Config) -> bool:
     #             mma.sync: 128 of 8k 1411 (1426) | 1425 (1440); 28 on 4 708 (714) | 718 (730); 16 queries 1478 (1500)
     #   an H200, mma.sync:  128 of 8k 960 (971) | 986 (988), of 2k 246 (252) | 260 (264); 32 on 32 956 (962) | 957 (968)
     #   an H200, one group, 4 queries, 128 of 1k: 151 (141). 128 rows: from level to a percent faster, or slower
-    many = keys_of(problem) >= LEAST_KEYS_OF_TURNS and problem.heads_kv > 1 and config.shares == 1
+    many = keys_of(problem) >= LEAST_KEYS_OF_TURNS and problem.heads_kv > 1 and not config.shares
     return many and not config.split and not (config.by_wgmma and arch.dram_bandwidth >= FAST_MEMORY)
 
 

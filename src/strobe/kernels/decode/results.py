@@ -208,6 +208,13 @@ def write(K, piece, row, o, top, total, COLUMN: gl.constexpr, place=None):
 
 
 @gluon.jit
+def write_all(K, piece, acc, top, total, place=None):
+    """Write out and the LSE of a piece's tile, O in chunks of columns. place: see `write`."""
+    for c in gl.static_range(len(acc)):
+        write(K, piece, 0, acc[c], top, total, c * acc[0].shape[1], place)
+
+
+@gluon.jit
 def by_rows(o, place):
     """The same numbers, of which a thread has 16 bytes of a row."""
     WIDE: gl.constexpr = o.shape[1]
@@ -417,14 +424,12 @@ def deliver(K, piece, job, acc, top, total, place=None):
     """Write what was found of a piece, O in chunks of columns: the result, by way of `place` (see `write`), or a part of it,
     which whoever comes last merges."""
     M: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
-    WIDE: gl.constexpr = acc[0].shape[1]
     top, total = gl.convert_layout(top, M), gl.convert_layout(total, M)
     rows = piece.queries * K.GROUP - piece.first_row
     if job.parts == 1:
         if K.C.split:
             acc, top, total = with_chain_before(K, piece, job, acc, top, total)
-        for c in gl.static_range(len(acc)):
-            write(K, piece, 0, acc[c], top, total, c * WIDE, place)
+        write_all(K, piece, acc, top, total, place)
     elif rows > 0:
         if K.C.split:
             if piece.begin < piece.end:  # else nobody reads it
@@ -436,21 +441,21 @@ def deliver(K, piece, job, acc, top, total, place=None):
 
 @gluon.jit
 def deliver_share(K, piece, rank, o, top, total):
-    """Write a CTA's share, a row or a part of one, of what all CTAs of a cluster found of their pieces of a job."""
+    """Write a CTA's share, rows or a part of one, of what all CTAs of a cluster found of their pieces of a job."""
     shares, top_of, total_of = exchange(o, top, total, K.C.cluster, K.C.posts)
     top = gl.max(top_of, 0)
     weight_of = gl.exp2(top_of - gl.expand_dims(finite(top), 0))
     total = gl.sum(total_of * weight_of, 0)
     SHARE: gl.constexpr = shares.shape[1]
     COLUMNS: gl.constexpr = o.shape[1]
-    outputs, row = K.outputs, rank * SHARE // COLUMNS
-    column = rank * SHARE % COLUMNS + gl.arange(0, SHARE, total.type.layout)
+    number = rank * SHARE + gl.arange(0, SHARE, total.type.layout)
+    outputs, row, column = K.outputs, number // COLUMNS, number % COLUMNS
     query, head = row // K.GROUP, piece.head * K.GROUP + row % K.GROUP
     there = row < piece.queries * K.GROUP
     factor, lse = factor_and_lse(K, piece, head, there, top, total)
     if outputs.lse is not None:
         at = outputs.lse + piece.batch.to(gl.int64) * outputs.lse_batch + head.to(gl.int64) * outputs.lse_head + query
-        gl.store(at + 0 * column, lse, mask=there & (column == 0))
+        gl.store(at, lse, mask=there & (column == 0))
     at = outputs.out + piece.batch.to(gl.int64) * outputs.out_batch + query.to(gl.int64) * outputs.out_row
     at += head.to(gl.int64) * outputs.out_head
     o = (gl.sum(shares * weight_of, 0) * factor).to(outputs.out.dtype.element_ty)
