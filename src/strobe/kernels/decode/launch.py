@@ -78,7 +78,9 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
         arguments["v"] = (
             descriptor(t.k, config.box, config.narrow) if config.narrow else descriptor(t.v, config.box, config.chunk)
         )
-    grid = (config.shares // config.cluster * problem.heads_kv, problem.batch) if config.shares else (ctas(problem, arch, config),)
+    grid: tuple[int, ...] = (ctas(problem, arch, config),)
+    if config.shares > 0:
+        grid = (config.shares // config.cluster * problem.heads_kv, problem.batch)
     return [Call(kernel, grid, (), {**arguments, **constants}, config.cluster)]
 
 
