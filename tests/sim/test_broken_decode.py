@@ -488,7 +488,7 @@ TURNS_BUGS = [
 CLUSTER = {
     "batch": 1, "lengths": [1900], "room": 2000, "n_q": 1, "group": 4, "head_dim": 128, "head_dim_v": 128, "mask": None,
 }  # fmt: skip
-BEGIN = "        begin_cluster(C.cluster, ROWS * C.head_dim_v, C.posts)\n"
+BEGIN = "        begin_cluster(C.cluster, ROWS, C.head_dim_v, C.posts)\n"
 CLUSTER_BUGS = [
     kernel("nobody says that it has begun", BEGIN, "        pass\n", (Race,)),
     kernel("the steps of the next CTA", "(begin // C.tokens + rank)", "(begin // C.tokens + rank + 1)"),
@@ -504,23 +504,33 @@ CLUSTER_BUGS = [
            "s_pages, look_up(cached, piece, first,", honest=False, ctas=8, page=64, lengths=[768]),
     kernel("parts are not weighed", "gl.sum(total_of * weight_of, 0)", "gl.sum(total_of, 0)"),
     kernel("nothing minus nothing", "top_of - gl.expand_dims(finite(top), 0)", "top_of - gl.expand_dims(top, 0)", lengths=[0]),
-    kernel("both halves of a row at one place", "rank * SHARE % COLUMNS + gl.arange", "gl.arange",
+    kernel("both halves of a row at one place", "number = rank * SHARE +", "number = rank * SHARE // COLUMNS * COLUMNS +",
            (DoubleWrite, Race, *NUMBERS)),
-    kernel("rows of the next share", "row = K.outputs, rank * SHARE // COLUMNS", "row = K.outputs, rank * SHARE // COLUMNS + 1",
-           (DoubleWrite, Race, *NUMBERS)),
+    kernel("rows of the next share", "number = rank * SHARE +", "number = (rank + 2) * SHARE +", (DoubleWrite, Race, *NUMBERS)),
+    kernel("all rows of a share are the first one", "column = K.outputs, number // COLUMNS,",
+           "column = K.outputs, 0 * number + rank * SHARE // COLUMNS,", (DoubleWrite, Race, *NUMBERS), ctas=4),
     kernel("both halves write the LSE", "mask=there & (column == 0))", "mask=there & (gl.abs(column - 32) == 32))",
            (DoubleWrite, Race)),
 ]  # fmt: skip
 
 
+SEVERAL = {"batch": 2, "lengths": [600, 300]}
 EVENLY = {"shares": 12, "clustered": False, "stages": 3}
 EVENLY_BUGS = [
     kernel("more parts than CTAs are waited for", "gl.minimum(units_of(begin, end, C), C.shares)", "units_of(begin, end, C)",
            lengths=[1900]),
     kernel("those without keys deliver, too", "if C.clustered or rank < parts:", "if C.clustered or rank >= 0:",
            (DoubleWrite, Race, *NUMBERS)),
-    kernel("parts of all key heads at one place", "2 * (of_head + rank), 0", "2 * rank, 0", (DoubleWrite, Race, *NUMBERS)),
-    kernel("a part at the place behind its own", "2 * (of_head + rank), 0", "2 * (of_head + rank) + 1, 0"),
+    kernel("parts of all key heads at one place", "2 * (of_job + rank), 0", "2 * rank, 0", (DoubleWrite, Race, *NUMBERS)),
+    kernel("a part at the place behind its own", "2 * (of_job + rank), 0", "2 * (of_job + rank) + 1, 0"),
+    kernel("parts of all requests at one place", "number = batch * K.heads_kv + head", "number = head",
+           (DoubleWrite, Race, Deadlock, *NUMBERS), **SEVERAL),
+    kernel("the length of the first request", "keys_of(requests, batch, batch < requests.batch,",
+           "keys_of(requests, first, batch < requests.batch,", **SEVERAL),
+    kernel("the entry of the first request", "entry = batch\n", "entry = first\n", page=None, **SEVERAL),
+    kernel("the pages of the first request", "asked = Piece(batch, entry,", "asked = Piece(first, entry,", **SEVERAL),
+    kernel("the rows of the first request", "piece = Piece(batch, entry, head,", "piece = Piece(first, entry, head,",
+           (DoubleWrite, Race, *NUMBERS), **SEVERAL),
 ]  # fmt: skip
 
 

@@ -84,8 +84,8 @@ def simulate_few_jobs(seed: int) -> None:
     n_q, group = [(1, 8), (1, 4), (2, 4), (1, 1), (1, 7)][seed % 5]
     dim, page = (80, 96, 128)[seed % 3], [None, 16, 64, 128, 1, 48][seed % 6]
     call = draw(seed, (torch.float16, torch.bfloat16)[seed % 2], honest=seed % 3 > 0, ragged=False,
-                batch=(1, 2, 3, 5)[seed % 4], heads_kv=(2, 1, 3)[seed % 3], n_q=n_q, group=group, page=page, head_dim=dim, head_dim_v=dim,
-                room=(64, 700, 1100)[seed // 2 % 3])  # fmt: skip
+                batch=(1, 2, 3, 5)[seed % 4], heads_kv=(2, 1, 3)[seed % 3], n_q=n_q, group=group, page=page,
+                head_dim=dim, head_dim_v=dim, room=(64, 700, 1100)[seed // 2 % 3])  # fmt: skip
     order, launches = ORDERS[seed // 2 % 4], 1 + seed % 2
     clusters = {"clustered": True, "shares": (2, 4, 8, 16)[seed // 2 % 4], "stages": (2, 3)[seed % 2]}
     for changes in (clusters, {"clustered": False, "shares": (1, 2, 5, 12)[seed % 4], "stages": 3}):
