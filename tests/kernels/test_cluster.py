@@ -67,18 +67,17 @@ def place(i: int, number: int) -> tuple[int, int]:
 
 def by_ctas(x: torch.Tensor, ctas: int) -> torch.Tensor:
     """As `cluster.by_ctas`."""
-    of = min(EACH, ctas)
-    x = x.reshape(EACH // 4, WARPS, 32, 4).permute(0, 3, 1, 2).reshape(of, EACH // of, WARPS, ctas // of, 32 * of // ctas)
-    return x.permute(3, 0, 2, 4, 1).reshape(ctas, -1)
+    x = x.reshape(EACH // 4, WARPS, ctas // EACH, 32 * EACH // ctas, 4)
+    return x.permute(2, 0, 4, 1, 3).reshape(ctas, -1)
 
 
 @pytest.mark.parametrize("posts", [False, True])
-@pytest.mark.parametrize("ctas", [2, 4, 8, 16])
+@pytest.mark.parametrize("ctas", [8, 16])
 def test_each_has_its_share_of_all(ctas, posts):
     g = torch.Generator().manual_seed(ctas)
     x, of_rows = torch.randn(ctas, ROWS, COLUMNS, generator=g), torch.randn(2, ctas, ROWS, generator=g)
     given = [x, *of_rows[..., None].expand(2, *x.shape)]
-    begin = begin_ptx(ctas, ROWS, COLUMNS, posts)
+    begin = begin_ptx(ctas, ROWS * COLUMNS, posts)
     memory = [Cta(begin) for _ in range(ctas)]
     threads = [
         [

@@ -488,7 +488,7 @@ TURNS_BUGS = [
 CLUSTER = {
     "batch": 1, "lengths": [1900], "room": 2000, "n_q": 1, "group": 4, "head_dim": 128, "head_dim_v": 128, "mask": None,
 }  # fmt: skip
-BEGIN = "        begin_cluster(C.cluster, ROWS, C.head_dim_v, C.posts)\n"
+BEGIN = "        begin_cluster(C.cluster, ROWS * C.head_dim_v, C.posts)\n"
 CLUSTER_BUGS = [
     kernel("nobody says that it has begun", BEGIN, "        pass\n", (Race,)),
     kernel("the steps of the next CTA", "(begin // C.tokens + rank)", "(begin // C.tokens + rank + 1)"),
@@ -504,11 +504,10 @@ CLUSTER_BUGS = [
            "s_pages, look_up(cached, piece, first,", honest=False, ctas=8, page=64, lengths=[768]),
     kernel("parts are not weighed", "gl.sum(total_of * weight_of, 0)", "gl.sum(total_of, 0)"),
     kernel("nothing minus nothing", "top_of - gl.expand_dims(finite(top), 0)", "top_of - gl.expand_dims(top, 0)", lengths=[0]),
-    kernel("both halves of a row at one place", "number = rank * SHARE +", "number = rank * SHARE // COLUMNS * COLUMNS +",
+    kernel("both halves of a row at one place", "rank * SHARE % COLUMNS + gl.arange", "gl.arange",
            (DoubleWrite, Race, *NUMBERS)),
-    kernel("rows of the next share", "number = rank * SHARE +", "number = (rank + 2) * SHARE +", (DoubleWrite, Race, *NUMBERS)),
-    kernel("all rows of a share are the first one", "column = K.outputs, number // COLUMNS,",
-           "column = K.outputs, 0 * number + rank * SHARE // COLUMNS,", (DoubleWrite, Race, *NUMBERS), ctas=4),
+    kernel("rows of the next share", "row = K.outputs, rank * SHARE // COLUMNS", "row = K.outputs, rank * SHARE // COLUMNS + 1",
+           (DoubleWrite, Race, *NUMBERS)),
     kernel("both halves write the LSE", "mask=there & (column == 0))", "mask=there & (gl.abs(column - 32) == 32))",
            (DoubleWrite, Race)),
 ]  # fmt: skip

@@ -87,8 +87,10 @@ def simulate_few_jobs(seed: int) -> None:
                 batch=(1, 2, 3, 5)[seed % 4], heads_kv=(2, 1, 3)[seed % 3], n_q=n_q, group=group, page=page,
                 head_dim=dim, head_dim_v=dim, room=(64, 700, 1100)[seed // 2 % 3])  # fmt: skip
     order, launches = ORDERS[seed // 2 % 4], 1 + seed % 2
-    clusters = {"clustered": True, "shares": (2, 4, 8, 16)[seed // 2 % 4], "stages": (2, 3)[seed % 2]}
-    for changes in (clusters, {"clustered": False, "shares": (1, 2, 5, 12)[seed % 4], "stages": 3}):
+    clusters = {"clustered": True, "shares": (8, 16)[seed // 2 % 2], "stages": (2, 3)[seed % 2], "tokens": 64, "warps": 4}
+    evenly = {"clustered": False, "shares": (1, 2, 5, 12)[seed % 4], "stages": 3 - seed // 4 % 2}
+    tokens = {"tokens": 64 * (1 + seed // 3 % 2), "warps": 4 * (1 + seed // 3 % 2)}
+    for changes in (clusters, {**evenly, **tokens}):
         run(call, order=order, seed=seed, launches=launches, choose=of_shares, **changes)
 
 

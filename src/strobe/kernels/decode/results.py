@@ -441,21 +441,21 @@ def deliver(K, piece, job, acc, top, total, place=None):
 
 @gluon.jit
 def deliver_share(K, piece, rank, o, top, total):
-    """Write a CTA's share, rows or a part of one, of what all CTAs of a cluster found of their pieces of a job."""
+    """Write a CTA's share, a row or a part of one, of what all CTAs of a cluster found of their pieces of a job."""
     shares, top_of, total_of = exchange(o, top, total, K.C.cluster, K.C.posts)
     top = gl.max(top_of, 0)
     weight_of = gl.exp2(top_of - gl.expand_dims(finite(top), 0))
     total = gl.sum(total_of * weight_of, 0)
     SHARE: gl.constexpr = shares.shape[1]
     COLUMNS: gl.constexpr = o.shape[1]
-    number = rank * SHARE + gl.arange(0, SHARE, total.type.layout)
-    outputs, row, column = K.outputs, number // COLUMNS, number % COLUMNS
+    outputs, row = K.outputs, rank * SHARE // COLUMNS
+    column = rank * SHARE % COLUMNS + gl.arange(0, SHARE, total.type.layout)
     query, head = row // K.GROUP, piece.head * K.GROUP + row % K.GROUP
     there = row < piece.queries * K.GROUP
     factor, lse = factor_and_lse(K, piece, head, there, top, total)
     if outputs.lse is not None:
         at = outputs.lse + piece.batch.to(gl.int64) * outputs.lse_batch + head.to(gl.int64) * outputs.lse_head + query
-        gl.store(at, lse, mask=there & (column == 0))
+        gl.store(at + 0 * column, lse, mask=there & (column == 0))
     at = outputs.out + piece.batch.to(gl.int64) * outputs.out_batch + query.to(gl.int64) * outputs.out_row
     at += head.to(gl.int64) * outputs.out_head
     o = (gl.sum(shares * weight_of, 0) * factor).to(outputs.out.dtype.element_ty)
