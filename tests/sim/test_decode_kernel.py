@@ -445,7 +445,7 @@ def test_many_rows_by_the_room_of_a_request(capacity, page, fixed, stages, by_wa
 @pytest.mark.parametrize(
     ("fixed", "start"),
     [
-        ({"n_q": 1}, 2),  # mma.sync, two CTAs
+        ({"n_q": 1, "batch": 40}, 2),  # mma.sync, two CTAs
         ({"n_q": 4}, 4),  # one group, cp.async
         ({"n_q": 4, "head_dim": 64}, 8),
         ({"n_q": 40, "batch": 40}, 12),  # TMA
