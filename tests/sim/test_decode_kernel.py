@@ -289,7 +289,8 @@ def test_many_keys_are_not_one_groups(n_q, dim, most, kind):
 
 def with_room(problem, batch, heads_kv, room):
     """The problem of so many requests and key heads, with room for so many keys."""
-    return replace(problem, lengths=replace(problem.lengths, batch=batch, seqlen_kv=room), heads_kv=heads_kv, heads_q=8 * heads_kv)
+    lengths = replace(problem.lengths, batch=batch, seqlen_kv=room)
+    return replace(problem, lengths=lengths, heads_kv=heads_kv, heads_q=8 * heads_kv)
 
 
 @pytest.mark.parametrize(
