@@ -43,7 +43,8 @@ for arch, group, n_q, dim, page, cache, beside in json.loads(sys.argv[1]):
     softcap, left = (30.0, 100) if beside == "all" else (0.0, None)
     options = DecodeOptions(n_q, dim_v, latent, 0.1, left, 0, softcap, True, beside == "deterministic", None)
     problem = describe(operands, options)
-    config = {"wgmma": of_wgmma, "one group": of_one_group, "one request": of_shares}.get(beside, of_mma)(problem, arch)
+    make = {"wgmma": of_wgmma, "one group": of_one_group}.get(beside, of_shares if "request" in beside else of_mma)
+    config = make(problem, arch)
     buffers = launch.buffers(problem, arch, config)
     others = {name: meta(*x.shape, dtype=x.dtype) for name, x in {**buffers.made, **buffers.shared}.items()}
     given = {name: x for name, x in operands._asdict().items() if x is not None}
@@ -59,14 +60,16 @@ for arch, group, n_q, dim, page, cache, beside in json.loads(sys.argv[1]):
         "smem": compiled.metadata.shared, "smem_said": config.smem, "overhead": OVERHEAD, "ldmatrix": ptx.count("ldmatrix"),
         "copies": ptx.count("cp.async.cg"), "narrow": ptx.count("cp.async.ca"),
         "posted": ptx.count("st.async"), "wgmma": ptx.count("wgmma.mma_async"), "tma": ptx.count("cp.async.bulk.tensor"),
-        "room": arch.smem_per_sm // (2 if config.shares > 1 else config.ctas), "clustered": config.clustered,
+        "room": arch.smem_per_sm // (8 // config.warps if config.shares > 0 else config.ctas), "clustered": config.clustered,
         "strangers": sum(isinstance(p.value, torch.Tensor) and id(p.value) not in there for p in known),
     })
 print(json.dumps({"triton": triton.__version__, "made": made}))
 """
 
 FEW = [("H200", 8, 4, 128, 64, "bf16", ""), ("H200", 8, 4, 128, 64, "bf16", "one group")]
-ALONE = [("H200", 8, n_q, 128, 64, "bf16", "one request") for n_q in (1, 4)]
+ALONE = [
+    *(("H200", 8, n_q, 128, 64, "bf16", "one request") for n_q in (1, 4)), ("H200", 8, 1, 128, 64, "bf16", "several requests"),
+]  # fmt: skip
 SOME = [
     *FEW, *ALONE, ("H200", 8, 1, 128, 64, "bf16", ""), ("H200", 1, 4, 128, None, "bf16", ""),
     ("A100", 4, 1, 64, 16, "bf16", ""), ("H200", 8, 16, 128, 64, "bf16", "wgmma"),
@@ -98,7 +101,7 @@ SPILLS = {
     ("version", "problems"),
     [
         pytest.param("3.6", SOME, id="some, oldest Triton"),
-        pytest.param("3.8", [*FEW[:1], *ALONE], id="three, Triton 3.8"),
+        pytest.param("3.8", [*FEW[:1], *ALONE], id="four, Triton 3.8"),
         pytest.param("", [*FEW, *ALONE], id="few, installed Triton"),
         *(pytest.param("3.6", MORE[i::3], id=f"more, {i}, oldest Triton", marks=pytest.mark.exhaustive) for i in range(3)),
         *(pytest.param("", ALL[i::4], id=f"all, {i}, installed Triton", marks=pytest.mark.exhaustive) for i in range(4)),

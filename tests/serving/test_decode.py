@@ -264,6 +264,22 @@ def test_one_request_on_a_gpu(seed):
 
 
 @GPU
+@pytest.mark.parametrize("seed", range(20))
+def test_few_rows_of_several_requests_on_a_gpu(seed):
+    """Each of whose key heads has CTAs of its own on Hopper: a cluster, several, or one; the same call has the same bits."""
+    n_q, group = [(1, 8), (1, 4), (2, 4), (1, 7)][seed % 4]
+    batch, heads_kv, room = [(2, 2, 900), (3, 4, 1000), (4, 4, 2900), (8, 4, 700), (30, 2, 1000), (40, 3, 900),
+                             (70, 4, 500)][seed % 7]  # fmt: skip
+    page, dim = [None, 64, 16, 128, 1, 48][seed % 6], (128, 96, 80)[seed % 3]
+    call = draw(seed, DTYPES[2 + seed % 2], honest=seed % 3 > 0, device="cuda", ragged=False, batch=batch, heads_kv=heads_kv,
+                n_q=n_q, group=group, page=page, head_dim=dim, head_dim_v=dim, room=room)  # fmt: skip
+    found = strobe.decode(call.q, call.cache, return_lse=True, **call.keywords)
+    check(found, right(call), DTYPES[2 + seed % 2])
+    for _ in range(5):
+        assert torch.equal(strobe.decode(call.q, call.cache, return_lse=True, **call.keywords)[0], found[0])
+
+
+@GPU
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_graph_is_replayed_with_other_lengths_pages_and_queries(batch):
     same = {"page": 16, "ragged": False, "room": 257, "leftpad": False, "batch": batch}

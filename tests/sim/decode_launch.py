@@ -43,7 +43,7 @@ def run(
     tensors = Tensors(**given, **made)
     (one,) = launch.calls(problem, tensors, gpu, chosen)
     function = one.kernel if kernel is None else getattr(kernel, "hopper_kernel" if chosen.by_wgmma else "decode_kernel")
-    grid = (one.grid[0] * one.cluster,)
+    grid = (one.grid[0] * one.cluster, *one.grid[1:])
     again = ("arrivals", "parts", "sums") if chosen.split else ("arrivals",)  # by a CTA that merges several whole jobs
     simulated = Launch(function, grid, (), one.keywords, arch=arch, rewritable=again, resident=one.cluster)
     wanted = right(call)

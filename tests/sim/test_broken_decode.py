@@ -513,14 +513,23 @@ CLUSTER_BUGS = [
 ]  # fmt: skip
 
 
+SEVERAL = {"batch": 2, "lengths": [600, 300]}
 EVENLY = {"shares": 12, "clustered": False, "stages": 3}
 EVENLY_BUGS = [
     kernel("more parts than CTAs are waited for", "gl.minimum(units_of(begin, end, C), C.shares)", "units_of(begin, end, C)",
            lengths=[1900]),
     kernel("those without keys deliver, too", "if C.clustered or rank < parts:", "if C.clustered or rank >= 0:",
            (DoubleWrite, Race, *NUMBERS)),
-    kernel("parts of all key heads at one place", "2 * (of_head + rank), 0", "2 * rank, 0", (DoubleWrite, Race, *NUMBERS)),
-    kernel("a part at the place behind its own", "2 * (of_head + rank), 0", "2 * (of_head + rank) + 1, 0"),
+    kernel("parts of all key heads at one place", "2 * (of_job + rank), 0", "2 * rank, 0", (DoubleWrite, Race, *NUMBERS)),
+    kernel("a part at the place behind its own", "2 * (of_job + rank), 0", "2 * (of_job + rank) + 1, 0"),
+    kernel("parts of all requests at one place", "number = batch * K.heads_kv + head", "number = head",
+           (DoubleWrite, Race, Deadlock, *NUMBERS), **SEVERAL),
+    kernel("the length of the first request", "keys_of(requests, batch, batch < requests.batch,",
+           "keys_of(requests, first, batch < requests.batch,", **SEVERAL),
+    kernel("the entry of the first request", "entry = batch\n", "entry = first\n", page=None, **SEVERAL),
+    kernel("the pages of the first request", "asked = Piece(batch, entry,", "asked = Piece(first, entry,", **SEVERAL),
+    kernel("the rows of the first request", "piece = Piece(batch, entry, head,", "piece = Piece(first, entry, head,",
+           (DoubleWrite, Race, *NUMBERS), **SEVERAL),
 ]  # fmt: skip
 
 

@@ -78,6 +78,27 @@ def test_one_request(seed):
     simulate_one_request(seed)
 
 
+def simulate_few_jobs(seed: int) -> None:
+    """Some requests, each of whose key heads is a cluster's, or shared without one, or one CTA's; of every third a page is not
+    there."""
+    n_q, group = [(1, 8), (1, 4), (2, 4), (1, 1), (1, 7)][seed % 5]
+    dim, page = (80, 96, 128)[seed % 3], [None, 16, 64, 128, 1, 48][seed % 6]
+    call = draw(seed, (torch.float16, torch.bfloat16)[seed % 2], honest=seed % 3 > 0, ragged=False,
+                batch=(1, 2, 3, 5)[seed % 4], heads_kv=(2, 1, 3)[seed % 3], n_q=n_q, group=group, page=page,
+                head_dim=dim, head_dim_v=dim, room=(64, 700, 1100)[seed // 2 % 3])  # fmt: skip
+    order, launches = ORDERS[seed // 2 % 4], 1 + seed % 2
+    clusters = {"clustered": True, "shares": (8, 16)[seed // 2 % 2], "stages": (2, 3)[seed % 2], "tokens": 64, "warps": 4}
+    evenly = {"clustered": False, "shares": (1, 2, 5, 12)[seed % 4], "stages": 3 - seed // 4 % 2}
+    tokens = {"tokens": 64 * (1 + seed // 3 % 2), "warps": 4 * (1 + seed // 3 % 2)}
+    for changes in (clusters, {**evenly, **tokens}):
+        run(call, order=order, seed=seed, launches=launches, choose=of_shares, **changes)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_few_jobs(seed):
+    simulate_few_jobs(seed)
+
+
 def simulate_wgmma(seed: int) -> None:
     """Random requests on TMA and wgmma; of every third a page is not there."""
     dtype, page = (torch.float16, torch.bfloat16)[seed % 2], [None, 16, 48, 64, 128][seed % 5]
@@ -266,11 +287,46 @@ def test_many_keys_are_not_one_groups(n_q, dim, most, kind):
         assert kind_of(choose(longer, KNOWN["H100"])) == ("one group" if dim == 128 and n_q < 16 else wanted)
 
 
-@pytest.mark.parametrize(("capacity", "kind"), [((1 << 14) - 1, "mma"), (1 << 14, "one group"), (1 << 18, "mma")])
-def test_few_rows_of_many_keys_are_one_groups(capacity, kind):
-    problem = problem_of(n_q=1)
-    longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=capacity))  # of 2 requests and 4 key heads
+def with_room(problem, batch, heads_kv, room):
+    """The problem of so many requests and key heads, with room for so many keys."""
+    lengths = replace(problem.lengths, batch=batch, seqlen_kv=room)
+    return replace(problem, lengths=lengths, heads_kv=heads_kv, heads_q=8 * heads_kv)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_kv", "room", "kind"),
+    [
+        (2, 4, 1 << 14, "mma"), (2, 4, (1 << 14) + 1, "one group"), (2, 4, 1 << 18, "mma"), (16, 8, 1025, "one group"),
+        (17, 8, 1025, "mma"), (17, 8, 1024, "mma"),
+    ],
+)  # fmt: skip
+def test_few_rows_of_many_keys_are_one_groups(batch, heads_kv, room, kind):
+    """If there are no more key heads than multiprocessors, and these are not shared evenly."""
+    longer = with_room(problem_of(n_q=1), batch, heads_kv, room)
     assert kind_of(choose(longer, KNOWN["H200"])) == kind_of(choose(longer, KNOWN["H100"])) == kind
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_kv", "room", "paged", "contiguous"),
+    [  # CTAs that have a key head, and whether they are a cluster, or their warps
+        (1, 8, 1024, (8, True), (8, True)), (1, 8, 4096, (16, True), (16, True)), (1, 4, 1024, (16, True), (16, True)),
+        (2, 2, 1024, (16, True), (16, True)), (2, 2, 4096, (16, True), (16, True)), (2, 2, 4097, (32, 8), (32, 4)),
+        (15, 1, 1024, (8, True), (8, True)), (15, 1, 1025, (8, 8), (8, 4)), (2, 4, 2048, (16, 8), (16, 4)),
+        (16, 1, 1024, (8, 8), (8, 4)), (16, 1, 4097, (8, 8), (0, 4)), (16, 1, 8193, (0, 4), (0, 4)),
+        (33, 2, 2048, (2, 8), (0, 4)), (67, 1, 1024, (1, 8), (1, 8)), (33, 4, 1024, (1, 8), (1, 8)),
+        (33, 4, 1025, (0, 4), (0, 4)), (133, 1, 1024, (0, 4), (0, 4)), (197, 1, 1024, (0, 4), (0, 4)),
+        (198, 1, 1024, (1, 4), (1, 4)), (4096, 8, 1024, (1, 4), (1, 4)), (65536, 1, 64, (0, 4), (0, 4)),
+    ],
+)  # fmt: skip
+def test_how_many_ctas_have_a_key_head(batch, heads_kv, room, paged, contiguous):
+    for page, wanted in ((64, paged), (None, contiguous)):
+        for gpu in ("H200", "H100"):
+            config = choose(with_room(problem_of(n_q=1, page=page), batch, heads_kv, room), KNOWN[gpu])
+            assert (config.shares, config.clustered or config.warps) == wanted
+    dealt = {"deterministic": True}, {"n_q": 2}, {"head_dim": 64}
+    for fixed in dealt if batch > 1 else ():
+        problem = problem_of(**{"n_q": 1, **fixed})
+        assert not choose(with_room(problem, batch, heads_kv, room), KNOWN["H200"]).shares
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -390,7 +446,7 @@ def test_many_rows_by_the_room_of_a_request(capacity, page, fixed, stages, by_wa
 @pytest.mark.parametrize(
     ("fixed", "start"),
     [
-        ({"n_q": 1}, 2),  # mma.sync, two CTAs
+        ({"n_q": 1, "batch": 40}, 2),  # mma.sync, two CTAs
         ({"n_q": 4}, 4),  # one group, cp.async
         ({"n_q": 4, "head_dim": 64}, 8),
         ({"n_q": 40, "batch": 40}, 12),  # TMA

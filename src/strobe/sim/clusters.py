@@ -92,7 +92,7 @@ class Meeting:
 def _meeting(ctas: int) -> tuple[Meeting, int]:
     """The meeting of the running program's cluster of so many, and its rank there."""
     cluster, rank = divmod(machine().program_id(0), ctas)
-    return machine().meetings.setdefault(cluster, Meeting()), rank
+    return machine().meetings.setdefault((cluster, machine().program_id(1)), Meeting()), rank
 
 
 def begin(ctas: int) -> None:

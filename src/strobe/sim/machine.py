@@ -244,7 +244,7 @@ class Machine:
         self._numbers = itertools.count()
         self._turn = 0
         self._residents: list[Cta] = []
-        self.meetings: dict[int, Any] = {}
+        self.meetings: dict[tuple[int, int], Any] = {}
         """Meetings of the clusters whose CTAs are programs of their own, by their numbers (see `clusters`)."""
 
     # ---- what simulated calls use

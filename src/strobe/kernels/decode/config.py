@@ -44,7 +44,10 @@ FEW_LATENT_KEYS = 1 << 17
 ahead of two groups in turns at 2^16 (36.4 and 44.5 microseconds), level at 2^17, behind at 2^18 (99.7 and 96.7) and at 2^20
 (341 and 298)."""
 LEAST_KEYS_OF_FEW_ROWS = 1 << 17
-"""Keys from which on one group is the faster choice for up to 8 rows, too: for fewer mma.sync is, which leaves 8 rows away."""
+"""Keys from which on one group is the faster choice for up to 8 rows, too, if there are no more key heads than multiprocessors:
+else mma.sync is, which leaves 8 rows away. An H200, one query over pages of 64, 128 requests of 1k keys, 16 heads on 2: 35.5
+microseconds, 36.4 by one group; of unequal lengths, log-normal around a third of 1k: 17.4 and 21.4; 64 heads on 8: 133 and 134,
+45.7 and 58.2; but 32 of 1k, 28 heads on 4: 22.0 and 20.6."""
 LEAST_KEYS_OF_TWO_GROUPS = 1 << 20
 """Keys of all key heads of all requests from which on the two groups that share 128 rows have a role each, on any memory."""
 FAST_MEMORY = 4e12
@@ -71,9 +74,9 @@ copies. An H100, 4 queries of 64 heads on 8, 32 requests whose lengths have a lo
 microseconds with one group, 110.9 without; by mma.sync 109.5 and 113.1."""
 START_BYTES_OF_TMA = 384 * KIB
 """The same where TMA copies, behind which a piece's rows of Q come late."""
-MOST_SHARED_ROWS = 32
-"""Rows of a key head up to which the CTAs of one request share its key heads evenly. An H200, 8 queries of 64 heads on 8, 8k
-keys: 20.7 microseconds, 16.7 by one group of wgmma; 4 queries: 15.9 and 16.5."""
+MOST_SHARED_ROWS, MOST_SHARED_ROWS_OF_SEVERAL = 32, MMA_ROWS // 2
+"""Rows of a key head up to which CTAs share it evenly, of one request and of several. An H200, one request, 8 queries of 64
+heads on 8, 8k keys: 20.7 microseconds, 16.7 by one group of wgmma; 4 queries: 15.9 and 16.5."""
 MOST_SHARES = 64
 """CTAs that share a key head where keys are not many: each has a part that is merged."""
 FEW_SHARES = 8
@@ -81,11 +84,21 @@ FEW_SHARES = 8
 MANY_SHARED_KEYS = 1 << 17
 """Keys of all key heads from which on copies bind, not what comes ahead and behind: eight warps have a step. An H200, one query
 of 64 heads on 8, 32k keys: 37.0 microseconds, 39.4 with four warps; an H100, 8k keys: 18.1 and 17.4."""
-CLUSTER = 16
-LEAST_CLUSTER, ALL_CLUSTERS = 8, 64
+MOST_KEYS_OF_SHARE = 1024
+"""Keys, as far as room goes, that a CTA has at most of a key head of one of several requests, since all others may wait for it;
+half as many with four warps that share one."""
+MOST_REQUESTS = 65535
+"""What a grid may have in its second dimension."""
+CLUSTER, SMALL_CLUSTER = 16, 8
+MOST_HEADS_OF_CLUSTERS, MOST_HEADS_OF_SMALL_CLUSTERS = 4, 15
+"""Key heads of all requests up to which they are for clusters of that size: so each CTA of all has a multiprocessor to itself
+(of an H200, which runs 15 clusters of 8 so)."""
+MOST_HEADS_OF_ONE = 8
+"""Key heads of one request up to which they are for clusters of `CLUSTER` CTAs that meet, all the same. Of several requests 8
+of 4k keys: an H200, 11.0 microseconds, shared without a cluster 9.6."""
 MOST_KEYS_OF_POSTS, MOST_KEYS_OF_CLUSTERS = 1024, 4096
-"""Keys of one request, as far as room goes, up to which its key heads are for clusters whose CTAs post to each other, and for
-clusters at all. Those that post have `CLUSTER` CTAs, or fewer, so that each of all has a multiprocessor to itself."""
+"""Keys of a request, as far as room goes, up to which its key heads are for clusters whose CTAs post to each other, and for
+clusters of `CLUSTER` CTAs that meet."""
 FALLBACK_SMS = 108
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
 
@@ -112,7 +125,7 @@ class Config:
         key from memory, the others find it in the L2 cache.
     halves: groups of so many warps that have head_dim_v columns of O each, and take turns at the softmax.
     groups: of warps, each of which has a share of the rows, and a role of its own.
-    shares: CTAs that have a key head of the one request, and its steps by turns; 1: work is dealt out from the lengths.
+    shares: CTAs that have a key head of a request, and its steps by turns; 0: work is dealt out from the lengths.
     clustered: those of a key head are a cluster.
     posts: they post to each other what they found (see `common.cluster`).
     by_way_of_q: results pass through the shared memory of Q, after which a thread writes 16 bytes of a row, not 4.
@@ -139,7 +152,7 @@ class Config:
     abreast: int = 1
     halves: int = 1
     groups: int = 1
-    shares: int = 1
+    shares: int = 0
     clustered: bool = False
     posts: bool = False
     by_way_of_q: bool = False
@@ -158,7 +171,7 @@ class Config:
     @property
     def stride(self) -> int:
         """Keys from the begin of a CTA's step to that of its next one."""
-        return self.tokens * self.shares
+        return self.tokens * max(1, self.shares)
 
     @property
     def cluster(self) -> int:
@@ -319,7 +332,7 @@ def gains_by_turns(problem: DecodeProblem, arch: Arch, config: Config) -> bool:
     #             mma.sync: 128 of 8k 1411 (1426) | 1425 (1440); 28 on 4 708 (714) | 718 (730); 16 queries 1478 (1500)
     #   an H200, mma.sync:  128 of 8k 960 (971) | 986 (988), of 2k 246 (252) | 260 (264); 32 on 32 956 (962) | 957 (968)
     #   an H200, one group, 4 queries, 128 of 1k: 151 (141). 128 rows: from level to a percent faster, or slower
-    many = keys_of(problem) >= LEAST_KEYS_OF_TURNS and problem.heads_kv > 1 and config.shares == 1
+    many = keys_of(problem) >= LEAST_KEYS_OF_TURNS and problem.heads_kv > 1 and not config.shares
     return many and not config.split and not (config.by_wgmma and arch.dram_bandwidth >= FAST_MEMORY)
 
 
@@ -361,40 +374,76 @@ def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
 
 
 def takes_shares(problem: DecodeProblem, arch: Arch) -> bool:
-    """Whether the CTAs of one request share its key heads evenly, whatever its length: where a tile has all rows of a key head,
-    and two CTAs or more have it."""
-    one = problem.batch == 1 and not problem.ragged and not problem.deterministic
+    """Whether each key head has CTAs of its own, which share it evenly whatever its length: where a tile has all of its rows,
+    and two CTAs or more have it or, of several requests, the longest one is not waited for long."""
+    evenly = not problem.ragged and not problem.deterministic
     wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128 and problem.kv_dtype.itemsize == 2
-    return one and wide and arch.capability == 90 and problem.rows <= MOST_SHARED_ROWS and shares_of(problem, arch) > 1
+    few = problem.rows <= (MOST_SHARED_ROWS if problem.batch == 1 else MOST_SHARED_ROWS_OF_SEVERAL)
+    return evenly and wide and few and arch.capability == 90 and shares_of(problem, arch) > (problem.batch == 1)
 
 
 def shares_of(problem: DecodeProblem, arch: Arch) -> int:
-    """How many CTAs have a key head of one request, if each multiprocessor has one; eights of them, if they are many."""
+    """How many CTAs have a key head, if each multiprocessor has one; 0 where work is better dealt out from the lengths. Of one
+    request eights of them, if they are many."""
+    if problem.batch > 1:
+        return shares_of_several(problem, arch)
     shares = (arch.sms or FALLBACK_SMS) // problem.heads_kv
     if keys_of(problem) < MANY_SHARED_KEYS:
         shares = min(MOST_SHARES, shares)
     return shares if shares < 8 else shares // 8 * 8
 
 
+def shares_of_several(problem: DecodeProblem, arch: Arch) -> int:
+    """The same of several requests, whose lengths may differ: a power of two, or 1 where key heads are so many that nobody
+    waits long for a multiprocessor that has one more than others."""
+    # An H200, one query, pages of 64, microseconds (and dealt out) where all requests have as many keys as there is room for,
+    # where lengths are drawn evenly up to that, and where one has so many and all others an eighth:
+    #   16 heads on 2   8 of 1k  6.9 (9.4), 6.6 (8.5), 6.3 (7.8)    8 of 4k 12.6 (15.1), 10.6 (13.2), 9.8 (11.3)
+    #   28 heads on 4   8 of 1k  8.8 (11.6), 7.8 (9.8), 7.3 (8.8)   8 of 4k 20.8 (22.8), 15.3 (16.9), 14.1 (12.4)
+    #                  32 of 1k 19.0 (20.8), 14.6 (19.0), 11.9 (11.8)
+    #   64 heads on 8   8 of 1k 12.4 (14.1), 9.9 (11.5), 9.4 (9.1)  8 of 2k 20.0 (21.9), 15.4 (17.3), 14.1 (11.8)
+    #                 128 of 1k 124 (134), 73 (84), 25 (42)
+    # contiguous: 16 heads on 2, 8 of 1k 6.7 (9.6); 28 on 4, 8 of 1k 8.2 (11.9), 32 of 1k 18.5 (20.1); 32 on 8, 8 of 1k 11.7
+    # (13.8), 32 of 1k 33.3 (36.5). With 160 key heads of 1k whole ones would take 30.1 (28.2), with 400 51.8 (59.4).
+    sms, heads = arch.sms or FALLBACK_SMS, problem.batch * problem.heads_kv
+    shares = min(MOST_SHARES, power_of_two(sms // heads))
+    most = shares * MOST_KEYS_OF_SHARE // (2 if problem.page_size is None and shares > 1 else 1)
+    even = heads <= sms or 2 * heads >= 3 * sms
+    return shares if even and problem.capacity <= most and problem.batch <= MOST_REQUESTS else 0
+
+
+def cluster_of(problem: DecodeProblem) -> int:
+    """CTAs of the clusters that have its key heads, or 1."""
+    heads = problem.batch * problem.heads_kv
+    if problem.rows > MMA_ROWS // 2:
+        return 1
+    if problem.capacity > MOST_KEYS_OF_POSTS:
+        most = MOST_HEADS_OF_ONE if problem.batch == 1 else MOST_HEADS_OF_CLUSTERS
+        return CLUSTER if heads <= most and problem.capacity <= MOST_KEYS_OF_CLUSTERS else 1
+    # An H100, one query, pages of 64, microseconds (and dealt out): 2 requests of 1k keys, 16 heads on 2, 4.5 (7.2), 28 on 4
+    # 5.5 (8.3); 15 key heads 6.5 (9.7); 4 of 2k keys, by clusters that meet, 6.2 (8.6), of 4k 8.6 (11.2)
+    return CLUSTER if heads <= MOST_HEADS_OF_CLUSTERS else SMALL_CLUSTER if heads <= MOST_HEADS_OF_SMALL_CLUSTERS else 1
+
+
 def of_shares(problem: DecodeProblem, arch: Arch) -> Config:
-    """The config of one request: mma.sync, and as few warps and stages as leave room for the next launch, whose CTAs are there
-    when their turn comes, unless keys are many. Few rows and keys are for clusters."""
+    """The config of key heads that have CTAs of their own: mma.sync, and as few warps and stages as leave room for the next
+    launch, whose CTAs are there when their turn comes, unless keys are many. Few rows and keys are for clusters."""
     # An H100, and an H200, one query over pages of 64 keys, microseconds: clusters of 8 that post, of 16 that post, of 16 that
     # meet, and without clusters
     #   64 heads on 8   1k: 5.4, 5.8, 5.8, 6.5   2k: 7.6, 8.1, 7.3, 8.0   4k: 11.7, 12.1, 10.3, 11.3   5k: -, -, 11.7, 12.2
     #                   1k: 5.0, 5.3, 5.2, 5.9   2k: 7.1, 7.2, 6.5, 7.1   4k: -, 10.8, 8.5, 9.7        5k: -, -, 10.6, 10.6
     #   28 heads on 4   1k: 4.9, 4.2, 4.5, 5.7   2k: 7.2, 5.3, 5.5, 7.2   4k: -, 7.8, 7.6, 8.8         8k: -, 12.0, 11.2, 11.9
     #                   1k: -, 3.9, 3.8, 5.3     2k: -, 5.1, 5.0, 6.8     4k: -, 7.3, 6.9, 7.9         8k: -, 11.4, 10.4, 10.3
-    rows = rows_of_tile(problem.rows)
-    dealt = Config(128, 128, rows, 64, 3, 4, 1, shares=shares_of(problem, arch))
-    posts = problem.capacity <= MOST_KEYS_OF_POSTS
-    cluster = power_of_two(min(CLUSTER, ALL_CLUSTERS // problem.heads_kv))
-    if problem.rows <= MMA_ROWS // 2 and cluster >= LEAST_CLUSTER and problem.capacity <= MOST_KEYS_OF_CLUSTERS:
-        shares = cluster if posts else CLUSTER
-        return replace(dealt, stages=2 if shares == CLUSTER else 3, shares=shares, clustered=True, posts=posts)
-    if rows == MMA_ROWS and keys_of(problem) >= MANY_SHARED_KEYS:
-        return replace(dealt, tokens=128, warps=8)
-    return dealt
+    shares, cluster = shares_of(problem, arch), cluster_of(problem)
+    dealt = Config(128, 128, rows_of_tile(problem.rows), 64, 3, 4, 1, shares=shares)
+    if cluster > 1:
+        stages, posts = 2 if cluster == CLUSTER else 3, problem.capacity <= MOST_KEYS_OF_POSTS
+        return replace(dealt, stages=stages, shares=cluster, clustered=True, posts=posts)
+    if problem.batch == 1:
+        many = dealt.rows == MMA_ROWS and keys_of(problem) >= MANY_SHARED_KEYS
+        return replace(dealt, tokens=128, warps=8) if many else dealt
+    two_fit = problem.batch * problem.heads_kv > (arch.sms or FALLBACK_SMS) or (shares > 1 and problem.page_size is None)
+    return dealt if two_fit else replace(dealt, tokens=128, warps=8, stages=2)
 
 
 def takes_wgmma(problem: DecodeProblem, arch: Arch) -> bool:
@@ -513,7 +562,8 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
         return dim == 128 and (problem.rows <= MOST_ROWS or keys <= FEW_KEYS_OF_ONE_GROUP)
     if dim == 64:
         return MMA_ROWS < problem.rows <= MOST_ROWS and keys <= FEW_KEYS_OF_ONE_GROUP
-    if problem.rows <= MMA_ROWS // 2 and keys < LEAST_KEYS_OF_FEW_ROWS:
+    many_heads = problem.batch * problem.heads_kv > (arch.sms or FALLBACK_SMS)
+    if problem.rows <= MMA_ROWS // 2 and (keys < LEAST_KEYS_OF_FEW_ROWS or many_heads):
         return False
     if problem.rows > MOST_ROWS:
         return keys <= FEW_KEYS_OF_ONE_GROUP

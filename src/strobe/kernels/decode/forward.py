@@ -39,7 +39,7 @@ from strobe.kernels.decode.keys import copy_step, is_key, load_queries, look_up,
 from strobe.kernels.decode.layouts import copy_layout, product_layout, result_layout, ring_layout
 from strobe.kernels.decode.notes import NOTED, Notes
 from strobe.kernels.decode.pieces import ask_ahead, take_pieces
-from strobe.kernels.decode.results import PATIENCE, deliver, deliver_share, nothing, take_splits
+from strobe.kernels.decode.results import PATIENCE, deliver, deliver_share, nothing, take_splits, write_all
 from strobe.kernels.decode.schedule import Requests, keys_of, units_of
 from strobe.kernels.decode.scores import finite, scores_of
 from strobe.kernels.gluon import gl, gluon, partition_barrier, reinterpret
@@ -154,7 +154,7 @@ def walk(rings, outputs, terms, cached, piece, asked, C: gl.constexpr, GROUP: gl
     K_KEYS: gl.constexpr = gl.SliceLayout(2, K_COPY)
     V_KEYS: gl.constexpr = gl.SliceLayout(2, V_COPY)
     S_KEYS: gl.constexpr = gl.SliceLayout(1, L)
-    SHARE: gl.constexpr = C.shares > 1
+    SHARE: gl.constexpr = C.shares > 0
     begin = piece.begin // C.tokens * C.tokens
     STAGES: gl.constexpr = C.stages
     k_pages = ()
@@ -248,28 +248,33 @@ def find(memory, K, piece, state):
 
 @gluon.jit
 def take_share(memory, K):
-    """What a CTA does that shares a key head of the one request with others: its steps, by turns, and in a cluster its share of
-    the result. Whose turn it is does not depend on the length, so pages and keys are asked for while that is on its way."""
+    """What a CTA does that shares a key head of a request with others, or has it whole: its steps, by turns, and in a cluster
+    its share of the result. Whose turn it is does not depend on lengths, so pages and keys are asked for while its request's is
+    on its way."""
     C: gl.constexpr = K.C
     requests, rank = K.requests, gl.program_id(0) % C.shares
     rings, stats, meet = memory
-    head, entry, first = gl.program_id(0) // C.shares, 0 * rank, 0 * rank
-    begin, end, length = keys_of(requests, first, first < requests.batch, requests.n_q, True)
+    head, batch, first = gl.program_id(0) // C.shares, gl.program_id(1), 0 * rank
+    begin, end, length = keys_of(requests, batch, batch < requests.batch, requests.n_q, True)
+    entry = batch
     if requests.index is not None:
-        entry = gl.load(requests.index)
+        entry = gl.load(requests.index + batch)
     parts = gl.minimum(units_of(begin, end, C), C.shares)
     origin = (begin // C.tokens + rank) * C.tokens
     begin = gl.maximum(begin, origin)
-    piece = Piece(first, entry, head, first, first, requests.n_q, length, begin, end)
-    asked = Piece(first, entry, head, first, first, requests.n_q, length, begin, requests.capacity)
+    piece = Piece(batch, entry, head, first, first, requests.n_q, length, begin, end)
+    asked = Piece(batch, entry, head, first, first, requests.n_q, length, begin, requests.capacity)
     acc, row_max, row_sum = walk(rings, K.outputs, K.terms, K.cached, piece, asked, C, K.GROUP, K.DIM, K.DIM_V)
     if C.clustered or rank < parts:  # others have no keys
         o, top, total = gather_warps(meeting_place(rings, meet, C, K.ROWS), stats, acc, row_max, row_sum, C, K.ROWS)
         if C.clustered:
             deliver_share(K, piece, rank, o[0], top, total)
+        elif C.shares == 1:
+            write_all(K, piece, o, top, total)
         else:
-            of_head = head * C.shares
-            job = Job(head, parts, of_head, of_head, 0 * rank + 1, 2 * (of_head + rank), 0 * rank + PATIENCE)
+            number = batch * K.heads_kv + head
+            of_job = number * C.shares
+            job = Job(number, parts, of_job, of_job, 0 * rank + 1, 2 * (of_job + rank), 0 * rank + PATIENCE)
             deliver(K, piece, job, o, top, total)
 
 
@@ -355,7 +360,7 @@ def decode_kernel(
 ):  # fmt: skip
     if C.cluster > 1:
         begin_cluster(C.cluster, ROWS * C.head_dim_v, C.posts)
-    if C.shares > 1:
+    if C.shares > 0:
         read_arguments(lengths, q_batch, v_head, out_head, tiles)
     if IN_TURN:
         take_turn()
@@ -370,7 +375,7 @@ def decode_kernel(
     outputs = Outputs(q, q_batch, q_row, q_head, out, out_batch, out_row, out_head, lse, lse_batch, lse_head, parts, sums,
                       arrivals)  # fmt: skip
     K = Kernel(requests, outputs, terms, cached, heads_kv, tiles, C, GROUP, DIM, DIM_V, ROWS)
-    if C.shares == 1:
+    if C.shares == 0:
         ask_ahead(K)
     each: gl.constexpr = C.tokens // C.token_warps
     width: gl.constexpr = 16 // C.kv_bytes
@@ -389,7 +394,7 @@ def decode_kernel(
     if C.meets_apart:
         meet = gl.allocate_shared_memory(gl.float32, [1, C.token_warps, ROWS, C.head_dim_v], meet_layout(C, C.head_dim_v))
         take_share((rings, stats, meet), K)
-    elif C.shares > 1:
+    elif C.shares > 0:
         take_share((rings, stats, None), K)
     elif notes is None or cu_q is not None or noted.any:
         take_pieces(take, (rings, stats), K, gl.to_tensor(0))

@@ -17,9 +17,9 @@ from strobe.serving.problem import DecodeProblem
 
 
 def ctas(problem: DecodeProblem, arch: Arch, config: Config) -> int:
-    """CTAs of a launch: as many as run at once, or as share the key heads of one request."""
-    if config.shares > 1:
-        return config.shares * problem.heads_kv
+    """CTAs of a launch: as many as run at once, or as share the key heads of requests."""
+    if config.shares > 0:
+        return config.shares * problem.heads_kv * problem.batch
     return config.ctas * (arch.sms or FALLBACK_SMS)
 
 
@@ -78,8 +78,10 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
         arguments["v"] = (
             descriptor(t.k, config.box, config.narrow) if config.narrow else descriptor(t.v, config.box, config.chunk)
         )
-    grid = ctas(problem, arch, config) // config.cluster
-    return [Call(kernel, (grid,), (), {**arguments, **constants}, config.cluster)]
+    grid: tuple[int, ...] = (ctas(problem, arch, config),)
+    if config.shares > 0:
+        grid = (config.shares // config.cluster * problem.heads_kv, problem.batch)
+    return [Call(kernel, grid, (), {**arguments, **constants}, config.cluster)]
 
 
 def by_row(problem: DecodeProblem) -> bool:

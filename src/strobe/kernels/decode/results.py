@@ -208,6 +208,13 @@ def write(K, piece, row, o, top, total, COLUMN: gl.constexpr, place=None):
 
 
 @gluon.jit
+def write_all(K, piece, acc, top, total, place=None):
+    """Write out and the LSE of a piece's tile, O in chunks of columns. place: see `write`."""
+    for c in gl.static_range(len(acc)):
+        write(K, piece, 0, acc[c], top, total, c * acc[0].shape[1], place)
+
+
+@gluon.jit
 def by_rows(o, place):
     """The same numbers, of which a thread has 16 bytes of a row."""
     WIDE: gl.constexpr = o.shape[1]
@@ -417,14 +424,12 @@ def deliver(K, piece, job, acc, top, total, place=None):
     """Write what was found of a piece, O in chunks of columns: the result, by way of `place` (see `write`), or a part of it,
     which whoever comes last merges."""
     M: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
-    WIDE: gl.constexpr = acc[0].shape[1]
     top, total = gl.convert_layout(top, M), gl.convert_layout(total, M)
     rows = piece.queries * K.GROUP - piece.first_row
     if job.parts == 1:
         if K.C.split:
             acc, top, total = with_chain_before(K, piece, job, acc, top, total)
-        for c in gl.static_range(len(acc)):
-            write(K, piece, 0, acc[c], top, total, c * WIDE, place)
+        write_all(K, piece, acc, top, total, place)
     elif rows > 0:
         if K.C.split:
             if piece.begin < piece.end:  # else nobody reads it
