@@ -10,7 +10,19 @@ import torch
 from broken import altered_over
 from decode_launch import run
 from requests_at_random import draw
-from test_decode_kernel import CUT, FIXED, OPTIMISTIC, far_scores, latent, long_latent
+from test_decode_kernel import (
+    ASKED_Q,
+    BY_WAY_OF_Q,
+    CUT,
+    FEW_JOBS,
+    FIXED,
+    OPTIMISTIC,
+    far_scores,
+    latent,
+    long_latent,
+    one_job,
+    queries_below_zero,
+)
 
 import strobe
 from strobe.kernels.decode.config import of_one_group, of_shares, of_wgmma
@@ -166,8 +178,7 @@ BUGS = [
     kernel("arrivals are not set back", RESET, LAST, (Race, AssertionError), launches=2),
     kernel("a part too few is merged", "for i in range(0, job.parts, AT_ONCE)",
            "for i in range(0, job.parts - AT_ONCE, AT_ONCE)"),
-    kernel("rows beyond the last are written", "row % K.GROUP, row < piece.queries * K.GROUP\n",
-           "row % K.GROUP, row >= 0\n",
+    kernel("rows beyond the last are written", "row % GROUP, row < piece.queries * GROUP\n", "row % GROUP, row >= 0\n",
            (DoubleWrite, OutOfBounds, Race)),
     kernel("the LSE is that of base 2", "(top + gl.log2(total)) * LN2", "(top + gl.log2(total))"),
     kernel("a query sees the next one's key", "(keys <= position + terms.right)", "(keys <= position + 1)"),
@@ -177,7 +188,7 @@ BUGS = [
     kernel("the tree counts from the first key", "drafted = keys - (piece.length - piece.queries)", "drafted = keys",
            tree=True),
     kernel("the sink weighs twice", "+ gl.exp2(sink - finite(new_top))", "+ 2 * gl.exp2(sink - finite(new_top))", sinks=True),
-    kernel("slopes of the first head", "+ head, mask=query", "+ 0 * head, mask=query", alibi=True),
+    kernel("slopes of the first head", "alibi_batch + head, mask", "alibi_batch + 0 * head, mask", alibi=True),
     kernel("the room of starts is not counted", "    total += jobs * start\n", "", start=3),
     kernel("a stretch that begins behind a job's units has a piece of it", "ours = count > 0", "ours = count > -9",
            (AssertionError, Race, DoubleWrite), start=3),
@@ -214,6 +225,7 @@ V_OF_STEP = "    memory.v.wait(now - 1)\n    acc = start"
 CLEARED = """        fence_async_shared()
         partition_barrier()
         mbarrier.arrive(full"""
+K_ALONE = "    else:\n        mbarrier.expect(barrier, C.tokens * C.head_dim"
 COPY_K = "position, barrier, K.cached, pages, piece.head, at, C)\n    return"
 COPY_V = "position, barrier, K.cached, pages, piece.head, at, C)\n    if clears"
 NARROW = "memory.narrow.index(turn % C.stages).permute((1, 0)), s, is_async=True)\n    return warpgroup_mma_wait(0, deps=[s])"
@@ -227,11 +239,12 @@ def swapped(lines):
 
 HOPPER_BUGS = [
     hopper("K is not waited for", "    memory.k.wait(now)\n", "", TOO_EARLY),
-    hopper("the first K is not waited for", "    memory.k.wait(position)\n", "", (*TOO_EARLY, Deadlock, BarrierMisuse)),
+    hopper("the first K is not waited for", "    memory.k.wait(position)\n    s = ", "    s = ",
+           (*TOO_EARLY, Deadlock, BarrierMisuse)),
     hopper("V is not waited for", V_OF_STEP + "_output(acc, p", "    acc = start_output(acc, p", TOO_EARLY),
     hopper("the last V is not waited for", "    memory.v.wait(position - 1)\n", "", (*TOO_EARLY, Deadlock)),
-    hopper("a place is filled that is not empty", "memory.k.acquire(position)\n    mb",
-           "memory.k.full.index(memory.k.slot(position))\n    mb", (Race, BarrierMisuse), **LONG),
+    hopper("a place is filled that is not empty", "memory.k.acquire(position)\n    if",
+           "memory.k.full.index(memory.k.slot(position))\n    if", (Race, BarrierMisuse), **LONG),
     hopper("K is released while S reads it", S_OF_STEP, swapped(S_OF_STEP), (Race, Unfinished), **LONG),
     hopper("V is released while O reads it", O_OF_STEP, swapped(O_OF_STEP), (Race, Unfinished), **LONG),
     hopper("K is not released", "    memory.k.release(now)\n", "", (Deadlock,), **LONG),
@@ -246,7 +259,7 @@ HOPPER_BUGS = [
           (Unfinished, Race)),
     hopper("K is that of the step after", COPY_K, COPY_K.replace("at,", "at + C.tokens,"), page=256, **LONG),
     hopper("V is that of the step after", COPY_V, COPY_V.replace("at,", "at + C.tokens,"), page=256, **LONG),
-    hopper("half of K's bytes are expected", "C.tokens * C.head_dim * 2)", "C.tokens * C.head_dim)",
+    hopper("half of K's bytes are expected", K_ALONE + " * 2)", K_ALONE + ")",
            (BarrierMisuse, Deadlock, *TOO_EARLY)),
     hopper("half of V's bytes are expected", "C.tokens * C.head_dim_v * 2)", "C.tokens * C.head_dim_v)",
            (BarrierMisuse, Deadlock, *TOO_EARLY)),
@@ -294,12 +307,34 @@ HOPPER_BUGS = [
                (MissingFence, Race)),
 ]  # fmt: skip
 
+ASKED_Q_BUGS = [
+    hopper("Q is asked for while the one before is read",
+           "            mbarrier.wait(memory.k.empty.index(memory.k.slot(before)), memory.k.phase(before), pred=near)\n", "",
+           (Race, *NUMBERS)),
+    hopper("Q is not waited for", "    memory.k.wait(position)\n    q = ()", "    q = ()", TOO_EARLY),
+    hopper("Q's bytes are not expected", "(C.tokens + C.rows) * C.head_dim * 2)", "C.tokens * C.head_dim * 2)",
+           (BarrierMisuse, Deadlock, *TOO_EARLY)),
+    hopper("the first Q alone is asked for", "        if position == begun:\n", "        if position == 0:\n",
+           (Deadlock, BarrierMisuse, *NUMBERS)),
+    boxes("both groups have the rows of one", "query + w * QUERIES", "query"),
+    boxes("half of Q is there twice", "head, c * C.chunk], barrier", "head, 0], barrier"),
+    boxes("Q is that of other heads", "piece.head * (GROUP - C.absent)\n    for w", "piece.head * GROUP\n    for w"),
+    kernel("rows of absent heads are written", "there & (row % GROUP < GROUP - C.absent)", "there",
+           (DoubleWrite, OutOfBounds, Race)),
+    hopper("Q has no sign", "        if sign != 1.0:\n", "        if sign == 5.0:\n"),
+]  # fmt: skip
+
+FEW_JOBS_BUGS = [
+    kernel("a block of columns is merged twice", "turn % ACROSS * COLUMNS", "turn % ACROSS * 0", (DoubleWrite, Race, *NUMBERS)),
+    kernel("blocks of columns are not counted", "turns * (K.C.head_dim_v // K.C.merged_columns), turns)", "turns, turns)"),
+]  # fmt: skip
+
 BY_WAY_OF_Q_BUGS = [
     hopper("both groups' results pass through one place", "memory.q.index(W * (own.C.head_dim // own.C.chunk))",
            "memory.q.index(0)", (Race, MissingFence, *NUMBERS)),
-    kernel("a chunk of columns is written over the first", "by_rows(o, place), COLUMN, 8)", "by_rows(o, place), 0, 8)",
+    kernel("a chunk of columns is written over the first", "by_rows(o, place), column, 8)", "by_rows(o, place), 0, 8)",
            (DoubleWrite, *NUMBERS)),
-    kernel("rows that are no queries are written", "GROUP, row < piece.queries * K.GROUP\n", "GROUP, row >= 0\n",
+    kernel("rows that are no queries are written", "GROUP, row < piece.queries * GROUP\n", "GROUP, row >= 0\n",
             (DoubleWrite, OutOfBounds, Race)),
 ]  # fmt: skip
 
@@ -323,8 +358,8 @@ AGAIN_BUGS = [
     again("all pieces have one bit", "gl.minimum(number, LAST_BIT - 1)", "0 * number", (DoubleWrite, Race, *NUMBERS)),
     hopper("what is taken again is taken with hope", "plain = gl.where(hopeful, plain, 1)", "plain += 0 * steps"),
     hopper("both groups deliver again", "is_chosen(mine, number", "is_chosen(chosen, number", (DoubleWrite, Race, *NUMBERS)),
-    hopper("pieces of K are not counted", "return position, number + 1, chosen\n\n\n@gluon.jit\ndef take_values",
-           "return position, number, chosen\n\n\n@gluon.jit\ndef take_values", (Deadlock, BarrierMisuse, *NUMBERS)),
+    hopper("pieces of K are not counted", "return (position, before), number + 1, chosen",
+           "return (position, before), number, chosen", (Deadlock, BarrierMisuse, *NUMBERS)),
     hopper("a masked step is taken with hope", "if C.optimistic and not MASKED:", "if C.optimistic:"),
 ]  # fmt: skip
 
@@ -585,7 +620,7 @@ def test_it_is_found_where_results_pass_through_the_place_of_q(bug, tmp_path):
     call, module = draw(1, torch.float16, **{**CASE, **MANY_ROWS}), broken(bug, HOPPER, tmp_path)
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
-            run(call, ctas=4, order=order, seed=number, kernel=module, choose=of_wgmma, stages=2, groups=2, by_way_of_q=True)
+            run(call, ctas=4, order=order, seed=number, kernel=module, choose=of_wgmma, stages=2, groups=2, **BY_WAY_OF_Q)
 
 
 @pytest.mark.parametrize("bug", UNDER_WAY_BUGS, ids=str)
@@ -594,6 +629,22 @@ def test_it_is_found_where_few_steps_are_under_way(bug, tmp_path):
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
             run(call, ctas=4, order=order, seed=number, kernel=module, choose=of_wgmma, stages=2, groups=2, under_way=1)
+
+
+@pytest.mark.parametrize("bug", ASKED_Q_BUGS, ids=str)
+def test_it_is_found_where_the_copier_asks_for_q(bug, tmp_path):
+    call, module = queries_below_zero(), broken(bug, HOPPER, tmp_path)
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            run(call, ctas=3, order=order, seed=number, kernel=module, choose=of_wgmma, stages=4, **ASKED_Q)
+
+
+@pytest.mark.parametrize("bug", FEW_JOBS_BUGS, ids=str)
+def test_it_is_found_where_columns_are_merged(bug, tmp_path):
+    module = broken(bug, HOPPER, tmp_path)
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            run(one_job(), ctas=20, order=order, seed=number, kernel=module, choose=of_wgmma, **FEW_JOBS)
 
 
 @pytest.mark.parametrize("bug", AGAIN_BUGS, ids=str)
@@ -658,7 +709,7 @@ def test_no_false_alarm():
         run(draw(1, torch.float16, **CASE), ctas=7, order=order, seed=number, launches=2, tokens=64, stages=2)
         run(draw(1, torch.float16, **CASE), ctas=5, order=order, seed=number, launches=2, choose=of_wgmma, stages=2)
         run(draw(1, torch.float16, **{**CASE, **MANY_ROWS}), ctas=4, order=order, seed=number, choose=of_wgmma, stages=2,
-            groups=2, by_way_of_q=True)  # fmt: skip
+            groups=2, **BY_WAY_OF_Q)  # fmt: skip
         run(far_scores(torch.float16, 64), ctas=2, order=order, seed=number, choose=of_wgmma, stages=2, groups=2, **OPTIMISTIC)
         run(latent(48), ctas=2, order=order, seed=number, choose=of_wgmma, stages=2)
         run(long_latent(80), ctas=4, order=order, seed=number, launches=2, choose=of_wgmma)

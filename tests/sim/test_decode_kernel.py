@@ -379,13 +379,52 @@ def test_many_rows_with_the_optimistic_softmax(seed):
     run(call, ctas=1 + seed % 6, order=ORDERS[seed % 4], seed=seed, choose=of_wgmma, groups=1 + seed % 2, **OPTIMISTIC)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_the_copier_asks_for_q(seed):
+    """Of random requests of which a page may be missing, with and without hope; with a negative scale, launch after launch."""
+    dtype, page, group = (torch.float16, torch.bfloat16)[seed % 2], [None, 16, 48, 64, 128][seed % 5], [8, 7, 16, 1][seed % 4]
+    padded = 1 << (group - 1).bit_length()
+    call = draw(seed, dtype, honest=seed % 3 > 0, page=page, n_q=128 // padded - seed % 3, group=group, ragged=False,
+                tree=False, heads_kv=1 + seed % 2, head_dim=128, head_dim_v=128)  # fmt: skip
+    for optimistic in (False, True):
+        run(call, ctas=1 + seed % 6, order=ORDERS[seed % 4], seed=seed, choose=of_wgmma, optimistic=optimistic,
+            **{**ASKED_Q, "absent": padded - group})  # fmt: skip
+    run(queries_below_zero(), ctas=1 + seed % 4, order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_wgmma, **ASKED_Q)
+
+
+@pytest.mark.parametrize(
+    ("group", "n_q", "ragged", "absent"),
+    [
+        (8, 16, False, 0),
+        (7, 16, False, 1),
+        (5, 16, False, 3),
+        (7, 18, False, None),
+        (1, 128, False, 0),
+        (96, 1, False, None),
+        (8, 16, True, None),
+    ],
+)
+def test_how_many_rows_of_a_query_are_absent(group, n_q, ragged, absent):
+    """None where TMA does not copy Q: padded, there would be more tiles, or half a tile had no whole queries."""
+    problem = problem_of(n_q=n_q, group=group, head_dim=128, head_dim_v=128, ragged=ragged)
+    chosen = of_wgmma(problem, KNOWN["H200"])
+    assert (chosen.absent if chosen.asks_q else None) == absent
+
+
+@pytest.mark.parametrize("fixed", [{}, {"groups": 1, "holds_q": False, "asks_q": False, "absent": 0}], ids=["two roles", "one"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_few_jobs_of_many_parts(order, fixed):
+    """Of which CTAs merge some columns of some rows each."""
+    run(one_job(), ctas=20, order=order, launches=2, choose=of_wgmma, **{**FEW_JOBS, **fixed})
+
+
 @pytest.mark.parametrize(("groups", "page"), [(1, 64), (2, 16), (2, None)])
 def test_results_by_way_of_q(groups, page):
     """Of whole jobs and of parts, in one chunk of columns and in two."""
     call = draw(4, torch.float16, ragged=False, batch=4, lengths=[190, 64, 0, 130], room=192, n_q=13, group=7, heads_kv=1,
                 page=page, head_dim=128, head_dim_v=128)  # fmt: skip
     for ctas in (3, 8):
-        run(call, ctas=ctas, launches=2, choose=of_wgmma, groups=groups, by_way_of_q=True)
+        run(call, ctas=ctas, launches=2, choose=of_wgmma, groups=groups, **BY_WAY_OF_Q)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -400,7 +439,8 @@ def test_a_ring_of_which_few_steps_are_under_way(stages, under_way, order):
     ("capacity", "page", "fixed", "under_way"),
     [
         (2048, 16, {}, 2),
-        (2047, 64, {}, 0),
+        (1024, 64, {}, 2),
+        (2047, None, {}, 2),
         (2048, None, {}, 0),
         (2048, 64, {"deterministic": True}, 0),
         (2048, 64, {"n_q": 8}, 0),
@@ -431,7 +471,7 @@ def test_where_whole_jobs_are_taken_by_turns(fixed, keys, archs):
 @pytest.mark.parametrize(
     ("capacity", "page", "fixed", "stages", "by_way_of_q"),
     [
-        (2047, 64, {}, 4, True), (2048, 64, {}, 4, False), (2048, None, {}, 6, False), (2047, None, {}, 6, True),
+        (1024, 64, {}, 4, False), (2048, 64, {}, 4, False), (2048, None, {}, 5, False), (2047, None, {}, 4, False),
         (2048, 64, {"deterministic": True}, 4, False), (1024, 64, {"deterministic": True}, 6, True),
         (2048, 64, {"head_dim": 64, "head_dim_v": 64}, 8, False),
     ],
@@ -470,6 +510,22 @@ def kind_of(config) -> str:
 
 
 OPTIMISTIC = {"holds_q": True, "optimistic": True}
+BY_WAY_OF_Q = {"by_way_of_q": True, "holds_q": False, "asks_q": False, "absent": 0}
+ASKED_Q = {"groups": 2, "holds_q": True, "asks_q": True, "absent": 1, "by_way_of_q": False}
+FEW_JOBS = {**ASKED_Q, "few_jobs": True}
+
+
+def one_job() -> Drawn:
+    """Cut in eleven parts by 20 CTAs."""
+    return draw(3, torch.bfloat16, ragged=False, lengths=[1300], batch=1, page=16, room=1344, n_q=16, group=7, heads_kv=1,
+                head_dim=128, head_dim_v=128, mask=strobe.Causal())  # fmt: skip
+
+
+def queries_below_zero() -> Drawn:
+    """A call of several short pieces for each CTA, whose scale is negative."""
+    call = draw(5, torch.float16, ragged=False, batch=5, lengths=[60, 130, 1, 0, 190], room=192, n_q=13, group=7, heads_kv=2,
+                page=16, head_dim=128, head_dim_v=128, softcap=0.0, alibi=False)  # fmt: skip
+    return call._replace(keywords={**call.keywords, "scale": -0.1})
 
 
 def far_scores(dtype: torch.dtype, page: int | None) -> Drawn:

@@ -88,7 +88,7 @@ def test_by_whoever_waits(order, patience, config):
     [
         ("if there % GAVE_UP == job.parts:", "if there % GAVE_UP >= job.parts - 1:"),
         ("while turn < turns", "while turn <= turns"),
-        ("turn * size, rows, K.C.merged_rows)\n            if", "turn, rows, K.C.merged_rows)\n            if"),
+        ("turn * ROWS, rows, ROWS)", "turn, rows, ROWS)"),
         ("(rows + size - 1) // size", "(rows - 1) // size"),
         ('            gl.atomic_xchg(arrivals + 1, 0, sem="relaxed", scope="gpu")\n', ""),
         ("(arrivals, there, there + GAVE_UP", "(arrivals, there, there"),

@@ -140,6 +140,20 @@ def copy_queries(place, outputs, piece, FIRST: gl.constexpr, C: gl.constexpr, GR
 
 
 @gluon.jit
+def ask_for_queries(descriptor, place, barrier, piece, C: gl.constexpr, GROUP: gl.constexpr):
+    """Start copying the rows of a tile of Q to `place`, [groups of warps * chunks, rows of a group, chunk], by TMA; zeros
+    beyond the last query. Rows of absent heads hold anything."""
+    CHUNKS: gl.constexpr = C.head_dim // C.chunk
+    GROUPS: gl.constexpr = C.groups
+    QUERIES: gl.constexpr = C.rows // GROUPS // GROUP
+    query, head = piece.first_query + piece.first_row // GROUP, piece.head * (GROUP - C.absent)
+    for w in gl.static_range(GROUPS):
+        for c in gl.static_range(CHUNKS):
+            box = place.index(w * CHUNKS + c).reshape(descriptor.block_type.shape)
+            tma_load(descriptor, [piece.batch, query + w * QUERIES, head, c * C.chunk], barrier, box)
+
+
+@gluon.jit
 def clear_values(values, piece, first, C: gl.constexpr):
     """Set the values of a step to zero that are not of a piece: 0 * NaN would be NaN. values: a chunk of their columns. The
     caller fences."""

@@ -133,6 +133,9 @@ class Config:
     by_turns: CTAs that have several whole jobs take them by turns.
     under_way: steps of K, and of V, that TMA copies at once; 0: as many as the ring has.
     holds_q: a group of warps has its rows of Q in registers.
+    asks_q: who copies K asks for Q, too, ahead of a piece's keys, by TMA.
+    absent: rows of each query that stand for no head, so that TMA copies a power of two.
+    few_jobs: jobs are so few that each may have more parts than there are rows to merge at a time.
     optimistic: exponents of steps that all rows see whole are counted from the maxima of a piece's first step.
     """
 
@@ -160,6 +163,9 @@ class Config:
     by_turns: bool = False
     under_way: int = 0
     holds_q: bool = False
+    asks_q: bool = False
+    absent: int = 0
+    few_jobs: bool = False
     optimistic: bool = False
     chain: int = 0
 
@@ -196,6 +202,11 @@ class Config:
     def parts_in_squares(self) -> bool:
         """Whether parts of results lie in squares of 8 rows and columns, as a warp has them of wgmma, 32 bytes of each row."""
         return self.specialised  # an H100, one request of 1k to 8k keys, 128 rows: half a microsecond faster
+
+    @property
+    def writes_wide(self) -> bool:
+        """Whether lanes exchange numbers of a result before it is written, so that a thread writes 16 bytes of a row, not 4."""
+        return self.halves > 1 or self.holds_q
 
     @property
     def row_warps(self) -> int:
@@ -241,15 +252,21 @@ class Config:
         return min(8, self.warps * max(1, 128 // self.head_dim_v))
 
     @property
+    def merged_columns(self) -> int:
+        """Columns of these rows that are merged at once: fewer than all, if jobs are so few that there are more CTAs than rows
+        are merged at once."""
+        return 8 * self.warps if self.few_jobs else self.head_dim_v
+
+    @property
     def merged_of_few(self) -> int:
         """The same for few parts, of which a thread reads several rows; 0: the same number."""
         # an H200, 128 heads, 32 requests of 8k keys, two parts of each tile: 145 microseconds, with 2 rows 154
-        return 8 * self.warps if self.split and self.specialised else 16 if self.halves > 1 else 0
+        return 8 * self.warps if self.split and self.specialised else 16 if self.halves > 1 or self.holds_q else 0
 
     @property
     def few_parts(self) -> int:
         """Parts of a job that are so few; CTAs that have parts, where each may have several."""
-        return 4 if self.split else 8
+        return 4 if self.split or self.holds_q else 8
 
     def parts_beside(self, rows: int) -> int:
         """Partial results of so many rows that the warps can hold beside their sum, in the registers that are free."""
@@ -269,6 +286,8 @@ class Config:
         not hold them, or where parts must be added up in an order that does not depend on the rows."""
         if self.shares > 1:
             return FEW_SHARES
+        if self.holds_q:
+            return 2
         most = 8 if self.specialised else 32
         beside = self.parts_beside(rows)
         if self.split:
@@ -301,7 +320,8 @@ class Config:
         shapes |= {"sK": (self.stages, self.tokens, self.head_dim), other[0]: (self.stages, self.tokens, other[1])}
         meet = (self.token_warps, MMA_ROWS // 2, self.head_dim_v)
         met = [Buffer("sO of warps", meet, 4 * math.prod(meet))] if self.meets_apart else []
-        return [*(Buffer(name, shape, self.kv_bytes * math.prod(shape)) for name, shape in shapes.items()), *met]
+        exchanged = [Buffer("sO of lanes", (self.warps // 4, 2 * KIB), self.warps // 4 * 2 * KIB)] if self.holds_q else []
+        return [*(Buffer(name, shape, self.kv_bytes * math.prod(shape)) for name, shape in shapes.items()), *met, *exchanged]
 
     @property
     def smem(self) -> int:
@@ -493,18 +513,38 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     #   128 requests of 8k keys 1.10 (0.93), 0.97 (0.84); 8 of 32k 1.08 (0.92), 0.90 (0.85); 32 of 8k 1.05 (1.02), 0.93 (0.87);
     #   8 of 8k 0.99 (0.95), 0.96 (0.90); 32 of 2k 0.97 (0.90), 0.94 (0.87); 32 of 1k 1.00 (0.92), 0.98 (0.93)
     # On an H100 level or a percent or two faster from 2^20 keys on; for fewer, one group was ahead.
-    many, long = rows > MOST_ROWS, problem.capacity >= LONG_ROOM
+    # TMA copies Q, results are written by 16 bytes, and up to four parts merged 16 rows at a time, on an H200 (and before):
+    #   28 heads on 4: 32 requests of 1k keys, contiguous, half of the ring under way, 25.3 (27.8), pages of 64 26.7 (29.1);
+    #   128 of 1k 86.5 (91.7); 32 of 2k 42.2 (44.6); 8 of 8k 49.3 (51.3); 32 of 8k 133.0 (135.5); 1 of 32k 34.8 (35.2)
+    #   64 on 8: 128 of 2k 296 (310); 8 of 2k 32.7 (33.6); 32 of 8k 257 (261); 128 of 8k 1025 (1044)
+    # and on an H100: 128 of 2k 409 (418), contiguous 400 (415), over pages of 16 416 (424); 32 of 8k 375 (378).
+    many, long, paged = rows > MOST_ROWS, problem.capacity >= LONG_ROOM, problem.page_size is not None
     fast = dim == dim_v == 128 and arch.dram_bandwidth >= FAST_MEMORY and not problem.deterministic
     apart = many and (keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS or fast) and (long or not problem.deterministic)
     holds_q = apart and dim == dim_v == 128 and not problem.deterministic
+    absent = absent_of(problem, rows) if holds_q else None
     config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk, groups=1 + apart,
-                    by_way_of_q=many and not long, holds_q=holds_q, optimistic=holds_q and is_hopeful(problem),
-                    under_way=UNDER_WAY if fast and many and long and problem.page_size is not None else 0,
+                    by_way_of_q=many and not long and not holds_q, holds_q=holds_q, asks_q=absent is not None,
+                    absent=absent or 0, optimistic=holds_q and is_hopeful(problem),
+                    under_way=UNDER_WAY if fast and many and (paged or not long) else 0,
                     chain=chain_of(problem))  # fmt: skip
+    # Parts merged by blocks of columns, microseconds (and by rows), one request: of 128k keys of 16 heads on 2 50.0 (52.8) on
+    # an H200, 64.0 (66.2) on an H100; of 32k of 28 on 4 35.1 (34.8), 38.4 (39.3); but of 64 on 8, of 16 parts, 62.0 (60.9).
+    few_jobs = many and not split and (arch.sms or FALLBACK_SMS) // jobs(problem, config) > MOST_PARTS
+    config = replace(config, few_jobs=few_jobs)
     most = MOST_STAGES
-    if many and (long or fast) and problem.page_size is not None:
+    if many and (config.under_way or (long and paged)):
         most = MOST_UNDER_WAY // (tokens * (dim + dim_v) * config.kv_bytes)
     return with_all_stages(config, arch, most)
+
+
+def absent_of(problem: DecodeProblem, rows: int) -> int | None:
+    """How many rows of each query stand for no head where TMA copies the rows of Q, queries times the power of two that holds
+    the heads of a group, and half a tile has whole queries; None if that is not so, or would be more tiles."""
+    group = 1 << (problem.group - 1).bit_length()
+    padded_rows = problem.lengths.seqlen_q * group
+    fits = not problem.ragged and 2 * group <= rows and -(-padded_rows // rows) == -(-problem.rows // rows)
+    return group - problem.group if fits else None
 
 
 def is_hopeful(problem: DecodeProblem) -> bool:
@@ -667,7 +707,12 @@ def jobs(problem: DecodeProblem, config: Config) -> int:
 
 def tiles_of_rows(problem: DecodeProblem, config: Config) -> int:
     """Tiles of the rows of one key head in the longest request, as many as are abreast or a multiple of it."""
-    return -(-problem.rows // (config.rows * config.abreast)) * config.abreast
+    return -(-rows_of(problem, config) // (config.rows * config.abreast)) * config.abreast
+
+
+def rows_of(problem: DecodeProblem, config: Config) -> int:
+    """Rows of a key head in the longest request."""
+    return problem.rows // problem.group * (problem.group + config.absent)
 
 
 DTYPES = (torch.float16, torch.bfloat16)

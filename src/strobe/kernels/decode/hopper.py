@@ -45,6 +45,7 @@ from strobe.kernels.decode.again import ALL, Again, bit_of, chosen_next, is_chos
 from strobe.kernels.decode.arguments import NUMBERS, Cached, Chain, Job, Kernel, Outputs, Piece, Terms
 from strobe.kernels.decode.boxes import (
     accumulator,
+    ask_for_queries,
     clear_values,
     copy_boxes,
     first_step,
@@ -97,6 +98,7 @@ class Memory:
 
     k_desc: (gl.tensor, tensor_descriptor)
     v_desc: (gl.tensor, tensor_descriptor)
+    q_desc: (gl.constexpr, tensor_descriptor)
     q: gl.shared_memory_descriptor
     k: Channel
     v: Channel
@@ -105,7 +107,7 @@ class Memory:
 
 
 @gluon.jit
-def make_memory(k_desc, v_desc, C: gl.constexpr):
+def make_memory(k_desc, v_desc, q_desc, C: gl.constexpr):
     """The caller fences."""
     dtype: gl.constexpr = k_desc.dtype if C.box else k_desc.dtype.element_ty
     shape: gl.constexpr = [C.groups * (C.head_dim // C.chunk), C.rows // C.groups, C.chunk]
@@ -114,7 +116,7 @@ def make_memory(k_desc, v_desc, C: gl.constexpr):
     if C.split:
         board = gl.allocate_shared_memory(gl.int32, [C.groups * NOTES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k, v = make_ring(dtype, C.head_dim, 0, C), make_ring(dtype, C.head_dim_v, 1, C)
-    return Memory(k_desc, v_desc, q, k, v, make_again(C.groups), board)
+    return Memory(k_desc, v_desc, q_desc, q, k, v, make_again(C.groups), board)
 
 
 @gluon.jit
@@ -160,14 +162,23 @@ def copy_steps(COPY: gl.constexpr, memory, K, piece, state):
 
 
 @gluon.jit
-def copy_keys(memory, K, piece, at, pages, position):
-    """Copy K of a step; position: how many steps the CTA copied before."""
+def copy_keys(memory, K, piece, at, pages, state):
+    """Copy K of a step, with which Q comes in a piece's first one; state: how many steps the CTA copied before, and up to the
+    piece's first one."""
     C: gl.constexpr = K.C
+    position, begun = state
     wait_for_earlier(memory.k, position, C)
     barrier = memory.k.acquire(position)
-    mbarrier.expect(barrier, C.tokens * C.head_dim * 2)
+    if C.asks_q:
+        if position == begun:
+            mbarrier.expect(barrier, (C.tokens + C.rows) * C.head_dim * 2)
+            ask_for_queries(memory.q_desc, memory.q, barrier, piece, C, K.GROUP)
+        else:
+            mbarrier.expect(barrier, C.tokens * C.head_dim * 2)
+    else:
+        mbarrier.expect(barrier, C.tokens * C.head_dim * 2)
     copy_step(memory.k_desc, memory.k, position, barrier, K.cached, pages, piece.head, at, C)
-    return position + 1
+    return position + 1, begun
 
 
 @gluon.jit
@@ -196,17 +207,22 @@ def copy_values(memory, K, piece, at, pages, state):
 
 @gluon.jit
 def take_keys(memory, K, piece, job, state):
-    """Copy K of a piece, if it is chosen; state: how many steps the CTA copied before, the number of the piece, and which
-    pieces are chosen."""
-    position, number, chosen = state
-    if is_chosen(chosen, number, job, K.C):
-        position = copy_steps(copy_keys, memory, K, piece, position)
-    return position, number + 1, chosen
+    """Copy K of a piece, if it is chosen; state: how many steps the CTA copied before, and up to the first one of the piece
+    before, the number of the piece, and which pieces are chosen."""
+    C: gl.constexpr = K.C
+    copied, number, chosen = state
+    position, before = copied
+    if is_chosen(chosen, number, job, C):
+        if C.asks_q:  # a group that has read the first step of a piece holds Q; long before the ring is around again
+            near = (before < position) & (position - before < C.stages)
+            mbarrier.wait(memory.k.empty.index(memory.k.slot(before)), memory.k.phase(before), pred=near)
+        position, before = copy_steps(copy_keys, memory, K, piece, (position, position))
+    return (position, before), number + 1, chosen
 
 
 @gluon.jit
 def take_values(memory, K, piece, job, state):
-    """The same of V; state: of `copy_values`, then the number of the piece, and which pieces are chosen."""
+    """The same of V; state: of `copy_values`, the number of the piece, and which pieces are chosen."""
     copied, number, chosen = state
     if is_chosen(chosen, number, job, K.C):
         copied = copy_steps(copy_values, memory, K, piece, copied)
@@ -215,9 +231,9 @@ def take_values(memory, K, piece, job, state):
 
 @gluon.jit
 def copier_of_keys(memory, K):
-    position, chosen = gl.to_tensor(0), gl.to_tensor(ALL)
+    copied, chosen = (gl.to_tensor(0), gl.to_tensor(0)), gl.to_tensor(ALL)
     while chosen != 0:
-        position, _, _ = take_pieces(take_keys, memory, K, (position, 0 * position, chosen))
+        copied, _, _ = take_pieces(take_keys, memory, K, (copied, 0 * chosen, chosen))
         chosen = chosen_next(memory.again, chosen, K.C)
 
 
@@ -346,6 +362,23 @@ def store_queries(W: gl.constexpr, memory, K, piece, C: gl.constexpr):
         return held, scale, holes
     else:
         return q, scale, holes
+
+
+@gluon.jit
+def asked_queries(W: gl.constexpr, memory, K, piece, position, C: gl.constexpr):
+    """The same in registers, if the copier of K has asked for Q, which is there with the piece's first step."""
+    L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator(C, C.tokens), k_width=2)
+    CHUNKS: gl.constexpr = C.head_dim // C.chunk
+    holes = misses_a_page(K.cached, piece)
+    scale, sign = scale_of_scores(K.terms, piece)
+    memory.k.wait(position)
+    q = ()
+    for c in gl.static_range(CHUNKS):
+        chunk = memory.q.index(W * CHUNKS + c).load(L)
+        if sign != 1.0:
+            chunk = (chunk.to(gl.float32) * sign).to(memory.q.dtype)
+        q += (chunk,)
+    return q, scale, holes
 
 
 @gluon.jit
@@ -490,7 +523,10 @@ def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful):
     that is what the last part is made of; those before are left. hopeful: whether the optimistic softmax may be tried."""
     C: gl.constexpr = K.C
     first, steps = first_step(piece, C)
-    q, scale, holes = store_queries(W, memory, K, piece, C)
+    if C.asks_q:
+        q, scale, holes = asked_queries(W, memory, K, piece, position, C)
+    else:
+        q, scale, holes = store_queries(W, memory, K, piece, C)
     part = no_part(C)
     acc, nothing, _ = part
     memory.k.wait(position)
@@ -609,7 +645,7 @@ def hopper_kernel(
     q, k, v, out, lse, lengths, page_table, index, leftpad, cu_q, tree, alibi, sinks, k_scale, v_scale, parts, sums, arrivals,
     q_batch, q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head, out_batch, out_row, out_head, lse_batch, lse_head,
     table_row, tree_batch, tree_row, tree_column, alibi_batch, k_scale_page, k_scale_row, v_scale_page, v_scale_row, batch,
-    heads_kv, n_q, capacity, total_q, pages, tiles, scale, softcap, left, right,
+    heads_kv, n_q, capacity, total_q, pages, tiles, scale, softcap, left, right, q_boxes,
     C: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, ROWS: gl.constexpr,
     BY_ROW: gl.constexpr, K_BY_TOKEN: gl.constexpr, V_BY_TOKEN: gl.constexpr, IN_TURN: gl.constexpr,
 ):  # fmt: skip
@@ -618,7 +654,7 @@ def hopper_kernel(
     elif C.narrow > 0:
         memory = make_latent_memory(k, v, C)
     else:
-        memory = make_memory(k, v, C)
+        memory = make_memory(k, v, q_boxes, C)
     fence_async_shared()
     partition_barrier()
     take_turn()

@@ -127,14 +127,24 @@ def copy_step(buffer, base, cached, piece, first, pages, page_stride, row_stride
 
 
 @gluon.jit
+def owners_of(row, piece, C: gl.constexpr, GROUP: gl.constexpr):
+    """The query and the head whose rows of a request these are, and whether they are there. The last of the GROUP rows of a
+    query may be absent: they stand for no head."""
+    query, head, there = row // GROUP, piece.head * (GROUP - C.absent) + row % GROUP, row < piece.queries * GROUP
+    if C.absent > 0:
+        there = there & (row % GROUP < GROUP - C.absent)
+    return query, head, there
+
+
+@gluon.jit
 def load_queries(outputs, piece, FIRST: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr, C: gl.constexpr,
                  GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr = 2):  # fmt: skip
     """COLUMNS of Q from FIRST on as the first operand of a product, the same for all warps that share its rows; zeros beyond
     the last row. WIDTH: elements that are loaded together."""
     row = piece.first_row + along(C.rows, 1, layout) + 0 * along(C.token_warps, 0, layout)
     column = FIRST + along(COLUMNS, 2, layout)
-    query, head = row // GROUP, piece.head * GROUP + row % GROUP
+    query, head, there = owners_of(row, piece, C, GROUP)
     at = outputs.q + piece.batch.to(gl.int64) * outputs.q_batch
     at += (piece.first_query + query).to(gl.int64) * outputs.q_row + head.to(gl.int64) * outputs.q_head
-    mask = gl.max_constancy((row < piece.queries * GROUP) & (column < DIM), [1, 1, WIDTH])
+    mask = gl.max_constancy(there & (column < DIM), [1, 1, WIDTH])
     return gl.load(gl.multiple_of(at + column, [1, 1, 2 * WIDTH]), mask=mask, other=0.0)  # bytes

@@ -8,10 +8,11 @@ import torch
 
 from strobe.device import Arch
 from strobe.kernels.common.call import Buffer, Buffers, Call, Tensors
-from strobe.kernels.common.descriptors import descriptor
-from strobe.kernels.decode.config import FALLBACK_SMS, Config, jobs, partial_places, tiles_of_rows
+from strobe.kernels.common.descriptors import descriptor, layout_of
+from strobe.kernels.decode.config import FALLBACK_SMS, Config, jobs, partial_places, rows_of, tiles_of_rows
 from strobe.kernels.decode.forward import decode_kernel
 from strobe.kernels.decode.hopper import hopper_kernel
+from strobe.kernels.gluon import TensorDescriptor
 from strobe.problem import lse_shape_of
 from strobe.serving.problem import DecodeProblem
 
@@ -26,7 +27,7 @@ def ctas(problem: DecodeProblem, arch: Arch, config: Config) -> int:
 def result_rows(problem: DecodeProblem, config: Config) -> int:
     """Rows of a group's result: all, or the power of two that holds those of a request; 8 at least, since shared memory is
     swizzled in 8 rows and cut between them alone."""
-    return min(config.rows, max(8, 1 << (problem.rows - 1).bit_length()))
+    return min(config.rows, max(8, 1 << (rows_of(problem, config) - 1).bit_length()))
 
 
 def buffers(problem: DecodeProblem, arch: Arch, config: Config) -> Buffers:
@@ -63,7 +64,7 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
         right=problem.mask.device_band[1],
     )  # fmt: skip
     constants: dict[str, Any] = dict(
-        C=config, GROUP=problem.group, PAGE=problem.page_size or 0, DIM=problem.head_dim,
+        C=config, GROUP=problem.group + config.absent, PAGE=problem.page_size or 0, DIM=problem.head_dim,
         DIM_V=problem.head_dim_v // config.halves,
         ROWS=result_rows(problem, config), BY_ROW=by_row(problem), K_BY_TOKEN=by_token[0], V_BY_TOKEN=by_token[1],
         IN_TURN=arch.capability >= 90, num_warps=config.warps // config.groups, maxnreg=config.registers, enable_fp_fusion=True,
@@ -73,11 +74,17 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
     kernel = decode_kernel
     if config.by_wgmma:
         kernel = hopper_kernel
+        arguments["q_boxes"] = None
     if config.box:
         arguments["k"] = descriptor(t.k, config.box, config.chunk)
         arguments["v"] = (
             descriptor(t.k, config.box, config.narrow) if config.narrow else descriptor(t.v, config.box, config.chunk)
         )
+    if config.asks_q:
+        group = problem.group + config.absent
+        block = [1, config.of_group.rows // group, group, config.chunk]
+        layout = layout_of(tuple(block), t.q.dtype)
+        arguments["q_boxes"] = TensorDescriptor(t.q, list(t.q.shape), _legal_strides(t.q), block, layout)
     grid: tuple[int, ...] = (ctas(problem, arch, config),)
     if config.shares > 0:
         grid = (config.shares // config.cluster * problem.heads_kv, problem.batch)
@@ -93,6 +100,11 @@ def by_row(problem: DecodeProblem) -> bool:
 def _strides(name: str, x: torch.Tensor) -> dict[str, int]:
     """The strides of q or out: of a batch entry (0 where rows are packed), a row and a head."""
     return {f"{name}_batch": x.stride(0) if x.dim() == 4 else 0, f"{name}_row": x.stride(-3), f"{name}_head": x.stride(-2)}
+
+
+def _legal_strides(x: torch.Tensor) -> list[int]:
+    """Strides as TMA takes them: a dim of size 1 is never stepped along."""
+    return [x.shape[-1] if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)] + [1]
 
 
 def _cache_strides(name: str, x: torch.Tensor) -> dict[str, int]:

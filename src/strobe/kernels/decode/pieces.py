@@ -31,7 +31,7 @@ def ask_ahead(K):
         prefetch(cached.table, ((requests.batch - 1).to(gl.int64) * cached.table_row + columns) * 4)
     if requests.cu_q is None:
         last = (requests.batch - 1).to(gl.int64) * outputs.q_batch + (requests.n_q - 1).to(gl.int64) * outputs.q_row
-        last += (K.heads_kv * K.GROUP - 1).to(gl.int64) * outputs.q_head
+        last += (K.heads_kv * (K.GROUP - K.C.absent) - 1).to(gl.int64) * outputs.q_head
         prefetch(outputs.q, (last + K.DIM) * 2)
 
 

@@ -8,12 +8,15 @@ ROWS may be in use.
 from strobe.kernels.common.cluster import exchange
 from strobe.kernels.common.scores import LN2, LOG2E
 from strobe.kernels.decode.arguments import Piece
+from strobe.kernels.decode.keys import owners_of
 from strobe.kernels.decode.layouts import along, lanes, result_layout
 from strobe.kernels.decode.schedule import place_of
 from strobe.kernels.decode.scores import finite
 from strobe.kernels.decode.splits import added, ends_part, own_place, parts_in_order, place_of_part, places_of_cta
 from strobe.kernels.gluon import gl, gluon, partition_barrier
 
+MANY_AT_ONCE = gl.constexpr(32)
+"""Parts that are merged at a time where CTAs share the columns, too."""
 PATIENCE = gl.constexpr(64)
 """How often a CTA whose work is done looks whether the other parts of its last job are there, to help to merge them."""
 GAVE_UP = gl.constexpr(1 << 16)
@@ -36,8 +39,10 @@ def most_alone(C, rows):
 
 
 @gluon.constexpr_function
-def merge_layout(C, rows):
-    """The layout in which so many rows of parts are read: as they lie."""
+def merge_layout(C, rows, columns):
+    """The layout in which so many rows and columns of parts are read: as they lie."""
+    if columns < C.head_dim_v:  # a warp has the same 8 columns of several parts
+        return gl.BlockedLayout([1, 1, 4], [16 // rows, rows, 2], [1, 1, C.warps], [2, 1, 0])
     if not C.parts_in_squares:
         if rows < C.warps:
             each = rows * C.head_dim_v // (32 * C.warps)
@@ -58,18 +63,19 @@ def place_in_part(row, column, C: gl.constexpr):
 
 
 @gluon.jit
-def merge(K, job, row, rows, MERGED: gl.constexpr, AT_ONCE: gl.constexpr):
-    """The parts of a job added up in their order, AT_ONCE of them at a time, MERGED rows from row `row` on, of `rows` in use:
-    see `gather_warps`. Every thread loads the maxima and sums by which it weighs O, so none waits for another."""
+def merge(K, job, row, rows, column, MERGED: gl.constexpr, COLUMNS: gl.constexpr, AT_ONCE: gl.constexpr):
+    """The parts of a job added up in their order, AT_ONCE of them at a time, MERGED rows from row `row` on, of `rows` in use,
+    and COLUMNS from `column` on: see `gather_warps`. Every thread loads the maxima and sums by which it weighs O, so none waits
+    for another."""
     C: gl.constexpr = K.C
-    R: gl.constexpr = merge_layout(C, MERGED)
+    R: gl.constexpr = merge_layout(C, MERGED, COLUMNS)
     STRIDE: gl.constexpr = K.ROWS * C.head_dim_v
     H: gl.constexpr = gl.SliceLayout(2, R)
     M: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, R))
     number = gl.expand_dims(gl.arange(0, AT_ONCE, gl.SliceLayout(1, H)), 1)
     row_2 = row + gl.expand_dims(gl.arange(0, MERGED, gl.SliceLayout(0, H)), 0)
-    number_3, row_3, column = along(AT_ONCE, 0, R), row + along(MERGED, 1, R), along(C.head_dim_v, 2, R)
-    o = gl.full([MERGED, C.head_dim_v], 0.0, gl.float32, gl.SliceLayout(0, R))
+    number_3, row_3, column = along(AT_ONCE, 0, R), row + along(MERGED, 1, R), column + along(COLUMNS, 2, R)
+    o = gl.full([MERGED, COLUMNS], 0.0, gl.float32, gl.SliceLayout(0, R))
     top = gl.full([MERGED], -float("inf"), gl.float32, gl.SliceLayout(0, H))
     total = gl.full([MERGED], 0.0, gl.float32, gl.SliceLayout(0, H))
     SPACE: gl.constexpr = 2 * C.abreast  # places from one part to the next, but for the first one
@@ -99,7 +105,7 @@ def merge(K, job, row, rows, MERGED: gl.constexpr, AT_ONCE: gl.constexpr):
 def merge_splits(K, job, row, rows, MERGED: gl.constexpr, AT_ONCE: gl.constexpr):
     """The same of a job whose keys are cut in splits: its parts are added up to chains, and these, one after the other."""
     C: gl.constexpr = K.C
-    L: gl.constexpr = gl.SliceLayout(0, merge_layout(C, MERGED))
+    L: gl.constexpr = gl.SliceLayout(0, merge_layout(C, MERGED, C.head_dim_v))
     M: gl.constexpr = gl.SliceLayout(1, L)
     row = row + gl.arange(0, MERGED, M)
     row_2, column = gl.expand_dims(row, 1), gl.expand_dims(gl.arange(0, C.head_dim_v, gl.SliceLayout(0, L)), 0)
@@ -143,7 +149,7 @@ def wide_layout(layout, rows, columns):
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *([0, 1 << bit] for bit in range(5, columns.bit_length() - 1))],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
+        warp_bases=[[1 << bit, 0] for bit in range(4, rows.bit_length() - 1)],
         block_bases=[],
         shape=[rows, columns],
     )
@@ -152,16 +158,16 @@ def wide_layout(layout, rows, columns):
 @gluon.jit
 def rows_of_result(K, piece, row, n: gl.constexpr, layout: gl.constexpr):
     """Query and head of n rows of a piece's tile from row `row` on, and whether they are there."""
-    row = piece.first_row + row + gl.arange(0, n, layout)
-    return piece.first_query + row // K.GROUP, piece.head * K.GROUP + row % K.GROUP, row < piece.queries * K.GROUP
+    query, head, there = owners_of(piece.first_row + row + gl.arange(0, n, layout), piece, K.C, K.GROUP)
+    return piece.first_query + query, head, there
 
 
 @gluon.jit
-def store_rows(K, piece, row, o, COLUMN: gl.constexpr, WIDTH: gl.constexpr):
-    """Write rows of out from row `row` of a piece's tile on; o: columns from COLUMN on. WIDTH: neighbours of a thread."""
+def store_rows(K, piece, row, o, column, WIDTH: gl.constexpr):
+    """Write rows of out from row `row` of a piece's tile on; o: columns from `column` on. WIDTH: neighbours of a thread."""
     outputs = K.outputs
     query, head, there = rows_of_result(K, piece, row, o.shape[0], gl.SliceLayout(1, o.type.layout))
-    column = COLUMN + gl.expand_dims(gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout)), 0)
+    column = column + gl.expand_dims(gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout)), 0)
     at = outputs.out + piece.batch.to(gl.int64) * outputs.out_batch
     at += gl.expand_dims(query.to(gl.int64) * outputs.out_row + head.to(gl.int64) * outputs.out_head, 1) + column
     mask = gl.max_constancy(gl.expand_dims(there, 1) & (column < K.DIM_V), [1, WIDTH])
@@ -187,24 +193,24 @@ def factor_and_lse(K, piece, head, there, top, total):
 
 
 @gluon.jit
-def write(K, piece, row, o, top, total, COLUMN: gl.constexpr, place=None):
-    """Write out and the LSE of rows of a piece's tile, from row `row` on; o: columns from COLUMN on. place: free shared memory
-    of its shape, by way of which a thread comes to have more of a row; or None."""
+def write(K, piece, row, o, top, total, column, place=None):
+    """Write out and the LSE of rows of a piece's tile, from row `row` on; o: columns from `column` on. place: free shared
+    memory of its shape, by way of which a thread comes to have more of a row; or None."""
     outputs = K.outputs
     L: gl.constexpr = o.type.layout
     query, head, there = rows_of_result(K, piece, row, o.shape[0], gl.SliceLayout(1, L))
     factor, lse = factor_and_lse(K, piece, head, there, top, total)
     if outputs.lse is not None:
-        if COLUMN == 0:
+        if column == 0:
             at = outputs.lse + piece.batch.to(gl.int64) * outputs.lse_batch + head.to(gl.int64) * outputs.lse_head + query
             gl.store(at, lse, mask=there)
     o = (o * gl.expand_dims(factor, 1)).to(outputs.out.dtype.element_ty)
     if place is not None:
-        store_rows(K, piece, row, by_rows(o, place), COLUMN, 8)
-    elif K.C.halves == 2:
-        store_rows(K, piece, row, gl.convert_layout(o, wide_layout(L, o.shape[0], o.shape[1])), COLUMN, 8)
+        store_rows(K, piece, row, by_rows(o, place), column, 8)
+    elif K.C.writes_wide:
+        store_rows(K, piece, row, gl.convert_layout(o, wide_layout(L, o.shape[0], o.shape[1])), column, 8)
     else:
-        store_rows(K, piece, row, o, COLUMN, 4)
+        store_rows(K, piece, row, o, column, 4)
 
 
 @gluon.jit
@@ -318,10 +324,10 @@ def merge_alone(K, piece, job, rows, AT_ONCE: gl.constexpr):
         if job.parts <= 8:
             merge_alone(K, piece, job, rows, 8)
         else:
-            o, top, total = merge(K, job, 0, rows, ROWS, AT_ONCE)
+            o, top, total = merge(K, job, 0, rows, 0, ROWS, K.C.head_dim_v, AT_ONCE)
             write(K, piece, 0, o, top, total, 0)
     else:
-        o, top, total = merge(K, job, 0, rows, ROWS, AT_ONCE)
+        o, top, total = merge(K, job, 0, rows, 0, ROWS, K.C.head_dim_v, AT_ONCE)
         write(K, piece, 0, o, top, total, 0)
 
 
@@ -342,6 +348,8 @@ def merge_together(K, piece, job, rows, arrivals, there):
         alone = absent == job.parts - 1
         known = (absent == 0) | alone
         turn, turns = gl.where(alone, 0, number), (rows + size - 1) // size
+        if K.C.merged_columns < K.C.head_dim_v:
+            turns = gl.where(size == K.C.merged_rows, turns * (K.C.head_dim_v // K.C.merged_columns), turns)
         if not known:
             turn = heard(answer, K.C)
         while turn < turns:
@@ -349,9 +357,9 @@ def merge_together(K, piece, job, rows, arrivals, there):
                 if job.parts <= K.C.few_parts:
                     merge_rows(K, piece, job, turn * size, rows, K.C.merged_of_few)
                 else:
-                    merge_rows(K, piece, job, turn * size, rows, K.C.merged_rows)
+                    merge_blocks(K, piece, job, turn, rows)
             else:
-                merge_rows(K, piece, job, turn * size, rows, K.C.merged_rows)
+                merge_blocks(K, piece, job, turn, rows)
             if known:
                 turn += job.parts - absent
             else:
@@ -374,12 +382,26 @@ def rows_at_once(C: gl.constexpr, parts):
 
 
 @gluon.jit
+def merge_blocks(K, piece, job, turn, rows):
+    """Merge the rows of a job of many parts, or the columns of them, whose turn it is."""
+    ROWS: gl.constexpr = K.C.merged_rows
+    COLUMNS: gl.constexpr = K.C.merged_columns
+    ACROSS: gl.constexpr = K.C.head_dim_v // COLUMNS
+    if ACROSS == 1:
+        merge_rows(K, piece, job, turn * ROWS, rows, ROWS)
+    else:
+        row, column = turn // ACROSS * ROWS, turn % ACROSS * COLUMNS
+        o, top, total = merge(K, job, row, rows, column, ROWS, COLUMNS, MANY_AT_ONCE)
+        write(K, piece, row, o, top, total, column)
+
+
+@gluon.jit
 def merge_rows(K, piece, job, row, rows, MERGED: gl.constexpr):
     """Merge MERGED rows of a job from row `row` on, of `rows` in use, and write them."""
     if K.C.split:
         o, top, total = merge_splits(K, job, row, rows, MERGED, parts_at_once(K.C, MERGED))
     else:
-        o, top, total = merge(K, job, row, rows, MERGED, parts_at_once(K.C, MERGED))
+        o, top, total = merge(K, job, row, rows, 0, MERGED, K.C.head_dim_v, parts_at_once(K.C, MERGED))
     write(K, piece, row, o, top, total, 0)
 
 

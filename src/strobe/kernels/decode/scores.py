@@ -2,7 +2,7 @@
 
 from strobe.kernels.common.gluon_math import tanh
 from strobe.kernels.common.scores import LOG2E
-from strobe.kernels.decode.keys import is_key, is_page, rows_at
+from strobe.kernels.decode.keys import is_key, is_page, owners_of, rows_at
 from strobe.kernels.decode.layouts import along, keys_in
 from strobe.kernels.gluon import gl, gluon
 
@@ -34,9 +34,8 @@ def changed(s, terms, piece, first, k_scale, C: gl.constexpr, GROUP: gl.constexp
     else:
         s = s * (terms.scale * k_scale * LOG2E)
     if terms.alibi is not None:
-        row = piece.first_row + along(C.rows, 1, LAYOUT)
-        query, head = row // GROUP, piece.head * GROUP + row % GROUP
-        slope = gl.load(terms.alibi + piece.batch * terms.alibi_batch + head, mask=query < piece.queries, other=0.0)
+        query, head, there = owners_of(piece.first_row + along(C.rows, 1, LAYOUT), piece, C, GROUP)
+        slope = gl.load(terms.alibi + piece.batch * terms.alibi_batch + head, mask=there, other=0.0)
         away = piece.length - piece.queries + query - gl.expand_dims(first + keys_in(C, KEYS), 1)
         s = s - (slope * LOG2E) * gl.abs(away.to(gl.float32))
     return s
