@@ -83,14 +83,22 @@ def without_places(sass: str, first: int) -> str:
     return re.sub(r"c\[0x0\]\[(0x[0-9a-f]+)\]", numbered, sass)
 
 
+def ptxas_of(target: str, compiler: str) -> str:
+    """The name of the ptxas that a Triton takes for a target, from its compiler's text: the newer one from some arch on."""
+    least = re.search(r"def get_ptxas\(.*?\barch (?:<|>=) (\d+)", compiler, re.DOTALL)
+    arch = re.search(r"\d+", target)
+    assert least is not None and arch is not None
+    return "ptxas-blackwell" if int(arch[0]) >= int(least[1]) else "ptxas"
+
+
 def machine_code(ptx: str, tools: Path) -> str:
     """SASS of normalised PTX by the ptxas of a folder, without the places of arguments."""
-    target = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)[0]
-    ptxas = tools / ("ptxas-blackwell" if target.startswith("sm_1") else "ptxas")
+    target, compiler = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)[0], (tools.parent / "compiler.py").read_text()
+    ptxas = tools / ptxas_of(target, compiler)
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx)
-        flags = re.findall(r"--regAllocOptLevel=\d", (tools.parent / "compiler.py").read_text())  # as this Triton does
+        flags = re.findall(r"--regAllocOptLevel=\d", compiler)  # as this Triton does
         command = [ptxas, *flags, f"--gpu-name={target}", source, "-o", cubin]
         subprocess.run(command, check=True, capture_output=True)
         sass = subprocess.run([tools / "nvdisasm", "-c", cubin], check=True, capture_output=True, text=True).stdout

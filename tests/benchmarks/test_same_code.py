@@ -87,6 +87,24 @@ def test_where_an_argument_lies_is_no_machine_code():
 
 
 @pytest.mark.parametrize(
+    ("says", "least"), [("return newer if arch >= 100 else older", 100), ("if arch < 90:\n return older", 90)]
+)
+def test_the_ptxas_is_that_which_triton_takes(says, least):
+    """As Triton 3.8 says it, and 3.9."""
+    compiler = f"arch < 7\ndef get_ptxas(arch: int):\n    {says}\n"
+    newer = {target: same_code.ptxas_of(target, compiler) == "ptxas-blackwell" for target in ("sm_80", "sm_90a", "sm_100a")}
+    assert newer == {"sm_80": False, "sm_90a": least == 90, "sm_100a": True}
+
+
+def test_what_the_triton_here_writes_becomes_machine_code():
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    version = compiler.ptx_get_version(compiler.get_ptxas(90).version)
+    head = f".version {version // 10}.{version % 10}\n.target sm_90a\n.address_size 64\n"
+    ptx = head + ".visible .entry one(.param .u32 a){.reg .b32 %r<3>;ld.param.b32 %r1,[a];st.global.b32 [0],%r1;ret;}\n"
+    assert "STG" in same_code.machine_code(same_code.normalised(ptx), same_code.tools_of(same_code.INSTALLED))
+
+
+@pytest.mark.parametrize(
     "change",
     [
         ("mov.u32 %r1, %ctaid.x", "mov.u32 %r1, %ctaid.y"),

@@ -49,7 +49,7 @@ print(json.dumps([triton.__version__, audited, spilling]))
 PORTABLE = [f"portable-forward@{arch}" for arch in ARCHS]
 SOME = ["portable-forward", "portable-forward@sm_90a", "sm90-forward", "decode-16"]
 ALL = [*PORTABLE, "portable-forward", "portable-backward@sm_120", "sm90-forward", "sm90-split", "sm90-fp8", "sm100-forward"]
-ALL += ["decode", "decode@sm_80", "decode-16"]
+ALL += ["decode", "decode@sm_80", "decode-16", "decode-fp8"]
 MADE = [
     pytest.param(("installed Triton", [*SOME, "sm100-forward"]), id="some, installed Triton"),
     pytest.param(("installed Triton", ALL), id="all, installed Triton", marks=pytest.mark.exhaustive),
@@ -286,6 +286,7 @@ LOOP:
 LINES = {
     "good": "",
     "narrow": "ld.global.b32 %r4, [%d1]; xor.b32 %r5, %r5, %r4;",
+    "narrow_shared": "ld.shared.u8 %r4, [%r3+128]; xor.b32 %r5, %r5, %r4;",
     "round_trip": "st.shared.b32 [%r3], %r5; bar.sync 0;",
 }
 """What each kernel's loop has beside a product, a wide load from global memory, and a load from shared memory."""
@@ -313,7 +314,8 @@ def test_a_cubin_of_somebody_else(cubin, tmp_path):
         assert report["smem_bytes"] == (0 if name == "nothing" else 4096)
         assert ("HMMA" in loop_of(report)) == (name != "nothing")
     assert reports["nothing"]["warnings"] == reports["good"]["warnings"] == []
-    [narrow], [round_trip] = reports["narrow"]["warnings"], reports["round_trip"]["warnings"]
+    [narrow], [shared], [round_trip] = (reports[name]["warnings"] for name in ("narrow", "narrow_shared", "round_trip"))
+    assert re.fullmatch(r"(\d+) of \d+ LDS load 2 bytes a lane or less in the main loop of kernel", shared)
     assert re.fullmatch(r"(\d+) of \d+ LDG load 4 bytes a lane or less in the main loop of kernel", narrow)
     assert round_trip.startswith("perhaps a layout conversion through shared memory, inferred from the order: ")
 
@@ -395,6 +397,9 @@ def test_names_that_a_reader_can_read(name, shown):
         ("portable-forward --head-dims 12", "head-dims must be multiples of 8 from 8 to 256, or two joined by /, got 12"),
         ("portable-forward --length 1024 --mask window", "a window of 1024 keys needs a length of more than 1024"),
         ("sm90-forward --dtype fp32", "sm90-forward takes float16 and bfloat16, not float32"),
+        ("decode --mask window", "decode is audited with a full or a causal mask, not window"),
+        ("decode --head-dims 192/128", "decode is audited with one head dim for k and v, not 192 and 128"),
+        ("decode-fp8 --dtype bf16", "decode-fp8 is audited over a cache of fp8, not of bfloat16"),
         ("sm90-fp8 --dtype bf16", "sm90-fp8 takes float8_e4m3fn, not bfloat16"),
     ],
 )

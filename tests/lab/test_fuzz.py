@@ -116,26 +116,26 @@ def one_key_too_many(p, j, n_kv, left, right, prefix):
     return ORIGINAL_VISIBLE(p, j, n_kv, None if left is None else left + 1, right, prefix)
 
 
-def without_scales(x, scale, *arguments):
-    return ORIGINAL_VALUES(x, None, *arguments)
+def without(name: str, **changes):
+    """A function of `cached` that is told of other operands."""
+    original = getattr(cached, name)
+    return lambda problem, operands, *more: original(problem, operands._replace(**changes), *more)
 
 
-ORIGINAL_VALUES = cached._values
 BREAKS_OF_CACHES = {
-    "a window that is off by one": (cached, "visible", one_key_too_many),
-    "scales that are ignored": (cached, "_values", without_scales),
-    "a row whose sink is forgotten": (cached, "_attend", lambda problem, operands, *more: ORIGINAL_ATTEND(
-        problem, operands._replace(sinks=None), *more)),
-}  # fmt: skip
-ORIGINAL_ATTEND = cached._attend
+    "a window that is off by one": ("visible", one_key_too_many),
+    "scales that are ignored": ("_keys", without("_keys", k_scale=None, v_scale=None)),
+    "a row whose sink is forgotten": ("_by_flash", without("_by_flash", sinks=None)),
+    "the same by hand": ("_by_hand", without("_by_hand", sinks=None)),
+}
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("what", BREAKS_OF_CACHES)
 def test_a_broken_cache_is_found(what):
-    place, name, broken = BREAKS_OF_CACHES[what]
+    name, broken = BREAKS_OF_CACHES[what]
     cases = [fuzz.case_of(number, "cpu") for number in range(fuzz.CACHES, fuzz.CACHES + 200)]
-    with mock.patch.object(place, name, broken):
+    with mock.patch.object(cached, name, broken):
         found = next(case for case in cases if fuzz.outcome_of(case).bad)
     assert not fuzz.outcome_of(found).bad
 

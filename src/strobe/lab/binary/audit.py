@@ -73,7 +73,7 @@ HEADS_OF_A_STEP = 64, 8
 """Query and key heads of a decode step that is audited."""
 
 
-def _decode(queries: int) -> Kernel:
+def _decode(queries: int, dtype: str = "bf16") -> Kernel:
     """A decode step over pages, of so many queries of each sequence, in place of a forward of as many keys."""
 
     def described(problem: AttentionProblem) -> tuple[DecodeProblem, DecodeOperands]:
@@ -83,13 +83,15 @@ def _decode(queries: int) -> Kernel:
         return decode.described(point, deterministic=False)
 
     def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
+        if (dtype == "fp8") != (problem.dtype.itemsize == 1):
+            return f"is audited over a cache of {dtype}, not of {str(problem.dtype).removeprefix('torch.')}"
         if problem.head_dim != problem.head_dim_v:
             return f"is audited with one head dim for k and v, not {problem.head_dim} and {problem.head_dim_v}"
         if problem.mask not in (Full(), Causal()):
             return f"is audited with a full or a causal mask, not {problem.mask}"
         return backend_module("decode").refuses(described(problem)[0], arch)
 
-    return Kernel(lambda problem, arch: offline.decode(*described(problem), arch), refuses, "sm_90a")
+    return Kernel(lambda problem, arch: offline.decode(*described(problem), arch), refuses, "sm_90a", dtype=dtype)
 
 
 KERNELS: dict[str, Kernel] = {
@@ -104,6 +106,7 @@ KERNELS: dict[str, Kernel] = {
     "sm100-forward": Kernel(offline.sm100_forward, _refuses("sm100"), "sm_100a"),
     "decode": _decode(1),
     "decode-16": _decode(16),
+    "decode-fp8": _decode(4, "fp8"),
 }
 """By name, with the arch that it is compiled for if none is named."""
 
@@ -187,7 +190,7 @@ def _of_made(made: Made, arch: str, length: int) -> Report:
     warnings = (
         *_spills(resources.spill_bytes, parts),
         *_serial(resources.warnings),
-        *_in_loops(parts, _narrow_loads, _round_trips),
+        *_in_loops(parts, _narrow_loads, _narrow_shared_loads, _round_trips),
         *layout_conflicts(made.kernel.asm["ttgir"]),
         *wrong_code(sass),
     )
@@ -209,7 +212,11 @@ def reports_of_cubin(path: Path) -> list[Report]:
     reports = []
     for name, (registers, smem_bytes) in resources.items():
         parts = parts_of(flow_of(texts[name]))
-        warnings = (*_spills(None, parts), *_in_loops(parts, _waits, _narrow_loads, _round_trips), *wrong_code(texts[name]))
+        warnings = (
+            *_spills(None, parts),
+            *_in_loops(parts, _waits, _narrow_loads, _narrow_shared_loads, _round_trips),
+            *wrong_code(texts[name]),
+        )
         reports.append(Report(name, arch, registers, smem_bytes, None, parts, warnings))
     return reports
 
@@ -294,6 +301,13 @@ def _narrow_loads(part: Part) -> str | None:
     loads = [instruction.mnemonic for instruction in part.loop if instruction.name == "LDG"]
     narrow = [load for load in loads if not {"64", "128"} & set(load.split("."))]
     return f"{len(narrow)} of {len(loads)} LDG load 4 bytes a lane or less" if narrow else None
+
+
+def _narrow_shared_loads(part: Part) -> str | None:
+    """Loads of one or two bytes a lane: each is a wavefront of its own, in which most of the 128 bytes are nobody's."""
+    loads = [instruction.mnemonic for instruction in part.loop if instruction.name == "LDS"]
+    narrow = [load for load in loads if {"U8", "S8", "U16", "S16"} & set(load.split("."))]
+    return f"{len(narrow)} of {len(loads)} LDS load 2 bytes a lane or less" if narrow else None
 
 
 def _round_trips(part: Part) -> str | None:

@@ -13,6 +13,7 @@ import strobe
 from strobe.lab.bench.failures import compact
 from strobe.lab.fuzz.cases import FAMILY, Facts
 from strobe.lab.fuzz.inputs import dtype_of
+from strobe.lab.fuzz.right import Precision
 from strobe.lab.fuzz.run import Outcome
 from strobe.reference import cached
 from strobe.serving.arguments import checked
@@ -236,7 +237,8 @@ def bounds(problem: DecodeProblem, operands: DecodeOperands) -> tuple[torch.Tens
     size = abs(problem.scale) * q.max() * k.clamp(max=1e3).max() * 2 + problem.score.softcap
     if operands.alibi is not None:
         size = size + operands.alibi.abs().max() * (problem.capacity + problem.lengths.seqlen_q)
-    unit, wide = torch.finfo(problem.dtype).eps, torch.finfo(torch.float32).eps
+    precision = Precision.of(problem.dtype, operands.q.device.type)
+    unit, wide = precision.unit, precision.scores
     score = wide * (16 * (1 + size) + problem.capacity / 2)
     return out, lse, (4 * unit + 4 * score) * of_values + 1e-6, score + 4 * wide * lse.abs().nan_to_num(0.0, 0.0, 0.0)
 
