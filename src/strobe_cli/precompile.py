@@ -28,7 +28,7 @@ from strobe.call.options import describe, operands_of
 from strobe.call.precompiled import MARK, MOVED_CACHE, hash_of_sources
 from strobe.call.triton_internals import key_of_files
 from strobe.device import Arch
-from strobe.kernels.common.call import Call, Tensors, unfilled, unfilled_buffers
+from strobe.kernels.common.call import Call, unfilled
 from strobe.masks import Causal, Full, Mask, Window
 from strobe.scores import Score
 from strobe.serving.arguments import checked, checked_append
@@ -145,13 +145,14 @@ def serving_calls(
 
 
 def _decode_calls(layer: Layer, arch: Arch, cache: Cache, q: torch.Tensor, packed: dict) -> Iterator[tuple[str, Call]]:
+    from strobe.lab.binary.offline import with_buffers
+
     mask = _within(layer.mask, 1 << 30)
     operands, options = checked(q, cache, mask=mask, score=_score(layer, q.dtype), **packed)
     operands = operands._replace(out=_meta(*q.shape[:-1], options.head_dim_v, dtype=q.dtype))
     problem = describe_decode(operands, options)
     module = dispatch.select(problem, arch)
-    given = {name: x for name, x in operands._asdict().items() if x is not None}
-    tensors = Tensors(**given, **unfilled_buffers(module.buffers(problem, arch)))
+    tensors = with_buffers(operands, module.buffers(problem, arch))
     yield from (("decode", call) for call in module.calls(problem, tensors, arch))
 
 

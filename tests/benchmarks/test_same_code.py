@@ -100,7 +100,7 @@ def test_what_the_triton_here_writes_becomes_machine_code():
     compiler = pytest.importorskip("triton.backends.nvidia.compiler")
     version = compiler.ptx_get_version(compiler.get_ptxas(90).version)
     head = f".version {version // 10}.{version % 10}\n.target sm_90a\n.address_size 64\n"
-    ptx = head + ".visible .entry one(.param .u32 a){.reg .b32 %r<3>;ld.param.b32 %r1,[a];st.global.b32 [0],%r1;ret;}\n"
+    ptx = head + ".visible .entry one(.param .u64 a){.reg .b64 %d<2>;ld.param.b64 %d1,[a];st.global.b64 [%d1],%d1;ret;}\n"
     assert "STG" in same_code.machine_code(same_code.normalised(ptx), same_code.tools_of(same_code.INSTALLED))
 
 

@@ -18,6 +18,7 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "changed-scores": SM90,
     "cycles": SM90,
     "decode": ("decode",),
+    "decode-cpu": (),
     "determinism": ("sm90 backward",),
     "energy": ("sm90 forward",),
     "first-call": (),

@@ -14,8 +14,8 @@ from unittest import mock
 from strobe.device import KNOWN
 from strobe.kernels.common.call import Tensors, unfilled_buffers
 from strobe.kernels.decode import launch
-from strobe.lab.bench.decode import config_of, described
-from strobe.lab.bench.decode_peers import Point
+from strobe.lab.bench.decode import config_of
+from strobe.lab.bench.decode_peers import Point, described
 from strobe.lab.binary.offline import pretend_gpu
 
 def key(call):

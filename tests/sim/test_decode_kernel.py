@@ -515,3 +515,11 @@ def test_more_requests_than_are_looked_at_together():
 def test_other_configs(tokens, stages, warps):
     call = draw(4, torch.bfloat16, head_dim=64, head_dim_v=64, ragged=False)
     run(call, ctas=4, tokens=tokens, stages=stages, warps=warps)
+
+
+@pytest.mark.parametrize("choose", [of_mma, of_wgmma])
+def test_a_tree_over_a_latent(choose):
+    """As a rank of vLLM's decode context parallelism has it, whose keys are some of a sequence's."""
+    call = latent(16, 3)
+    tree = torch.rand(len(call.cache.lengths), 3, 3, generator=torch.Generator().manual_seed(1)) < 0.5
+    run(call._replace(keywords={"mask": strobe.Full(), "tree": tree}), ctas=3, choose=choose)

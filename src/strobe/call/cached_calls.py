@@ -170,14 +170,22 @@ torch.library.register_fake("strobe::decode_into", _fake_into, lib=operators.lib
 def check_contents(problem: DecodeProblem, operands: DecodeOperands) -> None:
     """Check the numbers in lengths and tables: always on the CPU, where a wrong one raises; on a GPU only with STROBE_DEBUG=1,
     by asserts that run on the GPU."""
-    on_cpu = operands.q.device.type == "cpu"
-    if not on_cpu and not _debugging():
-        return
-    for name, numbers, good, rule in _rules(problem, operands):
-        if on_cpu and not bool(good):
-            raise ValueError(f"{name} must {rule}, got {numbers.tolist()}")
-        if not on_cpu:
-            assert_async(good, f"{name} must {rule}")
+    if are_checked(operands.q):
+        for each in _rules(problem, operands):
+            check_rule(*each)
+
+
+def are_checked(x: torch.Tensor) -> bool:
+    """Whether numbers are checked on x's device."""
+    return x.device.type == "cpu" or _debugging()
+
+
+def check_rule(name: str, numbers: torch.Tensor, good: torch.Tensor, rule: str) -> None:
+    """ValueError, or an assert that runs on the GPU, if numbers do not keep a rule. good: whether they do."""
+    if numbers.device.type != "cpu":
+        assert_async(good, f"{name} must {rule}")
+    elif not bool(good):
+        raise ValueError(f"{name} must {rule}, got {numbers.tolist()}")
 
 
 def _debugging() -> bool:
@@ -189,12 +197,8 @@ def _rules(problem: DecodeProblem, operands: DecodeOperands) -> Iterator[tuple[s
     nothing waits for the GPU) and the rule in words."""
     lengths, cu = operands.lengths, operands.cu_seqlens_q
     good = (lengths >= 0) & (lengths <= problem.capacity)
-    yield (
-        "lengths (cache_seqlens)",
-        lengths,
-        good.all(),
-        f"be from 0 to the {problem.capacity} keys that a request has room for",
-    )
+    room = f"be from 0 to the {problem.capacity} keys that a request has room for"
+    yield "lengths (cache_seqlens)", lengths, good.all(), room
     if operands.leftpad is not None:
         leftpad = operands.leftpad
         yield "leftpad (cache_leftpad)", leftpad, ((leftpad >= 0) & (leftpad <= lengths)).all(), "be from 0 to the length"

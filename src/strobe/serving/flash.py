@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 
+from strobe.call.cached_calls import check_contents
 from strobe.checks import check_tensor
 from strobe.flash_arguments import NO_WINDOW, flash_mask, flash_score
 from strobe.masks import Full, Mask
 from strobe.scores import Score
 from strobe.serving.api import append, decode
-from strobe.serving.arguments import OF_8_BITS, check_cache, check_ints, check_rows
+from strobe.serving.arguments import OF_8_BITS, check_cache, check_ints, check_rows, checked
 from strobe.serving.cache import Cache, Rotary
 from strobe.serving.flash_terms import (
     FlashCache,
     check_chunk,
     check_spread,
+    check_totals,
     chunks,
     lengths_of,
     of_8_bits,
@@ -29,6 +31,7 @@ from strobe.serving.flash_terms import (
     rows_of,
     spread_tree,
 )
+from strobe.serving.problem import describe
 
 _HINTS = ("scheduler_metadata", "pack_gqa", "sm_margin", "fa_version")
 """Arguments of others that say how to schedule, which happens on the device here: they change nothing."""
@@ -104,8 +107,8 @@ def flash_attn_with_kvcache(
         q, scaled = of_latent("qv", q, qv, scaled)
     if attention_chunk:
         return _over_chunks(
-            q, scaled, attention_chunk, mask, cu_seqlens_q, out, bool(return_softmax_lse), score=score, scale=softmax_scale,
-            deterministic=bool(deterministic) or num_splits == 1,
+            q, scaled, attention_chunk, mask, cu_seqlens_q, max_seqlen_q, out, bool(return_softmax_lse), score=score,
+            scale=softmax_scale, deterministic=bool(deterministic) or num_splits == 1,
         )  # fmt: skip
     return decode(
         q, scaled, mask=Full() if mask is None else mask, score=score, scale=softmax_scale, cu_seqlens_q=cu_seqlens_q,
@@ -115,12 +118,12 @@ def flash_attn_with_kvcache(
 
 
 def _over_chunks(
-    q: torch.Tensor, cache: Cache, chunk: int, mask: Mask | None, cu_seqlens_q: torch.Tensor | None, out: torch.Tensor | None,
-    return_lse: bool, *, score: Score | None, scale, deterministic: bool,
+    q: torch.Tensor, cache: Cache, chunk: int, mask: Mask | None, cu_seqlens_q: torch.Tensor | None, max_seqlen_q: int | None,
+    out: torch.Tensor | None, return_lse: bool, *, score: Score | None, scale, deterministic: bool,
 ):  # fmt: skip
     """`decode` of each query over its own chunk of the keys, and what it returns."""
-    check_cache(cache)
-    check_rows(q, cache.lengths.shape[0], cu_seqlens_q)
+    operands, options = checked(q, cache, None, score, scale, cu_seqlens_q, max_seqlen_q, None, out)
+    check_contents(describe(operands, options), operands)  # of the lengths that its user gave
     rows = rows_of(q, cache.lengths, cu_seqlens_q)
     found, lse = decode(
         q.reshape(-1, 1, *q.shape[-2:]), chunks(cache, rows, chunk, mask or Full()), mask=Full(), score=score, scale=scale,
@@ -172,6 +175,7 @@ def varlen_over_pages(
         check_cache(cache)
         check_rows(q, cache.lengths.shape[0], cu_seqlens_q)
         check_ints("cp_tot_seqused_k", cp_tot_seqused_k, k, cache.lengths.shape[0])
+        check_totals(cache.lengths, cp_tot_seqused_k, cp_world_size, cp_rank)
         tree = spread_tree(seqused_k, cu_seqlens_q, cp_tot_seqused_k, max_seqlen_q, cp_world_size, cp_rank)
         mask = None
     return decode(

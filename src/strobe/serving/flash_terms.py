@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from strobe.arguments import integer
+from strobe.call.cached_calls import are_checked, check_rule
 from strobe.checks import check_device, check_tensor
 from strobe.flash_arguments import NO_WINDOW
 from strobe.masks import Mask
@@ -149,10 +150,9 @@ def chunks(cache: Cache, rows: Rows, chunk: int, mask: Mask) -> Cache:
         begin = torch.maximum(begin, rows.position - mask.left)
     if mask.right is not None:
         end = torch.minimum(end, rows.position + mask.right + 1)
-    end = torch.where(rows.there, end, 0).clamp(min=0)
-    index = cache.index if cache.page_table is not None or cache.index is not None else torch.arange(
-        len(cache.lengths), dtype=torch.int32, device=rows.request.device
-    )  # fmt: skip
+    end, index = torch.where(rows.there, end, 0).clamp(min=0), cache.index
+    if index is None and cache.page_table is None:
+        index = torch.arange(len(cache.lengths), dtype=torch.int32, device=rows.request.device)
 
     def of_rows(x: torch.Tensor | None, dims: int = 1) -> torch.Tensor | None:
         return x[rows.request] if x is not None and x.dim() == dims else x
@@ -179,6 +179,14 @@ def check_spread(cp_world_size, cp_rank, max_seqlen_q, window_size, of_place: di
     for name, x in of_place.items():
         if x is not None:
             raise ValueError(f"{name} is not taken with cp_world_size={world}, got {short(x)}")
+
+
+def check_totals(lengths: torch.Tensor, total: torch.Tensor, world: int, rank: int) -> None:
+    """Check, where numbers are checked, that a GPU of rank `rank` has its share of all keys."""
+    if are_checked(total):
+        share = (total - rank + world - 1).div(world, rounding_mode="floor").clamp(min=0)
+        rule = f"be so many that {world} GPUs have them in turn and seqused_k are those of number {rank}"
+        check_rule("cp_tot_seqused_k", total, (share == lengths).all(), rule)
 
 
 def check_chunk(chunk, alibi_slopes) -> None:

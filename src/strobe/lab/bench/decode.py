@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -29,7 +28,7 @@ import strobe
 from strobe.device import Arch, arch_of
 from strobe.kernels.decode.config import Config, choose
 from strobe.lab.bench.bench import Clock, CpuClock, CudaClock, balanced_order
-from strobe.lab.bench.decode_peers import CACHES, OURS, Contender, Inputs, Plan, Point, lengths_of, peers_for
+from strobe.lab.bench.decode_peers import OURS, Contender, Inputs, Plan, Point, described, lengths_of, peers_for
 from strobe.lab.bench.failures import compact
 from strobe.lab.bench.machine import provenance, snapshot
 from strobe.lab.bench.plot import CEILING, PEERS, STROBE, over_lengths, plt
@@ -38,7 +37,7 @@ from strobe.lab.bench.report import arch_of as arch_named
 from strobe.lab.bench.report import closest, default_path, verdicts
 from strobe.reference import cached
 from strobe.serving.arguments import checked
-from strobe.serving.problem import DecodeOperands, DecodeProblem, describe
+from strobe.serving.problem import describe
 
 SCHEMA = 1
 LAUNCHES = 20
@@ -184,19 +183,6 @@ def compile_ahead(points: Sequence[Point], arch: Arch, deterministic: bool) -> N
 def config_of(point: Point, arch: Arch, deterministic: bool) -> Config:
     """The config of a point's kernel."""
     return choose(described(point, deterministic)[0], arch)
-
-
-def described(point: Point, deterministic: bool) -> tuple[DecodeProblem, DecodeOperands]:
-    """The problem of a point, and tensors without memory."""
-    meta, dtype = partial(torch.empty, device="meta"), CACHES[point.cache]
-    columns = -(-max(lengths_of(point)) // (point.page or max(lengths_of(point))))
-    shape = (point.batch * columns, point.page or max(lengths_of(point)), point.heads_kv, point.head_dim)
-    k, v = (meta(shape, dtype=dtype) for _ in range(2))
-    q = meta((point.batch, point.queries, point.heads, point.head_dim), dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype)
-    table = meta((point.batch, columns), dtype=torch.int32) if point.page else None
-    cache = strobe.Cache(k, v, meta(point.batch, dtype=torch.int32), table)
-    operands, options = checked(q, cache, out=torch.empty_like(q), deterministic=deterministic)
-    return describe(operands, options), operands
 
 
 def compile_one(point: Point, arch: Arch, deterministic: bool) -> None:

@@ -20,6 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import strobe
 from strobe.lab.bench.cudnn_graph import CudnnGraph
 from strobe.lab.bench.plan import short
+from strobe.serving.arguments import checked
+from strobe.serving.problem import DecodeOperands, DecodeProblem, describe
 
 CACHES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "fp32": torch.float32}
 """Dtypes of a cache, by name. The queries of one of 8 bits are bfloat16, those of another have its dtype."""
@@ -103,6 +105,19 @@ def lengths_of(point: Point) -> list[int]:
         return [point.length] * point.batch
     drawn = torch.exp(torch.randn(point.batch, generator=torch.Generator().manual_seed(1)))
     return (drawn / drawn.mean() * point.length).int().clamp(min=1).tolist()
+
+
+def described(point: Point, deterministic: bool) -> tuple[DecodeProblem, DecodeOperands]:
+    """The problem of a point, and tensors without memory."""
+    meta, dtype = partial(torch.empty, device="meta"), CACHES[point.cache]
+    columns = -(-max(lengths_of(point)) // (point.page or max(lengths_of(point))))
+    shape = (point.batch * columns, point.page or max(lengths_of(point)), point.heads_kv, point.head_dim)
+    k, v = (meta(shape, dtype=dtype) for _ in range(2))
+    q = meta((point.batch, point.queries, point.heads, point.head_dim), dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype)
+    table = meta((point.batch, columns), dtype=torch.int32) if point.page else None
+    cache = strobe.Cache(k, v, meta(point.batch, dtype=torch.int32), table)
+    operands, options = checked(q, cache, out=torch.empty_like(q), deterministic=deterministic)
+    return describe(operands, options), operands
 
 
 def _normal(shape: tuple[int, ...], g: torch.Generator, dtype: torch.dtype) -> torch.Tensor:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from strobe.call.dispatch import backend_module
 from strobe.device import KNOWN, Arch
 from strobe.kernels import has_triton
-from strobe.lab.bench import decode, decode_peers
+from strobe.lab.bench import decode_peers
 from strobe.lab.bench.plan import Point
 from strobe.lab.binary import offline
 from strobe.lab.binary.offline import Made
@@ -80,7 +80,7 @@ def _decode(queries: int, dtype: str = "bf16") -> Kernel:
         cache = next(name for name, dtype in decode_peers.CACHES.items() if dtype == problem.dtype)
         lengths = problem.lengths
         point = decode_peers.Point(lengths.batch, lengths.seqlen_kv, *HEADS_OF_A_STEP, problem.head_dim, queries, cache=cache)
-        return decode.described(point, deterministic=False)
+        return decode_peers.described(point, deterministic=False)
 
     def refuses(problem: AttentionProblem, arch: Arch) -> str | None:
         if (dtype == "fp8") != (problem.dtype.itemsize == 1):

@@ -13,7 +13,7 @@ import torch
 
 from strobe.call.triton_internals import stable_keys
 from strobe.device import KNOWN, Arch
-from strobe.kernels.common.call import Tensors, unfilled, unfilled_buffers
+from strobe.kernels.common.call import Buffers, Tensors, unfilled, unfilled_buffers
 from strobe.kernels.decode.config import Config as DecodeConfig
 from strobe.kernels.sm90.backward_config import Config as BackwardConfig
 from strobe.kernels.sm90.backward_config import SplitConfig
@@ -188,10 +188,15 @@ def decode(problem: DecodeProblem, operands: DecodeOperands, arch: Arch, config:
     from strobe.kernels.decode import launch
 
     chosen = config or decode_config.choose(problem, arch)
-    given = {name: x for name, x in operands._asdict().items() if x is not None}
-    tensors = Tensors(**{**unfilled_buffers(launch.buffers(problem, arch, chosen)), **given})
+    tensors = with_buffers(operands, launch.buffers(problem, arch, chosen))
     compiled, seconds = _timed(arch, lambda: launch.calls(problem, tensors, arch, chosen)[0].compile())
     return [Made(str(problem), compiled, _decode_roles(chosen), seconds)]
+
+
+def with_buffers(operands: DecodeOperands, buffers: Buffers) -> Tensors:
+    """The tensors of a call over a cache, without numbers. operands: on the meta device."""
+    given = {name: x for name, x in operands._asdict().items() if x is not None}
+    return Tensors(**given, **unfilled_buffers(buffers))
 
 
 def _decode_roles(config: DecodeConfig) -> tuple[str, ...]:

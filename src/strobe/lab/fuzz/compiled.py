@@ -9,7 +9,7 @@ import torch
 
 from strobe.call import dispatch
 from strobe.device import KNOWN, Arch
-from strobe.kernels.common.call import Call, Tensors, unfilled, unfilled_buffers
+from strobe.kernels.common.call import Call, unfilled
 from strobe.lab.bench.failures import compact
 from strobe.lab.fuzz.caches import CacheCase
 from strobe.lab.fuzz.caches import Call as CachedCall
@@ -19,6 +19,7 @@ from strobe.lab.fuzz.right import describe
 from strobe.lab.fuzz.run import Outcome
 from strobe.problem import AttentionProblem
 from strobe.serving.arguments import checked
+from strobe.serving.problem import DecodeOperands
 from strobe.serving.problem import describe as describe_decode
 
 _seen: set[str] = set()
@@ -54,7 +55,7 @@ def _calls(case: Case, arch: Arch) -> Iterator[Call]:
 
 
 def _of_cache(case: CacheCase, arch: Arch) -> list[Call]:
-    from strobe.lab.binary.offline import pretend_gpu
+    from strobe.lab.binary.offline import pretend_gpu, with_buffers
 
     of = CachedCall(replace(case, device="cpu", missing=False))
     operands, options = checked(of.q, of.cache, return_lse=True, **of.keywords)
@@ -63,9 +64,9 @@ def _of_cache(case: CacheCase, arch: Arch) -> list[Call]:
     backend = dispatch.select(problem, arch)
     if problem.is_empty:
         return []
-    given = {name: x.to("meta") for name, x in operands._replace(out=out)._asdict().items() if x is not None}
+    there = DecodeOperands._make(None if x is None else x.to("meta") for x in operands._replace(out=out))
     with pretend_gpu(arch.capability):
-        return backend.calls(problem, Tensors(**given, **unfilled_buffers(backend.buffers(problem, arch))), arch)
+        return backend.calls(problem, with_buffers(there, backend.buffers(problem, arch)), arch)
 
 
 def _of_backend(backend, problem: AttentionProblem, arch: Arch) -> list[Call]:
