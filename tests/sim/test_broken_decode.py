@@ -160,7 +160,7 @@ BUGS = [
     kernel("another row of the page", "(first + keys_in(C, layout)) % PAGE",
            "(first + keys_in(C, layout) + 1) % PAGE", page=3),
     kernel("the sums are not rescaled", "row_sum = row_sum * rescale + gl.sum(p, 2)", "row_sum = row_sum + gl.sum(p, 2)"),
-    kernel("O is not rescaled", "        acc = acc * gl.expand_dims(rescale, 2)\n", ""),
+    kernel("O is not rescaled", "        acc = rescaled(acc, rescale, C)\n", ""),
     kernel("warps are added up without their weights", "load(R) * gl.expand_dims(weights, 2), 0)", "load(R), 0)"),
     kernel("a chunk of O twice", "in_chunks(first, COLUMNS) + in_chunks(second", "in_chunks(first, COLUMNS) + in_chunks(first",
            head_dim=128, head_dim_v=128, n_q=6, tokens=128, stages=3),

@@ -31,10 +31,16 @@ def test_against_the_specification(seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["none", "request", "key", "large values", "large queries", "small queries"])
-def test_a_cache_of_8_bits(kind, dtype):
-    call = draw(6, dtype, head_dim=128, head_dim_v=128, ragged=False, page=16, heads_kv=2)
-    k, v = (x.nan_to_num(nan=448.0).to(torch.float8_e4m3fn) for x in (call.cache.k, call.cache.v))
+@pytest.mark.parametrize(
+    "kind", ["none", "e5m2", "64 and 128", "80", "256", "request", "key", "large values", "large queries", "small queries"]
+)
+@pytest.mark.parametrize("n_q", [1, 4])
+def test_a_cache_of_8_bits(kind, dtype, n_q):
+    """Of more than 16 rows numbers come in pairs."""
+    dims = {"64 and 128": (64, 128), "80": (80, 80), "256": (256, 256)}.get(kind, (128, 128))
+    call = draw(6, dtype, head_dim=dims[0], head_dim_v=dims[1], ragged=False, page=16, heads_kv=2, group=7, n_q=n_q)
+    of_8_bits = torch.float8_e5m2 if kind == "e5m2" else torch.float8_e4m3fn
+    k, v = (x.nan_to_num(nan=448.0).to(of_8_bits) for x in (call.cache.k, call.cache.v))
     shape = {"request": (len(call.cache.lengths), 2), "key": k.shape[:3], "large values": k.shape[:3]}.get(kind)
     scales = [None, None] if shape is None else [torch.rand(shape) + 0.5 for _ in range(2)]
     if kind == "large values":  # beyond float16, in which P meets values that have no such scales

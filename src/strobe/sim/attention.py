@@ -86,6 +86,17 @@ register(cluster.begin_cluster, lambda ctas, numbers, posts: clusters.begin(ctas
 register(cluster.exchange, _exchange)
 register(packed_halves.rounded, lambda x, dtype: x.to(dtype))
 register(packed_halves.widened, lambda x: x.to(tl.float32))
+register(packed_halves.unpacked, lambda pairs, KIND: _unpacked(pairs, KIND))
+
+
+def _unpacked(pairs: Tensor, kind) -> tuple[Tensor, Tensor]:
+    """Model of `packed_halves.unpacked`."""
+    float8 = torch.float8_e4m3fn if kind == gl.float8e4nv else torch.float8_e5m2
+
+    def number(place: int) -> Tensor:
+        return compute("alu", lambda data: data.contiguous()[..., None].view(float8)[..., place].half(), pairs)
+
+    return number(0), number(1)
 
 
 def _packed(p: Tensor, C) -> Tensor:

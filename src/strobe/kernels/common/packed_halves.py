@@ -27,3 +27,22 @@ def widened(x):
             "{.reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;}",
             "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2,
         )  # fmt: skip
+
+
+PTX_OF_E4M3 = gl.constexpr("""{
+    .reg .b32 apart;
+    .reg .b16 first, second;
+    prmt.b32 apart, $2, 0, 0x3120;
+    mov.b32 {first, second}, apart;
+    cvt.rn.f16x2.e4m3x2 $0, first;
+    cvt.rn.f16x2.e4m3x2 $1, second;
+}""")
+PTX_OF_E5M2 = gl.constexpr("prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;")
+
+
+@gluon.jit
+def unpacked(pairs, KIND: gl.constexpr):
+    """The first and the second of each pair of float8 numbers, which int16 holds, as float16: of two pairs in one register both
+    first ones are in one again, and both second ones."""
+    return gl.inline_asm_elementwise(PTX_OF_E5M2 if gl.float8e5 == KIND else PTX_OF_E4M3, "=r,=r,r", [pairs],
+                                     dtype=(gl.float16, gl.float16), is_pure=True, pack=2)  # fmt: skip

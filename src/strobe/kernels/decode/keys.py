@@ -138,11 +138,11 @@ def owners_of(row, piece, C: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def load_queries(outputs, piece, FIRST: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr, C: gl.constexpr,
-                 GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr = 2):  # fmt: skip
-    """COLUMNS of Q from FIRST on as the first operand of a product, the same for all warps that share its rows; zeros beyond
-    the last row. WIDTH: elements that are loaded together."""
+                 GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr = 2, STEP: gl.constexpr = 1):  # fmt: skip
+    """COLUMNS of Q from FIRST on, STEP apart, as the first operand of a product, the same for all warps that share its rows;
+    zeros beyond the last row. WIDTH: elements that are loaded together."""
     row = piece.first_row + along(C.rows, 1, layout) + 0 * along(C.token_warps, 0, layout)
-    column = FIRST + along(COLUMNS, 2, layout)
+    column = FIRST + along(COLUMNS, 2, layout) * STEP
     query, head, there = owners_of(row, piece, C, GROUP)
     at = outputs.q + piece.batch.to(gl.int64) * outputs.q_batch
     at += (piece.first_query + query).to(gl.int64) * outputs.q_row + head.to(gl.int64) * outputs.q_head
