@@ -9,10 +9,12 @@ Shapes are tiny and the GPU is waited for every few calls, so that no call waits
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -99,6 +101,15 @@ def over_a_cache() -> dict[str, Way]:
     table = torch.arange(batch * columns, dtype=torch.int32, device="cuda").view(batch, columns)
     cache, turns = strobe.Cache(*pages, lengths, table), (normal(256, dim // 2), normal(256, dim // 2))
     rotary, given = strobe.Rotary(*turns), {"cache_seqlens": lengths, "block_table": table, "causal": True}
+    fa3 = {}
+    if importlib.util.find_spec("flash_attn_interface"):
+        from flash_attn_interface import flash_attn_with_kvcache
+
+        of_fa3 = partial(flash_attn_with_kvcache, q, *pages, cache_seqlens=lengths, page_table=table, causal=True)
+        fa3["FA3 flash_attn_with_kvcache"] = Way(of_fa3)
+        fa3["FA3 flash_attn_with_kvcache, appending with a rotary embedding"] = Way(
+            partial(of_fa3, k=k, v=v, rotary_cos=turns[0], rotary_sin=turns[1])
+        )
     return {
         "strobe.decode": Way(lambda: strobe.decode(q, cache)),
         "strobe.decode, deterministic": Way(lambda: strobe.decode(q, cache, deterministic=True)),
@@ -107,6 +118,7 @@ def over_a_cache() -> dict[str, Way]:
         "strobe.flash_attn_with_kvcache, appending with a rotary embedding": Way(
             lambda: strobe.flash_attn_with_kvcache(q, *pages, k, v, *turns, **given)
         ),
+        **fa3,
     }
 
 

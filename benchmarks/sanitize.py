@@ -180,13 +180,23 @@ def several_queries() -> None:
         synchronize(f"several queries, seed {seed}")
 
 
-def one_request() -> None:
-    """A cluster for each key head."""
-    for page, group, heads_kv in cases(((None, 4, 2), (16, 8, 2), (64, 1, 4), (None, 8, 8), (16, 8, 8))):
-        call = draw(1, torch.bfloat16, device=DEVICE, n_q=1, group=group, heads_kv=heads_kv, page=page, room=1500, batch=1,
+def shares() -> None:
+    """Key heads that have CTAs of their own: clusters, even shares, whole jobs."""
+    one, several = ((None, 4, 2), (16, 8, 2), (64, 1, 4), (None, 8, 8), (16, 8, 8)), ((64, 8, 2), (None, 4, 4), (16, 7, 3))
+    for batch, room, (page, group, heads_kv) in cases([*product((1,), (1500,), one), *product((2, 7, 60), (700,), several)]):
+        call = draw(1, torch.bfloat16, device=DEVICE, n_q=1, group=group, heads_kv=heads_kv, page=page, room=room, batch=batch,
                     head_dim=128, head_dim_v=128, mask=strobe.Causal(), ragged=False, tree=False, leftpad=False)  # fmt: skip
         strobe.decode(call.q, call.cache, **call.keywords)
-        synchronize(f"one request, {heads_kv} key heads")
+        synchronize(f"{batch} requests, {heads_kv} key heads")
+
+
+def queries_by_tma() -> None:
+    """16 queries, whose rows TMA copies where memory is fast."""
+    for group, page, room in cases(((7, 64, 1700), (8, None, 1700), (8, 16, 4500), (7, None, 4500))):
+        call = draw(1, torch.bfloat16, device=DEVICE, n_q=16, group=group, heads_kv=4, page=page, room=room, batch=10,
+                    head_dim=128, head_dim_v=128, mask=strobe.Causal(), ragged=False, tree=False, leftpad=False)  # fmt: skip
+        strobe.decode(call.q, call.cache, **call.keywords)
+        synchronize(f"16 queries of {group} heads, room {room}")
 
 
 def latent_and_bits() -> None:
@@ -268,7 +278,8 @@ def say(what: str) -> None:
 PARTS = {
     "decode": decode,
     "several": several_queries,
-    "one": one_request,
+    "shares": shares,
+    "queries": queries_by_tma,
     "latent": latent_and_bits,
     "prompts": prompts,
     "forward": hopper,
@@ -295,7 +306,7 @@ def compiling(arch: Arch) -> Iterator[None]:
             begun[key] = pool.submit(compiled_call, call.kernel, call.grid, *call.arguments, **call.keywords)
 
     with ExitStack() as stack:
-        for module in (api, cached_calls, dispatch, launches, prepared_calls):
+        for module in (api, append, cached_calls, dispatch, launches, prepared_calls):
             stack.enter_context(mock.patch.object(module, "arch_of", lambda device: arch))
         for module, name in ((cached_calls, "check_contents"), (operators, "_check_lengths")):  # a CPU refuses what lies
             stack.enter_context(mock.patch.object(module, name, lambda *_: None))

@@ -141,7 +141,7 @@ def serving_calls(
     for rows in (1, *prompts):
         packed = {"cu_seqlens_q": cu, "max_seqlen_q": rows}
         yield from _decode_calls(layer, arch, cache, _meta(batch * rows, heads, dim, dtype=dtype), packed)
-    yield from _append_calls(layer, cache, dtype, batch, cu)
+    yield from _append_calls(layer, arch, cache, dtype, batch, cu)
 
 
 def _decode_calls(layer: Layer, arch: Arch, cache: Cache, q: torch.Tensor, packed: dict) -> Iterator[tuple[str, Call]]:
@@ -156,7 +156,7 @@ def _decode_calls(layer: Layer, arch: Arch, cache: Cache, q: torch.Tensor, packe
     yield from (("decode", call) for call in module.calls(problem, tensors, arch))
 
 
-def _append_calls(layer: Layer, cache: Cache, dtype, batch: int, cu: torch.Tensor) -> Iterator[tuple[str, Call]]:
+def _append_calls(layer: Layer, arch: Arch, cache: Cache, dtype, batch: int, cu: torch.Tensor) -> Iterator[tuple[str, Call]]:
     """The launches that write one new key of each request, and packed ones, with a rotary embedding of the whole head and
     without."""
     from strobe.kernels.decode.append import append_call
@@ -170,7 +170,7 @@ def _append_calls(layer: Layer, cache: Cache, dtype, batch: int, cu: torch.Tenso
             turned = q if rotary else None
             bounds_q = bounds if rotary else None
             operands, options = checked_append(cache, k, v, turned, rotary, bounds, bounds_q, None, False)
-            yield "append", append_call(operands, options, _meta(batch, dtype=torch.int32), turned)
+            yield "append", append_call(operands, options, _meta(batch, dtype=torch.int32), turned, arch)
 
 
 def _cache(layer: Layer, dtype: torch.dtype, batch: int, length: int, page_size: int) -> Cache:

@@ -6,6 +6,7 @@ import torch
 
 import strobe
 from strobe.call import cached_calls, known_calls
+from strobe.call.launches import Ahead, Inner
 
 
 class Plan:
@@ -31,7 +32,8 @@ def plans(monkeypatch) -> list[Plan]:
 
     monkeypatch.setattr(known_calls, "may_be_prepared", lambda x: True)
     monkeypatch.setattr(cached_calls, "_launches", launches)
-    monkeypatch.setattr(cached_calls, "_append_launch", launches)
+    monkeypatch.setattr(cached_calls, "_append_launch", lambda *_: Ahead(None, []))
+    monkeypatch.setattr(cached_calls.launches, "prepared_call", launches)
     monkeypatch.setattr(cached_calls, "raw_stream", lambda device: 0)
     cached_calls.forget()
     yield made
@@ -166,7 +168,7 @@ ROTARY = (torch.randn(20, 8), torch.randn(20, 8))
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("options", [{}, {"out": True}, {"sinks": True, "leftpad": True, "return_softmax_lse": True}])
 def test_what_is_appended_and_attended_is_recognised_at_once(plans, turned, options, monkeypatch):
-    """flash-attn's function runs both launches of an earlier call, the second one over what the first one made."""
+    """flash-attn's function runs both launches of an earlier call at once, the second one over what the first one made."""
     cache = call()["cache"]
     k, v, q = (torch.randn(2, 1, heads, 16) for heads in (2, 2, 4))
     given, behind, out = {"cache_seqlens": ints(3, 6), "block_table": cache.page_table, "causal": True}, [], []
@@ -176,35 +178,35 @@ def test_what_is_appended_and_attended_is_recognised_at_once(plans, turned, opti
     if "out" in options:
         given["out"] = torch.empty_like(q)
         out = [given["out"]]
-    made: list[torch.Tensor] = []
-    real = cached_calls._prepared_append
+    told: list[torch.Tensor] = []
+    real = Inner.of
 
-    def kept(make):
+    def kept(tensors):
+        inner = real(tensors)
+
         def new():
-            made.append(make())
-            return made[-1]
+            told.append(inner.new())
+            return told[-1]
 
-        return new
+        return inner._replace(new=new)
 
-    def prepared(*arguments):
-        found = real(*arguments)
-        return found._replace(new=tuple(map(kept, found.new)))
-
-    monkeypatch.setattr(cached_calls, "_prepared_append", prepared)
+    monkeypatch.setattr(Inner, "of", kept)
     for _ in range(3):
         q, k = q.clone(), k.clone()
-        made.clear()
         found = strobe.flash_attn_with_kvcache(q, cache.k, cache.v, k, v, *(ROTARY if turned else ()), **given)
-        lengths, *others = made[-1 - turned :]
-        pages = cache.k, cache.v, k, v, given["cache_seqlens"], cache.page_table
-        appended = (*pages, *((q, *ROTARY) if turned else ()), lengths, *others)
-        assert plans[0].launched[-1] == tuple(x.data_ptr() for x in appended)
         result = found[0] if "leftpad" in options else found
-        attended = (others[0] if turned else q, cache.k, cache.v, lengths, cache.page_table, *behind, result)
-        assert plans[1].launched[-1] == tuple(x.data_ptr() for x in attended)
+        assert told[-1].nbytes == 512 * (1 + turned)
+        lengths = told[-1].data_ptr()
+        of_q = lengths + 512 if turned else q.data_ptr()
+        appended = cache.k, cache.v, k, v, given["cache_seqlens"], cache.page_table, *((q, *ROTARY) if turned else ())
+        pages = cache.k, cache.v
+        assert plans[0].launched[-1] == (
+            *(x.data_ptr() for x in appended), lengths, *([of_q] if turned else ()),
+            of_q, *(x.data_ptr() for x in pages), lengths, *(x.data_ptr() for x in (cache.page_table, *behind, result)),
+        )  # fmt: skip
         assert not out or result is out[0]
         monkeypatch.setattr(known_calls, "likeness", lambda x: pytest.fail("a key was made"))
-    assert [len(plan.launched) for plan in plans] == [3, 3]
+    assert [len(plan.launched) for plan in plans] == [3]
 
 
 def test_nothing_is_appended_where_the_attention_is_refused(plans):

@@ -141,6 +141,7 @@ APPEND = """
 import itertools, torch, triton
 import strobe
 from strobe.call import launcher
+from strobe.device import KNOWN
 from strobe.kernels.decode.append import append_call
 from strobe.lab.binary.offline import pretend_gpu
 from strobe.serving.arguments import checked_append
@@ -161,9 +162,10 @@ for paged, rotary, packed, scaled in itertools.product((False, True), repeat=4):
     cu = ints(4) if packed else None
     given = dict(q=q if rotary else None, rotary=turns, cu_seqlens=cu, cu_seqlens_q=cu if rotary else None, positions=None)
     operands, options = checked_append(cache, k, v, **given, one_position=False)
-    call = append_call(operands, options, ints(3), torch.empty_like(q) if rotary else None)
+    call = append_call(operands, options, ints(3), torch.empty_like(q) if rotary else None, KNOWN["H100"])
     with pretend_gpu(90):
         compiled = call.compile()
+    assert "griddepcontrol.wait" in compiled.asm["ptx"]
     ready = launcher.Call(call.kernel, call.grid, (), call.keywords, compiled)  # raises if it cannot be prepared
     assert launcher.parameters(compiled, launcher.all_arguments(ready))
     done += 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import strobe
+from strobe.device import CPU
 from strobe.reference.cached import merged, rotated
 from strobe.serving.arguments import checked_append
 
@@ -26,7 +27,7 @@ def append(where: str, cache, k, v, **keywords):
     given = {name: keywords.pop(name, None) for name in ("q", "rotary", "cu_seqlens", "cu_seqlens_q", "positions")}
     operands, options = checked_append(cache, k, v, **given, one_position=keywords.pop("one_position", False))
     lengths, turned = torch.empty_like(cache.lengths), None if given["q"] is None else torch.empty_like(given["q"])
-    append_call(operands, options, lengths, turned).launch()
+    append_call(operands, options, lengths, turned, CPU).launch()
     return strobe.Cache(cache.k, cache.v, lengths, cache.page_table, cache.index), turned
 
 

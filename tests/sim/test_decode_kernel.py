@@ -63,13 +63,14 @@ def test_values_that_are_columns_of_keys(heads, deterministic):
 
 
 def simulate_one_request(seed: int) -> None:
-    """One request, whose key heads are shared evenly, half of the time by clusters; of every third a page is not there."""
+    """One request, whose key heads are shared evenly, half of the time by clusters; packed, too, when it may have no query; of
+    every third a page is not there."""
     n_q, group = [(1, 8), (1, 4), (2, 4), (1, 1), (3, 2)][seed % 5]
     if seed % 7 == 6:
         n_q, group = 4, 6
     dim, page = (80, 96, 128)[seed % 3], [None, 16, 64, 128, 1, 48][seed % 6]
-    call = draw(seed, (torch.float16, torch.bfloat16)[seed % 2], honest=seed % 3 > 0, ragged=False, batch=1, heads_kv=2,
-                n_q=n_q, group=group, page=page, head_dim=dim, head_dim_v=dim, room=(64, 700, 2100)[seed // 2 % 3])  # fmt: skip
+    call = draw(seed, (torch.float16, torch.bfloat16)[seed % 2], honest=seed % 3 > 0, ragged=seed % 5 < 2, batch=1,
+                heads_kv=2, n_q=n_q, group=group, page=page, head_dim=dim, head_dim_v=dim, room=(64, 700, 2100)[seed // 2 % 3])  # fmt: skip
     problem, _ = described(call)
     config = choose(problem, KNOWN["H200"])
     assert (config.shares, config.clustered) == ((64, False) if n_q * group > 8 else (16, True))
@@ -85,11 +86,11 @@ def test_one_request(seed):
 
 
 def simulate_few_jobs(seed: int) -> None:
-    """Some requests, each of whose key heads is a cluster's, or shared without one, or one CTA's; of every third a page is not
-    there."""
+    """Some requests, packed or not, each of whose key heads is a cluster's, or shared without one, or one CTA's; of every third
+    a page is not there."""
     n_q, group = [(1, 8), (1, 4), (2, 4), (1, 1), (1, 7)][seed % 5]
     dim, page = (80, 96, 128)[seed % 3], [None, 16, 64, 128, 1, 48][seed % 6]
-    call = draw(seed, (torch.float16, torch.bfloat16)[seed % 2], honest=seed % 3 > 0, ragged=False,
+    call = draw(seed, (torch.float16, torch.bfloat16)[seed % 2], honest=seed % 3 > 0, ragged=seed // 2 % 3 == 1,
                 batch=(1, 2, 3, 5)[seed % 4], heads_kv=(2, 1, 3)[seed % 3], n_q=n_q, group=group, page=page,
                 head_dim=dim, head_dim_v=dim, room=(64, 700, 1100)[seed // 2 % 3])  # fmt: skip
     order, launches = ORDERS[seed // 2 % 4], 1 + seed % 2

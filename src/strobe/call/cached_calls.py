@@ -47,15 +47,13 @@ class Append(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What calls of `append_and_decode` that look the same need. of_append, of_decode: what each launch is given, of the
-    addresses of the call's tensors and then of those made: lengths, queries turned, out."""
+    """What calls of `append_and_decode` that look the same need. launches: an append and attention. between: what the append
+    tells the attention. places: what the launches are given, of the addresses of the call's tensors, out and those between."""
 
-    append: launches.PreparedCall
-    decode: launches.Prepared
-    new: tuple[Callable[[], torch.Tensor], ...]
+    launches: launches.Prepared
     new_out: Callable[[], torch.Tensor]
-    of_append: Callable[[Sequence[int]], tuple[int, ...]]
-    of_decode: Callable[[Sequence[int]], tuple[int, ...]]
+    between: launches.Inner
+    places: Callable[[Sequence[int]], tuple[int, ...]]
 
 
 _decodes: KnownCalls[Decode] = KnownCalls()
@@ -90,11 +88,11 @@ def decode(
     return out, prepared.decode(raw_stream(q.get_device()), addresses)
 
 
-def _prepared_decode(check: Callable[..., Checked], arguments: tuple) -> Decode:
+def _prepared_decode(check: Callable[..., Checked], arguments: tuple, ahead: launches.Ahead | None = None) -> Decode:
     operands, options = check(*arguments)
     like = _new_out(operands, options)
     new_out: Callable[[], torch.Tensor] = functools.partial(torch.zeros, like.shape, dtype=like.dtype, device=like.device)
-    found = _launches(operands, options)
+    found = _launches(operands, options, ahead)
     if found is not None and operands.cu_seqlens_q is None:
         from strobe.call.launcher import maker
 
@@ -102,14 +100,16 @@ def _prepared_decode(check: Callable[..., Checked], arguments: tuple) -> Decode:
     return Decode(found, new_out)
 
 
-def _launches(operands: DecodeOperands, options: DecodeOptions) -> launches.Prepared | None:
+def _launches(
+    operands: DecodeOperands, options: DecodeOptions, ahead: launches.Ahead | None = None
+) -> launches.Prepared | None:
     if _debugging():  # the operator checks lengths and tables in every call
         return None
     operands = _with_out(operands, options)
     problem = describe(operands, options)
     backend = dispatch.select(problem, arch_of(operands.q.device), options.backend)
     own = DecodeOperands._make(None if x is None else x.detach() for x in operands)  # each an object of its own
-    return launches.prepared(backend, problem, own)
+    return launches.prepared(backend, problem, own, ahead=ahead)
 
 
 def _new_out(operands: DecodeOperands, options: DecodeOptions) -> torch.Tensor:
@@ -267,25 +267,33 @@ def append(
 
 def _prepared_append(check: Callable[..., CheckedAppend], arguments: tuple) -> Append:
     operands, options = check(*arguments)
-    turns = [x for x in (operands.cos, operands.sin) if x is not None]
-    if not all(x.is_contiguous() for x in turns):  # each call copies them
+    if _copies(operands):
         return Append(None, ())
     from strobe.call.launcher import maker
 
-    new = [torch.empty_like(operands.lengths)]
-    if operands.q is not None:
-        new.append(torch.empty(operands.q.shape, dtype=operands.q.dtype, device=operands.q.device))
-    return Append(_append_launch(operands, options, *new), tuple(maker(x) for x in new))
+    new = _told(operands)
+    return Append(launches.prepared_call(*_append_launch(operands, options, *new)), tuple(maker(x) for x in new))
+
+
+def _copies(operands: AppendOperands) -> bool:
+    """Whether each call copies something first."""
+    return not all(x.is_contiguous() for x in (operands.cos, operands.sin) if x is not None)
+
+
+def _told(operands: AppendOperands) -> list[torch.Tensor]:
+    """What an append makes: the new lengths and, where there are queries, those turned."""
+    lengths, q = torch.empty_like(operands.lengths), operands.q
+    return [lengths] if q is None else [lengths, torch.empty(q.shape, dtype=q.dtype, device=q.device)]
 
 
 def _append_launch(
     operands: AppendOperands, options: AppendOptions, lengths: torch.Tensor, turned: torch.Tensor | None = None
-) -> launches.PreparedCall | None:
+) -> launches.Ahead:
     from strobe.kernels.decode.append import append_call
 
     own = AppendOperands._make(None if x is None else x.detach() for x in operands)  # each an object of its own
-    tensors = [x for x in (*own, lengths, turned) if x is not None]
-    return launches.prepared_call(append_call(own, options, lengths, turned), tensors)
+    call = append_call(own, options, lengths, turned, arch_of(lengths.device))
+    return launches.Ahead(call, [x for x in (*own, lengths, turned) if x is not None])
 
 
 BESIDE = ("leftpad", "alibi", "sinks", "out")
@@ -307,41 +315,38 @@ def append_and_decode(
     (step, addresses), out = found, tensors[-1]
     if step is None:
         return None
-    made = [new() for new in step.new]
-    addresses += [x.data_ptr() for x in made]
     if out is None:
         out = step.new_out()
         addresses.append(out.data_ptr())
-    stream = raw_stream(out.get_device())
-    step.append.launch(stream, step.of_append(addresses))
-    return out, step.decode.decode(stream, step.of_decode(addresses))
+    memory = step.between.new()
+    begin = memory.data_ptr()
+    addresses += [begin + offset for offset in step.between.offsets]
+    return out, step.launches.decode(raw_stream(out.get_device()), step.places(addresses))
 
 
 def _prepared_step(
     tensors: tuple[torch.Tensor | None, ...], check_append: Callable[..., CheckedAppend], of_append: tuple,
     check: Callable[..., Checked], of_decode: tuple,
 ) -> Step | None:  # fmt: skip
-    append = _prepared_append(check_append, of_append)
-    if append.launch is None:
+    operands, options = check_append(*of_append)
+    if _copies(operands):
         return None
-    lengths, *turned = [new() for new in append.new]
+    lengths, *turned = told = _told(operands)
     q, cache, *others = of_decode
-    decode = _prepared_decode(check, ((turned or [q])[0], cache._with_lengths(lengths), *others))
-    if decode.launches is None:
+    attended = (turned or [q])[0], cache._with_lengths(lengths), *others
+    prepared, new_out = _prepared_decode(check, attended, _append_launch(operands, options, *told))
+    if prepared is None:
         return None
-    names = zip((*AppendOperands._fields, *BESIDE), tensors, strict=True)
-    given, made = [name for name, x in names if x is not None], ["lengths made", *(["q made"] if turned else [])]
-    at = {name: i for i, name in enumerate((*given, *made))}
-    at.setdefault("out", len(at))
-    appended = [name for name in given if name not in BESIDE and (turned or name != "q")] + made
-    attended = {name: name for name in DecodeOperands._fields}
-    attended |= {"q": made[-1] if turned else "q", "k": "k_cache", "v": "v_cache", "lengths": "lengths made"}
-    if "v_cache" not in at:
-        attended["v"] = "k_cache"
-    return Step(
-        append.launch, decode.launches, append.new, decode.new_out, itemgetter(*[at[name] for name in appended]),
-        itemgetter(*[at[name] for name in attended.values() if name in at]),
-    )  # fmt: skip
+    names = (*AppendOperands._fields, *BESIDE)
+    given = [name for name, x in zip(names, tensors, strict=True) if x is not None and name != "out"]
+    at = {name: i for i, name in enumerate([*given, "out", "lengths told", "q told"])}
+    appended = [name for name in given if name not in BESIDE and (turned or name != "q")]
+    appended += ["lengths told", *(["q told"] if turned else [])]
+    of_cache = {"q": "q told" if turned else "q", "k": "k_cache", "lengths": "lengths told"}
+    of_cache["v"] = "v_cache" if "v_cache" in at else "k_cache"
+    read = [of_cache.get(name, name) for name in DecodeOperands._fields]
+    places = itemgetter(*[at[name] for name in (*appended, *read) if name in at])
+    return Step(prepared, new_out, launches.Inner.of(told), places)
 
 
 def merge(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -161,11 +161,19 @@ class _Place(NamedTuple):
     kept: tuple[Any, ...]
 
 
+class Ahead(NamedTuple):
+    """A call that is launched ahead of a backend's, and its tensors, whose addresses come ahead of the others."""
+
+    call: Call
+    tensors: list[torch.Tensor]
+
+
 def prepared(
     backend: ModuleType,
     problem: AttentionProblem | DecodeProblem,
     operands: Operands | DecodeOperands,
     upstream: Upstream | None = None,
+    ahead: Ahead | None = None,
 ) -> Prepared | None:
     """The prepared launches of calls whose tensors look like these. Each tensor must be an object of its own.
 
@@ -175,7 +183,7 @@ def prepared(
         return None
     if upstream is not None and not (addressable(upstream.dout) and upstream.lse.is_contiguous()):
         return None
-    return Prepared(backend, problem, operands, upstream)
+    return Prepared(backend, problem, operands, upstream, ahead)
 
 
 def _has_driver(x: torch.Tensor) -> bool:
@@ -211,6 +219,7 @@ class Prepared:
         problem: AttentionProblem | DecodeProblem,
         operands: Operands | DecodeOperands,
         upstream: Upstream | None,
+        ahead: Ahead | None,
     ):
         from strobe.call.launcher import maker, prepare
         from strobe.call.triton_internals import hash_ahead
@@ -237,6 +246,8 @@ class Prepared:
         self._rows = 0 if lse is None else lse.numel()
         self._places: Memo[int, _Place] = Memo(64, self._place)
         before = operands if upstream is None else (*operands[:3], *upstream, *operands[3:])  # as addresses come
+        if ahead is not None:
+            calls, before = [ahead.call, *calls], (*ahead.tensors, *before)
         tensors = [x for x in (*before, *made.values(), *shared.values(), *space.values()) if x is not None]
         one_each = {id(call.kernel): call for call in calls}.values()
         with ThreadPoolExecutor(len(one_each)) as pool:  # so a first call waits for the longest compilation alone

@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from strobe.device import Arch, arch_of
 from strobe.kernels.common.call import Call
+from strobe.kernels.common.dependent_launch import take_last_turn
 from strobe.kernels.common.device_function import device_function
 from strobe.kernels.portable import interpreter
 from strobe.serving.problem import AppendOperands, AppendOptions
@@ -48,22 +50,36 @@ def _angles(cos, sin, position, rows, HALF: tl.constexpr, COLUMNS: tl.constexpr)
 
 
 @device_function
+def _turned(a, b, c, s, factor, kind: tl.constexpr):
+    """Pairs of numbers turned by c and s, times the factor of their head. As elsewhere, what is turned is rounded to the dtype
+    of K before it is scaled for a cache of 8 bits."""
+    new_a = (a * c - b * s).to(kind).to(tl.float32) * factor[:, None]
+    new_b = (a * s + b * c).to(kind).to(tl.float32) * factor[:, None]
+    return new_a, new_b
+
+
+@device_function
 def _turn(source, source_head, target, target_head, there, c, s, HEADS: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
           HALF: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr, factor):  # fmt: skip
     """Copy a row of all heads, its first 2 * HALF columns turned by c and s, each head times its factor."""
     head = tl.arange(0, PADDED)[:, None]
-    pair = tl.arange(0, COLUMNS)[None, :]
-    mask = (head < HEADS * there.to(tl.int32)) & (pair < HALF)
-    first = 2 * pair if INTERLEAVED else pair
-    second = first + (1 if INTERLEAVED else HALF)
-    a = tl.load(source + head * source_head + first, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(source + head * source_head + second, mask=mask, other=0.0).to(tl.float32)
+    rows = head < HEADS * there.to(tl.int32)
     kind = target.dtype.element_ty
-    # As elsewhere, what is turned is rounded to the dtype of K before it is scaled for a cache of 8 bits.
-    new_a = (a * c - b * s).to(source.dtype.element_ty).to(tl.float32) * factor[:, None]
-    new_b = (a * s + b * c).to(source.dtype.element_ty).to(tl.float32) * factor[:, None]
-    tl.store(target + head * target_head + first, new_a.to(kind), mask=mask)
-    tl.store(target + head * target_head + second, new_b.to(kind), mask=mask)
+    if INTERLEAVED:  # rows as they lie: what is loaded by every other column takes ten times as long
+        column = tl.arange(0, 2 * COLUMNS)[None, :]
+        mask = rows & (column < 2 * HALF)
+        x = tl.load(source + head * source_head + column, mask=mask, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(x, [PADDED, COLUMNS, 2]))
+        a, b = _turned(a, b, c, s, factor, source.dtype.element_ty)
+        tl.store(target + head * target_head + column, tl.interleave(a, b).to(kind), mask=mask)
+    else:
+        pair = tl.arange(0, COLUMNS)[None, :]
+        mask = rows & (pair < HALF)
+        a = tl.load(source + head * source_head + pair, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(source + head * source_head + pair + HALF, mask=mask, other=0.0).to(tl.float32)
+        a, b = _turned(a, b, c, s, factor, source.dtype.element_ty)
+        tl.store(target + head * target_head + pair, a.to(kind), mask=mask)
+        tl.store(target + head * target_head + pair + HALF, b.to(kind), mask=mask)
     _copy(source, source_head, target, target_head, there, 2 * HALF, HEADS, PADDED, DIM, factor)
 
 
@@ -97,9 +113,11 @@ def append_kernel(
     batch, n, n_q, rows, rows_q, capacity, pages, table_row, angles,
     SIZE: tl.constexpr, HEADS: tl.constexpr, HEADS_Q: tl.constexpr, PADDED: tl.constexpr, PADDED_Q: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ONE_POSITION: tl.constexpr, AT_ONCE: tl.constexpr,
+    ONE_POSITION: tl.constexpr, AT_ONCE: tl.constexpr, IN_TURN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
+    if IN_TURN:
+        take_last_turn()
     if row < rows:
         b, i = _request_of(row, cu, batch, n, AT_ONCE)
         known = (b < batch) & (i >= 0)
@@ -164,13 +182,15 @@ def append(operands: AppendOperands, options: AppendOptions) -> tuple[torch.Tens
     q, lengths = operands.q, torch.empty_like(operands.lengths)
     turned = operands.k.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with torch.cuda.device_of(lengths):
-        append_call(operands, options, lengths, turned).launch()
+        append_call(operands, options, lengths, turned, arch_of(lengths.device)).launch()
     return lengths, turned
 
 
-def append_call(operands: AppendOperands, options: AppendOptions, lengths: torch.Tensor, turned: torch.Tensor | None) -> Call:
-    """The launch of `append`."""
-    o, batch = operands, lengths.shape[0]
+def append_call(
+    operands: AppendOperands, options: AppendOptions, lengths: torch.Tensor, turned: torch.Tensor | None, arch: Arch
+) -> Call:
+    """The launch of `append`. From Hopper on it takes its turn, so that attention is there when it ends."""
+    o, batch, in_turn = operands, lengths.shape[0], arch.capability >= 90
     rows, rows_q = o.k.shape[:-2].numel(), 0 if o.q is None else o.q.shape[:-2].numel()
     half = 0 if o.cos is None else o.cos.shape[1]
     heads, heads_q = o.k.shape[-2], 1 if o.q is None else o.q.shape[-2]
@@ -190,7 +210,8 @@ def append_call(operands: AppendOperands, options: AppendOptions, lengths: torch
         SIZE=size, HEADS=heads, HEADS_Q=heads_q, PADDED=triton.next_power_of_2(heads),
         PADDED_Q=triton.next_power_of_2(heads_q), DIM=o.k.shape[-1], DIM_V=o.k.shape[-1] if o.v is None else o.v.shape[-1],
         HALF=half, COLUMNS=triton.next_power_of_2(max(half, 1)), INTERLEAVED=options.interleaved,
-        ONE_POSITION=options.one_position, AT_ONCE=AT_ONCE, enable_fp_fusion=True,
+        ONE_POSITION=options.one_position, AT_ONCE=AT_ONCE, IN_TURN=in_turn, enable_fp_fusion=True,
+        **({"launch_pdl": True} if in_turn else {}),
     ))  # fmt: skip
 
 

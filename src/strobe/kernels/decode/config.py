@@ -396,10 +396,11 @@ def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
 def takes_shares(problem: DecodeProblem, arch: Arch) -> bool:
     """Whether each key head has CTAs of its own, which share it evenly whatever its length: where a tile has all of its rows,
     and two CTAs or more have it or, of several requests, the longest one is not waited for long."""
-    evenly = not problem.ragged and not problem.deterministic
     wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128 and problem.kv_dtype.itemsize == 2
     few = problem.rows <= (MOST_SHARED_ROWS if problem.batch == 1 else MOST_SHARED_ROWS_OF_SEVERAL)
-    return evenly and wide and few and arch.capability == 90 and shares_of(problem, arch) > (problem.batch == 1)
+    return (
+        not problem.deterministic and wide and few and arch.capability == 90 and shares_of(problem, arch) > (problem.batch == 1)
+    )
 
 
 def shares_of(problem: DecodeProblem, arch: Arch) -> int:

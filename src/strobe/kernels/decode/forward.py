@@ -41,7 +41,7 @@ from strobe.kernels.decode.layouts import copy_layout, product_layout, result_la
 from strobe.kernels.decode.notes import NOTED, Notes
 from strobe.kernels.decode.pieces import ask_ahead, take_pieces
 from strobe.kernels.decode.results import PATIENCE, deliver, deliver_share, nothing, take_splits, write_all
-from strobe.kernels.decode.schedule import Requests, keys_of, units_of
+from strobe.kernels.decode.schedule import Requests, keys_of, queries_of, units_of
 from strobe.kernels.decode.scores import finite, scores_of
 from strobe.kernels.gluon import gl, gluon, partition_barrier, reinterpret
 
@@ -343,15 +343,18 @@ def take_share(memory, K):
     requests, rank = K.requests, gl.program_id(0) % C.shares
     rings, stats, meet = memory
     head, batch, first = gl.program_id(0) // C.shares, gl.program_id(1), 0 * rank
-    begin, end, length = keys_of(requests, batch, batch < requests.batch, requests.n_q, True)
+    first_query, queries = queries_of(requests, batch, batch < requests.batch)
+    begin, end, length = keys_of(requests, batch, batch < requests.batch, queries, True)
+    if requests.cu_q is not None:
+        end = gl.where(queries > 0, end, begin)
     entry = batch
     if requests.index is not None:
         entry = gl.load(requests.index + batch)
     parts = gl.minimum(units_of(begin, end, C), C.shares)
     origin = (begin // C.tokens + rank) * C.tokens
     begin = gl.maximum(begin, origin)
-    piece = Piece(batch, entry, head, first, first, requests.n_q, length, begin, end)
-    asked = Piece(batch, entry, head, first, first, requests.n_q, length, begin, requests.capacity)
+    piece = Piece(batch, entry, head, first, first_query, queries, length, begin, end)
+    asked = Piece(batch, entry, head, first, first_query, queries, length, begin, requests.capacity)
     acc, row_max, row_sum = walk(rings, K.outputs, K.terms, K.cached, piece, asked, C, K.GROUP, K.DIM, K.DIM_V)
     if C.clustered or rank < parts:  # others have no keys
         o, top, total = gather_warps(meeting_place(rings, meet, C, K.ROWS), stats, acc, row_max, row_sum, C, K.ROWS)

@@ -93,7 +93,7 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
 
 def by_row(problem: DecodeProblem) -> bool:
     """Whether the rows of a tile may see different keys."""
-    alone = problem.lengths.seqlen_q == 1 and not problem.ragged and problem.mask.right in (None, 0)
+    alone = problem.lengths.seqlen_q == 1 and problem.mask.right in (None, 0)
     return problem.tree or (problem.mask.band != (None, None, None) and not alone)
 
 

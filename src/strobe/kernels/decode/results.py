@@ -472,7 +472,7 @@ def deliver_share(K, piece, rank, o, top, total):
     COLUMNS: gl.constexpr = o.shape[1]
     outputs, row = K.outputs, rank * SHARE // COLUMNS
     column = rank * SHARE % COLUMNS + gl.arange(0, SHARE, total.type.layout)
-    query, head = row // K.GROUP, piece.head * K.GROUP + row % K.GROUP
+    query, head = piece.first_query + row // K.GROUP, piece.head * K.GROUP + row % K.GROUP
     there = row < piece.queries * K.GROUP
     factor, lse = factor_and_lse(K, piece, head, there, top, total)
     if outputs.lse is not None:
