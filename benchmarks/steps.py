@@ -1,13 +1,14 @@
 """A decode step as servers ask for it: with its keys to append, and packed, beside the step alone.
 
-At each point, one query of each request over pages of 64 keys. "appending": flash-attn's function over a cache, which writes a
-key of each request, turned by a rotary embedding, and attends over all. "packed": the queries in one tensor with their bounds,
-as vLLM calls. Of Strobe, and of FlashAttention-3 where it is installed. What is appended is what was there, and the embedding
-turns by nothing, so that all give the same result, which is compared with float64 first. CUDA graphs over copies of the cache
-beyond the L2 cache, interleaved rounds, medians, as `strobe bench decode` has them. Prints a table and writes JSON.
+At each point, one query of each request, or several, over pages of 64 keys. "appending": flash-attn's function over a cache,
+which writes a key for each query, turned by a rotary embedding, and attends over all. "packed": the queries in one tensor with
+their bounds, as vLLM calls. Of Strobe, and of FlashAttention-3 where it is installed. What is appended is what was there, and
+the embedding turns by nothing, so that all give the same result, which is compared with float64 first. CUDA graphs over copies
+of the cache beyond the L2 cache, interleaved rounds, medians, as `strobe bench decode` has them. Prints a table and writes
+JSON.
 
     python benchmarks/steps.py --json benchmarks/results/steps.json [--batches 1,8] [--lengths 1024] [--heads 64/8]
-        [--max-seconds 60]
+        [--queries 1,4] [--max-seconds 60]
 """
 
 from __future__ import annotations
@@ -34,26 +35,33 @@ FA3 = "flash_attn_interface"
 
 
 def appending(function: Callable, table: str, inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """A call of a `flash_attn_with_kvcache` that writes each request's last key and value once more. table: what it calls the
-    table of pages."""
-    point, last = inputs.point, inputs.lengths.long() - 1
-    page = inputs.table.long().gather(1, (last // point.page)[:, None])[:, 0]
-    k, v = (x[page, last % point.page].unsqueeze(1) for x in (inputs.k, inputs.v))
+    """A call of a `flash_attn_with_kvcache` that writes each request's last keys and values once more. table: what it calls
+    the table of pages."""
+    point, before = inputs.point, inputs.lengths - inputs.point.queries
+    at = before[:, None].long() + torch.arange(point.queries, device=before.device)
+    page = inputs.table.long().gather(1, at // point.page)
+    k, v = (x[page, at % point.page] for x in (inputs.k, inputs.v))
     half = torch.ones(point.length, point.head_dim // 2, dtype=k.dtype, device=k.device)
     return partial(
         function, inputs.q, inputs.k, inputs.v, k, v, rotary_cos=half, rotary_sin=torch.zeros_like(half), causal=True,
-        cache_seqlens=inputs.lengths - 1, **{table: inputs.table},
+        cache_seqlens=before, **{table: inputs.table},
     )  # fmt: skip
+
+
+def bounds_of(inputs: Inputs) -> torch.Tensor:
+    """The bounds of the requests' queries, packed."""
+    return torch.arange(inputs.point.batch + 1, dtype=torch.int32, device=inputs.q.device) * inputs.point.queries
 
 
 def packed(inputs: Inputs) -> Callable[[], torch.Tensor]:
     """A call as vLLM's."""
-    point, bounds = inputs.point, torch.arange(inputs.point.batch + 1, dtype=torch.int32, device=inputs.q.device)
+    point, bounds = inputs.point, bounds_of(inputs)
+    q, out = inputs.q.flatten(0, 1), inputs.out.flatten(0, 1)
 
     def call() -> torch.Tensor:
         strobe.flash_attn_varlen_func(
-            inputs.q[:, 0], inputs.k, inputs.v, bounds, max_seqlen_q=1, max_seqlen_k=point.length, seqused_k=inputs.lengths,
-            block_table=inputs.table, causal=True, out=inputs.out[:, 0],
+            q, inputs.k, inputs.v, bounds, max_seqlen_q=point.queries, max_seqlen_k=point.length,
+            seqused_k=inputs.lengths, block_table=inputs.table, causal=True, out=out,
         )  # fmt: skip
         return inputs.out
 
@@ -64,11 +72,11 @@ def packed_fa3(inputs: Inputs) -> Callable[[], torch.Tensor]:
     """The same of FlashAttention-3, which makes a tensor of its own for the result."""
     from flash_attn_interface import flash_attn_with_kvcache
 
-    bounds = torch.arange(inputs.point.batch + 1, dtype=torch.int32, device=inputs.q.device)
+    q, bounds = inputs.q.flatten(0, 1), bounds_of(inputs)
     return lambda: flash_attn_with_kvcache(
-        inputs.q[:, 0], inputs.k, inputs.v, cache_seqlens=inputs.lengths, page_table=inputs.table, cu_seqlens_q=bounds,
-        max_seqlen_q=1, causal=True,
-    ).unsqueeze(1)  # fmt: skip
+        q, inputs.k, inputs.v, cache_seqlens=inputs.lengths, page_table=inputs.table, cu_seqlens_q=bounds,
+        max_seqlen_q=inputs.point.queries, causal=True,
+    ).view_as(inputs.q)  # fmt: skip
 
 
 def contenders() -> list[Contender]:
@@ -93,11 +101,13 @@ def main() -> None:
     parser.add_argument("--batches", type=numbers, default=[1, 8, 32, 128])
     parser.add_argument("--lengths", type=numbers, default=[1024, 8192])
     parser.add_argument("--heads", default="64/8,32/8", help="query heads / key heads")
+    parser.add_argument("--queries", type=numbers, default=[1, 4])
     parser.add_argument("--max-seconds", type=float, default=1e9)
     options = parser.parse_args()
     heads = [tuple(int(x) for x in pair.split("/")) for pair in options.heads.split(",")]
     device, begin, points = torch.device("cuda"), time.monotonic(), []
-    asked = [Point(batch, length, *pair) for length, batch, pair in product(options.lengths, options.batches, heads)]
+    each = product(options.queries, options.lengths, options.batches, heads)
+    asked = [Point(batch, length, *pair, queries=queries) for queries, length, batch, pair in each]
     compile_ahead(asked, arch_of(device), deterministic=False)
     clock = CudaClock(device)
     with torch.no_grad(), clock.running():

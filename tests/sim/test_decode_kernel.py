@@ -69,8 +69,8 @@ def simulate_one_request(seed: int) -> None:
     if seed % 7 == 6:
         n_q, group = 4, 6
     dim, page = (80, 96, 128)[seed % 3], [None, 16, 64, 128, 1, 48][seed % 6]
-    call = draw(seed, (torch.float16, torch.bfloat16)[seed % 2], honest=seed % 3 > 0, ragged=seed % 5 < 2, batch=1,
-                heads_kv=2, n_q=n_q, group=group, page=page, head_dim=dim, head_dim_v=dim, room=(64, 700, 2100)[seed // 2 % 3])  # fmt: skip
+    call = draw(seed, (torch.float16, torch.bfloat16)[seed % 2], honest=seed % 3 > 0, ragged=seed % 5 < 2, batch=1, heads_kv=2,
+                n_q=n_q, group=group, page=page, head_dim=dim, head_dim_v=dim, room=(64, 700, 2100)[seed // 2 % 3])  # fmt: skip
     problem, _ = described(call)
     config = choose(problem, KNOWN["H200"])
     assert (config.shares, config.clustered) == ((64, False) if n_q * group > 8 else (16, True))
