@@ -101,6 +101,8 @@ def over_a_cache() -> dict[str, Way]:
     table = torch.arange(batch * columns, dtype=torch.int32, device="cuda").view(batch, columns)
     cache, turns = strobe.Cache(*pages, lengths, table), (normal(256, dim // 2), normal(256, dim // 2))
     rotary, given = strobe.Rotary(*turns), {"cache_seqlens": lengths, "block_table": table, "causal": True}
+    packed = {"max_seqlen_q": 1, "seqused_k": lengths, "block_table": table, "causal": True, "out": torch.empty_like(q)[:, 0]}
+    rows, bounds = q[:, 0], torch.arange(batch + 1, dtype=torch.int32, device="cuda")
     fa3 = {}
     if importlib.util.find_spec("flash_attn_interface"):
         from flash_attn_interface import flash_attn_with_kvcache
@@ -118,6 +120,7 @@ def over_a_cache() -> dict[str, Way]:
         "strobe.flash_attn_with_kvcache, appending with a rotary embedding": Way(
             lambda: strobe.flash_attn_with_kvcache(q, *pages, k, v, *turns, **given)
         ),
+        "strobe.flash_attn_varlen_func over pages": Way(lambda: strobe.flash_attn_varlen_func(rows, *pages, bounds, **packed)),
         **fa3,
     }
 
