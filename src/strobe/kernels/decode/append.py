@@ -65,7 +65,7 @@ def _turn(source, source_head, target, target_head, there, c, s, HEADS: tl.const
     head = tl.arange(0, PADDED)[:, None]
     rows = head < HEADS * there.to(tl.int32)
     kind = target.dtype.element_ty
-    if INTERLEAVED:  # rows as they lie: what is loaded by every other column takes ten times as long
+    if INTERLEAVED:  # rows as they lie: by every other column an H100 took 14.0 microseconds for 64 heads, by halves 1.6
         column = tl.arange(0, 2 * COLUMNS)[None, :]
         mask = rows & (column < 2 * HALF)
         x = tl.load(source + head * source_head + column, mask=mask, other=0.0).to(tl.float32)
@@ -190,6 +190,8 @@ def append_call(
     operands: AppendOperands, options: AppendOptions, lengths: torch.Tensor, turned: torch.Tensor | None, arch: Arch
 ) -> Call:
     """The launch of `append`. From Hopper on it takes its turn, so that attention is there when it ends."""
+    # an H200, pages of 64, microseconds of both launches (and without turns): 1 request of 1k keys 7.3 (8.2), 8 of 1k 14.5
+    # (15.7), 1 of 8k 15.9 (17.0), 8 of 8k 71.3 (71.9), 32 of 8k 253 (251)
     o, batch, in_turn = operands, lengths.shape[0], arch.capability >= 90
     rows, rows_q = o.k.shape[:-2].numel(), 0 if o.q is None else o.q.shape[:-2].numel()
     half = 0 if o.cos is None else o.cos.shape[1]
