@@ -87,16 +87,20 @@ def test_one_request(seed):
 
 def simulate_few_jobs(seed: int) -> None:
     """Some requests, packed or not, each of whose key heads is a cluster's, or shared without one, or one CTA's; of every third
-    a page is not there."""
+    a page is not there, every fourth has a cache of 8 bits."""
     n_q, group = [(1, 8), (1, 4), (2, 4), (1, 1), (1, 7)][seed % 5]
     dim, page = (80, 96, 128)[seed % 3], [None, 16, 64, 128, 1, 48][seed % 6]
     call = draw(seed, (torch.float16, torch.bfloat16)[seed % 2], honest=seed % 3 > 0, ragged=seed // 2 % 3 == 1,
                 batch=(1, 2, 3, 5)[seed % 4], heads_kv=(2, 1, 3)[seed % 3], n_q=n_q, group=group, page=page,
                 head_dim=dim, head_dim_v=dim, room=(64, 700, 1100)[seed // 2 % 3])  # fmt: skip
-    order, launches = ORDERS[seed // 2 % 4], 1 + seed % 2
-    clusters = {"clustered": True, "shares": (8, 16)[seed // 2 % 2], "stages": (2, 3)[seed % 2], "tokens": 64, "warps": 4}
+    order, launches, kv_bytes = ORDERS[seed // 2 % 4], 1 + seed % 2, 1 if seed % 4 == 2 else 2
+    if kv_bytes == 1:
+        k, v = (x.nan_to_num(nan=448.0).to(torch.float8_e4m3fn) for x in (call.cache.k, call.cache.v))
+        call = call._replace(cache=replace(call.cache, k=k, v=v))
+    stages = (2, 5 - kv_bytes)[seed // 4 % 2]
+    clusters = {"clustered": True, "shares": (8, 16)[seed // 2 % 2], "stages": stages, "tokens": 64, "warps": 4}
     evenly = {"clustered": False, "shares": (1, 2, 5, 12)[seed % 4], "stages": 3 - seed // 4 % 2}
-    tokens = {"tokens": 64 * (1 + seed // 3 % 2), "warps": 4 * (1 + seed // 3 % 2)}
+    tokens = {"tokens": 128 // kv_bytes * (1 + seed // 3 % 2), "warps": 4 * (1 + seed // 3 % 2)}
     for changes in (clusters, {**evenly, **tokens}):
         run(call, order=order, seed=seed, launches=launches, choose=of_shares, **changes)
 

@@ -396,7 +396,7 @@ def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
 def takes_shares(problem: DecodeProblem, arch: Arch) -> bool:
     """Whether each key head has CTAs of its own, which share it evenly whatever its length: where a tile has all of its rows,
     and two CTAs or more have it or, of several requests, the longest one is not waited for long."""
-    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128 and problem.kv_dtype.itemsize == 2
+    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128 and problem.kv_dtype.itemsize <= 2
     few = problem.rows <= (MOST_SHARED_ROWS if problem.batch == 1 else MOST_SHARED_ROWS_OF_SEVERAL)
     return (
         not problem.deterministic and wide and few and arch.capability == 90 and shares_of(problem, arch) > (problem.batch == 1)
@@ -455,16 +455,19 @@ def of_shares(problem: DecodeProblem, arch: Arch) -> Config:
     #                   1k: 5.0, 5.3, 5.2, 5.9   2k: 7.1, 7.2, 6.5, 7.1   4k: -, 10.8, 8.5, 9.7        5k: -, -, 10.6, 10.6
     #   28 heads on 4   1k: 4.9, 4.2, 4.5, 5.7   2k: 7.2, 5.3, 5.5, 7.2   4k: -, 7.8, 7.6, 8.8         8k: -, 12.0, 11.2, 11.9
     #                   1k: -, 3.9, 3.8, 5.3     2k: -, 5.1, 5.0, 6.8     4k: -, 7.3, 6.9, 7.9         8k: -, 11.4, 10.4, 10.3
-    shares, cluster = shares_of(problem, arch), cluster_of(problem)
-    dealt = Config(128, 128, rows_of_tile(problem.rows), 64, 3, 4, 1, shares=shares)
+    shares, cluster, kv_bytes = shares_of(problem, arch), cluster_of(problem), problem.kv_dtype.itemsize
+    dealt = Config(128, 128, rows_of_tile(problem.rows), 64, 3, 4, 1, shares=shares, kv_bytes=kv_bytes)
     if cluster > 1:
-        stages, posts = 2 if cluster == CLUSTER else 3, problem.capacity <= MOST_KEYS_OF_POSTS
+        stages = 2 if cluster == CLUSTER else 3 if kv_bytes == 2 else 4  # one of 3 would hold 64 columns of O
+        posts = problem.capacity <= MOST_KEYS_OF_POSTS
         return replace(dealt, stages=stages, shares=cluster, clustered=True, posts=posts)
+    tokens = 128 // kv_bytes
+    dealt = replace(dealt, tokens=tokens)
     if problem.batch == 1:
         many = dealt.rows == MMA_ROWS and keys_of(problem) >= MANY_SHARED_KEYS
-        return replace(dealt, tokens=128, warps=8) if many else dealt
+        return replace(dealt, tokens=2 * tokens, warps=8) if many else dealt
     two_fit = problem.batch * problem.heads_kv > (arch.sms or FALLBACK_SMS) or (shares > 1 and problem.page_size is None)
-    return dealt if two_fit else replace(dealt, tokens=128, warps=8, stages=2)
+    return dealt if two_fit else replace(dealt, tokens=2 * tokens, warps=8, stages=2)
 
 
 def takes_wgmma(problem: DecodeProblem, arch: Arch) -> bool:

@@ -359,6 +359,7 @@ def take_share(memory, K):
     if C.clustered or rank < parts:  # others have no keys
         o, top, total = gather_warps(meeting_place(rings, meet, C, K.ROWS), stats, acc, row_max, row_sum, C, K.ROWS)
         if C.clustered:
+            gl.static_assert(len(o) == 1)
             deliver_share(K, piece, rank, o[0], top, total)
         elif C.shares == 1:
             write_all(K, piece, o, top, total)
