@@ -449,6 +449,10 @@ def cluster_of(problem: DecodeProblem) -> int:
 def of_shares(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of key heads that have CTAs of their own: mma.sync, and as few warps and stages as leave room for the next
     launch, whose CTAs are there when their turn comes, unless keys are many. Few rows and keys are for clusters."""
+    # A cache of e4m3, an H100, pages of 64, microseconds (and dealt out): 64 heads on 8, 1 request of 1k, 2k, 8k, 32k keys
+    #   1 query   5.2 (8.2), 7.5 (9.7), 12.1 (16.7), 34.8 (34.0); contiguous 4.9 (7.9), 6.3 (9.5), 11.3 (16.4), 29.5 (33.4)
+    #   4 queries 11.2 (15.0), 10.3 (13.7), 15.0 (19.4), 33.6 (38.4)
+    # and 8 requests of 1k, 2k 11.1 (14.7), 17.5 (18.8); 16 heads on 2, 8 of 1k, 2k, 8k 6.8 (9.3), 8.6 (11.4), 17.2 (19.8)
     # An H100, and an H200, one query over pages of 64 keys, microseconds: clusters of 8 that post, of 16 that post, of 16 that
     # meet, and without clusters
     #   64 heads on 8   1k: 5.4, 5.8, 5.8, 6.5   2k: 7.6, 8.1, 7.3, 8.0   4k: 11.7, 12.1, 10.3, 11.3   5k: -, -, 11.7, 12.2
