@@ -52,11 +52,12 @@ LEAST_KEYS_OF_TWO_GROUPS = 1 << 20
 """Keys of all key heads of all requests from which on the two groups that share 128 rows have a role each, where they do not
 hold Q."""
 MOST_KEYS_OF_ONE_ROLE = 1 << 20
-"""The same up to which eight warps that hold Q have one role where each job is cut, as there are half as many as multiprocessors
-or fewer: their code is half as long, and what begins and ends a piece runs once or twice in a launch. An H200, 16 queries, pages
-of 64, microseconds (and with two roles; and if these found their pieces by themselves): 28 heads on 4, 1 request of 32k keys 29.8
-(32.0; 34.0), 8 of 8k 46.1 (46.4; 49.2); 16 on 2, 32 of 8k 77.6 (77.9; 80.3), over pages of 16 79.2 (81.7; 82.2); 64 on 8, 1 of
-128k 137.1 (-; 140.1); but 8 of 32k 267.3 (-; 262.9), and 28 on 4, 32 of 2k, whose jobs are whole, 42.9 (41.4; 42.3)."""
+"""The same up to which eight warps that hold Q have one role where each job is cut, as there are half as many as
+multiprocessors or fewer: their code is half as long, and what begins and ends a piece runs once or twice in a launch. An H200,
+16 queries, pages of 64, microseconds (and with two roles; and if these found their pieces by themselves): 28 heads on 4, 1
+request of 32k keys 29.8 (32.0; 34.0), 8 of 8k 46.1 (46.4; 49.2); 16 on 2, 32 of 8k 77.6 (77.9; 80.3), over pages of 16 79.2
+(81.7; 82.2); 64 on 8, 1 of 128k 137.1 (-; 140.1); but 8 of 32k 267.3 (-; 262.9), and 28 on 4, 32 of 2k, whose jobs are whole,
+42.9 (41.4; 42.3)."""
 FAST_MEMORY = 4e12
 """Bytes a second of a memory that does not bind where 128 rows share a key head: an H200's, not an H100's."""
 HOPEFUL_ROOM = 4096
