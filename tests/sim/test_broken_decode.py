@@ -43,8 +43,8 @@ SHARED = SCHEDULE, *PARTS = [
     f"strobe.kernels.decode.{name}" for name in ("schedule", "layouts", "keys", "scores", "splits", "results", "pieces")
 ]
 """What the kernels share, in the order in which they import each other."""
-FORWARD, BOXES, LATENTS, TURNS, AGAIN, HOPPER = (
-    f"strobe.kernels.decode.{name}" for name in ("forward", "boxes", "latent", "latent_turns", "again", "hopper")
+FORWARD, BOXES, LATENTS, TURNS, AGAIN, BOARD, HOPPER = (
+    f"strobe.kernels.decode.{name}" for name in ("forward", "boxes", "latent", "latent_turns", "again", "board", "hopper")
 )
 LATENT = {"latent": True}
 NUMBERS = (AssertionError,)
@@ -92,6 +92,10 @@ def latent_bug(what, text, becomes, errors=NUMBERS) -> Bug:
 
 def again(what, text, becomes, errors=NUMBERS) -> Bug:
     return Bug(what, AGAIN, text, becomes, errors)
+
+
+def board(what, text, becomes, errors=NUMBERS) -> Bug:
+    return Bug(what, BOARD, text, becomes, errors)
 
 
 def turns(what, text, becomes, errors=NUMBERS, **case) -> Bug:
@@ -363,6 +367,25 @@ AGAIN_BUGS = [
     hopper("a masked step is taken with hope", "if C.optimistic and not MASKED:", "if C.optimistic:"),
 ]  # fmt: skip
 
+WRITTEN = """    for i in gl.static_range(NUMBERS):
+        place = board.numbers.index(n % PIECES * NUMBERS + i)
+        place.store(gl.full([1], 0, gl.int32, lanes(gl.num_warps())) + numbers[i])
+"""
+OF_PIECE = "    mbarrier.arrive(board.told.index(n % PIECES), count=1)\n"
+BOARD_BUGS = [
+    board("a piece is told of before it is written", WRITTEN + OF_PIECE, OF_PIECE + WRITTEN, (*TOO_EARLY, Deadlock)),
+    board("a piece is not waited for", "    mbarrier.wait(board.told.index(n % PIECES), n // PIECES & 1)\n", "",
+          (*TOO_EARLY, BarrierMisuse, Deadlock)),
+    board("a piece is written over one that nobody has read",
+          "    mbarrier.wait(board.heard.index(n % PIECES), n // PIECES & 1 ^ 1)\n", "", (Race, BarrierMisuse, Deadlock)),
+    board("pieces that were told of are not counted", "        n += 1\n", "        n += 0\n",
+          (Deadlock, BarrierMisuse, *TOO_EARLY)),
+    hopper("one role less has to read a piece", "make_board(C.groups + 1)", "make_board(C.groups)",
+           (Race, BarrierMisuse, Deadlock)),
+    hopper("nobody is told of the end", "            tell_of_the_end(memory.board, told)\n", "", (Deadlock, BarrierMisuse)),
+    hopper("the end is not counted", "            told += 1\n", "            told += 0\n", (Deadlock, Race, BarrierMisuse)),
+]  # fmt: skip
+
 FILLED = "memory.v.acquire(position)\n        copy_rows"
 TOLD = "position - LAG, 2 * LAG)\n        v_rows"
 ONE_GROUP_BUGS = [
@@ -570,7 +593,7 @@ EVENLY_BUGS = [
 
 def broken(bug: Bug, entry: str, folder: Path) -> ModuleType:
     """A kernel's module, over all that it imports, with a mistake in it or in one of them."""
-    line = [*SHARED, FORWARD] if entry == FORWARD else [*SHARED, BOXES, LATENTS, TURNS, AGAIN, HOPPER]
+    line = [*SHARED, FORWARD] if entry == FORWARD else [*SHARED, BOXES, LATENTS, TURNS, AGAIN, BOARD, HOPPER]
     return altered_over(line[line.index(bug.module) :], ((bug.text, bug.becomes),), folder)
 
 
@@ -647,7 +670,7 @@ def test_it_is_found_where_columns_are_merged(bug, tmp_path):
             run(one_job(), ctas=20, order=order, seed=number, kernel=module, choose=of_wgmma, **FEW_JOBS)
 
 
-@pytest.mark.parametrize("bug", AGAIN_BUGS, ids=str)
+@pytest.mark.parametrize("bug", [*AGAIN_BUGS, *BOARD_BUGS], ids=str)
 def test_it_is_found_where_pieces_are_taken_again(bug, tmp_path):
     call, module = far_scores(torch.float16, 64), broken(bug, HOPPER, tmp_path)
     for number, order in enumerate(ORDERS):

@@ -347,15 +347,18 @@ def test_two_groups_launch_after_launch(order):
     run(call, ctas=4, order=order, launches=2, choose=of_wgmma, groups=2)
 
 
+@pytest.mark.parametrize("gpu", ["H200", "H100"])
 @pytest.mark.parametrize(
-    ("keys", "fixed", "groups"), [((1 << 17) - 1, {}, 1), (1 << 17, {}, 2), (1 << 17, {"deterministic": True}, 2)]
-)
-def test_many_keys_are_for_groups_with_roles(keys, fixed, groups):
-    """Fewer, too, where memory is fast."""
-    problem = problem_of(n_q=16, **fixed)
-    longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=keys))  # of 2 requests and 4 key heads
-    assert choose(longer, KNOWN["H100"]).groups == groups
-    assert choose(longer, KNOWN["H200"]).groups == (groups if fixed else 2)
+    ("batch", "keys", "fixed", "groups"),
+    [
+        (2, 1 << 17, {}, 1), (2, (1 << 17) + 1, {}, 2), (16, 2048, {}, 1), (17, 2048, {}, 2),
+        (2, (1 << 17) - 1, {"deterministic": True}, 1), (2, 1 << 17, {"deterministic": True}, 2),
+        (17, 2048, {"head_dim": 64}, 1),
+    ],
+)  # fmt: skip
+def test_who_has_two_roles(batch, keys, fixed, groups, gpu):
+    """Many keys, and jobs that are not cut, if Q is held; of four key heads."""
+    assert choose(with_room(problem_of(n_q=16, **fixed), batch, 4, keys), KNOWN[gpu]).groups == groups
 
 
 @pytest.mark.parametrize(
@@ -452,16 +455,16 @@ def test_a_ring_of_which_few_steps_are_under_way(stages, under_way, order):
         (2048, 16, {}, 2),
         (1024, 64, {}, 2),
         (2047, None, {}, 2),
-        (2048, None, {}, 0),
+        (2048, None, {}, 2),
+        (2048, None, {"batch": 20}, 0),
         (2048, 64, {"deterministic": True}, 0),
         (2048, 64, {"n_q": 8}, 0),
     ],
 )
 def test_how_many_steps_are_under_way(capacity, page, fixed, under_way):
-    """As many as there is room for on an H100."""
     problem = problem_of(**{"n_q": 16, **fixed})
     longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=capacity), page_size=page)
-    assert [of_wgmma(longer, KNOWN[arch]).under_way for arch in ("H200", "H100")] == [under_way, 0]
+    assert [of_wgmma(longer, KNOWN[arch]).under_way for arch in ("H200", "H100")] == [under_way] * 2
 
 
 @pytest.mark.parametrize(
@@ -482,7 +485,7 @@ def test_where_whole_jobs_are_taken_by_turns(fixed, keys, archs):
 @pytest.mark.parametrize(
     ("capacity", "page", "fixed", "stages", "by_way_of_q"),
     [
-        (1024, 64, {}, 4, False), (2048, 64, {}, 4, False), (2048, None, {}, 5, False), (2047, None, {}, 4, False),
+        (1024, 64, {}, 4, False), (2048, 64, {}, 4, False), (2048, None, {}, 4, False), (2047, None, {}, 4, False),
         (2048, 64, {"deterministic": True}, 4, False), (1024, 64, {"deterministic": True}, 6, True),
         (2048, 64, {"head_dim": 64, "head_dim_v": 64}, 8, False),
     ],
@@ -500,7 +503,8 @@ def test_many_rows_by_the_room_of_a_request(capacity, page, fixed, stages, by_wa
         ({"n_q": 1, "batch": 40}, 2),  # mma.sync, two CTAs
         ({"n_q": 4}, 4),  # one group, cp.async
         ({"n_q": 4, "head_dim": 64}, 8),
-        ({"n_q": 40, "batch": 40}, 12),  # TMA
+        ({"n_q": 40, "batch": 40}, 6),  # TMA, which copies Q, too
+        ({"n_q": 40, "batch": 40, "head_dim": 64}, 24),
         ({"n_q": 4, "deterministic": True}, 0),
     ],
 )

@@ -49,7 +49,15 @@ else mma.sync is, which leaves 8 rows away. An H200, one query over pages of 64,
 microseconds, 36.4 by one group; of unequal lengths, log-normal around a third of 1k: 17.4 and 21.4; 64 heads on 8: 133 and 134,
 45.7 and 58.2; but 32 of 1k, 28 heads on 4: 22.0 and 20.6."""
 LEAST_KEYS_OF_TWO_GROUPS = 1 << 20
-"""Keys of all key heads of all requests from which on the two groups that share 128 rows have a role each, on any memory."""
+"""Keys of all key heads of all requests from which on the two groups that share 128 rows have a role each, where they do not
+hold Q."""
+MOST_KEYS_OF_ONE_ROLE = 1 << 20
+"""The same up to which eight warps that hold Q have one role where each job is cut, as there are half as many as
+multiprocessors or fewer: their code is half as long, and what begins and ends a piece runs once or twice in a launch. An H200,
+16 queries, pages of 64, microseconds (and with two roles; and if these found their pieces by themselves): 28 heads on 4, 1
+request of 32k keys 29.8 (32.0; 34.0), 8 of 8k 46.1 (46.4; 49.2); 16 on 2, 32 of 8k 77.6 (77.9; 80.3), over pages of 16 79.2
+(81.7; 82.2); 64 on 8, 1 of 128k 137.1 (-; 140.1); but 8 of 32k 267.3 (-; 262.9), and 28 on 4, 32 of 2k, whose jobs are whole,
+42.9 (41.4; 42.3)."""
 FAST_MEMORY = 4e12
 """Bytes a second of a memory that does not bind where 128 rows share a key head: an H200's, not an H100's."""
 HOPEFUL_ROOM = 4096
@@ -63,17 +71,17 @@ LEAST_KEYS_OF_TURNS = 1 << 20
 """Keys of all key heads of all requests from which on CTAs take whole jobs by turns: for fewer nothing was gained, and 16
 queries of 32 requests of 1k keys were slower by the instructions."""
 UNDER_WAY = 2
-"""Steps of K, and of V, that such a CTA copies at once where memory is fast; the others of its ring are there. What is asked
+"""Steps of K, and of V, that such a CTA copies at once if it holds Q; the others of its ring are there. What is asked
 for beside keys waits for less. An H200, 16 queries of 64 heads on 8, pages of 64, microseconds (and with all 4 under way): 32
 requests of 8k keys 264 (288), over pages of 16 286 (311), 8 of 32k 264 (300), 128 of 8k 1069 (1100), 8 of 8k 80.4 (82.4), 32 of
 2k 81.9 (82.3), 128 of 2k 320 (320); of unequal lengths, 32 around 2k 97.8 (100.2), 8 around 8k 91.0 (101.7), 128 around 8k 1074
-(1116). One step: 292, for 32 of 8k; three of six: 289; two of six: 273. An H100: not timed."""
+(1116). One step: 292, for 32 of 8k; three of six: 289; two of six: 273. An H100: not timed by itself."""
 START_BYTES = 128 * KIB
 """Bytes of keys and values that a multiprocessor could read in the time that a piece costs beside its keys, where cp.async
 copies. An H100, 4 queries of 64 heads on 8, 32 requests whose lengths have a log-normal distribution around 2k: 104.5
 microseconds with one group, 110.9 without; by mma.sync 109.5 and 113.1."""
-START_BYTES_OF_TMA = 384 * KIB
-"""The same where TMA copies, behind which a piece's rows of Q come late."""
+START_BYTES_OF_TMA, START_BYTES_WITH_Q = 384 * KIB, 192 * KIB
+"""The same where TMA copies, behind which a piece's rows of Q come late, and where it copies these, too, ahead of the keys."""
 MOST_SHARED_ROWS, MOST_SHARED_ROWS_OF_SEVERAL = 32, MMA_ROWS // 2
 """Rows of a key head up to which CTAs share it evenly, of one request and of several. An H200, one request, 8 queries of 64
 heads on 8, 8k keys: 20.7 microseconds, 16.7 by one group of wgmma; 4 queries: 15.9 and 16.5."""
@@ -209,6 +217,11 @@ class Config:
         return self.halves > 1 or self.holds_q
 
     @property
+    def tells(self) -> bool:
+        """Whether who copies K finds the CTA's pieces of work, and tells the other roles, whose code is so much shorter."""
+        return self.groups > 1 and not self.split
+
+    @property
     def row_warps(self) -> int:
         return self.rows // MMA_ROWS
 
@@ -266,7 +279,8 @@ class Config:
     @property
     def few_parts(self) -> int:
         """Parts of a job that are so few; CTAs that have parts, where each may have several."""
-        return 4 if self.split or self.holds_q else 8
+        # 8 requests of 8k keys, 16 heads on 2, microseconds (and with 4): 29.5 (30.2) on an H200, 36.7 (37.2) on an H100
+        return 4 if self.split or (self.holds_q and self.rows <= MOST_ROWS) else 8
 
     def parts_beside(self, rows: int) -> int:
         """Partial results of so many rows that the warps can hold beside their sum, in the registers that are free."""
@@ -361,7 +375,7 @@ def start_of(config: Config) -> int:
     if config.split or config.narrow:
         return 0
     columns = config.head_dim + config.head_dim_v
-    size = START_BYTES_OF_TMA if config.box else START_BYTES
+    size = START_BYTES_WITH_Q if config.asks_q else START_BYTES_OF_TMA if config.box else START_BYTES
     return size // (config.ctas * config.tokens * columns * config.kv_bytes)
 
 
@@ -526,20 +540,25 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     #   128 of 1k 86.5 (91.7); 32 of 2k 42.2 (44.6); 8 of 8k 49.3 (51.3); 32 of 8k 133.0 (135.5); 1 of 32k 34.8 (35.2)
     #   64 on 8: 128 of 2k 296 (310); 8 of 2k 32.7 (33.6); 32 of 8k 257 (261); 128 of 8k 1025 (1044)
     # and on an H100: 128 of 2k 409 (418), contiguous 400 (415), over pages of 16 416 (424); 32 of 8k 375 (378).
+    # As an H200 does it since roles are told of their pieces, an H100 (and before: up to 2^20 keys one role, which held no Q):
+    #   28 heads on 4: 32 requests of 1k keys 32.6 (34.6), contiguous 31.1 (33.4), 32 of 2k 55.3 (58.6), 128 of 1k 112.6 (118),
+    #   8 of 8k 59.3 (62.2); 64 on 8: 1 of 32k 59.0 (60.4), 12 of 2k 53.2 (61.0), contiguous 32 of 2k 101.1 (108.5); around 1k,
+    #   8 of unequal lengths 29.8 (33.7), around 2k 44.3 (43.7), 32 around 2k 122.7 (132.7)
     many, long, paged = rows > MOST_ROWS, problem.capacity >= LONG_ROOM, problem.page_size is not None
-    fast = dim == dim_v == 128 and arch.dram_bandwidth >= FAST_MEMORY and not problem.deterministic
-    apart = many and (keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS or fast) and (long or not problem.deterministic)
-    holds_q = apart and dim == dim_v == 128 and not problem.deterministic
+    holds_q = many and dim == dim_v == 128 and not problem.deterministic
+    apart = holds_q or (many and keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS and (long or not problem.deterministic))
     absent = absent_of(problem, rows) if holds_q else None
     config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk, groups=1 + apart,
                     by_way_of_q=many and not long and not holds_q, holds_q=holds_q, asks_q=absent is not None,
                     absent=absent or 0, optimistic=holds_q and is_hopeful(problem),
-                    under_way=UNDER_WAY if fast and many and (paged or not long) else 0,
+                    under_way=UNDER_WAY if holds_q and (paged or not long) else 0,
                     chain=chain_of(problem))  # fmt: skip
     # Parts merged by blocks of columns, microseconds (and by rows), one request: of 128k keys of 16 heads on 2 50.0 (52.8) on
     # an H200, 64.0 (66.2) on an H100; of 32k of 28 on 4 35.1 (34.8), 38.4 (39.3); but of 64 on 8, of 16 parts, 62.0 (60.9).
-    few_jobs = many and not split and (arch.sms or FALLBACK_SMS) // jobs(problem, config) > MOST_PARTS
-    config = replace(config, few_jobs=few_jobs)
+    sms, number = arch.sms or FALLBACK_SMS, jobs(problem, config)
+    config = replace(config, few_jobs=many and not split and sms // number > MOST_PARTS)
+    if holds_q and 2 * number <= sms and keys_of(problem) <= MOST_KEYS_OF_ONE_ROLE:
+        config = replace(config, groups=1, under_way=UNDER_WAY)
     most = MOST_STAGES
     if many and (config.under_way or (long and paged)):
         most = MOST_UNDER_WAY // (tokens * (dim + dim_v) * config.kv_bytes)

@@ -1,7 +1,8 @@
 """Attention of many rows over a cache, in Gluon, for Hopper: TMA, wgmma, warp specialisation.
 
 The schedule, the terms, the results and their merging are those of `forward`, the copies and scores those of `boxes`. Every
-role finds its CTA's pieces of work from the lengths by itself. The roles:
+role finds its CTA's pieces of work from the lengths by itself or, of two groups, the copier of K does, and tells the others
+(see `board`). The roles:
 
     role            warps                          work
     copier of K     1                              copies steps of K in (TMA)
@@ -17,7 +18,7 @@ role finds its CTA's pieces of work from the lengths by itself. The roles:
                     or one chunk of whole rows
     q               [groups * chunks, rows of a        a multiplier   itself
                     group, chunk]
-    board           [groups * NOTES, 1]                a multiplier   itself: numbers of a piece, where there are splits
+    notes           [groups * NOTES, 1]                a multiplier   itself: numbers of a piece, where there are splits
 
     barrier         arrivals                           says
     full            TMA bytes, or the copier of V,     a step is there
@@ -43,6 +44,7 @@ from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.packed_halves import rounded
 from strobe.kernels.decode.again import ALL, Again, bit_of, chosen_next, is_chosen, make_again, out_of_range, tell
 from strobe.kernels.decode.arguments import NUMBERS, Cached, Chain, Job, Kernel, Outputs, Piece, Terms
+from strobe.kernels.decode.board import Board, make_board, take_told, tell_of, tell_of_the_end
 from strobe.kernels.decode.boxes import (
     accumulator,
     ask_for_queries,
@@ -103,7 +105,8 @@ class Memory:
     k: Channel
     v: Channel
     again: Again
-    board: gl.shared_memory_descriptor
+    notes: gl.shared_memory_descriptor
+    board: (Board, gl.constexpr)
 
 
 @gluon.jit
@@ -112,11 +115,13 @@ def make_memory(k_desc, v_desc, q_desc, C: gl.constexpr):
     dtype: gl.constexpr = k_desc.dtype if C.box else k_desc.dtype.element_ty
     shape: gl.constexpr = [C.groups * (C.head_dim // C.chunk), C.rows // C.groups, C.chunk]
     q = gl.allocate_shared_memory(dtype, shape, swizzled(dtype, C.chunk))
-    board = q
+    notes, board = q, None
+    if C.tells:
+        board = make_board(C.groups + 1)
     if C.split:
-        board = gl.allocate_shared_memory(gl.int32, [C.groups * NOTES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        notes = gl.allocate_shared_memory(gl.int32, [C.groups * NOTES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k, v = make_ring(dtype, C.head_dim, 0, C), make_ring(dtype, C.head_dim_v, 1, C)
-    return Memory(k_desc, v_desc, q_desc, q, k, v, make_again(C.groups), board)
+    return Memory(k_desc, v_desc, q_desc, q, k, v, make_again(C.groups), notes, board)
 
 
 @gluon.jit
@@ -208,16 +213,18 @@ def copy_values(memory, K, piece, at, pages, state):
 @gluon.jit
 def take_keys(memory, K, piece, job, state):
     """Copy K of a piece, if it is chosen; state: how many steps the CTA copied before, and up to the first one of the piece
-    before, the number of the piece, and which pieces are chosen."""
+    before, the number of the piece, which pieces are chosen, and of how many the others were told."""
     C: gl.constexpr = K.C
-    copied, number, chosen = state
+    copied, number, chosen, told = state
+    if C.tells:
+        tell_of(memory.board, told, piece, job)
     position, before = copied
     if is_chosen(chosen, number, job, C):
         if C.asks_q:  # a group that has read the first step of a piece holds Q; long before the ring is around again
             near = (before < position) & (position - before < C.stages)
             mbarrier.wait(memory.k.empty.index(memory.k.slot(before)), memory.k.phase(before), pred=near)
         position, before = copy_steps(copy_keys, memory, K, piece, (position, position))
-    return (position, before), number + 1, chosen
+    return (position, before), number + 1, chosen, told + 1
 
 
 @gluon.jit
@@ -230,18 +237,32 @@ def take_values(memory, K, piece, job, state):
 
 
 @gluon.jit
+def take_all(TAKE: gl.constexpr, memory, K, told, state):
+    """All pieces of a CTA, found or told of, the first of them as the `told`-th one; see `take_told`."""
+    if K.C.tells:
+        told, state = take_told(TAKE, memory, K, told, state)
+    else:
+        state = take_pieces(TAKE, memory, K, state)
+    return told, state
+
+
+@gluon.jit
 def copier_of_keys(memory, K):
-    copied, chosen = (gl.to_tensor(0), gl.to_tensor(0)), gl.to_tensor(ALL)
+    copied, chosen, told = (gl.to_tensor(0), gl.to_tensor(0)), gl.to_tensor(ALL), gl.to_tensor(0)
     while chosen != 0:
-        copied, _, _ = take_pieces(take_keys, memory, K, (copied, 0 * chosen, chosen))
+        copied, _, _, told = take_pieces(take_keys, memory, K, (copied, 0 * chosen, chosen, told))
+        if K.C.tells:
+            tell_of_the_end(memory.board, told)
+            told += 1
         chosen = chosen_next(memory.again, chosen, K.C)
 
 
 @gluon.jit
 def copier_of_values(memory, K):
-    copied, chosen = (gl.to_tensor(0), gl.to_tensor(0)), gl.to_tensor(ALL)
+    copied, chosen, told = (gl.to_tensor(0), gl.to_tensor(0)), gl.to_tensor(ALL), gl.to_tensor(0)
     while chosen != 0:
-        copied, _, _ = take_pieces(take_values, memory, K, (copied, 0 * chosen, chosen))
+        told, state = take_all(take_values, memory, K, told, (copied, 0 * chosen, chosen))
+        copied, _, _ = state
         chosen = chosen_next(memory.again, chosen, K.C)
 
 
@@ -422,7 +443,7 @@ def note(W: gl.constexpr, memory, piece, job):
         chain.begins.to(gl.int32), chain.settled, chain.line, chain.job_begin, chain.begin, chain.end,
     )  # fmt: skip
     for i in gl.static_range(NOTES):
-        memory.board.index(W * NOTES + i).store(gl.full([1], 0, gl.int32, lanes(gl.num_warps())) + numbers[i])
+        memory.notes.index(W * NOTES + i).store(gl.full([1], 0, gl.int32, lanes(gl.num_warps())) + numbers[i])
 
 
 @gluon.jit
@@ -430,7 +451,7 @@ def noted(W: gl.constexpr, memory):
     """What `note` wrote down."""
     n = ()
     for i in gl.static_range(NOTES):
-        n += (gl.max(memory.board.index(W * NOTES + i).load(lanes(gl.num_warps())), 0),)
+        n += (gl.max(memory.notes.index(W * NOTES + i).load(lanes(gl.num_warps())), 0),)
     chain = Chain(n[16] != 0, n[17], n[18], n[19], n[20], n[21])
     piece = Piece(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8])
     return piece, Job(n[9], n[10], n[11], n[12], n[13], n[14], n[15], chain)
@@ -619,10 +640,11 @@ def multiply_second(memory, K, piece, job, state):
 
 @gluon.jit
 def multiply_all(MULTIPLY: gl.constexpr, W: gl.constexpr, memory, K):
-    position, chosen, mine = gl.to_tensor(0), gl.to_tensor(ALL), gl.to_tensor(ALL)
+    position, chosen, mine, told = gl.to_tensor(0), gl.to_tensor(ALL), gl.to_tensor(ALL), gl.to_tensor(0)
     while chosen != 0:
         zero = 0 * position
-        position, _, _, _, mine = take_pieces(MULTIPLY, memory, K, (position, zero, chosen, mine, zero))
+        told, state = take_all(MULTIPLY, memory, K, told, (position, zero, chosen, mine, zero))
+        position, _, _, _, mine = state
         tell(memory.again, W, chosen, mine, K.C)
         chosen = chosen_next(memory.again, chosen, K.C)
 
