@@ -9,11 +9,11 @@ import torch
 
 from strobe.kernels.common.cluster import begin_ptx, exchange_ptx
 
-ROWS, COLUMNS, WARPS = 8, 128, 4
-EACH = ROWS * COLUMNS // (32 * WARPS)
+COLUMNS, WARPS = 128, 4
 OPERATIONS = {
     "mov": lambda x: x, "mul": operator.mul, "div": operator.floordiv, "rem": operator.mod, "shr": operator.rshift,
-    "and": operator.and_, "mad": lambda a, b, c: a * b + c, "mapa": lambda at, cta: (cta, at), "setp": operator.eq,
+    "and": operator.and_, "mad": lambda a, b, c: a * b + c, "mapa": lambda at, cta: (cta, at),
+    "add": operator.add, "setp": operator.eq,
 }  # fmt: skip
 
 
@@ -30,9 +30,10 @@ class Thread:
     """A thread of one CTA: its registers, and the operands of the assembly by their numbers."""
 
     def __init__(self, ctas: list[Cta], rank: int, number: int, operands: list[float]):
+        """operands: what is given."""
         self.ctas, self.own = ctas, ctas[rank]
         self.registers = {"%cluster_ctarank": rank, "%tid.x": number, **self.own.names}
-        self.registers |= {f"${3 * EACH + i}": x for i, x in enumerate(operands)}
+        self.registers |= {f"${len(operands) + i}": x for i, x in enumerate(operands)}
 
     def value(self, text: str):
         return int(text) if re.fullmatch(r"\d+", text) else self.registers[text]
@@ -67,27 +68,28 @@ def place(i: int, number: int) -> tuple[int, int]:
 
 def by_ctas(x: torch.Tensor, ctas: int) -> torch.Tensor:
     """As `cluster.by_ctas`."""
-    x = x.reshape(EACH // 4, WARPS, ctas // EACH, 32 * EACH // ctas, 4)
-    return x.permute(2, 0, 4, 1, 3).reshape(ctas, -1)
+    of_place = min(each := x.numel() // (32 * WARPS), ctas)
+    x = x.reshape(each // of_place, of_place // 4, WARPS, ctas // of_place, 32 * of_place // ctas, 4)
+    return x.permute(3, 1, 5, 0, 2, 4).reshape(ctas, -1)
 
 
 @pytest.mark.parametrize("posts", [False, True])
-@pytest.mark.parametrize("ctas", [8, 16])
-def test_each_has_its_share_of_all(ctas, posts):
-    g = torch.Generator().manual_seed(ctas)
-    x, of_rows = torch.randn(ctas, ROWS, COLUMNS, generator=g), torch.randn(2, ctas, ROWS, generator=g)
+@pytest.mark.parametrize(("ctas", "rows"), [(8, 8), (16, 8), (8, 16), (8, 64), (16, 32)])
+def test_each_has_its_share_of_all(ctas, rows, posts):
+    g, each = torch.Generator().manual_seed(ctas), rows * COLUMNS // (32 * WARPS)
+    x, of_rows = torch.randn(ctas, rows, COLUMNS, generator=g), torch.randn(2, ctas, rows, generator=g)
     given = [x, *of_rows[..., None].expand(2, *x.shape)]
-    begin = begin_ptx(ctas, ROWS * COLUMNS, posts)
+    begin = begin_ptx(ctas, rows, COLUMNS, posts)
     memory = [Cta(begin) for _ in range(ctas)]
     threads = [
         [
-            Thread(memory, rank, n, [float(of[(rank, *place(i, n))]) for of in given for i in range(EACH)])
+            Thread(memory, rank, n, [float(of[(rank, *place(i, n))]) for of in given for i in range(each)])
             for n in range(32 * WARPS)
         ]
         for rank in range(ctas)
     ]
     lines = [
-        line for line in exchange_ptx(ROWS, COLUMNS, ctas, WARPS, posts).splitlines() if not line.startswith((".reg", "{", "}"))
+        line for line in exchange_ptx(rows, COLUMNS, ctas, WARPS, posts).splitlines() if not line.startswith((".reg", "{", "}"))
     ]
     waits = max(n for n, line in enumerate(lines) if line.startswith(("barrier.cluster.wait", "@!over")))
     waiting = ("barrier.", "mbarrier.", "again", "@!over")
@@ -100,8 +102,8 @@ def test_each_has_its_share_of_all(ctas, posts):
         assert not posts or f"_, [at], {4 * len(cta.written)};" in begin, "the barrier counts all bytes"
     for rank in range(ctas):
         for n, whole in enumerate(given):
-            found = torch.empty(ROWS, COLUMNS)
+            found = torch.empty(rows, COLUMNS)
             for number, thread in enumerate(threads[rank]):
-                for i in range(EACH):
-                    found[place(i, number)] = thread.registers[f"${n * EACH + i}"]
+                for i in range(each):
+                    found[place(i, number)] = thread.registers[f"${n * each + i}"]
             assert torch.equal(by_ctas(found, ctas), whole.reshape(ctas, ctas, -1)[:, rank])

@@ -24,7 +24,7 @@ def run(
     kernel: ModuleType | None = None, choose: Callable = of_mma, **config,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out and the LSE of a call: simulate `launches` launches, one after the other with the same counters, and check their
-    results. kernel: a module in place of `decode.forward`, or of `decode.hopper` with wgmma. choose: makes the config; config:
+    results. kernel: a module in place of the one that has the kernel which is launched. choose: makes the config; config:
     changes of it."""
     columns = call.cache.head_dim_v if call.cache.v is None else call.cache.v.shape[-1]
     out = torch.full((*call.q.shape[:-1], columns), torch.nan, dtype=call.q.dtype)
@@ -42,7 +42,7 @@ def run(
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     tensors = Tensors(**given, **made)
     (one,) = launch.calls(problem, tensors, gpu, chosen)
-    function = one.kernel if kernel is None else getattr(kernel, "hopper_kernel" if chosen.by_wgmma else "decode_kernel")
+    function = one.kernel if kernel is None else getattr(kernel, one.kernel.__name__)
     grid = (one.grid[0] * one.cluster, *one.grid[1:])
     again = ("arrivals", "parts", "sums") if chosen.split else ("arrivals",)  # by a CTA that merges several whole jobs
     simulated = Launch(function, grid, (), one.keywords, arch=arch, rewritable=again, resident=one.cluster)

@@ -14,6 +14,7 @@ from test_decode_kernel import (
     ASKED_Q,
     BY_WAY_OF_Q,
     CUT,
+    FAR_CUT,
     FEW_JOBS,
     FIXED,
     OPTIMISTIC,
@@ -25,7 +26,7 @@ from test_decode_kernel import (
 )
 
 import strobe
-from strobe.kernels.decode.config import of_one_group, of_shares, of_wgmma
+from strobe.kernels.decode.config import of_one_group, of_shares, of_split_clusters, of_wgmma
 from strobe.sim import (
     BarrierMisuse,
     Deadlock,
@@ -43,8 +44,9 @@ SHARED = SCHEDULE, *PARTS = [
     f"strobe.kernels.decode.{name}" for name in ("schedule", "layouts", "keys", "scores", "splits", "results", "pieces")
 ]
 """What the kernels share, in the order in which they import each other."""
-FORWARD, BOXES, LATENTS, TURNS, AGAIN, BOARD, HOPPER = (
-    f"strobe.kernels.decode.{name}" for name in ("forward", "boxes", "latent", "latent_turns", "again", "board", "hopper")
+FORWARD, BOXES, LATENTS, TURNS, AGAIN, BOARD, HOPPER, SPLIT_CLUSTERS = (
+    f"strobe.kernels.decode.{name}"
+    for name in ("forward", "boxes", "latent", "latent_turns", "again", "board", "hopper", "split_clusters")
 )
 LATENT = {"latent": True}
 NUMBERS = (AssertionError,)
@@ -364,7 +366,7 @@ AGAIN_BUGS = [
     hopper("both groups deliver again", "is_chosen(mine, number", "is_chosen(chosen, number", (DoubleWrite, Race, *NUMBERS)),
     hopper("pieces of K are not counted", "return (position, before), number + 1, chosen",
            "return (position, before), number, chosen", (Deadlock, BarrierMisuse, *NUMBERS)),
-    hopper("a masked step is taken with hope", "if C.optimistic and not MASKED:", "if C.optimistic:"),
+    hopper("a masked step is taken with hope", "elif C.optimistic and not MASKED:", "elif C.optimistic:"),
 ]  # fmt: skip
 
 WRITTEN = """    for i in gl.static_range(NUMBERS):
@@ -415,7 +417,7 @@ MANY_ROWS = {
 }
 ONE_GROUP = {"head_dim": 128, "head_dim_v": 128, "group": 8, "heads_kv": 1, "room": 520, "lengths": [510, 1, 0, 330]}
 
-NEXT_PART = "            part = none\n"
+NEXT_PART = "            o, part_top, part_total = none\n"
 
 
 def splits(what, text, becomes, errors=NUMBERS) -> Bug:
@@ -423,14 +425,14 @@ def splits(what, text, becomes, errors=NUMBERS) -> Bug:
 
 
 SPLIT_BUGS = [
-    hopper("a split goes on where the one before ended", "gl.where(at % C.split == 0, none[1], top)", "top"),
-    hopper("a split begins a step late", "at % C.split == 0:", "at % C.split == C.tokens:"),
+    hopper("a split goes on where the one before ended", "gl.where(begins, none[1], top)", "top"),
+    hopper("a split begins a step late", "begins = at % C.split == 0", "begins = at % C.split == C.tokens"),
     hopper("what was found of a split is found of the next one, too", "acc, sums = no_output(C), own_sums", "sums = own_sums"),
     hopper("the sums of a split are those of the next one, too", "acc, sums = no_output(C), own_sums",
            "acc, sums = no_output(C), next_sums + sums"),
     hopper("a part goes on where the one before ended", NEXT_PART, "            pass\n"),
-    hopper("the last split is left out", "acc, top, total = added_split(part, acc, top, sums)\n",
-           "acc, top, total = part\n", (*NUMBERS, *TOO_EARLY)),
+    hopper("the last split is left out", "acc, top, total = added_split(taken_up(W, memory, part, acc, C), acc, top, sums)\n",
+           "acc, top, total = taken_up(W, memory, part, acc, C)\n", (*NUMBERS, *TOO_EARLY)),
     splits("splits of whose chain others have the first are added up", "(end <= chain.settled) | ", "", (*NUMBERS, *TOO_EARLY)),
     splits("a chain does not end", " | (end % C.chain == 0)", "", (*NUMBERS, *TOO_EARLY)),
     splits("no chain has a part of several splits", "(first < gl.minimum(beyond, end)).to(gl.int32)", "0 * first",
@@ -446,8 +448,19 @@ SPLIT_BUGS = [
     kernel("chains are added up as one", "if (i + k == 0) | (i + k == own.of_first):", "if i + k == 0:"),
     kernel("the other chain is left out", "if own.number > own.of_first:", "if own.number < 0:"),
     kernel("the first of two whole chains is left out", "    if piece.begin < begins:\n", "    if piece.begin < 0:\n"),
-    kernel("the first of two whole chains is where the second would be", "own_place(job, begins - 1,",
-           "own_place(job, piece.end - 1,", (*NUMBERS, *TOO_EARLY)),
+]  # fmt: skip
+
+FAR_SPLIT_BUGS = [
+    hopper("a reference moves with every maximum", "most > top + reach_of(dtype)", "most > top"),
+    hopper("a reference never moves", "most > top + reach_of(dtype)", "most == most + 1.0"),
+    hopper("no split is broken", ">= 2.0 ** reach_of(memory.q.dtype)", ">= 2.0 ** 100"),
+    hopper("the last split alone may be broken", "return gl.maximum(worst, gl.where",
+           "return gl.maximum(0.0 * total, gl.where"),
+    hopper("who is not to deliver leaves parts", "            if leaves:\n", "            if at > 0:\n", (Race, DoubleWrite)),
+    hopper("both groups' sums wait at one place", "memory.sums.index(W * len(o) + c).store", "memory.sums.index(c).store",
+           (*TOO_EARLY, *NUMBERS)),
+    splits("a whole job's first chain is where a part is", "    if own_places(C):\n", "    if job.parts == 0:\n",
+           (*NUMBERS, *TOO_EARLY, DoubleWrite)),
 ]  # fmt: skip
 
 AFTER_LEFT = """        acc = warpgroup_mma_wait(0, deps=[acc])
@@ -546,7 +559,7 @@ TURNS_BUGS = [
 CLUSTER = {
     "batch": 1, "lengths": [1900], "room": 2000, "n_q": 1, "group": 4, "head_dim": 128, "head_dim_v": 128, "mask": None,
 }  # fmt: skip
-BEGIN = "        begin_cluster(C.cluster, ROWS * C.head_dim_v, C.posts)\n"
+BEGIN = "        begin_cluster(C.cluster, ROWS, C.head_dim_v, C.posts)\n"
 CLUSTER_BUGS = [
     kernel("nobody says that it has begun", BEGIN, "        pass\n", (Race,)),
     kernel("the steps of the next CTA", "(begin // C.tokens + rank)", "(begin // C.tokens + rank + 1)"),
@@ -562,12 +575,38 @@ CLUSTER_BUGS = [
            "s_pages, look_up(cached, piece, first,", honest=False, ctas=8, page=64, lengths=[768]),
     kernel("parts are not weighed", "gl.sum(total_of * weight_of, 0)", "gl.sum(total_of, 0)"),
     kernel("nothing minus nothing", "top_of - gl.expand_dims(finite(top), 0)", "top_of - gl.expand_dims(top, 0)", lengths=[0]),
-    kernel("both halves of a row at one place", "rank * SHARE % COLUMNS + gl.arange", "gl.arange",
+    kernel("both halves of a row at one place", "column += rank * SHARE % COLUMNS", "column += 0 * rank",
            (DoubleWrite, Race, *NUMBERS)),
-    kernel("rows of the next share", "row = K.outputs, rank * SHARE // COLUMNS", "row = K.outputs, rank * SHARE // COLUMNS + 1",
+    kernel("rows of the next share", "K.outputs, rank * SHARE // COLUMNS,", "K.outputs, rank * SHARE // COLUMNS + 1,",
            (DoubleWrite, Race, *NUMBERS)),
     kernel("both halves write the LSE", "mask=there & (column == 0))", "mask=there & (gl.abs(column - 32) == 32))",
            (DoubleWrite, Race)),
+]  # fmt: skip
+
+
+SPLITS_OF_CLUSTER = {"shares": 8, "stages": 2, "split": 128, "chain": 512, "posts": True}
+
+
+def split_cluster(what, text, becomes, errors=NUMBERS, **case) -> Bug:
+    return Bug(what, SPLIT_CLUSTERS, text, becomes, errors, case)
+
+
+SPLIT_CLUSTER_BUGS = [
+    split_cluster("nobody says that it has begun", "    begin_cluster(C.cluster, ROWS, C.head_dim_v, C.posts, True)\n", "",
+                  (Race,)),
+    split_cluster("the split of the next CTA", "(begin // C.split + rank)", "(begin // C.split + rank + 1)"),
+    split_cluster("values of the first step are copied before its end is known", "v_base, cached, piece,",
+                  "v_base, cached, asked,",
+                  lengths=[520]),
+    split_cluster("a step is read too early", "2 * STEPS - 1 - i", "2 * STEPS - i", (*TOO_EARLY, Unfinished)),
+    split_cluster("values are read too early", "    wait_for_copies(0)\n", "    wait_for_copies(1)\n",
+                  (*TOO_EARLY, Unfinished)),
+    split_cluster("what is copied has no fence", "    fence_async_shared()\n", "", (MissingFence,)),
+    split_cluster("O is not rescaled", "rescaled(acc, factors[i], C)", "acc"),
+    kernel("chains of a cluster are added up as one", "            before, chain = chain, none\n", "            pass\n"),
+    kernel("the first chain of a cluster is left out", "return added_numbers(*before, *chain)", "return chain"),
+    kernel("all rows of a share are its first one", "row + column // COLUMNS, column % COLUMNS", "row, column % COLUMNS",
+           (DoubleWrite, Race, *NUMBERS)),
 ]  # fmt: skip
 
 
@@ -594,6 +633,7 @@ EVENLY_BUGS = [
 def broken(bug: Bug, entry: str, folder: Path) -> ModuleType:
     """A kernel's module, over all that it imports, with a mistake in it or in one of them."""
     line = [*SHARED, FORWARD] if entry == FORWARD else [*SHARED, BOXES, LATENTS, TURNS, AGAIN, BOARD, HOPPER]
+    line += [SPLIT_CLUSTERS] if entry == SPLIT_CLUSTERS else []
     return altered_over(line[line.index(bug.module) :], ((bug.text, bug.becomes),), folder)
 
 
@@ -691,6 +731,19 @@ def test_it_is_found_with_splits(bug, tmp_path):
             assert all(torch.equal(x, y) for other in others for x, y in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("bug", FAR_SPLIT_BUGS, ids=str)
+def test_it_is_found_where_scores_of_splits_leave_the_range(bug, tmp_path):
+    """By the numbers, or as bits depend on whether the optimistic softmax was tried."""
+    call, module = far_scores(torch.float16, 64, deterministic=True), broken(bug, HOPPER, tmp_path)
+    usual = run(call, ctas=1, choose=of_one_group, stages=4, **FAR_CUT)
+    config = {"choose": of_wgmma, "groups": 2, "stages": 2, **OPTIMISTIC, **FAR_CUT}
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            for ctas in (1, 2, 3, 5):
+                found = run(call, ctas=ctas, order=order, seed=number, kernel=module, **config)
+                assert all(torch.equal(x, y) for x, y in zip(usual, found, strict=True))
+
+
 @pytest.mark.parametrize("bug", ONE_GROUP_BUGS, ids=str)
 def test_it_is_found_with_one_group(bug, tmp_path):
     call = draw(1, torch.float16, **{**CASE, **ONE_GROUP, **bug.case})
@@ -717,6 +770,19 @@ def test_it_is_found_in_a_cluster(bug, tmp_path):
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
             run(call, order=order, seed=number, kernel=module, choose=of_shares, shares=ctas)
+
+
+@pytest.mark.parametrize("bug", SPLIT_CLUSTER_BUGS, ids=str)
+def test_it_is_found_in_a_cluster_of_splits(bug, tmp_path):
+    """By the numbers, or as bits are not those of one group."""
+    case = {**CASE, "batch": 1, "lengths": [880], "room": 1000, "n_q": 4, "group": 8, "heads_kv": 1, "page": 64,
+            "head_dim": 128, "head_dim_v": 128, **bug.case}  # fmt: skip
+    call, module = draw(1, torch.float16, deterministic=True, **case), broken(bug, SPLIT_CLUSTERS, tmp_path)
+    usual = run(call, ctas=3, choose=of_one_group, stages=4, split=128, chain=512)
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            found = run(call, order=order, seed=number, kernel=module, choose=of_split_clusters, **SPLITS_OF_CLUSTER)
+            assert all(torch.equal(x, y) for x, y in zip(usual, found, strict=True))
 
 
 @pytest.mark.parametrize("bug", EVENLY_BUGS, ids=str)

@@ -10,7 +10,7 @@ from requests_at_random import Drawn, described, draw
 
 import strobe
 from strobe.device import KNOWN
-from strobe.kernels.decode.config import choose, of_mma, of_one_group, of_shares, of_wgmma
+from strobe.kernels.decode.config import choose, of_mma, of_one_group, of_shares, of_split_clusters, of_wgmma
 
 ORDERS = ("in_order", "random", "late", "early")
 
@@ -232,6 +232,45 @@ def test_splits(seed):
     simulate_splits(seed)
 
 
+def simulate_split_clusters(seed: int) -> None:
+    """Random requests whose splits are a cluster's: the same bits as one group of warps finds; of every third a page is not
+    there."""
+    n_q, group = [(1, 8), (4, 8), (3, 7), (8, 8), (2, 8)][seed % 5]
+    call = draw(seed, (torch.float16, torch.bfloat16)[seed % 2], honest=seed % 3 > 0, page=[None, 16, 48, 64, 128][seed % 5],
+                n_q=n_q, group=group, batch=(1, 2)[seed % 2], heads_kv=1, head_dim=(80, 128)[seed % 2], ragged=False,
+                head_dim_v=128, tree=seed % 4 == 3, deterministic=True, room=(200, 700)[seed // 3 % 2])  # fmt: skip
+    shares, stages = (8, 16)[seed // 2 % 2], (1, 2)[seed // 3 % 2]
+    cut = {"split": 64 * stages, "chain": 64 * stages * shares // (1 + seed // 4 % 2)}
+    usual = run(call, ctas=3, choose=of_one_group, stages=4, **cut)
+    found = run(call, order=ORDERS[seed // 2 % 4], seed=seed, launches=1 + seed % 2, choose=of_split_clusters, shares=shares,
+                stages=stages, posts=seed % 3 > 0, **cut)  # fmt: skip
+    assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(usual, found, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_split_clusters(seed):
+    simulate_split_clusters(seed)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_kv", "room", "n_q", "shares"),
+    [
+        (1, 8, 1024, 4, 8), (1, 8, 1024, 5, 0), (1, 8, 2048, 1, 8), (1, 8, 2048, 2, 0), (1, 8, 2049, 1, 0), (1, 8, 600, 4, 8),
+        (1, 15, 1024, 1, 0), (2, 8, 1024, 1, 0), (1, 2, 1024, 1, 16), (2, 2, 1024, 1, 16), (3, 2, 1024, 1, 0),
+    ],
+)  # fmt: skip
+def test_whose_splits_are_for_clusters(batch, heads_kv, room, n_q, shares):
+    problem = with_room(problem_of(n_q=n_q, deterministic=True), batch, heads_kv, room)
+    assert choose(problem, KNOWN["H200"]).shares == choose(problem, KNOWN["H100"]).shares == shares
+    assert not choose(replace(problem, page_size=1), KNOWN["H200"]).shares
+
+
+def test_splits_are_whole_steps_and_chains_whole_splits():
+    for heads_kv, room in itertools.product(range(1, 20), (64, 1000, 1 << 15)):
+        config = choose(with_room(problem_of(n_q=1, deterministic=True), 1, heads_kv, room), KNOWN["H200"])
+        assert config.split % config.tokens == 0 and config.chain % config.split == 0
+
+
 @pytest.mark.parametrize("room", [257, 700])
 def test_splits_of_fewer_rows_than_a_tile(room):
     call = draw(5, torch.bfloat16, n_q=1, group=4, heads_kv=1, head_dim=128, head_dim_v=128, tree=False, deterministic=True,
@@ -365,7 +404,7 @@ def test_who_has_two_roles(batch, keys, fixed, groups, gpu):
     ("capacity", "fixed", "optimistic"),
     [
         (4096, {}, True), (4095, {}, False), (4096, {"mask": strobe.Window(40, 0)}, False), (4096, {"alibi": True}, False),
-        (4096, {"deterministic": True}, False), (4096, {"head_dim": 64}, False),
+        (4096, {"deterministic": True}, False), (1 << 14, {"deterministic": True}, True), (4096, {"head_dim": 64}, False),
     ],
 )  # fmt: skip
 def test_who_is_optimistic(capacity, fixed, optimistic):
@@ -382,6 +421,19 @@ def test_pieces_are_taken_again_where_scores_leave_the_range(dtype, groups, page
     """Of whole jobs and of parts, launch after launch; with two groups only one of them has such scores."""
     for ctas in (2, 5):
         run(far_scores(dtype, page), ctas=ctas, order=order, launches=2, choose=of_wgmma, groups=groups, **OPTIMISTIC)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("dtype", "page"), [(torch.bfloat16, 64), (torch.float16, None)])
+def test_bits_where_scores_of_splits_leave_the_range(dtype, page, order):
+    """Whether the optimistic softmax was tried or not, of all queries or of a few."""
+    call = far_scores(dtype, page, deterministic=True)
+    usual = run(call, ctas=1, choose=of_one_group, stages=4, **FAR_CUT)
+    last = run(call._replace(q=call.q[:, -3:]), ctas=2, order=order, choose=of_one_group, stages=4, **FAR_CUT)
+    assert torch.equal(last[0], usual[0][:, -3:]) and torch.equal(last[1], usual[1][..., -3:])
+    for ctas in (1, 2, 5):
+        found = run(call, ctas=ctas, order=order, launches=2, choose=of_wgmma, groups=2, stages=2, **OPTIMISTIC, **FAR_CUT)
+        assert all(torch.equal(x, y) for x, y in zip(usual, found, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -525,6 +577,7 @@ def kind_of(config) -> str:
 
 
 OPTIMISTIC = {"holds_q": True, "optimistic": True}
+FAR_CUT = {"split": 128, "chain": 256, "late": True}
 BY_WAY_OF_Q = {"by_way_of_q": True, "holds_q": False, "asks_q": False, "absent": 0}
 ASKED_Q = {"groups": 2, "holds_q": True, "asks_q": True, "absent": 1, "by_way_of_q": False}
 FEW_JOBS = {**ASKED_Q, "few_jobs": True}
@@ -543,7 +596,7 @@ def queries_below_zero() -> Drawn:
     return call._replace(keywords={**call.keywords, "scale": -0.1})
 
 
-def far_scores(dtype: torch.dtype, page: int | None) -> Drawn:
+def far_scores(dtype: torch.dtype, page: int | None, **keywords) -> Drawn:
     """A call of 128 rows, of which the last 64 have scores far above those of a piece's first step."""
     call = draw(3, dtype, ragged=False, batch=3, lengths=[390, 130, 260], room=400, n_q=16, group=8, heads_kv=1, page=page,
                 head_dim=128, head_dim_v=128, leftpad=False, mask=strobe.Causal(), tree=False, alibi=False)  # fmt: skip
@@ -551,7 +604,7 @@ def far_scores(dtype: torch.dtype, page: int | None) -> Drawn:
     q[:, :8] *= 2.0**-6
     high = torch.rand(*call.cache.k.shape[:2], 1, 1, generator=torch.Generator().manual_seed(1)) < 0.1
     k = torch.where(high, (16 if dtype == torch.float16 else 256) * call.cache.k, call.cache.k)
-    return call._replace(q=q, cache=replace(call.cache, k=k))
+    return call._replace(q=q, cache=replace(call.cache, k=k), keywords={**call.keywords, **keywords})
 
 
 def latent(heads: int, n_q: int = 1) -> Drawn:

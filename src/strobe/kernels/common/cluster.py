@@ -17,10 +17,11 @@ from strobe.kernels.gluon import gl, gluon
 
 
 @gluon.jit
-def begin_cluster(CTAS: gl.constexpr, NUMBERS: gl.constexpr, POSTS: gl.constexpr):
+def begin_cluster(CTAS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, POSTS: gl.constexpr,
+                  SWIZZLED: gl.constexpr = False):  # fmt: skip
     """Tell the CTAs of a cluster that this one has begun and may be written to. All threads do, once, ahead of the kernel's one
-    `exchange`, of tensors of so many numbers."""
-    gl.inline_asm_elementwise(begin_ptx(CTAS, NUMBERS, POSTS), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    `exchange`, of tensors of so many rows and columns."""
+    gl.inline_asm_elementwise(begin_ptx(CTAS, ROWS, COLUMNS, POSTS, SWIZZLED), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -50,7 +51,7 @@ def exchange(x, top, total, CTAS: gl.constexpr, POSTS: gl.constexpr):
     `top` and `total` of the row.
 
     x: float32 [rows, columns], of which a thread has four neighbours in rows that are as far apart as there are warps, in
-    order. A share is a row or a part of one: the i-th of CTAS equal parts of x is that of CTA i."""
+    order. A share is some rows or a part of one: the i-th of CTAS equal parts of x is that of CTA i."""
     EACH: gl.constexpr = numbers_of_thread(x.shape, gl.num_warps())
     top, total = gl.expand_dims(top, 1) + 0.0 * x, gl.expand_dims(total, 1) + 0.0 * x
     x, top, total = gl.inline_asm_elementwise(
@@ -63,8 +64,9 @@ def exchange(x, top, total, CTAS: gl.constexpr, POSTS: gl.constexpr):
 def by_ctas(x, CTAS: gl.constexpr):
     """Numbers as `exchange_ptx` leaves them in threads, as [CTAS, numbers of a share]."""
     EACH: gl.constexpr = numbers_of_thread(x.shape, gl.num_warps())
-    x = gl.reshape(x, [EACH // 4, gl.num_warps(), CTAS // EACH, 32 * EACH // CTAS, 4])
-    return gl.reshape(gl.permute(x, (2, 0, 4, 1, 3)), [CTAS, 32 * EACH * gl.num_warps() // CTAS])
+    OF_PLACE: gl.constexpr = min(EACH, CTAS)
+    x = gl.reshape(x, [EACH // OF_PLACE, OF_PLACE // 4, gl.num_warps(), CTAS // OF_PLACE, 32 * OF_PLACE // CTAS, 4])
+    return gl.reshape(gl.permute(x, (3, 1, 5, 0, 2, 4)), [CTAS, 32 * EACH * gl.num_warps() // CTAS])
 
 
 @gluon.constexpr_function
@@ -78,8 +80,18 @@ def operands(each):
 
 
 @gluon.constexpr_function
-def begin_ptx(ctas, numbers, posts):
-    """PTX of `begin_cluster`. Its shared memory is declared for the whole kernel, as `exchange_ptx` names it, too."""
+def rows_of_share(rows, ctas):
+    """Rows of which a CTA's share has some."""
+    return max(1, rows // ctas)
+
+
+@gluon.constexpr_function
+def begin_ptx(ctas, rows, columns, posts, swizzled=False):
+    """PTX of `begin_cluster`. Its shared memory is declared for the whole kernel, as `exchange_ptx` names it, too.
+    swizzled: wgmma reads the kernel's other shared memory, which lies behind it, and so has to begin at a multiple of 1024
+    bytes."""
+    numbers, sums = 4 * rows * columns, 8 * ctas * rows_of_share(rows, ctas)
+    room = (sums + 1031) // 1024 * 1024 - 8 if swizzled else sums
     expect = f"""
         .reg .pred first;
         .reg .b32 at, lane;
@@ -88,10 +100,10 @@ def begin_ptx(ctas, numbers, posts):
         setp.eq.u32 first, lane, 0;
         @first mbarrier.init.shared::cta.b64 [at], 1;
         @first fence.mbarrier_init.release.cluster;
-        @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {4 * numbers + 8 * ctas};"""
+        @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {numbers + sums};"""
     return f"""
-        .shared .align 16 .b8 all_numbers[{4 * numbers}];
-        .shared .align 16 .b8 all_sums[{8 * ctas}];
+        .shared .align 16 .b8 all_numbers[{numbers}];
+        .shared .align 16 .b8 all_sums[{room}];
         .shared .align 8 .b64 all_written;
         {{{expect if posts else ""}
         barrier.cluster.arrive.relaxed.aligned;
@@ -102,9 +114,16 @@ def begin_ptx(ctas, numbers, posts):
 @gluon.constexpr_function
 def exchange_ptx(rows, columns, ctas, warps, posts):
     """PTX of `exchange`, for all numbers of a thread at once. It takes those of several CTAs, so that a warp has all that are
-    added up: of `each` CTAs, in one of `across` neighbouring places of a share."""
-    each, share = rows * columns // (32 * warps), rows * columns // ctas
-    across = 32 * each // ctas
+    added up: of `together` CTAs, in one or more of `across` neighbouring places of a share."""
+    each, share, shared_rows = rows * columns // (32 * warps), rows * columns // ctas, rows_of_share(rows, ctas)
+    together = min(each, ctas)
+    across = 32 * together // ctas
+
+    def row_of_sums(cta, number):
+        """`there`: where the maximum and the sum are of the row of a share's number that a CTA has."""
+        lines = ["mov.u32 there, all_sums;", f"mad.lo.u32 there, {cta}, {8 * shared_rows}, there;"]
+        return lines + [f"div.u32 at, {number}, {columns};", "mad.lo.u32 there, at, 8, there;"] * (shared_rows > 1)
+
     write = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes" if posts else "st.shared::cluster"
     told = ", [barrier]" if posts else ""
     lines = [
@@ -130,9 +149,9 @@ def exchange_ptx(rows, columns, ctas, warps, posts):
             "mov.u32 barrier, all_written;",
             "mapa.shared::cluster.u32 barrier, barrier, to;",
             f"{write}.v4.f32 [there], {{{numbers}}}{told};",
-            "mov.u32 there, all_sums;",
-            "mad.lo.u32 there, rank, 8, there;",
+            *row_of_sums("rank", "in_share"),
             "mapa.shared::cluster.u32 there, there, to;",
+            f"rem.u32 in_share, in_share, {columns};" if shared_rows > 1 else "",
             "setp.eq.u32 is_first, in_share, 0;",
             f"@is_first {write}.v2.f32 [there], {{${4 * each + 4 * i}, ${5 * each + 4 * i}}}{told};",
         ]
@@ -147,18 +166,22 @@ def exchange_ptx(rows, columns, ctas, warps, posts):
         lines += ["barrier.cluster.arrive.release.aligned;", "barrier.cluster.wait.acquire.aligned;"]
     lines += [
         f"div.u32 to, lane, {across};",
-        f"mul.lo.u32 to, to, {each};",
-        "mov.u32 there, all_sums;",
-        "mad.lo.u32 there, to, 8, there;",
+        f"mul.lo.u32 to, to, {together};",
         f"rem.u32 in_share, lane, {across};",
         f"mad.lo.u32 in_share, warp, {across}, in_share;",
-        f"mad.lo.u32 in_share, to, {share}, in_share;",
-        "mov.u32 at, all_numbers;",
-        "mad.lo.u32 at, in_share, 4, at;",
     ]
-    for i in range(each):
+    for place in range(each // together):
         lines += [
-            f"ld.shared.f32 ${i}, [at + {4 * share * i}];",
-            f"ld.shared.v2.f32 {{${each + i}, ${2 * each + i}}}, [there + {8 * i}];",
+            *row_of_sums("to", "in_share"),
+            f"mad.lo.u32 at, to, {share}, in_share;",
+            "mov.u32 barrier, all_numbers;",
+            "mad.lo.u32 at, at, 4, barrier;",
+            f"add.u32 in_share, in_share, {across * warps};",
         ]
-    return "\n".join(["{", *lines, "}"])
+        for i in range(together):
+            number = place * together + i
+            lines += [
+                f"ld.shared.f32 ${number}, [at + {4 * share * i}];",
+                f"ld.shared.v2.f32 {{${each + number}, ${2 * each + number}}}, [there + {8 * shared_rows * i}];",
+            ]
+    return "\n".join(["{", *filter(None, lines), "}"])

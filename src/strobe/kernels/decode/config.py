@@ -63,6 +63,9 @@ FAST_MEMORY = 4e12
 HOPEFUL_ROOM = 4096
 """Keys of a request from which on its steps are so many that the optimistic softmax gains: on an H200, with 16 queries of 64
 heads on 8, it was ahead from 8k on, level at 2k and behind at 1k."""
+LEAST_KEYS_OF_HOPEFUL_SPLITS = 1 << 19
+"""Keys of all key heads of all requests from which on the optimistic softmax gains within splits, on an H200; an H100: level or
+slower."""
 LONG_ROOM = 2048
 """Keys of a request from which on there is room for many, where 65 rows or more share a key head: see `of_wgmma`."""
 MOST_UNDER_WAY = 128 * KIB
@@ -107,6 +110,9 @@ of 4k keys: an H200, 11.0 microseconds, shared without a cluster 9.6."""
 MOST_KEYS_OF_POSTS, MOST_KEYS_OF_CLUSTERS = 1024, 4096
 """Keys of a request, as far as room goes, up to which its key heads are for clusters whose CTAs post to each other, and for
 clusters of `CLUSTER` CTAs that meet."""
+MOST_KEYS_OF_SPLIT_CLUSTERS = 2048
+"""Keys of a request, as far as room goes, up to which shared memory has room for a fixed split beside what CTAs exchange; with
+more than 8 rows half as many, as nothing is gained beyond."""
 FALLBACK_SMS = 108
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
 
@@ -144,7 +150,8 @@ class Config:
     asks_q: who copies K asks for Q, too, ahead of a piece's keys, by TMA.
     absent: rows of each query that stand for no head, so that TMA copies a power of two.
     few_jobs: jobs are so few that each may have more parts than there are rows to merge at a time.
-    optimistic: exponents of steps that all rows see whole are counted from the maxima of a piece's first step.
+    optimistic: exponents of steps that all rows see whole are counted from the maxima of the first step of a piece, or split.
+    late: those of a split are counted from maxima of its first step that move only if a score is far above them.
     """
 
     head_dim: int
@@ -176,6 +183,7 @@ class Config:
     few_jobs: bool = False
     optimistic: bool = False
     chain: int = 0
+    late: bool = False
 
     @property
     def of_group(self) -> Config:
@@ -195,7 +203,7 @@ class Config:
     @property
     def meets_apart(self) -> bool:
         """Whether what the warps found meets in memory of its own, for which a short ring leaves room."""
-        return self.clustered and self.stages == 2
+        return self.clustered and self.stages == 2 and not self.by_wgmma
 
     @property
     def by_wgmma(self) -> bool:
@@ -204,7 +212,12 @@ class Config:
     @property
     def specialised(self) -> bool:
         """Whether warps have roles: some multiply, others copy."""
-        return self.by_wgmma and (not self.narrow or self.halves > 1)
+        return self.by_wgmma and not self.shares and (not self.narrow or self.halves > 1)
+
+    @property
+    def sums_wait(self) -> bool:
+        """Whether O of a part's splits waits in shared memory while the next split is found, as Q takes the registers."""
+        return self.holds_q and self.split > 0
 
     @property
     def parts_in_squares(self) -> bool:
@@ -214,7 +227,7 @@ class Config:
     @property
     def writes_wide(self) -> bool:
         """Whether lanes exchange numbers of a result before it is written, so that a thread writes 16 bytes of a row, not 4."""
-        return self.halves > 1 or self.holds_q
+        return self.halves > 1 or (self.holds_q and not self.split)
 
     @property
     def tells(self) -> bool:
@@ -300,12 +313,12 @@ class Config:
         not hold them, or where parts must be added up in an order that does not depend on the rows."""
         if self.shares > 1:
             return FEW_SHARES
+        if self.split:
+            return 16 if rows <= 8 else 0
         if self.holds_q:
             return 2
         most = 8 if self.specialised else 32
         beside = self.parts_beside(rows)
-        if self.split:
-            return 16 if rows <= 8 else 0
         return 0 if beside < 1 else max(4, 2 * min(most, power_of_two(beside)))
 
     def __post_init__(self):
@@ -334,7 +347,10 @@ class Config:
         shapes |= {"sK": (self.stages, self.tokens, self.head_dim), other[0]: (self.stages, self.tokens, other[1])}
         meet = (self.token_warps, MMA_ROWS // 2, self.head_dim_v)
         met = [Buffer("sO of warps", meet, 4 * math.prod(meet))] if self.meets_apart else []
-        exchanged = [Buffer("sO of lanes", (self.warps // 4, 2 * KIB), self.warps // 4 * 2 * KIB)] if self.holds_q else []
+        if self.sums_wait or (self.by_wgmma and self.shares):
+            met = [Buffer("sO", (self.rows, self.head_dim_v), 4 * self.rows * self.head_dim_v)]
+        wide = self.holds_q and self.writes_wide
+        exchanged = [Buffer("sO of lanes", (self.warps // 4, 2 * KIB), self.warps // 4 * 2 * KIB)] if wide else []
         return [*(Buffer(name, shape, self.kv_bytes * math.prod(shape)) for name, shape in shapes.items()), *met, *exchanged]
 
     @property
@@ -348,6 +364,8 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
     make = of_mma
     if takes_shares(problem, arch):
         make = of_shares
+    elif takes_split_clusters(problem, arch):
+        make = of_split_clusters
     elif takes_wgmma(problem, arch):
         if gains_by_one_group(problem, arch):
             make = of_one_group
@@ -460,6 +478,28 @@ def cluster_of(problem: DecodeProblem) -> int:
     return CLUSTER if heads <= MOST_HEADS_OF_CLUSTERS else SMALL_CLUSTER if heads <= MOST_HEADS_OF_SMALL_CLUSTERS else 1
 
 
+def takes_split_clusters(problem: DecodeProblem, arch: Arch) -> bool:
+    """Whether each key head is a cluster's whose CTAs have a fixed split each, and one tile has all of its rows."""
+    # Microseconds (and dealt out), one request, 64 heads on 8, an H200 | an H100:
+    #   1 query, 1k: pages of 64 6.4 (9.6) | 6.8 (9.7), of 16 6.6 (9.3) | 7.4 (9.9), contiguous 5.6 (9.3) | 5.5 (9.1)
+    #            2k: 10.1 (11.1) | 10.8 (11.4), of 16 - | 11.2 (11.9), contiguous - | 9.8 (11.0)
+    #   4 queries, 1k: 7.6 (10.1) | 8.4 (10.7); 2k: 11.9 (11.9) | 12.1 (12.1)
+    dims = padded(problem.head_dim), padded(problem.head_dim_v)
+    if not problem.deterministic or problem.ragged or problem.rows > MOST_SHARED_ROWS or dims != (128, 128):
+        return False
+    splits, heads = room_of(problem.capacity) // short_split_of(problem), problem.batch * problem.heads_kv
+    most = {CLUSTER: MOST_HEADS_OF_CLUSTERS, SMALL_CLUSTER: MOST_HEADS_OF_SMALL_CLUSTERS}.get(splits, 0)
+    room = MOST_KEYS_OF_SPLIT_CLUSTERS // (1 if problem.rows <= MMA_ROWS // 2 else 2)
+    return takes_wgmma(problem, arch) and heads <= most and problem.capacity <= room
+
+
+def of_split_clusters(problem: DecodeProblem, arch: Arch) -> Config:
+    """The config of such clusters."""
+    split = short_split_of(problem)
+    return Config(128, 128, MOST_ROWS, WGMMA_TOKENS, split // WGMMA_TOKENS, 4, 1, split, chunk=128, chain=chain_of(problem),
+                  shares=room_of(problem.capacity) // split, clustered=True, posts=True)  # fmt: skip
+
+
 def of_shares(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of key heads that have CTAs of their own: mma.sync, and as few warps and stages as leave room for the next
     launch, whose CTAs are there when their turn comes, unless keys are many. Few rows and keys are for clusters."""
@@ -547,17 +587,20 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     many, long, paged = rows > MOST_ROWS, problem.capacity >= LONG_ROOM, problem.page_size is not None
     holds_q = many and dim == dim_v == 128 and not problem.deterministic
     apart = holds_q or (many and keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS and (long or not problem.deterministic))
+    late = is_late(problem, arch)
+    hopeful = late and many and keys_of(problem) >= LEAST_KEYS_OF_HOPEFUL_SPLITS
+    apart, holds_q = apart or hopeful, holds_q or hopeful
     absent = absent_of(problem, rows) if holds_q else None
     config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk, groups=1 + apart,
                     by_way_of_q=many and not long and not holds_q, holds_q=holds_q, asks_q=absent is not None,
                     absent=absent or 0, optimistic=holds_q and is_hopeful(problem),
-                    under_way=UNDER_WAY if holds_q and (paged or not long) else 0,
-                    chain=chain_of(problem))  # fmt: skip
+                    under_way=UNDER_WAY if hopeful or (holds_q and (paged or not long)) else 0,
+                    chain=chain_of(problem), late=late)  # fmt: skip
     # Parts merged by blocks of columns, microseconds (and by rows), one request: of 128k keys of 16 heads on 2 50.0 (52.8) on
     # an H200, 64.0 (66.2) on an H100; of 32k of 28 on 4 35.1 (34.8), 38.4 (39.3); but of 64 on 8, of 16 parts, 62.0 (60.9).
     sms, number = arch.sms or FALLBACK_SMS, jobs(problem, config)
     config = replace(config, few_jobs=many and not split and sms // number > MOST_PARTS)
-    if holds_q and 2 * number <= sms and keys_of(problem) <= MOST_KEYS_OF_ONE_ROLE:
+    if holds_q and not split and 2 * number <= sms and keys_of(problem) <= MOST_KEYS_OF_ONE_ROLE:
         config = replace(config, groups=1, under_way=UNDER_WAY)
     most = MOST_STAGES
     if many and (config.under_way or (long and paged)):
@@ -578,6 +621,17 @@ def is_hopeful(problem: DecodeProblem) -> bool:
     """Whether the optimistic softmax gains: there are many steps that all rows see whole, whose scores are not likely to be far
     above those of the first one, of which each row sees some."""
     return problem.capacity >= HOPEFUL_ROOM and problem.mask.left is None and problem.score.alibi is None
+
+
+def is_late(problem: DecodeProblem, arch: Arch) -> bool:
+    """Whether what is found of a split is counted from references that move late, so that the optimistic softmax may find it,
+    too. Bits depend on that, so it depends on what the requests of a batch have in common, not on how many there are."""
+    # An H200, 16 queries of 64 heads on 8, pages of 64, microseconds (and with maxima): 32 requests of 8k keys 296 (332), of
+    # 32k 1104 (1397); 8 of 8k 89.3 (93.4), of 32k 276 (322); 128 of 8k 1240 (1387); over pages of 16 32 of 8k 333 (344),
+    # contiguous 301 (336). Where nobody is optimistic: one request of 8k keys, one and four queries, 17.1 (16.8), 18.2 (17.9)
+    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128
+    fast = arch.dram_bandwidth >= FAST_MEMORY
+    return problem.deterministic and wide and fast and is_hopeful(problem)
 
 
 def of_latent(problem: DecodeProblem, arch: Arch) -> Config:
@@ -648,7 +702,8 @@ def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
     # two CTAs with half a ring each: 13.2, 26.7, 25.3 and 109.8 microseconds, in place of the four in the first line above
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     split = short_split_of(problem) if problem.deterministic else 0
-    config = Config(dim, dim_v, 64, WGMMA_TOKENS, 2, 4, 1, split, chunk=dim, chain=chain_of(problem))
+    config = Config(dim, dim_v, 64, WGMMA_TOKENS, 2, 4, 1, split, chunk=dim, chain=chain_of(problem),
+                    late=is_late(problem, arch))  # fmt: skip
     return with_all_stages(config, arch)
 
 
@@ -693,7 +748,7 @@ def split_of(capacity: int, tokens: int) -> int:
 def short_split_of(problem: DecodeProblem) -> int:
     """The same where a CTA goes from one split to the next without a pause: with 8 key heads a 16th of the room, or an 8th of
     up to 4096, so that one request keeps a GPU busy."""
-    room, splits = room_of(problem.capacity), min(32, max(8, 128 // problem.heads_kv))
+    room, splits = room_of(problem.capacity), min(32, max(8, power_of_two(128 // problem.heads_kv)))
     return max(WGMMA_TOKENS, max(room, min(8192, 2 * room)) // splits)
 
 
@@ -724,7 +779,7 @@ def partial_places(problem: DecodeProblem, config: Config, ctas: int) -> int:
         return 2 * ctas
     splits = -(-problem.capacity // config.split)
     stretch = 9 * -(-jobs(problem, config) * splits // ctas) // 8 + 1  # at most: see `schedule.stretch_of`
-    return ctas * min(stretch, splits + 1)
+    return ctas * (min(stretch, splits + 1) + config.optimistic)
 
 
 def jobs(problem: DecodeProblem, config: Config) -> int:

@@ -451,7 +451,7 @@ def decode_kernel(
     notes=None, counters=None, MANY: gl.constexpr = 0,
 ):  # fmt: skip
     if C.cluster > 1:
-        begin_cluster(C.cluster, ROWS * C.head_dim_v, C.posts)
+        begin_cluster(C.cluster, ROWS, C.head_dim_v, C.posts)
     if C.shares > 0:
         read_arguments(lengths, q_batch, v_head, out_head, tiles)
     if IN_TURN:

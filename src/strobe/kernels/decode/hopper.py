@@ -19,6 +19,8 @@ role finds its CTA's pieces of work from the lengths by itself or, of two groups
     q               [groups * chunks, rows of a        a multiplier   itself
                     group, chunk]
     notes           [groups * NOTES, 1]                a multiplier   itself: numbers of a piece, where there are splits
+    sums            [groups * chunks, squares of 8     a multiplier   itself: O of a part's splits, where registers are Q's
+                    rows and 8 columns]
 
     barrier         arrivals                           says
     full            TMA bytes, or the copier of V,     a step is there
@@ -106,6 +108,7 @@ class Memory:
     v: Channel
     again: Again
     notes: gl.shared_memory_descriptor
+    sums: gl.shared_memory_descriptor
     board: (Board, gl.constexpr)
 
 
@@ -115,13 +118,16 @@ def make_memory(k_desc, v_desc, q_desc, C: gl.constexpr):
     dtype: gl.constexpr = k_desc.dtype if C.box else k_desc.dtype.element_ty
     shape: gl.constexpr = [C.groups * (C.head_dim // C.chunk), C.rows // C.groups, C.chunk]
     q = gl.allocate_shared_memory(dtype, shape, swizzled(dtype, C.chunk))
-    notes, board = q, None
+    notes, sums, board = q, q, None
     if C.tells:
         board = make_board(C.groups + 1)
     if C.split:
         notes = gl.allocate_shared_memory(gl.int32, [C.groups * NOTES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if C.sums_wait:
+        squares: gl.constexpr = [C.groups * (C.head_dim_v // C.chunk), C.rows // C.groups // 8, C.chunk // 8, 8, 8]
+        sums = gl.allocate_shared_memory(gl.float32, squares, gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
     k, v = make_ring(dtype, C.head_dim, 0, C), make_ring(dtype, C.head_dim_v, 1, C)
-    return Memory(k_desc, v_desc, q_desc, q, k, v, make_again(C.groups), notes, board)
+    return Memory(k_desc, v_desc, q_desc, q, k, v, make_again(C.groups), notes, sums, board)
 
 
 @gluon.jit
@@ -506,7 +512,7 @@ def split_step(W: gl.constexpr, memory, K, job, s, scale, acc, top, sums, part, 
     added to its part, which is left if it ends. part: O, maxima and sums of the splits before, returned last."""
     C: gl.constexpr = K.C
     none = no_part(C)
-    next_top, wide, factor = weights_of(s, scale, gl.where(at % C.split == 0, none[1], top))
+    next_top, wide, factor = split_weights_of(s, scale, gl.where(at % C.split == 0, none[1], top), memory.q.dtype, C)
     own_sums = lane_sums(wide)
     next_sums = rescaled_sums(sums, factor) + own_sums
     acc = output_of(memory, acc, now - 1)
@@ -524,6 +530,99 @@ def split_step(W: gl.constexpr, memory, K, job, s, scale, acc, top, sums, part, 
 
 
 @gluon.jit
+def hopeful_split_step(W: gl.constexpr, memory, K, job, s, scale, acc, top, sums, part, worst, now, at, leaves,
+                       HOPEFUL: gl.constexpr):  # fmt: skip
+    """The same where pieces may be taken again, by the optimistic softmax if HOPEFUL: parts are left only by who `leaves` them.
+    worst: the greatest sum of splits that were hopeful, returned last."""
+    C: gl.constexpr = K.C
+    none = no_part(C)
+    begins = at % C.split == 0
+    if HOPEFUL:
+        next_top = top
+        if begins:
+            next_top = gl.max(s, 1) * scale
+        wide = gl.exp2(gl.fma(s, scale, gl.expand_dims(-finite(next_top), 1)))
+        own_sums = lane_sums(wide)
+    else:
+        next_top, wide, factor = split_weights_of(s, scale, gl.where(begins, none[1], top), memory.q.dtype, C)
+        own_sums = lane_sums(wide)
+        next_sums = rescaled_sums(sums, factor) + own_sums
+    acc = output_of(memory, acc, now - 1)
+    p = operand_of(wide, memory.q.dtype, C)
+    if begins:
+        if HOPEFUL:
+            worst = worse(worst, top, sums)
+        o, part_top, part_total = added_split(taken_up(W, memory, part, acc, C), acc, top, sums)
+        if ends_part(job.chain, at, C):
+            if leaves:
+                its, its_job = noted(W, memory)
+                leave_parts(K, its, its_job, at - 1, o, part_top, part_total)
+            o, part_top, part_total = none
+        part = put_down(W, memory, o, C), part_top, part_total
+        acc, sums = no_output(C), own_sums
+    elif HOPEFUL:
+        sums += own_sums
+    else:
+        acc, sums = rescaled(acc, factor, C), next_sums
+    return p, acc, next_top, sums, part, worst
+
+
+@gluon.jit
+def in_squares(x):
+    """[rows, columns], of which a warp's neighbours are those of squares of 8 rows and 8 columns, as it has them of wgmma."""
+    return gl.permute(gl.reshape(x, [x.shape[0] // 8, 8, x.shape[1] // 8, 8]), (0, 2, 1, 3))
+
+
+@gluon.jit
+def put_down(W: gl.constexpr, memory, o, C: gl.constexpr):
+    """Chunks of O, which wait in shared memory where registers are Q's."""
+    if C.sums_wait:
+        for c in gl.static_range(len(o)):
+            memory.sums.index(W * len(o) + c).store(in_squares(o[c]))
+        return ()
+    else:
+        return o
+
+
+@gluon.jit
+def taken_up(W: gl.constexpr, memory, part, like, C: gl.constexpr):
+    """A part of which O was put down."""
+    o, top, total = part
+    if C.sums_wait:
+        for c in gl.static_range(len(like)):
+            squares = memory.sums.index(W * len(like) + c).load(in_squares(like[c]).type.layout)
+            chunk = gl.reshape(gl.permute(squares, (0, 2, 1, 3)), like[c].shape)
+            o += (gl.convert_layout(chunk, like[c].type.layout),)
+    return o, top, total
+
+
+@gluon.constexpr_function
+def reach_of(dtype):
+    """log2 of how far a weight may be above those of the first step of its split, so that it fits P."""
+    return 15.0 if dtype == gl.float16 else 32.0
+
+
+@gluon.jit
+def split_weights_of(s, scale, top, dtype: gl.constexpr, C: gl.constexpr):
+    """As `weights_of`, or from a reference that moves to the maximum of a step only if that is far above it. So who counts on
+    that it does not move finds the same, as long as no sum is so great that it might have."""
+    if C.late:
+        most = gl.max(s, 1) * scale
+        new_top = gl.where(most > top + reach_of(dtype), most, top)
+        shift = finite(new_top)
+        return new_top, gl.exp2(gl.fma(s, scale, gl.expand_dims(-shift, 1))), gl.exp2(top - shift)
+    else:
+        return weights_of(s, scale, top)
+
+
+@gluon.jit
+def worse(worst, top, sums):
+    """The greater one of `worst` and the sum of each row of a split, inf if its first step had no weights."""
+    total = gl.convert_layout(gl.sum(sums, 1), top.type.layout)
+    return gl.maximum(worst, gl.where(top == -float("inf"), float("inf"), total))
+
+
+@gluon.jit
 def no_part(C: gl.constexpr):
     """O, maxima and sums of no keys."""
     S: gl.constexpr = rows_of(C, C.tokens)
@@ -538,10 +637,11 @@ def added_split(part, acc, top, sums):
 
 
 @gluon.jit
-def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful):
+def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful, leaves):
     """Walk along the keys of a piece, one step at least: O in chunks, what exponents are counted from and the sum for each row
     of the W-th group, how many steps the CTA has copied, and whether that has to be done again. Where keys are cut in splits,
-    that is what the last part is made of; those before are left. hopeful: whether the optimistic softmax may be tried."""
+    that is what the last part is made of; those before are left, if it `leaves` them. hopeful: whether the optimistic softmax
+    may be tried."""
     C: gl.constexpr = K.C
     first, steps = first_step(piece, C)
     if C.asks_q:
@@ -560,17 +660,24 @@ def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful):
     if C.optimistic:
         plain = gl.where(hopeful, plain, 1)
     shift = gl.expand_dims(-finite(top), 1)
+    worst, part = part[2], (put_down(W, memory, part[0], C), part[1], part[2])
     for MASKED in gl.static_range(2):
         end = steps if MASKED else plain
         for i in tl.range(begin, end, disable_licm=True):
             now, at = position + i, first + i * C.tokens
             s, acc = next_scores(memory, K, piece, q, acc, p, now, at, holes, MASKED)
-            if C.optimistic and not MASKED:
+            if C.optimistic and C.split:
+                p, acc, top, sums, part, worst = hopeful_split_step(
+                    W, memory, K, job, s, scale, acc, top, sums, part, worst, now, at, leaves, not MASKED
+                )
+            elif C.optimistic and not MASKED:
                 p, acc, sums = hopeful_step(memory, s, scale, shift, acc, sums, now, C)
             elif C.split:
                 p, acc, top, sums, part = split_step(W, memory, K, job, s, scale, acc, top, sums, part, now, at)
             else:
                 p, acc, top, sums = running_step(memory, s, scale, acc, top, sums, now, C)
+        if C.split and C.optimistic and not MASKED:
+            worst = worse(worst, top, sums)
         begin = end
     position += steps
     memory.v.wait(position - 1)
@@ -578,10 +685,12 @@ def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful):
     memory.v.release(position - 1)
     total = gl.convert_layout(gl.sum(sums, 1), rows_of(C, C.tokens))
     broken = False
-    if C.optimistic:
+    if C.optimistic and C.split:
+        broken = (plain > 1) & (gl.max(worst, 0) >= 2.0 ** reach_of(memory.q.dtype))
+    elif C.optimistic:
         broken = (plain > 1) & out_of_range(acc, total)
     if C.split:
-        acc, top, total = added_split(part, acc, top, sums)
+        acc, top, total = added_split(taken_up(W, memory, part, acc, C), acc, top, sums)
     return acc, top, total, position, broken
 
 
@@ -615,12 +724,13 @@ def multiply(W: gl.constexpr, memory, K, piece, job, state):
         own, rows, own_job = as_seen_by(W, K, piece, job)
         if own.C.split:
             note(W, memory, rows, own_job)
-        acc, top, total, position, failed = walk(W, memory, own, rows, own_job, position, chosen == ALL)
+        is_mine = is_chosen(mine, number, job, K.C)
+        acc, top, total, position, failed = walk(W, memory, own, rows, own_job, position, chosen == ALL, is_mine)
         if own.C.split:
             rows, own_job = noted(W, memory)
         if failed:
             broken = broken | bit_of(number, job)
-        elif is_chosen(mine, number, job, K.C):
+        elif is_mine:
             if own.C.by_way_of_q:
                 deliver(own, rows, own_job, acc, top, total, memory.q.index(W * (own.C.head_dim // own.C.chunk)))
             else:

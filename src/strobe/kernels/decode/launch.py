@@ -12,6 +12,7 @@ from strobe.kernels.common.descriptors import descriptor, layout_of
 from strobe.kernels.decode.config import FALLBACK_SMS, Config, jobs, partial_places, rows_of, tiles_of_rows
 from strobe.kernels.decode.forward import decode_kernel
 from strobe.kernels.decode.hopper import hopper_kernel
+from strobe.kernels.decode.split_clusters import split_clusters_kernel
 from strobe.kernels.gluon import TensorDescriptor
 from strobe.problem import lse_shape_of
 from strobe.serving.problem import DecodeProblem
@@ -72,7 +73,9 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
     if arch.capability >= 90:
         constants["launch_pdl"] = True
     kernel = decode_kernel
-    if config.by_wgmma:
+    if config.by_wgmma and config.shares:
+        kernel = split_clusters_kernel
+    elif config.by_wgmma:
         kernel = hopper_kernel
         arguments["q_boxes"] = None
     if config.box:

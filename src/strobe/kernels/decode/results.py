@@ -12,7 +12,15 @@ from strobe.kernels.decode.keys import owners_of
 from strobe.kernels.decode.layouts import along, lanes, result_layout
 from strobe.kernels.decode.schedule import place_of
 from strobe.kernels.decode.scores import finite
-from strobe.kernels.decode.splits import added, ends_part, own_place, parts_in_order, place_of_part, places_of_cta
+from strobe.kernels.decode.splits import (
+    added,
+    added_numbers,
+    ends_part,
+    own_place,
+    parts_in_order,
+    place_of_part,
+    places_of_cta,
+)
 from strobe.kernels.gluon import gl, gluon, partition_barrier
 
 MANY_AT_ONCE = gl.constexpr(32)
@@ -462,16 +470,44 @@ def deliver(K, piece, job, acc, top, total, place=None):
 
 
 @gluon.jit
+def of_cta(x, i: gl.constexpr):
+    """What the i-th CTA has of x, [CTAs, numbers]."""
+    number = gl.expand_dims(gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout)), 1)
+    return gl.sum(gl.where(number == i, x, 0.0), 0)
+
+
+@gluon.jit
+def splits_in_order(shares, tops, totals, piece, K):
+    """The splits of a cluster's CTAs, a share of each, added up to chains, and these, in their order."""
+    C: gl.constexpr = K.C
+    begin = piece.begin // C.split - gl.program_id(0) % C.shares
+    nothing = gl.full([shares.shape[1]], 0.0, gl.float32, gl.SliceLayout(0, shares.type.layout))
+    none = (nothing, nothing - float("inf"), nothing)
+    chain, before = none, none
+    for i in gl.static_range(shares.shape[0]):
+        if (begin + i) % (C.chain // C.split) == 0:
+            before, chain = chain, none
+        chain = added_numbers(*chain, of_cta(shares, i), of_cta(tops, i), of_cta(totals, i))
+    return added_numbers(*before, *chain)
+
+
+@gluon.jit
 def deliver_share(K, piece, rank, o, top, total):
-    """Write a CTA's share, a row or a part of one, of what all CTAs of a cluster found of their pieces of a job."""
+    """Write a CTA's share, some rows or a part of one, of what all CTAs of a cluster found of their pieces of a job."""
     shares, top_of, total_of = exchange(o, top, total, K.C.cluster, K.C.posts)
-    top = gl.max(top_of, 0)
-    weight_of = gl.exp2(top_of - gl.expand_dims(finite(top), 0))
-    total = gl.sum(total_of * weight_of, 0)
+    if K.C.split:
+        share, top, total = splits_in_order(shares, top_of, total_of, piece, K)
+    else:
+        top = gl.max(top_of, 0)
+        weight_of = gl.exp2(top_of - gl.expand_dims(finite(top), 0))
+        share, total = gl.sum(shares * weight_of, 0), gl.sum(total_of * weight_of, 0)
     SHARE: gl.constexpr = shares.shape[1]
     COLUMNS: gl.constexpr = o.shape[1]
-    outputs, row = K.outputs, rank * SHARE // COLUMNS
-    column = rank * SHARE % COLUMNS + gl.arange(0, SHARE, total.type.layout)
+    outputs, row, column = K.outputs, rank * SHARE // COLUMNS, gl.arange(0, SHARE, total.type.layout)
+    if SHARE > COLUMNS:
+        row, column = row + column // COLUMNS, column % COLUMNS
+    else:
+        column += rank * SHARE % COLUMNS
     query, head = piece.first_query + row // K.GROUP, piece.head * K.GROUP + row % K.GROUP
     there = row < piece.queries * K.GROUP
     factor, lse = factor_and_lse(K, piece, head, there, top, total)
@@ -480,7 +516,7 @@ def deliver_share(K, piece, rank, o, top, total):
         gl.store(at + 0 * column, lse, mask=there & (column == 0))
     at = outputs.out + piece.batch.to(gl.int64) * outputs.out_batch + query.to(gl.int64) * outputs.out_row
     at += head.to(gl.int64) * outputs.out_head
-    o = (gl.sum(shares * weight_of, 0) * factor).to(outputs.out.dtype.element_ty)
+    o = (share * factor).to(outputs.out.dtype.element_ty)
     gl.store(at + column, o, mask=there & (column < K.DIM_V))
 
 

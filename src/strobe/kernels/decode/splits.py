@@ -23,17 +23,30 @@ from strobe.kernels.gluon import aggregate, gl, gluon
 def added(o, top, total, other, other_top, other_total):
     """A state of a softmax, of chunks of O, and that of the keys behind it, added up: rounded the same whoever does it."""
     M: gl.constexpr = gl.SliceLayout(1, o[0].type.layout)
-    new_top = gl.maximum(top, other_top)
-    shift = finite(new_top)
-    factor, other_factor = gl.exp2(top - shift), gl.exp2(other_top - shift)
-    total = gl.fma(total, factor, other_total * other_factor)
+    top, total, factor, other_factor = added_sums(top, total, other_top, other_total)
     factor, other_factor = gl.convert_layout(factor, M), gl.convert_layout(other_factor, M)
     new = ()
     for c in gl.static_range(len(o)):
         # a zero behind it has no sign, as it has none where a state begins
         behind = gl.fma(other[c], gl.expand_dims(other_factor, 1), 0.0)
         new += (gl.fma(o[c], gl.expand_dims(factor, 1), behind),)
-    return new, new_top, total
+    return new, top, total
+
+
+@gluon.jit
+def added_sums(top, total, other_top, other_total):
+    """The maximum and the sum of both, and by what O of each is multiplied."""
+    new_top = gl.maximum(top, other_top)
+    shift = finite(new_top)
+    factor, other_factor = gl.exp2(top - shift), gl.exp2(other_top - shift)
+    return new_top, gl.fma(total, factor, other_total * other_factor), factor, other_factor
+
+
+@gluon.jit
+def added_numbers(o, top, total, other, other_top, other_total):
+    """`added` of numbers of O that each come with the maximum and the sum of their row."""
+    top, total, factor, other_factor = added_sums(top, total, other_top, other_total)
+    return gl.fma(o, factor, gl.fma(other, other_factor, 0.0)), top, total
 
 
 @gluon.jit
@@ -45,8 +58,15 @@ def ends_part(chain, end, C: gl.constexpr):
 @gluon.jit
 def places_of_cta(requests, stretch, C: gl.constexpr):
     """How many places a CTA has for parts: for those of the job with which its stretch begins in their order, for those of
-    another, with which it ends, or of a whole one, from the last place on."""
-    return gl.minimum(stretch, (requests.capacity + C.unit - 1) // C.unit + 1)
+    another, with which it ends, or of a whole one, from the last place on; but whole jobs have one of their own, the last, if
+    they may be taken again (see `again`), when parts of others are handed in."""
+    return gl.minimum(stretch, (requests.capacity + C.unit - 1) // C.unit + 1) + own_places(C)
+
+
+@gluon.constexpr_function
+def own_places(C):
+    """Places of a CTA for nothing but whole jobs."""
+    return int(C.optimistic)
 
 
 @gluon.jit
@@ -54,7 +74,7 @@ def place_from(chain, split, cta, begins, stretch, places, C: gl.constexpr):
     """The place of the part of a CTA that begins with a split of a job. begins: whether the job begins with that CTA."""
     PER_CHAIN: gl.constexpr = C.chain // C.split
     of_others = chain.line + split - cta * stretch
-    of_first = places - 1 - (split // PER_CHAIN - chain.job_begin // PER_CHAIN)
+    of_first = places - 1 - own_places(C) - (split // PER_CHAIN - chain.job_begin // PER_CHAIN)
     return cta * places + gl.where(begins, of_first, of_others)
 
 
@@ -63,7 +83,10 @@ def own_place(job, key, places, C: gl.constexpr):
     """The place of this CTA's part whose last key is `key`."""
     begin = gl.where(key < job.chain.settled, key // C.split, key // C.chain * (C.chain // C.split))
     begin = gl.maximum(begin, job.chain.job_begin)
-    return place_from(job.chain, begin, gl.program_id(0), job.chain.begins, job.stretch, places, C)
+    place = place_from(job.chain, begin, gl.program_id(0), job.chain.begins, job.stretch, places, C)
+    if own_places(C):
+        place = gl.where(job.parts == 1, gl.program_id(0) * places + places - 1, place)
+    return place
 
 
 @aggregate
