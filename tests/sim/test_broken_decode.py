@@ -44,9 +44,19 @@ SHARED = SCHEDULE, *PARTS = [
     f"strobe.kernels.decode.{name}" for name in ("schedule", "layouts", "keys", "scores", "splits", "results", "pieces")
 ]
 """What the kernels share, in the order in which they import each other."""
-FORWARD, BOXES, LATENTS, TURNS, AGAIN, BOARD, HOPPER, SPLIT_CLUSTERS = (
+EIGHT_BITS, FORWARD, BOXES, LATENTS, TURNS, AGAIN, BOARD, HOPPER, SPLIT_CLUSTERS = (
     f"strobe.kernels.decode.{name}"
-    for name in ("forward", "boxes", "latent", "latent_turns", "again", "board", "hopper", "split_clusters")
+    for name in (
+        "eight_bits",
+        "forward",
+        "boxes",
+        "latent",
+        "latent_turns",
+        "again",
+        "board",
+        "hopper",
+        "split_clusters",
+    )
 )
 LATENT = {"latent": True}
 NUMBERS = (AssertionError,)
@@ -78,6 +88,10 @@ def module_with(text: str) -> str:
     """The one module of mma.sync's kernel in which a text stands."""
     [module] = [name for name in (*PARTS, FORWARD) if text in Path(str(importlib.import_module(name).__file__)).read_text()]
     return module
+
+
+def eight_bits(what, text, becomes, errors=NUMBERS, **case) -> Bug:
+    return Bug(what, EIGHT_BITS, text, becomes, errors, case)
 
 
 def hopper(what, text, becomes, errors=NUMBERS, **case) -> Bug:
@@ -166,7 +180,7 @@ BUGS = [
     kernel("another row of the page", "(first + keys_in(C, layout)) % PAGE",
            "(first + keys_in(C, layout) + 1) % PAGE", page=3),
     kernel("the sums are not rescaled", "row_sum = row_sum * rescale + gl.sum(p, 2)", "row_sum = row_sum + gl.sum(p, 2)"),
-    kernel("O is not rescaled", "        acc = rescaled(acc, rescale, C)\n", ""),
+    kernel("O is not rescaled", "        acc = acc * gl.expand_dims(rescale, 2)\n", ""),
     kernel("warps are added up without their weights", "load(R) * gl.expand_dims(weights, 2), 0)", "load(R), 0)"),
     kernel("a chunk of O twice", "in_chunks(first, COLUMNS) + in_chunks(second", "in_chunks(first, COLUMNS) + in_chunks(first",
            head_dim=128, head_dim_v=128, n_q=6, tokens=128, stages=3),
@@ -221,6 +235,29 @@ BUGS = [
              lie=True),
     schedule("rows that see nothing have no job", "// C.unit - begin // C.unit, 1)", "// C.unit - begin // C.unit, 0)",
              (AssertionError, ZeroDivisionError, IllegalOperation)),
+]  # fmt: skip
+
+WAIT_V_OF_8_BITS = WAIT_V.replace("            ", "        ")
+COUNT = "count = gl.where(is_page(cached, pages), count, 0)"
+EIGHT_BITS_BUGS = [
+    eight_bits("K is not waited for", WAIT_K, WAIT_K.partition("\n")[2], TOO_EARLY),
+    eight_bits("V is not waited for", WAIT_V_OF_8_BITS, WAIT_V_OF_8_BITS.partition("\n")[2], TOO_EARLY),
+    eight_bits("copies under way at the end", "    async_copy.wait_group(0)\n", "", (Unfinished, Race)),
+    eight_bits("copies over what is read", "0 * begin + STAGES - 1", "0 * begin", TOO_EARLY),
+    eight_bits("a stage too many", "now == STAGES - 1", "now == STAGES", (OutOfBounds, *TOO_EARLY)),
+    eight_bits("values of another step", "copy_values(rings, next, cached, piece, first + ahead",
+               "copy_values(rings, next, cached, piece, first", page=None),
+    eight_bits("values of other pages", "v_pages = same_or_looked_up(cached, piece, k_pages, first + ahead",
+               "v_pages = same_or_looked_up(cached, piece, v_pages, first + ahead"),
+    eight_bits("even columns are not rescaled", "even * gl.expand_dims(rescale, 2)", "even"),
+    eight_bits("odd columns are not rescaled", "odd * gl.expand_dims(rescale, 2)", "odd"),
+    eight_bits("even and odd columns change places", "gl.join(even, odd)", "gl.join(odd, even)"),
+    eight_bits("the sums are not rescaled", "row_sum * rescale + gl.sum(p, 2)", "row_sum + gl.sum(p, 2)"),
+    kernel("values beyond the end are read", "gl.maximum(piece.end - piece.begin, 0)", "(piece.end - piece.begin + C.tokens)",
+           page=None),
+    kernel("values ahead of the leftpad are read", "(keys - piece.begin).to(gl.uint32) < count.to(gl.uint32)",
+           "keys - piece.begin < count", leftpad=True, page=None),
+    kernel("page numbers are not checked", COUNT, "pass", honest=False),
 ]  # fmt: skip
 
 LONG = {"lengths": [510, 1, 0, 130], "room": 520}
@@ -632,7 +669,7 @@ EVENLY_BUGS = [
 
 def broken(bug: Bug, entry: str, folder: Path) -> ModuleType:
     """A kernel's module, over all that it imports, with a mistake in it or in one of them."""
-    line = [*SHARED, FORWARD] if entry == FORWARD else [*SHARED, BOXES, LATENTS, TURNS, AGAIN, BOARD, HOPPER]
+    line = [*SHARED, EIGHT_BITS, FORWARD] if entry == FORWARD else [*SHARED, BOXES, LATENTS, TURNS, AGAIN, BOARD, HOPPER]
     line += [SPLIT_CLUSTERS] if entry == SPLIT_CLUSTERS else []
     return altered_over(line[line.index(bug.module) :], ((bug.text, bug.becomes),), folder)
 
@@ -663,15 +700,38 @@ def test_it_is_found(bug, tmp_path):
             run(call, ctas=7, order=order, seed=number, kernel=module, launches=bug.launches, **config)
 
 
+def poison_ahead(cache):
+    """NaN ahead of the leftpad of a contiguous cache."""
+    for b, pad in enumerate(cache.leftpad.tolist()):
+        entry = b if cache.index is None else int(cache.index[b])
+        cache.k[entry, :pad] = cache.v[entry, :pad] = torch.nan
+
+
+def of_8_bits(call):
+    """The call over its cache in e4m3."""
+    k, v = (x.to(torch.float8_e4m3fn) for x in (call.cache.k, call.cache.v))
+    return call._replace(cache=strobe.Cache(**{**vars(call.cache), "k": k, "v": v}))
+
+
+@pytest.mark.parametrize("bug", EIGHT_BITS_BUGS, ids=str)
+def test_it_is_found_over_a_cache_of_8_bits(bug, tmp_path):
+    case = {**CASE, **bug.case}
+    call = draw(1, torch.float16, case.pop("honest", True), **case)
+    if case["leftpad"]:
+        poison_ahead(call.cache)
+    call, module = of_8_bits(call), broken(bug, FORWARD, tmp_path)
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            run(call, ctas=7, order=order, seed=number, kernel=module, tokens=64, stages=2)
+
+
 @pytest.mark.parametrize("bug", HOPPER_BUGS, ids=str)
 def test_it_is_found_with_wgmma(bug, tmp_path):
     case = {**CASE, **bug.case}
     honest, of_latent = case.pop("honest", True), case.pop("latent", False)
     call = latent(48) if of_latent else draw(1, torch.float16, honest, **case)
     if case["leftpad"] and case["page"] is None:
-        for b, pad in enumerate(call.cache.leftpad.tolist()):
-            entry = b if call.cache.index is None else int(call.cache.index[b])
-            call.cache.k[entry, :pad] = call.cache.v[entry, :pad] = torch.nan
+        poison_ahead(call.cache)
     module = broken(bug, HOPPER, tmp_path)
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
@@ -796,6 +856,7 @@ def test_it_is_found_where_a_key_head_is_shared(bug, tmp_path):
 def test_no_false_alarm():
     for number, order in enumerate(ORDERS):
         run(draw(1, torch.float16, **CASE), ctas=7, order=order, seed=number, launches=2, tokens=64, stages=2)
+        run(of_8_bits(draw(1, torch.float16, **CASE)), ctas=7, order=order, seed=number, tokens=64, stages=2)
         run(draw(1, torch.float16, **CASE), ctas=5, order=order, seed=number, launches=2, choose=of_wgmma, stages=2)
         run(draw(1, torch.float16, **{**CASE, **MANY_ROWS}), ctas=4, order=order, seed=number, choose=of_wgmma, stages=2,
             groups=2, **BY_WAY_OF_Q)  # fmt: skip

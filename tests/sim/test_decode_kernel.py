@@ -34,9 +34,8 @@ def test_against_the_specification(seed):
 @pytest.mark.parametrize(
     "kind", ["none", "e5m2", "64 and 128", "80", "256", "request", "key", "large values", "large queries", "small queries"]
 )
-@pytest.mark.parametrize("n_q", [1, 4])
-def test_a_cache_of_8_bits(kind, dtype, n_q):
-    """Of more than 16 rows numbers come in pairs."""
+@pytest.mark.parametrize(("n_q", "deterministic"), [(1, False), (4, False), (4, True)])
+def test_a_cache_of_8_bits(kind, dtype, n_q, deterministic):
     dims = {"64 and 128": (64, 128), "80": (80, 80), "256": (256, 256)}.get(kind, (128, 128))
     call = draw(6, dtype, head_dim=dims[0], head_dim_v=dims[1], ragged=False, page=16, heads_kv=2, group=7, n_q=n_q)
     of_8_bits = torch.float8_e5m2 if kind == "e5m2" else torch.float8_e4m3fn
@@ -49,7 +48,8 @@ def test_a_cache_of_8_bits(kind, dtype, n_q):
         power = 18.0 if kind == "large queries" else -30.0
         call = call._replace(q=call.q * 2.0**power, keywords={**call.keywords, "scale": 2.0 ** (-3.0 - power)})
     cache = strobe.Cache(k, v, call.cache.lengths, call.cache.page_table, k_scale=scales[0], v_scale=scales[1])
-    run(call._replace(cache=cache), ctas=4)
+    call = call._replace(cache=cache, keywords={**call.keywords, "deterministic": deterministic})
+    run(call, ctas=4, **({"split": 128, "chain": 256} if deterministic else {}))
 
 
 def test_columns_that_two_warps_share():

@@ -24,8 +24,9 @@ stays there. (Of one request the first keys of a CTA are asked for before the le
 Where one request is all, each of its key heads is shared by as many CTAs: see `take_share`. What they found is merged as parts
 of a job are or, in a cluster, meets in the shared memory of all (`common.cluster`).
 
-Here is what is mma.sync's own. Beside it stands what it shares with Hopper's kernels: a CTA's pieces of work (`pieces`), where
-keys lie (`keys`), which of them count for how much (`scores`), writing and merging results (`results`).
+Here is what is mma.sync's own; keys of 8 bits have a loop of their own (`eight_bits`). Beside it stands what it shares with
+Hopper's kernels: a CTA's pieces of work (`pieces`), where keys lie (`keys`), which of them count for how much (`scores`),
+writing and merging results (`results`).
 """
 
 import math
@@ -34,21 +35,19 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from strobe.kernels.common.cluster import begin_cluster, read_arguments
 from strobe.kernels.common.dependent_launch import take_turn
-from strobe.kernels.common.packed_halves import unpacked
 from strobe.kernels.decode.arguments import NUMBERS, Cached, Job, Kernel, Outputs, Piece, Terms
-from strobe.kernels.decode.keys import copy_step, is_key, load_queries, look_up, rows_at, same_or_looked_up
+from strobe.kernels.decode.eight_bits import walk_8_bits
+from strobe.kernels.decode.keys import as_half, copy_keys, copy_values, load_queries, look_up, of_8_bits, same_or_looked_up
 from strobe.kernels.decode.layouts import copy_layout, product_layout, result_layout, ring_layout
 from strobe.kernels.decode.notes import NOTED, Notes
 from strobe.kernels.decode.pieces import ask_ahead, take_pieces
 from strobe.kernels.decode.results import PATIENCE, deliver, deliver_share, nothing, take_splits, write_all
 from strobe.kernels.decode.schedule import Requests, keys_of, queries_of, units_of
-from strobe.kernels.decode.scores import finite, scores_of
+from strobe.kernels.decode.scores import finite, scale_of_values, scores_of
 from strobe.kernels.gluon import gl, gluon, partition_barrier, reinterpret
 
 CHUNK = gl.constexpr(64)
 """Columns of Q that are loaded at a time where it has many: the width of a swizzle."""
-MMA_ROWS = gl.constexpr(16)
-"""Rows of a product of mma.sync."""
 
 
 @gluon.constexpr_function
@@ -62,75 +61,14 @@ def meet_shape(C, ROWS):
 
 
 @gluon.jit
-def is_copied(first, piece, C: gl.constexpr):
-    """Whether a step from key `first` on is copied. Where many rows keep the tensor cores busy, even if it lies beyond the
-    piece, as zeros: a branch in the loop would keep copies and products apart."""
-    if C.rows > MMA_ROWS:
-        return gl.to_tensor(True)
-    else:
-        return first < piece.end
-
-
-@gluon.jit
-def copy_keys(rings, slot, cached, piece, first, pages, layout: gl.constexpr, C: gl.constexpr, DIM: gl.constexpr,
-              AT_ONCE: gl.constexpr = False):  # fmt: skip
-    """Start copying a step of K from key `first` on, in one group, which is empty beyond the piece. AT_ONCE: with zeros there,
-    as it is not known yet where the piece ends."""
-    if AT_ONCE or is_copied(first, piece, C):
-        base = cached.k + piece.head.to(gl.int64) * cached.k_head
-        copy_step(rings[0].index(slot), base, cached, piece, first, pages, cached.k_page, cached.k_row, layout,
-                  min(DIM, C.head_dim), C)  # fmt: skip
-        if C.narrow > 0:
-            N: gl.constexpr = copy_layout(C, C.narrow, 16 // C.kv_bytes)
-            S: gl.constexpr = gl.SliceLayout(2, N)
-            own_pages = pages
-            if cached.PAGE:
-                own_pages = gl.convert_layout(pages, S)
-            copy_step(rings[2].index(slot), base + C.head_dim, cached, piece, first, own_pages, cached.k_page, cached.k_row, N,
-                      DIM - C.head_dim, C)  # fmt: skip
-    async_copy.commit_group()
-
-
-@gluon.jit
-def copy_values(rings, slot, cached, piece, first, pages, layout: gl.constexpr, C: gl.constexpr, DIM_V: gl.constexpr):
-    """Start copying a step of V from value `first` on, in one group; nothing where V is columns of K."""
-    if C.narrow == 0:
-        if is_copied(first, piece, C):
-            base = cached.v + piece.head.to(gl.int64) * cached.v_head
-            copy_step(rings[1].index(slot), base, cached, piece, first, pages, cached.v_page, cached.v_row, layout, DIM_V, C)
-        async_copy.commit_group()
-
-
-@gluon.constexpr_function
-def in_pairs(C):
-    """Whether numbers of 8 bits are loaded two by two, neighbours of a row, as ldmatrix moves no less than 16 bits: products
-    are then of the even and of the odd columns."""
-    # An H200, e4m3, 64 heads on 8, pages of 64, 32 requests of 8k keys, 4 queries: 160 microseconds, one by one 179; of 32k 607
-    # and 687; but one query, 16 rows, 130.5 and 127.4, 498 and 485. An H100: level
-    return C.kv_bytes == 1 and C.head_dim <= 128 and C.head_dim_v <= 128 and C.rows > 16
-
-
-@gluon.jit
-def as_pairs(ring, COLUMNS: gl.constexpr):
-    """A ring of numbers of 8 bits as one of pairs."""
-    SHAPE: gl.constexpr = [ring.shape[0], ring.shape[1], ring.shape[2], COLUMNS // 2]
-    return reinterpret(ring, gl.int16, SHAPE, ring_layout(COLUMNS // 2, 8))
-
-
-@gluon.jit
-def products_of(rings, slot, q, outputs, piece, KIND: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
-                DIM: gl.constexpr):  # fmt: skip
-    """Q K^T of a step. Where registers do not hold Q beside O, it comes from the L1 cache: whole, or 64 columns at a time.
-    KIND: the cache's dtype."""
+def products_of(rings, slot, q, outputs, piece, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr):
+    """Q K^T of a step. Where registers do not hold Q beside O, it comes from the L1 cache: whole, or 64 columns at a time."""
     L: gl.constexpr = product_layout(C)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, L, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, L, 2)
     s = gl.full([C.token_warps, C.rows, C.tokens // C.token_warps], 0.0, gl.float32, L)
     k = rings[0].index(slot)
-    if in_pairs(C):
-        even, odd = unpacked(as_pairs(rings[0], C.head_dim).index(slot).permute((0, 2, 1)).load(RIGHT), KIND)
-        s = mma_v2(q[1], odd, mma_v2(q[0], even, s))
-    elif C.head_dim <= 128:
+    if C.head_dim <= 128:
         s = mma_v2(q, k.permute((0, 2, 1)).load(RIGHT).to(q.dtype), s)
     elif C.head_dim <= 256:
         q = load_queries(outputs, piece, 0, C.head_dim, LEFT, C, GROUP, DIM)
@@ -147,80 +85,6 @@ def products_of(rings, slot, q, outputs, piece, KIND: gl.constexpr, C: gl.conste
 
 
 @gluon.jit
-def values_of(ring, slot, KIND: gl.constexpr, OF_P: gl.constexpr, C: gl.constexpr):
-    """V of a step, the even columns and the odd ones by themselves if they come in pairs."""
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, product_layout(C), 2)
-    if in_pairs(C):
-        even, odd = unpacked(as_pairs(ring, C.head_dim_v).index(slot).load(RIGHT), KIND)
-        return even.to(OF_P), odd.to(OF_P)
-    else:
-        return (ring.index(slot).load(RIGHT).to(OF_P),)
-
-
-@gluon.jit
-def no_sums(C: gl.constexpr):
-    """O before the first step, in as many parts as V has."""
-    half = gl.full([C.token_warps, C.rows, C.head_dim_v // (2 if in_pairs(C) else 1)], 0.0, gl.float32, product_layout(C))
-    if in_pairs(C):
-        return half, half
-    else:
-        return (half,)
-
-
-@gluon.jit
-def rescaled(acc, factor, C: gl.constexpr):
-    wide = gl.expand_dims(factor, 2)
-    if in_pairs(C):
-        return acc[0] * wide, acc[1] * wide
-    else:
-        return (acc[0] * wide,)
-
-
-@gluon.jit
-def with_values(acc, p, v, C: gl.constexpr):
-    """O and P V of a step."""
-    if in_pairs(C):
-        return mma_v2(p, v[0], acc[0]), mma_v2(p, v[1], acc[1])
-    else:
-        return (mma_v2(p, v[0], acc[0]),)
-
-
-@gluon.jit
-def with_all_columns(acc, C: gl.constexpr):
-    """O with its columns in order."""
-    if in_pairs(C):
-        return gl.reshape(gl.join(acc[0], acc[1]), [C.token_warps, C.rows, C.head_dim_v])
-    else:
-        return acc[0]
-
-
-@gluon.jit
-def power_of(q):
-    """A power of two for each row by which its largest number, divided, is about 1024."""
-    top = gl.expand_dims(gl.max(gl.abs(q.to(gl.float32)), 2), 2)
-    return gl.exp2(gl.ceil(gl.log2(gl.maximum(top, 1e-30))) - 10.0)
-
-
-@gluon.jit
-def as_half(q, power):
-    """Q in float16, divided by a power of each row. (float8 becomes float16 in one instruction for two numbers, bfloat16 in
-    several for each.)"""
-    return (q.to(gl.float32) * (1.0 / power)).to(gl.float16)
-
-
-@gluon.jit
-def load_pairs(outputs, piece, LEFT: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr):
-    """The even and the odd columns of Q, in float16, and what their rows were divided by."""
-    even = load_queries(outputs, piece, 0, C.head_dim // 2, LEFT, C, GROUP, DIM, 1, 2)
-    odd = load_queries(outputs, piece, 1, C.head_dim // 2, LEFT, C, GROUP, DIM, 1, 2)
-    if even.dtype == gl.bfloat16:
-        power = gl.maximum(power_of(even), power_of(odd))
-        return (as_half(even, power), as_half(odd, power)), power
-    else:
-        return (even, odd), gl.full([C.token_warps, C.rows, 1], 1.0, gl.float32, LEFT)
-
-
-@gluon.jit
 def walk(rings, outputs, terms, cached, piece, asked, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
          DIM_V: gl.constexpr):  # fmt: skip
     """Walk along the keys of a piece: each warp's O, maxima and sums. asked: the piece, or as much of it as is known before its
@@ -228,6 +92,7 @@ def walk(rings, outputs, terms, cached, piece, asked, C: gl.constexpr, GROUP: gl
     entry = piece.entry
     L: gl.constexpr = product_layout(C)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, L, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, L, 2)
     width: gl.constexpr = 16 // C.kv_bytes
     K_COPY: gl.constexpr = copy_layout(C, C.head_dim, width)
     V_COPY: gl.constexpr = copy_layout(C, C.head_dim_v, width)
@@ -258,16 +123,13 @@ def walk(rings, outputs, terms, cached, piece, asked, C: gl.constexpr, GROUP: gl
     ahead: gl.constexpr = (C.stages - 1) * C.stride
     k_pages = k_pages[C.stages - 1]
     v_pages = same_or_looked_up(cached, piece, k_pages, begin + ahead, C, V_KEYS)
-    if in_pairs(C):
-        q, power = load_pairs(outputs, piece, LEFT, C, GROUP, DIM)
-        k_scale = k_scale * gl.convert_layout(power, L)
-    elif not SHARE:
+    if not SHARE:
         q = load_queries(outputs, piece, 0, CHUNK if C.head_dim > 128 else C.head_dim, LEFT, C, GROUP, DIM)
-    if C.kv_bytes == 1 and C.head_dim <= 128 and not in_pairs(C) and outputs.q.dtype.element_ty == gl.bfloat16:
-        power = power_of(q)
-        q, k_scale = as_half(q, power), k_scale * gl.convert_layout(power, L)
-    OF_P: gl.constexpr = gl.bfloat16 if terms.V_BY_TOKEN else gl.float16 if C.kv_bytes == 1 else outputs.q.dtype.element_ty
-    acc = no_sums(C)
+    OF_P: gl.constexpr = gl.bfloat16 if terms.V_BY_TOKEN else gl.float16 if C.kv_bytes == 1 else q.dtype
+    if C.kv_bytes == 1 and C.head_dim <= 128 and q.dtype == gl.bfloat16:
+        q, power = as_half(q)
+        k_scale = k_scale * gl.convert_layout(power, L)
+    acc = gl.full([C.token_warps, C.rows, C.head_dim_v], 0.0, gl.float32, L)
     row_max = gl.full([C.token_warps, C.rows], -float("inf"), gl.float32, gl.SliceLayout(2, L))
     row_sum = gl.full([C.token_warps, C.rows], 0.0, gl.float32, gl.SliceLayout(2, L))
     under_way: gl.constexpr = (C.stages - 1) * (1 if C.narrow > 0 else 2) - 1
@@ -279,7 +141,7 @@ def walk(rings, outputs, terms, cached, piece, asked, C: gl.constexpr, GROUP: gl
         partition_barrier()
         copy_keys(rings, next, cached, piece, first + ahead, k_pages, K_COPY, C, DIM)
         k_pages = look_up(cached, piece, first + ahead + C.stride, C, K_KEYS)
-        s = products_of(rings, now, q, outputs, piece, cached.k.dtype.element_ty, C, GROUP, DIM)
+        s = products_of(rings, now, q, outputs, piece, C, GROUP, DIM)
         if SHARE:
             of_scores, s_pages = s_pages, look_up(cached, piece, first + C.stride, C, S_KEYS)
         else:
@@ -291,7 +153,7 @@ def walk(rings, outputs, terms, cached, piece, asked, C: gl.constexpr, GROUP: gl
         rescale = gl.exp2(row_max - shift)
         row_sum = row_sum * rescale + gl.sum(p, 2)
         row_max = new_max
-        acc = rescaled(acc, rescale, C)
+        acc = acc * gl.expand_dims(rescale, 2)
         if terms.V_BY_TOKEN:  # they may leave the range of float16
             p = p * gl.expand_dims(scale_of_values(terms, cached, piece, entry, first, C, gl.SliceLayout(1, L)), 1)
         if C.narrow == 0:
@@ -299,18 +161,10 @@ def walk(rings, outputs, terms, cached, piece, asked, C: gl.constexpr, GROUP: gl
             partition_barrier()
             copy_values(rings, next, cached, piece, first + ahead, v_pages, V_COPY, C, DIM_V)
             v_pages = same_or_looked_up(cached, piece, k_pages, first + ahead + C.stride, C, V_KEYS)
-        v = values_of(rings[1], now, cached.v.dtype.element_ty, OF_P, C)
-        acc = with_values(acc, gl.convert_layout(p.to(OF_P), LEFT), v, C)
+        v = rings[1].index(now).load(RIGHT).to(OF_P)
+        acc = mma_v2(gl.convert_layout(p.to(OF_P), LEFT), v, acc)
     async_copy.wait_group(0)
-    return with_all_columns(acc, C), row_max, row_sum
-
-
-@gluon.jit
-def scale_of_values(terms, cached, piece, entry, first, C: gl.constexpr, layout: gl.constexpr):
-    """The scales of the values of the step from key `first` on, 0 for those that are none."""
-    pages = look_up(cached, piece, first, C, layout)
-    at = rows_at(cached, first, pages, entry, terms.v_scale_page, terms.v_scale_row, C, layout) + piece.head
-    return gl.load(terms.v_scale + at, mask=is_key(cached, piece, first, pages, C, layout), other=0.0)
+    return acc, row_max, row_sum
 
 
 @gluon.jit
@@ -330,7 +184,10 @@ def take(memory, K, piece, job, state):
 def find(memory, K, piece, state):
     """What all warps find along the keys of a piece, added up."""
     rings, stats = memory
-    acc, row_max, row_sum = walk(rings, K.outputs, K.terms, K.cached, piece, piece, K.C, K.GROUP, K.DIM, K.DIM_V)
+    if of_8_bits(K.C):
+        acc, row_max, row_sum = walk_8_bits(rings, K, piece)
+    else:
+        acc, row_max, row_sum = walk(rings, K.outputs, K.terms, K.cached, piece, piece, K.C, K.GROUP, K.DIM, K.DIM_V)
     return gather_warps(in_ring(rings[0], K.C, K.ROWS), stats, acc, row_max, row_sum, K.C, K.ROWS), state
 
 

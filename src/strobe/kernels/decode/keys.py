@@ -1,7 +1,23 @@
 """Which keys a step has, where they lie, and how they are copied by cp.async; queries."""
 
-from strobe.kernels.decode.layouts import along, first_keys_in, keys_in, keys_of_warp
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from strobe.kernels.decode.layouts import along, copy_layout, first_keys_in, keys_in, keys_of_warp
 from strobe.kernels.gluon import cp_async, gl, gluon
+
+MMA_ROWS = gl.constexpr(16)
+"""Rows of a product of mma.sync."""
+
+
+@gluon.constexpr_function
+def of_8_bits(C):
+    """Whether keys of 8 bits are walked along by `eight_bits`."""
+    # e4m3, pages of 64, microseconds, and with K unpacked two by two (16 rows: loaded one by one) and all else as `forward`:
+    #   an H100, 4 queries of 64 heads on 8: 32 requests of 8k keys 201 (205), 128 of 8k 782 (806), 8 of 8k 61.0 (63.6)
+    #            1 query of 16 on 2: 32 of 8k 55.0 (56.0), 8 of 32k 55.9 (57.0); 64 on 8: 32 of 8k 193 (195)
+    #   an H200, scores scaled as the maximum is subtracted, which is level: 4 queries 151 (177), 603 (708), 46.6 (51.2);
+    #            1 query, beyond a piece nothing copied: 16 on 2 40.2 (40.9), 8 of 8k 16.0 (17.9); 64 on 8 135.2 (134.5)
+    return C.kv_bytes == 1 and C.head_dim <= 128 and C.head_dim_v <= 128
 
 
 @gluon.constexpr_function
@@ -60,10 +76,16 @@ def is_page(cached, pages):
 def is_key(cached, piece, first, pages, C: gl.constexpr, layout: gl.constexpr):
     """Whether a step's keys from key `first` on belong to a piece and are there."""
     keys = first + keys_in(C, layout)
-    inside = (keys >= piece.begin) & (keys < piece.end)
-    if cached.PAGE:
-        inside = inside & is_page(cached, pages)
-    return inside
+    if of_8_bits(C):  # one comparison, of numbers without a sign: instructions bind
+        count = gl.maximum(piece.end - piece.begin, 0)
+        if cached.PAGE:
+            count = gl.where(is_page(cached, pages), count, 0)
+        return (keys - piece.begin).to(gl.uint32) < count.to(gl.uint32)
+    else:
+        inside = (keys >= piece.begin) & (keys < piece.end)
+        if cached.PAGE:
+            inside = inside & is_page(cached, pages)
+        return inside
 
 
 @gluon.jit
@@ -127,6 +149,46 @@ def copy_step(buffer, base, cached, piece, first, pages, page_stride, row_stride
 
 
 @gluon.jit
+def is_copied(first, piece, C: gl.constexpr):
+    """Whether a step from key `first` on is copied. Where many rows keep the tensor cores busy, or instructions bind, even if
+    it lies beyond the piece, as zeros: a branch in the loop would keep copies and products apart."""
+    if C.rows > MMA_ROWS or of_8_bits(C):
+        return gl.to_tensor(True)
+    else:
+        return first < piece.end
+
+
+@gluon.jit
+def copy_keys(rings, slot, cached, piece, first, pages, layout: gl.constexpr, C: gl.constexpr, DIM: gl.constexpr,
+              AT_ONCE: gl.constexpr = False):  # fmt: skip
+    """Start copying a step of K from key `first` on, in one group, which is empty beyond the piece. AT_ONCE: with zeros there,
+    as it is not known yet where the piece ends."""
+    if AT_ONCE or is_copied(first, piece, C):
+        base = cached.k + piece.head.to(gl.int64) * cached.k_head
+        copy_step(rings[0].index(slot), base, cached, piece, first, pages, cached.k_page, cached.k_row, layout,
+                  min(DIM, C.head_dim), C)  # fmt: skip
+        if C.narrow > 0:
+            N: gl.constexpr = copy_layout(C, C.narrow, 16 // C.kv_bytes)
+            S: gl.constexpr = gl.SliceLayout(2, N)
+            own_pages = pages
+            if cached.PAGE:
+                own_pages = gl.convert_layout(pages, S)
+            copy_step(rings[2].index(slot), base + C.head_dim, cached, piece, first, own_pages, cached.k_page, cached.k_row, N,
+                      DIM - C.head_dim, C)  # fmt: skip
+    async_copy.commit_group()
+
+
+@gluon.jit
+def copy_values(rings, slot, cached, piece, first, pages, layout: gl.constexpr, C: gl.constexpr, DIM_V: gl.constexpr):
+    """Start copying a step of V from value `first` on, in one group; nothing where V is columns of K."""
+    if C.narrow == 0:
+        if is_copied(first, piece, C):
+            base = cached.v + piece.head.to(gl.int64) * cached.v_head
+            copy_step(rings[1].index(slot), base, cached, piece, first, pages, cached.v_page, cached.v_row, layout, DIM_V, C)
+        async_copy.commit_group()
+
+
+@gluon.jit
 def owners_of(row, piece, C: gl.constexpr, GROUP: gl.constexpr):
     """The query and the head whose rows of a request these are, and whether they are there. The last of the GROUP rows of a
     query may be absent: they stand for no head."""
@@ -138,13 +200,23 @@ def owners_of(row, piece, C: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def load_queries(outputs, piece, FIRST: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr, C: gl.constexpr,
-                 GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr = 2, STEP: gl.constexpr = 1):  # fmt: skip
-    """COLUMNS of Q from FIRST on, STEP apart, as the first operand of a product, the same for all warps that share its rows;
-    zeros beyond the last row. WIDTH: elements that are loaded together."""
+                 GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr = 2):  # fmt: skip
+    """COLUMNS of Q from FIRST on as the first operand of a product, the same for all warps that share its rows; zeros beyond
+    the last row. WIDTH: elements that are loaded together."""
     row = piece.first_row + along(C.rows, 1, layout) + 0 * along(C.token_warps, 0, layout)
-    column = FIRST + along(COLUMNS, 2, layout) * STEP
+    column = FIRST + along(COLUMNS, 2, layout)
     query, head, there = owners_of(row, piece, C, GROUP)
     at = outputs.q + piece.batch.to(gl.int64) * outputs.q_batch
     at += (piece.first_query + query).to(gl.int64) * outputs.q_row + head.to(gl.int64) * outputs.q_head
     mask = gl.max_constancy(there & (column < DIM), [1, 1, WIDTH])
     return gl.load(gl.multiple_of(at + column, [1, 1, 2 * WIDTH]), mask=mask, other=0.0)  # bytes
+
+
+@gluon.jit
+def as_half(q):
+    """Q in float16, each row divided by a power of two that makes its largest number about 1024, and these powers. (float8
+    becomes float16 in one instruction for two numbers, bfloat16 in several for each.)"""
+    wide = q.to(gl.float32)
+    top = gl.expand_dims(gl.max(gl.abs(wide), 2), 2)
+    power = gl.exp2(gl.ceil(gl.log2(gl.maximum(top, 1e-30))) - 10.0)
+    return (wide * (1.0 / power)).to(gl.float16), power

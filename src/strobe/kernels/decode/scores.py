@@ -2,7 +2,7 @@
 
 from strobe.kernels.common.gluon_math import tanh
 from strobe.kernels.common.scores import LOG2E
-from strobe.kernels.decode.keys import is_key, is_page, owners_of, rows_at
+from strobe.kernels.decode.keys import is_key, is_page, look_up, owners_of, rows_at
 from strobe.kernels.decode.layouts import along, keys_in
 from strobe.kernels.gluon import gl, gluon
 
@@ -74,6 +74,14 @@ def is_seen(terms, piece, first, C: gl.constexpr, GROUP: gl.constexpr, LAYOUT: g
             asked = (drafted >= 0) & (drafted < piece.queries) & (query < piece.queries)
             seen = seen & gl.load(at + drafted * terms.tree_column, mask=asked, other=1).to(gl.int1)
     return seen
+
+
+@gluon.jit
+def scale_of_values(terms, cached, piece, entry, first, C: gl.constexpr, layout: gl.constexpr):
+    """The scales of the values of the step from key `first` on, 0 for those that are none."""
+    pages = look_up(cached, piece, first, C, layout)
+    at = rows_at(cached, first, pages, entry, terms.v_scale_page, terms.v_scale_row, C, layout) + piece.head
+    return gl.load(terms.v_scale + at, mask=is_key(cached, piece, first, pages, C, layout), other=0.0)
 
 
 @gluon.jit

@@ -1,0 +1,105 @@
+"""The walk along keys of 8 bits, e4m3 or e5m2, as ldmatrix loads them, which moves 16 bits at least.
+
+Of K a thread gets four columns of a key, where the product takes two and two that are 8 apart: which columns these are is all
+the same, if Q has them in the same order (a layout with `k_width` 4). Of V it gets two columns of two keys, and takes two keys
+of a column, so the even and the odd columns of O are products by themselves. Both become float16 on their way.
+
+Instructions bind here, not memory, so there are fewer of them than in `forward.walk`: steps are counted around the ring, which
+keys are copied is one comparison for each (`keys.is_key`), and those beyond a piece are copied as zeros (`keys.is_copied`).
+"""
+
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from strobe.kernels.common.packed_halves import unpacked
+from strobe.kernels.decode.keys import as_half, copy_keys, copy_values, load_queries, look_up, same_or_looked_up
+from strobe.kernels.decode.layouts import copy_layout, product_layout, ring_layout
+from strobe.kernels.decode.scores import finite, scale_of_values, scores_of
+from strobe.kernels.gluon import gl, gluon, partition_barrier, reinterpret
+
+
+@gluon.jit
+def products_of_8_bits(k_ring, slot, q, C: gl.constexpr):
+    """Q K^T of a step."""
+    L: gl.constexpr = product_layout(C)
+    k = k_ring.index(slot).permute((0, 2, 1)).load(gl.DotOperandLayout(1, L, 4)).to(gl.float16)
+    return mma_v2(q, k, gl.full([C.token_warps, C.rows, C.tokens // C.token_warps], 0.0, gl.float32, L))
+
+
+@gluon.jit
+def values_in_pairs(v_ring, slot, KIND: gl.constexpr, C: gl.constexpr):
+    """V of a step in float16, the even columns and the odd ones."""
+    SHAPE: gl.constexpr = [v_ring.shape[0], v_ring.shape[1], v_ring.shape[2], C.head_dim_v // 2]
+    pairs = reinterpret(v_ring, gl.int16, SHAPE, ring_layout(C.head_dim_v // 2, 8)).index(slot)
+    return unpacked(pairs.load(gl.DotOperandLayout(1, product_layout(C), 2)), KIND)
+
+
+@gluon.jit
+def walk_8_bits(rings, K, piece):
+    """Walk along the keys of a piece: each warp's O, maxima and sums."""
+    C: gl.constexpr = K.C
+    cached, terms, outputs, entry = K.cached, K.terms, K.outputs, piece.entry
+    L: gl.constexpr = product_layout(C)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, L, 2)
+    K_COPY: gl.constexpr = copy_layout(C, C.head_dim, 16)
+    V_COPY: gl.constexpr = copy_layout(C, C.head_dim_v, 16)
+    K_KEYS: gl.constexpr = gl.SliceLayout(2, K_COPY)
+    V_KEYS: gl.constexpr = gl.SliceLayout(2, V_COPY)
+    S_KEYS: gl.constexpr = gl.SliceLayout(1, L)
+    STAGES: gl.constexpr = C.stages
+    k_scale = 1.0
+    if terms.k_scale is not None:
+        if not terms.K_BY_TOKEN:
+            k_scale = gl.load(terms.k_scale + piece.batch * terms.k_scale_page + piece.head * terms.k_scale_row)
+
+    begin = piece.begin // C.tokens * C.tokens
+    k_pages = ()
+    for i in gl.static_range(STAGES):  # all are under way before the first copy waits for its own
+        k_pages += (look_up(cached, piece, begin + i * C.stride, C, K_KEYS),)
+    for i in gl.static_range(STAGES - 1):
+        first = begin + i * C.stride
+        copy_keys(rings, i, cached, piece, first, k_pages[i], K_COPY, C, K.DIM)
+        pages = same_or_looked_up(cached, piece, k_pages[i], first, C, V_KEYS)
+        copy_values(rings, i, cached, piece, first, pages, V_COPY, C, K.DIM_V)
+    ahead: gl.constexpr = (STAGES - 1) * C.stride
+    k_pages = k_pages[STAGES - 1]
+    v_pages = same_or_looked_up(cached, piece, k_pages, begin + ahead, C, V_KEYS)
+    # two columns at a time: four would be in registers that are not those of the product, and float16 moved at every step
+    q = load_queries(outputs, piece, 0, C.head_dim, gl.DotOperandLayout(0, L, 4), C, K.GROUP, K.DIM)
+    if q.dtype == gl.bfloat16:
+        q, power = as_half(q)
+        k_scale = k_scale * gl.convert_layout(power, L)
+    even = gl.full([C.token_warps, C.rows, C.head_dim_v // 2], 0.0, gl.float32, L)
+    odd = even
+    row_max = gl.full([C.token_warps, C.rows], -float("inf"), gl.float32, gl.SliceLayout(2, L))
+    row_sum = gl.full([C.token_warps, C.rows], 0.0, gl.float32, gl.SliceLayout(2, L))
+    OF_P: gl.constexpr = gl.bfloat16 if terms.V_BY_TOKEN else gl.float16
+    under_way: gl.constexpr = 2 * (STAGES - 1) - 1
+    now, next = 0 * begin, 0 * begin + STAGES - 1
+    for i in range((piece.end - begin + C.stride - 1) // C.stride):
+        first = begin + i * C.stride
+        async_copy.wait_group(under_way)
+        partition_barrier()
+        copy_keys(rings, next, cached, piece, first + ahead, k_pages, K_COPY, C, K.DIM)
+        k_pages = look_up(cached, piece, first + ahead + C.stride, C, K_KEYS)
+        s = products_of_8_bits(rings[0], now, q, C)
+        of_scores = look_up(cached, piece, first, C, S_KEYS)
+        s = scores_of(s, terms, cached, piece, entry, first, of_scores, k_scale, C, K.GROUP, L)
+        new_max = gl.maximum(row_max, gl.max(s, 2))
+        shift = finite(new_max)
+        p = gl.exp2(s - gl.expand_dims(shift, 2))
+        rescale = gl.exp2(row_max - shift)
+        row_sum = row_sum * rescale + gl.sum(p, 2)
+        row_max = new_max
+        if terms.V_BY_TOKEN:  # they may leave the range of float16
+            p = p * gl.expand_dims(scale_of_values(terms, cached, piece, entry, first, C, S_KEYS), 1)
+        p = gl.convert_layout(p.to(OF_P), LEFT)
+        async_copy.wait_group(under_way)
+        partition_barrier()
+        copy_values(rings, next, cached, piece, first + ahead, v_pages, V_COPY, C, K.DIM_V)
+        v_pages = same_or_looked_up(cached, piece, k_pages, first + ahead + C.stride, C, V_KEYS)
+        even_v, odd_v = values_in_pairs(rings[1], now, cached.v.dtype.element_ty, C)
+        even = mma_v2(p, even_v.to(OF_P), even * gl.expand_dims(rescale, 2))
+        odd = mma_v2(p, odd_v.to(OF_P), odd * gl.expand_dims(rescale, 2))
+        now, next = gl.where(now == STAGES - 1, 0, now + 1), now
+    async_copy.wait_group(0)
+    return gl.reshape(gl.join(even, odd), [C.token_warps, C.rows, C.head_dim_v]), row_max, row_sum
