@@ -454,7 +454,7 @@ MANY_ROWS = {
 }
 ONE_GROUP = {"head_dim": 128, "head_dim_v": 128, "group": 8, "heads_kv": 1, "room": 520, "lengths": [510, 1, 0, 330]}
 
-NEXT_PART = "            o, part_top, part_total = none\n"
+NEXT_PART, NEXT_SPLIT = "            part = none\n", "        acc, sums = no_output(C), own_sums\n    else:\n"
 
 
 def splits(what, text, becomes, errors=NUMBERS) -> Bug:
@@ -462,11 +462,12 @@ def splits(what, text, becomes, errors=NUMBERS) -> Bug:
 
 
 SPLIT_BUGS = [
-    hopper("a split goes on where the one before ended", "gl.where(begins, none[1], top)", "top"),
-    hopper("a split begins a step late", "begins = at % C.split == 0", "begins = at % C.split == C.tokens"),
-    hopper("what was found of a split is found of the next one, too", "acc, sums = no_output(C), own_sums", "sums = own_sums"),
-    hopper("the sums of a split are those of the next one, too", "acc, sums = no_output(C), own_sums",
-           "acc, sums = no_output(C), next_sums + sums"),
+    hopper("a split goes on where the one before ended", "gl.where(at % C.split == 0, none[1], top)", "top"),
+    hopper("a split begins a step late", "at % C.split == 0:", "at % C.split == C.tokens:"),
+    hopper("what was found of a split is found of the next one, too", NEXT_SPLIT,
+           NEXT_SPLIT.replace("acc, sums = no_output(C),", "sums =")),
+    hopper("the sums of a split are those of the next one, too", NEXT_SPLIT,
+           NEXT_SPLIT.replace("own_sums", "next_sums + sums")),
     hopper("a part goes on where the one before ended", NEXT_PART, "            pass\n"),
     hopper("the last split is left out", "acc, top, total = added_split(taken_up(W, memory, part, acc, C), acc, top, sums)\n",
            "acc, top, total = taken_up(W, memory, part, acc, C)\n", (*NUMBERS, *TOO_EARLY)),
