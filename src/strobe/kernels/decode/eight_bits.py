@@ -4,8 +4,9 @@ Of K a thread gets four columns of a key, where the product takes two and two th
 the same, if Q has them in the same order (a layout with `k_width` 4). Of V it gets two columns of two keys, and takes two keys
 of a column, so the even and the odd columns of O are products by themselves. Both become float16 on their way.
 
-Instructions bind here, not memory, so there are fewer of them than in `forward.walk`: steps are counted around the ring, which
-keys are copied is one comparison for each (`keys.is_key`), and those beyond a piece are copied as zeros (`keys.is_copied`).
+A step takes nearly the instructions of 16 bits for half the bytes, so there are fewer of them than in `forward.walk`: steps
+are counted around the ring, which keys are copied is one comparison for each (`keys.is_key`), and those beyond a piece are
+copied as zeros (`keys.is_copied`).
 """
 
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2

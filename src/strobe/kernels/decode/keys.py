@@ -15,8 +15,9 @@ def of_8_bits(C):
     # e4m3, pages of 64, microseconds, and with K unpacked two by two (16 rows: loaded one by one) and all else as `forward`:
     #   an H100, 4 queries of 64 heads on 8: 32 requests of 8k keys 201 (205), 128 of 8k 782 (806), 8 of 8k 61.0 (63.6)
     #            1 query of 16 on 2: 32 of 8k 55.0 (56.0), 8 of 32k 55.9 (57.0); 64 on 8: 32 of 8k 193 (195)
-    #   an H200, scores scaled as the maximum is subtracted, which is level: 4 queries 151 (177), 603 (708), 46.6 (51.2);
-    #            1 query, beyond a piece nothing copied: 16 on 2 40.2 (40.9), 8 of 8k 16.0 (17.9); 64 on 8 135.2 (134.5)
+    #   an H200, not this very code: scores scaled as the maximum is subtracted; 4 queries 151 (177), 603 (708), 46.6 (51.2);
+    #            1 query, beyond a piece nothing copied: 16 on 2 40.2 (40.9), 8 of 8k 16.0 (17.9), 32 of 32k 139.1 (138.8);
+    #            64 on 8 135.2 (134.5), and with `forward`'s masks and slots 134.5 (132.5), 32 of 32k 513 (507)
     return C.kv_bytes == 1 and C.head_dim <= 128 and C.head_dim_v <= 128
 
 
@@ -76,7 +77,7 @@ def is_page(cached, pages):
 def is_key(cached, piece, first, pages, C: gl.constexpr, layout: gl.constexpr):
     """Whether a step's keys from key `first` on belong to a piece and are there."""
     keys = first + keys_in(C, layout)
-    if of_8_bits(C):  # one comparison, of numbers without a sign: instructions bind
+    if of_8_bits(C):  # one comparison, of numbers without a sign
         count = gl.maximum(piece.end - piece.begin, 0)
         if cached.PAGE:
             count = gl.where(is_page(cached, pages), count, 0)
@@ -150,7 +151,7 @@ def copy_step(buffer, base, cached, piece, first, pages, page_stride, row_stride
 
 @gluon.jit
 def is_copied(first, piece, C: gl.constexpr):
-    """Whether a step from key `first` on is copied. Where many rows keep the tensor cores busy, or instructions bind, even if
+    """Whether a step from key `first` on is copied. Where many rows keep the tensor cores busy, or keys have 8 bits, even if
     it lies beyond the piece, as zeros: a branch in the loop would keep copies and products apart."""
     if C.rows > MMA_ROWS or of_8_bits(C):
         return gl.to_tensor(True)
