@@ -17,7 +17,8 @@ from strobe.call import launcher
 from strobe.device import KNOWN
 from strobe.kernels.common.call import Tensors
 from strobe.kernels.decode import launch
-from strobe.kernels.decode.config import OVERHEAD, of_mma, of_one_group, of_shares, of_wgmma
+from strobe.kernels.decode.choice import OVERHEAD, of_mma, of_one_group, of_wgmma
+from strobe.kernels.decode.shares import of_shares
 from strobe.lab.binary.offline import pretend_gpu
 from strobe.lab.binary.sass import audit
 from strobe.serving.problem import DecodeOperands, DecodeOptions, describe

@@ -11,7 +11,7 @@ import torch
 from strobe.device import KNOWN
 from strobe.kernels.common.call import Tensors
 from strobe.kernels.decode import launch
-from strobe.kernels.decode.config import of_mma
+from strobe.kernels.decode.choice import of_mma
 from strobe.sim import Launch
 from strobe.sim import attention as attention  # which gives the simulator the models of our assembly
 

@@ -26,7 +26,8 @@ from test_decode_kernel import (
 )
 
 import strobe
-from strobe.kernels.decode.config import of_one_group, of_shares, of_split_clusters, of_wgmma
+from strobe.kernels.decode.choice import of_one_group, of_split_clusters, of_wgmma
+from strobe.kernels.decode.shares import of_shares
 from strobe.sim import (
     BarrierMisuse,
     Deadlock,

@@ -10,7 +10,8 @@ from requests_at_random import Drawn, described, draw
 
 import strobe
 from strobe.device import KNOWN
-from strobe.kernels.decode.config import choose, of_mma, of_one_group, of_shares, of_split_clusters, of_wgmma
+from strobe.kernels.decode.choice import choose, of_mma, of_one_group, of_split_clusters, of_wgmma
+from strobe.kernels.decode.shares import of_shares
 
 ORDERS = ("in_order", "random", "late", "early")
 

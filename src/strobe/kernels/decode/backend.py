@@ -7,7 +7,9 @@ import torch
 from strobe.device import Arch
 from strobe.kernels import has_triton
 from strobe.kernels.common.call import Buffers, Call, Tensors
-from strobe.kernels.decode.config import DTYPES, Config, choose, is_latent, jobs, padded
+from strobe.kernels.decode.choice import DTYPES, choose
+from strobe.kernels.decode.config import Config
+from strobe.kernels.decode.sizes import is_latent, jobs, padded
 from strobe.masks import MAX_BOUND
 from strobe.serving.problem import DecodeProblem
 

@@ -9,9 +9,10 @@ import torch
 from strobe.device import Arch
 from strobe.kernels.common.call import Buffer, Buffers, Call, Tensors
 from strobe.kernels.common.descriptors import descriptor, layout_of
-from strobe.kernels.decode.config import FALLBACK_SMS, Config, jobs, partial_places, rows_of, tiles_of_rows
+from strobe.kernels.decode.config import Config
 from strobe.kernels.decode.forward import decode_kernel
 from strobe.kernels.decode.hopper import hopper_kernel
+from strobe.kernels.decode.sizes import FALLBACK_SMS, jobs, partial_places, rows_of, tiles_of_rows
 from strobe.kernels.decode.split_clusters import split_clusters_kernel
 from strobe.kernels.gluon import TensorDescriptor
 from strobe.problem import lse_shape_of

@@ -8,8 +8,8 @@ import triton
 
 from strobe.device import Arch
 from strobe.kernels.common.call import Buffers, Call, Tensors
-from strobe.kernels.decode import config as decode_config
 from strobe.kernels.decode import launch as decode_launch
+from strobe.kernels.decode.choice import of_mma
 from strobe.kernels.sm90.cache_config import MANY_QUERIES, as_attention
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
 from strobe.kernels.sm90.launch import forward_call
@@ -20,7 +20,7 @@ from strobe.serving.problem import DecodeProblem
 def buffers(problem: DecodeProblem, arch: Arch) -> Buffers:
     """The tensors of the launches: those of the decode kernel, a list of tiles, notes."""
     lengths = problem.lengths
-    made, shared, _, _ = decode_launch.buffers(replace(problem, with_lse=True), arch, decode_config.of_mma(problem, arch))
+    made, shared, _, _ = decode_launch.buffers(replace(problem, with_lse=True), arch, of_mma(problem, arch))
     notes = lengths.batch * problem.heads_q * triton.cdiv(lengths.seqlen_q, ROWS_PER_GROUP)
     shared = {**shared, **list_buffers(as_attention(problem)), **({} if problem.with_lse else made)}
     return Buffers(made if problem.with_lse else {}, shared, {"notes": notes})
@@ -31,7 +31,7 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
     attention = as_attention(problem)
     seen = Tensors(**{**vars(tensors), "seqused_kv": tensors.lengths})
     listed = Tensors(**{**vars(seen), "out": None, "lse": None})
-    (rest,) = decode_launch.calls(problem, tensors, arch, decode_config.of_mma(problem, arch))
+    (rest,) = decode_launch.calls(problem, tensors, arch, of_mma(problem, arch))
     left = {"notes": tensors.notes, "counters": tensors.counters, "MANY": MANY_QUERIES}
     return [
         *list_calls(attention, listed, config.tile_q, MANY_QUERIES),

@@ -26,7 +26,8 @@ from rich.table import Table
 
 import strobe
 from strobe.device import Arch, arch_of
-from strobe.kernels.decode.config import Config, choose
+from strobe.kernels.decode.choice import choose
+from strobe.kernels.decode.config import Config
 from strobe.lab.bench.bench import Clock, CpuClock, CudaClock, balanced_order
 from strobe.lab.bench.decode_peers import OURS, Contender, Inputs, Plan, Point, described, lengths_of, peers_for
 from strobe.lab.bench.failures import compact

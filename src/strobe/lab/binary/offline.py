@@ -184,10 +184,10 @@ def sm100_forward(problem: AttentionProblem, arch: Arch, **changes) -> list[Made
 
 def decode(problem: DecodeProblem, operands: DecodeOperands, arch: Arch, config: DecodeConfig | None = None) -> list[Made]:
     """operands: on the meta device; config: None is what the arch gets."""
-    from strobe.kernels.decode import config as decode_config
     from strobe.kernels.decode import launch
+    from strobe.kernels.decode.choice import choose
 
-    chosen = config or decode_config.choose(problem, arch)
+    chosen = config or choose(problem, arch)
     tensors = with_buffers(operands, launch.buffers(problem, arch, chosen))
     compiled, seconds = _timed(arch, lambda: launch.calls(problem, tensors, arch, chosen)[0].compile())
     return [Made(str(problem), compiled, _decode_roles(chosen), seconds)]

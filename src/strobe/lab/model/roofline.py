@@ -18,7 +18,8 @@ import torch
 from rich.table import Table
 
 from strobe.device import KNOWN, Arch
-from strobe.kernels.decode.config import MMA_ROWS, rows_of_tile
+from strobe.kernels.decode.config import MMA_ROWS
+from strobe.kernels.decode.sizes import rows_of_tile
 from strobe.lab.bench.plan import DTYPES, Dims, Point
 from strobe.lab.bench.report import arch_of
 from strobe.lab.model.cost import Cost, Standard, Tiling, matmul_rate

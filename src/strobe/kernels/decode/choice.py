@@ -1,0 +1,388 @@
+"""Which of the decode kernels runs a problem, and with which config, with the reason of each choice: what was measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from strobe.device import KIB, Arch
+from strobe.kernels.decode.config import MMA_ROWS, MOST_ROWS, Config
+from strobe.kernels.decode.shares import (
+    CLUSTER,
+    MOST_HEADS_OF_CLUSTERS,
+    MOST_HEADS_OF_SMALL_CLUSTERS,
+    MOST_SHARED_ROWS,
+    SMALL_CLUSTER,
+    of_shares,
+    takes_shares,
+)
+from strobe.kernels.decode.sizes import (
+    FALLBACK_SMS,
+    LONG_ROOM,
+    MOST_PARTS,
+    WGMMA_TOKENS,
+    chain_of,
+    is_latent,
+    jobs,
+    keys_of,
+    padded,
+    room_of,
+    rows_of_tile,
+    short_split_of,
+    split_of,
+)
+from strobe.serving.problem import DecodeProblem
+
+FEW_JOBS = 8
+"""Jobs, key heads of all requests, that are so few that each is cut in many parts."""
+OVERHEAD = 2 * KIB
+"""Shared memory of a CTA beside its rings: statistics, what the compiler adds, what the driver takes."""
+LEAST_BOX = 16
+"""Keys of a page from which on TMA copies them: fewer at a time would take more instructions than cp.async does."""
+LATENT_BOX = 64
+MOST_STAGES = 8
+MOST_ABREAST = 4
+"""Tiles that are walked along together: more leave multiprocessors over. On an H100, 128 heads, 128 requests of 32k keys took
+as long as reading them twice, one time for each tile."""
+WGMMA_FROM_ROWS = 33
+"""Rows that share a key head from which on TMA and wgmma do a decode on Hopper. On an H100 with 64 heads on 8 mma.sync was
+faster at 8 and 16 rows and mostly at 32, by far slower at 128; 64: not timed."""
+MOST_KEYS_OF_ONE_GROUP = 1 << 20
+"""Keys of all key heads of all requests up to which 64 rows or fewer are one group's of wgmma: on an H100 and an H200 it was
+ahead of mma.sync up to 2^19, level at 2^20, behind it at 2^21. On an H100, since whole jobs are taken by turns, it is ahead
+with any number, but for up to 8 rows: 4 queries of 64 heads on 8, 128 requests of 8k keys 1418 microseconds, not 1425; of
+unequal lengths, 32 around 2k 104.4, not 108.2, 128 around 2k 386, not 388, 32 around 8k 370, not 374; one query 100, 371 and
+365, not 99, 366 and 363."""
+FEW_KEYS_OF_ONE_GROUP = 1 << 16
+"""The same for 65 to 128 rows, whose two tiles both read them, and for head dim 64: on an H100 it was ahead at 2^16, behind or
+level at 2^19, and at 2^18 with head dim 64."""
+FEW_LATENT_KEYS = 1 << 17
+"""Keys of all requests up to which 64 rows of a latent are for eight warps that do the same. On an H200 with 16 heads they were
+ahead of two groups in turns at 2^16 (36.4 and 44.5 microseconds), level at 2^17, behind at 2^18 (99.7 and 96.7) and at 2^20
+(341 and 298)."""
+LEAST_KEYS_OF_FEW_ROWS = 1 << 17
+"""Keys from which on one group is the faster choice for up to 8 rows, too, if there are no more key heads than multiprocessors:
+else mma.sync is, which leaves 8 rows away. An H200, one query over pages of 64, 128 requests of 1k keys, 16 heads on 2: 35.5
+microseconds, 36.4 by one group; of unequal lengths, log-normal around a third of 1k: 17.4 and 21.4; 64 heads on 8: 133 and 134,
+45.7 and 58.2; but 32 of 1k, 28 heads on 4: 22.0 and 20.6."""
+LEAST_KEYS_OF_TWO_GROUPS = 1 << 20
+"""Keys of all key heads of all requests from which on the two groups that share 128 rows have a role each, where they do not
+hold Q."""
+MOST_KEYS_OF_ONE_ROLE = 1 << 20
+"""The same up to which eight warps that hold Q have one role where each job is cut, as there are half as many as
+multiprocessors or fewer: their code is half as long, and what begins and ends a piece runs once or twice in a launch. An H200,
+16 queries, pages of 64, microseconds (and with two roles; and if these found their pieces by themselves): 28 heads on 4, 1
+request of 32k keys 29.8 (32.0; 34.0), 8 of 8k 46.1 (46.4; 49.2); 16 on 2, 32 of 8k 77.6 (77.9; 80.3), over pages of 16 79.2
+(81.7; 82.2); 64 on 8, 1 of 128k 137.1 (-; 140.1); but 8 of 32k 267.3 (-; 262.9), and 28 on 4, 32 of 2k, whose jobs are whole,
+42.9 (41.4; 42.3)."""
+FAST_MEMORY = 4e12
+"""Bytes a second of a memory that does not bind where 128 rows share a key head: an H200's, not an H100's."""
+HOPEFUL_ROOM = 4096
+"""Keys of a request from which on its steps are so many that the optimistic softmax gains: on an H200, with 16 queries of 64
+heads on 8, it was ahead from 8k on, level at 2k and behind at 1k."""
+LEAST_KEYS_OF_HOPEFUL_SPLITS = 1 << 19
+"""Keys of all key heads of all requests from which on the optimistic softmax gains within splits, on an H200; an H100: level or
+slower."""
+MOST_UNDER_WAY = 128 * KIB
+"""Bytes of keys and values that such a CTA copies at once where it has to look up pages."""
+LEAST_KEYS_OF_TURNS = 1 << 20
+"""Keys of all key heads of all requests from which on CTAs take whole jobs by turns: for fewer nothing was gained, and 16
+queries of 32 requests of 1k keys were slower by the instructions."""
+UNDER_WAY = 2
+"""Steps of K, and of V, that such a CTA copies at once if it holds Q; the others of its ring are there. What is asked
+for beside keys waits for less. An H200, 16 queries of 64 heads on 8, pages of 64, microseconds (and with all 4 under way): 32
+requests of 8k keys 264 (288), over pages of 16 286 (311), 8 of 32k 264 (300), 128 of 8k 1069 (1100), 8 of 8k 80.4 (82.4), 32 of
+2k 81.9 (82.3), 128 of 2k 320 (320); of unequal lengths, 32 around 2k 97.8 (100.2), 8 around 8k 91.0 (101.7), 128 around 8k 1074
+(1116). One step: 292, for 32 of 8k; three of six: 289; two of six: 273. An H100: not timed by itself."""
+START_BYTES = 128 * KIB
+"""Bytes of keys and values that a multiprocessor could read in the time that a piece costs beside its keys, where cp.async
+copies. An H100, 4 queries of 64 heads on 8, 32 requests whose lengths have a log-normal distribution around 2k: 104.5
+microseconds with one group, 110.9 without; by mma.sync 109.5 and 113.1."""
+START_BYTES_OF_TMA, START_BYTES_WITH_Q = 384 * KIB, 192 * KIB
+"""The same where TMA copies, behind which a piece's rows of Q come late, and where it copies these, too, ahead of the keys."""
+MOST_KEYS_OF_SPLIT_CLUSTERS = 2048
+"""Keys of a request, as far as room goes, up to which shared memory has room for a fixed split beside what CTAs exchange; with
+more than 8 rows half as many, as nothing is gained beyond."""
+
+
+def choose(problem: DecodeProblem, arch: Arch) -> Config:
+    """The config of a problem on an arch: for wgmma, by TMA or cp.async, where it is faster, else for mma.sync."""
+    make = of_mma
+    if takes_shares(problem, arch):
+        make = of_shares
+    elif takes_split_clusters(problem, arch):
+        make = of_split_clusters
+    elif takes_wgmma(problem, arch):
+        if gains_by_one_group(problem, arch):
+            make = of_one_group
+        elif gains_by_wgmma(problem):
+            make = of_wgmma
+    config = make(problem, arch)
+    return replace(config, start=start_of(config), by_turns=gains_by_turns(problem, arch, config))
+
+
+def gains_by_turns(problem: DecodeProblem, arch: Arch, config: Config) -> bool:
+    """Whether whole jobs are taken by turns: there are many keys, and a request's heads have neighbours. Not by wgmma where
+    memory is fast."""
+    # Microseconds, pages of 64, and in the line's order, 1 query | 4 queries:
+    #   an H100, one group: 64 heads on 8, 128 requests of 8k keys 1406 (1425) | 1418 (1443), of 2k 359 (368) | 369 (376);
+    #                       32 on 32, 32 of 8k 1394 (1417) | 1401 (1423); 40 on 8, 128 of 8k 1400 (1420) | 1416 (1434)
+    #             mma.sync: 128 of 8k 1411 (1426) | 1425 (1440); 28 on 4 708 (714) | 718 (730); 16 queries 1478 (1500)
+    #   an H200, mma.sync:  128 of 8k 960 (971) | 986 (988), of 2k 246 (252) | 260 (264); 32 on 32 956 (962) | 957 (968)
+    #   an H200, one group, 4 queries, 128 of 1k: 151 (141). 128 rows: from level to a percent faster, or slower
+    many = keys_of(problem) >= LEAST_KEYS_OF_TURNS and problem.heads_kv > 1 and not config.shares
+    return many and not config.split and not (config.by_wgmma and arch.dram_bandwidth >= FAST_MEMORY)
+
+
+def start_of(config: Config) -> int:
+    """`Config.start`. Splits are pieces of their own, each as costly as the others; for a latent none was tried."""
+    if config.split or config.narrow:
+        return 0
+    columns = config.head_dim + config.head_dim_v
+    size = START_BYTES_WITH_Q if config.asks_q else START_BYTES_OF_TMA if config.box else START_BYTES
+    return size // (config.ctas * config.tokens * columns * config.kv_bytes)
+
+
+def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
+    """The config of cp.async and mma.sync: two CTAs share a multiprocessor, and the ring is as long as their shared memory
+    allows, up to three steps of 64 keys, so that 26 KB of each multiprocessor are always under way. On an H100 three CTAs with
+    two steps were slower, one CTA with six level or slower, and one group of copies a step, instead of two, level."""
+    if is_latent(problem):
+        return _latent(problem)
+    dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    rows = MMA_ROWS if problem.deterministic else rows_of_tile(problem.rows)
+    wide, kv_bytes = max(dim, dim_v), problem.kv_dtype.itemsize
+    columns = 2 if dim_v > 128 else 1
+    warps = max(4 * columns, rows // MMA_ROWS * columns)
+    tokens, stages = max(64, min(256, 8192 * 2 // (wide * kv_bytes))), 3
+    if rows == MOST_ROWS and wide == 128 and kv_bytes == 2:
+        tokens, stages = 32, 6  # 64 rows: a warp has half as many scores at once: 4 % faster (16 queries of 64 heads on 8)
+    split = split_of(problem.capacity, max(tokens, 64)) if problem.deterministic else 0
+    config = Config(dim, dim_v, rows, tokens, 2, warps, 1, split, kv_bytes, columns, chain=chain_of(problem))
+    few = not split and rows == MMA_ROWS and jobs(problem, config) <= FEW_JOBS
+    if few and wide == 128 and kv_bytes == 2 and arch.capability == 90:
+        config = replace(config, warps=8, tokens=128)  # half as many parts to merge: 4 % faster (batch 1, 8k keys, 8 key heads)
+    while config.meeting_bytes > config.ring_bytes(dim):
+        config = replace(config, stages=config.stages + 1)
+    room = arch.smem_per_sm or 100 * KIB
+    ctas = 2 if 2 * (config.smem + OVERHEAD) <= room else 1
+    while config.stages < stages and ctas * (replace(config, stages=config.stages + 1).smem + OVERHEAD) <= room:
+        config = replace(config, stages=config.stages + 1)
+    return replace(config, ctas=ctas)
+
+
+def takes_split_clusters(problem: DecodeProblem, arch: Arch) -> bool:
+    """Whether each key head is a cluster's whose CTAs have a fixed split each, and one tile has all of its rows."""
+    # Microseconds (and dealt out), one request, 64 heads on 8, an H200 | an H100:
+    #   1 query, 1k: pages of 64 6.4 (9.6) | 6.8 (9.7), of 16 6.6 (9.3) | 7.4 (9.9), contiguous 5.6 (9.3) | 5.5 (9.1)
+    #            2k: 10.1 (11.1) | 10.8 (11.4), of 16 - | 11.2 (11.9), contiguous - | 9.8 (11.0)
+    #   4 queries, 1k: 7.6 (10.1) | 8.4 (10.7); 2k: 11.9 (11.9) | 12.1 (12.1)
+    dims = padded(problem.head_dim), padded(problem.head_dim_v)
+    if not problem.deterministic or problem.ragged or problem.rows > MOST_SHARED_ROWS or dims != (128, 128):
+        return False
+    splits, heads = room_of(problem.capacity) // short_split_of(problem), problem.batch * problem.heads_kv
+    most = {CLUSTER: MOST_HEADS_OF_CLUSTERS, SMALL_CLUSTER: MOST_HEADS_OF_SMALL_CLUSTERS}.get(splits, 0)
+    room = MOST_KEYS_OF_SPLIT_CLUSTERS // (1 if problem.rows <= MMA_ROWS // 2 else 2)
+    return takes_wgmma(problem, arch) and heads <= most and problem.capacity <= room
+
+
+def of_split_clusters(problem: DecodeProblem, arch: Arch) -> Config:
+    """The config of such clusters."""
+    split = short_split_of(problem)
+    return Config(128, 128, MOST_ROWS, WGMMA_TOKENS, split // WGMMA_TOKENS, 4, 1, split, chunk=128, chain=chain_of(problem),
+                  shares=room_of(problem.capacity) // split, clustered=True, posts=True)  # fmt: skip
+
+
+def takes_wgmma(problem: DecodeProblem, arch: Arch) -> bool:
+    """Whether TMA and wgmma can do it: 16 bits, head dims of 33 to 128 or latent keys, pages of whole boxes, no scale for each
+    key."""
+    by_token = any(scale is not None and len(scale.shape) == 3 for scale in (problem.k_scale, problem.v_scale))
+    latent, box = is_latent(problem), LATENT_BOX if is_latent(problem) else LEAST_BOX
+    fits = latent or (not problem.shared and all(padded(dim) in (64, 128) for dim in (problem.head_dim, problem.head_dim_v)))
+    paged = problem.page_size is None or problem.page_size % box == 0
+    return arch.capability == 90 and fits and paged and problem.kv_dtype == problem.dtype and not by_token
+
+
+def gains_by_wgmma(problem: DecodeProblem) -> bool:
+    """Whether TMA and wgmma are the faster choice where they can do it. Bits that must not depend on the number of queries come
+    from one kernel, whatever that number is."""
+    if is_latent(problem):  # by far faster, with 16 heads and with 128
+        return True
+    if padded(problem.head_dim) == 64:
+        # 64 heads on 8, 16 queries, an H100, 1 of 8k, 32 of 1k, 8k: 20.7, 41.3, 243.8 microseconds, not 21.8, 66.2, 418.9
+        return padded(problem.head_dim_v) == 64 and problem.rows > MOST_ROWS and not problem.deterministic
+    return problem.deterministic or problem.rows >= WGMMA_FROM_ROWS
+
+
+def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
+    """The config of TMA and wgmma: 64 rows for four warps, and two CTAs on a multiprocessor; or 128 rows for eight and one CTA.
+    What is computed of a row is the same, to the bit. rows: 64 or 128; 0: as the problem asks."""
+    # Groups of two roles do not wait for each other, those of one have one code. An H200, 128 rows, microseconds with two
+    # (and one), pages of 64 and 16, contiguous: 32 requests of 8k keys: 337 (372), 362 (384), 324 (371); 8 of 8k over pages: 85
+    # (87), 91 (89); 32 of 1k: 54 (55), 58 (58); 1 of 32k: 50.3 (48.9).
+    tokens = WGMMA_TOKENS
+    split = short_split_of(problem) if problem.deterministic else 0
+    if is_latent(problem):
+        return of_latent(problem, arch)
+    dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
+    rows = rows or (128 if problem.rows > 64 else 64)
+    chunk = min(dim, dim_v) if box == tokens else 64
+    # An H100, 128 rows, microseconds as it is now (and with all stages, written by 4 bytes), pages of 64 and 16:
+    #   a long room:  8 requests of 8k keys 104.9 (107.4), 108.6 (111.1); 32 of 8k 378.8 (382.4), 385.5 (400.4);
+    #                 1 of 32k 59.8 (60.8), 62.0 (65.9); 8 of 2k 37.5 (38.0), 39.2 (40.9)
+    #   a short one:  32 of 1k 61.7 (64.8), 64.1 (68.0); 128 of 1k 233.7 (237.7), 237.8 (243.2)
+    # What is asked for beside keys (page numbers, Q) comes behind all that is under way. With 4 stages 128 of 1k took 257.5
+    # over pages of 16. An H200, of FlashAttention-3's speed, before it and now: 32 of 1k 0.92 and 0.94, over pages of 16 0.88
+    # and 0.93; 32 of 8k 0.89 and 0.95, 0.83 and 0.87.
+    # Two groups that hold Q, with the optimistic softmax from 8k on, on an H200, of FlashAttention-3's speed (and before, in
+    # the same run), pages of 64 and 16:
+    #   128 requests of 8k keys 1.10 (0.93), 0.97 (0.84); 8 of 32k 1.08 (0.92), 0.90 (0.85); 32 of 8k 1.05 (1.02), 0.93 (0.87);
+    #   8 of 8k 0.99 (0.95), 0.96 (0.90); 32 of 2k 0.97 (0.90), 0.94 (0.87); 32 of 1k 1.00 (0.92), 0.98 (0.93)
+    # On an H100 level or a percent or two faster from 2^20 keys on; for fewer, one group was ahead.
+    # TMA copies Q, results are written by 16 bytes, and up to four parts merged 16 rows at a time, on an H200 (and before):
+    #   28 heads on 4: 32 requests of 1k keys, contiguous, half of the ring under way, 25.3 (27.8), pages of 64 26.7 (29.1);
+    #   128 of 1k 86.5 (91.7); 32 of 2k 42.2 (44.6); 8 of 8k 49.3 (51.3); 32 of 8k 133.0 (135.5); 1 of 32k 34.8 (35.2)
+    #   64 on 8: 128 of 2k 296 (310); 8 of 2k 32.7 (33.6); 32 of 8k 257 (261); 128 of 8k 1025 (1044)
+    # and on an H100: 128 of 2k 409 (418), contiguous 400 (415), over pages of 16 416 (424); 32 of 8k 375 (378).
+    # As an H200 does it since roles are told of their pieces, an H100 (and before: up to 2^20 keys one role, which held no Q):
+    #   28 heads on 4: 32 requests of 1k keys 32.6 (34.6), contiguous 31.1 (33.4), 32 of 2k 55.3 (58.6), 128 of 1k 112.6 (118),
+    #   8 of 8k 59.3 (62.2); 64 on 8: 1 of 32k 59.0 (60.4), 12 of 2k 53.2 (61.0), contiguous 32 of 2k 101.1 (108.5); around 1k,
+    #   8 of unequal lengths 29.8 (33.7), around 2k 44.3 (43.7), 32 around 2k 122.7 (132.7)
+    many, long, paged = rows > MOST_ROWS, problem.capacity >= LONG_ROOM, problem.page_size is not None
+    holds_q = many and dim == dim_v == 128 and not problem.deterministic
+    apart = holds_q or (many and keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS and (long or not problem.deterministic))
+    late = is_late(problem, arch)
+    hopeful = late and many and keys_of(problem) >= LEAST_KEYS_OF_HOPEFUL_SPLITS
+    apart, holds_q = apart or hopeful, holds_q or hopeful
+    absent = absent_of(problem, rows) if holds_q else None
+    config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk, groups=1 + apart,
+                    by_way_of_q=many and not long and not holds_q, holds_q=holds_q, asks_q=absent is not None,
+                    absent=absent or 0, optimistic=holds_q and is_hopeful(problem),
+                    under_way=UNDER_WAY if hopeful or (holds_q and (paged or not long)) else 0,
+                    chain=chain_of(problem), late=late)  # fmt: skip
+    # Parts merged by blocks of columns, microseconds (and by rows), one request: of 128k keys of 16 heads on 2 50.0 (52.8) on
+    # an H200, 64.0 (66.2) on an H100; of 32k of 28 on 4 35.1 (34.8), 38.4 (39.3); but of 64 on 8, of 16 parts, 62.0 (60.9).
+    sms, number = arch.sms or FALLBACK_SMS, jobs(problem, config)
+    config = replace(config, few_jobs=many and not split and sms // number > MOST_PARTS)
+    if holds_q and not split and 2 * number <= sms and keys_of(problem) <= MOST_KEYS_OF_ONE_ROLE:
+        config = replace(config, groups=1, under_way=UNDER_WAY)
+    most = MOST_STAGES
+    if many and (config.under_way or (long and paged)):
+        most = MOST_UNDER_WAY // (tokens * (dim + dim_v) * config.kv_bytes)
+    return with_all_stages(config, arch, most)
+
+
+def absent_of(problem: DecodeProblem, rows: int) -> int | None:
+    """How many rows of each query stand for no head where TMA copies the rows of Q, queries times the power of two that holds
+    the heads of a group, and half a tile has whole queries; None if that is not so, or would be more tiles."""
+    group = 1 << (problem.group - 1).bit_length()
+    padded_rows = problem.lengths.seqlen_q * group
+    fits = not problem.ragged and 2 * group <= rows and -(-padded_rows // rows) == -(-problem.rows // rows)
+    return group - problem.group if fits else None
+
+
+def is_hopeful(problem: DecodeProblem) -> bool:
+    """Whether the optimistic softmax gains: there are many steps that all rows see whole, whose scores are not likely to be far
+    above those of the first one, of which each row sees some."""
+    return problem.capacity >= HOPEFUL_ROOM and problem.mask.left is None and problem.score.alibi is None
+
+
+def is_late(problem: DecodeProblem, arch: Arch) -> bool:
+    """Whether what is found of a split is counted from references that move late, so that the optimistic softmax may find it,
+    too. Bits depend on that, so it depends on what the requests of a batch have in common, not on how many there are."""
+    # An H200, 16 queries of 64 heads on 8, pages of 64, microseconds (and with maxima): 32 requests of 8k keys 296 (332), of
+    # 32k 1104 (1397); 8 of 8k 89.3 (93.4), of 32k 276 (322); 128 of 8k 1240 (1387); over pages of 16 32 of 8k 333 (344),
+    # contiguous 301 (336). Where nobody is optimistic: one request of 8k keys, one and four queries, 17.1 (16.8), 18.2 (17.9)
+    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128
+    fast = arch.dram_bandwidth >= FAST_MEMORY
+    return problem.deterministic and wide and fast and is_hopeful(problem)
+
+
+def of_latent(problem: DecodeProblem, arch: Arch) -> Config:
+    """The config of TMA and wgmma for multi-head latent attention: eight warps that do the same, or two groups of four."""
+    split = split_of(problem.capacity, WGMMA_TOKENS) if problem.deterministic else 0
+    usual = Config(512, 512, 64, WGMMA_TOKENS, 2, 8, 1, split, column_warps=2, narrow=64, box=LATENT_BOX, chunk=256,
+                   chain=chain_of(problem))  # fmt: skip
+    keys = problem.batch * problem.heads_kv * problem.capacity
+    if split or (problem.rows <= usual.rows and keys <= FEW_LATENT_KEYS):
+        return usual
+    abreast = min(tiles_abreast(problem, usual), arch.sms or 1)
+    return replace(usual, head_dim_v=256, warps=4, column_warps=1, halves=2, abreast=abreast)
+
+
+def tiles_abreast(problem: DecodeProblem, config: Config) -> int:
+    """How many tiles of a key head are walked along together: all of a request, or of a query where requests have different
+    numbers; up to four, so that few multiprocessors are left over."""
+    rows = problem.group if problem.ragged else problem.rows
+    tiles = -(-rows // config.rows)
+    return -(-tiles // -(-tiles // MOST_ABREAST))
+
+
+def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
+    """Whether one group of wgmma, whose keys cp.async copies, is the fastest choice where wgmma can do it: one group's rows at
+    most, or two where both may read the keys, and, where memory is fast or rows are few, not too many keys. Bits that must not
+    depend on the number of queries come from `of_wgmma`, whatever that number is."""
+    # An H200, page 64, microseconds beside those of mma.sync, in runs of their own, whose peer took the same time within 2 %:
+    #   16 rows, 32 heads on 8:  1 of 1k 8.4 (9.2), 1 of 8k 15.3 (16.6), 8 of 1k 14.2 (14.8), 8 of 8k 67.3 (70.9);
+    #                            page 16: 1 of 8k 15.2 (17.8), 8 of 8k 67.7 (71.7)
+    #   4 rows, 32 heads on 8:   1 of 32k 38.4 (39.5), 8 of 8k 66.8 (68.3), but 32 of 1k 36.2 (35.5)
+    #   7 rows, 28 heads on 4:   1 of 8k 12.4 (12.4), 8 of 8k 37.8 (38.0), 32 of 1k 20.2 (21.7)
+    #   8 rows, 16 heads on 2:   8 of 8k 21.8 (23.0)
+    # An H100, 32 rows (4 queries of 64 heads on 8), bf16, microseconds beside those of mma.sync:
+    #              1 of 1k      1 of 8k      8 of 1k      8 of 8k        32 of 8k
+    #   page 16    10.0 (12.0)  20.7 (22.2)  19.4 (21.0)   97.8 (102.3)  375 (365)
+    #   page 64    10.1 (11.9)  22.0 (22.2)  21.0 (20.9)  100.3 (101.0)
+    # TMA and two CTAs, 8 of 8k: 107.8 and 107.4; 33 to 64 rows, which are the same products, were not timed.
+    # 128 rows (16 queries) in two tiles, beside TMA and tiles of 128:
+    #              1 of 1k      1 of 8k      8 of 1k
+    #   page 16    11.9 (15.8)  24.2 (30.6)  21.7 (32.4)
+    #   page 64    12.1 (14.9)  24.2 (28.8)  21.7 (31.6)
+    #   contiguous 11.4 (14.9)  23.0 (28.0)  20.3 (29.0)
+    # head dim 64, 32 rows, beside mma.sync: 14.7 (17.7) for 1 of 8k, but 33.3 (31.4) for 32 of 1k
+    dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    if dim != dim_v or problem.rows > 2 * MOST_ROWS:
+        return False
+    keys = keys_of(problem)
+    if problem.deterministic:
+        return dim == 128 and (problem.rows <= MOST_ROWS or keys <= FEW_KEYS_OF_ONE_GROUP)
+    if dim == 64:
+        return MMA_ROWS < problem.rows <= MOST_ROWS and keys <= FEW_KEYS_OF_ONE_GROUP
+    many_heads = problem.batch * problem.heads_kv > (arch.sms or FALLBACK_SMS)
+    if problem.rows <= MMA_ROWS // 2 and (keys < LEAST_KEYS_OF_FEW_ROWS or many_heads):
+        return False
+    if problem.rows > MOST_ROWS:
+        return keys <= FEW_KEYS_OF_ONE_GROUP
+    slow = arch.dram_bandwidth < FAST_MEMORY and problem.rows > MMA_ROWS // 2
+    return slow or keys <= MOST_KEYS_OF_ONE_GROUP
+
+
+def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
+    """The config of one group of wgmma, beside four warps that copy by cp.async: one CTA a multiprocessor, and a long ring."""
+    # two CTAs with half a ring each: 13.2, 26.7, 25.3 and 109.8 microseconds, in place of the four in the first line above
+    dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    split = short_split_of(problem) if problem.deterministic else 0
+    config = Config(dim, dim_v, 64, WGMMA_TOKENS, 2, 4, 1, split, chunk=dim, chain=chain_of(problem),
+                    late=is_late(problem, arch))  # fmt: skip
+    return with_all_stages(config, arch)
+
+
+def with_all_stages(config: Config, arch: Arch, most: int = MOST_STAGES) -> Config:
+    """A config with as many stages as there is room for, up to `most`."""
+    room = arch.smem_per_sm or 100 * KIB
+    while config.ctas * (replace(config, stages=config.stages + 1).smem + OVERHEAD) <= room and config.stages < most:
+        config = replace(config, stages=config.stages + 1)
+    return config
+
+
+def _latent(problem: DecodeProblem) -> Config:
+    """The config of multi-head latent attention: one CTA on each multiprocessor, four warps share the columns of O."""
+    rows = 32 if problem.rows > MMA_ROWS and not problem.deterministic else MMA_ROWS
+    split = split_of(problem.capacity, 64) if problem.deterministic else 0
+    kv_bytes = problem.kv_dtype.itemsize
+    return Config(512, 512, rows, 64, 2 if kv_bytes == 2 else 4, 8, 1, split, kv_bytes, 4, 64, chain=chain_of(problem))
+
+
+DTYPES = (torch.float16, torch.bfloat16)

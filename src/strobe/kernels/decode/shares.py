@@ -1,0 +1,115 @@
+"""Key heads that have CTAs of their own, which share their keys evenly: when that is faster, and how many CTAs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from strobe.device import Arch
+from strobe.kernels.decode.config import MMA_ROWS, Config, power_of_two
+from strobe.kernels.decode.sizes import FALLBACK_SMS, keys_of, padded, rows_of_tile
+from strobe.serving.problem import DecodeProblem
+
+MOST_SHARED_ROWS, MOST_SHARED_ROWS_OF_SEVERAL = 32, MMA_ROWS // 2
+"""Rows of a key head up to which CTAs share it evenly, of one request and of several. An H200, one request, 8 queries of 64
+heads on 8, 8k keys: 20.7 microseconds, 16.7 by one group of wgmma; 4 queries: 15.9 and 16.5."""
+MOST_SHARES = 64
+"""CTAs that share a key head where keys are not many: each has a part that is merged."""
+MANY_SHARED_KEYS = 1 << 17
+"""Keys of all key heads from which on copies bind, not what comes ahead and behind: eight warps have a step. An H200, one query
+of 64 heads on 8, 32k keys: 37.0 microseconds, 39.4 with four warps; an H100, 8k keys: 18.1 and 17.4."""
+MOST_KEYS_OF_SHARE = 1024
+"""Keys, as far as room goes, that a CTA has at most of a key head of one of several requests, since all others may wait for it;
+half as many with four warps that share one."""
+MOST_REQUESTS = 65535
+"""What a grid may have in its second dimension."""
+CLUSTER, SMALL_CLUSTER = 16, 8
+MOST_HEADS_OF_CLUSTERS, MOST_HEADS_OF_SMALL_CLUSTERS = 4, 15
+"""Key heads of all requests up to which they are for clusters of that size: so each CTA of all has a multiprocessor to itself
+(of an H200, which runs 15 clusters of 8 so)."""
+MOST_HEADS_OF_ONE = 8
+"""Key heads of one request up to which they are for clusters of `CLUSTER` CTAs that meet, all the same. Of several requests 8
+of 4k keys: an H200, 11.0 microseconds, shared without a cluster 9.6."""
+MOST_KEYS_OF_POSTS, MOST_KEYS_OF_CLUSTERS = 1024, 4096
+"""Keys of a request, as far as room goes, up to which its key heads are for clusters whose CTAs post to each other, and for
+clusters of `CLUSTER` CTAs that meet."""
+
+
+def takes_shares(problem: DecodeProblem, arch: Arch) -> bool:
+    """Whether each key head has CTAs of its own, which share it evenly whatever its length: where a tile has all of its rows,
+    and two CTAs or more have it or, of several requests, the longest one is not waited for long."""
+    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128 and problem.kv_dtype.itemsize <= 2
+    few = problem.rows <= (MOST_SHARED_ROWS if problem.batch == 1 else MOST_SHARED_ROWS_OF_SEVERAL)
+    return (
+        not problem.deterministic and wide and few and arch.capability == 90 and shares_of(problem, arch) > (problem.batch == 1)
+    )
+
+
+def shares_of(problem: DecodeProblem, arch: Arch) -> int:
+    """How many CTAs have a key head, if each multiprocessor has one; 0 where work is better dealt out from the lengths. Of one
+    request eights of them, if they are many."""
+    if problem.batch > 1:
+        return shares_of_several(problem, arch)
+    shares = (arch.sms or FALLBACK_SMS) // problem.heads_kv
+    if keys_of(problem) < MANY_SHARED_KEYS:
+        shares = min(MOST_SHARES, shares)
+    return shares if shares < 8 else shares // 8 * 8
+
+
+def shares_of_several(problem: DecodeProblem, arch: Arch) -> int:
+    """The same of several requests, whose lengths may differ: a power of two, or 1 where key heads are so many that nobody
+    waits long for a multiprocessor that has one more than others."""
+    # An H200, one query, pages of 64, microseconds (and dealt out) where all requests have as many keys as there is room for,
+    # where lengths are drawn evenly up to that, and where one has so many and all others an eighth:
+    #   16 heads on 2   8 of 1k  6.9 (9.4), 6.6 (8.5), 6.3 (7.8)    8 of 4k 12.6 (15.1), 10.6 (13.2), 9.8 (11.3)
+    #   28 heads on 4   8 of 1k  8.8 (11.6), 7.8 (9.8), 7.3 (8.8)   8 of 4k 20.8 (22.8), 15.3 (16.9), 14.1 (12.4)
+    #                  32 of 1k 19.0 (20.8), 14.6 (19.0), 11.9 (11.8)
+    #   64 heads on 8   8 of 1k 12.4 (14.1), 9.9 (11.5), 9.4 (9.1)  8 of 2k 20.0 (21.9), 15.4 (17.3), 14.1 (11.8)
+    #                 128 of 1k 124 (134), 73 (84), 25 (42)
+    # contiguous: 16 heads on 2, 8 of 1k 6.7 (9.6); 28 on 4, 8 of 1k 8.2 (11.9), 32 of 1k 18.5 (20.1); 32 on 8, 8 of 1k 11.7
+    # (13.8), 32 of 1k 33.3 (36.5). With 160 key heads of 1k whole ones would take 30.1 (28.2), with 400 51.8 (59.4).
+    sms, heads = arch.sms or FALLBACK_SMS, problem.batch * problem.heads_kv
+    shares = min(MOST_SHARES, power_of_two(sms // heads))
+    most = shares * MOST_KEYS_OF_SHARE // (2 if problem.page_size is None and shares > 1 else 1)
+    even = heads <= sms or 2 * heads >= 3 * sms
+    return shares if even and problem.capacity <= most and problem.batch <= MOST_REQUESTS else 0
+
+
+def cluster_of(problem: DecodeProblem) -> int:
+    """CTAs of the clusters that have its key heads, or 1."""
+    heads = problem.batch * problem.heads_kv
+    if problem.rows > MMA_ROWS // 2:
+        return 1
+    if problem.capacity > MOST_KEYS_OF_POSTS:
+        most = MOST_HEADS_OF_ONE if problem.batch == 1 else MOST_HEADS_OF_CLUSTERS
+        return CLUSTER if heads <= most and problem.capacity <= MOST_KEYS_OF_CLUSTERS else 1
+    # An H100, one query, pages of 64, microseconds (and dealt out): 2 requests of 1k keys, 16 heads on 2, 4.5 (7.2), 28 on 4
+    # 5.5 (8.3); 15 key heads 6.5 (9.7); 4 of 2k keys, by clusters that meet, 6.2 (8.6), of 4k 8.6 (11.2)
+    return CLUSTER if heads <= MOST_HEADS_OF_CLUSTERS else SMALL_CLUSTER if heads <= MOST_HEADS_OF_SMALL_CLUSTERS else 1
+
+
+def of_shares(problem: DecodeProblem, arch: Arch) -> Config:
+    """The config of key heads that have CTAs of their own: mma.sync, and as few warps and stages as leave room for the next
+    launch, whose CTAs are there when their turn comes, unless keys are many. Few rows and keys are for clusters."""
+    # A cache of e4m3, an H100, pages of 64, microseconds (and dealt out): 64 heads on 8, 1 request of 1k, 2k, 8k, 32k keys
+    #   1 query   5.2 (8.2), 7.5 (9.7), 12.1 (16.7), 34.8 (34.0); contiguous 4.9 (7.9), 6.3 (9.5), 11.3 (16.4), 29.5 (33.4)
+    #   4 queries 11.2 (15.0), 10.3 (13.7), 15.0 (19.4), 33.6 (38.4)
+    # and 8 requests of 1k, 2k 11.1 (14.7), 17.5 (18.8); 16 heads on 2, 8 of 1k, 2k, 8k 6.8 (9.3), 8.6 (11.4), 17.2 (19.8)
+    # An H100, and an H200, one query over pages of 64 keys, microseconds: clusters of 8 that post, of 16 that post, of 16 that
+    # meet, and without clusters
+    #   64 heads on 8   1k: 5.4, 5.8, 5.8, 6.5   2k: 7.6, 8.1, 7.3, 8.0   4k: 11.7, 12.1, 10.3, 11.3   5k: -, -, 11.7, 12.2
+    #                   1k: 5.0, 5.3, 5.2, 5.9   2k: 7.1, 7.2, 6.5, 7.1   4k: -, 10.8, 8.5, 9.7        5k: -, -, 10.6, 10.6
+    #   28 heads on 4   1k: 4.9, 4.2, 4.5, 5.7   2k: 7.2, 5.3, 5.5, 7.2   4k: -, 7.8, 7.6, 8.8         8k: -, 12.0, 11.2, 11.9
+    #                   1k: -, 3.9, 3.8, 5.3     2k: -, 5.1, 5.0, 6.8     4k: -, 7.3, 6.9, 7.9         8k: -, 11.4, 10.4, 10.3
+    shares, cluster, kv_bytes = shares_of(problem, arch), cluster_of(problem), problem.kv_dtype.itemsize
+    dealt = Config(128, 128, rows_of_tile(problem.rows), 64, 3, 4, 1, shares=shares, kv_bytes=kv_bytes)
+    if cluster > 1:
+        stages = 2 if cluster == CLUSTER else 3 if kv_bytes == 2 else 4  # one of 3 would hold 64 columns of O
+        posts = problem.capacity <= MOST_KEYS_OF_POSTS
+        return replace(dealt, stages=stages, shares=cluster, clustered=True, posts=posts)
+    tokens = 128 // kv_bytes
+    dealt = replace(dealt, tokens=tokens)
+    if problem.batch == 1:
+        many = dealt.rows == MMA_ROWS and keys_of(problem) >= MANY_SHARED_KEYS
+        return replace(dealt, tokens=2 * tokens, warps=8) if many else dealt
+    two_fit = problem.batch * problem.heads_kv > (arch.sms or FALLBACK_SMS) or (shares > 1 and problem.page_size is None)
+    return dealt if two_fit else replace(dealt, tokens=2 * tokens, warps=8, stages=2)

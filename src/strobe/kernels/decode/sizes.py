@@ -1,0 +1,87 @@
+"""Numbers that follow from a problem: rows and tiles, jobs, keys, splits."""
+
+from __future__ import annotations
+
+from strobe.kernels.decode.config import MMA_ROWS, MOST_ROWS, Config, power_of_two
+from strobe.serving.problem import DecodeProblem
+
+MOST_PARTS = 32
+WGMMA_TOKENS = 64
+LONG_ROOM = 2048
+"""Keys of a request from which on there is room for many, where 65 rows or more share a key head: see `of_wgmma`."""
+FALLBACK_SMS = 108
+LEAST_SPLIT, USUAL_SPLIT = 256, 1024
+
+
+def keys_of(problem: DecodeProblem) -> int:
+    """The most keys of all key heads of all requests."""
+    return problem.batch * problem.heads_kv * problem.capacity
+
+
+def rows_of_tile(rows: int) -> int:
+    """Rows of a tile for requests that have at most so many rows that share a key head."""
+    tile = MMA_ROWS
+    while tile < min(rows, MOST_ROWS):
+        tile *= 2
+    return tile
+
+
+def is_latent(problem: DecodeProblem) -> bool:
+    """Whether keys are 576 columns wide and their first 512 are the values, as in multi-head latent attention."""
+    return problem.shared and (problem.head_dim, problem.head_dim_v) == (576, 512)
+
+
+def split_of(capacity: int, tokens: int) -> int:
+    """Keys of a part that depend on nothing but the room of a request: a quarter of the room, from 256 to 1024, or a 32nd of
+    it."""
+    split = LEAST_SPLIT
+    while split * MOST_PARTS < capacity or (split < USUAL_SPLIT and 4 * split < capacity):
+        split *= 2
+    return max(split, tokens)
+
+
+def short_split_of(problem: DecodeProblem) -> int:
+    """The same where a CTA goes from one split to the next without a pause: with 8 key heads a 16th of the room, or an 8th of
+    up to 4096, so that one request keeps a GPU busy."""
+    room, splits = room_of(problem.capacity), min(32, max(8, power_of_two(128 // problem.heads_kv)))
+    return max(WGMMA_TOKENS, max(room, min(8192, 2 * room)) // splits)
+
+
+def chain_of(problem: DecodeProblem) -> int:
+    """Keys of a chain: the room or, where many keys hide that what was found of one chain is written and read, half of it."""
+    room = room_of(problem.capacity)
+    return 0 if not problem.deterministic else room // 2 if room > LONG_ROOM else max(room, USUAL_SPLIT)
+
+
+def room_of(capacity: int) -> int:
+    """The power of two that holds what a request has room for."""
+    return 1 << (capacity - 1).bit_length()
+
+
+def padded(dim: int) -> int:
+    """The power of two, at least 16, into which a head dim fits."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def partial_places(problem: DecodeProblem, config: Config, ctas: int) -> int:
+    """How many partial results there may be."""
+    if not config.split:
+        return 2 * ctas
+    splits = -(-problem.capacity // config.split)
+    stretch = 9 * -(-jobs(problem, config) * splits // ctas) // 8 + 1  # at most: see `schedule.stretch_of`
+    return ctas * (min(stretch, splits + 1) + config.optimistic)
+
+
+def jobs(problem: DecodeProblem, config: Config) -> int:
+    """The most jobs that there may be."""
+    return problem.batch * problem.heads_kv * tiles_of_rows(problem, config)
+
+
+def tiles_of_rows(problem: DecodeProblem, config: Config) -> int:
+    """Tiles of the rows of one key head in the longest request, as many as are abreast or a multiple of it."""
+    return -(-rows_of(problem, config) // (config.rows * config.abreast)) * config.abreast
+
+
+def rows_of(problem: DecodeProblem, config: Config) -> int:
+    """Rows of a key head in the longest request."""
+    return problem.rows // problem.group * (problem.group + config.absent)
