@@ -14,9 +14,9 @@ from strobe.kernels.decode.layouts import lanes
 from strobe.kernels.gluon import aggregate, gl, gluon, mbarrier
 
 PIECES = gl.constexpr(2)
-"""That stand on the board at once."""
+"""Pieces that stand on the board at once."""
 NUMBERS = gl.constexpr(16)
-"""Of a piece and its job."""
+"""Numbers of a piece and its job."""
 
 
 @aggregate

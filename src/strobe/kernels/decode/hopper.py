@@ -604,8 +604,8 @@ def reach_of(dtype):
 
 @gluon.jit
 def split_weights_of(s, scale, top, dtype: gl.constexpr, C: gl.constexpr):
-    """As `weights_of`, or from a reference that moves to the maximum of a step only if that is far above it. So who counts on
-    that it does not move finds the same, as long as no sum is so great that it might have."""
+    """Find what `weights_of` finds, or count from a reference that moves to the maximum of a step only if that is far above it.
+    So who counts on that it does not move finds the same, as long as no sum is so great that it might have."""
     if C.late:
         most = gl.max(s, 1) * scale
         new_top = gl.where(most > top + reach_of(dtype), most, top)
