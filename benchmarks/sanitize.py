@@ -181,13 +181,19 @@ def several_queries() -> None:
 
 
 def shares() -> None:
-    """Key heads that have CTAs of their own: clusters, even shares, whole jobs."""
+    """Key heads that have CTAs of their own: clusters, even shares, whole jobs, fixed splits."""
     one, several = ((None, 4, 2), (16, 8, 2), (64, 1, 4), (None, 8, 8), (16, 8, 8)), ((64, 8, 2), (None, 4, 4), (16, 7, 3))
     for batch, room, (page, group, heads_kv) in cases([*product((1,), (1500,), one), *product((2, 7, 60), (700,), several)]):
         call = draw(1, torch.bfloat16, device=DEVICE, n_q=1, group=group, heads_kv=heads_kv, page=page, room=room, batch=batch,
                     head_dim=128, head_dim_v=128, mask=strobe.Causal(), ragged=False, tree=False, leftpad=False)  # fmt: skip
         strobe.decode(call.q, call.cache, **call.keywords)
         synchronize(f"{batch} requests, {heads_kv} key heads")
+    for page, n_q in cases(((None, 1), (16, 1), (64, 4))):
+        call = draw(1, torch.bfloat16, device=DEVICE, deterministic=True, n_q=n_q, group=8, heads_kv=8, page=page, room=1000,
+                    batch=1, head_dim=128, head_dim_v=128, mask=strobe.Causal(), ragged=False, tree=False,
+                    leftpad=False)  # fmt: skip
+        strobe.decode(call.q, call.cache, **call.keywords)
+        synchronize(f"fixed splits, {n_q} queries")
 
 
 def queries_by_tma() -> None:
