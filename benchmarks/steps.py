@@ -4,8 +4,8 @@ At each point, one query of each request, or several, over pages of 64 keys. "ap
 which writes a key for each query, turned by a rotary embedding, and attends over all. "packed": the queries in one tensor with
 their bounds, as vLLM calls. Of Strobe, and of FlashAttention-3 where it is installed. What is appended is what was there, and
 the embedding turns by nothing, so that all give the same result, which is compared with float64 first. CUDA graphs over copies
-of the cache beyond the L2 cache, interleaved rounds, medians, as `strobe bench decode` has them. Prints a table and writes
-JSON.
+of the cache beyond the L2 cache, interleaved rounds, medians, as `strobe bench decode` has them. Prints a line for each
+point and writes JSON.
 
     python benchmarks/steps.py --json benchmarks/results/steps.json [--batches 1,8] [--lengths 1024] [--heads 64/8]
         [--queries 1,4] [--max-seconds 60]

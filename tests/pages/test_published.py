@@ -72,7 +72,7 @@ OVER_PAGES = "what changed since is how keys of small pages are copied, which no
 FEW_HEADS = "16 queries of few key heads, deterministic=True and caches of e4m3 became faster since: due again on an H200"
 ACCEPTED: dict[str, str] = {
     "decode-h200-2026-11-27.json": FEW_HEADS,
-    "steps-h200-2026-11-27.json": "of one query's kernels none changed since but where code was moved",
+    "steps-h200-2026-11-27.json": "measured before clusters exchanged more than 8 rows, and other kernels came: due again",
     "e4m3-decode-h200-2026-11-27.json": FEW_HEADS,
     "heads-decode-h200-2026-11-27.json": FEW_HEADS,
     "ragged-decode-h200-2026-11-27.json": FEW_HEADS,
