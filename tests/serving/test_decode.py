@@ -10,7 +10,9 @@ import torch
 from requests_at_random import Drawn, check, draw, right
 
 import strobe
+from strobe.call import cached_calls, dispatch, launches
 from strobe.cpu import cached as cpu
+from strobe.device import KNOWN, arch_of
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 GPU = pytest.mark.gpu
@@ -314,6 +316,39 @@ def test_the_bits_of_a_request_do_not_depend_on_the_others():
         assert torch.equal(one, together[b : b + 1])
         last = strobe.decode(call.q[b : b + 1, 3:], alone, **{**call.keywords, "deterministic": True})
         assert torch.equal(last, together[b : b + 1, 3:])
+
+
+@GPU
+@pytest.mark.parametrize(("dtype", "page"), [(torch.bfloat16, 64), (torch.float16, 16)])
+@pytest.mark.parametrize("far", [False, True])
+def test_bits_of_splits_whose_references_move_late(dtype, page, far, monkeypatch):
+    """As an H200 counts exponents, of a batch by the optimistic softmax, of fewer requests or queries without it; far: of some
+    queries and keys, so that pieces are taken again."""
+    known = arch_of(torch.device("cuda"))
+    if known.capability != 90:
+        pytest.skip("Hopper's kernels")
+    for module in (cached_calls, dispatch, launches):
+        monkeypatch.setattr(module, "arch_of", lambda device: replace(known, dram_bandwidth=KNOWN["H200"].dram_bandwidth))
+    batch, room, g = 8, 8192, torch.Generator("cuda").manual_seed(5)
+    k, v = (torch.randn(batch * room // page, page, 8, 128, generator=g, device="cuda").to(dtype) for _ in range(2))
+    q = torch.randn(batch, 16, 64, 128, generator=g, device="cuda").to(dtype)
+    if far:
+        q[:, ::3] *= 30
+        k[::7] *= 6
+    table = torch.randperm(len(k), generator=g, device="cuda").int().view(batch, -1)
+    lengths = torch.tensor([8192, 5801, 8192, 7001, 8190, 6144, 8000, 5000], dtype=torch.int32, device="cuda")
+
+    def found(q, requests, lengths):
+        return strobe.decode(q, strobe.Cache(k, v, lengths, table[requests]), deterministic=True)
+
+    together = found(q, slice(None), lengths)
+    assert torch.equal(found(q[:, 12:], slice(None), lengths), together[:, 12:])
+    for b in (0, 3, 7):
+        one = slice(b, b + 1)
+        assert torch.equal(found(q[one], one, lengths[one]), together[one])
+        assert torch.equal(found(q[one, 12:], one, lengths[one]), together[one, 12:])
+        assert torch.equal(found(q[one, 7:8], one, lengths[one] - 8), together[one, 7:8])
+        check((together[one],), right(Drawn(q[one], strobe.Cache(k, v, lengths[one], table[one]), {})), dtype)
 
 
 A_PAGE_THAT_IS_NONE = """

@@ -82,9 +82,6 @@ FAST_MEMORY = 4e12
 HOPEFUL_ROOM = 4096
 """Keys of a request from which on its steps are so many that the optimistic softmax gains: on an H200, with 16 queries of 64
 heads on 8, it was ahead from 8k on, level at 2k and behind at 1k."""
-LATE_REFERENCES = False
-"""Whether `is_late` chooses them. They gain where it says, and give the same bits in the simulator in every order; no GPU has
-compared the bits of the kernels as they are now yet, on which `deterministic=True` relies."""
 LEAST_KEYS_OF_HOPEFUL_SPLITS = 1 << 19
 """Keys of all key heads of all requests from which on the optimistic softmax gains within splits, on an H200; an H100: level or
 slower."""
@@ -301,7 +298,7 @@ def is_late(problem: DecodeProblem, arch: Arch) -> bool:
     # contiguous 301 (336). Where nobody is optimistic: one request of 8k keys, one and four queries, 17.1 (16.8), 18.2 (17.9)
     wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128
     fast = arch.dram_bandwidth >= FAST_MEMORY
-    return LATE_REFERENCES and problem.deterministic and wide and fast and is_hopeful(problem)
+    return problem.deterministic and wide and fast and is_hopeful(problem)
 
 
 def of_latent(problem: DecodeProblem, arch: Arch) -> Config:
