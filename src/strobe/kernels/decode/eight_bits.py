@@ -7,12 +7,25 @@ of a column, so the even and the odd columns of O are products by themselves. Bo
 A step takes nearly the instructions of 16 bits for half the bytes, so there are fewer of them than in `forward.walk`: steps
 are counted around the ring, which keys are copied is one comparison for each (`keys.is_key`), and those beyond a piece are
 copied as zeros (`keys.is_copied`).
+
+A barrier stands between copies into a ring and reads of it, though they are of other places, which Triton does not tell apart.
+Where work is dealt out, K is copied as V is read, and V as K is, so that those that a step has anyway are enough: then K is
+copied over what this step has read.
 """
 
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from strobe.kernels.common.packed_halves import unpacked
-from strobe.kernels.decode.keys import as_half, copy_keys, copy_values, load_queries, look_up, same_or_looked_up
+from strobe.kernels.decode.keys import (
+    as_half,
+    copy_keys,
+    copy_values,
+    is_page,
+    load_queries,
+    look_up,
+    on_one_page,
+    same_or_looked_up,
+)
 from strobe.kernels.decode.layouts import copy_layout, product_layout, ring_layout
 from strobe.kernels.decode.scores import finite, scale_of_values, scores_of
 from strobe.kernels.gluon import gl, gluon, partition_barrier, reinterpret
@@ -67,8 +80,10 @@ def walk_8_bits(rings, K, piece, asked):
     V_KEYS: gl.constexpr = gl.SliceLayout(2, V_COPY)
     S_KEYS: gl.constexpr = gl.SliceLayout(1, L)
     ROWS: gl.constexpr = gl.SliceLayout(2, L)
+    ONE_PAGE: gl.constexpr = on_one_page(C, cached.PAGE)
     STAGES: gl.constexpr = C.stages
     SHARE: gl.constexpr = C.shares > 0
+    CROSSED: gl.constexpr = 0 if SHARE else 1
     k_scale = 1.0
     if terms.k_scale is not None:
         if not terms.K_BY_TOKEN:
@@ -89,8 +104,10 @@ def walk_8_bits(rings, K, piece, asked):
         pages = same_or_looked_up(cached, piece, k_pages[i], first, C, V_KEYS)
         copy_values(rings, i, cached, piece, first, pages, V_COPY, C, K.DIM_V)
     ahead: gl.constexpr = (STAGES - 1) * C.stride
+    if CROSSED:
+        copy_keys(rings, STAGES - 1, cached, piece, begin + ahead, k_pages[STAGES - 1], K_COPY, C, K.DIM)
+    v_pages = same_or_looked_up(cached, piece, k_pages[STAGES - 1], begin + ahead, C, V_KEYS)
     k_pages = k_pages[STAGES - 1]
-    v_pages = same_or_looked_up(cached, piece, k_pages, begin + ahead, C, V_KEYS)
     if not SHARE:
         q = load_queries(outputs, piece, 0, C.head_dim, OF_Q, C, K.GROUP, K.DIM)
     if q.dtype == gl.bfloat16:
@@ -101,23 +118,35 @@ def walk_8_bits(rings, K, piece, asked):
     row_max = gl.full([C.token_warps, C.rows], -float("inf"), gl.float32, ROWS)
     sums = lane_sums(gl.full([C.token_warps, C.rows, C.tokens // C.token_warps], 0.0, gl.float32, L))
     OF_P: gl.constexpr = gl.bfloat16 if terms.V_BY_TOKEN else gl.float16
-    under_way: gl.constexpr = 2 * (STAGES - 1) - 1
+    under_way: gl.constexpr = 2 * (STAGES - 1) - 1 + CROSSED
     now, next = 0 * begin, 0 * begin + STAGES - 1
     for i in range((piece.end - begin + C.stride - 1) // C.stride):
         first = begin + i * C.stride
         async_copy.wait_group(under_way)
         partition_barrier()
-        copy_keys(rings, next, cached, piece, first + ahead, k_pages, K_COPY, C, K.DIM)
-        k_pages = look_up(cached, piece, first + ahead + C.stride, C, K_KEYS)
+        if CROSSED:
+            copy_values(rings, next, cached, piece, first + ahead, v_pages, V_COPY, C, K.DIM_V)
+        else:
+            copy_keys(rings, next, cached, piece, first + ahead, k_pages, K_COPY, C, K.DIM)
+            k_pages = look_up(cached, piece, first + ahead + C.stride, C, K_KEYS)
         s = products_of_8_bits(rings[0], now, q, C)
+        if CROSSED:
+            k_pages = look_up(cached, piece, first + ahead + C.stride, C, K_KEYS)
         if SHARE:
             of_scores, s_pages = s_pages, look_up(cached, piece, first + C.stride, C, S_KEYS)
         else:
             of_scores = look_up(cached, piece, first, C, S_KEYS)
-        s = scores_of(s, terms, cached, piece, entry, first, of_scores, k_scale, C, K.GROUP, L)
-        new_max = gl.maximum(row_max, row_maxima(s, ROWS))
+        s = scores_of(s, terms, cached, piece, entry, first, of_scores, k_scale, C, K.GROUP, L, ONE_PAGE)
+        top = row_maxima(s, ROWS)
+        if ONE_PAGE:  # a page that is not there hides all keys that the warp has
+            there = gl.expand_dims(is_page(cached, of_scores), 1)
+            top = gl.max(gl.where(there, gl.expand_dims(top, 2), -float("inf")), 2)
+        new_max = gl.maximum(row_max, top)
         shift = finite(new_max)
-        p = gl.exp2(s - gl.expand_dims(shift, 2))
+        away = gl.expand_dims(shift, 2)
+        if ONE_PAGE:
+            away = gl.where(there, away, float("inf"))
+        p = gl.exp2(s - away)
         rescale = gl.exp2(row_max - shift)
         sums = sums * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(2, sums.type.layout)), 2) + lane_sums(p)
         row_max = new_max
@@ -126,8 +155,12 @@ def walk_8_bits(rings, K, piece, asked):
         p = gl.convert_layout(p.to(OF_P), LEFT)
         async_copy.wait_group(under_way)
         partition_barrier()
-        copy_values(rings, next, cached, piece, first + ahead, v_pages, V_COPY, C, K.DIM_V)
-        v_pages = same_or_looked_up(cached, piece, k_pages, first + ahead + C.stride, C, V_KEYS)
+        if CROSSED:
+            copy_keys(rings, now, cached, piece, first + ahead + C.stride, k_pages, K_COPY, C, K.DIM)
+            v_pages = same_or_looked_up(cached, piece, k_pages, first + ahead + C.stride, C, V_KEYS)
+        else:
+            copy_values(rings, next, cached, piece, first + ahead, v_pages, V_COPY, C, K.DIM_V)
+            v_pages = same_or_looked_up(cached, piece, k_pages, first + ahead + C.stride, C, V_KEYS)
         even_v, odd_v = values_in_pairs(rings[1], now, cached.v.dtype.element_ty, C)
         even = mma_v2(p, even_v.to(OF_P), even * gl.expand_dims(rescale, 2))
         odd = mma_v2(p, odd_v.to(OF_P), odd * gl.expand_dims(rescale, 2))

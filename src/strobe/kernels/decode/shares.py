@@ -21,7 +21,7 @@ of 64 heads on 8, 32k keys: 37.0 microseconds, 39.4 with four warps; an H100, 8k
 MOST_KEYS_OF_SHARE = 1024
 """Keys, as far as room goes, that a CTA has at most of a key head of one of several requests, since all others may wait for it;
 half as many with four warps that share one."""
-MOST_KEYS_OF_SHORT_STEPS = 256
+MOST_KEYS_OF_SHORT_STEPS = 128
 """Keys of 8 bits of such a CTA, of one request, up to which steps have as many as those of 16 bits."""
 MOST_REQUESTS = 65535
 """What a grid may have in its second dimension."""
@@ -95,10 +95,10 @@ def of_shares(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of key heads that have CTAs of their own: mma.sync, and as few warps and stages as leave room for the next
     launch, whose CTAs are there when their turn comes, unless keys are many. Few rows and keys are for clusters."""
     # A cache of e4m3, pages of 64, microseconds (and bf16)
-    #   an H200, 4 queries, steps of 64 keys, of 128 keys: 64 heads on 8, 1 request of 1k 7.2, 9.8 (7.7), 2k 8.0, 8.8 (8.6), 4k
-    #            9.8, 10.3 (11.3), 8k 13.6, 12.8 (15.3), 32k 33.5, 27.3 (39.0); 16 on 2, 1k 6.7, 9.4 (6.8), 4k 8.4, 8.5 (9.1)
-    #   an H200, 4 queries of several requests, dealt out, shared: 64 heads on 8, 8 of 1k 17.3, 12.5 (14.7), 8 of 2k 21.6, 17.6
-    #            (22.6), 32 of 1k 26.6, 24.1 (38.6); 32 on 8, 8 of 1k 13.4, 11.5 (14.4); 16 on 2, 8 of 1k 14.2, 10.2 (9.3)
+    #   an H200, 4 queries, steps of 64 keys, of 128 keys: 64 heads on 8, 1 request of 1k 7.7, 9.8 (7.7), 2k 8.5, 8.8 (8.6), 4k
+    #            10.6, 10.3 (11.3), 8k -, 12.8 (15.3); 16 on 2, 1k 7.2, 9.4 (6.7); 32 on 8, 1k 6.9, 7.3 (6.4)
+    #   an H200, 4 queries of several requests, dealt out, shared: 64 heads on 8, 8 of 1k 17.3, 13.4 (14.6), 8 of 2k 21.7, 18.5
+    #            (22.7), 32 of 1k 26.6, 24.1 (38.6); 32 on 8, 8 of 1k 13.4, 11.4 (14.4); 16 on 2, 8 of 1k 14.2, 11.1 (9.3)
     #   an H200, 1 query, 16 on 2, steps of 128 keys, of 256 keys: 8 of 1k 6.7, 6.9 (6.3), 8 of 2k 8.1, 8.0 (8.2)
     #   an H100, dealt out, shared, one loop before: 1 query of 64 on 8, 8 of 1k, 2k 14.7, 11.1, 18.8, 17.5
     # An H100, and an H200, one query over pages of 64 keys, microseconds: clusters of 8 that post, of 16 that post, of 16 that
