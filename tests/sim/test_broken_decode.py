@@ -238,22 +238,29 @@ BUGS = [
              (AssertionError, ZeroDivisionError, IllegalOperation)),
 ]  # fmt: skip
 
-WAIT_V_OF_8_BITS = WAIT_V.replace("            ", "        ")
+WAIT_K_OF_8_BITS, WAIT_V_OF_8_BITS = (
+    f"        async_copy.wait_group(under_way)\n        partition_barrier()\n        if CROSSED:\n            {copy}(rings"
+    for copy in ("copy_values", "copy_keys")
+)
+COPY_V = "        if CROSSED:\n            copy_values(rings, next, cached, piece, first + ahead"
+PAGES_OF_V = "k_pages, K_COPY, C, K.DIM)\n            v_pages = same_or_looked_up(cached, piece, k_pages, first"
 COUNT = "count = gl.where(is_page(cached, pages), count, 0)"
 EIGHT_BITS_BUGS = [
-    eight_bits("K is not waited for", WAIT_K, WAIT_K.partition("\n")[2], TOO_EARLY),
+    eight_bits("K is not waited for", WAIT_K_OF_8_BITS, WAIT_K_OF_8_BITS.partition("\n")[2], TOO_EARLY),
+    eight_bits("a group too few is waited for", "2 * (STAGES - 1) - 1 + CROSSED", "2 * (STAGES - 1) + CROSSED", TOO_EARLY),
+    eight_bits("K is copied over another step", "copy_keys(rings, now, ", "copy_keys(rings, next, ", TOO_EARLY),
+    eight_bits("pages that are not there count", "gl.where(there, away, float(\"inf\"))", "away", page=32, honest=False),
     eight_bits("V is not waited for", WAIT_V_OF_8_BITS, WAIT_V_OF_8_BITS.partition("\n")[2], TOO_EARLY),
     eight_bits("copies under way at the end", "    async_copy.wait_group(0)\n", "", (Unfinished, Race)),
     eight_bits("copies over what is read", "0 * begin + STAGES - 1", "0 * begin", TOO_EARLY),
     eight_bits("a stage too many", "now == STAGES - 1", "now == STAGES", (OutOfBounds, *TOO_EARLY)),
-    eight_bits("values of another step", "copy_values(rings, next, cached, piece, first + ahead",
-               "copy_values(rings, next, cached, piece, first", page=None),
-    eight_bits("values of other pages", "v_pages = same_or_looked_up(cached, piece, k_pages, first + ahead",
-               "v_pages = same_or_looked_up(cached, piece, v_pages, first + ahead"),
+    eight_bits("values of another step", COPY_V, COPY_V.replace("first + ahead", "first"), page=None),
+    eight_bits("values of other pages", PAGES_OF_V, PAGES_OF_V.replace("piece, k_pages", "piece, v_pages")),
     eight_bits("even columns are not rescaled", "even * gl.expand_dims(rescale, 2)", "even"),
     eight_bits("odd columns are not rescaled", "odd * gl.expand_dims(rescale, 2)", "odd"),
     eight_bits("even and odd columns change places", "gl.join(even, odd)", "gl.join(odd, even)"),
-    eight_bits("the sums are not rescaled", "row_sum * rescale + gl.sum(p, 2)", "row_sum + gl.sum(p, 2)"),
+    eight_bits("the sums are not rescaled", "sums * gl.expand_dims(", "sums + 0 * gl.expand_dims("),
+    eight_bits("the sum of one lane of four", "gl.sum(sums, 2)", "gl.max(sums, 2)"),
     kernel("values beyond the end are read", "gl.maximum(piece.end - piece.begin, 0)", "(piece.end - piece.begin + C.tokens)",
            page=None),
     kernel("values ahead of the leftpad are read", "(keys - piece.begin).to(gl.uint32) < count.to(gl.uint32)",

@@ -11,7 +11,7 @@ from requests_at_random import Drawn, described, draw
 import strobe
 from strobe.device import KNOWN
 from strobe.kernels.decode.choice import choose, of_long_steps, of_mma, of_one_group, of_split_clusters, of_wgmma
-from strobe.kernels.decode.shares import of_shares
+from strobe.kernels.decode.shares import of_shares, takes_shares
 
 ORDERS = ("in_order", "random", "late", "early")
 
@@ -110,6 +110,20 @@ def simulate_few_jobs(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(16))
 def test_few_jobs(seed):
     simulate_few_jobs(seed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_few_keys_of_8_bits(seed):
+    """Up to 32 rows of each key head of one request or several, whose CTAs share it evenly."""
+    n_q, group = [(4, 8), (3, 8), (4, 4), (2, 7)][seed % 4]
+    call = draw(seed, (torch.float16, torch.bfloat16)[seed % 2], honest=seed % 3 > 0, ragged=seed % 4 == 2, heads_kv=2, n_q=n_q,
+                group=group, head_dim=(96, 128)[seed % 2], head_dim_v=128, batch=(1, 3)[seed // 2 % 2],
+                page=[16, 64, 128, None, 48][seed % 5], room=(64, 700, 2100)[seed % 3])  # fmt: skip
+    k, v = (x.nan_to_num(nan=448.0).to(torch.float8_e4m3fn) for x in (call.cache.k, call.cache.v))
+    call = call._replace(cache=replace(call.cache, k=k, v=v))
+    problem, _ = described(call)
+    assert takes_shares(problem, KNOWN["H200"])
+    run(call, order=ORDERS[seed % 4], seed=seed, launches=1 + seed % 2, choose=of_shares, shares=(1, 2, 5)[seed % 3])
 
 
 def simulate_wgmma(seed: int) -> None:

@@ -166,6 +166,11 @@ def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
     columns = 2 if dim_v > 128 else 1
     warps = max(4 * columns, rows // MMA_ROWS * columns)
     tokens, stages = max(64, min(256, 8192 * 2 // (wide * kv_bytes))), 3
+    # e4m3, an H200, microseconds (and the loop of four barriers, with three steps), pages of 64: 4 queries of 64 heads on 8, 32
+    # requests of 8k keys 139.8 (144.9), 128 of 8k 623 (658), 8 of 32k 159.8 (169.9), 8 of 8k 46.0 (47.9); 16 on 2, 32 of 8k
+    # 45.7 (47.6), 1 query 39.2 (40.0); 1 query of 64 on 8, 32 of 8k 132.2 (133.8), 32 of 32k 509 (513)
+    if kv_bytes == 1 and wide <= 128:
+        stages = 2
     if rows == MOST_ROWS and wide == 128 and kv_bytes == 2:
         tokens, stages = 32, 6  # 64 rows: a warp has half as many scores at once: 4 % faster (16 queries of 64 heads on 8)
     split = split_of(problem.capacity, max(tokens, 64)) if problem.deterministic else 0

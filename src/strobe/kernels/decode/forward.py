@@ -85,10 +85,19 @@ def products_of(rings, slot, q, outputs, piece, C: gl.constexpr, GROUP: gl.const
 
 
 @gluon.jit
-def walk(rings, outputs, terms, cached, piece, asked, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
-         DIM_V: gl.constexpr):  # fmt: skip
+def walk(rings, K, piece, asked):
     """Walk along the keys of a piece: each warp's O, maxima and sums. asked: the piece, or as much of it as is known before its
     request's length is, in whose stead the first pages are looked up, and the first keys are copied."""
+    if of_8_bits(K.C):
+        return walk_8_bits(rings, K, piece, asked)
+    else:
+        return walk_16_bits(rings, K.outputs, K.terms, K.cached, piece, asked, K.C, K.GROUP, K.DIM, K.DIM_V)
+
+
+@gluon.jit
+def walk_16_bits(rings, outputs, terms, cached, piece, asked, C: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+                 DIM_V: gl.constexpr):  # fmt: skip
+    """The same of keys that no other loop has: of 16 bits, or of 8 in many columns."""
     entry = piece.entry
     L: gl.constexpr = product_layout(C)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, L, 2)
@@ -184,10 +193,7 @@ def take(memory, K, piece, job, state):
 def find(memory, K, piece, state):
     """What all warps find along the keys of a piece, added up."""
     rings, stats = memory
-    if of_8_bits(K.C):
-        acc, row_max, row_sum = walk_8_bits(rings, K, piece)
-    else:
-        acc, row_max, row_sum = walk(rings, K.outputs, K.terms, K.cached, piece, piece, K.C, K.GROUP, K.DIM, K.DIM_V)
+    acc, row_max, row_sum = walk(rings, K, piece, piece)
     return gather_warps(in_ring(rings[0], K.C, K.ROWS), stats, acc, row_max, row_sum, K.C, K.ROWS), state
 
 
@@ -212,7 +218,7 @@ def take_share(memory, K):
     begin = gl.maximum(begin, origin)
     piece = Piece(batch, entry, head, first, first_query, queries, length, begin, end)
     asked = Piece(batch, entry, head, first, first_query, queries, length, begin, requests.capacity)
-    acc, row_max, row_sum = walk(rings, K.outputs, K.terms, K.cached, piece, asked, C, K.GROUP, K.DIM, K.DIM_V)
+    acc, row_max, row_sum = walk(rings, K, piece, asked)
     if C.clustered or rank < parts:  # others have no keys
         o, top, total = gather_warps(meeting_place(rings, meet, C, K.ROWS), stats, acc, row_max, row_sum, C, K.ROWS)
         if C.clustered:

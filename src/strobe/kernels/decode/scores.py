@@ -9,16 +9,16 @@ from strobe.kernels.gluon import gl, gluon
 
 @gluon.jit
 def scores_of(s, terms, cached, piece, entry, first, pages, k_scale, C: gl.constexpr, GROUP: gl.constexpr,
-              LAYOUT: gl.constexpr):  # fmt: skip
+              LAYOUT: gl.constexpr, EVERY_PAGE: gl.constexpr = False):  # fmt: skip
     """Scores, times log2(e), of products s from key `first` on, which lie in `pages`: -inf where nobody sees a key. In most
-    steps every row sees all keys, but for those of pages that are not there."""
+    steps every row sees all keys, but for those of pages that are not there. EVERY_PAGE: as if all were."""
     KEYS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     if terms.K_BY_TOKEN:
         at = rows_at(cached, first, pages, entry, terms.k_scale_page, terms.k_scale_row, C, KEYS) + piece.head
         scales = gl.load(terms.k_scale + at, mask=is_key(cached, piece, first, pages, C, KEYS), other=0.0)
         s = s * gl.expand_dims(scales, 1)
     s = changed(s, terms, piece, first, k_scale, C, GROUP, LAYOUT)
-    if cached.PAGE:
+    if cached.PAGE and not EVERY_PAGE:
         s = gl.where(gl.expand_dims(is_page(cached, pages), 1), s, -float("inf"))
     if some_are_hidden(terms, piece, first, C):
         s = gl.where(is_seen(terms, piece, first, C, GROUP, LAYOUT), s, -float("inf"))

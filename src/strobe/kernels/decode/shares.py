@@ -11,7 +11,8 @@ from strobe.serving.problem import DecodeProblem
 
 MOST_SHARED_ROWS, MOST_SHARED_ROWS_OF_SEVERAL = 32, MMA_ROWS // 2
 """Rows of a key head up to which CTAs share it evenly, of one request and of several. An H200, one request, 8 queries of 64
-heads on 8, 8k keys: 20.7 microseconds, 16.7 by one group of wgmma; 4 queries: 15.9 and 16.5."""
+heads on 8, 8k keys: 20.7 microseconds, 16.7 by one group of wgmma; 4 queries: 15.9 and 16.5. Of keys of 8 bits,
+which wgmma does not take, the first number is for several requests, too."""
 MOST_SHARES = 64
 """CTAs that share a key head where keys are not many: each has a part that is merged."""
 MANY_SHARED_KEYS = 1 << 17
@@ -20,6 +21,8 @@ of 64 heads on 8, 32k keys: 37.0 microseconds, 39.4 with four warps; an H100, 8k
 MOST_KEYS_OF_SHARE = 1024
 """Keys, as far as room goes, that a CTA has at most of a key head of one of several requests, since all others may wait for it;
 half as many with four warps that share one."""
+MOST_KEYS_OF_SHORT_STEPS = 128
+"""Keys of 8 bits of such a CTA, of one request, up to which steps have as many as those of 16 bits."""
 MOST_REQUESTS = 65535
 """What a grid may have in its second dimension."""
 CLUSTER, SMALL_CLUSTER = 16, 8
@@ -38,7 +41,8 @@ def takes_shares(problem: DecodeProblem, arch: Arch) -> bool:
     """Whether each key head has CTAs of its own, which share it evenly whatever its length: where a tile has all of its rows,
     and two CTAs or more have it or, of several requests, the longest one is not waited for long."""
     wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128 and problem.kv_dtype.itemsize <= 2
-    few = problem.rows <= (MOST_SHARED_ROWS if problem.batch == 1 else MOST_SHARED_ROWS_OF_SEVERAL)
+    most = MOST_SHARED_ROWS if problem.batch == 1 or problem.kv_dtype.itemsize == 1 else MOST_SHARED_ROWS_OF_SEVERAL
+    few = problem.rows <= most
     return (
         not problem.deterministic and wide and few and arch.capability == 90 and shares_of(problem, arch) > (problem.batch == 1)
     )
@@ -90,10 +94,13 @@ def cluster_of(problem: DecodeProblem) -> int:
 def of_shares(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of key heads that have CTAs of their own: mma.sync, and as few warps and stages as leave room for the next
     launch, whose CTAs are there when their turn comes, unless keys are many. Few rows and keys are for clusters."""
-    # A cache of e4m3, an H100, pages of 64, microseconds (and dealt out): 64 heads on 8, 1 request of 1k, 2k, 8k, 32k keys
-    #   1 query   5.2 (8.2), 7.5 (9.7), 12.1 (16.7), 34.8 (34.0); contiguous 4.9 (7.9), 6.3 (9.5), 11.3 (16.4), 29.5 (33.4)
-    #   4 queries 11.2 (15.0), 10.3 (13.7), 15.0 (19.4), 33.6 (38.4)
-    # and 8 requests of 1k, 2k 11.1 (14.7), 17.5 (18.8); 16 heads on 2, 8 of 1k, 2k, 8k 6.8 (9.3), 8.6 (11.4), 17.2 (19.8)
+    # A cache of e4m3, pages of 64, microseconds (and bf16)
+    #   an H200, 4 queries, steps of 64 keys, of 128 keys: 64 heads on 8, 1 request of 1k 7.7, 9.8 (7.7), 2k 8.5, 8.8 (8.6), 4k
+    #            10.6, 10.3 (11.3), 8k -, 12.8 (15.3); 16 on 2, 1k 7.2, 9.4 (6.7); 32 on 8, 1k 6.9, 7.3 (6.4)
+    #   an H200, 4 queries of several requests, dealt out, shared: 64 heads on 8, 8 of 1k 17.3, 13.4 (14.6), 8 of 2k 21.7, 18.5
+    #            (22.7), 32 of 1k 26.6, 24.1 (38.6); 32 on 8, 8 of 1k 13.4, 11.4 (14.4); 16 on 2, 8 of 1k 14.2, 11.1 (9.3)
+    #   an H200, 1 query, 16 on 2, steps of 128 keys, of 256 keys: 8 of 1k 6.7, 6.9 (6.3), 8 of 2k 8.1, 8.0 (8.2)
+    #   an H100, dealt out, shared, one loop before: 1 query of 64 on 8, 8 of 1k, 2k 14.7, 11.1, 18.8, 17.5
     # An H100, and an H200, one query over pages of 64 keys, microseconds: clusters of 8 that post, of 16 that post, of 16 that
     # meet, and without clusters
     #   64 heads on 8   1k: 5.4, 5.8, 5.8, 6.5   2k: 7.6, 8.1, 7.3, 8.0   4k: 11.7, 12.1, 10.3, 11.3   5k: -, -, 11.7, 12.2
@@ -106,10 +113,16 @@ def of_shares(problem: DecodeProblem, arch: Arch) -> Config:
         stages = 2 if cluster == CLUSTER else 3 if kv_bytes == 2 else 4  # one of 3 would hold 64 columns of O
         posts = problem.capacity <= MOST_KEYS_OF_POSTS
         return replace(dealt, stages=stages, shares=cluster, clustered=True, posts=posts)
-    tokens = 128 // kv_bytes
+    tokens, per_share = 128 // kv_bytes, -(-problem.capacity // max(shares, 1))
     dealt = replace(dealt, tokens=tokens)
     if problem.batch == 1:
-        many = dealt.rows == MMA_ROWS and keys_of(problem) >= MANY_SHARED_KEYS
-        return replace(dealt, tokens=2 * tokens, warps=8) if many else dealt
+        if dealt.rows == MMA_ROWS and keys_of(problem) >= MANY_SHARED_KEYS:
+            return replace(dealt, tokens=2 * tokens, warps=8)
+        short = kv_bytes == 1 and per_share <= MOST_KEYS_OF_SHORT_STEPS
+        return replace(dealt, tokens=tokens // 2, stages=4) if short else dealt
+    if problem.rows > MMA_ROWS // 2:
+        return replace(dealt, stages=2)
     two_fit = problem.batch * problem.heads_kv > (arch.sms or FALLBACK_SMS) or (shares > 1 and problem.page_size is None)
-    return dealt if two_fit else replace(dealt, tokens=2 * tokens, warps=8, stages=2)
+    if two_fit:
+        return dealt
+    return replace(dealt, tokens=tokens if kv_bytes == 1 and per_share <= tokens else 2 * tokens, warps=8, stages=2)
