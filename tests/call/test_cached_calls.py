@@ -1,12 +1,15 @@
 """The short ways of `strobe.decode` and `strobe.append` launch what a call that looked the same prepared, and leave others to
 the operator."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import strobe
-from strobe.call import cached_calls, known_calls
-from strobe.call.launches import Ahead, Inner
+from strobe.call import cached_calls, known_calls, launcher, launches
+from strobe.call.launches import Ahead
+from strobe.kernels.common.call import Buffer, Buffers, Call
 
 
 class Plan:
@@ -21,6 +24,10 @@ class Plan:
     launch = decode
 
 
+def append_launch(operands, options) -> Ahead:
+    return Ahead(None, [], [x.clone() for x in (operands.lengths, operands.q) if x is not None])
+
+
 @pytest.fixture
 def plans(monkeypatch) -> list[Plan]:
     """All that are made."""
@@ -32,7 +39,7 @@ def plans(monkeypatch) -> list[Plan]:
 
     monkeypatch.setattr(known_calls, "may_be_prepared", lambda x: True)
     monkeypatch.setattr(cached_calls, "_launches", launches)
-    monkeypatch.setattr(cached_calls, "_append_launch", lambda *_: Ahead(None, []))
+    monkeypatch.setattr(cached_calls, "_append_launch", append_launch)
     monkeypatch.setattr(cached_calls.launches, "prepared_call", launches)
     monkeypatch.setattr(cached_calls, "raw_stream", lambda device: 0)
     cached_calls.forget()
@@ -135,6 +142,57 @@ def test_what_the_operator_must_run(plans):
     assert not plans
 
 
+NUMBERS = {
+    "causal": {"causal": True}, "scale": {"softmax_scale": 2.0}, "window": {"window_size": (1, 0)},
+    "window in a list": {"window_size": [2, 0]}, "softcap": {"softcap": 1.0}, "lse": {"return_softmax_lse": True},
+    "deterministic": {"deterministic": True}, "sinks": {"s_aux": torch.zeros(4)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_flash_attns_functions_are_recognised_by_their_own_arguments(plans, packed, monkeypatch):
+    cache, q = call()["cache"], torch.randn(2, 1, 4, 16)
+
+    def run(**numbers):
+        if packed:
+            numbers |= {"seqused_k": cache.lengths, "max_seqlen_q": 1, "block_table": cache.page_table}
+            return strobe.flash_attn_varlen_func(q[:, 0], cache.k, cache.v, ints(0, 1, 2), **numbers)
+        numbers |= {"cache_seqlens": cache.lengths, "block_table": cache.page_table}
+        return strobe.flash_attn_with_kvcache(q, cache.k, cache.v, **numbers)
+
+    many = [{}, *NUMBERS.values()]
+    for numbers in many:
+        run(**numbers)
+    assert len(plans) == len(many)
+    with monkeypatch.context() as patch:
+        patch.setattr(known_calls, "likeness", lambda x: pytest.fail("a key was made"))
+        for numbers in (*many, {"num_splits": 1}, {"window_size": None, "causal": 1}):
+            run(**numbers)
+    assert [len(plan.launched) for plan in plans] == [2, 3, 2, 2, 2, 2, 2, 3, 2]
+    for wrong in ({"softcap": True}, {"window_size": (True, 0)}, {"softmax_scale": "2"}, {"q_descale": torch.ones(2, 2)}):
+        with pytest.raises((TypeError, ValueError), match=next(iter(wrong)).removesuffix("_size").removeprefix("softmax_")):
+            run(**wrong)
+    number = torch.tensor(4)
+    for _ in range(2):  # it is another one in the next call
+        run(window_size=(number, 0))
+        number += 1
+    assert [len(plan.launched) for plan in plans[len(many) :]] == [1, 1]
+
+
+@pytest.mark.parametrize("made", ["q", "lengths"])
+def test_what_is_made_for_a_call_is_not_taken_from_the_next(plans, made):
+    """Queries of 8 bits become some of 16, a number becomes a tensor of lengths: in every call."""
+    kind = torch.float8_e4m3fn
+    k, v = torch.randn(2, 6, 8, 2, 16).to(kind)
+    given = {"cache_seqlens": 8 if made == "lengths" else ints(8, 8), "block_table": ints([2, 4], [1, 3])}
+    for _ in range(2):
+        q = torch.randn(2, 1, 4, 16).to(kind if made == "q" else torch.float32)
+        strobe.flash_attn_with_kvcache(q, k, v, **given)
+        at = plans[0].launched[-1]
+        assert len(at) == 6 and at[1:3] == (k.data_ptr(), v.data_ptr()) and (at[0] == q.data_ptr()) == (made != "q")
+    assert [len(plan.launched) for plan in plans] == [2]
+
+
 def test_append(plans):
     """Calls that look the same run one launch, others one of their own; what copies is left to the operator."""
     cache = call()["cache"]
@@ -178,35 +236,65 @@ def test_what_is_appended_and_attended_is_recognised_at_once(plans, turned, opti
     if "out" in options:
         given["out"] = torch.empty_like(q)
         out = [given["out"]]
-    told: list[torch.Tensor] = []
-    real = Inner.of
-
-    def kept(tensors):
-        inner = real(tensors)
-
-        def new():
-            told.append(inner.new())
-            return told[-1]
-
-        return inner._replace(new=new)
-
-    monkeypatch.setattr(Inner, "of", kept)
     for _ in range(3):
         q, k = q.clone(), k.clone()
         found = strobe.flash_attn_with_kvcache(q, cache.k, cache.v, k, v, *(ROTARY if turned else ()), **given)
         result = found[0] if "leftpad" in options else found
-        assert told[-1].nbytes == 512 * (1 + turned)
-        lengths = told[-1].data_ptr()
-        of_q = lengths + 512 if turned else q.data_ptr()
-        appended = cache.k, cache.v, k, v, given["cache_seqlens"], cache.page_table, *((q, *ROTARY) if turned else ())
-        pages = cache.k, cache.v
-        assert plans[0].launched[-1] == (
-            *(x.data_ptr() for x in appended), lengths, *([of_q] if turned else ()),
-            of_q, *(x.data_ptr() for x in pages), lengths, *(x.data_ptr() for x in (cache.page_table, *behind, result)),
-        )  # fmt: skip
+        pages, turns = (cache.k, cache.v), (q, *ROTARY) if turned else ()
+        appended = *pages, k, v, given["cache_seqlens"], cache.page_table, *turns
+        attended = *(() if turned else (q,)), *pages, cache.page_table, *behind, result
+        assert plans[0].launched[-1] == tuple(x.data_ptr() for x in (*appended, *attended))
         assert not out or result is out[0]
         monkeypatch.setattr(known_calls, "likeness", lambda x: pytest.fail("a key was made"))
     assert [len(plan.launched) for plan in plans] == [3]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_an_append_tells_lies_in_memory_of_the_stream(monkeypatch, turned):
+    """Both launches find each tensor where its user, or the append ahead, has it."""
+    launched: list[dict[str, tuple[int, ...]]] = []
+
+    class Prepared:
+        def __init__(self, calls, tensors):
+            self.calls, self.ids = calls, [id(x) for x in tensors]
+
+        def on(self, stream):
+            def launch(addresses):
+                at = dict(zip(self.ids, addresses, strict=True))
+                named = {name: x for one in self.calls for name, x in one.keywords.items() if isinstance(x, torch.Tensor)}
+                launched.append({name: at[id(x)] for name, x in named.items()})
+
+            return launch
+
+    def calls(problem, tensors, arch):
+        return [Call(None, (1,), (), {f"read_{name}": x for name, x in vars(tensors).items()})]
+
+    backend = SimpleNamespace(buffers=lambda *_: Buffers({}, {"parts": Buffer((3,), torch.float32)}), calls=calls)
+    monkeypatch.setattr(launches, "_has_driver", lambda x: True)
+    monkeypatch.setattr(known_calls, "may_be_prepared", lambda x: True)
+    monkeypatch.setattr(cached_calls.dispatch, "select", lambda *_: backend)
+    monkeypatch.setattr(cached_calls, "raw_stream", lambda device: 0)
+    monkeypatch.setattr(launcher, "prepare", Prepared)
+    monkeypatch.setattr(launcher, "compiled_call", lambda kernel, grid, **keywords: Call(kernel, grid, (), keywords))
+    memory = torch.empty(512)
+    monkeypatch.setattr(launches.workspace, "scratch", lambda device, numel: memory[:numel])
+    cached_calls.forget()
+    cache = call()["cache"]
+    for _ in range(2):
+        k, v, q = (torch.randn(2, 1, heads, 16) for heads in (2, 2, 4))
+        out = strobe.flash_attn_with_kvcache(
+            q, cache.k, cache.v, k, v, *(ROTARY if turned else ()), cache_seqlens=cache.lengths, block_table=cache.page_table
+        )
+        at = launched[-1]
+        lengths, of_q = at["new_lengths"], at["turned"] if turned else q.data_ptr()
+        assert not turned or at["q"] == q.data_ptr()
+        wanted = {"k_cache": cache.k, "v_cache": cache.v, "k": k, "v": v, "lengths": cache.lengths, "table": cache.page_table}
+        wanted |= {"read_k": cache.k, "read_v": cache.v, "read_page_table": cache.page_table, "read_out": out}
+        assert {name: at[name] for name in wanted} == {name: x.data_ptr() for name, x in wanted.items()}
+        assert at["read_lengths"] == lengths == memory.data_ptr() and at["read_q"] == of_q
+        assert not turned or of_q == lengths + 512
+    cached_calls.forget()
+    assert len(launched) == 2
 
 
 def test_nothing_is_appended_where_the_attention_is_refused(plans):

@@ -17,7 +17,7 @@ from strobe.call import launcher
 from strobe.device import KNOWN
 from strobe.kernels.common.call import Tensors
 from strobe.kernels.decode import launch
-from strobe.kernels.decode.choice import OVERHEAD, of_converted, of_mma, of_one_group, of_wgmma
+from strobe.kernels.decode.choice import OVERHEAD, of_converted, of_long_steps, of_mma, of_one_group, of_wgmma
 from strobe.kernels.decode.shares import of_shares
 from strobe.lab.binary.offline import pretend_gpu
 from strobe.lab.binary.sass import audit
@@ -44,8 +44,8 @@ for arch, group, n_q, dim, page, cache, beside in json.loads(sys.argv[1]):
     softcap, left = (30.0, 100) if beside == "all" else (0.0, None)
     options = DecodeOptions(n_q, dim_v, latent, 0.1, left, 0, softcap, True, beside == "deterministic", None)
     problem = describe(operands, options)
-    by_wgmma = {"wgmma": of_wgmma, "one group": of_one_group, "converted": of_converted}
-    make = by_wgmma.get(beside, of_shares if "request" in beside else of_mma)
+    kinds = {"wgmma": of_wgmma, "one group": of_one_group, "long": of_long_steps, "converted": of_converted}
+    make = kinds.get(beside, of_shares if "request" in beside else of_mma)
     config = make(problem, arch)
     buffers = launch.buffers(problem, arch, config)
     others = {name: meta(*x.shape, dtype=x.dtype) for name, x in {**buffers.made, **buffers.shared}.items()}
@@ -74,6 +74,7 @@ ALONE = [
 ]  # fmt: skip
 SOME = [
     *FEW, *ALONE, ("H200", 8, 1, 128, 64, "bf16", ""), ("H200", 1, 4, 128, None, "bf16", ""),
+    ("H200", 8, 1, 128, None, "bf16", "long"),
     ("A100", 4, 1, 64, 16, "bf16", ""), ("H200", 8, 16, 128, 64, "bf16", "wgmma"),
     ("H200", 8, 16, 128, 16, "bf16", "deterministic"),
 ]  # fmt: skip

@@ -438,7 +438,7 @@ ONE_GROUP_BUGS = [
     hopper("a copy is not waited for", "    async_copy.wait_group(UNDER_WAY)\n", "", (*TOO_EARLY, Unfinished)),
     hopper("K is told a step too early", TOLD, TOLD.replace("LAG,", "LAG + 1,"),
            (*TOO_EARLY, Unfinished, Deadlock, BarrierMisuse)),
-    hopper("the last V is told while it is being copied", "LAG - i - 1, C)", "LAG - i, C)", (*TOO_EARLY, Unfinished)),
+    hopper("the last V is told while it is being copied", "2 * (LAG - i) - 2", "2 * (LAG - i) - 1", (*TOO_EARLY, Unfinished)),
     hopper("what is copied has no fence", "(UNDER_WAY)\n    fence_async_shared()\n", "(UNDER_WAY)\n", (MissingFence,)),
     hopper("a step is told that is none", "pred=position >= 0)", "pred=position >= -1)",
            (*TOO_EARLY, Unfinished, Deadlock, BarrierMisuse)),

@@ -10,7 +10,7 @@ from requests_at_random import Drawn, described, draw
 
 import strobe
 from strobe.device import KNOWN
-from strobe.kernels.decode.choice import choose, of_converted, of_mma, of_one_group, of_split_clusters, of_wgmma
+from strobe.kernels.decode.choice import choose, of_converted, of_long_steps, of_mma, of_one_group, of_split_clusters, of_wgmma
 from strobe.kernels.decode.shares import of_shares
 
 ORDERS = ("in_order", "random", "late", "early")
@@ -122,6 +122,29 @@ def simulate_wgmma(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(16))
 def test_wgmma(seed):
     simulate_wgmma(seed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_long_steps(seed):
+    call = draw(seed, (torch.float16, torch.bfloat16)[seed % 2], page=None, group=(8, 7, 1)[seed % 3], n_q=1, head_dim=128,
+                head_dim_v=128, room=(700, 2100)[seed % 2])  # fmt: skip
+    run(call, ctas=1 + seed % 5, order=ORDERS[seed // 2 % 4], seed=seed, choose=of_long_steps, start=seed % 3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_kv", "room", "fixed", "arch", "tokens"),
+    [
+        (8, 4, 8192, {}, "H200", 128), (8, 4, 8191, {}, "H200", 64), (7, 4, 8192, {}, "H200", 64), (8, 4, 8192, {}, "H100", 64),
+        (128, 8, 8192, {}, "H200", 128), (133, 8, 8192, {}, "H200", 64), (8, 4, 8192, {"page": 64}, "H200", 64),
+        (8, 4, 8192, {"n_q": 2}, "H200", 64), (8, 4, 8192, {"deterministic": True}, "H200", 64),
+        (8, 4, 8192, {"head_dim": 64}, "H200", 64),
+    ],
+)  # fmt: skip
+def test_who_has_long_steps(batch, heads_kv, room, fixed, arch, tokens):
+    """One query over many keys of contiguous caches, where memory is fast and key heads are not very many."""
+    problem = problem_of(**{"n_q": 1, "page": None, **fixed})
+    config = choose(with_room(problem, batch, heads_kv, room), KNOWN[arch])
+    assert (config.tokens if config.head_dim == 128 else 64) == tokens and (tokens == 64 or config.ctas == 1)
 
 
 @pytest.mark.parametrize("by_turns", [False, True])
@@ -599,6 +622,7 @@ def test_many_rows_by_the_room_of_a_request(capacity, page, fixed, stages, by_wa
     ("fixed", "start"),
     [
         ({"n_q": 1, "batch": 40}, 2),  # mma.sync, two CTAs
+        ({"n_q": 4, "batch": 4000}, 4),  # of more rows
         ({"n_q": 4}, 4),  # one group, cp.async
         ({"n_q": 4, "head_dim": 64}, 8),
         ({"n_q": 40, "batch": 40}, 6),  # TMA, which copies Q, too

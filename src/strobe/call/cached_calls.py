@@ -30,12 +30,14 @@ CheckedAppend = tuple[AppendOperands, AppendOptions]
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 
 
-class Decode(NamedTuple):
-    """What calls of `decode` that look the same need. launches: None if each of them is run by the operator. new_out: makes the
-    tensor for a result."""
+class Known(NamedTuple):
+    """What calls of attention over a cache that look the same need. launches: attention, and an append ahead of it where there
+    is one. new_out: makes the tensor for a result. places: what the launches are given, of the addresses of the call's tensors,
+    out last; None: all of them, as they come."""
 
-    launches: launches.Prepared | None
+    launches: launches.Prepared
     new_out: Callable[[], torch.Tensor]
+    places: Callable[[Sequence[int]], Sequence[int]] | None
 
 
 class Append(NamedTuple):
@@ -46,26 +48,14 @@ class Append(NamedTuple):
     new: tuple[Callable[[], torch.Tensor], ...]
 
 
-class Step(NamedTuple):
-    """What calls of `append_and_decode` that look the same need. launches: an append and attention. between: what the append
-    tells the attention. places: what the launches are given, of the addresses of the call's tensors, out and those between."""
-
-    launches: launches.Prepared
-    new_out: Callable[[], torch.Tensor]
-    between: launches.Inner
-    places: Callable[[Sequence[int]], tuple[int, ...]]
-
-
-_decodes: KnownCalls[Decode] = KnownCalls()
+_known: KnownCalls[Known | None] = KnownCalls()
 _appends: KnownCalls[Append] = KnownCalls()
-_steps: KnownCalls[Step | None] = KnownCalls()
 
 
 def forget() -> None:
     """Drop everything that was prepared."""
-    _decodes.forget()
+    _known.forget()
     _appends.forget()
-    _steps.forget()
 
 
 def decode(
@@ -73,31 +63,90 @@ def decode(
 ) -> Outputs:
     """out, and the LSE or None if it is not wanted, of a call.
 
-    tensors: in the order of `DecodeOperands`, in shapes that `check` may change, but not their addresses. numbers: all else
-    that its user gave. Calls whose tensors look the same and whose numbers are equal run the same launches. check(*arguments):
-    checks the call."""
-    found = _decodes.find(tensors, numbers, _prepared_decode, check, arguments)
-    if found is None or found[0].launches is None:
-        return _by_operator(*check(*arguments))
-    (prepared, new_out), addresses = found
-    q, out = tensors[0], tensors[_OUT]
-    assert q is not None and prepared is not None
+    tensors: in the order of `DecodeOperands`; v is None where the values are columns of the keys. numbers: all else that its
+    user gave. check(*arguments): checks the call."""
+    found = attention(tensors, numbers, _prepared_decode, (tensors, check, arguments))
+    return _by_operator(*check(*arguments)) if found is None else found
+
+
+def attention(
+    tensors: tuple[torch.Tensor | None, ...], numbers: tuple, prepare: Callable[..., Known | None], arguments: tuple
+) -> Outputs | None:
+    """Launch what was prepared for calls that look like this one: out, and the LSE or None if it is not wanted. None, and
+    nothing is done, where nothing is prepared for such calls.
+
+    tensors: all that the user gave, out last. numbers: all else that the user gave. Calls whose tensors look the same and whose
+    numbers are equal run the same launches. prepare(*arguments): checks the call and prepares these (`prepared`)."""
+    known, addresses = _known.find(tensors, numbers, prepare, arguments) or (None, [])
+    if known is None:
+        return None
+    prepared, new_out, places = known
+    out = tensors[-1]
     if out is None:
         out = new_out()
         addresses.append(out.data_ptr())
-    return out, prepared.decode(raw_stream(q.get_device()), addresses)
+    return out, prepared.decode(raw_stream(out.get_device()), addresses if places is None else places(addresses))
 
 
-def _prepared_decode(check: Callable[..., Checked], arguments: tuple, ahead: launches.Ahead | None = None) -> Decode:
+GIVEN = tuple({"k": "k_cache", "v": "v_cache"}.get(name, name) for name in DecodeOperands._fields)
+"""The names of what attention reads, as an append calls them."""
+
+
+def _prepared_decode(tensors: tuple[torch.Tensor | None, ...], check: Callable[..., Checked], arguments: tuple) -> Known | None:
+    return prepared(dict(zip(GIVEN, tensors, strict=True)), check, arguments)
+
+
+def prepared(
+    given: dict[str, torch.Tensor | None],
+    check: Callable[..., Checked],
+    arguments: tuple,
+    check_append: Callable[..., CheckedAppend] | None = None,
+    of_append: tuple = (),
+) -> Known | None:
+    """What calls that look like this one need; None where they are not prepared, and where a launch would read a tensor that
+    was made for this call.
+
+    given: the call's tensors by the names of `GIVEN` and of `AppendOperands`, out last. check(*arguments): checks the
+    attention, whose first two arguments, q and the cache, are those before the append; check_append(*of_append) the append
+    ahead of it, if there is one."""
+    ahead: launches.Ahead | None = None
+    reads: list[tuple[str, torch.Tensor | None]] = []
+    if check_append is not None:
+        appended, options_of_append = check_append(*of_append)
+        if _copies(appended):
+            return None
+        ahead = _append_launch(appended, options_of_append)
+        q, cache, *others = arguments
+        lengths, *turned = ahead.told
+        arguments = (turned[0] if turned else q, cache._with_lengths(lengths), *others)
+        reads = list(zip(AppendOperands._fields, appended, strict=True))
     operands, options = check(*arguments)
+    reads += [each for each in zip(GIVEN, operands, strict=True) if ahead is None or not ahead.tells(each[1])]
+    places = _places(given, reads)
+    found = None if places is None else _launches(operands, options, ahead)
+    if places is None or found is None:
+        return None
     like = _new_out(operands, options)
     new_out: Callable[[], torch.Tensor] = functools.partial(torch.zeros, like.shape, dtype=like.dtype, device=like.device)
-    found = _launches(operands, options, ahead)
-    if found is not None and operands.cu_seqlens_q is None:
+    if operands.cu_seqlens_q is None:
         from strobe.call.launcher import maker
 
         new_out = maker(like)
-    return Decode(found, new_out)
+    as_they_come = places == tuple(range(len(places)))
+    return Known(found, new_out, None if as_they_come else itemgetter(*places))
+
+
+def _places(given: dict[str, torch.Tensor | None], reads: list[tuple[str, torch.Tensor | None]]) -> tuple[int, ...] | None:
+    """The places of what launches read among those given tensors that are not None, and then of out, given or new. None if they
+    read anything else."""
+    if given["v_cache"] is None:  # the values are columns of the keys
+        reads = [("k_cache" if name == "v_cache" else name, x) for name, x in reads]
+    there = {name: x for name, x in given.items() if x is not None and name != "out"}
+    inputs = [(name, x) for name, x in reads if x is not None and name != "out"]
+    if any(name not in there or there[name].data_ptr() != x.data_ptr() for name, x in inputs):
+        return None
+    names = list(there)
+    return (*[names.index(name) for name, _ in inputs], len(names))
 
 
 def _launches(
@@ -108,7 +157,8 @@ def _launches(
     operands = _with_out(operands, options)
     problem = describe(operands, options)
     backend = dispatch.select(problem, arch_of(operands.q.device), options.backend)
-    own = DecodeOperands._make(None if x is None else x.detach() for x in operands)  # each an object of its own
+    # Each an object of its own, but what the append tells is one.
+    own = DecodeOperands._make(x if x is None or (ahead and ahead.tells(x)) else x.detach() for x in operands)
     return launches.prepared(backend, problem, own, ahead=ahead)
 
 
@@ -252,7 +302,7 @@ def append(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Write new rows to a cache; the new lengths, and the queries turned, None where there are none. tensors: in the order of
     `AppendOperands`; numbers, check and arguments: see `decode`."""
-    found = _appends.find(tensors, numbers, _prepared_append, check, arguments)
+    found = _appends.find(tensors, numbers, _prepared_append, (check, arguments))
     if found is None or found[0].launch is None:
         operands, options = check(*arguments)
         lengths, turned = torch.ops.strobe.append(*operands, *options)
@@ -271,8 +321,8 @@ def _prepared_append(check: Callable[..., CheckedAppend], arguments: tuple) -> A
         return Append(None, ())
     from strobe.call.launcher import maker
 
-    new = _told(operands)
-    return Append(launches.prepared_call(*_append_launch(operands, options, *new)), tuple(maker(x) for x in new))
+    call, tensors, told = _append_launch(operands, options)
+    return Append(launches.prepared_call(call, [*tensors, *told]), tuple(maker(x) for x in told))
 
 
 def _copies(operands: AppendOperands) -> bool:
@@ -280,73 +330,16 @@ def _copies(operands: AppendOperands) -> bool:
     return not all(x.is_contiguous() for x in (operands.cos, operands.sin) if x is not None)
 
 
-def _told(operands: AppendOperands) -> list[torch.Tensor]:
-    """What an append makes: the new lengths and, where there are queries, those turned."""
-    lengths, q = torch.empty_like(operands.lengths), operands.q
-    return [lengths] if q is None else [lengths, torch.empty(q.shape, dtype=q.dtype, device=q.device)]
-
-
-def _append_launch(
-    operands: AppendOperands, options: AppendOptions, lengths: torch.Tensor, turned: torch.Tensor | None = None
-) -> launches.Ahead:
+def _append_launch(operands: AppendOperands, options: AppendOptions) -> launches.Ahead:
+    """The launch of an append, which tells the new lengths and, where there are queries, those turned."""
     from strobe.kernels.decode.append import append_call
 
     own = AppendOperands._make(None if x is None else x.detach() for x in operands)  # each an object of its own
+    lengths, q = torch.empty_like(operands.lengths), operands.q
+    turned = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     call = append_call(own, options, lengths, turned, arch_of(lengths.device))
-    return launches.Ahead(call, [x for x in (*own, lengths, turned) if x is not None])
-
-
-BESIDE = ("leftpad", "alibi", "sinks", "out")
-"""What an `append_and_decode` takes behind an append's tensors, of which q is there in any case."""
-
-
-def append_and_decode(
-    tensors: tuple[torch.Tensor | None, ...], numbers: tuple, check_append: Callable[..., CheckedAppend], of_append: tuple,
-    check: Callable[..., Checked], of_decode: tuple,
-) -> Outputs | None:  # fmt: skip
-    """Write new rows to a cache and attend over it: out, and the LSE or None if it is not wanted. None, and nothing is done,
-    where an append and a decode must be called.
-
-    tensors: in the order of `AppendOperands`, then of `BESIDE`. check_append(*of_append) checks the append, check(*of_decode)
-    the decode, whose first two arguments, q and the cache, are those before the append."""
-    found = _steps.find(tensors, numbers, _prepared_step, tensors, check_append, of_append, check, of_decode)
-    if found is None:
-        return None
-    (step, addresses), out = found, tensors[-1]
-    if step is None:
-        return None
-    if out is None:
-        out = step.new_out()
-        addresses.append(out.data_ptr())
-    memory = step.between.new()
-    begin = memory.data_ptr()
-    addresses += [begin + offset for offset in step.between.offsets]
-    return out, step.launches.decode(raw_stream(out.get_device()), step.places(addresses))
-
-
-def _prepared_step(
-    tensors: tuple[torch.Tensor | None, ...], check_append: Callable[..., CheckedAppend], of_append: tuple,
-    check: Callable[..., Checked], of_decode: tuple,
-) -> Step | None:  # fmt: skip
-    operands, options = check_append(*of_append)
-    if _copies(operands):
-        return None
-    lengths, *turned = told = _told(operands)
-    q, cache, *others = of_decode
-    attended = (turned or [q])[0], cache._with_lengths(lengths), *others
-    prepared, new_out = _prepared_decode(check, attended, _append_launch(operands, options, *told))
-    if prepared is None:
-        return None
-    names = (*AppendOperands._fields, *BESIDE)
-    given = [name for name, x in zip(names, tensors, strict=True) if x is not None and name != "out"]
-    at = {name: i for i, name in enumerate([*given, "out", "lengths told", "q told"])}
-    appended = [name for name in given if name not in BESIDE and (turned or name != "q")]
-    appended += ["lengths told", *(["q told"] if turned else [])]
-    of_cache = {"q": "q told" if turned else "q", "k": "k_cache", "lengths": "lengths told"}
-    of_cache["v"] = "v_cache" if "v_cache" in at else "k_cache"
-    read = [of_cache.get(name, name) for name in DecodeOperands._fields]
-    places = itemgetter(*[at[name] for name in (*appended, *read) if name in at])
-    return Step(prepared, new_out, launches.Inner.of(told), places)
+    told = [lengths] if turned is None else [lengths, turned]
+    return launches.Ahead(call, [x for x in own if x is not None], told)
 
 
 def merge(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -40,7 +40,7 @@ class KnownCalls(Generic[Prepared]):
         that of compiled code's first call, say, is not that of its second."""
 
     def find(
-        self, tensors: tuple[torch.Tensor | None, ...], numbers: tuple, prepare: Callable[..., Prepared], *arguments
+        self, tensors: tuple[torch.Tensor | None, ...], numbers: tuple, prepare: Callable[..., Prepared], arguments: tuple
     ) -> tuple[Prepared, list[int]] | None:
         """What was prepared for calls whose tensors look like these and whose numbers are equal, and the addresses of the
         tensors that are not None; None if the operator must run the call: one of subclasses, of a compiler or a transform, on a
@@ -50,53 +50,54 @@ class KnownCalls(Generic[Prepared]):
         function of no arguments takes half a microsecond, in every call.)"""
         if type(tensors[0]) not in PLAIN or torch.compiler.is_compiling() or is_transformed():
             return None
-        try:
-            for x in tensors:
-                if x is not None and x.is_nested:  # PyTorch's guards crash the process on one
-                    return None
-        except AttributeError:  # no tensor
-            return None
-        return self.look_up(tensors, numbers, prepare, *arguments)
+        return self.look_up(tensors, numbers, prepare, arguments)
 
     def look_up(
-        self, tensors: tuple[torch.Tensor | None, ...], numbers: tuple, prepare: Callable[..., Prepared], *arguments
+        self, tensors: tuple[torch.Tensor | None, ...], numbers: tuple, prepare: Callable[..., Prepared], arguments: tuple
     ) -> tuple[Prepared, list[int]] | None:
         """What `find` finds, for a call that no compiler, mode or transform can be around: PyTorch brought it to an operator's
         kernel, say."""
         if not may_be_prepared(tensors[0]):
             return None
-        given = [x for x in tensors if x is not None]
+        given, addresses, bits = [], [], 0
         try:
-            addresses = [x.data_ptr() for x in given]
+            for x in tensors:
+                if x is not None:
+                    if x.is_nested:  # PyTorch's guards crash the process on one
+                        return None
+                    address = x.data_ptr()
+                    given.append(x)
+                    addresses.append(address)
+                    bits |= address
         except (AttributeError, RuntimeError):  # no tensor; a tensor that has no address
             return None
-        bits = 0
-        for address in addresses:
-            bits |= address
         misaligned = bits % 16 and tuple([address % 16 for address in addresses])
-        twice = None
-        if len({*addresses}) < len(addresses):
-            given, twice = each_once(given)
-        rest = tuple(map(type, tensors)), twice, numbers, misaligned, torch.is_grad_enabled()
+        rest: tuple = tuple(map(type, tensors)), prepare, numbers, misaligned, torch.is_grad_enabled()
         try:
             latest = self._latest.get(rest) or ()
         except TypeError:  # a number that has no hash, such as a list
             return None
         for known in latest:
             if known.alike(*given):
-                break
-        else:
-            likenesses = tuple([None if x is None else likeness(x) for x in tensors])
-            if False in likenesses:
-                return None
-            key = rest, likenesses
-            in_state = key, dispatch_state()
-            found = self._known.get(in_state)
-            known = found or _Known(guard_of(*given), self._prepared_for(key, prepare, arguments))
-            if found is None:
-                self._known.put(in_state, known)
-            others = [other for other in latest if other is not known]
-            self._latest.put(rest, (known, *others[: _LATEST - 1]))
+                return known.prepared, addresses  # type: ignore[return-value]
+        if len({*map(id, given)}) < len(given):  # guards refuse what comes twice
+            given, twice = each_once(given)
+            rest = *rest, twice
+            latest = self._latest.get(rest) or ()
+            for known in latest:
+                if known.alike(*given):
+                    return known.prepared, addresses  # type: ignore[return-value]
+        likenesses = tuple([None if x is None else likeness(x) for x in tensors])
+        if False in likenesses or any([isinstance(number, torch.Tensor) for number in numbers]):  # whose value is not known
+            return None
+        key = rest, likenesses
+        in_state = key, dispatch_state()
+        found = self._known.get(in_state)
+        known = found or _Known(guard_of(*given), self._prepared_for(key, prepare, arguments))
+        if found is None:
+            self._known.put(in_state, known)
+        others = [other for other in latest if other is not known]
+        self._latest.put(rest, (known, *others[: _LATEST - 1]))
         return known.prepared, addresses  # type: ignore[return-value]
 
     def _prepared_for(self, key: tuple, prepare: Callable[..., Prepared], arguments: tuple) -> Prepared:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -157,15 +157,20 @@ class _Place(NamedTuple):
     scratch: int
     """The address where the kernels write an LSE that nobody wants."""
     space: tuple[int, ...]
-    """The addresses of the tensors that all calls of the stream share."""
+    """The addresses of what a call ahead tells, and of the tensors that all calls of the stream share."""
     kept: tuple[Any, ...]
 
 
 class Ahead(NamedTuple):
-    """A call that is launched ahead of a backend's, and its tensors, whose addresses come ahead of the others."""
+    """A call that is launched ahead of a backend's. tensors: what it is given, whose addresses come ahead of the others. told:
+    what it makes for the backend's, and no call returns."""
 
     call: Call
     tensors: list[torch.Tensor]
+    told: list[torch.Tensor]
+
+    def tells(self, x: torch.Tensor | None) -> bool:
+        return any(x is one for one in self.told)
 
 
 def prepared(
@@ -201,9 +206,13 @@ class Inner(NamedTuple):
     def of(cls, tensors: Sequence[torch.Tensor]) -> Inner:
         from strobe.call.launcher import maker
 
-        aligned = [-(-x.nbytes // _ALIGNED) * _ALIGNED for x in tensors]
-        ends = tuple(itertools.accumulate(aligned))
-        return cls(maker(torch.empty(ends[-1], dtype=torch.uint8, device=tensors[0].device)), (0, *ends[:-1]))
+        *offsets, nbytes = _laid_out(tensors)
+        return cls(maker(torch.empty(nbytes, dtype=torch.uint8, device=tensors[0].device)), tuple(offsets))
+
+
+def _laid_out(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Where each of the tensors begins that share one piece of memory, and where that ends, in bytes."""
+    return [0, *itertools.accumulate(-(-x.nbytes // _ALIGNED) * _ALIGNED for x in tensors)]
 
 
 _ALIGNED = 512
@@ -246,9 +255,12 @@ class Prepared:
         self._rows = 0 if lse is None else lse.numel()
         self._places: Memo[int, _Place] = Memo(64, self._place)
         before = operands if upstream is None else (*operands[:3], *upstream, *operands[3:])  # as addresses come
+        told: list[torch.Tensor] = []
         if ahead is not None:
-            calls, before = [ahead.call, *calls], (*ahead.tensors, *before)
-        tensors = [x for x in (*before, *made.values(), *shared.values(), *space.values()) if x is not None]
+            calls, told = [ahead.call, *calls], ahead.told
+            before = (*ahead.tensors, *[x for x in before if not ahead.tells(x)])
+        self._told = _laid_out(told)
+        tensors = [x for x in (*before, *made.values(), *told, *shared.values(), *space.values()) if x is not None]
         one_each = {id(call.kernel): call for call in calls}.values()
         with ThreadPoolExecutor(len(one_each)) as pool:  # so a first call waits for the longest compilation alone
             list(pool.map(self._compiled, one_each))
@@ -283,10 +295,13 @@ class Prepared:
         has none.
 
         stream: handle of the current device's current stream. addresses: those of `DecodeOperands` that are not None."""
-        place, made = self._place_of(stream), [new() for new in self._new]
+        place = self._place_of(stream) if stream else self._places[stream]
+        made = [new() for new in self._new] if self._new else ()
+        if made:
+            addresses = (*addresses, *[x.data_ptr() for x in made])
         place.lock.acquire()
         try:
-            place.launch((*addresses, *[x.data_ptr() for x in made], *place.space))
+            place.launch((*addresses, *place.space))
         finally:
             place.lock.release()
         return made[0] if made else None
@@ -328,10 +343,13 @@ class Prepared:
     def _place(self, stream: int) -> _Place:
         """Make the place of the current stream. That takes longer than the launches, so places are kept."""
         shared = [*(new() for new in self._new_shared), *_workspace(self._buffers, self._device).values()]
-        scratch = workspace.scratch(self._device, self._rows) if self._spare_lse else None
+        *offsets, nbytes = self._told
+        floats = nbytes // 4 or (self._rows if self._spare_lse else 0)  # no call ahead of one that has an LSE to spare
+        scratch = workspace.scratch(self._device, floats) if floats else None
+        begin = 0 if scratch is None else scratch.data_ptr()
         launch, lock = self._launches.on(stream), workspace.lock(self._device)
-        space = tuple(x.data_ptr() for x in shared)
-        return _Place(launch, lock, 0 if scratch is None else scratch.data_ptr(), space, (*shared, scratch))
+        space = *[begin + offset for offset in offsets], *[x.data_ptr() for x in shared]
+        return _Place(launch, lock, begin, space, (*shared, scratch))
 
     def _shared(self, like: torch.Tensor, buffer: Buffer) -> Callable[[], torch.Tensor]:
         """A function that makes a tensor which the calls of a stream share."""

@@ -252,7 +252,7 @@ def _gradients(known: Known, tensors: tuple) -> Gradients | None:
         return None
     # Saved tensors look as they did in the forward, unless hooks of saved tensors made copies, whose strides may differ.
     numbers = (torch.are_deterministic_algorithms_enabled(),)
-    found = known.backward.look_up(tensors, numbers, _backward_launches, known.options, known.learned, tensors)
+    found = known.backward.look_up(tensors, numbers, _backward_launches, (known.options, known.learned, tensors))
     if found is None:
         return None
     prepared, addresses = found
@@ -273,7 +273,7 @@ def _backward_launches(options: Options, learned: Sequence[str], tensors: tuple)
 def forward(options: tuple, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs | None:
     """out and lse for the forward's operator, by prepared launches; None if it has none. options: see `Options`."""
     tensors = (q, k, v, *_optional(options))
-    found = _forwards.look_up(tensors, options[:NUMBERS], _launches_of, options, tensors)
+    found = _forwards.look_up(tensors, options[:NUMBERS], _launches_of, (options, tensors))
     if found is None:
         return None
     prepared, addresses = found
@@ -285,7 +285,7 @@ def backward(options: tuple, learned: Sequence[str], q: torch.Tensor, *others: t
     v, out, lse, dout, dlse; dlse may be None."""
     tensors = (q, *others, *_optional(options))
     numbers = options[:NUMBERS], tuple(learned), torch.are_deterministic_algorithms_enabled()
-    found = _backwards.look_up(tensors, numbers, _backward_launches_of, options, learned, tensors)
+    found = _backwards.look_up(tensors, numbers, _backward_launches_of, (options, learned, tensors))
     if found is None:
         return None
     prepared, addresses = found

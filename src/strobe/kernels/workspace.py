@@ -56,7 +56,7 @@ def workspace(device: torch.device, notes: int) -> Workspace:
 
 
 def scratch(device: torch.device, numel: int) -> torch.Tensor:
-    """float32 that launches on the device's current stream write and nobody reads."""
+    """float32 that a call's launches on the device's current stream write, and nobody reads when the next call's begin."""
     stream = _current(device)
     if stream is None:
         return torch.empty(numel, device=device)

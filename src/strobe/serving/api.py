@@ -78,14 +78,13 @@ def decode(
     if not isinstance(cache, Cache):
         raise TypeError(f"cache must be a strobe.Cache, got {type(cache).__name__}")
     of_mask, of_score, alibi, sinks = _numbers_of(mask, score)
-    k, v = cache.k, cache.v
     tensors = (
-        q, k, k if v is None else v, cache.lengths, cache.page_table, cache.index, cache.leftpad, cu_seqlens_q, tree, alibi,
-        sinks, cache.k_scale, cache.v_scale, out,
+        q, cache.k, cache.v, cache.lengths, cache.page_table, cache.index, cache.leftpad, cu_seqlens_q, tree, alibi, sinks,
+        cache.k_scale, cache.v_scale, out,
     )  # fmt: skip
     numbers = (
         of_mask, of_score, scale, type(scale), max_seqlen_q, type(max_seqlen_q), return_lse, deterministic, type(deterministic),
-        backend, v is None, cache.head_dim_v,
+        backend, cache.head_dim_v,
     )  # fmt: skip
     call = (q, cache, mask, score, scale, cu_seqlens_q, max_seqlen_q, tree, out, return_lse, deterministic, backend)
     found, lse = cached_calls.decode(tensors, numbers, checked, call)
@@ -146,31 +145,6 @@ def append(
     call = (cache, k, v, q, rotary, cu_seqlens, cu_seqlens_q, positions, one_position)
     lengths, turned = cached_calls.append(tensors, numbers, checked_append, call)
     return cache._with_lengths(lengths), turned
-
-
-def append_and_decode(
-    cache: Cache, k, v, q, rotary: Rotary | None, cu_seqlens, cu_seqlens_q, positions, one_position: bool, mask, score, scale,
-    max_seqlen_q, out, return_lse: bool, deterministic: bool,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
-    """What `append` and then `decode` of the same names give, in about the host's time of one call; q is turned if there is a
-    rotary embedding. None, and nothing is done, where this is not prepared: call them."""
-    cos, sin, interleaved = (None, None, False) if rotary is None else rotary
-    of_mask, of_score, alibi, sinks = _numbers_of(mask, score)
-    tensors = (
-        cache.k, cache.v, k, v, cache.lengths, cache.page_table, cache.index, cu_seqlens, q, cu_seqlens_q, cos, sin, positions,
-        cache.k_scale, cache.v_scale, cache.leftpad, alibi, sinks, out,
-    )  # fmt: skip
-    numbers = (
-        interleaved, one_position, cache.head_dim_v, of_mask, of_score, scale, type(scale), max_seqlen_q, type(max_seqlen_q),
-        return_lse, deterministic,
-    )  # fmt: skip
-    of_append = (cache, k, v, None if rotary is None else q, rotary, cu_seqlens, cu_seqlens_q, positions, one_position)
-    of_decode = (q, cache, mask, score, scale, cu_seqlens_q, max_seqlen_q, None, out, return_lse, deterministic)
-    found = cached_calls.append_and_decode(tensors, numbers, checked_append, of_append, checked, of_decode)
-    if found is None:
-        return None
-    out, lse = found
-    return (out, lse) if return_lse and lse is not None else out
 
 
 def merge(

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from strobe.call import cached_calls
 from strobe.call.cached_calls import check_contents
 from strobe.checks import check_tensor
 from strobe.flash_arguments import NO_WINDOW, flash_mask, flash_score
 from strobe.masks import Full, Mask
 from strobe.scores import Score
-from strobe.serving.api import append, append_and_decode, decode
-from strobe.serving.arguments import OF_8_BITS, check_cache, check_ints, check_rows, checked
+from strobe.serving.api import append, decode
+from strobe.serving.arguments import OF_8_BITS, check_cache, check_ints, check_rows, checked, checked_append
 from strobe.serving.cache import Cache, Rotary
 from strobe.serving.flash_terms import (
     FlashCache,
@@ -33,7 +34,7 @@ from strobe.serving.flash_terms import (
 )
 from strobe.serving.problem import describe
 
-_HINTS = ("scheduler_metadata", "pack_gqa", "sm_margin", "fa_version")
+_HINTS = frozenset(("scheduler_metadata", "pack_gqa", "sm_margin", "fa_version"))
 """Arguments of others that say how to schedule, which happens on the device here: they change nothing."""
 
 
@@ -71,61 +72,108 @@ def flash_attn_with_kvcache(
     """
     table = block_table if page_table is None else one_of("block_table", block_table, "page_table", page_table)
     sink = one_of("sinks", one_of("sinks", sinks, "learnable_sink", learnable_sink), "s_aux", s_aux)
-    if not (type(q) is type(k_cache) is type(v_cache) is torch.Tensor) or q.is_nested or k_cache.is_nested or v_cache.is_nested:
-        for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):  # which takes a microsecond
-            check_tensor(name, x)
+    deterministic, return_lse = bool(deterministic) or num_splits == 1, bool(return_softmax_lse)
+    tensors = (
+        q, k_cache, v_cache, cache_seqlens, table, cache_batch_idx, cache_leftpad, cu_seqlens_q, alibi_slopes, sink, k_descale,
+        v_descale, k, v, rotary_cos, rotary_sin, cu_seqlens_k_new, rotary_seqlens, out,
+    )  # fmt: skip
+    numbers = softmax_scale, bool(causal), softcap, max_seqlen_q, deterministic, return_lse, bool(rotary_interleaved)
+    if q_descale is None and qv is None and not attention_chunk and not torch.compiler.is_compiling():
+        found = cached_calls.attention(tensors, _key(numbers, window_size), _prepared, (tensors, numbers, window_size))
+        if found is not None:
+            return found if return_lse else found[0]
+    of_append, of_decode = _own_terms(tensors, numbers, window_size, q_descale)
+    q, cache, mask, score, *_ = of_decode
+    if attention_chunk:
+        check_chunk(attention_chunk, alibi_slopes)
+    if of_append is not None:
+        appended, k, v, q_to_turn, rotary, cu_new, cu_q, positions, one_position = of_append
+        longer, turned = append(
+            appended, k, v, q=q_to_turn, rotary=rotary, cu_seqlens=cu_new, cu_seqlens_q=cu_q, positions=positions,
+            one_position=one_position,
+        )  # fmt: skip
+        q, cache = q if turned is None else turned, cache._with_lengths(longer.lengths)
+    if qv is not None:
+        q, cache = of_latent("qv", q, qv, cache)
+    if attention_chunk:
+        return _over_chunks(
+            q, cache, attention_chunk, mask, cu_seqlens_q, max_seqlen_q, out, return_lse, score=score, scale=softmax_scale,
+            deterministic=deterministic,
+        )  # fmt: skip
+    return decode(
+        q, cache, mask=mask, score=score, scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, out=out,
+        return_lse=return_lse, deterministic=deterministic,
+    )  # fmt: skip
+
+
+_GIVEN = (
+    "q", "k_cache", "v_cache", "lengths", "page_table", "entries", "leftpad", "cu_seqlens_q", "alibi", "sinks", "k_scale",
+    "v_scale", "k", "v", "cos", "sin", "cu_seqlens", "positions", "out",
+)  # fmt: skip
+"""The tensors of `flash_attn_with_kvcache`, by the names of `cached_calls.prepared`."""
+
+_FULL = Full()
+
+
+def _key(numbers: tuple, window_size) -> tuple:
+    """What calls with equal numbers and windows have in common, and no others. (1 and True are equal, and their types are
+    not.)"""
+    if window_size is None or window_size is NO_WINDOW:
+        return *numbers, *map(type, numbers)
+    of_window = (*window_size, *map(type, window_size)) if isinstance(window_size, (tuple, list)) else (window_size,)
+    return *numbers, *map(type, numbers), *of_window
+
+
+def _prepared(tensors: tuple, numbers: tuple, window_size) -> cached_calls.Known | None:
+    of_append, of_decode = _own_terms(tensors, numbers, window_size)
+    given = dict(zip(_GIVEN, tensors, strict=True))
+    if of_append is None:
+        return cached_calls.prepared(given, checked, of_decode)
+    return cached_calls.prepared(given, checked, of_decode, checked_append, of_append)
+
+
+def _own_terms(tensors: tuple, numbers: tuple, window_size, q_descale=None) -> tuple[tuple | None, tuple]:
+    """The arguments of `checked_append`, None where nothing is appended, and those of `checked`, before the append."""
+    (
+        q, k_cache, v_cache, cache_seqlens, table, index, leftpad, cu_seqlens_q, alibi_slopes, sink, k_descale, v_descale, k, v,
+        cos, sin, cu_seqlens_k_new, rotary_seqlens, out,
+    ) = tensors  # fmt: skip
+    softmax_scale, causal, softcap, max_seqlen_q, deterministic, return_lse, interleaved = numbers
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(name, x)
     if cu_seqlens_q is not None:
         check_tensor("cu_seqlens_q", cu_seqlens_q)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     lengths = lengths_of(cache_seqlens, k_cache, table, batch, k is not None)
-    cache = FlashCache._of(k_cache, v_cache, lengths, table, cache_batch_idx, cache_leftpad, k_descale, v_descale)
+    cache = FlashCache._of(k_cache, v_cache, lengths, table, index, leftpad, k_descale, v_descale)
     q, scaled = of_8_bits(q, q_descale, cache, out)
-    mask, score = flash_mask(causal, window_size), flash_score(softcap, alibi_slopes, sink)
-    if attention_chunk:
-        check_chunk(attention_chunk, alibi_slopes)
+    mask, score = flash_mask(causal, window_size) or _FULL, flash_score(softcap, alibi_slopes, sink)
     if (k is None) != (v is None):
         raise ValueError("k and v go together, got one of them")
-    if (rotary_cos is None) != (rotary_sin is None):
+    if (cos is None) != (sin is None):
         raise ValueError("rotary_cos and rotary_sin go together, got one of them")
-    if k is None and not (rotary_cos is None and cu_seqlens_k_new is None and rotary_seqlens is None):
+    if k is None and not (cos is None and cu_seqlens_k_new is None and rotary_seqlens is None):
         raise ValueError("rotary_cos, cu_seqlens_k_new and rotary_seqlens go with k and v, which are appended, got none")
     if rotary_seqlens is not None:
         check_ints("rotary_seqlens", rotary_seqlens, k_cache, batch)
+    of_append = None
     if k is not None:
-        rotary = None if rotary_cos is None else Rotary(rotary_cos, rotary_sin, bool(rotary_interleaved))
-        own = mask is not None and (mask.left is not None or mask.right is not None)
+        rotary = None if cos is None else Rotary(cos, sin, interleaved)
         for name, x in (("k", k), ("v", v)):
             check_tensor(name, x)
         if k.dtype in OF_8_BITS and v.dtype in OF_8_BITS:  # they have been divided by the scales already
             k, v, cache = k.to(torch.bfloat16), v.to(torch.bfloat16), replace(cache, k_scale=None, v_scale=None)
-        if scaled is cache and qv is None and not attention_chunk:
-            found = append_and_decode(
-                cache, k, v, q, rotary, cu_seqlens_k_new, cu_seqlens_q, rotary_seqlens, not own, mask or Full(), score,
-                softmax_scale, max_seqlen_q, out, bool(return_softmax_lse), bool(deterministic) or num_splits == 1,
-            )  # fmt: skip
-            if found is not None:
-                return found
-        cache, turned = append(
-            cache, k, v, q=None if rotary is None else q, rotary=rotary, cu_seqlens=cu_seqlens_k_new, cu_seqlens_q=cu_seqlens_q,
-            positions=rotary_seqlens, one_position=not own,
+        one_position = mask.left is None and mask.right is None
+        of_append = (
+            cache, k, v, None if rotary is None else q, rotary, cu_seqlens_k_new, cu_seqlens_q, rotary_seqlens, one_position
         )  # fmt: skip
-        q, scaled = q if turned is None else turned, scaled._with_lengths(cache.lengths)
-    if qv is not None:
-        q, scaled = of_latent("qv", q, qv, scaled)
-    if attention_chunk:
-        return _over_chunks(
-            q, scaled, attention_chunk, mask, cu_seqlens_q, max_seqlen_q, out, bool(return_softmax_lse), score=score,
-            scale=softmax_scale, deterministic=bool(deterministic) or num_splits == 1,
-        )  # fmt: skip
-    return decode(
-        q, scaled, mask=Full() if mask is None else mask, score=score, scale=softmax_scale, cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q, out=out, return_lse=bool(return_softmax_lse),
-        deterministic=bool(deterministic) or num_splits == 1,
+    return of_append, (
+        q, scaled, mask, score, softmax_scale, cu_seqlens_q, max_seqlen_q, None, out, return_lse, deterministic
     )  # fmt: skip
 
 
 def _over_chunks(
-    q: torch.Tensor, cache: Cache, chunk: int, mask: Mask | None, cu_seqlens_q: torch.Tensor | None, max_seqlen_q: int | None,
+    q: torch.Tensor, cache: Cache, chunk: int, mask: Mask, cu_seqlens_q: torch.Tensor | None, max_seqlen_q: int | None,
     out: torch.Tensor | None, return_lse: bool, *, score: Score | None, scale, deterministic: bool,
 ):  # fmt: skip
     """`decode` of each query over its own chunk of the keys, and what it returns."""
@@ -133,7 +181,7 @@ def _over_chunks(
     check_contents(describe(operands, options), operands)  # of the lengths that its user gave
     rows = rows_of(q, cache.lengths, cu_seqlens_q)
     found, lse = decode(
-        q.reshape(-1, 1, *q.shape[-2:]), chunks(cache, rows, chunk, mask or Full()), mask=Full(), score=score, scale=scale,
+        q.reshape(-1, 1, *q.shape[-2:]), chunks(cache, rows, chunk, mask), mask=_FULL, score=score, scale=scale,
         return_lse=True, deterministic=deterministic,
     )  # fmt: skip
     found = found.view(*q.shape[:-1], found.shape[-1])
@@ -161,6 +209,17 @@ def varlen_over_pages(
     keys each sequence has on all GPUs: with several queries and causal=True it and cp_rank say which of this GPU's last keys a
     query sees.
     """
+    sink, return_lse = one_of("s_aux", s_aux, "learnable_sink", learnable_sink), bool(return_softmax_lse)
+    deterministic = bool(deterministic) or num_splits == 1
+    if (
+        seqused_q is None and cu_seqlens_k is None and q_descale is None and q_v is None and output_scale is None
+        and not dropout_p and cp_world_size == 1 and _HINTS.issuperset(hints) and not torch.compiler.is_compiling()
+    ):  # fmt: skip
+        tensors = (q, k, v, seqused_k, block_table, cu_seqlens_q, alibi_slopes, sink, k_descale, v_descale, out)
+        numbers = softmax_scale, bool(causal), softcap, max_seqlen_q, deterministic, return_lse
+        found = cached_calls.attention(tensors, _key(numbers, window_size), _prepared_packed, (tensors, numbers, window_size))
+        if found is not None:
+            return found if return_lse else found[0]
     refuse(
         output_scale=output_scale, seqused_q=seqused_q, dropout_p=dropout_p or None,
         cu_seqlens_k=cu_seqlens_k, **{name: value for name, value in hints.items() if name not in _HINTS},
@@ -176,17 +235,31 @@ def varlen_over_pages(
     q, cache = of_8_bits(q, q_descale, cache, out)
     if q_v is not None:
         q, cache = of_latent("q_v", q, q_v, cache)
-    mask, sink = flash_mask(causal, window_size), one_of("s_aux", s_aux, "learnable_sink", learnable_sink)
-    tree = None
+    mask, tree = flash_mask(causal, window_size) or _FULL, None
     if cp_world_size != 1 and causal and max_seqlen_q > 1:
         check_cache(cache)
         check_rows(q, cache.lengths.shape[0], cu_seqlens_q)
         check_ints("cp_tot_seqused_k", cp_tot_seqused_k, k, cache.lengths.shape[0])
         check_totals(cache.lengths, cp_tot_seqused_k, cp_world_size, cp_rank)
         tree = spread_tree(seqused_k, cu_seqlens_q, cp_tot_seqused_k, max_seqlen_q, cp_world_size, cp_rank)
-        mask = None
+        mask = _FULL
     return decode(
-        q, cache, mask=Full() if mask is None else mask, score=flash_score(softcap, alibi_slopes, sink), scale=softmax_scale,
-        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, tree=tree, out=out, return_lse=bool(return_softmax_lse),
-        deterministic=bool(deterministic) or num_splits == 1,
+        q, cache, mask=mask, score=flash_score(softcap, alibi_slopes, sink), scale=softmax_scale, cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q, tree=tree, out=out, return_lse=return_lse, deterministic=deterministic,
     )  # fmt: skip
+
+
+_GIVEN_PACKED = (
+    "q", "k_cache", "v_cache", "lengths", "page_table", "cu_seqlens_q", "alibi", "sinks", "k_scale", "v_scale", "out"
+)  # fmt: skip
+
+
+def _prepared_packed(tensors: tuple, numbers: tuple, window_size) -> cached_calls.Known | None:
+    q, k, v, lengths, table, cu_seqlens_q, alibi_slopes, sink, k_descale, v_descale, out = tensors
+    softmax_scale, causal, softcap, max_seqlen_q, deterministic, return_lse = numbers
+    if cu_seqlens_q is None or lengths is None or q.dtype in OF_8_BITS:
+        return None
+    cache = FlashCache._of(k, v, lengths, table, k_scale=k_descale, v_scale=v_descale)
+    mask, score = flash_mask(causal, window_size) or _FULL, flash_score(softcap, alibi_slopes, sink)
+    of_decode = (q, cache, mask, score, softmax_scale, cu_seqlens_q, max_seqlen_q, None, out, return_lse, deterministic)
+    return cached_calls.prepared(dict(zip(_GIVEN_PACKED, tensors, strict=True)), checked, of_decode)

@@ -85,6 +85,8 @@ heads on 8, it was ahead from 8k on, level at 2k and behind at 1k."""
 LEAST_KEYS_OF_HOPEFUL_SPLITS = 1 << 19
 """Keys of all key heads of all requests from which on the optimistic softmax gains within splits, on an H200; an H100: level or
 slower."""
+LEAST_ROOM_OF_LONG_STEPS, LEAST_KEYS_OF_LONG_STEPS = 8192, 1 << 18
+"""Keys of a request, and of all key heads of all requests, from which on steps are long: see `takes_long_steps`."""
 MOST_UNDER_WAY = 128 * KIB
 """Bytes of keys and values that such a CTA copies at once where it has to look up pages."""
 LEAST_KEYS_OF_TURNS = 1 << 20
@@ -100,6 +102,9 @@ START_BYTES = 128 * KIB
 """Bytes of keys and values that a multiprocessor could read in the time that a piece costs beside its keys, where cp.async
 copies. An H100, 4 queries of 64 heads on 8, 32 requests whose lengths have a log-normal distribution around 2k: 104.5
 microseconds with one group, 110.9 without; by mma.sync 109.5 and 113.1."""
+START_BYTES_OF_MANY_ROWS = 256 * KIB
+"""The same of more than 16 rows by mma.sync. An H200, 4 queries, log-normal lengths, of FlashAttention-3's speed (and with
+`START_BYTES`): 32 requests around 2k keys 0.96 (0.93), 128 1.00 (0.96), 32 around 8k 1.04 (1.04), 128 1.05 (1.04)."""
 START_BYTES_OF_TMA, START_BYTES_WITH_Q = 384 * KIB, 192 * KIB
 """The same where TMA copies, behind which a piece's rows of Q come late, and where it copies these, too, ahead of the keys."""
 MOST_KEYS_OF_SPLIT_CLUSTERS = 2048
@@ -116,6 +121,8 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
         make = of_split_clusters
     elif takes_conversion(problem, arch):
         make = of_converted
+    elif takes_long_steps(problem, arch):
+        make = of_long_steps
     elif takes_wgmma(problem, arch):
         if gains_by_one_group(problem, arch):
             make = of_one_group
@@ -144,6 +151,8 @@ def start_of(config: Config) -> int:
         return 0
     columns = config.head_dim + config.head_dim_v
     size = START_BYTES_WITH_Q if config.asks_q else START_BYTES_OF_TMA if config.box else START_BYTES
+    if config.rows > MMA_ROWS and not config.by_wgmma:
+        size = START_BYTES_OF_MANY_ROWS
     return size // (config.ctas * config.tokens * columns * config.kv_bytes)
 
 
@@ -173,6 +182,28 @@ def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
     while config.stages < stages and ctas * (replace(config, stages=config.stages + 1).smem + OVERHEAD) <= room:
         config = replace(config, stages=config.stages + 1)
     return replace(config, ctas=ctas)
+
+
+def takes_long_steps(problem: DecodeProblem, arch: Arch) -> bool:
+    """Whether one CTA on a multiprocessor, whose steps are long, reads a contiguous cache faster than two: few rows of long
+    requests, and fast memory, which binds. Not where key heads are so many that where one ends and the next begins counts."""
+    # An H200, one query, of the speed of SDPA by cuDNN (and as it would be without), requests of equal lengths:
+    #   64 heads on 8   8 of 8k 1.03 (1.00), of 32k 1.02 (1.00); 32 of 8k 1.02 (1.00); 128 of 8k 1.01 (1.00)
+    #   28 heads on 4   8 of 8k 1.03 (0.99), of 32k 1.01 (0.99); 32 of 8k 1.00 (0.97); 128 of 8k 1.00 (0.99)
+    #   16 heads on 2   8 of 32k 1.02 (0.99); 32 of 8k 1.02 (1.00), of 32k 1.00 (0.99); 128 of 32k 1.00 (0.98)
+    #   32 heads on 32  8 of 8k 1.02 (1.00), of 32k 1.00 (0.99), of 128k 0.99 (0.99); but 128 of 8k 0.96 (0.99)
+    # and 32 of 2k, 64 heads on 8, 0.98 (1.01). Log-normal lengths, of FlashAttention-3's speed: 32 around 8k 1.05 (1.07), 32
+    # around 32k 1.04 (1.07). Over pages two CTAs are faster.
+    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128 and problem.kv_dtype.itemsize == 2
+    few = problem.rows <= MMA_ROWS // 2 and problem.batch * problem.heads_kv <= 8 * (arch.sms or FALLBACK_SMS)
+    many = problem.capacity >= LEAST_ROOM_OF_LONG_STEPS and keys_of(problem) >= LEAST_KEYS_OF_LONG_STEPS
+    fast = arch.capability == 90 and arch.dram_bandwidth >= FAST_MEMORY
+    return not problem.deterministic and problem.page_size is None and wide and few and many and fast
+
+
+def of_long_steps(problem: DecodeProblem, arch: Arch) -> Config:
+    """The config of such steps: twice as many keys in each, and two of them in the ring."""
+    return replace(of_mma(problem, arch), tokens=128, stages=2, ctas=1)
 
 
 def takes_split_clusters(problem: DecodeProblem, arch: Arch) -> bool:
