@@ -17,7 +17,7 @@ from strobe.call import launcher
 from strobe.device import KNOWN
 from strobe.kernels.common.call import Tensors
 from strobe.kernels.decode import launch
-from strobe.kernels.decode.choice import OVERHEAD, of_long_steps, of_mma, of_one_group, of_wgmma
+from strobe.kernels.decode.choice import OVERHEAD, of_converted, of_long_steps, of_mma, of_one_group, of_wgmma
 from strobe.kernels.decode.shares import of_shares
 from strobe.lab.binary.offline import pretend_gpu
 from strobe.lab.binary.sass import audit
@@ -44,7 +44,7 @@ for arch, group, n_q, dim, page, cache, beside in json.loads(sys.argv[1]):
     softcap, left = (30.0, 100) if beside == "all" else (0.0, None)
     options = DecodeOptions(n_q, dim_v, latent, 0.1, left, 0, softcap, True, beside == "deterministic", None)
     problem = describe(operands, options)
-    kinds = {"wgmma": of_wgmma, "one group": of_one_group, "long": of_long_steps}
+    kinds = {"wgmma": of_wgmma, "one group": of_one_group, "long": of_long_steps, "converted": of_converted}
     make = kinds.get(beside, of_shares if "request" in beside else of_mma)
     config = make(problem, arch)
     buffers = launch.buffers(problem, arch, config)
@@ -84,6 +84,7 @@ MORE = [
     ("H200", 8, 4, 64, None, "bf16", "wgmma"), ("H200", 128, 1, 576, 64, "bf16", "wgmma"),
     ("H200", 16, 1, 576, 64, "bf16", "wgmma"), ("H200", 128, 2, 576, 64, "bf16", "wgmma"),
     ("H200", 4, 1, 128, 1, "bf16", "deterministic"), ("H200", 8, 16, 128, 64, "bf16", ""), ("H200", 2, 1, 256, 64, "bf16", ""),
+    ("H200", 8, 8, 128, 64, "e4m3", "converted"), ("H200", 8, 16, 128, 16, "e4m3", "converted"),
     ("H200", 8, 1, 128, 64, "e4m3", ""), ("H200", 8, 4, 128, 16, "e4m3", ""), ("H200", 8, 4, 64, None, "e4m3", "all"),
     ("H200", 8, 1, 128, 64, "e5m2", ""), ("H200", 8, 4, 128, 64, "bf16", "all"), ("A100", 8, 1, 128, None, "bf16", ""),
     ("H200", 7, 1, 80, 16, "bf16", ""), ("H200", 8, 1, 128, 64, "bf16", "few"),
@@ -92,7 +93,7 @@ MORE = [
 ALL = [*SOME, *MORE]
 SPILLS = {
     ("H200", 8, 16, 128, 64, "bf16", ""): 640, ("H200", 8, 4, 128, 64, "bf16", "all"): 640,
-    ("H200", 8, 4, 64, None, "e4m3", "all"): 8,
+    ("H200", 8, 4, 64, None, "e4m3", "all"): 8, ("H200", 8, 16, 128, 16, "e4m3", "converted"): 600,
     ("H200", 8, 4, 128, 64, "bf16", "wgmma"): 800, ("H200", 8, 4, 64, None, "bf16", "wgmma"): 600,
     ("H200", 8, 4, 128, 16, "bf16", "wgmma"): 900,
     ("H200", 8, 16, 128, 64, "bf16", "wgmma"): 500, ("H200", 8, 16, 128, 16, "bf16", "wgmma"): 920,
@@ -133,7 +134,7 @@ def test_it_compiles_for_gpus_that_are_not_there(version, problems):
         if "wgmma" in problem:
             in_turns = problem[3] == 576 and problem[1] * problem[2] > 64  # whose rows of Q cp.async copies
             assert made["wgmma"] and made["tma"] and bool(made["copies"]) == in_turns, (problem, made)
-        elif "one group" in problem:
+        elif "one group" in problem or "converted" in problem:
             assert made["wgmma"] and made["copies"] and not made["tma"], (problem, made)
         else:
             assert made["copies"] and made["ldmatrix"], (problem, made)

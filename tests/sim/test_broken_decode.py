@@ -23,10 +23,11 @@ from test_decode_kernel import (
     long_latent,
     one_job,
     queries_below_zero,
+    with_8_bits,
 )
 
 import strobe
-from strobe.kernels.decode.choice import of_one_group, of_split_clusters, of_wgmma
+from strobe.kernels.decode.choice import of_converted, of_one_group, of_split_clusters, of_wgmma
 from strobe.kernels.decode.shares import of_shares
 from strobe.sim import (
     BarrierMisuse,
@@ -45,7 +46,7 @@ SHARED = SCHEDULE, *PARTS = [
     f"strobe.kernels.decode.{name}" for name in ("schedule", "layouts", "keys", "scores", "splits", "results", "pieces")
 ]
 """What the kernels share, in the order in which they import each other."""
-EIGHT_BITS, FORWARD, BOXES, LATENTS, TURNS, AGAIN, BOARD, HOPPER, SPLIT_CLUSTERS = (
+EIGHT_BITS, FORWARD, BOXES, LATENTS, TURNS, AGAIN, BOARD, CONVERTED, HOPPER, SPLIT_CLUSTERS = (
     f"strobe.kernels.decode.{name}"
     for name in (
         "eight_bits",
@@ -55,6 +56,7 @@ EIGHT_BITS, FORWARD, BOXES, LATENTS, TURNS, AGAIN, BOARD, HOPPER, SPLIT_CLUSTERS
         "latent_turns",
         "again",
         "board",
+        "converted",
         "hopper",
         "split_clusters",
     )
@@ -97,6 +99,10 @@ def eight_bits(what, text, becomes, errors=NUMBERS, **case) -> Bug:
 
 def hopper(what, text, becomes, errors=NUMBERS, **case) -> Bug:
     return Bug(what, HOPPER, text, becomes, errors, case)
+
+
+def converted(what, text, becomes, errors=NUMBERS) -> Bug:
+    return Bug(what, CONVERTED, text, becomes, errors)
 
 
 def boxes(what, text, becomes, errors=NUMBERS, **case) -> Bug:
@@ -450,6 +456,23 @@ ONE_GROUP_BUGS = [
     hopper("rows of V are where those of K are", "copy_rows(memory.v.block(position)[0], v_base, v_rows",
            "copy_rows(memory.v.block(position)[0], v_base, k_rows", (*NUMBERS, OutOfBounds), head_dim_v=80),
 ]  # fmt: skip
+ACQUIRED = "full = channel.acquire(position)"
+CONVERTED_BUGS = [
+    converted("bytes are not waited for", "    async_copy.wait_group(UNDER_WAY)\n", "", (*TOO_EARLY, Unfinished)),
+    converted("the last step is converted while it is being copied", "LAG - i - 1, C)", "LAG - i, C)",
+              (*TOO_EARLY, Unfinished)),
+    converted("what is converted has no fence", "        fence_async_shared()\n", "", (MissingFence,)),
+    converted("a place is filled that is not empty", ACQUIRED, "full = channel.full.index(channel.slot(position))",
+              (Race, BarrierMisuse, Deadlock)),
+    converted("bytes are copied over others that are yet to be converted", "ring.index(position % C.bytes_stages), base",
+              "ring.index((position + 1) % C.bytes_stages), base", (*TOO_EARLY, *NUMBERS, Unfinished)),
+    converted("what is no key is copied", "is_key(cached, piece, at, pages, C, KEYS)", "pages == pages",
+              (*NUMBERS, OutOfBounds)),
+    converted("steps are converted again", "if position >= least:", "if position >= 0:",
+              (*NUMBERS, Deadlock, BarrierMisuse, Race)),
+    converted("pieces are taken again though they were not chosen", "if is_chosen(chosen, number, job, C):", "if chosen != 0:",
+              (*NUMBERS, Deadlock, BarrierMisuse, Race)),
+]  # fmt: skip
 MANY_ROWS = {
     "head_dim": 128,
     "head_dim_v": 128,
@@ -678,7 +701,11 @@ EVENLY_BUGS = [
 
 def broken(bug: Bug, entry: str, folder: Path) -> ModuleType:
     """A kernel's module, over all that it imports, with a mistake in it or in one of them."""
-    line = [*SHARED, EIGHT_BITS, FORWARD] if entry == FORWARD else [*SHARED, BOXES, LATENTS, TURNS, AGAIN, BOARD, HOPPER]
+    line = (
+        [*SHARED, EIGHT_BITS, FORWARD]
+        if entry == FORWARD
+        else [*SHARED, BOXES, LATENTS, TURNS, AGAIN, BOARD, CONVERTED, HOPPER]
+    )
     line += [SPLIT_CLUSTERS] if entry == SPLIT_CLUSTERS else []
     return altered_over(line[line.index(bug.module) :], ((bug.text, bug.becomes),), folder)
 
@@ -820,6 +847,15 @@ def test_it_is_found_with_one_group(bug, tmp_path):
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
             run(call, ctas=3, order=order, seed=number, kernel=module, choose=of_one_group, stages=4)
+
+
+@pytest.mark.parametrize("bug", CONVERTED_BUGS, ids=str)
+def test_it_is_found_where_keys_are_converted(bug, tmp_path):
+    call, module = with_8_bits(far_scores(torch.float16, 64)), broken(bug, HOPPER, tmp_path)
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            run(call, ctas=2, order=order, seed=number, kernel=module, choose=of_converted, optimistic=True, stages=2,
+                bytes_stages=3)  # fmt: skip
 
 
 @pytest.mark.parametrize("bug", TURNS_BUGS, ids=str)

@@ -10,7 +10,7 @@ from requests_at_random import Drawn, described, draw
 
 import strobe
 from strobe.device import KNOWN
-from strobe.kernels.decode.choice import choose, of_long_steps, of_mma, of_one_group, of_split_clusters, of_wgmma
+from strobe.kernels.decode.choice import choose, of_converted, of_long_steps, of_mma, of_one_group, of_split_clusters, of_wgmma
 from strobe.kernels.decode.shares import of_shares, takes_shares
 
 ORDERS = ("in_order", "random", "late", "early")
@@ -215,6 +215,32 @@ def test_one_group_of_wgmma(seed):
     simulate_one_group(seed)
 
 
+def with_8_bits(call, kind=torch.float8_e4m3fn):
+    """A call over a cache of such numbers, NaN where nobody has a key."""
+    return call._replace(cache=replace(call.cache, k=call.cache.k.to(kind), v=call.cache.v.to(kind)))
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_a_cache_of_8_bits_by_wgmma(seed):
+    """Random requests whose keys four warps convert, for one group or two, with and without hope; of every third a page is not
+    there."""
+    dtype, page = (torch.float16, torch.bfloat16)[seed % 2], [None, 16, 48, 64, 128, 1, 32][seed % 7]
+    n_q, group = [(4, 8), (3, 7), (16, 8), (5, 4)][seed % 4]
+    dim, dim_v = [(128, 128), (80, 80), (96, 128)][seed % 3]
+    call = draw(seed, dtype, honest=seed % 3 > 0, page=page, n_q=n_q, group=group, head_dim=dim, head_dim_v=dim_v)
+    kind = torch.float8_e5m2 if seed % 5 == 3 else torch.float8_e4m3fn
+    run(with_8_bits(call, kind), ctas=1 + seed % 6, order=ORDERS[seed // 2 % 4], seed=seed, choose=of_converted,
+        stages=2 + seed % 2, start=seed % 3, bytes_stages=2 + seed % 4, optimistic=seed % 3 == 0)  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_pieces_of_8_bits_are_taken_again(order):
+    for n_q in (16, 8):
+        call = with_8_bits(far_scores(torch.float16, 64))
+        call = call._replace(q=call.q[:, -n_q:])
+        run(call, ctas=2, order=order, launches=2, choose=of_converted, optimistic=True, stages=2, bytes_stages=3)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_one_group_launch_after_launch(order):
     """With jobs of many steps, and as many stages as on a GPU."""
@@ -357,6 +383,24 @@ def test_which_kernel_runs(fixed, kind):
     problem = problem_of(**fixed)
     assert kind_of(choose(problem, KNOWN["H200"])) == kind
     assert kind_of(choose(problem, KNOWN["A100"])) == "mma"
+
+
+@pytest.mark.parametrize(
+    ("fixed", "kind"),
+    [
+        ({"n_q": 4}, "mma"), ({"n_q": 5}, "64 rows"), ({"n_q": 8, "page": None}, "64 rows"), ({"n_q": 9}, "128 rows"),
+        ({"n_q": 16, "room": 1984}, "mma"), ({"n_q": 16, "page": 8}, "mma"), ({"n_q": 16, "deterministic": True}, "mma"),
+        ({"n_q": 16, "head_dim": 64}, "mma"), ({"n_q": 40, "head_dim": 80}, "128 rows"),
+    ],
+)  # fmt: skip
+def test_which_caches_of_8_bits_are_converted(fixed, kind):
+    problem = replace(problem_of(**{"room": 2048, **fixed}), kv_dtype=torch.float8_e4m3fn)
+    config = choose(problem, KNOWN["H200"])
+    assert (f"{config.rows} rows" if config.bytes_stages else "mma") == kind and config.by_wgmma == (kind != "mma")
+    assert not choose(problem, KNOWN["A100"]).bytes_stages
+    if config.bytes_stages:
+        by_key = replace(problem, k_scale=torch.empty(1, 1, 1))
+        assert not choose(by_key, KNOWN["H200"]).bytes_stages
 
 
 @pytest.mark.parametrize(

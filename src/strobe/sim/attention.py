@@ -86,6 +86,7 @@ register(cluster.begin_cluster, lambda ctas, *_: clusters.begin(ctas))
 register(cluster.exchange, _exchange)
 register(packed_halves.rounded, lambda x, dtype: x.to(dtype))
 register(packed_halves.widened, lambda x: x.to(tl.float32))
+register(packed_halves.widened_8_bits, lambda x, dtype: x.to(dtype))
 register(packed_halves.unpacked, lambda pairs, KIND: _unpacked(pairs, KIND))
 
 

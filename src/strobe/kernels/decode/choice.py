@@ -119,6 +119,8 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
         make = of_shares
     elif takes_split_clusters(problem, arch):
         make = of_split_clusters
+    elif takes_conversion(problem, arch):
+        make = of_converted
     elif takes_long_steps(problem, arch):
         make = of_long_steps
     elif takes_wgmma(problem, arch):
@@ -232,13 +234,18 @@ def of_split_clusters(problem: DecodeProblem, arch: Arch) -> Config:
 
 
 def takes_wgmma(problem: DecodeProblem, arch: Arch) -> bool:
-    """Whether TMA and wgmma can do it: 16 bits, head dims of 33 to 128 or latent keys, pages of whole boxes, no scale for each
-    key."""
+    """Whether TMA and wgmma can do it with keys as they are, of 16 bits."""
+    return can_take_wgmma(problem, arch) and problem.kv_dtype == problem.dtype
+
+
+def can_take_wgmma(problem: DecodeProblem, arch: Arch) -> bool:
+    """Whether wgmma can do it with keys of 16 bits: head dims of 33 to 128 or latent keys, pages of whole boxes, no scale for
+    each key."""
     by_token = any(scale is not None and len(scale.shape) == 3 for scale in (problem.k_scale, problem.v_scale))
     latent, box = is_latent(problem), LATENT_BOX if is_latent(problem) else LEAST_BOX
     fits = latent or (not problem.shared and all(padded(dim) in (64, 128) for dim in (problem.head_dim, problem.head_dim_v)))
     paged = problem.page_size is None or problem.page_size % box == 0
-    return arch.capability == 90 and fits and paged and problem.kv_dtype == problem.dtype and not by_token
+    return arch.capability == 90 and fits and paged and not by_token
 
 
 def gains_by_wgmma(problem: DecodeProblem) -> bool:
@@ -402,6 +409,31 @@ def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
     split = short_split_of(problem) if problem.deterministic else 0
     config = Config(dim, dim_v, 64, WGMMA_TOKENS, 2, 4, 1, split, chunk=dim, chain=chain_of(problem),
                     late=is_late(problem, arch))  # fmt: skip
+    return with_all_stages(config, arch)
+
+
+def takes_conversion(problem: DecodeProblem, arch: Arch) -> bool:
+    """Whether wgmma is the faster choice for a cache of 8 bits, where it can do it: many rows, which mma.sync takes longer for
+    than for the same keys in 16 bits. Bits that must not depend on the number of queries come from mma.sync."""
+    # An H200, e4m3, pages of 64, 64 heads on 8, microseconds (mma.sync; a cache of 16 bits), 8 queries | 16 queries:
+    #   1 request of 8k keys 15.8 (21.2; 16.4) | 22.8 (26.8; 20.7); 8 of 8k 57.7 (77.5; 70.9) | 83.8 (133.6; 76.9)
+    #   32 of 8k 214 (274; 254) | 287 (560; 259); 32 of 2k 60.6 (68.6; 71.4) | 87.0 (138.5; 77.5)
+    #   128 of 8k 869 (1096; 1019) | 1156 (2252; 1037)
+    many = problem.rows >= WGMMA_FROM_ROWS and problem.capacity >= LONG_ROOM and not problem.deterministic
+    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128
+    return many and wide and problem.kv_dtype.itemsize == 1 and can_take_wgmma(problem, arch)
+
+
+def of_converted(problem: DecodeProblem, arch: Arch) -> Config:
+    """The config of wgmma for a cache of 8 bits: one group of warps, or two for 65 rows or more, beside eight that convert."""
+    # An H200, 32 requests of 8k keys, 8 queries | 16, microseconds (as above: 214 | 287): without the optimistic softmax 257 |
+    # 349; four warps that convert both K and V, 8 queries that do not hold Q: 253 | 352; 8 queries that do not hold Q 227, two
+    # CTAs 213, but one request of 8k 20.6; 16 queries that hold Q 296.
+    dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    groups = 2 if problem.rows > MOST_ROWS else 1
+    hopeful = problem.mask.left is None and problem.score.alibi is None
+    config = Config(dim, dim_v, MOST_ROWS * groups, WGMMA_TOKENS, 2, 4 * groups, 1, kv_bytes=1, chunk=dim, groups=groups,
+                    holds_q=groups == 1, optimistic=hopeful, bytes_stages=3)  # fmt: skip
     return with_all_stages(config, arch)
 
 

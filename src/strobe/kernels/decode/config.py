@@ -50,6 +50,8 @@ class Config:
     few_jobs: jobs are so few that each may have more parts than there are rows to merge at a time.
     optimistic: exponents of steps that all rows see whole are counted from the maxima of the first step of a piece, or split.
     late: those of a split are counted from maxima of its first step that move only if a score is far above them.
+    bytes_stages: steps whose bytes are copied at once where wgmma multiplies a cache of 8 bits, of K and of V by four warps
+        each, which convert them; 0: nothing is converted.
     """
 
     head_dim: int
@@ -82,6 +84,7 @@ class Config:
     optimistic: bool = False
     chain: int = 0
     late: bool = False
+    bytes_stages: int = 0
 
     @property
     def of_group(self) -> Config:
@@ -130,7 +133,7 @@ class Config:
     @property
     def tells(self) -> bool:
         """Whether who copies K finds the CTA's pieces of work, and tells the other roles, whose code is so much shorter."""
-        return self.groups > 1 and not self.split
+        return self.groups > 1 and self.box > 0 and not self.split
 
     @property
     def row_warps(self) -> int:
@@ -147,20 +150,27 @@ class Config:
         return self.split or self.tokens
 
     @property
+    def copier_warps(self) -> int:
+        """Warps that have registers as those who copy."""
+        return 8 if self.bytes_stages else 4
+
+    @property
     def registers(self) -> int:
         """Registers that a thread may have, so that all CTAs of a multiprocessor have some. Warps come by fours."""
-        warps = 2 * self.warps if self.halves > 1 else self.warps + 4 if self.specialised else self.warps
+        warps = 2 * self.warps if self.halves > 1 else self.warps + self.copier_warps if self.specialised else self.warps
         return min(255, 65536 // (32 * warps * self.ctas) // 8 * 8)
 
     @property
     def group_registers(self) -> int:
         """Registers a thread that the second group sets for itself: what copiers leave."""
-        return (65536 // self.ctas - 128 * self.copier_registers) // (32 * self.warps) // 8 * 8
+        return (65536 // self.ctas - 32 * self.copier_warps * self.copier_registers) // (32 * self.warps) // 8 * 8
 
     @property
     def copier_registers(self) -> int:
         """Registers a thread that a warp which copies sets for itself (setmaxnreg)."""
         # by cp.async over pages of 64 keys, with 104 the loop spilled: 16.4 microseconds, not 14.8 (an H200, one request of 8k)
+        if self.bytes_stages:
+            return 104 if self.groups == 1 else 80
         return (56 if self.split else 80) if self.box else 152
 
     @property
@@ -249,7 +259,13 @@ class Config:
             met = [Buffer("sO", (self.rows, self.head_dim_v), 4 * self.rows * self.head_dim_v)]
         wide = self.holds_q and self.writes_wide
         exchanged = [Buffer("sO of lanes", (self.warps // 4, 2 * KIB), self.warps // 4 * 2 * KIB)] if wide else []
-        return [*(Buffer(name, shape, self.kv_bytes * math.prod(shape)) for name, shape in shapes.items()), *met, *exchanged]
+        columns = {"bytes of K": self.head_dim, "bytes of V": self.head_dim_v} if self.bytes_stages else {}
+        size = 2 if self.by_wgmma else self.kv_bytes
+        met += [
+            Buffer(name, (self.bytes_stages, self.tokens, n), self.bytes_stages * self.tokens * n)
+            for name, n in columns.items()
+        ]
+        return [*(Buffer(name, shape, size * math.prod(shape)) for name, shape in shapes.items()), *met, *exchanged]
 
     @property
     def smem(self) -> int:

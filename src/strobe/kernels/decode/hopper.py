@@ -8,6 +8,7 @@ role finds its CTA's pieces of work from the lengths by itself or, of two groups
     copier of K     1                              copies steps of K in (TMA)
     copier of V     1                              copies steps of V in; clears what is not of the piece in its first and last
     copier of rows  4                              in place of both: copies steps of K and V in, whole rows (cp.async)
+    converters      4 each of K and of V           the same of a cache of 8 bits (see `converted`)
     multiplier      4 for each 64 rows of a tile   S = Q K^T and O += P V (wgmma), the softmax in between; the result, or part
                     or, of two groups, one each
 
@@ -69,6 +70,7 @@ from strobe.kernels.decode.boxes import (
     weights_of,
     window_of,
 )
+from strobe.kernels.decode.converted import Bytes, converter_of_keys, converter_of_values, make_bytes
 from strobe.kernels.decode.keys import is_key, look_up, rows_at
 from strobe.kernels.decode.latent import make_latent_memory, take_latent
 from strobe.kernels.decode.latent_turns import left_group, make_turns_memory, right_group
@@ -110,15 +112,17 @@ class Memory:
     notes: gl.shared_memory_descriptor
     sums: gl.shared_memory_descriptor
     board: (Board, gl.constexpr)
+    bytes: (Bytes, gl.constexpr)
 
 
 @gluon.jit
-def make_memory(k_desc, v_desc, q_desc, C: gl.constexpr):
+def make_memory(k_desc, v_desc, q_desc, dtype: gl.constexpr, C: gl.constexpr):
     """The caller fences."""
-    dtype: gl.constexpr = k_desc.dtype if C.box else k_desc.dtype.element_ty
     shape: gl.constexpr = [C.groups * (C.head_dim // C.chunk), C.rows // C.groups, C.chunk]
     q = gl.allocate_shared_memory(dtype, shape, swizzled(dtype, C.chunk))
-    notes, sums, board = q, q, None
+    notes, sums, board, bytes = q, q, None, None
+    if C.bytes_stages > 0:
+        bytes = make_bytes(k_desc, v_desc, C)
     if C.tells:
         board = make_board(C.groups + 1)
     if C.split:
@@ -127,7 +131,7 @@ def make_memory(k_desc, v_desc, q_desc, C: gl.constexpr):
         squares: gl.constexpr = [C.groups * (C.head_dim_v // C.chunk), C.rows // C.groups // 8, C.chunk // 8, 8, 8]
         sums = gl.allocate_shared_memory(gl.float32, squares, gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
     k, v = make_ring(dtype, C.head_dim, 0, C), make_ring(dtype, C.head_dim_v, 1, C)
-    return Memory(k_desc, v_desc, q_desc, q, k, v, make_again(C.groups), notes, sums, board)
+    return Memory(k_desc, v_desc, q_desc, q, k, v, make_again(C.groups), notes, sums, board, bytes)
 
 
 @gluon.jit
@@ -786,7 +790,7 @@ def hopper_kernel(
     elif C.narrow > 0:
         memory = make_latent_memory(k, v, C)
     else:
-        memory = make_memory(k, v, q_boxes, C)
+        memory = make_memory(k, v, q_boxes, q.dtype.element_ty, C)
     fence_async_shared()
     partition_barrier()
     take_turn()
@@ -804,6 +808,17 @@ def hopper_kernel(
         gl.warp_specialize([(left_group, (memory, K)), (right_group, (memory, K))], [4], [C.registers // 8 * 8])
     elif C.narrow > 0:
         take_pieces(take_latent, memory, K, gl.to_tensor(0))
+    elif C.bytes_stages > 0 and C.groups == 2:
+        gl.warp_specialize(
+            [(multiplier, (memory, K)), (second_multiplier, (memory, K)), (converter_of_keys, (memory, K)),
+             (converter_of_values, (memory, K))],
+            [4, 4, 4], [C.group_registers, C.copier_registers, C.copier_registers],
+        )  # fmt: skip
+    elif C.bytes_stages > 0:
+        gl.warp_specialize(
+            [(multiplier, (memory, K)), (converter_of_keys, (memory, K)), (converter_of_values, (memory, K))],
+            [4, 4], [C.copier_registers, C.copier_registers],
+        )  # fmt: skip
     elif C.box == 0:
         gl.warp_specialize([(multiplier, (memory, K)), (copier_of_rows, (memory, K))], [4], [C.copier_registers])
     elif C.groups == 2:
