@@ -21,6 +21,7 @@ from test_decode_kernel import (
     far_scores,
     latent,
     long_latent,
+    of_unequal_lengths,
     one_job,
     queries_below_zero,
     with_8_bits,
@@ -381,9 +382,22 @@ ASKED_Q_BUGS = [
     hopper("Q has no sign", "        if sign != 1.0:\n", "        if sign == 5.0:\n"),
 ]  # fmt: skip
 
+JOINS = """                gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
+                acc, top, total = joined("""
+
 FEW_JOBS_BUGS = [
     kernel("a block of columns is merged twice", "turn % ACROSS * COLUMNS", "turn % ACROSS * 0", (DoubleWrite, Race, *NUMBERS)),
     kernel("blocks of columns are not counted", "turns * (K.C.head_dim_v // K.C.merged_columns), turns)", "turns, turns)"),
+]  # fmt: skip
+
+JOINED_BUGS = [
+    kernel("parts are added that are not there yet", "== job.parts - 1:  # all others", ">= 0:",
+           (DoubleWrite, *TOO_EARLY, *NUMBERS)),
+    kernel("a part is added to itself", "        if part != gl.program_id(0) - job.first:\n", "        if part >= 0:\n",
+           (*TOO_EARLY, *NUMBERS)),
+    kernel("who adds parts does not set the counter back", JOINS, JOINS.split("\n", 1)[1], (DoubleWrite, Race, *NUMBERS)),
+    kernel("one part is added for all", "place = place_of(part, job.first", "place = place_of(0 * part + 1, job.first",
+           (*TOO_EARLY, *NUMBERS)),
 ]  # fmt: skip
 
 BY_WAY_OF_Q_BUGS = [
@@ -796,6 +810,14 @@ def test_it_is_found_where_the_copier_asks_for_q(bug, tmp_path):
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
             run(call, ctas=3, order=order, seed=number, kernel=module, choose=of_wgmma, stages=4, **ASKED_Q)
+
+
+@pytest.mark.parametrize("bug", JOINED_BUGS, ids=str)
+def test_it_is_found_where_parts_are_joined(bug, tmp_path):
+    call, module = of_unequal_lengths(), broken(bug, HOPPER, tmp_path)
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            run(call, ctas=7, order=order, seed=number, launches=2, kernel=module, choose=of_wgmma, **ASKED_Q)
 
 
 @pytest.mark.parametrize("bug", FEW_JOBS_BUGS, ids=str)

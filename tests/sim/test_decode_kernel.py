@@ -541,6 +541,14 @@ def test_the_copier_asks_for_q(seed):
     run(queries_below_zero(), ctas=1 + seed % 4, order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_wgmma, **ASKED_Q)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_last_to_come_adds_a_few_parts_to_its_own(groups, order):
+    """Of jobs that are cut where a CTA goes on with another one, launch after launch."""
+    for ctas in (2, 5, 7):
+        run(of_unequal_lengths(), ctas=ctas, order=order, launches=2, choose=of_wgmma, **{**ASKED_Q, "groups": groups})
+
+
 @pytest.mark.parametrize(
     ("group", "n_q", "ragged", "absent"),
     [
@@ -671,6 +679,12 @@ def one_job() -> Drawn:
     """Cut in eleven parts by 20 CTAs."""
     return draw(3, torch.bfloat16, ragged=False, lengths=[1300], batch=1, page=16, room=1344, n_q=16, group=7, heads_kv=1,
                 head_dim=128, head_dim_v=128, mask=strobe.Causal())  # fmt: skip
+
+
+def of_unequal_lengths() -> Drawn:
+    """Seven CTAs cut jobs in up to four parts, and go on with others."""
+    return draw(3, torch.bfloat16, ragged=False, lengths=[130, 1000, 300], batch=3, page=64, room=1024, n_q=16, group=7,
+                heads_kv=1, head_dim=128, head_dim_v=128, mask=strobe.Causal(), tree=False, leftpad=False)  # fmt: skip
 
 
 def queries_below_zero() -> Drawn:

@@ -20,6 +20,7 @@ from strobe.kernels.decode.shares import (
 )
 from strobe.kernels.decode.sizes import (
     FALLBACK_SMS,
+    FAST_MEMORY,
     LONG_ROOM,
     MOST_PARTS,
     WGMMA_TOKENS,
@@ -77,8 +78,6 @@ multiprocessors or fewer: their code is half as long, and what begins and ends a
 request of 32k keys 29.8 (32.0; 34.0), 8 of 8k 46.1 (46.4; 49.2); 16 on 2, 32 of 8k 77.6 (77.9; 80.3), over pages of 16 79.2
 (81.7; 82.2); 64 on 8, 1 of 128k 137.1 (-; 140.1); but 8 of 32k 267.3 (-; 262.9), and 28 on 4, 32 of 2k, whose jobs are whole,
 42.9 (41.4; 42.3)."""
-FAST_MEMORY = 4e12
-"""Bytes a second of a memory that does not bind where 128 rows share a key head: an H200's, not an H100's."""
 HOPEFUL_ROOM = 4096
 """Keys of a request from which on its steps are so many that the optimistic softmax gains: on an H200, with 16 queries of 64
 heads on 8, it was ahead from 8k on, level at 2k and behind at 1k."""

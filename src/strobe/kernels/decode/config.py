@@ -131,6 +131,11 @@ class Config:
         return self.halves > 1 or (self.holds_q and not self.split)
 
     @property
+    def joins(self) -> bool:
+        """Whether the last CTA to come adds a few other parts to its own, which it keeps in registers."""
+        return self.holds_q and not self.split
+
+    @property
     def tells(self) -> bool:
         """Whether who copies K finds the CTA's pieces of work, and tells the other roles, whose code is so much shorter."""
         return self.groups > 1 and self.box > 0 and not self.split

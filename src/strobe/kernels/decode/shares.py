@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from strobe.device import Arch
 from strobe.kernels.decode.config import MMA_ROWS, Config, power_of_two
-from strobe.kernels.decode.sizes import FALLBACK_SMS, keys_of, padded, rows_of_tile
+from strobe.kernels.decode.sizes import FALLBACK_SMS, FAST_MEMORY, keys_of, padded, rows_of_tile
 from strobe.serving.problem import DecodeProblem
 
 MOST_SHARED_ROWS, MOST_SHARED_ROWS_OF_SEVERAL = 32, MMA_ROWS // 2
@@ -18,6 +18,8 @@ MOST_SHARES = 64
 MANY_SHARED_KEYS = 1 << 17
 """Keys of all key heads from which on copies bind, not what comes ahead and behind: eight warps have a step. An H200, one query
 of 64 heads on 8, 32k keys: 37.0 microseconds, 39.4 with four warps; an H100, 8k keys: 18.1 and 17.4."""
+LEAST_HEADS_OF_SHORT_RINGS = 8
+"""Key heads from which on one request's many keys over pages have a ring of two steps: see `gains_by_less_under_way`."""
 MOST_KEYS_OF_SHARE = 1024
 """Keys, as far as room goes, that a CTA has at most of a key head of one of several requests, since all others may wait for it;
 half as many with four warps that share one."""
@@ -91,6 +93,18 @@ def cluster_of(problem: DecodeProblem) -> int:
     return CLUSTER if heads <= MOST_HEADS_OF_CLUSTERS else SMALL_CLUSTER if heads <= MOST_HEADS_OF_SMALL_CLUSTERS else 1
 
 
+def gains_by_less_under_way(problem: DecodeProblem, arch: Arch) -> bool:
+    """Whether a ring of two steps is faster than one of three: where memory is fast, and many heads of each page are read."""
+    # An H200, one request, microseconds (and with three), pages of 16:
+    #   4 queries, 32 heads on 8: 16k keys 22.9 (24.7), 32k 38.3 (41.8), 128k 130 (145); 64 on 16, 128k 248 (284)
+    #              16 on 4: 32k 26.1 (23.9), 128k 80.6 (70.0)
+    #   1 query, 64 on 8, 32k 37.3 (38.0); 28 on 4, 128k 79.0 (69.0); 16 on 2, 128k 42.8 (39.6)
+    # and of 64: 64 on 8, 16k 21.9 (22.8), 32k 37.1 (38.2), 128k 127.4 (128.6); 32 on 32, 32k 123.0 (125.3), 128k 483 (486)
+    # contiguous: 64 on 8, 32k 35.1 (34.7). Fewer heads, and an H100, have three.
+    several = problem.heads_kv >= LEAST_HEADS_OF_SHORT_RINGS and problem.page_size is not None
+    return several and problem.kv_dtype.itemsize == 2 and arch.dram_bandwidth >= FAST_MEMORY
+
+
 def of_shares(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of key heads that have CTAs of their own: mma.sync, and as few warps and stages as leave room for the next
     launch, whose CTAs are there when their turn comes, unless keys are many. Few rows and keys are for clusters."""
@@ -117,7 +131,8 @@ def of_shares(problem: DecodeProblem, arch: Arch) -> Config:
     dealt = replace(dealt, tokens=tokens)
     if problem.batch == 1:
         if dealt.rows == MMA_ROWS and keys_of(problem) >= MANY_SHARED_KEYS:
-            return replace(dealt, tokens=2 * tokens, warps=8)
+            stages = 2 if gains_by_less_under_way(problem, arch) else dealt.stages
+            return replace(dealt, tokens=2 * tokens, warps=8, stages=stages)
         short = kv_bytes == 1 and per_share <= MOST_KEYS_OF_SHORT_STEPS
         return replace(dealt, tokens=tokens // 2, stages=4) if short else dealt
     if problem.rows > MMA_ROWS // 2:
