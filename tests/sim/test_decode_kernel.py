@@ -541,6 +541,16 @@ def test_the_copier_asks_for_q(seed):
     run(queries_below_zero(), ctas=1 + seed % 4, order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_wgmma, **ASKED_Q)
 
 
+@pytest.mark.parametrize(
+    ("heads_kv", "fixed", "gpu", "stages"),
+    [(8, {}, "H200", 2), (4, {}, "H200", 3), (8, {}, "H100", 3), (8, {"page": None}, "H200", 3)],
+)
+def test_who_has_a_ring_of_two_steps(heads_kv, fixed, gpu, stages):
+    problem = problem_of(**{"n_q": 2, "page": 16, **fixed})
+    config = choose(with_room(problem, 1, heads_kv, 1 << 17), KNOWN[gpu])
+    assert (config.shares > 0, config.tokens, config.stages) == (True, 128, stages)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_last_to_come_adds_a_few_parts_to_its_own(groups, order):
