@@ -48,4 +48,4 @@ def test_batches_and_rooms_need_a_kernel_for_each_of_a_few_configs(arch, heads, 
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout)
-    assert set(kernels) == {1} and len(kernels) <= 24  # of two caches
+    assert set(kernels) == {1} and len(kernels) <= 26  # of two caches

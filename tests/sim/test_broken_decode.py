@@ -817,7 +817,7 @@ def test_it_is_found_where_parts_are_joined(bug, tmp_path):
     call, module = of_unequal_lengths(), broken(bug, HOPPER, tmp_path)
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
-            run(call, ctas=7, order=order, seed=number, launches=2, kernel=module, choose=of_wgmma, **ASKED_Q)
+            run(call, ctas=7, order=order, seed=number, launches=2, kernel=module, choose=of_wgmma, joins=True, **ASKED_Q)
 
 
 @pytest.mark.parametrize("bug", FEW_JOBS_BUGS, ids=str)

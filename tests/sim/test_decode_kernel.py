@@ -556,7 +556,23 @@ def test_who_has_a_ring_of_two_steps(heads_kv, fixed, gpu, stages):
 def test_the_last_to_come_adds_a_few_parts_to_its_own(groups, order):
     """Of jobs that are cut where a CTA goes on with another one, launch after launch."""
     for ctas in (2, 5, 7):
-        run(of_unequal_lengths(), ctas=ctas, order=order, launches=2, choose=of_wgmma, **{**ASKED_Q, "groups": groups})
+        run(
+            of_unequal_lengths(),
+            ctas=ctas,
+            order=order,
+            launches=2,
+            choose=of_wgmma,
+            **{**ASKED_Q, "joins": True, "groups": groups},
+        )
+
+
+@pytest.mark.parametrize(
+    ("heads_kv", "fixed", "joins"), [(8, {}, True), (7, {}, False), (8, {"deterministic": True}, False), (8, {"n_q": 8}, False)]
+)
+def test_who_adds_a_few_parts_to_its_own(heads_kv, fixed, joins):
+    """A tile that holds Q, of a request with 8 key heads or more."""
+    config = of_wgmma(with_room(problem_of(**{"n_q": 16, **fixed}), 8, heads_kv, 2048), KNOWN["H200"])
+    assert config.joins == joins
 
 
 @pytest.mark.parametrize(

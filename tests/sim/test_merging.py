@@ -99,7 +99,10 @@ def test_by_whoever_waits(order, patience, config):
         ("left == job.parts - absent - 1", "left == job.parts - 1"),
         ("left == job.parts - absent - 1", "left >= 0"),
         ('                turn = gl.atomic_add(arrivals + 1, 1, sem="relaxed", scope="gpu")\n', "                turn += 1\n"),
-        ('gl.atomic_add(arrivals, 0, sem="acquire", scope="gpu")', 'gl.atomic_add(arrivals, 0, sem="relaxed", scope="gpu")'),
+        (
+            'there = gl.atomic_add(arrivals, 0, sem="acquire", scope="gpu")',
+            'there = gl.atomic_add(arrivals, 0, sem="relaxed", scope="gpu")',
+        ),
         ('there + GAVE_UP, sem="acquire"', 'there + GAVE_UP, sem="relaxed"'),
         ("        stays = seen != there\n", "        stays = looks < 0\n"),
     ],

@@ -81,6 +81,12 @@ request of 32k keys 29.8 (32.0; 34.0), 8 of 8k 46.1 (46.4; 49.2); 16 on 2, 32 of
 HOPEFUL_ROOM = 4096
 """Keys of a request from which on its steps are so many that the optimistic softmax gains: on an H200, with 16 queries of 64
 heads on 8, it was ahead from 8k on, level at 2k and behind at 1k."""
+LEAST_HEADS_OF_JOINS = 8
+"""Key heads of a request from which on the last CTA adds a few parts to its own where Q is held, which gains if lengths differ
+(see `results.MOST_JOINED`), and whose code takes time in each piece. An H200, 16 queries of equal lengths, microseconds (and
+without, in another run, whose peer took the same time within 6 %): 64 heads on 8, 128 of 2k keys 306 (296), 32 of 1k 46.0
+(45.2); but 28 on 4, 32 of 1k, over pages of 256 27.5 (24.5), contiguous 26.4 (24.4), 1 of 32k 31.4 (29.6); 16 on 2, 128 of 1k,
+pages of 256, 47.7 (45.5), 1 of 128k 48.5 (46.6)."""
 LEAST_KEYS_OF_HOPEFUL_SPLITS = 1 << 19
 """Keys of all key heads of all requests from which on the optimistic softmax gains within splits, on an H200; an H100: level or
 slower."""
@@ -308,7 +314,8 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     # Parts merged by blocks of columns, microseconds (and by rows), one request: of 128k keys of 16 heads on 2 50.0 (52.8) on
     # an H200, 64.0 (66.2) on an H100; of 32k of 28 on 4 35.1 (34.8), 38.4 (39.3); but of 64 on 8, of 16 parts, 62.0 (60.9).
     sms, number = arch.sms or FALLBACK_SMS, jobs(problem, config)
-    config = replace(config, few_jobs=many and not split and sms // number > MOST_PARTS)
+    config = replace(config, few_jobs=many and not split and sms // number > MOST_PARTS,
+                     joins=holds_q and not split and problem.heads_kv >= LEAST_HEADS_OF_JOINS)  # fmt: skip
     if holds_q and not split and 2 * number <= sms and keys_of(problem) <= MOST_KEYS_OF_ONE_ROLE:
         config = replace(config, groups=1, under_way=UNDER_WAY)
     most = MOST_STAGES

@@ -48,6 +48,7 @@ class Config:
     asks_q: who copies K asks for Q, too, ahead of a piece's keys, by TMA.
     absent: rows of each query that stand for no head, so that TMA copies a power of two.
     few_jobs: jobs are so few that each may have more parts than there are rows to merge at a time.
+    joins: the last CTA to come adds a few other parts to its own, which it keeps in registers.
     optimistic: exponents of steps that all rows see whole are counted from the maxima of the first step of a piece, or split.
     late: those of a split are counted from maxima of its first step that move only if a score is far above them.
     bytes_stages: steps whose bytes are copied at once where wgmma multiplies a cache of 8 bits, of K and of V by four warps
@@ -81,6 +82,7 @@ class Config:
     asks_q: bool = False
     absent: int = 0
     few_jobs: bool = False
+    joins: bool = False
     optimistic: bool = False
     chain: int = 0
     late: bool = False
@@ -129,11 +131,6 @@ class Config:
     def writes_wide(self) -> bool:
         """Whether lanes exchange numbers of a result before it is written, so that a thread writes 16 bytes of a row, not 4."""
         return self.halves > 1 or (self.holds_q and not self.split)
-
-    @property
-    def joins(self) -> bool:
-        """Whether the last CTA to come adds a few other parts to its own, which it keeps in registers."""
-        return self.holds_q and not self.split
 
     @property
     def tells(self) -> bool:
