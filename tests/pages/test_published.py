@@ -69,13 +69,14 @@ AN_ORDER_SINCE = "since then an order for dQ is the default where that is faster
 IN_CLUSTERS = "what changed since is that a launch may be one of clusters, as decode's for one request is"
 FEW_KEYS = "one kernel for few keys came since, which no point asks for"
 OVER_PAGES = "what changed since is how keys of small pages are copied, which no point has"
-FEW_HEADS = "16 queries of few key heads, deterministic=True and caches of e4m3 became faster since: due again on an H200"
+JOINED = "what changed since is who adds a few parts to its own: not where a request has 8 key heads"
+HOURS = "an H100's: caches of 8 bits, long contiguous ones and unequal lengths of 16 queries became faster since"
 ACCEPTED: dict[str, str] = {
-    "decode-h200-2026-11-27.json": FEW_HEADS,
-    "steps-h200-2026-11-27.json": "measured before clusters exchanged more than 8 rows, and other kernels came: due again",
-    "e4m3-decode-h200-2026-11-27.json": FEW_HEADS,
-    "heads-decode-h200-2026-11-27.json": FEW_HEADS,
-    "ragged-decode-h200-2026-11-27.json": FEW_HEADS,
+    "decode-h200-2026-11-27.json": JOINED,
+    "steps-h200-2026-11-27.json": JOINED,
+    "e4m3-decode-h200-2026-11-27.json": "since then nobody with 128 rows of 8 bits adds parts to its own, or with few key heads",
+    "ragged-decode-h200-2026-11-27.json": JOINED,
+    **{f"{name}decode-h100-2026-11-27.json": HOURS for name in ("", "heads-", "e4m3-", "ragged-")},
     "blackwell-simulated.json": BEFORE_PLACES,
     "changed-scores-h200-2026-11-22.json": OLDER_KERNEL,
     "cycles-backward-h200-2026-11-24.json": REDO_CHANGED,
