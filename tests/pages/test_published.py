@@ -74,7 +74,7 @@ HOURS = "an H100's: caches of 8 bits, long contiguous ones and unequal lengths o
 ACCEPTED: dict[str, str] = {
     "decode-h200-2026-11-27.json": JOINED,
     "steps-h200-2026-11-27.json": JOINED,
-    "e4m3-decode-h200-2026-11-27.json": "since then nobody with 128 rows of 8 bits adds parts to its own, or with few key heads",
+    "e4m3-decode-h200-2026-11-27.json": "since then nobody adds parts of 8 bits to its own, or with few key heads",
     "ragged-decode-h200-2026-11-27.json": JOINED,
     **{f"{name}decode-h100-2026-11-27.json": HOURS for name in ("", "heads-", "e4m3-", "ragged-")},
     "blackwell-simulated.json": BEFORE_PLACES,

@@ -215,9 +215,12 @@ def test_one_group_of_wgmma(seed):
     simulate_one_group(seed)
 
 
-def with_8_bits(call, kind=torch.float8_e4m3fn):
-    """A call over a cache of such numbers, NaN where nobody has a key."""
-    return call._replace(cache=replace(call.cache, k=call.cache.k.to(kind), v=call.cache.v.to(kind)))
+def with_8_bits(call, kind=torch.float8_e4m3fn, scaled=False):
+    """A call over a cache of such numbers, NaN where nobody has a key; scaled: by a number for each request and key head."""
+    shape, g = (len(call.cache.lengths), call.cache.k.shape[2]), torch.Generator().manual_seed(3)
+    k_scale, v_scale = (torch.rand(shape, generator=g) + 0.5 if scaled else None for _ in range(2))
+    k, v = call.cache.k.to(kind), call.cache.v.to(kind)
+    return call._replace(cache=replace(call.cache, k=k, v=v, k_scale=k_scale, v_scale=v_scale))
 
 
 @pytest.mark.parametrize("seed", range(14))
@@ -229,8 +232,9 @@ def test_a_cache_of_8_bits_by_wgmma(seed):
     dim, dim_v = [(128, 128), (80, 80), (96, 128)][seed % 3]
     call = draw(seed, dtype, honest=seed % 3 > 0, page=page, n_q=n_q, group=group, head_dim=dim, head_dim_v=dim_v)
     kind = torch.float8_e5m2 if seed % 5 == 3 else torch.float8_e4m3fn
-    run(with_8_bits(call, kind), ctas=1 + seed % 6, order=ORDERS[seed // 2 % 4], seed=seed, choose=of_converted,
-        stages=2 + seed % 2, start=seed % 3, bytes_stages=2 + seed % 4, optimistic=seed % 3 == 0)  # fmt: skip
+    call = with_8_bits(call, kind, scaled=seed // 2 % 2 == 1)
+    run(call, ctas=1 + seed % 6, order=ORDERS[seed // 2 % 4], seed=seed, choose=of_converted, stages=2 + seed % 2,
+        start=seed % 3, bytes_stages=2 + seed % 4, optimistic=seed % 3 == 0)  # fmt: skip
 
 
 @pytest.mark.parametrize("order", ORDERS)
