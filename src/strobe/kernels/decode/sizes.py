@@ -11,7 +11,7 @@ LONG_ROOM = 2048
 """Keys of a request from which on there is room for many, where 65 rows or more share a key head: see `of_wgmma`."""
 FALLBACK_SMS = 108
 FAST_MEMORY = 4e12
-"""Bytes a second of a memory that does not bind where 128 rows share a key head: an H200's, not an H100's."""
+"""Bytes a second of a memory that is fast beside its multiprocessors: an H200's, not an H100's."""
 LEAST_SPLIT, USUAL_SPLIT = 256, 1024
 
 
