@@ -249,6 +249,18 @@ def test_what_is_appended_and_attended_is_recognised_at_once(plans, turned, opti
     assert [len(plan.launched) for plan in plans] == [3]
 
 
+@pytest.mark.parametrize("lengths", [(3, 5), (ints(3)[0], ints(5)[0]), (None, None)])
+def test_lengths_may_be_a_number(plans, lengths, monkeypatch):
+    """Another number is no other call."""
+    q, (k, v) = torch.randn(2, 1, 4, 16), torch.randn(2, 2, 8, 2, 16)
+    new = [torch.randn(2, 1, 2, 16)] * 2 if lengths[0] is not None else []
+    for length in lengths:
+        found = strobe.flash_attn_with_kvcache(q, k, v, *[x.clone() for x in new], cache_seqlens=length)
+        assert plans[0].launched[-1][-1] == found.data_ptr()
+        monkeypatch.setattr(known_calls, "likeness", lambda x: pytest.fail("a key was made"))
+    assert [len(plan.launched) for plan in plans] == [2]
+
+
 @pytest.mark.parametrize("turned", [False, True])
 def test_what_an_append_tells_lies_in_memory_of_the_stream(monkeypatch, turned):
     """Both launches find each tensor where its user, or the append ahead, has it."""

@@ -73,6 +73,9 @@ def flash_attn_with_kvcache(
     table = block_table if page_table is None else one_of("block_table", block_table, "page_table", page_table)
     sink = one_of("sinks", one_of("sinks", sinks, "learnable_sink", learnable_sink), "s_aux", s_aux)
     deterministic, return_lse = bool(deterministic) or num_splits == 1, bool(return_softmax_lse)
+    if not isinstance(cache_seqlens, torch.Tensor) or not cache_seqlens.dim():
+        batch = _checked_batch(q, k_cache, v_cache, cu_seqlens_q)
+        cache_seqlens = lengths_of(cache_seqlens, k_cache, table, batch, k is not None)
     tensors = (
         q, k_cache, v_cache, cache_seqlens, table, cache_batch_idx, cache_leftpad, cu_seqlens_q, alibi_slopes, sink, k_descale,
         v_descale, k, v, rotary_cos, rotary_sin, cu_seqlens_k_new, rotary_seqlens, out,
@@ -135,16 +138,11 @@ def _prepared(tensors: tuple, numbers: tuple, window_size) -> cached_calls.Known
 def _own_terms(tensors: tuple, numbers: tuple, window_size, q_descale=None) -> tuple[tuple | None, tuple]:
     """The arguments of `checked_append`, None where nothing is appended, and those of `checked`, before the append."""
     (
-        q, k_cache, v_cache, cache_seqlens, table, index, leftpad, cu_seqlens_q, alibi_slopes, sink, k_descale, v_descale, k, v,
+        q, k_cache, v_cache, lengths, table, index, leftpad, cu_seqlens_q, alibi_slopes, sink, k_descale, v_descale, k, v,
         cos, sin, cu_seqlens_k_new, rotary_seqlens, out,
     ) = tensors  # fmt: skip
     softmax_scale, causal, softcap, max_seqlen_q, deterministic, return_lse, interleaved = numbers
-    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        check_tensor(name, x)
-    if cu_seqlens_q is not None:
-        check_tensor("cu_seqlens_q", cu_seqlens_q)
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    lengths = lengths_of(cache_seqlens, k_cache, table, batch, k is not None)
+    batch = _checked_batch(q, k_cache, v_cache, cu_seqlens_q)
     cache = FlashCache._of(k_cache, v_cache, lengths, table, index, leftpad, k_descale, v_descale)
     q, scaled = of_8_bits(q, q_descale, cache, out)
     mask, score = flash_mask(causal, window_size) or _FULL, flash_score(softcap, alibi_slopes, sink)
@@ -170,6 +168,16 @@ def _own_terms(tensors: tuple, numbers: tuple, window_size, q_descale=None) -> t
     return of_append, (
         q, scaled, mask, score, softmax_scale, cu_seqlens_q, max_seqlen_q, None, out, return_lse, deterministic
     )  # fmt: skip
+
+
+def _checked_batch(q, k_cache, v_cache, cu_seqlens_q) -> int:
+    """How many requests there are; TypeError if these are no tensors."""
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(name, x)
+    if cu_seqlens_q is None:
+        return q.shape[0]
+    check_tensor("cu_seqlens_q", cu_seqlens_q)
+    return cu_seqlens_q.shape[0] - 1
 
 
 def _over_chunks(

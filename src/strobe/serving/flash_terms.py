@@ -26,9 +26,7 @@ class FlashCache(Cache):
 
 
 def lengths_of(cache_seqlens, k_cache, table, batch: int, appends: bool) -> torch.Tensor:
-    """The lengths as a tensor, from one, an int for all, or None for all that there is room for."""
-    if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dim() > 0:
-        return cache_seqlens
+    """The lengths as a tensor of their own, from a tensor of one, an int for all, or None for all that there is room for."""
     if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.dtype == torch.int32:
         return cache_seqlens.repeat(batch)
     if cache_seqlens is None:
