@@ -289,6 +289,18 @@ def chunk_of_part(K, place, row, there, c: gl.constexpr, like):
 
 
 @gluon.jit
+def part_at(K, place, row, there, like):
+    """The part at a place, O in chunks as `like` has them, the maxima and the sums: the rows that are there."""
+    at = K.outputs.sums + place * (2 * K.ROWS) + row
+    top = gl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg")
+    total = gl.load(at + K.ROWS, mask=there, other=0.0, cache_modifier=".cg")
+    o = ()
+    for c in gl.static_range(len(like)):
+        o += (chunk_of_part(K, place, row, there, c, like[c]),)
+    return o, top, total
+
+
+@gluon.jit
 def with_chain_before(K, piece, job, acc, top, total):
     """What was found of a job's second chain, with what this CTA left of the first one, if it has both."""
     C: gl.constexpr = K.C
@@ -299,12 +311,7 @@ def with_chain_before(K, piece, job, acc, top, total):
         partition_barrier()  # of a row's numbers each is written by one of the threads that need it
         row = gl.arange(0, acc[0].shape[0], M)
         there = row < piece.queries * K.GROUP - piece.first_row
-        at = K.outputs.sums + place * (2 * K.ROWS) + row
-        before_top = gl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg")
-        before_total = gl.load(at + K.ROWS, mask=there, other=0.0, cache_modifier=".cg")
-        before = ()
-        for c in gl.static_range(len(acc)):
-            before += (chunk_of_part(K, place, row, there, c, acc[c]),)
+        before, before_top, before_total = part_at(K, place, row, there, acc)
         acc, top, total = added(before, before_top, before_total, acc, top, total)
     return acc, top, total
 
@@ -501,12 +508,7 @@ def joined(K, job, rows, acc, top, total):
     for part in range(job.parts):
         if part != gl.program_id(0) - job.first:
             place = place_of(part, job.first, job.begins, job.stretch, C)
-            at = K.outputs.sums + place * (2 * K.ROWS) + row
-            its_top = gl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg")
-            its_total = gl.load(at + K.ROWS, mask=there, other=0.0, cache_modifier=".cg")
-            its = ()
-            for c in gl.static_range(len(acc)):
-                its += (chunk_of_part(K, place, row, there, c, acc[c]),)
+            its, its_top, its_total = part_at(K, place, row, there, acc)
             acc, top, total = added(acc, top, total, its, its_top, its_total)
     return acc, top, total
 
