@@ -537,7 +537,7 @@ def test_the_copier_asks_for_q(seed):
     """Of random requests of which a page may be missing, with and without hope; with a negative scale, launch after launch."""
     dtype, page, group = (torch.float16, torch.bfloat16)[seed % 2], [None, 16, 48, 64, 128][seed % 5], [8, 7, 16, 1][seed % 4]
     padded = 1 << (group - 1).bit_length()
-    call = draw(seed, dtype, honest=seed % 3 > 0, page=page, n_q=128 // padded - seed % 3, group=group, ragged=False,
+    call = draw(seed, dtype, honest=seed % 3 > 0, page=page, n_q=128 // padded - seed % 3, group=group, ragged=seed % 4 < 2,
                 tree=False, heads_kv=1 + seed % 2, head_dim=128, head_dim_v=128)  # fmt: skip
     for optimistic in (False, True):
         run(call, ctas=1 + seed % 6, order=ORDERS[seed % 4], seed=seed, choose=of_wgmma, optimistic=optimistic,
@@ -588,7 +588,7 @@ def test_who_adds_a_few_parts_to_its_own(heads_kv, fixed, joins):
         (7, 18, False, None),
         (1, 128, False, 0),
         (96, 1, False, None),
-        (8, 16, True, None),
+        (7, 16, True, 1),
     ],
 )
 def test_how_many_rows_of_a_query_are_absent(group, n_q, ragged, absent):

@@ -140,17 +140,20 @@ def copy_queries(place, outputs, piece, FIRST: gl.constexpr, C: gl.constexpr, GR
 
 
 @gluon.jit
-def ask_for_queries(descriptor, place, barrier, piece, C: gl.constexpr, GROUP: gl.constexpr):
+def ask_for_queries(descriptor, place, barrier, requests, piece, C: gl.constexpr, GROUP: gl.constexpr):
     """Start copying the rows of a tile of Q to `place`, [groups of warps * chunks, rows of a group, chunk], by TMA; zeros
-    beyond the last query. Rows of absent heads hold anything."""
+    beyond the last query, or those of the next request. Rows of absent heads hold anything."""
     CHUNKS: gl.constexpr = C.head_dim // C.chunk
     GROUPS: gl.constexpr = C.groups
     QUERIES: gl.constexpr = C.rows // GROUPS // GROUP
     query, head = piece.first_query + piece.first_row // GROUP, piece.head * (GROUP - C.absent)
+    batch = piece.batch
+    if requests.cu_q is not None:
+        batch = 0 * batch
     for w in gl.static_range(GROUPS):
         for c in gl.static_range(CHUNKS):
             box = place.index(w * CHUNKS + c).reshape(descriptor.block_type.shape)
-            tma_load(descriptor, [piece.batch, query + w * QUERIES, head, c * C.chunk], barrier, box)
+            tma_load(descriptor, [batch, query + w * QUERIES, head, c * C.chunk], barrier, box)
 
 
 @gluon.jit

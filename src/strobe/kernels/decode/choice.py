@@ -329,7 +329,7 @@ def absent_of(problem: DecodeProblem, rows: int) -> int | None:
     the heads of a group, and half a tile has whole queries; None if that is not so, or would be more tiles."""
     group = 1 << (problem.group - 1).bit_length()
     padded_rows = problem.lengths.seqlen_q * group
-    fits = not problem.ragged and 2 * group <= rows and -(-padded_rows // rows) == -(-problem.rows // rows)
+    fits = 2 * group <= rows and -(-padded_rows // rows) == -(-problem.rows // rows)
     return group - problem.group if fits else None
 
 

@@ -187,7 +187,7 @@ def copy_keys(memory, K, piece, at, pages, state):
     if C.asks_q:
         if position == begun:
             mbarrier.expect(barrier, (C.tokens + C.rows) * C.head_dim * 2)
-            ask_for_queries(memory.q_desc, memory.q, barrier, piece, C, K.GROUP)
+            ask_for_queries(memory.q_desc, memory.q, barrier, K.requests, piece, C, K.GROUP)
         else:
             mbarrier.expect(barrier, C.tokens * C.head_dim * 2)
     else:

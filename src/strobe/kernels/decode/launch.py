@@ -88,7 +88,8 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
         group = problem.group + config.absent
         block = [1, config.of_group.rows // group, group, config.chunk]
         layout = layout_of(tuple(block), t.q.dtype)
-        arguments["q_boxes"] = TensorDescriptor(t.q, list(t.q.shape), _legal_strides(t.q), block, layout)
+        q = t.q if t.q.dim() == 4 else t.q.unsqueeze(0)
+        arguments["q_boxes"] = TensorDescriptor(t.q, list(q.shape), _legal_strides(q), block, layout)
     grid: tuple[int, ...] = (ctas(problem, arch, config),)
     if config.shares > 0:
         grid = (config.shares // config.cluster * problem.heads_kv, problem.batch)
