@@ -23,29 +23,36 @@ def capture(monkeypatch):
     monkeypatch.setattr(launcher, "capture_of", lambda stream: state.number)
     monkeypatch.setattr(counters, "reserved", reserved)
     monkeypatch.setattr(counters, "_of_captures", {})
-    monkeypatch.setattr(counters, "zeros", lambda device, number: torch.zeros(number, dtype=torch.int32))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     return state
 
 
 def test_launches_of_a_capture_share_their_counters(capture):
-    first = counters.of_capture(DEVICE, 100)
-    assert counters.of_capture(DEVICE, 60) is first and capture.taken == [100]
-    larger = counters.of_capture(DEVICE, 200)
-    assert larger.numel() == 200 and counters.of_capture(DEVICE, 100) is larger
+    first = counters.of_capture(DEVICE, 100, "notes")
+    assert counters.of_capture(DEVICE, 60, "notes") is first and capture.taken == [100]
+    larger = counters.of_capture(DEVICE, 200, "notes")
+    assert larger.numel() == 200 and counters.of_capture(DEVICE, 100, "notes") is larger
+
+
+def test_arrivals_are_shared_and_are_not_the_notes(capture):
+    """A launch leaves both as it found them, but a workspace has a running total, too."""
+    notes, arrivals = counters.of_capture(DEVICE, 100, "notes"), counters.zeros(DEVICE, 100)
+    assert counters.zeros(DEVICE, 50) is arrivals and arrivals.data_ptr() != notes.data_ptr()
+    assert capture.taken == [100, 100]
 
 
 def test_other_captures_and_other_streams_share_nothing(capture):
-    found = [counters.of_capture(DEVICE, 8)]
+    found = [counters.of_capture(DEVICE, 8, "notes")]
     capture.number = 2
-    found.append(counters.of_capture(DEVICE, 8))
+    found.append(counters.of_capture(DEVICE, 8, "notes"))
     capture.stream = 8
-    found.append(counters.of_capture(DEVICE, 8))
+    found.append(counters.of_capture(DEVICE, 8, "notes"))
     assert len({x.data_ptr() for x in found}) == 3
 
 
 def test_without_the_number_of_a_capture_each_launch_has_its_own(capture):
     capture.number = None
-    assert counters.of_capture(DEVICE, 8) is not counters.of_capture(DEVICE, 8)
+    assert counters.of_capture(DEVICE, 8, "notes") is not counters.of_capture(DEVICE, 8, "notes")
 
 
 def test_what_the_graph_zeroes_itself_is_not_shared(capture, monkeypatch):
@@ -53,7 +60,7 @@ def test_what_the_graph_zeroes_itself_is_not_shared(capture, monkeypatch):
     monkeypatch.setattr(counters, "reserved", lambda device, number: None)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, **keywords: zeros(*shape, **keywords))
-    assert counters.of_capture(DEVICE, 8) is not counters.of_capture(DEVICE, 8)
+    assert counters.of_capture(DEVICE, 8, "notes") is not counters.of_capture(DEVICE, 8, "notes")
 
 
 def test_who_has_no_driver_asks_nobody(monkeypatch):

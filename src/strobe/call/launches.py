@@ -105,7 +105,7 @@ def _shared_space(device: torch.device, notes: int) -> workspace.Workspace:
     """The workspace of the current stream, or of what is being captured there."""
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
-            return workspace.cut(counters.of_capture(device, workspace.COUNTERS + notes), notes)
+            return workspace.cut(counters.of_capture(device, workspace.COUNTERS + notes, "notes"), notes)
         counters.make_reserve(device)
     return workspace.workspace(device, notes)
 
