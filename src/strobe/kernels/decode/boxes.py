@@ -46,7 +46,7 @@ def pages_of_boxes(cached, piece, first, C: gl.constexpr):
         if cached.PAGE == 0:
             pages += (piece.entry,)
         else:
-            at = cached.table + piece.batch.to(gl.int64) * cached.table_row + (first + b * C.box) // cached.PAGE
+            at = cached.table + wide(piece.batch, cached.table_row) + (first + b * C.box) // cached.PAGE
             pages += (gl.load(at, mask=has_keys(piece, first + b * C.box, C), other=-1),)
     return pages
 
@@ -64,7 +64,7 @@ def pages_of_window(cached, piece, first, C: gl.constexpr):
     if cached.PAGE == 0:
         return first
     else:
-        at = cached.table + piece.batch.to(gl.int64) * cached.table_row + first // cached.PAGE
+        at = cached.table + wide(piece.batch, cached.table_row) + first // cached.PAGE
         return gl.load(at, mask=has_keys(piece, first, C), other=-1)
 
 
@@ -197,7 +197,7 @@ def misses_a_page(cached, piece):
         end = (piece.end + cached.PAGE - 1) // cached.PAGE
         for first in range(piece.begin // cached.PAGE, end, LOOKED_AT):
             number = first + gl.arange(0, LOOKED_AT, L)
-            at = cached.table + piece.batch.to(gl.int64) * cached.table_row + number
+            at = cached.table + wide(piece.batch, cached.table_row) + number
             pages = gl.load(at, mask=number < end, other=-1)
             missing = missing | (gl.max(((number < end) & ~is_page(cached, pages)).to(gl.int32), 0) > 0)
     return missing

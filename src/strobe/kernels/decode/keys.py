@@ -120,7 +120,8 @@ def same_or_looked_up(cached, piece, pages, first, C: gl.constexpr, layout: gl.c
 
 @gluon.jit
 def wide(a, b):
-    """The product, in 64 bits, of numbers that are not negative: one instruction, as those without a sign have one."""
+    """The product, in 64 bits, of numbers that are not negative: one instruction, as those without a sign have one, and no
+    register for the sign of an argument, which would be kept, or spilled, from a kernel's begin."""
     if b.dtype == gl.int32:
         return a.to(gl.uint32).to(gl.int64) * b.to(gl.uint32).to(gl.int64)
     else:

@@ -2,6 +2,7 @@
 
 from strobe.kernels.common.prefetch import prefetch
 from strobe.kernels.decode.arguments import Chain, Job, Piece
+from strobe.kernels.decode.keys import wide
 from strobe.kernels.decode.notes import NOTED_ROWS, forget, is_left
 from strobe.kernels.decode.results import PATIENCE
 from strobe.kernels.decode.schedule import (
@@ -63,7 +64,7 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
     GROUP: gl.constexpr = K.GROUP
     requests, heads_kv, tiles = K.requests, K.heads_kv, K.tiles
     total, most, units, jobs = all_units(requests, heads_kv, C, GROUP)
-    alike = most.to(gl.int64) * requests.batch == total
+    alike = wide(most, requests.batch) == total
     start = gl.where(alike, 0, C.start)  # alike: as much of it for each CTA
     total += jobs * start
     stretch = stretch_of(total, alike, units, C)

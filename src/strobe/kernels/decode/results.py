@@ -8,7 +8,7 @@ ROWS may be in use.
 from strobe.kernels.common.cluster import exchange
 from strobe.kernels.common.scores import LN2, LOG2E
 from strobe.kernels.decode.arguments import Piece
-from strobe.kernels.decode.keys import owners_of
+from strobe.kernels.decode.keys import owners_of, wide
 from strobe.kernels.decode.layouts import along, lanes, result_layout
 from strobe.kernels.decode.schedule import place_of
 from strobe.kernels.decode.scores import finite
@@ -181,8 +181,8 @@ def store_rows(K, piece, row, o, column, WIDTH: gl.constexpr):
     outputs = K.outputs
     query, head, there = rows_of_result(K, piece, row, o.shape[0], gl.SliceLayout(1, o.type.layout))
     column = column + gl.expand_dims(gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout)), 0)
-    at = outputs.out + piece.batch.to(gl.int64) * outputs.out_batch
-    at += gl.expand_dims(query.to(gl.int64) * outputs.out_row + head.to(gl.int64) * outputs.out_head, 1) + column
+    at = outputs.out + wide(piece.batch, outputs.out_batch)
+    at += gl.expand_dims(wide(query, outputs.out_row) + wide(head, outputs.out_head), 1) + column
     mask = gl.max_constancy(gl.expand_dims(there, 1) & (column < K.DIM_V), [1, WIDTH])
     gl.store(gl.multiple_of(at, [1, 2 * WIDTH]), o, mask=mask)  # bytes
 
@@ -215,7 +215,7 @@ def write(K, piece, row, o, top, total, column, place=None):
     factor, lse = factor_and_lse(K, piece, head, there, top, total)
     if outputs.lse is not None:
         if column == 0:
-            at = outputs.lse + piece.batch.to(gl.int64) * outputs.lse_batch + head.to(gl.int64) * outputs.lse_head + query
+            at = outputs.lse + wide(piece.batch, outputs.lse_batch) + wide(head, outputs.lse_head) + query
             gl.store(at, lse, mask=there)
     o = (o * gl.expand_dims(factor, 1)).to(outputs.out.dtype.element_ty)
     if place is not None:
@@ -556,10 +556,10 @@ def deliver_share(K, piece, rank, o, top, total):
     there = row < piece.queries * K.GROUP
     factor, lse = factor_and_lse(K, piece, head, there, top, total)
     if outputs.lse is not None:
-        at = outputs.lse + piece.batch.to(gl.int64) * outputs.lse_batch + head.to(gl.int64) * outputs.lse_head + query
+        at = outputs.lse + wide(piece.batch, outputs.lse_batch) + wide(head, outputs.lse_head) + query
         gl.store(at + 0 * column, lse, mask=there & (column == 0))
-    at = outputs.out + piece.batch.to(gl.int64) * outputs.out_batch + query.to(gl.int64) * outputs.out_row
-    at += head.to(gl.int64) * outputs.out_head
+    at = outputs.out + wide(piece.batch, outputs.out_batch)
+    at += wide(query, outputs.out_row) + wide(head, outputs.out_head)
     o = (share * factor).to(outputs.out.dtype.element_ty)
     gl.store(at + column, o, mask=there & (column < K.DIM_V))
 
