@@ -424,6 +424,20 @@ def test_many_keys_are_not_one_groups(n_q, dim, most, kind):
         assert kind_of(choose(longer, KNOWN["H100"])) == ("one group" if dim == 128 and n_q < 16 else wanted)
 
 
+@pytest.mark.parametrize(
+    ("fixed", "room", "kinds"),
+    [
+        ({}, 1 << 12, ("one group", "one group")), ({}, (1 << 12) + 1, ("TMA, 128 rows", "one group")),
+        ({"batch": 4}, 4095, ("one group", "one group")), ({"mask": strobe.Window(40, 0)}, 1 << 13, ("one group", "one group")),
+    ],
+)  # fmt: skip
+def test_fewer_keys_of_many_rows_are_one_groups_where_there_is_hope(fixed, room, kinds):
+    """Of 2 requests and 4 key heads, on an H200 and an H100."""
+    problem = problem_of(**{"n_q": 16, "alibi": False, "mask": strobe.Causal(), **fixed})
+    longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=room))
+    assert tuple(kind_of(choose(longer, KNOWN[arch])) for arch in ("H200", "H100")) == kinds
+
+
 def with_room(problem, batch, heads_kv, room):
     """The problem of so many requests and key heads, with room for so many keys."""
     lengths = replace(problem.lengths, batch=batch, seqlen_kv=room)
@@ -614,6 +628,43 @@ def test_results_by_way_of_q(groups, page):
         run(call, ctas=ctas, launches=2, choose=of_wgmma, groups=groups, **BY_WAY_OF_Q)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_keys_in_groups(seed):
+    """Of random requests of which a page may be missing: 128 rows of one role and of two, 64 rows, fixed bits."""
+    rows = 64 if seed % 4 == 1 else 128
+    call = draw(seed, (torch.float16, torch.bfloat16)[seed % 2], honest=seed % 3 > 0,
+                page=(16, 48, 32)[seed % 3], n_q=rows // 8,
+                group=8, heads_kv=2, head_dim=128, head_dim_v=128, deterministic=seed % 4 == 3, room=(257, 700)[seed // 2 % 2],
+                tree=False)  # fmt: skip
+    assert of_wgmma(described(call)[0], KNOWN["H200"]).grouped
+    groups = {"groups": 1 + seed // 4} if rows == 128 else {}
+    run(call, ctas=1 + seed % 5, order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_wgmma, **groups)
+
+
+@pytest.mark.parametrize(
+    ("page", "fixed", "grouped"),
+    [(16, {}, True), (48, {}, True), (64, {}, False), (None, {}, False), (16, {"head_dim": 80}, False), (32, {"n_q": 8}, True)],
+)
+def test_whose_keys_lie_in_groups(page, fixed, grouped):
+    """Where a step has several pages, each a whole number of groups from the next."""
+    problem = problem_of(**{"n_q": 16, "page": page, **fixed})
+    assert of_wgmma(problem, KNOWN["H200"]).grouped == grouped
+    assert not of_wgmma(replace(problem, page_rows=(page, 20)), KNOWN["H200"]).grouped
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_group_that_holds_q(seed):
+    """Up to 64 rows by TMA, with the optimistic softmax and without."""
+    dtype, page, group = (torch.float16, torch.bfloat16)[seed % 2], [None, 16, 48, 64, 128][seed % 5], [8, 7, 4][seed % 3]
+    call = draw(seed, dtype, honest=seed % 3 > 0, page=page, n_q=64 // group - seed % 2, group=group, heads_kv=2, head_dim=128,
+                head_dim_v=128, room=(257, 700)[seed // 2 % 2], alibi=False,
+                mask=[strobe.Causal(), strobe.Full(), None][seed // 2 % 3])  # fmt: skip
+    config = of_wgmma(described(call)[0], KNOWN["H200"])
+    assert (config.rows, config.groups, config.ctas, config.holds_q) == (64, 1, 1, True)
+    for optimistic in (False, True):
+        run(call, ctas=1 + seed % 6, order=ORDERS[seed % 4], seed=seed, choose=of_wgmma, optimistic=optimistic)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("stages", "under_way"), [(3, 1), (3, 2), (2, 2)])
 def test_a_ring_of_which_few_steps_are_under_way(stages, under_way, order):
@@ -629,7 +680,7 @@ def test_a_ring_of_which_few_steps_are_under_way(stages, under_way, order):
         (1024, 64, {}, 2),
         (2047, None, {}, 2),
         (2048, None, {}, 2),
-        (2048, None, {"batch": 20}, 0),
+        (2048, None, {"batch": 20}, 2),
         (2048, 64, {"deterministic": True}, 0),
         (2048, 64, {"n_q": 8}, 0),
     ],

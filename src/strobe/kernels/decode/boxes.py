@@ -1,6 +1,7 @@
 """What Hopper's kernels for a cache share: boxes of keys that TMA copies, rows of Q, scores by wgmma, 64 rows at a time."""
 
 from strobe.kernels.common.channel import swizzled
+from strobe.kernels.common.groups import GROUP, PANEL, in_squares
 from strobe.kernels.common.scores import LOG2E
 from strobe.kernels.decode.keys import is_page, load_queries, look_up, wide
 from strobe.kernels.decode.layouts import lanes
@@ -101,6 +102,17 @@ def copy_boxes(descriptor, chunk, slot, barrier, cached, pages, head, first, COL
 
 
 @gluon.jit
+def copy_groups(descriptor, block, barrier, cached, pages, page_stride, row_stride, head, first, C: gl.constexpr):
+    """The same where keys lie in groups, all columns of them, to a block of groups."""
+    GROUPS: gl.constexpr = C.box // GROUP
+    of_page = (page_stride // (GROUP * row_stride)).to(gl.int32)
+    for b in gl.static_range(C.tokens // C.box):
+        page, row = place_of_box(cached, pages[b], first + b * C.box)
+        group = page * of_page + row // GROUP
+        tma_load(descriptor, [group, head, 0, 0, 0], barrier, block.slice(b * GROUPS, GROUPS, 0))
+
+
+@gluon.jit
 def place_of_box(cached, page, first):
     """Where TMA finds the box from key `first` on: its page, the one behind the last for one that is not there, and its row."""
     row = first
@@ -164,8 +176,24 @@ def clear_values(values, piece, first, C: gl.constexpr):
     L: gl.constexpr = gl.SliceLayout(0, rows_layout(C.chunk, gl.num_warps()))
     for i in gl.static_range(C.tokens // AT_ONCE):
         keys = first + i * AT_ONCE + gl.expand_dims(gl.arange(0, AT_ONCE, gl.SliceLayout(1, L)), 1)
-        some = values.slice(i * AT_ONCE, AT_ONCE, 0)
-        some.store(gl.where((keys >= piece.begin) & (keys < piece.end), some.load(L), 0.0))
+        clear_some(values.slice(i * AT_ONCE, AT_ONCE, 0), keys, piece, L)
+
+
+@gluon.jit
+def clear_groups(values, piece, first, C: gl.constexpr):
+    """The same of a block of groups."""
+    L: gl.constexpr = gl.SliceLayout(0, rows_layout(PANEL, gl.num_warps()))
+    PANELS: gl.constexpr = values.shape[2]
+    SQUARES: gl.constexpr = values.shape[0] * PANELS
+    squares = in_squares(values)
+    for i in range(SQUARES):
+        keys = first + i // PANELS * GROUP + gl.expand_dims(gl.arange(0, GROUP, gl.SliceLayout(1, L)), 1)
+        clear_some(squares.index(i), keys, piece, L)
+
+
+@gluon.jit
+def clear_some(values, keys, piece, L: gl.constexpr):
+    values.store(gl.where((keys >= piece.begin) & (keys < piece.end), values.load(L), 0.0))
 
 
 @gluon.jit

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from strobe.device import KIB, Arch
+from strobe.kernels.common.panels import PANEL_COLUMNS, lie_in_groups
 from strobe.kernels.decode.config import MMA_ROWS, MOST_ROWS, Config
 from strobe.kernels.decode.shares import (
     CLUSTER,
@@ -102,7 +103,9 @@ UNDER_WAY = 2
 for beside keys waits for less. An H200, 16 queries of 64 heads on 8, pages of 64, microseconds (and with all 4 under way): 32
 requests of 8k keys 264 (288), over pages of 16 286 (311), 8 of 32k 264 (300), 128 of 8k 1069 (1100), 8 of 8k 80.4 (82.4), 32 of
 2k 81.9 (82.3), 128 of 2k 320 (320); of unequal lengths, 32 around 2k 97.8 (100.2), 8 around 8k 91.0 (101.7), 128 around 8k 1074
-(1116). One step: 292, for 32 of 8k; three of six: 289; two of six: 273. An H100: not timed by itself."""
+(1116). One step: 292, for 32 of 8k; three of six: 289; two of six: 273. Contiguous (and all 5): 8 of 32k 257 (276), of 128k 992
+(1052), 32 of 2k 73.5 (75.3), of 32k 989 (1055), 128 of 2k 304 (302), of 8k 1035 (1077); 28 on 4, 8 of 128k 502 (570), 128 of
+8k 504 (532); 16 on 2, 8 of 128k 254 (288); three of five: 260. An H100: not timed by itself."""
 START_BYTES = 128 * KIB
 """Bytes of keys and values that a multiprocessor could read in the time that a piece costs beside its keys, where cp.async
 copies. An H100, 4 queries of 64 heads on 8, 32 requests whose lengths have a log-normal distribution around 2k: 104.5
@@ -277,7 +280,8 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
     rows = rows or (128 if problem.rows > 64 else 64)
-    chunk = min(dim, dim_v) if box == tokens else 64
+    grouped = box < tokens and takes_groups(problem)
+    chunk = min(dim, dim_v) if box == tokens or grouped else PANEL_COLUMNS
     # An H100, 128 rows, microseconds as it is now (and with all stages, written by 4 bytes), pages of 64 and 16:
     #   a long room:  8 requests of 8k keys 104.9 (107.4), 108.6 (111.1); 32 of 8k 378.8 (382.4), 385.5 (400.4);
     #                 1 of 32k 59.8 (60.8), 62.0 (65.9); 8 of 2k 37.5 (38.0), 39.2 (40.9)
@@ -300,28 +304,41 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     #   8 of 8k 59.3 (62.2); 64 on 8: 1 of 32k 59.0 (60.4), 12 of 2k 53.2 (61.0), contiguous 32 of 2k 101.1 (108.5); around 1k,
     #   8 of unequal lengths 29.8 (33.7), around 2k 44.3 (43.7), 32 around 2k 122.7 (132.7)
     many, long, paged = rows > MOST_ROWS, problem.capacity >= LONG_ROOM, problem.page_size is not None
-    holds_q = many and dim == dim_v == 128 and not problem.deterministic
-    apart = holds_q or (many and keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS and (long or not problem.deterministic))
+    # One CTA that holds Q has 33 to 64 rows. An H200, 16 queries of 32 heads on 8, microseconds (and two that do not): 8
+    # requests of 32k keys, contiguous 247.5 (253.1), over pages of 256 249.4 (255.3), of 16 251.9 (257.7), 8 of 128k,
+    # contiguous 954 (961), of unequal lengths, 32 around 8k 266 (272); 32 and 128 of 8k, 32 of 32k: level.
+    holds_q = dim == dim_v == 128 and not problem.deterministic
+    apart = many and (holds_q or (keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS and (long or not problem.deterministic)))
     late = is_late(problem, arch)
     hopeful = late and many and keys_of(problem) >= LEAST_KEYS_OF_HOPEFUL_SPLITS
     apart, holds_q = apart or hopeful, holds_q or hopeful
     absent = absent_of(problem, rows) if holds_q else None
-    config = Config(dim, dim_v, rows, tokens, 2, rows // 16, 128 // rows, split, box=box, chunk=chunk, groups=1 + apart,
+    ctas = 1 if holds_q else 128 // rows
+    config = Config(dim, dim_v, rows, tokens, 2, rows // 16, ctas, split, box=box, chunk=chunk, groups=1 + apart,
                     by_way_of_q=many and not long and not holds_q, holds_q=holds_q, asks_q=absent is not None,
                     absent=absent or 0, optimistic=holds_q and is_hopeful(problem),
-                    under_way=UNDER_WAY if hopeful or (holds_q and (paged or not long)) else 0,
-                    chain=chain_of(problem), late=late)  # fmt: skip
+                    under_way=UNDER_WAY if many and holds_q else 0,
+                    chain=chain_of(problem), late=late, grouped=grouped)  # fmt: skip
     # Parts merged by blocks of columns, microseconds (and by rows), one request: of 128k keys of 16 heads on 2 50.0 (52.8) on
     # an H200, 64.0 (66.2) on an H100; of 32k of 28 on 4 35.1 (34.8), 38.4 (39.3); but of 64 on 8, of 16 parts, 62.0 (60.9).
     sms, number = arch.sms or FALLBACK_SMS, jobs(problem, config)
     config = replace(config, few_jobs=many and not split and sms // number > MOST_PARTS,
-                     joins=holds_q and not split and problem.heads_kv >= LEAST_HEADS_OF_JOINS)  # fmt: skip
+                     joins=many and holds_q and not split and problem.heads_kv >= LEAST_HEADS_OF_JOINS)  # fmt: skip
     if holds_q and not split and 2 * number <= sms and keys_of(problem) <= MOST_KEYS_OF_ONE_ROLE:
-        config = replace(config, groups=1, under_way=UNDER_WAY)
+        config = replace(config, groups=1)
     most = MOST_STAGES
     if many and (config.under_way or (long and paged)):
         most = MOST_UNDER_WAY // (tokens * (dim + dim_v) * config.kv_bytes)
     return with_all_stages(config, arch, most)
+
+
+def takes_groups(problem: DecodeProblem) -> bool:
+    """Whether keys may lie in groups with all of their columns: these are two panels, and pages lie a whole number of groups
+    apart."""
+    # An H200, 16 queries, pages of 16, microseconds (and in two boxes): 64 heads on 8, 128 requests of 1k keys 174.8 (175.8),
+    # of 2k 312 (324), 32 of 1k 47.9 (49.7), of 2k 79.9 (81.9), 1 of 32k 44.4 (45.2); 28 on 4, 128 of 2k 159.6 (169.8), 8 of
+    # 8k 45.6 (46.1), of 32k 150.7 (156.8). Over pages of 64, and contiguous: level, or up to a percent faster or slower.
+    return problem.head_dim == problem.head_dim_v == 2 * PANEL_COLUMNS and lie_in_groups(problem.page_rows)
 
 
 def absent_of(problem: DecodeProblem, rows: int) -> int | None:
@@ -403,7 +420,12 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
     if problem.rows <= MMA_ROWS // 2 and (keys < LEAST_KEYS_OF_FEW_ROWS or many_heads):
         return False
     if problem.rows > MOST_ROWS:
-        return keys <= FEW_KEYS_OF_ONE_GROUP
+        # An H200, 16 queries, pages of 64, microseconds with 2^16 keys (and by one role that holds Q): 64 heads on 8, 1
+        # request of 8k 22.2 (20.3), 2 of 4k 21.3 (19.1), 4 of 2k 20.6 (20.6), 8 of 1k 19.2 (20.7); 28 on 4, 1 of 16k 20.7
+        # (19.9), 4 of 4k 20.9 (19.2), 8 of 2k 20.3 (20.5); 16 on 2, 1 of 32k 22.2 (21.6), 8 of 4k 21.3 (19.0), 32 of 1k 19.4
+        # (20.7). With 2^15: 28 on 4, 1 of 8k 14.5 (16.0); 64 on 8, 1 of 4k 17.2 (18.3). An H100: not timed.
+        hopeful = is_hopeful(problem) and arch.dram_bandwidth >= FAST_MEMORY
+        return keys <= (FEW_KEYS_OF_ONE_GROUP // 2 if hopeful else FEW_KEYS_OF_ONE_GROUP)
     slow = arch.dram_bandwidth < FAST_MEMORY and problem.rows > MMA_ROWS // 2
     return slow or keys <= MOST_KEYS_OF_ONE_GROUP
 

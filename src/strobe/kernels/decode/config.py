@@ -51,6 +51,8 @@ class Config:
     joins: the last CTA to come adds a few other parts to its own, which it keeps in registers.
     optimistic: exponents of steps that all rows see whole are counted from the maxima of the first step of a piece, or split.
     late: those of a split are counted from maxima of its first step that move only if a score is far above them.
+    grouped: 8 keys lie together in shared memory with all of their columns, then the next 8, so that TMA copies all columns of
+        a page's keys in one box (see `common.groups`).
     bytes_stages: steps whose bytes are copied at once where wgmma multiplies a cache of 8 bits, of K and of V by four warps
         each, which convert them; 0: nothing is converted.
     """
@@ -87,6 +89,7 @@ class Config:
     chain: int = 0
     late: bool = False
     bytes_stages: int = 0
+    grouped: bool = False
 
     @property
     def of_group(self) -> Config:

@@ -16,7 +16,8 @@ role finds its CTA's pieces of work from the lengths by itself or, of two groups
     k, v (Channel)  a chunk of [stages, tokens,        its copier     the multiplier
                     chunk] each: columns in chunks,
                     keys in boxes, which TMA copies,
-                    or one chunk of whole rows
+                    or one chunk of whole rows, or
+                    groups of 8 keys
     q               [groups * chunks, rows of a        a multiplier   itself
                     group, chunk]
     notes           [groups * NOTES, 1]                a multiplier   itself: numbers of a piece, where there are splits
@@ -44,6 +45,7 @@ import triton.language as tl
 
 from strobe.kernels.common.channel import Channel, make_barriers, swizzled
 from strobe.kernels.common.dependent_launch import take_turn
+from strobe.kernels.common.groups import in_rows, make_groups
 from strobe.kernels.common.packed_halves import rounded
 from strobe.kernels.decode.again import ALL, Again, bit_of, chosen_next, is_chosen, make_again, out_of_range, tell
 from strobe.kernels.decode.arguments import NUMBERS, Cached, Chain, Job, Kernel, Outputs, Piece, Terms
@@ -51,8 +53,10 @@ from strobe.kernels.decode.board import Board, make_board, take_told, tell_of, t
 from strobe.kernels.decode.boxes import (
     accumulator,
     ask_for_queries,
+    clear_groups,
     clear_values,
     copy_boxes,
+    copy_groups,
     first_step,
     has_others,
     lane_sums,
@@ -138,19 +142,36 @@ def make_memory(k_desc, v_desc, q_desc, dtype: gl.constexpr, C: gl.constexpr):
 def make_ring(dtype: gl.constexpr, columns: gl.constexpr, more: gl.constexpr, C: gl.constexpr):
     """A channel of steps, and so many barriers more behind those of its steps."""
     chunks = ()
-    for _ in gl.static_range(columns // C.chunk):
-        chunks += (gl.allocate_shared_memory(dtype, [C.stages, C.tokens, C.chunk], swizzled(dtype, C.chunk)),)
+    if C.grouped:
+        chunks += (make_groups(dtype, C.stages, C.tokens, columns),)
+    else:
+        for _ in gl.static_range(columns // C.chunk):
+            chunks += (gl.allocate_shared_memory(dtype, [C.stages, C.tokens, C.chunk], swizzled(dtype, C.chunk)),)
     return Channel(chunks, make_barriers(C.stages + more, 1), make_barriers(C.stages, C.groups), C.stages)
+
+
+@gluon.jit
+def block_of(channel, position, C: gl.constexpr):
+    """The chunks of a position as products take them, [keys, columns] each."""
+    if C.grouped:
+        return (in_rows(channel.block(position)[0]),)
+    else:
+        return channel.block(position)
 
 
 # ---- copiers
 
 
 @gluon.jit
-def copy_step(descriptor, channel, position, barrier, cached, pages, head, first, C: gl.constexpr):
+def copy_step(descriptor, channel, position, barrier, cached, pages, page_stride, row_stride, head, first, C: gl.constexpr):
     """Start copying the step from key `first` on to its place, whose turn it is."""
-    for c in gl.static_range(len(channel.chunks)):
-        copy_boxes(descriptor, channel.chunks[c], channel.slot(position), barrier, cached, pages, head, first, c * C.chunk, C)
+    if C.grouped:
+        block = channel.block(position)[0]
+        copy_groups(descriptor, block, barrier, cached, pages, page_stride, row_stride, head, first, C)
+    else:
+        slot = channel.slot(position)
+        for c in gl.static_range(len(channel.chunks)):
+            copy_boxes(descriptor, channel.chunks[c], slot, barrier, cached, pages, head, first, c * C.chunk, C)
 
 
 @gluon.jit
@@ -192,7 +213,8 @@ def copy_keys(memory, K, piece, at, pages, state):
             mbarrier.expect(barrier, C.tokens * C.head_dim * 2)
     else:
         mbarrier.expect(barrier, C.tokens * C.head_dim * 2)
-    copy_step(memory.k_desc, memory.k, position, barrier, K.cached, pages, piece.head, at, C)
+    k_page, k_row = K.cached.k_page, K.cached.k_row
+    copy_step(memory.k_desc, memory.k, position, barrier, K.cached, pages, k_page, k_row, piece.head, at, C)
     return position + 1, begun
 
 
@@ -207,12 +229,16 @@ def copy_values(memory, K, piece, at, pages, state):
     full = memory.v.acquire(position)
     barrier = memory.v.full.index(gl.where(clears, C.stages, memory.v.slot(position)))
     mbarrier.expect(barrier, C.tokens * C.head_dim_v * 2)
-    copy_step(memory.v_desc, memory.v, position, barrier, K.cached, pages, piece.head, at, C)
+    v_page, v_row = K.cached.v_page, K.cached.v_row
+    copy_step(memory.v_desc, memory.v, position, barrier, K.cached, pages, v_page, v_row, piece.head, at, C)
     if clears:
         mbarrier.wait(barrier, cleared & 1)
         values = memory.v.block(position)
         for c in gl.static_range(len(values)):
-            clear_values(values[c], piece, at, C)
+            if C.grouped:
+                clear_groups(values[c], piece, at, C)
+            else:
+                clear_values(values[c], piece, at, C)
         fence_async_shared()
         partition_barrier()
         mbarrier.arrive(full, count=1)
@@ -473,9 +499,9 @@ def next_scores(memory, K, piece, q, acc, p, now, at, holes, MASKED: gl.constexp
     (`output_of`)."""
     C: gl.constexpr = K.C
     memory.k.wait(now)
-    s = start_scores(q, memory.k.block(now), C)
+    s = start_scores(q, block_of(memory.k, now, C), C)
     memory.v.wait(now - 1)
-    acc = start_output(acc, p, memory.v.block(now - 1), C)
+    acc = start_output(acc, p, block_of(memory.v, now - 1, C), C)
     s = warpgroup_mma_wait(len(acc), deps=[s])
     memory.k.release(now)
     return masked(s, K, piece, at, holes, C, MASKED), acc
@@ -655,7 +681,7 @@ def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful, leaves):
     part = no_part(C)
     acc, nothing, _ = part
     memory.k.wait(position)
-    s = warpgroup_mma_wait(0, deps=[start_scores(q, memory.k.block(position), C)])
+    s = warpgroup_mma_wait(0, deps=[start_scores(q, block_of(memory.k, position, C), C)])
     memory.k.release(position)
     s = masked(s, K, piece, first, holes, C, True)
     top, wide, _ = weights_of(s, scale, nothing)
@@ -685,7 +711,7 @@ def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful, leaves):
         begin = end
     position += steps
     memory.v.wait(position - 1)
-    acc = wait_output(start_output(acc, p, memory.v.block(position - 1), C))
+    acc = wait_output(start_output(acc, p, block_of(memory.v, position - 1, C), C))
     memory.v.release(position - 1)
     total = gl.convert_layout(gl.sum(sums, 1), rows_of(C, C.tokens))
     broken = False

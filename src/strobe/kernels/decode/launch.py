@@ -9,6 +9,7 @@ import torch
 from strobe.device import Arch
 from strobe.kernels.common.call import Buffer, Buffers, Call, Tensors
 from strobe.kernels.common.descriptors import descriptor, layout_of
+from strobe.kernels.common.groups import groups_descriptor
 from strobe.kernels.decode.config import Config
 from strobe.kernels.decode.forward import decode_kernel
 from strobe.kernels.decode.hopper import hopper_kernel
@@ -79,7 +80,10 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
     elif config.by_wgmma:
         kernel = hopper_kernel
         arguments["q_boxes"] = None
-    if config.box:
+    if config.grouped:
+        arguments["k"] = groups_descriptor(t.k, config.box, config.head_dim)
+        arguments["v"] = groups_descriptor(t.v, config.box, config.head_dim_v)
+    elif config.box:
         arguments["k"] = descriptor(t.k, config.box, config.chunk)
         arguments["v"] = (
             descriptor(t.k, config.box, config.narrow) if config.narrow else descriptor(t.v, config.box, config.chunk)
@@ -113,7 +117,9 @@ def _legal_strides(x: torch.Tensor) -> list[int]:
 
 
 def _cache_strides(name: str, x: torch.Tensor) -> dict[str, int]:
-    return {f"{name}_page": x.stride(0), f"{name}_row": x.stride(1), f"{name}_head": x.stride(2)}
+    """The strides of a page, a row and a head. One page alone may have any stride; but a page behind it is none."""
+    page = x.stride(0) if x.shape[0] > 1 else x.shape[1] * x.stride(1)
+    return {f"{name}_page": page, f"{name}_row": x.stride(1), f"{name}_head": x.stride(2)}
 
 
 def _scale_strides(name: str, x: torch.Tensor | None) -> dict[str, int]:

@@ -6,8 +6,9 @@ import math
 from dataclasses import replace
 
 from strobe.device import Arch
+from strobe.kernels.common.panels import PANEL_COLUMNS, lie_in_groups
 from strobe.kernels.sm90 import backend as sm90
-from strobe.kernels.sm90.config import GROUP_KEYS, PANEL_COLUMNS, ROWS_PER_GROUP, Config
+from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
 from strobe.problem import AttentionProblem, Varlen
 from strobe.serving.problem import DecodeProblem
 
@@ -39,7 +40,7 @@ def takes_groups(config: Config, problem: DecodeProblem) -> bool:
     groups apart."""
     dims = (problem.head_dim, problem.head_dim_v)
     panels = dims == (config.wide, config.wide_v) and min(dims) > PANEL_COLUMNS
-    return panels and all(rows % GROUP_KEYS == 0 for rows in problem.page_rows if rows is not None)
+    return panels and lie_in_groups(problem.page_rows)
 
 
 def tiles(problem: DecodeProblem) -> int:

@@ -17,9 +17,6 @@ from strobe.tuning.table import Shape, entries, fields_of
 ROWS_PER_GROUP = 64
 """Query rows of a consumer warpgroup: the M of a wgmma."""
 
-PANEL_COLUMNS, GROUP_KEYS = 64, 8
-"""Columns that lie together in shared memory, and keys of them: a square that TMA and the tensor core swizzle."""
-
 SMEM_BYTES = KNOWN["H100"].smem_per_block
 """Shared memory that a CTA may have on Hopper."""
 

@@ -45,6 +45,7 @@ from strobe.kernels import workspace
 from strobe.kernels.common.channel import Channel, at, make_barriers, make_channel, make_chunks
 from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.descriptors import coordinates, one_or_two
+from strobe.kernels.common.groups import make_groups
 from strobe.kernels.common.optimistic import BOUNDS
 from strobe.kernels.common.scores import LN2
 from strobe.kernels.common.stamp import stamp
@@ -64,7 +65,7 @@ from strobe.kernels.gluon import (
 )
 from strobe.kernels.sm90.descriptors import copy_in
 from strobe.kernels.sm90.layouts import ROWS, accumulator, rows_of
-from strobe.kernels.sm90.pages import CACHE_NUMBERS, Pages, block_of, copy_pages, make_groups, note_missing, producer_of_v
+from strobe.kernels.sm90.pages import CACHE_NUMBERS, Pages, block_of, copy_pages, note_missing, producer_of_v
 from strobe.kernels.sm90.scores import (
     SCORE_NUMBERS,
     Score,
@@ -147,7 +148,7 @@ def make_memory(dtype: gl.constexpr, o_dtype: gl.constexpr, C: gl.constexpr):
 def make_ring(dtype: gl.constexpr, wide: gl.constexpr, narrow: gl.constexpr, C: gl.constexpr):
     """The channel of K or of V. The caller fences."""
     if C.grouped:
-        blocks = (make_groups(dtype, wide, C),)
+        blocks = (make_groups(dtype, C.num_stages, C.tile_kv, wide),)
         return Channel(blocks, make_barriers(C.num_stages, 1), make_barriers(C.num_stages, C.groups), C.num_stages)
     else:
         return make_channel(dtype, C.num_stages, C.tile_kv, wide, narrow, C.groups)

@@ -19,11 +19,11 @@ import torch
 import triton.language as tl
 
 from strobe.kernels.common.call import Tensors
-from strobe.kernels.common.channel import swizzled
 from strobe.kernels.common.descriptors import ENDLESS, FAR, layout_of
+from strobe.kernels.common.groups import GROUP, PANEL, groups_descriptor, in_rows, in_squares
 from strobe.kernels.decode.notes import NOTED
-from strobe.kernels.gluon import TensorDescriptor, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
-from strobe.kernels.sm90.config import GROUP_KEYS, PANEL_COLUMNS, Config
+from strobe.kernels.gluon import TensorDescriptor, aggregate, gl, gluon, mbarrier, tma_load
+from strobe.kernels.sm90.config import Config
 from strobe.kernels.sm90.layouts import ROWS
 from strobe.kernels.sm90.tile_queue import (
     BATCH,
@@ -42,8 +42,6 @@ from strobe.serving.problem import page_rows
 
 CACHE_NUMBERS = ("table_row", "k_page", "v_page", "number_of_pages")
 """Integers of a cache, which no kernel is specialised for."""
-
-PANEL, GROUP = gl.constexpr(PANEL_COLUMNS), gl.constexpr(GROUP_KEYS)
 
 NO_CACHE = (None,) * 6
 """What `cache_arguments` gives where there is none."""
@@ -120,7 +118,7 @@ def copy_last(descriptor, block, barrier, head, row, lane, keys, C: gl.constexpr
     of the cache, that each lane's box begins with, or -1."""
     GROUPS: gl.constexpr = block.shape[0]
     PANELS: gl.constexpr = block.shape[2]
-    squares = reinterpret(block, block.dtype, [GROUPS * PANELS, GROUP, PANEL], swizzled(block.dtype, PANEL))
+    squares = in_squares(block)
     begun = (keys + GROUP - 1) // GROUP
     for i in range(begun):
         copy_squares(descriptor, squares, barrier, head, row, lane, keys, i, PANELS, C)
@@ -181,38 +179,12 @@ def bytes_of(chunks):
 
 
 @gluon.jit
-def make_groups(dtype: gl.constexpr, columns: gl.constexpr, C: gl.constexpr):
-    """The blocks of a ring of groups, as TMA writes them."""
-    SHAPE: gl.constexpr = [C.num_stages, C.tile_kv // GROUP, 1, columns // PANEL, GROUP, PANEL]
-    return gl.allocate_shared_memory(dtype, SHAPE, in_boxes(dtype))
-
-
-@gluon.jit
 def block_of(channel, position, C: gl.constexpr):
     """The chunks of a position as products take them, [keys, columns] each."""
     if C.grouped:
-        block = channel.block(position)[0]
-        KEYS: gl.constexpr = C.tile_kv
-        COLUMNS: gl.constexpr = block.shape[2] * PANEL
-        return (reinterpret(block, block.dtype, [KEYS, COLUMNS], in_groups(KEYS, COLUMNS)),)
+        return (in_rows(channel.block(position)[0]),)
     else:
         return channel.block(position)
-
-
-@gluon.constexpr_function
-def in_boxes(dtype):
-    """The layout of boxes [groups, 1, panels, 8, 64]."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.primitive_bitwidth, rank=5)
-
-
-@gluon.constexpr_function
-def in_groups(keys, columns):
-    """The same as products read it: the steps, in key and column, of each bit of an element's number. 8 columns of a key of a
-    group lie at their number XOR the key's."""
-    square = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32]]
-    panels = [[0, PANEL.value << i] for i in range((columns // PANEL.value).bit_length() - 1)]
-    groups = [[GROUP.value << i, 0] for i in range((keys // GROUP.value).bit_length() - 1)]
-    return gl.SharedLinearLayout(square + panels + groups)
 
 
 @gluon.jit
@@ -260,19 +232,10 @@ def box_descriptors(x: torch.Tensor, config: Config, chunks: tuple[int, ...]) ->
     """TMA descriptors of k or v of a cache, [pages, page_size, heads, columns], in boxes of one head, one for each chunk of
     columns; None for one of no columns. Of groups two, the second for the last block of a request."""
     if config.grouped:
-        return [_groups(x, config.box, chunks[0]), _descriptor(x, GROUP.value, PANEL.value)]
+        return [groups_descriptor(x, config.box, chunks[0]), _descriptor(x, GROUP.value, PANEL.value)]
     whole = config.box == config.tile_kv
     widths = [columns if whole else min(columns, PANEL.value) for columns in chunks]
     return [_descriptor(x, config.box, columns) if columns else None for columns in widths]
-
-
-def _groups(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """The TMA descriptor of the groups of 8 rows that are those of all pages, with all columns."""
-    row, head = x.stride(1), x.stride(2) if x.shape[2] > 1 else x.shape[3]
-    group, panel = GROUP.value, PANEL.value
-    shape = [x.shape[0] * page_rows(x) // group, x.shape[2], columns // panel, group, panel]
-    block = (rows // group, 1, columns // panel, group, panel)
-    return TensorDescriptor(x, shape, [group * row, head, panel, row, 1], list(block), layout_of(block, x.dtype))
 
 
 def _descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
