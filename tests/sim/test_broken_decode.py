@@ -231,7 +231,7 @@ BUGS = [
              (AssertionError, Race, DoubleWrite, IllegalOperation, OutOfBounds), start=3),
     schedule("the last request is left out", "total += gl.sum(own, 0)",
              "total += gl.sum(gl.where(b < requests.batch - 1, own, 0), 0)"),
-    kernel("all requests count as alike", "most.to(gl.int64) * requests.batch == total", "most >= 0",
+    kernel("all requests count as alike", "wide(most, requests.batch) == total", "most >= 0",
            (AssertionError, DoubleWrite)),
     schedule("requests that are alike begin one further", "begins = number * most", "begins = number * most + 1",
              (AssertionError, Race, DoubleWrite, IllegalOperation), lengths=[100] * 4),
@@ -283,9 +283,11 @@ V_OF_STEP = "    memory.v.wait(now - 1)\n    acc = start"
 CLEARED = """        fence_async_shared()
         partition_barrier()
         mbarrier.arrive(full"""
+GROUPED = {"head_dim": 128, "head_dim_v": 128, "page": 48}
+TWO_CHUNKS = {"grouped": False, "chunk": 64}
 K_ALONE = "    else:\n        mbarrier.expect(barrier, C.tokens * C.head_dim"
-COPY_K = "position, barrier, K.cached, pages, piece.head, at, C)\n    return"
-COPY_V = "position, barrier, K.cached, pages, piece.head, at, C)\n    if clears"
+COPY_K = "k_page, k_row, piece.head, at, C)\n    return"
+COPY_V = "v_page, v_row, piece.head, at, C)\n    if clears"
 NARROW = "memory.narrow.index(turn % C.stages).permute((1, 0)), s, is_async=True)\n    return warpgroup_mma_wait(0, deps=[s])"
 
 
@@ -310,8 +312,8 @@ HOPPER_BUGS = [
     hopper("positions are not counted from piece to piece", "    position += steps\n    memory.v.wait",
            "    position += steps - 1\n    memory.v.wait",
            (*TOO_EARLY, Deadlock, BarrierMisuse, Unfinished, AssertionError)),
-    hopper("the first S is used too early", "warpgroup_mma_wait(0, deps=[start_scores(q, memory.k.block(position), C)])",
-           "start_scores(q, memory.k.block(position), C)", (Unfinished,)),
+    hopper("the first S is used too early", "warpgroup_mma_wait(0, deps=[start_scores(q, block_of(memory.k, position, C), C)])",
+           "start_scores(q, block_of(memory.k, position, C), C)", (Unfinished,)),
     hopper("nobody waits for S", S_OF_STEP, S_OF_STEP.partition("\n")[2], (Unfinished,)),
     boxes("O is used too early", "(warpgroup_mma_wait(0, deps=[acc[c]]),)", "(warpgroup_mma_wait(1, deps=[acc[c]]),)",
           (Unfinished, Race)),
@@ -323,7 +325,11 @@ HOPPER_BUGS = [
            (BarrierMisuse, Deadlock, *TOO_EARLY)),
     boxes("another row of the page", "row = row % cached.PAGE", "row = (row + 1) % cached.PAGE", page=32),
     boxes("the first chunk of columns twice", "[page, head, row, COLUMN], barrier", "[page, head, row, 0], barrier",
-          head_dim=128, head_dim_v=128),
+          head_dim=96, head_dim_v=96),
+    boxes("the first group of each page twice", "page * of_page + row // GROUP", "page * of_page", **GROUPED),
+    boxes("pages are not a page apart", "page * of_page + row", "page + row", **GROUPED),
+    boxes("all keys of a group are the first one", "first + i // PANELS * GROUP + gl.expand_dims(gl.arange(0, GROUP, ",
+          "first + i // PANELS * GROUP + 0 * gl.expand_dims(gl.arange(0, GROUP, ", **GROUPED),
     boxes("pages beyond the table are looked up", "return (first + C.box > piece.begin) & (first < piece.end)",
           "return first + C.box > piece.begin", (OutOfBounds,), lengths=[257, 257], batch=2, room=257),
     boxes("nobody notices that a page is missing", "& ~is_page(cached, pages)", "& (pages < -9)", honest=False),
@@ -376,7 +382,7 @@ ASKED_Q_BUGS = [
            (Deadlock, BarrierMisuse, *NUMBERS)),
     boxes("both groups have the rows of one", "query + w * QUERIES", "query"),
     boxes("half of Q is there twice", "head, c * C.chunk], barrier", "head, 0], barrier"),
-    boxes("Q is that of other heads", "piece.head * (GROUP - C.absent)\n    for w", "piece.head * GROUP\n    for w"),
+    boxes("Q is that of other heads", "piece.head * (GROUP - C.absent)\n    batch", "piece.head * GROUP\n    batch"),
     kernel("rows of absent heads are written", "there & (row % GROUP < GROUP - C.absent)", "there",
            (DoubleWrite, OutOfBounds, Race)),
     hopper("Q has no sign", "        if sign != 1.0:\n", "        if sign == 5.0:\n"),
@@ -793,7 +799,8 @@ def test_it_is_found_where_results_pass_through_the_place_of_q(bug, tmp_path):
     call, module = draw(1, torch.float16, **{**CASE, **MANY_ROWS}), broken(bug, HOPPER, tmp_path)
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
-            run(call, ctas=4, order=order, seed=number, kernel=module, choose=of_wgmma, stages=2, groups=2, **BY_WAY_OF_Q)
+            run(call, ctas=4, order=order, seed=number, kernel=module, choose=of_wgmma, stages=2, groups=2, **BY_WAY_OF_Q,
+                **TWO_CHUNKS)  # fmt: skip
 
 
 @pytest.mark.parametrize("bug", UNDER_WAY_BUGS, ids=str)
@@ -809,7 +816,8 @@ def test_it_is_found_where_the_copier_asks_for_q(bug, tmp_path):
     call, module = queries_below_zero(), broken(bug, HOPPER, tmp_path)
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
-            run(call, ctas=3, order=order, seed=number, kernel=module, choose=of_wgmma, stages=4, **ASKED_Q)
+            run(call, ctas=3, order=order, seed=number, kernel=module, choose=of_wgmma, stages=4, **ASKED_Q,
+                **TWO_CHUNKS)  # fmt: skip
 
 
 @pytest.mark.parametrize("bug", JOINED_BUGS, ids=str)
