@@ -631,22 +631,29 @@ def test_results_by_way_of_q(groups, page):
 @pytest.mark.parametrize("seed", range(8))
 def test_keys_in_groups(seed):
     """Of random requests of which a page may be missing: 128 rows of one role and of two, 64 rows, fixed bits."""
+    dtype, page, fixed = (torch.float16, torch.bfloat16)[seed % 2], (16, 48, 32)[seed % 3], seed % 4 == 3
     rows = 64 if seed % 4 == 1 else 128
-    call = draw(seed, (torch.float16, torch.bfloat16)[seed % 2], honest=seed % 3 > 0,
-                page=(16, 48, 32)[seed % 3], n_q=rows // 8,
-                group=8, heads_kv=2, head_dim=128, head_dim_v=128, deterministic=seed % 4 == 3, room=(257, 700)[seed // 2 % 2],
-                tree=False)  # fmt: skip
-    assert of_wgmma(described(call)[0], KNOWN["H200"]).grouped
-    groups = {"groups": 1 + seed // 4} if rows == 128 else {}
-    run(call, ctas=1 + seed % 5, order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_wgmma, **groups)
+    call = draw(seed, dtype, honest=seed % 3 > 0, page=page, n_q=rows // 8, group=8, heads_kv=2, head_dim=128, head_dim_v=128,
+                deterministic=fixed, room=(257, 700)[seed // 2 % 2], tree=False, alibi=False, mask=strobe.Causal())  # fmt: skip
+    config = {"grouped": True, "chunk": 128, "stages": 2, "holds_q": True, "by_way_of_q": False, "late": fixed}
+    config |= {"optimistic": fixed, "groups": 1 + (rows == 128 and seed > 3)}
+    run(call, ctas=1 + seed % 5, order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_wgmma, **config)
 
 
 @pytest.mark.parametrize(
     ("page", "fixed", "grouped"),
-    [(16, {}, True), (48, {}, True), (64, {}, False), (None, {}, False), (16, {"head_dim": 80}, False), (32, {"n_q": 8}, True)],
+    [
+        (16, {}, True),
+        (48, {}, True),
+        (64, {}, False),
+        (None, {}, False),
+        (16, {"head_dim": 80}, False),
+        (32, {"n_q": 8}, True),
+        (16, {"deterministic": True}, False),
+    ],
 )
 def test_whose_keys_lie_in_groups(page, fixed, grouped):
-    """Where a step has several pages, each a whole number of groups from the next."""
+    """Where a step has several pages, each a whole number of groups from the next, and Q is held."""
     problem = problem_of(**{"n_q": 16, "page": page, **fixed})
     assert of_wgmma(problem, KNOWN["H200"]).grouped == grouped
     assert not of_wgmma(replace(problem, page_rows=(page, 20)), KNOWN["H200"]).grouped
@@ -682,7 +689,7 @@ def test_a_ring_of_which_few_steps_are_under_way(stages, under_way, order):
         (2048, None, {}, 2),
         (2048, None, {"batch": 20}, 2),
         (2048, 64, {"deterministic": True}, 0),
-        (2048, 64, {"n_q": 8}, 0),
+        (2048, 64, {"n_q": 8}, 2),
     ],
 )
 def test_how_many_steps_are_under_way(capacity, page, fixed, under_way):
