@@ -636,17 +636,25 @@ def test_keys_in_groups(seed):
                 page=(16, 48, 32)[seed % 3], n_q=rows // 8,
                 group=8, heads_kv=2, head_dim=128, head_dim_v=128, deterministic=seed % 4 == 3, room=(257, 700)[seed // 2 % 2],
                 tree=False)  # fmt: skip
-    assert of_wgmma(described(call)[0], KNOWN["H200"]).grouped
     groups = {"groups": 1 + seed // 4} if rows == 128 else {}
-    run(call, ctas=1 + seed % 5, order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_wgmma, **groups)
+    run(call, ctas=1 + seed % 5, order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_wgmma, grouped=True, chunk=128,
+        holds_q=True, by_way_of_q=False, **groups)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("page", "fixed", "grouped"),
-    [(16, {}, True), (48, {}, True), (64, {}, False), (None, {}, False), (16, {"head_dim": 80}, False), (32, {"n_q": 8}, True)],
+    [
+        (16, {}, True),
+        (48, {}, True),
+        (64, {}, False),
+        (None, {}, False),
+        (16, {"head_dim": 80}, False),
+        (32, {"n_q": 8}, True),
+        (16, {"deterministic": True}, False),
+    ],  # fmt: skip
 )
 def test_whose_keys_lie_in_groups(page, fixed, grouped):
-    """Where a step has several pages, each a whole number of groups from the next."""
+    """Where a step has several pages, each a whole number of groups from the next, and Q is held."""
     problem = problem_of(**{"n_q": 16, "page": page, **fixed})
     assert of_wgmma(problem, KNOWN["H200"]).grouped == grouped
     assert not of_wgmma(replace(problem, page_rows=(page, 20)), KNOWN["H200"]).grouped
@@ -682,7 +690,7 @@ def test_a_ring_of_which_few_steps_are_under_way(stages, under_way, order):
         (2048, None, {}, 2),
         (2048, None, {"batch": 20}, 2),
         (2048, 64, {"deterministic": True}, 0),
-        (2048, 64, {"n_q": 8}, 0),
+        (2048, 64, {"n_q": 8}, 2),
     ],
 )
 def test_how_many_steps_are_under_way(capacity, page, fixed, under_way):

@@ -280,8 +280,6 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
     rows = rows or (128 if problem.rows > 64 else 64)
-    grouped = box < tokens and takes_groups(problem)
-    chunk = min(dim, dim_v) if box == tokens or grouped else PANEL_COLUMNS
     # An H100, 128 rows, microseconds as it is now (and with all stages, written by 4 bytes), pages of 64 and 16:
     #   a long room:  8 requests of 8k keys 104.9 (107.4), 108.6 (111.1); 32 of 8k 378.8 (382.4), 385.5 (400.4);
     #                 1 of 32k 59.8 (60.8), 62.0 (65.9); 8 of 2k 37.5 (38.0), 39.2 (40.9)
@@ -305,19 +303,23 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     #   8 of unequal lengths 29.8 (33.7), around 2k 44.3 (43.7), 32 around 2k 122.7 (132.7)
     many, long, paged = rows > MOST_ROWS, problem.capacity >= LONG_ROOM, problem.page_size is not None
     # One CTA that holds Q has 33 to 64 rows. An H200, 16 queries of 32 heads on 8, microseconds (and two that do not): 8
-    # requests of 32k keys, contiguous 247.5 (253.1), over pages of 256 249.4 (255.3), of 16 251.9 (257.7), 8 of 128k,
-    # contiguous 954 (961), of unequal lengths, 32 around 8k 266 (272); 32 and 128 of 8k, 32 of 32k: level.
+    # requests of 32k keys, contiguous 247.6 (256.7), over pages of 256 249.4 (255.3), of 16 253.9 (264.8), 8 of 128k,
+    # contiguous 958 (976), of unequal lengths, 32 around 8k 273 (283); 32 and 128 of 8k, 32 of 32k: level. With all six steps
+    # under way, not half of four: 251.0, -, 254.6, 966, 276.
     holds_q = dim == dim_v == 128 and not problem.deterministic
     apart = many and (holds_q or (keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS and (long or not problem.deterministic)))
     late = is_late(problem, arch)
     hopeful = late and many and keys_of(problem) >= LEAST_KEYS_OF_HOPEFUL_SPLITS
     apart, holds_q = apart or hopeful, holds_q or hopeful
     absent = absent_of(problem, rows) if holds_q else None
+    grouped = holds_q and box < tokens and takes_groups(problem)
+    whole = grouped or (box == tokens and (holds_q or not split))
+    chunk = min(dim, dim_v) if whole else PANEL_COLUMNS
     ctas = 1 if holds_q else 128 // rows
     config = Config(dim, dim_v, rows, tokens, 2, rows // 16, ctas, split, box=box, chunk=chunk, groups=1 + apart,
                     by_way_of_q=many and not long and not holds_q, holds_q=holds_q, asks_q=absent is not None,
                     absent=absent or 0, optimistic=holds_q and is_hopeful(problem),
-                    under_way=UNDER_WAY if many and holds_q else 0,
+                    under_way=UNDER_WAY if holds_q else 0,
                     chain=chain_of(problem), late=late, grouped=grouped)  # fmt: skip
     # Parts merged by blocks of columns, microseconds (and by rows), one request: of 128k keys of 16 heads on 2 50.0 (52.8) on
     # an H200, 64.0 (66.2) on an H100; of 32k of 28 on 4 35.1 (34.8), 38.4 (39.3); but of 64 on 8, of 16 parts, 62.0 (60.9).
@@ -327,7 +329,7 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     if holds_q and not split and 2 * number <= sms and keys_of(problem) <= MOST_KEYS_OF_ONE_ROLE:
         config = replace(config, groups=1)
     most = MOST_STAGES
-    if many and (config.under_way or (long and paged)):
+    if config.under_way or (many and long and paged):
         most = MOST_UNDER_WAY // (tokens * (dim + dim_v) * config.kv_bytes)
     return with_all_stages(config, arch, most)
 
