@@ -268,9 +268,12 @@ def scale_of_scores(terms, piece):
 
 
 @gluon.jit
-def masked(s, K, piece, first, holes, C: gl.constexpr, MASKED: gl.constexpr):
-    """Products s [rows, tokens] from key `first` on, changed as terms ask; -inf where nobody sees a key."""
+def masked(s, K, piece, first, holes, C: gl.constexpr, MASKED: gl.constexpr, power=1.0):
+    """Products s [rows, tokens] from key `first` on, changed as terms ask; -inf where nobody sees a key. power: by what they
+    are multiplied first, if terms ask for any change."""
     cached, terms = K.cached, K.terms
+    if (terms.softcap is not None) | (terms.alibi is not None):
+        s = s * power
     s = gl.reshape(s, [1, C.rows, C.tokens])
     L: gl.constexpr = s.type.layout
     if (terms.softcap is not None) | (terms.alibi is not None):
@@ -290,7 +293,16 @@ def weights_of(s, scale, top):
     """The maximum of each row with the scores of a step, its P, and the factor of what was summed before."""
     new_top = gl.maximum(top, gl.max(s, 1) * scale)
     shift = finite(new_top)
-    return new_top, gl.exp2(gl.fma(s, scale, gl.expand_dims(-shift, 1))), gl.exp2(top - shift)
+    return new_top, gl.exp2(gl.fma(s, beside(scale), gl.expand_dims(-shift, 1))), gl.exp2(top - shift)
+
+
+@gluon.jit
+def beside(scale):
+    """A number for all rows, or one for each, as it meets scores."""
+    if len(scale.shape) > 0:
+        return gl.expand_dims(scale, 1)
+    else:
+        return scale
 
 
 @gluon.jit

@@ -51,6 +51,7 @@ from strobe.kernels.decode.board import Board, make_board, take_told, tell_of, t
 from strobe.kernels.decode.boxes import (
     accumulator,
     ask_for_queries,
+    beside,
     clear_values,
     copy_boxes,
     first_step,
@@ -71,7 +72,7 @@ from strobe.kernels.decode.boxes import (
     window_of,
 )
 from strobe.kernels.decode.converted import Bytes, converter_of_keys, converter_of_values, make_bytes
-from strobe.kernels.decode.keys import is_key, look_up, rows_at
+from strobe.kernels.decode.keys import as_half, is_key, look_up, rows_at
 from strobe.kernels.decode.latent import make_latent_memory, take_latent
 from strobe.kernels.decode.latent_turns import left_group, make_turns_memory, right_group
 from strobe.kernels.decode.layouts import lanes
@@ -371,8 +372,8 @@ def start_output(acc, p, v, C: gl.constexpr):
 
 @gluon.jit
 def store_queries(W: gl.constexpr, memory, K, piece, C: gl.constexpr):
-    """The W-th group's Q, in shared memory or registers, in chunks of columns, by what products become scores, and if a page is
-    missing."""
+    """The W-th group's Q, in shared memory or registers, in chunks of columns, by what products become scores, of all rows or
+    of each one, by what they become products of the queries as they are, and if a page is missing."""
     CHUNKS: gl.constexpr = C.head_dim // C.chunk
     rows, q = (), ()
     for c in gl.static_range(CHUNKS):
@@ -380,6 +381,9 @@ def store_queries(W: gl.constexpr, memory, K, piece, C: gl.constexpr):
         q += (memory.q.index(W * CHUNKS + c),)
     holes = misses_a_page(K.cached, piece)  # while Q is on its way: behind the copies of all CTAs a load takes long
     scale, sign = scale_of_scores(K.terms, piece)
+    power = 1.0
+    if C.bytes_stages > 0:
+        rows, scale, power = rows_as_half(rows[0], scale, K.terms, C)
     partition_barrier()  # everybody has read the rows before
     for c in gl.static_range(CHUNKS):
         q[c].store((rows[c] * sign).to(memory.q.dtype))
@@ -390,9 +394,25 @@ def store_queries(W: gl.constexpr, memory, K, piece, C: gl.constexpr):
         held = ()
         for c in gl.static_range(CHUNKS):
             held += (q[c].load(L),)
-        return held, scale, holes
+        return held, scale, power, holes
     else:
-        return q, scale, holes
+        return q, scale, power, holes
+
+
+@gluon.jit
+def rows_as_half(rows, scale, terms, C: gl.constexpr):
+    """Rows of Q as the float16 that a cache of 8 bits is converted to, and by what products with them become scores, for each
+    row, or, where scores change otherwise, by what they become products of the queries as they are."""
+    ROWS: gl.constexpr = rows_of(C, C.tokens)
+    scale, power = gl.full([C.rows], 0.0, gl.float32, ROWS) + scale, 1.0
+    if rows.dtype == gl.bfloat16:
+        rows, power = as_half(rows)
+        power = gl.convert_layout(gl.reshape(power, [C.rows]), ROWS)
+        if (terms.softcap is not None) | (terms.alibi is not None):
+            power = gl.expand_dims(power, 1)
+        else:
+            scale, power = scale * power, 1.0
+    return (rows,), scale, power
 
 
 @gluon.jit
@@ -409,7 +429,7 @@ def asked_queries(W: gl.constexpr, memory, K, piece, position, C: gl.constexpr):
         if sign != 1.0:
             chunk = (chunk.to(gl.float32) * sign).to(memory.q.dtype)
         q += (chunk,)
-    return q, scale, holes
+    return q, scale, 1.0, holes
 
 
 @gluon.jit
@@ -468,7 +488,7 @@ def noted(W: gl.constexpr, memory):
 
 
 @gluon.jit
-def next_scores(memory, K, piece, q, acc, p, now, at, holes, MASKED: gl.constexpr):
+def next_scores(memory, K, piece, q, power, acc, p, now, at, holes, MASKED: gl.constexpr):
     """Scores of the step from key `at` on, the CTA's `now`-th, and O, to which P V of the step before is being added
     (`output_of`)."""
     C: gl.constexpr = K.C
@@ -478,7 +498,7 @@ def next_scores(memory, K, piece, q, acc, p, now, at, holes, MASKED: gl.constexp
     acc = start_output(acc, p, memory.v.block(now - 1), C)
     s = warpgroup_mma_wait(len(acc), deps=[s])
     memory.k.release(now)
-    return masked(s, K, piece, at, holes, C, MASKED), acc
+    return masked(s, K, piece, at, holes, C, MASKED, power), acc
 
 
 @gluon.jit
@@ -494,7 +514,7 @@ def output_of(memory, acc, position):
 @gluon.jit
 def hopeful_step(memory, s, scale, shift, acc, sums, now, C: gl.constexpr):
     """P of a step's scores, whose exponents are counted from the same maxima as those of the steps before; O and sums."""
-    wide = gl.exp2(gl.fma(s, scale, shift))
+    wide = gl.exp2(gl.fma(s, beside(scale), shift))
     sums += lane_sums(wide)
     acc = output_of(memory, acc, now - 1)
     return operand_of(wide, memory.q.dtype, C), acc, sums
@@ -649,15 +669,15 @@ def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful, leaves):
     C: gl.constexpr = K.C
     first, steps = first_step(piece, C)
     if C.asks_q:
-        q, scale, holes = asked_queries(W, memory, K, piece, position, C)
+        q, scale, power, holes = asked_queries(W, memory, K, piece, position, C)
     else:
-        q, scale, holes = store_queries(W, memory, K, piece, C)
+        q, scale, power, holes = store_queries(W, memory, K, piece, C)
     part = no_part(C)
     acc, nothing, _ = part
     memory.k.wait(position)
     s = warpgroup_mma_wait(0, deps=[start_scores(q, memory.k.block(position), C)])
     memory.k.release(position)
-    s = masked(s, K, piece, first, holes, C, True)
+    s = masked(s, K, piece, first, holes, C, True, power)
     top, wide, _ = weights_of(s, scale, nothing)
     sums, p = lane_sums(wide), operand_of(wide, memory.q.dtype, C)
     begin, plain = gl.to_tensor(1), plain_steps(K.terms, piece, first, steps, holes, C)
@@ -669,7 +689,7 @@ def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful, leaves):
         end = steps if MASKED else plain
         for i in tl.range(begin, end, disable_licm=True):
             now, at = position + i, first + i * C.tokens
-            s, acc = next_scores(memory, K, piece, q, acc, p, now, at, holes, MASKED)
+            s, acc = next_scores(memory, K, piece, q, power, acc, p, now, at, holes, MASKED)
             if C.optimistic and C.split:
                 p, acc, top, sums, part, worst = hopeful_split_step(
                     W, memory, K, job, s, scale, acc, top, sums, part, worst, now, at, leaves, not MASKED
@@ -790,7 +810,7 @@ def hopper_kernel(
     elif C.narrow > 0:
         memory = make_latent_memory(k, v, C)
     else:
-        memory = make_memory(k, v, q_boxes, q.dtype.element_ty, C)
+        memory = make_memory(k, v, q_boxes, gl.float16 if C.bytes_stages > 0 else q.dtype.element_ty, C)
     fence_async_shared()
     partition_barrier()
     take_turn()
