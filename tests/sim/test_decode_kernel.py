@@ -227,7 +227,7 @@ def with_8_bits(call, kind=torch.float8_e4m3fn, scaled=False):
 def test_a_cache_of_8_bits_by_wgmma(seed):
     """Random requests whose keys four warps convert, for one group or two, with and without hope; of every third a page is not
     there. Queries in bfloat16 are beyond float16, in which they meet keys, or far below it."""
-    dtype, page = (torch.float16, torch.bfloat16)[seed % 2], [None, 16, 48, 64, 128, 1, 32][seed % 7]
+    dtype, page = (torch.float16, torch.bfloat16)[seed % 2], [None, 16, 48, 64, 128, 96, 32][seed % 7]
     n_q, group = [(4, 8), (3, 7), (16, 8), (5, 4)][seed % 4]
     dim, dim_v = [(128, 128), (80, 80), (96, 128)][seed % 3]
     call = draw(seed, dtype, honest=seed % 3 > 0, page=page, n_q=n_q, group=group, head_dim=dim, head_dim_v=dim_v)

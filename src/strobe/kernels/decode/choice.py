@@ -438,8 +438,9 @@ def of_converted(problem: DecodeProblem, arch: Arch) -> Config:
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     groups = 2 if problem.rows > MOST_ROWS else 1
     hopeful = problem.mask.left is None and problem.score.alibi is None
-    config = Config(dim, dim_v, MOST_ROWS * groups, WGMMA_TOKENS, 2, 4 * groups, 1, kv_bytes=1, chunk=dim, groups=groups,
-                    holds_q=groups == 1, optimistic=hopeful, bytes_stages=3)  # fmt: skip
+    box = WGMMA_TOKENS if problem.page_size is None else math.gcd(WGMMA_TOKENS, problem.page_size)
+    config = Config(dim, dim_v, MOST_ROWS * groups, WGMMA_TOKENS, 2, 4 * groups, 1, kv_bytes=1, box=box, chunk=dim,
+                    groups=groups, holds_q=True, optimistic=hopeful, bytes_stages=4)  # fmt: skip
     return with_all_stages(config, arch)
 
 

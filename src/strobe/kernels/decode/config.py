@@ -133,9 +133,14 @@ class Config:
         return self.halves > 1 or (self.holds_q and not self.split)
 
     @property
+    def copied_chunk(self) -> int:
+        """Columns that TMA copies together."""
+        return 64 if self.bytes_stages else self.chunk
+
+    @property
     def tells(self) -> bool:
         """Whether who copies K finds the CTA's pieces of work, and tells the other roles, whose code is so much shorter."""
-        return self.groups > 1 and self.box > 0 and not self.split
+        return self.groups > 1 and self.box > 0 and not self.split and not self.bytes_stages
 
     @property
     def row_warps(self) -> int:
@@ -153,8 +158,13 @@ class Config:
 
     @property
     def copier_warps(self) -> int:
-        """Warps that have registers as those who copy."""
-        return 8 if self.bytes_stages else 4
+        """Warps that copy or convert; one that copies alone counts as four."""
+        return 4 + 4 * self.converters
+
+    @property
+    def converters(self) -> int:
+        """Roles of four warps that convert."""
+        return 0 if not self.bytes_stages else 2 if self.groups == 1 else 1
 
     @property
     def registers(self) -> int:
@@ -165,15 +175,21 @@ class Config:
     @property
     def group_registers(self) -> int:
         """Registers a thread that the second group sets for itself: what copiers leave."""
-        return (65536 // self.ctas - 32 * self.copier_warps * self.copier_registers) // (32 * self.warps) // 8 * 8
+        others = 32 * 4 * (self.copier_registers + self.converters * self.converter_registers)
+        return (65536 // self.ctas - others) // (32 * self.warps) // 8 * 8
 
     @property
     def copier_registers(self) -> int:
         """Registers a thread that a warp which copies sets for itself (setmaxnreg)."""
         # by cp.async over pages of 64 keys, with 104 the loop spilled: 16.4 microseconds, not 14.8 (an H200, one request of 8k)
         if self.bytes_stages:
-            return 104 if self.groups == 1 else 80
+            return 40
         return (56 if self.split else 80) if self.box else 152
+
+    @property
+    def converter_registers(self) -> int:
+        """Registers a thread of those warps that convert."""
+        return 80
 
     @property
     def merged_rows(self) -> int:

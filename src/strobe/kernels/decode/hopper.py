@@ -54,14 +54,13 @@ from strobe.kernels.decode.boxes import (
     beside,
     clear_values,
     copy_boxes,
+    copy_steps,
     first_step,
     has_others,
     lane_sums,
     masked,
     misses_a_page,
     no_output,
-    pages_of_step,
-    pages_of_window,
     rescaled,
     rows_layout,
     rows_of,
@@ -69,10 +68,9 @@ from strobe.kernels.decode.boxes import (
     scale_of_scores,
     wait_output,
     weights_of,
-    window_of,
 )
-from strobe.kernels.decode.converted import Bytes, converter_of_keys, converter_of_values, make_bytes
-from strobe.kernels.decode.keys import as_half, is_key, look_up, rows_at
+from strobe.kernels.decode.converted import converter, converter_of_keys, converter_of_values, copier_of_bytes, make_bytes
+from strobe.kernels.decode.keys import is_key, largest, look_up, power_of, rows_at
 from strobe.kernels.decode.latent import make_latent_memory, take_latent
 from strobe.kernels.decode.latent_turns import left_group, make_turns_memory, right_group
 from strobe.kernels.decode.layouts import lanes
@@ -113,7 +111,7 @@ class Memory:
     notes: gl.shared_memory_descriptor
     sums: gl.shared_memory_descriptor
     board: (Board, gl.constexpr)
-    bytes: (Bytes, gl.constexpr)
+    bytes: (Channel, gl.constexpr)
 
 
 @gluon.jit
@@ -159,22 +157,6 @@ def wait_for_earlier(channel, position, C: gl.constexpr):
     """Wait until so many steps before this one are there that no more are under way than may be."""
     if C.under_way > 0:
         channel.wait(gl.maximum(position - C.under_way, 0), pred=position >= C.under_way)
-
-
-@gluon.jit
-def copy_steps(COPY: gl.constexpr, memory, K, piece, state):
-    """Copy the steps of a piece, each by COPY, which is told its first key and its pages. They are looked up a window of steps
-    ahead."""
-    C: gl.constexpr = K.C
-    first, steps = first_step(piece, C)
-    window = pages_of_window(K.cached, piece, first, C)
-    for begin in tl.range(0, steps, window_of(C)):
-        next_window = pages_of_window(K.cached, piece, first + (begin + window_of(C)) * C.tokens, C)
-        for i in tl.range(begin, gl.minimum(begin + window_of(C), steps)):
-            pages = pages_of_step(K.cached, piece, window, i - begin, C)
-            state = COPY(memory, K, piece, first + i * C.tokens, pages, state)
-        window = next_window
-    return state
 
 
 @gluon.jit
@@ -383,7 +365,7 @@ def store_queries(W: gl.constexpr, memory, K, piece, C: gl.constexpr):
     scale, sign = scale_of_scores(K.terms, piece)
     power = 1.0
     if C.bytes_stages > 0:
-        rows, scale, power = rows_as_half(rows[0], scale, K.terms, C)
+        rows, scale, power = rows_as_half(rows, scale, K.terms, C)
     partition_barrier()  # everybody has read the rows before
     for c in gl.static_range(CHUNKS):
         q[c].store((rows[c] * sign).to(memory.q.dtype))
@@ -401,18 +383,23 @@ def store_queries(W: gl.constexpr, memory, K, piece, C: gl.constexpr):
 
 @gluon.jit
 def rows_as_half(rows, scale, terms, C: gl.constexpr):
-    """Rows of Q as the float16 that a cache of 8 bits is converted to, and by what products with them become scores, for each
+    """Chunks of Q as the float16 that a cache of 8 bits is converted to, and by what products with them become scores, for each
     row, or, where scores change otherwise, by what they become products of the queries as they are."""
     ROWS: gl.constexpr = rows_of(C, C.tokens)
     scale, power = gl.full([C.rows], 0.0, gl.float32, ROWS) + scale, 1.0
-    if rows.dtype == gl.bfloat16:
-        rows, power = as_half(rows)
-        power = gl.convert_layout(gl.reshape(power, [C.rows]), ROWS)
+    if rows[0].dtype == gl.bfloat16:
+        most = largest(rows[0])
+        for c in gl.static_range(1, len(rows)):
+            most = gl.maximum(most, largest(rows[c]))
+        power, halves = power_of(most), ()
+        for c in gl.static_range(len(rows)):
+            halves += ((rows[c].to(gl.float32) * gl.expand_dims(1.0 / power, 1)).to(gl.float16),)
+        rows, power = halves, gl.convert_layout(power, ROWS)
         if (terms.softcap is not None) | (terms.alibi is not None):
             power = gl.expand_dims(power, 1)
         else:
             scale, power = scale * power, 1.0
-    return (rows,), scale, power
+    return rows, scale, power
 
 
 @gluon.jit
@@ -830,14 +817,15 @@ def hopper_kernel(
         take_pieces(take_latent, memory, K, gl.to_tensor(0))
     elif C.bytes_stages > 0 and C.groups == 2:
         gl.warp_specialize(
-            [(multiplier, (memory, K)), (second_multiplier, (memory, K)), (converter_of_keys, (memory, K)),
-             (converter_of_values, (memory, K))],
-            [4, 4, 4], [C.group_registers, C.copier_registers, C.copier_registers],
+            [(multiplier, (memory, K)), (second_multiplier, (memory, K)), (converter, (memory, K)),
+             (copier_of_bytes, (memory, K))],
+            [4, 4, 1], [C.group_registers, C.converter_registers, C.copier_registers],
         )  # fmt: skip
     elif C.bytes_stages > 0:
         gl.warp_specialize(
-            [(multiplier, (memory, K)), (converter_of_keys, (memory, K)), (converter_of_values, (memory, K))],
-            [4, 4], [C.copier_registers, C.copier_registers],
+            [(multiplier, (memory, K)), (converter_of_keys, (memory, K)), (converter_of_values, (memory, K)),
+             (copier_of_bytes, (memory, K))],
+            [4, 4, 1], [C.converter_registers, C.converter_registers, C.copier_registers],
         )  # fmt: skip
     elif C.box == 0:
         gl.warp_specialize([(multiplier, (memory, K)), (copier_of_rows, (memory, K))], [4], [C.copier_registers])
