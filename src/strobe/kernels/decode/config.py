@@ -183,13 +183,13 @@ class Config:
         """Registers a thread that a warp which copies sets for itself (setmaxnreg)."""
         # by cp.async over pages of 64 keys, with 104 the loop spilled: 16.4 microseconds, not 14.8 (an H200, one request of 8k)
         if self.bytes_stages:
-            return 40
+            return 56 if self.groups == 1 else 40
         return (56 if self.split else 80) if self.box else 152
 
     @property
     def converter_registers(self) -> int:
         """Registers a thread of those warps that convert."""
-        return 80
+        return 80 if self.groups == 1 else 56
 
     @property
     def merged_rows(self) -> int:
