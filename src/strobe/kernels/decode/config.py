@@ -140,7 +140,7 @@ class Config:
     @property
     def tells(self) -> bool:
         """Whether who copies K finds the CTA's pieces of work, and tells the other roles, whose code is so much shorter."""
-        return self.groups > 1 and self.box > 0 and not self.split and not self.bytes_stages
+        return (self.groups > 1 or self.bytes_stages > 0) and self.box > 0 and not self.split
 
     @property
     def row_warps(self) -> int:
@@ -189,7 +189,7 @@ class Config:
     @property
     def converter_registers(self) -> int:
         """Registers a thread of those warps that convert."""
-        return 80 if self.groups == 1 else 56
+        return 80 if self.groups == 1 else 64
 
     @property
     def merged_rows(self) -> int:

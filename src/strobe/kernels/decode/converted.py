@@ -13,6 +13,7 @@ become zeros as they are converted.
 from strobe.kernels.common.channel import Channel, make_barriers, swizzled
 from strobe.kernels.common.packed_halves import widened_8_bits
 from strobe.kernels.decode.again import ALL, chosen_next, is_chosen
+from strobe.kernels.decode.board import take_all, tell_of, tell_of_the_end
 from strobe.kernels.decode.boxes import copy_boxes, copy_steps, first_step, has_others
 from strobe.kernels.decode.pieces import take_pieces
 from strobe.kernels.gluon import fence_async_shared, gl, gluon, mbarrier, partition_barrier
@@ -52,26 +53,25 @@ def copy_bytes(memory, K, piece, at, pages, position):
 
 @gluon.jit
 def take_bytes(memory, K, piece, job, state):
-    """Copy the bytes of a piece, if it is chosen; state: how many steps the CTA copied before, the number of the piece, and
-    which pieces are chosen."""
-    position, number, chosen = state
+    """Copy the bytes of a piece, if it is chosen; state: how many steps the CTA copied before, the number of the piece, which
+    pieces are chosen, and of how many the others were told."""
+    position, number, chosen, told = state
+    if K.C.tells:
+        tell_of(memory.board, told, piece, job)
     if is_chosen(chosen, number, job, K.C):
         position = copy_steps(copy_bytes, memory, K, piece, position)
-    return position, number + 1, chosen
-
-
-@gluon.jit
-def take_again(TAKE: gl.constexpr, memory, K):
-    """All pieces of a CTA, and again those that are chosen."""
-    position, chosen = gl.to_tensor(0), gl.to_tensor(ALL)
-    while chosen != 0:
-        position, _, _ = take_pieces(TAKE, memory, K, (position, 0 * chosen, chosen))
-        chosen = chosen_next(memory.again, chosen, K.C)
+    return position, number + 1, chosen, told + 1
 
 
 @gluon.jit
 def copier_of_bytes(memory, K):
-    take_again(take_bytes, memory, K)
+    position, chosen, told = gl.to_tensor(0), gl.to_tensor(ALL), gl.to_tensor(0)
+    while chosen != 0:
+        position, _, _, told = take_pieces(take_bytes, memory, K, (position, 0 * chosen, chosen, told))
+        if K.C.tells:
+            tell_of_the_end(memory.board, told)
+            told += 1
+        chosen = chosen_next(memory.again, chosen, K.C)
 
 
 # ---- converters
@@ -104,7 +104,7 @@ def store_halves(channel, position, raw, CLEARED: gl.constexpr, piece, at, C: gl
     CLEARED. The barrier that says when it is there."""
     full, place = channel.acquire(position), channel.block(position)[0]
     if CLEARED:
-        if has_others(piece, at, C):
+        if has_others(piece, at, C):  # zeros: 0 * NaN would be NaN
             keys = at + gl.expand_dims(gl.arange(0, C.tokens, gl.SliceLayout(1, bytes_layout(C.tokens))), 1)
             store_chunks(place, raw, (keys >= piece.begin) & (keys < piece.end))
         else:
@@ -126,84 +126,76 @@ def store_chunks(place, raw, inside):
 
 
 @gluon.jit
-def convert_keys(memory, K, piece, at, position):
-    """Convert a step of K, and let it be read."""
+def convert_step(KEYS: gl.constexpr, VALUES: gl.constexpr, memory, K, piece, at, position):
+    """Convert K of a step, or V, or both, and let it be read."""
     C: gl.constexpr = K.C
+    OF_K: gl.constexpr = C.head_dim // C.copied_chunk
     memory.bytes.wait(position)
-    raw = load_bytes(memory.bytes, 0, C.head_dim // C.copied_chunk, position, C)
-    full = store_halves(memory.k, position, raw, False, piece, at, C)
+    if KEYS:
+        k = load_bytes(memory.bytes, 0, OF_K, position, C)
+    if VALUES:
+        v = load_bytes(memory.bytes, OF_K, C.head_dim_v // C.copied_chunk, position, C)
+    if KEYS:
+        k_full = store_halves(memory.k, position, k, False, piece, at, C)
+    if VALUES:
+        v_full = store_halves(memory.v, position, v, True, piece, at, C)
     fence_async_shared()
     partition_barrier()
-    mbarrier.arrive(full, count=1)
+    if KEYS:
+        mbarrier.arrive(k_full, count=1)
+    if VALUES:
+        mbarrier.arrive(v_full, count=1)
     memory.bytes.release(position)
 
 
 @gluon.jit
-def convert_values(memory, K, piece, at, position):
-    """Convert a step of V, and let it be read."""
-    C: gl.constexpr = K.C
-    memory.bytes.wait(position)
-    raw = load_bytes(memory.bytes, C.head_dim // C.copied_chunk, C.head_dim_v // C.copied_chunk, position, C)
-    full = store_halves(memory.v, position, raw, True, piece, at, C)
-    fence_async_shared()
-    partition_barrier()
-    mbarrier.arrive(full, count=1)
-    memory.bytes.release(position)
-
-
-@gluon.jit
-def convert_both(memory, K, piece, at, position):
-    """Convert a step of K and of V, and let them be read."""
-    C: gl.constexpr = K.C
-    memory.bytes.wait(position)
-    k = load_bytes(memory.bytes, 0, C.head_dim // C.copied_chunk, position, C)
-    v = load_bytes(memory.bytes, C.head_dim // C.copied_chunk, C.head_dim_v // C.copied_chunk, position, C)
-    k_full = store_halves(memory.k, position, k, False, piece, at, C)
-    v_full = store_halves(memory.v, position, v, True, piece, at, C)
-    fence_async_shared()
-    partition_barrier()
-    mbarrier.arrive(k_full, count=1)
-    mbarrier.arrive(v_full, count=1)
-    memory.bytes.release(position)
-
-
-@gluon.jit
-def convert_piece(CONVERT: gl.constexpr, memory, K, piece, job, state):
-    """Convert the steps of a piece, if it is chosen; state: see `take_bytes`."""
+def convert_piece(KEYS: gl.constexpr, VALUES: gl.constexpr, memory, K, piece, job, state):
+    """Convert the steps of a piece, if it is chosen; state: how many steps the CTA copied before, the number of the piece, and
+    which pieces are chosen."""
     position, number, chosen = state
     if is_chosen(chosen, number, job, K.C):
         first, steps = first_step(piece, K.C)
         for i in range(steps):
-            CONVERT(memory, K, piece, first + i * K.C.tokens, position + i)
+            convert_step(KEYS, VALUES, memory, K, piece, first + i * K.C.tokens, position + i)
         position += steps
     return position, number + 1, chosen
 
 
 @gluon.jit
 def take_keys(memory, K, piece, job, state):
-    return convert_piece(convert_keys, memory, K, piece, job, state)
+    return convert_piece(True, False, memory, K, piece, job, state)
 
 
 @gluon.jit
 def take_values(memory, K, piece, job, state):
-    return convert_piece(convert_values, memory, K, piece, job, state)
+    return convert_piece(False, True, memory, K, piece, job, state)
 
 
 @gluon.jit
 def take_both(memory, K, piece, job, state):
-    return convert_piece(convert_both, memory, K, piece, job, state)
+    return convert_piece(True, True, memory, K, piece, job, state)
+
+
+@gluon.jit
+def convert_all(TAKE: gl.constexpr, memory, K):
+    """All pieces of a CTA, and again those that are chosen."""
+    position, chosen, told = gl.to_tensor(0), gl.to_tensor(ALL), gl.to_tensor(0)
+    while chosen != 0:
+        told, state = take_all(TAKE, memory, K, told, (position, 0 * chosen, chosen))
+        position, _, _ = state
+        chosen = chosen_next(memory.again, chosen, K.C)
 
 
 @gluon.jit
 def converter_of_keys(memory, K):
-    take_again(take_keys, memory, K)
+    convert_all(take_keys, memory, K)
 
 
 @gluon.jit
 def converter_of_values(memory, K):
-    take_again(take_values, memory, K)
+    convert_all(take_values, memory, K)
 
 
 @gluon.jit
 def converter(memory, K):
-    take_again(take_both, memory, K)
+    convert_all(take_both, memory, K)

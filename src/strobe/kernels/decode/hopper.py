@@ -47,7 +47,7 @@ from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.packed_halves import rounded
 from strobe.kernels.decode.again import ALL, Again, bit_of, chosen_next, is_chosen, make_again, out_of_range, tell
 from strobe.kernels.decode.arguments import NUMBERS, Cached, Chain, Job, Kernel, Outputs, Piece, Terms
-from strobe.kernels.decode.board import Board, make_board, take_told, tell_of, tell_of_the_end
+from strobe.kernels.decode.board import Board, make_board, take_all, tell_of, tell_of_the_end
 from strobe.kernels.decode.boxes import (
     accumulator,
     ask_for_queries,
@@ -123,7 +123,7 @@ def make_memory(k_desc, v_desc, q_desc, dtype: gl.constexpr, C: gl.constexpr):
     if C.bytes_stages > 0:
         bytes = make_bytes(k_desc, v_desc, C)
     if C.tells:
-        board = make_board(C.groups + 1)
+        board = make_board(C.groups + max(C.converters, 1))
     if C.split:
         notes = gl.allocate_shared_memory(gl.int32, [C.groups * NOTES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if C.sums_wait:
@@ -227,16 +227,6 @@ def take_values(memory, K, piece, job, state):
     if is_chosen(chosen, number, job, K.C):
         copied = copy_steps(copy_values, memory, K, piece, copied)
     return copied, number + 1, chosen
-
-
-@gluon.jit
-def take_all(TAKE: gl.constexpr, memory, K, told, state):
-    """All pieces of a CTA, found or told of, the first of them as the `told`-th one; see `take_told`."""
-    if K.C.tells:
-        told, state = take_told(TAKE, memory, K, told, state)
-    else:
-        state = take_pieces(TAKE, memory, K, state)
-    return told, state
 
 
 @gluon.jit
