@@ -251,6 +251,25 @@ def test_33_to_128_rows_over_caches_of_8_bits_on_a_gpu(seed):
 
 
 @GPU
+@pytest.mark.parametrize("seed", range(18))
+def test_up_to_32_rows_over_few_keys_of_8_bits_on_a_gpu(seed):
+    """Whose key heads are shared evenly on Hopper, by CTAs or by clusters. The same call has the same bits."""
+    n_q, group = [(4, 8), (1, 8), (2, 7), (3, 8), (4, 4), (1, 4)][seed % 6]
+    batch, heads_kv, room = [(1, 2, 1000), (8, 2, 1000), (8, 4, 1000), (1, 8, 2000), (8, 2, 2000), (3, 8, 700),
+                             (1, 8, 9000)][seed % 7]  # fmt: skip
+    page, dtype = [64, 16, None, 128, 1][seed % 5], DTYPES[2 + seed % 2]
+    call = draw(seed, dtype, honest=seed % 4 > 0, device="cuda", ragged=False, batch=batch, heads_kv=heads_kv, n_q=n_q,
+                group=group, page=page, head_dim=128, head_dim_v=128, room=room)  # fmt: skip
+    kind = (torch.float8_e4m3fn, torch.float8_e5m2)[seed // 3 % 2]
+    cache = replace(call.cache, k=call.cache.k.to(kind), v=call.cache.v.to(kind))
+    call = call._replace(cache=cache)
+    found = strobe.decode(call.q, cache, return_lse=True, **call.keywords)
+    check(found, right(call), dtype)
+    for _ in range(3):
+        assert torch.equal(strobe.decode(call.q, cache, return_lse=True, **call.keywords)[0], found[0])
+
+
+@GPU
 @pytest.mark.parametrize("seed", range(60))
 def test_on_a_gpu(seed):
     dtype = DTYPES[2 + seed % 2]

@@ -470,8 +470,9 @@ ONE_GROUP_BUGS = [
     hopper("rows of V are where those of K are", "copy_rows(memory.v.block(position)[0], v_base, v_rows",
            "copy_rows(memory.v.block(position)[0], v_base, k_rows", (*NUMBERS, OutOfBounds), head_dim_v=80),
 ]  # fmt: skip
+WAITED = "    memory.bytes.wait(position)\n"
 CONVERTED_BUGS = [
-    converted("bytes are not waited for", "    memory.bytes.wait(position)\n", "", (*TOO_EARLY, Unfinished)),
+    converted("bytes are not waited for", WAITED, "", (*TOO_EARLY, Unfinished)),
     converted("fewer bytes are expected than come", "C.tokens * (C.head_dim + C.head_dim_v)", "C.tokens * C.head_dim",
               (*TOO_EARLY, BarrierMisuse, Unfinished)),
     converted("what is converted has no fence", "    fence_async_shared()\n", "", (MissingFence,)),
@@ -479,13 +480,11 @@ CONVERTED_BUGS = [
               "full, place = channel.full.index(channel.slot(position))", (Race, BarrierMisuse, Deadlock)),
     converted("bytes are copied over others that are yet to be converted", "bytes.acquire(position)",
               "bytes.full.index(bytes.slot(position))", (*TOO_EARLY, *NUMBERS, BarrierMisuse, Deadlock, Unfinished)),
-    converted("bytes are given back before they are loaded", "    memory.bytes.wait(position)\n",
-              "    memory.bytes.wait(position)\n    memory.bytes.release(position)\n", (*TOO_EARLY, BarrierMisuse, Deadlock)),
+    converted("bytes are given back before they are loaded", WAITED, WAITED + "    memory.bytes.release(position)\n",
+              (*TOO_EARLY, BarrierMisuse, Deadlock)),
     converted("values that are no key's stay", "v, True, piece", "v, False, piece"),
-    converted("steps of K lie in the place of others", "k, False, piece, at, C)\n", "k, False, piece, at, C)\n        position += 1\n",
-              (*NUMBERS, *TOO_EARLY, BarrierMisuse, Deadlock)),
-    converted("pieces are taken again though they were not chosen", "    if is_chosen(chosen, number, job, K.C):\n        first, steps",
-              "    if chosen != 0:\n        first, steps", (*NUMBERS, Deadlock, BarrierMisuse, Race)),
+    converted("pieces are taken again though they were not chosen", "job, K.C):\n        first,",
+              "job, K.C) | True:\n        first,", (*NUMBERS, Deadlock, BarrierMisuse, Race)),
 ]  # fmt: skip
 MANY_ROWS = {
     "head_dim": 128,

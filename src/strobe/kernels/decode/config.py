@@ -106,7 +106,8 @@ class Config:
     @property
     def meets_apart(self) -> bool:
         """Whether what the warps found meets in memory of its own, for which a short ring leaves room."""
-        return self.clustered and self.stages == 2 and not self.by_wgmma
+        short = self.stages == 2 if self.clustered else self.meeting_bytes > self.ring_bytes(self.head_dim)
+        return self.shares > 0 and short and not self.by_wgmma
 
     @property
     def by_wgmma(self) -> bool:
@@ -271,7 +272,7 @@ class Config:
         shapes: dict[str, tuple[int, ...]] = {"sQ": (self.rows, self.head_dim + self.narrow)} if self.by_wgmma else {}
         shapes |= {"sP": (self.rows, self.tokens)} if self.by_wgmma and self.narrow and self.halves == 1 else {}
         shapes |= {"sK": (self.stages, self.tokens, self.head_dim), other[0]: (self.stages, self.tokens, other[1])}
-        meet = (self.token_warps, MMA_ROWS // 2, self.head_dim_v)
+        meet = (self.token_warps, MMA_ROWS // 2 if self.clustered else self.rows, self.head_dim_v)
         met = [Buffer("sO of warps", meet, 4 * math.prod(meet))] if self.meets_apart else []
         if self.sums_wait or (self.by_wgmma and self.shares):
             met = [Buffer("sO", (self.rows, self.head_dim_v), 4 * self.rows * self.head_dim_v)]

@@ -1,6 +1,6 @@
-"""The converters of a cache of 8 bits, which wgmma takes as float16: a warp copies a step's bytes to a ring of their own, by TMA,
-and others convert them, exactly, into the rings that wgmma reads. One group of warps that multiply has four warps that
-convert K, and four V; two groups have four that convert both.
+"""The way of a cache of 8 bits to wgmma, which takes float16: a warp copies a step's bytes by TMA to a ring of their own, and
+others convert them, exactly, into the rings that wgmma reads. Beside one group of warps that multiply four warps convert K,
+and four V; beside two groups four convert both.
 
     shared memory   shape                               filled by        read by
     bytes           chunks of [steps under way,         the copier       converters
@@ -20,13 +20,12 @@ from strobe.kernels.gluon import fence_async_shared, gl, gluon, mbarrier, partit
 
 
 @gluon.jit
-def make_bytes(k, v, C: gl.constexpr):
+def make_bytes(dtype: gl.constexpr, C: gl.constexpr):
     """The ring of bytes. The caller fences."""
+    WIDE: gl.constexpr = C.copied_chunk
     chunks = ()
-    for _ in gl.static_range(C.head_dim // C.copied_chunk):
-        chunks += (gl.allocate_shared_memory(k.dtype, [C.bytes_stages, C.tokens, C.copied_chunk], swizzled(k.dtype, C.copied_chunk)),)
-    for _ in gl.static_range(C.head_dim_v // C.copied_chunk):
-        chunks += (gl.allocate_shared_memory(v.dtype, [C.bytes_stages, C.tokens, C.copied_chunk], swizzled(v.dtype, C.copied_chunk)),)
+    for _ in gl.static_range((C.head_dim + C.head_dim_v) // WIDE):
+        chunks += (gl.allocate_shared_memory(dtype, [C.bytes_stages, C.tokens, WIDE], swizzled(dtype, WIDE)),)
     return Channel(chunks, make_barriers(C.bytes_stages, 1), make_barriers(C.bytes_stages, C.converters), C.bytes_stages)
 
 
@@ -38,16 +37,14 @@ def copy_bytes(memory, K, piece, at, pages, position):
     """Copy the bytes of a step of K and V; position: how many steps the CTA copied before."""
     C: gl.constexpr = K.C
     bytes = memory.bytes
-    OF_K: gl.constexpr = C.head_dim // C.copied_chunk
-    barrier = bytes.acquire(position)
+    WIDE: gl.constexpr = C.copied_chunk
+    OF_K: gl.constexpr = C.head_dim // WIDE
+    barrier, slot = bytes.acquire(position), bytes.slot(position)
     mbarrier.expect(barrier, C.tokens * (C.head_dim + C.head_dim_v))
-    for c in gl.static_range(len(bytes.chunks)):
-        if c < OF_K:
-            copy_boxes(memory.k_desc, bytes.chunks[c], bytes.slot(position), barrier, K.cached, pages, piece.head, at,
-                       c * C.copied_chunk, C)  # fmt: skip
-        else:
-            copy_boxes(memory.v_desc, bytes.chunks[c], bytes.slot(position), barrier, K.cached, pages, piece.head, at,
-                       (c - OF_K) * C.copied_chunk, C)  # fmt: skip
+    for c in gl.static_range(OF_K):
+        copy_boxes(memory.k_desc, bytes.chunks[c], slot, barrier, K.cached, pages, piece.head, at, c * WIDE, C)
+    for c in gl.static_range(C.head_dim_v // WIDE):
+        copy_boxes(memory.v_desc, bytes.chunks[OF_K + c], slot, barrier, K.cached, pages, piece.head, at, c * WIDE, C)
     return position + 1
 
 

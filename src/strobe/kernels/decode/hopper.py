@@ -121,7 +121,7 @@ def make_memory(k_desc, v_desc, q_desc, dtype: gl.constexpr, C: gl.constexpr):
     q = gl.allocate_shared_memory(dtype, shape, swizzled(dtype, C.chunk))
     notes, sums, board, bytes = q, q, None, None
     if C.bytes_stages > 0:
-        bytes = make_bytes(k_desc, v_desc, C)
+        bytes = make_bytes(k_desc.dtype, C)
     if C.tells:
         board = make_board(C.groups + max(C.converters, 1))
     if C.split:
