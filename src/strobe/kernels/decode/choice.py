@@ -79,6 +79,8 @@ multiprocessors or fewer: their code is half as long, and what begins and ends a
 request of 32k keys 29.8 (32.0; 34.0), 8 of 8k 46.1 (46.4; 49.2); 16 on 2, 32 of 8k 77.6 (77.9; 80.3), over pages of 16 79.2
 (81.7; 82.2); 64 on 8, 1 of 128k 137.1 (-; 140.1); but 8 of 32k 267.3 (-; 262.9), and 28 on 4, 32 of 2k, whose jobs are whole,
 42.9 (41.4; 42.3)."""
+MOST_CONVERTED_KEYS_OF_TILES = 1 << 17
+"""Keys of 8 bits of all key heads of all requests up to which 65 to 128 rows are two tiles of one group's."""
 HOPEFUL_ROOM = 4096
 """Keys of a request from which on its steps are so many that the optimistic softmax gains: on an H200, with 16 queries of 64
 heads on 8, it was ahead from 8k on, level at 2k and behind at 1k."""
@@ -158,7 +160,9 @@ def start_of(config: Config) -> int:
     if config.split or config.narrow:
         return 0
     columns = config.head_dim + config.head_dim_v
-    size = START_BYTES_WITH_Q if config.asks_q else START_BYTES_OF_TMA if config.box else START_BYTES
+    size = (
+        START_BYTES_WITH_Q if config.asks_q else START_BYTES_OF_TMA if config.box and not config.bytes_stages else START_BYTES
+    )
     if config.rows > MMA_ROWS and not config.by_wgmma:
         size = START_BYTES_OF_MANY_ROWS
     return size // (config.ctas * config.tokens * columns * config.kv_bytes)
@@ -445,25 +449,19 @@ def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
 def takes_conversion(problem: DecodeProblem, arch: Arch) -> bool:
     """Whether wgmma is the faster choice for a cache of 8 bits, where it can do it: many rows, which mma.sync takes longer for
     than for the same keys in 16 bits. Bits that must not depend on the number of queries come from mma.sync."""
-    # An H200, e4m3, pages of 64, 64 heads on 8, microseconds (mma.sync; a cache of 16 bits), 8 queries | 16 queries:
-    #   1 request of 8k keys 15.8 (21.2; 16.4) | 22.8 (26.8; 20.7); 8 of 8k 57.7 (77.5; 70.9) | 83.8 (133.6; 76.9)
-    #   32 of 8k 214 (274; 254) | 287 (560; 259); 32 of 2k 60.6 (68.6; 71.4) | 87.0 (138.5; 77.5)
-    #   128 of 8k 869 (1096; 1019) | 1156 (2252; 1037)
-    many = problem.rows >= WGMMA_FROM_ROWS and problem.capacity >= LONG_ROOM and not problem.deterministic
-    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128
-    return many and wide and problem.kv_dtype.itemsize == 1 and can_take_wgmma(problem, arch)
+    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128 and problem.kv_dtype.itemsize == 1
+    many = problem.rows >= WGMMA_FROM_ROWS and not problem.deterministic
+    return many and wide and can_take_wgmma(problem, arch)
 
 
 def of_converted(problem: DecodeProblem, arch: Arch) -> Config:
-    """The config of wgmma for a cache of 8 bits: one group of warps, or two for 65 rows or more, beside eight that convert."""
-    # An H200, 32 requests of 8k keys, 8 queries | 16, microseconds (as above: 214 | 287): without the optimistic softmax 257 |
-    # 349; four warps that convert both K and V, 8 queries that do not hold Q: 253 | 352; 8 queries that do not hold Q 227, two
-    # CTAs 213, but one request of 8k 20.6; 16 queries that hold Q 296.
-    dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    groups = 2 if problem.rows > MOST_ROWS else 1
+    """The config of wgmma for a cache of 8 bits: one group of warps, or two for 65 rows or more, beside those that convert."""
+    tiles = MOST_ROWS < problem.rows <= 2 * MOST_ROWS and keys_of(problem) <= MOST_CONVERTED_KEYS_OF_TILES
+    groups = 2 if problem.rows > MOST_ROWS and not tiles else 1
     hopeful = problem.mask.left is None and problem.score.alibi is None
-    config = Config(dim, dim_v, MOST_ROWS * groups, WGMMA_TOKENS, 2, 4 * groups, 1, kv_bytes=1, chunk=dim, groups=groups,
-                    holds_q=groups == 1, optimistic=hopeful, bytes_stages=3)  # fmt: skip
+    box = WGMMA_TOKENS if problem.page_size is None else math.gcd(WGMMA_TOKENS, problem.page_size)
+    config = Config(128, 128, MOST_ROWS * groups, WGMMA_TOKENS, 2, 4 * groups, 1, kv_bytes=1, box=box, chunk=128, groups=groups,
+                    holds_q=True, optimistic=hopeful, bytes_stages=4)  # fmt: skip
     return with_all_stages(config, arch)
 
 

@@ -109,7 +109,8 @@ class Config:
     @property
     def meets_apart(self) -> bool:
         """Whether what the warps found meets in memory of its own, for which a short ring leaves room."""
-        return self.clustered and self.stages == 2 and not self.by_wgmma
+        short = self.stages == 2 if self.clustered else self.meeting_bytes > self.ring_bytes(self.head_dim)
+        return self.shares > 0 and short and not self.by_wgmma
 
     @property
     def by_wgmma(self) -> bool:
@@ -136,9 +137,14 @@ class Config:
         return self.halves > 1 or (self.holds_q and not self.split)
 
     @property
+    def copied_chunk(self) -> int:
+        """Columns that TMA copies together."""
+        return 64 if self.bytes_stages else self.chunk
+
+    @property
     def tells(self) -> bool:
         """Whether who copies K finds the CTA's pieces of work, and tells the other roles, whose code is so much shorter."""
-        return self.groups > 1 and self.box > 0 and not self.split
+        return (self.groups > 1 or self.bytes_stages > 0) and self.box > 0 and not self.split
 
     @property
     def row_warps(self) -> int:
@@ -156,8 +162,13 @@ class Config:
 
     @property
     def copier_warps(self) -> int:
-        """Warps that have registers as those who copy."""
-        return 8 if self.bytes_stages else 4
+        """Warps that copy or convert; one that copies alone counts as four."""
+        return 4 + 4 * self.converters
+
+    @property
+    def converters(self) -> int:
+        """Roles of four warps that convert."""
+        return 0 if not self.bytes_stages else 2 if self.groups == 1 else 1
 
     @property
     def registers(self) -> int:
@@ -168,15 +179,21 @@ class Config:
     @property
     def group_registers(self) -> int:
         """Registers a thread that the second group sets for itself: what copiers leave."""
-        return (65536 // self.ctas - 32 * self.copier_warps * self.copier_registers) // (32 * self.warps) // 8 * 8
+        others = 32 * 4 * (self.copier_registers + self.converters * self.converter_registers)
+        return (65536 // self.ctas - others) // (32 * self.warps) // 8 * 8
 
     @property
     def copier_registers(self) -> int:
         """Registers a thread that a warp which copies sets for itself (setmaxnreg)."""
         # by cp.async over pages of 64 keys, with 104 the loop spilled: 16.4 microseconds, not 14.8 (an H200, one request of 8k)
         if self.bytes_stages:
-            return 104 if self.groups == 1 else 80
+            return 56 if self.groups == 1 else 40
         return (56 if self.split else 80) if self.box else 152
+
+    @property
+    def converter_registers(self) -> int:
+        """Registers a thread of those warps that convert."""
+        return 80 if self.groups == 1 else 64
 
     @property
     def merged_rows(self) -> int:
@@ -258,7 +275,7 @@ class Config:
         shapes: dict[str, tuple[int, ...]] = {"sQ": (self.rows, self.head_dim + self.narrow)} if self.by_wgmma else {}
         shapes |= {"sP": (self.rows, self.tokens)} if self.by_wgmma and self.narrow and self.halves == 1 else {}
         shapes |= {"sK": (self.stages, self.tokens, self.head_dim), other[0]: (self.stages, self.tokens, other[1])}
-        meet = (self.token_warps, MMA_ROWS // 2, self.head_dim_v)
+        meet = (self.token_warps, MMA_ROWS // 2 if self.clustered else self.rows, self.head_dim_v)
         met = [Buffer("sO of warps", meet, 4 * math.prod(meet))] if self.meets_apart else []
         if self.sums_wait or (self.by_wgmma and self.shares):
             met = [Buffer("sO", (self.rows, self.head_dim_v), 4 * self.rows * self.head_dim_v)]

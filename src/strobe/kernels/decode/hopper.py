@@ -49,22 +49,22 @@ from strobe.kernels.common.groups import in_rows, make_groups
 from strobe.kernels.common.packed_halves import rounded
 from strobe.kernels.decode.again import ALL, Again, bit_of, chosen_next, is_chosen, make_again, out_of_range, tell
 from strobe.kernels.decode.arguments import NUMBERS, Cached, Chain, Job, Kernel, Outputs, Piece, Terms
-from strobe.kernels.decode.board import Board, make_board, take_told, tell_of, tell_of_the_end
+from strobe.kernels.decode.board import Board, make_board, take_all, tell_of, tell_of_the_end
 from strobe.kernels.decode.boxes import (
     accumulator,
     ask_for_queries,
+    beside,
     clear_groups,
     clear_values,
     copy_boxes,
     copy_groups,
+    copy_steps,
     first_step,
     has_others,
     lane_sums,
     masked,
     misses_a_page,
     no_output,
-    pages_of_step,
-    pages_of_window,
     rescaled,
     rows_layout,
     rows_of,
@@ -72,10 +72,9 @@ from strobe.kernels.decode.boxes import (
     scale_of_scores,
     wait_output,
     weights_of,
-    window_of,
 )
-from strobe.kernels.decode.converted import Bytes, converter_of_keys, converter_of_values, make_bytes
-from strobe.kernels.decode.keys import is_key, look_up, rows_at
+from strobe.kernels.decode.converted import converter, converter_of_keys, converter_of_values, copier_of_bytes, make_bytes
+from strobe.kernels.decode.keys import is_key, largest, look_up, power_of, rows_at
 from strobe.kernels.decode.latent import make_latent_memory, take_latent
 from strobe.kernels.decode.latent_turns import left_group, make_turns_memory, right_group
 from strobe.kernels.decode.layouts import lanes
@@ -116,7 +115,7 @@ class Memory:
     notes: gl.shared_memory_descriptor
     sums: gl.shared_memory_descriptor
     board: (Board, gl.constexpr)
-    bytes: (Bytes, gl.constexpr)
+    bytes: (Channel, gl.constexpr)
 
 
 @gluon.jit
@@ -126,9 +125,9 @@ def make_memory(k_desc, v_desc, q_desc, dtype: gl.constexpr, C: gl.constexpr):
     q = gl.allocate_shared_memory(dtype, shape, swizzled(dtype, C.chunk))
     notes, sums, board, bytes = q, q, None, None
     if C.bytes_stages > 0:
-        bytes = make_bytes(k_desc, v_desc, C)
+        bytes = make_bytes(k_desc.dtype, C)
     if C.tells:
-        board = make_board(C.groups + 1)
+        board = make_board(C.groups + max(C.converters, 1))
     if C.split:
         notes = gl.allocate_shared_memory(gl.int32, [C.groups * NOTES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if C.sums_wait:
@@ -179,22 +178,6 @@ def wait_for_earlier(channel, position, C: gl.constexpr):
     """Wait until so many steps before this one are there that no more are under way than may be."""
     if C.under_way > 0:
         channel.wait(gl.maximum(position - C.under_way, 0), pred=position >= C.under_way)
-
-
-@gluon.jit
-def copy_steps(COPY: gl.constexpr, memory, K, piece, state):
-    """Copy the steps of a piece, each by COPY, which is told its first key and its pages. They are looked up a window of steps
-    ahead."""
-    C: gl.constexpr = K.C
-    first, steps = first_step(piece, C)
-    window = pages_of_window(K.cached, piece, first, C)
-    for begin in tl.range(0, steps, window_of(C)):
-        next_window = pages_of_window(K.cached, piece, first + (begin + window_of(C)) * C.tokens, C)
-        for i in tl.range(begin, gl.minimum(begin + window_of(C), steps)):
-            pages = pages_of_step(K.cached, piece, window, i - begin, C)
-            state = COPY(memory, K, piece, first + i * C.tokens, pages, state)
-        window = next_window
-    return state
 
 
 @gluon.jit
@@ -270,16 +253,6 @@ def take_values(memory, K, piece, job, state):
     if is_chosen(chosen, number, job, K.C):
         copied = copy_steps(copy_values, memory, K, piece, copied)
     return copied, number + 1, chosen
-
-
-@gluon.jit
-def take_all(TAKE: gl.constexpr, memory, K, told, state):
-    """All pieces of a CTA, found or told of, the first of them as the `told`-th one; see `take_told`."""
-    if K.C.tells:
-        told, state = take_told(TAKE, memory, K, told, state)
-    else:
-        state = take_pieces(TAKE, memory, K, state)
-    return told, state
 
 
 @gluon.jit
@@ -397,8 +370,8 @@ def start_output(acc, p, v, C: gl.constexpr):
 
 @gluon.jit
 def store_queries(W: gl.constexpr, memory, K, piece, C: gl.constexpr):
-    """The W-th group's Q, in shared memory or registers, in chunks of columns, by what products become scores, and if a page is
-    missing."""
+    """The W-th group's Q, in shared memory or registers, in chunks of columns, by what products become scores, of all rows or
+    of each one, by what they become products of the queries as they are, and if a page is missing."""
     CHUNKS: gl.constexpr = C.head_dim // C.chunk
     rows, q = (), ()
     for c in gl.static_range(CHUNKS):
@@ -406,6 +379,9 @@ def store_queries(W: gl.constexpr, memory, K, piece, C: gl.constexpr):
         q += (memory.q.index(W * CHUNKS + c),)
     holes = misses_a_page(K.cached, piece)  # while Q is on its way: behind the copies of all CTAs a load takes long
     scale, sign = scale_of_scores(K.terms, piece)
+    power = 1.0
+    if C.bytes_stages > 0:
+        rows, scale, power = rows_as_half(rows, scale, K.terms, C)
     partition_barrier()  # everybody has read the rows before
     for c in gl.static_range(CHUNKS):
         q[c].store((rows[c] * sign).to(memory.q.dtype))
@@ -416,9 +392,30 @@ def store_queries(W: gl.constexpr, memory, K, piece, C: gl.constexpr):
         held = ()
         for c in gl.static_range(CHUNKS):
             held += (q[c].load(L),)
-        return held, scale, holes
+        return held, scale, power, holes
     else:
-        return q, scale, holes
+        return q, scale, power, holes
+
+
+@gluon.jit
+def rows_as_half(rows, scale, terms, C: gl.constexpr):
+    """Chunks of Q as the float16 that a cache of 8 bits is converted to, and by what products with them become scores, for each
+    row, or, where scores change otherwise, by what they become products of the queries as they are."""
+    ROWS: gl.constexpr = rows_of(C, C.tokens)
+    scale, power = gl.full([C.rows], 0.0, gl.float32, ROWS) + scale, 1.0
+    if rows[0].dtype == gl.bfloat16:
+        most = largest(rows[0])
+        for c in gl.static_range(1, len(rows)):
+            most = gl.maximum(most, largest(rows[c]))
+        power, halves = power_of(most), ()
+        for c in gl.static_range(len(rows)):
+            halves += ((rows[c].to(gl.float32) * gl.expand_dims(1.0 / power, 1)).to(gl.float16),)
+        rows, power = halves, gl.convert_layout(power, ROWS)
+        if (terms.softcap is not None) | (terms.alibi is not None):
+            power = gl.expand_dims(power, 1)
+        else:
+            scale, power = scale * power, 1.0
+    return rows, scale, power
 
 
 @gluon.jit
@@ -435,7 +432,7 @@ def asked_queries(W: gl.constexpr, memory, K, piece, position, C: gl.constexpr):
         if sign != 1.0:
             chunk = (chunk.to(gl.float32) * sign).to(memory.q.dtype)
         q += (chunk,)
-    return q, scale, holes
+    return q, scale, 1.0, holes
 
 
 @gluon.jit
@@ -494,7 +491,7 @@ def noted(W: gl.constexpr, memory):
 
 
 @gluon.jit
-def next_scores(memory, K, piece, q, acc, p, now, at, holes, MASKED: gl.constexpr):
+def next_scores(memory, K, piece, q, power, acc, p, now, at, holes, MASKED: gl.constexpr):
     """Scores of the step from key `at` on, the CTA's `now`-th, and O, to which P V of the step before is being added
     (`output_of`)."""
     C: gl.constexpr = K.C
@@ -504,7 +501,7 @@ def next_scores(memory, K, piece, q, acc, p, now, at, holes, MASKED: gl.constexp
     acc = start_output(acc, p, block_of(memory.v, now - 1, C), C)
     s = warpgroup_mma_wait(len(acc), deps=[s])
     memory.k.release(now)
-    return masked(s, K, piece, at, holes, C, MASKED), acc
+    return masked(s, K, piece, at, holes, C, MASKED, power), acc
 
 
 @gluon.jit
@@ -520,7 +517,7 @@ def output_of(memory, acc, position):
 @gluon.jit
 def hopeful_step(memory, s, scale, shift, acc, sums, now, C: gl.constexpr):
     """P of a step's scores, whose exponents are counted from the same maxima as those of the steps before; O and sums."""
-    wide = gl.exp2(gl.fma(s, scale, shift))
+    wide = gl.exp2(gl.fma(s, beside(scale), shift))
     sums += lane_sums(wide)
     acc = output_of(memory, acc, now - 1)
     return operand_of(wide, memory.q.dtype, C), acc, sums
@@ -675,15 +672,15 @@ def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful, leaves):
     C: gl.constexpr = K.C
     first, steps = first_step(piece, C)
     if C.asks_q:
-        q, scale, holes = asked_queries(W, memory, K, piece, position, C)
+        q, scale, power, holes = asked_queries(W, memory, K, piece, position, C)
     else:
-        q, scale, holes = store_queries(W, memory, K, piece, C)
+        q, scale, power, holes = store_queries(W, memory, K, piece, C)
     part = no_part(C)
     acc, nothing, _ = part
     memory.k.wait(position)
     s = warpgroup_mma_wait(0, deps=[start_scores(q, block_of(memory.k, position, C), C)])
     memory.k.release(position)
-    s = masked(s, K, piece, first, holes, C, True)
+    s = masked(s, K, piece, first, holes, C, True, power)
     top, wide, _ = weights_of(s, scale, nothing)
     sums, p = lane_sums(wide), operand_of(wide, memory.q.dtype, C)
     begin, plain = gl.to_tensor(1), plain_steps(K.terms, piece, first, steps, holes, C)
@@ -695,7 +692,7 @@ def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful, leaves):
         end = steps if MASKED else plain
         for i in tl.range(begin, end, disable_licm=True):
             now, at = position + i, first + i * C.tokens
-            s, acc = next_scores(memory, K, piece, q, acc, p, now, at, holes, MASKED)
+            s, acc = next_scores(memory, K, piece, q, power, acc, p, now, at, holes, MASKED)
             if C.optimistic and C.split:
                 p, acc, top, sums, part, worst = hopeful_split_step(
                     W, memory, K, job, s, scale, acc, top, sums, part, worst, now, at, leaves, not MASKED
@@ -816,7 +813,7 @@ def hopper_kernel(
     elif C.narrow > 0:
         memory = make_latent_memory(k, v, C)
     else:
-        memory = make_memory(k, v, q_boxes, q.dtype.element_ty, C)
+        memory = make_memory(k, v, q_boxes, gl.float16 if C.bytes_stages > 0 else q.dtype.element_ty, C)
     fence_async_shared()
     partition_barrier()
     take_turn()
@@ -836,14 +833,15 @@ def hopper_kernel(
         take_pieces(take_latent, memory, K, gl.to_tensor(0))
     elif C.bytes_stages > 0 and C.groups == 2:
         gl.warp_specialize(
-            [(multiplier, (memory, K)), (second_multiplier, (memory, K)), (converter_of_keys, (memory, K)),
-             (converter_of_values, (memory, K))],
-            [4, 4, 4], [C.group_registers, C.copier_registers, C.copier_registers],
+            [(multiplier, (memory, K)), (second_multiplier, (memory, K)), (converter, (memory, K)),
+             (copier_of_bytes, (memory, K))],
+            [4, 4, 1], [C.group_registers, C.converter_registers, C.copier_registers],
         )  # fmt: skip
     elif C.bytes_stages > 0:
         gl.warp_specialize(
-            [(multiplier, (memory, K)), (converter_of_keys, (memory, K)), (converter_of_values, (memory, K))],
-            [4, 4], [C.copier_registers, C.copier_registers],
+            [(multiplier, (memory, K)), (converter_of_keys, (memory, K)), (converter_of_values, (memory, K)),
+             (copier_of_bytes, (memory, K))],
+            [4, 4, 1], [C.converter_registers, C.converter_registers, C.copier_registers],
         )  # fmt: skip
     elif C.box == 0:
         gl.warp_specialize([(multiplier, (memory, K)), (copier_of_rows, (memory, K))], [4], [C.copier_registers])

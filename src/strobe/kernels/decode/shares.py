@@ -128,14 +128,16 @@ def of_shares(problem: DecodeProblem, arch: Arch) -> Config:
         posts = problem.capacity <= MOST_KEYS_OF_POSTS
         return replace(dealt, stages=stages, shares=cluster, clustered=True, posts=posts)
     tokens, per_share = 128 // kv_bytes, -(-problem.capacity // max(shares, 1))
-    dealt = replace(dealt, tokens=tokens)
+    dealt, many_rows = replace(dealt, tokens=tokens), problem.rows > MMA_ROWS // 2
     if problem.batch == 1:
         if dealt.rows == MMA_ROWS and keys_of(problem) >= MANY_SHARED_KEYS:
             stages = 2 if gains_by_less_under_way(problem, arch) else dealt.stages
             return replace(dealt, tokens=2 * tokens, warps=8, stages=stages)
         short = kv_bytes == 1 and per_share <= MOST_KEYS_OF_SHORT_STEPS
-        return replace(dealt, tokens=tokens // 2, stages=4) if short else dealt
-    if problem.rows > MMA_ROWS // 2:
+        return replace(dealt, tokens=tokens // 2, stages=2 if many_rows else 4) if short else dealt
+    if many_rows:
+        return replace(dealt, tokens=tokens // 2 if per_share <= 2 * MOST_KEYS_OF_SHORT_STEPS else tokens, stages=2)
+    if kv_bytes == 1 and per_share <= 2 * MOST_KEYS_OF_SHORT_STEPS:
         return replace(dealt, stages=2)
     two_fit = problem.batch * problem.heads_kv > (arch.sms or FALLBACK_SMS) or (shares > 1 and problem.page_size is None)
     if two_fit:
