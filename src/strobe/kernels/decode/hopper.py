@@ -1,14 +1,15 @@
 """Attention of many rows over a cache, in Gluon, for Hopper: TMA, wgmma, warp specialisation.
 
 The schedule, the terms, the results and their merging are those of `forward`, the copies and scores those of `boxes`. Every
-role finds its CTA's pieces of work from the lengths by itself or, of two groups, the copier of K does, and tells the others
-(see `board`). The roles:
+role finds its CTA's pieces of work from the lengths by itself or, of two groups or of 8 bits, the first copier does, and tells
+the others (see `board`). The roles:
 
     role            warps                          work
     copier of K     1                              copies steps of K in (TMA)
     copier of V     1                              copies steps of V in; clears what is not of the piece in its first and last
     copier of rows  4                              in place of both: copies steps of K and V in, whole rows (cp.async)
-    converters      4 each of K and of V           the same of a cache of 8 bits (see `converted`)
+    copier of bytes 1                              in place of both: copies steps of K and V of 8 bits (TMA), for
+    converters      4 of both, or of each          the same in float16 (see `converted`)
     multiplier      4 for each 64 rows of a tile   S = Q K^T and O += P V (wgmma), the softmax in between; the result, or part
                     or, of two groups, one each
 
