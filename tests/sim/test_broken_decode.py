@@ -488,6 +488,8 @@ CONVERTED_BUGS = [
               "bytes.full.index(bytes.slot(position))", (*TOO_EARLY, *NUMBERS, BarrierMisuse, Deadlock, Unfinished)),
     converted("bytes are given back before they are loaded", WAITED, WAITED + "    memory.bytes.release(position)\n",
               (*TOO_EARLY, BarrierMisuse, Deadlock)),
+    converted("Q is copied over rows that are yet to be read", "memory.turns.acquire(taken)", "memory.turns.full.index(0)",
+              (*TOO_EARLY, *NUMBERS, BarrierMisuse, Deadlock)),
     converted("values that are no key's stay", "v, True, piece", "v, False, piece"),
     converted("pieces are taken again though they were not chosen", "job, K.C):\n        first,",
               "job, K.C) | True:\n        first,", (*NUMBERS, Deadlock, BarrierMisuse, Race)),

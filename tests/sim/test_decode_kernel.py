@@ -395,8 +395,9 @@ def test_which_kernel_runs(fixed, kind):
 @pytest.mark.parametrize(
     ("fixed", "kind"),
     [
-        ({"n_q": 4}, "mma"), ({"n_q": 5}, "64 rows"), ({"n_q": 8, "page": None}, "64 rows"), ({"n_q": 9}, "128 rows"),
-        ({"n_q": 16, "room": 1984}, "mma"), ({"n_q": 16, "page": 8}, "mma"), ({"n_q": 16, "deterministic": True}, "mma"),
+        ({"n_q": 4}, "mma"), ({"n_q": 5}, "64 rows"), ({"n_q": 8, "page": None}, "64 rows"), ({"n_q": 9}, "64 rows"),
+        ({"n_q": 16, "room": 1 << 14}, "64 rows"), ({"n_q": 9, "room": 1 << 15}, "128 rows"), ({"n_q": 40}, "128 rows"),
+        ({"n_q": 16, "room": 64}, "64 rows"), ({"n_q": 16, "page": 8}, "mma"), ({"n_q": 16, "deterministic": True}, "mma"),
         ({"n_q": 16, "head_dim": 64}, "mma"), ({"n_q": 40, "head_dim": 80}, "128 rows"),
     ],
 )  # fmt: skip

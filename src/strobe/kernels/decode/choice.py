@@ -460,8 +460,10 @@ def of_converted(problem: DecodeProblem, arch: Arch) -> Config:
     groups = 2 if problem.rows > MOST_ROWS and not tiles else 1
     hopeful = problem.mask.left is None and problem.score.alibi is None
     box = WGMMA_TOKENS if problem.page_size is None else math.gcd(WGMMA_TOKENS, problem.page_size)
+    absent = absent_of(problem, MOST_ROWS * groups)
     config = Config(128, 128, MOST_ROWS * groups, WGMMA_TOKENS, 2, 4 * groups, 1, kv_bytes=1, box=box, chunk=128, groups=groups,
-                    holds_q=True, optimistic=hopeful, bytes_stages=4)  # fmt: skip
+                    holds_q=True, asks_q=absent is not None, absent=absent or 0, optimistic=hopeful,
+                    bytes_stages=4)  # fmt: skip
     return with_all_stages(config, arch)
 
 

@@ -53,8 +53,8 @@ class Config:
     late: those of a split are counted from maxima of its first step that move only if a score is far above them.
     grouped: 8 keys lie together in shared memory with all of their columns, then the next 8, so that TMA copies all columns of
         a page's keys in one box (see `common.groups`).
-    bytes_stages: steps whose bytes are copied at once where wgmma multiplies a cache of 8 bits, of K and of V by four warps
-        each, which convert them; 0: nothing is converted.
+    bytes_stages: steps whose bytes the ring has from which they are converted, where wgmma multiplies a cache of 8 bits; 0:
+        nothing is converted.
     """
 
     head_dim: int
@@ -143,7 +143,8 @@ class Config:
 
     @property
     def tells(self) -> bool:
-        """Whether who copies K finds the CTA's pieces of work, and tells the other roles, whose code is so much shorter."""
+        """Whether who copies K, or all, finds the CTA's pieces of work, and tells the other roles, whose code is so much
+        shorter."""
         return (self.groups > 1 or self.bytes_stages > 0) and self.box > 0 and not self.split
 
     @property

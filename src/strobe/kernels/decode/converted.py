@@ -14,7 +14,7 @@ from strobe.kernels.common.channel import Channel, make_barriers, swizzled
 from strobe.kernels.common.packed_halves import widened_8_bits
 from strobe.kernels.decode.again import ALL, chosen_next, is_chosen
 from strobe.kernels.decode.board import take_all, tell_of, tell_of_the_end
-from strobe.kernels.decode.boxes import copy_boxes, copy_steps, first_step, has_others
+from strobe.kernels.decode.boxes import ask_for_queries, copy_boxes, copy_steps, first_step, has_others
 from strobe.kernels.decode.pieces import take_pieces
 from strobe.kernels.gluon import fence_async_shared, gl, gluon, mbarrier, partition_barrier
 
@@ -50,21 +50,27 @@ def copy_bytes(memory, K, piece, at, pages, position):
 
 @gluon.jit
 def take_bytes(memory, K, piece, job, state):
-    """Copy the bytes of a piece, if it is chosen; state: how many steps the CTA copied before, the number of the piece, which
-    pieces are chosen, and of how many the others were told."""
-    position, number, chosen, told = state
-    if K.C.tells:
+    """Copy Q of a piece, if that is asked for, and its bytes, if the piece is chosen; state: how many steps and how many pieces
+    the CTA copied before, the number of the piece, which pieces are chosen, and of how many the others were told."""
+    C: gl.constexpr = K.C
+    position, taken, number, chosen, told = state
+    if C.tells:
         tell_of(memory.board, told, piece, job)
-    if is_chosen(chosen, number, job, K.C):
+    if is_chosen(chosen, number, job, C):
+        if C.asks_q:
+            barrier = memory.turns.acquire(taken)
+            mbarrier.expect(barrier, C.rows * C.head_dim * 2)
+            ask_for_queries(memory.q_desc, memory.q, barrier, piece, C, K.GROUP)
         position = copy_steps(copy_bytes, memory, K, piece, position)
-    return position, number + 1, chosen, told + 1
+        taken += 1
+    return position, taken, number + 1, chosen, told + 1
 
 
 @gluon.jit
 def copier_of_bytes(memory, K):
-    position, chosen, told = gl.to_tensor(0), gl.to_tensor(ALL), gl.to_tensor(0)
+    position, taken, chosen, told = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(ALL), gl.to_tensor(0)
     while chosen != 0:
-        position, _, _, told = take_pieces(take_bytes, memory, K, (position, 0 * chosen, chosen, told))
+        position, taken, _, _, told = take_pieces(take_bytes, memory, K, (position, taken, 0 * chosen, chosen, told))
         if K.C.tells:
             tell_of_the_end(memory.board, told)
             told += 1

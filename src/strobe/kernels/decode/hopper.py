@@ -1,14 +1,15 @@
 """Attention of many rows over a cache, in Gluon, for Hopper: TMA, wgmma, warp specialisation.
 
 The schedule, the terms, the results and their merging are those of `forward`, the copies and scores those of `boxes`. Every
-role finds its CTA's pieces of work from the lengths by itself or, of two groups, the copier of K does, and tells the others
-(see `board`). The roles:
+role finds its CTA's pieces of work from the lengths by itself or, of two groups or of 8 bits, the first copier does, and tells
+the others (see `board`). The roles:
 
     role            warps                          work
     copier of K     1                              copies steps of K in (TMA)
     copier of V     1                              copies steps of V in; clears what is not of the piece in its first and last
     copier of rows  4                              in place of both: copies steps of K and V in, whole rows (cp.async)
-    converters      4 each of K and of V           the same of a cache of 8 bits (see `converted`)
+    copier of bytes 1                              in place of both: copies steps of K and V of 8 bits (TMA), for
+    converters      4 of both, or of each          the same in float16 (see `converted`)
     multiplier      4 for each 64 rows of a tile   S = Q K^T and O += P V (wgmma), the softmax in between; the result, or part
                     or, of two groups, one each
 
@@ -116,15 +117,18 @@ class Memory:
     sums: gl.shared_memory_descriptor
     board: (Board, gl.constexpr)
     bytes: (Channel, gl.constexpr)
+    turns: (Channel, gl.constexpr)
 
 
 @gluon.jit
-def make_memory(k_desc, v_desc, q_desc, dtype: gl.constexpr, C: gl.constexpr):
-    """The caller fences."""
+def make_memory(k_desc, v_desc, q_desc, asked: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr):
+    """asked: the type of Q where TMA copies it; dtype: of what is multiplied. The caller fences."""
     shape: gl.constexpr = [C.groups * (C.head_dim // C.chunk), C.rows // C.groups, C.chunk]
-    q = gl.allocate_shared_memory(dtype, shape, swizzled(dtype, C.chunk))
-    notes, sums, board, bytes = q, q, None, None
+    OF_Q: gl.constexpr = asked if C.asks_q else dtype
+    q = gl.allocate_shared_memory(OF_Q, shape, swizzled(OF_Q, C.chunk))
+    notes, sums, board, bytes, turns = q, q, None, None, None
     if C.bytes_stages > 0:
+        turns = Channel((), make_barriers(1, 1), make_barriers(1, C.groups), 1)
         bytes = make_bytes(k_desc.dtype, C)
     if C.tells:
         board = make_board(C.groups + max(C.converters, 1))
@@ -134,7 +138,7 @@ def make_memory(k_desc, v_desc, q_desc, dtype: gl.constexpr, C: gl.constexpr):
         squares: gl.constexpr = [C.groups * (C.head_dim_v // C.chunk), C.rows // C.groups // 8, C.chunk // 8, 8, 8]
         sums = gl.allocate_shared_memory(gl.float32, squares, gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
     k, v = make_ring(dtype, C.head_dim, 0, C), make_ring(dtype, C.head_dim_v, 1, C)
-    return Memory(k_desc, v_desc, q_desc, q, k, v, make_again(C.groups), notes, sums, board, bytes)
+    return Memory(k_desc, v_desc, q_desc, q, k, v, make_again(C.groups), notes, sums, board, bytes, turns)
 
 
 @gluon.jit
@@ -436,6 +440,27 @@ def asked_queries(W: gl.constexpr, memory, K, piece, position, C: gl.constexpr):
 
 
 @gluon.jit
+def asked_halves(W: gl.constexpr, memory, K, piece, taken, C: gl.constexpr):
+    """The same of a cache of 8 bits: Q comes ahead of the bytes, and becomes float16 in registers. taken: how many pieces the
+    CTA took before."""
+    L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator(C, C.tokens), k_width=2)
+    CHUNKS: gl.constexpr = C.head_dim // C.chunk
+    holes = misses_a_page(K.cached, piece)
+    scale, sign = scale_of_scores(K.terms, piece)
+    memory.turns.wait(taken)
+    rows, q = (), ()
+    for c in gl.static_range(CHUNKS):
+        rows += (memory.q.index(W * CHUNKS + c).load(L),)
+    fence_async_shared()
+    partition_barrier()
+    memory.turns.release(taken)
+    rows, scale, power = rows_as_half(rows, scale, K.terms, C)
+    for c in gl.static_range(CHUNKS):
+        q += ((rows[c] * sign).to(gl.float16),)
+    return q, scale, power, holes
+
+
+@gluon.jit
 def plain_steps(terms, piece, first, steps, holes, C: gl.constexpr):
     """Up to which step, from the second one on, every row sees all keys."""
     end, own = piece.end, piece.length - piece.queries
@@ -520,7 +545,7 @@ def hopeful_step(memory, s, scale, shift, acc, sums, now, C: gl.constexpr):
     wide = gl.exp2(gl.fma(s, beside(scale), shift))
     sums += lane_sums(wide)
     acc = output_of(memory, acc, now - 1)
-    return operand_of(wide, memory.q.dtype, C), acc, sums
+    return operand_of(wide, memory.k.chunks[0].dtype, C), acc, sums
 
 
 @gluon.jit
@@ -529,7 +554,7 @@ def running_step(memory, s, scale, acc, top, sums, now, C: gl.constexpr):
     top, wide, factor = weights_of(s, scale, top)
     sums = rescaled_sums(sums, factor) + lane_sums(wide)
     acc = output_of(memory, acc, now - 1)
-    p = operand_of(wide, memory.q.dtype, C)
+    p = operand_of(wide, memory.k.chunks[0].dtype, C)
     return p, rescaled(acc, factor, C), top, sums
 
 
@@ -539,11 +564,11 @@ def split_step(W: gl.constexpr, memory, K, job, s, scale, acc, top, sums, part, 
     added to its part, which is left if it ends. part: O, maxima and sums of the splits before, returned last."""
     C: gl.constexpr = K.C
     none = no_part(C)
-    next_top, wide, factor = split_weights_of(s, scale, gl.where(at % C.split == 0, none[1], top), memory.q.dtype, C)
+    next_top, wide, factor = split_weights_of(s, scale, gl.where(at % C.split == 0, none[1], top), memory.k.chunks[0].dtype, C)
     own_sums = lane_sums(wide)
     next_sums = rescaled_sums(sums, factor) + own_sums
     acc = output_of(memory, acc, now - 1)
-    p = operand_of(wide, memory.q.dtype, C)
+    p = operand_of(wide, memory.k.chunks[0].dtype, C)
     if at % C.split == 0:
         part = added_split(part, acc, top, sums)
         if ends_part(job.chain, at, C):
@@ -571,11 +596,11 @@ def hopeful_split_step(W: gl.constexpr, memory, K, job, s, scale, acc, top, sums
         wide = gl.exp2(gl.fma(s, scale, gl.expand_dims(-finite(next_top), 1)))
         own_sums = lane_sums(wide)
     else:
-        next_top, wide, factor = split_weights_of(s, scale, gl.where(begins, none[1], top), memory.q.dtype, C)
+        next_top, wide, factor = split_weights_of(s, scale, gl.where(begins, none[1], top), memory.k.chunks[0].dtype, C)
         own_sums = lane_sums(wide)
         next_sums = rescaled_sums(sums, factor) + own_sums
     acc = output_of(memory, acc, now - 1)
-    p = operand_of(wide, memory.q.dtype, C)
+    p = operand_of(wide, memory.k.chunks[0].dtype, C)
     if begins:
         if HOPEFUL:
             worst = worse(worst, top, sums)
@@ -664,14 +689,16 @@ def added_split(part, acc, top, sums):
 
 
 @gluon.jit
-def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful, leaves):
+def walk(W: gl.constexpr, memory, K, piece, job, position, taken, hopeful, leaves):
     """Walk along the keys of a piece, one step at least: O in chunks, what exponents are counted from and the sum for each row
-    of the W-th group, how many steps the CTA has copied, and whether that has to be done again. Where keys are cut in splits,
-    that is what the last part is made of; those before are left, if it `leaves` them. hopeful: whether the optimistic softmax
-    may be tried."""
+    of the W-th group, how many steps the CTA has copied, and whether that has to be done again. taken: how many pieces the CTA
+    took before. Where keys are cut in splits, that is what the last part is made of; those before are left, if it `leaves`
+    them. hopeful: whether the optimistic softmax may be tried."""
     C: gl.constexpr = K.C
     first, steps = first_step(piece, C)
-    if C.asks_q:
+    if C.asks_q and C.bytes_stages > 0:
+        q, scale, power, holes = asked_halves(W, memory, K, piece, taken, C)
+    elif C.asks_q:
         q, scale, power, holes = asked_queries(W, memory, K, piece, position, C)
     else:
         q, scale, power, holes = store_queries(W, memory, K, piece, C)
@@ -682,7 +709,7 @@ def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful, leaves):
     memory.k.release(position)
     s = masked(s, K, piece, first, holes, C, True, power)
     top, wide, _ = weights_of(s, scale, nothing)
-    sums, p = lane_sums(wide), operand_of(wide, memory.q.dtype, C)
+    sums, p = lane_sums(wide), operand_of(wide, memory.k.chunks[0].dtype, C)
     begin, plain = gl.to_tensor(1), plain_steps(K.terms, piece, first, steps, holes, C)
     if C.optimistic:
         plain = gl.where(hopeful, plain, 1)
@@ -713,7 +740,7 @@ def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful, leaves):
     total = gl.convert_layout(gl.sum(sums, 1), rows_of(C, C.tokens))
     broken = False
     if C.optimistic and C.split:
-        broken = (plain > 1) & (gl.max(worst, 0) >= 2.0 ** reach_of(memory.q.dtype))
+        broken = (plain > 1) & (gl.max(worst, 0) >= 2.0 ** reach_of(memory.k.chunks[0].dtype))
     elif C.optimistic:
         broken = (plain > 1) & out_of_range(acc, total)
     if C.split:
@@ -744,15 +771,15 @@ def as_seen_by(W: gl.constexpr, K, piece, job):
 @gluon.jit
 def multiply(W: gl.constexpr, memory, K, piece, job, state):
     """What the W-th group finds of a piece is delivered, if the piece is chosen; state: how many steps the CTA has copied
-    before, the number of the piece, which pieces are chosen, which of them are this group's, and which have to be taken
-    again."""
-    position, number, chosen, mine, broken = state
+    before, and how many pieces it took, the number of the piece, which pieces are chosen, which of them are this group's, and
+    which have to be taken again."""
+    position, taken, number, chosen, mine, broken = state
     if is_chosen(chosen, number, job, K.C):
         own, rows, own_job = as_seen_by(W, K, piece, job)
         if own.C.split:
             note(W, memory, rows, own_job)
         is_mine = is_chosen(mine, number, job, K.C)
-        acc, top, total, position, failed = walk(W, memory, own, rows, own_job, position, chosen == ALL, is_mine)
+        acc, top, total, position, failed = walk(W, memory, own, rows, own_job, position, taken, chosen == ALL, is_mine)
         if own.C.split:
             rows, own_job = noted(W, memory)
         if failed:
@@ -762,7 +789,8 @@ def multiply(W: gl.constexpr, memory, K, piece, job, state):
                 deliver(own, rows, own_job, acc, top, total, memory.q.index(W * (own.C.head_dim // own.C.chunk)))
             else:
                 deliver(own, rows, own_job, acc, top, total)
-    return position, number + 1, chosen, mine, broken
+        taken += 1
+    return position, taken, number + 1, chosen, mine, broken
 
 
 @gluon.jit
@@ -778,10 +806,11 @@ def multiply_second(memory, K, piece, job, state):
 @gluon.jit
 def multiply_all(MULTIPLY: gl.constexpr, W: gl.constexpr, memory, K):
     position, chosen, mine, told = gl.to_tensor(0), gl.to_tensor(ALL), gl.to_tensor(ALL), gl.to_tensor(0)
+    taken = gl.to_tensor(0)
     while chosen != 0:
         zero = 0 * position
-        told, state = take_all(MULTIPLY, memory, K, told, (position, zero, chosen, mine, zero))
-        position, _, _, _, mine = state
+        told, state = take_all(MULTIPLY, memory, K, told, (position, taken, zero, chosen, mine, zero))
+        position, taken, _, _, _, mine = state
         tell(memory.again, W, chosen, mine, K.C)
         chosen = chosen_next(memory.again, chosen, K.C)
 
@@ -813,7 +842,7 @@ def hopper_kernel(
     elif C.narrow > 0:
         memory = make_latent_memory(k, v, C)
     else:
-        memory = make_memory(k, v, q_boxes, gl.float16 if C.bytes_stages > 0 else q.dtype.element_ty, C)
+        memory = make_memory(k, v, q_boxes, q.dtype.element_ty, gl.float16 if C.bytes_stages > 0 else q.dtype.element_ty, C)
     fence_async_shared()
     partition_barrier()
     take_turn()
