@@ -9,10 +9,9 @@ from strobe.kernels.decode.config import MMA_ROWS, Config, power_of_two
 from strobe.kernels.decode.sizes import FALLBACK_SMS, FAST_MEMORY, keys_of, padded, rows_of_tile
 from strobe.serving.problem import DecodeProblem
 
-MOST_SHARED_ROWS, MOST_SHARED_ROWS_OF_SEVERAL = 32, MMA_ROWS // 2
-"""Rows of a key head up to which CTAs share it evenly, of one request and of several. An H200, one request, 8 queries of 64
-heads on 8, 8k keys: 20.7 microseconds, 16.7 by one group of wgmma; 4 queries: 15.9 and 16.5. Of keys of 8 bits,
-which wgmma does not take, the first number is for several requests, too."""
+MOST_SHARED_ROWS = 32
+"""Rows of a key head up to which CTAs share it evenly. An H200, one request, 8 queries of 64 heads on 8, 8k keys: 20.7
+microseconds, 16.7 by one group of wgmma; 4 queries: 15.9 and 16.5."""
 MOST_SHARES = 64
 """CTAs that share a key head where keys are not many: each has a part that is merged."""
 MANY_SHARED_KEYS = 1 << 17
@@ -22,7 +21,8 @@ LEAST_HEADS_OF_SHORT_RINGS = 8
 """Key heads from which on one request's many keys over pages have a ring of two steps: see `gains_by_less_under_way`."""
 MOST_KEYS_OF_SHARE = 1024
 """Keys, as far as room goes, that a CTA has at most of a key head of one of several requests, since all others may wait for it;
-half as many with four warps that share one."""
+half as many, of 16 bits, with more than 8 rows if it shares. An H200, 4 queries of 64 heads on 8, 8 requests of 2k keys,
+microseconds (and dealt out): 22.9 (23.2), all but one an eighth as long 20.0 (13.5)."""
 MOST_KEYS_OF_SHORT_STEPS = 128
 """Keys of 8 bits of such a CTA, of one request, up to which steps have as many as those of 16 bits."""
 MOST_REQUESTS = 65535
@@ -43,8 +43,7 @@ def takes_shares(problem: DecodeProblem, arch: Arch) -> bool:
     """Whether each key head has CTAs of its own, which share it evenly whatever its length: where a tile has all of its rows,
     and two CTAs or more have it or, of several requests, the longest one is not waited for long."""
     wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128 and problem.kv_dtype.itemsize <= 2
-    most = MOST_SHARED_ROWS if problem.batch == 1 or problem.kv_dtype.itemsize == 1 else MOST_SHARED_ROWS_OF_SEVERAL
-    few = problem.rows <= most
+    few = problem.rows <= MOST_SHARED_ROWS
     return (
         not problem.deterministic and wide and few and arch.capability == 90 and shares_of(problem, arch) > (problem.batch == 1)
     )
@@ -72,10 +71,19 @@ def shares_of_several(problem: DecodeProblem, arch: Arch) -> int:
     #   64 heads on 8   8 of 1k 12.4 (14.1), 9.9 (11.5), 9.4 (9.1)  8 of 2k 20.0 (21.9), 15.4 (17.3), 14.1 (11.8)
     #                 128 of 1k 124 (134), 73 (84), 25 (42)
     # contiguous: 16 heads on 2, 8 of 1k 6.7 (9.6); 28 on 4, 8 of 1k 8.2 (11.9), 32 of 1k 18.5 (20.1); 32 on 8, 8 of 1k 11.7
-    # (13.8), 32 of 1k 33.3 (36.5). With 160 key heads of 1k whole ones would take 30.1 (28.2), with 400 51.8 (59.4).
+    # (13.8), 32 of 1k 33.3 (36.5); 64 on 8, 8 of 2k 21.4 (24.4), 17.4 (19.7), 17.4 (13.9); 28 on 4, 8 of 4k 21.9 (24.4), 16.0
+    # (17.0), 17.6 (13.7). With 160 key heads of 1k whole ones would take 30.1 (28.2), with 400 51.8 (59.4).
+    # Four queries, pages of 64:
+    #   64 heads on 8   2 of 1k 10.7 (11.6)  3 of 2k 16.0 (21.0)  8 of 1k 15.1 (15.6), 14.0 (15.3), 13.3 (10.8)
+    #                  32 of 1k 37.8 (39.0), 30.3 (33.8), 20.2 (17.6)  128 of 1k 135.9 (139.8), 86.0 (95.1), 34.1 (45.7)
+    #   28 heads on 4   2 of 1k 9.5 (11.2)  8 of 1k 12.3 (12.1), 11.6 (11.5), 10.8 (9.5)
+    #                  32 of 1k 21.1 (21.7), 19.2 (22.0), 17.6 (13.5)
+    # Two queries, 64 heads on 8, 8 of 1k 15.1 (17.0), 28 on 4 11.1 (13.2), 16 on 2 9.9 (11.9).
     sms, heads = arch.sms or FALLBACK_SMS, problem.batch * problem.heads_kv
     shares = min(MOST_SHARES, power_of_two(sms // heads))
-    most = shares * MOST_KEYS_OF_SHARE // (2 if problem.page_size is None and shares > 1 else 1)
+    most = shares * MOST_KEYS_OF_SHARE
+    if shares > 1 and problem.rows > MMA_ROWS // 2 and problem.kv_dtype.itemsize == 2:
+        most //= 2
     even = heads <= sms or 2 * heads >= 3 * sms
     return shares if even and problem.capacity <= most and problem.batch <= MOST_REQUESTS else 0
 
@@ -136,7 +144,7 @@ def of_shares(problem: DecodeProblem, arch: Arch) -> Config:
         short = kv_bytes == 1 and per_share <= MOST_KEYS_OF_SHORT_STEPS
         return replace(dealt, tokens=tokens // 2, stages=4) if short else dealt
     if problem.rows > MMA_ROWS // 2:
-        return replace(dealt, stages=2)
+        return replace(dealt, stages=2) if kv_bytes == 1 else dealt
     two_fit = problem.batch * problem.heads_kv > (arch.sms or FALLBACK_SMS) or (shares > 1 and problem.page_size is None)
     if two_fit:
         return dealt
