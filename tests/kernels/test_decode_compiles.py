@@ -70,11 +70,12 @@ print(json.dumps({"triton": triton.__version__, "made": made}))
 
 FEW = [("H200", 8, 4, 128, 64, "bf16", ""), ("H200", 8, 4, 128, 64, "bf16", "one group")]
 ALONE = [
-    *(("H200", 8, n_q, 128, 64, "bf16", "one request") for n_q in (1, 4)), ("H200", 8, 1, 128, 64, "bf16", "several requests"),
+    *(("H200", 8, n_q, 128, 64, "bf16", f"{number} request{'s' * (number == 'several')}") for number in ("one", "several")
+      for n_q in (1, 4)),
 ]  # fmt: skip
 SOME = [
     *FEW, *ALONE, ("H200", 8, 1, 128, 64, "bf16", ""), ("H200", 1, 4, 128, None, "bf16", ""),
-    ("H200", 8, 1, 128, None, "bf16", "long"),
+    *(("H200", 8, n_q, 128, None, "bf16", "long") for n_q in (1, 4)),
     ("A100", 4, 1, 64, 16, "bf16", ""), ("H200", 8, 16, 128, 64, "bf16", "wgmma"),
     ("H200", 8, 16, 128, 16, "bf16", "deterministic"),
 ]  # fmt: skip
@@ -95,7 +96,7 @@ SPILLS = {
     ("H200", 8, 16, 128, 64, "bf16", ""): 640, ("H200", 8, 4, 128, 64, "bf16", "all"): 640,
     ("H200", 8, 4, 64, None, "e4m3", "all"): 8, ("H200", 8, 17, 128, 16, "e4m3", "converted"): 1000,
     ("H200", 8, 16, 128, 64, "bf16", "wgmma"): 84, ("H200", 8, 16, 128, 16, "bf16", "wgmma"): 20,
-    ("A100", 4, 1, 64, 16, "bf16", ""): 16,
+    ("A100", 4, 1, 64, 16, "bf16", ""): 16, ("H200", 8, 4, 128, None, "bf16", "long"): 44,
     ("H200", 7, 1, 80, 16, "bf16", ""): 64, ("H200", 16, 1, 576, 64, "bf16", "wgmma"): 48,
 }  # fmt: skip
 """Bytes that may be spilled, by the Triton that spills most: outside of what runs at every step for the most part, there a
