@@ -73,6 +73,7 @@ JOINED = "what changed since is who adds a few parts to its own: not where a req
 HOURS = "an H100's: caches of 8 bits, long contiguous ones and unequal lengths of 16 queries became faster since"
 ACCEPTED: dict[str, str] = {
     "decode-h200-2026-11-27.json": JOINED,
+    "heads-decode-h200-2026-11-27.json": "since then up to 32 rows of several requests are shared evenly: due again",
     "steps-h200-2026-11-27.json": JOINED,
     "e4m3-decode-h200-2026-11-27.json": "since then nobody adds parts of 8 bits to its own, or with few key heads",
     "ragged-decode-h200-2026-11-27.json": JOINED,

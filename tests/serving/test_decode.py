@@ -226,6 +226,50 @@ def test_caches_of_8_bits_on_a_gpu(kind):
 
 
 @GPU
+@pytest.mark.parametrize("seed", range(24))
+def test_33_to_128_rows_over_caches_of_8_bits_on_a_gpu(seed):
+    """Which Hopper converts to 16 bits for wgmma, unless each key has a scale. NaN and infinities lie where nobody has a key,
+    and many queries in bfloat16 are beyond float16, or far below it. The same call has the same bits."""
+    page, kind = [16, 64, None][seed % 3], (torch.float8_e4m3fn, torch.float8_e5m2)[seed // 3 % 2]
+    dtype, (n_q, group) = DTYPES[2 + seed // 6 % 2], [(8, 8), (16, 8), (9, 4), (12, 7)][(seed + seed // 12 * 2) % 4]
+    call = draw(seed, dtype, honest=seed % 4 > 0, device="cuda", heads_kv=2, n_q=n_q, group=group, page=page, batch=4,
+                head_dim=(128, 80)[seed // 8 % 2], head_dim_v=128, room=3000)  # fmt: skip
+    k, v = call.cache.k, call.cache.v
+    for x in (k, v):
+        x[..., ::2] = x[..., ::2].nan_to_num(nan=torch.inf)
+    shape = [None, (2,), (4, 2), k.shape[:3]][(seed // 3 + seed // 12) % 4]
+    scales = [None if shape is None else torch.rand(shape, device="cuda") + 0.5 for _ in range(2)]
+    cache = replace(call.cache, k=k.to(kind), v=v.to(kind), k_scale=scales[0], v_scale=scales[1])
+    call = call._replace(cache=cache)
+    if dtype == torch.bfloat16 and seed // 2 % 3 and not call.keywords["score"].softcap:
+        power = (20.0, -30.0)[seed % 2]
+        call = call._replace(q=call.q * 2.0**power, keywords={**call.keywords, "scale": 2.0 ** (-3.5 - power)})
+    found = strobe.decode(call.q, cache, return_lse=True, **call.keywords)
+    check(found, right(call), dtype)
+    for _ in range(3):
+        assert torch.equal(strobe.decode(call.q, cache, return_lse=True, **call.keywords)[0], found[0])
+
+
+@GPU
+@pytest.mark.parametrize("seed", range(18))
+def test_up_to_32_rows_over_few_keys_of_8_bits_on_a_gpu(seed):
+    """Whose key heads are shared evenly on Hopper, by CTAs or by clusters. The same call has the same bits."""
+    n_q, group = [(4, 8), (1, 8), (2, 7), (3, 8), (4, 4), (1, 4)][seed % 6]
+    batch, heads_kv, room = [(1, 2, 1000), (8, 2, 1000), (8, 4, 1000), (1, 8, 2000), (8, 2, 2000), (3, 8, 700),
+                             (1, 8, 9000)][seed % 7]  # fmt: skip
+    page, dtype = [64, 16, None, 128, 1][seed % 5], DTYPES[2 + seed % 2]
+    call = draw(seed, dtype, honest=seed % 4 > 0, device="cuda", ragged=False, batch=batch, heads_kv=heads_kv, n_q=n_q,
+                group=group, page=page, head_dim=128, head_dim_v=128, room=room)  # fmt: skip
+    kind = (torch.float8_e4m3fn, torch.float8_e5m2)[seed // 3 % 2]
+    cache = replace(call.cache, k=call.cache.k.to(kind), v=call.cache.v.to(kind))
+    call = call._replace(cache=cache)
+    found = strobe.decode(call.q, cache, return_lse=True, **call.keywords)
+    check(found, right(call), dtype)
+    for _ in range(3):
+        assert torch.equal(strobe.decode(call.q, cache, return_lse=True, **call.keywords)[0], found[0])
+
+
+@GPU
 @pytest.mark.parametrize("seed", range(60))
 def test_on_a_gpu(seed):
     dtype = DTYPES[2 + seed % 2]

@@ -476,22 +476,23 @@ ONE_GROUP_BUGS = [
     hopper("rows of V are where those of K are", "copy_rows(memory.v.block(position)[0], v_base, v_rows",
            "copy_rows(memory.v.block(position)[0], v_base, k_rows", (*NUMBERS, OutOfBounds), head_dim_v=80),
 ]  # fmt: skip
-ACQUIRED = "full = channel.acquire(position)"
+WAITED = "    memory.bytes.wait(position)\n"
 CONVERTED_BUGS = [
-    converted("bytes are not waited for", "    async_copy.wait_group(UNDER_WAY)\n", "", (*TOO_EARLY, Unfinished)),
-    converted("the last step is converted while it is being copied", "LAG - i - 1, C)", "LAG - i, C)",
-              (*TOO_EARLY, Unfinished)),
-    converted("what is converted has no fence", "        fence_async_shared()\n", "", (MissingFence,)),
-    converted("a place is filled that is not empty", ACQUIRED, "full = channel.full.index(channel.slot(position))",
-              (Race, BarrierMisuse, Deadlock)),
-    converted("bytes are copied over others that are yet to be converted", "ring.index(position % C.bytes_stages), base",
-              "ring.index((position + 1) % C.bytes_stages), base", (*TOO_EARLY, *NUMBERS, Unfinished)),
-    converted("what is no key is copied", "is_key(cached, piece, at, pages, C, KEYS)", "pages == pages",
-              (*NUMBERS, OutOfBounds)),
-    converted("steps are converted again", "if position >= least:", "if position >= 0:",
-              (*NUMBERS, Deadlock, BarrierMisuse, Race)),
-    converted("pieces are taken again though they were not chosen", "if is_chosen(chosen, number, job, C):", "if chosen != 0:",
-              (*NUMBERS, Deadlock, BarrierMisuse, Race)),
+    converted("bytes are not waited for", WAITED, "", (*TOO_EARLY, Unfinished)),
+    converted("fewer bytes are expected than come", "C.tokens * (C.head_dim + C.head_dim_v)", "C.tokens * C.head_dim",
+              (*TOO_EARLY, BarrierMisuse, Unfinished)),
+    converted("what is converted has no fence", "    fence_async_shared()\n", "", (MissingFence,)),
+    converted("a place is filled that is not empty", "full, place = channel.acquire(position)",
+              "full, place = channel.full.index(channel.slot(position))", (Race, BarrierMisuse, Deadlock)),
+    converted("bytes are copied over others that are yet to be converted", "bytes.acquire(position)",
+              "bytes.full.index(bytes.slot(position))", (*TOO_EARLY, *NUMBERS, BarrierMisuse, Deadlock, Unfinished)),
+    converted("bytes are given back before they are loaded", WAITED, WAITED + "    memory.bytes.release(position)\n",
+              (*TOO_EARLY, BarrierMisuse, Deadlock)),
+    converted("Q is copied over rows that are yet to be read", "memory.turns.acquire(taken)", "memory.turns.full.index(0)",
+              (*TOO_EARLY, *NUMBERS, BarrierMisuse, Deadlock)),
+    converted("values that are no key's stay", "v, True, piece", "v, False, piece"),
+    converted("pieces are taken again though they were not chosen", "job, K.C):\n        first,",
+              "job, K.C) | True:\n        first,", (*NUMBERS, Deadlock, BarrierMisuse, Race)),
 ]  # fmt: skip
 MANY_ROWS = {
     "head_dim": 128,

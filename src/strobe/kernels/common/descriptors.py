@@ -12,6 +12,7 @@ FAR = gl.constexpr(1 << 30)
 ENDLESS = 0x7FFF0000
 GLUON_DTYPES = {
     torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
 }  # fmt: skip
 
 

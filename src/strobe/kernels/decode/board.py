@@ -11,6 +11,7 @@ heard           one of each other role   it has been read
 from strobe.kernels.common.channel import make_barriers
 from strobe.kernels.decode.arguments import Job, Piece
 from strobe.kernels.decode.layouts import lanes
+from strobe.kernels.decode.pieces import take_pieces
 from strobe.kernels.gluon import aggregate, gl, gluon, mbarrier
 
 PIECES = gl.constexpr(2)
@@ -80,3 +81,13 @@ def take_told(TAKE: gl.constexpr, memory, K, n, state):
             state = TAKE(memory, K, piece, job, state)
         n += 1
     return n, state
+
+
+@gluon.jit
+def take_all(TAKE: gl.constexpr, memory, K, told, state):
+    """All pieces of a CTA, found or told of, the first of them as the `told`-th one; see `take_told`."""
+    if K.C.tells:
+        told, state = take_told(TAKE, memory, K, told, state)
+    else:
+        state = take_pieces(TAKE, memory, K, state)
+    return told, state

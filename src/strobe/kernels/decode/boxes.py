@@ -1,5 +1,7 @@
 """What Hopper's kernels for a cache share: boxes of keys that TMA copies, rows of Q, scores by wgmma, 64 rows at a time."""
 
+import triton.language as tl
+
 from strobe.kernels.common.channel import swizzled
 from strobe.kernels.common.groups import GROUP, PANEL, in_squares
 from strobe.kernels.common.scores import LOG2E
@@ -31,9 +33,9 @@ def rows_layout(columns, warps):
 
 
 @gluon.constexpr_function
-def boxes_shape(C):
-    """A chunk of a ring as TMA sees it."""
-    return [C.stages * (C.tokens // C.box), C.box, C.chunk]
+def boxes_shape(C, shape):
+    """A chunk of a ring, [stages, tokens, columns], as TMA sees it."""
+    return [shape[0] * (C.tokens // C.box), C.box, shape[2]]
 
 
 # ---- copies
@@ -94,7 +96,7 @@ def copy_boxes(descriptor, chunk, slot, barrier, cached, pages, head, first, COL
     """Start copying columns from COLUMN on of the step from key `first` on to a place in a ring. chunk: [stages, tokens,
     columns]. TMA copies zeros for a page that is not there, and for keys beyond a contiguous cache."""
     BOXES: gl.constexpr = C.tokens // C.box
-    ring = reinterpret(chunk, chunk.dtype, boxes_shape(C), swizzled(chunk.dtype, C.chunk))
+    ring = reinterpret(chunk, chunk.dtype, boxes_shape(C, chunk.shape), swizzled(chunk.dtype, chunk.shape[2]))
     for b in gl.static_range(BOXES):
         page, row = place_of_box(cached, pages[b], first + b * C.box)
         box = ring.index(slot * BOXES + b).reshape(descriptor.block_type.shape)
@@ -209,6 +211,22 @@ def first_step(piece, C: gl.constexpr):
     return first, gl.maximum((piece.end - first + C.tokens - 1) // C.tokens, 1)
 
 
+@gluon.jit
+def copy_steps(COPY: gl.constexpr, memory, K, piece, state):
+    """Copy the steps of a piece, each by COPY, which is told its first key and its pages. They are looked up a window of steps
+    ahead."""
+    C: gl.constexpr = K.C
+    first, steps = first_step(piece, C)
+    window = pages_of_window(K.cached, piece, first, C)
+    for begin in tl.range(0, steps, window_of(C)):
+        next_window = pages_of_window(K.cached, piece, first + (begin + window_of(C)) * C.tokens, C)
+        for i in tl.range(begin, gl.minimum(begin + window_of(C), steps)):
+            pages = pages_of_step(K.cached, piece, window, i - begin, C)
+            state = COPY(memory, K, piece, first + i * C.tokens, pages, state)
+        window = next_window
+    return state
+
+
 # ---- scores and products
 
 
@@ -299,9 +317,12 @@ def scale_of_scores(terms, piece):
 
 
 @gluon.jit
-def masked(s, K, piece, first, holes, C: gl.constexpr, MASKED: gl.constexpr):
-    """Products s [rows, tokens] from key `first` on, changed as terms ask; -inf where nobody sees a key."""
+def masked(s, K, piece, first, holes, C: gl.constexpr, MASKED: gl.constexpr, power=1.0):
+    """Products s [rows, tokens] from key `first` on, changed as terms ask; -inf where nobody sees a key. power: by what they
+    are multiplied first, if terms ask for any change."""
     cached, terms = K.cached, K.terms
+    if (terms.softcap is not None) | (terms.alibi is not None):
+        s = s * power
     s = gl.reshape(s, [1, C.rows, C.tokens])
     L: gl.constexpr = s.type.layout
     if (terms.softcap is not None) | (terms.alibi is not None):
@@ -321,7 +342,16 @@ def weights_of(s, scale, top):
     """The maximum of each row with the scores of a step, its P, and the factor of what was summed before."""
     new_top = gl.maximum(top, gl.max(s, 1) * scale)
     shift = finite(new_top)
-    return new_top, gl.exp2(gl.fma(s, scale, gl.expand_dims(-shift, 1))), gl.exp2(top - shift)
+    return new_top, gl.exp2(gl.fma(s, beside(scale), gl.expand_dims(-shift, 1))), gl.exp2(top - shift)
+
+
+@gluon.jit
+def beside(scale):
+    """A number for all rows, or one for each, as it meets scores."""
+    if len(scale.shape) > 0:
+        return gl.expand_dims(scale, 1)
+    else:
+        return scale
 
 
 @gluon.jit

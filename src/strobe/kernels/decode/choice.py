@@ -53,10 +53,11 @@ WGMMA_FROM_ROWS = 33
 faster at 8 and 16 rows and mostly at 32, by far slower at 128; 64: not timed."""
 MOST_KEYS_OF_ONE_GROUP = 1 << 20
 """Keys of all key heads of all requests up to which 64 rows or fewer are one group's of wgmma: on an H100 and an H200 it was
-ahead of mma.sync up to 2^19, level at 2^20, behind it at 2^21. On an H100, since whole jobs are taken by turns, it is ahead
-with any number, but for up to 8 rows: 4 queries of 64 heads on 8, 128 requests of 8k keys 1418 microseconds, not 1425; of
-unequal lengths, 32 around 2k 104.4, not 108.2, 128 around 2k 386, not 388, 32 around 8k 370, not 374; one query 100, 371 and
-365, not 99, 366 and 363."""
+ahead of mma.sync up to 2^19, level at 2^20, behind it at 2^21. There it takes more power: an H200, 4 queries of 64 heads on 8,
+32 requests of 8k keys over pages, 244 microseconds, not 246, for some milliseconds, but 275, not 254, for longer. On an H100,
+since whole jobs are taken by turns, it is ahead with any number, but for up to 8 rows: 4 queries of 64 heads on 8, 128 requests
+of 8k keys 1418 microseconds, not 1425; of unequal lengths, 32 around 2k 104.4, not 108.2, 128 around 2k 386, not 388, 32 around
+8k 370, not 374; one query 100, 371 and 365, not 99, 366 and 363."""
 FEW_KEYS_OF_ONE_GROUP = 1 << 16
 """The same for 65 to 128 rows, whose two tiles both read them, and for head dim 64: on an H100 it was ahead at 2^16, behind or
 level at 2^19, and at 2^18 with head dim 64."""
@@ -64,11 +65,6 @@ FEW_LATENT_KEYS = 1 << 17
 """Keys of all requests up to which 64 rows of a latent are for eight warps that do the same. On an H200 with 16 heads they were
 ahead of two groups in turns at 2^16 (36.4 and 44.5 microseconds), level at 2^17, behind at 2^18 (99.7 and 96.7) and at 2^20
 (341 and 298)."""
-LEAST_KEYS_OF_FEW_ROWS = 1 << 17
-"""Keys from which on one group is the faster choice for up to 8 rows, too, if there are no more key heads than multiprocessors:
-else mma.sync is, which leaves 8 rows away. An H200, one query over pages of 64, 128 requests of 1k keys, 16 heads on 2: 35.5
-microseconds, 36.4 by one group; of unequal lengths, log-normal around a third of 1k: 17.4 and 21.4; 64 heads on 8: 133 and 134,
-45.7 and 58.2; but 32 of 1k, 28 heads on 4: 22.0 and 20.6."""
 LEAST_KEYS_OF_TWO_GROUPS = 1 << 20
 """Keys of all key heads of all requests from which on the two groups that share 128 rows have a role each, where they do not
 hold Q."""
@@ -79,6 +75,8 @@ multiprocessors or fewer: their code is half as long, and what begins and ends a
 request of 32k keys 29.8 (32.0; 34.0), 8 of 8k 46.1 (46.4; 49.2); 16 on 2, 32 of 8k 77.6 (77.9; 80.3), over pages of 16 79.2
 (81.7; 82.2); 64 on 8, 1 of 128k 137.1 (-; 140.1); but 8 of 32k 267.3 (-; 262.9), and 28 on 4, 32 of 2k, whose jobs are whole,
 42.9 (41.4; 42.3)."""
+MOST_CONVERTED_KEYS_OF_TILES = 1 << 17
+"""Keys of 8 bits of all key heads of all requests up to which 65 to 128 rows are two tiles of one group's."""
 HOPEFUL_ROOM = 4096
 """Keys of a request from which on its steps are so many that the optimistic softmax gains: on an H200, with 16 queries of 64
 heads on 8, it was ahead from 8k on, level at 2k and behind at 1k."""
@@ -91,7 +89,9 @@ pages of 256, 47.7 (45.5), 1 of 128k 48.5 (46.6)."""
 LEAST_KEYS_OF_HOPEFUL_SPLITS = 1 << 19
 """Keys of all key heads of all requests from which on the optimistic softmax gains within splits, on an H200; an H100: level or
 slower."""
-LEAST_ROOM_OF_LONG_STEPS, LEAST_KEYS_OF_LONG_STEPS = 8192, 1 << 18
+MOST_ROWS_OF_LONG_STEPS = 32
+LEAST_ROOM_OF_LONG_STEPS, LEAST_ROOM_OF_LONG_STEPS_OF_MANY_HEADS = 2048, 8192
+LEAST_KEYS_OF_LONG_STEPS, LEAST_KEYS_OF_LONG_STEPS_OF_MANY_ROWS = 1 << 17, 1 << 20
 """Keys of a request, and of all key heads of all requests, from which on steps are long: see `takes_long_steps`."""
 MOST_UNDER_WAY = 128 * KIB
 """Bytes of keys and values that such a CTA copies at once where it has to look up pages."""
@@ -158,7 +158,9 @@ def start_of(config: Config) -> int:
     if config.split or config.narrow:
         return 0
     columns = config.head_dim + config.head_dim_v
-    size = START_BYTES_WITH_Q if config.asks_q else START_BYTES_OF_TMA if config.box else START_BYTES
+    size = (
+        START_BYTES_WITH_Q if config.asks_q else START_BYTES_OF_TMA if config.box and not config.bytes_stages else START_BYTES
+    )
     if config.rows > MMA_ROWS and not config.by_wgmma:
         size = START_BYTES_OF_MANY_ROWS
     return size // (config.ctas * config.tokens * columns * config.kv_bytes)
@@ -198,8 +200,9 @@ def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
 
 
 def takes_long_steps(problem: DecodeProblem, arch: Arch) -> bool:
-    """Whether one CTA on a multiprocessor, whose steps are long, reads a contiguous cache faster than two: few rows of long
-    requests, and fast memory, which binds. Not where key heads are so many that where one ends and the next begins counts."""
+    """Whether one CTA on a multiprocessor, whose steps are long, reads a contiguous cache faster than two: up to 32 rows of
+    long requests, and fast memory, which binds. Not where key heads are so many that where one ends and the next begins
+    counts."""
     # An H200, one query, of the speed of SDPA by cuDNN (and as it would be without), requests of equal lengths:
     #   64 heads on 8   8 of 8k 1.03 (1.00), of 32k 1.02 (1.00); 32 of 8k 1.02 (1.00); 128 of 8k 1.01 (1.00)
     #   28 heads on 4   8 of 8k 1.03 (0.99), of 32k 1.01 (0.99); 32 of 8k 1.00 (0.97); 128 of 8k 1.00 (0.99)
@@ -207,9 +210,17 @@ def takes_long_steps(problem: DecodeProblem, arch: Arch) -> bool:
     #   32 heads on 32  8 of 8k 1.02 (1.00), of 32k 1.00 (0.99), of 128k 0.99 (0.99); but 128 of 8k 0.96 (0.99)
     # and 32 of 2k, 64 heads on 8, 0.98 (1.01). Log-normal lengths, of FlashAttention-3's speed: 32 around 8k 1.05 (1.07), 32
     # around 32k 1.04 (1.07). Over pages two CTAs are faster.
+    # One query, no more key heads than multiprocessors, microseconds (and two CTAs; one group of wgmma): 28 heads on 4, 32 of
+    # 2k 35.7 (37.7; 37.3); 64 on 8, 16 of 2k 36.3 (38.3; 37.6), 3 of 8k 32.7 (33.9; 35.3); 32 on 8, 8 of 4k 37.2 (37.4; 38.9).
+    # Four queries, microseconds (and two CTAs): 64 heads on 8, 8 of 32k 243.0 (252.5), 32 of 8k 250.3 (254.9), 128 of 8k 972
+    # (993); 28 on 4, 32 of 32k 473 (484); 16 on 2, 8 of 128k 247.5 (251.7); 32 on 8, 8 of 32k 240.1 (246.5). Log-normal
+    # lengths, 64 on 8: 32 around 8k 264 (268), but 32 around 2k 79.4 (76.5).
     wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128 and problem.kv_dtype.itemsize == 2
-    few = problem.rows <= MMA_ROWS // 2 and problem.batch * problem.heads_kv <= 8 * (arch.sms or FALLBACK_SMS)
-    many = problem.capacity >= LEAST_ROOM_OF_LONG_STEPS and keys_of(problem) >= LEAST_KEYS_OF_LONG_STEPS
+    sms, heads, few_rows = arch.sms or FALLBACK_SMS, problem.batch * problem.heads_kv, problem.rows <= MMA_ROWS // 2
+    room = LEAST_ROOM_OF_LONG_STEPS if heads <= sms else LEAST_ROOM_OF_LONG_STEPS_OF_MANY_HEADS
+    keys = LEAST_KEYS_OF_LONG_STEPS if few_rows else LEAST_KEYS_OF_LONG_STEPS_OF_MANY_ROWS
+    few = problem.rows <= MOST_ROWS_OF_LONG_STEPS and heads <= 8 * sms
+    many = problem.capacity >= room and keys_of(problem) >= keys
     fast = arch.capability == 90 and arch.dram_bandwidth >= FAST_MEMORY
     return not problem.deterministic and problem.page_size is None and wide and few and many and fast
 
@@ -389,15 +400,16 @@ def tiles_abreast(problem: DecodeProblem, config: Config) -> int:
 
 
 def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
-    """Whether one group of wgmma, whose keys cp.async copies, is the fastest choice where wgmma can do it: one group's rows at
-    most, or two where both may read the keys, and, where memory is fast or rows are few, not too many keys. Bits that must not
-    depend on the number of queries come from `of_wgmma`, whatever that number is."""
+    """Whether one group of wgmma, whose keys cp.async copies, is the fastest choice where wgmma can do it: more rows than half
+    of a product of mma.sync and one group's at most, or two where both may read the keys, and, where memory is fast, not too
+    many keys. Bits that must not depend on the number of queries come from `of_wgmma`, whatever that number is."""
     # An H200, page 64, microseconds beside those of mma.sync, in runs of their own, whose peer took the same time within 2 %:
     #   16 rows, 32 heads on 8:  1 of 1k 8.4 (9.2), 1 of 8k 15.3 (16.6), 8 of 1k 14.2 (14.8), 8 of 8k 67.3 (70.9);
     #                            page 16: 1 of 8k 15.2 (17.8), 8 of 8k 67.7 (71.7)
-    #   4 rows, 32 heads on 8:   1 of 32k 38.4 (39.5), 8 of 8k 66.8 (68.3), but 32 of 1k 36.2 (35.5)
-    #   7 rows, 28 heads on 4:   1 of 8k 12.4 (12.4), 8 of 8k 37.8 (38.0), 32 of 1k 20.2 (21.7)
-    #   8 rows, 16 heads on 2:   8 of 8k 21.8 (23.0)
+    # Up to 8 rows are mma.sync's. An H200, one query, page 64, microseconds beside those of one group, in one run:
+    #   28 heads on 4:  8 of 8k 38.8 (40.0), 32 of 2k 38.2 (36.5), 32 of 4k 68.5 (67.6), all but one of them an eighth as long
+    #                   15.8 (19.7); log-normal lengths, 32 around 1k 26.3 (28.3)
+    #   64 heads on 8:  8 of 8k 71.1 (71.0), 3 of 32k 109.0 (105.2); log-normal lengths, 8 around 2k 26.4 (27.0)
     # An H100, 32 rows (4 queries of 64 heads on 8), bf16, microseconds beside those of mma.sync:
     #              1 of 1k      1 of 8k      8 of 1k      8 of 8k        32 of 8k
     #   page 16    10.0 (12.0)  20.7 (22.2)  19.4 (21.0)   97.8 (102.3)  375 (365)
@@ -417,8 +429,7 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
         return dim == 128 and (problem.rows <= MOST_ROWS or keys <= FEW_KEYS_OF_ONE_GROUP)
     if dim == 64:
         return MMA_ROWS < problem.rows <= MOST_ROWS and keys <= FEW_KEYS_OF_ONE_GROUP
-    many_heads = problem.batch * problem.heads_kv > (arch.sms or FALLBACK_SMS)
-    if problem.rows <= MMA_ROWS // 2 and (keys < LEAST_KEYS_OF_FEW_ROWS or many_heads):
+    if problem.rows <= MMA_ROWS // 2:
         return False
     if problem.rows > MOST_ROWS:
         # An H200, 16 queries, pages of 64, microseconds with 2^16 keys (and by one role that holds Q): 64 heads on 8, 1
@@ -427,8 +438,7 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
         # (20.7). With 2^15: 28 on 4, 1 of 8k 14.5 (16.0); 64 on 8, 1 of 4k 17.2 (18.3). An H100: not timed.
         hopeful = is_hopeful(problem) and arch.dram_bandwidth >= FAST_MEMORY
         return keys <= (FEW_KEYS_OF_ONE_GROUP // 2 if hopeful else FEW_KEYS_OF_ONE_GROUP)
-    slow = arch.dram_bandwidth < FAST_MEMORY and problem.rows > MMA_ROWS // 2
-    return slow or keys <= MOST_KEYS_OF_ONE_GROUP
+    return arch.dram_bandwidth < FAST_MEMORY or keys <= MOST_KEYS_OF_ONE_GROUP
 
 
 def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
@@ -444,25 +454,21 @@ def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
 def takes_conversion(problem: DecodeProblem, arch: Arch) -> bool:
     """Whether wgmma is the faster choice for a cache of 8 bits, where it can do it: many rows, which mma.sync takes longer for
     than for the same keys in 16 bits. Bits that must not depend on the number of queries come from mma.sync."""
-    # An H200, e4m3, pages of 64, 64 heads on 8, microseconds (mma.sync; a cache of 16 bits), 8 queries | 16 queries:
-    #   1 request of 8k keys 15.8 (21.2; 16.4) | 22.8 (26.8; 20.7); 8 of 8k 57.7 (77.5; 70.9) | 83.8 (133.6; 76.9)
-    #   32 of 8k 214 (274; 254) | 287 (560; 259); 32 of 2k 60.6 (68.6; 71.4) | 87.0 (138.5; 77.5)
-    #   128 of 8k 869 (1096; 1019) | 1156 (2252; 1037)
-    many = problem.rows >= WGMMA_FROM_ROWS and problem.capacity >= LONG_ROOM and not problem.deterministic
-    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128
-    return many and wide and problem.kv_dtype.itemsize == 1 and can_take_wgmma(problem, arch)
+    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128 and problem.kv_dtype.itemsize == 1
+    many = problem.rows >= WGMMA_FROM_ROWS and not problem.deterministic
+    return many and wide and can_take_wgmma(problem, arch)
 
 
 def of_converted(problem: DecodeProblem, arch: Arch) -> Config:
-    """The config of wgmma for a cache of 8 bits: one group of warps, or two for 65 rows or more, beside eight that convert."""
-    # An H200, 32 requests of 8k keys, 8 queries | 16, microseconds (as above: 214 | 287): without the optimistic softmax 257 |
-    # 349; four warps that convert both K and V, 8 queries that do not hold Q: 253 | 352; 8 queries that do not hold Q 227, two
-    # CTAs 213, but one request of 8k 20.6; 16 queries that hold Q 296.
-    dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    groups = 2 if problem.rows > MOST_ROWS else 1
+    """The config of wgmma for a cache of 8 bits: one group of warps, or two for 65 rows or more, beside those that convert."""
+    tiles = MOST_ROWS < problem.rows <= 2 * MOST_ROWS and keys_of(problem) <= MOST_CONVERTED_KEYS_OF_TILES
+    groups = 2 if problem.rows > MOST_ROWS and not tiles else 1
     hopeful = problem.mask.left is None and problem.score.alibi is None
-    config = Config(dim, dim_v, MOST_ROWS * groups, WGMMA_TOKENS, 2, 4 * groups, 1, kv_bytes=1, chunk=dim, groups=groups,
-                    holds_q=groups == 1, optimistic=hopeful, bytes_stages=3)  # fmt: skip
+    box = WGMMA_TOKENS if problem.page_size is None else math.gcd(WGMMA_TOKENS, problem.page_size)
+    absent = absent_of(problem, MOST_ROWS * groups)
+    config = Config(128, 128, MOST_ROWS * groups, WGMMA_TOKENS, 2, 4 * groups, 1, kv_bytes=1, box=box, chunk=128, groups=groups,
+                    holds_q=True, asks_q=absent is not None, absent=absent or 0, optimistic=hopeful,
+                    bytes_stages=4)  # fmt: skip
     return with_all_stages(config, arch)
 
 

@@ -11,8 +11,10 @@ from strobe.kernels.memory_map import Buffer, total_bytes
 MMA_ROWS = 16
 """Rows of a product of tensor cores (mma.sync), for one warp."""
 MOST_ROWS = 64
-FEW_SHARES = 8
-"""Parts of a key head that the last CTA to come merges alone, as it would wait for others for as long."""
+FEW_SHARES, FEW_SHARED_ROWS = 8, 128
+"""Parts of a key head that the last CTA to come merges alone, as it would wait for others for as long, and the rows that they
+have together at most. An H200, 8 requests of 1k keys, microseconds merged by one, by all: 32 rows, eight parts 11.5, 10.0 (a
+cache of e4m3 11.4, 9.5), four 12.3, 12.4, two 15.1, 17.3; 16 rows, eight 9.9, 9.9, four 11.1, 11.7; 8 rows, eight 8.3, 8.8."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class Config:
     late: those of a split are counted from maxima of its first step that move only if a score is far above them.
     grouped: 8 keys lie together in shared memory with all of their columns, then the next 8, so that TMA copies all columns of
         a page's keys in one box (see `common.groups`).
-    bytes_stages: steps whose bytes are copied at once where wgmma multiplies a cache of 8 bits, of K and of V by four warps
-        each, which convert them; 0: nothing is converted.
+    bytes_stages: steps whose bytes the ring has from which they are converted, where wgmma multiplies a cache of 8 bits; 0:
+        nothing is converted.
     """
 
     head_dim: int
@@ -109,7 +111,8 @@ class Config:
     @property
     def meets_apart(self) -> bool:
         """Whether what the warps found meets in memory of its own, for which a short ring leaves room."""
-        return self.clustered and self.stages == 2 and not self.by_wgmma
+        short = self.stages == 2 if self.clustered else self.meeting_bytes > self.ring_bytes(self.head_dim)
+        return self.shares > 0 and short and not self.by_wgmma
 
     @property
     def by_wgmma(self) -> bool:
@@ -136,9 +139,15 @@ class Config:
         return self.halves > 1 or (self.holds_q and not self.split)
 
     @property
+    def copied_chunk(self) -> int:
+        """Columns that TMA copies together."""
+        return 64 if self.bytes_stages else self.chunk
+
+    @property
     def tells(self) -> bool:
-        """Whether who copies K finds the CTA's pieces of work, and tells the other roles, whose code is so much shorter."""
-        return self.groups > 1 and self.box > 0 and not self.split
+        """Whether who copies K, or all, finds the CTA's pieces of work, and tells the other roles, whose code is so much
+        shorter."""
+        return (self.groups > 1 or self.bytes_stages > 0) and self.box > 0 and not self.split
 
     @property
     def row_warps(self) -> int:
@@ -156,8 +165,13 @@ class Config:
 
     @property
     def copier_warps(self) -> int:
-        """Warps that have registers as those who copy."""
-        return 8 if self.bytes_stages else 4
+        """Warps that copy or convert; one that copies alone counts as four."""
+        return 4 + 4 * self.converters
+
+    @property
+    def converters(self) -> int:
+        """Roles of four warps that convert."""
+        return 0 if not self.bytes_stages else 2 if self.groups == 1 else 1
 
     @property
     def registers(self) -> int:
@@ -168,15 +182,21 @@ class Config:
     @property
     def group_registers(self) -> int:
         """Registers a thread that the second group sets for itself: what copiers leave."""
-        return (65536 // self.ctas - 32 * self.copier_warps * self.copier_registers) // (32 * self.warps) // 8 * 8
+        others = 32 * 4 * (self.copier_registers + self.converters * self.converter_registers)
+        return (65536 // self.ctas - others) // (32 * self.warps) // 8 * 8
 
     @property
     def copier_registers(self) -> int:
         """Registers a thread that a warp which copies sets for itself (setmaxnreg)."""
         # by cp.async over pages of 64 keys, with 104 the loop spilled: 16.4 microseconds, not 14.8 (an H200, one request of 8k)
         if self.bytes_stages:
-            return 104 if self.groups == 1 else 80
+            return 56 if self.groups == 1 else 40
         return (56 if self.split else 80) if self.box else 152
+
+    @property
+    def converter_registers(self) -> int:
+        """Registers a thread of those warps that convert."""
+        return 80 if self.groups == 1 else 64
 
     @property
     def merged_rows(self) -> int:
@@ -225,7 +245,7 @@ class Config:
         """Up to how many parts of so many rows the last to come merges them alone: in two turns, or four. 0 where registers do
         not hold them, or where parts must be added up in an order that does not depend on the rows."""
         if self.shares > 1:
-            return FEW_SHARES
+            return min(FEW_SHARES, FEW_SHARED_ROWS // rows)
         if self.split:
             return 16 if rows <= 8 else 0
         if self.holds_q:
@@ -258,7 +278,7 @@ class Config:
         shapes: dict[str, tuple[int, ...]] = {"sQ": (self.rows, self.head_dim + self.narrow)} if self.by_wgmma else {}
         shapes |= {"sP": (self.rows, self.tokens)} if self.by_wgmma and self.narrow and self.halves == 1 else {}
         shapes |= {"sK": (self.stages, self.tokens, self.head_dim), other[0]: (self.stages, self.tokens, other[1])}
-        meet = (self.token_warps, MMA_ROWS // 2, self.head_dim_v)
+        meet = (self.token_warps, MMA_ROWS // 2 if self.clustered else self.rows, self.head_dim_v)
         met = [Buffer("sO of warps", meet, 4 * math.prod(meet))] if self.meets_apart else []
         if self.sums_wait or (self.by_wgmma and self.shares):
             met = [Buffer("sO", (self.rows, self.head_dim_v), 4 * self.rows * self.head_dim_v)]

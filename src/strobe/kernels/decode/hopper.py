@@ -1,14 +1,15 @@
 """Attention of many rows over a cache, in Gluon, for Hopper: TMA, wgmma, warp specialisation.
 
 The schedule, the terms, the results and their merging are those of `forward`, the copies and scores those of `boxes`. Every
-role finds its CTA's pieces of work from the lengths by itself or, of two groups, the copier of K does, and tells the others
-(see `board`). The roles:
+role finds its CTA's pieces of work from the lengths by itself or, of two groups or of 8 bits, the first copier does, and tells
+the others (see `board`). The roles:
 
     role            warps                          work
     copier of K     1                              copies steps of K in (TMA)
     copier of V     1                              copies steps of V in; clears what is not of the piece in its first and last
     copier of rows  4                              in place of both: copies steps of K and V in, whole rows (cp.async)
-    converters      4 each of K and of V           the same of a cache of 8 bits (see `converted`)
+    copier of bytes 1                              in place of both: copies steps of K and V of 8 bits (TMA), for
+    converters      4 of both, or of each          the same in float16 (see `converted`)
     multiplier      4 for each 64 rows of a tile   S = Q K^T and O += P V (wgmma), the softmax in between; the result, or part
                     or, of two groups, one each
 
@@ -49,22 +50,22 @@ from strobe.kernels.common.groups import in_rows, make_groups
 from strobe.kernels.common.packed_halves import rounded
 from strobe.kernels.decode.again import ALL, Again, bit_of, chosen_next, is_chosen, make_again, out_of_range, tell
 from strobe.kernels.decode.arguments import NUMBERS, Cached, Chain, Job, Kernel, Outputs, Piece, Terms
-from strobe.kernels.decode.board import Board, make_board, take_told, tell_of, tell_of_the_end
+from strobe.kernels.decode.board import Board, make_board, take_all, tell_of, tell_of_the_end
 from strobe.kernels.decode.boxes import (
     accumulator,
     ask_for_queries,
+    beside,
     clear_groups,
     clear_values,
     copy_boxes,
     copy_groups,
+    copy_steps,
     first_step,
     has_others,
     lane_sums,
     masked,
     misses_a_page,
     no_output,
-    pages_of_step,
-    pages_of_window,
     rescaled,
     rows_layout,
     rows_of,
@@ -72,10 +73,9 @@ from strobe.kernels.decode.boxes import (
     scale_of_scores,
     wait_output,
     weights_of,
-    window_of,
 )
-from strobe.kernels.decode.converted import Bytes, converter_of_keys, converter_of_values, make_bytes
-from strobe.kernels.decode.keys import is_key, look_up, rows_at
+from strobe.kernels.decode.converted import converter, converter_of_keys, converter_of_values, copier_of_bytes, make_bytes
+from strobe.kernels.decode.keys import is_key, largest, look_up, power_of, rows_at
 from strobe.kernels.decode.latent import make_latent_memory, take_latent
 from strobe.kernels.decode.latent_turns import left_group, make_turns_memory, right_group
 from strobe.kernels.decode.layouts import lanes
@@ -116,26 +116,29 @@ class Memory:
     notes: gl.shared_memory_descriptor
     sums: gl.shared_memory_descriptor
     board: (Board, gl.constexpr)
-    bytes: (Bytes, gl.constexpr)
+    bytes: (Channel, gl.constexpr)
+    turns: (Channel, gl.constexpr)
 
 
 @gluon.jit
-def make_memory(k_desc, v_desc, q_desc, dtype: gl.constexpr, C: gl.constexpr):
-    """The caller fences."""
+def make_memory(k_desc, v_desc, q_desc, asked: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr):
+    """asked: the type of Q where TMA copies it; dtype: of what is multiplied. The caller fences."""
     shape: gl.constexpr = [C.groups * (C.head_dim // C.chunk), C.rows // C.groups, C.chunk]
-    q = gl.allocate_shared_memory(dtype, shape, swizzled(dtype, C.chunk))
-    notes, sums, board, bytes = q, q, None, None
+    OF_Q: gl.constexpr = asked if C.asks_q else dtype
+    q = gl.allocate_shared_memory(OF_Q, shape, swizzled(OF_Q, C.chunk))
+    notes, sums, board, bytes, turns = q, q, None, None, None
     if C.bytes_stages > 0:
-        bytes = make_bytes(k_desc, v_desc, C)
+        turns = Channel((), make_barriers(1, 1), make_barriers(1, C.groups), 1)
+        bytes = make_bytes(k_desc.dtype, C)
     if C.tells:
-        board = make_board(C.groups + 1)
+        board = make_board(C.groups + max(C.converters, 1))
     if C.split:
         notes = gl.allocate_shared_memory(gl.int32, [C.groups * NOTES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if C.sums_wait:
         squares: gl.constexpr = [C.groups * (C.head_dim_v // C.chunk), C.rows // C.groups // 8, C.chunk // 8, 8, 8]
         sums = gl.allocate_shared_memory(gl.float32, squares, gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
     k, v = make_ring(dtype, C.head_dim, 0, C), make_ring(dtype, C.head_dim_v, 1, C)
-    return Memory(k_desc, v_desc, q_desc, q, k, v, make_again(C.groups), notes, sums, board, bytes)
+    return Memory(k_desc, v_desc, q_desc, q, k, v, make_again(C.groups), notes, sums, board, bytes, turns)
 
 
 @gluon.jit
@@ -179,22 +182,6 @@ def wait_for_earlier(channel, position, C: gl.constexpr):
     """Wait until so many steps before this one are there that no more are under way than may be."""
     if C.under_way > 0:
         channel.wait(gl.maximum(position - C.under_way, 0), pred=position >= C.under_way)
-
-
-@gluon.jit
-def copy_steps(COPY: gl.constexpr, memory, K, piece, state):
-    """Copy the steps of a piece, each by COPY, which is told its first key and its pages. They are looked up a window of steps
-    ahead."""
-    C: gl.constexpr = K.C
-    first, steps = first_step(piece, C)
-    window = pages_of_window(K.cached, piece, first, C)
-    for begin in tl.range(0, steps, window_of(C)):
-        next_window = pages_of_window(K.cached, piece, first + (begin + window_of(C)) * C.tokens, C)
-        for i in tl.range(begin, gl.minimum(begin + window_of(C), steps)):
-            pages = pages_of_step(K.cached, piece, window, i - begin, C)
-            state = COPY(memory, K, piece, first + i * C.tokens, pages, state)
-        window = next_window
-    return state
 
 
 @gluon.jit
@@ -270,16 +257,6 @@ def take_values(memory, K, piece, job, state):
     if is_chosen(chosen, number, job, K.C):
         copied = copy_steps(copy_values, memory, K, piece, copied)
     return copied, number + 1, chosen
-
-
-@gluon.jit
-def take_all(TAKE: gl.constexpr, memory, K, told, state):
-    """All pieces of a CTA, found or told of, the first of them as the `told`-th one; see `take_told`."""
-    if K.C.tells:
-        told, state = take_told(TAKE, memory, K, told, state)
-    else:
-        state = take_pieces(TAKE, memory, K, state)
-    return told, state
 
 
 @gluon.jit
@@ -397,8 +374,8 @@ def start_output(acc, p, v, C: gl.constexpr):
 
 @gluon.jit
 def store_queries(W: gl.constexpr, memory, K, piece, C: gl.constexpr):
-    """The W-th group's Q, in shared memory or registers, in chunks of columns, by what products become scores, and if a page is
-    missing."""
+    """The W-th group's Q, in shared memory or registers, in chunks of columns, by what products become scores, of all rows or
+    of each one, by what they become products of the queries as they are, and if a page is missing."""
     CHUNKS: gl.constexpr = C.head_dim // C.chunk
     rows, q = (), ()
     for c in gl.static_range(CHUNKS):
@@ -406,6 +383,9 @@ def store_queries(W: gl.constexpr, memory, K, piece, C: gl.constexpr):
         q += (memory.q.index(W * CHUNKS + c),)
     holes = misses_a_page(K.cached, piece)  # while Q is on its way: behind the copies of all CTAs a load takes long
     scale, sign = scale_of_scores(K.terms, piece)
+    power = 1.0
+    if C.bytes_stages > 0:
+        rows, scale, power = rows_as_half(rows, scale, K.terms, C)
     partition_barrier()  # everybody has read the rows before
     for c in gl.static_range(CHUNKS):
         q[c].store((rows[c] * sign).to(memory.q.dtype))
@@ -416,9 +396,30 @@ def store_queries(W: gl.constexpr, memory, K, piece, C: gl.constexpr):
         held = ()
         for c in gl.static_range(CHUNKS):
             held += (q[c].load(L),)
-        return held, scale, holes
+        return held, scale, power, holes
     else:
-        return q, scale, holes
+        return q, scale, power, holes
+
+
+@gluon.jit
+def rows_as_half(rows, scale, terms, C: gl.constexpr):
+    """Chunks of Q as the float16 that a cache of 8 bits is converted to, and by what products with them become scores, for each
+    row, or, where scores change otherwise, by what they become products of the queries as they are."""
+    ROWS: gl.constexpr = rows_of(C, C.tokens)
+    scale, power = gl.full([C.rows], 0.0, gl.float32, ROWS) + scale, 1.0
+    if rows[0].dtype == gl.bfloat16:
+        most = largest(rows[0])
+        for c in gl.static_range(1, len(rows)):
+            most = gl.maximum(most, largest(rows[c]))
+        power, halves = power_of(most), ()
+        for c in gl.static_range(len(rows)):
+            halves += ((rows[c].to(gl.float32) * gl.expand_dims(1.0 / power, 1)).to(gl.float16),)
+        rows, power = halves, gl.convert_layout(power, ROWS)
+        if (terms.softcap is not None) | (terms.alibi is not None):
+            power = gl.expand_dims(power, 1)
+        else:
+            scale, power = scale * power, 1.0
+    return rows, scale, power
 
 
 @gluon.jit
@@ -435,7 +436,28 @@ def asked_queries(W: gl.constexpr, memory, K, piece, position, C: gl.constexpr):
         if sign != 1.0:
             chunk = (chunk.to(gl.float32) * sign).to(memory.q.dtype)
         q += (chunk,)
-    return q, scale, holes
+    return q, scale, 1.0, holes
+
+
+@gluon.jit
+def asked_halves(W: gl.constexpr, memory, K, piece, taken, C: gl.constexpr):
+    """The same of a cache of 8 bits: Q comes ahead of the bytes, and becomes float16 in registers. taken: how many pieces the
+    CTA took before."""
+    L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator(C, C.tokens), k_width=2)
+    CHUNKS: gl.constexpr = C.head_dim // C.chunk
+    holes = misses_a_page(K.cached, piece)
+    scale, sign = scale_of_scores(K.terms, piece)
+    memory.turns.wait(taken)
+    rows, q = (), ()
+    for c in gl.static_range(CHUNKS):
+        rows += (memory.q.index(W * CHUNKS + c).load(L),)
+    fence_async_shared()
+    partition_barrier()
+    memory.turns.release(taken)
+    rows, scale, power = rows_as_half(rows, scale, K.terms, C)
+    for c in gl.static_range(CHUNKS):
+        q += ((rows[c] * sign).to(gl.float16),)
+    return q, scale, power, holes
 
 
 @gluon.jit
@@ -494,7 +516,7 @@ def noted(W: gl.constexpr, memory):
 
 
 @gluon.jit
-def next_scores(memory, K, piece, q, acc, p, now, at, holes, MASKED: gl.constexpr):
+def next_scores(memory, K, piece, q, power, acc, p, now, at, holes, MASKED: gl.constexpr):
     """Scores of the step from key `at` on, the CTA's `now`-th, and O, to which P V of the step before is being added
     (`output_of`)."""
     C: gl.constexpr = K.C
@@ -504,7 +526,7 @@ def next_scores(memory, K, piece, q, acc, p, now, at, holes, MASKED: gl.constexp
     acc = start_output(acc, p, block_of(memory.v, now - 1, C), C)
     s = warpgroup_mma_wait(len(acc), deps=[s])
     memory.k.release(now)
-    return masked(s, K, piece, at, holes, C, MASKED), acc
+    return masked(s, K, piece, at, holes, C, MASKED, power), acc
 
 
 @gluon.jit
@@ -520,10 +542,10 @@ def output_of(memory, acc, position):
 @gluon.jit
 def hopeful_step(memory, s, scale, shift, acc, sums, now, C: gl.constexpr):
     """P of a step's scores, whose exponents are counted from the same maxima as those of the steps before; O and sums."""
-    wide = gl.exp2(gl.fma(s, scale, shift))
+    wide = gl.exp2(gl.fma(s, beside(scale), shift))
     sums += lane_sums(wide)
     acc = output_of(memory, acc, now - 1)
-    return operand_of(wide, memory.q.dtype, C), acc, sums
+    return operand_of(wide, memory.k.chunks[0].dtype, C), acc, sums
 
 
 @gluon.jit
@@ -532,7 +554,7 @@ def running_step(memory, s, scale, acc, top, sums, now, C: gl.constexpr):
     top, wide, factor = weights_of(s, scale, top)
     sums = rescaled_sums(sums, factor) + lane_sums(wide)
     acc = output_of(memory, acc, now - 1)
-    p = operand_of(wide, memory.q.dtype, C)
+    p = operand_of(wide, memory.k.chunks[0].dtype, C)
     return p, rescaled(acc, factor, C), top, sums
 
 
@@ -542,11 +564,11 @@ def split_step(W: gl.constexpr, memory, K, job, s, scale, acc, top, sums, part, 
     added to its part, which is left if it ends. part: O, maxima and sums of the splits before, returned last."""
     C: gl.constexpr = K.C
     none = no_part(C)
-    next_top, wide, factor = split_weights_of(s, scale, gl.where(at % C.split == 0, none[1], top), memory.q.dtype, C)
+    next_top, wide, factor = split_weights_of(s, scale, gl.where(at % C.split == 0, none[1], top), memory.k.chunks[0].dtype, C)
     own_sums = lane_sums(wide)
     next_sums = rescaled_sums(sums, factor) + own_sums
     acc = output_of(memory, acc, now - 1)
-    p = operand_of(wide, memory.q.dtype, C)
+    p = operand_of(wide, memory.k.chunks[0].dtype, C)
     if at % C.split == 0:
         part = added_split(part, acc, top, sums)
         if ends_part(job.chain, at, C):
@@ -574,11 +596,11 @@ def hopeful_split_step(W: gl.constexpr, memory, K, job, s, scale, acc, top, sums
         wide = gl.exp2(gl.fma(s, scale, gl.expand_dims(-finite(next_top), 1)))
         own_sums = lane_sums(wide)
     else:
-        next_top, wide, factor = split_weights_of(s, scale, gl.where(begins, none[1], top), memory.q.dtype, C)
+        next_top, wide, factor = split_weights_of(s, scale, gl.where(begins, none[1], top), memory.k.chunks[0].dtype, C)
         own_sums = lane_sums(wide)
         next_sums = rescaled_sums(sums, factor) + own_sums
     acc = output_of(memory, acc, now - 1)
-    p = operand_of(wide, memory.q.dtype, C)
+    p = operand_of(wide, memory.k.chunks[0].dtype, C)
     if begins:
         if HOPEFUL:
             worst = worse(worst, top, sums)
@@ -667,25 +689,27 @@ def added_split(part, acc, top, sums):
 
 
 @gluon.jit
-def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful, leaves):
+def walk(W: gl.constexpr, memory, K, piece, job, position, taken, hopeful, leaves):
     """Walk along the keys of a piece, one step at least: O in chunks, what exponents are counted from and the sum for each row
-    of the W-th group, how many steps the CTA has copied, and whether that has to be done again. Where keys are cut in splits,
-    that is what the last part is made of; those before are left, if it `leaves` them. hopeful: whether the optimistic softmax
-    may be tried."""
+    of the W-th group, how many steps the CTA has copied, and whether that has to be done again. taken: how many pieces the CTA
+    took before. Where keys are cut in splits, that is what the last part is made of; those before are left, if it `leaves`
+    them. hopeful: whether the optimistic softmax may be tried."""
     C: gl.constexpr = K.C
     first, steps = first_step(piece, C)
-    if C.asks_q:
-        q, scale, holes = asked_queries(W, memory, K, piece, position, C)
+    if C.asks_q and C.bytes_stages > 0:
+        q, scale, power, holes = asked_halves(W, memory, K, piece, taken, C)
+    elif C.asks_q:
+        q, scale, power, holes = asked_queries(W, memory, K, piece, position, C)
     else:
-        q, scale, holes = store_queries(W, memory, K, piece, C)
+        q, scale, power, holes = store_queries(W, memory, K, piece, C)
     part = no_part(C)
     acc, nothing, _ = part
     memory.k.wait(position)
     s = warpgroup_mma_wait(0, deps=[start_scores(q, block_of(memory.k, position, C), C)])
     memory.k.release(position)
-    s = masked(s, K, piece, first, holes, C, True)
+    s = masked(s, K, piece, first, holes, C, True, power)
     top, wide, _ = weights_of(s, scale, nothing)
-    sums, p = lane_sums(wide), operand_of(wide, memory.q.dtype, C)
+    sums, p = lane_sums(wide), operand_of(wide, memory.k.chunks[0].dtype, C)
     begin, plain = gl.to_tensor(1), plain_steps(K.terms, piece, first, steps, holes, C)
     if C.optimistic:
         plain = gl.where(hopeful, plain, 1)
@@ -695,7 +719,7 @@ def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful, leaves):
         end = steps if MASKED else plain
         for i in tl.range(begin, end, disable_licm=True):
             now, at = position + i, first + i * C.tokens
-            s, acc = next_scores(memory, K, piece, q, acc, p, now, at, holes, MASKED)
+            s, acc = next_scores(memory, K, piece, q, power, acc, p, now, at, holes, MASKED)
             if C.optimistic and C.split:
                 p, acc, top, sums, part, worst = hopeful_split_step(
                     W, memory, K, job, s, scale, acc, top, sums, part, worst, now, at, leaves, not MASKED
@@ -716,7 +740,7 @@ def walk(W: gl.constexpr, memory, K, piece, job, position, hopeful, leaves):
     total = gl.convert_layout(gl.sum(sums, 1), rows_of(C, C.tokens))
     broken = False
     if C.optimistic and C.split:
-        broken = (plain > 1) & (gl.max(worst, 0) >= 2.0 ** reach_of(memory.q.dtype))
+        broken = (plain > 1) & (gl.max(worst, 0) >= 2.0 ** reach_of(memory.k.chunks[0].dtype))
     elif C.optimistic:
         broken = (plain > 1) & out_of_range(acc, total)
     if C.split:
@@ -747,15 +771,15 @@ def as_seen_by(W: gl.constexpr, K, piece, job):
 @gluon.jit
 def multiply(W: gl.constexpr, memory, K, piece, job, state):
     """What the W-th group finds of a piece is delivered, if the piece is chosen; state: how many steps the CTA has copied
-    before, the number of the piece, which pieces are chosen, which of them are this group's, and which have to be taken
-    again."""
-    position, number, chosen, mine, broken = state
+    before, and how many pieces it took, the number of the piece, which pieces are chosen, which of them are this group's, and
+    which have to be taken again."""
+    position, taken, number, chosen, mine, broken = state
     if is_chosen(chosen, number, job, K.C):
         own, rows, own_job = as_seen_by(W, K, piece, job)
         if own.C.split:
             note(W, memory, rows, own_job)
         is_mine = is_chosen(mine, number, job, K.C)
-        acc, top, total, position, failed = walk(W, memory, own, rows, own_job, position, chosen == ALL, is_mine)
+        acc, top, total, position, failed = walk(W, memory, own, rows, own_job, position, taken, chosen == ALL, is_mine)
         if own.C.split:
             rows, own_job = noted(W, memory)
         if failed:
@@ -765,7 +789,8 @@ def multiply(W: gl.constexpr, memory, K, piece, job, state):
                 deliver(own, rows, own_job, acc, top, total, memory.q.index(W * (own.C.head_dim // own.C.chunk)))
             else:
                 deliver(own, rows, own_job, acc, top, total)
-    return position, number + 1, chosen, mine, broken
+        taken += 1
+    return position, taken, number + 1, chosen, mine, broken
 
 
 @gluon.jit
@@ -781,10 +806,11 @@ def multiply_second(memory, K, piece, job, state):
 @gluon.jit
 def multiply_all(MULTIPLY: gl.constexpr, W: gl.constexpr, memory, K):
     position, chosen, mine, told = gl.to_tensor(0), gl.to_tensor(ALL), gl.to_tensor(ALL), gl.to_tensor(0)
+    taken = gl.to_tensor(0)
     while chosen != 0:
         zero = 0 * position
-        told, state = take_all(MULTIPLY, memory, K, told, (position, zero, chosen, mine, zero))
-        position, _, _, _, mine = state
+        told, state = take_all(MULTIPLY, memory, K, told, (position, taken, zero, chosen, mine, zero))
+        position, taken, _, _, _, mine = state
         tell(memory.again, W, chosen, mine, K.C)
         chosen = chosen_next(memory.again, chosen, K.C)
 
@@ -816,7 +842,7 @@ def hopper_kernel(
     elif C.narrow > 0:
         memory = make_latent_memory(k, v, C)
     else:
-        memory = make_memory(k, v, q_boxes, q.dtype.element_ty, C)
+        memory = make_memory(k, v, q_boxes, q.dtype.element_ty, gl.float16 if C.bytes_stages > 0 else q.dtype.element_ty, C)
     fence_async_shared()
     partition_barrier()
     take_turn()
@@ -836,14 +862,15 @@ def hopper_kernel(
         take_pieces(take_latent, memory, K, gl.to_tensor(0))
     elif C.bytes_stages > 0 and C.groups == 2:
         gl.warp_specialize(
-            [(multiplier, (memory, K)), (second_multiplier, (memory, K)), (converter_of_keys, (memory, K)),
-             (converter_of_values, (memory, K))],
-            [4, 4, 4], [C.group_registers, C.copier_registers, C.copier_registers],
+            [(multiplier, (memory, K)), (second_multiplier, (memory, K)), (converter, (memory, K)),
+             (copier_of_bytes, (memory, K))],
+            [4, 4, 1], [C.group_registers, C.converter_registers, C.copier_registers],
         )  # fmt: skip
     elif C.bytes_stages > 0:
         gl.warp_specialize(
-            [(multiplier, (memory, K)), (converter_of_keys, (memory, K)), (converter_of_values, (memory, K))],
-            [4, 4], [C.copier_registers, C.copier_registers],
+            [(multiplier, (memory, K)), (converter_of_keys, (memory, K)), (converter_of_values, (memory, K)),
+             (copier_of_bytes, (memory, K))],
+            [4, 4, 1], [C.converter_registers, C.converter_registers, C.copier_registers],
         )  # fmt: skip
     elif C.box == 0:
         gl.warp_specialize([(multiplier, (memory, K)), (copier_of_rows, (memory, K))], [4], [C.copier_registers])

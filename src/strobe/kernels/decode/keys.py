@@ -216,9 +216,19 @@ def load_queries(outputs, piece, FIRST: gl.constexpr, COLUMNS: gl.constexpr, lay
 
 @gluon.jit
 def as_half(q):
-    """Q in float16, each row divided by a power of two that makes its largest number about 1024, and these powers. (float8
-    becomes float16 in one instruction for two numbers, bfloat16 in several for each.)"""
-    wide = q.to(gl.float32)
-    top = gl.expand_dims(gl.max(gl.abs(wide), 2), 2)
-    power = gl.exp2(gl.ceil(gl.log2(gl.maximum(top, 1e-30))) - 10.0)
-    return (wide * (1.0 / power)).to(gl.float16), power
+    """Q in float16, each row (of the last dim) divided by a power of two that makes its largest number about 1024, and these
+    powers. (float8 becomes float16 in one instruction for two numbers, bfloat16 in several for each.)"""
+    power = power_of(gl.expand_dims(largest(q), len(q.shape) - 1))
+    return (q.to(gl.float32) * (1.0 / power)).to(gl.float16), power
+
+
+@gluon.jit
+def largest(q):
+    """The largest number, without its sign, of each row of Q."""
+    return gl.max(gl.abs(q.to(gl.float32)), len(q.shape) - 1)
+
+
+@gluon.jit
+def power_of(largest):
+    """The powers of two by which rows of such numbers are divided."""
+    return gl.exp2(gl.ceil(gl.log2(gl.maximum(largest, 1e-30))) - 10.0)

@@ -84,9 +84,9 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
         arguments["k"] = groups_descriptor(t.k, config.box, config.head_dim)
         arguments["v"] = groups_descriptor(t.v, config.box, config.head_dim_v)
     elif config.box:
-        arguments["k"] = descriptor(t.k, config.box, config.chunk)
+        arguments["k"] = descriptor(t.k, config.box, config.copied_chunk)
         arguments["v"] = (
-            descriptor(t.k, config.box, config.narrow) if config.narrow else descriptor(t.v, config.box, config.chunk)
+            descriptor(t.k, config.box, config.narrow) if config.narrow else descriptor(t.v, config.box, config.copied_chunk)
         )
     if config.asks_q:
         group = problem.group + config.absent

@@ -9,10 +9,9 @@ from strobe.kernels.decode.config import MMA_ROWS, Config, power_of_two
 from strobe.kernels.decode.sizes import FALLBACK_SMS, FAST_MEMORY, keys_of, padded, rows_of_tile
 from strobe.serving.problem import DecodeProblem
 
-MOST_SHARED_ROWS, MOST_SHARED_ROWS_OF_SEVERAL = 32, MMA_ROWS // 2
-"""Rows of a key head up to which CTAs share it evenly, of one request and of several. An H200, one request, 8 queries of 64
-heads on 8, 8k keys: 20.7 microseconds, 16.7 by one group of wgmma; 4 queries: 15.9 and 16.5. Of keys of 8 bits,
-which wgmma does not take, the first number is for several requests, too."""
+MOST_SHARED_ROWS = 32
+"""Rows of a key head up to which CTAs share it evenly. An H200, one request, 8 queries of 64 heads on 8, 8k keys: 20.7
+microseconds, 16.7 by one group of wgmma; 4 queries: 15.9 and 16.5."""
 MOST_SHARES = 64
 """CTAs that share a key head where keys are not many: each has a part that is merged."""
 MANY_SHARED_KEYS = 1 << 17
@@ -22,7 +21,8 @@ LEAST_HEADS_OF_SHORT_RINGS = 8
 """Key heads from which on one request's many keys over pages have a ring of two steps: see `gains_by_less_under_way`."""
 MOST_KEYS_OF_SHARE = 1024
 """Keys, as far as room goes, that a CTA has at most of a key head of one of several requests, since all others may wait for it;
-half as many with four warps that share one."""
+half as many, of 16 bits, with more than 8 rows if it shares. An H200, 4 queries of 64 heads on 8, 8 requests of 2k keys,
+microseconds (and dealt out): 22.9 (23.2), all but one an eighth as long 20.0 (13.5)."""
 MOST_KEYS_OF_SHORT_STEPS = 128
 """Keys of 8 bits of such a CTA, of one request, up to which steps have as many as those of 16 bits."""
 MOST_REQUESTS = 65535
@@ -43,8 +43,7 @@ def takes_shares(problem: DecodeProblem, arch: Arch) -> bool:
     """Whether each key head has CTAs of its own, which share it evenly whatever its length: where a tile has all of its rows,
     and two CTAs or more have it or, of several requests, the longest one is not waited for long."""
     wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128 and problem.kv_dtype.itemsize <= 2
-    most = MOST_SHARED_ROWS if problem.batch == 1 or problem.kv_dtype.itemsize == 1 else MOST_SHARED_ROWS_OF_SEVERAL
-    few = problem.rows <= most
+    few = problem.rows <= MOST_SHARED_ROWS
     return (
         not problem.deterministic and wide and few and arch.capability == 90 and shares_of(problem, arch) > (problem.batch == 1)
     )
@@ -72,10 +71,19 @@ def shares_of_several(problem: DecodeProblem, arch: Arch) -> int:
     #   64 heads on 8   8 of 1k 12.4 (14.1), 9.9 (11.5), 9.4 (9.1)  8 of 2k 20.0 (21.9), 15.4 (17.3), 14.1 (11.8)
     #                 128 of 1k 124 (134), 73 (84), 25 (42)
     # contiguous: 16 heads on 2, 8 of 1k 6.7 (9.6); 28 on 4, 8 of 1k 8.2 (11.9), 32 of 1k 18.5 (20.1); 32 on 8, 8 of 1k 11.7
-    # (13.8), 32 of 1k 33.3 (36.5). With 160 key heads of 1k whole ones would take 30.1 (28.2), with 400 51.8 (59.4).
+    # (13.8), 32 of 1k 33.3 (36.5); 64 on 8, 8 of 2k 21.4 (24.4), 17.4 (19.7), 17.4 (13.9); 28 on 4, 8 of 4k 21.9 (24.4), 16.0
+    # (17.0), 17.6 (13.7). With 160 key heads of 1k whole ones would take 30.1 (28.2), with 400 51.8 (59.4).
+    # Four queries, pages of 64:
+    #   64 heads on 8   2 of 1k 10.7 (11.6)  3 of 2k 16.0 (21.0)  8 of 1k 15.1 (15.6), 14.0 (15.3), 13.3 (10.8)
+    #                  32 of 1k 37.8 (39.0), 30.3 (33.8), 20.2 (17.6)  128 of 1k 135.9 (139.8), 86.0 (95.1), 34.1 (45.7)
+    #   28 heads on 4   2 of 1k 9.5 (11.2)  8 of 1k 12.3 (12.1), 11.6 (11.5), 10.8 (9.5)
+    #                  32 of 1k 21.1 (21.7), 19.2 (22.0), 17.6 (13.5)
+    # Two queries, 64 heads on 8, 8 of 1k 15.1 (17.0), 28 on 4 11.1 (13.2), 16 on 2 9.9 (11.9).
     sms, heads = arch.sms or FALLBACK_SMS, problem.batch * problem.heads_kv
     shares = min(MOST_SHARES, power_of_two(sms // heads))
-    most = shares * MOST_KEYS_OF_SHARE // (2 if problem.page_size is None and shares > 1 else 1)
+    most = shares * MOST_KEYS_OF_SHARE
+    if shares > 1 and problem.rows > MMA_ROWS // 2 and problem.kv_dtype.itemsize == 2:
+        most //= 2
     even = heads <= sms or 2 * heads >= 3 * sms
     return shares if even and problem.capacity <= most and problem.batch <= MOST_REQUESTS else 0
 
@@ -108,6 +116,41 @@ def gains_by_less_under_way(problem: DecodeProblem, arch: Arch) -> bool:
 def of_shares(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of key heads that have CTAs of their own: mma.sync, and as few warps and stages as leave room for the next
     launch, whose CTAs are there when their turn comes, unless keys are many. Few rows and keys are for clusters."""
+    shares, kv_bytes = shares_of(problem, arch), problem.kv_dtype.itemsize
+    dealt = Config(128, 128, rows_of_tile(problem.rows), 128 // kv_bytes, 3, 4, 1, shares=shares, kv_bytes=kv_bytes)
+    if cluster_of(problem) > 1:
+        return of_clusters(problem, dealt)
+    return of_one_request(problem, arch, dealt) if problem.batch == 1 else of_several_requests(problem, arch, dealt)
+
+
+def of_clusters(problem: DecodeProblem, dealt: Config) -> Config:
+    """The config of clusters that have a key head each: steps of 64 keys."""
+    # An H100, and an H200, one query over pages of 64 keys, microseconds: clusters of 8 that post, of 16 that post, of 16 that
+    # meet, and without clusters
+    #   64 heads on 8   1k: 5.4, 5.8, 5.8, 6.5   2k: 7.6, 8.1, 7.3, 8.0   4k: 11.7, 12.1, 10.3, 11.3   5k: -, -, 11.7, 12.2
+    #                   1k: 5.0, 5.3, 5.2, 5.9   2k: 7.1, 7.2, 6.5, 7.1   4k: -, 10.8, 8.5, 9.7        5k: -, -, 10.6, 10.6
+    #   28 heads on 4   1k: 4.9, 4.2, 4.5, 5.7   2k: 7.2, 5.3, 5.5, 7.2   4k: -, 7.8, 7.6, 8.8         8k: -, 12.0, 11.2, 11.9
+    #                   1k: -, 3.9, 3.8, 5.3     2k: -, 5.1, 5.0, 6.8     4k: -, 7.3, 6.9, 7.9         8k: -, 11.4, 10.4, 10.3
+    cluster = cluster_of(problem)
+    stages = 2 if cluster == CLUSTER else 3 if dealt.kv_bytes == 2 else 4  # one of 3 would hold 64 columns of O
+    posts = problem.capacity <= MOST_KEYS_OF_POSTS
+    return replace(dealt, tokens=64, stages=stages, shares=cluster, clustered=True, posts=posts)
+
+
+def of_one_request(problem: DecodeProblem, arch: Arch, dealt: Config) -> Config:
+    """The config of CTAs that share the key heads of one request: eight warps where copies bind, and where keys of 8 bits are
+    few steps of half as many."""
+    if dealt.rows == MMA_ROWS and keys_of(problem) >= MANY_SHARED_KEYS:
+        stages = 2 if gains_by_less_under_way(problem, arch) else dealt.stages
+        return replace(dealt, tokens=2 * dealt.tokens, warps=8, stages=stages)
+    if dealt.kv_bytes == 1 and keys_of_share(problem, dealt) <= MOST_KEYS_OF_SHORT_STEPS:
+        return replace(dealt, tokens=dealt.tokens // 2, stages=2 if problem.rows > MMA_ROWS // 2 else 4)
+    return dealt
+
+
+def of_several_requests(problem: DecodeProblem, arch: Arch, dealt: Config) -> Config:
+    """The config of CTAs that have key heads of several requests, or share them: eight warps where a multiprocessor has one,
+    and rows are few; where keys of 8 bits are few, or rows many, a ring of two steps."""
     # A cache of e4m3, pages of 64, microseconds (and bf16)
     #   an H200, 4 queries, steps of 64 keys, of 128 keys: 64 heads on 8, 1 request of 1k 7.7, 9.8 (7.7), 2k 8.5, 8.8 (8.6), 4k
     #            10.6, 10.3 (11.3), 8k -, 12.8 (15.3); 16 on 2, 1k 7.2, 9.4 (6.7); 32 on 8, 1k 6.9, 7.3 (6.4)
@@ -115,29 +158,15 @@ def of_shares(problem: DecodeProblem, arch: Arch) -> Config:
     #            (22.7), 32 of 1k 26.6, 24.1 (38.6); 32 on 8, 8 of 1k 13.4, 11.4 (14.4); 16 on 2, 8 of 1k 14.2, 11.1 (9.3)
     #   an H200, 1 query, 16 on 2, steps of 128 keys, of 256 keys: 8 of 1k 6.7, 6.9 (6.3), 8 of 2k 8.1, 8.0 (8.2)
     #   an H100, dealt out, shared, one loop before: 1 query of 64 on 8, 8 of 1k, 2k 14.7, 11.1, 18.8, 17.5
-    # An H100, and an H200, one query over pages of 64 keys, microseconds: clusters of 8 that post, of 16 that post, of 16 that
-    # meet, and without clusters
-    #   64 heads on 8   1k: 5.4, 5.8, 5.8, 6.5   2k: 7.6, 8.1, 7.3, 8.0   4k: 11.7, 12.1, 10.3, 11.3   5k: -, -, 11.7, 12.2
-    #                   1k: 5.0, 5.3, 5.2, 5.9   2k: 7.1, 7.2, 6.5, 7.1   4k: -, 10.8, 8.5, 9.7        5k: -, -, 10.6, 10.6
-    #   28 heads on 4   1k: 4.9, 4.2, 4.5, 5.7   2k: 7.2, 5.3, 5.5, 7.2   4k: -, 7.8, 7.6, 8.8         8k: -, 12.0, 11.2, 11.9
-    #                   1k: -, 3.9, 3.8, 5.3     2k: -, 5.1, 5.0, 6.8     4k: -, 7.3, 6.9, 7.9         8k: -, 11.4, 10.4, 10.3
-    shares, cluster, kv_bytes = shares_of(problem, arch), cluster_of(problem), problem.kv_dtype.itemsize
-    dealt = Config(128, 128, rows_of_tile(problem.rows), 64, 3, 4, 1, shares=shares, kv_bytes=kv_bytes)
-    if cluster > 1:
-        stages = 2 if cluster == CLUSTER else 3 if kv_bytes == 2 else 4  # one of 3 would hold 64 columns of O
-        posts = problem.capacity <= MOST_KEYS_OF_POSTS
-        return replace(dealt, stages=stages, shares=cluster, clustered=True, posts=posts)
-    tokens, per_share = 128 // kv_bytes, -(-problem.capacity // max(shares, 1))
-    dealt = replace(dealt, tokens=tokens)
-    if problem.batch == 1:
-        if dealt.rows == MMA_ROWS and keys_of(problem) >= MANY_SHARED_KEYS:
-            stages = 2 if gains_by_less_under_way(problem, arch) else dealt.stages
-            return replace(dealt, tokens=2 * tokens, warps=8, stages=stages)
-        short = kv_bytes == 1 and per_share <= MOST_KEYS_OF_SHORT_STEPS
-        return replace(dealt, tokens=tokens // 2, stages=4) if short else dealt
-    if problem.rows > MMA_ROWS // 2:
-        return replace(dealt, stages=2)
-    two_fit = problem.batch * problem.heads_kv > (arch.sms or FALLBACK_SMS) or (shares > 1 and problem.page_size is None)
-    if two_fit:
+    many_rows, few_keys = problem.rows > MMA_ROWS // 2, keys_of_share(problem, dealt) <= 2 * MOST_KEYS_OF_SHORT_STEPS
+    if dealt.kv_bytes == 1 and (many_rows or few_keys):
+        return replace(dealt, tokens=dealt.tokens // 2 if many_rows and few_keys else dealt.tokens, stages=2)
+    two_fit = problem.batch * problem.heads_kv > (arch.sms or FALLBACK_SMS)
+    if many_rows or two_fit or (dealt.shares > 1 and problem.page_size is None):
         return dealt
-    return replace(dealt, tokens=tokens if kv_bytes == 1 and per_share <= tokens else 2 * tokens, warps=8, stages=2)
+    return replace(dealt, tokens=2 * dealt.tokens, warps=8, stages=2)
+
+
+def keys_of_share(problem: DecodeProblem, dealt: Config) -> int:
+    """Keys that a CTA has of a key head, as far as room goes."""
+    return -(-problem.capacity // dealt.shares)

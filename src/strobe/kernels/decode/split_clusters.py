@@ -118,7 +118,7 @@ def walk(memory, K, origin, piece):
     C: gl.constexpr = K.C
     S: gl.constexpr = rows_of(C, C.tokens)
     STEPS: gl.constexpr = C.stages
-    q, scale, holes = store_queries(0, memory, K, piece, C)
+    q, scale, _, holes = store_queries(0, memory, K, piece, C)
     top = gl.full([C.rows], -float("inf"), gl.float32, S)
     sums = lane_sums(gl.full([C.rows, C.tokens], 0.0, gl.float32, accumulator(C, C.tokens)))
     p, factors = (), ()
