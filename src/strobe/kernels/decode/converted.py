@@ -60,7 +60,7 @@ def take_bytes(memory, K, piece, job, state):
         if C.asks_q:
             barrier = memory.turns.acquire(taken)
             mbarrier.expect(barrier, C.rows * C.head_dim * 2)
-            ask_for_queries(memory.q_desc, memory.q, barrier, piece, C, K.GROUP)
+            ask_for_queries(memory.q_desc, memory.q, barrier, K.requests, piece, C, K.GROUP)
         position = copy_steps(copy_bytes, memory, K, piece, position)
         taken += 1
     return position, taken, number + 1, chosen, told + 1

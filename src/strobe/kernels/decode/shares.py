@@ -169,4 +169,4 @@ def of_several_requests(problem: DecodeProblem, arch: Arch, dealt: Config) -> Co
 
 def keys_of_share(problem: DecodeProblem, dealt: Config) -> int:
     """Keys that a CTA has of a key head, as far as room goes."""
-    return -(-problem.capacity // dealt.shares)
+    return -(-problem.capacity // max(dealt.shares, 1))
