@@ -648,14 +648,13 @@ def test_results_by_way_of_q(groups, page):
 @pytest.mark.parametrize("seed", range(8))
 def test_keys_in_groups(seed):
     """Of random requests of which a page may be missing: 128 rows of one role and of two, 64 rows, fixed bits."""
+    dtype, page, fixed = (torch.float16, torch.bfloat16)[seed % 2], (16, 48, 32)[seed % 3], seed % 4 == 3
     rows = 64 if seed % 4 == 1 else 128
-    call = draw(seed, (torch.float16, torch.bfloat16)[seed % 2], honest=seed % 3 > 0,
-                page=(16, 48, 32)[seed % 3], n_q=rows // 8,
-                group=8, heads_kv=2, head_dim=128, head_dim_v=128, deterministic=seed % 4 == 3, room=(257, 700)[seed // 2 % 2],
-                tree=False)  # fmt: skip
-    groups = {"groups": 1 + seed // 4} if rows == 128 else {}
-    run(call, ctas=1 + seed % 5, order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_wgmma, grouped=True, chunk=128,
-        holds_q=True, by_way_of_q=False, **groups)  # fmt: skip
+    call = draw(seed, dtype, honest=seed % 3 > 0, page=page, n_q=rows // 8, group=8, heads_kv=2, head_dim=128, head_dim_v=128,
+                deterministic=fixed, room=(257, 700)[seed // 2 % 2], tree=False, alibi=False, mask=strobe.Causal())  # fmt: skip
+    config = {"grouped": True, "chunk": 128, "stages": 2, "holds_q": True, "by_way_of_q": False, "late": fixed}
+    config |= {"optimistic": fixed, "groups": 1 + (rows == 128 and seed > 3)}
+    run(call, ctas=1 + seed % 5, order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_wgmma, **config)
 
 
 @pytest.mark.parametrize(

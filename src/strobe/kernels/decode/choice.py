@@ -324,8 +324,7 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     apart, holds_q = apart or hopeful, holds_q or hopeful
     absent = absent_of(problem, rows) if holds_q else None
     grouped = holds_q and box < tokens and takes_groups(problem)
-    whole = grouped or (box == tokens and (holds_q or not split))
-    chunk = min(dim, dim_v) if whole else PANEL_COLUMNS
+    chunk = min(dim, dim_v) if box == tokens or grouped else PANEL_COLUMNS
     ctas = 1 if holds_q else 128 // rows
     config = Config(dim, dim_v, rows, tokens, 2, rows // 16, ctas, split, box=box, chunk=chunk, groups=1 + apart,
                     by_way_of_q=many and not long and not holds_q, holds_q=holds_q, asks_q=absent is not None,
