@@ -122,6 +122,12 @@ MOST_KEYS_OF_SPLIT_CLUSTERS = 2048
 more than 8 rows half as many, as nothing is gained beyond."""
 
 
+MOST_HEADS_OF_ONE_STEP = 16
+"""Key heads of all requests up to which they are for clusters of `CLUSTER` CTAs that have a step each as a split, so that two
+fit a multiprocessor. An H200, pages of 64, 1k keys, microseconds (and dealt out), one query: 4 requests, 16 heads on 2, 6.8
+(10.6), 2, 28 on 4, 6.6 (10.7), 8, 16 on 2, 10.6 (12.0), but 8, 28 on 4, 17.6 (15.3); four queries: 8, 16 on 2, 14.4 (14.9)."""
+
+
 def choose(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of a problem on an arch: for wgmma, by TMA or cp.async, where it is faster, else for mma.sync."""
     make = of_mma
@@ -242,7 +248,8 @@ def takes_split_clusters(problem: DecodeProblem, arch: Arch) -> bool:
     if not problem.deterministic or problem.ragged or problem.rows > MOST_SHARED_ROWS or dims != (128, 128):
         return False
     splits, heads = room_of(problem.capacity) // short_split_of(problem), problem.batch * problem.heads_kv
-    most = {CLUSTER: MOST_HEADS_OF_CLUSTERS, SMALL_CLUSTER: MOST_HEADS_OF_SMALL_CLUSTERS}.get(splits, 0)
+    of_cluster = MOST_HEADS_OF_ONE_STEP if short_split_of(problem) == WGMMA_TOKENS else MOST_HEADS_OF_CLUSTERS
+    most = {CLUSTER: of_cluster, SMALL_CLUSTER: MOST_HEADS_OF_SMALL_CLUSTERS}.get(splits, 0)
     room = MOST_KEYS_OF_SPLIT_CLUSTERS // (1 if problem.rows <= MMA_ROWS // 2 else 2)
     return takes_wgmma(problem, arch) and heads <= most and problem.capacity <= room
 
