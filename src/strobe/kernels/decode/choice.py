@@ -76,7 +76,9 @@ request of 32k keys 29.8 (32.0; 34.0), 8 of 8k 46.1 (46.4; 49.2); 16 on 2, 32 of
 (81.7; 82.2); 64 on 8, 1 of 128k 137.1 (-; 140.1); but 8 of 32k 267.3 (-; 262.9), and 28 on 4, 32 of 2k, whose jobs are whole,
 42.9 (41.4; 42.3)."""
 MOST_CONVERTED_KEYS_OF_TILES = 1 << 17
-"""Keys of 8 bits of all key heads of all requests up to which 65 to 128 rows are two tiles of one group's."""
+"""Keys of 8 bits of all key heads of all requests up to which 65 to 128 rows are two tiles of one group's. An H200, 64 heads
+on 8, microseconds (and two groups): 1 request of 1k keys 12.8 (18.4), 8 of 1k 18.4 (30.7), 8 of 2k 27.2 (41.1), 1 of 8k 20.8
+(27.3); but 32 of 8k 344 (264)."""
 HOPEFUL_ROOM = 4096
 """Keys of a request from which on its steps are so many that the optimistic softmax gains: on an H200, with 16 queries of 64
 heads on 8, it was ahead from 8k on, level at 2k and behind at 1k."""
@@ -118,6 +120,12 @@ START_BYTES_OF_TMA, START_BYTES_WITH_Q = 384 * KIB, 192 * KIB
 MOST_KEYS_OF_SPLIT_CLUSTERS = 2048
 """Keys of a request, as far as room goes, up to which shared memory has room for a fixed split beside what CTAs exchange; with
 more than 8 rows half as many, as nothing is gained beyond."""
+
+
+MOST_HEADS_OF_ONE_STEP = 16
+"""Key heads of all requests up to which they are for clusters of `CLUSTER` CTAs that have a step each as a split, so that two
+fit a multiprocessor. An H200, pages of 64, 1k keys, microseconds (and dealt out), one query: 4 requests, 16 heads on 2, 6.8
+(10.6), 2, 28 on 4, 6.6 (10.7), 8, 16 on 2, 10.6 (12.0), but 8, 28 on 4, 17.6 (15.3); four queries: 8, 16 on 2, 14.4 (14.9)."""
 
 
 def choose(problem: DecodeProblem, arch: Arch) -> Config:
@@ -240,7 +248,8 @@ def takes_split_clusters(problem: DecodeProblem, arch: Arch) -> bool:
     if not problem.deterministic or problem.ragged or problem.rows > MOST_SHARED_ROWS or dims != (128, 128):
         return False
     splits, heads = room_of(problem.capacity) // short_split_of(problem), problem.batch * problem.heads_kv
-    most = {CLUSTER: MOST_HEADS_OF_CLUSTERS, SMALL_CLUSTER: MOST_HEADS_OF_SMALL_CLUSTERS}.get(splits, 0)
+    of_cluster = MOST_HEADS_OF_ONE_STEP if short_split_of(problem) == WGMMA_TOKENS else MOST_HEADS_OF_CLUSTERS
+    most = {CLUSTER: of_cluster, SMALL_CLUSTER: MOST_HEADS_OF_SMALL_CLUSTERS}.get(splits, 0)
     room = MOST_KEYS_OF_SPLIT_CLUSTERS // (1 if problem.rows <= MMA_ROWS // 2 else 2)
     return takes_wgmma(problem, arch) and heads <= most and problem.capacity <= room
 
@@ -454,6 +463,8 @@ def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
 def takes_conversion(problem: DecodeProblem, arch: Arch) -> bool:
     """Whether wgmma is the faster choice for a cache of 8 bits, where it can do it: many rows, which mma.sync takes longer for
     than for the same keys in 16 bits. Bits that must not depend on the number of queries come from mma.sync."""
+    # An H200, e4m3, pages of 64, 16 queries, microseconds (mma.sync), 32 heads on 8: 1 request of 1k keys 11.7 (14.2), 8 of 1k
+    # 16.4 (28.9), 32 of 1k 32.7 (41.3); 64 on 8: 32 of 1k 56.0 (76.4)
     wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128 and problem.kv_dtype.itemsize == 1
     many = problem.rows >= WGMMA_FROM_ROWS and not problem.deterministic
     return many and wide and can_take_wgmma(problem, arch)
@@ -461,6 +472,12 @@ def takes_conversion(problem: DecodeProblem, arch: Arch) -> bool:
 
 def of_converted(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of wgmma for a cache of 8 bits: one group of warps, or two for 65 rows or more, beside those that convert."""
+    # An H200, e4m3, microseconds (copied by cp.async and converted by the same warps, to bfloat16; a cache of 16 bits):
+    #   64 rows:  32 requests of 8k keys, pages of 64 178 (232; 255), of 16 161 (223; 257), contiguous 172 (231; 253); 8 of 8k
+    #             48.0 (57.6; 71.2); 128 of 8k 708 (927; 1017); 32 of 2k 50.8 (60.0; 71.3)
+    #   128 rows: 32 of 8k 264 (304; 259), of 16 244 (364; 267), contiguous 269 (315; 260); 8 of 8k 80.4 (82.3; 77.0); 128 of
+    #             8k 1057 (1222; 1029); 32 of 2k 82.1 (83.5; 77.4); without Q in registers: 297, 82.0, 1187, 86.2
+    # 64 rows in steps of 128 keys: 32 of 8k 168, of 16 163, contiguous 165; 8 of 8k 51.1; 128 of 8k 669; 32 of 2k 52.5.
     tiles = MOST_ROWS < problem.rows <= 2 * MOST_ROWS and keys_of(problem) <= MOST_CONVERTED_KEYS_OF_TILES
     groups = 2 if problem.rows > MOST_ROWS and not tiles else 1
     hopeful = problem.mask.left is None and problem.score.alibi is None

@@ -24,7 +24,8 @@ MOST_KEYS_OF_SHARE = 1024
 half as many, of 16 bits, with more than 8 rows if it shares. An H200, 4 queries of 64 heads on 8, 8 requests of 2k keys,
 microseconds (and dealt out): 22.9 (23.2), all but one an eighth as long 20.0 (13.5)."""
 MOST_KEYS_OF_SHORT_STEPS = 128
-"""Keys of 8 bits of such a CTA, of one request, up to which steps have as many as those of 16 bits."""
+"""Keys of 8 bits of such a CTA, of one request, up to which steps have as many as those of 16 bits; of several requests up to
+twice as many, or their steps, with more than 8 rows."""
 MOST_REQUESTS = 65535
 """What a grid may have in its second dimension."""
 CLUSTER, SMALL_CLUSTER = 16, 8
@@ -157,6 +158,10 @@ def of_several_requests(problem: DecodeProblem, arch: Arch, dealt: Config) -> Co
     #   an H200, 4 queries of several requests, dealt out, shared: 64 heads on 8, 8 of 1k 17.3, 13.4 (14.6), 8 of 2k 21.7, 18.5
     #            (22.7), 32 of 1k 26.6, 24.1 (38.6); 32 on 8, 8 of 1k 13.4, 11.4 (14.4); 16 on 2, 8 of 1k 14.2, 11.1 (9.3)
     #   an H200, 1 query, 16 on 2, steps of 128 keys, of 256 keys: 8 of 1k 6.7, 6.9 (6.3), 8 of 2k 8.1, 8.0 (8.2)
+    #   an H200, as they are, and before, with longer rings, more warps, or steps of 128 keys: 1 query, 8 of 1k, 16 on 2
+    #            6.3, 6.8 (6.5), 28 on 4 7.3, 8.1 (8.1); 4 queries, 16 on 2, 8 of 1k 9.2, 10.8 (9.3), of 2k 10.9, 11.9 (11.4),
+    #            but 64 on 8, 8 of 1k, 12.6, 12.3 (14.8); 16 on 2, 1 of 1k 6.7, 7.1 (6.5), 64 on 8 7.1, 7.5 (7.8), 2k 8.1, 8.5
+    #            (8.7), 32 on 8, 1k 6.4, 6.8 (6.6)
     #   an H100, dealt out, shared, one loop before: 1 query of 64 on 8, 8 of 1k, 2k 14.7, 11.1, 18.8, 17.5
     many_rows, few_keys = problem.rows > MMA_ROWS // 2, keys_of_share(problem, dealt) <= 2 * MOST_KEYS_OF_SHORT_STEPS
     if dealt.kv_bytes == 1 and (many_rows or few_keys):
@@ -169,4 +174,4 @@ def of_several_requests(problem: DecodeProblem, arch: Arch, dealt: Config) -> Co
 
 def keys_of_share(problem: DecodeProblem, dealt: Config) -> int:
     """Keys that a CTA has of a key head, as far as room goes."""
-    return -(-problem.capacity // dealt.shares)
+    return -(-problem.capacity // max(dealt.shares, 1))
