@@ -77,7 +77,6 @@ ACCEPTED: dict[str, str] = {
     "steps-h200-2026-11-27.json": JOINED,
     "e4m3-decode-h200-2026-11-27.json": "since then nobody adds parts of 8 bits to its own, or with few key heads",
     "ragged-decode-h200-2026-11-27.json": JOINED,
-    "heads-decode-h200-2026-11-27.json": "what changed since is of caches of 8 bits, which no point has",
     **{f"{name}decode-h100-2026-11-27.json": HOURS for name in ("", "heads-", "e4m3-", "ragged-")},
     "blackwell-simulated.json": BEFORE_PLACES,
     "changed-scores-h200-2026-11-22.json": OLDER_KERNEL,
