@@ -453,7 +453,7 @@ BOARD_BUGS = [
           "    mbarrier.wait(board.heard.index(n % PIECES), n // PIECES & 1 ^ 1)\n", "", (Race, BarrierMisuse, Deadlock)),
     board("pieces that were told of are not counted", "        n += 1\n", "        n += 0\n",
           (Deadlock, BarrierMisuse, *TOO_EARLY)),
-    hopper("one role less has to read a piece", "make_board(C.groups + 1)", "make_board(C.groups)",
+    hopper("one role less has to read a piece", "make_board(C.groups + max(C.converters, 1))", "make_board(C.groups)",
            (Race, BarrierMisuse, Deadlock)),
     hopper("nobody is told of the end", "            tell_of_the_end(memory.board, told)\n", "", (Deadlock, BarrierMisuse)),
     hopper("the end is not counted", "            told += 1\n", "            told += 0\n", (Deadlock, Race, BarrierMisuse)),
@@ -543,7 +543,7 @@ SPLIT_BUGS = [
 FAR_SPLIT_BUGS = [
     hopper("a reference moves with every maximum", "most > top + reach_of(dtype)", "most > top"),
     hopper("a reference never moves", "most > top + reach_of(dtype)", "most == most + 1.0"),
-    hopper("no split is broken", ">= 2.0 ** reach_of(memory.q.dtype)", ">= 2.0 ** 100"),
+    hopper("no split is broken", ">= 2.0 ** reach_of(memory.k.chunks[0].dtype)", ">= 2.0 ** 100"),
     hopper("the last split alone may be broken", "return gl.maximum(worst, gl.where",
            "return gl.maximum(0.0 * total, gl.where"),
     hopper("who is not to deliver leaves parts", "            if leaves:\n", "            if at > 0:\n", (Race, DoubleWrite)),
