@@ -17,8 +17,14 @@ from strobe.sim import BarrierMisuse, Deadlock, OutOfBounds, Race, Uninitialised
 
 ORDERS = ("in_order", "random", "late", "early")
 FORWARD, PAGES, QUEUE = (f"strobe.kernels.sm90.{name}" for name in ("forward", "pages", "tile_queue"))
-NOTES = "strobe.kernels.decode.notes"
-HELPS = {PAGES: [PAGES, FORWARD], QUEUE: [QUEUE, FORWARD], NOTES: [NOTES, *SHARED, DECODE], SCHEDULE: [*SHARED, DECODE]}
+NOTES, KEYS = "strobe.kernels.decode.notes", "strobe.kernels.common.groups"
+HELPS = {
+    KEYS: [KEYS, PAGES, FORWARD],
+    PAGES: [PAGES, FORWARD],
+    QUEUE: [QUEUE, FORWARD],
+    NOTES: [NOTES, *SHARED, DECODE],
+    SCHEDULE: [*SHARED, DECODE],
+}
 """A module, and those over it up to a kernel's."""
 WRONG = (AssertionError,)
 UNFINISHED = (BarrierMisuse, Deadlock, Race, Uninitialised)
@@ -72,8 +78,8 @@ BUGS = [
         (*WRONG, *UNFINISHED), GROUPED),
     Bug("groups without keys are left out", PAGES, "range(begun, GROUPS)", "range(GROUPS, GROUPS)", UNFINISHED, GROUPED),
     Bug("a row for its group", PAGES, "row.to(gl.uint32) // GROUP", "row.to(gl.uint32)", case=GROUPED),
-    Bug("the swizzle of other keys", PAGES, "[1, 8], [2, 16], [4, 32]", "[1, 16], [2, 8], [4, 32]", (Unsupported,), GROUPED),
-    Bug("panels lie behind groups", PAGES, "square + panels + groups", "square + groups + panels", case=GROUPED),
+    Bug("the swizzle of other keys", KEYS, "[1, 8], [2, 16], [4, 32]", "[1, 16], [2, 8], [4, 32]", (Unsupported,), GROUPED),
+    Bug("panels lie behind groups", KEYS, "square + panels + groups", "square + groups + panels", case=GROUPED),
     Bug("pages of V lie as those of K", PAGES, "K.v, g, K.pages.v_page", "K.v, g, K.pages.k_page", case={"apart": True}),
     Bug("rows that see nothing are left alone", QUEUE, "K.C, EMPTY=K.C.box == 0)\n    else", "K.C, EMPTY=True)\n    else",
         case={"lengths": [60, 0]}),
