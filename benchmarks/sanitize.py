@@ -199,11 +199,11 @@ def shares() -> None:
 def queries_by_tma() -> None:
     """16 queries, whose rows TMA copies where memory is fast; with 8 key heads who comes last adds parts to its own."""
     shapes = ((7, 4, 64, 1700), (8, 8, None, 1700), (8, 8, 16, 4500), (7, 4, None, 4500))
-    for group, heads_kv, page, room in cases(shapes):
+    for (group, heads_kv, page, room), ragged in cases([*product(shapes, (False,)), (shapes[0], True), (shapes[2], True)]):
         call = draw(1, torch.bfloat16, device=DEVICE, n_q=16, group=group, heads_kv=heads_kv, page=page, room=room, batch=10,
-                    head_dim=128, head_dim_v=128, mask=strobe.Causal(), ragged=False, tree=False, leftpad=False)  # fmt: skip
+                    head_dim=128, head_dim_v=128, mask=strobe.Causal(), ragged=ragged, tree=False, leftpad=False)  # fmt: skip
         strobe.decode(call.q, call.cache, **call.keywords)
-        synchronize(f"16 queries of {group} heads, room {room}")
+        synchronize(f"16 queries of {group} heads, room {room}{', packed' * ragged}")
 
 
 def latent_and_bits() -> None:
@@ -218,8 +218,8 @@ def latent_and_bits() -> None:
         k, v = (x.nan_to_num(nan=448.0).to(dtype) for x in (call.cache.k, call.cache.v))
         strobe.decode(call.q, strobe.Cache(**{**vars(call.cache), "k": k, "v": v}), **call.keywords)
         synchronize(f"a cache of {dtype}")
-    for n_q, page in cases(((8, 16), (16, None))):  # converted for wgmma
-        call = draw(2, torch.bfloat16, device=DEVICE, n_q=n_q, group=8, heads_kv=1, batch=2, page=page, room=2100, head_dim=128,
+    for n_q, page, room in cases(((4, 64, 500), (8, 16, 2100), (16, None, 2100))):  # shared evenly, converted for wgmma
+        call = draw(2, torch.bfloat16, device=DEVICE, n_q=n_q, group=8, heads_kv=1, batch=2, page=page, room=room, head_dim=128,
                     head_dim_v=128, mask=strobe.Causal(), ragged=False, tree=False, leftpad=False)  # fmt: skip
         k, v = (x.nan_to_num(nan=448.0).to(torch.float8_e4m3fn) for x in (call.cache.k, call.cache.v))
         strobe.decode(call.q, strobe.Cache(**{**vars(call.cache), "k": k, "v": v}), **call.keywords)
