@@ -52,12 +52,11 @@ WGMMA_FROM_ROWS = 33
 """Rows that share a key head from which on TMA and wgmma do a decode on Hopper. On an H100 with 64 heads on 8 mma.sync was
 faster at 8 and 16 rows and mostly at 32, by far slower at 128; 64: not timed."""
 MOST_KEYS_OF_ONE_GROUP = 1 << 20
-"""Keys of all key heads of all requests up to which 64 rows or fewer are one group's of wgmma: on an H100 and an H200 it was
-ahead of mma.sync up to 2^19, level at 2^20, behind it at 2^21. There it takes more power: an H200, 4 queries of 64 heads on 8,
-32 requests of 8k keys over pages, 244 microseconds, not 246, for some milliseconds, but 275, not 254, for longer. On an H100,
-since whole jobs are taken by turns, it is ahead with any number, but for up to 8 rows: 4 queries of 64 heads on 8, 128 requests
-of 8k keys 1418 microseconds, not 1425; of unequal lengths, 32 around 2k 104.4, not 108.2, 128 around 2k 386, not 388, 32 around
-8k 370, not 374; one query 100, 371 and 365, not 99, 366 and 363."""
+"""Keys of all key heads of all requests up to which 9 to 64 rows are one group's of wgmma where memory is fast. An H200: ahead
+of mma.sync up to 2^19, level at 2^20, behind it at 2^21, where it takes more power: 4 queries of 64 heads on 8, 32 requests of
+8k keys over pages 244 microseconds, not 246, for some milliseconds, but 275, not 254, for longer. An H100: ahead with any
+number, as whole jobs are taken by turns: 4 queries of 64 heads on 8, 128 requests of 8k keys 1418 microseconds, not 1425; of
+unequal lengths, 32 around 2k 104.4, not 108.2, 128 around 2k 386, not 388, 32 around 8k 370, not 374."""
 FEW_KEYS_OF_ONE_GROUP = 1 << 16
 """The same for 65 to 128 rows, whose two tiles both read them, and for head dim 64: on an H100 it was ahead at 2^16, behind or
 level at 2^19, and at 2^18 with head dim 64."""
