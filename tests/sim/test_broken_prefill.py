@@ -19,7 +19,7 @@ ORDERS = ("in_order", "random", "late", "early")
 FORWARD, PAGES, QUEUE = (f"strobe.kernels.sm90.{name}" for name in ("forward", "pages", "tile_queue"))
 NOTES, KEYS = "strobe.kernels.decode.notes", "strobe.kernels.common.groups"
 HELPS = {
-    KEYS: [KEYS, PAGES, FORWARD],
+    KEYS: [KEYS, FORWARD],
     PAGES: [PAGES, FORWARD],
     QUEUE: [QUEUE, FORWARD],
     NOTES: [NOTES, *SHARED, DECODE],

@@ -32,6 +32,15 @@ def in_rows(block):
 
 
 @gluon.jit
+def block_of(channel, position, C: gl.constexpr):
+    """The chunks of a position of a channel as products take them, [keys, columns] each, whether they lie in groups or not."""
+    if C.grouped:
+        return (in_rows(channel.block(position)[0]),)
+    else:
+        return channel.block(position)
+
+
+@gluon.jit
 def in_squares(block):
     """A block of groups as squares of 8 keys and one panel, those of a group one after the other."""
     SQUARES: gl.constexpr = block.shape[0] * block.shape[2]

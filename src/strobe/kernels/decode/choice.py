@@ -119,8 +119,6 @@ START_BYTES_OF_TMA, START_BYTES_WITH_Q = 384 * KIB, 192 * KIB
 MOST_KEYS_OF_SPLIT_CLUSTERS = 2048
 """Keys of a request, as far as room goes, up to which shared memory has room for a fixed split beside what CTAs exchange; with
 more than 8 rows half as many, as nothing is gained beyond."""
-
-
 MOST_HEADS_OF_ONE_STEP = 16
 """Key heads of all requests up to which they are for clusters of `CLUSTER` CTAs that have a step each as a split, so that two
 fit a multiprocessor. An H200, pages of 64, 1k keys, microseconds (and dealt out), one query: 4 requests, 16 heads on 2, 6.8

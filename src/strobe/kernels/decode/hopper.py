@@ -46,7 +46,7 @@ import triton.language as tl
 
 from strobe.kernels.common.channel import Channel, make_barriers, swizzled
 from strobe.kernels.common.dependent_launch import take_turn
-from strobe.kernels.common.groups import in_rows, make_groups
+from strobe.kernels.common.groups import block_of, make_groups
 from strobe.kernels.common.packed_halves import rounded
 from strobe.kernels.decode.again import ALL, Again, bit_of, chosen_next, is_chosen, make_again, out_of_range, tell
 from strobe.kernels.decode.arguments import NUMBERS, Cached, Chain, Job, Kernel, Outputs, Piece, Terms
@@ -151,15 +151,6 @@ def make_ring(dtype: gl.constexpr, columns: gl.constexpr, more: gl.constexpr, C:
         for _ in gl.static_range(columns // C.chunk):
             chunks += (gl.allocate_shared_memory(dtype, [C.stages, C.tokens, C.chunk], swizzled(dtype, C.chunk)),)
     return Channel(chunks, make_barriers(C.stages + more, 1), make_barriers(C.stages, C.groups), C.stages)
-
-
-@gluon.jit
-def block_of(channel, position, C: gl.constexpr):
-    """The chunks of a position as products take them, [keys, columns] each."""
-    if C.grouped:
-        return (in_rows(channel.block(position)[0]),)
-    else:
-        return channel.block(position)
 
 
 # ---- copiers

@@ -45,7 +45,7 @@ from strobe.kernels import workspace
 from strobe.kernels.common.channel import Channel, at, make_barriers, make_channel, make_chunks
 from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.descriptors import coordinates, one_or_two
-from strobe.kernels.common.groups import make_groups
+from strobe.kernels.common.groups import block_of, make_groups
 from strobe.kernels.common.optimistic import BOUNDS
 from strobe.kernels.common.scores import LN2
 from strobe.kernels.common.stamp import stamp
@@ -65,7 +65,7 @@ from strobe.kernels.gluon import (
 )
 from strobe.kernels.sm90.descriptors import copy_in
 from strobe.kernels.sm90.layouts import ROWS, accumulator, rows_of
-from strobe.kernels.sm90.pages import CACHE_NUMBERS, Pages, block_of, copy_pages, note_missing, producer_of_v
+from strobe.kernels.sm90.pages import CACHE_NUMBERS, Pages, copy_pages, note_missing, producer_of_v
 from strobe.kernels.sm90.scores import (
     SCORE_NUMBERS,
     Score,

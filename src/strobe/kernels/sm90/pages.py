@@ -20,7 +20,7 @@ import triton.language as tl
 
 from strobe.kernels.common.call import Tensors
 from strobe.kernels.common.descriptors import ENDLESS, FAR, layout_of
-from strobe.kernels.common.groups import GROUP, PANEL, groups_descriptor, in_rows, in_squares
+from strobe.kernels.common.groups import GROUP, PANEL, groups_descriptor, in_squares
 from strobe.kernels.decode.notes import NOTED
 from strobe.kernels.gluon import TensorDescriptor, aggregate, gl, gluon, mbarrier, tma_load
 from strobe.kernels.sm90.config import Config
@@ -176,15 +176,6 @@ def row_of(pages, key):
 def bytes_of(chunks):
     """Bytes of a block."""
     return sum(math.prod(chunk.shape) * chunk.dtype.primitive_bitwidth // 8 for chunk in chunks)
-
-
-@gluon.jit
-def block_of(channel, position, C: gl.constexpr):
-    """The chunks of a position as products take them, [keys, columns] each."""
-    if C.grouped:
-        return (in_rows(channel.block(position)[0]),)
-    else:
-        return channel.block(position)
 
 
 @gluon.jit
