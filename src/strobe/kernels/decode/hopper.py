@@ -112,7 +112,7 @@ class Memory:
     q: gl.shared_memory_descriptor
     k: Channel
     v: Channel
-    again: Again
+    again: (Again, gl.constexpr)
     notes: gl.shared_memory_descriptor
     sums: gl.shared_memory_descriptor
     board: (Board, gl.constexpr)
@@ -126,10 +126,13 @@ def make_memory(k_desc, v_desc, q_desc, asked: gl.constexpr, dtype: gl.constexpr
     shape: gl.constexpr = [C.groups * (C.head_dim // C.chunk), C.rows // C.groups, C.chunk]
     OF_Q: gl.constexpr = asked if C.asks_q else dtype
     q = gl.allocate_shared_memory(OF_Q, shape, swizzled(OF_Q, C.chunk))
-    notes, sums, board, bytes, turns = q, q, None, None, None
+    notes, sums, board, bytes, turns, again = q, q, None, None, None, None
+    if C.optimistic:
+        again = make_again(C.groups)
     if C.bytes_stages > 0:
-        turns = Channel((), make_barriers(1, 1), make_barriers(1, C.groups), 1)
         bytes = make_bytes(k_desc.dtype, C)
+        if C.asks_q:
+            turns = Channel((), make_barriers(1, 1), make_barriers(1, C.groups), 1)
     if C.tells:
         board = make_board(C.groups + max(C.converters, 1))
     if C.split:
@@ -138,7 +141,7 @@ def make_memory(k_desc, v_desc, q_desc, asked: gl.constexpr, dtype: gl.constexpr
         squares: gl.constexpr = [C.groups * (C.head_dim_v // C.chunk), C.rows // C.groups // 8, C.chunk // 8, 8, 8]
         sums = gl.allocate_shared_memory(gl.float32, squares, gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
     k, v = make_ring(dtype, C.head_dim, 0, C), make_ring(dtype, C.head_dim_v, 1, C)
-    return Memory(k_desc, v_desc, q_desc, q, k, v, make_again(C.groups), notes, sums, board, bytes, turns)
+    return Memory(k_desc, v_desc, q_desc, q, k, v, again, notes, sums, board, bytes, turns)
 
 
 @gluon.jit

@@ -149,7 +149,7 @@ class Block:
 
     chunks: gl.tuple
     full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    empty: (gl.shared_memory_descriptor, gl.constexpr)
 
     @gluon.jit
     def part(self, index):
@@ -181,9 +181,10 @@ class Memory:
 @gluon.jit
 def make_memory(dtype: gl.constexpr, C: gl.constexpr):
     """The caller fences."""
+    k_empty = make_barriers(1, 2) if C.k_stages == 1 else None
     return Memory(
         make_numbers(2),
-        Block(make_chunks(dtype, C.k_stages, KEYS, C.wide, C.narrow), make_barriers(C.k_stages, 1), make_barriers(1, 2)),
+        Block(make_chunks(dtype, C.k_stages, KEYS, C.wide, C.narrow), make_barriers(C.k_stages, 1), k_empty),
         Block(make_chunks(dtype, 2, HALF, C.wide_v, C.narrow_v), make_barriers(2, 1), make_barriers(2, 1)),
         make_chunks(dtype, STAGES, C.tile_q, C.wide, C.narrow),
         make_chunks(dtype, STAGES, C.tile_q, C.wide_v, C.narrow_v),
