@@ -1,17 +1,16 @@
-"""Does a kernel compute the same while other processes take turns at its GPU?
+"""What becomes of a barrier's memory that holds something else, while other processes take turns at its GPU?
 
-A backward that stores dS runs over and over on the same inputs, with and without matrix products on a stream beside it, while
-other processes keep the GPU busy: with matrix products, or with sines, whose kernels use no shared memory. Every run must store
-the same bits; of those that do not, it shows which 8-byte words differ, what they hold, and where in a tile they lie. Prints a
-line for each setting, writes JSON.
+A kernel makes a barrier (mbarrier) that nobody uses, so Triton gives its memory to the numbers that the kernel then writes to
+shared memory, holds for some milliseconds, and reads again. The same kernel invalidates the barrier before, or keeps it until
+the end, so that its memory is its own. Other processes keep the GPU busy meanwhile: with matrix products, or with sines, whose
+kernels use no shared memory. Prints a line for each setting, with the numbers that changed, writes JSON.
 
-    python benchmarks/shared_gpu.py [--json FILE] [--neighbours 4] [--seconds 8]
+    python benchmarks/shared_gpu.py [--json FILE] [--neighbours 4] [--seconds 5]
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import subprocess
 import sys
 import time
@@ -22,16 +21,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from determinism import Load
 
-import strobe
-from strobe.call import launches
-from strobe.device import arch_of
-from strobe.kernels.sm90 import backend
+from strobe.kernels.gluon import gl, gluon, mbarrier, partition_barrier
 from strobe.lab.bench.machine import provenance, save
-from strobe.problem import AttentionProblem, Dense, Operands, Upstream
 
-ROWS, KEYS, BUSY = 128, 64, ("nothing", "products", "sines")
+WORDS, CTAS_OF_SM, NANOSECONDS = 1024, 4, 2_000_000
+BARRIERS = ("used by nobody", "invalidated before", "kept until the end")
+BUSY = ("nothing", "products", "sines")
+
+HOLD = """
+{
+    .reg .u64 begun, now;
+    .reg .pred early;
+    mov.u64 begun, %globaltimer;
+again:
+    mov.u64 now, %globaltimer;
+    sub.u64 now, now, begun;
+    setp.lt.u64 early, now, $1;
+    @early bra again;
+    mov.b32 $0, 0;
+}
+"""
 
 NEIGHBOUR = """
 import sys, torch
@@ -44,21 +54,22 @@ while True:
 """
 
 
-def stored_by(batch: int = 2, length: int = 4096, heads: int = 32, head_dim: int = 64):
-    """A function that runs one backward, and returns the dS that it stored."""
-    q, k, v, dout = (torch.randn(batch, length, heads, head_dim, dtype=torch.bfloat16, device="cuda") for _ in range(4))
-    out, lse = strobe.attention(q, k, v, return_lse=True)
-    dims = {"heads_q": heads, "heads_kv": heads, "head_dim": head_dim, "head_dim_v": head_dim, "scale": head_dim**-0.5}
-    problem = AttentionProblem(Dense(batch, length, length), dtype=q.dtype, phase="backward", deterministic=True, **dims)
-    given = Operands(q, k, v)._asdict() | Upstream(out, lse, dout, None)._asdict()
-    return lambda: launches.run(backend, problem, given, arch_of(q.device)).stored
-
-
-def differences(first: torch.Tensor, stored: torch.Tensor) -> Counter[tuple[str, str]]:
-    """How often which 8 bytes lie in which place of a tile where two stored dS differ: (key and row, the bytes)."""
-    words = stored.view(torch.int64)
-    at = (words != first.view(torch.int64)).nonzero().tolist()
-    return Counter((f"key {line % KEYS}, row {4 * word}", f"{words[line, word].item() & 2**64 - 1:016x}") for line, word in at)
+@gluon.jit
+def hold_kernel(out, nanoseconds, HOLD: gl.constexpr, WORDS: gl.constexpr, INVALIDATED: gl.constexpr, KEPT: gl.constexpr):
+    """Hold the numbers program * WORDS, program * WORDS + 1, ... in shared memory, and write what is there afterwards."""
+    barriers = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(barriers.index(0), count=2)
+    if INVALIDATED:
+        mbarrier.invalidate(barriers.index(0))
+    words = gl.allocate_shared_memory(gl.int64, [WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    number = gl.program_id(0).to(gl.int64) * WORDS + gl.arange(0, WORDS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    words.store(number)
+    partition_barrier()
+    gl.inline_asm_elementwise(HOLD, "=r,l", [nanoseconds], dtype=gl.int32, is_pure=False, pack=1)
+    partition_barrier()
+    gl.store(out + number, words.load(number.type.layout))
+    if KEPT:
+        mbarrier.invalidate(barriers.index(0))
 
 
 @contextmanager
@@ -76,16 +87,19 @@ def neighbours(number: int, busy: str) -> Iterator[None]:
             process.wait()
 
 
-def measured(backward, load: Load | None, seconds: float) -> dict[str, Any]:
-    """Of runs for some seconds: how many there were, how many stored other bits than the first, and which."""
-    first, runs, differ, found = backward().clone(), 0, 0, Counter[tuple[str, str]]()
+def measured(barrier: str, seconds: float) -> dict[str, Any]:
+    """Of launches for some seconds: how many there were, in how many a number changed, and which words came in its place."""
+    ctas = CTAS_OF_SM * torch.cuda.get_device_properties("cuda").multi_processor_count
+    numbers = torch.arange(ctas * WORDS, device="cuda")
+    runs, differ, found = 0, 0, Counter[tuple[int, str]]()
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        if load is not None:
-            load.begin()
-        other = differences(first, backward())
-        runs, differ, found = runs + 1, differ + bool(other), found + other
-    words = [{"place": place, "bytes": held, "times": times} for (place, held), times in found.most_common(10)]
+        out = torch.empty_like(numbers)
+        hold_kernel[(ctas,)](out, NANOSECONDS, HOLD, WORDS, barrier == BARRIERS[1], barrier == BARRIERS[2])
+        wrong = (out != numbers).nonzero().flatten().tolist()
+        runs, differ = runs + 1, differ + bool(wrong)
+        found += Counter((8 * (i % WORDS), f"{out[i].item() & 2**64 - 1:016x}") for i in wrong)
+    words = [{"byte": byte, "bytes": held, "times": times} for (byte, held), times in found.most_common(10)]
     return {"runs": runs, "differ": differ, "words": words}
 
 
@@ -93,19 +107,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--neighbours", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each setting")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each setting")
     arguments = parser.parse_args()
-    device, settings = torch.device("cuda"), []
-    backward, load = stored_by(), Load(device)
-    backward()
-    for busy, beside in itertools.product(BUSY, (False, True)):
+    settings = []
+    for busy in BUSY:
         with neighbours(arguments.neighbours, busy):
-            found = measured(backward, load if beside else None, arguments.seconds)
-        settings.append({"neighbours": busy, "products beside": beside, **found})
-        print(settings[-1], flush=True)
+            for barrier in BARRIERS:
+                settings.append({"barrier": barrier, "neighbours": busy, **measured(barrier, arguments.seconds)})
+                print(settings[-1], flush=True)
     if arguments.json:
         found = {"what": "shared-gpu", "processes": arguments.neighbours, "settings": settings}
-        save(arguments.json, provenance(device) | found)
+        save(arguments.json, provenance(torch.device("cuda")) | found)
 
 
 if __name__ == "__main__":

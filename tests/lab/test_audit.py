@@ -17,6 +17,7 @@ from strobe.lab.binary import audit
 from strobe.lab.binary.audit import ARCHS, layout_conflicts
 from strobe.lab.binary.audit_report import ptxas_words, readable
 from strobe.lab.binary.offline import problem_of
+from strobe.lab.binary.barriers import lost_barriers
 from strobe.lab.binary.sass import flow_of, innermost_loops, left_over, main_loop, unwritten, wrong_code
 from strobe.lab.pages.glossary import GLOSSARY
 from strobe.masks import Full
@@ -508,3 +509,35 @@ def test_wrong_code_is_a_sentence():
     said = wrong_code(lines)
     assert "wrong code: `UIADD3 UR9, UR40, 0x1, URZ` reads a register that nothing before it has written" in said
     assert said[-1] == f"wrong code: `{OF_BOTH}` takes a descriptor from a loop that may not have run"
+
+
+BARRIERS = """
+  tt.func public @kernel() {
+    %words = ttg.local_alloc : () -> !ttg.memdesc<64xi64, #shared, #smem, mutable>
+    %barriers = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64, #shared, #smem, mutable>
+    %0 = ttg.memdesc_index %barriers[%c0] : !ttg.memdesc<2x1xi64, #shared, #smem, mutable> -> !ttg.memdesc<1xi64, #shared>
+    ttng.init_barrier %0, 1 : !ttg.memdesc<1xi64, #shared>
+    ttg.warp_specialize(%words{roles}) attributes {{}}
+    default {{
+      ttng.wait_barrier %0, %c0 : !ttg.memdesc<1xi64, #shared>
+    }}
+    partition0(%arg0: !ttg.memdesc<64xi64, #shared, #smem, mutable>) num_warps(1) {{
+      %0 = ttg.memdesc_index %arg0[%c0] : !ttg.memdesc<64xi64, #shared, #smem, mutable> -> !ttg.memdesc<1xi64, #shared>
+      ttng.inval_barrier %0 : !ttg.memdesc<1xi64, #shared>
+      ttg.warp_return
+    }} : (!ttg.memdesc<64xi64, #shared, #smem, mutable>) -> ()
+    {end}
+    tt.return
+  }}
+"""
+"""A kernel with a barrier for its first role, and something else of the same name in its second one."""
+
+
+@pytest.mark.parametrize(
+    ("roles", "end", "lost"),
+    [("", "", True), (", %barriers", "", False), ("", "ttng.inval_barrier %0 : !ttg.memdesc<1xi64, #shared>", False)],
+    ids=["for the first role alone", "for both roles", "invalidated"],
+)
+def test_a_barrier_whose_memory_others_may_get_is_wrong_code(roles, end, lost):
+    sentence = "wrong code: barrier %barriers is not invalidated: others may get its memory while it is one"
+    assert lost_barriers(BARRIERS.format(roles=roles, end=end)) == ((sentence,) if lost else ())

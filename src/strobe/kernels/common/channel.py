@@ -98,3 +98,12 @@ def make_barriers(number: gl.constexpr, count: gl.constexpr):
     for i in gl.static_range(number):
         mbarrier.init(barriers.index(i), count=count)
     return barriers
+
+
+@gluon.jit
+def invalidate(barriers):
+    """Give up barriers that no role has, at the end of a kernel. Triton gives their memory to others behind their last use, and
+    what others write there a GPU takes for a barrier until then (docs/upstream.md)."""
+    NUMBER: gl.constexpr = barriers.shape[0]
+    for i in gl.static_range(NUMBER):
+        mbarrier.invalidate(barriers.index(i))

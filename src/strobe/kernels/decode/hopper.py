@@ -44,7 +44,7 @@ its threads has waited for its own copies and fenced. It hands a step over some 
 
 import triton.language as tl
 
-from strobe.kernels.common.channel import Channel, make_barriers, swizzled
+from strobe.kernels.common.channel import Channel, invalidate, make_barriers, swizzled
 from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.groups import block_of, make_groups
 from strobe.kernels.common.packed_halves import rounded
@@ -852,8 +852,11 @@ def hopper_kernel(
         ask_ahead(K)
     if C.halves > 1:
         gl.warp_specialize([(left_group, (memory, K)), (right_group, (memory, K))], [4], [C.registers // 8 * 8])
+        for i in gl.static_range(len(memory.full)):
+            invalidate(memory.full[i])
     elif C.narrow > 0:
         take_pieces(take_latent, memory, K, gl.to_tensor(0))
+        invalidate(memory.full)
     elif C.bytes_stages > 0 and C.groups == 2:
         gl.warp_specialize(
             [(multiplier, (memory, K)), (second_multiplier, (memory, K)), (converter, (memory, K)),

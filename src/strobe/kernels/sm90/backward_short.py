@@ -24,7 +24,7 @@ the bits are the same in every run.
 
 import triton.language as tl
 
-from strobe.kernels.common.channel import make_barriers, make_chunks
+from strobe.kernels.common.channel import invalidate, make_barriers, make_chunks
 from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.exp2 import exp2_flushed
 from strobe.kernels.common.packed_halves import rounded
@@ -80,7 +80,7 @@ def make_memory(dtype: gl.constexpr, C: gl.constexpr):
         ds += make_chunks(dtype, 1, ROWS, C.parts[i], 0)
     rows = make_chunks(dtype, C.stages, ROWS, C.head_dim, 0) + make_chunks(dtype, C.stages, ROWS, C.head_dim_v, 0)
     dq = make_chunks(dtype, 1, ROWS, C.head_dim, 0)[0].index(0)
-    return Memory(rows, k, v, p, ds, dq, make_barriers(1, 1).index(0), make_barriers(C.stages, 1))
+    return Memory(rows, k, v, p, ds, dq, make_barriers(1, 1), make_barriers(C.stages, 1))
 
 
 @aggregate
@@ -385,9 +385,10 @@ def short_backward_kernel(
     partition_barrier()
     take_turn()
 
-    mbarrier.expect(memory.kv_full, C.kv_bytes)
-    copy_keys(parts_of(k, k_last, C), memory.k, memory.kv_full, batch, head_kv)
-    copy_keys(parts_of(v, v_last, C), memory.v, memory.kv_full, batch, head_kv)
+    kv_full = memory.kv_full.index(0)
+    mbarrier.expect(kv_full, C.kv_bytes)
+    copy_keys(parts_of(k, k_last, C), memory.k, kv_full, batch, head_kv)
+    copy_keys(parts_of(v, v_last, C), memory.v, kv_full, batch, head_kv)
     place = tiles.place(begin)
     ahead = place
     for i in gl.static_range(STAGES):
@@ -396,7 +397,7 @@ def short_backward_kernel(
         ahead = tiles.after(ahead)
     m, dm = load_statistics(K, begin, place)
     sum_k, sum_v = no_sums(C.head_dim, C), no_sums(C.head_dim_v, C)
-    mbarrier.wait(memory.kv_full, 0)
+    mbarrier.wait(kv_full, 0)
     for tile in tl.range(begin, tiles.end, disable_licm=True):
         place, ahead, sum_k, sum_v, m, dm = step(K, tile, place, ahead, sum_k, sum_v, m, dm)
 
@@ -418,3 +419,5 @@ def short_backward_kernel(
         send(parts_of(dk, dk_last, C), memory.k, batch, head_kv)
         send(parts_of(dv, dv_last, C), memory.v, batch, head_kv)
     tma_store_wait(0)
+    invalidate(memory.kv_full)
+    invalidate(memory.full)

@@ -19,7 +19,7 @@ second launch. (s - m) * scale, not s * scale - m: of huge scores the largest we
 
 import triton.language as tl
 
-from strobe.kernels.common.channel import at, make_barriers, make_chunks, swizzled
+from strobe.kernels.common.channel import at, invalidate, make_barriers, make_chunks, swizzled
 from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.common.descriptors import one_or_two
 from strobe.kernels.common.scores import LN2
@@ -249,3 +249,5 @@ def short_kernel(
             chunk = memory.o[c].index(0).reshape(o_desc[c].block_type.shape)
             tma_store(o_desc[c], [batch, head, tile * ROWS, c * C.wide_v], chunk)
     tma_store_wait(0)
+    invalidate(memory.kv_full)
+    invalidate(memory.q_full)

@@ -5,7 +5,7 @@ cubin says less: its registers and its instructions. Either way the control flow
 
 What is called a warning is of two kinds. Spills, serial products and narrow loads are facts of the text. That registers change
 hands through shared memory, and that the products of a cubin are serial, is inferred from patterns, and says so. Wrong code is
-what `sass.wrong_code` finds: patterns of ptxas's known mistakes (docs/upstream.md).
+what `sass.wrong_code` finds, patterns of ptxas's known mistakes, and `barriers.lost_barriers` (docs/upstream.md).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from strobe.kernels import has_triton
 from strobe.lab.bench import decode_peers
 from strobe.lab.bench.plan import Point
 from strobe.lab.binary import offline
+from strobe.lab.binary.barriers import lost_barriers
 from strobe.lab.binary.offline import Made
 from strobe.lab.binary.sass import (
     TENSOR_CORES,
@@ -193,6 +194,7 @@ def _of_made(made: Made, arch: str, length: int) -> Report:
         *_in_loops(parts, _narrow_loads, _narrow_shared_loads, _round_trips),
         *layout_conflicts(made.kernel.asm["ttgir"]),
         *wrong_code(sass),
+        *lost_barriers(made.kernel.asm["ttgir"]),
     )
     name = f"{made.name}, S={length}"
     return Report(

@@ -21,6 +21,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
+from strobe.lab.binary.barriers import lost_barriers
+
 T = TypeVar("T", bound=Hashable)
 
 
@@ -85,7 +87,7 @@ def audit(compiled, name: str, seconds: float = 0.0, roles: tuple[str, ...] = ()
         warnings=resources.warnings,
         seconds=seconds,
         threads=compiled.metadata.num_warps * compiled.metadata.target.warp_size,
-        wrong_code=wrong_code(sass),
+        wrong_code=(*wrong_code(sass), *lost_barriers(compiled.asm["ttgir"])),
     )
 
 
