@@ -25,7 +25,7 @@ import torch
 from strobe.kernels.gluon import gl, gluon, mbarrier, partition_barrier
 from strobe.lab.bench.machine import provenance, save
 
-WORDS, CTAS_OF_SM, NANOSECONDS = 1024, 4, 2_000_000
+WORDS, CTAS_OF_SM, NANOSECONDS = 1024, 4, 20_000_000
 BARRIERS = ("used by nobody", "invalidated before", "kept until the end")
 BUSY = ("nothing", "products", "sines")
 

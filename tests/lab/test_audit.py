@@ -16,8 +16,8 @@ from strobe.kernels.portable.config import choose
 from strobe.lab.binary import audit
 from strobe.lab.binary.audit import ARCHS, layout_conflicts
 from strobe.lab.binary.audit_report import ptxas_words, readable
-from strobe.lab.binary.offline import problem_of
 from strobe.lab.binary.barriers import lost_barriers
+from strobe.lab.binary.offline import problem_of
 from strobe.lab.binary.sass import flow_of, innermost_loops, left_over, main_loop, unwritten, wrong_code
 from strobe.lab.pages.glossary import GLOSSARY
 from strobe.masks import Full
@@ -512,7 +512,7 @@ def test_wrong_code_is_a_sentence():
 
 
 BARRIERS = """
-  tt.func public @kernel() {
+  tt.func public @kernel() {{
     %words = ttg.local_alloc : () -> !ttg.memdesc<64xi64, #shared, #smem, mutable>
     %barriers = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64, #shared, #smem, mutable>
     %0 = ttg.memdesc_index %barriers[%c0] : !ttg.memdesc<2x1xi64, #shared, #smem, mutable> -> !ttg.memdesc<1xi64, #shared>

@@ -92,8 +92,8 @@ WRONG_NUMBERS = (AssertionError, OutOfBounds)
 WRONG_PHASE = (Race, Uninitialised, Deadlock, BarrierMisuse)
 
 WRAP = "        last = row == self.of_head * ROWS\n"
-KV_BYTES = "    mbarrier.expect(memory.kv_full, C.kv_bytes)\n"
-KV_WAIT = "    mbarrier.wait(memory.kv_full, 0)\n"
+KV_BYTES = "    mbarrier.expect(kv_full, C.kv_bytes)\n"
+KV_WAIT = "    mbarrier.wait(kv_full, 0)\n"
 ROWS_WAIT = "    mbarrier.wait(memory.full.index(stage), (turn // K.C.stages) & 1)\n"
 S_READY, DP_READY = "    s = finished(s, PARTS)\n", "    dp = finished(dp)\n"
 DQ_LEFT = "    tma_store_wait(0)  # the dQ of the tile before has left\n"

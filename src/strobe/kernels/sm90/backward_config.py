@@ -121,7 +121,8 @@ class Config(Chunks):
         return 2 * self.tile_q * (2 * PRODUCT if self.folded else 4)
 
     def smem_map(self) -> list[Buffer]:
-        barriers = 2 * SLOTS + self.k_stages + 1 + 4 + 2 * STAGES + (6 + 2 * SLOTS if self.order else 0)
+        of_k = self.k_stages + (self.k_stages == 1)  # that it is read is told by those of rows, where there are two
+        barriers = 2 * SLOTS + of_k + 4 + 2 * STAGES + (6 + 2 * SLOTS if self.order else 0)
         shapes = {
             "sK": (self.k_stages, KEYS, self.head_dim),
             "sV": (KEYS, self.head_dim_v),
