@@ -80,7 +80,7 @@ def test_points_of_a_gpu():
 
 @pytest.mark.gpu
 def test_deterministic_is_one_bit_pattern(alone):
-    """Alone, as processes that take turns at a GPU may change each other's shared memory (docs/upstream.md)."""
+    """Alone: not tried yet beside processes that take turns at the GPU, since barriers keep their memory (docs/upstream.md)."""
     device = torch.device("cuda")
     point = next(p for p in determinism.points_of(device) if (p.head_dim, p.mask) == (128, "causal"))
     backward, load = determinism.backward_of(point, device, determinism.WAYS["deterministic"]), determinism.Load(device)

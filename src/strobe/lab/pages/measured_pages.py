@@ -500,16 +500,17 @@ def single(root: Path) -> str:
 
 
 def shared(root: Path) -> str:
-    """What benchmarks/shared_gpu.py found: runs whose stored dS differs, by what keeps the GPU busy."""
+    """What benchmarks/shared_gpu.py found: launches after which numbers in shared memory had changed, by what became of a barrier
+    there and what kept the GPU busy."""
     found = results(root, "shared-gpu-*.json")
     if not found:
         return NOTHING
     report, path = found[-1]
-    rows = [["other processes", "beside it", "runs", "differ", "eight bytes that differ: where, what, how often"]]
+    rows = [["the barrier is", "other processes", "launches", "differ", "what changed: where, the bytes, how often"]]
     for at in report["settings"]:
         busy = "none" if at["neighbours"] == "nothing" else f"{report['processes']}, with {at['neighbours']}"
-        words = "; ".join(f"{word['place']}: `{word['bytes']}`, {word['times']}" for word in at["words"]) or "-"
-        rows.append([busy, "products" if at["products beside"] else "-", str(at["runs"]), str(at["differ"]), words])
+        words = "; ".join(f"byte {word['byte']}: `{word['bytes']}`, {word['times']}" for word in at["words"]) or "-"
+        rows.append([at["barrier"], busy, str(at["runs"]), str(at["differ"]), words])
     return f"{_where(report, path)} Driver {report['device']['driver']}.\n\n{_table(rows)}"
 
 
