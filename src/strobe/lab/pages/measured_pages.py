@@ -500,8 +500,8 @@ def single(root: Path) -> str:
 
 
 def shared(root: Path) -> str:
-    """What benchmarks/shared_gpu.py found: launches after which numbers in shared memory had changed, by what became of a barrier
-    there and what kept the GPU busy."""
+    """What benchmarks/shared_gpu.py found: launches after which numbers in shared memory had changed, by what became of a
+    barrier there and what kept the GPU busy."""
     found = results(root, "shared-gpu-*.json")
     if not found:
         return NOTHING
