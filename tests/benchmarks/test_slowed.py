@@ -1,0 +1,38 @@
+"""benchmarks/slowed.py: a kernel in slow motion is the same kernel, with times to wait where warps meet."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import slowed
+from strobe.lab.bench.plan import Grid
+from strobe.lab.binary import audit
+
+if sys.argv[2:]:
+    slowed.slow_down(1)
+point = Grid(head_dims=((128, 128),), lengths=(4096,), masks=("causal",)).points(False)[0].problem()
+[made] = audit.KERNELS["decode-16"].compile(point, audit.ARCHS["sm_90a"])
+lines = made.kernel.asm["ptx"].splitlines()
+meetings, waits = sum(bool(slowed.MET.match(line)) for line in lines), sum("begun, now," in line for line in lines)
+print(json.dumps([len(lines), meetings, waits]))
+"""
+
+
+def made(*arguments: str) -> list[int]:
+    """Lines of a kernel's PTX, those at which warps meet, and times to wait."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(Path(__file__).parents[2] / "benchmarks"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_it_waits_wherever_warps_meet():
+    lines, meetings, waits = made()
+    slow_lines, slow_meetings, slow_waits = made("slow")
+    assert waits == 0 and slow_waits == meetings == slow_meetings > 50 and slow_lines > lines + 20 * slow_waits
