@@ -128,6 +128,12 @@ def test_a_decode_step(made):
         assert loop["HMMA"] and loop["LDSM"] and not any("LDS" in warning for warning in eight["warnings"])
 
 
+def test_no_kernel_of_ours_is_called_wrong_code(made):
+    _, audited, spilling = made
+    for report in [*(report for reports in audited.values() for report in reports), *spilling]:
+        assert not [warning for warning in report["warnings"] if "wrong code" in warning], report["name"]
+
+
 def test_two_archs_in_one_process_are_two_kernels(made):
     _, audited, _ = made
     [on_80], [on_90] = audited["portable-forward"], audited["portable-forward@sm_90a"]
@@ -491,6 +497,8 @@ OF_BOTH = "QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24, gsb0"
         ({"ahead": MADE_ANEW, "first": "UIADD3 UR4, UR4, 0x40, URZ ;"}, False),  # carried on
         ({"first": MADE_ANEW, "product": "QGMMA.64x128x32.F32.E4M3.E4M3 R24, R8, gdesc[UR4], R24"}, False),  # reads UR6, UR7
         ({"first": MADE_ANEW, "product": "QGMMA.64x128x32.F32.E4M3.E4M3 R24, R8, gdesc[UR2], R24"}, True),
+        ({"first": MADE_ANEW, "product": "UTCHMMA gdesc[UR2], gdesc[UR8], tmem[UR22], tmem[UR16], idesc[UR17], UPT"}, False),
+        ({"first": MADE_ANEW, "product": "UTCHMMA gdesc[UR2], gdesc[UR4], tmem[UR22], tmem[UR16], idesc[UR17], UPT"}, True),
     ],
 )
 def test_what_takes_a_descriptor_from_a_loop_that_may_not_have_run(parts, wrong):

@@ -394,7 +394,7 @@ def unwritten(sass: str) -> tuple[str, ...]:
 
 
 def left_over(sass: str) -> tuple[str, ...]:
-    """Products (wgmma) that take a descriptor, or a part of one, from a loop before them that may not have run: a mistake of
+    """Products that take a descriptor, or a part of one, from a loop before them that may not have run: a mistake of
     ptxas (CUDA 12.8), which has made the descriptor of what two loops multiply by in the first one alone. A loop that reads
     what the register held before it, to carry it on or to put it back, has not made it. What a descriptor is made of is not
     looked at."""
@@ -433,11 +433,13 @@ def _reads(instruction: Instruction, register: int) -> bool:
     return register in named or pair or register in _descriptors(instruction)
 
 
-def _descriptors(product: Instruction) -> range:
-    """The four uniform registers in which a wgmma has its descriptors, of its operands in turn; the last two if the first
-    operand is in registers."""
+def _descriptors(product: Instruction) -> tuple[int, ...]:
+    """The uniform registers in which a product has its descriptors: two for each operand of tcgen05; of wgmma four for both
+    operands in turn, the last two if the first operand is in registers."""
+    if product.name.startswith("UTC"):
+        return tuple(int(first) + i for first in re.findall(r"gdesc\[UR(\d+)\]", product.operands) for i in range(2))
     found = re.search(r"(, R\d+, )?gdesc\[UR(\d+)\]", product.operands)
-    return range(int(found[2]) + 2 * bool(found[1]), int(found[2]) + 4) if found else range(0)
+    return tuple(range(int(found[2]) + 2 * bool(found[1]), int(found[2]) + 4)) if found else ()
 
 
 def _writers(flow: Flow, register: int, block: int, end: int) -> Iterator[int]:
