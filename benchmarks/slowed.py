@@ -70,9 +70,9 @@ def slowed(ptx: str, seed: int) -> str:
     return "\n".join(lines)
 
 
-def slow_down(seed: int) -> None:
-    """Have this process compile all its kernels in slow motion."""
-    knobs.cache.dir = tempfile.mkdtemp()
+def slow_down(seed: int, folder: str) -> None:
+    """Have this process compile all its kernels in slow motion, into a folder of their own."""
+    knobs.cache.dir = folder
     make = CUDABackend.make_ptx
     CUDABackend.make_ptx = lambda self, *arguments, **keywords: slowed(make(self, *arguments, **keywords), seed)
 
@@ -84,11 +84,9 @@ def steps_of(parts: list[str]) -> list[Callable[[], torch.Tensor]]:
     steps: list[Callable[[], torch.Tensor]] = []
     decode = strobe.decode
 
-    def kept(q, cache, **keywords):
-        found = decode(q, cache, **keywords)
-        out = found[0] if isinstance(found, tuple) else found
-        steps.append(lambda: decode(q, cache, **{**keywords, "return_lse": False}))
-        return found if keywords.get("return_lse") else out
+    def kept(q, cache, return_lse=False, **keywords):
+        steps.append(lambda: decode(q, cache, **keywords))
+        return decode(q, cache, return_lse=return_lse, **keywords)
 
     strobe.decode, sanitize.say = kept, lambda what: None
     for part in parts:
@@ -105,7 +103,6 @@ def differs(out: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
 
 def watch(seed: int, parts: list[str], seconds: float) -> int:
     """Run the steps for some seconds; how many looks found something wrong, which is printed."""
-    slow_down(seed)
     held: list[torch.Tensor] = []
     zeros = counters.zeros
 
@@ -131,20 +128,20 @@ def watch(seed: int, parts: list[str], seconds: float) -> int:
     return wrong
 
 
-def main() -> int:
+def main() -> bool:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "parts", nargs="*", metavar="PART", default=["queries"], help="of sanitize.py that decode, e.g. queries"
-    )
+    parser.add_argument("parts", nargs="*", metavar="PART", default=["queries"], help="of sanitize.py: queries, say")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--seed", type=int, help="run as one process, with these times")
     given = parser.parse_args()
     if given.seed is not None:
-        return watch(given.seed, given.parts, given.seconds) > 0
+        with tempfile.TemporaryDirectory() as folder:
+            slow_down(given.seed, folder)
+            return watch(given.seed, given.parts, given.seconds) > 0
     command = [sys.executable, __file__, *given.parts, "--seconds", str(given.seconds), "--seed"]
     started = [subprocess.Popen([*command, str(seed)]) for seed in range(given.processes)]
-    return max(process.wait() for process in started)
+    return any([process.wait() for process in started])
 
 
 if __name__ == "__main__":

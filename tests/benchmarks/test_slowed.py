@@ -14,7 +14,7 @@ from strobe.lab.bench.plan import Grid
 from strobe.lab.binary import audit
 
 if sys.argv[2:]:
-    slowed.slow_down(1)
+    slowed.slow_down(1, sys.argv[2])
 point = Grid(head_dims=((128, 128),), lengths=(4096,), masks=("causal",)).points(False)[0].problem()
 [made] = audit.KERNELS["decode-16"].compile(point, audit.ARCHS["sm_90a"])
 lines = made.kernel.asm["ptx"].splitlines()
@@ -24,7 +24,7 @@ print(json.dumps([len(lines), meetings, waits]))
 
 
 def made(*arguments: str) -> list[int]:
-    """Lines of a kernel's PTX, those at which warps meet, and times to wait."""
+    """Lines of a kernel's PTX, those at which warps meet, and times to wait; in slow motion if it is told a folder."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(Path(__file__).parents[2] / "benchmarks"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -32,7 +32,7 @@ def made(*arguments: str) -> list[int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_it_waits_wherever_warps_meet():
+def test_it_waits_wherever_warps_meet(tmp_path):
     lines, meetings, waits = made()
-    slow_lines, slow_meetings, slow_waits = made("slow")
+    slow_lines, slow_meetings, slow_waits = made(str(tmp_path))
     assert waits == 0 and slow_waits == meetings == slow_meetings > 50 and slow_lines > lines + 20 * slow_waits
