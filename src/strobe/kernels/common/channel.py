@@ -102,8 +102,8 @@ def make_barriers(number: gl.constexpr, count: gl.constexpr):
 
 @gluon.jit
 def invalidate(barriers):
-    """Give up barriers that no role has, at the end of a kernel. Triton gives their memory to others behind their last use, and
-    what others write there a GPU takes for a barrier until then (docs/upstream.md)."""
+    """Give up barriers that no role has, at the end of a kernel: so their memory is theirs until then. Triton gives it to
+    others behind their last use, and a GPU that is taken from a process puts a barrier back there (docs/upstream.md)."""
     NUMBER: gl.constexpr = barriers.shape[0]
     for i in gl.static_range(NUMBER):
         mbarrier.invalidate(barriers.index(i))

@@ -6,6 +6,7 @@ import re
 
 _ALLOCATED = re.compile(r"^\s*(%\S+) = ttg\.local_alloc\b.*!ttg\.memdesc<(?:\d+x)+i64\b", re.MULTILINE)
 _VIEW = re.compile(r"^\s*(%\S+) = ttg\.memdesc_\w+ ")
+_NAME = re.compile(r"%[\w.$-]+")
 _ROLE = re.compile(r"^\s*partition\d+\(.*?^\s*ttg\.warp_return\b", re.MULTILINE | re.DOTALL)
 
 
@@ -22,7 +23,11 @@ def _is_lost(uses: list[str]) -> bool:
 
 
 def _uses(name: str, text: str) -> list[str]:
-    """The lines that name something in shared memory, or a view of it."""
-    lines = [line for line in text.splitlines() if re.search(rf"{re.escape(name)}(?![\w#])", line)]
-    views = [found[1] for line in lines if (found := _VIEW.match(line)) and found[1] != name]
-    return [*lines, *(line for view in views for line in _uses(view, text))]
+    """The lines of a function that name something in shared memory, or a view of it, from the one that makes it on."""
+    names, uses = {name}, []
+    for line in text[text.index(f"{name} = ") :].partition("tt.func")[0].splitlines():
+        if not names.isdisjoint(_NAME.findall(line)):
+            uses.append(line)
+            if view := _VIEW.match(line):
+                names.add(view[1])
+    return uses

@@ -28,7 +28,7 @@ _seen: set[str] = set()
 
 def compiled(case: Case | CacheCase, arch: str) -> Outcome:
     """Compiles the kernels of a case's calls for a GPU that need not be there. "right" if all of them compile, and none is
-    `sass.wrong_code`; "refused" where there is nothing to compile."""
+    wrong code (`sass.Audit`); "refused" where there is nothing to compile."""
     if not isinstance(case, CacheCase) and (case.bad or case.lie or case.door == "fp8"):
         return Outcome("refused", "compiles nothing of its own")
     try:
