@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -171,14 +172,17 @@ def read_rate(clock: Clock, device: torch.device) -> float | None:
 
 def compile_ahead(points: Sequence[Point], arch: Arch, deterministic: bool) -> None:
     """Compile Strobe's kernels of all points, each in a process of its own; they stay in Triton's cache on disk. deterministic:
-    those of `deterministic=True`, too."""
+    those of `deterministic=True`, too. BrokenProcessPool if the processes cannot start, as those of a program that runs itself
+    when it is imported."""
     hows = (False, True) if deterministic else (False,)
     kernels = {(point.kind, config_of(point, arch, how)): (point, arch, how) for point in points for how in hows}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), context) as pool:
         jobs = [pool.submit(compile_one, *kernel) for kernel in kernels.values()]
         for job in jobs:
-            job.exception()  # what does not compile here raises again where that is reported
+            # What does not compile raises again where that is reported.
+            if isinstance(error := job.exception(), BrokenProcessPool):
+                raise error
 
 
 def config_of(point: Point, arch: Arch, deterministic: bool) -> Config:
