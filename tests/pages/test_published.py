@@ -69,10 +69,7 @@ AN_ORDER_SINCE = "since then an order for dQ is the default where that is faster
 IN_CLUSTERS = "what changed since is that a launch may be one of clusters, as decode's for one request is"
 FEW_KEYS = "one kernel for few keys came since, which no point asks for"
 OVER_PAGES = "what changed since is how keys of small pages are copied, which no point has"
-DUE = "since then 16 queries, 9 to 32 rows of several requests, contiguous caches and those of 8 bits became faster; due again"
 ACCEPTED: dict[str, str] = {
-    **{f"{name}decode-{gpu}-2026-11-27.json": DUE for name in ("", "heads-", "e4m3-", "ragged-") for gpu in ("h100", "h200")},
-    "steps-h200-2026-11-27.json": DUE,
     "blackwell-simulated.json": BEFORE_PLACES,
     "changed-scores-h200-2026-11-22.json": OLDER_KERNEL,
     "cycles-backward-h200-2026-11-24.json": REDO_CHANGED,
