@@ -67,6 +67,13 @@ STEPS = (
     ("e4m3", "page 64"),
     ("tree", "4 queries"),
     ("deterministic", "page 64"),
+    ("one request", "16 queries", "page 64"),
+    ("8 requests", "16 queries", "page 64"),
+    ("16 queries",),
+    ("16 queries", "e4m3", "page 64"),
+    ("one request", "4 queries", "e4m3", "page 64"),
+    ("16 queries", "deterministic", "page 64"),
+    ("one request", "1024 keys", "deterministic", "page 64"),
 )
 FEW_VARIANTS = (("gqa", "varlen"), ("softcap", "bias", "documents"), ("functions",))
 
@@ -88,7 +95,7 @@ CASES = [
     *_cases("sm80 forward", ((64, 64), (128, 128)), variants=FEW_VARIANTS),
     *_cases("sm80 backward", ((64, 64), (128, 128)), variants=FEW_VARIANTS, backward=True),
     *_cases("decode", ((64, 64), (128, 128), (256, 256)), ("causal",), STEPS),
-    Case("decode", (576, 512), "causal", ("page 64",)),
+    *(Case("decode", (576, 512), "causal", words) for words in (("page 64",), ("one request", "page 64"))),
     *_cases("sm100 forward", ((64, 64), (128, 128)), variants=[("gqa", "varlen"), ("decode",)]),
 ]
 ARCHS = {"portable": "A100", "sm80 forward": "A100", "sm80 backward": "A100", "sm100 forward": "B200"}
@@ -180,7 +187,8 @@ def _keywords(case: Case, batch: int, heads: int, length_q: int, length: int) ->
 
 
 def _step(case: Case) -> tuple[Any, Any, dict]:
-    """q, a cache and keywords of `strobe.decode`: 16 heads on 2, keys enough that all multiprocessors have work."""
+    """q, a cache and keywords of `strobe.decode`: 16 heads on 2, keys enough that all multiprocessors have work where the case
+    does not say how many."""
     import torch
 
     import strobe
@@ -191,11 +199,12 @@ def _step(case: Case) -> tuple[Any, Any, dict]:
     def new(*shape: int, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    batch = 1 if "one request" in case.others else BATCH
-    queries, page, (dim, dim_v) = numbers("queries", 1), numbers("page", LENGTH), case.head_dims
-    table = new(batch, LENGTH // page, dtype=torch.int32) if page < LENGTH else None
+    batch = numbers("requests", 1 if "one request" in case.others else BATCH)
+    length = numbers("keys", LENGTH)
+    queries, page, (dim, dim_v) = numbers("queries", 1), numbers("page", length), case.head_dims
+    table = new(batch, length // page, dtype=torch.int32) if page < length else None
     kind = torch.float8_e4m3fn if "e4m3" in case.others else torch.bfloat16
-    k = new(batch * LENGTH // page, page, 2, dim, dtype=kind)
+    k = new(batch * length // page, page, 2, dim, dtype=kind)
     v = new(*k.shape, dtype=kind) if dim == dim_v else None
     cache = strobe.Cache(k, v, new(batch, dtype=torch.int32), table, head_dim_v=None if dim == dim_v else dim_v)
     keywords: dict[str, Any] = dict(out=new(batch, queries, 16, dim_v), deterministic="deterministic" in case.others)

@@ -1,6 +1,7 @@
 """Mistakes made in the decode kernel, one at a time: the simulator finds each in every order."""
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -47,17 +48,21 @@ SHARED = SCHEDULE, *PARTS = [
     f"strobe.kernels.decode.{name}" for name in ("schedule", "layouts", "keys", "scores", "splits", "results", "pieces")
 ]
 """What the kernels share, in the order in which they import each other."""
-EIGHT_BITS, FORWARD, BOXES, LATENTS, TURNS, AGAIN, BOARD, CONVERTED, HOPPER, SPLIT_CLUSTERS = (
+EIGHT_BITS, FORWARD, BOXES, PRODUCTS, QUERIES, LATENTS, TURNS, AGAIN, BOARD, CONVERTED, COPIERS, STEPS, HOPPER, CLUSTERS = (
     f"strobe.kernels.decode.{name}"
     for name in (
         "eight_bits",
         "forward",
         "boxes",
+        "products",
+        "queries",
         "latent",
         "latent_turns",
         "again",
         "board",
         "converted",
+        "copiers",
+        "split_steps",
         "hopper",
         "split_clusters",
     )
@@ -85,12 +90,12 @@ class Bug:
 
 def kernel(what, text, becomes, errors=NUMBERS, launches=1, **case) -> Bug:
     """In mma.sync's kernel, or in what it shares with the others."""
-    return Bug(what, module_with(text), text, becomes, errors, case, launches)
+    return Bug(what, module_with(text, (*PARTS, FORWARD)), text, becomes, errors, case, launches)
 
 
-def module_with(text: str) -> str:
-    """The one module of mma.sync's kernel in which a text stands."""
-    [module] = [name for name in (*PARTS, FORWARD) if text in Path(str(importlib.import_module(name).__file__)).read_text()]
+def module_with(text: str, modules: Sequence[str]) -> str:
+    """The one of some modules in which a text stands."""
+    [module] = [name for name in modules if text in Path(str(importlib.import_module(name).__file__)).read_text()]
     return module
 
 
@@ -99,15 +104,12 @@ def eight_bits(what, text, becomes, errors=NUMBERS, **case) -> Bug:
 
 
 def hopper(what, text, becomes, errors=NUMBERS, **case) -> Bug:
-    return Bug(what, HOPPER, text, becomes, errors, case)
+    """In the kernel of many rows, or in what it shares with Hopper's others."""
+    return Bug(what, module_with(text, (BOXES, PRODUCTS, QUERIES, COPIERS, STEPS, HOPPER)), text, becomes, errors, case)
 
 
 def converted(what, text, becomes, errors=NUMBERS) -> Bug:
     return Bug(what, CONVERTED, text, becomes, errors)
-
-
-def boxes(what, text, becomes, errors=NUMBERS, **case) -> Bug:
-    return Bug(what, BOXES, text, becomes, errors, case)
 
 
 def latent_bug(what, text, becomes, errors=NUMBERS) -> Bug:
@@ -315,7 +317,7 @@ HOPPER_BUGS = [
     hopper("the first S is used too early", "warpgroup_mma_wait(0, deps=[start_scores(q, block_of(memory.k, position, C), C)])",
            "start_scores(q, block_of(memory.k, position, C), C)", (Unfinished,)),
     hopper("nobody waits for S", S_OF_STEP, S_OF_STEP.partition("\n")[2], (Unfinished,)),
-    boxes("O is used too early", "(warpgroup_mma_wait(0, deps=[acc[c]]),)", "(warpgroup_mma_wait(1, deps=[acc[c]]),)",
+    hopper("O is used too early", "(warpgroup_mma_wait(0, deps=[acc[c]]),)", "(warpgroup_mma_wait(1, deps=[acc[c]]),)",
           (Unfinished, Race)),
     hopper("K is that of the step after", COPY_K, COPY_K.replace("at,", "at + C.tokens,"), page=256, **LONG),
     hopper("V is that of the step after", COPY_V, COPY_V.replace("at,", "at + C.tokens,"), page=256, **LONG),
@@ -323,18 +325,18 @@ HOPPER_BUGS = [
            (BarrierMisuse, Deadlock, *TOO_EARLY)),
     hopper("half of V's bytes are expected", "C.tokens * C.head_dim_v * 2)", "C.tokens * C.head_dim_v)",
            (BarrierMisuse, Deadlock, *TOO_EARLY)),
-    boxes("another row of the page", "row = row % cached.PAGE", "row = (row + 1) % cached.PAGE", page=32),
-    boxes("the first chunk of columns twice", "[page, head, row, COLUMN], barrier", "[page, head, row, 0], barrier",
+    hopper("another row of the page", "row = row % cached.PAGE", "row = (row + 1) % cached.PAGE", page=32),
+    hopper("the first chunk of columns twice", "[page, head, row, COLUMN], barrier", "[page, head, row, 0], barrier",
           head_dim=96, head_dim_v=96),
-    boxes("the first group of each page twice", "page * of_page + row // GROUP", "page * of_page", **GROUPED),
-    boxes("pages are not a page apart", "page * of_page + row", "page + row", **GROUPED),
-    boxes("all keys of a group are the first one", "first + i // PANELS * GROUP + gl.expand_dims(gl.arange(0, GROUP, ",
+    hopper("the first group of each page twice", "page * of_page + row // GROUP", "page * of_page", **GROUPED),
+    hopper("pages are not a page apart", "page * of_page + row", "page + row", **GROUPED),
+    hopper("all keys of a group are the first one", "first + i // PANELS * GROUP + gl.expand_dims(gl.arange(0, GROUP, ",
           "first + i // PANELS * GROUP + 0 * gl.expand_dims(gl.arange(0, GROUP, ", **GROUPED),
-    boxes("pages beyond the table are looked up", "return (first + C.box > piece.begin) & (first < piece.end)",
+    hopper("pages beyond the table are looked up", "return (first + C.box > piece.begin) & (first < piece.end)",
           "return first + C.box > piece.begin", (OutOfBounds,), lengths=[257, 257], batch=2, room=257),
-    boxes("nobody notices that a page is missing", "& ~is_page(cached, pages)", "& (pages < -9)", honest=False),
-    boxes("values beyond the end stay", "(keys >= piece.begin) & (keys < piece.end)", "keys >= piece.begin"),
-    boxes("values ahead of the leftpad stay", "(keys >= piece.begin) & (keys < piece.end)", "keys < piece.end", leftpad=True,
+    hopper("nobody notices that a page is missing", "& ~is_page(cached, pages)", "& (pages < -9)", honest=False),
+    hopper("values beyond the end stay", "(keys >= piece.begin) & (keys < piece.end)", "keys >= piece.begin"),
+    hopper("values ahead of the leftpad stay", "(keys >= piece.begin) & (keys < piece.end)", "keys < piece.end", leftpad=True,
           page=None),
     hopper("no values are cleared", "clears = has_others(piece, at, C)", "clears = at < 0"),
     hopper("values are told before they are cleared", "gl.where(clears, C.stages, memory.v.slot(position))",
@@ -355,7 +357,7 @@ HOPPER_BUGS = [
            page=256, **LONG),
     hopper("the first step is taken twice", "gl.to_tensor(1), plain_steps", "gl.to_tensor(0), plain_steps",
            (*NUMBERS, *TOO_EARLY, Deadlock, BarrierMisuse, Unfinished), **LONG),
-    boxes("maxima are not those of scores", "gl.max(s, 1) * scale", "gl.max(s, 1)"),
+    hopper("maxima are not those of scores", "gl.maximum(top, gl.max(s, 1) * scale)", "gl.maximum(top, gl.max(s, 1))"),
     latent_bug("a step is not waited for",
                "        mbarrier.wait(memory.full.index(now % STAGES), (now // STAGES) & 1)\n", "", TOO_EARLY),
     latent_bug("P has no fence", "        fence_async_shared()\n        partition_barrier()\n        acc", "        acc",
@@ -380,9 +382,9 @@ ASKED_Q_BUGS = [
            (BarrierMisuse, Deadlock, *TOO_EARLY)),
     hopper("the first Q alone is asked for", "        if position == begun:\n", "        if position == 0:\n",
            (Deadlock, BarrierMisuse, *NUMBERS)),
-    boxes("both groups have the rows of one", "query + w * QUERIES", "query"),
-    boxes("half of Q is there twice", "head, c * C.chunk], barrier", "head, 0], barrier"),
-    boxes("Q is that of other heads", "piece.head * (GROUP - C.absent)\n    batch", "piece.head * GROUP\n    batch"),
+    hopper("both groups have the rows of one", "query + w * QUERIES", "query"),
+    hopper("half of Q is there twice", "head, c * C.chunk], barrier", "head, 0], barrier"),
+    hopper("Q is that of other heads", "piece.head * (GROUP - C.absent)\n    batch", "piece.head * GROUP\n    batch"),
     kernel("rows of absent heads are written", "there & (row % GROUP < GROUP - C.absent)", "there",
            (DoubleWrite, OutOfBounds, Race)),
     hopper("Q has no sign", "        if sign != 1.0:\n", "        if sign == 5.0:\n"),
@@ -608,10 +610,10 @@ TURNS_BUGS = [
     turns("Q is not waited for", "    async_copy.wait_group(0)\n", "", (Unfinished, *TOO_EARLY)),
     turns("Q has no fence", "wait_group(0)\n    fence_async_shared()\n", "wait_group(0)\n", (MissingFence,)),
     turns("the same half of Q twice", "piece, W * C.chunk, C, K.GROUP", "piece, 0 * C.chunk, C, K.GROUP"),
-    boxes("queries of the first tile", "        row += piece.first_row\n", ""),
-    boxes("queries of the first tile, of one query", "piece.head * GROUP + piece.first_row % GROUP", "piece.head * GROUP",
+    hopper("queries of the first tile", "        row += piece.first_row\n", ""),
+    hopper("queries of the first tile, of one query", "piece.head * GROUP + piece.first_row % GROUP", "piece.head * GROUP",
           heads=128),
-    boxes("rows of other requests", "row < piece.queries * GROUP, 1)", "row < 2 * piece.queries * GROUP, 1)", (OutOfBounds,)),
+    hopper("rows of other requests", "row < piece.queries * GROUP, 1)", "row < 2 * piece.queries * GROUP, 1)", (OutOfBounds,)),
     turns("Q is not met for", "    fence_async_shared()\n    rendezvous(MET, W)\n", "    fence_async_shared()\n",
           (*TOO_EARLY, MissingFence, Deadlock, BarrierMisuse)),
     turns("values beyond the end stay", "        if has_others(walk.piece, at, K.C):\n", "        if at < walk.first:\n"),
@@ -678,7 +680,7 @@ SPLITS_OF_CLUSTER = {"shares": 8, "stages": 2, "split": 128, "chain": 512, "post
 
 
 def split_cluster(what, text, becomes, errors=NUMBERS, **case) -> Bug:
-    return Bug(what, SPLIT_CLUSTERS, text, becomes, errors, case)
+    return Bug(what, CLUSTERS, text, becomes, errors, case)
 
 
 SPLIT_CLUSTER_BUGS = [
@@ -725,9 +727,9 @@ def broken(bug: Bug, entry: str, folder: Path) -> ModuleType:
     line = (
         [*SHARED, EIGHT_BITS, FORWARD]
         if entry == FORWARD
-        else [*SHARED, BOXES, LATENTS, TURNS, AGAIN, BOARD, CONVERTED, HOPPER]
+        else [*SHARED, BOXES, PRODUCTS, QUERIES, LATENTS, TURNS, AGAIN, BOARD, CONVERTED, COPIERS, STEPS, HOPPER]
     )
-    line += [SPLIT_CLUSTERS] if entry == SPLIT_CLUSTERS else []
+    line += [CLUSTERS] if entry == CLUSTERS else []
     return altered_over(line[line.index(bug.module) :], ((bug.text, bug.becomes),), folder)
 
 
@@ -913,7 +915,7 @@ def test_it_is_found_in_a_cluster_of_splits(bug, tmp_path):
     """By the numbers, or as bits are not those of one group."""
     case = {**CASE, "batch": 1, "lengths": [880], "room": 1000, "n_q": 4, "group": 8, "heads_kv": 1, "page": 64,
             "head_dim": 128, "head_dim_v": 128, **bug.case}  # fmt: skip
-    call, module = draw(1, torch.float16, deterministic=True, **case), broken(bug, SPLIT_CLUSTERS, tmp_path)
+    call, module = draw(1, torch.float16, deterministic=True, **case), broken(bug, CLUSTERS, tmp_path)
     usual = run(call, ctas=3, choose=of_one_group, stages=4, split=128, chain=512)
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):

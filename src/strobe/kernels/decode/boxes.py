@@ -1,28 +1,12 @@
-"""What Hopper's kernels for a cache share: boxes of keys that TMA copies, rows of Q, scores by wgmma, 64 rows at a time."""
+"""Boxes of keys that TMA copies for Hopper's kernels of a cache: where they lie, and what of them is no key of a piece."""
 
 import triton.language as tl
 
 from strobe.kernels.common.channel import swizzled
 from strobe.kernels.common.groups import GROUP, PANEL, in_squares
-from strobe.kernels.common.scores import LOG2E
-from strobe.kernels.decode.keys import is_page, load_queries, look_up, wide
+from strobe.kernels.decode.keys import is_page, wide
 from strobe.kernels.decode.layouts import lanes
-from strobe.kernels.decode.scores import changed, finite, is_seen, some_are_hidden
-from strobe.kernels.gluon import cp_async, gl, gluon, reinterpret, tma_load, warpgroup_mma_wait
-
-
-@gluon.constexpr_function
-def accumulator(C, columns):
-    """A result of wgmma, [rows, columns]: four warps have 64 rows, and with column_warps a part of the columns."""
-    across = C.column_warps
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[C.warps // across, across], instr_shape=[16, columns // across, 16]
-    )
-
-
-@gluon.constexpr_function
-def rows_of(C, columns):
-    return gl.SliceLayout(1, accumulator(C, columns))
+from strobe.kernels.gluon import gl, gluon, reinterpret, tma_load
 
 
 @gluon.constexpr_function
@@ -36,9 +20,6 @@ def rows_layout(columns, warps):
 def boxes_shape(C, shape):
     """A chunk of a ring, [stages, tokens, columns], as TMA sees it."""
     return [shape[0] * (C.tokens // C.box), C.box, shape[2]]
-
-
-# ---- copies
 
 
 @gluon.jit
@@ -124,53 +105,6 @@ def place_of_box(cached, page, first):
 
 
 @gluon.jit
-def rows_of_queries(outputs, piece, FIRST: gl.constexpr, COLUMNS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
-                    DIM: gl.constexpr):  # fmt: skip
-    """Columns of the rows of a tile of Q from FIRST on, zeros beyond the last one."""
-    WIDTH: gl.constexpr = 8 if DIM % 8 == 0 else 2
-    q = load_queries(outputs, piece, FIRST, COLUMNS, rows_layout(COLUMNS, C.warps), C, GROUP, DIM, WIDTH)
-    return gl.reshape(q, [C.rows, COLUMNS])
-
-
-@gluon.jit
-def copy_queries(place, outputs, piece, FIRST: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):
-    """Start copying columns from FIRST on of the rows of a tile of Q to a place in shared memory; zeros beyond the last row."""
-    COLUMNS: gl.constexpr = place.shape[1]
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0])
-    row = gl.arange(0, C.rows, gl.SliceLayout(1, L))
-    at = outputs.q + piece.batch.to(gl.int64) * outputs.q_batch + FIRST
-    column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, L)), 0)
-    if GROUP % C.rows == 0:  # all rows are there, and of one query: so addresses take fewer instructions
-        query, head = piece.first_query + piece.first_row // GROUP, piece.head * GROUP + piece.first_row % GROUP
-        at += wide(query, outputs.q_row) + wide(head, outputs.q_head)
-        at += gl.expand_dims(wide(row, outputs.q_head), 1) + column
-        cp_async(place, gl.multiple_of(at, [1, 16]))  # bytes
-    else:
-        row += piece.first_row
-        query, head = piece.first_query + row // GROUP, piece.head * GROUP + row % GROUP
-        at += gl.expand_dims(wide(query, outputs.q_row) + wide(head, outputs.q_head), 1) + column
-        mask = gl.max_constancy(gl.expand_dims(row < piece.queries * GROUP, 1) & (column >= 0), [1, 8])
-        cp_async(place, gl.multiple_of(at, [1, 16]), mask=mask)  # bytes
-
-
-@gluon.jit
-def ask_for_queries(descriptor, place, barrier, requests, piece, C: gl.constexpr, GROUP: gl.constexpr):
-    """Start copying the rows of a tile of Q to `place`, [groups of warps * chunks, rows of a group, chunk], by TMA; zeros
-    beyond the last query, or those of the next request. Rows of absent heads hold anything."""
-    CHUNKS: gl.constexpr = C.head_dim // C.chunk
-    GROUPS: gl.constexpr = C.groups
-    QUERIES: gl.constexpr = C.rows // GROUPS // GROUP
-    query, head = piece.first_query + piece.first_row // GROUP, piece.head * (GROUP - C.absent)
-    batch = piece.batch
-    if requests.cu_q is not None:
-        batch = 0 * batch
-    for w in gl.static_range(GROUPS):
-        for c in gl.static_range(CHUNKS):
-            box = place.index(w * CHUNKS + c).reshape(descriptor.block_type.shape)
-            tma_load(descriptor, [batch, query + w * QUERIES, head, c * C.chunk], barrier, box)
-
-
-@gluon.jit
 def clear_values(values, piece, first, C: gl.constexpr):
     """Set the values of a step to zero that are not of a piece: 0 * NaN would be NaN. values: a chunk of their columns. The
     caller fences."""
@@ -227,9 +161,6 @@ def copy_steps(COPY: gl.constexpr, memory, K, piece, state):
     return state
 
 
-# ---- scores and products
-
-
 LOOKED_AT = gl.constexpr(512)
 """Pages that are looked at together."""
 
@@ -247,114 +178,3 @@ def misses_a_page(cached, piece):
             pages = gl.load(at, mask=number < end, other=-1)
             missing = missing | (gl.max(((number < end) & ~is_page(cached, pages)).to(gl.int32), 0) > 0)
     return missing
-
-
-@gluon.jit
-def scale_of_keys(terms, piece):
-    scale = 1.0
-    if terms.k_scale is not None:
-        scale = gl.load(terms.k_scale + piece.batch * terms.k_scale_page + piece.head * terms.k_scale_row)
-    return scale
-
-
-@gluon.jit
-def seen_scores(s, terms, cached, piece, first, k_scale, holes, C: gl.constexpr, GROUP: gl.constexpr):
-    """Scores, times log2(e), of products s [rows, tokens] from key `first` on; -inf where nobody sees a key. holes: whether a
-    page may not be there."""
-    s = gl.reshape(s, [1, C.rows, C.tokens])
-    L: gl.constexpr = s.type.layout
-    s = changed(s, terms, piece, first, k_scale, C, GROUP, L)
-    if holes | some_are_hidden(terms, piece, first, C):
-        if cached.PAGE:
-            pages = look_up(cached, piece, first, C, gl.SliceLayout(1, L))
-            s = gl.where(gl.expand_dims(is_page(cached, pages), 1), s, -float("inf"))
-        s = gl.where(is_seen(terms, piece, first, C, GROUP, L), s, -float("inf"))
-    return gl.convert_layout(gl.reshape(s, [C.rows, C.tokens]), accumulator(C, C.tokens))
-
-
-@gluon.jit
-def weights(s, top):
-    """The maximum of each row with the scores of a step, its P, and the factor of what was summed before."""
-    new_top = gl.maximum(top, gl.max(s, 1))
-    shift = finite(new_top)
-    return new_top, gl.exp2(s - gl.expand_dims(shift, 1)), gl.exp2(top - shift)
-
-
-@gluon.jit
-def wait_output(acc):
-    done = ()
-    for c in gl.static_range(len(acc)):
-        done += (warpgroup_mma_wait(0, deps=[acc[c]]),)
-    return done
-
-
-@gluon.jit
-def no_output(C: gl.constexpr):
-    acc = ()
-    for _ in gl.static_range(C.head_dim_v // C.chunk):
-        acc += (gl.full([C.rows, C.chunk], 0.0, gl.float32, accumulator(C, C.chunk)),)
-    return acc
-
-
-@gluon.jit
-def rescaled(acc, factor, C: gl.constexpr):
-    new = ()
-    for c in gl.static_range(len(acc)):
-        new += (acc[c] * gl.expand_dims(gl.convert_layout(factor, rows_of(C, acc[c].shape[1])), 1),)
-    return new
-
-
-@gluon.jit
-def scale_of_scores(terms, piece):
-    """By what products are multiplied to become scores, times log2(e), a positive number, and by what Q is for that: 1, -1 or
-    0, as the scale is. Scores that change otherwise are changed one by one."""
-    scale = terms.scale * scale_of_keys(terms, piece) * LOG2E
-    if (terms.softcap is not None) | (terms.alibi is not None):
-        return 0.0 * scale + 1.0, 0.0 * scale + 1.0
-    else:
-        sign = gl.where(scale > 0.0, 1.0, gl.where(scale < 0.0, -1.0, 0.0))
-        return gl.where(scale == 0.0, 1.0, gl.abs(scale)), sign
-
-
-@gluon.jit
-def masked(s, K, piece, first, holes, C: gl.constexpr, MASKED: gl.constexpr, power=1.0):
-    """Products s [rows, tokens] from key `first` on, changed as terms ask; -inf where nobody sees a key. power: by what they
-    are multiplied first, if terms ask for any change."""
-    cached, terms = K.cached, K.terms
-    if (terms.softcap is not None) | (terms.alibi is not None):
-        s = s * power
-    s = gl.reshape(s, [1, C.rows, C.tokens])
-    L: gl.constexpr = s.type.layout
-    if (terms.softcap is not None) | (terms.alibi is not None):
-        s = changed(s, terms, piece, first, scale_of_keys(terms, piece), C, K.GROUP, L)
-    if MASKED:
-        if cached.PAGE:
-            if holes:  # to look pages up takes long behind the copies of all CTAs
-                pages = look_up(cached, piece, first, C, gl.SliceLayout(1, L))
-                s = gl.where(gl.expand_dims(is_page(cached, pages), 1), s, -float("inf"))
-        if some_are_hidden(terms, piece, first, C):
-            s = gl.where(is_seen(terms, piece, first, C, K.GROUP, L), s, -float("inf"))
-    return gl.convert_layout(gl.reshape(s, [C.rows, C.tokens]), accumulator(C, C.tokens))
-
-
-@gluon.jit
-def weights_of(s, scale, top):
-    """The maximum of each row with the scores of a step, its P, and the factor of what was summed before."""
-    new_top = gl.maximum(top, gl.max(s, 1) * scale)
-    shift = finite(new_top)
-    return new_top, gl.exp2(gl.fma(s, beside(scale), gl.expand_dims(-shift, 1))), gl.exp2(top - shift)
-
-
-@gluon.jit
-def beside(scale):
-    """A number for all rows, or one for each, as it meets scores."""
-    if len(scale.shape) > 0:
-        return gl.expand_dims(scale, 1)
-    else:
-        return scale
-
-
-@gluon.jit
-def lane_sums(p):
-    """Row sums within each lane: [rows, columns] -> [rows, 4], a column for each lane of the quad that has the row."""
-    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)

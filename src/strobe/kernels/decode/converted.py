@@ -14,8 +14,9 @@ from strobe.kernels.common.channel import Channel, make_barriers, swizzled
 from strobe.kernels.common.packed_halves import widened_8_bits
 from strobe.kernels.decode.again import ALL, chosen_next, is_chosen
 from strobe.kernels.decode.board import take_all, tell_of, tell_of_the_end
-from strobe.kernels.decode.boxes import ask_for_queries, copy_boxes, copy_steps, first_step, has_others
+from strobe.kernels.decode.boxes import copy_boxes, copy_steps, first_step, has_others
 from strobe.kernels.decode.pieces import take_pieces
+from strobe.kernels.decode.queries import ask_for_queries
 from strobe.kernels.gluon import fence_async_shared, gl, gluon, mbarrier, partition_barrier
 
 

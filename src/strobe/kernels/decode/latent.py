@@ -21,24 +21,19 @@ A barrier of the CTA, one for each step, says that a step has been read; then it
 import triton.language as tl
 
 from strobe.kernels.common.channel import make_barriers, swizzled
-from strobe.kernels.decode.boxes import (
+from strobe.kernels.decode.boxes import clear_values, first_step, has_others, misses_a_page, pages_of_boxes, place_of_box
+from strobe.kernels.decode.layouts import result_layout, ring_layout
+from strobe.kernels.decode.products import (
     accumulator,
-    clear_values,
-    first_step,
-    has_others,
-    misses_a_page,
     no_output,
-    pages_of_boxes,
-    place_of_box,
     rescaled,
     rows_of,
-    rows_of_queries,
     scale_of_keys,
     seen_scores,
     wait_output,
     weights,
 )
-from strobe.kernels.decode.layouts import result_layout, ring_layout
+from strobe.kernels.decode.queries import rows_of_queries
 from strobe.kernels.decode.results import deliver, nothing, take_splits
 from strobe.kernels.gluon import (
     aggregate,

@@ -38,25 +38,21 @@ import triton.language as tl
 from strobe.kernels.common.channel import make_barriers, swizzled
 from strobe.kernels.common.named_barrier import FIRST, announce, meet, rendezvous
 from strobe.kernels.decode.arguments import Job, Kernel, Outputs, Piece
-from strobe.kernels.decode.boxes import (
+from strobe.kernels.decode.boxes import clear_values, first_step, has_others, pages_of_boxes, place_of_box
+from strobe.kernels.decode.keys import is_page
+from strobe.kernels.decode.layouts import lanes
+from strobe.kernels.decode.pieces import take_pieces
+from strobe.kernels.decode.products import (
     accumulator,
-    clear_values,
-    copy_queries,
-    first_step,
-    has_others,
     lane_sums,
     masked,
     no_output,
-    pages_of_boxes,
-    place_of_box,
     rescaled,
     rows_of,
     scale_of_scores,
     weights_of,
 )
-from strobe.kernels.decode.keys import is_page
-from strobe.kernels.decode.layouts import lanes
-from strobe.kernels.decode.pieces import take_pieces
+from strobe.kernels.decode.queries import copy_queries
 from strobe.kernels.decode.results import deliver
 from strobe.kernels.decode.scores import finite, is_seen, some_are_hidden
 from strobe.kernels.gluon import (

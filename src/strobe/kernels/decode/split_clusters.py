@@ -18,20 +18,25 @@ from strobe.kernels.common.channel import swizzled
 from strobe.kernels.common.cluster import begin_cluster, read_arguments
 from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.decode.arguments import NUMBERS, Cached, Kernel, Outputs, Piece, Terms
-from strobe.kernels.decode.boxes import (
+from strobe.kernels.decode.boxes import rows_layout
+from strobe.kernels.decode.copiers import copy_rows
+from strobe.kernels.decode.keys import is_key, look_up, rows_at
+from strobe.kernels.decode.layouts import result_layout
+from strobe.kernels.decode.products import (
     accumulator,
     lane_sums,
     masked,
     no_output,
+    operand_of,
     rescaled,
-    rows_layout,
+    rescaled_sums,
     rows_of,
+    start_output,
+    start_scores,
     wait_output,
     weights_of,
 )
-from strobe.kernels.decode.hopper import copy_rows, operand_of, rescaled_sums, start_output, start_scores, store_queries
-from strobe.kernels.decode.keys import is_key, look_up, rows_at
-from strobe.kernels.decode.layouts import result_layout
+from strobe.kernels.decode.queries import store_queries
 from strobe.kernels.decode.results import deliver_share
 from strobe.kernels.decode.schedule import Requests, keys_of
 from strobe.kernels.gluon import aggregate, async_copy, fence_async_shared, gl, gluon, partition_barrier, warpgroup_mma_wait
