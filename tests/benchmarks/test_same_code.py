@@ -190,9 +190,10 @@ def test_every_kernel_has_cases_and_each_is_a_problem_here():
         assert (problem.head_dim, problem.head_dim_v) == case.head_dims
         if case.kernel == "decode":
             words = {
-                "one request": problem.batch == 1, "8 requests": problem.batch == 8, "1024 keys": problem.capacity == 1024, "tree": problem.tree, "e4m3": problem.kv_dtype.itemsize == 1,
-                "deterministic": problem.deterministic, "page 16": problem.page_size == 16, "page 64": problem.page_size == 64,
+                "one request": problem.batch == 1, "8 requests": problem.batch == 8, "1024 keys": problem.capacity == 1024,
                 "4 queries": problem.lengths.seqlen_q == 4, "16 queries": problem.lengths.seqlen_q == 16,
+                "page 16": problem.page_size == 16, "page 64": problem.page_size == 64, "tree": problem.tree,
+                "e4m3": problem.kv_dtype.itemsize == 1, "deterministic": problem.deterministic,
             }  # fmt: skip
             assert {word for word, there in words.items() if there} == set(case.others)
             continue
