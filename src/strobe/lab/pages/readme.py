@@ -4,6 +4,7 @@ A block stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`:
 
 measured   the newest benchmarks/results/forward-*.json (by its date) that was measured on a GPU, and its picture
 in short   the same, a line for each head dim, beside the backward
+steps in short   the same of steps over a cache: the newest decode-*.json and heads-decode-*.json of one GPU
 support    what each backend refuses, asked of the backend itself
 others     see `strobe.lab.pages.measured_pages`
 """
@@ -217,6 +218,43 @@ def in_short(root: Path) -> str:
     return "\n".join([*lines, "", " ".join(origins), "", f"![TFLOP/s against sequence length]({picture})"])
 
 
+def steps_in_short(root: Path) -> str:
+    """The same of a step over a cache: for each number of heads, over lengths, batches and layouts, by the queries of a
+    request."""
+    reports = _of_steps(root)
+    if not reports:
+        return NOTHING
+    points = [facts for report, _ in reports for facts in report["points"]]
+    queries = sorted({facts["queries"] for facts in points})
+    lines = [_row(["", *(f"{n} quer{'y' if n == 1 else 'ies'}" for n in queries)]), _row(["---", *("---:" for _ in queries)])]
+    for heads in dict.fromkeys((facts["heads"], facts["heads_kv"]) for facts in points):
+        mine = [facts for facts in points if (facts["heads"], facts["heads_kv"]) == heads]
+        cells = [_over_points(_closest_of([facts for facts in mine if facts["queries"] == n])) for n in queries]
+        lines.append(_row(["heads {}/{}".format(*heads), *cells]))
+    batches, lengths = (sorted({facts[name] for facts in points}) for name in ("batch", "length"))
+    contenders = dict.fromkeys(name for report, _ in reports for name in report["contenders"])
+    peers = ", ".join(name for name in contenders if not name.startswith("strobe"))
+    what = (
+        f"{batches[0]} to {batches[-1]} requests of {short(lengths[0])} to {short(lengths[-1])} keys, contiguous and in pages"
+    )
+    where = ", ".join(
+        [reports[0][0]["device"]["name"], reports[0][0]["date"][:10], *(f"[JSON]({path})" for _, path in reports)]
+    )
+    return "\n".join([*lines, "", f"A step over a cache, {what}, beside {peers}: {verdicts(points)} ({where})."])
+
+
+def _of_steps(root: Path) -> list[tuple[dict, Path]]:
+    """The newest decode-*.json of a GPU, and the newest heads-decode-*.json of the same GPU."""
+    found = [each for each in measured_pages.results(root, "decode-*.json") if each[0]["device"]["kind"] == "cuda"]
+    others = measured_pages.results(root, "heads-decode-*.json")
+    return found[-1:] + [each for each in others if found and each[0]["device"]["name"] == found[-1][0]["device"]["name"]][-1:]
+
+
+def _closest_of(points: list[dict]) -> list[Ratio]:
+    """Each point's ratio to its best peer."""
+    return [compared[1] for facts in points if (compared := closest(facts["results"]))]
+
+
 def _by_heading(points: list[dict]) -> dict[str, list[Ratio]]:
     """Each head dim's ratios to the best peer of a point."""
     found: dict[str, list[Ratio]] = {}
@@ -306,6 +344,7 @@ def _rounds(points: list[dict]) -> str:
 PAGES: dict[str, dict[str, Callable[[Path], str]]] = {
     "README.md": {
         "in short": in_short,
+        "steps in short": steps_in_short,
     },
     "docs/ampere.md": {
         "measured": measured_pages.ampere,
