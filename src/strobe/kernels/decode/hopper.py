@@ -101,7 +101,7 @@ from strobe.kernels.gluon import (
 
 @aggregate
 class Memory:
-    """The descriptors of K and V, and the shared memory of a CTA: see the tables above."""
+    """The descriptors of K and V, the shared memory of a CTA (see the tables above), and the type of what is multiplied."""
 
     k_desc: (gl.tensor, tensor_descriptor)
     v_desc: (gl.tensor, tensor_descriptor)
@@ -115,6 +115,7 @@ class Memory:
     board: (Board, gl.constexpr)
     bytes: (Channel, gl.constexpr)
     turns: (Channel, gl.constexpr)
+    dtype: gl.constexpr
 
 
 @gluon.jit
@@ -138,7 +139,7 @@ def make_memory(k_desc, v_desc, q_desc, asked: gl.constexpr, dtype: gl.constexpr
         squares: gl.constexpr = [C.groups * (C.head_dim_v // C.chunk), C.rows // C.groups // 8, C.chunk // 8, 8, 8]
         sums = gl.allocate_shared_memory(gl.float32, squares, gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
     k, v = make_ring(dtype, C.head_dim, 0, C), make_ring(dtype, C.head_dim_v, 1, C)
-    return Memory(k_desc, v_desc, q_desc, q, k, v, again, notes, sums, board, bytes, turns)
+    return Memory(k_desc, v_desc, q_desc, q, k, v, again, notes, sums, board, bytes, turns, dtype)
 
 
 @gluon.jit
@@ -191,7 +192,7 @@ def hopeful_step(memory, s, scale, shift, acc, sums, now, C: gl.constexpr):
     wide = gl.exp2(gl.fma(s, beside(scale), shift))
     sums += lane_sums(wide)
     acc = output_of(memory, acc, now - 1)
-    return operand_of(wide, memory.k.chunks[0].dtype, C), acc, sums
+    return operand_of(wide, memory.dtype, C), acc, sums
 
 
 @gluon.jit
@@ -200,7 +201,7 @@ def running_step(memory, s, scale, acc, top, sums, now, C: gl.constexpr):
     top, wide, factor = weights_of(s, scale, top)
     sums = rescaled_sums(sums, factor) + lane_sums(wide)
     acc = output_of(memory, acc, now - 1)
-    p = operand_of(wide, memory.k.chunks[0].dtype, C)
+    p = operand_of(wide, memory.dtype, C)
     return p, rescaled(acc, factor, C), top, sums
 
 
@@ -225,7 +226,7 @@ def walk(W: gl.constexpr, memory, K, piece, job, position, taken, hopeful, leave
     memory.k.release(position)
     s = masked(s, K, piece, first, holes, C, True, power)
     top, wide, _ = weights_of(s, scale, nothing)
-    sums, p = lane_sums(wide), operand_of(wide, memory.k.chunks[0].dtype, C)
+    sums, p = lane_sums(wide), operand_of(wide, memory.dtype, C)
     begin, plain = gl.to_tensor(1), plain_steps(K.terms, piece, first, steps, holes, C)
     if C.optimistic:
         plain = gl.where(hopeful, plain, 1)
@@ -256,7 +257,7 @@ def walk(W: gl.constexpr, memory, K, piece, job, position, taken, hopeful, leave
     total = gl.convert_layout(gl.sum(sums, 1), rows_of(C, C.tokens))
     broken = False
     if C.optimistic and C.split:
-        broken = (plain > 1) & (gl.max(worst, 0) >= 2.0 ** reach_of(memory.k.chunks[0].dtype))
+        broken = (plain > 1) & (gl.max(worst, 0) >= 2.0 ** reach_of(memory.dtype))
     elif C.optimistic:
         broken = (plain > 1) & out_of_range(acc, total)
     if C.split:

@@ -24,11 +24,11 @@ def split_step(W: gl.constexpr, memory, K, job, s, scale, acc, top, sums, part, 
     added to its part, which is left if it ends. part: O, maxima and sums of the splits before, returned last."""
     C: gl.constexpr = K.C
     none = no_part(C)
-    next_top, wide, factor = split_weights_of(s, scale, gl.where(at % C.split == 0, none[1], top), memory.k.chunks[0].dtype, C)
+    next_top, wide, factor = split_weights_of(s, scale, gl.where(at % C.split == 0, none[1], top), memory.dtype, C)
     own_sums = lane_sums(wide)
     next_sums = rescaled_sums(sums, factor) + own_sums
     acc = output_of(memory, acc, now - 1)
-    p = operand_of(wide, memory.k.chunks[0].dtype, C)
+    p = operand_of(wide, memory.dtype, C)
     if at % C.split == 0:
         part = added_split(part, acc, top, sums)
         if ends_part(job.chain, at, C):
@@ -56,11 +56,11 @@ def hopeful_split_step(W: gl.constexpr, memory, K, job, s, scale, acc, top, sums
         wide = gl.exp2(gl.fma(s, scale, gl.expand_dims(-finite(next_top), 1)))
         own_sums = lane_sums(wide)
     else:
-        next_top, wide, factor = split_weights_of(s, scale, gl.where(begins, none[1], top), memory.k.chunks[0].dtype, C)
+        next_top, wide, factor = split_weights_of(s, scale, gl.where(begins, none[1], top), memory.dtype, C)
         own_sums = lane_sums(wide)
         next_sums = rescaled_sums(sums, factor) + own_sums
     acc = output_of(memory, acc, now - 1)
-    p = operand_of(wide, memory.k.chunks[0].dtype, C)
+    p = operand_of(wide, memory.dtype, C)
     if begins:
         if HOPEFUL:
             worst = worse(worst, top, sums)
