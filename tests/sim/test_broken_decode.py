@@ -45,7 +45,8 @@ from strobe.sim import (
 
 ORDERS = ("in_order", "random", "late", "early")
 SHARED = SCHEDULE, *PARTS = [
-    f"strobe.kernels.decode.{name}" for name in ("schedule", "layouts", "keys", "scores", "splits", "results", "pieces")
+    f"strobe.kernels.decode.{name}"
+    for name in ("schedule", "layouts", "keys", "scores", "splits", "writes", "parts", "results", "pieces")
 ]
 """What the kernels share, in the order in which they import each other."""
 EIGHT_BITS, FORWARD, BOXES, PRODUCTS, QUERIES, LATENTS, TURNS, AGAIN, BOARD, CONVERTED, COPIERS, STEPS, HOPPER, CLUSTERS = (
@@ -545,7 +546,7 @@ SPLIT_BUGS = [
 FAR_SPLIT_BUGS = [
     hopper("a reference moves with every maximum", "most > top + reach_of(dtype)", "most > top"),
     hopper("a reference never moves", "most > top + reach_of(dtype)", "most == most + 1.0"),
-    hopper("no split is broken", ">= 2.0 ** reach_of(memory.k.chunks[0].dtype)", ">= 2.0 ** 100"),
+    hopper("no split is broken", ">= 2.0 ** reach_of(memory.dtype)", ">= 2.0 ** 100"),
     hopper("the last split alone may be broken", "return gl.maximum(worst, gl.where",
            "return gl.maximum(0.0 * total, gl.where"),
     hopper("who is not to deliver leaves parts", "            if leaves:\n", "            if at > 0:\n", (Race, DoubleWrite)),

@@ -40,10 +40,12 @@ from strobe.kernels.decode.eight_bits import walk_8_bits
 from strobe.kernels.decode.keys import as_half, copy_keys, copy_values, load_queries, look_up, of_8_bits, same_or_looked_up
 from strobe.kernels.decode.layouts import copy_layout, product_layout, result_layout, ring_layout
 from strobe.kernels.decode.notes import NOTED, Notes
+from strobe.kernels.decode.parts import PATIENCE
 from strobe.kernels.decode.pieces import ask_ahead, take_pieces
-from strobe.kernels.decode.results import PATIENCE, deliver, deliver_share, nothing, take_splits, write_all
+from strobe.kernels.decode.results import deliver, deliver_share, nothing, take_splits
 from strobe.kernels.decode.schedule import Requests, keys_of, queries_of, units_of
 from strobe.kernels.decode.scores import finite, scale_of_values, scores_of
+from strobe.kernels.decode.writes import write_all
 from strobe.kernels.gluon import gl, gluon, partition_barrier, reinterpret
 
 CHUNK = gl.constexpr(64)

@@ -4,7 +4,7 @@ from strobe.kernels.common.prefetch import prefetch
 from strobe.kernels.decode.arguments import Chain, Job, Piece
 from strobe.kernels.decode.keys import wide
 from strobe.kernels.decode.notes import NOTED_ROWS, forget, is_left
-from strobe.kernels.decode.results import PATIENCE
+from strobe.kernels.decode.parts import PATIENCE
 from strobe.kernels.decode.schedule import (
     all_units,
     jobs_of,

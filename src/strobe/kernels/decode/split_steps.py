@@ -2,6 +2,7 @@
 
 from strobe.kernels.decode.arguments import Chain, Job, Piece
 from strobe.kernels.decode.layouts import lanes
+from strobe.kernels.decode.parts import leave_parts
 from strobe.kernels.decode.products import (
     lane_sums,
     no_output,
@@ -12,7 +13,6 @@ from strobe.kernels.decode.products import (
     rows_of,
     weights_of,
 )
-from strobe.kernels.decode.results import leave_parts
 from strobe.kernels.decode.scores import finite
 from strobe.kernels.decode.splits import added, ends_part
 from strobe.kernels.gluon import gl, gluon
