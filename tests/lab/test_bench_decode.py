@@ -1,12 +1,15 @@
 """`strobe bench decode`, on a CPU: what it measures, and what it makes of that."""
 
 import json
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from strobe.device import KNOWN
 from strobe.lab.bench import decode as lab
 from strobe.lab.bench.bench import CpuClock
 from strobe.lab.bench.decode_peers import CPU, OURS, Contender, Inputs, Plan, Point, peers_for
@@ -53,6 +56,47 @@ def test_parts_are_merged_into_what_one_run_would_be(tmp_path):
     assert "--part" not in report["command"] and len(report["parts"]) == 3
     twice = CliRunner().invoke(app, ["bench", "merge", str(paths[0]), str(paths[0]), "--out", str(tmp_path / "twice.json")])
     assert twice.exit_code == 2 and "measured once" in twice.output
+
+
+class Pool:
+    """In place of processes: what they are asked to compile, and how that ends."""
+
+    def __init__(self, error: Exception | None = None):
+        self.error, self.asked = error, []
+
+    def __call__(self, *_):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, _compile, point, _arch, deterministic):
+        self.asked.append((point, deterministic))
+        job = Future()
+        job.set_exception(self.error) if self.error else job.set_result(None)
+        return job
+
+
+def test_parts_that_run_side_by_side_begin_to_compile_with_other_kernels(monkeypatch):
+    points = [Point(8, 2048, 64, 8, queries=queries, page=page) for queries in (1, 4, 16) for page in (0, 16, 64)]
+    orders = []
+    for part in ((1, 1), (1, 3), (2, 3), (3, 3)):
+        monkeypatch.setattr(lab, "ProcessPoolExecutor", pool := Pool())
+        lab.compile_ahead(points, KNOWN["H200"], True, part)
+        orders.append(pool.asked)
+    assert orders[0] == orders[1] and len({order[0] for order in orders}) == 3
+    assert all(sorted(map(str, order)) == sorted(map(str, orders[0])) for order in orders)
+
+
+def test_processes_that_cannot_start_are_an_error_and_a_kernel_that_does_not_compile_is_not(monkeypatch):
+    monkeypatch.setattr(lab, "ProcessPoolExecutor", Pool(RuntimeError("ptxas")))
+    lab.compile_ahead([POINT], KNOWN["H200"], False)
+    monkeypatch.setattr(lab, "ProcessPoolExecutor", Pool(BrokenProcessPool("terminated abruptly")))
+    with pytest.raises(BrokenProcessPool, match="abruptly"):
+        lab.compile_ahead([POINT], KNOWN["H200"], False)
 
 
 def test_who_is_wrong_is_not_timed():

@@ -170,15 +170,17 @@ def read_rate(clock: Clock, device: torch.device) -> float | None:
 # ---- kernels are compiled ahead, in many processes
 
 
-def compile_ahead(points: Sequence[Point], arch: Arch, deterministic: bool) -> None:
+def compile_ahead(points: Sequence[Point], arch: Arch, deterministic: bool, part: tuple[int, int] = (1, 1)) -> None:
     """Compile Strobe's kernels of all points, each in a process of its own; they stay in Triton's cache on disk. deterministic:
-    those of `deterministic=True`, too. BrokenProcessPool if the processes cannot start, as those of a program that runs itself
-    when it is imported."""
+    those of `deterministic=True`, too. part: of `Plan`; parts that are measured side by side need much the same kernels, so
+    each begins elsewhere, and finds in the cache what others have compiled. BrokenProcessPool if the processes cannot start, as
+    those of a program that runs itself when it is imported."""
     hows = (False, True) if deterministic else (False,)
-    kernels = {(point.kind, config_of(point, arch, how)): (point, arch, how) for point in points for how in hows}
+    kernels = list({(point.kind, config_of(point, arch, how)): (point, arch, how) for point in points for how in hows}.values())
+    first = (part[0] - 1) * len(kernels) // part[1]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), context) as pool:
-        jobs = [pool.submit(compile_one, *kernel) for kernel in kernels.values()]
+        jobs = [pool.submit(compile_one, *kernel) for kernel in kernels[first:] + kernels[:first]]
         for job in jobs:
             # What does not compile raises again where that is reported.
             if isinstance(error := job.exception(), BrokenProcessPool):
@@ -224,7 +226,7 @@ def bench(plan: Plan, device: torch.device, command: str, path: Path | None = No
     target.parent.mkdir(parents=True, exist_ok=True)
     if device.type == "cuda":
         console.print(f"{len(points)} points; compiling", markup=False, highlight=False)
-        compile_ahead(points, arch_of(device), plan.deterministic)
+        compile_ahead(points, arch_of(device), plan.deterministic, plan.part)
     with torch.no_grad(), clock.running():
         report |= {"read_gb_s": read_rate(clock, device), "before": snapshot(device)}
         report["host_us"] = host_us(contenders, clock, device) if device.type == "cuda" else {}
