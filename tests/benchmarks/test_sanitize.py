@@ -1,19 +1,18 @@
 """benchmarks/sanitize.py: what is compiled ahead is what a GPU asks for, as far as that can be seen without one."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tritons import compiling
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(ROOT / "benchmarks" / "sanitize.py"), *arguments]
-    return subprocess.run(command, env={**given, **environment}, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=compiling(**environment), capture_output=True, text=True, timeout=300)
 
 
 def test_a_second_process_finds_what_was_compiled(tmp_path):

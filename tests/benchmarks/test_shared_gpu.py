@@ -1,10 +1,8 @@
 """benchmarks/shared_gpu.py: Triton gives the memory of a barrier to others where the kernel says so, and nowhere else."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tritons import answer_of
 
 PROGRAM = """
 import json, sys
@@ -26,9 +24,5 @@ print(json.dumps(found))
 
 
 def test_numbers_lie_where_a_barrier_was_that_nobody_keeps():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(Path(__file__).parents[2] / "benchmarks")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = answer_of(PROGRAM, str(Path(__file__).parents[2] / "benchmarks"))
     assert found == {"used by nobody": [8192, 1], "invalidated before": [8192, 0], "kept until the end": [8200, 0]}

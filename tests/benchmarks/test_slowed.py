@@ -1,10 +1,8 @@
 """benchmarks/slowed.py: a kernel in slow motion is the same kernel, with times to wait where warps meet."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tritons import answer_of
 
 PROGRAM = """
 import json, sys
@@ -25,11 +23,7 @@ print(json.dumps([len(lines), meetings, waits]))
 
 def made(*arguments: str) -> list[int]:
     """Lines of a kernel's PTX, those at which warps meet, and times to wait; in slow motion if it is told a folder."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(Path(__file__).parents[2] / "benchmarks"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return answer_of(PROGRAM, str(Path(__file__).parents[2] / "benchmarks"), *arguments)
 
 
 def test_it_waits_wherever_warps_meet(tmp_path):

@@ -1,12 +1,8 @@
 """Attention of e4m3 inputs: the door, V's order of keys, what the compiler makes of the kernel, and the kernel on a GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from tritons import TRITONS, output_of
 
 from strobe import Causal, Document, Full, Prefix, Window, attention
 from strobe.device import KNOWN
@@ -15,8 +11,6 @@ from strobe.kernels.sm90.fp8_backend import refuses
 from strobe.problem import AttentionProblem, Dense, Varlen
 from strobe.reference.dense import attend
 from strobe.scores import Score
-
-OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
 
 
 def quantised(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,19 +227,12 @@ print(report.spill_bytes, report.smem_bytes, *counts, report.warnings)
 """
 
 
-@pytest.mark.parametrize("folder", ["triton-3.6", None], ids=["oldest Triton", "installed Triton"])
+@pytest.mark.parametrize("triton", TRITONS)
 @pytest.mark.parametrize("head_dim, descales, products", [(64, "heads", 22), (128, "blocks", 28), (256, "heads", 32)])
-def test_the_kernel_compiles_without_spills_in_its_loops_or_serialised_products(head_dim, descales, products, folder):
-    if folder and not OLDEST_TRITON.exists():
-        pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
-    path = [str(OLDEST_TRITON)] if folder else []
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-W", "ignore", "-c", OFFLINE, str(head_dim), descales]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-    spills, smem, local, found, conversions, moves, warnings = result.stdout.split(maxsplit=6)
-    crowded = not folder and head_dim == 64  # three groups of 160 registers, of which newer compilers spill a few
+def test_the_kernel_compiles_without_spills_in_its_loops_or_serialised_products(head_dim, descales, products, triton):
+    printed, oldest = output_of(OFFLINE, str(head_dim), descales, triton=triton), triton == "oldest Triton"
+    spills, smem, local, found, conversions, moves, warnings = printed.split(maxsplit=6)
+    crowded = not oldest and head_dim == 64  # three groups of 160 registers, of which newer compilers spill a few
     assert int(local) <= (16 if crowded else 0) and ("C75" not in warnings)
     assert int(spills) <= (600 if crowded else 0 if head_dim == 128 else 100)  # between tiles
     assert int(smem) <= 227 * 1024
@@ -253,7 +240,7 @@ def test_the_kernel_compiles_without_spills_in_its_loops_or_serialised_products(
     # P is rounded and packed twice in the text, and at 256 summed up again twice, two weights an instruction; no byte is
     # moved (on the oldest Triton an instruction for four weights puts the pairs together, once)
     assert int(conversions) == (4 if head_dim == 256 else 2) * 32 + head_dim // 4
-    assert int(moves) <= (16 if folder else 0)
+    assert int(moves) <= (16 if oldest else 0)
 
 
 # ---- on a GPU

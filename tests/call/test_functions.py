@@ -1,7 +1,5 @@
 """Users' functions: what they may be, which are the same, and that torch, Triton and Gluon run one source."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from problems import _mask_function, _score_function
+from tritons import TRITONS, output_of
 
 import strobe
 from strobe import functions, scores
@@ -17,8 +16,6 @@ from strobe.kernels.common import gluon_math, gluon_scores
 from strobe.kernels.gluon import gl, gluon
 from strobe.sim import simulate
 
-ROOT = Path(__file__).parents[2]
-OLDEST_TRITON = ROOT / ".venv" / "triton-3.6"
 TABLE = torch.ones(3)
 FACTOR = 2.0
 
@@ -191,14 +188,13 @@ print("compiled")
 """
 
 
-@pytest.mark.parametrize("triton", [None, OLDEST_TRITON], ids=["installed", "3.6"])
+FOLDERS = Path(__file__).parent, Path(__file__).parents[1]
+"""Where programs find this file and what it imports."""
+
+
+@pytest.mark.parametrize("triton", TRITONS)
 def test_gluon_compiles_the_same_source(triton):
-    if triton is not None and not triton.exists():
-        pytest.skip(f"no Triton 3.6 in {triton}: `make test` installs it")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(triton or ""), str(ROOT / "tests"), str(ROOT / "tests/call")])}
-    env.pop("TRITON_INTERPRET", None)
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE], capture_output=True, text=True, env=env)
-    assert "compiled" in run.stdout, run.stderr[-3000:]
+    assert "compiled" in output_of(COMPILE, triton=triton, path=FOLDERS)
 
 
 def further(least):
@@ -206,14 +202,6 @@ def further(least):
         return q_index - kv_index > least
 
     return by
-
-
-def without_interpreter(program: str, **environment: str) -> subprocess.CompletedProcess:
-    """A program that has run where Triton compiles, with this file among its modules."""
-    paths = Path(strobe.__file__).parents[1], ROOT / "tests", ROOT / "tests/call"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), **environment}
-    env.pop("TRITON_INTERPRET", None)
-    return subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, env=env)
 
 
 TWO_OF_ONE_NAME = """
@@ -238,8 +226,7 @@ print("7001" in ir, "7003" in ir)
 
 def test_two_functions_of_one_name_are_both_compiled(tmp_path):
     """Triton takes two functions of one name, as a maker of functions gives all that it makes, for the same one."""
-    run = without_interpreter(TWO_OF_ONE_NAME, TRITON_CACHE_DIR=str(tmp_path))
-    assert run.stdout.split() == ["True", "True"], run.stdout + run.stderr[-3000:]
+    assert output_of(TWO_OF_ONE_NAME, path=FOLDERS, TRITON_CACHE_DIR=str(tmp_path)).split() == ["True", "True"]
 
 
 def of_keys(batch, head, q_index, kv_index):
@@ -263,5 +250,4 @@ print(len(made))
 
 
 def test_a_mask_of_keys_alone_is_compiled():
-    run = without_interpreter(ONE_COORDINATE)
-    assert run.stdout.split() == ["5"], run.stdout + run.stderr[-3000:]
+    assert output_of(ONE_COORDINATE, path=FOLDERS).split() == ["5"]

@@ -1,11 +1,7 @@
 """Under which key Triton looks for a kernel on disk: it must not depend on what the process did before."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from tritons import TRITONS, output_of
 
 PROGRAM = """
 import sys
@@ -20,24 +16,16 @@ print(prepare.cache_key)
 """
 
 
-def run(folder: str | None, program: str, *arguments: str) -> str:
-    """What a program prints, with the Triton of a folder beside the installed packages."""
-    path = [str(Path(__file__).parents[2] / "src")]
-    if folder is not None:
-        path.insert(0, str(Path(sys.prefix) / folder))
-        if not Path(path[0]).is_dir():
-            pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path)
-    command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=True).stdout
+def run(triton: str, program: str, *arguments: str) -> str:
+    """What a program prints."""
+    return output_of(program, *arguments, triton=triton, timeout=200)
 
 
-@pytest.mark.parametrize("folder", ["triton-3.6", None], ids=["oldest Triton", "installed Triton"])
-def test_a_key_does_not_depend_on_which_functions_came_earlier(folder):
-    assert run(folder, PROGRAM, "patched") == run(folder, PROGRAM, "patched", "called first")
-    if folder is not None:
-        assert run(folder, PROGRAM) != run(folder, PROGRAM, "called first")  # what the patch is for
+@pytest.mark.parametrize("triton", TRITONS)
+def test_a_key_does_not_depend_on_which_functions_came_earlier(triton):
+    assert run(triton, PROGRAM, "patched") == run(triton, PROGRAM, "patched", "called first")
+    if triton == "oldest Triton":
+        assert run(triton, PROGRAM) != run(triton, PROGRAM, "called first")  # what the patch is for
 
 
 CONSTANTS_OF_ONE_NAME = """
@@ -53,6 +41,6 @@ for values in ((1, 2), (2, 1)):
 """
 
 
-@pytest.mark.parametrize("folder", ["triton-3.6", None], ids=["oldest Triton", "installed Triton"])
-def test_constants_of_one_name_are_sorted_by_their_values(folder):
-    assert run(folder, CONSTANTS_OF_ONE_NAME) == "[1, 2] 2\n" * 2
+@pytest.mark.parametrize("triton", TRITONS)
+def test_constants_of_one_name_are_sorted_by_their_values(triton):
+    assert run(triton, CONSTANTS_OF_ONE_NAME) == "[1, 2] 2\n" * 2

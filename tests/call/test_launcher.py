@@ -1,10 +1,6 @@
 """Prepared launches: the driver is given what the compiled kernel takes (no GPU needed); on a GPU they do what Triton's do."""
 
-import json
-import os
 import struct
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from problems import without_plans
+from tritons import TRITONS, answer_by, answer_of
 
 import strobe
 from strobe.call import launcher, prepared_calls, torch_internals
-
-OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
 
 
 class Library:
@@ -199,19 +194,10 @@ print(json.dumps(result))
 """
 
 
-@pytest.fixture(scope="module", params=["oldest Triton", "installed Triton"])
+@pytest.fixture(scope="module", params=TRITONS)
 def recorded(request):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if request.param == "oldest Triton":
-        if not OLDEST_TRITON.exists():
-            pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(OLDEST_TRITON), environment.get("PYTHONPATH")]))
     script = RECORD.replace("TESTS", repr(str(Path(__file__).parents[1])))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert (request.param == "oldest Triton") == result["triton"].startswith("3.6")
-    return result
+    return answer_by(request.param, script)
 
 
 def packed(code, *values):
@@ -387,10 +373,7 @@ with pretend_gpu(90):
 
 def test_lengths_batch_and_heads_compile_nothing():
     """The Hopper forward of one config and one kind of mask is one kernel."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "1"
+    assert answer_of(COUNT) == 1
 
 
 PARSE = """
@@ -430,11 +413,8 @@ print(len(failed))
 
 def test_threads_that_compileparse_in_turn():
     """CPython 3.11 fails where two of them parse at once."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = PARSE.replace("TESTS", repr(str(Path(__file__).parents[1])))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "0"
+    assert answer_of(script) == 0
 
 
 # ---- on the GPU

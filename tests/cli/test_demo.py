@@ -1,12 +1,12 @@
 """The demo, end to end on the CPU, and that it fails where Strobe is wrong."""
 
-import os
 import re
 import subprocess
 import sys
 
 import pytest
 import torch
+from tritons import compiling
 
 pytest.importorskip("transformers")
 
@@ -35,8 +35,7 @@ SHORT = "from strobe_cli import demo; demo.TEXTS, demo.EXAMPLES, demo.ROUNDS = d
     ],
 )
 def test_demo_end_to_end(program, count):
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"COLUMNS": "160"}
-    done = subprocess.run([sys.executable, *program], capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, *program], capture_output=True, text=True, env=compiling(COLUMNS="160"))
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"(\w+) +│ +(\w+) +│ +(\S+) +│ +(\S+) +│ +(\d+) of (\d+) +│ +(\S+) ", done.stdout)
     assert {attention for _, attention, *_ in rows} == {"eager", "sdpa", "strobe"}

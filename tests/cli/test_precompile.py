@@ -3,12 +3,11 @@
 import importlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from commands import run
+from tritons import answer_of, output_of
 
 import strobe
 from strobe.call import moved_cache, precompiled, triton_internals
@@ -163,11 +162,8 @@ def test_what_a_first_call_waits_for_is_there(tmp_path, same_files):
     kernels = [["strobe.kernels.portable.forward", "_redo", "this too"], ["strobe.kernels.sm90.forward", "forward_kernel", ""]]
     sources = precompiled.hash_of_sources() if same_files else "others"
     (tmp_path / MARK).write_text(json.dumps({"triton": known, "sources": sources, "kernels": kernels}))
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_CACHE_MANAGER": MOVED_CACHE}
-    done = subprocess.run([sys.executable, "-c", READY], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    said, in_time, key, of_redo, driver, without = json.loads(done.stdout)
+    cache = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_CACHE_MANAGER": MOVED_CACHE}
+    said, in_time, key, of_redo, driver, without = answer_of(READY, **cache)
     assert said == [] and in_time == [True, True] and driver == "_Driver" and not without
     assert key == ("written down" if same_files else files["key"])
     assert of_redo == "this too" if same_files else len(of_redo) == 64
@@ -215,23 +211,14 @@ print(json.dumps(found))
 def test_a_second_process_compiles_nothing(tmp_path, arch, phases, most_batch, most_length, calls, names):
     config, made = tmp_path / "config.json", tmp_path / "made"
     config.write_text(json.dumps({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}))
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     sizes = ["--max-batch", str(most_batch), "--max-length", str(most_length)]
     options = ["--out", str(made), "--arch", arch, *sizes, *(["--train"] if "backward" in phases else [])]
     program = "import sys; from strobe_cli.app import app; app(sys.argv[1:])"
-    first = subprocess.run(
-        [sys.executable, "-c", program, "precompile", str(config), *options], capture_output=True, text=True, env=environment
-    )
-    assert first.returncode == 0 and MOVED_CACHE in first.stdout, first.stdout + first.stderr
+    assert MOVED_CACHE in output_of(program, "precompile", str(config), *options)
     said = json.loads((made / MARK).read_text())
     assert said["arch"] == arch and said["compiled"] >= len(names) and said["there"] == 0
     moved = made.rename(tmp_path / "moved")
-    environment |= {"TRITON_CACHE_DIR": str(moved), "TRITON_CACHE_MANAGER": MOVED_CACHE}
-    second = subprocess.run(
-        [sys.executable, "-c", SECOND, json.dumps([arch, phases, most_batch, most_length, calls])],
-        capture_output=True, text=True, env=environment,
-    )  # fmt: skip
-    assert second.returncode == 0, second.stderr
-    found = json.loads(second.stdout)
+    asked = json.dumps([arch, phases, most_batch, most_length, calls])
+    found = answer_of(SECOND, asked, TRITON_CACHE_DIR=str(moved), TRITON_CACHE_MANAGER=MOVED_CACHE)
     assert {name for name, _ in found} == names and all(there for _, there in found), found
     assert not list(Path(moved).glob("tmp*"))

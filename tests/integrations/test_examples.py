@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from functools import cache
@@ -10,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tritons import TRITONS, compiling, output_of
 
 GEMM = Path(__file__).parents[2] / "examples" / "gemm"
-OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
 OLDEST_ARCH = {"sm80": (8, 0), "sm90": (9, 0), "sm100": (10, 0)}
 sys.path.insert(0, str(GEMM))
 
@@ -67,18 +66,11 @@ INSTRUCTIONS = {
 }
 
 
-@pytest.mark.parametrize("triton", ["oldest Triton", "installed Triton"])
+@pytest.mark.parametrize("triton", TRITONS)
 def test_what_the_compiler_makes_of_them(triton):
     names = ["sm80", "sm90"] if triton == "oldest Triton" else ["sm80", "sm90", "sm100"]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if triton == "oldest Triton":
-        if not OLDEST_TRITON.exists():
-            pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
-        environment["PYTHONPATH"] = str(OLDEST_TRITON)
-    command = [sys.executable, "-c", AUDIT, str(GEMM), *names]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    audits = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    printed = output_of(AUDIT, str(GEMM), *names, triton=triton)
+    audits = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert [audit["name"] for audit in audits] == names
     for audit in audits:
         assert audit["spill_bytes"] == 0, audit["name"]
@@ -115,8 +107,7 @@ def test_in_the_simulator(name, order):
 def test_as_a_script(name):
     from strobe.sim import ORDERS
 
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, GEMM / f"{name}.py"], capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, GEMM / f"{name}.py"], capture_output=True, text=True, env=compiling())
     assert done.returncode == 0, done.stderr
     assert "needs a GPU" in done.stdout and done.stdout.count("the same as torch") == len(ORDERS)
 

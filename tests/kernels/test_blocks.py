@@ -1,9 +1,6 @@
 """Masks with blocks: every backend that takes them against the specification, and the way to them."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +8,7 @@ import pytest
 import torch
 from problems import BLOCK_CASES, Case, check, run, tensors
 from torch.utils.flop_counter import FlopCounterMode
+from tritons import TRITONS, output_of
 
 import strobe
 from strobe.cpu import tiled
@@ -18,8 +16,6 @@ from strobe.device import KNOWN
 from strobe.masks import Blocks, Mask
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ROOT = Path(__file__).parents[2]
-OLDEST_TRITON = ROOT / ".venv" / "triton-3.6"
 
 
 @pytest.mark.parametrize("backend", ["portable", "tiled"])
@@ -159,16 +155,9 @@ COMPILED = [("H200", 0, 128)]
 OTHERS = [("A100", 3, 64), ("B200", 2, 128)]
 
 
-@pytest.mark.parametrize("triton", [None, OLDEST_TRITON], ids=["installed", "3.6"])
+@pytest.mark.parametrize("triton", TRITONS)
 @pytest.mark.parametrize("problems", [COMPILED, pytest.param(OTHERS, marks=pytest.mark.exhaustive)], ids=["H200", "others"])
 def test_compiles(problems, triton):
     """For GPUs, and what prepares launches knows what these kernels take."""
-    if triton is not None and not triton.exists():
-        pytest.skip(f"no Triton 3.6 in {triton}: `make test` installs it")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(triton or ""), str(ROOT / "tests")])}
-    env["PYTHONPATH"] += os.pathsep + str(Path(strobe.__file__).parents[1])
-    env.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-W", "ignore", "-c", COMPILE, json.dumps(problems)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("_dkdv") == len(problems) and "True" not in done.stdout
+    printed = output_of(COMPILE, json.dumps(problems), triton=triton, path=[Path(__file__).parents[1]])
+    assert printed.count("_dkdv") == len(problems) and "True" not in printed

@@ -1,16 +1,13 @@
 """The merge of attention over parts of the keys: the law, and that it is attention over all of them."""
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import Case, describe, tensors
+from tritons import TRITONS, output_of
 
 from strobe.kernels.combine import combine
 from strobe.kernels.splits import COMBINE_BLOCKS, choose_splits
@@ -160,16 +157,9 @@ for capability in (80, 90, 100):
 """
 
 
-@pytest.mark.parametrize("folder", ["triton-3.6", None], ids=["oldest Triton", "installed Triton"])
-def test_compiles_for_gpus_that_are_not_there(folder):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if folder is not None:
-        if not (Path(sys.prefix) / folder).exists():
-            pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
-        environment["PYTHONPATH"] = str(Path(sys.prefix) / folder)
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["80 0", "90 0", "100 0"]
+@pytest.mark.parametrize("triton", TRITONS)
+def test_compiles_for_gpus_that_are_not_there(triton):
+    assert output_of(COMPILE, triton=triton).splitlines() == ["80 0", "90 0", "100 0"]
 
 
 # ---- into how many parts

@@ -1,15 +1,9 @@
 """What the compiler makes of the decode kernel, for GPUs that are not there, and that its launches can be prepared."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
+from tritons import TRITONS, VERSIONS, answer_by, output_of
 
 PROGRAM = """
 import json, sys, torch, triton
@@ -104,28 +98,18 @@ number or none is loaded again."""
 
 
 @pytest.mark.parametrize(
-    ("version", "problems"),
+    ("triton", "problems"),
     [
-        pytest.param("3.6", SOME, id="some, oldest Triton"),
-        pytest.param("3.8", [*FEW[:1], *ALONE], id="four, Triton 3.8"),
-        pytest.param("", [*FEW, *ALONE], id="few, installed Triton"),
-        *(pytest.param("3.6", MORE[i::3], id=f"more, {i}, oldest Triton", marks=pytest.mark.exhaustive) for i in range(3)),
-        *(pytest.param("", ALL[i::4], id=f"all, {i}, installed Triton", marks=pytest.mark.exhaustive) for i in range(4)),
+        pytest.param("oldest Triton", SOME, id="some, oldest Triton"),
+        pytest.param("Triton 3.8", [*FEW[:1], *ALONE], id="four, Triton 3.8"),
+        pytest.param("installed Triton", [*FEW, *ALONE], id="few, installed Triton"),
+        *(pytest.param(TRITONS[0], MORE[i::3], id=f"more, {i}, {TRITONS[0]}", marks=pytest.mark.exhaustive) for i in range(3)),
+        *(pytest.param(TRITONS[1], ALL[i::4], id=f"all, {i}, {TRITONS[1]}", marks=pytest.mark.exhaustive) for i in range(4)),
     ],
 )
-def test_it_compiles_for_gpus_that_are_not_there(version, problems):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if version:
-        triton = OLDEST_TRITON.with_name(f"triton-{version}")
-        if not triton.exists():
-            pytest.skip(f"`make test` installs Triton {version} in .venv/triton-{version}; it is not there")
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(triton), environment.get("PYTHONPATH")]))
-    command = [sys.executable, "-c", PROGRAM, json.dumps(problems)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["triton"].startswith(version)
-    for problem, made in zip(problems, result["made"], strict=True):
+def test_it_compiles_for_gpus_that_are_not_there(triton, problems):
+    answer = answer_by(triton, PROGRAM, json.dumps(problems))
+    for problem, made in zip(problems, answer["made"], strict=True):
         assert not made["wrong_code"], (problem, made)
         assert made["registers"] <= made["allowed"] and made["spills"] <= SPILLS.get(tuple(problem), 0), (problem, made)
         assert made["smem_said"] <= made["smem"] <= made["smem_said"] + made["overhead"] + 4096, (problem, made)
@@ -178,13 +162,7 @@ print(done, triton.__version__)
 """
 
 
-@pytest.mark.parametrize("oldest", [False, True], ids=["installed Triton", "oldest Triton"])
-def test_append_compiles(oldest):
+@pytest.mark.parametrize("triton", TRITONS)
+def test_append_compiles(triton):
     """In all of its forms, and can be prepared: what the interpreter takes is more than what a compiler takes."""
-    if oldest and not OLDEST_TRITON.exists():
-        pytest.skip(f"no Triton 3.6 in {OLDEST_TRITON}: `make test` installs it")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*([str(OLDEST_TRITON)] if oldest else []), str(ROOT / "src")])}
-    env.pop("TRITON_INTERPRET", None)
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", APPEND], capture_output=True, text=True, env=env)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.startswith("16 3.6" if oldest else "16 ")
+    assert output_of(APPEND, triton=triton).startswith(f"16 {VERSIONS[triton]}")

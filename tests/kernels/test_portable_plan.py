@@ -1,9 +1,6 @@
 """The portable kernels, prepared: on a CPU, where Triton's interpreter stands in for the driver, and on a GPU."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -11,6 +8,7 @@ from weakref import WeakValueDictionary
 import pytest
 import torch
 from problems import CASES, Case, check, run, tensors
+from tritons import TRITONS, output_of
 
 import strobe
 from strobe.call import known_calls, launcher, launches, prepared_calls
@@ -138,7 +136,6 @@ for gpu, dtype, case in json.loads(sys.argv[1]):
             print(kernel.__name__)
 """
 EVERYTHING = {"softcap": 4.0, "alibi": True, "bias": True, "sinks": True, "function": True, "seqused": True, "dropout": 0.1}
-OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
 
 
 LAUNCHED = [
@@ -149,19 +146,11 @@ LAUNCHED = [
 ]
 
 
-@pytest.mark.parametrize("triton", [None, OLDEST_TRITON], ids=["installed", "3.6"])
+@pytest.mark.parametrize("triton", TRITONS)
 @pytest.mark.parametrize(
     "cases", [LAUNCHED[:1], pytest.param(LAUNCHED[1:], marks=pytest.mark.exhaustive)], ids=["A100", "others"]
 )
 def test_launches_need_no_triton(triton, cases):
     """What the kernels take, on GPUs from Turing to Blackwell, is known to who prepares their launches."""
-    if triton is not None and not triton.exists():
-        pytest.skip(f"no Triton 3.6 in {triton}: `make test` installs it")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(triton or ""), str(Path(__file__).parents[1])])}
-    env.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-W", "ignore", "-c", KNOWN, json.dumps(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split().count("_dq") == len(cases) and done.stdout.split().count("spans_kernel") == 3 * (
-        cases == LAUNCHED[:1]
-    )
+    kernels = output_of(KNOWN, json.dumps(cases), triton=triton, path=[Path(__file__).parents[1]]).split()
+    assert kernels.count("_dq") == len(cases) and kernels.count("spans_kernel") == 3 * (cases == LAUNCHED[:1])

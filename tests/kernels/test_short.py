@@ -4,7 +4,7 @@ what it computes."""
 import pytest
 import torch
 from problems import Case, Results, check, tensors
-from test_sm90 import TRITONS, answer
+from tritons import TRITONS, answer_by
 
 import strobe
 from strobe.device import KNOWN
@@ -92,9 +92,9 @@ print(json.dumps({"triton": triton.__version__, "found": found}))
 """
 
 
-@pytest.mark.parametrize("version", [TRITONS[1], pytest.param(TRITONS[0], marks=pytest.mark.exhaustive)])
-def test_what_the_compiler_makes_of_it(version):
-    for registers, most, spills, excess, warnings, wrong_code in answer(AUDIT, version)["found"]:
+@pytest.mark.parametrize("triton", [TRITONS[1], pytest.param(TRITONS[0], marks=pytest.mark.exhaustive)])
+def test_what_the_compiler_makes_of_it(triton):
+    for registers, most, spills, excess, warnings, wrong_code in answer_by(triton, AUDIT)["found"]:
         assert registers <= most and spills == 0 and 0 <= excess <= 512
         assert not warnings and not wrong_code
 

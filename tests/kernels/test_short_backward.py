@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from problems import Case, Tensors, check, run, tensors, without_plans
-from test_sm90 import TRITONS, answer
+from tritons import TRITONS, answer_by
 
 import strobe
 from strobe.device import KNOWN
@@ -103,10 +103,10 @@ print(json.dumps({"triton": triton.__version__, "found": found}))
 """
 
 
-@pytest.mark.parametrize("version", [TRITONS[1], pytest.param(TRITONS[0], marks=pytest.mark.exhaustive)])
-def test_what_the_compiler_makes_of_it(version):
+@pytest.mark.parametrize("triton", [TRITONS[1], pytest.param(TRITONS[0], marks=pytest.mark.exhaustive)])
+def test_what_the_compiler_makes_of_it(triton):
     """Spills are of what a tile does not need."""
-    for registers, most, spills, excess, warnings, wrong_code in answer(AUDIT, version)["found"]:
+    for registers, most, spills, excess, warnings, wrong_code in answer_by(triton, AUDIT)["found"]:
         assert registers <= most and spills <= 64 and 0 <= excess <= 1024
         assert not warnings and not wrong_code
 

@@ -1,17 +1,13 @@
 """The Blackwell forward: what the compiler makes of it, what it keeps where, who may run it. No GPU needed."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from problems import Case, Results, check, describe, formula, tensors
-from tritons import needs_tcgen05
+from tritons import answer_by, needs_tcgen05
 from typer.testing import CliRunner
 
 import strobe
@@ -28,7 +24,6 @@ from strobe.sim import simulate
 from strobe_cli.app import app
 
 B200 = KNOWN["B200"]
-TRITON_3_8 = Path(sys.prefix) / "triton-3.8"
 
 pytestmark = needs_tcgen05
 
@@ -82,26 +77,12 @@ AUDITED = [
 @pytest.fixture(scope="module", params=AUDITED)
 def audits(request):
     triton, which = request.param
-    return audited(triton, AUDIT, json.dumps(which))
+    return answer_by(triton, AUDIT, json.dumps(which))["audits"]
 
 
 @pytest.fixture(scope="module", params=[pytest.param("Triton 3.8", marks=pytest.mark.exhaustive), "installed Triton"])
 def other_audits(request):
-    return audited(request.param, AUDIT_OTHERS)
-
-
-def audited(triton: str, script: str, *arguments: str) -> list:
-    """What a script prints of kernels that one Triton compiled."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if triton == "Triton 3.8":
-        if not TRITON_3_8.exists():
-            pytest.skip("`make test` installs Triton 3.8 in .venv/triton-3.8; it is not there")
-        environment["PYTHONPATH"] = str(TRITON_3_8)
-    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert (triton == "Triton 3.8") == result["triton"].startswith("3.8")
-    return result["audits"]
+    return answer_by(request.param, AUDIT_OTHERS)["audits"]
 
 
 def config_of(audit) -> Config:

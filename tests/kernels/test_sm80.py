@@ -1,16 +1,13 @@
 """The kernels for mma.sync: what the compiler makes of them (no GPU needed), and on a GPU what they compute."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from problems import CASES, SEED, Case, Results, check, describe, formula, run, tensors, upstream, without_plans
+from tritons import TRITONS, answer_by
 
 import strobe
 from strobe.call import launches
@@ -20,7 +17,6 @@ from strobe.kernels.sm80 import backend
 from strobe.kernels.sm80.config import SCRATCH, BackwardConfig, Config, backward_candidates, candidates
 from strobe.problem import AttentionProblem, Dense, Upstream, Varlen
 
-OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
 GPUS = ("A100", "A10", "RTX 4090", "H200", "RTX 5090")
 
 
@@ -235,33 +231,21 @@ ONE = (4,)
 """What the oldest Triton always compiles."""
 
 
-def answer(code: str, oldest: bool, *arguments: str) -> dict:
-    """What a program prints, JSON, that the oldest or the installed Triton runs."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if oldest:
-        if not OLDEST_TRITON.exists():
-            pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(OLDEST_TRITON), environment.get("PYTHONPATH")]))
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert oldest == result["triton"].startswith("3.6")
-    return result
-
-
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((False, SOME), id="some, installed Triton"),
-        pytest.param((True, ONE), id="one, oldest Triton"),
-        *(pytest.param((old, range(len(COMPILED))), id=f"all, {'oldest' if old else 'installed'} Triton",
-                       marks=pytest.mark.exhaustive) for old in (True, False)),
+        pytest.param(("installed Triton", SOME), id="some, installed Triton"),
+        pytest.param(("oldest Triton", ONE), id="one, oldest Triton"),
+        *(
+            pytest.param((triton, range(len(COMPILED))), id=f"all, {triton}", marks=pytest.mark.exhaustive)
+            for triton in TRITONS
+        ),
     ],
-)  # fmt: skip
+)
 def compiled(request):
-    oldest, which = request.param
+    triton, which = request.param
     asked = [(gpu, mask, phase_of(config), vars(config)) for gpu, mask, config in (COMPILED[i] for i in which)]
-    return answer(COMPILE, oldest, json.dumps(asked))["found"]
+    return answer_by(triton, COMPILE, json.dumps(asked))["found"]
 
 
 def phase_of(config: Config | BackwardConfig) -> str:
@@ -363,10 +347,10 @@ print(json.dumps({"triton": triton.__version__}))
 """
 
 
-@pytest.mark.parametrize("oldest", [True, False], ids=["oldest Triton", "installed Triton"])
-def test_what_runs_before_and_after_the_backward_compiles(oldest):
+@pytest.mark.parametrize("triton", TRITONS)
+def test_what_runs_before_and_after_the_backward_compiles(triton):
     """With several chunks of each width: what a compiler takes of one chunk it may refuse of two."""
-    answer(ENDS, oldest)
+    answer_by(triton, ENDS)
 
 
 # ---- on the GPU

@@ -1,16 +1,13 @@
 """The Hopper forward: what the compiler makes of it (no GPU needed), and on a GPU what it computes."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from problems import CASES, SEED, Case, Results, check, formula, run, tensors
+from tritons import TRITONS, answer_by
 
 import strobe
 from strobe.device import KNOWN
@@ -18,8 +15,6 @@ from strobe.kernels.sm90 import backend
 from strobe.kernels.sm90.config import Config
 from strobe.lab.binary.sass import list_by_role
 from strobe.problem import AttentionProblem, Dense, Varlen
-
-OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
 
 # ---- offline: the compiler's own numbers, on the oldest and on the installed Triton
 
@@ -53,33 +48,18 @@ print(json.dumps({"triton": triton.__version__, "audits": audits}))
 """
 
 
-TRITONS = ["oldest Triton", "installed Triton"]
 SOME = [0, 6, 11]
 """The problems that are always audited: three groups, packed, the largest. A campaign audits all."""
 AUDITED = [
     pytest.param((TRITONS[1], SOME), id="some, installed Triton"),
-    *(pytest.param((version, "all"), id=f"all, {version}", marks=pytest.mark.exhaustive) for version in TRITONS),
+    *(pytest.param((triton, "all"), id=f"all, {triton}", marks=pytest.mark.exhaustive) for triton in TRITONS),
 ]
-
-
-def answer(code: str, version: str, *arguments: str) -> dict:
-    """What a program prints, JSON, that one of TRITONS runs."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if version == "oldest Triton":
-        if not OLDEST_TRITON.exists():
-            pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(OLDEST_TRITON), environment.get("PYTHONPATH")]))
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert (version == "oldest Triton") == result["triton"].startswith("3.6")
-    return result
 
 
 @pytest.fixture(scope="module", params=AUDITED)
 def audits(request):
-    version, which = request.param
-    return answer(AUDIT, version, json.dumps(which))["audits"]
+    triton, which = request.param
+    return answer_by(triton, AUDIT, json.dumps(which))["audits"]
 
 
 def config_of(audit) -> Config:
@@ -159,10 +139,10 @@ print(json.dumps({"triton": triton.__version__, "found": found}))
 """
 
 
-@pytest.mark.parametrize("version", [TRITONS[1], pytest.param(TRITONS[0], marks=pytest.mark.exhaustive)])
-def test_where_nothing_is_noted_the_redo_looks_and_ends(version):
+@pytest.mark.parametrize("triton", [TRITONS[1], pytest.param(TRITONS[0], marks=pytest.mark.exhaustive)])
+def test_where_nothing_is_noted_the_redo_looks_and_ends(triton):
     """It computes and spills next to nothing of what a block would need before it has seen a note."""
-    for instructions, stores in answer(WITHOUT_NOTES, version)["found"]:
+    for instructions, stores in answer_by(triton, WITHOUT_NOTES)["found"]:
         assert instructions < 200 and stores < 16
 
 
@@ -192,10 +172,10 @@ print(json.dumps({"triton": triton.__version__, "loops": loops}))
 """
 
 
-@pytest.mark.parametrize("version", [pytest.param(TRITONS[0], marks=pytest.mark.exhaustive), TRITONS[1]])
-def test_what_scores_need_is_loaded_before_they_are_there(version):
+@pytest.mark.parametrize("triton", [pytest.param(TRITONS[0], marks=pytest.mark.exhaustive), TRITONS[1]])
+def test_what_scores_need_is_loaded_before_they_are_there(triton):
     """Slopes once a tile, documents of keys while S is computed."""
-    loops = answer(BESIDE_SCORES, version)["loops"]
+    loops = answer_by(triton, BESIDE_SCORES)["loops"]
     for found in loops.values():
         assert not found["spill_bytes"] and not found["warnings"]
     assert not any(name.startswith("LDG") for name in loops["slopes"]["loop"])

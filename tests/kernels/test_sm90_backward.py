@@ -2,14 +2,11 @@
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from tritons import TRITONS, answer_of
 
 import strobe
 from strobe.call.dispatch import explain_problem
@@ -18,9 +15,6 @@ from strobe.kernels.common.call import unfilled
 from strobe.kernels.sm90 import backend, backward_launch
 from strobe.kernels.sm90.backward_config import Config, SplitConfig, choose
 from strobe.problem import AttentionProblem, Dense, Varlen
-
-OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
-TRITONS = ["oldest Triton", "installed Triton"]
 
 
 def compiling(*some: int) -> list:
@@ -35,19 +29,11 @@ def picked(things, which: tuple[int, ...] | None) -> list:
     return [thing for i, thing in enumerate(things) if which is None or i in which]
 
 
-def run_compiler(code: str, triton: str, *arguments: str) -> str:
-    """The last line that a program prints which compiles for a GPU that is not there. No kernel is left to Triton's default for
-    the fusion of products and sums, which Triton 3.10 changes, or takes Python's min and max of tensors that are no numbers."""
-    if triton == "oldest Triton" and not OLDEST_TRITON.exists():
-        pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
-    path = [str(OLDEST_TRITON)] if triton == "oldest Triton" else []
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    environment.pop("TRITON_INTERPRET", None)
-    errors = ["-W", "error:TRITON_DEFAULT_FP_FUSION:UserWarning", "-W", "error:builtin:UserWarning"]
-    command = [sys.executable, *errors, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()[-1]
+def run_compiler(code: str, triton: str, *arguments: str) -> list:
+    """The answer of a program that compiles for a GPU that is not there. No kernel is left to Triton's default for the fusion
+    of products and sums, which Triton 3.10 changes, or takes Python's min and max of tensors that are no numbers."""
+    errors = "error:TRITON_DEFAULT_FP_FUSION:UserWarning,error:builtin:UserWarning"
+    return answer_of(code, *arguments, triton=triton, PYTHONWARNINGS=errors)
 
 
 # ---- the compiler's own numbers
@@ -127,7 +113,7 @@ def repeated_biases(request):
     """Of each kind of repetition whether it is deterministic, the shared memory, and whether the Hopper kernels, and the
     portable ones, add up floats by atomics."""
     triton, which = request.param
-    return json.loads(run_compiler(REPEATED_BIAS, triton, json.dumps([picked(things, which) for things in REPEATED])))
+    return run_compiler(REPEATED_BIAS, triton, json.dumps([picked(things, which) for things in REPEATED]))
 
 
 def test_a_repeated_bias_leaves_room(repeated_biases):
@@ -145,7 +131,7 @@ def audits(request):
     """Of each audited problem its config, the spills that are allowed, and the audit."""
     triton, which = request.param
     problems = [(*problem, dataclasses.asdict(config)) for problem, (config, *_) in AUDITED.items()]
-    version, found = json.loads(run_compiler(AUDIT, triton, json.dumps(picked(problems, which))))
+    version, found = run_compiler(AUDIT, triton, json.dumps(picked(problems, which)))
     assert version.startswith("3.6") == (triton == "oldest Triton")
     measured = [(config, spills[TRITONS.index(triton)]) for config, *spills in picked(AUDITED.values(), which)]
     return [(config, spills, audit) for (config, spills), audit in zip(measured, found, strict=True)]
@@ -242,7 +228,7 @@ def test_the_two_passes(by):
     """No product is made serial, and each role computes its own. Head dim 256 keeps 32 bytes in local memory on the newest
     Triton, the others none."""
     triton, which = by
-    for audit, smem_bytes, head_dim, head_dim_v in json.loads(run_compiler(SPLIT, triton, json.dumps(which))):
+    for audit, smem_bytes, head_dim, head_dim_v in run_compiler(SPLIT, triton, json.dumps(which)):
         name, roles = audit["name"], audit["roles"]
         assert audit["spill_bytes"] <= (32 if head_dim == 256 and triton == "installed Triton" else 0), name
         assert not audit["warnings"] and not audit["wrong_code"], name
@@ -284,7 +270,7 @@ print(json.dumps(audits))
 def test_where_ds_is_stored(by):
     """It leaves by the TMA, once a tile of each role that makes it, with one fence; and dQ is one product for each block."""
     triton, which = by
-    for audit, smem_bytes, head_dim, _head_dim_v in json.loads(run_compiler(STORED, triton, json.dumps(which))):
+    for audit, smem_bytes, head_dim, _head_dim_v in run_compiler(STORED, triton, json.dumps(which)):
         name, roles, loops = audit["name"], audit["roles"], audit["main_loops"]
         assert not audit["warnings"] and not audit["wrong_code"], name
         assert 0 <= audit["smem_bytes"] - smem_bytes <= 640, name
@@ -323,7 +309,7 @@ def test_where_dq_has_an_order(by):
     """The groups do as ever, but for additions, and stores where a block is the first, which are the writer's. It has no
     barrier of memory; the teller's loop has one, of the CTA and of the GPU."""
     triton, which = by
-    audits = json.loads(run_compiler(ORDERED, triton, json.dumps(which)))
+    audits = run_compiler(ORDERED, triton, json.dumps(which))
     for audit, head_dim, smem_bytes in audits:
         name, roles = audit["name"], audit["roles"]
         assert not audit["warnings"] and not audit["wrong_code"], name
@@ -377,7 +363,7 @@ BRIEF_GROUPS = (1, 1024, 1024, 4, 2), (1, 1, 1, 2, 1), (3, 17, 333, 16, 1)
 def test_lengths_batch_and_heads_compile_nothing(triton, sizes):
     """Each of the three kernels of one config and one kind of mask is one kernel; long causal sequences have a config of their
     own, and so have short ones with groups of heads."""
-    assert run_compiler(COUNT, triton, repr(sizes)) == "[1, 1, 1]"
+    assert run_compiler(COUNT, triton, repr(sizes)) == [1, 1, 1]
 
 
 PLANS = """
@@ -503,7 +489,7 @@ def test_a_plan_launches_with_the_tensors_of_its_call(triton):
     """Whatever tensors there are, those of a later call reach the kernels where Triton would put them, one given twice too."""
     one_pass, two_passes = ["prepare", "backward_kernel", "convert"], ["prepare", "keys_kernel", "rows_kernel"]
     stored, two_stored = ["prepare", "backward_kernel", "dq_kernel"], ["prepare", "keys_kernel", "dq_kernel"]
-    assert json.loads(run_compiler(PLANS, triton)) == [
+    assert run_compiler(PLANS, triton) == [
         one_pass,
         ["list_rows_and_keys", *one_pass, "redo_noted"],
         ["spans_kernel", *one_pass, "redo_noted"],

@@ -3,15 +3,12 @@ the kept ones."""
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from commands import run as strobe_command
+from tritons import TRITONS, answer_by
 
 import strobe
 from strobe.device import KNOWN
@@ -25,7 +22,6 @@ from strobe.tuning.table import SCHEMA, entries, read, shipped, users
 HOPPER = KNOWN["H200"]
 PADDED = (64, 96, 128, 160, 192, 256)
 SMALL, LARGE = "groups=2,tile_kv=128,num_stages=4", "groups=3,tile_kv=128,num_stages=4"
-OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
 
 
 FULL = strobe.Full()
@@ -377,18 +373,10 @@ print(json.dumps({"triton": triton.__version__, "found": found}))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("version", ["oldest Triton", "installed Triton"])
-def test_the_compiler_agrees_with_every_kept_config(version):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if version == "oldest Triton":
-        if not OLDEST_TRITON.exists():
-            pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
-        environment["PYTHONPATH"] = str(OLDEST_TRITON)
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert (version == "oldest Triton") == result["triton"].startswith("3.6")
-    flaws = {(audit["groups"], audit["masked"]): audit["flaw"] for audit in result["found"] if audit["flaw"]}
+@pytest.mark.parametrize("triton", TRITONS)
+def test_the_compiler_agrees_with_every_kept_config(triton):
+    found = answer_by(triton, COMPILE)["found"]
+    flaws = {(audit["groups"], audit["masked"]): audit["flaw"] for audit in found if audit["flaw"]}
     assert not flaws, flaws
-    for audit in result["found"]:
+    for audit in found:
         assert 0 <= audit["excess"] <= 512, audit["name"]

@@ -2,14 +2,9 @@
 none of ours. Decode's are looked at in `test_decode_compiles.py`, those of all configs beside what else is asked of them."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
+from tritons import answer_of
 
 AUDIT = """
 import json, sys, triton
@@ -29,13 +24,7 @@ HOPPER = [("sm90-fp8", 64, 256), *((f"sm90-{name}", 64, 128, 256) for name in ("
     "kernel", [("sm90-fp8", 128), *(pytest.param(kernel, marks=pytest.mark.exhaustive) for kernel in HOPPER)], ids=str
 )
 def test_ptxas_made_no_known_mistake(kernel):
-    if not OLDEST_TRITON.exists():
-        pytest.skip(f"no Triton 3.6 in {OLDEST_TRITON}: `make test` installs it")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(OLDEST_TRITON), environment.get("PYTHONPATH")]))
-    done = subprocess.run([sys.executable, "-c", AUDIT, json.dumps(kernel)], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    version, found = json.loads(done.stdout.splitlines()[-1])
+    version, found = answer_of(AUDIT, json.dumps(kernel), triton="oldest Triton")
     assert version.startswith("3.6") and len(found) >= len(kernel) - 1
     for name, warnings in found:
         assert not any("wrong code" in warning for warning in warnings), (name, warnings)

@@ -4,12 +4,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from commands import run
+from tritons import VERSIONS, answer_of
 
 from strobe.device import KNOWN
 from strobe.kernels.portable.config import choose
@@ -21,9 +21,6 @@ from strobe.lab.binary.offline import problem_of
 from strobe.lab.binary.sass import flow_of, innermost_loops, left_over, main_loop, unwritten, wrong_code
 from strobe.lab.pages.glossary import GLOSSARY
 from strobe.masks import Full
-
-ROOT = Path(__file__).parents[2]
-OLDEST_TRITON = ROOT / ".venv" / "triton-3.6"
 
 # ---- our kernels, on the oldest and on the installed Triton
 
@@ -63,18 +60,9 @@ MADE = [
 def made(request, tmp_path_factory):
     """(folder with cubins, what was audited, the audit of a kernel that spills)."""
     triton, kernels = request.param
-    folder, path = tmp_path_factory.mktemp("cubins"), [str(ROOT / "src")]
-    if triton == "oldest Triton":
-        if not OLDEST_TRITON.exists():
-            pytest.skip(f"no Triton 3.6 in {OLDEST_TRITON}: `make test` installs it")
-        path.insert(0, str(OLDEST_TRITON))
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path)
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder), ",".join(kernels)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    version, audited, spilling = json.loads(done.stdout.splitlines()[-1])
-    assert (triton == "oldest Triton") == version.startswith("3.6")
+    folder = tmp_path_factory.mktemp("cubins")
+    version, audited, spilling = answer_of(SCRIPT, str(folder), ",".join(kernels), triton=triton)
+    assert version.startswith(VERSIONS[triton])
     assert list(audited) == kernels
     return folder, audited, spilling
 

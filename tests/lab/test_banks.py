@@ -1,13 +1,13 @@
 """Bank conflicts: the layouts are the compiler's, the counts are those of the literature, and the benchmark compiles."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from commands import run
+from tritons import output_of
 
 from strobe.kernels import triton_version
 from strobe.lab.model.banks import ACCESSES, BANKS, LANES, LAYOUTS, Count, Tile, count, measure
@@ -204,12 +204,8 @@ for asm in (banks.LDMATRIX, *banks.LOADS.values(), *banks.STORES.values()):
 
 
 def test_the_benchmark_times_the_accesses_and_nothing_else():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "benchmarks")])
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
     expected = ["LDSM.16.M88.4", "LDS.U16", "LDS", "LDS.64", "LDS.128", "STS.U16", "STS", "STS.64", "STS.128"]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = [json.loads(line) for line in output_of(COMPILE, path=[ROOT / "benchmarks"]).splitlines()]
     for timed, mnemonic in zip(found, expected, strict=True):
         assert timed.count(mnemonic) == 16 + (mnemonic == "LDS"), timed  # the last load waits for the accesses before it
         assert not {"BAR", "LDG", "STG", "BRA"} & {name.split(".")[0] for name in timed}

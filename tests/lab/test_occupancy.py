@@ -1,12 +1,10 @@
 """Occupancy against Nsight Compute's own table, and against blocks worked out by hand."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
+from tritons import output_of
 from typer.testing import CliRunner
 
 from strobe.device import CPU, KIB, KNOWN
@@ -149,10 +147,8 @@ def test_wrong_options_are_one_sentence_and_status_2(arguments, words):
 
 def test_our_kernels_by_the_compilers_numbers(tmp_path):
     path = tmp_path / "o.json"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = f"from strobe_cli.app import app; app('occupancy --arch H200 --head-dims 128 --json {path}'.split())"
-    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    program = f"from strobe_cli.app import app; app('occupancy --arch H200 --head-dims 128 --json {path}'.split())"
+    output_of(program)
     hopper, portable = json.loads(path.read_text())["kernels"]
     # Two consumer groups and the producer's warps share 65536 registers, and nearly all shared memory: one CTA, by both.
     assert (hopper["threads"], hopper["registers"], hopper["blocks"]) == (384, 168, 1)

@@ -1,10 +1,7 @@
 """The roofline: ceilings, our Hopper forward's shared memory against the compiler, and predictions against measurements."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 from reports import report as bench_report
 from test_cost import problem
+from tritons import output_of
 from typer.testing import CliRunner
 
 import strobe
@@ -136,16 +134,12 @@ COMPILED = {
 @pytest.mark.parametrize("which", ["some", pytest.param("others", marks=pytest.mark.exhaustive)])
 def test_products_read_what_the_machine_code_says(which):
     """Every HGMMA of the main loops: descriptors are operands in shared memory, B always, A unless it is a register."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", OPERANDS, json.dumps(COMPILED[which])]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
     expected = [
         one
         for kernel, dim, dim_v in COMPILED[which]
         for one in passes(long(4096, dim, head_dim_v=dim_v, phase=kernel.removeprefix("sm90-")))
     ]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = [json.loads(line) for line in output_of(OPERANDS, json.dumps(COMPILED[which])).splitlines()]
     assert len(lines) == len(expected) == {"some": 2, "others": 5}[which]
     for instructions, one in zip(lines, expected, strict=True):
         shapes = [HGMMA.search(line) for line in instructions]
@@ -332,10 +326,7 @@ print(counts["MUFU.EX2"], _UNROLLED * _SIZE // (32 * _WARPS), counts.get("FMUL",
 
 @pytest.mark.skipif(triton_version() < (3, 8), reason="older ones make two instructions of each")
 def test_the_timed_kernel_is_little_but_exponentials():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", EXP2], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    made, asked, others = map(int, done.stdout.split())
+    made, asked, others = map(int, output_of(EXP2).split())
     assert made == asked == 64 and others < 8
 
 

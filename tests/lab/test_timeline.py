@@ -1,14 +1,12 @@
 """Stamps, timelines and unit costs: what compiles, what is drawn, what is tabulated."""
 
 import json
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from tritons import output_of
 from typer.testing import CliRunner
 
 from strobe.kernels.common.stamp import EVENTS, ROLES
@@ -40,9 +38,7 @@ print(clocks, reads, stores[1] - stores[0], [audit.spill_bytes for audit in audi
 def test_stamps_stand_in_a_traced_kernel_only():
     """In the PTX and in the machine code. Each of 2 consumers stamps 4 times before its loop, 5 in it and 3 after it; the
     producer for the first K, in its loop twice, and for the last V."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", CLOCKS], capture_output=True, text=True, env=environment)
-    assert done.stdout.splitlines()[-1] == "[0, 28] [0, 28] 28 [0, 0] [(), ()]", done.stdout + done.stderr
+    assert output_of(CLOCKS).splitlines()[-1] == "[0, 28] [0, 28] 28 [0, 0] [(), ()]"
 
 
 # ---- from stamps to timelines
@@ -261,10 +257,8 @@ def test_simulated_timeline_lies_between_the_products_and_the_safe_kernel(mask):
 def test_a_timeline_is_simulated_without_a_gpu(tmp_path):
     path = tmp_path / "simulated.json"
     options = ["timeline", "--simulate", "--head-dims", "64", "--mask", "full", "--length", "1024", "--json", str(path)]
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     code = "from strobe_cli.app import app; app()"  # in a process of its own: what other tests import is not there
-    done = subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    output_of(code, *options)
     assert json.loads(path.read_text())["device"]["name"] == "simulated sm_90"
     assert (tmp_path / "simulated.png").exists()
 

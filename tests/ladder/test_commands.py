@@ -1,14 +1,12 @@
 """`strobe ladder`: the harness on a CPU and with a clock that stands for a GPU's, reports, and what is refused."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from commands import run
+from tritons import output_of
 
 from strobe.device import KNOWN
 from strobe.lab.bench.peers import Peer
@@ -190,13 +188,7 @@ def test_show_diff_and_explain(tmp_path):
         "    assert result.exit_code == 0, (arguments, result.output, result.exception)\n"
         "    print(result.output, '=====')\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [os.path.dirname(__file__) + "/..", environment.get("PYTHONPATH")])
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    shown, beside, third, first = done.stdout.split("=====")[:4]
+    shown, beside, third, first = output_of(code, path=[Path(__file__).parents[1]]).split("=====")[:4]
     assert "max_phase=8" in shown and "LDGSTS" in shown
     assert "max_phase=1" in beside and "max_phase=8" in beside and "conflicts" in beside
     assert "+SHARED = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8" in difference(RUNGS[7], RUNGS[8])

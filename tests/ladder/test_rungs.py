@@ -1,13 +1,11 @@
 """Every rung: its numbers on a CPU (numba, the simulator) and on a GPU, its machine code, what its waits are for."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tritons import answer_of
 
 from strobe.device import KNOWN
 from strobe.lab.bench.accuracy import BOUNDS
@@ -22,7 +20,6 @@ from strobe.ladder.rungs import capability_of
 from strobe.sim import simulate
 
 ROOT = Path(__file__).parents[2]
-OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
 SIMULATED = [rung for rung in RUNGS if rung.least and hasattr(rung.module, "launches")]
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -218,15 +215,8 @@ COMPILED = [
 @pytest.fixture(scope="module", params=COMPILED)
 def compiled(request):
     """ "number head-dim arch" -> what the compiler makes of a rung, and the registers of rung 3 without a cap."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     triton, which = request.param
-    if triton == "oldest Triton":
-        if not OLDEST_TRITON.exists():
-            pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
-        environment["PYTHONPATH"] = os.pathsep.join([str(OLDEST_TRITON), environment.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, "-c", SCRIPT, which], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return answer_of(SCRIPT, which, triton=triton)
 
 
 def test_no_wgmma_is_made_serial(compiled):

@@ -1,13 +1,7 @@
 """The kernels of shards compile for GPUs that are not there: where rows stand, results in float32, and the merge."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
+from tritons import TRITONS, output_of
 
 COMPILE = """
 import torch
@@ -42,12 +36,6 @@ print("compiled")
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("version", ["installed", "oldest"], ids=["installed Triton", "oldest Triton"])
-def test_for_a_hopper_gpu(version):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if version == "oldest":
-        if not OLDEST_TRITON.exists():
-            pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(OLDEST_TRITON), environment.get("PYTHONPATH")]))
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and "compiled" in done.stdout, done.stderr
+@pytest.mark.parametrize("triton", TRITONS)
+def test_for_a_hopper_gpu(triton):
+    assert "compiled" in output_of(COMPILE, triton=triton)

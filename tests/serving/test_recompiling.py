@@ -1,11 +1,9 @@
 """How many kernels a server needs: lengths and page tables lie on the device, and batches and rooms choose among a few."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from tritons import answer_of
 
 PROGRAM = """
 import itertools, json, sys
@@ -43,9 +41,5 @@ POINTS = [("H200", (64, 8), 1), ("H100", (64, 8), 16), ("H200", (28, 4), 4), ("A
 
 @pytest.mark.parametrize(("arch", "heads", "queries"), POINTS)
 def test_batches_and_rooms_need_a_kernel_for_each_of_a_few_configs(arch, heads, queries):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps([arch, heads, queries])]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
-    assert done.returncode == 0, done.stderr
-    kernels = json.loads(done.stdout)
+    kernels = answer_of(PROGRAM, json.dumps([arch, heads, queries]), timeout=200)
     assert set(kernels) == {1} and len(kernels) <= 26  # of two caches

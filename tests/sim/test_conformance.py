@@ -1,8 +1,5 @@
 """The simulator gives the answers that a GPU gives: the same small kernels run in one and on the other."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +10,10 @@ import conformance_tma
 import pytest
 import torch
 from conformance import check
+from tritons import TRITONS, output_of
 
 MODULES = (conformance_registers, conformance_machine, conformance_barriers, conformance_tma)
 CASES = [case for module in MODULES for case in module.CASES]
-OLDEST_TRITON = Path(sys.prefix) / "triton-3.6"
 
 
 @pytest.mark.parametrize("order", ["in_order", "random", "late", "early", "timed"])
@@ -46,18 +43,11 @@ print("compiled all")
 """
 
 
-@pytest.mark.parametrize("triton", ["oldest Triton", "installed Triton"])
+@pytest.mark.parametrize("triton", TRITONS)
 def test_the_compiler_takes_them(triton):
     """All of them, for the oldest GPU that they ask about and for Hopper."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if triton == "oldest Triton":
-        if not OLDEST_TRITON.exists():
-            pytest.skip("`make test` installs Triton 3.6 in .venv/triton-3.6; it is not there")
-        environment["PYTHONPATH"] = str(OLDEST_TRITON)
-    command = [sys.executable, "-c", COMPILE, str(Path(__file__).parent), *(module.__name__ for module in MODULES)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "compiled all\n"
+    modules = [module.__name__ for module in MODULES]
+    assert output_of(COMPILE, str(Path(__file__).parent), *modules, triton=triton) == "compiled all\n"
 
 
 @pytest.mark.parametrize("row, column", [(-3, -8), (-3, 8), (4, -8), (-16, 0), (0, -64), (-20, 0), (0, -72), (-1, 0), (0, -1)])
