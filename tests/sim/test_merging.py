@@ -7,7 +7,7 @@ import pytest
 import torch
 from broken import altered
 
-from strobe.kernels.decode import results
+from strobe.kernels.decode import parts as handed_in
 from strobe.kernels.decode.arguments import Cached, Job, Kernel, Outputs, Piece, Terms
 from strobe.kernels.decode.config import Config
 from strobe.kernels.decode.layouts import result_layout
@@ -47,7 +47,7 @@ def part(W: gl.constexpr, HAND_IN: gl.constexpr, q, out, lse, parts, sums, arriv
     job = Job(zero, zero + 3, zero, zero, zero, zero + 2 * W, patience)
     o = gl.full([16, 16], W + 1.0, gl.float32, R)
     top = gl.full([16], W + 0.0, gl.float32, gl.SliceLayout(1, R))
-    results.leave_part(K, job.place, rows, o, top, 0.0 * top + 2.0, 0)
+    handed_in.leave_part(K, job.place, rows, o, top, 0.0 * top + 2.0, 0)
     HAND_IN(K, piece, job, rows)
 
 
@@ -59,7 +59,7 @@ def together(HAND_IN: gl.constexpr, q, out, lse, parts, sums, arrivals, patience
     )
 
 
-def merged(order: str, seed: int, patience: int, rows: int, hand_in=results.hand_in, config=CONFIG) -> None:
+def merged(order: str, seed: int, patience: int, rows: int, hand_in=handed_in.hand_in, config=CONFIG) -> None:
     """Merge twice, with the same counters, and check the results."""
     arrivals = torch.zeros(1, 2, dtype=torch.int32)
     for _ in range(2):
@@ -108,7 +108,7 @@ def test_by_whoever_waits(order, patience, config):
     ],
 )
 def test_a_mistake_is_found(text, becomes, tmp_path):
-    wrong = altered(results.__name__, ((text, becomes),), tmp_path).hand_in
+    wrong = altered(handed_in.__name__, ((text, becomes),), tmp_path).hand_in
     with pytest.raises((AssertionError, SimulationError, Race, DoubleWrite)):
         for seed in range(12):
             merged("random", seed, (2, 50)[seed % 2], rows=16, hand_in=wrong, config=(CONFIG, OF_WGMMA)[seed // 2 % 2])
