@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -31,6 +32,8 @@ from strobe.scores import Score
 
 RESULTS = Path("benchmarks/results")
 NOTHING = "No measurement on a GPU is published yet."
+
+Key = TypeVar("Key")
 
 BASE = AttentionProblem(
     lengths=Dense(2, 1024, 1024), heads_q=16, heads_kv=16, head_dim=128, head_dim_v=128, dtype=torch.bfloat16, scale=128**-0.5
@@ -207,7 +210,10 @@ def in_short(root: Path) -> str:
     reports = {what: load(path) for what, path in paths.items()}
     if not reports:
         return NOTHING
-    found = {what: _by_heading(_of_one_dtype(report)) for what, report in reports.items()}
+    found = {
+        what: _ratios_by(_of_one_dtype(report), lambda facts: Point.of(facts).family.heading)
+        for what, report in reports.items()
+    }
     headings = list(dict.fromkeys(heading for by_heading in found.values() for heading in by_heading))
     lines = [_row(["", *reports]), _row(["---", *("---:" for _ in reports)])]
     lines += [
@@ -225,22 +231,21 @@ def steps_in_short(root: Path) -> str:
     if not reports:
         return NOTHING
     points = [facts for report, _ in reports for facts in report["points"]]
-    queries = sorted({facts["queries"] for facts in points})
+    found = _ratios_by(points, lambda facts: (f"heads {facts['heads']}/{facts['heads_kv']}", facts["queries"]))
+    queries = sorted({n for _, n in found})
     lines = [_row(["", *(f"{n} quer{'y' if n == 1 else 'ies'}" for n in queries)]), _row(["---", *("---:" for _ in queries)])]
-    for heads in dict.fromkeys((facts["heads"], facts["heads_kv"]) for facts in points):
-        mine = [facts for facts in points if (facts["heads"], facts["heads_kv"]) == heads]
-        cells = [_over_points(_closest_of([facts for facts in mine if facts["queries"] == n])) for n in queries]
-        lines.append(_row(["heads {}/{}".format(*heads), *cells]))
+    lines += [
+        _row([heads, *(_over_points(found.get((heads, n), [])) for n in queries)])
+        for heads in dict.fromkeys(h for h, _ in found)
+    ]
     batches, lengths = (sorted({facts[name] for facts in points}) for name in ("batch", "length"))
     contenders = dict.fromkeys(name for report, _ in reports for name in report["contenders"])
     peers = ", ".join(name for name in contenders if not name.startswith("strobe"))
-    what = (
-        f"{batches[0]} to {batches[-1]} requests of {short(lengths[0])} to {short(lengths[-1])} keys, contiguous and in pages"
-    )
-    where = ", ".join(
-        [reports[0][0]["device"]["name"], reports[0][0]["date"][:10], *(f"[JSON]({path})" for _, path in reports)]
-    )
-    return "\n".join([*lines, "", f"A step over a cache, {what}, beside {peers}: {verdicts(points)} ({where})."])
+    of, to = batches[0], batches[-1]
+    what = f"{of} to {to} requests of {short(lengths[0])} to {short(lengths[-1])} keys, contiguous and in pages, beside {peers}"
+    device, date = reports[0][0]["device"]["name"], reports[0][0]["date"][:10]
+    where = f"{device}, {date}, {', '.join(f'[JSON]({path})' for _, path in reports)}, [how](docs/serving.md#measured)"
+    return "\n".join([*lines, "", f"A step over a cache, {what}: {verdicts(points)} ({where})."])
 
 
 def _of_steps(root: Path) -> list[tuple[dict, Path]]:
@@ -250,17 +255,12 @@ def _of_steps(root: Path) -> list[tuple[dict, Path]]:
     return found[-1:] + [each for each in others if found and each[0]["device"]["name"] == found[-1][0]["device"]["name"]][-1:]
 
 
-def _closest_of(points: list[dict]) -> list[Ratio]:
-    """Each point's ratio to its best peer."""
-    return [compared[1] for facts in points if (compared := closest(facts["results"]))]
-
-
-def _by_heading(points: list[dict]) -> dict[str, list[Ratio]]:
-    """Each head dim's ratios to the best peer of a point."""
-    found: dict[str, list[Ratio]] = {}
+def _ratios_by(points: list[dict], key: Callable[[dict], Key]) -> dict[Key, list[Ratio]]:
+    """The points' ratios to their best peers, by what `key` says of a point."""
+    found: dict[Key, list[Ratio]] = {}
     for facts in points:
         if compared := closest(facts["results"]):
-            found.setdefault(Point.of(facts).family.heading, []).append(compared[1])
+            found.setdefault(key(facts), []).append(compared[1])
     return found
 
 
