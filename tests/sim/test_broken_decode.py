@@ -27,9 +27,10 @@ from test_decode_kernel import (
     queries_below_zero,
     with_8_bits,
 )
+from test_head_dims import two_groups, wide_queries_below_zero
 
 import strobe
-from strobe.kernels.decode.choice import of_converted, of_one_group, of_split_clusters, of_wgmma
+from strobe.kernels.decode.choice import of_converted, of_one_group, of_split_clusters, of_wgmma, of_wide
 from strobe.kernels.decode.shares import of_shares
 from strobe.sim import (
     BarrierMisuse,
@@ -289,7 +290,7 @@ CLEARED = """        fence_async_shared()
 GROUPED = {"head_dim": 128, "head_dim_v": 128, "page": 48}
 TWO_CHUNKS = {"grouped": False, "chunk": 64}
 K_ALONE = "    else:\n        mbarrier.expect(barrier, C.tokens * C.head_dim"
-COPY_K = "k_page, k_row, piece.head, at, C)\n    return"
+COPY_K = "k_page, k_row, piece.head, at, C)\n    if C.q_in_turn"
 COPY_V = "v_page, v_row, piece.head, at, C)\n    if clears"
 NARROW = "memory.narrow.index(turn % C.stages).permute((1, 0)), s, is_async=True)\n    return warpgroup_mma_wait(0, deps=[s])"
 
@@ -376,7 +377,7 @@ HOPPER_BUGS = [
 
 ASKED_Q_BUGS = [
     hopper("Q is asked for while the one before is read",
-           "            mbarrier.wait(memory.k.empty.index(memory.k.slot(before)), memory.k.phase(before), pred=near)\n", "",
+           "    mbarrier.wait(memory.k.empty.index(memory.k.slot(before)), memory.k.phase(before), pred=near)\n", "    pass\n",
            (Race, *NUMBERS)),
     hopper("Q is not waited for", "    memory.k.wait(position)\n    q = ()", "    q = ()", TOO_EARLY),
     hopper("Q's bytes are not expected", "(C.tokens + C.rows) * C.head_dim * 2)", "C.tokens * C.head_dim * 2)",
@@ -389,6 +390,23 @@ ASKED_Q_BUGS = [
     kernel("rows of absent heads are written", "there & (row % GROUP < GROUP - C.absent)", "there",
            (DoubleWrite, OutOfBounds, Race)),
     hopper("Q has no sign", "        if sign != 1.0:\n", "        if sign == 5.0:\n"),
+]  # fmt: skip
+
+TURN_OF_Q = "memory.turns.acquire(taken)"
+TURN_WAITED, TURN_OVER = "    memory.turns.wait(taken)\n    q = ()\n", "        memory.turns.release(taken)\n    position"
+SIGNED = "* sign).to(memory.q.dtype))\n        fence_async_shared()\n"
+Q_IN_TURN_BUGS = [
+    hopper("Q is copied over rows that are yet to be read", TURN_OF_Q, "memory.turns.full.index(0)",
+           (*TOO_EARLY, *NUMBERS, BarrierMisuse, Deadlock)),
+    hopper("Q in turn is not waited for", TURN_WAITED, "    q = ()\n", TOO_EARLY),
+    hopper("Q is given back as it comes", TURN_WAITED, "    memory.turns.release(taken)\n" + TURN_WAITED,
+           (*TOO_EARLY, *NUMBERS, BarrierMisuse, Deadlock)),
+    hopper("nobody gives Q back", TURN_OVER, "        pass\n    position", (Deadlock,)),
+    hopper("each step asks for Q", "        if at <= piece.begin:\n", "        if at >= 0:\n", (Race, Deadlock, BarrierMisuse)),
+    hopper("turns of Q are not counted", "            before += 1\n", "            before += 0\n",
+           (Deadlock, BarrierMisuse, *TOO_EARLY, *NUMBERS)),
+    hopper("Q in turn has no sign", "    if sign != 1.0:\n        L:", "    if sign == 5.0:\n        L:"),
+    hopper("Q that has a sign has no fence", SIGNED, SIGNED.partition("\n")[0] + "\n", (MissingFence,)),
 ]  # fmt: skip
 
 JOINS = """                gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
@@ -491,8 +509,8 @@ CONVERTED_BUGS = [
               "bytes.full.index(bytes.slot(position))", (*TOO_EARLY, *NUMBERS, BarrierMisuse, Deadlock, Unfinished)),
     converted("bytes are given back before they are loaded", WAITED, WAITED + "    memory.bytes.release(position)\n",
               (*TOO_EARLY, BarrierMisuse, Deadlock)),
-    converted("Q is copied over rows that are yet to be read", "memory.turns.acquire(taken)", "memory.turns.full.index(0)",
-              (*TOO_EARLY, *NUMBERS, BarrierMisuse, Deadlock)),
+    hopper("Q is copied over rows that are yet to be read", TURN_OF_Q, "memory.turns.full.index(0)",
+           (*TOO_EARLY, *NUMBERS, BarrierMisuse, Deadlock)),
     converted("values that are no key's stay", "v, True, piece", "v, False, piece"),
     converted("pieces are taken again though they were not chosen", "job, K.C):\n        first,",
               "job, K.C) | True:\n        first,", (*NUMBERS, Deadlock, BarrierMisuse, Race)),
@@ -822,6 +840,14 @@ def test_it_is_found_where_the_copier_asks_for_q(bug, tmp_path):
         with pytest.raises(bug.errors):
             run(call, ctas=3, order=order, seed=number, kernel=module, choose=of_wgmma, stages=4, **ASKED_Q,
                 **TWO_CHUNKS)  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", Q_IN_TURN_BUGS, ids=str)
+def test_it_is_found_where_q_comes_in_turn(bug, tmp_path):
+    call, module = wide_queries_below_zero(), broken(bug, HOPPER, tmp_path)
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            run(call, ctas=3, order=order, seed=number, kernel=module, choose=of_wide, **two_groups(call, 32))
 
 
 @pytest.mark.parametrize("bug", JOINED_BUGS, ids=str)

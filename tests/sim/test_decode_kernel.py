@@ -511,7 +511,7 @@ def test_two_groups_launch_after_launch(order):
     [
         (2, 1 << 17, {}, 1), (2, (1 << 17) + 1, {}, 2), (16, 2048, {}, 1), (17, 2048, {}, 2),
         (2, (1 << 17) - 1, {"deterministic": True}, 1), (2, 1 << 17, {"deterministic": True}, 2),
-        (17, 2048, {"head_dim": 64}, 1),
+        (17, 2048, {"head_dim": 64}, 2), (4, 2048, {"head_dim": 64}, 1),
     ],
 )  # fmt: skip
 def test_who_has_two_roles(batch, keys, fixed, groups, gpu):
@@ -523,7 +523,7 @@ def test_who_has_two_roles(batch, keys, fixed, groups, gpu):
     ("capacity", "fixed", "optimistic"),
     [
         (4096, {}, True), (4095, {}, False), (4096, {"mask": strobe.Window(40, 0)}, False), (4096, {"alibi": True}, False),
-        (4096, {"deterministic": True}, False), (1 << 14, {"deterministic": True}, True), (4096, {"head_dim": 64}, False),
+        (4096, {"deterministic": True}, False), (1 << 14, {"deterministic": True}, True), (4096, {"head_dim": 64}, True),
     ],
 )  # fmt: skip
 def test_who_is_optimistic(capacity, fixed, optimistic):

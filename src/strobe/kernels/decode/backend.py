@@ -8,12 +8,10 @@ from strobe.device import Arch
 from strobe.kernels import has_triton
 from strobe.kernels.common.call import Buffers, Call, Tensors
 from strobe.kernels.decode.choice import DTYPES, choose
-from strobe.kernels.decode.config import Config
+from strobe.kernels.decode.config import MOST_COLUMNS, Config
 from strobe.kernels.decode.sizes import is_latent, jobs, padded
 from strobe.masks import MAX_BOUND
 from strobe.serving.problem import DecodeProblem
-
-MOST_COLUMNS = 256
 
 
 def refuses(problem: DecodeProblem, arch: Arch) -> str | None:
@@ -31,8 +29,9 @@ def refuses(problem: DecodeProblem, arch: Arch) -> str | None:
         return (
             f"takes head dims up to {MOST_COLUMNS}, or 576 whose first 512 are v, not {problem.head_dim}, {problem.head_dim_v}"
         )
-    if is_latent(problem) and arch.smem_per_block < choose(problem, arch).smem:
-        return "has too little shared memory for keys of 576 columns"
+    if (needed := choose(problem, arch).smem) > arch.smem_per_block:
+        dims = f"head dims {problem.head_dim}, {problem.head_dim_v}"
+        return f"needs {needed} bytes of shared memory for {dims}, and a block has {arch.smem_per_block}"
     if problem.unaligned:
         return f"needs bases and strides in multiples of 16 bytes (for cp.async), which {', '.join(problem.unaligned)} lacks"
     units = jobs(problem, choose(problem, arch)) * -(-problem.capacity // 16)

@@ -9,7 +9,7 @@ import torch
 
 from strobe.device import KIB, Arch
 from strobe.kernels.common.panels import PANEL_COLUMNS, lie_in_groups
-from strobe.kernels.decode.config import MMA_ROWS, MOST_ROWS, Config
+from strobe.kernels.decode.config import MMA_ROWS, MOST_COLUMNS, MOST_ROWS, Config
 from strobe.kernels.decode.shares import (
     CLUSTER,
     MOST_HEADS_OF_CLUSTERS,
@@ -74,6 +74,14 @@ multiprocessors or fewer: their code is half as long, and what begins and ends a
 request of 32k keys 29.8 (32.0; 34.0), 8 of 8k 46.1 (46.4; 49.2); 16 on 2, 32 of 8k 77.6 (77.9; 80.3), over pages of 16 79.2
 (81.7; 82.2); 64 on 8, 1 of 128k 137.1 (-; 140.1); but 8 of 32k 267.3 (-; 262.9), and 28 on 4, 32 of 2k, whose jobs are whole,
 42.9 (41.4; 42.3)."""
+FEW_KEYS_OF_TWO_TILES = 1 << 14
+"""The same for 65 to 128 rows of 129 to 256 columns."""
+MOST_KEYS_OF_WIDE_TILES, LEAST_KEYS_OF_WIDE_STEPS = 1 << 17, 1 << 19
+"""Keys of all key heads of all requests up to which more than 64 rows of 129 to 256 columns are tiles of 64, if each has a
+multiprocessor, and from which on steps have 64 keys: see `of_wide`."""
+MOST_KEYS_OF_STORED_Q = 1 << 15
+"""Keys of all key heads of all requests up to which 65 rows or more of 64 columns are stored by their group, not held: see
+`of_wgmma`."""
 MOST_CONVERTED_KEYS_OF_TILES = 1 << 17
 """Keys of 8 bits of all key heads of all requests up to which 65 to 128 rows are two tiles of one group's. An H200, 64 heads
 on 8, microseconds (and two groups): 1 request of 1k keys 12.8 (18.4), 8 of 1k 18.4 (30.7), 8 of 2k 27.2 (41.1), 1 of 8k 20.8
@@ -140,7 +148,7 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
         if gains_by_one_group(problem, arch):
             make = of_one_group
         elif gains_by_wgmma(problem):
-            make = of_wgmma
+            make = of_wide if padded(problem.head_dim) == MOST_COLUMNS else of_wgmma
     config = make(problem, arch)
     return replace(config, start=start_of(config), by_turns=gains_by_turns(problem, arch, config))
 
@@ -188,6 +196,11 @@ def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
     # 45.7 (47.6), 1 query 39.2 (40.0); 1 query of 64 on 8, 32 of 8k 132.2 (133.8), 32 of 32k 509 (513)
     if kv_bytes == 1 and wide <= 128:
         stages = 2
+    if rows == MOST_ROWS and wide == MOST_COLUMNS and kv_bytes == 2:
+        tokens, stages = 32, 4  # with 64 the loop spills
+    if kv_bytes == 1 and wide == MOST_COLUMNS:
+        tokens = 128  # one query, 32 requests of 8k, 16 on 2: 74.2, two CTAs of 64 keys, which did not hold Q, 135.5; 16 on 8
+        # 261.4 (518.8)
     if rows == MOST_ROWS and wide == 128 and kv_bytes == 2:
         tokens, stages = 32, 6  # 64 rows: a warp has half as many scores at once: 4 % faster (16 queries of 64 heads on 8)
     split = split_of(problem.capacity, max(tokens, 64)) if problem.deterministic else 0
@@ -195,13 +208,22 @@ def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
     few = not split and rows == MMA_ROWS and jobs(problem, config) <= FEW_JOBS
     if few and wide == 128 and kv_bytes == 2 and arch.capability == 90:
         config = replace(config, warps=8, tokens=128)  # half as many parts to merge: 4 % faster (batch 1, 8k keys, 8 key heads)
-    while config.meeting_bytes > config.ring_bytes(dim):
-        config = replace(config, stages=config.stages + 1)
+    config = with_room_to_meet(config)
+    if config.smem + OVERHEAD > arch.smem_per_block:  # 256 columns, and 99 KB
+        config = replace(config, rows=min(rows, 2 * MMA_ROWS), tokens=64 // kv_bytes, stages=2, warps=4)
+        config = with_room_to_meet(config)
     room = arch.smem_per_sm or 100 * KIB
     ctas = 2 if 2 * (config.smem + OVERHEAD) <= room else 1
     while config.stages < stages and ctas * (replace(config, stages=config.stages + 1).smem + OVERHEAD) <= room:
         config = replace(config, stages=config.stages + 1)
     return replace(config, ctas=ctas)
+
+
+def with_room_to_meet(config: Config) -> Config:
+    """A config with stages enough that its warps may meet in the wider ring."""
+    while config.meeting_bytes > config.ring_bytes(max(config.head_dim, config.head_dim_v)):
+        config = replace(config, stages=config.stages + 1)
+    return config
 
 
 def takes_long_steps(problem: DecodeProblem, arch: Arch) -> bool:
@@ -264,11 +286,12 @@ def takes_wgmma(problem: DecodeProblem, arch: Arch) -> bool:
 
 
 def can_take_wgmma(problem: DecodeProblem, arch: Arch) -> bool:
-    """Whether wgmma can do it with keys of 16 bits: head dims of 33 to 128 or latent keys, pages of whole boxes, no scale for
-    each key."""
+    """Whether wgmma can do it with keys of 16 bits: head dims of 33 to 128, or both of 129 to 256, or latent keys, pages of
+    whole boxes, no scale for each key."""
     by_token = any(scale is not None and len(scale.shape) == 3 for scale in (problem.k_scale, problem.v_scale))
     latent, box = is_latent(problem), LATENT_BOX if is_latent(problem) else LEAST_BOX
-    fits = latent or (not problem.shared and all(padded(dim) in (64, 128) for dim in (problem.head_dim, problem.head_dim_v)))
+    dims = {padded(problem.head_dim), padded(problem.head_dim_v)}
+    fits = latent or (not problem.shared and (dims <= {64, 128} or dims == {MOST_COLUMNS}))
     paged = problem.page_size is None or problem.page_size % box == 0
     return arch.capability == 90 and fits and paged and not by_token
 
@@ -280,7 +303,10 @@ def gains_by_wgmma(problem: DecodeProblem) -> bool:
         return True
     if padded(problem.head_dim) == 64:
         # 64 heads on 8, 16 queries, an H100, 1 of 8k, 32 of 1k, 8k: 20.7, 41.3, 243.8 microseconds, not 21.8, 66.2, 418.9
-        return padded(problem.head_dim_v) == 64 and problem.rows > MOST_ROWS and not problem.deterministic
+        # an H200, 32 heads on 8, 16 queries, 32 of 8k: 130.1, not 158.1; 8 of 2k 17.0 (22.1)
+        return padded(problem.head_dim_v) == 64 and problem.rows >= WGMMA_FROM_ROWS and not problem.deterministic
+    if padded(problem.head_dim) == MOST_COLUMNS:  # two sums of O, of a split and of those before, would not fit
+        return not problem.deterministic
     return problem.deterministic or problem.rows >= WGMMA_FROM_ROWS
 
 
@@ -323,7 +349,12 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     # requests of 32k keys, contiguous 247.6 (256.7), over pages of 256 249.4 (255.3), of 16 253.9 (264.8), 8 of 128k,
     # contiguous 958 (976), of unequal lengths, 32 around 8k 273 (283); 32 and 128 of 8k, 32 of 32k: level. With all six steps
     # under way, not half of four: 251.0, -, 254.6, 966, 276.
-    holds_q = dim == dim_v == 128 and not problem.deterministic
+    # With 64 columns, 16 queries, an H200, microseconds (and without Q in registers, the optimistic softmax, and rows that TMA
+    # copies): 64 heads on 8, 32 requests of 8k keys, pages of 64 152.2 (188.5), of 16 164.6 (202.4), contiguous 173.0 (222.9),
+    # 8 of 8k 46.3 (63.0), 32 of 2k 47.4 (65.6), 128 of 1k 96.8 (122.4), 1 of 8k 16.7 (18.8), but 1 of 2k 12.2 (11.4); of all
+    # steps under way 155.5, 47.4, 48.0; of one role of eight warps 173.0, 52.3, 53.5.
+    narrow = dim == dim_v == 64 and keys_of(problem) > MOST_KEYS_OF_STORED_Q
+    holds_q = (dim == dim_v == 128 or narrow) and not problem.deterministic
     apart = many and (holds_q or (keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS and (long or not problem.deterministic)))
     late = is_late(problem, arch)
     hopeful = late and many and keys_of(problem) >= LEAST_KEYS_OF_HOPEFUL_SPLITS
@@ -331,18 +362,18 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     absent = absent_of(problem, rows) if holds_q else None
     grouped = holds_q and box < tokens and takes_groups(problem)
     chunk = min(dim, dim_v) if box == tokens or grouped else PANEL_COLUMNS
-    ctas = 1 if holds_q else 128 // rows
+    ctas = 1 if holds_q and not (narrow and rows <= MOST_ROWS) else 128 // rows
     config = Config(dim, dim_v, rows, tokens, 2, rows // 16, ctas, split, box=box, chunk=chunk, groups=1 + apart,
                     by_way_of_q=many and not long and not holds_q, holds_q=holds_q, asks_q=absent is not None,
                     absent=absent or 0, optimistic=holds_q and is_hopeful(problem),
-                    under_way=UNDER_WAY if holds_q else 0,
+                    under_way=(2 * UNDER_WAY if narrow and many else UNDER_WAY) if holds_q else 0,
                     chain=chain_of(problem), late=late, grouped=grouped)  # fmt: skip
     # Parts merged by blocks of columns, microseconds (and by rows), one request: of 128k keys of 16 heads on 2 50.0 (52.8) on
     # an H200, 64.0 (66.2) on an H100; of 32k of 28 on 4 35.1 (34.8), 38.4 (39.3); but of 64 on 8, of 16 parts, 62.0 (60.9).
     sms, number = arch.sms or FALLBACK_SMS, jobs(problem, config)
     config = replace(config, few_jobs=many and not split and sms // number > MOST_PARTS,
-                     joins=many and holds_q and not split and problem.heads_kv >= LEAST_HEADS_OF_JOINS)  # fmt: skip
-    if holds_q and not split and 2 * number <= sms and keys_of(problem) <= MOST_KEYS_OF_ONE_ROLE:
+                     joins=many and holds_q and not (split or narrow) and problem.heads_kv >= LEAST_HEADS_OF_JOINS)  # fmt: skip
+    if holds_q and not (split or narrow) and 2 * number <= sms and keys_of(problem) <= MOST_KEYS_OF_ONE_ROLE:
         config = replace(config, groups=1)
     most = MOST_STAGES
     if config.under_way or (many and long and paged):
@@ -371,7 +402,8 @@ def absent_of(problem: DecodeProblem, rows: int) -> int | None:
 def is_hopeful(problem: DecodeProblem) -> bool:
     """Whether the optimistic softmax gains: there are many steps that all rows see whole, whose scores are not likely to be far
     above those of the first one, of which each row sees some."""
-    return problem.capacity >= HOPEFUL_ROOM and problem.mask.left is None and problem.score.alibi is None
+    many = problem.capacity >= HOPEFUL_ROOM or padded(problem.head_dim) == 64
+    return many and problem.mask.left is None and problem.score.alibi is None
 
 
 def is_late(problem: DecodeProblem, arch: Arch) -> bool:
@@ -431,6 +463,19 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
     if dim != dim_v or problem.rows > 2 * MOST_ROWS:
         return False
     keys = keys_of(problem)
+    if dim == MOST_COLUMNS:
+        # An H200, microseconds (and mma.sync; TMA and one group that holds Q; FlashAttention-3):
+        #   16 heads on 2, 1 query:  32 requests of 8k keys, pages of 64 128.6 (130.6; -; 134.7), of 16 127.2 (-; 128.4; 132.4)
+        #                  4 queries: 32 of 8k 132.0 (150.2; 132.1; 137.5), 8 of 8k 40.4 (-; 41.6; 43.9), 32 of 1k 25.0 (-;
+        #                  26.2; 29.7)
+        #   16 on 8, 1 query: 32 of 8k 489.0 (498.1; -; 502.9), pages of 16 480.7 (568.4; 484.1; 484.0); 8 of 4k 66.1 (-; 67.4;
+        #            69.9); 4 queries: 8 of 2k 37.3 (-; 38.5; 41.8), contiguous 36.2 (-; 37.2; 42.2)
+        #   192 columns, whose places for 256 cp.async fills: 24 on 4, 32 of 8k 244.2 (240.7; 208.7; 195.6), 32 of 2k 60.4 (-;
+        #            53.1; 55.0), 4 queries, 8 of 4k 37.4 (-; 35.2; 35.3), but 1 query, 8 of 2k 18.6 (20.9; 21.3; 21.8)
+        # 128 rows in two tiles: 1 of 8k 18.4 (-; 20.4; 26.2), of 16k 25.4 (-; 25.7; 30.0)
+        full = problem.head_dim == problem.head_dim_v == dim
+        most = FEW_KEYS_OF_TWO_TILES if problem.rows > MOST_ROWS else FEW_KEYS_OF_ONE_GROUP
+        return not problem.deterministic and (keys <= most or (full and problem.rows <= MOST_ROWS))
     if problem.deterministic:
         return dim == 128 and (problem.rows <= MOST_ROWS or keys <= FEW_KEYS_OF_ONE_GROUP)
     if dim == 64:
@@ -452,8 +497,36 @@ def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
     # two CTAs with half a ring each: 13.2, 26.7, 25.3 and 109.8 microseconds, in place of the four in the first line above
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     split = short_split_of(problem) if problem.deterministic else 0
-    config = Config(dim, dim_v, 64, WGMMA_TOKENS, 2, 4, 1, split, chunk=dim, chain=chain_of(problem),
+    # 256 columns in steps of 64 keys, 16 heads on 2: 1 query, 32 of 8k 135.1 microseconds (128.6), 8 of 2k 18.8 (15.3)
+    tokens = WGMMA_TOKENS // 2 if dim == MOST_COLUMNS else WGMMA_TOKENS
+    config = Config(dim, dim_v, 64, tokens, 2, 4, 1, split, chunk=dim, chain=chain_of(problem),
                     late=is_late(problem, arch))  # fmt: skip
+    return with_all_stages(config, arch)
+
+
+def of_wide(problem: DecodeProblem, arch: Arch) -> Config:
+    """The config of TMA and wgmma for 129 to 256 columns: one group that holds Q beside O or, where tiles of 64 rows would read
+    too many keys again, two groups, whose registers O takes, so that Q stays in shared memory."""
+    # An H200, 16 queries of 16 heads on 2, 256 columns, microseconds by one group, by two in steps of 32 keys, of 64 (and
+    # FlashAttention-3):
+    #   pages of 64: 8 requests of 2k keys 22.5, 26.7, - (25.8); 8 of 8k 51.7, 53.4, - (52.5); 32 of 2k 47.0, 52.7, - (57.3)
+    #                1 of 32k 34.4, 41.6, - (37.5), of 64k 55.9, 59.2, 63.9 (54.2); 16 of 8k 89.8, 83.0, 87.6 (83.8)
+    #                32 of 8k 165.9, 154.9, 150.9 (152.8); 128 of 1k 141.7, 95.1, 102.1 (91.1), of 2k 265, 163.2, 164.4 (151.4)
+    #   pages of 16: 64 of 4k 255.0, 161.2, 146.2 (138.6); 128 of 2k 263.2, 172.4, 164.6 (150.3)
+    #   contiguous, 32 on 4: 32 of 8k 482.9, 292.8, 262.9 (263.1), 128 of 1k 275.1, 173.7, 180.4 (171.0)
+    # Two groups, Q stored by them: 8 of 2k 33.2; with the optimistic softmax 8 of 2k 35.5, 32 of 8k 176.8 (asked for, and steps
+    # of 64 keys 152.9); with half of Q in registers 32 of 8k 196.9: ptxas then makes each product wait for the one before.
+    sms, keys = arch.sms or FALLBACK_SMS, keys_of(problem)
+    tiles = problem.batch * problem.heads_kv * -(-problem.rows // MOST_ROWS)
+    one = problem.rows <= MOST_ROWS or (tiles <= sms and keys <= MOST_KEYS_OF_WIDE_TILES)
+    long = not one and keys >= LEAST_KEYS_OF_WIDE_STEPS and problem.capacity >= LONG_ROOM
+    rows, tokens = MOST_ROWS if one else 2 * MOST_ROWS, WGMMA_TOKENS if long else WGMMA_TOKENS // 2
+    box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
+    chunk, absent = PANEL_COLUMNS, absent_of(problem, rows)
+    if box == tokens:
+        chunk = MOST_COLUMNS if one else 2 * PANEL_COLUMNS
+    config = Config(MOST_COLUMNS, MOST_COLUMNS, rows, tokens, 2, rows // MMA_ROWS, 1, box=box, chunk=chunk,
+                    groups=rows // MOST_ROWS, holds_q=one, asks_q=absent is not None, absent=absent or 0)  # fmt: skip
     return with_all_stages(config, arch)
 
 
@@ -462,9 +535,12 @@ def takes_conversion(problem: DecodeProblem, arch: Arch) -> bool:
     than for the same keys in 16 bits. Bits that must not depend on the number of queries come from mma.sync."""
     # An H200, e4m3, pages of 64, 16 queries, microseconds (mma.sync), 32 heads on 8: 1 request of 1k keys 11.7 (14.2), 8 of 1k
     # 16.4 (28.9), 32 of 1k 32.7 (41.3); 64 on 8: 32 of 1k 56.0 (76.4)
-    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128 and problem.kv_dtype.itemsize == 1
-    many = problem.rows >= WGMMA_FROM_ROWS and not problem.deterministic
-    return many and wide and can_take_wgmma(problem, arch)
+    # 256 columns, 32 requests of 8k keys, 16 heads on 2: 4 queries 87.1 (96.8), 16 154.8 (299.9), but 1 84.5 (74.2)
+    dims = padded(problem.head_dim), padded(problem.head_dim_v)
+    least = {(128, 128): WGMMA_FROM_ROWS, (MOST_COLUMNS, MOST_COLUMNS): MMA_ROWS + 1}.get(dims)
+    if least is None or problem.rows < least or problem.kv_dtype.itemsize > 1:
+        return False
+    return not problem.deterministic and can_take_wgmma(problem, arch)
 
 
 def of_converted(problem: DecodeProblem, arch: Arch) -> Config:
@@ -475,12 +551,15 @@ def of_converted(problem: DecodeProblem, arch: Arch) -> Config:
     #   128 rows: 32 of 8k 264 (304; 259), of 16 244 (364; 267), contiguous 269 (315; 260); 8 of 8k 80.4 (82.3; 77.0); 128 of
     #             8k 1057 (1222; 1029); 32 of 2k 82.1 (83.5; 77.4); without Q in registers: 297, 82.0, 1187, 86.2
     # 64 rows in steps of 128 keys: 32 of 8k 168, of 16 163, contiguous 165; 8 of 8k 51.1; 128 of 8k 669; 32 of 2k 52.5.
+    # Of 256 columns two groups that hold Q have no registers for O, and one has in steps of 32 keys.
+    dim = padded(problem.head_dim)
     tiles = MOST_ROWS < problem.rows <= 2 * MOST_ROWS and keys_of(problem) <= MOST_CONVERTED_KEYS_OF_TILES
-    groups = 2 if problem.rows > MOST_ROWS and not tiles else 1
+    groups = 2 if problem.rows > MOST_ROWS and not tiles and dim == 128 else 1
+    tokens = WGMMA_TOKENS if dim == 128 else WGMMA_TOKENS // 2
     hopeful = problem.mask.left is None and problem.score.alibi is None
-    box = WGMMA_TOKENS if problem.page_size is None else math.gcd(WGMMA_TOKENS, problem.page_size)
+    box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
     absent = absent_of(problem, MOST_ROWS * groups)
-    config = Config(128, 128, MOST_ROWS * groups, WGMMA_TOKENS, 2, 4 * groups, 1, kv_bytes=1, box=box, chunk=128, groups=groups,
+    config = Config(dim, dim, MOST_ROWS * groups, tokens, 2, 4 * groups, 1, kv_bytes=1, box=box, chunk=dim, groups=groups,
                     holds_q=True, asks_q=absent is not None, absent=absent or 0, optimistic=hopeful,
                     bytes_stages=4)  # fmt: skip
     return with_all_stages(config, arch)

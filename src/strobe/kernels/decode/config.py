@@ -11,6 +11,8 @@ from strobe.kernels.memory_map import Buffer, total_bytes
 MMA_ROWS = 16
 """Rows of a product of tensor cores (mma.sync), for one warp."""
 MOST_ROWS = 64
+MOST_COLUMNS = 256
+"""Columns of a head that every kernel takes; a latent has more."""
 FEW_SHARES, FEW_SHARED_ROWS = 8, 128
 """Parts of a key head that the last CTA to come merges alone, as it would wait for others for as long, and the rows that they
 have together at most. An H200, 8 requests of 1k keys, microseconds merged by one, by all: 32 rows, eight parts 11.5, 10.0 (a
@@ -124,6 +126,12 @@ class Config:
         return self.by_wgmma and not self.shares and (not self.narrow or self.halves > 1)
 
     @property
+    def q_in_turn(self) -> bool:
+        """Whether Q that TMA copies lies in shared memory until the group is through with it, or has converted it: who copies
+        asks for the next piece's then."""
+        return self.asks_q and (self.bytes_stages > 0 or not self.holds_q)
+
+    @property
     def sums_wait(self) -> bool:
         """Whether O of a part's splits waits in shared memory while the next split is found, as Q takes the registers."""
         return self.holds_q and self.split > 0
@@ -171,7 +179,8 @@ class Config:
     @property
     def converters(self) -> int:
         """Roles of four warps that convert."""
-        return 0 if not self.bytes_stages else 2 if self.groups == 1 else 1
+        # beside two of them the group would be compiled for 128 registers, and a product of 256 columns takes 158
+        return 0 if not self.bytes_stages else 2 if self.groups == 1 and self.chunk <= 128 else 1
 
     @property
     def registers(self) -> int:
@@ -220,7 +229,9 @@ class Config:
     def merged_of_few(self) -> int:
         """The same for few parts, of which a thread reads several rows; 0: the same number."""
         # an H200, 128 heads, 32 requests of 8k keys, two parts of each tile: 145 microseconds, with 2 rows 154
-        return 8 * self.warps if self.split and self.specialised else 16 if self.halves > 1 or self.holds_q else 0
+        # 16 queries of 16 heads on 2, 256 columns, 32 requests of 8k keys: 148.2, with 8 rows 152.5; of 2k 52.7, 56.2
+        asked = self.holds_q or self.asks_q
+        return 8 * self.warps if self.split and self.specialised else 16 if self.halves > 1 or asked else 0
 
     @property
     def few_parts(self) -> int:
@@ -264,7 +275,7 @@ class Config:
 
     @property
     def meeting_bytes(self) -> int:
-        """Bytes of what the warps of a CTA found, O in float32, which meets in the ring of K."""
+        """Bytes of what the warps of a CTA found, O in float32, which meets in the wider ring."""
         return 4 * self.token_warps * self.rows * self.head_dim_v
 
     def ring_bytes(self, columns: int) -> int:
@@ -272,7 +283,7 @@ class Config:
         return self.stages * self.tokens * columns * self.kv_bytes
 
     def smem_map(self) -> list[Buffer]:
-        """The rings of K and V, and the rows of Q for wgmma. The results of warps meet in the ring of K, when it is empty, or
+        """The rings of K and V, and the rows of Q for wgmma. The results of warps meet in the wider ring, when it is empty, or
         in a place of their own, as does what the CTAs of a cluster give each other (`common.cluster`)."""
         other = ("sK narrow", self.narrow) if self.narrow else ("sV", self.head_dim_v)
         shapes: dict[str, tuple[int, ...]] = {"sQ": (self.rows, self.head_dim + self.narrow)} if self.by_wgmma else {}

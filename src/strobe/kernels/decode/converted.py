@@ -16,7 +16,7 @@ from strobe.kernels.decode.again import ALL, chosen_next, is_chosen
 from strobe.kernels.decode.board import take_all, tell_of, tell_of_the_end
 from strobe.kernels.decode.boxes import copy_boxes, copy_steps, first_step, has_others
 from strobe.kernels.decode.pieces import take_pieces
-from strobe.kernels.decode.queries import ask_for_queries
+from strobe.kernels.decode.queries import ask_in_turn
 from strobe.kernels.gluon import fence_async_shared, gl, gluon, mbarrier, partition_barrier
 
 
@@ -59,9 +59,7 @@ def take_bytes(memory, K, piece, job, state):
         tell_of(memory.board, told, piece, job)
     if is_chosen(chosen, number, job, C):
         if C.asks_q:
-            barrier = memory.turns.acquire(taken)
-            mbarrier.expect(barrier, C.rows * C.head_dim * 2)
-            ask_for_queries(memory.q_desc, memory.q, barrier, K.requests, piece, C, K.GROUP)
+            ask_in_turn(memory, K, piece, taken)
         position = copy_steps(copy_bytes, memory, K, piece, position)
         taken += 1
     return position, taken, number + 1, chosen, told + 1

@@ -16,7 +16,7 @@ from strobe.kernels.decode.boxes import (
 )
 from strobe.kernels.decode.keys import is_key, look_up, rows_at
 from strobe.kernels.decode.pieces import take_pieces
-from strobe.kernels.decode.queries import ask_for_queries
+from strobe.kernels.decode.queries import ask_for_queries, ask_in_turn
 from strobe.kernels.gluon import async_copy, cp_async, fence_async_shared, gl, gluon, mbarrier, partition_barrier
 
 
@@ -42,12 +42,12 @@ def wait_for_earlier(channel, position, C: gl.constexpr):
 @gluon.jit
 def copy_keys(memory, K, piece, at, pages, state):
     """Copy K of a step, with which Q comes in a piece's first one; state: how many steps the CTA copied before, and up to the
-    piece's first one."""
+    piece's first one or, of Q in turn, how many pieces it took."""
     C: gl.constexpr = K.C
     position, begun = state
     wait_for_earlier(memory.k, position, C)
     barrier = memory.k.acquire(position)
-    if C.asks_q:
+    if C.asks_q and C.holds_q:
         if position == begun:
             mbarrier.expect(barrier, (C.tokens + C.rows) * C.head_dim * 2)
             ask_for_queries(memory.q_desc, memory.q, barrier, K.requests, piece, C, K.GROUP)
@@ -57,6 +57,9 @@ def copy_keys(memory, K, piece, at, pages, state):
         mbarrier.expect(barrier, C.tokens * C.head_dim * 2)
     k_page, k_row = K.cached.k_page, K.cached.k_row
     copy_step(memory.k_desc, memory.k, position, barrier, K.cached, pages, k_page, k_row, piece.head, at, C)
+    if C.q_in_turn:
+        if at <= piece.begin:
+            ask_in_turn(memory, K, piece, begun)
     return position + 1, begun
 
 
@@ -91,17 +94,22 @@ def copy_values(memory, K, piece, at, pages, state):
 @gluon.jit
 def take_keys(memory, K, piece, job, state):
     """Copy K of a piece, if it is chosen; state: how many steps the CTA copied before, and up to the first one of the piece
-    before, the number of the piece, which pieces are chosen, and of how many the others were told."""
+    before or, of Q in turn, how many pieces it took, the number of the piece, which pieces are chosen, and of how many the
+    others were told."""
     C: gl.constexpr = K.C
     copied, number, chosen, told = state
     if C.tells:
         tell_of(memory.board, told, piece, job)
     position, before = copied
     if is_chosen(chosen, number, job, C):
-        if C.asks_q:  # a group that has read the first step of a piece holds Q; long before the ring is around again
-            near = (before < position) & (position - before < C.stages)
-            mbarrier.wait(memory.k.empty.index(memory.k.slot(before)), memory.k.phase(before), pred=near)
-        position, before = copy_steps(copy_keys, memory, K, piece, (position, position))
+        if C.q_in_turn:
+            position, before = copy_steps(copy_keys, memory, K, piece, (position, before))
+            before += 1
+        else:
+            if C.asks_q:  # a group that has read the first step of a piece holds Q; long before the ring is around again
+                near = (before < position) & (position - before < C.stages)
+                mbarrier.wait(memory.k.empty.index(memory.k.slot(before)), memory.k.phase(before), pred=near)
+            position, before = copy_steps(copy_keys, memory, K, piece, (position, position))
     return (position, before), number + 1, chosen, told + 1
 
 

@@ -9,8 +9,8 @@ The grid is persistent, and finds its own work from the lengths (`schedule`). Al
 
     shared memory   shape                       holds
     k_ring          [stages, tokens, head_dim]  steps i ... i + stages - 1 of K, those beyond i still being copied;
-                                                at the end of a piece what the warps found, to be added up
-    v_ring          [stages, tokens, dim_v]     the same of V, if it is not the first columns of K
+    v_ring          [stages, tokens, dim_v]     the same of V, if it is not the first columns of K; at the end of a piece
+                                                what the warps found, to be added up, in the wider of both rings
     narrow ring     [stages, tokens, narrow]    the columns of K beyond those of V, where V is the others
     stats           2 x [token_warps, rows]     the maxima and the sums of each warp's rows
 
@@ -37,7 +37,16 @@ from strobe.kernels.common.cluster import begin_cluster, read_arguments
 from strobe.kernels.common.dependent_launch import take_turn
 from strobe.kernels.decode.arguments import NUMBERS, Cached, Job, Kernel, Outputs, Piece, Terms
 from strobe.kernels.decode.eight_bits import walk_8_bits
-from strobe.kernels.decode.keys import as_half, copy_keys, copy_values, load_queries, look_up, of_8_bits, same_or_looked_up
+from strobe.kernels.decode.keys import (
+    as_half,
+    copy_keys,
+    copy_values,
+    holds_queries,
+    load_queries,
+    look_up,
+    of_8_bits,
+    same_or_looked_up,
+)
 from strobe.kernels.decode.layouts import copy_layout, product_layout, result_layout, ring_layout
 from strobe.kernels.decode.notes import NOTED, Notes
 from strobe.kernels.decode.parts import PATIENCE
@@ -54,10 +63,10 @@ CHUNK = gl.constexpr(64)
 
 @gluon.constexpr_function
 def meet_shape(C, ROWS):
-    """The ring of K as a place for what all warps found: chunks of columns, so wide that whole ones fill the ring. (Triton 3.8
+    """The wider ring as a place for what all warps found: chunks of columns, so wide that whole ones fill the ring. (Triton 3.8
     sees memory as another type only if that is equally large.)"""
     rows = ROWS if C.rows == 2 * ROWS == 16 else C.rows
-    room = C.ring_bytes(C.head_dim) // (4 * C.token_warps * rows)
+    room = C.ring_bytes(max(C.head_dim, C.head_dim_v)) // (4 * C.token_warps * rows)
     columns = math.gcd(C.head_dim_v, room)
     return [room // columns, C.token_warps, rows, columns]
 
@@ -70,7 +79,7 @@ def products_of(rings, slot, q, outputs, piece, C: gl.constexpr, GROUP: gl.const
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, L, 2)
     s = gl.full([C.token_warps, C.rows, C.tokens // C.token_warps], 0.0, gl.float32, L)
     k = rings[0].index(slot)
-    if C.head_dim <= 128:
+    if holds_queries(C):
         s = mma_v2(q, k.permute((0, 2, 1)).load(RIGHT).to(q.dtype), s)
     elif C.head_dim <= 256:
         q = load_queries(outputs, piece, 0, C.head_dim, LEFT, C, GROUP, DIM)
@@ -135,7 +144,7 @@ def walk_16_bits(rings, outputs, terms, cached, piece, asked, C: gl.constexpr, G
     k_pages = k_pages[C.stages - 1]
     v_pages = same_or_looked_up(cached, piece, k_pages, begin + ahead, C, V_KEYS)
     if not SHARE:
-        q = load_queries(outputs, piece, 0, CHUNK if C.head_dim > 128 else C.head_dim, LEFT, C, GROUP, DIM)
+        q = load_queries(outputs, piece, 0, C.head_dim if holds_queries(C) else CHUNK, LEFT, C, GROUP, DIM)
     OF_P: gl.constexpr = gl.bfloat16 if terms.V_BY_TOKEN else gl.float16 if C.kv_bytes == 1 else q.dtype
     if C.kv_bytes == 1 and C.head_dim <= 128 and q.dtype == gl.bfloat16:
         q, power = as_half(q)
@@ -196,7 +205,7 @@ def find(memory, K, piece, state):
     """What all warps find along the keys of a piece, added up."""
     rings, stats = memory
     acc, row_max, row_sum = walk(rings, K, piece, piece)
-    return gather_warps(in_ring(rings[0], K.C, K.ROWS), stats, acc, row_max, row_sum, K.C, K.ROWS), state
+    return gather_warps(in_ring(rings, K.C, K.ROWS), stats, acc, row_max, row_sum, K.C, K.ROWS), state
 
 
 @gluon.jit
@@ -257,21 +266,22 @@ def rows_in_use(x, C: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def in_ring(k_ring, C: gl.constexpr, ROWS: gl.constexpr):
-    """The ring of K as a place where warps meet, once everybody has read its last step."""
+def in_ring(rings, C: gl.constexpr, ROWS: gl.constexpr):
+    """The wider ring as a place where warps meet, once everybody has read its last step."""
     SHAPE: gl.constexpr = meet_shape(C, ROWS)
-    meet = reinterpret(k_ring, gl.float32, SHAPE, meet_layout(C, SHAPE[3]))
+    WIDER: gl.constexpr = 1 if C.head_dim_v > C.head_dim else 0
+    meet = reinterpret(rings[WIDER], gl.float32, SHAPE, meet_layout(C, SHAPE[3]))
     partition_barrier()
     return meet
 
 
 @gluon.jit
 def meeting_place(rings, meet, C: gl.constexpr, ROWS: gl.constexpr):
-    """Where warps meet: at a place of its own, `meet`, or in the ring of K."""
+    """Where warps meet: at a place of its own, `meet`, or in the wider ring."""
     if C.meets_apart:
         return meet
     else:
-        return in_ring(rings[0], C, ROWS)
+        return in_ring(rings, C, ROWS)
 
 
 @gluon.constexpr_function

@@ -71,7 +71,7 @@ from strobe.kernels.decode.products import (
     wait_output,
     weights_of,
 )
-from strobe.kernels.decode.queries import asked_halves, asked_queries, store_queries
+from strobe.kernels.decode.queries import asked_halves, asked_in_place, asked_queries, store_queries
 from strobe.kernels.decode.results import deliver
 from strobe.kernels.decode.schedule import Requests
 from strobe.kernels.decode.scores import finite
@@ -129,8 +129,8 @@ def make_memory(k_desc, v_desc, q_desc, asked: gl.constexpr, dtype: gl.constexpr
         again = make_again(C.groups)
     if C.bytes_stages > 0:
         bytes = make_bytes(k_desc.dtype, C)
-        if C.asks_q:
-            turns = Channel((), make_barriers(1, 1), make_barriers(1, C.groups), 1)
+    if C.q_in_turn:
+        turns = Channel((), make_barriers(1, 1), make_barriers(1, C.groups), 1)
     if C.tells:
         board = make_board(C.groups + max(C.converters, 1))
     if C.split:
@@ -215,6 +215,8 @@ def walk(W: gl.constexpr, memory, K, piece, job, position, taken, hopeful, leave
     first, steps = first_step(piece, C)
     if C.asks_q and C.bytes_stages > 0:
         q, scale, power, holes = asked_halves(W, memory, K, piece, taken, C)
+    elif C.q_in_turn:
+        q, scale, power, holes = asked_in_place(W, memory, K, piece, taken, C)
     elif C.asks_q:
         q, scale, power, holes = asked_queries(W, memory, K, piece, position, C)
     else:
@@ -250,6 +252,8 @@ def walk(W: gl.constexpr, memory, K, piece, job, position, taken, hopeful, leave
         if C.split and C.optimistic and not MASKED:
             worst = worse(worst, top, sums)
         begin = end
+    if C.q_in_turn and not C.bytes_stages > 0:
+        memory.turns.release(taken)
     position += steps
     memory.v.wait(position - 1)
     acc = wait_output(start_output(acc, p, block_of(memory.v, position - 1, C), C))
@@ -385,6 +389,11 @@ def hopper_kernel(
             [(multiplier, (memory, K)), (second_multiplier, (memory, K)), (converter, (memory, K)),
              (copier_of_bytes, (memory, K))],
             [4, 4, 1], [C.group_registers, C.converter_registers, C.copier_registers],
+        )  # fmt: skip
+    elif C.bytes_stages > 0 and C.converters == 1:
+        gl.warp_specialize(
+            [(multiplier, (memory, K)), (converter, (memory, K)), (copier_of_bytes, (memory, K))],
+            [4, 1], [C.converter_registers, C.copier_registers],
         )  # fmt: skip
     elif C.bytes_stages > 0:
         gl.warp_specialize(

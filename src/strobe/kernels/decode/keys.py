@@ -18,7 +18,13 @@ def of_8_bits(C):
     #   an H200, not this very code: scores scaled as the maximum is subtracted; 4 queries 151 (177), 603 (708), 46.6 (51.2);
     #            1 query, beyond a piece nothing copied: 16 on 2 40.2 (40.9), 8 of 8k 16.0 (17.9), 32 of 32k 139.1 (138.8);
     #            64 on 8 135.2 (134.5), and with `forward`'s masks and slots 134.5 (132.5), 32 of 32k 513 (507)
-    return C.kv_bytes == 1 and C.head_dim <= 128 and C.head_dim_v <= 128
+    return C.kv_bytes == 1 and holds_queries(C) and (C.head_dim_v <= 128 or C.warps * C.ctas <= 8)
+
+
+@gluon.constexpr_function
+def holds_queries(C):
+    """Whether registers hold the rows of Q that a warp has, by mma.sync, beside O."""
+    return C.head_dim <= 128 or (C.head_dim <= 256 and C.warps * C.ctas <= 8)
 
 
 @gluon.constexpr_function

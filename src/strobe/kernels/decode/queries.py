@@ -3,7 +3,7 @@
 from strobe.kernels.decode.boxes import misses_a_page, rows_layout
 from strobe.kernels.decode.keys import largest, load_queries, power_of, wide
 from strobe.kernels.decode.products import accumulator, rows_of, scale_of_scores
-from strobe.kernels.gluon import cp_async, fence_async_shared, gl, gluon, partition_barrier, tma_load
+from strobe.kernels.gluon import cp_async, fence_async_shared, gl, gluon, mbarrier, partition_barrier, tma_load
 
 
 @gluon.jit
@@ -51,6 +51,15 @@ def ask_for_queries(descriptor, place, barrier, requests, piece, C: gl.constexpr
         for c in gl.static_range(CHUNKS):
             box = place.index(w * CHUNKS + c).reshape(descriptor.block_type.shape)
             tma_load(descriptor, [batch, query + w * QUERIES, head, c * C.chunk], barrier, box)
+
+
+@gluon.jit
+def ask_in_turn(memory, K, piece, taken):
+    """The same when the piece before has been read; taken: how many pieces the CTA took before."""
+    C: gl.constexpr = K.C
+    barrier = memory.turns.acquire(taken)
+    mbarrier.expect(barrier, C.rows * C.head_dim * 2)
+    ask_for_queries(memory.q_desc, memory.q, barrier, K.requests, piece, C, K.GROUP)
 
 
 @gluon.jit
@@ -117,6 +126,26 @@ def asked_queries(W: gl.constexpr, memory, K, piece, position, C: gl.constexpr):
         if sign != 1.0:
             chunk = (chunk.to(gl.float32) * sign).to(memory.q.dtype)
         q += (chunk,)
+    return q, scale, 1.0, holes
+
+
+@gluon.jit
+def asked_in_place(W: gl.constexpr, memory, K, piece, taken, C: gl.constexpr):
+    """The same where Q stays in shared memory, until who reads it releases its turn. taken: how many pieces the CTA took
+    before."""
+    CHUNKS: gl.constexpr = C.head_dim // C.chunk
+    holes = misses_a_page(K.cached, piece)
+    scale, sign = scale_of_scores(K.terms, piece)
+    memory.turns.wait(taken)
+    q = ()
+    for c in gl.static_range(CHUNKS):
+        q += (memory.q.index(W * CHUNKS + c),)
+    if sign != 1.0:
+        L: gl.constexpr = gl.SliceLayout(0, rows_layout(C.chunk, C.warps))
+        for c in gl.static_range(CHUNKS):
+            q[c].store((q[c].load(L).to(gl.float32) * sign).to(memory.q.dtype))
+        fence_async_shared()
+        partition_barrier()
     return q, scale, 1.0, holes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from strobe.device import Arch
-from strobe.kernels.decode.config import MMA_ROWS, Config, power_of_two
+from strobe.kernels.decode.config import MMA_ROWS, MOST_COLUMNS, Config, power_of_two
 from strobe.kernels.decode.sizes import FALLBACK_SMS, FAST_MEMORY, keys_of, padded, rows_of_tile
 from strobe.serving.problem import DecodeProblem
 
@@ -43,11 +43,11 @@ clusters of `CLUSTER` CTAs that meet."""
 def takes_shares(problem: DecodeProblem, arch: Arch) -> bool:
     """Whether each key head has CTAs of its own, which share it evenly whatever its length: where a tile has all of its rows,
     and two CTAs or more have it or, of several requests, the longest one is not waited for long."""
-    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128 and problem.kv_dtype.itemsize <= 2
-    few = problem.rows <= MOST_SHARED_ROWS
-    return (
-        not problem.deterministic and wide and few and arch.capability == 90 and shares_of(problem, arch) > (problem.batch == 1)
-    )
+    dims = padded(problem.head_dim), padded(problem.head_dim_v)
+    fits = dims == (128, 128) and problem.kv_dtype.itemsize <= 2 and problem.rows <= MOST_SHARED_ROWS
+    if dims == (MOST_COLUMNS, MOST_COLUMNS):
+        fits = problem.kv_dtype.itemsize == 2 and problem.rows <= (MOST_SHARED_ROWS if problem.batch == 1 else MMA_ROWS)
+    return not problem.deterministic and fits and arch.capability == 90 and shares_of(problem, arch) > (problem.batch == 1)
 
 
 def shares_of(problem: DecodeProblem, arch: Arch) -> int:
@@ -92,7 +92,7 @@ def shares_of_several(problem: DecodeProblem, arch: Arch) -> int:
 def cluster_of(problem: DecodeProblem) -> int:
     """CTAs of the clusters that have its key heads, or 1."""
     heads = problem.batch * problem.heads_kv
-    if problem.rows > MMA_ROWS // 2:
+    if problem.rows > MMA_ROWS // 2 or padded(problem.head_dim) == MOST_COLUMNS:
         return 1
     if problem.capacity > MOST_KEYS_OF_POSTS:
         most = MOST_HEADS_OF_ONE if problem.batch == 1 else MOST_HEADS_OF_CLUSTERS
@@ -118,10 +118,24 @@ def of_shares(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of key heads that have CTAs of their own: mma.sync, and as few warps and stages as leave room for the next
     launch, whose CTAs are there when their turn comes, unless keys are many. Few rows and keys are for clusters."""
     shares, kv_bytes = shares_of(problem, arch), problem.kv_dtype.itemsize
+    if padded(problem.head_dim) == MOST_COLUMNS:
+        return of_wide_heads(problem, shares)
     dealt = Config(128, 128, rows_of_tile(problem.rows), 128 // kv_bytes, 3, 4, 1, shares=shares, kv_bytes=kv_bytes)
     if cluster_of(problem) > 1:
         return of_clusters(problem, dealt)
     return of_one_request(problem, arch, dealt) if problem.batch == 1 else of_several_requests(problem, arch, dealt)
+
+
+def of_wide_heads(problem: DecodeProblem, shares: int) -> Config:
+    """The config of CTAs that share key heads of 129 to 256 columns, which two warps halve: a short ring where keys are few."""
+    # An H200, one query, pages of 64, microseconds (and with one step more, or less; one group of wgmma; FlashAttention-3)
+    #   16 heads on 2: 1 request of 1k keys 7.5 (7.6; 10.4; 12.1), 8k 12.6 (-; 17.4; 17.3), 32k 25.5 (27.1; 29.7; 30.3); 8 of 1k
+    #                  9.3 (9.7; 11.4; 14.3), of 2k 14.6 (-; 15.5; 18.3)
+    #   16 on 8:       1 of 2k 10.0 (10.9; 12.3; 14.8), 8k 23.2 (25.6; 24.1; 27.1), 32k 68.3 (88.3; 69.4; 74.6); 8 of 1k 20.6
+    #                  (21.8; 22.3; 25.8)
+    # four queries, 16 on 2: 1 of 2k 12.3 (12.7; 15.6; 13.8), 8k 17.2 (-; 18.9; 18.8), but 8 of 1k 16.3 (-; 12.7; 16.2)
+    dealt = Config(MOST_COLUMNS, MOST_COLUMNS, rows_of_tile(problem.rows), 64, 3, 8, 1, column_warps=2, shares=shares)
+    return replace(dealt, stages=2) if keys_of_share(problem, dealt) <= MOST_KEYS_OF_SHORT_STEPS else dealt
 
 
 def of_clusters(problem: DecodeProblem, dealt: Config) -> Config:
