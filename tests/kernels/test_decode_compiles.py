@@ -11,7 +11,7 @@ from strobe.call import launcher
 from strobe.device import KNOWN
 from strobe.kernels.common.call import Tensors
 from strobe.kernels.decode import launch
-from strobe.kernels.decode.choice import OVERHEAD, of_converted, of_long_steps, of_mma, of_one_group, of_wgmma
+from strobe.kernels.decode.choice import OVERHEAD, of_converted, of_long_steps, of_mma, of_one_group, of_wgmma, of_wide
 from strobe.kernels.decode.shares import of_shares
 from strobe.lab.binary.offline import pretend_gpu
 from strobe.lab.binary.sass import audit
@@ -38,7 +38,7 @@ for arch, group, n_q, dim, page, cache, beside in json.loads(sys.argv[1]):
     softcap, left = (30.0, 100) if beside == "all" else (0.0, None)
     options = DecodeOptions(n_q, dim_v, latent, 0.1, left, 0, softcap, True, beside == "deterministic", None)
     problem = describe(operands, options)
-    kinds = {"wgmma": of_wgmma, "one group": of_one_group, "long": of_long_steps, "converted": of_converted}
+    kinds = {"wgmma": of_wgmma, "one group": of_one_group, "long": of_long_steps, "converted": of_converted, "wide": of_wide}
     make = kinds.get(beside, of_shares if "request" in beside else of_mma)
     config = make(problem, arch)
     buffers = launch.buffers(problem, arch, config)
@@ -73,6 +73,13 @@ SOME = [
     ("A100", 4, 1, 64, 16, "bf16", ""), ("H200", 8, 16, 128, 64, "bf16", "wgmma"),
     ("H200", 8, 16, 128, 16, "bf16", "deterministic"),
 ]  # fmt: skip
+WIDE = [
+    ("H200", 8, 4, 256, 16, "bf16", "one group"), ("H200", 8, 8, 256, 64, "bf16", "wide"),
+    ("H200", 8, 700, 256, 64, "bf16", "wide"), ("H200", 8, 700, 256, 16, "bf16", "wide"),
+    ("H200", 8, 1, 256, 64, "bf16", "one request"), ("H200", 8, 4, 256, 64, "e4m3", "converted"),
+    ("H200", 8, 1, 256, 64, "e4m3", ""), ("L4", 8, 1, 256, 64, "bf16", ""), ("L4", 8, 4, 256, 64, "e4m3", ""),
+    ("A100", 8, 4, 256, 64, "bf16", ""), ("A100", 8, 16, 256, 64, "bf16", ""),
+]  # fmt: skip
 MORE = [
     ("H200", 8, 4, 128, 64, "bf16", "wgmma"), ("H200", 8, 16, 128, 16, "bf16", "wgmma"),
     ("H200", 8, 4, 128, 16, "bf16", "wgmma"),
@@ -83,7 +90,7 @@ MORE = [
     ("H200", 8, 1, 128, 64, "e4m3", ""), ("H200", 8, 4, 128, 16, "e4m3", ""), ("H200", 8, 4, 64, None, "e4m3", "all"),
     ("H200", 8, 1, 128, 64, "e5m2", ""), ("H200", 8, 4, 128, 64, "bf16", "all"), ("A100", 8, 1, 128, None, "bf16", ""),
     ("H200", 7, 1, 80, 16, "bf16", ""), ("H200", 8, 1, 128, 64, "bf16", "few"),
-    ("H200", 8, 1, 128, 16, "bf16", "one group"), ("A100", 4, 1, 576, 16, "bf16", ""),
+    ("H200", 8, 1, 128, 16, "bf16", "one group"), ("A100", 4, 1, 576, 16, "bf16", ""), *WIDE,
 ]  # fmt: skip
 ALL = [*SOME, *MORE]
 SPILLS = {
@@ -92,6 +99,9 @@ SPILLS = {
     ("H200", 8, 16, 128, 64, "bf16", "wgmma"): 84, ("H200", 8, 16, 128, 16, "bf16", "wgmma"): 20,
     ("A100", 4, 1, 64, 16, "bf16", ""): 16, ("H200", 8, 4, 128, None, "bf16", "long"): 44,
     ("H200", 7, 1, 80, 16, "bf16", ""): 64, ("H200", 16, 1, 576, 64, "bf16", "wgmma"): 48,
+    ("H200", 8, 4, 256, 16, "bf16", "one group"): 40, ("H200", 8, 8, 256, 64, "bf16", "wide"): 216,
+    ("H200", 8, 700, 256, 64, "bf16", "wide"): 688, ("H200", 8, 700, 256, 16, "bf16", "wide"): 660,
+    ("H200", 8, 4, 256, 64, "e4m3", "converted"): 40, ("A100", 8, 4, 256, 64, "bf16", ""): 120,
 }  # fmt: skip
 """Bytes that may be spilled, by the Triton that spills most: outside of what runs at every step for the most part, there a
 number or none is loaded again."""
@@ -115,7 +125,7 @@ def test_it_compiles_for_gpus_that_are_not_there(triton, problems):
         assert made["smem_said"] <= made["smem"] <= made["smem_said"] + made["overhead"] + 4096, (problem, made)
         assert made["smem"] + 1024 <= made["room"] and not made["narrow"] and made["strangers"] == 0, (problem, made)
         assert bool(made["posted"]) == made["clustered"], (problem, made)
-        if "wgmma" in problem:
+        if "wgmma" in problem or "wide" in problem:
             in_turns = problem[3] == 576 and problem[1] * problem[2] > 64  # whose rows of Q cp.async copies
             assert made["wgmma"] and made["tma"] and bool(made["copies"]) == in_turns, (problem, made)
         elif "converted" in problem:

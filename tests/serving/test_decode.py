@@ -312,6 +312,22 @@ def test_one_request_on_a_gpu(seed):
 
 
 @GPU
+@pytest.mark.parametrize("seed", range(30))
+def test_other_head_dims_on_a_gpu(seed):
+    """129 to 256 columns, and up to 64: of few rows and many, few keys and many, of 8 bits; the same call has the same bits."""
+    n_q, group = [(1, 8), (16, 8), (4, 8), (12, 7), (1, 2), (8, 8)][seed % 6]
+    batch, room = [(1, 900), (4, 2900), (36, 2100), (1, 9000), (9, 700)][seed // 2 % 5]
+    page, dim = [None, 64, 16, 128, 1, 48, 32][seed % 7], (256, 64, 192, 136, 40)[seed % 5]
+    dtype = DTYPES[2 + seed % 2]
+    call = draw(seed, dtype, honest=seed % 3 > 0, device="cuda", batch=batch, heads_kv=2, n_q=n_q, group=group, page=page,
+                head_dim=dim, head_dim_v=dim, room=room)  # fmt: skip
+    if seed // 5 % 3 == 2:
+        k, v = (x.nan_to_num(nan=448.0).to(torch.float8_e4m3fn) for x in (call.cache.k, call.cache.v))
+        call = call._replace(cache=replace(call.cache, k=k, v=v))
+    check_each_time(call, dtype)
+
+
+@GPU
 @pytest.mark.parametrize("seed", range(20))
 def test_few_rows_of_several_requests_on_a_gpu(seed):
     """Each of whose key heads has CTAs of its own on Hopper: a cluster, several, or one; the same call has the same bits."""

@@ -473,9 +473,11 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
         #   192 columns, whose places for 256 cp.async fills: 24 on 4, 32 of 8k 244.2 (240.7; 208.7; 195.6), 32 of 2k 60.4 (-;
         #            53.1; 55.0), 4 queries, 8 of 4k 37.4 (-; 35.2; 35.3), but 1 query, 8 of 2k 18.6 (20.9; 21.3; 21.8)
         # 128 rows in two tiles: 1 of 8k 18.4 (-; 20.4; 26.2), of 16k 25.4 (-; 25.7; 30.0)
+        # With the most keys it is ahead, too, for some milliseconds of launches: 16 on 8, 32 of 32k 1917 (1961; 1949; 1930).
+        # But over pages it is far behind where they go on, as the clock falls: 2325 (-; -; 1986).
         full = problem.head_dim == problem.head_dim_v == dim
-        most = FEW_KEYS_OF_TWO_TILES if problem.rows > MOST_ROWS else FEW_KEYS_OF_ONE_GROUP
-        return not problem.deterministic and (keys <= most or (full and problem.rows <= MOST_ROWS))
+        most = MOST_KEYS_OF_ONE_GROUP if full else FEW_KEYS_OF_ONE_GROUP
+        return not problem.deterministic and keys <= (FEW_KEYS_OF_TWO_TILES if problem.rows > MOST_ROWS else most)
     if problem.deterministic:
         return dim == 128 and (problem.rows <= MOST_ROWS or keys <= FEW_KEYS_OF_ONE_GROUP)
     if dim == 64:

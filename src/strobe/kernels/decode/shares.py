@@ -46,8 +46,17 @@ def takes_shares(problem: DecodeProblem, arch: Arch) -> bool:
     dims = padded(problem.head_dim), padded(problem.head_dim_v)
     fits = dims == (128, 128) and problem.kv_dtype.itemsize <= 2 and problem.rows <= MOST_SHARED_ROWS
     if dims == (MOST_COLUMNS, MOST_COLUMNS):
-        fits = problem.kv_dtype.itemsize == 2 and problem.rows <= (MOST_SHARED_ROWS if problem.batch == 1 else MMA_ROWS)
+        fits = fits_wide_heads(problem)
     return not problem.deterministic and fits and arch.capability == 90 and shares_of(problem, arch) > (problem.batch == 1)
+
+
+def fits_wide_heads(problem: DecodeProblem) -> bool:
+    """The same of key heads of 129 to 256 columns: no small pages, and up to 16 rows, or 32 of one request with few heads."""
+    # An H200, microseconds (and one group of wgmma), pages of 16: 16 heads on 8, 8 requests of 2k keys 43.4 (38.4); 16 queries,
+    # 1 of 8k 32.6 (26.2), of 32k 87.6 (71.9); 16 on 2, 8 of 8k 44.6 (39.4). Larger pages: `of_wide_heads`.
+    rows = MOST_SHARED_ROWS if problem.batch == 1 and 4 * problem.heads_kv <= MMA_ROWS else MMA_ROWS
+    whole = problem.page_size is None or problem.page_size >= 64
+    return whole and problem.kv_dtype.itemsize == 2 and problem.rows <= rows
 
 
 def shares_of(problem: DecodeProblem, arch: Arch) -> int:
