@@ -73,12 +73,14 @@ SOME = [
     ("A100", 4, 1, 64, 16, "bf16", ""), ("H200", 8, 16, 128, 64, "bf16", "wgmma"),
     ("H200", 8, 16, 128, 16, "bf16", "deterministic"),
 ]  # fmt: skip
-WIDE = [
+OTHER_DIMS = [
     ("H200", 8, 4, 256, 16, "bf16", "one group"), ("H200", 8, 8, 256, 64, "bf16", "wide"),
     ("H200", 8, 700, 256, 64, "bf16", "wide"), ("H200", 8, 700, 256, 16, "bf16", "wide"),
     ("H200", 8, 1, 256, 64, "bf16", "one request"), ("H200", 8, 4, 256, 64, "e4m3", "converted"),
     ("H200", 8, 1, 256, 64, "e4m3", ""), ("L4", 8, 1, 256, 64, "bf16", ""), ("L4", 8, 4, 256, 64, "e4m3", ""),
     ("A100", 8, 4, 256, 64, "bf16", ""), ("A100", 8, 16, 256, 64, "bf16", ""),
+    ("H200", 8, 1, 64, 64, "bf16", "one request"), ("H200", 8, 1, 64, 64, "bf16", "several requests"),
+    ("H200", 8, 4, 64, None, "bf16", "long"),
 ]  # fmt: skip
 MORE = [
     ("H200", 8, 4, 128, 64, "bf16", "wgmma"), ("H200", 8, 16, 128, 16, "bf16", "wgmma"),
@@ -90,7 +92,7 @@ MORE = [
     ("H200", 8, 1, 128, 64, "e4m3", ""), ("H200", 8, 4, 128, 16, "e4m3", ""), ("H200", 8, 4, 64, None, "e4m3", "all"),
     ("H200", 8, 1, 128, 64, "e5m2", ""), ("H200", 8, 4, 128, 64, "bf16", "all"), ("A100", 8, 1, 128, None, "bf16", ""),
     ("H200", 7, 1, 80, 16, "bf16", ""), ("H200", 8, 1, 128, 64, "bf16", "few"),
-    ("H200", 8, 1, 128, 16, "bf16", "one group"), ("A100", 4, 1, 576, 16, "bf16", ""), *WIDE,
+    ("H200", 8, 1, 128, 16, "bf16", "one group"), ("A100", 4, 1, 576, 16, "bf16", ""), *OTHER_DIMS,
 ]  # fmt: skip
 ALL = [*SOME, *MORE]
 SPILLS = {
@@ -102,6 +104,7 @@ SPILLS = {
     ("H200", 8, 4, 256, 16, "bf16", "one group"): 40, ("H200", 8, 8, 256, 64, "bf16", "wide"): 216,
     ("H200", 8, 700, 256, 64, "bf16", "wide"): 688, ("H200", 8, 700, 256, 16, "bf16", "wide"): 660,
     ("H200", 8, 4, 256, 64, "e4m3", "converted"): 40, ("A100", 8, 4, 256, 64, "bf16", ""): 120,
+    ("H200", 8, 4, 64, None, "bf16", "long"): 72,
 }  # fmt: skip
 """Bytes that may be spilled, by the Triton that spills most: outside of what runs at every step for the most part, there a
 number or none is loaded again."""

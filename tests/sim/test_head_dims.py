@@ -12,7 +12,17 @@ from test_decode_kernel import ASKED_Q, ORDERS, kind_of, problem_of, with_8_bits
 
 import strobe
 from strobe.device import KNOWN
-from strobe.kernels.decode.choice import OVERHEAD, absent_of, choose, of_converted, of_mma, of_one_group, of_wgmma, of_wide
+from strobe.kernels.decode.choice import (
+    OVERHEAD,
+    absent_of,
+    choose,
+    of_converted,
+    of_long_steps,
+    of_mma,
+    of_one_group,
+    of_wgmma,
+    of_wide,
+)
 from strobe.kernels.decode.shares import of_shares
 
 PAGES = (None, 16, 48, 64, 128)
@@ -88,6 +98,16 @@ def test_wide_heads_that_are_shared(seed):
     call = drawn(seed, (8, 32)[seed // 2 % 2], (256, 144)[seed % 2], batch=(1, 3)[seed // 4], ragged=seed % 4 == 2)
     for shares, stages in ((1, 2), (5, 3)):
         run(call, order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_shares, shares=shares, stages=stages)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_narrow_heads_of_few_rows(seed):
+    """Shared as wide ones are, or a contiguous cache in long steps."""
+    call = drawn(seed, (8, 32)[seed // 2 % 2], (64, 40)[seed % 2], batch=(1, 3)[seed // 4], ragged=seed % 4 == 2)
+    long = {"tokens": 256, "warps": 8, "stages": 2}
+    for changes in ({"shares": 1, "stages": 2}, {"shares": 5, "stages": 3}, {"shares": 5, **long}):
+        run(call, order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_shares, **changes)
+    run(drawn(seed, 32, 64, page=None), ctas=3, order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_long_steps)
 
 
 @pytest.mark.parametrize("seed", range(8))

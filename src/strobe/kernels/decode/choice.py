@@ -242,7 +242,8 @@ def takes_long_steps(problem: DecodeProblem, arch: Arch) -> bool:
     # Four queries, microseconds (and two CTAs): 64 heads on 8, 8 of 32k 243.0 (252.5), 32 of 8k 250.3 (254.9), 128 of 8k 972
     # (993); 28 on 4, 32 of 32k 473 (484); 16 on 2, 8 of 128k 247.5 (251.7); 32 on 8, 8 of 32k 240.1 (246.5). Log-normal
     # lengths, 64 on 8: 32 around 8k 264 (268), but 32 around 2k 79.4 (76.5).
-    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128 and problem.kv_dtype.itemsize == 2
+    dims = padded(problem.head_dim), padded(problem.head_dim_v)
+    wide = dims in ((64, 64), (128, 128)) and problem.kv_dtype.itemsize == 2
     sms, heads, few_rows = arch.sms or FALLBACK_SMS, problem.batch * problem.heads_kv, problem.rows <= MMA_ROWS // 2
     room = LEAST_ROOM_OF_LONG_STEPS if heads <= sms else LEAST_ROOM_OF_LONG_STEPS_OF_MANY_HEADS
     keys = LEAST_KEYS_OF_LONG_STEPS if few_rows else LEAST_KEYS_OF_LONG_STEPS_OF_MANY_ROWS
@@ -254,7 +255,7 @@ def takes_long_steps(problem: DecodeProblem, arch: Arch) -> bool:
 
 def of_long_steps(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of such steps: twice as many keys in each, and two of them in the ring."""
-    return replace(of_mma(problem, arch), tokens=128, stages=2, ctas=1)
+    return replace(of_mma(problem, arch), tokens=128 * 128 // padded(problem.head_dim), stages=2, ctas=1)
 
 
 def takes_split_clusters(problem: DecodeProblem, arch: Arch) -> bool:

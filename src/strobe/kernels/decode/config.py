@@ -211,7 +211,7 @@ class Config:
     def merged_rows(self) -> int:
         """Rows of many parts that are merged at once, 8 at most, as many as any result has."""
         if self.shares > 1:  # all who have a share help
-            return 2
+            return 2 * max(1, 128 // self.head_dim_v)
         if self.narrow:  # so that a thread has four numbers of a part, and many parts at once
             # an H200, one request of 8k keys, 16 heads: 20.0 microseconds, with 8 rows 33.6; 128 heads: 24.6, with 4 rows 28.6
             return 128 * self.warps // self.head_dim_v

@@ -45,6 +45,8 @@ def takes_shares(problem: DecodeProblem, arch: Arch) -> bool:
     and two CTAs or more have it or, of several requests, the longest one is not waited for long."""
     dims = padded(problem.head_dim), padded(problem.head_dim_v)
     fits = dims == (128, 128) and problem.kv_dtype.itemsize <= 2 and problem.rows <= MOST_SHARED_ROWS
+    if dims == (64, 64):
+        fits = problem.kv_dtype.itemsize == 2 and problem.rows <= MOST_SHARED_ROWS
     if dims == (MOST_COLUMNS, MOST_COLUMNS):
         fits = fits_wide_heads(problem)
     return not problem.deterministic and fits and arch.capability == 90 and shares_of(problem, arch) > (problem.batch == 1)
@@ -101,7 +103,7 @@ def shares_of_several(problem: DecodeProblem, arch: Arch) -> int:
 def cluster_of(problem: DecodeProblem) -> int:
     """CTAs of the clusters that have its key heads, or 1."""
     heads = problem.batch * problem.heads_kv
-    if problem.rows > MMA_ROWS // 2 or padded(problem.head_dim) == MOST_COLUMNS:
+    if problem.rows > MMA_ROWS // 2 or padded(problem.head_dim) != 128:
         return 1
     if problem.capacity > MOST_KEYS_OF_POSTS:
         most = MOST_HEADS_OF_ONE if problem.batch == 1 else MOST_HEADS_OF_CLUSTERS
@@ -129,7 +131,9 @@ def of_shares(problem: DecodeProblem, arch: Arch) -> Config:
     shares, kv_bytes = shares_of(problem, arch), problem.kv_dtype.itemsize
     if padded(problem.head_dim) == MOST_COLUMNS:
         return of_wide_heads(problem, shares)
-    dealt = Config(128, 128, rows_of_tile(problem.rows), 128 // kv_bytes, 3, 4, 1, shares=shares, kv_bytes=kv_bytes)
+    dim = padded(problem.head_dim)
+    tokens = 128 * 128 // (dim * kv_bytes)
+    dealt = Config(dim, dim, rows_of_tile(problem.rows), tokens, 3, 4, 1, shares=shares, kv_bytes=kv_bytes)
     if cluster_of(problem) > 1:
         return of_clusters(problem, dealt)
     return of_one_request(problem, arch, dealt) if problem.batch == 1 else of_several_requests(problem, arch, dealt)
