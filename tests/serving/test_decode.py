@@ -321,7 +321,7 @@ def test_other_head_dims_on_a_gpu(seed):
     dtype = DTYPES[2 + seed % 2]
     call = draw(seed, dtype, honest=seed % 3 > 0, device="cuda", batch=batch, heads_kv=2, n_q=n_q, group=group, page=page,
                 head_dim=dim, head_dim_v=dim, room=room)  # fmt: skip
-    if seed // 5 % 3 == 2:
+    if seed // 5 % 3 == 2 and dim % 16 == 0:  # others are not aligned to 16 bytes
         k, v = (x.nan_to_num(nan=448.0).to(torch.float8_e4m3fn) for x in (call.cache.k, call.cache.v))
         call = call._replace(cache=replace(call.cache, k=k, v=v))
     check_each_time(call, dtype)

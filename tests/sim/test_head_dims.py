@@ -23,7 +23,7 @@ from strobe.kernels.decode.choice import (
     of_wgmma,
     of_wide,
 )
-from strobe.kernels.decode.shares import of_shares
+from strobe.kernels.decode.shares import of_shares, takes_shares
 
 PAGES = (None, 16, 48, 64, 128)
 
@@ -143,6 +143,24 @@ def test_who_has_wide_heads(n_q, batch, room, kind):
         assert kind_of(choose(other, KNOWN[gpu])) == "mma"
     of_8_bits = choose(replace(problem, kv_dtype=torch.float8_e4m3fn), KNOWN["H200"])
     assert bool(of_8_bits.bytes_stages) == (n_q > 2) and not of_8_bits.shares
+
+
+@pytest.mark.parametrize(
+    ("page", "batch", "n_q", "room", "shares"),
+    [
+        (16, 1, 1, 16384, True),
+        (16, 1, 1, 16385, False),
+        (16, 8, 1, 1024, False),
+        (64, 8, 1, 1024, True),
+        (None, 8, 1, 1024, True),
+        (64, 1, 4, 8192, True),
+        (64, 8, 4, 1024, False),
+    ],
+)
+def test_whose_wide_heads_are_shared(page, batch, n_q, room, shares):
+    """Of four key heads, each with up to 16 rows or, of one request, 32."""
+    problem = with_room(problem_of(n_q=n_q, head_dim=256, page=page), batch, 4, room)
+    assert takes_shares(problem, KNOWN["H200"]) == shares
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ MOST_KEYS_OF_SHARE = 1024
 """Keys, as far as room goes, that a CTA has at most of a key head of one of several requests, since all others may wait for it;
 half as many, of 16 bits, with more than 8 rows if it shares. An H200, 4 queries of 64 heads on 8, 8 requests of 2k keys,
 microseconds (and dealt out): 22.9 (23.2), all but one an eighth as long 20.0 (13.5)."""
+MOST_KEYS_OF_SMALL_PAGES = 1 << 16
+"""Keys of one request's heads of 129 to 256 columns up to which they are shared over small pages: see `fits_wide_heads`."""
 MOST_KEYS_OF_SHORT_STEPS = 128
 """Keys of 8 bits of such a CTA, of one request, up to which steps have as many as those of 16 bits; of several requests up to
 twice as many, or their steps, with more than 8 rows."""
@@ -53,12 +55,18 @@ def takes_shares(problem: DecodeProblem, arch: Arch) -> bool:
 
 
 def fits_wide_heads(problem: DecodeProblem) -> bool:
-    """The same of key heads of 129 to 256 columns: no small pages, and up to 16 rows, or 32 of one request with few heads."""
-    # An H200, microseconds (and one group of wgmma), pages of 16: 16 heads on 8, 8 requests of 2k keys 43.4 (38.4); 16 queries,
-    # 1 of 8k 32.6 (26.2), of 32k 87.6 (71.9); 16 on 2, 8 of 8k 44.6 (39.4). Larger pages: `of_wide_heads`.
+    """The same of key heads of 129 to 256 columns: of 16 bits, up to 16 rows, or 32 of one request with few heads; over small
+    pages of one request alone, if keys are not many."""
+    # An H200, microseconds (and one group of wgmma), pages of 16:
+    #   1 query, 1 request, 16 heads on 2: of 2k keys 8.4 (15.0), 8k 11.3 (17.0), 32k 25.8 (29.2); 16 on 8: of 2k 9.1 (11.3), 8k
+    #            23.2 (24.2), 32k 75.2 (68.0); 8 requests of 2k 42.6 (36.8), 16 on 2, of 8k 43.8 (38.0)
+    #   4 queries, 1 request, 16 on 2: of 2k 12.1 (15.3), 8k 16.6 (18.2), 32k 31.8 (30.7)
+    #   16 queries, 1 request, 16 on 8, which are 32 rows: of 2k 14.0 (12.6), 8k 31.5 (25.6), pages of 64 27.4 (25.4)
+    # Larger pages: `of_wide_heads`.
     rows = MOST_SHARED_ROWS if problem.batch == 1 and 4 * problem.heads_kv <= MMA_ROWS else MMA_ROWS
-    whole = problem.page_size is None or problem.page_size >= 64
-    return whole and problem.kv_dtype.itemsize == 2 and problem.rows <= rows
+    large = problem.page_size is None or problem.page_size >= 64
+    few = problem.batch == 1 and keys_of(problem) <= MOST_KEYS_OF_SMALL_PAGES
+    return (large or few) and problem.kv_dtype.itemsize == 2 and problem.rows <= rows
 
 
 def shares_of(problem: DecodeProblem, arch: Arch) -> int:
