@@ -75,6 +75,13 @@ STEPS = (
     ("16 queries", "deterministic", "page 64"),
     ("one request", "1024 keys", "deterministic", "page 64"),
 )
+STEPS_OF_OTHER_DIMS = (
+    ("one request", "page 64"),
+    ("4 queries", "page 64"),
+    ("16 queries", "page 64"),
+    ("16 queries", "page 16"),
+    ("4 queries", "e4m3", "page 64"),
+)
 FEW_VARIANTS = (("gqa", "varlen"), ("softcap", "bias", "documents"), ("functions",))
 
 
@@ -95,6 +102,7 @@ CASES = [
     *_cases("sm80 forward", ((64, 64), (128, 128)), variants=FEW_VARIANTS),
     *_cases("sm80 backward", ((64, 64), (128, 128)), variants=FEW_VARIANTS, backward=True),
     *_cases("decode", ((64, 64), (128, 128), (256, 256)), ("causal",), STEPS),
+    *(Case("decode", (dim, dim), "causal", words) for dim in (64, 256) for words in STEPS_OF_OTHER_DIMS),
     *(Case("decode", (576, 512), "causal", words) for words in (("page 64",), ("one request", "page 64"))),
     *_cases("sm100 forward", ((64, 64), (128, 128)), variants=[("gqa", "varlen"), ("decode",)]),
 ]

@@ -46,6 +46,9 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "heads-decode": ("decode",),
     "e4m3-decode": ("decode",),
     "ragged-decode": ("decode",),
+    "e4m3-wide-decode": ("decode",),
+    "narrow-decode": ("decode",),
+    "wide-decode": ("decode",),
     "rungs-profile": (),
     "same-code": (),
     "short-decode": (),
@@ -69,6 +72,7 @@ AN_ORDER_SINCE = "since then an order for dQ is the default where that is faster
 IN_CLUSTERS = "what changed since is that a launch may be one of clusters, as decode's for one request is"
 FEW_KEYS = "one kernel for few keys came since, which no point asks for"
 OTHER_DECODE_DIMS = "what changed since are heads of 129 to 256 columns, and of 64, which no point has: their code is the same"
+OTHER_CHOICES = "what changed since is how rows of 64 columns are merged, and who shares key heads: its points run as they did"
 OVER_PAGES = "what changed since is how keys of small pages are copied, which no point has"
 ACCEPTED: dict[str, str] = {
     "blackwell-simulated.json": BEFORE_PLACES,
@@ -117,6 +121,8 @@ ACCEPTED: dict[str, str] = {
     "ragged-decode-h100-2026-11-27.json": OTHER_DECODE_DIMS,
     "ragged-decode-h200-2026-11-27.json": OTHER_DECODE_DIMS,
     "steps-h200-2026-11-27.json": OTHER_DECODE_DIMS,
+    "e4m3-wide-decode-h200-2026-11-28.json": OTHER_CHOICES,
+    "wide-decode-shared-h200-2026-11-28.json": OTHER_CHOICES,
     "timeline-h200-2026-11-21.json": HISTORY,
     "timeline-h200-2026-11-22.json": OLDER_KERNEL,
     "train-gpt-4096-h200-2026-11-22.json": OLDER_KERNEL,
