@@ -86,24 +86,27 @@ def test_in_short_a_head_dim_is_a_line(tmp_path):
 
 
 def test_in_short_a_step_over_a_cache_is_compared_by_heads_and_queries(tmp_path):
-    """Of the GPU that was measured last, over both of its results."""
+    """Of the GPU that was measured last, over all of its results."""
     rates = {"strobe": [110.0, 111.1, 108.9], "FA3 planned": [100.0, 100.0, 100.0], "XQA": [50.0, 50.0, 50.0]}
     results = {name: {"us": 1e4 / rounds[0], "gb_s": rounds[0], "rounds": rounds} for name, rounds in rates.items()}
-    one = {"batch": 1, "length": 1024, "heads": 64, "heads_kv": 8, "queries": 1, "results": results}
+    one = {"batch": 1, "length": 1024, "heads": 64, "heads_kv": 8, "head_dim": 128, "queries": 1, "results": results}
     other = one | {"batch": 8, "length": 8192, "queries": 4}
     alone = one | {"results": {"strobe": results["strobe"]}}
     few = one | {"heads": 16, "heads_kv": 2}
     steps = {"what": "decode", "contenders": ["strobe", "FA3 planned", "XQA"]}
     write(tmp_path, "decode-h200.json", **steps, points=[one, other, alone], date="2026-01-02")
     write(tmp_path, "heads-decode-h200.json", **steps, points=[few], date="2026-01-02")
+    write(tmp_path, "wide-decode-h200.json", **steps, points=[few | {"head_dim": 256}], date="2026-01-04")
+    write(tmp_path, "wide-decode-shared-h200.json", **steps, points=[few | {"head_dim": 256, "queries": 4}], date="2026-01-04")
     elsewhere = {"name": "NVIDIA H100", "kind": "cuda"}
     write(tmp_path, "heads-decode-h100.json", **steps, points=[few] * 5, date="2026-01-03", device=elsewhere)
     lines = readme.steps_in_short(tmp_path).splitlines()
     assert lines[0] == "|  | 1 query | 4 queries |"
     assert lines[2] == "| heads 64/8 | **1.10 ±0.03** (1.10 to 1.10) | **1.10 ±0.03** (1.10 to 1.10) |"
     assert lines[3] == "| heads 16/2 | **1.10 ±0.03** (1.10 to 1.10) |  |"
-    assert "1 to 8 requests of 1k to 8k keys, contiguous and in pages, beside FA3 planned, XQA: ahead at 3 points" in lines[5]
-    assert "heads-decode-h200.json" in lines[5] and "h100" not in lines[5]
+    assert lines[4] == "| heads 16/2, D=256 | **1.10 ±0.03** (1.10 to 1.10) | **1.10 ±0.03** (1.10 to 1.10) |"
+    assert "1 to 8 requests of 1k to 8k keys, contiguous and in pages, beside FA3 planned, XQA: ahead at 5 points" in lines[6]
+    assert "2026-01-02 and 2026-01-04" in lines[6] and "heads-decode-h200.json" in lines[6] and "h100" not in lines[6]
 
 
 def test_a_row_holds_all_lengths_of_one_shape(tmp_path):

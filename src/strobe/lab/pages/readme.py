@@ -225,13 +225,13 @@ def in_short(root: Path) -> str:
 
 
 def steps_in_short(root: Path) -> str:
-    """The same of a step over a cache: for each number of heads, over lengths, batches and layouts, by the queries of a
-    request."""
+    """The same of a step over a cache: for each number of heads and head dim, over lengths, batches and layouts, by the queries
+    of a request."""
     reports = _of_steps(root)
     if not reports:
         return NOTHING
     points = [facts for report, _ in reports for facts in report["points"]]
-    found = _ratios_by(points, lambda facts: (f"heads {facts['heads']}/{facts['heads_kv']}", facts["queries"]))
+    found = _ratios_by(points, lambda facts: (_heads_of(facts), facts["queries"]))
     queries = sorted({n for _, n in found})
     lines = [_row(["", *(f"{n} quer{'y' if n == 1 else 'ies'}" for n in queries)]), _row(["---", *("---:" for _ in queries)])]
     lines += [
@@ -243,16 +243,29 @@ def steps_in_short(root: Path) -> str:
     peers = ", ".join(name for name in contenders if not name.startswith("strobe"))
     of, to = batches[0], batches[-1]
     what = f"{of} to {to} requests of {short(lengths[0])} to {short(lengths[-1])} keys, contiguous and in pages, beside {peers}"
-    device, date = reports[0][0]["device"]["name"], reports[0][0]["date"][:10]
-    where = f"{device}, {date}, {', '.join(f'[JSON]({path})' for _, path in reports)}, [how](docs/serving.md#measured)"
+    dates = " and ".join(sorted({report["date"][:10] for report, _ in reports}))
+    files = ", ".join(f"[JSON]({path})" for _, path in reports)
+    where = f"{reports[0][0]['device']['name']}, {dates}, {files}, [how](docs/serving.md#measured)"
     return "\n".join([*lines, "", f"A step over a cache, {what}: {verdicts(points)} ({where})."])
 
 
+def _heads_of(facts: dict) -> str:
+    """The heads of a step, and their head dim if it is not the usual one."""
+    dim = f", D={facts['head_dim']}" if facts["head_dim"] != 128 else ""
+    return f"heads {facts['heads']}/{facts['heads_kv']}{dim}"
+
+
+OTHER_STEPS = ("heads-decode-*.json", "narrow-decode-*.json", "wide-decode-[!s]*.json", "wide-decode-shared-*.json")
+"""Results of other heads and head dims than those of decode-*.json."""
+
+
 def _of_steps(root: Path) -> list[tuple[dict, Path]]:
-    """The newest decode-*.json of a GPU, and the newest heads-decode-*.json of the same GPU."""
-    found = [each for each in measured_pages.results(root, "decode-*.json") if each[0]["device"]["kind"] == "cuda"]
-    others = measured_pages.results(root, "heads-decode-*.json")
-    return found[-1:] + [each for each in others if found and each[0]["device"]["name"] == found[-1][0]["device"]["name"]][-1:]
+    """The newest decode-*.json of a GPU, and of `OTHER_STEPS` the newest of each of the same GPU."""
+    found = [each for each in measured_pages.results(root, "decode-*.json") if each[0]["device"]["kind"] == "cuda"][-1:]
+    for pattern in OTHER_STEPS:
+        others = measured_pages.results(root, pattern)
+        found += [each for each in others if found and each[0]["device"]["name"] == found[0][0]["device"]["name"]][-1:]
+    return found
 
 
 def _ratios_by(points: list[dict], key: Callable[[dict], Key]) -> dict[Key, list[Ratio]]:
