@@ -10,9 +10,10 @@ import json, sys, torch, triton
 from strobe.call import launcher
 from strobe.device import KNOWN
 from strobe.kernels.common.call import Tensors
-from strobe.kernels.decode import launch
-from strobe.kernels.decode.choice import OVERHEAD, of_converted, of_long_steps, of_mma, of_one_group, of_wgmma, of_wide
+from strobe.kernels.decode import launch, wide_heads
+from strobe.kernels.decode.choice import of_converted, of_long_steps, of_mma, of_one_group, of_wgmma
 from strobe.kernels.decode.shares import of_shares
+from strobe.kernels.decode.sizes import OVERHEAD
 from strobe.lab.binary.offline import pretend_gpu
 from strobe.lab.binary.sass import audit
 from strobe.serving.problem import DecodeOperands, DecodeOptions, describe
@@ -38,7 +39,8 @@ for arch, group, n_q, dim, page, cache, beside in json.loads(sys.argv[1]):
     softcap, left = (30.0, 100) if beside == "all" else (0.0, None)
     options = DecodeOptions(n_q, dim_v, latent, 0.1, left, 0, softcap, True, beside == "deterministic", None)
     problem = describe(operands, options)
-    kinds = {"wgmma": of_wgmma, "one group": of_one_group, "long": of_long_steps, "converted": of_converted, "wide": of_wide}
+    kinds = {"wgmma": of_wgmma, "one group": of_one_group, "long": of_long_steps, "converted": of_converted}
+    kinds["wide"] = wide_heads.of_wgmma
     make = kinds.get(beside, of_shares if "request" in beside else of_mma)
     config = make(problem, arch)
     buffers = launch.buffers(problem, arch, config)

@@ -30,7 +30,8 @@ from test_decode_kernel import (
 from test_head_dims import two_groups, wide_queries_below_zero
 
 import strobe
-from strobe.kernels.decode.choice import of_converted, of_one_group, of_split_clusters, of_wgmma, of_wide
+from strobe.kernels.decode import wide_heads
+from strobe.kernels.decode.choice import of_converted, of_one_group, of_split_clusters, of_wgmma
 from strobe.kernels.decode.shares import of_shares
 from strobe.sim import (
     BarrierMisuse,
@@ -847,7 +848,7 @@ def test_it_is_found_where_q_comes_in_turn(bug, tmp_path):
     call, module = wide_queries_below_zero(), broken(bug, HOPPER, tmp_path)
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
-            run(call, ctas=3, order=order, seed=number, kernel=module, choose=of_wide, **two_groups(call, 32))
+            run(call, ctas=3, order=order, seed=number, kernel=module, choose=wide_heads.of_wgmma, **two_groups(call, 32))
 
 
 @pytest.mark.parametrize("bug", JOINED_BUGS, ids=str)

@@ -12,18 +12,10 @@ from test_decode_kernel import ASKED_Q, ORDERS, kind_of, problem_of, with_8_bits
 
 import strobe
 from strobe.device import KNOWN
-from strobe.kernels.decode.choice import (
-    OVERHEAD,
-    absent_of,
-    choose,
-    of_converted,
-    of_long_steps,
-    of_mma,
-    of_one_group,
-    of_wgmma,
-    of_wide,
-)
+from strobe.kernels.decode import wide_heads
+from strobe.kernels.decode.choice import choose, of_converted, of_long_steps, of_mma, of_one_group, of_wgmma
 from strobe.kernels.decode.shares import of_shares, takes_shares
+from strobe.kernels.decode.sizes import OVERHEAD, absent_of
 
 PAGES = (None, 16, 48, 64, 128)
 
@@ -47,9 +39,17 @@ def test_wide_heads_of_one_group(seed):
 def test_wide_heads_of_two_groups(seed):
     """Whose Q stays in shared memory until both have read it: several short pieces for each CTA, launch after launch; in steps
     of 32 keys, and of 64."""
-    call = drawn(seed, 128, (256, 192, 136)[seed % 3], tree=False)
+    call = drawn(seed, (128, 320)[seed // 4], (256, 192, 136)[seed % 3], tree=False)
     for tokens in (32, 64):
-        run(call, ctas=1 + seed % 2, order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_wide, **two_groups(call, tokens))
+        run(
+            call,
+            ctas=1 + seed % 2,
+            order=ORDERS[seed % 4],
+            seed=seed,
+            launches=2,
+            choose=wide_heads.of_wgmma,
+            **two_groups(call, tokens),
+        )
 
 
 def two_groups(call: Drawn, tokens: int) -> dict:
@@ -64,7 +64,7 @@ def two_groups(call: Drawn, tokens: int) -> dict:
 @pytest.mark.parametrize("seed", range(8))
 def test_wide_heads_of_one_group_that_holds_q(seed):
     call = drawn(seed, (64, 128)[seed // 4], (256, 192, 136)[seed % 3], tree=False)
-    config = of_wide(described(call)[0], KNOWN["H200"])
+    config = wide_heads.of_wgmma(described(call)[0], KNOWN["H200"])
     assert (config.rows, config.tokens, config.holds_q) == (64, 32, True)
     run(call, ctas=200, order=ORDERS[seed % 4], seed=seed, launches=2, choose=lambda problem, _: config)
     run(call, ctas=1 + seed % 6, order=ORDERS[seed % 4], seed=seed, choose=lambda problem, _: config)
@@ -81,7 +81,7 @@ def wide_queries_below_zero() -> Drawn:
 def test_a_negative_scale_where_q_stays_in_shared_memory(order):
     call = wide_queries_below_zero()
     for asks in ({}, {"asks_q": False, "absent": 0}):
-        run(call, ctas=3, order=order, launches=2, choose=of_wide, **two_groups(call, 32) | asks)
+        run(call, ctas=3, order=order, launches=2, choose=wide_heads.of_wgmma, **two_groups(call, 32) | asks)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -9,6 +9,7 @@ import torch
 
 from strobe.device import KIB, Arch
 from strobe.kernels.common.panels import PANEL_COLUMNS, lie_in_groups
+from strobe.kernels.decode import wide_heads
 from strobe.kernels.decode.config import MMA_ROWS, MOST_COLUMNS, MOST_ROWS, Config
 from strobe.kernels.decode.shares import (
     CLUSTER,
@@ -24,7 +25,10 @@ from strobe.kernels.decode.sizes import (
     FAST_MEMORY,
     LONG_ROOM,
     MOST_PARTS,
+    MOST_STAGES,
+    OVERHEAD,
     WGMMA_TOKENS,
+    absent_of,
     chain_of,
     is_latent,
     jobs,
@@ -34,17 +38,15 @@ from strobe.kernels.decode.sizes import (
     rows_of_tile,
     short_split_of,
     split_of,
+    with_all_stages,
 )
 from strobe.serving.problem import DecodeProblem
 
 FEW_JOBS = 8
 """Jobs, key heads of all requests, that are so few that each is cut in many parts."""
-OVERHEAD = 2 * KIB
-"""Shared memory of a CTA beside its rings: statistics, what the compiler adds, what the driver takes."""
 LEAST_BOX = 16
 """Keys of a page from which on TMA copies them: fewer at a time would take more instructions than cp.async does."""
 LATENT_BOX = 64
-MOST_STAGES = 8
 MOST_ABREAST = 4
 """Tiles that are walked along together: more leave multiprocessors over. On an H100, 128 heads, 128 requests of 32k keys took
 as long as reading them twice, one time for each tile."""
@@ -74,11 +76,6 @@ multiprocessors or fewer: their code is half as long, and what begins and ends a
 request of 32k keys 29.8 (32.0; 34.0), 8 of 8k 46.1 (46.4; 49.2); 16 on 2, 32 of 8k 77.6 (77.9; 80.3), over pages of 16 79.2
 (81.7; 82.2); 64 on 8, 1 of 128k 137.1 (-; 140.1); but 8 of 32k 267.3 (-; 262.9), and 28 on 4, 32 of 2k, whose jobs are whole,
 42.9 (41.4; 42.3)."""
-FEW_KEYS_OF_TWO_TILES = 1 << 14
-"""The same for 65 to 128 rows of 129 to 256 columns."""
-MOST_KEYS_OF_WIDE_TILES, LEAST_KEYS_OF_WIDE_STEPS = 1 << 17, 1 << 19
-"""Keys of all key heads of all requests up to which more than 64 rows of 129 to 256 columns are tiles of 64, if each has a
-multiprocessor, and from which on steps have 64 keys: see `of_wide`."""
 MOST_KEYS_OF_STORED_Q = 1 << 15
 """Keys of all key heads of all requests up to which 65 rows or more of 64 columns are stored by their group, not held: see
 `of_wgmma`."""
@@ -148,7 +145,7 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
         if gains_by_one_group(problem, arch):
             make = of_one_group
         elif gains_by_wgmma(problem):
-            make = of_wide if padded(problem.head_dim) == MOST_COLUMNS else of_wgmma
+            make = wide_heads.of_wgmma if padded(problem.head_dim) == MOST_COLUMNS else of_wgmma
     config = make(problem, arch)
     return replace(config, start=start_of(config), by_turns=gains_by_turns(problem, arch, config))
 
@@ -391,15 +388,6 @@ def takes_groups(problem: DecodeProblem) -> bool:
     return problem.head_dim == problem.head_dim_v == 2 * PANEL_COLUMNS and lie_in_groups(problem.page_rows)
 
 
-def absent_of(problem: DecodeProblem, rows: int) -> int | None:
-    """How many rows of each query stand for no head where TMA copies the rows of Q, queries times the power of two that holds
-    the heads of a group, and half a tile has whole queries; None if that is not so, or would be more tiles."""
-    group = 1 << (problem.group - 1).bit_length()
-    padded_rows = problem.lengths.seqlen_q * group
-    fits = 2 * group <= rows and -(-padded_rows // rows) == -(-problem.rows // rows)
-    return group - problem.group if fits else None
-
-
 def is_hopeful(problem: DecodeProblem) -> bool:
     """Whether the optimistic softmax gains: there are many steps that all rows see whole, whose scores are not likely to be far
     above those of the first one, of which each row sees some."""
@@ -465,20 +453,7 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
         return False
     keys = keys_of(problem)
     if dim == MOST_COLUMNS:
-        # An H200, microseconds (and mma.sync; TMA and one group that holds Q; FlashAttention-3):
-        #   16 heads on 2, 1 query:  32 requests of 8k keys, pages of 64 128.6 (130.6; -; 134.7), of 16 127.2 (-; 128.4; 132.4)
-        #                  4 queries: 32 of 8k 132.0 (150.2; 132.1; 137.5), 8 of 8k 40.4 (-; 41.6; 43.9), 32 of 1k 25.0 (-;
-        #                  26.2; 29.7)
-        #   16 on 8, 1 query: 32 of 8k 489.0 (498.1; -; 502.9), pages of 16 480.7 (568.4; 484.1; 484.0); 8 of 4k 66.1 (-; 67.4;
-        #            69.9); 4 queries: 8 of 2k 37.3 (-; 38.5; 41.8), contiguous 36.2 (-; 37.2; 42.2)
-        #   192 columns, whose places for 256 cp.async fills: 24 on 4, 32 of 8k 244.2 (240.7; 208.7; 195.6), 32 of 2k 60.4 (-;
-        #            53.1; 55.0), 4 queries, 8 of 4k 37.4 (-; 35.2; 35.3), but 1 query, 8 of 2k 18.6 (20.9; 21.3; 21.8)
-        # 128 rows in two tiles: 1 of 8k 18.4 (-; 20.4; 26.2), of 16k 25.4 (-; 25.7; 30.0)
-        # With the most keys it is ahead, too, for some milliseconds of launches: 16 on 8, 32 of 32k 1917 (1961; 1949; 1930).
-        # But over pages it is far behind where they go on, as the clock falls: 2325 (-; -; 1986).
-        full = problem.head_dim == problem.head_dim_v == dim
-        most = MOST_KEYS_OF_ONE_GROUP if full else FEW_KEYS_OF_ONE_GROUP
-        return not problem.deterministic and keys <= (FEW_KEYS_OF_TWO_TILES if problem.rows > MOST_ROWS else most)
+        return wide_heads.one_group_gains(problem)
     if problem.deterministic:
         return dim == 128 and (problem.rows <= MOST_ROWS or keys <= FEW_KEYS_OF_ONE_GROUP)
     if dim == 64:
@@ -504,32 +479,6 @@ def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
     tokens = WGMMA_TOKENS // 2 if dim == MOST_COLUMNS else WGMMA_TOKENS
     config = Config(dim, dim_v, 64, tokens, 2, 4, 1, split, chunk=dim, chain=chain_of(problem),
                     late=is_late(problem, arch))  # fmt: skip
-    return with_all_stages(config, arch)
-
-
-def of_wide(problem: DecodeProblem, arch: Arch) -> Config:
-    """The config of TMA and wgmma for 129 to 256 columns: one group that holds Q beside O or, where tiles of 64 rows would read
-    too many keys again, two groups, whose registers O takes, so that Q stays in shared memory."""
-    # An H200, 16 queries of 16 heads on 2, 256 columns, microseconds by one group, by two in steps of 32 keys, of 64 (and
-    # FlashAttention-3):
-    #   pages of 64: 8 requests of 2k keys 22.5, 26.7, - (25.8); 8 of 8k 51.7, 53.4, - (52.5); 32 of 2k 47.0, 52.7, - (57.3)
-    #                1 of 32k 34.4, 41.6, - (37.5), of 64k 55.9, 59.2, 63.9 (54.2); 16 of 8k 89.8, 83.0, 87.6 (83.8)
-    #                32 of 8k 165.9, 154.9, 150.9 (152.8); 128 of 1k 141.7, 95.1, 102.1 (91.1), of 2k 265, 163.2, 164.4 (151.4)
-    #   pages of 16: 64 of 4k 255.0, 161.2, 146.2 (138.6); 128 of 2k 263.2, 172.4, 164.6 (150.3)
-    #   contiguous, 32 on 4: 32 of 8k 482.9, 292.8, 262.9 (263.1), 128 of 1k 275.1, 173.7, 180.4 (171.0)
-    # Two groups, Q stored by them: 8 of 2k 33.2; with the optimistic softmax 8 of 2k 35.5, 32 of 8k 176.8 (asked for, and steps
-    # of 64 keys 152.9); with half of Q in registers 32 of 8k 196.9: ptxas then makes each product wait for the one before.
-    sms, keys = arch.sms or FALLBACK_SMS, keys_of(problem)
-    tiles = problem.batch * problem.heads_kv * -(-problem.rows // MOST_ROWS)
-    one = problem.rows <= MOST_ROWS or (tiles <= sms and keys <= MOST_KEYS_OF_WIDE_TILES)
-    long = not one and keys >= LEAST_KEYS_OF_WIDE_STEPS and problem.capacity >= LONG_ROOM
-    rows, tokens = MOST_ROWS if one else 2 * MOST_ROWS, WGMMA_TOKENS if long else WGMMA_TOKENS // 2
-    box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
-    chunk, absent = PANEL_COLUMNS, absent_of(problem, rows)
-    if box == tokens:
-        chunk = MOST_COLUMNS if one else 2 * PANEL_COLUMNS
-    config = Config(MOST_COLUMNS, MOST_COLUMNS, rows, tokens, 2, rows // MMA_ROWS, 1, box=box, chunk=chunk,
-                    groups=rows // MOST_ROWS, holds_q=one, asks_q=absent is not None, absent=absent or 0)  # fmt: skip
     return with_all_stages(config, arch)
 
 
@@ -566,14 +515,6 @@ def of_converted(problem: DecodeProblem, arch: Arch) -> Config:
                     holds_q=True, asks_q=absent is not None, absent=absent or 0, optimistic=hopeful,
                     bytes_stages=4)  # fmt: skip
     return with_all_stages(config, arch)
-
-
-def with_all_stages(config: Config, arch: Arch, most: int = MOST_STAGES) -> Config:
-    """A config with as many stages as there is room for, up to `most`."""
-    room = arch.smem_per_sm or 100 * KIB
-    while config.ctas * (replace(config, stages=config.stages + 1).smem + OVERHEAD) <= room and config.stages < most:
-        config = replace(config, stages=config.stages + 1)
-    return config
 
 
 def _latent(problem: DecodeProblem) -> Config:

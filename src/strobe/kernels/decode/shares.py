@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from strobe.device import Arch
+from strobe.kernels.decode import wide_heads
 from strobe.kernels.decode.config import MMA_ROWS, MOST_COLUMNS, Config, power_of_two
-from strobe.kernels.decode.sizes import FALLBACK_SMS, FAST_MEMORY, keys_of, padded, rows_of_tile
+from strobe.kernels.decode.sizes import FALLBACK_SMS, FAST_MEMORY, keys_of, keys_of_share, padded, rows_of_tile
 from strobe.serving.problem import DecodeProblem
 
 MOST_SHARED_ROWS = 32
@@ -23,8 +24,6 @@ MOST_KEYS_OF_SHARE = 1024
 """Keys, as far as room goes, that a CTA has at most of a key head of one of several requests, since all others may wait for it;
 half as many, of 16 bits, with more than 8 rows if it shares. An H200, 4 queries of 64 heads on 8, 8 requests of 2k keys,
 microseconds (and dealt out): 22.9 (23.2), all but one an eighth as long 20.0 (13.5)."""
-MOST_KEYS_OF_SMALL_PAGES = 1 << 16
-"""Keys of one request's heads of 129 to 256 columns up to which they are shared over small pages: see `fits_wide_heads`."""
 MOST_KEYS_OF_SHORT_STEPS = 128
 """Keys of 8 bits of such a CTA, of one request, up to which steps have as many as those of 16 bits; of several requests up to
 twice as many, or their steps, with more than 8 rows."""
@@ -50,23 +49,8 @@ def takes_shares(problem: DecodeProblem, arch: Arch) -> bool:
     if dims == (64, 64):
         fits = problem.kv_dtype.itemsize == 2 and problem.rows <= MOST_SHARED_ROWS
     if dims == (MOST_COLUMNS, MOST_COLUMNS):
-        fits = fits_wide_heads(problem)
+        fits = wide_heads.fits_shares(problem)
     return not problem.deterministic and fits and arch.capability == 90 and shares_of(problem, arch) > (problem.batch == 1)
-
-
-def fits_wide_heads(problem: DecodeProblem) -> bool:
-    """The same of key heads of 129 to 256 columns: of 16 bits, up to 16 rows, or 32 of one request with few heads; over small
-    pages of one request alone, if keys are not many."""
-    # An H200, microseconds (and one group of wgmma), pages of 16:
-    #   1 query, 1 request, 16 heads on 2: of 2k keys 8.4 (15.0), 8k 11.3 (17.0), 32k 25.8 (29.2); 16 on 8: of 2k 9.1 (11.3), 8k
-    #            23.2 (24.2), 32k 75.2 (68.0); 8 requests of 2k 42.6 (36.8), 16 on 2, of 8k 43.8 (38.0)
-    #   4 queries, 1 request, 16 on 2: of 2k 12.1 (15.3), 8k 16.6 (18.2), 32k 31.8 (30.7)
-    #   16 queries, 1 request, 16 on 8, which are 32 rows: of 2k 14.0 (12.6), 8k 31.5 (25.6), pages of 64 27.4 (25.4)
-    # Larger pages: `of_wide_heads`.
-    rows = MOST_SHARED_ROWS if problem.batch == 1 and 4 * problem.heads_kv <= MMA_ROWS else MMA_ROWS
-    large = problem.page_size is None or problem.page_size >= 64
-    few = problem.batch == 1 and keys_of(problem) <= MOST_KEYS_OF_SMALL_PAGES
-    return (large or few) and problem.kv_dtype.itemsize == 2 and problem.rows <= rows
 
 
 def shares_of(problem: DecodeProblem, arch: Arch) -> int:
@@ -138,25 +122,13 @@ def of_shares(problem: DecodeProblem, arch: Arch) -> Config:
     launch, whose CTAs are there when their turn comes, unless keys are many. Few rows and keys are for clusters."""
     shares, kv_bytes = shares_of(problem, arch), problem.kv_dtype.itemsize
     if padded(problem.head_dim) == MOST_COLUMNS:
-        return of_wide_heads(problem, shares)
+        return wide_heads.of_shares(problem, shares)
     dim = padded(problem.head_dim)
     tokens = 128 * 128 // (dim * kv_bytes)
     dealt = Config(dim, dim, rows_of_tile(problem.rows), tokens, 3, 4, 1, shares=shares, kv_bytes=kv_bytes)
     if cluster_of(problem) > 1:
         return of_clusters(problem, dealt)
     return of_one_request(problem, arch, dealt) if problem.batch == 1 else of_several_requests(problem, arch, dealt)
-
-
-def of_wide_heads(problem: DecodeProblem, shares: int) -> Config:
-    """The config of CTAs that share key heads of 129 to 256 columns, which two warps halve: a short ring where keys are few."""
-    # An H200, one query, pages of 64, microseconds (and with one step more, or less; one group of wgmma; FlashAttention-3)
-    #   16 heads on 2: 1 request of 1k keys 7.5 (7.6; 10.4; 12.1), 8k 12.6 (-; 17.4; 17.3), 32k 25.5 (27.1; 29.7; 30.3); 8 of 1k
-    #                  9.3 (9.7; 11.4; 14.3), of 2k 14.6 (-; 15.5; 18.3)
-    #   16 on 8:       1 of 2k 10.0 (10.9; 12.3; 14.8), 8k 23.2 (25.6; 24.1; 27.1), 32k 68.3 (88.3; 69.4; 74.6); 8 of 1k 20.6
-    #                  (21.8; 22.3; 25.8)
-    # four queries, 16 on 2: 1 of 2k 12.3 (12.7; 15.6; 13.8), 8k 17.2 (-; 18.9; 18.8), but 8 of 1k 16.3 (-; 12.7; 16.2)
-    dealt = Config(MOST_COLUMNS, MOST_COLUMNS, rows_of_tile(problem.rows), 64, 3, 8, 1, column_warps=2, shares=shares)
-    return replace(dealt, stages=2) if keys_of_share(problem, dealt) <= MOST_KEYS_OF_SHORT_STEPS else dealt
 
 
 def of_clusters(problem: DecodeProblem, dealt: Config) -> Config:
@@ -205,8 +177,3 @@ def of_several_requests(problem: DecodeProblem, arch: Arch, dealt: Config) -> Co
     if many_rows or two_fit or (dealt.shares > 1 and problem.page_size is None):
         return dealt
     return replace(dealt, tokens=2 * dealt.tokens, warps=8, stages=2)
-
-
-def keys_of_share(problem: DecodeProblem, dealt: Config) -> int:
-    """Keys that a CTA has of a key head, as far as room goes."""
-    return -(-problem.capacity // max(dealt.shares, 1))

@@ -1,10 +1,16 @@
-"""Numbers that follow from a problem: rows and tiles, jobs, keys, splits."""
+"""Numbers that follow from a problem: rows and tiles, jobs, keys, splits; and stages that there is room for."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from strobe.device import KIB, Arch
 from strobe.kernels.decode.config import MMA_ROWS, MOST_ROWS, Config, power_of_two
 from strobe.serving.problem import DecodeProblem
 
+OVERHEAD = 2 * KIB
+"""Shared memory of a CTA beside its rings: statistics, what the compiler adds, what the driver takes."""
+MOST_STAGES = 8
 MOST_PARTS = 32
 WGMMA_TOKENS = 64
 LONG_ROOM = 2048
@@ -87,3 +93,25 @@ def tiles_of_rows(problem: DecodeProblem, config: Config) -> int:
 def rows_of(problem: DecodeProblem, config: Config) -> int:
     """Rows of a key head in the longest request."""
     return problem.rows // problem.group * (problem.group + config.absent)
+
+
+def absent_of(problem: DecodeProblem, rows: int) -> int | None:
+    """How many rows of each query stand for no head where TMA copies the rows of Q, queries times the power of two that holds
+    the heads of a group, and half a tile has whole queries; None if that is not so, or would be more tiles."""
+    group = 1 << (problem.group - 1).bit_length()
+    padded_rows = problem.lengths.seqlen_q * group
+    fits = 2 * group <= rows and -(-padded_rows // rows) == -(-problem.rows // rows)
+    return group - problem.group if fits else None
+
+
+def keys_of_share(problem: DecodeProblem, dealt: Config) -> int:
+    """Keys that a CTA has of a key head, as far as room goes."""
+    return -(-problem.capacity // max(dealt.shares, 1))
+
+
+def with_all_stages(config: Config, arch: Arch, most: int = MOST_STAGES) -> Config:
+    """A config with as many stages as there is room for, up to `most`."""
+    room = arch.smem_per_sm or 100 * KIB
+    while config.ctas * (replace(config, stages=config.stages + 1).smem + OVERHEAD) <= room and config.stages < most:
+        config = replace(config, stages=config.stages + 1)
+    return config
