@@ -226,6 +226,21 @@ def latent_and_bits() -> None:
         synchronize(f"{n_q} queries over a cache of 8 bits")
 
 
+def head_dims() -> None:
+    """129 to 256 columns, and 33 to 64: by each of the kernels that they have on Hopper."""
+    wide = ((256, 1, 1, 900, 64), (256, 4, 3, 700, 16), (256, 16, 3, 2900, 64), (192, 16, 40, 300, 16), (256, 4, 3, 700, 64))
+    narrow = ((64, 1, 1, 1500, 16), (64, 1, 32, 2100, None), (64, 8, 16, 2100, 64), (64, 16, 9, 2100, 16))
+    for number, (dim, n_q, batch, room, page) in cases(enumerate(wide + narrow)):
+        call = draw(1, torch.bfloat16, device=DEVICE, n_q=n_q, group=8, heads_kv=2, page=page, room=room, batch=batch,
+                    head_dim=dim, head_dim_v=dim, mask=strobe.Causal(), ragged=False, tree=False, leftpad=False)  # fmt: skip
+        cache = call.cache
+        if number == len(wide) - 1:
+            k, v = (x.nan_to_num(nan=448.0).to(torch.float8_e4m3fn) for x in (cache.k, cache.v))
+            cache = strobe.Cache(**{**vars(cache), "k": k, "v": v})
+        strobe.decode(call.q, cache, **call.keywords)
+        synchronize(f"{n_q} queries of {batch} requests, {dim} columns")
+
+
 def prompts() -> None:
     """Over pages; an append, and a step in a graph."""
     for seed, page in cases(enumerate((16, 48, 64, 128, None, 16))):  # prompts, of which the last ones leave notes
@@ -294,6 +309,7 @@ PARTS = {
     "shares": shares,
     "queries": queries_by_tma,
     "latent": latent_and_bits,
+    "dims": head_dims,
     "prompts": prompts,
     "forward": hopper,
     "fp8": hopper_fp8,
