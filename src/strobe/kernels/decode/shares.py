@@ -47,7 +47,10 @@ def takes_shares(problem: DecodeProblem, arch: Arch) -> bool:
     dims = padded(problem.head_dim), padded(problem.head_dim_v)
     fits = dims == (128, 128) and problem.kv_dtype.itemsize <= 2 and problem.rows <= MOST_SHARED_ROWS
     if dims == (64, 64):
-        fits = problem.kv_dtype.itemsize == 2 and problem.rows <= MOST_SHARED_ROWS
+        # An H200, 64 heads on 8, pages of 64, microseconds (and dealt out): 1 query, 1 request of 2k keys 6.0 (7.7), 8k 9.3
+        # (11.0), 32k 21.1 (22.8), 8 of 2k 11.9 (13.1); 4 queries, 1 of 2k 6.9 (8.8), 8k 11.6 (11.9); of several: not timed
+        rows = MOST_SHARED_ROWS if problem.batch == 1 else MMA_ROWS
+        fits = problem.kv_dtype.itemsize == 2 and problem.rows <= rows
     if dims == (MOST_COLUMNS, MOST_COLUMNS):
         fits = wide_heads.fits_shares(problem)
     return not problem.deterministic and fits and arch.capability == 90 and shares_of(problem, arch) > (problem.batch == 1)
