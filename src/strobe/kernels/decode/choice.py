@@ -239,8 +239,8 @@ def takes_long_steps(problem: DecodeProblem, arch: Arch) -> bool:
     # Four queries, microseconds (and two CTAs): 64 heads on 8, 8 of 32k 243.0 (252.5), 32 of 8k 250.3 (254.9), 128 of 8k 972
     # (993); 28 on 4, 32 of 32k 473 (484); 16 on 2, 8 of 128k 247.5 (251.7); 32 on 8, 8 of 32k 240.1 (246.5). Log-normal
     # lengths, 64 on 8: 32 around 8k 264 (268), but 32 around 2k 79.4 (76.5).
-    # 64 columns, 64 on 8, in two runs, whose peer was 1.03 and 1.01 times as fast in ours: 8 of 32k 122.3 (127.1), 4 queries
-    # 126.4 (132.2).
+    # 64 columns, 64 on 8, microseconds (and two CTAs, in a run whose peer took 1.03 and 1.01 times as long): 8 of 32k 122.3
+    # (127.1), four queries 126.4 (132.2).
     dims = padded(problem.head_dim), padded(problem.head_dim_v)
     wide = dims in ((64, 64), (128, 128)) and problem.kv_dtype.itemsize == 2
     sms, heads, few_rows = arch.sms or FALLBACK_SMS, problem.batch * problem.heads_kv, problem.rows <= MMA_ROWS // 2
