@@ -29,12 +29,13 @@ def refuses(problem: DecodeProblem, arch: Arch) -> str | None:
         return (
             f"takes head dims up to {MOST_COLUMNS}, or 576 whose first 512 are v, not {problem.head_dim}, {problem.head_dim_v}"
         )
-    if (needed := choose(problem, arch).smem) > arch.smem_per_block:
+    config = choose(problem, arch)
+    if config.smem > arch.smem_per_block:
         dims = f"head dims {problem.head_dim}, {problem.head_dim_v}"
-        return f"needs {needed} bytes of shared memory for {dims}, and a block has {arch.smem_per_block}"
+        return f"needs {config.smem} bytes of shared memory for {dims}, and a block has {arch.smem_per_block}"
     if problem.unaligned:
         return f"needs bases and strides in multiples of 16 bytes (for cp.async), which {', '.join(problem.unaligned)} lacks"
-    units = jobs(problem, choose(problem, arch)) * -(-problem.capacity // 16)
+    units = jobs(problem, config) * -(-problem.capacity // 16)
     if max(problem.capacity, units) >= MAX_BOUND:
         return f"counts steps of keys in int32, and takes fewer than 2^30 of them, not {max(problem.capacity, units)}"
     return None

@@ -196,8 +196,9 @@ def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
     if rows == MOST_ROWS and wide == MOST_COLUMNS and kv_bytes == 2:
         tokens, stages = 32, 4  # with 64 the loop spills
     if kv_bytes == 1 and wide == MOST_COLUMNS:
-        tokens = 128  # one query, 32 requests of 8k, 16 on 2: 74.2, two CTAs of 64 keys, which did not hold Q, 135.5; 16 on 8
-        # 261.4 (518.8)
+        # an H200, one query, 32 requests of 8k keys, microseconds (and two CTAs of 64 keys, which do not hold Q): 16 heads on 2
+        # 74.2 (135.5), 16 on 8 261.4 (518.8)
+        tokens = 128
     if rows == MOST_ROWS and wide == 128 and kv_bytes == 2:
         tokens, stages = 32, 6  # 64 rows: a warp has half as many scores at once: 4 % faster (16 queries of 64 heads on 8)
     split = split_of(problem.capacity, max(tokens, 64)) if problem.deterministic else 0

@@ -20,8 +20,9 @@ copier does, and tells the others (see `board`). The roles:
                     keys in boxes, which TMA copies,
                     or one chunk of whole rows, or
                     groups of 8 keys
-    q               [groups * chunks, rows of a        a multiplier   itself
-                    group, chunk]
+    q               [groups * chunks, rows of a        a multiplier,  itself
+                    group, chunk]                      or who copies
+                                                       K or bytes
     notes           [groups * NOTES, 1]                a multiplier   itself: numbers of a piece, where there are splits
     sums            [groups * chunks, squares of 8     a multiplier   itself: O of a part's splits, where registers are Q's
                     rows and 8 columns]
@@ -31,6 +32,8 @@ copier does, and tells the others (see `board`). The roles:
                     or the copier of rows
     v.full, last    TMA bytes                          a step of V is there that must be cleared
     empty           one of each multiplier             a step has been read
+    turns           TMA bytes; one of each multiplier  Q is there; it has been read (if it stays in shared memory, or has 8 bits
+                                                       beside it)
 
 A multiplier issues S(i) = Q K(i)^T and O += P(i - 1) V(i - 1) together, and turns S(i) into P(i) while the second still runs.
 An instruction of wgmma waits until the tensor core has taken those ahead of it: what hides most of a softmax is another group's
@@ -252,7 +255,7 @@ def walk(W: gl.constexpr, memory, K, piece, job, position, taken, hopeful, leave
         if C.split and C.optimistic and not MASKED:
             worst = worse(worst, top, sums)
         begin = end
-    if C.q_in_turn and not C.bytes_stages > 0:
+    if C.asks_q and not C.holds_q:
         memory.turns.release(taken)
     position += steps
     memory.v.wait(position - 1)
