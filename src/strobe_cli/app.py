@@ -320,6 +320,7 @@ def bench_decode(
     queries: Annotated[str | None, typer.Option(help="Queries of a request, comma-separated; default: 1.")] = None,
     pages: Annotated[str | None, typer.Option(help="Keys of a page, comma-separated, 0: contiguous; default: 64.")] = None,
     caches: Annotated[str | None, typer.Option(help="Of bf16, fp16, e4m3, fp32, comma-separated; default: bf16.")] = None,
+    windows: Annotated[str | None, typer.Option(help="Keys that a query sees, comma-separated; default: 0, all.")] = None,
     ragged: Annotated[bool, typer.Option("--ragged", help="Lengths drawn around a mean, log-normal.")] = False,
     rounds: Annotated[int | None, typer.Option(help="Interleaved rounds; default: 9.")] = None,
     max_seconds: Annotated[float | None, typer.Option(help="Stop then, with what was measured.")] = None,
@@ -350,7 +351,8 @@ def bench_decode(
     changes = given(
         batches=numbers_of("batches", batches), lengths=numbers_of("lengths", lengths), heads=pairs, head_dims=dims,
         queries=numbers_of("queries", queries), pages=numbers_of("pages", pages, least=0),
-        caches=names_of("caches", caches, lab.CACHES), rounds=rounds, max_seconds=positive("max-seconds", max_seconds),
+        caches=names_of("caches", caches, lab.CACHES), windows=numbers_of("windows", windows, least=0), rounds=rounds,
+        max_seconds=positive("max-seconds", max_seconds),
         peers=None if peers == "all" else names_of("peers", peers, lab.peers_for(where)), part=part_of(part),
     )  # fmt: skip
     plan = replace(lab.Plan() if where.type == "cuda" else lab.CPU, ragged=ragged, deterministic=deterministic, **changes)

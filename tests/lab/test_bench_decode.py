@@ -43,6 +43,18 @@ def test_a_run(tmp_path):
     assert "kv=64 fp32 heads 4/2 D=16 x 3 page 8 ragged" in done.output
 
 
+def test_windows(tmp_path):
+    path = tmp_path / "d.json"
+    done = run("--batches", 1, "--lengths", 64, "--heads", "4/2", "--head-dims", 16, "--queries", "1,3", "--pages", "8",
+               "--windows", "0,10", "--rounds", 1, "--json", path, "--out", tmp_path / "d.svg")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    read = {(facts["window"], facts["queries"]): facts["bytes"] for facts in lab.load(path)["points"]}
+    assert read == {(0, 1): 64 * 256, (0, 3): 64 * 256, (10, 1): 10 * 256, (10, 3): 12 * 256}
+    assert "D=16 x 3 page 8 window 10" in done.output
+    old = {key: value for key, value in lab.load(path)["points"][0].items() if key != "window"}
+    assert Point.of(old).window == 0
+
+
 def test_parts_are_merged_into_what_one_run_would_be(tmp_path):
     shape = ("--batches", "1,2", "--lengths", "64,32", "--heads", "4/2", "--head-dims", 16, "--pages", "8,0", "--rounds", 1)
     paths = [tmp_path / f"{n}.json" for n in (1, 2, 3)]

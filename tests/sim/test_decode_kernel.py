@@ -147,6 +147,10 @@ def test_long_steps(seed):
     run(call, ctas=1 + seed % 5, order=ORDERS[seed // 2 % 4], seed=seed, choose=of_long_steps, start=seed % 3)
 
 
+FAR = strobe.Window(1 << 20, 0)
+"""As far as there is room; but nobody is optimistic behind a left bound."""
+
+
 @pytest.mark.parametrize(
     ("batch", "heads_kv", "room", "fixed", "arch", "tokens"),
     [
@@ -386,7 +390,8 @@ def test_bits_of_latent_keys(choose_one):
         ({"n_q": 16, "page": 8}, "mma"),
         ({"n_q": 1, "group": 1}, "mma"),
         ({"n_q": 16, "head_dim": 64}, "TMA, 128 rows"),
-        ({"n_q": 4, "head_dim": 64}, "one group"),
+        ({"n_q": 8, "head_dim": 64}, "one group"),
+        ({"n_q": 4, "head_dim": 64}, "mma"),
         ({"n_q": 1, "head_dim": 64}, "mma"),
         ({"n_q": 16, "head_dim": 64, "deterministic": True}, "mma"),
     ],
@@ -416,17 +421,28 @@ def test_which_caches_of_8_bits_are_converted(fixed, kind):
         assert not choose(by_key, KNOWN["H200"]).bytes_stages
 
 
+@pytest.mark.parametrize("fixed", [{}, {"n_q": 4}, {"n_q": 16}, {"head_dim": 64}, {"head_dim": 256}, {"page": None}], ids=str)
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_a_window_is_all_that_counts(fixed, batch):
+    """Of a long request behind a window as much is read as of a short one."""
+    window = 1000 - problem_of(**{"n_q": 1, **fixed}).lengths.seqlen_q - 64
+    behind = with_room(problem_of(**{"n_q": 1, "mask": strobe.Window(window, 0), **fixed}), batch, 4, 1 << 15)
+    assert choose(behind, KNOWN["H200"]) == choose(with_room(behind, batch, 4, 1000), KNOWN["H200"])
+    alone = replace(behind, deterministic=True)  # bits depend on the room
+    assert choose(alone, KNOWN["H200"]) != choose(with_room(alone, batch, 4, 1000), KNOWN["H200"])
+
+
 @pytest.mark.parametrize(
     ("n_q", "dim", "most", "kind"),
     [
         (4, 128, 1 << 17, "mma"),
         (8, 128, 1 << 17, "TMA, 64 rows"),
         (16, 128, 1 << 13, "TMA, 128 rows"),
-        (4, 64, 1 << 13, "mma"),
+        (8, 64, 1 << 13, "TMA, 64 rows"),
     ],
 )
 def test_many_keys_are_not_one_groups(n_q, dim, most, kind):
-    problem = problem_of(n_q=n_q, head_dim=dim)
+    problem = problem_of(n_q=n_q, head_dim=dim, mask=FAR)
     for keys, wanted in ((most, "one group"), (most + 1, kind)):  # of 2 requests and 4 key heads
         longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=keys))
         assert kind_of(choose(longer, KNOWN["H200"])) == wanted
@@ -510,7 +526,7 @@ def test_two_groups_launch_after_launch(order):
     ("batch", "keys", "fixed", "groups"),
     [
         (2, 1 << 17, {}, 1), (2, (1 << 17) + 1, {}, 2), (16, 2048, {}, 1), (17, 2048, {}, 2),
-        (2, (1 << 17) - 1, {"deterministic": True}, 1), (2, 1 << 17, {"deterministic": True}, 2),
+        (2, (1 << 17) - 1, {"deterministic": True, "mask": FAR}, 1), (2, 1 << 17, {"deterministic": True, "mask": FAR}, 2),
         (17, 2048, {"head_dim": 64}, 2), (4, 2048, {"head_dim": 64}, 1),
     ],
 )  # fmt: skip
@@ -764,7 +780,7 @@ def test_how_many_units_a_piece_costs_beside_its_keys(fixed, batch, room, start)
 
 def problem_of(**fixed):
     shape = {"page": 64, "group": 8, "heads_kv": 4, "head_dim": 128, "head_dim_v": fixed.get("head_dim", 128), "batch": 2,
-             "ragged": False, "tree": False, "room": 70}  # fmt: skip
+             "ragged": False, "tree": False, "room": 70, "mask": strobe.Causal()}  # fmt: skip
     return described(draw(1, torch.bfloat16, **{**shape, **fixed}))[0]
 
 

@@ -36,6 +36,7 @@ from strobe.kernels.decode.sizes import (
     padded,
     room_of,
     rows_of_tile,
+    seen_of,
     short_split_of,
     split_of,
     with_all_stages,
@@ -248,7 +249,7 @@ def takes_long_steps(problem: DecodeProblem, arch: Arch) -> bool:
     room = LEAST_ROOM_OF_LONG_STEPS if heads <= sms else LEAST_ROOM_OF_LONG_STEPS_OF_MANY_HEADS
     keys = LEAST_KEYS_OF_LONG_STEPS if few_rows else LEAST_KEYS_OF_LONG_STEPS_OF_MANY_ROWS
     few = problem.rows <= MOST_ROWS_OF_LONG_STEPS and heads <= 8 * sms
-    many = problem.capacity >= room and keys_of(problem) >= keys
+    many = seen_of(problem) >= room and keys_of(problem) >= keys
     fast = arch.capability == 90 and arch.dram_bandwidth >= FAST_MEMORY
     return not problem.deterministic and problem.page_size is None and wide and few and many and fast
 
@@ -345,7 +346,7 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     #   28 heads on 4: 32 requests of 1k keys 32.6 (34.6), contiguous 31.1 (33.4), 32 of 2k 55.3 (58.6), 128 of 1k 112.6 (118),
     #   8 of 8k 59.3 (62.2); 64 on 8: 1 of 32k 59.0 (60.4), 12 of 2k 53.2 (61.0), contiguous 32 of 2k 101.1 (108.5); around 1k,
     #   8 of unequal lengths 29.8 (33.7), around 2k 44.3 (43.7), 32 around 2k 122.7 (132.7)
-    many, long, paged = rows > MOST_ROWS, problem.capacity >= LONG_ROOM, problem.page_size is not None
+    many, long, paged = rows > MOST_ROWS, seen_of(problem) >= LONG_ROOM, problem.page_size is not None
     # One CTA that holds Q has 33 to 64 rows. An H200, 16 queries of 32 heads on 8, microseconds (and two that do not): 8
     # requests of 32k keys, contiguous 247.6 (256.7), over pages of 256 249.4 (255.3), of 16 253.9 (264.8), 8 of 128k,
     # contiguous 958 (976), of unequal lengths, 32 around 8k 273 (283); 32 and 128 of 8k, 32 of 32k: level. With all six steps
@@ -394,7 +395,7 @@ def takes_groups(problem: DecodeProblem) -> bool:
 def is_hopeful(problem: DecodeProblem) -> bool:
     """Whether the optimistic softmax gains: there are many steps that all rows see whole, whose scores are not likely to be far
     above those of the first one, of which each row sees some."""
-    many = problem.capacity >= HOPEFUL_ROOM or padded(problem.head_dim) == 64
+    many = seen_of(problem) >= HOPEFUL_ROOM or padded(problem.head_dim) == 64
     return many and problem.mask.left is None and problem.score.alibi is None
 
 
@@ -414,7 +415,7 @@ def of_latent(problem: DecodeProblem, arch: Arch) -> Config:
     split = split_of(problem.capacity, WGMMA_TOKENS) if problem.deterministic else 0
     usual = Config(512, 512, 64, WGMMA_TOKENS, 2, 8, 1, split, column_warps=2, narrow=64, box=LATENT_BOX, chunk=256,
                    chain=chain_of(problem))  # fmt: skip
-    keys = problem.batch * problem.heads_kv * problem.capacity
+    keys = keys_of(problem)
     if split or (problem.rows <= usual.rows and keys <= FEW_LATENT_KEYS):
         return usual
     abreast = min(tiles_abreast(problem, usual), arch.sms or 1)

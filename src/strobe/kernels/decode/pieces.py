@@ -2,20 +2,18 @@
 
 from strobe.kernels.common.prefetch import prefetch
 from strobe.kernels.decode.arguments import Chain, Job, Piece
-from strobe.kernels.decode.keys import wide
 from strobe.kernels.decode.notes import NOTED_ROWS, forget, is_left
 from strobe.kernels.decode.parts import PATIENCE
 from strobe.kernels.decode.schedule import (
-    all_units,
     jobs_of,
     keys_of,
+    line_of,
     parts_of,
     place_of,
     queries_of,
     quotient,
     request_at,
     start_of,
-    stretch_of,
     turn_of,
     units_of,
 )
@@ -63,43 +61,44 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
     C: gl.constexpr = K.C
     GROUP: gl.constexpr = K.GROUP
     requests, heads_kv, tiles = K.requests, K.heads_kv, K.tiles
-    total, most, units, jobs = all_units(requests, heads_kv, C, GROUP)
-    alike = wide(most, requests.batch) == total
-    start = gl.where(alike, 0, C.start)  # alike: as much of it for each CTA
-    total += jobs * start
-    stretch = stretch_of(total, alike, units, C)
+    line = line_of(requests, heads_kv, C, GROUP)
     team, member = gl.program_id(0) // C.abreast, gl.program_id(0) % C.abreast
-    x, last = start_of(team, stretch, total), start_of(team + 1, stretch, total)
-    turn = 0 * units
+    x, last = start_of(team, line.stretch, line.total), start_of(team + 1, line.stretch, line.total)
+    turn = 0 * line.room
     if C.by_turns:
-        turn = turn_of(alike, units, stretch, C)
+        turn = turn_of(line, C)
         if turn > 0:
-            x, last = team * units, total
-    b, begins = request_at(requests, x, alike, most, start, heads_kv, C, GROUP)
+            x, last = team * line.room, line.total
+    b, begins = request_at(requests, x, line, heads_kv, C, GROUP)
     while x < last:
         first_query, queries = queries_of(requests, b, b < requests.batch)
         begin, end, length = keys_of(requests, b, b < requests.batch, queries)
         jobs, units = jobs_of(queries, heads_kv, C, GROUP), units_of(begin, end, C)
-        room = units + start
-        if x >= begins + jobs * room:
+        room = gl.where(line.alike, line.room, units + line.start)
+        span = gl.where(line.alike, line.span, jobs * room)
+        if x >= begins + span:
             b += 1
             begins = x
             if C.by_turns:
-                b = gl.where(turn > 0, quotient(x, most), b)
-                begins = gl.where(turn > 0, b * most, x)
+                b = gl.where(turn > 0, quotient(x, line.span), b)
+                begins = gl.where(turn > 0, b * line.span, x)
         else:
             job = quotient(x - begins, room)
             job_begins = begins + job * room
             unit = x - job_begins
             count = gl.minimum(units - unit, last - x)  # none, if the stretch begins behind the units
             next = gl.where(unit + count == units, job_begins + room, x + count)
+            if requests.cu_q is not None or requests.notes is not None:  # some have fewer jobs, and room behind them
+                count, next = gl.where(job < jobs, count, 0), gl.where(job < jobs, next, begins + span)
+                job = gl.where(job < jobs, job, 0)
             if C.by_turns:
                 next = gl.where(turn > 0, x + turn, next)
             head, tile = job, 0 * job
             some_begin, some_end = begin, end
             if tiles > 1:
-                head = job // (jobs // heads_kv)
-                tile = tile_in_turn(job - head * (jobs // heads_kv), jobs // heads_kv) * C.abreast + member
+                own_tiles = gl.maximum(jobs // heads_kv, 1)
+                head = job // own_tiles
+                tile = tile_in_turn(job - head * own_tiles, own_tiles) * C.abreast + member
                 some_begin, some_end = keys_of_tile(K.terms, tile * C.rows, queries, begin, end, length, C, GROUP)
             entry = b
             if requests.index is not None:
@@ -113,20 +112,21 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
             if requests.notes is not None:
                 ours = ours & is_left(requests.notes, b, heads_kv, head, piece.first_row, queries, requests.n_q, C, GROUP)
             if ours:
-                parts, first = parts_of(job_begins, units, stretch)
+                parts, first = parts_of(job_begins, units, line.stretch)
                 part = team - first
                 chain = None
                 if C.split:
-                    places, own = places_of_cta(requests, stretch, C), begin // C.unit
+                    places, own = places_of_cta(requests, line.stretch, C), begin // C.unit
                     settled = gl.where(part > 0, (origin + C.chain - 1) // C.chain * C.chain, 0)
                     chain = Chain(part == 0, settled, job_begins - own, own, some_begin // C.unit,
                                   (some_end + C.unit - 1) // C.unit)  # fmt: skip
                     place = team * places
                 else:
-                    place = place_of(part, first, job_begins, stretch, C)
+                    place = place_of(part, first, job_begins, line.stretch, C)
                 patience = gl.where(next < last, 0, PATIENCE)
                 number = (b * heads_kv + head) * tiles + tile
-                state = TAKE(memory, K, piece, Job(number, parts, first, job_begins, stretch, place, patience, chain), state)
+                of = Job(number, parts, first, job_begins, line.stretch, place, patience, chain)
+                state = TAKE(memory, K, piece, of, state)
             x = next
     if requests.notes is not None:
         blocks = (requests.n_q + NOTED_ROWS - 1) // NOTED_ROWS

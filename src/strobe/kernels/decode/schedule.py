@@ -8,7 +8,12 @@ work is even whatever the lengths, and the host need not know them. Tiles that a
 this line, and as many CTAs, neighbours, take the same stretch of it, each for a tile of its own.
 
 A piece costs time beside its keys, too. So a job's units are followed in the line by an empty place, as long as the units that
-could be read meanwhile (`Config.start`): a CTA that has many short jobs has fewer keys than others.
+could be read meanwhile (`Config.start`): a CTA that has many short jobs has fewer keys than others. Where all requests are
+nearly alike, all jobs have the same room instead, a whole number of stretches or a whole part of one, so that no CTA has pieces
+of two jobs:
+
+    alike       request 0, head 0    .  | request 0, head 1    .  | request 1, head 0    .  |
+    stretches   CTA 0  | CTA 1  | CTA 2 | CTA 3  | CTA 4  | CTA 5 | CTA 6  | CTA 7  | CTA 8 |
 
     room of a job         its units, and the empty place behind them
     parts of a job        stretches that cut its units, in order
@@ -16,6 +21,7 @@ could be read meanwhile (`Config.start`): a CTA that has many short jobs has few
                           there are splits, one for each that a CTA hands in
 """
 
+from strobe.kernels.decode.keys import wide
 from strobe.kernels.decode.notes import Notes
 from strobe.kernels.gluon import aggregate, gl, gluon
 
@@ -128,70 +134,116 @@ def _add(a, b):
     return a + b
 
 
+@aggregate
+class Line:
+    """The line of all units. alike: whether all jobs have as much room, and requests as many jobs, those of `span` places; else
+    `start` places follow the units of a job. total: all places; stretch: those that a CTA takes, or each of those abreast."""
+
+    alike: gl.tensor
+    room: gl.tensor
+    span: gl.tensor
+    start: gl.tensor
+    total: gl.tensor
+    stretch: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, alike, room, span, start, total, stretch):
+        self.alike, self.room, self.span = alike, room, span
+        self.start, self.total, self.stretch = start, total, stretch
+
+
+@gluon.jit
+def line_of(requests, heads, C: gl.constexpr, GROUP: gl.constexpr):
+    """The line of all requests. They are alike if it would be longer by an eighth at most, if all had as many units as the one
+    that has most."""
+    # An H200, 64 heads on 8, pages of 64, microseconds (and if only equal ones were alike), lengths drawn evenly
+    #   from 0.98 to 1 of 8k keys: 16 queries, 8 requests 76.8 (81.8), 32 255.7 (272.4); but 128 of 1k 165.7 (161.7)
+    #   from 0.88 to 1:            16 queries, 8 76.1 (77.8), 32 247.8 (261.1); 1 query, 8 64.3 (65.9), 32 235.3 (235.2)
+    #   from 0.82 to 1:            16 queries, 8 75.0 (77.8), 32 240.3 (252.4); 1 query, 8 63.2 (65.4), 32 230.1 (228.0)
+    units, most, jobs, number = all_units(requests, heads, C, GROUP)
+    every = requests.batch * jobs
+    alike = wide(every, most) * 8 <= units.to(gl.int64) * 9
+    start = gl.where(alike, 0, C.start)  # alike: as much of it for each CTA
+    total = gl.where(alike, every * most, units + number * start)
+    stretch, room = stretch_of(total, every, most, alike, C)
+    return Line(alike, room, jobs * room, start, gl.where(alike, every * room, total), stretch)
+
+
 @gluon.jit
 def all_units(requests, heads, C: gl.constexpr, GROUP: gl.constexpr):
-    """The units of all requests together, those of the one that has most, those of a job, if all requests are alike, and all
-    jobs."""
+    """The units of all requests together, the most that a job has, the most jobs that a request has, and all jobs."""
     lane = gl.arange(0, AT_ONCE, of_requests(gl.num_warps()))
-    total, most, number = requests.batch * 0, requests.batch * 0, requests.batch * 0
+    total, most, most_jobs, number = requests.batch * 0, requests.batch * 0, requests.batch * 0, requests.batch * 0
     for first in range(0, requests.batch, AT_ONCE):
         b = first + lane
         jobs, units = jobs_and_units(requests, b, b < requests.batch, heads, C, GROUP)
         if requests.cu_q is None and requests.notes is None:  # as many jobs for each
             jobs = 1
         else:
-            number += gl.sum(gl.where(b < requests.batch, jobs, 0), 0)
-        own = gl.where(b < requests.batch, jobs * units, 0)
-        total += gl.sum(own, 0)
-        most = gl.maximum(most, gl.max(own, 0))
+            jobs = gl.where(b < requests.batch, jobs, 0)
+            number += gl.sum(jobs, 0)
+            most_jobs = gl.maximum(most_jobs, gl.max(jobs, 0))
+            units = gl.where(jobs > 0, units, 0)
+        units = gl.where(b < requests.batch, units, 0)
+        total += gl.sum(jobs * units, 0)
+        most = gl.maximum(most, gl.max(units, 0))
     if requests.cu_q is None and requests.notes is None:
         jobs = jobs_of(requests.n_q, heads, C, GROUP)
-        return total * jobs, most * jobs, most, requests.batch * jobs
+        return total * jobs, most, jobs, requests.batch * jobs
     else:
-        _, units = jobs_and_units(requests, requests.batch * 0, requests.batch > 0, heads, C, GROUP)
-        return total, most, units, number
+        return total, most, most_jobs, number
 
 
 @gluon.jit
-def stretch_of(total, alike, units, C: gl.constexpr):
-    """How many units a CTA takes, or each of those abreast: what makes the work even or, where all requests are alike, what
-    cuts a job (of so many units) in equal parts, or is several whole jobs, if that is hardly more. Then no CTA takes pieces of
-    two jobs, which costs a few microseconds."""
+def stretch_of(total, number, units, alike, C: gl.constexpr):
+    """How many places a CTA takes of so many, or each of those abreast, and what room a job has where requests are alike:
+    `number` jobs of `units` units. What makes the work even or, where they are alike, what cuts a job in equal parts, or is
+    several whole jobs, if that is hardly more: then no CTA takes pieces of two jobs, which costs a few microseconds, nor hands
+    in a part where the whole job takes about as long."""
     teams = gl.num_programs(0) // C.abreast
-    stretch = gl.maximum(quotient(total + teams - 1, teams), 1)
-    if alike & (stretch > 1):
-        parts = gl.maximum(quotient(units, stretch), 1)
-        equal = quotient(units + parts - 1, parts)
+    stretch, room = gl.maximum(quotient(total + teams - 1, teams), 1), units
+    if alike & (total > 0):
+        # Equal parts: an H200, 16 queries, pages of 64, microseconds (and, another time, cut where it makes the work even): 64
+        # heads on 8, 1 request of 3000 keys 13.5 (21.6), 9000 21.4 (29.5), 40000 52.1 (58.7), 4 of 5000 33.7 (41.0); 28 on 4, 1
+        # of 3000 11.1 (18.1), of 9000 18.8 (24.6), 8 of 9000 48.4 (56.7). 4 queries: 64 on 8, 4 of 5000 27.1 (33.0)
         # Several whole jobs: an H100, 64 heads on 8, 4 queries, 128 requests of 2k keys: 377 microseconds, not 389; of 1k: 198,
         # not 206. 128 rows, 32 requests of 8k: 389, not 417. 128 heads of a latent, 2 queries, 128 of 1k: 156, not 174.
-        equal = gl.where(stretch > units, quotient(stretch + units - 1, units) * units, equal)
-        stretch = gl.where((equal >= stretch) & (8 * equal <= 9 * stretch), equal, stretch)
-    return stretch
+        equal = units
+        if number > teams:
+            equal = quotient(number + teams - 1, teams) * units
+        else:
+            parts = quotient(teams, number)
+            part = quotient(units + parts - 1, parts)
+            equal = gl.where(part + C.start // 2 < units, part, units)
+        if (8 * equal <= 9 * stretch) | (equal <= stretch + C.start):
+            stretch = equal
+            if equal < units:
+                room = quotient(units + equal - 1, equal) * equal
+    return stretch, room
 
 
 @gluon.jit
-def turn_of(alike, units, stretch, C: gl.constexpr):
-    """From one job of a CTA to its next one, in units, if all have several whole ones, which they take by turns; else 0. What
+def turn_of(line, C: gl.constexpr):
+    """From one job of a CTA to its next one, in places, if all have several whole ones, which they take by turns; else 0. What
     neighbours read at once is then all heads of a request, which lie side by side in memory."""
-    whole = alike & (stretch > units) & (quotient(stretch, units) * units == stretch)
-    return gl.where(whole, gl.num_programs(0) // C.abreast * units, 0)
+    whole = line.alike & (line.stretch > line.room) & (quotient(line.stretch, line.room) * line.room == line.stretch)
+    return gl.where(whole, gl.num_programs(0) // C.abreast * line.room, 0)
 
 
 @gluon.jit
-def request_at(requests, x, alike, most, start, heads, C: gl.constexpr, GROUP: gl.constexpr):
-    """The request that has place x of the line, and where its own places begin in the line. alike: whether all have `most`
-    units, and nothing behind them; start: places behind the units of a job."""
+def request_at(requests, x, line, heads, C: gl.constexpr, GROUP: gl.constexpr):
+    """The request that has place x of the line, and where its own places begin in the line."""
     number, begins = requests.batch * 0, requests.batch * 0
-    if alike:
+    if line.alike:
         if requests.batch > 1:
-            number = quotient(x, gl.maximum(most, 1))
-            begins = number * most
+            number = quotient(x, gl.maximum(line.span, 1))
+            begins = number * line.span
     else:
         lane, ahead = gl.arange(0, AT_ONCE, of_requests(gl.num_warps())), requests.batch * 0
         for first in range(0, requests.batch, AT_ONCE):
             b = first + lane
             jobs, units = jobs_and_units(requests, b, b < requests.batch, heads, C, GROUP)
-            own = gl.where(b < requests.batch, jobs * (units + start), 0)
+            own = gl.where(b < requests.batch, jobs * (units + line.start), 0)
             ends = ahead + gl.associative_scan(own, 0, _add)
             before = (ends <= x) & (b < requests.batch)
             number += gl.sum(before.to(gl.int32), 0)

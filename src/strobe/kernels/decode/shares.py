@@ -7,7 +7,7 @@ from dataclasses import replace
 from strobe.device import Arch
 from strobe.kernels.decode import wide_heads
 from strobe.kernels.decode.config import MMA_ROWS, MOST_COLUMNS, Config, power_of_two
-from strobe.kernels.decode.sizes import FALLBACK_SMS, FAST_MEMORY, keys_of, keys_of_share, padded, rows_of_tile
+from strobe.kernels.decode.sizes import FALLBACK_SMS, FAST_MEMORY, keys_of, keys_of_share, padded, rows_of_tile, seen_of
 from strobe.serving.problem import DecodeProblem
 
 MOST_SHARED_ROWS = 32
@@ -48,9 +48,11 @@ def takes_shares(problem: DecodeProblem, arch: Arch) -> bool:
     fits = dims == (128, 128) and problem.kv_dtype.itemsize <= 2 and problem.rows <= MOST_SHARED_ROWS
     if dims == (64, 64):
         # An H200, 64 heads on 8, pages of 64, microseconds (and dealt out): 1 query, 1 request of 2k keys 6.0 (7.7), 8k 9.3
-        # (11.0), 32k 21.1 (22.8), 8 of 2k 11.9 (13.1); 4 queries, 1 of 2k 6.9 (8.8), 8k 11.6 (11.9); of several: not timed
-        rows = MOST_SHARED_ROWS if problem.batch == 1 else MMA_ROWS
-        fits = problem.kv_dtype.itemsize == 2 and problem.rows <= rows
+        # (11.0), 32k 21.1 (22.8), 8 of 2k 11.9 (13.1); 4 queries, 1 of 2k 6.9 (8.8), 8k 11.6 (11.9)
+        # 4 queries of several (and one group of wgmma; mma.sync dealt out): 8 of 256 7.2 (6.9; 9.0), of 1k 11.5 (11.6; 13.8),
+        # 32 of 256 9.6 (12.3; 11.9), of 1k 21.5 (26.8; 23.3), 128 of 256 29.7 (38.4; 32.7), of 1k 74.2 (96.4; 80.5); behind a
+        # window of 128 keys 8 6.6 (7.0; 8.5), 32 7.6 (11.9; 9.2), 128 28.0 (42.9; 34.8)
+        fits = problem.kv_dtype.itemsize == 2 and problem.rows <= MOST_SHARED_ROWS
     if dims == (MOST_COLUMNS, MOST_COLUMNS):
         fits = wide_heads.fits_shares(problem)
     return not problem.deterministic and fits and arch.capability == 90 and shares_of(problem, arch) > (problem.batch == 1)
@@ -92,7 +94,7 @@ def shares_of_several(problem: DecodeProblem, arch: Arch) -> int:
     if shares > 1 and problem.rows > MMA_ROWS // 2 and problem.kv_dtype.itemsize == 2:
         most //= 2
     even = heads <= sms or 2 * heads >= 3 * sms
-    return shares if even and problem.capacity <= most and problem.batch <= MOST_REQUESTS else 0
+    return shares if even and seen_of(problem) <= most and problem.batch <= MOST_REQUESTS else 0
 
 
 def cluster_of(problem: DecodeProblem) -> int:
@@ -100,9 +102,9 @@ def cluster_of(problem: DecodeProblem) -> int:
     heads = problem.batch * problem.heads_kv
     if problem.rows > MMA_ROWS // 2 or padded(problem.head_dim) != 128:
         return 1
-    if problem.capacity > MOST_KEYS_OF_POSTS:
+    if seen_of(problem) > MOST_KEYS_OF_POSTS:
         most = MOST_HEADS_OF_ONE if problem.batch == 1 else MOST_HEADS_OF_CLUSTERS
-        return CLUSTER if heads <= most and problem.capacity <= MOST_KEYS_OF_CLUSTERS else 1
+        return CLUSTER if heads <= most and seen_of(problem) <= MOST_KEYS_OF_CLUSTERS else 1
     # An H100, one query, pages of 64, microseconds (and dealt out): 2 requests of 1k keys, 16 heads on 2, 4.5 (7.2), 28 on 4
     # 5.5 (8.3); 15 key heads 6.5 (9.7); 4 of 2k keys, by clusters that meet, 6.2 (8.6), of 4k 8.6 (11.2)
     return CLUSTER if heads <= MOST_HEADS_OF_CLUSTERS else SMALL_CLUSTER if heads <= MOST_HEADS_OF_SMALL_CLUSTERS else 1
@@ -144,7 +146,7 @@ def of_clusters(problem: DecodeProblem, dealt: Config) -> Config:
     #                   1k: -, 3.9, 3.8, 5.3     2k: -, 5.1, 5.0, 6.8     4k: -, 7.3, 6.9, 7.9         8k: -, 11.4, 10.4, 10.3
     cluster = cluster_of(problem)
     stages = 2 if cluster == CLUSTER else 3 if dealt.kv_bytes == 2 else 4  # one of 3 would hold 64 columns of O
-    posts = problem.capacity <= MOST_KEYS_OF_POSTS
+    posts = seen_of(problem) <= MOST_KEYS_OF_POSTS
     return replace(dealt, tokens=64, stages=stages, shares=cluster, clustered=True, posts=posts)
 
 

@@ -19,6 +19,7 @@ from strobe.kernels.decode.sizes import (
     keys_of,
     keys_of_share,
     rows_of_tile,
+    seen_of,
     with_all_stages,
 )
 from strobe.serving.problem import DecodeProblem
@@ -100,7 +101,7 @@ def of_wgmma(problem: DecodeProblem, arch: Arch) -> Config:
     sms, keys = arch.sms or FALLBACK_SMS, keys_of(problem)
     tiles = problem.batch * problem.heads_kv * -(-problem.rows // MOST_ROWS)
     one = problem.rows <= MOST_ROWS or (tiles <= sms and keys <= MOST_KEYS_OF_WIDE_TILES)
-    long = not one and keys >= LEAST_KEYS_OF_WIDE_STEPS and problem.capacity >= LONG_ROOM
+    long = not one and keys >= LEAST_KEYS_OF_WIDE_STEPS and seen_of(problem) >= LONG_ROOM
     rows, tokens = MOST_ROWS if one else 2 * MOST_ROWS, WGMMA_TOKENS if long else WGMMA_TOKENS // 2
     box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
     chunk, absent = PANEL_COLUMNS, absent_of(problem, rows)

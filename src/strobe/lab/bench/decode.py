@@ -30,7 +30,7 @@ from strobe.device import Arch, arch_of
 from strobe.kernels.decode.choice import choose
 from strobe.kernels.decode.config import Config
 from strobe.lab.bench.bench import Clock, CpuClock, CudaClock, balanced_order
-from strobe.lab.bench.decode_peers import OURS, Contender, Inputs, Plan, Point, described, lengths_of, peers_for
+from strobe.lab.bench.decode_peers import OURS, Contender, Inputs, Plan, Point, described, peers_for
 from strobe.lab.bench.failures import compact
 from strobe.lab.bench.machine import provenance, snapshot
 from strobe.lab.bench.plot import CEILING, PEERS, STROBE, over_lengths, plt
@@ -45,10 +45,10 @@ SCHEMA = 1
 LAUNCHES = 20
 """Launches of a graph, of a cache up to GRAPH_BYTES / 20."""
 GRAPH_BYTES = 16 * 2**30
-"""What the launches of a graph read together, where a cache is large; LEAST_LAUNCHES at least."""
+"""What the launches of a graph read together, where that is much; LEAST_LAUNCHES at least."""
 LEAST_LAUNCHES = 4
 COLD_BYTES = 200 * 2**20
-"""What the copies of a cache take together at least, on a GPU: more than three times an H200's L2."""
+"""What is read of the copies of a cache together at least, on a GPU: more than three times an H200's L2."""
 BOUNDS = {"bf16": 0.03, "fp16": 0.01, "e4m3": 0.03, "fp32": 1e-4}
 """The largest error, over the largest result, by the dtype of the cache."""
 
@@ -75,7 +75,7 @@ def right(inputs: Inputs) -> dict[int, torch.Tensor]:
         if table is None:
             k, v = k[one], v[one]
         cache = strobe.Cache(k, v, inputs.lengths[one], None if table is None else table[one])
-        operands, options = checked(inputs.q[one], cache)
+        operands, options = checked(inputs.q[one], cache, inputs.point.mask)
         found[b] = cached.decode(describe(operands, options), operands, torch.float64)[0][0]
     return found
 
@@ -89,7 +89,7 @@ def error_of(inputs: Inputs, call: Callable[[], torch.Tensor], wanted: dict[int,
 
 def launches_of(point: Point) -> int:
     """Launches of a graph: enough that one of them takes about as long as in a longer graph."""
-    return max(LEAST_LAUNCHES, min(LAUNCHES, GRAPH_BYTES // point.bytes))
+    return max(LEAST_LAUNCHES, min(LAUNCHES, GRAPH_BYTES // point.read))
 
 
 def enter(contender: Contender, sets: Sequence[Inputs], wanted: dict[int, torch.Tensor], clock: Clock) -> Ready:
@@ -112,7 +112,7 @@ def enter(contender: Contender, sets: Sequence[Inputs], wanted: dict[int, torch.
 
 def measure(point: Point, contenders: Sequence[Contender], clock: Clock, device: torch.device, rounds: int) -> dict:
     """What every contender takes at a point. RuntimeError if one of them broke the GPU's context."""
-    copies = min(LAUNCHES, -(-COLD_BYTES // point.bytes)) if device.type == "cuda" else 1
+    copies = min(LAUNCHES, -(-COLD_BYTES // point.read)) if device.type == "cuda" else 1
     sets = [Inputs(point, device, seed) for seed in range(copies)]
     wanted = right(sets[0])
     ready: dict[str, Ready] = {}
@@ -132,11 +132,10 @@ def measure(point: Point, contenders: Sequence[Contender], clock: Clock, device:
     for order in balanced_order(len(names), rounds):
         for name in (names[i] for i in order):
             ready[name].seconds.append(clock.seconds(ready[name].run, 1) / ready[name].launches)
-    read = sum(lengths_of(point)) * point.bytes // (point.batch * point.length)
     for name, one in ready.items():
-        rates, middle = [read / seconds / 1e9 for seconds in one.seconds], median(one.seconds)
-        results[name] = {"us": 1e6 * middle, "gb_s": read / middle / 1e9, "rounds": rates, "error": one.error}
-    return {**asdict(point), "bytes": read, "copies": copies, "results": results}
+        rates, middle = [point.read / seconds / 1e9 for seconds in one.seconds], median(one.seconds)
+        results[name] = {"us": 1e6 * middle, "gb_s": point.read / middle / 1e9, "rounds": rates, "error": one.error}
+    return {**asdict(point), "bytes": point.read, "copies": copies, "results": results}
 
 
 def host_us(contenders: Sequence[Contender], clock: Clock, device: torch.device) -> dict[str, float]:

@@ -29,7 +29,8 @@ CACHES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4
 
 @dataclass(frozen=True)
 class Point:
-    """A decode step. length: keys of each request, or their mean if they are ragged. page: keys of a page; 0: contiguous."""
+    """A decode step. length: keys of each request, or their mean if they are ragged. page: keys of a page; 0: contiguous.
+    window: keys that a query sees, its own the last of them; 0: all before it."""
 
     batch: int
     length: int
@@ -40,11 +41,12 @@ class Point:
     page: int = 64
     cache: str = "bf16"
     ragged: bool = False
+    window: int = 0
 
     @classmethod
     def of(cls, facts: dict) -> Point:
-        """The point at which an entry of a report was measured."""
-        return cls(**{field.name: facts[field.name] for field in fields(cls)})
+        """The point at which an entry of a report was measured; older reports have no windows."""
+        return cls(**{field.name: facts[field.name] for field in fields(cls) if field.name in facts or field.name != "window"})
 
     def __str__(self) -> str:
         return f"B={self.batch} kv={short(self.length)} {self.heading}"
@@ -55,17 +57,34 @@ class Point:
         where = f"page {self.page}" if self.page else "contiguous"
         some = f" x {self.queries}" if self.queries > 1 else ""
         ragged = " ragged" if self.ragged else ""
-        return f"{self.cache} heads {self.heads}/{self.heads_kv} D={self.head_dim}{some} {where}{ragged}"
+        window = f" window {self.window}" if self.window else ""
+        return f"{self.cache} heads {self.heads}/{self.heads_kv} D={self.head_dim}{some} {where}{ragged}{window}"
 
     @property
     def bytes(self) -> int:
         """Bytes of all keys and values."""
-        return self.batch * self.length * self.heads_kv * self.head_dim * 2 * CACHES[self.cache].itemsize
+        return self.batch * self.length * self.bytes_of_key
+
+    @property
+    def bytes_of_key(self) -> int:
+        """Bytes of a key and its value, of all key heads."""
+        return self.heads_kv * self.head_dim * 2 * CACHES[self.cache].itemsize
+
+    @property
+    def read(self) -> int:
+        """Bytes of the keys and values that some query sees."""
+        most = self.window + self.queries - 1 if self.window else max(lengths_of(self))
+        return sum(min(length, most) for length in lengths_of(self)) * self.bytes_of_key
+
+    @property
+    def mask(self) -> strobe.Mask | None:
+        return strobe.Window(self.window - 1, 0) if self.window else None
 
     @property
     def kind(self) -> Point:
         """The point without its batch and length, the same for all points whose kernels differ by their configs alone."""
-        return Point(1, 1, self.heads // self.heads_kv, 1, self.head_dim, self.queries, self.page, self.cache)
+        group, behind = self.heads // self.heads_kv, min(self.window, 1)
+        return Point(1, 1, group, 1, self.head_dim, self.queries, self.page, self.cache, window=behind)
 
 
 def in_order(points: Iterable[dict]) -> list[dict]:
@@ -73,7 +92,7 @@ def in_order(points: Iterable[dict]) -> list[dict]:
 
     def key(facts: dict) -> tuple:
         point = Point.of(facts)
-        shape = (-point.heads, point.heads_kv, point.head_dim, point.queries, point.page, point.cache)
+        shape = (-point.heads, point.heads_kv, point.head_dim, point.window, point.queries, point.page, point.cache)
         return abs(math.log2(point.length / 8192)), point.length, point.batch, *shape
 
     return sorted(points, key=key)
@@ -116,7 +135,7 @@ def described(point: Point, deterministic: bool) -> tuple[DecodeProblem, DecodeO
     q = meta((point.batch, point.queries, point.heads, point.head_dim), dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype)
     table = meta((point.batch, columns), dtype=torch.int32) if point.page else None
     cache = strobe.Cache(k, v, meta(point.batch, dtype=torch.int32), table)
-    operands, options = checked(q, cache, out=torch.empty_like(q), deterministic=deterministic)
+    operands, options = checked(q, cache, point.mask, out=torch.empty_like(q), deterministic=deterministic)
     return describe(operands, options), operands
 
 
@@ -144,7 +163,7 @@ class Contender:
 
 
 def _strobe(inputs: Inputs, deterministic: bool = False) -> Call:
-    return partial(strobe.decode, inputs.q, inputs.cache, out=inputs.out, deterministic=deterministic)
+    return partial(strobe.decode, inputs.q, inputs.cache, mask=inputs.point.mask, out=inputs.out, deterministic=deterministic)
 
 
 def _fa3(inputs: Inputs, ahead: bool) -> Call:
@@ -155,10 +174,11 @@ def _fa3(inputs: Inputs, ahead: bool) -> Call:
         raise ValueError("takes queries of 8 bits with such a cache")
     if inputs.table is not None:
         keywords["page_table"] = inputs.table
+    window = (point.window - 1, 0) if point.window else (-1, -1)
     if ahead:
         keywords["scheduler_metadata"] = get_scheduler_metadata(
             point.batch, point.queries, int(inputs.lengths.max()), point.heads, point.heads_kv, point.head_dim, inputs.lengths,
-            page_size=point.page or None, causal=True,
+            page_size=point.page or None, causal=True, window_size=window,
         )  # fmt: skip
     return partial(
         flash_attn_with_kvcache,
@@ -168,6 +188,7 @@ def _fa3(inputs: Inputs, ahead: bool) -> Call:
         cache_seqlens=inputs.lengths,
         causal=True,
         num_splits=0,
+        window_size=window,
         **keywords,
     )
 
@@ -176,8 +197,8 @@ def _xqa(inputs: Inputs) -> Call:
     from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
     point = inputs.point
-    if inputs.table is None or point.queries > 1:
-        raise ValueError("takes pages and one query of a request")
+    if inputs.table is None or point.queries > 1 or point.window:
+        raise ValueError("takes pages and one query of a request that sees all keys")
     workspace = torch.zeros(128 * 2**20, dtype=torch.uint8, device=inputs.q.device)
     q, out, scale = inputs.q[:, 0], inputs.out[:, 0], point.head_dim**-0.5
     longest = inputs.table.shape[1] * point.page
@@ -193,8 +214,8 @@ def _xqa(inputs: Inputs) -> Call:
 
 def _sdpa(inputs: Inputs, backend: SDPBackend | None) -> Call:
     point = inputs.point
-    if inputs.table is not None or point.queries > 1 or point.ragged or point.cache == "e4m3":
-        raise ValueError("takes a contiguous cache of 16 or 32 bits, one query of a request, and equal lengths")
+    if inputs.table is not None or point.queries > 1 or point.ragged or point.cache == "e4m3" or point.window:
+        raise ValueError("takes a contiguous cache of 16 or 32 bits, one query of a request that sees all, and equal lengths")
     q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
 
     def call() -> torch.Tensor:
@@ -211,8 +232,8 @@ def _sdpa(inputs: Inputs, backend: SDPBackend | None) -> Call:
 
 def _cudnn(inputs: Inputs) -> Call:
     point, table = inputs.point, inputs.table
-    if point.cache == "e4m3" or point.queries > 1:
-        raise ValueError("is measured with a cache of 16 bits and one query of a request")
+    if point.cache == "e4m3" or point.queries > 1 or point.window:
+        raise ValueError("is measured with a cache of 16 bits and one query of a request that sees all keys")
     lengths = inputs.lengths.view(-1, 1, 1, 1)
     q, k, v, out = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v, inputs.out))
     bound = [q, k, v, torch.ones_like(lengths), lengths]
@@ -268,6 +289,8 @@ class Plan:
     queries: tuple[int, ...] = (1,)
     pages: tuple[int, ...] = (64,)
     caches: tuple[str, ...] = ("bf16",)
+    windows: tuple[int, ...] = (0,)
+    """Keys that a query sees; 0: all before it."""
     ragged: bool = False
     rounds: int = 9
     max_seconds: float = math.inf
@@ -284,7 +307,7 @@ class Plan:
     def points(self) -> list[Point]:
         """The plan's part, shape by shape at each batch and length, those first that tell most. ValueError if none is left."""
         points = [
-            Point(batch, length, *heads, head_dim, queries, page, cache, self.ragged)
+            Point(batch, length, *heads, head_dim, queries, page, cache, self.ragged, window)
             for length in sorted(self.lengths, key=lambda n: abs(math.log2(n / 8192)))
             for batch in self.batches
             for heads in self.heads
@@ -292,6 +315,7 @@ class Plan:
             for queries in self.queries
             for page in self.pages
             for cache in self.caches
+            for window in self.windows
         ]
         points = [point for point in points if point.bytes <= self.most_bytes]
         if not points:
