@@ -421,6 +421,23 @@ def test_which_caches_of_8_bits_are_converted(fixed, kind):
         assert not choose(by_key, KNOWN["H200"]).bytes_stages
 
 
+@pytest.mark.parametrize(
+    ("n_q", "batch", "room", "kind"),
+    [
+        (16, 16, 512, "one group"),
+        (16, 17, 512, "TMA, 128 rows"),
+        (8, 33, 1023, "one group"),
+        (8, 34, 1023, "TMA, 64 rows"),
+        (8, 34, 1024, "one group"),
+        (5, 34, 1023, "TMA, 64 rows"),
+    ],
+)
+@pytest.mark.parametrize("gpu", ["H200", "H100"])
+def test_tiles_in_turn_of_few_keys_are_not_one_groups(n_q, batch, room, kind, gpu):
+    """With four key heads, more than 132 tiles of 64 rows, of which a multiprocessor has one after the other."""
+    assert kind_of(choose(with_room(problem_of(n_q=n_q, mask=FAR), batch, 4, room), KNOWN[gpu])) == kind
+
+
 @pytest.mark.parametrize("fixed", [{}, {"n_q": 4}, {"n_q": 16}, {"head_dim": 64}, {"head_dim": 256}, {"page": None}], ids=str)
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_a_window_is_all_that_counts(fixed, batch):

@@ -63,6 +63,9 @@ unequal lengths, 32 around 2k 104.4, not 108.2, 128 around 2k 386, not 388, 32 a
 FEW_KEYS_OF_ONE_GROUP = 1 << 16
 """The same for 65 to 128 rows, whose two tiles both read them, and for head dim 64: on an H100 it was ahead at 2^16, behind or
 level at 2^19, and at 2^18 with head dim 64."""
+LEAST_KEYS_OF_TILES_IN_TURN = 1024
+"""Keys of a request from which on more than 32 rows are one group's though a multiprocessor has several tiles of them one after
+the other: see `gains_by_one_group`."""
 FEW_LATENT_KEYS = 1 << 17
 """Keys of all requests up to which 64 rows of a latent are for eight warps that do the same. On an H200 with 16 heads they were
 ahead of two groups in turns at 2^16 (36.4 and 44.5 microseconds), level at 2^17, behind at 2^18 (99.7 and 96.7) and at 2^20
@@ -463,6 +466,14 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
     if dim == 64:
         return MMA_ROWS < problem.rows <= MOST_ROWS and keys <= FEW_KEYS_OF_ONE_GROUP
     if problem.rows <= MMA_ROWS // 2:
+        return False
+    # An H200, 64 heads on 8, pages of 64, microseconds (and TMA), where a multiprocessor has tiles one after the other:
+    #   16 queries: 32 requests of 128 keys 25.5 (17.6), of 256 32.3 (22.0); but 8 of 128 8.6 (9.4), of 1k 19.4 (20.7)
+    #    8 queries: 32 of 128 14.5 (13.1), of 512 26.1 (23.5), 128 of 128 47.1 (34.8), of 512 89.8 (78.5), but 8 of 512 12.6
+    #               (13.4)
+    tiles = problem.batch * problem.heads_kv * -(-problem.rows // MOST_ROWS)
+    few_keys = seen_of(problem) < LEAST_KEYS_OF_TILES_IN_TURN
+    if problem.rows >= WGMMA_FROM_ROWS and tiles > (arch.sms or FALLBACK_SMS) and few_keys:
         return False
     if problem.rows > MOST_ROWS:
         # An H200, 16 queries, pages of 64, microseconds with 2^16 keys (and by one role that holds Q): 64 heads on 8, 1

@@ -74,8 +74,10 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
         first_query, queries = queries_of(requests, b, b < requests.batch)
         begin, end, length = keys_of(requests, b, b < requests.batch, queries)
         jobs, units = jobs_of(queries, heads_kv, C, GROUP), units_of(begin, end, C)
-        room = gl.where(line.alike, line.room, units + line.start)
-        span = gl.where(line.alike, line.span, jobs * room)
+        room = gl.where(line.room > 0, line.room, units + line.start)
+        span = jobs * room
+        if requests.cu_q is not None or requests.notes is not None:  # some may have fewer jobs, and places behind them
+            span = gl.where(line.room > 0, line.span, span)
         if x >= begins + span:
             b += 1
             begins = x
@@ -88,7 +90,7 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
             unit = x - job_begins
             count = gl.minimum(units - unit, last - x)  # none, if the stretch begins behind the units
             next = gl.where(unit + count == units, job_begins + room, x + count)
-            if requests.cu_q is not None or requests.notes is not None:  # some have fewer jobs, and room behind them
+            if requests.cu_q is not None or requests.notes is not None:
                 count, next = gl.where(job < jobs, count, 0), gl.where(job < jobs, next, begins + span)
                 job = gl.where(job < jobs, job, 0)
             if C.by_turns:

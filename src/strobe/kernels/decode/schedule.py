@@ -136,10 +136,9 @@ def _add(a, b):
 
 @aggregate
 class Line:
-    """The line of all units. alike: whether all jobs have as much room, and requests as many jobs, those of `span` places; else
-    `start` places follow the units of a job. total: all places; stretch: those that a CTA takes, or each of those abreast."""
+    """The line of all units. room: that of every job, where requests are alike, or 0; span: that of every request then; start:
+    places behind the units of a job, else. total: all places; stretch: those that a CTA takes, or each of those abreast."""
 
-    alike: gl.tensor
     room: gl.tensor
     span: gl.tensor
     start: gl.tensor
@@ -147,9 +146,8 @@ class Line:
     stretch: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, alike, room, span, start, total, stretch):
-        self.alike, self.room, self.span = alike, room, span
-        self.start, self.total, self.stretch = start, total, stretch
+    def __init__(self, room, span, start, total, stretch):
+        self.room, self.span, self.start, self.total, self.stretch = room, span, start, total, stretch
 
 
 @gluon.jit
@@ -166,7 +164,7 @@ def line_of(requests, heads, C: gl.constexpr, GROUP: gl.constexpr):
     start = gl.where(alike, 0, C.start)  # alike: as much of it for each CTA
     total = gl.where(alike, every * most, units + number * start)
     stretch, room = stretch_of(total, every, most, alike, C)
-    return Line(alike, room, jobs * room, start, gl.where(alike, every * room, total), stretch)
+    return Line(room, jobs * room, start, gl.where(alike, every * room, total), stretch)
 
 
 @gluon.jit
@@ -201,24 +199,23 @@ def stretch_of(total, number, units, alike, C: gl.constexpr):
     several whole jobs, if that is hardly more: then no CTA takes pieces of two jobs, which costs a few microseconds, nor hands
     in a part where the whole job takes about as long."""
     teams = gl.num_programs(0) // C.abreast
-    stretch, room = gl.maximum(quotient(total + teams - 1, teams), 1), units
+    stretch, room = gl.maximum(quotient(total + teams - 1, teams), 1), gl.where(alike, units, 0)
     if alike & (total > 0):
         # Equal parts: an H200, 16 queries, pages of 64, microseconds (and, another time, cut where it makes the work even): 64
         # heads on 8, 1 request of 3000 keys 13.5 (21.6), 9000 21.4 (29.5), 40000 52.1 (58.7), 4 of 5000 33.7 (41.0); 28 on 4, 1
         # of 3000 11.1 (18.1), of 9000 18.8 (24.6), 8 of 9000 48.4 (56.7). 4 queries: 64 on 8, 4 of 5000 27.1 (33.0)
         # Several whole jobs: an H100, 64 heads on 8, 4 queries, 128 requests of 2k keys: 377 microseconds, not 389; of 1k: 198,
         # not 206. 128 rows, 32 requests of 8k: 389, not 417. 128 heads of a latent, 2 queries, 128 of 1k: 156, not 174.
-        equal = units
+        equal, padded = units, units
         if number > teams:
             equal = quotient(number + teams - 1, teams) * units
         else:
             parts = quotient(teams, number)
             part = quotient(units + parts - 1, parts)
-            equal = gl.where(part + C.start // 2 < units, part, units)
+            if part + C.start // 2 < units:
+                equal, padded = part, parts * part
         if (8 * equal <= 9 * stretch) | (equal <= stretch + C.start):
-            stretch = equal
-            if equal < units:
-                room = quotient(units + equal - 1, equal) * equal
+            stretch, room = equal, padded
     return stretch, room
 
 
@@ -226,7 +223,9 @@ def stretch_of(total, number, units, alike, C: gl.constexpr):
 def turn_of(line, C: gl.constexpr):
     """From one job of a CTA to its next one, in places, if all have several whole ones, which they take by turns; else 0. What
     neighbours read at once is then all heads of a request, which lie side by side in memory."""
-    whole = line.alike & (line.stretch > line.room) & (quotient(line.stretch, line.room) * line.room == line.stretch)
+    whole = line.stretch > line.room
+    if whole & (line.room > 0):
+        whole = quotient(line.stretch, line.room) * line.room == line.stretch
     return gl.where(whole, gl.num_programs(0) // C.abreast * line.room, 0)
 
 
@@ -234,9 +233,9 @@ def turn_of(line, C: gl.constexpr):
 def request_at(requests, x, line, heads, C: gl.constexpr, GROUP: gl.constexpr):
     """The request that has place x of the line, and where its own places begin in the line."""
     number, begins = requests.batch * 0, requests.batch * 0
-    if line.alike:
+    if line.room > 0:
         if requests.batch > 1:
-            number = quotient(x, gl.maximum(line.span, 1))
+            number = quotient(x, line.span)
             begins = number * line.span
     else:
         lane, ahead = gl.arange(0, AT_ONCE, of_requests(gl.num_warps())), requests.batch * 0
