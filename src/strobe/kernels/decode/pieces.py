@@ -82,7 +82,7 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
             b += 1
             begins = x
             if C.by_turns:
-                b = gl.where(turn > 0, quotient(x, line.span), b)
+                b = gl.where(turn > 0, quotient(x, gl.maximum(line.span, 1)), b)
                 begins = gl.where(turn > 0, b * line.span, x)
         else:
             job = quotient(x - begins, room)
