@@ -47,8 +47,10 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "e4m3-decode": ("decode",),
     "ragged-decode": ("decode",),
     "e4m3-wide-decode": ("decode",),
+    "lengths-decode": ("decode",),
     "narrow-decode": ("decode",),
     "wide-decode": ("decode",),
+    "windows-decode": ("decode",),
     "rungs-profile": (),
     "same-code": (),
     "short-decode": (),
@@ -71,8 +73,7 @@ DEFAULT_SINCE = "since then what it measured runs by default, by the same kernel
 AN_ORDER_SINCE = "since then an order for dQ is the default where that is faster"
 IN_CLUSTERS = "what changed since is that a launch may be one of clusters, as decode's for one request is"
 FEW_KEYS = "one kernel for few keys came since, which no point asks for"
-OTHER_DECODE_DIMS = "what changed since are heads of 129 to 256 columns, and of 64, which no point has: their code is the same"
-OTHER_CHOICES = "what changed since is how rows of 64 columns are merged, and who shares key heads: its points run as they did"
+OTHER_LENGTHS = "what changed since is how nearly equal requests are cut; its own are cut as before, level with both in one run"
 OVER_PAGES = "what changed since is how keys of small pages are copied, which no point has"
 ACCEPTED: dict[str, str] = {
     "blackwell-simulated.json": BEFORE_PLACES,
@@ -112,17 +113,19 @@ ACCEPTED: dict[str, str] = {
     "zoo-peers-h200-2026-11-26.json": AN_ORDER_SINCE,
     "fp8-sums-h100-2026-11-25.json": "what it measures are sums without a mask, whose order is the same",
     "single-h100-2026-11-25.json": ELSEWHERE,
-    "decode-h100-2026-11-27.json": OTHER_DECODE_DIMS,
-    "decode-h200-2026-11-27.json": OTHER_DECODE_DIMS,
-    "e4m3-decode-h100-2026-11-27.json": OTHER_DECODE_DIMS,
-    "e4m3-decode-h200-2026-11-27.json": OTHER_DECODE_DIMS,
-    "heads-decode-h100-2026-11-27.json": OTHER_DECODE_DIMS,
-    "heads-decode-h200-2026-11-27.json": OTHER_DECODE_DIMS,
-    "ragged-decode-h100-2026-11-27.json": OTHER_DECODE_DIMS,
-    "ragged-decode-h200-2026-11-27.json": OTHER_DECODE_DIMS,
-    "steps-h200-2026-11-27.json": OTHER_DECODE_DIMS,
-    "e4m3-wide-decode-h200-2026-11-28.json": OTHER_CHOICES,
-    "wide-decode-shared-h200-2026-11-28.json": OTHER_CHOICES,
+    "decode-h100-2026-11-27.json": OTHER_LENGTHS,
+    "decode-h200-2026-11-27.json": OTHER_LENGTHS,
+    "e4m3-decode-h100-2026-11-27.json": OTHER_LENGTHS,
+    "e4m3-decode-h200-2026-11-27.json": OTHER_LENGTHS,
+    "heads-decode-h100-2026-11-27.json": OTHER_LENGTHS,
+    "heads-decode-h200-2026-11-27.json": OTHER_LENGTHS,
+    "ragged-decode-h100-2026-11-27.json": OTHER_LENGTHS,
+    "ragged-decode-h200-2026-11-27.json": OTHER_LENGTHS,
+    "steps-h200-2026-11-27.json": OTHER_LENGTHS,
+    "e4m3-wide-decode-h200-2026-11-28.json": OTHER_LENGTHS,
+    "narrow-decode-h200-2026-11-28.json": OTHER_LENGTHS,
+    "wide-decode-h200-2026-11-28.json": OTHER_LENGTHS,
+    "wide-decode-shared-h200-2026-11-28.json": OTHER_LENGTHS,
     "timeline-h200-2026-11-21.json": HISTORY,
     "timeline-h200-2026-11-22.json": OLDER_KERNEL,
     "train-gpt-4096-h200-2026-11-22.json": OLDER_KERNEL,
