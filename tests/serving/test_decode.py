@@ -1,6 +1,7 @@
 """Attention over a cache through the public door, on a CPU and on a GPU, against the specification."""
 
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -325,6 +326,32 @@ def test_other_head_dims_on_a_gpu(seed):
         k, v = (x.nan_to_num(nan=448.0).to(torch.float8_e4m3fn) for x in (call.cache.k, call.cache.v))
         call = call._replace(cache=replace(call.cache, k=k, v=v))
     check_each_time(call, dtype)
+
+
+def nearly_equal(seed: int, device: str, smaller: int = 1) -> Drawn:
+    """Requests whose lengths differ by a twelfth at most, so many times smaller."""
+    rnd = random.Random(seed)
+    n_q, group = [(16, 8), (1, 8), (4, 8), (8, 8), (12, 7)][seed % 5]
+    batch, length = [(1, 3000), (4, 5000), (9, 1100), (40, 700), (2, 9000), (20, 300)][seed % 6]
+    lengths = [length // smaller - rnd.randrange(length // smaller // 12) for _ in range(batch)]
+    dim = (128, 64, 256)[seed // 3 % 3]
+    return draw(seed, DTYPES[2 + seed % 2], device=device, batch=batch, heads_kv=(8, 2)[seed % 2], n_q=n_q, group=group,
+                page=(64, 16, None)[seed // 2 % 3], head_dim=dim, head_dim_v=dim, lengths=lengths,
+                room=2 * length, mask=(None, strobe.Window(500, 0))[seed // 4 % 2], ragged=seed % 4 == 1,
+                deterministic=seed % 8 == 7)  # fmt: skip
+
+
+@GPU
+@pytest.mark.parametrize("seed", range(24))
+def test_nearly_equal_lengths_on_a_gpu(seed):
+    """No powers of two, packed with some that have fewer queries, behind windows, too; the same call has the same bits."""
+    check_each_time(nearly_equal(seed, "cuda"), DTYPES[2 + seed % 2])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nearly_equal_lengths(seed):
+    """Those, smaller, on a CPU."""
+    check_each_time(nearly_equal(seed, "cpu", 16), DTYPES[2 + seed % 2])
 
 
 @GPU
