@@ -100,13 +100,13 @@ ALL = [*SOME, *MORE]
 SPILLS = {
     ("H200", 8, 16, 128, 64, "bf16", ""): 640, ("H200", 8, 4, 128, 64, "bf16", "all"): 640,
     ("H200", 8, 4, 64, None, "e4m3", "all"): 8, ("H200", 8, 17, 128, 16, "e4m3", "converted"): 1000,
-    ("H200", 8, 16, 128, 64, "bf16", "wgmma"): 84, ("H200", 8, 16, 128, 16, "bf16", "wgmma"): 20,
+    ("H200", 8, 16, 128, 64, "bf16", "wgmma"): 88, ("H200", 8, 16, 128, 16, "bf16", "wgmma"): 20,
     ("A100", 4, 1, 64, 16, "bf16", ""): 16, ("H200", 8, 4, 128, None, "bf16", "long"): 44,
     ("H200", 7, 1, 80, 16, "bf16", ""): 64, ("H200", 16, 1, 576, 64, "bf16", "wgmma"): 48,
     ("H200", 8, 4, 256, 16, "bf16", "one group"): 40, ("H200", 8, 8, 256, 64, "bf16", "wide"): 216,
     ("H200", 8, 700, 256, 64, "bf16", "wide"): 688, ("H200", 8, 700, 256, 16, "bf16", "wide"): 660,
     ("H200", 8, 4, 256, 64, "e4m3", "converted"): 40, ("A100", 8, 4, 256, 64, "bf16", ""): 120,
-    ("H200", 8, 4, 64, None, "bf16", "long"): 72,
+    ("H200", 8, 4, 64, None, "bf16", "long"): 72, ("A100", 4, 1, 576, 16, "bf16", ""): 288,
 }  # fmt: skip
 """Bytes that may be spilled, by the Triton that spills most: outside of what runs at every step for the most part, there a
 number or none is loaded again."""
