@@ -73,7 +73,7 @@ DEFAULT_SINCE = "since then what it measured runs by default, by the same kernel
 AN_ORDER_SINCE = "since then an order for dQ is the default where that is faster"
 IN_CLUSTERS = "what changed since is that a launch may be one of clusters, as decode's for one request is"
 FEW_KEYS = "one kernel for few keys came since, which no point asks for"
-OTHER_LENGTHS = "what changed since is how nearly equal requests are cut; its own are cut as before, level with both in one run"
+OTHER_LENGTHS = "what changed since is how nearly equal requests are cut: its own are cut as before"
 OVER_PAGES = "what changed since is how keys of small pages are copied, which no point has"
 ACCEPTED: dict[str, str] = {
     "blackwell-simulated.json": BEFORE_PLACES,
@@ -84,7 +84,7 @@ ACCEPTED: dict[str, str] = {
     "cycles-packed-forward-h100-2026-11-24.json": SPILLING_REDO,
     "cycles-tile-h100-2026-11-24.json": OTHER_HEAD_DIMS,
     "determinism-h100-2026-11-26.json": AN_ORDER_SINCE,
-    "latent-h200-2026-11-26.json": "what changed since is one request, turns, deterministic=True: nothing of the latent's",
+    "latent-h200-2026-11-26.json": OTHER_LENGTHS,
     "energy-peers-h100-2026-11-26.json": AN_ORDER_SINCE,
     "energy-peers-h200-2026-11-23.json": OLDER_KERNEL,
     "forward-h200-2026-11-21.json": HISTORY,

@@ -132,10 +132,11 @@ def measure(point: Point, contenders: Sequence[Contender], clock: Clock, device:
     for order in balanced_order(len(names), rounds):
         for name in (names[i] for i in order):
             ready[name].seconds.append(clock.seconds(ready[name].run, 1) / ready[name].launches)
+    read = point.read
     for name, one in ready.items():
-        rates, middle = [point.read / seconds / 1e9 for seconds in one.seconds], median(one.seconds)
-        results[name] = {"us": 1e6 * middle, "gb_s": point.read / middle / 1e9, "rounds": rates, "error": one.error}
-    return {**asdict(point), "bytes": point.read, "copies": copies, "results": results}
+        rates, middle = [read / seconds / 1e9 for seconds in one.seconds], median(one.seconds)
+        results[name] = {"us": 1e6 * middle, "gb_s": read / middle / 1e9, "rounds": rates, "error": one.error}
+    return {**asdict(point), "bytes": read, "copies": copies, "results": results}
 
 
 def host_us(contenders: Sequence[Contender], clock: Clock, device: torch.device) -> dict[str, float]:

@@ -78,6 +78,7 @@ class Point:
 
     @property
     def mask(self) -> strobe.Mask | None:
+        """The window, or None for the causal mask that a cache has by default."""
         return strobe.Window(self.window - 1, 0) if self.window else None
 
     @property
