@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from decode_launch import run
 from requests_at_random import Drawn, described, draw
 
 import strobe
+from strobe.call import dispatch
 from strobe.device import KNOWN
 from strobe.kernels.decode.choice import choose, of_converted, of_long_steps, of_mma, of_one_group, of_split_clusters, of_wgmma
 from strobe.kernels.decode.shares import of_shares, takes_shares
@@ -351,6 +353,23 @@ def test_splits_are_whole_steps_and_chains_whole_splits():
     for heads_kv, room in itertools.product(range(1, 20), (64, 1000, 1 << 15)):
         config = choose(with_room(problem_of(n_q=1, deterministic=True), 1, heads_kv, room), KNOWN["H200"])
         assert config.split % config.tokens == 0 and config.chain % config.split == 0
+
+
+@pytest.mark.parametrize(
+    "fixed", [{}, {"head_dim": 64}, {"head_dim": 256}, {"head_dim_v": 64}, {"page": 8}, {"page": None}], ids=str
+)
+@pytest.mark.parametrize("n_q", [1, 16, 200])
+@pytest.mark.parametrize("gpu", ["A100", "H100", "H200"])
+def test_bits_depend_on_the_power_of_two_that_holds_the_room(fixed, n_q, gpu):
+    """On nothing of a batch, then; `explain` says the rooms."""
+    problem, bits = problem_of(**{"n_q": n_q, "deterministic": True, **fixed}), attrgetter("split", "chain", "late", "by_wgmma")
+    for room in (512, 1 << 11, 1 << 13, 1 << 17):
+        ways = {
+            bits(choose(with_room(problem, batch, 4, room - less), KNOWN[gpu]))
+            for batch, less in itertools.product((1, 7, 500), (0, room // 2 - 1))
+        }
+        said = str(dispatch.explain_problem(with_room(problem, 7, 4, room - 1), KNOWN[gpu]))
+        assert len(ways) == 1 and f"has the same bits in all calls with room for {room // 2 + 1} to {room} keys" in said
 
 
 @pytest.mark.parametrize("room", [257, 700])

@@ -17,7 +17,7 @@ else
 
 and, if it has a choice of configs,
 
-    origin(problem, arch) -> str             where the config comes from, in words (printed by `explain`)
+    origin(problem, arch) -> str | None      where the config comes from, or what it decides, in words (printed by `explain`)
 
 and, if some kernel of its never ran on hardware that it is for, or was not timed there beside the next backend's, or takes
 longer for some problems,
@@ -82,7 +82,7 @@ class Explanation:
     backward: Explanation | None = None
     """The choice for the backward, if one was asked about."""
     origin: str | None = None
-    """Where the config comes from, in words."""
+    """Where the config comes from, or what it decides, in words."""
     warning: str | None = None
     """What to know before trusting the chosen kernel."""
     others: tuple[str, ...] = ()

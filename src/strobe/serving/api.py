@@ -63,7 +63,9 @@ def decode(
             the mask says. All keys ahead of the queries' own are seen.
         out: where to write the result, [..., heads_q, head_dim of v] of q's dtype. Packed rows of no request stay as they are.
         return_lse: also return log(sum(exp(scores))), float32, [batch, heads_q, seqlen_q] or [heads_q, total_q].
-        deterministic: a request's bits do not depend on what else is in the batch, nor on how many queries come at once.
+        deterministic: a request's bits do not depend on what else is in the batch, nor on how many queries come at once. On a
+            GPU they depend on the room that the cache has for a request, as the power of two that holds it: in each call the
+            page_table has to be about as wide, and not cut to the longest request at hand.
         backend: "sm90_cache", "decode" or "cached_cpu", to run that one or fail; None lets Strobe choose (see
             `strobe.explain`).
 

@@ -66,8 +66,9 @@ def flash_attn_with_kvcache(
     attention_chunk: keys are cut into chunks of so many, from the first one that counts on, and a query sees those of its own
     chunk alone. Each query is a request of its own then, so the keys of a chunk are read once for each query in it.
 
-    num_splits=1 asks for bits that do not depend on the batch, as `deterministic=True` does; other numbers, scheduler_metadata,
-    pack_gqa and sm_margin change nothing, as work is dealt out on the device.
+    num_splits=1 asks for bits that do not depend on the batch, as `deterministic=True` does, for which a block_table must be
+    about as wide in each call (see `strobe.decode`); other numbers, scheduler_metadata, pack_gqa and sm_margin change nothing,
+    as work is dealt out on the device.
     Returns out, or (out, softmax_lse), softmax_lse [batch, heads_q, seqlen_q] or [heads_q, total_q].
     """
     table = block_table if page_table is None else one_of("block_table", block_table, "page_table", page_table)
@@ -209,8 +210,9 @@ def varlen_over_pages(
     D].
 
     seqused_k: int32 [batch], how many keys each sequence has. s_aux and learnable_sink are one: [heads_q]. num_splits=1 asks
-    for bits that do not depend on the batch. scheduler_metadata, fa_version and the like change nothing. Dropout and an output
-    of 8 bits are refused. q_v, and q of 8 bits: as `qv` and q of `flash_attn_with_kvcache`.
+    for bits that do not depend on the batch, for which a block_table must be about as wide in each call (see `strobe.decode`).
+    scheduler_metadata, fa_version and the like change nothing. Dropout and an output of 8 bits are refused. q_v, and q of 8
+    bits: as `qv` and q of `flash_attn_with_kvcache`.
 
     cp_world_size > 1: the keys of a sequence are spread over so many GPUs, in turn; k, v and seqused_k are this GPU's, and with
     return_softmax_lse=True the results of all of them are joined by `strobe.merge`. cp_tot_seqused_k: int32 [batch], how many

@@ -9,7 +9,7 @@ from strobe.kernels import has_triton
 from strobe.kernels.common.call import Buffers, Call, Tensors
 from strobe.kernels.decode.choice import DTYPES, choose
 from strobe.kernels.decode.config import MOST_COLUMNS, Config
-from strobe.kernels.decode.sizes import is_latent, jobs, padded
+from strobe.kernels.decode.sizes import is_latent, jobs, padded, room_of
 from strobe.masks import MAX_BOUND
 from strobe.serving.problem import DecodeProblem
 
@@ -43,6 +43,14 @@ def refuses(problem: DecodeProblem, arch: Arch) -> str | None:
 
 def config(problem: DecodeProblem, arch: Arch) -> Config:
     return choose(problem, arch)
+
+
+def origin(problem: DecodeProblem, arch: Arch) -> str | None:
+    """What bits depend on, where they must not depend on the batch."""
+    if not problem.deterministic:
+        return None
+    room = room_of(problem.capacity)
+    return f"splits at fixed keys: a request has the same bits in all calls with room for {room // 2 + 1} to {room} keys"
 
 
 def buffers(problem: DecodeProblem, arch: Arch) -> Buffers:
