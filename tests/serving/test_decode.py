@@ -450,15 +450,32 @@ print("ran", bool((out == 1).all()))
 """
 
 
+NO_ROOM = """
+import torch, strobe
+new, full = (torch.full((1, n, 2, 64), n, dtype=torch.bfloat16, device="cuda") for n in (1, 4))
+for _ in range(2):  # by a launch that is prepared, if nobody asks
+    cache, _ = strobe.append(strobe.Cache(full, full, torch.tensor([4], dtype=torch.int32, device="cuda")), new, new)
+torch.cuda.synchronize()
+print("ran", bool((full == 4).all() and cache.lengths.tolist() == [4]))
+"""
+
+
 @GPU
-def test_lies_are_told_with_the_debug_switch_and_harmless_without(monkeypatch):
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        (A_PAGE_THAT_IS_NONE, "page_table must name one of 4 pages for all keys of its request"),
+        (NO_ROOM, "lengths (cache_seqlens) must leave room for the keys that are appended"),
+    ],
+)
+def test_lies_are_told_with_the_debug_switch_and_harmless_without(program, says, monkeypatch):
     def run(debug: str) -> subprocess.CompletedProcess:
         environment = {**os.environ, "STROBE_DEBUG": debug}
-        return subprocess.run([sys.executable, "-c", A_PAGE_THAT_IS_NONE], capture_output=True, text=True, env=environment)
+        return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
 
     assert "ran True" in run("0").stdout
     told = run("1")
-    assert told.returncode != 0 and "page_table must name one of 4 pages for all keys of its request" in told.stderr
+    assert told.returncode != 0 and says in told.stderr
     monkeypatch.setenv("STROBE_DEBUG", "1")
     call = draw(4, torch.bfloat16, device="cuda")
     check(strobe.decode(call.q, call.cache, return_lse=True, **call.keywords), right(call), torch.bfloat16)

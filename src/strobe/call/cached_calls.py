@@ -7,21 +7,21 @@ Which backend runs is decided from the DecodeProblem. Nothing here waits for the
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 
 from strobe.call import dispatch, launches, operators
+from strobe.call.cached_contents import check_append_contents, check_contents, is_debugging
 from strobe.call.known_calls import KnownCalls
-from strobe.call.torch_internals import assert_async, raw_stream
+from strobe.call.torch_internals import raw_stream
 from strobe.call.triton_internals import stable_keys
 from strobe.cpu import append as append_cpu
 from strobe.cpu.cached import merged
 from strobe.device import arch_of
-from strobe.serving.problem import AppendOperands, AppendOptions, DecodeOperands, DecodeOptions, DecodeProblem, describe
+from strobe.serving.problem import AppendOperands, AppendOptions, DecodeOperands, DecodeOptions, describe
 
 _OUT = DecodeOperands._fields.index("out")
 
@@ -152,7 +152,7 @@ def _places(given: dict[str, torch.Tensor | None], reads: list[tuple[str, torch.
 def _launches(
     operands: DecodeOperands, options: DecodeOptions, ahead: launches.Ahead | None = None
 ) -> launches.Prepared | None:
-    if _debugging():  # the operator checks lengths and tables in every call
+    if is_debugging():  # the operator checks lengths and tables in every call
         return None
     operands = _with_out(operands, options)
     problem = describe(operands, options)
@@ -229,62 +229,6 @@ torch.library.register_fake("strobe::decode", _fake, lib=operators.library)
 torch.library.register_fake("strobe::decode_into", _fake_into, lib=operators.library)
 
 
-# ---- what tensors hold
-
-
-def check_contents(problem: DecodeProblem, operands: DecodeOperands) -> None:
-    """Check the numbers in lengths and tables: always on the CPU, where a wrong one raises; on a GPU only with STROBE_DEBUG=1,
-    by asserts that run on the GPU."""
-    if are_checked(operands.q):
-        for each in _rules(problem, operands):
-            check_rule(*each)
-
-
-def are_checked(x: torch.Tensor) -> bool:
-    """Whether numbers are checked on x's device."""
-    return x.device.type == "cpu" or _debugging()
-
-
-def check_rule(name: str, numbers: torch.Tensor, good: torch.Tensor, rule: str) -> None:
-    """ValueError, or an assert that runs on the GPU, if numbers do not keep a rule. good: whether they do."""
-    if numbers.device.type != "cpu":
-        assert_async(good, f"{name} must {rule}")
-    elif not bool(good):
-        raise ValueError(f"{name} must {rule}, got {numbers.tolist()}")
-
-
-def _debugging() -> bool:
-    return os.environ.get("STROBE_DEBUG", "0") == "1"
-
-
-def _rules(problem: DecodeProblem, operands: DecodeOperands) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, str]]:
-    """Rules for what a problem's tensors hold: the tensor's name, the tensor, whether it keeps the rule (a tensor, so that
-    nothing waits for the GPU) and the rule in words."""
-    lengths, cu = operands.lengths, operands.cu_seqlens_q
-    good = (lengths >= 0) & (lengths <= problem.capacity)
-    room = f"be from 0 to the {problem.capacity} keys that a request has room for"
-    yield "lengths (cache_seqlens)", lengths, good.all(), room
-    if operands.leftpad is not None:
-        leftpad = operands.leftpad
-        yield "leftpad (cache_leftpad)", leftpad, ((leftpad >= 0) & (leftpad <= lengths)).all(), "be from 0 to the length"
-    if operands.entries is not None:
-        index = operands.entries
-        good = (index >= 0) & (index < problem.pages)
-        yield "index (cache_batch_idx)", index, good.all(), f"name one of {problem.pages} entries"
-    if operands.page_table is not None and problem.page_size is not None:
-        table = operands.page_table
-        first = torch.arange(table.shape[1], device=table.device) * problem.page_size
-        there = (table >= 0) & (table < problem.pages)
-        used = first < lengths[:, None]
-        yield "page_table", table, (there | ~used).all(), f"name one of {problem.pages} pages for all keys of its request"
-    if cu is not None:
-        steps = cu.diff()
-        yield "cu_seqlens_q", cu, (cu[:1] == 0).all() & (steps >= 0).all(), "start at 0 and never decrease"
-        yield "cu_seqlens_q", cu, (cu <= operands.q.shape[0]).all(), f"not exceed the {operands.q.shape[0]} rows given"
-        most = problem.lengths.seqlen_q
-        yield "cu_seqlens_q", cu, (steps <= most).all(), f"have no request of more than max_seqlen_q = {most} queries"
-
-
 # ---- append and merge
 
 _NEW = ", ".join(
@@ -317,7 +261,7 @@ def append(
 
 def _prepared_append(check: Callable[..., CheckedAppend], arguments: tuple) -> Append:
     operands, options = check(*arguments)
-    if _copies(operands):
+    if _copies(operands) or is_debugging():
         return Append(None, ())
     from strobe.call.launcher import maker
 
@@ -350,6 +294,7 @@ def merge(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.T
 def _append(*arguments):
     count = len(AppendOperands._fields)
     operands, options = AppendOperands(*arguments[:count]), AppendOptions(*arguments[count:])
+    check_append_contents(operands, options)
     if operands.k.device.type == "cpu":
         return append_cpu.append(operands, options)
     from strobe.kernels.decode import append as kernel

@@ -8,24 +8,21 @@ from strobe.serving.problem import AppendOperands, AppendOptions
 
 
 def append(operands: AppendOperands, options: AppendOptions) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write the new rows, and return the new lengths and the queries turned (nothing where there are none)."""
+    """Write the new rows, and return the new lengths and the queries turned (nothing where there are none). All of them have
+    places (see `strobe.call.cached_contents`)."""
     k_cache, table = operands.k_cache, operands.page_table
-    size, pages = k_cache.shape[1], k_cache.shape[0]
-    capacity = size * (1 if table is None else table.shape[1])
+    size = k_cache.shape[1]
     turned = k_cache.new_empty(0) if operands.q is None else operands.q.clone(memory_format=torch.contiguous_format)
-    lengths = operands.lengths.clamp(0, capacity)
+    lengths = operands.lengths.clone()
     for b, length in enumerate(operands.lengths.tolist()):
         first = length if operands.positions is None else int(operands.positions[b])
         rows = _rows(operands.k, operands.cu_seqlens, b)
         count = operands.k[rows].shape[0]
-        if length < 0:
-            raise ValueError(
-                f"lengths (cache_seqlens) must be from 0 to the {capacity} keys that a request has room for, got {length}"
-            )
         at = torch.arange(length, length + count)
-        places = (table[b].long()[(at // size).clamp(max=table.shape[1] - 1)] if table is not None
-                  else torch.full_like(at, b if operands.entries is None else int(operands.entries[b])))  # fmt: skip
-        there = (at < capacity) & (places >= 0) & (places < pages)
+        if table is not None:
+            places = table[b].long()[at // size]
+        else:
+            places = torch.full_like(at, b if operands.entries is None else int(operands.entries[b]))
         for cache, new, scale in ((k_cache, operands.k, operands.k_scale), (operands.v_cache, operands.v, operands.v_scale)):
             if cache is None or new is None:
                 continue
@@ -34,8 +31,8 @@ def append(operands: AppendOperands, options: AppendOptions) -> tuple[torch.Tens
                 values = _turned(values, first + torch.arange(count), operands, options)
             if scale is not None:
                 values = values.float() / scale[b][:, None]
-            cache[places[there], (at % size)[there]] = values[there].to(cache.dtype)
-        lengths[b] = min(length + count, capacity)
+            cache[places, at % size] = values.to(cache.dtype)
+        lengths[b] = length + count
         if operands.q is not None:
             rows = _rows(operands.q, operands.cu_seqlens_q, b)
             count = operands.q[rows].shape[0]
@@ -54,7 +51,7 @@ def _turned(x: torch.Tensor, positions: torch.Tensor, operands: AppendOperands, 
     cos, sin = operands.cos, operands.sin
     if cos is None or sin is None:
         return x
-    half, positions = cos.shape[1], positions.clamp(0, cos.shape[0] - 1)
+    half = cos.shape[1]
     c, s = cos[positions].float()[:, None], sin[positions].float()[:, None]
     turned = x.float().clone()
     a, b = (

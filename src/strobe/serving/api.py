@@ -124,15 +124,16 @@ def append(
             bits for a cache of 8). v=None where the values are columns of k.
         q: queries to turn as well, [batch, seqlen_q, heads_q, head_dim] or packed with cu_seqlens_q; with a rotary embedding.
         rotary: turns keys (and q) by their positions. Key i of request b has position positions[b] + i.
-        positions: int32 [batch]; default: the cache's lengths. A position beyond the last row of cos is taken as the last.
+        positions: int32 [batch]; default: the cache's lengths.
         one_position: all queries of a request have the position of the first.
 
     Returns:
-        The cache with its new lengths, a new tensor, and q turned, a new tensor, or None. A key for which there is no room, or
-        whose page is not there, is not written, and lengths end where there is no more room.
+        The cache with its new lengths, a new tensor, and q turned, a new tensor, or None.
 
     Raises:
-        ValueError, TypeError: naming the argument, before anything is written.
+        ValueError, TypeError: naming the argument, before anything is written. On a CPU also for keys that have no place (no
+            room, a page that is not there) and positions beyond the embedding; a GPU says so with STROBE_DEBUG=1, and otherwise
+            writes no such key, ends lengths where there is no more room, and takes such a position as the last.
     """
     if not isinstance(cache, Cache):
         raise TypeError(f"cache must be a strobe.Cache, got {type(cache).__name__}")
