@@ -24,8 +24,10 @@ from strobe.kernels.sm90 import backend as sm90
 from strobe.masks import Mask
 from strobe.scores import Score
 from strobe.serving import flash as serving
+from strobe.serving.arguments import check_out
 from strobe.serving.arguments import checked as checked_decode
 from strobe.serving.cache import Cache
+from strobe.serving.flash_terms import sink_without_pages
 from strobe.serving.problem import DecodeProblem
 from strobe.serving.problem import describe as describe_decode
 
@@ -298,7 +300,9 @@ def flash_attn_varlen_func(
     block_table: int32 [batch, pages of a sequence]: k and v are pages [pages, page_size, heads_kv, D] then, of which seqused_k
         are used, as vLLM calls it: with its keywords out, s_aux, k_descale, v_descale, num_splits and more (see
         `strobe.serving.flash.varlen_over_pages`), and without a gradient.
-    out: where to write the result. return_softmax_lse: return (out, softmax_lse).
+    out: where to write the result, without a gradient; without a block_table it is copied there. return_softmax_lse: return
+        (out, softmax_lse). Without a block_table s_aux is learnable_sink; fa_version, num_splits and the like change nothing,
+        nor do descales of what has 16 bits; all else of vLLM's is refused.
     """
     if block_table is not None:
         return serving.varlen_over_pages(
@@ -307,17 +311,24 @@ def flash_attn_varlen_func(
             deterministic=deterministic, return_softmax_lse=return_softmax_lse or return_attn_probs, dropout_p=dropout_p,
             seqused_q=seqused_q, cu_seqlens_k=cu_seqlens_k, **paged,
         )  # fmt: skip
-    if out is not None or paged:
-        raise ValueError(f"{', '.join(['out'] * (out is not None) + list(paged))} must be left out without a block_table")
+    learnable_sink = sink_without_pages(q, learnable_sink, **paged)
     for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if value is None:
             raise TypeError(f"{name} must be an int32 tensor, got None")
+    if out is not None:
+        for name, x in (("q", q), ("v", v)):
+            check_tensor(name, x)
+        check_out(out, q, v.shape[-1])
+        if wants_gradient(q, k, v, learnable_sink):
+            raise ValueError("out must be left out where a gradient is asked for: call it under torch.no_grad()")
     result = attention(
         q, k, v, mask=flash_mask(causal, window_size), score=flash_score(softcap, alibi_slopes, learnable_sink),
         scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
         max_seqlen_kv=max_seqlen_k, seqused_q=seqused_q, seqused_kv=seqused_k, dropout_p=dropout_p,
         return_lse=return_attn_probs or return_softmax_lse, deterministic=bool(deterministic),
     )  # fmt: skip
+    if out is not None:
+        result = out.copy_(result) if isinstance(result, torch.Tensor) else (out.copy_(result[0]), result[1])
     return result if return_softmax_lse else _flash_result(result, return_attn_probs)
 
 

@@ -12,6 +12,8 @@ from strobe.scores import Score
 
 NO_WINDOW = (-1, -1)
 """flash-attn's window without bounds."""
+HINTS = frozenset(("scheduler_metadata", "pack_gqa", "sm_margin", "fa_version", "ver"))
+"""Arguments of others that say how to schedule, or which of their kernels to take: they change nothing."""
 _CAUSAL = Causal()
 
 

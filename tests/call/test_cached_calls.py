@@ -166,10 +166,11 @@ def test_flash_attns_functions_are_recognised_by_their_own_arguments(plans, pack
     assert len(plans) == len(many)
     with monkeypatch.context() as patch:
         patch.setattr(known_calls, "likeness", lambda x: pytest.fail("a key was made"))
-        for numbers in (*many, {"num_splits": 1}, {"window_size": None, "causal": 1}):
+        descales = {name: torch.ones(2, 2) for name in ("q_descale", "k_descale", "v_descale")}  # beside 16 bits: nothing
+        for numbers in (*many, {"num_splits": 1}, {"window_size": None, "causal": 1}, descales):
             run(**numbers)
-    assert [len(plan.launched) for plan in plans] == [2, 3, 2, 2, 2, 2, 2, 3, 2]
-    for wrong in ({"softcap": True}, {"window_size": (True, 0)}, {"softmax_scale": "2"}, {"q_descale": torch.ones(2, 2)}):
+    assert [len(plan.launched) for plan in plans] == [3, 3, 2, 2, 2, 2, 2, 3, 2]
+    for wrong in ({"softcap": True}, {"window_size": (True, 0)}, {"softmax_scale": "2"}):
         with pytest.raises((TypeError, ValueError), match=next(iter(wrong)).removesuffix("_size").removeprefix("softmax_")):
             run(**wrong)
     number = torch.tensor(4)

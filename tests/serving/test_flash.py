@@ -76,12 +76,35 @@ def test_as_vllm_calls_it(device):
     found = strobe.flash_attn_varlen_func(
         q=q.to(device), k=k.to(device), v=v.to(device), out=out, max_seqlen_q=5, max_seqlen_k=40, softmax_scale=64**-0.5,
         causal=True, window_size=[20, 0], alibi_slopes=None, softcap=0, return_softmax_lse=True, scheduler_metadata=None,
-        fa_version=3, q_descale=None, k_descale=None, v_descale=None, num_splits=0, cp_world_size=1, cp_rank=0,
-        cp_tot_seqused_k=None, **there,
+        fa_version=3, num_splits=0, cp_world_size=1, cp_rank=0, cp_tot_seqused_k=None, **there,
+        **{f"{name}_descale": torch.tensor(7.0, device=device).expand(2, 2) for name in "qkv"},  # of 16 bits: nothing
     )  # fmt: skip
     assert found[0] is out and out[6:].eq(7.0).all()
     torch.testing.assert_close(out[:6].cpu(), wanted[:6], rtol=bound, atol=bound)
     torch.testing.assert_close(found[1][:, :6].cpu(), lse[:, :6].float(), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_as_sglang_calls_it(device):
+    """With bounds of keys, though none are appended."""
+    g = torch.Generator().manual_seed(4)
+    dtype, bound = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 3e-2)
+    k, v = (torch.randn(20, 1, 2, 64, generator=g).to(dtype) for _ in range(2))
+    q, sinks = torch.randn(4, 4, 64, generator=g).to(dtype), torch.randn(4, generator=g)
+    table, used, cu = torch.randperm(20, generator=g).int().view(2, 10), ints(9, 4), ints(0, 3, 4)
+    wanted, lse = strobe.decode(
+        q, strobe.Cache(k, v, used, table), score=strobe.Score(sinks=sinks), cu_seqlens_q=cu, max_seqlen_q=3, return_lse=True
+    )
+    given = {"page_table": table, "cache_seqlens": used, "cu_seqlens_q": cu, "cu_seqlens_k_new": ints(0, 9, 13), "sinks": sinks}
+    there = {name: x.to(device) for name, x in given.items()}
+    descale = torch.tensor(7.0, device=device).expand(2, 2)
+    out, sums, *_ = strobe.flash_attn_with_kvcache(
+        q=q.to(device), k_cache=k.to(device), v_cache=v.to(device), max_seqlen_q=3, softmax_scale=64**-0.5, causal=True,
+        window_size=(-1, -1), softcap=0.0, k_descale=descale, v_descale=descale, return_softmax_lse=True, num_splits=0, ver=3,
+        attention_chunk=None, **there,
+    )  # fmt: skip
+    torch.testing.assert_close(out.cpu(), wanted, rtol=bound, atol=bound)
+    torch.testing.assert_close(sums.cpu(), lse.float(), rtol=bound, atol=bound)
 
 
 def test_keys_that_are_spread_over_gpus():
@@ -312,8 +335,6 @@ def test_queries_of_8_bits(how):
     [
         (r"qv must have shape \[2, 1, 2, 16\] and q's torch.float32, got \[2, 1, 2, 512\]", {"qv": torch.zeros(2, 1, 2, 512)}),
         ("qv goes with v_cache and k_cache that are first and other columns", {"qv": torch.zeros(2, 1, 2, 16)}),
-        ("k_descale and v_descale are not taken with qv", {"qv": torch.zeros(2, 1, 2, 16), "k_descale": torch.ones(2, 2)}),
-        ("q_descale goes with q of 8 bits, got one of torch.float32", {"q_descale": torch.ones(2, 2)}),
         ("q of 8 bits goes with a cache of 8 bits", {"q": torch.zeros(2, 1, 2, 16).to(torch.float8_e4m3fn)}),
         ("q must be a tensor, got list", {"q": [0.0]}),
         ("cu_seqlens_q must be a tensor, got list", {"cu_seqlens_q": [0, 1, 2]}),
@@ -350,6 +371,8 @@ def test_what_is_not_taken_is_refused_by_name(says, keywords):
 def test_what_is_not_taken_of_8_bits():
     x, table, more = torch.zeros(2, 1, 2, 16).to(torch.float8_e4m3fn), ints([0], [1]), torch.ones(2, 2)
     given = {"cache_seqlens": ints(1, 1), "block_table": table}
+    with pytest.raises(ValueError, match="k_descale and v_descale are not taken with qv"):
+        strobe.flash_attn_with_kvcache(x, x, x, qv=torch.zeros(2, 1, 2, 16, dtype=torch.bfloat16), k_descale=more, **given)
     with pytest.raises(ValueError, match=r"q_descale must be float32 \[2, 2\], got torch.float32 \[2\]"):
         strobe.flash_attn_with_kvcache(x, x, x, q_descale=more[0], **given)
     with pytest.raises(ValueError, match="q_descale goes with a k_descale of one number for all keys of a head"):
@@ -360,9 +383,36 @@ def test_what_is_not_taken_of_8_bits():
         strobe.flash_attn_varlen_func(x[:, 0], x, x, ints(0, 1, 2), block_table=table, seqused_k=[1, 1])
 
 
-def test_what_is_vllms_alone_is_refused_without_pages():
+def test_as_vllm_calls_it_without_pages():
+    """Of an encoder, say: `out` is written, s_aux counts, and what says how to schedule does not."""
+    g = torch.Generator().manual_seed(6)
+    q, k, v = (torch.randn(7, heads, 16, generator=g) for heads in (4, 2, 2))
+    sinks, cu, out = torch.randn(4, generator=g), ints(0, 3, 7), torch.full_like(q, torch.nan)
+    wanted = strobe.flash_attn_varlen_func(q, k, v, cu, cu, 4, 4, learnable_sink=sinks, return_softmax_lse=True)
+    given = {"fa_version": 3, "num_splits": 1, "scheduler_metadata": None, "k_descale": torch.ones(2, 2), "s_aux": sinks}
+    found = strobe.flash_attn_varlen_func(q, k, v, cu, cu, 4, 4, out=out, return_softmax_lse=True, **given)
+    assert found[0] is out and all(map(torch.equal, found, wanted))
+    assert strobe.flash_attn_varlen_func(q, k, v, cu, cu, 4, 4, out=out, **given) is out
+
+
+@pytest.mark.parametrize(
+    ("says", "keywords"),
+    [
+        (r"out must have shape \[4, 2, 16\]", {"out": torch.zeros(4, 2, 8)}),
+        ("cp_world_size must be left out without a block_table", {"cp_world_size": 2}),
+        ("q_v must be left out without a block_table", {"q_v": torch.zeros(4, 2, 16)}),
+        ("s_aux and learnable_sink are one argument", {"s_aux": torch.zeros(2), "learnable_sink": torch.zeros(2)}),
+    ],
+)
+def test_what_is_vllms_alone_is_refused_without_pages(says, keywords):
     q, cu = torch.zeros(4, 2, 16), ints(0, 4)
-    with pytest.raises(ValueError, match="out must be left out without a block_table"):
-        strobe.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, out=q)
-    with pytest.raises(ValueError, match="cp_world_size must be left out without a block_table"):
-        strobe.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, cp_world_size=2)
+    with pytest.raises(ValueError, match=says):
+        strobe.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, **keywords)
+
+
+def test_a_result_with_a_gradient_is_written_nowhere():
+    q, cu = torch.zeros(4, 2, 16, requires_grad=True), ints(0, 4)
+    with pytest.raises(ValueError, match="out must be left out where a gradient is asked for"):
+        strobe.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, out=torch.zeros(4, 2, 16))
+    with torch.no_grad():
+        strobe.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, out=torch.zeros(4, 2, 16))

@@ -43,7 +43,7 @@ def checked(
         bool(return_lse), deterministic, _checked_backend(backend),
     )  # fmt: skip
     if out is not None:
-        _check_out(out, q, columns)
+        check_out(out, q, columns)
     return operands, options
 
 
@@ -232,7 +232,8 @@ def _checked_tree(tree, q, batch: int, most: int) -> torch.Tensor | None:
     return tree.expand(batch, n, n)
 
 
-def _check_out(out, q, columns: int) -> None:
+def check_out(out, q, columns: int) -> None:
+    """TypeError or ValueError if `out` cannot hold the result of q and values of so many columns."""
     check_tensor("out", out)
     if out.dtype != q.dtype:
         raise TypeError(f"out must have q's dtype {q.dtype}, got {out.dtype}")

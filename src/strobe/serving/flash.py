@@ -12,7 +12,7 @@ import torch
 from strobe.call import cached_calls
 from strobe.call.cached_contents import check_contents
 from strobe.checks import check_tensor
-from strobe.flash_arguments import NO_WINDOW, flash_mask, flash_score
+from strobe.flash_arguments import HINTS, NO_WINDOW, flash_mask, flash_score
 from strobe.masks import Full, Mask
 from strobe.scores import Score
 from strobe.serving.api import append, decode
@@ -24,6 +24,7 @@ from strobe.serving.flash_terms import (
     check_spread,
     check_totals,
     chunks,
+    descales_of_8_bits,
     lengths_of,
     of_8_bits,
     of_latent,
@@ -34,9 +35,6 @@ from strobe.serving.flash_terms import (
 )
 from strobe.serving.problem import describe
 
-_HINTS = frozenset(("scheduler_metadata", "pack_gqa", "sm_margin", "fa_version"))
-"""Arguments of others that say how to schedule, which happens on the device here: they change nothing."""
-
 
 def flash_attn_with_kvcache(
     q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
@@ -44,7 +42,7 @@ def flash_attn_with_kvcache(
     rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False, *, page_table=None, cu_seqlens_q=None,
     cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, qv=None, q_descale=None, k_descale=None, v_descale=None,
     attention_chunk=0, scheduler_metadata=None, pack_gqa=None, sm_margin=0, sinks=None, learnable_sink=None, s_aux=None,
-    deterministic=False, out=None,
+    deterministic=False, out=None, ver=None,
 ) -> Any:  # fmt: skip
     """flash-attn's function of this name, with the keywords of FlashAttention-3: attention over a cache, to which k and v are
     appended first, in place, turned by the rotary embedding (and q with them).
@@ -67,13 +65,18 @@ def flash_attn_with_kvcache(
     chunk alone. Each query is a request of its own then, so the keys of a chunk are read once for each query in it.
 
     num_splits=1 asks for bits that do not depend on the batch, as `deterministic=True` does, for which a block_table must be
-    about as wide in each call (see `strobe.decode`); other numbers, scheduler_metadata, pack_gqa and sm_margin change nothing,
-    as work is dealt out on the device.
+    about as wide in each call (see `strobe.decode`); other numbers, scheduler_metadata, pack_gqa, sm_margin and ver change
+    nothing, as work is dealt out on the device. As in FlashAttention-3, which servers call so, nor do descales of what has 16
+    bits, nor cu_seqlens_k_new without k.
     Returns out, or (out, softmax_lse), softmax_lse [batch, heads_q, seqlen_q] or [heads_q, total_q].
     """
     table = block_table if page_table is None else one_of("block_table", block_table, "page_table", page_table)
     sink = one_of("sinks", one_of("sinks", sinks, "learnable_sink", learnable_sink), "s_aux", s_aux)
     deterministic, return_lse = bool(deterministic) or num_splits == 1, bool(return_softmax_lse)
+    if q_descale is not None or k_descale is not None or v_descale is not None:
+        q_descale, k_descale, v_descale = descales_of_8_bits(q, k_cache, q_descale, k_descale, v_descale)
+    if k is None:
+        cu_seqlens_k_new = None
     if not isinstance(cache_seqlens, torch.Tensor) or not cache_seqlens.dim():
         batch = _checked_batch(q, k_cache, v_cache, cu_seqlens_q)
         cache_seqlens = lengths_of(cache_seqlens, k_cache, table, batch, k is not None)
@@ -151,8 +154,8 @@ def _own_terms(tensors: tuple, numbers: tuple, window_size, q_descale=None) -> t
         raise ValueError("k and v go together, got one of them")
     if (cos is None) != (sin is None):
         raise ValueError("rotary_cos and rotary_sin go together, got one of them")
-    if k is None and not (cos is None and cu_seqlens_k_new is None and rotary_seqlens is None):
-        raise ValueError("rotary_cos, cu_seqlens_k_new and rotary_seqlens go with k and v, which are appended, got none")
+    if k is None and not (cos is None and rotary_seqlens is None):
+        raise ValueError("rotary_cos and rotary_seqlens go with k and v, which are appended, got none")
     if rotary_seqlens is not None:
         check_ints("rotary_seqlens", rotary_seqlens, k_cache, batch)
     of_append = None
@@ -211,8 +214,8 @@ def varlen_over_pages(
 
     seqused_k: int32 [batch], how many keys each sequence has. s_aux and learnable_sink are one: [heads_q]. num_splits=1 asks
     for bits that do not depend on the batch, for which a block_table must be about as wide in each call (see `strobe.decode`).
-    scheduler_metadata, fa_version and the like change nothing. Dropout and an output of 8 bits are refused. q_v, and q of 8
-    bits: as `qv` and q of `flash_attn_with_kvcache`.
+    scheduler_metadata, fa_version and the like change nothing, nor do descales of what has 16 bits. Dropout and an output of 8
+    bits are refused. q_v, and q of 8 bits: as `qv` and q of `flash_attn_with_kvcache`.
 
     cp_world_size > 1: the keys of a sequence are spread over so many GPUs, in turn; k, v and seqused_k are this GPU's, and with
     return_softmax_lse=True the results of all of them are joined by `strobe.merge`. cp_tot_seqused_k: int32 [batch], how many
@@ -221,9 +224,11 @@ def varlen_over_pages(
     """
     sink, return_lse = one_of("s_aux", s_aux, "learnable_sink", learnable_sink), bool(return_softmax_lse)
     deterministic = bool(deterministic) or num_splits == 1
+    if q_descale is not None or k_descale is not None or v_descale is not None:
+        q_descale, k_descale, v_descale = descales_of_8_bits(q, k, q_descale, k_descale, v_descale)
     if (
         seqused_q is None and cu_seqlens_k is None and q_descale is None and q_v is None and output_scale is None
-        and not dropout_p and cp_world_size == 1 and _HINTS.issuperset(hints) and not torch.compiler.is_compiling()
+        and not dropout_p and cp_world_size == 1 and HINTS.issuperset(hints) and not torch.compiler.is_compiling()
     ):  # fmt: skip
         tensors = (q, k, v, seqused_k, block_table, cu_seqlens_q, alibi_slopes, sink, k_descale, v_descale, out)
         numbers = softmax_scale, bool(causal), softcap, max_seqlen_q, deterministic, return_lse
@@ -232,7 +237,7 @@ def varlen_over_pages(
             return found if return_lse else found[0]
     refuse(
         output_scale=output_scale, seqused_q=seqused_q, dropout_p=dropout_p or None,
-        cu_seqlens_k=cu_seqlens_k, **{name: value for name, value in hints.items() if name not in _HINTS},
+        cu_seqlens_k=cu_seqlens_k, **{name: value for name, value in hints.items() if name not in HINTS},
     )  # fmt: skip
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("seqused_k", seqused_k)):
         if not isinstance(x, torch.Tensor):

@@ -10,7 +10,7 @@ import torch
 from strobe.arguments import integer
 from strobe.call.cached_contents import are_checked, check_rule
 from strobe.checks import check_device, check_tensor
-from strobe.flash_arguments import NO_WINDOW
+from strobe.flash_arguments import HINTS, NO_WINDOW
 from strobe.masks import Mask
 from strobe.serving.arguments import OF_8_BITS, check_cache
 from strobe.serving.cache import Cache, Names
@@ -40,13 +40,17 @@ def lengths_of(cache_seqlens, k_cache, table, batch: int, appends: bool) -> torc
 # ---- queries of 8 bits, and of values
 
 
+def descales_of_8_bits(q, k_cache, q_descale, k_descale, v_descale) -> tuple:
+    """The descales of what has 8 bits, and None in place of the others."""
+    of_q, of_cache = (getattr(x, "dtype", None) in OF_8_BITS for x in (q, k_cache))
+    return q_descale if of_q else None, k_descale if of_cache else None, v_descale if of_cache else None
+
+
 def of_8_bits(
     q: torch.Tensor, q_descale: torch.Tensor | None, cache: Cache, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, Cache]:
     """q of 8 bits in 16, which hold it exactly, and a cache whose keys are multiplied by q's scale, too."""
     if q.dtype not in OF_8_BITS:
-        if q_descale is not None:
-            raise ValueError(f"q_descale goes with q of 8 bits, got one of {q.dtype}")
         return q, cache
     check_cache(cache)
     if cache.k.dtype not in OF_8_BITS:
@@ -201,6 +205,17 @@ def one_of(name: str, x, other_name: str, other):
     if x is not None and other is not None:
         raise ValueError(f"{name} and {other_name} are one argument, got both")
     return other if x is None else x
+
+
+def sink_without_pages(q, learnable_sink, s_aux=None, num_splits=0, q_descale=None, k_descale=None, v_descale=None, **others):
+    """The sinks of a call of flash_attn_varlen_func without pages, with vLLM's keywords; ValueError if these ask for anything
+    else."""
+    if getattr(q, "dtype", None) in OF_8_BITS:
+        others |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    asked = [name for name, value in others.items() if value is not None and name not in HINTS]
+    if asked:
+        raise ValueError(f"{', '.join(asked)} must be left out without a block_table")
+    return one_of("s_aux", s_aux, "learnable_sink", learnable_sink)
 
 
 def refuse(**arguments) -> None:
