@@ -27,7 +27,7 @@ from strobe.serving import flash as serving
 from strobe.serving.arguments import check_out
 from strobe.serving.arguments import checked as checked_decode
 from strobe.serving.cache import Cache
-from strobe.serving.flash_terms import sink_without_pages
+from strobe.serving.flash_terms import one_of, sink_without_pages
 from strobe.serving.problem import DecodeProblem
 from strobe.serving.problem import describe as describe_decode
 
@@ -289,7 +289,8 @@ def flash_attn_kvpacked_func(
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, softmax_scale=None,
     causal=False, window_size=NO_WINDOW, softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
-    block_table=None, *, seqused_q=None, seqused_k=None, learnable_sink=None, out=None, return_softmax_lse=False, **paged,
+    block_table=None, *, page_table=None, seqused_q=None, seqused_k=None, learnable_sink=None, out=None,
+    return_softmax_lse=False, **paged,
 ) -> Any:  # fmt: skip
     """flash-attn's function of this name. q [total_q, heads_q, D], k and v [total_k, heads_kv, D], packed sequences.
 
@@ -298,12 +299,14 @@ def flash_attn_varlen_func(
     softmax_lse is [heads_q, total_q]. Rows of q that belong to no sequence, or are not used, give 0.
 
     block_table: int32 [batch, pages of a sequence]: k and v are pages [pages, page_size, heads_kv, D] then, of which seqused_k
-        are used, as vLLM calls it: with its keywords out, s_aux, k_descale, v_descale, num_splits and more (see
-        `strobe.serving.flash.varlen_over_pages`), and without a gradient.
+        or the differences of cu_seqlens_k say how many keys are used. It has vLLM's keywords out, s_aux, k_descale, v_descale,
+        num_splits and more (see `strobe.serving.flash.varlen_over_pages`), and no gradient. page_table is the same.
     out: where to write the result, without a gradient; without a block_table it is copied there. return_softmax_lse: return
         (out, softmax_lse). Without a block_table s_aux is learnable_sink; fa_version, num_splits and the like change nothing,
         nor do descales of what has 16 bits; all else of vLLM's is refused.
     """
+    if page_table is not None:
+        block_table = one_of("block_table", block_table, "page_table", page_table)
     if block_table is not None:
         return serving.varlen_over_pages(
             q, k, v, cu_seqlens_q, block_table, seqused_k, max_seqlen_q, softmax_scale=softmax_scale, causal=causal,

@@ -18,7 +18,8 @@ _CAUSAL = Causal()
 
 
 def flash_mask(causal: bool, window_size: Sequence[int] | None) -> Mask | None:
-    """The mask of flash-attn's `causal` and `window_size`; None is no mask."""
+    """The mask of flash-attn's `causal` and `window_size`, whose sides without a bound are -1 or, as in FlashAttention-4, None;
+    None is no mask."""
     if window_size is None or (not torch.compiler.is_compiling() and window_size is NO_WINDOW):
         # The default needs no checks, which take half a microsecond. (PyTorch 2.11's compiler knows no `is` of two tuples.)
         return _CAUSAL if causal else None
@@ -26,7 +27,7 @@ def flash_mask(causal: bool, window_size: Sequence[int] | None) -> Mask | None:
         left, right = window_size
     except (TypeError, ValueError):
         raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}") from None
-    left, right = (integer("window_size must hold two ints", side) for side in (left, right))
+    left, right = (-1 if side is None else integer("window_size must hold two ints", side) for side in (left, right))
     for side in (left, right):
         if side < -1:
             raise ValueError(f"window_size must hold -1 (no bound) or sizes >= 0, got {window_size!r}")

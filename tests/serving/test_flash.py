@@ -383,6 +383,41 @@ def test_what_is_not_taken_of_8_bits():
         strobe.flash_attn_varlen_func(x[:, 0], x, x, ints(0, 1, 2), block_table=table, seqused_k=[1, 1])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_as_flash_attn_2_is_called_over_pages(device):
+    """With the bounds of keys in place of lengths; as FlashAttention-4 names the table and windows without bounds, too."""
+    g = torch.Generator().manual_seed(5)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    k, v = (torch.randn(6, 16, 2, 64, generator=g).to(device, dtype) for _ in range(2))
+    q = torch.randn(7, 4, 64, generator=g).to(device, dtype)
+    table, cu_q, cu_k, used = (x.to(device) for x in (ints([3, 1, 5], [0, 2, 4]), ints(0, 5, 7), ints(0, 40, 45), ints(40, 5)))
+    wanted = strobe.flash_attn_varlen_func(q, k, v, cu_q, None, 5, 40, causal=True, block_table=table, seqused_k=used)
+    found = strobe.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 40, 0.0, None, True, (-1, -1), block_table=table)
+    assert torch.equal(found, wanted)
+    given = {"page_table": table, "window_size": (None, None), "causal": True}
+    assert torch.equal(strobe.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 40, **given), wanted)
+    both = strobe.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 40, seqused_k=ints(30, 5).to(device), **given)
+    assert not torch.equal(both, wanted)  # as many as are used
+
+
+@pytest.mark.parametrize(
+    ("says", "keywords"),
+    [
+        ("seqused_k must be an int32 tensor with a block_table, got NoneType", {}),
+        ("cu_seqlens_k must be a tensor, got list", {"cu_seqlens_k": [0, 1]}),
+        ("cu_seqlens_k must be int32, got torch.int64", {"cu_seqlens_k": torch.tensor([0, 1])}),
+        (r"cu_seqlens_k must be contiguous with shape \[1\], got \[\]", {"cu_seqlens_k": ints(0)[0]}),
+        (r"page_table must have shape \[2, pages of a request\]", {"cu_seqlens_k": ints(0, 1, 2)}),
+        (r"lengths \(cache_seqlens\) must be from 0 to the 8 .* got \[-1\]", {"cu_seqlens_k": ints(1, 0)}),
+        ("block_table and page_table are one argument", {"page_table": ints([0]), "seqused_k": ints(1)}),
+    ],
+)
+def test_lengths_over_pages_that_cannot_be(says, keywords):
+    q, pages = torch.zeros(1, 2, 16), torch.zeros(1, 8, 2, 16)
+    with pytest.raises((TypeError, ValueError), match=says):
+        strobe.flash_attn_varlen_func(q, pages, pages, ints(0, 1), max_seqlen_q=1, block_table=ints([0]), **keywords)
+
+
 def test_as_vllm_calls_it_without_pages():
     """Of an encoder, say: `out` is written, s_aux counts, and what says how to schedule does not."""
     g = torch.Generator().manual_seed(6)

@@ -25,6 +25,7 @@ from strobe.serving.flash_terms import (
     check_totals,
     chunks,
     descales_of_8_bits,
+    lengths_between,
     lengths_of,
     of_8_bits,
     of_latent,
@@ -212,7 +213,8 @@ def varlen_over_pages(
     """flash_attn_varlen_func over pages, with vLLM's keywords: q [total_q, heads_q, D], k and v [pages, page_size, heads_kv,
     D].
 
-    seqused_k: int32 [batch], how many keys each sequence has. s_aux and learnable_sink are one: [heads_q]. num_splits=1 asks
+    seqused_k: int32 [batch], how many keys each sequence has; without it, what lies between the bounds of cu_seqlens_k, int32
+    [batch + 1], as flash-attn 2 is called. s_aux and learnable_sink are one: [heads_q]. num_splits=1 asks
     for bits that do not depend on the batch, for which a block_table must be about as wide in each call (see `strobe.decode`).
     scheduler_metadata, fa_version and the like change nothing, nor do descales of what has 16 bits. Dropout and an output of 8
     bits are refused. q_v, and q of 8 bits: as `qv` and q of `flash_attn_with_kvcache`.
@@ -226,8 +228,10 @@ def varlen_over_pages(
     deterministic = bool(deterministic) or num_splits == 1
     if q_descale is not None or k_descale is not None or v_descale is not None:
         q_descale, k_descale, v_descale = descales_of_8_bits(q, k, q_descale, k_descale, v_descale)
+    if seqused_k is None and cu_seqlens_k is not None:
+        seqused_k = lengths_between(cu_seqlens_k, k)
     if (
-        seqused_q is None and cu_seqlens_k is None and q_descale is None and q_v is None and output_scale is None
+        seqused_q is None and q_descale is None and q_v is None and output_scale is None
         and not dropout_p and cp_world_size == 1 and HINTS.issuperset(hints) and not torch.compiler.is_compiling()
     ):  # fmt: skip
         tensors = (q, k, v, seqused_k, block_table, cu_seqlens_q, alibi_slopes, sink, k_descale, v_descale, out)
@@ -237,7 +241,7 @@ def varlen_over_pages(
             return found if return_lse else found[0]
     refuse(
         output_scale=output_scale, seqused_q=seqused_q, dropout_p=dropout_p or None,
-        cu_seqlens_k=cu_seqlens_k, **{name: value for name, value in hints.items() if name not in HINTS},
+        **{name: value for name, value in hints.items() if name not in HINTS},
     )  # fmt: skip
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("seqused_k", seqused_k)):
         if not isinstance(x, torch.Tensor):

@@ -12,7 +12,7 @@ from strobe.call.cached_contents import are_checked, check_rule
 from strobe.checks import check_device, check_tensor
 from strobe.flash_arguments import HINTS, NO_WINDOW
 from strobe.masks import Mask
-from strobe.serving.arguments import OF_8_BITS, check_cache
+from strobe.serving.arguments import OF_8_BITS, check_cache, check_cu
 from strobe.serving.cache import Cache, Names
 
 
@@ -35,6 +35,14 @@ def lengths_of(cache_seqlens, k_cache, table, batch: int, appends: bool) -> torc
         cache_seqlens = k_cache.shape[1] * (1 if table is None else table.shape[1])
     length = integer("cache_seqlens must be an int32 tensor or an int", cache_seqlens)
     return torch.full((batch,), length, dtype=torch.int32, device=k_cache.device)
+
+
+def lengths_between(cu_seqlens_k, k: torch.Tensor) -> torch.Tensor:
+    """The lengths of sequences whose bounds are given, a new tensor."""
+    check_tensor("k", k)
+    check_tensor("cu_seqlens_k", cu_seqlens_k)
+    check_cu("cu_seqlens_k", cu_seqlens_k, k, max(cu_seqlens_k.numel() - 1, 0))
+    return cu_seqlens_k.diff()
 
 
 # ---- queries of 8 bits, and of values
