@@ -40,7 +40,7 @@ def test_signatures_are_flash_attns(function, head, tail):
     of_later_versions = [name for name, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
     assert list(parameters) == [*head, *FLASH_TAIL, *tail, *of_later_versions]
     assert set(of_later_versions) <= {
-        "seqused_q", "seqused_k", "learnable_sink", "out", "return_softmax_lse", "paged",
+        "page_table", "seqused_q", "seqused_k", "learnable_sink", "out", "return_softmax_lse", "paged",
     }  # fmt: skip
     assert {name: parameters[name].default for name in (*FLASH_TAIL, *tail)} == {**FLASH_TAIL, **tail}
 

@@ -126,7 +126,7 @@ BAD = {
     "max_seqlen beyond int32": (lambda: varlen(max_k=10**39), ValueError, "max_seqlen_k must be at most 2147483647, got 1000"),
     "max_seqlen for dense": (lambda: attend(max_seqlen_q=8), ValueError, "max_seqlen_q and max_seqlen_kv go with cu_seqlens"),
     "packed q of rank 4": (lambda: varlen(q=Q), ValueError, r"q must have shape \[total, heads, head_dim\]"),
-    "block table": (lambda: varlen(block_table=cu(0)), ValueError, "k_cache must have shape .pages, page_size, heads, head_dim., got"),
+    "block table": (lambda: varlen(block_table=cu(0)), ValueError, "k_cache must have shape .pages, page_size"),
     "qkv of wrong shape": (lambda: strobe.flash_attn_qkvpacked_func(x(2, 8, 2, 4, 32)), ValueError, "qkv must have shape"),
     "kv of wrong shape": (lambda: strobe.flash_attn_kvpacked_func(Q, x(2, 8, 3, 4, 32)), ValueError, "kv must have shape"),
     "bias no tensor": (lambda: attend(score=strobe.Score(bias=1.0)), TypeError, "bias must be a tensor, got float"),

@@ -1,5 +1,6 @@
 """flash-attn's modules, which `strobe.install_as_flash_attn()` makes Strobe's."""
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -465,3 +466,38 @@ def test_transformers_runs_unchanged(monkeypatch, implementation):
     assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
     strobe.integrations.flash_attn._forget_what_transformers_found()
     assert not import_utils.is_flash_attn_2_available()
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3"])
+@pytest.mark.parametrize("by_table", [False, True])
+def test_transformers_batches_continuously(monkeypatch, implementation, by_table):
+    """Requests that come and go, their keys in pages; by_table: steps append to pages and read them by a table, for which
+    transformers asks for a GPU."""
+    import transformers
+    from transformers.generation.continuous_batching import initialization, input_outputs
+
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
+    prompts = [torch.randint(1, 64, (n,)) for n in (5, 17, 40)]
+    tokens = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    wanted = [model.generate(prompt[None], generation_config=tokens)[0, len(prompt) :].tolist() for prompt in prompts]
+    pages = transformers.ContinuousBatchingConfig(
+        page_size=32, num_blocks=16, max_batch_tokens=64, max_blocks_per_request=2 * by_table, use_cuda_graph=False
+    )
+    steps = []
+    monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *given: None)
+    monkeypatch.setattr(input_outputs, "get_available_devices", lambda: {"cpu"})  # which keeps what it found
+    with strobe.install_as_flash_attn():
+        module = importlib.import_module("flash_attn" if implementation[-1] == "2" else "flash_attn_interface")
+        with_kvcache = module.flash_attn_with_kvcache
+        step = functools.wraps(with_kvcache)(lambda *given, **keywords: steps.append(1) or with_kvcache(*given, **keywords))
+        monkeypatch.setattr(module, "flash_attn_with_kvcache", step)
+        with monkeypatch.context() as on_a_gpu:
+            on_a_gpu.setattr(torch.cuda, "is_available", lambda: True)
+            on_a_gpu.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+            model.set_attn_implementation(implementation)
+        found = model.generate_batch([prompt.tolist() for prompt in prompts], tokens, continuous_batching_config=pages)
+    assert [found[name].generated_tokens for name in sorted(found)] == wanted and bool(steps) == by_table

@@ -342,7 +342,6 @@ def test_queries_of_8_bits(how):
         ("attention_chunk must be an int, got float", {"attention_chunk": 2.5}),
         (r"lengths \(cache_seqlens\) must be from 0 to the 8", {"attention_chunk": 2, "cache_seqlens": ints(-1, 4)}),
         ("out must have shape", {"attention_chunk": 2, "out": torch.zeros(2, 1, 2, 8)}),
-        ("max_seqlen_q goes with cu_seqlens_q", {"attention_chunk": 2, "max_seqlen_q": 1}),
         ("alibi_slopes are not taken with attention_chunk", {"attention_chunk": 8, "alibi_slopes": torch.ones(2)}),
         ("q must have shape", {"attention_chunk": 8, "q": torch.zeros(1, 2, 16)}),
         ("k_cache must have q's head dim", {"attention_chunk": 8, "q": torch.zeros(2, 1, 2, 24)}),

@@ -68,7 +68,7 @@ def flash_attn_with_kvcache(
     num_splits=1 asks for bits that do not depend on the batch, as `deterministic=True` does, for which a block_table must be
     about as wide in each call (see `strobe.decode`); other numbers, scheduler_metadata, pack_gqa, sm_margin and ver change
     nothing, as work is dealt out on the device. As in FlashAttention-3, which servers call so, nor do descales of what has 16
-    bits, nor cu_seqlens_k_new without k.
+    bits, cu_seqlens_k_new without k, or max_seqlen_q without cu_seqlens_q.
     Returns out, or (out, softmax_lse), softmax_lse [batch, heads_q, seqlen_q] or [heads_q, total_q].
     """
     table = block_table if page_table is None else one_of("block_table", block_table, "page_table", page_table)
@@ -78,6 +78,8 @@ def flash_attn_with_kvcache(
         q_descale, k_descale, v_descale = descales_of_8_bits(q, k_cache, q_descale, k_descale, v_descale)
     if k is None:
         cu_seqlens_k_new = None
+    if cu_seqlens_q is None:
+        max_seqlen_q = None
     if not isinstance(cache_seqlens, torch.Tensor) or not cache_seqlens.dim():
         batch = _checked_batch(q, k_cache, v_cache, cu_seqlens_q)
         cache_seqlens = lengths_of(cache_seqlens, k_cache, table, batch, k is not None)
@@ -95,6 +97,7 @@ def flash_attn_with_kvcache(
     if attention_chunk:
         check_chunk(attention_chunk, alibi_slopes)
     if of_append is not None:
+        checked(*of_decode)  # ahead of what is written
         appended, k, v, q_to_turn, rotary, cu_new, cu_q, positions, one_position = of_append
         longer, turned = append(
             appended, k, v, q=q_to_turn, rotary=rotary, cu_seqlens=cu_new, cu_seqlens_q=cu_q, positions=positions,
