@@ -102,8 +102,6 @@ def test_what_is_not_attention_says_so(installed):
     with pytest.raises(ImportError, match=r"strobe has no flash_attn\.flash_attn_interface\.FlashAttnFunc, which is inside"):
         from flash_attn.flash_attn_interface import FlashAttnFunc  # noqa: F401
     assert not hasattr(sys.modules["flash_attn"], "no_such_name")
-    with pytest.raises(NotImplementedError, match="strobe has no get_scheduler_metadata: its kernels need no metadata"):
-        importlib.import_module("flash_attn_interface").get_scheduler_metadata(batch_size=1)
 
 
 def qkv(*shape):
@@ -326,6 +324,16 @@ def test_flash_attention_3_has_an_order_of_its_own(installed):
         max_seqlen_q=1, rotary_seqlens=used,
     )  # fmt: skip
     assert all(map(torch.equal, found, wanted))
+
+
+def test_a_schedule_that_is_made_ahead_says_nothing(installed):
+    from flash_attn_interface import flash_attn_with_kvcache, get_scheduler_metadata
+
+    q, cache, lengths = torch.randn(2, 1, 4, 16), torch.randn(2, 8, 2, 16), torch.tensor([5, 2], dtype=torch.int32)
+    schedule = get_scheduler_metadata(2, 1, 8, 4, 2, 16, lengths, q.dtype, causal=True)
+    assert schedule.dtype == torch.int32 and schedule.numel() == 0
+    found = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, causal=True, scheduler_metadata=schedule)
+    assert torch.equal(found, strobe.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, causal=True))
 
 
 def test_padding(installed):

@@ -56,17 +56,6 @@ def _check_packed(name: str, x, parts: int) -> None:
         raise ValueError(f"{name} must have shape [total, {parts}, heads, head_dim], got {list(x.shape)}")
 
 
-def _refused(name: str, reason: str) -> Callable:
-    """A function of this name that says why it does nothing."""
-
-    def refuse(*arguments, **keywords):
-        raise NotImplementedError(f"strobe has no {name}: {reason}")
-
-    refuse.__name__ = refuse.__qualname__ = name
-    refuse.__doc__ = f"Refuse: {reason}."
-    return refuse
-
-
 FUNCTIONS: dict[str, Callable] = {
     "flash_attn_func": api.flash_attn_func,
     "flash_attn_kvpacked_func": api.flash_attn_kvpacked_func,
@@ -76,9 +65,7 @@ FUNCTIONS: dict[str, Callable] = {
     "flash_attn_varlen_qkvpacked_func": flash_attn_varlen_qkvpacked_func,
     "flash_attn_with_kvcache": flash_attn_with_kvcache,
 }
-_FA3 = {name: getattr(fa3, name) for name in vars(fa3) if name.startswith("flash_attn_")} | {
-    "get_scheduler_metadata": _refused("get_scheduler_metadata", "its kernels need no metadata, leave scheduler_metadata out"),
-}
+_FA3 = {name: getattr(fa3, name) for name in vars(fa3) if name.startswith(("flash_attn_", "get_"))}
 _FA4 = dict(vars(fa3.fa4))
 
 

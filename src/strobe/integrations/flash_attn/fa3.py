@@ -87,6 +87,16 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
 
 
+def get_scheduler_metadata(
+    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, qkv_dtype=torch.bfloat16,
+    headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, max_seqlen_k_new=0,
+    causal=False, window_size=_NO_WINDOW, attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0,
+) -> torch.Tensor:  # fmt: skip
+    """FlashAttention-3's function of this name: an empty tensor, as work is dealt out on the device, where lengths may change
+    after this call."""
+    return cache_seqlens.new_empty(0)
+
+
 def flash_attn_combine(
     out_partial, lse_partial, out=None, out_dtype=None, cu_seqlens=None, seqused=None, virtual_batch_idx=None, return_lse=True
 ):  # fmt: skip
@@ -224,10 +234,9 @@ def _fa4_varlen_func(
         gather_bwd_recompute_p=gather_bwd_recompute_p, gather_bwd_token_chunk=gather_bwd_token_chunk,
     )  # fmt: skip
     if page_table is not None:
-        sides = tuple(-1 if side is None else side for side in window_size)
         result = flash.varlen_over_pages(
             q, k, v, cu_seqlens_q, page_table, seqused_k, max_seqlen_q, softmax_scale=softmax_scale, causal=causal,
-            window_size=sides, softcap=softcap, learnable_sink=learnable_sink, deterministic=deterministic,
+            window_size=window_size, softcap=softcap, learnable_sink=learnable_sink, deterministic=deterministic,
             return_softmax_lse=return_lse, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
         )  # fmt: skip
     else:
