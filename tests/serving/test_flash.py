@@ -101,7 +101,7 @@ def test_as_sglang_calls_it(device):
     out, sums, *_ = strobe.flash_attn_with_kvcache(
         q=q.to(device), k_cache=k.to(device), v_cache=v.to(device), max_seqlen_q=3, softmax_scale=64**-0.5, causal=True,
         window_size=(-1, -1), softcap=0.0, k_descale=descale, v_descale=descale, return_softmax_lse=True, num_splits=0, ver=3,
-        attention_chunk=None, **there,
+        fa_version=3, attention_chunk=None, **there,
     )  # fmt: skip
     torch.testing.assert_close(out.cpu(), wanted, rtol=bound, atol=bound)
     torch.testing.assert_close(sums.cpu(), lse.float(), rtol=bound, atol=bound)

@@ -43,7 +43,7 @@ def flash_attn_with_kvcache(
     rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False, *, page_table=None, cu_seqlens_q=None,
     cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, qv=None, q_descale=None, k_descale=None, v_descale=None,
     attention_chunk=0, scheduler_metadata=None, pack_gqa=None, sm_margin=0, sinks=None, learnable_sink=None, s_aux=None,
-    deterministic=False, out=None, ver=None,
+    deterministic=False, out=None, ver=None, fa_version=None,
 ) -> Any:  # fmt: skip
     """flash-attn's function of this name, with the keywords of FlashAttention-3: attention over a cache, to which k and v are
     appended first, in place, turned by the rotary embedding (and q with them).
@@ -66,9 +66,9 @@ def flash_attn_with_kvcache(
     chunk alone. Each query is a request of its own then, so the keys of a chunk are read once for each query in it.
 
     num_splits=1 asks for bits that do not depend on the batch, as `deterministic=True` does, for which a block_table must be
-    about as wide in each call (see `strobe.decode`); other numbers, scheduler_metadata, pack_gqa, sm_margin and ver change
-    nothing, as work is dealt out on the device. As in FlashAttention-3, which servers call so, nor do descales of what has 16
-    bits, cu_seqlens_k_new without k, or max_seqlen_q without cu_seqlens_q.
+    about as wide in each call (see `strobe.decode`); other numbers, scheduler_metadata, pack_gqa, sm_margin, ver and fa_version
+    change nothing, as work is dealt out on the device. Nor do, as in FlashAttention-3, descales of what has 16 bits,
+    cu_seqlens_k_new without k, and max_seqlen_q without cu_seqlens_q, which servers give.
     Returns out, or (out, softmax_lse), softmax_lse [batch, heads_q, seqlen_q] or [heads_q, total_q].
     """
     table = block_table if page_table is None else one_of("block_table", block_table, "page_table", page_table)
