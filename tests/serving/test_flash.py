@@ -424,6 +424,7 @@ def test_as_vllm_calls_it_without_pages():
     sinks, cu, out = torch.randn(4, generator=g), ints(0, 3, 7), torch.full_like(q, torch.nan)
     wanted = strobe.flash_attn_varlen_func(q, k, v, cu, cu, 4, 4, learnable_sink=sinks, return_softmax_lse=True)
     given = {"fa_version": 3, "num_splits": 1, "scheduler_metadata": None, "k_descale": torch.ones(2, 2), "s_aux": sinks}
+    given |= {"q_v": None, "output_scale": None, "cp_world_size": 1, "cp_rank": 0, "cp_tot_seqused_k": None}
     found = strobe.flash_attn_varlen_func(q, k, v, cu, cu, 4, 4, out=out, return_softmax_lse=True, **given)
     assert found[0] is out and all(map(torch.equal, found, wanted))
     assert strobe.flash_attn_varlen_func(q, k, v, cu, cu, 4, 4, out=out, **given) is out

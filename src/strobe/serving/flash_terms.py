@@ -215,11 +215,16 @@ def one_of(name: str, x, other_name: str, other):
     return other if x is None else x
 
 
-def sink_without_pages(q, learnable_sink, s_aux=None, num_splits=0, q_descale=None, k_descale=None, v_descale=None, **others):
+def sink_without_pages(
+    q, learnable_sink, s_aux=None, num_splits=0, q_descale=None, k_descale=None, v_descale=None, cp_world_size=1, cp_rank=0,
+    **others,
+):  # fmt: skip
     """The sinks of a call of flash_attn_varlen_func without pages, with vLLM's keywords; ValueError if these ask for anything
     else."""
     if getattr(q, "dtype", None) in OF_8_BITS:
         others |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    if cp_world_size != 1:
+        others["cp_world_size"] = cp_world_size
     asked = [name for name, value in others.items() if value is not None and name not in HINTS]
     if asked:
         raise ValueError(f"{', '.join(asked)} must be left out without a block_table")
