@@ -262,8 +262,9 @@ class Prepared:
         self._told = _laid_out(told)
         tensors = [x for x in (*before, *made.values(), *told, *shared.values(), *space.values()) if x is not None]
         one_each = {id(call.kernel): call for call in calls}.values()
-        with ThreadPoolExecutor(len(one_each)) as pool:  # so a first call waits for the longest compilation alone
-            list(pool.map(self._compiled, one_each))
+        if len(one_each) > 1:
+            with ThreadPoolExecutor(len(one_each)) as pool:  # so a first call waits for the longest compilation alone
+                list(pool.map(self._compiled, one_each))
         self._launches = prepare([self._compiled(call) for call in calls], tensors)
 
     def forward(

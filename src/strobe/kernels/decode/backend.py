@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from strobe.device import Arch
@@ -29,18 +31,19 @@ def refuses(problem: DecodeProblem, arch: Arch) -> str | None:
         return (
             f"takes head dims up to {MOST_COLUMNS}, or 576 whose first 512 are v, not {problem.head_dim}, {problem.head_dim_v}"
         )
-    config = choose(problem, arch)
-    if config.smem > arch.smem_per_block:
+    chosen = config(problem, arch)
+    if chosen.smem > arch.smem_per_block:
         dims = f"head dims {problem.head_dim}, {problem.head_dim_v}"
-        return f"needs {config.smem} bytes of shared memory for {dims}, and a block has {arch.smem_per_block}"
+        return f"needs {chosen.smem} bytes of shared memory for {dims}, and a block has {arch.smem_per_block}"
     if problem.unaligned:
         return f"needs bases and strides in multiples of 16 bytes (for cp.async), which {', '.join(problem.unaligned)} lacks"
-    units = jobs(problem, config) * -(-problem.capacity // 16)
+    units = jobs(problem, chosen) * -(-problem.capacity // 16)
     if max(problem.capacity, units) >= MAX_BOUND:
         return f"counts steps of keys in int32, and takes fewer than 2^30 of them, not {max(problem.capacity, units)}"
     return None
 
 
+@functools.lru_cache(256)  # asked four times for a call that looks like none before
 def config(problem: DecodeProblem, arch: Arch) -> Config:
     return choose(problem, arch)
 
