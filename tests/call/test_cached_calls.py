@@ -262,10 +262,10 @@ def test_lengths_may_be_a_number(plans, lengths, monkeypatch):
     assert [len(plan.launched) for plan in plans] == [2]
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_what_an_append_tells_lies_in_memory_of_the_stream(monkeypatch, turned):
-    """Both launches find each tensor where its user, or the append ahead, has it."""
-    launched: list[dict[str, tuple[int, ...]]] = []
+@pytest.fixture
+def addressed(monkeypatch) -> list[dict[str, int]]:
+    """Where each launch finds each tensor, by the names of its arguments; those of the attention begin with "read"."""
+    launched: list[dict[str, int]] = []
 
     class Prepared:
         def __init__(self, calls, tensors):
@@ -279,35 +279,62 @@ def test_what_an_append_tells_lies_in_memory_of_the_stream(monkeypatch, turned):
 
             return launch
 
+    def buffers(problem, arch):
+        lse = {"lse": Buffer((4 * problem.batch,), torch.float32)} if problem.with_lse else {}
+        return Buffers(lse, {
+            "arrivals": Buffer((problem.batch,), torch.int32, 0.0), "parts": Buffer((3 * problem.batch,), torch.float32),
+        })  # fmt: skip
+
     def calls(problem, tensors, arch):
         return [Call(None, (1,), (), {f"read_{name}": x for name, x in vars(tensors).items()})]
 
-    backend = SimpleNamespace(buffers=lambda *_: Buffers({}, {"parts": Buffer((3,), torch.float32)}), calls=calls)
+    backend = SimpleNamespace(buffers=buffers, calls=calls)
     monkeypatch.setattr(launches, "_has_driver", lambda x: True)
     monkeypatch.setattr(known_calls, "may_be_prepared", lambda x: True)
     monkeypatch.setattr(cached_calls.dispatch, "select", lambda *_: backend)
     monkeypatch.setattr(cached_calls, "raw_stream", lambda device: 0)
     monkeypatch.setattr(launcher, "prepare", Prepared)
     monkeypatch.setattr(launcher, "compiled_call", lambda kernel, grid, **keywords: Call(kernel, grid, (), keywords))
-    memory = torch.empty(512)
-    monkeypatch.setattr(launches.workspace, "scratch", lambda device, numel: memory[:numel])
+    monkeypatch.setattr(launches.workspace, "scratch", lambda device, numel: SCRATCH[:numel])
     cached_calls.forget()
+    yield launched
+    cached_calls.forget()
+
+
+SCRATCH = torch.empty(2048)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_an_append_tells_lies_in_memory_of_the_stream(addressed, turned):
+    """Both launches find each tensor where its user, or the append ahead, has it."""
     cache = call()["cache"]
     for _ in range(2):
         k, v, q = (torch.randn(2, 1, heads, 16) for heads in (2, 2, 4))
         out = strobe.flash_attn_with_kvcache(
             q, cache.k, cache.v, k, v, *(ROTARY if turned else ()), cache_seqlens=cache.lengths, block_table=cache.page_table
         )
-        at = launched[-1]
+        at = addressed[-1]
         lengths, of_q = at["new_lengths"], at["turned"] if turned else q.data_ptr()
         assert not turned or at["q"] == q.data_ptr()
         wanted = {"k_cache": cache.k, "v_cache": cache.v, "k": k, "v": v, "lengths": cache.lengths, "table": cache.page_table}
         wanted |= {"read_k": cache.k, "read_v": cache.v, "read_page_table": cache.page_table, "read_out": out}
         assert {name: at[name] for name in wanted} == {name: x.data_ptr() for name, x in wanted.items()}
-        assert at["read_lengths"] == lengths == memory.data_ptr() and at["read_q"] == of_q
+        assert at["read_lengths"] == lengths == SCRATCH.data_ptr() and at["read_q"] == of_q
         assert not turned or of_q == lengths + 512
-    cached_calls.forget()
-    assert len(launched) == 2
+        assert at["read_parts"] == lengths + (1024 if turned else 512)
+    assert len(addressed) == 2
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_calls_of_all_looks_share_the_memory_of_the_stream(addressed, with_lse):
+    """But for what a later call has to find as an earlier one left it."""
+    for batch in (1, 2, 3, 2):
+        found = strobe.decode(**call(batch), return_lse=with_lse)
+        if with_lse:
+            assert addressed[-1]["read_lse"] == found[1].data_ptr()
+    assert {at["read_parts"] for at in addressed} == {SCRATCH.data_ptr() + 512 * with_lse}
+    first, second, third, again = (at["read_arrivals"] for at in addressed)
+    assert second == again and len({first, second, third}) == 3
 
 
 def test_nothing_is_appended_where_the_attention_is_refused(plans):

@@ -326,8 +326,8 @@ def test_threads_that_share_a_stream_keep_two_launches_together(monkeypatch):
     monkeypatch.setattr(torch_internals, "is_capturing", lambda: False)
     plan = PreparedCalls.__new__(PreparedCalls)
     plan._device, plan._buffers, plan._launches = torch.device("cpu"), Buffers({}, notes={"notes": 4}), Prepared()
-    plan._places, plan._new_shared = Memo(64, plan._place), []
-    plan._names, plan._spare_lse, plan._rows, plan._told = ("out", "lse"), True, 4, [0]
+    plan._places, plan._new_kept = Memo(64, plan._place), []
+    plan._names, plan._spare_lse, plan._passing = ("out", "lse"), True, [0, 512]
     plan._new = (lambda: torch.empty(8), lambda: torch.empty(4))
     started = threading.Barrier(4)
 

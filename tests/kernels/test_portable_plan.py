@@ -17,9 +17,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TAKEN = [case for case in CASES if case.n_q and case.n_kv and case.batch]
 
 
+def poisoned(x: torch.Tensor) -> torch.Tensor:
+    return x.fill_(torch.nan if x.is_floating_point() else 1 << 20)
+
+
 class Interpreted:
     """Prepared launches for the interpreter, which wants tensors and not addresses: it finds those that plans were given, or
-    made, by their addresses, filled with NaN."""
+    made, by their addresses, filled with NaN. What lies in scratch memory has a tensor for each plan."""
 
     def __init__(self):
         self.known: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
@@ -27,8 +31,7 @@ class Interpreted:
 
     def maker(self, like):
         def make():
-            x = torch.empty_like(like, memory_format=torch.preserve_format)
-            x.fill_(torch.nan if x.is_floating_point() else 1 << 20)
+            x = poisoned(torch.empty_like(like, memory_format=torch.preserve_format))
             self.known[x.data_ptr()] = x
             return x
 
@@ -41,7 +44,10 @@ class Interpreted:
         class Prepared:
             def on(_self, stream):
                 def launch(addresses):
-                    now = {id(x): self.known[address] for x, address in zip(given, addresses, strict=True)}
+                    now = {
+                        id(x): self.known[address] if address in self.known else poisoned(x)
+                        for x, address in zip(given, addresses, strict=True)
+                    }
                     for kernel, grid, _, keywords, _ in calls:
                         self.launched.append(kernel.__name__)
                         kernel[grid](**{name: launcher._swap(value, now) for name, value in keywords.items()})

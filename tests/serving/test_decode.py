@@ -285,6 +285,24 @@ def test_on_a_gpu(seed):
 
 
 @GPU
+def test_batches_of_many_looks_take_no_more_memory_than_one():
+    """As a server's do, in each step. Parts of results take 17 MB on an H200, and all of them share it."""
+    q, (k, v) = torch.randn(64, 16, 128, device="cuda").bfloat16(), torch.randn(2, 32, 64, 2, 128, device="cuda").bfloat16()
+    table, lengths = (torch.arange(32, device="cuda").int().view(4, 8), torch.full((4,), 500, device="cuda").int())
+
+    def step(rows: int) -> None:
+        cu = torch.tensor([0, 1, 2, rows - 16, rows], dtype=torch.int32, device="cuda")
+        strobe.decode(q[:rows], strobe.Cache(k, v, lengths, table), cu_seqlens_q=cu, max_seqlen_q=48)
+
+    for rows in (64, 63):
+        step(rows)
+    before = torch.cuda.memory_allocated()
+    for rows in range(20, 60):
+        step(rows)
+    assert torch.cuda.memory_allocated() - before < 8e6
+
+
+@GPU
 @pytest.mark.parametrize("seed", range(12))
 def test_17_to_64_rows_on_a_gpu(seed):
     """Which Hopper gives to one group of wgmma, in many parts; the same call has the same bits."""

@@ -150,15 +150,15 @@ def _gradients_without_pairs(problem: AttentionProblem, operands: Operands, upst
 
 
 class _Place(NamedTuple):
-    """What calls on one stream need. kept: tensors that must stay alive as long as the place is used."""
+    """What calls on one stream need. owned: tensors that must stay alive as long as the place is used."""
 
     launch: Callable[[tuple[int, ...]], None]
     lock: threading.Lock
     scratch: int
     """The address where the kernels write an LSE that nobody wants."""
     space: tuple[int, ...]
-    """The addresses of what a call ahead tells, and of the tensors that all calls of the stream share."""
-    kept: tuple[Any, ...]
+    """The addresses of what a call ahead tells, and of the tensors that the calls of the stream share."""
+    owned: tuple[Any, ...]
 
 
 class Ahead(NamedTuple):
@@ -248,19 +248,25 @@ class Prepared:
         """Whether the first that is made are the gradients, and no other is asked for."""
         self._new = tuple(_maker(maker(x), buffers.made[name].fill) for name, x in made.items())
         self._inner = Inner.of([x for x in made.values()][3:]) if self._has_inner() else None
-        self._new_shared = [self._shared(x, buffers.shared[name]) for name, x in shared.items()]
-        lse = made.get("lse")
-        self._spare_lse = lse is not None and buffers.made["lse"].fill is None and buffers.fill is None
-        """Whether an LSE that nobody wants may be written to the scratch memory, which all such calls share."""
-        self._rows = 0 if lse is None else lse.numel()
+        # what later calls find as an earlier one left it
+        kept = {name: x for name, x in shared.items() if buffers.shared[name].fill is not None}
+        self._new_kept = tuple(functools.partial(_filled, buffers.shared[name], self._device) for name in kept)
+        writes_lse = "lse" in made and buffers.made["lse"].fill is None and buffers.fill is None
+        spare = [made["lse"]] if writes_lse else []
+        self._spare_lse = writes_lse
+        """Whether an LSE that nobody wants may be written to the scratch memory of the stream."""
         self._places: Memo[int, _Place] = Memo(64, self._place)
         before = operands if upstream is None else (*operands[:3], *upstream, *operands[3:])  # as addresses come
         told: list[torch.Tensor] = []
         if ahead is not None:
             calls, told = [ahead.call, *calls], ahead.told
             before = (*ahead.tensors, *[x for x in before if not ahead.tells(x)])
-        self._told = _laid_out(told)
-        tensors = [x for x in (*before, *made.values(), *told, *shared.values(), *space.values()) if x is not None]
+        passing = [x for name, x in shared.items() if name not in kept]
+        self._passing = _laid_out([*spare, *told, *passing])
+        """Where in the scratch memory of a stream lies what its next call may overwrite, whatever that looks like. (There are
+        calls of many looks, and parts of results take up to 156 MB.)"""
+        beside = (*told, *passing, *kept.values(), *space.values())
+        tensors = [x for x in (*before, *made.values(), *beside) if x is not None]
         one_each = {id(call.kernel): call for call in calls}.values()
         if len(one_each) > 1:
             with ThreadPoolExecutor(len(one_each)) as pool:  # so a first call waits for the longest compilation alone
@@ -343,20 +349,13 @@ class Prepared:
 
     def _place(self, stream: int) -> _Place:
         """Make the place of the current stream. That takes longer than the launches, so places are kept."""
-        shared = [*(new() for new in self._new_shared), *_workspace(self._buffers, self._device).values()]
-        *offsets, nbytes = self._told
-        floats = nbytes // 4 or (self._rows if self._spare_lse else 0)  # no call ahead of one that has an LSE to spare
-        scratch = workspace.scratch(self._device, floats) if floats else None
+        kept = [*(new() for new in self._new_kept), *_workspace(self._buffers, self._device).values()]
+        *offsets, nbytes = self._passing
+        scratch = workspace.scratch(self._device, nbytes // 4) if nbytes else None
         begin = 0 if scratch is None else scratch.data_ptr()
         launch, lock = self._launches.on(stream), workspace.lock(self._device)
-        space = *[begin + offset for offset in offsets], *[x.data_ptr() for x in shared]
-        return _Place(launch, lock, begin, space, (*shared, scratch))
-
-    def _shared(self, like: torch.Tensor, buffer: Buffer) -> Callable[[], torch.Tensor]:
-        """A function that makes a tensor which the calls of a stream share."""
-        from strobe.call.launcher import maker
-
-        return maker(like) if buffer.fill is None else functools.partial(_filled, buffer, self._device)
+        passing = [begin + offset for offset in offsets[self._spare_lse :]]
+        return _Place(launch, lock, begin, (*passing, *[x.data_ptr() for x in kept]), (*kept, scratch))
 
     def _compiled(self, call: Call) -> Any:
         from strobe.call.launcher import compiled_call
