@@ -1,6 +1,7 @@
 """The decode kernel in the simulator: requests of every kind, in every order, against the specification."""
 
 import itertools
+import math
 from dataclasses import replace
 from operator import attrgetter
 
@@ -13,6 +14,7 @@ import strobe
 from strobe.call import dispatch
 from strobe.device import KNOWN
 from strobe.kernels.decode.choice import choose, of_converted, of_long_steps, of_mma, of_one_group, of_split_clusters, of_wgmma
+from strobe.kernels.decode.launch import buffers
 from strobe.kernels.decode.shares import of_shares, takes_shares
 
 ORDERS = ("in_order", "random", "late", "early")
@@ -370,6 +372,18 @@ def test_bits_depend_on_the_power_of_two_that_holds_the_room(fixed, n_q, gpu):
         }
         said = str(dispatch.explain_problem(with_room(problem, 7, 4, room - 1), KNOWN[gpu]))
         assert len(ways) == 1 and f"has the same bits in all calls with room for {room // 2 + 1} to {room} keys" in said
+
+
+@pytest.mark.parametrize(("fixed", "most"), [(False, 35e6), (True, 300e6)])
+@pytest.mark.parametrize("n_q", [1, 4, 16, 70])
+def test_parts_of_results_take_little_memory(n_q, fixed, most):
+    """As docs/support.md says; it is one piece for all calls of a stream."""
+    for dim, page in itertools.product((64, 128, 256), (64, None)):
+        problem = problem_of(n_q=n_q, deterministic=fixed, head_dim=dim, page=page)
+        for batch, room, heads_kv in itertools.product((1, 8, 64, 300), (512, 1 << 13, 1 << 17), (1, 8, 32)):
+            here = with_room(problem, batch, heads_kv, room)
+            needed = buffers(here, KNOWN["H200"], choose(here, KNOWN["H200"])).shared.values()
+            assert sum(4 * math.prod(x.shape) for x in needed if x.fill is None) <= most
 
 
 @pytest.mark.parametrize("room", [257, 700])

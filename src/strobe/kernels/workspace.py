@@ -56,13 +56,15 @@ def workspace(device: torch.device, notes: int) -> Workspace:
 
 
 def scratch(device: torch.device, numel: int) -> torch.Tensor:
-    """float32 that a call's launches on the device's current stream write, and nobody reads when the next call's begin."""
+    """float32 that a call's launches on the device's current stream write, and nobody reads when the next call's begin. Those
+    that are outgrown stay valid: calls that found them hold them, so each is at least twice as large as the one before."""
     stream = _current(device)
     if stream is None:
         return torch.empty(numel, device=device)
     found = _scratch.get(stream)
     if found is None or found.numel() < numel:
-        found = _scratch[stream] = torch.empty(2 * numel, device=device)
+        more = numel if found is None else max(numel, 2 * found.numel())
+        found = _scratch[stream] = torch.empty(more, device=device)
     return found
 
 

@@ -85,6 +85,8 @@ def padded(dim: int) -> int:
 
 def partial_places(problem: DecodeProblem, config: Config, ctas: int) -> int:
     """How many partial results there may be."""
+    if config.clustered or config.shares == 1:  # they meet in shared memory, or each CTA has a job whole
+        return 1
     if not config.split:
         return 2 * ctas
     splits = -(-problem.capacity // config.split)
