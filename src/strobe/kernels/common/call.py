@@ -71,7 +71,8 @@ class Buffers(NamedTuple):
     """The tensors that launches need beside those that are given.
 
     made: tensors of each call, results among them (out and lse; dq, dk, dv, dbias).
-    shared: tensors that the calls of a stream may share, as each call writes before it reads.
+    shared: tensors that all calls of a stream may share, as each call writes before it reads; filled ones those that look the
+        same, as each leaves them as it found them.
     notes: how many notes of each name the launches leave in the stream's workspace (see `kernels.workspace`), of which they
         take `counters` and `redone` too; None if they take no workspace.
     fill: writes into tensors what no number says, before the launches.
