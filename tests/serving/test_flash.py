@@ -367,6 +367,17 @@ def test_what_is_not_taken_is_refused_by_name(says, keywords):
         strobe.flash_attn_with_kvcache(**{"q": q, "k_cache": k, "v_cache": k, "cache_seqlens": ints(3, 4), **keywords})
 
 
+@pytest.mark.parametrize(
+    ("says", "wrong"),
+    [("out must have shape", {"out": torch.zeros(2, 1, 2, 8)}), ("qv must have shape", {"qv": torch.zeros(2, 1, 2, 8)})],
+)
+def test_what_is_refused_has_appended_nothing(says, wrong):
+    q, cache, new = torch.zeros(2, 1, 2, 16), torch.zeros(2, 8, 2, 16), torch.ones(2, 1, 2, 16)
+    with pytest.raises(ValueError, match=says):
+        strobe.flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=ints(3, 4), **wrong)
+    assert not cache.any()
+
+
 def test_what_is_not_taken_of_8_bits():
     x, table, more = torch.zeros(2, 1, 2, 16).to(torch.float8_e4m3fn), ints([0], [1]), torch.ones(2, 2)
     given = {"cache_seqlens": ints(1, 1), "block_table": table}

@@ -97,7 +97,7 @@ def flash_attn_with_kvcache(
     if attention_chunk:
         check_chunk(attention_chunk, alibi_slopes)
     if of_append is not None:
-        checked(*of_decode)  # ahead of what is written
+        checked(*(of_decode[:2] if qv is None else of_latent("qv", q, qv, cache)), *of_decode[2:])  # ahead of what is written
         appended, k, v, q_to_turn, rotary, cu_new, cu_q, positions, one_position = of_append
         longer, turned = append(
             appended, k, v, q=q_to_turn, rotary=rotary, cu_seqlens=cu_new, cu_seqlens_q=cu_q, positions=positions,
