@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from strobe.call import dispatch, launches, operators
-from strobe.call.cached_contents import check_append_contents, check_contents, is_debugging
+from strobe.call.contents import check_append_contents, check_contents, is_debugging
 from strobe.call.known_calls import KnownCalls
 from strobe.call.torch_internals import raw_stream
 from strobe.call.triton_internals import stable_keys

@@ -10,14 +10,13 @@ AttentionProblem that the arguments describe. Nothing here waits for the GPU.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from strobe.call import dispatch, prepared_calls
+from strobe.call.contents import Rule, are_checked, check_rule, rules_of_bounds
 from strobe.call.options import BAND, SCHEMA, SCHEMA_OF_BAND, Options, describe, operands_of
-from strobe.call.torch_internals import assert_async
 from strobe.cpu import tiled
 from strobe.problem import LEARNED, AttentionProblem, Operands, Tangents, Upstream, Varlen, without_gradient
 
@@ -87,21 +86,13 @@ _TANGENTS = len(Tangents._fields)
 def _check_lengths(problem: AttentionProblem, operands: Operands) -> None:
     """Check the order and the range of cu_seqlens and seqused: always on the CPU; on a GPU only with STROBE_DEBUG=1, by asserts
     that run on the GPU."""
-    if not problem.varlen and not problem.seqused:
-        return
-    on_cpu = operands.q.device.type == "cpu"
-    if not on_cpu and os.environ.get("STROBE_DEBUG", "0") != "1":
-        return
-    for name, lengths, good, rule in _rules(problem, operands):
-        if on_cpu and not bool(good):
-            raise ValueError(f"{name} must {rule}, got {lengths.tolist()}")
-        if not on_cpu:
-            assert_async(good, f"{name} must {rule}")
+    if (problem.varlen or problem.seqused) and are_checked(operands.q):
+        for each in _rules(problem, operands):
+            check_rule(*each)
 
 
-def _rules(problem: AttentionProblem, operands: Operands) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, str]]:
-    """Rules for the lengths that a problem's tensors hold. Each is the tensor's name, the tensor, whether it keeps the rule (a
-    tensor, so that nothing waits for the GPU) and the rule in words."""
+def _rules(problem: AttentionProblem, operands: Operands) -> Iterator[Rule]:
+    """Rules for the lengths that a problem's tensors hold."""
     lengths = problem.lengths
     total_q, total_kv = (lengths.total_q, lengths.total_kv) if isinstance(lengths, Varlen) else (0, 0)
     for side, cu, used, total, longest in (
@@ -110,8 +101,7 @@ def _rules(problem: AttentionProblem, operands: Operands) -> Iterator[tuple[str,
     ):
         if cu is not None:
             name, steps = f"cu_seqlens_{side}", cu.diff()
-            yield name, cu, (cu[:1] == 0).all() & (steps >= 0).all(), "start at 0 and never decrease"
-            yield name, cu, (cu <= total).all(), f"not exceed the {total} rows given"
+            yield from rules_of_bounds(name, cu, total)
             yield name, cu, (steps <= longest).all(), f"have no sequence longer than max_seqlen = {longest}"
         if used is not None:
             most = longest if cu is None else cu.diff()

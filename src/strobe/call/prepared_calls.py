@@ -8,7 +8,6 @@ only the tensors' addresses. Compiled code runs the operators, which find their 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from strobe.call import dispatch, launches
+from strobe.call.contents import is_debugging
 from strobe.call.known_calls import PLAIN, KnownCalls, each_once
 from strobe.call.options import NUMBERS, Options, describe, gradients, learned_of
 from strobe.call.tables import ClockCache
@@ -209,7 +209,7 @@ def _launches(options: Options, tensors: tuple) -> launches.Prepared | None:
     problem = describe(operands, options)
     backend = dispatch.select(problem, arch_of(operands.q.device), options.backend)
     # The operator checks lengths that live on the device, in every call.
-    if (problem.varlen or problem.seqused) and os.environ.get("STROBE_DEBUG", "0") == "1":
+    if (problem.varlen or problem.seqused) and is_debugging():
         return None
     return launches.prepared(backend, problem, operands)
 

@@ -9,7 +9,7 @@ from strobe.serving.problem import AppendOperands, AppendOptions
 
 def append(operands: AppendOperands, options: AppendOptions) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the new rows, and return the new lengths and the queries turned (nothing where there are none). All of them have
-    places (see `strobe.call.cached_contents`)."""
+    places (see `strobe.call.contents`)."""
     k_cache, table = operands.k_cache, operands.page_table
     size = k_cache.shape[1]
     turned = k_cache.new_empty(0) if operands.q is None else operands.q.clone(memory_format=torch.contiguous_format)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from strobe.call import cached_calls
-from strobe.call.cached_contents import check_contents
+from strobe.call.contents import check_contents
 from strobe.checks import check_tensor
 from strobe.flash_arguments import HINTS, NO_WINDOW, flash_mask, flash_score
 from strobe.masks import Full, Mask

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from strobe.arguments import integer
-from strobe.call.cached_contents import are_checked, check_rule
+from strobe.call.contents import are_checked, check_rule
 from strobe.checks import check_device, check_tensor
 from strobe.flash_arguments import HINTS, NO_WINDOW
 from strobe.masks import Mask

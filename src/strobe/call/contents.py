@@ -1,4 +1,4 @@
-"""What the lengths and tables of a call over a cache must hold, which the host does not see: rules, and their checks.
+"""What the lengths and tables of a call must hold, which the host does not see: rules, and their checks.
 
 Each rule is a tensor's name, the tensor, whether it keeps the rule (a tensor, too, so that nothing waits for the GPU), and the
 rule in words.
@@ -62,7 +62,7 @@ def _rules(problem: DecodeProblem, operands: DecodeOperands) -> Iterator[Rule]:
     if operands.page_table is not None and problem.page_size is not None:
         yield _rule_of_pages(operands.page_table, problem.pages, problem.page_size, 0 * lengths, lengths, "keys of its request")
     if cu is not None:
-        yield from _rules_of_bounds("cu_seqlens_q", cu, operands.q)
+        yield from rules_of_bounds("cu_seqlens_q", cu, len(operands.q))
         most = problem.lengths.seqlen_q
         yield "cu_seqlens_q", cu, (cu.diff() <= most).all(), f"have no request of more than max_seqlen_q = {most} queries"
 
@@ -76,7 +76,7 @@ def _rules_of_append(operands: AppendOperands, options: AppendOptions) -> Iterat
         ("cu_seqlens (cu_seqlens_k_new)", operands.cu_seqlens, operands.k), ("cu_seqlens_q", operands.cu_seqlens_q, operands.q)
     ):  # fmt: skip
         if cu is not None and x is not None:
-            yield from _rules_of_bounds(name, cu, x)
+            yield from rules_of_bounds(name, cu, len(x))
     yield _rule_of_lengths(lengths, capacity)
     counts = _counts(operands.k, operands.cu_seqlens, lengths)
     ends = lengths + counts
@@ -123,7 +123,7 @@ def _rule_of_pages(
     return "page_table", table, (there | ~used).all(), f"name one of {pages} pages for all {whose}"
 
 
-def _rules_of_bounds(name: str, cu: torch.Tensor, x: torch.Tensor) -> Iterator[Rule]:
-    """The rules of the bounds of packed rows of x."""
+def rules_of_bounds(name: str, cu: torch.Tensor, rows: int) -> Iterator[Rule]:
+    """The rules of the bounds of so many packed rows."""
     yield name, cu, (cu[:1] == 0).all() & (cu.diff() >= 0).all(), "start at 0 and never decrease"
-    yield name, cu, (cu <= x.shape[0]).all(), f"not exceed the {x.shape[0]} rows given"
+    yield name, cu, (cu <= rows).all(), f"not exceed the {rows} rows given"
