@@ -144,6 +144,7 @@ def test_flash_attention_3(installed):
     assert torch.equal(eight, strobe.attention_fp8(*low, q_descale=descale, mask=Causal()))
     with pytest.raises(ValueError, match=r"attention_chunk must be 0 \(no chunks\) or more, got -4"):
         fa3.flash_attn_func(q, k, v, attention_chunk=-4)
+    assert torch.equal(fa3.flash_attn_func(q, k, v, q_descale=descale), fa3.flash_attn_func(q, k, v))
     capped = fa3.flash_attn_func(*low, q_descale=descale, softcap=1.0)
     assert torch.equal(capped, strobe.attention_fp8(*low, q_descale=descale, score=strobe.Score(softcap=1.0)))
 
