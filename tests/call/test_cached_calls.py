@@ -9,6 +9,7 @@ import torch
 import strobe
 from strobe.call import cached_calls, known_calls, launcher, launches
 from strobe.call.launches import Ahead
+from strobe.kernels import workspace
 from strobe.kernels.common.call import Buffer, Buffers, Call
 
 
@@ -335,6 +336,13 @@ def test_calls_of_all_looks_share_the_memory_of_the_stream(addressed, with_lse):
     assert {at["read_parts"] for at in addressed} == {SCRATCH.data_ptr() + 512 * with_lse}
     first, second, third, again = (at["read_arrivals"] for at in addressed)
     assert second == again and len({first, second, third}) == 3
+
+
+def test_the_memory_of_a_stream_grows_seldom(monkeypatch):
+    monkeypatch.setattr(workspace, "_current", lambda device: (0, 0))
+    monkeypatch.setattr(workspace, "_scratch", {})
+    first, second, same, third = (workspace.scratch(torch.device("cpu"), numel) for numel in (10, 11, 20, 50))
+    assert [len(first), len(second), len(third)] == [10, 20, 50] and same is second
 
 
 def test_nothing_is_appended_where_the_attention_is_refused(plans):

@@ -251,9 +251,7 @@ class Prepared:
         # what later calls find as an earlier one left it
         kept = {name: x for name, x in shared.items() if buffers.shared[name].fill is not None}
         self._new_kept = tuple(functools.partial(_filled, buffers.shared[name], self._device) for name in kept)
-        writes_lse = "lse" in made and buffers.made["lse"].fill is None and buffers.fill is None
-        spare = [made["lse"]] if writes_lse else []
-        self._spare_lse = writes_lse
+        self._spare_lse = "lse" in made and buffers.made["lse"].fill is None and buffers.fill is None
         """Whether an LSE that nobody wants may be written to the scratch memory of the stream."""
         self._places: Memo[int, _Place] = Memo(64, self._place)
         before = operands if upstream is None else (*operands[:3], *upstream, *operands[3:])  # as addresses come
@@ -262,9 +260,10 @@ class Prepared:
             calls, told = [ahead.call, *calls], ahead.told
             before = (*ahead.tensors, *[x for x in before if not ahead.tells(x)])
         passing = [x for name, x in shared.items() if name not in kept]
+        spare = [made["lse"]] if self._spare_lse else []
         self._passing = _laid_out([*spare, *told, *passing])
         """Where in the scratch memory of a stream lies what its next call may overwrite, whatever that looks like. (There are
-        calls of many looks, and parts of results take up to 156 MB.)"""
+        calls of many looks, and parts of results take up to 300 MB.)"""
         beside = (*told, *passing, *kept.values(), *space.values())
         tensors = [x for x in (*before, *made.values(), *beside) if x is not None]
         one_each = {id(call.kernel): call for call in calls}.values()

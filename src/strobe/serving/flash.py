@@ -217,10 +217,10 @@ def varlen_over_pages(
     D].
 
     seqused_k: int32 [batch], how many keys each sequence has; without it, what lies between the bounds of cu_seqlens_k, int32
-    [batch + 1], as flash-attn 2 is called. s_aux and learnable_sink are one: [heads_q]. num_splits=1 asks
-    for bits that do not depend on the batch, for which a block_table must be about as wide in each call (see `strobe.decode`).
-    scheduler_metadata, fa_version and the like change nothing, nor do descales of what has 16 bits. Dropout and an output of 8
-    bits are refused. q_v, and q of 8 bits: as `qv` and q of `flash_attn_with_kvcache`.
+    [batch + 1], as flash-attn 2 is called. s_aux and learnable_sink are one: [heads_q]. num_splits=1 asks for bits that do not
+    depend on the batch, for which a block_table must be about as wide in each call (see `strobe.decode`). scheduler_metadata,
+    fa_version and the like change nothing, nor do descales of what has 16 bits. Dropout and an output of 8 bits are refused.
+    q_v, and q of 8 bits: as `qv` and q of `flash_attn_with_kvcache`.
 
     cp_world_size > 1: the keys of a sequence are spread over so many GPUs, in turn; k, v and seqused_k are this GPU's, and with
     return_softmax_lse=True the results of all of them are joined by `strobe.merge`. cp_tot_seqused_k: int32 [batch], how many
