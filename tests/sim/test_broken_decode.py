@@ -416,8 +416,11 @@ Q_IN_TURN_BUGS = [
     hopper("Q that has a sign has no fence", SIGNED, SIGNED.partition("\n")[0] + "\n", (MissingFence,)),
 ]  # fmt: skip
 
-JOINS = """                gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
-                acc, top, total = joined("""
+LOOKED = """0, sem="acquire", scope="gpu") == job.parts - 1
+"""
+SET_BACK = """    if last:
+        gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
+"""
 
 FEW_JOBS_BUGS = [
     kernel("a block of columns is merged twice", "turn % ACROSS * COLUMNS", "turn % ACROSS * 0", (DoubleWrite, Race, *NUMBERS)),
@@ -425,11 +428,10 @@ FEW_JOBS_BUGS = [
 ]  # fmt: skip
 
 JOINED_BUGS = [
-    kernel("parts are added that are not there yet", "== job.parts - 1:  # all others", ">= 0:",
+    kernel("parts are added that are not there yet", LOOKED, LOOKED.replace("== job.parts - 1", ">= 0"),
            (DoubleWrite, *TOO_EARLY, *NUMBERS)),
-    kernel("a part is added to itself", "        if part != gl.program_id(0) - job.first:\n", "        if part >= 0:\n",
-           (*TOO_EARLY, *NUMBERS)),
-    kernel("who adds parts does not set the counter back", JOINS, JOINS.split("\n", 1)[1], (DoubleWrite, Race, *NUMBERS)),
+    kernel("a part is read that was not handed in", "(row < rows) & (part != own)", "row < rows", (*TOO_EARLY, *NUMBERS)),
+    kernel("who adds parts does not set the counter back", SET_BACK, "", (DoubleWrite, Race, *NUMBERS)),
     kernel("one part is added for all", "place = place_of(part, job.first", "place = place_of(0 * part + 1, job.first",
            (*TOO_EARLY, *NUMBERS)),
 ]  # fmt: skip

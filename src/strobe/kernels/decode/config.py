@@ -52,7 +52,7 @@ class Config:
     asks_q: who copies K asks for Q, too, ahead of a piece's keys, by TMA.
     absent: rows of each query that stand for no head, so that TMA copies a power of two.
     few_jobs: jobs are so few that each may have more parts than there are rows to merge at a time.
-    joins: the last CTA to come adds a few other parts to its own, which it keeps in registers.
+    joins: the last CTA to come adds up a few parts, of which its own is in registers.
     optimistic: exponents of steps that all rows see whole are counted from the maxima of the first step of a piece, or split.
     late: those of a split are counted from maxima of its first step that move only if a score is far above them.
     grouped: 8 keys lie together in shared memory with all of their columns, then the next 8, so that TMA copies all columns of

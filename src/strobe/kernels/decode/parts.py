@@ -16,10 +16,10 @@ PATIENCE = gl.constexpr(64)
 """How often a CTA whose work is done looks whether the other parts of its last job are there, to help to merge them."""
 GAVE_UP = gl.constexpr(1 << 16)
 MOST_JOINED = gl.constexpr(4)
-"""Parts of a job that the last CTA to come adds to its own: see `are_joined`. An H200, 16 queries of 64 heads on 8, unequal
-lengths, microseconds (and up to two parts merged by one, from memory, more by all who wait): 8 requests around 2k keys 35.3
-(37.5), 32 88.6 (91.4), 8 around 8k 84.1 (87.1). Where all of a job's CTAs wait, as those of 8 requests of 8k keys, 28 heads on
-4: 47.0 (45.9)."""
+"""Parts of a job that the last CTA to come adds up, of which its own is in registers: see `are_joined`. An H200, 16 queries of
+64 heads on 8, unequal lengths, microseconds (and up to two parts merged by one, from memory, more by all who wait): 8 requests
+around 2k keys 35.3 (37.5), 32 88.6 (91.4), 8 around 8k 84.1 (87.1). Where all of a job's CTAs wait, as those of 8 requests of
+8k keys, 28 heads on 4: 47.0 (45.9)."""
 
 
 # ---- handing in
@@ -77,8 +77,6 @@ def hand_in(K, piece, job, rows):
     partition_barrier()  # so the arrival tells of what all threads wrote
     there = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") + 1
     together = job.parts > most_alone(K.C, ROWS)
-    if K.C.joins:
-        together = together & ~are_joined(job)
     if most_alone(K.C, ROWS) == 0:  # noqa: SIM114, so that there is no code for it
         merge_together(K, piece, job, rows, arrivals, there)
     elif together:
@@ -93,46 +91,68 @@ def hand_in(K, piece, job, rows):
 
 @gluon.jit
 def are_joined(job):
-    """Whether the last CTA to come adds all other parts of a job to its own: if they are few, and some CTA has parts of two
-    jobs, and so does not wait for the others of the first one."""
+    """Whether the last CTA to come adds up all parts of a job, its own from registers: if they are few, and some CTA has parts
+    of two jobs, and so does not wait for the others of the first one."""
     return (job.parts > 1) & (job.parts <= MOST_JOINED) & (job.begins > job.first * job.stretch)
 
 
 @gluon.jit
-def joined(K, job, rows, acc, top, total):
-    """What was found of a piece with all other parts of its job, which are there."""
-    C: gl.constexpr = K.C
-    row = gl.arange(0, acc[0].shape[0], top.type.layout)
-    there = row < rows
-    for part in range(job.parts):
-        if part != gl.program_id(0) - job.first:
-            place = place_of(part, job.first, job.begins, job.stretch, C)
-            its, its_top, its_total = part_at(K, place, row, there, acc)
-            acc, top, total = added(acc, top, total, its, its_top, its_total)
-    return acc, top, total
+def is_last(K, piece, job, acc, top, total):
+    """Whether all other parts of a job are there, of which this CTA's is then the last; else it is handed in."""
+    arrivals = K.outputs.arrivals + 2 * job.number
+    last = gl.atomic_add(arrivals, 0, sem="acquire", scope="gpu") == job.parts - 1
+    if not last:
+        leave_parts(K, piece, job, piece.end - 1, acc, top, total)
+        partition_barrier()  # as in `hand_in`
+        last = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == job.parts - 1
+    if last:
+        gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
+    return last
 
 
 @gluon.jit
-def chunk_of_part(K, place, row, there, c: gl.constexpr, like):
-    """Chunk `c` of O in the part at a place, as `like` lies: the rows that are there."""
-    L: gl.constexpr = like.type.layout
+def joined(K, job, rows, acc, top, total):
+    """What was found of a piece with all other parts of its job, which are there, in their order: so the bits are the same
+    whoever comes last."""
+    row, own = gl.arange(0, acc[0].shape[0], top.type.layout), gl.program_id(0) - job.first
+    o, all_top, all_total = none_like(acc, top)
+    for part in range(job.parts):
+        place = place_of(part, job.first, job.begins, job.stretch, K.C)
+        its, its_top, its_total = part_at(K, place, row, (row < rows) & (part != own), acc, top, total)
+        o, all_top, all_total = added(o, all_top, all_total, its, its_top, its_total)
+    return o, all_top, all_total
+
+
+@gluon.jit
+def none_like(acc, top):
+    """What is found of no keys, O in chunks as `acc` has them, the maxima and the sums."""
+    o = ()
+    for c in gl.static_range(len(acc)):
+        o += (gl.full_like(acc[c], 0.0),)
+    return o, gl.full_like(top, -float("inf")), gl.full_like(top, 0.0)
+
+
+@gluon.jit
+def chunk_of_part(K, place, row, there, c: gl.constexpr, otherwise):
+    """Chunk `c` of O in the part at a place: the rows that are there, `otherwise` in others, and as it lies."""
+    L: gl.constexpr = otherwise.type.layout
     row = gl.expand_dims(gl.convert_layout(row, gl.SliceLayout(1, L)), 1)
     there = gl.expand_dims(gl.convert_layout(there, gl.SliceLayout(1, L)), 1)
-    column = c * like.shape[1] + gl.expand_dims(gl.arange(0, like.shape[1], gl.SliceLayout(0, L)), 0)
+    column = c * otherwise.shape[1] + gl.expand_dims(gl.arange(0, otherwise.shape[1], gl.SliceLayout(0, L)), 0)
     at = K.outputs.parts + place.to(gl.int64) * (K.ROWS * K.C.head_dim_v) + place_in_part(row, column, K.C)
-    return gl.load(at, mask=there & (column < K.C.head_dim_v), other=0.0, cache_modifier=".cg")
+    return gl.load(at, mask=there & (column < K.C.head_dim_v), other=otherwise, cache_modifier=".cg")
 
 
 @gluon.jit
-def part_at(K, place, row, there, like):
-    """The part at a place, O in chunks as `like` has them, the maxima and the sums: the rows that are there."""
+def part_at(K, place, row, there, acc, top, total):
+    """The part at a place, O in chunks, the maxima and the sums, of the rows that are there; of others what is given."""
     at = K.outputs.sums + place * (2 * K.ROWS) + row
-    top = gl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg")
-    total = gl.load(at + K.ROWS, mask=there, other=0.0, cache_modifier=".cg")
+    its_top = gl.load(at, mask=there, other=top, cache_modifier=".cg")
+    its_total = gl.load(at + K.ROWS, mask=there, other=total, cache_modifier=".cg")
     o = ()
-    for c in gl.static_range(len(like)):
-        o += (chunk_of_part(K, place, row, there, c, like[c]),)
-    return o, top, total
+    for c in gl.static_range(len(acc)):
+        o += (chunk_of_part(K, place, row, there, c, acc[c]),)
+    return o, its_top, its_total
 
 
 @gluon.jit
@@ -146,7 +166,7 @@ def with_chain_before(K, piece, job, acc, top, total):
         partition_barrier()  # of a row's numbers each is written by one of the threads that need it
         row = gl.arange(0, acc[0].shape[0], M)
         there = row < piece.queries * K.GROUP - piece.first_row
-        before, before_top, before_total = part_at(K, place, row, there, acc)
+        before, before_top, before_total = part_at(K, place, row, there, *none_like(acc, top))
         acc, top, total = added(before, before_top, before_total, acc, top, total)
     return acc, top, total
 

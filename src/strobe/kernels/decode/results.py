@@ -8,7 +8,7 @@ ROWS may be in use.
 from strobe.kernels.common.cluster import exchange
 from strobe.kernels.decode.arguments import Piece
 from strobe.kernels.decode.keys import wide
-from strobe.kernels.decode.parts import are_joined, hand_in, joined, leave_parts, rows_of_group, with_chain_before
+from strobe.kernels.decode.parts import are_joined, hand_in, is_last, joined, leave_parts, rows_of_group, with_chain_before
 from strobe.kernels.decode.scores import finite
 from strobe.kernels.decode.splits import added, added_numbers, ends_part
 from strobe.kernels.decode.writes import factor_and_lse, write_all
@@ -22,15 +22,9 @@ def deliver(K, piece, job, acc, top, total, place=None):
     M: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     top, total = gl.convert_layout(top, M), gl.convert_layout(total, M)
     rows = piece.queries * K.GROUP - piece.first_row
-    whole = job.parts == 1
     if K.C.joins:
-        if are_joined(job) & (rows > 0):
-            arrivals = K.outputs.arrivals + 2 * job.number
-            if gl.atomic_add(arrivals, 0, sem="acquire", scope="gpu") == job.parts - 1:  # all others
-                gl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
-                acc, top, total = joined(K, job, rows, acc, top, total)
-                whole = job.parts > 1
-    if whole:
+        deliver_joined(K, piece, job, rows, acc, top, total, place)
+    elif job.parts == 1:
         if K.C.split:
             acc, top, total = with_chain_before(K, piece, job, acc, top, total)
         write_all(K, piece, acc, top, total, place)
@@ -40,6 +34,22 @@ def deliver(K, piece, job, acc, top, total, place=None):
                 leave_parts(K, piece, job, piece.end - 1, acc, top, total)
         else:
             leave_parts(K, piece, job, piece.end - 1, acc, top, total)
+        hand_in(K, piece, job, gl.minimum(rows, rows_of_group(K.C, K.ROWS)))
+
+
+@gluon.jit
+def deliver_joined(K, piece, job, rows, acc, top, total, place):
+    """The same where the last CTA to come may add all other parts of a job to its own (see `are_joined`): a part that is there
+    before all others are is handed in."""
+    whole, joins = job.parts == 1, are_joined(job)
+    if joins & (rows > 0):
+        if is_last(K, piece, job, acc, top, total):
+            acc, top, total = joined(K, job, rows, acc, top, total)
+            whole = job.parts > 1
+    if whole:
+        write_all(K, piece, acc, top, total, place)
+    elif (rows > 0) & ~joins:
+        leave_parts(K, piece, job, piece.end - 1, acc, top, total)
         hand_in(K, piece, job, gl.minimum(rows, rows_of_group(K.C, K.ROWS)))
 
 
