@@ -331,8 +331,9 @@ def test_the_timed_kernel_is_little_but_exponentials():
 
 
 @pytest.mark.gpu
-def test_measured_ceilings_are_near_the_data_sheet():
-    ceilings = measure(torch.device("cuda"), torch.bfloat16)
+def test_measured_ceilings_are_near_the_data_sheet(alone):
+    with alone():
+        ceilings = measure(torch.device("cuda"), torch.bfloat16)
     sheet = Ceilings.of(strobe.device.arch_of(torch.device("cuda")), torch.bfloat16).at_clock(ceilings.clock)
     for name in ("matmul", "exp2", "hbm"):
         assert 0.6 < getattr(ceilings, name) / getattr(sheet, name) < 1.02, name
