@@ -17,9 +17,9 @@ PATIENCE = gl.constexpr(64)
 GAVE_UP = gl.constexpr(1 << 16)
 MOST_JOINED = gl.constexpr(4)
 """Parts of a job that the last CTA to come adds up, of which its own is in registers: see `are_joined`. An H200, 16 queries of
-64 heads on 8, unequal lengths, microseconds (and up to two parts merged by one, from memory, more by all who wait): 8 requests
-around 2k keys 35.3 (37.5), 32 88.6 (91.4), 8 around 8k 84.1 (87.1). Where all of a job's CTAs wait, as those of 8 requests of
-8k keys, 28 heads on 4: 47.0 (45.9)."""
+64 heads on 8, unequal lengths, microseconds, before these parts had an order (and up to two parts merged by one, from memory,
+more by all who wait): 8 requests around 2k keys 35.3 (37.5), 32 88.6 (91.4), 8 around 8k 84.1 (87.1). Where all of a job's CTAs
+wait, as those of 8 requests of 8k keys, 28 heads on 4: 47.0 (45.9)."""
 
 
 # ---- handing in

@@ -39,8 +39,8 @@ def deliver(K, piece, job, acc, top, total, place=None):
 
 @gluon.jit
 def deliver_joined(K, piece, job, rows, acc, top, total, place):
-    """The same where the last CTA to come may add all other parts of a job to its own (see `are_joined`): a part that is there
-    before all others are is handed in."""
+    """The same where the last CTA to come may add up all parts of a job, its own from registers (see `are_joined`): one that is
+    there before all others are is handed in."""
     whole, joins = job.parts == 1, are_joined(job)
     if joins & (rows > 0):
         if is_last(K, piece, job, acc, top, total):
