@@ -490,14 +490,14 @@ BOARD_BUGS = [
 ]  # fmt: skip
 
 FILLED = "memory.v.acquire(position)\n        copy_rows"
-TOLD = "position - LAG, 2 * LAG)\n        v_rows"
+TOLD = "position - LAG, start, 2 * LAG)\n        v_rows"
 ONE_GROUP_BUGS = [
     hopper("a copy is not waited for", "    async_copy.wait_group(UNDER_WAY)\n", "", (*TOO_EARLY, Unfinished)),
     hopper("K is told a step too early", TOLD, TOLD.replace("LAG,", "LAG + 1,"),
            (*TOO_EARLY, Unfinished, Deadlock, BarrierMisuse)),
     hopper("the last V is told while it is being copied", "2 * (LAG - i) - 2", "2 * (LAG - i) - 1", (*TOO_EARLY, Unfinished)),
     hopper("what is copied has no fence", "(UNDER_WAY)\n    fence_async_shared()\n", "(UNDER_WAY)\n", (MissingFence,)),
-    hopper("a step is told that is none", "pred=position >= 0)", "pred=position >= -1)",
+    hopper("a step is told that is none", "pred=position >= start)", "pred=position >= start - 1)",
            (*TOO_EARLY, Unfinished, Deadlock, BarrierMisuse)),
     hopper("a place is filled that is not empty", FILLED, "copy_rows", (Race, BarrierMisuse, Deadlock)),
     hopper("what is no key is copied", "is_key(cached, piece, at, pages, C, KEYS)", "pages == pages", (*NUMBERS, OutOfBounds)),
@@ -581,6 +581,18 @@ FAR_SPLIT_BUGS = [
            (*TOO_EARLY, *NUMBERS)),
     splits("a whole job's first chain is where a part is", "    if own_places(C):\n", "    if job.parts == 0:\n",
            (*NUMBERS, *TOO_EARLY, DoubleWrite)),
+]  # fmt: skip
+
+CHOSEN = "    if is_chosen(chosen, number, job, K.C):\n        position = copy_keys"
+COPIED_AGAIN = "            copy_pieces(memory, K, position, chosen)\n"
+ROWS_AGAIN_BUGS = [
+    hopper("what is taken again is not copied again", COPIED_AGAIN, "            pass\n", (Deadlock,)),
+    hopper("the first steps of all are told once more", "(start, start, 0 * chosen", "(start, 0 * start, 0 * chosen",
+           (*TOO_EARLY, BarrierMisuse, Deadlock)),
+    hopper("pieces that are copied are not counted", "return position, start, number + 1, chosen",
+           "return position, start, number, chosen", (Deadlock, BarrierMisuse, *NUMBERS)),
+    hopper("all pieces are copied again", CHOSEN, CHOSEN.replace(":", " | True:"),
+           (Deadlock, BarrierMisuse, Unfinished, *NUMBERS)),
 ]  # fmt: skip
 
 AFTER_LEFT = """        acc = warpgroup_mma_wait(0, deps=[acc])
@@ -909,6 +921,15 @@ def test_it_is_found_where_scores_of_splits_leave_the_range(bug, tmp_path):
                 assert all(torch.equal(x, y) for x, y in zip(usual, found, strict=True))
 
 
+@pytest.mark.parametrize("bug", ROWS_AGAIN_BUGS, ids=str)
+def test_it_is_found_where_rows_are_copied_again(bug, tmp_path):
+    call, module = far_scores(torch.float16, 64, deterministic=True), broken(bug, HOPPER, tmp_path)
+    config = {"choose": of_one_group, "stages": 3, **OPTIMISTIC, **FAR_CUT}
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            run(call, ctas=2, order=order, seed=number, kernel=module, **config)
+
+
 @pytest.mark.parametrize("bug", ONE_GROUP_BUGS, ids=str)
 def test_it_is_found_with_one_group(bug, tmp_path):
     call = draw(1, torch.float16, **{**CASE, **ONE_GROUP, **bug.case})
@@ -975,6 +996,8 @@ def test_no_false_alarm():
         run(draw(1, torch.float16, **{**CASE, **MANY_ROWS}), ctas=4, order=order, seed=number, choose=of_wgmma, stages=2,
             groups=2, **BY_WAY_OF_Q)  # fmt: skip
         run(far_scores(torch.float16, 64), ctas=2, order=order, seed=number, choose=of_wgmma, stages=2, groups=2, **OPTIMISTIC)
+        run(far_scores(torch.float16, 64, deterministic=True), ctas=2, order=order, seed=number, choose=of_one_group, stages=3,
+            **OPTIMISTIC, **FAR_CUT)  # fmt: skip
         run(latent(48), ctas=2, order=order, seed=number, choose=of_wgmma, stages=2)
         run(long_latent(80), ctas=4, order=order, seed=number, launches=2, choose=of_wgmma)
         run(long_latent(128, False, -0.1), ctas=4, order=order, seed=number, choose=of_wgmma)

@@ -90,6 +90,9 @@ on 8, microseconds (and two groups): 1 request of 1k keys 12.8 (18.4), 8 of 1k 1
 HOPEFUL_ROOM = 4096
 """Keys of a request from which on its steps are so many that the optimistic softmax gains: on an H200, with 16 queries of 64
 heads on 8, it was ahead from 8k on, level at 2k and behind at 1k."""
+HOPEFUL_ROOM_OF_SPLITS = 2048
+"""The same where keys are cut in splits. It is compared with the power of two that holds a request's room, as bits depend on no
+more of it."""
 LEAST_HEADS_OF_JOINS = 8
 """Key heads of a request from which on the last CTA adds a few parts to its own where Q is held, which gains if lengths differ
 (see `results.MOST_JOINED`), and whose code takes time in each piece. An H200, 16 queries of equal lengths, microseconds (and
@@ -282,7 +285,8 @@ def of_split_clusters(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of such clusters."""
     split = short_split_of(problem)
     return Config(128, 128, MOST_ROWS, WGMMA_TOKENS, split // WGMMA_TOKENS, 4, 1, split, chunk=128, chain=chain_of(problem),
-                  shares=room_of(problem.capacity) // split, clustered=True, posts=True)  # fmt: skip
+                  shares=room_of(problem.capacity) // split, clustered=True, posts=True,
+                  late=is_late(problem, arch))  # fmt: skip
 
 
 def takes_wgmma(problem: DecodeProblem, arch: Arch) -> bool:
@@ -398,7 +402,10 @@ def takes_groups(problem: DecodeProblem) -> bool:
 def is_hopeful(problem: DecodeProblem) -> bool:
     """Whether the optimistic softmax gains: there are many steps that all rows see whole, whose scores are not likely to be far
     above those of the first one, of which each row sees some."""
-    many = seen_of(problem) >= HOPEFUL_ROOM or padded(problem.head_dim) == 64
+    if problem.deterministic:
+        many = room_of(problem.capacity) >= HOPEFUL_ROOM_OF_SPLITS
+    else:
+        many = seen_of(problem) >= HOPEFUL_ROOM or padded(problem.head_dim) == 64
     return many and problem.mask.left is None and problem.score.alibi is None
 
 
@@ -492,8 +499,17 @@ def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
     split = short_split_of(problem) if problem.deterministic else 0
     # 256 columns in steps of 64 keys, 16 heads on 2: 1 query, 32 of 8k 135.1 microseconds (128.6), 8 of 2k 18.8 (15.3)
     tokens = WGMMA_TOKENS // 2 if dim == MOST_COLUMNS else WGMMA_TOKENS
-    config = Config(dim, dim_v, 64, tokens, 2, 4, 1, split, chunk=dim, chain=chain_of(problem),
-                    late=is_late(problem, arch))  # fmt: skip
+    # Splits whose references are late, an H200, microseconds (and with running maxima, and Q in shared memory), 64 heads on 8,
+    # pages of 64:
+    #   4 queries: 32 requests of 8k keys 256.0 (306.9), 8 of 32k 253.6 (302.0), of 8k 68.5 (69.9), of 4k 38.7 (39.8), 1 of 8k
+    #              17.7 (17.9), of 4k 14.4 (15.7), 32 of 128k 3815 (4067), over pages of 16 3973 (4333), contiguous 3761 (4025)
+    #   1 query:   32 of 8k 249.2 (250.4), 8 of 32k 251.7 (259.7), 1 of 8k 16.7 (16.8), of 4k 13.4 (14.2), 128 of 2k 269.4
+    #              (281.1), 32 of 128k over pages of 16 3937 (4753); but 28 heads on 4, 1 of 8k 17.5 (17.3), 4 queries, 32 of 2k
+    #              39.3 (38.2)
+    # By TMA: over pages of 16, from 2^23 keys of all key heads on, 2 % faster, else level, or slower by up to a tenth.
+    late = is_late(problem, arch)
+    config = Config(dim, dim_v, 64, tokens, 2, 4, 1, split, chunk=dim, chain=chain_of(problem), holds_q=late,
+                    optimistic=late, late=late)  # fmt: skip
     return with_all_stages(config, arch)
 
 

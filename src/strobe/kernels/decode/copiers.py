@@ -167,18 +167,29 @@ def copy_rows(block, base, rows, inside, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(channel, position, UNDER_WAY: gl.constexpr):
-    """Let a step be read, if there is one: it is there when so many groups of copies are still under way."""
+def hand_over(channel, position, start, UNDER_WAY: gl.constexpr):
+    """Let a step be read, if it is not one from before `start`: it is there when so many groups of copies are still under
+    way."""
     async_copy.wait_group(UNDER_WAY)
     fence_async_shared()
     partition_barrier()
-    mbarrier.arrive(channel.full.index(channel.slot(gl.maximum(position, 0))), count=1, pred=position >= 0)
+    mbarrier.arrive(channel.full.index(channel.slot(gl.maximum(position, 0))), count=1, pred=position >= start)
 
 
 @gluon.jit
-def copy_keys_and_values(memory, K, piece, job, position):
-    """Copy K and V of a piece, and hand over what was copied a few steps before; position: how many steps the CTA copied
-    before."""
+def take_keys_and_values(memory, K, piece, job, state):
+    """Copy K and V of a piece, if it is chosen; state: how many steps the CTA copied before, and before it took the first of
+    these pieces, the number of the piece, and which pieces are chosen."""
+    position, start, number, chosen = state
+    if is_chosen(chosen, number, job, K.C):
+        position = copy_keys_and_values(memory, K, piece, position, start)
+    return position, start, number + 1, chosen
+
+
+@gluon.jit
+def copy_keys_and_values(memory, K, piece, position, start):
+    """Copy K and V of a piece, and hand over what was copied a few steps before, from the step numbered `start` on; position:
+    how many steps the CTA copied before."""
     C: gl.constexpr = K.C
     KEYS: gl.constexpr = gl.SliceLayout(2, rows_layout(C.chunk, gl.num_warps()))
     LAG: gl.constexpr = lag_of(C)
@@ -194,20 +205,31 @@ def copy_keys_and_values(memory, K, piece, job, position):
         next_pages = look_up(cached, piece, at + C.tokens, C, KEYS)
         memory.k.acquire(position)
         copy_rows(memory.k.block(position)[0], k_base, k_rows, inside, K.DIM)
-        hand_over(memory.k, position - LAG, 2 * LAG)
+        hand_over(memory.k, position - LAG, start, 2 * LAG)
         v_rows = rows_at(cached, at, pages, piece.entry, cached.v_page, cached.v_row, C, KEYS)
         memory.v.acquire(position)
         copy_rows(memory.v.block(position)[0], v_base, v_rows, inside, K.DIM_V)
-        hand_over(memory.v, position - LAG, 2 * LAG)
+        hand_over(memory.v, position - LAG, start, 2 * LAG)
         position += 1
         pages = next_pages
     return position
 
 
 @gluon.jit
-def copier_of_rows(memory, K):
+def copy_pieces(memory, K, start, chosen):
+    """Copy K and V of the chosen pieces, and hand over all; start: how many steps the CTA copied before, which is returned."""
     LAG: gl.constexpr = lag_of(K.C)
-    position = take_pieces(copy_keys_and_values, memory, K, gl.to_tensor(0))
+    position, _, _, _ = take_pieces(take_keys_and_values, memory, K, (start, start, 0 * chosen, chosen))
     for i in gl.static_range(LAG):
-        hand_over(memory.k, position - LAG + i, 2 * (LAG - i) - 1)
-        hand_over(memory.v, position - LAG + i, 2 * (LAG - i) - 2)
+        hand_over(memory.k, position - LAG + i, start, 2 * (LAG - i) - 1)
+        hand_over(memory.v, position - LAG + i, start, 2 * (LAG - i) - 2)
+    return position
+
+
+@gluon.jit
+def copier_of_rows(memory, K):
+    position, chosen = copy_pieces(memory, K, gl.to_tensor(0), gl.to_tensor(ALL)), gl.to_tensor(ALL)
+    if K.C.optimistic:
+        chosen = chosen_next(memory.again, chosen, K.C)
+        if chosen != 0:
+            copy_pieces(memory, K, position, chosen)

@@ -34,11 +34,11 @@ from strobe.kernels.decode.products import (
     start_output,
     start_scores,
     wait_output,
-    weights_of,
 )
 from strobe.kernels.decode.queries import store_queries
 from strobe.kernels.decode.results import deliver_share
 from strobe.kernels.decode.schedule import Requests, keys_of
+from strobe.kernels.decode.split_steps import split_weights_of
 from strobe.kernels.gluon import aggregate, async_copy, fence_async_shared, gl, gluon, partition_barrier, warpgroup_mma_wait
 
 
@@ -131,7 +131,7 @@ def walk(memory, K, origin, piece):
         wait_for_copies(2 * STEPS - 1 - i)
         s = warpgroup_mma_wait(0, deps=[start_scores(q, (memory.k.index(i),), C)])
         s = masked(s, K, piece, origin + i * C.tokens, holes, C, True)
-        top, wide, factor = weights_of(s, scale, top)
+        top, wide, factor = split_weights_of(s, scale, top, memory.q.dtype, C)
         sums = rescaled_sums(sums, factor) + lane_sums(wide)
         p += (operand_of(wide, memory.q.dtype, C),)
         factors += (factor,)
