@@ -606,6 +606,23 @@ def test_who_has_two_roles(batch, keys, fixed, groups, gpu):
 
 
 @pytest.mark.parametrize(
+    ("batch", "heads_kv", "room", "late", "early"),
+    [
+        (8, 8, 2048, "64 rows", "one role"), (1, 8, 8192, "one role", "64 rows"), (16, 8, 2048, "two roles", "one role"),
+        (8, 8, 4096, "one role", "one role"), (8, 4, 8192, "one role", "one role"), (9, 8, 4096, "two roles", "one role"),
+        (8, 8, 1024, "64 rows", "64 rows"), (2, 8, 8192, "one role", "one role"),
+    ],
+)  # fmt: skip
+def test_how_many_rows_of_fixed_bits_are_taken(batch, heads_kv, room, late, early):
+    """By one group of 64 rows, or eight warps of 128; with references that move late, on an H200, and early, on an H100."""
+    problem = with_room(problem_of(n_q=16, deterministic=True), batch, heads_kv, room)
+    for gpu, wanted in (("H200", late), ("H100", early)):
+        config = choose(problem, KNOWN[gpu])
+        assert wanted == ("64 rows" if config.rows == 64 else "one role" if config.groups == 1 else "two roles")
+        assert config.late == config.optimistic == config.holds_q == (gpu == "H200" and room > 1024)
+
+
+@pytest.mark.parametrize(
     ("capacity", "fixed", "optimistic"),
     [
         (4096, {}, True), (4095, {}, False), (4096, {"mask": strobe.Window(40, 0)}, False), (4096, {"alibi": True}, False),
@@ -794,7 +811,7 @@ def test_a_ring_of_which_few_steps_are_under_way(stages, under_way, order):
         (2047, None, {}, 2),
         (2048, None, {}, 2),
         (2048, None, {"batch": 20}, 2),
-        (2048, 64, {"deterministic": True}, 0),
+        (1024, 64, {"deterministic": True}, 0),
         (2048, 64, {"n_q": 8}, 2),
     ],
 )

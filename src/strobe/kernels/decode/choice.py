@@ -99,9 +99,17 @@ LEAST_HEADS_OF_JOINS = 8
 without, in another run, whose peer took the same time within 6 %): 64 heads on 8, 128 of 2k keys 306 (296), 32 of 1k 46.0
 (45.2); but 28 on 4, 32 of 1k, over pages of 256 27.5 (24.5), contiguous 26.4 (24.4), 1 of 32k 31.4 (29.6); 16 on 2, 128 of 1k,
 pages of 256, 47.7 (45.5), 1 of 128k 48.5 (46.6)."""
-LEAST_KEYS_OF_HOPEFUL_SPLITS = 1 << 19
-"""Keys of all key heads of all requests from which on the optimistic softmax gains within splits, on an H200; an H100: level or
-slower."""
+MOST_KEYS_OF_ONE_ROLE_OF_SPLITS = 1 << 18
+"""The same as `MOST_KEYS_OF_ONE_ROLE` where keys are cut in splits whose references are late. An H200, 16 queries, pages of 64,
+microseconds (and without Q in registers; and with two roles): 64 heads on 8, 1 request of 32k keys 46.5 (56.6; 57.5), 8 of 4k
+48.4 (56.5; 58.8), 4 of 8k 57.6 (67.0; 66.7), but 8 of 8k 93.2 (-; 90.8); 28 on 4, 8 of 8k 74.1 (79.0; 78.8), but 32 of 2k, of
+more jobs, 60.3 (58.7; 57.7)."""
+MOST_KEYS_OF_SHORT_SPLITS, SHORT_SPLIT = 1 << 17, 512
+"""Keys of all key heads of all requests up to which 65 to 128 rows are two tiles of one group's, if references are late and
+splits shorter than this. An H200, 16 queries, pages of 64, microseconds (and one role of eight warps): 64 heads on 8, 8
+requests of 2k keys 34.4 (39.8), 4 of 4k 34.0 (34.7); 28 on 4, 8 of 4k 37.7 (42.9), of 2k 33.9 (37.6). Of splits of 512 keys and
+more: 64 on 8, 2 of 8k 39.7 (36.4), 1 of 8k 24.5 (23.7); 28 on 4, 1 of 32k 38.0 (34.1); with 2^18 keys 64 on 8, 8 of 4k 56.6
+(48.4)."""
 MOST_ROWS_OF_LONG_STEPS = 32
 LEAST_ROOM_OF_LONG_STEPS, LEAST_ROOM_OF_LONG_STEPS_OF_MANY_HEADS = 2048, 8192
 LEAST_KEYS_OF_LONG_STEPS, LEAST_KEYS_OF_LONG_STEPS_OF_MANY_ROWS = 1 << 17, 1 << 20
@@ -363,11 +371,9 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     # 8 of 8k 46.3 (63.0), 32 of 2k 47.4 (65.6), 128 of 1k 96.8 (122.4), 1 of 8k 16.7 (18.8), but 1 of 2k 12.2 (11.4); of all
     # steps under way 155.5, 47.4, 48.0; of one role of eight warps 173.0, 52.3, 53.5.
     narrow = dim == dim_v == 64 and keys_of(problem) > MOST_KEYS_OF_STORED_Q
-    holds_q = (dim == dim_v == 128 or narrow) and not problem.deterministic
-    apart = many and (holds_q or (keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS and (long or not problem.deterministic)))
     late = is_late(problem, arch)
-    hopeful = late and many and keys_of(problem) >= LEAST_KEYS_OF_HOPEFUL_SPLITS
-    apart, holds_q = apart or hopeful, holds_q or hopeful
+    holds_q = late and many if problem.deterministic else dim == dim_v == 128 or narrow
+    apart = many and (holds_q or (keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS and (long or not problem.deterministic)))
     absent = absent_of(problem, rows) if holds_q else None
     grouped = holds_q and box < tokens and takes_groups(problem)
     chunk = min(dim, dim_v) if box == tokens or grouped else PANEL_COLUMNS
@@ -382,7 +388,8 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     sms, number = arch.sms or FALLBACK_SMS, jobs(problem, config)
     config = replace(config, few_jobs=many and not split and sms // number > MOST_PARTS,
                      joins=many and holds_q and not (split or narrow) and problem.heads_kv >= LEAST_HEADS_OF_JOINS)  # fmt: skip
-    if holds_q and not (split or narrow) and 2 * number <= sms and keys_of(problem) <= MOST_KEYS_OF_ONE_ROLE:
+    most_keys = MOST_KEYS_OF_ONE_ROLE_OF_SPLITS if split else MOST_KEYS_OF_ONE_ROLE
+    if holds_q and not narrow and 2 * number <= sms and keys_of(problem) <= most_keys:
         config = replace(config, groups=1)
     most = MOST_STAGES
     if config.under_way or (many and long and paged):
@@ -469,7 +476,10 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
     if dim == MOST_COLUMNS:
         return wide_heads.one_group_gains(problem)
     if problem.deterministic:
-        return dim == 128 and (problem.rows <= MOST_ROWS or keys <= FEW_KEYS_OF_ONE_GROUP)
+        few = keys <= FEW_KEYS_OF_ONE_GROUP
+        if is_late(problem, arch):
+            few = keys <= MOST_KEYS_OF_SHORT_SPLITS and short_split_of(problem) < SHORT_SPLIT
+        return dim == 128 and (problem.rows <= MOST_ROWS or few)
     if dim == 64:
         return MMA_ROWS < problem.rows <= MOST_ROWS and keys <= FEW_KEYS_OF_ONE_GROUP
     if problem.rows <= MMA_ROWS // 2:
