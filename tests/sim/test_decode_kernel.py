@@ -622,6 +622,13 @@ def test_how_many_rows_of_fixed_bits_are_taken(batch, heads_kv, room, late, earl
         assert config.late == config.optimistic == config.holds_q == (gpu == "H200" and room > 1024)
 
 
+@pytest.mark.parametrize(("page", "keys", "kind"), [(16, 20, "TMA, 64 rows"), (16, 19, "one group"), (64, 20, "one group")])
+def test_who_copies_many_keys_of_fixed_bits(page, keys, kind):
+    """Small pages TMA, from 2^23 keys of eight key heads on."""
+    problem = with_room(problem_of(n_q=4, deterministic=True, page=page), 1 << (keys - 14), 8, 1 << 14)
+    assert kind_of(choose(problem, KNOWN["H200"])) == kind and kind_of(choose(problem, KNOWN["H100"])) == "one group"
+
+
 @pytest.mark.parametrize(
     ("capacity", "fixed", "optimistic"),
     [
@@ -761,6 +768,21 @@ def test_keys_in_groups(seed):
     config = {"grouped": True, "chunk": 128, "stages": 2, "holds_q": True, "by_way_of_q": False, "late": fixed}
     config |= {"optimistic": fixed, "groups": 1 + (rows == 128 and seed > 3)}
     run(call, ctas=1 + seed % 5, order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_wgmma, **config)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_keys_in_groups_of_fixed_bits(seed):
+    """Of up to 64 rows: the bits that one group finds whose keys cp.async copies."""
+    dtype, page, n_q = (torch.float16, torch.bfloat16)[seed % 2], (16, 32)[seed % 2], (1, 4, 8)[seed % 3]
+    call = draw(seed, dtype, honest=seed % 3 > 0, page=page, n_q=n_q, group=8, heads_kv=2, head_dim=128, head_dim_v=128,
+                deterministic=True, room=(257, 700)[seed // 2 % 2], tree=False, alibi=False, mask=strobe.Causal())  # fmt: skip
+    cut = {"split": 64, "chain": (256, 512)[seed // 2 % 2], "late": True}
+    held = {"grouped": True, "chunk": 128, "ctas": 1, "by_way_of_q": False, "stages": 2 + seed % 3, "under_way": 2 * (seed % 2)}
+    usual = run(call, ctas=1, choose=of_one_group, stages=4, **cut)
+    found = run(
+        call, ctas=2 + seed, order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_wgmma, **OPTIMISTIC, **held, **cut
+    )
+    assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(usual, found, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,11 @@ MOST_KEYS_OF_ONE_ROLE_OF_SPLITS = 1 << 18
 microseconds (and without Q in registers; and with two roles): 64 heads on 8, 1 request of 32k keys 46.5 (56.6; 57.5), 8 of 4k
 48.4 (56.5; 58.8), 4 of 8k 57.6 (67.0; 66.7), but 8 of 8k 93.2 (-; 90.8); 28 on 4, 8 of 8k 74.1 (79.0; 78.8), but 32 of 2k, of
 more jobs, 60.3 (58.7; 57.7)."""
+LEAST_KEYS_OF_SMALL_PAGES = 1 << 23
+"""Keys of all key heads of all requests from which on TMA copies those of small pages for up to 64 rows, if references are
+late. An H200, 64 heads on 8, pages of 16, microseconds (and copied by cp.async): 4 queries, 32 requests of 128k keys 3864
+(3973), of 32k 977 (1000), but 8 of 32k 261 (256); 1 query, 32 of 128k 3819 (3937), of 32k 964 (980). Over pages of 64, and
+contiguous: level with as many keys, slower by up to a tenth with fewer."""
 MOST_KEYS_OF_SHORT_SPLITS, SHORT_SPLIT = 1 << 17, 512
 """Keys of all key heads of all requests up to which 65 to 128 rows are two tiles of one group's, if references are late and
 splits shorter than this. An H200, 16 queries, pages of 64, microseconds (and one role of eight warps): 64 heads on 8, 8
@@ -372,7 +377,7 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     # steps under way 155.5, 47.4, 48.0; of one role of eight warps 173.0, 52.3, 53.5.
     narrow = dim == dim_v == 64 and keys_of(problem) > MOST_KEYS_OF_STORED_Q
     late = is_late(problem, arch)
-    holds_q = late and many if problem.deterministic else dim == dim_v == 128 or narrow
+    holds_q = late if problem.deterministic else dim == dim_v == 128 or narrow
     apart = many and (holds_q or (keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS and (long or not problem.deterministic)))
     absent = absent_of(problem, rows) if holds_q else None
     grouped = holds_q and box < tokens and takes_groups(problem)
@@ -476,10 +481,7 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
     if dim == MOST_COLUMNS:
         return wide_heads.one_group_gains(problem)
     if problem.deterministic:
-        few = keys <= FEW_KEYS_OF_ONE_GROUP
-        if is_late(problem, arch):
-            few = keys <= MOST_KEYS_OF_SHORT_SPLITS and short_split_of(problem) < SHORT_SPLIT
-        return dim == 128 and (problem.rows <= MOST_ROWS or few)
+        return dim == 128 and (one_group_gains_late if is_late(problem, arch) else one_group_gains_early)(problem)
     if dim == 64:
         return MMA_ROWS < problem.rows <= MOST_ROWS and keys <= FEW_KEYS_OF_ONE_GROUP
     if problem.rows <= MMA_ROWS // 2:
@@ -502,6 +504,19 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
     return arch.dram_bandwidth < FAST_MEMORY or keys <= MOST_KEYS_OF_ONE_GROUP
 
 
+def one_group_gains_early(problem: DecodeProblem) -> bool:
+    """The same for fixed bits, of splits whose references are running maxima."""
+    return problem.rows <= MOST_ROWS or keys_of(problem) <= FEW_KEYS_OF_ONE_GROUP
+
+
+def one_group_gains_late(problem: DecodeProblem) -> bool:
+    """The same for fixed bits, of splits whose references move late."""
+    if problem.rows > MOST_ROWS:
+        return keys_of(problem) <= MOST_KEYS_OF_SHORT_SPLITS and short_split_of(problem) < SHORT_SPLIT
+    small_pages = problem.page_size is not None and problem.page_size < WGMMA_TOKENS
+    return not small_pages or keys_of(problem) < LEAST_KEYS_OF_SMALL_PAGES
+
+
 def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of one group of wgmma, beside four warps that copy by cp.async: one CTA a multiprocessor, and a long ring."""
     # two CTAs with half a ring each: 13.2, 26.7, 25.3 and 109.8 microseconds, in place of the four in the first line above
@@ -516,7 +531,6 @@ def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
     #   1 query:   32 of 8k 249.2 (250.4), 8 of 32k 251.7 (259.7), 1 of 8k 16.7 (16.8), of 4k 13.4 (14.2), 128 of 2k 269.4
     #              (281.1), 32 of 128k over pages of 16 3937 (4753); but 28 heads on 4, 1 of 8k 17.5 (17.3), 4 queries, 32 of 2k
     #              39.3 (38.2)
-    # By TMA: over pages of 16, from 2^23 keys of all key heads on, 2 % faster, else level, or slower by up to a tenth.
     late = is_late(problem, arch)
     config = Config(dim, dim_v, 64, tokens, 2, 4, 1, split, chunk=dim, chain=chain_of(problem), holds_q=late,
                     optimistic=late, late=late)  # fmt: skip
