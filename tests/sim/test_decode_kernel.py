@@ -777,11 +777,10 @@ def test_keys_in_groups_of_fixed_bits(seed):
     call = draw(seed, dtype, honest=seed % 3 > 0, page=page, n_q=n_q, group=8, heads_kv=2, head_dim=128, head_dim_v=128,
                 deterministic=True, room=(257, 700)[seed // 2 % 2], tree=False, alibi=False, mask=strobe.Causal())  # fmt: skip
     cut = {"split": 64, "chain": (256, 512)[seed // 2 % 2], "late": True}
-    held = {"grouped": True, "chunk": 128, "ctas": 1, "by_way_of_q": False, "stages": 2 + seed % 3, "under_way": 2 * (seed % 2)}
+    held = {"grouped": True, "chunk": 128, "by_way_of_q": False, "stages": 2 + seed % 3, "under_way": 2 * (seed % 2)}
     usual = run(call, ctas=1, choose=of_one_group, stages=4, **cut)
-    found = run(
-        call, ctas=2 + seed, order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_wgmma, **OPTIMISTIC, **held, **cut
-    )
+    found = run(call, ctas=2 + seed, order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_wgmma, **OPTIMISTIC, **held,
+                **cut)  # fmt: skip
     assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(usual, found, strict=True))
 
 
