@@ -13,7 +13,17 @@ from requests_at_random import Drawn, described, draw
 import strobe
 from strobe.call import dispatch
 from strobe.device import KNOWN
-from strobe.kernels.decode.choice import choose, of_converted, of_long_steps, of_mma, of_one_group, of_split_clusters, of_wgmma
+from strobe.kernels.decode.choice import (
+    choose,
+    of_converted,
+    of_held_queries,
+    of_long_steps,
+    of_mma,
+    of_one_group,
+    of_split_clusters,
+    of_wgmma,
+    takes_held_queries,
+)
 from strobe.kernels.decode.launch import buffers
 from strobe.kernels.decode.shares import of_shares, takes_shares
 
@@ -541,9 +551,12 @@ def with_room(problem, batch, heads_kv, room):
 
 @pytest.mark.parametrize(("batch", "heads_kv"), [(2, 4), (16, 8), (17, 8)])
 @pytest.mark.parametrize("room", [64, 1025, 1 << 14, 1 << 18])
-def test_few_rows_are_never_one_groups(batch, heads_kv, room):
-    longer = with_room(problem_of(n_q=1), batch, heads_kv, room)
-    assert kind_of(choose(longer, KNOWN["H200"])) == kind_of(choose(longer, KNOWN["H100"])) == "mma"
+def test_few_rows_are_one_groups_only_with_very_many_keys(batch, heads_kv, room):
+    for page in (64, None):
+        longer = with_room(problem_of(n_q=1, page=page), batch, heads_kv, room)
+        held = page is not None and batch * heads_kv * room > 1 << 20
+        assert kind_of(choose(longer, KNOWN["H200"])) == ("TMA, 64 rows" if held else "mma")
+        assert kind_of(choose(longer, KNOWN["H100"])) == "mma"
 
 
 @pytest.mark.parametrize(
@@ -816,6 +829,34 @@ def test_one_group_that_holds_q(seed):
         run(call, ctas=1 + seed % 6, order=ORDERS[seed % 4], seed=seed, choose=of_wgmma, optimistic=optimistic)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_held_queries_of_few_rows(seed):
+    """Up to 32 rows of random requests of which a page may be missing, whole jobs by turns and not."""
+    dtype, page = (torch.float16, torch.bfloat16)[seed % 2], [None, 16, 48, 64, 128][seed % 5]
+    n_q, group = [(1, 8), (4, 8), (3, 7), (4, 1), (2, 16)][seed % 5]
+    call = draw(seed, dtype, honest=seed % 3 > 0, page=page, n_q=n_q, group=group, heads_kv=2, batch=(3, 7)[seed % 2],
+                head_dim=128, head_dim_v=128, room=(257, 700)[seed // 2 % 2], alibi=False, ragged=seed % 4 == 1,
+                mask=[strobe.Causal(), strobe.Full(), None][seed // 2 % 3])  # fmt: skip
+    for by_turns in (False, True):
+        run(call, ctas=1 + seed % 6, order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_held_queries, by_turns=by_turns,
+            start=seed % 3, optimistic=True)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fixed", "held"),
+    [
+        ({}, True), ({"n_q": 4}, True), ({"n_q": 5}, False), ({"page": None}, False), ({"n_q": 2, "page": None}, True),
+        ({"page": 8}, False), ({"alibi": True}, False), ({"mask": strobe.Window(9, 0)}, False), ({"head_dim": 64}, False),
+        ({"batch": 32}, False), ({"deterministic": True}, False), ({"group": 1, "n_q": 16}, True),
+    ],
+)  # fmt: skip
+def test_whose_queries_of_few_rows_are_held(fixed, held):
+    """Those of more than 2^20 keys of eight key heads, on an H200."""
+    problem = problem_of(**{"n_q": 1, "alibi": False, "heads_kv": 8, "batch": 33, **fixed})
+    longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=4096))
+    assert takes_held_queries(longer, KNOWN["H200"]) == held and not takes_held_queries(longer, KNOWN["H100"])
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("stages", "under_way"), [(3, 1), (3, 2), (2, 2)])
 def test_a_ring_of_which_few_steps_are_under_way(stages, under_way, order):
@@ -876,7 +917,8 @@ def test_many_rows_by_the_room_of_a_request(capacity, page, fixed, stages, by_wa
     ("fixed", "batch", "room", "start"),
     [
         ({"n_q": 1}, 40, 4096, 2),  # mma.sync, two CTAs
-        ({"n_q": 4}, 4000, 4096, 4),  # of more rows
+        ({"n_q": 4, "alibi": True}, 4000, 4096, 4),  # of more rows
+        ({"n_q": 4}, 4000, 4096, 6),  # TMA, which copies Q, too
         ({"n_q": 4}, 40, 4096, 4),  # one group, cp.async
         ({"n_q": 4, "head_dim": 64}, 2, 128, 8),
         ({"n_q": 40}, 40, 128, 6),  # TMA, which copies Q, too

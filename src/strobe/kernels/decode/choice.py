@@ -159,6 +159,8 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
         make = of_split_clusters
     elif takes_conversion(problem, arch):
         make = of_converted
+    elif takes_held_queries(problem, arch):
+        make = of_held_queries
     elif takes_long_steps(problem, arch):
         make = of_long_steps
     elif takes_wgmma(problem, arch):
@@ -172,15 +174,17 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
 
 def gains_by_turns(problem: DecodeProblem, arch: Arch, config: Config) -> bool:
     """Whether whole jobs are taken by turns: there are many keys, and a request's heads have neighbours. Not by wgmma where
-    memory is fast."""
+    memory is fast, but for few rows."""
     # Microseconds, pages of 64, and in the line's order, 1 query | 4 queries:
     #   an H100, one group: 64 heads on 8, 128 requests of 8k keys 1406 (1425) | 1418 (1443), of 2k 359 (368) | 369 (376);
     #                       32 on 32, 32 of 8k 1394 (1417) | 1401 (1423); 40 on 8, 128 of 8k 1400 (1420) | 1416 (1434)
     #             mma.sync: 128 of 8k 1411 (1426) | 1425 (1440); 28 on 4 708 (714) | 718 (730); 16 queries 1478 (1500)
     #   an H200, mma.sync:  128 of 8k 960 (971) | 986 (988), of 2k 246 (252) | 260 (264); 32 on 32 956 (962) | 957 (968)
     #   an H200, one group, 4 queries, 128 of 1k: 151 (141). 128 rows: from level to a percent faster, or slower
+    #   an H200, queries that are held, pages of 16: 128 of 8k 978 (990) | 996 (1003), of 2k 252 (264) | 261 (265)
     many = keys_of(problem) >= LEAST_KEYS_OF_TURNS and problem.heads_kv > 1 and not config.shares
-    return many and not config.split and not (config.by_wgmma and arch.dram_bandwidth >= FAST_MEMORY)
+    slow = config.by_wgmma and arch.dram_bandwidth >= FAST_MEMORY and not takes_held_queries(problem, arch)
+    return many and not config.split and not slow
 
 
 def start_of(config: Config) -> int:
@@ -276,6 +280,28 @@ def takes_long_steps(problem: DecodeProblem, arch: Arch) -> bool:
 def of_long_steps(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of such steps: twice as many keys in each, and two of them in the ring."""
     return replace(of_mma(problem, arch), tokens=128 * 128 // padded(problem.head_dim), stages=2, ctas=1)
+
+
+def takes_held_queries(problem: DecodeProblem, arch: Arch) -> bool:
+    """Whether TMA and one group of wgmma, which holds Q and is optimistic, is the fastest choice for up to 32 rows: very many
+    keys, of which fast memory gives so many that what binds is the power of what multiplies and copies."""
+    # An H200, 4 queries, microseconds (and mma.sync, of a contiguous cache by long steps):
+    #   64 heads on 8, pages of 16: 32 requests of 8k keys 252 (257), 8 of 32k 252 (263), 32 of 32k 1044 (1050), of 128k 3901
+    #                  (3942), 128 of 2k 261 (268), of 8k 996 (1002); pages of 64: 128 of 8k 993 (993), 32 of 128k 3898 (3981);
+    #                  contiguous: 128 of 8k 968 (1006), 32 of 128k 3818 (4042)
+    #   pages of 16:   32 of 32k 28 on 4 496 (506), 32 on 32 3913 (4164), 16 on 2 254 (264)
+    # 1 query, over pages of 16: 8 of 32k 249 (253), 32 of 128k 3886 (3994), 128 of 8k 978 (983), of 2k 252 (251); of 64: 32 of
+    # 128k 3846 (3951), 128 of 8k 980 (977); but contiguous 32 of 128k 3978 (3865). With all steps of the ring under way: level.
+    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128
+    few_rows = problem.rows < WGMMA_FROM_ROWS and (problem.page_size is not None or problem.lengths.seqlen_q > 1)
+    many = keys_of(problem) > MOST_KEYS_OF_ONE_GROUP and is_hopeful(problem)
+    fast = arch.dram_bandwidth >= FAST_MEMORY
+    return fast and wide and few_rows and many and not problem.deterministic and takes_wgmma(problem, arch)
+
+
+def of_held_queries(problem: DecodeProblem, arch: Arch) -> Config:
+    """The config of such a group."""
+    return of_wgmma(problem, arch, rows=MOST_ROWS)
 
 
 def takes_split_clusters(problem: DecodeProblem, arch: Arch) -> bool:
