@@ -46,6 +46,7 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "heads-decode": ("decode",),
     "e4m3-decode": ("decode",),
     "ragged-decode": ("decode",),
+    "fixed-decode": ("decode",),
     "e4m3-wide-decode": ("decode",),
     "lengths-decode": ("decode",),
     "narrow-decode": ("decode",),
@@ -75,6 +76,7 @@ IN_CLUSTERS = "what changed since is that a launch may be one of clusters, as de
 FEW_KEYS = "one kernel for few keys came since, which no point asks for"
 OTHER_LENGTHS = "what changed since is how nearly equal requests are cut: its own are cut as before"
 OVER_PAGES = "what changed since is how keys of small pages are copied, which no point has"
+FIXED_BITS = "what changed since are kernels of fixed bits, which no point has: others are the same code"
 ACCEPTED: dict[str, str] = {
     "blackwell-simulated.json": BEFORE_PLACES,
     "changed-scores-h200-2026-11-22.json": OLDER_KERNEL,
@@ -98,7 +100,6 @@ ACCEPTED: dict[str, str] = {
     "model-error-h100.json": OTHER_HEAD_DIMS,
     "parallel-h100-2026-11-25.json": "the redo takes masks of keys alone since, which no point has",
     "portable-as-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
-    "prefill-h100-2026-11-25.json": "measured before boxes of small pages had all columns; due again",
     "redo-cost-h200-2026-11-21.json": "has no commit; its numbers are due again",
     "sm80-h100-2026-11-25.json": "float32 came since, and a mistake of the backward's went: due again",
     "backward-h200-2026-11-26.json": FEW_KEYS,
@@ -123,7 +124,10 @@ ACCEPTED: dict[str, str] = {
     "ragged-decode-h200-2026-11-27.json": OTHER_LENGTHS,
     "steps-h200-2026-11-27.json": OTHER_LENGTHS,
     "e4m3-wide-decode-h200-2026-11-28.json": OTHER_LENGTHS,
+    "lengths-decode-h200-2026-11-28.json": FIXED_BITS,
     "narrow-decode-h200-2026-11-28.json": OTHER_LENGTHS,
+    "ragged-decode-h200-2026-11-29.json": FIXED_BITS,
+    "windows-decode-h200-2026-11-28.json": FIXED_BITS,
     "wide-decode-h200-2026-11-28.json": OTHER_LENGTHS,
     "wide-decode-shared-h200-2026-11-28.json": OTHER_LENGTHS,
     "timeline-h200-2026-11-21.json": HISTORY,

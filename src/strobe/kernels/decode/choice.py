@@ -452,7 +452,7 @@ def is_late(problem: DecodeProblem, arch: Arch) -> bool:
     too. Bits depend on that, so it depends on what the requests of a batch have in common, not on how many there are."""
     # An H200, 16 queries of 64 heads on 8, pages of 64, microseconds (and with maxima): 32 requests of 8k keys 296 (332), of
     # 32k 1104 (1397); 8 of 8k 89.3 (93.4), of 32k 276 (322); 128 of 8k 1240 (1387); over pages of 16 32 of 8k 333 (344),
-    # contiguous 301 (336). Where nobody is optimistic: one request of 8k keys, one and four queries, 17.1 (16.8), 18.2 (17.9)
+    # contiguous 301 (336); 32 of 2k 97 (107), 128 of 2k 391 (416). For fewer rows see `of_one_group`.
     wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128
     fast = arch.dram_bandwidth >= FAST_MEMORY
     return problem.deterministic and wide and fast and is_hopeful(problem)
