@@ -9,7 +9,7 @@ import torch
 
 from strobe.device import KIB, Arch
 from strobe.kernels.common.panels import PANEL_COLUMNS, lie_in_groups
-from strobe.kernels.decode import wide_heads
+from strobe.kernels.decode import fixed_bits, wide_heads
 from strobe.kernels.decode.config import MMA_ROWS, MOST_COLUMNS, MOST_ROWS, Config
 from strobe.kernels.decode.shares import (
     CLUSTER,
@@ -90,31 +90,12 @@ on 8, microseconds (and two groups): 1 request of 1k keys 12.8 (18.4), 8 of 1k 1
 HOPEFUL_ROOM = 4096
 """Keys of a request from which on its steps are so many that the optimistic softmax gains: on an H200, with 16 queries of 64
 heads on 8, it was ahead from 8k on, level at 2k and behind at 1k."""
-HOPEFUL_ROOM_OF_SPLITS = 2048
-"""The same where keys are cut in splits. It is compared with the power of two that holds a request's room, as bits depend on no
-more of it."""
 LEAST_HEADS_OF_JOINS = 8
 """Key heads of a request from which on the last CTA adds a few parts to its own where Q is held, which gains if lengths differ
 (see `results.MOST_JOINED`), and whose code takes time in each piece. An H200, 16 queries of equal lengths, microseconds (and
 without, in another run, whose peer took the same time within 6 %): 64 heads on 8, 128 of 2k keys 306 (296), 32 of 1k 46.0
 (45.2); but 28 on 4, 32 of 1k, over pages of 256 27.5 (24.5), contiguous 26.4 (24.4), 1 of 32k 31.4 (29.6); 16 on 2, 128 of 1k,
 pages of 256, 47.7 (45.5), 1 of 128k 48.5 (46.6)."""
-MOST_KEYS_OF_ONE_ROLE_OF_SPLITS = 1 << 18
-"""The same as `MOST_KEYS_OF_ONE_ROLE` where keys are cut in splits whose references are late. An H200, 16 queries, pages of 64,
-microseconds (and without Q in registers; and with two roles): 64 heads on 8, 1 request of 32k keys 46.5 (56.6; 57.5), 8 of 4k
-48.4 (56.5; 58.8), 4 of 8k 57.6 (67.0; 66.7), but 8 of 8k 93.2 (-; 90.8); 28 on 4, 8 of 8k 74.1 (79.0; 78.8), but 32 of 2k, of
-more jobs, 60.3 (58.7; 57.7)."""
-LEAST_KEYS_OF_SMALL_PAGES = 1 << 23
-"""Keys of all key heads of all requests from which on TMA copies those of small pages for up to 64 rows, if references are
-late. An H200, 64 heads on 8, pages of 16, microseconds (and copied by cp.async): 4 queries, 32 requests of 128k keys 3864
-(3973), of 32k 977 (1000), but 8 of 32k 261 (256); 1 query, 32 of 128k 3819 (3937), of 32k 964 (980). Over pages of 64, and
-contiguous: level with as many keys, slower by up to a tenth with fewer."""
-MOST_KEYS_OF_SHORT_SPLITS, SHORT_SPLIT = 1 << 17, 512
-"""Keys of all key heads of all requests up to which 65 to 128 rows are two tiles of one group's, if references are late and
-splits shorter than this. An H200, 16 queries, pages of 64, microseconds (and one role of eight warps): 64 heads on 8, 8
-requests of 2k keys 34.4 (39.8), 4 of 4k 34.0 (34.7); 28 on 4, 8 of 4k 37.7 (42.9), of 2k 33.9 (37.6). Of splits of 512 keys and
-more: 64 on 8, 2 of 8k 39.7 (36.4), 1 of 8k 24.5 (23.7); 28 on 4, 1 of 32k 38.0 (34.1); with 2^18 keys 64 on 8, 8 of 4k 56.6
-(48.4)."""
 MOST_ROWS_OF_LONG_STEPS = 32
 LEAST_ROOM_OF_LONG_STEPS, LEAST_ROOM_OF_LONG_STEPS_OF_MANY_HEADS = 2048, 8192
 LEAST_KEYS_OF_LONG_STEPS, LEAST_KEYS_OF_LONG_STEPS_OF_MANY_ROWS = 1 << 17, 1 << 20
@@ -325,7 +306,7 @@ def of_split_clusters(problem: DecodeProblem, arch: Arch) -> Config:
     split = short_split_of(problem)
     return Config(128, 128, MOST_ROWS, WGMMA_TOKENS, split // WGMMA_TOKENS, 4, 1, split, chunk=128, chain=chain_of(problem),
                   shares=room_of(problem.capacity) // split, clustered=True, posts=True,
-                  late=is_late(problem, arch))  # fmt: skip
+                  late=fixed_bits.is_late(problem, arch))  # fmt: skip
 
 
 def takes_wgmma(problem: DecodeProblem, arch: Arch) -> bool:
@@ -402,7 +383,7 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     # 8 of 8k 46.3 (63.0), 32 of 2k 47.4 (65.6), 128 of 1k 96.8 (122.4), 1 of 8k 16.7 (18.8), but 1 of 2k 12.2 (11.4); of all
     # steps under way 155.5, 47.4, 48.0; of one role of eight warps 173.0, 52.3, 53.5.
     narrow = dim == dim_v == 64 and keys_of(problem) > MOST_KEYS_OF_STORED_Q
-    late = is_late(problem, arch)
+    late = fixed_bits.is_late(problem, arch)
     holds_q = late if problem.deterministic else dim == dim_v == 128 or narrow
     apart = many and (holds_q or (keys_of(problem) >= LEAST_KEYS_OF_TWO_GROUPS and (long or not problem.deterministic)))
     absent = absent_of(problem, rows) if holds_q else None
@@ -411,7 +392,7 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     ctas = 1 if holds_q and not (narrow and rows <= MOST_ROWS) else 128 // rows
     config = Config(dim, dim_v, rows, tokens, 2, rows // 16, ctas, split, box=box, chunk=chunk, groups=1 + apart,
                     by_way_of_q=many and not long and not holds_q, holds_q=holds_q, asks_q=absent is not None,
-                    absent=absent or 0, optimistic=holds_q and is_hopeful(problem),
+                    absent=absent or 0, optimistic=late or (holds_q and is_hopeful(problem)),
                     under_way=(2 * UNDER_WAY if narrow and many else UNDER_WAY) if holds_q else 0,
                     chain=chain_of(problem), late=late, grouped=grouped)  # fmt: skip
     # Parts merged by blocks of columns, microseconds (and by rows), one request: of 128k keys of 16 heads on 2 50.0 (52.8) on
@@ -419,7 +400,7 @@ def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
     sms, number = arch.sms or FALLBACK_SMS, jobs(problem, config)
     config = replace(config, few_jobs=many and not split and sms // number > MOST_PARTS,
                      joins=many and holds_q and not (split or narrow) and problem.heads_kv >= LEAST_HEADS_OF_JOINS)  # fmt: skip
-    most_keys = MOST_KEYS_OF_ONE_ROLE_OF_SPLITS if split else MOST_KEYS_OF_ONE_ROLE
+    most_keys = fixed_bits.MOST_KEYS_OF_ONE_ROLE if split else MOST_KEYS_OF_ONE_ROLE
     if holds_q and not narrow and 2 * number <= sms and keys_of(problem) <= most_keys:
         config = replace(config, groups=1)
     most = MOST_STAGES
@@ -440,22 +421,8 @@ def takes_groups(problem: DecodeProblem) -> bool:
 def is_hopeful(problem: DecodeProblem) -> bool:
     """Whether the optimistic softmax gains: there are many steps that all rows see whole, whose scores are not likely to be far
     above those of the first one, of which each row sees some."""
-    if problem.deterministic:
-        many = room_of(problem.capacity) >= HOPEFUL_ROOM_OF_SPLITS
-    else:
-        many = seen_of(problem) >= HOPEFUL_ROOM or padded(problem.head_dim) == 64
-    return many and problem.mask.left is None and problem.score.alibi is None
-
-
-def is_late(problem: DecodeProblem, arch: Arch) -> bool:
-    """Whether what is found of a split is counted from references that move late, so that the optimistic softmax may find it,
-    too. Bits depend on that, so it depends on what the requests of a batch have in common, not on how many there are."""
-    # An H200, 16 queries of 64 heads on 8, pages of 64, microseconds (and with maxima): 32 requests of 8k keys 296 (332), of
-    # 32k 1104 (1397); 8 of 8k 89.3 (93.4), of 32k 276 (322); 128 of 8k 1240 (1387); over pages of 16 32 of 8k 333 (344),
-    # contiguous 301 (336); 32 of 2k 97 (107), 128 of 2k 391 (416). For fewer rows see `of_one_group`.
-    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128
-    fast = arch.dram_bandwidth >= FAST_MEMORY
-    return problem.deterministic and wide and fast and is_hopeful(problem)
+    many = seen_of(problem) >= HOPEFUL_ROOM or padded(problem.head_dim) == 64
+    return many and fixed_bits.weighs_evenly(problem)
 
 
 def of_latent(problem: DecodeProblem, arch: Arch) -> Config:
@@ -507,7 +474,7 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
     if dim == MOST_COLUMNS:
         return wide_heads.one_group_gains(problem)
     if problem.deterministic:
-        return dim == 128 and (one_group_gains_late if is_late(problem, arch) else one_group_gains_early)(problem)
+        return dim == 128 and fixed_bits.one_group_gains(problem, arch)
     if dim == 64:
         return MMA_ROWS < problem.rows <= MOST_ROWS and keys <= FEW_KEYS_OF_ONE_GROUP
     if problem.rows <= MMA_ROWS // 2:
@@ -530,19 +497,6 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
     return arch.dram_bandwidth < FAST_MEMORY or keys <= MOST_KEYS_OF_ONE_GROUP
 
 
-def one_group_gains_early(problem: DecodeProblem) -> bool:
-    """The same for fixed bits, of splits whose references are running maxima."""
-    return problem.rows <= MOST_ROWS or keys_of(problem) <= FEW_KEYS_OF_ONE_GROUP
-
-
-def one_group_gains_late(problem: DecodeProblem) -> bool:
-    """The same for fixed bits, of splits whose references move late."""
-    if problem.rows > MOST_ROWS:
-        return keys_of(problem) <= MOST_KEYS_OF_SHORT_SPLITS and short_split_of(problem) < SHORT_SPLIT
-    small_pages = problem.page_size is not None and problem.page_size < WGMMA_TOKENS
-    return not small_pages or keys_of(problem) < LEAST_KEYS_OF_SMALL_PAGES
-
-
 def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of one group of wgmma, beside four warps that copy by cp.async: one CTA a multiprocessor, and a long ring."""
     # two CTAs with half a ring each: 13.2, 26.7, 25.3 and 109.8 microseconds, in place of the four in the first line above
@@ -557,7 +511,7 @@ def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
     #   1 query:   32 of 8k 249.2 (250.4), 8 of 32k 251.7 (259.7), 1 of 8k 16.7 (16.8), of 4k 13.4 (14.2), 128 of 2k 269.4
     #              (281.1), 32 of 128k over pages of 16 3937 (4753); but 28 heads on 4, 1 of 8k 17.5 (17.3), 4 queries, 32 of 2k
     #              39.3 (38.2)
-    late = is_late(problem, arch)
+    late = fixed_bits.is_late(problem, arch)
     config = Config(dim, dim_v, 64, tokens, 2, 4, 1, split, chunk=dim, chain=chain_of(problem), holds_q=late,
                     optimistic=late, late=late)  # fmt: skip
     return with_all_stages(config, arch)
@@ -589,7 +543,7 @@ def of_converted(problem: DecodeProblem, arch: Arch) -> Config:
     tiles = MOST_ROWS < problem.rows <= 2 * MOST_ROWS and keys_of(problem) <= MOST_CONVERTED_KEYS_OF_TILES
     groups = 2 if problem.rows > MOST_ROWS and not tiles and dim == 128 else 1
     tokens = WGMMA_TOKENS if dim == 128 else WGMMA_TOKENS // 2
-    hopeful = problem.mask.left is None and problem.score.alibi is None
+    hopeful = fixed_bits.weighs_evenly(problem)
     box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
     absent = absent_of(problem, MOST_ROWS * groups)
     config = Config(dim, dim, MOST_ROWS * groups, tokens, 2, 4 * groups, 1, kv_bytes=1, box=box, chunk=dim, groups=groups,
