@@ -417,7 +417,7 @@ def test_as_flash_attn_2_is_called_over_pages(device):
         ("cu_seqlens_k must be a tensor, got list", {"cu_seqlens_k": [0, 1]}),
         ("cu_seqlens_k must be int32, got torch.int64", {"cu_seqlens_k": torch.tensor([0, 1])}),
         (r"cu_seqlens_k must be contiguous with shape \[1\], got \[\]", {"cu_seqlens_k": ints(0)[0]}),
-        (r"page_table must have shape \[2, pages of a request\]", {"cu_seqlens_k": ints(0, 1, 2)}),
+        (r"block_table \(or page_table\) must have shape \[2, pages of a request\]", {"cu_seqlens_k": ints(0, 1, 2)}),
         (r"lengths \(cache_seqlens\) must be from 0 to the 8 .* got \[-1\]", {"cu_seqlens_k": ints(1, 0)}),
         ("block_table and page_table are one argument", {"page_table": ints([0]), "seqused_k": ints(1)}),
     ],

@@ -20,8 +20,8 @@ class FlashCache(Cache):
     """A cache whose tensors have flash-attn's names where an error speaks of them."""
 
     names = Names(
-        "k_cache", "v_cache", "cache_seqlens", "page_table", "cache_batch_idx", "cache_leftpad", "k_descale", "v_descale",
-        "cu_seqlens_k_new", "rotary_cos", "rotary_sin",
+        "k_cache", "v_cache", "cache_seqlens", "block_table (or page_table)", "cache_batch_idx", "cache_leftpad", "k_descale",
+        "v_descale", "cu_seqlens_k_new", "rotary_cos", "rotary_sin",
     )  # fmt: skip
 
 
