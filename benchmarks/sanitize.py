@@ -206,6 +206,29 @@ def queries_by_tma() -> None:
         synchronize(f"16 queries of {group} heads, room {room}{', packed' * ragged}")
 
 
+def fixed_bits() -> None:
+    """Splits whose references move late where memory is fast: one group, eight warps of one role and of two; pieces that
+    are taken again, as some scores are far above those of a split's first step."""
+    shapes = ((1, 1, 64, 1700), (4, 2, 16, 1700), (16, 2, 64, 1700), (16, 1, None, 9000), (16, 40, 64, 2048))
+    for (n_q, batch, page, room), far in cases(product(shapes, (1.0, 256.0))):
+        call = draw(1, torch.bfloat16, device=DEVICE, deterministic=True, n_q=n_q, group=8, heads_kv=8, page=page, room=room,
+                    batch=batch, lengths=[room - 300 * (b % 5) for b in range(batch)], head_dim=128, head_dim_v=128,
+                    mask=strobe.Causal(), alibi=False, ragged=False, tree=False, leftpad=False)  # fmt: skip
+        call.cache.k[:, 7::16] *= far
+        strobe.decode(call.q, call.cache, **call.keywords)
+        synchronize(f"fixed bits, {n_q} queries of {batch} requests, some keys {far:g} times as large")
+
+
+def held_queries() -> None:
+    """One to four queries with room for very many keys, of which there are few."""
+    for n_q, page in cases(((1, 64), (1, 16), (4, None))):
+        call = draw(1, torch.bfloat16, device=DEVICE, n_q=n_q, group=8, heads_kv=8, page=page, room=4096, batch=33,
+                    lengths=[100 + 20 * b for b in range(33)], head_dim=128, head_dim_v=128, mask=strobe.Causal(), alibi=False,
+                    ragged=False, tree=False, leftpad=False)  # fmt: skip
+        strobe.decode(call.q, call.cache, **call.keywords)
+        synchronize(f"held queries, {n_q} of each request")
+
+
 def latent_and_bits() -> None:
     """The latent of MLA; caches of 8 bits."""
     for heads in cases((16, 128)):
@@ -308,6 +331,8 @@ PARTS = {
     "several": several_queries,
     "shares": shares,
     "queries": queries_by_tma,
+    "fixed": fixed_bits,
+    "held": held_queries,
     "latent": latent_and_bits,
     "dims": head_dims,
     "prompts": prompts,
