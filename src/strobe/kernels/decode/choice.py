@@ -265,7 +265,7 @@ def of_long_steps(problem: DecodeProblem, arch: Arch) -> Config:
 
 def takes_held_queries(problem: DecodeProblem, arch: Arch) -> bool:
     """Whether TMA and one group of wgmma, which holds Q and is optimistic, is the fastest choice for up to 32 rows: very many
-    keys, of which fast memory gives so many that what binds is the power of what multiplies and copies."""
+    keys, of fast memory, beside which instructions and the power that they take count."""
     # An H200, 4 queries, microseconds (and mma.sync, of a contiguous cache by long steps):
     #   64 heads on 8, pages of 16: 32 requests of 8k keys 252 (257), 8 of 32k 252 (263), 32 of 32k 1044 (1050), of 128k 3901
     #                  (3942), 128 of 2k 261 (268), of 8k 996 (1002); pages of 64: 128 of 8k 993 (993), 32 of 128k 3898 (3981);
