@@ -473,8 +473,10 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
     keys = keys_of(problem)
     if dim == MOST_COLUMNS:
         return wide_heads.one_group_gains(problem)
+    if fixed_bits.is_late(problem, arch):
+        return fixed_bits.one_group_gains(problem)
     if problem.deterministic:
-        return dim == 128 and fixed_bits.one_group_gains(problem, arch)
+        return dim == 128 and (problem.rows <= MOST_ROWS or keys <= FEW_KEYS_OF_ONE_GROUP)
     if dim == 64:
         return MMA_ROWS < problem.rows <= MOST_ROWS and keys <= FEW_KEYS_OF_ONE_GROUP
     if problem.rows <= MMA_ROWS // 2:

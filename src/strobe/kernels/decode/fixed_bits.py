@@ -15,8 +15,6 @@ MOST_KEYS_OF_ONE_ROLE = 1 << 18
 is cut. An H200, 16 queries, pages of 64, microseconds (and without Q in registers; and with two roles): 64 heads on 8, 1
 request of 32k keys 46.5 (56.6; 57.5), 8 of 4k 48.4 (56.5; 58.8), 4 of 8k 57.6 (67.0; 66.7), but 8 of 8k 93.2 (-; 90.8); 28 on
 4, 8 of 8k 74.1 (79.0; 78.8), but 32 of 2k, of more jobs, 60.3 (58.7; 57.7)."""
-FEW_KEYS_OF_ONE_GROUP = 1 << 16
-"""Keys of all key heads of all requests up to which 65 to 128 rows are two tiles of one group's, if references are maxima."""
 MOST_KEYS_OF_SHORT_SPLITS, SHORT_SPLIT = 1 << 17, 512
 """Keys of all key heads of all requests up to which 65 to 128 rows are two tiles of one group's, if references are late and
 splits shorter than this. An H200, 16 queries, pages of 64, microseconds (and one role of eight warps): 64 heads on 8, 8
@@ -47,12 +45,10 @@ def is_late(problem: DecodeProblem, arch: Arch) -> bool:
     return problem.deterministic and wide and long and fast and weighs_evenly(problem)
 
 
-def one_group_gains(problem: DecodeProblem, arch: Arch) -> bool:
-    """Whether one group of wgmma, whose keys cp.async copies, is the fastest choice for heads of 65 to 128 columns."""
-    keys, late = keys_of(problem), is_late(problem, arch)
-    if problem.rows > MOST_ROWS and late:
-        return keys <= MOST_KEYS_OF_SHORT_SPLITS and short_split_of(problem) < SHORT_SPLIT
+def one_group_gains(problem: DecodeProblem) -> bool:
+    """Whether one group of wgmma, whose keys cp.async copies, is the fastest choice if references are late."""
+    keys = keys_of(problem)
     if problem.rows > MOST_ROWS:
-        return keys <= FEW_KEYS_OF_ONE_GROUP
+        return keys <= MOST_KEYS_OF_SHORT_SPLITS and short_split_of(problem) < SHORT_SPLIT
     small_pages = problem.page_size is not None and problem.page_size < WGMMA_TOKENS
-    return not (late and small_pages and keys >= LEAST_KEYS_OF_SMALL_PAGES)
+    return not small_pages or keys < LEAST_KEYS_OF_SMALL_PAGES
