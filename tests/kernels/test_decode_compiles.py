@@ -25,6 +25,7 @@ made = []
 for arch, group, n_q, dim, page, cache, beside in json.loads(sys.argv[1]):
     arch, i32 = KNOWN[arch], torch.int32
     kind = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bf16": torch.bfloat16}[cache]
+    fixed, beside = beside.startswith("fixed "), beside.removeprefix("fixed ")
     batch, latent = {"few": 4, "one request": 1}.get(beside, 9), dim == 576
     dim_v, heads_kv = 512 if latent else dim, 1 if latent else 2
     q, k = meta(batch, n_q, heads_kv * group, dim), meta(40, page or 512, heads_kv, dim, dtype=kind)
@@ -37,7 +38,7 @@ for arch, group, n_q, dim, page, cache, beside in json.loads(sys.argv[1]):
         operands = operands._replace(leftpad=meta(batch, dtype=i32), tree=meta(batch, n_q, n_q, dtype=torch.bool),
                                      alibi=meta(2 * group, dtype=torch.float32), sinks=meta(2 * group, dtype=torch.float32))
     softcap, left = (30.0, 100) if beside == "all" else (0.0, None)
-    options = DecodeOptions(n_q, dim_v, latent, 0.1, left, 0, softcap, True, beside == "deterministic", None)
+    options = DecodeOptions(n_q, dim_v, latent, 0.1, left, 0, softcap, True, fixed, None)
     problem = describe(operands, options)
     kinds = {"wgmma": of_wgmma, "one group": of_one_group, "long": of_long_steps, "converted": of_converted}
     kinds["wide"] = wide_heads.of_wgmma
@@ -53,6 +54,7 @@ for arch, group, n_q, dim, page, cache, beside in json.loads(sys.argv[1]):
     ready = launcher.Call(call.kernel, call.grid, (), call.keywords, compiled)
     known = launcher.parameters(compiled, launcher.all_arguments(ready))
     there = {id(x) for x in (*given.values(), *others.values())}
+    assert config.late == (fixed and page == 256)
     made.append({
         "wrong_code": found.wrong_code, "registers": found.registers, "allowed": config.registers, "spills": found.spill_bytes,
         "smem": compiled.metadata.shared, "smem_said": config.smem, "overhead": OVERHEAD, "ldmatrix": ptx.count("ldmatrix"),
@@ -73,7 +75,7 @@ SOME = [
     *FEW, *ALONE, ("H200", 8, 1, 128, 64, "bf16", ""), ("H200", 1, 4, 128, None, "bf16", ""),
     *(("H200", 8, n_q, 128, None, "bf16", "long") for n_q in (1, 4)),
     ("A100", 4, 1, 64, 16, "bf16", ""), ("H200", 8, 16, 128, 64, "bf16", "wgmma"),
-    ("H200", 8, 16, 128, 16, "bf16", "deterministic"),
+    ("H200", 8, 16, 128, 16, "bf16", "fixed bits"), ("H200", 8, 4, 128, 256, "bf16", "fixed one group"),
 ]  # fmt: skip
 OTHER_DIMS = [
     ("H200", 8, 4, 256, 16, "bf16", "one group"), ("H200", 8, 8, 256, 64, "bf16", "wide"),
@@ -86,10 +88,11 @@ OTHER_DIMS = [
 ]  # fmt: skip
 MORE = [
     ("H200", 8, 4, 128, 64, "bf16", "wgmma"), ("H200", 8, 16, 128, 16, "bf16", "wgmma"),
-    ("H200", 8, 4, 128, 16, "bf16", "wgmma"),
+    ("H200", 8, 4, 128, 16, "bf16", "wgmma"), ("H200", 8, 4, 128, 256, "bf16", "fixed wgmma"),
+    ("H200", 8, 16, 128, 256, "bf16", "fixed wgmma"),
     ("H200", 8, 4, 64, None, "bf16", "wgmma"), ("H200", 128, 1, 576, 64, "bf16", "wgmma"),
     ("H200", 16, 1, 576, 64, "bf16", "wgmma"), ("H200", 128, 2, 576, 64, "bf16", "wgmma"),
-    ("H200", 4, 1, 128, 1, "bf16", "deterministic"), ("H200", 8, 16, 128, 64, "bf16", ""), ("H200", 2, 1, 256, 64, "bf16", ""),
+    ("H200", 4, 1, 128, 1, "bf16", "fixed bits"), ("H200", 8, 16, 128, 64, "bf16", ""), ("H200", 2, 1, 256, 64, "bf16", ""),
     ("H200", 8, 8, 128, 64, "e4m3", "converted"), ("H200", 8, 17, 128, 16, "e4m3", "converted"),
     ("H200", 8, 1, 128, 64, "e4m3", ""), ("H200", 8, 4, 128, 16, "e4m3", ""), ("H200", 8, 4, 64, None, "e4m3", "all"),
     ("H200", 8, 1, 128, 64, "e5m2", ""), ("H200", 8, 4, 128, 64, "bf16", "all"), ("A100", 8, 1, 128, None, "bf16", ""),
@@ -107,6 +110,7 @@ SPILLS = {
     ("H200", 8, 700, 256, 64, "bf16", "wide"): 688, ("H200", 8, 700, 256, 16, "bf16", "wide"): 660,
     ("H200", 8, 4, 256, 64, "e4m3", "converted"): 40, ("A100", 8, 4, 256, 64, "bf16", ""): 120,
     ("H200", 8, 4, 64, None, "bf16", "long"): 72, ("A100", 4, 1, 576, 16, "bf16", ""): 288,
+    ("H200", 8, 4, 128, 256, "bf16", "fixed wgmma"): 168, ("H200", 8, 16, 128, 256, "bf16", "fixed wgmma"): 592,
 }  # fmt: skip
 """Bytes that may be spilled, by the Triton that spills most: outside of what runs at every step for the most part, there a
 number or none is loaded again."""
@@ -130,12 +134,13 @@ def test_it_compiles_for_gpus_that_are_not_there(triton, problems):
         assert made["smem_said"] <= made["smem"] <= made["smem_said"] + made["overhead"] + 4096, (problem, made)
         assert made["smem"] + 1024 <= made["room"] and not made["narrow"] and made["strangers"] == 0, (problem, made)
         assert bool(made["posted"]) == made["clustered"], (problem, made)
-        if "wgmma" in problem or "wide" in problem:
+        kind = problem[-1].removeprefix("fixed ")
+        if kind in ("wgmma", "wide"):
             in_turns = problem[3] == 576 and problem[1] * problem[2] > 64  # whose rows of Q cp.async copies
             assert made["wgmma"] and made["tma"] and bool(made["copies"]) == in_turns, (problem, made)
-        elif "converted" in problem:
+        elif kind == "converted":
             assert made["wgmma"] and made["tma"] and not made["copies"], (problem, made)
-        elif "one group" in problem:
+        elif kind == "one group":
             assert made["wgmma"] and made["copies"] and not made["tma"], (problem, made)
         else:
             assert made["copies"] and made["ldmatrix"], (problem, made)
