@@ -229,6 +229,17 @@ def held_queries() -> None:
         synchronize(f"held queries, {n_q} of each request")
 
 
+def heads_abreast() -> None:
+    """Requests of unequal lengths whose key heads are walked along together, by each of the kernels that take them."""
+    shapes = ((1, 128, 16, 9), (4, 128, 64, 9), (16, 128, 64, 40), (16, 96, 64, 9), (16, 80, None, 9), (4, 160, 16, 9))
+    for n_q, head_dim, page, batch in cases(shapes):
+        call = draw(1, torch.bfloat16, device=DEVICE, n_q=n_q, group=8, heads_kv=8, page=page, room=1700, batch=batch,
+                    lengths=[1700 - 400 * (b % 5) for b in range(batch)], head_dim=head_dim, head_dim_v=head_dim,
+                    mask=strobe.Causal(), ragged=False, tree=False, leftpad=False)  # fmt: skip
+        strobe.decode(call.q, call.cache, **call.keywords)
+        synchronize(f"key heads abreast, {n_q} queries of {batch} requests, {head_dim} columns")
+
+
 def latent_and_bits() -> None:
     """The latent of MLA; caches of 8 bits."""
     for heads in cases((16, 128)):
@@ -333,6 +344,7 @@ PARTS = {
     "queries": queries_by_tma,
     "fixed": fixed_bits,
     "held": held_queries,
+    "abreast": heads_abreast,
     "latent": latent_and_bits,
     "dims": head_dims,
     "prompts": prompts,

@@ -436,6 +436,19 @@ JOINED_BUGS = [
            (*TOO_EARLY, *NUMBERS)),
 ]  # fmt: skip
 
+ABREAST_BUGS = [
+    kernel("heads abreast are one head", "head * C.heads_abreast + member % C.heads_abreast", "head * C.heads_abreast",
+           (DoubleWrite, Race, *NUMBERS)),
+    kernel("heads abreast are jobs of their own", "heads = heads_kv // C.heads_abreast", "heads = heads_kv",
+           (OutOfBounds, DoubleWrite, Race, *NUMBERS)),
+    schedule("heads abreast have one place for their parts", ") * C.team + gl.program_id(0) % C.team", ") * C.team",
+             (DoubleWrite, Race, *NUMBERS)),
+    schedule("a stretch for each CTA of a team", "teams = gl.num_programs(0) // C.team", "teams = gl.num_programs(0)"),
+    kernel("a CTA takes its part for another one's", "gl.program_id(0) // K.C.team - job.first", "gl.program_id(0) - job.first",
+           (*TOO_EARLY, *NUMBERS)),
+    kernel("parts lie closer than those abreast leave them", "2 * C.team  # places", "2  # places", (*TOO_EARLY, *NUMBERS)),
+]  # fmt: skip
+
 BY_WAY_OF_Q_BUGS = [
     hopper("both groups' results pass through one place", "memory.q.index(W * (own.C.head_dim // own.C.chunk))",
            "memory.q.index(0)", (Race, MissingFence, *NUMBERS)),
@@ -679,9 +692,9 @@ TURNS_BUGS = [
     turns("both groups count one job's arrivals", "o.arrivals + W * 2 * jobs", "o.arrivals",
           (Race, DoubleWrite, *NUMBERS, Deadlock)),
     turns("parts of both halves at one place", "o.parts + W * places", "o.parts + 0 * places", (DoubleWrite, Race)),
-    schedule("those abreast have one place for their parts", ") * C.abreast + gl.program_id(0) % C.abreast",
-             ") * C.abreast", (DoubleWrite, Race)),
-    kernel("those abreast have one tile", "own_tiles) * C.abreast + member",
+    schedule("those abreast have one place for their parts", ") * C.team + gl.program_id(0) % C.team",
+             ") * C.team", (DoubleWrite, Race)),
+    kernel("those abreast have one tile", "own_tiles) * C.abreast + member % C.abreast",
            "own_tiles) * C.abreast", (DoubleWrite, Race, *NUMBERS)),
     kernel("few rows of few parts are merged", "merge_rows(K, piece, job, turn * size, rows, K.C.merged_of_few)",
            "merge_rows(K, piece, job, turn * size, rows, K.C.merged_rows)"),
@@ -877,6 +890,17 @@ def test_it_is_found_where_parts_are_joined(bug, tmp_path):
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
             run(call, ctas=7, order=order, seed=number, launches=2, kernel=module, choose=of_wgmma, joins=True, **ASKED_Q)
+
+
+@pytest.mark.parametrize("bug", ABREAST_BUGS, ids=str)
+def test_it_is_found_where_key_heads_are_abreast(bug, tmp_path):
+    """Of jobs in two parts, which the last to come adds up, and of more, which are merged."""
+    call, module = of_unequal_lengths(heads_kv=2), broken(bug, HOPPER, tmp_path)
+    asked = {**ASKED_Q, "kernel": module, "choose": of_wgmma, "heads_abreast": 2, "joins": True, "launches": 2}
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            for ctas in (4, 14):
+                run(call, ctas=ctas, order=order, seed=number, **asked)
 
 
 @pytest.mark.parametrize("bug", FEW_JOBS_BUGS, ids=str)

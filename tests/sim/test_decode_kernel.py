@@ -213,6 +213,52 @@ def test_pieces_that_count_for_more_than_their_keys(kind, order):
         run(call, ctas=ctas, order=order, launches=2, choose=kind, start=3)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_key_heads_that_are_abreast(seed):
+    """Random requests, by every kernel, of one tile and of several: teams of CTAs have a key head each, and some CTAs have no
+    team."""
+    kind, abreast = (of_mma, of_one_group, of_wgmma)[seed % 3], (2, 3, 4)[seed // 3 % 3]
+    n_q, group = [(1, 4), (16, 8), (3, 7), (40, 4)][seed % 4]
+    call = draw(seed, (torch.float16, torch.bfloat16)[seed % 2], honest=seed % 3 > 0, page=[16, None, 48, 64][seed // 2 % 4],
+                n_q=n_q, group=group, heads_kv=abreast * (1 + seed % 2), head_dim=128, head_dim_v=128, tree=False)  # fmt: skip
+    run(call, ctas=abreast * (1 + seed % 5) + seed % 2, order=ORDERS[seed // 2 % 4], seed=seed, launches=2, choose=kind,
+        start=seed % 4, heads_abreast=abreast, by_turns=seed % 5 == 0)  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_parts_of_key_heads_that_are_abreast(groups, order):
+    """Added up by the last CTA to come, and taken again."""
+    asked = {**ASKED_Q, "groups": groups, "choose": of_wgmma, "heads_abreast": 2, "order": order, "launches": 2}
+    for ctas in (4, 7, 10):
+        run(of_unequal_lengths(heads_kv=2), ctas=ctas, joins=True, **asked)
+    run(queries_below_zero(), ctas=6, **{**asked, "optimistic": True})
+
+
+@pytest.mark.parametrize("abreast", [1, 2])
+def test_a_part_behind_so_many_pieces_that_some_are_taken_again_together(abreast):
+    """34 of a CTA, of which the last is a part: it is not handed in twice."""
+    call = far_scores(torch.float16, 64, lengths=[130] * 33 + [9000], heads_kv=abreast)
+    run(call, ctas=2 * abreast, choose=of_wgmma, heads_abreast=abreast, **{**OPTIMISTIC, "groups": 1})
+
+
+@pytest.mark.parametrize("seed", range(9))
+def test_splits_of_key_heads_that_are_abreast(seed):
+    """The same bits as by one CTA after the other."""
+    kind, abreast = (of_mma, of_one_group, of_wgmma)[seed % 3], (2, 4)[seed % 2]
+    n_q, group = [(4, 8), (3, 7), (40, 4), (16, 8)][seed % 4]
+    call = draw(seed, torch.float16, honest=seed % 3 > 0, page=[16, None, 48][seed % 3], n_q=n_q, group=group,
+                heads_kv=abreast, head_dim=128, head_dim_v=128, tree=False, deterministic=True, alibi=False,
+                mask=strobe.Causal(), room=(257, 700)[seed // 3 % 2])  # fmt: skip
+    cut = {"split": 128 if kind is of_mma else 64, "chain": (256, 512)[seed // 2 % 2], "choose": kind}
+    late = {} if kind is of_mma else {"late": True, "stages": 2}
+    usual = run(call, ctas=1, **cut, **late)
+    hopeful = OPTIMISTIC if late else {}
+    found = run(call, ctas=abreast * (1 + seed % 4) + seed % 2, order=ORDERS[seed // 2 % 4], seed=seed, launches=2,
+                heads_abreast=abreast, **cut, **late, **hopeful)  # fmt: skip
+    assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(usual, found, strict=True))
+
+
 def test_a_scale_that_is_not_positive():
     for scale in (-0.2, 0.0):
         for choose_one in (of_wgmma, of_one_group):
@@ -547,6 +593,35 @@ def with_room(problem, batch, heads_kv, room):
     """The problem of so many requests and key heads, with room for so many keys."""
     lengths = replace(problem.lengths, batch=batch, seqlen_kv=room)
     return replace(problem, lengths=lengths, heads_kv=heads_kv, heads_q=8 * heads_kv)
+
+
+@pytest.mark.parametrize(
+    ("heads_kv", "batch", "room", "fixed", "abreast", "on_an_h100"),
+    [
+        (8, 8, 8192, {}, 4, 1), (6, 8, 8192, {}, 2, 1), (7, 8, 8192, {}, 1, 1), (8, 1, 8192, {"n_q": 8}, 1, 1),
+        (8, 2, 700, {}, 1, 1), (8, 40, 700, {"n_q": 8}, 4, 1), (8, 8, 8192, {"n_q": 16}, 4, 1),
+        (8, 8, 8191, {"n_q": 16}, 1, 1), (8, 8, 8192, {"deterministic": True}, 4, 1),
+        (8, 8, 8192, {"deterministic": True, "n_q": 16}, 1, 1), (8, 2, 300, {"n_q": 16, "head_dim": 96}, 4, 1),
+        (8, 2, 8192, {"n_q": 16, "head_dim": 96}, 8, 8), (4, 4, 8192, {"n_q": 16, "head_dim": 80}, 4, 4),
+        (8, 1, 8192, {"n_q": 16, "head_dim": 96}, 1, 1), (8, 2, 8192, {"n_q": 16, "head_dim": 64}, 1, 1),
+        (8, 8, 8192, {"head_dim": 96}, 4, 1), (8, 2, 8192, {"n_q": 2, "head_dim": 160}, 8, 8),
+    ],
+)  # fmt: skip
+def test_which_key_heads_are_abreast(heads_kv, batch, room, fixed, abreast, on_an_h100):
+    """Those of several requests where memory is fast and binds, or where TMA copies rows that end within a cache line."""
+    problem = with_room(problem_of(**{"n_q": 1, **fixed}), batch, heads_kv, room)
+    assert [choose(problem, KNOWN[gpu]).heads_abreast for gpu in ("H200", "H100")] == [abreast, on_an_h100]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "n_q", "kind"),
+    [(96, 1, "mma"), (96, 2, "one group"), (112, 8, "one group"), (80, 9, "TMA, 128 rows"), (128, 1, "TMA, 64 rows"),
+     (224, 2, "one group"), (160, 2, "TMA, 64 rows"), (192, 8, "TMA, 64 rows"), (224, 9, "TMA, 128 rows")],
+)  # fmt: skip
+def test_rows_that_end_within_a_cache_line(head_dim, n_q, kind):
+    """Of up to 64 rows cp.async copies those of very many keys, too, but where 160 columns have places of 256."""
+    for gpu in ("H200", "H100") if n_q > 1 else ("H200",):
+        assert kind_of(choose(with_room(problem_of(n_q=n_q, head_dim=head_dim), 32, 8, 1 << 15), KNOWN[gpu])) == kind
 
 
 @pytest.mark.parametrize(("batch", "heads_kv"), [(2, 4), (16, 8), (17, 8)])
@@ -955,10 +1030,10 @@ def one_job() -> Drawn:
                 head_dim=128, head_dim_v=128, mask=strobe.Causal())  # fmt: skip
 
 
-def of_unequal_lengths() -> Drawn:
+def of_unequal_lengths(heads_kv: int = 1) -> Drawn:
     """Seven CTAs cut jobs in up to four parts, and go on with others."""
     return draw(3, torch.bfloat16, ragged=False, lengths=[130, 1000, 300], batch=3, page=64, room=1024, n_q=16, group=7,
-                heads_kv=1, head_dim=128, head_dim_v=128, mask=strobe.Causal(), tree=False, leftpad=False)  # fmt: skip
+                heads_kv=heads_kv, head_dim=128, head_dim_v=128, mask=strobe.Causal(), tree=False, leftpad=False)  # fmt: skip
 
 
 def queries_below_zero() -> Drawn:
@@ -968,10 +1043,11 @@ def queries_below_zero() -> Drawn:
     return call._replace(keywords={**call.keywords, "scale": -0.1})
 
 
-def far_scores(dtype: torch.dtype, page: int | None, **keywords) -> Drawn:
+def far_scores(dtype: torch.dtype, page: int | None, lengths=(390, 130, 260), heads_kv: int = 1, **keywords) -> Drawn:
     """A call of 128 rows, of which the last 64 have scores far above those of a piece's first step."""
-    call = draw(3, dtype, ragged=False, batch=3, lengths=[390, 130, 260], room=400, n_q=16, group=8, heads_kv=1, page=page,
-                head_dim=128, head_dim_v=128, leftpad=False, mask=strobe.Causal(), tree=False, alibi=False)  # fmt: skip
+    call = draw(3, dtype, ragged=False, batch=len(lengths), lengths=list(lengths), room=max(lengths) + 10, n_q=16, group=8,
+                heads_kv=heads_kv, page=page, head_dim=128, head_dim_v=128, leftpad=False, mask=strobe.Causal(), tree=False,
+                alibi=False)  # fmt: skip
     q = call.q.clone()
     q[:, :8] *= 2.0**-6
     high = torch.rand(*call.cache.k.shape[:2], 1, 1, generator=torch.Generator().manual_seed(1)) < 0.1

@@ -39,10 +39,10 @@ def make_again(GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def bit_of(number, job):
+def bit_of(number, job, C: gl.constexpr):
     """The bit of a CTA's piece of that number. Later ones share a bit, as the result of a whole job may be written twice; but a
     part must not be handed in twice. The first piece may be one, and the last, if others go on with its job."""
-    goes_on = (job.parts > 1) & (job.first == gl.program_id(0))
+    goes_on = (job.parts > 1) & (job.first == gl.program_id(0) // C.team)
     return 1 << gl.where(goes_on, LAST_BIT, gl.minimum(number, LAST_BIT - 1))
 
 
@@ -50,7 +50,7 @@ def bit_of(number, job):
 def is_chosen(chosen, number, job, C: gl.constexpr):
     """Whether a CTA's piece of that number is one of those chosen."""
     if C.optimistic:
-        return (chosen & bit_of(number, job)) != 0
+        return (chosen & bit_of(number, job, C)) != 0
     else:
         return True
 

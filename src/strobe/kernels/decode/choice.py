@@ -11,6 +11,7 @@ from strobe.device import KIB, Arch
 from strobe.kernels.common.panels import PANEL_COLUMNS, lie_in_groups
 from strobe.kernels.decode import fixed_bits, wide_heads
 from strobe.kernels.decode.config import MMA_ROWS, MOST_COLUMNS, MOST_ROWS, Config
+from strobe.kernels.decode.heads_abreast import fills_lines, heads_abreast_of
 from strobe.kernels.decode.shares import (
     CLUSTER,
     MOST_HEADS_OF_CLUSTERS,
@@ -150,7 +151,8 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
         elif gains_by_wgmma(problem):
             make = wide_heads.of_wgmma if padded(problem.head_dim) == MOST_COLUMNS else of_wgmma
     config = make(problem, arch)
-    return replace(config, start=start_of(config), by_turns=gains_by_turns(problem, arch, config))
+    return replace(config, start=start_of(config), by_turns=gains_by_turns(problem, arch, config),
+                   heads_abreast=heads_abreast_of(problem, arch, config))  # fmt: skip
 
 
 def gains_by_turns(problem: DecodeProblem, arch: Arch, config: Config) -> bool:
@@ -273,7 +275,8 @@ def takes_held_queries(problem: DecodeProblem, arch: Arch) -> bool:
     #   pages of 16:   32 of 32k 28 on 4 496 (506), 32 on 32 3913 (4164), 16 on 2 254 (264)
     # 1 query, over pages of 16: 8 of 32k 249 (253), 32 of 128k 3886 (3994), 128 of 8k 978 (983), of 2k 252 (251); of 64: 32 of
     # 128k 3846 (3951), 128 of 8k 980 (977); but contiguous 32 of 128k 3978 (3865). With all steps of the ring under way: level.
-    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128
+    # Of 96 columns, whose lines are cut, where jobs are cut, too: 1 query, 24 of 17.6k, 20 heads on 4, 276 (153, by mma.sync).
+    wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128 and fills_lines(problem)
     few_rows = problem.rows < WGMMA_FROM_ROWS and (problem.page_size is not None or problem.lengths.seqlen_q > 1)
     many = keys_of(problem) > MOST_KEYS_OF_ONE_GROUP and is_hopeful(problem)
     fast = arch.dram_bandwidth >= FAST_MEMORY
@@ -481,6 +484,8 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
         return MMA_ROWS < problem.rows <= MOST_ROWS and keys <= FEW_KEYS_OF_ONE_GROUP
     if problem.rows <= MMA_ROWS // 2:
         return False
+    if problem.rows <= MOST_ROWS and not fills_lines(problem):
+        return True
     # An H200, 64 heads on 8, pages of 64, microseconds (and TMA), where a multiprocessor has tiles one after the other:
     #   16 queries: 32 requests of 128 keys 25.5 (17.6), of 256 32.3 (22.0); but 8 of 128 8.6 (9.4), of 1k 19.4 (20.7)
     #    8 queries: 32 of 128 14.5 (13.1), of 512 26.1 (23.5), 128 of 128 47.1 (34.8), of 512 89.8 (78.5), but 8 of 512 12.6

@@ -39,6 +39,7 @@ class Config:
     chunk: columns of shared memory that lie together, for wgmma, by which four warps have 64 rows; 0: mma.sync multiplies.
     abreast: tiles of a key head whose CTAs, neighbours, walk along the same keys at the same time: the first of them reads a
         key from memory, the others find it in the L2 cache.
+    heads_abreast: key heads whose CTAs, neighbours, do the same, each for the keys of its own, which lie beside the others'.
     halves: groups of so many warps that have head_dim_v columns of O each, and take turns at the softmax.
     groups: of warps, each of which has a share of the rows, and a role of its own.
     shares: CTAs that have a key head of a request, and its steps by turns; 0: work is dealt out from the lengths.
@@ -75,6 +76,7 @@ class Config:
     box: int = 0
     chunk: int = 0
     abreast: int = 1
+    heads_abreast: int = 1
     halves: int = 1
     groups: int = 1
     shares: int = 0
@@ -104,6 +106,11 @@ class Config:
     def stride(self) -> int:
         """Keys from the begin of a CTA's step to that of its next one."""
         return self.tokens * max(1, self.shares)
+
+    @property
+    def team(self) -> int:
+        """CTAs, neighbours, that take the same stretch of the line: of tiles that are abreast, or of key heads."""
+        return self.abreast * self.heads_abreast
 
     @property
     def cluster(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from strobe.device import Arch
 from strobe.kernels.decode.config import MOST_ROWS
+from strobe.kernels.decode.heads_abreast import fills_lines
 from strobe.kernels.decode.sizes import FAST_MEMORY, WGMMA_TOKENS, keys_of, padded, room_of, short_split_of
 from strobe.serving.problem import DecodeProblem
 
@@ -51,4 +52,4 @@ def one_group_gains(problem: DecodeProblem) -> bool:
     if problem.rows > MOST_ROWS:
         return keys <= MOST_KEYS_OF_SHORT_SPLITS and short_split_of(problem) < SHORT_SPLIT
     small_pages = problem.page_size is not None and problem.page_size < WGMMA_TOKENS
-    return not small_pages or keys < LEAST_KEYS_OF_SMALL_PAGES
+    return not small_pages or keys < LEAST_KEYS_OF_SMALL_PAGES or not fills_lines(problem)

@@ -307,7 +307,7 @@ def multiply(W: gl.constexpr, memory, K, piece, job, state):
         if own.C.split:
             rows, own_job = noted(W, memory)
         if failed:
-            broken = broken | bit_of(number, job)
+            broken = broken | bit_of(number, job, K.C)
         elif is_mine:
             if own.C.by_way_of_q:
                 deliver(own, rows, own_job, acc, top, total, memory.q.index(W * (own.C.head_dim // own.C.chunk)))

@@ -114,7 +114,7 @@ def is_last(K, piece, job, acc, top, total):
 def joined(K, job, rows, acc, top, total):
     """What was found of a piece with all other parts of its job, which are there, in their order: so the bits are the same
     whoever comes last."""
-    row, own = gl.arange(0, acc[0].shape[0], top.type.layout), gl.program_id(0) - job.first
+    row, own = gl.arange(0, acc[0].shape[0], top.type.layout), gl.program_id(0) // K.C.team - job.first
     o, all_top, all_total = none_like(acc, top)
     for part in range(job.parts):
         place = place_of(part, job.first, job.begins, job.stretch, K.C)
@@ -313,7 +313,7 @@ def merge(K, job, row, rows, column, MERGED: gl.constexpr, COLUMNS: gl.constexpr
     o = gl.full([MERGED, COLUMNS], 0.0, gl.float32, gl.SliceLayout(0, R))
     top = gl.full([MERGED], -float("inf"), gl.float32, gl.SliceLayout(0, H))
     total = gl.full([MERGED], 0.0, gl.float32, gl.SliceLayout(0, H))
-    SPACE: gl.constexpr = 2 * C.abreast  # places from one part to the next, but for the first one
+    SPACE: gl.constexpr = 2 * C.team  # places from one part to the next, but for the first one
     start = place_of(1, job.first, job.begins, job.stretch, C) - SPACE
     own = place_of(0, job.first, job.begins, job.stretch, C) - start
     sums = K.outputs.sums + start * (2 * K.ROWS) + row_2

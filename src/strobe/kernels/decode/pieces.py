@@ -61,19 +61,20 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
     C: gl.constexpr = K.C
     GROUP: gl.constexpr = K.GROUP
     requests, heads_kv, tiles = K.requests, K.heads_kv, K.tiles
-    line = line_of(requests, heads_kv, C, GROUP)
-    team, member = gl.program_id(0) // C.abreast, gl.program_id(0) % C.abreast
+    heads = heads_kv // C.heads_abreast
+    line = line_of(requests, heads, C, GROUP)
+    team, member = gl.program_id(0) // C.team, gl.program_id(0) % C.team
     x, last = start_of(team, line.stretch, line.total), start_of(team + 1, line.stretch, line.total)
     turn = 0 * line.room
     if C.by_turns:
         turn = turn_of(line, C)
         if turn > 0:
             x, last = team * line.room, line.total
-    b, begins = request_at(requests, x, line, heads_kv, C, GROUP)
+    b, begins = request_at(requests, x, line, heads, C, GROUP)
     while x < last:
         first_query, queries = queries_of(requests, b, b < requests.batch)
         begin, end, length = keys_of(requests, b, b < requests.batch, queries)
-        jobs, units = jobs_of(queries, heads_kv, C, GROUP), units_of(begin, end, C)
+        jobs, units = jobs_of(queries, heads, C, GROUP), units_of(begin, end, C)
         room = gl.where(line.room > 0, line.room, units + line.start)
         span = jobs * room
         if requests.cu_q is not None or requests.notes is not None:  # some may have fewer jobs, and places behind them
@@ -98,10 +99,11 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
             head, tile = job, 0 * job
             some_begin, some_end = begin, end
             if tiles > 1:
-                own_tiles = gl.maximum(jobs // heads_kv, 1)
+                own_tiles = gl.maximum(jobs // heads, 1)
                 head = job // own_tiles
-                tile = tile_in_turn(job - head * own_tiles, own_tiles) * C.abreast + member
+                tile = tile_in_turn(job - head * own_tiles, own_tiles) * C.abreast + member % C.abreast
                 some_begin, some_end = keys_of_tile(K.terms, tile * C.rows, queries, begin, end, length, C, GROUP)
+            head = head * C.heads_abreast + member % C.heads_abreast
             entry = b
             if requests.index is not None:
                 entry = gl.load(requests.index + b)

@@ -198,7 +198,7 @@ def stretch_of(total, number, units, alike, C: gl.constexpr):
     `number` jobs of `units` units. What makes the work even or, where they are alike, what cuts a job in equal parts, or is
     several whole jobs, if that is hardly more: then no CTA takes pieces of two jobs, which costs a few microseconds, nor hands
     in a part where the whole job takes about as long."""
-    teams = gl.num_programs(0) // C.abreast
+    teams = gl.num_programs(0) // C.team
     stretch, room = gl.maximum(quotient(total + teams - 1, teams), 1), gl.where(alike, units, 0)
     if alike & (total > 0):
         # Equal parts: an H200, 16 queries, pages of 64, microseconds (and, another time, cut where it makes the work even): 64
@@ -226,7 +226,7 @@ def turn_of(line, C: gl.constexpr):
     whole = line.stretch > line.room
     if whole & (line.room > 0):
         whole = quotient(line.stretch, line.room) * line.room == line.stretch
-    return gl.where(whole, gl.num_programs(0) // C.abreast * line.room, 0)
+    return gl.where(whole, gl.num_programs(0) // C.team * line.room, 0)
 
 
 @gluon.jit
@@ -268,4 +268,4 @@ def parts_of(job_begins, units, stretch):
 def place_of(part, first, job_begins, stretch, C: gl.constexpr):
     """Where the partial result of a job's part goes. part: its number, or several; first: of `parts_of`."""
     within = (job_begins > first * stretch).to(gl.int32)
-    return (2 * (first + part) + gl.where(part == 0, within, 0)) * C.abreast + gl.program_id(0) % C.abreast
+    return (2 * (first + part) + gl.where(part == 0, within, 0)) * C.team + gl.program_id(0) % C.team

@@ -90,7 +90,8 @@ def partial_places(problem: DecodeProblem, config: Config, ctas: int) -> int:
     if not config.split:
         return 2 * ctas
     splits = -(-problem.capacity // config.split)
-    stretch = 9 * -(-jobs(problem, config) * splits // ctas) // 8 + 1  # at most: see `schedule.stretch_of`
+    units = jobs(problem, config) // config.team * splits
+    stretch = 9 * -(-units // (ctas // config.team)) // 8 + 1  # at most: see `schedule.stretch_of`
     return ctas * (min(stretch, splits + 1) + config.optimistic)
 
 

@@ -71,11 +71,12 @@ def own_places(C):
 
 @gluon.jit
 def place_from(chain, split, cta, begins, stretch, places, C: gl.constexpr):
-    """The place of the part of a CTA that begins with a split of a job. begins: whether the job begins with that CTA."""
+    """The place of the part of a CTA that begins with a split of a job. cta: that CTA, or its team, in which it is the same one
+    as this. begins: whether the job begins with it."""
     PER_CHAIN: gl.constexpr = C.chain // C.split
     of_others = chain.line + split - cta * stretch
     of_first = places - 1 - own_places(C) - (split // PER_CHAIN - chain.job_begin // PER_CHAIN)
-    return cta * places + gl.where(begins, of_first, of_others)
+    return (cta * C.team + gl.program_id(0) % C.team) * places + gl.where(begins, of_first, of_others)
 
 
 @gluon.jit
@@ -83,7 +84,7 @@ def own_place(job, key, places, C: gl.constexpr):
     """The place of this CTA's part whose last key is `key`."""
     begin = gl.where(key < job.chain.settled, key // C.split, key // C.chain * (C.chain // C.split))
     begin = gl.maximum(begin, job.chain.job_begin)
-    place = place_from(job.chain, begin, gl.program_id(0), job.chain.begins, job.stretch, places, C)
+    place = place_from(job.chain, begin, gl.program_id(0) // C.team, job.chain.begins, job.stretch, places, C)
     if own_places(C):
         place = gl.where(job.parts == 1, gl.program_id(0) * places + places - 1, place)
     return place

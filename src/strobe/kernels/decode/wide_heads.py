@@ -11,6 +11,7 @@ from dataclasses import replace
 from strobe.device import Arch
 from strobe.kernels.common.panels import PANEL_COLUMNS
 from strobe.kernels.decode.config import MMA_ROWS, MOST_COLUMNS, MOST_ROWS, Config
+from strobe.kernels.decode.heads_abreast import fills_lines
 from strobe.kernels.decode.sizes import (
     FALLBACK_SMS,
     LONG_ROOM,
@@ -81,6 +82,13 @@ def one_group_gains(problem: DecodeProblem) -> bool:
     # 128 rows in two tiles: 1 of 8k 18.4 (-; 20.4; 26.2), of 16k 25.4 (-; 25.7; 30.0)
     # With the most keys it is ahead, too, for some milliseconds of launches: 16 on 8, 32 of 32k 1917 (1961; 1949; 1930).
     # But over pages it is far behind where they go on, as the clock falls: 2325 (-; -; 1986).
+    # More than 192 columns whose rows are not whole cache lines, with any number of keys: 224 columns, 32 on 8, lengths drawn
+    # evenly, 32 from 1k to 4k 158.6 (-; 182.8; 158.9), 16 queries 189.0 (-; 199.7; 164.4), 8 of 8k, 4 queries 124.2 (-; 146.0;
+    # 127.7); 208 columns, 1 query 155.4 (-; 164.7; 152.7); but 160 columns, 16 queries 171.1 (-; 157.0; 127.3), 144, 1 query
+    # 149.8 (-; 135.2; 116.0).
+    many_columns = min(problem.head_dim, problem.head_dim_v) > MOST_COLUMNS - PANEL_COLUMNS
+    if many_columns and problem.rows <= MOST_ROWS and not fills_lines(problem):
+        return not problem.deterministic
     full = problem.head_dim == problem.head_dim_v == MOST_COLUMNS
     most = MOST_KEYS_OF_ONE_GROUP if full else MOST_KEYS_OF_NARROWER
     return not problem.deterministic and keys_of(problem) <= (FEW_KEYS_OF_TWO_TILES if problem.rows > MOST_ROWS else most)

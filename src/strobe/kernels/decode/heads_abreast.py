@@ -1,0 +1,51 @@
+"""Neighbouring key heads that CTAs, neighbours, walk along at the same time: their keys lie side by side in memory."""
+
+from __future__ import annotations
+
+import math
+
+from strobe.device import Arch
+from strobe.kernels.decode.config import MOST_ROWS, Config
+from strobe.kernels.decode.sizes import FAST_MEMORY, keys_of
+from strobe.serving.problem import DecodeProblem
+
+LINE = 128
+"""Bytes of a cache line. TMA asks memory for whole ones."""
+MOST_OF_CUT_LINES = 8
+"""Key heads that are abreast where TMA copies rows that end within a line, of which the next head has the rest: read at another
+time, it comes from memory again. An H200, 16 queries of 64 heads on 8, pages of 64, microseconds (and 4; and none;
+FlashAttention-3): 96 columns, 24 requests of 8k keys 161.5 (210.9; 280.6; 242.2), 32 of 8k 205.2 (257.5; 300.7; 237.4), 128 of
+2k 271.3 (283.1; 382.3; 289.0), 32 of lengths drawn evenly from 2k to 8k 168.9 (203.9; 266.3; 187.1); 112 columns, the same
+187.3 (236.0; 307.6; 186.1); 80 columns, 32 of 8k 213.5 (224.7; 280.9; 275.5)."""
+MOST_ABREAST = 4
+"""The same elsewhere. What gains are lengths that differ, and jobs that are cut where heads would be read at different times.
+An H200, pages of 64, microseconds (and none), log-normal lengths, 1 | 4 | 16 queries:
+  64 heads on 8: 8 requests around 8k keys 68.9 (70.2) | 70.8 (72.3) | 81.7 (82.5); 32 around 2k 73.2 (74.3) | 76.6 (77.9) |
+                 86.3 (88.5), around 8k 246.3 (252.8) | 251.8 (258.6) | 270.5 (280.3); 128 around 2k 260.2 (264.1) | 271.3
+                 (276.2) | 293.5 (300.4)
+  32 on 32:      8 around 8k 245.2 (249.5) | 246.8 (250.4) | 249.6 (252.9); 28 on 4: 39.9 (40.2) | 40.8 (42.0) | 51.0 (50.0)
+Fixed bits, 64 on 8: 8 around 8k 73.6 (79.6) | 78.4 (81.2) | 117.8 (112.6); 32 around 2k 75.9 (79.2) | 79.1 (85.3) | 120.7
+(122.8). Equal lengths: 24 of 8k 190.8 (196.3) with 4 queries, 207.0 (211.4) with 16; 8 and 32 of 8k: level, or slower by less
+than a percent. 8 abreast, 32 around 2k: 72.2 | 75.7 | 87.5."""
+LEAST_KEYS_OF_MANY_ROWS = 1 << 19
+"""Keys of all key heads of all requests from which on that gains with more than 64 rows: 28 heads on 4 above, 2^18, do not."""
+
+
+def fills_lines(problem: DecodeProblem) -> bool:
+    """Whether a key's row of a head is whole cache lines."""
+    return all(dim * problem.kv_dtype.itemsize % LINE == 0 for dim in (problem.head_dim, problem.head_dim_v))
+
+
+def heads_abreast_of(problem: DecodeProblem, arch: Arch, config: Config) -> int:
+    """How many key heads of a request are walked along together."""
+    if config.shares or problem.batch == 1:
+        return 1
+    most = MOST_OF_CUT_LINES if config.box and not fills_lines(problem) else MOST_ABREAST if gains(problem, arch, config) else 1
+    return math.gcd(most, problem.heads_kv)
+
+
+def gains(problem: DecodeProblem, arch: Arch, config: Config) -> bool:
+    """Whether key heads abreast gain though no line is cut: memory is fast, and binds. Elsewhere it was not timed."""
+    fast = arch.capability == 90 and arch.dram_bandwidth >= FAST_MEMORY
+    many = keys_of(problem) >= LEAST_KEYS_OF_MANY_ROWS and not config.split and not config.bytes_stages
+    return fast and (config.rows <= MOST_ROWS or many)
