@@ -46,6 +46,7 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "heads-decode": ("decode",),
     "e4m3-decode": ("decode",),
     "ragged-decode": ("decode",),
+    "cut-lines-decode": ("decode",),
     "fixed-decode": ("decode",),
     "e4m3-wide-decode": ("decode",),
     "lengths-decode": ("decode",),
@@ -77,7 +78,6 @@ FEW_KEYS = "one kernel for few keys came since, which no point asks for"
 OTHER_LENGTHS = "what changed since is how nearly equal requests are cut: its own are cut as before"
 OVER_PAGES = "what changed since is how keys of small pages are copied, which no point has"
 ABREAST = "key heads of several requests are read together since: level where lengths are equal, else up to 4 % faster"
-FIXED_BITS = "what changed since are kernels of fixed bits, which no point has: others are the same code"
 ACCEPTED: dict[str, str] = {
     "blackwell-simulated.json": BEFORE_PLACES,
     "changed-scores-h200-2026-11-22.json": OLDER_KERNEL,
@@ -123,12 +123,10 @@ ACCEPTED: dict[str, str] = {
     "heads-decode-h100-2026-11-27.json": OTHER_LENGTHS,
     "heads-decode-h200-2026-11-27.json": ABREAST,
     "ragged-decode-h100-2026-11-27.json": OTHER_LENGTHS,
-    "ragged-decode-h200-2026-11-27.json": OTHER_LENGTHS,
     "steps-h200-2026-11-27.json": ABREAST,
     "e4m3-wide-decode-h200-2026-11-28.json": ABREAST,
     "lengths-decode-h200-2026-11-28.json": ABREAST,
     "narrow-decode-h200-2026-11-28.json": ABREAST,
-    "ragged-decode-h200-2026-11-29.json": FIXED_BITS,
     "windows-decode-h200-2026-11-28.json": ABREAST,
     "wide-decode-h200-2026-11-28.json": ABREAST,
     "wide-decode-shared-h200-2026-11-28.json": ABREAST,
