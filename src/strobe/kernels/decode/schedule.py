@@ -4,8 +4,9 @@ A request's work comes in jobs: one for each key head and each tile of its rows.
 keys, or, where a request's bits must not depend on the others, splits of `split` keys that begin at multiples of `split` and
 are added up in chains of `chain` keys (see `arguments.Chain`). All
 units of all jobs stand in one line, request by request, and every CTA takes a stretch of it, all of the same length. So the
-work is even whatever the lengths, and the host need not know them. Tiles that are abreast (`Config.abreast`) are one job in
-this line, and as many CTAs, neighbours, take the same stretch of it, each for a tile of its own.
+work is even whatever the lengths, and the host need not know them. Tiles that are abreast (`Config.abreast`), or key heads
+(`Config.heads_abreast`), are one job in this line, and as many CTAs, a team of neighbours, take the same stretch of it, each
+for a tile of its own, or a key head.
 
 A piece costs time beside its keys, too. So a job's units are followed in the line by an empty place, as long as the units that
 could be read meanwhile (`Config.start`): a CTA that has many short jobs has fewer keys than others. Where all requests are
@@ -106,7 +107,7 @@ def jobs_and_units(requests, b, there, heads, C: gl.constexpr, GROUP: gl.constex
 
 @gluon.jit
 def jobs_of(queries, heads, C: gl.constexpr, GROUP: gl.constexpr):
-    """How many jobs a request of so many queries has, those abreast counted as one."""
+    """How many jobs a request of so many queries has, tiles abreast counted as one. heads: its key heads, or teams' of them."""
     together: gl.constexpr = C.rows * C.abreast
     return heads * ((queries * GROUP + together - 1) // together)
 
@@ -137,7 +138,7 @@ def _add(a, b):
 @aggregate
 class Line:
     """The line of all units. room: that of every job, where requests are alike, or 0; span: that of every request then; start:
-    places behind the units of a job, else. total: all places; stretch: those that a CTA takes, or each of those abreast."""
+    places behind the units of a job, else. total: all places; stretch: those that a CTA takes, or each of a team."""
 
     room: gl.tensor
     span: gl.tensor
@@ -194,7 +195,7 @@ def all_units(requests, heads, C: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def stretch_of(total, number, units, alike, C: gl.constexpr):
-    """How many places a CTA takes of so many, or each of those abreast, and what room a job has where requests are alike:
+    """How many places a CTA takes of so many, or each of a team, and what room a job has where requests are alike:
     `number` jobs of `units` units. What makes the work even or, where they are alike, what cuts a job in equal parts, or is
     several whole jobs, if that is hardly more: then no CTA takes pieces of two jobs, which costs a few microseconds, nor hands
     in a part where the whole job takes about as long."""
