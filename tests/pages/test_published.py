@@ -77,6 +77,7 @@ IN_CLUSTERS = "what changed since is that a launch may be one of clusters, as de
 FEW_KEYS = "one kernel for few keys came since, which no point asks for"
 OTHER_LENGTHS = "what changed since is how nearly equal requests are cut: its own are cut as before"
 OVER_PAGES = "what changed since is how keys of small pages are copied, which no point has"
+WHOLE_TEAMS = "CTAs without a whole team are not launched since, to which an H200 had nothing to give"
 ABREAST = "key heads of several requests are read together since: level where lengths are equal, else up to 4 % faster"
 ACCEPTED: dict[str, str] = {
     "blackwell-simulated.json": BEFORE_PLACES,
@@ -89,6 +90,8 @@ ACCEPTED: dict[str, str] = {
     "determinism-h100-2026-11-26.json": AN_ORDER_SINCE,
     "latent-h200-2026-11-26.json": OTHER_LENGTHS,
     "fixed-decode-h200-2026-11-29.json": ABREAST,
+    "cut-lines-decode-h200-2026-11-29.json": WHOLE_TEAMS,
+    "ragged-decode-h200-2026-11-29.json": WHOLE_TEAMS,
     "energy-peers-h100-2026-11-26.json": AN_ORDER_SINCE,
     "energy-peers-h200-2026-11-23.json": OLDER_KERNEL,
     "forward-h200-2026-11-21.json": HISTORY,

@@ -215,14 +215,22 @@ def test_pieces_that_count_for_more_than_their_keys(kind, order):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_key_heads_that_are_abreast(seed):
-    """Random requests, by every kernel, of one tile and of several: teams of CTAs have a key head each, and some CTAs have no
-    team."""
+    """Random requests, by every kernel, of one tile and of several: CTAs of a team have a key head each; of a GPU whose
+    multiprocessors are no whole number of teams, too."""
     kind, abreast = (of_mma, of_one_group, of_wgmma)[seed % 3], (2, 3, 4)[seed // 3 % 3]
     n_q, group = [(1, 4), (16, 8), (3, 7), (40, 4)][seed % 4]
     call = draw(seed, (torch.float16, torch.bfloat16)[seed % 2], honest=seed % 3 > 0, page=[16, None, 48, 64][seed // 2 % 4],
                 n_q=n_q, group=group, heads_kv=abreast * (1 + seed % 2), head_dim=128, head_dim_v=128, tree=False)  # fmt: skip
     run(call, ctas=abreast * (1 + seed % 5) + seed % 2, order=ORDERS[seed // 2 % 4], seed=seed, launches=2, choose=kind,
         start=seed % 4, heads_abreast=abreast, by_turns=seed % 5 == 0)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [of_mma, of_wgmma, of_one_group])
+def test_turns_of_key_heads_that_are_abreast(kind):
+    """Eight jobs of two key heads for three teams, where a seventh CTA would be one without a team."""
+    call = draw(5, torch.float16, ragged=False, batch=8, lengths=[190] * 8, room=192, n_q=4, group=8, heads_kv=2, page=64,
+                leftpad=False, mask=None, head_dim=128, head_dim_v=128)  # fmt: skip
+    run(call, ctas=7, choose=kind, launches=2, by_turns=True, heads_abreast=2)
 
 
 @pytest.mark.parametrize("order", ORDERS)
