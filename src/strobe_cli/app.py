@@ -322,6 +322,10 @@ def bench_decode(
     caches: Annotated[str | None, typer.Option(help="Of bf16, fp16, e4m3, fp32, comma-separated; default: bf16.")] = None,
     windows: Annotated[str | None, typer.Option(help="Keys that a query sees, comma-separated; default: 0, all.")] = None,
     ragged: Annotated[bool, typer.Option("--ragged", help="Lengths drawn around a mean, log-normal.")] = False,
+    random: Annotated[
+        int | None, typer.Option(help="So many steps at random, of any length from the least to the greatest.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of --random; default: 0.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Interleaved rounds; default: 9.")] = None,
     max_seconds: Annotated[float | None, typer.Option(help="Stop then, with what was measured.")] = None,
     part: Annotated[str | None, typer.Option(help="I/N: this part of the points alone, see strobe bench merge.")] = None,
@@ -343,7 +347,9 @@ def bench_decode(
     from strobe.lab.bench.decode import bench as run
 
     where = device_of(device)
-    at_least(1, rounds=rounds)
+    at_least(1, rounds=rounds, random=random)
+    if seed is not None and random is None:
+        raise typer.BadParameter(f"seed belongs to --random, got {seed} without it")
     pairs = None if heads is None else tuple(pair_of_heads(part) for part in heads.split(","))
     dims = numbers_of("head-dims", head_dims)
     for dim in dims or ():
@@ -354,8 +360,10 @@ def bench_decode(
         caches=names_of("caches", caches, lab.CACHES), windows=numbers_of("windows", windows, least=0), rounds=rounds,
         max_seconds=positive("max-seconds", max_seconds),
         peers=None if peers == "all" else names_of("peers", peers, lab.peers_for(where)), part=part_of(part),
+        random=random, seed=seed,
     )  # fmt: skip
-    plan = replace(lab.Plan() if where.type == "cuda" else lab.CPU, ragged=ragged, deterministic=deterministic, **changes)
+    usual = lab.CPU if where.type != "cuda" else lab.Plan() if random is None else lab.RANDOM
+    plan = replace(usual, ragged=ragged, deterministic=deterministic, **changes)
     picture = picture_path(out)
     try:
         status = run(plan, where, command_given(sys.argv[1:]), Path(json) if json else None, picture)

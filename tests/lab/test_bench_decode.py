@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from strobe.device import KNOWN
 from strobe.lab.bench import decode as lab
 from strobe.lab.bench.bench import CpuClock
-from strobe.lab.bench.decode_peers import CPU, OURS, Contender, Inputs, Plan, Point, peers_for
+from strobe.lab.bench.decode_peers import CPU, OURS, RANDOM, Contender, Inputs, Plan, Point, peers_for
 from strobe_cli.app import app
 
 DEVICE = torch.device("cpu")
@@ -53,6 +53,33 @@ def test_windows(tmp_path):
     assert "D=16 x 3 page 8 window 10" in done.output
     old = {key: value for key, value in lab.load(path)["points"][0].items() if key != "window"}
     assert Point.of(old).window == 0
+
+
+def test_steps_at_random(tmp_path):
+    path, picture = tmp_path / "d.json", tmp_path / "d.svg"
+    shape = ("--batches", "1,2", "--lengths", "16,64", "--heads", "4/2,2", "--head-dims", 16, "--pages", "8,0", "--rounds", 1)
+    done = run(*shape, "--random", 5, "--seed", 3, "--json", path, "--out", picture)
+    assert done.exit_code == 0, done.output
+    points = [Point.of(facts) for facts in lab.load(path)["points"]]
+    plan = replace(
+        CPU, batches=(1, 2), lengths=(16, 64), heads=((4, 2), (2, 2)), head_dims=(16,), pages=(8, 0), random=5, seed=3
+    )
+    assert points == plan.points() != replace(plan, seed=4).points() and len(points) == 5
+    assert all(16 <= point.length <= 64 for point in points) and {point.ragged for point in points} == {False, True}
+    compared = [facts for facts in lab.load(path)["points"] if "us" in facts["results"]["SDPA"]]
+    assert f"{len(compared)} steps at random" in picture.read_text() and "5 steps at random" not in picture.read_text()
+
+
+def test_steps_at_random_of_a_gpu_fit():
+    points = replace(RANDOM, random=300).points()
+    assert len(points) == 300 and max(point.bytes for point in points) <= RANDOM.most_bytes
+    assert {point.head_dim for point in points} == set(RANDOM.head_dims) and min(point.length for point in points) >= 300
+
+
+def test_a_seed_is_of_steps_at_random():
+    done = run("--seed", 1)
+    assert done.exit_code == 2 and "seed belongs to --random, got 1 without it" in done.output
+    assert run("--random", 0).exit_code == 2
 
 
 def test_parts_are_merged_into_what_one_run_would_be(tmp_path):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from random import Random
 from typing import Any
 
 import torch
@@ -280,7 +281,7 @@ def peers_for(device: torch.device) -> dict[str, Contender]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure: every combination; and how long."""
+    """What to measure, every combination or some at random, and how long."""
 
     batches: tuple[int, ...] = (1, 8, 32, 128)
     lengths: tuple[int, ...] = (1024, 2048, 8192, 32768, 131072)
@@ -304,10 +305,39 @@ class Plan:
     part: tuple[int, int] = (1, 1)
     """Which part of the points, of how many; each has its share of every length. What differs by queries, pages or the cache
     alone is in one part, so that one GPU times it."""
+    random: int = 0
+    """So many steps drawn at random, in place of every combination: see `drawn`."""
+    seed: int = 0
 
     def points(self) -> list[Point]:
-        """The plan's part, shape by shape at each batch and length, those first that tell most. ValueError if none is left."""
-        points = [
+        """The plan's part. ValueError if none is left."""
+        points = self.drawn() if self.random else self.combinations()
+        points = [point for point in points if point.bytes <= self.most_bytes]
+        if not points:
+            raise ValueError(f"a cache must have at most {self.most_bytes} bytes, got none at these batches and lengths")
+        part, parts = self.part
+        shapes = dict.fromkeys(map(_shape_of, points))
+        mine = {shape for n, shape in enumerate(shapes) if (n + n // parts) % parts == part - 1}
+        return [point for point in points if _shape_of(point) in mine]
+
+    def drawn(self) -> list[Point]:
+        """Steps drawn from the plan's values, each with a length between the least and the greatest, as likely from 1k to 2k as
+        from 2k to 4k, or as long as its cache may be; every other one ragged. A value that the plan has twice is drawn twice as
+        often."""
+        rng, least, most, found = Random(self.seed), min(self.lengths), max(self.lengths), []
+        for _ in range(self.random):
+            length, (heads, heads_kv) = round(least * (most / least) ** rng.random()), rng.choice(self.heads)
+            point = Point(
+                rng.choice(self.batches), length, heads, heads_kv, rng.choice(self.head_dims), rng.choice(self.queries),
+                rng.choice(self.pages), rng.choice(self.caches), self.ragged or rng.random() < 0.5, rng.choice(self.windows),
+            )  # fmt: skip
+            longest = self.most_bytes // (point.batch * point.bytes_of_key)
+            found.append(replace(point, length=max(min(point.length, longest), 1)))
+        return found
+
+    def combinations(self) -> list[Point]:
+        """All of them, shape by shape at each batch and length, those first that tell most."""
+        return [
             Point(batch, length, *heads, head_dim, queries, page, cache, self.ragged, window)
             for length in sorted(self.lengths, key=lambda n: abs(math.log2(n / 8192)))
             for batch in self.batches
@@ -318,18 +348,24 @@ class Plan:
             for cache in self.caches
             for window in self.windows
         ]
-        points = [point for point in points if point.bytes <= self.most_bytes]
-        if not points:
-            raise ValueError(f"a cache must have at most {self.most_bytes} bytes, got none at these batches and lengths")
-        part, parts = self.part
-        shapes = dict.fromkeys(map(_shape_of, points))
-        mine = {shape for n, shape in enumerate(shapes) if (n + n // parts) % parts == part - 1}
-        return [point for point in points if _shape_of(point) in mine]
 
 
 def _shape_of(point: Point) -> tuple[int, ...]:
     return point.batch, point.length, point.heads, point.heads_kv, point.head_dim
 
+
+RANDOM = Plan(
+    batches=(1, 2, 3, 4, 6, 8, 12, 16, 24, 40, 64, 100, 200),
+    lengths=(300, 50000),
+    heads=((32, 8), (64, 8), (28, 4), (40, 8), (24, 8), (16, 4), (12, 2), (48, 8), (32, 4), (8, 8), (16, 16), (64, 4), (20, 4),
+           (8, 1), (96, 8), (24, 24), (128, 8), (10, 2)),
+    head_dims=(*6 * (128,), 64, 64, 80, 96, 160, 192, 256, 256),
+    queries=(*8 * (1,), 2, 3, 4, 4, 5, 6, 8, 12, 16),
+    pages=(*3 * (64,), 0, 0, 16, 16, 32, 128, 256),
+    windows=(*9 * (0,), 1024),
+    most_bytes=3 * 10**9,
+)  # fmt: skip
+"""What steps at random are drawn from on a GPU: shapes of models, and some that no model has."""
 
 CPU = Plan((1, 4), (256, 1024), ((8, 2),), (64,), (1,), (16, 0), ("fp32",), rounds=3)
 """What is measured on a CPU: a few small caches."""
