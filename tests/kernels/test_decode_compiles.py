@@ -7,11 +7,13 @@ from tritons import TRITONS, VERSIONS, answer_by, output_of
 
 PROGRAM = """
 import json, sys, torch, triton
+from dataclasses import replace
 from strobe.call import launcher
 from strobe.device import KNOWN
 from strobe.kernels.common.call import Tensors
 from strobe.kernels.decode import launch, wide_heads
 from strobe.kernels.decode.choice import of_converted, of_long_steps, of_mma, of_one_group, of_wgmma
+from strobe.kernels.decode.heads_abreast import heads_abreast_of
 from strobe.kernels.decode.shares import of_shares
 from strobe.kernels.decode.sizes import OVERHEAD
 from strobe.lab.binary.offline import pretend_gpu
@@ -44,6 +46,7 @@ for arch, group, n_q, dim, page, cache, beside in json.loads(sys.argv[1]):
     kinds["wide"] = wide_heads.of_wgmma
     make = kinds.get(beside, of_shares if "request" in beside else of_mma)
     config = make(problem, arch)
+    config = replace(config, heads_abreast=heads_abreast_of(problem, arch, config))
     buffers = launch.buffers(problem, arch, config)
     others = {name: meta(*x.shape, dtype=x.dtype) for name, x in {**buffers.made, **buffers.shared}.items()}
     given = {name: x for name, x in operands._asdict().items() if x is not None}
@@ -88,6 +91,7 @@ OTHER_DIMS = [
 ]  # fmt: skip
 MORE = [
     ("H200", 8, 4, 128, 64, "bf16", "wgmma"), ("H200", 8, 16, 128, 16, "bf16", "wgmma"),
+    ("H200", 8, 16, 96, 64, "bf16", "wgmma"), ("H200", 8, 4, 160, 16, "bf16", "wide"),
     ("H200", 8, 4, 128, 16, "bf16", "wgmma"), ("H200", 8, 4, 128, 256, "bf16", "fixed wgmma"),
     ("H200", 8, 16, 128, 256, "bf16", "fixed wgmma"),
     ("H200", 8, 4, 64, None, "bf16", "wgmma"), ("H200", 128, 1, 576, 64, "bf16", "wgmma"),
@@ -106,11 +110,12 @@ SPILLS = {
     ("H200", 8, 16, 128, 64, "bf16", "wgmma"): 88, ("H200", 8, 16, 128, 16, "bf16", "wgmma"): 20,
     ("A100", 4, 1, 64, 16, "bf16", ""): 16, ("H200", 8, 4, 128, None, "bf16", "long"): 44,
     ("H200", 7, 1, 80, 16, "bf16", ""): 64, ("H200", 16, 1, 576, 64, "bf16", "wgmma"): 48,
-    ("H200", 8, 4, 256, 16, "bf16", "one group"): 40, ("H200", 8, 8, 256, 64, "bf16", "wide"): 216,
+    ("H200", 8, 4, 256, 16, "bf16", "one group"): 60, ("H200", 8, 8, 256, 64, "bf16", "wide"): 260,
     ("H200", 8, 700, 256, 64, "bf16", "wide"): 688, ("H200", 8, 700, 256, 16, "bf16", "wide"): 660,
-    ("H200", 8, 4, 256, 64, "e4m3", "converted"): 40, ("A100", 8, 4, 256, 64, "bf16", ""): 120,
+    ("H200", 8, 4, 256, 64, "e4m3", "converted"): 52, ("A100", 8, 4, 256, 64, "bf16", ""): 120,
     ("H200", 8, 4, 64, None, "bf16", "long"): 72, ("A100", 4, 1, 576, 16, "bf16", ""): 288,
-    ("H200", 8, 4, 128, 256, "bf16", "fixed wgmma"): 168, ("H200", 8, 16, 128, 256, "bf16", "fixed wgmma"): 592,
+    ("H200", 8, 16, 96, 64, "bf16", "wgmma"): 160, ("H200", 8, 4, 160, 16, "bf16", "wide"): 60,
+    ("H200", 8, 4, 128, 256, "bf16", "fixed wgmma"): 204, ("H200", 8, 16, 128, 256, "bf16", "fixed wgmma"): 592,
 }  # fmt: skip
 """Bytes that may be spilled, by the Triton that spills most: outside of what runs at every step for the most part, there a
 number or none is loaded again."""
