@@ -484,6 +484,9 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
         return MMA_ROWS < problem.rows <= MOST_ROWS and keys <= FEW_KEYS_OF_ONE_GROUP
     if problem.rows <= MMA_ROWS // 2:
         return False
+    # Rows that end within a cache line, 32 heads on 8, an H200, microseconds (and TMA; mma.sync): 96 columns, 16 queries, 32
+    # requests of 8k keys 220.1 (304.1; 307.0), 128 of 512 84.4 (98.5; -), 4 queries, 32 drawn evenly from 2k to 8k 156.3 (-;
+    # 155.9); 112 columns, 4 queries, 32 of 8k 249.5 (-; 255.5), 16 267.1 (363.9; -)
     if problem.rows <= MOST_ROWS and not fills_lines(problem):
         return True
     # An H200, 64 heads on 8, pages of 64, microseconds (and TMA), where a multiprocessor has tiles one after the other:

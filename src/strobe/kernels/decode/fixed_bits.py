@@ -52,4 +52,5 @@ def one_group_gains(problem: DecodeProblem) -> bool:
     if problem.rows > MOST_ROWS:
         return keys <= MOST_KEYS_OF_SHORT_SPLITS and short_split_of(problem) < SHORT_SPLIT
     small_pages = problem.page_size is not None and problem.page_size < WGMMA_TOKENS
+    # where TMA would read lines twice (see `heads_abreast`), it was not timed with fixed bits
     return not small_pages or keys < LEAST_KEYS_OF_SMALL_PAGES or not fills_lines(problem)

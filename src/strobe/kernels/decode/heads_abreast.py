@@ -10,7 +10,7 @@ from strobe.kernels.decode.sizes import FAST_MEMORY, keys_of
 from strobe.serving.problem import DecodeProblem
 
 LINE = 128
-"""Bytes of a cache line. TMA asks memory for whole ones."""
+"""Bytes of a cache line. TMA asks memory for whole ones, as Triton encodes its descriptors, and `call.launcher` too."""
 MOST_OF_CUT_LINES = 8
 """Key heads that are abreast where TMA copies rows that end within a line, of which the next head has the rest: read at another
 time, it comes from memory again. An H200, 16 queries of 64 heads on 8, pages of 64, microseconds (and 4; and none;

@@ -87,11 +87,11 @@ def one_group_gains(problem: DecodeProblem) -> bool:
     # 127.7); 208 columns, 1 query 155.4 (-; 164.7; 152.7); but 160 columns, 16 queries 171.1 (-; 157.0; 127.3), 144, 1 query
     # 149.8 (-; 135.2; 116.0).
     many_columns = min(problem.head_dim, problem.head_dim_v) > MOST_COLUMNS - PANEL_COLUMNS
-    if many_columns and problem.rows <= MOST_ROWS and not fills_lines(problem):
-        return not problem.deterministic
+    cut = many_columns and problem.rows <= MOST_ROWS and not fills_lines(problem)
     full = problem.head_dim == problem.head_dim_v == MOST_COLUMNS
     most = MOST_KEYS_OF_ONE_GROUP if full else MOST_KEYS_OF_NARROWER
-    return not problem.deterministic and keys_of(problem) <= (FEW_KEYS_OF_TWO_TILES if problem.rows > MOST_ROWS else most)
+    few = keys_of(problem) <= (FEW_KEYS_OF_TWO_TILES if problem.rows > MOST_ROWS else most)
+    return not problem.deterministic and (few or cut)
 
 
 def of_wgmma(problem: DecodeProblem, arch: Arch) -> Config:
