@@ -574,7 +574,7 @@ SPLIT_BUGS = [
     splits("a split of others is left out", "gl.maximum(end - single, 0)", "gl.maximum(end - single - 1, 0)"),
     splits("the other chain begins where the first one does", "parts_of_chain(job, middle, chain.end)",
            "parts_of_chain(job, middle + 1, chain.end)"),
-    splits("splits have one place", "of_others = chain.line + split - cta * stretch", "of_others = 0 * split",
+    splits("splits have one place", "of_others = chain.line + split - team * stretch", "of_others = 0 * split",
            (DoubleWrite, *NUMBERS, *TOO_EARLY, Race)),
     splits("chains have one place", "(split // PER_CHAIN - chain.job_begin // PER_CHAIN)", "0 * split",
            (DoubleWrite, *NUMBERS, *TOO_EARLY)),

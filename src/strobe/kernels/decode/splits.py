@@ -70,13 +70,13 @@ def own_places(C):
 
 
 @gluon.jit
-def place_from(chain, split, cta, begins, stretch, places, C: gl.constexpr):
-    """The place of the part of a CTA that begins with a split of a job. cta: that CTA, or its team, in which it is the same one
-    as this. begins: whether the job begins with it."""
+def place_from(chain, split, team, begins, stretch, places, C: gl.constexpr):
+    """The place of the part that begins with a split of a job, of that CTA of a team whose place in it is this one's. begins:
+    whether the job begins with it."""
     PER_CHAIN: gl.constexpr = C.chain // C.split
-    of_others = chain.line + split - cta * stretch
+    of_others = chain.line + split - team * stretch
     of_first = places - 1 - own_places(C) - (split // PER_CHAIN - chain.job_begin // PER_CHAIN)
-    return (cta * C.team + gl.program_id(0) % C.team) * places + gl.where(begins, of_first, of_others)
+    return (team * C.team + gl.program_id(0) % C.team) * places + gl.where(begins, of_first, of_others)
 
 
 @gluon.jit
@@ -135,5 +135,5 @@ def place_of_part(job, parts, i, places, C: gl.constexpr):
     of_first = gl.where(i < parts.head, parts.begin, parts.single + i - parts.head)
     of_second = gl.where(j < parts.head_2, parts.begin_2, parts.single_2 + j - parts.head_2)
     split = gl.where(j < 0, of_first, of_second)
-    cta = quotient(job.chain.line + split, job.stretch)
-    return place_from(job.chain, split, cta, cta == job.first, job.stretch, places, C)
+    team = quotient(job.chain.line + split, job.stretch)
+    return place_from(job.chain, split, team, team == job.first, job.stretch, places, C)
