@@ -322,8 +322,8 @@ class Plan:
 
     def drawn(self) -> list[Point]:
         """Steps drawn from the plan's values, each with a length between the least and the greatest, as likely from 1k to 2k as
-        from 2k to 4k, or as long as its cache may be; every other one ragged. A value that the plan has twice is drawn twice as
-        often."""
+        from 2k to 4k, or as long as its cache may be; about half of them ragged. A value that the plan has twice is drawn twice
+        as often."""
         rng, least, most, found = Random(self.seed), min(self.lengths), max(self.lengths), []
         for _ in range(self.random):
             length, (heads, heads_kv) = round(least * (most / least) ** rng.random()), rng.choice(self.heads)
