@@ -57,17 +57,31 @@ def two_groups(call: Drawn, tokens: int) -> dict:
     page = call.cache.k.shape[1] if call.cache.page_table is not None else tokens
     box = math.gcd(tokens, page)
     absent = absent_of(described(call)[0], 128)
+    panels = call.q.shape[-1] <= 192 or box < tokens
     return {"rows": 128, "warps": 8, "groups": 2, "holds_q": False, "tokens": tokens, "box": box, "stages": 2,
-            "asks_q": absent is not None, "absent": absent or 0, "chunk": 128 if box == tokens else 64}  # fmt: skip
+            "optimistic": False, "asks_q": absent is not None, "absent": absent or 0,
+            "chunk": 64 if panels else 128}  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_wide_heads_of_one_group_that_holds_q(seed):
     call = drawn(seed, (64, 128)[seed // 4], (256, 192, 136)[seed % 3], tree=False)
-    config = wide_heads.of_wgmma(described(call)[0], KNOWN["H200"])
-    assert (config.rows, config.tokens, config.holds_q) == (64, 32, True)
+    config, wide = wide_heads.of_wgmma(described(call)[0], KNOWN["H200"]), call.q.shape[-1] > 192
+    assert (config.rows, config.tokens, config.holds_q) == (64, 32 if wide else 64, True)
     run(call, ctas=200, order=ORDERS[seed % 4], seed=seed, launches=2, choose=lambda problem, _: config)
     run(call, ctas=1 + seed % 6, order=ORDERS[seed % 4], seed=seed, choose=lambda problem, _: config)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_three_panels(seed):
+    """Of up to 192 columns, optimistic and not: many parts of a job, which all CTAs merge, few, which one does, and none."""
+    rows, dim = (64, 128)[seed % 2], (192, 136, 160)[seed // 2]
+    call = drawn(seed, rows, dim, group=8, n_q=rows // 8, tree=False, alibi=False, mask=strobe.Causal(), page=PAGES[seed % 5])
+    config = wide_heads.of_wgmma(described(call)[0], KNOWN["H200"])
+    assert (config.head_dim, config.chunk, config.result_columns) == (192, 64, 256)
+    for optimistic in (False, True):
+        for ctas in (1 + seed, 40):
+            run(call, ctas=ctas, order=ORDERS[seed % 4], seed=seed, choose=wide_heads.of_wgmma, optimistic=optimistic)
 
 
 def wide_queries_below_zero() -> Drawn:

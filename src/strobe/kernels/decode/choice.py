@@ -23,7 +23,6 @@ from strobe.kernels.decode.shares import (
 )
 from strobe.kernels.decode.sizes import (
     FALLBACK_SMS,
-    FAST_MEMORY,
     LONG_ROOM,
     MOST_PARTS,
     MOST_STAGES,
@@ -31,6 +30,8 @@ from strobe.kernels.decode.sizes import (
     WGMMA_TOKENS,
     absent_of,
     chain_of,
+    has_fast_memory,
+    is_hopeful,
     is_latent,
     jobs,
     keys_of,
@@ -40,6 +41,7 @@ from strobe.kernels.decode.sizes import (
     seen_of,
     short_split_of,
     split_of,
+    weighs_evenly,
     with_all_stages,
 )
 from strobe.serving.problem import DecodeProblem
@@ -88,9 +90,6 @@ MOST_CONVERTED_KEYS_OF_TILES = 1 << 17
 """Keys of 8 bits of all key heads of all requests up to which 65 to 128 rows are two tiles of one group's. An H200, 64 heads
 on 8, microseconds (and two groups): 1 request of 1k keys 12.8 (18.4), 8 of 1k 18.4 (30.7), 8 of 2k 27.2 (41.1), 1 of 8k 20.8
 (27.3); but 32 of 8k 344 (264)."""
-HOPEFUL_ROOM = 4096
-"""Keys of a request from which on its steps are so many that the optimistic softmax gains: on an H200, with 16 queries of 64
-heads on 8, it was ahead from 8k on, level at 2k and behind at 1k."""
 LEAST_HEADS_OF_JOINS = 8
 """Key heads of a request from which on the last CTA adds a few parts to its own where Q is held, which gains if lengths differ
 (see `results.MOST_JOINED`), and whose code takes time in each piece. An H200, 16 queries of equal lengths, microseconds (and
@@ -123,6 +122,11 @@ START_BYTES_OF_MANY_ROWS = 256 * KIB
 `START_BYTES`): 32 requests around 2k keys 0.96 (0.93), 128 1.00 (0.96), 32 around 8k 1.04 (1.04), 128 1.05 (1.04)."""
 START_BYTES_OF_TMA, START_BYTES_WITH_Q = 384 * KIB, 192 * KIB
 """The same where TMA copies, behind which a piece's rows of Q come late, and where it copies these, too, ahead of the keys."""
+START_KEYS_IN_TURN = 576
+"""The same in keys, where Q stays in shared memory, and that of the next piece waits for it. An H200, 16 queries of 32 heads on
+4, log-normal lengths, microseconds with 576 (384; 192): 256 columns, 32 requests around 2k keys 109.4 (115.6; 121.9), 8 around
+8k 94.3 (97.1; 101.9), 128 around 1k 197.9 (195.7; 220.9), 32 around 8k 301 (304; 320); 192 columns with 768 (512; 256): 81.0
+(81.9; 84.6), 74.4 (77.4; 85.3), 154.6 (145.6; 147.4), 223 (224; 232)."""
 MOST_KEYS_OF_SPLIT_CLUSTERS = 2048
 """Keys of a request, as far as room goes, up to which shared memory has room for a fixed split beside what CTAs exchange; with
 more than 8 rows half as many, as nothing is gained beyond."""
@@ -166,7 +170,7 @@ def gains_by_turns(problem: DecodeProblem, arch: Arch, config: Config) -> bool:
     #   an H200, one group, 4 queries, 128 of 1k: 151 (141). 128 rows: from level to a percent faster, or slower
     #   an H200, queries that are held, pages of 16: 128 of 8k 978 (990) | 996 (1003), of 2k 252 (264) | 261 (265)
     many = keys_of(problem) >= LEAST_KEYS_OF_TURNS and problem.heads_kv > 1 and not config.shares
-    slow = config.by_wgmma and arch.dram_bandwidth >= FAST_MEMORY and not takes_held_queries(problem, arch)
+    slow = config.by_wgmma and has_fast_memory(arch) and not takes_held_queries(problem, arch)
     return many and not config.split and not slow
 
 
@@ -174,6 +178,8 @@ def start_of(config: Config) -> int:
     """`Config.start`. Splits are pieces of their own, each as costly as the others; for a latent none was tried."""
     if config.split or config.narrow:
         return 0
+    if config.q_in_turn and not config.bytes_stages:
+        return START_KEYS_IN_TURN // config.tokens
     columns = config.head_dim + config.head_dim_v
     size = (
         START_BYTES_WITH_Q if config.asks_q else START_BYTES_OF_TMA if config.box and not config.bytes_stages else START_BYTES
@@ -256,8 +262,7 @@ def takes_long_steps(problem: DecodeProblem, arch: Arch) -> bool:
     keys = LEAST_KEYS_OF_LONG_STEPS if few_rows else LEAST_KEYS_OF_LONG_STEPS_OF_MANY_ROWS
     few = problem.rows <= MOST_ROWS_OF_LONG_STEPS and heads <= 8 * sms
     many = seen_of(problem) >= room and keys_of(problem) >= keys
-    fast = arch.capability == 90 and arch.dram_bandwidth >= FAST_MEMORY
-    return not problem.deterministic and problem.page_size is None and wide and few and many and fast
+    return not problem.deterministic and problem.page_size is None and wide and few and many and has_fast_memory(arch)
 
 
 def of_long_steps(problem: DecodeProblem, arch: Arch) -> Config:
@@ -279,8 +284,8 @@ def takes_held_queries(problem: DecodeProblem, arch: Arch) -> bool:
     wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128 and fills_lines(problem)
     few_rows = problem.rows < WGMMA_FROM_ROWS and (problem.page_size is not None or problem.lengths.seqlen_q > 1)
     many = keys_of(problem) > MOST_KEYS_OF_ONE_GROUP and is_hopeful(problem)
-    fast = arch.dram_bandwidth >= FAST_MEMORY
-    return fast and wide and few_rows and many and not problem.deterministic and takes_wgmma(problem, arch)
+    chosen = wide and few_rows and many and has_fast_memory(arch)
+    return chosen and not problem.deterministic and takes_wgmma(problem, arch)
 
 
 def of_held_queries(problem: DecodeProblem, arch: Arch) -> Config:
@@ -421,13 +426,6 @@ def takes_groups(problem: DecodeProblem) -> bool:
     return problem.head_dim == problem.head_dim_v == 2 * PANEL_COLUMNS and lie_in_groups(problem.page_rows)
 
 
-def is_hopeful(problem: DecodeProblem) -> bool:
-    """Whether the optimistic softmax gains: there are many steps that all rows see whole, whose scores are not likely to be far
-    above those of the first one, of which each row sees some."""
-    many = seen_of(problem) >= HOPEFUL_ROOM or padded(problem.head_dim) == 64
-    return many and fixed_bits.weighs_evenly(problem)
-
-
 def of_latent(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of TMA and wgmma for multi-head latent attention: eight warps that do the same, or two groups of four."""
     split = split_of(problem.capacity, WGMMA_TOKENS) if problem.deterministic else 0
@@ -502,9 +500,9 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
         # request of 8k 22.2 (20.3), 2 of 4k 21.3 (19.1), 4 of 2k 20.6 (20.6), 8 of 1k 19.2 (20.7); 28 on 4, 1 of 16k 20.7
         # (19.9), 4 of 4k 20.9 (19.2), 8 of 2k 20.3 (20.5); 16 on 2, 1 of 32k 22.2 (21.6), 8 of 4k 21.3 (19.0), 32 of 1k 19.4
         # (20.7). With 2^15: 28 on 4, 1 of 8k 14.5 (16.0); 64 on 8, 1 of 4k 17.2 (18.3). An H100: not timed.
-        hopeful = is_hopeful(problem) and arch.dram_bandwidth >= FAST_MEMORY
+        hopeful = is_hopeful(problem) and has_fast_memory(arch)
         return keys <= (FEW_KEYS_OF_ONE_GROUP // 2 if hopeful else FEW_KEYS_OF_ONE_GROUP)
-    return arch.dram_bandwidth < FAST_MEMORY or keys <= MOST_KEYS_OF_ONE_GROUP
+    return keys <= MOST_KEYS_OF_ONE_GROUP or not has_fast_memory(arch)
 
 
 def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
@@ -553,7 +551,7 @@ def of_converted(problem: DecodeProblem, arch: Arch) -> Config:
     tiles = MOST_ROWS < problem.rows <= 2 * MOST_ROWS and keys_of(problem) <= MOST_CONVERTED_KEYS_OF_TILES
     groups = 2 if problem.rows > MOST_ROWS and not tiles and dim == 128 else 1
     tokens = WGMMA_TOKENS if dim == 128 else WGMMA_TOKENS // 2
-    hopeful = fixed_bits.weighs_evenly(problem)
+    hopeful = weighs_evenly(problem)
     box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
     absent = absent_of(problem, MOST_ROWS * groups)
     config = Config(dim, dim, MOST_ROWS * groups, tokens, 2, 4 * groups, 1, kv_bytes=1, box=box, chunk=dim, groups=groups,

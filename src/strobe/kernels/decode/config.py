@@ -23,7 +23,7 @@ cache of e4m3 11.4, 9.5), four 12.3, 12.4, two 15.1, 17.3; 16 rows, eight 9.9, 9
 class Config:
     """How the kernel runs.
 
-    head_dim, head_dim_v: columns of K and V in shared memory, powers of two.
+    head_dim, head_dim_v: columns of K and V in shared memory: powers of two, or three times `chunk`.
     rows: rows of a tile: queries times the query heads that share a key head. A multiple of 16, a warp's, and a power of two.
     tokens: keys of a step.
     stages: steps in the ring.
@@ -151,7 +151,11 @@ class Config:
     @property
     def writes_wide(self) -> bool:
         """Whether lanes exchange numbers of a result before it is written, so that a thread writes 16 bytes of a row, not 4."""
-        return self.halves > 1 or (self.holds_q and not self.split)
+        # An H200, 16 queries, pages of 64, microseconds (and 4 bytes), where Q stays in shared memory: 256 columns, 32 heads on
+        # 4, 32 requests of 2k keys 78.3 (83.4), of 8k 258.0 (264.8), 128 of 1k 169.8 (183.2); 192 columns, 32 of 2k 58.5
+        # (61.2), 128 of 1k 120.5 (129.1); 128 columns, 64 on 8, whose keys cp.async copies, 8 of 1k 18.5 (19.4), 8 queries, 32
+        # of 2k 69.8 (71.3); 4 queries, or a ring that has a step less: level
+        return self.specialised and not self.split
 
     @property
     def copied_chunk(self) -> int:
@@ -172,6 +176,11 @@ class Config:
     def token_warps(self) -> int:
         """Warps that have keys of their own, and a state of the softmax."""
         return self.warps // (self.row_warps * self.column_warps)
+
+    @property
+    def result_columns(self) -> int:
+        """The power of two that holds the columns of V, as tensors of all columns have."""
+        return 1 << (self.head_dim_v - 1).bit_length()
 
     @property
     def unit(self) -> int:
@@ -207,7 +216,10 @@ class Config:
         # by cp.async over pages of 64 keys, with 104 the loop spilled: 16.4 microseconds, not 14.8 (an H200, one request of 8k)
         if self.bytes_stages:
             return 56 if self.groups == 1 else 40
-        return (56 if self.split else 80) if self.box else 152
+        # An H200, 16 queries of 32 heads on 4, in turn, microseconds (and with 80, so that the groups have fewer): 192 columns,
+        # 32 requests of 8k keys, pages of 16 207.9 (220.1), of 64 199.3 (199.3); 256 columns, 32 of 8k 260.4 (264.1), 32 of 2k
+        # 76.3 (78.5). Where Q is held: level.
+        return (56 if self.split or self.q_in_turn else 80) if self.box else 152
 
     @property
     def converter_registers(self) -> int:
@@ -230,7 +242,7 @@ class Config:
     def merged_columns(self) -> int:
         """Columns of these rows that are merged at once: fewer than all, if jobs are so few that there are more CTAs than rows
         are merged at once."""
-        return 8 * self.warps if self.few_jobs else self.head_dim_v
+        return 8 * self.warps if self.few_jobs else self.result_columns
 
     @property
     def merged_of_few(self) -> int:
@@ -249,7 +261,7 @@ class Config:
     def parts_beside(self, rows: int) -> int:
         """Partial results of so many rows that the warps can hold beside their sum, in the registers that are free."""
         registers = 136 if self.specialised else 160
-        return registers * 32 * self.warps // (rows * self.head_dim_v) - 1
+        return registers * 32 * self.warps // (rows * self.result_columns) - 1
 
     def parts_at_once(self, rows: int) -> int:
         """Partial results of so many rows that the warps load together when they merge, a power of two: as many as they can
@@ -300,7 +312,7 @@ class Config:
         met = [Buffer("sO of warps", meet, 4 * math.prod(meet))] if self.meets_apart else []
         if self.sums_wait or (self.by_wgmma and self.shares):
             met = [Buffer("sO", (self.rows, self.head_dim_v), 4 * self.rows * self.head_dim_v)]
-        wide = self.holds_q and self.writes_wide
+        wide = self.writes_wide and self.halves == 1 and not self.by_way_of_q
         exchanged = [Buffer("sO of lanes", (self.warps // 4, 2 * KIB), self.warps // 4 * 2 * KIB)] if wide else []
         columns = {"bytes of K": self.head_dim, "bytes of V": self.head_dim_v} if self.bytes_stages else {}
         size = 2 if self.by_wgmma else self.kv_bytes

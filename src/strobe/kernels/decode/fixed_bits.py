@@ -5,7 +5,15 @@ from __future__ import annotations
 from strobe.device import Arch
 from strobe.kernels.decode.config import MOST_ROWS
 from strobe.kernels.decode.heads_abreast import fills_lines
-from strobe.kernels.decode.sizes import FAST_MEMORY, WGMMA_TOKENS, keys_of, padded, room_of, short_split_of
+from strobe.kernels.decode.sizes import (
+    WGMMA_TOKENS,
+    has_fast_memory,
+    keys_of,
+    padded,
+    room_of,
+    short_split_of,
+    weighs_evenly,
+)
 from strobe.serving.problem import DecodeProblem
 
 LEAST_ROOM_OF_LATE = 2048
@@ -29,11 +37,6 @@ late. An H200, 64 heads on 8, pages of 16, microseconds (and copied by cp.async)
 contiguous: level with as many keys, slower by up to a tenth with fewer."""
 
 
-def weighs_evenly(problem: DecodeProblem) -> bool:
-    """Whether a key counts for as much however far back it is: there is no left bound, and no ALiBi."""
-    return problem.mask.left is None and problem.score.alibi is None
-
-
 def is_late(problem: DecodeProblem, arch: Arch) -> bool:
     """Whether what is found of a split is counted from references that move late, so that the optimistic softmax may find it,
     too. Bits depend on that, so it depends on what the requests of a batch have in common, not on how many there are."""
@@ -42,8 +45,7 @@ def is_late(problem: DecodeProblem, arch: Arch) -> bool:
     # contiguous 301 (336); 32 of 2k 97 (107), 128 of 2k 391 (416). For fewer rows see `choice.of_one_group`.
     wide = padded(problem.head_dim) == padded(problem.head_dim_v) == 128
     long = room_of(problem.capacity) >= LEAST_ROOM_OF_LATE
-    fast = arch.dram_bandwidth >= FAST_MEMORY
-    return problem.deterministic and wide and long and fast and weighs_evenly(problem)
+    return problem.deterministic and wide and long and has_fast_memory(arch) and weighs_evenly(problem)
 
 
 def one_group_gains(problem: DecodeProblem) -> bool:

@@ -6,11 +6,12 @@ import math
 
 from strobe.device import Arch
 from strobe.kernels.decode.config import MOST_ROWS, Config
-from strobe.kernels.decode.sizes import FAST_MEMORY, keys_of
+from strobe.kernels.decode.sizes import has_fast_memory, keys_of
 from strobe.serving.problem import DecodeProblem
 
 LINE = 128
-"""Bytes of a cache line. TMA asks memory for whole ones, as Triton encodes its descriptors, and `call.launcher` too."""
+"""Bytes of a cache line. TMA asks memory for whole ones, whatever promotion to the L2 cache its descriptors ask for: an H200,
+16 queries of 64 heads on 8, 96 columns, 32 requests of 8k keys 220 microseconds, with none 227."""
 MOST_OF_CUT_LINES = 8
 """Key heads that are abreast where TMA copies rows that end within a line, of which the next head has the rest: read at another
 time, it comes from memory again. An H200, 16 queries of 64 heads on 8, pages of 64, microseconds (and 4; and none;
@@ -46,6 +47,5 @@ def heads_abreast_of(problem: DecodeProblem, arch: Arch, config: Config) -> int:
 
 def gains(problem: DecodeProblem, arch: Arch, config: Config) -> bool:
     """Whether key heads abreast gain though no line is cut: memory is fast, and binds. Elsewhere it was not timed."""
-    fast = arch.capability == 90 and arch.dram_bandwidth >= FAST_MEMORY
     many = keys_of(problem) >= LEAST_KEYS_OF_MANY_ROWS and not config.split and not config.bytes_stages
-    return fast and (config.rows <= MOST_ROWS or many)
+    return has_fast_memory(arch) and (config.rows <= MOST_ROWS or many)

@@ -193,13 +193,13 @@ def most_alone(C, rows):
 @gluon.constexpr_function
 def merge_layout(C, rows, columns):
     """The layout in which so many rows and columns of parts are read: as they lie."""
-    if columns < C.head_dim_v:  # a warp has the same 8 columns of several parts
+    if columns < C.result_columns:  # a warp has the same 8 columns of several parts
         return gl.BlockedLayout([1, 1, 4], [16 // rows, rows, 2], [1, 1, C.warps], [2, 1, 0])
     if not C.parts_in_squares:
         if rows < C.warps:
-            each = rows * C.head_dim_v // (32 * C.warps)
+            each = rows * columns // (32 * C.warps)
             return gl.BlockedLayout([1, 1, each], [1, 1, 32], [1, rows, C.warps // rows], [2, 1, 0])
-        return result_layout(C, C.head_dim_v)
+        return result_layout(C, columns)
     down = min(8, rows)
     high = min(C.warps, rows // down)
     return gl.BlockedLayout([1, 1, 4], [1, down, 32 // down], [1, high, C.warps // high], [2, 1, 0])
@@ -216,10 +216,10 @@ def merge_alone(K, piece, job, rows, AT_ONCE: gl.constexpr):
         if job.parts <= 8:
             merge_alone(K, piece, job, rows, 8)
         else:
-            o, top, total = merge(K, job, 0, rows, 0, ROWS, K.C.head_dim_v, AT_ONCE)
+            o, top, total = merge(K, job, 0, rows, 0, ROWS, K.C.result_columns, AT_ONCE)
             write(K, piece, 0, o, top, total, 0)
     else:
-        o, top, total = merge(K, job, 0, rows, 0, ROWS, K.C.head_dim_v, AT_ONCE)
+        o, top, total = merge(K, job, 0, rows, 0, ROWS, K.C.result_columns, AT_ONCE)
         write(K, piece, 0, o, top, total, 0)
 
 
@@ -240,8 +240,8 @@ def merge_together(K, piece, job, rows, arrivals, there):
         alone = absent == job.parts - 1
         known = (absent == 0) | alone
         turn, turns = gl.where(alone, 0, number), (rows + size - 1) // size
-        if K.C.merged_columns < K.C.head_dim_v:
-            turns = gl.where(size == K.C.merged_rows, turns * (K.C.head_dim_v // K.C.merged_columns), turns)
+        if K.C.merged_columns < K.C.result_columns:
+            turns = gl.where(size == K.C.merged_rows, turns * (K.C.result_columns // K.C.merged_columns), turns)
         if not known:
             turn = heard(answer, K.C)
         while turn < turns:
@@ -278,7 +278,7 @@ def merge_blocks(K, piece, job, turn, rows):
     """Merge the rows of a job of many parts, or the columns of them, whose turn it is."""
     ROWS: gl.constexpr = K.C.merged_rows
     COLUMNS: gl.constexpr = K.C.merged_columns
-    ACROSS: gl.constexpr = K.C.head_dim_v // COLUMNS
+    ACROSS: gl.constexpr = K.C.result_columns // COLUMNS
     if ACROSS == 1:
         merge_rows(K, piece, job, turn * ROWS, rows, ROWS)
     else:
@@ -293,7 +293,7 @@ def merge_rows(K, piece, job, row, rows, MERGED: gl.constexpr):
     if K.C.split:
         o, top, total = merge_splits(K, job, row, rows, MERGED, parts_at_once(K.C, MERGED))
     else:
-        o, top, total = merge(K, job, row, rows, 0, MERGED, K.C.head_dim_v, parts_at_once(K.C, MERGED))
+        o, top, total = merge(K, job, row, rows, 0, MERGED, K.C.result_columns, parts_at_once(K.C, MERGED))
     write(K, piece, row, o, top, total, 0)
 
 
@@ -340,13 +340,13 @@ def merge(K, job, row, rows, column, MERGED: gl.constexpr, COLUMNS: gl.constexpr
 def merge_splits(K, job, row, rows, MERGED: gl.constexpr, AT_ONCE: gl.constexpr):
     """The same of a job whose keys are cut in splits: its parts are added up to chains, and these, one after the other."""
     C: gl.constexpr = K.C
-    L: gl.constexpr = gl.SliceLayout(0, merge_layout(C, MERGED, C.head_dim_v))
+    L: gl.constexpr = gl.SliceLayout(0, merge_layout(C, MERGED, C.result_columns))
     M: gl.constexpr = gl.SliceLayout(1, L)
     row = row + gl.arange(0, MERGED, M)
-    row_2, column = gl.expand_dims(row, 1), gl.expand_dims(gl.arange(0, C.head_dim_v, gl.SliceLayout(0, L)), 0)
+    row_2, column = gl.expand_dims(row, 1), gl.expand_dims(gl.arange(0, C.result_columns, gl.SliceLayout(0, L)), 0)
     sums, parts = K.outputs.sums + row, K.outputs.parts + place_in_part(row_2, column, C)
     places, own = places_of_cta(K.requests, job.stretch, C), parts_in_order(job, C)
-    o = (gl.full([MERGED, C.head_dim_v], 0.0, gl.float32, L),)
+    o = (gl.full([MERGED, C.result_columns], 0.0, gl.float32, L),)
     top, total = gl.full([MERGED], -float("inf"), gl.float32, M), gl.full([MERGED], 0.0, gl.float32, M)
     before, before_top, before_total = o, top, total
     lane = gl.arange(0, 32, lanes(gl.num_warps()))

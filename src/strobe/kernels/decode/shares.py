@@ -7,7 +7,15 @@ from dataclasses import replace
 from strobe.device import Arch
 from strobe.kernels.decode import wide_heads
 from strobe.kernels.decode.config import MMA_ROWS, MOST_COLUMNS, Config, power_of_two
-from strobe.kernels.decode.sizes import FALLBACK_SMS, FAST_MEMORY, keys_of, keys_of_share, padded, rows_of_tile, seen_of
+from strobe.kernels.decode.sizes import (
+    FALLBACK_SMS,
+    has_fast_memory,
+    keys_of,
+    keys_of_share,
+    padded,
+    rows_of_tile,
+    seen_of,
+)
 from strobe.serving.problem import DecodeProblem
 
 MOST_SHARED_ROWS = 32
@@ -119,7 +127,7 @@ def gains_by_less_under_way(problem: DecodeProblem, arch: Arch) -> bool:
     # and of 64: 64 on 8, 16k 21.9 (22.8), 32k 37.1 (38.2), 128k 127.4 (128.6); 32 on 32, 32k 123.0 (125.3), 128k 483 (486)
     # contiguous: 64 on 8, 32k 35.1 (34.7). Fewer heads, and an H100, have three.
     several = problem.heads_kv >= LEAST_HEADS_OF_SHORT_RINGS and problem.page_size is not None
-    return several and problem.kv_dtype.itemsize == 2 and arch.dram_bandwidth >= FAST_MEMORY
+    return several and problem.kv_dtype.itemsize == 2 and has_fast_memory(arch)
 
 
 def of_shares(problem: DecodeProblem, arch: Arch) -> Config:

@@ -17,6 +17,7 @@ from strobe.kernels.decode.sizes import (
     LONG_ROOM,
     WGMMA_TOKENS,
     absent_of,
+    is_hopeful,
     keys_of,
     keys_of_share,
     rows_of_tile,
@@ -30,16 +31,24 @@ MOST_SHARED_ROWS, MOST_HEADS_OF_MANY_ROWS = 32, 4
 LARGE_PAGE = 64
 MOST_KEYS_OF_SMALL_PAGES = 1 << 16
 """Keys of one request's heads of 129 to 256 columns up to which they are shared over small pages: see `fits_shares`."""
+LEAST_ROOM_OF_PANELS = 1 << 15
+"""Keys of a request from which on heads of up to 192 columns are not shared."""
 MOST_KEYS_OF_SHORT_RING = 128
 """Keys that a CTA has of a shared key head up to which its ring has two steps."""
-MOST_KEYS_OF_ONE_GROUP, MOST_KEYS_OF_NARROWER = 1 << 20, 1 << 16
+THREE_PANELS = 3 * PANEL_COLUMNS
+"""Columns of heads that are not as wide as `MOST_COLUMNS`: wgmma multiplies a panel at a time, so that they need not be a power
+of two."""
+MOST_KEYS_OF_ONE_GROUP, MOST_KEYS_OF_NARROWER = 1 << 20, 1 << 15
 """Keys of all key heads of all requests up to which 64 rows are for one group of wgmma whose keys cp.async copies; where there
-are fewer than 256 columns."""
+are fewer than 256 columns, which it multiplies as 256. An H200, 4 queries, pages of 64, microseconds (and by TMA): 192 columns,
+8 requests of 1k keys, 24 heads on 4 14.9 (15.9), but 160 columns, 32 of 512 19.6 (17.4)."""
 FEW_KEYS_OF_TWO_TILES = 1 << 14
 """The same for 65 to 128 rows."""
-MOST_KEYS_OF_WIDE_TILES, LEAST_KEYS_OF_WIDE_STEPS = 1 << 17, 1 << 19
-"""Keys of all key heads of all requests up to which more than 64 rows of 129 to 256 columns are tiles of 64, if each has a
-multiprocessor, and from which on steps have 64 keys: see `of_wgmma`."""
+MOST_KEYS_OF_WIDE_TILES, MOST_KEYS_OF_NARROWER_TILES = 1 << 17, 1 << 16
+"""Keys of all key heads of all requests up to which more than 64 rows are tiles of 64, if each has a multiprocessor; of up to
+192 columns. See `of_wgmma`."""
+LEAST_KEYS_OF_WIDE_STEPS = 1 << 19
+"""The same from which on two groups have steps of 64 keys though columns are more than 192."""
 
 
 def fits_shares(problem: DecodeProblem) -> bool:
@@ -50,11 +59,14 @@ def fits_shares(problem: DecodeProblem) -> bool:
     #            23.2 (24.2), 32k 75.2 (68.0); 8 requests of 2k 42.6 (36.8), 16 on 2, of 8k 43.8 (38.0)
     #   4 queries, 1 request, 16 on 2: of 2k 12.1 (15.3), 8k 16.6 (18.2), 32k 31.8 (30.7)
     #   16 queries, 1 request, 16 on 8, which are 32 rows: of 2k 14.0 (12.6), 8k 31.5 (25.6), pages of 64 27.4 (25.4)
+    # 192 columns of 32k keys, pages of 64 (and three panels by TMA): 1 query, 32 on 8 56.7 (54.5), 4 queries, 16 on 2 28.6
+    # (27.3), but of 8k 32 on 8 19.7 (20.5); 8 requests of 4k, 24 on 4, 30.7 (31.8)
     # Larger pages: `of_shares`.
     rows = MOST_SHARED_ROWS if problem.batch == 1 and problem.heads_kv <= MOST_HEADS_OF_MANY_ROWS else MMA_ROWS
     large = problem.page_size is None or problem.page_size >= LARGE_PAGE
     few = problem.batch == 1 and keys_of(problem) <= MOST_KEYS_OF_SMALL_PAGES
-    return (large or few) and problem.kv_dtype.itemsize == 2 and problem.rows <= rows
+    long = is_narrower(problem) and seen_of(problem) >= LEAST_ROOM_OF_PANELS
+    return (large or few) and not long and problem.kv_dtype.itemsize == 2 and problem.rows <= rows
 
 
 def of_shares(problem: DecodeProblem, shares: int) -> Config:
@@ -77,8 +89,8 @@ def one_group_gains(problem: DecodeProblem) -> bool:
     #                  26.2; 29.7)
     #   16 on 8, 1 query: 32 of 8k 489.0 (498.1; -; 502.9), pages of 16 480.7 (568.4; 484.1; 484.0); 8 of 4k 66.1 (-; 67.4;
     #            69.9); 4 queries: 8 of 2k 37.3 (-; 38.5; 41.8), contiguous 36.2 (-; 37.2; 42.2)
-    #   192 columns, whose places for 256 cp.async fills: 24 on 4, 32 of 8k 244.2 (240.7; 208.7; 195.6), 32 of 2k 60.4 (-;
-    #            53.1; 55.0), 4 queries, 8 of 4k 37.4 (-; 35.2; 35.3), but 1 query, 8 of 2k 18.6 (20.9; 21.3; 21.8)
+    #   192 columns, which it multiplies as 256 (the other then, too): 24 on 4, 32 of 8k 244.2 (240.7; 208.7; 195.6), 32 of 2k
+    #            60.4 (-; 53.1; 55.0), 4 queries, 8 of 4k 37.4 (-; 35.2; 35.3), but 1 query, 8 of 2k 18.6 (20.9; 21.3; 21.8)
     # 128 rows in two tiles: 1 of 8k 18.4 (-; 20.4; 26.2), of 16k 25.4 (-; 25.7; 30.0)
     # With the most keys it is ahead, too, for some milliseconds of launches: 16 on 8, 32 of 32k 1917 (1961; 1949; 1930).
     # But over pages it is far behind where they go on, as the clock falls: 2325 (-; -; 1986).
@@ -96,7 +108,7 @@ def one_group_gains(problem: DecodeProblem) -> bool:
 
 def of_wgmma(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of TMA and wgmma: one group that holds Q beside O or, where tiles of 64 rows would read too many keys again,
-    two groups, whose registers O takes, so that Q stays in shared memory."""
+    two groups, whose registers O takes, so that Q stays in shared memory. Of up to 192 columns three panels are multiplied."""
     # An H200, 16 queries of 16 heads on 2, 256 columns, microseconds by one group, by two in steps of 32 keys, of 64 (and
     # FlashAttention-3):
     #   pages of 64: 8 requests of 2k keys 22.5, 26.7, - (25.8); 8 of 8k 51.7, 53.4, - (52.5); 32 of 2k 47.0, 52.7, - (57.3)
@@ -106,15 +118,32 @@ def of_wgmma(problem: DecodeProblem, arch: Arch) -> Config:
     #   contiguous, 32 on 4: 32 of 8k 482.9, 292.8, 262.9 (263.1), 128 of 1k 275.1, 173.7, 180.4 (171.0)
     # Two groups, Q stored by them: 8 of 2k 33.2; with the optimistic softmax 8 of 2k 35.5, 32 of 8k 176.8 (asked for, and steps
     # of 64 keys 152.9); with half of Q in registers 32 of 8k 196.9: ptxas then makes each product wait for the one before.
-    sms, keys = arch.sms or FALLBACK_SMS, keys_of(problem)
+    # 192 columns, pages of 64, multiplied as 192 (and as 256; FlashAttention-3):
+    #   24 on 4, 1 query: 32 of 8k 182.0 (193.1; 188.4), of 2k 50.8 (55.0; 54.6); pages of 16, 32 of 8k 183.4 (192.3; 192.3),
+    #            contiguous 180.0 (188.1; 193.4); 4 queries: 32 of 8k 183.8 (190.3; 191.9), 8 of 4k 33.1 (35.0; 34.6)
+    #   32 on 8, 1 query: 8 of 8k 96.3 (103.2; 99.5), 128 of 1k 188.8 (213.1; 208.2); 16 queries: 128 of 1k 210.6 (232.4; 236.2)
+    #   32 on 4, 16 queries, by two groups: 32 of 8k 197.7 (236.7; 203.3), of 2k 60.5 (74.9; 60.5), 8 of 8k 64.8 (76.3; 66.6);
+    #            and in tiles of 64: 8 of 4k 41.5, 42.8 (-; 43.3), but 4 of 4k 29.3, 26.7 (31.1; 29.2)
+    # Optimistic (and not), log-normal lengths, 160 columns: 1 query, 32 around 2k 55.7 (56.8), 4 queries, 8 around 8k 58.4
+    # (59.6); but 192 columns, 16 queries, by two groups, 32 around 2k 90.5 (85.2), in tiles of 64, 4 of 4k 27.5 (26.8). Two
+    # groups that hold Q, and so spill: 32 of 8k 259.4; steps of 32 keys: 275.7.
+    sms, keys, narrower = arch.sms or FALLBACK_SMS, keys_of(problem), is_narrower(problem)
     tiles = problem.batch * problem.heads_kv * -(-problem.rows // MOST_ROWS)
-    one = problem.rows <= MOST_ROWS or (tiles <= sms and keys <= MOST_KEYS_OF_WIDE_TILES)
-    long = not one and keys >= LEAST_KEYS_OF_WIDE_STEPS and seen_of(problem) >= LONG_ROOM
+    most = MOST_KEYS_OF_NARROWER_TILES if narrower else MOST_KEYS_OF_WIDE_TILES
+    one = problem.rows <= MOST_ROWS or (tiles <= sms and keys <= most)
+    long = narrower or (not one and keys >= LEAST_KEYS_OF_WIDE_STEPS and seen_of(problem) >= LONG_ROOM)
     rows, tokens = MOST_ROWS if one else 2 * MOST_ROWS, WGMMA_TOKENS if long else WGMMA_TOKENS // 2
     box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
-    chunk, absent = PANEL_COLUMNS, absent_of(problem, rows)
-    if box == tokens:
+    columns, chunk, absent = THREE_PANELS if narrower else MOST_COLUMNS, PANEL_COLUMNS, absent_of(problem, rows)
+    if box == tokens and not narrower:
         chunk = MOST_COLUMNS if one else 2 * PANEL_COLUMNS
-    config = Config(MOST_COLUMNS, MOST_COLUMNS, rows, tokens, 2, rows // MMA_ROWS, 1, box=box, chunk=chunk,
-                    groups=rows // MOST_ROWS, holds_q=one, asks_q=absent is not None, absent=absent or 0)  # fmt: skip
+    hopeful = narrower and problem.rows <= MOST_ROWS and is_hopeful(problem)
+    config = Config(columns, columns, rows, tokens, 2, rows // MMA_ROWS, 1, box=box, chunk=chunk,
+                    groups=rows // MOST_ROWS, holds_q=one, asks_q=absent is not None, absent=absent or 0,
+                    optimistic=hopeful)  # fmt: skip
     return with_all_stages(config, arch)
+
+
+def is_narrower(problem: DecodeProblem) -> bool:
+    """Whether three panels hold all columns."""
+    return max(problem.head_dim, problem.head_dim_v) <= THREE_PANELS
