@@ -424,7 +424,7 @@ SET_BACK = """    if last:
 
 FEW_JOBS_BUGS = [
     kernel("a block of columns is merged twice", "turn % ACROSS * COLUMNS", "turn % ACROSS * 0", (DoubleWrite, Race, *NUMBERS)),
-    kernel("blocks of columns are not counted", "turns * (K.C.head_dim_v // K.C.merged_columns), turns)", "turns, turns)"),
+    kernel("blocks of columns are not counted", "turns * (K.C.result_columns // K.C.merged_columns), turns)", "turns, turns)"),
 ]  # fmt: skip
 
 JOINED_BUGS = [
