@@ -498,10 +498,10 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
     if problem.rows > MOST_ROWS:
         # An H200, 16 queries, pages of 64, microseconds with 2^16 keys (and by one role that holds Q): 64 heads on 8, 1
         # request of 8k 22.2 (20.3), 2 of 4k 21.3 (19.1), 4 of 2k 20.6 (20.6), 8 of 1k 19.2 (20.7); 28 on 4, 1 of 16k 20.7
-        # (19.9), 4 of 4k 20.9 (19.2), 8 of 2k 20.3 (20.5); 16 on 2, 1 of 32k 22.2 (21.6), 8 of 4k 21.3 (19.0), 32 of 1k 19.4
+        # (19.9), 4 of 4k 20.9 (19.2), 8 of 2k 21.1 (20.6); 16 on 2, 1 of 32k 22.2 (21.6), 8 of 4k 21.3 (19.0), 32 of 1k 19.4
         # (20.7). With 2^15: 28 on 4, 1 of 8k 14.5 (16.0); 64 on 8, 1 of 4k 17.2 (18.3). An H100: not timed.
-        hopeful = is_hopeful(problem) and has_fast_memory(arch)
-        return keys <= (FEW_KEYS_OF_ONE_GROUP // 2 if hopeful else FEW_KEYS_OF_ONE_GROUP)
+        long = seen_of(problem) >= LONG_ROOM and has_fast_memory(arch)
+        return keys <= (FEW_KEYS_OF_ONE_GROUP // 2 if long else FEW_KEYS_OF_ONE_GROUP)
     return keys <= MOST_KEYS_OF_ONE_GROUP or not has_fast_memory(arch)
 
 

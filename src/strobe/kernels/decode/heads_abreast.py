@@ -28,6 +28,11 @@ An H200, pages of 64, microseconds (and none), log-normal lengths, 1 | 4 | 16 qu
 Fixed bits, 64 on 8: 8 around 8k 73.6 (79.6) | 78.4 (81.2) | 117.8 (112.6); 32 around 2k 75.9 (79.2) | 79.1 (85.3) | 120.7
 (122.8). Equal lengths: 24 of 8k 190.8 (196.3) with 4 queries, 207.0 (211.4) with 16; 8 and 32 of 8k: level, or slower by less
 than a percent. 8 abreast, 32 around 2k: 72.2 | 75.7 | 87.5."""
+MOST_OF_CONTIGUOUS = 8
+"""The same of a contiguous cache by mma.sync, where neighbouring heads lie side by side for all keys. An H200, one query,
+microseconds (and 4), in long steps: 32 heads on 32, 32 requests of 32k keys 3871 (3942), of 8k 964.5 (976.2), 8 of 128k 3881
+(3894); 64 on 8, 128 of 8k 953.4 (962.5); 32 on 8, 128 of 8k 953.6 (965.4); log-normal lengths, 64 on 8, 32 around 8k 245.8
+(247.7), 32 on 32, 8 around 8k 251.5 (255.7); other points level. In steps of 64 keys: level."""
 LEAST_KEYS_OF_MANY_ROWS = 1 << 19
 """Keys of all key heads of all requests from which on that gains with more than 64 rows: 28 heads on 4 above, 2^18, do not."""
 
@@ -41,7 +46,11 @@ def heads_abreast_of(problem: DecodeProblem, arch: Arch, config: Config) -> int:
     """How many key heads of a request are walked along together."""
     if config.shares or problem.batch == 1:
         return 1
-    most = MOST_OF_CUT_LINES if config.box and not fills_lines(problem) else MOST_ABREAST if gains(problem, arch, config) else 1
+    most = 1
+    if config.box and not fills_lines(problem):
+        most = MOST_OF_CUT_LINES
+    elif gains(problem, arch, config):
+        most = MOST_OF_CONTIGUOUS if problem.page_size is None and not config.by_wgmma else MOST_ABREAST
     return math.gcd(most, problem.heads_kv)
 
 
