@@ -40,8 +40,11 @@ THREE_PANELS = 3 * PANEL_COLUMNS
 of two."""
 MOST_KEYS_OF_ONE_GROUP, MOST_KEYS_OF_NARROWER = 1 << 20, 1 << 15
 """Keys of all key heads of all requests up to which 64 rows are for one group of wgmma whose keys cp.async copies; where there
-are fewer than 256 columns, which it multiplies as 256. An H200, 4 queries, pages of 64, microseconds (and by TMA): 192 columns,
-8 requests of 1k keys, 24 heads on 4 14.9 (15.9), but 160 columns, 32 of 512 19.6 (17.4)."""
+are fewer than 256 columns, which it multiplies as 256. An H200, microseconds (and by TMA), 4 queries of 24 heads on 4: 192
+columns, 8 requests of 1k keys 14.9 (15.9), but 160 columns, 32 of 512 19.6 (17.4)."""
+MOST_ROWS_OF_NARROWER = 32
+"""Rows up to which that is so. An H200, 192 columns, 16 queries of 16 heads on 4, 64 rows, microseconds (and by TMA): 8
+requests of 512 keys 14.8 (13.4), 16 of 359, pages of 16, 19.5 (16.0)."""
 FEW_KEYS_OF_TWO_TILES = 1 << 14
 """The same for 65 to 128 rows."""
 MOST_KEYS_OF_WIDE_TILES, MOST_KEYS_OF_NARROWER_TILES = 1 << 17, 1 << 16
@@ -102,7 +105,11 @@ def one_group_gains(problem: DecodeProblem) -> bool:
     cut = many_columns and problem.rows <= MOST_ROWS and not fills_lines(problem)
     full = problem.head_dim == problem.head_dim_v == MOST_COLUMNS
     most = MOST_KEYS_OF_ONE_GROUP if full else MOST_KEYS_OF_NARROWER
-    few = keys_of(problem) <= (FEW_KEYS_OF_TWO_TILES if problem.rows > MOST_ROWS else most)
+    if problem.rows > MOST_ROWS:
+        most = FEW_KEYS_OF_TWO_TILES
+    elif problem.rows > MOST_ROWS_OF_NARROWER and is_narrower(problem):
+        most = 0
+    few = keys_of(problem) <= most
     return not problem.deterministic and (few or cut)
 
 
