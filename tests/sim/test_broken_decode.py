@@ -427,6 +427,14 @@ FEW_JOBS_BUGS = [
     kernel("blocks of columns are not counted", "turns * (K.C.result_columns // K.C.merged_columns), turns)", "turns, turns)"),
 ]  # fmt: skip
 
+PANELS_BUGS = [
+    hopper("values of the first panel alone are cleared", "clear_values(values[c], piece", "clear_values(values[0], piece"),
+    kernel("each panel of a part is written over the first", "acc[c], top, total, c * acc[0].shape[1])",
+           "acc[c], top, total, 0)", (DoubleWrite, *TOO_EARLY)),
+    hopper("each panel of Q is the first", "rows_of_queries(K.outputs, piece, c * C.chunk, C.chunk",
+           "rows_of_queries(K.outputs, piece, 0, C.chunk"),
+]  # fmt: skip
+
 JOINED_BUGS = [
     kernel("parts are added that are not there yet", LOOKED, LOOKED.replace("== job.parts - 1", ">= 0"),
            (DoubleWrite, *TOO_EARLY, *NUMBERS)),
@@ -882,6 +890,17 @@ def test_it_is_found_where_q_comes_in_turn(bug, tmp_path):
     for number, order in enumerate(ORDERS):
         with pytest.raises(bug.errors):
             run(call, ctas=3, order=order, seed=number, kernel=module, choose=wide_heads.of_wgmma, **two_groups(call, 32))
+
+
+@pytest.mark.parametrize("bug", PANELS_BUGS, ids=str)
+def test_it_is_found_with_three_panels(bug, tmp_path):
+    """Of one job that is cut in parts, which all of its CTAs merge."""
+    case = {**CASE, "batch": 1, "lengths": [500], "room": 512, "n_q": 8, "group": 8, "heads_kv": 1, "page": 64, "head_dim": 160,
+            "head_dim_v": 160}  # fmt: skip
+    call, module = draw(1, torch.float16, **case), broken(bug, HOPPER, tmp_path)
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            run(call, ctas=6, order=order, seed=number, kernel=module, choose=wide_heads.of_wgmma, asks_q=False, absent=0)
 
 
 @pytest.mark.parametrize("bug", JOINED_BUGS, ids=str)

@@ -571,7 +571,6 @@ def test_a_window_is_all_that_counts(fixed, batch):
     [
         (4, 128, 1 << 17, "mma"),
         (8, 128, 1 << 17, "TMA, 64 rows"),
-        (16, 128, 1 << 13, "TMA, 128 rows"),
         (8, 64, 1 << 13, "TMA, 64 rows"),
     ],
 )
@@ -580,17 +579,19 @@ def test_many_keys_are_not_one_groups(n_q, dim, most, kind):
     for keys, wanted in ((most, "one group"), (most + 1, kind)):  # of 2 requests and 4 key heads
         longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=keys))
         assert kind_of(choose(longer, KNOWN["H200"])) == wanted
-        assert kind_of(choose(longer, KNOWN["H100"])) == ("one group" if dim == 128 and n_q < 16 else wanted)
+        assert kind_of(choose(longer, KNOWN["H100"])) == ("one group" if dim == 128 else wanted)
 
 
 @pytest.mark.parametrize(
     ("fixed", "room", "kinds"),
     [
         ({}, 1 << 12, ("one group", "one group")), ({}, (1 << 12) + 1, ("TMA, 128 rows", "one group")),
-        ({"batch": 4}, 4095, ("one group", "one group")), ({"mask": strobe.Window(40, 0)}, 1 << 13, ("one group", "one group")),
+        ({}, 1 << 13, ("TMA, 128 rows", "one group")), ({}, (1 << 13) + 1, ("TMA, 128 rows", "TMA, 128 rows")),
+        ({"batch": 8}, 2047, ("one group", "one group")), ({"batch": 8}, 2048, ("TMA, 128 rows", "one group")),
+        ({"mask": strobe.Window(40, 0)}, 1 << 13, ("one group", "one group")),
     ],
 )  # fmt: skip
-def test_fewer_keys_of_many_rows_are_one_groups_where_there_is_hope(fixed, room, kinds):
+def test_fewer_keys_of_many_rows_are_one_groups_where_requests_are_long(fixed, room, kinds):
     """Of 2 requests and 4 key heads, on an H200 and an H100."""
     problem = problem_of(**{"n_q": 16, "alibi": False, "mask": strobe.Causal(), **fixed})
     longer = replace(problem, lengths=replace(problem.lengths, seqlen_kv=room))
@@ -613,6 +614,8 @@ def with_room(problem, batch, heads_kv, room):
         (8, 2, 8192, {"n_q": 16, "head_dim": 96}, 8, 8), (4, 4, 8192, {"n_q": 16, "head_dim": 80}, 4, 4),
         (8, 1, 8192, {"n_q": 16, "head_dim": 96}, 1, 1), (8, 2, 8192, {"n_q": 16, "head_dim": 64}, 1, 1),
         (8, 8, 8192, {"head_dim": 96}, 4, 1), (8, 2, 8192, {"n_q": 2, "head_dim": 160}, 8, 8),
+        (8, 8, 8192, {"page": None}, 8, 1), (32, 8, 8192, {"page": None}, 8, 1), (2, 8, 8192, {"page": None}, 2, 1),
+        (8, 8, 8192, {"page": None, "n_q": 8}, 4, 1),
     ],
 )  # fmt: skip
 def test_which_key_heads_are_abreast(heads_kv, batch, room, fixed, abreast, on_an_h100):

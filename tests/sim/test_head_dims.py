@@ -160,6 +160,31 @@ def test_who_has_wide_heads(n_q, batch, room, kind):
 
 
 @pytest.mark.parametrize(
+    ("n_q", "batch", "room", "kind"),
+    [
+        (1, 32, 8192, "TMA, 64 rows"),
+        (4, 8, 1024, "one group"),
+        (4, 8, 1025, "TMA, 64 rows"),
+        (8, 8, 512, "TMA, 64 rows"),
+        (16, 1, 4096, "one group"),
+        (16, 4, 4096, "TMA, 64 rows"),
+        (16, 8, 4096, "TMA, 128 rows"),
+        (16, 64, 512, "TMA, 128 rows"),
+        (1, 1, 16384, "shared"),
+        (1, 1, 32768, "TMA, 64 rows"),
+    ],
+)
+def test_who_has_three_panels(n_q, batch, room, kind):
+    """Of four key heads. By TMA columns are 192, and by two groups too many for Q in registers; else they are 256."""
+    for dim in (136, 192):
+        config = choose(with_room(problem_of(n_q=n_q, head_dim=dim), batch, 4, room), KNOWN["H200"])
+        assert ("shared" if config.shares else kind_of(config)) == kind
+        by_tma = kind.startswith("TMA")
+        assert config.head_dim == config.head_dim_v == (192 if by_tma else 256)
+        assert config.holds_q == (kind == "TMA, 64 rows") and (config.tokens == 64 or not by_tma)
+
+
+@pytest.mark.parametrize(
     ("page", "batch", "n_q", "room", "shares"),
     [
         (16, 1, 1, 16384, True),
