@@ -154,7 +154,11 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
             make = of_one_group
         elif gains_by_wgmma(problem):
             make = wide_heads.of_wgmma if padded(problem.head_dim) == MOST_COLUMNS else of_wgmma
-    config = make(problem, arch)
+    return dealt_out(make(problem, arch), problem, arch)
+
+
+def dealt_out(config: Config, problem: DecodeProblem, arch: Arch) -> Config:
+    """The config with what says how its work is dealt out: places for pieces, turns, key heads abreast."""
     return replace(config, start=start_of(config), by_turns=gains_by_turns(problem, arch, config),
                    heads_abreast=heads_abreast_of(problem, arch, config))  # fmt: skip
 
