@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+FOLDERS = re.compile(r"(?<![\w:/])/(?:[\w.+-]+/)+")
+"""The folders of a file's absolute path."""
+
 
 def compact(error: BaseException) -> str:
-    """An error in one line: its type, its first words, and where it was raised."""
+    """An error in one line: its type, its first words, and where it was raised. Files have their names alone: a report is
+    published, and the folders are its user's."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    words = (lines[0] if lines else "")[:240]
+    words = FOLDERS.sub("", lines[0] if lines else "")[:240]
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {words}{where}"
