@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import argparse
 import ast
-import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 
 import torch
 
@@ -58,7 +56,7 @@ PEER = "FA3 planned"
 
 def rule_of(text: str) -> Rule:
     """The rule of a `--try`. ValueError if it names a rule or a field that there is not, or a value that is none."""
-    name, _, changes = text.rpartition(":") if ":" in text else (text, "", "") if text in RULES else ("chosen", "", text)
+    name, _, changes = (text if ":" in text else f"{text}:" if text in RULES else f"chosen:{text}").partition(":")
     if name not in RULES:
         raise ValueError(f"a rule must be one of {', '.join(RULES)}, got {name!r}")
     changed = {}
@@ -72,8 +70,7 @@ def rule_of(text: str) -> Rule:
             raise ValueError(f"a change must be FIELD=VALUE with a number, True or False, got {change!r}") from None
 
     def made(problem: DecodeProblem, arch: Arch) -> Config:
-        config = RULES[name](problem, arch)
-        return replace(config if name == "chosen" else choice.dealt_out(config, problem, arch), **changed)
+        return replace(choice.dealt_out(RULES[name](problem, arch), problem, arch), **changed)
 
     return made
 
@@ -140,7 +137,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     try:
-        rules = {"today's": cast(Rule, choice.choose)} | {text: rule_of(text) for text in arguments.tries}
+        rules = {"today's": RULES["chosen"]} | {text: rule_of(text) for text in arguments.tries}
     except ValueError as error:
         parser.error(str(error))
     heads, _, heads_kv = arguments.heads.partition("/")
@@ -162,4 +159,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
