@@ -230,14 +230,15 @@ def held_queries() -> None:
 
 
 def heads_abreast() -> None:
-    """Requests of unequal lengths whose key heads are walked along together, by each of the kernels that take them."""
-    shapes = ((1, 128, 16, 9), (4, 128, 64, 9), (16, 128, 64, 40), (16, 96, 64, 9), (16, 80, None, 9), (4, 160, 16, 9))
+    """Requests of unequal lengths whose key heads, or tiles, are walked along together, by each kernel that takes them."""
+    shapes = ((1, 128, 16, 9), (4, 128, 64, 9), (16, 128, 64, 40), (16, 96, 64, 9), (16, 80, None, 9), (2, 96, 64, 9),
+              (4, 144, 16, 9), (4, 160, 64, 9), (20, 128, 64, 9), (20, 160, 16, 9))  # fmt: skip
     for n_q, head_dim, page, batch in cases(shapes):
-        call = draw(1, torch.bfloat16, device=DEVICE, n_q=n_q, group=8, heads_kv=8, page=page, room=1700, batch=batch,
-                    lengths=[1700 - 400 * (b % 5) for b in range(batch)], head_dim=head_dim, head_dim_v=head_dim,
+        call = draw(1, torch.bfloat16, device=DEVICE, n_q=n_q, group=8, heads_kv=8, page=page, room=2100, batch=batch,
+                    lengths=[2100 - 500 * (b % 5) for b in range(batch)], head_dim=head_dim, head_dim_v=head_dim,
                     mask=strobe.Causal(), ragged=False, tree=False, leftpad=False)  # fmt: skip
         strobe.decode(call.q, call.cache, **call.keywords)
-        synchronize(f"key heads abreast, {n_q} queries of {batch} requests, {head_dim} columns")
+        synchronize(f"abreast, {n_q} queries of {batch} requests, {head_dim} columns")
 
 
 def latent_and_bits() -> None:

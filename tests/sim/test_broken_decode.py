@@ -22,6 +22,7 @@ from test_decode_kernel import (
     far_scores,
     latent,
     long_latent,
+    of_two_tiles,
     of_unequal_lengths,
     one_job,
     queries_below_zero,
@@ -445,7 +446,7 @@ JOINED_BUGS = [
 ]  # fmt: skip
 
 ABREAST_BUGS = [
-    kernel("heads abreast are one head", "head * C.heads_abreast + member % C.heads_abreast", "head * C.heads_abreast",
+    kernel("heads abreast are one head", "head * C.heads_abreast + member // C.abreast", "head * C.heads_abreast",
            (DoubleWrite, Race, *NUMBERS)),
     kernel("heads abreast are jobs of their own", "heads = heads_kv // C.heads_abreast", "heads = heads_kv",
            (OutOfBounds, DoubleWrite, Race, *NUMBERS)),
@@ -455,6 +456,12 @@ ABREAST_BUGS = [
     kernel("a CTA takes its part for another one's", "gl.program_id(0) // K.C.team - job.first", "gl.program_id(0) - job.first",
            (*TOO_EARLY, *NUMBERS)),
     kernel("parts lie closer than those abreast leave them", "2 * C.team  # places", "2  # places", (*TOO_EARLY, *NUMBERS)),
+]  # fmt: skip
+
+TILES_ABREAST_BUGS = [
+    kernel("a CTA's head is its tile's number", "member // C.abreast", "member % C.heads_abreast",
+           (DoubleWrite, Race, *NUMBERS)),
+    kernel("tiles abreast are one tile", ") * C.abreast + member % C.abreast", ") * C.abreast", (DoubleWrite, Race, *NUMBERS)),
 ]  # fmt: skip
 
 BY_WAY_OF_Q_BUGS = [
@@ -524,8 +531,10 @@ ONE_GROUP_BUGS = [
     hopper("what is no key is copied", "is_key(cached, piece, at, pages, C, KEYS)", "pages == pages", (*NUMBERS, OutOfBounds)),
     hopper("pages are those of the step before", "pages = look_up(cached, piece, at + C.tokens, C, KEYS)",
            "pages = look_up(cached, piece, at, C, KEYS)", (*NUMBERS, OutOfBounds)),
-    hopper("rows of V are where those of K are", "copy_rows(memory.v.block(position)[0], v_base, v_rows",
-           "copy_rows(memory.v.block(position)[0], v_base, k_rows", (*NUMBERS, OutOfBounds), head_dim_v=80),
+    hopper("rows of V are where those of K are", "copy_rows(memory.v.block(position), v_base, v_rows",
+           "copy_rows(memory.v.block(position), v_base, k_rows", (*NUMBERS, OutOfBounds), head_dim_v=80),
+    hopper("all panels are the first one", "gl.arange(c * WIDE, (c + 1) * WIDE, ", "gl.arange(0, WIDE, ", head_dim=160,
+           head_dim_v=160),
 ]  # fmt: skip
 WAITED = "    memory.bytes.wait(position)\n"
 CONVERTED_BUGS = [
@@ -920,6 +929,15 @@ def test_it_is_found_where_key_heads_are_abreast(bug, tmp_path):
         with pytest.raises(bug.errors):
             for ctas in (4, 14):
                 run(call, ctas=ctas, order=order, seed=number, **asked)
+
+
+@pytest.mark.parametrize("bug", TILES_ABREAST_BUGS, ids=str)
+def test_it_is_found_where_tiles_and_key_heads_are_abreast(bug, tmp_path):
+    module = broken(bug, HOPPER, tmp_path)
+    asked = {"kernel": module, "choose": of_wgmma, "groups": 2, "abreast": 2, "heads_abreast": 2}
+    for number, order in enumerate(ORDERS):
+        with pytest.raises(bug.errors):
+            run(of_two_tiles(), ctas=8, order=order, seed=number, **asked)
 
 
 @pytest.mark.parametrize("bug", FEW_JOBS_BUGS, ids=str)

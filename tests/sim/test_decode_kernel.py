@@ -225,6 +225,23 @@ def test_key_heads_that_are_abreast(seed):
         start=seed % 4, heads_abreast=abreast, by_turns=seed % 5 == 0)  # fmt: skip
 
 
+def of_two_tiles(seed: int = 5, **changes) -> Drawn:
+    """Requests of unequal lengths whose 160 rows of a key head are two tiles."""
+    given = {"lengths": [60, 700, 1, 0, 190], "room": 704, "n_q": 20, "group": 8, "heads_kv": 2, "page": 64, "leftpad": False}
+    return draw(seed, torch.float16, ragged=False, batch=5, head_dim=128, head_dim_v=128, tree=False, **{**given, **changes})
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_tiles_and_key_heads_that_are_abreast(seed):
+    """A team has a CTA for each tile of each of its key heads; where tiles are no whole number of those abreast, some have
+    none."""
+    tiles, heads = (2, 3)[seed % 2], (1, 2)[seed // 2 % 2]
+    call = of_two_tiles(seed, n_q=(20, 50)[seed // 4], **({"lengths": [640] * 5} if seed % 3 == 0 else {}))
+    asked = {**ASKED_Q, "absent": 0} if call.q.shape[1] == 20 else {"groups": 2}
+    run(call, ctas=tiles * heads * (1 + seed % 4), order=ORDERS[seed % 4], seed=seed, launches=2, choose=of_wgmma,
+        abreast=tiles, heads_abreast=heads, start=seed % 3, **asked)  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", [of_mma, of_wgmma, of_one_group])
 def test_turns_of_key_heads_that_are_abreast(kind):
     """Eight jobs of two key heads for three teams, where a seventh CTA would be one without a team."""
@@ -613,7 +630,10 @@ def with_room(problem, batch, heads_kv, room):
         (8, 8, 8192, {"deterministic": True, "n_q": 16}, 1, 1), (8, 2, 300, {"n_q": 16, "head_dim": 96}, 4, 1),
         (8, 2, 8192, {"n_q": 16, "head_dim": 96}, 8, 8), (4, 4, 8192, {"n_q": 16, "head_dim": 80}, 4, 4),
         (8, 1, 8192, {"n_q": 16, "head_dim": 96}, 1, 1), (8, 2, 8192, {"n_q": 16, "head_dim": 64}, 1, 1),
-        (8, 8, 8192, {"head_dim": 96}, 4, 1), (8, 2, 8192, {"n_q": 2, "head_dim": 160}, 8, 8),
+        (8, 8, 8192, {"head_dim": 96}, 4, 1), (8, 2, 8192, {"n_q": 16, "head_dim": 160}, 8, 8),
+        (8, 2, 8192, {"n_q": 2, "head_dim": 160}, 1, 1), (8, 2, 8192, {"n_q": 2, "head_dim": 144}, 4, 1),
+        (8, 8, 8192, {"n_q": 20}, 2, 1), (8, 2, 8192, {"n_q": 20}, 1, 1), (8, 4, 8192, {"n_q": 2, "head_dim": 96}, 8, 8),
+        (8, 1, 8192, {"n_q": 2, "head_dim": 96}, 1, 1),
         (8, 8, 8192, {"page": None}, 8, 1), (32, 8, 8192, {"page": None}, 8, 1), (2, 32, 8192, {"page": None}, 2, 1),
         (8, 8, 8192, {"page": None, "n_q": 8}, 4, 1),
     ],
@@ -625,12 +645,28 @@ def test_which_key_heads_are_abreast(heads_kv, batch, room, fixed, abreast, on_a
 
 
 @pytest.mark.parametrize(
+    ("room", "fixed", "tiles"),
+    [
+        (2048, {"n_q": 20}, 2), (2047, {"n_q": 20}, 1), (2048, {"n_q": 16}, 1), (2048, {"n_q": 40}, 3),
+        (2048, {"n_q": 20, "deterministic": True}, 1), (2048, {"n_q": 20, "head_dim": 160}, 2),
+        (2048, {"n_q": 20, "page": 1}, 1),
+    ],
+)  # fmt: skip
+def test_which_tiles_are_abreast(room, fixed, tiles):
+    """Those of 128 rows whose keys would have left the L2 cache before they are read again."""
+    problem = with_room(problem_of(**fixed), 32, 8, room)
+    assert choose(problem, KNOWN["H200"]).abreast == tiles
+    assert choose(replace(problem, kv_dtype=torch.float8_e4m3fn), KNOWN["H200"]).abreast == 1
+
+
+@pytest.mark.parametrize(
     ("head_dim", "n_q", "kind"),
-    [(96, 1, "mma"), (96, 2, "one group"), (112, 8, "one group"), (80, 9, "TMA, 128 rows"), (128, 1, "TMA, 64 rows"),
-     (224, 2, "one group"), (160, 2, "TMA, 64 rows"), (192, 8, "TMA, 64 rows"), (224, 9, "TMA, 128 rows")],
+    [(96, 1, "mma"), (96, 2, "TMA, 64 rows"), (104, 2, "one group"), (112, 8, "one group"), (80, 9, "TMA, 128 rows"),
+     (128, 1, "TMA, 64 rows"), (224, 2, "one group"), (160, 2, "one group"), (192, 8, "one group"), (160, 9, "TMA, 128 rows"),
+     (224, 9, "TMA, 128 rows")],
 )  # fmt: skip
 def test_rows_that_end_within_a_cache_line(head_dim, n_q, kind):
-    """Of up to 64 rows cp.async copies those of very many keys, too, but where 160 columns have places of 256."""
+    """Of up to 64 rows cp.async copies those of very many keys, too, but not of 65 to 96 columns."""
     for gpu in ("H200", "H100") if n_q > 1 else ("H200",):
         assert kind_of(choose(with_room(problem_of(n_q=n_q, head_dim=head_dim), 32, 8, 1 << 15), KNOWN[gpu])) == kind
 

@@ -66,22 +66,24 @@ def two_groups(call: Drawn, tokens: int) -> dict:
 @pytest.mark.parametrize("seed", range(8))
 def test_wide_heads_of_one_group_that_holds_q(seed):
     call = drawn(seed, (64, 128)[seed // 4], (256, 192, 136)[seed % 3], tree=False)
-    config, wide = wide_heads.of_wgmma(described(call)[0], KNOWN["H200"]), call.q.shape[-1] > 192
-    assert (config.rows, config.tokens, config.holds_q) == (64, 32 if wide else 64, True)
+    wide = call.q.shape[-1] > 192
+    config = (wide_heads.of_wgmma if wide else wide_heads.of_panels)(described(call)[0], KNOWN["H200"])
+    assert (config.rows, config.tokens, config.holds_q, config.box > 0) == (64, 32 if wide else 64, True, wide)
     run(call, ctas=200, order=ORDERS[seed % 4], seed=seed, launches=2, choose=lambda problem, _: config)
     run(call, ctas=1 + seed % 6, order=ORDERS[seed % 4], seed=seed, choose=lambda problem, _: config)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_three_panels(seed):
-    """Of up to 192 columns, optimistic and not: many parts of a job, which all CTAs merge, few, which one does, and none."""
+    """Of up to 192 columns, by TMA and by cp.async, optimistic and not: many parts of a job, which all CTAs merge, few, which
+    one does, and none."""
     rows, dim = (64, 128)[seed % 2], (192, 136, 160)[seed // 2]
     call = drawn(seed, rows, dim, group=8, n_q=rows // 8, tree=False, alibi=False, mask=strobe.Causal(), page=PAGES[seed % 5])
-    config = wide_heads.of_wgmma(described(call)[0], KNOWN["H200"])
-    assert (config.head_dim, config.chunk, config.result_columns) == (192, 64, 256)
-    for optimistic in (False, True):
-        for ctas in (1 + seed, 40):
-            run(call, ctas=ctas, order=ORDERS[seed % 4], seed=seed, choose=wide_heads.of_wgmma, optimistic=optimistic)
+    for make in (wide_heads.of_wgmma, wide_heads.of_panels):
+        config = make(described(call)[0], KNOWN["H200"])
+        assert (config.head_dim, config.chunk, config.result_columns) == (192, 64, 256)
+        for optimistic, ctas in itertools.product((False, True), (1 + seed, 40)):
+            run(call, ctas=ctas, order=ORDERS[seed % 4], seed=seed, choose=make, optimistic=optimistic)
 
 
 def wide_queries_below_zero() -> Drawn:
@@ -162,26 +164,23 @@ def test_who_has_wide_heads(n_q, batch, room, kind):
 @pytest.mark.parametrize(
     ("n_q", "batch", "room", "kind"),
     [
-        (1, 32, 8192, "TMA, 64 rows"),
-        (4, 8, 1024, "one group"),
-        (4, 8, 1025, "TMA, 64 rows"),
-        (8, 8, 512, "TMA, 64 rows"),
-        (16, 1, 4096, "one group"),
-        (16, 4, 4096, "TMA, 64 rows"),
+        (1, 32, 8192, "one group"),
+        (8, 8, 512, "one group"),
+        (16, 4, 4096, "one group"),
         (16, 8, 4096, "TMA, 128 rows"),
         (16, 64, 512, "TMA, 128 rows"),
         (1, 1, 16384, "shared"),
-        (1, 1, 32768, "TMA, 64 rows"),
+        (1, 1, 32768, "one group"),
     ],
 )
 def test_who_has_three_panels(n_q, batch, room, kind):
-    """Of four key heads. By TMA columns are 192, and by two groups too many for Q in registers; else they are 256."""
+    """Of four key heads. Shared heads are 256 columns, and two groups' are too many for Q in registers."""
     for dim in (136, 192):
         config = choose(with_room(problem_of(n_q=n_q, head_dim=dim), batch, 4, room), KNOWN["H200"])
         assert ("shared" if config.shares else kind_of(config)) == kind
-        by_tma = kind.startswith("TMA")
-        assert config.head_dim == config.head_dim_v == (192 if by_tma else 256)
-        assert config.holds_q == (kind == "TMA, 64 rows") and (config.tokens == 64 or not by_tma)
+        assert config.head_dim == config.head_dim_v == (256 if config.shares else 192)
+        assert config.holds_q == (kind == "one group") and config.tokens == 64
+        assert config.optimistic == (kind == "one group" and room >= 8192)
 
 
 @pytest.mark.parametrize(

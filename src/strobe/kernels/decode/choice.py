@@ -11,7 +11,7 @@ from strobe.device import KIB, Arch
 from strobe.kernels.common.panels import PANEL_COLUMNS, lie_in_groups
 from strobe.kernels.decode import fixed_bits, wide_heads
 from strobe.kernels.decode.config import MMA_ROWS, MOST_COLUMNS, MOST_ROWS, Config
-from strobe.kernels.decode.heads_abreast import fills_lines, heads_abreast_of
+from strobe.kernels.decode.heads_abreast import are_cut_lines_abreast, fills_lines, heads_abreast_of
 from strobe.kernels.decode.shares import (
     CLUSTER,
     MOST_HEADS_OF_CLUSTERS,
@@ -158,9 +158,22 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
 
 
 def dealt_out(config: Config, problem: DecodeProblem, arch: Arch) -> Config:
-    """The config with what says how its work is dealt out: places for pieces, turns, key heads abreast."""
+    """The config with what says how its work is dealt out: places for pieces, turns, tiles and key heads abreast."""
+    if gains_by_tiles_abreast(problem, config):
+        config = replace(config, abreast=tiles_abreast(problem, config))
     return replace(config, start=start_of(config), by_turns=gains_by_turns(problem, arch, config),
                    heads_abreast=heads_abreast_of(problem, arch, config))  # fmt: skip
+
+
+def gains_by_tiles_abreast(problem: DecodeProblem, config: Config) -> bool:
+    """Whether several tiles of 128 rows are better read along together than one after the other: requests are so long that keys
+    have left the L2 cache meanwhile."""
+    # An H200, pages of 64, microseconds (and with four key heads abreast, in its place; FlashAttention-3): 192 rows, 16 queries
+    # of 96 heads on 8, 128 columns, 32 requests of 2k keys 150.6 (155.4; 150.2), log-normal around 2k 144.5 (159.3; 157.0),
+    # but 200 around 509, pages of 128, 355.7 (337.9; 303.5); 160 columns, 12 of 128 on 8, pages of 16, 24 around 6379 490.0
+    # (496.0, eight abreast 551.5; 446.4). Tiles alone, or with four key heads: level, but 160 columns with four 553.
+    by_tma = config.box > 0 and config.by_wgmma and not (config.narrow or config.split or config.bytes_stages)
+    return by_tma and config.rows == 2 * MOST_ROWS and problem.rows > config.rows and seen_of(problem) >= LONG_ROOM
 
 
 def gains_by_turns(problem: DecodeProblem, arch: Arch, config: Config) -> bool:
@@ -185,9 +198,9 @@ def start_of(config: Config) -> int:
     if config.q_in_turn and not config.bytes_stages:
         return START_KEYS_IN_TURN // config.tokens
     columns = config.head_dim + config.head_dim_v
-    size = (
-        START_BYTES_WITH_Q if config.asks_q else START_BYTES_OF_TMA if config.box and not config.bytes_stages else START_BYTES
-    )
+    size = START_BYTES_OF_TMA if config.box and not config.bytes_stages else START_BYTES
+    if config.asks_q or (config.holds_q and not config.box):
+        size = START_BYTES_WITH_Q
     if config.rows > MMA_ROWS and not config.by_wgmma:
         size = START_BYTES_OF_MANY_ROWS
     return size // (config.ctas * config.tokens * columns * config.kv_bytes)
@@ -265,7 +278,7 @@ def takes_long_steps(problem: DecodeProblem, arch: Arch) -> bool:
     room = LEAST_ROOM_OF_LONG_STEPS if heads <= sms else LEAST_ROOM_OF_LONG_STEPS_OF_MANY_HEADS
     keys = LEAST_KEYS_OF_LONG_STEPS if few_rows else LEAST_KEYS_OF_LONG_STEPS_OF_MANY_ROWS
     few = problem.rows <= MOST_ROWS_OF_LONG_STEPS and heads <= 8 * sms
-    many = seen_of(problem) >= room and keys_of(problem) >= keys
+    many = seen_of(problem) >= room and keys_of(problem) >= keys and (few_rows or not are_cut_lines_abreast(problem))
     return not problem.deterministic and problem.page_size is None and wide and few and many and has_fast_memory(arch)
 
 
@@ -348,7 +361,7 @@ def gains_by_wgmma(problem: DecodeProblem) -> bool:
         return padded(problem.head_dim_v) == 64 and problem.rows >= WGMMA_FROM_ROWS and not problem.deterministic
     if padded(problem.head_dim) == MOST_COLUMNS:  # two sums of O, of a split and of those before, would not fit
         return not problem.deterministic
-    return problem.deterministic or problem.rows >= WGMMA_FROM_ROWS
+    return problem.deterministic or problem.rows >= WGMMA_FROM_ROWS or are_cut_lines_abreast(problem)
 
 
 def of_wgmma(problem: DecodeProblem, arch: Arch, rows: int = 0) -> Config:
@@ -477,7 +490,7 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
         return False
     keys = keys_of(problem)
     if dim == MOST_COLUMNS:
-        return wide_heads.one_group_gains(problem)
+        return wide_heads.one_group_gains(problem, arch)
     if fixed_bits.is_late(problem, arch):
         return fixed_bits.one_group_gains(problem)
     if problem.deterministic:
@@ -486,11 +499,8 @@ def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:
         return MMA_ROWS < problem.rows <= MOST_ROWS and keys <= FEW_KEYS_OF_ONE_GROUP
     if problem.rows <= MMA_ROWS // 2:
         return False
-    # Rows that end within a cache line, 32 heads on 8, an H200, microseconds (and TMA; mma.sync): 96 columns, 16 queries, 32
-    # requests of 8k keys 220.1 (304.1; 307.0), 128 of 512 84.4 (98.5; -), 4 queries, 32 drawn evenly from 2k to 8k 156.3 (-;
-    # 155.9); 112 columns, 4 queries, 32 of 8k 249.5 (-; 255.5), 16 267.1 (363.9; -)
     if problem.rows <= MOST_ROWS and not fills_lines(problem):
-        return True
+        return not are_cut_lines_abreast(problem)
     # An H200, 64 heads on 8, pages of 64, microseconds (and TMA), where a multiprocessor has tiles one after the other:
     #   16 queries: 32 requests of 128 keys 25.5 (17.6), of 256 32.3 (22.0); but 8 of 128 8.6 (9.4), of 1k 19.4 (20.7)
     #    8 queries: 32 of 128 14.5 (13.1), of 512 26.1 (23.5), 128 of 128 47.1 (34.8), of 512 89.8 (78.5), but 8 of 512 12.6
@@ -513,6 +523,8 @@ def of_one_group(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of one group of wgmma, beside four warps that copy by cp.async: one CTA a multiprocessor, and a long ring."""
     # two CTAs with half a ring each: 13.2, 26.7, 25.3 and 109.8 microseconds, in place of the four in the first line above
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    if dim == dim_v == MOST_COLUMNS and wide_heads.is_narrower(problem):
+        return wide_heads.of_panels(problem, arch)
     split = short_split_of(problem) if problem.deterministic else 0
     # 256 columns in steps of 64 keys, 16 heads on 2: 1 query, 32 of 8k 135.1 microseconds (128.6), 8 of 2k 18.8 (15.3)
     tokens = WGMMA_TOKENS // 2 if dim == MOST_COLUMNS else WGMMA_TOKENS

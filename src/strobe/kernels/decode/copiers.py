@@ -152,17 +152,19 @@ def lag_of(C):
 
 
 @gluon.jit
-def copy_rows(block, base, rows, inside, COLUMNS: gl.constexpr):
-    """Start copying a step's rows, at offsets `rows` from `base`, in one group; zeros where none is inside, and beyond
-    COLUMNS."""
-    WIDE: gl.constexpr = block.shape[1]
+def copy_rows(chunks, base, rows, inside, COLUMNS: gl.constexpr):
+    """Start copying a step's rows, at offsets `rows` from `base`, to chunks of columns, in one group; zeros where none is
+    inside, and beyond COLUMNS."""
+    NUMBER: gl.constexpr = chunks[0].shape[0]
+    WIDE: gl.constexpr = chunks[0].shape[1]
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // WIDE, WIDE // 8], [gl.num_warps(), 1], [1, 0])
     KEYS: gl.constexpr = gl.SliceLayout(1, L)
-    rows = gl.convert_layout(gl.reshape(gl.where(inside, rows, 0), [block.shape[0]]), KEYS)
-    inside = gl.convert_layout(gl.reshape(inside, [block.shape[0]]), KEYS)
-    columns = gl.expand_dims(gl.arange(0, WIDE, gl.SliceLayout(0, L)), 0)
-    mask = gl.max_constancy(gl.expand_dims(inside, 1) & (columns < COLUMNS), [1, 8])
-    cp_async(block, gl.multiple_of(base + gl.expand_dims(rows, 1) + columns, [1, 16]), mask=mask)  # bytes
+    rows = gl.expand_dims(gl.convert_layout(gl.reshape(gl.where(inside, rows, 0), [NUMBER]), KEYS), 1)
+    inside = gl.expand_dims(gl.convert_layout(gl.reshape(inside, [NUMBER]), KEYS), 1)
+    for c in gl.static_range(len(chunks)):
+        columns = gl.expand_dims(gl.arange(c * WIDE, (c + 1) * WIDE, gl.SliceLayout(0, L)), 0)
+        mask = gl.max_constancy(inside & (columns < COLUMNS), [1, 8])
+        cp_async(chunks[c], gl.multiple_of(base + rows + columns, [1, 16]), mask=mask)  # bytes
     async_copy.commit_group()
 
 
@@ -204,11 +206,11 @@ def copy_keys_and_values(memory, K, piece, position, start):
         k_rows = rows_at(cached, at, pages, piece.entry, cached.k_page, cached.k_row, C, KEYS)
         next_pages = look_up(cached, piece, at + C.tokens, C, KEYS)
         memory.k.acquire(position)
-        copy_rows(memory.k.block(position)[0], k_base, k_rows, inside, K.DIM)
+        copy_rows(memory.k.block(position), k_base, k_rows, inside, K.DIM)
         hand_over(memory.k, position - LAG, start, 2 * LAG)
         v_rows = rows_at(cached, at, pages, piece.entry, cached.v_page, cached.v_row, C, KEYS)
         memory.v.acquire(position)
-        copy_rows(memory.v.block(position)[0], v_base, v_rows, inside, K.DIM_V)
+        copy_rows(memory.v.block(position), v_base, v_rows, inside, K.DIM_V)
         hand_over(memory.v, position - LAG, start, 2 * LAG)
         position += 1
         pages = next_pages

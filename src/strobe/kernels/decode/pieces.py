@@ -103,7 +103,7 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
                 head = job // own_tiles
                 tile = tile_in_turn(job - head * own_tiles, own_tiles) * C.abreast + member % C.abreast
                 some_begin, some_end = keys_of_tile(K.terms, tile * C.rows, queries, begin, end, length, C, GROUP)
-            head = head * C.heads_abreast + member % C.heads_abreast
+            head = head * C.heads_abreast + member // C.abreast
             entry = b
             if requests.index is not None:
                 entry = gl.load(requests.index + b)

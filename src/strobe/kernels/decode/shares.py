@@ -31,7 +31,9 @@ LEAST_HEADS_OF_SHORT_RINGS = 8
 MOST_KEYS_OF_SHARE = 1024
 """Keys, as far as room goes, that a CTA has at most of a key head of one of several requests, since all others may wait for it;
 half as many, of 16 bits, with more than 8 rows if it shares. An H200, 4 queries of 64 heads on 8, 8 requests of 2k keys,
-microseconds (and dealt out): 22.9 (23.2), all but one an eighth as long 20.0 (13.5)."""
+microseconds (and dealt out): 22.9 (23.2), all but one an eighth as long 20.0 (13.5). Half as many of more than 128 columns,
+too: one query of 28 heads on 4, 256 columns, 16 requests of log-normal lengths around 302, the longest of which has nearly 2k,
+28.1 (14.3); with half as many, 8 of 2k 21.6 (22.8), 16 heads on 8, 8 of 1k 20.4 (22.4)."""
 MOST_KEYS_OF_SHORT_STEPS = 128
 """Keys of 8 bits of such a CTA, of one request, up to which steps have as many as those of 16 bits; of several requests up to
 twice as many, or their steps, with more than 8 rows."""
@@ -100,6 +102,8 @@ def shares_of_several(problem: DecodeProblem, arch: Arch) -> int:
     shares = min(MOST_SHARES, power_of_two(sms // heads))
     most = shares * MOST_KEYS_OF_SHARE
     if shares > 1 and problem.rows > MMA_ROWS // 2 and problem.kv_dtype.itemsize == 2:
+        most //= 2
+    if padded(problem.head_dim) == MOST_COLUMNS:
         most //= 2
     even = heads <= sms or 2 * heads >= 3 * sms
     return shares if even and seen_of(problem) <= most and problem.batch <= MOST_REQUESTS else 0

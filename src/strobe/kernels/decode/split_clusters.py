@@ -86,7 +86,7 @@ def copy_keys(block, base, cached, piece, first, pages, page_stride, row_stride,
     """Start copying keys or values of the step from key `first` on, which lie in `pages`, in one group."""
     KEYS: gl.constexpr = gl.SliceLayout(2, rows_layout(C.chunk, C.warps))
     inside = is_key(cached, piece, first, pages, C, KEYS)
-    copy_rows(block, base, rows_at(cached, first, pages, piece.entry, page_stride, row_stride, C, KEYS), inside, COLUMNS)
+    copy_rows((block,), base, rows_at(cached, first, pages, piece.entry, page_stride, row_stride, C, KEYS), inside, COLUMNS)
 
 
 @gluon.jit

@@ -38,13 +38,10 @@ MOST_KEYS_OF_SHORT_RING = 128
 THREE_PANELS = 3 * PANEL_COLUMNS
 """Columns of heads that are not as wide as `MOST_COLUMNS`: wgmma multiplies a panel at a time, so that they need not be a power
 of two."""
-MOST_KEYS_OF_ONE_GROUP, MOST_KEYS_OF_NARROWER = 1 << 20, 1 << 15
-"""Keys of all key heads of all requests up to which 64 rows are for one group of wgmma whose keys cp.async copies; where there
-are fewer than 256 columns, which it multiplies as 256. An H200, microseconds (and by TMA), 4 queries of 24 heads on 4: 192
-columns, 8 requests of 1k keys 14.9 (15.9), but 160 columns, 32 of 512 19.6 (17.4)."""
-MOST_ROWS_OF_NARROWER = 32
-"""Rows up to which that is so. An H200, 192 columns, 16 queries of 16 heads on 4, 64 rows, microseconds (and by TMA): 8
-requests of 512 keys 14.8 (13.4), 16 of 359, pages of 16, 19.5 (16.0)."""
+MOST_KEYS_OF_ONE_GROUP = 1 << 20
+"""Keys of all key heads of all requests up to which 64 rows of more than 192 columns are for one group of wgmma whose keys
+cp.async copies. An H200, 256 columns, 32 heads on 8, 4 queries, 32 requests of 8k keys, which are 2^21, 543.5 microseconds (by
+TMA 499.4), 16 queries 579.1 (504.0)."""
 FEW_KEYS_OF_TWO_TILES = 1 << 14
 """The same for 65 to 128 rows."""
 MOST_KEYS_OF_WIDE_TILES, MOST_KEYS_OF_NARROWER_TILES = 1 << 17, 1 << 16
@@ -84,7 +81,7 @@ def of_shares(problem: DecodeProblem, shares: int) -> Config:
     return replace(dealt, stages=2) if keys_of_share(problem, dealt) <= MOST_KEYS_OF_SHORT_RING else dealt
 
 
-def one_group_gains(problem: DecodeProblem) -> bool:
+def one_group_gains(problem: DecodeProblem, arch: Arch) -> bool:
     """Whether one group of wgmma, whose keys cp.async copies, is the fastest choice where wgmma can do it."""
     # An H200, microseconds (and mma.sync; TMA and one group that holds Q; FlashAttention-3):
     #   16 heads on 2, 1 query:  32 requests of 8k keys, pages of 64 128.6 (130.6; -; 134.7), of 16 127.2 (-; 128.4; 132.4)
@@ -92,25 +89,44 @@ def one_group_gains(problem: DecodeProblem) -> bool:
     #                  26.2; 29.7)
     #   16 on 8, 1 query: 32 of 8k 489.0 (498.1; -; 502.9), pages of 16 480.7 (568.4; 484.1; 484.0); 8 of 4k 66.1 (-; 67.4;
     #            69.9); 4 queries: 8 of 2k 37.3 (-; 38.5; 41.8), contiguous 36.2 (-; 37.2; 42.2)
-    #   192 columns, which it multiplies as 256 (the other then, too): 24 on 4, 32 of 8k 244.2 (240.7; 208.7; 195.6), 32 of 2k
-    #            60.4 (-; 53.1; 55.0), 4 queries, 8 of 4k 37.4 (-; 35.2; 35.3), but 1 query, 8 of 2k 18.6 (20.9; 21.3; 21.8)
     # 128 rows in two tiles: 1 of 8k 18.4 (-; 20.4; 26.2), of 16k 25.4 (-; 25.7; 30.0)
     # With the most keys it is ahead, too, for some milliseconds of launches: 16 on 8, 32 of 32k 1917 (1961; 1949; 1930).
     # But over pages it is far behind where they go on, as the clock falls: 2325 (-; -; 1986).
     # More than 192 columns whose rows are not whole cache lines, with any number of keys: 224 columns, 32 on 8, lengths drawn
     # evenly, 32 from 1k to 4k 158.6 (-; 182.8; 158.9), 16 queries 189.0 (-; 199.7; 164.4), 8 of 8k, 4 queries 124.2 (-; 146.0;
-    # 127.7); 208 columns, 1 query 155.4 (-; 164.7; 152.7); but 160 columns, 16 queries 171.1 (-; 157.0; 127.3), 144, 1 query
-    # 149.8 (-; 135.2; 116.0).
+    # 127.7); 208 columns, 1 query 155.4 (-; 164.7; 152.7). Up to 192 columns: `of_panels`.
+    if problem.deterministic:
+        return False
+    if is_narrower(problem):
+        return are_tiles_of_one_group(problem, arch, MOST_KEYS_OF_NARROWER_TILES)
     many_columns = min(problem.head_dim, problem.head_dim_v) > MOST_COLUMNS - PANEL_COLUMNS
     cut = many_columns and problem.rows <= MOST_ROWS and not fills_lines(problem)
-    full = problem.head_dim == problem.head_dim_v == MOST_COLUMNS
-    most = MOST_KEYS_OF_ONE_GROUP if full else MOST_KEYS_OF_NARROWER
-    if problem.rows > MOST_ROWS:
-        most = FEW_KEYS_OF_TWO_TILES
-    elif problem.rows > MOST_ROWS_OF_NARROWER and is_narrower(problem):
-        most = 0
-    few = keys_of(problem) <= most
-    return not problem.deterministic and (few or cut)
+    return cut or keys_of(problem) <= (FEW_KEYS_OF_TWO_TILES if problem.rows > MOST_ROWS else MOST_KEYS_OF_ONE_GROUP)
+
+
+def are_tiles_of_one_group(problem: DecodeProblem, arch: Arch, most_keys: int) -> bool:
+    """Whether tiles have 64 rows: there is one, or each has a multiprocessor, and they read few keys again."""
+    tiles = problem.batch * problem.heads_kv * -(-problem.rows // MOST_ROWS)
+    return problem.rows <= MOST_ROWS or (tiles <= (arch.sms or FALLBACK_SMS) and keys_of(problem) <= most_keys)
+
+
+def of_panels(problem: DecodeProblem, arch: Arch) -> Config:
+    """The config of one group of wgmma that holds Q, and multiplies up to 192 columns as three panels, whose keys cp.async
+    copies: no more of them than there are, where TMA asks for whole cache lines."""
+    # An H200, pages of 64, microseconds (and by TMA, with key heads abreast where lines are cut; FlashAttention-3):
+    #   160 columns, 1 query: 32 heads on 8, 128 requests of 1k keys 177.3 (226.3; 200.1), 10 on 2, 16 of 8391 51.3 (54.3; 53.7)
+    #                4 queries: 24 on 4, 32 of 8k 184.2 (205.8; 184.4); 16 queries: 24 on 24, pages of 16, 16 of 3610 222.5
+    #                (285.4; 232.5); log-normal lengths, 12 queries, 32 on 8, 40 around 10k 585.8 (716.0; 561.7), 16 queries,
+    #                32 around 2k 108.8 (117.8; 106.7), 1 query, 24 on 8, pages of 16, 4 around 1787 17.5 (21.2; 20.4)
+    #   192 columns, 1 query: 32 on 8, 128 of 1k 195.8 (212.4; 214.2), 24 on 4, 32 of 8k, pages of 16, 191.7 (191.5; 199.6)
+    #                4 queries: 24 on 4, 8 of 1k 14.6 (15.6, multiplied as 256 15.5; 17.8), 32 of 8k 190.2 (191.4; 198.0), 32 on
+    #                8, 1 of 32k 54.9 (56.2; 58.1); 16 queries: 24 around 2k 91.5 (97.5; 90.1), 16 on 4, 8 of 512 12.4 (13.7;
+    #                16.2)
+    # Q in shared memory: level for few rows, but 160 columns, 8 queries of 32 on 4, 40 around 1549 68.8 (59.0), 16 queries, 32
+    # around 2k 120.9 (109.1). Optimistic (and not), 160 columns, 4 queries, 32 of 8k 184.2 (188.6); 192 190.2 (190.2).
+    config = Config(THREE_PANELS, THREE_PANELS, MOST_ROWS, WGMMA_TOKENS, 2, MOST_ROWS // MMA_ROWS, 1, chunk=PANEL_COLUMNS,
+                    holds_q=True, optimistic=problem.rows <= MOST_ROWS and is_hopeful(problem))  # fmt: skip
+    return with_all_stages(config, arch)
 
 
 def of_wgmma(problem: DecodeProblem, arch: Arch) -> Config:
@@ -126,28 +142,20 @@ def of_wgmma(problem: DecodeProblem, arch: Arch) -> Config:
     # Two groups, Q stored by them: 8 of 2k 33.2; with the optimistic softmax 8 of 2k 35.5, 32 of 8k 176.8 (asked for, and steps
     # of 64 keys 152.9); with half of Q in registers 32 of 8k 196.9: ptxas then makes each product wait for the one before.
     # 192 columns, pages of 64, multiplied as 192 (and as 256; FlashAttention-3):
-    #   24 on 4, 1 query: 32 of 8k 182.0 (193.1; 188.4), of 2k 50.8 (55.0; 54.6); pages of 16, 32 of 8k 183.4 (192.3; 192.3),
-    #            contiguous 180.0 (188.1; 193.4); 4 queries: 32 of 8k 183.8 (190.3; 191.9), 8 of 4k 33.1 (35.0; 34.6)
-    #   32 on 8, 1 query: 8 of 8k 96.3 (103.2; 99.5), 128 of 1k 188.8 (213.1; 208.2); 16 queries: 128 of 1k 210.6 (232.4; 236.2)
     #   32 on 4, 16 queries, by two groups: 32 of 8k 197.7 (236.7; 203.3), of 2k 60.5 (74.9; 60.5), 8 of 8k 64.8 (76.3; 66.6);
     #            and in tiles of 64: 8 of 4k 41.5, 42.8 (-; 43.3), but 4 of 4k 29.3, 26.7 (31.1; 29.2)
-    # Optimistic (and not), log-normal lengths, 160 columns: 1 query, 32 around 2k 55.7 (56.8), 4 queries, 8 around 8k 58.4
-    # (59.6); but 192 columns, 16 queries, by two groups, 32 around 2k 90.5 (85.2), in tiles of 64, 4 of 4k 27.5 (26.8). Two
+    # Optimistic (and not), log-normal lengths, 192 columns, 16 queries, by two groups, 32 around 2k 90.5 (85.2). Two
     # groups that hold Q, and so spill: 32 of 8k 259.4; steps of 32 keys: 275.7.
-    sms, keys, narrower = arch.sms or FALLBACK_SMS, keys_of(problem), is_narrower(problem)
-    tiles = problem.batch * problem.heads_kv * -(-problem.rows // MOST_ROWS)
-    most = MOST_KEYS_OF_NARROWER_TILES if narrower else MOST_KEYS_OF_WIDE_TILES
-    one = problem.rows <= MOST_ROWS or (tiles <= sms and keys <= most)
+    keys, narrower = keys_of(problem), is_narrower(problem)
+    one = not narrower and are_tiles_of_one_group(problem, arch, MOST_KEYS_OF_WIDE_TILES)
     long = narrower or (not one and keys >= LEAST_KEYS_OF_WIDE_STEPS and seen_of(problem) >= LONG_ROOM)
     rows, tokens = MOST_ROWS if one else 2 * MOST_ROWS, WGMMA_TOKENS if long else WGMMA_TOKENS // 2
     box = tokens if problem.page_size is None else math.gcd(tokens, problem.page_size)
     columns, chunk, absent = THREE_PANELS if narrower else MOST_COLUMNS, PANEL_COLUMNS, absent_of(problem, rows)
     if box == tokens and not narrower:
         chunk = MOST_COLUMNS if one else 2 * PANEL_COLUMNS
-    hopeful = narrower and problem.rows <= MOST_ROWS and is_hopeful(problem)
     config = Config(columns, columns, rows, tokens, 2, rows // MMA_ROWS, 1, box=box, chunk=chunk,
-                    groups=rows // MOST_ROWS, holds_q=one, asks_q=absent is not None, absent=absent or 0,
-                    optimistic=hopeful)  # fmt: skip
+                    groups=rows // MOST_ROWS, holds_q=one, asks_q=absent is not None, absent=absent or 0)  # fmt: skip
     return with_all_stages(config, arch)
 
 
