@@ -214,8 +214,10 @@ def test_a_graph_draws_at_every_replay():
         graph.replay()
         replayed.append([x.clone() for x in captured])
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(replayed[0], replayed[1], strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(replayed[0], replayed[2], strict=True))
+    (out, grad), (again, same_grad), (other, other_grad) = replayed
+    assert torch.equal(out, again) and not torch.equal(out, other)
+    torch.testing.assert_close(grad, same_grad, atol=4e-2, rtol=4e-2)  # blocks of keys add to dQ as they come: not to the bit
+    assert not torch.allclose(grad, other_grad)
     assert not any(torch.equal(a, b) for a, b in zip(captured, replayed[2], strict=True))
 
 
