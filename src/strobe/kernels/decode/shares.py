@@ -33,8 +33,8 @@ MOST_KEYS_OF_SHARE = 1024
 half as many, of 16 bits, with more than 8 rows if it shares. An H200, 4 queries of 64 heads on 8, 8 requests of 2k keys,
 microseconds (and dealt out): 22.9 (23.2), all but one an eighth as long 20.0 (13.5). Half as many of more than 128 columns,
 too: one query of 28 heads on 4, 256 columns, 16 requests of log-normal lengths around 302, the longest of which has nearly 2k,
-28.1 (14.3); with half as many, 8 of 2k 21.6 (22.8), 16 heads on 8, 8 of 1k 20.4 (22.4); with as many as of 128 columns 8 of 2k,
-of the peer's speed, 1.16 (1.09)."""
+28.1 (14.3); with half as many, 8 of 2k 21.6 (22.8), 16 heads on 8, 8 of 1k 20.4 (22.4); but with as many as of 128 columns
+8 of 2k 1.16 times as fast as FlashAttention-3 (1.09)."""
 MOST_KEYS_OF_SHORT_STEPS = 128
 """Keys of 8 bits of such a CTA, of one request, up to which steps have as many as those of 16 bits; of several requests up to
 twice as many, or their steps, with more than 8 rows."""
