@@ -168,10 +168,11 @@ def dealt_out(config: Config, problem: DecodeProblem, arch: Arch) -> Config:
 def gains_by_tiles_abreast(problem: DecodeProblem, config: Config) -> bool:
     """Whether several tiles of 128 rows are better read along together than one after the other: requests are so long that keys
     have left the L2 cache meanwhile."""
-    # An H200, pages of 64, microseconds (and with four key heads abreast, in its place; FlashAttention-3): 192 rows, 16 queries
-    # of 96 heads on 8, 128 columns, 32 requests of 2k keys 150.6 (155.4; 150.2), log-normal around 2k 144.5 (159.3; 157.0),
-    # but 200 around 509, pages of 128, 355.7 (337.9; 303.5); 160 columns, 12 of 128 on 8, pages of 16, 24 around 6379 490.0
-    # (496.0, eight abreast 551.5; 446.4). Tiles alone, or with four key heads: level, but 160 columns with four 553.
+    # An H200, pages of 64, microseconds (and with four key heads abreast in their place; FlashAttention-3): 128 columns, 16
+    # queries of 96 heads on 8, 32 requests of 2k keys 132.8 (152.4; 134.1), log-normal around 2k 138.1 (157.8; 148.7), of 128
+    # on 8, pages of 16, 16 around 4k 123.7 (152.9; 137.0); level with 8 of 32k, and 160 columns, pages of 16, 24 around 6379
+    # 510.5 (507.2; 464.3); but 200 around 509, pages of 128, 355.7 (337.9; 303.5). Tiles abreast without key heads, or with
+    # four: level, but 160 columns with four 553.3 (490.0).
     by_tma = config.box > 0 and config.by_wgmma and not (config.narrow or config.split or config.bytes_stages)
     return by_tma and config.rows == 2 * MOST_ROWS and problem.rows > config.rows and seen_of(problem) >= LONG_ROOM
 
