@@ -70,7 +70,8 @@ def rule_of(text: str) -> Rule:
             raise ValueError(f"a change must be FIELD=VALUE with a number, True or False, got {change!r}") from None
 
     def made(problem: DecodeProblem, arch: Arch) -> Config:
-        return replace(choice.dealt_out(RULES[name](problem, arch), problem, arch), **changed)
+        config = replace(RULES[name](problem, arch), **changed)
+        return replace(choice.dealt_out(config, problem, arch), **changed)
 
     return made
 

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 from tritons import compiling
 
+from strobe.device import KNOWN
+from strobe.lab.bench.decode_peers import Point, described
+
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from decode_configs import rule_of  # noqa: E402
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
@@ -28,6 +34,15 @@ def test_what_is_compiled_is_what_was_asked_for():
     today, shorter, mma = (int(text.split(", ")[-1].split()[0]) for text in said[:3])
     keys_and_values = 2 * 64 * 128 * 2
     assert keys_and_values < today - shorter < keys_and_values + 64 and mma < shorter - keys_and_values
+
+
+def test_work_is_dealt_out_as_a_changed_config_takes_it():
+    """CTAs that share a key head have no neighbours that walk along with them; what is asked for is not dealt out anew."""
+    problem, _ = described(Point(8, 8192, 64, 8), deterministic=False)
+    names = ("chosen", "shares=2", "shares=2,start=3", "heads_abreast=2")
+    usual, shared, placed, asked = (rule_of(name)(problem, KNOWN["H200"]) for name in names)
+    assert (usual.heads_abreast, shared.heads_abreast, asked.heads_abreast) == (4, 1, 2)
+    assert (usual.shares, shared.shares, placed.shares, placed.start) == (0, 2, 2, 3)
 
 
 @pytest.mark.parametrize(
