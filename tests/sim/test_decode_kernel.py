@@ -666,9 +666,17 @@ def test_which_tiles_are_abreast(room, fixed, tiles):
      (224, 9, "TMA, 128 rows")],
 )  # fmt: skip
 def test_rows_that_end_within_a_cache_line(head_dim, n_q, kind):
-    """Of up to 64 rows cp.async copies those of very many keys, too, but not of 65 to 96 columns."""
+    """Of up to 64 rows cp.async copies those of very many keys, too, but not of 65 to 96 columns of key heads abreast."""
     for gpu in ("H200", "H100") if n_q > 1 else ("H200",):
         assert kind_of(choose(with_room(problem_of(n_q=n_q, head_dim=head_dim), 32, 8, 1 << 15), KNOWN[gpu])) == kind
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_kv", "kind"), [(1, 8, "one group"), (32, 7, "one group"), (32, 1, "one group"), (2, 2, "TMA, 64 rows")]
+)
+def test_cut_lines_of_heads_without_neighbours_are_not_for_tma(batch, heads_kv, kind):
+    """Nor are those of one request, whose key heads are not walked along together."""
+    assert kind_of(choose(with_room(problem_of(n_q=8, head_dim=96), batch, heads_kv, 1 << 18), KNOWN["H200"])) == kind
 
 
 @pytest.mark.parametrize(("batch", "heads_kv"), [(2, 4), (16, 8), (17, 8)])
