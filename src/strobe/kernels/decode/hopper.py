@@ -18,8 +18,8 @@ copier does, and tells the others (see `board`). The roles:
     k, v (Channel)  a chunk of [stages, tokens,        its copier     the multiplier
                     chunk] each: columns in chunks,
                     keys in boxes, which TMA copies,
-                    or one chunk of whole rows, or
-                    groups of 8 keys
+                    or rows, which cp.async copies,
+                    or groups of 8 keys
     q               [groups * chunks, rows of a        a multiplier,  itself
                     group, chunk]                      or who copies
                                                        K or bytes
