@@ -51,7 +51,7 @@ FEW_JOBS = 8
 LEAST_BOX = 16
 """Keys of a page from which on TMA copies them: fewer at a time would take more instructions than cp.async does."""
 LATENT_BOX = 64
-MOST_ABREAST = 4
+MOST_TILES_ABREAST = 4
 """Tiles that are walked along together: more leave multiprocessors over. On an H100, 128 heads, 128 requests of 32k keys took
 as long as reading them twice, one time for each tile."""
 WGMMA_FROM_ROWS = 33
@@ -461,7 +461,7 @@ def tiles_abreast(problem: DecodeProblem, config: Config) -> int:
     numbers; up to four, so that few multiprocessors are left over."""
     rows = problem.group if problem.ragged else problem.rows
     tiles = -(-rows // config.rows)
-    return -(-tiles // -(-tiles // MOST_ABREAST))
+    return -(-tiles // -(-tiles // MOST_TILES_ABREAST))
 
 
 def gains_by_one_group(problem: DecodeProblem, arch: Arch) -> bool:

@@ -19,7 +19,7 @@ time, it comes from memory again. An H200, 16 queries of 64 heads on 8, pages of
 FlashAttention-3): 96 columns, 24 requests of 8k keys 161.5 (210.9; 280.6; 242.2), 32 of 8k 205.2 (257.5; 300.7; 237.4), 128 of
 2k 271.3 (283.1; 382.3; 289.0), 32 of lengths drawn evenly from 2k to 8k 168.9 (203.9; 266.3; 187.1); 112 columns, the same
 187.3 (236.0; 307.6; 186.1); 80 columns, 32 of 8k 213.5 (224.7; 280.9; 275.5)."""
-MOST_ABREAST = 4
+MOST_HEADS_ABREAST = 4
 """The same elsewhere. What gains are lengths that differ, and jobs that are cut where heads would be read at different times.
 An H200, pages of 64, microseconds (and none), log-normal lengths, 1 | 4 | 16 queries:
   64 heads on 8: 8 requests around 8k keys 68.9 (70.2) | 70.8 (72.3) | 81.7 (82.5); 32 around 2k 73.2 (74.3) | 76.6 (77.9) |
@@ -71,9 +71,9 @@ def heads_abreast_of(problem: DecodeProblem, arch: Arch, config: Config) -> int:
     if config.box and not fills_lines(problem):
         most = MOST_OF_CUT_LINES
     elif gains(problem, arch, config):
-        most = MOST_OF_CONTIGUOUS if problem.page_size is None and not config.by_wgmma else MOST_ABREAST
+        most = MOST_OF_CONTIGUOUS if problem.page_size is None and not config.by_wgmma else MOST_HEADS_ABREAST
     if config.abreast > 1:
-        most = min(most, MOST_ABREAST // config.abreast)
+        most = min(most, MOST_HEADS_ABREAST // config.abreast)
     return math.gcd(most, problem.heads_kv)
 
 
