@@ -42,7 +42,7 @@ def test_a_kernel_is_loaded(monkeypatch, shared, cluster, without_context):
     library = Library(without_context)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launcher, "_driver", lambda: launcher.Driver(library))
-    metadata = SimpleNamespace(shared=shared)
+    metadata = SimpleNamespace(shared=shared, launch_pdl=False)
     compiled = SimpleNamespace(
         function=None, kernel=b"image", name="kernel", metadata=metadata, packed_metadata=(4, cluster, shared),
         __hash__=object.__hash__,
@@ -55,6 +55,21 @@ def test_a_kernel_is_loaded(monkeypatch, shared, cluster, without_context):
     assert names == ["cuModuleLoadData", *context, "cuModuleGetFunction", *more, *["cuFuncSetAttribute"] * (cluster > 8)]
     assert library.got[0][2] == b"image"
     assert [got[2:] for got in library.got if got[0] == "cuFuncSetAttribute"] == asked
+
+
+@pytest.mark.parametrize("loaded", [None, 1234])
+def test_launches_that_overlap_part_memory_alike(monkeypatch, loaded):
+    """A kernel of a dependent launch asks for all shared memory, attribute 9, whoever loaded it: else its CTAs keep those of
+    the next launch off their multiprocessors."""
+    library = Library()
+    monkeypatch.setattr(launcher, "_driver", lambda: launcher.Driver(library))
+    compiled = SimpleNamespace(
+        function=loaded, kernel=b"image", name="kernel", metadata=SimpleNamespace(shared=0, launch_pdl=True),
+        packed_metadata=(4, 1, 0), __hash__=object.__hash__,
+    )  # fmt: skip
+    handle = launcher.function.__wrapped__(compiled, 0)
+    assert handle == (loaded or 4321)
+    assert library.got[-1] == ("cuFuncSetAttribute", handle, 9, 100)
 
 
 # ---- offline: the driver's part is played by a recorder, on the oldest and on the installed Triton

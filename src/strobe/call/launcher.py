@@ -131,9 +131,13 @@ def function(compiled, device: int) -> int:
     """The driver's handle of a compiled kernel, loaded on a device, which must be the current one.
 
     Triton's own way, `_init_handles`, compiles a module and a launcher in C first, which are not needed here."""
-    return compiled.function or _driver().load(
+    driver = _driver()
+    handle = compiled.function or driver.load(
         compiled.kernel, compiled.name, compiled.metadata.shared, triton_internals.cluster_of(compiled)
     )
+    if compiled.metadata.launch_pdl:
+        driver.carve_out_all(handle)
+    return handle
 
 
 @functools.cache
@@ -424,7 +428,7 @@ def _swap(value, now: dict[int, _At]):
 
 _INVALID_CONTEXT = 201
 _SHARED_UNASKED = 48 * 1024  # bytes that a launch gets without asking for more
-_PREFER_SHARED, _MAX_DYNAMIC_SHARED, _LARGE_CLUSTERS = 1, 8, 14
+_PREFER_SHARED, _MAX_DYNAMIC_SHARED, _CARVEOUT, _LARGE_CLUSTERS = 1, 8, 9, 14
 _LARGE_CLUSTER = 9  # CTAs, from which on a cluster does not fit every GPU
 _CAPTURING = 1
 _TYPES = {
@@ -478,6 +482,14 @@ class Driver:
             self.call("cuFuncSetAttribute", function, _LARGE_CLUSTERS, 1)
         assert function.value is not None
         return function.value
+
+    def carve_out_all(self, function: int) -> None:
+        """Ask for all shared memory that a multiprocessor can have, whatever a kernel needs of it.
+
+        A multiprocessor has to be idle to part its memory otherwise. So a short launch that asks for none keeps CTAs of the
+        next launch, which need it, away until its own have ended, though there is room for both (see
+        `kernels.common.dependent_launch`)."""
+        self.call("cuFuncSetAttribute", function, _CARVEOUT, 100)
 
     def capture_of(self, stream: int) -> int | None:
         """The number of the capture that a stream is in, which no other has; None if there is none, or nobody can tell."""

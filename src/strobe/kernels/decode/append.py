@@ -1,7 +1,7 @@
 """Appends keys and values to a cache, turned by a rotary embedding, and turns the queries beside them: one launch, in Triton.
 
-A program has one row (a token): of K and V, or of Q. The last programs write the new lengths. What has no place (no room, a
-page that is not there) is not written; a position beyond the embedding's last row is taken as that.
+A program has some heads of one row (a token): of K and V, or of Q. The last programs write the new lengths. What has no place
+(no room, a page that is not there) is not written; a position beyond the embedding's last row is taken as that.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ interpreter.mend()
 
 AT_ONCE = 128
 """Requests that a program looks at together."""
+NUMBERS = 2048
+"""Numbers of K, or of Q, that a program turns. An H200, what appending adds to 16 queries of 64 heads on 8, microseconds (and
+with 8192): 8 requests of 1k keys 3.7 (4.7), 32 of 8k 7.7 (12.6); 4 queries, 32 of 1k 3.3 (5.4), 1 query level. A program of one
+or two warps, with as many numbers for each: slower."""
 
 
 @device_function
@@ -59,17 +63,17 @@ def _turned(a, b, c, s, factor, kind: tl.constexpr):
 
 
 @device_function
-def _turn(source, source_head, target, target_head, there, c, s, HEADS: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
-          HALF: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr, factor):  # fmt: skip
-    """Copy a row of all heads, its first 2 * HALF columns turned by c and s, each head times its factor."""
-    head = tl.arange(0, PADDED)[:, None]
+def _turn(source, source_head, target, target_head, there, c, s, first, HEADS: tl.constexpr, TOGETHER: tl.constexpr,
+          DIM: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr, factor):  # fmt: skip
+    """Copy a row of the heads from `first` on, its first 2 * HALF columns turned by c and s, each head times its factor."""
+    head = first + tl.arange(0, TOGETHER)[:, None]
     rows = head < HEADS * there.to(tl.int32)
     kind = target.dtype.element_ty
     if INTERLEAVED:  # rows as they lie: by every other column an H100 took 14.0 microseconds for 64 heads, by halves 1.6
         column = tl.arange(0, 2 * COLUMNS)[None, :]
         mask = rows & (column < 2 * HALF)
         x = tl.load(source + head * source_head + column, mask=mask, other=0.0).to(tl.float32)
-        a, b = tl.split(tl.reshape(x, [PADDED, COLUMNS, 2]))
+        a, b = tl.split(tl.reshape(x, [TOGETHER, COLUMNS, 2]))
         a, b = _turned(a, b, c, s, factor, source.dtype.element_ty)
         tl.store(target + head * target_head + column, tl.interleave(a, b).to(kind), mask=mask)
     else:
@@ -80,15 +84,15 @@ def _turn(source, source_head, target, target_head, there, c, s, HEADS: tl.const
         a, b = _turned(a, b, c, s, factor, source.dtype.element_ty)
         tl.store(target + head * target_head + pair, a.to(kind), mask=mask)
         tl.store(target + head * target_head + pair + HALF, b.to(kind), mask=mask)
-    _copy(source, source_head, target, target_head, there, 2 * HALF, HEADS, PADDED, DIM, factor)
+    _copy(source, source_head, target, target_head, there, 2 * HALF, first, HEADS, TOGETHER, DIM, factor)
 
 
 @device_function
-def _copy(source, source_head, target, target_head, there, begin: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr,
-          DIM: tl.constexpr, factor):  # fmt: skip
-    """Copy the columns of a row of all heads from `begin` on."""
+def _copy(source, source_head, target, target_head, there, begin: tl.constexpr, first, HEADS: tl.constexpr,
+          TOGETHER: tl.constexpr, DIM: tl.constexpr, factor):  # fmt: skip
+    """Copy the columns from `begin` on of a row of the heads from `first` on."""
     if begin < DIM:
-        head = tl.arange(0, PADDED)[:, None]
+        head = first + tl.arange(0, TOGETHER)[:, None]
         WIDTH: tl.constexpr = triton.next_power_of_2(DIM - begin)
         column = begin + tl.arange(0, WIDTH)[None, :]
         mask = (head < HEADS * there.to(tl.int32)) & (column < DIM)
@@ -97,11 +101,11 @@ def _copy(source, source_head, target, target_head, there, begin: tl.constexpr, 
 
 
 @device_function
-def _inverse(scale, scale_batch, scale_head, b, HEADS: tl.constexpr, PADDED: tl.constexpr):
-    """1 / scale of each head, or 1."""
-    factor = tl.full([PADDED], 1.0, tl.float32)
+def _inverse(scale, scale_batch, scale_head, b, first, HEADS: tl.constexpr, TOGETHER: tl.constexpr):
+    """1 / scale of each head from `first` on, or 1."""
+    factor = tl.full([TOGETHER], 1.0, tl.float32)
     if scale is not None:
-        head = tl.arange(0, PADDED)
+        head = first + tl.arange(0, TOGETHER)
         factor = 1.0 / tl.load(scale + b * scale_batch + head * scale_head, mask=head < HEADS, other=1.0)
     return factor
 
@@ -111,14 +115,17 @@ def append_kernel(
     k_cache, v_cache, k, v, q, turned, lengths, new_lengths, table, entries, cu, cu_q, cos, sin, positions, k_scale, v_scale,
     k_cache_strides, v_cache_strides, k_strides, v_strides, q_strides, turned_strides, k_scale_strides, v_scale_strides,
     batch, n, n_q, rows, rows_q, capacity, pages, table_row, angles,
-    SIZE: tl.constexpr, HEADS: tl.constexpr, HEADS_Q: tl.constexpr, PADDED: tl.constexpr, PADDED_Q: tl.constexpr,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    SIZE: tl.constexpr, HEADS: tl.constexpr, HEADS_Q: tl.constexpr, TOGETHER: tl.constexpr, DIM: tl.constexpr,
+    DIM_V: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr,
     ONE_POSITION: tl.constexpr, AT_ONCE: tl.constexpr, IN_TURN: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    PARTS: tl.constexpr = (HEADS + TOGETHER - 1) // TOGETHER
+    PARTS_Q: tl.constexpr = (HEADS_Q + TOGETHER - 1) // TOGETHER
+    program = tl.program_id(0)
     if IN_TURN:
         take_last_turn()
-    if row < rows:
+    if program < rows * PARTS:
+        row, first = program // PARTS, program % PARTS * TOGETHER
         b, i = _request_of(row, cu, batch, n, AT_ONCE)
         known = (b < batch) & (i >= 0)
         safe = tl.minimum(b, batch - 1)
@@ -135,24 +142,25 @@ def append_kernel(
         own = i if cu is None else row
         source = k + safe.to(tl.int64) * k_strides[0] + own.to(tl.int64) * k_strides[1]
         target = k_cache + place * k_cache_strides[0] + (at % SIZE).to(tl.int64) * k_cache_strides[1]
-        factor = _inverse(k_scale, k_scale_strides[0], k_scale_strides[1], safe, HEADS, PADDED)
+        factor = _inverse(k_scale, k_scale_strides[0], k_scale_strides[1], safe, first, HEADS, TOGETHER)
         if cos is None:
-            _copy(source, k_strides[2], target, k_cache_strides[2], there, 0, HEADS, PADDED, DIM, factor)
+            _copy(source, k_strides[2], target, k_cache_strides[2], there, 0, first, HEADS, TOGETHER, DIM, factor)
         else:
             position = at
             if positions is not None:
                 position = tl.load(positions + safe) + i
             c, s = _angles(cos, sin, position, angles, HALF, COLUMNS)
-            _turn(source, k_strides[2], target, k_cache_strides[2], there, c, s, HEADS, PADDED, DIM, HALF, COLUMNS, INTERLEAVED,
-                  factor)  # fmt: skip
+            _turn(source, k_strides[2], target, k_cache_strides[2], there, c, s, first, HEADS, TOGETHER, DIM, HALF, COLUMNS,
+                  INTERLEAVED, factor)  # fmt: skip
         if v is not None:
             source = v + safe.to(tl.int64) * v_strides[0] + own.to(tl.int64) * v_strides[1]
             target = v_cache + place * v_cache_strides[0] + (at % SIZE).to(tl.int64) * v_cache_strides[1]
-            factor = _inverse(v_scale, v_scale_strides[0], v_scale_strides[1], safe, HEADS, PADDED)
-            _copy(source, v_strides[2], target, v_cache_strides[2], there, 0, HEADS, PADDED, DIM_V, factor)
-    elif row < rows + rows_q:
+            factor = _inverse(v_scale, v_scale_strides[0], v_scale_strides[1], safe, first, HEADS, TOGETHER)
+            _copy(source, v_strides[2], target, v_cache_strides[2], there, 0, first, HEADS, TOGETHER, DIM_V, factor)
+    elif program < rows * PARTS + rows_q * PARTS_Q:
         if q is not None:
-            row -= rows
+            program -= rows * PARTS
+            row, first = program // PARTS_Q, program % PARTS_Q * TOGETHER
             b, i = _request_of(row, cu_q, batch, n_q, AT_ONCE)
             safe = tl.minimum(b, batch - 1)
             position = tl.load(lengths + safe)
@@ -164,11 +172,11 @@ def append_kernel(
             own = i if cu_q is None else row
             source = q + safe.to(tl.int64) * q_strides[0] + own.to(tl.int64) * q_strides[1]
             target = turned + safe.to(tl.int64) * turned_strides[0] + own.to(tl.int64) * turned_strides[1]
-            factor = tl.full([PADDED_Q], 1.0, tl.float32)
-            _turn(source, q_strides[2], target, turned_strides[2], row >= 0, c, s, HEADS_Q, PADDED_Q, DIM, HALF, COLUMNS,
+            factor = tl.full([TOGETHER], 1.0, tl.float32)
+            _turn(source, q_strides[2], target, turned_strides[2], row >= 0, c, s, first, HEADS_Q, TOGETHER, DIM, HALF, COLUMNS,
                   INTERLEAVED, factor)  # fmt: skip
     else:  # names of their own: Triton wants one type of a name in all branches
-        requests = (row - rows - rows_q) * AT_ONCE + tl.arange(0, AT_ONCE)
+        requests = (program - rows * PARTS - rows_q * PARTS_Q) * AT_ONCE + tl.arange(0, AT_ONCE)
         more = n + requests * 0
         if cu is not None:
             begin = tl.load(cu + requests, mask=requests < batch, other=0)
@@ -191,13 +199,16 @@ def append_call(
 ) -> Call:
     """The launch of `append`. From Hopper on it takes its turn, so that attention is there when it ends."""
     # an H200, pages of 64, microseconds of both launches (and without turns): 1 request of 1k keys 7.3 (8.2), 8 of 1k 14.5
-    # (15.7), 1 of 8k 15.9 (17.0), 8 of 8k 71.3 (71.9), 32 of 8k 253 (251)
+    # (15.7), 1 of 8k 15.9 (17.0), 8 of 8k 71.3 (71.9), 32 of 8k 253 (251); 4 queries (and when it kept CTAs of the attention
+    # off their multiprocessors, see `Driver.carve_out_all`): 1 of 8k 17.2 (20.1), 8 of 1k 17.1 (19.6)
     o, batch, in_turn = operands, lengths.shape[0], arch.capability >= 90
     rows, rows_q = o.k.shape[:-2].numel(), 0 if o.q is None else o.q.shape[:-2].numel()
     half = 0 if o.cos is None else o.cos.shape[1]
     heads, heads_q = o.k.shape[-2], 1 if o.q is None else o.q.shape[-2]
-    size, table = o.k_cache.shape[1], o.page_table
-    return Call(append_kernel, (rows + rows_q + triton.cdiv(batch, AT_ONCE),), (), dict(
+    size, table, dim = o.k_cache.shape[1], o.page_table, o.k.shape[-1]
+    together = min(max(NUMBERS // triton.next_power_of_2(dim), 1), triton.next_power_of_2(max(heads, heads_q)))
+    programs = rows * triton.cdiv(heads, together) + rows_q * triton.cdiv(heads_q, together) + triton.cdiv(batch, AT_ONCE)
+    return Call(append_kernel, (programs,), (), dict(
         k_cache=o.k_cache, v_cache=o.v_cache, k=o.k, v=o.v, q=o.q, turned=None if o.q is None else turned, lengths=o.lengths,
         new_lengths=lengths, table=table, entries=o.entries, cu=o.cu_seqlens, cu_q=o.cu_seqlens_q,
         cos=None if o.cos is None else o.cos.contiguous(), sin=None if o.sin is None else o.sin.contiguous(),
@@ -209,8 +220,7 @@ def append_call(
         n_q=0 if o.q is None or o.cu_seqlens_q is not None else o.q.shape[1], rows=rows, rows_q=rows_q,
         capacity=size * (1 if table is None else table.shape[1]), pages=o.k_cache.shape[0],
         table_row=0 if table is None else table.stride(0), angles=1 if o.cos is None else o.cos.shape[0],
-        SIZE=size, HEADS=heads, HEADS_Q=heads_q, PADDED=triton.next_power_of_2(heads),
-        PADDED_Q=triton.next_power_of_2(heads_q), DIM=o.k.shape[-1], DIM_V=o.k.shape[-1] if o.v is None else o.v.shape[-1],
+        SIZE=size, HEADS=heads, HEADS_Q=heads_q, TOGETHER=together, DIM=dim, DIM_V=dim if o.v is None else o.v.shape[-1],
         HALF=half, COLUMNS=triton.next_power_of_2(max(half, 1)), INTERLEAVED=options.interleaved,
         ONE_POSITION=options.one_position, AT_ONCE=AT_ONCE, IN_TURN=in_turn, enable_fp_fusion=True,
         **({"launch_pdl": True} if in_turn else {}),
