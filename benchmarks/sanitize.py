@@ -285,6 +285,12 @@ def prompts() -> None:
     call = draw(1, torch.bfloat16, device=DEVICE, ragged=False, tree=False, leftpad=False, n_q=1, page=16)
     new_k, new_v = (torch.randn_like(x[: call.q.shape[0], :1]) for x in (call.cache.k, call.cache.v))
     rotary = strobe.Rotary(*(torch.randn(300, 16, device=DEVICE) for _ in range(2)))
+    many = torch.randn(3, 2, 40, 128, device=DEVICE)  # heads that several programs have
+    places = torch.zeros(3, 8, 40, 128, device=DEVICE)
+    strobe.append(
+        strobe.Cache(places, places.clone(), call.cache.lengths.new_tensor([0, 3, 6])), many, many, q=many, rotary=rotary
+    )
+    synchronize("an append of many heads")
     cache, q = strobe.append(call.cache, new_k, new_v, q=call.q, rotary=rotary)
     if DEVICE == "cpu":
         strobe.decode(q, cache)

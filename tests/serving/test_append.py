@@ -92,6 +92,27 @@ def test_against_the_specification(where, seed):
 
 
 @pytest.mark.parametrize("where", DEVICES[1:])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads_that_several_programs_have(where, interleaved):
+    """24 and 72 heads of 128 columns: a program has 16 of them, the last ones of a row have 8."""
+    if where == "interpreter" and HAS_GPU:
+        pytest.skip("the kernel runs on the GPU")
+    device, g = "cuda" if where == "cuda" else "cpu", torch.Generator().manual_seed(0)
+    k, v, q = (torch.randn(2, 3, heads, 128, generator=g) for heads in (24, 24, 72))
+    cos, sin = (torch.randn(16, 32, generator=g) for _ in range(2))
+    empty = torch.full((2, 8, 24, 128), torch.nan, device=device)
+    cache = strobe.Cache(empty, empty.clone(), ints(0, 5, device=device))
+    rotary = strobe.Rotary(cos.to(device), sin.to(device), interleaved)
+    grown, turned = append(where, cache, k.to(device), v.to(device), q=q.to(device), rotary=rotary)
+    for b, length in enumerate((0, 5)):
+        at = length + torch.arange(3)
+        for found, given in ((grown.k[b, at], k[b]), (turned[b], q[b])):
+            torch.testing.assert_close(found.cpu().double(), rotated(given, at, cos, sin, interleaved), rtol=1e-5, atol=1e-5)
+        assert torch.equal(grown.v[b, at].cpu(), v[b])
+        assert grown.k[b].isnan().all(-1).all(-1).sum() == 5  # and no other row was written
+
+
+@pytest.mark.parametrize("where", DEVICES[1:])
 def test_what_has_no_place_is_not_written(where):
     if where == "interpreter" and HAS_GPU:
         pytest.skip("the kernel runs on the GPU")
@@ -147,12 +168,13 @@ def test_requests_of_which_nothing_is_appended_may_be_anything():
 
 
 @pytest.mark.parametrize("where", [DEVICES[0], DEVICES[2]])  # Triton's interpreter loses carries in its cast to 8 bits
-def test_a_cache_of_8_bits_holds_what_is_divided_by_its_scale(where):
+@pytest.mark.parametrize(("heads", "dim"), [(2, 16), (40, 128)])
+def test_a_cache_of_8_bits_holds_what_is_divided_by_its_scale(where, heads, dim):
     device = "cuda" if where == "cuda" else "cpu"
     g = torch.Generator().manual_seed(0)
-    new = torch.randn(2, 3, 2, 16, generator=g).to(device)
-    scale = torch.tensor([0.5, 2.0], device=device)
-    empty = torch.zeros(2, 8, 2, 16, device=device).to(torch.float8_e4m3fn)
+    new = torch.randn(2, 3, heads, dim, generator=g).to(device)
+    scale = 2.0 ** torch.randint(-2, 3, (heads,), generator=g).float().to(device)
+    empty = torch.zeros(2, 8, heads, dim, device=device).to(torch.float8_e4m3fn)
     cache = strobe.Cache(empty, empty.clone(), ints(0, 2, device=device), k_scale=scale, v_scale=scale)
     grown, _ = append(where, cache, new, new)
     wanted = (new / scale[:, None]).to(torch.float8_e4m3fn).float()
