@@ -269,7 +269,8 @@ def addressed(monkeypatch) -> list[dict[str, int]]:
     launched: list[dict[str, int]] = []
 
     class Prepared:
-        def __init__(self, calls, tensors):
+        def __init__(self, calls, tensors, all_shared):
+            assert all_shared  # an append's launch leaves room for the attention's
             self.calls, self.ids = calls, [id(x) for x in tensors]
 
         def on(self, stream):

@@ -42,7 +42,7 @@ def test_a_kernel_is_loaded(monkeypatch, shared, cluster, without_context):
     library = Library(without_context)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launcher, "_driver", lambda: launcher.Driver(library))
-    metadata = SimpleNamespace(shared=shared, launch_pdl=False)
+    metadata = SimpleNamespace(shared=shared)
     compiled = SimpleNamespace(
         function=None, kernel=b"image", name="kernel", metadata=metadata, packed_metadata=(4, cluster, shared),
         __hash__=object.__hash__,
@@ -57,19 +57,18 @@ def test_a_kernel_is_loaded(monkeypatch, shared, cluster, without_context):
     assert [got[2:] for got in library.got if got[0] == "cuFuncSetAttribute"] == asked
 
 
-@pytest.mark.parametrize("loaded", [None, 1234])
-def test_launches_that_overlap_part_memory_alike(monkeypatch, loaded):
-    """A kernel of a dependent launch asks for all shared memory, attribute 9, whoever loaded it: else its CTAs keep those of
+@pytest.mark.parametrize(("overlaps", "loaded"), [(True, None), (True, 1234), (False, None)])
+def test_launches_of_a_step_part_memory_alike(monkeypatch, overlaps, loaded):
+    """A kernel whose launches overlap asks for all shared memory, attribute 9, whoever loaded it: else its CTAs keep those of
     the next launch off their multiprocessors."""
     library = Library()
     monkeypatch.setattr(launcher, "_driver", lambda: launcher.Driver(library))
-    compiled = SimpleNamespace(
-        function=loaded, kernel=b"image", name="kernel", metadata=SimpleNamespace(shared=0, launch_pdl=True),
-        packed_metadata=(4, 1, 0), __hash__=object.__hash__,
-    )  # fmt: skip
-    handle = launcher.function.__wrapped__(compiled, 0)
+    monkeypatch.setattr(launcher, "function", launcher.function.__wrapped__)
+    metadata = SimpleNamespace(shared=0, launch_pdl=overlaps)
+    compiled = SimpleNamespace(function=loaded, kernel=b"image", name="kernel", metadata=metadata, packed_metadata=(4, 1, 0))
+    handle = launcher._carved_out.__wrapped__(compiled, 0)
     assert handle == (loaded or 4321)
-    assert library.got[-1] == ("cuFuncSetAttribute", handle, 9, 100)
+    assert [got[1:] for got in library.got if got[0] == "cuFuncSetAttribute"] == [(handle, 9, 100)] * overlaps
 
 
 # ---- offline: the driver's part is played by a recorder, on the oldest and on the installed Triton

@@ -40,7 +40,7 @@ class Interpreted:
     def compiled_call(self, kernel, grid, **keywords):
         return launcher.Call(kernel, grid, (), keywords, None)
 
-    def prepare(self, calls, given):
+    def prepare(self, calls, given, all_shared):
         class Prepared:
             def on(_self, stream):
                 def launch(addresses):

@@ -66,12 +66,13 @@ def compiled_call(kernel, grid: Sequence[int], *arguments, **keywords) -> Call:
     return Call(kernel, (*grid, 1, 1)[:3], arguments, keywords, compiled)
 
 
-def prepare(calls: Sequence[Call], tensors: Tensors) -> Prepared:
+def prepare(calls: Sequence[Call], tensors: Tensors, all_shared: bool = False) -> Prepared:
     """Prepares calls that are made one after the other, each time with other tensors: prepare(...).on(stream) is a Launch.
 
     tensors: all those in the arguments, also in tuples and TMA descriptors, each an object of its own. The tensors of a launch
         must have the same shapes, strides, dtypes and device, which must be the current one, and addresses that are multiples
         of 16 where these have such.
+    all_shared: whether launches that overlap ask for all shared memory, as `Driver.carve_out_all` says.
 
     NotGiven if an argument holds a tensor that is not in `tensors`.
     """
@@ -79,7 +80,8 @@ def prepare(calls: Sequence[Call], tensors: Tensors) -> Prepared:
         device = torch.cuda.current_device()
         if not triton_internals.is_known() and not _comes_back(device):
             raise Unknown("Triton is none of 3.6 to 3.9, and a kernel that says what it was given was given something else")
-        kernels = [(call.compiled, function(call.compiled, device), call.grid, all_arguments(call)) for call in calls]
+        load = _carved_out if all_shared else function
+        kernels = [(call.compiled, load(call.compiled, device), call.grid, all_arguments(call)) for call in calls]
         return PreparedLaunches(kernels, tensors)
     except NotGiven:
         raise
@@ -131,12 +133,17 @@ def function(compiled, device: int) -> int:
     """The driver's handle of a compiled kernel, loaded on a device, which must be the current one.
 
     Triton's own way, `_init_handles`, compiles a module and a launcher in C first, which are not needed here."""
-    driver = _driver()
-    handle = compiled.function or driver.load(
+    return compiled.function or _driver().load(
         compiled.kernel, compiled.name, compiled.metadata.shared, triton_internals.cluster_of(compiled)
     )
+
+
+@functools.cache
+def _carved_out(compiled, device: int) -> int:
+    """The same of a kernel that asks for all shared memory, if its launches overlap (programmatic dependent launch)."""
+    handle = function(compiled, device)
     if compiled.metadata.launch_pdl:
-        driver.carve_out_all(handle)
+        _driver().carve_out_all(handle)
     return handle
 
 
@@ -486,8 +493,8 @@ class Driver:
     def carve_out_all(self, function: int) -> None:
         """Ask for all shared memory that a multiprocessor can have, whatever a kernel needs of it.
 
-        A multiprocessor has to be idle to part its memory otherwise. So a short launch that asks for none keeps CTAs of the
-        next launch, which need it, away until its own have ended, though there is room for both (see
+        A multiprocessor has to be idle to part its memory otherwise. So a short launch that asks for none, a step's append,
+        keeps CTAs of the next one, which need it, away until its own have ended, though there is room for both (see
         `kernels.common.dependent_launch`)."""
         self.call("cuFuncSetAttribute", function, _CARVEOUT, 100)
 

@@ -9,8 +9,8 @@ a CTA begins, and what they wrote may be read ahead of the turn.
 
 A short launch that ends a call lets the next one begin before its own turn: what that does ahead of its turn, and its way to
 the multiprocessors, hides behind the long launch ahead of both. That needs room beside its CTAs, and shared memory that is
-parted as the next launch needs it: a multiprocessor does that only when it is idle. So kernels that are launched so all ask for
-the same, `call.launcher.Driver.carve_out_all`.
+parted as the next launch needs it: a multiprocessor does that only when it is idle. So kernels of a step over a cache all ask
+for the same (`call.launcher.Driver.carve_out_all`).
 """
 
 import triton
