@@ -134,8 +134,8 @@ PACKED = {"k": zeros(4, 1, 16), "v": zeros(4, 1, 16)}
 NO_PLACES = {
     r"lengths \(cache_seqlens\) must leave room for .* of 8 for a request, got \[7, 3\]": {"lengths": ints(7, 3)},
     r"lengths \(cache_seqlens\) must be from 0 to the 8 keys .* got \[-1, 3\]": {"lengths": ints(-1, 3)},
-    r"page_table must name one of 4 pages for all keys that are appended, got .* \[2, 4\]": {"table": ints([0, 1], [2, 4])},
-    r"page_table must name one of 4 .* got \[\[0, 1\], \[-1, 3\]\]": {"table": ints([0, 1], [-1, 3])},
+    r"page_table \(block_table\) must name one of 4 pages for all keys that .* \[2, 4\]": {"table": ints([0, 1], [2, 4])},
+    r"page_table \(block_table\) must name one of 4 .* got \[\[0, 1\], \[-1, 3\]\]": {"table": ints([0, 1], [-1, 3])},
     r"index \(cache_batch_idx\) must name one of 4 entries": {"table": None, "index": ints(0, 4), "lengths": ints(0, 1)},
     r"cu_seqlens \(cu_seqlens_k_new\) must start at 0 and never decrease": {**PACKED, "cu_seqlens": ints(1, 2, 4)},
     r"cu_seqlens \(cu_seqlens_k_new\) must not exceed the 4 rows": {**PACKED, "cu_seqlens": ints(0, 2, 5)},

@@ -188,7 +188,7 @@ REFUSED = {
     "out must have shape": {"out": torch.zeros(2, 1, 4, 8)},
     "backend must be one of": {"backend": "sm90"},
     r"lengths \(cache_seqlens\) must be from 0 to the 8": {"cache": cache_of(lengths=ints(9, 3))},
-    "page_table must name one of 4 pages": {"cache": cache_of(page_table=ints([0], [4]))},
+    r"page_table \(block_table\) must name one of 4 pages": {"cache": cache_of(page_table=ints([0], [4]))},
     r"leftpad \(cache_leftpad\) must be from 0 to the length": {"cache": cache_of(leftpad=ints(0, 4))},
 }
 
@@ -482,7 +482,7 @@ print("ran", bool((full == 4).all() and cache.lengths.tolist() == [4]))
 @pytest.mark.parametrize(
     ("program", "says"),
     [
-        (A_PAGE_THAT_IS_NONE, "page_table must name one of 4 pages for all keys of its request"),
+        (A_PAGE_THAT_IS_NONE, "page_table (block_table) must name one of 4 pages for all keys of its request"),
         (NO_ROOM, "lengths (cache_seqlens) must leave room for the keys that are appended"),
     ],
 )

@@ -120,7 +120,7 @@ def _rule_of_pages(
     first = torch.arange(table.shape[1], device=table.device) * size
     used = (first + size > begins[:, None]) & (first < ends[:, None]) & (begins < ends)[:, None]
     there = (table >= 0) & (table < pages)
-    return "page_table", table, (there | ~used).all(), f"name one of {pages} pages for all {whose}"
+    return "page_table (block_table)", table, (there | ~used).all(), f"name one of {pages} pages for all {whose}"
 
 
 def rules_of_bounds(name: str, cu: torch.Tensor, rows: int) -> Iterator[Rule]:

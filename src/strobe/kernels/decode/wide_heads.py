@@ -26,7 +26,7 @@ from strobe.kernels.decode.sizes import (
 )
 from strobe.serving.problem import DecodeProblem
 
-MOST_SHARED_ROWS, MOST_HEADS_OF_MANY_ROWS = 32, 4
+MOST_ROWS_OF_ONE_REQUEST, MOST_HEADS_OF_MANY_ROWS = 32, 4
 """Rows of a key head of one request, and its key heads, up to which CTAs share more than `MMA_ROWS` rows."""
 LARGE_PAGE = 64
 MOST_KEYS_OF_SMALL_PAGES = 1 << 16
@@ -62,7 +62,7 @@ def fits_shares(problem: DecodeProblem) -> bool:
     # 192 columns of 32k keys, pages of 64 (and three panels by TMA): 1 query, 32 on 8 56.7 (54.5), 4 queries, 16 on 2 28.6
     # (27.3), but of 8k 32 on 8 19.7 (20.5); 8 requests of 4k, 24 on 4, 30.7 (31.8)
     # Larger pages: `of_shares`.
-    rows = MOST_SHARED_ROWS if problem.batch == 1 and problem.heads_kv <= MOST_HEADS_OF_MANY_ROWS else MMA_ROWS
+    rows = MOST_ROWS_OF_ONE_REQUEST if problem.batch == 1 and problem.heads_kv <= MOST_HEADS_OF_MANY_ROWS else MMA_ROWS
     large = problem.page_size is None or problem.page_size >= LARGE_PAGE
     few = problem.batch == 1 and keys_of(problem) <= MOST_KEYS_OF_SMALL_PAGES
     long = is_narrower(problem) and seen_of(problem) >= LEAST_ROOM_OF_PANELS

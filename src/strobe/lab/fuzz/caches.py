@@ -264,7 +264,7 @@ def wrong(found: tuple[torch.Tensor, ...], case: CacheCase, call: Call) -> str |
     return None
 
 
-REFUSALS = "page_table must name", "no backend runs", "backend "
+REFUSALS = "page_table (block_table) must name", "no backend runs", "backend "
 """How the sentences begin that a case may be refused with: a page that is not there, on a CPU; and what no kernel takes."""
 
 
