@@ -39,7 +39,7 @@ from strobe_cli.precompile import kind_of
 
 sys.path += [str(Path(__file__).parent.parent / "tests" / folder) for folder in ("", "serving")]
 
-from requests_at_random import draw
+from requests_at_random import draw, with_queries
 
 DEVICE = "cuda"
 """Where tensors are; "cpu" while kernels are compiled for a GPU that need not be there."""
@@ -282,6 +282,12 @@ def prompts() -> None:
         call = draw(seed, torch.bfloat16, seed < 4, device=DEVICE, n_q=200, page=page, tree=False, leftpad=False)
         strobe.decode(call.q, call.cache, backend="sm90_cache", **call.keywords)
         synchronize(f"prompts, seed {seed}")
+    for dim in cases((64, 128, 256)):
+        call = draw(5, torch.bfloat16, device=DEVICE, n_q=130, batch=6, lengths=[250, 200, 1, 0, 257, 129], room=257, page=16,
+                    head_dim=dim, head_dim_v=dim, tree=False, leftpad=False)  # fmt: skip
+        call = with_queries(call, [1, 5, 1, 1, 200, 128])
+        strobe.decode(call.q, call.cache, backend="sm90_cache", **call.keywords)
+        synchronize(f"prompts and single tokens, {dim} columns")
     call = draw(1, torch.bfloat16, device=DEVICE, ragged=False, tree=False, leftpad=False, n_q=1, page=16)
     new_k, new_v = (torch.randn_like(x[: call.q.shape[0], :1]) for x in (call.cache.k, call.cache.v))
     rotary = strobe.Rotary(*(torch.randn(300, 16, device=DEVICE) for _ in range(2)))

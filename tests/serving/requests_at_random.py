@@ -81,6 +81,14 @@ def draw(
     return Drawn(q.to(dtype).to(device), cache, keywords)
 
 
+def with_queries(call: Drawn, numbers: list[int]) -> Drawn:
+    """The call with other queries, so many of each request, packed, and two rows more."""
+    bounds = torch.tensor([0, *numbers], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    q = torch.randn(int(bounds[-1]) + 2, *call.q.shape[-2:], generator=torch.Generator().manual_seed(0)).to(call.q)
+    keywords = {**call.keywords, "cu_seqlens_q": bounds.to(q.device), "max_seqlen_q": max(numbers)}
+    return call._replace(q=q, keywords=keywords)
+
+
 def described(call: Drawn, **keywords) -> tuple[DecodeProblem, DecodeOperands]:
     operands, options = checked(call.q, call.cache, return_lse=True, **call.keywords, **keywords)
     return describe(operands, options), operands

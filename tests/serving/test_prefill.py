@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from requests_at_random import Drawn, check, described, draw, right
+from requests_at_random import Drawn, check, described, draw, right, with_queries
 
 import strobe
 from strobe.call.dispatch import explain_problem
@@ -126,15 +126,29 @@ def test_what_the_optimism_gets_wrong_is_computed_again(page):
 def test_prompts_and_single_tokens_in_one_batch():
     call = prompts(3, device="cuda", page=64, room=700, lengths=[650, 300, 1, 0, 690, 128], batch=6, n_q=400, ragged=True,
                    mask=strobe.Causal())  # fmt: skip
-    counts = torch.tensor([0, 400, 1, 1, 3, 130, 127]).cumsum(0).int()
-    g = torch.Generator().manual_seed(0)
-    q = torch.randn(int(counts[-1]) + 2, *call.q.shape[1:], generator=g).to(call.q)
-    call = call._replace(q=q, keywords={**call.keywords, "cu_seqlens_q": counts.cuda(), "max_seqlen_q": 400})
-    out = torch.full((*q.shape[:-1], call.cache.v.shape[-1]), 7.0, dtype=q.dtype, device="cuda")
-    found = strobe.decode(q, call.cache, return_lse=True, backend=BACKEND, out=out, **call.keywords)
+    call = with_queries(call, [400, 1, 1, 3, 130, 127])
+    out = torch.full((*call.q.shape[:-1], call.cache.v.shape[-1]), 7.0, dtype=call.q.dtype, device="cuda")
+    found = strobe.decode(call.q, call.cache, return_lse=True, backend=BACKEND, out=out, **call.keywords)
     wanted = right(call)
     assert (out[-2:] == 7.0).all()  # rows of no request
-    check((found[0][:-2], found[1]), (wanted[0][:-2], wanted[1]), q.dtype)
+    check((found[0][:-2], found[1]), (wanted[0][:-2], wanted[1]), call.q.dtype)
+
+
+@GPU
+@pytest.mark.parametrize(("dim", "page"), [(64, 16), (96, 64), (128, 64), (128, 16), (192, 64), (256, 48)])
+def test_kernels_that_run_beside_each_other_give_the_same_each_time(dim, page):
+    """Tokens of many keys, and prompts whose kernel begins before the tokens' has ended."""
+    lengths = [1500 - 60 * i for i in range(20)] + [1400, 700, 300, 127]
+    call = prompts(3, device="cuda", room=1500, lengths=lengths, batch=24, heads_kv=4, group=8, ragged=True,
+                   **{**PLAIN, "head_dim": dim, "head_dim_v": dim, "page": page})  # fmt: skip
+    call = with_queries(call, [1] * 18 + [5, 16, 600, 128, 300, 127])
+    wanted, results = right(call), []
+    for _ in range(30):
+        out = torch.full_like(call.q, torch.nan)
+        results.append(strobe.decode(call.q, call.cache, return_lse=True, backend=BACKEND, out=out, **call.keywords))
+    for out, lse in results:
+        assert torch.equal(out[:-2], results[0][0][:-2]) and torch.equal(lse, results[0][1])
+    check((results[0][0][:-2], results[0][1]), (wanted[0][:-2], wanted[1]), call.q.dtype)
 
 
 @GPU

@@ -1,4 +1,4 @@
-"""The Hopper forward over a cache, and the decode kernel after it, in the simulator, on requests drawn at random."""
+"""The Hopper forward over a cache, and the decode kernels around it, in the simulator, on requests drawn at random."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -19,12 +19,12 @@ MANY = 20
 
 
 def run(
-    call: Drawn, ctas: int = 3, order: str = "in_order", seed: int = 0, launches: int = 1, forward: ModuleType | None = None,
-    rest: ModuleType | None = None, **config,
+    call: Drawn, ctas: int = 3, order: str = "in_order", seed: int = 0, launches: int = 1, few: ModuleType | None = None,
+    forward: ModuleType | None = None, noted: ModuleType | None = None, **config,
 ) -> int:  # fmt: skip
     """Simulate the launches of a call, so many times with the same notes and counters, check their results, and say how many
-    blocks were computed again. forward, rest: modules in place of `sm90.forward` and `decode.forward`. config: changes of the
-    forward's config."""
+    blocks were computed again. few, forward, noted: modules in place of `decode.hopper`, `sm90.forward` and `decode.forward`.
+    config: changes of the forward's config."""
     out = torch.full((*call.q.shape[:-1], call.cache.v.shape[-1]), torch.nan, dtype=call.q.dtype)
     problem, operands = described(call, out=out)
     gpu = replace(KNOWN["H200"], sms=ctas)
@@ -33,17 +33,17 @@ def run(
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     tensors = Tensors(**given, **unwritten(buffers))
     tensors.arrivals.zero_()
-    with mock.patch.object(cache_launch, "MANY_QUERIES", MANY):
-        calls = cache_launch.calls(problem, tensors, gpu, chosen)
-    kernels = [
-        calls[-2].kernel if forward is None else forward.forward_kernel,
-        calls[-1].kernel if rest is None else rest.decode_kernel,
-    ]
+    with mock.patch.object(cache_launch, "MANY_QUERIES", MANY), mock.patch.object(cache_config, "MANY_QUERIES", MANY):
+        listed, calls = [], cache_launch.calls(problem, tensors, gpu, chosen)
+    if problem.ragged:
+        listed, calls = calls[:1], calls[1:]
+        assert listed[0].kernel is list_tiles
     rewritable = "arrivals", "notes", "counters", "out", "lse", "o_desc"
     simulated = [
-        Launch(kernel, one.grid, one.arguments, one.keywords, rewritable=rewritable)
-        for kernel, one in zip(kernels, calls[-2:], strict=True)
-    ]
+        Launch(one.kernel if module is None else getattr(module, one.kernel.__name__), one.grid, one.arguments, one.keywords,
+               rewritable=rewritable)
+        for module, one in zip((few, forward, noted)[-len(calls) :], calls, strict=True)
+    ]  # fmt: skip
     rows = torch.ones(out.shape[0], dtype=torch.bool)
     if operands.cu_seqlens_q is not None:
         rows = torch.arange(out.shape[0]) < operands.cu_seqlens_q[-1]
@@ -51,11 +51,11 @@ def run(
     for _ in range(launches):
         out.fill_(torch.nan)
         tensors.lse.fill_(torch.nan if operands.cu_seqlens_q is None else -torch.inf)
-        for one in calls[:-2]:
-            assert one.kernel is list_tiles
+        for one in listed:
             one.launch()
+        report = None
         for one in simulated:
-            one.simulate(order, seed)
+            report = one.simulate(order, seed, after=report)
         check((out[rows], tensors.lse), (wanted[0][rows], wanted[1]), call.q.dtype)
         assert out[~rows].isnan().all(), "a row of no request is written"
         for left in (tensors.notes, tensors.arrivals, tensors.counters[:4]):

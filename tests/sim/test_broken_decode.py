@@ -71,6 +71,8 @@ EIGHT_BITS, FORWARD, BOXES, PRODUCTS, QUERIES, LATENTS, TURNS, AGAIN, BOARD, CON
         "split_clusters",
     )
 )
+OF_HOPPER = BOXES, PRODUCTS, QUERIES, LATENTS, TURNS, AGAIN, BOARD, CONVERTED, COPIERS, STEPS, HOPPER
+"""What Hopper's kernel is made of beside that, in the same order."""
 LATENT = {"latent": True}
 NUMBERS = (AssertionError,)
 TOO_EARLY = (Race, Uninitialised)
@@ -794,11 +796,7 @@ EVENLY_BUGS = [
 
 def broken(bug: Bug, entry: str, folder: Path) -> ModuleType:
     """A kernel's module, over all that it imports, with a mistake in it or in one of them."""
-    line = (
-        [*SHARED, EIGHT_BITS, FORWARD]
-        if entry == FORWARD
-        else [*SHARED, BOXES, PRODUCTS, QUERIES, LATENTS, TURNS, AGAIN, BOARD, CONVERTED, COPIERS, STEPS, HOPPER]
-    )
+    line = [*SHARED, EIGHT_BITS, FORWARD] if entry == FORWARD else [*SHARED, *OF_HOPPER]
     line += [CLUSTERS] if entry == CLUSTERS else []
     return altered_over(line[line.index(bug.module) :], ((bug.text, bug.becomes),), folder)
 

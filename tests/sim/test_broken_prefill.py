@@ -1,4 +1,4 @@
-"""Mistakes made in the Hopper forward over a cache, and in what it leaves to the decode kernel, one at a time: the simulator
+"""Mistakes made in the Hopper forward over a cache, and in what decode kernels serve around it, one at a time: the simulator
 finds each in every order."""
 
 from dataclasses import dataclass, field
@@ -9,11 +9,11 @@ from broken import altered_over
 from cache_launch import run
 from requests_at_random import draw
 from test_broken_decode import FORWARD as DECODE
-from test_broken_decode import SCHEDULE, SHARED
+from test_broken_decode import HOPPER, OF_HOPPER, SCHEDULE, SHARED
 from test_prefill_kernel import PLAIN
 
 import strobe
-from strobe.sim import BarrierMisuse, Deadlock, OutOfBounds, Race, Uninitialised, Unsupported
+from strobe.sim import BarrierMisuse, Deadlock, OutOfBounds, Race, Unfinished, Uninitialised, Unsupported
 
 ORDERS = ("in_order", "random", "late", "early")
 FORWARD, PAGES, QUEUE = (f"strobe.kernels.sm90.{name}" for name in ("forward", "pages", "tile_queue"))
@@ -23,11 +23,13 @@ HELPS = {
     PAGES: [PAGES, FORWARD],
     QUEUE: [QUEUE, FORWARD],
     NOTES: [NOTES, *SHARED, DECODE],
-    SCHEDULE: [*SHARED, DECODE],
+    SCHEDULE: [*SHARED, *OF_HOPPER],
 }
 """A module, and those over it up to a kernel's."""
 WRONG = (AssertionError,)
 UNFINISHED = (BarrierMisuse, Deadlock, Race, Uninitialised)
+ROLES = {HOPPER: "few", FORWARD: "forward", DECODE: "noted"}
+"""Which launch a module is for: see `run`."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def lost(what, module, text, becomes, errors=WRONG) -> Bug:
 
 
 MIXED = {"ragged": True, "n_q": 40}
+MANY_PROMPTS = {**MIXED, "batch": 6, "lengths": [100] * 6}
 GROUPED = {"head_dim": 128, "head_dim_v": 128}
 PANELS = {"head_dim": 192, "head_dim_v": 128}
 
@@ -85,24 +88,28 @@ BUGS = [
         case={"lengths": [60, 0]}),
     Bug("nobody hears of what the optimism got wrong", FORWARD, "NOTED + gl.full([ROWS], 0, gl.int32, LAYOUT), 1,",
         "NOTED + gl.full([ROWS], 0, gl.int32, LAYOUT), 0,", case={"late": True}, redone=True),
-    Bug("requests of few queries are nobody's", NOTES, "left = queries < notes.MANY", "left = queries < 0", case=MIXED),
+    Bug("requests of few queries are nobody's", SCHEDULE, "number < requests.FEWER_THAN", "number < 0", case=MIXED),
+    Bug("requests of many queries are served twice", SCHEDULE, "number < requests.FEWER_THAN", "number > 0", (Race,), MIXED),
+    Bug("the forward ends before the launch ahead of it", FORWARD, "    if C.beside:\n        take_turn()",
+        "    if C.beside:\n        pass", (Unfinished,), MIXED),
+    Bug("a tile for each CTA is left out", QUEUE, "elif K.C.beside:\n        return gl.atomic_add(K.counters, 1)\n",
+        "elif K.C.beside:\n        return gl.atomic_add(K.counters, 1) + gl.num_programs(0)\n", case=MANY_PROMPTS),
     Bug("the notes of the first head for all", NOTES, "* GROUP + i) * blocks", "* GROUP + 0 * i) * blocks", case={"late": True},
         redone=True),
     Bug("the notes of other rows", NOTES, "* blocks + block", "* blocks + block - first_row // GROUP // NOTED_ROWS",
         case={"late": True}, redone=True),
-    lost("the notes stay", NOTES, "                gl.store(at, gl.zeros_like(lane), mask=first + lane < number)\n", ""),
-    lost("that there are notes stays", NOTES, "            gl.store(notes.counters + NOTED, 0)\n", ""),
-    lost("the count of CTAs stays", NOTES, "            gl.store(notes.counters + ENDED, 0)\n", ""),
+    lost("the notes stay", NOTES, "            gl.store(at, gl.zeros_like(lane), mask=first + lane < number)\n", ""),
+    lost("that there are notes stays", NOTES, "        gl.store(notes.counters + NOTED, 0)\n", ""),
+    lost("the count of CTAs stays", NOTES, "        gl.store(notes.counters + ENDED, 0)\n", ""),
     lost("the first CTA to end forgets the notes", NOTES, "== gl.num_programs(0) - 1", "== 0", (Race, AssertionError)),
-    lost("noted rows are nobody's", SCHEDULE, "(number < requests.notes.MANY) | requests.notes.any",
-         "number < requests.notes.MANY"),
+    lost("noted rows are nobody's", NOTES, "noted | (gl.load(notes.notes + note) != 0)", "noted"),
 ]  # fmt: skip
 
 
 def broken(bug: Bug, folder) -> dict:
     """The modules with a mistake, by the kernel that they stand for."""
     line = HELPS.get(bug.module, [bug.module])
-    return {"forward" if line[-1] == FORWARD else "rest": altered_over(line, ((bug.text, bug.becomes),), folder)}
+    return {ROLES[line[-1]]: altered_over(line, ((bug.text, bug.becomes),), folder)}
 
 
 def case_of(bug: Bug):

@@ -51,7 +51,7 @@ from strobe.sim.launch import Launch, simulate
 from strobe.sim.lift import register
 from strobe.sim.machine import Report
 from strobe.sim.tensor import Tensor, compute
-from strobe.sim.units.control import fence_async_global, take_turn
+from strobe.sim.units.control import fence_async_global, launch_dependents, take_turn
 from strobe.sim.units.tma import await_additions, raise_flag
 
 BACKENDS = {
@@ -72,6 +72,7 @@ def _exchange(x: Tensor, top: Tensor, total: Tensor, ctas: int, posts: bool) -> 
 
 register(named_barrier.meet, partial(named_sync, threads=256))
 register(named_barrier.announce, partial(named_arrive, threads=256))
+register(dependent_launch.let_next_begin, launch_dependents)
 register(dependent_launch.take_turn, take_turn)
 register(cluster.read_arguments, lambda *_: None)
 register(dependent_launch.take_program_turn, take_turn)

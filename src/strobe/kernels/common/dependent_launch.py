@@ -19,7 +19,14 @@ import triton.language as tl
 from strobe.kernels.gluon import gl, gluon
 
 PTX = tl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0;")
+BEGIN = tl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 LAST = tl.constexpr("griddepcontrol.launch_dependents; griddepcontrol.wait; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def let_next_begin():
+    """Let the next launch begin, ahead of the own turn. One role does it for all."""
+    gl.inline_asm_elementwise(BEGIN, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

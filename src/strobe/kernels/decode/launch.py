@@ -21,10 +21,10 @@ from strobe.serving.problem import DecodeProblem
 
 
 def ctas(problem: DecodeProblem, arch: Arch, config: Config) -> int:
-    """CTAs of a launch: as many whole teams as run at once, or as many as share the key heads of requests."""
+    """CTAs of a launch: as many whole teams as run at once, one at least, or as many as share the key heads of requests."""
     if config.shares > 0:
         return config.shares * problem.heads_kv * problem.batch
-    return config.ctas * (arch.sms or FALLBACK_SMS) // config.team * config.team
+    return max(config.ctas * (arch.sms or FALLBACK_SMS) // config.team, 1) * config.team
 
 
 def result_rows(problem: DecodeProblem, config: Config) -> int:

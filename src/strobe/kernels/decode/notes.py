@@ -1,8 +1,8 @@
-"""What another kernel leaves to the decode kernel: the requests of few queries, and blocks of rows that it noted.
+"""What another kernel leaves to the decode kernel: blocks of rows that it noted.
 
-The Hopper forward over a cache (`kernels.sm90.pages`) goes ahead. It serves the requests of MANY queries or more, and notes
-the 64 rows of a head whose results are not to be trusted: the optimistic softmax left its range, or a page was not there. The
-decode kernel serves the others, and looks at notes only where there is one; the last CTA sets them back to 0.
+The Hopper forward over a cache (`kernels.sm90.pages`) goes ahead, and notes the 64 rows of a head whose results are not to be
+trusted: the optimistic softmax left its range, or a page was not there. If there is a note the decode kernel computes the tiles
+that have one, and its last CTA sets all notes back to 0.
 """
 
 from strobe.kernels import workspace
@@ -17,42 +17,36 @@ how many blocks were computed again."""
 
 @aggregate
 class Notes:
-    """notes: int32 [batch, heads, blocks of rows]; counters: of the workspace; any: whether there is a note. MANY: queries of a
-    request from which on the other kernel serves it."""
+    """notes: int32 [batch, heads, blocks of rows]; counters: of the workspace."""
 
     notes: gl.tensor
     counters: gl.tensor
-    any: gl.tensor
-    MANY: gl.constexpr
 
 
 @gluon.jit
-def is_left(notes, batch, kv_heads, head, first_row, queries, n_q, C: gl.constexpr, GROUP: gl.constexpr):
-    """Whether a tile of the rows that share a key head is left to the decode kernel: all of a request of few queries, of
-    another those with a note. n_q: the most queries of a request."""
-    left = queries < notes.MANY
-    if notes.any:
-        blocks = (n_q + NOTED_ROWS - 1) // NOTED_ROWS
-        last = gl.minimum(first_row + C.rows, queries * GROUP) - 1
-        for block in range(first_row // GROUP // NOTED_ROWS, last // GROUP // NOTED_ROWS + 1):
-            for i in range(GROUP):
-                note = ((batch * kv_heads + head) * GROUP + i) * blocks + block
-                left = left | (gl.load(notes.notes + note) != 0)
-    return left
+def is_noted(notes, batch, kv_heads, head, first_row, queries, n_q, C: gl.constexpr, GROUP: gl.constexpr):
+    """Whether a tile of the rows that share a key head has a note. n_q: the most queries of a request."""
+    noted = queries < 0
+    blocks = (n_q + NOTED_ROWS - 1) // NOTED_ROWS
+    last = gl.minimum(first_row + C.rows, queries * GROUP) - 1
+    for block in range(first_row // GROUP // NOTED_ROWS, last // GROUP // NOTED_ROWS + 1):
+        for i in range(GROUP):
+            note = ((batch * kv_heads + head) * GROUP + i) * blocks + block
+            noted = noted | (gl.load(notes.notes + note) != 0)
+    return noted
 
 
 @gluon.jit
 def forget(notes, number, warps: gl.constexpr):
-    """Set all notes back to 0, so many, if there is one and this is the last CTA to end."""
-    if notes.any:
-        partition_barrier()  # everybody has looked at them
-        if gl.atomic_add(notes.counters + ENDED, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) - 1:
-            lane = gl.arange(0, AT_ONCE, gl.BlockedLayout([4], [32], [warps], [0]))
-            redone = number * 0
-            for first in range(0, number, AT_ONCE):
-                at = notes.notes + first + lane
-                redone += gl.sum(gl.load(at, mask=first + lane < number, other=0), 0)
-                gl.store(at, gl.zeros_like(lane), mask=first + lane < number)
-            gl.atomic_add(notes.counters + REDONE, redone)
-            gl.store(notes.counters + NOTED, 0)
-            gl.store(notes.counters + ENDED, 0)
+    """Set all notes back to 0, so many, if this is the last CTA to end."""
+    partition_barrier()  # everybody has looked at them
+    if gl.atomic_add(notes.counters + ENDED, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) - 1:
+        lane = gl.arange(0, AT_ONCE, gl.BlockedLayout([4], [32], [warps], [0]))
+        redone = number * 0
+        for first in range(0, number, AT_ONCE):
+            at = notes.notes + first + lane
+            redone += gl.sum(gl.load(at, mask=first + lane < number, other=0), 0)
+            gl.store(at, gl.zeros_like(lane), mask=first + lane < number)
+        gl.atomic_add(notes.counters + REDONE, redone)
+        gl.store(notes.counters + NOTED, 0)
+        gl.store(notes.counters + ENDED, 0)

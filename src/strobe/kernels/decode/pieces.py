@@ -2,7 +2,7 @@
 
 from strobe.kernels.common.prefetch import prefetch
 from strobe.kernels.decode.arguments import Chain, Job, Piece
-from strobe.kernels.decode.notes import NOTED_ROWS, forget, is_left
+from strobe.kernels.decode.notes import NOTED_ROWS, forget, is_noted
 from strobe.kernels.decode.parts import PATIENCE
 from strobe.kernels.decode.schedule import (
     jobs_of,
@@ -114,7 +114,7 @@ def take_pieces(TAKE: gl.constexpr, memory, K, state):
             if C.abreast > 1:
                 ours = ours & (piece.first_row < queries * GROUP)
             if requests.notes is not None:
-                ours = ours & is_left(requests.notes, b, heads_kv, head, piece.first_row, queries, requests.n_q, C, GROUP)
+                ours = ours & is_noted(requests.notes, b, heads_kv, head, piece.first_row, queries, requests.n_q, C, GROUP)
             if ours:
                 parts, first = parts_of(job_begins, units, line.stretch)
                 part = team - first

@@ -34,8 +34,9 @@ AT_ONCE = gl.constexpr(128)
 class Requests:
     """What is known of requests: pointers to lengths and, or None, to leftpad, index and cu_q; how many requests, the most
     queries and keys of one, the packed rows of all, and the entries of the cache that index may name; how far to the left of
-    its own position a query sees, or None. notes: of another kernel (see `notes`), which serves the requests of many queries
-    but for what it noted; or None."""
+    its own position a query sees, or None. notes: of another kernel, and nothing but what it noted is computed (see
+    `notes`); or None. FEWER_THAN: requests of so many queries or more have none here, as another kernel serves them; 0: all
+    have theirs."""
 
     lengths: gl.tensor
     leftpad: (gl.tensor, gl.constexpr)
@@ -48,9 +49,10 @@ class Requests:
     entries: gl.tensor
     left: (gl.tensor, gl.constexpr)
     notes: (Notes, gl.constexpr)
+    FEWER_THAN: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, lengths, leftpad, index, cu_q, batch, n_q, capacity, total_q, entries, left, notes=None):
+    def __init__(self, lengths, leftpad, index, cu_q, batch, n_q, capacity, total_q, entries, left, notes=None, fewer_than=0):
         self.lengths = lengths
         self.leftpad = gl.constexpr(None) if leftpad is None else leftpad
         self.index = gl.constexpr(None) if index is None else index
@@ -62,6 +64,7 @@ class Requests:
         self.entries = entries
         self.left = gl.constexpr(None) if left is None else left
         self.notes = gl.constexpr(None) if notes is None else notes
+        self.FEWER_THAN = gl.constexpr(fewer_than)
 
 
 @gluon.jit
@@ -74,8 +77,8 @@ def queries_of(requests, b, there):
         first = gl.minimum(gl.maximum(first, 0), requests.total_q)
         end = gl.minimum(gl.maximum(end, 0), requests.total_q)
         number = gl.minimum(gl.maximum(end - first, 0), requests.n_q)
-    if requests.notes is not None:
-        there = there & ((number < requests.notes.MANY) | requests.notes.any)
+    if requests.FEWER_THAN > 0:
+        there = there & (number < requests.FEWER_THAN)
     return first, gl.where(there, number, 0)
 
 

@@ -7,6 +7,9 @@ from dataclasses import replace
 
 from strobe.device import Arch
 from strobe.kernels.common.panels import PANEL_COLUMNS, lie_in_groups
+from strobe.kernels.decode.choice import dealt_out, of_mma, of_one_group, takes_wgmma
+from strobe.kernels.decode.config import Config as DecodeConfig
+from strobe.kernels.decode.sizes import padded
 from strobe.kernels.sm90 import backend as sm90
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
 from strobe.problem import AttentionProblem, Varlen
@@ -14,7 +17,7 @@ from strobe.serving.problem import DecodeProblem
 
 MANY_QUERIES = 128
 """Queries from which on a request is the forward's, whose tiles have so many of one head. The others are left to the decode
-kernel, whose tiles have all heads of a group."""
+kernels, whose tiles have all heads of a group."""
 
 LEAST_BOX = 16
 """Keys that TMA copies together, at least: in smaller boxes copies would take longer than products."""
@@ -32,7 +35,8 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
     """The forward's config for the attention, with the keys that a block has on one page."""
     config = sm90.config(as_attention(problem), arch)
     box = config.tile_kv if problem.page_size is None else math.gcd(config.tile_kv, problem.page_size)
-    return replace(config, box=box, grouped=box < config.tile_kv and takes_groups(config, problem))
+    grouped = box < config.tile_kv and takes_groups(config, problem)
+    return replace(config, box=box, grouped=grouped, beside=problem.ragged)
 
 
 def takes_groups(config: Config, problem: DecodeProblem) -> bool:
@@ -49,3 +53,23 @@ def tiles(problem: DecodeProblem) -> int:
     rows = 2 * ROWS_PER_GROUP
     each = lengths.total_q // rows if isinstance(lengths, Varlen) else lengths.batch * -(-lengths.seqlen_q // rows)
     return problem.heads_q * each
+
+
+def of_few_queries(problem: DecodeProblem) -> DecodeProblem:
+    """What the decode kernel serves of packed requests. (To it others have `MANY_QUERIES`, as no request has more.)"""
+    assert isinstance(problem.lengths, Varlen)
+    return replace(problem, lengths=replace(problem.lengths, max_q=min(problem.lengths.max_q, MANY_QUERIES)))
+
+
+def config_of_few(problem: DecodeProblem, arch: Arch) -> DecodeConfig:
+    """The decode kernel's config for them, of which most have one query: one group of wgmma, where it can do it."""
+    # An H200, pages of 64, microseconds (and TMA, with Q in registers; mma.sync in tiles of 16 rows, eight warps and steps of
+    # 128 keys; as it was, behind the forward, by mma.sync in tiles of 64 rows), 32 heads on 8:
+    #   32 tokens of 4k keys and 480 queries of 2.5k 164 (168; -; 221), 64 of 4k and 1984 of 2k 299 (308; 291; 421), of 8k 616
+    #   (600; -; 748), 128 of 2k and 4 of 480 303 (303; 283; 482)
+    # and 64 on 8, pages of 16: 191 (193; 205; -), 354 (355; 371; -), 923 (907; 989; -), 329 (330; 332; -).
+    # On three quarters of the multiprocessors, so that the forward has the others, TMA: 160, 300, 561, 321; on half: 181, 335,
+    # 502, 457.
+    one_width = padded(problem.head_dim) == padded(problem.head_dim_v)
+    make = of_one_group if one_width and takes_wgmma(problem, arch) else of_mma
+    return dealt_out(make(problem, arch), problem, arch)

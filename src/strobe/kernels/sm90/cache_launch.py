@@ -1,7 +1,11 @@
-"""The host half of the Hopper forward over a cache: its launches, the last of which is the decode kernel's."""
+"""The host half of the Hopper forward over a cache: its launches, and those of the decode kernels before and after it.
+
+Packed requests of few queries come first, which are most of a server's batch, and read the most: the forward begins while they
+end, on the multiprocessors that they leave one by one (see `Config.beside`)."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import triton
@@ -10,7 +14,7 @@ from strobe.device import Arch
 from strobe.kernels.common.call import Buffers, Call, Tensors
 from strobe.kernels.decode import launch as decode_launch
 from strobe.kernels.decode.choice import of_mma
-from strobe.kernels.sm90.cache_config import MANY_QUERIES, as_attention
+from strobe.kernels.sm90.cache_config import MANY_QUERIES, as_attention, config_of_few, of_few_queries
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
 from strobe.kernels.sm90.launch import forward_call
 from strobe.kernels.sm90.tile_list import list_buffers, list_calls
@@ -18,23 +22,34 @@ from strobe.serving.problem import DecodeProblem
 
 
 def buffers(problem: DecodeProblem, arch: Arch) -> Buffers:
-    """The tensors of the launches: those of the decode kernel, a list of tiles, notes."""
+    """The tensors of the launches: those of the decode kernels, a list of tiles, notes."""
     lengths = problem.lengths
     made, shared, _, _ = decode_launch.buffers(replace(problem, with_lse=True), arch, of_mma(problem, arch))
+    if problem.ragged:
+        few = of_few_queries(problem)
+        others = decode_launch.buffers(few, arch, config_of_few(few, arch)).shared
+        shared = {name: max(mine, others[name], key=lambda one: math.prod(one.shape)) for name, mine in shared.items()}
     notes = lengths.batch * problem.heads_q * triton.cdiv(lengths.seqlen_q, ROWS_PER_GROUP)
-    shared = {**shared, **list_buffers(as_attention(problem)), **({} if problem.with_lse else made)}
-    return Buffers(made if problem.with_lse else {}, shared, {"notes": notes})
+    shared |= list_buffers(as_attention(problem))
+    if problem.with_lse:
+        return Buffers(made, shared, {"notes": notes})
+    return Buffers({}, {**shared, "lse": made["lse"]._replace(fill=None)}, {"notes": notes})
 
 
 def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) -> list[Call]:
-    """The launches, in order: packed requests are listed, those of many queries served, then what is left."""
+    """The launches, in order: packed requests are listed, and those of few queries served; those of many; what these noted."""
     attention = as_attention(problem)
     seen = Tensors(**{**vars(tensors), "seqused_kv": tensors.lengths})
     listed = Tensors(**{**vars(seen), "out": None, "lse": None})
-    (rest,) = decode_launch.calls(problem, tensors, arch, of_mma(problem, arch))
-    left = {"notes": tensors.notes, "counters": tensors.counters, "MANY": MANY_QUERIES}
-    return [
-        *list_calls(attention, listed, config.tile_q, MANY_QUERIES),
-        forward_call(attention, seen, arch, config),
-        rest._replace(keywords={**rest.keywords, **left}),
-    ]
+    found = list_calls(attention, listed, config.tile_q, MANY_QUERIES)
+    if problem.ragged:
+        few = of_few_queries(problem)
+        (tokens,) = decode_launch.calls(few, tensors, arch, config_of_few(few, arch))
+        found.append(_with(tokens, FEWER_THAN=MANY_QUERIES))
+    (noted,) = decode_launch.calls(problem, tensors, arch, of_mma(problem, arch))
+    noted = _with(noted, notes=tensors.notes, counters=tensors.counters)
+    return [*found, forward_call(attention, seen, arch, config), noted]
+
+
+def _with(call: Call, **more) -> Call:
+    return call._replace(keywords={**call.keywords, **more})

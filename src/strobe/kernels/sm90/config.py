@@ -99,6 +99,7 @@ class Config(Chunks):
     static: whether a CTA takes every so-manieth tile, instead of the next that nobody has.
     box: of a cache the keys that are copied together, all of one page (see `pages`); 0: K and V are no cache.
     grouped: whether 8 keys of a cache lie together with all of their columns, which one copy brings (see `pages`).
+    beside: whether it begins on the multiprocessors that the launch ahead of it leaves, and waits for its end at its own.
     """
 
     groups: int
@@ -112,6 +113,7 @@ class Config(Chunks):
     static: bool = False
     box: int = 0
     grouped: bool = False
+    beside: bool = False
 
     @property
     def o_columns(self) -> int:
@@ -174,6 +176,7 @@ class Config(Chunks):
         softmax, out = "optimistic" if self.optimistic else "safe", "O in float32" if self.partial else "O"
         tiles = "" if (self.slots, self.static) == (2, False) else f"{self.slots} tiles known, "
         tiles += f"{self.box} keys of a page at a time, " if self.box else ""
+        tiles += "beside the launch ahead, " if self.beside else ""
         return (
             f"dims {self.head_dim}, {self.head_dim_v}, tile {self.tile_q} x {self.tile_kv}, {self.groups} consumer groups, "
             f"{self.num_stages} stages, {self.q_stages} of Q, {self.o_buffers} of {out}, {tiles}{softmax} softmax, "

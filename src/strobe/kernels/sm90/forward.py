@@ -43,7 +43,7 @@ import triton.language as tl
 
 from strobe.kernels import workspace
 from strobe.kernels.common.channel import Channel, at, make_barriers, make_channel, make_chunks
-from strobe.kernels.common.dependent_launch import take_turn
+from strobe.kernels.common.dependent_launch import let_next_begin, take_turn
 from strobe.kernels.common.descriptors import coordinates, one_or_two
 from strobe.kernels.common.groups import block_of, make_groups
 from strobe.kernels.common.optimistic import BOUNDS
@@ -84,6 +84,7 @@ from strobe.kernels.sm90.tile_queue import (
     FIELDS,
     fetch,
     first_block,
+    first_tile,
     later_block,
     lead_of,
     next_tile,
@@ -207,7 +208,7 @@ def producer(K):
         take_turn()
     if gl.program_id(0) == 0:
         gl.store(K.counters + SHARES, 0)  # of the notes, which nobody looks at now
-    tile, work = with_keys(K, gl.program_id(0))
+    tile, work = with_keys(K, first_tile(K))
     publish(K, turn, tile, work)
     while tile < K.heads.tiles:
         kv_head = work.head // K.heads.group
@@ -625,8 +626,11 @@ def forward_kernel(
     inputs = (one_or_two(q_wide, q_narrow), one_or_two(k_wide, k_narrow), one_or_two(v_wide, v_narrow))
     outputs = Outputs(o_desc, lse, notes, rows)
     lengths = Lengths(n_q, n_kv, cu_q, cu_kv, left, right, prefix, used_q, used_kv, spans, rows, total_kv)
-    if listed is not None:
+    if C.beside:  # the launch ahead has taken its turn, so what the list's launch wrote is there
+        let_next_begin()
+    elif listed is not None:
         take_turn()
+    if listed is not None:
         tiles = gl.load(listed) * heads
     heads = Heads(heads, group, at_once, rest, tiles)
     score = score_of(terms, (slope_batch, slope_head), (bias_batch, bias_head, bias_row, bias_key), sink_stride,
@@ -648,3 +652,5 @@ def forward_kernel(
         gl.warp_specialize([(consumer, (0, K)), (consumer, (1, K)), (consumer, (2, K)), (producer, (K,)),
                             (producer_of_v, (K,))], [4, 4, 1, 1], [C.consumer_registers, C.consumer_registers,
                                                                    C.producer_registers, C.producer_registers])  # fmt: skip
+    if C.beside:
+        take_turn()  # who waits for this launch relies on the one ahead, too

@@ -81,11 +81,23 @@ def later_block(j, begin, lead):
 
 
 @gluon.jit
+def first_tile(K):
+    """The first tile of this CTA: that of its number or, of a launch whose CTAs begin one by one, the first that nobody has
+    taken."""
+    if K.C.beside:
+        return gl.atomic_add(K.counters, 1)
+    else:
+        return gl.program_id(0)
+
+
+@gluon.jit
 def next_tile(K, tile):
     """The tile that this CTA takes after this one: the next that nobody has taken, or, if tiles are static, the next of its
     own."""
     if K.C.static:
         return tile + gl.num_programs(0)
+    elif K.C.beside:
+        return gl.atomic_add(K.counters, 1)
     else:
         return gl.atomic_add(K.counters, 1) + gl.num_programs(0)
 
