@@ -31,16 +31,17 @@ for dims, page, packed in json.loads(sys.argv[1]):
     assert cache_backend.refuses(problem, arch) is None, cache_backend.refuses(problem, arch)
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     tensors = Tensors(**given, **unfilled_buffers(cache_backend.buffers(problem, arch)))
-    *_, call, rest = cache_backend.calls(problem, tensors, arch)
+    *ahead, call, rest = cache_backend.calls(problem, tensors, arch)
     with pretend_gpu(arch.capability):
         compiled = call.compile()
+        few = [audit(one.compile(), "few", 0.0, ()).spill_bytes for one in ahead if "FEWER_THAN" in one.keywords]
     found, config = audit(compiled, "forward", 0.0, ()), cache_backend.config(problem, arch)
     ready = launcher.Call(call.kernel, call.grid, call.arguments, call.keywords, compiled)
     there = {id(x) for x in vars(tensors).values()}
     values = [p.value for p in launcher.parameters(compiled, launcher.all_arguments(ready))]
     bases = [x.given.base if isinstance(x, launcher.Descriptor) else x for x in values]
     made.append({
-        "spills": found.spill_bytes, "smem": compiled.metadata.shared, "smem_said": config.smem_bytes(),
+        "spills": found.spill_bytes, "few": few, "smem": compiled.metadata.shared, "smem_said": config.smem_bytes(),
         "tma": compiled.asm["ptx"].count("cp.async.bulk.tensor.5d.shared"), "boxes": config.tile_kv // config.box,
         "strangers": sum(isinstance(x, torch.Tensor) and id(x) not in there for x in bases),
         "rest": [x is tensors.notes or x is tensors.counters for x in (rest.keywords["notes"], rest.keywords["counters"])],
@@ -70,4 +71,6 @@ def test_it_compiles_for_a_gpu_that_is_not_there(triton, problems):
     for problem, made in zip(problems, answer["made"], strict=True):
         assert made["spills"] <= (0 if problem[0] == (128, 128) else SPILLS[triton]), (problem, made)
         assert made["smem_said"] <= made["smem"] <= made["smem_said"] + 2048, (problem, made)
+        few = made["few"]  # single tokens have a launch where requests are packed
+        assert len(few) == problem[2] and sum(few) <= (0 if problem[0][0] == problem[0][1] else SPILLS[triton]), (problem, made)
         assert made["tma"] >= 2 * made["boxes"] and made["strangers"] == 0 and all(made["rest"]), (problem, made)
