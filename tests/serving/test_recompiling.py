@@ -43,3 +43,49 @@ POINTS = [("H200", (64, 8), 1), ("H100", (64, 8), 16), ("H200", (28, 4), 4), ("A
 def test_batches_and_rooms_need_a_kernel_for_each_of_a_few_configs(arch, heads, queries):
     kernels = answer_of(PROGRAM, json.dumps([arch, heads, queries]), timeout=200)
     assert set(kernels) == {1} and len(kernels) <= 26  # of two caches
+
+
+MIXED = """
+import itertools, json
+from collections import defaultdict
+from functools import partial
+from unittest import mock
+import torch
+import strobe
+from strobe.call.launches import kind_of
+from strobe.device import KNOWN
+from strobe.kernels.common.call import Tensors, unfilled_buffers
+from strobe.kernels.sm90 import cache_backend
+from strobe.lab.binary.offline import pretend_gpu
+from strobe.serving.arguments import checked
+from strobe.serving.problem import describe
+
+def key(call):
+    found = []
+    with mock.patch.object(call.kernel, "_do_compile", lambda key, *_, **__: found.append(key)):
+        call.kernel.warmup(*call.arguments, grid=call.grid, **call.keywords)
+    return found[0]
+
+arch, meta = KNOWN["H200"], partial(torch.empty, device="meta", dtype=torch.int32)
+keys, kinds = defaultdict(set), defaultdict(set)
+with pretend_gpu(arch.capability):
+    for room, batch, total, most in itertools.product((2048, 131072), (1, 2, 33, 200), (513, 2048, 4097), (200, 513, 2000)):
+        q, k = (meta(shape, dtype=torch.bfloat16) for shape in ((total, 32, 128), (5000, 64, 8, 128)))
+        cache = strobe.Cache(k, k, meta(batch), meta((batch, room // 64)))
+        operands, options = checked(q, cache, out=q, cu_seqlens_q=meta(batch + 1), max_seqlen_q=min(most, total))
+        problem = describe(operands, options)
+        if cache_backend.refuses(problem, arch) is None:
+            given = {name: x for name, x in operands._asdict().items() if x is not None}
+            tensors = Tensors(**given, **unfilled_buffers(cache_backend.buffers(problem, arch)))
+            for call in cache_backend.calls(problem, tensors, arch):
+                keys[call.kernel.__name__].add(key(call))
+                kinds[call.kernel.__name__].add(kind_of(call))
+print(json.dumps([{name: len(one) for name, one in found.items()} for found in (keys, kinds)]))
+"""
+
+
+def test_batches_of_prompts_and_tokens_need_a_few_kernels():
+    """Whatever the batch, its queries, the longest of its prompts, and the room; and what tells them apart is known without
+    Triton (`kind_of`)."""
+    keys, kinds = answer_of(MIXED, timeout=200)
+    assert keys == kinds and keys == {"list_tiles": 2, "hopper_kernel": 2, "forward_kernel": 3, "decode_kernel": 1}

@@ -48,6 +48,7 @@ _OTHERWISE = (Unknown, AttributeError, ImportError, KeyError, TypeError, ValueEr
 
 _ADDRESS = "Q"
 _DESCRIPTOR = "128s"
+_SIZES = {code: struct.calcsize(code) for code in (*_CODES.values(), _ADDRESS, _DESCRIPTOR)}
 
 
 class Call(NamedTuple):
@@ -190,8 +191,7 @@ def parameters(compiled, arguments: Sequence[Any]) -> list[Parameter]:
     found = [*_flat(triton_internals.signature_of(compiled).values(), arguments, descriptors), *scratch]
     if any(isinstance(value, Descriptor) for _, value in found) and metadata.target.arch != 90:
         raise Unknown("descriptors of Blackwell need corrections that depend on the driver's version")
-    sizes = [struct.calcsize(code) for code, _ in found]
-    if sizes != ptx_sizes(compiled.asm["ptx"], compiled.name):
+    if [_SIZES[code] for code, _ in found] != ptx_sizes(compiled.asm["ptx"], compiled.name):
         raise Unknown("its parameters are not laid out as those of Triton 3.6 to 3.9")
     return found
 
@@ -213,6 +213,7 @@ def _flat(kinds: Iterable, arguments: Iterable, descriptors: Iterator[dict]) -> 
             yield Parameter(_CODES[kind], argument)
 
 
+@functools.cache
 def ptx_sizes(ptx: str, name: str) -> list[int]:
     """The sizes in bytes of a kernel's parameters, from lines such as `.param .u32 f_param_1` and
     `.param .align 64 .b8 f_param_0[128]`."""
@@ -287,7 +288,8 @@ class PreparedLaunches:
         found = [kernel for kernel in found if 0 not in kernel[2]]  # an empty grid launches nothing
         descriptors = [value for *_, leaves in found for _, value in leaves if isinstance(value, Descriptor)]
         # Only the tensors' places are kept, not the tensors: these are a user's, and large.
-        self.described = [(_slot(descriptor.given.base, tensors), encoder(descriptor)) for descriptor in descriptors]
+        slots = {id(x): slot for slot, x in enumerate(tensors)}
+        self.described = [(_slot(descriptor.given.base, slots), encoder(descriptor)) for descriptor in descriptors]
         """The place of each descriptor's tensor, and its encoder."""
         self.written = struct.Struct(f"<{_DESCRIPTOR * len(descriptors)}{len(tensors)}{_ADDRESS}")
         self._begin = 64 * len(found)
@@ -302,7 +304,7 @@ class PreparedLaunches:
                     offsets.append(at_descriptor)
                     at_descriptor += 128
                 elif isinstance(leaf.value, torch.Tensor):
-                    offsets.append(at_addresses + 8 * _slot(leaf.value, tensors))
+                    offsets.append(at_addresses + 8 * _slot(leaf.value, slots))
                 else:
                     offsets.append(at_numbers + 8 * len(self._numbers))
                     self._numbers.append(leaf)
@@ -374,11 +376,11 @@ class _Frame:
                 self._driver.call("cuLaunchKernelEx", config, function, pointers, extra, status=status)
 
 
-def _slot(tensor: torch.Tensor, tensors: Tensors) -> int:
-    for slot, other in enumerate(tensors):
-        if other is tensor:
-            return slot
-    raise NotGiven(f"every tensor of a prepared launch must be given, got none for one of shape {list(tensor.shape)}")
+def _slot(tensor: torch.Tensor, slots: dict[int, int]) -> int:
+    """The place of a tensor among those that are given. slots: the id of each -> its place."""
+    if (slot := slots.get(id(tensor))) is None:
+        raise NotGiven(f"every tensor of a prepared launch must be given, got none for one of shape {list(tensor.shape)}")
+    return slot
 
 
 def _attributes(metadata, cluster: int) -> ctypes.Array:

@@ -219,6 +219,17 @@ _ALIGNED = 512
 """Bytes of which PyTorch's allocator gives multiples."""
 
 
+_asked_for: set[tuple] = set()
+"""What `kind_of` says of the kernels that were compiled, or found, in this process."""
+
+
+def kind_of(call: Call) -> tuple:
+    """What calls of one compiled kernel have in common, but for the types and the alignment of what they are given."""
+    parameters = getattr(call.kernel, "params", ())  # an interpreted kernel has none
+    given = {**dict(zip((p.name for p in parameters), call.arguments, strict=False)), **call.keywords}
+    return call.kernel, *(given.get(p.name) if p.is_constexpr else given.get(p.name) is None for p in parameters)
+
+
 class Prepared:
     """A backend's launches for calls that look the same. Everything is known but the tensors' addresses."""
 
@@ -266,15 +277,11 @@ class Prepared:
         calls of many looks, and parts of results take up to 300 MB.)"""
         beside = (*told, *passing, *kept.values(), *space.values())
         tensors = [x for x in (*before, *made.values(), *beside) if x is not None]
-        one_each = {id(call.kernel): call for call in calls}.values()
-        if len(one_each) > 1:
-            with ThreadPoolExecutor(len(one_each)) as pool:  # so a first call waits for the longest compilation alone
-                list(pool.map(self._compiled, one_each))
         # An H200, 4 queries of 64 heads on 8, what appending adds, microseconds (and if launches do not ask for all shared
         # memory): 1 request of 8k keys 2.3 (5.2), 8 of 1k 2.8 (5.3), 32 of 1k 3.3 (3.8). Other problems' launches gain nothing:
         # a forward and its backward take as long, or up to 2 percent longer.
         of_step = isinstance(problem, DecodeProblem)
-        self._launches = prepare([self._compiled(call) for call in calls], tensors, all_shared=of_step)
+        self._launches = prepare(self._all_compiled(calls), tensors, all_shared=of_step)
 
     def forward(
         self, stream: int, wants_lse: bool, addresses: Sequence[int], tensors: tuple[Any, ...]
@@ -359,6 +366,16 @@ class Prepared:
         launch, lock = self._launches.on(stream), workspace.lock(self._device)
         passing = [begin + offset for offset in offsets[self._spare_lse :]]
         return _Place(launch, lock, begin, (*passing, *[x.data_ptr() for x in kept]), (*kept, scratch))
+
+    def _all_compiled(self, calls: list[Call]) -> list[Any]:
+        """The compiled calls. Kernels that this process has not asked for yet are compiled at once, so that a first call waits
+        for the longest compilation alone. (To start threads takes longer than to find kernels that are there.)"""
+        new = {kind: call for call in calls if (kind := kind_of(call)) not in _asked_for}
+        if len(new) > 1:
+            with ThreadPoolExecutor(len(new)) as pool:
+                list(pool.map(self._compiled, new.values()))
+        _asked_for.update(new)
+        return [self._compiled(call) for call in calls]
 
     def _compiled(self, call: Call) -> Any:
         from strobe.call.launcher import compiled_call

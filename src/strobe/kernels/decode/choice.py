@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -138,7 +140,7 @@ fit a multiprocessor. An H200, pages of 64, 1k keys, microseconds (and dealt out
 
 def choose(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of a problem on an arch: for wgmma, by TMA or cp.async, where it is faster, else for mma.sync."""
-    make = of_mma
+    make: Callable[[DecodeProblem, Arch], Config] = of_mma
     if takes_shares(problem, arch):
         make = of_shares
     elif takes_split_clusters(problem, arch):
@@ -207,6 +209,7 @@ def start_of(config: Config) -> int:
     return size // (config.ctas * config.tokens * columns * config.kv_bytes)
 
 
+@functools.lru_cache(256)  # asked four times for a call of prompts that looks like none before
 def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
     """The config of cp.async and mma.sync: two CTAs share a multiprocessor, and the ring is as long as their shared memory
     allows, up to three steps of 64 keys, so that 26 KB of each multiprocessor are always under way. On an H100 three CTAs with
@@ -248,6 +251,7 @@ def of_mma(problem: DecodeProblem, arch: Arch) -> Config:
     return replace(config, ctas=ctas)
 
 
+@functools.lru_cache(256)
 def with_room_to_meet(config: Config) -> Config:
     """A config with stages enough that its warps may meet in the wider ring."""
     while config.meeting_bytes > config.ring_bytes(max(config.head_dim, config.head_dim_v)):

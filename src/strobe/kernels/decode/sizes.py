@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from strobe.device import KIB, Arch
@@ -143,6 +144,7 @@ def keys_of_share(problem: DecodeProblem, dealt: Config) -> int:
     return -(-seen_of(problem) // max(dealt.shares, 1))
 
 
+@functools.lru_cache(256)  # of calls that look like none before, most have configs that others had
 def with_all_stages(config: Config, arch: Arch, most: int = MOST_STAGES) -> Config:
     """A config with as many stages as there is room for, up to `most`."""
     room = arch.smem_per_sm or 100 * KIB

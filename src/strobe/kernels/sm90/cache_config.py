@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -31,6 +32,7 @@ def as_attention(problem: DecodeProblem) -> AttentionProblem:
     )  # fmt: skip
 
 
+@functools.lru_cache(256)
 def choose(problem: DecodeProblem, arch: Arch) -> Config:
     """The forward's config for the attention, with the keys that a block has on one page."""
     config = sm90.config(as_attention(problem), arch)
@@ -61,6 +63,7 @@ def of_few_queries(problem: DecodeProblem) -> DecodeProblem:
     return replace(problem, lengths=replace(problem.lengths, max_q=min(problem.lengths.max_q, MANY_QUERIES)))
 
 
+@functools.lru_cache(256)
 def config_of_few(problem: DecodeProblem, arch: Arch) -> DecodeConfig:
     """The decode kernel's config for them, of which most have one query: one group of wgmma, where it can do it."""
     # An H200, pages of 64, microseconds (and TMA, with Q in registers; mma.sync in tiles of 16 rows, eight warps and steps of

@@ -30,7 +30,7 @@ def buffers(problem: DecodeProblem, arch: Arch) -> Buffers:
         others = decode_launch.buffers(few, arch, config_of_few(few, arch)).shared
         shared = {name: max(mine, others[name], key=lambda one: math.prod(one.shape)) for name, mine in shared.items()}
     notes = lengths.batch * problem.heads_q * triton.cdiv(lengths.seqlen_q, ROWS_PER_GROUP)
-    shared |= list_buffers(as_attention(problem))
+    shared = {**shared, **list_buffers(as_attention(problem))}
     if problem.with_lse:
         return Buffers(made, shared, {"notes": notes})
     return Buffers({}, {**shared, "lse": made["lse"]._replace(fill=None)}, {"notes": notes})
