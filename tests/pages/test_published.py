@@ -49,6 +49,8 @@ SPEAKS_OF: dict[str, tuple[str, ...]] = {
     "random-decode": ("decode",),
     "cut-lines-decode": ("decode",),
     "behind": ("decode",),
+    "mixed": ("decode", "sm90 forward"),
+    "new-shapes": (),
     "e4m3-wide-decode": ("decode",),
     "lengths-decode": ("decode",),
     "narrow-decode": ("decode",),

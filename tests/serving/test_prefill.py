@@ -5,6 +5,7 @@ import torch
 from requests_at_random import Drawn, check, described, draw, right, with_queries
 
 import strobe
+from strobe.call import launches
 from strobe.call.dispatch import explain_problem
 from strobe.device import KNOWN
 from strobe.kernels.sm90 import cache_config
@@ -149,6 +150,18 @@ def test_kernels_that_run_beside_each_other_give_the_same_each_time(dim, page):
     for out, lse in results:
         assert torch.equal(out[:-2], results[0][0][:-2]) and torch.equal(lse, results[0][1])
     check((results[0][0][:-2], results[0][1]), (wanted[0][:-2], wanted[1]), call.q.dtype)
+
+
+@GPU
+def test_a_batch_of_other_sizes_starts_no_threads(monkeypatch):
+    """Its kernels are there: threads are for those that must be compiled."""
+    fixed = dict(device="cuda", page=64, room=700, ragged=True, n_q=300, heads_kv=2, group=4, **PLAIN)
+    for seed, batch in ((1, 3), (2, 5)):
+        call = prompts(seed, batch=batch, **fixed)
+        call = with_queries(call, [300, *[seed] * (batch - 1)])
+        out, _ = strobe.decode(call.q, call.cache, return_lse=True, backend=BACKEND, **call.keywords)
+        check((out[:-2],), (right(call)[0][:-2],), call.q.dtype)
+        monkeypatch.setattr(launches, "ThreadPoolExecutor", None)
 
 
 @GPU
