@@ -35,7 +35,7 @@ MANY = dict(n_q=2048, heads_kv=8, group=4, batch=1, page=64, room=70, ragged=Fal
         ({}, BACKEND, ""),
         ({"page": 48}, BACKEND, ""),
         ({"page": None}, BACKEND, ""),
-        ({"ragged": True, "batch": 4}, BACKEND, ""),
+        ({"ragged": True, "batch": 4}, BACKEND, "others are the decode kernel's, whose launch goes ahead"),
         ({"n_q": 127}, "decode", "is for requests of 128 queries or more, not 127"),
         ({"n_q": 128, "group": 1}, "decode", "would leave most of 132 multiprocessors idle, with 8 tiles"),
         ({"page": 24}, "decode", "takes pages of a multiple of 16 keys, not 24"),

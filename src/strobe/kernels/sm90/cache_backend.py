@@ -53,6 +53,13 @@ def config(problem: DecodeProblem, arch: Arch) -> Config:
     return choose(problem, arch)
 
 
+def origin(problem: DecodeProblem, arch: Arch) -> str | None:
+    """Who serves requests of few queries, where there may be some."""
+    if not problem.ragged:
+        return None
+    return f"for requests of {MANY_QUERIES} queries or more; others are the decode kernel's, whose launch goes ahead"
+
+
 def buffers(problem: DecodeProblem, arch: Arch) -> Buffers:
     """See `strobe.kernels.common.call`."""
     from strobe.kernels.sm90 import cache_launch
