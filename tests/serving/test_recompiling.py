@@ -5,22 +5,25 @@ import json
 import pytest
 from tritons import answer_of
 
-PROGRAM = """
+KEYS = """
 import itertools, json, sys
 from collections import defaultdict
 from unittest import mock
 from strobe.device import KNOWN
-from strobe.kernels.common.call import Tensors, unfilled_buffers
-from strobe.kernels.decode import launch
-from strobe.lab.bench.decode import config_of
-from strobe.lab.bench.decode_peers import Point, described
-from strobe.lab.binary.offline import pretend_gpu
+from strobe.lab.binary.offline import pretend_gpu, with_buffers
 
 def key(call):
     found = []
     with mock.patch.object(call.kernel, "_do_compile", lambda key, *_, **__: found.append(key)):
         call.kernel.warmup(*call.arguments, grid=call.grid, **call.keywords)
     return found[0]
+"""
+"""key(call): under which key Triton keeps a call's kernel in a process."""
+
+STEPS = """
+from strobe.kernels.decode import launch
+from strobe.lab.bench.decode import config_of
+from strobe.lab.bench.decode_peers import Point, described
 
 arch, heads, queries = json.loads(sys.argv[1])
 arch, kernels = KNOWN[arch], defaultdict(set)
@@ -30,8 +33,7 @@ with pretend_gpu(arch.capability):
         point = Point(batch, columns * 64, *heads, queries=queries, page=page)
         problem, operands = described(point, False)
         config = config_of(point, arch, False)
-        given = {name: x for name, x in operands._asdict().items() if x is not None}
-        tensors = Tensors(**given, **unfilled_buffers(launch.buffers(problem, arch, config)))
+        tensors = with_buffers(operands, launch.buffers(problem, arch, config))
         kernels[page, str(config)] |= {key(call) for call in launch.calls(problem, tensors, arch, config)}
 print(json.dumps([len(one) for one in kernels.values()]))
 """
@@ -41,30 +43,18 @@ POINTS = [("H200", (64, 8), 1), ("H100", (64, 8), 16), ("H200", (28, 4), 4), ("A
 
 @pytest.mark.parametrize(("arch", "heads", "queries"), POINTS)
 def test_batches_and_rooms_need_a_kernel_for_each_of_a_few_configs(arch, heads, queries):
-    kernels = answer_of(PROGRAM, json.dumps([arch, heads, queries]), timeout=200)
+    kernels = answer_of(KEYS + STEPS, json.dumps([arch, heads, queries]), timeout=200)
     assert set(kernels) == {1} and len(kernels) <= 26  # of two caches
 
 
 MIXED = """
-import itertools, json
-from collections import defaultdict
 from functools import partial
-from unittest import mock
 import torch
 import strobe
 from strobe.call.launches import kind_of
-from strobe.device import KNOWN
-from strobe.kernels.common.call import Tensors, unfilled_buffers
 from strobe.kernels.sm90 import cache_backend
-from strobe.lab.binary.offline import pretend_gpu
 from strobe.serving.arguments import checked
 from strobe.serving.problem import describe
-
-def key(call):
-    found = []
-    with mock.patch.object(call.kernel, "_do_compile", lambda key, *_, **__: found.append(key)):
-        call.kernel.warmup(*call.arguments, grid=call.grid, **call.keywords)
-    return found[0]
 
 arch, meta = KNOWN["H200"], partial(torch.empty, device="meta", dtype=torch.int32)
 keys, kinds = defaultdict(set), defaultdict(set)
@@ -75,8 +65,7 @@ with pretend_gpu(arch.capability):
         operands, options = checked(q, cache, out=q, cu_seqlens_q=meta(batch + 1), max_seqlen_q=min(most, total))
         problem = describe(operands, options)
         if cache_backend.refuses(problem, arch) is None:
-            given = {name: x for name, x in operands._asdict().items() if x is not None}
-            tensors = Tensors(**given, **unfilled_buffers(cache_backend.buffers(problem, arch)))
+            tensors = with_buffers(operands, cache_backend.buffers(problem, arch))
             for call in cache_backend.calls(problem, tensors, arch):
                 keys[call.kernel.__name__].add(key(call))
                 kinds[call.kernel.__name__].add(kind_of(call))
@@ -87,5 +76,5 @@ print(json.dumps([{name: len(one) for name, one in found.items()} for found in (
 def test_batches_of_prompts_and_tokens_need_a_few_kernels():
     """Whatever the batch, its queries, the longest of its prompts, and the room; and what tells them apart is known without
     Triton (`kind_of`)."""
-    keys, kinds = answer_of(MIXED, timeout=200)
+    keys, kinds = answer_of(KEYS + MIXED, timeout=200)
     assert keys == kinds and keys == {"list_tiles": 2, "hopper_kernel": 2, "forward_kernel": 3, "decode_kernel": 1}
