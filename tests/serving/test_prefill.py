@@ -8,7 +8,9 @@ import strobe
 from strobe.call import launches
 from strobe.call.dispatch import explain_problem
 from strobe.device import KNOWN
-from strobe.kernels.sm90 import cache_config
+from strobe.kernels.sm90 import cache_backend, cache_config
+from strobe.serving.arguments import checked
+from strobe.serving.problem import describe
 
 GPU = pytest.mark.gpu
 BACKEND = "sm90_cache"
@@ -84,6 +86,17 @@ def test_pages_that_lie_no_whole_number_of_rows_apart_stay_with_the_decode_kerne
     both = torch.stack([call.cache.k, call.cache.v], 1)
     for k, v in ((by_heads, call.cache.v), (both[:, 0], both[:, 1])):
         assert chosen(call._replace(cache=strobe.Cache(k, v, call.cache.lengths, call.cache.page_table))) == BACKEND
+
+
+def test_an_lse_that_nobody_asked_for_is_not_filled():
+    """Of packed requests one that is returned begins as -inf, in a launch ahead of the others."""
+    call = prompts(1, **{**MANY, "ragged": True, "batch": 4})
+    fills = {}
+    for wanted in (False, True):
+        operands, options = checked(call.q, call.cache, return_lse=wanted, **call.keywords)
+        buffers = cache_backend.buffers(describe(operands, options), KNOWN["H200"])
+        fills[wanted] = {**buffers.made, **buffers.shared}["lse"].fill
+    assert fills == {False: None, True: -torch.inf}
 
 
 # ---- on a GPU
