@@ -29,15 +29,15 @@ import torch
 
 import strobe
 from strobe.lab.bench.bench import CudaClock, balanced_order
+from strobe.lab.bench.decode import BOUNDS, COLD_BYTES
 from strobe.lab.bench.failures import compact
 from strobe.lab.bench.machine import provenance, save
 from strobe.reference import cached
 from strobe.serving.arguments import checked
 from strobe.serving.problem import describe
 
-ROUNDS, LAUNCHES, COLD_BYTES = 7, 10, 200 * 2**20
-BOUND = 0.02
-"""The largest error, over the largest result."""
+ROUNDS, LAUNCHES = 7, 10
+BOUND = BOUNDS["bf16"]
 ROOM = 16384
 """Keys that the page table has room for in each request, as a server's that is as wide as the longest prompt it takes."""
 
