@@ -67,7 +67,7 @@ def of_few_queries(problem: DecodeProblem) -> DecodeProblem:
 def config_of_few(problem: DecodeProblem, arch: Arch) -> DecodeConfig:
     """The decode kernel's config for them, of which most have one query: one group of wgmma, where it can do it."""
     # An H200, pages of 64, microseconds (and TMA, with Q in registers; mma.sync in tiles of 16 rows, eight warps and steps of
-    # 128 keys; as it was, behind the forward, by mma.sync in tiles of 64 rows), 32 heads on 8:
+    # 128 keys, in another run; behind the forward, by mma.sync in tiles of 64 rows, in another one), 32 heads on 8:
     #   32 tokens of 4k keys and 480 queries of 2.5k 164 (168; -; 221), 64 of 4k and 1984 of 2k 299 (308; 291; 421), of 8k 616
     #   (600; -; 748), 128 of 2k and 4 of 480 303 (303; 283; 482)
     # and 64 on 8, pages of 16: 191 (193; 205; -), 354 (355; 371; -), 923 (907; 989; -), 329 (330; 332; -).
