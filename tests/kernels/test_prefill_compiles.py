@@ -20,21 +20,21 @@ def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 made, arch, i32 = [], KNOWN["H200"], torch.int32
-for dims, page, packed in json.loads(sys.argv[1]):
+for dims, page, packed, most in json.loads(sys.argv[1]):
     dim, dim_v = dims
     rows = (4 * 2048,) if packed else (4, 2048)
     q, out = meta(*rows, 32, dim), meta(*rows, 32, dim_v)
     k, v = (meta(40, page or 8192, 8, d) for d in dims)
     table, cu = meta(4, 8192 // page, dtype=i32) if page else None, meta(5, dtype=i32) if packed else None
     operands = DecodeOperands(q, k, v, meta(4, dtype=i32), table, cu_seqlens_q=cu, out=out)
-    problem = describe(operands, DecodeOptions(2048, dim_v, False, 0.1, None, 0, 0.0, True, False, None))
+    problem = describe(operands, DecodeOptions(most if packed else 2048, dim_v, False, 0.1, None, 0, 0.0, True, False, None))
     assert cache_backend.refuses(problem, arch) is None, cache_backend.refuses(problem, arch)
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     tensors = Tensors(**given, **unfilled_buffers(cache_backend.buffers(problem, arch)))
     *ahead, call, rest = cache_backend.calls(problem, tensors, arch)
     with pretend_gpu(arch.capability):
         compiled = call.compile()
-        few = [audit(one.compile(), "few", 0.0, ()).spill_bytes for one in ahead if "FEWER_THAN" in one.keywords]
+        few = [audit(one.compile(), "few", 0.0, ()).spill_bytes for one in ahead if "q" in one.keywords]
     found, config = audit(compiled, "forward", 0.0, ()), cache_backend.config(problem, arch)
     ready = launcher.Call(call.kernel, call.grid, call.arguments, call.keywords, compiled)
     there = {id(x) for x in vars(tensors).values()}
@@ -49,11 +49,14 @@ for dims, page, packed in json.loads(sys.argv[1]):
 print(json.dumps({"triton": triton.__version__, "made": made}))
 """
 
-SOME = [((128, 128), 16, True)]
+SOME = [((128, 128), 16, True, 500)]
 MORE = [
-    ((128, 128), 64, False), ((128, 128), None, False), ((128, 128), 256, True), ((64, 64), 16, False), ((64, 64), 64, True),
-    ((96, 96), 16, False), ((192, 128), 64, True), ((256, 256), 64, False),
+    ((128, 128), 64, False, 2048), ((128, 128), None, False, 2048), ((128, 128), 256, True, 2048),
+    ((128, 128), 16, True, 2048), ((128, 128), 64, True, 500), ((64, 64), 16, False, 2048), ((64, 64), 64, True, 2048),
+    ((64, 64), 16, True, 500), ((96, 96), 16, False, 2048), ((80, 80), 16, True, 500), ((192, 128), 64, True, 2048),
+    ((192, 128), 16, True, 500), ((256, 256), 64, False, 2048), ((256, 256), 16, True, 500),
 ]  # fmt: skip
+"""Head dims, keys of a page, whether requests are packed, and the queries of the longest."""
 SPILLS = {"oldest Triton": 64, "installed Triton": 400}
 """Bytes that may be spilled at head dims other than 128: by producers, and with newer Tritons by three groups of consumers."""
 

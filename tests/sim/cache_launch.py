@@ -14,26 +14,30 @@ from strobe.kernels.sm90.tile_list import list_tiles
 from strobe.sim import Launch
 from strobe.sim.attention import unwritten
 
-MANY = 20
-"""Queries from which on a request is the forward's here."""
+BOUNDS = ((20, 20), (10, 60))
+"""Queries from which on a request may be the forward's here, and is."""
 
 
 def run(
     call: Drawn, ctas: int = 3, order: str = "in_order", seed: int = 0, launches: int = 1, few: ModuleType | None = None,
-    forward: ModuleType | None = None, noted: ModuleType | None = None, **config,
+    forward: ModuleType | None = None, noted: ModuleType | None = None, bounds: tuple[int, int] = BOUNDS[0], **config,
 ) -> int:  # fmt: skip
     """Simulate the launches of a call, so many times with the same notes and counters, check their results, and say how many
     blocks were computed again. few, forward, noted: modules in place of `decode.hopper`, `sm90.forward` and `decode.forward`.
-    config: changes of the forward's config."""
+    bounds: see `BOUNDS`. config: changes of the forward's config."""
     out = torch.full((*call.q.shape[:-1], call.cache.v.shape[-1]), torch.nan, dtype=call.q.dtype)
     problem, operands = described(call, out=out)
     gpu = replace(KNOWN["H200"], sms=ctas)
     chosen = replace(cache_config.choose(problem, gpu), **config)
-    buffers = cache_launch.buffers(problem, gpu)
     given = {name: x for name, x in operands._asdict().items() if x is not None}
-    tensors = Tensors(**given, **unwritten(buffers))
-    tensors.arrivals.zero_()
-    with mock.patch.object(cache_launch, "MANY_QUERIES", MANY), mock.patch.object(cache_config, "MANY_QUERIES", MANY):
+    least, always = bounds
+    with (
+        mock.patch.object(cache_launch, "ALWAYS", always),
+        mock.patch.object(cache_config, "ALWAYS", always),
+        mock.patch.object(cache_launch, "least_queries", lambda config: least),
+    ):
+        tensors = Tensors(**given, **unwritten(cache_launch.buffers(problem, gpu)))
+        tensors.arrivals.zero_()
         listed, calls = [], cache_launch.calls(problem, tensors, gpu, chosen)
     if problem.ragged:
         listed, calls = calls[:1], calls[1:]

@@ -71,9 +71,10 @@ O_FENCE = "        fence_async_shared()\n        partition_barrier()\n        ba
 TILE_EMPTY_WAIT = "    mbarrier.wait(K.memory.tile_empty.index(slot), ((turn // K.C.slots) & 1) ^ 1)\n"
 TILE_FULL = "    mbarrier.arrive(K.memory.tile_full.index(slot), count=1)\n"
 TILE_FULL_WAIT = "    mbarrier.wait(K.memory.tile_full.index(slot), (turn // K.C.slots) & 1)\n"
-TILE_READ = "    place = place_of(w, slot, K.lengths, K.memory)\n    p, note = position_and_note_of(w, slot, K.memory)\n"
+TILE_READ = "    place = place_of(w, slot, K)\n    p, note = position_and_note_of(w, slot, K)\n"
 TILE_EMPTY = "    mbarrier.arrive(K.memory.tile_empty.index(slot), count=1)\n"
-NEXT_TILE = "gl.atomic_add(K.counters, 1) + gl.num_programs(0)"
+COUNTED = 'gl.atomic_add(K.counters, 1, sem="relaxed")'
+NEXT_TILE = COUNTED + " + gl.num_programs(0)"
 
 
 channel = partial(one_edit, KERNEL, CHANNEL)
@@ -361,13 +362,13 @@ BUGS = [
         WRONG_PHASE,
     ),
     tiles("nobody says that there is no tile", "(tile < K.heads.tiles).to(gl.int32)", "1", (Deadlock,)),
-    tiles("the first tiles are taken twice", NEXT_TILE, "gl.atomic_add(K.counters, 1)", (DoubleWrite,)),
+    tiles("the first tiles are taken twice", NEXT_TILE, COUNTED, (DoubleWrite,)),
     tiles("the counter is not counted up", NEXT_TILE, "gl.load(K.counters) + gl.num_programs(0)", (DoubleWrite,)),
-    tiles("the next tile is the next number", NEXT_TILE, "gl.atomic_add(K.counters, 1) + 1", (DoubleWrite,), ctas=2),
+    tiles("the next tile is the next number", NEXT_TILE, COUNTED + " + 1", (DoubleWrite,), ctas=2),
     tiles(
         "both groups have the same rows",
-        "    row = get(memory.tiles, slot, ROW) + w * ROWS\n",
-        "    row = get(memory.tiles, slot, ROW)\n",
+        "    row = get(tiles, slot, ROW) + row_of_group(w, K.C)\n",
+        "    row = get(tiles, slot, ROW)\n",
         (DoubleWrite,),
     ),
     kernel("the next tile is not published", PUBLISH_NEXT, PUBLISH_NEXT.splitlines(True)[0], (Deadlock,), says=("tile_full",)),
@@ -388,8 +389,8 @@ BUGS = [
     ),
     kernel("a tile is known after two arrivals", "make_barriers(C.slots, 1)", "make_barriers(C.slots, 2)", (Deadlock,)),
     kernel("a tile goes where the next one belongs", "(turn - 1) % K.C.slots", "turn % K.C.slots", LOST),
-    kernel("the counter of tiles is not set back", "        gl.atomic_xchg(K.counters, 0)\n", "", (), launches=2),
-    kernel("the counter of CTAs is not set back", "        gl.atomic_xchg(K.counters + 1, 0)\n", "", (), launches=3),
+    kernel("the counter of tiles is not set back", 'gl.atomic_xchg(K.counters, 0, sem="relaxed")', "pass", (), launches=2),
+    kernel("the counter of CTAs is not set back", 'gl.atomic_xchg(K.counters + 1, 0, sem="relaxed")', "pass", (), launches=3),
     kernel("the first CTA to end sets the counters back", "gl.num_programs(0) - 1:", "0:", (DoubleWrite,), ctas=2),
     # Out.
     kernel("O overwrites what has not left", O_WAIT, "", (Race,)),

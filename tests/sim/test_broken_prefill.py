@@ -10,6 +10,7 @@ from cache_launch import run
 from requests_at_random import draw
 from test_broken_decode import FORWARD as DECODE
 from test_broken_decode import HOPPER, OF_HOPPER, SCHEDULE, SHARED
+from test_broken_hopper import COUNTED
 from test_prefill_kernel import PLAIN
 
 import strobe
@@ -65,7 +66,12 @@ BUGS = [
     lost("page numbers are not checked", PAGES, "there = exists & (page >= 0) & (page < pages.number)", "there = exists",
          (OutOfBounds, AssertionError)),
     lost("nobody notices that a page is missing", PAGES, "(exists & ~there)", "(exists & there & ~there)"),
-    lost("the second rows of a tile are not noted", PAGES, "gl.static_range(GROUPS)", "gl.static_range(1)"),
+    Bug("the second rows of a tile are not noted", PAGES, "gl.static_range(GROUPS)", "gl.static_range(1)",
+        case={"honest": False, "group": 1, "n_q": 100}, redone=True),
+    Bug("a tile has one head twice", QUEUE, "head * C.tile_heads + w", "head * C.tile_heads + 0 * w", (Race, AssertionError)),
+    Bug("the heads of a tile have rows of their own", QUEUE, "return 0 if C.tile_heads > 1 else w", "return w"),
+    Bug("the note of a tile's second head is the first one's next", QUEUE, "return w * ((K.lengths.n_q + ROWS - 1) // ROWS)",
+        "return w", case={"late": True}, redone=True),
     lost("nobody hears of the notes", PAGES, "        gl.store(K.counters + NOTED, 1)\n", ""),
     Bug("a request does not end a box", PAGES, "gl.minimum(n - (i * C.tile_kv + b * C.box), C.box)", "C.box + 0 * n"),
     Bug("another row of the page", PAGES, "return key % pages.SIZE", "return (key + 1) % pages.SIZE", case={"page": 48}),
@@ -88,12 +94,12 @@ BUGS = [
         case={"lengths": [60, 0]}),
     Bug("nobody hears of what the optimism got wrong", FORWARD, "NOTED + gl.full([ROWS], 0, gl.int32, LAYOUT), 1,",
         "NOTED + gl.full([ROWS], 0, gl.int32, LAYOUT), 0,", case={"late": True}, redone=True),
-    Bug("requests of few queries are nobody's", SCHEDULE, "number < requests.FEWER_THAN", "number < 0", case=MIXED),
-    Bug("requests of many queries are served twice", SCHEDULE, "number < requests.FEWER_THAN", "number > 0", (Race,), MIXED),
+    Bug("requests of few queries are nobody's", SCHEDULE, "other=1) == 0)", "other=1) < 0)", case=MIXED),
+    Bug("requests of many queries are served twice", SCHEDULE, "other=1) == 0)", "other=1) >= 0)", (Race,), MIXED),
     Bug("the forward ends before the launch ahead of it", FORWARD, "    if C.beside:\n        take_turn()",
         "    if C.beside:\n        pass", (Unfinished,), MIXED),
-    Bug("a tile for each CTA is left out", QUEUE, "elif K.C.beside:\n        return gl.atomic_add(K.counters, 1)\n",
-        "elif K.C.beside:\n        return gl.atomic_add(K.counters, 1) + gl.num_programs(0)\n", case=MANY_PROMPTS),
+    Bug("a tile for each CTA is left out", QUEUE, "elif K.C.beside:\n        return " + COUNTED,
+        "elif K.C.beside:\n        return gl.num_programs(0) + " + COUNTED, case=MANY_PROMPTS),
     Bug("the notes of the first head for all", NOTES, "* GROUP + i) * blocks", "* GROUP + 0 * i) * blocks", case={"late": True},
         redone=True),
     Bug("the notes of other rows", NOTES, "* blocks + block", "* blocks + block - first_row // GROUP // NOTED_ROWS",

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cache_launch import run
+from cache_launch import BOUNDS, run
 from requests_at_random import draw
 
 import strobe
@@ -15,7 +15,7 @@ def simulate(seed: int) -> None:
     """Random prompts, some of few queries, on a random number of CTAs; every third has pages that are not there."""
     dtype = (torch.float16, torch.bfloat16)[seed % 2]
     call = draw(seed, dtype, seed % 3 > 0, n_q=(20, 70, 90)[seed % 3], page=PAGES[seed % 5], tree=False, leftpad=False)
-    run(call, ctas=1 + seed % 4, order=ORDERS[seed // 2 % 4], seed=seed)
+    run(call, ctas=1 + seed % 4, order=ORDERS[seed // 2 % 4], seed=seed, bounds=BOUNDS[seed // 3 % 2])
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -323,7 +323,7 @@ def decode_kernel(
     heads_kv, n_q, capacity, total_q, pages, tiles, scale, softcap, left, right,
     C: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, ROWS: gl.constexpr,
     BY_ROW: gl.constexpr, K_BY_TOKEN: gl.constexpr, V_BY_TOKEN: gl.constexpr, IN_TURN: gl.constexpr,
-    notes=None, counters=None, FEWER_THAN: gl.constexpr = 0,
+    notes=None, counters=None, served=None,
 ):  # fmt: skip
     if C.cluster > 1:
         begin_cluster(C.cluster, ROWS, C.head_dim_v, C.posts)
@@ -334,7 +334,7 @@ def decode_kernel(
     noted = None
     if notes is not None:
         noted = Notes(notes, counters)
-    requests = Requests(lengths, leftpad, index, cu_q, batch, n_q, capacity, total_q, pages, left, noted, FEWER_THAN)
+    requests = Requests(lengths, leftpad, index, cu_q, batch, n_q, capacity, total_q, pages, left, noted, served)
     cached = Cached(k, v, page_table, k_page, k_row, k_head, v_page, v_row, v_head, table_row, pages, PAGE)
     terms = Terms(tree, tree_batch, tree_row, tree_column, alibi, alibi_batch, sinks, k_scale, v_scale, k_scale_page,
                   k_scale_row, v_scale_page, v_scale_row, scale, softcap, left, right, BY_ROW, K_BY_TOKEN,

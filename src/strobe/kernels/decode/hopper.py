@@ -360,7 +360,7 @@ def hopper_kernel(
     heads_kv, n_q, capacity, total_q, pages, tiles, scale, softcap, left, right, q_boxes,
     C: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, ROWS: gl.constexpr,
     BY_ROW: gl.constexpr, K_BY_TOKEN: gl.constexpr, V_BY_TOKEN: gl.constexpr, IN_TURN: gl.constexpr,
-    FEWER_THAN: gl.constexpr = 0,
+    served=None,
 ):  # fmt: skip
     if C.halves > 1:
         memory = make_turns_memory(k, v, C)
@@ -371,7 +371,7 @@ def hopper_kernel(
     fence_async_shared()
     partition_barrier()
     take_turn()
-    requests = Requests(lengths, leftpad, index, cu_q, batch, n_q, capacity, total_q, pages, left, None, FEWER_THAN)
+    requests = Requests(lengths, leftpad, index, cu_q, batch, n_q, capacity, total_q, pages, left, None, served)
     cached = Cached(k, v, page_table, k_page, k_row, k_head, v_page, v_row, v_head, table_row, pages, PAGE)
     terms = Terms(tree, tree_batch, tree_row, tree_column, alibi, alibi_batch, sinks, k_scale, v_scale, k_scale_page,
                   k_scale_row, v_scale_page, v_scale_row, scale, softcap, left, right, BY_ROW, K_BY_TOKEN,

@@ -35,8 +35,7 @@ class Requests:
     """What is known of requests: pointers to lengths and, or None, to leftpad, index and cu_q; how many requests, the most
     queries and keys of one, the packed rows of all, and the entries of the cache that index may name; how far to the left of
     its own position a query sees, or None. notes: of another kernel, and nothing but what it noted is computed (see
-    `notes`); or None. FEWER_THAN: requests of so many queries or more have none here, as another kernel serves them; 0: all
-    have theirs."""
+    `notes`); or None. served: 1 for each request that another kernel serves, which has none here, or else 0; or None."""
 
     lengths: gl.tensor
     leftpad: (gl.tensor, gl.constexpr)
@@ -49,10 +48,10 @@ class Requests:
     entries: gl.tensor
     left: (gl.tensor, gl.constexpr)
     notes: (Notes, gl.constexpr)
-    FEWER_THAN: gl.constexpr
+    served: (gl.tensor, gl.constexpr)
 
     @gluon.constexpr_function
-    def __init__(self, lengths, leftpad, index, cu_q, batch, n_q, capacity, total_q, entries, left, notes=None, fewer_than=0):
+    def __init__(self, lengths, leftpad, index, cu_q, batch, n_q, capacity, total_q, entries, left, notes=None, served=None):
         self.lengths = lengths
         self.leftpad = gl.constexpr(None) if leftpad is None else leftpad
         self.index = gl.constexpr(None) if index is None else index
@@ -64,7 +63,7 @@ class Requests:
         self.entries = entries
         self.left = gl.constexpr(None) if left is None else left
         self.notes = gl.constexpr(None) if notes is None else notes
-        self.FEWER_THAN = gl.constexpr(fewer_than)
+        self.served = gl.constexpr(None) if served is None else served
 
 
 @gluon.jit
@@ -77,8 +76,8 @@ def queries_of(requests, b, there):
         first = gl.minimum(gl.maximum(first, 0), requests.total_q)
         end = gl.minimum(gl.maximum(end, 0), requests.total_q)
         number = gl.minimum(gl.maximum(end - first, 0), requests.n_q)
-    if requests.FEWER_THAN > 0:
-        there = there & (number < requests.FEWER_THAN)
+    if requests.served is not None:
+        there = there & (gl.load(requests.served + b, mask=there, other=1) == 0)
     return first, gl.where(there, number, 0)
 
 

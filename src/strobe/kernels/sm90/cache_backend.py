@@ -6,7 +6,7 @@ from strobe.device import Arch
 from strobe.kernels.common.call import Buffers, Call, Tensors
 from strobe.kernels.common.refusals import gluon_refuses
 from strobe.kernels.decode import backend as decode
-from strobe.kernels.sm90.cache_config import LEAST_BOX, MANY_QUERIES, as_attention, choose, tiles
+from strobe.kernels.sm90.cache_config import ALWAYS, LEAST_BOX, as_attention, choose, least_queries, tiles
 from strobe.kernels.sm90.config import Config
 from strobe.masks import MAX_BOUND
 from strobe.serving.problem import DecodeProblem
@@ -17,15 +17,25 @@ def refuses(problem: DecodeProblem, arch: Arch) -> str | None:
         return f"needs a Hopper GPU (sm_90), not {arch}"
     if reason := decode.refuses(problem, arch) or _not_taken(problem):  # of which the decode kernel serves what is left
         return reason
-    if problem.lengths.seqlen_q < MANY_QUERIES:
-        return f"is for requests of {MANY_QUERIES} queries or more, not {problem.lengths.seqlen_q}"
-    return gluon_refuses(as_attention(problem))
+    if reason := gluon_refuses(as_attention(problem)):
+        return reason
+    least = least_queries(choose(problem, arch))
+    if problem.lengths.seqlen_q < least:
+        return f"is for requests of {least} queries or more, not {problem.lengths.seqlen_q}"
+    return None
 
 
 def unproven(problem: DecodeProblem, arch: Arch) -> str | None:
     """Why the decode kernel, which shares the keys of a tile among multiprocessors, is the better choice; or None."""
-    if 2 * tiles(problem) < (arch.sms or 0):
-        return f"would leave most of {arch.sms} multiprocessors idle, with {tiles(problem)} tiles of 128 queries"
+    config, sms = choose(problem, arch), arch.sms or 1
+    number = tiles(problem, config)
+    if 2 * number < sms:
+        return f"would leave most of {sms} multiprocessors idle, with {number} tiles of {config.tile_q} queries"
+    few = problem.lengths.seqlen_q < ALWAYS
+    if few and problem.ragged and number < sms:
+        return f"may leave many of {sms} multiprocessors idle, with {number} tiles of {config.tile_q} queries or more"
+    if few and not problem.ragged and 3 * -(-number // sms) * sms > 4 * number:
+        return f"would leave many of {sms} multiprocessors idle at the end, with {number} tiles of {config.tile_q} queries"
     return None
 
 
@@ -57,7 +67,11 @@ def origin(problem: DecodeProblem, arch: Arch) -> str | None:
     """Who serves requests of few queries, where there may be some."""
     if not problem.ragged:
         return None
-    return f"for requests of {MANY_QUERIES} queries or more; others are the decode kernel's, whose launch goes ahead"
+    least = least_queries(choose(problem, arch))
+    return (
+        f"for requests of {ALWAYS} queries or more, and of {least} or more where their tiles keep multiprocessors busy; others "
+        "are the decode kernel's, whose launch goes ahead"
+    )
 
 
 def buffers(problem: DecodeProblem, arch: Arch) -> Buffers:

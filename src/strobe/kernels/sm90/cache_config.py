@@ -12,13 +12,21 @@ from strobe.kernels.decode.choice import dealt_out, of_mma, of_one_group, takes_
 from strobe.kernels.decode.config import Config as DecodeConfig
 from strobe.kernels.decode.sizes import padded
 from strobe.kernels.sm90 import backend as sm90
-from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
+from strobe.kernels.sm90.config import Config, of_short_prompts
 from strobe.problem import AttentionProblem, Varlen
 from strobe.serving.problem import DecodeProblem
 
-MANY_QUERIES = 128
-"""Queries from which on a request is the forward's, whose tiles have so many of one head. The others are left to the decode
-kernels, whose tiles have all heads of a group."""
+ALWAYS = 256
+"""Queries from which on a request is the forward's. Of those of fewer it takes the ones that fill their tiles (`least_queries`)
+and keep the multiprocessors busy to the end; the others are left to the decode kernels, which share the keys of a tile."""
+
+SHORT_PROMPT = 1536
+"""Queries of the longest prompt, up to which blocks of 64 keys are faster, as far as the queries tell: keys may lie ahead of
+them."""
+
+SLOTS = 4
+"""Tiles that are known at a time: what goes ahead of a tile (its number, its place, its pages) takes longer than the products of
+a tile of few keys."""
 
 LEAST_BOX = 16
 """Keys that TMA copies together, at least: in smaller boxes copies would take longer than products."""
@@ -35,10 +43,17 @@ def as_attention(problem: DecodeProblem) -> AttentionProblem:
 @functools.lru_cache(256)
 def choose(problem: DecodeProblem, arch: Arch) -> Config:
     """The forward's config for the attention, with the keys that a block has on one page."""
-    config = sm90.config(as_attention(problem), arch)
+    attention = as_attention(problem)
+    config = of_short_prompts(attention) if problem.lengths.seqlen_q < SHORT_PROMPT else sm90.config(attention, arch)
     box = config.tile_kv if problem.page_size is None else math.gcd(config.tile_kv, problem.page_size)
     grouped = box < config.tile_kv and takes_groups(config, problem)
-    return replace(config, box=box, grouped=grouped, beside=problem.ragged)
+    config = replace(config, box=box, grouped=grouped, beside=problem.ragged, slots=SLOTS)
+    return replace(config, tile_heads=config.groups) if problem.group % config.groups == 0 else config
+
+
+def least_queries(config: Config) -> int:
+    """Queries that a request has at least that is the forward's: they fill three quarters of a tile."""
+    return 3 * config.tile_q // 4
 
 
 def takes_groups(config: Config, problem: DecodeProblem) -> bool:
@@ -49,18 +64,20 @@ def takes_groups(config: Config, problem: DecodeProblem) -> bool:
     return panels and lie_in_groups(problem.page_rows)
 
 
-def tiles(problem: DecodeProblem) -> int:
-    """Tiles of 128 rows of all heads; of packed requests, of which only the longest is known, those that there are at least."""
+def tiles(problem: DecodeProblem, config: Config) -> int:
+    """Tiles of all heads; of packed requests, of which only the longest is known, about as many as there are at least."""
     lengths = problem.lengths
-    rows = 2 * ROWS_PER_GROUP
-    each = lengths.total_q // rows if isinstance(lengths, Varlen) else lengths.batch * -(-lengths.seqlen_q // rows)
-    return problem.heads_q * each
+    if isinstance(lengths, Varlen):
+        each = max(lengths.total_q - lengths.batch, 0) // config.tile_q
+    else:
+        each = lengths.batch * -(-lengths.seqlen_q // config.tile_q)
+    return problem.heads_q // config.tile_heads * each
 
 
 def of_few_queries(problem: DecodeProblem) -> DecodeProblem:
-    """What the decode kernel serves of packed requests. (To it others have `MANY_QUERIES`, as no request has more.)"""
+    """What the decode kernel serves of packed requests. (To it no request has more than `ALWAYS` queries.)"""
     assert isinstance(problem.lengths, Varlen)
-    return replace(problem, lengths=replace(problem.lengths, max_q=min(problem.lengths.max_q, MANY_QUERIES)))
+    return replace(problem, lengths=replace(problem.lengths, max_q=min(problem.lengths.max_q, ALWAYS)))
 
 
 @functools.lru_cache(256)

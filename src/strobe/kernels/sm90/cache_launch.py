@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import torch
 import triton
 
 from strobe.device import Arch
-from strobe.kernels.common.call import Buffers, Call, Tensors
+from strobe.kernels.common.call import Buffer, Buffers, Call, Tensors
 from strobe.kernels.decode import launch as decode_launch
 from strobe.kernels.decode.choice import of_mma
-from strobe.kernels.sm90.cache_config import MANY_QUERIES, as_attention, config_of_few, of_few_queries
-from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config
+from strobe.kernels.sm90.cache_config import ALWAYS, as_attention, config_of_few, least_queries, of_few_queries
+from strobe.kernels.sm90.config import ROWS_PER_GROUP, SMS, Config
 from strobe.kernels.sm90.launch import forward_call
-from strobe.kernels.sm90.tile_list import list_buffers, list_calls
+from strobe.kernels.sm90.tile_list import Apart, list_buffers, list_calls
 from strobe.serving.problem import DecodeProblem
 
 
@@ -29,6 +30,7 @@ def buffers(problem: DecodeProblem, arch: Arch) -> Buffers:
         few = of_few_queries(problem)
         others = decode_launch.buffers(few, arch, config_of_few(few, arch)).shared
         shared = {name: max(mine, others[name], key=lambda one: math.prod(one.shape)) for name, mine in shared.items()}
+        shared["served"] = Buffer((lengths.batch,), torch.int32)
     notes = lengths.batch * problem.heads_q * triton.cdiv(lengths.seqlen_q, ROWS_PER_GROUP)
     shared = {**shared, **list_buffers(as_attention(problem))}
     if problem.with_lse:
@@ -41,11 +43,12 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
     attention = as_attention(problem)
     seen = Tensors(**{**vars(tensors), "seqused_kv": tensors.lengths})
     listed = Tensors(**{**vars(seen), "out": None, "lse": None})
-    found = list_calls(attention, listed, config.tile_q, MANY_QUERIES)
+    apart = Apart(least_queries(config), ALWAYS, problem.heads_q // config.tile_heads, arch.sms or SMS)
+    found = list_calls(attention, listed, config.tile_q, apart)
     if problem.ragged:
         few = of_few_queries(problem)
         (tokens,) = decode_launch.calls(few, tensors, arch, config_of_few(few, arch))
-        found.append(_with(tokens, FEWER_THAN=MANY_QUERIES))
+        found.append(_with(tokens, served=tensors.served))
     (noted,) = decode_launch.calls(problem, tensors, arch, of_mma(problem, arch))
     noted = _with(noted, notes=tensors.notes, counters=tensors.counters)
     return [*found, forward_call(attention, seen, arch, config), noted]

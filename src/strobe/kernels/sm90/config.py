@@ -100,6 +100,7 @@ class Config(Chunks):
     box: of a cache the keys that are copied together, all of one page (see `pages`); 0: K and V are no cache.
     grouped: whether 8 keys of a cache lie together with all of their columns, which one copy brings (see `pages`).
     beside: whether it begins on the multiprocessors that the launch ahead of it leaves, and waits for its end at its own.
+    tile_heads: query heads of a tile, which share K and V: one, or as many as groups, which take the same rows of one each.
     """
 
     groups: int
@@ -114,6 +115,7 @@ class Config(Chunks):
     box: int = 0
     grouped: bool = False
     beside: bool = False
+    tile_heads: int = 1
 
     @property
     def o_columns(self) -> int:
@@ -131,7 +133,7 @@ class Config(Chunks):
 
     @property
     def tile_q(self) -> int:
-        return self.groups * ROWS_PER_GROUP
+        return self.groups // self.tile_heads * ROWS_PER_GROUP
 
     @property
     def consumer_registers(self) -> int:
@@ -177,6 +179,7 @@ class Config(Chunks):
         tiles = "" if (self.slots, self.static) == (2, False) else f"{self.slots} tiles known, "
         tiles += f"{self.box} keys of a page at a time, " if self.box else ""
         tiles += "beside the launch ahead, " if self.beside else ""
+        tiles += f"{self.tile_heads} heads a tile, " if self.tile_heads > 1 else ""
         return (
             f"dims {self.head_dim}, {self.head_dim_v}, tile {self.tile_q} x {self.tile_kv}, {self.groups} consumer groups, "
             f"{self.num_stages} stages, {self.q_stages} of Q, {self.o_buffers} of {out}, {tiles}{softmax} softmax, "
@@ -303,6 +306,12 @@ def _walks_few(config: Config, problem: AttentionProblem) -> bool:
     causal = shape.mask == "causal"
     walked = -(-tiles // SMS) * shape.keys // (2 if causal else 1)
     return shape.mask != "window" and walked <= (FEW_CAUSAL_KEYS if causal and config.groups == 2 else FEW_KEYS)
+
+
+def of_short_prompts(problem: AttentionProblem) -> Config:
+    """The config for tiles that see few keys: two groups, and blocks of 64 keys."""
+    dims = padded(problem.head_dim), padded(problem.head_dim_v)
+    return _adapted(_spacious(*dims, 64).config, problem)
 
 
 @functools.cache

@@ -85,12 +85,14 @@ from strobe.kernels.sm90.tile_queue import (
     fetch,
     first_block,
     first_tile,
+    head_of_group,
     later_block,
     lead_of,
     next_tile,
     place_of,
     position_and_note_of,
     publish,
+    row_of_group,
     with_keys,
 )
 
@@ -220,7 +222,7 @@ def producer(K):
             slot = (turn % K.C.q_stages) * GROUPS + w
             mbarrier.wait(K.memory.q_empty.index(slot), ((turn // K.C.q_stages) & 1) ^ 1)
             copy_in(K.inputs[0], at(K.memory.q, slot), K.memory.q_full.index(slot), work.start_q, work.n_q, work.batch,
-                    work.head, work.row + w * ROWS)  # fmt: skip
+                    head_of_group(w, work.head, K.C), work.row + row_of_group(w, K.C))  # fmt: skip
         for j in tl.range(1, work.blocks()):
             g += 1
             next = later_block(j, work.begin, lead)
@@ -242,8 +244,8 @@ def producer(K):
     if not K.C.static:
         # The last CTA to end leaves the counters as it found them, for the next launch.
         if gl.atomic_add(K.counters + 1, 1) == gl.num_programs(0) - 1:
-            gl.atomic_xchg(K.counters, 0)
-            gl.atomic_xchg(K.counters + 1, 0)
+            gl.atomic_xchg(K.counters, 0, sem="relaxed")
+            gl.atomic_xchg(K.counters + 1, 0, sem="relaxed")
 
 
 # ---- consumer
@@ -510,8 +512,8 @@ def epilogue(w: gl.constexpr, K, acc, state, slot):
     """Normalise; write the LSE, a note where the optimism went wrong, and O by way of shared memory."""
     m, row_sum = state
     LAYOUT: gl.constexpr = rows_of(K.C.tile_kv)
-    place = place_of(w, slot, K.lengths, K.memory)
-    p, note = position_and_note_of(w, slot, K.memory)
+    place = place_of(w, slot, K)
+    p, note = position_and_note_of(w, slot, K)
     mbarrier.arrive(K.memory.tile_empty.index(slot), count=1)
     _batch, head, row, n_q, n_kv, _start = place
     rows = row + gl.arange(0, ROWS, LAYOUT)
@@ -559,7 +561,7 @@ def lse_row(K, place):
     """Where the LSE of the sequence's first row is. (None of its factors is negative; signs would be kept in registers.)"""
     batch, head, _row, _n_q, _n_kv, start_q = place
     if K.lengths.cu_q is None:
-        return (batch * K.heads.heads + head).to(gl.uint32).to(gl.int64) * K.lengths.n_q.to(gl.uint32)
+        return (batch * (K.heads.heads * K.C.tile_heads) + head).to(gl.uint32).to(gl.int64) * K.lengths.n_q.to(gl.uint32)
     else:
         return head.to(gl.uint32).to(gl.int64) * K.outputs.rows.to(gl.uint32) + start_q
 

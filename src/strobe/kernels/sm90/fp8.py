@@ -227,8 +227,8 @@ def producer(K):
         take_turn()
     # The last CTA to end leaves the counters as it found them, for the next launch.
     if gl.atomic_add(K.counters + 1, 1) == gl.num_programs(0) - 1:
-        gl.atomic_xchg(K.counters, 0)
-        gl.atomic_xchg(K.counters + 1, 0)
+        gl.atomic_xchg(K.counters, 0, sem="relaxed")
+        gl.atomic_xchg(K.counters + 1, 0, sem="relaxed")
         if K.transposed is not None:
             for first in tl.range(0, K.pairs, 32):
                 pair = first + gl.arange(0, 32, scalar_layout(1))
@@ -410,7 +410,7 @@ def descaled(x, descale, index):
 @gluon.jit
 def tile_scale(w: gl.constexpr, K, turn):
     """(the scale of a tile's scores, but for k's descale; batch and key head in one number)."""
-    batch, head, row, _n_q, _n_kv, _start = place_of(w, turn % K.C.slots, K.lengths, K.memory)
+    batch, head, row, _n_q, _n_kv, _start = place_of(w, turn % K.C.slots, K)
     kv_head = batch * (K.heads.heads // K.heads.group) + head // K.heads.group
     if K.descales.q_blocks is None:
         scale = descaled(K.score.inner, K.descales.q, kv_head)
@@ -604,7 +604,7 @@ def epilogue(w: gl.constexpr, K, acc, rounded_sum, state, slot, scale):
     """Normalise; write the LSE, and O times `scale` by way of shared memory."""
     m, row_sum = state
     LAYOUT: gl.constexpr = rows_of(K.C.tile_kv)
-    place = place_of(w, slot, K.lengths, K.memory)
+    place = place_of(w, slot, K)
     mbarrier.arrive(K.memory.tile_empty.index(slot), count=1)
     _batch, head, row, n_q, _n_kv, _start = place
     rows = row + gl.arange(0, ROWS, LAYOUT)

@@ -24,7 +24,6 @@ from strobe.kernels.common.groups import GROUP, PANEL, groups_descriptor, in_squ
 from strobe.kernels.decode.notes import NOTED
 from strobe.kernels.gluon import TensorDescriptor, aggregate, gl, gluon, mbarrier, tma_load
 from strobe.kernels.sm90.config import Config
-from strobe.kernels.sm90.layouts import ROWS
 from strobe.kernels.sm90.tile_queue import (
     BATCH,
     BEGIN,
@@ -37,6 +36,9 @@ from strobe.kernels.sm90.tile_queue import (
     first_block,
     get,
     later_block,
+    note_of_group,
+    note_of_tile,
+    row_of_group,
 )
 from strobe.serving.problem import page_rows
 
@@ -183,10 +185,10 @@ def note_missing(K, work, missing):
     """Note all rows of a tile if a page that it looked up is not there."""
     GROUPS: gl.constexpr = K.C.groups
     if missing:
-        note = (work.batch * K.heads.heads + work.head) * ((K.lengths.n_q + ROWS - 1) // ROWS) + work.row // ROWS
+        note = note_of_tile(work, K)
         for w in gl.static_range(GROUPS):
-            if work.row + w * ROWS < work.n_q:
-                gl.store(K.outputs.notes + note + w, 1)
+            if work.row + row_of_group(w, K.C) < work.n_q:
+                gl.store(K.outputs.notes + note + note_of_group(w, K), 1)
         gl.store(K.counters + NOTED, 1)
 
 

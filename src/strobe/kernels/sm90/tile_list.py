@@ -13,11 +13,14 @@ with the order of rows in `backward` 1006; 504 -> 326 us; H100.)
 
     tiles_listed    int32 [1 + tiles, 8]    first how many tiles are listed; then of each (batch, first row, start_q, n_q,
                                             start_kv, n_kv, -, -), `Work` in brief
+    served          int32 [sequences]       1 for each whose tiles are listed, or 0, if another kernel serves some: see `Apart`
     rows_listed     the same, of ROWS_PADDED rows each
     keys_listed     the same, of KEYS keys each, with its first key; those of a sequence come one after the other
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -45,31 +48,60 @@ PROGRAMS = 264
 """Programs, about: those that fill many rows should not be few."""
 
 
-@triton.jit(do_not_specialize=(*LENGTHS_AND_BOUNDS, "batches", "heads", "width", "sink_stride"))
+class Apart(NamedTuple):
+    """Which sequences another kernel serves: those of fewer rows than `least`, and of those of fewer than `most` the ones whose
+    tiles would leave multiprocessors idle at the end. tiles_abreast: tiles of the same rows, of different heads; sms:
+    multiprocessors."""
+
+    least: int
+    most: int
+    tiles_abreast: int
+    sms: int
+
+
+@triton.jit(do_not_specialize=(*LENGTHS_AND_BOUNDS, "batches", "heads", "width", "sink_stride", "tiles_abreast", "sms"))
 def list_tiles(
-    listed, out, lse, sinks, sink_stride, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, batches, heads, width,
-    n_q, n_kv, total_q, total_kv, left, right, prefix,
+    listed, served, out, lse, sinks, sink_stride, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, batches, heads, width,
+    n_q, n_kv, total_q, total_kv, left, right, prefix, tiles_abreast, sms,
     TILE: tl.constexpr, RECORD: tl.constexpr, CHUNK: tl.constexpr, ELEMENTS: tl.constexpr, LEAST: tl.constexpr = 1,
+    MOST: tl.constexpr = 1,
 ):  # fmt: skip
-    """List the tiles of a sequence of LEAST rows or more, and fill its share of the rows that no tile has; the second dim of
-    the grid shares the filling. width: elements of a row of out, of all heads. Without out nothing is filled."""
+    """List the tiles of a sequence, and fill its share of the rows that no tile has; the second dim of the grid shares the
+    filling. width: elements of a row of out, of all heads. Without out nothing is filled. Where a sequence of fewer than MOST
+    rows may be another kernel's (see `Apart`), `served` says whether it is."""
     take_program_turn()
     b, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     start_q, rows = sequence(cu_seqlens_q, seqused_q, b, n_q, total_q)
     start_kv, keys = sequence(cu_seqlens_kv, seqused_kv, b, n_kv, total_kv)
-    tiles = _tiles(rows, TILE, LEAST)
+    load = tl.zeros((), tl.int64)
+    if MOST > 1:
+        for first in tl.range(0, batches, CHUNK):
+            other = first + tl.arange(0, CHUNK)
+            at = tl.minimum(other, batches - 1)
+            _, others_rows = sequence(cu_seqlens_q, seqused_q, at, n_q, total_q)
+            _, others_keys = sequence(cu_seqlens_kv, seqused_kv, at, n_kv, total_kv)
+            counts = (other < batches) & (others_rows >= LEAST)
+            load += tl.sum(tl.where(counts, tl.cdiv(others_rows, TILE).to(tl.int64) * others_keys, 0), 0)
+        load = load * tiles_abreast // sms
+    tiles = _tiles(rows, keys, load, TILE, LEAST, MOST)
     if part == 0:
         before, total = tiles * 0, tiles * 0
         for first in tl.range(0, batches, CHUNK):
             other = first + tl.arange(0, CHUNK)
             exists = other < batches
-            _, others_rows = sequence(cu_seqlens_q, seqused_q, tl.minimum(other, batches - 1), n_q, total_q)
-            others = tl.where(exists, _tiles(others_rows, TILE, LEAST), 0)
+            at = tl.minimum(other, batches - 1)
+            _, others_rows = sequence(cu_seqlens_q, seqused_q, at, n_q, total_q)
+            others_keys = others_rows
+            if MOST > 1:
+                _, others_keys = sequence(cu_seqlens_kv, seqused_kv, at, n_kv, total_kv)
+            others = tl.where(exists, _tiles(others_rows, others_keys, load, TILE, LEAST, MOST), 0)
             earlier = (others > tiles) | ((others == tiles) & (other < b))
             before += tl.sum(tl.where(earlier, others, 0), 0)
             total += tl.sum(others, 0)
         if b == 0:
             tl.store(listed, total)
+        if MOST > 1:
+            tl.store(served + b, (tiles > 0).to(tl.int32))
         _list(listed, before, tiles, b, start_q, rows, start_kv, keys, TILE, RECORD)
     if out is not None:
         begin, end = _around(cu_seqlens_q, start_q, b, batches, n_q, total_q)
@@ -85,11 +117,14 @@ def list_tiles(
 
 
 @triton.jit
-def _tiles(rows, TILE: tl.constexpr, LEAST: tl.constexpr):
-    """How many tiles of a sequence are listed."""
+def _tiles(rows, keys, load, TILE: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """How many tiles of a sequence are listed. load: keys that a multiprocessor walks along in all, for the tiles of all. As
+    whole tiles as long as this sequence's it would be a third more, at most; or the sequence is not listed."""
     tiles = tl.cdiv(rows, TILE)
-    if LEAST > 1:
-        tiles = tl.where(rows >= LEAST, tiles, 0)
+    if MOST > 1:
+        keys = tl.maximum(keys, 1).to(tl.int64)
+        walked = (load + keys - 1) // keys * keys
+        tiles = tl.where((rows >= MOST) | ((rows >= LEAST) & (3 * walked <= 4 * load)), tiles, 0)
     return tiles
 
 
@@ -199,22 +234,24 @@ def _room(sequences: int, longest: int, total: int, tile: int) -> Buffer:
     return Buffer((1 + sequences * triton.cdiv(min(longest, total), tile), RECORD.value), torch.int32)
 
 
-def list_calls(problem: AttentionProblem, tensors: Tensors, tile_q: int, least: int = 1) -> list[Call]:
-    """The launch that lists the tiles, of so many rows, where sequences are packed. least: rows that a sequence must have for
-    its tiles to be listed. Without `out` among the tensors rows that no tile has are left alone."""
+def list_calls(problem: AttentionProblem, tensors: Tensors, tile_q: int, apart: Apart | None = None) -> list[Call]:
+    """The launch that lists the tiles, of so many rows, where sequences are packed. apart: which sequences another kernel
+    serves, if one does. Without `out` among the tensors rows that no tile has are left alone."""
     if not problem.varlen:
         return []
     lengths, sinks = problem.lengths, tensors.sinks
     left, right, prefix = problem.mask.device_band
     total_q, total_kv = totals(problem)
     programs = 1 if tensors.out is None else triton.cdiv(PROGRAMS, lengths.batch)
+    least, most, tiles_abreast, sms = apart or (1, 1, 1, 1)
     return [Call(list_tiles, (lengths.batch, programs), (), dict(
-        listed=tensors.tiles_listed, out=tensors.out, lse=tensors.lse, sinks=sinks,
+        listed=tensors.tiles_listed, served=tensors.served if apart else None, out=tensors.out, lse=tensors.lse, sinks=sinks,
         sink_stride=0 if sinks is None else sinks.stride(0), cu_seqlens_q=tensors.cu_seqlens_q,
         cu_seqlens_kv=tensors.cu_seqlens_kv, seqused_q=tensors.seqused_q, seqused_kv=tensors.seqused_kv,
         batches=lengths.batch, heads=problem.heads_q, width=problem.heads_q * problem.head_dim_v,
         n_q=lengths.seqlen_q, n_kv=lengths.seqlen_kv, total_q=total_q, total_kv=total_kv, left=left, right=right, prefix=prefix,
-        TILE=tile_q, RECORD=RECORD.value, CHUNK=CHUNK, ELEMENTS=ELEMENTS, LEAST=least,
+        tiles_abreast=tiles_abreast, sms=sms, TILE=tile_q, RECORD=RECORD.value, CHUNK=CHUNK, ELEMENTS=ELEMENTS, LEAST=least,
+        MOST=most,
         enable_fp_fusion=True, launch_pdl=True,
     ))]  # fmt: skip
 

@@ -77,6 +77,37 @@ def later_block(j, begin, lead):
         return i + (i >= lead).to(gl.int32)
 
 
+@gluon.constexpr_function
+def row_of_group(w, C):
+    """The first of group w's rows, from that of the tile on."""
+    return 0 if C.tile_heads > 1 else w * ROWS.value
+
+
+@gluon.jit
+def head_of_group(w: gl.constexpr, head, C: gl.constexpr):
+    """The head of queries of group w. head: of the tile, or the number of those that share it."""
+    if C.tile_heads > 1:
+        return head * C.tile_heads + w
+    else:
+        return head
+
+
+@gluon.jit
+def note_of_tile(work, K):
+    """Where the note of the first group's rows is."""
+    head = head_of_group(0, work.batch * K.heads.heads + work.head, K.C)
+    return head * ((K.lengths.n_q + ROWS - 1) // ROWS) + work.row // ROWS
+
+
+@gluon.jit
+def note_of_group(w: gl.constexpr, K):
+    """Where the note of group w's rows is, from that of the first group's on."""
+    if K.C.tile_heads > 1:
+        return w * ((K.lengths.n_q + ROWS - 1) // ROWS)
+    else:
+        return w
+
+
 # ---- producer
 
 
@@ -85,7 +116,7 @@ def first_tile(K):
     """The first tile of this CTA: that of its number or, of a launch whose CTAs begin one by one, the first that nobody has
     taken."""
     if K.C.beside:
-        return gl.atomic_add(K.counters, 1)
+        return gl.atomic_add(K.counters, 1, sem="relaxed")
     else:
         return gl.program_id(0)
 
@@ -97,9 +128,9 @@ def next_tile(K, tile):
     if K.C.static:
         return tile + gl.num_programs(0)
     elif K.C.beside:
-        return gl.atomic_add(K.counters, 1)
+        return gl.atomic_add(K.counters, 1, sem="relaxed")
     else:
-        return gl.atomic_add(K.counters, 1) + gl.num_programs(0)
+        return gl.atomic_add(K.counters, 1, sem="relaxed") + gl.num_programs(0)
 
 
 @gluon.jit
@@ -136,7 +167,7 @@ def publish(K, turn, tile, work):
     put(tiles, slot, HEAD, work.head)
     put(tiles, slot, ROW, work.row)
     put(tiles, slot, P, work.row + (work.n_kv - work.n_q))
-    put(tiles, slot, NOTE, (work.batch * K.heads.heads + work.head) * ((K.lengths.n_q + ROWS - 1) // ROWS) + work.row // ROWS)
+    put(tiles, slot, NOTE, note_of_tile(work, K))
     if K.lengths.VARY:
         put(tiles, slot, N_Q, work.n_q)
         put(tiles, slot, N_KV, work.n_kv)
@@ -194,7 +225,7 @@ def fetch(w: gl.constexpr, K, turn):
     sequence = None
     n_q, n_kv, _start = lengths_of(slot, K.lengths, K.memory)
     if K.MASKED or K.score.PLACED:
-        p = get(tiles, slot, P) + w * ROWS
+        p = get(tiles, slot, P) + row_of_group(w, K.C)
         if K.MASKED:
             key_begin, key_end = kv_range(p, p + ROWS - 1, n_kv, K.lengths.left, K.lengths.right, K.lengths.prefix)
             # No more than half a ring is passed over: its blocks of V wait for the product before them.
@@ -207,7 +238,7 @@ def fetch(w: gl.constexpr, K, turn):
         left = (own_begin, lead, full_begin, go * (own_begin - begin))
     if K.score.PLACED:
         batch = get(tiles, slot, BATCH)
-        head = get(tiles, slot, HEAD)
+        head = head_of_group(w, get(tiles, slot, HEAD), K.C)
         places = (batch, head)
         if K.score.slopes is not None:
             slope = slope_of(batch, head, K.score)
@@ -230,14 +261,17 @@ def lead_of(tile):
 
 
 @gluon.jit
-def position_and_note_of(w: gl.constexpr, slot, memory):
+def position_and_note_of(w: gl.constexpr, slot, K):
     """The position of the first of group w's rows of the tile in `slot` among the keys, and where their note is."""
-    return get(memory.tiles, slot, P) + w * ROWS, get(memory.tiles, slot, NOTE) + w
+    tiles = K.memory.tiles
+    return get(tiles, slot, P) + row_of_group(w, K.C), get(tiles, slot, NOTE) + note_of_group(w, K)
 
 
 @gluon.jit
-def place_of(w: gl.constexpr, slot, lengths, memory):
+def place_of(w: gl.constexpr, slot, K):
     """Where group w's rows of the tile in `slot` are: (batch, head, row, n_q, n_kv, first row among the packed)."""
-    n_q, n_kv, start_q = lengths_of(slot, lengths, memory)
-    row = get(memory.tiles, slot, ROW) + w * ROWS
-    return get(memory.tiles, slot, BATCH), get(memory.tiles, slot, HEAD), row, n_q, n_kv, start_q
+    tiles = K.memory.tiles
+    n_q, n_kv, start_q = lengths_of(slot, K.lengths, K.memory)
+    row = get(tiles, slot, ROW) + row_of_group(w, K.C)
+    head = head_of_group(w, get(tiles, slot, HEAD), K.C)
+    return get(tiles, slot, BATCH), head, row, n_q, n_kv, start_q
