@@ -82,6 +82,18 @@ def check_backward(problem, operands) -> None:
         assert overlapping or bool(grad[~outside].isnan().all()), "rows of sequences are filled, too"
 
 
+def listed_apart(rows: list[int], keys: list[int], apart: tile_list.Apart) -> list[bool]:
+    """Which sequences a list has, in plain Python."""
+    work = [-(-n // TILE) * k for n, k in zip(rows, keys, strict=True) if n >= apart.least]
+    load = sum(work) * apart.tiles_abreast // apart.sms
+
+    def keeps_busy(k: int) -> bool:
+        return 3 * -(-load // k) * k <= 4 * load
+
+    many = zip(rows, keys, strict=True)
+    return [n >= apart.most or (n >= apart.least and keeps_busy(max(k, 1))) for n, k in many]
+
+
 CASES = [
     Case(200, 230, packed=True, batch=4, mask="causal"),
     Case(150, 70, packed=True, batch=5, heads_q=4, mask="causal", sinks=True),
@@ -110,6 +122,30 @@ def test_lying_lengths(lie):
     _, problem, operands = lying.inputs(lie, device="cuda" if CUDA else "cpu")
     check(problem, operands)
     check_backward(problem, operands)
+
+
+@pytest.mark.parametrize("chunk", [2, 1024])
+@pytest.mark.parametrize("sms", [1, 3, 8, 132])
+def test_another_kernel_serves_what_would_leave_multiprocessors_idle(sms, chunk, monkeypatch):
+    """Of those of 48 rows and more, by their keys: all, some, or none but the one of 130 rows are listed."""
+    monkeypatch.setattr(tile_list, "CHUNK", chunk)
+    device = "cuda" if CUDA else "cpu"
+    problem, operands = describe(tensors(Case(150, 900, packed=True, batch=8, mask="causal"), torch.float16, device))
+    rows, keys = [30, 50, 130, 64, 100, 0, 1, 49], [900, 50, 300, 640, 0, 100, 900, 64]
+    ends = torch.tensor([0, *rows], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    operands = operands._replace(
+        cu_seqlens_q=ends, cu_seqlens_kv=None, seqused_kv=torch.tensor(keys, dtype=torch.int32).to(device)
+    )
+    found = Tensors(**operands._asdict(), tiles_listed=torch.zeros(99, 8, dtype=torch.int32, device=device))
+    found.out, found.served = None, torch.full((8,), -1, dtype=torch.int32, device=device)
+    apart = tile_list.Apart(least=48, most=128, tiles_abreast=4, sms=sms)
+    for call in tile_list.list_calls(problem, found, TILE, apart):
+        call.launch()
+    want = listed_apart(rows, keys, apart)
+    assert found.served.tolist() == [int(x) for x in want]
+    number = int(found.tiles_listed[0, 0])
+    assert sorted({b for b, *_ in found.tiles_listed[1 : number + 1].tolist()}) == [b for b, x in enumerate(want) if x]
+    assert number == sum(-(-n // TILE) for n, x in zip(rows, want, strict=True) if x)
 
 
 def test_the_list_is_as_long_as_lengths_may_be():

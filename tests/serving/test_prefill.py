@@ -41,7 +41,11 @@ MANY = dict(n_q=2048, heads_kv=8, group=4, batch=1, page=64, room=70, ragged=Fal
         ({"n_q": 47}, "decode", "is for requests of 48 queries or more, not 47"),
         ({"n_q": 95, "group": 1}, "decode", "is for requests of 96 queries or more, not 95"),
         ({"n_q": 64, "batch": 16}, BACKEND, ""),
-        ({"n_q": 64, "batch": 9}, "decode", "would leave many of 132 multiprocessors idle at the end, with 144 tiles of 64 queries"),
+        (
+            {"n_q": 64, "batch": 9},
+            "decode",
+            "would leave many of 132 multiprocessors idle at the end, with 144 tiles of 64 queries",
+        ),
         ({"n_q": 64, "batch": 9, "ragged": True}, "decode", "may leave many of 132 multiprocessors idle"),
         ({"n_q": 128, "group": 1}, "decode", "would leave most of 132 multiprocessors idle, with 8 tiles"),
         ({"page": 24}, "decode", "takes pages of a multiple of 16 keys, not 24"),
