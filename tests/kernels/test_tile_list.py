@@ -87,11 +87,7 @@ def listed_apart(rows: list[int], keys: list[int], apart: tile_list.Apart) -> li
     work = [-(-n // TILE) * k for n, k in zip(rows, keys, strict=True) if n >= apart.least]
     load = sum(work) * apart.tiles_abreast // apart.sms
 
-    def keeps_busy(k: int) -> bool:
-        return 3 * -(-load // k) * k <= 4 * load
-
-    many = zip(rows, keys, strict=True)
-    return [n >= apart.most or (n >= apart.least and keeps_busy(max(k, 1))) for n, k in many]
+    return [n >= apart.most or (n >= apart.least and k <= 2 * load) for n, k in zip(rows, keys, strict=True)]
 
 
 CASES = [

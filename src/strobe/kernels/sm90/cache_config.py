@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from strobe.device import Arch
 from strobe.kernels.common.panels import PANEL_COLUMNS, lie_in_groups
+from strobe.kernels.decode import choice
 from strobe.kernels.decode.choice import dealt_out, of_mma, of_one_group, takes_wgmma
 from strobe.kernels.decode.config import Config as DecodeConfig
 from strobe.kernels.decode.sizes import padded
@@ -18,15 +19,21 @@ from strobe.serving.problem import DecodeProblem
 
 ALWAYS = 256
 """Queries from which on a request is the forward's. Of those of fewer it takes the ones that fill their tiles (`least_queries`)
-and keep the multiprocessors busy to the end; the others are left to the decode kernels, which share the keys of a tile."""
+and do not keep one multiprocessor busy while others idle (see `tile_list.Apart`); the rest are left to the decode kernels,
+which share the keys of a tile."""
 
 SHORT_PROMPT = 1536
-"""Queries of the longest prompt, up to which blocks of 64 keys are faster, as far as the queries tell: keys may lie ahead of
-them."""
+"""Queries of the longest prompt, from which on blocks have the keys that suit an attention of long sequences; for shorter ones
+64, and two groups. An H200, 32 heads on 8 | 64 on 8, pages of 16, microseconds (and with 128 keys; FlashAttention-3), D = 128:
+32 prompts of 300 98 (121; 155) | 171 (210; 243), 8 of 100 to 1500 118 (130; 144) | 213 (228; 276), one of 2000 67 (70; 72) |
+117 (122; 138), one of 8000 749 (728; 959) | 1549 (1484; 1960), 4 of 2000 after 2k keys 562 (554; 701) | 1227 (1163; 1496).
+D = 64: 79 (118 by the table, of three groups; 113) | 136 (210; 199), 95 (104; 104) | 172 (186; 194), 56 (56; 55) |
+96 (95; 98), 566 (489; 558) | 1151 (977; 1150), 454 (409; 453) | 890 (792; 904)."""
 
 SLOTS = 4
-"""Tiles that are known at a time: what goes ahead of a tile (its number, its place, its pages) takes longer than the products of
-a tile of few keys."""
+"""Tiles that are known at a time: what goes ahead of a tile (its number, its place, its pages) takes longer than the products
+of a tile of few keys. An H200, 64 prompts of 100 queries, 32 heads on 8 | 64 on 8, D = 128, microseconds (with two): 65 (69)
+| 112 (119), in blocks of 128 keys 77 (99) | 134 (174); level for longer ones."""
 
 LEAST_BOX = 16
 """Keys that TMA copies together, at least: in smaller boxes copies would take longer than products."""
@@ -90,6 +97,11 @@ def config_of_few(problem: DecodeProblem, arch: Arch) -> DecodeConfig:
     # and 64 on 8, pages of 16: 191 (193; 205; -), 354 (355; 371; -), 923 (907; 989; -), 329 (330; 332; -).
     # On three quarters of the multiprocessors, so that the forward has the others, TMA: 160, 300, 561, 321; on half: 181, 335,
     # 502, 457.
+    # 32 heads, each with keys of its own, pages of 16 (by what decodes requests of many queries, TMA): 590 (528), 1073 (999),
+    # 1451 (1293), 1265 (1062); but 16 tokens of 2k and 16 of 150 queries 176 (191). So for 32 on 8: 167 (177), 297 (311), 613
+    # (559), 292 (307), 80 (92).
+    if problem.group == 1:
+        return choice.choose(problem, arch)
     one_width = padded(problem.head_dim) == padded(problem.head_dim_v)
     make = of_one_group if one_width and takes_wgmma(problem, arch) else of_mma
     return dealt_out(make(problem, arch), problem, arch)

@@ -49,9 +49,9 @@ PROGRAMS = 264
 
 
 class Apart(NamedTuple):
-    """Which sequences another kernel serves: those of fewer rows than `least`, and of those of fewer than `most` the ones whose
-    tiles would leave multiprocessors idle at the end. tiles_abreast: tiles of the same rows, of different heads; sms:
-    multiprocessors."""
+    """Which sequences another kernel serves: those of fewer rows than `least`, and of those of fewer than `most` the ones that
+    see more than twice as many keys as a multiprocessor walks along in all: most would wait for their tiles. tiles_abreast:
+    tiles of the same rows, of different heads; sms: multiprocessors."""
 
     least: int
     most: int
@@ -118,13 +118,10 @@ def list_tiles(
 
 @triton.jit
 def _tiles(rows, keys, load, TILE: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """How many tiles of a sequence are listed. load: keys that a multiprocessor walks along in all, for the tiles of all. As
-    whole tiles as long as this sequence's it would be a third more, at most; or the sequence is not listed."""
+    """How many tiles of a sequence are listed. load: keys that a multiprocessor walks along in all, for the tiles of all."""
     tiles = tl.cdiv(rows, TILE)
     if MOST > 1:
-        keys = tl.maximum(keys, 1).to(tl.int64)
-        walked = (load + keys - 1) // keys * keys
-        tiles = tl.where((rows >= MOST) | ((rows >= LEAST) & (3 * walked <= 4 * load)), tiles, 0)
+        tiles = tl.where((rows >= MOST) | ((rows >= LEAST) & (keys <= 2 * load)), tiles, 0)
     return tiles
 
 
