@@ -51,7 +51,9 @@ def as_attention(problem: DecodeProblem) -> AttentionProblem:
 def choose(problem: DecodeProblem, arch: Arch) -> Config:
     """The forward's config for the attention, with the keys that a block has on one page."""
     attention = as_attention(problem)
-    config = of_short_prompts(attention) if problem.lengths.seqlen_q < SHORT_PROMPT else sm90.config(attention, arch)
+    config = sm90.config(attention, arch)
+    if problem.lengths.seqlen_q < SHORT_PROMPT:
+        config = replace(of_short_prompts(attention), optimistic=config.optimistic)
     box = config.tile_kv if problem.page_size is None else math.gcd(config.tile_kv, problem.page_size)
     grouped = box < config.tile_kv and takes_groups(config, problem)
     config = replace(config, box=box, grouped=grouped, beside=problem.ragged, slots=SLOTS)
