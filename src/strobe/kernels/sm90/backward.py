@@ -303,8 +303,8 @@ def producer(K):
         publish(block, number, K.memory.writers_numbers)
     # The last CTA to end leaves the counters as it found them, for the next launch.
     if gl.atomic_add(K.counters + 1, 1) == gl.num_programs(0) - 1:
-        gl.atomic_xchg(K.counters, 0, sem="relaxed")
-        gl.atomic_xchg(K.counters + 1, 0, sem="relaxed")
+        gl.atomic_xchg(K.counters, 0)
+        gl.atomic_xchg(K.counters + 1, 0)
 
 
 @gluon.jit

@@ -22,13 +22,14 @@ ALWAYS = 256
 and do not keep one multiprocessor busy while others idle (see `tile_list.Apart`); the rest are left to the decode kernels,
 which share the keys of a tile."""
 
-SHORT_PROMPT = 1536
-"""Queries of the longest prompt, from which on blocks have the keys that suit an attention of long sequences; for shorter ones
-64, and two groups. An H200, 32 heads on 8 | 64 on 8, pages of 16, microseconds (and with 128 keys; FlashAttention-3), D = 128:
-32 prompts of 300 98 (121; 155) | 171 (210; 243), 8 of 100 to 1500 118 (130; 144) | 213 (228; 276), one of 2000 67 (70; 72) |
-117 (122; 138), one of 8000 749 (728; 959) | 1549 (1484; 1960), 4 of 2000 after 2k keys 562 (554; 701) | 1227 (1163; 1496).
-D = 64: 79 (118 by the table, of three groups; 113) | 136 (210; 199), 95 (104; 104) | 172 (186; 194), 56 (56; 55) |
-96 (95; 98), 566 (489; 558) | 1151 (977; 1150), 454 (409; 453) | 890 (792; 904)."""
+SHORT_PROMPT, SHORT_PROMPTS = 512, 1536
+"""Queries of the longest prompt, and of the longest of several, from which on blocks have the keys that suit an attention of
+long sequences; for shorter ones 64, and two groups. (One alone may be a chunk, with many keys ahead of it.) An H200, 32 heads
+on 8 | 64 on 8, pages of 16, microseconds (and with 128 keys; FlashAttention-3), D = 128: 32 prompts of 300 98 (121; 155) |
+171 (210; 243), 8 of 100 to 1500 118 (130; 144) | 213 (228; 276), one of 2000 67 (70; 72) | 117 (122; 138), one of 8000 749
+(728; 959) | 1549 (1484; 1960), 4 of 2000 after 2k keys 562 (554; 701) | 1227 (1163; 1496). D = 64: 79 (118 by the table, of
+three groups; 113) | 136 (210; 199), 95 (104; 104) | 172 (186; 194), 56 (56; 55) | 96 (95; 98), 566 (489; 558) | 1151 (977;
+1150), 454 (409; 453) | 890 (792; 904)."""
 
 SLOTS = 4
 """Tiles that are known at a time: what goes ahead of a tile (its number, its place, its pages) takes longer than the products
@@ -52,12 +53,19 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
     """The forward's config for the attention, with the keys that a block has on one page."""
     attention = as_attention(problem)
     config = sm90.config(attention, arch)
-    if problem.lengths.seqlen_q < SHORT_PROMPT:
+    if has_short_prompts(problem):
         config = replace(of_short_prompts(attention), optimistic=config.optimistic)
     box = config.tile_kv if problem.page_size is None else math.gcd(config.tile_kv, problem.page_size)
     grouped = box < config.tile_kv and takes_groups(config, problem)
     config = replace(config, box=box, grouped=grouped, beside=problem.ragged, slots=SLOTS)
     return replace(config, tile_heads=config.groups) if problem.group % config.groups == 0 else config
+
+
+def has_short_prompts(problem: DecodeProblem) -> bool:
+    """Whether tiles see few keys, as far as the queries tell."""
+    lengths = problem.lengths
+    several = (lengths.total_q if isinstance(lengths, Varlen) else lengths.batch * lengths.seqlen_q) >= 2 * lengths.seqlen_q
+    return lengths.seqlen_q < (SHORT_PROMPTS if several else SHORT_PROMPT)
 
 
 def least_queries(config: Config) -> int:
