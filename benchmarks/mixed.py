@@ -71,6 +71,9 @@ BATCHES = (
     Batch("200 tokens, a chunk of 56", 200, 1024, (56,), 1024),
     Batch("8 prompts of 100 to 1500", 0, 1024, tuple(range(100, 1700, 200))),
     Batch("16 chunks of 64", 0, 1024, (64,) * 16, 4032),
+    Batch("16 tokens, 16 prompts of 150", 16, 2048, (150,) * 16),
+    Batch("32 chunks of 100", 0, 1024, (100,) * 32, 2000),
+    Batch("40 tokens, 24 chunks of 20, one of 500", 40, 2048, (20,) * 24 + (500,), 2000),
 )
 
 

@@ -34,7 +34,7 @@ def run(
     with (
         mock.patch.object(cache_launch, "ALWAYS", always),
         mock.patch.object(cache_config, "ALWAYS", always),
-        mock.patch.object(cache_launch, "least_queries", lambda config: least),
+        mock.patch.object(cache_launch, "least_queries", lambda problem, config: least),
     ):
         tensors = Tensors(**given, **unwritten(cache_launch.buffers(problem, gpu)))
         tensors.arrivals.zero_()

@@ -6,7 +6,7 @@ from strobe.device import Arch
 from strobe.kernels.common.call import Buffers, Call, Tensors
 from strobe.kernels.common.refusals import gluon_refuses
 from strobe.kernels.decode import backend as decode
-from strobe.kernels.sm90.cache_config import ALWAYS, LEAST_BOX, as_attention, choose, least_queries, tiles
+from strobe.kernels.sm90.cache_config import ALWAYS, LEAST_BOX, as_attention, choose, least_longest, least_queries, tiles
 from strobe.kernels.sm90.config import Config
 from strobe.masks import MAX_BOUND
 from strobe.serving.problem import DecodeProblem
@@ -19,7 +19,7 @@ def refuses(problem: DecodeProblem, arch: Arch) -> str | None:
         return reason
     if reason := gluon_refuses(as_attention(problem)):
         return reason
-    least = least_queries(choose(problem, arch))
+    least = least_longest(choose(problem, arch))
     if problem.lengths.seqlen_q < least:
         return f"is for requests of {least} queries or more, not {problem.lengths.seqlen_q}"
     return None
@@ -67,7 +67,7 @@ def origin(problem: DecodeProblem, arch: Arch) -> str | None:
     """Who serves requests of few queries, where there may be some."""
     if not problem.ragged:
         return None
-    least = least_queries(choose(problem, arch))
+    least = least_queries(problem, choose(problem, arch))
     return (
         f"for requests of {ALWAYS} queries or more, and of {least} or more where their tiles keep multiprocessors busy; others "
         "are the decode kernel's, whose launch goes ahead"

@@ -43,7 +43,7 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
     attention = as_attention(problem)
     seen = Tensors(**{**vars(tensors), "seqused_kv": tensors.lengths})
     listed = Tensors(**{**vars(seen), "out": None, "lse": None})
-    apart = Apart(least_queries(config), ALWAYS, problem.heads_q // config.tile_heads, arch.sms or SMS)
+    apart = Apart(least_queries(problem, config), ALWAYS, problem.heads_q // config.tile_heads, arch.sms or SMS)
     found = list_calls(attention, listed, config.tile_q, apart)
     if problem.ragged:
         few = of_few_queries(problem)

@@ -59,31 +59,32 @@ class Apart(NamedTuple):
     sms: int
 
 
-@triton.jit(do_not_specialize=(*LENGTHS_AND_BOUNDS, "batches", "heads", "width", "sink_stride", "tiles_abreast", "sms"))
+@triton.jit(
+    do_not_specialize=(*LENGTHS_AND_BOUNDS, "batches", "heads", "width", "sink_stride", "least", "most", "tiles_abreast", "sms")
+)
 def list_tiles(
     listed, served, out, lse, sinks, sink_stride, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, batches, heads, width,
-    n_q, n_kv, total_q, total_kv, left, right, prefix, tiles_abreast, sms,
-    TILE: tl.constexpr, RECORD: tl.constexpr, CHUNK: tl.constexpr, ELEMENTS: tl.constexpr, LEAST: tl.constexpr = 1,
-    MOST: tl.constexpr = 1,
+    n_q, n_kv, total_q, total_kv, left, right, prefix, least, most, tiles_abreast, sms,
+    TILE: tl.constexpr, RECORD: tl.constexpr, CHUNK: tl.constexpr, ELEMENTS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """List the tiles of a sequence, and fill its share of the rows that no tile has; the second dim of the grid shares the
-    filling. width: elements of a row of out, of all heads. Without out nothing is filled. Where a sequence of fewer than MOST
-    rows may be another kernel's (see `Apart`), `served` says whether it is."""
+    filling. width: elements of a row of out, of all heads. Without out nothing is filled. APART: whether some are
+    another kernel's (see `Apart`); `served` says which are not."""
     take_program_turn()
     b, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     start_q, rows = sequence(cu_seqlens_q, seqused_q, b, n_q, total_q)
     start_kv, keys = sequence(cu_seqlens_kv, seqused_kv, b, n_kv, total_kv)
     load = tl.zeros((), tl.int64)
-    if MOST > 1:
+    if APART:
         for first in tl.range(0, batches, CHUNK):
             other = first + tl.arange(0, CHUNK)
             at = tl.minimum(other, batches - 1)
             _, others_rows = sequence(cu_seqlens_q, seqused_q, at, n_q, total_q)
             _, others_keys = sequence(cu_seqlens_kv, seqused_kv, at, n_kv, total_kv)
-            counts = (other < batches) & (others_rows >= LEAST)
+            counts = (other < batches) & (others_rows >= least)
             load += tl.sum(tl.where(counts, tl.cdiv(others_rows, TILE).to(tl.int64) * others_keys, 0), 0)
         load = load * tiles_abreast // sms
-    tiles = _tiles(rows, keys, load, TILE, LEAST, MOST)
+    tiles = _tiles(rows, keys, load, least, most, TILE, APART)
     if part == 0:
         before, total = tiles * 0, tiles * 0
         for first in tl.range(0, batches, CHUNK):
@@ -92,15 +93,15 @@ def list_tiles(
             at = tl.minimum(other, batches - 1)
             _, others_rows = sequence(cu_seqlens_q, seqused_q, at, n_q, total_q)
             others_keys = others_rows
-            if MOST > 1:
+            if APART:
                 _, others_keys = sequence(cu_seqlens_kv, seqused_kv, at, n_kv, total_kv)
-            others = tl.where(exists, _tiles(others_rows, others_keys, load, TILE, LEAST, MOST), 0)
+            others = tl.where(exists, _tiles(others_rows, others_keys, load, least, most, TILE, APART), 0)
             earlier = (others > tiles) | ((others == tiles) & (other < b))
             before += tl.sum(tl.where(earlier, others, 0), 0)
             total += tl.sum(others, 0)
         if b == 0:
             tl.store(listed, total)
-        if MOST > 1:
+        if APART:
             tl.store(served + b, (tiles > 0).to(tl.int32))
         _list(listed, before, tiles, b, start_q, rows, start_kv, keys, TILE, RECORD)
     if out is not None:
@@ -117,11 +118,11 @@ def list_tiles(
 
 
 @triton.jit
-def _tiles(rows, keys, load, TILE: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr):
+def _tiles(rows, keys, load, least, most, TILE: tl.constexpr, APART: tl.constexpr):
     """How many tiles of a sequence are listed. load: keys that a multiprocessor walks along in all, for the tiles of all."""
     tiles = tl.cdiv(rows, TILE)
-    if MOST > 1:
-        tiles = tl.where((rows >= MOST) | ((rows >= LEAST) & (keys <= 2 * load)), tiles, 0)
+    if APART:
+        tiles = tl.where((rows >= most) | ((rows >= least) & (keys <= 2 * load)), tiles, 0)
     return tiles
 
 
@@ -247,8 +248,8 @@ def list_calls(problem: AttentionProblem, tensors: Tensors, tile_q: int, apart: 
         cu_seqlens_kv=tensors.cu_seqlens_kv, seqused_q=tensors.seqused_q, seqused_kv=tensors.seqused_kv,
         batches=lengths.batch, heads=problem.heads_q, width=problem.heads_q * problem.head_dim_v,
         n_q=lengths.seqlen_q, n_kv=lengths.seqlen_kv, total_q=total_q, total_kv=total_kv, left=left, right=right, prefix=prefix,
-        tiles_abreast=tiles_abreast, sms=sms, TILE=tile_q, RECORD=RECORD.value, CHUNK=CHUNK, ELEMENTS=ELEMENTS, LEAST=least,
-        MOST=most,
+        least=least, most=most, tiles_abreast=tiles_abreast, sms=sms, TILE=tile_q, RECORD=RECORD.value, CHUNK=CHUNK,
+        ELEMENTS=ELEMENTS, APART=apart is not None,
         enable_fp_fusion=True, launch_pdl=True,
     ))]  # fmt: skip
 
