@@ -157,6 +157,22 @@ def test_prompts_and_single_tokens_in_one_batch():
 
 
 @GPU
+@pytest.mark.parametrize("many", [1, 12])
+@pytest.mark.parametrize(("group", "dim"), [(1, 128), (3, 128), (4, 64), (4, 128), (7, 128), (8, 256), (2, 192)])
+def test_requests_of_any_number_of_queries_in_one_batch(group, dim, many):
+    """By one kernel or the other: of one chunk that sees many keys, or of many."""
+    each = [1, 16, 17, 18, 40, 47, 48, 63, 64, 65, 100, 127, 128, 130, 200, 255, 256, 300, *[90] * many]
+    lengths = [n + 37 * i for i, n in enumerate(each)]
+    lengths[-1] = 1500
+    call = prompts(5, device="cuda", room=1500, lengths=lengths, batch=len(each), heads_kv=2, group=group, ragged=True,
+                   **{**PLAIN, "head_dim": dim, "head_dim_v": dim, "page": 16})  # fmt: skip
+    call = with_queries(call, each)
+    found = strobe.decode(call.q, call.cache, return_lse=True, backend=BACKEND, **call.keywords)
+    wanted = right(call)
+    check((found[0][:-2], found[1]), (wanted[0][:-2], wanted[1]), call.q.dtype)
+
+
+@GPU
 @pytest.mark.parametrize(("dim", "page"), [(64, 16), (96, 64), (128, 64), (128, 16), (192, 64), (256, 48)])
 def test_kernels_that_run_beside_each_other_give_the_same_each_time(dim, page):
     """Tokens of many keys, and prompts whose kernel begins before the tokens' has ended."""
