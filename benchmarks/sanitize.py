@@ -283,9 +283,9 @@ def prompts() -> None:
         strobe.decode(call.q, call.cache, backend="sm90_cache", **call.keywords)
         synchronize(f"prompts, seed {seed}")
     for dim in cases((64, 128, 256)):
-        call = draw(5, torch.bfloat16, device=DEVICE, n_q=130, batch=6, lengths=[250, 200, 1, 0, 257, 129], room=257, page=16,
-                    head_dim=dim, head_dim_v=dim, tree=False, leftpad=False)  # fmt: skip
-        call = with_queries(call, [1, 5, 1, 1, 200, 128])
+        call = draw(5, torch.bfloat16, device=DEVICE, n_q=130, batch=6, lengths=[250, 200, 1, 60, 257, 129], room=257, page=16,
+                    head_dim=dim, head_dim_v=dim, heads_kv=2, group=4, tree=False, leftpad=False)  # fmt: skip
+        call = with_queries(call, [1, 5, 1, 40, 200, 128])
         strobe.decode(call.q, call.cache, backend="sm90_cache", **call.keywords)
         synchronize(f"prompts and single tokens, {dim} columns")
     call = draw(1, torch.bfloat16, device=DEVICE, ragged=False, tree=False, leftpad=False, n_q=1, page=16)

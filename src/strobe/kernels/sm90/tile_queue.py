@@ -125,7 +125,7 @@ def first_tile(K):
 def next_tile(K, tile):
     """The tile that this CTA takes after this one: the next that nobody has taken, or, if tiles are static, the next of its
     own."""
-    # Nothing but a number is handed over, so no fence is needed. An H200, head dim 128, 16k tokens, 16 heads, kilocycles (and with
+    # Nothing but a number is handed over, so no fence is needed. An H200, head dim 128, 16k tokens, 16 heads, kilocycles (by
     # Triton's default, acq_rel): 512 keys, causal 146 (151), 1024 320 (329), causal 211 (216), 4096, causal, 601 (613);
     # head dim 64: level.
     if K.C.static:
