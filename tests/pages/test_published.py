@@ -81,6 +81,8 @@ FEW_KEYS = "one kernel for few keys came since, which no point asks for"
 OTHER_LENGTHS = "what changed since is how nearly equal requests are cut: its own are cut as before"
 OVER_PAGES = "what changed since is how keys of small pages are copied, which no point has"
 WIDER_WRITES = "since then wgmma's results are written in wider pieces, which was timed on an H200 alone"
+COUNTED = "; and Hopper's forward counts its tiles without a fence since: level, or a few percent faster"
+ONE_HEAD_A_TILE = "measured before two heads shared a tile of a prompt, and tiles were counted without a fence; due again"
 ABREAST = "key heads of several requests are read together since, and wgmma's results written in wider pieces: level, or faster"
 ACCEPTED: dict[str, str] = {
     "blackwell-simulated.json": BEFORE_PLACES,
@@ -96,27 +98,28 @@ ACCEPTED: dict[str, str] = {
     "energy-peers-h200-2026-11-23.json": OLDER_KERNEL,
     "forward-h200-2026-11-21.json": HISTORY,
     "forward-h200-2026-11-22.json": OLDER_KERNEL,
-    "forward-h200-2026-11-23.json": REDO_CHANGED,
+    "forward-h200-2026-11-23.json": REDO_CHANGED + COUNTED,
     "gqa-backward-h200-2026-11-23.json": OLDER_KERNEL,
     "h100-forward-2026-11-24.json": SPILLING_REDO,
-    "inputs-model-h200-2026-11-23.json": REDO_CHANGED,
+    "inputs-model-h200-2026-11-23.json": REDO_CHANGED + COUNTED,
     "inputs-worst-h200-2026-11-23.json": "the portable kernel changed, which redoes nearly all of its blocks; due again",
-    "ladder-h200-2026-11-24.json": BEFORE_PLACES,
+    "ladder-h200-2026-11-24.json": BEFORE_PLACES + COUNTED,
     "model-error-h100.json": OTHER_HEAD_DIMS,
-    "parallel-h100-2026-11-25.json": "the redo takes masks of keys alone since, which no point has",
+    "parallel-h100-2026-11-25.json": "the redo takes masks of keys alone since, which no point has" + COUNTED,
     "portable-as-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
     "redo-cost-h200-2026-11-21.json": "has no commit; its numbers are due again",
     "sm80-h100-2026-11-25.json": "float32 came since, and a mistake of the backward's went: due again",
     "backward-h200-2026-11-26.json": FEW_KEYS,
     "split-backward-h200-2026-11-26.json": FEW_KEYS,
     "sm80-h200-2026-11-26.json": "what changed since are heads that come together in Hopper's ordered backward",
-    "training-steps-h200-2026-11-26.json": FEW_KEYS,
-    "energy-h100-2026-11-26.json": "its points' kernels are the same code: head dim 256 and orders of dQ changed since",
+    "training-steps-h200-2026-11-26.json": FEW_KEYS + COUNTED,
+    "energy-h100-2026-11-26.json": "its points' kernels are the same code: head dim 256 and orders of dQ changed since"
+    + COUNTED,
     "fp32-sm80-h100-2026-11-25.json": DEFAULT_SINCE,
     "determinism-h200-2026-11-26.json": AN_ORDER_SINCE,
     "fp8-forward-h200-2026-11-26.json": IN_CLUSTERS,
-    "zoo-peers-h100-2026-11-26.json": OVER_PAGES,
-    "zoo-peers-h200-2026-11-26.json": AN_ORDER_SINCE,
+    "zoo-peers-h100-2026-11-26.json": OVER_PAGES + COUNTED,
+    "zoo-peers-h200-2026-11-26.json": AN_ORDER_SINCE + COUNTED,
     "fp8-sums-h100-2026-11-25.json": "what it measures are sums without a mask, whose order is the same",
     "single-h100-2026-11-25.json": ELSEWHERE,
     "decode-h100-2026-11-27.json": WIDER_WRITES,
@@ -130,6 +133,7 @@ ACCEPTED: dict[str, str] = {
     "windows-decode-h200-2026-11-28.json": ABREAST,
     "wide-decode-h200-2026-11-28.json": ABREAST,
     "wide-decode-shared-h200-2026-11-28.json": ABREAST,
+    "prefill-h200-2026-11-29.json": ONE_HEAD_A_TILE,
     "timeline-h200-2026-11-21.json": HISTORY,
     "timeline-h200-2026-11-22.json": OLDER_KERNEL,
     "train-gpt-4096-h200-2026-11-22.json": OLDER_KERNEL,
