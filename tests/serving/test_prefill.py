@@ -83,6 +83,13 @@ def test_keys_lie_in_groups_where_these_are_whole_panels_and_blocks_have_several
         assert not cache_config.choose(described(apart)[0], KNOWN["H200"]).grouped
 
 
+@pytest.mark.parametrize(("group", "least"), [(1, 17), (2, 17), (3, 43), (4, 17), (7, 37), (8, 17), (16, 21)])
+def test_from_which_number_of_queries_on_the_forward_takes_a_request(group, least):
+    """From where its tiles, of two heads if it can be, take less time than those of 64 rows of all heads."""
+    problem, _ = described(prompts(1, **{**MANY, "ragged": True, "batch": 4, "heads_kv": 16, "group": group}))
+    assert f"and of {least} or more" in str(explain_problem(problem, KNOWN["H200"]))
+
+
 def test_pages_that_lie_no_whole_number_of_rows_apart_stay_with_the_decode_kernel():
     call = prompts(1, **MANY)
     pages, page, heads, dim = call.cache.k.shape

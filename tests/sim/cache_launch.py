@@ -32,8 +32,8 @@ def run(
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     least, always = bounds
     with (
-        mock.patch.object(cache_launch, "ALWAYS", always),
-        mock.patch.object(cache_config, "ALWAYS", always),
+        mock.patch.object(cache_launch, "MANY_QUERIES", always),
+        mock.patch.object(cache_config, "MANY_QUERIES", always),
         mock.patch.object(cache_launch, "least_queries", lambda problem, config: least),
     ):
         tensors = Tensors(**given, **unwritten(cache_launch.buffers(problem, gpu)))

@@ -47,9 +47,9 @@ class Lengths:
 
 @aggregate
 class Heads:
-    """heads: of queries, in all tiles of one batch entry; group: query heads a key head; at_once: heads whose tiles
-    come together, in a bundle, so that their K and V stay in the L2 cache; rest: the head from which on all are one bundle,
-    a multiple of at_once; tiles: of the whole problem."""
+    """heads: of queries, in all tiles of one batch entry (those that share a tile count as one, here and in a `Work`); group:
+    query heads a key head; at_once: heads whose tiles come together, in a bundle, so that their K and V stay in the L2 cache;
+    rest: the head from which on all are one bundle, a multiple of at_once; tiles: of the whole problem."""
 
     heads: gl.tensor
     group: gl.tensor

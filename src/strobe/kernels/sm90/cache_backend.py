@@ -6,7 +6,7 @@ from strobe.device import Arch
 from strobe.kernels.common.call import Buffers, Call, Tensors
 from strobe.kernels.common.refusals import gluon_refuses
 from strobe.kernels.decode import backend as decode
-from strobe.kernels.sm90.cache_config import ALWAYS, LEAST_BOX, as_attention, choose, least_longest, least_queries, tiles
+from strobe.kernels.sm90.cache_config import LEAST_BOX, MANY_QUERIES, as_attention, choose, least_longest, least_queries, tiles
 from strobe.kernels.sm90.config import Config
 from strobe.masks import MAX_BOUND
 from strobe.serving.problem import DecodeProblem
@@ -27,11 +27,13 @@ def refuses(problem: DecodeProblem, arch: Arch) -> str | None:
 
 def unproven(problem: DecodeProblem, arch: Arch) -> str | None:
     """Why the decode kernel, which shares the keys of a tile among multiprocessors, is the better choice; or None."""
-    config, sms = choose(problem, arch), arch.sms or 1
+    if not arch.sms:
+        return None
+    config, sms = choose(problem, arch), arch.sms
     number = tiles(problem, config)
     if 2 * number < sms:
         return f"would leave most of {sms} multiprocessors idle, with {number} tiles of {config.tile_q} queries"
-    few = problem.lengths.seqlen_q < ALWAYS
+    few = problem.lengths.seqlen_q < MANY_QUERIES
     if few and problem.ragged and number < sms:
         return f"may leave many of {sms} multiprocessors idle, with {number} tiles of {config.tile_q} queries or more"
     if few and not problem.ragged and 3 * -(-number // sms) * sms > 4 * number:
@@ -69,8 +71,8 @@ def origin(problem: DecodeProblem, arch: Arch) -> str | None:
         return None
     least = least_queries(problem, choose(problem, arch))
     return (
-        f"for requests of {ALWAYS} queries or more, and of {least} or more where their tiles keep multiprocessors busy; others "
-        "are the decode kernel's, whose launch goes ahead"
+        f"for requests of {MANY_QUERIES} queries or more, and of {least} or more where their tiles keep multiprocessors busy; "
+        "others are the decode kernel's, whose launch goes ahead"
     )
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from strobe.device import Arch
 from strobe.kernels.common.panels import PANEL_COLUMNS, lie_in_groups
 from strobe.kernels.decode import choice
-from strobe.kernels.decode.choice import dealt_out, of_mma, of_one_group, takes_wgmma
 from strobe.kernels.decode.config import Config as DecodeConfig
 from strobe.kernels.decode.sizes import padded
 from strobe.kernels.sm90 import backend as sm90
@@ -17,12 +16,12 @@ from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config, of_short_prompts
 from strobe.problem import AttentionProblem, Varlen
 from strobe.serving.problem import DecodeProblem
 
-ALWAYS = 256
+MANY_QUERIES = 256
 """Queries from which on a request is the forward's. Of those of fewer it takes the ones that it is faster with
 (`least_queries`) and that do not keep one multiprocessor busy while others idle (see `tile_list.Apart`); the rest are left to
 the decode kernels, which share the keys of a tile."""
 
-MOST_TOKENS = 16
+FEW_QUERIES = 16
 """Queries up to which a packed request is the decode kernel's."""
 
 TIME_OF_TILE = 1.45
@@ -80,7 +79,7 @@ def least_queries(problem: DecodeProblem, config: Config) -> int:
     does not read more than it computes."""
     tiles = problem.group // config.tile_heads
     its_tiles = math.floor(tiles / TIME_OF_TILE) + 1
-    return max(MOST_TOKENS, ROWS_PER_GROUP * (its_tiles - 1) // problem.group) + 1
+    return max(FEW_QUERIES, ROWS_PER_GROUP * (its_tiles - 1) // problem.group) + 1
 
 
 def least_longest(config: Config) -> int:
@@ -107,14 +106,15 @@ def tiles(problem: DecodeProblem, config: Config) -> int:
 
 
 def of_few_queries(problem: DecodeProblem) -> DecodeProblem:
-    """What the decode kernel serves of packed requests. (To it no request has more than `ALWAYS` queries.)"""
+    """What the decode kernel serves of packed requests. (To it no request has more than `MANY_QUERIES` queries.)"""
     assert isinstance(problem.lengths, Varlen)
-    return replace(problem, lengths=replace(problem.lengths, max_q=min(problem.lengths.max_q, ALWAYS)))
+    return replace(problem, lengths=replace(problem.lengths, max_q=min(problem.lengths.max_q, MANY_QUERIES)))
 
 
 @functools.lru_cache(256)
 def config_of_few(problem: DecodeProblem, arch: Arch) -> DecodeConfig:
-    """The decode kernel's config for them, of which most have one query: one group of wgmma, where it can do it."""
+    """The decode kernel's config for them, of which most have one query: one group of wgmma, where it can do it; by TMA where
+    each query head has keys of its own."""
     # An H200, pages of 64, microseconds (and TMA, with Q in registers; mma.sync in tiles of 16 rows, eight warps and steps of
     # 128 keys, in another run; behind the forward, by mma.sync in tiles of 64 rows, in another one), 32 heads on 8:
     #   32 tokens of 4k keys and 480 queries of 2.5k 164 (168; -; 221), 64 of 4k and 1984 of 2k 299 (308; 291; 421), of 8k 616
@@ -128,5 +128,5 @@ def config_of_few(problem: DecodeProblem, arch: Arch) -> DecodeConfig:
     if problem.group == 1:
         return choice.choose(problem, arch)
     one_width = padded(problem.head_dim) == padded(problem.head_dim_v)
-    make = of_one_group if one_width and takes_wgmma(problem, arch) else of_mma
-    return dealt_out(make(problem, arch), problem, arch)
+    make = choice.of_one_group if one_width and choice.takes_wgmma(problem, arch) else choice.of_mma
+    return choice.dealt_out(make(problem, arch), problem, arch)

@@ -15,7 +15,7 @@ from strobe.device import Arch
 from strobe.kernels.common.call import Buffer, Buffers, Call, Tensors
 from strobe.kernels.decode import launch as decode_launch
 from strobe.kernels.decode.choice import of_mma
-from strobe.kernels.sm90.cache_config import ALWAYS, as_attention, config_of_few, least_queries, of_few_queries
+from strobe.kernels.sm90.cache_config import MANY_QUERIES, as_attention, config_of_few, least_queries, of_few_queries
 from strobe.kernels.sm90.config import ROWS_PER_GROUP, SMS, Config
 from strobe.kernels.sm90.launch import forward_call
 from strobe.kernels.sm90.tile_list import Apart, list_buffers, list_calls
@@ -43,7 +43,7 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
     attention = as_attention(problem)
     seen = Tensors(**{**vars(tensors), "seqused_kv": tensors.lengths})
     listed = Tensors(**{**vars(seen), "out": None, "lse": None})
-    apart = Apart(least_queries(problem, config), ALWAYS, problem.heads_q // config.tile_heads, arch.sms or SMS)
+    apart = Apart(least_queries(problem, config), MANY_QUERIES, problem.heads_q // config.tile_heads, arch.sms or SMS)
     found = list_calls(attention, listed, config.tile_q, apart)
     if problem.ragged:
         few = of_few_queries(problem)

@@ -1,6 +1,7 @@
 """Attention forward for Hopper in Gluon: TMA, wgmma, warp specialisation, an optimistic softmax.
 
-The grid is persistent: a CTA takes tiles of `tile_q` query rows of one head, one after the other. Its warps have roles:
+The grid is persistent: a CTA takes tiles of `tile_q` query rows of one head, one after the other; or of two heads or three that
+share keys, the same rows of one for each group of consumers (`Config.tile_heads`). Its warps have roles:
 
     role       warps          work
     producer   1              takes tiles from a counter, tells the consumers; copies Q and blocks of K and V in (TMA); over a
