@@ -83,6 +83,14 @@ def test_keys_lie_in_groups_where_these_are_whole_panels_and_blocks_have_several
         assert not cache_config.choose(described(apart)[0], KNOWN["H200"]).grouped
 
 
+@pytest.mark.parametrize("queries", [300, 2000])
+def test_slopes_without_a_causal_mask_keep_the_safe_softmax(queries):
+    """The first block says nothing of the scores of near keys."""
+    for mask, optimistic in ((strobe.Mask(), False), (strobe.Causal(), True)):
+        call = prompts(1, **{**MANY, "n_q": queries, "batch": 4, "alibi": True, "mask": mask})
+        assert cache_config.choose(described(call)[0], KNOWN["H200"]).optimistic == optimistic
+
+
 @pytest.mark.parametrize(("group", "least"), [(1, 17), (2, 17), (3, 43), (4, 17), (7, 37), (8, 17), (16, 21)])
 def test_from_which_number_of_queries_on_the_forward_takes_a_request(group, least):
     """From where its tiles, of two heads if it can be, take less time than those of 64 rows of all heads."""
