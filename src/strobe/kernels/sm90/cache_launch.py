@@ -43,12 +43,12 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
     attention = as_attention(problem)
     seen = Tensors(**{**vars(tensors), "seqused_kv": tensors.lengths})
     listed = Tensors(**{**vars(seen), "out": None, "lse": None})
-    apart = Apart(least_queries(problem, config), MANY_QUERIES, problem.heads_q // config.tile_heads, arch.sms or SMS)
-    found = list_calls(attention, listed, config.tile_q, apart)
+    found = []
     if problem.ragged:
         few = of_few_queries(problem)
+        apart = Apart(least_queries(problem, config), MANY_QUERIES, problem.heads_q // config.tile_heads, arch.sms or SMS)
         (tokens,) = decode_launch.calls(few, tensors, arch, config_of_few(few, arch))
-        found.append(_with(tokens, served=tensors.served))
+        found = [*list_calls(attention, listed, config.tile_q, apart), _with(tokens, served=tensors.served)]
     (noted,) = decode_launch.calls(problem, tensors, arch, of_mma(problem, arch))
     noted = _with(noted, notes=tensors.notes, counters=tensors.counters)
     return [*found, forward_call(attention, seen, arch, config), noted]

@@ -65,17 +65,18 @@ class Apart(NamedTuple):
 def list_tiles(
     listed, served, out, lse, sinks, sink_stride, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, batches, heads, width,
     n_q, n_kv, total_q, total_kv, left, right, prefix, least, most, tiles_abreast, sms,
-    TILE: tl.constexpr, RECORD: tl.constexpr, CHUNK: tl.constexpr, ELEMENTS: tl.constexpr, APART: tl.constexpr,
+    TILE: tl.constexpr, RECORD: tl.constexpr, CHUNK: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """List the tiles of a sequence, and fill its share of the rows that no tile has; the second dim of the grid shares the
-    filling. width: elements of a row of out, of all heads. Without out nothing is filled. APART: whether some are
-    another kernel's (see `Apart`); `served` says which are not."""
+    filling. width: elements of a row of out, of all heads. Without out nothing is filled. Where some are
+    another kernel's (see `Apart`), `served` says which are not."""
     take_program_turn()
     b, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     start_q, rows = sequence(cu_seqlens_q, seqused_q, b, n_q, total_q)
     start_kv, keys = sequence(cu_seqlens_kv, seqused_kv, b, n_kv, total_kv)
-    load = tl.zeros((), tl.int64)
-    if APART:
+    load = None
+    if served is not None:
+        load = tl.zeros((), tl.int64)
         for first in tl.range(0, batches, CHUNK):
             other = first + tl.arange(0, CHUNK)
             at = tl.minimum(other, batches - 1)
@@ -84,7 +85,7 @@ def list_tiles(
             counts = (other < batches) & (others_rows >= least)
             load += tl.sum(tl.where(counts, tl.cdiv(others_rows, TILE).to(tl.int64) * others_keys, 0), 0)
         load = load * tiles_abreast // sms
-    tiles = _tiles(rows, keys, load, least, most, TILE, APART)
+    tiles = _tiles(rows, keys, load, least, most, TILE)
     if part == 0:
         before, total = tiles * 0, tiles * 0
         for first in tl.range(0, batches, CHUNK):
@@ -93,15 +94,15 @@ def list_tiles(
             at = tl.minimum(other, batches - 1)
             _, others_rows = sequence(cu_seqlens_q, seqused_q, at, n_q, total_q)
             others_keys = others_rows
-            if APART:
+            if served is not None:
                 _, others_keys = sequence(cu_seqlens_kv, seqused_kv, at, n_kv, total_kv)
-            others = tl.where(exists, _tiles(others_rows, others_keys, load, least, most, TILE, APART), 0)
+            others = tl.where(exists, _tiles(others_rows, others_keys, load, least, most, TILE), 0)
             earlier = (others > tiles) | ((others == tiles) & (other < b))
             before += tl.sum(tl.where(earlier, others, 0), 0)
             total += tl.sum(others, 0)
         if b == 0:
             tl.store(listed, total)
-        if APART:
+        if served is not None:
             tl.store(served + b, (tiles > 0).to(tl.int32))
         _list(listed, before, tiles, b, start_q, rows, start_kv, keys, TILE, RECORD)
     if out is not None:
@@ -118,10 +119,11 @@ def list_tiles(
 
 
 @triton.jit
-def _tiles(rows, keys, load, least, most, TILE: tl.constexpr, APART: tl.constexpr):
-    """How many tiles of a sequence are listed. load: keys that a multiprocessor walks along in all, for the tiles of all."""
+def _tiles(rows, keys, load, least, most, TILE: tl.constexpr):
+    """How many tiles of a sequence are listed. load: keys that a multiprocessor walks along in all, for the tiles of all; None:
+    no sequence is another kernel's."""
     tiles = tl.cdiv(rows, TILE)
-    if APART:
+    if load is not None:
         tiles = tl.where((rows >= most) | ((rows >= least) & (keys <= 2 * load)), tiles, 0)
     return tiles
 
@@ -249,7 +251,7 @@ def list_calls(problem: AttentionProblem, tensors: Tensors, tile_q: int, apart: 
         batches=lengths.batch, heads=problem.heads_q, width=problem.heads_q * problem.head_dim_v,
         n_q=lengths.seqlen_q, n_kv=lengths.seqlen_kv, total_q=total_q, total_kv=total_kv, left=left, right=right, prefix=prefix,
         least=least, most=most, tiles_abreast=tiles_abreast, sms=sms, TILE=tile_q, RECORD=RECORD.value, CHUNK=CHUNK,
-        ELEMENTS=ELEMENTS, APART=apart is not None,
+        ELEMENTS=ELEMENTS,
         enable_fp_fusion=True, launch_pdl=True,
     ))]  # fmt: skip
 
