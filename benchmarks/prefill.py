@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -111,6 +114,15 @@ def point(batch: int, queries: int, keys: int, heads: tuple[int, int], dim: int,
     return {**at, "us": us, "refused": refused}
 
 
+def warm(batch: int, queries: int, keys: int, heads: tuple[int, int], dim: int, page: int) -> None:
+    """Compile what a point needs of Strobe with one size of page, in a process of its own; it stays in Triton's cache on
+    disk."""
+    for name, call in contestants(batch, queries, keys, *heads, dim, [page]).items():
+        if "FA3" not in name:
+            call()
+    torch.cuda.synchronize()
+
+
 def line(at: dict) -> str:
     """A point: microseconds, and in brackets the ratio to the forward's."""
     forward = at["us"].get("forward")
@@ -133,10 +145,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     heads = tuple(int(x) for x in options.heads.split("/"))
+    asked = product(options.keys, options.head_dims, options.batches, options.queries)
+    places = [(batch, queries, keys, heads, dim) for keys, dim, batch, queries in asked if queries <= keys]
     begin, points = time.monotonic(), []
-    for keys, dim, batch, queries in product(options.keys, options.head_dims, options.batches, options.queries):
-        if queries <= keys and time.monotonic() - begin < options.max_seconds:
-            points.append(point(batch, queries, keys, heads, dim, options.pages))
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
+        for job in [pool.submit(warm, *place, page) for place in places for page in options.pages]:
+            job.exception()  # what does not compile raises again where it is reported
+    for place in places:
+        if time.monotonic() - begin < options.max_seconds:
+            points.append(point(*place, options.pages))
             print(line(points[-1]), flush=True)
     if options.json:
         save(options.json, {"what": "prefill", **provenance(torch.device("cuda")), "rounds": ROUNDS, "points": points})

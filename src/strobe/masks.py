@@ -249,6 +249,16 @@ class Mask:
         left, right, prefix = (None if bound is None else min(bound, MAX_BOUND) for bound in self.band)
         return left, right, prefix
 
+    def within(self, n_q: int, n_kv: int) -> Mask:
+        """The mask of at most n_q rows and n_kv keys, without the bounds that hide none of these, as kernels are faster with
+        fewer: a window that is wider than its sequences is a causal mask."""
+        wide = {
+            "left": self.left is not None and self.left >= n_kv - 1,
+            "right": self.right is not None and self.right >= n_q - 1,
+            "prefix": self.prefix is not None and self.prefix >= n_kv,
+        }
+        return replace(self, **{name: None for name, hides_none in wide.items() if hides_none}) if any(wide.values()) else self
+
     @property
     def is_causal(self) -> bool:
         """True for exactly the causal mask, with nothing else in the conjunction."""

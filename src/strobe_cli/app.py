@@ -255,6 +255,10 @@ def measure(
 def bench_zoo(
     only: Annotated[str | None, typer.Option(help="Comma-separated words: models whose names have one of them.")] = None,
     phase: Annotated[str | None, typer.Option(help="forward or backward; default: both.")] = None,
+    random: Annotated[
+        int | None, typer.Option(help="So many shapes at random, in place of models', forward unless --phase says backward.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of --random; default: 0.")] = None,
     peers: Peers = None,
     rounds: Annotated[
         int | None, typer.Option(help="Rounds at least, more where a balanced order needs it; default: 6.")
@@ -265,7 +269,8 @@ def bench_zoo(
     ] = None,
     part: Annotated[str | None, typer.Option(help="I/N: this part of the points alone, see strobe bench merge.")] = None,
     json: Annotated[
-        str | None, typer.Option(help="Default: benchmarks/results/zoo-<gpu>-<date>.json.", callback=writable)
+        str | None,
+        typer.Option(help="Default: benchmarks/results/zoo-<gpu>-<date>.json; of random shapes random-...", callback=writable),
     ] = None,
     out: Annotated[
         str | None, typer.Option(help="Draw to this PNG or SVG; default: a PNG beside the JSON.", callback=writable)
@@ -273,7 +278,8 @@ def bench_zoo(
     resume: Annotated[bool, typer.Option("--resume", help="Keep the finished points of the file that --json names.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="Print the shapes and where they come from; measure nothing.")] = False,
 ) -> None:
-    """Check and time Strobe and its peers at the shapes of real models, forward and backward (docs/bench.md)."""
+    """Check and time Strobe and its peers at the shapes of real models, or at random ones, forward and backward
+    (docs/bench.md)."""
     from pathlib import Path
 
     from strobe.lab.bench import plan as plans
@@ -281,10 +287,15 @@ def bench_zoo(
     from strobe.lab.bench.bench import bench as run
     from strobe.lab.bench.peers import peers_for
 
-    at_least(1, rounds=rounds)
+    at_least(1, rounds=rounds, random=random)
+    if seed is not None and random is None:
+        raise typer.BadParameter(f"seed belongs to --random, got {seed} without it")
+    if only and random is not None:
+        raise typer.BadParameter(f"only names models, which --random has none of, got {only}")
     backward = None if phase is None else one_of("phase", phase, ("forward", "backward")) == "backward"
     try:
-        points = zoo.points(backward, tuple(only.split(",")) if only else ())
+        words = tuple(only.split(",")) if only else ()
+        points = zoo.points(backward, words) if random is None else zoo.drawn(random, seed or 0, backward)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if list_:
@@ -302,7 +313,7 @@ def bench_zoo(
     path = Path(json) if json else None
     if resume and not (path and path.exists()):
         raise typer.BadParameter(f"resume needs --json with a file that is there, got {json}")
-    plan = plans.Plan(zoo=points, even=max_seconds is not None, **timing)
+    plan = plans.Plan(zoo=points, random=random is not None, even=max_seconds is not None, **timing)
     try:
         plans.some(plan.points())
         status = run(plan, where, command_given(sys.argv[1:]), path, resume, picture_path(out))

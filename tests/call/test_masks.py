@@ -70,6 +70,29 @@ def test_ranges_leave_out_what_causal_and_window_hide():
     assert masks.q_range(100, 199, 0, 1000, *mask.band) == (100, 210)
 
 
+@pytest.mark.parametrize("mask", BANDS, ids=str)
+def test_bounds_that_hide_nothing_are_left_out(mask):
+    """Of these sizes, and of smaller ones, as sequences of a batch have."""
+    for n_q, n_kv in SIZES:
+        fewer = mask.within(n_q, n_kv)
+        for rows, keys in itertools.product(range(1, n_q + 1), range(1, n_kv + 1)):
+            assert torch.equal(table(fewer, rows, keys), table(mask, rows, keys))
+
+
+def test_bounds_that_hide_something_are_kept():
+    for n_q, n_kv in SIZES:
+        assert strobe.Window(n_kv - 1, n_q - 1).within(n_q, n_kv) == strobe.Prefix(n_kv).within(n_q, n_kv) == strobe.Full()
+        for mask in (strobe.Window(max(0, n_kv - 2)), strobe.Window(None, max(0, n_q - 2)), strobe.Prefix(n_kv - 1)):
+            hides = not table(mask, n_q, n_kv).all()
+            assert mask.within(n_q, n_kv) == mask or not hides
+
+
+def test_a_window_that_is_wider_than_its_sequences_is_a_causal_mask():
+    q, k, v = (torch.randn(1, 64, 2, 16) for _ in range(3))
+    for left, says in ((63, "mask causal"), (62, "mask window(left=62, right=0)")):
+        assert says in str(strobe.explain(q, k, v, mask=strobe.Window(left, 0)))
+
+
 @pytest.mark.parametrize("a", BANDS[::5], ids=str)
 @pytest.mark.parametrize("b", BANDS[::7], ids=str)
 def test_conjunction(a, b):

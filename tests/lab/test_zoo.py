@@ -163,6 +163,25 @@ def test_little_time_is_shared_out_evenly(max_seconds, monkeypatch):
     assert run._share(run.points[1]) == pytest.approx(0.1)
 
 
+def test_shapes_at_random_are_whole_and_of_every_kind():
+    found = zoo.drawn(300, seed=3)
+    assert found == zoo.drawn(300, seed=3) and found[:9] == zoo.drawn(9, seed=3) and found != zoo.drawn(300, seed=4)
+    assert len({str(point) for point in found}) == 300
+    for point in found:
+        tokens = point.batch * point.length if point.packed is None else sum(point.packed)
+        assert point.heads % point.heads_kv == 0 and 0 < tokens < 2 * zoo.TOKENS and zoo.source_of(point.model)
+        assert explain_problem(point.problem(), KNOWN["H200"]).chosen == "sm90"
+    assert {point.heads_kv for point in found} == {heads_kv for _, heads_kv in zoo.HEADS}
+    assert 100 < sum(point.packed is not None for point in found) < 200 and min(point.length for point in found) < 60
+    assert all(point.backward for point in zoo.drawn(3, backward=True))
+
+
+def test_a_run_of_shapes_at_random_is_no_zoo(tmp_path, capsys):
+    report = bench.Run(plan(random=True), CPU, "strobe bench zoo --random 5").run()
+    assert report["what"] == "random" and default_path(report).name.startswith("random-cpu-")
+    assert plot.draw_random(report, tmp_path / "random.png")[0].stat().st_size > 5_000
+
+
 def test_the_command_lists_shapes_and_refuses_what_is_none():
     listed = command("bench", "zoo", "--list", "--only", "gpt-oss,cross", "--phase", "forward")
     lines = listed.stdout.splitlines()
@@ -171,3 +190,10 @@ def test_the_command_lists_shapes_and_refuses_what_is_none():
         and "gpt-oss, window: 1 x 8192, heads 64/8, D=64, window 128, sinks (openai/gpt-oss-20b, config.json)" in lines
     )
     assert "only must name some" in " ".join(command("bench", "zoo", "--only", "nobody").output.split())
+    drawn = command("bench", "zoo", "--list", "--random", "3", "--seed", "2").stdout.splitlines()
+    assert len(drawn) == 3 and all("of seed 2: " in line and line.endswith("(drawn at random)") for line in drawn)
+    for words, says in (
+        (("--seed", "1"), "seed belongs to --random, got 1"), (("--random", "2", "--only", "x"), "only names models"),
+        (("--random", "0"), "random must be"),
+    ):  # fmt: skip
+        assert says in " ".join(command("bench", "zoo", *words).output.split())

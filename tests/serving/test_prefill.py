@@ -86,7 +86,7 @@ def test_keys_lie_in_groups_where_these_are_whole_panels_and_blocks_have_several
 @pytest.mark.parametrize(("queries", "batch", "keys"), [(511, 1, 64), (512, 1, 128), (1535, 2, 64), (1536, 2, 128)])
 def test_short_prompts_have_small_blocks(queries, batch, keys):
     """One alone may be a chunk, with many keys ahead of it."""
-    call = prompts(1, **{**MANY, "n_q": queries, "batch": batch, "head_dim": 64, "head_dim_v": 64, "room": 4096})
+    call = prompts(1, **{**MANY, "n_q": queries, "batch": batch, "head_dim": 64, "head_dim_v": 64, "room": 16384})
     config = cache_config.choose(described(call)[0], KNOWN["H200"])
     assert config.tile_kv == keys
 

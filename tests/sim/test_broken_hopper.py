@@ -28,6 +28,8 @@ KERNEL = Kernel(FORWARD, 90, CAUSAL, Config(64, 64, 2, 64, 2))
 WINDOW = replace(CAUSAL, mask="window")
 # Six tiles of one block.
 SHORT = replace(CAUSAL, n_q=700, n_kv=50, mask="full")
+# Two heads a tile.
+TOGETHER = {"case": replace(CAUSAL, batch=2, heads_q=4, heads_kv=2), "config": {"tile_heads": 2}}
 # Tiles that see nothing.
 BLIND = replace(CAUSAL, n_kv=100)
 TOO_EARLY = (Race, Uninitialised)
@@ -425,6 +427,8 @@ BUGS = [
 ]
 
 WRONG_NUMBERS = [
+    kernel("both groups have the first head's Q", "head_of_group(w, work.head", "head_of_group(0, work.head", (), **TOGETHER),
+    kernel("heads of LSE for tiles, not for heads", "(K.heads.heads * K.C.tile_heads)", "K.heads.heads", LOST, **TOGETHER),
     kernel("V lags a block behind", "            i = next\n", "", ()),
     tma(
         "both chunks of columns are the first",

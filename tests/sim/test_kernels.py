@@ -113,6 +113,31 @@ HOPPER = [
     (replace(SEVERAL, mask="functions"), FP16, hopper(groups=3)),
     (replace(SEVERAL, seqused=True, batch=4, mask="window"), BF16, hopper()),
     (replace(SEVERAL, seqused=True, packed=True, sinks=True, batch=4), FP16, hopper(q_stages=1)),
+    # Heads that share keys share a tile: of some rows that are none, that see nothing, of what knows its head.
+    (case(150, 200, heads=(4, 2), batch=2, head_dim=64), BF16, hopper(tile_heads=2)),
+    (case(150, 333, heads=(4, 1), head_dim=64, mask="causal"), FP16, hopper(tile_heads=2, tile_kv=128, num_stages=3, slots=4)),
+    (case(150, 200, heads=(6, 2), batch=2, head_dim=64, mask="causal"), BF16, hopper(groups=3, tile_heads=3)),
+    (case(300, 130, heads=(4, 2), head_dim=64, mask="window"), FP16, hopper(tile_heads=2, num_stages=3)),
+    (case(200, 90, heads=(2, 1), head_dim=64, mask="causal"), BF16, hopper(tile_heads=2)),
+    (case(90, 77, heads=(4, 2), batch=3, head_dim=64, mask="causal"), FP16, hopper(tile_heads=2, slots=4, static=True)),
+    (case(150, 200, heads=(4, 2), batch=4, head_dim=64, packed=True), FP16, hopper(tile_heads=2)),
+    (case(300, 200, heads=(4, 1), batch=3, head_dim=96, mask="causal", packed=True), BF16, hopper(96, tile_heads=2, slots=4)),
+    (
+        case(150, 170, heads=(2, 1), batch=3, head_dim=192, head_dim_v=128, mask="prefix", packed=True),
+        BF16,
+        hopper(192, 128, q_stages=1, tile_heads=2),
+    ),
+    (replace(SEVERAL, head_dim=256, n_kv=100), BF16, hopper(256, q_stages=1, o_buffers=2, tile_heads=2)),
+    (replace(SEVERAL, logits=30.0, mask="causal"), BF16, hopper(optimistic=False, tile_heads=2)),
+    (replace(SEVERAL, softcap=3.0, mask="causal"), FP16, hopper(tile_heads=2)),
+    (replace(SEVERAL, alibi=True, mask="causal", batch=2), BF16, hopper(optimistic=False, tile_heads=2)),
+    (replace(SEVERAL, bias=True, batch=2), FP16, hopper(optimistic=False, tile_heads=2)),
+    (replace(SEVERAL, sinks=True, n_kv=100, mask="causal"), BF16, hopper(tile_heads=2)),
+    (replace(SEVERAL, mask="functions"), FP16, hopper(tile_heads=2)),
+    (replace(SEVERAL, mask="documents", batch=2), BF16, hopper(tile_heads=2)),
+    (replace(SEVERAL, dropout=0.3, mask="causal", batch=2), BF16, hopper(tile_heads=2)),
+    (replace(SEVERAL, seqused=True, batch=4, mask="window"), BF16, hopper(tile_heads=2)),
+    (replace(SEVERAL, seqused=True, packed=True, sinks=True, batch=4), FP16, hopper(q_stages=1, tile_heads=2)),
 ]
 
 
@@ -167,7 +192,9 @@ def test_hopper_leaves_its_counters_as_they_were():
 
 
 @pytest.mark.parametrize("dtype, excess, noted", [(BF16, 118, 0), (BF16, 121, 1), (FP16, 14, 0), (FP16, 17, 1)], ids=str)
-@pytest.mark.parametrize("row, config", [(140, hopper()), (200, hopper(q_stages=1, groups=3)), (299, hopper(optimistic=False))])
+@pytest.mark.parametrize("row, config", [
+    (140, hopper()), (200, hopper(q_stages=1, groups=3)), (299, hopper(optimistic=False)), (140, hopper(tile_heads=2)),
+])  # fmt: skip
 def test_a_later_block_beyond_the_first_is_noted(row, config, dtype, excess, noted):
     """One score of one row is 2^excess times the others: the 64 rows around it are noted where that is too much."""
     t = tensors(case(300, 333, heads=(2, 1), head_dim=64), dtype)
@@ -189,6 +216,8 @@ WILD = [
     (case(300, 500, head_dim=64, logits=60.0, mask="prefix"), hopper()),
     (case(300, 500, batch=3, head_dim=64, logits=60.0, mask="causal", packed=True), hopper()),
     (case(300, 100, head_dim=64, logits=30.0, mask="causal", sinks=True), hopper()),
+    (case(300, 333, heads=(4, 2), batch=2, head_dim=64, logits=30.0, mask="causal"), hopper(tile_heads=2)),
+    (case(300, 500, heads=(2, 1), batch=3, head_dim=64, logits=60.0, packed=True), hopper(tile_heads=2)),
 ]
 
 
@@ -343,9 +372,9 @@ def test_blackwell_in_pairs(case, dtype, config, order, seed):
 
 @pytest.mark.parametrize("backend, config, n_q, noted", [
     ("sm90", hopper(), 300, [0, 0, 0, 0, 1]),
-    ("sm90", hopper(groups=3), 1, [1]),
+    ("sm90", hopper(groups=3), 2, [1]),
     pytest.param("sm100", blackwell(), 300, [0, 0, 0, 0, 1], marks=needs_tcgen05),
-    pytest.param("sm100", blackwell(), 1, [1], marks=needs_tcgen05),
+    pytest.param("sm100", blackwell(), 2, [1], marks=needs_tcgen05),
 ], ids=short)  # fmt: skip
 def test_a_nan_leaves_notes(backend, config, n_q, noted):
     """Of the 64 rows around those that may see it; the rows beyond the last, which a tile has, write none."""

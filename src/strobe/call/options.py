@@ -110,6 +110,16 @@ def describe(operands: Operands, options: Options, phase: Phase = "forward", lea
         lengths = Varlen(batch, total_q, total_kv, min(options.max_q, total_q), min(options.max_kv, total_kv))
     else:
         lengths = Dense(q.shape[0], q.shape[1], k.shape[1])
+    mask = Mask(
+        options.left,
+        options.right,
+        options.prefix,
+        SOME_DOCUMENTS if operands.document_q is not None else None,
+        known(options.mask_function),
+        None if operands.block_pairs is None else BlockFacts(*operands.block_pairs.shape[1:]),
+    )
+    if operands.places is None:  # else bounds count from positions in sequences that are longer than what is here
+        mask = mask.within(lengths.seqlen_q, lengths.seqlen_kv)
     return AttentionProblem(
         lengths=lengths,
         heads_q=q.shape[-2],
@@ -118,14 +128,7 @@ def describe(operands: Operands, options: Options, phase: Phase = "forward", lea
         head_dim_v=v.shape[-1],
         dtype=q.dtype,
         scale=options.scale,
-        mask=Mask(
-            options.left,
-            options.right,
-            options.prefix,
-            SOME_DOCUMENTS if operands.document_q is not None else None,
-            known(options.mask_function),
-            None if operands.block_pairs is None else BlockFacts(*operands.block_pairs.shape[1:]),
-        ),
+        mask=mask,
         score=ScoreFacts(
             options.softcap,
             function=known(options.score_function),

@@ -32,7 +32,7 @@ def launch_traced(problem: AttentionProblem, operands: Operands, config: Config)
     ValueError if the stamps are 2^31 or more: the kernel counts them in int32."""
     _, heads, rows = lse_shape(problem)
     blocks = -(-problem.lengths.seqlen_kv // config.tile_kv)
-    shape = (blocks, problem.lengths.batch * heads * -(-rows // config.tile_q), ROLES.value, COUNT.value)
+    shape = (blocks, problem.lengths.batch * (heads // config.tile_heads) * -(-rows // config.tile_q), ROLES.value, COUNT.value)
     if math.prod(shape) >= 2**31:
         raise ValueError(f"a traced launch takes fewer than 2^31 stamps, got {shape[0]} key blocks in {shape[1]} CTAs")
     trace = torch.zeros(shape, dtype=torch.int64, device=operands.q.device)

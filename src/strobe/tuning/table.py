@@ -33,8 +33,8 @@ Band = tuple[int | None, int | None, int | None]
 class Shape:
     """Everything beside the head dims that the choice of a config depends on.
 
-    mask: "full", "causal" or "window". keys: the most keys that a row sees, which a tile walks along. sequences: how many there
-    are, of `length` queries each (packed ones count with their mean length). heads: heads of queries.
+    mask: "full", "causal" or "window". keys: the most keys that a row sees. sequences: how many there are, of `length` queries
+    each, or if they are uneven, as packed ones may be, in the mean. heads: heads of queries.
     """
 
     mask: str
@@ -42,6 +42,7 @@ class Shape:
     sequences: int
     length: int
     heads: int
+    uneven: bool = False
 
     @classmethod
     def of(cls, lengths: Lengths, heads: int, band: Band) -> Shape:
@@ -50,13 +51,33 @@ class Shape:
             n_q, n_kv = lengths.seqlen_q, lengths.seqlen_kv
         else:
             n_q, n_kv = (-(-total // max(1, lengths.batch)) for total in (lengths.total_q, lengths.total_kv))
-        return cls(*mask_class(band, n_kv), max(1, lengths.batch), max(1, n_q), heads)
+        uneven = not isinstance(lengths, Dense)
+        return cls(*mask_class(band, n_kv), max(1, lengths.batch), max(1, n_q), heads, uneven)
 
-    def share(self, tile_q: int, sms: int) -> float:
-        """The share of rows of the problem among all rows that a GPU has time for until the last tile is done: small where a
-        few large tiles leave multiprocessors idle, or reach beyond the ends of sequences."""
-        tiles = self.sequences * self.heads * -(-self.length // tile_q)
-        return self.sequences * self.heads * self.length / (-(-tiles // sms) * sms * tile_q)
+    def share(self, tile_q: int, tile_kv: int, sms: int, tile_heads: int = 1) -> float:
+        """The share of the problem's scores among all that a GPU has time for until the last tile is done, of tile_q rows of
+        tile_heads heads: small where a few large tiles leave multiprocessors idle, or reach beyond the ends of sequences, or
+        blocks of tile_kv keys do, or have many keys that a mask hides."""
+        tiles = self.sequences * self.heads / tile_heads * self._parts(self.length, tile_q)
+        rows = math.ceil(tiles / sms) * sms * tile_q * tile_heads
+        seen, walked = self._keys(tile_q, tile_kv)
+        return self.sequences * self.heads * self.length / rows * seen / walked
+
+    def _parts(self, length: int, size: int) -> float:
+        """Parts of a size, or of less at the end, that a sequence has; the last of an uneven one is half full, in the mean."""
+        return max(1.0, length / size + 0.5) if self.uneven else -(-length // size)
+
+    def _keys(self, tile_q: int, tile_kv: int) -> tuple[float, float]:
+        """Keys that a row sees, and that a tile walks along, in the mean."""
+        most = self._parts(self.keys, tile_kv) * tile_kv
+        if self.mask == "full":
+            return self.keys, most
+        # A row begins where a tile or a block does, or anywhere between.
+        beyond = tile_kv - math.gcd(tile_q, tile_kv)
+        if self.mask == "window":
+            return self.keys, self.keys + tile_q + beyond
+        seen = self.keys - min(self.length, self.keys) / 2
+        return seen, min(seen + (tile_q + beyond) / 2, most)
 
 
 def mask_class(band: Band, n_kv: int) -> tuple[str, int]:

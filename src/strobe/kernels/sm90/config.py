@@ -201,13 +201,24 @@ NARROW_GAIN = 1.2
 longer, and in three groups more query rows share what it brings. Head dim 40, 8 x 4096, 8 heads, on an H100: 471 us, with
 two groups 582."""
 
-FEW_KEYS, FEW_CAUSAL_KEYS = 4800, 8192
-"""Keys that a multiprocessor walks along in all, up to which blocks of 64 keys are faster at head dims 128 and 160, as the
-first and the last block of its tiles overlap with less; more where each tile has a block of which a mask leaves half, unless
-the table prefers three groups for their number of tiles. On an H100, of the time in blocks of 128 keys, head dim 128: causal,
-1 x 2048, 32 heads (4096 keys) 0.93; 3 x 1999, 13 heads (4997) 0.95; 8 x 1024, 24 heads (6144) 0.92; 1 x 3072, 24 heads (7680)
-0.98; 4 x 2048, 16 heads (8192) 0.96, 2 x 4096, 8 heads 1.00; 1 x 8192, 8 heads (16384) 1.06; full, 1 x 2048, 16 heads (4096)
-0.89; 2 x 2048 and 8 x 1024, 16 heads (8192) 1.02 and 0.99."""
+FEW_KEYS, FEW_MASKED_KEYS = 4800, 8192
+"""Keys that a multiprocessor walks along in all, up to which blocks of 64 keys are faster, as the first and the last block of
+its tiles overlap with less; at head dims 64 and 96 not where all keys are seen. More (the second) where tiles have a block of
+which a mask leaves half: windows, and causal masks from head dim 128 on, unless the table prefers three groups for their number
+of tiles. On an H100, of the time in blocks of 128 keys, head dim 128: causal, 1 x 2048, 32 heads (4096 keys) 0.93; 3 x 1999, 13
+heads (4997) 0.95; 8 x 1024, 24 heads (6144) 0.92; 1 x 3072, 24 heads (7680) 0.98; 4 x 2048, 16 heads (8192) 0.96, 2 x 4096, 8
+heads 1.00; 1 x 8192, 8 heads (16384) 1.06; full, 1 x 2048, 16 heads (4096) 0.89; 2 x 2048 and 8 x 1024, 16 heads (8192) 1.02
+and 0.99. On an H200, of the time by the table, 16 heads, head dim 64 | 96 | 128: windows of 256 keys, 2 x 4096 (2048) 0.93 |
+0.92 | 0.95, 32 x 300 (3072) 0.87 | 0.91 | 0.91, 40 sequences of 76 to 2022 (6400) 0.85 | 0.87 | 0.91; of 512, 1 x 16384 (15872)
+1.06 | - | 1.00; causal, 32 x 300 (1800) 0.98 | 0.92, 8 of 100 to 1500 (2800) 0.96 | 0.95, 8 x 1000 (4000) 0.98 | 0.97, 5 of
+777 to 4000 (14052) 1.08 | 1.07; full, 4 x 700 (2100) 1.07 | 1.07."""
+
+FEWEST_KEYS = 256
+"""Keys of a row, up to which four tiles are known at a time (what goes ahead of a tile takes longer than its products), and at
+head dims 64 and 96 two groups and blocks of 64 keys are faster in any case. An H200, packed, microseconds: causal, 32 heads on
+8, head dim 128 | 64 (with two tiles known), 64 sequences of 100 53 (62) | 43 (49), 100 of 10 to 406 205 (211) | 148 (156), 32
+of 300 level; full, 16 heads, head dim 64 | 96 (by the table), 16 of 60 to 285 21 (26) | 28 (32), 100 of 10 to 406 97 (102) |
+125 (129)."""
 
 _SPARE_REGISTERS = 30
 """Registers that a consumer needs for all but its parts of O, S and P."""
@@ -271,41 +282,70 @@ class Choice(NamedTuple):
 
 
 def _choice(problem: AttentionProblem) -> Choice:
+    config, origin = _of_one_head(problem)
+    shape = _shape(problem)
+    if shape.keys <= FEWEST_KEYS:
+        config = replace(config, slots=4)
+    return Choice(_sharing(config, shape, problem.group), origin)
+
+
+def _of_one_head(problem: AttentionProblem) -> Choice:
+    """The choice for tiles of one head."""
     mask, score = problem.mask, problem.score
     dims = padded(problem.head_dim), padded(problem.head_dim_v)
     if score.changed or mask.function is not None:
         return _spacious(*dims, 64)
     if mask.documents is not None:
         return _spacious(*dims, 128 if dims[0] <= 128 else 64)  # head dim 192 would spill 252 bytes (Triton 3.9)
-    found = _ranked(problem.head_dim, problem.head_dim_v, problem.heads_q, problem.lengths, mask.left, mask.right, mask.prefix)
+    heads = problem.heads_q, problem.group
+    found = _ranked(problem.head_dim, problem.head_dim_v, *heads, problem.lengths, mask.left, mask.right, mask.prefix)
     return Choice(_adapted(found.config, problem), found.origin)
+
+
+def _sharing(config: Config, shape: Shape, group: int) -> Config:
+    """The config, with heads that share K and V in a tile where that leaves less of it empty or masked."""
+    if group % config.groups:
+        return config
+    together = replace(config, tile_heads=config.groups)
+    return max(config, together, key=functools.partial(_share, shape))
+
+
+def _share(shape: Shape, config: Config) -> float:
+    return shape.share(config.tile_q, config.tile_kv, SMS, config.tile_heads)
+
+
+def _shape(problem: AttentionProblem) -> Shape:
+    return Shape.of(problem.lengths, problem.heads_q, problem.mask.band)
 
 
 def _adapted(config: Config, problem: AttentionProblem) -> Config:
     """A table's config, changed for what no table measures; measured on an H100. Head dims up to 80 in 80 columns instead of
     96: 8 x 1024 rows, 8 heads 55.5 us instead of 57.7 (in three groups 52.1 instead of 54.5); 8 x 2048, 32 heads, causal, 385
-    instead of 404. Few keys, in 64 columns, which a mask keeps from the kernel for few keys: two groups, tiles in a fixed order
-    of which four are known. 77 rows and keys, causal, 1536 heads: 30.5 us instead of 38.8. But with 197 keys it is slower.
-    A few tiles, of few blocks: see FEW_KEYS."""
-    columns = max(problem.head_dim, problem.head_dim_v)
-    if (config.head_dim, config.head_dim_v) in ((128, 128), (160, 160)) and _walks_few(config, problem):
-        return _spacious(config.head_dim, config.head_dim_v, 64).config
-    if (config.head_dim, config.head_dim_v) == (96, 96) and columns <= NARROWED and not problem.partial:
+    instead of 404. Few keys, in 64 columns, which a mask keeps from the kernel for few keys: two groups, tiles in a fixed
+    order. 77 rows and keys, causal, 1536 heads: 30.5 us instead of 38.8. But with 197 keys it is slower. A few tiles, of few
+    blocks: see FEW_KEYS."""
+    columns, dims = max(problem.head_dim, problem.head_dim_v), (config.head_dim, config.head_dim_v)
+    if dims in ((64, 64), (96, 96), (128, 128), (160, 160)) and _walks_few(config, _shape(problem)):
+        config = _spacious(*dims, 64).config
+    if dims == (96, 96) and columns <= NARROWED and not problem.partial:
         config = replace(config, head_dim=NARROWED, head_dim_v=NARROWED, o_buffers=1)
     few = isinstance(problem.lengths, Dense) and problem.lengths.seqlen_kv <= SHORT_KEYS and not problem.seqused
-    if few and (config.head_dim, config.head_dim_v) == (64, 64):
-        config = replace(config, groups=2, slots=4, static=True)
-    return config
+    return replace(config, groups=2, static=True) if few and dims == (64, 64) else config
 
 
-def _walks_few(config: Config, problem: AttentionProblem) -> bool:
-    """Whether the tiles of a multiprocessor see few keys, one after the other: see FEW_KEYS. Of causal ones half of them count.
-    (Windows are as their points in the table say.)"""
-    shape = Shape.of(problem.lengths, problem.heads_q, problem.mask.band)
+def _walks_few(config: Config, shape: Shape) -> bool:
+    """Whether the tiles of a multiprocessor see few keys, one after the other: see FEW_KEYS. Of causal ones half of them
+    count."""
     tiles = shape.sequences * shape.heads * -(-shape.length // config.tile_q)
-    causal = shape.mask == "causal"
-    walked = -(-tiles // SMS) * shape.keys // (2 if causal else 1)
-    return shape.mask != "window" and walked <= (FEW_CAUSAL_KEYS if causal and config.groups == 2 else FEW_KEYS)
+    walked = -(-tiles // SMS) * shape.keys
+    narrow = config.head_dim < 128
+    if shape.mask == "window":
+        few = walked <= FEW_MASKED_KEYS
+    elif shape.mask == "causal":
+        few = walked // 2 <= (FEW_KEYS if narrow or config.groups == 3 else FEW_MASKED_KEYS)
+    else:
+        few = walked <= FEW_KEYS and not narrow
+    return few or (narrow and shape.keys <= FEWEST_KEYS)
 
 
 def of_short_prompts(problem: AttentionProblem) -> Config:
@@ -324,8 +364,9 @@ def _spacious(head_dim: int, head_dim_v: int, keys: int) -> Choice:
 
 
 @functools.lru_cache(maxsize=4096)
-def _ranked(head_dim, head_dim_v, heads, lengths, left, right, prefix) -> Choice:
-    """The choice for plain scores and a band, by arguments that are fast to compare and keep no tensor alive."""
+def _ranked(head_dim, head_dim_v, heads, group, lengths, left, right, prefix) -> Choice:
+    """The choice for plain scores and a band, by arguments that are fast to compare and keep no tensor alive; heads that could
+    share a tile have yet to (see `_sharing`)."""
     narrow = max(head_dim, head_dim_v) < 64
     head_dim, head_dim_v = padded(head_dim), padded(head_dim_v)
     entry = entries("sm90").get((head_dim, head_dim_v))
@@ -338,7 +379,7 @@ def _ranked(head_dim, head_dim_v, heads, lengths, left, right, prefix) -> Choice
     def speed(name: str) -> float:
         config = _parsed(head_dim, head_dim_v, name)
         rate = nearest.tflops[name] * (NARROW_GAIN if narrow and config.groups == 3 else 1.0)
-        return rate * shape.share(config.tile_q, SMS) / nearest.shape.share(config.tile_q, SMS)
+        return rate * _share(shape, _sharing(config, shape, group)) / _share(nearest.shape, config)
 
     best = max(entry.kept, key=speed)
     where = f"{nearest.shape.mask}, {nearest.shape.keys} keys a row"

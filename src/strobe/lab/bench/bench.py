@@ -368,7 +368,7 @@ class Run:
         self.unusable: Unusable = {}
         self.report: dict = {
             "schema": SCHEMA,
-            "what": "zoo" if plan.zoo is not None else "backward" if plan.backward else "forward",
+            "what": plan.what,
             **provenance(device, command),
             "stopped": "not finished",
             "protocol": {
@@ -766,9 +766,10 @@ def bench(
     show(report)
     console.print(f"written: {target}", markup=False)
     if report["points"]:
-        from strobe.lab.bench.plot import draw, draw_zoo
+        from strobe.lab.bench.plot import draw, draw_random, draw_zoo
 
-        for drawn in (draw if plan.zoo is None else draw_zoo)(report, picture or target.with_suffix(".png")):
+        draws = {"zoo": draw_zoo, "random": draw_random}.get(plan.what, draw)
+        for drawn in draws(report, picture or target.with_suffix(".png")):
             console.print(f"written: {drawn}", markup=False)
     failed = any("refused" in point["results"].get("strobe", {}) for point in report["points"])
     return 1 if failed or (report["stopped"] or "").startswith("the GPU failed") else 0

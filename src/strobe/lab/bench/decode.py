@@ -33,7 +33,7 @@ from strobe.lab.bench.bench import Clock, CpuClock, CudaClock, balanced_order
 from strobe.lab.bench.decode_peers import OURS, Contender, Inputs, Plan, Point, described, peers_for
 from strobe.lab.bench.failures import compact
 from strobe.lab.bench.machine import provenance, snapshot
-from strobe.lab.bench.plot import AHEAD, BEHIND, CEILING, PEERS, STROBE, over_lengths, plt
+from strobe.lab.bench.plot import CEILING, PEERS, STROBE, draw_speeds, over_lengths, plt
 from strobe.lab.bench.plot import save as save_picture
 from strobe.lab.bench.report import arch_of as arch_named
 from strobe.lab.bench.report import closest, default_path, verdicts
@@ -311,25 +311,12 @@ def show(report: dict) -> None:
 
 
 def draw(report: dict, path: Path) -> Path:
-    """Draw a report; of steps at random Strobe's speed over the best peer's, else rates. Returns the path."""
-    return draw_speeds(report, path) if report.get("random") else draw_rates(report, path)
-
-
-def draw_speeds(report: dict, path: Path) -> Path:
-    """Draw each step's speed over its best peer's, against the bytes of its keys and values."""
+    """Draw a report; of steps at random Strobe's speed over the best peer's, against the bytes of keys and values, else rates.
+    Returns the path."""
+    if not report.get("random"):
+        return draw_rates(report, path)
     found = [(facts["bytes"], found[1].value) for facts in report["points"] if (found := closest(facts["results"]))]
-    figure, panel = plt.subplots(figsize=(7.0, 4.2), layout="constrained")
-    ahead, behind = [x for x in found if x[1] >= 1], [x for x in found if x[1] < 1]
-    for color, name, some in ((AHEAD, "ahead", ahead), (BEHIND, "behind", behind)):
-        panel.scatter([x for x, _ in some], [y for _, y in some], s=14, color=color, label=f"{name} at {len(some)}")
-    panel.axhline(1.0, color=CEILING, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
-    panel.set_xscale("log")
-    panel.set_xlabel("bytes of keys and values")
-    panel.set_ylabel("speed of Strobe over the best peer's")
-    middle = f", {median(y for _, y in found):.2f} in the median" if found else ""
-    panel.set_title(f"{len(found)} steps at random, {report['device']['name']}, {report['date'][:10]}{middle}", fontsize=10)
-    panel.legend(fontsize=8, frameon=False)
-    return save_picture(figure, path, dpi=130)
+    return draw_speeds(found, report, path, "bytes of keys and values", "steps")
 
 
 def draw_rates(report: dict, path: Path) -> Path:

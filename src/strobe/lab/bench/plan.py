@@ -248,7 +248,16 @@ class Plan:
     part: tuple[int, int] = (1, 1)
     """Which part of the points, of how many; the first holds what matters most."""
     zoo: tuple[Point, ...] | None = None
-    """Shapes of models to measure, instead of grids, in this order."""
+    """Shapes to measure, instead of grids, in this order."""
+    random: bool = False
+    """Whether these shapes were drawn at random, instead of models'."""
+
+    @property
+    def what(self) -> str:
+        """What is measured, in a word: the name of a report's file begins with it."""
+        if self.zoo is not None:
+            return "random" if self.random else "zoo"
+        return "backward" if self.backward else "forward"
 
     def points(self) -> list[Point]:
         """The points of the plan's part in the order of measurement: dtype by dtype, and each by length as in `BY_WEIGHT`, so

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
+from statistics import fmean, median
 from typing import Literal
 
 import matplotlib
@@ -64,6 +65,30 @@ def draw(report: dict, path: Path) -> list[Path]:
     for dtype, target in zip(dtypes, paths, strict=True):
         _draw(report, [facts for facts in report["points"] if facts["dtype"] == dtype], target)
     return paths
+
+
+def draw_speeds(found: Sequence[tuple[float, float]], report: dict, path: Path, across: str, what: str) -> Path:
+    """Writes a picture, PNG or SVG, of problems at random. found: what stands across, and Strobe's speed over the best peer's.
+    across: what stands there, in words; what: what was measured."""
+    figure, panel = plt.subplots(figsize=(7.0, 4.2), layout="constrained")
+    ahead, behind = [x for x in found if x[1] >= 1], [x for x in found if x[1] < 1]
+    for color, name, some in ((AHEAD, "ahead", ahead), (BEHIND, "behind", behind)):
+        panel.scatter([x for x, _ in some], [y for _, y in some], s=14, color=color, label=f"{name} at {len(some)}")
+    panel.axhline(1.0, color=CEILING, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+    panel.set_xscale("log")
+    panel.set_xlabel(across)
+    panel.set_ylabel("speed of Strobe over the best peer's")
+    middle = f", {median(y for _, y in found):.2f} in the median" if found else ""
+    panel.set_title(f"{len(found)} {what} at random, {report['device']['name']}, {report['date'][:10]}{middle}", fontsize=10)
+    panel.legend(fontsize=8, frameon=False)
+    return save(figure, path, dpi=130)
+
+
+def draw_random(report: dict, path: Path) -> list[Path]:
+    """Writes the picture of shapes at random: Strobe's speed over the best peer's against the tokens of a sequence."""
+    shown = [(Point.of(facts), found[1].value) for facts in report["points"] if (found := closest(facts["results"]))]
+    across = [(fmean(point.packed) if point.packed else point.length, ratio) for point, ratio in shown]
+    return [draw_speeds(across, report, path, "tokens of a sequence, in the mean", "shapes")]
 
 
 def draw_zoo(report: dict, path: Path) -> list[Path]:

@@ -123,6 +123,30 @@ def points(backward: bool | None = None, only: tuple[str, ...] = ()) -> tuple[Po
     return tuple(found)
 
 
+HEADS = ((32, 8), (64, 8), (28, 4), (40, 8), (16, 2), (24, 8), (8, 1), (16, 16), (12, 12), (32, 32), (5, 5))
+DIMS = (*4 * ((128, 128),), (64, 64), (64, 64), (80, 80), (96, 96), (192, 128), (256, 256))
+DRAWN_MASKS = (*4 * ("causal",), "full", "full", "window 128", "window 1024")
+"""What shapes at random are drawn from: a value that is there twice is drawn twice as often."""
+
+SHORTEST, LONGEST, TOKENS = 30, 8192, 32768
+"""Tokens of a sequence, and of all."""
+
+
+def drawn(number: int, seed: int = 0, backward: bool | None = None) -> tuple[Point, ...]:
+    """Shapes that nobody chose, with numbers for names: sequences of any length, as likely of 30 to 60 tokens as of 3k to 6k,
+    any number of them, in half of the shapes packed, of log-normal lengths with that mean; forward, or `backward` alone."""
+    rng, found = random.Random(seed), []
+    for i in range(number):
+        length = round(SHORTEST * (LONGEST / SHORTEST) ** rng.random())
+        batch = round((TOKENS // length) ** rng.random())
+        heads, dims, mask = rng.choice(HEADS), rng.choice(DIMS), rng.choice(DRAWN_MASKS)
+        packed = lengths_like(length, batch, seed=i) if rng.random() < 0.5 else None
+        longest = length if packed is None else max(packed)
+        name = f"shape {i + 1} of seed {seed}"
+        found.append(Point(batch, longest, *heads, *dims, "bf16", mask, bool(backward), name, packed=packed))
+    return tuple(found)
+
+
 def source_of(model: str) -> str:
     """Where the numbers of a model's shape are published."""
-    return next(shape.source for shape in FORWARD if shape.point.model == model)
+    return next((shape.source for shape in FORWARD if shape.point.model == model), "drawn at random")

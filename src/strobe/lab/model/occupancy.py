@@ -172,6 +172,7 @@ def compiled(backend: str, point: Point, arch: Arch) -> tuple[Block, int]:
     """Compiles the forward of a backend for a point. Returns what a block of it needs and how many tiles the problem has.
     ValueError with the backend's reason if it does not take the point. Takes some seconds on two CPU cores."""
     from strobe.call.dispatch import backend_module
+    from strobe.kernels.sm90.config import Config as HopperConfig
     from strobe.lab.binary import offline
     from strobe.lab.model.cost import Tiling
 
@@ -179,13 +180,15 @@ def compiled(backend: str, point: Point, arch: Arch) -> tuple[Block, int]:
     reason = module.refuses(problem, arch)
     if reason is not None:
         raise ValueError(f"occupancy: {backend} {reason}")
-    asked = ((point.head_dim, point.head_dim_v), problem.mask, problem.dtype, point.length)
+    config = module.config(problem, arch)
     if backend == "sm90":
-        found = offline.audit_sm90_forward(*asked, config=module.config(problem, arch))
+        found = offline.sm90_forward(problem, arch, config)[0].audit()
     else:
+        asked = (point.head_dim, point.head_dim_v), problem.mask, problem.dtype, point.length
         found = offline.audit_portable_forward(*asked, arch)
     block = Block(found.threads, found.registers, found.smem_bytes, f"{backend} {point}")
-    return block, Tiling(problem, module.config(problem, arch).tile_q).tiles
+    abreast = config.tile_heads if isinstance(config, HopperConfig) else 1
+    return block, Tiling(problem, config.tile_q).tiles // abreast
 
 
 def takers(point: Point, arch: Arch) -> list[str]:
