@@ -70,6 +70,7 @@ FOUND = (
 """What campaigns found, made smaller."""
 
 FOUND_ON_A_GPU = (
+    "device='cuda',door='fp8',n_kv=2,head_dim=192,head_dim_v=192,values='growing',seed=114",
     "device='cuda',n_kv=32,head_dim_v=96,values='huge',seed=45",
     "device='cuda',backend='portable',n_q=70,n_kv=300,values='huge',seed=45",
     "device='cuda',backend='portable',dtype='fp32',n_q=70,n_kv=70,right=0,values='huge',seed=45",

@@ -125,9 +125,12 @@ class Precision:
         return Precision(facts.eps, least, coarse * wide.eps)
 
 
-FP8 = Precision(unit=2.0**-3, least=2.0**-10, scores=2.0**-16)
-"""The Hopper kernel's, whose P has three bits of mantissa. scores: chosen after an H200's LSE was off by up to 2^-13 of the
-size of its scores, which float32 does not explain. That tensor cores' sums of about 14 bits do (docs/fp8.md) is inferred."""
+def precision_of_fp8(head_dim: int) -> Precision:
+    """The Hopper kernel's, whose P has three bits of mantissa. scores: chosen after an H200's LSE was off by up to 2^-13 of the
+    size of its scores, which float32 does not explain. That tensor cores' sums of about 14 bits do (docs/fp8.md) is inferred:
+    they add 32 columns at a time, and each time may lose as much. (192 columns of one sign: 2^-10.)"""
+    return Precision(unit=2.0**-3, least=2.0**-10, scores=2.0**-16 * max(1.0, head_dim / 32))
+
 
 _SUMS = 16
 """Units of float32 that a score, an exponential or a sum of a few terms may lose."""

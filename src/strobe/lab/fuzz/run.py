@@ -19,7 +19,7 @@ from strobe.lab.fuzz import bad_arguments
 from strobe.lab.fuzz.bad_arguments import REFUSALS
 from strobe.lab.fuzz.cases import Case
 from strobe.lab.fuzz.inputs import MASK_FUNCTIONS, Inputs, clamped, document_numbers, inputs, lying, mask_of
-from strobe.lab.fuzz.right import FP8, SEED, Precision, Results, Tensors, describe, differs, reference
+from strobe.lab.fuzz.right import SEED, Precision, Results, Tensors, describe, differs, precision_of_fp8, reference
 from strobe.masks import Mask
 from strobe.scores import Score
 
@@ -294,7 +294,7 @@ def compare(case: Case, given: Inputs, results: Results) -> None:
     clean = given.clean
     dlse = None if results.lse is None else upstream_of_lse(given, results.lse)
     if case.door == "fp8":
-        precision = FP8 if case.device == "cuda" else Precision.of(torch.bfloat16)
+        precision = precision_of_fp8(case.head_dim) if case.device == "cuda" else Precision.of(torch.bfloat16)
     else:
         precision = Precision.of(clean.q.dtype, case.device)
         if results.out.dtype != clean.q.dtype:
