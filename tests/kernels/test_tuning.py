@@ -258,7 +258,16 @@ def test_heads_that_share_keys_share_a_tile_that_rows_of_one_would_leave_empty()
     packed, cut, whole = Varlen(40, 8000, 8000, 500, 500), Dense(32, 300, 300), Dense(16, 512, 512)
     assert [shared(lengths) for lengths in (packed, cut, whole)] == [2, 2, 1]
     assert shared(cut, head_dim=256) == shared(packed, (64, 8)) == shared(packed, (16, 2), head_dim=64) == 2
-    assert shared(packed, (32, 32)) == shared(packed, (28, 4)) == 1  # a group of one, or of seven
+    assert shared(packed, (32, 32)) == 1
+
+
+def test_heads_that_do_not_fill_their_tiles_share_them_where_sequences_are_short():
+    """Of four tiles for seven heads the last is half empty, as tiles of 128 rows are that hold a few dozen."""
+    short, long = Varlen(40, 4000, 4000, 300, 300), Varlen(40, 40000, 40000, 3000, 3000)
+    for heads in ((28, 4), (40, 8)):
+        config = choose(replace(problem(128, lengths=short), heads_q=heads[0], heads_kv=heads[1]))
+        assert (config.tile_heads, config.uneven_group) == (2, heads[0] // heads[1])
+        assert shared(long, heads) == 1
 
 
 def test_heads_share_a_tile_of_which_a_mask_leaves_less():

@@ -99,10 +99,15 @@ def test_slopes_without_a_causal_mask_keep_the_safe_softmax(queries):
         assert cache_config.choose(described(call)[0], KNOWN["H200"]).optimistic == optimistic
 
 
-@pytest.mark.parametrize(("group", "least"), [(1, 17), (2, 17), (3, 43), (4, 17), (7, 37), (8, 17), (16, 21)])
-def test_from_which_number_of_queries_on_the_forward_takes_a_request(group, least):
-    """From where its tiles, of two heads if it can be, take less time than those of 64 rows of all heads."""
-    problem, _ = described(prompts(1, **{**MANY, "ragged": True, "batch": 4, "heads_kv": 16, "group": group}))
+@pytest.mark.parametrize(
+    ("group", "least", "queries"),
+    [(1, 17, 2048), (2, 17, 2048), (3, 17, 2048), (4, 17, 2048), (7, 37, 2048), (8, 17, 2048), (16, 21, 2048), (7, 19, 200)],
+)
+def test_from_which_number_of_queries_on_the_forward_takes_a_request(group, least, queries):
+    """From where its tiles, of two heads if it can be, take less time than those of 64 rows of all heads. Seven heads are four
+    tiles of two if requests are short."""
+    shape = {"batch": 4, "heads_kv": 16, "group": group, "n_q": queries, "room": 4096}
+    problem, _ = described(prompts(1, **{**MANY, "ragged": True, **shape}))
     assert f"and of {least} or more" in str(explain_problem(problem, KNOWN["H200"]))
 
 

@@ -30,6 +30,10 @@ WINDOW = replace(CAUSAL, mask="window")
 SHORT = replace(CAUSAL, n_q=700, n_kv=50, mask="full")
 # Two heads a tile.
 TOGETHER = {"case": replace(CAUSAL, batch=2, heads_q=4, heads_kv=2), "config": {"tile_heads": 2}}
+# Three heads that share keys: two are in the first tile, one is in the last.
+UNEVEN_GROUP = {
+    "case": replace(CAUSAL, heads_q=3, sinks=True), "config": {"tile_heads": 2, "uneven_group": 3},
+}  # fmt: skip
 # Tiles that see nothing.
 BLIND = replace(CAUSAL, n_kv=100)
 TOO_EARLY = (Race, Uninitialised)
@@ -428,7 +432,24 @@ BUGS = [
 
 WRONG_NUMBERS = [
     kernel("both groups have the first head's Q", "head_of_group(w, work.head", "head_of_group(0, work.head", (), **TOGETHER),
-    kernel("heads of LSE for tiles, not for heads", "(K.heads.heads * K.C.tile_heads)", "K.heads.heads", LOST, **TOGETHER),
+    tiles("a group without a head has rows", "gl.where(is_last, K.lengths.n_q, row)", "row", LOST, **UNEVEN_GROUP),
+    tiles("the first tile lacks a head", "== K.C.tiles_abreast - 1", "== 0", LOST, **UNEVEN_GROUP),
+    tiles(
+        "a head that is not there",
+        "gl.minimum(of_key, C.uneven_group - 1)",
+        "of_key",
+        (OutOfBounds,),
+        **UNEVEN_GROUP,
+    ),
+    tiles(
+        "key heads fill their tiles",
+        "* C.uneven_group + gl",
+        "* C.tiles_abreast * C.tile_heads + gl",
+        LOST,
+        case=replace(CAUSAL, heads_q=6, heads_kv=2),
+        config=UNEVEN_GROUP["config"],
+    ),
+    kernel("heads of LSE for tiles, not for heads", "head_of_group(0, K.heads.heads, K.C)", "K.heads.heads", LOST, **TOGETHER),
     kernel("V lags a block behind", "            i = next\n", "", ()),
     tma(
         "both chunks of columns are the first",

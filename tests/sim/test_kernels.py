@@ -51,6 +51,11 @@ def hopper(head_dim=64, head_dim_v=None, groups=2, tile_kv=64, num_stages=2, **m
     return Hopper(head_dim, head_dim_v or head_dim, groups, tile_kv, num_stages, **more)
 
 
+def uneven(head_dim=64, **more) -> Hopper:
+    """Of three heads that share keys two are in the first tile, and one is in the last."""
+    return hopper(head_dim, tile_heads=2, uneven_group=3, **more)
+
+
 SEVERAL = case(300, 333, heads=(2, 1), head_dim=64)
 HOPPER = [
     (case(64, 64, head_dim=64), FP16, hopper()),
@@ -128,6 +133,45 @@ HOPPER = [
         hopper(192, 128, q_stages=1, tile_heads=2),
     ),
     (replace(SEVERAL, head_dim=256, n_kv=100), BF16, hopper(256, q_stages=1, o_buffers=2, tile_heads=2)),
+    # Heads that do not fill their tiles.
+    (case(150, 200, heads=(6, 2), batch=2, head_dim=64), BF16, uneven()),
+    (case(90, 150, heads=(10, 2), head_dim=64, mask="causal"), FP16, hopper(tile_heads=2, uneven_group=5, slots=4)),
+    (case(150, 130, heads=(4, 2), batch=2, head_dim=64, mask="window"), BF16, hopper(groups=3, tile_heads=3, uneven_group=2)),
+    (case(70, 100, heads=(4, 1), head_dim=64, mask="causal"), FP16, hopper(groups=3, tile_heads=3, uneven_group=4)),
+    (
+        case(90, 120, heads=(6, 2), batch=4, head_dim=96, mask="causal", packed=True),
+        BF16,
+        uneven(96),
+    ),
+    (
+        case(150, 200, heads=(3, 1), batch=3, head_dim=64, logits=30.0, packed=True),
+        FP16,
+        uneven(optimistic=False),
+    ),
+    (
+        case(90, 130, heads=(6, 2), batch=2, head_dim=64, alibi=True, mask="causal"),
+        BF16,
+        uneven(optimistic=False),
+    ),
+    (
+        case(90, 130, heads=(3, 1), batch=2, head_dim=64, bias=True),
+        FP16,
+        uneven(optimistic=False),
+    ),
+    (case(90, 130, heads=(6, 2), head_dim=64, sinks=True, mask="causal"), BF16, uneven()),
+    (case(90, 130, heads=(3, 1), head_dim=64, mask="functions"), FP16, uneven(optimistic=False)),
+    (case(90, 130, heads=(6, 2), batch=2, head_dim=64, mask="documents"), BF16, uneven()),
+    (case(90, 130, heads=(6, 2), batch=2, head_dim=64, dropout=0.3), FP16, uneven()),
+    (
+        case(150, 170, heads=(6, 2), batch=3, head_dim=64, seqused=True, mask="causal"),
+        BF16,
+        uneven(),
+    ),
+    (
+        case(150, 170, heads=(3, 1), batch=3, head_dim=64, seqused=True, packed=True, sinks=True),
+        FP16,
+        uneven(),
+    ),
     (replace(SEVERAL, logits=30.0, mask="causal"), BF16, hopper(optimistic=False, tile_heads=2)),
     (replace(SEVERAL, softcap=3.0, mask="causal"), FP16, hopper(tile_heads=2)),
     (replace(SEVERAL, alibi=True, mask="causal", batch=2), BF16, hopper(optimistic=False, tile_heads=2)),
@@ -218,6 +262,7 @@ WILD = [
     (case(300, 100, head_dim=64, logits=30.0, mask="causal", sinks=True), hopper()),
     (case(300, 333, heads=(4, 2), batch=2, head_dim=64, logits=30.0, mask="causal"), hopper(tile_heads=2)),
     (case(300, 500, heads=(2, 1), batch=3, head_dim=64, logits=60.0, packed=True), hopper(tile_heads=2)),
+    (case(150, 333, heads=(6, 2), batch=2, head_dim=64, logits=30.0, mask="causal"), uneven()),
 ]
 
 

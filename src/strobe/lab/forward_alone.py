@@ -30,9 +30,10 @@ def launch_traced(problem: AttentionProblem, operands: Operands, config: Config)
     the producer), 0 where a role does not pass an event. Each CTA has one tile.
 
     ValueError if the stamps are 2^31 or more: the kernel counts them in int32."""
-    _, heads, rows = lse_shape(problem)
+    *_, rows = lse_shape(problem)
     blocks = -(-problem.lengths.seqlen_kv // config.tile_kv)
-    shape = (blocks, problem.lengths.batch * (heads // config.tile_heads) * -(-rows // config.tile_q), ROLES.value, COUNT.value)
+    tiles = problem.lengths.batch * problem.heads_kv * config.tiles_of(problem.group) * -(-rows // config.tile_q)
+    shape = (blocks, tiles, ROLES.value, COUNT.value)
     if math.prod(shape) >= 2**31:
         raise ValueError(f"a traced launch takes fewer than 2^31 stamps, got {shape[0]} key blocks in {shape[1]} CTAs")
     trace = torch.zeros(shape, dtype=torch.int64, device=operands.q.device)

@@ -54,11 +54,12 @@ class Shape:
         uneven = not isinstance(lengths, Dense)
         return cls(*mask_class(band, n_kv), max(1, lengths.batch), max(1, n_q), heads, uneven)
 
-    def share(self, tile_q: int, tile_kv: int, sms: int, tile_heads: int = 1) -> float:
+    def share(self, tile_q: int, tile_kv: int, sms: int, tile_heads: int = 1, group: int = 1) -> float:
         """The share of the problem's scores among all that a GPU has time for until the last tile is done, of tile_q rows of
-        tile_heads heads: small where a few large tiles leave multiprocessors idle, or reach beyond the ends of sequences, or
-        blocks of tile_kv keys do, or have many keys that a mask hides."""
-        tiles = self.sequences * self.heads / tile_heads * self._parts(self.length, tile_q)
+        tile_heads heads, which are among a group that shares keys: small where a few large tiles leave multiprocessors idle, or
+        reach beyond the ends of sequences, or blocks of tile_kv keys do, or have many keys that a mask hides."""
+        abreast = self.heads // group * -(-group // tile_heads)
+        tiles = self.sequences * abreast * self._parts(self.length, tile_q)
         rows = math.ceil(tiles / sms) * sms * tile_q * tile_heads
         seen, walked = self._keys(tile_q, tile_kv)
         return self.sequences * self.heads * self.length / rows * seen / walked

@@ -12,7 +12,7 @@ others compute. Forward, S = 512, causal, head dims 64, 96, 128, 256, as many as
 def bundles_of_heads(problem: AttentionProblem, cache_bytes: int, tile_heads: int = 1) -> tuple[int, int]:
     """`bundles` of query heads that have K and V of about so many bytes of the L2 cache. tile_heads: how many share a tile, and
     count as one."""
-    lengths, group = problem.lengths, problem.group // tile_heads
+    lengths, group = problem.lengths, -(-problem.group // tile_heads)
     kv_bytes = max(1, lengths.seqlen_kv) * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     return bundles(lengths.batch * problem.heads_kv * group, group * cache_bytes // kv_bytes, group)
 

@@ -12,9 +12,10 @@ from strobe.kernels.decode import choice
 from strobe.kernels.decode.config import Config as DecodeConfig
 from strobe.kernels.decode.sizes import padded
 from strobe.kernels.sm90 import backend as sm90
-from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config, of_short_prompts
+from strobe.kernels.sm90.config import ROWS_PER_GROUP, Config, of_short_prompts, sharing, together
 from strobe.problem import AttentionProblem, Varlen
 from strobe.serving.problem import DecodeProblem
+from strobe.tuning.table import Shape
 
 MANY_QUERIES = 256
 """Queries from which on a request is the forward's. Of those of fewer it takes the ones that it is faster with
@@ -63,8 +64,10 @@ def choose(problem: DecodeProblem, arch: Arch) -> Config:
         config = replace(of_short_prompts(attention), optimistic=config.optimistic)
     box = config.tile_kv if problem.page_size is None else math.gcd(config.tile_kv, problem.page_size)
     grouped = box < config.tile_kv and takes_groups(config, problem)
-    config = replace(config, box=box, grouped=grouped, beside=problem.ragged, slots=SLOTS)
-    return replace(config, tile_heads=config.groups) if problem.group % config.groups == 0 else config
+    config = replace(config, box=box, grouped=grouped, beside=problem.ragged, slots=SLOTS, tile_heads=1, uneven_group=0)
+    if problem.group % config.groups == 0:
+        return together(config, problem.group)
+    return sharing(config, Shape.of(problem.lengths, problem.heads_q, problem.mask.band), problem.group)
 
 
 def has_short_prompts(problem: DecodeProblem) -> bool:
@@ -77,7 +80,7 @@ def has_short_prompts(problem: DecodeProblem) -> bool:
 def least_queries(problem: DecodeProblem, config: Config) -> int:
     """Queries from which on a packed request is the forward's: its tiles take less time than those of `config_of_few`, and it
     does not read more than it computes."""
-    tiles = problem.group // config.tile_heads
+    tiles = config.tiles_of(problem.group)
     its_tiles = math.floor(tiles / TIME_OF_TILE) + 1
     return max(FEW_QUERIES, ROWS_PER_GROUP * (its_tiles - 1) // problem.group) + 1
 
@@ -102,7 +105,7 @@ def tiles(problem: DecodeProblem, config: Config) -> int:
         each = max(lengths.total_q - lengths.batch, 0) // config.tile_q
     else:
         each = lengths.batch * -(-lengths.seqlen_q // config.tile_q)
-    return problem.heads_q // config.tile_heads * each
+    return problem.heads_kv * config.tiles_of(problem.group) * each
 
 
 def of_few_queries(problem: DecodeProblem) -> DecodeProblem:

@@ -46,7 +46,8 @@ def calls(problem: DecodeProblem, tensors: Tensors, arch: Arch, config: Config) 
     found = []
     if problem.ragged:
         few = of_few_queries(problem)
-        apart = Apart(least_queries(problem, config), MANY_QUERIES, problem.heads_q // config.tile_heads, arch.sms or SMS)
+        abreast = problem.heads_kv * config.tiles_of(problem.group)
+        apart = Apart(least_queries(problem, config), MANY_QUERIES, abreast, arch.sms or SMS)
         (tokens,) = decode_launch.calls(few, tensors, arch, config_of_few(few, arch))
         found = [*list_calls(attention, listed, config.tile_q, apart), _with(tokens, served=tensors.served)]
     (noted,) = decode_launch.calls(problem, tensors, arch, of_mma(problem, arch))

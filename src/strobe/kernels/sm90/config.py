@@ -101,6 +101,7 @@ class Config(Chunks):
     grouped: whether 8 keys of a cache lie together with all of their columns, which one copy brings (see `pages`).
     beside: whether it begins on the multiprocessors that the launch ahead of it leaves, and waits for its end at its own.
     tile_heads: query heads of a tile, which share K and V: one, or as many as groups, which take the same rows of one each.
+    uneven_group: query heads that share K and V, if they do not fill their tiles, so that a group has none in the last; else 0.
     """
 
     groups: int
@@ -116,6 +117,7 @@ class Config(Chunks):
     grouped: bool = False
     beside: bool = False
     tile_heads: int = 1
+    uneven_group: int = 0
 
     @property
     def o_columns(self) -> int:
@@ -134,6 +136,15 @@ class Config(Chunks):
     @property
     def tile_q(self) -> int:
         return self.groups // self.tile_heads * ROWS_PER_GROUP
+
+    def tiles_of(self, group: int) -> int:
+        """Tiles of the same rows for the query heads that share K and V, which `group` do."""
+        return -(-group // self.tile_heads)
+
+    @property
+    def tiles_abreast(self) -> int:
+        """`tiles_of` an uneven group."""
+        return self.tiles_of(self.uneven_group)
 
     @property
     def consumer_registers(self) -> int:
@@ -180,6 +191,7 @@ class Config(Chunks):
         tiles += f"{self.box} keys of a page at a time, " if self.box else ""
         tiles += "beside the launch ahead, " if self.beside else ""
         tiles += f"{self.tile_heads} heads a tile, " if self.tile_heads > 1 else ""
+        tiles += f"of {self.uneven_group}, " if self.uneven_group else ""
         return (
             f"dims {self.head_dim}, {self.head_dim_v}, tile {self.tile_q} x {self.tile_kv}, {self.groups} consumer groups, "
             f"{self.num_stages} stages, {self.q_stages} of Q, {self.o_buffers} of {out}, {tiles}{softmax} softmax, "
@@ -286,7 +298,7 @@ def _choice(problem: AttentionProblem) -> Choice:
     shape = _shape(problem)
     if shape.keys <= FEWEST_KEYS:
         config = replace(config, slots=4)
-    return Choice(_sharing(config, shape, problem.group), origin)
+    return Choice(sharing(config, shape, problem.group), origin)
 
 
 def _of_one_head(problem: AttentionProblem) -> Choice:
@@ -302,16 +314,21 @@ def _of_one_head(problem: AttentionProblem) -> Choice:
     return Choice(_adapted(found.config, problem), found.origin)
 
 
-def _sharing(config: Config, shape: Shape, group: int) -> Config:
+def sharing(config: Config, shape: Shape, group: int) -> Config:
     """The config, with heads that share K and V in a tile where that leaves less of it empty or masked."""
-    if group % config.groups:
-        return config
-    together = replace(config, tile_heads=config.groups)
-    return max(config, together, key=functools.partial(_share, shape))
+    return max(config, together(config, group), key=lambda one: _share(shape, one, group))
 
 
-def _share(shape: Shape, config: Config) -> float:
-    return shape.share(config.tile_q, config.tile_kv, SMS, config.tile_heads)
+def together(config: Config, group: int) -> Config:
+    """The config with heads that share K and V in a tile, of which there are `group`. (Three groups of consumers that they do
+    not fill were not measured.)"""
+    if group % config.groups == 0:
+        return replace(config, tile_heads=config.groups)
+    return replace(config, tile_heads=2, uneven_group=group) if config.groups == 2 and group > 1 else config
+
+
+def _share(shape: Shape, config: Config, group: int) -> float:
+    return shape.share(config.tile_q, config.tile_kv, SMS, config.tile_heads, group)
 
 
 def _shape(problem: AttentionProblem) -> Shape:
@@ -366,7 +383,7 @@ def _spacious(head_dim: int, head_dim_v: int, keys: int) -> Choice:
 @functools.lru_cache(maxsize=4096)
 def _ranked(head_dim, head_dim_v, heads, group, lengths, left, right, prefix) -> Choice:
     """The choice for plain scores and a band, by arguments that are fast to compare and keep no tensor alive; heads that could
-    share a tile have yet to (see `_sharing`)."""
+    share a tile have yet to (see `sharing`)."""
     narrow = max(head_dim, head_dim_v) < 64
     head_dim, head_dim_v = padded(head_dim), padded(head_dim_v)
     entry = entries("sm90").get((head_dim, head_dim_v))
@@ -379,7 +396,7 @@ def _ranked(head_dim, head_dim_v, heads, group, lengths, left, right, prefix) ->
     def speed(name: str) -> float:
         config = _parsed(head_dim, head_dim_v, name)
         rate = nearest.tflops[name] * (NARROW_GAIN if narrow and config.groups == 3 else 1.0)
-        return rate * _share(shape, _sharing(config, shape, group)) / _share(nearest.shape, config)
+        return rate * _share(shape, sharing(config, shape, group), group) / _share(nearest.shape, config, 1)
 
     best = max(entry.kept, key=speed)
     where = f"{nearest.shape.mask}, {nearest.shape.keys} keys a row"

@@ -93,7 +93,7 @@ from strobe.kernels.sm90.tile_queue import (
     place_of,
     position_and_note_of,
     publish,
-    row_of_group,
+    row_of_head,
     with_keys,
 )
 
@@ -223,7 +223,7 @@ def producer(K):
             slot = (turn % K.C.q_stages) * GROUPS + w
             mbarrier.wait(K.memory.q_empty.index(slot), ((turn // K.C.q_stages) & 1) ^ 1)
             copy_in(K.inputs[0], at(K.memory.q, slot), K.memory.q_full.index(slot), work.start_q, work.n_q, work.batch,
-                    head_of_group(w, work.head, K.C), work.row + row_of_group(w, K.C))  # fmt: skip
+                    head_of_group(w, work.head, K.C), row_of_head(w, work.row, work.head, K))  # fmt: skip
         for j in tl.range(1, work.blocks()):
             g += 1
             next = later_block(j, work.begin, lead)
@@ -562,7 +562,7 @@ def lse_row(K, place):
     """Where the LSE of the sequence's first row is. (None of its factors is negative; signs would be kept in registers.)"""
     batch, head, _row, _n_q, _n_kv, start_q = place
     if K.lengths.cu_q is None:
-        return (batch * (K.heads.heads * K.C.tile_heads) + head).to(gl.uint32).to(gl.int64) * K.lengths.n_q.to(gl.uint32)
+        return (batch * head_of_group(0, K.heads.heads, K.C) + head).to(gl.uint32).to(gl.int64) * K.lengths.n_q.to(gl.uint32)
     else:
         return head.to(gl.uint32).to(gl.int64) * K.outputs.rows.to(gl.uint32) + start_q
 

@@ -72,7 +72,9 @@ def forward_call(
 ) -> Call:
     """The launch of the kernel. With a trace every tile has a CTA of its own."""
     lengths, mask = problem.lengths, problem.mask
-    tiles = triton.cdiv(lengths.seqlen_q, config.tile_q) * lengths.batch * (problem.heads_q // config.tile_heads)
+    of_key = config.tiles_of(problem.group)
+    abreast = problem.heads_kv * of_key
+    tiles = triton.cdiv(lengths.seqlen_q, config.tile_q) * lengths.batch * abreast
     arguments = (
         *descriptors(tensors.q, ROWS_PER_GROUP, (config.wide, config.narrow)),
         *key_descriptors(tensors.k, config, (config.wide, config.narrow)),
@@ -87,8 +89,8 @@ def forward_call(
         tensors.cu_seqlens_kv,
         tensors.seqused_q,
         tensors.seqused_kv,
-        problem.heads_q // config.tile_heads,
-        problem.group // config.tile_heads,
+        abreast,
+        of_key,
         *bundles_of_heads(problem, HALF_L2, config.tile_heads),
         tiles,
         tensors.q.shape[:-2].numel(),

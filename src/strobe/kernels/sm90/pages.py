@@ -38,7 +38,7 @@ from strobe.kernels.sm90.tile_queue import (
     later_block,
     note_of_group,
     note_of_tile,
-    row_of_group,
+    row_of_head,
 )
 from strobe.serving.problem import page_rows
 
@@ -187,7 +187,7 @@ def note_missing(K, work, missing):
     if missing:
         note = note_of_tile(work, K)
         for w in gl.static_range(GROUPS):
-            if work.row + row_of_group(w, K.C) < work.n_q:
+            if row_of_head(w, work.row, work.head, K) < work.n_q:
                 gl.store(K.outputs.notes + note + note_of_group(w, K), 1)
         gl.store(K.counters + NOTED, 1)
 

@@ -83,13 +83,34 @@ def row_of_group(w, C):
     return 0 if C.tile_heads > 1 else w * ROWS.value
 
 
+@gluon.constexpr_function
+def is_always_there(w, C):
+    """Whether every tile has a head for group w."""
+    return C.uneven_group == 0 or w < C.uneven_group - (C.tiles_abreast - 1) * C.tile_heads
+
+
 @gluon.jit
 def head_of_group(w: gl.constexpr, head, C: gl.constexpr):
-    """The head of queries of group w. head: of the tile, or the number of those that share it."""
-    if C.tile_heads > 1:
+    """The head of queries of group w, or one that shares its keys if there is none for it (see `row_of_head`). head: of the
+    tile, or the number of those that share it."""
+    if C.uneven_group:
+        of_key = head % C.tiles_abreast * C.tile_heads + w
+        return head // C.tiles_abreast * C.uneven_group + gl.minimum(of_key, C.uneven_group - 1)
+    elif C.tile_heads > 1:
         return head * C.tile_heads + w
     else:
         return head
+
+
+@gluon.jit
+def row_of_head(w: gl.constexpr, row, head, K):
+    """The first row of group w, of a tile from `row` on; beyond all rows if the tile has no head for it."""
+    row += row_of_group(w, K.C)
+    if is_always_there(w, K.C):
+        return row
+    else:
+        is_last = head % K.C.tiles_abreast == K.C.tiles_abreast - 1
+        return gl.where(is_last, K.lengths.n_q, row)
 
 
 @gluon.jit
@@ -275,6 +296,6 @@ def place_of(w: gl.constexpr, slot, K):
     """Where group w's rows of the tile in `slot` are: (batch, head, row, n_q, n_kv, first row among the packed)."""
     tiles = K.memory.tiles
     n_q, n_kv, start_q = lengths_of(slot, K.lengths, K.memory)
-    row = get(tiles, slot, ROW) + row_of_group(w, K.C)
-    head = head_of_group(w, get(tiles, slot, HEAD), K.C)
-    return get(tiles, slot, BATCH), head, row, n_q, n_kv, start_q
+    head = get(tiles, slot, HEAD)
+    row = row_of_head(w, get(tiles, slot, ROW), head, K)
+    return get(tiles, slot, BATCH), head_of_group(w, head, K.C), row, n_q, n_kv, start_q

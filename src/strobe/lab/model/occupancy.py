@@ -187,8 +187,10 @@ def compiled(backend: str, point: Point, arch: Arch) -> tuple[Block, int]:
         asked = (point.head_dim, point.head_dim_v), problem.mask, problem.dtype, point.length
         found = offline.audit_portable_forward(*asked, arch)
     block = Block(found.threads, found.registers, found.smem_bytes, f"{backend} {point}")
-    abreast = config.tile_heads if isinstance(config, HopperConfig) else 1
-    return block, Tiling(problem, config.tile_q).tiles // abreast
+    tiles = Tiling(problem, config.tile_q).tiles
+    if isinstance(config, HopperConfig):
+        tiles = tiles // problem.group * config.tiles_of(problem.group)
+    return block, tiles
 
 
 def takers(point: Point, arch: Arch) -> list[str]:
