@@ -270,6 +270,19 @@ def test_heads_that_do_not_fill_their_tiles_share_them_where_sequences_are_short
         assert shared(long, heads) == 1
 
 
+def test_three_heads_fill_a_tile_of_three_groups():
+    for dim, lengths in ((128, Varlen(40, 4000, 4000, 300, 300)), (64, Dense(64, 100, 100)), (96, Dense(64, 64, 64))):
+        config = choose(replace(problem(dim, lengths=lengths), heads_q=24, heads_kv=8))
+        assert (config.groups, config.tile_kv, config.tile_heads, config.uneven_group) == (3, 64, 3, 0) and fits(config)
+
+
+def test_packed_sequences_of_one_length_are_as_dense_ones():
+    """Of 100 rows each a tile of 128 is less empty than two of 64 with seven heads in four of them."""
+    even, uneven = Varlen(64, 6400, 6400, 100, 100), Varlen(64, 6400, 6400, 400, 400)
+    assert shared(even, (28, 4)) == shared(Dense(64, 100, 100), (28, 4)) == 1
+    assert shared(uneven, (28, 4)) == 2
+
+
 def test_heads_share_a_tile_of_which_a_mask_leaves_less():
     """Tiles of 64 rows have fewer keys beyond the diagonal than tiles of 128, in blocks of 64 keys."""
     whole = Dense(16, 512, 512)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strobe.problem import Dense, Lengths
+from strobe.problem import Lengths, Varlen
 
 SCHEMA = 1
 
@@ -47,11 +47,10 @@ class Shape:
     @classmethod
     def of(cls, lengths: Lengths, heads: int, band: Band) -> Shape:
         """The Shape of a problem with these lengths, heads of queries, and band of its `Mask`."""
-        if isinstance(lengths, Dense):
-            n_q, n_kv = lengths.seqlen_q, lengths.seqlen_kv
-        else:
+        n_q, n_kv, uneven = lengths.seqlen_q, lengths.seqlen_kv, False
+        if isinstance(lengths, Varlen):
             n_q, n_kv = (-(-total // max(1, lengths.batch)) for total in (lengths.total_q, lengths.total_kv))
-        uneven = not isinstance(lengths, Dense)
+            uneven = lengths.total_q < lengths.batch * lengths.seqlen_q
         return cls(*mask_class(band, n_kv), max(1, lengths.batch), max(1, n_q), heads, uneven)
 
     def share(self, tile_q: int, tile_kv: int, sms: int, tile_heads: int = 1, group: int = 1) -> float:
@@ -73,12 +72,13 @@ class Shape:
         most = self._parts(self.keys, tile_kv) * tile_kv
         if self.mask == "full":
             return self.keys, most
-        # A row begins where a tile or a block does, or anywhere between.
+        # A row begins where a tile or a block does, or anywhere between. Of a causal tile the groups of 64 rows that see less
+        # than the last one pass over blocks, which costs about half of what a block does.
         beyond = tile_kv - math.gcd(tile_q, tile_kv)
         if self.mask == "window":
             return self.keys, self.keys + tile_q + beyond
         seen = self.keys - min(self.length, self.keys) / 2
-        return seen, min(seen + (tile_q + beyond) / 2, most)
+        return seen, min(seen + ((tile_q + 64) / 2 + beyond) / 2, most)
 
 
 def mask_class(band: Band, n_kv: int) -> tuple[str, int]:
