@@ -83,6 +83,8 @@ def hopper() -> None:
         strobe.attention(*inputs, mask=mask, backend="sm90", **keywords)
     for head_dim, n_kv in cases(((8, 1), (64, 77), (80, 128), (64, 197))):  # few keys, which have a kernel of their own
         strobe.attention(*problem(head_dim, 300, n_kv, heads=64), backend="sm90")
+    for heads, mask in cases(product((6, 10), MASKS)):  # on 2: three fill a tile, of five one is alone
+        strobe.attention(*problem(64, 90, 100, heads=heads), mask=mask, backend="sm90")
     # More tiles than CTAs; tiles that see nothing; noted rows, for a NaN and for a late key; the safe softmax.
     strobe.attention(*problem(64, 300, 100, heads=64), mask=strobe.Causal(), backend="sm90")
     q, k, v = problem(64, 200, 300)
@@ -282,12 +284,12 @@ def prompts() -> None:
         call = draw(seed, torch.bfloat16, seed < 4, device=DEVICE, n_q=200, page=page, tree=False, leftpad=False)
         strobe.decode(call.q, call.cache, backend="sm90_cache", **call.keywords)
         synchronize(f"prompts, seed {seed}")
-    for dim in cases((64, 128, 256)):
+    for dim, group in cases(((64, 4), (128, 4), (256, 4), (64, 3), (128, 5))):  # of which two heads a tile leave one alone
         call = draw(5, torch.bfloat16, device=DEVICE, n_q=130, batch=6, lengths=[250, 200, 1, 60, 257, 129], room=257, page=16,
-                    head_dim=dim, head_dim_v=dim, heads_kv=2, group=4, tree=False, leftpad=False)  # fmt: skip
+                    head_dim=dim, head_dim_v=dim, heads_kv=2, group=group, tree=False, leftpad=False)  # fmt: skip
         call = with_queries(call, [1, 5, 1, 40, 200, 128])
         strobe.decode(call.q, call.cache, backend="sm90_cache", **call.keywords)
-        synchronize(f"prompts and single tokens, {dim} columns")
+        synchronize(f"prompts and single tokens, {dim} columns, {group} heads a key head")
     call = draw(1, torch.bfloat16, device=DEVICE, ragged=False, tree=False, leftpad=False, n_q=1, page=16)
     new_k, new_v = (torch.randn_like(x[: call.q.shape[0], :1]) for x in (call.cache.k, call.cache.v))
     rotary = strobe.Rotary(*(torch.randn(300, 16, device=DEVICE) for _ in range(2)))

@@ -20,11 +20,12 @@ def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 made, arch, i32 = [], KNOWN["H200"], torch.int32
-for dims, page, packed, most in json.loads(sys.argv[1]):
+for dims, page, packed, most, *heads in json.loads(sys.argv[1]):
     dim, dim_v = dims
+    ((heads, heads_kv),) = heads or [(32, 8)]
     rows = (4 * 2048,) if packed else (4, 2048)
-    q, out = meta(*rows, 32, dim), meta(*rows, 32, dim_v)
-    k, v = (meta(40, page or 8192, 8, d) for d in dims)
+    q, out = meta(*rows, heads, dim), meta(*rows, heads, dim_v)
+    k, v = (meta(40, page or 8192, heads_kv, d) for d in dims)
     table, cu = meta(4, 8192 // page, dtype=i32) if page else None, meta(5, dtype=i32) if packed else None
     operands = DecodeOperands(q, k, v, meta(4, dtype=i32), table, cu_seqlens_q=cu, out=out)
     problem = describe(operands, DecodeOptions(most if packed else 2048, dim_v, False, 0.1, None, 0, 0.0, True, False, None))
@@ -55,8 +56,9 @@ MORE = [
     ((128, 128), 16, True, 2048), ((128, 128), 64, True, 500), ((64, 64), 16, False, 2048), ((64, 64), 64, True, 2048),
     ((64, 64), 16, True, 500), ((96, 96), 16, False, 2048), ((80, 80), 16, True, 500), ((192, 128), 64, True, 2048),
     ((192, 128), 16, True, 500), ((256, 256), 64, False, 2048), ((256, 256), 16, True, 500),
+    ((128, 128), 16, True, 300, (28, 4)), ((128, 128), 16, True, 500, (24, 8)), ((64, 64), 64, True, 500, (24, 8)),
 ]  # fmt: skip
-"""Head dims, keys of a page, whether requests are packed, and the queries of the longest."""
+"""Head dims, keys of a page, whether requests are packed, the queries of the longest, and heads, if not 32 on 8."""
 SPILLS = {"oldest Triton": 64, "installed Triton": 400}
 """Bytes that may be spilled at head dims other than 128: by producers, and with newer Tritons by three groups of consumers."""
 

@@ -3,9 +3,12 @@
 import pytest
 import torch
 from cache_launch import BOUNDS, run
+from decode_launch import described
 from requests_at_random import draw
 
 import strobe
+from strobe.device import KNOWN
+from strobe.kernels.sm90 import cache_config
 
 ORDERS = ("in_order", "random", "late", "early")
 PAGES = (16, None, 64, 48, 128)
@@ -54,6 +57,19 @@ def test_groups_of_keys(dim, page):
     }
     for honest in (True, False):
         run(draw(1, torch.bfloat16, honest, **case), order="late")
+
+
+@pytest.mark.parametrize("group", [3, 5])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_heads_that_do_not_fill_tiles_of_two(group, ragged):
+    """Three fill a tile of three groups; of five one is alone. Pages that are not there are noted for the heads that are."""
+    for honest, dim in ((True, 64), (False, 128)):
+        shape = {"group": group, "heads_kv": 2, "ragged": ragged, "n_q": 70, "batch": 3, "head_dim": dim, "head_dim_v": dim}
+        call = draw(5, torch.bfloat16, honest, **{**PLAIN, **shape, "lengths": [200, 90, 257]})
+        config = cache_config.choose(described(call)[0], KNOWN["H200"])
+        assert (config.groups, config.tile_heads, config.uneven_group) == ((3, 3, 0) if group == 3 else (2, 2, 5))
+        for order in ORDERS:
+            run(call, order=order)
 
 
 def test_prompts_and_single_tokens_share_a_batch():
