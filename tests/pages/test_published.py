@@ -82,7 +82,6 @@ OTHER_LENGTHS = "what changed since is how nearly equal requests are cut: its ow
 OVER_PAGES = "what changed since is how keys of small pages are copied, which no point has"
 WIDER_WRITES = "since then wgmma's results are written in wider pieces, which was timed on an H200 alone"
 COUNTED = "; and Hopper's forward counts its tiles without a fence since: level, or a few percent faster"
-ONE_HEAD_A_TILE = "measured before two heads shared a tile of a prompt, and tiles were counted without a fence; due again"
 ABREAST = "key heads of several requests are read together since, and wgmma's results written in wider pieces: level, or faster"
 ACCEPTED: dict[str, str] = {
     "blackwell-simulated.json": BEFORE_PLACES,
@@ -133,7 +132,6 @@ ACCEPTED: dict[str, str] = {
     "windows-decode-h200-2026-11-28.json": ABREAST,
     "wide-decode-h200-2026-11-28.json": ABREAST,
     "wide-decode-shared-h200-2026-11-28.json": ABREAST,
-    "prefill-h200-2026-11-29.json": ONE_HEAD_A_TILE,
     "timeline-h200-2026-11-21.json": HISTORY,
     "timeline-h200-2026-11-22.json": OLDER_KERNEL,
     "train-gpt-4096-h200-2026-11-22.json": OLDER_KERNEL,
