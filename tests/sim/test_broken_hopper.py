@@ -373,8 +373,8 @@ BUGS = [
     tiles("the next tile is the next number", NEXT_TILE, COUNTED + " + 1", (DoubleWrite,), ctas=2),
     tiles(
         "both groups have the same rows",
-        "    row = get(tiles, slot, ROW) + row_of_group(w, K.C)\n",
-        "    row = get(tiles, slot, ROW)\n",
+        "row = row_of_head(w, get(tiles, slot, ROW), head, K)\n",
+        "row = get(tiles, slot, ROW)\n",
         (DoubleWrite,),
     ),
     kernel("the next tile is not published", PUBLISH_NEXT, PUBLISH_NEXT.splitlines(True)[0], (Deadlock,), says=("tile_full",)),
