@@ -118,7 +118,7 @@ def attention_calls(
     with the name of its backend."""
     shapes = ((layer.heads, layer.head_dim), (layer.heads_kv, layer.head_dim), (layer.heads_kv, layer.head_dim_v))
     q, k, v = (_meta(batch, length, heads, dim, dtype=dtype) for heads, dim in shapes)
-    options = options_of(q, k, v, mask=_within(layer.mask, length), score=_score(layer, dtype))
+    options = options_of(q, k, v, mask=layer.mask, score=_score(layer, dtype))
     operands = operands_of(q, k, v, options)
     for phase in ("forward", "backward") if trained else ("forward",):
         learned = ("sinks",) if layer.sinks and phase == "backward" else ()
@@ -147,8 +147,7 @@ def serving_calls(
 def _decode_calls(layer: Layer, arch: Arch, cache: Cache, q: torch.Tensor, packed: dict) -> Iterator[tuple[str, Call]]:
     from strobe.lab.binary.offline import with_buffers
 
-    mask = _within(layer.mask, 1 << 30)
-    operands, options = checked(q, cache, mask=mask, score=_score(layer, q.dtype), **packed)
+    operands, options = checked(q, cache, mask=layer.mask, score=_score(layer, q.dtype), **packed)
     operands = operands._replace(out=_meta(*q.shape[:-1], options.head_dim_v, dtype=q.dtype))
     problem = describe_decode(operands, options)
     module = dispatch.select(problem, arch)
@@ -184,11 +183,6 @@ def _cache(layer: Layer, dtype: torch.dtype, batch: int, length: int, page_size:
 
 def _score(layer: Layer, dtype: torch.dtype) -> Score:
     return Score(layer.softcap, sinks=_meta(layer.heads, dtype=dtype) if layer.sinks else None)
-
-
-def _within(mask: Mask, length: int) -> Mask:
-    """The mask without a window that hides nothing of so many keys, as the transformers door leaves it out."""
-    return Causal() if mask.left is not None and mask.left >= length - 1 else mask
 
 
 def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -265,9 +259,10 @@ def _calls(layers, arch, dtype, batches, lengths, trained: bool, page_size: int 
 
 
 def _sweep(most: int) -> list[int]:
-    """Numbers up to the most, four to a doubling, and those below them: whether 16 divides a number matters to Triton."""
+    """Numbers up to the most, four to a doubling, and those around them: whether 16 divides a number matters to Triton, and how
+    many rows the last tile of a sequence has to the choice of a config."""
     steps = {int(2**doublings * quarter / 4) for doublings in range(most.bit_length()) for quarter in range(4, 8)} | {most}
-    return sorted({near for step in steps for near in (step, step - 1) if 1 <= near <= most})
+    return sorted({near for step in steps for near in (step, step - 1, step + 1) if 1 <= near <= most})
 
 
 def kind_of(call: Call) -> tuple:
