@@ -346,7 +346,7 @@ def _implied_mask(causal: bool, sliding_window: int | None, n_q: int, n_kv: int)
     if n_q not in (1, n_kv):
         raise ValueError(f"attention_mask is None for {n_q} causal queries and {n_kv} keys: where the queries stand is unknown")
     window = Full() if sliding_window is None else Window(left=sliding_window - 1)
-    return _shortened(window & Causal(), n_q, n_kv)
+    return (window & Causal()).within(n_q, n_kv)
 
 
 # ---- a forward pass's mask
@@ -455,7 +455,7 @@ def _made_mask(
     if seen is not None and band is meaning.band and not _holds_padding(seen):
         seen = None
     numbers = _numbers(meaning, batch_size, q_length, keys, q_offset, kv_offset, device)
-    mask = _shortened(band, q_length, keys)
+    mask = band.within(q_length, keys)
     if numbers is not None or seen is not None:
         q, kv = numbers or (torch.zeros(batch_size, n, dtype=torch.int32, device=device) for n in (q_length, keys))
         mask = mask & Document(q, kv if seen is None else kv.masked_fill(~seen, _NO_DOCUMENT))
@@ -522,10 +522,3 @@ def _numbers(meaning: _Meaning, batch: int, n_q: int, keys: int, q_offset, kv_of
     places = (offset + torch.arange(n, device=device) for offset, n in ((q_offset, n_q), (kv_offset, keys)))
     q, kv = ((x - first[:, None]) // size for x in places)
     return q, kv
-
-
-def _shortened(mask: Mask, n_q: int, n_kv: int) -> Mask:
-    """The same mask without bounds that hide nothing: more kernels know how to run it."""
-    left = None if mask.left is not None and mask.left >= n_kv - 1 else mask.left
-    right = None if mask.right is not None and (mask.right >= n_kv - 1 or n_q == 1) else mask.right
-    return replace(mask, left=left, right=right)
