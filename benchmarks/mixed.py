@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import multiprocessing
-import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -32,6 +29,7 @@ from strobe.lab.bench.bench import CudaClock, balanced_order
 from strobe.lab.bench.decode import BOUNDS, COLD_BYTES
 from strobe.lab.bench.failures import compact
 from strobe.lab.bench.machine import provenance, save
+from strobe.lab.bench.precompile import in_processes
 from strobe.reference import cached
 from strobe.serving.arguments import checked
 from strobe.serving.problem import describe
@@ -234,9 +232,7 @@ def main() -> None:
     parser.add_argument("--max-seconds", type=float, default=1e9)
     options = parser.parse_args()
     asked, begin, points = list(product(BATCHES, options.heads, options.head_dims, options.pages)), time.monotonic(), []
-    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
-        for job in [pool.submit(warm, *each) for each in asked]:
-            job.exception()  # what does not compile raises again where it is reported
+    in_processes(warm, asked)
     clock = CudaClock(torch.device("cuda"))
     with torch.no_grad(), clock.running():
         for each in asked:

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -26,6 +23,7 @@ import torch
 
 import strobe
 from strobe.lab.bench.machine import provenance, save
+from strobe.lab.bench.precompile import in_processes
 
 ROUNDS = 11
 SECONDS = 3e-3
@@ -148,9 +146,7 @@ def main() -> None:
     asked = product(options.keys, options.head_dims, options.batches, options.queries)
     places = [(batch, queries, keys, heads, dim) for keys, dim, batch, queries in asked if queries <= keys]
     begin, points = time.monotonic(), []
-    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
-        for job in [pool.submit(warm, *place, page) for place in places for page in options.pages]:
-            job.exception()  # what does not compile raises again where it is reported
+    in_processes(warm, [(*place, page) for place in places for page in options.pages])
     for place in places:
         if time.monotonic() - begin < options.max_seconds:
             points.append(point(*place, options.pages))

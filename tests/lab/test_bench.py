@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -512,6 +513,11 @@ def test_what_a_process_began_and_did_not_finish_is_unusable_from_there_on():
     began = "begin\tstrobe\t2\nsome words\nbegin\tFA4\t0\nbegin\tFA4\t1\n"
     assert precompile.unfinished(began, points, "dead") == {("FA4", points[1]): "dead", ("FA4", points[2]): "dead"}
     assert precompile.unfinished(began + "done\n", points, "dead") == {} == precompile.unfinished("", points, "dead")
+
+
+def test_what_raises_in_a_process_does_not_keep_the_others_from_running(tmp_path):
+    precompile.in_processes(os.mkdir, [(tmp_path / "a",), (tmp_path / "a",), (tmp_path / "b",)])
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
 
 
 def test_a_process_calls_every_contender_at_every_point(monkeypatch):

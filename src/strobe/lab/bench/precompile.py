@@ -12,11 +12,12 @@ begins.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 
 import torch
@@ -46,6 +47,14 @@ def warm(points: Sequence[Point], peers: Sequence[Peer], device: torch.device, o
             on_step(f"compiled {done} of {len(jobs)} kinds of problems")
             unusable |= job.result()
     return unusable
+
+
+def in_processes(compile_one: Callable, asked: Iterable[tuple]) -> None:
+    """Calls a function of the running program with each of these arguments, in up to 16 processes at a time. What raises there
+    is left to who measures it."""
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
+        for job in [pool.submit(compile_one, *arguments) for arguments in asked]:
+            job.exception()
 
 
 def _family(points: list[Point], names: list[str], device: torch.device) -> Unusable:
